@@ -1,0 +1,67 @@
+"""What text a run reads and how it becomes tokens.
+
+Two hashes keep apart what must not be mixed: `DataConfig.spec_hash` (here) names the bytes that `prepare` writes;
+`Loader.spec_hash` names the order in which a run reads them and adds `seq_len` and `seed`. Changing the latter two
+costs nothing: the shards hold whole documents and are cut into rows on the way out.
+"""
+
+import hashlib
+import json
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+FORMAT_VERSION = 1
+"""Of the prepared folder. A change that old readers cannot follow raises it, and with it every spec hash."""
+
+NUM_BYTE_IDS = 257  # 256 bytes and the end of a document
+_NOT_IN_THE_BYTES = {"directory", "seq_len", "seed"}
+
+
+class DataConfig(BaseModel):
+    """Input, tokenizer and order of one data set.
+
+    `input` and `validation_input` take file names, globs and fsspec URLs of .txt, .jsonl, .jsonl.zst and .parquet,
+    and the word "embedded" for the English prose that every Python carries. With an empty `validation_input`,
+    documents whose hash falls below `validation_fraction` are held out of `input`.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    input: tuple[str, ...] = Field(("embedded",), min_length=1)
+    validation_input: tuple[str, ...] = ()
+    validation_fraction: float = Field(0.01, ge=0.0, lt=1.0)
+    text_field: str = Field("text", min_length=1)
+    source_field: str = "source"  # a record's own name for where it comes from; the file's name where it has none
+    tokenizer: Literal["bpe", "bytes"] = "bpe"
+    vocab_size: int = Field(8000, ge=NUM_BYTE_IDS)  # what BPE training aims at; a small corpus may yield fewer
+    tokenizer_sample_bytes: int = Field(32 * 2**20, ge=1)  # text that BPE is trained on: 32 MiB take about 20 s
+    batch_tokens: int = Field(128 * 1024, ge=1)  # tokens per record batch: zstd's ratio stops growing here
+    split_bytes: int = Field(64 * 2**20, ge=1)  # a larger .txt, .jsonl or .parquet becomes several input splits
+    seq_len: int = Field(256, ge=1)
+    seed: int = Field(0, ge=0)
+    directory: str = ""  # where the shards are; empty: the caller decides
+
+    @model_validator(mode="after")
+    def _check_vocab_size(self) -> "DataConfig":
+        if self.tokenizer == "bytes" and "vocab_size" in self.model_fields_set and self.vocab_size != NUM_BYTE_IDS:
+            raise ValueError(
+                f"tokenizer='bytes' always has {NUM_BYTE_IDS} ids (256 bytes and the end of a document), but "
+                f"vocab_size={self.vocab_size} was given: leave vocab_size out, or choose tokenizer='bpe'"
+            )
+        return self
+
+    @property
+    def num_token_ids(self) -> int:
+        """Upper bound of the vocabulary: what an embedding needs before the tokenizer exists."""
+        return NUM_BYTE_IDS if self.tokenizer == "bytes" else self.vocab_size
+
+    @property
+    def spec_hash(self) -> str:
+        """Hex sha256 of all that decides the prepared bytes: equal for another directory, seq_len or seed."""
+        spec = self.model_dump(mode="json", exclude=_NOT_IN_THE_BYTES) | {"format_version": FORMAT_VERSION}
+        if self.tokenizer == "bytes":
+            del spec["vocab_size"], spec["tokenizer_sample_bytes"]
+        if self.validation_input:
+            del spec["validation_fraction"]
+        return hashlib.sha256(json.dumps(spec, sort_keys=True).encode()).hexdigest()
