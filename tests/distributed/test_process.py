@@ -1,0 +1,159 @@
+"""Starting and ending a rank, alone, in a world, and again after a restart on the same store."""
+
+import os
+import signal
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from moebius.distributed import process as process_module
+from moebius.distributed.process import Process, start_process, stop_process, store_prefix
+from world import RankFailed, run_ranks
+
+
+def describe():
+    with start_process("cpu", timeout_s=20) as process:
+        return process, dist.get_backend(), os.environ["MASTER_PORT"]
+
+
+def restart_after(death):
+    """Attempt 0 in a child process, attempt 1 here on the same store; the ranks are dealt anew, as torchrun may."""
+    child = os.fork()
+    if child == 0:
+        start_process("cpu", timeout_s=5)
+        dist.barrier()
+        os._exit(0) if death == "exit" else os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(child, 0)
+    os.environ["TORCHELASTIC_RESTART_COUNT"] = "1"
+    os.environ["RANK"] = str(int(os.environ["WORLD_SIZE"]) - 1 - int(os.environ["RANK"]))
+    with start_process("cpu", timeout_s=5) as process:
+        value = torch.tensor([10.0**process.rank])
+        dist.all_reduce(value)
+        return value.item()
+
+
+def disagree():
+    if os.environ["RANK"] == "1":
+        process_module._choose_device = lambda wanted, place: torch.device("cuda", 0)
+    try:
+        start_process("auto", timeout_s=1)
+    except ValueError as error:
+        return str(error)
+    except dist.DistStoreError:
+        return "timed out"
+    return "started"
+
+
+def late_rank():
+    process = start_process("cpu", timeout_s=0.5)
+    if process.rank == 1:
+        time.sleep(1)
+        return "late"
+    try:
+        dist.all_reduce(torch.zeros(1))
+    except RuntimeError as error:
+        return str(error)
+
+
+@pytest.fixture
+def alone(monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    yield monkeypatch
+    stop_process()
+
+
+def test_without_torchrun_it_is_a_world_of_one(alone):
+    with start_process("cpu", timeout_s=5) as process:
+        assert process == Process(0, 1, 0, torch.device("cpu"), "gloo", 5)
+        value = torch.ones(2)
+        dist.all_reduce(value)
+        assert torch.equal(value, torch.ones(2))
+        with pytest.raises(RuntimeError, match="in a world already"):
+            start_process("cpu")
+    assert not dist.is_initialized()
+    stop_process()  # twice is harmless
+
+
+def test_a_world_of_ranks():
+    results = run_ranks(describe, 3)
+    assert [process.rank for process, _, _ in results] == [0, 1, 2]
+    assert {(process.world_size, process.local_rank == process.rank, backend) for process, backend, _ in results} == {
+        (3, True, "gloo")
+    }
+
+
+@pytest.mark.parametrize("death", ["exit", "kill"])
+def test_a_restarted_world_does_not_read_its_predecessor(death):
+    assert run_ranks(restart_after, 3, death, timeout_s=20) == [111.0] * 3
+
+
+def test_the_prefix_tells_generations_and_attempts_apart():
+    prefixes = {
+        store_prefix({}),
+        store_prefix({"MOEBIUS_GENERATION": "1"}),
+        store_prefix({"TORCHELASTIC_RESTART_COUNT": "1"}),
+        store_prefix({"MOEBIUS_GENERATION": "1", "TORCHELASTIC_RESTART_COUNT": "1"}),
+    }
+    assert len(prefixes) == 4
+
+
+def test_ranks_that_chose_different_devices_are_told():
+    first, second = run_ranks(disagree, 2)
+    assert "rank 1 would run on 'cuda', rank 0 runs on 'cpu'" in second
+    assert first == "timed out"
+
+
+def test_a_rank_that_does_not_come_ends_the_wait_after_the_timeout():
+    first, second = run_ranks(late_rank, 2, timeout_s=15)
+    assert "Timed out waiting 500ms" in first
+    assert second == "late"
+
+
+def test_an_incomplete_environment_is_explained(alone):
+    alone.setenv("RANK", "0")
+    alone.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match=r"LOCAL_RANK, MASTER_ADDR, MASTER_PORT missing.*'RANK': '0'"):
+        start_process("cpu")
+
+
+def test_a_rank_beyond_the_world_is_explained(alone):
+    for name, value in {
+        "RANK": "2",
+        "WORLD_SIZE": "2",
+        "LOCAL_RANK": "2",
+        "MASTER_ADDR": "x",
+        "MASTER_PORT": "1",
+    }.items():
+        alone.setenv(name, value)
+    with pytest.raises(ValueError, match="RANK 2 is not in a world of WORLD_SIZE 2"):
+        start_process("cpu")
+
+
+@pytest.mark.parametrize(
+    ("wanted", "num_gpus", "local_world_size", "chosen"),
+    [
+        ("auto", 0, 1, "cpu"),
+        ("auto", 1, 1, "cuda:0"),
+        ("auto", 1, 2, "cpu"),
+        ("cpu", 8, 1, "cpu"),
+        ("cuda", 2, 2, "cuda:0"),
+    ],
+)
+def test_the_device_is_chosen_for_the_whole_node(monkeypatch, wanted, num_gpus, local_world_size, chosen):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: num_gpus > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
+    place = process_module._Place(rank=0, world_size=8, local_rank=0, local_world_size=local_world_size)
+    assert str(process_module._choose_device(wanted, place)) == chosen
+
+
+def test_cuda_without_a_gpu_is_a_clear_error(alone):
+    alone.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ValueError, match="'cuda' was asked for, but rank 0 sees 0 GPUs and its node has 1 ranks"):
+        start_process("cuda")
+
+
+def test_a_failing_rank_is_not_hidden():
+    with pytest.raises(RankFailed, match="must be 'auto', 'cpu' or 'cuda', got 'tpu'"):
+        run_ranks(start_process, 1, "tpu")
