@@ -1,0 +1,1 @@
+"""The models in plain PyTorch; they run on one CPU and know no rank."""

@@ -1,0 +1,139 @@
+"""Causal self-attention with rotary positions: SwitchHead (experts on V and O) and its dense relatives.
+
+Legend: B sequences, S positions, T = B·S tokens, D model width, H heads, C channels of a head, A experts of a head.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .config import ModelConfig
+from .experts import ExpertLinears
+from .layers import Linear, rotary_table, rotate
+from .moe import SparseLayer
+from .routers import SigmoidTopK
+from .routing import Routing, head_to_token_routes, token_to_head_routes
+
+
+@dataclass
+class LayerCache:
+    """Keys (rotated, so that they keep their own positions) and values of one depth step: each (B, H, past, C)."""
+
+    keys: Tensor | None = None
+    values: Tensor | None = None
+
+    @property
+    def length(self) -> int:
+        """Positions seen so far."""
+        return 0 if self.keys is None else self.keys.shape[2]
+
+    def append(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Stores the new positions; returns all of them."""
+        if self.keys is not None and self.values is not None:
+            keys, values = torch.cat((self.keys, keys), 2), torch.cat((self.values, values), 2)
+        self.keys, self.values = keys, values
+        return keys, values
+
+
+class Attention(nn.Module):
+    """Queries and keys, which every variant here has dense; V and O are the subclass's.
+
+    The scale C^(−1/2) is split over q and k, which keeps low-precision products in range.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        width = config.num_heads * config.d_head
+        self.query = Linear(config.d_model, width)
+        self.key = Linear(config.d_model, width)
+
+    def attend(self, n_BSD: Tensor, v_BHSC: Tensor, cache: LayerCache | None) -> Tensor:
+        """softmax(rope(q)·rope(k)ᵀ / √C + causal)·v for every head, (B, H, S, C).
+
+        With a cache the new positions come after the cached ones: queries and keys are rotated by their absolute
+        positions, and every new query sees the whole past.
+        """
+        config = self.config
+        past, new = (0 if cache is None else cache.length), n_BSD.shape[1]
+        table = rotary_table(past, new, config.rotary_channels, config.rotary_base, n_BSD.device)
+        scale = config.d_head**-0.25
+        q_BHSC = rotate(self._heads(self.query(n_BSD)) * scale, table)
+        k_BHSC = rotate(self._heads(self.key(n_BSD)) * scale, table)
+        v_BHSC = v_BHSC.to(q_BHSC.dtype)
+        if cache is not None:
+            k_BHSC, v_BHSC = cache.append(k_BHSC, v_BHSC)
+        if past == 0:
+            return F.scaled_dot_product_attention(q_BHSC, k_BHSC, v_BHSC, is_causal=True, scale=1.0)
+        visible = torch.ones(new, past + new, dtype=torch.bool, device=n_BSD.device).tril(past)
+        return F.scaled_dot_product_attention(q_BHSC, k_BHSC, v_BHSC, attn_mask=visible, scale=1.0)
+
+    def _heads(self, x_BSW: Tensor) -> Tensor:
+        return x_BSW.unflatten(-1, (self.config.num_heads, self.config.d_head)).transpose(1, 2)
+
+
+class SwitchHead(Attention):
+    """V and O are mixtures of experts, one independent mixture per head (arXiv 2312.07987, eq. 7 to 10).
+
+    The V router decides for the key/value token ("source side"), the O router for the query token ("destination side"); both,
+    with Q and K, read the normalised rows, while the V experts read `value_input`.
+    """
+
+    def __init__(self, config: ModelConfig, *, backend: str) -> None:
+        super().__init__(config)
+        heads, experts, top_k = config.num_heads, config.num_attention_experts, config.attention_top_k
+        self.num_experts = heads * experts
+        self.value_router = SigmoidTopK(config.d_model, experts, top_k, num_heads=heads)
+        self.output_router = SigmoidTopK(config.d_model, experts, top_k, num_heads=heads)
+        self.value = SparseLayer(ExpertLinears(self.num_experts, config.d_model, config.d_head, backend=backend))
+        self.output = SparseLayer(ExpertLinears(self.num_experts, config.d_head, config.d_model, backend=backend))
+
+    def forward(
+        self, value_input_BSD: Tensor, n_BSD: Tensor, cache: LayerCache | None
+    ) -> tuple[Tensor, dict[str, Routing]]:
+        """(B, S, D) to (B, S, D), with the routings of V and O."""
+        batch, length, _ = n_BSD.shape
+        heads, channels = self.config.num_heads, self.config.d_head
+        n_TD = n_BSD.flatten(0, 1)
+        experts_THK, weights_THK, value_logits = self.value_router(n_TD)
+        value_routes = token_to_head_routes(experts_THK, weights_THK, num_experts=self.num_experts)
+        v_UC = self.value(value_input_BSD.flatten(0, 1), value_routes)
+        v_BHSC = v_UC.view(batch, length, heads, channels).transpose(1, 2)
+        attended_BHSC = self.attend(n_BSD, v_BHSC, cache)
+        experts_THK, weights_THK, output_logits = self.output_router(n_TD)
+        output_routes = head_to_token_routes(experts_THK, weights_THK, num_experts=self.num_experts)
+        y_TD = self.output(attended_BHSC.transpose(1, 2).reshape(-1, channels), output_routes)
+        routings = {"value": Routing(value_routes, value_logits), "output": Routing(output_routes, output_logits)}
+        return y_TD.view(batch, length, -1), routings
+
+
+class DenseAttention(Attention):
+    """Dense V and O; with `gated`, a sigmoid per head of the normalised row multiplies the attention result.
+
+    The gated form is what the official MoEUT release makes of one attention expert per head.
+    """
+
+    def __init__(self, config: ModelConfig, *, gated: bool) -> None:
+        super().__init__(config)
+        width = config.num_heads * config.d_head
+        self.value = Linear(config.d_model, width)
+        self.output = Linear(width, config.d_model)
+        self.head_gate = Linear(config.d_model, config.num_heads) if gated else None
+
+    def forward(
+        self, value_input_BSD: Tensor, n_BSD: Tensor, cache: LayerCache | None
+    ) -> tuple[Tensor, dict[str, Routing]]:
+        """(B, S, D) to (B, S, D); no routings."""
+        attended_BSHC = self.attend(n_BSD, self._heads(self.value(value_input_BSD)), cache).transpose(1, 2)
+        if self.head_gate is not None:
+            attended_BSHC = attended_BSHC * torch.sigmoid(self.head_gate(n_BSD))[..., None]
+        return self.output(attended_BSHC.flatten(2)), {}
+
+
+def make_attention(config: ModelConfig, *, backend: str) -> SwitchHead | DenseAttention:
+    """The attention that `config` names."""
+    if config.has_attention_experts:
+        return SwitchHead(config, backend=backend)
+    return DenseAttention(config, gated=config.attention == "switchhead")

@@ -1,0 +1,145 @@
+"""The recorded runs of the official code as (config, weights under our names, expectations)."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from shared import shared_folder
+from torch import Tensor
+
+from moebius.model.config import ModelConfig
+from moebius.model.transformer import Transformer
+
+RELEASE_NAMES = {
+    "attention.q.weight": "attention.query.weight",
+    "attention.k.weight": "attention.key.weight",
+    "attention.v": "attention.value.experts.weight",
+    "attention.o": "attention.output.experts.weight",
+    "attention.sel_v": "attention.value_router.weight",
+    "attention.sel_o": "attention.output_router.weight",
+    "ffn.keys": "feed_forward.sparse.experts.w_up",
+    "ffn.values": "feed_forward.sparse.experts.w_down",
+    "ffn.expert_sel": "feed_forward.router.weight",
+    "ln1": "attention_norm",
+    "ln2": "feed_forward_norm",
+}
+SINGLE_EXPERT_NAMES = {
+    "attention.v": "attention.value.weight",
+    "attention.o": "attention.output.weight",
+    "attention.sel_o": "attention.head_gate.weight",
+}
+TRAINING_NAMES = {
+    "self_attn.projections.q": "attention.query.weight",
+    "self_attn.projections.k": "attention.key.weight",
+    "self_attn.projections.v": "attention.value.experts.weight",
+    "self_attn.projections.o": "attention.output.experts.weight",
+    "self_attn.selections.v": "attention.value_router.weight",
+    "self_attn.selections.o": "attention.output_router.weight",
+    "self_attn.norm": "attention_norm",
+    "self_attn.out_proj.weight": "attention.output.weight",
+    "self_attn.data_to_q.weight": "attention.query.weight",
+    "pkm.keys": "feed_forward.sparse.experts.w_up",
+    "pkm.values": "feed_forward.sparse.experts.w_down",
+    "pkm.expert_sel": "feed_forward.router.weight",
+    "pkm.norm": "feed_forward_norm",
+    "linear1": "feed_forward.up",
+    "linear2": "feed_forward.down",
+    "norm1": "attention_norm",
+    "norm2": "feed_forward_norm",
+}
+OUTER_NAMES = {
+    "embedding.weight": "embedding",
+    "lm_head": "head",
+    "output": "head",
+    "out_norm": "final_norm",
+}
+
+
+@dataclass(frozen=True)
+class Golden:
+    """One recorded run."""
+
+    arrays: dict[str, np.ndarray]
+    config: ModelConfig
+
+    def __getitem__(self, name: str) -> Tensor:
+        return torch.from_numpy(self.arrays[name])
+
+    def tensors(self, prefix: str) -> dict[str, Tensor]:
+        """All tensors under `prefix` ("w/", "g/", "w_after/"), by our parameter names."""
+        out = {}
+        for key in self.arrays:
+            if key.startswith(prefix):
+                for name, value in self._translate(key.removeprefix(prefix), self[key]):
+                    out[name] = value
+        return out
+
+    def model(self, **changes: object) -> Transformer:
+        """A model with the recorded weights."""
+        model = Transformer(self.config, **changes)  # type: ignore[arg-type]
+        model.load_state_dict(self.tensors("w/"))
+        return model
+
+    def _translate(self, name: str, value: Tensor) -> list[tuple[str, Tensor]]:
+        for layers in ("transformer.layers.", "unique_layers."):
+            if name.startswith(layers):
+                member, _, rest = name.removeprefix(layers).partition(".")
+                return [(f"group.{member}.{new}", tensor) for new, tensor in self._translate_part(rest, value)]
+        return [(_rename(name, OUTER_NAMES), value)]
+
+    def _translate_part(self, part: str, value: Tensor) -> list[tuple[str, Tensor]]:
+        if part == "self_attn.data_to_kv.weight":
+            key, content = value.chunk(2)
+            return [("attention.key.weight", key), ("attention.value.weight", content)]
+        names = RELEASE_NAMES | TRAINING_NAMES
+        if self.config.attention == "switchhead" and not self.config.has_attention_experts:
+            names = names | SINGLE_EXPERT_NAMES
+        return [(_rename(part, names), value)]
+
+
+def _rename(name: str, names: dict[str, str]) -> str:
+    for old in sorted(names, key=len, reverse=True):
+        if name == old or name.startswith(old + "."):
+            return names[old] + name[len(old) :]
+    raise KeyError(name)
+
+
+def load_golden(name: str) -> Golden:
+    """Reads one recorded run, or skips the test where the records are absent."""
+    folder = shared_folder()
+    if folder is None:
+        pytest.skip("the recorded runs of the official code are not beside the project (set MOEBIUS_SHARED)")
+    with np.load(Path(folder) / "golden" / f"{name}.npz", allow_pickle=False) as file:
+        arrays = {key: file[key] for key in file.files}
+    recorded = json.loads(str(arrays.pop("config_json")))
+    config = _release_config(recorded) if "preset" in recorded else _training_config(recorded)
+    return Golden(arrays, config)
+
+
+def _release_config(r: dict) -> ModelConfig:
+    return ModelConfig(
+        vocab_size=r["n_tokens"], d_model=r["d_model"], num_layers=r["n_layers"], group_size=r["group_size"],
+        num_heads=r["n_heads"], d_head=r["d_head"], num_attention_experts=r["att_n_experts"],
+        attention_top_k=r["att_k"], num_experts=r["ff_n_experts"], top_k=r["ff_k"], d_expert=r["ff_expert_size"],
+    )  # fmt: skip
+
+
+def _training_config(r: dict) -> ModelConfig:
+    layers, width = r["transformer.encoder_n_layers"], r["state_size"]
+    common = {
+        "vocab_size": r["n_tokens"], "d_model": width, "num_layers": layers, "num_heads": r["transformer.n_heads"],
+        "d_head": r["transformer.head_projection_size"],
+    }  # fmt: skip
+    if r["transformer.variant"] == "preln_rope":
+        return ModelConfig(
+            **common, group_size=layers, norm="pre", attention="dense", feed_forward="dense",
+            d_feed_forward=int(width * r["transformer.ff_multiplier"]),
+        )  # fmt: skip
+    return ModelConfig(
+        **common, group_size=r["transformer.universal.group_size"], norm="peri" if r.get("moe.nonorm") else "pre",
+        num_attention_experts=r["moe.att.n_experts"], attention_top_k=r["moe.att.k"], single_expert="gated_experts",
+        num_experts=r["moe.n_experts"], top_k=r["pkm.n_heads"], d_expert=r["moe.expert_size"],
+    )  # fmt: skip

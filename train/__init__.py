@@ -1,0 +1,1 @@
+"""Where the parts become a run: configuration, recipes, the loop."""

@@ -1,0 +1,214 @@
+"""A run, fully described: the sections that live beside their code, joined and checked against each other.
+
+A run is named by a recipe (train/recipes.py) or a TOML file and changed with dotted overrides:
+`moebius train smoke model.num_experts=64 mesh.ep=2`. The resolved form is written into the run folder as config.json.
+"""
+
+import difflib
+import json
+import tomllib
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, ValidationError, model_validator
+
+from ..data_pipeline.config import DataConfig
+from ..distributed.layout import MeshConfig, check_experts, plan_layout
+from ..kernels.backend import KernelConfig
+from ..model.config import ModelConfig
+from .optim import OptimConfig
+
+
+class ConfigError(ValueError):
+    """The configuration cannot be run; the message says which value, why, and what to do."""
+
+
+class TrainConfig(BaseModel):
+    """How long, on how much at a time, and how exactly."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    steps: PositiveInt = 1000
+    global_batch: PositiveInt = 16  # sequences per optimizer step, over all ranks
+    micro_batch: PositiveInt = 4  # sequences per forward pass of one rank
+    precision: Literal["float32", "bfloat16"] = "float32"  # of the matrix products; weights and sums stay float32
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    seed: int = 0
+    log_every: PositiveInt = 1
+    eval_every: NonNegativeInt = 0  # 0: at the start and at the end only
+    eval_rows: NonNegativeInt = 0  # at most so many validation rows; 0: all of them
+    threads: NonNegativeInt = 1  # of one rank's CPU work; 0: torch's default
+    timeout_s: float = Field(600.0, gt=0)  # of a collective
+
+
+class CheckpointConfig(BaseModel):
+    """When the state is saved and how much of it is kept."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    every: NonNegativeInt = 100  # steps; 0: at the end only
+    keep_last: PositiveInt = 3
+
+
+class JobConfig(BaseModel):
+    """Where a run is placed. Here and not in cluster/, because a recipe describes a run whole, placement included."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")
+    num_nodes: PositiveInt = 1
+    ranks_per_node: PositiveInt = 1
+    max_restarts: NonNegativeInt = 3
+    start_timeout_s: float = Field(120.0, gt=0)  # from the start of a generation to its first step
+    # Fault drill: one rank is killed, once, when the run has reached this step. The run must not notice.
+    rehearse_failure_at_step: PositiveInt | None = None
+
+
+class Config(BaseModel):
+    """One run. Immutable; every cross-section rule is checked on construction."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    model: ModelConfig = ModelConfig()
+    data: DataConfig = DataConfig()
+    mesh: MeshConfig = MeshConfig()
+    kernels: KernelConfig = KernelConfig()
+    optim: OptimConfig = OptimConfig()
+    train: TrainConfig = TrainConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    job: JobConfig = JobConfig()
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of the run as the job places it."""
+        return self.job.num_nodes * self.job.ranks_per_node
+
+    @model_validator(mode="after")
+    def _check_vocabulary(self) -> Self:
+        if self.model.vocab_size < self.data.num_token_ids:
+            raise ValueError(
+                f"model.vocab_size={self.model.vocab_size} is smaller than the {self.data.num_token_ids} token ids of "
+                f"data.tokenizer={self.data.tokenizer!r} (data.vocab_size={self.data.vocab_size}): make them equal"
+            )
+        return self
+
+    def check_world(self, world_size: int) -> None:
+        """Checks everything that depends on the number of ranks.
+
+        Raises:
+            ConfigError: the mesh, the experts or the batch do not fit `world_size` ranks.
+        """
+        layout = plan_layout(self.mesh, world_size)
+        check_experts(layout, self.model.expert_counts())
+        per_pass = world_size * self.train.micro_batch
+        if self.train.global_batch % per_pass:
+            raise ConfigError(
+                f"train.global_batch={self.train.global_batch} is not a multiple of {world_size} ranks × "
+                f"train.micro_batch={self.train.micro_batch} = {per_pass}: every rank takes whole micro-batches; "
+                f"use {max(1, self.train.global_batch // per_pass) * per_pass} or change train.micro_batch"
+            )
+
+    def save(self, path: Path) -> None:
+        """Writes the resolved configuration as JSON."""
+        path.write_text(json.dumps(self.model_dump(mode="json"), indent=2) + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: Path) -> "Config":
+        """Reads what `save` wrote."""
+        return build(json.loads(path.read_text(encoding="utf-8")), origin=str(path))
+
+
+def resolve(name_or_file: str, overrides: Sequence[str], recipes: Mapping[str, Callable[[], Config]]) -> Config:
+    """The configuration named by a recipe or a TOML file, with dotted overrides applied.
+
+    Raises:
+        ConfigError: no such recipe or file, or a bad override; unknown keys are answered with the nearest known one.
+    """
+    if name_or_file.endswith(".toml"):
+        values = _read_toml(Path(name_or_file), recipes)
+    elif name_or_file in recipes:
+        values = recipes[name_or_file]().model_dump(mode="json")
+    else:
+        raise ConfigError(
+            f"there is no recipe {name_or_file!r}{_nearest(name_or_file, recipes)}; recipes: {', '.join(recipes)}; "
+            "a file must end in .toml"
+        )
+    for override in overrides:
+        _apply(values, override)
+    return build(values, origin=name_or_file)
+
+
+def build(values: dict[str, Any], *, origin: str) -> Config:
+    """Validates plain values; pydantic's report becomes one readable ConfigError."""
+    try:
+        return Config.model_validate(values)
+    except ValidationError as error:
+        raise ConfigError("\n".join([f"{origin}: the configuration is not valid", *_explain(error)])) from None
+
+
+def _read_toml(path: Path, recipes: Mapping[str, Callable[[], Config]]) -> dict[str, Any]:
+    try:
+        values = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({error.strerror})") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: is not valid TOML: {error}") from None
+    base = values.pop("recipe", None)
+    if base is None:
+        return values
+    if base not in recipes:
+        raise ConfigError(
+            f"{path}: recipe = {base!r} is unknown{_nearest(str(base), recipes)}; recipes: {', '.join(recipes)}"
+        )
+    merged = recipes[base]().model_dump(mode="json")
+    for section, entries in values.items():
+        if isinstance(entries, dict) and isinstance(merged.get(section), dict):
+            merged[section] |= entries
+        else:
+            merged[section] = entries
+    return merged
+
+
+def _apply(values: dict[str, Any], override: str) -> None:
+    """Applies one `section.key=value`; the value is read as TOML, and as plain text where it is not TOML."""
+    path, equals, text = override.partition("=")
+    section, dot, key = path.partition(".")
+    if not equals or not dot or not key or "." in key:
+        raise ConfigError(f"override {override!r}: write section.key=value, for example train.steps=200")
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = None if text == "none" else text
+    entries = values.setdefault(section, {})
+    if not isinstance(entries, dict):
+        raise ConfigError(f"override {override!r}: {section} is not a section")
+    entries[key] = value
+
+
+def _explain(error: ValidationError) -> list[str]:
+    return [_explain_one(entry) for entry in error.errors()]
+
+
+def _explain_one(entry: Any) -> str:
+    where = ".".join(str(part) for part in entry["loc"])
+    if entry["type"] == "extra_forbidden":
+        return f"  {where}: unknown key{_nearest(where, _known_keys())}"
+    message = str(entry["msg"]).removeprefix("Value error, ")
+    given = "" if isinstance(entry["input"], dict) or not where else f" (given: {entry['input']!r})"
+    return f"  {where}: {message}{given}" if where else f"  {message}"
+
+
+def _known_keys() -> list[str]:
+    keys = []
+    for section, field in Config.model_fields.items():
+        keys.append(section)
+        annotation = field.annotation
+        if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+            keys += [f"{section}.{name}" for name in annotation.model_fields]
+    return keys
+
+
+def _nearest(word: str, known: Any) -> str:
+    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
+    return f"; did you mean {close[0]}?" if close else ""

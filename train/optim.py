@@ -1,0 +1,49 @@
+"""AdamW and the published learning-rate schedule."""
+
+import math
+from collections.abc import Iterable
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt
+from torch.nn import Parameter
+
+
+class OptimConfig(BaseModel):
+    """AdamW, warm-up and cosine as in the MoEUT runs: every default is the paper's."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    learning_rate: float = Field(2.5e-4, gt=0)
+    final_fraction: float = Field(0.1, ge=0, le=1)  # of the peak, where the cosine ends
+    warmup_steps: NonNegativeInt = 0
+    decay_steps: PositiveInt = 100_000  # the cosine's half period, counted from the end of the warm-up
+    beta1: float = Field(0.9, ge=0, lt=1)
+    beta2: float = Field(0.999, ge=0, lt=1)
+    epsilon: float = Field(1e-8, gt=0)
+    weight_decay: float = Field(0.01, ge=0)  # on all parameters, norms and biases included
+    clip_norm: float = Field(0.25, gt=0)  # global norm over all parameters of all ranks
+
+
+def learning_rate_at(config: OptimConfig, step: int) -> float:
+    """The rate of step `step`, counted from 0.
+
+    Warm-up peak·(step+1)/N_w, then a cosine whose half period is `decay_steps` *after* the warm-up (as in the
+    published runs, so that with 4000 of 100,000 steps the last rate is a little above final_fraction·peak).
+    """
+    peak, floor = config.learning_rate, config.final_fraction
+    if step < config.warmup_steps:
+        return peak * (step + 1) / config.warmup_steps
+    progress = min((step - config.warmup_steps) / config.decay_steps, 1.0)
+    return peak * (floor + 0.5 * (1 - floor) * (1 + math.cos(math.pi * progress)))
+
+
+def make_optimizer(config: OptimConfig, parameters: Iterable[Parameter]) -> torch.optim.AdamW:
+    """AdamW over float32 master weights; `foreach` fuses the update over tensors on every device."""
+    return torch.optim.AdamW(
+        list(parameters),
+        lr=config.learning_rate,
+        betas=(config.beta1, config.beta2),
+        eps=config.epsilon,
+        weight_decay=config.weight_decay,
+        foreach=True,
+    )
