@@ -7,7 +7,7 @@ costs nothing: the shards hold whole documents and are cut into rows on the way 
 
 import hashlib
 import json
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -57,11 +57,17 @@ class DataConfig(BaseModel):
         return NUM_BYTE_IDS if self.tokenizer == "bytes" else self.vocab_size
 
     @property
-    def spec_hash(self) -> str:
-        """Hex sha256 of all that decides the prepared bytes: equal for another directory, seq_len or seed."""
-        spec = self.model_dump(mode="json", exclude=_NOT_IN_THE_BYTES) | {"format_version": FORMAT_VERSION}
+    def spec(self) -> dict[str, Any]:
+        """All that decides the prepared bytes, and nothing else: equal for another directory, seq_len or seed."""
+        spec = self.model_dump(mode="json", exclude=_NOT_IN_THE_BYTES)
         if self.tokenizer == "bytes":
             del spec["vocab_size"], spec["tokenizer_sample_bytes"]
         if self.validation_input:
             del spec["validation_fraction"]
-        return hashlib.sha256(json.dumps(spec, sort_keys=True).encode()).hexdigest()
+        return spec
+
+    @property
+    def spec_hash(self) -> str:
+        """Hex sha256 of `spec` and the format of the files."""
+        versioned = self.spec | {"format_version": FORMAT_VERSION}
+        return hashlib.sha256(json.dumps(versioned, sort_keys=True).encode()).hexdigest()

@@ -56,6 +56,16 @@ class InputSplit:
         """Name of the documents' source where they carry none: the file name without folders."""
         return self.url.rsplit("/", 1)[-1]
 
+    @property
+    def label(self) -> str:
+        """URL and range: one split of one input, in messages and in the manifest."""
+        return f"{self.url}[{self.start}:{self.stop}]"
+
+    @property
+    def local_label(self) -> str:
+        """File name and range: the same wherever the file lies."""
+        return f"{self.source}[{self.start}:{self.stop}]"
+
 
 @dataclass(frozen=True)
 class Document:

@@ -200,7 +200,7 @@ class TokenStore:
         self.manifest = manifest or read_manifest(directory)
         self.entries = self.manifest.of(split)
         self._schema = shard_schema(self.manifest.vocab_size)
-        self._files: dict[int, IO[bytes]] = {}
+        self._handles: dict[int, int] = {}
         self._lock = Lock()
         for entry in self.entries:
             _check_size(self.directory / entry.name, entry.num_bytes)
@@ -235,9 +235,9 @@ class TokenStore:
 
     def close(self) -> None:
         with self._lock:
-            for file in self._files.values():
-                file.close()
-            self._files.clear()
+            for handle in self._handles.values():
+                os.close(handle)
+            self._handles.clear()
 
     def _fetch(self, batch: int) -> tuple[bytes, str]:
         shard = int(self._shard_of_batch[batch])
@@ -246,18 +246,18 @@ class TokenStore:
         path = self.directory / self.entries[shard].name
         where = f"{path}, record batch {local_batch} (bytes {offset} to {offset + length})"
         try:
-            message = os.pread(self._file(shard, path).fileno(), length, offset)
+            message = os.pread(self._handle(shard, path), length, offset)
         except OSError as error:
             raise ShardError(f"{where}: cannot be read ({error.strerror}); {_RESTORE}") from error
         if len(message) != length:
             raise ShardError(f"{where}: the file ends after {len(message)} of {length} bytes; {_RESTORE}")
         return message, where
 
-    def _file(self, shard: int, path: Path) -> IO[bytes]:
+    def _handle(self, shard: int, path: Path) -> int:
         with self._lock:
-            if shard not in self._files:
-                self._files[shard] = open(path, "rb", buffering=0)
-            return self._files[shard]
+            if shard not in self._handles:
+                self._handles[shard] = os.open(path, os.O_RDONLY)
+            return self._handles[shard]
 
 
 def _check_size(path: Path, expected: int) -> None:

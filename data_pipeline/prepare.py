@@ -1,0 +1,455 @@
+"""Text to a folder of token shards: pure functions of one input split each, and the order they are run in.
+
+1. plan      input files -> input splits, in the order that decides between equal documents (`reading.plan_splits`)
+2. read      per split: the hash and size of every document                                  -> `hash_documents`
+3. choose    once: exact duplicates out (the first in split order stays), train or validation by document hash
+4. sample    per split: the text that BPE is trained on, from train documents only           -> `collect_sample`
+5. train     once: the tokenizer                                                             -> `train_tokenizer`
+6. tokenise  per split: one shard per side, train and validation                             -> `tokenise_split`
+7. commit    the manifest lists the shards in split order; only now the folder is valid
+
+Steps 2, 4, 5 and 6 go through a `Runner`: the work of one item in any process, on any machine that sees the folder, in
+any order, twice if need be. Tasks read and write the folder; only numbers travel. Every file appears whole or not at
+all (temporary name, fsync, rename) and depends on its split alone, so the bytes are the same for any number of
+workers and after any interruption. What is unfinished lies in `unfinished/` and is picked up by the next run.
+
+Cost: text is read two or three times at 100 MB/s/core; tokenising takes nearly all the time.
+"""
+
+import fcntl
+import hashlib
+import json
+import shutil
+import struct
+import unicodedata
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, replace
+from itertools import zip_longest
+from pathlib import Path
+from typing import IO, Any, Protocol, TypeVar, cast
+
+import numpy as np
+
+from .config import DataConfig
+from .errors import InputError, PrepareError, ShardError
+from .manifest import (
+    MANIFEST_FILE,
+    TEMPORARY,
+    Manifest,
+    ShardEntry,
+    Split,
+    atomic_write,
+    explained_write_errors,
+    index_name,
+    read_manifest,
+    write_manifest,
+)
+from .reading import EMBEDDED, Document, InputSplit, plan_splits, read_documents
+from .shards import ShardWriter, TokenDocument, shard_metadata, shard_schema, verify_shard
+from .tokenizer import TOKENIZER_FILE, BytesTokenizer, Tokenizer, load_tokenizer, token_dtype, train_bpe
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+UNFINISHED = "unfinished"
+_ENCODE_CHARS = 2**20  # text handed to the tokenizer at a time: bounds memory, hides the call
+
+# The fate of a document, one byte each. The first two name the side that it is written to.
+_TRAIN, _VALIDATION, _DUPLICATE, _EMPTY, _BROKEN = range(5)
+_SIDES: dict[int, Split] = {_TRAIN: "train", _VALIDATION: "validation"}
+_REASONS = {_DUPLICATE: "duplicate", _EMPTY: "empty", _BROKEN: "not Unicode (lone surrogates)"}
+_RECORD = np.dtype([("high", "<u8"), ("low", "<u8"), ("num_bytes", "<u4"), ("fate", "u1"), ("in_sample", "?")])
+
+
+class Runner(Protocol):
+    """Runs a function on many items, anywhere: yields (index of the item, result), in any order, each once."""
+
+    def __call__(self, function: Callable[[T], R], items: Sequence[T], /) -> Iterator[tuple[int, R]]: ...
+
+
+def run_serially(function: Callable[[T], R], items: Sequence[T], /) -> Iterator[tuple[int, R]]:
+    """The runner of one process."""
+    for index, item in enumerate(items):
+        yield index, function(item)
+
+
+@dataclass(frozen=True)
+class Progress:
+    """One task of a stage has ended. `tokens` counts what is tokenised so far, in the last stage."""
+
+    stage: str
+    done: int
+    total: int
+    tokens: int = 0
+
+
+@dataclass(frozen=True)
+class SplitTask:
+    """What a task needs to know to work on input split number `index`; pickles to a few hundred bytes."""
+
+    config: DataConfig
+    directory: Path
+    index: int
+    split: InputSplit
+
+    def unfinished(self, what: str) -> Path:
+        return self.directory / UNFINISHED / f"{self.index:05d}.{what}"
+
+    def documents(self) -> Iterator[Document]:
+        config = self.config
+        return read_documents(self.split, text_field=config.text_field, source_field=config.source_field)
+
+
+def prepare(
+    config: DataConfig,
+    directory: str | Path,
+    *,
+    run: Runner = run_serially,
+    on_progress: Callable[[Progress], None] | None = None,
+) -> Manifest:
+    """Makes `directory` hold the tokens of `config`, and returns its manifest.
+
+    Returns at once where they are there already; continues where an earlier run was stopped. Raises InputError for
+    input that cannot be read, and PrepareError for a folder that holds something else or cannot be written.
+    """
+    folder = Path(directory).absolute()
+    manifest = _finished(config, folder)
+    if manifest is None:
+        splits = plan_splits(config)  # before anything is written: most mistakes are in the names of the input
+        with _claimed(folder):
+            manifest = _finished(config, folder)  # somebody else may have been faster
+            if manifest is None:
+                _begin(config, folder, splits)
+                tasks = [SplitTask(config, folder, index, split) for index, split in enumerate(splits)]
+                manifest = _prepare(config, tasks, run, on_progress or (lambda progress: None))
+    shutil.rmtree(folder / UNFINISHED, ignore_errors=True)
+    return manifest
+
+
+def _prepare(
+    config: DataConfig, tasks: list[SplitTask], run: Runner, on_progress: Callable[[Progress], None]
+) -> Manifest:
+    folder = tasks[0].directory
+    _run_stage("read", run, hash_documents, tasks, on_progress)
+    dropped = choose_documents(config, tasks)
+    if config.tokenizer == "bytes":
+        _save_tokenizer(folder, BytesTokenizer())
+    elif not (folder / TOKENIZER_FILE).exists():
+        _run_stage("sample", run, collect_sample, tasks, on_progress)
+        _run_stage("train tokenizer", run, train_tokenizer, [tuple(tasks)], on_progress)
+    shards = _run_stage("tokenise", run, tokenise_split, tasks, on_progress)
+    tokenizer = load_tokenizer(folder)
+    manifest = Manifest(
+        spec_hash=config.spec_hash,
+        spec=config.spec,
+        inputs={task.split.url: task.split.size for task in tasks},
+        tokenizer=config.tokenizer,
+        tokenizer_sha256=tokenizer.sha256,
+        vocab_size=tokenizer.vocab_size,
+        end_of_document_id=tokenizer.end_of_document_id,
+        batch_tokens=config.batch_tokens,
+        shards=tuple(shard for of_split in shards for shard in of_split),
+        dropped=dropped,
+    )
+    write_manifest(folder, manifest)
+    return manifest
+
+
+def _run_stage(
+    stage: str,
+    run: Runner,
+    function: Callable[[T], R],
+    items: Sequence[T],
+    on_progress: Callable[[Progress], None],
+) -> list[R]:
+    """Results in the order of the items, whatever order they came in."""
+    results: dict[int, R] = {}
+    tokens = 0
+    on_progress(Progress(stage, 0, len(items)))
+    for index, result in run(function, items):
+        results[index] = result
+        if stage == "tokenise":
+            tokens += sum(shard.num_tokens for shard in cast("tuple[ShardEntry, ...]", result))
+        on_progress(Progress(stage, len(results), len(items), tokens))
+    assert sorted(results) == list(range(len(items))), f"the runner lost results of stage {stage!r}"
+    return [results[index] for index in range(len(items))]
+
+
+# ---- the folder
+
+
+def _finished(config: DataConfig, folder: Path) -> Manifest | None:
+    """The manifest where the folder is complete and made from this very configuration and input."""
+    if not (folder / MANIFEST_FILE).exists():
+        return None
+    manifest = read_manifest(folder)
+    if manifest.spec_hash != config.spec_hash:
+        raise PrepareError(
+            f"{folder} holds data prepared in another way ({_difference(manifest.spec, config.spec)}): "
+            "choose another folder, or delete this one"
+        )
+    for url, size in manifest.inputs.items():
+        if "://" not in url and url != EMBEDDED and Path(url).exists() and Path(url).stat().st_size != size:
+            raise PrepareError(
+                f"{folder} was prepared from {url} when it had {size} bytes; it has {Path(url).stat().st_size} now: "
+                "choose another folder, or delete this one"
+            )
+    return manifest
+
+
+def _difference(found: dict[str, Any], asked: dict[str, Any]) -> str:
+    keys = [key for key in sorted({*found, *asked}) if found.get(key) != asked.get(key)]
+    return "; ".join(f"{key}: there {found.get(key)!r}, asked for {asked.get(key)!r}" for key in keys) or "older format"
+
+
+@contextmanager
+def _claimed(folder: Path) -> Iterator[None]:
+    """One process at a time prepares into a folder. The lock is the process's own: it ends with it, however it ends."""
+    work = folder / UNFINISHED
+    with explained_write_errors(folder):
+        if not work.exists() and folder.exists() and any(folder.iterdir()):
+            raise PrepareError(f"{folder} is not empty and holds no prepared data: choose a new or an empty folder")
+        work.mkdir(parents=True, exist_ok=True)
+        lock = open(work / "lock", "wb")  # noqa: SIM115 (closed by the `with` below)
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise PrepareError(f"another process is preparing into {folder}: wait until it has ended") from error
+        yield
+
+
+def _begin(config: DataConfig, folder: Path, splits: tuple[InputSplit, ...]) -> None:
+    """Records what is being made, or checks that it is what an interrupted run was making; removes its debris."""
+    plan = {"spec_hash": config.spec_hash, "spec": config.spec, "splits": [asdict(split) for split in splits]}
+    path = folder / UNFINISHED / "plan.json"
+    with explained_write_errors(folder):
+        for debris in [*folder.glob(f"*{TEMPORARY}*"), *path.parent.glob(f"*{TEMPORARY}*")]:
+            debris.unlink(missing_ok=True)
+    if not path.exists():
+        with atomic_write(path) as file:
+            file.write(json.dumps(plan).encode())
+        return
+    found = json.loads(path.read_bytes())
+    if found["spec_hash"] != plan["spec_hash"]:
+        raise PrepareError(
+            f"{folder} holds an unfinished preparation of something else "
+            f"({_difference(found['spec'], plan['spec'])}): choose another folder, or delete this one"
+        )
+    if found["splits"] != plan["splits"]:
+        raise PrepareError(
+            f"{folder} holds an unfinished preparation, and its input files have changed since: "
+            "delete the folder and prepare again, from files that nobody writes to"
+        )
+
+
+def _save_tokenizer(folder: Path, tokenizer: Tokenizer) -> None:
+    with atomic_write(folder / TOKENIZER_FILE) as file:
+        file.write(tokenizer.to_json().encode())
+
+
+def _save_records(path: Path, records: np.ndarray) -> None:
+    with atomic_write(path) as file:
+        np.save(file, records)
+
+
+# ---- reading and choosing
+
+
+def hash_documents(task: SplitTask) -> None:
+    """Writes one record per document of the split: hash, size, and whether it is text at all."""
+    path = task.unfinished("read.npy")
+    if not path.exists():
+        records = [_record(normalised(document.text)) for document in task.documents()]
+        _save_records(path, np.array(records, dtype=_RECORD))
+
+
+def normalised(text: str) -> str:
+    """The text that is hashed and tokenised: Unicode NFC, newlines as \\n, no blank space around it."""
+    return unicodedata.normalize("NFC", text.replace("\r\n", "\n").replace("\r", "\n")).strip()
+
+
+def _record(text: str) -> tuple[int, int, int, int, bool]:
+    try:
+        data = text.encode()
+    except UnicodeEncodeError:  # JSON can spell half a surrogate pair; there is no such text
+        return 0, 0, 0, _BROKEN, False
+    high, low = struct.unpack(">QQ", hashlib.blake2b(data, digest_size=16).digest())
+    return high, low, len(data), _TRAIN if data else _EMPTY, False
+
+
+def choose_documents(config: DataConfig, tasks: Sequence[SplitTask]) -> dict[str, int]:
+    """Decides the fate of every document from all hashes, and writes it per split. Returns what is dropped, by reason.
+
+    Needs all hashes in memory: about 60 bytes per document.
+    """
+    per_split = [np.load(task.unfinished("read.npy")) for task in tasks]
+    records = np.concatenate(per_split)
+    fates = records["fate"]
+    fates[_later_duplicates(records)] = _DUPLICATE
+    alive = fates == _TRAIN
+    roles = np.repeat([task.split.role for task in tasks], [len(found) for found in per_split])
+    fates[alive & (roles == "validation")] = _VALIDATION
+    fates[_held_out(records, alive & (roles == "both"), config.validation_fraction)] = _VALIDATION
+    _check_something_is_left(config, records)
+    records["in_sample"] = _sampled(records, config.tokenizer_sample_bytes)
+    ends = np.cumsum([len(found) for found in per_split])
+    for task, chosen in zip(tasks, np.split(records, ends[:-1]), strict=True):
+        _save_records(task.unfinished("chosen.npy"), chosen)
+    counts = Counter(fates.tolist())
+    return {reason: counts[fate] for fate, reason in _REASONS.items() if counts[fate]}
+
+
+def _later_duplicates(records: np.ndarray) -> np.ndarray:
+    """Indices of the documents that occurred before, in the order of the records."""
+    alive = np.flatnonzero(records["fate"] == _TRAIN)
+    order = alive[np.lexsort((records["low"][alive], records["high"][alive]))]  # stable: the first stays first
+    high, low = records["high"][order], records["low"][order]
+    return order[1:][(high[1:] == high[:-1]) & (low[1:] == low[:-1])]
+
+
+def _held_out(records: np.ndarray, candidates: np.ndarray, fraction: float) -> np.ndarray:
+    """Mask of the validation documents among the candidates: those of small hash, and at least one of several."""
+    if fraction == 0.0 or not candidates.any():
+        return np.zeros_like(candidates)
+    held_out = candidates & (records["high"] < fraction * 2.0**64)
+    if not held_out.any() and candidates.sum() > 1:  # a corpus of a few documents
+        indices = np.flatnonzero(candidates)
+        held_out[indices[np.argmin(records["high"][indices])]] = True
+    return held_out
+
+
+def _check_something_is_left(config: DataConfig, records: np.ndarray) -> None:
+    fates = Counter(records["fate"].tolist())
+    if fates[_TRAIN]:
+        return
+    names = ", ".join(config.input)
+    dropped = ", ".join(f"{fates[fate]} {reason}" for fate, reason in _REASONS.items() if fates[fate]) or "none dropped"
+    if fates[_VALIDATION]:
+        raise InputError(
+            f"input {names}: all documents went to validation ({fates[_VALIDATION]} there; {dropped}): lower "
+            f"validation_fraction={config.validation_fraction}, or take from input what is in validation_input"
+        )
+    raise InputError(f"input {names} is empty: {len(records)} documents were read ({dropped}); give files with text")
+
+
+def _sampled(records: np.ndarray, sample_bytes: int) -> np.ndarray:
+    """Mask of train documents with about `sample_bytes` of text, spread over all splits by their hash."""
+    train = np.flatnonzero(records["fate"] == _TRAIN)
+    order = train[np.argsort(records["low"][train], kind="stable")]
+    before = np.cumsum(records["num_bytes"][order], dtype=np.int64) - records["num_bytes"][order]
+    mask = np.zeros(len(records), dtype=bool)
+    mask[order[before < sample_bytes]] = True
+    return mask
+
+
+def _chosen_documents(task: SplitTask) -> Iterator[tuple[Document, np.void]]:
+    """The documents of a split again, normalised, each with its record. Raises InputError if they are others now."""
+    chosen = np.load(task.unfinished("chosen.npy"))
+    for document, record in zip_longest(task.documents(), chosen):
+        text = normalised(document.text) if document else ""
+        if document is None or record is None or _record(text)[:3] != record.item()[:3]:
+            raise InputError(
+                f"{task.split.label} has changed while it was being prepared: "
+                "delete the folder and prepare again, from files that nobody writes to"
+            )
+        yield replace(document, text=text), record
+
+
+# ---- tokenizer
+
+
+def collect_sample(task: SplitTask) -> None:
+    """Writes the split's share of the tokenizer's training text."""
+    path = task.unfinished("sample.jsonl")
+    if not path.exists():
+        with atomic_write(path) as file:
+            for document, record in _chosen_documents(task):
+                if record["in_sample"]:
+                    file.write(json.dumps(document.text).encode() + b"\n")
+
+
+def train_tokenizer(tasks: tuple[SplitTask, ...]) -> None:
+    """Trains on the sample in split order, and writes tokenizer.json."""
+    texts = (json.loads(line) for task in tasks for line in _lines_of(task.unfinished("sample.jsonl")))
+    _save_tokenizer(tasks[0].directory, train_bpe(texts, vocab_size=tasks[0].config.vocab_size))
+
+
+def _lines_of(path: Path) -> Iterator[bytes]:
+    with open(path, "rb") as file:
+        yield from file
+
+
+# ---- shards
+
+
+def tokenise_split(task: SplitTask) -> tuple[ShardEntry, ...]:
+    """Writes the shards of one split, one per side. What a former run wrote is used if its checksums agree."""
+    if (ready := _ready_shards(task)) is not None:
+        return ready
+    tokenizer = load_tokenizer(task.directory)
+    sides: tuple[Split, ...] = ("train", "validation") if task.split.role == "both" else (task.split.role,)
+    with ExitStack() as files:
+        writers: dict[Split, ShardWriter] = {
+            side: _writer(task, tokenizer, files.enter_context(atomic_write(_path(task, side)))) for side in sides
+        }
+        for side, document in _token_documents(task, tokenizer):
+            writers[side].add(document)
+        shards = tuple(_close(task, side, writer) for side, writer in writers.items())
+    with atomic_write(task.unfinished("shards.json")) as file:
+        file.write(json.dumps([shard.model_dump(mode="json") for shard in shards]).encode())
+    return shards
+
+
+def _ready_shards(task: SplitTask) -> tuple[ShardEntry, ...] | None:
+    path = task.unfinished("shards.json")
+    if not path.exists():
+        return None
+    shards = tuple(ShardEntry.model_validate(shard) for shard in json.loads(path.read_bytes()))
+    try:
+        for shard in shards:
+            verify_shard(task.directory, shard)
+    except ShardError:  # lost or damaged since it was written: made anew from the input
+        return None
+    return shards
+
+
+def _path(task: SplitTask, side: Split) -> Path:
+    return task.directory / f"{side}-{task.index:05d}.tok.arrow"
+
+
+def _writer(task: SplitTask, tokenizer: Tokenizer, file: IO[bytes]) -> ShardWriter:
+    schema = shard_schema(tokenizer.vocab_size, shard_metadata(tokenizer, task.split.local_label))
+    return ShardWriter(file, schema=schema, batch_tokens=task.config.batch_tokens)
+
+
+def _close(task: SplitTask, side: Split, writer: ShardWriter) -> ShardEntry:
+    name = _path(task, side).name
+    with atomic_write(task.directory / index_name(name)) as index_file:
+        return writer.close(name=name, split=side, source=task.split.label, index_file=index_file)
+
+
+def _token_documents(task: SplitTask, tokenizer: Tokenizer) -> Iterator[tuple[Split, TokenDocument]]:
+    end = np.array([tokenizer.end_of_document_id], dtype=token_dtype(tokenizer.vocab_size))
+    for batch in _by_size(pair for pair in _chosen_documents(task) if pair[1]["fate"] in _SIDES):
+        encoded = tokenizer.encode_batch([document.text for document, _ in batch])
+        for (document, record), tokens in zip(batch, encoded, strict=True):
+            doc_id = struct.pack(">QQ", record["high"], record["low"])
+            with_end = np.concatenate([tokens, end])
+            num_bytes = int(record["num_bytes"])
+            yield _SIDES[record["fate"]], TokenDocument(with_end, doc_id, num_bytes, document.source, document.row)
+
+
+def _by_size(pairs: Iterable[tuple[Document, np.void]]) -> Iterator[list[tuple[Document, np.void]]]:
+    batch: list[tuple[Document, np.void]] = []
+    size = 0
+    for pair in pairs:
+        batch.append(pair)
+        size += len(pair[0].text)
+        if size >= _ENCODE_CHARS:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
