@@ -7,8 +7,9 @@ from dataclasses import dataclass
 import pytest
 import torch
 import torch.distributed as dist
-from moebius.distributed.process import start_process
 from world import RankFailed, run_ranks
+
+from moebius.distributed.process import start_process
 
 
 @dataclass(frozen=True)

@@ -46,7 +46,14 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 _AFTERMATH_S = 0.3  # how long the other ranks may still report after the first failure, so that the cause is among them
-_PRELOAD = ["torch", "torch.distributed.tensor", "torch.distributed.checkpoint", "numpy", "pydantic", "pytest"]
+_PRELOAD = [
+    "numpy",
+    "pydantic.main",
+    "pytest",
+    "torch._dynamo",  # every optimizer imports it at its first step
+    "torch.distributed.checkpoint",
+    "torch.distributed.tensor",
+]
 
 
 _fork_servers: set[int] = set()

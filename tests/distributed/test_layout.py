@@ -6,6 +6,8 @@ import sys
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import ValidationError
+
 from moebius.distributed.layout import (
     AXES,
     Coordinates,
@@ -18,7 +20,6 @@ from moebius.distributed.layout import (
     rank_tables,
     render,
 )
-from pydantic import ValidationError
 
 EVERY_LAYOUT = [
     Layout(dp_replicate=world_size // ep, ep=ep)

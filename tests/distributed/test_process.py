@@ -7,9 +7,10 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+from world import RankFailed, run_ranks
+
 from moebius.distributed import process as process_module
 from moebius.distributed.process import Process, start_process, stop_process, store_prefix
-from world import RankFailed, run_ranks
 
 
 def describe():

@@ -1,0 +1,170 @@
+"""Gradients over the mesh: every reduction is a SUM, one norm, one clipping coefficient, one decision to skip.
+
+The loss is already divided by the number of tokens of the whole world, so nothing is averaged here: a dense gradient is
+summed over the world, an expert's over its replicas (dp_replicate); the all-to-all's backward has brought the gradients
+of the ep group's tokens to the expert already.
+
+A parameter without a gradient on this rank counts as zeros, and after the reduction every parameter has a gradient. So all
+ranks issue the same collectives whatever their tokens did, and one rank treats a parameter as many do.
+
+Cost per step: one copy of the gradients into flat buckets (kept; 4 bytes per parameter) and one all-reduce per 25 MB; the
+reduced gradients are views into the buckets, so nothing is copied back unless the parameters are narrower than float32.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import Parameter
+
+from .mesh import Mesh
+
+BUCKET_BYTES = 25 * 2**20
+
+
+@dataclass(frozen=True)
+class _Bucket:
+    """Neighbouring parameters whose gradients travel as one flat tensor."""
+
+    parameters: list[Parameter]
+    flat: Tensor  # float32, or float64 for parameters of float64
+    views: list[Tensor]  # into `flat`, of the parameters' shapes
+
+    def pack(self) -> None:
+        for parameter, view in zip(self.parameters, self.views, strict=True):
+            if parameter.grad is None:
+                view.zero_()
+            elif parameter.grad is not view:
+                view.copy_(parameter.grad)
+
+    def unpack(self) -> None:
+        for parameter, view in zip(self.parameters, self.views, strict=True):
+            if parameter.dtype == view.dtype:
+                parameter.grad = view
+            elif parameter.grad is None:
+                parameter.grad = view.to(parameter.dtype)
+            else:
+                parameter.grad.copy_(view)
+
+
+class GradientReducer:
+    """Sums gradients over the ranks, again and again, in the same buffers.
+
+    `dense` and `experts` must be the same, in the same order, on every rank. After `reduce()` the gradients are views into
+    this object's buffers: valid until the next `reduce()`.
+    """
+
+    def __init__(
+        self,
+        dense: Sequence[Parameter],
+        experts: Sequence[Parameter],
+        mesh: Mesh,
+        *,
+        bucket_bytes: int = BUCKET_BYTES,
+    ) -> None:
+        self._sums: list[tuple[dist.ProcessGroup, list[_Bucket]]] = []
+        self._alone: list[Parameter] = []  # held by this rank only: nothing to add
+        for parameters, group in ((dense, mesh.world_group), (experts, mesh.dp_replicate_group)):
+            trained = [parameter for parameter in parameters if parameter.requires_grad]
+            if group.size() == 1:
+                self._alone += trained
+            else:
+                self._sums.append((group, _buckets(trained, bucket_bytes)))
+
+    def reduce(self) -> None:
+        """Replaces every gradient by its sum. A collective call: every rank must come."""
+        for parameter in self._alone:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        pending: list[tuple[_Bucket, dist.Work | None]] = []
+        for group, buckets in self._sums:
+            for bucket in buckets:
+                bucket.pack()
+                pending.append((bucket, dist.all_reduce(bucket.flat, group=group, async_op=True)))
+        for bucket, work in pending:
+            if work is not None:
+                work.wait()
+            bucket.unpack()
+
+
+def reduce_gradients(dense: Sequence[Parameter], experts: Sequence[Parameter], mesh: Mesh) -> None:
+    """GradientReducer for one time; a loop keeps the object, and with it the buffers."""
+    GradientReducer(dense, experts, mesh).reduce()
+
+
+def global_grad_norm(dense: Sequence[Parameter], experts: Sequence[Parameter], mesh: Mesh) -> Tensor:
+    """The 2-norm of the whole model's reduced gradient: float64, no dimensions, the same bits on every rank.
+
+    A collective call. Every shard is counted by one rank (dense: rank 0; experts: the first replica) and the counts are
+    summed over the world, so ranks cannot differ, and a non-finite gradient anywhere makes the norm non-finite everywhere.
+    """
+    place = mesh.coordinates
+    square = torch.zeros((), dtype=torch.float64, device=_device(dense, experts))
+    if mesh.rank == 0:
+        square += _square_sum(dense)
+    if place.dp_replicate == 0:
+        square += _square_sum(experts)
+    if mesh.world_group.size() > 1:
+        dist.all_reduce(square, group=mesh.world_group)
+    return square.sqrt()
+
+
+def clip_gradients(dense: Sequence[Parameter], experts: Sequence[Parameter], mesh: Mesh, *, max_norm: float) -> Tensor:
+    """Scales all gradients by min(1, max_norm / norm) and returns the norm before it, as global_grad_norm does.
+
+    A collective call, after the reduction. If the norm is not finite the gradients are worthless: skip the step. All ranks
+    see the same norm, so all of them do.
+    """
+    norm = global_grad_norm(dense, experts, mesh)
+    torch.nn.utils.clip_grads_with_norm_([*dense, *experts], max_norm, norm)
+    return norm
+
+
+def all_finite(values: Iterable[Tensor], mesh: Mesh) -> bool:
+    """Whether all `values` of all ranks are finite: the same answer everywhere. A collective call; waits for the device."""
+    flags = [value.isfinite().all() for value in values]
+    finite = torch.stack(flags).all() if flags else torch.tensor(True)
+    finite = finite.to(device=mesh.device_mesh.device_type, dtype=torch.int32)
+    if mesh.world_group.size() > 1:
+        dist.all_reduce(finite, op=dist.ReduceOp.MIN, group=mesh.world_group)
+    return bool(finite.item())
+
+
+def _buckets(parameters: Sequence[Parameter], bucket_bytes: int) -> list[_Bucket]:
+    """Consecutive parameters of one device and sum type, about bucket_bytes together (one larger parameter is alone)."""
+    groups: list[list[Parameter]] = []
+    kind, num_bytes = None, 0
+    for parameter in parameters:
+        dtype = _sum_dtype(parameter)
+        size = parameter.numel() * dtype.itemsize
+        if kind != (parameter.device, dtype) or num_bytes + size > bucket_bytes:
+            groups.append([])
+            kind, num_bytes = (parameter.device, dtype), 0
+        groups[-1].append(parameter)
+        num_bytes += size
+    return [_bucket(group) for group in groups]
+
+
+def _bucket(parameters: list[Parameter]) -> _Bucket:
+    sizes = [parameter.numel() for parameter in parameters]
+    flat = torch.zeros(sum(sizes), dtype=_sum_dtype(parameters[0]), device=parameters[0].device)
+    views = [part.view(parameter.shape) for part, parameter in zip(flat.split(sizes), parameters, strict=True)]
+    return _Bucket(parameters, flat, views)
+
+
+def _sum_dtype(parameter: Parameter) -> torch.dtype:
+    return torch.promote_types(parameter.dtype, torch.float32)  # bfloat16 sums over many ranks would lose small terms
+
+
+def _square_sum(parameters: Sequence[Parameter]) -> Tensor | float:
+    grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    if not grads:
+        return 0.0
+    norms = [torch.linalg.vector_norm(grad, dtype=torch.promote_types(grad.dtype, torch.float32)) for grad in grads]
+    return torch.stack([norm.double() for norm in norms]).square().sum()
+
+
+def _device(dense: Sequence[Parameter], experts: Sequence[Parameter]) -> torch.device:
+    return next((parameter.device for parameter in [*dense, *experts]), torch.device("cpu"))

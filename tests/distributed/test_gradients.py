@@ -1,0 +1,197 @@
+"""Reduced gradients, their norm and clipping, against one process that holds everything."""
+
+import pytest
+import torch
+from torch.nn import Parameter
+from world import run_ranks
+
+from moebius.distributed.gradients import (
+    GradientReducer,
+    all_finite,
+    clip_gradients,
+    global_grad_norm,
+    reduce_gradients,
+)
+from moebius.distributed.layout import MeshConfig, plan_layout
+from moebius.distributed.mesh import build_mesh
+from moebius.distributed.process import start_process
+
+NUM_EXPERTS = 4
+DENSE_SHAPES = [(3, 5), (7,), (2, 3, 4), (1,)]
+EXPERT_SHAPES = [(NUM_EXPERTS, 3, 2), (NUM_EXPERTS, 5)]
+LAYOUTS = [(1, 1), (2, 1), (2, 2), (4, 1), (4, 2), (4, 4)]
+
+
+def gradient(shape, *key, dtype=torch.float32):
+    """The gradient that (rank, parameter) has; the same wherever it is asked for."""
+    generator = torch.Generator().manual_seed(hash(key) % 2**31)
+    return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def missing(rank, index):
+    """Some gradients are absent on some ranks; parameter 3 has one nowhere."""
+    return index == 3 or (rank + index) % 3 == 0
+
+
+def local_parameters(process, mesh, dtype):
+    """This rank's parameters with this rank's gradients. Experts: the block of the ep index."""
+    place, block = mesh.coordinates, NUM_EXPERTS // mesh.layout.ep
+    dense, experts = [], []
+    for index, shape in enumerate(DENSE_SHAPES):
+        dense.append(Parameter(torch.zeros(shape, dtype=dtype)))
+        if not missing(process.rank, index):
+            dense[-1].grad = gradient(shape, 0, process.rank, index, dtype=dtype)
+    for index, (_, *rest) in enumerate(EXPERT_SHAPES):
+        experts.append(Parameter(torch.zeros((block, *rest), dtype=dtype)))
+        if not missing(place.dp_replicate, index):
+            full = gradient((NUM_EXPERTS, *rest), 1, place.dp_replicate, index, dtype=dtype)
+            experts[-1].grad = full[place.ep * block : (place.ep + 1) * block].clone()
+    return dense, experts
+
+
+def expected(world_size, ep, dtype):
+    """What one process would have: sums over ranks (dense) and over replicas (experts), summed in float64."""
+    dense = [torch.zeros(shape, dtype=torch.float64) for shape in DENSE_SHAPES]
+    experts = [torch.zeros(shape, dtype=torch.float64) for shape in EXPERT_SHAPES]
+    for rank in range(world_size):
+        for index, total in enumerate(dense):
+            if not missing(rank, index):
+                total += gradient(total.shape, 0, rank, index, dtype=dtype).double()
+    for replica in range(world_size // ep):
+        for index, total in enumerate(experts):
+            if not missing(replica, index):
+                total += gradient(total.shape, 1, replica, index, dtype=dtype).double()
+    return dense, experts
+
+
+def reduced(ep, dtype, bucket_bytes, max_norm):
+    with start_process("cpu", timeout_s=20) as process:
+        mesh = build_mesh(plan_layout(MeshConfig(ep=ep), process.world_size), process)
+        dense, experts = local_parameters(process, mesh, dtype)
+        GradientReducer(dense, experts, mesh, bucket_bytes=bucket_bytes).reduce()
+        grads = [[parameter.grad.clone() for parameter in group] for group in (dense, experts)]
+        norm = clip_gradients(dense, experts, mesh, max_norm=max_norm)
+        clipped = [[parameter.grad for parameter in group] for group in (dense, experts)]
+        return grads, norm, clipped
+
+
+def together(results, ep, which):
+    """Dense gradients of rank 0, and the experts of the first ep group joined; all ranks must agree bit for bit."""
+    dense = results[0][which][0]
+    for result in results:
+        assert all(torch.equal(mine, first) for mine, first in zip(result[which][0], dense, strict=True))
+    for start in range(0, len(results), ep):
+        for offset in range(ep):
+            mine, first = results[start + offset][which][1], results[offset][which][1]
+            assert all(torch.equal(left, right) for left, right in zip(mine, first, strict=True))
+    experts = [torch.cat([results[rank][which][1][index] for rank in range(ep)]) for index in range(len(EXPERT_SHAPES))]
+    return dense, experts
+
+
+@pytest.mark.parametrize(("world_size", "ep"), LAYOUTS)
+def test_sums_norm_and_clipping_equal_one_process(world_size, ep):
+    results = run_ranks(reduced, world_size, ep, torch.float32, 64, 0.5)  # 64 bytes: several buckets, one too large
+    dense, experts = expected(world_size, ep, torch.float32)
+    found = together(results, ep, 0)
+    for mine, true in zip([*found[0], *found[1]], [*dense, *experts], strict=True):
+        torch.testing.assert_close(mine.double(), true, rtol=1e-6, atol=1e-6)
+    oracle = [Parameter(torch.zeros_like(total)) for total in (*dense, *experts)]
+    for parameter, total in zip(oracle, (*dense, *experts), strict=True):
+        parameter.grad = total.clone()
+    norm = torch.nn.utils.clip_grad_norm_(oracle, 0.5)
+    assert len({result[1].item() for result in results}) == 1
+    torch.testing.assert_close(results[0][1], norm, rtol=1e-6, atol=0)
+    clipped = together(results, ep, 2)
+    for mine, parameter in zip([*clipped[0], *clipped[1]], oracle, strict=True):
+        torch.testing.assert_close(mine.double(), parameter.grad, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-13), (torch.bfloat16, 1e-2)])
+def test_other_precisions_are_summed_in_at_least_float32(dtype, tolerance):
+    results = run_ranks(reduced, 4, 2, dtype, 2**20, 1e9)
+    dense, experts = expected(4, 2, dtype)
+    found = together(results, 2, 0)
+    for mine, true in zip([*found[0], *found[1]], [*dense, *experts], strict=True):
+        assert mine.dtype == dtype
+        torch.testing.assert_close(mine.double(), true, rtol=tolerance, atol=tolerance)
+    total = torch.cat([part.double().flatten() for part in (*found[0], *found[1])]).norm()
+    torch.testing.assert_close(results[0][1], total, rtol=1e-6, atol=0)  # 1e9 clips nothing
+    assert all(torch.equal(*pair) for pair in zip(found[0], together(results, 2, 2)[0], strict=True))
+
+
+def bfloat16_sum_of_many():
+    """1 + 3·2^-9, each of which a bfloat16 sum would lose: 2^-9 is under half a unit in the last place of 1."""
+    with start_process("cpu", timeout_s=20) as process:
+        mesh = build_mesh(plan_layout(MeshConfig(), process.world_size), process)
+        parameter = Parameter(torch.zeros(1, dtype=torch.bfloat16))
+        parameter.grad = torch.tensor([1.0 if process.rank == 0 else 2.0**-9], dtype=torch.bfloat16)
+        reduce_gradients([parameter], [], mesh)
+        return parameter.grad.item()
+
+
+def test_bfloat16_gradients_do_not_lose_small_terms():
+    assert run_ranks(bfloat16_sum_of_many, 4) == [1 + 2.0**-7] * 4  # 1 + 0.75·2^-7, rounded once
+
+
+def train_steps(ep, set_to_none, num_steps):
+    """SGD with lr 1 on a sum over all rows: dense weight w, experts v; rows of the global batch dealt to the ranks."""
+    with start_process("cpu", timeout_s=20) as process:
+        mesh = build_mesh(plan_layout(MeshConfig(ep=ep), process.world_size), process)
+        place, block = mesh.coordinates, NUM_EXPERTS // ep
+        dense = Parameter(gradient((6,), 7, dtype=torch.float64))
+        unused = Parameter(torch.ones(2, dtype=torch.float64))
+        frozen = Parameter(torch.ones(2, dtype=torch.float64), requires_grad=False)
+        experts = Parameter(gradient((NUM_EXPERTS, 6), 8, dtype=torch.float64)[place.ep * block :][:block].clone())
+        rows = gradient((8, 6), 9, dtype=torch.float64)
+        mine = rows[process.rank * 8 // process.world_size : (process.rank + 1) * 8 // process.world_size]
+        replica = 8 * ep // process.world_size  # rows of an ep group: what the all-to-all would bring to its experts
+        served = rows[place.dp_replicate * replica : (place.dp_replicate + 1) * replica]
+        optimizer = torch.optim.SGD([dense, experts, unused], lr=0.1)
+        reducer = GradientReducer([dense, unused, frozen], [experts], mesh)
+        for _ in range(num_steps):
+            ((mine * dense).sin().sum() / 8).backward()
+            ((served @ experts.T).cos().sum() / 8).backward()
+            reducer.reduce()
+            clip_gradients([dense, unused], [experts], mesh, max_norm=0.3)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=set_to_none)
+        assert frozen.grad is None
+        assert torch.equal(unused, torch.ones(2, dtype=torch.float64))
+        return dense.detach(), experts.detach()
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_weights_after_steps_equal_one_process(set_to_none):
+    [(dense, experts)] = run_ranks(train_steps, 1, 1, True, 4)
+    for world_size, ep in LAYOUTS[1:]:
+        results = run_ranks(train_steps, world_size, ep, set_to_none, 4)
+        for mine, _ in results:
+            torch.testing.assert_close(mine, dense, rtol=1e-12, atol=1e-12)
+        joined = torch.cat([held for _, held in results[:ep]])
+        torch.testing.assert_close(joined, experts, rtol=1e-12, atol=1e-12)
+
+
+def poisoned(ep, bad_rank, where, value):
+    with start_process("cpu", timeout_s=20) as process:
+        mesh = build_mesh(plan_layout(MeshConfig(ep=ep), process.world_size), process)
+        dense, experts = local_parameters(process, mesh, torch.float32)
+        before = all_finite([parameter.grad for parameter in dense if parameter.grad is not None], mesh)
+        if process.rank == bad_rank:
+            {"dense": dense[1], "experts": experts[1]}[where].grad = torch.full_like(
+                {"dense": dense[1], "experts": experts[1]}[where], value
+            )
+        local = [parameter.grad for parameter in [*dense, *experts] if parameter.grad is not None]
+        after = all_finite(local, mesh)
+        reduce_gradients(dense, experts, mesh)
+        norm = global_grad_norm(dense, experts, mesh)
+        return before, after, bool(norm.isfinite()), all_finite([], mesh)
+
+
+@pytest.mark.parametrize("where", ["dense", "experts"])
+@pytest.mark.parametrize("value", [float("inf"), float("nan"), -float("inf")])
+def test_a_non_finite_gradient_on_one_rank_is_seen_by_all(where, value):
+    assert run_ranks(poisoned, 4, 2, 3, where, value) == [(True, False, False, True)] * 4
+
+
+def test_one_rank_alone_agrees_with_itself():
+    assert run_ranks(poisoned, 1, 1, 0, "dense", float("nan")) == [(True, False, False, True)]
