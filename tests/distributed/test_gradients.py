@@ -119,45 +119,46 @@ def test_other_precisions_are_summed_in_at_least_float32(dtype, tolerance):
     assert all(torch.equal(*pair) for pair in zip(found[0], together(results, 2, 2)[0], strict=True))
 
 
-def bfloat16_sum_of_many():
-    """1 + 3·2^-9, each of which a bfloat16 sum would lose: 2^-9 is under half a unit in the last place of 1."""
+def bfloat16_sum():
+    """1, e, -1, e with e = 2^-10: whichever neighbours are added first, a bfloat16 sum loses at least one e."""
     with start_process("cpu", timeout_s=20) as process:
         mesh = build_mesh(plan_layout(MeshConfig(), process.world_size), process)
         parameter = Parameter(torch.zeros(1, dtype=torch.bfloat16))
-        parameter.grad = torch.tensor([1.0 if process.rank == 0 else 2.0**-9], dtype=torch.bfloat16)
+        parameter.grad = torch.tensor([[1.0, 2.0**-10, -1.0, 2.0**-10][process.rank]], dtype=torch.bfloat16)
         reduce_gradients([parameter], [], mesh)
         return parameter.grad.item()
 
 
 def test_bfloat16_gradients_do_not_lose_small_terms():
-    assert run_ranks(bfloat16_sum_of_many, 4) == [1 + 2.0**-7] * 4  # 1 + 0.75·2^-7, rounded once
+    assert run_ranks(bfloat16_sum, 4) == [2.0**-9] * 4
 
 
 def train_steps(ep, set_to_none, num_steps):
-    """SGD with lr 1 on a sum over all rows: dense weight w, experts v; rows of the global batch dealt to the ranks."""
+    """SGD on a sum over all rows, which are dealt to the ranks: a dense weight, experts, and one weight used once."""
     with start_process("cpu", timeout_s=20) as process:
         mesh = build_mesh(plan_layout(MeshConfig(ep=ep), process.world_size), process)
         place, block = mesh.coordinates, NUM_EXPERTS // ep
         dense = Parameter(gradient((6,), 7, dtype=torch.float64))
-        unused = Parameter(torch.ones(2, dtype=torch.float64))
+        once = Parameter(torch.ones(2, dtype=torch.float64))
         frozen = Parameter(torch.ones(2, dtype=torch.float64), requires_grad=False)
         experts = Parameter(gradient((NUM_EXPERTS, 6), 8, dtype=torch.float64)[place.ep * block :][:block].clone())
         rows = gradient((8, 6), 9, dtype=torch.float64)
         mine = rows[process.rank * 8 // process.world_size : (process.rank + 1) * 8 // process.world_size]
         replica = 8 * ep // process.world_size  # rows of an ep group: what the all-to-all would bring to its experts
         served = rows[place.dp_replicate * replica : (place.dp_replicate + 1) * replica]
-        optimizer = torch.optim.SGD([dense, experts, unused], lr=0.1)
-        reducer = GradientReducer([dense, unused, frozen], [experts], mesh)
-        for _ in range(num_steps):
+        optimizer = torch.optim.SGD([dense, experts, once], lr=0.1)
+        reducer = GradientReducer([dense, once, frozen], [experts], mesh)
+        for step in range(num_steps):
             ((mine * dense).sin().sum() / 8).backward()
             ((served @ experts.T).cos().sum() / 8).backward()
+            if step == 0:
+                (once.sum() / process.world_size).backward()
             reducer.reduce()
-            clip_gradients([dense, unused], [experts], mesh, max_norm=0.3)
+            clip_gradients([dense, once], [experts], mesh, max_norm=0.3)
             optimizer.step()
             optimizer.zero_grad(set_to_none=set_to_none)
         assert frozen.grad is None
-        assert torch.equal(unused, torch.ones(2, dtype=torch.float64))
-        return dense.detach(), experts.detach()
+        return torch.cat([dense, once]).detach(), experts.detach()
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])
