@@ -10,6 +10,7 @@ divides the ranks of a node; dp_replicate groups speak once per step and may be 
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -23,6 +24,8 @@ class MeshConfig(BaseModel):
 
     ep: int = Field(default=1, ge=1, description="ranks that share one copy of the experts")
     dp_replicate: int | None = Field(default=None, ge=1, description="copies of the experts; None fills the world")
+    # How rows reach their experts: "auto" is "local" where ep is 1 and "alltoall" elsewhere.
+    dispatcher: Literal["auto", "local", "alltoall"] = "auto"
 
 
 @dataclass(frozen=True)

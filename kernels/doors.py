@@ -111,11 +111,14 @@ def _(grad, x, w_up, w_down, source, expert, weight, target, hidden, order, per_
 def _mlp_context(ctx: Any, inputs: tuple, output: tuple) -> None:
     x, w_up, w_down, source, expert, weight, target, _, ctx.per_source, _ = inputs
     _, hidden, order = output
-    ctx.set_materialize_grads(False)  # no zeros for the outputs that only the backward reads
+    ctx.mark_non_differentiable(hidden, order)
+    ctx.set_materialize_grads(False)  # no zeros for what is not differentiable
     ctx.save_for_backward(x, w_up, w_down, source, expert, weight, target, hidden, order)
 
 
-def _mlp_gradients(ctx: Any, grad: Tensor, *_unused: Tensor) -> tuple:
+def _mlp_gradients(ctx: Any, grad: Tensor | None, *_unused: Tensor) -> tuple:
+    if grad is None:
+        return (None,) * 10
     grad_x, grad_up, grad_down, grad_weight = _routed_mlp_backward(
         grad.contiguous(), *ctx.saved_tensors, ctx.per_source
     )
@@ -156,11 +159,14 @@ def _(grad, x, w, source, expert, weight, target, answers, order, per_source):
 def _linear_context(ctx: Any, inputs: tuple, output: tuple) -> None:
     x, w, source, expert, weight, target, _, ctx.per_source, _ = inputs
     _, answers, order = output
+    ctx.mark_non_differentiable(answers, order)
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(x, w, source, expert, weight, target, answers, order)
 
 
-def _linear_gradients(ctx: Any, grad: Tensor, *_unused: Tensor) -> tuple:
+def _linear_gradients(ctx: Any, grad: Tensor | None, *_unused: Tensor) -> tuple:
+    if grad is None:
+        return (None,) * 9
     grad_x, grad_w, grad_weight = _routed_linear_backward(grad.contiguous(), *ctx.saved_tensors, ctx.per_source)
     return grad_x, grad_w, None, None, grad_weight, None, None, None, None
 

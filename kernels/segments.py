@@ -9,9 +9,9 @@ Saved for the backward: x, the hidden rows (N × F) and the index; no N × D ten
 
 Row counts are quantised (`_padded`): a segment's tail runs on into the next segment's rows, which that expert then
 overwrites. Two reasons. oneDNN compiles a kernel for every new row count (about 0.6 ms), and dropless routing makes new
-counts at every step, so bfloat16 is padded to multiples of 64. A float32 product of fewer than 4 rows takes another code
-path with another rounding, so float32 is padded to 4: a row's result then never depends on its neighbours, which makes
-expert parallelism bitwise equal to one rank.
+counts at every step, so bfloat16 is padded to multiples of 64. MKL's float32 product gives another rounding to a thread's
+last 1 to 3 rows, so float32 is padded to multiples of 4: a row's result then never depends on its neighbours, which makes expert
+parallelism bitwise equal to one rank.
 
 Legend: U source rows, N routes, E experts, D input width, F hidden width, O output width.
 """
@@ -19,12 +19,12 @@ Legend: U source rows, N routes, E experts, D input width, F hidden width, O out
 from collections.abc import Iterator
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from .permute import add_rows, inverse_order, sort_by_expert
+
 ROW_SLACK = 64  # rows past the end that the last segment may run into
-_ROW_QUANTUM = {torch.bfloat16: 64, torch.float16: 64}
-_SMALLEST_SEGMENT = 4
+_ROW_QUANTUM = {torch.bfloat16: 64, torch.float16: 64, torch.float32: 4, torch.float64: 4}
 
 
 def mlp_forward(
@@ -149,11 +149,6 @@ def linear_backward(
     return grad_x, grad_w, _unsorted(grad_gate, order_N).to(weight_N.dtype)
 
 
-def sort_by_expert(expert_N: Tensor) -> Tensor:
-    """The routes in order of their expert, and in their old order within an expert (int64)."""
-    return torch.argsort(expert_N.to(torch.int16), stable=True)
-
-
 def _segments(expert_N: Tensor, num_experts: int, dtype: torch.dtype) -> Iterator[tuple[int, slice, int]]:
     """(expert, its padded rows, its true number of rows) for every expert that has any."""
     start = 0
@@ -164,8 +159,8 @@ def _segments(expert_N: Tensor, num_experts: int, dtype: torch.dtype) -> Iterato
 
 
 def _padded(count: int, dtype: torch.dtype) -> int:
-    quantum = _ROW_QUANTUM.get(dtype)
-    return max(count, _SMALLEST_SEGMENT) if quantum is None else -(-count // quantum) * quantum
+    quantum = _ROW_QUANTUM[dtype]
+    return -(-count // quantum) * quantum
 
 
 def _sorted_padded(values_N: Tensor, order_N: Tensor) -> Tensor:
@@ -182,13 +177,4 @@ def _unsorted(values: Tensor, order_N: Tensor) -> Tensor:
 
 
 def _sum_rows(rows: Tensor, order_N: Tensor, index_N: Tensor, num_rows: int, per_row: int) -> Tensor:
-    """out[index_N[n]] += the row of route n, added in route order; `per_row` > 0: route n belongs to row n // per_row."""
-    num_routes = order_N.numel()
-    place_N = torch.empty_like(order_N)
-    place_N[order_N] = torch.arange(num_routes, device=order_N.device)
-    if per_row == 1:
-        return rows.index_select(0, place_N)
-    if per_row > 1:
-        return F.embedding_bag(place_N.view(-1, per_row), rows, mode="sum")
-    in_route_order = rows.index_select(0, place_N)
-    return rows.new_zeros(num_rows, rows.shape[1]).index_add_(0, index_N, in_route_order)
+    return add_rows(rows, inverse_order(order_N), index_N, num_rows, per_row)

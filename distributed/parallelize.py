@@ -1,0 +1,58 @@
+"""Takes a model and spreads it: every rank keeps its block of each bank of experts, and all of the rest.
+
+Everything is applied from outside; the model's code holds no rank. The model is built without storage, cut, and only then filled,
+tensor by tensor from streams that do not depend on the number of ranks.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from ..model.config import ModelConfig
+from ..model.initialise import draw
+from ..model.moe import SparseLayer
+from ..model.transformer import Transformer
+from .dispatch import make_dispatcher
+from .layout import local_experts
+from .mesh import Mesh
+
+
+def build_model(
+    config: ModelConfig, mesh: Mesh, *, dispatcher: str, backend: str, seed: int, device: torch.device
+) -> Transformer:
+    """The model of `config` as this rank holds it, with its starting values, on `device`.
+
+    Raises:
+        ValueError: the EP degree does not divide a layer's experts, or the dispatcher does not fit the mesh.
+    """
+    with torch.device("meta"):
+        model = Transformer(config, backend=backend)
+    for layer in model.modules():
+        if isinstance(layer, SparseLayer):
+            layer.dispatcher = make_dispatcher(dispatcher, mesh.ep_group)
+    _fill(model, mesh, seed, device)
+    return model
+
+
+def expert_names(model: nn.Module) -> frozenset[str]:
+    """Names of the parameters that are sharded over EP along dim 0; all others are the same on every rank."""
+    return frozenset(
+        f"{layer_name}.experts.{name}"
+        for layer_name, layer in model.named_modules()
+        if isinstance(layer, SparseLayer)
+        for name, _ in layer.experts.named_parameters()
+    )
+
+
+def _fill(model: Transformer, mesh: Mesh, seed: int, device: torch.device) -> None:
+    sharded = expert_names(model)
+    for name, parameter in list(model.named_parameters()):
+        value = draw(name, parameter.shape, model.config, seed)
+        if name in sharded:
+            value = _own_block(value, mesh)
+        owner, _, attribute = name.rpartition(".")
+        setattr(model.get_submodule(owner), attribute, nn.Parameter(value.to(device)))
+
+
+def _own_block(value: Tensor, mesh: Mesh) -> Tensor:
+    block = local_experts(mesh.layout, mesh.rank, value.shape[0])
+    return value[block.start : block.stop].clone()  # the whole tensor must not stay behind the view

@@ -1,0 +1,30 @@
+"""Low precision for the matrix products only: weights are cast once per pass, not once per depth step.
+
+A shared layer's weights serve R repeats, so casting them where they are used would cost R casts and keep R copies for the
+backward. Here the forward pass runs on cast copies of the matrices; their gradients add up over the repeats and come back to
+the float32 master weights in one cast. Routers, norms, biases, the embedding and the residual stream stay float32.
+"""
+
+import torch
+from torch import Tensor
+from torch.func import functional_call
+
+from .transformer import ModelOutput, Transformer
+
+_FULL_PRECISION = ("router.weight", "norm.weight", "norm.bias", "bias", "embedding")
+
+
+def forward_in(model: Transformer, dtype: torch.dtype, tokens_BS: Tensor) -> ModelOutput:
+    """model(tokens) with matrix products in `dtype`; float32 is the model as it stands."""
+    if dtype == torch.float32:
+        return model(tokens_BS)
+    return functional_call(model, cast_weights(model, dtype), (tokens_BS,))
+
+
+def cast_weights(model: Transformer, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Differentiable copies in `dtype` of all weights that enter matrix products, by name."""
+    return {
+        name: parameter.to(dtype)
+        for name, parameter in model.named_parameters()
+        if not name.endswith(_FULL_PRECISION)
+    }  # fmt: skip

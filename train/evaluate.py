@@ -1,0 +1,52 @@
+"""Validation loss: the mean over every validation token, the same number for any number of ranks."""
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from ..data_pipeline.loader import validation_batches
+from ..distributed.process import Process
+from ..model.precision import forward_in
+from ..model.transformer import Transformer
+from .config import Config
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Mean cross-entropy (nats per token) over `tokens` tokens."""
+
+    loss: float
+    tokens: int
+
+    @property
+    def perplexity(self) -> float:
+        """exp(loss)."""
+        return math.exp(min(self.loss, 700.0))
+
+
+@torch.no_grad()
+def evaluate(model: Transformer, config: Config, process: Process, *, split: str = "validation") -> Evaluation:
+    """Collective. Every rank runs the same number of passes, so that expert exchanges always meet.
+
+    Rows do not overlap; each is read once, by one rank. Evaluation mode: no regularisation.
+    """
+    dtype = getattr(torch, config.train.precision)
+    sums = torch.zeros(2, dtype=torch.float64, device=process.device)
+    model.eval()
+    for rows, valid in validation_batches(
+        Path(config.data.directory), split=split, seq_len=config.data.seq_len, batch_size=config.train.micro_batch,
+        rank=process.rank, num_ranks=process.world_size, max_rows=config.train.eval_rows or None,
+    ):  # fmt: skip
+        rows_BS1 = torch.from_numpy(rows).to(process.device)
+        valid_B = torch.from_numpy(valid).to(process.device)
+        logits_BSV = forward_in(model, dtype, rows_BS1[:, :-1]).logits_BSV
+        losses_BS = F.cross_entropy(logits_BSV.transpose(1, 2), rows_BS1[:, 1:], reduction="none")
+        sums[0] += losses_BS.sum(1, dtype=torch.float64)[valid_B].sum()
+        sums[1] += valid_B.sum() * losses_BS.shape[1]
+    model.train()
+    dist.all_reduce(sums)
+    return Evaluation(loss=(sums[0] / sums[1]).item(), tokens=int(sums[1].item()))

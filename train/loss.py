@@ -1,0 +1,43 @@
+"""The loss of one micro-batch as this rank's contribution to one global scalar.
+
+loss = Σ over local tokens of cross-entropy ÷ global tokens + Σ over local sequences of regularisation ÷ global sequences, both
+over all ranks and accumulation steps. So every reduction of gradients is a plain sum: no 1/dp, no 1/ep, no 1/steps anywhere.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..model.balance import DepthLoad
+from ..model.transformer import ModelOutput
+
+
+@dataclass(frozen=True)
+class MicroBatchLoss:
+    """What one forward pass yields."""
+
+    loss: Tensor  # scalar, to be differentiated
+    cross_entropy: Tensor  # detached: this micro-batch's share of the global mean, nats per token
+    regularisation: Tensor  # detached: its share of the mean over sequences
+    loads: dict[str, DepthLoad]
+
+
+def micro_batch_loss(
+    forward: Callable[[Tensor], ModelOutput], rows_BS1: Tensor, *, global_sequences: int
+) -> MicroBatchLoss:
+    """Runs the model on rows of S + 1 tokens: the first S are the input, the last S the targets.
+
+    Args:
+        rows_BS1: int64, every token valid.
+        global_sequences: rows of one optimizer step over all ranks.
+    """
+    inputs_BS, targets_BS = rows_BS1[:, :-1], rows_BS1[:, 1:]
+    output = forward(inputs_BS)
+    summed = F.cross_entropy(output.logits_BSV.flatten(0, 1), targets_BS.flatten(), reduction="sum")
+    cross_entropy = summed / (global_sequences * inputs_BS.shape[1])
+    regularisation = output.regularisation_B.sum() / global_sequences
+    return MicroBatchLoss(
+        cross_entropy + regularisation, cross_entropy.detach(), regularisation.detach(), output.loads
+    )  # fmt: skip

@@ -1,0 +1,107 @@
+"""What a step reports: sums over micro-batches on every rank, one reduction, JSON lines and TensorBoard on rank 0."""
+
+import json
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.tensorboard import SummaryWriter
+
+from .loss import MicroBatchLoss
+
+LOAD_KINDS = ("feed_forward", "value", "output")
+
+
+class StepMeter:
+    """Adds up what the micro-batches of one step report; nothing leaves the device until `reduce`."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, Tensor] = {}
+
+    def add(self, result: MicroBatchLoss) -> None:
+        """Takes in one micro-batch."""
+        self._accumulate("loss", result.cross_entropy)
+        self._accumulate("regularisation", result.regularisation)
+        for kind, load in result.loads.items():
+            self._accumulate(f"{kind}/load", load.load_LN)
+            self._accumulate(f"{kind}/gates", load.gate_sum_L)
+
+    def reduce(self, **scalars: float) -> dict[str, Tensor]:
+        """Collective: sums over all ranks of everything added and of the given scalars, float64, on the CPU."""
+        values = self._sums | {name: torch.tensor(float(value)) for name, value in scalars.items()}
+        device = self._sums["loss"].device
+        flat = torch.cat([value.to(device, torch.float64).reshape(-1) for value in values.values()])
+        dist.all_reduce(flat)
+        parts = flat.cpu().split([value.numel() for value in values.values()])
+        return {name: part.view(values[name].shape) for name, part in zip(values, parts, strict=True)}
+
+    def _accumulate(self, name: str, value: Tensor) -> None:
+        self._sums[name] = self._sums[name] + value if name in self._sums else value
+
+
+def expert_metrics(sums: dict[str, Tensor]) -> dict[str, Any]:
+    """Load statistics per depth step, of every kind of router that took part.
+
+    For the feed-forward under plain names, for V and O with the kind as prefix: `expert_load` (fraction of the routes),
+    `max_violation` (largest load over mean load, minus 1), `effective_experts` (exp of the load's entropy), `gate_mean`.
+    """
+    record: dict[str, Any] = {}
+    for kind in LOAD_KINDS:
+        if f"{kind}/load" not in sums:
+            continue
+        load_LN = sums[f"{kind}/load"]
+        fraction_LN = load_LN / load_LN.sum(1, keepdim=True)
+        prefix = "" if kind == "feed_forward" else f"{kind}_"
+        record[f"{prefix}expert_load"] = _rounded(fraction_LN)
+        record[f"{prefix}max_violation"] = _rounded(fraction_LN.amax(1) * fraction_LN.shape[1] - 1)
+        record[f"{prefix}effective_experts"] = _rounded(torch.special.entr(fraction_LN).sum(1).exp())
+        record[f"{prefix}gate_mean"] = _rounded(sums[f"{kind}/gates"] / load_LN.sum(1))
+    return record
+
+
+def _rounded(values: Tensor) -> Any:
+    """Five significant decimals: a load of 387 experts × 18 steps is a line of 60 kB, not of 140."""
+    return [_rounded(value) if value.ndim else round(value.item(), 5) for value in values]
+
+
+class MetricsLog:
+    """metrics.jsonl and TensorBoard events in the run folder; silent on every rank but 0."""
+
+    def __init__(self, run_dir: Path, *, active: bool) -> None:
+        self._file = (run_dir / "metrics.jsonl").open("a", encoding="utf-8") if active else None
+        self._board = SummaryWriter(str(run_dir / "tensorboard")) if active else None
+
+    def write(self, kind: str, step: int, **values: Any) -> None:
+        """One line. Readers follow the file, so every line is flushed."""
+        if self._file is None or self._board is None:
+            return
+        record = {"kind": kind, "step": step, "time": round(time.time(), 3), **values}
+        self._file.write(json.dumps(_finite(record)) + "\n")
+        self._file.flush()
+        for name, value in values.items():
+            if isinstance(value, int | float) and not isinstance(value, bool):
+                self._board.add_scalar(f"{kind}/{name}", value, step)
+            elif isinstance(value, list) and value and isinstance(value[0], float):
+                for depth, entry in enumerate(value):
+                    self._board.add_scalar(f"{kind}/{name}/depth_{depth:02d}", entry, step)
+
+    def close(self) -> None:
+        """Flushes and closes both."""
+        if self._file is not None and self._board is not None:
+            self._file.close()
+            self._board.close()
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no NaN: a value that is not finite is written as a string."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, dict):
+        return {key: _finite(entry) for key, entry in value.items()}
+    if isinstance(value, list):
+        return [_finite(entry) for entry in value]
+    return value

@@ -1,0 +1,77 @@
+"""What must survive of a run, as a flat dict of tensors under global names and a plain dict of values.
+
+There is no random state in it: every step draws from a stream keyed by (seed, step, rank), so the state is the step's number.
+"""
+
+import hashlib
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+
+import torch
+from torch import Tensor
+
+from ..distributed.parallelize import expert_names
+from ..model.transformer import Transformer
+
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where a run stands: counts of what the saved weights have seen."""
+
+    step: int = 0  # optimizer steps done, skipped ones included
+    updates: int = 0  # steps that changed the weights: AdamW's own count
+    samples: int = 0  # rows consumed: the position in the data
+    tokens: int = 0
+
+    def after_step(self, *, sequences: int, tokens: int, updated: bool) -> "Progress":
+        """One step later."""
+        return Progress(self.step + 1, self.updates + updated, self.samples + sequences, self.tokens + tokens)
+
+    def as_dict(self) -> dict[str, int]:
+        """For a checkpoint's meta.json."""
+        return asdict(self)
+
+
+def allocate_moments(model: Transformer, optimizer: torch.optim.AdamW) -> None:
+    """Gives AdamW its state now instead of at the first step, so that saving and loading know every tensor."""
+    for parameter in model.parameters():
+        optimizer.state[parameter] = {
+            "step": torch.tensor(0.0),
+            **{moment: torch.zeros_like(parameter) for moment in _MOMENTS},
+        }
+
+
+def set_updates(model: Transformer, optimizer: torch.optim.AdamW, updates: int) -> None:
+    """Sets AdamW's step count, which its bias correction reads."""
+    for parameter in model.parameters():
+        optimizer.state[parameter]["step"].fill_(float(updates))
+
+
+def state_tensors(model: Transformer, optimizer: torch.optim.AdamW) -> tuple[dict[str, Tensor], frozenset[str]]:
+    """All tensors of the state (this rank's share), and the names of those that are sharded over EP along dim 0."""
+    parameters = dict(model.named_parameters())
+    tensors: dict[str, Tensor] = {f"model.{name}": parameter.detach() for name, parameter in parameters.items()}
+    for moment in _MOMENTS:
+        tensors |= {f"optimizer.{moment}.{name}": optimizer.state[p][moment] for name, p in parameters.items()}
+    return tensors, frozenset(_with_prefixes(expert_names(model)))
+
+
+def model_tensors(model: Transformer) -> tuple[dict[str, Tensor], frozenset[str]]:
+    """The weights only, as `state_tensors` names them."""
+    tensors = {f"model.{name}": parameter.detach() for name, parameter in model.named_parameters()}
+    return tensors, frozenset(f"model.{name}" for name in expert_names(model))
+
+
+def seed_step(seed: int, step: int, rank: int) -> None:
+    """Starts the step's own random stream on every device."""
+    key = hashlib.blake2b(f"{seed}/{step}/{rank}".encode(), digest_size=8).digest()
+    torch.manual_seed(int.from_bytes(key, "little") >> 1)
+
+
+def _with_prefixes(names: Iterable[str]) -> Iterable[str]:
+    for name in names:
+        yield f"model.{name}"
+        for moment in _MOMENTS:
+            yield f"optimizer.{moment}.{name}"
