@@ -1,0 +1,212 @@
+"""The model as a whole: parameter counts, cached generation, order of layers, causality, precision, initialisation."""
+
+import pytest
+import torch
+from pydantic import ValidationError
+
+from moebius.kernels.backend import BACKENDS
+from moebius.model.config import ModelConfig
+from moebius.model.initialise import draw, initialise
+from moebius.model.precision import cast_weights, forward_in
+from moebius.model.transformer import Transformer
+from moebius.train.recipes import RECIPES
+
+TINY = ModelConfig(
+    vocab_size=61, d_model=24, num_layers=6, group_size=2, num_heads=3, d_head=10, num_attention_experts=5,
+    attention_top_k=2, num_experts=11, top_k=4, d_expert=6,
+)  # fmt: skip
+VARIANTS = {
+    "moeut": TINY,
+    "pre-norm": TINY.model_copy(update={"norm": "pre"}),
+    "no sharing": TINY.model_copy(update={"group_size": 6}),
+    "one shared layer": TINY.model_copy(update={"group_size": 1}),
+    "one attention expert, release": TINY.model_copy(update={"num_attention_experts": 1}),
+    "one attention expert, gated": TINY.model_copy(
+        update={"num_attention_experts": 1, "attention_top_k": 1, "single_expert": "gated_experts"}
+    ),
+    "dense": TINY.model_copy(update={"norm": "pre", "attention": "dense", "feed_forward": "dense"}),
+}
+
+
+def make(config: ModelConfig, seed: int = 0) -> Transformer:
+    model = Transformer(config)
+    initialise(model, seed)
+    return model
+
+
+# Instantiated official code at V = 8000: total, and what lies in the layers.
+PUBLISHED_COUNTS = {
+    "moeut_44m": (44_345_792, 37_744_968),
+    "moeut_126m": (125_669_696, 113_372_160),
+    "moeut_244m": (243_326_784, 226_932_736),
+    "moeut_319m": (318_107_456, 301_713_408),
+    "moeut_728m": (727_424_320, 706_933_760),
+    "moeut_1b": (1_040_319_296, 1_015_732_224),
+    "dense_44m": (44_544_264, 37_943_440),
+    "dense_126m": (125_654_336, 113_356_800),
+    "dense_244m": (243_568_700, 227_174_652),
+    "dense_319m": (319_293_584, 302_899_536),
+    "dense_728m": (728_694_080, 708_203_520),
+    "dense_1b": (1_044_300_608, 1_019_713_536),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED_COUNTS)
+def test_published_sizes_have_their_published_parameter_counts(name: str) -> None:
+    with torch.device("meta"):
+        model = Transformer(RECIPES[name]().model)
+    total = sum(parameter.numel() for parameter in model.parameters())
+    in_layers = sum(parameter.numel() for parameter in model.group.parameters())
+    assert (total, in_layers) == PUBLISHED_COUNTS[name]
+
+
+def test_every_published_recipe_is_tested() -> None:
+    assert {name for name in RECIPES if name.startswith(("moeut_", "dense_"))} == PUBLISHED_COUNTS.keys()
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_generation_with_the_cache_equals_the_full_pass(variant: str) -> None:
+    model = make(VARIANTS[variant]).eval()
+    tokens = torch.randint(61, (2, 17), generator=torch.Generator().manual_seed(1))
+    full = model(tokens).logits_BSV
+    for pieces in ([17], [1] * 17, [5, 1, 1, 7, 3]):
+        cache = model.new_cache()
+        parts = [model(part, cache).logits_BSV for part in tokens.split(pieces, dim=1)]
+        torch.testing.assert_close(torch.cat(parts, 1), full, rtol=0, atol=1e-4)
+        assert all(entry.length == 17 for entry in cache)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_no_position_sees_its_future_and_no_sequence_another(variant: str) -> None:
+    model = make(VARIANTS[variant]).eval()
+    tokens = torch.randint(61, (3, 12), generator=torch.Generator().manual_seed(2))
+    before = model(tokens).logits_BSV
+    for cut in range(12):
+        changed = tokens.clone()
+        changed[1, cut:] = (changed[1, cut:] + 7) % 61
+        after = model(changed).logits_BSV
+        torch.testing.assert_close(after[1, :cut], before[1, :cut], rtol=0, atol=1e-5)
+        assert not torch.allclose(after[1, cut], before[1, cut])
+        torch.testing.assert_close(after[[0, 2]], before[[0, 2]], rtol=0, atol=1e-5)
+
+
+def test_layers_are_applied_in_the_order_abab() -> None:
+    model, seen = make(TINY), []
+    for member, layer in enumerate(model.group):
+        layer.register_forward_hook(lambda *_, member=member: seen.append(member))
+    model(torch.zeros(1, 4, dtype=torch.int64))
+    assert seen == [0, 1, 0, 1, 0, 1]
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_every_parameter_gets_a_gradient(variant: str, backend: str) -> None:
+    model = Transformer(VARIANTS[variant], backend=backend)
+    initialise(model, 0)
+    output = model(torch.arange(61).repeat(2, 1))
+    (output.logits_BSV.square().mean() + output.regularisation_B.mean()).backward()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None, name
+        assert parameter.grad.abs().sum() > 0, name
+
+
+def test_bfloat16_products_stay_close_to_float32_and_train_float32_weights() -> None:
+    model = make(TINY)
+    tokens = torch.randint(61, (2, 16), generator=torch.Generator().manual_seed(3))
+    exact, rough = model(tokens).logits_BSV, forward_in(model, torch.bfloat16, tokens).logits_BSV
+    assert rough.dtype == torch.float32
+    assert not torch.equal(exact, rough)
+    assert (exact - rough).norm() / exact.norm() < 2e-2
+    rough.square().mean().backward()
+    assert all(parameter.grad is None or parameter.grad.dtype == torch.float32 for parameter in model.parameters())
+
+
+def test_what_chooses_and_what_normalises_is_never_cast() -> None:
+    cast = cast_weights(make(TINY), torch.bfloat16).keys()
+    kept = dict(make(TINY).named_parameters()).keys() - cast
+    assert "group.0.feed_forward.sparse.experts.w_up" in cast
+    assert "group.1.attention.value.experts.weight" in cast
+    assert "head.weight" in cast
+    assert {name for name in kept if "router" in name or "norm" in name} == {
+        name for name, _ in make(TINY).named_parameters() if "router" in name or "norm" in name
+    }
+
+
+def test_depth_not_divisible_by_the_group_is_refused() -> None:
+    with pytest.raises(ValidationError, match=r"num_layers=7 is not divisible by group_size=2"):
+        ModelConfig(num_layers=7, group_size=2)
+
+
+def test_an_odd_rotary_width_is_refused_and_the_default_is_even() -> None:
+    with pytest.raises(ValidationError, match=r"rotary_width=41 with d_head=82"):
+        ModelConfig(d_head=82, rotary_width=41)
+    assert ModelConfig(d_head=82).rotary_channels == 40
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"top_k": 17, "num_experts": 16}, "top_k=17 is more than num_experts=16"),
+        ({"attention_top_k": 5, "num_attention_experts": 4}, "attention_top_k=5 is more than"),
+        ({"single_expert": "gated_experts", "num_attention_experts": 1}, "set attention_top_k=1"),
+        ({"d_model": 0}, "greater than 0"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_refused(changes: dict, message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        ModelConfig(**changes)
+
+
+WIDE = ModelConfig(
+    vocab_size=400, d_model=128, num_layers=18, group_size=2, num_heads=4, d_head=48, num_attention_experts=10,
+    num_experts=64, top_k=8, d_expert=32,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("initialisation", ["paper", "release"])
+@pytest.mark.parametrize("axis_norm", [False, True])
+def test_starting_values_have_the_published_spread(initialisation: str, axis_norm: bool) -> None:
+    config = WIDE.model_copy(update={"initialisation": initialisation, "expert_axis_norm": axis_norm})
+    std = {name: parameter.std().item() for name, parameter in make(config).named_parameters()}
+    c = (2 / 18) ** 0.5
+    expected = {
+        "embedding": 128**-0.5,
+        "head.weight": 128**-0.5 / 3**0.5,
+        "group.0.attention.query.weight": c * 128**-0.5,
+        "group.1.attention.value.experts.weight": c * 128**-0.5,
+        "group.0.attention.output.experts.weight": c * (4 * 48) ** -0.5,
+        "group.0.attention.value_router.weight": c * 128**-0.5,
+        "group.0.feed_forward.router.weight": c * 128**-0.5,
+        "group.1.feed_forward.sparse.experts.w_up": c * 128**-0.5,
+        "group.0.feed_forward.sparse.experts.w_down": c * (64 * 32) ** -0.5,
+    }
+    for name, value in expected.items():
+        assert std[name] == pytest.approx(value, rel=0.03), name
+
+
+def test_release_and_paper_differ_where_they_should() -> None:
+    name, shape = "group.0.feed_forward.router.weight", torch.Size((64, 128))
+    norms = {
+        kind: draw(name, shape, WIDE.model_copy(update={"initialisation": kind}), 0).norm(dim=1)
+        for kind in ("paper", "release")
+    }
+    assert norms["release"].std() < 1e-6
+    assert norms["paper"].std() > 1e-3
+    name, shape = "group.0.attention.output.experts.weight", torch.Size((40, 48, 128))
+    value = draw(name, shape, WIDE.model_copy(update={"expert_axis_norm": True}), 0).norm(dim=0)
+    assert value.std() / value.mean() < 1e-6
+
+
+def test_dense_layers_start_at_exactly_the_published_spread() -> None:
+    config = RECIPES["dense_44m"]().model
+    value = draw("group.3.feed_forward.down.weight", torch.Size((412, 2053)), config, 0)
+    assert value.std().item() == pytest.approx((2 / (16 * 2053)) ** 0.5, rel=1e-5)
+    assert draw("group.3.feed_forward.down.bias", torch.Size((412,)), config, 0).abs().max() == 0
+
+
+def test_every_tensor_has_its_own_stream_and_every_seed_another() -> None:
+    first, again, other = (dict(make(TINY, seed).named_parameters()) for seed in (0, 0, 1))
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    random = [name for name in first if "norm" not in name]
+    assert all(not torch.equal(first[name], other[name]) for name in random)
+    assert not torch.equal(first["group.0.attention.query.weight"], first["group.1.attention.query.weight"])
