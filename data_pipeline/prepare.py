@@ -95,11 +95,20 @@ class SplitTask:
     split: InputSplit
 
     def unfinished(self, what: str) -> Path:
-        return self.directory / UNFINISHED / f"{self.index:05d}.{what}"
+        return _unfinished(self.directory, self.index, what)
 
     def documents(self) -> Iterator[Document]:
         config = self.config
         return read_documents(self.split, text_field=config.text_field, source_field=config.source_field)
+
+
+@dataclass(frozen=True)
+class TokenizerTask:
+    """What the one task that trains the tokenizer needs to know."""
+
+    directory: Path
+    vocab_size: int
+    num_splits: int
 
 
 def prepare(
@@ -138,7 +147,9 @@ def _prepare(
         _save_tokenizer(folder, BytesTokenizer())
     elif not (folder / TOKENIZER_FILE).exists():
         _run_stage("sample", run, collect_sample, tasks, on_progress)
-        _run_stage("train tokenizer", run, train_tokenizer, [tuple(tasks)], on_progress)
+        _run_stage(
+            "train tokenizer", run, train_tokenizer, [TokenizerTask(folder, config.vocab_size, len(tasks))], on_progress
+        )
     shards = _run_stage("tokenise", run, tokenise_split, tasks, on_progress)
     tokenizer = load_tokenizer(folder)
     manifest = Manifest(
@@ -243,6 +254,10 @@ def _begin(config: DataConfig, folder: Path, splits: tuple[InputSplit, ...]) -> 
             f"{folder} holds an unfinished preparation, and its input files have changed since: "
             "delete the folder and prepare again, from files that nobody writes to"
         )
+
+
+def _unfinished(directory: Path, index: int, what: str) -> Path:
+    return directory / UNFINISHED / f"{index:05d}.{what}"
 
 
 def _save_tokenizer(folder: Path, tokenizer: Tokenizer) -> None:
@@ -371,10 +386,11 @@ def collect_sample(task: SplitTask) -> None:
                     file.write(json.dumps(document.text).encode() + b"\n")
 
 
-def train_tokenizer(tasks: tuple[SplitTask, ...]) -> None:
+def train_tokenizer(task: TokenizerTask) -> None:
     """Trains on the sample in split order, and writes tokenizer.json."""
-    texts = (json.loads(line) for task in tasks for line in _lines_of(task.unfinished("sample.jsonl")))
-    _save_tokenizer(tasks[0].directory, train_bpe(texts, vocab_size=tasks[0].config.vocab_size))
+    paths = [_unfinished(task.directory, index, "sample.jsonl") for index in range(task.num_splits)]
+    texts = (json.loads(line) for path in paths for line in _lines_of(path))
+    _save_tokenizer(task.directory, train_bpe(texts, vocab_size=task.vocab_size))
 
 
 def _lines_of(path: Path) -> Iterator[bytes]:

@@ -1,0 +1,239 @@
+"""Every input form gives its documents, however it is split; every bad input gives one clear error."""
+
+import json
+
+import fsspec
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import zstandard
+from moebius.data_pipeline.config import DataConfig
+from moebius.data_pipeline.errors import InputError
+from moebius.data_pipeline.reading import plan_splits, read_documents
+
+TEXTS = ["first\nwith two lines", "zwei – π", "", "x" * 500, "last 😀"]
+
+
+def _lines(texts) -> bytes:
+    return "".join(json.dumps({"text": text, "n": n}, ensure_ascii=False) + "\n" for n, text in enumerate(texts)).encode()
+
+
+def _write(path, texts):
+    if path.suffix == ".parquet":
+        table = pa.table({"text": texts, "source": ["a"] * len(texts)})
+        pq.write_table(table, path, row_group_size=2)
+    elif path.suffix == ".zst":
+        path.write_bytes(zstandard.compress(_lines(texts)))
+    else:
+        path.write_bytes(_lines(texts))
+
+
+def _read(*inputs, **options):
+    """(texts, sources, number of splits) of everything that is planned for `inputs`."""
+    config = DataConfig(input=tuple(map(str, inputs)), **options)
+    splits = plan_splits(config)
+    found = [
+        document
+        for split in splits
+        for document in read_documents(split, text_field=config.text_field, source_field=config.source_field)
+    ]
+    return [document.text for document in found], [document.source for document in found], len(splits)
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.zst", "a.parquet"])
+def test_records_come_back_in_order(tmp_path, name):
+    _write(tmp_path / name, TEXTS)
+    texts, sources, _ = _read(tmp_path / name)
+    assert texts == TEXTS
+    assert set(sources) == {"a" if name == "a.parquet" else name}
+
+
+@pytest.mark.parametrize("split_bytes", [1, 7, 50, 333, 10**6])
+@pytest.mark.parametrize("name", ["a.jsonl", "a.parquet"])
+def test_splitting_a_file_changes_nothing(tmp_path, name, split_bytes):
+    _write(tmp_path / name, TEXTS * 3)
+    texts, _, num_splits = _read(tmp_path / name, split_bytes=split_bytes)
+    assert texts == TEXTS * 3
+    assert (num_splits > 1) == (split_bytes < 500)
+
+
+def test_several_zstd_frames_are_one_file(tmp_path):
+    (tmp_path / "a.jsonl.zst").write_bytes(zstandard.compress(_lines(TEXTS[:2])) + zstandard.compress(_lines(TEXTS[2:])))
+    assert _read(tmp_path / "a.jsonl.zst")[0] == TEXTS
+
+
+def test_jsonl_allows_blank_lines_a_bom_and_a_missing_last_newline(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(b"\xef\xbb\xbf" + b'{"text": "a"}\n\n  \r\n{"text": "b"}')
+    assert _read(tmp_path / "a.jsonl")[0] == ["a", "b"]
+
+
+def test_a_text_file_is_cut_at_blank_lines_and_loses_nothing(tmp_path):
+    paragraphs = [f"Paragraph {n}, line one.\nLine two of it.\n\n" for n in range(1000)]
+    (tmp_path / "a.txt").write_text("".join(paragraphs))
+    texts, sources, _ = _read(tmp_path / "a.txt")
+    assert "".join(texts) == "".join(paragraphs)
+    assert all(text.startswith("Paragraph") and text.endswith("\n\n") for text in texts)
+    assert 4 <= len(texts) <= 6
+    assert set(sources) == {"a.txt"}
+
+
+@pytest.mark.parametrize("text", ["ä" * 100_000, "line\n" * 30_000], ids=["one line", "no blank line"])
+def test_a_text_file_without_paragraphs_is_cut_anyway(tmp_path, text):
+    (tmp_path / "a.txt").write_text(text)
+    texts, _, _ = _read(tmp_path / "a.txt")
+    assert "".join(texts) == text
+    assert max(map(len, texts)) <= 32_010
+
+
+@pytest.mark.parametrize("split_bytes", [100, 5000])
+def test_a_split_text_file_loses_nothing(tmp_path, split_bytes):
+    content = "".join(f"Zeile {n} ist läng{'er' * (n % 30)}.\n\n" for n in range(500))
+    (tmp_path / "a.txt").write_text(content)
+    texts, _, num_splits = _read(tmp_path / "a.txt", split_bytes=split_bytes)
+    assert "".join(texts) == content
+    assert num_splits > 3
+
+
+def test_globs_are_sorted_and_files_named_twice_are_read_once(tmp_path):
+    for name in ("b.jsonl", "a.jsonl"):
+        (tmp_path / name).write_text(json.dumps({"text": name}))
+    assert _read(tmp_path / "*.jsonl", tmp_path / "a.jsonl")[0] == ["a.jsonl", "b.jsonl"]
+
+
+def test_a_name_with_brackets_is_a_name_first(tmp_path):
+    (tmp_path / "[1].jsonl").write_text('{"text": "here"}')
+    assert _read(tmp_path / "[1].jsonl")[0] == ["here"]
+
+
+def test_relative_names(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.jsonl").write_text('{"text": "here"}')
+    assert _read("a.jsonl")[0] == ["here"]
+
+
+def test_fsspec_urls_and_globs_of_them():
+    memory = fsspec.filesystem("memory")
+    for name in "ab":
+        memory.pipe(f"/test_reading/{name}.jsonl", json.dumps({"text": name}).encode())
+    assert _read("memory://test_reading/*.jsonl")[0] == ["a", "b"]
+    assert _read("memory://test_reading/b.jsonl")[0] == ["b"]
+
+
+def test_other_fields(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"content": "c", "from": "web", "text": 3}\n{"content": "d", "from": 7}')
+    texts, sources, _ = _read(tmp_path / "a.jsonl", text_field="content", source_field="from")
+    assert texts == ["c", "d"]
+    assert sources == ["web", "a.jsonl"]
+
+
+def test_validation_comes_first_and_keeps_its_role(tmp_path):
+    for name in "tv":
+        (tmp_path / f"{name}.jsonl").write_text('{"text": "a"}')
+    config = DataConfig(input=(str(tmp_path / "t.jsonl"),), validation_input=(str(tmp_path / "v.jsonl"),))
+    assert [(split.source, split.role) for split in plan_splits(config)] == [
+        ("v.jsonl", "validation"),
+        ("t.jsonl", "train"),
+    ]
+
+
+def test_the_embedded_corpus_is_an_input():
+    texts, sources, num_splits = _read("embedded")
+    assert num_splits == 4
+    assert len(texts) > 500
+    assert set(sources) == {"embedded"}
+
+
+# ---- bad input
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.jsonl", b'{"text": "a"}\n{"text": "\xff"}\n', r"a.jsonl, byte 24, line 2: not UTF-8 \(byte 0xff.*iconv"),
+        ("a.txt", b"one\ntwo \xe4\xf6\n", r"a.txt, byte 8, line 2: not UTF-8 \(byte 0xe4"),
+        ("a.txt", "utf-16".encode("utf-16"), r"a.txt, byte 0, line 1: not UTF-8 \(byte 0xff"),
+        ("a.jsonl", b'{"text": "a"}\n{"txt": "b"}\n', r"byte 14, line 2: no field 'text'; its fields are 'txt'.*text_field"),
+        ("a.jsonl", b"{}", r"line 1: no field 'text'; its fields are none"),
+        ("a.jsonl", b'{"text": null}', r"line 1: field 'text' holds a NoneType, not text"),
+        ("a.jsonl", b'{"text": "a"}\n{"text"\n', r"byte 14, line 2: not valid JSON"),
+        ("a.jsonl", b"[1]", r"line 1: a JSON list; each line must be one JSON object"),
+        ("a.jsonl.zst", b"no zstd", r"a.jsonl.zst is not valid zstd"),
+        ("a.jsonl.zst", zstandard.compress(_lines(TEXTS * 100))[:-9], r"ends in the middle of a zstd frame: it is truncated"),
+        ("a.parquet", b"PAR1 no", r"a.parquet is not a readable Parquet file"),
+        ("a.csv", b"a,b", r"a.csv' has an ending that is not read: give one of .txt, .jsonl, .jsonl.zst, .parquet"),
+    ],
+)
+def test_bad_content_is_named_with_its_place(tmp_path, name, content, message):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(InputError, match=message):
+        _read(tmp_path / name)
+
+
+def test_bad_content_in_a_later_split_is_named_with_its_byte(tmp_path):
+    content = b"fine\n" * 100 + b"b\xffd\n"
+    (tmp_path / "a.txt").write_bytes(content)
+    with pytest.raises(InputError, match=r"a.txt, byte 501: not UTF-8"):
+        _read(tmp_path / "a.txt", split_bytes=100)
+
+
+def test_bad_content_in_zstd_is_named_with_its_unpacked_byte(tmp_path):
+    (tmp_path / "a.jsonl.zst").write_bytes(zstandard.compress(b'{"text": "a"}\n{"b": 1}\n'))
+    with pytest.raises(InputError, match=r"byte 14 \(unpacked\), line 2: no field"):
+        _read(tmp_path / "a.jsonl.zst")
+
+
+@pytest.mark.parametrize(
+    ("column", "message"), [({"body": ["a"]}, "no column 'text'; its columns are 'body'"), ({"text": [1]}, "holds int64")]
+)
+def test_a_parquet_file_without_text_is_refused(tmp_path, column, message):
+    pq.write_table(pa.table(column), tmp_path / "a.parquet")
+    with pytest.raises(InputError, match=message):
+        _read(tmp_path / "a.parquet")
+
+
+def test_nothing_there(tmp_path):
+    with pytest.raises(InputError, match=r"no.jsonl' does not exist: check the name, or give input=embedded"):
+        _read(tmp_path / "no.jsonl")
+    with pytest.raises(InputError, match=r"\*.jsonl' matches no file"):
+        _read(tmp_path / "*.jsonl")
+    with pytest.raises(InputError, match=r"is a folder: name its files with a glob"):
+        _read(tmp_path)
+
+
+def test_a_protocol_without_its_package_names_the_package(monkeypatch):
+    def missing(url, **options):
+        raise ImportError("Install s3fs to access S3")
+
+    monkeypatch.setattr(fsspec.core, "url_to_fs", missing)
+    with pytest.raises(InputError, match=r"needs a package for s3://: pip install s3fs"):
+        _read("s3://bucket/a.jsonl")
+
+
+def test_an_unknown_protocol_is_refused():
+    with pytest.raises(InputError, match=r"'warp://x.jsonl' cannot be opened"):
+        _read("warp://x.jsonl")
+
+
+def test_an_unreadable_file(tmp_path, monkeypatch):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "a"}')
+    (split,) = plan_splits(DataConfig(input=(str(path),)))
+
+    def denied(*arguments, **options):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(type(fsspec.filesystem("file")), "open", denied)  # root may read anything, so chmod would not do
+    with pytest.raises(InputError, match=r"a.jsonl cannot be read \(Permission denied\): check that it exists and"):
+        list(read_documents(split, text_field="text", source_field="source"))
+
+
+def test_a_file_that_changed_since_it_was_planned(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "a"}')
+    (split,) = plan_splits(DataConfig(input=(str(path),)))
+    path.write_text('{"text": "abc"}')
+    with pytest.raises(InputError, match=r"had 13 bytes when preparation began and has 15 now"):
+        list(read_documents(split, text_field="text", source_field="source"))
+    path.unlink()
+    with pytest.raises(InputError, match=r"a.jsonl cannot be read"):
+        list(read_documents(split, text_field="text", source_field="source"))

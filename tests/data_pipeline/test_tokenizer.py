@@ -1,0 +1,127 @@
+"""Every string comes back exactly, digits stand alone, training is reproducible, the wrong tokenizer is refused."""
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from moebius.data_pipeline.errors import ShardError
+from moebius.data_pipeline.tokenizer import (
+    END_OF_DOCUMENT,
+    TOKENIZER_FILE,
+    BpeTokenizer,
+    BytesTokenizer,
+    load_tokenizer,
+    token_dtype,
+    train_bpe,
+)
+
+TEXTS = ["The router chose expert 12 and expert 34.", "the expert chose the token in 2023", "naïve 日本語 😀 the the"] * 5
+BPE = train_bpe(TEXTS, vocab_size=300)
+BOTH = pytest.mark.parametrize("tokenizer", [BPE, BytesTokenizer()], ids=["bpe", "bytes"])
+
+ODD = [
+    "",
+    " ",
+    "\n\r\n\t \x00\x7f",
+    f"a {END_OF_DOCUMENT} b{END_OF_DOCUMENT}",
+    "e\u0301 \u00e9 \u2028 \ufeff \u200d",
+    "👩\u200d👩\u200d👧 𝔘𝔫𝔦 \U0010ffff",
+    "مرحبا 123 ٣٤ ½ Ⅷ",
+    "x" * 3000,
+]
+
+
+@BOTH
+@pytest.mark.parametrize("text", ODD)
+def test_odd_strings_come_back_exactly(tokenizer, text):
+    (ids,) = tokenizer.encode_batch([text])
+    assert tokenizer.decode(ids) == text
+    assert tokenizer.end_of_document_id not in ids
+
+
+@BOTH
+@settings(max_examples=100, deadline=None)
+@given(text=st.text(st.characters(exclude_categories=["Cs"]), max_size=40))
+def test_any_string_comes_back_exactly(tokenizer, text):
+    (ids,) = tokenizer.encode_batch([text])
+    assert tokenizer.decode(ids) == text
+
+
+@BOTH
+def test_ids_are_below_the_vocabulary_and_the_end_is_left_out_of_text(tokenizer):
+    ids = np.concatenate(tokenizer.encode_batch(TEXTS))
+    assert ids.dtype == np.uint16
+    assert ids.max() < tokenizer.vocab_size
+    assert 0 <= tokenizer.end_of_document_id < tokenizer.vocab_size
+    (one,) = tokenizer.encode_batch(["one"])
+    assert tokenizer.decode([*one, tokenizer.end_of_document_id]) == "one"
+
+
+def test_half_a_character_is_a_replacement_character():
+    (ids,) = BytesTokenizer().encode_batch(["é"])
+    assert BytesTokenizer().decode(ids[:1]) == "\ufffd"
+
+
+def test_digits_stand_alone_even_where_training_saw_them_together():
+    bpe = train_bpe(["2023 2023 2023 2023"] * 50, vocab_size=400)
+    ids = bpe.encode_batch(["in 2023"])[0]
+    assert [bpe.decode([i]) for i in ids][-4:] == ["2", "0", "2", "3"]
+
+
+def test_merges_were_learned():
+    long, short = BPE.encode_batch(["the expert chose"])[0], BytesTokenizer().encode_batch(["the expert chose"])[0]
+    assert len(long) < len(short) / 2
+    assert BPE.vocab_size == 300
+
+
+def test_a_small_corpus_yields_a_smaller_vocabulary():
+    assert train_bpe(["ab ab"], vocab_size=8000).vocab_size < 270
+
+
+def test_training_twice_and_with_other_thread_counts_gives_the_same_bytes():
+    program = (
+        "from moebius.data_pipeline.tokenizer import train_bpe;"
+        f"print(train_bpe({TEXTS!r}, vocab_size=300).sha256)"
+    )
+    environment = {"TOKENIZERS_PARALLELISM": "true", "RAYON_NUM_THREADS": "3"}
+    other = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, env=environment)
+    assert other.stdout.strip() == BPE.sha256 == train_bpe(iter(TEXTS), vocab_size=300).sha256
+
+
+@BOTH
+def test_a_saved_tokenizer_is_the_same(tokenizer, tmp_path):
+    (tmp_path / TOKENIZER_FILE).write_text(tokenizer.to_json())
+    loaded = load_tokenizer(tmp_path, sha256=tokenizer.sha256)
+    assert type(loaded) is type(tokenizer)
+    assert [ids.tolist() for ids in loaded.encode_batch(ODD)] == [ids.tolist() for ids in tokenizer.encode_batch(ODD)]
+
+
+def test_another_tokenizer_is_refused(tmp_path):
+    (tmp_path / TOKENIZER_FILE).write_text(BPE.to_json())
+    with pytest.raises(ShardError, match=r"tokenizer.json has sha256 .* were made with"):
+        load_tokenizer(tmp_path, sha256=BytesTokenizer().sha256)
+
+
+@pytest.mark.parametrize("content", [b"", b"[]", b"{}", b"\xff", b'{"type": "other"}', BPE.to_json()[:-40].encode()])
+def test_what_is_no_tokenizer_is_refused(tmp_path, content):
+    (tmp_path / TOKENIZER_FILE).write_bytes(content)
+    with pytest.raises(ShardError, match=r"tokenizer.json is not a tokenizer"):
+        load_tokenizer(tmp_path)
+
+
+def test_a_missing_tokenizer_is_named(tmp_path):
+    with pytest.raises(ShardError, match="tokenizer.json does not exist"):
+        load_tokenizer(tmp_path)
+
+
+def test_a_foreign_tokenizer_without_an_end_of_document_is_refused():
+    with pytest.raises(ValueError, match="has no token"):
+        BpeTokenizer(BPE.to_json().replace(END_OF_DOCUMENT, "<|other|>"))
+
+
+def test_token_width():
+    assert token_dtype(65536) == np.uint16
+    assert token_dtype(65537) == np.uint32
