@@ -1,0 +1,312 @@
+"""The node agent's working half: torchrun's elastic agent in a process of its own, and the hand that holds it.
+
+One attempt of a job (a *generation*) on one node runs like this:
+
+1. `Node.start` ends what earlier generations left on this machine and starts `python -m moebius.cluster.agent` as a child.
+2. The child binds itself to its parent and runs torch's LocalElasticAgent with a static rendezvous: the supervisor has
+   chosen the node's rank and a port on node 0, and `max_restarts` is 0. Whatever goes wrong ends the generation; only the
+   supervisor starts another one, with a new run id and a new port (an agent that retries by itself meets a store full
+   of the last attempt's keys: pytorch#135712, #147064).
+3. The agent starts the ranks through `moebius.cluster.rank`, which gives each its log: logs/g001/node0/rank0.log.
+4. When the ranks have ended the child writes logs/g001/node0/report.json and exits; `Node.poll` returns the report.
+
+The agent is a child process, not a thread of the Ray actor: torch replaces signal handlers in the main thread and
+cannot be stopped from another one. Cost: one more `import torch` per node and generation, 1-2 s beside those of the ranks.
+"""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from .. import __version__
+from . import processes
+from .job import Launch, write_atomically
+from .tracebacks import last_traceback, read_tail, summarise
+
+EXIT_BARRIER_S = 60.0  # how long an agent whose ranks are done waits for the agents of the other nodes
+LOG_TAIL_BYTES = 64 * 1024  # where a traceback is looked for
+
+# Ray gives its workers OMP_NUM_THREADS=1 and its own credentials; the ranks are not Ray's and get neither.
+_RAY_ONLY = ("RAY_", "OMP_NUM_THREADS")
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One generation of a job, as one node sees it."""
+
+    launch: Launch
+    generation: int
+    node_rank: int
+    master_address: str  # of node 0, where the agents' store listens
+    master_port: int
+    address: str  # of this node, as the others reach it
+
+    @property
+    def log_dir(self) -> Path:
+        return Path(self.launch.run_dir) / "logs" / f"g{self.generation:03d}" / f"node{self.node_rank}"
+
+    @property
+    def ranks(self) -> range:
+        """Global ranks that live on this node."""
+        first = self.node_rank * self.launch.ranks_per_node
+        return range(first, first + self.launch.ranks_per_node)
+
+    def save(self, path: Path) -> None:
+        plain = asdict(self)
+        del plain["launch"]["environment"]  # may hold secrets; the ranks inherit it from the agent
+        write_atomically(path, json.dumps(plain, indent=1))
+
+    @classmethod
+    def load(cls, path: Path) -> "Attempt":
+        plain = json.loads(path.read_text(encoding="utf-8"))
+        launch = plain.pop("launch")
+        return cls(launch=Launch(**launch | {"command": tuple(launch["command"])}), **plain)
+
+
+@dataclass(frozen=True)
+class RankFailure:
+    """A rank that ended with something else than exit code 0."""
+
+    rank: int
+    exit_code: int
+    time: float  # seconds since the epoch, to the second
+    error: str | None = None  # last line of the traceback
+    where: str | None = None
+    traceback: str | None = None
+
+
+@dataclass(frozen=True)
+class AgentReport:
+    """How one node's part of a generation ended."""
+
+    ok: bool  # every rank of this node exited 0
+    failures: tuple[RankFailure, ...] = ()
+    message: str = ""  # what ended the agent itself, if that was it
+
+    @classmethod
+    def load(cls, path: Path) -> "AgentReport":
+        plain = json.loads(path.read_text(encoding="utf-8"))
+        plain["failures"] = tuple(RankFailure(**failure) for failure in plain["failures"])
+        return cls(**plain)
+
+
+class Node:
+    """One machine as the supervision sees it. Used directly on this machine, and as a Ray actor on another one."""
+
+    def __init__(self, address: str = "127.0.0.1"):
+        self._address = address
+        self._attempt: Attempt | None = None
+        self._agent: subprocess.Popen[bytes] | None = None
+
+    def describe(self) -> dict[str, Any]:
+        """Where this node is and what it runs: every node of a job must run the same."""
+        return {"address": self._address, "host": socket.gethostname(), "pid": os.getpid(), "versions": versions()}
+
+    def free_port(self) -> int:
+        """A port that is free on this machine now; it may be taken before it is used, which ends in a new generation."""
+        with socket.socket() as probe:
+            probe.bind(("", 0))
+            return probe.getsockname()[1]
+
+    def start(self, attempt: Attempt) -> None:
+        """Starts the agent of a generation, after ending all that earlier ones left on this machine."""
+        self.stop()
+        stuck = processes.end(processes.find(attempt.launch.run_dir, before=attempt.generation))
+        if stuck:
+            raise RuntimeError(f"processes {stuck} of an earlier generation cannot be killed on {socket.gethostname()}")
+        attempt.log_dir.mkdir(parents=True, exist_ok=True)
+        attempt.save(attempt.log_dir / "attempt.json")
+        self._attempt = attempt
+        self._agent = _spawn_bound([sys.executable, "-m", __name__, str(attempt.log_dir)], attempt)
+
+    def poll(self) -> AgentReport | None:
+        """None while the ranks run; afterwards the report."""
+        assert self._agent is not None, "start comes first"
+        assert self._attempt is not None
+        code = self._agent.poll()
+        if code is None:
+            return None
+        report = self._attempt.log_dir / "report.json"
+        if report.exists():
+            return AgentReport.load(report)
+        tail = read_tail(self._attempt.log_dir / "agent.log", 2000).strip()
+        return AgentReport(ok=False, message=f"the agent process ended with exit code {code}; its last words: {tail}")
+
+    def running_ranks(self) -> list[int]:
+        """Global ranks of this node whose process is alive."""
+        return sorted(self._rank_pids())
+
+    def kill_rank(self, rank: int) -> bool:
+        """Kills one rank (fault drills); False when it was not alive."""
+        pid = self._rank_pids().get(rank)
+        return pid is not None and processes.kill(pid)
+
+    def stop(self) -> None:
+        """Ends the agent and its ranks, and waits until they are gone."""
+        if self._agent is None or self._attempt is None:
+            return
+        if self._agent.poll() is None:
+            self._agent.kill()  # its ranks follow: they are bound to it
+        self._agent.wait()
+        mine = processes.find(self._attempt.launch.run_dir, generation=self._attempt.generation)
+        ranks = {str(rank) for rank in self._attempt.ranks}
+        processes.end(pid for pid, environment in mine.items() if environment.get("RANK") in ranks)
+        self._agent = None
+
+    def _rank_pids(self) -> dict[int, int]:
+        assert self._attempt is not None, "start comes first"
+        found = processes.find(self._attempt.launch.run_dir, generation=self._attempt.generation)
+        ranks = {int(environment["RANK"]): pid for pid, environment in found.items() if "RANK" in environment}
+        return {rank: pid for rank, pid in ranks.items() if rank in self._attempt.ranks}
+
+
+def versions() -> dict[str, str]:
+    """What must be the same on every node of a job."""
+    return {
+        "moebius": __version__,
+        "torch": metadata.version("torch").partition("+")[0],
+        "python": f"{sys.version_info.major}.{sys.version_info.minor}",
+    }
+
+
+def agent_environment(inherited: Mapping[str, str], attempt: Attempt) -> dict[str, str]:
+    """Environment of the agent and, through it, of the ranks."""
+    launch = attempt.launch
+    kept = {key: value for key, value in inherited.items() if not key.startswith(_RAY_ONLY)}
+    own = {
+        processes.MARK: launch.run_dir,
+        processes.MARK_GENERATION: str(attempt.generation),
+        processes.PARENT: str(os.getpid()),
+        "PYTHONUNBUFFERED": "1",  # a killed rank's last words must be in its log
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # with the shared store, restarts fail (pytorch#135712)
+    }
+    if launch.gpus_per_node == 0:
+        own["CUDA_VISIBLE_DEVICES"] = ""
+    return kept | dict(launch.environment) | own
+
+
+def _spawn_bound(command: list[str], attempt: Attempt) -> subprocess.Popen[bytes]:
+    """Starts a child from a thread that lives as long as the child does.
+
+    The kernel's parent-death signal follows the thread that forked, and the threads of an actor come and go.
+    """
+    started: list[subprocess.Popen[bytes] | OSError] = []
+    ready = threading.Event()
+
+    def hold() -> None:
+        try:
+            with open(attempt.log_dir / "agent.log", "ab") as log:
+                child = subprocess.Popen(
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    env=agent_environment(os.environ, attempt),
+                    start_new_session=True,  # Ctrl-C in a terminal is for the command line, which sets the stop flag
+                )
+        except OSError as error:
+            started.append(error)
+            ready.set()
+            return
+        started.append(child)
+        ready.set()
+        child.wait()
+
+    threading.Thread(target=hold, name=f"agent-g{attempt.generation}", daemon=True).start()
+    ready.wait()
+    if isinstance(started[0], OSError):
+        raise started[0]
+    return started[0]
+
+
+def main(log_dir: Path) -> int:
+    """The child process: runs one generation's ranks on this node and leaves a report."""
+    processes.bind_to_parent()
+    os.environ[processes.PARENT] = str(os.getpid())  # for the ranks
+    attempt = Attempt.load(log_dir / "attempt.json")
+    try:
+        report = _run_elastic_agent(attempt)
+    except Exception as error:  # noqa: BLE001 - whatever ends the agent must reach the supervisor as a report
+        report = AgentReport(ok=False, message=f"{type(error).__name__}: {error}")
+    write_atomically(log_dir / "report.json", json.dumps(asdict(report), indent=1))
+    return 0 if report.ok else 1
+
+
+def _run_elastic_agent(attempt: Attempt) -> AgentReport:
+    from torch.distributed.elastic.agent.server.api import WorkerSpec
+    from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+    from torch.distributed.elastic.rendezvous import RendezvousParameters
+    from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
+
+    launch = attempt.launch
+    rendezvous = RendezvousParameters(
+        backend="static",
+        endpoint=f"{attempt.master_address}:{attempt.master_port}",
+        run_id=f"{launch.name}-g{attempt.generation}",
+        min_nodes=launch.num_nodes,
+        max_nodes=launch.num_nodes,
+        local_addr=attempt.address,
+        rank=attempt.node_rank,
+        timeout=int(launch.start_timeout_s),
+    )
+    spec = WorkerSpec(
+        role="rank",
+        local_world_size=launch.ranks_per_node,
+        entrypoint=sys.executable,
+        args=("-m", f"{__package__}.rank", str(attempt.log_dir), *launch.rank_command()),
+        rdzv_handler=get_rendezvous_handler(rendezvous),
+        max_restarts=0,
+        master_addr=attempt.master_address,
+        master_port=attempt.master_port,
+        local_addr=attempt.address,
+    )
+    result: Any = LocalElasticAgent(spec, _stable_logs(attempt), exit_barrier_timeout=EXIT_BARRIER_S).run()
+    failures = tuple(_describe_failure(attempt, rank, failure) for rank, failure in sorted(result.failures.items()))
+    return AgentReport(ok=not result.is_failed(), failures=failures)
+
+
+def _stable_logs(attempt: Attempt) -> Any:
+    """Torch's log specification for our paths: it opens no files (the ranks do), and places the error files."""
+    from torch.distributed.elastic.multiprocessing import LogsSpecs
+    from torch.distributed.elastic.multiprocessing.api import LogsDest
+
+    class StableLogs(LogsSpecs):
+        @property
+        def root_log_dir(self) -> str:
+            return str(attempt.log_dir)
+
+        def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+            for environment in envs.values():
+                environment["TORCHELASTIC_ERROR_FILE"] = str(error_file(attempt, int(environment["RANK"])))
+            files = {local_rank: environment["TORCHELASTIC_ERROR_FILE"] for local_rank, environment in envs.items()}
+            agents_own = dict.fromkeys(envs, "")
+            return LogsDest(stdouts=agents_own, stderrs=dict(agents_own), error_files=files)
+
+    return StableLogs(str(attempt.log_dir))
+
+
+def error_file(attempt: Attempt, rank: int) -> Path:
+    """Where a rank whose main function carries torch's @record leaves its exception."""
+    return attempt.log_dir / f"rank{rank}.error.json"
+
+
+def _describe_failure(attempt: Attempt, rank: int, failure: Any) -> RankFailure:
+    message = failure.error_file_data.get("message")
+    if isinstance(message, dict):
+        traceback = message.get("extraInfo", {}).get("py_callstack", "")
+    else:
+        traceback = last_traceback(read_tail(attempt.log_dir / f"rank{rank}.log", LOG_TAIL_BYTES))
+    error, where = summarise(traceback)
+    return RankFailure(rank, failure.exitcode, float(failure.timestamp), error, where, traceback or None)
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1])))

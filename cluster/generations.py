@@ -1,0 +1,453 @@
+"""From a launch to its end: generation after generation until the run is finished, stopped or given up.
+
+Read `supervise` first. It knows nothing of Ray: nodes come from a `Placement`, so that the same lines run a job on a
+cluster (supervisor.py) and on this machine alone (`run_local`).
+
+One generation: announce its number in the file `generation` (whoever still writes for an older one is refused from
+then on), start one agent per node, watch until all ranks have exited 0 with a result, or anything else has happened. Then
+end everything everywhere, say why in the journal, and go on or give up:
+
+* the run folder's result.json says "finished" or "stopped": SUCCEEDED or STOPPED;
+* a stop was asked for: STOPPED, however the generation ended;
+* the same error at the same step three times, or more failures than `max_restarts`: FAILED with the root cause;
+* otherwise RECOVERING, and the next generation resumes from the last checkpoint. Without progress the wait doubles.
+"""
+
+import json
+import signal
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from .agent import AgentReport, Attempt, Node
+from .job import (
+    GENERATION,
+    METRICS,
+    RESULT,
+    JobStatus,
+    Journal,
+    JsonLinesTail,
+    Launch,
+    RootCause,
+    State,
+    as_details,
+    beat,
+    begin_submission,
+    current_submission,
+    read_generation,
+    read_status,
+    request_stop,
+    stop_requested,
+    write_atomically,
+)
+from .postmortem import find_root_cause, left_early_cause, port_was_taken
+
+POLL_S = 0.2
+SAME_ERROR_LIMIT = 3
+PORT_ATTEMPTS = 5  # new generations because somebody took the port; they are not charged to max_restarts
+COLLECT_S = 3.0  # how long to wait for the other nodes' reports after the first failure
+MAX_BACKOFF_S = 30.0
+
+
+class NodeLost(Exception):
+    """A node does not answer any more: its actor, its machine or the network to it is gone."""
+
+
+class CannotPlace(Exception):
+    """The nodes that the launch needs cannot be had, ever; the message says what is missing."""
+
+
+class StopAsked(Exception):
+    """A stop was asked for while nothing was running."""
+
+
+class Superseded(Exception):
+    """Another supervisor has announced a newer generation: this one must not touch the run any more."""
+
+
+class NodeHandle(Protocol):
+    """What the supervision asks of a node; every call may raise NodeLost. See agent.Node."""
+
+    def describe(self) -> dict[str, Any]: ...
+    def free_port(self) -> int: ...
+    def start(self, attempt: Attempt) -> None: ...
+    def poll(self) -> AgentReport | None: ...
+    def running_ranks(self) -> list[int]: ...
+    def kill_rank(self, rank: int) -> bool: ...
+    def stop(self) -> None: ...
+
+
+class Placement(Protocol):
+    """Where a job's nodes come from."""
+
+    def place(self, while_waiting: Callable[[str], None]) -> Sequence[NodeHandle]:
+        """As many live nodes as the launch asks for, in the order of their ranks; replaces those that were lost.
+
+        Args:
+            while_waiting: called several times a second with what is being waited for; its exceptions end the waiting.
+
+        Raises:
+            CannotPlace: the cluster cannot hold the job.
+        """
+        ...
+
+    def release(self) -> None:
+        """Ends everything on the nodes and gives them back."""
+        ...
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a generation ended."""
+
+    state: str  # "finished", "stopped", "ended" (at once, by request), "failed", "port taken"
+    cause: RootCause | None = None
+    step: int | None = None  # the last one that this generation made
+
+
+class ThisMachine:
+    """A placement of one node: here."""
+
+    def __init__(self) -> None:
+        self._node = Node()
+
+    def place(self, while_waiting: Callable[[str], None]) -> Sequence[NodeHandle]:
+        return [self._node]
+
+    def release(self) -> None:
+        self._node.stop()
+
+
+def run_local(launch: Launch) -> JobStatus:
+    """Runs a job of one node on this machine, without Ray; returns when it has ended.
+
+    Ctrl-C asks the ranks to end at a step boundary with a checkpoint; a second one ends them at once.
+
+    Raises:
+        JobError: the folder cannot be written, or a job is at work in it.
+    """
+    assert launch.num_nodes == 1, "more than one node needs `moebius submit`"
+    begin_submission(launch)
+    run_dir = Path(launch.run_dir)
+    with interrupts_ask_for_a_stop(run_dir):
+        supervise(launch, ThisMachine())
+    return read_status(run_dir)
+
+
+@contextmanager
+def interrupts_ask_for_a_stop(run_dir: Path) -> Iterator[None]:
+    """Inside, SIGINT and SIGTERM set the stop flag; the second one asks for an end at once. Main thread only."""
+    asked = 0
+
+    def ask(*_: object) -> None:
+        nonlocal asked
+        asked += 1
+        request_stop(run_dir, now=asked > 1)
+
+    previous = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def supervise(launch: Launch, placement: Placement) -> None:
+    """Runs the job to its end; the journal tells everything. Raises only for defects of our own, after journaling them."""
+    supervision = _Supervision(launch, placement)
+    try:
+        supervision.run()
+    except Superseded:
+        pass  # the folder belongs to a newer supervisor; not a word into its journal
+    except Exception as error:
+        supervision.log(State.FAILED, f"the supervisor itself failed: {type(error).__name__}: {error}")
+        raise
+    finally:
+        placement.release()
+
+
+class _Supervision:
+    def __init__(self, launch: Launch, placement: Placement):
+        self.launch = launch
+        self.placement = placement
+        self.run_dir = Path(launch.run_dir)
+        self.journal = Journal(self.run_dir)
+        self.generation = read_generation(self.run_dir)
+        self.failures = 0  # generations that were not ended on purpose
+        self.without_progress = 0
+        self.ports_taken = 0
+        self.seen: Counter[tuple[str, int | None]] = Counter()
+        self._reason = ""
+
+    def run(self) -> None:
+        self._take_over()
+        while True:
+            try:
+                nodes = self.placement.place(self._while_placing)
+                outcome = self.run_generation(nodes)
+            except NodeLost as error:
+                outcome = Outcome("failed", RootCause(summary=str(error)))
+            except CannotPlace as error:
+                return self.log(State.FAILED, str(error))
+            except StopAsked:
+                return self.log(State.STOPPED, "stopped before the ranks were started")
+            if self.has_ended(outcome):
+                return None
+            if not self.wait_before_restart():
+                return self.log(State.STOPPED, "stopped between two generations; the last checkpoint holds the state")
+
+    def log(self, state: State, reason: str, **details: Any) -> None:
+        self.journal.append(state, generation=self.generation, reason=reason, details=details)
+
+    # -- before a generation ---------------------------------------------------------------------------------------
+
+    def _take_over(self) -> None:
+        """When an earlier supervisor of this job was killed, its journal says how far the job had come."""
+        entries = current_submission(self.journal.entries())
+        causes = [entry.details["root_cause"] for entry in entries if "root_cause" in entry.details]
+        self.failures = sum(not cause.get("on_purpose") for cause in causes)
+        if entries and entries[-1].state is not State.SUBMITTED:
+            self.log(State.RECOVERING, "the supervisor was killed and has been restarted; a new generation takes over")
+
+    def _while_placing(self, reason: str) -> None:
+        beat(self.run_dir)
+        if stop_requested(self.run_dir):
+            raise StopAsked
+        if reason and reason != self._reason:
+            self.log(State.PLACING, reason)
+            self._reason = reason
+
+    def run_generation(self, nodes: Sequence[NodeHandle]) -> Outcome:
+        self.generation += 1
+        write_atomically(self.run_dir / GENERATION, str(self.generation))
+        (self.run_dir / RESULT).unlink(missing_ok=True)
+        self.log(State.STARTING, f"starting {self.launch.world_size} rank(s)")
+        watch = _Watch(self, nodes)
+        try:
+            watch.start()
+            return watch.until_the_end()
+        except NodeLost as error:
+            return Outcome("failed", RootCause(summary=str(error)), watch.step)
+        finally:
+            self._end_everywhere(nodes)
+
+    def _end_everywhere(self, nodes: Sequence[NodeHandle]) -> None:
+        for node in nodes:
+            try:
+                node.stop()
+            except NodeLost:
+                continue  # its ranks die with it; what survives a network split is fenced by the generation file
+
+    # -- after a generation ----------------------------------------------------------------------------------------
+
+    def has_ended(self, outcome: Outcome) -> bool:
+        """Journals how the generation ended; True when the job has ended with it."""
+        if outcome.state == "finished":
+            self.log(State.SUCCEEDED, f"finished at step {outcome.step}")
+        elif outcome.state == "stopped":
+            self.log(State.STOPPED, f"stopped at step {outcome.step}, with a checkpoint")
+        elif outcome.state == "ended":
+            self.log(State.STOPPED, "ended at once, as asked; the last checkpoint holds the state")
+        elif stop_requested(self.run_dir):
+            summary = outcome.cause.summary if outcome.cause else outcome.state
+            self.log(State.STOPPED, f"stopped; its last generation failed on the way: {summary}", **_cause(outcome))
+        elif outcome.state == "port taken":
+            return self._port_was_taken()
+        else:
+            return self._is_given_up(outcome)
+        return True
+
+    def _port_was_taken(self) -> bool:
+        self.ports_taken += 1
+        if self.ports_taken >= PORT_ATTEMPTS:
+            self.log(State.FAILED, f"no port on node 0 stayed free long enough, {PORT_ATTEMPTS} times in a row")
+            return True
+        self.log(State.RECOVERING, "the port chosen on node 0 was taken by somebody else; trying another")
+        return False
+
+    def _is_given_up(self, outcome: Outcome) -> bool:
+        assert outcome.cause is not None, "a failure has a cause"
+        cause = outcome.cause
+        if cause.on_purpose:
+            self.log(State.RECOVERING, cause.summary, **_cause(outcome))
+            return False
+        self.failures += 1
+        self.without_progress = 0 if outcome.step is not None else self.without_progress + 1
+        signature = (cause.error or cause.summary, outcome.step)
+        self.seen[signature] += 1
+        where = f"at step {outcome.step}" if outcome.step is not None else "before the first step"
+        if self.seen[signature] >= SAME_ERROR_LIMIT:
+            hint = "the same error at the same place: more restarts would not help; see the log, mend the cause, submit again"
+            self.log(State.FAILED, f"{cause.summary} ({where}, {SAME_ERROR_LIMIT} times; {hint})", **_cause(outcome))
+            return True
+        if self.failures > self.launch.max_restarts:
+            allowed = (
+                f"max_restarts={self.launch.max_restarts} used up"
+                if self.launch.max_restarts
+                else "no restarts allowed"
+            )
+            self.log(State.FAILED, f"{cause.summary} ({where}; {allowed})", **_cause(outcome))
+            return True
+        left = self.launch.max_restarts - self.failures
+        self.log(
+            State.RECOVERING, f"{cause.summary} ({where}); {left} restart(s) left after this one", **_cause(outcome)
+        )
+        return False
+
+    def wait_before_restart(self) -> bool:
+        """Waits ever longer while no generation makes a step; False when a stop was asked for meanwhile."""
+        wait_s = (
+            min(self.launch.backoff_s * 2 ** (self.without_progress - 1), MAX_BACKOFF_S)
+            if self.without_progress
+            else 0.0
+        )
+        deadline = time.monotonic() + wait_s
+        while time.monotonic() < deadline and not stop_requested(self.run_dir):
+            beat(self.run_dir)
+            time.sleep(POLL_S)
+        return not stop_requested(self.run_dir)
+
+
+class _Watch:
+    """One generation, from its start to its end."""
+
+    def __init__(self, supervision: _Supervision, nodes: Sequence[NodeHandle]):
+        self.nodes = nodes
+        self.launch = supervision.launch
+        self.run_dir = supervision.run_dir
+        self.generation = supervision.generation
+        self.log = supervision.log
+        metrics = self.run_dir / METRICS
+        self.metrics = JsonLinesTail(metrics, offset=metrics.stat().st_size if metrics.exists() else 0)
+        self.step: int | None = None
+        self.started = time.monotonic()
+        self.stopping = False
+        self.rehearsed: RootCause | None = None
+
+    def start(self) -> None:
+        addresses = [node.describe()["address"] for node in self.nodes]
+        port = self.nodes[0].free_port()
+        for node_rank, node in enumerate(self.nodes):
+            attempt = Attempt(self.launch, self.generation, node_rank, addresses[0], port, addresses[node_rank])
+            node.start(attempt)
+            beat(self.run_dir)
+
+    def until_the_end(self) -> Outcome:
+        while True:
+            self.sign_of_life()
+            self.read_metrics()
+            self.rehearse()
+            reports = self.poll()
+            if any(not report.ok for report in reports.values()):
+                return self.failed(reports)
+            if len(reports) == len(self.nodes):
+                return self.all_ranks_exited()
+            if stop_requested(self.run_dir) == "now":
+                return Outcome("ended", step=self.step)
+            if self.step is None and time.monotonic() - self.started > self.launch.start_timeout_s:
+                return Outcome("failed", self.too_slow())
+            time.sleep(POLL_S)
+
+    def sign_of_life(self) -> None:
+        beat(self.run_dir)
+        announced = read_generation(self.run_dir)
+        if announced != self.generation:
+            raise Superseded(f"generation {announced} was announced while {self.generation} ran")
+        if not self.stopping and stop_requested(self.run_dir):
+            self.stopping = True
+            self.log(State.STOPPING, "a stop was asked for; the ranks end at the next step boundary")
+
+    def read_metrics(self) -> None:
+        for line in self.metrics.read():
+            if line.get("kind") != "train":
+                continue
+            if self.step is None:
+                seconds = time.monotonic() - self.started
+                self.log(State.RUNNING, f"first step ({line['step']}) after {seconds:.1f} s", first_step=line["step"])
+            self.step = line["step"]
+
+    def rehearse(self) -> None:
+        """The fault drill: kills the last rank, once in the life of a run folder."""
+        step = self.launch.rehearse_failure_at_step
+        if step is None or self.rehearsed or self.generation != 1 or self.step is None or self.step < step:
+            return
+        rank = self.launch.world_size - 1
+        if self.nodes[-1].kill_rank(rank):
+            summary = f"fault drill: rank {rank} was killed on purpose at step {self.step}"
+            self.rehearsed = RootCause(summary, rank, len(self.nodes) - 1, exit_code=-9, on_purpose=True)
+
+    def poll(self) -> dict[int, AgentReport]:
+        """Reports of the nodes whose agent has ended."""
+        reports = {}
+        for node_rank, node in enumerate(self.nodes):
+            try:
+                report = node.poll()
+            except NodeLost as error:
+                raise NodeLost(f"node {node_rank} was lost: {error}") from error
+            if report is not None:
+                reports[node_rank] = report
+        return reports
+
+    def failed(self, reports: dict[int, AgentReport]) -> Outcome:
+        if self.rehearsed:
+            return Outcome("failed", self.rehearsed, self.step)
+        if port_was_taken(reports):
+            return Outcome("port taken")
+        deadline = time.monotonic() + COLLECT_S
+        while len(reports) < len(self.nodes) and time.monotonic() < deadline:
+            time.sleep(POLL_S)
+            reports = self.poll()
+        left_early = self.ranks_that_left(reports)
+        self.read_metrics()
+        cause = find_root_cause(
+            reports,
+            left_early=left_early,
+            ranks_per_node=self.launch.ranks_per_node,
+            generation=self.generation,
+            run_dir=self.run_dir,
+        )
+        return Outcome("failed", cause, self.step)
+
+    def ranks_that_left(self, reports: dict[int, AgentReport]) -> list[int]:
+        """Ranks that exited 0 before the others failed: an agent that waits for its peers has no ranks any more."""
+        left = []
+        for node_rank, node in enumerate(self.nodes):
+            first = node_rank * self.launch.ranks_per_node
+            report = reports.get(node_rank)
+            if report is not None and not report.failures and not report.ok:
+                continue  # the agent itself failed: nothing is known of its ranks
+            own = range(first, first + self.launch.ranks_per_node)
+            if report is not None:
+                left += set(own) - {failure.rank for failure in report.failures}
+            elif not node.running_ranks():
+                left += own
+        return left
+
+    def all_ranks_exited(self) -> Outcome:
+        """Every rank exited 0; whether that is success, only the result says."""
+        self.read_metrics()
+        try:
+            result = json.loads((self.run_dir / RESULT).read_text(encoding="utf-8"))
+        except (FileNotFoundError, ValueError):
+            result = {}
+        if result.get("state") in ("finished", "stopped"):
+            return Outcome(result["state"], step=result.get("step"))
+        cause = left_early_cause(
+            range(self.launch.world_size), generation=self.generation, ranks_per_node=self.launch.ranks_per_node
+        )
+        said = f"{RESULT} says {result['state']!r}" if "state" in result else f"there is no {RESULT}"
+        return Outcome("failed", replace(cause, summary=f"{cause.summary}: {said}"), self.step)
+
+    def too_slow(self) -> RootCause:
+        stuck = sorted(rank for node in self.nodes for rank in node.running_ranks())
+        return RootCause(
+            summary=f"no step within start_timeout_s={self.launch.start_timeout_s:g}; ranks alive: {stuck}; see their logs"
+        )
+
+
+def _cause(outcome: Outcome) -> dict[str, Any]:
+    return {"root_cause": as_details(outcome.cause), "step": outcome.step} if outcome.cause else {}

@@ -1,0 +1,374 @@
+"""A job as its run folder tells it: what was asked for, what happened, how it stands.
+
+The run folder is the only truth. The supervisor appends every change of state to `journal.jsonl` (fsync per line), touches
+`heartbeat` about once a second and announces each attempt in `generation` before it starts. Anybody who can read the
+folder can therefore tell how a job stands, without Ray and after the cluster is gone; a job whose supervisor has
+stopped breathing is reported as LOST, never as RUNNING.
+
+Cost: one fsync per change of state (a handful per job), one utime per second, nothing per training step.
+"""
+
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field, fields
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+JOURNAL = "journal.jsonl"
+METRICS = "metrics.jsonl"
+GENERATION = "generation"
+HEARTBEAT = "heartbeat"
+RESULT = "result.json"
+STOP = "stop"
+
+STOP_NOW = "now"  # content of the stop flag that asks for an end without a checkpoint
+LOST_AFTER_S = 20.0  # longer than Ray needs to restart a supervisor (5-10 s on a busy machine)
+
+
+class JobError(ValueError):
+    """The job cannot be run as asked; the message says why and what to do."""
+
+
+class State(StrEnum):
+    """Where a job stands. The last three are ends; LOST is only ever reported, never written."""
+
+    SUBMITTED = "SUBMITTED"  # handed over; nobody has taken it up yet
+    PLACING = "PLACING"  # waiting for nodes
+    STARTING = "STARTING"  # a generation's processes are on their way to their first step
+    RUNNING = "RUNNING"  # steps are being made
+    RECOVERING = "RECOVERING"  # a generation has failed; the next one follows
+    STOPPING = "STOPPING"  # a stop was asked for; the ranks end at a step boundary
+    LOST = "LOST"  # the supervisor gives no sign of life
+    SUCCEEDED = "SUCCEEDED"
+    STOPPED = "STOPPED"
+    FAILED = "FAILED"
+
+    @property
+    def is_final(self) -> bool:
+        return self in (State.SUCCEEDED, State.STOPPED, State.FAILED)
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What is to be started, and where; everything that the supervisor needs, as plain values."""
+
+    run_dir: str  # absolute, reachable from every node
+    num_nodes: int = 1
+    ranks_per_node: int = 1
+    name: str = "run"
+    command: tuple[str, ...] = ()  # of one rank; empty: the training loop, with the Python of the node it runs on
+    environment: Mapping[str, str] = field(default_factory=dict)  # set for every rank, over what the node has
+    gpus_per_node: int | None = None  # None: ranks see what the machine has; 0: they see no GPU
+    max_restarts: int = 3
+    start_timeout_s: float = 120.0  # from the start of a generation to its first step
+    place_timeout_s: float = 30.0  # how long a request that the cluster cannot hold is allowed to wait for new nodes
+    backoff_s: float = 1.0  # before a restart when no step was made; doubles each time, up to 30 s
+    rehearse_failure_at_step: int | None = None
+
+    @property
+    def world_size(self) -> int:
+        return self.num_nodes * self.ranks_per_node
+
+    def rank_command(self) -> list[str]:
+        """The command line of one rank on the machine where this is called."""
+        return list(self.command) or [sys.executable, "-m", "moebius.train", self.run_dir]
+
+
+@dataclass(frozen=True)
+class RootCause:
+    """Why a generation ended: the first failure that is not a mere consequence of another."""
+
+    summary: str  # one line
+    rank: int | None = None
+    node: int | None = None
+    exit_code: int | None = None  # negative: minus the signal
+    error: str | None = None  # the exception's last line
+    where: str | None = None  # file:line of the innermost frame
+    traceback: str | None = None
+    log: str | None = None  # relative to the run folder
+    on_purpose: bool = False
+
+    @property
+    def signal(self) -> str | None:
+        """Name of the signal that ended the rank, if one did."""
+        return signal_name(self.exit_code)
+
+    @classmethod
+    def from_details(cls, details: Mapping[str, Any]) -> "RootCause":
+        known = {entry.name for entry in fields(cls)}
+        return cls(**{key: value for key, value in details.items() if key in known})
+
+
+@dataclass(frozen=True)
+class JobStatus:
+    """How a job stands, from the files of its run folder alone."""
+
+    run_dir: Path
+    state: State
+    generation: int = 0
+    restarts: int = 0
+    step: int | None = None
+    total_steps: int | None = None
+    loss: float | None = None
+    reason: str = ""
+    root_cause: RootCause | None = None  # of the last generation that failed, even if the job recovered
+    heartbeat_age_s: float | None = None
+    submitted_at: float | None = None
+    ended_at: float | None = None
+
+    @property
+    def exit_code(self) -> int:
+        """What a command that followed this job should exit with: 0 for success and for a stop that was asked for."""
+        return 0 if self.state in (State.SUCCEEDED, State.STOPPED) else 1
+
+
+@dataclass(frozen=True)
+class JournalEntry:
+    """One line of the journal."""
+
+    time: float
+    state: State
+    generation: int
+    reason: str
+    details: dict[str, Any]
+
+
+class Journal:
+    """Append-only record of a job's states; a line is on disk before the call returns."""
+
+    def __init__(self, run_dir: Path):
+        self.path = run_dir / JOURNAL
+
+    def append(self, state: State, *, generation: int, reason: str, details: Mapping[str, Any] | None = None) -> None:
+        entry = {
+            "time": time.time(),
+            "state": state.value,
+            "generation": generation,
+            "reason": reason,
+            "details": dict(details or {}),
+        }
+        line = json.dumps(entry, ensure_ascii=False) + "\n"
+        with open(self.path, "ab+") as file:
+            if file.tell() and not _ends_with_newline(file):
+                line = "\n" + line  # a writer was killed mid-line: its fragment must not swallow this entry
+            file.write(line.encode())
+            file.flush()
+            os.fsync(file.fileno())
+
+    def entries(self) -> list[JournalEntry]:
+        """All whole entries; a line that was torn by a kill is skipped."""
+        return parse_entries(JsonLinesTail(self.path).read())
+
+
+def parse_entries(lines: Iterable[Mapping[str, Any]]) -> list[JournalEntry]:
+    """Journal entries of decoded lines; lines that are none are skipped."""
+    states = {state.value: state for state in State}
+    return [
+        JournalEntry(line["time"], states[line["state"]], line["generation"], line["reason"], line["details"])
+        for line in lines
+        if line.get("state") in states and "time" in line
+    ]
+
+
+def current_submission(entries: list[JournalEntry]) -> list[JournalEntry]:
+    """The entries since the job was last submitted (a run folder may be submitted again, to go on)."""
+    start = max((number for number, entry in enumerate(entries) if entry.state is State.SUBMITTED), default=0)
+    return entries[start:]
+
+
+class JsonLinesTail:
+    """Reads a growing file of JSON lines piece by piece: only whole lines, nothing twice.
+
+    Lines that are not JSON objects (torn by a kill, then appended to) are skipped and counted.
+    """
+
+    def __init__(self, path: Path, *, offset: int = 0):
+        self.path = path
+        self.offset = offset
+        self.num_skipped = 0
+
+    def read(self) -> list[dict[str, Any]]:
+        """The whole lines that came since the last call."""
+        try:
+            with open(self.path, "rb") as file:
+                if os.fstat(file.fileno()).st_size < self.offset:
+                    self.offset = 0  # the file was replaced by a shorter one
+                file.seek(self.offset)
+                data = file.read()
+        except FileNotFoundError:
+            return []
+        whole = data[: data.rfind(b"\n") + 1]
+        self.offset += len(whole)
+        return [entry for line in whole.splitlines() if (entry := self._decode(line)) is not None]
+
+    def _decode(self, line: bytes) -> dict[str, Any] | None:
+        try:
+            entry = json.loads(line)
+        except ValueError:
+            entry = None
+        if not isinstance(entry, dict):
+            self.num_skipped += bool(line.strip())
+            return None
+        return entry
+
+
+def read_status(run_dir: Path) -> JobStatus:
+    """How the job of a run folder stands.
+
+    Raises:
+        JobError: there is no job in this folder.
+    """
+    entries = Journal(run_dir).entries()
+    if not entries:
+        raise JobError(f"{run_dir}: no job was ever started in this folder (there is no {JOURNAL})")
+    current = current_submission(entries)
+    last = current[-1]
+    age_s = heartbeat_age_s(run_dir)
+    state, reason = _judge_life(last, age_s)
+    step, loss = _last_step(run_dir)
+    causes = [entry.details["root_cause"] for entry in current if "root_cause" in entry.details]
+    return JobStatus(
+        run_dir=run_dir,
+        state=state,
+        generation=last.generation,
+        restarts=sum(entry.state is State.RECOVERING for entry in current),
+        step=step,
+        total_steps=total_steps(run_dir),
+        loss=loss,
+        reason=reason,
+        root_cause=RootCause.from_details(causes[-1]) if causes else None,
+        heartbeat_age_s=age_s,
+        submitted_at=current[0].time,
+        ended_at=last.time if last.state.is_final else None,
+    )
+
+
+def _judge_life(last: JournalEntry, age_s: float | None) -> tuple[State, str]:
+    if last.state.is_final:
+        return last.state, last.reason
+    silent_s = min(age_s if age_s is not None else float("inf"), time.time() - last.time)
+    if silent_s > LOST_AFTER_S:
+        return (
+            State.LOST,
+            f"was {last.state} ({last.reason}), but its supervisor gave no sign of life for {silent_s:.0f} s",
+        )
+    return last.state, last.reason
+
+
+def _last_step(run_dir: Path) -> tuple[int | None, float | None]:
+    for line in reversed(JsonLinesTail(run_dir / METRICS).read()):
+        if line.get("kind") == "train":
+            return line.get("step"), line.get("loss")
+    return None, None
+
+
+def total_steps(run_dir: Path) -> int | None:
+    """Steps that the run was asked to make, from its resolved configuration; None where it does not say."""
+    try:
+        return json.loads((run_dir / "config.json").read_text(encoding="utf-8"))["train"]["steps"]
+    except (FileNotFoundError, KeyError, ValueError, TypeError):
+        return None
+
+
+def heartbeat_age_s(run_dir: Path) -> float | None:
+    """Seconds since the supervisor last gave a sign of life; None if it never did."""
+    try:
+        return max(0.0, time.time() - (run_dir / HEARTBEAT).stat().st_mtime)
+    except FileNotFoundError:
+        return None
+
+
+def beat(run_dir: Path) -> None:
+    """Gives a sign of life."""
+    (run_dir / HEARTBEAT).touch()
+
+
+def refuse_if_running(run_dir: Path) -> None:
+    """Raises JobError when a live supervisor is at work in this folder: two would train on top of each other."""
+    try:
+        status = read_status(run_dir)
+    except JobError:
+        return
+    if not status.state.is_final and status.state is not State.LOST:
+        raise JobError(
+            f"{run_dir}: a job is already at work here ({status.state}, generation {status.generation}); "
+            "end it with `moebius stop`, or choose another run folder"
+        )
+
+
+def begin_submission(launch: Launch) -> None:
+    """Opens the job's journal, clears what an earlier submission left, and checks that the folder can be written.
+
+    Raises:
+        JobError: a job is at work here, or the folder cannot be written.
+    """
+    run_dir = Path(launch.run_dir)
+    refuse_if_running(run_dir)
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        (run_dir / STOP).unlink(missing_ok=True)
+        beat(run_dir)
+        Journal(run_dir).append(
+            State.SUBMITTED,
+            generation=read_generation(run_dir),
+            reason=f"{launch.num_nodes} node(s) × {launch.ranks_per_node} rank(s)",
+            details={"name": launch.name},
+        )
+    except OSError as error:
+        raise JobError(f"{run_dir}: the run folder cannot be written ({error.strerror}); choose another one") from None
+
+
+def read_generation(run_dir: Path) -> int:
+    """The number of the last generation that was announced; 0 before the first."""
+    try:
+        return int((run_dir / GENERATION).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return 0
+
+
+def request_stop(run_dir: Path, *, now: bool = False) -> None:
+    """Asks the job to end: at the next step boundary with a checkpoint, or `now` without one."""
+    write_atomically(run_dir / STOP, STOP_NOW if now else "")
+
+
+def stop_requested(run_dir: Path) -> str | None:
+    """None: go on. "step": end at a step boundary. "now": end at once."""
+    try:
+        return "now" if (run_dir / STOP).read_text(encoding="utf-8").strip() == STOP_NOW else "step"
+    except FileNotFoundError:
+        return None
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Writes a file that a reader sees either whole or not at all, and that survives a power cut once this returns."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    with open(temporary, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+
+
+def signal_name(exit_code: int | None) -> str | None:
+    """SIGKILL for -9; None for a plain exit code."""
+    if exit_code is None or exit_code >= 0:
+        return None
+    try:
+        return signal.Signals(-exit_code).name
+    except ValueError:
+        return f"signal {-exit_code}"
+
+
+def as_details(cause: RootCause) -> dict[str, Any]:
+    """A root cause as the journal keeps it; empty values are left out."""
+    return {key: value for key, value in asdict(cause).items() if value is not None and value is not False}
+
+
+def _ends_with_newline(file: Any) -> bool:
+    file.seek(-1, os.SEEK_END)
+    return file.read(1) == b"\n"

@@ -1,0 +1,95 @@
+"""The connection of this process to a Ray cluster: one clear error for each way in which it can fail.
+
+Ray's own failure modes here are a minute of silence and a page of C++ log lines; every case below is found out first.
+"""
+
+import contextlib
+import importlib
+import importlib.util
+import logging
+import os
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+from .job import JobError
+
+NAMESPACE = "moebius"
+REACH_TIMEOUT_S = 5.0
+
+
+def require_ray() -> None:
+    """Raises JobError with the line that installs Ray when it is missing."""
+    if importlib.util.find_spec("ray") is None:
+        raise JobError("this needs Ray, which is not installed: pip install 'moebius[cluster]'")
+
+
+@contextlib.contextmanager
+def connected(address: str) -> Iterator[Any]:
+    """Connects this process to the cluster at `address` ("auto", or host:port of the head); yields the module `ray`.
+
+    Token authentication is Ray's: RAY_AUTH_MODE=token with RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH or ~/.ray/auth_token.
+
+    Raises:
+        JobError: Ray is missing, nobody answers there, this machine is not a node of that cluster, or the token is wrong.
+    """
+    require_ray()
+    _check_reachable(address)
+    import ray
+
+    _read_authentication_again()
+    try:
+        ray.init(
+            address=address,
+            namespace=NAMESPACE,
+            log_to_driver=False,  # ranks log into the run folder, not through Ray
+            logging_level=logging.ERROR,
+            configure_logging=True,
+        )
+    except Exception as error:  # Ray raises half a dozen types here; all mean: no connection
+        raise JobError(explain(address, error)) from error
+    try:
+        yield ray
+    finally:
+        ray.shutdown()
+
+
+def explain(address: str, error: Exception) -> str:
+    """What a failed connection means, in one sentence, with what to do."""
+    text = f"{type(error).__name__}: {error}".strip()
+    lowered = text.lower()
+    if any(word in lowered for word in ("unauthenticated", "authentication", "401", "token")):
+        mode = os.environ.get("RAY_AUTH_MODE", "not set")
+        return (
+            f"the Ray cluster at {address} refused our credentials (RAY_AUTH_MODE is {mode}): set RAY_AUTH_MODE=token and "
+            f"RAY_AUTH_TOKEN_PATH to the cluster's token file, or RAY_AUTH_MODE=disabled if it uses none. Ray said: {text}"
+        )
+    return (
+        f"cannot use the Ray cluster at {address}: {text}. Submit from one of its nodes (`ray start --address={address}` "
+        "makes this machine one)"
+    )
+
+
+def _check_reachable(address: str) -> None:
+    if address == "auto":
+        return
+    host, colon, port = address.rpartition(":")
+    if not colon or not port.isdigit() or "/" in address:
+        raise JobError(
+            f"address {address!r}: write host:port of the cluster's head (`ray start --head` prints it), or auto"
+        )
+    try:
+        socket.create_connection((host, int(port)), timeout=REACH_TIMEOUT_S).close()
+    except OSError as error:
+        raise JobError(
+            f"no Ray cluster answers at {address} ({error}); start one with `ray start --head`, or leave out --address for "
+            "a simulated cluster on this machine"
+        ) from None
+
+
+def _read_authentication_again() -> None:
+    """Ray reads mode and token once per process; a process that meets a second cluster must read them again."""
+    raylet: Any = importlib.import_module("ray._raylet")
+    if hasattr(raylet, "AuthenticationTokenLoader"):  # Ray 2.52 and later
+        raylet.Config.initialize("")
+        raylet.AuthenticationTokenLoader.instance().reset_cache()

@@ -1,0 +1,283 @@
+"""The supervisor of a job and its node agents, as Ray actors.
+
+The supervisor is a detached, named actor on the head node: it lives on when the command line that submitted the job ends,
+and Ray starts it again when it is killed. All it knows is in the run folder, so a restarted supervisor reads the journal,
+does away with the old placement group (Ray kills the node agents in it, the kernel kills what they had started) and
+carries on with a new generation. The lifecycle itself is generations.py; here is only what Ray has to do with it.
+
+Cost: one process of about 80 MB for the supervisor and one per node for its agent actor; one remote call per node every
+0.2 s (about 1 ms each).
+"""
+
+import contextlib
+import hashlib
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from .agent import AgentReport, Attempt, Node
+from .generations import POLL_S, CannotPlace, NodeHandle, NodeLost, supervise
+from .job import JobError, Launch
+from .ray_session import NAMESPACE
+
+CALL_TIMEOUT_S = 30.0  # of a call to a node: it answers within milliseconds, or within seconds when processes resist
+_HEAD = {"node:__internal_head__": 0.001}  # a resource that Ray gives to the head node and no other
+
+
+class NodeAgent(Node):
+    """One node's agent, as an actor in the node's bundle."""
+
+    def __init__(self) -> None:
+        super().__init__(ray.util.get_node_ip_address())
+
+
+class Supervisor:
+    """Runs one job to its end, in a thread of its own, so that it starts again by itself when Ray restarts the actor."""
+
+    def __init__(self, launch: Launch):
+        self._launch = launch
+        self._thread = threading.Thread(target=self._run, name="supervise")
+        self._thread.start()
+
+    def ping(self) -> bool:
+        """Answers when the actor is up."""
+        return True
+
+    def _run(self) -> None:
+        me = ray.get_runtime_context().current_actor
+        try:
+            supervise(self._launch, RayPlacement(self._launch))
+        finally:
+            ray.kill(me, no_restart=True)  # a detached actor ends only when it is told to
+
+
+def start_supervisor(launch: Launch) -> None:
+    """Starts the job's supervisor; returns when it is up.
+
+    Raises:
+        JobError: a supervisor for this run folder exists already.
+    """
+    options = {
+        "name": actor_name(launch.run_dir),
+        "namespace": NAMESPACE,
+        "lifetime": "detached",
+        "num_cpus": 0,
+        "resources": _HEAD,
+        "max_restarts": -1,
+        "max_task_retries": 0,
+        "max_concurrency": 2,
+    }
+    supervisor: Any = ray.remote(Supervisor)
+    try:
+        actor = supervisor.options(**options).remote(launch)
+    except ValueError as error:
+        raise JobError(f"{launch.run_dir}: a supervisor of this run folder is still at work ({error})") from None
+    try:
+        ray.get(actor.ping.remote(), timeout=launch.place_timeout_s + CALL_TIMEOUT_S)
+    except RayActorError:
+        pass  # it has already done its work and ended; the journal tells
+    except GetTimeoutError:
+        ray.kill(actor, no_restart=True)
+        raise JobError("the cluster's head node does not start the supervisor; see Ray's own logs there") from None
+
+
+def actor_name(run_dir: str) -> str:
+    """Name of the job's supervisor and of its placement group: one per run folder and cluster."""
+    return f"supervisor-{hashlib.sha256(run_dir.encode()).hexdigest()[:16]}"
+
+
+@dataclass(frozen=True)
+class _Bundle:
+    """What a job takes of each of its nodes."""
+
+    cpus: int
+    gpus: int
+
+    @classmethod
+    def of(cls, launch: Launch) -> "_Bundle":
+        return cls(launch.ranks_per_node, launch.gpus_per_node or 0)
+
+    def resources(self) -> dict[str, float]:
+        return {"CPU": float(self.cpus)} | ({"GPU": float(self.gpus)} if self.gpus else {})
+
+    def fits(self, node: Mapping[str, Any]) -> bool:
+        has = node["Resources"]
+        return node["Alive"] and has.get("CPU", 0) >= self.cpus and has.get("GPU", 0) >= self.gpus
+
+    def __str__(self) -> str:
+        return f"{self.cpus} CPUs" + (f" and {self.gpus} GPUs" if self.gpus else "")
+
+
+class RayPlacement:
+    """One bundle per node, spread strictly; one node agent in each."""
+
+    def __init__(self, launch: Launch):
+        self._launch = launch
+        self._bundle = _Bundle.of(launch)
+        self._group: PlacementGroup | None = None
+        self._nodes: list[RemoteNode | None] = [None] * launch.num_nodes
+        self._remove_group_of_predecessor()
+
+    def place(self, while_waiting: Callable[[str], None]) -> Sequence[NodeHandle]:
+        if self._group is None:
+            while_waiting(f"waiting for {self._launch.num_nodes} node(s) with {self._bundle} each")
+            self._check_feasible(while_waiting)
+            self._group = self._reserve(while_waiting)
+        for number, node in enumerate(self._nodes):
+            if node is None or not node.is_alive():
+                self._nodes[number] = self._start_agent(self._group, number, while_waiting)
+        nodes = [node for node in self._nodes if node is not None]
+        check_versions([node.describe() for node in nodes])
+        return nodes
+
+    def release(self) -> None:
+        for node in self._nodes:
+            if node is not None:
+                node.end()
+        if self._group is not None:
+            remove_placement_group(self._group)
+
+    def _remove_group_of_predecessor(self) -> None:
+        with contextlib.suppress(ValueError):  # there is none: this is the job's first supervisor
+            remove_placement_group(ray.util.get_placement_group(actor_name(self._launch.run_dir)))
+
+    def _check_feasible(self, while_waiting: Callable[[str], None]) -> None:
+        """Waits a while for missing nodes (they may be starting), then gives up with what is missing."""
+        deadline = time.monotonic() + self._launch.place_timeout_s
+        while sum(self._bundle.fits(node) for node in ray.nodes()) < self._launch.num_nodes:
+            while_waiting("")
+            if time.monotonic() > deadline:
+                raise CannotPlace(self._what_is_missing())
+            time.sleep(POLL_S)
+
+    def _what_is_missing(self) -> str:
+        alive = [node for node in ray.nodes() if node["Alive"]]
+        fitting = sum(self._bundle.fits(node) for node in alive)
+        have = ", ".join(
+            f"{node['NodeManagerAddress']} ({node['Resources'].get('CPU', 0):g} CPUs, {node['Resources'].get('GPU', 0):g} GPUs)"
+            for node in alive
+        )
+        return (
+            f"the job needs {self._launch.num_nodes} node(s) with {self._bundle} each, and {fitting} node(s) of the cluster "
+            f"could hold it, for {self._launch.place_timeout_s:g} s; the cluster has: {have}. "
+            "Lower job.num_nodes or job.ranks_per_node, or add nodes"
+        )
+
+    def _reserve(self, while_waiting: Callable[[str], None]) -> PlacementGroup:
+        """Reserves the bundles; waits as long as other jobs hold what is needed."""
+        bundles = [self._bundle.resources()] * self._launch.num_nodes
+        group = placement_group(bundles, strategy="STRICT_SPREAD", name=actor_name(self._launch.run_dir))
+        self._group = group  # so that release() gives it back when the waiting ends with an exception
+        started = time.monotonic()
+        while not group.wait(timeout_seconds=POLL_S):
+            busy = time.monotonic() - started > self._launch.place_timeout_s
+            while_waiting("the nodes that fit are busy with other work; waiting for them" if busy else "")
+        return group
+
+    def _start_agent(self, group: PlacementGroup, number: int, while_waiting: Callable[[str], None]) -> "RemoteNode":
+        """Starts the agent actor of a bundle; after a node was lost its bundle points to the dead node for a while."""
+        while True:
+            strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=number)
+            options: dict[str, Any] = {
+                "num_cpus": self._bundle.cpus,
+                "num_gpus": self._bundle.gpus,
+                "max_concurrency": 4,
+            }
+            node = RemoteNode(ray.remote(NodeAgent).options(**options, scheduling_strategy=strategy).remote())
+            while not node.is_up(timeout_s=POLL_S):
+                while_waiting("")
+                if node.is_dead:
+                    break
+            else:
+                return node
+            while_waiting(f"the agent of node {number} could not be started; trying again")
+            time.sleep(POLL_S)
+
+
+class RemoteNode:
+    """A node agent, as the supervision sees it: every failure of the actor, its node or the network is NodeLost."""
+
+    def __init__(self, actor: Any):
+        self._actor = actor
+        self._ready = actor.describe.remote()
+        self.is_dead = False
+
+    def is_up(self, *, timeout_s: float) -> bool:
+        try:
+            ray.get(self._ready, timeout=timeout_s)
+        except GetTimeoutError:
+            return False
+        except RayError:
+            self.is_dead = True
+            return False
+        return True
+
+    def is_alive(self) -> bool:
+        try:
+            self.describe()
+        except NodeLost:
+            return False
+        return True
+
+    def describe(self) -> dict[str, Any]:
+        return self._call("describe")
+
+    def free_port(self) -> int:
+        return self._call("free_port")
+
+    def start(self, attempt: Attempt) -> None:
+        self._call("start", attempt)
+
+    def poll(self) -> AgentReport | None:
+        return self._call("poll")
+
+    def running_ranks(self) -> list[int]:
+        return self._call("running_ranks")
+
+    def kill_rank(self, rank: int) -> bool:
+        return self._call("kill_rank", rank)
+
+    def stop(self) -> None:
+        self._call("stop")
+
+    def end(self) -> None:
+        """Ends the ranks and the actor."""
+        with contextlib.suppress(NodeLost):  # then nothing is left to end
+            self.stop()
+        ray.kill(self._actor)
+
+    def _call(self, method: str, *arguments: Any) -> Any:
+        try:
+            return ray.get(getattr(self._actor, method).remote(*arguments), timeout=CALL_TIMEOUT_S)
+        except RayTaskError as error:
+            raise NodeLost(f"its agent failed in {method}: {error.cause!r}") from error
+        except GetTimeoutError as error:
+            raise NodeLost(f"its agent did not answer {method} within {CALL_TIMEOUT_S:.0f} s") from error
+        except RayError as error:
+            raise NodeLost(f"its agent actor died ({_first_line(error)})") from error
+
+
+def check_versions(nodes: Sequence[Mapping[str, Any]]) -> None:
+    """Raises CannotPlace when the nodes do not all run the same moebius, torch and Python."""
+    first = nodes[0]
+    for node in nodes[1:]:
+        differing = [key for key, value in first["versions"].items() if node["versions"].get(key) != value]
+        if differing:
+            said = "; ".join(
+                f"{key}: {first['versions'][key]} on {first['host']}, {node['versions'].get(key)} on {node['host']}"
+                for key in differing
+            )
+            raise CannotPlace(
+                f"the nodes do not run the same software ({said}): install the same versions on every node"
+            )
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -1,0 +1,56 @@
+"""Python tracebacks in log files: finding the one that counts and saying it in one line."""
+
+import os
+import re
+from pathlib import Path
+
+_HEAD = "Traceback (most recent call last):"
+_CHAINED = ("During handling of the above exception", "The above exception was the direct cause")
+_RANK_PREFIX = re.compile(r"^\[rank\d+\]: ?")  # torch puts it before the tracebacks of a distributed program
+
+
+def last_traceback(text: str) -> str:
+    """The last traceback of a log with those it was chained to; its last five lines if there is none."""
+    lines = [_RANK_PREFIX.sub("", line) for line in text.rstrip().splitlines()]
+    starts = [
+        number
+        for number, line in enumerate(lines)
+        if line.strip() == _HEAD and not (number and lines[number - 1].startswith("Exception ignored"))
+    ]
+    if not starts:
+        return "\n".join(lines[-5:])
+    first = starts[-1]
+    for start in reversed(starts[:-1]):
+        if not any(marker in line for line in lines[start:first] for marker in _CHAINED):
+            break
+        first = start
+    return "\n".join(lines[first : first + 200])
+
+
+def summarise(traceback: str) -> tuple[str | None, str | None]:
+    """(the exception's line, file:line of its innermost frame) of a traceback; the last one if several are chained.
+
+    Of a text without a traceback the last line, and no place.
+    """
+    if _HEAD not in traceback:
+        return next((line.strip() for line in reversed(traceback.splitlines()) if line.strip()), None), None
+    error = where = None
+    for line in traceback.splitlines():
+        frame = re.match(r'\s+File "(.+)", line (\d+)', line)
+        if line.startswith(_HEAD):
+            error = where = None
+        elif frame and error is None:
+            where = f"{frame[1]}:{frame[2]}"
+        elif line.strip() and not line.startswith(" ") and error is None:
+            error = line.strip()
+    return error, where
+
+
+def read_tail(path: Path, num_bytes: int) -> str:
+    """The end of a text file; empty when there is none."""
+    try:
+        with open(path, "rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - num_bytes))
+            return file.read().decode(errors="replace")
+    except FileNotFoundError:
+        return ""
