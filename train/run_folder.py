@@ -1,0 +1,80 @@
+"""The run folder: everything about one run in one place, reachable from every node.
+
+config.json · journal.jsonl · metrics.jsonl · checkpoints/ · logs/ · tensorboard/ · result.json · summary.png
+"""
+
+import os
+import tempfile
+from datetime import datetime
+from pathlib import Path
+
+from .config import Config, ConfigError
+
+# What may change when a run is continued: where it runs, how long, and what it reports. The rest decides what is computed.
+_MAY_CHANGE = frozenset(
+    {
+        "mesh.ep", "mesh.dp_replicate", "mesh.dispatcher", "kernels.backend", "data.directory", "train.steps",
+        "train.micro_batch", "train.device", "train.log_every", "train.eval_every", "train.eval_rows", "train.threads",
+        "train.timeout_s", "checkpoint.every", "checkpoint.keep_last", "job.name", "job.num_nodes", "job.ranks_per_node",
+        "job.max_restarts", "job.start_timeout_s", "job.rehearse_failure_at_step",
+    }
+)  # fmt: skip
+
+
+def default_run_dir(config: Config, root: Path) -> Path:
+    """A new folder under `root`, named after the job and the time."""
+    return root / f"{config.job.name}-{datetime.now():%Y%m%d-%H%M%S}"
+
+
+def place_data(config: Config, root: Path) -> Config:
+    """Fills in data.directory, absolute: runs with equal input and tokenizer share one prepared folder."""
+    directory = Path(config.data.directory or root / "data" / config.data.spec_hash[:12]).absolute()
+    return config.model_copy(update={"data": config.data.model_copy(update={"directory": str(directory)})})
+
+
+def open_run(config: Config, run_dir: Path) -> None:
+    """Creates the run folder with its config.json, or takes up an existing one.
+
+    Raises:
+        ConfigError: the folder cannot be written, holds something else, or holds a run whose settings differ in what is computed.
+    """
+    _make_writable(run_dir)
+    saved = run_dir / "config.json"
+    if saved.exists():
+        _check_same_run(Config.load(saved), config, run_dir)
+    elif any(run_dir.iterdir()):
+        raise ConfigError(f"{run_dir}: is not empty and holds no run (no config.json); choose a new folder")
+    for name in ("stop", "result.json"):
+        (run_dir / name).unlink(missing_ok=True)
+    config.save(saved)
+
+
+def _make_writable(run_dir: Path) -> None:
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=run_dir):
+            pass
+    except OSError as error:
+        raise ConfigError(
+            f"{run_dir}: the run folder cannot be written ({os.strerror(error.errno or 0)}); "
+            "choose another with --run-dir or change its permissions"
+        ) from None
+
+
+def _check_same_run(saved: Config, asked: Config, run_dir: Path) -> None:
+    differences = []
+    before, now = saved.model_dump(mode="json"), asked.model_dump(mode="json")
+    for section, values in before.items():
+        for key, value in values.items():
+            name = f"{section}.{key}"
+            if value != now[section][key] and name not in _MAY_CHANGE:
+                differences.append(f"  {name}: the run has {value!r}, now {now[section][key]!r}")
+    if differences:
+        raise ConfigError(
+            "\n".join(
+                [
+                    f"{run_dir}: holds another run; continue it with its own settings, or choose a new folder",
+                    *differences,
+                ]
+            )
+        )
