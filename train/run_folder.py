@@ -44,8 +44,6 @@ def open_run(config: Config, run_dir: Path) -> None:
         _check_same_run(Config.load(saved), config, run_dir)
     elif any(run_dir.iterdir()):
         raise ConfigError(f"{run_dir}: is not empty and holds no run (no config.json); choose a new folder")
-    for name in ("stop", "result.json"):
-        (run_dir / name).unlink(missing_ok=True)
     config.save(saved)
 
 
