@@ -13,7 +13,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from enum import StrEnum
 from pathlib import Path
@@ -192,19 +192,33 @@ class JsonLinesTail:
         self.offset = offset
         self.num_skipped = 0
 
+    @classmethod
+    def near_the_end(cls, path: Path, *, num_bytes: int) -> "JsonLinesTail":
+        """Starts at most `num_bytes` before the end: the last lines of a file of any size."""
+        size = path.stat().st_size if path.exists() else 0
+        return cls(path, offset=max(0, size - num_bytes))
+
     def read(self) -> list[dict[str, Any]]:
         """The whole lines that came since the last call."""
+        return list(self.stream())
+
+    def stream(self) -> Iterator[dict[str, Any]]:
+        """The same one by one, for files that are larger than memory."""
         try:
-            with open(self.path, "rb") as file:
-                if os.fstat(file.fileno()).st_size < self.offset:
-                    self.offset = 0  # the file was replaced by a shorter one
-                file.seek(self.offset)
-                data = file.read()
+            file = open(self.path, "rb")  # noqa: SIM115 - closed by the `with` below
         except FileNotFoundError:
-            return []
-        whole = data[: data.rfind(b"\n") + 1]
-        self.offset += len(whole)
-        return [entry for line in whole.splitlines() if (entry := self._decode(line)) is not None]
+            return
+        with file:
+            if os.fstat(file.fileno()).st_size < self.offset:
+                self.offset = 0  # the file was replaced by a shorter one
+            file.seek(self.offset)
+            for line in file:
+                if not line.endswith(b"\n"):
+                    return  # still being written
+                self.offset += len(line)
+                entry = self._decode(line)
+                if entry is not None:
+                    yield entry
 
     def _decode(self, line: bytes) -> dict[str, Any] | None:
         try:
@@ -261,7 +275,7 @@ def _judge_life(last: JournalEntry, age_s: float | None) -> tuple[State, str]:
 
 
 def _last_step(run_dir: Path) -> tuple[int | None, float | None]:
-    for line in reversed(JsonLinesTail(run_dir / METRICS).read()):
+    for line in reversed(JsonLinesTail.near_the_end(run_dir / METRICS, num_bytes=4 << 20).read()):
         if line.get("kind") == "train":
             return line.get("step"), line.get("loss")
     return None, None

@@ -1,0 +1,90 @@
+"""What a run has measured so far, from its metrics.jsonl: the curves, in bounded memory.
+
+A generation that starts again from a checkpoint writes the steps after it once more; of each step the last line counts.
+Loss and rates are kept for every step (some 100 bytes each), expert loads for at most `MAX_LOADS` steps: when there are
+more, every other one is dropped. A run of 100,000 steps takes about 20 MB, however long its lines are.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from .job import METRICS, JsonLinesTail
+
+MAX_LOADS = 400
+
+
+@dataclass(frozen=True)
+class Start:
+    """A generation began to train."""
+
+    generation: int
+    resumed_from: int | None  # step of the checkpoint; None: from the beginning
+    reached: int | None  # the last step that had been made before
+
+
+@dataclass(frozen=True)
+class ExpertLoad:
+    """Expert statistics of one step, one entry per depth step."""
+
+    fractions: list[list[float]]  # of the routes, per expert
+    max_violation: list[float]
+    effective_experts: list[float]
+
+
+@dataclass
+class History:
+    """Curves of a run, by step."""
+
+    loss: dict[int, float] = field(default_factory=dict)
+    validation: dict[int, float] = field(default_factory=dict)
+    tokens_per_s: dict[int, float] = field(default_factory=dict)
+    loads: dict[int, ExpertLoad] = field(default_factory=dict)
+    starts: list[Start] = field(default_factory=list)
+    checkpoints: list[int] = field(default_factory=list)
+    last: Mapping[str, Any] = field(default_factory=dict)  # the newest "train" line, whole
+    _stride: int = 1
+
+    @property
+    def step(self) -> int | None:
+        """The newest step."""
+        return self.last.get("step")
+
+    @property
+    def restarts(self) -> list[Start]:
+        return self.starts[1:]
+
+    def add(self, lines: Iterable[Mapping[str, Any]]) -> None:
+        """Takes in decoded lines, in the order of the file."""
+        for line in lines:
+            take = getattr(self, f"_add_{line.get('kind')}", None)
+            if take is not None:
+                take(line)
+
+    def _add_start(self, line: Mapping[str, Any]) -> None:
+        self.starts.append(Start(line.get("generation", 0), line.get("resumed_from_step"), self.step))
+
+    def _add_train(self, line: Mapping[str, Any]) -> None:
+        step = line["step"]
+        self.last = line
+        self.loss[step] = float(line["loss"])  # "nan" is written as a string
+        self.tokens_per_s[step] = float(line.get("tokens_per_s", 0.0))
+        if line.get("expert_load") and step % self._stride == 0:
+            self.loads[step] = ExpertLoad(line["expert_load"], line["max_violation"], line["effective_experts"])
+            if len(self.loads) > MAX_LOADS:
+                self._stride *= 2
+                self.loads = {kept: load for kept, load in self.loads.items() if kept % self._stride == 0}
+
+    def _add_eval(self, line: Mapping[str, Any]) -> None:
+        self.validation[line["step"]] = float(line["loss"])
+
+    def _add_checkpoint(self, line: Mapping[str, Any]) -> None:
+        self.checkpoints.append(line["step"])
+
+
+def read_history(run_dir: Path) -> History:
+    """The history of a run folder; empty when nothing was measured."""
+    history = History()
+    history.add(JsonLinesTail(run_dir / METRICS).stream())
+    return history

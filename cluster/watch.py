@@ -1,0 +1,320 @@
+"""Watching a job through its run folder: a live view in a terminal, plain lines everywhere else, and the ranks' logs.
+
+Everything comes from files, so one can watch a job of any cluster, after the fact too, and a watcher can neither slow
+nor stop it. Cost: two `stat` calls and the reading of what is new, four times a second.
+"""
+
+import re
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.markup import escape
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from .history import ExpertLoad, History
+from .job import (
+    JOURNAL,
+    METRICS,
+    JobStatus,
+    JournalEntry,
+    JsonLinesTail,
+    State,
+    parse_entries,
+    read_status,
+    total_steps,
+)
+from .summary import STATE_STYLES, describe_start, duration
+
+POLL_S = 0.25
+PLAIN_EVERY_S = 5.0  # between two lines about steps, where there is no terminal
+MAX_DEPTH_ROWS = 12
+BACKLOG_BYTES = 64 << 20  # of an old run's metrics, at most so much is read before the view appears
+
+_BLOCKS = "▁▂▃▄▅▆▇█"
+_HEAT = ("#3b6fb6", "#6f9fd0", "#9fb9c9", "#8fb78f", "#c9b458", "#dd8b4a", "#c8373f")  # from idle to overloaded
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something that a watcher is told about."""
+
+    time: float
+    text: str
+    style: str = ""
+
+
+@dataclass
+class View:
+    """What is known about a job, brought up to date by `refresh`."""
+
+    run_dir: Path
+    history: History = field(default_factory=History)
+    entry: JournalEntry | None = None  # the newest one of the journal
+    total: int | None = None
+
+    def __post_init__(self) -> None:
+        self._journal = JsonLinesTail(self.run_dir / JOURNAL)
+        self._metrics = JsonLinesTail.near_the_end(self.run_dir / METRICS, num_bytes=BACKLOG_BYTES)
+
+    def refresh(self) -> list[Event]:
+        """Reads what is new; returns the events in it, in the order of their times."""
+        new: list[Event] = []
+        for entry in parse_entries(self._journal.stream()):
+            self.entry = entry
+            new.append(Event(entry.time, f"{entry.state.value}: {entry.reason}", STATE_STYLES.get(entry.state, "")))
+        for line in self._metrics.stream():
+            self.history.add([line])
+            event = self._event_of(line)
+            if event is not None:
+                new.append(event)
+        self.total = self.total or total_steps(self.run_dir)
+        return sorted(new, key=lambda event: event.time)
+
+    def _event_of(self, line: dict[str, object]) -> Event | None:
+        at = line.get("time", time.time())
+        assert isinstance(at, int | float)
+        match line.get("kind"):
+            case "start" if len(self.history.starts) > 1 or self.history.starts[-1].resumed_from is not None:
+                return Event(at, describe_start(self.history.starts[-1]), "magenta")
+            case "eval":
+                return Event(at, f"validation loss {_number(line['loss'])} at step {line['step']}", "cyan")
+            case "checkpoint":
+                return Event(at, f"checkpoint of step {line['step']} written in {_number(line['seconds'])} s", "blue")
+        return None
+
+
+def follow(
+    run_dir: Path,
+    *,
+    console: Console | None = None,
+    live: bool | None = None,
+    until: Callable[[JobStatus], bool] | None = None,
+) -> JobStatus:
+    """Shows a job until it has ended or is lost; returns how it stands then.
+
+    Args:
+        live: redraw in place (a terminal) or write a line per event; by default as the console can.
+        until: ends the watching earlier.
+    """
+    console = console or Console()
+    live = console.is_terminal if live is None else live
+    view = View(run_dir)
+    show = _follow_live if live else _follow_plain
+    return show(view, console, until or (lambda status: False))
+
+
+def _statuses(view: View, until: Callable[[JobStatus], bool]) -> Iterator[list[Event]]:
+    """New events, again and again, until the job has ended; the last ones included."""
+    while True:
+        status = read_status(view.run_dir)
+        yield view.refresh()
+        if status.state.is_final or status.state is State.LOST or until(status):
+            return
+        time.sleep(POLL_S)
+
+
+def _follow_live(view: View, console: Console, until: Callable[[JobStatus], bool]) -> JobStatus:
+    with Live(render(view), console=console, auto_refresh=False, transient=False) as screen:
+        for events in _statuses(view, until):
+            for event in events:  # they stay, above what is drawn over and over
+                console.print(_event_line(event))
+            screen.update(render(view, width=console.width), refresh=True)
+    return read_status(view.run_dir)
+
+
+def _follow_plain(view: View, console: Console, until: Callable[[JobStatus], bool]) -> JobStatus:
+    shown_step, next_time = None, 0.0
+    for events in _statuses(view, until):
+        for event in events:
+            console.print(f"{_clock(event.time)} {escape(event.text)}", highlight=False, soft_wrap=True)
+        if view.history.step != shown_step and time.monotonic() >= next_time:
+            shown_step, next_time = view.history.step, time.monotonic() + PLAIN_EVERY_S
+            console.print(f"{_clock(time.time())} {_step_line(view)}", highlight=False, soft_wrap=True)
+    if view.history.step != shown_step:
+        console.print(f"{_clock(time.time())} {_step_line(view)}", highlight=False, soft_wrap=True)
+    return read_status(view.run_dir)
+
+
+def _step_line(view: View) -> str:
+    last = view.history.last
+    words = [f"step {last['step']}" + (f"/{view.total}" if view.total else ""), f"loss {_number(last['loss'])}"]
+    if view.history.validation:
+        words.append(f"validation {view.history.validation[max(view.history.validation)]:.4f}")
+    if "tokens_per_s" in last:
+        words.append(f"{last['tokens_per_s']:,.0f} tokens/s")
+    if "max_violation" in last:
+        words.append(f"expert load max/mean {1 + max(last['max_violation']):.2f}")
+    return ", ".join(words)
+
+
+# ---- the live view
+
+
+def render(view: View, *, width: int = 100) -> Group:
+    """The live view of one moment."""
+    parts: list[Text | Table | ProgressBar] = [_heading(view)]
+    if view.history.last:
+        parts += [_progress(view, width), _figures(view)]
+    if view.history.loads:
+        newest = view.history.loads[max(view.history.loads)]
+        parts += [Text(""), Text("expert load per depth step", style="dim"), expert_load_table(newest, width=width)]
+    return Group(*parts)
+
+
+def _heading(view: View) -> Text:
+    state = view.entry.state if view.entry else State.SUBMITTED
+    generation = view.entry.generation if view.entry else 0
+    words = [(view.run_dir.name, "bold"), "  ", (state.value, STATE_STYLES.get(state, "bold"))]
+    if generation:
+        words.append((f"  generation {generation}", "dim"))
+    return Text.assemble(*words)
+
+
+def _progress(view: View, width: int) -> Table:
+    step, total = view.history.step or 0, view.total
+    words = f"step {step}" + (f"/{total}" if total else "")
+    left_s = _remaining_s(view)
+    if left_s:
+        words += f"  {duration(left_s)} left"
+    grid = Table.grid(padding=(0, 2))
+    bar = ProgressBar(total=total or step or 1, completed=step, width=max(10, min(50, width - len(words) - 4)))
+    grid.add_row(bar, Text(words))
+    return grid
+
+
+def _remaining_s(view: View) -> float | None:
+    last = view.history.last
+    if not view.total or "step_s" not in last:
+        return None
+    return (view.total - last["step"]) * (last["step_s"] + last.get("data_wait_s", 0.0))
+
+
+def _figures(view: View) -> Text:
+    last, validation = view.history.last, view.history.validation
+    words: list[str | tuple[str, str]] = [("loss ", "dim"), (_number(last["loss"]), "bold")]
+    if validation:
+        first, newest = validation[min(validation)], validation[max(validation)]
+        words += [
+            ("   validation ", "dim"),
+            (f"{first:.4f} → {newest:.4f}" if len(validation) > 1 else f"{first:.4f}", "bold cyan"),
+        ]
+    if "tokens_per_s" in last:
+        words += [("   tokens/s ", "dim"), f"{last['tokens_per_s']:,.0f}"]
+    if "learning_rate" in last:
+        words += [("   learning rate ", "dim"), f"{last['learning_rate']:.2e}"]
+    if "grad_norm" in last:
+        words += [("   gradient norm ", "dim"), _number(last["grad_norm"])]
+    return Text.assemble(*words)
+
+
+def expert_load_table(load: ExpertLoad, *, width: int) -> Table:
+    """One row per depth step, one cell per expert: height and colour tell its load, the middle is the mean."""
+    grid = Table.grid(padding=(0, 1))
+    num_depths = len(load.fractions)
+    shown = (
+        range(num_depths) if num_depths <= MAX_DEPTH_ROWS else range(0, num_depths, -(-num_depths // MAX_DEPTH_ROWS))
+    )
+    for depth in shown:
+        fractions = load.fractions[depth]
+        cells = _cells(fractions, max(8, width - 44))
+        figures = f"max/mean {1 + load.max_violation[depth]:.2f}  in use {load.effective_experts[depth]:.1f} of {len(fractions)}"
+        grid.add_row(Text(f"{depth + 1:>3}", style="dim"), cells, Text(figures, style="dim"))
+    return grid
+
+
+def _cells(fractions: list[float], limit: int) -> Text:
+    """A bar per expert; where there are more experts than columns, the most loaded one of each bin."""
+    per_cell = -(-len(fractions) // limit)
+    columns = max(1, min(3, limit // len(fractions)))
+    text = Text()
+    for start in range(0, len(fractions), per_cell):
+        ratio = max(fractions[start : start + per_cell]) * len(fractions)
+        block = _BLOCKS[min(len(_BLOCKS) - 1, int(ratio / 2 * len(_BLOCKS)))]
+        text.append(block * columns, style=_HEAT[min(len(_HEAT) - 1, int(ratio / 2 * len(_HEAT)))])
+    return text
+
+
+def _event_line(event: Event) -> Text:
+    return Text.assemble((f"{_clock(event.time)} ", "dim"), (event.text, event.style))
+
+
+def _clock(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds).strftime("%H:%M:%S")
+
+
+def _number(value: object) -> str:
+    """Four significant digits; what is not finite comes from the file as a string."""
+    return f"{float(value):.4g}" if isinstance(value, int | float) else str(value)
+
+
+# ---- logs
+
+
+_LOG_NAME = re.compile(r"logs/g(\d+)/node(\d+)/(rank(\d+)|agent)\.log$")
+
+
+@dataclass
+class _LogFile:
+    path: Path
+    prefix: str
+    offset: int = 0
+
+    def new_lines(self, *, all_of_it: bool) -> Iterator[str]:
+        """Whole lines since the last call; with `all_of_it` also a last one without an end."""
+        with open(self.path, "rb") as file:
+            file.seek(self.offset)
+            for line in file:
+                if not line.endswith(b"\n") and not all_of_it:
+                    return
+                self.offset += len(line)
+                yield self.prefix + line.decode(errors="replace").rstrip("\n")
+
+
+def follow_logs(
+    run_dir: Path, *, rank: int | None = None, follow: bool = False, poll_s: float = POLL_S
+) -> Iterator[str]:
+    """Lines of the ranks' logs with "[g1 rank0] " before each, generation by generation.
+
+    Args:
+        rank: only this one; None: all ranks and the agents.
+        follow: go on until the job has ended.
+
+    Raises:
+        ValueError: there are no logs, or none of this rank, and nothing to wait for.
+    """
+    files: dict[Path, _LogFile] = {}
+    while True:
+        over = not follow or read_status(run_dir).state.is_final
+        for path in _log_paths(run_dir, rank):
+            if path not in files:
+                files[path] = _LogFile(path, _prefix(path))
+            yield from files[path].new_lines(all_of_it=over)
+        if over:
+            if not files:
+                which = "" if rank is None else f" of rank {rank}"
+                raise ValueError(f"{run_dir}: there are no logs{which} (they would be in logs/g001/node0/rank0.log …)")
+            return
+        time.sleep(poll_s)
+
+
+def _log_paths(run_dir: Path, rank: int | None) -> list[Path]:
+    paths = []
+    for path in run_dir.glob("logs/g*/node*/*.log"):
+        match = _LOG_NAME.search(path.as_posix())
+        if match and (rank is None or match[4] == str(rank)):
+            paths.append((int(match[1]), int(match[2]), -1 if match[4] is None else int(match[4]), path))
+    return [path for *_, path in sorted(paths)]
+
+
+def _prefix(path: Path) -> str:
+    match = _LOG_NAME.search(path.as_posix())
+    assert match is not None, path
+    who = f"rank{match[4]}" if match[4] is not None else f"node{match[2]} agent"
+    return f"[g{int(match[1])} {who}] "
