@@ -225,10 +225,11 @@ def _claimed(folder: Path) -> Iterator[None]:
         work.mkdir(parents=True, exist_ok=True)
         lock = open(work / "lock", "wb")  # noqa: SIM115 (closed by the `with` below)
     with lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise PrepareError(f"another process is preparing into {folder}: wait until it has ended") from error
+        with explained_write_errors(folder):
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise PrepareError(f"another process is preparing into {folder}: wait until it has ended") from error
         yield
 
 

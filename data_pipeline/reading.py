@@ -126,7 +126,7 @@ def _expand(pattern: str) -> Iterator[tuple[str, Kind, int]]:
             if fs.isdir(found):
                 raise InputError(f"input {pattern!r} is a folder: name its files with a glob such as {pattern}/*.jsonl")
             url = found if _is_local(fs) else str(fs.unstrip_protocol(found))
-            yield url, _kind(url), int(fs.info(found)["size"] or 0)
+            yield url, _kind(url), _size(fs, found, url)
     except OSError as error:
         raise InputError(
             f"input {pattern!r} cannot be listed ({_reason(error)}): check the name and your access"
@@ -144,6 +144,13 @@ def _filesystem(url: str) -> tuple[Any, str]:
         raise InputError(
             f"input {url!r} cannot be opened: {error}; for a local file leave out {protocol}://"
         ) from error
+
+
+def _size(fs: Any, path: str, url: str) -> int:
+    size = fs.info(path)["size"]
+    if size is None:
+        raise InputError(f"{url}: the server does not tell the file's size: download the file and give its name")
+    return int(size)
 
 
 def _is_local(fs: Any) -> bool:
@@ -196,7 +203,7 @@ def _row_group_bounds(url: str, split_bytes: int) -> list[int]:
 def _opened(url: str, expected_size: int | None = None) -> Iterator[IO[bytes]]:
     fs, path = _filesystem(url)
     try:
-        size = int(fs.info(path)["size"] or 0)
+        size = _size(fs, path, url)
         if expected_size is not None and size != expected_size:
             raise InputError(
                 f"{url} had {expected_size} bytes when preparation began and has {size} now: "

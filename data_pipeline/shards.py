@@ -31,7 +31,7 @@ import pyarrow as pa
 from .config import FORMAT_VERSION
 from .errors import ShardError
 from .manifest import Manifest, ShardEntry, Split, read_manifest
-from .tokenizer import Tokenizer, token_dtype
+from .tokenizer import Tokenizer, load_tokenizer, token_dtype
 
 _ARROW_MAGIC_BYTES = 8  # "ARROW1" and padding, before the schema message
 _RESTORE = "restore the file from a copy, or delete the folder and prepare again"
@@ -173,6 +173,11 @@ def _write_index(file: IO[bytes], rows: list[tuple[int, ...]]) -> str:
     data = sink.getvalue().to_pybytes()
     file.write(data)
     return hashlib.blake2b(data, digest_size=32).hexdigest()
+
+
+def prepared_tokenizer(directory: str | Path) -> Tokenizer:
+    """The tokenizer that the shards of a prepared folder were made with. Raises ShardError if another lies there."""
+    return load_tokenizer(directory, sha256=read_manifest(directory).tokenizer_sha256)
 
 
 def verify_shard(directory: Path, entry: ShardEntry) -> None:

@@ -1,8 +1,9 @@
 """The spec hash changes with what decides the bytes, and with nothing else."""
 
 import pytest
-from moebius.data_pipeline.config import DataConfig
 from pydantic import ValidationError
+
+from moebius.data_pipeline.config import DataConfig
 
 
 @pytest.mark.parametrize("change", [{"directory": "/elsewhere"}, {"seq_len": 64}, {"seed": 5}])
@@ -30,9 +31,7 @@ def test_what_decides_the_bytes_is_in_the_spec_hash(change):
 
 
 def test_what_does_not_apply_is_not_in_the_spec_hash():
-    assert (
-        DataConfig(tokenizer="bytes").spec_hash == DataConfig(tokenizer="bytes", tokenizer_sample_bytes=9).spec_hash
-    )
+    assert DataConfig(tokenizer="bytes").spec_hash == DataConfig(tokenizer="bytes", tokenizer_sample_bytes=9).spec_hash
     with_validation = DataConfig(validation_input=("v.txt",))
     assert with_validation.spec_hash == with_validation.model_copy(update={"validation_fraction": 0.5}).spec_hash
 

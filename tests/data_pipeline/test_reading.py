@@ -7,6 +7,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import zstandard
+
 from moebius.data_pipeline.config import DataConfig
 from moebius.data_pipeline.errors import InputError
 from moebius.data_pipeline.reading import plan_splits, read_documents
@@ -15,7 +16,9 @@ TEXTS = ["first\nwith two lines", "zwei – π", "", "x" * 500, "last 😀"]
 
 
 def _lines(texts) -> bytes:
-    return "".join(json.dumps({"text": text, "n": n}, ensure_ascii=False) + "\n" for n, text in enumerate(texts)).encode()
+    return "".join(
+        json.dumps({"text": text, "n": n}, ensure_ascii=False) + "\n" for n, text in enumerate(texts)
+    ).encode()
 
 
 def _write(path, texts):
@@ -58,7 +61,9 @@ def test_splitting_a_file_changes_nothing(tmp_path, name, split_bytes):
 
 
 def test_several_zstd_frames_are_one_file(tmp_path):
-    (tmp_path / "a.jsonl.zst").write_bytes(zstandard.compress(_lines(TEXTS[:2])) + zstandard.compress(_lines(TEXTS[2:])))
+    (tmp_path / "a.jsonl.zst").write_bytes(
+        zstandard.compress(_lines(TEXTS[:2])) + zstandard.compress(_lines(TEXTS[2:]))
+    )
     assert _read(tmp_path / "a.jsonl.zst")[0] == TEXTS
 
 
@@ -152,13 +157,21 @@ def test_the_embedded_corpus_is_an_input():
         ("a.jsonl", b'{"text": "a"}\n{"text": "\xff"}\n', r"a.jsonl, byte 24, line 2: not UTF-8 \(byte 0xff.*iconv"),
         ("a.txt", b"one\ntwo \xe4\xf6\n", r"a.txt, byte 8, line 2: not UTF-8 \(byte 0xe4"),
         ("a.txt", "utf-16".encode("utf-16"), r"a.txt, byte 0, line 1: not UTF-8 \(byte 0xff"),
-        ("a.jsonl", b'{"text": "a"}\n{"txt": "b"}\n', r"byte 14, line 2: no field 'text'; its fields are 'txt'.*text_field"),
+        (
+            "a.jsonl",
+            b'{"text": "a"}\n{"txt": "b"}\n',
+            r"byte 14, line 2: no field 'text'; its fields are 'txt'.*text_field",
+        ),
         ("a.jsonl", b"{}", r"line 1: no field 'text'; its fields are none"),
         ("a.jsonl", b'{"text": null}', r"line 1: field 'text' holds a NoneType, not text"),
         ("a.jsonl", b'{"text": "a"}\n{"text"\n', r"byte 14, line 2: not valid JSON"),
         ("a.jsonl", b"[1]", r"line 1: a JSON list; each line must be one JSON object"),
         ("a.jsonl.zst", b"no zstd", r"a.jsonl.zst is not valid zstd"),
-        ("a.jsonl.zst", zstandard.compress(_lines(TEXTS * 100))[:-9], r"ends in the middle of a zstd frame: it is truncated"),
+        (
+            "a.jsonl.zst",
+            zstandard.compress(_lines(TEXTS * 100))[:-9],
+            r"ends in the middle of a zstd frame: it is truncated",
+        ),
         ("a.parquet", b"PAR1 no", r"a.parquet is not a readable Parquet file"),
         ("a.csv", b"a,b", r"a.csv' has an ending that is not read: give one of .txt, .jsonl, .jsonl.zst, .parquet"),
     ],
@@ -183,7 +196,8 @@ def test_bad_content_in_zstd_is_named_with_its_unpacked_byte(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("column", "message"), [({"body": ["a"]}, "no column 'text'; its columns are 'body'"), ({"text": [1]}, "holds int64")]
+    ("column", "message"),
+    [({"body": ["a"]}, "no column 'text'; its columns are 'body'"), ({"text": [1]}, "holds int64")],
 )
 def test_a_parquet_file_without_text_is_refused(tmp_path, column, message):
     pq.write_table(pa.table(column), tmp_path / "a.parquet")
@@ -209,6 +223,15 @@ def test_a_protocol_without_its_package_names_the_package(monkeypatch):
         _read("s3://bucket/a.jsonl")
 
 
+def test_a_file_of_unknown_size(monkeypatch):
+    memory = fsspec.filesystem("memory")
+    memory.pipe("/test_reading/endless.jsonl", b'{"text": "a"}')
+    info = type(memory).info
+    monkeypatch.setattr(type(memory), "info", lambda fs, path, **options: info(fs, path, **options) | {"size": None})
+    with pytest.raises(InputError, match="does not tell the file's size: download"):
+        _read("memory://test_reading/endless.jsonl")
+
+
 def test_an_unknown_protocol_is_refused():
     with pytest.raises(InputError, match=r"'warp://x.jsonl' cannot be opened"):
         _read("warp://x.jsonl")
@@ -222,7 +245,9 @@ def test_an_unreadable_file(tmp_path, monkeypatch):
     def denied(*arguments, **options):
         raise PermissionError(13, "Permission denied", str(path))
 
-    monkeypatch.setattr(type(fsspec.filesystem("file")), "open", denied)  # root may read anything, so chmod would not do
+    monkeypatch.setattr(
+        type(fsspec.filesystem("file")), "open", denied
+    )  # root may read anything, so chmod would not do
     with pytest.raises(InputError, match=r"a.jsonl cannot be read \(Permission denied\): check that it exists and"):
         list(read_documents(split, text_field="text", source_field="source"))
 

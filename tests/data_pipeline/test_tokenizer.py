@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from moebius.data_pipeline.errors import ShardError
 from moebius.data_pipeline.tokenizer import (
     END_OF_DOCUMENT,
@@ -18,7 +19,11 @@ from moebius.data_pipeline.tokenizer import (
     train_bpe,
 )
 
-TEXTS = ["The router chose expert 12 and expert 34.", "the expert chose the token in 2023", "naïve 日本語 😀 the the"] * 5
+TEXTS = [
+    "The router chose expert 12 and expert 34.",
+    "the expert chose the token in 2023",
+    "naïve 日本語 😀 the the",
+] * 5
 BPE = train_bpe(TEXTS, vocab_size=300)
 BOTH = pytest.mark.parametrize("tokenizer", [BPE, BytesTokenizer()], ids=["bpe", "bytes"])
 
@@ -83,8 +88,7 @@ def test_a_small_corpus_yields_a_smaller_vocabulary():
 
 def test_training_twice_and_with_other_thread_counts_gives_the_same_bytes():
     program = (
-        "from moebius.data_pipeline.tokenizer import train_bpe;"
-        f"print(train_bpe({TEXTS!r}, vocab_size=300).sha256)"
+        f"from moebius.data_pipeline.tokenizer import train_bpe;print(train_bpe({TEXTS!r}, vocab_size=300).sha256)"
     )
     environment = {"TOKENIZERS_PARALLELISM": "true", "RAYON_NUM_THREADS": "3"}
     other = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, env=environment)
@@ -113,7 +117,7 @@ def test_what_is_no_tokenizer_is_refused(tmp_path, content):
 
 
 def test_a_missing_tokenizer_is_named(tmp_path):
-    with pytest.raises(ShardError, match="tokenizer.json does not exist"):
+    with pytest.raises(ShardError, match=r"tokenizer.json does not exist"):
         load_tokenizer(tmp_path)
 
 

@@ -1,0 +1,459 @@
+"""The same bytes for any number of workers, any order of completion and after any interruption; one clear error each."""
+
+import errno
+import fcntl
+import json
+import os
+import pickle
+import random
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from pathlib import Path
+
+import pytest
+from small_corpus import sentences, write_jsonl
+
+from moebius.data_pipeline.config import DataConfig
+from moebius.data_pipeline.errors import InputError, PrepareError, ShardError
+from moebius.data_pipeline.manifest import MANIFEST_FILE, TEMPORARY, read_manifest
+from moebius.data_pipeline.prepare import UNFINISHED, Progress, prepare, run_serially
+from moebius.data_pipeline.shards import TokenStore
+from moebius.data_pipeline.tokenizer import load_tokenizer
+
+
+def _files(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def _texts(folder: Path, split: str) -> list[str]:
+    """All documents of a split, decoded, in order."""
+    tokenizer = load_tokenizer(folder)
+    store = TokenStore(folder, split)
+    rows = [row for batch in range(store.num_batches) for row in store.read_documents(batch)["tokens"].to_pylist()]
+    assert all(row[-1] == tokenizer.end_of_document_id for row in rows)
+    return [tokenizer.decode(row) for row in rows]
+
+
+def _expected(corpus) -> list[str]:
+    texts = [json.loads(line)["text"].strip() for path in corpus for line in path.read_text().splitlines()]
+    return [text for text in dict.fromkeys(texts) if text]
+
+
+# ---- what is prepared
+
+
+def test_every_document_is_there_once_in_order_and_exact(prepared, corpus):
+    train, validation = _texts(prepared, "train"), _texts(prepared, "validation")
+    assert [text for text in _expected(corpus) if text not in set(validation)] == train
+    assert [text for text in _expected(corpus) if text in set(validation)] == validation
+    assert not set(train) & set(validation)
+    assert 10 < len(validation) < 40
+
+
+def test_the_manifest_counts(prepared, corpus):
+    manifest = read_manifest(prepared)
+    assert manifest.dropped == {"duplicate": 1, "empty": 1}
+    assert manifest.num_documents("train") + manifest.num_documents("validation") == 3 * 40 - 2
+    assert manifest.num_text_bytes("train") == sum(len(text.encode()) for text in _texts(prepared, "train"))
+    assert manifest.num_tokens("train") == TokenStore(prepared, "train").num_tokens
+    assert manifest.inputs == {str(path): path.stat().st_size for path in corpus}
+    assert load_tokenizer(prepared).sha256 == manifest.tokenizer_sha256
+    assert 257 < manifest.vocab_size <= 400
+
+
+def test_only_the_result_is_left(prepared):
+    names = {path.name for path in prepared.iterdir()}
+    shards = {
+        f"{side}-0000{n}.{kind}.arrow" for side in ("train", "validation") for n in range(3) for kind in ("tok", "idx")
+    }
+    assert names == shards | {MANIFEST_FILE, "tokenizer.json"}
+
+
+def test_the_second_time_nothing_is_done(prepared, config):
+    before = {path: path.stat().st_mtime_ns for path in prepared.iterdir()}
+
+    def nothing_to_run(function, items):
+        raise AssertionError("prepared data was prepared again")
+
+    assert prepare(config, prepared, run=nothing_to_run) == read_manifest(prepared)
+    moved_elsewhere = config.model_copy(update={"seq_len": 99, "seed": 8, "directory": str(prepared)})
+    assert prepare(moved_elsewhere, prepared, run=nothing_to_run) == read_manifest(prepared)
+    assert {path: path.stat().st_mtime_ns for path in prepared.iterdir()} == before
+
+
+def test_bytes_tokenizer(config, corpus, tmp_path):
+    raw = DataConfig(**config.model_dump(exclude={"tokenizer", "vocab_size"}), tokenizer="bytes")
+    manifest = prepare(raw, tmp_path / "d")
+    assert manifest.vocab_size == 257
+    assert sorted(_texts(tmp_path / "d", "train") + _texts(tmp_path / "d", "validation")) == sorted(_expected(corpus))
+    assert manifest.num_tokens("train") == manifest.num_text_bytes("train") + manifest.num_documents("train")
+
+
+def test_text_is_normalised_before_it_is_compared(tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl", ["cafe\u0301\r\nx ", "  café\nx", "other", "\ud800 half", "third"])
+    manifest = prepare(DataConfig(input=(str(path),), tokenizer="bytes", validation_fraction=0.0), tmp_path / "d")
+    assert _texts(tmp_path / "d", "train") == ["café\nx", "other", "third"]
+    assert manifest.dropped == {"duplicate": 1, "not Unicode (lone surrogates)": 1}
+
+
+def test_validation_input_wins_over_train(tmp_path):
+    train = write_jsonl(tmp_path / "t.jsonl", ["a", "b", "c"])
+    validation = write_jsonl(tmp_path / "v.jsonl", ["b", "d"])
+    config = DataConfig(input=(str(train),), validation_input=(str(validation),), tokenizer="bytes")
+    prepare(config, tmp_path / "d")
+    assert _texts(tmp_path / "d", "train") == ["a", "c"]
+    assert _texts(tmp_path / "d", "validation") == ["b", "d"]
+
+
+def test_a_document_keeps_its_side_when_others_come_and_go(tmp_path):
+    texts = sentences(5, 200)
+    sides = []
+    for name, some in (("all", texts), ("half", texts[::2])):
+        path = write_jsonl(tmp_path / f"{name}.jsonl", some)
+        prepare(DataConfig(input=(str(path),), tokenizer="bytes", validation_fraction=0.3), tmp_path / name)
+        sides.append(set(_texts(tmp_path / name, "validation")))
+    assert sides[1] == sides[0] & set(texts[::2])
+    assert 35 < len(sides[0]) < 85
+
+
+def test_a_few_documents_still_give_one_to_validation(tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl", ["one", "two", "three"])
+    prepare(DataConfig(input=(str(path),), tokenizer="bytes", validation_fraction=1e-9), tmp_path / "d")
+    assert len(_texts(tmp_path / "d", "validation")) == 1
+    assert len(_texts(tmp_path / "d", "train")) == 2
+
+
+def test_the_tokenizer_sees_train_text_only(tmp_path):
+    train = write_jsonl(tmp_path / "t.jsonl", sentences(1, 20))
+    validation = write_jsonl(tmp_path / "v.jsonl", [f"unmistakable {n} unmistakable" for n in range(200)])
+    config = DataConfig(input=(str(train),), validation_input=(str(validation),), vocab_size=600)
+    prepare(config, tmp_path / "d")
+    assert "mistak" not in (tmp_path / "d" / "tokenizer.json").read_text()
+    assert "xpert" in (tmp_path / "d" / "tokenizer.json").read_text()
+
+
+def test_the_tokenizer_is_trained_on_a_sample_of_the_asked_size(config, tmp_path):
+    sizes = []
+
+    def spying(function, items):
+        for index, item in enumerate(items):
+            if function.__name__ == "train_tokenizer":
+                samples = item.directory.rglob("*.sample.jsonl")
+                lines = [line for path in samples for line in path.read_text().splitlines()]
+                sizes.append(sum(len(json.loads(line).encode()) for line in lines))
+            yield index, function(item)
+
+    prepare(config.model_copy(update={"tokenizer_sample_bytes": 5000}), tmp_path / "d", run=spying)
+    assert 5000 <= sizes[0] < 8000
+
+
+def test_a_split_file_gives_the_same_documents(config, prepared, tmp_path):
+    prepare(config.model_copy(update={"split_bytes": 4000}), tmp_path / "d")
+    assert len(read_manifest(tmp_path / "d").of("train")) > 3
+    for split in ("train", "validation"):
+        assert _texts(tmp_path / "d", split) == _texts(prepared, split)
+
+
+# ---- runners and progress
+
+
+def _reversed(function, items) -> Iterator[tuple[int, object]]:
+    """Another process's view: items and function travel as pickles; the last item ends first."""
+    for index in reversed(range(len(items))):
+        message = pickle.dumps((function, items[index]))
+        assert len(message) < 4000
+        sent_function, sent_item = pickle.loads(message)
+        yield index, pickle.loads(pickle.dumps(sent_function(sent_item)))
+
+
+def _in_threads(function, items) -> Iterator[tuple[int, object]]:
+    with ThreadPoolExecutor(4) as pool:
+        futures = {pool.submit(function, item): index for index, item in enumerate(items)}
+        for future in as_completed(futures):
+            yield futures[future], future.result()
+
+
+def _each_twice(function, items) -> Iterator[tuple[int, object]]:
+    """A cluster that believes a worker dead and runs its task again elsewhere."""
+    for index, item in enumerate(items):
+        function(item)
+        yield index, function(item)
+
+
+@pytest.mark.parametrize("run", [_reversed, _in_threads, _each_twice])
+def test_any_runner_gives_the_same_bytes(config, prepared, tmp_path, run):
+    assert prepare(config, tmp_path / "d", run=run) == read_manifest(prepared)
+    assert _files(tmp_path / "d") == _files(prepared)
+
+
+def test_a_task_that_runs_twice_at_once_gives_the_same_bytes(config, prepared, tmp_path):
+    def doubled(function, items):
+        with ThreadPoolExecutor(6) as pool:
+            futures = [pool.submit(function, item) for item in items for _ in range(2)]
+            yield from enumerate(future.result() for future in futures[::2])
+            assert [future.result() for future in futures[1::2]] == [future.result() for future in futures[::2]]
+
+    prepare(config, tmp_path / "d", run=doubled)
+    assert _files(tmp_path / "d") == _files(prepared)
+
+
+def test_progress_is_told(config, tmp_path):
+    events: list[Progress] = []
+    manifest = prepare(config, tmp_path / "d", on_progress=events.append)
+    assert [(event.stage, event.done, event.total) for event in events] == [
+        (stage, done, total)
+        for stage, total in (("read", 3), ("sample", 3), ("train tokenizer", 1), ("tokenise", 3))
+        for done in range(total + 1)
+    ]
+    assert events[-1].tokens == manifest.num_tokens("train") + manifest.num_tokens("validation")
+
+
+# ---- interruptions
+
+
+class _StoppedError(Exception):
+    pass
+
+
+def _stopping_after(num_tasks: int):
+    left = [num_tasks]
+
+    def run(function, items):
+        for index, item in enumerate(items):
+            if left[0] == 0:
+                raise _StoppedError
+            left[0] -= 1
+            yield index, function(item)
+
+    return run
+
+
+def _check_nothing_is_half_valid(folder: Path, reference: dict[str, bytes]) -> None:
+    found = _files(folder)
+    assert MANIFEST_FILE not in found
+    assert not [name for name in found if TEMPORARY in name]
+    for name, content in found.items():
+        if not name.startswith(UNFINISHED):
+            assert content == reference[name]
+    with pytest.raises(ShardError, match="holds no prepared data"):
+        TokenStore(folder, "train")
+
+
+@pytest.mark.parametrize("num_tasks", range(10))
+def test_stopped_between_tasks(config, prepared, tmp_path, num_tasks):
+    reference = _files(prepared)
+    with pytest.raises(_StoppedError):
+        prepare(config, tmp_path / "d", run=_stopping_after(num_tasks))
+    _check_nothing_is_half_valid(tmp_path / "d", reference)
+    prepare(config, tmp_path / "d")
+    assert _files(tmp_path / "d") == reference
+
+
+@pytest.mark.parametrize("call", ["replace", "fsync"])
+def test_failing_at_any_write(config, prepared, tmp_path, monkeypatch, call):
+    """The disk fills at the first write, at the second, ... until there was room for all."""
+    reference = _files(prepared)
+    for survived in range(200):
+        folder = tmp_path / str(survived)
+        real, left = getattr(os, call), [survived]
+
+        def failing(*arguments, real=real, left=left):
+            if left[0] == 0:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            left[0] -= 1
+            return real(*arguments)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, call, failing)
+            try:
+                prepare(config, folder)
+            except PrepareError as error:
+                refusal = str(error)
+            else:
+                break
+        assert "free some space" in refusal
+        if not (folder / MANIFEST_FILE).exists():  # the last fsync is of the folder, after the manifest's rename
+            _check_nothing_is_half_valid(folder, reference)
+        if survived % 5 == 0:
+            prepare(config, folder)
+            assert _files(folder) == reference
+    assert survived > 15
+
+
+@pytest.mark.parametrize("num_writes", [5, 12, 17])
+def test_killed_at_a_write(config, prepared, tmp_path, num_writes):
+    """kill -9 leaves debris, which the next run clears away."""
+    program = f"""
+import os
+from moebius.data_pipeline.config import DataConfig
+from moebius.data_pipeline.prepare import prepare
+left, replace = [{num_writes}], os.replace
+def dying(source, target):
+    left[0] -= 1
+    if not left[0]:
+        os._exit(9)
+    replace(source, target)
+os.replace = dying
+prepare(DataConfig.model_validate_json({config.model_dump_json()!r}), {str(tmp_path / "d")!r})
+"""
+    killed = subprocess.run([sys.executable, "-c", program], check=False)
+    assert killed.returncode == 9
+    assert any(TEMPORARY in name for name in _files(tmp_path / "d"))
+    assert MANIFEST_FILE not in _files(tmp_path / "d")
+    prepare(config, tmp_path / "d")
+    assert _files(tmp_path / "d") == _files(prepared)
+
+
+def test_finished_shards_are_used_again_and_damaged_ones_are_made_again(config, prepared, tmp_path):
+    with pytest.raises(_StoppedError):
+        prepare(config, tmp_path / "d", run=_stopping_after(9))  # two of three splits are tokenised
+    good, bad = tmp_path / "d" / "train-00000.tok.arrow", tmp_path / "d" / "train-00001.tok.arrow"
+    bad.write_bytes(bad.read_bytes()[:-1] + b"?")
+    good_before, bad_before = good.stat().st_ino, bad.stat().st_ino
+    prepare(config, tmp_path / "d")
+    assert good.stat().st_ino == good_before
+    assert bad.stat().st_ino != bad_before
+    assert _files(tmp_path / "d") == _files(prepared)
+
+
+def test_an_interruption_after_the_manifest_is_no_interruption(config, prepared, tmp_path):
+    shutil.copytree(prepared, tmp_path / "d")
+    (tmp_path / "d" / UNFINISHED).mkdir()
+    prepare(config, tmp_path / "d")
+    assert _files(tmp_path / "d") == _files(prepared)
+    assert not (tmp_path / "d" / UNFINISHED).exists()
+
+
+# ---- what is refused
+
+
+def test_a_folder_of_another_spec(config, prepared):
+    other = config.model_copy(update={"vocab_size": 500, "text_field": "body"})
+    with pytest.raises(
+        PrepareError, match=r"text_field: there 'text', asked for 'body'; vocab_size: there 400, asked for 500"
+    ):
+        prepare(other, prepared)
+
+
+def test_an_unfinished_folder_of_another_spec(config, tmp_path):
+    with pytest.raises(_StoppedError):
+        prepare(config, tmp_path / "d", run=_stopping_after(1))
+    with pytest.raises(PrepareError, match=r"unfinished preparation of something else \(vocab_size: there 400, asked"):
+        prepare(config.model_copy(update={"vocab_size": 500}), tmp_path / "d")
+
+
+def test_a_folder_with_something_else_in_it(config, tmp_path):
+    (tmp_path / "thesis.tex").write_text("years of work")
+    with pytest.raises(PrepareError, match="is not empty and holds no prepared data"):
+        prepare(config, tmp_path)
+    assert _files(tmp_path) == {"thesis.tex": b"years of work"}
+
+
+def test_a_folder_that_another_process_prepares_into(config, tmp_path):
+    (tmp_path / "d" / UNFINISHED).mkdir(parents=True)
+    with open(tmp_path / "d" / UNFINISHED / "lock", "wb") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(PrepareError, match="another process is preparing"):
+            prepare(config, tmp_path / "d")
+    prepare(config, tmp_path / "d")
+
+
+def _growing_input(tmp_path) -> tuple[Path, DataConfig]:
+    path = write_jsonl(tmp_path / "a.jsonl", sentences(0, 20))
+    return path, DataConfig(input=(str(path),), tokenizer="bytes")
+
+
+def test_input_that_grew_after_it_was_prepared(tmp_path):
+    path, config = _growing_input(tmp_path)
+    prepare(config, tmp_path / "d")
+    write_jsonl(path, sentences(0, 21))
+    with pytest.raises(PrepareError, match=r"was prepared from .*a.jsonl when it had \d+ bytes; it has \d+ now"):
+        prepare(config, tmp_path / "d")
+    path.unlink()  # gone is not changed: shards may be carried to a machine without the text
+    prepare(config, tmp_path / "d")
+
+
+def test_input_that_grew_while_it_was_interrupted(tmp_path):
+    path, config = _growing_input(tmp_path)
+    with pytest.raises(_StoppedError):
+        prepare(config, tmp_path / "d", run=_stopping_after(1))
+    write_jsonl(path, sentences(0, 21))
+    with pytest.raises(PrepareError, match="its input files have changed since"):
+        prepare(config, tmp_path / "d")
+
+
+@pytest.mark.parametrize("change", ["another text of the same size", "fewer lines"])
+def test_input_that_changes_between_reading_and_tokenising(tmp_path, change):
+    path, config = _growing_input(tmp_path)
+    lines = path.read_text().splitlines(keepends=True)
+    if change == "fewer lines":  # one record less in as many bytes
+        lines[-2] = " " * (len(lines[-2].encode()) - 1) + "\n"
+    else:
+        lines[3] = lines[3].replace("(0-3)", "(9-3)")
+
+    def meddling(function, items):
+        if function.__name__ == "tokenise_split":
+            path.write_text("".join(lines))
+        yield from run_serially(function, items)
+
+    with pytest.raises(InputError, match=r"a.jsonl\[0:\d+\] has changed while it was being prepared"):
+        prepare(config, tmp_path / "d", run=meddling)
+    assert not list((tmp_path / "d").glob("*.arrow*"))
+
+
+@pytest.mark.parametrize("content", ["", "\n\n", '{"text": " "}\n'])
+def test_an_empty_corpus(tmp_path, content):
+    path = tmp_path / "a.jsonl"
+    path.write_text(content)
+    with pytest.raises(InputError, match=r"a.jsonl is empty: \d documents were read .*give files with text"):
+        prepare(DataConfig(input=(str(path),)), tmp_path / "d")
+
+
+def test_validation_that_is_all_of_train(tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl", ["a", "b"])
+    with pytest.raises(InputError, match=r"all documents went to validation \(2 there; 2 duplicate\)"):
+        prepare(DataConfig(input=(str(path),), validation_input=(str(path),)), tmp_path / "d")
+
+
+def test_bad_input_is_found_before_anything_is_written(tmp_path):
+    with pytest.raises(InputError, match="does not exist"):
+        prepare(DataConfig(input=(str(tmp_path / "no.jsonl"),)), tmp_path / "d")
+    assert not (tmp_path / "d").exists()
+
+
+def test_a_file_in_the_way_of_the_folder(config, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(PrepareError, match="a file is in the way; choose another folder"):
+        prepare(config, tmp_path / "file" / "d")
+
+
+def test_no_permission(config, tmp_path, monkeypatch):
+    def denied(*arguments, **options):
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(Path, "mkdir", denied)  # root may write anywhere, so chmod would not do
+    with pytest.raises(PrepareError, match=r"cannot write .*d \(Permission denied\): give yourself write permission"):
+        prepare(config, tmp_path / "d")
+
+
+def test_random_runners_agree_on_a_corpus_with_many_repeats(tmp_path):
+    """Which of many equal documents stays must not depend on who is faster."""
+    rng = random.Random(0)
+    pool = sentences(1, 30)
+    paths = [write_jsonl(tmp_path / f"{n}.jsonl", rng.choices(pool, k=25)) for n in range(6)]
+    config = DataConfig(input=tuple(map(str, paths)), tokenizer="bytes", batch_tokens=300, validation_fraction=0.2)
+
+    def shuffled(function, items):
+        for index in random.sample(range(len(items)), len(items)):
+            yield index, function(items[index])
+
+    folders = [tmp_path / str(n) for n in range(3)]
+    manifests = [prepare(config, folder, run=shuffled) for folder in folders]
+    assert manifests[0] == manifests[1] == manifests[2]
+    assert _files(folders[0]) == _files(folders[1]) == _files(folders[2])
+    assert manifests[0].dropped["duplicate"] == 150 - manifests[0].num_documents("train") - manifests[0].num_documents(
+        "validation"
+    )

@@ -1,0 +1,167 @@
+"""What is written comes back; what was damaged since is never returned as tokens."""
+
+import random
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from moebius.data_pipeline.errors import ShardError
+from moebius.data_pipeline.manifest import ShardEntry, read_manifest
+from moebius.data_pipeline.shards import (
+    ShardWriter,
+    TokenDocument,
+    TokenStore,
+    prepared_tokenizer,
+    shard_schema,
+    verify_shard,
+)
+from moebius.data_pipeline.tokenizer import TOKENIZER_FILE
+
+
+@pytest.fixture
+def copy(prepared, tmp_path) -> Path:
+    return Path(shutil.copytree(prepared, tmp_path / "copy"))
+
+
+def _write(path: Path, documents: list[TokenDocument], *, vocab_size: int, batch_tokens: int) -> ShardEntry:
+    with open(path, "wb") as file, open(path.parent / "index", "wb") as index_file:
+        writer = ShardWriter(file, schema=shard_schema(vocab_size), batch_tokens=batch_tokens)
+        for document in documents:
+            writer.add(document)
+        return writer.close(name=path.name, split="train", source="s", index_file=index_file)
+
+
+def _documents(lengths: list[int], vocab_size: int) -> list[TokenDocument]:
+    rng = np.random.default_rng(0)
+    return [
+        TokenDocument(rng.integers(0, vocab_size, length), rng.bytes(16), 3 * length, f"source {n % 2}", 10 + n)
+        for n, length in enumerate(lengths)
+    ]
+
+
+@pytest.mark.parametrize(("vocab_size", "width"), [(65536, pa.uint16()), (65537, pa.uint32())])
+def test_any_arrow_reader_finds_the_documents(tmp_path, vocab_size, width):
+    documents = _documents([5, 90, 1, 300, 20, 20], vocab_size)
+    entry = _write(tmp_path / "a", documents, vocab_size=vocab_size, batch_tokens=64)
+    table = pa.ipc.open_file(str(tmp_path / "a")).read_all()
+    assert table.schema.field("tokens").type == pa.list_(width)
+    assert table["tokens"].to_pylist() == [document.tokens.tolist() for document in documents]
+    assert table["doc_id"].to_pylist() == [document.doc_id for document in documents]
+    assert table["n_bytes"].to_pylist() == [document.num_text_bytes for document in documents]
+    assert table["source"].to_pylist() == [document.source for document in documents]
+    assert table["source_row"].to_pylist() == [document.source_row for document in documents]
+    assert (entry.num_documents, entry.num_tokens, entry.num_text_bytes) == (6, 436, 3 * 436)
+    assert entry.num_bytes == (tmp_path / "a").stat().st_size
+
+
+def test_batches_hold_whole_documents_of_about_the_asked_size(tmp_path):
+    documents = _documents([30, 30, 30, 500, 1], 100)
+    _write(tmp_path / "a", documents, vocab_size=100, batch_tokens=60)
+    with pa.ipc.open_file(str(tmp_path / "a")) as file:
+        sizes = [[len(tokens) for tokens in file.get_batch(n)["tokens"]] for n in range(file.num_record_batches)]
+    assert sizes == [[30, 30], [30, 500], [1]]
+
+
+def test_a_shard_without_documents_is_a_file_like_any_other(tmp_path):
+    entry = _write(tmp_path / "a", [], vocab_size=100, batch_tokens=60)
+    assert (entry.num_documents, entry.num_batches) == (0, 0)
+    assert pa.ipc.open_file(str(tmp_path / "a")).read_all().num_rows == 0
+
+
+def test_the_index_addresses_batches_that_decode_alone(prepared):
+    store = TokenStore(prepared, "train")
+    whole = [pa.ipc.open_file(str(prepared / entry.name)) for entry in store.entries]
+    batches = [file.get_batch(n) for file in whole for n in range(file.num_record_batches)]
+    assert store.num_batches == len(batches) > 10
+    for n in random.Random(0).sample(range(len(batches)), len(batches)):
+        assert store.read_documents(n).to_pylist() == batches[n].to_pylist()
+        tokens = store.read_tokens(n)
+        assert tokens.dtype == np.uint16
+        assert tokens.tolist() == batches[n]["tokens"].flatten().to_pylist()
+        assert len(tokens) == store.batch_starts[n + 1] - store.batch_starts[n]
+    assert store.num_tokens == store.manifest.num_tokens("train")
+
+
+def test_a_flipped_bit_anywhere_in_a_batch_is_found_before_decoding(copy):
+    store = TokenStore(copy, "train")
+    offsets, lengths = store._index["offset"], store._index["length"]
+    path = copy / store.entries[0].name
+    intact = path.read_bytes()
+    rng = random.Random(1)
+    for batch in (0, 1, store.entries[0].num_batches - 1):
+        positions = [0, int(lengths[batch]) - 1, *(rng.randrange(int(lengths[batch])) for _ in range(60))]
+        for position in positions:
+            damaged = bytearray(intact)
+            damaged[int(offsets[batch]) + position] ^= 1 << rng.randrange(8)
+            path.write_bytes(damaged)
+            with pytest.raises(ShardError, match=rf"train-00000.tok.arrow, record batch {batch} .*CRC32.*restore"):
+                TokenStore(copy, "train").read_tokens(batch)
+    path.write_bytes(intact)
+    TokenStore(copy, "train").read_tokens(0)
+
+
+def test_a_damaged_batch_is_named_by_its_number_in_its_file(copy):
+    store = TokenStore(copy, "train")
+    first_of_second = store.entries[0].num_batches
+    path = copy / store.entries[1].name
+    damaged = bytearray(path.read_bytes())
+    damaged[int(store._index["offset"][first_of_second + 1]) + 100] ^= 4
+    path.write_bytes(damaged)
+    store.read_tokens(first_of_second)
+    with pytest.raises(ShardError, match=r"train-00001.tok.arrow, record batch 1 "):
+        store.read_tokens(first_of_second + 1)
+
+
+@pytest.mark.parametrize("side", ["name", "index_name"])
+def test_every_flipped_byte_of_a_file_is_found_on_verification(copy, side):
+    entry = read_manifest(copy).of("train")[0]
+    verify_shard(copy, entry)
+    path = copy / getattr(entry, side)
+    intact = path.read_bytes()
+    for position in range(0, len(intact), len(intact) // 40):
+        path.write_bytes(intact[:position] + bytes([intact[position] ^ 255]) + intact[position + 1 :])
+        with pytest.raises(ShardError, match=r"blake2b .* the manifest says"):
+            verify_shard(copy, entry)
+
+
+def test_a_flipped_byte_in_an_index_is_found_on_opening(copy):
+    path = copy / read_manifest(copy).of("train")[1].index_name
+    intact = path.read_bytes()
+    for position in range(0, len(intact), len(intact) // 50):
+        path.write_bytes(intact[:position] + bytes([intact[position] ^ 1]) + intact[position + 1 :])
+        with pytest.raises(ShardError, match=r"train-00001.idx.arrow is damaged"):
+            TokenStore(copy, "train")
+
+
+def test_a_truncated_shard_is_found_on_opening(copy):
+    path = copy / "train-00002.tok.arrow"
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(ShardError, match=r"train-00002.tok.arrow has \d+ bytes, the manifest says \d+: truncated"):
+        TokenStore(copy, "train")
+
+
+def test_a_shard_truncated_while_it_is_open_is_found(copy):
+    store = TokenStore(copy, "train")
+    path = copy / store.entries[-1].name
+    path.write_bytes(path.read_bytes()[:100])
+    with pytest.raises(ShardError, match=r"the file ends after \d+ of \d+ bytes"):
+        store.read_tokens(store.num_batches - 1)
+
+
+@pytest.mark.parametrize("name", ["train-00001.tok.arrow", "train-00001.idx.arrow"])
+def test_a_missing_file_is_named(copy, name):
+    (copy / name).unlink()
+    with pytest.raises(ShardError, match=rf"{name} is missing .*restore"):
+        TokenStore(copy, "train")
+    TokenStore(copy, "validation")
+
+
+def test_the_tokenizer_of_other_shards_is_refused(copy):
+    assert prepared_tokenizer(copy).sha256 == read_manifest(copy).tokenizer_sha256
+    path = copy / TOKENIZER_FILE
+    path.write_text(path.read_text().replace('"!"', '"\\u0021"', 1))
+    with pytest.raises(ShardError, match="ids would mean other text"):
+        prepared_tokenizer(copy)

@@ -1,0 +1,45 @@
+"""The real corpus beside the project: what is prepared from it is what is in it."""
+
+import json
+from pathlib import Path
+
+import pytest
+import zstandard
+from shared import shared_folder
+
+from moebius.data_pipeline.config import DataConfig
+from moebius.data_pipeline.loader import Loader
+from moebius.data_pipeline.prepare import normalised, prepare
+from moebius.data_pipeline.shards import TokenStore
+from moebius.data_pipeline.tokenizer import load_tokenizer
+
+
+@pytest.fixture(scope="module")
+def corpus_file() -> Path:
+    folder = shared_folder()
+    if folder is None or not (folder / "data/corpus/validation-00.jsonl.zst").exists():
+        pytest.skip("no recorded corpus beside the project (set MOEBIUS_SHARED to its folder)")
+    return folder / "data/corpus/validation-00.jsonl.zst"
+
+
+@pytest.mark.needs_shared
+def test_a_corpus_file_comes_back_document_by_document(corpus_file, tmp_path):
+    config = DataConfig(input=(str(corpus_file),), vocab_size=2000, tokenizer_sample_bytes=10**6)
+    prepare(config, tmp_path / "d")
+    with zstandard.open(corpus_file, "rt", encoding="utf-8") as file:
+        records = [json.loads(line) for line in file]
+    tokenizer = load_tokenizer(tmp_path / "d")
+    found = {}
+    for split in ("train", "validation"):
+        store = TokenStore(tmp_path / "d", split)
+        for batch in range(store.num_batches):
+            for row in store.read_documents(batch).to_pylist():
+                found[row["source_row"]] = (tokenizer.decode(row["tokens"]), row["source"], row["n_bytes"])
+    expected = {
+        n: (text, record["source"], len(text.encode()))
+        for n, record in enumerate(records)
+        for text in [normalised(record["text"])]
+    }
+    assert found == expected
+    with Loader(tmp_path / "d", seq_len=256, global_batch=8, micro_batch=4, rank=0, num_ranks=1, seed=0) as loader:
+        assert next(loader).tokens.max() < 2000
