@@ -32,7 +32,7 @@ class StepMeter:
 
     def reduce(self, **scalars: float) -> dict[str, Tensor]:
         """Collective: sums over all ranks of everything added and of the given scalars, float64, on the CPU."""
-        values = self._sums | {name: torch.tensor(float(value)) for name, value in scalars.items()}
+        values = self._sums | {name: torch.tensor(float(value), dtype=torch.float64) for name, value in scalars.items()}
         device = self._sums["loss"].device
         flat = torch.cat([value.to(device, torch.float64).reshape(-1) for value in values.values()])
         dist.all_reduce(flat)

@@ -1,0 +1,235 @@
+"""One run, many layouts: the same loss, gradients and weights on 1, 2 and 4 ranks; stopped and resumed equals uninterrupted."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from world import run_ranks
+
+from moebius.data_pipeline.config import DataConfig
+from moebius.data_pipeline.prepare import prepare
+from moebius.distributed.checkpoint import load
+from moebius.distributed.checkpoint_files import latest, list_checkpoints
+from moebius.distributed.process import start_process
+from moebius.model.config import ModelConfig
+from moebius.model.transformer import Transformer
+from moebius.train.config import CheckpointConfig, Config, MeshConfig, TrainConfig
+from moebius.train.loop import step, train
+from moebius.train.optim import OptimConfig
+from moebius.train.run import assemble, open_loader
+from moebius.train.state import model_tensors, state_tensors
+
+MODEL = ModelConfig(
+    vocab_size=257, d_model=24, num_layers=4, group_size=2, num_heads=2, d_head=12, num_attention_experts=4,
+    attention_top_k=2, num_experts=8, top_k=3, d_expert=16,
+)  # fmt: skip
+
+
+def make_config(data: Path, **sections: dict) -> Config:
+    values = {
+        "model": MODEL,
+        "data": DataConfig(tokenizer="bytes", vocab_size=257, seq_len=24, validation_fraction=0.2, directory=str(data)),
+        "optim": OptimConfig(learning_rate=3e-3, warmup_steps=3, decay_steps=20, clip_norm=1.0),
+        "train": {"steps": 8, "global_batch": 8, "micro_batch": 2, "eval_every": 4, "eval_rows": 10},
+        "checkpoint": {"every": 4},
+        "mesh": {},
+    }
+    for name, changes in sections.items():
+        before = values[name]
+        values[name] = before | changes if isinstance(before, dict) else before.model_copy(update=changes)
+    return Config(
+        model=values["model"], data=values["data"], optim=values["optim"], train=TrainConfig(**values["train"]),
+        checkpoint=CheckpointConfig(**values["checkpoint"]), mesh=MeshConfig(**values["mesh"]),
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("data")
+    words = np.random.default_rng(0).choice(["one", "two", "three", "many", "band", "expert", "route"], size=(60, 30))
+    text = folder / "text.jsonl"
+    text.write_text("".join(json.dumps({"text": " ".join(line)}) + "\n" for line in words), encoding="utf-8")
+    config = DataConfig(input=(str(text),), tokenizer="bytes", vocab_size=257, validation_fraction=0.2)
+    prepare(config, folder / "shards")
+    return folder / "shards"
+
+
+def sgd_step(config: Config, run_dir: Path) -> tuple[float, dict[str, Tensor], dict[str, Tensor]]:
+    """Loss, gradients and weights after one step of SGD with rate 1: what Adam would hide, a wrong scale, shows here."""
+    with start_process("cpu", timeout_s=30) as process:
+        run = assemble(config, run_dir, process)
+        run.optimizer = torch.optim.SGD(run.model.parameters(), lr=1.0)  # type: ignore[assignment]
+        with open_loader(run, None) as loader:
+            meter, _ = step(run, next(loader), 1.0)
+        loss = meter.reduce()["loss"].item()
+        gradients = {name: p.grad.clone() for name, p in run.model.named_parameters() if p.grad is not None}
+        weights = {name: p.detach().clone() for name, p in run.model.named_parameters()}
+        return loss, whole(gradients, run.mesh.layout.ep), whole(weights, run.mesh.layout.ep)
+
+
+def whole(tensors: dict[str, Tensor], ep: int) -> dict[str, Tensor]:
+    """With all experts: joined over the first `ep` ranks, which hold one copy."""
+    with torch.device("meta"):
+        sharded = model_tensors(Transformer(MODEL))[1]
+    out = {}
+    for name, tensor in tensors.items():
+        if f"model.{name}" in sharded and ep > 1:
+            parts = [torch.empty_like(tensor) for _ in range(torch.distributed.get_world_size())]
+            torch.distributed.all_gather(parts, tensor.contiguous())
+            tensor = torch.cat(parts[:ep])
+        out[name] = tensor
+    return out
+
+
+# world, ep, micro-batch, accumulation follows
+LAYOUTS = [(1, 1, 8), (1, 1, 2), (2, 1, 2), (2, 2, 4), (4, 1, 2), (4, 2, 1), (4, 4, 2)]
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_every_layout_makes_the_same_step(precision: str, data: Path, tmp_path: Path) -> None:
+    tolerance = 1e-6 if precision == "float32" else 3e-2
+    expected = None
+    for world, ep, micro in LAYOUTS:
+        config = make_config(
+            data, train={"micro_batch": micro, "precision": precision}, mesh={"ep": ep}, optim={"clip_norm": 1e9}
+        )
+        results = run_ranks(sgd_step, world, config, tmp_path / f"{world}-{ep}-{micro}")
+        for loss, gradients, weights in results:
+            expected = expected or (loss, gradients, weights)
+            assert loss == pytest.approx(expected[0], rel=tolerance), (world, ep, micro)
+            for name in expected[1]:
+                for kind, ours, theirs in (("grad", gradients, expected[1]), ("weight", weights, expected[2])):
+                    size = theirs[name].norm() + 1e-3 * expected[1][name].norm()
+                    difference = ((ours[name] - theirs[name]).norm() / size).item()
+                    assert difference < tolerance, (kind, name, world, ep, micro, difference)
+
+
+def run_training(config: Config, run_dir: Path) -> str:
+    run_dir.mkdir(parents=True, exist_ok=True)
+    return train(config, run_dir)
+
+
+def records(run_dir: Path, kind: str) -> dict[int, dict]:
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return {line["step"]: line for line in lines if line["kind"] == kind}
+
+
+def losses(run_dir: Path) -> list[float]:
+    return [record["loss"] for _, record in sorted(records(run_dir, "train").items())]
+
+
+def final_state(run_dir: Path, config: Config) -> dict[str, Tensor]:
+    model = Transformer(config.model)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for parameter in model.parameters():
+        optimizer.state[parameter] = {
+            name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")
+        }  # fmt: skip
+    path = latest(run_dir / "checkpoints")
+    assert path is not None
+    tensors, sharded = state_tensors(model, optimizer)
+    load(path, tensors, sharded)
+    return tensors
+
+
+def test_resumed_equals_uninterrupted_bit_for_bit(data: Path, tmp_path: Path) -> None:
+    layout = {"mesh": {"ep": 2}}
+    whole_run, cut_run = tmp_path / "whole", tmp_path / "cut"
+    run_ranks(run_training, 4, make_config(data, **layout), whole_run)
+    run_ranks(run_training, 4, make_config(data, train={"steps": 5}, **layout), cut_run)
+    assert [c.step for c in list_checkpoints(cut_run / "checkpoints")] == [4, 5]
+    run_ranks(run_training, 4, make_config(data, **layout), cut_run)
+    assert losses(cut_run) == losses(whole_run)
+    assert records(cut_run, "start")[5]["resumed_from_step"] == 5
+    before, after = (final_state(folder, make_config(data)) for folder in (whole_run, cut_run))
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    digests = [[r["digest"] for _, r in sorted(records(d, "train").items())] for d in (whole_run, cut_run)]
+    assert digests[0] == digests[1]
+
+
+@pytest.mark.parametrize(("world", "ep"), [(1, 1), (2, 2), (4, 4)])
+def test_resumed_on_another_layout_gives_the_same_losses(world: int, ep: int, data: Path, tmp_path: Path) -> None:
+    straight, moved = tmp_path / "straight", tmp_path / "moved"
+    run_ranks(run_training, 2, make_config(data, mesh={"ep": 1}), straight)
+    run_ranks(run_training, 2, make_config(data, train={"steps": 4}, mesh={"ep": 1}), moved)
+    run_ranks(run_training, world, make_config(data, mesh={"ep": ep}), moved)
+    assert losses(moved) == pytest.approx(losses(straight), rel=1e-6)
+    evals = [records(folder, "eval")[8]["loss"] for folder in (straight, moved)]
+    assert evals[0] == pytest.approx(evals[1], rel=1e-6)
+    digests = [[r["digest"] for _, r in sorted(records(d, "train").items())] for d in (straight, moved)]
+    assert digests[0] == digests[1]
+
+
+def stop_after(config: Config, run_dir: Path, step_number: int) -> str:
+    """Trains with a stop asked for while step `step_number` is being made."""
+    import moebius.train.loop as loop
+
+    run_dir.mkdir(parents=True, exist_ok=True)
+    original = loop.step
+
+    def step_and_ask(run, batch, rate):
+        if run.progress.step + 1 == step_number and run.process.rank == 0:
+            (run_dir / "stop").touch()
+        return original(run, batch, rate)
+
+    loop.step = step_and_ask
+    return train(config, run_dir)
+
+
+def test_a_stop_ends_all_ranks_at_one_step_with_a_checkpoint(data: Path, tmp_path: Path) -> None:
+    assert run_ranks(stop_after, 2, make_config(data), tmp_path, 3) == ["stopped", "stopped"]
+    assert json.loads((tmp_path / "result.json").read_text()) == {"state": "stopped", "step": 3}
+    assert [c.step for c in list_checkpoints(tmp_path / "checkpoints")] == [3]
+
+
+def poison(config: Config, run_dir: Path, bad_rank: int) -> list[int]:
+    """A gradient that is not finite on one rank, at the second of three steps: how many updates follow each step."""
+    with start_process("cpu", timeout_s=30) as process:
+        run = assemble(config, run_dir, process)
+        updates = []
+        with open_loader(run, None) as loader:
+            for number in range(3):
+                hook = None
+                if number == 1 and process.rank == bad_rank:
+                    hook = run.model.head.weight.register_hook(lambda grad: grad * float("inf"))
+                before = [p.detach().clone() for p in run.model.parameters()]
+                step(run, next(loader), 1e-3)
+                if hook is not None:
+                    hook.remove()
+                changed = any(not torch.equal(a, b) for a, b in zip(before, run.model.parameters(), strict=True))
+                assert changed == (number != 1)
+                updates.append(run.progress.updates)
+        assert run.progress.step == 3
+        return updates
+
+
+def test_a_gradient_that_is_not_finite_skips_the_step_on_all_ranks(data: Path, tmp_path: Path) -> None:
+    assert run_ranks(poison, 2, make_config(data, mesh={"ep": 2}), tmp_path, 1) == [[1, 1, 2], [1, 1, 2]]
+
+
+def test_it_learns_and_logs_what_it_should(data: Path, tmp_path: Path) -> None:
+    config = make_config(data, train={"steps": 40, "eval_every": 20}, optim={"decay_steps": 60})
+    assert run_ranks(run_training, 1, config, tmp_path) == ["finished"]
+    evals, steps = records(tmp_path, "eval"), records(tmp_path, "train")
+    assert sorted(evals) == [0, 20, 40]
+    assert evals[0]["loss"] == pytest.approx(np.log(257), abs=0.5)
+    assert evals[40]["loss"] < evals[0]["loss"] - 2
+    assert evals[40]["perplexity"] == pytest.approx(np.exp(evals[40]["loss"]))
+    record = steps[40]
+    load_LE = np.array(record["expert_load"])
+    assert load_LE.shape == (4, 8)
+    np.testing.assert_allclose(load_LE.sum(1), 1, atol=1e-3)
+    np.testing.assert_allclose(record["max_violation"], load_LE.max(1) * 8 - 1, atol=1e-3)
+    assert all(1 <= value <= 8 for value in record["effective_experts"])
+    assert all(0 < value < 1 for value in record["gate_mean"])
+    assert np.array(record["value_expert_load"]).shape == (4, 8)
+    assert record["tokens"] == 40 * 8 * 24
+    assert (tmp_path / "tensorboard").is_dir()
+
+
+def test_a_world_that_does_not_fit_is_refused_on_every_rank(data: Path, tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match=r"mesh.ep 3 does not divide the world's 2 ranks"):
+        run_ranks(run_training, 2, make_config(data, mesh={"ep": 3}), tmp_path)

@@ -1,0 +1,113 @@
+"""The parts of one run on one rank, put together, and taken up again where a checkpoint left them."""
+
+import json
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..data_pipeline.loader import Loader
+from ..distributed.checkpoint import Checkpointer, load
+from ..distributed.checkpoint_files import latest
+from ..distributed.gradients import GradientReducer
+from ..distributed.layout import plan_layout
+from ..distributed.mesh import Mesh, build_mesh
+from ..distributed.parallelize import build_model, expert_names
+from ..distributed.process import Process
+from ..model.transformer import Transformer
+from .config import Config
+from .metrics import MetricsLog
+from .optim import make_optimizer
+from .state import Progress, allocate_moments, set_updates, state_tensors
+
+
+@dataclass
+class Run:
+    """The parts of one run on one rank."""
+
+    config: Config
+    run_dir: Path
+    process: Process
+    mesh: Mesh
+    model: Transformer
+    dense: list[torch.nn.Parameter]  # the same on every rank
+    experts: list[torch.nn.Parameter]  # this rank's block of every bank
+    optimizer: torch.optim.AdamW
+    reducer: GradientReducer
+    checkpoints: Checkpointer
+    generation: int
+    log: MetricsLog
+    progress: Progress = field(default_factory=Progress)
+
+
+def assemble(config: Config, run_dir: Path, process: Process) -> Run:
+    """Builds everything that exists once per rank; no data has been read and nothing resumed yet."""
+    config.check_world(process.world_size)
+    mesh = build_mesh(plan_layout(config.mesh, process.world_size), process)
+    model = build_model(
+        config.model, mesh, dispatcher=config.mesh.dispatcher, backend=config.kernels.backend,
+        seed=config.train.seed, device=process.device,
+    )  # fmt: skip
+    optimizer = make_optimizer(config.optim, model.parameters())
+    allocate_moments(model, optimizer)
+    generation = int(os.environ.get("MOEBIUS_GENERATION", "0"))
+    checkpoints = Checkpointer(
+        run_dir / "checkpoints", mesh=mesh, process=process, keep_last=config.checkpoint.keep_last,
+        generation=generation, generation_file=run_dir / "generation",
+    )  # fmt: skip
+    log = MetricsLog(run_dir, active=process.rank == 0)
+    dense, experts = split_parameters(model)
+    reducer = GradientReducer(dense, experts, mesh)
+    return Run(
+        config, run_dir, process, mesh, model, dense, experts, optimizer, reducer, checkpoints, generation, log
+    )  # fmt: skip
+
+
+def resume(run: Run) -> dict[str, Any] | None:
+    """Continues from the newest checkpoint of the run folder, if there is one; returns its position in the data."""
+    newest, position = latest(run.run_dir / "checkpoints"), None
+    if newest is not None:
+        meta = load(newest, *state_tensors(run.model, run.optimizer), mesh=run.mesh)
+        run.progress, position = Progress(**meta["progress"]), meta["data"]
+        set_updates(run.model, run.optimizer, run.progress.updates)
+    run.log.write(
+        "start", run.progress.step, generation=run.generation, world_size=run.process.world_size,
+        resumed_from_step=run.progress.step if newest else None, layout=str(run.mesh.layout),
+        device=str(run.process.device), steps=run.config.train.steps, parameters=count_parameters(run),
+    )  # fmt: skip
+    return position
+
+
+def open_loader(run: Run, position: dict[str, Any] | None) -> Loader:
+    """The data from where the run stands: a seek, whatever the number of ranks was before."""
+    config = run.config
+    loader = Loader(
+        Path(config.data.directory), seq_len=config.data.seq_len, global_batch=config.train.global_batch,
+        micro_batch=config.train.micro_batch, rank=run.process.rank, num_ranks=run.process.world_size,
+        seed=config.data.seed, start_sample=run.progress.samples,
+    )  # fmt: skip
+    if position is not None:
+        loader.check_position(position["spec_hash"], position["spec"])
+    return loader
+
+
+def write_result(run: Run, state: str) -> None:
+    """Rank 0's last word: without it an exit code of 0 is not believed."""
+    if run.process.rank == 0:
+        partial_file = run.run_dir / "result.json.tmp"
+        partial_file.write_text(json.dumps({"state": state, "step": run.progress.step}) + "\n", encoding="utf-8")
+        partial_file.replace(run.run_dir / "result.json")
+
+
+def split_parameters(model: Transformer) -> tuple[list[torch.nn.Parameter], list[torch.nn.Parameter]]:
+    """Dense parameters and expert parameters, in the model's order."""
+    sharded = expert_names(model)
+    dense = [parameter for name, parameter in model.named_parameters() if name not in sharded]
+    return dense, [parameter for name, parameter in model.named_parameters() if name in sharded]
+
+
+def count_parameters(run: Run) -> int:
+    """Of the whole model, experts of all ranks included."""
+    return sum(p.numel() for p in run.dense) + run.mesh.layout.ep * sum(p.numel() for p in run.experts)
