@@ -4,12 +4,14 @@ Everything comes from files, so one can watch a job of any cluster, after the fa
 nor stop it. Cost: two `stat` calls and the reading of what is new, four times a second.
 """
 
+import contextlib
 import re
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
+from typing import Protocol
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -252,6 +254,51 @@ def _clock(seconds: float) -> str:
 def _number(value: object) -> str:
     """Four significant digits; what is not finite comes from the file as a string."""
     return f"{float(value):.4g}" if isinstance(value, int | float) else str(value)
+
+
+# ---- data preparation
+
+
+class PreparationStep(Protocol):
+    """What data preparation reports: `done` of `total` tasks of a stage."""
+
+    @property
+    def stage(self) -> str: ...
+    @property
+    def done(self) -> int: ...
+    @property
+    def total(self) -> int: ...
+    @property
+    def tokens(self) -> int: ...
+
+
+@contextlib.contextmanager
+def show_preparation(console: Console, *, live: bool | None = None) -> Iterator[Callable[[PreparationStep], None]]:
+    """Shows data preparation while inside; yields the callback that takes its reports."""
+    live = console.is_terminal if live is None else live
+    started = time.monotonic()
+    last: PreparationStep | None = None
+
+    def words(step: PreparationStep) -> str:
+        tokens = f", {step.tokens:,} tokens" if step.tokens else ""
+        return f"preparing data: {step.stage} {step.done}/{step.total}{tokens}"
+
+    with console.status("preparing data") if live else contextlib.nullcontext() as status:
+
+        def on_progress(step: PreparationStep) -> None:
+            nonlocal last
+            last = step
+            if status is not None:
+                status.update(words(step))
+            elif step.done in (0, step.total):
+                console.print(f"{_clock(time.time())} {words(step)}", highlight=False)
+
+        yield on_progress
+    if last is None:
+        console.print("data is prepared already", highlight=False)
+    else:
+        seconds = time.monotonic() - started
+        console.print(f"data prepared in {duration(seconds)}: {last.tokens:,} tokens", highlight=False)
 
 
 # ---- logs

@@ -1,0 +1,205 @@
+"""Submitting a job and ending one: what the command line calls.
+
+`submit` connects to a cluster (the one at `address`, or a simulated one on this machine), prepares the data there,
+starts the job's supervisor and watches. On a real cluster the job does not need us from then on: it outlives the command
+line, and `stop`, `read_status` and `watch.follow` find it through its run folder. A simulated cluster ends with its user.
+"""
+
+import contextlib
+import os
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from ..data_pipeline.config import DataConfig
+from ..data_pipeline.manifest import Manifest
+from ..data_pipeline.prepare import prepare
+from ..train.config import Config
+from .generations import interrupts_ask_for_a_stop
+from .job import JobError, JobStatus, Launch, State, begin_submission, read_status, refuse_if_running, request_stop
+from .prepare import ray_runner
+from .ray_session import NAMESPACE, connected, require_ray
+from .simulated import simulated_cluster
+from .summary import closing_words, draw_summary
+from .watch import follow, show_preparation
+
+FORWARDED = ("MOEBIUS_", "NCCL_", "GLOO_", "TORCH_", "OMP_")  # settings of the submitter's shell that ranks get
+RELEASE_TIMEOUT_S = 30.0
+
+
+def submit(
+    config: Config,
+    run_dir: Path,
+    *,
+    address: str | None = None,
+    detach: bool = False,
+    command: Sequence[str] = (),
+    console: Console | None = None,
+    live: bool | None = None,
+) -> JobStatus:
+    """Runs a job on a cluster, data preparation included, and shows it; returns how it ended.
+
+    Ctrl-C (or SIGTERM) stops the job at a step boundary with a checkpoint; a second one ends it at once.
+
+    Args:
+        config: `config.data.directory` must be absolute and, like `run_dir`, reachable from every node.
+        address: host:port of a Ray cluster's head, or "auto"; None simulates `config.job.num_nodes` nodes here.
+        detach: return as soon as the supervisor is up; only for a cluster that outlives this process.
+        command: of one rank, instead of the training loop.
+        live: redraw in place or write lines; by default as the console can.
+
+    Raises:
+        JobError: Ray is missing, the cluster cannot be used, or a job is at work in this folder.
+        DataError: the data cannot be prepared.
+    """
+    if detach and address is None:
+        raise JobError(
+            "a simulated cluster ends with this command: to leave a job alone, give the address of a real one"
+        )
+    console = console or Console()
+    run_dir = run_dir.absolute()
+    require_ray()
+    refuse_if_running(run_dir)
+    _write_config(config, run_dir)
+    with _cluster(config, address, console):
+        _prepare(config.data, console, live=live, in_flight=os.cpu_count() if address is None else None)
+        from .supervisor import start_supervisor
+
+        launch = make_launch(config, run_dir, simulated=address is None, command=command)
+        begin_submission(launch)
+        with interrupts_ask_for_a_stop(run_dir):
+            start_supervisor(launch)
+            if detach:
+                return read_status(run_dir)
+            status = follow(run_dir, console=console, live=live)
+            _await_release(launch)
+    picture = draw_summary(run_dir) if status.step is not None else None
+    console.print(closing_words(status, picture=picture))
+    return status
+
+
+def stop(run_dir: Path, *, now: bool = False, timeout_s: float = 600.0) -> JobStatus:
+    """Asks a job to end and waits until it has: at a step boundary with a checkpoint, or `now` without one.
+
+    Raises:
+        JobError: there is no job in this folder, or it did not end within `timeout_s`.
+    """
+    status = read_status(run_dir)
+    if status.state.is_final:
+        return status
+    request_stop(run_dir, now=now)
+    deadline = time.monotonic() + timeout_s
+    while not (status := read_status(run_dir)).state.is_final:
+        if status.state is State.LOST:
+            raise JobError(f"{run_dir}: {status.reason}; nobody is there to stop it")
+        if time.monotonic() > deadline:
+            raise JobError(
+                f"{run_dir}: still {status.state} after {timeout_s:.0f} s; `moebius stop --now` ends it at once"
+            )
+        time.sleep(0.2)
+    return status
+
+
+def prepare_on_cluster(
+    data: DataConfig, *, address: str | None = None, workers: int | None = None, console: Console | None = None
+) -> Manifest:
+    """Prepares `data.directory` with Ray tasks: on the cluster at `address`, or with `workers` processes here."""
+    console = console or Console()
+    require_ray()
+    workers = workers or os.cpu_count() or 1
+    place = simulated_cluster(1, cpus_per_node=workers) if address is None else connected(address)
+    with place:
+        return _prepare(data, console, live=None, in_flight=workers if address is None else None)
+
+
+def make_launch(config: Config, run_dir: Path, *, simulated: bool, command: Sequence[str] = ()) -> Launch:
+    """The launch of a job on the cluster that this process is connected to."""
+    job = config.job
+    return Launch(
+        run_dir=str(run_dir),
+        num_nodes=job.num_nodes,
+        ranks_per_node=job.ranks_per_node,
+        name=job.name,
+        command=tuple(command),
+        environment={key: value for key, value in os.environ.items() if key.startswith(FORWARDED)},
+        gpus_per_node=_simulated_gpus(config) if simulated else _cluster_gpus(config),
+        max_restarts=job.max_restarts,
+        start_timeout_s=job.start_timeout_s,
+        rehearse_failure_at_step=job.rehearse_failure_at_step,
+    )
+
+
+def _write_config(config: Config, run_dir: Path) -> None:
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        config.save(run_dir / "config.json")
+    except OSError as error:
+        raise JobError(f"{run_dir}: the run folder cannot be written ({error.strerror}); choose another one") from None
+
+
+@contextlib.contextmanager
+def _cluster(config: Config, address: str | None, console: Console) -> Iterator[None]:
+    job = config.job
+    if address is not None:
+        with connected(address):
+            console.print(f"connected to the Ray cluster at {address}", highlight=False)
+            yield
+        return
+    gpus = None
+    if per_node := _simulated_gpus(config):
+        gpus = [range(node * per_node, (node + 1) * per_node) for node in range(job.num_nodes)]
+    started = time.monotonic()
+    with simulated_cluster(job.num_nodes, cpus_per_node=job.ranks_per_node, gpus=gpus):
+        seconds = time.monotonic() - started
+        console.print(f"simulated cluster of {job.num_nodes} node(s) up after {seconds:.1f} s", highlight=False)
+        yield
+
+
+def _simulated_gpus(config: Config) -> int:
+    """GPUs of each pretended node: one per rank when this machine has enough, for ranks cannot share one under NCCL."""
+    if config.train.device == "cpu":
+        return 0
+    import torch
+
+    have = torch.cuda.device_count()
+    if have >= config.world_size:
+        return config.job.ranks_per_node
+    if config.train.device == "cuda":
+        raise JobError(
+            f"train.device=cuda needs one GPU per rank, {config.world_size} in all, and this machine has {have}: "
+            "lower job.num_nodes or job.ranks_per_node, or set train.device=cpu"
+        )
+    return 0
+
+
+def _cluster_gpus(config: Config) -> int:
+    """GPUs of each node of a real cluster: one per rank, and with device "auto" none if too few nodes have them."""
+    import ray
+
+    per_node = config.job.ranks_per_node
+    fitting = sum(node["Alive"] and node["Resources"].get("GPU", 0) >= per_node for node in ray.nodes())
+    enough = fitting >= config.job.num_nodes
+    return per_node if config.train.device == "cuda" or (config.train.device == "auto" and enough) else 0
+
+
+def _prepare(data: DataConfig, console: Console, *, live: bool | None, in_flight: int | None) -> Manifest:
+    with show_preparation(console, live=live) as on_progress:
+        return prepare(data, data.directory, run=ray_runner(in_flight=in_flight), on_progress=on_progress)
+
+
+def _await_release(launch: Launch) -> None:
+    """Waits until the supervisor has given its nodes back and is gone, so that nothing is left when we return."""
+    import ray
+
+    from .supervisor import actor_name
+
+    deadline = time.monotonic() + RELEASE_TIMEOUT_S
+    while time.monotonic() < deadline:
+        try:
+            _: Any = ray.get_actor(actor_name(launch.run_dir), namespace=NAMESPACE)
+        except ValueError:
+            return
+        time.sleep(0.1)
