@@ -1,0 +1,463 @@
+"""The rules of the house (docs/architecture.md), read off the sources: floors, rooms, names, packaging.
+
+Every rule is a function from sources (path -> text) to violations, each one line `path:line: what and why`. It must find
+none in the tree, and must find the fault that `FAULTS` plants in a made-up tree: a rule that cannot fail proves nothing.
+"""
+
+import ast
+import functools
+import graphlib
+import json
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = "moebius"
+Sources = dict[str, str]  # path relative to the root, with slashes -> text
+Rule = Callable[[Sources], list[str]]
+
+# Who may import whom, top floor first. Also under TYPE_CHECKING and inside functions.
+MAY_IMPORT = {
+    "cli": {"cluster", "evaluation", "train", "distributed", "model", "kernels", "data_pipeline"},
+    "cluster": {"evaluation", "train", "data_pipeline"},
+    "evaluation": {"train", "distributed", "model", "kernels", "data_pipeline"},
+    "train": {"distributed", "model", "kernels", "data_pipeline"},
+    "distributed": {"model", "kernels"},
+    "model": {"kernels"},
+    "kernels": set(),
+    "data_pipeline": set(),
+}
+NOTHING_OF_OURS = {room for room, allowed in MAY_IMPORT.items() if not allowed}
+# What only one room of the package may import.
+HELD_BY = {"ray": "cluster", "triton": "kernels", "megablocks": "kernels", "pyarrow": "data_pipeline"}
+BESIDE_THE_PACKAGE = {"tests", "benchmarks", "examples", "docs", ".ci"}
+EMPTY_NAMES = {"util", "utils", "helper", "helpers", "manager", "managers"}
+
+# The patterns must not match themselves: this file is one of the sources.
+MACHINE_PATH = re.compile(r"(?<![\w.~/-])(?:/(?:[r]oot|[h]ome|[w]ork|[U]sers|[m]nt)/|[A-Z]:\\\\?[U]sers)")
+UNFINISHED = re.compile(r"\b(?:[T]ODO|[F]IXME|[X]XX)\b")
+
+
+# Reading the sources ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Import:
+    """One imported name, made absolute."""
+
+    importer: str  # dotted name of the module that imports
+    target: str  # "moebius.model.moe.Sent": the attribute or submodule included
+    is_relative: bool
+    where: str  # "train/loop.py:19"
+
+    @property
+    def top(self) -> str:
+        return self.target.split(".")[0]
+
+    @property
+    def target_room(self) -> str | None:
+        """The room that is entered; None if the target is not of the package."""
+        return self.target.split(".")[1] if self.target.startswith(f"{PACKAGE}.") else None
+
+
+def tracked_files(root: Path) -> list[str]:
+    """What git tracks and is there; without a repository, all that is not hidden, built or run."""
+    if (root / ".git").exists():
+        listed = subprocess.run(["git", "ls-files", "-z"], cwd=root, check=True, capture_output=True, text=True)
+        return [path for path in listed.stdout.split("\0") if path and (root / path).is_file()]
+    found = []
+    for folder, subfolders, files in os.walk(root):
+        subfolders[:] = [name for name in subfolders if name == ".ci" or not _is_made(name)]
+        found += [(Path(folder) / name).relative_to(root).as_posix() for name in files]
+    return sorted(found)
+
+
+def _is_made(folder: str) -> bool:
+    return folder.startswith(".") or folder in ("__pycache__", "build", "dist", "runs") or folder.endswith(".egg-info")
+
+
+def read_sources(root: Path) -> Sources:
+    """All tracked text files."""
+    sources = {}
+    for path in tracked_files(root):
+        try:
+            sources[path] = (root / path).read_text(encoding="utf-8")
+        except UnicodeDecodeError:
+            continue  # a picture or recorded data
+    return sources
+
+
+@pytest.fixture(scope="module")
+def sources() -> Sources:
+    found = read_sources(ROOT)
+    assert f"{PACKAGE}" in found["pyproject.toml"]
+    assert len(found) > 50, "the sources were not found"
+    return found
+
+
+def python(sources: Sources) -> Sources:
+    return {path: text for path, text in sources.items() if path.endswith(".py")}
+
+
+def package(sources: Sources) -> Sources:
+    """The modules of the package: those in its rooms, and those at the root."""
+    return {path: text for path, text in python(sources).items() if path.split("/")[0] not in BESIDE_THE_PACKAGE}
+
+
+def module_name(path: str) -> str:
+    """train/loop.py -> moebius.train.loop; kernels/__init__.py -> moebius.kernels."""
+    parts = PurePosixPath(path).with_suffix("").parts
+    return ".".join([PACKAGE, *(parts[:-1] if parts[-1] == "__init__" else parts)])
+
+
+def room_of(path: str) -> str:
+    """model/moe.py -> model; cli.py -> cli; __init__.py (of the package) -> __init__."""
+    return path.split("/")[0].removesuffix(".py")
+
+
+@functools.cache
+def imports_of(path: str, text: str) -> tuple[Import, ...]:
+    """Every import of a file, wherever it stands; `import_module("…")` with a literal name as well."""
+    return tuple(_imports_of(path, text))
+
+
+def _imports_of(path: str, text: str) -> Iterator[Import]:
+    name = module_name(path)
+    for node in ast.walk(ast.parse(text, path)):
+        where = f"{path}:{getattr(node, 'lineno', 0)}"
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield Import(name, alias.name, False, where)
+        elif isinstance(node, ast.ImportFrom):
+            origin = _origin(path, node)
+            for alias in node.names:
+                yield Import(name, f"{origin}.{alias.name}" if origin else alias.name, node.level > 0, where)
+        elif isinstance(node, ast.Call) and (target := _imported_by_call(node)):
+            yield Import(name, target, False, where)
+
+
+def _origin(path: str, node: ast.ImportFrom) -> str:
+    """The absolute name of what stands between `from` and `import`."""
+    if node.level == 0:
+        return node.module or ""
+    containing = [PACKAGE, *PurePosixPath(path).parts[:-1]]
+    kept = containing[: len(containing) - node.level + 1]
+    return ".".join([*kept, *([node.module] if node.module else [])])
+
+
+def _imported_by_call(node: ast.Call) -> str | None:
+    called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+    first = node.args[0] if node.args else None
+    is_import = called in ("import_module", "__import__") and isinstance(first, ast.Constant)
+    return str(first.value) if is_import and isinstance(first, ast.Constant) else None
+
+
+def package_imports(sources: Sources) -> Iterator[tuple[str, Import]]:
+    for path, text in package(sources).items():
+        for found in imports_of(path, text):
+            yield path, found
+
+
+# The rules ----------------------------------------------------------------------------------------------------------
+
+
+def imports_go_down(sources: Sources) -> list[str]:
+    """The floors; `__version__` of the root belongs to no room and may be read from floor 1 upwards."""
+    violations = []
+    for path, found in package_imports(sources):
+        room, target = room_of(path), found.target_room
+        if target is None or target == room:
+            continue
+        if target == "__version__" and room not in NOTHING_OF_OURS:
+            continue
+        if target not in MAY_IMPORT.get(room, set()):
+            allowed = ", ".join(sorted(MAY_IMPORT.get(room, set()))) or "nothing of ours"
+            violations.append(f"{found.where}: {room} imports {found.target}; it may import {allowed}")
+    return violations
+
+
+def heavy_libraries_stay_in_their_room(sources: Sources) -> list[str]:
+    return [
+        f"{found.where}: {found.top} is imported in {HELD_BY[found.top]}/ only"
+        for path, found in package_imports(sources)
+        if found.top in HELD_BY and room_of(path) != HELD_BY[found.top]
+    ]
+
+
+def imports_make_no_circle(sources: Sources) -> list[str]:
+    """Neither between rooms nor between modules."""
+    modules = {module_name(path) for path in package(sources)}
+    between_modules: dict[str, set[str]] = {}
+    between_rooms: dict[str, set[str]] = {}
+    for path, found in package_imports(sources):
+        if (target := _module_of(found.target, modules)) and target != found.importer:
+            between_modules.setdefault(found.importer, set()).add(target)
+        if found.target_room in MAY_IMPORT and found.target_room != room_of(path):
+            between_rooms.setdefault(room_of(path), set()).add(found.target_room)
+    graphs = {"rooms": between_rooms, "modules": between_modules}
+    return [f"{kind} import each other: {circle}" for kind, graph in graphs.items() if (circle := _circle(graph))]
+
+
+def _module_of(target: str, modules: set[str]) -> str | None:
+    """The longest known module that a dotted name begins with; a package's own __init__ only if nothing below it."""
+    parts = target.split(".")
+    names = (".".join(parts[:length]) for length in range(len(parts), 1, -1))
+    return next((name for name in names if name in modules), None)
+
+
+def _circle(graph: dict[str, set[str]]) -> str | None:
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as error:
+        return " <- ".join(error.args[1])
+    return None
+
+
+def imports_are_relative_inside_and_absolute_outside(sources: Sources) -> list[str]:
+    violations = []
+    for path, text in python(sources).items():
+        inside = path in package(sources)
+        for found in imports_of(path, text):
+            if found.top in MAY_IMPORT and not found.is_relative:
+                violations.append(
+                    f"{found.where}: {found.target} is no top-level module; it is {PACKAGE}.{found.target}"
+                )
+            elif inside and found.top == PACKAGE and not found.is_relative:
+                violations.append(f"{found.where}: {found.target} must be imported relatively inside the package")
+            elif not inside and found.is_relative:
+                violations.append(f"{found.where}: only the package imports relatively; write {PACKAGE}.…")
+    return violations
+
+
+def folders_are_one_level_deep(sources: Sources) -> list[str]:
+    """Every module lies in a known room, each room is a package, and tests are none."""
+    violations = []
+    for path in package(sources):
+        if path not in ("__init__.py", "cli.py") and (path.count("/") != 1 or room_of(path) not in MAY_IMPORT):
+            violations.append(f"{path}: a module lies in one of the rooms {', '.join(MAY_IMPORT)}, one level deep")
+        if "/" in path and f"{path.split('/')[0]}/__init__.py" not in sources:
+            violations.append(f"{path}: its folder has no __init__.py, so no wheel would hold it")
+    packages = [path for path in python(sources) if path.endswith("__init__.py") and path not in package(sources)]
+    return violations + [f"{path}: tests, benchmarks and examples are no packages" for path in packages]
+
+
+def packages_are_listed(sources: Sources) -> list[str]:
+    """pyproject.toml names every folder of the package, and no other."""
+    listed = set(tomllib.loads(sources["pyproject.toml"])["tool"]["setuptools"]["packages"])
+    present = {module_name(path) for path in package(sources) if path.endswith("__init__.py")}
+    return [f"pyproject.toml: packages lacks {name}" for name in sorted(present - listed)] + [
+        f"pyproject.toml: packages names {name}, which does not exist" for name in sorted(listed - present)
+    ]
+
+
+def names_say_something(sources: Sources) -> list[str]:
+    return [
+        f"{path}: {part!r} says nothing about what is in it"
+        for path in sources
+        for part in PurePosixPath(path).with_suffix("").parts
+        if part.removeprefix("test_") in EMPTY_NAMES
+    ]
+
+
+def dependencies_are_pinned(sources: Sources) -> list[str]:
+    """Each requirement of pyproject.toml has one version in constraints.txt, and that version satisfies it."""
+    violations, pins = [], {}
+    for number, line in enumerate(sources["constraints.txt"].splitlines(), 1):
+        name, equals, version = line.partition("==")
+        if not equals or not re.fullmatch(r"[\w.!+-]+", version):
+            violations.append(f"constraints.txt:{number}: {line!r} is not name==version")
+        pins[canonicalize_name(name)] = version
+    for text in _requirements(tomllib.loads(sources["pyproject.toml"])):
+        requirement = Requirement(text)
+        pin = pins.get(canonicalize_name(requirement.name))
+        if requirement.name == PACKAGE:
+            continue
+        if pin is None:
+            violations.append(f"pyproject.toml: {text} is not pinned in constraints.txt")
+        elif not requirement.specifier.contains(pin, prereleases=True):
+            violations.append(f"constraints.txt: {requirement.name}=={pin} is outside {requirement.specifier}")
+    return violations
+
+
+def _requirements(pyproject: dict) -> list[str]:
+    project = pyproject["project"]
+    extras = [text for extra in project.get("optional-dependencies", {}).values() for text in extra]
+    return [*pyproject["build-system"]["requires"], *project["dependencies"], *extras]
+
+
+def sources_are_finished_and_portable(sources: Sources) -> list[str]:
+    """No path of one machine, no note to oneself."""
+    violations = []
+    for path, text in sources.items():
+        for number, line in enumerate(text.splitlines(), 1):
+            if MACHINE_PATH.search(line):
+                violations.append(f"{path}:{number}: a path of one machine: {line.strip()}")
+            if UNFINISHED.search(line):
+                violations.append(f"{path}:{number}: plans belong to issues: {line.strip()}")
+    return violations
+
+
+RULES: list[Rule] = [
+    imports_go_down,
+    heavy_libraries_stay_in_their_room,
+    imports_make_no_circle,
+    imports_are_relative_inside_and_absolute_outside,
+    folders_are_one_level_deep,
+    packages_are_listed,
+    names_say_something,
+    dependencies_are_pinned,
+    sources_are_finished_and_portable,
+]
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
+def test_the_tree_keeps(rule: Rule, sources: Sources) -> None:
+    violations = rule(sources)
+    assert not violations, "\n" + "\n".join(violations)
+
+
+# The rules can fail -------------------------------------------------------------------------------------------------
+
+PYPROJECT = """
+[build-system]
+requires = ["setuptools>=77"]
+[project]
+dependencies = ["torch>=2.11,<3"]
+optional-dependencies = { cluster = ["ray>=2.50"], test = ["moebius[cluster]"] }
+[tool.setuptools]
+packages = ["moebius", "moebius.model"]
+"""
+SOUND: Sources = {
+    "pyproject.toml": PYPROJECT,
+    "constraints.txt": "setuptools==80.0\ntorch==2.13.0\nray==2.60.0\n",
+    "__init__.py": "",
+    "model/__init__.py": "",
+    "model/moe.py": "from . import routing\nfrom .routing import Routes\nfrom .. import __version__\n",
+    "model/routing.py": "import torch\n",
+    "tests/test_moe.py": "import moebius.model.moe\nfrom golden import case\n",
+}
+# fmt: off
+FAULTS: list[tuple[Rule, Sources, str]] = [
+    (imports_go_down, {"model/a.py": "from ..distributed.mesh import Mesh"}, r"a.py:1: model imports .*distributed.mesh.Mesh"),
+    (imports_go_down, {"model/a.py": "from .. import distributed"}, r"model imports moebius.distributed"),
+    (imports_go_down, {"model/a.py": "from .. import kernels, train as t"}, r"model imports moebius.train"),
+    (imports_go_down, {"kernels/a.py": "from .. import __version__"}, r"it may import nothing of ours"),
+    (imports_go_down, {"kernels/a.py": "def f():\n    from ..model import moe"}, r"a.py:2: kernels imports moebius.model.moe"),
+    (imports_go_down, {"model/a.py": "if TYPE_CHECKING:\n    import moebius.train.loop"}, r"a.py:2: model imports moebius.train"),
+    (imports_go_down, {"cluster/a.py": "from ..model.moe import Sent"}, r"cluster imports moebius.model"),
+    (imports_go_down, {"train/a.py": "import_module('moebius.cluster.job')"}, r"train imports moebius.cluster"),
+    (imports_go_down, {"evaluation/a.py": "from ..cli import main"}, r"evaluation imports moebius.cli"),
+    (imports_go_down, {"__init__.py": "from .model import moe"}, r"__init__ imports moebius.model.moe"),
+    (heavy_libraries_stay_in_their_room, {"train/a.py": "def f():\n    import ray.util"}, r"a.py:2: ray is imported in cluster/"),
+    (heavy_libraries_stay_in_their_room, {"cli.py": "__import__('ray')"}, r"cli.py:1: ray"),
+    (heavy_libraries_stay_in_their_room, {"model/a.py": "from triton import jit"}, r"triton is imported in kernels/"),
+    (heavy_libraries_stay_in_their_room, {"model/a.py": "import megablocks.ops"}, r"megablocks is imported in kernels/"),
+    (heavy_libraries_stay_in_their_room, {"train/a.py": "import pyarrow as pa"}, r"pyarrow is imported in data_pipeline/"),
+    (imports_make_no_circle, {"model/routing.py": "from .moe import Sent"}, r"modules import each other: .*model.routing"),
+    (imports_make_no_circle, {"model/routing.py": "def f():\n    from . import moe"}, r"modules import each other"),
+    (imports_make_no_circle, {
+        "model/a.py": "from ..kernels import b", "kernels/b.py": "", "kernels/c.py": "from ..model import routing",
+    }, r"rooms import each other: .*kernels"),
+    (imports_are_relative_inside_and_absolute_outside, {"model/a.py": "import moebius.kernels"}, r"must be imported relatively"),
+    (imports_are_relative_inside_and_absolute_outside, {"cli.py": "from train import loop"}, r"it is moebius.train.loop"),
+    (imports_are_relative_inside_and_absolute_outside, {"tests/a.py": "from kernels import doors"}, r"it is moebius.kernels"),
+    (imports_are_relative_inside_and_absolute_outside, {"tests/a.py": "from .golden import case"}, r"only the package"),
+    (folders_are_one_level_deep, {"model/deep/a.py": ""}, r"model/deep/a.py: a module lies in"),
+    (folders_are_one_level_deep, {"attic/a.py": "", "attic/__init__.py": ""}, r"attic/a.py: a module lies in"),
+    (folders_are_one_level_deep, {"setup.py": ""}, r"setup.py: a module lies in"),
+    (folders_are_one_level_deep, {"kernels/a.py": ""}, r"kernels/a.py: its folder has no __init__.py"),
+    (folders_are_one_level_deep, {"tests/model/__init__.py": ""}, r"tests, benchmarks and examples are no packages"),
+    (packages_are_listed, {"kernels/__init__.py": ""}, r"packages lacks moebius.kernels"),
+    (packages_are_listed, {"pyproject.toml": PYPROJECT.replace(".model", ".attic")}, r"names moebius.attic"),
+    (names_say_something, {"model/utils.py": ""}, r"model/utils.py: 'utils'"),
+    (names_say_something, {"tests/helpers/a.py": ""}, r"'helpers'"),
+    (names_say_something, {"tests/test_manager.py": ""}, r"'test_manager'"),
+    (dependencies_are_pinned, {"constraints.txt": "setuptools==80\ntorch==2.13\n"}, r"ray>=2.50 is not pinned"),
+    (dependencies_are_pinned, {"constraints.txt": "setuptools==80\ntorch==2.9\nray==2.60"}, r"torch==2.9 is outside"),
+    (dependencies_are_pinned, {"constraints.txt": "setuptools==80\ntorch>=2.13\nray==2.60"}, r"is not name==version"),
+    (sources_are_finished_and_portable, {"docs/a.md": "in " + "/".join(["", "home", "me"])}, r"docs/a.md:1: a path of one"),
+    (sources_are_finished_and_portable, {"model/a.py": "# " + "TO" + "DO"}, r"model/a.py:1: plans belong to issues"),
+]
+# fmt: on
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
+def test_a_sound_tree_passes(rule: Rule) -> None:
+    assert rule(SOUND) == []
+
+
+@pytest.mark.parametrize(("rule", "fault", "message"), FAULTS)
+def test_a_fault_is_found(rule: Rule, fault: Sources, message: str) -> None:
+    violations = rule(SOUND | fault)
+    assert any(re.search(message, line) for line in violations), violations
+
+
+def test_every_rule_is_seen_to_fail() -> None:
+    assert {rule for rule, _, _ in FAULTS} == set(RULES)
+
+
+def test_without_git_the_same_modules_are_found(tmp_path: Path, sources: Sources) -> None:
+    for path, text in sources.items():
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text(text, encoding="utf-8")
+    for made in (".venv/lib/a.py", "build/lib/b.py", "__pycache__/c.py", "moebius.egg-info/d.py"):
+        (tmp_path / made).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / made).write_text("import ray")
+    assert python(read_sources(tmp_path)).keys() == python(sources).keys()
+
+
+# The wheel ----------------------------------------------------------------------------------------------------------
+
+# What setuptools would put into the wheel, without building one: its own command, asked for its list.
+ASK_SETUPTOOLS = """
+import json
+from setuptools.dist import Distribution
+project = Distribution({"script_name": "setup.py"})
+project.parse_config_files()
+build = project.get_command_obj("build_py")
+build.ensure_finalized()
+print(json.dumps([path for _, _, path in build.find_all_modules()]))
+"""
+
+
+def modules_of_the_wheel(root: Path) -> set[str]:
+    asked = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", ASK_SETUPTOOLS], cwd=root, check=True, capture_output=True, text=True
+    )
+    return {PurePosixPath(path).as_posix() for path in json.loads(asked.stdout)}
+
+
+def test_the_wheel_holds_every_tracked_module(sources: Sources) -> None:
+    assert package(sources).keys() - modules_of_the_wheel(ROOT) == set()
+
+
+def test_a_module_that_the_wheel_lacks_is_found(tmp_path: Path) -> None:
+    for path, text in (SOUND | {"kernels/__init__.py": "", "kernels/doors.py": ""}).items():
+        (tmp_path / path).parent.mkdir(exist_ok=True)
+        (tmp_path / path).write_text(text)
+    settings = '[project]\nname = "moebius"\nversion = "0"\n' + PYPROJECT.partition("[project]\n")[2]
+    (tmp_path / "pyproject.toml").write_text(settings + 'package-dir = { moebius = "." }\n')
+    held = modules_of_the_wheel(tmp_path)
+    assert held == {"__init__.py", "model/__init__.py", "model/moe.py", "model/routing.py"}
+
+
+@pytest.mark.parametrize("room", ["kernels", "data_pipeline"])
+def test_a_room_refuses_to_be_a_top_level_package(room: str) -> None:
+    tried = subprocess.run([sys.executable, "-c", f"import {room}"], cwd=ROOT, capture_output=True, text=True)
+    assert tried.returncode == 1
+    assert f"ImportError: import moebius.{room}: the repository root is the package" in tried.stderr
+
+
+@pytest.mark.parametrize("room", ["kernels", "data_pipeline"])
+def test_the_same_room_opens_as_part_of_the_package(room: str) -> None:
+    subprocess.run([sys.executable, "-c", f"import moebius.{room}"], cwd=ROOT, check=True)
