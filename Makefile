@@ -1,0 +1,43 @@
+# A fresh machine needs python3 (3.11 or newer, with venv), git and make; the rest comes into .venv, in the versions of
+# constraints.txt. What is installed is remembered in .venv/.installed-*, so set-up takes no time when nothing changed.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+
+.NOTPARALLEL:
+.PHONY: help train test lint wheel clean
+
+help:  ## show this
+	@echo "moebius: expert-parallel pretraining of Mixture-of-Experts Universal Transformers"
+	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1 - \2/p' Makefile
+	@echo "  PYTHON=python3.12 before the target's name chooses the Python (now: $(PYTHON))"
+
+train: $(VENV)/.installed-cluster  ## prepare, train, evaluate, break and resume a small run on a simulated cluster
+	$(BIN)/moebius submit smoke
+
+test: $(VENV)/.installed-test  ## run every test
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+
+lint: $(VENV)/.installed-cluster $(VENV)/.installed-lint  ## check format, style and types
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/basedpyright --pythonpath $(BIN)/python
+
+wheel: $(VENV)/.installed-build  ## build the wheel and try it in an empty environment
+	$(BIN)/python .ci/wheel.py
+
+clean:  ## remove the environment and all that was built; runs stay
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis .benchmarks
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# One stamp per extra of pyproject.toml.
+$(VENV)/.installed-%: pyproject.toml constraints.txt | $(VENV)/.made
+	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[$*]'
+	@touch $@
+
+$(VENV)/.made:
+	@command -v $(PYTHON) >/dev/null || { echo "there is no $(PYTHON) here: install Python 3.11 or newer, or name it: make PYTHON=…" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 11) else "moebius needs Python 3.11 or newer, and $(PYTHON) is %s; name another one: make PYTHON=..." % sys.version.split()[0])'
+	$(PYTHON) -m venv $(VENV) || { echo "$(PYTHON) cannot make an environment; Debian and Ubuntu have venv in the package python3-venv" >&2; exit 1; }
+	@touch $@
