@@ -1,0 +1,590 @@
+"""Checkpoints: written in the background, committed by one rename, readable by any layout, never executed.
+
+A checkpoint is a torch.distributed.checkpoint directory under global names, with experts in their full shape [E, ...];
+checkpoint_files.py says what stands in it.
+
+Saving: 1. ranks compare what they hold. 2. Each copies its part into buffers that it keeps (all that training waits for).
+3. In a thread, over a process group of its own, the ranks write `step_00000050.g3.tmp`, summing while they write. 4. Rank 0
+checks that its generation is still the current one, and renames. 5. Old checkpoints go. If anything fails on any rank, the
+temporary directory goes, what was there before stays, and all ranks raise the same error at the next `save` or `wait`.
+
+Cost: each dense tensor is staged and written by one rank, each block of experts by one replica, so a rank stages about
+1/world of the dense state and 1/dp_replicate of its experts: that much memory, and one copy of it per save.
+"""
+
+import json
+import logging
+import os
+import platform
+import re
+import shutil
+import threading
+import time
+import warnings
+from collections import deque
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from .checkpoint_files import (
+    Checkpoint,
+    CheckpointError,
+    CheckpointMeta,
+    CorruptCheckpointError,
+    FileSum,
+    Manifest,
+    SafeReader,
+    StaleGenerationError,
+    StoredCheckpoint,
+    StoredLayout,
+    SummingWriter,
+    audit,
+    blake2b,
+    damaged_files,
+    digest_of_sums,
+    dtype_name,
+    index_of,
+    latest,
+    list_checkpoints,
+    open_checkpoint,
+    read_meta,
+    refuse,
+    step_name,
+    verify,
+    write_synced,
+)
+from .layout import Layout
+from .mesh import Mesh, device_mesh
+from .process import Process
+
+__all__ = [
+    "Checkpoint",
+    "CheckpointError",
+    "CheckpointMeta",
+    "Checkpointer",
+    "CorruptCheckpointError",
+    "SaveRecord",
+    "StaleGenerationError",
+    "latest",
+    "latest_valid",
+    "list_checkpoints",
+    "load",
+    "read_meta",
+    "verify",
+]
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+_WRITE_TIMEOUT_S = 3600.0  # one rank may wait this long for another's disk; a rank that died is noticed at once
+_TEMPORARY_NAME = re.compile(r"(step_\d{8,})\.(?:g(?P<generation>\d+)|old|deleted)\.tmp")
+
+
+@dataclass(frozen=True)
+class SaveRecord:
+    """How a save ended."""
+
+    step: int
+    path: Path
+    seconds: float  # from the call of `save` to the commit
+    blocked_s: float  # how long the call of `save` took: all that training waited
+    num_bytes: int  # of all ranks
+    error: str | None
+
+
+def latest_valid(directory: Path, *, mesh: Mesh | None = None, fall_back: bool = False) -> Path | None:
+    """The newest checkpoint, verified; with `fall_back`, a damaged one is passed over with a warning.
+
+    With a mesh this is a collective call: rank 0 reads, all ranks get its answer or its CorruptCheckpointError.
+    """
+
+    def search() -> Path | None:
+        for checkpoint in reversed(list_checkpoints(directory)):
+            try:
+                verify(checkpoint.path)
+            except CorruptCheckpointError as error:
+                if not fall_back:
+                    raise
+                logger.warning("FALLING BACK to an older checkpoint: %s", error)
+            else:
+                return checkpoint.path
+        return None
+
+    if mesh is None:
+        return search()
+    return _gathered(mesh.world_group, lambda: search() if mesh.rank == 0 else None)[0]
+
+
+# Loading -----------------------------------------------------------------------------------------------------------
+
+
+def load(
+    path: Path,
+    tensors: Mapping[str, Tensor],
+    sharded: Collection[str] = (),
+    *,
+    mesh: Mesh | None = None,
+    check_bytes: bool = True,
+    allow_unexpected: bool = False,
+) -> dict[str, Any]:
+    """Fills `tensors` in place from a checkpoint of any layout and returns the meta that was saved with it.
+
+    `sharded` names those that hold only this rank's block of experts on dim 0. Without a mesh all are whole and nothing is
+    communicated; with one it is a collective call, and an error is raised on all ranks. Nothing is overwritten unless
+    everything fits: names, shapes, dtypes, every expert once, and (with `check_bytes`) the checksum of every file.
+    `allow_unexpected` lets the checkpoint hold more than is asked for (weights without the optimizer's state).
+
+    Safe on files of unknown origin: JSON and torch's weights_only loader are all that reads them.
+    """
+    group = None if mesh is None else mesh.world_group
+    rank, world_size, ep = (0, 1, 1) if mesh is None else (mesh.rank, mesh.layout.world_size, mesh.layout.ep)
+
+    def check() -> StoredCheckpoint:
+        stored = open_checkpoint(path)
+        share = sorted(stored.manifest.files)[rank::world_size] if check_bytes else []
+        refuse(path, audit(stored) + damaged_files(stored, share))
+        if unlike := _differences(stored, tensors, sharded, ep, allow_unexpected):
+            listed = "\n  ".join(unlike)
+            raise CheckpointError(f"{path} does not fit what is asked for:\n  {listed}")
+        return stored
+
+    stored = _together(group, check)
+    state = {
+        name: _as_global(tensor.detach(), mesh.device_mesh) if mesh is not None and name in sharded else tensor.detach()
+        for name, tensor in tensors.items()
+    }
+    _read_into(state, stored, group)
+    return stored.meta.meta
+
+
+def _differences(
+    stored: StoredCheckpoint, tensors: Mapping[str, Tensor], sharded: Collection[str], ep: int, allow_unexpected: bool
+) -> list[str]:
+    """Where the checkpoint and what is asked for do not fit, in words."""
+    held = stored.index.tensors
+    problems = [f"missing in the checkpoint: {name}" for name in tensors if name not in held]
+    if not allow_unexpected:
+        problems += [f"in the checkpoint but not asked for: {name}" for name in held if name not in tensors]
+    for name, tensor in tensors.items():
+        if name not in held:
+            continue
+        shape = _global_shape(tensor, ep if name in sharded else 1)
+        if held[name].shape != shape:
+            problems.append(f"{name}: shape {list(held[name].shape)} in the checkpoint, {list(shape)} here")
+        elif held[name].dtype != dtype_name(tensor.dtype):
+            problems.append(f"{name}: {held[name].dtype} in the checkpoint, {dtype_name(tensor.dtype)} here")
+    return problems
+
+
+def _read_into(state: dict[str, Any], stored: StoredCheckpoint, group: dist.ProcessGroup | None) -> None:
+    planner = DefaultLoadPlanner(flatten_state_dict=False)
+    try:
+        with warnings.catch_warnings():  # it warns that a world of one is one
+            warnings.filterwarnings("ignore", message="torch.distributed is")
+            dcp_load(
+                state, storage_reader=SafeReader(stored), planner=planner, process_group=group, no_dist=group is None
+            )
+    except CheckpointException as error:
+        raise CheckpointError(f"{stored.path} cannot be read: {_causes(error)}") from None
+
+
+# Saving ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Job:
+    """One save, ready to be written."""
+
+    step: int
+    tensors: dict[str, Any]  # this rank's part, in the staging buffers
+    num_experts: dict[str, int]
+    meta: dict[str, Any]
+    started_s: float  # time.monotonic() when `save` was called
+    blocked_s: float
+
+
+_Signature = dict[str, tuple[tuple[int, ...], str, bool]]  # name -> global shape, dtype, whether sharded
+
+
+class Checkpointer:
+    """Saves checkpoints of one run, one at a time, in the background. Call `wait` before the process ends.
+
+    `generation_file` is the supervisor's fence: where it exists, only the generation whose number it holds commits.
+    Making one is a collective call; it removes what dead generations left unfinished.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        mesh: Mesh,
+        process: Process,
+        keep_last: int,
+        generation: int,
+        generation_file: Path | None,
+    ) -> None:
+        if keep_last < 1:
+            raise ValueError(f"keep_last must be at least 1, got {keep_last}: the newest checkpoint always stays")
+        self._directory = directory
+        self._rank = process.rank
+        self._layout = mesh.layout
+        self._place = mesh.coordinates
+        self._keep_last = keep_last
+        self._generation = generation
+        self._generation_file = generation_file
+        timeout = timedelta(seconds=max(process.timeout_s, _WRITE_TIMEOUT_S))
+        self._group = _gloo_group(timeout)
+        self._cpu_mesh = device_mesh(mesh.layout, [mesh.dp_replicate_group, mesh.ep_group], "cpu")
+        self._buffers: dict[str, Tensor] = {}
+        self._thread: threading.Thread | None = None
+        self._failure: CheckpointError | None = None
+        self._records: deque[SaveRecord] = deque()
+        self._on_rank_0(self._prepare_directory)
+
+    def save(self, step: int, tensors: Mapping[str, Tensor], sharded: Collection[str], meta: dict[str, Any]) -> None:
+        """Takes a copy of `tensors` and returns; the copy is written meanwhile. A collective call.
+
+        All ranks give the same names; dense tensors hold the same values on all of them. `sharded` names those that hold
+        this rank's block of experts on dim 0. `meta` must be JSON; rank 0's is kept. Waits for the save before, and raises
+        its error.
+        """
+        started_s = time.monotonic()
+        self.wait()
+        signature, encoded_meta = _together(self._group, lambda: (self._signature(tensors, sharded), _as_json(meta)))
+        self._compare(signature)
+        job = _Job(
+            step=step,
+            tensors=self._stage(tensors, sharded),
+            num_experts={name: shape[0] for name, (shape, _, is_sharded) in signature.items() if is_sharded},
+            meta=json.loads(encoded_meta),
+            started_s=started_s,
+            blocked_s=time.monotonic() - started_s,
+        )
+        self._thread = threading.Thread(target=self._run, args=(job,), name=f"checkpoint-{step}", daemon=True)
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Until no save is pending. Raises the error of a failed one, on every rank, once."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+
+    def poll(self) -> list[SaveRecord]:
+        """The saves that ended since the last call, failed ones included. Never waits, never raises."""
+        return [self._records.popleft() for _ in range(len(self._records))]
+
+    def _stage(self, tensors: Mapping[str, Tensor], sharded: Collection[str]) -> dict[str, Any]:
+        """Copies what this rank will write into its buffers."""
+        owners = _owners(tensors, sharded, self._layout)
+        mine = [name for name, owner in owners.items() if owner in (self._rank, _Replica(self._place.dp_replicate))]
+        for name in mine:
+            source, buffer = tensors[name].detach(), self._buffers.get(name)
+            if buffer is None or buffer.shape != source.shape or buffer.dtype != source.dtype:
+                buffer = torch.empty(source.shape, dtype=source.dtype, pin_memory=source.is_cuda)
+                self._buffers[name] = buffer
+            buffer.copy_(source, non_blocking=True)
+        if any(tensors[name].is_cuda for name in mine):
+            torch.cuda.current_stream().synchronize()
+        return {
+            name: _as_global(self._buffers[name], self._cpu_mesh) if name in sharded else self._buffers[name]
+            for name in mine
+        }
+
+    def _signature(self, tensors: Mapping[str, Tensor], sharded: Collection[str]) -> _Signature:
+        if unknown := sorted(set(sharded) - set(tensors)):
+            raise CheckpointError(f"said to be sharded, but not among the tensors: {unknown}")
+        if scalars := sorted(name for name in sharded if tensors[name].dim() == 0):
+            raise CheckpointError(f"without a dimension of experts to be sharded on: {scalars}")
+        return {
+            name: (
+                _global_shape(tensor, self._layout.ep if name in sharded else 1),
+                dtype_name(tensor.dtype),
+                name in sharded,
+            )
+            for name, tensor in tensors.items()
+        }
+
+    def _compare(self, signature: _Signature) -> None:
+        """Every rank must hold the same names, shapes and dtypes; a checksum suffices unless they do not."""
+        digest = blake2b(json.dumps(signature, sort_keys=True).encode())
+        if len(set(_gathered(self._group, lambda: digest))) == 1:
+            return
+        first, *others = _gathered(self._group, lambda: signature)
+        for rank, other in enumerate(others, start=1):
+            unlike = [name for name in {**first, **other} if first.get(name) != other.get(name)]
+            if unlike:
+                raise CheckpointError(
+                    f"ranks hold different tensors: {unlike[0]!r} is {first.get(unlike[0], 'absent')} on rank 0 and "
+                    f"{other.get(unlike[0], 'absent')} on rank {rank} ({len(unlike)} differ in all); every rank must save "
+                    "the same names, shapes and dtypes"
+                )
+
+    # In the background ---------------------------------------------------------------------------------------------
+
+    def _run(self, job: _Job) -> None:
+        final = self._directory / step_name(job.step)
+        temporary = self._directory / f"{final.name}.g{self._generation}.tmp"
+        num_bytes, error = 0, None
+        try:
+            num_bytes = self._write_and_commit(job, temporary, final)
+        except (Exception, CheckpointException) as cause:  # noqa: BLE001 - a thread has nobody to raise to: `wait` does
+            kind = type(cause) if isinstance(cause, CheckpointError) else CheckpointError
+            error = f"the checkpoint of step {job.step} was not saved: {_causes(cause)}{self._what_remains()}"
+            self._failure = kind(error)
+            if self._rank == 0:
+                shutil.rmtree(temporary, ignore_errors=True)  # it never was a checkpoint; the next start tries again
+                logger.error("%s", error)
+        seconds = time.monotonic() - job.started_s
+        self._records.append(SaveRecord(job.step, final, seconds, job.blocked_s, num_bytes, error))
+
+    def _write_and_commit(self, job: _Job, temporary: Path, final: Path) -> int:
+        self._on_rank_0(lambda: self._make_temporary(temporary))
+        writer = SummingWriter(temporary)
+        metadata = dcp_save(
+            job.tensors,
+            storage_writer=writer,
+            planner=DefaultSavePlanner(flatten_state_dict=False),
+            process_group=self._group,
+        )
+        sums = {
+            name: found for part in _gathered(self._group, lambda: writer.files.sums) for name, found in part.items()
+        }
+        return self._on_rank_0(lambda: self._commit(job, temporary, final, metadata, sums)) or 0
+
+    def _commit(self, job: _Job, temporary: Path, final: Path, metadata: Metadata, sums: dict[str, FileSum]) -> int:
+        """Rank 0: describes what all ranks wrote and makes it visible in one step. Returns its size in bytes."""
+        unseen = [name for name, sum_ in sums.items() if not _has_size(temporary / name, sum_.num_bytes)]
+        if unseen:
+            raise CheckpointError(
+                f"rank 0 does not see {unseen[0]} ({len(unseen)} such files) as its rank wrote it: "
+                "the run folder must be the same shared folder on all nodes"
+            )
+        texts = {
+            "index.json": index_of(metadata).model_dump_json(),
+            "meta.json": self._meta_of(job).model_dump_json(),
+        }
+        for name, text in texts.items():
+            sums[name] = write_synced(temporary / name, text)
+        manifest = Manifest(format=1, files=sums, digest=digest_of_sums(sums))
+        write_synced(temporary / "manifest.json", manifest.model_dump_json(indent=1))
+        _sync_directory(temporary)
+        self._refuse_if_stale()
+        _publish(temporary, final)
+        self._delete_old(job.step)
+        return sum(found.num_bytes for found in sums.values())
+
+    def _meta_of(self, job: _Job) -> CheckpointMeta:
+        return CheckpointMeta(
+            step=job.step,
+            generation=self._generation,
+            layout=StoredLayout(dp_replicate=self._layout.dp_replicate, ep=self._layout.ep),
+            num_experts=job.num_experts,
+            versions=_versions(),
+            meta=job.meta,
+        )
+
+    def _make_temporary(self, temporary: Path) -> None:
+        self._refuse_if_stale()
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+
+    def _refuse_if_stale(self) -> None:
+        """The fence. (A rename right after it could still be late; by then the state is the same run's all the same.)"""
+        if self._generation_file is None or not self._generation_file.exists():
+            return
+        current = self._generation_file.read_text().strip()
+        if current != str(self._generation):
+            raise StaleGenerationError(
+                f"generation {self._generation} may not commit: {self._generation_file} says {current or 'nothing'}; "
+                "the job was started anew and this process is a leftover that must end"
+            )
+
+    def _what_remains(self) -> str:
+        found = latest(self._directory)
+        remains = f"{found.name} is still there and untouched" if found else "there is no earlier one"
+        return f"; {remains} ({_free_space(self._directory)})"
+
+    def _prepare_directory(self) -> None:
+        try:
+            self._directory.mkdir(parents=True, exist_ok=True)
+            self._clean_leftovers()
+        except OSError as error:
+            raise CheckpointError(
+                f"cannot write checkpoints into {self._directory}: {error.strerror}; "
+                "choose a run folder that this user may write to"
+            ) from error
+
+    def _clean_leftovers(self) -> None:
+        for path in self._directory.iterdir():
+            match = _TEMPORARY_NAME.fullmatch(path.name)
+            if match is None or int(match["generation"] or 0) > self._generation:
+                continue  # what a later generation writes is not ours to touch
+            committed = self._directory / match[1]
+            if path.name.endswith(".old.tmp") and not committed.exists():
+                path.rename(committed)  # we died between two renames: this is the last good one
+            else:
+                shutil.rmtree(path)
+
+    def _delete_old(self, step: int) -> None:
+        """Keeps the last n up to the one just written. A later one (we fell back behind it) is not judged here."""
+        past = [found for found in list_checkpoints(self._directory) if found.step <= step]
+        for checkpoint in past[: -self._keep_last]:
+            doomed = checkpoint.path.with_name(f"{checkpoint.path.name}.deleted.tmp")
+            try:
+                checkpoint.path.rename(doomed)  # half a directory must never look like a checkpoint
+                shutil.rmtree(doomed)
+            except OSError as error:
+                logger.warning("the old checkpoint %s could not be deleted: %s", checkpoint.path, error)
+
+    def _on_rank_0(self, act: Callable[[], T]) -> T | None:
+        """Rank 0 acts, all ranks get its result or its error."""
+        return _gathered(self._group, lambda: act() if self._rank == 0 else None)[0]
+
+
+@dataclass(frozen=True)
+class _Replica:
+    """An owner that is not one rank but all ranks of one dp_replicate index: each holds its own experts."""
+
+    dp_replicate: int
+
+
+def _owners(tensors: Mapping[str, Tensor], sharded: Collection[str], layout: Layout) -> dict[str, int | _Replica]:
+    """Who writes what, the same on every rank: largest first, to the rank (or replica) with the least bytes so far."""
+    load = [0] * layout.world_size
+    owners: dict[str, int | _Replica] = {}
+    for name in sorted(tensors, key=lambda name: (name not in sharded, -tensors[name].nbytes, name)):
+        if name in sharded:
+            replica = min(range(layout.dp_replicate), key=lambda index: load[index * layout.ep])
+            owners[name] = _Replica(replica)
+            ranks = range(replica * layout.ep, (replica + 1) * layout.ep)
+        else:
+            rank = min(range(layout.world_size), key=load.__getitem__)
+            owners[name] = rank
+            ranks = range(rank, rank + 1)
+        for rank in ranks:
+            load[rank] += tensors[name].nbytes
+    return owners
+
+
+# Small acts --------------------------------------------------------------------------------------------------------
+
+
+def _gathered(group: dist.ProcessGroup | None, act: Callable[[], T]) -> list[T]:
+    """What `act` returned on every rank; if it raised on one, all ranks raise. A collective call unless group is None."""
+    if group is None:
+        return [act()]
+    value, error = None, None
+    try:
+        value = act()
+    except Exception as caught:  # noqa: BLE001 - whatever it is, the others wait to hear of it
+        error = caught if isinstance(caught, CheckpointError) else CheckpointError(_causes(caught))
+    outcomes: list[Any] = [None] * group.size()
+    dist.all_gather_object(outcomes, (value, error), group=group)
+    failures = {rank: error for rank, (_, error) in enumerate(outcomes) if error is not None}
+    if failures:
+        raise _joined(failures)
+    return [value for value, _ in outcomes]
+
+
+def _together(group: dist.ProcessGroup | None, act: Callable[[], T]) -> T:
+    """What `act` returned here; if it raised on one rank, all ranks raise. A collective call unless group is None."""
+    own: list[T] = []
+    _gathered(group, lambda: own.append(act()))
+    return own[0]
+
+
+def _joined(failures: Mapping[int, CheckpointError]) -> CheckpointError:
+    """One error for all ranks; what several of them say alike is said once."""
+    ranks: dict[str, list[int]] = {}
+    for rank, error in failures.items():
+        ranks.setdefault(str(error), []).append(rank)
+    kind = type(next(iter(failures.values())))
+    if len(ranks) == 1:
+        return kind(next(iter(ranks)))
+    return kind("\n".join(f"rank {', '.join(map(str, who))}: {text}" for text, who in ranks.items()))
+
+
+def _causes(error: BaseException) -> str:
+    """An error in words; for DCP's, the words of each rank."""
+    if isinstance(error, CheckpointException):
+        return "; ".join(f"rank {rank}: {_causes(cause)}" for rank, (cause, _) in sorted(error.failures.items()))
+    return str(error) if isinstance(error, CheckpointError | OSError) else f"{type(error).__name__}: {error}"
+
+
+def _gloo_group(timeout: timedelta) -> dist.ProcessGroup:
+    """All ranks, on the CPU, apart from training's own collectives."""
+    group = dist.new_group(backend="gloo", timeout=timeout, group_desc="checkpoints")
+    if not isinstance(group, dist.ProcessGroup):
+        raise AssertionError("a group of all ranks has this rank in it")
+    return group
+
+
+def _as_global(local: Tensor, mesh: DeviceMesh) -> DTensor:
+    """This rank's block of experts as its part of the whole tensor; shares the memory of `local`."""
+    return DTensor.from_local(local, mesh, [Replicate(), Shard(0)], run_check=False)
+
+
+def _global_shape(tensor: Tensor, ep: int) -> tuple[int, ...]:
+    return tuple(tensor.shape) if ep == 1 else (tensor.shape[0] * ep, *tensor.shape[1:])
+
+
+def _publish(temporary: Path, final: Path) -> None:
+    """Makes the checkpoint visible by a rename; one of the same step that is there already steps aside for it."""
+    aside = final.with_name(f"{final.name}.old.tmp")
+    if final.exists():
+        final.rename(aside)
+    temporary.rename(final)
+    _sync_directory(final.parent)
+    if aside.exists():
+        shutil.rmtree(aside)
+
+
+def _sync_directory(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _has_size(path: Path, num_bytes: int) -> bool:
+    return path.is_file() and path.stat().st_size == num_bytes
+
+
+def _as_json(meta: dict[str, Any]) -> str:
+    try:
+        return json.dumps(meta)
+    except TypeError as error:
+        raise CheckpointError(f"meta must be JSON: {error}; tensors belong among the tensors") from error
+
+
+def _versions() -> dict[str, str]:
+    try:
+        own = version("moebius")
+    except PackageNotFoundError:
+        own = "unknown"
+    return {"moebius": own, "torch": torch.__version__, "python": platform.python_version()}
+
+
+def _free_space(directory: Path) -> str:
+    try:
+        return f"{shutil.disk_usage(directory).free / 2**20:,.0f} MiB free on its disk"
+    except OSError as error:
+        return f"its disk cannot be asked for space: {error.strerror}"
