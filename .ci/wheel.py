@@ -124,7 +124,7 @@ def check_training(environment: Path, elsewhere: Path) -> None:
     say(" ".join(["moebius", *line]))
     run([str(environment / "bin" / "moebius"), *line], elsewhere)
     result = json.loads((run_dir / "result.json").read_text())
-    if result != {"state": "finished", "step": STEPS}:
+    if (result["state"], result["step"]) != ("finished", STEPS):
         raise SystemExit(f"the run ended as {result}")
 
 
