@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..distributed.checkpoint import Checkpointer
+from ..distributed.checkpoint import load
+from ..distributed.checkpoint_files import latest
 from ..distributed.layout import MeshConfig, plan_layout
 from ..distributed.mesh import build_mesh
 from ..distributed.parallelize import build_model
@@ -37,11 +38,10 @@ def restore(run_dir: Path, process: Process, *, step: int | None = None) -> Rest
         config.model, mesh, dispatcher="auto", backend=config.kernels.backend, seed=config.train.seed,
         device=process.device,
     )  # fmt: skip
-    checkpoints = Checkpointer(run_dir / "checkpoints", mesh=mesh, process=process, keep_last=1, generation=0)
-    path = checkpoints.latest() if step is None else run_dir / "checkpoints" / f"step_{step:08d}"
+    path = latest(run_dir / "checkpoints") if step is None else run_dir / "checkpoints" / f"step_{step:08d}"
     if path is None or not path.is_dir():
         raise ConfigError(
             f"{run_dir}: has no checkpoint{'' if step is None else f' at step {step}'}; `moebius ckpt ls` lists them"
         )
-    meta = checkpoints.load(path, *model_tensors(model))
+    meta = load(path, *model_tensors(model), mesh=mesh, allow_unexpected=True)
     return Restored(model.eval(), config, meta["progress"]["step"])

@@ -1,0 +1,294 @@
+"""The command `moebius`: parses, builds, calls. No logic lives here."""
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from . import __version__
+from .cluster.job import JobError, State, read_status, refuse_if_running
+from .data_pipeline.shards import Manifest
+from .train.config import Config, resolve
+from .train.recipes import RECIPES
+from .train.run_folder import default_run_dir, open_run, place_data
+
+RUNS = Path("runs")  # where runs and prepared data go unless told otherwise
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Entry point. Exits 0 on success, 1 where a job failed, 2 where the request cannot be carried out."""
+    options = build_parser().parse_args(arguments)
+    try:
+        code = options.run(options)
+    except ValueError as error:  # every mistake of a user is a ValueError whose message says what to do
+        Console(stderr=True, soft_wrap=True).print(f"[bold red]error:[/] {_plain(str(error))}", highlight=False)
+        code = 2
+    except BrokenPipeError:  # `moebius logs | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 0
+    raise SystemExit(code)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """All commands with their options."""
+    parser = argparse.ArgumentParser(
+        prog="moebius",
+        description="Expert-parallel pretraining of Mixture-of-Experts Universal Transformers.",
+        epilog=f"recipes: {', '.join(RECIPES)}",
+    )
+    parser.add_argument("--version", action="version", version=f"moebius {__version__}")
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    for add in (
+        _add_prepare, _add_train, _add_submit, _add_status, _add_logs, _add_stop, _add_eval, _add_layout, _add_ckpt,
+    ):  # fmt: skip
+        add(commands)
+    return parser
+
+
+def _command(commands: argparse._SubParsersAction, name: str, run, text: str) -> argparse.ArgumentParser:
+    parser = commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
+    parser.set_defaults(run=run)
+    return parser
+
+
+def _config_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("name", metavar="RECIPE|FILE.toml", help=f"one of {', '.join(RECIPES)}, or a TOML file")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="single values to change")
+    parser.add_argument("--run-dir", type=Path, metavar="DIR", help="run folder; an existing run is continued")
+
+
+def _run_argument(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run_dir", type=Path, metavar="RUN", help="a run folder")
+
+
+# prepare ------------------------------------------------------------------------------------------------------------
+
+
+def _add_prepare(commands: argparse._SubParsersAction) -> None:
+    parser = _command(commands, "prepare", _prepare, "turn text into token shards")
+    parser.add_argument(
+        "--input", nargs="+", metavar="TEXT", default=["embedded"],
+        help=".txt, .jsonl, .jsonl.zst, .parquet: files, globs or URLs; `embedded` is the prose that Python carries",
+    )  # fmt: skip
+    parser.add_argument("--validation-input", nargs="+", metavar="TEXT", default=[], help="default: a share of --input")
+    parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="folder for shards and tokenizer")
+    parser.add_argument("--tokenizer", choices=["bpe", "bytes"], default="bpe")
+    parser.add_argument("--vocab-size", type=int, default=None, metavar="N", help="of the BPE tokenizer (8000)")
+    parser.add_argument("--workers", type=int, default=1, metavar="N", help="Ray tasks at a time; 1: this process")
+    parser.add_argument("--address", metavar="ADDRESS", help="spread the work over this Ray cluster")
+
+
+def _prepare(options: argparse.Namespace) -> int:
+    from .cluster.watch import show_preparation
+    from .data_pipeline.config import DataConfig
+    from .data_pipeline.prepare import prepare
+
+    values = {
+        "input": options.input, "validation_input": options.validation_input, "tokenizer": options.tokenizer,
+        "directory": str(options.output.absolute()),
+    }  # fmt: skip
+    if options.vocab_size is not None:
+        values["vocab_size"] = options.vocab_size
+    data = DataConfig.model_validate(values)
+    if options.address is None and options.workers == 1:
+        with show_preparation(Console()) as on_progress:
+            manifest = prepare(data, data.directory, on_progress=on_progress)
+    else:
+        from .cluster.submit import prepare_on_cluster
+
+        manifest = prepare_on_cluster(data, address=options.address, workers=options.workers)
+    _print_manifest(manifest, options.output)
+    return 0
+
+
+# train, submit ------------------------------------------------------------------------------------------------------
+
+
+def _add_train(commands: argparse._SubParsersAction) -> None:
+    parser = _command(commands, "train", _train, "train on this machine, without Ray: torchrun's agent and its ranks")
+    _config_arguments(parser)
+
+
+def _add_submit(commands: argparse._SubParsersAction) -> None:
+    parser = _command(commands, "submit", _submit, "run a job on a Ray cluster, or on a simulated one on this machine")
+    _config_arguments(parser)
+    parser.add_argument(
+        "--address", metavar="HOST:PORT", help='a running Ray cluster, or "auto"; default: simulate one'
+    )
+    parser.add_argument("--detach", action="store_true", help="return once the supervisor is up (with --address)")
+
+
+def _open(options: argparse.Namespace) -> tuple[Config, Path]:
+    """The configuration, checked against the world it asks for, and its open run folder."""
+    config = place_data(resolve(options.name, options.overrides, RECIPES), RUNS)
+    config.check_world(config.world_size)
+    run_dir = (options.run_dir or default_run_dir(config, RUNS)).absolute()
+    refuse_if_running(run_dir)
+    open_run(config, run_dir)
+    return config, run_dir
+
+
+def _train(options: argparse.Namespace) -> int:
+    from .cluster.local import train_here
+
+    return train_here(*_open(options)).exit_code
+
+
+def _submit(options: argparse.Namespace) -> int:
+    from .cluster.submit import submit
+
+    return submit(*_open(options), address=options.address, detach=options.detach).exit_code
+
+
+# status, logs, stop -------------------------------------------------------------------------------------------------
+
+
+def _add_status(commands: argparse._SubParsersAction) -> None:
+    parser = _command(commands, "status", _status, "show how runs stand, from their run folders alone")
+    parser.add_argument("run_dirs", type=Path, nargs="*", metavar="RUN", help=f"default: every run under {RUNS}/")
+    parser.add_argument("--watch", action="store_true", help="follow one run until it has ended")
+
+
+def _status(options: argparse.Namespace) -> int:
+    from .cluster.summary import closing_words, status_table
+    from .cluster.watch import follow
+
+    folders = options.run_dirs or sorted(path.parent for path in RUNS.glob("*/journal.jsonl"))
+    console = Console()
+    if not folders:
+        raise JobError(f"no runs under {RUNS.absolute()}: name a run folder, or start one with `moebius submit smoke`")
+    if len(options.run_dirs) == 1:
+        status = follow(folders[0], console=console) if options.watch else read_status(folders[0])
+        console.print(closing_words(status))
+        return status.exit_code if status.state.is_final or status.state is State.LOST else 0
+    if options.watch:
+        raise JobError("--watch follows one run: name it")
+    console.print(status_table([read_status(folder) for folder in folders]))
+    return 0
+
+
+def _add_logs(commands: argparse._SubParsersAction) -> None:
+    parser = _command(commands, "logs", _logs, "print the logs of a run's ranks, generation by generation")
+    _run_argument(parser)
+    parser.add_argument("--rank", type=int, metavar="N", help="only this rank")
+    parser.add_argument("--follow", "-f", action="store_true", help="go on until the job has ended")
+
+
+def _logs(options: argparse.Namespace) -> int:
+    from .cluster.watch import follow_logs
+
+    for line in follow_logs(options.run_dir, rank=options.rank, follow=options.follow):
+        print(line, flush=options.follow)
+    return 0
+
+
+def _add_stop(commands: argparse._SubParsersAction) -> None:
+    parser = _command(commands, "stop", _stop, "end a run at a step boundary, with a checkpoint")
+    _run_argument(parser)
+    parser.add_argument("--now", action="store_true", help="at once, without a checkpoint")
+
+
+def _stop(options: argparse.Namespace) -> int:
+    from .cluster.submit import stop
+    from .cluster.summary import closing_words
+
+    status = stop(options.run_dir, now=options.now)
+    Console().print(closing_words(status))
+    return 0
+
+
+# eval ---------------------------------------------------------------------------------------------------------------
+
+
+def _add_eval(commands: argparse._SubParsersAction) -> None:
+    parser = _command(commands, "eval", _eval, "measure a trained model's loss and perplexity, or let it write")
+    _run_argument(parser)
+    parser.add_argument("--step", type=int, metavar="N", help="of which checkpoint; default: the newest")
+    parser.add_argument("--split", choices=["validation", "train"], default="validation")
+    parser.add_argument("--rows", type=int, default=0, metavar="N", help="at most so many rows; default: all")
+    parser.add_argument("--prompt", metavar="TEXT", help="continue this text instead of measuring")
+    parser.add_argument("--tokens", type=int, default=100, metavar="N", help="to write after the prompt")
+    parser.add_argument("--temperature", type=float, default=0.8, metavar="T", help="of the sampling; 0: most likely")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the sampling")
+
+
+def _eval(options: argparse.Namespace) -> int:
+    from .evaluation.report import measure, write_text
+
+    if options.prompt is None:
+        result = measure(options.run_dir, step=options.step, split=options.split, max_rows=options.rows)
+        print(result)
+        return 0
+    pieces = write_text(
+        options.run_dir, options.prompt, step=options.step, num_tokens=options.tokens,
+        temperature=options.temperature, seed=options.seed,
+    )  # fmt: skip
+    for piece in pieces:
+        print(piece, end="", flush=True)
+    print()
+    return 0
+
+
+# layout, ckpt -------------------------------------------------------------------------------------------------------
+
+
+def _add_layout(commands: argparse._SubParsersAction) -> None:
+    parser = _command(commands, "layout", _layout, "print which rank sits where, and which groups cross nodes")
+    parser.add_argument("--world-size", type=int, required=True, metavar="N", help="ranks in all")
+    parser.add_argument("--ep", type=int, default=1, metavar="N", help="ranks that share one copy of the experts")
+    parser.add_argument("--ranks-per-node", type=int, metavar="N", help="default: all on one node")
+    parser.add_argument(
+        "--model", metavar="RECIPE", choices=list(RECIPES), help="show the experts of this recipe's model"
+    )
+
+
+def _layout(options: argparse.Namespace) -> int:
+    from .distributed.layout import MeshConfig, plan_layout, render
+
+    if options.ep < 1:
+        raise JobError(f"--ep {options.ep}: at least 1")
+    layout = plan_layout(MeshConfig(ep=options.ep), options.world_size)
+    experts = RECIPES[options.model]().model.expert_counts() if options.model else None
+    print(render(layout, options.ranks_per_node or options.world_size, experts))
+    return 0
+
+
+def _add_ckpt(commands: argparse._SubParsersAction) -> None:
+    parser = _command(commands, "ckpt", _ckpt, "list or verify the checkpoints of a run")
+    parser.add_argument("action", choices=["ls", "verify"], help="ls: list; verify: every checksum, every expert once")
+    _run_argument(parser)
+
+
+def _ckpt(options: argparse.Namespace) -> int:
+    from .distributed.checkpoint_files import list_checkpoints, read_meta, verify
+
+    found = list_checkpoints(options.run_dir / "checkpoints")
+    if not found:
+        raise JobError(f"{options.run_dir}: has no checkpoint (they would be in {options.run_dir / 'checkpoints'})")
+    for checkpoint in found:
+        meta = verify(checkpoint.path) if options.action == "verify" else read_meta(checkpoint.path)
+        size = sum(file.stat().st_size for file in checkpoint.path.iterdir())
+        layout = f"dp_replicate {meta.layout.dp_replicate} × ep {meta.layout.ep}"
+        verdict = "   intact" if options.action == "verify" else ""
+        print(
+            f"{checkpoint.path.name}   {size / 2**20:8.1f} MiB   {layout}   {len(meta.num_experts)} expert tensors{verdict}"
+        )
+    return 0
+
+
+def _print_manifest(manifest: Manifest, folder: Path) -> None:
+    print(f"{folder}: vocabulary of {manifest.vocab_size}")
+    for split in ("train", "validation"):
+        shards = [shard for shard in manifest.shards if shard.split == split]
+        tokens, documents = sum(shard.num_tokens for shard in shards), sum(shard.num_documents for shard in shards)
+        size = sum(shard.num_bytes for shard in shards)
+        print(
+            f"  {split}: {tokens:,} tokens of {documents:,} documents in {len(shards)} shards, {size / 2**20:.1f} MiB"
+        )
+
+
+def _plain(text: str) -> str:
+    return text.replace("[", r"\[")

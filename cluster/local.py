@@ -1,0 +1,54 @@
+"""A run on this machine without Ray: the same agent, generations and journal as on a cluster, with one node."""
+
+import threading
+from pathlib import Path
+
+from rich.console import Console
+
+from ..data_pipeline.prepare import prepare
+from ..train.config import Config
+from .generations import ThisMachine, interrupts_ask_for_a_stop, supervise
+from .job import JobStatus, Launch, begin_submission, read_status, refuse_if_running
+from .summary import closing_words, draw_summary
+from .watch import follow, show_preparation
+
+
+def train_here(config: Config, run_dir: Path, *, console: Console | None = None, live: bool | None = None) -> JobStatus:
+    """Prepares the data in this process, then trains with all ranks of the job on this machine; shows it all.
+
+    Ctrl-C ends the run at a step boundary with a checkpoint; a second one ends it at once.
+
+    Raises:
+        JobError: a job is at work in this folder, or it cannot be written.
+        DataError: the data cannot be prepared.
+    """
+    console = console or Console()
+    refuse_if_running(run_dir)
+    with show_preparation(console, live=live) as on_progress:
+        prepare(config.data, config.data.directory, on_progress=on_progress)
+    job = config.job
+    launch = Launch(
+        run_dir=str(run_dir), ranks_per_node=config.world_size, name=job.name, max_restarts=job.max_restarts,
+        start_timeout_s=job.start_timeout_s, rehearse_failure_at_step=job.rehearse_failure_at_step,
+    )  # fmt: skip
+    status = _run_and_show(launch, run_dir, console, live)
+    picture = draw_summary(run_dir) if status.step is not None else None
+    console.print(closing_words(status, picture=picture))
+    return status
+
+
+def _run_and_show(launch: Launch, run_dir: Path, console: Console, live: bool | None) -> JobStatus:
+    """The job in this thread, which receives Ctrl-C; its picture in another."""
+    begin_submission(launch)
+    ended = threading.Event()
+    screen = threading.Thread(
+        target=follow, args=(run_dir,), kwargs={"console": console, "live": live, "until": lambda _: ended.is_set()}
+    )  # fmt: skip
+    screen.start()
+    try:
+        with interrupts_ask_for_a_stop(run_dir):
+            supervise(launch, ThisMachine())
+    finally:
+        ended.set()
+        screen.join()
+    return read_status(run_dir)

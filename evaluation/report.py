@@ -1,0 +1,64 @@
+"""What a trained run is worth: its loss on held-out text, and text that it writes."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from ..data_pipeline.tokenizer import load_tokenizer
+from ..distributed.process import start_process
+from ..train.evaluate import Evaluation, evaluate
+from .generate import generate
+from .restore import restore
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """Loss of one checkpoint on one split."""
+
+    step: int
+    split: str
+    result: Evaluation
+
+    def __str__(self) -> str:
+        return (
+            f"step {self.step}, {self.split}: loss {self.result.loss:.4f} nats per token, "
+            f"perplexity {self.result.perplexity:.2f}, over {self.result.tokens:,} tokens"
+        )
+
+
+def measure(run_dir: Path, *, step: int | None = None, split: str = "validation", max_rows: int = 0) -> Measurement:
+    """Mean cross-entropy of a checkpoint over non-overlapping rows of a split; `max_rows` = 0 takes all of them.
+
+    Raises:
+        ValueError: the run, its checkpoint or its data cannot be read.
+    """
+    with start_process("auto") as process:
+        restored = restore(run_dir, process, step=step)
+        train = restored.config.train.model_copy(update={"eval_rows": max_rows})
+        config = restored.config.model_copy(update={"train": train})
+        result = evaluate(restored.model, config, process, split=split)
+    return Measurement(restored.step, split, result)
+
+
+def write_text(
+    run_dir: Path, prompt: str, *, step: int | None = None, num_tokens: int, temperature: float, seed: int
+) -> Iterator[str]:
+    """Yields the prompt and then, piece by piece, the text that the model writes after it.
+
+    A piece may be held back while its last bytes are not a whole character yet.
+    """
+    with start_process("auto") as process:
+        restored = restore(run_dir, process, step=step)
+        tokenizer = load_tokenizer(restored.config.data.directory)
+        prompt_ids = tokenizer.encode_batch([prompt])[0].astype("int64")
+        prompt_S = torch.from_numpy(prompt_ids).to(process.device)
+        yield prompt
+        ids, shown = prompt_ids.tolist(), len(prompt)
+        for token in generate(restored.model, prompt_S, num_tokens=num_tokens, temperature=temperature, seed=seed):
+            ids.append(token)
+            text = tokenizer.decode(ids)
+            if not text.endswith("\ufffd"):
+                yield text[shown:]
+                shown = len(text)
