@@ -50,7 +50,6 @@ from .checkpoint_files import (
     SafeReader,
     StaleGenerationError,
     StoredCheckpoint,
-    StoredLayout,
     SummingWriter,
     audit,
     blake2b,
@@ -241,6 +240,7 @@ class Checkpointer:
             raise ValueError(f"keep_last must be at least 1, got {keep_last}: the newest checkpoint always stays")
         self._directory = directory
         self._rank = process.rank
+        self._device = process.device
         self._layout = mesh.layout
         self._place = mesh.coordinates
         self._keep_last = keep_last
@@ -342,14 +342,18 @@ class Checkpointer:
         final = self._directory / step_name(job.step)
         temporary = self._directory / f"{final.name}.g{self._generation}.tmp"
         num_bytes, error = 0, None
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)  # a new thread begins on the first GPU, which is another rank's
         try:
             num_bytes = self._write_and_commit(job, temporary, final)
         except (Exception, CheckpointException) as cause:  # noqa: BLE001 - a thread has nobody to raise to: `wait` does
             kind = type(cause) if isinstance(cause, CheckpointError) else CheckpointError
-            error = f"the checkpoint of step {job.step} was not saved: {_causes(cause)}{self._what_remains()}"
+            error = (
+                f"the checkpoint of step {job.step} was not saved: {_causes(cause)}; {_what_remains(self._directory)}"
+            )
             self._failure = kind(error)
             if self._rank == 0:
-                shutil.rmtree(temporary, ignore_errors=True)  # it never was a checkpoint; the next start tries again
+                _remove(temporary)
                 logger.error("%s", error)
         seconds = time.monotonic() - job.started_s
         self._records.append(SaveRecord(job.step, final, seconds, job.blocked_s, num_bytes, error))
@@ -394,7 +398,7 @@ class Checkpointer:
         return CheckpointMeta(
             step=job.step,
             generation=self._generation,
-            layout=StoredLayout(dp_replicate=self._layout.dp_replicate, ep=self._layout.ep),
+            layout=self._layout,
             num_experts=job.num_experts,
             versions=_versions(),
             meta=job.meta,
@@ -402,7 +406,7 @@ class Checkpointer:
 
     def _make_temporary(self, temporary: Path) -> None:
         self._refuse_if_stale()
-        shutil.rmtree(temporary, ignore_errors=True)
+        _remove(temporary)
         temporary.mkdir(parents=True)
 
     def _refuse_if_stale(self) -> None:
@@ -415,11 +419,6 @@ class Checkpointer:
                 f"generation {self._generation} may not commit: {self._generation_file} says {current or 'nothing'}; "
                 "the job was started anew and this process is a leftover that must end"
             )
-
-    def _what_remains(self) -> str:
-        found = latest(self._directory)
-        remains = f"{found.name} is still there and untouched" if found else "there is no earlier one"
-        return f"; {remains} ({_free_space(self._directory)})"
 
     def _prepare_directory(self) -> None:
         try:
@@ -440,7 +439,7 @@ class Checkpointer:
             if path.name.endswith(".old.tmp") and not committed.exists():
                 path.rename(committed)  # we died between two renames: this is the last good one
             else:
-                shutil.rmtree(path)
+                _remove(path)
 
     def _delete_old(self, step: int) -> None:
         """Keeps the last n up to the one just written. A later one (we fell back behind it) is not judged here."""
@@ -449,9 +448,10 @@ class Checkpointer:
             doomed = checkpoint.path.with_name(f"{checkpoint.path.name}.deleted.tmp")
             try:
                 checkpoint.path.rename(doomed)  # half a directory must never look like a checkpoint
-                shutil.rmtree(doomed)
             except OSError as error:
                 logger.warning("the old checkpoint %s could not be deleted: %s", checkpoint.path, error)
+            else:
+                _remove(doomed)
 
     def _on_rank_0(self, act: Callable[[], T]) -> T | None:
         """Rank 0 acts, all ranks get its result or its error."""
@@ -550,10 +550,32 @@ def _publish(temporary: Path, final: Path) -> None:
     aside = final.with_name(f"{final.name}.old.tmp")
     if final.exists():
         final.rename(aside)
-    temporary.rename(final)
+    try:
+        temporary.rename(final)
+    except OSError:
+        if aside.exists():
+            aside.rename(final)
+        raise
     _sync_directory(final.parent)
-    if aside.exists():
-        shutil.rmtree(aside)
+    _remove(aside)
+
+
+def _remove(path: Path) -> None:
+    """Deletes a directory, or what is left of it: its own writer may be deleting it too."""
+    shutil.rmtree(path, ignore_errors=True)
+    if path.exists():
+        logger.warning("%s could not be deleted; it holds nothing that is needed", path)
+
+
+def _what_remains(directory: Path) -> str:
+    """What the user still has after a save that failed. Its own failure must not hide the first."""
+    try:
+        found = latest(directory)
+        free_mib = shutil.disk_usage(directory).free / 2**20
+    except OSError as error:
+        return f"{directory} cannot be read any more: {error.strerror}"
+    remains = f"{found.name} is still there and untouched" if found else "there is no earlier one"
+    return f"{remains} ({free_mib:,.0f} MiB free on its disk)"
 
 
 def _sync_directory(path: Path) -> None:
@@ -581,10 +603,3 @@ def _versions() -> dict[str, str]:
     except PackageNotFoundError:
         own = "unknown"
     return {"moebius": own, "torch": torch.__version__, "python": platform.python_version()}
-
-
-def _free_space(directory: Path) -> str:
-    try:
-        return f"{shutil.disk_usage(directory).free / 2**20:,.0f} MiB free on its disk"
-    except OSError as error:
-        return f"its disk cannot be asked for space: {error.strerror}"

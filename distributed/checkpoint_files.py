@@ -36,6 +36,8 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
+from .layout import Layout
+
 _SUM_BYTES = 16
 _STEP_NAME = re.compile(r"step_(\d{8,})")
 Model = TypeVar("Model", bound=BaseModel)
@@ -77,17 +79,12 @@ class Index(_Record):
     tensors: dict[str, StoredTensor]
 
 
-class StoredLayout(_Record):
-    dp_replicate: int
-    ep: int
-
-
 class CheckpointMeta(_Record):
     """Everything in a checkpoint that is not a tensor."""
 
     step: int
     generation: int
-    layout: StoredLayout  # of the ranks that wrote it; any other may read it
+    layout: Layout  # of the ranks that wrote it; any other may read it
     num_experts: dict[str, int]  # sharded tensor -> how many experts it has
     versions: dict[str, str]
     meta: dict[str, Any]  # the caller's

@@ -322,6 +322,25 @@ def test_the_same_step_is_replaced(tmp_path):
     assert verify(tmp_path / "step_00000010").generation == 4
 
 
+def save_and_load_on_gpu(directory):
+    process = start_process("cuda", timeout_s=60)
+    with process:
+        mesh = build_mesh(plan_layout(MeshConfig(), 1), process)
+        saver = Checkpointer(directory, mesh=mesh, process=process, keep_last=1, generation=0, generation_file=None)
+        state = {name: tensor.to(process.device) for name, tensor in whole_state().items()}
+        saver.save(50, state, SHARDED, META)
+        for tensor in state.values():
+            tensor.fill_(13)
+        saver.wait()
+        assert load(latest(directory), state, SHARDED, mesh=mesh) == META
+        return equal({name: tensor.cpu() for name, tensor in state.items()}, whole_state())
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_tensors_on_a_gpu_are_staged(tmp_path):
+    assert run_ranks(save_and_load_on_gpu, 1, tmp_path) == [True]
+
+
 # What goes wrong while saving --------------------------------------------------------------------------------------
 
 
@@ -372,6 +391,12 @@ def test_a_crash_between_the_two_renames_of_a_replacement_is_undone(saved):
     assert latest(saved.parent) is None
     run_ranks(save_steps, 2, saved.parent, 2, [])
     assert latest(saved.parent) == saved
+    verify(saved)
+
+
+def test_a_replacement_that_fails_puts_the_old_one_back(saved):
+    with pytest.raises(FileNotFoundError):
+        checkpoint._publish(saved.with_name("step_00000050.g3.tmp"), saved)
     verify(saved)
 
 
