@@ -9,6 +9,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
+from moebius.data_pipeline import loader as loader_module
 from moebius.data_pipeline import shards
 from moebius.data_pipeline.errors import DataError, ShardError
 from moebius.data_pipeline.loader import Batch, Loader, RowReader, validation_batches
@@ -60,7 +61,9 @@ def _digest(step: list[Batch]) -> int:
     return sum(batch.digest for batch in step) % 2**31
 
 
-def test_samples_are_the_rows_of_the_stream_in_the_given_order(prepared):
+@pytest.mark.parametrize("order_samples", [1, 20, 4096])
+def test_samples_are_the_rows_of_the_stream_in_the_given_order(prepared, monkeypatch, order_samples):
+    monkeypatch.setattr(loader_module, "_ORDER_SAMPLES", order_samples)
     stream = _stream(prepared, "train")
     num_rows = (len(stream) - 1) // S
     _, rows = RowOrder(num_rows, 500 // S, seed=3).rows_at(0, 40 * GLOBAL_BATCH)

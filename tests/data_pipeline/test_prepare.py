@@ -102,9 +102,11 @@ def test_text_is_normalised_before_it_is_compared(tmp_path):
 def test_validation_input_wins_over_train(tmp_path):
     train = write_jsonl(tmp_path / "t.jsonl", ["a", "b", "c"])
     validation = write_jsonl(tmp_path / "v.jsonl", ["b", "d"])
-    config = DataConfig(input=(str(train),), validation_input=(str(validation),), tokenizer="bytes")
+    config = DataConfig(
+        input=(str(train),), validation_input=(str(validation),), validation_fraction=0.99, tokenizer="bytes"
+    )
     prepare(config, tmp_path / "d")
-    assert _texts(tmp_path / "d", "train") == ["a", "c"]
+    assert _texts(tmp_path / "d", "train") == ["a", "c"]  # the fraction is for input without validation_input
     assert _texts(tmp_path / "d", "validation") == ["b", "d"]
 
 
@@ -390,7 +392,7 @@ def test_input_that_changes_between_reading_and_tokenising(tmp_path, change):
     path, config = _growing_input(tmp_path)
     lines = path.read_text().splitlines(keepends=True)
     if change == "fewer lines":  # one record less in as many bytes
-        lines[-2] = " " * (len(lines[-2].encode()) - 1) + "\n"
+        lines[-1] = " " * (len(lines[-1].encode()) - 1) + "\n"
     else:
         lines[3] = lines[3].replace("(0-3)", "(9-3)")
 
