@@ -1,7 +1,7 @@
 """From a launch to its end: generation after generation until the run is finished, stopped or given up.
 
 Read `supervise` first. It knows nothing of Ray: nodes come from a `Placement`, so that the same lines run a job on a
-cluster (supervisor.py) and on this machine alone (`run_local`).
+cluster (supervisor.py) and on this machine alone (`ThisMachine`).
 
 One generation: announce its number in the file `generation` (whoever still writes for an older one is refused from
 then on), start one agent per node, watch until all ranks have exited 0 with a result, or anything else has happened. Then
@@ -28,7 +28,6 @@ from .job import (
     GENERATION,
     METRICS,
     RESULT,
-    JobStatus,
     Journal,
     JsonLinesTail,
     Launch,
@@ -36,10 +35,8 @@ from .job import (
     State,
     as_details,
     beat,
-    begin_submission,
     current_submission,
     read_generation,
-    read_status,
     request_stop,
     stop_requested,
     write_atomically,
@@ -120,22 +117,6 @@ class ThisMachine:
 
     def release(self) -> None:
         self._node.stop()
-
-
-def run_local(launch: Launch) -> JobStatus:
-    """Runs a job of one node on this machine, without Ray; returns when it has ended.
-
-    Ctrl-C asks the ranks to end at a step boundary with a checkpoint; a second one ends them at once.
-
-    Raises:
-        JobError: the folder cannot be written, or a job is at work in it.
-    """
-    assert launch.num_nodes == 1, "more than one node needs `moebius submit`"
-    begin_submission(launch)
-    run_dir = Path(launch.run_dir)
-    with interrupts_ask_for_a_stop(run_dir):
-        supervise(launch, ThisMachine())
-    return read_status(run_dir)
 
 
 @contextmanager
@@ -408,7 +389,6 @@ class _Watch:
             left_early=left_early,
             ranks_per_node=self.launch.ranks_per_node,
             generation=self.generation,
-            run_dir=self.run_dir,
         )
         return Outcome("failed", cause, self.step)
 

@@ -206,7 +206,7 @@ class JsonLinesTail:
         """The same one by one, for files that are larger than memory."""
         try:
             file = open(self.path, "rb")  # noqa: SIM115 - closed by the `with` below
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return
         with file:
             if os.fstat(file.fileno()).st_size < self.offset:

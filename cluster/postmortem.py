@@ -8,7 +8,6 @@ before a lost connection, and that before a SIGTERM.
 
 import re
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 from .agent import AgentReport, RankFailure
 from .job import RootCause, signal_name
@@ -34,7 +33,6 @@ def find_root_cause(
     left_early: Sequence[int],
     ranks_per_node: int,
     generation: int,
-    run_dir: Path,
 ) -> RootCause:
     """The first failure of a generation.
 
@@ -45,7 +43,7 @@ def find_root_cause(
     failures = [failure for report in reports.values() for failure in report.failures]
     failures.sort(key=lambda failure: (_kind(failure), failure.time, failure.rank))
     if failures and (_kind(failures[0]) == _OWN_FAULT or not left_early):
-        return _of_rank(failures[0], generation=generation, ranks_per_node=ranks_per_node, run_dir=run_dir)
+        return _of_rank(failures[0], generation=generation, ranks_per_node=ranks_per_node)
     if left_early:
         return left_early_cause(left_early, generation=generation, ranks_per_node=ranks_per_node)
     node, report = next((node, report) for node, report in sorted(reports.items()) if not report.ok)
@@ -80,7 +78,7 @@ def _kind(failure: RankFailure) -> int:
     return _OWN_FAULT
 
 
-def _of_rank(failure: RankFailure, *, generation: int, ranks_per_node: int, run_dir: Path) -> RootCause:
+def _of_rank(failure: RankFailure, *, generation: int, ranks_per_node: int) -> RootCause:
     node = failure.rank // ranks_per_node
     by_signal = signal_name(failure.exit_code)
     how = f"was killed by {by_signal}" if by_signal else f"exited with code {failure.exit_code}"

@@ -18,6 +18,7 @@ from ..data_pipeline.config import DataConfig
 from ..data_pipeline.manifest import Manifest
 from ..data_pipeline.prepare import prepare
 from ..train.config import Config
+from ..train.run_folder import open_run
 from .generations import interrupts_ask_for_a_stop
 from .job import JobError, JobStatus, Launch, State, begin_submission, read_status, refuse_if_running, request_stop
 from .prepare import ray_runner
@@ -53,6 +54,7 @@ def submit(
 
     Raises:
         JobError: Ray is missing, the cluster cannot be used, or a job is at work in this folder.
+        ConfigError: the run folder cannot be written, or holds another run.
         DataError: the data cannot be prepared.
     """
     if detach and address is None:
@@ -63,7 +65,7 @@ def submit(
     run_dir = run_dir.absolute()
     require_ray()
     refuse_if_running(run_dir)
-    _write_config(config, run_dir)
+    open_run(config, run_dir)
     with _cluster(config, address, console):
         _prepare(config.data, console, live=live, in_flight=os.cpu_count() if address is None else None)
         from .supervisor import start_supervisor
@@ -130,14 +132,6 @@ def make_launch(config: Config, run_dir: Path, *, simulated: bool, command: Sequ
         start_timeout_s=job.start_timeout_s,
         rehearse_failure_at_step=job.rehearse_failure_at_step,
     )
-
-
-def _write_config(config: Config, run_dir: Path) -> None:
-    try:
-        run_dir.mkdir(parents=True, exist_ok=True)
-        config.save(run_dir / "config.json")
-    except OSError as error:
-        raise JobError(f"{run_dir}: the run folder cannot be written ({error.strerror}); choose another one") from None
 
 
 @contextlib.contextmanager

@@ -6,6 +6,7 @@ from pathlib import Path
 
 _HEAD = "Traceback (most recent call last):"
 _CHAINED = ("During handling of the above exception", "The above exception was the direct cause")
+_IGNORED = "Exception ignored"  # what Python says of exceptions in destructors, when a program is ending anyway
 _RANK_PREFIX = re.compile(r"^\[rank\d+\]: ?")  # torch puts it before the tracebacks of a distributed program
 
 
@@ -15,7 +16,7 @@ def last_traceback(text: str) -> str:
     starts = [
         number
         for number, line in enumerate(lines)
-        if line.strip() == _HEAD and not (number and lines[number - 1].startswith("Exception ignored"))
+        if line.strip() == _HEAD and not (number and lines[number - 1].startswith(_IGNORED))
     ]
     if not starts:
         return "\n".join(lines[-5:])
@@ -24,7 +25,8 @@ def last_traceback(text: str) -> str:
         if not any(marker in line for line in lines[start:first] for marker in _CHAINED):
             break
         first = start
-    return "\n".join(lines[first : first + 200])
+    end = next((number for number in range(starts[-1], len(lines)) if lines[number].startswith(_IGNORED)), len(lines))
+    return "\n".join(lines[first : min(end, first + 200)])
 
 
 def summarise(traceback: str) -> tuple[str | None, str | None]:

@@ -2,9 +2,9 @@
 
     python fake_rank.py RUN_DIR [name=value ...]
 
-Every step is an all-reduce (gloo, or files where torch would be too slow: `plain=1`), rank 0 writes metrics, a checkpoint
-every `every` steps and the result; all ranks agree on a stop at a step boundary. `steps`, `step_s`, `every` shape the
-run, `fail="RANK:STEP:GENERATION:how"` breaks it (how: raise, exit0, segv, hang).
+Every step is an all-reduce over gloo; rank 0 writes metrics, a checkpoint every `every` steps and the result; all ranks
+agree on a stop at a step boundary. `steps`, `step_s` and `every` shape the run, `plain=1` leaves out torch and the other
+ranks, and `fail="RANK:STEP:GENERATION:how"` breaks it (how: raise, exit0, segv, hang; generation "*": every time).
 """
 
 import datetime
@@ -39,7 +39,8 @@ def main() -> None:
         fail_if_told(options.get("fail", ""), rank, step, generation)
         total = add_up(float(rank + 1))
         state = {"step": step, "loss": state["loss"] * 0.9 + total / 1000 + step % 7}
-        stop = add_up(float(rank == 0 and (run_dir / "stop").exists())) > 0
+        sees_flag = (rank == 0 or "plain" in options) and (run_dir / "stop").exists()
+        stop = add_up(float(sees_flag)) > 0
         write(
             metrics, {"kind": "train", "step": step, "loss": state["loss"], "tokens": step * 100, "tokens_per_s": 5.0}
         )

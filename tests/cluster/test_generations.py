@@ -1,0 +1,362 @@
+"""A job's life: what follows on what, first with nodes that only pretend, then with real processes on this machine."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from jobs import assert_nothing_left, curve, fake_launch, run_here, undisturbed, wait_for_end, wait_for_step
+
+from moebius.cluster import generations
+from moebius.cluster.agent import AgentReport, Attempt, RankFailure
+from moebius.cluster.generations import CannotPlace, NodeLost, supervise
+from moebius.cluster.job import (
+    JobStatus,
+    Journal,
+    Launch,
+    State,
+    begin_submission,
+    read_generation,
+    read_status,
+    request_stop,
+    stop_requested,
+)
+
+OK = AgentReport(ok=True)
+
+
+def failed(error: str = "ValueError: bad", *, exit_code: int = 1) -> AgentReport:
+    return AgentReport(ok=False, failures=(RankFailure(0, exit_code, 1.0, error),))
+
+
+class PretendedNode:
+    """A node whose generations end as the script says: each entry is called with the run folder, and gives a report."""
+
+    def __init__(self, run_dir: Path, script: Iterator[Callable[[Path], AgentReport | None]]):
+        self.run_dir = run_dir
+        self.script = script
+        self.attempts: list[Attempt] = []
+
+    def describe(self):
+        return {"address": "127.0.0.1"}
+
+    def free_port(self) -> int:
+        return 1000 + len(self.attempts)
+
+    def start(self, attempt: Attempt) -> None:
+        self.attempts.append(attempt)
+        self.act = next(self.script)
+
+    def poll(self) -> AgentReport | None:
+        return self.act(self.run_dir)
+
+    def running_ranks(self) -> list[int]:
+        return [0]
+
+    def kill_rank(self, rank: int) -> bool:
+        return True
+
+    def stop(self) -> None:
+        pass
+
+
+class PretendedPlacement:
+    def __init__(self, node: PretendedNode):
+        self.node = node
+        self.released = False
+
+    def place(self, while_waiting):
+        while_waiting("")
+        return [self.node]
+
+    def release(self) -> None:
+        self.released = True
+
+
+def finishes(run_dir: Path) -> AgentReport:
+    (run_dir / "result.json").write_text('{"state": "finished", "step": 5}')
+    return OK
+
+
+def makes_steps(*steps: int, then: Callable[[Path], AgentReport | None]):
+    def act(run_dir: Path) -> AgentReport | None:
+        with open(run_dir / "metrics.jsonl", "a") as file:
+            file.writelines(json.dumps({"kind": "train", "step": step, "loss": 1.0}) + "\n" for step in steps)
+        return then(run_dir)
+
+    return act
+
+
+def ends(report: AgentReport):
+    return lambda run_dir: report
+
+
+@pytest.fixture(autouse=True)
+def _no_waiting(monkeypatch):
+    monkeypatch.setattr(generations, "POLL_S", 0.001)
+
+
+def live(run_dir: Path, *script, **values) -> tuple[JobStatus, PretendedNode]:
+    launch = Launch(str(run_dir), **{"backoff_s": 0.001} | values)
+    placement = PretendedPlacement(PretendedNode(run_dir, iter(script)))
+    begin_submission(launch)
+    supervise(launch, placement)
+    assert placement.released
+    return read_status(run_dir), placement.node
+
+
+def states(run_dir: Path) -> list[str]:
+    return [entry.state.value for entry in Journal(run_dir).entries()]
+
+
+def test_success_needs_a_result(tmp_path):
+    status, node = live(tmp_path, makes_steps(1, 5, then=finishes))
+    assert status.state is State.SUCCEEDED
+    assert status.exit_code == 0
+    assert len(node.attempts) == 1
+
+
+@pytest.mark.parametrize(
+    ("result", "said"), [(None, "there is no result.json"), ('{"state": "diverged"}', "result.json says 'diverged'")]
+)
+def test_exit_code_zero_without_a_good_result_is_a_failure(tmp_path, result, said):
+    def ends_early(run_dir: Path) -> AgentReport:
+        if result:
+            (run_dir / "result.json").write_text(result)
+        return OK
+
+    status, _ = live(tmp_path, ends_early, max_restarts=0)
+    assert status.state is State.FAILED
+    assert said in status.reason
+    assert "before the run was finished" in status.reason
+
+
+def test_a_result_of_an_earlier_generation_does_not_count(tmp_path):
+    finishes(tmp_path)
+    status, _ = live(tmp_path, ends(OK), max_restarts=0)
+    assert status.state is State.FAILED
+
+
+def test_every_generation_has_its_own_number_and_port_and_announces_itself_first(tmp_path):
+    announced = []
+
+    def fails(run_dir: Path) -> AgentReport:
+        announced.append(read_generation(run_dir))
+        return failed(f"error {len(announced)}")
+
+    status, node = live(tmp_path, fails, fails, makes_steps(1, then=finishes))
+    assert status.state is State.SUCCEEDED
+    assert [attempt.generation for attempt in node.attempts] == [1, 2, 3]
+    assert len({attempt.master_port for attempt in node.attempts}) == 3
+    assert announced == [1, 2]
+    assert read_generation(tmp_path) == 3
+
+
+def test_restarts_are_limited_and_the_root_cause_is_told(tmp_path):
+    script = [makes_steps(step, then=ends(failed(f"ValueError: {step}"))) for step in (1, 2, 3)]
+    status, node = live(tmp_path, *script, max_restarts=2)
+    assert status.state is State.FAILED
+    assert len(node.attempts) == 3
+    assert "max_restarts=2 used up" in status.reason
+    assert status.root_cause is not None
+    assert (status.root_cause.rank, status.root_cause.error) == (0, "ValueError: 3")
+    assert status.root_cause.log == "logs/g003/node0/rank0.log"
+
+
+def test_the_same_error_at_the_same_step_three_times_is_the_end(tmp_path):
+    status, node = live(tmp_path, *[makes_steps(7, then=ends(failed()))] * 9, max_restarts=8)
+    assert status.state is State.FAILED
+    assert len(node.attempts) == 3
+    assert "at step 7, 3 times; the same error at the same place" in status.reason
+
+
+def test_the_same_error_at_different_steps_is_not(tmp_path):
+    script = [makes_steps(step, then=ends(failed())) for step in range(1, 5)]
+    status, _ = live(tmp_path, *script, makes_steps(9, then=finishes), max_restarts=8)
+    assert status.state is State.SUCCEEDED
+    assert status.restarts == 4
+
+
+def test_a_taken_port_costs_no_restart_but_is_not_tried_for_ever(tmp_path):
+    taken = AgentReport(ok=False, message="DistNetworkError: EADDRINUSE")
+    status, _ = live(tmp_path / "a", ends(taken), makes_steps(1, then=finishes), max_restarts=0)
+    assert status.state is State.SUCCEEDED
+    status, node = live(tmp_path / "b", *[ends(taken)] * 9, max_restarts=0)
+    assert status.state is State.FAILED
+    assert len(node.attempts) == generations.PORT_ATTEMPTS
+
+
+def test_a_lost_node_is_a_failure_that_is_recovered_from(tmp_path):
+    def lost(run_dir: Path) -> AgentReport:
+        raise NodeLost("its agent actor died")
+
+    status, _ = live(tmp_path, makes_steps(3, then=lost), makes_steps(4, then=finishes))
+    assert status.state is State.SUCCEEDED
+    assert status.root_cause is not None
+    assert status.root_cause.summary == "node 0 was lost: its agent actor died"
+
+
+def test_no_step_within_the_start_timeout_is_a_failure(tmp_path):
+    status, _ = live(tmp_path, lambda run_dir: None, start_timeout_s=0.05, max_restarts=0)
+    assert status.state is State.FAILED
+    assert "no step within start_timeout_s=0.05; ranks alive: [0]" in status.reason
+
+
+def test_what_cannot_be_placed_fails_with_the_reason(tmp_path):
+    launch = Launch(str(tmp_path))
+    placement = PretendedPlacement(PretendedNode(tmp_path, iter(())))
+
+    def refuse(while_waiting):
+        raise CannotPlace("the job needs 9 nodes")
+
+    placement.place = refuse
+    begin_submission(launch)
+    supervise(launch, placement)
+    assert read_status(tmp_path).reason == "the job needs 9 nodes"
+    assert states(tmp_path) == ["SUBMITTED", "FAILED"]
+
+
+def test_a_stop_before_the_start_starts_nothing(tmp_path):
+    launch = Launch(str(tmp_path))
+    placement = PretendedPlacement(PretendedNode(tmp_path, iter(())))
+    begin_submission(launch)
+    request_stop(tmp_path)
+    supervise(launch, placement)
+    assert states(tmp_path) == ["SUBMITTED", "STOPPED"]
+    assert not placement.node.attempts
+
+
+def test_a_generation_that_fails_while_stopping_is_not_followed_by_another(tmp_path):
+    def stops_badly(run_dir: Path) -> AgentReport:
+        request_stop(run_dir)
+        return failed()
+
+    status, node = live(tmp_path, makes_steps(2, then=stops_badly))
+    assert status.state is State.STOPPED
+    assert "failed on the way: rank 0" in status.reason
+    assert len(node.attempts) == 1
+
+
+def test_stop_now_ends_ranks_that_do_not(tmp_path):
+    def never(run_dir: Path) -> None:
+        request_stop(run_dir, now=True)
+
+    status, _ = live(tmp_path, makes_steps(2, then=never))
+    assert status.state is State.STOPPED
+    assert "at once" in status.reason
+
+
+def test_the_fault_drill_is_on_purpose_free_and_happens_once(tmp_path):
+    killed = ends(failed("gloo: connection closed by peer"))
+    status, node = live(
+        tmp_path,
+        makes_steps(4, then=killed),
+        makes_steps(3, 4, 5, then=finishes),
+        max_restarts=0,
+        rehearse_failure_at_step=4,
+    )
+    assert status.state is State.SUCCEEDED
+    assert len(node.attempts) == 2
+    assert status.root_cause is not None
+    assert status.root_cause.on_purpose
+    assert status.root_cause.summary == "fault drill: rank 0 was killed on purpose at step 4"
+
+
+def test_a_supervisor_that_was_superseded_stops_without_a_word(tmp_path):
+    def newer_one_appears(run_dir: Path) -> None:
+        (run_dir / "generation").write_text("9")
+
+    _, node = live(tmp_path, makes_steps(1, then=newer_one_appears))
+    assert states(tmp_path) == ["SUBMITTED", "STARTING", "RUNNING"]
+    assert len(node.attempts) == 1
+
+
+def test_a_restarted_supervisor_goes_on_and_remembers_the_failures(tmp_path):
+    launch = Launch(str(tmp_path), max_restarts=1, backoff_s=0.001)
+    begin_submission(launch)
+    journal = Journal(tmp_path)
+    journal.append(State.RECOVERING, generation=1, reason="x", details={"root_cause": {"summary": "x"}})
+    journal.append(State.RUNNING, generation=2, reason="")
+    (tmp_path / "generation").write_text("2")
+    node = PretendedNode(tmp_path, iter([makes_steps(3, then=ends(failed()))]))
+    supervise(launch, PretendedPlacement(node))
+    assert node.attempts[0].generation == 3
+    status = read_status(tmp_path)
+    assert status.state is State.FAILED, "one failure was before the supervisor was killed, max_restarts is 1"
+    assert "the supervisor was killed and has been restarted" in [entry.reason for entry in journal.entries()][3]
+
+
+# -- with real processes -------------------------------------------------------------------------------------------
+
+
+def test_an_exception_in_a_rank_is_recovered_from_and_the_curve_is_as_if_nothing_had_happened(tmp_path):
+    status = run_here(fake_launch(tmp_path, "fail=1:8:1:raise", ranks_per_node=2))
+    assert status.state is State.SUCCEEDED
+    assert (status.generation, status.restarts) == (2, 1)
+    assert status.root_cause is not None
+    assert (status.root_cause.rank, status.root_cause.error) == (1, "ArithmeticError: bad batch at step 8")
+    assert curve(tmp_path) == undisturbed(2, 20)
+    assert_nothing_left(tmp_path)
+
+
+def test_a_rank_that_leaves_early_with_code_zero_is_the_root_cause(tmp_path):
+    status = run_here(fake_launch(tmp_path, "fail=0:3:*:exit0", ranks_per_node=2, max_restarts=0))
+    assert status.state is State.FAILED
+    assert status.root_cause is not None
+    assert (status.root_cause.rank, status.root_cause.exit_code) == (0, 0)
+    assert_nothing_left(tmp_path)
+
+
+def test_a_segmentation_fault_is_named(tmp_path):
+    status = run_here(fake_launch(tmp_path, "plain=1", "fail=0:3:*:segv", max_restarts=0))
+    assert status.root_cause is not None
+    assert status.root_cause.signal == "SIGSEGV"
+    assert "was killed by SIGSEGV" in status.reason
+
+
+def test_ranks_that_hang_at_the_start_are_ended(tmp_path):
+    status = run_here(fake_launch(tmp_path, "plain=1", "fail=0:1:*:hang", max_restarts=0, start_timeout_s=4.0))
+    assert status.state is State.FAILED
+    assert "no step within start_timeout_s=4; ranks alive: [0]" in status.reason
+    assert_nothing_left(tmp_path)
+
+
+INTERRUPTED = """
+import json, sys
+from pathlib import Path
+from moebius.cluster.generations import ThisMachine, interrupts_ask_for_a_stop, supervise
+from moebius.cluster.job import Launch, begin_submission
+values = json.loads(sys.argv[1])
+launch = Launch(**values | {"command": tuple(values["command"])})
+begin_submission(launch)
+with interrupts_ask_for_a_stop(Path(launch.run_dir)):
+    supervise(launch, ThisMachine())
+"""
+
+
+def test_ctrl_c_ends_a_run_at_a_step_boundary_and_the_next_one_goes_on(tmp_path):
+    launch = fake_launch(tmp_path, "step_s=0.1", "steps=12", "every=100", ranks_per_node=2)
+    values = json.dumps({"run_dir": launch.run_dir, "command": launch.command, "ranks_per_node": 2})
+    program = subprocess.Popen([sys.executable, "-c", INTERRUPTED, values], start_new_session=True)
+    try:
+        wait_for_step(tmp_path, 2)
+        os.killpg(program.pid, signal.SIGINT)  # what a terminal does: every process of the group gets it
+        status = wait_for_end(tmp_path)
+        assert program.wait(timeout=10) == 0
+    finally:
+        program.kill()
+        program.wait()
+    assert status.state is State.STOPPED
+    assert "STOPPING" in states(tmp_path)
+    assert_nothing_left(tmp_path)
+    saved = json.loads((tmp_path / "checkpoint.json").read_text())["step"]
+    assert saved == status.step
+    assert saved < 12
+    assert stop_requested(tmp_path) == "step"
+    assert run_here(launch).state is State.SUCCEEDED
+    assert curve(tmp_path) == undisturbed(2, 12)
+    assert list(curve(tmp_path)) == list(range(1, 13)), "no step was made twice"

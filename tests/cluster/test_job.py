@@ -1,0 +1,132 @@
+"""The run folder as the truth about a job: journal, status, signs of life."""
+
+import json
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from moebius.cluster import job
+from moebius.cluster.job import JobError, Journal, JsonLinesTail, Launch, RootCause, State
+
+
+def journal_of(run_dir: Path, *states: State) -> Journal:
+    journal = Journal(run_dir)
+    for generation, state in enumerate(states):
+        journal.append(state, generation=generation, reason=f"because {state}")
+    return journal
+
+
+def test_journal_survives_a_writer_that_was_killed_in_mid_line(tmp_path):
+    journal = journal_of(tmp_path, State.SUBMITTED)
+    with open(journal.path, "ab") as file:
+        file.write(b'{"time": 1.0, "state": "RUN')
+    journal.append(State.RECOVERING, generation=1, reason="after the torn line")
+    assert [entry.state for entry in journal.entries()] == [State.SUBMITTED, State.RECOVERING]
+    assert journal.entries()[1].reason == "after the torn line"
+
+
+def test_status_of_a_folder_without_a_job_is_an_error(tmp_path):
+    with pytest.raises(JobError, match=r"no job was ever started in this folder"):
+        job.read_status(tmp_path)
+
+
+def test_status_tells_step_loss_restarts_and_root_cause(tmp_path):
+    journal = journal_of(tmp_path, State.SUBMITTED, State.RUNNING)
+    cause = RootCause("rank 3 was killed by SIGKILL", rank=3, node=1, exit_code=-9, log="logs/g001/node1/rank3.log")
+    journal.append(State.RECOVERING, generation=1, reason="rank 3", details={"root_cause": job.as_details(cause)})
+    journal.append(State.RUNNING, generation=2, reason="again")
+    (tmp_path / "metrics.jsonl").write_text('{"kind":"train","step":7,"loss":3.5}\n{"kind":"eval","step":7,"loss":9}\n')
+    (tmp_path / "config.json").write_text('{"train": {"steps": 20}}')
+    job.beat(tmp_path)
+    status = job.read_status(tmp_path)
+    assert (status.state, status.generation, status.restarts) == (State.RUNNING, 2, 1)
+    assert (status.step, status.total_steps, status.loss) == (7, 20, 3.5)
+    assert status.root_cause == cause
+    assert status.root_cause.signal == "SIGKILL"
+
+
+def test_exit_code_zero_is_kept_in_the_journal():
+    cause = RootCause("left early", rank=0, node=0, exit_code=0)
+    assert RootCause.from_details(json.loads(json.dumps(job.as_details(cause)))) == cause
+
+
+@pytest.mark.parametrize("has_beaten", [True, False])
+def test_a_job_whose_supervisor_is_silent_is_lost_not_running(tmp_path, has_beaten, monkeypatch):
+    journal_of(tmp_path, State.SUBMITTED, State.RUNNING)
+    if has_beaten:
+        job.beat(tmp_path)
+        os.utime(tmp_path / "heartbeat", (time.time() - 100,) * 2)
+    assert job.read_status(tmp_path).state is State.RUNNING  # the journal itself is a sign of life, seconds old
+    later = time.time() + job.LOST_AFTER_S + 1
+    monkeypatch.setattr(job.time, "time", lambda: later)
+    status = job.read_status(tmp_path)
+    assert status.state is State.LOST
+    assert "was RUNNING" in status.reason
+    assert status.exit_code == 1
+
+
+def test_a_job_that_has_ended_is_never_lost(tmp_path, monkeypatch):
+    journal_of(tmp_path, State.SUBMITTED, State.SUCCEEDED)
+    monkeypatch.setattr(job.time, "time", lambda: 4e9)
+    assert job.read_status(tmp_path).state is State.SUCCEEDED
+
+
+def test_status_concerns_the_last_submission_only(tmp_path):
+    journal_of(tmp_path, State.SUBMITTED, State.RECOVERING, State.FAILED, State.SUBMITTED, State.RUNNING)
+    status = job.read_status(tmp_path)
+    assert (status.state, status.restarts) == (State.RUNNING, 0)
+
+
+def test_a_second_job_in_the_same_folder_is_refused_while_the_first_lives(tmp_path):
+    launch = Launch(str(tmp_path))
+    job.begin_submission(launch)
+    with pytest.raises(JobError, match=r"already at work here \(SUBMITTED"):
+        job.begin_submission(launch)
+    Journal(tmp_path).append(State.STOPPED, generation=0, reason="")
+    job.request_stop(tmp_path)
+    job.begin_submission(launch)
+    assert job.stop_requested(tmp_path) is None, "an old stop flag must not stop the new job"
+
+
+def test_a_run_folder_that_cannot_be_written_is_a_clear_error(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(JobError, match=r"cannot be written .*choose another one"):
+        job.begin_submission(Launch(str(tmp_path / "file" / "run")))
+
+
+def test_stop_flag_has_two_degrees(tmp_path):
+    assert job.stop_requested(tmp_path) is None
+    job.request_stop(tmp_path)
+    assert job.stop_requested(tmp_path) == "step"
+    job.request_stop(tmp_path, now=True)
+    assert job.stop_requested(tmp_path) == "now"
+
+
+def test_tail_gives_whole_lines_once_and_counts_what_it_cannot_read(tmp_path):
+    path = tmp_path / "lines"
+    tail = JsonLinesTail(path)
+    assert tail.read() == []
+    path.write_text('{"a": 1}\n{"a": 2')
+    assert tail.read() == [{"a": 1}]
+    with open(path, "a") as file:
+        file.write('}\n[1]\nnonsense\n{"a": 3}\n')
+    assert tail.read() == [{"a": 2}, {"a": 3}]
+    assert tail.num_skipped == 2
+    path.write_text('{"b": 1}\n')
+    assert tail.read() == [{"b": 1}], "a shorter file is a new file"
+
+
+def test_tail_near_the_end_reads_only_the_end(tmp_path):
+    path = tmp_path / "lines"
+    path.write_text("".join(f'{{"n": {number}}}\n' for number in range(1000)))
+    values = [line["n"] for line in JsonLinesTail.near_the_end(path, num_bytes=100).read()]
+    assert values == list(range(1000 - len(values), 1000))
+    assert 5 < len(values) < 12
+
+
+def test_launch_starts_the_training_loop_with_the_python_of_the_node(monkeypatch):
+    monkeypatch.setattr(job.sys, "executable", "/node/python")
+    assert Launch("/r").rank_command() == ["/node/python", "-m", "moebius.train", "/r"]
+    assert Launch("/r", command=("a", "b")).rank_command() == ["a", "b"]

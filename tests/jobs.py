@@ -1,0 +1,83 @@
+"""Looking at the processes of a job from outside, as a test does."""
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from moebius.cluster import processes
+from moebius.cluster.generations import ThisMachine, supervise
+from moebius.cluster.job import JobStatus, Launch, begin_submission, read_status
+
+FAKE_RANK = Path(__file__).parent / "cluster" / "fake_rank.py"
+
+
+def fake_launch(run_dir: Path, *options: str, **values) -> Launch:
+    """A launch whose ranks are fake_rank.py."""
+    return Launch(str(run_dir), command=(sys.executable, str(FAKE_RANK), str(run_dir), *options), **values)
+
+
+def run_here(launch: Launch) -> JobStatus:
+    """Runs a job of one node in this process to its end."""
+    begin_submission(launch)
+    supervise(launch, ThisMachine())
+    return read_status(Path(launch.run_dir))
+
+
+def wait_for(condition: Callable[[], object], *, timeout_s: float = 60.0, what: str = "the condition"):
+    """Polls until the condition is true; returns its value."""
+    deadline = time.monotonic() + timeout_s
+    while not (value := condition()):
+        assert time.monotonic() < deadline, f"waited {timeout_s} s for {what}"
+        time.sleep(0.05)
+    return value
+
+
+def wait_for_step(run_dir: Path, step: int, *, timeout_s: float = 60.0) -> JobStatus:
+    return wait_for(
+        lambda: (status := read_status(run_dir)).step is not None and status.step >= step and status,
+        timeout_s=timeout_s,
+        what=f"step {step} in {run_dir}",
+    )
+
+
+def wait_for_end(run_dir: Path, *, timeout_s: float = 90.0) -> JobStatus:
+    return wait_for(
+        lambda: (status := read_status(run_dir)).state.is_final and status,
+        timeout_s=timeout_s,
+        what=f"the end of {run_dir}",
+    )
+
+
+def rank_pids(run_dir: Path) -> dict[int, int]:
+    """Living ranks of a run: rank -> pid."""
+    found = processes.find(str(run_dir)).items()
+    return {int(environment["RANK"]): pid for pid, environment in found if "RANK" in environment}
+
+
+def agent_pids(run_dir: Path) -> dict[int, int]:
+    """Living agent processes of a run: their pid -> the pid of what holds them."""
+    found = processes.find(str(run_dir)).items()
+    return {pid: int(environment[processes.PARENT]) for pid, environment in found if "RANK" not in environment}
+
+
+def assert_nothing_left(run_dir: Path, *, within_s: float = 5.0) -> None:
+    wait_for(
+        lambda: not processes.find(str(run_dir)), timeout_s=within_s, what=f"the processes of {run_dir} to be gone"
+    )
+
+
+def curve(run_dir: Path) -> dict[int, float]:
+    """Loss by step; of a repeated step the last one."""
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return {line["step"]: line["loss"] for line in lines if line["kind"] == "train"}
+
+
+def undisturbed(num_ranks: int, steps: int) -> dict[int, float]:
+    """What fake_rank.py computes when nothing happens to it."""
+    loss, losses = 100.0, {}
+    for step in range(1, steps + 1):
+        loss = loss * 0.9 + sum(range(1, num_ranks + 1)) / 1000 + step % 7
+        losses[step] = loss
+    return losses
