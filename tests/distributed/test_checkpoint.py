@@ -137,10 +137,17 @@ def error_of_load(path, ep, change=None, options=None):
     return None
 
 
+@pytest.fixture(scope="module")
+def saved_once(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("saved")
+    run_ranks(save_steps, 2, directory, 2, [50])
+    return directory
+
+
 @pytest.fixture
-def saved(tmp_path):
-    """A checkpoint of step 50 that two ranks with ep 2 wrote."""
-    run_ranks(save_steps, 2, tmp_path / "checkpoints", 2, [50])
+def saved(saved_once, tmp_path):
+    """A checkpoint of step 50 that two ranks with ep 2 wrote; each test has its own copy."""
+    shutil.copytree(saved_once, tmp_path / "checkpoints")
     return tmp_path / "checkpoints" / "step_00000050"
 
 
