@@ -16,7 +16,7 @@ help:  ## show this
 train: $(VENV)/.installed-cluster  ## prepare, train, evaluate, break and resume a small run on a simulated cluster
 	$(BIN)/moebius submit smoke
 
-test: $(VENV)/.installed-test  ## run every test
+test: $(VENV)/.installed-cluster $(VENV)/.installed-test  ## run every test
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
 lint: $(VENV)/.installed-cluster $(VENV)/.installed-lint  ## check format, style and types
@@ -31,7 +31,7 @@ clean:  ## remove the environment and all that was built; runs stay
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis .benchmarks
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# One stamp per extra of pyproject.toml.
+# One stamp per extra of pyproject.toml, so that none is installed twice, in whatever order the targets are called.
 $(VENV)/.installed-%: pyproject.toml constraints.txt | $(VENV)/.made
 	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[$*]'
 	@touch $@
