@@ -42,12 +42,20 @@ class DataConfig(BaseModel):
     seed: int = Field(0, ge=0)
     directory: str = ""  # where the shards are; empty: the caller decides
 
+    @model_validator(mode="before")
+    @classmethod
+    def _know_the_bytes(cls, values: Any) -> Any:
+        """The raw bytes have a vocabulary of their own, so it need not be given."""
+        if isinstance(values, dict) and values.get("tokenizer") == "bytes":
+            return {"vocab_size": NUM_BYTE_IDS} | values
+        return values
+
     @model_validator(mode="after")
     def _check_vocab_size(self) -> "DataConfig":
-        if self.tokenizer == "bytes" and "vocab_size" in self.model_fields_set and self.vocab_size != NUM_BYTE_IDS:
+        if self.tokenizer == "bytes" and self.vocab_size != NUM_BYTE_IDS:
             raise ValueError(
                 f"tokenizer='bytes' always has {NUM_BYTE_IDS} ids (256 bytes and the end of a document), but "
-                f"vocab_size={self.vocab_size} was given: leave vocab_size out, or choose tokenizer='bpe'"
+                f"vocab_size={self.vocab_size} was given: set vocab_size={NUM_BYTE_IDS}, or choose tokenizer='bpe'"
             )
         return self
 

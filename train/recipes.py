@@ -23,7 +23,7 @@ def smoke() -> Config:
             vocab_size=4096, d_model=128, num_layers=4, group_size=2, num_heads=4, d_head=32,
             num_attention_experts=4, attention_top_k=2, num_experts=16, top_k=4, d_expert=64,
         ),
-        data=DataConfig(vocab_size=4096, seq_len=128, validation_fraction=0.03),
+        data=DataConfig(vocab_size=4096, seq_len=128, validation_fraction=0.05),
         mesh=MeshConfig(ep=2, dp_replicate=2),
         optim=OptimConfig(learning_rate=2e-3, warmup_steps=20, decay_steps=160, clip_norm=1.0),
         train=TrainConfig(steps=160, global_batch=16, micro_batch=4, eval_every=40, eval_rows=256),

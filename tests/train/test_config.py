@@ -107,3 +107,11 @@ def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
         ConfigError, match=r"the run folder cannot be written \(Not a directory\); choose another with --run-dir"
     ):
         open_run(make(), file / "run")
+
+
+def test_raw_bytes_need_no_vocabulary_size() -> None:
+    from moebius.data_pipeline.config import DataConfig
+
+    data = DataConfig(tokenizer="bytes")
+    assert data.num_token_ids == data.vocab_size == 257
+    assert DataConfig.model_validate(data.model_dump()) == data

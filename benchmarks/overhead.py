@@ -1,0 +1,219 @@
+"""What the whole stack costs beside the bare model step.
+
+    python benchmarks/overhead.py [--pairs 3] [--steps 60] [--long-steps 2000]
+
+Four questions, one run:
+  1. Step time inside the stack (Ray, supervisor, agents, loader, metrics, background checkpoints) ÷ the bare step of equally many
+     ranks under plain torchrun: forward, backward, reduction, clipping, update on one fixed batch. In pairs, one after the
+     other, because the machine's speed drifts. Goal: ≤ 1.05.
+  2. Seconds that ranks waited for data after the first batch. Goal: 0 (below the clock's noise, 1 ms a step).
+  3. Memory of all processes together (proportional set size, so that shared pages count once). Goal: < 4 GiB.
+  4. Memory of every process over a long run of a small model. Goal: no growth from the second quarter on.
+
+Takes about 12 minutes on 2 cores. Writes results/overhead.json.
+"""
+
+import argparse
+import itertools
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from report import save
+from rich.console import Console
+from rich.table import Table
+
+from moebius.cluster.submit import submit
+from moebius.data_pipeline.loader import Batch
+from moebius.distributed.process import start_process
+from moebius.train.config import Config, resolve
+from moebius.train.loop import step
+from moebius.train.recipes import RECIPES
+from moebius.train.run import assemble
+from moebius.train.run_folder import open_run, place_data
+
+WARM_UP = 10  # steps not counted
+SMALL = (
+    "model.vocab_size=1024", "data.vocab_size=1024", "model.d_model=32", "model.d_head=8", "model.d_expert=16",
+    "model.num_experts=8", "model.top_k=2", "data.seq_len=32", "train.global_batch=4", "train.micro_batch=1",
+)  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--pairs", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--long-steps", type=int, default=2000)
+    parser.add_argument("--bare", type=Path, help=argparse.SUPPRESS)  # a rank of the bare run: its run folder
+    options = parser.parse_args()
+    if options.bare is not None:
+        run_bare(options.bare)
+        return
+    with tempfile.TemporaryDirectory() as scratch:
+        figures = measure(Path(scratch), options)
+    print_report(figures)
+    print(f"written: {save('overhead', figures)}")
+
+
+def measure(scratch: Path, options: argparse.Namespace) -> dict[str, Any]:
+    steps = options.steps + WARM_UP
+    changes = [f"train.steps={steps}", f"train.eval_every={10 * steps}", "checkpoint.every=20", "train.eval_rows=16"]
+    config = make_config(scratch, *changes)
+    pairs, waits, peaks = [], [], []
+    for number in range(options.pairs):
+        stack = run_stack(config, scratch / f"stack-{number}")
+        bare_s = time_bare(config, scratch / f"bare-{number}")
+        pairs.append({"stack_step_s": stack["step_s"], "bare_step_s": bare_s, "ratio": stack["step_s"] / bare_s})
+        waits.append(stack["data_wait_s_per_step"])
+        peaks.append(stack["peak_pss_gib"])
+        print(f"pair {number + 1} of {options.pairs}: {pairs[-1]}", flush=True)
+    long_config = make_config(
+        scratch, *SMALL, f"train.steps={options.long_steps}", "train.eval_every=500", "checkpoint.every=200"
+    )  # fmt: skip
+    long = run_stack(long_config, scratch / "long")
+    return {
+        "layout": "2 pretended nodes × 2 ranks, EP 2 × DP 2, recipe smoke",
+        "steps_counted": options.steps,
+        "pairs": pairs,
+        "ratio_median": statistics.median(pair["ratio"] for pair in pairs),
+        "data_wait_s_per_step": max(waits),
+        "peak_pss_gib": max(peaks),
+        "long_run": {"steps": options.long_steps, "growth": long["growth"]},
+    }
+
+
+def make_config(scratch: Path, *changes: str) -> Config:
+    fixed = ["job.rehearse_failure_at_step=none", "train.log_every=1"]
+    return place_data(resolve("smoke", [*fixed, *changes], RECIPES), scratch)
+
+
+def run_stack(config: Config, run_dir: Path) -> dict[str, Any]:
+    """One job through the whole stack; times from its own metrics, memory from outside."""
+    open_run(config, run_dir)
+    watcher = MemoryWatcher(run_dir)
+    watcher.start()
+    status = submit(config, run_dir, console=Console(file=(run_dir / "console.log").open("w")), live=False)
+    watcher.stop()
+    if status.exit_code:
+        raise SystemExit(f"the job failed: {status.reason}; logs in {run_dir}")
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    train = [line for line in lines if line["kind"] == "train"]
+    ends = [line["time"] for line in train]
+    # From the end of one step's log line to the next: everything that happens between is in it, checkpoints too.
+    intervals = [b - a for a, b in itertools.pairwise(ends)][WARM_UP - 1 :]
+    waited = [line["data_wait_s"] for line in train[1:]]
+    return {
+        "step_s": statistics.median(intervals), "data_wait_s_per_step": sum(waited) / len(waited),
+        "peak_pss_gib": watcher.peak_bytes / 2**30, "growth": watcher.growth(),
+    }  # fmt: skip
+
+
+def time_bare(config: Config, run_dir: Path) -> float:
+    """Median step of the same ranks under plain torchrun: no Ray, no loader, no metrics, no checkpoints."""
+    open_run(config, run_dir)
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={config.world_size}",
+        __file__, "--bare", str(run_dir),
+    ]  # fmt: skip
+    subprocess.run(command, check=True, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdin=subprocess.DEVNULL)
+    return json.loads((run_dir / "bare.json").read_text())["step_s"]
+
+
+def run_bare(run_dir: Path) -> None:
+    config = Config.load(run_dir / "config.json")
+    torch.set_num_threads(1)
+    with start_process("auto", timeout_s=60) as process:
+        run = assemble(config, run_dir, process)
+        accumulation = config.train.global_batch // (process.world_size * config.train.micro_batch)
+        shape = (accumulation, config.train.micro_batch, config.data.seq_len + 1)
+        tokens = torch.randint(config.model.vocab_size, shape, generator=torch.Generator().manual_seed(process.rank))
+        batch = Batch(tokens.numpy(), 0, 0)
+        times = []
+        for _ in range(config.train.steps):
+            started = time.perf_counter()
+            step(run, batch, 1e-4)
+            times.append(time.perf_counter() - started)
+        if process.rank == 0:
+            (run_dir / "bare.json").write_text(json.dumps({"step_s": statistics.median(times[WARM_UP:])}))
+
+
+class MemoryWatcher:
+    """Samples the memory of this process and all it has started, about twice a second, until stopped."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self.peak_bytes = 0
+        self._run_dir = run_dir
+        self._samples: dict[tuple[int, str], list[tuple[float, int]]] = {}
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def growth(self) -> list[dict[str, Any]]:
+        """Per process that lived through most of the run: unshared memory after a quarter of its time, and at the end."""
+        out = []
+        longest = max((samples[-1][0] - samples[0][0] for samples in self._samples.values()), default=0.0)
+        for (pid, name), samples in self._samples.items():
+            if samples[-1][0] - samples[0][0] < 0.5 * longest:
+                continue
+            sizes = [size for _, size in samples]
+            quarter = max(1, len(sizes) // 8)
+            early, late = sizes[2 * quarter : 3 * quarter], sizes[-2 * quarter : -quarter]
+            out.append({
+                "process": name, "pid": pid, "early_mib": round(statistics.median(early) / 2**20, 1),
+                "late_mib": round(statistics.median(late) / 2**20, 1),
+            })  # fmt: skip
+        return sorted(out, key=lambda row: row["early_mib"] - row["late_mib"])
+
+    def _watch(self) -> None:
+        while not self._ended.wait(0.5):
+            total, now = 0, time.monotonic()
+            me = psutil.Process()
+            for process in [me, *me.children(recursive=True)]:
+                try:
+                    memory, name = process.memory_full_info(), describe(process)
+                except psutil.Error:
+                    continue
+                total += memory.pss
+                self._samples.setdefault((process.pid, name), []).append((now, memory.uss))
+            self.peak_bytes = max(self.peak_bytes, total)
+
+
+def describe(process: psutil.Process) -> str:
+    words = process.cmdline()
+    for word in words:
+        if word.startswith(("ray::", "moebius")):
+            return word
+    return " ".join(Path(word).name for word in words[:3])[:60]
+
+
+def print_report(figures: dict[str, Any]) -> None:
+    table = Table(title="cost of the whole stack", show_header=True)
+    for column in ("figure", "measured", "goal"):
+        table.add_column(column)
+    growth = max((row["late_mib"] - row["early_mib"] for row in figures["long_run"]["growth"]), default=0.0)
+    table.add_row("step in the stack ÷ bare step (median of pairs)", f"{figures['ratio_median']:.3f}", "≤ 1.05")
+    table.add_row(
+        "wait for data after the first batch, s per step", f"{figures['data_wait_s_per_step']:.5f}", "< 0.001"
+    )
+    table.add_row("memory of all processes, GiB", f"{figures['peak_pss_gib']:.2f}", "< 4")
+    table.add_row(f"largest growth over {figures['long_run']['steps']} steps, MiB", f"{growth:.1f}", "≈ 0")
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main()

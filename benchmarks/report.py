@@ -1,0 +1,52 @@
+"""What every benchmark says beside its figures: hardware, versions, commit, command."""
+
+import json
+import os
+import platform
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def environment() -> dict[str, Any]:
+    """The machine and the software that a figure was measured on."""
+    facts: dict[str, Any] = {
+        "cpu": _cpu_name(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+        "python": platform.python_version(),
+        "versions": {name: version(name) for name in ("torch", "numpy", "pyarrow", "ray")},
+        "commit": _commit(),
+        "command": " ".join(["python", *sys.argv]),
+    }
+    if torch.cuda.is_available():
+        facts["gpu"] = torch.cuda.get_device_name(0)
+    return facts
+
+
+def save(name: str, figures: dict[str, Any]) -> Path:
+    """Writes results/NAME.json: the environment and the figures."""
+    RESULTS.mkdir(exist_ok=True)
+    path = RESULTS / f"{name}.json"
+    path.write_text(json.dumps({"environment": environment(), **figures}, indent=2) + "\n", encoding="utf-8")
+    return path
+
+
+def _cpu_name() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.processor()
+
+
+def _commit() -> str:
+    def git(*words: str) -> str:
+        return subprocess.run(["git", *words], cwd=RESULTS.parent, capture_output=True, text=True, check=True).stdout
+
+    return git("rev-parse", "--short", "HEAD").strip() + (" with local changes" if git("status", "--porcelain") else "")
