@@ -34,7 +34,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.device_mesh import DeviceMesh
@@ -46,6 +45,7 @@ from .checkpoint_files import (
     CheckpointMeta,
     CorruptCheckpointError,
     FileSum,
+    Index,
     Manifest,
     SafeReader,
     StaleGenerationError,
@@ -56,7 +56,6 @@ from .checkpoint_files import (
     damaged_files,
     digest_of_sums,
     dtype_name,
-    index_of,
     latest,
     list_checkpoints,
     open_checkpoint,
@@ -361,7 +360,7 @@ class Checkpointer:
     def _write_and_commit(self, job: _Job, temporary: Path, final: Path) -> int:
         self._on_rank_0(lambda: self._make_temporary(temporary))
         writer = SummingWriter(temporary)
-        metadata = dcp_save(
+        dcp_save(
             job.tensors,
             storage_writer=writer,
             planner=DefaultSavePlanner(flatten_state_dict=False),
@@ -370,9 +369,9 @@ class Checkpointer:
         sums = {
             name: found for part in _gathered(self._group, lambda: writer.files.sums) for name, found in part.items()
         }
-        return self._on_rank_0(lambda: self._commit(job, temporary, final, metadata, sums)) or 0
+        return self._on_rank_0(lambda: self._commit(job, temporary, final, writer.index, sums)) or 0
 
-    def _commit(self, job: _Job, temporary: Path, final: Path, metadata: Metadata, sums: dict[str, FileSum]) -> int:
+    def _commit(self, job: _Job, temporary: Path, final: Path, index: Index, sums: dict[str, FileSum]) -> int:
         """Rank 0: describes what all ranks wrote and makes it visible in one step. Returns its size in bytes."""
         unseen = [name for name, sum_ in sums.items() if not _has_size(temporary / name, sum_.num_bytes)]
         if unseen:
@@ -381,7 +380,7 @@ class Checkpointer:
                 "the run folder must be the same shared folder on all nodes"
             )
         texts = {
-            "index.json": index_of(metadata).model_dump_json(),
+            "index.json": index.model_dump_json(),
             "meta.json": self._meta_of(job).model_dump_json(),
         }
         for name, text in texts.items():

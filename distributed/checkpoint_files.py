@@ -33,7 +33,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
-from torch.distributed.checkpoint.storage import StorageReader
+from torch.distributed.checkpoint.storage import StorageReader, WriteResult
 from torch.futures import Future
 
 from .layout import Layout
@@ -355,26 +355,34 @@ class _SummingFiles(FileSystem):
 
 
 class SummingWriter(FileSystemWriter):
-    """DCP's writer: one file per rank, synced, summed, and without the path of the machine in its metadata."""
+    """DCP's writer: one file per rank, synced, summed, and without the path of the machine in its metadata.
+
+    After the save `files.sums` has this rank's checksums, and `index` on rank 0 says where everything is.
+    """
 
     def __init__(self, path: Path) -> None:
         # Copying ahead would touch the first GPU from this thread; the staged tensors are in main memory already.
         super().__init__(path, per_thread_copy_ahead=0)
         self.files = _SummingFiles()
         self.fs = self.files
+        self.index = Index(tensors={})
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        super().finish(metadata, results)
+        self.index = _index_of(metadata, {result.index: result.storage_data for part in results for result in part})
 
     def storage_meta(self) -> None:
         return None
 
 
-def index_of(metadata: Metadata) -> Index:
+def _index_of(metadata: Metadata, places: Mapping[MetadataIndex, Any]) -> Index:
     tensors = {}
     for name, stored in metadata.state_dict_metadata.items():
         if not isinstance(stored, TensorStorageMetadata):
             raise CheckpointError(f"{name} is no tensor; values that are none belong into meta")
         chunks = []
         for chunk in stored.chunks:
-            place = metadata.storage_data[MetadataIndex(name, chunk.offsets)]
+            place = places[MetadataIndex(name, chunk.offsets)]
             chunks.append(
                 Chunk(
                     offsets=tuple(chunk.offsets),
