@@ -8,7 +8,7 @@ from pathlib import Path
 
 from moebius.cluster import processes
 from moebius.cluster.generations import ThisMachine, supervise
-from moebius.cluster.job import JobStatus, Launch, begin_submission, read_status
+from moebius.cluster.job import JOURNAL, JobStatus, Launch, begin_submission, read_status
 
 FAKE_RANK = Path(__file__).parent / "cluster" / "fake_rank.py"
 
@@ -35,6 +35,7 @@ def wait_for(condition: Callable[[], object], *, timeout_s: float = 60.0, what: 
 
 
 def wait_for_step(run_dir: Path, step: int, *, timeout_s: float = 60.0) -> JobStatus:
+    wait_for((run_dir / JOURNAL).exists, what="the journal")
     return wait_for(
         lambda: (status := read_status(run_dir)).step is not None and status.step >= step and status,
         timeout_s=timeout_s,

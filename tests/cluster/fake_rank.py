@@ -4,7 +4,7 @@
 
 Every step is an all-reduce over gloo; rank 0 writes metrics, a checkpoint every `every` steps and the result; all ranks
 agree on a stop at a step boundary. `steps`, `step_s` and `every` shape the run, `plain=1` leaves out torch and the other
-ranks, and `fail="RANK:STEP:GENERATION:how"` breaks it (how: raise, exit0, segv, hang; generation "*": every time).
+ranks, and `fail="RANK:STEP:GENERATION:how,…"` breaks it (how: raise, exit0, segv, hang; generation "*": every time).
 """
 
 import datetime
@@ -36,7 +36,8 @@ def main() -> None:
         metrics, {"kind": "start", "generation": generation, "world_size": world_size, "resumed_from_step": first - 1}
     )
     for step in range(first, steps + 1):
-        fail_if_told(options.get("fail", ""), rank, step, generation)
+        for order in filter(None, options.get("fail", "").split(",")):
+            fail_if_told(order, rank, step, generation)
         total = add_up(float(rank + 1))
         state = {"step": step, "loss": state["loss"] * 0.9 + total / 1000 + step % 7}
         sees_flag = (rank == 0 or "plain" in options) and (run_dir / "stop").exists()
@@ -68,8 +69,6 @@ def write(metrics, line: dict) -> None:
 
 
 def fail_if_told(order: str, rank: int, step: int, generation: int) -> None:
-    if not order:
-        return
     who, when, which, how = order.split(":")
     if rank != int(who) or step != int(when) or which not in ("*", str(generation)):
         return
