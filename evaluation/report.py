@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from ..data_pipeline.tokenizer import load_tokenizer
+from ..data_pipeline.shards import prepared_tokenizer
 from ..distributed.process import start_process
 from ..train.evaluate import Evaluation, evaluate
 from .generate import generate
@@ -51,7 +51,7 @@ def write_text(
     """
     with start_process("auto") as process:
         restored = restore(run_dir, process, step=step)
-        tokenizer = load_tokenizer(restored.config.data.directory)
+        tokenizer = prepared_tokenizer(restored.config.data.directory)
         prompt_ids = tokenizer.encode_batch([prompt])[0].astype("int64")
         prompt_S = torch.from_numpy(prompt_ids).to(process.device)
         yield prompt

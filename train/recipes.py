@@ -32,8 +32,8 @@ def smoke() -> Config:
     )  # fmt: skip
 
 
-def shared_corpus() -> Config:
-    """A MoEUT of 7M parameters for thousands of steps on a corpus of your own: give data.input."""
+def own_text() -> Config:
+    """A MoEUT of 7M parameters for some thousand steps on a CPU: give data.input your text."""
     return Config(
         model=ModelConfig(
             vocab_size=8000, d_model=192, num_layers=6, group_size=2, num_heads=4, d_head=48,
@@ -43,7 +43,7 @@ def shared_corpus() -> Config:
         optim=OptimConfig(learning_rate=1e-3, warmup_steps=200, decay_steps=3000),
         train=TrainConfig(steps=3000, global_batch=8, micro_batch=4, eval_every=250, eval_rows=256),
         checkpoint=CheckpointConfig(every=250, keep_last=2),
-        job=JobConfig(name="shared_corpus", ranks_per_node=2),
+        job=JobConfig(name="own_text", ranks_per_node=2),
     )  # fmt: skip
 
 
@@ -104,7 +104,7 @@ _DENSE_SIZES = {
 
 RECIPES: dict[str, Callable[[], Config]] = {
     "smoke": smoke,
-    "shared_corpus": shared_corpus,
+    "own_text": own_text,
     **{name: lambda name=name, sizes=sizes: _moeut(name, **sizes) for name, sizes in _MOEUT_SIZES.items()},
     **{name: lambda name=name, sizes=sizes: _dense(name, **sizes) for name, sizes in _DENSE_SIZES.items()},
 }
