@@ -50,7 +50,8 @@ def train_arguments(text: Path, *changes: str) -> list[str]:
 
 CONFIG_MISTAKES = {
     "ep does not divide the experts": (
-        ["mesh.ep=3", "job.ranks_per_node=3", "train.global_batch=3"], r"mesh\.ep 3 does not divide the experts: feed_forward has 4, attention has 4",
+        ["mesh.ep=3", "job.ranks_per_node=3", "train.global_batch=3"],
+        r"mesh\.ep 3 does not divide the experts: feed_forward has 4, attention has 4",
     ),
     "the world does not fit the mesh": (
         ["mesh.ep=2", "mesh.dp_replicate=2", "job.ranks_per_node=3"], r"= 4 ranks, but the world has 3",
@@ -182,7 +183,7 @@ def remove_a_chunk(checkpoint: Path) -> None:
     index["tensors"][name]["chunks"].clear()
     index_file.write_text(json.dumps(index))
     files = [file for file in checkpoint.iterdir() if file.name != "manifest.json"]
-    sums = {file.name: FileSum(num_bytes=file.stat().st_size, blake2b=blake2b(file)) for file in files}
+    sums = {file.name: FileSum(num_bytes=file.stat().st_size, blake2b=blake2b(file.read_bytes())) for file in files}
     manifest = Manifest(format=1, files=sums, digest=digest_of_sums(sums))
     (checkpoint / "manifest.json").write_text(manifest.model_dump_json())
 

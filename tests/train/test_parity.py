@@ -88,11 +88,11 @@ def whole(tensors: dict[str, Tensor], ep: int) -> dict[str, Tensor]:
 LAYOUTS = [(1, 1, 8), (1, 1, 2), (2, 1, 2), (2, 2, 4), (4, 1, 2), (4, 2, 1), (4, 4, 2)]
 
 
-@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-def test_every_layout_makes_the_same_step(precision: str, data: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("precision", "layouts"), [("float32", LAYOUTS), ("bfloat16", [(1, 1, 8), (4, 2, 2)])])
+def test_every_layout_makes_the_same_step(precision: str, layouts: list, data: Path, tmp_path: Path) -> None:
     tolerance = 1e-6 if precision == "float32" else 3e-2
     expected = None
-    for world, ep, micro in LAYOUTS:
+    for world, ep, micro in layouts:
         config = make_config(
             data, train={"micro_batch": micro, "precision": precision}, mesh={"ep": ep}, optim={"clip_norm": 1e9}
         )
