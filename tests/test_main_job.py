@@ -1,0 +1,109 @@
+"""The main job end to end, small: text → shards → 2 pretended nodes × 2 ranks, EP 2 × DP 2 → killed, restarted → finished."""
+
+import io
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from moebius.cluster.job import Journal, State, read_status
+from moebius.cluster.local import train_here
+from moebius.cluster.submit import submit
+from moebius.distributed.checkpoint_files import list_checkpoints, verify
+from moebius.evaluation.report import measure, write_text
+from moebius.train.config import Config, resolve
+from moebius.train.recipes import RECIPES
+from moebius.train.run_folder import open_run, place_data
+
+SMALL = (
+    "model.vocab_size=257", "data.tokenizer=bytes", "data.vocab_size=257", "data.seq_len=32", "data.validation_fraction=0.1",
+    "model.d_model=32", "model.d_head=8", "model.num_experts=8", "model.top_k=2", "model.d_expert=16",
+    "train.steps=24", "train.global_batch=8", "train.micro_batch=2", "train.eval_every=12", "train.eval_rows=16",
+    "checkpoint.every=5", "optim.warmup_steps=4", "job.rehearse_failure_at_step=13",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("main-job")
+    words = np.random.default_rng(1).choice(["one", "two", "three", "band", "expert", "route"], size=(80, 60))
+    (folder / "text.txt").write_text("\n\n".join(" ".join(line) for line in words), encoding="utf-8")
+    return folder
+
+
+def make_config(folder: Path, *changes: str) -> Config:
+    return place_data(resolve("smoke", [*SMALL, f"data.input=['{folder}/text.txt']", *changes], RECIPES), folder)
+
+
+def losses(run_dir: Path) -> dict[int, float]:
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return {line["step"]: line["loss"] for line in lines if line["kind"] == "train"}
+
+
+@pytest.fixture(scope="module")
+def undisturbed(folder: Path) -> Path:
+    """The same run on the same four ranks, without Ray and without a drill."""
+    config = make_config(folder, "job.rehearse_failure_at_step=none")
+    run_dir = folder / "undisturbed"
+    open_run(config, run_dir)
+    status = train_here(config, run_dir, console=Console(file=io.StringIO()))
+    assert status.state is State.SUCCEEDED, status
+    return run_dir
+
+
+@pytest.fixture(scope="module")
+def disturbed(folder: Path) -> tuple[Path, str]:
+    config = make_config(folder)
+    run_dir, said = folder / "disturbed", io.StringIO()
+    open_run(config, run_dir)
+    status = submit(config, run_dir, console=Console(file=said, width=120))
+    assert status.state is State.SUCCEEDED, said.getvalue()
+    return run_dir, said.getvalue()
+
+
+def test_a_killed_rank_leaves_no_trace_in_the_curve(undisturbed: Path, disturbed: tuple[Path, str]) -> None:
+    run_dir, said = disturbed
+    assert sorted(losses(run_dir)) == list(range(1, 25))
+    assert losses(run_dir) == losses(undisturbed)  # bit for bit
+    status = read_status(run_dir)
+    assert (status.generation, status.restarts, status.step) == (2, 1, 24)
+    assert status.root_cause is not None
+    assert status.root_cause.on_purpose
+    assert "killed on purpose" in said
+    assert "went on from the checkpoint of step" in said
+
+
+def test_the_journal_tells_the_story(disturbed: tuple[Path, str]) -> None:
+    lines = [json.loads(line) for line in Journal(disturbed[0]).path.read_text().splitlines()]
+    states = [line["state"] for line in lines]
+    assert states[0] == "SUBMITTED"
+    assert states[-1] == "SUCCEEDED"
+    assert states.index("RECOVERING") < len(states) - 1 - states[::-1].index("STARTING")
+
+
+def test_what_a_run_leaves_behind(disturbed: tuple[Path, str]) -> None:
+    run_dir, said = disturbed
+    assert [c.step for c in list_checkpoints(run_dir / "checkpoints")] == [20, 24]
+    meta = verify(list_checkpoints(run_dir / "checkpoints")[-1].path)
+    assert (meta.layout.dp_replicate, meta.layout.ep) == (2, 2)
+    assert (run_dir / "summary.png").read_bytes().startswith(b"\x89PNG")
+    for generation in ("g001", "g002"):
+        logs = sorted(path.name for path in (run_dir / "logs" / generation).rglob("rank*.log"))
+        assert logs == [f"rank{rank}.log" for rank in range(4)]
+    assert "validation loss" in said
+    assert str(run_dir) in said
+
+
+def test_it_has_learned_and_can_be_measured_and_write(disturbed: tuple[Path, str]) -> None:
+    run_dir, _ = disturbed
+    records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    evals = {record["step"]: record["loss"] for record in records if record["kind"] == "eval"}
+    assert evals[24] < evals[0] - 0.5
+    measured = measure(run_dir, max_rows=16)
+    assert measured.step == 24
+    assert measured.result.loss == pytest.approx(evals[24], rel=1e-6)  # one rank with all experts, not four
+    text = "".join(write_text(run_dir, "one two", num_tokens=20, temperature=0.8, seed=1))
+    assert text.startswith("one two")
+    assert text == "".join(write_text(run_dir, "one two", num_tokens=20, temperature=0.8, seed=1))
