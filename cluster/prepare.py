@@ -36,7 +36,7 @@ def ray_runner(*, in_flight: int | None = None) -> Runner:
         import ray
 
         limit = in_flight or 2 * max(1, int(ray.cluster_resources().get("CPU", 1)))
-        task = ray.remote(function).options(
+        task = ray.remote(_call).options(
             num_cpus=1,
             max_retries=ATTEMPTS - 1,  # counts killed workers and, with the next line, exceptions
             retry_exceptions=True,
@@ -47,7 +47,7 @@ def ray_runner(*, in_flight: int | None = None) -> Runner:
         try:
             while True:
                 for index, item in waiting:
-                    out[task.remote(item)] = index
+                    out[task.remote(function, item)] = index
                     if len(out) >= limit:
                         break
                 if not out:
@@ -59,6 +59,11 @@ def ray_runner(*, in_flight: int | None = None) -> Runner:
             _cancel(out)
 
     return run
+
+
+def _call(function: Callable[[T], R], item: T) -> R:
+    """The task: any callable will do, where Ray itself takes plain functions only."""
+    return function(item)
 
 
 def _result(reference: Any, item: object, index: int, total: int) -> Any:

@@ -37,7 +37,7 @@ def connected(address: str) -> Iterator[Any]:
     _check_reachable(address)
     import ray
 
-    _read_authentication_again()
+    _check_credentials(address)
     try:
         ray.init(
             address=address,
@@ -47,26 +47,21 @@ def connected(address: str) -> Iterator[Any]:
             configure_logging=True,
         )
     except Exception as error:  # Ray raises half a dozen types here; all mean: no connection
-        raise JobError(explain(address, error)) from error
+        raise JobError(
+            f"cannot use the Ray cluster at {address} ({type(error).__name__}: {error}). Submit from one of its nodes: "
+            f"`ray start --address={address}` makes this machine one"
+        ) from error
     try:
         yield ray
     finally:
         ray.shutdown()
 
 
-def explain(address: str, error: Exception) -> str:
-    """What a failed connection means, in one sentence, with what to do."""
-    text = f"{type(error).__name__}: {error}".strip()
-    lowered = text.lower()
-    if any(word in lowered for word in ("unauthenticated", "authentication", "401", "token")):
-        mode = os.environ.get("RAY_AUTH_MODE", "not set")
-        return (
-            f"the Ray cluster at {address} refused our credentials (RAY_AUTH_MODE is {mode}): set RAY_AUTH_MODE=token and "
-            f"RAY_AUTH_TOKEN_PATH to the cluster's token file, or RAY_AUTH_MODE=disabled if it uses none. Ray said: {text}"
-        )
+def _refused(address: str, said: str | None) -> str:
+    mode = os.environ.get("RAY_AUTH_MODE", "not set")
     return (
-        f"cannot use the Ray cluster at {address}: {text}. Submit from one of its nodes (`ray start --address={address}` "
-        "makes this machine one)"
+        f"the Ray cluster at {address} refused our credentials (RAY_AUTH_MODE is {mode}): set RAY_AUTH_MODE=token and "
+        f"RAY_AUTH_TOKEN_PATH to the cluster's token file. Ray said: {said}"
     )
 
 
@@ -87,9 +82,27 @@ def _check_reachable(address: str) -> None:
         ) from None
 
 
-def _read_authentication_again() -> None:
-    """Ray reads mode and token once per process; a process that meets a second cluster must read them again."""
+def _check_credentials(address: str) -> None:
+    """Asks the head for the cluster's id; Ray's own client would repeat a refused request for 20 s.
+
+    The mode and the token are read again first: Ray reads them once per process, and this may be its second cluster.
+    """
     raylet: Any = importlib.import_module("ray._raylet")
-    if hasattr(raylet, "AuthenticationTokenLoader"):  # Ray 2.52 and later
-        raylet.Config.initialize("")
-        raylet.AuthenticationTokenLoader.instance().reset_cache()
+    if not hasattr(raylet, "AuthenticationTokenLoader"):
+        return  # before Ray 2.52 there were no credentials
+    raylet.Config.initialize("")
+    loader = raylet.AuthenticationTokenLoader.instance()
+    loader.reset_cache()
+    if address == "auto":
+        return
+    import grpc  # comes with tensorboard
+
+    header = tuple((key.lower(), value) for key, value in loader.get_token_for_http_header().items())
+    with grpc.insecure_channel(address, options=[("grpc.enable_http_proxy", 0)]) as channel:
+        ask = channel.unary_unary("/ray.rpc.NodeInfoGcsService/GetClusterId")
+        try:
+            ask(b"", timeout=REACH_TIMEOUT_S, metadata=header)
+        except grpc.RpcError as error:
+            code, details = error.code(), error.details()  # type: ignore[attr-defined]
+            if code in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED):
+                raise JobError(_refused(address, details)) from None

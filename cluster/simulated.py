@@ -24,6 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -156,11 +157,12 @@ def _await_address(host: subprocess.Popen[str], directory: Path) -> str:
     assert host.stdout is not None
     ready, _, _ = select.select([host.stdout], [], [], START_TIMEOUT_S)
     line = host.stdout.readline() if ready else ""
-    if not line:
-        said = read_tail(directory / "host.log", 2000).strip()
-        why = "ended" if ready else f"was not up within {START_TIMEOUT_S:.0f} s"
-        raise JobError(f"the simulated cluster {why}; Ray's last words:\n{said}")
-    return json.loads(line)["address"]
+    told = json.loads(line) if line else {}
+    if "address" not in told:
+        why = "could not be started" if ready else f"was not up within {START_TIMEOUT_S:.0f} s"
+        said = told.get("error") or read_tail(directory / "host.log", 2000)
+        raise JobError(f"the simulated cluster {why}; Ray's last words:\n{said.strip()}")
+    return told["address"]
 
 
 def _stop_host(host: subprocess.Popen[str], directory: Path) -> None:
@@ -183,6 +185,9 @@ def host(plan: _Plan) -> None:
     try:
         print(json.dumps({"address": _start_cluster(plan)}), flush=True)
         sys.stdin.read()
+    except Exception:
+        print(json.dumps({"error": traceback.format_exc()}), flush=True)
+        raise
     finally:
         _end_all_below()
         shutil.rmtree(plan.directory, ignore_errors=True)

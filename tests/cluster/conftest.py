@@ -1,4 +1,4 @@
-"""The simulated cluster that tests of one module share."""
+"""The simulated cluster that the tests of this folder share."""
 
 from collections.abc import Iterator
 
@@ -7,7 +7,7 @@ import pytest
 from moebius.cluster.simulated import SimulatedCluster, simulated_cluster
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def cluster() -> Iterator[SimulatedCluster]:
     """Two pretended nodes with 4 CPUs each; this process is connected."""
     pytest.importorskip("ray")
