@@ -28,18 +28,18 @@ class DataConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    input: tuple[str, ...] = Field(("embedded",), min_length=1)
+    input: tuple[str, ...] = Field(default=("embedded",), min_length=1)
     validation_input: tuple[str, ...] = ()
-    validation_fraction: float = Field(0.01, ge=0.0, lt=1.0)
-    text_field: str = Field("text", min_length=1)
+    validation_fraction: float = Field(default=0.01, ge=0.0, lt=1.0)
+    text_field: str = Field(default="text", min_length=1)
     source_field: str = "source"  # a record's own name for where it comes from; the file's name where it has none
     tokenizer: Literal["bpe", "bytes"] = "bpe"
-    vocab_size: int = Field(8000, ge=NUM_BYTE_IDS)  # what BPE training aims at; a small corpus may yield fewer
-    tokenizer_sample_bytes: int = Field(32 * 2**20, ge=1)  # text that BPE is trained on: 32 MiB take about 20 s
-    batch_tokens: int = Field(128 * 1024, ge=1)  # tokens per record batch: zstd's ratio stops growing here
-    split_bytes: int = Field(64 * 2**20, ge=1)  # a larger .txt, .jsonl or .parquet becomes several input splits
-    seq_len: int = Field(256, ge=1)
-    seed: int = Field(0, ge=0)
+    vocab_size: int = Field(default=8000, ge=NUM_BYTE_IDS)  # what BPE training aims at; a small corpus may yield fewer
+    tokenizer_sample_bytes: int = Field(default=32 * 2**20, ge=1)  # text that BPE is trained on: 32 MiB take about 20 s
+    batch_tokens: int = Field(default=128 * 1024, ge=1)  # tokens per record batch: zstd's ratio stops growing here
+    split_bytes: int = Field(default=64 * 2**20, ge=1)  # a larger .txt, .jsonl or .parquet becomes several input splits
+    seq_len: int = Field(default=256, ge=1)
+    seed: int = Field(default=0, ge=0)
     directory: str = ""  # where the shards are; empty: the caller decides
 
     @model_validator(mode="before")

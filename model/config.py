@@ -45,8 +45,8 @@ class ModelConfig(BaseModel):
     # Unit norm across the expert axis of V and O at the start: the paper's runs from 126M parameters on.
     expert_axis_norm: bool = False
 
-    feed_forward_balance: float = Field(0.01, ge=0)  # γ, weight of the feed-forward routers' entropy term
-    attention_balance: float = Field(0.001, ge=0)  # δ, of the V and O routers'
+    feed_forward_balance: float = Field(default=0.01, ge=0)  # γ, weight of the feed-forward routers' entropy term
+    attention_balance: float = Field(default=0.001, ge=0)  # δ, of the V and O routers'
 
     @property
     def num_repeats(self) -> int:

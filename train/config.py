@@ -39,7 +39,7 @@ class TrainConfig(BaseModel):
     eval_every: NonNegativeInt = 0  # 0: at the start and at the end only
     eval_rows: NonNegativeInt = 0  # at most so many validation rows; 0: all of them
     threads: NonNegativeInt = 1  # of one rank's CPU work; 0: torch's default
-    timeout_s: float = Field(600.0, gt=0)  # of a collective
+    timeout_s: float = Field(default=600.0, gt=0)  # of a collective
 
 
 class CheckpointConfig(BaseModel):
@@ -56,11 +56,11 @@ class JobConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    name: str = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")
+    name: str = Field(default="run", pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")
     num_nodes: PositiveInt = 1
     ranks_per_node: PositiveInt = 1
     max_restarts: NonNegativeInt = 3
-    start_timeout_s: float = Field(120.0, gt=0)  # from the start of a generation to its first step
+    start_timeout_s: float = Field(default=120.0, gt=0)  # from the start of a generation to its first step
     # Fault drill: one rank is killed, once, when the run has reached this step. The run must not notice.
     rehearse_failure_at_step: PositiveInt | None = None
 

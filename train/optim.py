@@ -13,15 +13,15 @@ class OptimConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    learning_rate: float = Field(2.5e-4, gt=0)
-    final_fraction: float = Field(0.1, ge=0, le=1)  # of the peak, where the cosine ends
+    learning_rate: float = Field(default=2.5e-4, gt=0)
+    final_fraction: float = Field(default=0.1, ge=0, le=1)  # of the peak, where the cosine ends
     warmup_steps: NonNegativeInt = 0
     decay_steps: PositiveInt = 100_000  # the cosine's half period, counted from the end of the warm-up
-    beta1: float = Field(0.9, ge=0, lt=1)
-    beta2: float = Field(0.999, ge=0, lt=1)
-    epsilon: float = Field(1e-8, gt=0)
-    weight_decay: float = Field(0.01, ge=0)  # on all parameters, norms and biases included
-    clip_norm: float = Field(0.25, gt=0)  # global norm over all parameters of all ranks
+    beta1: float = Field(default=0.9, ge=0, lt=1)
+    beta2: float = Field(default=0.999, ge=0, lt=1)
+    epsilon: float = Field(default=1e-8, gt=0)
+    weight_decay: float = Field(default=0.01, ge=0)  # on all parameters, norms and biases included
+    clip_norm: float = Field(default=0.25, gt=0)  # global norm over all parameters of all ranks
 
 
 def learning_rate_at(config: OptimConfig, step: int) -> float:
