@@ -123,8 +123,8 @@ class JobStatus:
 
     @property
     def exit_code(self) -> int:
-        """What a command that followed this job should exit with: 0 for success and for a stop that was asked for."""
-        return 0 if self.state in (State.SUCCEEDED, State.STOPPED) else 1
+        """What a command that looked after this job should exit with: 1 when it has failed or is lost."""
+        return 1 if self.state in (State.FAILED, State.LOST) else 0
 
 
 @dataclass(frozen=True)
@@ -277,7 +277,7 @@ def _judge_life(last: JournalEntry, age_s: float | None) -> tuple[State, str]:
 def _last_step(run_dir: Path) -> tuple[int | None, float | None]:
     for line in reversed(JsonLinesTail.near_the_end(run_dir / METRICS, num_bytes=4 << 20).read()):
         if line.get("kind") == "train":
-            return line.get("step"), line.get("loss")
+            return line["step"], float(line["loss"])  # what is not finite is written as a string
     return None, None
 
 

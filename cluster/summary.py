@@ -47,7 +47,7 @@ def status_table(statuses: Sequence[JobStatus]) -> Table:
         table.add_column(name, justify="right" if name in ("step", "loss", "restarts") else "left")
     for status in statuses:
         step = "" if status.step is None else f"{status.step}/{status.total_steps or '?'}"
-        loss = "" if status.loss is None else f"{float(status.loss):.4f}"
+        loss = "" if status.loss is None else f"{status.loss:.4f}"
         state = Text(status.state.value, style=STATE_STYLES.get(status.state, "bold"))
         table.add_row(Text(str(status.run_dir)), state, step, loss, str(status.restarts), Text(status.reason))
     return table
