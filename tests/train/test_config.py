@@ -115,3 +115,11 @@ def test_raw_bytes_need_no_vocabulary_size() -> None:
     data = DataConfig(tokenizer="bytes")
     assert data.num_token_ids == data.vocab_size == 257
     assert DataConfig.model_validate(data.model_dump()) == data
+
+
+def test_the_example_files_can_be_run() -> None:
+    files = sorted((Path(__file__).parents[2] / "configs").glob("*.toml"))
+    assert files
+    for file in files:
+        config = make(name=str(file))
+        config.check_world(config.world_size)

@@ -1,0 +1,51 @@
+"""Generated text against the full forward pass."""
+
+import pytest
+import torch
+
+from moebius.evaluation.generate import generate
+from moebius.model.config import ModelConfig
+from moebius.model.initialise import initialise
+from moebius.model.transformer import Transformer
+
+
+@pytest.fixture(scope="module")
+def model() -> Transformer:
+    model = Transformer(ModelConfig(vocab_size=97, d_model=32, num_layers=4, group_size=2, num_heads=2, d_head=16))
+    initialise(model, 3)
+    with torch.no_grad():
+        model.head.weight.mul_(20)  # clear winners: a rounding difference must not decide
+    return model.eval()
+
+
+PROMPT = torch.tensor([5, 17, 40])
+
+
+def test_greedy_tokens_are_the_most_likely_ones_of_the_full_pass(model: Transformer) -> None:
+    tokens = PROMPT.tolist()
+    for token in generate(model, PROMPT, num_tokens=25, temperature=0):
+        with torch.no_grad():
+            expected = model(torch.tensor([tokens])).logits_BSV[0, -1].argmax().item()
+        assert token == expected
+        tokens.append(token)
+    assert len(tokens) == 28
+
+
+def test_sampling_follows_the_distribution_and_its_seed(model: Transformer) -> None:
+    draws = [next(generate(model, PROMPT, num_tokens=1, temperature=2.0, seed=seed)) for seed in range(400)]
+    assert draws[:50] == [next(generate(model, PROMPT, num_tokens=1, temperature=2.0, seed=seed)) for seed in range(50)]
+    with torch.no_grad():
+        expected_V = (model(PROMPT[None]).logits_BSV[0, -1] / 2.0).softmax(-1)
+    measured_V = torch.bincount(torch.tensor(draws), minlength=97) / 400
+    deviation_V = (expected_V * (1 - expected_V) / 400).sqrt()
+    likely = expected_V > 0.02
+    assert likely.sum() > 1
+    assert ((measured_V - expected_V).abs() < 4 * deviation_V)[likely].all()
+    assert len(set(draws)) > 3
+
+
+def test_what_cannot_be_continued_is_refused(model: Transformer) -> None:
+    with pytest.raises(ValueError, match="at least one token"):
+        next(generate(model, torch.tensor([], dtype=torch.int64), num_tokens=1))
+    with pytest.raises(ValueError, match="temperature=-1"):
+        next(generate(model, PROMPT, num_tokens=1, temperature=-1))
