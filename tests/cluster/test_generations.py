@@ -293,15 +293,14 @@ def test_a_restarted_supervisor_goes_on_and_remembers_the_failures(tmp_path):
 # -- with real processes -------------------------------------------------------------------------------------------
 
 
-def test_failures_are_recovered_from_their_cause_is_found_and_the_curve_is_as_if_nothing_had_happened(tmp_path):
-    """One rank raises, in the next generation the other leaves with code 0; its peer's lost connection is not the cause."""
-    status = run_here(fake_launch(tmp_path, "fail=1:8:1:raise,0:9:2:exit0", ranks_per_node=2))
+def test_a_rank_that_leaves_early_is_the_cause_and_the_curve_is_as_if_nothing_had_happened(tmp_path):
+    """Its exit code is 0, and its peer fails loudly with a lost connection: that one is not to blame."""
+    status = run_here(fake_launch(tmp_path, "fail=0:9:1:exit0", ranks_per_node=2))
     assert status.state is State.SUCCEEDED
-    assert (status.generation, status.restarts) == (3, 2)
-    details = [entry.details for entry in Journal(tmp_path).entries() if entry.state is State.RECOVERING]
-    raised, left = (entry["root_cause"] for entry in details)
-    assert (raised["rank"], raised["error"]) == (1, "ArithmeticError: bad batch at step 8")
-    assert (left["rank"], left["exit_code"]) == (0, 0)
+    assert (status.generation, status.restarts) == (2, 1)
+    assert status.root_cause is not None
+    assert (status.root_cause.rank, status.root_cause.exit_code) == (0, 0)
+    assert "rank 0 exited with code 0 before the run was finished" in status.root_cause.summary
     assert curve(tmp_path) == undisturbed(2, 20)
     assert_nothing_left(tmp_path)
 

@@ -1,6 +1,5 @@
 """Jobs on a (simulated) Ray cluster: they end as they should, whoever is killed, and leave nothing behind."""
 
-import json
 import os
 import signal
 import time
@@ -108,17 +107,6 @@ def test_whoever_is_killed_the_job_goes_on(tmp_path, cluster):
     assert "was lost: its agent actor died" in reasons[1]
     assert "the supervisor was killed and has been restarted" in reasons[2]
     assert list(curve(run_dir)) == list(range(1, 101))
-
-
-def test_a_stop_ends_the_job_at_a_step_boundary_with_a_checkpoint(tmp_path):
-    run_dir = begin(fake_launch(tmp_path, "plain=1", "step_s=0.1", "steps=600", "every=1000", num_nodes=2))
-    wait_for_step(run_dir, 3)
-    request_stop(run_dir)
-    status = end_of(run_dir)
-    assert status.state is State.STOPPED
-    assert status.step is not None
-    assert f"stopped at step {status.step}, with a checkpoint" in status.reason
-    assert json.loads((run_dir / "checkpoint.json").read_text())["step"] == status.step
 
 
 def test_two_jobs_share_a_cluster_and_the_failure_of_one_is_not_the_other_s(tmp_path):

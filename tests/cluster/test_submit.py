@@ -1,0 +1,170 @@
+"""Submitting and stopping, as the command line does it."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+from jobs import FAKE_RANK, assert_nothing_left, fake_launch, run_here, wait_for, wait_for_step
+
+from moebius.cluster import submit as submitting
+from moebius.cluster.job import JobError, Journal, State, begin_submission, read_status
+from moebius.cluster.submit import make_launch, stop, submit
+from moebius.train.config import Config, build
+
+
+def config_of(tmp_path: Path, **job) -> Config:
+    text = tmp_path / "text.txt"
+    text.write_text("\n".join(f"line {number} of a small text" for number in range(2000)))
+    data = {
+        "input": [str(text)],
+        "tokenizer": "bytes",
+        "vocab_size": 257,
+        "directory": str(tmp_path / "data"),
+        "seq_len": 32,
+    }
+    values = {"model": {"vocab_size": 257}, "data": data, "train": {"steps": 20}, "job": {"name": "small"} | job}
+    return build(values, origin="test")
+
+
+SUBMIT = """
+import json, sys
+from pathlib import Path
+from moebius.cluster.submit import submit
+from moebius.train.config import Config
+run_dir, address, detach, *command = sys.argv[1:]
+config = Config.load(Path(run_dir).parent / "asked.json")
+status = submit(config, Path(run_dir), address=address or None, detach=detach == "detach", command=command)
+print("returned", status.state.value)
+sys.exit(status.exit_code)
+"""
+
+
+def start_submit(tmp_path: Path, config: Config, *options: str, address: str = "", detach: bool = False):
+    config.save(tmp_path / "asked.json")
+    run_dir = tmp_path / "run"
+    command = [sys.executable, str(FAKE_RANK), str(run_dir), *options]
+    return run_dir, subprocess.Popen(
+        [sys.executable, "-c", SUBMIT, str(run_dir), address, "detach" if detach else "", *command],
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
+    )  # fmt: skip
+
+
+def test_a_job_from_text_to_the_picture_on_a_running_cluster(tmp_path, cluster):
+    config = config_of(tmp_path, num_nodes=2, max_restarts=1)
+    run_dir, program = start_submit(tmp_path, config, "plain=1", "fail=1:7:1:raise", address=cluster.address)
+    output, _ = program.communicate(timeout=120)
+    assert program.returncode == 0, output
+    for told in (
+        f"connected to the Ray cluster at {cluster.address}",
+        "data prepared in",
+        "RECOVERING: rank 1 on node 1 exited with code 1: ArithmeticError: bad batch at step 7",
+        "SUCCEEDED  finished at step 20",
+        "returned SUCCEEDED",
+    ):
+        assert told in output
+    assert (tmp_path / "data" / "manifest.json").exists()
+    assert (run_dir / "summary.png").stat().st_size > 10_000
+    assert Config.load(run_dir / "config.json") == config
+    assert_nothing_left(run_dir)
+
+
+def test_a_detached_job_outlives_its_submitter_and_can_be_stopped(tmp_path, cluster):
+    run_dir, program = start_submit(
+        tmp_path, config_of(tmp_path), "plain=1", "steps=9999", "every=9999", address=cluster.address, detach=True
+    )
+    output, _ = program.communicate(timeout=60)
+    assert program.returncode == 0, output
+    assert not read_status(run_dir).state.is_final
+    wait_for_step(run_dir, 3)
+    status = stop(run_dir, timeout_s=30)
+    assert status.state is State.STOPPED
+    assert f"stopped at step {status.step}, with a checkpoint" in status.reason
+    assert json.loads((run_dir / "checkpoint.json").read_text())["step"] == status.step
+    assert stop(run_dir).ended_at == status.ended_at, "to stop what has ended changes nothing"
+    assert_nothing_left(run_dir)
+
+
+def test_ctrl_c_stops_a_job_on_a_simulated_cluster_and_everything_is_gone(tmp_path):
+    config = config_of(tmp_path, num_nodes=2)
+    run_dir, program = start_submit(tmp_path, config, "plain=1", "step_s=0.1", "steps=9999", "every=9999")
+    wait_for((run_dir / "metrics.jsonl").exists, timeout_s=120, what="the first step")
+    wait_for_step(run_dir, 2)
+    os.killpg(program.pid, signal.SIGINT)
+    output, _ = program.communicate(timeout=60)
+    assert program.returncode == 0, output
+    assert "simulated cluster of 2 node(s) up after" in output
+    assert "STOPPING: a stop was asked for" in output
+    assert "returned STOPPED" in output
+    assert read_status(run_dir).state is State.STOPPED
+    assert json.loads((run_dir / "checkpoint.json").read_text())["step"] == read_status(run_dir).step
+    assert_nothing_left(run_dir)
+
+
+def test_a_simulated_cluster_cannot_be_left_alone(tmp_path):
+    with pytest.raises(JobError, match="a simulated cluster ends with this command"):
+        submit(config_of(tmp_path), tmp_path / "run", detach=True)
+
+
+def test_a_job_that_is_at_work_is_not_submitted_again(tmp_path):
+    begin_submission(fake_launch(tmp_path / "run"))
+    with pytest.raises(JobError, match="already at work here"):
+        submit(config_of(tmp_path), tmp_path / "run")
+
+
+def test_stopping_nothing_and_stopping_the_lost_are_errors(tmp_path, monkeypatch):
+    with pytest.raises(JobError, match="no job was ever started"):
+        stop(tmp_path)
+    Journal(tmp_path).append(State.RUNNING, generation=1, reason="")
+    with pytest.raises(JobError, match=r"still STOPPING|still RUNNING after 0 s; `moebius stop --now`"):
+        stop(tmp_path, timeout_s=0.3)
+    monkeypatch.setattr("moebius.cluster.job.LOST_AFTER_S", 0.0)
+    with pytest.raises(JobError, match="nobody is there to stop it"):
+        stop(tmp_path)
+
+
+def test_stop_now_ends_ranks_in_the_middle_of_a_step(tmp_path):
+    stopper = threading.Thread(target=lambda: (wait_for_step(tmp_path, 1), stop(tmp_path, now=True)))
+    stopper.start()
+    status = run_here(fake_launch(tmp_path, "plain=1", "step_s=600"))
+    stopper.join(timeout=10)
+    assert status.state is State.STOPPED
+    assert "at once" in status.reason
+    assert_nothing_left(tmp_path)
+
+
+def test_launch_says_what_the_configuration_says(tmp_path, monkeypatch):
+    monkeypatch.setenv("NCCL_DEBUG", "INFO")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+    config = config_of(tmp_path, num_nodes=2, ranks_per_node=2, max_restarts=7, rehearse_failure_at_step=9)
+    launch = make_launch(config, tmp_path, simulated=True)
+    assert (launch.num_nodes, launch.ranks_per_node, launch.max_restarts) == (2, 2, 7)
+    assert launch.rehearse_failure_at_step == 9
+    assert launch.environment["NCCL_DEBUG"] == "INFO"
+    assert "AWS_SECRET_ACCESS_KEY" not in launch.environment
+
+
+@pytest.mark.parametrize(
+    ("device", "have", "per_node"), [("cpu", 8, 0), ("auto", 3, 0), ("auto", 4, 2), ("cuda", 4, 2)]
+)
+def test_pretended_nodes_get_a_gpu_per_rank_or_none(tmp_path, monkeypatch, device, have, per_node):
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: have)
+    config = config_of(tmp_path, num_nodes=2, ranks_per_node=2)
+    config = config.model_copy(update={"train": config.train.model_copy(update={"device": device})})
+    assert submitting._simulated_gpus(config) == per_node
+
+
+def test_cuda_without_enough_gpus_is_a_clear_error(tmp_path, monkeypatch):
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    config = config_of(tmp_path, num_nodes=2, ranks_per_node=2)
+    config = config.model_copy(update={"train": config.train.model_copy(update={"device": "cuda"})})
+    with pytest.raises(JobError, match="needs one GPU per rank, 4 in all, and this machine has 1"):
+        make_launch(config, tmp_path, simulated=True)
