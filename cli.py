@@ -26,6 +26,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except ValueError as error:  # every mistake of a user is a ValueError whose message says what to do
         Console(stderr=True, soft_wrap=True).print(f"[bold red]error:[/] {_plain(str(error))}", highlight=False)
         code = 2
+    except KeyboardInterrupt:  # where nothing runs that could be ended in better order
+        code = 130
     except BrokenPipeError:  # `moebius logs | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 0

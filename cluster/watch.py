@@ -278,6 +278,7 @@ def show_preparation(console: Console, *, live: bool | None = None) -> Iterator[
     live = console.is_terminal if live is None else live
     started = time.monotonic()
     last: PreparationStep | None = None
+    shown = started
 
     def words(step: PreparationStep) -> str:
         tokens = f", {step.tokens:,} tokens" if step.tokens else ""
@@ -286,11 +287,12 @@ def show_preparation(console: Console, *, live: bool | None = None) -> Iterator[
     with console.status("preparing data") if live else contextlib.nullcontext() as status:
 
         def on_progress(step: PreparationStep) -> None:
-            nonlocal last
+            nonlocal last, shown
             last = step
             if status is not None:
                 status.update(words(step))
-            elif step.done in (0, step.total):
+            elif step.done in (0, step.total) or time.monotonic() - shown > PLAIN_EVERY_S:
+                shown = time.monotonic()
                 console.print(f"{_clock(time.time())} {words(step)}", highlight=False)
 
         yield on_progress
