@@ -305,6 +305,9 @@ class _Watch:
         metrics = self.run_dir / METRICS
         self.metrics = JsonLinesTail(metrics, offset=metrics.stat().st_size if metrics.exists() else 0)
         self.step: int | None = None
+        self.is_up = (
+            False  # the ranks have written something: their state is loaded, a first evaluation may take its time
+        )
         self.started = time.monotonic()
         self.stopping = False
         self.rehearsed: RootCause | None = None
@@ -329,7 +332,7 @@ class _Watch:
                 return self.all_ranks_exited()
             if stop_requested(self.run_dir) == "now":
                 return Outcome("ended", step=self.step)
-            if self.step is None and time.monotonic() - self.started > self.launch.start_timeout_s:
+            if not self.is_up and time.monotonic() - self.started > self.launch.start_timeout_s:
                 return Outcome("failed", self.too_slow())
             time.sleep(POLL_S)
 
@@ -344,6 +347,7 @@ class _Watch:
 
     def read_metrics(self) -> None:
         for line in self.metrics.read():
+            self.is_up = True
             if line.get("kind") != "train":
                 continue
             if self.step is None:
@@ -425,7 +429,7 @@ class _Watch:
     def too_slow(self) -> RootCause:
         stuck = sorted(rank for node in self.nodes for rank in node.running_ranks())
         return RootCause(
-            summary=f"no step within start_timeout_s={self.launch.start_timeout_s:g}; ranks alive: {stuck}; see their logs"
+            summary=f"no sign of life within start_timeout_s={self.launch.start_timeout_s:g}; ranks alive: {stuck}; see their logs"
         )
 
 

@@ -78,7 +78,7 @@ __all__ = [
     "SaveRecord",
     "StaleGenerationError",
     "latest",
-    "latest_valid",
+    "latest_for_all",
     "list_checkpoints",
     "load",
     "read_meta",
@@ -104,27 +104,13 @@ class SaveRecord:
     error: str | None
 
 
-def latest_valid(directory: Path, *, mesh: Mesh | None = None, fall_back: bool = False) -> Path | None:
-    """The newest checkpoint, verified; with `fall_back`, a damaged one is passed over with a warning.
+def latest_for_all(directory: Path, mesh: Mesh) -> Path | None:
+    """The committed checkpoint of the highest step as rank 0 sees it: the same answer on all ranks.
 
-    With a mesh this is a collective call: rank 0 reads, all ranks get its answer or its CorruptCheckpointError.
+    A collective call. Every rank looking for itself could find another one, or none, while a network file system still
+    shows some of them an old listing.
     """
-
-    def search() -> Path | None:
-        for checkpoint in reversed(list_checkpoints(directory)):
-            try:
-                verify(checkpoint.path)
-            except CorruptCheckpointError as error:
-                if not fall_back:
-                    raise
-                logger.warning("FALLING BACK to an older checkpoint: %s", error)
-            else:
-                return checkpoint.path
-        return None
-
-    if mesh is None:
-        return search()
-    return _gathered(mesh.world_group, lambda: search() if mesh.rank == 0 else None)[0]
+    return _gathered(mesh.world_group, lambda: latest(directory) if mesh.rank == 0 else None)[0]
 
 
 # Loading -----------------------------------------------------------------------------------------------------------

@@ -8,8 +8,8 @@
   5. exchange the answers back and add them up in route order.
 
 In canonical order an expert sees the same rows in the same order on 1 or on P ranks, so outputs, input gradients and expert
-gradients are bitwise equal. Cost per rank and direction: N·D elements and N gate weights, where N is the number of routes,
-minus what stays home. The backward sends the same amount the other way.
+gradients are bitwise equal (on CPUs: kernels/segments.py says why). Cost per rank and direction: N·D elements and N gate
+weights, where N is the number of routes, minus what stays home. The backward sends the same amount the other way.
 
 A rank without rows takes part in every exchange: its empty tensors come out of the exchange itself, so its backward does too.
 
@@ -68,7 +68,7 @@ class AllToAllDispatcher:
 
     def dispatch(self, x_UD: Tensor, routes: Routes) -> Sent:
         """Collective. Returns the rows for this rank's experts, one route per row, experts numbered from 0."""
-        order_N = sort_by_expert(routes.expert_N)
+        order_N = sort_by_expert(routes.expert_N, routes.num_experts)
         sent_Pe = torch.bincount(routes.expert_N, minlength=routes.num_experts).view(self.num_ranks, -1)
         received_Pe = torch.empty_like(sent_Pe)
         dist.all_to_all_single(received_Pe, sent_Pe, group=self.group)

@@ -11,7 +11,7 @@ Cost per step: one copy of the gradients into flat buckets (kept; 4 bytes per pa
 reduced gradients are views into the buckets, so nothing is copied back unless the parameters are narrower than float32.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -89,47 +89,38 @@ class GradientReducer:
             bucket.unpack()
 
 
-def reduce_gradients(dense: Sequence[Parameter], experts: Sequence[Parameter], mesh: Mesh) -> None:
-    """GradientReducer for one time; a loop keeps the object, and with it the buffers."""
-    GradientReducer(dense, experts, mesh).reduce()
+def global_grad_norm(
+    dense: Sequence[Parameter], experts: Sequence[Parameter], mesh: Mesh, *, flag: bool = False
+) -> tuple[Tensor, bool]:
+    """The 2-norm of the whole model's reduced gradient (float64, no dimensions), and whether any rank raised its flag.
 
-
-def global_grad_norm(dense: Sequence[Parameter], experts: Sequence[Parameter], mesh: Mesh) -> Tensor:
-    """The 2-norm of the whole model's reduced gradient: float64, no dimensions, the same bits on every rank.
-
-    A collective call. Every shard is counted by one rank (dense: rank 0; experts: the first replica) and the counts are
-    summed over the world, so ranks cannot differ, and a non-finite gradient anywhere makes the norm non-finite everywhere.
+    A collective call; both answers have the same bits on every rank. Every shard is counted by one rank (dense: rank 0;
+    experts: the first replica), so a non-finite gradient anywhere makes the norm non-finite everywhere. The flag rides on
+    the same reduction: what must be agreed at every step boundary costs no message of its own.
     """
     place = mesh.coordinates
-    square = torch.zeros((), dtype=torch.float64, device=_device(dense, experts))
+    sums = torch.zeros(2, dtype=torch.float64, device=_device(dense, experts))
     if mesh.rank == 0:
-        square += _square_sum(dense)
+        sums[0] += _square_sum(dense)
     if place.dp_replicate == 0:
-        square += _square_sum(experts)
+        sums[0] += _square_sum(experts)
+    sums[1] = float(flag)
     if mesh.world_group.size() > 1:
-        dist.all_reduce(square, group=mesh.world_group)
-    return square.sqrt()
+        dist.all_reduce(sums, group=mesh.world_group)
+    return sums[0].sqrt(), bool(sums[1].item() > 0)
 
 
-def clip_gradients(dense: Sequence[Parameter], experts: Sequence[Parameter], mesh: Mesh, *, max_norm: float) -> Tensor:
-    """Scales all gradients by min(1, max_norm / norm) and returns the norm before it, as global_grad_norm does.
+def clip_gradients(
+    dense: Sequence[Parameter], experts: Sequence[Parameter], mesh: Mesh, *, max_norm: float, flag: bool = False
+) -> tuple[Tensor, bool]:
+    """Scales all gradients by min(1, max_norm / norm); returns the norm before it and the flag, as global_grad_norm does.
 
     A collective call, after the reduction. If the norm is not finite the gradients are worthless: skip the step. All ranks
     see the same norm, so all of them do.
     """
-    norm = global_grad_norm(dense, experts, mesh)
+    norm, raised = global_grad_norm(dense, experts, mesh, flag=flag)
     torch.nn.utils.clip_grads_with_norm_([*dense, *experts], max_norm, norm)
-    return norm
-
-
-def all_finite(values: Iterable[Tensor], mesh: Mesh) -> bool:
-    """Whether all `values` of all ranks are finite: the same answer everywhere. A collective call; waits for the device."""
-    flags = [value.isfinite().all() for value in values]
-    finite = torch.stack(flags).all() if flags else torch.tensor(True)
-    finite = finite.to(device=mesh.device_mesh.device_type, dtype=torch.int32)
-    if mesh.world_group.size() > 1:
-        dist.all_reduce(finite, op=dist.ReduceOp.MIN, group=mesh.world_group)
-    return bool(finite.item())
+    return norm, raised
 
 
 def _buckets(parameters: Sequence[Parameter], bucket_bytes: int) -> list[_Bucket]:

@@ -42,7 +42,10 @@ class Process:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        stop_process()
+        # After an error other ranks may wait in a collective, and leaving the groups in good order could wait for them: the
+        # process ends without, so that its agent learns of the error at once.
+        if error is None or self.world_size == 1:
+            stop_process()
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ Row counts are quantised (`_padded`): a segment's tail runs on into the next seg
 overwrites. Two reasons. oneDNN compiles a kernel for every new row count (about 0.6 ms), and dropless routing makes new
 counts at every step, so bfloat16 is padded to multiples of 64. MKL's float32 product gives another rounding to a thread's
 last 1 to 3 rows, so float32 is padded to multiples of 4: a row's result then never depends on its neighbours, which makes expert
-parallelism bitwise equal to one rank.
+parallelism on CPUs bitwise equal to one rank. (A GPU's libraries choose their kernels by shape and promise nothing of the kind.)
 
 Legend: U source rows, N routes, E experts, D input width, F hidden width, O output width.
 """
@@ -39,7 +39,7 @@ def mlp_forward(
     per_target: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns y (num_targets, O), the hidden rows h (N + slack, F) in sorted order, and the order (N,)."""
-    order_N = sort_by_expert(expert_N)
+    order_N = sort_by_expert(expert_N, w_up_EDF.shape[0])
     source_rows, gate = _sorted_padded(source_N, order_N), _sorted_padded(weight_N.to(x_UD.dtype), order_N)
     hidden = x_UD.new_empty(order_N.numel() + ROW_SLACK, w_up_EDF.shape[2])
     answers = x_UD.new_empty(order_N.numel() + ROW_SLACK, w_down_EFO.shape[2])
@@ -98,7 +98,7 @@ def linear_forward(
     per_target: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns y (num_targets, O), the ungated answers where they are the narrow side (else empty), and the order."""
-    order_N = sort_by_expert(expert_N)
+    order_N = sort_by_expert(expert_N, w_EDO.shape[0])
     source_rows, gate = _sorted_padded(source_N, order_N), _sorted_padded(weight_N.to(x_UD.dtype), order_N)
     answers = x_UD.new_empty(order_N.numel() + ROW_SLACK, w_EDO.shape[2])
     narrow_output = w_EDO.shape[2] <= w_EDO.shape[1]

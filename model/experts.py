@@ -16,6 +16,11 @@ class ExpertMLPs(nn.Module):
         self.w_up = nn.Parameter(torch.empty(num_experts, d_model, d_expert))
         self.w_down = nn.Parameter(torch.empty(num_experts, d_expert, d_model))
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the products."""
+        return self.w_up.dtype
+
     def forward(self, x_UD: Tensor, routes: Routes) -> Tensor:
         """(U, D) rows to (num_targets, D) sums of weighted answers."""
         return routed_mlp(x_UD, self.w_up, self.w_down, routes, backend=self.backend)
@@ -28,6 +33,11 @@ class ExpertLinears(nn.Module):
         super().__init__()
         self.backend = backend
         self.weight = nn.Parameter(torch.empty(num_experts, d_in, d_out))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the products."""
+        return self.weight.dtype
 
     def forward(self, x_UD: Tensor, routes: Routes) -> Tensor:
         """(U, d_in) rows to (num_targets, d_out) sums of weighted answers."""

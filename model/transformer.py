@@ -126,5 +126,5 @@ class Transformer(nn.Module):
             for kind in repeats[0]:
                 summed_BHA = torch.stack([report[kind].softmax_sum_BHA for report in repeats]).sum(0)
                 coefficient = config.feed_forward_balance if kind == "feed_forward" else config.attention_balance
-                total_B = total_B + coefficient * negative_entropy(summed_BHA, len(repeats) * length)
+                total_B = total_B + coefficient * negative_entropy(summed_BHA, config.num_repeats * length)
         return total_B

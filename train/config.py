@@ -32,7 +32,9 @@ class TrainConfig(BaseModel):
     steps: PositiveInt = 1000
     global_batch: PositiveInt = 16  # sequences per optimizer step, over all ranks
     micro_batch: PositiveInt = 4  # sequences per forward pass of one rank
-    precision: Literal["float32", "bfloat16"] = "float32"  # of the matrix products; weights and sums stay float32
+    precision: Literal["float32", "bfloat16"] = (
+        "float32"  # of the matrix products; model/precision.py says what stays float32
+    )
     device: Literal["auto", "cpu", "cuda"] = "auto"
     seed: int = 0
     log_every: PositiveInt = 1
@@ -60,7 +62,9 @@ class JobConfig(BaseModel):
     num_nodes: PositiveInt = 1
     ranks_per_node: PositiveInt = 1
     max_restarts: NonNegativeInt = 3
-    start_timeout_s: float = Field(default=120.0, gt=0)  # from the start of a generation to its first step
+    start_timeout_s: float = Field(
+        default=120.0, gt=0
+    )  # from the start of a generation to the first line of its metrics
     # Fault drill: one rank is killed, once, when the run has reached this step. The run must not notice.
     rehearse_failure_at_step: PositiveInt | None = None
 

@@ -44,7 +44,9 @@ def evaluate(model: Transformer, config: Config, process: Process, *, split: str
         rows_BS1 = torch.from_numpy(rows).to(process.device)
         valid_B = torch.from_numpy(valid).to(process.device)
         logits_BSV = forward_in(model, dtype, rows_BS1[:, :-1]).logits_BSV
-        losses_BS = F.cross_entropy(logits_BSV.transpose(1, 2), rows_BS1[:, 1:], reduction="none")
+        targets_BS = rows_BS1[:, 1:]
+        losses = F.cross_entropy(logits_BSV.flatten(0, 1), targets_BS.flatten(), reduction="none")
+        losses_BS = losses.view_as(targets_BS)
         sums[0] += losses_BS.sum(1, dtype=torch.float64)[valid_B].sum()
         sums[1] += valid_B.sum() * losses_BS.shape[1]
     model.train()

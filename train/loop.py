@@ -3,11 +3,12 @@
     start → data → model → resume? → [batch → loss → gradients → clip → update → log → evaluate? → save?] × steps → end
 
 Every rank runs this same code. What is decided (skip a step, stop, evaluate, save) is decided from numbers that are equal on all
-ranks, so no rank ever takes part in a collective alone. `cluster/` starts it on many nodes; `torchrun -m moebius.train` and a
-plain process work as well.
+ranks, so no rank ever takes part in a collective alone. `cluster/` starts it, on one machine or on many nodes.
 """
 
+import math
 import time
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -20,9 +21,9 @@ from ..model.precision import forward_in
 from .config import Config
 from .evaluate import evaluate
 from .loss import micro_batch_loss
-from .metrics import StepMeter, expert_metrics
+from .metrics import MetricsLog, StepMeter, expert_metrics
 from .optim import learning_rate_at
-from .run import Run, assemble, open_loader, resume, write_result
+from .run import Run, assemble, open_loader, open_log, resume, write_result
 from .state import seed_step, state_tensors
 
 
@@ -40,45 +41,54 @@ def train(config: Config, run_dir: Path) -> str:
     with start_process(config.train.device, timeout_s=config.train.timeout_s) as process:
         run = assemble(config, run_dir, process)
         position = resume(run)
+        log = open_log(run, resumed=position is not None)
         with open_loader(run, position) as loader:
-            state = run_steps(run, loader)
+            state = run_steps(run, loader, log)
         run.checkpoints.wait()
-        log_saved(run)
-        run.log.write("end", run.progress.step, state=state)
-        run.log.close()
+        log_saved(run, log)
+        log.write("end", run.progress.step, state=state)
+        log.close()
         write_result(run, state)
         return state
 
 
-def run_steps(run: Run, loader: Loader) -> str:
+def run_steps(run: Run, loader: Loader, log: MetricsLog) -> str:
     """The loop."""
-    config = run.config
+    config, first = run.config, True
     if run.progress.step == 0:
-        log_evaluation(run)
-    waited_s = loader.wait_s
+        log_evaluation(run, log)
+    clock = Clock()
     while run.progress.step < config.train.steps:
-        batch = next(loader)
-        started = time.perf_counter()
         seed_step(config.train.seed, run.progress.step, run.process.rank)
-        rate = learning_rate_at(config.optim, run.progress.step)
-        meter, norm = step(run, batch, rate)
-        step_s, data_wait_s, waited_s = time.perf_counter() - started, loader.wait_s - waited_s, loader.wait_s
-        stop = False
-        if run.progress.step % config.train.log_every == 0:
-            stop = log_step(run, meter, batch, rate=rate, grad_norm=norm, step_s=step_s, data_wait_s=data_wait_s)
+        batch = next(loader)
+        taken = step(run, batch, learning_rate_at(config.optim, run.progress.step))
+        clock.count_step()
         done = run.progress.step == config.train.steps
-        last = stop or done
-        if last or due(run.progress.step, config.train.eval_every):
-            log_evaluation(run)
-        if last or due(run.progress.step, config.checkpoint.every):
+        if first or done or taken.stop or due(run.progress.step, config.train.log_every):
+            log_step(run, log, taken, batch, clock.read(waited_s=loader.wait_s))
+            clock, first = Clock(waited_s=loader.wait_s), False
+        if taken.stop or done or due(run.progress.step, config.checkpoint.every):
             save(run, loader)
-        log_saved(run)
-        if last:
-            return "finished" if done else "stopped"
+        if taken.stop and not done:
+            return "stopped"
+        if done or due(run.progress.step, config.train.eval_every):
+            log_evaluation(run, log)
+            clock = Clock(waited_s=loader.wait_s)
+        log_saved(run, log)
     return "finished"
 
 
-def step(run: Run, batch: Batch, rate: float) -> tuple[StepMeter, float]:
+@dataclass(frozen=True)
+class Taken:
+    """One optimizer step, as it went."""
+
+    meter: StepMeter
+    learning_rate: float
+    grad_norm: float  # before clipping; not finite: the step was skipped on all ranks
+    stop: bool  # somebody asked for the run's end; the same answer on all ranks
+
+
+def step(run: Run, batch: Batch, rate: float) -> Taken:
     """One optimizer step over this rank's micro-batches. A gradient that is not finite anywhere skips it everywhere."""
     config, meter = run.config, StepMeter()
     forward = partial(forward_in, run.model, getattr(torch, config.train.precision))
@@ -89,8 +99,9 @@ def step(run: Run, batch: Batch, rate: float) -> tuple[StepMeter, float]:
         result.loss.backward()
         meter.add(result)
     run.reducer.reduce()
-    norm = clip_gradients(run.dense, run.experts, run.mesh, max_norm=config.optim.clip_norm).item()
-    finite = norm - norm == 0.0
+    asked = run.process.rank == 0 and (run.run_dir / "stop").exists()
+    norm, stop = clip_gradients(run.dense, run.experts, run.mesh, max_norm=config.optim.clip_norm, flag=asked)
+    finite = math.isfinite(norm.item())
     if finite:
         for group in run.optimizer.param_groups:
             group["lr"] = rate
@@ -99,28 +110,44 @@ def step(run: Run, batch: Batch, rate: float) -> tuple[StepMeter, float]:
     run.progress = run.progress.after_step(
         sequences=sequences, tokens=sequences * config.data.seq_len, updated=finite
     )  # fmt: skip
-    return meter, norm
+    run.refuse_endless_skipping(norm.item())
+    return Taken(meter, rate, norm.item(), stop)
 
 
-def log_step(run: Run, meter: StepMeter, batch: Batch, *, rate: float, grad_norm: float, **times: float) -> bool:
-    """Collective: sums the step's statistics over the ranks, writes them, and tells whether a stop was asked for."""
-    asked = run.process.rank == 0 and (run.run_dir / "stop").exists()
-    sums = meter.reduce(digest=batch.digest, stop=float(asked), data_wait_s=times["data_wait_s"])
+class Clock:
+    """Time from one log line to the next, evaluations left out: what a step costs with all that goes on beside it."""
+
+    def __init__(self, *, waited_s: float = 0.0) -> None:
+        self._started, self._waited_s, self._steps = time.perf_counter(), waited_s, 0
+
+    def count_step(self) -> None:
+        """One more step was made."""
+        self._steps += 1
+
+    def read(self, *, waited_s: float) -> tuple[float, float]:
+        """Seconds per step, and of these the seconds in which this rank waited for data."""
+        steps = max(self._steps, 1)
+        return (time.perf_counter() - self._started) / steps, (waited_s - self._waited_s) / steps
+
+
+def log_step(run: Run, log: MetricsLog, taken: Taken, batch: Batch, times: tuple[float, float]) -> None:
+    """Collective: sums the step's statistics over the ranks and writes them."""
+    step_s, data_wait_s = times
+    sums = taken.meter.reduce(digest=batch.digest, data_wait_s=data_wait_s)
     tokens = run.config.train.global_batch * run.config.data.seq_len
-    run.log.write(
+    log.write(
         "train", run.progress.step, loss=sums["loss"].item(), regularisation=sums["regularisation"].item(),
-        learning_rate=rate, grad_norm=grad_norm, skipped=run.progress.step - run.progress.updates,
-        tokens=run.progress.tokens, tokens_per_s=round(tokens / (times["step_s"] + times["data_wait_s"]), 1),
-        step_s=round(times["step_s"], 5), data_wait_s=round(sums["data_wait_s"].item() / run.process.world_size, 5),
-        digest=int(sums["digest"].item()) % 2**31, **expert_metrics(sums),
+        learning_rate=taken.learning_rate, grad_norm=taken.grad_norm, skipped=run.progress.step - run.progress.updates,
+        tokens=run.progress.tokens, tokens_per_s=round(tokens / step_s, 1), step_s=round(step_s, 5),
+        data_wait_s=round(sums["data_wait_s"].item(), 5), digest=int(sums["digest"].item()) % 2**31,
+        **expert_metrics(sums),
     )  # fmt: skip
-    return sums["stop"].item() > 0
 
 
-def log_evaluation(run: Run) -> None:
+def log_evaluation(run: Run, log: MetricsLog) -> None:
     """Validation loss now."""
     result = evaluate(run.model, run.config, run.process)
-    run.log.write("eval", run.progress.step, loss=result.loss, perplexity=result.perplexity, tokens=result.tokens)
+    log.write("eval", run.progress.step, loss=result.loss, perplexity=result.perplexity, tokens=result.tokens)
 
 
 def save(run: Run, loader: Loader) -> None:
@@ -133,10 +160,10 @@ def save(run: Run, loader: Loader) -> None:
     run.checkpoints.save(run.progress.step, *state_tensors(run.model, run.optimizer), meta)
 
 
-def log_saved(run: Run) -> None:
+def log_saved(run: Run, log: MetricsLog) -> None:
     """Reports the checkpoints that were completed since the last call."""
     for record in run.checkpoints.poll():
-        run.log.write(
+        log.write(
             "checkpoint", record.step, seconds=round(record.seconds, 3), blocked_s=round(record.blocked_s, 5),
             bytes=record.num_bytes, error=record.error,
         )  # fmt: skip

@@ -13,6 +13,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from .loss import MicroBatchLoss
 
+_BOARD_EVERY = 10  # lines between two of the lists that TensorBoard gets: one scalar each would cost more than the line
 LOAD_KINDS = ("feed_forward", "value", "output")
 
 
@@ -63,17 +64,19 @@ def expert_metrics(sums: dict[str, Tensor]) -> dict[str, Any]:
     return record
 
 
-def _rounded(values: Tensor) -> Any:
-    """Five significant decimals: a load of 387 experts × 18 steps is a line of 60 kB, not of 140."""
-    return [_rounded(value) if value.ndim else round(value.item(), 5) for value in values]
+def _rounded(values: Tensor) -> list[Any]:
+    """Five decimals: a load of 387 experts × 18 steps is a line of 60 kB, not of 140."""
+    return torch.round(values.double(), decimals=5).tolist()
 
 
 class MetricsLog:
     """metrics.jsonl and TensorBoard events in the run folder; silent on every rank but 0."""
 
-    def __init__(self, run_dir: Path, *, active: bool) -> None:
+    def __init__(self, run_dir: Path, *, active: bool, first_step: int) -> None:
+        """`first_step` is the one after a resumed checkpoint: TensorBoard forgets what a lost generation wrote beyond it."""
         self._file = (run_dir / "metrics.jsonl").open("a", encoding="utf-8") if active else None
-        self._board = SummaryWriter(str(run_dir / "tensorboard")) if active else None
+        self._board = SummaryWriter(str(run_dir / "tensorboard"), purge_step=first_step) if active else None
+        self._lines = 0
 
     def write(self, kind: str, step: int, **values: Any) -> None:
         """One line. Readers follow the file, so every line is flushed."""
@@ -82,10 +85,11 @@ class MetricsLog:
         record = {"kind": kind, "step": step, "time": round(time.time(), 3), **values}
         self._file.write(json.dumps(_finite(record)) + "\n")
         self._file.flush()
+        self._lines += 1
         for name, value in values.items():
             if isinstance(value, int | float) and not isinstance(value, bool):
                 self._board.add_scalar(f"{kind}/{name}", value, step)
-            elif isinstance(value, list) and value and isinstance(value[0], float):
+            elif isinstance(value, list) and value and isinstance(value[0], float) and self._lines % _BOARD_EVERY == 0:
                 for depth, entry in enumerate(value):
                     self._board.add_scalar(f"{kind}/{name}/depth_{depth:02d}", entry, step)
 

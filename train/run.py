@@ -1,6 +1,7 @@
 """The parts of one run on one rank, put together, and taken up again where a checkpoint left them."""
 
 import json
+import math
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -9,18 +10,19 @@ from typing import Any
 import torch
 
 from ..data_pipeline.loader import Loader
-from ..distributed.checkpoint import Checkpointer, load
-from ..distributed.checkpoint_files import latest
+from ..distributed.checkpoint import Checkpointer, latest_for_all, load
 from ..distributed.gradients import GradientReducer
 from ..distributed.layout import plan_layout
 from ..distributed.mesh import Mesh, build_mesh
 from ..distributed.parallelize import build_model, expert_names
 from ..distributed.process import Process
 from ..model.transformer import Transformer
-from .config import Config
+from .config import Config, ConfigError
 from .metrics import MetricsLog
 from .optim import make_optimizer
 from .state import Progress, allocate_moments, set_updates, state_tensors
+
+_MOST_SKIPS = 100
 
 
 @dataclass
@@ -38,13 +40,27 @@ class Run:
     reducer: GradientReducer
     checkpoints: Checkpointer
     generation: int
-    log: MetricsLog
     progress: Progress = field(default_factory=Progress)
+    skipped_in_a_row: int = 0
+
+    def refuse_endless_skipping(self, grad_norm: float) -> None:
+        """Ends a run whose gradients stay not finite; every rank counts the same.
+
+        Raises:
+            ValueError: after so many skipped steps in a row the weights will not recover by themselves.
+        """
+        self.skipped_in_a_row = 0 if math.isfinite(grad_norm) else self.skipped_in_a_row + 1
+        if self.skipped_in_a_row == _MOST_SKIPS:
+            raise ValueError(
+                f"{_MOST_SKIPS} steps in a row up to step {self.progress.step} had gradients that are not finite and were "
+                "skipped: lower optim.learning_rate or optim.clip_norm, or train in float32, and continue from a checkpoint"
+            )
 
 
 def assemble(config: Config, run_dir: Path, process: Process) -> Run:
     """Builds everything that exists once per rank; no data has been read and nothing resumed yet."""
     config.check_world(process.world_size)
+    generation = check_generation(run_dir)
     mesh = build_mesh(plan_layout(config.mesh, process.world_size), process)
     model = build_model(
         config.model, mesh, dispatcher=config.mesh.dispatcher, backend=config.kernels.backend,
@@ -52,32 +68,51 @@ def assemble(config: Config, run_dir: Path, process: Process) -> Run:
     )  # fmt: skip
     optimizer = make_optimizer(config.optim, model.parameters())
     allocate_moments(model, optimizer)
-    generation = int(os.environ.get("MOEBIUS_GENERATION", "0"))
     checkpoints = Checkpointer(
         run_dir / "checkpoints", mesh=mesh, process=process, keep_last=config.checkpoint.keep_last,
         generation=generation, generation_file=run_dir / "generation",
     )  # fmt: skip
-    log = MetricsLog(run_dir, active=process.rank == 0)
     dense, experts = split_parameters(model)
     reducer = GradientReducer(dense, experts, mesh)
     return Run(
-        config, run_dir, process, mesh, model, dense, experts, optimizer, reducer, checkpoints, generation, log
+        config, run_dir, process, mesh, model, dense, experts, optimizer, reducer, checkpoints, generation
     )  # fmt: skip
+
+
+def check_generation(run_dir: Path) -> int:
+    """This process's generation; 0 where no supervisor started it.
+
+    Raises:
+        ConfigError: a supervisor has numbered the generations of this folder, and this process is none of them.
+    """
+    mine = os.environ.get("MOEBIUS_GENERATION")
+    if mine is None and (run_dir / "generation").exists():
+        raise ConfigError(
+            f"{run_dir}: belongs to a job, whose supervisor alone starts its ranks; continue it with `moebius train` or "
+            "`moebius submit` and --run-dir, or use a folder of its own"
+        )
+    return int(mine or 0)
 
 
 def resume(run: Run) -> dict[str, Any] | None:
     """Continues from the newest checkpoint of the run folder, if there is one; returns its position in the data."""
-    newest, position = latest(run.run_dir / "checkpoints"), None
+    newest, position = latest_for_all(run.run_dir / "checkpoints", run.mesh), None
     if newest is not None:
         meta = load(newest, *state_tensors(run.model, run.optimizer), mesh=run.mesh)
         run.progress, position = Progress(**meta["progress"]), meta["data"]
         set_updates(run.model, run.optimizer, run.progress.updates)
-    run.log.write(
+    return position
+
+
+def open_log(run: Run, *, resumed: bool) -> MetricsLog:
+    """The run's metrics, with a first line that says what runs where."""
+    log = MetricsLog(run.run_dir, active=run.process.rank == 0, first_step=run.progress.step + 1)
+    log.write(
         "start", run.progress.step, generation=run.generation, world_size=run.process.world_size,
-        resumed_from_step=run.progress.step if newest else None, layout=str(run.mesh.layout),
+        resumed_from_step=run.progress.step if resumed else None, layout=str(run.mesh.layout),
         device=str(run.process.device), steps=run.config.train.steps, parameters=count_parameters(run),
     )  # fmt: skip
-    return position
+    return log
 
 
 def open_loader(run: Run, position: dict[str, Any] | None) -> Loader:

@@ -106,6 +106,24 @@ def merge_for(ranks: list[tuple[Tensor, ...]], world_size: int) -> list[tuple[Te
     return [tuple(torch.cat(columns) for columns in zip(*group, strict=True)) for group in groups]
 
 
+def on_ranks_with_float32_rows(scene: Scene) -> dict[str, Tensor]:
+    """As in bfloat16 training: the residual stream is float32, the experts' weights are not."""
+    with start_process("cpu", timeout_s=20) as process:
+        mesh = one_group(process.world_size, process)
+        share = EXPERTS // process.world_size
+        layer = SparseLayer(bank(torch.bfloat16, process.rank * share, share))
+        layer.dispatcher = make_dispatcher("auto", mesh.ep_group)
+        x, experts, weights, grad = merge_for(parts(scene, torch.float32), process.world_size)[process.rank]
+        return forward_backward(layer, x, experts, weights, grad.bfloat16())
+
+
+def test_float32_rows_and_bfloat16_experts_are_bitwise_too() -> None:
+    [expected] = run_ranks(on_ranks_with_float32_rows, 1, SCENES["uneven"])
+    results = run_ranks(on_ranks_with_float32_rows, 4, SCENES["uneven"])
+    for key, value in expected.items():
+        assert torch.equal(torch.cat([result[key] for result in results]), value), key
+
+
 # Every scene on 1, 2 and 4 ranks; the other precisions on the widest world.
 COMBINATIONS = [(name, world, torch.float32) for name in SCENES for world in (1, 2, 4)] + [
     (name, 4, dtype) for name in SCENES for dtype in (torch.bfloat16, torch.float64)

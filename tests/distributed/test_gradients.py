@@ -7,10 +7,8 @@ from world import run_ranks
 
 from moebius.distributed.gradients import (
     GradientReducer,
-    all_finite,
     clip_gradients,
     global_grad_norm,
-    reduce_gradients,
 )
 from moebius.distributed.layout import MeshConfig, plan_layout
 from moebius.distributed.mesh import build_mesh
@@ -70,7 +68,8 @@ def reduced(ep, dtype, bucket_bytes, max_norm):
         dense, experts = local_parameters(process, mesh, dtype)
         GradientReducer(dense, experts, mesh, bucket_bytes=bucket_bytes).reduce()
         grads = [[parameter.grad.clone() for parameter in group] for group in (dense, experts)]
-        norm = clip_gradients(dense, experts, mesh, max_norm=max_norm)
+        norm, flag = clip_gradients(dense, experts, mesh, max_norm=max_norm)
+        assert not flag
         clipped = [[parameter.grad for parameter in group] for group in (dense, experts)]
         return grads, norm, clipped
 
@@ -125,7 +124,7 @@ def bfloat16_sum():
         mesh = build_mesh(plan_layout(MeshConfig(), process.world_size), process)
         parameter = Parameter(torch.zeros(1, dtype=torch.bfloat16))
         parameter.grad = torch.tensor([[1.0, 2.0**-10, -1.0, 2.0**-10][process.rank]], dtype=torch.bfloat16)
-        reduce_gradients([parameter], [], mesh)
+        GradientReducer([parameter], [], mesh).reduce()
         return parameter.grad.item()
 
 
@@ -176,23 +175,23 @@ def poisoned(ep, bad_rank, where, value):
     with start_process("cpu", timeout_s=20) as process:
         mesh = build_mesh(plan_layout(MeshConfig(ep=ep), process.world_size), process)
         dense, experts = local_parameters(process, mesh, torch.float32)
-        before = all_finite([parameter.grad for parameter in dense if parameter.grad is not None], mesh)
         if process.rank == bad_rank:
-            {"dense": dense[1], "experts": experts[1]}[where].grad = torch.full_like(
-                {"dense": dense[1], "experts": experts[1]}[where], value
-            )
-        local = [parameter.grad for parameter in [*dense, *experts] if parameter.grad is not None]
-        after = all_finite(local, mesh)
-        reduce_gradients(dense, experts, mesh)
-        norm = global_grad_norm(dense, experts, mesh)
-        return before, after, bool(norm.isfinite()), all_finite([], mesh)
+            tensor = {"dense": dense[1], "experts": experts[1]}[where]
+            tensor.grad = torch.full_like(tensor, value)
+        GradientReducer(dense, experts, mesh).reduce()
+        norm, raised = global_grad_norm(dense, experts, mesh, flag=process.rank == bad_rank)
+        return bool(norm.isfinite()), raised
 
 
 @pytest.mark.parametrize("where", ["dense", "experts"])
 @pytest.mark.parametrize("value", [float("inf"), float("nan"), -float("inf")])
 def test_a_non_finite_gradient_on_one_rank_is_seen_by_all(where, value):
-    assert run_ranks(poisoned, 4, 2, 3, where, value) == [(True, False, False, True)] * 4
+    assert run_ranks(poisoned, 4, 2, 3, where, value) == [(False, True)] * 4
 
 
 def test_one_rank_alone_agrees_with_itself():
-    assert run_ranks(poisoned, 1, 1, 0, "dense", float("nan")) == [(True, False, False, True)]
+    assert run_ranks(poisoned, 1, 1, 0, "dense", float("nan")) == [(False, True)]
+
+
+def test_a_flag_that_nobody_raises_is_down():
+    assert run_ranks(poisoned, 2, 2, 7, "dense", 0.0) == [(True, False)] * 2

@@ -198,6 +198,14 @@ def run_one_expert(x: Tensor, w_up: Tensor, w_down: Tensor) -> Tensor:
     return routed_mlp(x, w_up, w_down, routes, backend="segments")
 
 
+def test_more_experts_than_16_bits_can_number() -> None:
+    experts = torch.tensor([[32_999], [5], [32_768], [5]])
+    routes = token_routes(experts, torch.ones(4, 1), num_experts=33_000)
+    x, w = torch.randn(4, 2, dtype=torch.float64), torch.randn(33_000, 2, 3, dtype=torch.float64)
+    expected = torch.stack([x[t] @ w[e] for t, e in enumerate(experts.flatten())])
+    torch.testing.assert_close(routed_linear(x, w, routes, backend="segments"), expected)
+
+
 def test_two_runs_are_bitwise_equal() -> None:
     case, generator = CASES["odd widths"], torch.Generator().manual_seed(6)
     routes = make_routes(case, generator)

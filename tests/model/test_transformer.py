@@ -118,7 +118,10 @@ def test_bfloat16_products_stay_close_to_float32_and_train_float32_weights() -> 
     assert not torch.equal(exact, rough)
     assert (exact - rough).norm() / exact.norm() < 2e-2
     rough.square().mean().backward()
-    assert all(parameter.grad is None or parameter.grad.dtype == torch.float32 for parameter in model.parameters())
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None, name
+        assert parameter.grad.dtype == torch.float32, name
+        assert parameter.grad.abs().sum() > 0, name
 
 
 def test_what_chooses_and_what_normalises_is_never_cast() -> None:
