@@ -305,9 +305,7 @@ class _Watch:
         metrics = self.run_dir / METRICS
         self.metrics = JsonLinesTail(metrics, offset=metrics.stat().st_size if metrics.exists() else 0)
         self.step: int | None = None
-        self.is_up = (
-            False  # the ranks have written something: their state is loaded, a first evaluation may take its time
-        )
+        self.is_up = False  # a first evaluation or step was made
         self.started = time.monotonic()
         self.stopping = False
         self.rehearsed: RootCause | None = None
@@ -347,7 +345,7 @@ class _Watch:
 
     def read_metrics(self) -> None:
         for line in self.metrics.read():
-            self.is_up = True
+            self.is_up |= line.get("kind") in ("eval", "train")
             if line.get("kind") != "train":
                 continue
             if self.step is None:
@@ -429,7 +427,7 @@ class _Watch:
     def too_slow(self) -> RootCause:
         stuck = sorted(rank for node in self.nodes for rank in node.running_ranks())
         return RootCause(
-            summary=f"no sign of life within start_timeout_s={self.launch.start_timeout_s:g}; ranks alive: {stuck}; see their logs"
+            summary=f"no step within start_timeout_s={self.launch.start_timeout_s:g}; ranks alive: {stuck}; see their logs"
         )
 
 

@@ -65,7 +65,7 @@ class Launch:
     environment: Mapping[str, str] = field(default_factory=dict)  # set for every rank, over what the node has
     gpus_per_node: int | None = None  # None: ranks see what the machine has; 0: they see no GPU
     max_restarts: int = 3
-    start_timeout_s: float = 120.0  # from the start of a generation to the first line of its metrics
+    start_timeout_s: float = 120.0  # from a generation's start to its first evaluation or step
     place_timeout_s: float = 30.0  # how long a request that the cluster cannot hold is allowed to wait for new nodes
     backoff_s: float = 1.0  # before a restart when no step was made; doubles each time, up to 30 s
     rehearse_failure_at_step: int | None = None

@@ -62,9 +62,7 @@ class JobConfig(BaseModel):
     num_nodes: PositiveInt = 1
     ranks_per_node: PositiveInt = 1
     max_restarts: NonNegativeInt = 3
-    start_timeout_s: float = Field(
-        default=120.0, gt=0
-    )  # from the start of a generation to the first line of its metrics
+    start_timeout_s: float = Field(default=120.0, gt=0)  # from a generation's start to its first evaluation or step
     # Fault drill: one rank is killed, once, when the run has reached this step. The run must not notice.
     rehearse_failure_at_step: PositiveInt | None = None
 

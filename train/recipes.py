@@ -54,10 +54,10 @@ def _published(name: str, model: ModelConfig, *, warmup_steps: int, clip_norm: f
         data=DataConfig(vocab_size=8000, seq_len=1024),
         optim=OptimConfig(warmup_steps=warmup_steps, clip_norm=clip_norm),
         train=TrainConfig(
-            steps=100_000, global_batch=64, micro_batch=8, precision="bfloat16", log_every=10, eval_every=2000,
+            steps=100_000, global_batch=64, micro_batch=8, precision="bfloat16", log_every=10, eval_every=2000, eval_rows=1008,
         ),
         checkpoint=CheckpointConfig(every=2000),
-        job=JobConfig(name=name),
+        job=JobConfig(name=name, start_timeout_s=1800),
     )  # fmt: skip
 
 
