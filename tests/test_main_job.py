@@ -2,6 +2,9 @@
 
 import io
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +13,6 @@ from rich.console import Console
 
 from moebius.cluster.job import Journal, State, read_status
 from moebius.cluster.local import train_here
-from moebius.cluster.submit import submit
 from moebius.distributed.checkpoint_files import list_checkpoints, verify
 from moebius.evaluation.report import measure, write_text
 from moebius.train.config import Config, resolve
@@ -55,12 +57,16 @@ def undisturbed(folder: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def disturbed(folder: Path) -> tuple[Path, str]:
-    config = make_config(folder)
-    run_dir, said = folder / "disturbed", io.StringIO()
-    open_run(config, run_dir)
-    status = submit(config, run_dir, console=Console(file=said, width=120))
-    assert status.state is State.SUCCEEDED, said.getvalue()
-    return run_dir, said.getvalue()
+    """Through the command, as a user would: `moebius submit`, without a terminal."""
+    run_dir = folder / "disturbed"
+    changes = [*SMALL, f"data.input=['{folder}/text.txt']", f"data.directory={folder}/submitted"]
+    command = [sys.executable, "-c", "from moebius.cli import main; main()", "submit", "smoke", *changes]
+    ended = subprocess.run(
+        [*command, "--run-dir", str(run_dir)], cwd=folder, stdin=subprocess.DEVNULL, capture_output=True, text=True,
+        env=os.environ | {"COLUMNS": "120"},
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    return run_dir, ended.stdout
 
 
 def test_a_killed_rank_leaves_no_trace_in_the_curve(undisturbed: Path, disturbed: tuple[Path, str]) -> None:

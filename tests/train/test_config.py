@@ -1,5 +1,7 @@
 """Configuration: recipes, TOML, overrides, and one clear error for each mistake."""
 
+import math
+import re
 from pathlib import Path
 
 import pytest
@@ -123,3 +125,33 @@ def test_the_example_files_can_be_run() -> None:
     for file in files:
         config = make(name=str(file))
         config.check_world(config.world_size)
+
+
+def test_the_commands_of_the_readme_can_be_run() -> None:
+    readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    commands = [
+        line.split()[2:] for line in re.findall(r"moebius (?:train|submit) .*", readme) for line in [f"x {line}"]
+    ]
+    checked = 0
+    for words in commands:
+        name, *rest = [word.strip("`") for word in words[1:]]
+        if name not in RECIPES:
+            continue
+        overrides = [word.rstrip("`.:") for word in rest if "=" in word and "'" not in word and "$" not in word]
+        config = make(*overrides, name=name)
+        config.check_world(config.world_size)
+        checked += 1
+    assert checked >= 3
+
+
+def test_the_published_sizes_can_be_split_as_the_readme_says() -> None:
+    splits = {}
+    for name in RECIPES:
+        if name.startswith("moeut_"):
+            counts = RECIPES[name]().model.expert_counts().values()
+            splits[name] = math.gcd(*counts)
+    assert splits == {
+        "moeut_44m": 1, "moeut_126m": 2, "moeut_244m": 1, "moeut_319m": 2, "moeut_728m": 1, "moeut_1b": 1,
+    }  # fmt: skip
+    counts = make("model.num_experts=384", name="moeut_244m").model.expert_counts().values()
+    assert math.gcd(*counts) == 8
