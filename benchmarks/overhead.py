@@ -95,8 +95,7 @@ def measure(scratch: Path, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def make_config(scratch: Path, *changes: str) -> Config:
-    fixed = ["job.rehearse_failure_at_step=none", "train.log_every=1"]
-    return place_data(resolve("smoke", [*fixed, *changes], RECIPES), scratch)
+    return place_data(resolve("smoke", ["job.rehearse_failure_at_step=none", *changes], RECIPES), scratch)
 
 
 def run_stack(config: Config, run_dir: Path, *, sample_every_s: float) -> dict[str, Any]:
@@ -111,10 +110,11 @@ def run_stack(config: Config, run_dir: Path, *, sample_every_s: float) -> dict[s
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     train = [line for line in lines if line["kind"] == "train"]
     # From the end of one step's log line to the next: everything that happens between is in it, saves too.
-    ends = [line["time"] for line in train[WARM_UP - 1 :]]
+    first, last = next(line for line in train if line["step"] >= WARM_UP), train[-1]
     waited = [line["data_wait_s"] for line in train[1:]]
     return {
-        "step_s": (ends[-1] - ends[0]) / (len(ends) - 1), "data_wait_s_per_step": sum(waited) / len(waited),
+        "step_s": (last["time"] - first["time"]) / (last["step"] - first["step"]),
+        "data_wait_s_per_step": sum(waited) / len(waited),
         "peak_pss_gib": watcher.peak_bytes / 2**30, "growth": watcher.growth(),
     }  # fmt: skip
 

@@ -43,7 +43,7 @@ from .job import (
 )
 from .postmortem import find_root_cause, left_early_cause, port_was_taken
 
-POLL_S = 0.2
+POLL_S = 0.4
 SAME_ERROR_LIMIT = 3
 PORT_ATTEMPTS = 5  # new generations because somebody took the port; they are not charged to max_restarts
 COLLECT_S = 3.0  # how long to wait for the other nodes' reports after the first failure

@@ -34,7 +34,7 @@ from .job import (
 )
 from .summary import STATE_STYLES, describe_start, duration
 
-POLL_S = 0.25
+POLL_S = 0.4
 PLAIN_EVERY_S = 5.0  # between two lines about steps, where there is no terminal
 MAX_DEPTH_ROWS = 12
 BACKLOG_BYTES = 64 << 20  # of an old run's metrics, at most so much is read before the view appears

@@ -26,7 +26,9 @@ def smoke() -> Config:
         data=DataConfig(vocab_size=4096, seq_len=128, validation_fraction=0.05),
         mesh=MeshConfig(ep=2, dp_replicate=2),
         optim=OptimConfig(learning_rate=2e-3, warmup_steps=20, decay_steps=160, clip_norm=1.0),
-        train=TrainConfig(steps=160, global_batch=16, micro_batch=4, eval_every=40, eval_rows=256),
+        train=TrainConfig(
+            steps=160, global_batch=16, micro_batch=4, log_every=4, eval_every=40, eval_rows=256,
+        ),
         checkpoint=CheckpointConfig(every=40, keep_last=2),
         job=JobConfig(name="smoke", num_nodes=2, ranks_per_node=2, rehearse_failure_at_step=90),
     )  # fmt: skip
