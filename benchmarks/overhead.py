@@ -12,8 +12,8 @@ Four questions, one run:
   4. Unshared memory of every process over a long run of a small model: median of its second quarter against the median of its
      last quarter. Goal: none grows by more than 8 MiB.
 
-Exits with 1 where a goal is missed. Takes about 12 minutes on 2 cores and writes results/overhead.json; with --long-steps 0 half of
-that, without question 4, into results/overhead_step.json.
+Exits with 1 where a goal is missed. Takes about 12 minutes on 2 cores and writes results/overhead.json; with --long-steps 0 it
+takes half of that, leaves question 4 out, and writes results/overhead_step.json.
 """
 
 import argparse
