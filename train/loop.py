@@ -131,7 +131,7 @@ class Clock:
 
 
 def log_step(run: Run, log: MetricsLog, taken: Taken, batch: Batch, times: tuple[float, float]) -> None:
-    """Collective: sums the step's statistics over the ranks and writes them."""
+    """Collective: sums the step's statistics over the ranks and writes them; `data_wait_s` is of all ranks together."""
     step_s, data_wait_s = times
     sums = taken.meter.reduce(digest=batch.digest, data_wait_s=data_wait_s)
     tokens = run.config.train.global_batch * run.config.data.seq_len
