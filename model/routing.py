@@ -1,4 +1,4 @@
-"""What a router decides: a list of routes.
+"""What a router decides: a list of routes, or a soft mixture.
 
 A route says: read this source row, send it through this expert, weigh the answer so much, add it into this target row. Every
 sparse layer is such a list, so one dispatcher and one set of kernels serve them all:
@@ -8,8 +8,12 @@ sparse layer is such a list, so one dispatcher and one set of kernels serve them
 | feed-forward (σ-MoE) | token | E | the same token |
 | V projection of SwitchHead | token | H·N_A: head h picks among its own N_A | (token, head) |
 | O projection of SwitchHead | (token, head) | H·N_A | token: heads and slots add up |
+| expert choice | token | E | the same token; some tokens have no route |
 
-Legend: T tokens, H heads, A experts of one head, K experts chosen, N routes.
+A mixture (Mixture of Tokens, Soft MoE) is not such a list: every expert slot reads a weighted sum of the rows of a group, and every
+row gets a weighted sum of the slots' answers. What lies between is again a list of routes, one per mixed row (`slot_routes`).
+
+Legend: T tokens, H heads, A experts of one head, K experts chosen, N routes, G groups of M members, P slots (E experts × slots each).
 """
 
 from dataclasses import dataclass, replace
@@ -23,7 +27,8 @@ class Routes:
     """N routes over `num_experts` experts, in the order in which a target row's answers are added up.
 
     `per_source` and `per_target` are positive where route n belongs to source row n // per_source and target row
-    n // per_target, which lets a backend sum without an index; 0 where there is no such rule.
+    n // per_target, which lets a backend sum without an index; 0 where there is no such rule. `per_expert` is positive where
+    route n goes through expert n // per_expert, on every rank alike: counts are known without asking, and nothing is sorted.
     """
 
     source_N: Tensor  # int64
@@ -34,6 +39,7 @@ class Routes:
     num_targets: int
     per_source: int
     per_target: int
+    per_expert: int = 0
 
     def with_weights(self, weight_N: Tensor) -> "Routes":
         """The same routes with other gate weights."""
@@ -41,11 +47,40 @@ class Routes:
 
 
 @dataclass(frozen=True)
-class Routing:
-    """A router's answer: the routes, and what losses and metrics need."""
+class Mixture:
+    """Soft routing: no choice is made, rows are mixed (Mixture of Tokens, arXiv 2310.15961; Soft MoE, arXiv 2308.00951).
 
-    routes: Routes
+    Slot p of a group reads Σ_m merge[m, p] · row m; row m gets Σ_p emit[m, p] · (the answer of slot p). Slot p belongs to expert
+    p // (P / E).
+    """
+
+    rows_GM: Tensor  # int64: which rows form a group; every row is a member of exactly one
+    merge_GMP: Tensor  # float32, differentiable
+    emit_GMP: Tensor  # float32, differentiable; the same object as merge_GMP in Mixture of Tokens
+    num_experts: int
+
+
+@dataclass(frozen=True)
+class Routing:
+    """A router's answer: what to do with the rows, and what losses and metrics need."""
+
+    plan: Routes | Mixture
     logits_THA: Tensor  # float32, before the gate's nonlinearity; the feed-forward has H = 1
+    # What a balancing loss averages, (T, H, A), summing to 1 over A; None: softmax of the logits.
+    probabilities_THA: Tensor | None = None
+    # The experts that the rows asked for, before any was refused, (T, K'); None: those of the routes.
+    wanted_TK: Tensor | None = None
+
+    @property
+    def routes(self) -> Routes:
+        """The plan of a router that chooses.
+
+        Raises:
+            TypeError: the router mixes.
+        """
+        if isinstance(self.plan, Mixture):
+            raise TypeError("a soft mixture has no routes of its rows; `slot_routes` lists those of its slots")
+        return self.plan
 
 
 def token_routes(experts_TK: Tensor, weights_TK: Tensor, *, num_experts: int) -> Routes:
@@ -74,4 +109,14 @@ def head_to_token_routes(experts_THK: Tensor, weights_THK: Tensor, *, num_expert
     return Routes(
         head_row_N, experts_THK.reshape(-1), weights_THK.reshape(-1), head_row_N // num_heads,
         num_experts, num_tokens, top_k, num_heads * top_k,
+    )  # fmt: skip
+
+
+def slot_routes(num_rows: int, *, num_experts: int, device: torch.device) -> Routes:
+    """Rows that are already sorted by expert, equally many for each: every row through its own expert and back in place."""
+    row_N = torch.arange(num_rows, device=device)
+    per_expert = num_rows // num_experts
+    return Routes(
+        row_N, row_N // per_expert, torch.ones(num_rows, device=device), row_N, num_experts, num_rows,
+        per_source=1, per_target=1, per_expert=per_expert,
     )  # fmt: skip
