@@ -46,7 +46,7 @@ from moebius.train.run_folder import open_run, place_data
 WARM_UP = 10  # steps not counted
 SMALL = (
     "model.vocab_size=1024", "data.vocab_size=1024", "model.d_model=32", "model.d_head=8", "model.d_expert=16",
-    "model.num_experts=8", "model.top_k=2", "data.seq_len=32", "train.global_batch=4", "train.micro_batch=1",
+    "model.num_experts=8", "model.router.top_k=2", "data.seq_len=32", "train.global_batch=4", "train.micro_batch=1",
 )  # fmt: skip
 
 

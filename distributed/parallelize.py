@@ -5,8 +5,10 @@ tensor by tensor from streams that do not depend on the number of ranks.
 """
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
+from ..model.balance import RunningSum
 from ..model.config import ModelConfig
 from ..model.initialise import draw
 from ..model.moe import SparseLayer
@@ -29,6 +31,8 @@ def build_model(
     for layer in model.modules():
         if isinstance(layer, SparseLayer):
             layer.dispatcher = make_dispatcher(dispatcher, mesh.ep_group)
+    if mesh.layout.world_size > 1:
+        model.running = RunningSum(lambda local: _sum_over(mesh.world_group, local))
     _fill(model, mesh, seed, device)
     return model
 
@@ -46,11 +50,20 @@ def expert_names(model: nn.Module) -> frozenset[str]:
 def _fill(model: Transformer, mesh: Mesh, seed: int, device: torch.device) -> None:
     sharded = expert_names(model)
     for name, parameter in list(model.named_parameters()):
-        value = draw(name, parameter.shape, model.config, seed)
+        value = draw(name, parameter, seed)
         if name in sharded:
             value = _own_block(value, mesh)
         owner, _, attribute = name.rpartition(".")
         setattr(model.get_submodule(owner), attribute, nn.Parameter(value.to(device)))
+    for name, buffer in list(model.named_buffers()):  # what a router learns without a gradient: all start at zero
+        owner, _, attribute = name.rpartition(".")
+        setattr(model.get_submodule(owner), attribute, torch.zeros_like(buffer, device=device))
+
+
+def _sum_over(group: dist.ProcessGroup, local: Tensor) -> Tensor:
+    total = local.clone()
+    dist.all_reduce(total, group=group)
+    return total
 
 
 def _own_block(value: Tensor, mesh: Mesh) -> Tensor:

@@ -44,4 +44,5 @@ def restore(run_dir: Path, process: Process, *, step: int | None = None) -> Rest
             f"{run_dir}: has no checkpoint{'' if step is None else f' at step {step}'}; `moebius ckpt ls` lists them"
         )
     meta = load(path, *model_tensors(model), mesh=mesh, allow_unexpected=True)
+    model.before_step(meta["progress"]["step"])
     return Restored(model.eval(), config, meta["progress"]["step"])

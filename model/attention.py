@@ -11,9 +11,11 @@ from torch import Tensor, nn
 
 from .config import ModelConfig
 from .experts import ExpertLinears
+from .initialise import Start, Starts
 from .layers import Linear, rotary_table, rotate
 from .moe import SparseLayer
-from .routers import SigmoidTopK
+from .router import Router
+from .router_sigmoid import SigmoidConfig, SigmoidRouter
 from .routing import Routing, head_to_token_routes, token_to_head_routes
 
 
@@ -43,12 +45,16 @@ class Attention(nn.Module):
     The scale C^(−1/2) is split over q and k, which keeps low-precision products in range.
     """
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, *, start: Start) -> None:
         super().__init__()
         self.config = config
         width = config.num_heads * config.d_head
-        self.query = Linear(config.d_model, width)
-        self.key = Linear(config.d_model, width)
+        self.query = Linear(config.d_model, width, start=start)
+        self.key = Linear(config.d_model, width, start=start)
+
+    def routers(self) -> dict[str, Router]:
+        """The routers inside, by the kind under which their routings are reported."""
+        return {}
 
     def attend(self, n_BSD: Tensor, v_BHSC: Tensor, cache: LayerCache | None) -> Tensor:
         """softmax(rope(q)·rope(k)ᵀ / √C + causal)·v for every head, (B, H, S, C).
@@ -81,14 +87,23 @@ class SwitchHead(Attention):
     with Q and K, read the normalised rows, while the V experts read `value_input`.
     """
 
-    def __init__(self, config: ModelConfig, *, backend: str) -> None:
-        super().__init__(config)
-        heads, experts, top_k = config.num_heads, config.num_attention_experts, config.attention_top_k
-        self.num_experts = heads * experts
-        self.value_router = SigmoidTopK(config.d_model, experts, top_k, num_heads=heads)
-        self.output_router = SigmoidTopK(config.d_model, experts, top_k, num_heads=heads)
-        self.value = SparseLayer(ExpertLinears(self.num_experts, config.d_model, config.d_head, backend=backend))
-        self.output = SparseLayer(ExpertLinears(self.num_experts, config.d_head, config.d_model, backend=backend))
+    def __init__(self, config: ModelConfig, starts: Starts, *, backend: str) -> None:
+        super().__init__(config, start=starts.switchhead(config.d_model))
+        heads, d_model, d_head = config.num_heads, config.d_model, config.d_head
+        self.num_experts = heads * config.num_attention_experts
+        choice, start = (
+            SigmoidConfig(top_k=config.attention_top_k, balance=config.attention_balance),
+            starts.attention_router(),
+        )
+        self.value_router = SigmoidRouter(choice, d_model, self.num_experts, start=start, num_heads=heads)
+        self.output_router = SigmoidRouter(choice, d_model, self.num_experts, start=start, num_heads=heads)
+        value_start, output_start = starts.attention_experts(d_model), starts.attention_experts(heads * d_head)
+        self.value = SparseLayer(ExpertLinears(self.num_experts, d_model, d_head, backend=backend, start=value_start))
+        self.output = SparseLayer(ExpertLinears(self.num_experts, d_head, d_model, backend=backend, start=output_start))
+
+    def routers(self) -> dict[str, Router]:
+        """V's and O's."""
+        return {"value": self.value_router, "output": self.output_router}
 
     def forward(
         self, value_input_BSD: Tensor, n_BSD: Tensor, cache: LayerCache | None
@@ -97,12 +112,12 @@ class SwitchHead(Attention):
         batch, length, _ = n_BSD.shape
         heads, channels = self.config.num_heads, self.config.d_head
         n_TD = n_BSD.flatten(0, 1)
-        experts_THK, weights_THK, value_logits = self.value_router(n_TD)
+        experts_THK, weights_THK, value_logits = self.value_router.choose_per_head(n_TD)
         value_routes = token_to_head_routes(experts_THK, weights_THK, num_experts=self.num_experts)
         v_UC = self.value(value_input_BSD.flatten(0, 1), value_routes)
         v_BHSC = v_UC.view(batch, length, heads, channels).transpose(1, 2)
         attended_BHSC = self.attend(n_BSD, v_BHSC, cache)
-        experts_THK, weights_THK, output_logits = self.output_router(n_TD)
+        experts_THK, weights_THK, output_logits = self.output_router.choose_per_head(n_TD)
         output_routes = head_to_token_routes(experts_THK, weights_THK, num_experts=self.num_experts)
         y_TD = self.output(attended_BHSC.transpose(1, 2).reshape(-1, channels), output_routes)
         routings = {"value": Routing(value_routes, value_logits), "output": Routing(output_routes, output_logits)}
@@ -110,17 +125,19 @@ class SwitchHead(Attention):
 
 
 class DenseAttention(Attention):
-    """Dense V and O; with `gated`, a sigmoid per head of the normalised row multiplies the attention result.
+    """Dense V and O; for SwitchHead with one expert per head a sigmoid of the normalised row multiplies each head's result.
 
     The gated form is what the official MoEUT release makes of one attention expert per head.
     """
 
-    def __init__(self, config: ModelConfig, *, gated: bool) -> None:
-        super().__init__(config)
+    def __init__(self, config: ModelConfig, starts: Starts) -> None:
+        gated = config.attention == "switchhead"
+        rule = starts.switchhead if gated else starts.dense
+        super().__init__(config, start=rule(config.d_model))
         width = config.num_heads * config.d_head
-        self.value = Linear(config.d_model, width)
-        self.output = Linear(width, config.d_model)
-        self.head_gate = Linear(config.d_model, config.num_heads) if gated else None
+        self.value = Linear(config.d_model, width, start=rule(config.d_model))
+        self.output = Linear(width, config.d_model, start=rule(width))
+        self.head_gate = Linear(config.d_model, config.num_heads, start=rule(config.d_model)) if gated else None
 
     def forward(
         self, value_input_BSD: Tensor, n_BSD: Tensor, cache: LayerCache | None
@@ -132,8 +149,8 @@ class DenseAttention(Attention):
         return self.output(attended_BSHC.flatten(2)), {}
 
 
-def make_attention(config: ModelConfig, *, backend: str) -> SwitchHead | DenseAttention:
+def make_attention(config: ModelConfig, starts: Starts, *, backend: str) -> SwitchHead | DenseAttention:
     """The attention that `config` names."""
     if config.has_attention_experts:
-        return SwitchHead(config, backend=backend)
-    return DenseAttention(config, gated=config.attention == "switchhead")
+        return SwitchHead(config, starts, backend=backend)
+    return DenseAttention(config, starts)

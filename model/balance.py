@@ -1,47 +1,142 @@
-"""Sequence-level balancing over time and repeats, and what the monitor needs to know of a routing.
+"""Balancing losses, and what the monitor needs to know of a routing.
 
-For one group member and one sequence, the router's softmax is averaged over all positions *and all repeats of the same
-weights*; minus the entropy of that average is the loss (arXiv 2405.16039, eq. 8 to 10). Each repeat returns its sums; they are
-added up and the loss is computed once at the end, so recomputing a layer cannot count it twice.
+Every balancing loss here has the form Σ_e P_e · c_e: P_e the mean probability of expert e, through which the router gets its
+gradient, and c_e a number taken from a scope's statistics without gradient:
+
+    entropy   c_e = ln P_e(scope)        (the derivative of P ln P is ln P + 1, and Σ_e dP_e = 0, so nothing is lost)
+    load      c_e = E · f_e(scope)       f_e: fraction of all choices that fell on e
+
+So a loss over all ranks costs one all-reduce of a few numbers per router, and every sequence's share of it adds up to the whole.
+
+A layer group's weights serve several depth steps. Each returns its sums; they are added up and the loss is computed once at the
+end of the forward pass, so recomputing a layer cannot count it twice (MoEUT, arXiv 2405.16039, eq. 8 to 10).
 
 Legend: B sequences, S positions, H heads (1 for the feed-forward), A experts of a head, N experts in all (H·A), L depth steps.
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from .routing import Routing
+from .routing import Mixture, Routing
+
+
+class RunningSum:
+    """Sums over the micro-batches of one optimizer step, and over ranks where `over_ranks` adds them up.
+
+    A global balancing loss reads it: with gradient accumulation micro-batch j sees the choices of the micro-batches 1 … j, since
+    those after it have not been routed yet.
+    """
+
+    def __init__(
+        self,
+        over_ranks: Callable[[Tensor], Tensor] = lambda local: local,
+        *,
+        prefix: str = "",
+        totals: dict[str, Tensor] | None = None,
+    ) -> None:
+        """`over_ranks` adds a small tensor up over all ranks; on one rank there is nothing to add."""
+        self._over_ranks, self._prefix = over_ranks, prefix
+        self._totals: dict[str, Tensor] = {} if totals is None else totals
+
+    def reset(self) -> None:
+        """A new optimizer step begins."""
+        self._totals.clear()
+
+    def add(self, name: str, local: Tensor) -> Tensor:
+        """Collective where there are ranks. Adds a detached tensor to the sum of that name; returns the sum so far."""
+        key, added = self._prefix + name, self._over_ranks(local.detach())
+        self._totals[key] = self._totals[key] + added if key in self._totals else added
+        return self._totals[key]
+
+    def named(self, prefix: str) -> "RunningSum":
+        """The same sums under names of its own: one for every router."""
+        return RunningSum(self._over_ranks, prefix=f"{self._prefix}{prefix}/", totals=self._totals)
+
+
+def count_per_sequence(index: Tensor, batch_size: int, num_experts: int) -> Tensor:
+    """(B, N) int64: how often each expert stands in `index`, whose first axis is sequence-major rows."""
+    flat_BX = index.reshape(batch_size, -1)
+    counts_BN = torch.zeros(batch_size, num_experts, dtype=torch.int64, device=index.device)
+    return counts_BN.scatter_add_(1, flat_BX, torch.ones_like(flat_BX))
+
+
+def choice_sums(routing: Routing, batch_size: int, *, with_z: bool = False) -> dict[str, Tensor]:
+    """Per sequence: `probability` (B, H, A), `load` (B, N) int64 choices, `rows` (B,), and with `with_z` `z` (B,)."""
+    logits_THA = routing.logits_THA
+    probabilities_THA = logits_THA.softmax(-1) if routing.probabilities_THA is None else routing.probabilities_THA
+    rows_per_sequence = logits_THA.shape[0] // batch_size
+    wanted = routing.routes.expert_N if routing.wanted_TK is None else routing.wanted_TK
+    sums = {
+        "probability": probabilities_THA.unflatten(0, (batch_size, -1)).sum(1),
+        "load": count_per_sequence(wanted, batch_size, routing.routes.num_experts),
+        "rows": torch.full((batch_size,), float(rows_per_sequence), device=logits_THA.device),
+    }
+    if with_z:
+        z_T = logits_THA.logsumexp(-1).square().sum(1)
+        sums["z"] = z_T.unflatten(0, (batch_size, -1)).sum(1)
+    return sums
+
+
+def balance_value(sums: dict[str, Tensor], form: str, scope: str, running: RunningSum) -> Tensor:
+    """The balancing loss, (B,): each sequence's share, so that its mean over the batch is the loss over the scope.
+
+    Args:
+        sums: of `choice_sums`, added up over repeats.
+        form: "load", 1 at perfect balance and E where all choices and all probability fall on one expert; or "entropy",
+            negative, −ln A at perfect balance, averaged over heads.
+        scope: "sequence", "micro_batch" or "global_batch".
+        running: sums over the global batch so far.
+    """
+    p_BHA = sums["probability"] / sums["rows"][:, None, None]
+    if form == "entropy":
+        mean_HA = _in_scope(sums["probability"], "probability", scope, running) / _in_scope(
+            sums["rows"], "rows", scope, running
+        ).view(-1, 1, 1)
+        tiny = torch.finfo(p_BHA.dtype).tiny  # an expert whose softmax underflows everywhere adds 0, and no NaN
+        return (p_BHA * mean_HA.clamp_min(tiny).log()).sum(-1).mean(-1)
+    load_BHA = _in_scope(sums["load"], "load", scope, running).unflatten(1, p_BHA.shape[1:])
+    fraction_BHA = load_BHA / load_BHA.sum(-1, keepdim=True).clamp_min(1)
+    return p_BHA.shape[-1] * (p_BHA * fraction_BHA).sum(-1).mean(-1)
+
+
+def _in_scope(per_sequence: Tensor, name: str, scope: str, running: RunningSum) -> Tensor:
+    """The sum over the scope, without gradient: (B, …), or (1, …) where all sequences share it."""
+    if scope == "sequence":
+        return per_sequence.detach()
+    micro_batch = per_sequence.detach().sum(0, keepdim=True)
+    return running.add(name, micro_batch) if scope == "global_batch" else micro_batch
 
 
 @dataclass(frozen=True)
 class RouterReport:
     """What one router did in one depth step."""
 
-    softmax_sum_BHA: Tensor  # float32, differentiable: Σ over positions of softmax over the experts of each head
-    load_N: Tensor  # int64: routes per expert
-    gate_sum: Tensor  # float32 scalar: Σ of gate weights
+    sums: dict[str, Tensor]  # the router's own statistics, per sequence, differentiable
+    load_N: Tensor  # int64: routes per expert that were served
+    wanted: Tensor  # int64 scalar: routes that were asked for
+    gate_sum: Tensor  # float32 scalar: Σ of gate weights; for a mixture of merge weights
 
 
-def report_routing(routing: Routing, batch_size: int) -> RouterReport:
-    """Sums over positions; nothing of size T survives."""
-    softmax_THA = routing.logits_THA.softmax(-1)
-    return RouterReport(
-        softmax_sum_BHA=softmax_THA.unflatten(0, (batch_size, -1)).sum(1),
-        load_N=torch.bincount(routing.routes.expert_N, minlength=routing.routes.num_experts),
-        gate_sum=routing.routes.weight_N.detach().sum(),
-    )
+def report_routing(routing: Routing, sums: dict[str, Tensor]) -> RouterReport:
+    """The monitor's view of a routing, beside the router's own statistics."""
+    device = routing.logits_THA.device
+    if isinstance(routing.plan, Mixture):
+        groups, _, slots = routing.plan.merge_GMP.shape
+        served = groups * slots // routing.plan.num_experts
+        load_N = torch.full((routing.plan.num_experts,), served, dtype=torch.int64, device=device)
+        return RouterReport(sums, load_N, load_N.sum(), routing.plan.merge_GMP.detach().sum())
+    routes = routing.plan
+    load_N = count_per_sequence(routes.expert_N, 1, routes.num_experts)[0]
+    wanted = load_N.sum() if routing.wanted_TK is None else torch.tensor(routing.wanted_TK.numel(), device=device)
+    return RouterReport(sums, load_N, wanted, routes.weight_N.detach().sum())
 
 
-def negative_entropy(softmax_sum_BHA: Tensor, num_terms: int) -> Tensor:
-    """ℓ per sequence, (B,): Σ_i p_i ln p_i with p the mean of `num_terms` softmaxes, averaged over heads.
-
-    It is negative, at least −ln A, and reaches that bound where all experts are used equally.
-    """
-    p_BHA = softmax_sum_BHA / num_terms
-    tiny = torch.finfo(p_BHA.dtype).tiny  # an expert whose softmax underflows everywhere adds 0, and no NaN gradient
-    return (p_BHA * p_BHA.clamp_min(tiny).log()).sum(-1).mean(-1)
+def add_sums(repeats: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Statistics of one router added up over the depth steps that it served."""
+    return {name: torch.stack([sums[name] for sums in repeats]).sum(0) for name in repeats[0]}
 
 
 @dataclass(frozen=True)
@@ -49,15 +144,19 @@ class DepthLoad:
     """Load of one kind of router over the depth steps of one forward pass."""
 
     load_LN: Tensor  # int64: routes per depth step and expert
+    wanted_L: Tensor  # int64: routes asked for; more than were served where a capacity refused some
     gate_sum_L: Tensor  # float32
 
 
-def collect_loads(steps: list[dict[str, RouterReport]]) -> dict[str, DepthLoad]:
-    """Stacks the reports of all depth steps, per kind of router."""
-    kinds = steps[0].keys() if steps else ()
+def collect_loads(steps: Sequence[dict[str, RouterReport]]) -> dict[str, DepthLoad]:
+    """Stacks the reports of all depth steps, per kind of router; depth steps without that kind are left out."""
+    kinds = {kind: None for step in steps for kind in step}
+    found = {kind: [step[kind] for step in steps if kind in step] for kind in kinds}
     return {
         kind: DepthLoad(
-            torch.stack([step[kind].load_N for step in steps]), torch.stack([step[kind].gate_sum for step in steps])
+            torch.stack([report.load_N for report in reports]),
+            torch.stack([report.wanted for report in reports]),
+            torch.stack([report.gate_sum for report in reports]),
         )
-        for kind in kinds
-    }
+        for kind, reports in found.items()
+    }  # fmt: skip

@@ -1,18 +1,34 @@
 """What a model is: its sizes and its named variants. Nothing here touches a device.
 
 Legend of the symbols in the papers: L `num_layers` (depth steps), G `group_size` (distinct layers), R = L/G repeats,
-H `num_heads`, C `d_head`, N_A `num_attention_experts` (per head), E `num_experts`, K `top_k`, F `d_expert`.
+H `num_heads`, C `d_head`, N_A `num_attention_experts` (per head), E `num_experts`, K the router's `top_k`, F `d_expert`.
 """
 
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveInt, model_validator
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveInt, model_validator
+
+from .router import Promises
+from .router_sigmoid import SigmoidConfig
+from .routers import AnyRouterConfig
+
+
+class HaltingConfig(BaseModel):
+    """Stick-breaking adaptive computation time (SUT, arXiv 2310.07096, §3.3)."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    loss: NonNegativeFloat = 0.01
+    # Over which depth steps the loss is added up: "last" is the expected depth itself (the SUT authors' code), "all" adds the
+    # running value of every step (the MoEUT authors' port).
+    loss_sum: Literal["last", "all"] = "last"
+    threshold: float = Field(default=0.999, gt=0, le=1)  # a token is done once it has halted with this probability
 
 
 class ModelConfig(BaseModel):
-    """Sizes and variants of one Transformer: MoEUT (Csordás et al. 2024, arXiv 2405.16039) or its dense baseline.
+    """Sizes and variants of one Transformer: MoEUT (Csordás et al. 2024, arXiv 2405.16039) or one of its relatives.
 
-    The model applies `group_size` distinct layers `num_layers / group_size` times each, in the order ABAB….
+    The model applies `group_size` distinct layers `num_layers / group_size` times each.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -21,32 +37,57 @@ class ModelConfig(BaseModel):
     d_model: PositiveInt = 128
     num_layers: PositiveInt = 4
     group_size: PositiveInt = 2
-    norm: Literal["peri", "pre"] = "peri"
+    order: Literal["abab", "aabb"] = (
+        "abab"  # whole group after whole group, or all repeats of one layer, then the next's
+    )
+    # "peri": a norm only before what ends in a softmax or sigmoid. "pre": before every block. "post": after the addition.
+    norm: Literal["peri", "pre", "post"] = "peri"
+    positions: Literal["rotary", "learned", "none"] = "rotary"  # momha has relative positions of its own: "none"
+    max_positions: PositiveInt = 1024  # of learned positions only
 
-    attention: Literal["switchhead", "dense"] = "switchhead"
+    # momha: Mixture of Multi-Head Attention, experts on Q and O; every expert has `num_heads` heads of `d_head`.
+    attention: Literal["switchhead", "dense", "momha"] = "switchhead"
     num_heads: PositiveInt = 4
     d_head: PositiveInt = 32
     num_attention_experts: PositiveInt = 4
     attention_top_k: PositiveInt = 2
+    attention_balance: float = Field(
+        default=0.001, ge=0
+    )  # δ: weight of SwitchHead's entropy terms; momha: of its MI loss
     # What one attention expert per head means: "output_gate" is the official release's (dense V and O, one sigmoid
     # per head on the attention result), "gated_experts" the paper's training code (the V and the O gate remain).
     single_expert: Literal["output_gate", "gated_experts"] = "output_gate"
     rotary_width: int | None = None  # rotated channels of a head; None: half of d_head, rounded down to even
     rotary_base: float = 10000.0
 
-    feed_forward: Literal["sigma_moe", "dense"] = "sigma_moe"
+    feed_forward: Literal["experts", "dense"] = "experts"
+    # Which members of the group have experts: all, the last half, every second, or all after the first n. The rest are dense.
+    placement: Literal["all", "last_half", "every_second"] | NonNegativeInt = "all"
+    router: AnyRouterConfig = SigmoidConfig()
     num_experts: PositiveInt = 16
-    top_k: PositiveInt = 4
     d_expert: PositiveInt = 128
-    d_feed_forward: PositiveInt = 512  # of the dense feed-forward only
+    activation: Literal["relu", "gelu", "silu", "swiglu", "geglu"] = (
+        "relu"  # of experts, shared experts and dense layers
+    )
+    expert_bias: bool = False
+    sub_tokens: PositiveInt = 1  # MH-MoE: heads that a row is split into before routing
+    num_shared_experts: NonNegativeInt = 0  # always on, each of width d_expert, outside the router
+    # "plain": shared + routed (DeepSeek). "mean": (shared + K·routed)/(K + 1), as OLMo-core weighs them.
+    shared_sum: Literal["plain", "mean"] = "plain"
+    output_norm: bool = False  # a LayerNorm on the experts' answers
+    d_feed_forward: PositiveInt = 512  # of dense feed-forwards
+    dense_bias: bool = True  # of dense feed-forwards
 
-    # "paper": the training code's; "release": the official release's, which also gives every router row equal norm.
-    initialisation: Literal["paper", "release"] = "paper"
+    halting: HaltingConfig | None = None
+    # Allow a router that reads later positions: what such a model learns is then no language model's loss.
+    allow_future_leak: bool = False
+
+    # "paper": the training code's of MoEUT; "release": its official release's, which also gives every router row equal norm;
+    # "scaled": truncated normals of variance init_scale / fan-in; "sut": SUT's.
+    initialisation: Literal["paper", "release", "scaled", "sut"] = "paper"
+    init_scale: Annotated[float, Field(gt=0)] = 0.1
     # Unit norm across the expert axis of V and O at the start: the paper's runs from 126M parameters on.
     expert_axis_norm: bool = False
-
-    feed_forward_balance: float = Field(default=0.01, ge=0)  # γ, weight of the feed-forward routers' entropy term
-    attention_balance: float = Field(default=0.001, ge=0)  # δ, of the V and O routers'
 
     @property
     def num_repeats(self) -> int:
@@ -54,45 +95,110 @@ class ModelConfig(BaseModel):
         return self.num_layers // self.group_size
 
     @property
+    def schedule(self) -> tuple[int, ...]:
+        """Which member of the group each depth step applies."""
+        if self.order == "abab":
+            return tuple(range(self.group_size)) * self.num_repeats
+        return tuple(member for member in range(self.group_size) for _ in range(self.num_repeats))
+
+    @property
     def rotary_channels(self) -> int:
         """How many channels of a head rotate."""
+        if self.positions != "rotary":
+            return 0
         return self.rotary_width if self.rotary_width is not None else self.d_head // 2 // 2 * 2
 
     @property
     def has_attention_experts(self) -> bool:
-        """Whether V and O are mixtures (False: dense matrices, with or without a gate per head)."""
+        """Whether SwitchHead's V and O are mixtures (False: dense matrices, with or without a gate per head)."""
         return self.attention == "switchhead" and (
             self.num_attention_experts > 1 or self.single_expert != "output_gate"
         )
 
+    def has_experts(self, member: int) -> bool:
+        """Whether the feed-forward of this group member has experts."""
+        if self.feed_forward == "dense":
+            return False
+        if isinstance(self.placement, int):
+            return member >= self.placement
+        first, step = {"all": (0, 1), "last_half": (self.group_size // 2, 1), "every_second": (1, 2)}[self.placement]
+        return member >= first and (member - first) % step == 0
+
+    @property
+    def sparse_members(self) -> tuple[int, ...]:
+        """The group members whose feed-forward has experts."""
+        return tuple(member for member in range(self.group_size) if self.has_experts(member))
+
     def expert_counts(self) -> dict[str, int]:
         """How many experts each kind of sparse layer has: what an expert-parallel degree must divide."""
-        counts = {"feed_forward": self.num_experts} if self.feed_forward == "sigma_moe" else {}
+        counts = {"feed_forward": self.num_experts} if self.sparse_members else {}
         if self.has_attention_experts:
             counts["attention"] = self.num_heads * self.num_attention_experts
+        if self.attention == "momha":
+            counts["attention"] = self.num_attention_experts
         return counts
 
+    @property
+    def group_sequences(self) -> int:
+        """Consecutive samples that are routed together: what every micro-batch must be a multiple of."""
+        return self.router.group_sequences if self.sparse_members else 1
+
+    @property
+    def promises(self) -> Promises:
+        """What the model as a whole guarantees, from embedding to logits."""
+        if self.sparse_members:
+            return self.router.promises
+        return Promises(causal=True, batch_invariant=True, dropless=True, balanced=True)
+
     @model_validator(mode="after")
-    def _check_sizes(self) -> Self:
+    def _check_depth(self) -> Self:
         if self.num_layers % self.group_size:
             raise ValueError(
                 f"num_layers={self.num_layers} is not divisible by group_size={self.group_size}: "
                 f"every layer of the group is repeated equally often; choose num_layers as a multiple of {self.group_size}"
             )
+        if self.feed_forward == "experts" and not self.sparse_members:
+            raise ValueError(
+                f"placement={self.placement!r} with group_size={self.group_size} leaves no layer with experts; "
+                'write feed_forward="dense" if that is meant'
+            )
+        if self.halting is not None and (self.group_size != 1 or self.norm != "post" or self.attention != "momha"):
+            raise ValueError(
+                f'halting needs one shared layer of SUT: group_size=1 (given {self.group_size}), norm="post" '
+                f'(given {self.norm!r}) and attention="momha" (given {self.attention!r})'
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_attention(self) -> Self:
         width = self.rotary_channels
         if width % 2 or not 0 <= width <= self.d_head:
             raise ValueError(
                 f"rotary_width={width} with d_head={self.d_head}: channels rotate in pairs, so the width must be even "
                 f"and at most d_head; {self.d_head // 2 // 2 * 2} is the usual choice"
             )
-        if self.feed_forward == "sigma_moe" and self.top_k > self.num_experts:
-            raise ValueError(f"top_k={self.top_k} is more than num_experts={self.num_experts}")
-        if self.attention == "switchhead" and self.attention_top_k > self.num_attention_experts > 1:
+        if self.attention == "momha" and self.positions != "none":
             raise ValueError(
-                f"attention_top_k={self.attention_top_k} is more than num_attention_experts={self.num_attention_experts} per head"
+                f'attention="momha" has relative positions of its own: write positions="none" (given {self.positions!r})'
             )
-        if self.has_attention_experts and self.attention_top_k > self.num_attention_experts:
+        single_allowed = self.attention == "switchhead" and not self.has_attention_experts
+        if self.attention != "dense" and self.attention_top_k > self.num_attention_experts and not single_allowed:
+            advice = ": set attention_top_k=1" if self.num_attention_experts == 1 else " per head"
             raise ValueError(
-                f"attention_top_k={self.attention_top_k} with num_attention_experts=1: set attention_top_k=1"
+                f"attention_top_k={self.attention_top_k} is more than num_attention_experts={self.num_attention_experts}{advice}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_experts(self) -> Self:
+        if not self.sparse_members:
+            return self
+        if self.d_model % self.sub_tokens:
+            raise ValueError(f"sub_tokens={self.sub_tokens} does not divide d_model={self.d_model}")
+        self.router.check(self.num_experts)
+        if not self.router.promises.causal and not self.allow_future_leak:
+            raise ValueError(
+                f"router.kind={self.router.kind!r} as configured lets a position read later ones, so a language model's loss "
+                "would be too low and its text worthless; set allow_future_leak=true if that is what you study"
             )
         return self

@@ -4,17 +4,33 @@ import torch
 from torch import Tensor, nn
 
 from ..kernels.doors import routed_linear, routed_mlp
+from .initialise import Start, parameter
+from .layers import hidden_columns
 from .routing import Routes
 
 
 class ExpertMLPs(nn.Module):
-    """E two-layer perceptrons with ReLU and no bias: W_down[e]ᵀ relu(W_up[e]ᵀ x)."""
+    """E two-layer perceptrons: W_down[e]ᵀ a(W_up[e]ᵀ x + b_up[e]) + b_down[e], the biases only where asked for."""
 
-    def __init__(self, num_experts: int, d_model: int, d_expert: int, *, backend: str) -> None:
+    def __init__(
+        self,
+        num_experts: int,
+        d_model: int,
+        d_expert: int,
+        *,
+        backend: str,
+        up_start: Start,
+        down_start: Start,
+        activation: str = "relu",
+        bias_starts: tuple[Start, Start] | None = None,
+    ) -> None:
         super().__init__()
-        self.backend = backend
-        self.w_up = nn.Parameter(torch.empty(num_experts, d_model, d_expert))
-        self.w_down = nn.Parameter(torch.empty(num_experts, d_expert, d_model))
+        self.backend, self.activation = backend, activation
+        columns = hidden_columns(d_expert, activation)
+        self.w_up = parameter(num_experts, d_model, columns, start=up_start)
+        self.w_down = parameter(num_experts, d_expert, d_model, start=down_start)
+        self.b_up = None if bias_starts is None else parameter(num_experts, columns, start=bias_starts[0])
+        self.b_down = None if bias_starts is None else parameter(num_experts, d_model, start=bias_starts[1])
 
     @property
     def dtype(self) -> torch.dtype:
@@ -29,10 +45,10 @@ class ExpertMLPs(nn.Module):
 class ExpertLinears(nn.Module):
     """E matrices without bias: W[e]ᵀ x."""
 
-    def __init__(self, num_experts: int, d_in: int, d_out: int, *, backend: str) -> None:
+    def __init__(self, num_experts: int, d_in: int, d_out: int, *, backend: str, start: Start) -> None:
         super().__init__()
         self.backend = backend
-        self.weight = nn.Parameter(torch.empty(num_experts, d_in, d_out))
+        self.weight = parameter(num_experts, d_in, d_out, start=start)
 
     @property
     def dtype(self) -> torch.dtype:

@@ -1,112 +1,202 @@
-"""Starting values: both published initialisations, drawn tensor by tensor.
+"""Starting values. Every parameter is made together with the rule that it starts by, so a new layer or router says it itself.
 
 Every tensor has its own random stream, keyed by (seed, name), and is drawn whole before a rank keeps its share: so the start is
 the same for every number of ranks, and no rank ever holds more than one full tensor beyond its own.
 
-With c = √(2/L), L the depth *steps* (not the distinct layers):
-  up-projections, routers, Q, K, V   N(0, c/√D)
-  down-projections                   N(0, c/√(E·F)), all experts counted as fan-in
-  O                                  N(0, c/√(H·C))
-  embedding                          N(0, 1/√D)
-  head                               U(−1/√D, 1/√D), weight and bias
-The dense baseline's layers: truncated normal, rescaled to a standard deviation of exactly √(2/(L·fan_in)); biases 0.
+`Starts` gathers the published rules. With c = √(2/L), L the depth *steps* (not the distinct layers); c = 1 in post-norm:
+  paper, release   up-projections, routers, Q, K, V   N(0, c/√D)
+                   down-projections                   N(0, c/√(E·F)), all experts counted as fan-in
+                   O                                  N(0, c/√(H·C))
+  scaled           truncated normal of std √(init_scale / fan-in), cut at ±2·init_scale; a down-projection's fan-in is F
+                   (Switch, arXiv 2101.03961, §2.4; Mixture of Tokens, arXiv 2310.15961)
+  all              embedding N(0, 1/√D), head U(−1/√D, 1/√D), weight and bias; scaled: the embedding's fan-in is 1
+Dense layers beside `paper`: truncated normal, rescaled to a standard deviation of exactly √(2/(L·fan-in)); biases 0.
 """
 
 import hashlib
 import math
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from .config import ModelConfig
-from .transformer import Transformer
+Start = Callable[[torch.Size, torch.Generator], Tensor]
 
 
-def draw(name: str, shape: torch.Size, config: ModelConfig, seed: int) -> Tensor:
+def parameter(*shape: int, start: Start) -> nn.Parameter:
+    """A parameter without values that knows how it starts."""
+    value = nn.Parameter(torch.empty(shape))
+    value.start = start  # type: ignore[attr-defined]
+    return value
+
+
+def draw(name: str, parameter: nn.Parameter, seed: int) -> Tensor:
     """The starting value of one parameter, whole, float32 on the CPU.
 
     Raises:
-        ValueError: no rule for this name, which is a fault of this module.
+        ValueError: the parameter was made without a rule, which is a fault of its layer.
     """
-    generator = torch.Generator().manual_seed(_stream(seed, name))
-    member, _, part = name.partition(".")[2].partition(".")
-    if member.isdigit():
-        return _layer_value(part, shape, config, generator)
-    if name == "embedding":
-        return _normal(shape, config.d_model**-0.5, generator)
-    if name in ("head.weight", "head.bias"):
-        bound = config.d_model**-0.5
-        return torch.empty(shape).uniform_(-bound, bound, generator=generator)
-    return _norm_value(name, shape)
+    start: Start | None = getattr(parameter, "start", None)
+    if start is None:
+        raise ValueError(
+            f"no starting value is known for {name!r} of shape {tuple(parameter.shape)}: make it with "
+            "`parameter(..., start=...)`"
+        )
+    return start(parameter.shape, torch.Generator().manual_seed(_stream(seed, name)))
 
 
 @torch.no_grad()
-def initialise(model: Transformer, seed: int) -> None:
+def initialise(model: nn.Module, seed: int) -> None:
     """Fills a whole model (every expert on this rank)."""
-    for name, parameter in model.named_parameters():
-        parameter.copy_(draw(name, parameter.shape, model.config, seed))
+    for name, value in model.named_parameters():
+        value.copy_(draw(name, value, seed))
 
 
 def _stream(seed: int, name: str) -> int:
     return int.from_bytes(hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest(), "little") >> 1
 
 
-def _layer_value(part: str, shape: torch.Size, config: ModelConfig, generator: torch.Generator) -> Tensor:
-    block, _, rest = part.partition(".")
-    if block.endswith("_norm"):
-        return _norm_value(rest, shape)
-    dense_block = config.attention if block == "attention" else config.feed_forward
-    if dense_block == "dense":
-        return _dense_value(rest, shape, config, generator)
-    std = math.sqrt(2 / config.num_layers) / math.sqrt(_fan_in(block, rest, config))
-    value = _normal(shape, std, generator)
-    if block == "feed_forward" and rest == "router.weight" and config.initialisation == "release":
-        value = _equal_rows(value)
-    if block == "attention" and rest in ("value_router.weight", "output_router.weight"):
-        value = _rescale_rows(value)
-    if rest in ("value.experts.weight", "output.experts.weight") and config.expert_axis_norm:
-        value = _unit_expert_axis(value)
-    return value
+def zeros(shape: torch.Size, generator: torch.Generator) -> Tensor:
+    """All zero."""
+    return torch.zeros(shape)
 
 
-def _fan_in(block: str, rest: str, config: ModelConfig) -> int:
-    if block == "feed_forward":
-        return config.num_experts * config.d_expert if rest == "sparse.experts.w_down" else config.d_model
-    return config.num_heads * config.d_head if rest.startswith("output.") else config.d_model
+def ones(shape: torch.Size, generator: torch.Generator) -> Tensor:
+    """All one."""
+    return torch.ones(shape)
 
 
-def _dense_value(rest: str, shape: torch.Size, config: ModelConfig, generator: torch.Generator) -> Tensor:
-    if rest.endswith("bias"):
-        return torch.zeros(shape)
-    value = torch.nn.init.trunc_normal_(torch.empty(shape), generator=generator)
-    return value * (math.sqrt(2 / (config.num_layers * shape[1])) / value.std())
+def constant(value: float) -> Start:
+    """All the same."""
+    return lambda shape, generator: torch.full(shape, value)
 
 
-def _norm_value(name: str, shape: torch.Size) -> Tensor:
-    if name.endswith("weight"):
-        return torch.ones(shape)
-    if name.endswith("bias"):
-        return torch.zeros(shape)
-    raise ValueError(f"no initialisation is known for the parameter {name!r} of shape {tuple(shape)}")
+def normal(std: float) -> Start:
+    """N(0, std)."""
+    return lambda shape, generator: torch.empty(shape).normal_(0, std, generator=generator)
 
 
-def _normal(shape: torch.Size, std: float, generator: torch.Generator) -> Tensor:
-    return torch.empty(shape).normal_(0, std, generator=generator)
+def uniform(bound: float) -> Start:
+    """U(−bound, bound)."""
+    return lambda shape, generator: torch.empty(shape).uniform_(-bound, bound, generator=generator)
 
 
-def _equal_rows(weight: Tensor) -> Tensor:
+def xavier_uniform(gain: float = 1.0) -> Start:
+    """U(−a, a) with a = gain·√(6 / (fan-in + fan-out)), of a matrix."""
+    return lambda shape, generator: torch.nn.init.xavier_uniform_(torch.empty(shape), gain, generator=generator)
+
+
+def truncated_normal(std: float, cut: float) -> Start:
+    """N(0, std), cut at ±cut (absolute, not in standard deviations)."""
+    return lambda shape, generator: torch.nn.init.trunc_normal_(
+        torch.empty(shape), std=std, a=-cut, b=cut, generator=generator
+    )
+
+
+def exact_std(std: float) -> Start:
+    """A truncated normal, rescaled to exactly this standard deviation."""
+
+    def start(shape: torch.Size, generator: torch.Generator) -> Tensor:
+        value = torch.nn.init.trunc_normal_(torch.empty(shape), generator=generator)
+        return value * (std / value.std())
+
+    return start
+
+
+def equal_rows(start: Start) -> Start:
     """Every row of equal norm, the global standard deviation kept: no expert starts ahead of the others."""
-    rows = weight / weight.norm(dim=-1, keepdim=True)
-    return rows * (weight.std() / rows.std())
+
+    def equal(shape: torch.Size, generator: torch.Generator) -> Tensor:
+        weight = start(shape, generator)
+        rows = weight / weight.norm(dim=-1, keepdim=True)
+        return rows * (weight.std() / rows.std())
+
+    return equal
 
 
-def _rescale_rows(weight: Tensor) -> Tensor:
+def rescaled_rows(start: Start) -> Start:
     """Rows to unit norm, then times (own std / global std): as published, and nearly no change."""
-    rows = weight / weight.norm(dim=-1, keepdim=True)
-    return rows * (weight.std(dim=-1, keepdim=True) / rows.std())
+
+    def rescaled(shape: torch.Size, generator: torch.Generator) -> Tensor:
+        weight = start(shape, generator)
+        rows = weight / weight.norm(dim=-1, keepdim=True)
+        return rows * (weight.std(dim=-1, keepdim=True) / rows.std())
+
+    return rescaled
 
 
-def _unit_expert_axis(weight: Tensor) -> Tensor:
+def unit_expert_axis(start: Start) -> Start:
     """Every [in, out] position of unit norm over all experts, the global standard deviation kept."""
-    unit = weight / weight.norm(dim=0, keepdim=True)
-    return unit * (weight.std() / unit.std())
+
+    def unit(shape: torch.Size, generator: torch.Generator) -> Tensor:
+        weight = start(shape, generator)
+        rows = weight / weight.norm(dim=0, keepdim=True)
+        return rows * (weight.std() / rows.std())
+
+    return unit
+
+
+@dataclass(frozen=True)
+class Starts:
+    """The starting values of one architecture's parts. Sizes are the model's."""
+
+    rule: str  # paper, release, scaled or sut
+    d_model: int
+    num_layers: int  # L of c = √(2/L); 2 stands for c = 1
+    init_scale: float
+    expert_axis_norm: bool
+
+    def router(self, d_row: int) -> Start:
+        """The feed-forward's router."""
+        start = self._sparse(d_row)
+        return equal_rows(start) if self.rule == "release" else start
+
+    def expert_up(self, d_in: int) -> Start:
+        """Into an expert."""
+        return uniform(1 / d_in) if self.rule == "sut" else self._sparse(d_in)
+
+    def expert_down(self, num_experts: int, d_expert: int) -> Start:
+        """Out of an expert: in the MoEUT rule the fan-in is that of all experts."""
+        if self.rule == "sut":
+            return uniform(1 / d_expert)
+        return self._sparse(d_expert if self.rule == "scaled" else num_experts * d_expert)
+
+    def expert_biases(self, d_out: int, d_expert: int) -> tuple[Start, Start]:
+        """Of the up- and the down-projection; SUT asks for the fan-in of an [in, out] matrix and so gets the output width."""
+        if self.rule == "sut":
+            return uniform(d_expert**-0.5), uniform(d_out**-0.5)
+        return zeros, zeros
+
+    def attention_router(self) -> Start:
+        """SwitchHead's V and O routers."""
+        start = self._sparse(self.d_model)
+        return start if self.rule == "scaled" else rescaled_rows(start)
+
+    def attention_experts(self, fan_in: int) -> Start:
+        """SwitchHead's V and O experts."""
+        start = self._sparse(fan_in)
+        return unit_expert_axis(start) if self.expert_axis_norm else start
+
+    def switchhead(self, fan_in: int) -> Start:
+        """The dense matrices of SwitchHead."""
+        return self._sparse(fan_in)
+
+    def dense(self, fan_in: int) -> Start:
+        """Attention and feed-forward of a dense layer."""
+        if self.rule == "scaled":
+            return self._sparse(fan_in)
+        return exact_std(math.sqrt(2 / (self.num_layers * fan_in)))
+
+    def embedding(self) -> Start:
+        """Of tokens and of learned positions."""
+        return self._sparse(1) if self.rule == "scaled" else normal(self.d_model**-0.5)
+
+    def head(self) -> Start:
+        """Weight and bias of the read-out."""
+        return uniform(self.d_model**-0.5)
+
+    def _sparse(self, fan_in: int) -> Start:
+        if self.rule == "scaled":
+            return truncated_normal(math.sqrt(self.init_scale / fan_in), 2 * self.init_scale)
+        return normal(math.sqrt(2 / self.num_layers) / math.sqrt(fan_in))

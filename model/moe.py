@@ -1,4 +1,6 @@
-"""One sparse layer: routes → dispatch → experts → combine. One rank or a thousand, these are the lines.
+"""One sparse layer: token view → router → dispatch → experts → combine (+ shared). One rank or a thousand, these are the lines.
+
+A router returns routes, or a mixture; a mixture's rows are merged here, travel as routes of known counts, and are emitted here.
 
 On one rank `LocalDispatcher` hands back what it got: no copy, no sort. Across ranks another dispatcher (distributed/) takes its
 place; the layer, its experts and their kernels stay the same.
@@ -7,12 +9,15 @@ place; the layer, its experts and their kernels stay the same.
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 
 from .config import ModelConfig
 from .experts import ExpertLinears, ExpertMLPs
-from .routers import SigmoidTopK
-from .routing import Routes, Routing, token_routes
+from .initialise import Starts, uniform, xavier_uniform
+from .layers import DenseMLP, LayerNorm, Linear
+from .routers import make_router
+from .routing import Mixture, Routes, Routing, slot_routes
 
 
 @dataclass(frozen=True)
@@ -65,23 +70,97 @@ class SparseLayer(nn.Module):
         return self.dispatcher.combine(y_UD, sent)
 
 
-class SigmaMoE(nn.Module):
-    """σ-MoE feed-forward: y = Σ_{i ∈ top-K} σ(z_i) · W_down,iᵀ relu(W_up,iᵀ x) with z = W_r n (arXiv 2405.16039, eq. 1 to 3).
+class SubTokens(nn.Module):
+    """The token view of Multi-Head MoE (arXiv 2404.15045, eq. 4 to 8): a row becomes h rows of width D/h, and one again.
 
-    Router and experts read different inputs: in peri-layernorm the router sees the normalised row, the experts the raw one.
+    The sub-tokens of a row are neighbours. Rows stay sequence-major, so to a router it looks like h times as many positions.
     """
 
-    def __init__(self, config: ModelConfig, *, backend: str) -> None:
+    def __init__(self, d_model: int, num_heads: int) -> None:
         super().__init__()
-        self.router = SigmoidTopK(config.d_model, config.num_experts, config.top_k)
-        self.sparse = SparseLayer(
-            ExpertMLPs(config.num_experts, config.d_model, config.d_expert, backend=backend)
-        )  # fmt: skip
+        self.num_heads = num_heads
+        self.head = Linear(
+            d_model, d_model, start=xavier_uniform(2**-0.5), bias=True, bias_start=uniform(d_model**-0.5)
+        )
+        self.merge = Linear(d_model, d_model, start=xavier_uniform(), bias=True)
 
-    def forward(self, x_TD: Tensor, router_input_TD: Tensor) -> tuple[Tensor, Routing]:
-        """(T, D) to (T, D), with the routing for losses and metrics."""
-        experts_T1K, weights_T1K, logits_T1E = self.router(router_input_TD)
-        routes = token_routes(
-            experts_T1K.squeeze(1), weights_T1K.squeeze(1), num_experts=self.router.num_experts
+    def split(self, x_TD: Tensor) -> Tensor:
+        """(T, D) to (T·h, D/h)."""
+        return self.head(x_TD).unflatten(1, (self.num_heads, -1)).flatten(0, 1)
+
+    def join(self, y_UC: Tensor) -> Tensor:
+        """(T·h, D/h) to (T, D)."""
+        return self.merge(y_UC.unflatten(0, (-1, self.num_heads)).flatten(1))
+
+
+class SparseFeedForward(nn.Module):
+    """The feed-forward of every architecture here that has experts.
+
+    Router and experts may read different inputs: in peri-layernorm the router sees the normalised row, the experts the raw one.
+    """
+
+    def __init__(self, config: ModelConfig, starts: Starts, *, backend: str) -> None:
+        super().__init__()
+        width = config.d_model // config.sub_tokens
+        self.view = SubTokens(config.d_model, config.sub_tokens) if config.sub_tokens > 1 else None
+        self.router = make_router(config.router, width, config.num_experts, start=starts.router(width))
+        up_start, down_start = starts.expert_up(width), starts.expert_down(config.num_experts, config.d_expert)
+        bias_starts = starts.expert_biases(width, config.d_expert) if config.expert_bias else None
+        self.sparse = SparseLayer(
+            ExpertMLPs(
+                config.num_experts, width, config.d_expert, backend=backend, up_start=up_start, down_start=down_start,
+                activation=config.activation, bias_starts=bias_starts,
+            )
         )  # fmt: skip
-        return self.sparse(x_TD, routes), Routing(routes, logits_T1E)
+        d_shared = config.num_shared_experts * config.d_expert
+        self.shared = None
+        if d_shared:
+            self.shared = DenseMLP(
+                config.d_model, d_shared, activation=config.activation, bias=config.expert_bias,
+                up_start=starts.dense(config.d_model), down_start=starts.dense(d_shared),
+            )  # fmt: skip
+        self.routed_weight, self.shared_weight = _sum_weights(config)
+        self.output_norm = LayerNorm(config.d_model) if config.output_norm else None
+
+    def forward(self, x_BSD: Tensor, router_input_BSD: Tensor) -> tuple[Tensor, Routing]:
+        """(B, S, D) to (B, S, D), with the routing for losses and metrics."""
+        batch = x_BSD.shape[0]
+        x_TD, router_input_TD = x_BSD.flatten(0, 1), router_input_BSD.flatten(0, 1)
+        same_input = router_input_BSD is x_BSD
+        if self.view is not None:
+            x_TD = self.view.split(x_TD)
+            router_input_TD = x_TD if same_input else self.view.split(router_input_TD)
+        routing = self.router(router_input_TD, batch_size=batch)
+        y_TD = self.answers(x_TD, routing.plan)
+        if self.view is not None:
+            y_TD = self.view.join(y_TD)
+        y_BSD = y_TD.view(batch, -1, y_TD.shape[1])
+        if self.output_norm is not None:
+            y_BSD = self.output_norm(y_BSD)
+        if self.shared is not None:
+            y_BSD = self.routed_weight * y_BSD + self.shared_weight * self.shared(x_BSD)
+        return y_BSD, routing
+
+    def answers(self, x_TD: Tensor, plan: Routes | Mixture) -> Tensor:
+        """The experts' answers to T rows, as the plan says."""
+        if isinstance(plan, Routes):
+            return self.sparse(x_TD, plan)
+        dtype = self.sparse.experts.dtype
+        members_GMD = x_TD.to(dtype)[plan.rows_GM]
+        mixed_PGD = torch.einsum("gmp,gmd->pgd", plan.merge_GMP.to(dtype), members_GMD)
+        routes = slot_routes(
+            mixed_PGD.shape[0] * mixed_PGD.shape[1], num_experts=plan.num_experts, device=x_TD.device
+        )  # fmt: skip
+        answers_PGD = self.sparse(mixed_PGD.flatten(0, 1), routes).view_as(mixed_PGD)
+        emitted_GMD = torch.einsum("gmp,pgd->gmd", plan.emit_GMP.to(dtype), answers_PGD)
+        return torch.empty_like(emitted_GMD.flatten(0, 1)).index_copy(
+            0, plan.rows_GM.flatten(), emitted_GMD.flatten(0, 1)
+        )
+
+
+def _sum_weights(config: ModelConfig) -> tuple[float, float]:
+    """Weights of the routed and of the shared experts' answers."""
+    if config.shared_sum == "plain":
+        return 1.0, 1.0
+    k = config.router.experts_per_row
+    return k / (k + 1), 1 / (k + 1)

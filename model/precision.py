@@ -2,7 +2,7 @@
 
 A shared layer's weights serve R repeats, so casting them where they are used would cost R casts and keep R copies for the
 backward. Here the forward pass runs on cast copies of the matrices; their gradients add up over the repeats and come back to
-the float32 master weights in one cast. Routers, norms, biases, the embedding and the residual stream stay float32.
+the float32 master weights in one cast. Routers, norms, biases, embeddings and the residual stream stay float32.
 """
 
 import torch
@@ -11,7 +11,7 @@ from torch.func import functional_call
 
 from .transformer import ModelOutput, Transformer
 
-_FULL_PRECISION = ("router", "norm")  # ends of modules' names
+_FULL_PRECISION = ("router", "norm", "halting")  # ends of the names of modules, at any depth
 
 # What bfloat16 does round, beside the products' inputs: the sum of a shared weight's gradients over its repeats, sums of
 # input gradients over the routes of one row, gate weights inside the experts, and the head's logits.
@@ -34,5 +34,7 @@ def cast_weights(model: Transformer, dtype: torch.dtype) -> dict[str, Tensor]:
 
 
 def _enters_a_product(name: str) -> bool:
-    module, _, attribute = name.rpartition(".")
-    return attribute not in ("bias", "embedding") and not module.endswith(_FULL_PRECISION)
+    *modules, attribute = name.split(".")
+    if any(module.endswith(_FULL_PRECISION) for module in modules):
+        return False
+    return not attribute.endswith(("bias", "embedding")) and attribute not in ("b_up", "b_down")

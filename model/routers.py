@@ -1,28 +1,48 @@
-"""Routers: from token rows to gate weights. A router never moves data."""
+"""The table of routers. A new one is one file and one line here (docs/extending.md shows it)."""
 
-import torch
-from torch import Tensor, nn
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, SerializeAsAny, ValidationError
+
+from .initialise import Start
+from .router import Router, RouterConfig
+from .router_sigmoid import SigmoidRouter
+
+ROUTERS: dict[str, type[Router]] = {
+    "sigmoid": SigmoidRouter,
+}
 
 
-class SigmoidTopK(nn.Module):
-    """Sigmoid gates, top-k, no renormalisation (σ-MoE, arXiv 2310.10837 §5; SwitchHead, arXiv 2312.07987 §2).
+def make_router(config: RouterConfig, d_row: int, num_experts: int, *, start: Start) -> Router:
+    """The router that `config.kind` names."""
+    return ROUTERS[config.kind](config, d_row, num_experts, start=start)
 
-    One independent choice per head; the feed-forward has one head. Experts are numbered head · num_experts + choice.
-    The router gets gradient through the gate weights and, from the balancing term, through the logits.
+
+def read_router_config(value: Any) -> RouterConfig:
+    """A router's configuration from plain values, by their `kind`.
+
+    Raises:
+        ValueError: the kind or a key is unknown, or a value is not valid.
     """
+    if isinstance(value, RouterConfig):
+        return value
+    if not isinstance(value, dict) or value.get("kind") not in ROUTERS:
+        given = value.get("kind") if isinstance(value, dict) else value
+        raise ValueError(f"kind={given!r} is no router; there are {', '.join(ROUTERS)}")
+    config = ROUTERS[value["kind"]].Config
+    try:
+        return config.model_validate(value)
+    except ValidationError as error:
+        known = ", ".join(name for name in config.model_fields if name != "kind")
+        raise ValueError("; ".join(_explain(entry, value["kind"], known) for entry in error.errors())) from None
 
-    def __init__(self, d_model: int, num_experts: int, top_k: int, *, num_heads: int = 1) -> None:
-        super().__init__()
-        self.num_heads, self.num_experts, self.top_k = num_heads, num_experts, top_k
-        self.weight = nn.Parameter(torch.empty(num_heads * num_experts, d_model))
 
-    def forward(self, x_TD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns experts (T, H, K) int64, gate weights (T, H, K) float32, and logits (T, H, A) float32.
+def _explain(entry: Any, kind: str, known: str) -> str:
+    where = ".".join(str(part) for part in entry["loc"])
+    if entry["type"] == "extra_forbidden":
+        return f"the router {kind!r} has no key {where!r}; it has {known}"
+    message = str(entry["msg"]).removeprefix("Value error, ")
+    return f"{where}={entry['input']!r}: {message}" if where else message
 
-        Float32 whatever the compute dtype: a choice must not flip with it. The choice is made on the logits, which do
-        not saturate as their sigmoids do.
-        """
-        logits_THA = (x_TD.float() @ self.weight.float().T).unflatten(1, (self.num_heads, self.num_experts))
-        chosen_THK = logits_THA.topk(self.top_k, dim=-1)
-        first_H1 = torch.arange(self.num_heads, device=x_TD.device)[:, None] * self.num_experts
-        return chosen_THK.indices + first_H1, torch.sigmoid(chosen_THK.values), logits_THA
+
+AnyRouterConfig = Annotated[SerializeAsAny[RouterConfig], BeforeValidator(read_router_config)]

@@ -10,10 +10,11 @@ sparse layer is such a list, so one dispatcher and one set of kernels serve them
 | O projection of SwitchHead | (token, head) | H·N_A | token: heads and slots add up |
 | expert choice | token | E | the same token; some tokens have no route |
 
-A mixture (Mixture of Tokens, Soft MoE) is not such a list: every expert slot reads a weighted sum of the rows of a group, and every
-row gets a weighted sum of the slots' answers. What lies between is again a list of routes, one per mixed row (`slot_routes`).
+A mixture (Mixture of Tokens, Soft MoE) is not such a list: every expert slot reads a weighted sum of the rows of a group, and
+every row gets a weighted sum of the slots' answers. What lies between is again a list of routes, one per mixed row (`slot_routes`).
 
-Legend: T tokens, H heads, A experts of one head, K experts chosen, N routes, G groups of M members, P slots (E experts × slots each).
+Legend: T tokens, H heads, A experts of one head, K experts chosen, N routes, G groups of M members, P slots (equally many for
+each of E experts).
 """
 
 from dataclasses import dataclass, replace
@@ -44,6 +45,19 @@ class Routes:
     def with_weights(self, weight_N: Tensor) -> "Routes":
         """The same routes with other gate weights."""
         return replace(self, weight_N=weight_N)
+
+    def kept(self, keep_N: Tensor) -> "Routes":
+        """Only the routes where `keep_N` is true, in the same order. Their number is read from the device.
+
+        On the meta device, where nothing can be read, all stay: shapes and costs are then those of the full list.
+        """
+        if keep_N.is_meta:
+            return self
+        index = keep_N.nonzero().squeeze(1)
+        return Routes(
+            self.source_N[index], self.expert_N[index], self.weight_N[index], self.target_N[index], self.num_experts,
+            self.num_targets, per_source=0, per_target=0,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -6,24 +6,30 @@
             x = layer(x)
     logits = W_out · LN(x) + b    # untied from the embedding
 
-MoEUT (arXiv 2405.16039) has nothing step-dependent: no layer embedding, no halting, no residual scaling. The residual stream
+MoEUT (arXiv 2405.16039) has nothing step-dependent: no layer embedding, no halting, no residual scaling. With G = L nothing is
+shared and this is an ordinary Transformer; with G = 1 and a dense feed-forward a naive Universal Transformer. The residual stream
 is float32 in every precision. Cost of one token and depth step, in multiply-accumulates: attention
 (2 k_A + 2)·D·H·C plus the scores, feed-forward 2·K·F·D, routers (E + 2·H·N_A)·D.
 
 Legend: B sequences, S positions, D model width, V vocabulary, L depth steps, G layers in a group, R = L/G repeats.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .attention import LayerCache, make_attention
-from .balance import DepthLoad, RouterReport, collect_loads, negative_entropy, report_routing
+from .balance import DepthLoad, RouterReport, RunningSum, add_sums, collect_loads, report_routing
 from .config import ModelConfig
-from .layers import LayerNorm, Linear
-from .moe import SigmaMoE
+from .initialise import Starts, parameter
+from .layers import DenseMLP, LayerNorm, Linear, wide_dtype
+from .moe import SparseFeedForward
+from .router import Router
+from .routing import Routing
 
 
 @dataclass(frozen=True)
@@ -31,21 +37,12 @@ class ModelOutput:
     """Logits, and what the routers of all depth steps did."""
 
     logits_BSV: Tensor
-    regularisation_B: Tensor  # float32, per sequence; zero in evaluation mode
+    regularisation_B: (
+        Tensor  # float32, per sequence: all auxiliary losses with their coefficients; zero in evaluation mode
+    )
+    auxiliary: dict[str, Tensor]  # detached, per sequence: every auxiliary loss without its coefficient
     loads: dict[str, DepthLoad]  # by kind of router: feed_forward, value, output
-
-
-class DenseFeedForward(nn.Module):
-    """W2 relu(W1 x + b1) + b2: the baseline's feed-forward."""
-
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        self.up = Linear(config.d_model, config.d_feed_forward, bias=True)
-        self.down = Linear(config.d_feed_forward, config.d_model, bias=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """(…, D) to (…, D)."""
-        return self.down(self.up(x).relu_())
+    carried: dict[str, Tensor]  # detached: what `after_step` is to be told, once summed over the whole step
 
 
 class Layer(nn.Module):
@@ -53,32 +50,60 @@ class Layer(nn.Module):
 
     Peri-layernorm: a norm stands only before a map whose result goes into a softmax or sigmoid (queries, keys, routers);
     values and experts read the raw residual, so an update scales with the residual it is added to. Pre-layernorm: all read
-    the normalised rows.
+    the normalised rows. Post-layernorm: all read the residual, and the norm follows the addition.
     """
 
-    def __init__(self, config: ModelConfig, *, backend: str) -> None:
+    def __init__(self, config: ModelConfig, starts: Starts, member: int, *, backend: str) -> None:
         super().__init__()
-        self.raw_values = config.norm == "peri"
+        self.norm = config.norm
         self.attention_norm = LayerNorm(config.d_model)
-        self.attention = make_attention(config, backend=backend)
-        self.feed_forward_norm = LayerNorm(config.d_model)
-        sparse = config.feed_forward == "sigma_moe"
-        self.feed_forward = SigmaMoE(config, backend=backend) if sparse else DenseFeedForward(config)
+        self.attention = make_attention(config, starts, backend=backend)
+        sparse = config.has_experts(member)
+        # Peri-layernorm in front of a dense feed-forward is none at all: nothing there ends in a softmax or sigmoid.
+        self.feed_forward_norm = LayerNorm(config.d_model) if sparse or config.norm != "peri" else None
+        if sparse:
+            self.feed_forward = SparseFeedForward(config, starts, backend=backend)
+        else:
+            self.feed_forward = DenseMLP(
+                config.d_model, config.d_feed_forward, activation=config.activation, bias=config.dense_bias,
+                up_start=starts.dense(config.d_model), down_start=starts.dense(config.d_feed_forward),
+            )  # fmt: skip
+
+    def routers(self) -> dict[str, Router]:
+        """All routers of this layer, by the kind under which they report."""
+        found = self.attention.routers()
+        if isinstance(self.feed_forward, SparseFeedForward):
+            found["feed_forward"] = self.feed_forward.router
+        return found
 
     def forward(self, x_BSD: Tensor, cache: LayerCache | None) -> tuple[Tensor, dict[str, RouterReport]]:
         """(B, S, D) float32 to (B, S, D) float32."""
-        n_BSD = self.attention_norm(x_BSD)
-        y_BSD, routings = self.attention(x_BSD if self.raw_values else n_BSD, n_BSD, cache)
-        x_BSD = x_BSD + y_BSD
-        n_BSD = self.feed_forward_norm(x_BSD)
-        values_BSD = x_BSD if self.raw_values else n_BSD
-        if isinstance(self.feed_forward, SigmaMoE):
-            y_TD, routings["feed_forward"] = self.feed_forward(values_BSD.flatten(0, 1), n_BSD.flatten(0, 1))
-            y_BSD = y_TD.view_as(x_BSD)
+        n_BSD, values_BSD = self._inputs(x_BSD, self.attention_norm)
+        y_BSD, routings = self.attention(values_BSD, n_BSD, cache)
+        x_BSD = self._add(x_BSD, y_BSD, self.attention_norm)
+        n_BSD, values_BSD = self._inputs(x_BSD, self.feed_forward_norm)
+        if isinstance(self.feed_forward, SparseFeedForward):
+            y_BSD, routings["feed_forward"] = self.feed_forward(values_BSD, n_BSD)
         else:
-            y_BSD = self.feed_forward(n_BSD)
-        batch = x_BSD.shape[0]
-        return x_BSD + y_BSD, {kind: report_routing(routing, batch) for kind, routing in routings.items()}
+            y_BSD = self.feed_forward(values_BSD)
+        return self._add(x_BSD, y_BSD, self.feed_forward_norm), self._reports(routings, x_BSD.shape[0])
+
+    def _inputs(self, x_BSD: Tensor, norm: LayerNorm | None) -> tuple[Tensor, Tensor]:
+        """What queries, keys and routers read, and what values and experts read."""
+        if self.norm == "post" or norm is None:
+            return x_BSD, x_BSD
+        n_BSD = norm(x_BSD)
+        return n_BSD, x_BSD if self.norm == "peri" else n_BSD
+
+    def _add(self, x_BSD: Tensor, y_BSD: Tensor, norm: LayerNorm | None) -> Tensor:
+        return norm(x_BSD + y_BSD) if self.norm == "post" and norm is not None else x_BSD + y_BSD
+
+    def _reports(self, routings: dict[str, Routing], batch_size: int) -> dict[str, RouterReport]:
+        routers = self.routers()
+        return {
+            kind: report_routing(routing, routers[kind].statistics(routing, batch_size))
+            for kind, routing in routings.items()
+        }  # fmt: skip
 
 
 class Transformer(nn.Module):
@@ -90,10 +115,20 @@ class Transformer(nn.Module):
     def __init__(self, config: ModelConfig, *, backend: str = "auto") -> None:
         super().__init__()
         self.config = config
-        self.embedding = nn.Parameter(torch.empty(config.vocab_size, config.d_model))
-        self.group = nn.ModuleList(Layer(config, backend=backend) for _ in range(config.group_size))
-        self.final_norm = LayerNorm(config.d_model)
-        self.head = Linear(config.d_model, config.vocab_size, bias=True)
+        self.running = RunningSum()
+        starts = _starts(config)
+        self.embedding = parameter(config.vocab_size, config.d_model, start=starts.embedding())
+        self.position_embedding = None
+        if config.positions == "learned":
+            self.position_embedding = parameter(config.max_positions, config.d_model, start=starts.embedding())
+        self.embedding_norm = LayerNorm(config.d_model, affine=False) if config.norm == "post" else None
+        self.group = nn.ModuleList(
+            Layer(config, starts, member, backend=backend) for member in range(config.group_size)
+        )  # fmt: skip
+        self.final_norm = None if config.norm == "post" else LayerNorm(config.d_model)
+        self.head = Linear(
+            config.d_model, config.vocab_size, start=starts.head(), bias=True, bias_start=starts.head()
+        )  # fmt: skip
 
     def forward(self, tokens_BS: Tensor, cache: list[LayerCache] | None = None) -> ModelOutput:
         """Next-token logits of every position.
@@ -102,29 +137,82 @@ class Transformer(nn.Module):
             tokens_BS: int64, 0 … V−1. With a cache, only the positions that are new.
             cache: one entry per depth step (`new_cache`), extended in place.
         """
-        x_BSD = F.embedding(tokens_BS, self.embedding).float()
+        x_BSD = self._embed(tokens_BS, 0 if cache is None else cache[0].length)
         reports: list[dict[str, RouterReport]] = []
-        for step in range(self.config.num_layers):
-            layer = self.group[step % self.config.group_size]
-            x_BSD, report = layer(x_BSD, None if cache is None else cache[step])
+        for step, member in enumerate(self.config.schedule):
+            x_BSD, report = self.group[member](x_BSD, None if cache is None else cache[step])
             reports.append(report)
-        logits_BSV = self.head(self.final_norm(x_BSD)).float()
-        return ModelOutput(logits_BSV, self._regularisation(reports, tokens_BS), collect_loads(reports))
+        if self.final_norm is not None:
+            x_BSD = self.final_norm(x_BSD)
+        logits_BSV = self.head(x_BSD)
+        logits_BSV = logits_BSV.to(wide_dtype(logits_BSV))
+        regularisation_B, auxiliary, carried = self._losses(reports, tokens_BS)
+        return ModelOutput(logits_BSV, regularisation_B, auxiliary, collect_loads(reports), carried)
 
     def new_cache(self) -> list[LayerCache]:
         """An empty cache: one entry per depth step, not per layer, for a shared layer sees new keys at every repeat."""
         return [LayerCache() for _ in range(self.config.num_layers)]
 
-    def _regularisation(self, reports: list[dict[str, RouterReport]], tokens_BS: Tensor) -> Tensor:
-        """Σ over group members of γ·ℓ_FF + δ·(ℓ_V + ℓ_O), per sequence (arXiv 2405.16039, §2.2)."""
-        config, (batch, length) = self.config, tokens_BS.shape
-        total_B = torch.zeros(batch, device=tokens_BS.device)
+    def routers(self) -> Iterator[tuple[int, str, Router]]:
+        """(group member, kind, router) of every router."""
+        for member, layer in enumerate(self.group):
+            for kind, router in cast(Layer, layer).routers().items():
+                yield member, kind, router
+
+    def before_step(self, step: int) -> None:
+        """Tells every router how many optimizer steps have been done; a step's running sums begin."""
+        self.running.reset()
+        for _, _, router in self.routers():
+            router.before_step(step)
+
+    def after_step(self, step: int, totals: dict[str, Tensor]) -> None:
+        """Hands every router its share of `carried`, summed over micro-batches and ranks."""
+        for member, kind, router in self.routers():
+            own = {name: totals[f"{member}/{kind}/{name}"] for name in router.carried}
+            if own:
+                router.after_step(step, own)
+
+    def _embed(self, tokens_BS: Tensor, past: int) -> Tensor:
+        x_BSD = F.embedding(tokens_BS, self.embedding)
+        x_BSD = x_BSD.to(wide_dtype(x_BSD))
+        if self.position_embedding is not None:
+            last = past + tokens_BS.shape[1]
+            if last > self.config.max_positions:
+                raise ValueError(
+                    f"{last} positions are more than max_positions={self.config.max_positions} that this model has learned"
+                )
+            x_BSD = x_BSD + self.position_embedding[past:last]
+        if self.embedding_norm is not None:
+            x_BSD = self.embedding_norm(x_BSD * self.config.d_model**0.5)
+        return x_BSD
+
+    def _losses(
+        self, reports: list[dict[str, RouterReport]], tokens_BS: Tensor
+    ) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
+        """The auxiliary losses of all routers, each over all repeats of its weights; nothing in evaluation mode.
+
+        MoEUT: Σ over group members of γ·ℓ_FF + δ·(ℓ_V + ℓ_O), per sequence (arXiv 2405.16039, §2.2).
+        """
+        config = self.config
+        regularisation_B = torch.zeros(tokens_BS.shape[0], device=tokens_BS.device)
+        auxiliary: dict[str, Tensor] = {}
+        carried: dict[str, Tensor] = {}
         if not self.training:
-            return total_B
-        for member in range(config.group_size):
-            repeats = reports[member :: config.group_size]
-            for kind in repeats[0]:
-                summed_BHA = torch.stack([report[kind].softmax_sum_BHA for report in repeats]).sum(0)
-                coefficient = config.feed_forward_balance if kind == "feed_forward" else config.attention_balance
-                total_B = total_B + coefficient * negative_entropy(summed_BHA, config.num_repeats * length)
-        return total_B
+            return regularisation_B, auxiliary, carried
+        for member, kind, router in self.routers():
+            repeats = [reports[step][kind].sums for step, used in enumerate(config.schedule) if used == member]
+            sums = add_sums(repeats)
+            for name in router.carried:
+                carried[f"{member}/{kind}/{name}"] = sums[name].detach().sum(0)
+            for loss in router.losses(sums, self.running.named(f"{member}/{kind}")):
+                share = 1 / len(config.sparse_members) if loss.mean_over_layers else 1.0
+                regularisation_B = regularisation_B + loss.coefficient * share * loss.value_B
+                label = loss.name if kind == "feed_forward" else f"{kind}_{loss.name}"
+                auxiliary[label] = auxiliary.get(label, 0) + share * loss.value_B.detach()
+        return regularisation_B, auxiliary, carried
+
+
+def _starts(config: ModelConfig) -> Starts:
+    """Post-norm layers start at full size: the norm after the addition keeps the residual's."""
+    depth = 2 if config.norm == "post" else config.num_layers
+    return Starts(config.initialisation, config.d_model, depth, config.init_scale, config.expert_axis_norm)

@@ -11,6 +11,7 @@ from shared import shared_folder
 from torch import Tensor
 
 from moebius.model.config import ModelConfig
+from moebius.model.router_sigmoid import SigmoidConfig
 from moebius.model.transformer import Transformer
 
 RELEASE_NAMES = {
@@ -123,7 +124,8 @@ def _release_config(r: dict) -> ModelConfig:
     return ModelConfig(
         vocab_size=r["n_tokens"], d_model=r["d_model"], num_layers=r["n_layers"], group_size=r["group_size"],
         num_heads=r["n_heads"], d_head=r["d_head"], num_attention_experts=r["att_n_experts"],
-        attention_top_k=r["att_k"], num_experts=r["ff_n_experts"], top_k=r["ff_k"], d_expert=r["ff_expert_size"],
+        attention_top_k=r["att_k"], num_experts=r["ff_n_experts"], router=SigmoidConfig(top_k=r["ff_k"]),
+        d_expert=r["ff_expert_size"],
     )  # fmt: skip
 
 
@@ -141,5 +143,5 @@ def _training_config(r: dict) -> ModelConfig:
     return ModelConfig(
         **common, group_size=r["transformer.universal.group_size"], norm="peri" if r.get("moe.nonorm") else "pre",
         num_attention_experts=r["moe.att.n_experts"], attention_top_k=r["moe.att.k"], single_expert="gated_experts",
-        num_experts=r["moe.n_experts"], top_k=r["pkm.n_heads"], d_expert=r["moe.expert_size"],
+        num_experts=r["moe.n_experts"], router=SigmoidConfig(top_k=r["pkm.n_heads"]), d_expert=r["moe.expert_size"],
     )  # fmt: skip

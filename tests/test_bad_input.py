@@ -19,7 +19,7 @@ from moebius.distributed.checkpoint_files import FileSum, Manifest, blake2b, dig
 TINY = (
     "model.vocab_size=257", "data.tokenizer=bytes", "data.vocab_size=257", "data.seq_len=16", "data.validation_fraction=0.2",
     "model.d_model=16", "model.num_layers=2", "model.num_heads=2", "model.d_head=8", "model.num_experts=4",
-    "model.top_k=2", "model.num_attention_experts=2", "model.d_expert=8", "train.steps=2", "train.global_batch=2",
+    "model.router.top_k=2", "model.num_attention_experts=2", "model.d_expert=8", "train.steps=2", "train.global_batch=2",
     "train.micro_batch=1", "train.eval_rows=4", "mesh.ep=1", "mesh.dp_replicate=none", "job.num_nodes=1",
     "job.ranks_per_node=1", "job.max_restarts=0", "job.rehearse_failure_at_step=none", "job.start_timeout_s=60",
 )  # fmt: skip

@@ -21,7 +21,7 @@ from moebius.train.run_folder import open_run, place_data
 
 SMALL = (
     "model.vocab_size=257", "data.tokenizer=bytes", "data.vocab_size=257", "data.seq_len=32", "data.validation_fraction=0.1",
-    "model.d_model=32", "model.d_head=8", "model.num_experts=8", "model.top_k=2", "model.d_expert=16",
+    "model.d_model=32", "model.d_head=8", "model.num_experts=8", "model.router.top_k=2", "model.d_expert=16",
     "train.steps=24", "train.log_every=1",
     "train.global_batch=8", "train.micro_batch=2", "train.eval_every=12", "train.eval_rows=16",
     "checkpoint.every=5", "optim.warmup_steps=4", "job.rehearse_failure_at_step=13",

@@ -17,6 +17,7 @@ from ..data_pipeline.config import DataConfig
 from ..distributed.layout import MeshConfig, check_experts, plan_layout
 from ..kernels.backend import KernelConfig
 from ..model.config import ModelConfig
+from ..model.routers import ROUTERS
 from .optim import OptimConfig
 
 
@@ -95,6 +96,26 @@ class Config(BaseModel):
             )
         return self
 
+    @model_validator(mode="after")
+    def _check_positions(self) -> Self:
+        if self.model.positions == "learned" and self.data.seq_len > self.model.max_positions:
+            raise ValueError(
+                f"data.seq_len={self.data.seq_len} is more than the model.max_positions={self.model.max_positions} positions "
+                "that are learned: make them equal"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_groups(self) -> Self:
+        """Groups are blocks of consecutive samples, so a micro-batch of whole groups keeps them whatever the layout."""
+        group = self.model.group_sequences
+        if self.train.micro_batch % group:
+            raise ValueError(
+                f"train.micro_batch={self.train.micro_batch} is not a multiple of {group}, the sequences that "
+                f"model.router.kind={self.model.router.kind!r} routes together: use {-(-self.train.micro_batch // group) * group}"
+            )
+        return self
+
     def check_world(self, world_size: int) -> None:
         """Checks everything that depends on the number of ranks.
 
@@ -163,28 +184,42 @@ def _read_toml(path: Path, recipes: Mapping[str, Callable[[], Config]]) -> dict[
         raise ConfigError(
             f"{path}: recipe = {base!r} is unknown{_nearest(str(base), recipes)}; recipes: {', '.join(recipes)}"
         )
-    merged = recipes[base]().model_dump(mode="json")
-    for section, entries in values.items():
-        if isinstance(entries, dict) and isinstance(merged.get(section), dict):
-            merged[section] |= entries
-        else:
-            merged[section] = entries
+    return _merge(recipes[base]().model_dump(mode="json"), values)
+
+
+def _merge(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    """`base` with single values changed; a table of another kind takes the place of the old one, whose keys it has not."""
+    if "kind" in changes and changes["kind"] != base.get("kind"):
+        return changes
+    merged = dict(base)
+    for key, value in changes.items():
+        both = isinstance(value, dict) and isinstance(merged.get(key), dict)
+        merged[key] = _merge(merged[key], value) if both else value
     return merged
 
 
 def _apply(values: dict[str, Any], override: str) -> None:
-    """Applies one `section.key=value`; the value is read as TOML, and as plain text where it is not TOML."""
+    """Applies one `section.key=value`; the value is read as TOML, and as plain text where it is not TOML.
+
+    Sections may lie in each other: `model.router.top_k=2`. Another `kind` drops the keys of the old one.
+    """
     path, equals, text = override.partition("=")
-    section, dot, key = path.partition(".")
-    if not equals or not dot or not key or "." in key:
+    *sections, key = path.split(".")
+    if not equals or not sections or not all((*sections, key)):
         raise ConfigError(f"override {override!r}: write section.key=value, for example train.steps=200")
     try:
         value = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
         value = None if text == "none" else text
-    entries = values.setdefault(section, {})
-    if not isinstance(entries, dict):
-        raise ConfigError(f"override {override!r}: {section} is not a section")
+    entries = values
+    for depth, section in enumerate(sections, start=1):
+        if entries.get(section) is None:
+            entries[section] = {}
+        entries = entries[section]
+        if not isinstance(entries, dict):
+            raise ConfigError(f"override {override!r}: {'.'.join(sections[:depth])} is not a section")
+    if key == "kind" and value != entries.get("kind"):
+        entries.clear()
     entries[key] = value
 
 
@@ -208,6 +243,7 @@ def _known_keys() -> list[str]:
         annotation = field.annotation
         if isinstance(annotation, type) and issubclass(annotation, BaseModel):
             keys += [f"{section}.{name}" for name in annotation.model_fields]
+    keys += [f"model.router.{name}" for router in ROUTERS.values() for name in router.Config.model_fields]
     return keys
 
 

@@ -94,6 +94,7 @@ def step(run: Run, batch: Batch, rate: float) -> Taken:
     forward = partial(forward_in, run.model, getattr(torch, config.train.precision))
     rows_AB1 = torch.from_numpy(batch.tokens).to(run.process.device, non_blocking=True)
     run.optimizer.zero_grad()
+    run.model.before_step(run.progress.step)
     for rows_B1 in rows_AB1:
         result = micro_batch_loss(forward, rows_B1, global_sequences=config.train.global_batch)
         result.loss.backward()
@@ -101,11 +102,12 @@ def step(run: Run, batch: Batch, rate: float) -> Taken:
     run.reducer.reduce()
     asked = run.process.rank == 0 and (run.run_dir / "stop").exists()
     norm, stop = clip_gradients(run.dense, run.experts, run.mesh, max_norm=config.optim.clip_norm, flag=asked)
-    finite = math.isfinite(norm.item())
+    finite, carried = math.isfinite(norm.item()), meter.reduce_carried()
     if finite:
         for group in run.optimizer.param_groups:
             group["lr"] = rate
         run.optimizer.step()
+        run.model.after_step(run.progress.step, carried)
     sequences = config.train.global_batch
     run.progress = run.progress.after_step(
         sequences=sequences, tokens=sequences * config.data.seq_len, updated=finite
@@ -146,6 +148,7 @@ def log_step(run: Run, log: MetricsLog, taken: Taken, batch: Batch, times: tuple
 
 def log_evaluation(run: Run, log: MetricsLog) -> None:
     """Validation loss now."""
+    run.model.before_step(run.progress.step)  # a router that follows a schedule is judged as the next step would use it
     result = evaluate(run.model, run.config, run.process)
     log.write("eval", run.progress.step, loss=result.loss, perplexity=result.perplexity, tokens=result.tokens)
 

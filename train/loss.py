@@ -20,8 +20,12 @@ class MicroBatchLoss:
 
     loss: Tensor  # scalar, to be differentiated
     cross_entropy: Tensor  # detached: this micro-batch's share of the global mean, nats per token
-    regularisation: Tensor  # detached: its share of the mean over sequences
+    regularisation: (
+        Tensor  # detached: its share of the mean over sequences, all auxiliary losses with their coefficients
+    )
+    auxiliary: dict[str, Tensor]  # detached: the same of every auxiliary loss, without its coefficient
     loads: dict[str, DepthLoad]
+    carried: dict[str, Tensor]  # sums of this micro-batch that routers want of the whole step
 
 
 def micro_batch_loss(
@@ -38,6 +42,8 @@ def micro_batch_loss(
     summed = F.cross_entropy(output.logits_BSV.flatten(0, 1), targets_BS.flatten(), reduction="sum")
     cross_entropy = summed / (global_sequences * inputs_BS.shape[1])
     regularisation = output.regularisation_B.sum() / global_sequences
+    auxiliary = {name: value_B.sum() / global_sequences for name, value_B in output.auxiliary.items()}
     return MicroBatchLoss(
-        cross_entropy + regularisation, cross_entropy.detach(), regularisation.detach(), output.loads
+        cross_entropy + regularisation, cross_entropy.detach(), regularisation.detach(), auxiliary, output.loads,
+        output.carried,
     )  # fmt: skip

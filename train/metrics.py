@@ -14,7 +14,7 @@ from torch.utils.tensorboard import SummaryWriter
 from .loss import MicroBatchLoss
 
 _BOARD_EVERY = 10  # lines between two of the lists that TensorBoard gets: one scalar each would cost more than the line
-LOAD_KINDS = ("feed_forward", "value", "output")
+LOAD_KINDS = ("feed_forward", "value", "output", "attention")
 
 
 class StepMeter:
@@ -22,45 +22,68 @@ class StepMeter:
 
     def __init__(self) -> None:
         self._sums: dict[str, Tensor] = {}
+        self._carried: dict[str, Tensor] = {}
 
     def add(self, result: MicroBatchLoss) -> None:
         """Takes in one micro-batch."""
         self._accumulate("loss", result.cross_entropy)
         self._accumulate("regularisation", result.regularisation)
+        for name, value in result.auxiliary.items():
+            self._accumulate(f"auxiliary/{name}", value)
+        for name, value in result.carried.items():
+            self._carried[name] = self._carried[name] + value if name in self._carried else value
         for kind, load in result.loads.items():
             self._accumulate(f"{kind}/load", load.load_LN)
+            self._accumulate(f"{kind}/wanted", load.wanted_L)
             self._accumulate(f"{kind}/gates", load.gate_sum_L)
 
     def reduce(self, **scalars: float) -> dict[str, Tensor]:
         """Collective: sums over all ranks of everything added and of the given scalars, float64, on the CPU."""
         values = self._sums | {name: torch.tensor(float(value), dtype=torch.float64) for name, value in scalars.items()}
-        device = self._sums["loss"].device
-        flat = torch.cat([value.to(device, torch.float64).reshape(-1) for value in values.values()])
-        dist.all_reduce(flat)
-        parts = flat.cpu().split([value.numel() for value in values.values()])
-        return {name: part.view(values[name].shape) for name, part in zip(values, parts, strict=True)}
+        return {name: total.cpu() for name, total in _sum_over_ranks(values, self._sums["loss"].device).items()}
+
+    def reduce_carried(self) -> dict[str, Tensor]:
+        """Collective where any router carries statistics: their sums over the whole step and all ranks, float64."""
+        return _sum_over_ranks(self._carried, self._sums["loss"].device) if self._carried else {}
 
     def _accumulate(self, name: str, value: Tensor) -> None:
         self._sums[name] = self._sums[name] + value if name in self._sums else value
+
+
+def _sum_over_ranks(values: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+    """One all-reduce of everything, in float64."""
+    flat = torch.cat([value.to(device, torch.float64).reshape(-1) for value in values.values()])
+    dist.all_reduce(flat)
+    parts = flat.split([value.numel() for value in values.values()])
+    return {name: part.view(values[name].shape) for name, part in zip(values, parts, strict=True)}
 
 
 def expert_metrics(sums: dict[str, Tensor]) -> dict[str, Any]:
     """Load statistics per depth step, of every kind of router that took part.
 
     For the feed-forward under plain names, for V and O with the kind as prefix: `expert_load` (fraction of the routes),
-    `max_violation` (largest load over mean load, minus 1), `effective_experts` (exp of the load's entropy), `gate_mean`.
+    `max_violation` (largest load over mean load, minus 1), `effective_experts` (exp of the load's entropy), `gate_mean`, and
+    where a capacity refused routes `drop_fraction`. `auxiliary_losses`: every auxiliary loss without its coefficient.
     """
     record: dict[str, Any] = {}
+    auxiliary = {
+        name.removeprefix("auxiliary/"): value for name, value in sums.items() if name.startswith("auxiliary/")
+    }
+    if auxiliary:
+        record["auxiliary_losses"] = {name: round(value.item(), 6) for name, value in auxiliary.items()}
     for kind in LOAD_KINDS:
         if f"{kind}/load" not in sums:
             continue
         load_LN = sums[f"{kind}/load"]
-        fraction_LN = load_LN / load_LN.sum(1, keepdim=True)
+        served_L, wanted_L = load_LN.sum(1), sums[f"{kind}/wanted"]
+        fraction_LN = load_LN / served_L.clamp_min(1)[:, None]
         prefix = "" if kind == "feed_forward" else f"{kind}_"
         record[f"{prefix}expert_load"] = _rounded(fraction_LN)
         record[f"{prefix}max_violation"] = _rounded(fraction_LN.amax(1) * fraction_LN.shape[1] - 1)
         record[f"{prefix}effective_experts"] = _rounded(torch.special.entr(fraction_LN).sum(1).exp())
-        record[f"{prefix}gate_mean"] = _rounded(sums[f"{kind}/gates"] / load_LN.sum(1))
+        record[f"{prefix}gate_mean"] = _rounded(sums[f"{kind}/gates"] / served_L.clamp_min(1))
+        if bool((served_L < wanted_L).any()):
+            record[f"{prefix}drop_fraction"] = _rounded(1 - served_L / wanted_L)
     return record
 
 

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from ..data_pipeline.config import DataConfig
 from ..distributed.layout import MeshConfig
 from ..model.config import ModelConfig
+from ..model.router_sigmoid import SigmoidConfig
 from .config import CheckpointConfig, Config, JobConfig, TrainConfig
 from .optim import OptimConfig
 
@@ -21,7 +22,7 @@ def smoke() -> Config:
     return Config(
         model=ModelConfig(
             vocab_size=4096, d_model=128, num_layers=4, group_size=2, num_heads=4, d_head=32,
-            num_attention_experts=4, attention_top_k=2, num_experts=16, top_k=4, d_expert=64,
+            num_attention_experts=4, attention_top_k=2, router=SigmoidConfig(top_k=4), num_experts=16, d_expert=64,
         ),
         data=DataConfig(vocab_size=4096, seq_len=128, validation_fraction=0.05),
         mesh=MeshConfig(ep=2, dp_replicate=2),
@@ -39,7 +40,7 @@ def own_text() -> Config:
     return Config(
         model=ModelConfig(
             vocab_size=8000, d_model=192, num_layers=6, group_size=2, num_heads=4, d_head=48,
-            num_attention_experts=4, attention_top_k=2, num_experts=32, top_k=6, d_expert=128,
+            num_attention_experts=4, attention_top_k=2, router=SigmoidConfig(top_k=6), num_experts=32, d_expert=128,
         ),
         data=DataConfig(vocab_size=8000, seq_len=256),
         optim=OptimConfig(learning_rate=1e-3, warmup_steps=200, decay_steps=3000),
@@ -70,7 +71,8 @@ def _moeut(
     small = name == "moeut_44m"
     model = ModelConfig(
         vocab_size=8000, num_layers=layers, group_size=group, d_model=d_model, num_heads=heads, d_head=d_head,
-        num_attention_experts=attention_experts, attention_top_k=2, num_experts=experts, top_k=top_k, d_expert=128,
+        num_attention_experts=attention_experts, attention_top_k=2, num_experts=experts,
+        router=SigmoidConfig(top_k=top_k), d_expert=128,
         single_expert="gated_experts", initialisation="paper", expert_axis_norm=not small,
     )  # fmt: skip
     return _published(name, model, warmup_steps=0 if small else 4000, clip_norm=0.1 if small else 0.25)

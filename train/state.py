@@ -52,15 +52,16 @@ def set_updates(model: Transformer, optimizer: torch.optim.AdamW, updates: int) 
 def state_tensors(model: Transformer, optimizer: torch.optim.AdamW) -> tuple[dict[str, Tensor], frozenset[str]]:
     """All tensors of the state (this rank's share), and the names of those that are sharded over EP along dim 0."""
     parameters = dict(model.named_parameters())
-    tensors: dict[str, Tensor] = {f"model.{name}": parameter.detach() for name, parameter in parameters.items()}
+    tensors, _ = model_tensors(model)
     for moment in _MOMENTS:
         tensors |= {f"optimizer.{moment}.{name}": optimizer.state[p][moment] for name, p in parameters.items()}
     return tensors, frozenset(_with_prefixes(expert_names(model)))
 
 
 def model_tensors(model: Transformer) -> tuple[dict[str, Tensor], frozenset[str]]:
-    """The weights only, as `state_tensors` names them."""
+    """The weights, and what routers learn without a gradient, as `state_tensors` names them."""
     tensors = {f"model.{name}": parameter.detach() for name, parameter in model.named_parameters()}
+    tensors |= {f"model.{name}": buffer for name, buffer in model.named_buffers()}
     return tensors, frozenset(f"model.{name}" for name in expert_names(model))
 
 

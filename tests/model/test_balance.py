@@ -1,45 +1,102 @@
-"""The balancing term against its formula written out, and its limits."""
+"""The balancing losses against their formulas written out, their conventions, their scopes and their limits."""
 
 import math
 
+import pytest
 import torch
+from torch import Tensor
 
-from moebius.model.balance import negative_entropy, report_routing
+from moebius.model.balance import RunningSum, add_sums, balance_value, choice_sums, report_routing
 from moebius.model.routing import Routing, token_routes
 
 E = 7
 
 
-def routing(logits_T1E: torch.Tensor) -> Routing:
-    experts = logits_T1E.squeeze(1).topk(2).indices
-    return Routing(token_routes(experts, torch.full(experts.shape, 0.25), num_experts=E), logits_T1E)
+def routing(logits_T1E: Tensor, top_k: int = 2) -> Routing:
+    experts = logits_T1E.squeeze(1).topk(top_k).indices
+    return Routing(token_routes(experts, torch.full(experts.shape, 0.25), num_experts=logits_T1E.shape[2]), logits_T1E)
 
 
-def test_it_is_the_entropy_of_the_average_over_time_and_repeats() -> None:
-    """log p = logsumexp over (r, t) of log_softmax(z) − ln(R·T); ℓ = Σ p ln p, per sequence."""
+def random_logits(rows: int, seed: int = 0, num_experts: int = E) -> Tensor:
+    return torch.randn(rows, 1, num_experts, generator=torch.Generator().manual_seed(seed)) * 3
+
+
+def test_the_entropy_is_that_of_the_average_over_time_and_repeats() -> None:
+    """log p = logsumexp over (r, t) of log_softmax(z) − ln(R·T); ℓ = Σ p ln p, per sequence; the gradient is its own."""
     batch, length, repeats = 3, 11, 4
-    z_RBTE = torch.randn(repeats, batch, length, E, generator=torch.Generator().manual_seed(0)) * 3
+    z_RBTE = random_logits(repeats * batch * length).view(repeats, batch, length, E).requires_grad_()
     expected = []
     for b in range(batch):
         log_p = torch.logsumexp(z_RBTE[:, b].reshape(-1, E).log_softmax(-1), 0) - math.log(repeats * length)
         expected.append((log_p.exp() * log_p).sum())
-    summed = torch.stack([report_routing(routing(z.reshape(-1, 1, E)), batch).softmax_sum_BHA for z in z_RBTE]).sum(0)
-    torch.testing.assert_close(negative_entropy(summed, repeats * length), torch.stack(expected))
+    sums = add_sums([choice_sums(routing(z.reshape(-1, 1, E)), batch) for z in z_RBTE])
+    value_B = balance_value(sums, "entropy", "sequence", RunningSum())
+    torch.testing.assert_close(value_B, torch.stack(expected))
+    ours, theirs = (
+        torch.autograd.grad(x.sum(), z_RBTE, retain_graph=True)[0] for x in (value_B, torch.stack(expected))
+    )
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-7)
 
 
 def test_bounds_and_no_nan_where_an_expert_is_never_likely() -> None:
-    even = torch.full((1, 1, E), 5.0)
-    torch.testing.assert_close(negative_entropy(even, 5 * E), torch.tensor([-math.log(E)]))
+    even = choice_sums(routing(torch.zeros(5, 1, E)), 1)
+    torch.testing.assert_close(balance_value(even, "entropy", "sequence", RunningSum()), torch.tensor([-math.log(E)]))
     logits = torch.full((4, 1, E), -1e4).index_fill(2, torch.tensor([2]), 1e4).requires_grad_()
-    collapsed = negative_entropy(report_routing(routing(logits), 1).softmax_sum_BHA, 4)
+    collapsed = balance_value(choice_sums(routing(logits), 1), "entropy", "sequence", RunningSum())
     assert collapsed.item() == 0.0
     collapsed.sum().backward()
     assert logits.grad is not None
     assert logits.grad.isfinite().all()
 
 
+@pytest.mark.parametrize("top_k", [1, 2, 3])
+@pytest.mark.parametrize("scope", ["sequence", "micro_batch", "global_batch"])
+def test_the_load_balancing_loss_is_one_at_perfect_balance(top_k: int, scope: str) -> None:
+    """E/k Σ_e (n_e/T) P_e: 1 where all is even, E where one expert has every first choice and all probability (k = 1)."""
+    experts = 6
+    rotated = torch.eye(experts).repeat(4, 1)  # every expert first equally often; the topk of ties is spread below
+    logits = sum(0.01 * (top_k - shift) * rotated.roll(shift, 1) for shift in range(top_k))
+    even = choice_sums(routing(logits[:, None], top_k), 2)
+    value = balance_value(even, "load", scope, RunningSum()).mean()
+    torch.testing.assert_close(value, torch.tensor(1.0), rtol=1e-6, atol=0)
+    if top_k == 1:
+        collapsed = torch.zeros(8, 1, experts).index_fill(2, torch.tensor([0]), 50.0)
+        value = balance_value(choice_sums(routing(collapsed, 1), 2), "load", scope, RunningSum()).mean()
+        torch.testing.assert_close(value, torch.tensor(float(experts)))
+
+
+@pytest.mark.parametrize("form", ["load", "entropy"])
+def test_shares_of_the_sequences_add_up_to_the_loss_over_the_scope(form: str) -> None:
+    logits = random_logits(4 * 9).requires_grad_()
+    sums = choice_sums(routing(logits), 4)
+    p_E = logits.softmax(-1).mean((0, 1))
+    n_E = torch.bincount(routing(logits).routes.expert_N, minlength=E)
+    expected = E * (p_E * n_E / n_E.sum()).sum() if form == "load" else (p_E * p_E.log()).sum()
+    value = balance_value(sums, form, "micro_batch", RunningSum()).mean()
+    torch.testing.assert_close(value, expected)
+    ours, theirs = (torch.autograd.grad(x, logits, retain_graph=True)[0] for x in (value, expected))
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize("form", ["load", "entropy"])
+def test_the_global_scope_sees_the_micro_batches_before_and_no_other_step(form: str) -> None:
+    running = RunningSum()
+    for _ in range(2):
+        running.reset()
+        first, second = (choice_sums(routing(random_logits(2 * 5, seed)), 2) for seed in (1, 2))
+        one = balance_value(first, form, "global_batch", running.named("a"))
+        torch.testing.assert_close(one, balance_value(first, form, "micro_batch", RunningSum()))
+        both = {name: torch.cat((first[name], second[name])) for name in first}
+        two = balance_value(second, form, "global_batch", running.named("a"))
+        torch.testing.assert_close(two, balance_value(both, form, "micro_batch", RunningSum())[2:])
+        alone = balance_value(second, form, "global_batch", running.named("another router"))
+        torch.testing.assert_close(alone, balance_value(second, form, "micro_batch", RunningSum()))
+
+
 def test_loads_count_routes_and_gates() -> None:
-    report = report_routing(routing(torch.randn(10, 1, E, generator=torch.Generator().manual_seed(1))), 2)
-    assert report.load_N.sum().item() == 20
+    found = routing(random_logits(10, 1))
+    report = report_routing(found, choice_sums(found, 2))
+    assert report.load_N.sum().item() == report.wanted.item() == 20
     assert report.gate_sum.item() == 5.0
-    torch.testing.assert_close(report.softmax_sum_BHA.sum(), torch.tensor(10.0))
+    torch.testing.assert_close(report.sums["probability"].sum(), torch.tensor(10.0))
+    assert report.sums["load"].sum(1).tolist() == [10, 10]

@@ -15,6 +15,7 @@ from moebius.distributed.checkpoint import load
 from moebius.distributed.checkpoint_files import latest, list_checkpoints
 from moebius.distributed.process import start_process
 from moebius.model.config import ModelConfig
+from moebius.model.router_sigmoid import SigmoidConfig
 from moebius.model.transformer import Transformer
 from moebius.train.config import CheckpointConfig, Config, MeshConfig, TrainConfig
 from moebius.train.loop import step, train
@@ -24,7 +25,7 @@ from moebius.train.state import model_tensors, state_tensors
 
 MODEL = ModelConfig(
     vocab_size=257, d_model=24, num_layers=4, group_size=2, num_heads=2, d_head=12, num_attention_experts=4,
-    attention_top_k=2, num_experts=8, top_k=3, d_expert=16,
+    attention_top_k=2, num_experts=8, router=SigmoidConfig(top_k=3), d_expert=16,
 )  # fmt: skip
 
 
@@ -235,7 +236,9 @@ def diverge(config: Config, run_dir: Path) -> str:
 
 def test_a_run_that_only_skips_ends_with_a_reason(data: Path, tmp_path: Path) -> None:
     config = make_config(
-        data, model={"num_layers": 2, "num_experts": 2, "top_k": 1}, train={"global_batch": 1, "micro_batch": 1}
+        data,
+        model={"num_layers": 2, "num_experts": 2, "router": SigmoidConfig(top_k=1)},
+        train={"global_batch": 1, "micro_batch": 1},
     )
     with pytest.raises(AssertionError, match=r"100 steps in a row up to step 100 had gradients that are not finite"):
         run_ranks(diverge, 1, config, tmp_path)
