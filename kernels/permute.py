@@ -3,6 +3,8 @@
 `gather_rows` and `sum_rows` are each other's transpose, and both add in route order. So the local kernels and an all-to-all
 dispatcher, which do the same sums in different places, agree bit for bit.
 
+An order of None is the identity: the routes stand in expert order already (`per_expert` of a list of routes says so).
+
 Legend: N routes, U source or target rows, D width.
 """
 
@@ -22,31 +24,40 @@ def sort_by_expert(expert_N: Tensor, num_experts: int) -> Tensor:
     return torch.argsort(keys_N, stable=True)
 
 
-def inverse_order(order_N: Tensor) -> Tensor:
+def inverse_order(order_N: Tensor | None) -> Tensor | None:
     """Where each route went: place[order[i]] = i."""
+    if order_N is None:
+        return None
     place_N = torch.empty_like(order_N)
     place_N[order_N] = torch.arange(order_N.numel(), device=order_N.device)
     return place_N
 
 
-def add_rows(rows: Tensor, place_N: Tensor, index_N: Tensor, num_rows: int, per_row: int) -> Tensor:
+def in_order(values_N: Tensor, order_N: Tensor | None) -> Tensor:
+    """values[order]."""
+    return values_N if order_N is None else values_N.index_select(0, order_N)
+
+
+def add_rows(rows: Tensor, place_N: Tensor | None, index_N: Tensor, num_rows: int, per_row: int) -> Tensor:
     """out[index_N[n]] += rows[place_N[n]] in the order of n; `per_row` > 0: route n belongs to row n // per_row.
 
     (≥ N, D) to (num_rows, D). Without a rule (`per_row` = 0) rows are accumulated by index in the rows' own dtype.
+    May be a view of `rows`.
     """
-    if per_row == 1:
-        return rows.index_select(0, place_N)
+    num_routes = index_N.shape[0]
     if per_row > 1:
+        place_N = torch.arange(num_routes, device=rows.device) if place_N is None else place_N
         return F.embedding_bag(place_N.view(-1, per_row), rows, mode="sum")
-    return rows.new_zeros(num_rows, rows.shape[1]).index_add_(0, index_N, rows.index_select(0, place_N))
+    rows = in_order(rows[:num_routes] if place_N is None else rows, place_N)
+    return rows if per_row == 1 else rows.new_zeros(num_rows, rows.shape[1]).index_add_(0, index_N, rows)
 
 
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_UD: Tensor, order_N: Tensor, index_N: Tensor, per_row: int) -> Tensor:
+    def forward(ctx: Any, x_UD: Tensor, order_N: Tensor | None, index_N: Tensor, per_row: int) -> Tensor:
         ctx.save_for_backward(order_N, index_N)
         ctx.num_rows, ctx.per_row = x_UD.shape[0], per_row
-        return x_UD.index_select(0, index_N.index_select(0, order_N))
+        return x_UD.index_select(0, in_order(index_N, order_N))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple:
@@ -57,21 +68,27 @@ class _Gather(torch.autograd.Function):
 
 class _Sum(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows_ND: Tensor, order_N: Tensor, index_N: Tensor, num_rows: int, per_row: int) -> Tensor:
+    def forward(
+        ctx: Any, rows_ND: Tensor, order_N: Tensor | None, index_N: Tensor, num_rows: int, per_row: int
+    ) -> Tensor:
         ctx.save_for_backward(order_N, index_N)
         return add_rows(rows_ND, inverse_order(order_N), index_N, num_rows, per_row)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple:
         order_N, index_N = ctx.saved_tensors
-        return grads[0].index_select(0, index_N.index_select(0, order_N)), None, None, None, None
+        return grads[0].index_select(0, in_order(index_N, order_N)), None, None, None, None
 
 
-def gather_rows(x_UD: Tensor, order_N: Tensor, index_N: Tensor, *, per_row: int) -> Tensor:
+def gather_rows(x_UD: Tensor, order_N: Tensor | None, index_N: Tensor, *, per_row: int) -> Tensor:
     """x[index[order]], (N, D): route n's row, in sorted order."""
+    if order_N is None and per_row == 1:
+        return x_UD
     return _Gather.apply(x_UD, order_N, index_N, per_row)  # pyright: ignore[reportReturnType]
 
 
-def sum_rows(rows_ND: Tensor, order_N: Tensor, index_N: Tensor, *, num_rows: int, per_row: int) -> Tensor:
+def sum_rows(rows_ND: Tensor, order_N: Tensor | None, index_N: Tensor, *, num_rows: int, per_row: int) -> Tensor:
     """Adds sorted rows up where `index_N` says, in route order: (N, D) to (num_rows, D)."""
+    if order_N is None and per_row == 1:
+        return rows_ND
     return _Sum.apply(rows_ND, order_N, index_N, num_rows, per_row)  # pyright: ignore[reportReturnType]

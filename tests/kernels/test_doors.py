@@ -1,17 +1,24 @@
 """Every backend of the doors against the reference: values and all gradients, for routings that nobody would choose too."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
+from moebius.kernels import segments
+from moebius.kernels.activations import ACTIVATIONS, GATES
 from moebius.kernels.backend import resolve_backend
 from moebius.kernels.doors import _routed_linear, _routed_mlp, routed_linear, routed_mlp
-from moebius.model.routing import Routes, head_to_token_routes, token_routes, token_to_head_routes
+from moebius.model.routing import Routes, head_to_token_routes, slot_routes, token_routes, token_to_head_routes
+
+BIASES = {"no bias": (), "bias up": ("b_up_EF",), "bias down": ("b_down_EO",), "both biases": ("b_up_EF", "b_down_EO")}
+DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 
 
 @dataclass(frozen=True)
@@ -62,7 +69,7 @@ def irregular(routes: Routes) -> Routes:
 
 
 def values_and_gradients(door, x: Tensor, weights: list[Tensor], routes: Routes, grad: Tensor, backend: str):
-    leaves = [value.clone().requires_grad_() for value in (x, *weights, routes.weight_N)]
+    leaves = [value.detach().clone().requires_grad_() for value in (x, *weights, routes.weight_N)]
     y = door(*leaves[:-1], routes.with_weights(leaves[-1]), backend=backend)
     return [y.detach(), *torch.autograd.grad(y, leaves, grad.to(y.dtype), allow_unused=True)]
 
@@ -80,7 +87,7 @@ def check(door, x: Tensor, weights: list[Tensor], routes: Routes, d_out: int, to
     )
     own_gate = routes.weight_N.to(torch.promote_types(x.dtype, torch.float32))
     ours = values_and_gradients(door, x, weights, routes.with_weights(own_gate), grad, "segments")
-    for name, mine, theirs in zip(("y", "x", "w", "w2 or gate", "gate"), ours, expected, strict=False):
+    for name, mine, theirs in zip(("y", "x", *range(len(weights)), "gate"), ours, expected, strict=True):
         assert mine is not None, name
         assert mine.shape == theirs.shape, name
         assert relative(mine, theirs) < tolerance, (name, relative(mine, theirs))
@@ -158,19 +165,86 @@ def test_mlp_equals_the_reference_for_any_shape(tokens, experts, top_k, d_in, d_
     check(routed_mlp, x.double(), [w_up.double(), w_down.double()], routes, d_in, 1e-10)
 
 
-def test_gradcheck_of_both_doors() -> None:
+@dataclass(frozen=True)
+class Perceptrons:
+    """Which door call: an activation, and the biases that `weights` has after w_up and w_down."""
+
+    activation: str
+    biases: tuple[str, ...] = ()
+
+    def __call__(self, x: Tensor, w_up: Tensor, w_down: Tensor, *rest, backend: str = "segments") -> Tensor:
+        *biases, routes = rest
+        named = dict(zip(self.biases, biases, strict=True))
+        return routed_mlp(x, w_up, w_down, routes, activation=self.activation, backend=backend, **named)
+
+    def weights(self, case: Case, generator: torch.Generator) -> list[Tensor]:
+        columns = case.d_hidden * (2 if self.activation in GATES else 1)
+        shapes = {"b_up_EF": (columns,), "b_down_EO": (case.d_in + 1,)}
+        all_shapes = [(case.d_in, columns), (case.d_hidden, case.d_in + 1), *(shapes[name] for name in self.biases)]
+        return [torch.randn(case.experts, *shape, generator=generator) for shape in all_shapes]
+
+
+def away_from_the_kink(x: Tensor, weights: list[Tensor], door: Perceptrons) -> tuple[Tensor, list[Tensor]]:
+    x, w_up = keep_relu_away_from_zero(x, weights[0])
+    weights = [w_up, *weights[1:]]
+    if "b_up_EF" in door.biases:
+        weights[2] = weights[2].abs() * w_up[:, 0].sign()
+    return x, weights
+
+
+@pytest.mark.parametrize("biases", BIASES)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_every_activation_with_and_without_biases_equals_the_reference(activation: str, biases: str) -> None:
+    door = Perceptrons(activation, BIASES[biases])
+    for case in CASES.values():
+        for dtype, tolerance in ((torch.float64, 1e-10), (torch.float32, 1e-5), (torch.bfloat16, 3e-2)):
+            generator = torch.Generator().manual_seed(10)
+            routes, x = make_routes(case, generator), torch.randn(case.tokens, case.d_in, generator=generator)
+            weights = door.weights(case, generator)
+            if dtype is torch.bfloat16 and activation == "relu":
+                x, weights = away_from_the_kink(x, weights, door)
+            check(door, x.to(dtype), [w.to(dtype) for w in weights], routes, case.d_in + 1, tolerance)
+        check(door, x.double(), [w.double() for w in weights], irregular(routes), case.d_in + 1, 1e-10)
+
+
+@pytest.mark.parametrize("backend", ["segments", "reference"])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_gradcheck_of_perceptrons(activation: str, backend: str) -> None:
+    """Numerical derivatives by every argument; the same ones for the reference, which so is no oracle by decree."""
+    case, generator = Case(7, 4, 3, 4, 2), torch.Generator().manual_seed(3)
+    door, routes = Perceptrons(activation, BIASES["both biases"]), make_routes(case, generator)
+    leaves = [torch.randn(7, 4, generator=generator), *door.weights(case, generator), routes.weight_N]
+    assert torch.autograd.gradcheck(
+        lambda *leaves: door(*leaves[:-1], routes.with_weights(leaves[-1]), backend=backend),
+        [leaf.double().requires_grad_() for leaf in leaves],
+    )
+
+
+def test_gradcheck_of_linears() -> None:
     case, generator = Case(7, 4, 3, 4, 2), torch.Generator().manual_seed(3)
     routes = make_routes(case, generator)
     x = torch.randn(7, 4, generator=generator, dtype=torch.float64, requires_grad=True)
-    w_up = torch.randn(4, 4, 3, generator=generator, dtype=torch.float64, requires_grad=True)
-    w_down = torch.randn(4, 3, 4, generator=generator, dtype=torch.float64, requires_grad=True)
+    w = torch.randn(4, 4, 3, generator=generator, dtype=torch.float64, requires_grad=True)
     gate = routes.weight_N.double().requires_grad_()
     assert torch.autograd.gradcheck(
-        lambda x, u, d, g: routed_mlp(x, u, d, routes.with_weights(g), backend="segments"), (x, w_up, w_down, gate)
+        lambda x, u, g: routed_linear(x, u, routes.with_weights(g), backend="segments"), (x, w, gate)
     )
-    assert torch.autograd.gradcheck(
-        lambda x, u, g: routed_linear(x, u, routes.with_weights(g), backend="segments"), (x, w_up, gate)
-    )
+
+
+def test_the_activations_are_what_their_names_say() -> None:
+    """One expert that passes its row on: torch's own functions, spelled out."""
+    z = torch.linspace(-30, 30, 601, dtype=torch.float64)[:, None]
+    one = torch.ones(1, 1, 1, dtype=torch.float64)
+    routes = token_routes(torch.zeros(601, 1, dtype=torch.int64), torch.ones(601, 1), num_experts=1)
+    gate_and_content = torch.tensor([[[1.0, -0.5]]], dtype=torch.float64)
+    erf, sigmoid = 0.5 * (1 + torch.special.erf(z / 2**0.5)), torch.special.expit(z)
+    expected = {"relu": z.clamp(min=0), "gelu": z * erf, "silu": z * sigmoid}
+    expected |= {"swiglu": expected["silu"] * -0.5 * z, "geglu": expected["gelu"] * -0.5 * z}
+    for activation in ACTIVATIONS:
+        w_up = gate_and_content if activation in GATES else one
+        for backend in ("reference", "segments"):
+            y = routed_mlp(z, w_up, one, routes, activation=activation, backend=backend)
+            torch.testing.assert_close(y, expected[activation], rtol=1e-12, atol=1e-12)
 
 
 @pytest.fixture(params=[1, 2])
@@ -182,20 +256,95 @@ def threads(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("threads")
-def test_a_row_does_not_depend_on_how_many_rows_share_its_expert() -> None:
-    """What makes expert parallelism bitwise: a row computed among 1, 2, 3, … or 600 others is the same."""
-    generator = torch.Generator().manual_seed(4)
-    for dtype in (torch.float32, torch.bfloat16):
-        x = torch.randn(600, 48, generator=generator).to(dtype)
-        w_up, w_down = (torch.randn(1, *s, generator=generator).to(dtype) for s in ((48, 40), (40, 48)))
-        whole = run_one_expert(x, w_up, w_down)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_a_row_does_not_depend_on_how_many_rows_share_its_expert(activation: str, dtype: torch.dtype) -> None:
+    """What makes expert parallelism bitwise: a row computed among 1, 2, 3, … or 600 others is the same, as its gradients are.
+
+    Widths of 40, and of 13: no multiple of any vector's width.
+    """
+    door = Perceptrons(activation, BIASES["both biases"])
+    for hidden in (40, 13):
+        generator = torch.Generator().manual_seed(4)
+        case = Case(600, 47, hidden, 1, 1)
+        x, grad = (torch.randn(600, width, generator=generator).to(dtype) for width in (47, 48))
+        weights = [w.to(dtype) for w in door.weights(case, generator)]
+        whole = run_one_expert(door, x, weights, grad)
         for count in (*range(1, 20), 63, 64, 65, 300):
-            assert torch.equal(run_one_expert(x[:count], w_up, w_down), whole[:count]), (dtype, count)
+            some = run_one_expert(door, x[:count], weights, grad[:count])
+            for name, mine, theirs in zip(("y", "x", "gate"), some, whole, strict=True):
+                assert torch.equal(mine, theirs[:count]), (name, hidden, count)
 
 
-def run_one_expert(x: Tensor, w_up: Tensor, w_down: Tensor) -> Tensor:
+def run_one_expert(door: Perceptrons, x: Tensor, weights: list[Tensor], grad: Tensor) -> list[Tensor]:
+    """The answer, and the gradients of rows and gate weights."""
     routes = token_routes(torch.zeros(len(x), 1, dtype=torch.int64), torch.full((len(x), 1), 0.7), num_experts=1)
-    return routed_mlp(x, w_up, w_down, routes, backend="segments")
+    y, grad_x, *_, grad_gate = values_and_gradients(door, x, weights, routes, grad, "segments")
+    return [y, grad_x, grad_gate]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_the_next_experts_rows_are_not_in_a_bias_gradient(activation: str, dtype: torch.dtype) -> None:
+    """Expert 0's padding reaches into expert 1's rows; were these huge, its bias gradients would tell."""
+    door, case = Perceptrons(activation, BIASES["both biases"]), Case(7, 6, 5, 2, 1)
+    generator = torch.Generator().manual_seed(12)
+    x, grad = (torch.randn(7, width, generator=generator).to(dtype) for width in (6, 7))
+    weights = [w.to(dtype) for w in door.weights(case, generator)]
+    routes = token_routes(torch.tensor([[0]] * 3 + [[1]] * 4), torch.rand(7, 1, generator=generator), num_experts=2)
+    results = []
+    for size in (1.0, 1e6, float("inf")):
+        loud = torch.cat((x[:3], x[3:] * size)), torch.cat((grad[:3], grad[3:] * size))
+        results.append(values_and_gradients(door, loud[0], weights, routes, loud[1], "segments"))
+    for index in (4, 5):
+        assert results[0][index][0].abs().max() > 0
+        for louder in results[1:]:
+            assert torch.equal(louder[index][0], results[0][index][0])
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_what_is_saved_is_no_wider_than_the_hidden_rows(activation: str) -> None:
+    door, case = Perceptrons(activation), Case(50, 29, 5, 4, 2)
+    generator = torch.Generator().manual_seed(13)
+    x, weights = torch.randn(50, 29, requires_grad=True), [w.requires_grad_() for w in door.weights(case, generator)]
+    saved: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        door(x, *weights, make_routes(case, generator))
+    given = {t.data_ptr() for t in (x, *weights)}
+    own = [tuple(t.shape) for t in saved if t.is_floating_point() and t.ndim == 2 and t.data_ptr() not in given]
+    assert own == [(50 * 2 + segments.ROW_SLACK, weights[0].shape[2])]
+
+
+def equal_counts(kind: str) -> Routes:
+    """Routes of 5 experts with 6 routes each, over 30 rows, or (expert choice) over 11, of which some are not chosen."""
+    if kind == "slots":
+        return slot_routes(30, num_experts=5, device=torch.device("cpu"))
+    generator = torch.Generator().manual_seed(14)
+    chosen = torch.rand(5, 11, generator=generator).argsort(-1)[:, :6].flatten() % 9
+    weights = torch.rand(30, generator=generator)
+    if kind == "two slots of a row":
+        rows = torch.arange(15).repeat_interleave(2)
+        return Routes(rows, torch.arange(30) // 6, weights, rows, 5, 15, 2, 2, per_expert=6)
+    return Routes(chosen, torch.arange(30) // 6, weights, chosen, 5, 11, 0, 0, per_expert=6)
+
+
+@pytest.mark.parametrize("kind", ["slots", "expert choice", "two slots of a row"])
+def test_known_counts_change_nothing_and_cost_no_sort_and_no_read(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    routes, generator = equal_counts(kind), torch.Generator().manual_seed(15)
+    rows = int(routes.source_N.max()) + 1 if kind != "expert choice" else 11
+    x, grad = torch.randn(rows, 12, generator=generator), torch.randn(routes.num_targets, 13, generator=generator)
+    door = Perceptrons("swiglu", BIASES["both biases"])
+    cases = [(door, door.weights(Case(rows, 12, 7, 5, 1), generator))]
+    cases += [(routed_linear, [torch.randn(5, 12, 13, generator=generator)])]
+    cases += [(routed_linear, [torch.randn(5, 12, 8, generator=generator)])]
+    counted = replace(routes, per_expert=0)
+    expected = [values_and_gradients(d, x, w, counted, grad[:, : w[-1].shape[-1]], "segments") for d, w in cases]
+    for name in ("argsort", "sort", "bincount"):
+        monkeypatch.setattr(torch, name, partial(pytest.fail, f"torch.{name} is called"))
+    monkeypatch.setattr(Tensor, "tolist", partial(pytest.fail, "counts are read"))
+    ours = [values_and_gradients(d, x, w, routes, grad[:, : w[-1].shape[-1]], "segments") for d, w in cases]
+    for mine, theirs in zip(ours, expected, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
 
 
 def test_more_experts_than_16_bits_can_number() -> None:
@@ -216,33 +365,100 @@ def test_two_runs_are_bitwise_equal() -> None:
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
-def test_the_ops_are_well_behaved_custom_operators() -> None:
-    """Schema, fake tensors and autograd registration, as torch's own checker sees them."""
-    case, generator = Case(9, 6, 4, 3, 2), torch.Generator().manual_seed(7)
-    r = make_routes(case, generator)
-    x, w = torch.randn(9, 6, requires_grad=True), torch.randn(3, 6, 4, requires_grad=True)
-    down = torch.randn(3, 4, 6, requires_grad=True)
-    index = (r.source_N, r.expert_N, r.weight_N.requires_grad_(), r.target_N, r.num_targets, r.per_source, r.per_target)
-    checks = ("test_schema", "test_autograd_registration", "test_faketensor")
-    torch.library.opcheck(_routed_mlp, (x, w, down, *index), test_utils=checks)
-    torch.library.opcheck(_routed_linear, (x, w, *index), test_utils=checks)
-
-
-def test_doors_run_without_data_and_under_compile() -> None:
-    case, generator = Case(9, 6, 4, 3, 2), torch.Generator().manual_seed(8)
+def make_call(activation: str, biases: str, *, static: bool) -> tuple[Perceptrons, list[Tensor], Routes]:
+    """A door, its leaves (x and weights) and routes: 9 tokens twice through 3 experts."""
+    door, case = Perceptrons(activation, BIASES[biases]), Case(9, 6, 4, 3, 2)
+    generator = torch.Generator().manual_seed(7)
     routes = make_routes(case, generator)
-    x, w = torch.randn(9, 6, generator=generator), torch.randn(3, 6, 4, generator=generator)
-    compiled = torch.compile(lambda x, w: routed_linear(x, w, routes) + 1, backend="eager", fullgraph=True)
-    assert torch.equal(compiled(x, w), routed_linear(x, w, routes) + 1)
-    meta = Routes(
-        *(t.to("meta") for t in (routes.source_N, routes.expert_N, routes.weight_N, routes.target_N)), 3, 9, 2, 2
-    )
-    assert routed_linear(x.to("meta"), w.to("meta"), meta).shape == (9, 4)
+    if static:
+        routes = replace(routes, expert_N=torch.arange(18) // 6, per_expert=6)
+    leaves = [torch.randn(9, 6, generator=generator), *door.weights(case, generator)]
+    return door, [leaf.requires_grad_() for leaf in leaves], routes
 
 
-def test_unknown_names_are_refused() -> None:
+@pytest.mark.parametrize("static", [False, True], ids=["counted", "known counts"])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_the_ops_are_well_behaved_custom_operators(activation: str, static: bool) -> None:
+    """Schema, fake tensors and autograd registration, as torch's own checker sees them."""
+    checks = ("test_schema", "test_autograd_registration", "test_faketensor")
+    for biases in ("no bias", "both biases"):
+        _, (x, w_up, w_down, *rest), r = make_call(activation, biases, static=static)
+        index = (r.source_N, r.expert_N, r.weight_N.requires_grad_(), r.target_N)
+        numbers = (r.num_targets, r.per_source, r.per_target, r.per_expert)
+        torch.library.opcheck(
+            _routed_mlp, (x, w_up, w_down, *(rest or (None, None)), activation, *index, *numbers), test_utils=checks
+        )
+        torch.library.opcheck(_routed_linear, (x, w_up, *index, *numbers), test_utils=checks)
+
+
+def to_meta(routes: Routes) -> Routes:
+    names = ("source_N", "expert_N", "weight_N", "target_N")
+    return replace(routes, **{name: getattr(routes, name).to("meta") for name in names})
+
+
+@pytest.mark.parametrize("static", [False, True], ids=["counted", "known counts"])
+@pytest.mark.parametrize("biases", BIASES)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_doors_run_without_data_forward_and_backward(activation: str, biases: str, static: bool) -> None:
+    door, leaves, routes = make_call(activation, biases, static=static)
+    leaves = [leaf.detach().to("meta").requires_grad_() for leaf in leaves]
+    y = door(*leaves, to_meta(routes))
+    assert y.shape == (9, 7)
+    for leaf, grad in zip(leaves, torch.autograd.grad(y.sum(), leaves), strict=True):
+        assert (grad.shape, grad.device.type) == (leaf.shape, "meta")
+    y = routed_linear(leaves[0], leaves[1], to_meta(routes))
+    grads = torch.autograd.grad(y.sum(), leaves[:2])
+    assert [grad.shape for grad in grads] == [leaf.shape for leaf in leaves[:2]]
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_doors_compile_into_one_graph_forward_and_backward(activation: str) -> None:
+    torch.compiler.reset()
+    for biases, static in (("no bias", True), ("both biases", False)):
+        door, leaves, routes = make_call(activation, biases, static=static)
+        compiled = torch.compile(lambda *leaves: door(*leaves, routes) + 1, backend="aot_eager", fullgraph=True)  # noqa: B023
+        ours, expected = compiled(*leaves), door(*leaves, routes) + 1
+        assert torch.equal(ours, expected)
+        pairs = zip(*(torch.autograd.grad(y.square().sum(), leaves) for y in (ours, expected)), strict=True)
+        assert all(torch.equal(mine, theirs) for mine, theirs in pairs)
+    compiled = torch.compile(lambda x, w: routed_linear(x, w, routes) + 1, backend="aot_eager", fullgraph=True)
+    assert torch.equal(compiled(*leaves[:2]), routed_linear(*leaves[:2], routes) + 1)
+
+
+def flops_of(door, leaves: list[Tensor], routes: Routes, backend: str) -> int:
+    """Of forward and backward together."""
+    counter = FlopCounterMode(display=False)
+    with counter:
+        door(*leaves, routes, backend=backend).sum().backward()
+    return counter.get_total_flops()
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_torch_counts_the_same_products_as_in_the_reference(activation: str) -> None:
+    door, leaves, routes = make_call(activation, "both biases", static=False)
+    on_meta = [leaf.detach().to("meta").requires_grad_() for leaf in leaves]
+    for call, count in ((door, len(leaves)), (routed_linear, 2)):
+        expected = flops_of(call, leaves[:count], routes, "reference")
+        assert expected > 0
+        assert flops_of(call, leaves[:count], routes, "segments") == expected
+        assert flops_of(call, on_meta[:count], to_meta(routes), "segments") == expected
+    columns = leaves[1].shape[2]
+    assert flops_of(door, leaves, routes, "segments") == 3 * 2 * 18 * (6 * columns + 4 * 7)
+
+
+def test_what_cannot_be_is_refused() -> None:
     with pytest.raises(ValueError, match="'cuda9' is unknown: choose auto, reference, segments"):
         resolve_backend("cuda9")
     routes = make_routes(Case(3, 4, 2, 2, 1), torch.Generator().manual_seed(9))
-    with pytest.raises(ValueError, match="activation='gelu'"):
-        routed_mlp(torch.randn(3, 4), torch.randn(2, 4, 2), torch.randn(2, 2, 4), routes, activation="gelu")
+    x, w_up, w_down = torch.randn(3, 4), torch.randn(2, 4, 2), torch.randn(2, 2, 4)
+    with pytest.raises(ValueError, match="activation='tanh' is unknown: choose relu, gelu, silu, swiglu, geglu"):
+        routed_mlp(x, w_up, w_down, routes, activation="tanh")
+    with pytest.raises(ValueError, match=r"w_up has shape \(2, 4, 2\); activation='swiglu' .* wants \(2, 4, 4\)"):
+        routed_mlp(x, w_up, w_down, routes, activation="swiglu")
+    with pytest.raises(ValueError, match=r"b_up has shape \(2, 3\); .* wants \(2, 2\)"):
+        routed_mlp(x, w_up, w_down, routes, b_up_EF=torch.randn(2, 3))
+    with pytest.raises(ValueError, match=r"b_down has shape \(2, 3\); .* wants \(2, 4\)"):
+        routed_mlp(x, w_up, w_down, routes, b_down_EO=torch.randn(2, 3))
+    for call in (partial(routed_mlp, x, w_up, w_down), partial(routed_linear, x, w_up)):
+        with pytest.raises(ValueError, match="per_expert=2 is not that of 3 routes over 2 experts"):
+            call(replace(routes, per_expert=2))

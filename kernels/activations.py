@@ -1,0 +1,79 @@
+"""Experts' activations: their names, their meaning under autograd, and value and slope by hand.
+
+By hand because a row must not depend on where in a tensor it lies (segments.py says why). On CPUs torch's own silu, gelu and
+sigmoid do: a loop's vectorised body and its scalar tail round differently, and the tail falls anywhere. exp and erf have no
+such tail, and single additions, products and quotients are exact in IEEE's sense; so here are only those. The price: five to
+ten passes over a segment's hidden rows in place of one, beside two products that cost more.
+
+Legend: R rows of one expert, F hidden width, W width before the activation: F, or 2F where it is gated.
+"""
+
+import math
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+# Gated ones take the first F columns through the gate's activation, and multiply the last F by it (arXiv 2002.05202).
+GATES = {"swiglu": "silu", "geglu": "gelu"}
+_PLAIN: dict[str, Callable[[Tensor], Tensor]] = {"relu": torch.relu, "gelu": F.gelu, "silu": F.silu}
+ACTIVATIONS = (*_PLAIN, *GATES)
+
+
+def columns_of(width: int, activation: str) -> int:
+    """W: the columns before the activation that make `width` hidden ones."""
+    return 2 * width if activation in GATES else width
+
+
+def activate(z_RW: Tensor, activation: str) -> Tensor:
+    """(R, W) to (R, F), differentiated by autograd: what the names mean. gelu is the exact one, with erf."""
+    if activation in GATES:
+        gate, content = z_RW.chunk(2, dim=-1)
+        return _PLAIN[GATES[activation]](gate) * content
+    return _PLAIN[activation](z_RW)
+
+
+def hidden_in_place(z_RW: Tensor, activation: str) -> Tensor:
+    """(R, W) to (R, F); leaves in `z_RW` what `hidden_and_pullback` wants: relu's hidden rows, else the rows as they came."""
+    if activation == "relu":
+        return z_RW.relu_()
+    return hidden_and_pullback(z_RW, activation)[0]
+
+
+def hidden_and_pullback(kept_RW: Tensor, activation: str) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+    """The hidden rows (R, F) and how their gradient (R, F) becomes that of the rows before the activation (R, W).
+
+    The pullback may overwrite the gradient that it is given. Half precision is widened to float32 in between.
+    """
+    if activation == "relu":
+        return kept_RW, lambda grad: grad.masked_fill_(kept_RW <= 0, 0)
+    dtype = kept_RW.dtype
+    z = kept_RW.to(torch.promote_types(dtype, torch.float32))
+    if activation not in GATES:
+        value, slope = _SMOOTH[activation](z)
+        return value.to(dtype), lambda grad: grad.mul_(slope())
+    gate, content = z.chunk(2, dim=-1)
+    value, slope = _SMOOTH[GATES[activation]](gate)
+    return (value * content).to(dtype), lambda grad: torch.cat((grad * content * slope(), grad * value), -1).to(dtype)
+
+
+def _silu(z: Tensor) -> tuple[Tensor, Callable[[], Tensor]]:
+    """z·σ(z), and its slope σ + z·σ·(1 − σ) when asked for."""
+    sigmoid = torch.exp(-z).add_(1).reciprocal_()
+    value = z * sigmoid
+    return value, lambda: (1 - sigmoid).mul_(value).add_(sigmoid)
+
+
+def _gelu(z: Tensor) -> tuple[Tensor, Callable[[], Tensor]]:
+    """z·Φ(z), and its slope Φ + z·φ when asked for, with the normal distribution's Φ and φ."""
+    cumulative = torch.erf(z * math.sqrt(0.5)).add_(1).mul_(0.5)
+
+    def slope() -> Tensor:
+        density = torch.exp((z * z).mul_(-0.5)).mul_(1 / math.sqrt(2 * math.pi))
+        return density.mul_(z).add_(cumulative)
+
+    return z * cumulative, slope
+
+
+_SMOOTH = {"silu": _silu, "gelu": _gelu}
