@@ -11,7 +11,8 @@ sparse layer is such a list, so one dispatcher and one set of kernels serve them
 | expert choice | token | E | the same token; some tokens have no route |
 
 A mixture (Mixture of Tokens, Soft MoE) is not such a list: every expert slot reads a weighted sum of the rows of a group, and
-every row gets a weighted sum of the slots' answers. What lies between is again a list of routes, one per mixed row (`slot_routes`).
+every row gets a weighted sum of the slots' answers. Between the two stands again a list of routes, one per mixed row
+(`slot_routes`).
 
 Legend: T tokens, H heads, A experts of one head, K experts chosen, N routes, G groups of M members, P slots (equally many for
 each of E experts).
