@@ -1,19 +1,20 @@
 """The all-to-all dispatcher against one rank, on real processes: bitwise, for routings that nobody would choose too."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
 from world import run_ranks
 
 from moebius.distributed.dispatch import AllToAllDispatcher, make_dispatcher
 from moebius.distributed.layout import MeshConfig, plan_layout
 from moebius.distributed.mesh import Mesh, build_mesh
 from moebius.distributed.process import start_process
-from moebius.model.experts import ExpertMLPs
+from moebius.kernels.doors import routed_mlp
 from moebius.model.moe import LocalDispatcher, SparseLayer
-from moebius.model.routing import Routes, head_to_token_routes, token_routes, token_to_head_routes
+from moebius.model.routing import Routes, head_to_token_routes, slot_routes, token_routes, token_to_head_routes
 
 WIDTH, HIDDEN, EXPERTS, TOP_K = 24, 20, 8, 3
 
@@ -64,13 +65,29 @@ def parts(scene: Scene, dtype: torch.dtype) -> list[tuple[Tensor, Tensor, Tensor
     return out
 
 
-def bank(dtype: torch.dtype, first: int = 0, count: int = EXPERTS) -> ExpertMLPs:
-    generator = torch.Generator().manual_seed(12)
-    experts = ExpertMLPs(EXPERTS, WIDTH, HIDDEN, backend="segments")
-    for parameter in experts.parameters():
-        full = torch.randn(parameter.shape, generator=generator).to(dtype)
-        parameter.data = full[first : first + count].clone()
-    return experts
+class Bank(nn.Module):
+    """Perceptrons with the fixed weights of experts `first` and following."""
+
+    def __init__(self, dtype: torch.dtype, first: int, count: int, *, activation: str, bias: bool) -> None:
+        super().__init__()
+        self.dtype, self.activation = dtype, activation
+        columns = 2 * HIDDEN if activation == "swiglu" else HIDDEN
+        generator = torch.Generator().manual_seed(12)
+        shapes = {"w_up": (WIDTH, columns), "w_down": (HIDDEN, WIDTH), "b_up": (columns,), "b_down": (WIDTH,)}
+        for name, shape in shapes.items():
+            full = torch.randn(EXPERTS, *shape, generator=generator).to(dtype)
+            wanted = bias or name.startswith("w")
+            self.register_parameter(name, nn.Parameter(full[first : first + count].clone()) if wanted else None)
+
+    def forward(self, x: Tensor, routes: Routes) -> Tensor:
+        return routed_mlp(
+            x, self.w_up, self.w_down, routes, activation=self.activation, b_up_EF=self.b_up, b_down_EO=self.b_down,
+            backend="segments",
+        )  # fmt: skip
+
+
+def bank(dtype: torch.dtype, first: int = 0, count: int = EXPERTS, *, activation="relu", bias=False) -> Bank:
+    return Bank(dtype, first, count, activation=activation, bias=bias)
 
 
 def forward_backward(
@@ -78,11 +95,16 @@ def forward_backward(
 ) -> dict[str, Tensor]:
     x, weights = x.clone().requires_grad_(), weights.clone().requires_grad_()
     y = layer(x, token_routes(experts, weights, num_experts=EXPERTS))
+    return results_of(layer, y, x, weights, grad)
+
+
+def results_of(layer: SparseLayer, y: Tensor, x: Tensor, weights: Tensor, grad: Tensor) -> dict[str, Tensor]:
+    """The output and all gradients."""
     y.backward(grad)
     assert x.grad is not None
     assert weights.grad is not None
-    w_up, w_down = layer.experts.w_up.grad, layer.experts.w_down.grad
-    return {"y": y.detach(), "x": x.grad, "gates": weights.grad, "w_up": w_up, "w_down": w_down}
+    parameters = {name: parameter.grad for name, parameter in layer.experts.named_parameters()}
+    return {"y": y.detach(), "x": x.grad, "gates": weights.grad, **parameters}
 
 
 def on_ranks(scene: Scene, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -138,6 +160,165 @@ def test_alltoall_equals_one_rank_bitwise(name: str, world_size: int, dtype: tor
     for key, value in expected.items():
         joined = torch.cat([result[key] for result in results])
         assert torch.equal(joined, value), (key, (joined - value).abs().max())
+
+
+PER_EXPERT = 3  # rows of every rank for every expert
+
+
+@dataclass(frozen=True)
+class EqualScene:
+    """Routes of known counts: a mixture's slots, or expert choice, where a rank's row may have many routes or none."""
+
+    kind: str
+    dtype: torch.dtype
+    activation: str
+    bias: bool
+
+    def bank(self, first: int = 0, count: int = EXPERTS) -> Bank:
+        return bank(self.dtype, first, count, activation=self.activation, bias=self.bias)
+
+
+def equal_parts(scene: EqualScene, num_ranks: int) -> list[tuple[Tensor, Tensor, Routes, Tensor]]:
+    """Per rank: rows, gate weights, routes (with other weights) and the gradient of the output."""
+    return [equal_part(scene, rank) for rank in range(num_ranks)]
+
+
+def equal_part(scene: EqualScene, rank: int) -> tuple[Tensor, Tensor, Routes, Tensor]:
+    generator = torch.Generator().manual_seed(rank)
+    num_routes = EXPERTS * PER_EXPERT
+    routes = slot_routes(num_routes, num_experts=EXPERTS, device=torch.device("cpu"))
+    rows = num_routes
+    if scene.kind == "expert choice":
+        rows = 6 + rank  # ranks need not have equally many rows, only equally many routes
+        chosen = torch.rand(EXPERTS, rows - 1, generator=generator).argsort(-1)[:, :PER_EXPERT].flatten()
+        routes = Routes(
+            chosen, routes.expert_N, routes.weight_N, chosen, EXPERTS, rows, per_source=0, per_target=0,
+            per_expert=PER_EXPERT,
+        )  # fmt: skip
+    x, grad = (torch.randn(rows, WIDTH, generator=generator).to(scene.dtype) for _ in range(2))
+    return x, torch.rand(num_routes, generator=generator), routes, grad
+
+
+def equal_forward_backward(scene: EqualScene) -> tuple[dict[str, Tensor], list[tuple[torch.dtype, bool]]]:
+    """This rank's results, and of every exchange its rows' dtype and whether its splits were given."""
+    with start_process("cpu", timeout_s=20) as process:
+        mesh = one_group(process.world_size, process)
+        share = EXPERTS // process.world_size
+        layer = SparseLayer(scene.bank(process.rank * share, share))  # pyright: ignore[reportArgumentType]
+        layer.dispatcher = make_dispatcher("alltoall", mesh.ep_group)
+        x, weights, routes, grad = equal_part(scene, process.rank)
+        exchanges = record_exchanges()
+        if scene.kind != "counted":
+            forbid_reading_counts()
+        else:
+            routes = replace(routes, per_expert=0)
+        x, weights = x.requires_grad_(), weights.requires_grad_()
+        return results_of(layer, layer(x, routes.with_weights(weights)), x, weights, grad), exchanges
+
+
+def record_exchanges() -> list[tuple[torch.dtype, bool]]:
+    """Wraps the collective for the rest of this process's life, which is a test's."""
+    seen: list[tuple[torch.dtype, bool]] = []
+    exchange = dist.all_to_all_single
+
+    def recorded(out: Tensor, rows: Tensor, *splits: list[int], **options) -> None:
+        seen.append((rows.dtype, bool(splits)))
+        exchange(out, rows, *splits, **options)
+
+    dist.all_to_all_single = recorded
+    return seen
+
+
+def forbid_reading_counts() -> None:
+    def refuse(*_args, **_options) -> None:
+        raise AssertionError("counts are read or sorted")
+
+    torch.argsort = torch.sort = torch.bincount = refuse
+    Tensor.tolist = Tensor.item = refuse
+
+
+def merged(parts: list[tuple[Tensor, Tensor, Routes, Tensor]]) -> Routes:
+    """All ranks' routes as those of one: (expert, source rank, position); their weights are positions in the joined ones."""
+    first = [0]
+    for x, _, _, _ in parts:
+        first.append(first[-1] + len(x))
+
+    def by_expert(values: list[Tensor]) -> Tensor:
+        return torch.stack([value.view(EXPERTS, PER_EXPERT) for value in values], 1).flatten()
+
+    num_routes = EXPERTS * PER_EXPERT
+    return Routes(
+        by_expert([part[2].source_N + start for part, start in zip(parts, first, strict=False)]),
+        by_expert([part[2].expert_N for part in parts]),
+        by_expert([torch.arange(num_routes) + rank * num_routes for rank in range(len(parts))]),
+        by_expert([part[2].target_N + start for part, start in zip(parts, first, strict=False)]),
+        EXPERTS, first[-1], per_source=0, per_target=0, per_expert=PER_EXPERT * len(parts),
+    )  # fmt: skip
+
+
+def on_one_rank(scene: EqualScene, num_ranks: int, *, counted: bool) -> dict[str, Tensor]:
+    """The same rows, all here, through the local dispatcher."""
+    parts = equal_parts(scene, num_ranks)
+    x, weights, grad = (torch.cat([part[i] for part in parts]) for i in (0, 1, 3))
+    routes = merged(parts)
+    if counted:
+        routes = replace(routes, per_expert=0)
+    layer = SparseLayer(scene.bank())  # pyright: ignore[reportArgumentType]
+    assert isinstance(layer.dispatcher, LocalDispatcher)
+    x, weights = x.requires_grad_(), weights.requires_grad_()
+    return results_of(layer, layer(x, routes.with_weights(weights[routes.weight_N])), x, weights, grad)
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("activation", "bias"), [("relu", False), ("swiglu", True)])
+@pytest.mark.parametrize("kind", ["slots", "expert choice"])
+def test_known_counts_travel_unasked_and_equal_one_rank_bitwise(
+    kind: str, activation: str, bias: bool, dtype: torch.dtype, world_size: int
+) -> None:
+    scene = EqualScene(kind, dtype, activation, bias)
+    ranks = run_ranks(equal_forward_backward, world_size, scene)
+    for counted in (False, True):
+        for key, value in on_one_rank(scene, world_size, counted=counted).items():
+            joined = torch.cat([results[key] for results, _ in ranks])
+            assert torch.equal(joined, value), (key, counted, (joined - value).abs().max())
+    # Forward: rows, gate weights, answers. Backward: the same in the other direction. Never a count, never uneven splits.
+    rows, gates = (dtype, False), (torch.float32, False)
+    for _, exchanges in ranks:
+        assert exchanges[:3] == [rows, gates, rows]
+        assert sorted(exchanges[3:], key=str) == sorted([rows, gates, rows], key=str)
+
+
+def test_a_row_that_no_expert_chose_gets_nothing() -> None:
+    for rank, (results, _) in enumerate(
+        run_ranks(equal_forward_backward, 2, EqualScene("expert choice", torch.float32, "relu", False))
+    ):
+        alone = 5 + rank  # `equal_part` lets the experts choose among the others
+        assert results["y"].abs().sum(1).nonzero().max() < alone
+        assert not results["y"][alone].any()
+        assert not results["x"][alone].any()
+
+
+def test_unknown_counts_are_exchanged() -> None:
+    """What the recorder of the tests above sees where it must see something."""
+    scene = EqualScene("counted", torch.float32, "relu", False)
+    for results, exchanges in run_ranks(equal_forward_backward, 2, scene):
+        assert results["y"].any()
+        assert exchanges[:2] == [(torch.int64, False), (torch.float32, True)]
+        assert len(exchanges) == 7
+
+
+def wrong_count() -> str:
+    with start_process("cpu", timeout_s=20) as process:
+        dispatcher = AllToAllDispatcher(one_group(process.world_size, process).ep_group)
+        routes = slot_routes(16, num_experts=EXPERTS, device=torch.device("cpu"))
+        with pytest.raises(ValueError, match="per_expert=3 is not that of 16 routes over 8 experts"):
+            dispatcher.dispatch(torch.zeros(16, WIDTH), replace(routes, per_expert=3))
+        return "refused"
+
+
+def test_a_count_that_is_not_theirs_is_refused_before_anything_is_sent() -> None:
+    assert run_ranks(wrong_count, 2) == ["refused", "refused"]
 
 
 def identity_round_trip(kind: str) -> tuple[Tensor, Tensor]:

@@ -11,6 +11,7 @@ from moebius.model.precision import cast_weights, forward_in
 from moebius.model.router_sigmoid import SigmoidConfig
 from moebius.model.transformer import Transformer
 from moebius.train.recipes import RECIPES
+from moebius.train.recipes_published import PUBLISHED
 
 TINY = ModelConfig(
     vocab_size=61, d_model=24, num_layers=6, group_size=2, num_heads=3, d_head=10, num_attention_experts=5,
@@ -61,17 +62,37 @@ PUBLISHED_COUNTS = {
 }
 
 
+PUBLISHED_COUNTS |= {
+    "moeut_244m_g1": (243_589_952, 227_195_904),
+    **{f"moeut_244m_g{group}": (243_844_928, 227_450_880) for group in (3, 6, 9, 18)},
+    "moeut_244m_aabb": (243_326_784, 226_932_736),
+    "moeut_244m_pre": (243_326_784, 226_932_736),
+    "moeut_244m_post": (243_324_736, 226_932_736),
+    "sigma_moe_44m": (44_129_080, None),
+    "sigma_moe_126m": (126_069_056, None),
+    "sigma_moe_244m": (243_844_928, None),
+    "sigma_moe_319m": (319_661_888, None),
+    "sigma_moe_728m": (731_228_480, None),
+    "sut_44m": (44_657_100, 38_057_100),
+    "sut_244m": (244_521_280, 228_129_280),
+}  # fmt: skip
+WITHOUT_A_PUBLISHED_COUNT = {"sut_44m_no_act", "sut_244m_no_act"}
+
+
 @pytest.mark.parametrize("name", PUBLISHED_COUNTS)
 def test_published_sizes_have_their_published_parameter_counts(name: str) -> None:
     with torch.device("meta"):
         model = Transformer(RECIPES[name]().model)
     total = sum(parameter.numel() for parameter in model.parameters())
     in_layers = sum(parameter.numel() for parameter in model.group.parameters())
-    assert (total, in_layers) == PUBLISHED_COUNTS[name]
+    expected_total, expected_in_layers = PUBLISHED_COUNTS[name]
+    assert total == expected_total
+    assert expected_in_layers in (in_layers, None)
 
 
 def test_every_published_recipe_is_tested() -> None:
-    assert {name for name in RECIPES if name.startswith(("moeut_", "dense_"))} == PUBLISHED_COUNTS.keys()
+    sized = {name for name in PUBLISHED if not name.startswith(("mot_", "gpt_"))}  # those: test_mixture.py
+    assert sized == PUBLISHED_COUNTS.keys() | WITHOUT_A_PUBLISHED_COUNT
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

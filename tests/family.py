@@ -1,0 +1,39 @@
+"""Every architecture of the family, shrunk until a test can afford all of them."""
+
+from typing import Any
+
+import torch
+
+from moebius.model.config import ModelConfig
+from moebius.model.initialise import initialise
+from moebius.model.transformer import Transformer
+from moebius.train.recipes_family import FAMILY
+
+NAMES = tuple(FAMILY)
+VOCABULARY = 61
+
+
+def tiny_config(name: str, **changes: Any) -> ModelConfig:
+    """The recipe's model with small widths and everything that makes it what it is."""
+    model = FAMILY[name][1]().model
+    small = {"vocab_size": VOCABULARY, "d_model": 24, "d_head": 6, "d_feed_forward": 20, "d_expert": 8}
+    return ModelConfig.model_validate(model.model_dump() | small | changes)
+
+
+def tiny_model(name: str, *, dtype: torch.dtype = torch.float32, seed: int = 0, **changes: Any) -> Transformer:
+    """With starting values."""
+    model = Transformer(tiny_config(name, **changes))
+    initialise(model, seed)
+    return model.to(dtype)
+
+
+@torch.no_grad()
+def make_uneven(model: Transformer, seed: int = 0) -> Transformer:
+    """Opinionated routers on rows that have much in common: loads become uneven, capacities overflow, tokens halt at any depth."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        if "router" in name or "halting" in name:
+            noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+            parameter.add_(noise.to(parameter.dtype))
+    model.embedding.add_(torch.randn(model.config.d_model, generator=generator, dtype=torch.float64).to(model.embedding.dtype))
+    return model

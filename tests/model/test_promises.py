@@ -1,0 +1,79 @@
+"""What each model promises (causal? batch-invariant? dropless? balanced?), held against what it does, from embedding to logits.
+
+Both directions: a promise that is made is kept exactly, at every cut, with uneven routers; one that is not made is seen broken
+(else the table would call a model worse than it is).
+"""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from family import NAMES, VOCABULARY, make_uneven, tiny_model
+from torch import Tensor
+
+from moebius.model.transformer import ModelOutput, Transformer
+
+SEQUENCES, POSITIONS = 16, 6
+
+
+@dataclass
+class Leaks:
+    """The largest change of a logit where nothing should change, over all cuts."""
+
+    past: float = 0.0  # of positions before the cut, when all sequences change after it
+    own_past: float = 0.0  # of the same positions, when only this sequence changes after it
+    others: float = 0.0  # of other sequences, when one sequence changes after the cut
+
+
+def run(model: Transformer, tokens: Tensor, *, seed: int = 0) -> ModelOutput:
+    torch.manual_seed(seed)  # what a router draws in training must not count as a leak
+    with torch.no_grad():
+        return model(tokens)
+
+
+def measure(model: Transformer, tokens: Tensor) -> Leaks:
+    """Temporal leak: every cut, since a cut on a border of groups would miss a leak inside them."""
+    generator, leaks = torch.Generator().manual_seed(7), Leaks()
+    before = run(model, tokens).logits_BSV
+    for cut in range(1, POSITIONS):
+        other = torch.randint(VOCABULARY, tokens.shape, generator=generator)
+        changed = torch.cat((tokens[:, :cut], other[:, cut:]), 1)
+        leaks.past = max(leaks.past, difference(run(model, changed).logits_BSV, before, slice(None), slice(cut)))
+        for sequence in (0, SEQUENCES - 1):
+            one = tokens.clone()
+            one[sequence, cut:] = other[sequence, cut:]
+            after = run(model, one).logits_BSV
+            rest = [index for index in range(SEQUENCES) if index != sequence]
+            leaks.own_past = max(leaks.own_past, difference(after, before, sequence, slice(cut)))
+            leaks.others = max(leaks.others, difference(after, before, rest, slice(None)))
+    return leaks
+
+
+def difference(after: Tensor, before: Tensor, sequences: object, positions: slice) -> float:
+    return (after[sequences] - before[sequences])[..., positions, :].abs().max().item()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_promise_is_kept_and_every_other_is_seen_broken(name: str) -> None:
+    model = make_uneven(tiny_model(name, dtype=torch.float64))
+    promises = model.config.promises
+    tokens = torch.randint(VOCABULARY, (SEQUENCES, POSITIONS), generator=torch.Generator().manual_seed(3))
+    training, evaluation = measure(model.train(), tokens), measure(model.eval(), tokens)
+    past, others = max(training.past, evaluation.past), max(training.others, evaluation.others)
+    own_past = max(training.own_past, evaluation.own_past)
+    if promises.causal:
+        assert past == own_past == 0.0
+    else:
+        assert past > 0.0
+    assert (others == 0.0) == promises.batch_invariant
+    outputs = [run(mode, tokens) for mode in (model.train(), model.eval())]
+    loads = [output.loads["feed_forward"] for output in outputs if "feed_forward" in output.loads]
+    if not loads:
+        assert promises.balanced
+        assert promises.dropless
+        return
+    served_in_full = all(torch.equal(load.load_LN.sum(1), load.wanted_L) for load in loads)
+    if promises.dropless:
+        assert served_in_full
+    even = all((load.load_LN == load.load_LN[:, :1]).all() for load in loads)
+    assert even == promises.balanced
