@@ -77,6 +77,7 @@ class ModelConfig(BaseModel):
     output_norm: bool = False  # a LayerNorm on the experts' answers
     d_feed_forward: PositiveInt = 512  # of dense feed-forwards
     dense_bias: bool = True  # of dense feed-forwards
+    head_bias: bool = True  # of the read-out
 
     halting: HaltingConfig | None = None
     # Allow a router that reads later positions: what such a model learns is then no language model's loss.
@@ -142,6 +143,11 @@ class ModelConfig(BaseModel):
     def group_sequences(self) -> int:
         """Consecutive samples that are routed together: what every micro-batch must be a multiple of."""
         return self.router.group_sequences if self.sparse_members else 1
+
+    @property
+    def evaluation_group_sequences(self) -> int:
+        """The same in evaluation."""
+        return self.router.evaluation_group_sequences if self.sparse_members else 1
 
     @property
     def promises(self) -> Promises:

@@ -53,9 +53,18 @@ class RouterConfig(BaseModel):
         return 1
 
     @property
+    def evaluation_group_sequences(self) -> int:
+        """The same in evaluation."""
+        return self.group_sequences
+
+    @property
     def experts_per_row(self) -> float:
         """Experts that serve one row, on average and before any is refused: what the FLOPs of a row follow from."""
         raise NotImplementedError(f"the router {self.kind!r} does not say how many experts serve a row")
+
+    def active_experts(self, num_experts: int, sequence_rows: int) -> float:
+        """`experts_per_row`, for routers where it follows from the number of experts and of rows in a sequence."""
+        return self.experts_per_row
 
     def check(self, num_experts: int) -> None:
         """ValueError where the router and the number of experts do not fit each other."""

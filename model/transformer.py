@@ -127,7 +127,7 @@ class Transformer(nn.Module):
         )  # fmt: skip
         self.final_norm = None if config.norm == "post" else LayerNorm(config.d_model)
         self.head = Linear(
-            config.d_model, config.vocab_size, start=starts.head(), bias=True, bias_start=starts.head()
+            config.d_model, config.vocab_size, start=starts.head(), bias=config.head_bias, bias_start=starts.head()
         )  # fmt: skip
 
     def forward(self, tokens_BS: Tensor, cache: list[LayerCache] | None = None) -> ModelOutput:
