@@ -39,7 +39,10 @@ class ExpertMLPs(nn.Module):
 
     def forward(self, x_UD: Tensor, routes: Routes) -> Tensor:
         """(U, D) rows to (num_targets, D) sums of weighted answers."""
-        return routed_mlp(x_UD, self.w_up, self.w_down, routes, backend=self.backend)
+        return routed_mlp(
+            x_UD, self.w_up, self.w_down, routes, activation=self.activation, b_up_EF=self.b_up, b_down_EO=self.b_down,
+            backend=self.backend,
+        )  # fmt: skip
 
 
 class ExpertLinears(nn.Module):
