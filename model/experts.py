@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor, nn
 
+from ..kernels.activations import columns_of
 from ..kernels.doors import routed_linear, routed_mlp
 from .initialise import Start, parameter
-from .layers import hidden_columns
 from .routing import Routes
 
 
@@ -26,7 +26,7 @@ class ExpertMLPs(nn.Module):
     ) -> None:
         super().__init__()
         self.backend, self.activation = backend, activation
-        columns = hidden_columns(d_expert, activation)
+        columns = columns_of(d_expert, activation)
         self.w_up = parameter(num_experts, d_model, columns, start=up_start)
         self.w_down = parameter(num_experts, d_expert, d_model, start=down_start)
         self.b_up = None if bias_starts is None else parameter(num_experts, columns, start=bias_starts[0])

@@ -1,12 +1,11 @@
-"""Small parts: layer norm in float32, matrices, the dense feed-forward, activations, rotary positions."""
+"""Small parts: layer norm in float32, matrices, the dense feed-forward, rotary positions."""
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..kernels.activations import activate, columns_of
 from .initialise import Start, ones, parameter, zeros
-
-GATED = ("swiglu", "geglu")
 
 
 class LayerNorm(nn.Module):
@@ -50,27 +49,6 @@ class Linear(nn.Module):
         return F.linear(x.to(self.weight.dtype), self.weight, bias)
 
 
-def hidden_columns(width: int, activation: str) -> int:
-    """Columns of an up-projection whose hidden rows are `width` wide: a gated activation needs both halves."""
-    return 2 * width if activation in GATED else width
-
-
-def activate(hidden: Tensor, activation: str) -> Tensor:
-    """relu, gelu (exact), silu; swiglu and geglu take the first half of the columns as the gate of the second."""
-    match activation:
-        case "relu":
-            return hidden.relu()
-        case "gelu":
-            return F.gelu(hidden)
-        case "silu":
-            return F.silu(hidden)
-        case "swiglu" | "geglu":
-            gate, value = hidden.chunk(2, dim=-1)
-            return (F.silu(gate) if activation == "swiglu" else F.gelu(gate)) * value
-        case _:
-            raise ValueError(f"activation={activation!r} is unknown: choose relu, gelu, silu, swiglu or geglu")
-
-
 class DenseMLP(nn.Module):
     """W_down a(W_up x + b) + b': the baseline's feed-forward, and a shared expert."""
 
@@ -79,7 +57,7 @@ class DenseMLP(nn.Module):
     ) -> None:
         super().__init__()
         self.activation = activation
-        self.up = Linear(d_model, hidden_columns(d_hidden, activation), start=up_start, bias=bias)
+        self.up = Linear(d_model, columns_of(d_hidden, activation), start=up_start, bias=bias)
         self.down = Linear(d_hidden, d_model, start=down_start, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
