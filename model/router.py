@@ -58,6 +58,11 @@ class RouterConfig(BaseModel):
         return self.group_sequences
 
     @property
+    def reads_whole_sequences(self) -> bool:
+        """Whether one position alone cannot be routed: such a model cannot write token by token."""
+        return False
+
+    @property
     def experts_per_row(self) -> float:
         """Experts that serve one row, on average and before any is refused: what the FLOPs of a row follow from."""
         raise NotImplementedError(f"the router {self.kind!r} does not say how many experts serve a row")
@@ -95,12 +100,17 @@ class Router(nn.Module):
     """
 
     Config: ClassVar[type[RouterConfig]]
-    carried: ClassVar[tuple[str, ...]] = ()  # names of statistics that `after_step` wants, summed over the whole step
+    carried: tuple[str, ...] = ()  # names of statistics that `after_step` wants, summed over the whole step
     num_heads = 1
 
     def __init__(self, config: Any, d_row: int, num_experts: int, *, start: Start) -> None:
         super().__init__()
         self.config, self.d_row, self.num_experts = config, d_row, num_experts
+
+    @property
+    def companions(self) -> int:
+        """How many sequences must stand beside one that is evaluated; a schedule may change it."""
+        return self.config.evaluation_group_sequences - 1
 
     def forward(self, x_TD: Tensor, *, batch_size: int) -> Routing:
         """The plan for T rows of `batch_size` sequences."""

@@ -6,10 +6,20 @@ from pydantic import BeforeValidator, SerializeAsAny, ValidationError
 
 from .initialise import Start
 from .router import Router, RouterConfig
+from .router_expert_choice import ExpertChoiceRouter
+from .router_mixture import TokenMixingRouter
 from .router_sigmoid import SigmoidRouter
+from .router_soft import SlotMixingRouter
+from .router_sut import SutRouter
+from .router_transition import TransitionRouter
 
 ROUTERS: dict[str, type[Router]] = {
     "sigmoid": SigmoidRouter,
+    "expert_choice": ExpertChoiceRouter,
+    "mixture_of_tokens": TokenMixingRouter,
+    "soft_moe": SlotMixingRouter,
+    "transition": TransitionRouter,
+    "sut": SutRouter,
 }
 
 
