@@ -226,31 +226,56 @@ def validation_batches(
     rank: int,
     num_ranks: int,
     max_rows: int | None = None,
+    group: int = 1,
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """One pass over a split: (tokens int64 [B, S+1], valid bool [B]), B = batch_size, as many on every rank.
 
-    Every row comes exactly once over all ranks. The last batches are filled up with copies of the last row that are
-    not valid, so that all ranks meet in the same collectives. `max_rows` takes that many rows, evenly spaced.
+    Every row comes exactly once over all ranks. The last batches are filled up with copies that are not valid, so that all
+    ranks meet in the same collectives. `max_rows` takes that many rows, evenly spaced.
+
+    A model that routes `group` consecutive sequences together gets the same groups for every number of ranks and batch
+    size, with members from far apart: neighbours in the stream are parts of one document, and a member that shows how
+    another goes on would be a look into its future. Row m of group j is row j + m·(number of groups) of the pass; a last,
+    incomplete group is filled up with rows from the beginning of the pass.
     """
     if batch_size < 1 or not 0 <= rank < num_ranks or (max_rows is not None and max_rows < 1):
         raise DataError(f"validation needs {batch_size=} >= 1, 0 <= {rank=} < {num_ranks=}, {max_rows=} >= 1 or None")
+    if group < 1 or batch_size % group:
+        raise DataError(f"validation needs whole groups: {batch_size=} must be a multiple of {group=}")
     store = TokenStore(directory, split)
     reader = RowReader(store, seq_len)
     if reader.num_rows < 1:
         store.close()
         raise _too_short(store, split, seq_len)
     count = min(max_rows or reader.num_rows, reader.num_rows)
-    rows = np.arange(count, dtype=np.int64) * reader.num_rows // count
-    return _padded_batches(store, reader, rows, batch_size=batch_size, rank=rank, num_ranks=num_ranks)
+    slots = _group_slots(count, group)
+    rows = (slots % count) * reader.num_rows // count
+    return _padded_batches(
+        store, reader, rows, slots < count, batch_size=batch_size, rank=rank, num_ranks=num_ranks
+    )  # fmt: skip
+
+
+def _group_slots(count: int, group: int) -> np.ndarray:
+    """Indices 0 … count − 1, and more where the last groups want them, in the order of the groups' members."""
+    num_groups = -(-count // group)
+    return np.arange(num_groups * group, dtype=np.int64).reshape(group, num_groups).T.reshape(-1)
 
 
 def _padded_batches(
-    store: TokenStore, reader: RowReader, rows: np.ndarray, *, batch_size: int, rank: int, num_ranks: int
+    store: TokenStore,
+    reader: RowReader,
+    rows: np.ndarray,
+    valid: np.ndarray,
+    *,
+    batch_size: int,
+    rank: int,
+    num_ranks: int,
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     try:
         for first in range(0, len(rows), num_ranks * batch_size):
             slots = first + rank * batch_size + np.arange(batch_size)
-            yield reader.read(rows[np.minimum(slots, len(rows) - 1)]), slots < len(rows)
+            last = np.minimum(slots, len(rows) - 1)
+            yield reader.read(rows[last]), valid[last] & (slots < len(rows))
     finally:
         store.close()
 

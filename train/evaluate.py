@@ -32,13 +32,16 @@ class Evaluation:
 def evaluate(model: Transformer, config: Config, process: Process, *, split: str = "validation") -> Evaluation:
     """Collective. Every rank runs the same number of passes, so that expert exchanges always meet.
 
-    Rows do not overlap; each is read once, by one rank. Evaluation mode: no regularisation.
+    Rows do not overlap; each is read once, by one rank. Evaluation mode: no regularisation. A model that routes sequences
+    together sees the same groups on every layout.
     """
     dtype = getattr(torch, config.train.precision)
     sums = torch.zeros(2, dtype=torch.float64, device=process.device)
     model.eval()
+    group = config.model.evaluation_group_sequences
     for rows, valid in validation_batches(
-        Path(config.data.directory), split=split, seq_len=config.data.seq_len, batch_size=config.train.micro_batch,
+        Path(config.data.directory), split=split, seq_len=config.data.seq_len,
+        batch_size=-(-config.train.micro_batch // group) * group, group=group,
         rank=process.rank, num_ranks=process.world_size, max_rows=config.train.eval_rows or None,
     ):  # fmt: skip
         rows_BS1 = torch.from_numpy(rows).to(process.device)

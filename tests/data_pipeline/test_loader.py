@@ -260,12 +260,43 @@ def test_validation_on_some_rows_spread_over_the_split(prepared, max_rows):
     assert rows == [_row(stream, n * num_rows // count) for n in range(count)]
 
 
+def _groups(folder: Path, group: int, num_ranks: int, batch_size: int, **options) -> list[tuple[list, list[bool]]]:
+    """Members and their validity of every group that has a valid member, in the order of the pass."""
+    options = {"seq_len": S, "batch_size": batch_size, "num_ranks": num_ranks, "group": group} | options
+    per_rank = [validation_batches(folder, rank=rank, **options) for rank in range(num_ranks)]
+    found = []
+    for batches in zip(*per_rank, strict=True):
+        for tokens, valid in batches:
+            for first in range(0, batch_size, group):
+                members = slice(first, first + group)
+                found.append((tokens[members].tolist(), valid[members].tolist()))
+    return [(rows, valid) for rows, valid in found if any(valid)]
+
+
+@pytest.mark.parametrize("max_rows", [None, 13, 3])
+def test_members_of_a_validation_group_are_far_apart_and_the_same_on_every_layout(prepared, max_rows):
+    stream = _stream(prepared, "validation")
+    num_rows = (len(stream) - 1) // S
+    count = min(max_rows or num_rows, num_rows)
+    num_groups = -(-count // 8)
+    assert num_rows % 8  # the last group is not full
+    expected = []
+    for j in range(num_groups):
+        places = [j + member * num_groups for member in range(8)]
+        rows = [_row(stream, place % count * num_rows // count) for place in places]
+        expected.append((rows, [place < count for place in places]))
+    assert sum(sum(valid) for _, valid in expected) == count
+    for num_ranks, batch_size in ((1, 8), (1, 24), (2, 16), (3, 8)):
+        assert _groups(prepared, 8, num_ranks, batch_size, max_rows=max_rows) == expected
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"batch_size": 0}, "batch_size=0"),
         ({"rank": 1}, "rank=1 < num_ranks=1"),
         ({"max_rows": 0}, "max_rows=0"),
+        ({"batch_size": 6, "group": 4}, "batch_size=6 must be a multiple of group=4"),
         ({"seq_len": 10**6}, "raise validation_fraction"),
     ],
 )
