@@ -26,11 +26,16 @@ class Start:
 
 @dataclass(frozen=True)
 class ExpertLoad:
-    """Expert statistics of one step, one entry per depth step."""
+    """Expert statistics of one step, one entry per depth step that has experts."""
 
     fractions: list[list[float]]  # of the routes, per expert
     max_violation: list[float]
     effective_experts: list[float]
+    depths: tuple[int, ...] = ()  # which depth steps these are, counted from 1; empty: all of them
+
+    def depth_name(self, index: int) -> int:
+        """The depth step that entry `index` belongs to, counted from 1."""
+        return self.depths[index] if self.depths else index + 1
 
 
 @dataclass
@@ -45,6 +50,7 @@ class History:
     checkpoints: list[int] = field(default_factory=list)
     last: Mapping[str, Any] = field(default_factory=dict)  # the newest "train" line, whole
     _stride: int = 1
+    _expert_depths: tuple[int, ...] = ()
 
     @property
     def step(self) -> int | None:
@@ -63,6 +69,7 @@ class History:
                 take(line)
 
     def _add_start(self, line: Mapping[str, Any]) -> None:
+        self._expert_depths = tuple(line.get("expert_depths", ()))
         self.starts.append(Start(line.get("generation", 0), line.get("resumed_from_step"), self.step))
 
     def _add_train(self, line: Mapping[str, Any]) -> None:
@@ -71,7 +78,9 @@ class History:
         self.loss[step] = float(line["loss"])  # "nan" is written as a string
         self.tokens_per_s[step] = float(line.get("tokens_per_s", 0.0))
         if line.get("expert_load") and step % self._stride == 0:
-            self.loads[step] = ExpertLoad(line["expert_load"], line["max_violation"], line["effective_experts"])
+            self.loads[step] = ExpertLoad(
+                line["expert_load"], line["max_violation"], line["effective_experts"], self._expert_depths
+            )  # fmt: skip
             if len(self.loads) > MAX_LOADS:
                 self._stride *= 2
                 self.loads = {kept: load for kept, load in self.loads.items() if kept % self._stride == 0}

@@ -197,6 +197,7 @@ def _draw_loads(figure: Any, history: History, depths: Sequence[int]) -> None:
     from matplotlib.colors import TwoSlopeNorm
 
     steps = sorted(history.loads)
+    newest = history.loads[steps[-1]]
     load_TLE = np.array([history.loads[step].fractions for step in steps])
     load_TLE = load_TLE * load_TLE.shape[2]  # 1 is the mean load
     top = max(2.0, float(np.quantile(load_TLE, 0.995)))
@@ -206,7 +207,7 @@ def _draw_loads(figure: Any, history: History, depths: Sequence[int]) -> None:
             load_TLE[:, depth].T, aspect="auto", origin="lower", interpolation="nearest", cmap="RdBu_r",
             norm=TwoSlopeNorm(1.0, 0.0, top), extent=(steps[0] - 0.5, steps[-1] + 0.5, -0.5, load_TLE.shape[2] - 0.5),
         )  # fmt: skip
-        panel.set_title(f"depth step {depth + 1} of {load_TLE.shape[1]}", fontsize=11, color=_INK)
+        panel.set_title(f"depth step {newest.depth_name(depth)}", fontsize=11, color=_INK)
         panel.set_xlabel("training step", fontsize=11)
         panel.locator_params(axis="x", nbins=4)
     panels[0].set_ylabel("expert", fontsize=11)
@@ -223,12 +224,13 @@ def _draw_violation(figure: Any, history: History) -> None:
 
     axes = _plain_axes(figure)
     steps = sorted(history.loads)
-    num_depths = len(history.loads[steps[0]].max_violation)
+    newest = history.loads[steps[-1]]
+    num_depths = len(newest.max_violation)
     half = len(steps) // 60
     for depth in range(num_depths):
         values = _running_mean([history.loads[step].max_violation[depth] for step in steps], half)
         color = colormaps["viridis"](0.9 * depth / max(1, num_depths - 1))
-        label = f"{depth + 1}" if depth in _spread(num_depths, MAX_PANELS) else None
+        label = f"{newest.depth_name(depth)}" if depth in _spread(num_depths, MAX_PANELS) else None
         axes.plot(steps, values, color=color, linewidth=1.6, label=label)
     axes.margins(x=0.01)
     axes.set_ylim(bottom=0)

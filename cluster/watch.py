@@ -227,7 +227,7 @@ def expert_load_table(load: ExpertLoad, *, width: int) -> Table:
         fractions = load.fractions[depth]
         cells = _cells(fractions, max(8, width - 44))
         figures = f"max/mean {1 + load.max_violation[depth]:.2f}  in use {load.effective_experts[depth]:.1f} of {len(fractions)}"
-        grid.add_row(Text(f"{depth + 1:>3}", style="dim"), cells, Text(figures, style="dim"))
+        grid.add_row(Text(f"{load.depth_name(depth):>3}", style="dim"), cells, Text(figures, style="dim"))
     return grid
 
 

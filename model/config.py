@@ -51,6 +51,8 @@ class ModelConfig(BaseModel):
     d_head: PositiveInt = 32
     num_attention_experts: PositiveInt = 4
     attention_top_k: PositiveInt = 2
+    attention_sampled: NonNegativeInt = 0  # momha: so many of the chosen experts are drawn by probability, in training
+    max_distance: PositiveInt = 64  # momha: distances from max_distance − 1 on count alike
     attention_balance: float = Field(
         default=0.001, ge=0
     )  # δ: weight of SwitchHead's entropy terms; momha: of its MI loss
@@ -130,6 +132,11 @@ class ModelConfig(BaseModel):
         """The group members whose feed-forward has experts."""
         return tuple(member for member in range(self.group_size) if self.has_experts(member))
 
+    @property
+    def expert_depths(self) -> tuple[int, ...]:
+        """The depth steps, counted from 1, whose feed-forward has experts."""
+        return tuple(step for step, member in enumerate(self.schedule, start=1) if self.has_experts(member))
+
     def expert_counts(self) -> dict[str, int]:
         """How many experts each kind of sparse layer has: what an expert-parallel degree must divide."""
         counts = {"feed_forward": self.num_experts} if self.sparse_members else {}
@@ -168,10 +175,12 @@ class ModelConfig(BaseModel):
                 f"placement={self.placement!r} with group_size={self.group_size} leaves no layer with experts; "
                 'write feed_forward="dense" if that is meant'
             )
-        if self.halting is not None and (self.group_size != 1 or self.norm != "post" or self.attention != "momha"):
+        router = self.router.kind if self.sparse_members else None
+        given = (self.group_size, self.norm, self.attention, router)
+        if self.halting is not None and given != (1, "post", "momha", "sut"):
             raise ValueError(
                 f'halting needs one shared layer of SUT: group_size=1 (given {self.group_size}), norm="post" '
-                f'(given {self.norm!r}) and attention="momha" (given {self.attention!r})'
+                f'(given {self.norm!r}), attention="momha" (given {self.attention!r}) and router.kind="sut" (given {router!r})'
             )
         return self
 
@@ -186,6 +195,16 @@ class ModelConfig(BaseModel):
         if self.attention == "momha" and self.positions != "none":
             raise ValueError(
                 f'attention="momha" has relative positions of its own: write positions="none" (given {self.positions!r})'
+            )
+        if self.attention == "momha" and self.norm == "peri":
+            raise ValueError(
+                'attention="momha" makes keys and values of the same rows, which norm="peri" would not: write norm="post", as '
+                'SUT does, or "pre"'
+            )
+        if self.attention_sampled > (self.attention_top_k if self.attention == "momha" else 0):
+            raise ValueError(
+                f"attention_sampled={self.attention_sampled} of attention_top_k={self.attention_top_k} experts are to be drawn, "
+                f'with attention={self.attention!r}: it may be at most attention_top_k, and of "momha" only'
             )
         single_allowed = self.attention == "switchhead" and not self.has_attention_experts
         if self.attention != "dense" and self.attention_top_k > self.num_attention_experts and not single_allowed:

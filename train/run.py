@@ -111,6 +111,7 @@ def open_log(run: Run, *, resumed: bool) -> MetricsLog:
         "start", run.progress.step, generation=run.generation, world_size=run.process.world_size,
         resumed_from_step=run.progress.step if resumed else None, layout=str(run.mesh.layout),
         device=str(run.process.device), steps=run.config.train.steps, parameters=count_parameters(run),
+        expert_depths=run.config.model.expert_depths,
     )  # fmt: skip
     return log
 

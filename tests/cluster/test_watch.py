@@ -90,8 +90,9 @@ def test_live_view_shows_progress_figures_and_the_load_of_every_depth_step(tmp_p
 
 
 def test_an_even_load_is_flat_and_an_uneven_one_is_not():
-    load = ExpertLoad([[0.25] * 4, [0.7, 0.3, 0.0, 0.0]], [0.0, 1.8], [4.0, 1.8])
+    load = ExpertLoad([[0.25] * 4, [0.7, 0.3, 0.0, 0.0]], [0.0, 1.8], [4.0, 1.8], depths=(3, 4))
     even, uneven = printed(expert_load_table(load, width=60)).splitlines()
+    assert [even.split()[0], uneven.split()[0]] == ["3", "4"]  # the depth steps that have experts
     assert even.split()[1] == "▅▅▅▅▅▅▅▅▅▅▅▅"
     assert uneven.split()[1] == "███▅▅▅▁▁▁▁▁▁"
 
