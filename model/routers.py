@@ -6,15 +6,21 @@ from pydantic import BeforeValidator, SerializeAsAny, ValidationError
 
 from .initialise import Start
 from .router import Router, RouterConfig
+from .router_cosine import CosineRouter
+from .router_deepseek import DeepSeekRouter
 from .router_expert_choice import ExpertChoiceRouter
 from .router_mixture import TokenMixingRouter
 from .router_sigmoid import SigmoidRouter
 from .router_soft import SlotMixingRouter
 from .router_sut import SutRouter
+from .router_token_choice import TokenChoiceRouter
 from .router_transition import TransitionRouter
 
 ROUTERS: dict[str, type[Router]] = {
     "sigmoid": SigmoidRouter,
+    "token_choice": TokenChoiceRouter,
+    "deepseek": DeepSeekRouter,
+    "cosine": CosineRouter,
     "expert_choice": ExpertChoiceRouter,
     "mixture_of_tokens": TokenMixingRouter,
     "soft_moe": SlotMixingRouter,
