@@ -48,7 +48,7 @@ class ExpertChoiceConfig(RouterConfig):
 
     @property
     def experts_per_row(self) -> float:
-        """Wanted; `active_experts` says what rounding makes of it."""
+        """As wanted; `active_experts` says what rounding makes of it."""
         return self.mean_experts
 
     def active_experts(self, num_experts: int, sequence_rows: int) -> float:

@@ -2,19 +2,21 @@
 
 Until `switch_step` optimizer steps are done the router mixes (router_mixture.py); from then on every token takes the expert of
 its largest softmax, weighted by it, with a capacity if one is given and the balancing loss (Switch, arXiv 2101.03961, eq. 1 to
-4). Router weight, experts, optimizer state, learning rate and data go on untouched. The result needs no companions.
+6). Router weight, experts, optimizer state, learning rate and data go on untouched. The result needs no companions.
 
 The loss jumps at the switch, for two reasons. Mixing normalises over tokens and choosing over experts: an offset that all
 tokens' logits for one expert share is invisible to the first and decides the load of the second. And an expert's answers are
 weighted by 1/E to 1 where the mixture's weights were 1/M to 1. `calibrate` removes the first: the mean logit of every expert over
 the last mixing step's global batch is kept, and subtracted once the router chooses. Not part of the published method.
 
-A refused token is one that came late: capacity is given out position by position, so that no position can lose its expert to a
-later one. The authors' code fills it up sequence by sequence, which lets tokens compete with the future of other sequences.
+The authors switch from E = M experts to one expert per token. With E = M·m smaller experts, top_k = m keeps a token's cost. Their
+capacity is given out sequence by sequence (`token_major`), which lets a token lose its expert to later positions of other
+sequences; here `position_major` is the default.
 
 Legend: B sequences, T rows, D their width, G groups of M members, E experts.
 """
 
+from dataclasses import replace
 from typing import Literal, Self
 
 import torch
@@ -24,13 +26,15 @@ from torch import Tensor
 from .balance import RunningSum
 from .initialise import Start, parameter
 from .layers import wide_dtype
-from .router import Choice, ChoiceConfig, ChoiceRouter, Loss, Promises
+from .router import Choice, Loss, Promises
+from .router_capacity import CapacityConfig, CapacityRouter
 from .router_mixture import group_of_one, rows_by_position
+from .router_token_choice import softmax_gates
 from .routing import Mixture, Routing
 
 
-class TransitionConfig(ChoiceConfig):
-    """Mixture of Tokens, then Switch. The losses are the Switch's; the authors used E = M experts of the dense layer's width."""
+class TransitionConfig(CapacityConfig):
+    """Mixture of Tokens, then Switch. Losses, capacity and `top_k` are the Switch's."""
 
     kind: Literal["transition"] = "transition"
     group_size: PositiveInt = 32  # M, while mixing
@@ -40,14 +44,14 @@ class TransitionConfig(ChoiceConfig):
     @property
     def promises(self) -> Promises:
         """Of the whole run: what both halves keep."""
-        return Promises(causal=True, batch_invariant=False, dropless=True, balanced=False)
+        return replace(super().promises, batch_invariant=False)
 
     @property
     def group_sequences(self) -> int:
         return self.group_size
 
     def active_experts(self, num_experts: int, sequence_rows: int) -> float:
-        """While mixing; afterwards it is 1, the same where E = M."""
+        """While mixing; afterwards it is `top_k`, the same where E = M·`top_k`."""
         return num_experts / self.group_size
 
     def router_flops(self, d_row: int, num_experts: int) -> int:
@@ -61,7 +65,7 @@ class TransitionConfig(ChoiceConfig):
         return self
 
 
-class TransitionRouter(ChoiceRouter):
+class TransitionRouter(CapacityRouter):
     """Two plans from one weight; the number of steps done says which."""
 
     Config = TransitionConfig
@@ -102,10 +106,11 @@ class TransitionRouter(ChoiceRouter):
         return Routing(Mixture(rows_GM, weights_GME, weights_GME, self.num_experts), logits_TE[:, None])
 
     def choose(self, x_TD: Tensor) -> Choice:
-        """The best expert, weighted by its probability."""
+        """The best experts, weighted by their probabilities."""
         logits_TE = self._logits(x_TD) - self.mean_logit.to(wide_dtype(x_TD))
-        weights_T1, experts_T1 = logits_TE.softmax(-1).max(-1, keepdim=True)
-        return Choice(experts_T1, weights_T1, logits_TE)
+        chosen_TK = logits_TE.topk(self.config.top_k, dim=-1)
+        weights_TK = softmax_gates(chosen_TK.values, logits_TE, renormalise=False)
+        return Choice(chosen_TK.indices, weights_TK, logits_TE)
 
     def statistics(self, routing: Routing, batch_size: int) -> dict[str, Tensor]:
         """While mixing the logits' sums, for calibration."""
