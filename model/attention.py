@@ -1,42 +1,22 @@
-"""Causal self-attention with rotary positions: SwitchHead (experts on V and O) and its dense relatives.
+"""Causal self-attention with rotary positions: SwitchHead (experts on V and O) and its dense relatives. MoMHA has its own file.
 
 Legend: B sequences, S positions, T = B·S tokens, D model width, H heads, C channels of a head, A experts of a head.
 """
-
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .cache import LayerCache
 from .config import ModelConfig
 from .experts import ExpertLinears
 from .initialise import Start, Starts
 from .layers import Linear, rotary_table, rotate
 from .moe import SparseLayer
+from .momha import MoMHA
 from .router import Router
 from .router_sigmoid import SigmoidConfig, SigmoidRouter
 from .routing import Routing, head_to_token_routes, token_to_head_routes
-
-
-@dataclass
-class LayerCache:
-    """Keys (rotated, so that they keep their own positions) and values of one depth step: each (B, H, past, C)."""
-
-    keys: Tensor | None = None
-    values: Tensor | None = None
-
-    @property
-    def length(self) -> int:
-        """Positions seen so far."""
-        return 0 if self.keys is None else self.keys.shape[2]
-
-    def append(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Stores the new positions; returns all of them."""
-        if self.keys is not None and self.values is not None:
-            keys, values = torch.cat((self.keys, keys), 2), torch.cat((self.values, values), 2)
-        self.keys, self.values = keys, values
-        return keys, values
 
 
 class Attention(nn.Module):
@@ -149,8 +129,10 @@ class DenseAttention(Attention):
         return self.output(attended_BSHC.flatten(2)), {}
 
 
-def make_attention(config: ModelConfig, starts: Starts, *, backend: str) -> SwitchHead | DenseAttention:
+def make_attention(config: ModelConfig, starts: Starts, *, backend: str) -> SwitchHead | DenseAttention | MoMHA:
     """The attention that `config` names."""
+    if config.attention == "momha":
+        return MoMHA(config, starts, backend=backend)
     if config.has_attention_experts:
         return SwitchHead(config, starts, backend=backend)
     return DenseAttention(config, starts)

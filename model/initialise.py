@@ -9,6 +9,8 @@ the same for every number of ranks, and no rank ever holds more than one full te
                    O                                  N(0, c/√(H·C))
   scaled           truncated normal of std √(init_scale / fan-in), cut at ±2·init_scale; a down-projection's fan-in is F
                    (Switch, arXiv 2101.03961, §2.4; Mixture of Tokens, arXiv 2310.15961)
+  sut              expert tensors U(±1/fan-in), not of its root; expert biases U(±1/√fan-out); routers and the halting gate
+                   torch's default U(±1/√fan-in), weight and bias; K and V Xavier, gain 1/√2 (released code of arXiv 2310.07096)
   all              embedding N(0, 1/√D), head U(−1/√D, 1/√D), weight and bias; scaled: the embedding's fan-in is 1
 Dense layers beside `paper`: truncated normal, rescaled to a standard deviation of exactly √(2/(L·fan-in)); biases 0.
 """
@@ -149,6 +151,8 @@ class Starts:
 
     def router(self, d_row: int) -> Start:
         """The feed-forward's router."""
+        if self.rule == "sut":
+            return uniform(d_row**-0.5)
         start = self._sparse(d_row)
         return equal_rows(start) if self.rule == "release" else start
 
@@ -174,13 +178,17 @@ class Starts:
         return start if self.rule == "scaled" else rescaled_rows(start)
 
     def attention_experts(self, fan_in: int) -> Start:
-        """SwitchHead's V and O experts."""
-        start = self._sparse(fan_in)
+        """SwitchHead's V and O experts, MoMHA's Q and O experts."""
+        start = uniform(1 / fan_in) if self.rule == "sut" else self._sparse(fan_in)
         return unit_expert_axis(start) if self.expert_axis_norm else start
 
     def switchhead(self, fan_in: int) -> Start:
         """The dense matrices of SwitchHead."""
         return self._sparse(fan_in)
+
+    def momha_dense(self, fan_in: int) -> Start:
+        """MoMHA's K and V."""
+        return xavier_uniform(2**-0.5) if self.rule == "sut" else self._sparse(fan_in)
 
     def dense(self, fan_in: int) -> Start:
         """Attention and feed-forward of a dense layer."""

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from .config import ModelConfig
 from .experts import ExpertLinears, ExpertMLPs
+from .halting import Unhalted
 from .initialise import Starts, uniform, xavier_uniform
 from .layers import DenseMLP, LayerNorm, Linear
 from .routers import make_router
@@ -122,8 +123,10 @@ class SparseFeedForward(nn.Module):
         self.routed_weight, self.shared_weight = _sum_weights(config)
         self.output_norm = LayerNorm(config.d_model) if config.output_norm else None
 
-    def forward(self, x_BSD: Tensor, router_input_BSD: Tensor) -> tuple[Tensor, Routing]:
-        """(B, S, D) to (B, S, D), with the routing for losses and metrics."""
+    def forward(
+        self, x_BSD: Tensor, router_input_BSD: Tensor, unhalted: Unhalted | None = None
+    ) -> tuple[Tensor, Routing]:
+        """(B, S, D) to (B, S, D), with the routing for losses and metrics. Tokens that have halted cost no expert."""
         batch = x_BSD.shape[0]
         x_TD, router_input_TD = x_BSD.flatten(0, 1), router_input_BSD.flatten(0, 1)
         same_input = router_input_BSD is x_BSD
@@ -131,6 +134,8 @@ class SparseFeedForward(nn.Module):
             x_TD = self.view.split(x_TD)
             router_input_TD = x_TD if same_input else self.view.split(router_input_TD)
         routing = self.router(router_input_TD, batch_size=batch)
+        if unhalted is not None:
+            routing = routing.of_weighted_rows(unhalted.weight_of_rows(len(x_TD)))
         y_TD = self.answers(x_TD, routing.plan)
         if self.view is not None:
             y_TD = self.view.join(y_TD)

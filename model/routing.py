@@ -85,6 +85,8 @@ class Routing:
     probabilities_THA: Tensor | None = None
     # The experts that the rows asked for, before any was refused, (T, K'); None: those of the routes.
     wanted_TK: Tensor | None = None
+    # Under halting (T,): how much each row counts in the losses; rows of weight 0 are skipped. None: all count alike.
+    row_weight_T: Tensor | None = None
 
     @property
     def routes(self) -> Routes:
@@ -96,6 +98,12 @@ class Routing:
         if isinstance(self.plan, Mixture):
             raise TypeError("a soft mixture has no routes of its rows; `slot_routes` lists those of its slots")
         return self.plan
+
+    def of_weighted_rows(self, weight_T: Tensor) -> "Routing":
+        """The same decisions where rows count by their weight, and rows of weight 0 ask for nothing."""
+        routes = self.routes
+        kept = routes.kept(weight_T[routes.target_N] > 0)
+        return replace(self, plan=kept, wanted_TK=None, row_weight_T=weight_T)
 
 
 def token_routes(experts_TK: Tensor, weights_TK: Tensor, *, num_experts: int) -> Routes:

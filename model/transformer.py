@@ -6,10 +6,10 @@
             x = layer(x)
     logits = W_out · LN(x) + b    # untied from the embedding
 
-MoEUT (arXiv 2405.16039) has nothing step-dependent: no layer embedding, no halting, no residual scaling. With G = L nothing is
-shared and this is an ordinary Transformer; with G = 1 and a dense feed-forward a naive Universal Transformer. The residual stream
-is float32 in every precision. Cost of one token and depth step, in multiply-accumulates: attention
-(2 k_A + 2)·D·H·C plus the scores, feed-forward 2·K·F·D, routers (E + 2·H·N_A)·D.
+MoEUT (arXiv 2405.16039) has nothing step-dependent: no layer embedding, no halting, no residual scaling. SUT halts, and
+model/halting.py drives its depth steps. With G = L nothing is shared and this is an ordinary Transformer; with G = 1 and a dense
+feed-forward a naive Universal Transformer. The residual stream is float32 in every precision. Cost of one token and depth step of
+MoEUT, in multiply-accumulates: attention (2 k_A + 2)·D·H·C plus the scores, feed-forward 2·K·F·D, routers (E + 2·H·N_A)·D.
 
 Legend: B sequences, S positions, D model width, V vocabulary, L depth steps, G layers in a group, R = L/G repeats.
 """
@@ -22,9 +22,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .attention import LayerCache, make_attention
+from .attention import make_attention
 from .balance import DepthLoad, RouterReport, RunningSum, add_sums, collect_loads, report_routing
+from .cache import LayerCache
 from .config import ModelConfig
+from .halting import Halted, Halting, Unhalted
 from .initialise import Starts, parameter
 from .layers import DenseMLP, LayerNorm, Linear, wide_dtype
 from .moe import SparseFeedForward
@@ -76,14 +78,17 @@ class Layer(nn.Module):
             found["feed_forward"] = self.feed_forward.router
         return found
 
-    def forward(self, x_BSD: Tensor, cache: LayerCache | None) -> tuple[Tensor, dict[str, RouterReport]]:
-        """(B, S, D) float32 to (B, S, D) float32."""
+    def forward(
+        self, x_BSD: Tensor, cache: LayerCache | None, unhalted: Unhalted | None = None
+    ) -> tuple[Tensor, dict[str, RouterReport]]:
+        """(B, S, D) float32 to (B, S, D) float32. Only the layer of SUT takes `unhalted`."""
+        halting = () if unhalted is None else (unhalted,)
         n_BSD, values_BSD = self._inputs(x_BSD, self.attention_norm)
-        y_BSD, routings = self.attention(values_BSD, n_BSD, cache)
+        y_BSD, routings = self.attention(values_BSD, n_BSD, cache, *halting)
         x_BSD = self._add(x_BSD, y_BSD, self.attention_norm)
         n_BSD, values_BSD = self._inputs(x_BSD, self.feed_forward_norm)
         if isinstance(self.feed_forward, SparseFeedForward):
-            y_BSD, routings["feed_forward"] = self.feed_forward(values_BSD, n_BSD)
+            y_BSD, routings["feed_forward"] = self.feed_forward(values_BSD, n_BSD, *halting)
         else:
             y_BSD = self.feed_forward(values_BSD)
         return self._add(x_BSD, y_BSD, self.feed_forward_norm), self._reports(routings, x_BSD.shape[0])
@@ -125,6 +130,7 @@ class Transformer(nn.Module):
         self.group = nn.ModuleList(
             Layer(config, starts, member, backend=backend) for member in range(config.group_size)
         )  # fmt: skip
+        self.halting = None if config.halting is None else Halting(config.halting, config.d_model)
         self.final_norm = None if config.norm == "post" else LayerNorm(config.d_model)
         self.head = Linear(
             config.d_model, config.vocab_size, start=starts.head(), bias=config.head_bias, bias_start=starts.head()
@@ -139,14 +145,25 @@ class Transformer(nn.Module):
         """
         x_BSD = self._embed(tokens_BS, 0 if cache is None else cache[0].length)
         reports: list[dict[str, RouterReport]] = []
-        for step, member in enumerate(self.config.schedule):
-            x_BSD, report = self.group[member](x_BSD, None if cache is None else cache[step])
+
+        def apply(step: int, x_BSD: Tensor, *unhalted: Unhalted) -> Tensor:
+            layer = self.group[self.config.schedule[step]]
+            x_BSD, report = layer(x_BSD, None if cache is None else cache[step], *unhalted)
             reports.append(report)
+            return x_BSD
+
+        halted = None
+        if self.halting is not None:
+            halted = self.halting(apply, x_BSD, self.config.num_layers)
+            x_BSD = halted.answer_BSD
+        else:
+            for step in range(self.config.num_layers):
+                x_BSD = apply(step, x_BSD)
         if self.final_norm is not None:
             x_BSD = self.final_norm(x_BSD)
         logits_BSV = self.head(x_BSD)
         logits_BSV = logits_BSV.to(wide_dtype(logits_BSV))
-        regularisation_B, auxiliary, carried = self._losses(reports, tokens_BS)
+        regularisation_B, auxiliary, carried = self._losses(reports, halted, tokens_BS)
         return ModelOutput(logits_BSV, regularisation_B, auxiliary, collect_loads(reports), carried)
 
     def new_cache(self) -> list[LayerCache]:
@@ -187,9 +204,9 @@ class Transformer(nn.Module):
         return x_BSD
 
     def _losses(
-        self, reports: list[dict[str, RouterReport]], tokens_BS: Tensor
+        self, reports: list[dict[str, RouterReport]], halted: Halted | None, tokens_BS: Tensor
     ) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
-        """The auxiliary losses of all routers, each over all repeats of its weights; nothing in evaluation mode.
+        """The auxiliary losses of all routers, each over all repeats of its weights, and of halting; nothing in evaluation mode.
 
         MoEUT: Σ over group members of γ·ℓ_FF + δ·(ℓ_V + ℓ_O), per sequence (arXiv 2405.16039, §2.2).
         """
@@ -209,6 +226,9 @@ class Transformer(nn.Module):
                 regularisation_B = regularisation_B + loss.coefficient * share * loss.value_B
                 label = loss.name if kind == "feed_forward" else f"{kind}_{loss.name}"
                 auxiliary[label] = auxiliary.get(label, 0) + share * loss.value_B.detach()
+        if self.halting is not None and halted is not None:
+            regularisation_B = regularisation_B + self.halting.config.loss * halted.loss_B
+            auxiliary |= {"halting": halted.loss_B.detach(), "depth": halted.depth_B}
         return regularisation_B, auxiliary, carried
 
 

@@ -10,8 +10,9 @@ import torch
 from shared import shared_folder
 from torch import Tensor
 
-from moebius.model.config import ModelConfig
+from moebius.model.config import HaltingConfig, ModelConfig
 from moebius.model.router_sigmoid import SigmoidConfig
+from moebius.model.router_sut import SutConfig
 from moebius.model.transformer import Transformer
 
 RELEASE_NAMES = {
@@ -51,6 +52,25 @@ TRAINING_NAMES = {
     "norm1": "attention_norm",
     "norm2": "feed_forward_norm",
 }
+SUT_NAMES = {
+    "_gate.0": "halting.hidden",
+    "_gate.3": "halting.output",
+    "mod.self_attn_layer_norm": "group.0.attention_norm",
+    "mod.final_layer_norm": "group.0.feed_forward_norm",
+    "mod.self_attn.rel_pos_emb": "group.0.attention.relative",
+    "mod.self_attn.k_proj": "group.0.attention.key",
+    "mod.self_attn.v_proj": "group.0.attention.value",
+    "mod.self_attn.q_proj.experts.w": "group.0.attention.query.experts.weight",
+    "mod.self_attn.q_proj.output_experts.w": "group.0.attention.output.experts.weight",
+    "mod.self_attn.q_proj.w_gate.0": "group.0.attention.router.hidden",
+    "mod.self_attn.q_proj.w_gate.3": "group.0.attention.router.output",
+    "mod.moe.experts.w": "group.0.feed_forward.sparse.experts.w_up",
+    "mod.moe.experts.b": "group.0.feed_forward.sparse.experts.b_up",
+    "mod.moe.output_experts.w": "group.0.feed_forward.sparse.experts.w_down",
+    "mod.moe.output_experts.b": "group.0.feed_forward.sparse.experts.b_down",
+    "mod.moe.w_gate.0": "group.0.feed_forward.router.hidden",
+    "mod.moe.w_gate.3": "group.0.feed_forward.router.output",
+}
 OUTER_NAMES = {
     "embedding.weight": "embedding",
     "lm_head": "head",
@@ -88,6 +108,8 @@ class Golden:
         for layers in ("transformer.layers.", "unique_layers."):
             if name.startswith(layers):
                 member, _, rest = name.removeprefix(layers).partition(".")
+                if self.config.attention == "momha":
+                    return [(_rename(rest, SUT_NAMES), value)]
                 return [(f"group.{member}.{new}", tensor) for new, tensor in self._translate_part(rest, value)]
         return [(_rename(name, OUTER_NAMES), value)]
 
@@ -130,6 +152,8 @@ def _release_config(r: dict) -> ModelConfig:
 
 
 def _training_config(r: dict) -> ModelConfig:
+    if r["transformer.variant"] == "actsut_universal":
+        return _sut_config(r)
     layers, width = r["transformer.encoder_n_layers"], r["state_size"]
     common = {
         "vocab_size": r["n_tokens"], "d_model": width, "num_layers": layers, "num_heads": r["transformer.n_heads"],
@@ -144,4 +168,16 @@ def _training_config(r: dict) -> ModelConfig:
         **common, group_size=r["transformer.universal.group_size"], norm="peri" if r.get("moe.nonorm") else "pre",
         num_attention_experts=r["moe.att.n_experts"], attention_top_k=r["moe.att.k"], single_expert="gated_experts",
         num_experts=r["moe.n_experts"], router=SigmoidConfig(top_k=r["pkm.n_heads"]), d_expert=r["moe.expert_size"],
+    )  # fmt: skip
+
+
+def _sut_config(r: dict) -> ModelConfig:
+    return ModelConfig(
+        vocab_size=r["n_tokens"], d_model=r["state_size"], num_layers=r["transformer.encoder_n_layers"], group_size=1,
+        norm="post", positions="none", attention="momha", num_attention_experts=r["moe.att.n_experts"],
+        attention_top_k=r["moe.att.k"], d_head=r["transformer.head_projection_size"],
+        num_heads=r["moe.att.expert_size"] // r["transformer.head_projection_size"], attention_balance=r["moa.miloss"],
+        num_experts=r["moe.n_experts"], d_expert=r["moe.expert_size"], expert_bias=True, initialisation="sut",
+        router=SutConfig(top_k=r["pkm.n_heads"], mi_loss=r["moa.miloss"], mi_sign="as_published"),
+        halting=HaltingConfig(loss=r["transformer.act_loss"], loss_sum="all"),
     )  # fmt: skip

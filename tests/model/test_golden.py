@@ -8,7 +8,13 @@ from golden import Golden, load_golden
 from moebius.model.transformer import ModelOutput, Transformer
 
 RELEASE = ["moeut_tiny_g2", "moeut_tiny_noshare", "moeut_tiny_dense_att"]
-TRAINING = ["train_tiny_moeut_train", "train_tiny_moeut_preln", "train_tiny_sigma_moe", "train_tiny_dense"]
+TRAINING = [
+    "train_tiny_moeut_train",
+    "train_tiny_moeut_preln",
+    "train_tiny_sigma_moe",
+    "train_tiny_dense",
+    "train_tiny_sut_act",
+]
 BACKENDS = ["reference", "segments"]
 
 pytestmark = pytest.mark.needs_shared

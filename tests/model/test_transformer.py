@@ -84,7 +84,8 @@ def test_published_sizes_have_their_published_parameter_counts(name: str) -> Non
     with torch.device("meta"):
         model = Transformer(RECIPES[name]().model)
     total = sum(parameter.numel() for parameter in model.parameters())
-    in_layers = sum(parameter.numel() for parameter in model.group.parameters())
+    parts = [model.group] if model.halting is None else [model.group, model.halting]
+    in_layers = sum(parameter.numel() for part in parts for parameter in part.parameters())
     expected_total, expected_in_layers = PUBLISHED_COUNTS[name]
     assert total == expected_total
     assert expected_in_layers in (in_layers, None)

@@ -1,0 +1,29 @@
+"""What attention keeps of the positions that it has seen: one entry per depth step.
+
+Legend: B sequences, H heads, C channels of a head.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass
+class LayerCache:
+    """Keys (rotated, where positions rotate, so that they keep their own) and values of one depth step: each (B, H, past, C)."""
+
+    keys: Tensor | None = None
+    values: Tensor | None = None
+
+    @property
+    def length(self) -> int:
+        """Positions seen so far."""
+        return 0 if self.keys is None else self.keys.shape[2]
+
+    def append(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Stores the new positions; returns all of them."""
+        if self.keys is not None and self.values is not None:
+            keys, values = torch.cat((self.keys, keys), 2), torch.cat((self.values, values), 2)
+        self.keys, self.values = keys, values
+        return keys, values

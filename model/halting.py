@@ -1,0 +1,94 @@
+"""Stick-breaking adaptive computation time of the Sparse Universal Transformer (arXiv 2310.07096, §3.3).
+
+Every token has a stick of length 1. After each depth step a gate breaks off a share of what is left, and the token's answer is
+the sum of its states, weighed by the pieces. Once less than 1 − τ is left the token has halted: no expert computes for it any
+more, and what it has by then is its answer, which the other tokens go on reading. f is the shared layer, and with
+y⁰ = f(x, x), s⁰ = y⁰, v⁰ = 1, a⁰ = 0, D⁰ = 0 for l = 1 … L − 1:
+
+    p   = vˡ⁻¹·halt(yˡ⁻¹)            vˡ = vˡ⁻¹·continue(yˡ⁻¹)         what is broken off, and what is left
+    aˡ  = aˡ⁻¹ + p·yˡ⁻¹              Dˡ = Dˡ⁻¹ + (l − 1)·p            answer so far, and its expected depth
+    w   = vˡ if vˡ ≥ 1 − τ else 0
+    yˡ  = f(yˡ⁻¹, keys and values of sˡ⁻¹; no routes where w = 0)
+    sˡ  = aˡ + w·yˡ where w > 0, else sˡ⁻¹
+
+The answer is s of the last step. The loss is the mean over tokens of Dˡ + w·l, of the last step only (the SUT authors' code) or
+summed over all steps (the port by the MoEUT authors, arXiv 2405.16039, which weighs shallow steps more). At the start every gate
+says ½: with τ = 0.999 every token has halted by depth step 10, so 18 steps cost 10.
+
+Legend: B sequences, S positions, D model width, L depth steps.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .config import HaltingConfig
+from .initialise import uniform, zeros
+from .layers import Linear
+
+
+@dataclass(frozen=True)
+class Unhalted:
+    """What a depth step must know of the tokens' halting."""
+
+    memory_BSD: Tensor  # what keys and values are made of
+    weight_BS: Tensor  # w: the probability that the token has not halted; 0: it is skipped
+
+    def weight_of_rows(self, num_rows: int) -> Tensor:
+        """w of every row: a token's own, shared by its sub-tokens where it is split."""
+        return self.weight_BS.flatten().repeat_interleave(num_rows // self.weight_BS.numel())
+
+
+@dataclass(frozen=True)
+class Halted:
+    """What became of the tokens."""
+
+    answer_BSD: Tensor
+    loss_B: Tensor  # the expected depth, or its sum over the steps, per sequence, without its coefficient
+    depth_B: Tensor  # detached: depth steps that were computed for a token, on average
+
+
+class Halting(nn.Module):
+    """The gate, and the loop over depth steps that it drives.
+
+    The gate's second layer starts at zero, so that every token halts with probability ½ at every step.
+    """
+
+    def __init__(self, config: HaltingConfig, d_model: int) -> None:
+        super().__init__()
+        self.config = config
+        start = uniform(d_model**-0.5)
+        self.hidden = Linear(d_model, d_model, start=start, bias=True, bias_start=start)
+        self.output = Linear(d_model, 2, start=zeros)
+
+    def gate(self, y_BSD: Tensor) -> tuple[Tensor, Tensor]:
+        """Probabilities to go on and to halt after this state, each (B, S) float32."""
+        probability_BS2 = self.output(F.gelu(self.hidden(y_BSD))).softmax(-1)
+        return probability_BS2[..., 0], probability_BS2[..., 1]
+
+    def forward(self, layer: Callable[[int, Tensor, Unhalted], Tensor], x_BSD: Tensor, num_layers: int) -> Halted:
+        """Applies `layer(depth step, state, unhalted)` `num_layers` times.
+
+        Args:
+            x_BSD: the embedded tokens.
+        """
+        left_BS = torch.ones_like(x_BSD[..., 0])
+        y_BSD = layer(0, x_BSD, Unhalted(x_BSD, left_BS))
+        memory_BSD, answer_BSD, depth_BS = y_BSD, torch.zeros_like(y_BSD), left_BS
+        expected_BS = last_BS = total_BS = torch.zeros_like(left_BS)
+        for step in range(1, num_layers):
+            go_on_BS, halt_BS = self.gate(y_BSD)
+            piece_BS, left_BS = left_BS * halt_BS, left_BS * go_on_BS
+            answer_BSD = answer_BSD + piece_BS[..., None] * y_BSD
+            expected_BS = expected_BS + (step - 1) * piece_BS
+            weight_BS = torch.where(left_BS >= 1 - self.config.threshold, left_BS, 0.0)
+            y_BSD = layer(step, y_BSD, Unhalted(memory_BSD, weight_BS))
+            active_BS = weight_BS > 0
+            memory_BSD = torch.where(active_BS[..., None], answer_BSD + weight_BS[..., None] * y_BSD, memory_BSD)
+            last_BS = expected_BS + step * weight_BS
+            total_BS, depth_BS = total_BS + last_BS, depth_BS + active_BS
+        loss_BS = last_BS if self.config.loss_sum == "last" else total_BS
+        return Halted(memory_BSD, loss_BS.mean(1), depth_BS.mean(1))
