@@ -35,6 +35,8 @@ _SPARSE: dict[str, Any] = {
     "feed_forward": "experts", "placement": "last_half", "num_experts": 8, "d_expert": 512, "initialisation": "scaled",
 }  # fmt: skip
 _FINE: dict[str, Any] = _SPARSE | {"num_experts": 32, "d_expert": 128}
+# As published, and yet a later token can change what an earlier one gets.
+_READS_THE_FUTURE: dict[str, Any] = {"allow_future_leak": True}
 
 _MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "dense": ("Transformer with rotary positions, pre-norm", {}),
@@ -73,7 +75,7 @@ _MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         _SPARSE | {"router": {
             "kind": "token_choice", "top_k": 1, "capacity_factor": 1.25, "evaluation_capacity_factor": 2.0,
             "drop_order": "token_major",
-        }},
+        }} | _READS_THE_FUTURE,
     ),
     "switch_causal": (
         "Switch with a capacity that no later position can take",
@@ -87,7 +89,7 @@ _MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         _SPARSE | {"num_experts": 16, "d_expert": 256, "router": {
             "kind": "token_choice", "top_k": 2, "renormalise": True, "second_expert": "random", "capacity_factor": 1.0,
             "drop_order": "slot_major",
-        }},
+        }} | _READS_THE_FUTURE,
     ),
     "top_k": (
         "dropless top-k of many small experts, as OLMoE",
@@ -110,9 +112,9 @@ _MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "expert_choice_flat": (
         "expert choice over all tokens: reads the future",
-        _SPARSE | {"output_norm": True, "allow_future_leak": True, "router": {
+        _SPARSE | {"output_norm": True, "router": {
             "kind": "expert_choice", "group_size": 8, "mean_experts": 1.0, "scope": "flat",
-        }},
+        }} | _READS_THE_FUTURE,
     ),
     "mixture_of_tokens": (
         "Mixture of Tokens: groups of 8 sequences, 4 small experts for each full one",
@@ -120,7 +122,7 @@ _MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "soft_moe": (
         "Soft MoE: mixes all tokens of a sequence, reads the future",
-        _FINE | {"allow_future_leak": True, "router": {"kind": "soft_moe", "slots_per_expert": 16}},
+        _FINE | {"router": {"kind": "soft_moe", "slots_per_expert": 16}} | _READS_THE_FUTURE,
     ),
     "transition": (
         "Mixture of Tokens that becomes a Switch",

@@ -1,0 +1,165 @@
+"""The whole family under expert parallelism and through a training run: no architecture is a guest.
+
+Every recipe: loss and every gradient on 4 ranks with EP 1, 2 and 4 against one process, in float32 and bfloat16; a run that is
+stopped and resumed against one that is not, bit for bit.
+"""
+
+import json
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from family import NAMES, VOCABULARY, make_uneven, tiny_config, tiny_model
+from torch import Tensor
+from world import run_ranks
+
+from moebius.data_pipeline.config import DataConfig
+from moebius.data_pipeline.prepare import prepare
+from moebius.distributed.gradients import GradientReducer
+from moebius.distributed.layout import MeshConfig, local_experts, plan_layout
+from moebius.distributed.mesh import build_mesh
+from moebius.distributed.parallelize import build_model, expert_names
+from moebius.distributed.process import start_process
+from moebius.model.precision import forward_in
+from moebius.model.transformer import Transformer
+from moebius.train.config import CheckpointConfig, Config, TrainConfig
+from moebius.train.loop import train
+from moebius.train.loss import micro_batch_loss
+from moebius.train.optim import OptimConfig
+from moebius.train.recipes_family import FAMILY
+from moebius.train.run import split_parameters
+from moebius.train.state import model_tensors
+
+RANKS, MICRO_BATCH, POSITIONS = 4, 8, 10
+# Drawn per rank or summed in another order of micro-batches: no two layouts would agree.
+WITHOUT_CHANCE = {"sigma_moe_original": {"router": {"kind": "sigmoid", "top_k": 4, "balance_scope": "global_batch"}}}
+
+
+def rows_of(rank: int) -> Tensor:
+    generator = torch.Generator().manual_seed(rank)
+    return torch.randint(VOCABULARY, (MICRO_BATCH, POSITIONS + 1), generator=generator)
+
+
+def one_process(name: str, dtype: torch.dtype) -> tuple[float, dict[str, Tensor]]:
+    """Loss and gradients of all ranks' rows, one micro-batch per rank; a loss over the global batch sees them as one."""
+    model = make_uneven(tiny_model(name, **WITHOUT_CHANCE.get(name, {})))
+    model.before_step(0)
+    batches = [rows_of(rank) for rank in range(RANKS)]
+    if name in WITHOUT_CHANCE:
+        batches = [torch.cat(batches)]
+    total = 0.0
+    for rank, rows in enumerate(batches):
+        torch.manual_seed(rank)
+        result = micro_batch_loss(partial(forward_in, model, dtype), rows, global_sequences=RANKS * MICRO_BATCH)
+        result.loss.backward()
+        total += result.loss.item()
+    return total, {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in model.named_parameters()}
+
+
+def difference_on_ranks(folder: Path, names: tuple[str, ...], dtype: torch.dtype) -> dict[tuple[str, int], float]:
+    """For every recipe and EP degree the largest relative difference of the loss or of a gradient on this rank."""
+    found = {}
+    with start_process("cpu", timeout_s=60) as process:
+        meshes = {ep: build_mesh(plan_layout(MeshConfig(ep=ep), RANKS), process) for ep in (1, 2, 4)}
+        for name in names:
+            expected_loss, expected, start = torch.load(folder / f"{name}.pt")
+            for ep, mesh in meshes.items():
+                config = tiny_config(name, **WITHOUT_CHANCE.get(name, {}))
+                model = build_model(
+                    config, mesh, dispatcher="auto", backend="auto", seed=0, device=process.device
+                )  # fmt: skip
+                sharded = expert_names(model)
+
+                def own(whole: Tensor, name: str, mesh=mesh, sharded=sharded) -> Tensor:
+                    if name not in sharded:
+                        return whole
+                    block = local_experts(mesh.layout, mesh.rank, whole.shape[0])
+                    return whole[block.start : block.stop]
+
+                with torch.no_grad():
+                    for parameter_name, parameter in model.named_parameters():
+                        parameter.copy_(own(start[parameter_name], parameter_name))
+                model.before_step(0)
+                torch.manual_seed(process.rank)
+                result = micro_batch_loss(
+                    partial(forward_in, model, dtype), rows_of(process.rank), global_sequences=RANKS * MICRO_BATCH
+                )
+                result.loss.backward()
+                GradientReducer(*split_parameters(model), mesh).reduce()
+                loss = result.loss.detach().double()
+                torch.distributed.all_reduce(loss)
+                worst = abs(loss.item() - expected_loss) / abs(expected_loss)
+                for parameter_name, parameter in model.named_parameters():
+                    assert parameter.grad is not None
+                    theirs = own(expected[parameter_name], parameter_name)
+                    # Relative to the whole tensor: a block of experts that nobody chose has no size of its own.
+                    size = expected[parameter_name].norm() + 1e-6
+                    worst = max(worst, ((parameter.grad - theirs).norm() / size).item())
+                found[name, ep] = worst
+    return found
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 3e-2)], ids=["fp32", "bf16"])
+def test_expert_parallelism_changes_no_loss_and_no_gradient(
+    dtype: torch.dtype, tolerance: float, tmp_path: Path
+) -> None:
+    for name in NAMES:
+        start = make_uneven(tiny_model(name, **WITHOUT_CHANCE.get(name, {}))).state_dict()
+        torch.save((*one_process(name, dtype), start), tmp_path / f"{name}.pt")
+    for found in run_ranks(difference_on_ranks, RANKS, tmp_path, NAMES, dtype, timeout_s=240):
+        assert found.keys() == {(name, ep) for name in NAMES for ep in (1, 2, 4)}
+        assert {key: worst for key, worst in found.items() if worst > tolerance} == {}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("data")
+    words = np.random.default_rng(0).choice(["one", "two", "three", "many", "band", "expert", "route"], size=(90, 30))
+    text = folder / "text.jsonl"
+    text.write_text("".join(json.dumps({"text": " ".join(line)}) + "\n" for line in words), encoding="utf-8")
+    prepare(DataConfig(input=(str(text),), tokenizer="bytes", vocab_size=257, validation_fraction=0.2), folder / "shards")
+    return folder / "shards"
+
+
+def run_config(name: str, data: Path, *, steps: int, precision: str) -> Config:
+    model = tiny_config(name, vocab_size=257)
+    if name == "transition":
+        model = tiny_config(name, vocab_size=257, router=model.router.model_dump() | {"switch_step": 3})
+    return Config(
+        model=model,
+        data=DataConfig(tokenizer="bytes", vocab_size=257, seq_len=16, validation_fraction=0.2, directory=str(data)),
+        optim=OptimConfig(learning_rate=3e-3, decay_steps=20, clip_norm=1.0),
+        train=TrainConfig(steps=steps, global_batch=16, micro_batch=8, eval_rows=16, precision=precision),
+        checkpoint=CheckpointConfig(every=2),
+    )  # fmt: skip
+
+
+def logged(run_dir: Path) -> dict[int, tuple]:
+    """The last line of every step: what a resumed run repeats counts."""
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    kept = ("loss", "regularisation", "grad_norm", "auxiliary_losses", "expert_load")
+    return {line["step"]: tuple(str(line.get(key)) for key in kept) for line in lines if line["kind"] == "train"}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_run_that_is_resumed_equals_one_that_is_not(name: str, data: Path, tmp_path: Path) -> None:
+    precision = "bfloat16" if NAMES.index(name) % 2 else "float32"
+    whole, parted = tmp_path / "whole", tmp_path / "parted"
+    for folder, steps in ((whole, 6), (parted, 4), (parted, 6)):
+        folder.mkdir(exist_ok=True)
+        assert train(run_config(name, data, steps=steps, precision=precision), folder) == "finished"
+    assert logged(parted) == logged(whole)
+    assert len(logged(whole)) == 6
+
+
+def test_every_recipe_of_the_family_can_be_placed_on_four_ranks() -> None:
+    for name, (_, recipe) in FAMILY.items():
+        for ep in (1, 2, 4):
+            values = recipe().model_dump() | {"mesh": {"ep": ep}}
+            config = Config.model_validate(values)
+            config.check_world(4)
+            with torch.device("meta"):
+                tensors, sharded = model_tensors(Transformer(config.model))
+            assert all(tensors[tensor].shape[0] % ep == 0 for tensor in sharded), name
