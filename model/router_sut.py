@@ -95,7 +95,7 @@ class SutRouter(Router):
         )
         quirk = self.num_experts if routing.row_weight_T is None and self.config.mi_sign == "as_published" else 1
         return {
-            "probability": torch.einsum("bs,bse->be", q_BS, p_BSE),
+            "probability": (q_BS[..., None] * p_BSE).sum(1),
             "certainty": (q_BS * (p_BSE * log_p_BSE).sum(-1)).sum(1),
             "mass": quirk * q_BS.sum(1),
         }
