@@ -1,4 +1,4 @@
-"""Stick-breaking adaptive computation time of the Sparse Universal Transformer (arXiv 2310.07096, §3.3).
+"""Stick-breaking adaptive computation time of the Sparse Universal Transformer (arXiv 2310.07096).
 
 Every token has a stick of length 1. After each depth step a gate breaks off a share of what is left, and the token's answer is
 the sum of its states, weighed by the pieces. Once less than 1 − τ is left the token has halted: no expert computes for it any

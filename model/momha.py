@@ -1,4 +1,4 @@
-"""MoMHA, the Mixture of Multi-Head Attention of the Sparse Universal Transformer (arXiv 2310.07096, §3.1; MoA, arXiv 2210.05144).
+"""MoMHA, the Mixture of Multi-Head Attention of the Sparse Universal Transformer (arXiv 2310.07096; after MoA, arXiv 2210.05144).
 
 An attention expert is a pair of matrices: Q_e, which makes the queries of H heads, and O_e, which reads those heads' results.
 Every token picks K of them. Keys and values are dense and shared by all experts, so a cache costs as much as one expert's would.

@@ -1,15 +1,15 @@
 """The router of the Sparse Universal Transformer (arXiv 2310.07096): a small network, softmax, top-k, gates that sum to 1.
 
-Its loss asks for much mutual information between rows x and experts e, I(e; x) = H(e) − H(e|x) (Mod-Squad, arXiv 2212.08066; SUT,
-§3.2): many experts in use, and every row sure of its own. With q the weights of the rows, Σ q = 1, over all rows of a micro-batch
+Its loss asks for much mutual information between rows x and experts e, I(e; x) = H(e) − H(e|x) (after Mod-Squad, arXiv
+2212.08066): many experts in use, and every row sure of its own. With q the weights of the rows, Σ q = 1, over all rows of a micro-batch
 and all depth steps of the shared layer together, and P_e = Σ q·p_e,
 
     corrected      H(e|x) − H(e) = −Σ q·p ln p + Σ_e P_e ln P_e         −ln E at best, 0 at worst
     as_published   H(e|x) + H(e) = −Σ q·p ln p − Σ_e P_e ln P_e         0 when all rows share one expert
 
 The released code of SUT, and the port of it that the MoEUT authors ran (arXiv 2405.16039), compute the second: the sign of the
-marginal term is the opposite of what the paper says, and rewards collapse. Both also divide by the number of probabilities
-instead of the number of rows where nothing halts: q = 1/(N·E). "as_published" keeps both, to reproduce those runs.
+marginal term is the opposite of the stated aim, and rewards collapse. Where nothing halts the port also divides by the number of
+probabilities, T·E, instead of rows, T. "as_published" keeps both, to reproduce those runs.
 
 With halting, q is the probability that a row has not halted (model/halting.py), and the loss has a gradient through it.
 

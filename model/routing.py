@@ -8,6 +8,8 @@ sparse layer is such a list, so one dispatcher and one set of kernels serve them
 | feed-forward (σ-MoE) | token | E | the same token |
 | V projection of SwitchHead | token | H·N_A: head h picks among its own N_A | (token, head) |
 | O projection of SwitchHead | (token, head) | H·N_A | token: heads and slots add up |
+| Q projection of MoMHA | token | N_A | (token, slot): every picked expert's queries stay apart |
+| O projection of MoMHA | (token, slot) | N_A | token: slots add up |
 | expert choice | token | E | the same token; some tokens have no route |
 
 A mixture (Mixture of Tokens, Soft MoE) is not such a list: every expert slot reads a weighted sum of the rows of a group, and

@@ -130,6 +130,20 @@ def test_layers_are_applied_in_the_order_abab() -> None:
     assert seen == [0, 1, 0, 1, 0, 1]
 
 
+@pytest.mark.parametrize("order", ["abab", "aabb"])
+def test_post_norm_in_either_order_equals_its_formulas(order: str) -> None:
+    """Embeddings times √D and normalised, a = LN(x + Attention(x)), x = LN(a + FF(a)), no norm at the end."""
+    model = make(TINY.model_copy(update={"norm": "post", "order": order})).double().eval()
+    tokens = torch.arange(61)[None]
+    x = torch.nn.functional.layer_norm(model.embedding[tokens] * 24**0.5, (24,))
+    for member in {"abab": "010101", "aabb": "000111"}[order]:
+        layer = model.group[int(member)]
+        a = layer.attention_norm(x + layer.attention(x, x, None)[0])
+        x = layer.feed_forward_norm(a + layer.feed_forward(a, a)[0])
+    logits = x @ model.head.weight.T + model.head.bias
+    torch.testing.assert_close(model(tokens).logits_BSV, logits, rtol=0, atol=1e-12)
+
+
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_every_parameter_gets_a_gradient(variant: str, backend: str) -> None:
