@@ -79,7 +79,7 @@ class ExpertChoiceConfig(RouterConfig):
 
 
 class ExpertChoiceRouter(Router):
-    """Expert choice (arXiv 2202.09368, §3.2), causal by position (arXiv 2402.07871, appendix)."""
+    """Expert choice (arXiv 2202.09368), causal by position (arXiv 2402.07871)."""
 
     Config = ExpertChoiceConfig
     config: ExpertChoiceConfig

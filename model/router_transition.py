@@ -1,4 +1,4 @@
-"""Transition tuning: a Mixture of Tokens that goes on as a Switch, in one run and with the same weights (arXiv 2310.15961, §5).
+"""Transition tuning: a Mixture of Tokens that goes on as a Switch, in one run and with the same weights (arXiv 2310.15961).
 
 Until `switch_step` optimizer steps are done the router mixes (router_mixture.py); from then on every token takes the expert of
 its largest softmax, weighted by it, with a capacity if one is given and the balancing loss (Switch, arXiv 2101.03961, eq. 1 to

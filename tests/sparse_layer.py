@@ -1,0 +1,49 @@
+"""One layer of experts in float64, and the leak test for it."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moebius.model.config import ModelConfig
+from moebius.model.initialise import initialise
+from moebius.model.moe import SparseFeedForward
+from moebius.model.transformer import Transformer
+
+
+def make_model(router: dict[str, Any], *, seed: int = 0, **sizes: Any) -> Transformer:
+    """Two pre-norm layers with causal attention, float64, on the reference backend."""
+    small: dict[str, Any] = {
+        "vocab_size": 31, "d_model": 12, "num_layers": 2, "group_size": 2, "num_heads": 2, "d_head": 6, "norm": "pre",
+        "attention": "dense", "num_experts": 6, "d_expert": 10, "allow_future_leak": True,
+    }  # fmt: skip
+    model = Transformer(ModelConfig.model_validate(small | sizes | {"router": router}), backend="reference")
+    initialise(model, seed)
+    return model.double()
+
+
+def make_layer(router: dict[str, Any], *, spread: float = 1.0, **sizes: Any) -> SparseFeedForward:
+    """Its feed-forward, with router weights of standard deviation `spread`: opinionated, unlike at the start."""
+    layer = make_model(router, **sizes).group[0].feed_forward  # pyright: ignore[reportAttributeAccessIssue]
+    with torch.no_grad():
+        layer.router.weight.normal_(0, spread, generator=torch.Generator().manual_seed(1))
+    return layer
+
+
+def rows(batch: int, length: int, width: int = 12, *, seed: int = 0) -> Tensor:
+    """(B, S, D) with a component that all rows have in common, so that a router has favourites."""
+    generator = torch.Generator().manual_seed(seed)
+    common = torch.randn(width, dtype=torch.float64, generator=generator)
+    return torch.randn(batch, length, width, dtype=torch.float64, generator=generator) + common
+
+
+def temporal_leak(forward: Callable[[Tensor], Tensor], x_BS: Tensor, other_BS: Tensor, cuts: range) -> float:
+    """The largest change of an output before a cut when inputs change after it: in all sequences, in the last, in the first."""
+    before, leak = forward(x_BS), 0.0
+    for cut in cuts:
+        for changed in (slice(None), slice(-1, None), slice(1)):
+            x = x_BS.clone()
+            x[changed, cut:] = other_BS[changed, cut:]
+            leak = max(leak, (forward(x) - before)[:, :cut].abs().max().item())
+    return leak
