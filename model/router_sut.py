@@ -1,8 +1,8 @@
 """The router of the Sparse Universal Transformer (arXiv 2310.07096): a small network, softmax, top-k, gates that sum to 1.
 
 Its loss asks for much mutual information between rows x and experts e, I(e; x) = H(e) − H(e|x) (after Mod-Squad, arXiv
-2212.08066): many experts in use, and every row sure of its own. With q the weights of the rows, Σ q = 1, over all rows of a micro-batch
-and all depth steps of the shared layer together, and P_e = Σ q·p_e,
+2212.08066): many experts in use, and every row sure of its own. With q the weights of the rows, Σ q = 1, over all rows of a
+micro-batch and all depth steps of the shared layer together, and P_e = Σ q·p_e,
 
     corrected      H(e|x) − H(e) = −Σ q·p ln p + Σ_e P_e ln P_e         −ln E at best, 0 at worst
     as_published   H(e|x) + H(e) = −Σ q·p ln p − Σ_e P_e ln P_e         0 when all rows share one expert
