@@ -1,6 +1,7 @@
 """The command `moebius`: parses, builds, calls. No logic lives here."""
 
 import argparse
+import json
 import os
 import sys
 from collections.abc import Sequence
@@ -44,7 +45,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"moebius {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     for add in (
-        _add_prepare, _add_train, _add_submit, _add_status, _add_logs, _add_stop, _add_eval, _add_layout, _add_ckpt,
+        _add_prepare, _add_train, _add_submit, _add_status, _add_logs, _add_stop, _add_eval, _add_models, _add_layout,
+        _add_ckpt,
     ):  # fmt: skip
         add(commands)
     return parser
@@ -231,6 +233,30 @@ def _eval(options: argparse.Namespace) -> int:
     for piece in pieces:
         print(piece, end="", flush=True)
     print()
+    return 0
+
+
+# models -------------------------------------------------------------------------------------------------------------
+
+
+def _add_models(commands: argparse._SubParsersAction) -> None:
+    parser = _command(commands, "models", _models, "print what the recipes are, what they cost and what they promise")
+    parser.add_argument("names", nargs="*", metavar="RECIPE|FILE.toml", help="default: every recipe")
+    parser.add_argument(
+        "--count", action="store_true", help="compare the FLOPs with torch's own count (a minute for all)"
+    )
+    parser.add_argument("--json", action="store_true", help="everything, exact, as a JSON list")
+
+
+def _models(options: argparse.Namespace) -> int:
+    from .train.catalogue import catalogue, show
+
+    with Console(stderr=True).status("counting"):
+        entries = list(catalogue(options.names, RECIPES, count=options.count))
+    if options.json:
+        print(json.dumps([entry.plain() for entry in entries], indent=2))
+    else:
+        Console().print(show(entries))
     return 0
 
 

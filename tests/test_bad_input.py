@@ -208,6 +208,8 @@ def test_what_is_not_there(tmp_path: Path, capfd: pytest.CaptureFixture[str], mo
         (["eval", "nowhere"], "is not a run folder"),
         (["ckpt", "ls", "nowhere"], "has no checkpoint"),
         (["train", "smokee"], "did you mean smoke?"),
+        (["models", "smokee"], "did you mean smoke?"),
+        (["models", "nowhere.toml"], "nowhere.toml: cannot be read"),
         (["layout", "--world-size", "6", "--ep", "4"], "mesh.ep 4 does not divide the world's 6 ranks"),
         (["submit", "smoke", "--detach"], "--address|address of a real one"),
     ]:
