@@ -73,6 +73,9 @@ class ModelConfig(BaseModel):
     )
     expert_bias: bool = False
     sub_tokens: PositiveInt = 1  # MH-MoE: heads that a row is split into before routing
+    sub_token_residual: bool = (
+        False  # add a sub-token to its experts' answer: the paper's formula, not its released code
+    )
     num_shared_experts: NonNegativeInt = 0  # always on, each of width d_expert, outside the router
     # "plain": shared + routed (DeepSeek). "mean": (shared + K·routed)/(K + 1), as OLMo-core weighs them.
     shared_sum: Literal["plain", "mean"] = "plain"
@@ -220,6 +223,10 @@ class ModelConfig(BaseModel):
             return self
         if self.d_model % self.sub_tokens:
             raise ValueError(f"sub_tokens={self.sub_tokens} does not divide d_model={self.d_model}")
+        if self.sub_token_residual and self.sub_tokens == 1:
+            raise ValueError(
+                "sub_token_residual=True with sub_tokens=1: there are no sub-tokens; set sub_tokens to 2 or more"
+            )
         self.router.check(self.num_experts)
         if not self.router.promises.causal and not self.allow_future_leak:
             raise ValueError(

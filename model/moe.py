@@ -75,11 +75,12 @@ class SubTokens(nn.Module):
     """The token view of Multi-Head MoE (arXiv 2404.15045, eq. 4 to 8): a row becomes h rows of width D/h, and one again.
 
     The sub-tokens of a row are neighbours. Rows stay sequence-major, so to a router it looks like h times as many positions.
+    With `residual` a sub-token is added to its experts' answer, as the paper writes it; its released code does not.
     """
 
-    def __init__(self, d_model: int, num_heads: int) -> None:
+    def __init__(self, d_model: int, num_heads: int, *, residual: bool) -> None:
         super().__init__()
-        self.num_heads = num_heads
+        self.num_heads, self.residual = num_heads, residual
         self.head = Linear(
             d_model, d_model, start=xavier_uniform(2**-0.5), bias=True, bias_start=uniform(d_model**-0.5)
         )
@@ -89,8 +90,9 @@ class SubTokens(nn.Module):
         """(T, D) to (T·h, D/h)."""
         return self.head(x_TD).unflatten(1, (self.num_heads, -1)).flatten(0, 1)
 
-    def join(self, y_UC: Tensor) -> Tensor:
-        """(T·h, D/h) to (T, D)."""
+    def join(self, y_UC: Tensor, x_UC: Tensor) -> Tensor:
+        """The experts' answers to the sub-tokens x, each (T·h, D/h), to (T, D)."""
+        y_UC = y_UC + x_UC if self.residual else y_UC
         return self.merge(y_UC.unflatten(0, (-1, self.num_heads)).flatten(1))
 
 
@@ -103,7 +105,9 @@ class SparseFeedForward(nn.Module):
     def __init__(self, config: ModelConfig, starts: Starts, *, backend: str) -> None:
         super().__init__()
         width = config.d_model // config.sub_tokens
-        self.view = SubTokens(config.d_model, config.sub_tokens) if config.sub_tokens > 1 else None
+        self.view = None
+        if config.sub_tokens > 1:
+            self.view = SubTokens(config.d_model, config.sub_tokens, residual=config.sub_token_residual)
         self.router = make_router(config.router, width, config.num_experts, start=starts.router(width))
         up_start, down_start = starts.expert_up(width), starts.expert_down(config.num_experts, config.d_expert)
         bias_starts = starts.expert_biases(width, config.d_expert) if config.expert_bias else None
@@ -138,7 +142,7 @@ class SparseFeedForward(nn.Module):
             routing = routing.of_weighted_rows(unhalted.weight_of_rows(len(x_TD)))
         y_TD = self.answers(x_TD, routing.plan)
         if self.view is not None:
-            y_TD = self.view.join(y_TD)
+            y_TD = self.view.join(y_TD, x_TD)
         y_BSD = y_TD.view(batch, -1, y_TD.shape[1])
         if self.output_norm is not None:
             y_BSD = self.output_norm(y_BSD)
