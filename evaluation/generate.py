@@ -1,4 +1,8 @@
-"""Text from a model: one sequence, token by token, with the key-value cache."""
+"""Text from a model: one sequence, token by token, with the key-value cache.
+
+A model that routes sequences together gets companions (companions.py): given text, of which it sees one more token whenever it
+writes one itself. They are rows of the same batch, with keys and values of their own.
+"""
 
 from collections.abc import Iterator
 
@@ -6,32 +10,60 @@ import torch
 from torch import Tensor
 
 from ..model.transformer import Transformer
+from .companions import companions_of, in_company
 
 
 @torch.no_grad()
 def generate(
-    model: Transformer, prompt_S: Tensor, *, num_tokens: int, temperature: float = 1.0, seed: int = 0
+    model: Transformer,
+    prompt_S: Tensor,
+    *,
+    num_tokens: int,
+    temperature: float = 1.0,
+    seed: int = 0,
+    companions_MS: Tensor | None = None,
 ) -> Iterator[int]:
     """Yields `num_tokens` token ids that continue the prompt.
 
     Args:
         prompt_S: int64, at least one token.
         temperature: of the sampling; 0 takes the most likely token each time.
+        companions_MS: int64, as many rows as `companions_of(model)` and at least as long as prompt and answer without the last
+            token; None where there are none.
 
     Raises:
-        ValueError: an empty prompt or a negative temperature.
+        ValueError: an empty prompt, a negative temperature, companions that do not fit, or a model that reads whole sequences.
     """
     if prompt_S.numel() == 0 or temperature < 0:
         raise ValueError(
             f"generation needs a prompt of at least one token ({prompt_S.numel()}) and {temperature=} >= 0"
         )
+    _check_company(model, companions_MS, length=len(prompt_S) + num_tokens - 1)
     generator = torch.Generator(device=prompt_S.device).manual_seed(seed)
-    cache, new_BS = model.new_cache(), prompt_S[None]
+    cache, new_S, seen = model.new_cache(), prompt_S, 0
     for _ in range(num_tokens):
-        logits_V = model(new_BS, cache).logits_BSV[0, -1]
+        beside_MS = None if companions_MS is None else companions_MS[:, seen : seen + len(new_S)]
+        new_BS, row = in_company(new_S, beside_MS, key=(seed,))
+        logits_V = model(new_BS, cache).logits_BSV[row, -1]
         if temperature == 0:
             token = logits_V.argmax()
         else:
             token = torch.multinomial((logits_V / temperature).softmax(-1), 1, generator=generator)[0]
         yield int(token.item())
-        new_BS = token.view(1, 1)
+        seen, new_S = seen + len(new_S), token.view(1)
+
+
+def _check_company(model: Transformer, companions_MS: Tensor | None, *, length: int) -> None:
+    config = model.config
+    if config.sparse_members and config.router.reads_whole_sequences:
+        raise ValueError(
+            f"router.kind={config.router.kind!r} as configured reads whole sequences, later positions included: such a model "
+            "cannot write, for at each token what comes later does not exist yet"
+        )
+    wanted = companions_of(model)
+    given = (0, length) if companions_MS is None else tuple(companions_MS.shape)
+    if given[0] != wanted or given[1] < length:
+        raise ValueError(
+            f"this model routes {wanted + 1} sequences together, so it writes beside {wanted} companions of at least {length} "
+            f"tokens; given: {given[0]} of {given[1]} (evaluation/companions.py draws them)"
+        )

@@ -5,12 +5,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from ..data_pipeline.shards import prepared_tokenizer
 from ..distributed.process import start_process
 from ..train.evaluate import Evaluation, evaluate
+from .companions import CompanionText, companions_of
 from .generate import generate
-from .restore import restore
+from .restore import Restored, restore
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,11 @@ def write_text(
 ) -> Iterator[str]:
     """Yields the prompt and then, piece by piece, the text that the model writes after it.
 
-    A piece may be held back while its last bytes are not a whole character yet.
+    A piece may be held back while its last bytes are not a whole character yet. A model that routes sequences together
+    writes beside companions from its training text, drawn from the seed.
+
+    Raises:
+        ValueError: the run, its checkpoint or its data cannot be read, or the model cannot write.
     """
     with start_process("auto") as process:
         restored = restore(run_dir, process, step=step)
@@ -56,9 +62,21 @@ def write_text(
         prompt_S = torch.from_numpy(prompt_ids).to(process.device)
         yield prompt
         ids, shown = prompt_ids.tolist(), len(prompt)
-        for token in generate(restored.model, prompt_S, num_tokens=num_tokens, temperature=temperature, seed=seed):
+        companions_MS = _companions(restored, len(ids) + num_tokens - 1, seed=seed)
+        for token in generate(
+            restored.model, prompt_S, num_tokens=num_tokens, temperature=temperature, seed=seed,
+            companions_MS=None if companions_MS is None else companions_MS.to(process.device),
+        ):  # fmt: skip
             ids.append(token)
             text = tokenizer.decode(ids)
             if not text.endswith("\ufffd"):
                 yield text[shown:]
                 shown = len(text)
+
+
+def _companions(restored: Restored, length: int, *, seed: int) -> Tensor | None:
+    wanted, data = companions_of(restored.model), restored.config.data
+    if wanted == 0:
+        return None
+    with CompanionText(data.directory, seq_len=data.seq_len, seed=seed) as text:
+        return text.draw(wanted, max(length, 1))

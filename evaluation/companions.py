@@ -1,0 +1,147 @@
+"""One sequence through a model that routes sequences together: it needs company.
+
+A Mixture of Tokens or an expert choice by position cannot be asked about one sequence alone. As its authors do (arXiv
+2310.15961, zero-shot protocol), a request is put into a uniformly random row of a group whose other rows are training text, all
+cut to the request's length; only the request's row is looked at. So a score is a random variable: it is drawn from a seed, and
+several draws give its spread. Cost: a whole group for every request and draw.
+
+Requests end at their last token, since padding on the right would change nothing: no position reads a later one. On the left
+nothing may be added, for a group meets position by position.
+
+Models that route every sequence by itself need no companions and are asked as they are.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..data_pipeline.loader import RowReader
+from ..data_pipeline.shards import TokenStore
+from ..model.transformer import Transformer
+
+
+def companions_of(model: Transformer) -> int:
+    """How many sequences must stand beside one; 0 for most models."""
+    return max((router.companions for _, _, router in model.routers()), default=0)
+
+
+class CompanionText:
+    """Stretches of a prepared folder's training text, to stand beside requests. Use as a context manager, or call `close`."""
+
+    def __init__(self, directory: str | Path, *, seq_len: int, seed: int = 0) -> None:
+        """`seq_len` as in training: the stretches begin where training's rows do.
+
+        Raises:
+            DataError: the folder cannot be read.
+        """
+        self._store, self._seq_len, self.seed = TokenStore(directory, "train"), seq_len, seed
+
+    def draw(self, count: int, length: int, *, key: Sequence[int] = (0,)) -> Tensor:
+        """(count, length) int64, the same for the same seed and key; different rows where the text has enough of them.
+
+        Raises:
+            ValueError: the training text is shorter than one stretch.
+        """
+        reader = RowReader(self._store, max(self._seq_len, length - 1))
+        if reader.num_rows < 1:
+            raise ValueError(
+                f"companions of {length} tokens need a longer training text than the {self._store.num_tokens} tokens of "
+                f"{self._store.directory}: ask for fewer tokens, or prepare more text"
+            )
+        rows = _generator(self.seed, *key).choice(reader.num_rows, count, replace=reader.num_rows < count)
+        return torch.from_numpy(reader.read(rows)[:, :length])
+
+    def close(self) -> None:
+        """Closes the files."""
+        self._store.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+@dataclass(frozen=True)
+class Score:
+    """Log-probabilities of a request's tokens (nats), one row per draw of companions."""
+
+    log_probability_RS: Tensor  # float64, of each scored token given all before it
+
+    @property
+    def mean(self) -> float:
+        """Of the whole text's log-probability over the draws."""
+        return self.log_probability_RS.sum(1).mean().item()
+
+    @property
+    def spread(self) -> float:
+        """Standard deviation of it over the draws; 0 for a single one and for a model that needs no companions."""
+        totals_R = self.log_probability_RS.sum(1)
+        return totals_R.std().item() if len(totals_R) > 1 else 0.0
+
+
+@torch.no_grad()
+def score(
+    model: Transformer, tokens: Sequence[int], text: CompanionText | None, *, end_of_document: int, context: int,
+    draws: int = 1, num_scored: int | None = None, key: int = 0,
+) -> Score:  # fmt: skip
+    """How likely a text is, after an end of document, for a model in evaluation mode.
+
+    Args:
+        tokens: the text; a request with a prompt has it in front and scores the rest.
+        text: where companions come from; None will do for a model that needs none.
+        context: the longest input; of longer ones the left is cut off, the end of document first.
+        draws: how often to draw companions; one is enough, and all that is done, where none are needed.
+        num_scored: so many tokens at the end; None: all that remain after the cut.
+        key: number of the request: each has companions of its own.
+
+    Raises:
+        ValueError: nothing to score, fewer tokens remain than are to be scored, or there is nowhere to draw companions from.
+    """
+    line = [end_of_document, *tokens][-(context + 1) :]
+    num_scored = len(line) - 1 if num_scored is None else num_scored
+    if not 1 <= num_scored < len(line) or draws < 1:
+        raise ValueError(
+            f"a score needs tokens: {len(tokens)} given, {len(line) - 1} of them fit into {context=}, {num_scored=}, {draws=}"
+        )
+    line_S = torch.tensor(line, dtype=torch.int64, device=model.embedding.device)
+    found = []
+    for draw in range(draws if companions_of(model) else 1):
+        group_BS, row = _drawn_group(model, line_S[:-1], text, key=(key, draw))
+        logits_SV = model(group_BS).logits_BSV[row]
+        found.append(logits_SV.double().log_softmax(-1).gather(1, line_S[1:, None])[-num_scored:, 0])
+    return Score(torch.stack(found).cpu())
+
+
+def _drawn_group(
+    model: Transformer, request_S: Tensor, text: CompanionText | None, *, key: Sequence[int]
+) -> tuple[Tensor, int]:
+    companions = companions_of(model)
+    if companions == 0:
+        return request_S[None], 0
+    if text is None:
+        raise ValueError(
+            f"this model is asked beside {companions} companions: give the training text to draw them from"
+        )
+    companions_MS = text.draw(companions, len(request_S), key=key).to(request_S.device)
+    return in_company(request_S, companions_MS, key=(text.seed, *key))
+
+
+def in_company(request_S: Tensor, companions_MS: Tensor | None, *, key: Sequence[int]) -> tuple[Tensor, int]:
+    """(M + 1, S), the request in a random row, and that row's number, the same for the same key."""
+    if companions_MS is None:
+        return request_S[None], 0
+    row = int(_generator(*key).integers(len(companions_MS) + 1))
+    return torch.cat((companions_MS[:row], request_S[None], companions_MS[row:])), row
+
+
+def _generator(*key: int) -> np.random.Generator:
+    return np.random.default_rng([number % 2**63 for number in key])
