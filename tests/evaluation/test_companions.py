@@ -67,22 +67,22 @@ def training_stream(folder: Path) -> np.ndarray:
 
 def test_companions_are_different_rows_of_the_training_text(folder: Path) -> None:
     stream = training_stream(folder)
-    with CompanionText(folder, seq_len=CONTEXT, seed=5) as text:
-        drawn = text.draw(31, 17, key=(2, 0))
+    with CompanionText(folder, seq_len=40, seed=5) as text:
+        drawn = text.draw(31, 41, key=(2, 0))
         starts = []
         for row in drawn.tolist():
-            places = [p for p in range(0, len(stream) - 16, CONTEXT) if stream[p : p + 17].tolist() == row]
+            places = [p for p in range(0, len(stream) - 40, 40) if stream[p : p + 41].tolist() == row]
             assert len(places) == 1
             starts += places
         assert len(set(starts)) == 31
         assert text.draw(31, 9, key=(2, 0)).equal(drawn[:, :9])
-        assert drawn.equal(text.draw(31, 17, key=(2, 0)))
-        assert not drawn.equal(text.draw(31, 17, key=(2, 1)))
+        assert drawn.equal(text.draw(31, 41, key=(2, 0)))
+        assert not drawn.equal(text.draw(31, 41, key=(2, 1)))
         assert text.draw(3, 100).shape == (3, 100)  # longer than a row of training
         with pytest.raises(ValueError, match=r"companions of 1000000 tokens need a longer training text"):
             text.draw(1, 10**6)
-    with CompanionText(folder, seq_len=CONTEXT, seed=6) as other:
-        assert not drawn.equal(other.draw(31, 17, key=(2, 0)))
+    with CompanionText(folder, seq_len=40, seed=6) as other:
+        assert not drawn.equal(other.draw(31, 41, key=(2, 0)))
 
 
 def test_the_request_stands_in_any_row() -> None:
