@@ -16,6 +16,7 @@ Legend: B sequences, S positions, H heads (1 for the feed-forward), A experts of
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -100,6 +101,21 @@ def balance_value(sums: dict[str, Tensor], form: str, scope: str, running: Runni
     load_BHA = _in_scope(sums["load"], "load", scope, running).unflatten(1, p_BHA.shape[1:])
     fraction_BHA = load_BHA / load_BHA.sum(-1, keepdim=True).clamp_min(1)
     return p_BHA.shape[-1] * (p_BHA * fraction_BHA).sum(-1).mean(-1)
+
+
+def normalised_coefficient(
+    published: float, *, choices: Literal["first", "all"], top_k: int = 1, summed_layers: int = 1
+) -> float:
+    """A published coefficient of the load balancing loss, for the loss here: 1 at perfect balance, mean over layers.
+
+    Args:
+        published: the coefficient of E·Σ_e (n_e/T)·P_e.
+        choices: what n_e counts: "first" choices only (Switch, GShard, torchscale; 1 at perfect balance) or "all" choices
+            (flaxformer, llm-random; K at perfect balance).
+        top_k: K.
+        summed_layers: the number of sparse layers where the published loss adds them up; 1 where it takes their mean.
+    """
+    return published * (top_k if choices == "all" else 1) * summed_layers
 
 
 def _in_scope(per_sequence: Tensor, name: str, scope: str, running: RunningSum) -> Tensor:
