@@ -72,7 +72,7 @@ class SparseLayer(nn.Module):
 
 
 class SubTokens(nn.Module):
-    """The token view of Multi-Head MoE (arXiv 2404.15045, eq. 4 to 8): a row becomes h rows of width D/h, and one again.
+    """The token view of Multi-Head MoE (arXiv 2404.15045): a row becomes h rows of width D/h, and one again.
 
     The sub-tokens of a row are neighbours. Rows stay sequence-major, so to a router it looks like h times as many positions.
     With `residual` a sub-token is added to its experts' answer, as the paper writes it; its released code does not.
