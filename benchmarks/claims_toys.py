@@ -1,0 +1,114 @@
+"""The toys of the claims: one small model per arm, all on the same text, width, depth, batch and schedule.
+
+d 96, four blocks of which the last two have experts, 64 tokens × 32 sequences, AdamW with peak rate 1e-3, 5 % warm-up and a
+cosine to a tenth. The embedded corpus with 512 BPE tokens has 0.95M tokens for training: at most 1.1 epochs. All start by one
+rule (truncated normals of variance 0.1 / fan-in). The seed draws the weights and the order of the data, so arms of one seed
+differ in nothing but the model.
+
+Active width is 256 everywhere: a token costs as much in the experts of an arm as in the dense layer, or, where the gated experts
+of the Multi-Head MoE comparison are used, as in the other arms of that comparison.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from moebius.data_pipeline.config import DataConfig
+from moebius.model.config import ModelConfig
+from moebius.train.config import CheckpointConfig, Config, TrainConfig
+from moebius.train.optim import OptimConfig
+
+VOCABULARY, WIDTH, SEQ_LEN, BATCH, PEAK_RATE = 512, 96, 64, 32, 1e-3
+EVALUATION_ROWS = 256
+UNIFORM_TEMPERATURE = (
+    1e9  # logits divided by it change no float32 weight: every token gets 1/group, as with a router frozen at 0
+)
+GRANULARITIES = (1, 4, 8)
+WINDOWS = (4, 8, 16)  # tokens in which activated experts are counted
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One model, and what of its training is recorded."""
+
+    name: str
+    steps: int  # unless the caller wants others
+    model: dict[str, Any]
+    evaluations: int = 5  # of the validation loss, after that of the start
+    probes: int = 0  # held-out routings looked at, evenly spaced, the last after the last step
+    windows: tuple[int, ...] = ()  # tokens; in which activated experts are counted, after the last step
+
+
+_COMMON: dict[str, Any] = {
+    "vocab_size": VOCABULARY, "d_model": WIDTH, "num_layers": 4, "group_size": 4, "num_heads": 4, "d_head": 24, "norm": "pre",
+    "attention": "dense", "feed_forward": "experts", "placement": "last_half", "d_feed_forward": 256,
+    "initialisation": "scaled",
+}  # fmt: skip
+
+
+def _mixture(**router: Any) -> dict[str, Any]:
+    """MoT 32E/8: groups of 32, eight experts of an eighth of the width for each full one."""
+    return {
+        "num_experts": 256, "d_expert": 32, "router": {"kind": "mixture_of_tokens", "group_size": 32, **router},
+    }  # fmt: skip
+
+
+def _top1(**router: Any) -> dict[str, Any]:
+    return {"num_experts": 16, "d_expert": 256, "router": {"top_k": 1, **router}}
+
+
+def _gated(num_experts: int, d_expert: int, top_k: int, sub_tokens: int = 1) -> dict[str, Any]:
+    """Equal FLOPs of the experts and parameters within 3 % (arXiv 2411.16205, at an eighth of its width)."""
+    return {
+        "activation": "swiglu", "num_experts": num_experts, "d_expert": d_expert, "sub_tokens": sub_tokens,
+        "router": {"kind": "token_choice", "top_k": top_k, "renormalise": top_k > 1},
+    }  # fmt: skip
+
+
+def granular(granularity: int, *, norm: bool) -> str:
+    """The name of the arm with experts of a G-th of the width, of which G serve a token on average."""
+    return f"G={granularity}, {'norm' if norm else 'no norm'}"
+
+
+def _granular(granularity: int, *, norm: bool) -> Arm:
+    router = {"kind": "expert_choice", "group_size": 32, "mean_experts": float(granularity)}
+    sizes = {"num_experts": 8 * granularity, "d_expert": 256 // granularity, "output_norm": norm, "router": router}
+    return Arm(granular(granularity, norm=norm), 350, sizes)
+
+
+_ALL = (
+    Arm("dense", 500, {"feed_forward": "dense"}, evaluations=20),
+    Arm("MoT", 500, _mixture(), evaluations=20),
+    Arm("MoT, uniform", 500, _mixture(temperature=UNIFORM_TEMPERATURE), evaluations=20),
+    Arm("top-1, balance 0", 350, _top1(kind="token_choice", balance=0.0)),
+    Arm("top-1, balance 0.01", 350, _top1(kind="token_choice", balance=0.01), probes=10),
+    Arm("X-MoE", 350, _top1(kind="cosine", balance=0.01), probes=10),
+    Arm("SMoE", 250, _gated(8, 256, 1), probes=1, windows=WINDOWS),
+    Arm("fine-grained", 250, _gated(16, 128, 2), probes=1, windows=WINDOWS),
+    Arm("MH-MoE h=2", 250, _gated(40, 96, 2, sub_tokens=2), probes=1, windows=WINDOWS),
+    Arm("MH-MoE h=3", 250, _gated(96, 64, 3, sub_tokens=3), probes=1, windows=WINDOWS),
+    *(_granular(granularity, norm=norm) for norm in (True, False) for granularity in GRANULARITIES),
+)
+ARMS = {arm.name: arm for arm in _ALL}
+
+
+def data_config(text: str) -> DataConfig:
+    """The text of all toys; `text` is a file, or "embedded"."""
+    return DataConfig(input=(text,), vocab_size=VOCABULARY, validation_fraction=0.05, seq_len=SEQ_LEN)
+
+
+def toy(arm: Arm, *, seed: int, steps: int, text: str, data: Path, device: str) -> Config:
+    """The run of one arm with one seed."""
+    warmup = steps // 20
+    values = {"steps": steps, "global_batch": BATCH, "micro_batch": BATCH, "device": device, "seed": seed}
+    return Config(
+        model=ModelConfig.model_validate(_COMMON | arm.model),
+        data=data_config(text).model_copy(update={"directory": str(data), "seed": seed}),
+        optim=OptimConfig(
+            learning_rate=PEAK_RATE, warmup_steps=warmup, decay_steps=max(1, steps - warmup), clip_norm=1.0
+        ),
+        train=TrainConfig.model_validate(
+            values | {"log_every": 5, "eval_every": max(1, steps // arm.evaluations), "eval_rows": EVALUATION_ROWS}
+        ),
+        checkpoint=CheckpointConfig(every=max(1, steps // arm.probes) if arm.probes else 0, keep_last=2 * steps),
+    )  # fmt: skip

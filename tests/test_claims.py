@@ -1,0 +1,195 @@
+"""The measures and the rule behind benchmarks/claims.py, and that it runs from text to verdict."""
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from small_corpus import sentences, write_jsonl
+
+BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
+sys.path.insert(0, str(BENCHMARKS))
+
+from claims_judge import CLAIMS, Finding, granularity_helps, share_kept  # noqa: E402
+from claims_measures import (  # noqa: E402
+    activated_fraction,
+    effective_experts,
+    log_slope,
+    random_activated_fraction,
+    representation_collapse,
+    steps_to_reach,
+    thinned,
+)
+from claims_runs import routings  # noqa: E402
+from claims_toys import ARMS, GRANULARITIES, granular, toy  # noqa: E402
+
+from moebius.data_pipeline.config import DataConfig  # noqa: E402
+from moebius.data_pipeline.loader import validation_batches  # noqa: E402
+from moebius.data_pipeline.prepare import prepare  # noqa: E402
+from moebius.model.config import ModelConfig  # noqa: E402
+from moebius.model.cost import forward_flops  # noqa: E402
+from moebius.model.initialise import initialise  # noqa: E402
+from moebius.model.transformer import Transformer  # noqa: E402
+
+
+def test_collapse_of_three_clusters_equals_the_hand_computation() -> None:
+    # About the mean of the means the between covariance is diag(6, 2, 0); every cluster is a cross of arms 1 and 2, so
+    # the within covariance is diag(1/2, 2). RC = 0.5/6 + 2/2; the third dimension, in which means agree, is left out.
+    means = torch.tensor([[3.0, 0, 5], [-3.0, 0, 5], [0.0, 3, 5]])
+    cross = torch.tensor([[1.0, 0, 0], [-1.0, 0, 0], [0, 2.0, 0], [0, -2.0, 0]])
+    rows = (means[:, None] + cross).flatten(0, 1)
+    labels = torch.tensor([7, 2, 4]).repeat_interleave(4)
+    expected = 0.5 / 6 + 2 / 2
+    assert representation_collapse(rows, labels) == pytest.approx(expected, rel=1e-12)
+    order = torch.randperm(12, generator=torch.Generator().manual_seed(0))
+    assert representation_collapse(rows[order] + 100, labels[order]) == pytest.approx(expected, rel=1e-9)
+
+
+def test_tighter_clusters_have_a_smaller_collapse_figure_and_one_class_has_none() -> None:
+    generator = torch.Generator().manual_seed(0)
+    means, noise = torch.randn(5, 1, 8, generator=generator), torch.randn(5, 40, 8, generator=generator)
+    labels = torch.arange(5).repeat_interleave(40)
+    wide, tight = ((means + width * noise).flatten(0, 1) for width in (1.0, 0.1))
+    assert representation_collapse(tight, labels) < 0.05 * representation_collapse(wide, labels)
+    assert math.isnan(representation_collapse(wide, torch.zeros_like(labels)))
+
+
+def test_activated_fraction_by_hand() -> None:
+    experts = torch.tensor([[0, 1], [0, 1], [2, 3], [0, 3]])
+    assert activated_fraction(experts, window_rows=2, num_experts=8) == pytest.approx((2 + 3) / 2 / 8)
+    assert activated_fraction(experts, window_rows=4, num_experts=8) == pytest.approx(4 / 8)
+
+
+@pytest.mark.parametrize(("num_experts", "top_k", "rows"), [(8, 1, 4), (40, 2, 16), (96, 3, 48)])
+def test_random_routing_activates_what_the_expectation_says(num_experts: int, top_k: int, rows: int) -> None:
+    windows = 3000
+    scores = torch.rand(windows * rows, num_experts, generator=torch.Generator().manual_seed(0))
+    measured = activated_fraction(scores.topk(top_k).indices, window_rows=rows, num_experts=num_experts)
+    # A window's fraction deviates by less than sqrt(p(1 − p)/E), for which experts are used is negatively correlated.
+    expected = random_activated_fraction(top_k, num_experts, rows)
+    assert abs(measured - expected) < 4 * math.sqrt(expected * (1 - expected) / num_experts / windows)
+
+
+def test_effective_experts() -> None:
+    assert effective_experts(torch.tensor([5, 5, 5, 5])) == pytest.approx(4)
+    assert effective_experts(torch.tensor([9, 0, 0, 0])) == pytest.approx(1)
+    assert effective_experts(torch.tensor([1, 1, 0, 0])) == pytest.approx(2)
+
+
+def test_steps_to_reach_lies_on_straight_lines_and_takes_the_first_crossing() -> None:
+    curve = [(0, 6.0), (10, 4.0), (20, 3.0), (30, 3.5), (40, 2.0)]
+    assert steps_to_reach(curve, 5.0) == pytest.approx(5.0)
+    assert steps_to_reach(curve, 3.25) == pytest.approx(17.5)
+    assert steps_to_reach(curve, 4.0) == pytest.approx(10.0)
+    assert steps_to_reach(curve, 6.5) == 0
+    assert steps_to_reach(curve, 1.9) == math.inf
+
+
+def test_log_slope_of_an_exponential_is_its_rate_per_thousand_steps() -> None:
+    assert log_slope([(step, 3 * math.exp(-0.7 * step / 1000)) for step in (0, 50, 300, 1000)]) == pytest.approx(-0.7)
+    assert math.isnan(log_slope([(10, 2.0)]))
+
+
+def test_thinning_keeps_both_ends() -> None:
+    curve = [(step, float(step)) for step in range(1003)]
+    kept = thinned(curve)
+    assert (len(kept), kept[0], kept[-1]) == (100, curve[0], curve[-1])
+    assert thinned(curve[:100]) == curve[:100]
+
+
+@pytest.mark.parametrize(
+    ("values", "side", "verdict"),
+    [
+        ((0.3, 0.5, 0.6), "at most", "holds"),
+        ((0.3, 0.5, 0.61), "at most", "undecided"),
+        ((0.7, math.inf, 0.61), "at most", "does not hold"),
+        ((0.7, 0.8, 0.61), "above", "holds"),
+        ((0.7, 0.8, 0.6), "above", "undecided"),
+        ((0.3, 0.6, -math.inf), "above", "does not hold"),
+        ((0.3, 0.5), "at most", "undecided"),  # too few seeds
+        ((0.3, 0.5, math.nan), "at most", "undecided"),
+    ],
+)
+def test_the_rule(values: tuple[float, ...], side: str, verdict: str) -> None:
+    assert Finding("M8", "", "", values, side, 0.6, "").verdict == verdict  # pyright: ignore[reportArgumentType]
+
+
+def granular_runs(with_norm: tuple[float, ...], without: tuple[float, ...]) -> dict[str, list[dict]]:
+    """Three equal seeds with the given final losses at G = 1, 4, 8."""
+    losses = {True: with_norm, False: without}
+    return {
+        granular(value, norm=norm): [{"validation_loss": [(0, 6.0), (9, losses[norm][n])]}] * 3
+        for norm in losses
+        for n, value in enumerate(GRANULARITIES)
+    }
+
+
+def test_granularity_has_two_verdicts() -> None:
+    def verdicts(*losses: tuple[float, ...]) -> list[str]:
+        return [finding.verdict for finding in granularity_helps(granular_runs(*losses))]
+
+    assert verdicts((3.0, 2.8, 2.7), (3.0, 3.0, 2.99)) == ["holds", "holds"]
+    assert verdicts((3.0, 2.8, 2.8), (3.0, 2.8, 2.7)) == ["does not hold", "does not hold"]
+    assert verdicts((3.0, 3.1, 3.2), (3.0, 3.0, 3.0)) == ["does not hold", "undecided"]
+    assert share_kept((3.0, 2.9, 2.9), (3.0, 2.8, 2.6)) == pytest.approx(1 / 3)
+
+
+def test_the_arms_of_a_claim_cost_what_they_should() -> None:
+    def feed_forward(name: str) -> float:
+        return forward_flops(model_of(name), 64).feed_forward
+
+    for claim in ("M8", "M11", "T3", "X2", "G1"):
+        assert {feed_forward(arm) for arm in CLAIMS[claim].arms} == {feed_forward("dense")}
+    costs = {arm: feed_forward(arm) + forward_flops(model_of(arm), 64).sub_tokens for arm in CLAIMS["H3"].arms}
+    assert len(set(costs.values())) == 1
+
+
+def model_of(name: str) -> ModelConfig:
+    return toy(ARMS[name], seed=0, steps=10, text="embedded", data=Path("data"), device="cpu").model
+
+
+def text_file(folder: Path) -> Path:
+    return write_jsonl(folder / "text.jsonl", sentences(0, 400))
+
+
+def test_caught_routings_are_those_of_the_validation_rows_in_order(tmp_path: Path) -> None:
+    config = toy(ARMS["MH-MoE h=2"], seed=0, steps=10, text="embedded", data=tmp_path / "data", device="cpu")
+    data = DataConfig(input=(str(text_file(tmp_path)),), tokenizer="bytes", vocab_size=257, validation_fraction=0.1)
+    prepare(data, tmp_path / "data")
+    model = Transformer(config.model).eval()
+    initialise(model, 0)
+    layers = routings(model, config, torch.device("cpu"))
+    rows, valid = next(
+        validation_batches(tmp_path / "data", seq_len=64, batch_size=32, rank=0, num_ranks=1, max_rows=256)
+    )
+    assert len(layers) == 2
+    assert valid[0]
+    assert layers[0].x_TD.shape[1] == 48  # of a sub-token
+    with torch.no_grad():
+        alone = torch.from_numpy(rows[:1, :-1])
+        asked = []
+        hook = model.group[2].feed_forward.router.register_forward_hook(lambda _, given, out: asked.append(out))
+        model(alone)
+        hook.remove()
+    assert torch.equal(layers[0].experts_TK[: 64 * 2], asked[0].wanted_TK)
+
+
+def test_the_script_runs_from_text_to_verdict(tmp_path: Path) -> None:
+    command = [
+        sys.executable, str(BENCHMARKS / "claims.py"), "--claims", "X2", "--seeds", "1", "--steps", "2", "--jobs", "1",
+        "--text", str(text_file(tmp_path)), "--device", "cpu", "--results", str(tmp_path / "results"),
+    ]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "undecided" in done.stdout
+    results = json.loads((tmp_path / "results" / "claims_X2.json").read_text())
+    assert [finding["verdict"] for finding in results["findings"]] == ["undecided"]  # of one seed
+    assert {run["arm"] for run in results["runs"]} == set(CLAIMS["X2"].arms)
+    for run in results["runs"]:
+        assert [probe["step"] for probe in run["routings"]] == [1, 2]
+        assert all(layer["collapse"] > 0 for probe in run["routings"] for layer in probe["layers"])
+        assert [step for step, _ in run["validation_loss"]] == [0, 1, 2]
+    assert (tmp_path / "results" / "claims_X2.png").read_bytes().startswith(b"\x89PNG")
