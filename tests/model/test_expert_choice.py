@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from informed import informed_gradient_fraction
 from sparse_layer import make_layer, make_model, rows, temporal_leak
 from torch import Tensor
 
@@ -98,6 +99,10 @@ def test_flat_choice_reads_the_future_and_grouped_choice_does_not() -> None:
         assert (in_layer == 0.0, in_model == 0.0) == (causal, causal)
         expected = Promises(causal=causal, batch_invariant=False, dropless=False, balanced=True)
         assert layer.router.config.promises == expected
+
+
+def test_a_token_learns_only_from_experts_that_took_it() -> None:
+    assert informed_gradient_fraction(make_layer(GROUPED), rows(8, 3)) == pytest.approx(1 / 4)  # C / group size
 
 
 def test_an_answer_can_be_normalised() -> None:

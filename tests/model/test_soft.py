@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from informed import informed_gradient_fraction
 from sparse_layer import make_layer, make_model, rows, temporal_leak
 from torch import Tensor
 
@@ -83,6 +84,10 @@ def test_it_reads_its_own_future_and_no_other_sequence() -> None:
     promises = layer.router.config.promises
     assert promises == Promises(causal=False, batch_invariant=True, dropless=True, balanced=True)
     assert model(tokens_BS).loads["feed_forward"].load_LN.tolist() == [[8] * 6] * 2
+
+
+def test_every_logit_learns_from_its_expert() -> None:
+    assert informed_gradient_fraction(make_layer({"kind": "soft_moe", "slots_per_expert": 1}), rows(2, 5)) == 1.0
 
 
 def test_it_starts_with_unit_scale_and_lecun_slots() -> None:
