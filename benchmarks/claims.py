@@ -15,7 +15,7 @@ undecided. "Does not hold" means: not at this size, not in so few steps. Nothing
 smallest to the largest seed.
 
 Takes about 24 minutes on 2 cores. Writes results/claims.json and one results/claims_*.png per claim; a choice of claims writes
-results/claims_<choice>.json. Exit code 0 whatever the verdicts.
+results/claims_<choice>.json; --results DIR keeps trials apart. Exit code 0 whatever the verdicts.
 """
 
 import argparse

@@ -31,9 +31,7 @@ def draw(claim: str, runs: Runs, path: Path) -> None:
     figure = Figure(figsize=(6.4, 4.0), dpi=150, layout="constrained")
     PICTURES[claim](figure.add_subplot(), runs)
     figure.axes[0].grid(alpha=0.3)
-    figure.axes[0].legend(
-        title=f"{claim}, {len(runs[CLAIMS[claim].arms[0]])} seeds: mean, smallest, largest", fontsize=8
-    )
+    figure.axes[0].legend(title=f"{claim}, seeds: {len(runs[CLAIMS[claim].arms[0]])} (mean, range)", fontsize=8)
     figure.savefig(path, metadata={"Software": None})
 
 

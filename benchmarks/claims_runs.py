@@ -6,6 +6,7 @@ Everything about training is read from the run folder (metrics.jsonl, checkpoint
 import json
 import shutil
 import statistics
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -147,7 +148,7 @@ def figures(layer: Caught, config: Config, arm: Arm) -> dict[str, Any]:
     return found
 
 
-def thin(record: dict[str, Any]) -> dict[str, Any]:
+def thin(record: Mapping[str, Any]) -> dict[str, Any]:
     """A record with at most 100 points in every curve."""
     curves = ("train_loss", "validation_loss", "max_violation")
     return {name: thinned(value) if name in curves else value for name, value in record.items()}
