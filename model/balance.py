@@ -21,7 +21,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from .routing import Mixture, Routing
+from .routing import Mixture, Routes, Routing
 
 
 class RunningSum:
@@ -64,15 +64,28 @@ def count_per_sequence(index: Tensor, batch_size: int, num_experts: int) -> Tens
     return counts_BN.scatter_add_(1, flat_BX, torch.ones_like(flat_BX))
 
 
+def count_routes(routes: Routes, batch_size: int) -> Tensor:
+    """(B, N) int64: how many routes of each sequence go to each expert, however many a row has. Targets are sequence-major."""
+    sequence_N = routes.target_N // (routes.num_targets // batch_size)
+    index_N = sequence_N * routes.num_experts + routes.expert_N
+    counts = torch.zeros(batch_size * routes.num_experts, dtype=torch.int64, device=index_N.device)
+    return counts.scatter_add_(0, index_N, torch.ones_like(index_N)).view(batch_size, routes.num_experts)
+
+
 def choice_sums(routing: Routing, batch_size: int, *, with_z: bool = False) -> dict[str, Tensor]:
     """Per sequence: `probability` (B, H, A), `load` (B, N) int64 choices, `rows` (B,), and with `with_z` `z` (B,)."""
     logits_THA = routing.logits_THA
     probabilities_THA = logits_THA.softmax(-1) if routing.probabilities_THA is None else routing.probabilities_THA
     rows_per_sequence = logits_THA.shape[0] // batch_size
-    wanted = routing.routes.expert_N if routing.wanted_TK is None else routing.wanted_TK
+    routes, wanted_TK = routing.routes, routing.wanted_TK
+    load_BN = (
+        count_routes(routes, batch_size)
+        if wanted_TK is None
+        else count_per_sequence(wanted_TK, batch_size, routes.num_experts)
+    )
     sums = {
         "probability": probabilities_THA.unflatten(0, (batch_size, -1)).sum(1),
-        "load": count_per_sequence(wanted, batch_size, routing.routes.num_experts),
+        "load": load_BN,
         "rows": torch.full((batch_size,), float(rows_per_sequence), device=logits_THA.device),
     }
     if with_z:

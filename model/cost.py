@@ -85,8 +85,7 @@ def forward_flops(config: ModelConfig, seq_len: int) -> Flops:
 
 def is_upper_bound(config: ModelConfig) -> bool:
     """Whether some tokens may cost less than the formula says: refused by an expert, or halted."""
-    promises = config.promises
-    return config.halting is not None or not (promises.dropless or promises.balanced)
+    return config.halting is not None or (bool(config.sparse_members) and config.router.may_serve_fewer)
 
 
 def counted_flops(config: ModelConfig, seq_len: int) -> float:
@@ -169,7 +168,7 @@ def _mlp(config: ModelConfig, d_row: int, width: int) -> int:
 
 @dataclass(frozen=True)
 class ExpertLayer:
-    """A layer of experts, reduced to what Multi-Head MoE's comparisons are about (arXiv 2411.16205, §3.2).
+    """A layer of experts, reduced to what Multi-Head MoE's comparisons are about (arXiv 2411.16205).
 
     Routers and biases are left out, as the papers do.
     """
@@ -204,7 +203,7 @@ def _matrices(layer: ExpertLayer) -> int:
 def parity_width(base: ExpertLayer, *, top_k: int) -> Fraction:
     """The width of a Multi-Head MoE's experts that costs as many FLOPs as `base`: (k₀/k)·f − d/k, gated − 2d/(3k).
 
-    2·k₀·c·d·f = 2·k·c·d·f' + 4·d², with c matrices per expert; the number of heads does not matter (arXiv 2411.16205, §3.2).
+    2·k₀·c·d·f = 2·k·c·d·f' + 4·d², with c matrices per expert; the number of heads does not matter (arXiv 2411.16205).
     """
     return Fraction(base.top_k * base.d_expert, top_k) - Fraction(2 * base.d_model, _matrices(base) * top_k)
 

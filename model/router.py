@@ -71,6 +71,11 @@ class RouterConfig(BaseModel):
         """`experts_per_row`, for routers where it follows from the number of experts and of rows in a sequence."""
         return self.experts_per_row
 
+    @property
+    def may_serve_fewer(self) -> bool:
+        """Whether some rows are served by fewer experts than `active_experts` says, so that costs are an upper bound."""
+        return not (self.promises.dropless or self.promises.balanced)
+
     def check(self, num_experts: int) -> None:
         """ValueError where the router and the number of experts do not fit each other."""
 

@@ -93,6 +93,17 @@ def test_the_global_scope_sees_the_micro_batches_before_and_no_other_step(form: 
         torch.testing.assert_close(alone, balance_value(second, form, "micro_batch", RunningSum()))
 
 
+def test_rows_may_have_any_number_of_routes() -> None:
+    """Rows without a route, and with one or two: each route counts for the sequence of its row."""
+    experts_TK = torch.tensor([[0, 1], [2, 1], [2, 3], [4, 3], [5, 6], [5, 0]])
+    routes = token_routes(experts_TK, torch.ones(6, 2), num_experts=E)
+    kept = routes.kept(torch.tensor([1, 1, 1, 0, 0, 0, 0, 1, 1, 0, 1, 0], dtype=torch.bool))
+    sums = choice_sums(Routing(kept, random_logits(6)), 2)
+    assert sums["load"].tolist() == [[1, 1, 1, 0, 0, 0, 0], [0, 0, 0, 1, 0, 2, 0]]
+    asked = choice_sums(Routing(kept, random_logits(6), wanted_TK=experts_TK), 2)
+    assert asked["load"].sum(1).tolist() == [6, 6]
+
+
 def test_loads_count_routes_and_gates() -> None:
     found = routing(random_logits(10, 1))
     report = report_routing(found, choice_sums(found, 2))
