@@ -228,6 +228,11 @@ class ModelConfig(BaseModel):
                 "sub_token_residual=True with sub_tokens=1: there are no sub-tokens; set sub_tokens to 2 or more"
             )
         self.router.check(self.num_experts)
+        if self.shared_sum == "mean" and self.num_shared_experts and self.router.reads_whole_sequences:
+            raise ValueError(
+                f'shared_sum="mean" weighs by the experts that serve a row, and router.kind={self.router.kind!r} as configured has '
+                'no such number without the length of a sequence: set shared_sum="plain"'
+            )
         if not self.router.promises.causal and not self.allow_future_leak:
             raise ValueError(
                 f"router.kind={self.router.kind!r} as configured lets a position read later ones, so a language model's loss "

@@ -171,5 +171,5 @@ def _sum_weights(config: ModelConfig) -> tuple[float, float]:
     """Weights of the routed and of the shared experts' answers."""
     if config.shared_sum == "plain":
         return 1.0, 1.0
-    k = config.router.experts_per_row
+    k = config.router.active_experts(config.num_experts, sequence_rows=1)
     return k / (k + 1), 1 / (k + 1)
