@@ -230,8 +230,8 @@ class ModelConfig(BaseModel):
         self.router.check(self.num_experts)
         if self.shared_sum == "mean" and self.num_shared_experts and self.router.reads_whole_sequences:
             raise ValueError(
-                f'shared_sum="mean" weighs by the experts that serve a row, and router.kind={self.router.kind!r} as configured has '
-                'no such number without the length of a sequence: set shared_sum="plain"'
+                f'shared_sum="mean" weighs by the experts that serve a row, and router.kind={self.router.kind!r} as configured '
+                'has no such number without the length of a sequence: set shared_sum="plain"'
             )
         if not self.router.promises.causal and not self.allow_future_leak:
             raise ValueError(
