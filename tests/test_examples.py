@@ -1,0 +1,160 @@
+"""The examples run as a reader would run them, and the documentation quotes what is in the files."""
+
+import importlib.util
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from torch import Tensor
+from world import run_ranks
+
+from moebius.distributed.layout import MeshConfig, plan_layout
+from moebius.distributed.mesh import build_mesh
+from moebius.distributed.parallelize import build_model
+from moebius.distributed.process import start_process
+from moebius.model.config import ModelConfig
+from moebius.model.cost import count_parameters, counted_flops, forward_flops, is_upper_bound
+from moebius.model.initialise import initialise
+from moebius.model.routers import ROUTERS
+from moebius.model.transformer import Transformer
+
+ROOT = Path(__file__).resolve().parents[1]
+ROUTER = ROOT / "examples" / "add_a_router.py"
+EXTENDING = ROOT / "docs" / "extending.md"
+
+
+def load_example() -> ModuleType:
+    """The router of the example, registered."""
+    spec = importlib.util.spec_from_file_location("add_a_router", ROUTER)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def example():
+    yield load_example()
+    del ROUTERS["top_p"]
+
+
+def config_of(p: float) -> ModelConfig:
+    return ModelConfig.model_validate(
+        dict(
+            vocab_size=31, d_model=16, num_layers=2, group_size=2, num_heads=2, d_head=8, norm="pre", attention="dense",
+            num_experts=6, d_expert=10, router={"kind": "top_p", "p": p},
+        )
+    )  # fmt: skip
+
+
+def tokens_of(rank: int) -> Tensor:
+    return torch.randint(31, (3, 7), generator=torch.Generator().manual_seed(rank))
+
+
+def test_the_example_learns_and_says_so() -> None:
+    done = subprocess.run([sys.executable, ROUTER], capture_output=True, text=True, timeout=60, check=True)
+    lines = re.findall(r"step (\d+)  loss ([\d.]+)  experts per token ([\d.]+)  load max/mean ([\d.]+)", done.stdout)
+    assert [int(step) for step, *_ in lines] == [10, 20, 30, 40]
+    losses, experts, loads = ([float(line[i]) for line in lines] for i in (1, 2, 3))
+    assert losses[-1] < losses[0] < 5.6  # ln 256 = 5.55
+    assert all(1 <= number <= 8 for number in experts)
+    assert all(1 <= load <= 8 for load in loads)
+
+
+def test_a_row_gets_as_many_experts_as_it_takes(example: ModuleType) -> None:
+    """A loop over rows: experts are added until the probability of those before reaches p."""
+    router = example.TopPRouter(example.TopPConfig(p=0.6), 5, 6, start=lambda shape, generator: torch.randn(shape))
+    torch.nn.init.normal_(router.weight, generator=torch.Generator().manual_seed(0))
+    x_TD = torch.randn(40, 5, generator=torch.Generator().manual_seed(1))
+    routes = router(x_TD, batch_size=4).routes
+    found = [dict() for _ in x_TD]
+    for row, expert, weight in zip(routes.source_N, routes.expert_N, routes.weight_N, strict=True):
+        found[row][expert.item()] = weight.item()
+    for x_D, chosen in zip(x_TD, found, strict=True):
+        p_E, expected, total = (router.weight @ x_D).softmax(0), {}, 0.0
+        for expert in p_E.argsort(descending=True).tolist():
+            if total >= 0.6:
+                break
+            expected[expert] = pytest.approx(p_E[expert].item(), rel=1e-5)
+            total += p_E[expert].item()
+        assert chosen == expected
+    assert len({len(chosen) for chosen in found}) > 2  # rows do differ
+    assert torch.equal(routes.source_N, routes.target_N)
+
+
+def test_its_losses_count_what_was_served(example: ModuleType) -> None:
+    model = Transformer(config_of(0.5))
+    initialise(model, 0)
+    output = model(tokens_of(0))
+    assert output.auxiliary.keys() == {"load_balancing", "routing_entropy"}
+    output.regularisation_B.mean().backward()
+    gradient = model.get_parameter("group.0.feed_forward.router.weight").grad
+    assert gradient is not None
+    assert gradient.abs().sum() > 0
+
+
+def test_the_family_knows_what_it_costs(example: ModuleType) -> None:
+    config = config_of(0.5)
+    assert is_upper_bound(config)
+    assert forward_flops(config, 9).training == counted_flops(config, 9)
+    assert count_parameters(config, 9).active == count_parameters(config, 9).total
+
+
+def logits_on_ranks() -> Tensor:
+    load_example()
+    with start_process("cpu", timeout_s=30) as process:
+        mesh = build_mesh(plan_layout(MeshConfig(ep=2), 2), process)
+        model = build_model(config_of(0.5), mesh, dispatcher="auto", backend="auto", seed=0, device=process.device)
+        return model(tokens_of(process.rank)).logits_BSV.detach()
+
+
+def test_it_is_spread_over_ranks_without_another_line(example: ModuleType) -> None:
+    model = Transformer(config_of(0.5))
+    initialise(model, 0)
+    for rank, logits_BSV in enumerate(run_ranks(logits_on_ranks, 2)):
+        torch.testing.assert_close(logits_BSV, model(tokens_of(rank)).logits_BSV, rtol=0, atol=1e-5)
+
+
+# The documentation --------------------------------------------------------------------------------------------------
+
+
+def quotations(text: str) -> list[tuple[str, str]]:
+    """(file, code) of every Python block: the file is the last one that was named in brackets at the end of a sentence."""
+    found, file = [], ""
+    pattern = r"\(`([\w/]+\.py)`\):?|`([\w/]+\.py)`:\n|```python\n(.*?)```"
+    for named, chosen, code in re.findall(pattern, text, flags=re.DOTALL):
+        file = named or chosen or file
+        if code:
+            found.append((file, code))
+    return found
+
+
+def test_the_documentation_quotes_the_files() -> None:
+    found = quotations(EXTENDING.read_text(encoding="utf-8"))
+    assert len(found) == 7
+    for file, code in found:
+        assert code in (ROOT / file).read_text(encoding="utf-8"), f"{EXTENDING.name} differs from {file}:\n{code}"
+
+
+def test_the_documentation_shows_the_whole_router() -> None:
+    """Nothing but the docstring of the class is left out."""
+    quoted = "".join(
+        code for file, code in quotations(EXTENDING.read_text(encoding="utf-8")) if file.startswith("examples")
+    )
+    source = ROUTER.read_text(encoding="utf-8")
+    router = source[source.index("class TopPConfig") : source.index('ROUTERS["top_p"]')]
+    missing = {line for line in router.splitlines() if line.strip()} - set(quoted.splitlines())
+    assert {line.strip()[:20] for line in missing} == {
+        "class TopPRouter(Cho", '"""Experts in the or', "Config = TopPConfig", "config: TopPConfig",
+    }  # fmt: skip
+
+
+def test_every_file_that_the_documentation_names_is_there() -> None:
+    text = EXTENDING.read_text(encoding="utf-8")
+    for path in set(re.findall(r"`((?:[\w.]+/)+[\w.]+\.(?:py|md))`", text)):
+        assert (ROOT / path).is_file(), path
