@@ -3,9 +3,9 @@
     python examples/add_a_router.py
 
 trains a small model with it on the prose that Python carries, and prints the loss, how many experts a token gets and how evenly
-they are used. Every token takes its likeliest experts until their probabilities add up to p: one where the router is sure, many where
-it is not. Two losses keep it honest: the usual balancing loss, and the entropy of the router, without which a token could have
-all experts by being unsure.
+they are used. Every token takes its likeliest experts until their probabilities add up to p: one where the router is sure, many
+where it is not. Two losses keep it honest: the usual balancing loss, and the entropy of the router, without which a token could
+have all experts by being unsure.
 
 Legend: B sequences, T rows (B·S), E experts, N routes.
 """
