@@ -4,6 +4,7 @@ Legend of the symbols in the papers: L `num_layers` (depth steps), G `group_size
 H `num_heads`, C `d_head`, N_A `num_attention_experts` (per head), E `num_experts`, K the router's `top_k`, F `d_expert`.
 """
 
+from dataclasses import replace
 from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveInt, model_validator
@@ -161,10 +162,10 @@ class ModelConfig(BaseModel):
 
     @property
     def promises(self) -> Promises:
-        """What the model as a whole guarantees, from embedding to logits."""
-        if self.sparse_members:
-            return self.router.promises
-        return Promises(causal=True, batch_invariant=True, dropless=True, balanced=True)
+        """What the model as a whole guarantees, from embedding to logits; attention's routers keep all but the balance."""
+        everything = Promises(causal=True, batch_invariant=True, dropless=True, balanced=True)
+        kept = self.router.promises if self.sparse_members else everything
+        return replace(kept, balanced=kept.balanced and not self.has_attention_experts and self.attention != "momha")
 
     @model_validator(mode="after")
     def _check_depth(self) -> Self:

@@ -141,7 +141,7 @@ class ChoiceConfig(RouterConfig):
 
     # "load": E·Σ_e f_e·P_e with f_e the fraction of all choices and P_e the mean probability, 1 at perfect balance, mean over
     # layers (Switch, arXiv 2101.03961, eq. 4; for K > 1 the sum over all choices divided by K). "entropy": minus the entropy of
-    # the mean probability, at least −ln E, summed over layers (σ-MoE, arXiv 2310.10837, eq. 20; MoEUT, arXiv 2405.16039, eq. 8).
+    # the mean probability, at least −ln E, summed over layers (σ-MoE, arXiv 2310.10837, §5; MoEUT, arXiv 2405.16039, eq. 8).
     balance: NonNegativeFloat = 0.01
     balance_form: Literal["load", "entropy"] = "load"
     # Over which rows f and, for the entropy, P are taken. "global_batch": all ranks and the step's micro-batches so far.

@@ -29,12 +29,16 @@ def tiny_model(name: str, *, dtype: torch.dtype = torch.float32, seed: int = 0, 
 
 @torch.no_grad()
 def make_uneven(model: Transformer, *, common: float = 1.0, seed: int = 0) -> Transformer:
-    """Opinionated routers on rows that have something in common: loads become uneven, capacities overflow, tokens halt anywhere."""
+    """Opinionated routers on rows with something in common: loads become uneven, capacities overflow, tokens halt anywhere."""
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
         if "router" in name or "halting" in name:
             noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
             parameter.add_(noise.to(parameter.dtype))
-    shared = common * model.embedding.std().double() * torch.randn(model.config.d_model, generator=generator, dtype=torch.float64)
+    shared = (
+        common
+        * model.embedding.std().double()
+        * torch.randn(model.config.d_model, generator=generator, dtype=torch.float64)
+    )
     model.embedding.add_(shared.to(model.embedding.dtype))
     return model

@@ -119,7 +119,9 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     words = np.random.default_rng(0).choice(["one", "two", "three", "many", "band", "expert", "route"], size=(90, 30))
     text = folder / "text.jsonl"
     text.write_text("".join(json.dumps({"text": " ".join(line)}) + "\n" for line in words), encoding="utf-8")
-    prepare(DataConfig(input=(str(text),), tokenizer="bytes", vocab_size=257, validation_fraction=0.2), folder / "shards")
+    prepare(
+        DataConfig(input=(str(text),), tokenizer="bytes", vocab_size=257, validation_fraction=0.2), folder / "shards"
+    )
     return folder / "shards"
 
 

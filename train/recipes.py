@@ -1,6 +1,7 @@
 """Named runs. A recipe is a function that returns a whole Config; `moebius train NAME key=value …` changes single values.
 
-Here are the runs to start with; recipes_family.py has every architecture at one small size, recipes_published.py the papers' sizes.
+Here are the runs to start with; recipes_family.py has every architecture at one small size, recipes_published.py the sizes of
+the papers.
 """
 
 from collections.abc import Callable

@@ -6,8 +6,8 @@ Corrections of the published release profiles, which do not run or do not match 
   * 44M: d_head 82 rotates 40 channels; the release computes 41, an odd number, and stops.
   * 319M and 728M are called 318M and 727M in the release.
 
-Mixture of Tokens (arXiv 2310.15961): experts in the last half of the blocks, E = g·m experts of width f/m. The authors' file for
-Base/64E/16 has E = 2048, so m = 32.
+Mixture of Tokens (arXiv 2310.15961): experts in the last half of the blocks, E = g·m experts of width f/m. Base/64E/16 is
+built by that rule, with E = 1024, which also gives the 1.95B parameters reported; the authors' file has E = 2048, so m = 32.
 """
 
 from collections.abc import Callable
@@ -81,7 +81,7 @@ def _mixture(
     model: dict[str, Any] = dict(
         vocab_size=50257, num_layers=blocks, group_size=blocks, d_model=d_model, num_heads=heads, d_head=d_model // heads,
         norm="pre", attention="dense", positions="learned", max_positions=256, d_feed_forward=width, activation="relu",
-        initialisation="scaled", init_scale=init_scale, feed_forward="dense",
+        initialisation="scaled", init_scale=init_scale, feed_forward="dense", head_bias=False,
     )  # fmt: skip
     if experts:
         model |= dict(
@@ -138,10 +138,12 @@ _DENSE_SIZES: dict[str, dict[str, Any]] = {
     "dense_1b":   dict(layers=36, d_model=1536, d_feed_forward=6144, heads=24, d_head=64),
 }
 _SUT_44M = dict(
-    layers=16, d_model=412, d_expert=256, heads=4, d_head=64, attention_experts=24, experts=152, top_k=2, mi_loss=0.001, sampled=0,
+    layers=16, d_model=412, d_expert=256, heads=4, d_head=64, attention_experts=24, experts=152,
+    top_k=2, mi_loss=0.001, sampled=0,
 )
 _SUT_244M = dict(
-    layers=18, d_model=1024, d_expert=512, heads=4, d_head=128, attention_experts=21, experts=192, top_k=4, mi_loss=0.01, sampled=1,
+    layers=18, d_model=1024, d_expert=512, heads=4, d_head=128, attention_experts=21, experts=192,
+    top_k=4, mi_loss=0.01, sampled=1,
 )
 _SUT_SIZES: dict[str, dict[str, Any]] = {
     "sut_44m": _SUT_44M | dict(halting=True), "sut_44m_no_act": _SUT_44M | dict(halting=False),
@@ -158,7 +160,7 @@ _MIXTURE_SIZES: dict[str, dict[str, Any]] = {
     "mot_medium_128e":    _MEDIUM | dict(group=128, experts=128,  rate=7e-4),
     "gpt_base":           _BASE | dict(group=1,  experts=0,    rate=4e-4),
     "mot_base_32e":       _BASE | dict(group=32, experts=32,   rate=2e-4),
-    "mot_base_64e_16":    _BASE | dict(group=64, experts=2048, rate=2e-4),
+    "mot_base_64e_16":    _BASE | dict(group=64, experts=1024, rate=2e-4),
     "mot_mini":           dict(
         d_model=256, blocks=4, heads=4, width=1024, group=32, experts=512, rate=2e-3, placement="all", steps=250_000,
         init_scale=1.0,

@@ -76,7 +76,7 @@ def test_another_order_of_the_sub_tokens_is_noticed(order: str, monkeypatch: pyt
 
 @pytest.mark.parametrize("residual", [False, True])
 def test_the_layer_is_its_formula(residual: bool) -> None:
-    """arXiv 2404.15045, eq. 4 to 8, token by token and head by head; the residual as in the formula, or none, as released."""
+    """arXiv 2404.15045, token by token and head by head; the residual as in the formula, or none, as released."""
     heads, width = 3, 4
     layer = make_layer(NORMALISED["token_choice"], sub_tokens=heads, sub_token_residual=residual, expert_bias=True)
     x_BSD = rows(2, 5)
