@@ -256,7 +256,8 @@ def _models(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps([entry.plain() for entry in entries], indent=2))
     else:
-        Console().print(show(entries))
+        console = Console()
+        console.print(show(entries, width=console.width))
     return 0
 
 

@@ -13,6 +13,7 @@ from moebius.data_pipeline.prepare import prepare
 from moebius.model.config import ModelConfig
 from moebius.model.initialise import initialise
 from moebius.model.precision import forward_in
+from moebius.model.router_sigmoid import SigmoidConfig
 from moebius.model.transformer import Transformer
 from moebius.train.config import CheckpointConfig, Config, MeshConfig, TrainConfig
 from moebius.train.loop import train
@@ -21,7 +22,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is 
 
 MODEL = ModelConfig(
     vocab_size=257, d_model=64, num_layers=4, group_size=2, num_heads=2, d_head=32, num_attention_experts=4,
-    attention_top_k=2, num_experts=8, top_k=3, d_expert=32,
+    attention_top_k=2, num_experts=8, router=SigmoidConfig(top_k=3), d_expert=32,
 )  # fmt: skip
 
 

@@ -57,23 +57,29 @@ def catalogue(
     return (_entry(name, config, _first_line(recipes.get(name)), count=count) for name, config in chosen)
 
 
-def show(entries: Iterable[Entry]) -> Group:
-    """The table, and what its columns mean."""
+def show(entries: Iterable[Entry], *, width: int) -> Group:
+    """The table, and what its columns mean. Every recipe is one line of `width` columns; the description is cut to what is left."""
     shown = list(entries)
     counted = any(entry.counted is not None for entry in shown)
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    table.add_column("recipe", no_wrap=True)
-    table.add_column("architecture", ratio=1)
-    for heading in ("parameters", "active", "FLOPs/token", *(["counted"] if counted else []), "g"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("promises", no_wrap=True)
-    for entry in shown:
-        table.add_row(*map(Text, _cells(entry, counted=counted)))
+    headings = ("recipe", "parameters", "active", "FLOPs/token", *(["counted"] if counted else []), "g", "promises")
+    rows = [tuple(_cells(entry, counted=counted)) for entry in shown]
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
+    left = width
+    for heading, *cells in zip(headings, *rows, strict=True):
+        table.add_column(heading, justify="left" if heading in ("recipe", "promises") else "right", no_wrap=True)
+        left -= 2 + max(map(len, (heading, *cells)))
+    table.add_column("architecture", no_wrap=True)
+    for entry, row in zip(shown, rows, strict=True):
+        table.add_row(*map(Text, (*row, _cut(entry.description, max(left, len("architecture"))))))
     return Group(table, Text(_legend(counted), style="dim"))
 
 
+def _cut(text: str, length: int) -> str:
+    return text if len(text) <= length else text[: length - 1].rstrip(" ,:") + "…"
+
+
 def _cells(entry: Entry, *, counted: bool) -> Iterable[str]:
-    yield from (entry.name, entry.description)
+    yield entry.name
     yield from (short(entry.parameters.total, "B"), short(entry.parameters.active, "B"))
     yield ("≤ " if entry.upper_bound else "") + short(entry.flops.training)
     if counted:

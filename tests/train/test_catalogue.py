@@ -34,12 +34,23 @@ def test_every_recipe_has_a_line_with_its_description(capsys: pytest.CaptureFixt
         assert recipe.__doc__.strip().split("\n")[0][:30] in "\n".join(lines)
 
 
+def test_a_recipe_is_one_line_however_narrow_the_terminal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    lines = printed(capsys, "x_moe_torchscale", "sut").splitlines()
+    assert lines[1].startswith("x_moe_torchscale")
+    assert lines[2].startswith("sut")
+    assert lines[3] == ""
+    assert max(map(len, lines[:3])) <= 80
+
+
 def test_a_line_says_what_the_model_costs_and_promises(capsys: pytest.CaptureFixture[str]) -> None:
     header, moeut, dense, switch, *_ = printed(capsys, "moeut_44m", "dense_1b", "switch_causal").splitlines()
-    assert header.split() == ["recipe", "architecture", "parameters", "active", "FLOPs/token", "g", "promises"]
-    assert moeut.split()[-8:] == ["44.35M", "10.94M", "292.3M", "1", "C", "I", "D", "·"]
-    assert dense.split()[-8:] == ["1.044B", "1.044B", "6.869G", "1", "C", "I", "D", "B"]
-    assert switch.split()[-7:] == ["≤", "8.663M", "1", "C", "·", "·", "·"]
+    assert header.split() == ["recipe", "parameters", "active", "FLOPs/token", "g", "promises", "architecture"]
+    assert moeut.split()[1:9] == ["44.35M", "10.94M", "292.3M", "1", "C", "I", "D", "·"]
+    assert dense.split()[1:9] == ["1.044B", "1.044B", "6.869G", "1", "C", "I", "D", "B"]
+    assert switch.split()[3:10] == ["≤", "8.663M", "1", "C", "·", "·", "·"]
 
 
 def test_json_is_exact(capsys: pytest.CaptureFixture[str]) -> None:
@@ -65,7 +76,7 @@ def test_torch_agrees_or_its_own_figure_is_shown() -> None:
     assert not wrong.agrees
     console = Console(width=300)
     with console.capture() as captured:
-        console.print(show([entry, wrong]))
+        console.print(show([entry, wrong], width=console.width))
     _, first, second, *_ = captured.get().splitlines()
     assert "agrees" in first
     assert "agrees" not in second
