@@ -58,7 +58,7 @@ def catalogue(
 
 
 def show(entries: Iterable[Entry], *, width: int) -> Group:
-    """The table, and what its columns mean. Every recipe is one line of `width` columns; the description is cut to what is left."""
+    """The table, and what its columns mean. A recipe is one line of `width` columns; its description is cut to what is left."""
     shown = list(entries)
     counted = any(entry.counted is not None for entry in shown)
     headings = ("recipe", "parameters", "active", "FLOPs/token", *(["counted"] if counted else []), "g", "promises")
