@@ -59,7 +59,7 @@ def _command(commands: argparse._SubParsersAction, name: str, run, text: str) ->
 
 
 def _config_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("name", metavar="RECIPE|FILE.toml", help=f"one of {', '.join(RECIPES)}, or a TOML file")
+    parser.add_argument("name", metavar="RECIPE|FILE.toml", help="`moebius models` lists the recipes")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="single values to change")
     parser.add_argument("--run-dir", type=Path, metavar="DIR", help="run folder; an existing run is continued")
 
@@ -208,20 +208,25 @@ def _stop(options: argparse.Namespace) -> int:
 
 
 def _add_eval(commands: argparse._SubParsersAction) -> None:
-    parser = _command(commands, "eval", _eval, "measure a trained model's loss and perplexity, or let it write")
+    parser = _command(commands, "eval", _eval, "measure a trained model's loss, score a text, or let it write")
     _run_argument(parser)
     parser.add_argument("--step", type=int, metavar="N", help="of which checkpoint; default: the newest")
     parser.add_argument("--split", choices=["validation", "train"], default="validation")
     parser.add_argument("--rows", type=int, default=0, metavar="N", help="at most so many rows; default: all")
     parser.add_argument("--prompt", metavar="TEXT", help="continue this text instead of measuring")
+    parser.add_argument("--score", metavar="TEXT", help="print how likely this text is instead of measuring")
+    parser.add_argument("--draws", type=int, default=1, metavar="N", help="of companions, for models that need them")
     parser.add_argument("--tokens", type=int, default=100, metavar="N", help="to write after the prompt")
     parser.add_argument("--temperature", type=float, default=0.8, metavar="T", help="of the sampling; 0: most likely")
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the sampling")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the sampling and of companions")
 
 
 def _eval(options: argparse.Namespace) -> int:
-    from .evaluation.report import measure, write_text
+    from .evaluation.report import measure, score_text, write_text
 
+    if options.score is not None:
+        print(score_text(options.run_dir, options.score, step=options.step, draws=options.draws, seed=options.seed))
+        return 0
     if options.prompt is None:
         result = measure(options.run_dir, step=options.step, split=options.split, max_rows=options.rows)
         print(result)

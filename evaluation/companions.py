@@ -31,6 +31,15 @@ def companions_of(model: Transformer) -> int:
     return max((router.companions for _, _, router in model.routers()), default=0)
 
 
+def refuse_future_readers(model: Transformer, purpose: str) -> None:
+    """ValueError where a later token can change what is said of an earlier one."""
+    config = model.config
+    if not config.promises.causal:
+        raise ValueError(
+            f"router.kind={config.router.kind!r} as configured lets a position read later ones: such a model cannot {purpose}"
+        )
+
+
 class CompanionText:
     """Stretches of a prepared folder's training text, to stand beside requests. Use as a context manager, or call `close`."""
 
@@ -108,6 +117,7 @@ def score(
     """
     line = [end_of_document, *tokens][-(context + 1) :]
     num_scored = len(line) - 1 if num_scored is None else num_scored
+    refuse_future_readers(model, "be asked how likely a text is")
     if not 1 <= num_scored < len(line) or draws < 1:
         raise ValueError(
             f"a score needs tokens: {len(tokens)} given, {len(line) - 1} of them fit into {context=}, {num_scored=}, {draws=}"
@@ -132,7 +142,7 @@ def _drawn_group(
             f"this model is asked beside {companions} companions: give the training text to draw them from"
         )
     companions_MS = text.draw(companions, len(request_S), key=key).to(request_S.device)
-    return in_company(request_S, companions_MS, key=(text.seed, *key))
+    return in_company(request_S, companions_MS, key=(text.seed, *key, 1))  # not the draw's own stream
 
 
 def in_company(request_S: Tensor, companions_MS: Tensor | None, *, key: Sequence[int]) -> tuple[Tensor, int]:

@@ -1,4 +1,4 @@
-"""What a trained run is worth: its loss on held-out text, and text that it writes."""
+"""What a trained run is worth: its loss on held-out text, how likely it finds a text, and text that it writes."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from torch import Tensor
 from ..data_pipeline.shards import prepared_tokenizer
 from ..distributed.process import start_process
 from ..train.evaluate import Evaluation, evaluate
-from .companions import CompanionText, companions_of
+from .companions import CompanionText, Score, companions_of, score
 from .generate import generate
 from .restore import Restored, restore
 
@@ -72,6 +72,45 @@ def write_text(
             if not text.endswith("\ufffd"):
                 yield text[shown:]
                 shown = len(text)
+
+
+@dataclass(frozen=True)
+class ScoredText:
+    """How likely a text is to a checkpoint."""
+
+    step: int
+    draws: int
+    result: Score
+
+    def __str__(self) -> str:
+        tokens = self.result.log_probability_RS.shape[1]
+        beside = f" ± {self.result.spread:.4f} over {self.draws} draws of companions" if self.draws > 1 else ""
+        return (
+            f"step {self.step}: log-probability {self.result.mean:.4f}{beside} nats, {self.result.mean / tokens:.4f} per token, "
+            f"over {tokens:,} tokens"
+        )
+
+
+def score_text(run_dir: Path, text: str, *, step: int | None = None, draws: int = 1, seed: int = 0) -> ScoredText:
+    """Log-probability of a text after an end of document, cut on the left to the trained length.
+
+    A model that routes sequences together is asked beside companions from its training text (arXiv 2310.15961); several draws
+    give the spread.
+
+    Raises:
+        ValueError: the run, its checkpoint or its data cannot be read, there is nothing to score, or the model reads the future.
+    """
+    with start_process("auto") as process:
+        restored = restore(run_dir, process, step=step)
+        data = restored.config.data
+        tokenizer = prepared_tokenizer(data.directory)
+        tokens = tokenizer.encode_batch([text])[0].tolist()
+        with CompanionText(data.directory, seq_len=data.seq_len, seed=seed) as companions:
+            result = score(
+                restored.model, tokens, companions, end_of_document=tokenizer.end_of_document_id, context=data.seq_len,
+                draws=draws,
+            )  # fmt: skip
+    return ScoredText(restored.step, len(result.log_probability_RS), result)
 
 
 def _companions(restored: Restored, length: int, *, seed: int) -> Tensor | None:

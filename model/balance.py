@@ -146,7 +146,7 @@ class RouterReport:
     sums: dict[str, Tensor]  # the router's own statistics, per sequence, differentiable
     load_N: Tensor  # int64: routes per expert that were served
     wanted: Tensor  # int64 scalar: routes that were asked for
-    gate_sum: Tensor  # float32 scalar: Σ of gate weights; for a mixture of merge weights
+    gate_sum: Tensor  # float32 scalar: Σ of gate weights; for a mixture of every slot's largest merge weight
 
 
 def report_routing(routing: Routing, sums: dict[str, Tensor]) -> RouterReport:
@@ -156,7 +156,7 @@ def report_routing(routing: Routing, sums: dict[str, Tensor]) -> RouterReport:
         groups, _, slots = routing.plan.merge_GMP.shape
         served = groups * slots // routing.plan.num_experts
         load_N = torch.full((routing.plan.num_experts,), served, dtype=torch.int64, device=device)
-        return RouterReport(sums, load_N, load_N.sum(), routing.plan.merge_GMP.detach().sum())
+        return RouterReport(sums, load_N, load_N.sum(), routing.plan.merge_GMP.detach().amax(1).sum())
     routes = routing.plan
     load_N = count_per_sequence(routes.expert_N, 1, routes.num_experts)[0]
     wanted = load_N.sum() if routing.wanted_TK is None else torch.tensor(routing.wanted_TK.numel(), device=device)

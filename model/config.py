@@ -13,6 +13,9 @@ from .router import Promises
 from .router_sigmoid import SigmoidConfig
 from .routers import AnyRouterConfig
 
+# Without experts these would do nothing.
+_OF_EXPERTS = ("placement", "sub_tokens", "sub_token_residual", "num_shared_experts", "output_norm", "expert_bias")
+
 
 class HaltingConfig(BaseModel):
     """Stick-breaking adaptive computation time (SUT, arXiv 2310.07096, §3.3)."""
@@ -186,6 +189,11 @@ class ModelConfig(BaseModel):
                 f'halting needs one shared layer of SUT: group_size=1 (given {self.group_size}), norm="post" '
                 f'(given {self.norm!r}), attention="momha" (given {self.attention!r}) and router.kind="sut" (given {router!r})'
             )
+        if self.halting is not None and self.num_shared_experts:
+            raise ValueError(
+                f"halting with num_shared_experts={self.num_shared_experts}: shared experts would go on working for tokens that "
+                "have halted; leave them out"
+            )
         return self
 
     @model_validator(mode="after")
@@ -220,7 +228,14 @@ class ModelConfig(BaseModel):
 
     @model_validator(mode="after")
     def _check_experts(self) -> Self:
+        if self.shared_sum == "mean" and not self.num_shared_experts:
+            raise ValueError('shared_sum="mean" with num_shared_experts=0: there is nothing to weigh; leave it out')
         if not self.sparse_members:
+            idle = [name for name in _OF_EXPERTS if getattr(self, name) != type(self).model_fields[name].default]
+            if idle:
+                raise ValueError(
+                    f'feed_forward="dense" has no experts: {", ".join(idle)} would do nothing; leave them out'
+                )
             return self
         if self.d_model % self.sub_tokens:
             raise ValueError(f"sub_tokens={self.sub_tokens} does not divide d_model={self.d_model}")
@@ -229,7 +244,7 @@ class ModelConfig(BaseModel):
                 "sub_token_residual=True with sub_tokens=1: there are no sub-tokens; set sub_tokens to 2 or more"
             )
         self.router.check(self.num_experts)
-        if self.shared_sum == "mean" and self.num_shared_experts and self.router.reads_whole_sequences:
+        if self.shared_sum == "mean" and self.router.needs_length:
             raise ValueError(
                 f'shared_sum="mean" weighs by the experts that serve a row, and router.kind={self.router.kind!r} as configured '
                 'has no such number without the length of a sequence: set shared_sum="plain"'

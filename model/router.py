@@ -17,7 +17,7 @@ head, K experts chosen, N routes.
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, NonNegativeFloat
+from pydantic import BaseModel, ConfigDict, NonNegativeFloat, PositiveInt
 from torch import Tensor, nn
 
 from .balance import RunningSum, balance_value, choice_sums
@@ -29,7 +29,7 @@ from .routing import Routes, Routing, token_routes
 class Promises:
     """What a router guarantees, whatever its weights; tests/model/test_promises.py holds every model to it."""
 
-    causal: bool  # no output at a position depends on a later position, of any sequence
+    causal: bool  # no output at a position depends on what stands at a later position, of any sequence
     batch_invariant: bool  # no sequence's output depends on the other sequences of the batch
     dropless: bool  # every row gets the answers of all experts it asked for
     balanced: bool  # every expert serves equally many rows, by construction
@@ -61,6 +61,14 @@ class RouterConfig(BaseModel):
     def reads_whole_sequences(self) -> bool:
         """Whether one position alone cannot be routed: such a model cannot write token by token."""
         return False
+
+    @property
+    def needs_length(self) -> bool:
+        """Whether `active_experts` depends on the rows of a sequence."""
+        return False
+
+    def check_length(self, sequence_rows: int) -> None:
+        """ValueError where the router and the length of a sequence do not fit each other."""
 
     @property
     def experts_per_row(self) -> float:
@@ -106,7 +114,6 @@ class Router(nn.Module):
 
     Config: ClassVar[type[RouterConfig]]
     carried: tuple[str, ...] = ()  # names of statistics that `after_step` wants, summed over the whole step
-    num_heads = 1
 
     def __init__(self, config: Any, d_row: int, num_experts: int, *, start: Start) -> None:
         super().__init__()
@@ -136,6 +143,20 @@ class Router(nn.Module):
         """Told the `carried` statistics of one optimizer step, summed over sequences, micro-batches, repeats and ranks."""
 
 
+class TopKConfig(RouterConfig):
+    """What every router has in common by which a row asks for K experts."""
+
+    top_k: PositiveInt = 1
+
+    @property
+    def experts_per_row(self) -> float:
+        return self.top_k
+
+    def check(self, num_experts: int) -> None:
+        if self.top_k > num_experts:
+            raise ValueError(f"router.top_k={self.top_k} is more than num_experts={num_experts}")
+
+
 class ChoiceConfig(RouterConfig):
     """What every router that chooses experts for a row has in common: its losses."""
 
@@ -144,7 +165,8 @@ class ChoiceConfig(RouterConfig):
     # the mean probability, at least −ln E, summed over layers (σ-MoE, arXiv 2310.10837, §5; MoEUT, arXiv 2405.16039, eq. 8).
     balance: NonNegativeFloat = 0.01
     balance_form: Literal["load", "entropy"] = "load"
-    # Over which rows f and, for the entropy, P are taken. "global_batch": all ranks and the step's micro-batches so far.
+    # Over which rows f and, for the entropy, P are taken. "global_batch": all ranks and the step's micro-batches so far, and
+    # so with gradient accumulation not quite the same on another number of ranks.
     balance_scope: Literal["sequence", "micro_batch", "global_batch"] = "micro_batch"
     z_loss: NonNegativeFloat = (
         0.0  # mean over rows of logsumexp(logits)², mean over layers (ST-MoE, arXiv 2202.08906, eq. 5)

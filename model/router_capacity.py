@@ -12,7 +12,9 @@ Who is refused depends on the order in which routes ask:
     slot_major       all first choices, then all second ones (GShard): a later first choice evicts an earlier second choice
     priority         as slot_major, but rows with the largest probability ask first (V-MoE, arXiv 2106.05974, algorithm 2)
 
-With a capacity, an answer depends on the other rows of the micro-batch, and so on its size and on the number of ranks. Cost: two
+With a capacity, an answer depends on the other rows of the micro-batch, and so on its size and on the length of its sequences:
+a text that is cut short gets a smaller capacity, and one that is written token by token another one at each token. In
+`position_major` nothing that stands at a later position matters, but how many there are does. Cost: two
 sorts of N = T·K small integers, and one number read from the device (how many routes are left). Nothing of size T·E·C exists.
 
 Legend: T rows, E experts, K experts chosen, N routes (T·K, row-major), C capacity.
@@ -23,19 +25,18 @@ from fractions import Fraction
 from typing import Literal
 
 import torch
-from pydantic import PositiveFloat, PositiveInt
+from pydantic import PositiveFloat
 from torch import Tensor
 
-from .router import Choice, ChoiceConfig, ChoiceRouter, Promises
+from .router import Choice, ChoiceConfig, ChoiceRouter, Promises, TopKConfig
 from .routing import Routes
 
 DropOrder = Literal["position_major", "token_major", "slot_major", "priority"]
 
 
-class CapacityConfig(ChoiceConfig):
+class CapacityConfig(TopKConfig, ChoiceConfig):
     """What every router that may refuse a row has in common."""
 
-    top_k: PositiveInt = 1
     capacity_factor: PositiveFloat | None = None  # in training; None: dropless
     evaluation_capacity_factor: PositiveFloat | None = None  # None: dropless
     drop_order: DropOrder = "position_major"
@@ -52,14 +53,6 @@ class CapacityConfig(ChoiceConfig):
             causal=unlimited or self.drop_order == "position_major", batch_invariant=unlimited,
             dropless=unlimited and not self.random_second, balanced=False,
         )  # fmt: skip
-
-    @property
-    def experts_per_row(self) -> float:
-        return self.top_k
-
-    def check(self, num_experts: int) -> None:
-        if self.top_k > num_experts:
-            raise ValueError(f"router.top_k={self.top_k} is more than num_experts={num_experts}")
 
 
 class CapacityRouter(ChoiceRouter):

@@ -23,11 +23,11 @@ from torch import Tensor
 from .balance import RunningSum, count_per_sequence
 from .initialise import Start, parameter
 from .layers import wide_dtype
-from .router import Choice, ChoiceConfig, ChoiceRouter, Loss, Promises
+from .router import Choice, ChoiceConfig, ChoiceRouter, Loss, Promises, TopKConfig
 from .routing import Routing
 
 
-class DeepSeekConfig(ChoiceConfig):
+class DeepSeekConfig(TopKConfig, ChoiceConfig):
     """V3 by default; V2 with scores="softmax", group_score="max", renormalise=false, bias_rate=0."""
 
     kind: Literal["deepseek"] = "deepseek"
@@ -46,10 +46,6 @@ class DeepSeekConfig(ChoiceConfig):
     @property
     def promises(self) -> Promises:
         return Promises(causal=True, batch_invariant=True, dropless=True, balanced=False)
-
-    @property
-    def experts_per_row(self) -> float:
-        return self.top_k
 
     @model_validator(mode="after")
     def _check_gate(self) -> Self:

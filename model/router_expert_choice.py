@@ -51,6 +51,10 @@ class ExpertChoiceConfig(RouterConfig):
         """As wanted; `active_experts` says what rounding makes of it."""
         return self.mean_experts
 
+    @property
+    def needs_length(self) -> bool:
+        return self.scope == "flat"
+
     def active_experts(self, num_experts: int, sequence_rows: int) -> float:
         """Rows that the experts take, per row; flat, as if one sequence were the micro-batch."""
         members = self.group_size if self.scope == "position" else sequence_rows

@@ -64,6 +64,15 @@ class TokenMixingConfig(RouterConfig):
     def reads_whole_sequences(self) -> bool:
         return self.axis == "sequence"
 
+    def check_length(self, sequence_rows: int) -> None:
+        for name in ("group_size", "evaluation_group_size") if self.axis == "sequence" else ():
+            members = getattr(self, name)
+            if members is not None and sequence_rows % members:
+                raise ValueError(
+                    f'router.{name}={members} with axis="sequence" does not divide the {sequence_rows} rows of a sequence: '
+                    "groups are stretches of one sequence; choose a divisor"
+                )
+
     def members(self, *, training: bool) -> int:
         """M."""
         return self.group_size if training or self.evaluation_group_size is None else self.evaluation_group_size

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from .initialise import Start, parameter
 from .layers import wide_dtype
-from .router import Choice, ChoiceConfig, ChoiceRouter, Promises
+from .router import Choice, ChoiceConfig, ChoiceRouter, Promises, TopKConfig
 
 
-class SigmoidConfig(ChoiceConfig):
+class SigmoidConfig(TopKConfig, ChoiceConfig):
     """σ-MoE and MoEUT: sigmoid, top-k, no renormalisation, an entropy term per sequence."""
 
     kind: Literal["sigmoid"] = "sigmoid"
@@ -26,14 +26,6 @@ class SigmoidConfig(ChoiceConfig):
     @property
     def promises(self) -> Promises:
         return Promises(causal=True, batch_invariant=True, dropless=True, balanced=False)
-
-    @property
-    def experts_per_row(self) -> float:
-        return self.top_k
-
-    def check(self, num_experts: int) -> None:
-        if self.top_k > num_experts:
-            raise ValueError(f"router.top_k={self.top_k} is more than num_experts={num_experts}")
 
 
 class SigmoidRouter(ChoiceRouter):

@@ -40,6 +40,10 @@ class SlotMixingConfig(RouterConfig):
     def reads_whole_sequences(self) -> bool:
         return True
 
+    @property
+    def needs_length(self) -> bool:
+        return True
+
     def active_experts(self, num_experts: int, sequence_rows: int) -> float:
         """Slots computed for a sequence, per row of it."""
         return num_experts * self.slots(num_experts) / sequence_rows

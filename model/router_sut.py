@@ -25,11 +25,11 @@ from torch import Tensor
 from .balance import RunningSum
 from .initialise import Start, uniform
 from .layers import Linear
-from .router import Loss, Promises, Router, RouterConfig
+from .router import Loss, Promises, Router, TopKConfig
 from .routing import Routing, token_routes
 
 
-class SutConfig(RouterConfig):
+class SutConfig(TopKConfig):
     """Softmax of a two-layer network, top-k, renormalised; a loss on the mutual information of rows and experts."""
 
     kind: Literal["sut"] = "sut"
@@ -42,16 +42,11 @@ class SutConfig(RouterConfig):
     def promises(self) -> Promises:
         return Promises(causal=True, batch_invariant=True, dropless=True, balanced=False)
 
-    @property
-    def experts_per_row(self) -> float:
-        return self.top_k
-
     def router_flops(self, d_row: int, num_experts: int) -> int:
         return 2 * d_row * (d_row + num_experts)
 
     def check(self, num_experts: int) -> None:
-        if self.top_k > num_experts:
-            raise ValueError(f"router.top_k={self.top_k} is more than num_experts={num_experts}")
+        super().check(num_experts)
         if self.sampled > self.top_k:
             raise ValueError(
                 f"router.sampled={self.sampled} is more than router.top_k={self.top_k}: so many of the chosen experts are drawn"

@@ -51,12 +51,21 @@ class TransitionConfig(CapacityConfig):
         return self.group_size
 
     def active_experts(self, num_experts: int, sequence_rows: int) -> float:
-        """While mixing; afterwards it is `top_k`, the same where E = M·`top_k`."""
+        """While mixing; afterwards it is `top_k`, which is the same."""
         return num_experts / self.group_size
 
     def router_flops(self, d_row: int, num_experts: int) -> int:
         """While mixing; afterwards a third of it."""
         return 6 * d_row * num_experts
+
+    def check(self, num_experts: int) -> None:
+        super().check(num_experts)
+        if num_experts != self.group_size * self.top_k:
+            raise ValueError(
+                f"a transition keeps its cost: num_experts={num_experts} must be router.group_size={self.group_size} × "
+                f"router.top_k={self.top_k} = {self.group_size * self.top_k}, so that a token is served by as many experts "
+                "before as after"
+            )
 
     @model_validator(mode="after")
     def _check_groups(self) -> Self:

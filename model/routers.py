@@ -42,9 +42,14 @@ def read_router_config(value: Any) -> RouterConfig:
     """
     if isinstance(value, RouterConfig):
         return value
-    if not isinstance(value, dict) or value.get("kind") not in ROUTERS:
-        given = value.get("kind") if isinstance(value, dict) else value
-        raise ValueError(f"kind={given!r} is no router; there are {', '.join(ROUTERS)}")
+    if not isinstance(value, dict):
+        raise ValueError(
+            f"router={value!r}: the router is a section; write its kind, for example model.router.kind={value}"
+        )
+    if "kind" not in value:
+        raise ValueError(f"the router has no kind (keys: {', '.join(value)}); there are {', '.join(ROUTERS)}")
+    if not isinstance(value["kind"], str) or value["kind"] not in ROUTERS:
+        raise ValueError(f"kind={value['kind']!r} is no router; there are {', '.join(ROUTERS)}")
     config = ROUTERS[value["kind"]].Config
     try:
         return config.model_validate(value)

@@ -42,8 +42,10 @@ class ModelOutput:
     regularisation_B: (
         Tensor  # float32, per sequence: all auxiliary losses with their coefficients; zero in evaluation mode
     )
-    auxiliary: dict[str, Tensor]  # detached, per sequence: every auxiliary loss without its coefficient
-    loads: dict[str, DepthLoad]  # by kind of router: feed_forward, value, output
+    auxiliary: dict[
+        str, Tensor
+    ]  # detached, per sequence: every auxiliary loss without its coefficient; with halting also the depth
+    loads: dict[str, DepthLoad]  # by kind of router: feed_forward, value and output (SwitchHead), attention (MoMHA)
     carried: dict[str, Tensor]  # detached: what `after_step` is to be told, once summed over the whole step
 
 
@@ -106,7 +108,7 @@ class Layer(nn.Module):
     def _reports(self, routings: dict[str, Routing], batch_size: int) -> dict[str, RouterReport]:
         routers = self.routers()
         return {
-            kind: report_routing(routing, routers[kind].statistics(routing, batch_size))
+            kind: report_routing(routing, routers[kind].statistics(routing, batch_size) if self.training else {})
             for kind, routing in routings.items()
         }  # fmt: skip
 

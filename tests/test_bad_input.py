@@ -223,4 +223,14 @@ def test_a_prompt_that_is_empty(trained: Path, capfd: pytest.CaptureFixture[str]
     code, said = run(capfd, "eval", str(trained), "--prompt", "")
     assert code == 2
     assert "prompt of at least one token" in said
+
+
+def test_a_text_is_scored_and_an_empty_one_is_not(trained: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    code, said = run(capfd, "eval", str(trained), "--score", "the band closes upon itself", "--draws", "3")
+    assert code == 0
+    found = re.search(r"log-probability (-[\d.]+) nats, (-[\d.]+) per token, over (\d+) tokens", said)
+    assert found, said
+    total, per_token, tokens = map(float, found.groups())
+    assert total / tokens == pytest.approx(per_token, abs=1e-3)
+    assert run(capfd, "eval", str(trained), "--score", "")[0] == 2
     assert torch.is_grad_enabled()

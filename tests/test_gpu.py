@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from family import NAMES, VOCABULARY, make_uneven, tiny_model
 from world import run_ranks
 
 from moebius.data_pipeline.config import DataConfig
@@ -44,6 +45,24 @@ def test_loss_and_gradients_equal_the_cpu(dtype: torch.dtype, tolerance: float) 
     assert loss == pytest.approx(expected_loss, rel=tolerance)
     for name, gradient in gradients.items():
         assert (gradient - expected[name]).norm() <= tolerance * expected[name].norm(), name
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_whole_family_equals_the_cpu(name: str) -> None:
+    """In evaluation, where nothing is drawn: a GPU draws other numbers than a CPU."""
+    tokens = torch.randint(VOCABULARY, (16, 12), generator=torch.Generator().manual_seed(0))
+    found = []
+    for device in ("cpu", "cuda"):
+        model = make_uneven(tiny_model(name)).to(device).eval()
+        logits = model(tokens.to(device)).logits_BSV
+        logits.square().mean().backward()
+        gradients = {key: p.grad.cpu() for key, p in model.named_parameters() if p.grad is not None}
+        found.append((logits.detach().cpu(), gradients))
+    (expected_logits, expected), (logits, gradients) = found
+    torch.testing.assert_close(logits, expected_logits, rtol=1e-3, atol=1e-4)
+    assert gradients.keys() == expected.keys()
+    for key, gradient in gradients.items():
+        assert (gradient - expected[key]).norm() <= 1e-3 * expected[key].norm() + 1e-7, key
 
 
 def run_training(config: Config, run_dir: Path) -> list[float]:

@@ -66,11 +66,14 @@ def show(entries: Iterable[Entry], *, width: int) -> Group:
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
     left = width
     for heading, *cells in zip(headings, *rows, strict=True):
-        table.add_column(heading, justify="left" if heading in ("recipe", "promises") else "right", no_wrap=True)
-        left -= 2 + max(map(len, (heading, *cells)))
-    table.add_column("architecture", no_wrap=True)
+        justify, columns = "left" if heading in ("recipe", "promises") else "right", max(map(len, (heading, *cells)))
+        table.add_column(heading, justify=justify, no_wrap=True, min_width=columns)
+        left -= 2 + columns
+    described = left >= len("architecture")  # a narrow terminal gets the figures, whole
+    if described:
+        table.add_column("architecture", no_wrap=True)
     for entry, row in zip(shown, rows, strict=True):
-        table.add_row(*map(Text, (*row, _cut(entry.description, max(left, len("architecture"))))))
+        table.add_row(*map(Text, (*row, _cut(entry.description, left)) if described else row))
     return Group(table, Text(_legend(counted), style="dim"))
 
 

@@ -7,18 +7,20 @@ A run is named by a recipe (train/recipes.py) or a TOML file and changed with do
 import difflib
 import json
 import tomllib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, ValidationError, model_validator
 
 from ..data_pipeline.config import DataConfig
 from ..distributed.layout import MeshConfig, check_experts, plan_layout
 from ..kernels.backend import KernelConfig
-from ..model.config import ModelConfig
+from ..model.config import HaltingConfig, ModelConfig
 from ..model.routers import ROUTERS
 from .optim import OptimConfig
+
+_RENAMED = {"model.top_k": "model.router.top_k", "model.feed_forward_balance": "model.router.balance"}
 
 
 class ConfigError(ValueError):
@@ -106,6 +108,12 @@ class Config(BaseModel):
         return self
 
     @model_validator(mode="after")
+    def _check_length(self) -> Self:
+        if self.model.sparse_members:
+            self.model.router.check_length(self.data.seq_len * self.model.sub_tokens)
+        return self
+
+    @model_validator(mode="after")
     def _check_groups(self) -> Self:
         """Groups are blocks of consecutive samples, so a micro-batch of whole groups keeps them whatever the layout."""
         group = self.model.group_sequences
@@ -157,7 +165,7 @@ def resolve(name_or_file: str, overrides: Sequence[str], recipes: Mapping[str, C
             f"there is no recipe {name_or_file!r}{_nearest(name_or_file, recipes)}; recipes: {', '.join(recipes)}; "
             "a file must end in .toml"
         )
-    for override in overrides:
+    for override in sorted(overrides, key=lambda text: ".kind=" not in text):  # a new kind first, then its keys
         _apply(values, override)
     return build(values, origin=name_or_file)
 
@@ -210,7 +218,7 @@ def _apply(values: dict[str, Any], override: str) -> None:
     try:
         value = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
-        value = None if text == "none" else text
+        value = None if text == "none" and path not in _keys_with_the_word_none() else text
     entries = values
     for depth, section in enumerate(sections, start=1):
         if entries.get(section) is None:
@@ -230,21 +238,34 @@ def _explain(error: ValidationError) -> list[str]:
 def _explain_one(entry: Any) -> str:
     where = ".".join(str(part) for part in entry["loc"])
     if entry["type"] == "extra_forbidden":
-        return f"  {where}: unknown key{_nearest(where, _known_keys())}"
+        renamed = _RENAMED.get(where)
+        return f"  {where}: unknown key" + (f"; it is now {renamed}" if renamed else _nearest(where, _known_keys()))
     message = str(entry["msg"]).removeprefix("Value error, ")
     given = "" if isinstance(entry["input"], dict) or not where else f" (given: {entry['input']!r})"
     return f"  {where}: {message}{given}" if where else f"  {message}"
 
 
-def _known_keys() -> list[str]:
-    keys = []
+def _known_fields() -> Iterator[tuple[str, Any]]:
+    """Every key that a configuration can have, and its annotation."""
     for section, field in Config.model_fields.items():
-        keys.append(section)
-        annotation = field.annotation
-        if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-            keys += [f"{section}.{name}" for name in annotation.model_fields]
-    keys += [f"model.router.{name}" for router in ROUTERS.values() for name in router.Config.model_fields]
-    return keys
+        yield section, field.annotation
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            for name, entry in field.annotation.model_fields.items():
+                yield f"{section}.{name}", entry.annotation
+    for router in ROUTERS.values():
+        for name, entry in router.Config.model_fields.items():
+            yield f"model.router.{name}", entry.annotation
+    for name, entry in HaltingConfig.model_fields.items():
+        yield f"model.halting.{name}", entry.annotation
+
+
+def _known_keys() -> list[str]:
+    return [key for key, _ in _known_fields()]
+
+
+def _keys_with_the_word_none() -> set[str]:
+    """Keys for which "none" is one of the choices and not the absence of a value."""
+    return {key for key, annotation in _known_fields() if "none" in get_args(annotation)}
 
 
 def _nearest(word: str, known: Any) -> str:

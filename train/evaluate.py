@@ -32,8 +32,9 @@ class Evaluation:
 def evaluate(model: Transformer, config: Config, process: Process, *, split: str = "validation") -> Evaluation:
     """Collective. Every rank runs the same number of passes, so that expert exchanges always meet.
 
-    Rows do not overlap; each is read once, by one rank. Evaluation mode: no regularisation. A model that routes sequences
-    together sees the same groups on every layout.
+    Rows do not overlap; each counts once, on one rank. Evaluation mode: no regularisation. A model that routes sequences
+    together sees the same groups on every layout. Copies that fill up the last batch do not count, but where there is a
+    capacity in evaluation they take places like other rows.
     """
     dtype = getattr(torch, config.train.precision)
     sums = torch.zeros(2, dtype=torch.float64, device=process.device)

@@ -24,7 +24,7 @@ from .loss import micro_batch_loss
 from .metrics import MetricsLog, StepMeter, expert_metrics
 from .optim import learning_rate_at
 from .run import Run, assemble, open_loader, open_log, resume, write_result
-from .state import seed_step, state_tensors
+from .state import seed_micro_batch, state_tensors
 
 
 def train(config: Config, run_dir: Path) -> str:
@@ -59,7 +59,6 @@ def run_steps(run: Run, loader: Loader, log: MetricsLog) -> str:
         log_evaluation(run, log)
     clock = Clock()
     while run.progress.step < config.train.steps:
-        seed_step(config.train.seed, run.progress.step, run.process.rank)
         batch = next(loader)
         taken = step(run, batch, learning_rate_at(config.optim, run.progress.step))
         clock.count_step()
@@ -95,19 +94,21 @@ def step(run: Run, batch: Batch, rate: float) -> Taken:
     rows_AB1 = torch.from_numpy(batch.tokens).to(run.process.device, non_blocking=True)
     run.optimizer.zero_grad()
     run.model.before_step(run.progress.step)
-    for rows_B1 in rows_AB1:
+    for index, rows_B1 in enumerate(rows_AB1, start=run.process.rank * len(rows_AB1)):
+        seed_micro_batch(config.train.seed, run.progress.step, index)
         result = micro_batch_loss(forward, rows_B1, global_sequences=config.train.global_batch)
         result.loss.backward()
         meter.add(result)
     run.reducer.reduce()
     asked = run.process.rank == 0 and (run.run_dir / "stop").exists()
     norm, stop = clip_gradients(run.dense, run.experts, run.mesh, max_norm=config.optim.clip_norm, flag=asked)
-    finite, carried = math.isfinite(norm.item()), meter.reduce_carried()
+    finite = math.isfinite(norm.item())
+    totals = meter.reduce_carried()  # what routers learn from without a gradient, from all ranks
     if finite:
         for group in run.optimizer.param_groups:
             group["lr"] = rate
         run.optimizer.step()
-        run.model.after_step(run.progress.step, carried)
+        run.model.after_step(run.progress.step, totals)
     sequences = config.train.global_batch
     run.progress = run.progress.after_step(
         sequences=sequences, tokens=sequences * config.data.seq_len, updated=finite

@@ -79,8 +79,9 @@ def expert_metrics(sums: dict[str, Tensor]) -> dict[str, Any]:
         fraction_LN = load_LN / served_L.clamp_min(1)[:, None]
         prefix = "" if kind == "feed_forward" else f"{kind}_"
         record[f"{prefix}expert_load"] = _rounded(fraction_LN)
-        record[f"{prefix}max_violation"] = _rounded(fraction_LN.amax(1) * fraction_LN.shape[1] - 1)
-        record[f"{prefix}effective_experts"] = _rounded(torch.special.entr(fraction_LN).sum(1).exp())
+        used_L = (served_L > 0).double()  # of a depth step that nobody reaches any more: no violation, no expert
+        record[f"{prefix}max_violation"] = _rounded((fraction_LN.amax(1) * fraction_LN.shape[1] - 1) * used_L)
+        record[f"{prefix}effective_experts"] = _rounded(torch.special.entr(fraction_LN).sum(1).exp() * used_L)
         record[f"{prefix}gate_mean"] = _rounded(sums[f"{kind}/gates"] / served_L.clamp_min(1))
         if bool((served_L < wanted_L).any()):
             record[f"{prefix}drop_fraction"] = _rounded(1 - served_L / wanted_L)

@@ -1,6 +1,7 @@
 """The sizes that the papers trained, with their protocols.
 
 MoEUT (arXiv 2405.16039), its dense baselines, σ-MoE controls and SUT baselines: sizes as in the authors' training code.
+SUT has the corrected sign of its mutual-information loss; model.router.mi_sign=as_published reproduces theirs.
 Corrections of the published release profiles, which do not run or do not match the paper as shipped:
   * 728M: d_model 1280, as trained; the released profile says 1024 and gives 581.9M parameters.
   * 44M: d_head 82 rotates 40 channels; the release computes 41, an odd number, and stops.
@@ -77,7 +78,7 @@ def _mixture(
     name: str, *, d_model: int, blocks: int, heads: int, width: int, group: int, experts: int, rate: float,
     placement: str = "last_half", steps: int = 150_000, warmup: int = 2500, init_scale: float = 0.1,
 ) -> Config:  # fmt: skip
-    """C4, 256 sequences of 256 tokens a step. `experts` 0: the dense baseline of that size."""
+    """C4, 256 sequences of 256 tokens a step, so groups of 128 leave room for two ranks. `experts` 0: the dense baseline."""
     model: dict[str, Any] = dict(
         vocab_size=50257, num_layers=blocks, group_size=blocks, d_model=d_model, num_heads=heads, d_head=d_model // heads,
         norm="pre", attention="dense", positions="learned", max_positions=256, d_feed_forward=width, activation="relu",
@@ -92,7 +93,7 @@ def _mixture(
         model=ModelConfig.model_validate(model),
         data=DataConfig(vocab_size=50257, seq_len=256),
         optim=OptimConfig(
-            learning_rate=rate, warmup_steps=warmup, decay_steps=steps, clip_norm=0.5, weight_decay=0.1,
+            learning_rate=rate, warmup_steps=warmup, decay_steps=steps - warmup, clip_norm=0.5, weight_decay=0.1,
         ),
         train=TrainConfig(
             steps=steps, global_batch=256, micro_batch=max(32, group), precision="bfloat16", log_every=10, eval_every=2000,

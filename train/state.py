@@ -1,6 +1,6 @@
 """What must survive of a run, as a flat dict of tensors under global names and a plain dict of values.
 
-There is no random state in it: every step draws from a stream keyed by (seed, step, rank), so the state is the step's number.
+There is no random state in it: every micro-batch draws from a stream of its own, so the state is the step's number.
 """
 
 import hashlib
@@ -65,9 +65,13 @@ def model_tensors(model: Transformer) -> tuple[dict[str, Tensor], frozenset[str]
     return tensors, frozenset(f"model.{name}" for name in expert_names(model))
 
 
-def seed_step(seed: int, step: int, rank: int) -> None:
-    """Starts the step's own random stream on every device."""
-    key = hashlib.blake2b(f"{seed}/{step}/{rank}".encode(), digest_size=8).digest()
+def seed_micro_batch(seed: int, step: int, index: int) -> None:
+    """Starts a micro-batch's own random stream on every device.
+
+    `index` counts the step's micro-batches over all ranks in the order of their samples, so the same sequences draw the same
+    numbers on any number of ranks.
+    """
+    key = hashlib.blake2b(f"{seed}/{step}/{index}".encode(), digest_size=8).digest()
     torch.manual_seed(int.from_bytes(key, "little") >> 1)
 
 

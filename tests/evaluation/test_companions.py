@@ -109,7 +109,7 @@ def test_a_score_is_the_log_probability_of_the_requests_row(kind: str, folder: P
     with CompanionText(folder, seq_len=CONTEXT, seed=5) as text:
         found = score(model, tokens, text, end_of_document=END, context=CONTEXT, draws=3, key=7)
         for draw in range(3):
-            group, row = in_company(torch.tensor(line[:-1]), text.draw(3, 7, key=(7, draw)), key=(5, 7, draw))
+            group, row = in_company(torch.tensor(line[:-1]), text.draw(3, 7, key=(7, draw)), key=(5, 7, draw, 1))
             torch.testing.assert_close(found.log_probability_RS[draw], by_hand(model, line, group, row))
         totals = found.log_probability_RS.sum(1)
         assert found.mean == pytest.approx(totals.mean().item())

@@ -12,6 +12,7 @@ import torch
 from family import NAMES, VOCABULARY, make_uneven, tiny_config, tiny_model
 from torch import Tensor
 
+from moebius.model.config import ModelConfig
 from moebius.model.transformer import ModelOutput, Transformer
 
 SEQUENCES, POSITIONS = 16, 6
@@ -72,6 +73,32 @@ def difference(after: Tensor, before: Tensor, sequences: object, positions: slic
     return (after[sequences] - before[sequences])[..., positions, :].abs().max().item()
 
 
+def draws_for_every_row(config: ModelConfig) -> bool:
+    return getattr(config.router, "random_second", False)
+
+
+@pytest.mark.parametrize(
+    "name", [n for n in NAMES if tiny_config(n).promises.causal and not draws_for_every_row(tiny_config(n))]
+)
+def test_a_causal_model_does_not_care_how_much_follows(name: str) -> None:
+    """Unless it has a capacity, which is a share of the rows there are."""
+    tokens = torch.randint(VOCABULARY, (SEQUENCES, POSITIONS), generator=torch.Generator().manual_seed(3))
+    config = tiny_config(name)
+    changes = []
+    for model in states(name, common=3.0):
+        if model.training and getattr(config.router, "expert_dropout", 0):
+            continue
+        whole = run(model, tokens).logits_BSV
+        changes += [
+            difference(run(model, tokens[:, :cut]).logits_BSV, whole[:, :cut], slice(None), slice(None))
+            for cut in (1, 4)
+        ]
+    if getattr(config.router, "capacity_factor", None) is None:
+        assert max(changes) < 1e-9
+    else:
+        assert max(changes) > 1e-3
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_every_promise_is_kept_and_every_other_is_seen_broken(name: str) -> None:
     promises = tiny_config(name).promises
@@ -80,7 +107,7 @@ def test_every_promise_is_kept_and_every_other_is_seen_broken(name: str) -> None
     if promises.causal:
         assert past == own_past == 0.0
     else:
-        assert past > 0.0
+        assert past > 1e-9
     assert (others == 0.0) == promises.batch_invariant
     outputs = [run(model, tokens) for model in states(name, common=3.0)]
     loads = [load for output in outputs for load in output.loads.values()]
