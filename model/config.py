@@ -14,7 +14,7 @@ from .router_sigmoid import SigmoidConfig
 from .routers import AnyRouterConfig
 
 # Without experts these would do nothing.
-_OF_EXPERTS = ("placement", "sub_tokens", "sub_token_residual", "num_shared_experts", "output_norm", "expert_bias")
+_OF_EXPERTS = ("sub_tokens", "sub_token_residual", "num_shared_experts", "output_norm", "expert_bias")
 
 
 class HaltingConfig(BaseModel):

@@ -42,7 +42,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def make_config(data: Path, router: dict[str, Any], micro_batch: int) -> Config:
     model = ModelConfig.model_validate({
         "vocab_size": 257, "d_model": 24, "num_layers": 2, "group_size": 2, "num_heads": 2, "d_head": 12, "norm": "pre",
-        "attention": "dense", "num_experts": 4, "d_expert": 16, "router": router,
+        "attention": "dense", "num_experts": router["group_size"], "d_expert": 16, "router": router,
     })  # fmt: skip
     return Config(
         model=model,
