@@ -1,9 +1,10 @@
 """What the papers of the family say, tried on toys: which claims hold at this size?
 
     python benchmarks/claims.py [--claims M8 T3 …] [--seeds 3] [--steps N] [--jobs 2] [--device auto] [--text FILE]
+    python benchmarks/claims.py --judge results/claims.json      # judges and draws recorded runs again, without training
 
     M8   Mixture of Tokens reaches the dense model's final loss in at most 60 % of its steps
-    M11  uniform mixing is worse than learned mixing, beyond the spread over seeds
+    M11  uniform mixing is worse than learned mixing
     T3   the balance loss lets the largest load fall more than twofold
     X2   representations collapse less under X-MoE's router than under a linear one
     H3   Multi-Head MoE activates more experts than its draws alone explain, against SMoE and fine-grained experts of equal cost
@@ -49,6 +50,9 @@ _TAIL_BYTES = 8192  # more than the last line of a toy's metrics.jsonl
 
 def main() -> None:
     options = parse()
+    if options.judge is not None:
+        judge_again(options)
+        return
     console, began = Console(), time.perf_counter()
     arms = list(dict.fromkeys(arm for claim in options.claims for arm in CLAIMS[claim].arms))
     with tempfile.TemporaryDirectory(prefix="claims-") as scratch:
@@ -69,6 +73,24 @@ def main() -> None:
         console.print(f"written: {path}", soft_wrap=True)
 
 
+def judge_again(options: argparse.Namespace) -> None:
+    """Findings and pictures from a results file: the record says which commit trained and which one judged."""
+    figures = json.loads(options.judge.read_text(encoding="utf-8"))
+    runs: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for record in figures["runs"]:
+        runs[record["arm"]].append(record)
+    claims = [name for name, claim in CLAIMS.items() if all(arm in runs for arm in claim.arms)]
+    findings = [finding for name in claims for finding in CLAIMS[name].judge(runs)]
+    console = Console()
+    console.print(table(findings))
+    explain(findings, console)
+    figures["findings"] = [finding.as_dict() for finding in findings]
+    figures["judged_at"] = {key: report.environment()[key] for key in ("commit",)}
+    options.judge.write_text(compact(figures), encoding="utf-8")
+    for name in claims:
+        draw(name, runs, options.judge.parent / f"claims_{name}.png")
+
+
 def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     parser.add_argument("--claims", nargs="+", choices=list(CLAIMS), default=list(CLAIMS))
@@ -78,6 +100,7 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--text", default="embedded", help="a file to train on instead of the embedded corpus")
     parser.add_argument("--results", type=Path, default=report.RESULTS)
+    parser.add_argument("--judge", type=Path, metavar="FILE", help="recorded runs to judge again, instead of training")
     return parser.parse_args(words)
 
 

@@ -23,8 +23,9 @@ from claims_measures import (  # noqa: E402
     steps_to_reach,
     thinned,
 )
+from claims_pictures import draw  # noqa: E402
 from claims_runs import routings  # noqa: E402
-from claims_toys import ARMS, GRANULARITIES, granular, toy  # noqa: E402
+from claims_toys import ARMS, GRANULARITIES, WINDOWS, granular, toy  # noqa: E402
 
 from moebius.data_pipeline.config import DataConfig  # noqa: E402
 from moebius.data_pipeline.loader import validation_batches  # noqa: E402
@@ -132,9 +133,64 @@ def test_granularity_has_two_verdicts() -> None:
         return [finding.verdict for finding in granularity_helps(granular_runs(*losses))]
 
     assert verdicts((3.0, 2.8, 2.7), (3.0, 3.0, 2.99)) == ["holds", "holds"]
-    assert verdicts((3.0, 2.8, 2.8), (3.0, 2.8, 2.7)) == ["does not hold", "does not hold"]
+    assert verdicts((3.0, 2.8, 2.7), (3.0, 2.8, 2.7)) == ["holds", "does not hold"]
+    assert verdicts((3.0, 2.8, 2.8), (3.0, 3.0, 3.0)) == ["does not hold", "undecided"]  # no gain, so none can vanish
     assert verdicts((3.0, 3.1, 3.2), (3.0, 3.0, 3.0)) == ["does not hold", "undecided"]
     assert share_kept((3.0, 2.9, 2.9), (3.0, 2.8, 2.6)) == pytest.approx(1 / 3)
+
+
+def toy_run(*, curve=((0, 6.0), (50, 4.0), (100, 3.0)), violation=1.0, collapse=(1.0, 1.0), ratio=0.9) -> dict:
+    """A record as claims_runs.py makes them, with what the judges and the pictures read."""
+
+    def layer(value: float) -> dict:
+        windows = {f"activated_{window}{kind}": ratio for window in WINDOWS for kind in ("", "_random", "_ratio")}
+        return {"collapse": value, "effective_experts": 4.0, "num_experts": 8, "experts_used": 8, **windows}
+
+    probes = [{"step": 10 * n, "layers": [layer(value)]} for n, value in enumerate(collapse)]
+    return {
+        "validation_loss": list(curve), "steps": 100, "training_flops_per_token": 2.0, "step_s": 0.1,
+        "max_violation": [(step, violation) for step in range(20)], "routings": probes,
+    }  # fmt: skip
+
+
+# For each claim arms for which it holds, and arms for which it does not; what decides is in one place.
+QUICK, SLOW = ((0, 6.0), (50, 2.9), (100, 2.5)), ((0, 6.0), (50, 5.0), (100, 3.5))
+JUDGED = {
+    "M8": ({"dense": {}, "MoT": {"curve": QUICK}}, {"dense": {}, "MoT": {"curve": SLOW}}),
+    "M11": ({"MoT": {}, "MoT, uniform": {"curve": SLOW}}, {"MoT": {}, "MoT, uniform": {"curve": QUICK}}),
+    "T3": (
+        {"top-1, balance 0": {"violation": 5.0}, "top-1, balance 0.01": {"violation": 2.0}},
+        {"top-1, balance 0": {"violation": 3.0}, "top-1, balance 0.01": {"violation": 2.0}},
+    ),
+    "X2": (
+        {"top-1, balance 0.01": {"collapse": (4.0, 2.0, 1.0)}, "X-MoE": {"collapse": (4.0, 4.0, 5.0)}},
+        {"top-1, balance 0.01": {"collapse": (4.0, 4.0, 5.0)}, "X-MoE": {"collapse": (4.0, 2.0, 1.0)}},
+    ),
+    "H3": (
+        {"SMoE": {}, "fine-grained": {"ratio": 0.92}, "MH-MoE h=2": {"ratio": 0.95}, "MH-MoE h=3": {"ratio": 0.96}},
+        {"SMoE": {"ratio": 0.97}, "fine-grained": {}, "MH-MoE h=2": {"ratio": 0.95}, "MH-MoE h=3": {"ratio": 0.96}},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("claim", JUDGED)
+def test_every_judge_knows_the_two_sides(claim: str) -> None:
+    def verdicts(*seeds: dict[str, dict]) -> set[str]:
+        runs = {arm: [toy_run(**seed[arm]) for seed in seeds] for arm in CLAIMS[claim].arms}
+        return {finding.verdict for finding in CLAIMS[claim].judge(runs)}
+
+    holding, failing = JUDGED[claim]
+    assert verdicts(holding, holding, holding) == {"holds"}
+    assert verdicts(failing, failing, failing) == {"does not hold"}
+    assert verdicts(holding, failing, holding) == {"undecided"}
+    assert verdicts(holding, holding) == {"undecided"}  # two seeds are too few
+
+
+@pytest.mark.parametrize("claim", [*JUDGED, "G1"])
+def test_every_claim_has_a_picture(claim: str, tmp_path: Path) -> None:
+    arms = {arm: JUDGED[claim][0][arm] if claim in JUDGED else {} for arm in CLAIMS[claim].arms}
+    draw(claim, {arm: [toy_run(**values)] * 3 for arm, values in arms.items()}, tmp_path / "picture.png")
+    assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_the_arms_of_a_claim_cost_what_they_should() -> None:
