@@ -16,6 +16,7 @@ from moebius.distributed.layout import MeshConfig, plan_layout
 from moebius.distributed.mesh import build_mesh
 from moebius.distributed.parallelize import build_model
 from moebius.distributed.process import start_process
+from moebius.model.balance import RunningSum
 from moebius.model.config import ModelConfig
 from moebius.model.cost import count_parameters, counted_flops, forward_flops, is_upper_bound
 from moebius.model.initialise import initialise
@@ -88,6 +89,24 @@ def test_a_row_gets_as_many_experts_as_it_takes(example: ModuleType) -> None:
 
 
 def test_its_losses_count_what_was_served(example: ModuleType) -> None:
+    """Against a loop: the load of every sequence, and E·Σ_e f_e·P_e with f the share of all choices of the micro-batch."""
+    router = example.TopPRouter(example.TopPConfig(p=0.6), 5, 6, start=lambda shape, generator: torch.randn(shape))
+    torch.nn.init.normal_(router.weight, generator=torch.Generator().manual_seed(0))
+    x_TD = torch.randn(40, 5, generator=torch.Generator().manual_seed(1))
+    routing = router(x_TD, batch_size=4)
+    sums = router.statistics(routing, 4)
+    load_BE = torch.zeros(4, 6, dtype=torch.int64)
+    for row, expert in zip(routing.routes.source_N.tolist(), routing.routes.expert_N.tolist(), strict=True):
+        load_BE[row // 10, expert] += 1
+    assert torch.equal(sums["load"], load_BE)
+    p_TE = (x_TD @ router.weight.T).softmax(-1)
+    share_E = load_BE.sum(0) / load_BE.sum()
+    balancing, unsure = router.losses(sums, RunningSum())
+    torch.testing.assert_close(balancing.value_B.mean(), 6 * (p_TE.mean(0) * share_E).sum())
+    torch.testing.assert_close(unsure.value_B.mean(), torch.special.entr(p_TE).sum(-1).mean())
+
+
+def test_its_losses_reach_the_model(example: ModuleType) -> None:
     model = Transformer(config_of(0.5))
     initialise(model, 0)
     output = model(tokens_of(0))

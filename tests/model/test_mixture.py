@@ -12,11 +12,11 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from moebius.model.config import ModelConfig
-from moebius.model.initialise import initialise
+from moebius.model.initialise import initialise, normal
 from moebius.model.layers import activate
 from moebius.model.moe import SparseFeedForward
 from moebius.model.router import Promises
-from moebius.model.router_mixture import TokenMixingConfig
+from moebius.model.router_mixture import TokenMixingConfig, TokenMixingRouter
 from moebius.model.routers import read_router_config
 from moebius.model.routing import Mixture
 from moebius.model.transformer import Transformer
@@ -296,10 +296,16 @@ def test_rounding_moves_weights_a_little_and_flips_choices() -> None:
         flips.append((chosen != rechosen).any(-1).float().mean().item())
         before, after = (logits.view(128, 32, num_experts).softmax(1) for logits in (exact, rough))
         moved.append(((after - before).norm() / before.norm()).item())
-    assert moved == pytest.approx([0.0009] * 4, abs=0.0003)
-    assert max(moved) < 0.005
+        # Our router computes in float32, so in a bfloat16 run only the rows come rounded: it moves less still.
+        router = TokenMixingRouter(TokenMixingConfig(group_size=32), 512, num_experts, start=normal(1.0))
+        with torch.no_grad():
+            router.weight.copy_(weight_ED)
+            ours, rounded = (router(x, batch_size=4096).plan.merge_GMP for x in (x_TD, x_TD.bfloat16()))
+        torch.testing.assert_close(ours, before, rtol=1e-4, atol=1e-7)
+        assert 1e-4 < ((rounded - ours).norm() / ours.norm()).item() < moved[-1]
+    assert moved == pytest.approx([0.0009] * 4, abs=0.0002)
     assert flips == sorted(flips)
-    assert flips == pytest.approx([0.003, 0.006, 0.021, 0.11], rel=0.5)
+    assert flips == pytest.approx([0.003, 0.006, 0.021, 0.11], rel=0.45)
 
 
 # ---- published sizes
