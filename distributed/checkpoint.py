@@ -9,7 +9,7 @@ checks that its generation is still the current one, and renames. 5. Old checkpo
 temporary directory goes, what was there before stays, and all ranks raise the same error at the next `save` or `wait`.
 
 Cost: each dense tensor is staged and written by one rank, each block of experts by one replica, so a rank stages about
-1/world of the dense state and 1/dp_replicate of its experts: that much memory, and one copy of it per save.
+1/world of the dense state and 1/replicas of its experts: that much memory, and one copy of it per save.
 """
 
 import json
@@ -66,7 +66,7 @@ from .checkpoint_files import (
     write_synced,
 )
 from .layout import Layout
-from .mesh import Mesh, device_mesh
+from .mesh import Mesh
 from .process import Process
 
 __all__ = [
@@ -89,6 +89,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _WRITE_TIMEOUT_S = 3600.0  # one rank may wait this long for another's disk; a rank that died is noticed at once
+_EXPERT_AXES = ("expert_replicas", "ep")  # on which a block of experts is replicated and sharded
 _TEMPORARY_NAME = re.compile(r"(step_\d{8,})\.(?:g(?P<generation>\d+)|old|deleted)\.tmp")
 
 
@@ -148,7 +149,9 @@ def load(
 
     stored = _together(group, check)
     state = {
-        name: _as_global(tensor.detach(), mesh.device_mesh) if mesh is not None and name in sharded else tensor.detach()
+        name: _as_global(tensor.detach(), mesh.device_mesh(*_EXPERT_AXES))
+        if mesh is not None and name in sharded
+        else tensor.detach()
         for name, tensor in tensors.items()
     }
     _read_into(state, stored, group)
@@ -233,7 +236,7 @@ class Checkpointer:
         self._generation_file = generation_file
         timeout = timedelta(seconds=max(process.timeout_s, _WRITE_TIMEOUT_S))
         self._group = _gloo_group(timeout)
-        self._cpu_mesh = device_mesh(mesh.layout, [mesh.dp_replicate_group, mesh.ep_group], "cpu")
+        self._cpu_mesh = mesh.device_mesh(*_EXPERT_AXES, device_type="cpu")
         self._buffers: dict[str, Tensor] = {}
         self._thread: threading.Thread | None = None
         self._failure: CheckpointError | None = None
@@ -278,7 +281,7 @@ class Checkpointer:
     def _stage(self, tensors: Mapping[str, Tensor], sharded: Collection[str]) -> dict[str, Any]:
         """Copies what this rank will write into its buffers."""
         owners = _owners(tensors, sharded, self._layout)
-        mine = [name for name, owner in owners.items() if owner in (self._rank, _Replica(self._place.dp_replicate))]
+        mine = [name for name, owner in owners.items() if owner in (self._rank, _Replica(self._place.expert_replica))]
         for name in mine:
             source, buffer = tensors[name].detach(), self._buffers.get(name)
             if buffer is None or buffer.shape != source.shape or buffer.dtype != source.dtype:
@@ -445,9 +448,9 @@ class Checkpointer:
 
 @dataclass(frozen=True)
 class _Replica:
-    """An owner that is not one rank but all ranks of one dp_replicate index: each holds its own experts."""
+    """An owner that is not one rank but all ranks of one copy of the experts: each holds its own."""
 
-    dp_replicate: int
+    index: int  # Coordinates.expert_replica
 
 
 def _owners(tensors: Mapping[str, Tensor], sharded: Collection[str], layout: Layout) -> dict[str, int | _Replica]:
@@ -456,7 +459,7 @@ def _owners(tensors: Mapping[str, Tensor], sharded: Collection[str], layout: Lay
     owners: dict[str, int | _Replica] = {}
     for name in sorted(tensors, key=lambda name: (name not in sharded, -tensors[name].nbytes, name)):
         if name in sharded:
-            replica = min(range(layout.dp_replicate), key=lambda index: load[index * layout.ep])
+            replica = min(range(layout.num_expert_replicas), key=lambda index: load[index * layout.ep])
             owners[name] = _Replica(replica)
             ranks = range(replica * layout.ep, (replica + 1) * layout.ep)
         else:

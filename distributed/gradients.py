@@ -1,8 +1,8 @@
 """Gradients over the mesh: every reduction is a SUM, one norm, one clipping coefficient, one decision to skip.
 
 The loss is already divided by the number of tokens of the whole world, so nothing is averaged here: a dense gradient is
-summed over the world, an expert's over its replicas (dp_replicate); the all-to-all's backward has brought the gradients
-of the ep group's tokens to the expert already.
+summed over the world, an expert's over all ranks that hold it (expert_replicas); the all-to-all's backward has brought the
+gradients of the ep group's tokens to the expert already.
 
 A parameter without a gradient on this rank counts as zeros, and after the reduction every parameter has a gradient. So all
 ranks issue the same collectives whatever their tokens did, and one rank treats a parameter as many do.
@@ -66,7 +66,7 @@ class GradientReducer:
     ) -> None:
         self._sums: list[tuple[dist.ProcessGroup, list[_Bucket]]] = []
         self._alone: list[Parameter] = []  # held by this rank only: nothing to add
-        for parameters, group in ((dense, mesh.world_group), (experts, mesh.dp_replicate_group)):
+        for parameters, group in ((dense, mesh.world_group), (experts, mesh.expert_replica_group)):
             trained = [parameter for parameter in parameters if parameter.requires_grad]
             if group.size() == 1:
                 self._alone += trained
@@ -102,7 +102,7 @@ def global_grad_norm(
     sums = torch.zeros(2, dtype=torch.float64, device=_device(dense, experts))
     if mesh.rank == 0:
         sums[0] += _square_sum(dense)
-    if place.dp_replicate == 0:
+    if place.expert_replica == 0:
         sums[0] += _square_sum(experts)
     sums[1] = float(flag)
     if mesh.world_group.size() > 1:

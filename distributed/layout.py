@@ -1,89 +1,173 @@
 """Who sits where: from a mesh's sizes to tables of ranks, as pure functions without torch and without processes.
 
-    world = dp_replicate x ep,  ep innermost:  rank = dp_replicate index * ep + ep index
+The same ranks are seen in two ways, and a rank is its place in either, counted with the last axis innermost:
 
-Dense parameters are the same on every rank. Expert parameters are cut along their expert dimension into `ep` equal,
-contiguous blocks, and every block exists `dp_replicate` times. Every rank has its own data. ep is innermost so that the
-ranks of one ep group, which exchange tokens in every sparse layer, are neighbours and fit into one node whenever ep
-divides the ranks of a node; dp_replicate groups speak once per step and may be far apart.
+    dense view    world = pp × dp_replicate × dp_shard × cp × tp      attention, norms, embeddings
+    sparse view   world = pp × dp_replicate × efsdp × ep              experts;  efsdp × ep = dp_shard × cp × tp
+
+So experts borrow the ranks of dp_shard × cp × tp and cost none of their own ("parallel folding": Megatron Core,
+arXiv 2504.14960; torchtitan draws the same two meshes). Expert parameters are cut along their expert dimension into `ep` equal,
+contiguous blocks; every block exists on dp_replicate × efsdp ranks. ep is innermost so that the ranks of one ep group, which
+exchange tokens in every sparse layer, are neighbours and fit into one node whenever ep divides the ranks of a node.
+
+Cost: all tables of a world of 10,240 ranks take 0.2 s; `group_of` makes one group without the others.
 """
 
-from collections.abc import Mapping, Sequence
+import itertools
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-AXES = ("dp_replicate", "ep")  # outermost first
+DENSE_AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")  # outermost first
+SPARSE_AXES = ("pp", "dp_replicate", "efsdp", "ep")
+# Axes of one view taken together: fsdp shards dense weights, batch has different samples, loss different tokens, and
+# expert_replicas hold the same block of experts.
+FLATTENED = {
+    "fsdp": ("dp_shard", "cp"),
+    "batch": ("dp_replicate", "dp_shard"),
+    "loss": ("dp_replicate", "dp_shard", "cp"),
+    "expert_replicas": ("dp_replicate", "efsdp"),
+}
+AXES = (*DENSE_AXES, "efsdp", "ep", *FLATTENED)
+_NOT_BUILT = ("pp", "cp", "tp")
+_MOST_SPANS = 8
 
 
 class MeshConfig(BaseModel):
-    """The sizes of the mesh. `dp_replicate = None` takes as many replicas as fill the world."""
+    """The sizes of the mesh, and how it is used. `dp_replicate = None` takes as many replicas as fill the world."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     ep: int = Field(default=1, ge=1, description="ranks that share one copy of the experts")
-    dp_replicate: int | None = Field(default=None, ge=1, description="copies of the experts; None fills the world")
-    # How rows reach their experts: "auto" is "local" where ep is 1 and "alltoall" elsewhere.
-    dispatcher: Literal["auto", "local", "alltoall"] = "auto"
+    dp_shard: int | None = Field(
+        default=None, ge=1, description="ranks that lend themselves to ep; None: as few as ep needs"
+    )
+    dp_replicate: int | None = Field(default=None, ge=1, description="copies of all that; None fills the world")
+    # Pipeline, context and tensor parallelism: their places in the tables are kept, and a run refuses them (check_runnable).
+    pp: int = Field(default=1, ge=1)
+    cp: int = Field(default=1, ge=1)
+    tp: int = Field(default=1, ge=1)
+    # "none": dense weights whole on every rank, experts whole on every rank of their block. "fsdp": sharded over fsdp and efsdp.
+    sharding: Literal["none", "fsdp"] = "none"
+    # How rows reach their experts: "auto" is "local" where ep is 1 and "dedup" elsewhere.
+    dispatcher: Literal["auto", "local", "allgather", "alltoall", "dedup", "hierarchical"] = "auto"
+    overlap_chunks: int = Field(default=1, ge=1, description="parts in which rows travel while others are computed")
 
 
 @dataclass(frozen=True)
 class Layout:
-    """A mesh whose sizes fit a world; everything else about ranks is computed from these two numbers."""
+    """A mesh whose sizes fit each other; everything else about ranks is computed from these six numbers."""
 
     dp_replicate: int
     ep: int
+    dp_shard: int = 0  # 0: as few as ep needs, which is what layouts meant that were saved before they had this number
+    pp: int = 1
+    cp: int = 1
+    tp: int = 1
+
+    def __post_init__(self) -> None:
+        if self.dp_shard == 0:
+            object.__setattr__(self, "dp_shard", _least_dp_shard(self.ep, self.cp * self.tp))
+        if self._lent % self.ep:
+            raise ValueError(f"ep {self.ep} does not divide dp_shard {self.dp_shard} × cp {self.cp} × tp {self.tp}")
+
+    @property
+    def _lent(self) -> int:
+        return self.dp_shard * self.cp * self.tp
+
+    @property
+    def efsdp(self) -> int:
+        """Ranks of one replica that hold the same block of experts."""
+        return self._lent // self.ep
 
     @property
     def world_size(self) -> int:
-        return self.dp_replicate * self.ep
+        return self.pp * self.dp_replicate * self._lent
+
+    @property
+    def num_expert_replicas(self) -> int:
+        """How often every block of experts exists."""
+        return self.dp_replicate * self.efsdp
+
+    def size(self, axis: str) -> int:
+        """Ranks of one group of `axis`, which may be a flattened one."""
+        return math.prod(getattr(self, part) for part in FLATTENED.get(axis, (axis,)))
 
     def __str__(self) -> str:
-        return f"world {self.world_size} = dp_replicate {self.dp_replicate} × ep {self.ep}"
+        dense, sparse = (_product(self, view) for view in (DENSE_AXES, SPARSE_AXES))
+        return f"world {self.world_size} = {dense} = {sparse}"
 
 
 @dataclass(frozen=True)
 class Coordinates:
-    """The place of one rank in the mesh."""
+    """The place of one rank in both views."""
 
+    pp: int
     dp_replicate: int
+    dp_shard: int
+    cp: int
+    tp: int
+    efsdp: int
     ep: int
+    expert_replica: int  # among the ranks that hold the same block of experts; 0 where experts are counted once
 
 
 def plan_layout(mesh: MeshConfig, world_size: int) -> Layout:
-    """The layout of `mesh` over `world_size` ranks; ValueError if the sizes do not fit each other."""
+    """The layout of `mesh` over `world_size` ranks; ValueError, with what would fit, if the sizes do not fit each other."""
     if world_size < 1:
         raise ValueError(f"a world needs at least one rank, got world_size = {world_size}")
-    if mesh.dp_replicate is not None:
-        wanted = mesh.dp_replicate * mesh.ep
-        if wanted != world_size:
-            raise ValueError(
-                f"the mesh does not fit the world: mesh.dp_replicate {mesh.dp_replicate} × mesh.ep {mesh.ep} = "
-                f"{wanted} ranks, but the world has {world_size}; start {wanted} ranks, or leave out "
-                "mesh.dp_replicate to fill the world"
-            )
-        return Layout(dp_replicate=mesh.dp_replicate, ep=mesh.ep)
-    if world_size % mesh.ep:
-        divisors = [size for size in range(1, world_size + 1) if world_size % size == 0]
+    layout = _fitting(mesh, world_size)
+    if layout is None:
+        raise ValueError(f"the mesh does not fit the world: {_misfit(mesh, world_size)}; {_advice(mesh, world_size)}")
+    return layout
+
+
+def check_runnable(mesh: MeshConfig) -> None:
+    """ValueError if the mesh asks for what has its place in the tables, but no code yet."""
+    if wanted := [f"mesh.{axis}={getattr(mesh, axis)}" for axis in _NOT_BUILT if getattr(mesh, axis) > 1]:
         raise ValueError(
-            f"the mesh does not fit the world: mesh.ep {mesh.ep} does not divide the world's {world_size} ranks; "
-            f"mesh.ep may be one of {divisors}"
+            f"{', '.join(wanted)}: pipeline, context and tensor parallelism (pp, cp, tp) cannot run yet and must be 1; "
+            "spread the run with mesh.ep, mesh.dp_shard and mesh.dp_replicate"
         )
-    return Layout(dp_replicate=world_size // mesh.ep, ep=mesh.ep)
+    if mesh.sharding != "none":
+        raise ValueError(f'mesh.sharding="{mesh.sharding}" cannot run yet; use "none"')
+
+
+def legal_values(mesh: MeshConfig, world_size: int, key: str) -> list[int]:
+    """The values of `key` (one of MeshConfig's sizes) that fit `world_size` ranks while all else stays as it is."""
+    divisors = [size for size in range(1, world_size + 1) if world_size % size == 0]
+    return [size for size in divisors if _fitting(mesh.model_copy(update={key: size}), world_size)]
 
 
 def coordinates(layout: Layout, rank: int) -> Coordinates:
     """Where `rank` sits; ValueError if the layout has no such rank."""
     if not 0 <= rank < layout.world_size:
         raise ValueError(f"rank {rank} is not in 0..{layout.world_size - 1} ({layout})")
-    return Coordinates(dp_replicate=rank // layout.ep, ep=rank % layout.ep)
+    place = {axis: rank // stride % getattr(layout, axis) for axis, stride in _strides(layout).items()}
+    return Coordinates(**place, expert_replica=place["dp_replicate"] * layout.efsdp + place["efsdp"])
+
+
+def offsets(layout: Layout, axis: str) -> list[int]:
+    """How far each rank of a group of `axis` is from the group's first; the same for all groups of the axis."""
+    strides = _strides(layout)
+    steps = [range(0, getattr(layout, part) * strides[part], strides[part]) for part in FLATTENED.get(axis, (axis,))]
+    return [sum(step) for step in itertools.product(*steps)]
+
+
+def group_of(layout: Layout, axis: str, rank: int) -> list[int]:
+    """The ranks that differ from `rank` in `axis` only, itself among them, in the order of their index on it."""
+    place, strides = coordinates(layout, rank), _strides(layout)
+    first = rank - sum(getattr(place, part) * strides[part] for part in FLATTENED.get(axis, (axis,)))
+    return [first + offset for offset in offsets(layout, axis)]
 
 
 def rank_tables(layout: Layout) -> dict[str, list[list[int]]]:
-    """For each axis its groups: the ranks that differ in this axis only, in the order of their index on it."""
-    rows = [[row * layout.ep + column for column in range(layout.ep)] for row in range(layout.dp_replicate)]
-    return {"dp_replicate": [list(column) for column in zip(*rows, strict=True)], "ep": rows}
+    """For each of AXES its groups, ordered by their first rank."""
+    return {axis: _groups(layout, axis) for axis in AXES}
 
 
 def check_experts(layout: Layout, num_experts: Mapping[str, int]) -> None:
@@ -106,46 +190,215 @@ def local_experts(layout: Layout, rank: int, num_experts: int, name: str = "this
     return range(first, first + block)
 
 
+def spell_ranks(ranks: Sequence[int]) -> str:
+    """Ranks in short: "3", "0-7", "0, 8, … 56", "1-2, 5"; of many that have no pattern the first, and how many."""
+    if (
+        len(ranks) > 2
+        and len(steps := {after - before for before, after in itertools.pairwise(ranks)}) == 1
+        and steps != {1}
+    ):
+        return f"{ranks[0]}, {ranks[1]}, … {ranks[-1]}"
+    breaks = [index for index in range(1, len(ranks)) if ranks[index] != ranks[index - 1] + 1]
+    spans = [
+        (ranks[start], ranks[end - 1]) for start, end in itertools.pairwise([0, *breaks, len(ranks)] if ranks else [])
+    ]
+    more = f", … ({len(ranks)} in all)" if len(spans) > _MOST_SPANS else ""
+    return ", ".join(_span(*span) for span in spans[:_MOST_SPANS]) + more
+
+
+# Sizes that fit -----------------------------------------------------------------------------------------------------
+
+
+def _least_dp_shard(ep: int, rest: int) -> int:
+    return ep // math.gcd(ep, rest)
+
+
+def _dp_shard_of(mesh: MeshConfig) -> int:
+    return mesh.dp_shard or _least_dp_shard(mesh.ep, mesh.cp * mesh.tp)
+
+
+def _fitting(mesh: MeshConfig, world_size: int) -> Layout | None:
+    dp_shard = _dp_shard_of(mesh)
+    lent = dp_shard * mesh.cp * mesh.tp
+    dp_replicate = mesh.dp_replicate or world_size // (mesh.pp * lent)
+    if lent % mesh.ep or mesh.pp * dp_replicate * lent != world_size:
+        return None
+    return Layout(dp_replicate=dp_replicate, ep=mesh.ep, dp_shard=dp_shard, pp=mesh.pp, cp=mesh.cp, tp=mesh.tp)
+
+
+def _needed_ranks(mesh: MeshConfig) -> int | None:
+    """The one number of ranks that a mesh with all its sizes given fits; None if there is none."""
+    lent = _dp_shard_of(mesh) * mesh.cp * mesh.tp
+    return None if lent % mesh.ep or mesh.dp_replicate is None else mesh.pp * mesh.dp_replicate * lent
+
+
+def _misfit(mesh: MeshConfig, world_size: int) -> str:
+    """What does not fit, with all values that take part."""
+    dp_shard = _dp_shard_of(mesh)
+    if dp_shard * mesh.cp * mesh.tp % mesh.ep:
+        lending = {"dp_shard": dp_shard, "cp": mesh.cp, "tp": mesh.tp}
+        return f"mesh.ep {mesh.ep} does not divide {_spell(lending)}; the world has {world_size} ranks"
+    whole = mesh.cp * mesh.tp == 1 and mesh.dp_shard is None
+    beside = "" if whole else f" (with mesh.ep {mesh.ep})"
+    replicas = {} if mesh.dp_replicate is None else {"dp_replicate": mesh.dp_replicate}
+    lending = {"ep": mesh.ep} if whole else {"dp_shard": dp_shard, "cp": mesh.cp, "tp": mesh.tp}
+    shown = _spell({"pp": mesh.pp, **replicas, **lending})
+    if mesh.dp_replicate is None:
+        return f"{shown}{beside} does not divide the world's {world_size} ranks"
+    return f"{shown} ranks{beside}, but the world has {world_size}"
+
+
+def _advice(mesh: MeshConfig, world_size: int) -> str:
+    """What would fit: other values of what was asked for, or the number of ranks that it needs."""
+    asked = [key for key in ("ep", "dp_shard", "dp_replicate") if getattr(mesh, key) is not None]
+    choices = [f"mesh.{key} may be one of {values}" for key in asked if (values := legal_values(mesh, world_size, key))]
+    if mesh.dp_replicate is not None and (needed := _needed_ranks(mesh)):
+        choices.append(f"start {needed} ranks")
+    if choices:
+        return ", or ".join(choices)
+    free = mesh.model_copy(update={"dp_shard": None, "dp_replicate": None})
+    if values := legal_values(free, world_size, "ep"):
+        left_out = " and ".join(f"mesh.{key}" for key in asked if key != "ep")
+        return f"without {left_out}, mesh.ep may be one of {values}"
+    return f"mesh.pp {mesh.pp} × mesh.cp {mesh.cp} × mesh.tp {mesh.tp} must divide the number of ranks"
+
+
+def _spell(sizes: Mapping[str, int]) -> str:
+    """ "mesh.dp_replicate 2 × mesh.ep 2 = 4"; axes that cannot be used yet are left out while they are 1."""
+    shown = {key: size for key, size in sizes.items() if size > 1 or key not in _NOT_BUILT}
+    product = f" = {math.prod(shown.values())}" if len(shown) > 1 else ""
+    return " × ".join(f"mesh.{key} {size}" for key, size in shown.items()) + product
+
+
+# Tables -------------------------------------------------------------------------------------------------------------
+
+
+def _strides(layout: Layout) -> dict[str, int]:
+    """How far apart neighbours on an axis are, in ranks. pp and dp_replicate are the same in both views."""
+    strides: dict[str, int] = {}
+    for view in (DENSE_AXES, SPARSE_AXES):
+        stride = 1
+        for axis in reversed(view):
+            strides[axis] = stride
+            stride *= getattr(layout, axis)
+    return strides
+
+
+def _groups(layout: Layout, axis: str) -> list[list[int]]:
+    distances = offsets(layout, axis)
+    seen: set[int] = set()
+    groups = []
+    for first in range(layout.world_size):
+        if first not in seen:
+            groups.append([first + distance for distance in distances])
+            seen.update(groups[-1])
+    return groups
+
+
+# For people ---------------------------------------------------------------------------------------------------------
+
+
 def render(layout: Layout, ranks_per_node: int, num_experts: Mapping[str, int] | None = None) -> str:
-    """Plain text for people: every rank's place (and experts, if given), and which groups cross nodes."""
+    """Plain text for people: every rank's place in both views, its experts (if given), and the links of every group."""
     if ranks_per_node < 1 or layout.world_size % ranks_per_node:
         raise ValueError(
             f"nodes of {ranks_per_node} ranks cannot make up a world of {layout.world_size}: "
             "the ranks of a node must divide the world"
         )
+    check_experts(layout, num_experts or {})
     num_nodes = layout.world_size // ranks_per_node
-    lines = [f"{layout}, {_plural(num_nodes, 'node')} of {_plural(ranks_per_node, 'rank')}", ""]
-    lines += _rank_lines(layout, ranks_per_node, num_experts or {})
-    lines += ["", "groups"]
-    lines += [_axis_line(axis, groups, ranks_per_node) for axis, groups in rank_tables(layout).items()]
-    return "\n".join(lines)
+    lines = [
+        f"world of {_plural(layout.world_size, 'rank')}: {_plural(num_nodes, 'node')} of {_plural(ranks_per_node, 'rank')}",
+        f"  dense view   {_product(layout, DENSE_AXES)}",
+        f"  sparse view  {_product(layout, SPARSE_AXES)}",
+        "",
+        *_columns(_place_rows(layout, ranks_per_node)),
+    ]
+    if num_experts:
+        lines += ["", "experts", *_columns(_expert_rows(layout, num_experts))]
+    return "\n".join([*lines, "", "groups", *_columns(_group_rows(layout, ranks_per_node))])
 
 
-def _rank_lines(layout: Layout, ranks_per_node: int, num_experts: Mapping[str, int]) -> list[str]:
-    check_experts(layout, num_experts)
-    header = ["node", "rank", "dp_replicate", "ep", *(f"experts of {name}" for name in num_experts)]
-    rows = [header]
-    for rank in range(layout.world_size):
-        place = coordinates(layout, rank)
-        blocks = [_span(local_experts(layout, rank, count, name)) for name, count in num_experts.items()]
-        rows.append([str(rank // ranks_per_node), str(rank), str(place.dp_replicate), str(place.ep), *blocks])
-    widths = [max(len(row[column]) for row in rows) for column in range(len(header))]
-    return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+def _product(layout: Layout, view: Sequence[str]) -> str:
+    return " × ".join(f"{axis} {getattr(layout, axis)}" for axis in _shown(layout, view))
 
 
-def _axis_line(axis: str, groups: Sequence[Sequence[int]], ranks_per_node: int) -> str:
-    crossing = sum(len({rank // ranks_per_node for rank in group}) > 1 for group in groups)
+def _shown(layout: Layout, names: Sequence[str]) -> list[str]:
+    """Without the axes that cannot be used yet, unless they are."""
+    return [name for name in names if name not in _NOT_BUILT or getattr(layout, name) > 1]
+
+
+def _place_rows(layout: Layout, ranks_per_node: int) -> list[list[str]]:
+    """One row for a run of neighbours on a node of whom each index is the same or counts up with the rank."""
+    shown = _shown(layout, (*DENSE_AXES, "efsdp", "ep"))
+    rows = [["node", "ranks", *shown]]
+    for run in _runs(layout, shown, ranks_per_node):
+        ends = [coordinates(layout, rank) for rank in (run[0], run[-1])]
+        spans = [[getattr(place, axis) for place in ends] for axis in shown]
+        rows.append([str(run[0] // ranks_per_node), _span(run[0], run[-1]), *(_span(*span) for span in spans)])
+    return rows
+
+
+def _runs(layout: Layout, shown: Sequence[str], ranks_per_node: int) -> Iterator[list[int]]:
+    run, steps = [0], None
+    for rank in range(1, layout.world_size):
+        before, here = coordinates(layout, rank - 1), coordinates(layout, rank)
+        taken = tuple(getattr(here, axis) - getattr(before, axis) for axis in shown)
+        if rank % ranks_per_node == 0 or taken != (steps or taken) or not set(taken) <= {0, 1}:
+            yield run
+            run, steps = [rank], None
+        else:
+            run, steps = [*run, rank], taken
+    yield run
+
+
+def _expert_rows(layout: Layout, num_experts: Mapping[str, int]) -> list[list[str]]:
+    rows = [["ep", *num_experts, "on ranks"]]
+    for rank in group_of(layout, "ep", 0):
+        blocks = [local_experts(layout, rank, count, name) for name, count in num_experts.items()]
+        holders = group_of(layout, "expert_replicas", rank)
+        rows.append([str(rank), *(_span(block[0], block[-1]) for block in blocks), spell_ranks(holders)])
+    return rows
+
+
+def _group_rows(layout: Layout, ranks_per_node: int) -> list[list[str]]:
+    rows = [["axis", "size", "groups", "links", "the first"]]
+    for axis in _shown(layout, AXES):
+        groups = _groups(layout, axis)
+        links = _links(groups, ranks_per_node)
+        rows.append([axis, str(len(groups[0])), str(len(groups)), links, spell_ranks(groups[0])])
+    return rows
+
+
+def _links(groups: Sequence[Sequence[int]], ranks_per_node: int) -> str:
+    """Which links the groups of an axis use."""
+    nodes = [{rank // ranks_per_node for rank in group} for group in groups]
+    crossing = sum(len(touched) > 1 for touched in nodes)
     if len(groups[0]) == 1:
-        reach = "nothing to send"
-    elif crossing == 0:
-        reach = "each inside one node"
-    else:
-        reach = f"{crossing} of {len(groups)} cross nodes"
-    return f"  {axis:<12}  {reach:<22}  " + " ".join("[" + " ".join(map(str, group)) + "]" for group in groups)
+        return "nothing to send"
+    if crossing == 0:
+        return "inside a node"
+    if crossing < len(groups):
+        return f"{crossing} of {len(groups)} between nodes"
+    shares = {share for group in groups for share in Counter(rank // ranks_per_node for rank in group).values()}
+    per_node = f" ({len(nodes[0])} × {_plural(shares.pop(), 'rank')})" if len(shares) == 1 else ""
+    return f"between nodes{per_node}"
 
 
-def _span(block: range) -> str:
-    return str(block[0]) if len(block) == 1 else f"{block[0]}-{block[-1]}"
+def _columns(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Cells under each other, numbers to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    words = [title in ("axis", "links", "the first", "on ranks") for title in rows[0]]
+    return [
+        "  ".join(
+            ["", *(c.ljust(w) if word else c.rjust(w) for c, w, word in zip(row, widths, words, strict=True))]
+        ).rstrip()
+        for row in rows
+    ]
+
+
+def _span(first: int, last: int) -> str:
+    return str(first) if first == last else f"{first}-{last}"
 
 
 def _plural(count: int, noun: str) -> str:

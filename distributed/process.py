@@ -4,13 +4,16 @@ The rendezvous store is always wrapped in a PrefixStore named after the job's ge
 Without it a restarted rank reads the addresses that its dead predecessors left in the agent's store, which outlives
 them, and most restarts fail with "failed to connect" (seen with torch 2.13).
 
+Before the process group exists the ranks compare their versions and devices (agreement.py). A collective that fails inside
+`with start_process(…)` is explained before the error leaves (diagnosis.py): which one, and which ranks did not come.
+
 A process without torchrun's environment is a world of one, with a store in its own memory.
 """
 
 import logging
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from types import TracebackType
 from typing import Literal
@@ -18,6 +21,9 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
+
+from .agreement import agree, version_facts
+from .diagnosis import CollectiveError, explain, leave_word, start_reporter
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +41,18 @@ class Process:
     device: torch.device
     backend: str  # as torch.distributed names it
     timeout_s: float  # of every collective: a rank that does not come is reported after this time
+    # Where ranks leave each other short notes; this generation's own.
+    store: Store = field(default_factory=HashStore, repr=False, compare=False)
+
+    def agree(self, what: str, facts: Mapping[str, str], *, timeout_s: float | None = None) -> None:
+        """Returns if all ranks have the same facts; else every rank raises AgreementError, which says who differs.
+
+        Waits `timeout_s` (None: as long as for a collective) for the others.
+        """
+        agree(
+            what, facts, store=self.store, rank=self.rank, world_size=self.world_size,
+            timeout_s=self.timeout_s if timeout_s is None else timeout_s,
+        )  # fmt: skip
 
     def __enter__(self) -> "Process":
         return self
@@ -43,9 +61,14 @@ class Process:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         # After an error other ranks may wait in a collective, and leaving the groups in good order could wait for them: the
-        # process ends without, so that its agent learns of the error at once.
+        # process ends without, so that its agent learns of the error soon.
         if error is None or self.world_size == 1:
             stop_process()
+            return
+        found = explain(error, store=self.store, rank=self.rank, world_size=self.world_size)
+        if found is not None:
+            raise CollectiveError(found) from error
+        leave_word(self.store, self.rank, error)
 
 
 @dataclass(frozen=True)
@@ -69,13 +92,20 @@ def start_process(device: Literal["auto", "cpu", "cuda"] = "auto", *, timeout_s:
     place = _place_of(os.environ)
     chosen = _choose_device(device, place)
     store = _store(os.environ, place, timeout_s)
-    _agree_on_device(store, place, chosen)
+    facts = {
+        "device": chosen.type,
+        **version_facts(),
+    }  # with different backends they would wait for each other for ever
+    agree("start", facts, store=store, rank=place.rank, world_size=place.world_size, timeout_s=timeout_s)
     backend = "gloo" if chosen.type == "cpu" else "cpu:gloo,cuda:nccl"
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # torch's flight recorder, which diagnosis.py reads
     dist.init_process_group(
         backend, store=store, rank=place.rank, world_size=place.world_size, timeout=timedelta(seconds=timeout_s)
     )
+    if place.world_size > 1:
+        start_reporter(store, place.rank)
     return Process(
         rank=place.rank,
         world_size=place.world_size,
@@ -83,6 +113,7 @@ def start_process(device: Literal["auto", "cpu", "cuda"] = "auto", *, timeout_s:
         device=chosen,
         backend=backend,
         timeout_s=timeout_s,
+        store=store,
     )
 
 
@@ -157,15 +188,3 @@ def _store(environment: Mapping[str, str], place: _Place, timeout_s: float) -> S
         wait_for_workers=False,
     )
     return PrefixStore(store_prefix(environment), store)
-
-
-def _agree_on_device(store: Store, place: _Place, device: torch.device) -> None:
-    """Ranks with different backends would wait for each other for ever: each compares itself with rank 0 before."""
-    if place.rank == 0:
-        store.set("device_type", device.type)
-    leading = store.get("device_type").decode()
-    if leading != device.type:
-        raise ValueError(
-            f"rank {place.rank} would run on {device.type!r}, rank 0 runs on {leading!r}: "
-            "ask for device 'cpu', or give every rank a GPU"
-        )

@@ -14,7 +14,7 @@ from typing import Any, Literal, Self, get_args
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, ValidationError, model_validator
 
 from ..data_pipeline.config import DataConfig
-from ..distributed.layout import MeshConfig, check_experts, plan_layout
+from ..distributed.layout import MeshConfig, check_experts, check_runnable, plan_layout
 from ..kernels.backend import KernelConfig
 from ..model.config import HaltingConfig, ModelConfig
 from ..model.routers import ROUTERS
@@ -130,6 +130,7 @@ class Config(BaseModel):
         Raises:
             ConfigError: the mesh, the experts or the batch do not fit `world_size` ranks.
         """
+        check_runnable(self.mesh)
         layout = plan_layout(self.mesh, world_size)
         check_experts(layout, self.model.expert_counts())
         per_pass = world_size * self.train.micro_batch

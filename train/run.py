@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from ..data_pipeline.loader import Loader
+from ..distributed.agreement import code_facts, flat_facts, layout_facts, parameter_facts
 from ..distributed.checkpoint import Checkpointer, latest_for_all, load
 from ..distributed.gradients import GradientReducer
 from ..distributed.layout import plan_layout
@@ -23,6 +24,7 @@ from .optim import make_optimizer
 from .state import Progress, allocate_moments, set_updates, state_tensors
 
 _MOST_SKIPS = 100
+_COMPARE_S = 60.0  # how long ranks that have met already may take to compare what they are to run
 
 
 @dataclass
@@ -58,14 +60,23 @@ class Run:
 
 
 def assemble(config: Config, run_dir: Path, process: Process) -> Run:
-    """Builds everything that exists once per rank; no data has been read and nothing resumed yet."""
+    """Builds everything that exists once per rank; no data has been read and nothing resumed yet.
+
+    Raises:
+        ValueError: the configuration does not fit the world, or the ranks differ in it, in their code or in their parameters.
+    """
+    compare_s = min(_COMPARE_S, process.timeout_s)
+    process.agree("run", flat_facts("config", config.model_dump(mode="json")) | code_facts(), timeout_s=compare_s)
     config.check_world(process.world_size)
+    layout = plan_layout(config.mesh, process.world_size)
+    process.agree("layout", layout_facts(layout), timeout_s=compare_s)
     generation = check_generation(run_dir)
-    mesh = build_mesh(plan_layout(config.mesh, process.world_size), process)
+    mesh = build_mesh(layout, process)
     model = build_model(
         config.model, mesh, dispatcher=config.mesh.dispatcher, backend=config.kernels.backend,
         seed=config.train.seed, device=process.device,
     )  # fmt: skip
+    process.agree("model", parameter_facts(model))
     optimizer = make_optimizer(config.optim, model.parameters())
     allocate_moments(model, optimizer)
     checkpoints = Checkpointer(

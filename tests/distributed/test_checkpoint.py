@@ -241,7 +241,7 @@ def test_owners_share_the_bytes_evenly():
     assert list(owners.values()) == list(checkpoint._owners(dict(reversed(tensors.items())), sharded, layout).values())
     load = [0] * 8
     for name, owner in owners.items():
-        ranks = [owner] if isinstance(owner, int) else range(owner.dp_replicate * 4, owner.dp_replicate * 4 + 4)
+        ranks = [owner] if isinstance(owner, int) else range(owner.index * 4, owner.index * 4 + 4)
         for rank in ranks:
             load[rank] += tensors[name].nbytes
     assert max(load) - min(load) <= 4 * 8

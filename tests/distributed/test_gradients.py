@@ -18,6 +18,7 @@ NUM_EXPERTS = 4
 DENSE_SHAPES = [(3, 5), (7,), (2, 3, 4), (1,)]
 EXPERT_SHAPES = [(NUM_EXPERTS, 3, 2), (NUM_EXPERTS, 5)]
 LAYOUTS = [(1, 1), (2, 1), (2, 2), (4, 1), (4, 2), (4, 4)]
+FOLDED = [(4, 2, 4), (4, 1, 2)]  # ep borrows from a larger dp_shard: blocks of experts exist dp_replicate × efsdp times
 
 
 def gradient(shape, *key, dtype=torch.float32):
@@ -41,8 +42,8 @@ def local_parameters(process, mesh, dtype):
             dense[-1].grad = gradient(shape, 0, process.rank, index, dtype=dtype)
     for index, (_, *rest) in enumerate(EXPERT_SHAPES):
         experts.append(Parameter(torch.zeros((block, *rest), dtype=dtype)))
-        if not missing(place.dp_replicate, index):
-            full = gradient((NUM_EXPERTS, *rest), 1, place.dp_replicate, index, dtype=dtype)
+        if not missing(place.expert_replica, index):
+            full = gradient((NUM_EXPERTS, *rest), 1, place.expert_replica, index, dtype=dtype)
             experts[-1].grad = full[place.ep * block : (place.ep + 1) * block].clone()
     return dense, experts
 
@@ -62,9 +63,9 @@ def expected(world_size, ep, dtype):
     return dense, experts
 
 
-def reduced(ep, dtype, bucket_bytes, max_norm):
+def reduced(ep, dtype, bucket_bytes, max_norm, dp_shard=None):
     with start_process("cpu", timeout_s=20) as process:
-        mesh = build_mesh(plan_layout(MeshConfig(ep=ep), process.world_size), process)
+        mesh = build_mesh(plan_layout(MeshConfig(ep=ep, dp_shard=dp_shard), process.world_size), process)
         dense, experts = local_parameters(process, mesh, dtype)
         GradientReducer(dense, experts, mesh, bucket_bytes=bucket_bytes).reduce()
         grads = [[parameter.grad.clone() for parameter in group] for group in (dense, experts)]
@@ -87,9 +88,11 @@ def together(results, ep, which):
     return dense, experts
 
 
-@pytest.mark.parametrize(("world_size", "ep"), LAYOUTS)
-def test_sums_norm_and_clipping_equal_one_process(world_size, ep):
-    results = run_ranks(reduced, world_size, ep, torch.float32, 64, 0.5)  # 64 bytes: several buckets, one too large
+@pytest.mark.parametrize(("world_size", "ep", "dp_shard"), [*((*layout, None) for layout in LAYOUTS), *FOLDED])
+def test_sums_norm_and_clipping_equal_one_process(world_size, ep, dp_shard):
+    results = run_ranks(
+        reduced, world_size, ep, torch.float32, 64, 0.5, dp_shard
+    )  # 64 bytes: several buckets, one too large
     dense, experts = expected(world_size, ep, torch.float32)
     found = together(results, ep, 0)
     for mine, true in zip([*found[0], *found[1]], [*dense, *experts], strict=True):
@@ -144,7 +147,7 @@ def train_steps(ep, set_to_none, num_steps):
         rows = gradient((8, 6), 9, dtype=torch.float64)
         mine = rows[process.rank * 8 // process.world_size : (process.rank + 1) * 8 // process.world_size]
         replica = 8 * ep // process.world_size  # rows of an ep group: what the all-to-all would bring to its experts
-        served = rows[place.dp_replicate * replica : (place.dp_replicate + 1) * replica]
+        served = rows[place.expert_replica * replica : (place.expert_replica + 1) * replica]
         optimizer = torch.optim.SGD([dense, experts, once], lr=0.1)
         reducer = GradientReducer([dense, once, frozen], [experts], mesh)
         for step in range(num_steps):

@@ -1,86 +1,259 @@
-"""Rank tables: the properties that make a mesh a mesh, exhaustively to 64 ranks."""
+"""Rank tables: the properties that make a mesh a mesh, for every legal mesh of up to 64 ranks, and of larger worlds by sample."""
 
+import itertools
+import json
+import math
+import re
 import subprocess
 import sys
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from pydantic import ValidationError
+from pydantic import TypeAdapter, ValidationError
 
 from moebius.distributed.layout import (
     AXES,
+    DENSE_AXES,
+    FLATTENED,
+    SPARSE_AXES,
     Coordinates,
     Layout,
     MeshConfig,
     check_experts,
+    check_runnable,
     coordinates,
+    group_of,
+    legal_values,
     local_experts,
+    offsets,
     plan_layout,
     rank_tables,
     render,
+    spell_ranks,
 )
 
-EVERY_LAYOUT = [
-    Layout(dp_replicate=world_size // ep, ep=ep)
-    for world_size in range(1, 65)
-    for ep in range(1, world_size + 1)
-    if world_size % ep == 0
-]
+
+def divisors(number):
+    return [size for size in range(1, number + 1) if number % size == 0]
 
 
-def test_each_axis_partitions_the_world():
+def every_layout(world_size):
+    """Every (dp_replicate, dp_shard, ep) that makes up a world."""
+    return [
+        Layout(dp_replicate=world_size // dp_shard, dp_shard=dp_shard, ep=ep)
+        for dp_shard in divisors(world_size)
+        for ep in divisors(dp_shard)
+    ]
+
+
+EVERY_LAYOUT = [layout for world_size in range(1, 65) for layout in every_layout(world_size)]
+LARGE_WORLDS = (65, 96, 128, 384, 1000, 1024, 4096, 8192, 10_240)
+
+
+@st.composite
+def folded_layouts(draw, max_world=512):
+    """Layouts with all axes, pp, cp and tp among them."""
+    pp, cp, tp = (draw(st.sampled_from([1, 2, 3, 4])) for _ in range(3))
+    dp_shard = draw(st.integers(1, max(1, max_world // (pp * cp * tp))))
+    dp_replicate = draw(st.integers(1, max(1, max_world // (pp * cp * tp * dp_shard))))
+    ep = draw(st.sampled_from(divisors(dp_shard * cp * tp)))
+    return Layout(pp=pp, dp_replicate=dp_replicate, dp_shard=dp_shard, cp=cp, tp=tp, ep=ep)
+
+
+def check_tables(layout):
+    """Everything that must hold of one layout's tables."""
+    world, tables = range(layout.world_size), rank_tables(layout)
+    assert tuple(tables) == AXES
+    for axis, groups in tables.items():
+        assert sorted(itertools.chain(*groups)) == list(world), (layout, axis)  # a partition: each rank in one group
+        assert {len(group) for group in groups} == {layout.size(axis)}
+        assert all(group == sorted(group) for group in groups)
+        assert [group[0] for group in groups] == sorted(group[0] for group in groups)
+    assert layout.efsdp * layout.ep == layout.dp_shard * layout.cp * layout.tp
+    for view in (DENSE_AXES, SPARSE_AXES):  # the product of a view's axes is the world
+        assert math.prod(getattr(layout, axis) for axis in view) == layout.world_size
+    assert all(group == list(range(group[0], group[0] + layout.ep)) for group in tables["ep"])  # innermost
+    return tables
+
+
+def test_tables_of_every_mesh_of_up_to_64_ranks():
     for layout in EVERY_LAYOUT:
-        for axis, groups in rank_tables(layout).items():
-            assert sorted(rank for group in groups for rank in group) == list(range(layout.world_size)), (layout, axis)
-            assert {len(group) for group in groups} == {getattr(layout, axis)}
+        check_tables(layout)
 
 
-def test_groups_of_two_axes_meet_in_one_rank():
-    for layout in EVERY_LAYOUT:
-        tables = rank_tables(layout)
-        for replicas in tables["dp_replicate"]:
-            for row in tables["ep"]:
-                assert len(set(replicas) & set(row)) == 1
+@pytest.mark.parametrize("world_size", LARGE_WORLDS)
+def test_tables_of_large_worlds(world_size):
+    layouts = every_layout(world_size)
+    for layout in layouts[:: max(1, len(layouts) // 4)][:5]:
+        check_tables(layout)
 
 
-def test_ep_is_innermost_so_its_groups_are_contiguous():
-    for layout in EVERY_LAYOUT:
-        assert all(group == list(range(group[0], group[0] + layout.ep)) for group in rank_tables(layout)["ep"])
+@settings(max_examples=60)
+@given(layout=folded_layouts())
+def test_tables_with_all_axes(layout):
+    check_tables(layout)
 
 
-def test_tables_and_coordinates_tell_the_same():
-    for layout in EVERY_LAYOUT:
-        tables = rank_tables(layout)
-        for rank in range(layout.world_size):
-            place = coordinates(layout, rank)
-            assert rank == place.dp_replicate * layout.ep + place.ep
-            assert tables["ep"][place.dp_replicate][place.ep] == rank
-            assert tables["dp_replicate"][place.ep][place.dp_replicate] == rank
+@settings(max_examples=60)
+@given(layout=folded_layouts(max_world=128))
+def test_both_views_fold_the_same_ranks(layout):
+    """The ranks of a stage and replica are dp_shard × cp × tp in one view, efsdp × ep in the other."""
+    strides = {
+        axis: offsets(layout, axis)[1] if getattr(layout, axis) > 1 else 0 for axis in (*DENSE_AXES, *SPARSE_AXES)
+    }
+    for rank in range(layout.world_size):
+        place = coordinates(layout, rank)
+        for view in (DENSE_AXES, SPARSE_AXES):
+            assert rank == sum(getattr(place, axis) * strides[axis] for axis in view)
+    tables = rank_tables(layout)
+    lent = {tuple(sorted(itertools.chain(*groups))) for groups in by_block(layout, tables["ep"])}
+    shared = {tuple(sorted(itertools.chain(*groups))) for groups in by_block(layout, tables["tp"])}
+    assert lent == shared == {tuple(block) for block in blocks(layout)}
 
 
-@given(layout=st.sampled_from(EVERY_LAYOUT), block=st.integers(1, 5))
+def blocks(layout):
+    """Runs of the ranks that experts borrow."""
+    size = layout.efsdp * layout.ep
+    return [list(range(first, first + size)) for first in range(0, layout.world_size, size)]
+
+
+def by_block(layout, groups):
+    size = layout.efsdp * layout.ep
+    return [list(part) for _, part in itertools.groupby(groups, key=lambda group: group[0] // size)]
+
+
+@settings(max_examples=60)
+@given(layout=folded_layouts(max_world=128))
+def test_axes_of_one_view_meet_in_one_rank(layout):
+    tables = rank_tables(layout)
+    for view in (DENSE_AXES, SPARSE_AXES):
+        for one, other in itertools.combinations(view, 2):
+            holder = {rank: index for index, group in enumerate(tables[other]) for rank in group}
+            for group in tables[one]:
+                assert len({holder[rank] for rank in group}) == len(group)  # no two of them in one group of the other
+
+
+@settings(max_examples=60)
+@given(layout=folded_layouts(max_world=128), data=st.data())
+def test_a_flattened_group_is_all_that_its_axes_reach(layout, data):
+    name = data.draw(st.sampled_from(list(FLATTENED)))
+    rank = data.draw(st.integers(0, layout.world_size - 1))
+    reached = {rank}
+    for axis in FLATTENED[name]:
+        reached = {other for member in reached for other in group_of(layout, axis, member)}
+    assert group_of(layout, name, rank) == sorted(reached)
+
+
+@settings(max_examples=60)
+@given(layout=folded_layouts(), data=st.data())
+def test_one_group_is_the_same_as_in_the_table(layout, data):
+    axis, rank = data.draw(st.sampled_from(AXES)), data.draw(st.integers(0, layout.world_size - 1))
+    [own] = [group for group in rank_tables(layout)[axis] if rank in group]
+    assert group_of(layout, axis, rank) == own
+    places = [coordinates(layout, member) for member in own]
+    parts = FLATTENED.get(axis, (axis,))
+    view = DENSE_AXES if set(parts) <= set(DENSE_AXES) else SPARSE_AXES
+    for other in set(view) - set(parts):
+        assert len({getattr(place, other) for place in places}) == 1
+
+
+@settings(max_examples=60)
+@given(layout=folded_layouts(max_world=128), block=st.integers(1, 5))
 def test_an_ep_group_holds_every_expert_once_and_replicas_hold_the_same(layout, block):
     num_experts = layout.ep * block
     tables = rank_tables(layout)
     for group in tables["ep"]:
         held = [expert for rank in group for expert in local_experts(layout, rank, num_experts)]
         assert held == list(range(num_experts))  # contiguous, in the order of the ep index
-    for group in tables["dp_replicate"]:
+    for group in tables["expert_replicas"]:
         assert len({local_experts(layout, rank, num_experts) for rank in group}) == 1
+        assert [coordinates(layout, rank).expert_replica for rank in group] == list(range(layout.num_expert_replicas))
 
 
-@given(ep=st.integers(1, 12), dp_replicate=st.none() | st.integers(1, 12), world_size=st.integers(1, 64))
-def test_a_mesh_fits_exactly_or_is_refused_with_its_values(ep, dp_replicate, world_size):
-    mesh = MeshConfig(ep=ep, dp_replicate=dp_replicate)
-    fits = world_size % ep == 0 if dp_replicate is None else dp_replicate * ep == world_size
-    if fits:
+def test_what_configurations_meant_before_dp_shard_they_mean_now():
+    """ep=2, dp_replicate=2 on 4 ranks; ep alone; nothing. Dense weights are whole everywhere; blocks exist dp_replicate times."""
+    for mesh, world_size, replicas in [
+        (MeshConfig(ep=2, dp_replicate=2), 4, 2), (MeshConfig(ep=2), 8, 4), (MeshConfig(), 4, 4),
+        (MeshConfig(ep=4, dp_replicate=1), 4, 1), (MeshConfig(dp_replicate=3), 3, 3),
+    ]:  # fmt: skip
         layout = plan_layout(mesh, world_size)
-        assert (layout.ep, layout.world_size) == (ep, world_size)
+        assert (layout.dp_replicate, layout.dp_shard, layout.efsdp, layout.ep) == (replicas, mesh.ep, 1, mesh.ep)
+        tables = rank_tables(layout)
+        assert tables["expert_replicas"] == tables["dp_replicate"]
+        assert tables["ep"] == [list(range(row * mesh.ep, (row + 1) * mesh.ep)) for row in range(replicas)]
+    assert plan_layout(MeshConfig(ep=4, tp=2), 16).dp_shard == 2  # as few as ep needs
+
+
+def test_layouts_in_old_checkpoints_are_read():
+    adapter = TypeAdapter(Layout)
+    assert adapter.validate_python({"dp_replicate": 2, "ep": 4}) == Layout(dp_replicate=2, dp_shard=4, ep=4)
+    folded = Layout(pp=2, dp_replicate=3, dp_shard=4, cp=2, tp=2, ep=8)
+    assert adapter.validate_json(adapter.dump_json(folded)) == folded
+    assert json.loads(adapter.dump_json(folded))["dp_shard"] == 4
+
+
+@settings(max_examples=300)
+@given(
+    ep=st.integers(1, 12),
+    dp_shard=st.none() | st.integers(1, 12),
+    dp_replicate=st.none() | st.integers(1, 12),
+    tp=st.sampled_from([1, 1, 1, 2, 3]),
+    world_size=st.integers(1, 64),
+)
+def test_a_mesh_fits_exactly_or_is_refused_with_its_values_and_what_would_fit(
+    ep, dp_shard, dp_replicate, tp, world_size
+):
+    mesh = MeshConfig(ep=ep, dp_shard=dp_shard, dp_replicate=dp_replicate, tp=tp)
+    shards = [dp_shard] if dp_shard else range(1, world_size + 1)
+    replicas = [dp_replicate] if dp_replicate else range(1, world_size + 1)
+    fits = any(r * s * tp == world_size and s * tp % ep == 0 for r in replicas for s in shards)
+    least = dp_shard or ep // math.gcd(ep, tp)
+    if fits and any(r * least * tp == world_size for r in replicas):
+        layout = plan_layout(mesh, world_size)
+        assert (layout.world_size, layout.ep, layout.tp, layout.dp_shard) == (world_size, ep, tp, least)
         assert dp_replicate in (None, layout.dp_replicate)
-    else:
-        with pytest.raises(ValueError, match=rf"(?s)does not fit.*mesh.ep {ep}.*{world_size}"):
-            plan_layout(mesh, world_size)
+        return
+    with pytest.raises(ValueError, match=rf"does not fit the world: .*mesh.ep {ep}\b.*\b{world_size}\b") as error:
+        plan_layout(mesh, world_size)
+    _, advice = str(error.value).split(";")[0], str(error.value).rpartition("; ")[2]
+    free = mesh.model_copy(update={"dp_shard": None, "dp_replicate": None}) if "without" in advice else mesh
+    for key, values in re.findall(r"mesh\.(\w+) may be one of (\[[\d, ]+\])", advice):
+        for value in json.loads(values):
+            assert plan_layout(free.model_copy(update={key: value}), world_size).world_size == world_size
+    if started := re.search(r"start (\d+) ranks", advice):
+        assert plan_layout(mesh, int(started[1])).dp_replicate == dp_replicate
+    assert re.search(r"may be one of|start \d+ ranks|must divide", advice)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "world_size", "message"),
+    [
+        ({"ep": 4}, 6, r"mesh\.ep 4 does not divide the world's 6 ranks; mesh\.ep may be one of \[1, 2, 3, 6\]"),
+        ({"ep": 2, "dp_replicate": 2}, 3, r"mesh\.dp_replicate 2 × mesh\.ep 2 = 4 ranks, but the world has 3; start 4 ranks"),
+        ({"ep": 4, "dp_shard": 6}, 12, r"mesh\.ep 4 does not divide mesh\.dp_shard 6; the world has 12 ranks; "
+         r"mesh\.ep may be one of \[1, 2, 3, 6\], or mesh\.dp_shard may be one of \[4, 12\]"),
+        ({"ep": 4, "dp_shard": 6, "dp_replicate": 5}, 12, r"without mesh\.dp_shard and mesh\.dp_replicate, mesh\.ep may be"),
+        ({"tp": 5}, 4, r"mesh\.tp 5 must divide the number of ranks"),
+    ],
+)  # fmt: skip
+def test_refusals_in_words(mesh, world_size, message):
+    with pytest.raises(ValueError, match=message):
+        plan_layout(MeshConfig(**mesh), world_size)
+
+
+def test_legal_values_are_all_there_are():
+    assert legal_values(MeshConfig(ep=4), 64, "dp_shard") == [4, 8, 16, 32, 64]
+    assert legal_values(MeshConfig(dp_shard=16), 64, "ep") == [1, 2, 4, 8, 16]
+    assert legal_values(MeshConfig(ep=4), 6, "dp_replicate") == []
+
+
+def test_what_cannot_run_yet_has_its_tables_but_is_refused():
+    mesh = MeshConfig(ep=4, pp=2, tp=2)
+    assert plan_layout(mesh, 16).world_size == 16
+    with pytest.raises(ValueError, match=r"mesh\.pp=2, mesh\.tp=2: .* cannot run yet and must be 1"):
+        check_runnable(mesh)
+    check_runnable(MeshConfig(ep=4, dp_shard=8, dp_replicate=2))
 
 
 def test_experts_that_ep_does_not_divide_are_named():
@@ -97,37 +270,96 @@ def test_experts_that_ep_does_not_divide_are_named():
 def test_a_rank_outside_is_refused():
     with pytest.raises(ValueError, match=r"rank 4 is not in 0\.\.3"):
         coordinates(Layout(dp_replicate=2, ep=2), 4)
-    assert coordinates(Layout(dp_replicate=2, ep=2), 3) == Coordinates(dp_replicate=1, ep=1)
+    expected = Coordinates(pp=0, dp_replicate=0, dp_shard=3, cp=0, tp=0, efsdp=1, ep=1, expert_replica=1)
+    assert coordinates(Layout(dp_replicate=1, dp_shard=4, ep=2), 3) == expected
+    with pytest.raises(ValueError, match="ep 4 does not divide dp_shard 2"):
+        Layout(dp_replicate=1, dp_shard=2, ep=4)
 
 
-@pytest.mark.parametrize("wrong", [{"ep": 0}, {"dp_replicate": 0}, {"tp": 2}])
+@pytest.mark.parametrize(
+    "wrong", [{"ep": 0}, {"dp_replicate": 0}, {"tp": 0}, {"sharding": "zero"}, {"dispatcher": "mpi"}, {"x": 1}]
+)
 def test_mesh_config_refuses(wrong):
     with pytest.raises(ValidationError):
         MeshConfig(**wrong)
 
 
-def test_render_shows_every_rank_and_what_crosses_nodes():
-    text = render(plan_layout(MeshConfig(ep=2), 4), ranks_per_node=2, num_experts={"feed_forward": 8})
+def test_ranks_in_short():
+    spelled = [spell_ranks(ranks) for ranks in ([3], range(8), [0, 8, 16, 24], [0, 1], [0, 2], [0, 1, 2, 5], [])]
+    assert spelled == ["3", "0-7", "0, 8, … 24", "0-1", "0, 2", "0-2, 5", ""]
+    assert spell_ranks([rank**2 for rank in range(20)]).endswith("… (20 in all)")
+
+
+def test_render_shows_every_rank_and_the_links_of_its_groups():
+    text = render(
+        plan_layout(MeshConfig(ep=2, dp_shard=4), 8), ranks_per_node=4, num_experts={"feed_forward": 8, "attention": 2}
+    )
     assert text.splitlines() == [
-        "world 4 = dp_replicate 2 × ep 2, 2 nodes of 2 ranks",
+        "world of 8 ranks: 2 nodes of 4 ranks",
+        "  dense view   dp_replicate 2 × dp_shard 4",
+        "  sparse view  dp_replicate 2 × efsdp 2 × ep 2",
         "",
-        "node  rank  dp_replicate  ep  experts of feed_forward",
-        "   0     0             0   0                      0-3",
-        "   0     1             0   1                      4-7",
-        "   1     2             1   0                      0-3",
-        "   1     3             1   1                      4-7",
+        "  node  ranks  dp_replicate  dp_shard  efsdp   ep",
+        "     0    0-1             0       0-1      0  0-1",
+        "     0    2-3             0       2-3      1  0-1",
+        "     1    4-5             1       0-1      0  0-1",
+        "     1    6-7             1       2-3      1  0-1",
+        "",
+        "experts",
+        "  ep  feed_forward  attention  on ranks",
+        "   0           0-3          0  0, 2, … 6",
+        "   1           4-7          1  1, 3, … 7",
         "",
         "groups",
-        "  dp_replicate  2 of 2 cross nodes      [0 2] [1 3]",
-        "  ep            each inside one node    [0 1] [2 3]",
+        "  axis             size  groups  links                        the first",
+        "  dp_replicate        2       4  between nodes (2 × 1 rank)   0, 4",
+        "  dp_shard            4       2  inside a node                0-3",
+        "  efsdp               2       4  inside a node                0, 2",
+        "  ep                  2       4  inside a node                0-1",
+        "  fsdp                4       2  inside a node                0-3",
+        "  batch               8       1  between nodes (2 × 4 ranks)  0-7",
+        "  loss                8       1  between nodes (2 × 4 ranks)  0-7",
+        "  expert_replicas     4       2  between nodes (2 × 2 ranks)  0, 2, … 6",
     ]
-    assert "2 of 2 cross nodes      [0 1] [2 3]" in render(Layout(dp_replicate=2, ep=2), ranks_per_node=1)
-    assert "nothing to send" in render(Layout(dp_replicate=1, ep=2), ranks_per_node=2)
     with pytest.raises(ValueError, match="nodes of 3 ranks cannot make up a world of 4"):
         render(Layout(dp_replicate=2, ep=2), ranks_per_node=3)
+
+
+def test_render_tells_links_that_only_some_groups_use():
+    lines = render(Layout(dp_replicate=2, dp_shard=12, ep=6), ranks_per_node=8).splitlines()
+    links = {line.split()[0]: line for line in lines[lines.index("groups") + 2 :]}
+    assert "2 of 4 between nodes" in links["ep"]
+    assert re.search(r"between nodes +0-11", links["dp_shard"])  # 8 ranks on one node and 4 on another: no one number
+    assert "nothing to send" in render(Layout(dp_replicate=1, ep=1), ranks_per_node=1)
+
+
+@settings(max_examples=40)
+@given(layout=folded_layouts(max_world=64), data=st.data())
+def test_render_puts_every_rank_where_it_sits(layout, data):
+    """Every row of places, unfolded, gives the coordinates of its ranks."""
+    per_node = data.draw(st.sampled_from(divisors(layout.world_size)))
+    lines = render(layout, per_node).splitlines()
+    header, *rows = lines[4 : lines.index("groups") - 1]
+    seen = []
+    for row in rows:
+        cells = dict(zip(header.split(), row.split(), strict=True))
+        first, last = (int(end) for end in (cells["ranks"].split("-") * 2)[:2])
+        for rank in range(first, last + 1):
+            seen.append(rank)
+            assert int(cells["node"]) == rank // per_node
+            for axis in header.split()[2:]:
+                low, high = (int(end) for end in (cells[axis].split("-") * 2)[:2])
+                assert getattr(coordinates(layout, rank), axis) == (low if low == high else low + rank - first)
+    assert seen == list(range(layout.world_size))
+
+
+def test_render_fits_80_columns_for_64_ranks():
+    for layout in every_layout(64):
+        text = render(layout, 8, {"feed_forward": 1024, "attention": 64})
+        assert max(map(len, text.splitlines())) <= 80
+        assert len(text.splitlines()) <= 150
 
 
 def test_layout_needs_no_torch():
     code = "import sys, moebius.distributed.layout; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
-    assert tuple(rank_tables(Layout(dp_replicate=1, ep=1))) == AXES

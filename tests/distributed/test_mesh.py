@@ -1,61 +1,130 @@
-"""Groups of a mesh: they join the ranks that the tables say, and DTensor works over them."""
+"""Groups of a mesh: they join the ranks that the tables say, on real, threaded and pretended ranks; DTensor works over them."""
 
+import threading
 import time
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.testing._internal.distributed.multi_threaded_pg import _install_threaded_pg, _uninstall_threaded_pg
 from world import RankFailed, run_ranks
 
-from moebius.distributed.layout import Layout, MeshConfig, plan_layout, rank_tables
+from moebius.distributed.layout import (
+    AXES,
+    DENSE_AXES,
+    FLATTENED,
+    SPARSE_AXES,
+    Layout,
+    MeshConfig,
+    group_of,
+    plan_layout,
+)
 from moebius.distributed.mesh import build_mesh
-from moebius.distributed.process import start_process
+from moebius.distributed.process import Process, start_process, stop_process
+
+SIZES = [
+    (1, 1, None),
+    (2, 1, None),
+    (2, 2, None),
+    (4, 2, None),
+    (4, 4, None),
+    (4, 2, 4),
+    (4, 1, 2),
+]  # world, ep, dp_shard
 
 
-def describe(ep):
+def make_mesh(process, ep, dp_shard=None):
+    return build_mesh(plan_layout(MeshConfig(ep=ep, dp_shard=dp_shard), process.world_size), process)
+
+
+def sum_of_ranks(group, rank):
+    value = torch.tensor([2.0**rank], dtype=torch.float64)
+    dist.all_reduce(value, group=group)
+    return int(value.item())
+
+
+def describe(ep, dp_shard):
     with start_process("cpu", timeout_s=20) as process:
-        mesh = build_mesh(plan_layout(MeshConfig(ep=ep), process.world_size), process)
-        sums = {}
-        for axis, group in (
-            ("ep", mesh.ep_group),
-            ("dp_replicate", mesh.dp_replicate_group),
-            ("world", mesh.world_group),
-        ):
-            value = torch.tensor([2.0**process.rank])
-            dist.all_reduce(value, group=group)
-            sums[axis] = int(value.item())
-        members = {
-            "ep": dist.get_process_group_ranks(mesh.ep_group),
-            "dp_replicate": dist.get_process_group_ranks(mesh.dp_replicate_group),
-        }
-        place = mesh.device_mesh.get_coordinate()
-        assert tuple(place) == (mesh.coordinates.dp_replicate, mesh.coordinates.ep)
-        assert mesh.device_mesh.mesh_dim_names == ("dp_replicate", "ep")
-        assert mesh.device_mesh.get_group("ep") is mesh.ep_group
-        return sums, members, mesh.ep_group.group_desc
+        mesh = make_mesh(process, ep, dp_shard)
+        sums = {axis: sum_of_ranks(mesh.group(axis), process.rank) for axis in AXES}
+        members = {axis: dist.get_process_group_ranks(mesh.group(axis)) for axis in AXES}
+        for device_mesh, view in ((mesh.dense_mesh, DENSE_AXES), (mesh.sparse_mesh, SPARSE_AXES)):
+            assert device_mesh.mesh_dim_names == view
+            assert list(device_mesh.get_coordinate()) == [getattr(mesh.coordinates, axis) for axis in view]
+            assert all(device_mesh.get_group(axis) is mesh.group(axis) for axis in view)
+        assert mesh.dense_mesh is mesh.dense_mesh
+        assert mesh.sparse_mesh["efsdp"].get_group() is mesh.group("efsdp")
+        assert mesh.device_mesh("dp_replicate", "fsdp").mesh.tolist() == [
+            group_of(mesh.layout, "fsdp", rank) for rank in members["dp_replicate"]
+        ]
+        assert mesh.ep_group is mesh.group("ep")
+        assert mesh.expert_replica_group is mesh.group("expert_replicas")
+        num_groups = len({id(mesh.group(axis)) for axis in AXES} | {id(mesh.world_group)})
+        return sums, members, mesh.ep_group.group_desc, sum_of_ranks(mesh.world_group, process.rank), num_groups
 
 
-def full_experts(ep):
+@pytest.mark.parametrize(("world_size", "ep", "dp_shard"), SIZES)
+def test_groups_join_the_ranks_of_the_tables(world_size, ep, dp_shard):
+    layout = plan_layout(MeshConfig(ep=ep, dp_shard=dp_shard), world_size)
+    for rank, (sums, members, description, total, _) in enumerate(run_ranks(describe, world_size, ep, dp_shard)):
+        for axis in AXES:
+            own = group_of(layout, axis, rank)
+            assert members[axis] == own
+            assert sums[axis] == sum(2**other for other in own)
+        assert total == 2**world_size - 1
+        if ep > 1:
+            assert description == f"ep of ranks {members['ep'][0]}-{members['ep'][-1]}"
+
+
+def test_axes_share_groups_where_they_may():
+    """Tokens, weights and sums have their own communicators; one group of itself serves all axes of size 1."""
+    assert {rank[-1] for rank in run_ranks(describe, 1, 1, None)} == {1}  # the world
+    assert {rank[-1] for rank in run_ranks(describe, 4, 1, None)} == {2}  # the world, itself
+    # the world, dp_replicate = expert_replicas, dp_shard = fsdp, ep, itself
+    assert {rank[-1] for rank in run_ranks(describe, 4, 2, None)} == {5}
+
+
+def full_experts(ep, dp_shard):
     """Every rank holds its block of 8 experts as a local tensor; DTensor puts them together in global order."""
     with start_process("cpu", timeout_s=20) as process:
-        mesh = build_mesh(plan_layout(MeshConfig(ep=ep), process.world_size), process)
+        mesh = make_mesh(process, ep, dp_shard)
         block = 8 // ep
         local = torch.arange(block) + mesh.coordinates.ep * block
-        whole = DTensor.from_local(local, mesh.device_mesh, [Replicate(), Shard(0)])
-        return whole.full_tensor()
+        whole = DTensor.from_local(local, mesh.device_mesh("expert_replicas", "ep"), [Replicate(), Shard(0)])
+        sharded = whole.redistribute(mesh.device_mesh("expert_replicas", "ep"), [Shard(0), Replicate()])
+        return whole.full_tensor(), sharded.to_local()
 
 
-def ep_group_times_out():
+@pytest.mark.parametrize(("ep", "dp_shard"), [(1, None), (2, None), (4, None), (2, 4)])
+def test_dtensor_puts_experts_together_in_global_order(ep, dp_shard):
+    replicas = 4 // ep
+    for rank, (whole, sharded) in enumerate(run_ranks(full_experts, 4, ep, dp_shard)):
+        assert torch.equal(whole, torch.arange(8))
+        assert torch.equal(sharded, torch.arange(8).chunk(replicas)[rank // ep])
+
+
+def group_times_out(axis):
     process = start_process("cpu", timeout_s=0.5)
-    mesh = build_mesh(Layout(dp_replicate=1, ep=2), process)
-    if process.rank == 1:
+    mesh = build_mesh(Layout(dp_replicate=2, ep=2), process)
+    if process.rank == 3:
         time.sleep(1)
         return "elsewhere"
     try:
-        dist.all_reduce(torch.zeros(1), group=mesh.ep_group)
+        dist.all_reduce(torch.zeros(1), group=mesh.group(axis))
     except RuntimeError as error:
         return str(error)
+    return "came together"
+
+
+@pytest.mark.parametrize(
+    ("axis", "waiting"), [("ep", [2]), ("expert_replicas", [1]), ("fsdp", [2]), ("loss", [0, 1, 2])]
+)
+def test_groups_have_the_timeout_of_the_process(axis, waiting):
+    answers = run_ranks(group_times_out, 4, axis, timeout_s=20)
+    assert [rank for rank, answer in enumerate(answers) if "Timed out waiting 500ms" in answer] == waiting
+    assert all(answers[rank] == "came together" for rank in range(3) if rank not in waiting)
 
 
 def wrong_world():
@@ -63,30 +132,76 @@ def wrong_world():
         build_mesh(Layout(dp_replicate=2, ep=2), process)
 
 
-@pytest.mark.parametrize(("world_size", "ep"), [(1, 1), (2, 1), (2, 2), (4, 2), (4, 4)])
-def test_groups_join_the_ranks_of_the_tables(world_size, ep):
-    tables = rank_tables(plan_layout(MeshConfig(ep=ep), world_size))
-    for rank, (sums, members, description) in enumerate(run_ranks(describe, world_size, ep)):
-        for axis, groups in tables.items():
-            own = next(group for group in groups if rank in group)
-            assert members[axis] == own
-            assert sums[axis] == sum(2**other for other in own)
-        assert sums["world"] == 2**world_size - 1
-        own = members["ep"]
-        assert description == f"ep of ranks {own[0]}..{own[-1]}"
-
-
-@pytest.mark.parametrize("ep", [1, 2, 4])
-def test_dtensor_puts_experts_together_in_global_order(ep):
-    assert all(torch.equal(found, torch.arange(8)) for found in run_ranks(full_experts, 4, ep))
-
-
-def test_groups_have_the_timeout_of_the_process():
-    first, second = run_ranks(ep_group_times_out, 2, timeout_s=20)
-    assert "Timed out waiting 500ms" in first
-    assert second == "elsewhere"
-
-
 def test_a_layout_of_another_size_is_refused():
-    with pytest.raises(RankFailed, match=r"dp_replicate 2 × ep 2\) is of another size than the world of 2 ranks"):
+    with pytest.raises(
+        RankFailed, match=r"dp_replicate 2 × efsdp 1 × ep 2\) is of another size than the world of 2 ranks"
+    ):
         run_ranks(wrong_world, 2)
+
+
+def simulated(rank, world_size):
+    return Process(rank, world_size, rank, torch.device("cpu"), "simulated", 20)
+
+
+@pytest.fixture
+def threads():
+    """torch's process groups become per thread, with real values."""
+    world = _install_threaded_pg()
+    torch._C._distributed_c10d._set_thread_isolation_mode(True)
+    yield world
+    torch._C._distributed_c10d._set_thread_isolation_mode(False)
+    _uninstall_threaded_pg()
+
+
+def on_threads(fn, world_size):
+    """fn(rank) on threads that are ranks of one world."""
+    store, results, errors = dist.HashStore(), [None] * world_size, []
+
+    def live(rank):
+        try:
+            dist.init_process_group("threaded", rank=rank, world_size=world_size, store=store)
+            results[rank] = fn(rank)
+        except BaseException as error:  # noqa: BLE001 - a thread's error is the test's
+            errors.append(error)
+        finally:
+            stop_process()
+
+    lives = [threading.Thread(target=live, args=(rank,), daemon=True) for rank in range(world_size)]
+    for life in lives:
+        life.start()
+    for life in lives:
+        life.join(60)
+    if errors:
+        raise errors[0]
+    return results
+
+
+def test_on_64_threads_groups_carry_real_values(threads):
+    layout = Layout(dp_replicate=2, dp_shard=32, ep=8)
+
+    def live(rank):
+        mesh = build_mesh(layout, simulated(rank, 64))
+        assert list(mesh.sparse_mesh.get_coordinate()) == [getattr(mesh.coordinates, axis) for axis in SPARSE_AXES]
+        return {axis: sum_of_ranks(mesh.group(axis), rank) for axis in AXES}
+
+    for rank, sums in enumerate(on_threads(live, 64)):
+        assert sums == {axis: float(sum(2**other for other in group_of(layout, axis, rank))) for axis in AXES}
+
+
+@pytest.mark.parametrize("rank", [0, 5000, 10_239])
+@pytest.mark.parametrize(
+    "layout", [Layout(dp_replicate=160, dp_shard=64, ep=8), Layout(dp_replicate=2, dp_shard=160, ep=64, tp=8, pp=4)]
+)
+def test_one_rank_of_a_pretended_10_240(rank, layout):
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=10_240)
+    try:
+        started = time.perf_counter()
+        mesh = build_mesh(layout, simulated(rank, 10_240))
+        shapes = mesh.dense_mesh.shape, mesh.sparse_mesh.shape
+        assert time.perf_counter() - started < 5  # it is 0.1 s; making every group of the world would take minutes
+        for axis in (*AXES, *FLATTENED):
+            assert dist.get_process_group_ranks(mesh.group(axis)) == group_of(layout, axis, rank)
+        assert shapes == tuple(tuple(getattr(layout, axis) for axis in view) for view in (DENSE_AXES, SPARSE_AXES))
+        assert mesh.device_mesh("expert_replicas", "ep").size() == layout.num_expert_replicas * layout.ep
+    finally:
+        stop_process()

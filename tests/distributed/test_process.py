@@ -10,12 +10,13 @@ import torch.distributed as dist
 from world import RankFailed, run_ranks
 
 from moebius.distributed import process as process_module
+from moebius.distributed.agreement import AgreementError
 from moebius.distributed.process import Process, start_process, stop_process, store_prefix
 
 
 def describe():
     with start_process("cpu", timeout_s=20) as process:
-        return process, dist.get_backend(), os.environ["MASTER_PORT"]
+        return (process.rank, process.local_rank, process.world_size), dist.get_backend()
 
 
 def restart_after(death):
@@ -38,11 +39,9 @@ def disagree():
     if os.environ["RANK"] == "1":
         process_module._choose_device = lambda wanted, place: torch.device("cuda", 0)
     try:
-        start_process("auto", timeout_s=1)
-    except ValueError as error:
+        start_process("auto", timeout_s=5)
+    except AgreementError as error:
         return str(error)
-    except dist.DistStoreError:
-        return "timed out"
     return "started"
 
 
@@ -79,10 +78,7 @@ def test_without_torchrun_it_is_a_world_of_one(alone):
 
 def test_a_world_of_ranks():
     results = run_ranks(describe, 3)
-    assert [process.rank for process, _, _ in results] == [0, 1, 2]
-    assert {(process.world_size, process.local_rank == process.rank, backend) for process, backend, _ in results} == {
-        (3, True, "gloo")
-    }
+    assert results == [((rank, rank, 3), "gloo") for rank in range(3)]
 
 
 @pytest.mark.parametrize("death", ["exit", "kill"])
@@ -101,9 +97,24 @@ def test_the_prefix_tells_generations_and_attempts_apart():
 
 
 def test_ranks_that_chose_different_devices_are_told():
-    first, second = run_ranks(disagree, 2)
-    assert "rank 1 would run on 'cuda', rank 0 runs on 'cpu'" in second
-    assert first == "timed out"
+    told = run_ranks(disagree, 3)
+    assert len(set(told)) == 1
+    assert "device: cpu on ranks 0, 2; cuda on rank 1" in told[0]
+
+
+def never_start():
+    if os.environ["RANK"] == "1":
+        return "never"
+    try:
+        start_process("cpu", timeout_s=0.5)
+    except AgreementError as error:
+        return str(error)
+
+
+def test_a_rank_that_never_starts_is_named():
+    first, _, third = run_ranks(never_start, 3)
+    assert first == third
+    assert first.startswith("rank 1 of 3 did not come within 0.5 s to compare the start")
 
 
 def test_a_rank_that_does_not_come_ends_the_wait_after_the_timeout():
@@ -155,6 +166,10 @@ def test_cuda_without_a_gpu_is_a_clear_error(alone):
         start_process("cuda")
 
 
+def start_on(device):
+    start_process(device)
+
+
 def test_a_failing_rank_is_not_hidden():
     with pytest.raises(RankFailed, match="must be 'auto', 'cpu' or 'cuda', got 'tpu'"):
-        run_ranks(start_process, 1, "tpu")
+        run_ranks(start_on, 1, "tpu")

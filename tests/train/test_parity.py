@@ -85,8 +85,8 @@ def whole(tensors: dict[str, Tensor], ep: int) -> dict[str, Tensor]:
     return out
 
 
-# world, ep, micro-batch, accumulation follows
-LAYOUTS = [(1, 1, 8), (1, 1, 2), (2, 1, 2), (2, 2, 4), (4, 1, 2), (4, 2, 1), (4, 4, 2)]
+# world, ep, micro-batch, accumulation follows; and dp_shard where it is larger than ep, so that efsdp ranks hold a block
+LAYOUTS = [(1, 1, 8), (1, 1, 2), (2, 1, 2), (2, 2, 4), (4, 1, 2), (4, 2, 1), (4, 4, 2), (4, 2, 2, 4)]
 
 
 @pytest.mark.parametrize(("precision", "layouts"), [("float32", LAYOUTS), ("bfloat16", [(1, 1, 8), (4, 2, 2)])])
@@ -102,11 +102,12 @@ def test_every_layout_makes_the_same_step(precision: str, layouts: list, data: P
         difference = ((rough[1][name] - exact[1][name]).norm() / exact[1][name].norm()).item()
         assert 1e-4 < difference < 0.2, difference
         assert 0 < abs(rough[0] - exact[0]) < 2e-2 * exact[0]
-    for world, ep, micro in layouts:
+    for world, ep, micro, *dp_shard in layouts:
         config = make_config(
-            data, train={"micro_batch": micro, "precision": precision}, mesh={"ep": ep}, optim={"clip_norm": 1e9}
-        )
-        results = run_ranks(sgd_step, world, config, tmp_path / f"{world}-{ep}-{micro}")
+            data, train={"micro_batch": micro, "precision": precision}, optim={"clip_norm": 1e9},
+            mesh={"ep": ep, "dp_shard": dp_shard[0] if dp_shard else None},
+        )  # fmt: skip
+        results = run_ranks(sgd_step, world, config, tmp_path / f"{world}-{ep}-{micro}-{dp_shard}")
         for loss, gradients, weights in results:
             expected = expected or (loss, gradients, weights)
             assert loss == pytest.approx(expected[0], rel=tolerance), (world, ep, micro)

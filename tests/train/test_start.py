@@ -1,0 +1,91 @@
+"""Ranks that would not run the same do not start, and every one of them says why."""
+
+import os
+from pathlib import Path
+
+import pytest
+from world import run_ranks
+
+from moebius.distributed import agreement
+from moebius.distributed.agreement import AgreementError
+from moebius.distributed.process import start_process
+from moebius.model.config import ModelConfig
+from moebius.model.router_sigmoid import SigmoidConfig
+from moebius.train import run as run_module
+from moebius.train.config import Config, MeshConfig, TrainConfig
+from moebius.train.run import assemble
+
+MODEL = ModelConfig(
+    vocab_size=8000, d_model=16, num_layers=2, group_size=1, num_heads=2, d_head=8, num_attention_experts=2,
+    attention_top_k=1, router=SigmoidConfig(top_k=2), num_experts=4, d_expert=8,
+)  # fmt: skip
+
+
+def assembled(run_dir: Path, difference: str) -> str:
+    """Rank 1 of 2 differs."""
+    config = Config(model=MODEL, train=TrainConfig(global_batch=8, micro_batch=2, timeout_s=10), mesh=MeshConfig(ep=2))
+    with start_process("cpu", timeout_s=10) as process:
+        if process.rank == 1:
+            config = differ(config, difference)
+        try:
+            assemble(config, run_dir, process)
+        except AgreementError as error:
+            return str(error)
+        return "assembled"
+
+
+def differ(config: Config, difference: str) -> Config:
+    if difference == "config":
+        return config.model_copy(update={"mesh": MeshConfig(ep=1)})  # its groups would wait for each other for ever
+    if difference == "code":
+        run_module.code_facts = lambda: agreement.code_facts() | {"code model/moe.py": "0123456789abcdef"}  # type: ignore[assignment]
+    if difference == "model":
+        built = run_module.build_model
+
+        def another(model, *args, **options):
+            return built(model.model_copy(update={"d_expert": 16}), *args, **options)
+
+        run_module.build_model = another
+    return config
+
+
+@pytest.mark.parametrize(
+    ("difference", "told"),
+    [
+        ("config", "config mesh.ep: 2 on rank 0; 1 on rank 1"),
+        ("code", "0123456789abcdef on rank 1"),
+        ("model", "w_up: [2, 16, 8] float32 on rank 0; [2, 16, 16] float32 on rank 1"),
+    ],
+)
+def test_a_rank_that_differs_ends_all_of_them_with_the_difference(difference: str, told: str, tmp_path: Path) -> None:
+    first, second = run_ranks(assembled, 2, tmp_path, difference, timeout_s=30)
+    assert first == second
+    assert told in first
+
+
+def test_ranks_that_agree_are_assembled(tmp_path: Path) -> None:
+    assert run_ranks(assembled, 2, tmp_path, "nothing", timeout_s=30) == ["assembled"] * 2
+
+
+def left_alone(run_dir: Path) -> str:
+    with start_process("cpu", timeout_s=1) as process:
+        config = Config(model=MODEL, train=TrainConfig(global_batch=8, micro_batch=2), mesh=MeshConfig(ep=2))
+        if os.environ["RANK"] == "1":
+            return "elsewhere"
+        try:
+            assemble(config, run_dir, process)
+        except AgreementError as error:
+            return str(error)
+        return "assembled"
+
+
+def test_a_rank_that_does_not_come_to_compare_is_named(tmp_path: Path) -> None:
+    first, _ = run_ranks(left_alone, 2, tmp_path, timeout_s=20)
+    assert first.startswith("rank 1 of 2 did not come within 1 s to compare the run")
+
+
+def test_what_cannot_run_yet_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"mesh\.tp=2: .* cannot run yet"):
+        Config(model=MODEL, mesh=MeshConfig(tp=2)).check_world(2)
+    with pytest.raises(ValueError, match=r'mesh\.sharding="fsdp" cannot run yet'):
+        Config(model=MODEL, mesh=MeshConfig(sharding="fsdp")).check_world(1)
