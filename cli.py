@@ -46,7 +46,7 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     for add in (
         _add_prepare, _add_train, _add_submit, _add_status, _add_logs, _add_stop, _add_eval, _add_models, _add_layout,
-        _add_ckpt,
+        _add_plan, _add_ckpt,
     ):  # fmt: skip
         add(commands)
     return parser
@@ -263,6 +263,61 @@ def _models(options: argparse.Namespace) -> int:
     else:
         console = Console()
         console.print(show(entries, width=console.width))
+    return 0
+
+
+# plan ---------------------------------------------------------------------------------------------------------------
+
+
+def _add_plan(commands: argparse._SubParsersAction) -> None:
+    parser = _command(commands, "plan", _plan, "predict memory and speed of every layout, and rank them")
+    parser.add_argument("name", metavar="MODEL", help="a recipe or a FILE.toml; `moebius models` lists the recipes")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="single values to change")
+    parser.add_argument("--hardware", default="h200", metavar="NAME|FILE.toml", help="h100, h200, b200, gb200_nvl72 …")
+    parser.add_argument("--nodes", nargs="+", default=["1"], metavar="N", help='for example 4, or 1 "…" 1250 (doubling)')
+    parser.add_argument("--precision", choices=["bf16", "fp32"], help="of the products; default: the recipe's")
+    parser.add_argument("--tokens-per-rank", type=int, metavar="N", help="and step; default: the recipe's micro-batch")
+    parser.add_argument("--ep", type=int, metavar="N", help="only layouts with this many ranks per copy of the experts")
+    parser.add_argument("--sharding", choices=["none", "fsdp"], help="only layouts of this kind")
+    parser.add_argument("--dispatcher", choices=["allgather", "alltoall", "dedup", "hierarchical"], help="only this one")
+    parser.add_argument("--recompute", choices=["none", "selective", "full"], help="default: as little as fits")
+    parser.add_argument("--overlap-chunks", type=int, default=1, metavar="N", help="parts in which rows travel")
+    parser.add_argument(
+        "--skew", default=None, metavar="RUN|ALPHA|balanced",
+        help="routing: a run's recorded loads, or a Dirichlet concentration (default: 5)",
+    )  # fmt: skip
+    parser.add_argument("--measured", type=Path, metavar="FILE.json", help="measured collectives, over the defaults")
+    parser.add_argument("--top", type=int, default=None, metavar="N", help="layouts to show of every size")
+    parser.add_argument("--png", type=Path, metavar="FILE", help="draw step time and MFU against the number of GPUs")
+    parser.add_argument("--json", action="store_true", help="everything, collectives included, as JSON")
+    parser.add_argument("--sources", action="store_true", help="show where every figure comes from")
+
+
+def _plan(options: argparse.Namespace) -> int:
+    from .distributed.planner import Wishes
+    from .train.plan_report import draw, make_report, parse_nodes, plain, show, show_sources
+    from .train.plan_request import make_setting
+
+    nodes = parse_nodes(options.nodes)
+    console, errors = Console(), Console(stderr=True)
+    config = resolve(options.name, options.overrides, RECIPES)
+    with errors.status("planning"):
+        setting = make_setting(
+            config, hardware=options.hardware, precision=options.precision, tokens=options.tokens_per_rank,
+            skew=options.skew, measured=options.measured, chunks=options.overlap_chunks,
+        )  # fmt: skip
+        wishes = Wishes(options.ep, options.sharding, options.dispatcher, options.recompute)
+        report = make_report(setting, nodes, wishes)
+    if options.png:
+        draw(report, options.png, title=options.name)
+    if options.json:
+        print(json.dumps(plain(report), indent=2))
+        return 0
+    console.print(show(report, top=options.top or (10 if len(nodes) == 1 else 2), width=console.width))
+    if options.sources:
+        console.print(show_sources(setting))
+    if options.png:
+        console.print(f"picture: {options.png}")
     return 0
 
 

@@ -1,0 +1,151 @@
+"""Measured times of collectives: a table to interpolate, and Hockney's two numbers fitted to it.
+
+    t = α + β·bytes         α: latency, 1/β: bandwidth, α/β: the message size at which half of the bandwidth is reached
+
+The file is what benchmarks/gloo_table.py writes: {"rows": [{"op", "world", "bytes", "seconds"} …]}, bytes being those of the
+whole tensor on one rank. `ranks_per_node` beside the rows says how the world was placed; without it all ranks shared a node.
+A table speaks only for groups that are placed as it was measured; elsewhere the formulas of communication_cost.py hold.
+"""
+
+import json
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from math import exp, log
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from pydantic import BaseModel, Field, PositiveFloat, ValidationError
+
+Points = tuple[tuple[float, float], ...]  # (bytes, seconds), by bytes
+
+
+@dataclass(frozen=True)
+class Hockney:
+    """Latency and inverse bandwidth of one operation in one world."""
+
+    alpha_s: float
+    beta_s_per_byte: float
+
+    def seconds(self, num_bytes: float) -> float:
+        """Of one call."""
+        return self.alpha_s + self.beta_s_per_byte * num_bytes
+
+
+def fit_hockney(points: Sequence[tuple[float, float]]) -> Hockney:
+    """α and β ≥ 0 with the least sum of squared relative errors, so that small messages count as much as large ones.
+
+    Raises:
+        ValueError: fewer than two sizes, or a time that is not positive.
+    """
+    if len({size for size, _ in points}) < 2 or any(seconds <= 0 for _, seconds in points):
+        raise ValueError(f"two message sizes with positive times are needed to fit α and β, got {list(points)}")
+    sizes, seconds = np.array(points, dtype=float).T
+    rows = np.stack((1 / seconds, sizes / seconds), axis=1)
+    (alpha, beta), *_ = np.linalg.lstsq(rows, np.ones(len(rows)), rcond=None)
+    if alpha < 0:
+        alpha, beta = 0.0, rows[:, 1].sum() / (rows[:, 1] ** 2).sum()
+    elif beta < 0:
+        alpha, beta = rows[:, 0].sum() / (rows[:, 0] ** 2).sum(), 0.0
+    return Hockney(float(alpha), float(beta))
+
+
+@dataclass(frozen=True)
+class MeasuredTable:
+    """Times by operation and world; more bytes never take less time, whatever the noise of the measurement."""
+
+    points: Mapping[tuple[str, int], Points]
+    ranks_per_node: int | None = None
+    source: str = "measured"
+
+    def worlds(self, op: str) -> list[int]:
+        """In which the operation was measured."""
+        return sorted(world for measured, world in self.points if measured == op)
+
+    def seconds(self, op: str, *, world: int, ranks_per_node: int, num_bytes: float) -> float | None:
+        """Of one call, between measured sizes and worlds on straight lines in logarithms; None where the table says nothing.
+
+        Below the smallest size the time is that size's; beyond the largest it grows as between the last two.
+        """
+        worlds = self.worlds(op)
+        if (
+            ranks_per_node != min(world, self.ranks_per_node or world)
+            or not worlds
+            or not worlds[0] <= world <= worlds[-1]
+        ):
+            return None
+        above = bisect_left(worlds, world)
+        upper = self._of_world(op, worlds[above], num_bytes)
+        if worlds[above] == world:
+            return upper
+        lower = self._of_world(op, worlds[above - 1], num_bytes)
+        share = log(world / worlds[above - 1]) / log(worlds[above] / worlds[above - 1])
+        return exp((1 - share) * log(lower) + share * log(upper))
+
+    def _of_world(self, op: str, world: int, num_bytes: float) -> float:
+        points = self.points[op, world]
+        above = bisect_left(points, num_bytes, key=lambda point: point[0])
+        if above == 0:
+            return points[0][1]
+        size, seconds = points[above - 1]
+        if above == len(points):
+            if len(points) == 1:
+                return seconds * num_bytes / size
+            before = points[-2]
+            return seconds + (num_bytes - size) * (seconds - before[1]) / (size - before[0])
+        next_size, next_seconds = points[above]
+        return exp(log(seconds) + log(num_bytes / size) / log(next_size / size) * log(next_seconds / seconds))
+
+
+def read_table(path: Path) -> MeasuredTable:
+    """The table in a JSON file.
+
+    Raises:
+        ValueError: the file cannot be read, or a row is not one.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read ({error.strerror})") from None
+    except ValueError as error:
+        raise ValueError(f"{path}: is not valid JSON: {error}") from None
+    rows = content.get("rows") if isinstance(content, dict) else None
+    if not isinstance(rows, list) or not rows:
+        raise ValueError(f'{path}: has no "rows"; benchmarks/gloo_table.py writes such a file')
+    found: dict[tuple[str, int], dict[float, float]] = {}
+    for row in (_checked(entry, path) for entry in rows):
+        found.setdefault((row.op, row.world), {})[row.bytes] = row.seconds
+    return make_table(found, ranks_per_node=content.get("ranks_per_node"), source=str(path))
+
+
+def make_table(
+    times: Mapping[tuple[str, int], Mapping[float, float]],
+    *,
+    ranks_per_node: int | None = None,
+    source: str = "measured",
+) -> MeasuredTable:
+    """A table of (operation, world) → {bytes: seconds}."""
+    points = {}
+    for key, of_size in times.items():
+        sizes = sorted(of_size)
+        points[key] = tuple(zip(sizes, accumulate((of_size[size] for size in sizes), max), strict=True))
+    return MeasuredTable(points, ranks_per_node, source)
+
+
+class _Row(BaseModel):
+    """One measurement."""
+
+    op: Literal["all_to_all", "all_gather", "reduce_scatter", "all_reduce"]
+    world: int = Field(ge=2)
+    bytes: PositiveFloat
+    seconds: PositiveFloat
+
+
+def _checked(row: Any, path: Path) -> _Row:
+    try:
+        return _Row.model_validate(row)
+    except ValidationError as error:
+        why = "; ".join(f"{'.'.join(map(str, entry['loc'])) or 'row'}: {entry['msg']}" for entry in error.errors())
+        raise ValueError(f"{path}: {row!r} is no measurement: {why}") from None

@@ -1,0 +1,53 @@
+"""What `moebius plan` is asked, checked and made into a setting of the cost model."""
+
+from pathlib import Path
+
+from ..distributed.cost_model import Setting
+from ..distributed.hardware import find_hardware
+from ..distributed.measured import read_table
+from ..distributed.routing_skew import CONCENTRATION, RoutingSkew, drawn, recorded_in
+from ..distributed.workload import describe
+from .config import Config
+
+_PRECISIONS = {"bf16": "bfloat16", "fp32": "float32"}
+
+
+def make_setting(
+    config: Config, *, hardware: str, precision: str | None = None, tokens: int | None = None, skew: str | None = None,
+    measured: Path | None = None, chunks: int = 1,
+) -> Setting:  # fmt: skip
+    """The setting of a run's configuration on a machine.
+
+    Args:
+        hardware: a name or a TOML file.
+        precision: bf16 or fp32; default: the configuration's.
+        tokens: per rank and step; default: the configuration's micro-batch.
+        skew: "balanced", a Dirichlet concentration, or a run folder with recorded loads.
+        measured: a table of measured collectives.
+        chunks: parts in which rows travel.
+
+    Raises:
+        ValueError: one of them is not what it should be.
+    """
+    machine = find_hardware(hardware)
+    tokens = config.train.micro_batch * config.data.seq_len if tokens is None else tokens
+    if tokens < 1 or chunks < 1:
+        raise ValueError(f"--tokens-per-rank {tokens}, --overlap-chunks {chunks}: both must be at least 1")
+    workload = describe(
+        config.model, seq_len=config.data.seq_len, precision=_PRECISIONS.get(precision or "", config.train.precision)
+    )
+    routing = _skew(skew)
+    routing.check([bank for bank, _ in workload.uses])
+    return Setting(workload, machine, tokens, routing, read_table(measured) if measured else None, chunks)
+
+
+def _skew(text: str | None) -> RoutingSkew:
+    if text is None:
+        return drawn(CONCENTRATION)
+    if text == "balanced":
+        return RoutingSkew()
+    try:
+        concentration = float(text)
+    except ValueError:
+        return recorded_in(Path(text))
+    return drawn(concentration)
