@@ -274,12 +274,16 @@ def _add_plan(commands: argparse._SubParsersAction) -> None:
     parser.add_argument("name", metavar="MODEL", help="a recipe or a FILE.toml; `moebius models` lists the recipes")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="single values to change")
     parser.add_argument("--hardware", default="h200", metavar="NAME|FILE.toml", help="h100, h200, b200, gb200_nvl72 …")
-    parser.add_argument("--nodes", nargs="+", default=["1"], metavar="N", help='for example 4, or 1 "…" 1250 (doubling)')
+    parser.add_argument(
+        "--nodes", nargs="+", default=["1"], metavar="N", help='for example 4, or 1 "…" 1250 (doubling)'
+    )
     parser.add_argument("--precision", choices=["bf16", "fp32"], help="of the products; default: the recipe's")
-    parser.add_argument("--tokens-per-rank", type=int, metavar="N", help="and step; default: the recipe's micro-batch")
+    parser.add_argument("--tokens-per-rank", type=int, metavar="N", help="in a step; default: the recipe's micro-batch")
     parser.add_argument("--ep", type=int, metavar="N", help="only layouts with this many ranks per copy of the experts")
     parser.add_argument("--sharding", choices=["none", "fsdp"], help="only layouts of this kind")
-    parser.add_argument("--dispatcher", choices=["allgather", "alltoall", "dedup", "hierarchical"], help="only this one")
+    parser.add_argument(
+        "--dispatcher", choices=["allgather", "alltoall", "dedup", "hierarchical"], help="only this one"
+    )
     parser.add_argument("--recompute", choices=["none", "selective", "full"], help="default: as little as fits")
     parser.add_argument("--overlap-chunks", type=int, default=1, metavar="N", help="parts in which rows travel")
     parser.add_argument(
@@ -288,6 +292,7 @@ def _add_plan(commands: argparse._SubParsersAction) -> None:
     )  # fmt: skip
     parser.add_argument("--measured", type=Path, metavar="FILE.json", help="measured collectives, over the defaults")
     parser.add_argument("--top", type=int, default=None, metavar="N", help="layouts to show of every size")
+    parser.add_argument("--detail", action="store_true", help="memory, time and collectives of the largest size's best")
     parser.add_argument("--png", type=Path, metavar="FILE", help="draw step time and MFU against the number of GPUs")
     parser.add_argument("--json", action="store_true", help="everything, collectives included, as JSON")
     parser.add_argument("--sources", action="store_true", help="show where every figure comes from")
@@ -295,7 +300,7 @@ def _add_plan(commands: argparse._SubParsersAction) -> None:
 
 def _plan(options: argparse.Namespace) -> int:
     from .distributed.planner import Wishes
-    from .train.plan_report import draw, make_report, parse_nodes, plain, show, show_sources
+    from .train.plan_report import draw, make_report, parse_nodes, plain, show, show_detail, show_sources
     from .train.plan_request import make_setting
 
     nodes = parse_nodes(options.nodes)
@@ -313,7 +318,10 @@ def _plan(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps(plain(report), indent=2))
         return 0
-    console.print(show(report, top=options.top or (10 if len(nodes) == 1 else 2), width=console.width))
+    console.print(show(report, top=options.top or (10 if len(nodes) == 1 else 2)))
+    if options.detail:
+        for planned in filter(None, (report.plans[-1].best(with_ep=with_ep) for with_ep in (False, True))):
+            console.print(show_detail(planned))
     if options.sources:
         console.print(show_sources(setting))
     if options.png:

@@ -301,7 +301,7 @@ def _units(work: Workload, ep: int) -> list[_Weights]:
         _Weights("layer", member.dense_parameters, member.expert_parameters / ep, member.copies)
         for member in work.members
     ]
-    return [_Weights("embedding and read-out", work.root_parameters, 0.0, 1), *layers]
+    return [_Weights("embedding", work.root_parameters, 0.0, 1), *layers]
 
 
 def _gathers(setting: Setting, choice: Choice) -> Iterator[Collective]:

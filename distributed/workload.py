@@ -28,7 +28,7 @@ from ..model.router_soft import SlotMixingConfig
 from ..model.router_transition import TransitionConfig
 from ..model.transformer import Layer, Transformer
 
-ROUTE_BYTES = 8  # expert number (int32) and gate weight (float32) that travel with a row
+ROUTE_BYTES = 16  # that travel with a row per route: expert, row, target (int32) and gate weight (float32)
 KEPT_PER_ROUTE = 36  # source, expert, target and order (int64) and the gate weight (float32)
 
 _MIXING = (TokenMixingConfig, SlotMixingConfig, TransitionConfig)

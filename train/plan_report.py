@@ -88,10 +88,10 @@ def _comparison(setting: Setting, plans: Sequence[Plan]) -> Comparison | None:
 # The table ----------------------------------------------------------------------------------------------------------
 
 
-def show(report: Report, *, top: int, width: int) -> Group:
+def show(report: Report, *, top: int) -> Group:
     """One line per layout, the best `top` of every size and the best of the other kind; below it what they mean."""
     headings = ("GPUs", "layout", "ep", "shard", "dispatcher", "recompute", "GB", "ms", "c+x+w %", "tokens/s", "MFU")
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim", width=None)
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
     for heading in headings:
         left = heading in ("shard", "dispatcher", "recompute")
         table.add_column(heading, justify="left" if left else "right", no_wrap=True)
@@ -241,6 +241,27 @@ def _bytes(number: float) -> str:
 
 def _ms(seconds: float) -> str:
     return f"{1e3 * seconds:.1f} ms"
+
+
+def show_detail(planned: Planned) -> Group:
+    """Where a layout's memory and time go, and every kind of collective of a step."""
+    choice, found = planned.choice, planned.prediction
+    memory = ", ".join(f"{name} {_bytes(size)}" for name, size in asdict(found.memory).items() if size)
+    time = ", ".join(f"{name} {_ms(seconds)}" for name, seconds in asdict(found.time).items() if seconds)
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
+    for heading in ("collective", "operation", "ranks", "links", "calls", "each", "each takes", "all"):
+        left = heading in ("collective", "operation", "links")
+        table.add_column(heading, justify="left" if left else "right", no_wrap=True)
+    for call in found.collectives:
+        links = "between nodes" if call.crosses_nodes else "inside"
+        table.add_row(
+            call.name, call.op, str(call.group_size), links, f"{call.calls:g}", _bytes(call.bytes_per_call),
+            f"{1e6 * call.seconds_per_call:,.0f} µs", _ms(call.seconds),
+        )  # fmt: skip
+    title = (
+        f"dp_replicate {choice.dp_replicate} × dp_shard {choice.dp_shard}, ep {choice.ep}, {choice.world_size:,} GPUs"
+    )
+    return Group(Text(""), Text(title, style="bold"), Text(f"memory: {memory}"), Text(f"step: {time}"), table)
 
 
 def show_sources(setting: Setting) -> Table:

@@ -40,7 +40,11 @@ def test_every_layout_is_legal(nodes: int, experts: int) -> None:
         assert choice.dp_replicate * choice.dp_shard == choice.world_size
         assert choice.dp_shard % choice.ep == 0
         counts = {bank.kind: bank.total_experts for bank, _ in entry.setting.workload.uses}
-        layout = plan_layout(MeshConfig(ep=choice.ep), choice.world_size)
+        mesh = MeshConfig(
+            ep=choice.ep, dp_shard=choice.dp_shard, sharding=choice.sharding, dispatcher=choice.dispatcher
+        )
+        layout = plan_layout(mesh, choice.world_size)
+        assert (layout.dp_replicate, layout.efsdp) == (choice.dp_replicate, choice.efsdp)
         check_experts(layout, counts)
         assert dict(entry.changes) == ({} if experts % choice.ep == 0 else counts)
     ranked = [entry.prediction.tokens_per_s for entry in found.fitting]

@@ -123,6 +123,17 @@ def test_unused_ranks_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
     assert "stay unused" in words
 
 
+def test_detail_lists_every_collective(capsys: pytest.CaptureFixture[str]) -> None:
+    words = run(capsys, "smoke", "--detail")
+    without, spread = words.split("dp_replicate ")[-2:]
+    assert "gather layer, dense" in without + spread
+    assert "dispatch" not in without
+    for kind in ("feed_forward", "value", "output"):
+        assert f"{kind} dispatch" in spread
+        assert f"{kind} combine" in spread
+    assert "memory: weights" in spread or "memory: gradients" in spread
+
+
 def test_sources_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
     words = " ".join(run(capsys, "smoke", "--sources").split())
     assert "NCCL's tuning table" in words
