@@ -14,23 +14,42 @@ from ..model.initialise import draw
 from ..model.moe import SparseLayer
 from ..model.transformer import Transformer
 from .dispatch import make_dispatcher
+from .dispatch_setup import build_node_groups
 from .layout import local_experts
 from .mesh import Mesh
+from .process import DEFAULT_TIMEOUT_S
 
 
 def build_model(
-    config: ModelConfig, mesh: Mesh, *, dispatcher: str, backend: str, seed: int, device: torch.device
+    config: ModelConfig,
+    mesh: Mesh,
+    *,
+    dispatcher: str,
+    backend: str,
+    seed: int,
+    device: torch.device,
+    overlap_chunks: int = 1,
+    ranks_per_node: int | None = None,
+    timeout_s: float = DEFAULT_TIMEOUT_S,
 ) -> Transformer:
     """The model of `config` as this rank holds it, with its starting values, on `device`.
+
+    Collective for the hierarchical dispatcher, whose groups (with that timeout) are made here. `ranks_per_node` None: all ranks
+    are on one node.
 
     Raises:
         ValueError: the EP degree does not divide a layer's experts, or the dispatcher does not fit the mesh.
     """
+    nodes = None
+    if dispatcher == "hierarchical":
+        nodes = build_node_groups(mesh.ep_group, ranks_per_node, timeout_s=timeout_s)
     with torch.device("meta"):
         model = Transformer(config, backend=backend)
     for layer in model.modules():
         if isinstance(layer, SparseLayer):
-            layer.dispatcher = make_dispatcher(dispatcher, mesh.ep_group)
+            layer.dispatcher = make_dispatcher(
+                dispatcher, mesh.ep_group, overlap_chunks=overlap_chunks, ranks_per_node=ranks_per_node, nodes=nodes
+            )
     if mesh.layout.world_size > 1:
         model.running = RunningSum(lambda local: _sum_over(mesh.world_group, local))
     _fill(model, mesh, seed, device)

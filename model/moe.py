@@ -6,6 +6,7 @@ On one rank `LocalDispatcher` hands back what it got: no copy, no sort. Across r
 place; the layer, its experts and their kernels stay the same.
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -21,25 +22,75 @@ from .routers import make_router
 from .routing import Mixture, Routes, Routing, slot_routes
 
 
+class Part(Protocol):
+    """Rows that this rank must serve, and their routes with local expert numbers."""
+
+    @property
+    def x_UD(self) -> Tensor:
+        """Waits for the rows where they are still under way."""
+        ...
+
+    @property
+    def routes(self) -> Routes: ...
+
+    def answer(self, y_UD: Tensor) -> Any:
+        """The experts' answers set out for home; what comes back is for `combine` alone."""
+        ...
+
+
 @dataclass(frozen=True)
 class Sent:
-    """What a rank must serve after dispatch: rows, their routes with local expert numbers, and the way home."""
+    """What a rank must serve after dispatch: one part, or several, each under way while the experts answer the one before."""
 
-    x_UD: Tensor
-    routes: Routes
+    parts: Sequence[Part]
     way_home: Any = None  # the dispatcher's own
+
+    @property
+    def x_UD(self) -> Tensor:
+        """Rows of the only part."""
+        [part] = self.parts
+        return part.x_UD
+
+    @property
+    def routes(self) -> Routes:
+        """Routes of the only part."""
+        [part] = self.parts
+        return part.routes
+
+    def answers(self, y: Tensor | Sequence[Any]) -> Sequence[Any]:
+        """The parts' answers as they set out; those of the only part may be given as they are."""
+        if not isinstance(y, Tensor):
+            return y
+        [part] = self.parts
+        return [part.answer(y)]
 
 
 class Dispatcher(Protocol):
     """Moves rows to the ranks that hold their experts, and brings the answers home."""
 
     def dispatch(self, x_UD: Tensor, routes: Routes) -> Sent:
-        """Collective over the dispatcher's ranks. Every rank must call it, with or without rows."""
+        """Collective over the dispatcher's ranks, with or without rows. Does not wait for the rows."""
         ...
 
-    def combine(self, y_UD: Tensor, sent: Sent) -> Tensor:
-        """(num_targets, D): the answers of all experts, weighted and added up where their routes say."""
+    def combine(self, y: Tensor | Sequence[Any], sent: Sent) -> Tensor:
+        """(num_targets, D): the answers of all experts, weighted and added up where their routes say.
+
+        Args:
+            y: what `answer` gave for every part, in order; or the only part's answers (U, D).
+        """
         ...
+
+
+@dataclass(frozen=True)
+class Here:
+    """The part of a rank that serves itself."""
+
+    x_UD: Tensor
+    routes: Routes
+
+    def answer(self, y_UD: Tensor) -> Tensor:
+        """Is at home."""
+        return y_UD
 
 
 class LocalDispatcher:
@@ -47,11 +98,12 @@ class LocalDispatcher:
 
     def dispatch(self, x_UD: Tensor, routes: Routes) -> Sent:
         """Hands back what it got."""
-        return Sent(x_UD, routes)
+        return Sent((Here(x_UD, routes),))
 
-    def combine(self, y_UD: Tensor, sent: Sent) -> Tensor:
+    def combine(self, y: Tensor | Sequence[Any], sent: Sent) -> Tensor:
         """The experts have added up their answers already."""
-        return y_UD
+        [answer] = sent.answers(y)
+        return answer
 
 
 class SparseLayer(nn.Module):
@@ -62,13 +114,15 @@ class SparseLayer(nn.Module):
         self.experts = experts
         self.dispatcher: Dispatcher = LocalDispatcher()
 
-    def forward(self, x_UD: Tensor, routes: Routes) -> Tensor:
-        """(U, D_in) source rows to (num_targets, D_out)."""
+    def forward(self, x_UD: Tensor, routes: Routes, beside: Callable[[], None] | None = None) -> Tensor:
+        """(U, D_in) source rows to (num_targets, D_out). `beside` is called while the rows travel."""
         # In the experts' own precision before they travel: half the bytes in bfloat16, and sums of the same rounding on
         # one rank and on many.
         sent = self.dispatcher.dispatch(x_UD.to(self.experts.dtype), routes)
-        y_UD = self.experts(sent.x_UD, sent.routes)
-        return self.dispatcher.combine(y_UD, sent)
+        if beside is not None:
+            beside()
+        answers = [part.answer(self.experts(part.x_UD, part.routes)) for part in sent.parts]
+        return self.dispatcher.combine(answers, sent)
 
 
 class SubTokens(nn.Module):
@@ -140,27 +194,33 @@ class SparseFeedForward(nn.Module):
         routing = self.router(router_input_TD, batch_size=batch)
         if unhalted is not None:
             routing = routing.of_weighted_rows(unhalted.weight_of_rows(len(x_TD)))
-        y_TD = self.answers(x_TD, routing.plan)
+        shared: list[Tensor] = []
+        y_TD = self.answers(x_TD, routing.plan, beside=lambda: self._share(x_BSD, shared))
         if self.view is not None:
             y_TD = self.view.join(y_TD, x_TD)
         y_BSD = y_TD.view(batch, -1, y_TD.shape[1])
         if self.output_norm is not None:
             y_BSD = self.output_norm(y_BSD)
-        if self.shared is not None:
-            y_BSD = self.routed_weight * y_BSD + self.shared_weight * self.shared(x_BSD)
+        for shared_BSD in shared:
+            y_BSD = self.routed_weight * y_BSD + self.shared_weight * shared_BSD
         return y_BSD, routing
 
-    def answers(self, x_TD: Tensor, plan: Routes | Mixture) -> Tensor:
+    def _share(self, x_BSD: Tensor, out: list[Tensor]) -> None:
+        """The shared experts work while the rows of the others travel."""
+        if self.shared is not None:
+            out.append(self.shared(x_BSD))
+
+    def answers(self, x_TD: Tensor, plan: Routes | Mixture, *, beside: Callable[[], None] | None = None) -> Tensor:
         """The experts' answers to T rows, as the plan says."""
         if isinstance(plan, Routes):
-            return self.sparse(x_TD, plan)
+            return self.sparse(x_TD, plan, beside)
         dtype = self.sparse.experts.dtype
         members_GMD = x_TD.to(dtype)[plan.rows_GM]
         mixed_PGD = torch.einsum("gmp,gmd->pgd", plan.merge_GMP.to(dtype), members_GMD)
         routes = slot_routes(
             mixed_PGD.shape[0] * mixed_PGD.shape[1], num_experts=plan.num_experts, device=x_TD.device
         )  # fmt: skip
-        answers_PGD = self.sparse(mixed_PGD.flatten(0, 1), routes).view_as(mixed_PGD)
+        answers_PGD = self.sparse(mixed_PGD.flatten(0, 1), routes, beside).view_as(mixed_PGD)
         emitted_GMD = torch.einsum("gmp,pgd->gmd", plan.emit_GMP.to(dtype), answers_PGD)
         return torch.empty_like(emitted_GMD.flatten(0, 1)).index_copy(
             0, plan.rows_GM.flatten(), emitted_GMD.flatten(0, 1)

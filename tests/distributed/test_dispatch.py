@@ -4,107 +4,30 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from dispatch_scenes import (
+    EXPERTS,
+    SCENES,
+    WIDTH,
+    Bank,
+    Scene,
+    bank,
+    choose,
+    forward_backward,
+    merge_for,
+    parts,
+    results_of,
+)
+from torch import Tensor
 from world import run_ranks
 
-from moebius.distributed.dispatch import AllToAllDispatcher, make_dispatcher
+from moebius.distributed.dispatch import make_dispatcher
+from moebius.distributed.dispatch_alltoall import AllToAllDispatcher
+from moebius.distributed.exchange import AllToAll
 from moebius.distributed.layout import MeshConfig, plan_layout
 from moebius.distributed.mesh import Mesh, build_mesh
 from moebius.distributed.process import start_process
-from moebius.kernels.doors import routed_mlp
 from moebius.model.moe import LocalDispatcher, SparseLayer
 from moebius.model.routing import Routes, head_to_token_routes, slot_routes, token_routes, token_to_head_routes
-
-WIDTH, HIDDEN, EXPERTS, TOP_K = 24, 20, 8, 3
-
-
-@dataclass(frozen=True)
-class Scene:
-    """How many tokens every rank has, and how they choose."""
-
-    tokens: tuple[int, ...]
-    choice: str = "random"
-
-
-SCENES = {
-    "even": Scene((16, 16, 16, 16)),
-    "uneven": Scene((5, 31, 1, 12)),
-    "a rank without tokens": Scene((9, 0, 7, 3)),
-    "only one rank has tokens": Scene((0, 0, 13, 0)),
-    "one token in all": Scene((0, 1, 0, 0)),
-    "no token at all": Scene((0, 0, 0, 0)),
-    "all to one expert": Scene((6, 9, 4, 8), choice="first"),
-    "all to the last rank": Scene((6, 9, 4, 8), choice="last rank"),
-    "nothing for rank 0": Scene((6, 9, 4, 8), choice="not rank 0"),
-}
-
-
-def choose(scene: Scene, tokens: int, ranks: int, generator: torch.Generator) -> Tensor:
-    """(tokens, TOP_K) experts; the rank-based choices speak of EP = `ranks` = 4, and stay what they are for others."""
-    if scene.choice == "first":
-        return torch.zeros(tokens, TOP_K, dtype=torch.int64)
-    scores = torch.rand(tokens, EXPERTS, generator=generator)
-    if scene.choice == "last rank":
-        scores[:, : EXPERTS - 2] = -1
-        return scores.argsort(-1, descending=True)[:, :2].repeat(1, 2)[:, :TOP_K]
-    if scene.choice == "not rank 0":
-        scores[:, :2] = -1
-    return scores.argsort(-1, descending=True)[:, :TOP_K]
-
-
-def parts(scene: Scene, dtype: torch.dtype) -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:
-    """Per rank: rows, experts, gate weights and the gradient of the output."""
-    generator = torch.Generator().manual_seed(11)
-    out = []
-    for tokens in scene.tokens:
-        x = torch.randn(tokens, WIDTH, generator=generator).to(dtype)
-        experts = choose(scene, tokens, 4, generator)
-        weights = torch.rand(tokens, TOP_K, generator=generator)
-        out.append((x, experts, weights, torch.randn(tokens, WIDTH, generator=generator).to(dtype)))
-    return out
-
-
-class Bank(nn.Module):
-    """Perceptrons with the fixed weights of experts `first` and following."""
-
-    def __init__(self, dtype: torch.dtype, first: int, count: int, *, activation: str, bias: bool) -> None:
-        super().__init__()
-        self.dtype, self.activation = dtype, activation
-        columns = 2 * HIDDEN if activation == "swiglu" else HIDDEN
-        generator = torch.Generator().manual_seed(12)
-        shapes = {"w_up": (WIDTH, columns), "w_down": (HIDDEN, WIDTH), "b_up": (columns,), "b_down": (WIDTH,)}
-        for name, shape in shapes.items():
-            full = torch.randn(EXPERTS, *shape, generator=generator).to(dtype)
-            wanted = bias or name.startswith("w")
-            self.register_parameter(name, nn.Parameter(full[first : first + count].clone()) if wanted else None)
-
-    def forward(self, x: Tensor, routes: Routes) -> Tensor:
-        return routed_mlp(
-            x, self.w_up, self.w_down, routes, activation=self.activation, b_up_EF=self.b_up, b_down_EO=self.b_down,
-            backend="segments",
-        )  # fmt: skip
-
-
-def bank(dtype: torch.dtype, first: int = 0, count: int = EXPERTS, *, activation="relu", bias=False) -> Bank:
-    return Bank(dtype, first, count, activation=activation, bias=bias)
-
-
-def forward_backward(
-    layer: SparseLayer, x: Tensor, experts: Tensor, weights: Tensor, grad: Tensor
-) -> dict[str, Tensor]:
-    x, weights = x.clone().requires_grad_(), weights.clone().requires_grad_()
-    y = layer(x, token_routes(experts, weights, num_experts=EXPERTS))
-    return results_of(layer, y, x, weights, grad)
-
-
-def results_of(layer: SparseLayer, y: Tensor, x: Tensor, weights: Tensor, grad: Tensor) -> dict[str, Tensor]:
-    """The output and all gradients."""
-    y.backward(grad)
-    assert x.grad is not None
-    assert weights.grad is not None
-    parameters = {name: parameter.grad for name, parameter in layer.experts.named_parameters()}
-    return {"y": y.detach(), "x": x.grad, "gates": weights.grad, **parameters}
 
 
 def on_ranks(scene: Scene, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -119,13 +42,6 @@ def on_ranks(scene: Scene, dtype: torch.dtype) -> dict[str, Tensor]:
 
 def one_group(world_size: int, process) -> Mesh:
     return build_mesh(plan_layout(MeshConfig(ep=world_size), world_size), process)
-
-
-def merge_for(ranks: list[tuple[Tensor, ...]], world_size: int) -> list[tuple[Tensor, ...]]:
-    """Neighbouring parts joined, so that 1 or 2 ranks see the rows of 4 in the same order."""
-    share = len(ranks) // world_size
-    groups = [ranks[i : i + share] for i in range(0, len(ranks), share)]
-    return [tuple(torch.cat(columns) for columns in zip(*group, strict=True)) for group in groups]
 
 
 def on_ranks_with_float32_rows(scene: Scene) -> dict[str, Tensor]:
@@ -200,7 +116,7 @@ def equal_part(scene: EqualScene, rank: int) -> tuple[Tensor, Tensor, Routes, Te
 
 
 def equal_forward_backward(scene: EqualScene) -> tuple[dict[str, Tensor], list[tuple[torch.dtype, bool]]]:
-    """This rank's results, and of every exchange its rows' dtype and whether its splits were given."""
+    """This rank's results, and of every exchange its rows' dtype and whether its splits are uneven."""
     with start_process("cpu", timeout_s=20) as process:
         mesh = one_group(process.world_size, process)
         share = EXPERTS // process.world_size
@@ -219,13 +135,13 @@ def equal_forward_backward(scene: EqualScene) -> tuple[dict[str, Tensor], list[t
 def record_exchanges() -> list[tuple[torch.dtype, bool]]:
     """Wraps the collective for the rest of this process's life, which is a test's."""
     seen: list[tuple[torch.dtype, bool]] = []
-    exchange = dist.all_to_all_single
+    start = AllToAll.start
 
-    def recorded(out: Tensor, rows: Tensor, *splits: list[int], **options) -> None:
-        seen.append((rows.dtype, bool(splits)))
-        exchange(out, rows, *splits, **options)
+    def recorded(self: AllToAll, rows: Tensor) -> Tensor:
+        seen.append((rows.dtype, len({*self.sent, *self.received}) > 1))
+        return start(self, rows)
 
-    dist.all_to_all_single = recorded
+    AllToAll.start = recorded
     return seen
 
 
@@ -304,13 +220,13 @@ def test_unknown_counts_are_exchanged() -> None:
     scene = EqualScene("counted", torch.float32, "relu", False)
     for results, exchanges in run_ranks(equal_forward_backward, 2, scene):
         assert results["y"].any()
-        assert exchanges[:2] == [(torch.int64, False), (torch.float32, True)]
+        assert exchanges[:2] == [(torch.int64, False), (torch.float32, False)]
         assert len(exchanges) == 7
 
 
 def wrong_count() -> str:
     with start_process("cpu", timeout_s=20) as process:
-        dispatcher = AllToAllDispatcher(one_group(process.world_size, process).ep_group)
+        dispatcher = make_dispatcher("alltoall", one_group(process.world_size, process).ep_group)
         routes = slot_routes(16, num_experts=EXPERTS, device=torch.device("cpu"))
         with pytest.raises(ValueError, match="per_expert=3 is not that of 16 routes over 8 experts"):
             dispatcher.dispatch(torch.zeros(16, WIDTH), replace(routes, per_expert=3))
@@ -333,7 +249,7 @@ def identity_round_trip(kind: str) -> tuple[Tensor, Tensor]:
         routes = ROUTES[kind](experts, weights)
         rows = int(routes.source_N.max()) + 1
         x = torch.randn(rows, 5, generator=generator)
-        dispatcher = AllToAllDispatcher(mesh.ep_group)
+        dispatcher = make_dispatcher("alltoall", mesh.ep_group)
         sent = dispatcher.dispatch(x, routes)
         y = dispatcher.combine(sent.x_UD * sent.routes.weight_N[:, None], sent)
         expected = torch.zeros(routes.num_targets, 5)
@@ -370,7 +286,7 @@ def row_conservation() -> list[tuple[int, int, int]]:
         mesh = one_group(process.world_size, process)
         experts = choose(SCENES["uneven"], 10 + process.rank, 4, torch.Generator().manual_seed(process.rank))
         marks = torch.stack((torch.full((len(experts),), float(process.rank)), torch.arange(len(experts)).double()), 1)
-        sent = AllToAllDispatcher(mesh.ep_group).dispatch(
+        sent = make_dispatcher("alltoall", mesh.ep_group).dispatch(
             marks, token_routes(experts, torch.ones(experts.shape), num_experts=EXPERTS)
         )
         share = EXPERTS // process.world_size
