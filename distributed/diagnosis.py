@@ -2,18 +2,20 @@
 
 torch records every collective that a rank issues (the flight recorder: group, number, operation, sizes; 2 µs each). Here is what
 makes an answer of it:
-  1. every rank has a thread that sleeps on one key of the store, over a connection of its own;
-  2. a rank whose collective failed sets the key; the threads wake and leave in the store what their ranks called last, even
-     where the rank itself hangs, sleeps or waits in another group;
+  1. every rank has a thread that looks at one key of the store each second, over a connection of its own;
+  2. a rank whose collective failed sets the key; the threads leave in the store what their ranks called last, even where the
+     rank itself hangs, sleeps or waits in another group;
   3. the first that asked compares, and all that failed raise what it found. A rank that died gives no answer, and one that
      ended with an exception has left that in the store: both are said.
-So the diagnosis comes with the timeout of the collective, or at most ANSWER_S later. While all goes well it costs nothing.
+So the diagnosis comes ANSWER_S after the timeout of the collective at the latest. While all goes well it costs one small
+message per rank and second. (A thread that waits in the store instead cannot be ended in good order, and aborts its process.)
 
 Gloo raises its timeouts in the rank's own code, where `Process` asks. NCCL's watchdog ends the process instead, prints the
 number, operation and group, and leaves every rank's record in a file (torch's `torchfrtrace` reads them and names who did not
 come). An NCCL error that reaches Python is explained here as Gloo's are.
 """
 
+import atexit
 import json
 import logging
 import threading
@@ -32,6 +34,7 @@ from .layout import spell_ranks
 logger = logging.getLogger(__name__)
 
 ANSWER_S = 3.0  # how long ranks are waited for that may be dead
+_LOOK_S = 1.0
 _ASKED = "trouble/asked"
 _FOUND = "trouble/found"
 _RECENT = 16  # collectives of each group that a rank tells of
@@ -89,11 +92,31 @@ class Absence:
         return bool(self.silent or self.ended or self.unlike)
 
 
-def start_reporter(store: Store, rank: int) -> None:
-    """The thread that answers for this rank from now on, whatever the rank itself is doing."""
-    threading.Thread(
-        target=_report_when_asked, args=(_own_connection(store), rank), name="trouble", daemon=True
-    ).start()
+class Reporter:
+    """The thread that answers for this rank, whatever the rank itself is doing, until `stop` or the process' end."""
+
+    def __init__(self, store: Store, rank: int) -> None:
+        self._store, self._rank = _own_connection(store), rank
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="trouble", daemon=True)
+        self._thread.start()
+        atexit.register(self.stop)  # a thread that is inside torch when Python ends aborts the process
+
+    def stop(self) -> None:
+        """Ends the thread. Twice is harmless."""
+        self._stopped.set()
+        self._thread.join(ANSWER_S)
+        atexit.unregister(self.stop)
+
+    def _watch(self) -> None:
+        try:
+            while not self._stopped.wait(_LOOK_S):
+                if self._store.check([_ASKED]):
+                    if not self._store.check([_answer_key(self._rank)]):
+                        self._store.set(_answer_key(self._rank), _encoded(Answer(recorded_calls())))
+                    return
+        except dist.DistError as problem:
+            logger.debug("the store is gone, so the run has ended: %s", problem)
 
 
 def leave_word(store: Store, rank: int, error: BaseException) -> None:
@@ -164,15 +187,6 @@ def spell_absence(absence: Absence, answers: Mapping[int, Answer]) -> str:
 
 
 # Asking and answering -----------------------------------------------------------------------------------------------
-
-
-def _report_when_asked(store: Store, rank: int) -> None:
-    try:
-        store.wait([_ASKED], timedelta(days=3650))
-        if not store.check([_answer_key(rank)]):
-            store.set(_answer_key(rank), _encoded(Answer(recorded_calls())))
-    except dist.DistError:
-        logger.debug("the store is gone: the run has ended")
 
 
 def _collect(store: Store, rank: int, world_size: int, own: list[Call]) -> str:

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from .agreement import agree, version_facts
-from .diagnosis import CollectiveError, explain, leave_word, start_reporter
+from .diagnosis import CollectiveError, Reporter, explain, leave_word
 
 logger = logging.getLogger(__name__)
 
@@ -41,8 +41,10 @@ class Process:
     device: torch.device
     backend: str  # as torch.distributed names it
     timeout_s: float  # of every collective: a rank that does not come is reported after this time
+    ranks_per_node: int = 1
     # Where ranks leave each other short notes; this generation's own.
     store: Store = field(default_factory=HashStore, repr=False, compare=False)
+    reporter: Reporter | None = field(default=None, repr=False, compare=False)  # tells the others where this rank is
 
     def agree(self, what: str, facts: Mapping[str, str], *, timeout_s: float | None = None) -> None:
         """Returns if all ranks have the same facts; else every rank raises AgreementError, which says who differs.
@@ -63,6 +65,8 @@ class Process:
         # After an error other ranks may wait in a collective, and leaving the groups in good order could wait for them: the
         # process ends without, so that its agent learns of the error soon.
         if error is None or self.world_size == 1:
+            if self.reporter is not None:
+                self.reporter.stop()
             stop_process()
             return
         found = explain(error, store=self.store, rank=self.rank, world_size=self.world_size)
@@ -104,8 +108,6 @@ def start_process(device: Literal["auto", "cpu", "cuda"] = "auto", *, timeout_s:
     dist.init_process_group(
         backend, store=store, rank=place.rank, world_size=place.world_size, timeout=timedelta(seconds=timeout_s)
     )
-    if place.world_size > 1:
-        start_reporter(store, place.rank)
     return Process(
         rank=place.rank,
         world_size=place.world_size,
@@ -113,7 +115,9 @@ def start_process(device: Literal["auto", "cpu", "cuda"] = "auto", *, timeout_s:
         device=chosen,
         backend=backend,
         timeout_s=timeout_s,
+        ranks_per_node=place.local_world_size,
         store=store,
+        reporter=Reporter(store, place.rank) if place.world_size > 1 else None,
     )
 
 

@@ -2,11 +2,14 @@
 
 import os
 import signal
+import subprocess
+import sys
 import time
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import TCPStore
 from world import RankFailed, run_ranks
 
 from moebius.distributed import process as process_module
@@ -16,7 +19,7 @@ from moebius.distributed.process import Process, start_process, stop_process, st
 
 def describe():
     with start_process("cpu", timeout_s=20) as process:
-        return (process.rank, process.local_rank, process.world_size), dist.get_backend()
+        return (process.rank, process.local_rank, process.world_size, process.ranks_per_node), dist.get_backend()
 
 
 def restart_after(death):
@@ -78,7 +81,7 @@ def test_without_torchrun_it_is_a_world_of_one(alone):
 
 def test_a_world_of_ranks():
     results = run_ranks(describe, 3)
-    assert results == [((rank, rank, 3), "gloo") for rank in range(3)]
+    assert results == [((rank, rank, 3, 3), "gloo") for rank in range(3)]
 
 
 @pytest.mark.parametrize("death", ["exit", "kill"])
@@ -115,6 +118,32 @@ def test_a_rank_that_never_starts_is_named():
     first, _, third = run_ranks(never_start, 3)
     assert first == third
     assert first.startswith("rank 1 of 3 did not come within 0.5 s to compare the start")
+
+
+ALONE = """
+import torch.distributed as dist
+from moebius.distributed.process import start_process
+
+with start_process("cpu", timeout_s=20):
+    dist.barrier()
+"""
+
+
+def test_ranks_without_an_agent_end_in_good_order():
+    """Rank 0 holds the store and may be gone first; nobody's thread may turn that into an abort."""
+    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    port = server.port
+    del server
+    variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", ALONE], text=True, stderr=subprocess.PIPE,
+            env=os.environ | variables | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    ends = [(rank.communicate(timeout=60)[1], rank.returncode) for rank in ranks]
+    assert [code for _, code in ends] == [0, 0], ends
 
 
 def test_a_rank_that_does_not_come_ends_the_wait_after_the_timeout():
