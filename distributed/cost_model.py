@@ -9,6 +9,8 @@ A model whose layers repeat can pay for its experts in two ways, and this module
     step = max(core, g·gathers) + (1 − g)·gathers + gradients + optimizer, and σ·√(2 ln n) of it for the slowest of n ranks
     core = computation + exchanges, each exchange hidden behind its experts' computation as far as chunks allow
 
+What the host needs to launch a step's operations one by one (`host_s`) is not in it: compiled graphs need less of it.
+
 Assumed of the trainer, as it is built: gradients of unsharded weights are summed after the backward pass, in float32, and
 nothing hides that; rows travel in the precision of the products; one exchange in each direction per bank and use, in the
 forward and again in the backward pass; selective recomputation keeps what travelled, full recomputation sends it once more.
@@ -190,6 +192,11 @@ def _step_time(
     late = hardware.straggler * sqrt(2 * log(choice.world_size)) if choice.world_size > 1 else 0.0
     straggler = late * (core + gather + gradients + optimizer)
     return StepTime(compute, moved - hidden, gather, gradients, optimizer, straggler)
+
+
+def host_s(setting: Setting, recompute: str) -> float:
+    """What the host needs to launch every operation of a step eagerly; a step that is shorter waits for the host."""
+    return (3 if recompute == "none" else 4) * setting.hardware.launch_s * setting.workload.launches
 
 
 def dense_s(setting: Setting) -> float:

@@ -35,6 +35,7 @@ class Hardware:
     exchange_start_s: float  # of an all-to-all: launch and rendezvous
     fast_post_s: float  # of an all-to-all's message to one peer
     slow_post_s: float
+    launch_s: float  # of one operation by the host
     host_sync_s: float  # reading the counts of an exchange on the host
     matmul_efficiency: float  # of the peak, of a large product
     matmul_half_rows: float  # rows per expert at which a grouped product reaches half of that
@@ -93,6 +94,7 @@ _GPU: dict[str, Fact] = {
     "exchange_start_s": Fact(10e-6, f"two kernel launches of about 5 µs: {_OURS}"),
     "fast_post_s": Fact(0.4e-6, f"NCCL spreads peers over channels: {_OURS}"),
     "slow_post_s": Fact(1.0e-6, f"posting one RDMA write: {_OURS}"),
+    "launch_s": Fact(6e-6, f"eager PyTorch, 5–8 µs; CUDA graphs and torch.compile take less: {_OURS}"),
     "host_sync_s": Fact(25e-6, f"device-to-host copy and relaunch, 15–40 µs: {_OURS}"),
     "matmul_efficiency": Fact(0.75, f"cuBLAS on large bfloat16 products reaches 70–80 % of the peak: {_OURS}"),
     "matmul_half_rows": Fact(

@@ -12,10 +12,11 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..kernels.activations import columns_of
 from ..model.config import ModelConfig
@@ -109,6 +110,7 @@ class Workload:
     d_model: int
     vocab_size: int
     precision: str  # of the products
+    launches: float = 0.0  # operations of a forward pass, which the host must launch, whatever they work on
 
     @property
     def bytes_per_element(self) -> int:
@@ -175,6 +177,7 @@ def describe(config: ModelConfig, *, seq_len: int, precision: str = "bfloat16") 
         plain,
         dense_flops=forward_flops(config, seq_len).forward - experts_flops,
         saved_bytes=saved_per_token(config, seq_len, precision) - experts_bytes,
+        launches=count_launches(config, seq_len, precision),
     )
 
 
@@ -197,6 +200,29 @@ def saved_per_token(config: ModelConfig, seq_len: int, precision: str) -> float:
     first, second, third = (_saved(longer, factor * seq_len, precision) for factor in (1, 2, 3))
     quadratic = (third - 2 * second + first) / 2
     return (second - first - 3 * quadratic) / seq_len / config.group_sequences
+
+
+class _Launches(TorchDispatchMode):
+    """Counts operations; those that return a view of their input launch nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        returns = func._schema.returns
+        self.count += not any(entry.alias_info is not None and not entry.alias_info.is_write for entry in returns)
+        return func(*args, **(kwargs or {}))
+
+
+def count_launches(config: ModelConfig, seq_len: int, precision: str) -> int:
+    """Operations of one forward pass, a bank's products counted as one."""
+    with torch.device("meta"):
+        model = Transformer(config, backend="segments")
+        tokens_BS = torch.zeros(config.group_sequences, seq_len, dtype=torch.int64)
+        with _Launches() as launches:
+            forward_in(model, getattr(torch, precision), tokens_BS)
+    return launches.count
 
 
 def _saved(config: ModelConfig, seq_len: int, precision: str) -> float:

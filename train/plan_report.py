@@ -11,7 +11,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from ..distributed.cost_model import Comparison, Prediction, Setting, compare, predict
+from ..distributed.cost_model import Comparison, Prediction, Setting, compare, host_s, predict
 from ..distributed.planner import ANYTHING, Plan, Planned, Stretch, Wishes, experts_at_break_even, plan, stretches
 from ..distributed.routing_skew import CONCENTRATION, CONCENTRATION_SOURCE
 
@@ -73,16 +73,30 @@ def make_report(setting: Setting, nodes: Sequence[int], wishes: Wishes = ANYTHIN
     found = stretches(plans, setting.hardware.ranks_per_node) if wishes.ep is None else []
     never = found and not any(stretch.ep_pays for stretch in found)
     growth = experts_at_break_even(setting, plans[-1].nodes) if never else None
-    return Report(setting, tuple(plans), impossible, _comparison(setting, plans), tuple(found), growth)
+    return Report(setting, tuple(plans), impossible, _comparison(plans), tuple(found), growth)
 
 
-def _comparison(setting: Setting, plans: Sequence[Plan]) -> Comparison | None:
-    """Over the ranks of the best layout with experts spread, or of a node."""
-    spread_out = [found for found in (planned.best(with_ep=True) for planned in plans) if found is not None]
-    if not spread_out:
-        return None
-    best = spread_out[-1]
-    return compare(best.setting, ep=best.choice.ep, dispatcher=best.choice.dispatcher)
+def _comparison(plans: Sequence[Plan]) -> Comparison | None:
+    """Over the ranks of the best layout with experts spread, at the largest size that has one."""
+    best = _largest_spread(plans)
+    return None if best is None else compare(best.setting, ep=best.choice.ep, dispatcher=best.choice.dispatcher)
+
+
+def host_words(report: Report) -> list[str]:
+    """A warning where launching the operations one by one takes longer than what they do."""
+    best = report.plans[-1].fitting[0]
+    launching = host_s(best.setting, best.choice.recompute)
+    if launching <= best.prediction.time.total:
+        return []
+    return [
+        f"the host: to launch {best.setting.workload.launches:,} operations per pass one by one takes {_ms(launching)} a step, "
+        f"more than the {_ms(best.prediction.time.total)} predicted; compile the model, or give a rank more tokens"
+    ]
+
+
+def _largest_spread(plans: Sequence[Plan]) -> Planned | None:
+    found = (planned.best(with_ep=True) for planned in reversed(plans))
+    return next((best for best in found if best is not None), None)
 
 
 # The table ----------------------------------------------------------------------------------------------------------
@@ -148,6 +162,7 @@ def _words(report: Report, shown: Sequence[Planned]) -> list[tuple[str, str]]:
     lines += [
         (f"{count} {'node' if count == 1 else 'nodes'}: {why}", "yellow") for count, why in report.impossible.items()
     ]
+    lines += [(line, "yellow") for line in host_words(report)]
     return [*lines, ("", ""), *((line, "dim") for line in _legend(report, shown))]
 
 
@@ -191,21 +206,25 @@ def _where_it_pays(report: Report) -> str:
 
 def skew_words(report: Report) -> list[str]:
     """The hottest rank of the best layout with experts spread, and what it costs."""
-    spread_out = [found for found in (planned.best(with_ep=True) for planned in report.plans) if found is not None]
-    if not spread_out:
+    best = _largest_spread(report.plans)
+    if best is None:
         return []
-    best = spread_out[-1]
-    factors = {
-        bank.kind: report.setting.skew.factor(bank, best.choice.ep) for bank, _ in best.setting.workload.uses
-    }  # fmt: skip
-    named = "; ".join(
-        f"{kind} {' / '.join(f'{factor.at(name):.2f}' for name in QUANTILES)}" for kind, factor in factors.items()
-    )
+    factors = hottest_factors(best).items()
+    named = "; ".join(f"{kind} {' / '.join(f'{factor:.2f}' for factor in at.values())}" for kind, at in factors)
     times = " / ".join(_ms(seconds) for seconds in step_quantiles(best).values())
     return [
         f"hottest of {best.choice.ep} ranks over their mean, {' / '.join(QUANTILES)}: {named} ({report.setting.skew.source})",
         f"a step of the best layout with ep {best.choice.ep} on {best.choice.world_size:,} GPUs: {times}",
     ]
+
+
+def hottest_factors(planned: Planned) -> dict[str, dict[str, float]]:
+    """Of every bank, at every quantile."""
+    setting, ep = planned.setting, planned.choice.ep
+    return {
+        bank.kind: {name: setting.skew.factor(bank, ep).at(name) for name in QUANTILES}
+        for bank, _ in setting.workload.uses
+    }
 
 
 def step_quantiles(planned: Planned) -> dict[str, float]:
@@ -288,7 +307,7 @@ def show_sources(setting: Setting) -> Table:
 
 def plain(report: Report) -> dict[str, Any]:
     """Everything as JSON knows it."""
-    setting = report.setting
+    setting, best = report.setting, _largest_spread(report.plans)
     return {
         "hardware": {key: getattr(setting.hardware, key) for key in ("name", *setting.hardware.sources)},
         "sources": {**setting.hardware.sources, "routing skew": setting.skew.source},
@@ -297,6 +316,9 @@ def plain(report: Report) -> dict[str, Any]:
         "plans": [_plain_plan(planned, setting.hardware.ranks_per_node) for planned in report.plans],
         "impossible": {str(count): why for count, why in report.impossible.items()},
         "tokens_or_weights": None if report.comparison is None else asdict(report.comparison),
+        "hottest_rank": None
+        if best is None
+        else {"factors": hottest_factors(best), "step_seconds": step_quantiles(best)},
         "expert_parallelism": [asdict(stretch) for stretch in report.stretches],
         "experts_grow_until_it_pays": report.growth,
     }

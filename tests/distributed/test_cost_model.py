@@ -6,7 +6,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moebius.distributed.cost_model import Choice, Prediction, Setting, compare, expert_s, predict, predict_memory
+from moebius.distributed.cost_model import (
+    Choice,
+    Prediction,
+    Setting,
+    compare,
+    expert_s,
+    host_s,
+    predict,
+    predict_memory,
+)
 from moebius.distributed.hardware import HARDWARE, Hardware
 from moebius.distributed.measured import make_table
 from moebius.distributed.routing_skew import RoutingSkew, drawn
@@ -192,6 +201,12 @@ def test_thin_products_are_bound_by_memory() -> None:
     flops = 2 * 2 * 10**6 * 1e9
     assert expert_s(many, wide, 1, 1.0) == pytest.approx(flops / (0.75 * H100.peak_bf16), rel=1e-3)
     assert expert_s(many, wide, 1, 1.5) == pytest.approx(1.5 * expert_s(many, wide, 1, 1.0), rel=1e-3)
+
+
+def test_the_host_launches_every_operation_of_every_pass(moeut: Workload) -> None:
+    setting = Setting(moeut, H200, 8192, RoutingSkew())
+    assert host_s(setting, "none") == pytest.approx(3 * 6e-6 * moeut.launches)
+    assert host_s(setting, "selective") == pytest.approx(4 / 3 * host_s(setting, "none"))
 
 
 def test_moving_tokens_or_weights(moeut: Workload) -> None:

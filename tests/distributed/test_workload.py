@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from moebius.distributed.workload import describe, kept_by_bank, rounded
+from moebius.distributed.workload import _Launches, describe, kept_by_bank, rounded
 from moebius.model.config import ModelConfig
 from moebius.model.cost import count_parameters, forward_flops
 from moebius.model.precision import forward_in
@@ -80,6 +80,16 @@ def test_kept_bytes_are_what_autograd_keeps(precision: str) -> None:
 def test_wider_experts_keep_wider_hidden_rows() -> None:
     narrow, wide = (describe(SMALL.model_copy(update={"d_expert": width}), seq_len=16) for width in (16, 48))
     assert wide.saved_bytes == pytest.approx(narrow.saved_bytes)  # all of the growth is the bank's
+
+
+def test_launches_grow_with_depth() -> None:
+    """Every further depth step of the same layer launches the same operations; a view launches none."""
+    counts = [describe(SMALL.model_copy(update={"num_layers": layers}), seq_len=16).launches for layers in (2, 4, 6)]
+    assert counts[2] - counts[1] == counts[1] - counts[0] > 40
+
+    with _Launches() as launches:
+        torch.zeros(2, 3).view(6).add_(1).t()
+    assert launches.count == 2
 
 
 def test_layers_that_are_alike_are_counted() -> None:

@@ -55,6 +55,9 @@ def test_json_says_what_the_table_says(capsys: pytest.CaptureFixture[str]) -> No
     names = {call["name"] for call in spread["collectives"]}
     assert {"feed_forward dispatch", "value dispatch", "output dispatch", "value combine"} <= names
     assert found["tokens_per_rank"] == 4 * 128
+    at_quantiles = list(found["hottest_rank"]["step_seconds"].values())
+    assert at_quantiles == sorted(at_quantiles)
+    assert set(found["hottest_rank"]["factors"]) == {"feed_forward", "value", "output"}
     assert set(found["sources"]) >= set(found["hardware"]) - {"name"}
 
 
@@ -121,6 +124,11 @@ def test_unused_ranks_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
     words = run(capsys, "own_text", "--ep", "16", "--nodes", "3")
     assert "16/24" in words
     assert "stay unused" in words
+
+
+def test_small_models_wait_for_the_host(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "the host: to launch" in run(capsys, "smoke")
+    assert "the host: to launch" not in run(capsys, "smoke", "--tokens-per-rank", "1000000")
 
 
 def test_detail_lists_every_collective(capsys: pytest.CaptureFixture[str]) -> None:
