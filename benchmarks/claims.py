@@ -34,7 +34,7 @@ from statistics import fmean
 from typing import Any
 
 import report
-from claims_judge import CLAIMS, Finding, Runs
+from claims_judge import CLAIMS, Finding, by_seed
 from claims_pictures import draw
 from claims_runs import Job, run, thin
 from claims_toys import ARMS, data_config, toy
@@ -53,7 +53,7 @@ def main() -> None:
     if options.judge is not None:
         judge_again(options)
         return
-    console, began = Console(), time.perf_counter()
+    console, began, environment = Console(), time.perf_counter(), report.environment()  # the commit that trains
     arms = list(dict.fromkeys(arm for claim in options.claims for arm in CLAIMS[claim].arms))
     with tempfile.TemporaryDirectory(prefix="claims-") as scratch:
         data = Path(scratch) / "data"
@@ -61,34 +61,48 @@ def main() -> None:
         jobs = make_jobs(arms, options, Path(scratch))
         records = run_all(jobs, options.jobs, console)
         configs = {job.arm.name: configuration(job) for job in jobs if job.seed == 0}
-    runs: dict[str, list[dict[str, Any]]] = defaultdict(list)
-    for record in records:
-        runs[record["arm"]].append(record)
-    findings = [finding for claim in options.claims for finding in CLAIMS[claim].judge(runs)]
-    console.print(table(findings))
-    explain(findings, console)
     minutes = (time.perf_counter() - began) / 60
     settings = {"seeds": options.seeds, "jobs": options.jobs, "minutes": round(minutes, 1), "configurations": configs}
-    for path in write(options, findings, settings, runs):
-        console.print(f"written: {path}", soft_wrap=True)
+    chosen = "" if list(options.claims) == list(CLAIMS) else "_" + "_".join(options.claims)
+    options.results.mkdir(parents=True, exist_ok=True)
+    file = options.results / f"claims{chosen}.json"
+    settle(options.claims, {"environment": environment, "settings": settings}, records, file, console)
 
 
 def judge_again(options: argparse.Namespace) -> None:
-    """Findings and pictures from a results file: the record says which commit trained and which one judged."""
-    figures = json.loads(options.judge.read_text(encoding="utf-8"))
+    """Findings and pictures from a results file: the record says which commit trained and which one judged.
+
+    Curves are recorded with at most 100 points and five decimals; those of the toys have fewer points.
+    """
+    recorded = json.loads(options.judge.read_text(encoding="utf-8"))
+    records = _numbers(recorded["runs"])
+    arms = {record["arm"] for record in records}
+    claims = [name for name, claim in CLAIMS.items() if arms.issuperset(claim.arms)]
+    source = {name: recorded[name] for name in ("environment", "settings")}
+    source["judged_at"] = {"commit": report.environment()["commit"]}
+    settle(claims, source, records, options.judge, Console())
+
+
+def settle(
+    claims: Sequence[str], source: dict[str, Any], records: Sequence[dict[str, Any]], file: Path, console: Console
+) -> None:
+    """Judges, tells and writes: the results file, and the pictures beside it."""
     runs: dict[str, list[dict[str, Any]]] = defaultdict(list)
-    for record in figures["runs"]:
+    for record in records:
         runs[record["arm"]].append(record)
-    claims = [name for name, claim in CLAIMS.items() if all(arm in runs for arm in claim.arms)]
-    findings = [finding for name in claims for finding in CLAIMS[name].judge(runs)]
-    console = Console()
+    findings = [finding for claim in claims for finding in CLAIMS[claim].judge(runs)]
     console.print(table(findings))
     explain(findings, console)
-    figures["findings"] = [finding.as_dict() for finding in findings]
-    figures["judged_at"] = {key: report.environment()[key] for key in ("commit",)}
-    options.judge.write_text(compact(figures), encoding="utf-8")
-    for name in claims:
-        draw(name, runs, options.judge.parent / f"claims_{name}.png")
+    figures = source | {
+        "findings": [finding.as_dict() for finding in findings],
+        "runs": [thin(record) for record in records],
+    }
+    file.write_text(compact(figures), encoding="utf-8")
+    console.print(f"written: {file}", soft_wrap=True)
+    for claim in claims:
+        picture = file.parent / f"claims_{claim}.png"
+        draw(claim, runs, picture)
+        console.print(f"written: {picture}", soft_wrap=True)
 
 
 def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
@@ -178,28 +192,12 @@ def table(findings: Sequence[Finding]) -> Table:
 
 
 def explain(findings: Sequence[Finding], console: Console) -> None:
-    """What each claim says, and the means behind its figure."""
+    """What each claim says, its figure seed by seed, and the means behind it."""
     for finding in findings:
-        console.print(f"[bold]{finding.claim}[/bold] {finding.says}: {finding.verdict}\n     {finding.detail}")
-
-
-def write(
-    options: argparse.Namespace, findings: Sequence[Finding], settings: dict[str, Any], runs: Runs
-) -> Iterable[Path]:
-    """The results file and the pictures."""
-    options.results.mkdir(parents=True, exist_ok=True)
-    chosen = "" if list(options.claims) == list(CLAIMS) else "_" + "_".join(options.claims)
-    figures = {
-        "environment": report.environment(), "settings": settings, "findings": [finding.as_dict() for finding in findings],
-        "runs": [thin(record) for records in runs.values() for record in records],
-    }  # fmt: skip
-    path = options.results / f"claims{chosen}.json"
-    path.write_text(compact(figures), encoding="utf-8")
-    yield path
-    for claim in options.claims:
-        path = options.results / f"claims_{claim}.png"
-        draw(claim, runs, path)
-        yield path
+        console.print(
+            f"[bold]{finding.claim}[/bold] {finding.says}: {finding.verdict}\n"
+            f"     {finding.figure}, by seed: {by_seed(finding.values)}\n     {finding.detail}"
+        )
 
 
 def compact(figures: dict[str, Any]) -> str:
@@ -215,6 +213,15 @@ def _rounded(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _rounded(entry) for key, entry in value.items()}
     return [_rounded(entry) for entry in value] if isinstance(value, list | tuple) else value
+
+
+def _numbers(value: Any) -> Any:
+    """What `_rounded` wrote as a word, a number again."""
+    if value in ("nan", "inf", "-inf"):
+        return float(value)
+    if isinstance(value, dict):
+        return {key: _numbers(entry) for key, entry in value.items()}
+    return [_numbers(entry) for entry in value] if isinstance(value, list) else value
 
 
 if __name__ == "__main__":

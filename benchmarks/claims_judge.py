@@ -3,7 +3,7 @@
 The rule: with at least three seeds, a claim *holds* if every seed's number is on the claimed side of the bound, *does not hold*
 if every seed's is on the other side, and is *undecided* otherwise, or where a number does not exist. Arms of one seed have the
 same data in the same order, so their differences are paired. Were there nothing in a claim, three fair coins would still let it
-hold in one case of eight at most: read the numbers, not only the word.
+hold in one case of eight at most, so of eight findings one may hold by chance: read the numbers, not only the word.
 """
 
 import math
@@ -102,12 +102,17 @@ def less_collapse(runs: Runs) -> list[Finding]:
     sphere = [log_slope(collapse_curve(run)) for run in runs["X-MoE"]]
     says = "representations collapse less under X-MoE's router: the slope of ln RC is larger than under a linear router"
     ends = [fmean(collapse_curve(run)[-1][1] for run in runs[arm]) for arm in LINEAR_AND_SPHERE]
-    later = [fmean(log_slope(second_half(collapse_curve(run))) for run in runs[arm]) for arm in LINEAR_AND_SPHERE]
-    used = [fmean(share_of_experts(run) for run in runs[arm]) for arm in LINEAR_AND_SPHERE]
+    later = [[log_slope(second_half(collapse_curve(run))) for run in runs[arm]] for arm in LINEAR_AND_SPHERE]
+    later_differences = [ours - theirs for theirs, ours in zip(*later, strict=True)]
+    used, effective = (
+        [fmean(size(run) for run in runs[arm]) for arm in LINEAR_AND_SPHERE]
+        for size in (used_experts, share_of_experts)
+    )
     detail = (
         f"slope of ln RC per 1000 steps linear {fmean(linear):.2f}, X-MoE {fmean(sphere):.2f}; "
-        f"over the second half of the probes {later[0]:.2f}, {later[1]:.2f}; last RC {ends[0]:.3g}, {ends[1]:.3g}; "
-        f"effective experts {used[0]:.0%}, {used[1]:.0%} of all; "
+        f"over the second half of the probes {fmean(later[0]):.2f}, {fmean(later[1]):.2f} (differences "
+        f"{by_seed(later_differences)}); last RC {ends[0]:.3g}, {ends[1]:.3g}; "
+        f"experts used {used[0]:.0%}, {used[1]:.0%} of all (effective {effective[0]:.0%}, {effective[1]:.0%}); "
         f"final loss {mean_loss(runs['top-1, balance 0.01']):.3f}, {mean_loss(runs['X-MoE']):.3f}"
     )
     difference = tuple(ours - theirs for ours, theirs in zip(sphere, linear, strict=True))
@@ -151,9 +156,10 @@ def granularity_helps(runs: Runs) -> list[Finding]:
         "G1, norm", "with an output norm the loss falls with G", "smaller of the falls G 1 → 4, 4 → 8, nats", smallest,
         "above", 0.0, detail,
     )  # fmt: skip
-    if falls.verdict != "holds":  # without a gain there is none to vanish
-        kept = (math.nan,) * len(kept)
     vanishes = f"without the norm the gain of G > 1 vanishes (to {VANISHED:.0%}, a bound of ours)"
+    if falls.verdict != "holds":  # without a gain that is sure there is none to vanish
+        detail += f"; not judged, since G1, norm: {falls.verdict}; shares {by_seed(kept)}"
+        kept = (math.nan,) * len(kept)
     return [
         falls,
         Finding("G1, no norm", vanishes, "gain without ÷ gain with the norm", kept, "at most", VANISHED, detail),
@@ -170,6 +176,11 @@ def granular_losses(runs: Runs, *, norm: bool) -> list[tuple[float, ...]]:
     """Final losses at G = 1, 4, 8, one tuple per seed."""
     columns = [[final_loss(run) for run in runs[granular(value, norm=norm)]] for value in GRANULARITIES]
     return list(zip(*columns, strict=True))
+
+
+def by_seed(values: Sequence[float]) -> str:
+    """Numbers one after the other."""
+    return ", ".join(f"{value:.3g}" for value in values)
 
 
 def final_loss(run: Mapping[str, Any]) -> float:
@@ -204,6 +215,12 @@ def activation_ratio(run: Mapping[str, Any], windows: Sequence[int] = WINDOWS) -
     """Measured over random, the mean over windows and layers."""
     layers = run["routings"][-1]["layers"]
     return fmean(layer[f"activated_{window}_ratio"] for layer in layers for window in windows)
+
+
+def used_experts(run: Mapping[str, Any]) -> float:
+    """Experts with at least one row over experts, the mean over layers."""
+    layers = run["routings"][-1]["layers"]
+    return fmean(layer["experts_used"] / layer["num_experts"] for layer in layers)
 
 
 def share_of_experts(run: Mapping[str, Any]) -> float:

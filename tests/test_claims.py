@@ -13,6 +13,7 @@ from small_corpus import sentences, write_jsonl
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
+import claims  # noqa: E402
 from claims_judge import CLAIMS, Finding, granularity_helps, share_kept  # noqa: E402
 from claims_measures import (  # noqa: E402
     activated_fraction,
@@ -186,6 +187,32 @@ def test_every_judge_knows_the_two_sides(claim: str) -> None:
     assert verdicts(holding, holding) == {"undecided"}  # two seeds are too few
 
 
+def ending(loss: float) -> dict:
+    return toy_run(curve=((0, 6.0), (100, loss)))
+
+
+def test_uniform_mixing_is_compared_with_learned_mixing_of_its_own_seed() -> None:
+    """Seeds differ by more than arms do; what decides is the difference within each."""
+
+    def verdict(learned: tuple[float, ...], uniform: tuple[float, ...]) -> str:
+        runs = {"MoT": [ending(loss) for loss in learned], "MoT, uniform": [ending(loss) for loss in uniform]}
+        return CLAIMS["M11"].judge(runs)[0].verdict
+
+    assert verdict((3.0, 3.2, 3.1), (3.01, 3.21, 3.11)) == "holds"
+    assert verdict((3.0, 3.2, 3.1), (3.01, 3.21, 3.09)) == "undecided"
+    assert verdict((3.0, 3.2, 3.1), (2.99, 3.19, 3.1)) == "does not hold"  # none is not worse
+
+
+def test_the_second_half_of_the_probes_is_told_and_does_not_decide() -> None:
+    falling, rising = (1.0, 8.0, 4.0, 2.0), (8.0, 1.0, 2.0, 4.0)
+    runs = {"top-1, balance 0.01": [toy_run(collapse=falling)] * 3, "X-MoE": [toy_run(collapse=rising)] * 3}
+    (finding,) = CLAIMS["X2"].judge(runs)
+    halving = 100 * math.log(2)  # of ln RC per 1000 steps, at one probe in 10
+    assert f"over the second half of the probes {-halving:.2f}, {halving:.2f}" in finding.detail
+    assert "experts used 100%, 100% of all (effective 50%, 50%)" in finding.detail
+    assert finding.verdict == "does not hold"  # over all probes: falling 0.1 ln 2 a step, rising −0.1 ln 2
+
+
 @pytest.mark.parametrize("claim", [*JUDGED, "G1"])
 def test_every_claim_has_a_picture(claim: str, tmp_path: Path) -> None:
     arms = {arm: JUDGED[claim][0][arm] if claim in JUDGED else {} for arm in CLAIMS[claim].arms}
@@ -249,3 +276,19 @@ def test_the_script_runs_from_text_to_verdict(tmp_path: Path) -> None:
         assert all(layer["collapse"] > 0 for probe in run["routings"] for layer in probe["layers"])
         assert [step for step, _ in run["validation_loss"]] == [0, 1, 2]
     assert (tmp_path / "results" / "claims_X2.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_recorded_runs_are_judged_again_without_training(tmp_path: Path) -> None:
+    holding = {arm: [toy_run(**values) | {"arm": arm}] * 3 for arm, values in JUDGED["X2"][0].items()}
+    holding["X-MoE"] = [*holding["X-MoE"][:2], {"arm": "X-MoE", **toy_run(collapse=(4.0, math.nan, 5.0))}]
+    file, trained = tmp_path / "claims_X2.json", {"environment": {"commit": "that trained"}, "settings": {"seeds": 3}}
+    runs = [record for records in holding.values() for record in records]
+    file.write_text(claims.compact(trained | {"findings": [{"verdict": "of an old rule"}], "runs": runs}))
+    recorded = json.loads(file.read_text())
+    claims.judge_again(claims.parse(["--judge", str(file)]))
+    judged = json.loads(file.read_text())
+    assert [finding["verdict"] for finding in judged["findings"]] == ["undecided"]  # a seed has no number
+    assert judged["findings"][0]["values"][2] == "nan"
+    assert [judged[name] for name in ("environment", "settings", "runs")] == [*trained.values(), recorded["runs"]]
+    assert judged["judged_at"]["commit"] != "that trained"
+    assert (tmp_path / "claims_X2.png").exists()
