@@ -11,7 +11,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any, Literal, cast
 
 import torch
@@ -160,24 +160,36 @@ class Workload:
         return replace(self, members=tuple(members))
 
 
+@lru_cache(maxsize=64)
 def describe(config: ModelConfig, *, seq_len: int, precision: str = "bfloat16") -> Workload:
     """The workload of a model in sequences of `seq_len` tokens."""
+    longer = config.model_copy(update={"max_positions": max(config.max_positions, 3 * seq_len)})
     with torch.device("meta"):
-        model = Transformer(config)
+        model = Transformer(longer, backend="segments")
     layers = [cast(Layer, layer) for layer in model.group]
     alike = Counter(_member(config, layer, seq_len) for layer in layers)
     members = tuple(replace(member, copies=copies) for member, copies in alike.items())
+    unused_positions = (longer.max_positions - config.max_positions) * config.d_model * (config.positions == "learned")
+    root = _numel(model) - sum(map(_numel, layers)) - unused_positions
     plain = Workload(
-        members, config.num_repeats, config.order == "abab", _numel(model) - sum(map(_numel, layers)), 0.0, 0.0,
-        config.d_model, config.vocab_size, precision,
-    )  # fmt: skip
+        members,
+        config.num_repeats,
+        config.order == "abab",
+        root,
+        0.0,
+        0.0,
+        config.d_model,
+        config.vocab_size,
+        precision,
+    )
     experts_flops = sum(uses * bank.flops for bank, uses in plain.uses)
     experts_bytes = sum(uses * kept_by_bank(bank, plain.bytes_per_element) for bank, uses in plain.uses)
+    saved_bytes, launches = _count(model, longer, seq_len, precision)
     return replace(
         plain,
         dense_flops=forward_flops(config, seq_len).forward - experts_flops,
-        saved_bytes=saved_per_token(config, seq_len, precision) - experts_bytes,
-        launches=count_launches(config, seq_len, precision),
+        saved_bytes=saved_bytes - experts_bytes,
+        launches=launches,
     )
 
 
@@ -194,12 +206,13 @@ def kept_by_bank(bank: Bank, bytes_per_element: int) -> float:
     return bank.routes * (bank.kept_columns * bytes_per_element + KEPT_PER_ROUTE)
 
 
-def saved_per_token(config: ModelConfig, seq_len: int, precision: str) -> float:
-    """Bytes that autograd keeps for every further token, from sequences once, twice and three times as long."""
-    longer = config.model_copy(update={"max_positions": max(config.max_positions, 3 * seq_len)})
-    first, second, third = (_saved(longer, factor * seq_len, precision) for factor in (1, 2, 3))
+def _count(model: Transformer, config: ModelConfig, seq_len: int, precision: str) -> tuple[float, int]:
+    """Bytes that autograd keeps for every further token, from sequences once, twice and three times as long; operations."""
+    with _Launches() as launches:
+        first = _saved(model, config, seq_len, precision)
+    second, third = (_saved(model, config, factor * seq_len, precision) for factor in (2, 3))
     quadratic = (third - 2 * second + first) / 2
-    return (second - first - 3 * quadratic) / seq_len / config.group_sequences
+    return (second - first - 3 * quadratic) / seq_len / config.group_sequences, launches.count
 
 
 class _Launches(TorchDispatchMode):
@@ -215,17 +228,7 @@ class _Launches(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def count_launches(config: ModelConfig, seq_len: int, precision: str) -> int:
-    """Operations of one forward pass, a bank's products counted as one."""
-    with torch.device("meta"):
-        model = Transformer(config, backend="segments")
-        tokens_BS = torch.zeros(config.group_sequences, seq_len, dtype=torch.int64)
-        with _Launches() as launches:
-            forward_in(model, getattr(torch, precision), tokens_BS)
-    return launches.count
-
-
-def _saved(config: ModelConfig, seq_len: int, precision: str) -> float:
+def _saved(model: Transformer, config: ModelConfig, seq_len: int, precision: str) -> float:
     """Bytes of all storages that a forward pass keeps, the parameters' own left out."""
     kept: dict[int, torch.UntypedStorage] = {}  # holding them keeps their numbers from being given again
 
@@ -234,12 +237,9 @@ def _saved(config: ModelConfig, seq_len: int, precision: str) -> float:
         kept[storage._cdata] = storage
         return tensor
 
-    with torch.device("meta"):
-        model = Transformer(config, backend="segments")
-        parameters = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
-        tokens_BS = torch.zeros(config.group_sequences, seq_len, dtype=torch.int64)
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            forward_in(model, getattr(torch, precision), tokens_BS)
+    parameters = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
+    with torch.device("meta"), torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        forward_in(model, getattr(torch, precision), torch.zeros(config.group_sequences, seq_len, dtype=torch.int64))
     return sum(storage.nbytes() for number, storage in kept.items() if number not in parameters)
 
 

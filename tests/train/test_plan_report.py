@@ -94,8 +94,8 @@ def test_a_picture_has_lines_and_a_crossover(capsys: pytest.CaptureFixture[str],
     slow = tmp_path / "slow.toml"
     slow.write_text('base = "h200"\nslow_bandwidth = 1e9\n')
     words = [
-        "moeut_244m",
-        "model.num_experts=776",
+        "smoke",
+        "model.num_experts=256",
         "--hardware",
         str(slow),
         "--nodes",
@@ -182,7 +182,7 @@ def test_measured_tables_and_recorded_loads_are_taken(capsys: pytest.CaptureFixt
         (["smoke", "--measured", "missing.json"], "missing.json: cannot be read"),
         (["smok"], "there is no recipe 'smok'"),
         (["smoke", "--ep", "64"], "ep 64 needs 64 ranks"),
-        (["moeut_1b", "--tokens-per-rank", "9000000"], "the model fits on no layout of 1 node of h200"),
+        (["smoke", "--tokens-per-rank", "90000000"], "the model fits on no layout of 1 node of h200"),
     ],
 )
 def test_what_is_wrong_is_said(capsys: pytest.CaptureFixture[str], arguments: list[str], message: str) -> None:
