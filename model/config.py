@@ -29,13 +29,13 @@ class HaltingConfig(BaseModel):
     threshold: float = Field(default=0.999, gt=0, le=1)  # a token is done once it has halted with this probability
 
 
-class ModelConfig(BaseModel):
+class ModelConfig(BaseModel, frozen=True):  # a keyword, so that type checkers know it hashes
     """Sizes and variants of one Transformer: MoEUT (Csordás et al. 2024, arXiv 2405.16039) or one of its relatives.
 
     The model applies `group_size` distinct layers `num_layers / group_size` times each.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(extra="forbid")
 
     vocab_size: PositiveInt = 8000
     d_model: PositiveInt = 128
