@@ -68,16 +68,31 @@ def test_a_poison_item_ends_with_its_own_error_after_three_tries(tmp_path):
 
 
 def test_a_caller_that_stops_listening_leaves_no_task_running(tmp_path):
-    def marks_its_end(item: int) -> int:
-        time.sleep(item * 3)
-        (tmp_path / f"done{item}").touch()
+    def beats(item: int) -> int:
+        for beat in range(item):
+            (tmp_path / f"beat{beat}").touch()
+            time.sleep(0.1)
         return item
 
-    runner = ray_runner()(marks_its_end, [0, 1, 1])
+    def num_beats():
+        return len(list(tmp_path.iterdir()))
+
+    runner = ray_runner()(beats, [0, 600, 600])  # a minute of beats
     assert next(runner)[0] == 0
+    await_true(lambda: num_beats() > 0)
     runner.close()
-    time.sleep(3.5)
-    assert [path.name for path in tmp_path.iterdir()] == ["done0"]
+    seen = -1
+    while seen < num_beats():
+        seen = num_beats()
+        time.sleep(1.5)
+    assert seen < 600
+
+
+def await_true(condition, timeout_s=30):
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come true"
+        time.sleep(0.05)
 
 
 def test_shards_have_the_same_bytes_as_without_ray(tmp_path):
