@@ -29,7 +29,7 @@ DISPATCHERS = {
     "dedup": DedupDispatcher,
     "hierarchical": HierarchicalDispatcher,
 }
-DEFAULT = "alltoall"  # what "auto" means where the experts are spread
+DEFAULT = "dedup"  # what "auto" means where the experts are spread
 
 
 def make_dispatcher(

@@ -30,7 +30,6 @@ from moebius.train.loss import micro_batch_loss
 from moebius.train.optim import OptimConfig
 from moebius.train.recipes_family import FAMILY
 from moebius.train.run import split_parameters
-from moebius.train.state import model_tensors
 
 RANKS, MICRO_BATCH, POSITIONS = 4, 8, 10
 # Drawn per rank or summed in another order of micro-batches: no two layouts would agree.
@@ -78,8 +77,10 @@ def difference_on_ranks(folder: Path, names: tuple[str, ...], dtype: torch.dtype
             whole_norm = torch.stack([gradient.norm() for gradient in expected.values()]).norm()
             for ep, mesh in meshes.items():
                 config = tiny_config(recipe, **WITHOUT_CHANCE.get(name, {}))
+                # In bfloat16 a sum in another order flips choices, as any rounding would; alltoall adds in the same order.
+                dispatcher = "auto" if dtype is torch.float32 or ep == 1 else "alltoall"
                 model = build_model(
-                    config, mesh, dispatcher="auto", backend="auto", seed=0, device=process.device
+                    config, mesh, dispatcher=dispatcher, backend="auto", seed=0, device=process.device
                 )  # fmt: skip
                 sharded = expert_names(model)
 
@@ -176,5 +177,5 @@ def test_every_recipe_of_the_family_can_be_placed_on_four_ranks() -> None:
             config = Config.model_validate(values)
             config.check_world(4)
             with torch.device("meta"):
-                tensors, sharded = model_tensors(Transformer(config.model))
-            assert all(tensors[tensor].shape[0] % ep == 0 for tensor in sharded), name
+                model = Transformer(config.model)
+            assert all(model.get_parameter(tensor).shape[0] % ep == 0 for tensor in expert_names(model)), name

@@ -21,7 +21,7 @@ from torch import Tensor
 from world import run_ranks
 
 from moebius.distributed.dispatch import make_dispatcher
-from moebius.distributed.dispatch_alltoall import AllToAllDispatcher
+from moebius.distributed.dispatch_dedup import DedupDispatcher
 from moebius.distributed.exchange import AllToAll
 from moebius.distributed.layout import MeshConfig, plan_layout
 from moebius.distributed.mesh import Mesh, build_mesh
@@ -50,7 +50,7 @@ def on_ranks_with_float32_rows(scene: Scene) -> dict[str, Tensor]:
         mesh = one_group(process.world_size, process)
         share = EXPERTS // process.world_size
         layer = SparseLayer(bank(torch.bfloat16, process.rank * share, share))
-        layer.dispatcher = make_dispatcher("auto", mesh.ep_group)
+        layer.dispatcher = make_dispatcher("alltoall", mesh.ep_group)
         x, experts, weights, grad = merge_for(parts(scene, torch.float32), process.world_size)[process.rank]
         return forward_backward(layer, x, experts, weights, grad.bfloat16())
 
@@ -310,7 +310,7 @@ def test_every_route_arrives_once_and_at_the_right_expert() -> None:
 def local_on_two_ranks() -> str:
     with start_process("cpu", timeout_s=20) as process:
         mesh = one_group(process.world_size, process)
-        assert isinstance(make_dispatcher("auto", mesh.ep_group), AllToAllDispatcher)
+        assert isinstance(make_dispatcher("auto", mesh.ep_group), DedupDispatcher)
         assert isinstance(make_dispatcher("auto", mesh.dp_replicate_group), LocalDispatcher)
         with pytest.raises(ValueError, match=r'mesh.dispatcher="local" with mesh.ep=2'):
             make_dispatcher("local", mesh.ep_group)
