@@ -56,6 +56,11 @@ class MeshConfig(BaseModel):
     # How rows reach their experts: "auto" is "local" where ep is 1 and "dedup" elsewhere.
     dispatcher: Literal["auto", "local", "allgather", "alltoall", "dedup", "hierarchical"] = "auto"
     overlap_chunks: int = Field(default=1, ge=1, description="parts in which rows travel while others are computed")
+    # In a checked pass all ranks compare the full matrix of counts, and every row that arrives is verified by its source, its
+    # position and its bits; a difference ends the run on all ranks. Otherwise the senders' counts are believed.
+    check_every: int = Field(
+        default=0, ge=0, description="every n-th pass of a sparse layer checks its exchanges; 0: none, 1: each"
+    )
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,7 @@ def build_model(
     seed: int,
     device: torch.device,
     overlap_chunks: int = 1,
+    check_every: int = 0,
     ranks_per_node: int | None = None,
     timeout_s: float = DEFAULT_TIMEOUT_S,
 ) -> Transformer:
@@ -48,8 +49,9 @@ def build_model(
     for layer in model.modules():
         if isinstance(layer, SparseLayer):
             layer.dispatcher = make_dispatcher(
-                dispatcher, mesh.ep_group, overlap_chunks=overlap_chunks, ranks_per_node=ranks_per_node, nodes=nodes
-            )
+                dispatcher, mesh.ep_group, overlap_chunks=overlap_chunks, check_every=check_every,
+                ranks_per_node=ranks_per_node, nodes=nodes,
+            )  # fmt: skip
     if mesh.layout.world_size > 1:
         model.running = RunningSum(lambda local: _sum_over(mesh.world_group, local))
     _fill(model, mesh, seed, device)

@@ -75,7 +75,7 @@ def assemble(config: Config, run_dir: Path, process: Process) -> Run:
     model = build_model(
         config.model, mesh, dispatcher=config.mesh.dispatcher, backend=config.kernels.backend,
         seed=config.train.seed, device=process.device, overlap_chunks=config.mesh.overlap_chunks,
-        ranks_per_node=process.ranks_per_node, timeout_s=process.timeout_s,
+        check_every=config.mesh.check_every, ranks_per_node=process.ranks_per_node, timeout_s=process.timeout_s,
     )  # fmt: skip
     process.agree("model", parameter_facts(model))
     optimizer = make_optimizer(config.optim, model.parameters())
