@@ -1,19 +1,20 @@
 """Checkpoints: written in the background, committed by one rename, readable by any layout, never executed.
 
-A checkpoint is a torch.distributed.checkpoint directory under global names, with experts in their full shape [E, ...];
-checkpoint_files.py says what stands in it.
+A checkpoint is a torch.distributed.checkpoint directory under global names and whole shapes, experts as [E, ...];
+checkpoint_files.py says what stands in it. What a rank holds of a tensor, its `Held` says (shards.py).
 
 Saving: 1. ranks compare what they hold. 2. Each copies its part into buffers that it keeps (all that training waits for).
 3. In a thread, over a process group of its own, the ranks write `step_00000050.g3.tmp`, summing while they write. 4. Rank 0
 checks that its generation is still the current one, and renames. 5. Old checkpoints go. If anything fails on any rank, the
 temporary directory goes, what was there before stays, and all ranks raise the same error at the next `save` or `wait`.
 
-Cost: each dense tensor is staged and written by one rank, each block of experts by one replica, so a rank stages about
-1/world of the dense state and 1/replicas of its experts: that much memory, and one copy of it per save.
+Cost: one copy of each tensor is staged and written, so a rank stages about 1/world of the dense state and 1/replicas of its
+experts: that much memory, and one copy of it per save.
 """
 
 import json
 import logging
+import math
 import os
 import platform
 import re
@@ -22,11 +23,12 @@ import threading
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import torch
@@ -34,10 +36,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from .checkpoint_files import (
     Checkpoint,
@@ -65,9 +67,9 @@ from .checkpoint_files import (
     verify,
     write_synced,
 )
-from .layout import Layout
 from .mesh import Mesh
 from .process import Process
+from .shards import Held, whole
 
 __all__ = [
     "Checkpoint",
@@ -89,7 +91,6 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _WRITE_TIMEOUT_S = 3600.0  # one rank may wait this long for another's disk; a rank that died is noticed at once
-_EXPERT_AXES = ("expert_replicas", "ep")  # on which a block of experts is replicated and sharded
 _TEMPORARY_NAME = re.compile(r"(step_\d{8,})\.(?:g(?P<generation>\d+)|old|deleted)\.tmp")
 
 
@@ -120,7 +121,7 @@ def latest_for_all(directory: Path, mesh: Mesh) -> Path | None:
 def load(
     path: Path,
     tensors: Mapping[str, Tensor],
-    sharded: Collection[str] = (),
+    held: Mapping[str, Held] = MappingProxyType({}),
     *,
     mesh: Mesh | None = None,
     check_bytes: bool = True,
@@ -128,30 +129,28 @@ def load(
 ) -> dict[str, Any]:
     """Fills `tensors` in place from a checkpoint of any layout and returns the meta that was saved with it.
 
-    `sharded` names those that hold only this rank's block of experts on dim 0. Without a mesh all are whole and nothing is
-    communicated; with one it is a collective call, and an error is raised on all ranks. Nothing is overwritten unless
-    everything fits: names, shapes, dtypes, every expert once, and (with `check_bytes`) the checksum of every file.
-    `allow_unexpected` lets the checkpoint hold more than is asked for (weights without the optimizer's state).
+    `held` says of each what this rank holds of it; those without are whole. Without a mesh nothing is communicated; with one
+    it is a collective call, and an error is raised on all ranks. Nothing is overwritten unless everything fits: names,
+    shapes, dtypes, every element once, and (with `check_bytes`) the checksum of every file. `allow_unexpected` lets the
+    checkpoint hold more than is asked for (weights without the optimizer's state).
 
     Safe on files of unknown origin: JSON and torch's weights_only loader are all that reads them.
     """
     group = None if mesh is None else mesh.world_group
-    rank, world_size, ep = (0, 1, 1) if mesh is None else (mesh.rank, mesh.layout.world_size, mesh.layout.ep)
+    rank, world_size = (0, 1) if mesh is None else (mesh.rank, mesh.layout.world_size)
 
     def check() -> StoredCheckpoint:
         stored = open_checkpoint(path)
         share = sorted(stored.manifest.files)[rank::world_size] if check_bytes else []
         refuse(path, audit(stored) + damaged_files(stored, share))
-        if unlike := _differences(stored, tensors, sharded, ep, allow_unexpected):
+        if unlike := _differences(stored, tensors, held, allow_unexpected):
             listed = "\n  ".join(unlike)
             raise CheckpointError(f"{path} does not fit what is asked for:\n  {listed}")
         return stored
 
     stored = _together(group, check)
     state = {
-        name: _as_global(tensor.detach(), mesh.device_mesh(*_EXPERT_AXES))
-        if mesh is not None and name in sharded
-        else tensor.detach()
+        name: _Part(tensor.detach(), held[name]) if name in held else tensor.detach()
         for name, tensor in tensors.items()
     }
     _read_into(state, stored, group)
@@ -159,26 +158,27 @@ def load(
 
 
 def _differences(
-    stored: StoredCheckpoint, tensors: Mapping[str, Tensor], sharded: Collection[str], ep: int, allow_unexpected: bool
+    stored: StoredCheckpoint, tensors: Mapping[str, Tensor], held: Mapping[str, Held], allow_unexpected: bool
 ) -> list[str]:
     """Where the checkpoint and what is asked for do not fit, in words."""
-    held = stored.index.tensors
-    problems = [f"missing in the checkpoint: {name}" for name in tensors if name not in held]
+    found = stored.index.tensors
+    problems = [f"missing in the checkpoint: {name}" for name in tensors if name not in found]
     if not allow_unexpected:
-        problems += [f"in the checkpoint but not asked for: {name}" for name in held if name not in tensors]
+        problems += [f"in the checkpoint but not asked for: {name}" for name in found if name not in tensors]
+    problems += [text for name, part in held.items() for text in _misfits(name, tensors[name], part)]
     for name, tensor in tensors.items():
-        if name not in held:
+        if name not in found:
             continue
-        shape = _global_shape(tensor, ep if name in sharded else 1)
-        if held[name].shape != shape:
-            problems.append(f"{name}: shape {list(held[name].shape)} in the checkpoint, {list(shape)} here")
-        elif held[name].dtype != dtype_name(tensor.dtype):
-            problems.append(f"{name}: {held[name].dtype} in the checkpoint, {dtype_name(tensor.dtype)} here")
+        shape = held[name].shape if name in held else tuple(tensor.shape)
+        if found[name].shape != shape:
+            problems.append(f"{name}: shape {list(found[name].shape)} in the checkpoint, {list(shape)} here")
+        elif found[name].dtype != dtype_name(tensor.dtype):
+            problems.append(f"{name}: {found[name].dtype} in the checkpoint, {dtype_name(tensor.dtype)} here")
     return problems
 
 
 def _read_into(state: dict[str, Any], stored: StoredCheckpoint, group: dist.ProcessGroup | None) -> None:
-    planner = DefaultLoadPlanner(flatten_state_dict=False)
+    planner = _LoadPlanner(flatten_state_dict=False)
     try:
         with warnings.catch_warnings():  # it warns that a world of one is one
             warnings.filterwarnings("ignore", message="torch.distributed is")
@@ -204,7 +204,7 @@ class _Job:
     blocked_s: float
 
 
-_Signature = dict[str, tuple[tuple[int, ...], str, bool]]  # name -> global shape, dtype, whether sharded
+_Signature = dict[str, tuple[tuple[int, ...], str, int, bool]]  # name -> whole shape, dtype, ranks per copy, experts?
 
 
 class Checkpointer:
@@ -230,34 +230,31 @@ class Checkpointer:
         self._rank = process.rank
         self._device = process.device
         self._layout = mesh.layout
-        self._place = mesh.coordinates
         self._keep_last = keep_last
         self._generation = generation
         self._generation_file = generation_file
         timeout = timedelta(seconds=max(process.timeout_s, _WRITE_TIMEOUT_S))
         self._group = _gloo_group(timeout)
-        self._cpu_mesh = mesh.device_mesh(*_EXPERT_AXES, device_type="cpu")
         self._buffers: dict[str, Tensor] = {}
         self._thread: threading.Thread | None = None
         self._failure: CheckpointError | None = None
         self._records: deque[SaveRecord] = deque()
         self._on_rank_0(self._prepare_directory)
 
-    def save(self, step: int, tensors: Mapping[str, Tensor], sharded: Collection[str], meta: dict[str, Any]) -> None:
+    def save(self, step: int, tensors: Mapping[str, Tensor], held: Mapping[str, Held], meta: dict[str, Any]) -> None:
         """Takes a copy of `tensors` and returns; the copy is written meanwhile. A collective call.
 
-        All ranks give the same names; dense tensors hold the same values on all of them. `sharded` names those that hold
-        this rank's block of experts on dim 0. `meta` must be JSON; rank 0's is kept. Waits for the save before, and raises
-        its error.
+        All ranks give the same names. `held` says of each what this rank holds of it; those without are whole, and the same on
+        every rank. `meta` must be JSON; rank 0's is kept. Waits for the save before, and raises its error.
         """
         started_s = time.monotonic()
         self.wait()
-        signature, encoded_meta = _together(self._group, lambda: (self._signature(tensors, sharded), _as_json(meta)))
+        signature, encoded_meta = _together(self._group, lambda: (self._signature(tensors, held), _as_json(meta)))
         self._compare(signature)
         job = _Job(
             step=step,
-            tensors=self._stage(tensors, sharded),
-            num_experts={name: shape[0] for name, (shape, _, is_sharded) in signature.items() if is_sharded},
+            tensors=self._stage(signature, tensors, held),
+            num_experts={name: shape[0] for name, (shape, *_, has_experts) in signature.items() if has_experts},
             meta=json.loads(encoded_meta),
             started_s=started_s,
             blocked_s=time.monotonic() - started_s,
@@ -278,10 +275,14 @@ class Checkpointer:
         """The saves that ended since the last call, failed ones included. Never waits, never raises."""
         return [self._records.popleft() for _ in range(len(self._records))]
 
-    def _stage(self, tensors: Mapping[str, Tensor], sharded: Collection[str]) -> dict[str, Any]:
+    def _stage(self, signature: _Signature, tensors: Mapping[str, Tensor], held: Mapping[str, Held]) -> dict[str, Any]:
         """Copies what this rank will write into its buffers."""
-        owners = _owners(tensors, sharded, self._layout)
-        mine = [name for name, owner in owners.items() if owner in (self._rank, _Replica(self._place.expert_replica))]
+        owners = _owners(signature, self._layout.world_size)
+        mine = [
+            name
+            for name, (_, _, ranks_per_copy, _) in signature.items()
+            if owners[name] == self._rank // ranks_per_copy
+        ]
         for name in mine:
             source, buffer = tensors[name].detach(), self._buffers.get(name)
             if buffer is None or buffer.shape != source.shape or buffer.dtype != source.dtype:
@@ -291,22 +292,18 @@ class Checkpointer:
         if any(tensors[name].is_cuda for name in mine):
             torch.cuda.current_stream().synchronize()
         return {
-            name: _as_global(self._buffers[name], self._cpu_mesh) if name in sharded else self._buffers[name]
-            for name in mine
-        }
+            name: _Part(self._buffers[name], held[name]) if name in held else self._buffers[name] for name in mine
+        }  # fmt: skip
 
-    def _signature(self, tensors: Mapping[str, Tensor], sharded: Collection[str]) -> _Signature:
-        if unknown := sorted(set(sharded) - set(tensors)):
-            raise CheckpointError(f"said to be sharded, but not among the tensors: {unknown}")
-        if scalars := sorted(name for name in sharded if tensors[name].dim() == 0):
-            raise CheckpointError(f"without a dimension of experts to be sharded on: {scalars}")
+    def _signature(self, tensors: Mapping[str, Tensor], held: Mapping[str, Held]) -> _Signature:
+        if unknown := sorted(set(held) - set(tensors)):
+            raise CheckpointError(f"said to be held in part, but not among the tensors: {unknown}")
+        parts = {name: held.get(name) or whole(tensor.shape) for name, tensor in tensors.items()}
+        if misfits := [text for name, part in held.items() for text in _misfits(name, tensors[name], part)]:
+            raise CheckpointError("\n  ".join(misfits))
         return {
-            name: (
-                _global_shape(tensor, self._layout.ep if name in sharded else 1),
-                dtype_name(tensor.dtype),
-                name in sharded,
-            )
-            for name, tensor in tensors.items()
+            name: (part.shape, dtype_name(tensors[name].dtype), part.ranks_per_copy, part.has_experts)
+            for name, part in parts.items()
         }
 
     def _compare(self, signature: _Signature) -> None:
@@ -352,7 +349,7 @@ class Checkpointer:
         dcp_save(
             job.tensors,
             storage_writer=writer,
-            planner=DefaultSavePlanner(flatten_state_dict=False),
+            planner=_SavePlanner(flatten_state_dict=False),
             process_group=self._group,
         )
         sums = {
@@ -446,29 +443,79 @@ class Checkpointer:
         return _gathered(self._group, lambda: act() if self._rank == 0 else None)[0]
 
 
-@dataclass(frozen=True)
-class _Replica:
-    """An owner that is not one rank but all ranks of one copy of the experts: each holds its own."""
-
-    index: int  # Coordinates.expert_replica
-
-
-def _owners(tensors: Mapping[str, Tensor], sharded: Collection[str], layout: Layout) -> dict[str, int | _Replica]:
-    """Who writes what, the same on every rank: largest first, to the rank (or replica) with the least bytes so far."""
-    load = [0] * layout.world_size
-    owners: dict[str, int | _Replica] = {}
-    for name in sorted(tensors, key=lambda name: (name not in sharded, -tensors[name].nbytes, name)):
-        if name in sharded:
-            replica = min(range(layout.num_expert_replicas), key=lambda index: load[index * layout.ep])
-            owners[name] = _Replica(replica)
-            ranks = range(replica * layout.ep, (replica + 1) * layout.ep)
-        else:
-            rank = min(range(layout.world_size), key=load.__getitem__)
-            owners[name] = rank
-            ranks = range(rank, rank + 1)
-        for rank in ranks:
-            load[rank] += tensors[name].nbytes
+def _owners(signature: _Signature, world_size: int) -> dict[str, int]:
+    """Which copy of every tensor is written, the same on every rank: largest first, to the ranks with the least bytes so far."""
+    load = [0.0] * world_size
+    owners: dict[str, int] = {}
+    sizes = {name: _num_bytes(shape, dtype) for name, (shape, dtype, *_) in signature.items()}
+    for name in sorted(signature, key=lambda name: (-signature[name][2], -sizes[name], name)):
+        ranks_per_copy = signature[name][2]
+        first = min(range(0, world_size, ranks_per_copy), key=load.__getitem__)
+        owners[name] = first // ranks_per_copy
+        for rank in range(first, first + ranks_per_copy):
+            load[rank] += sizes[name] / ranks_per_copy
     return owners
+
+
+def _num_bytes(shape: tuple[int, ...], dtype: str) -> int:
+    return math.prod(shape) * getattr(torch, dtype).itemsize
+
+
+# Parts of tensors, for torch.distributed.checkpoint --------------------------------------------------------------------
+
+
+class _Part:
+    """A rank's part of a tensor, as DCP asks after it (torch.distributed._checkpointable)."""
+
+    def __init__(self, tensor: Tensor, held: Held) -> None:
+        self.tensor, self.held = tensor, held
+
+    def size(self) -> torch.Size:
+        return torch.Size(self.held.shape)
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)) for box in self.held.boxes]
+
+    def __create_write_items__(self, name: str, part: object) -> list[WriteItem]:
+        return [
+            WriteItem(
+                index=MetadataIndex(name, torch.Size(box.offsets)),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(
+                    chunk=ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)),
+                    properties=TensorProperties.create_from_tensor(self.tensor),
+                    size=self.size(),
+                ),
+            )
+            for box in self.held.boxes
+            if box.is_first
+        ]
+
+    def at(self, offsets: Sequence[int]) -> Tensor:
+        """The box that begins there in the whole tensor."""
+        return next(box for box in self.held.boxes if box.offsets == tuple(offsets)).of(self.tensor)
+
+
+class _SavePlanner(DefaultSavePlanner):
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        return _looked_up(self.state_dict, index, super().lookup_object)
+
+
+class _LoadPlanner(DefaultLoadPlanner):
+    def set_up_planner(
+        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
+        super().set_up_planner({}, metadata, is_coordinator)  # it would put None in the place of what it does not know
+        self.state_dict = state_dict
+
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        return _looked_up(self.state_dict, index, super().lookup_tensor)
+
+
+def _looked_up(state: Mapping[str, Any], index: MetadataIndex, otherwise: Callable[[MetadataIndex], Any]) -> Any:
+    """DCP finds parts of tensors in tensors only."""
+    part = state[index.fqn]
+    return part.at(index.offset or ()) if isinstance(part, _Part) else otherwise(index)
 
 
 # Small acts --------------------------------------------------------------------------------------------------------
@@ -524,13 +571,14 @@ def _gloo_group(timeout: timedelta) -> dist.ProcessGroup:
     return group
 
 
-def _as_global(local: Tensor, mesh: DeviceMesh) -> DTensor:
-    """This rank's block of experts as its part of the whole tensor; shares the memory of `local`."""
-    return DTensor.from_local(local, mesh, [Replicate(), Shard(0)], run_check=False)
-
-
-def _global_shape(tensor: Tensor, ep: int) -> tuple[int, ...]:
-    return tuple(tensor.shape) if ep == 1 else (tensor.shape[0] * ep, *tensor.shape[1:])
+def _misfits(name: str, tensor: Tensor, held: Held) -> Iterator[str]:
+    """Boxes that do not lie in the tensor that should hold them."""
+    for box in held.boxes:
+        if len(box.local) != tensor.dim() or any(
+            start + size > end for start, size, end in zip(box.local, box.sizes, tensor.shape, strict=True)
+        ):
+            yield f"{name} has shape {list(tensor.shape)} here, in which there is no block of {box.sizes} at {box.local}"
+            return
 
 
 def _publish(temporary: Path, final: Path) -> None:

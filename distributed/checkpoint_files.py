@@ -13,6 +13,7 @@ import hashlib
 import io
 import itertools
 import json
+import math
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -185,18 +186,40 @@ def audit(stored: StoredCheckpoint) -> list[str]:
     for name, tensor in tensors.items():
         if name in num_experts and tensor.shape[:1] != (num_experts[name],):
             problems.append(f"{name} has shape {list(tensor.shape)}, but {num_experts[name]} experts")
-        elif any(chunk.sizes[1:] != tensor.shape[1:] for chunk in tensor.chunks):
-            problems.append(f"{name}: a part is no block of whole rows of {list(tensor.shape)}")
         else:
             problems += [f"{name}: {gap}" for gap in _gaps(tensor, "experts" if name in num_experts else "rows")]
     return problems
 
 
 def _gaps(tensor: StoredTensor, unit: str) -> list[str]:
+    """Elements that no part holds, or more than one, said in rows.
+
+    Parts that are blocks of whole rows are judged alone; parts of rows, per column of blocks: two parts of one tensor either
+    begin and end alike in the inner dims or do not meet there.
+    """
     if not tensor.shape:
         return [] if len(tensor.chunks) == 1 else [f"stored {len(tensor.chunks)} times"]
-    num_rows, gaps = tensor.shape[0], []
-    blocks = sorted((chunk.offsets[0], chunk.offsets[0] + chunk.sizes[0]) for chunk in tensor.chunks)
+    columns: dict[tuple[tuple[int, ...], tuple[int, ...]], list[Chunk]] = {}
+    for chunk in tensor.chunks:
+        columns.setdefault((chunk.offsets[1:], chunk.sizes[1:]), []).append(chunk)
+    gaps = [gap for column in columns.values() for gap in _row_gaps(tensor.shape[0], column, unit)]
+    num_columns = sum(math.prod(sizes) for _, sizes in columns)
+    inner = math.prod(tensor.shape[1:])
+    if num_columns != inner or any(_meet(one, other) for one, other in itertools.combinations(columns, 2)):
+        gaps.append(f"of each row of {inner} elements {num_columns} are stored, some not at all or more than once")
+    return gaps
+
+
+def _meet(one: tuple[tuple[int, ...], tuple[int, ...]], other: tuple[tuple[int, ...], tuple[int, ...]]) -> bool:
+    """Whether two boxes, given as offsets and sizes, have elements in common."""
+    return all(
+        a < b + size_b and b < a + size_a for a, size_a, b, size_b in zip(*one, *other, strict=True)
+    )  # fmt: skip
+
+
+def _row_gaps(num_rows: int, chunks: Sequence[Chunk], unit: str) -> list[str]:
+    gaps = []
+    blocks = sorted((chunk.offsets[0], chunk.offsets[0] + chunk.sizes[0]) for chunk in chunks)
     for (_, end), (start, _) in itertools.pairwise([(0, 0), *blocks, (num_rows, num_rows)]):
         if end < start:
             gaps.append(f"{unit} {_span(end, start)} of {num_rows} are missing")

@@ -18,6 +18,7 @@ from .dispatch_setup import build_node_groups
 from .layout import local_experts
 from .mesh import Mesh
 from .process import DEFAULT_TIMEOUT_S
+from .shards import Held, block, hold
 
 
 def build_model(
@@ -71,11 +72,15 @@ def expert_names(model: nn.Module) -> frozenset[str]:
 def _fill(model: Transformer, mesh: Mesh, seed: int, device: torch.device) -> None:
     sharded = expert_names(model)
     for name, parameter in list(model.named_parameters()):
-        value = draw(name, parameter, seed)
+        value, held = draw(name, parameter, seed), None
         if name in sharded:
-            value = _own_block(value, mesh)
+            held = _own_experts(value.shape, mesh)
+            value = held.boxes[0].cut(value)
+        parameter = nn.Parameter(value.to(device))
+        if held is not None:
+            hold(parameter, held)
         owner, _, attribute = name.rpartition(".")
-        setattr(model.get_submodule(owner), attribute, nn.Parameter(value.to(device)))
+        setattr(model.get_submodule(owner), attribute, parameter)
     for name, buffer in list(model.named_buffers()):  # what a router learns without a gradient: all start at zero
         owner, _, attribute = name.rpartition(".")
         setattr(model.get_submodule(owner), attribute, torch.zeros_like(buffer, device=device))
@@ -87,6 +92,6 @@ def _sum_over(group: dist.ProcessGroup, local: Tensor) -> Tensor:
     return total
 
 
-def _own_block(value: Tensor, mesh: Mesh) -> Tensor:
-    block = local_experts(mesh.layout, mesh.rank, value.shape[0])
-    return value[block.start : block.stop].clone()  # the whole tensor must not stay behind the view
+def _own_experts(shape: torch.Size, mesh: Mesh) -> Held:
+    experts = local_experts(mesh.layout, mesh.rank, shape[0])
+    return block(shape, 0, experts.start, len(experts), ranks_per_copy=mesh.layout.ep, has_experts=True)

@@ -4,13 +4,12 @@ There is no random state in it: every micro-batch draws from a stream of its own
 """
 
 import hashlib
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 
 import torch
 from torch import Tensor
 
-from ..distributed.parallelize import expert_names
+from ..distributed.shards import Held, held_of, local_tensor
 from ..model.transformer import Transformer
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -49,20 +48,21 @@ def set_updates(model: Transformer, optimizer: torch.optim.AdamW, updates: int) 
         optimizer.state[parameter]["step"].fill_(float(updates))
 
 
-def state_tensors(model: Transformer, optimizer: torch.optim.AdamW) -> tuple[dict[str, Tensor], frozenset[str]]:
-    """All tensors of the state (this rank's share), and the names of those that are sharded over EP along dim 0."""
-    parameters = dict(model.named_parameters())
-    tensors, _ = model_tensors(model)
-    for moment in _MOMENTS:
-        tensors |= {f"optimizer.{moment}.{name}": optimizer.state[p][moment] for name, p in parameters.items()}
-    return tensors, frozenset(_with_prefixes(expert_names(model)))
+def state_tensors(model: Transformer, optimizer: torch.optim.AdamW) -> tuple[dict[str, Tensor], dict[str, Held]]:
+    """All tensors of the state, as much of them as this rank holds, and what that is of each."""
+    tensors, held = model_tensors(model)
+    for name, parameter in model.named_parameters():
+        for moment in _MOMENTS:
+            tensors[f"optimizer.{moment}.{name}"] = local_tensor(optimizer.state[parameter][moment])
+            held[f"optimizer.{moment}.{name}"] = held_of(parameter)
+    return tensors, held
 
 
-def model_tensors(model: Transformer) -> tuple[dict[str, Tensor], frozenset[str]]:
-    """The weights, and what routers learn without a gradient, as `state_tensors` names them."""
-    tensors = {f"model.{name}": parameter.detach() for name, parameter in model.named_parameters()}
-    tensors |= {f"model.{name}": buffer for name, buffer in model.named_buffers()}
-    return tensors, frozenset(f"model.{name}" for name in expert_names(model))
+def model_tensors(model: Transformer) -> tuple[dict[str, Tensor], dict[str, Held]]:
+    """The weights, and what routers learn without a gradient, as `state_tensors` gives them."""
+    tensors = {f"model.{name}": local_tensor(parameter.detach()) for name, parameter in model.named_parameters()}
+    held = {f"model.{name}": held_of(parameter) for name, parameter in model.named_parameters()}
+    return tensors | {f"model.{name}": buffer for name, buffer in model.named_buffers()}, held
 
 
 def seed_micro_batch(seed: int, step: int, index: int) -> None:
@@ -73,10 +73,3 @@ def seed_micro_batch(seed: int, step: int, index: int) -> None:
     """
     key = hashlib.blake2b(f"{seed}/{step}/{index}".encode(), digest_size=8).digest()
     torch.manual_seed(int.from_bytes(key, "little") >> 1)
-
-
-def _with_prefixes(names: Iterable[str]) -> Iterable[str]:
-    for name in names:
-        yield f"model.{name}"
-        for moment in _MOMENTS:
-            yield f"optimizer.{moment}.{name}"

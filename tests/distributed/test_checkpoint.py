@@ -30,9 +30,10 @@ from moebius.distributed.checkpoint import (
     verify,
 )
 from moebius.distributed.checkpoint_files import FileSum, Manifest, blake2b, digest_of_sums
-from moebius.distributed.layout import Layout, MeshConfig, plan_layout
+from moebius.distributed.layout import MeshConfig, plan_layout
 from moebius.distributed.mesh import build_mesh
 from moebius.distributed.process import start_process
+from moebius.distributed.shards import block, whole
 
 LAYOUTS = [(1, 1), (2, 1), (2, 2), (4, 2), (4, 4)]
 SHARDED = ["experts.w_up", "optimizer.exp_avg.experts.w_up"]
@@ -61,6 +62,18 @@ def local_part(state, mesh):
     return {
         name: tensor[first : first + block].clone() if name in SHARDED else tensor for name, tensor in state.items()
     }
+
+
+def held(mesh, num_experts=8):
+    """What a rank holds of the tensors with experts."""
+    experts = num_experts // mesh.layout.ep
+    return {
+        name: block(
+            (num_experts, 3, 2), 0, mesh.coordinates.ep * experts, experts, ranks_per_copy=mesh.layout.ep,
+            has_experts=True,
+        )
+        for name in SHARDED
+    }  # fmt: skip
 
 
 def blank(state):
@@ -93,11 +106,11 @@ class Rank:
         self.process.__exit__(*error)
 
     def save(self, step, seed=0):
-        self.checkpointer.save(step, local_part(whole_state(seed), self.mesh), SHARDED, META)
+        self.checkpointer.save(step, local_part(whole_state(seed), self.mesh), held(self.mesh), META)
 
     def load(self, path, **options):
         part = blank(local_part(whole_state(), self.mesh))
-        return part, load(path, part, SHARDED, mesh=self.mesh, **options)
+        return part, load(path, part, held(self.mesh), mesh=self.mesh, **options)
 
 
 def save_steps(directory, ep, steps, options=None):
@@ -116,13 +129,13 @@ def load_everything(paths, eps):
             mesh = build_mesh(plan_layout(MeshConfig(ep=ep), process.world_size), process)
             for path in paths:
                 part = blank(local_part(whole_state(), mesh))
-                meta = load(path, part, SHARDED, mesh=mesh)
+                meta = load(path, part, held(mesh), mesh=mesh)
                 if meta != META or not equal(part, local_part(whole_state(50), mesh)):
                     wrong.append((path, ep))
     return wrong
 
 
-def error_of_load(path, ep, change=None, options=None):
+def error_of_load(path, ep, change=None, options=None, num_experts=8):
     """The error on this rank, and whether what was there before is untouched."""
     with Rank(path.parent.parent / "other", ep) as rank:
         part = blank(local_part(whole_state(), rank.mesh))
@@ -130,7 +143,7 @@ def error_of_load(path, ep, change=None, options=None):
             change(part)
         before = {name: tensor.clone() for name, tensor in part.items()}
         try:
-            load(path, part, SHARDED, mesh=rank.mesh, **(options or {}))
+            load(path, part, held(rank.mesh, num_experts), mesh=rank.mesh, **(options or {}))
         except CheckpointError as error:
             assert equal(part, before)
             return type(error).__name__, str(error)
@@ -232,18 +245,17 @@ def test_the_work_is_divided(tmp_path):
 
 
 def test_owners_share_the_bytes_evenly():
-    layout = Layout(dp_replicate=2, ep=4)
-    tensors = {f"dense{index}": torch.zeros(index + 1) for index in range(100)}
-    tensors |= {f"expert{index}": torch.zeros(2, 10) for index in range(4)}
-    sharded = [name for name in tensors if name.startswith("expert")]
-    owners = checkpoint._owners(tensors, sharded, layout)
-    assert owners.keys() == tensors.keys()
-    assert list(owners.values()) == list(checkpoint._owners(dict(reversed(tensors.items())), sharded, layout).values())
+    signature = {f"dense{index}": ((index + 1,), "float32", 1, False) for index in range(100)}
+    signature |= {f"expert{index}": ((8, 10), "float32", 4, True) for index in range(4)}
+    owners = checkpoint._owners(signature, 8)
+    assert owners.keys() == signature.keys()
+    assert owners == checkpoint._owners(dict(reversed(signature.items())), 8)
     load = [0] * 8
-    for name, owner in owners.items():
-        ranks = [owner] if isinstance(owner, int) else range(owner.index * 4, owner.index * 4 + 4)
-        for rank in ranks:
-            load[rank] += tensors[name].nbytes
+    for name, copy in owners.items():
+        (first, *_), _, ranks, _ = signature[name]
+        for rank in range(copy * ranks, copy * ranks + ranks):
+            load[rank] += first * 4 * (10 if ranks > 1 else 1) // ranks
+    assert sum(load) == 4 * (5050 + 320)
     assert max(load) - min(load) <= 4 * 8
 
 
@@ -262,7 +274,7 @@ def save_and_mutate(directory, ep):
     checkpoint_files.SummingWriter.write_data = held_back
     with Rank(directory, ep) as rank:
         part = local_part(whole_state(), rank.mesh)
-        rank.checkpointer.save(50, part, SHARDED, META)
+        rank.checkpointer.save(50, part, held(rank.mesh), META)
         assert rank.checkpointer.poll() == []
         for tensor in part.values():
             tensor.fill_(13)
@@ -335,11 +347,11 @@ def save_and_load_on_gpu(directory):
         mesh = build_mesh(plan_layout(MeshConfig(), 1), process)
         saver = Checkpointer(directory, mesh=mesh, process=process, keep_last=1, generation=0, generation_file=None)
         state = {name: tensor.to(process.device) for name, tensor in whole_state().items()}
-        saver.save(50, state, SHARDED, META)
+        saver.save(50, state, held(mesh), META)
         for tensor in state.values():
             tensor.fill_(13)
         saver.wait()
-        assert load(latest(directory), state, SHARDED, mesh=mesh) == META
+        assert load(latest(directory), state, held(mesh), mesh=mesh) == META
         return equal({name: tensor.cpu() for name, tensor in state.items()}, whole_state())
 
 
@@ -515,7 +527,7 @@ def test_without_a_supervisor_there_is_no_fence(tmp_path):
 
 def wrong_call(directory, which):
     with Rank(directory, 2) as rank:
-        part, sharded, meta = local_part(whole_state(), rank.mesh), list(SHARDED), dict(META)
+        part, parts, meta = local_part(whole_state(), rank.mesh), held(rank.mesh), dict(META)
         odd_one = rank.process.rank == 1
         if which == "meta" and odd_one:
             meta["weights"] = torch.zeros(1)
@@ -524,11 +536,11 @@ def wrong_call(directory, which):
         elif which == "name" and odd_one:
             del part["embed.weight"]
         elif which == "unknown":
-            sharded.append("experts.w_down")
-        elif which == "scalar":
-            sharded.append("optimizer.step")
+            parts["experts.w_down"] = whole((3,))
+        elif which == "outside" and odd_one:
+            parts["embed.weight"] = block((22, 4), 0, 11, 12, ranks_per_copy=2, has_experts=False)
         with pytest.raises(CheckpointError) as caught:
-            rank.checkpointer.save(1, part, sharded, meta)
+            rank.checkpointer.save(1, part, parts, meta)
         rank.save(2)
         rank.checkpointer.wait()
         return str(caught.value)
@@ -538,10 +550,13 @@ def wrong_call(directory, which):
     ("which", "words"),
     [
         ("meta", "meta must be JSON: Object of type Tensor is not JSON serializable"),
-        ("shape", "'embed.weight' is ((11, 4), 'float32', False) on rank 0 and ((11, 5), 'float32', False) on rank 1"),
-        ("name", "'embed.weight' is ((11, 4), 'float32', False) on rank 0 and absent on rank 1"),
-        ("unknown", "said to be sharded, but not among the tensors: ['experts.w_down']"),
-        ("scalar", "without a dimension of experts to be sharded on: ['optimizer.step']"),
+        (
+            "shape",
+            "'embed.weight' is ((11, 4), 'float32', 1, False) on rank 0 and ((11, 5), 'float32', 1, False) on rank 1",
+        ),
+        ("name", "'embed.weight' is ((11, 4), 'float32', 1, False) on rank 0 and absent on rank 1"),
+        ("unknown", "said to be held in part, but not among the tensors: ['experts.w_down']"),
+        ("outside", "embed.weight has shape [11, 4] here, in which there is no block of (12, 4) at (0, 0)"),
     ],
 )
 def test_wrong_calls_are_told_on_all_ranks_before_anything_is_written(tmp_path, which, words):
@@ -630,6 +645,9 @@ def other_names(part):
 
 def test_what_does_not_fit_is_listed_on_all_ranks_before_anything_is_overwritten(saved):
     for kind, message in run_ranks(error_of_load, 2, saved, 2, fewer_experts):
+        assert kind == "CheckpointError"
+        assert "experts.w_up has shape [3, 3, 2] here, in which there is no block of (4, 3, 2) at (0, 0, 0)" in message
+    for kind, message in run_ranks(error_of_load, 2, saved, 2, fewer_experts, {}, 6):
         assert kind == "CheckpointError"
         assert "experts.w_up: shape [8, 3, 2] in the checkpoint, [6, 3, 2] here" in message
     for _, message in run_ranks(error_of_load, 2, saved, 2, other_names):

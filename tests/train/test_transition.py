@@ -107,8 +107,8 @@ def final_state(run_dir: Path, config: Config) -> dict[str, Tensor]:
     allocate_moments(model, optimizer)
     path = latest(run_dir / "checkpoints")
     assert path is not None
-    tensors, sharded = state_tensors(model, optimizer)
-    load(path, tensors, sharded)
+    tensors, held = state_tensors(model, optimizer)
+    load(path, tensors, held)
     return tensors
 
 
