@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..model.routing import Routes
-from .dispatch_homes import Homes, even_homes
+from .dispatch_homes import Homes, contiguous_homes
 from .exchange import Channel, Counters, gathered
 
 
@@ -60,7 +60,9 @@ class Setup:
             channel.checking = checking
         if checking:
             check_routes(x_UD, routes, self.group)
-        return even_homes(routes.num_experts, self.group.size()) if self.homes is None else self.homes
+        num_ranks = self.group.size()
+        homes = contiguous_homes(routes.num_experts, num_ranks) if self.homes is None else self.homes
+        return homes.seen_from(self.group.rank())
 
     def chunk_of(self, routes: Routes, num_sources: int) -> Tensor:
         """The chunk in which every route travels: nearly equal ranges of tokens.

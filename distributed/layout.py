@@ -6,9 +6,9 @@ The same ranks are seen in two ways, and a rank is its place in either, counted 
     sparse view   world = pp × dp_replicate × efsdp × ep              experts;  efsdp × ep = dp_shard × cp × tp
 
 So experts borrow the ranks of dp_shard × cp × tp and cost none of their own ("parallel folding": Megatron Core,
-arXiv 2504.14960; torchtitan draws the same two meshes). Expert parameters are cut along their expert dimension into `ep` equal,
-contiguous blocks; every block exists on dp_replicate × efsdp ranks. ep is innermost so that the ranks of one ep group, which
-exchange tokens in every sparse layer, are neighbours and fit into one node whenever ep divides the ranks of a node.
+arXiv 2504.14960; torchtitan draws the same two meshes). Expert parameters are cut along their expert dimension into `ep` nearly
+equal, contiguous blocks; every block exists on dp_replicate × efsdp ranks. ep is innermost so that the ranks of one ep group,
+which exchange tokens in every sparse layer, are neighbours and fit into one node whenever ep divides the ranks of a node.
 
 Cost: all tables of a world of 10,240 ranks take 0.2 s; `group_of` makes one group without the others.
 """
@@ -176,23 +176,33 @@ def rank_tables(layout: Layout) -> dict[str, list[list[int]]]:
 
 
 def check_experts(layout: Layout, num_experts: Mapping[str, int]) -> None:
-    """ValueError unless `ep` divides every one of `num_experts` (name of a sparse layer -> how many experts it has)."""
-    uneven = {name: count for name, count in num_experts.items() if count < 1 or count % layout.ep}
-    if uneven:
-        listed = ", ".join(f"{name} has {count}" for name, count in uneven.items())
+    """ValueError unless each of `num_experts` (name of a sparse layer -> how many experts it has) is enough for `ep` ranks."""
+    few = {name: count for name, count in num_experts.items() if count < layout.ep}
+    if few:
+        listed = ", ".join(f"{name} has {count}" for name, count in few.items())
         raise ValueError(
-            f"mesh.ep {layout.ep} does not divide the experts: {listed}; "
-            f"every rank of an ep group holds equally many, so choose mesh.ep among the divisors, "
-            f"or numbers of experts that are multiples of {layout.ep}"
+            f"mesh.ep {layout.ep} is more than the experts: {listed}; every rank of an ep group holds at least one of each, "
+            f"so choose a smaller mesh.ep, or at least {layout.ep} experts"
         )
 
 
+def expert_blocks(num_experts: int, num_ranks: int) -> list[range]:
+    """Contiguous blocks, nearly equal; where the ranks do not divide the experts the first ones have one more.
+
+    Raises:
+        ValueError: there are fewer experts than ranks.
+    """
+    if num_experts < num_ranks:
+        raise ValueError(f"{num_experts} experts are too few for {num_ranks} ranks: every rank holds at least one")
+    share, more = divmod(num_experts, num_ranks)
+    starts = [rank * share + min(rank, more) for rank in range(num_ranks + 1)]
+    return [range(start, end) for start, end in itertools.pairwise(starts)]
+
+
 def local_experts(layout: Layout, rank: int, num_experts: int, name: str = "this layer") -> range:
-    """The global ids of the experts that `rank` holds: a contiguous block of num_experts / ep."""
+    """The global ids of the experts that `rank` holds before any are moved: its block of `expert_blocks`."""
     check_experts(layout, {name: num_experts})
-    block = num_experts // layout.ep
-    first = coordinates(layout, rank).ep * block
-    return range(first, first + block)
+    return expert_blocks(num_experts, layout.ep)[coordinates(layout, rank).ep]
 
 
 def spell_ranks(ranks: Sequence[int]) -> str:

@@ -49,9 +49,9 @@ def train_arguments(text: Path, *changes: str) -> list[str]:
 
 
 CONFIG_MISTAKES = {
-    "ep does not divide the experts": (
-        ["mesh.ep=3", "job.ranks_per_node=3", "train.global_batch=3"],
-        r"mesh\.ep 3 does not divide the experts: feed_forward has 4, attention has 4",
+    "more ranks than experts": (
+        ["mesh.ep=5", "job.ranks_per_node=5", "train.global_batch=5"],
+        r"mesh\.ep 5 is more than the experts: feed_forward has 4, attention has 4",
     ),
     "the world does not fit the mesh": (
         ["mesh.ep=2", "mesh.dp_replicate=2", "job.ranks_per_node=3"], r"= 4 ranks, but the world has 3",

@@ -21,7 +21,7 @@ from world import run_ranks
 
 from moebius.distributed import dispatch_leg, exchange
 from moebius.distributed.dispatch import DISPATCHERS, make_dispatcher
-from moebius.distributed.dispatch_homes import Homes, even_homes
+from moebius.distributed.dispatch_homes import Homes, contiguous_homes
 from moebius.distributed.dispatch_setup import NodeGroups, build_node_groups
 from moebius.distributed.exchange import AllToAll, Counters, ExchangeMismatch, hottest_factors
 from moebius.distributed.process import Process, start_process
@@ -807,14 +807,14 @@ def refused() -> list[str]:
     with world() as (_, group, _):
         for options in (
             {"name": "fastest"}, {"name": "allgather", "overlap_chunks": 2}, {"name": "hierarchical"},
-            {"name": "dedup", "overlap_chunks": 0}, {"name": "dedup", "homes": even_homes(8, 4)},
+            {"name": "dedup", "overlap_chunks": 0}, {"name": "dedup", "homes": contiguous_homes(8, 4)},
         ):  # fmt: skip
             with pytest.raises(ValueError, match=r".") as caught:
                 make_dispatcher(group=group, **options)  # pyright: ignore[reportArgumentType]
             messages.append(str(caught.value))
         given = case("token", torch.zeros(2, 1, dtype=torch.int64), 0)
         with pytest.raises(ValueError, match=r".") as caught:
-            make_dispatcher("dedup", group).dispatch(given.x, replace(given.routes, num_experts=7))
+            make_dispatcher("dedup", group).dispatch(given.x, replace(given.routes, num_experts=2))
         messages.append(str(caught.value))
         with pytest.raises(ValueError, match=r".") as caught:
             build_node_groups(group, 2, timeout_s=5)
@@ -825,7 +825,7 @@ def refused() -> list[str]:
 def test_what_does_not_fit_is_refused_with_a_reason() -> None:
     parts = (
         "'fastest' is unknown: choose auto, local, allgather", "has no chunks", "groups between and inside nodes",
-        "overlap_chunks=0", "homes for 4 ranks, but the group has 3", "7 experts cannot be shared equally by 3 ranks",
+        "overlap_chunks=0", "homes for 4 ranks, but the group has 3", "2 experts are too few for 3 ranks",
         "[2, 1]",
     )  # fmt: skip
     for messages in run_ranks(refused, 3):

@@ -159,13 +159,15 @@ def test_one_group_is_the_same_as_in_the_table(layout, data):
 
 
 @settings(max_examples=60)
-@given(layout=folded_layouts(max_world=128), block=st.integers(1, 5))
-def test_an_ep_group_holds_every_expert_once_and_replicas_hold_the_same(layout, block):
-    num_experts = layout.ep * block
+@given(layout=folded_layouts(max_world=128), block=st.integers(1, 5), more=st.integers(0, 127))
+def test_an_ep_group_holds_every_expert_once_and_replicas_hold_the_same(layout, block, more):
+    num_experts = layout.ep * block + more % layout.ep
     tables = rank_tables(layout)
     for group in tables["ep"]:
-        held = [expert for rank in group for expert in local_experts(layout, rank, num_experts)]
+        blocks = [local_experts(layout, rank, num_experts) for rank in group]
+        held = [expert for own in blocks for expert in own]
         assert held == list(range(num_experts))  # contiguous, in the order of the ep index
+        assert [len(own) for own in blocks] == [block + (index < more % layout.ep) for index in range(layout.ep)]
     for group in tables["expert_replicas"]:
         assert len({local_experts(layout, rank, num_experts) for rank in group}) == 1
         assert [coordinates(layout, rank).expert_replica for rank in group] == list(range(layout.num_expert_replicas))
@@ -256,13 +258,15 @@ def test_what_cannot_run_yet_has_its_tables_but_is_refused():
     check_runnable(MeshConfig(ep=4, dp_shard=8, dp_replicate=2))
 
 
-def test_experts_that_ep_does_not_divide_are_named():
+def test_experts_that_are_fewer_than_the_ranks_are_named():
     layout = Layout(dp_replicate=1, ep=4)
-    check_experts(layout, {"feed_forward": 8, "attention.v": 4})
+    check_experts(layout, {"feed_forward": 155, "attention.v": 4})
+    assert [len(local_experts(layout, rank, 155)) for rank in range(4)] == [39, 39, 39, 38]
     with pytest.raises(
-        ValueError, match=r"mesh.ep 4 does not divide the experts: feed_forward has 6, attention.v has 2;"
+        ValueError,
+        match=r"mesh.ep 4 is more than the experts: attention.o has 3, attention.v has 2; .* at least 4 experts",
     ):
-        check_experts(layout, {"feed_forward": 6, "attention.o": 4, "attention.v": 2})
+        check_experts(layout, {"feed_forward": 6, "attention.o": 3, "attention.v": 2})
     with pytest.raises(ValueError, match=r"attention.v has 0"):
         local_experts(layout, 0, 0, "attention.v")
 
