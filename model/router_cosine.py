@@ -27,6 +27,7 @@ from torch import Tensor
 
 from .initialise import Start, constant, normal, parameter, uniform
 from .layers import wide_dtype
+from .recompute import best
 from .router import Choice
 from .router_capacity import CapacityConfig, CapacityRouter
 from .router_token_choice import softmax_gates
@@ -96,17 +97,15 @@ class CosineRouter(CapacityRouter):
         z_TR, embedding_ER = x_TD.to(dtype) @ self.projection.to(dtype).T, self.expert_embedding.to(dtype)
         if self.log_temperature is None:
             logits_TE = finite(z_TR @ F.normalize(embedding_ER, dim=-1, eps=_RELEASED_EPS).T)
-            chosen_TK = logits_TE.topk(config.top_k, dim=-1)
-            weights_TK = softmax_gates(chosen_TK.values, logits_TE, renormalise=config.top_k > 1)
-            return Choice(chosen_TK.indices, weights_TK, logits_TE)
+            chosen_TK, experts_TK = best(logits_TE, config.top_k)
+            weights_TK = softmax_gates(chosen_TK, logits_TE, renormalise=config.top_k > 1)
+            return Choice(experts_TK, weights_TK, logits_TE)
         cosine_TE = F.normalize(z_TR, dim=-1) @ F.normalize(embedding_ER, dim=-1).T
         logits_TE = cosine_TE * torch.exp(-self.log_temperature.to(dtype))
-        chosen_TK = logits_TE.topk(config.top_k, dim=-1)
-        if config.gate == "sigmoid":
-            weights_TK = chosen_TK.values.sigmoid()
-        else:
-            weights_TK = softmax_gates(chosen_TK.values, logits_TE, renormalise=False)
-        return Choice(chosen_TK.indices, weights_TK, logits_TE, (cosine_TE / self.balance_temperature).softmax(-1))
+        chosen_TK, experts_TK = best(logits_TE, config.top_k)
+        sigmoid = config.gate == "sigmoid"
+        weights_TK = chosen_TK.sigmoid() if sigmoid else softmax_gates(chosen_TK, logits_TE, renormalise=False)
+        return Choice(experts_TK, weights_TK, logits_TE, (cosine_TE / self.balance_temperature).softmax(-1))
 
     @torch.no_grad()
     def before_step(self, step: int) -> None:

@@ -23,6 +23,7 @@ from torch import Tensor
 from .balance import RunningSum, count_per_sequence
 from .initialise import Start, parameter
 from .layers import wide_dtype
+from .recompute import once
 from .router import Choice, ChoiceConfig, ChoiceRouter, Loss, Promises, TopKConfig
 from .routing import Routing
 
@@ -94,7 +95,7 @@ class DeepSeekRouter(ChoiceRouter):
         # In logarithms: renormalising is then a softmax, which has no 0/0 where all scores underflow.
         log_scores_TE = F.logsigmoid(logits_TE) if config.scores == "sigmoid" else logits_TE.log_softmax(-1)
         biased_TE = log_scores_TE.detach().exp() + self.selection_bias.to(dtype)
-        experts_TK = self._within_groups(biased_TE).topk(config.top_k, dim=-1).indices
+        experts_TK = once(lambda: self._within_groups(biased_TE).topk(config.top_k, dim=-1).indices)
         chosen_TK = log_scores_TE.gather(1, experts_TK)
         weights_TK = chosen_TK.softmax(-1) if config.renormalise else chosen_TK.exp()
         return Choice(experts_TK, config.route_scale * weights_TK, logits_TE, log_scores_TE.softmax(-1))

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from .initialise import Start, parameter
 from .layers import wide_dtype
+from .recompute import once, take
 from .router import Promises, Router, RouterConfig
 from .router_mixture import rows_by_position
 from .routing import Routes, Routing
@@ -104,9 +105,12 @@ class ExpertChoiceRouter(Router):
         taken = self.config.taken(self.num_experts, rows_GM.shape[1])
         p_EGM = logits_TE.softmax(-1).T[:, rows_GM]
         # Sorted and cut, not compared with a threshold: among equals exactly C are taken, the first ones.
-        weights_EGM, members_EGM = p_EGM.sort(dim=-1, descending=True, stable=True)
-        source_EGC = rows_GM.expand(self.num_experts, -1, -1).gather(2, members_EGM[..., :taken])
-        routes = self._routes(source_EGC.reshape(-1), weights_EGM[..., :taken].reshape(-1), x_TD.shape[0])
+        members_EGC = once(
+            lambda: p_EGM.detach().sort(dim=-1, descending=True, stable=True).indices[..., :taken].clone()
+        )
+        weights_EGC = take(p_EGM, members_EGC)
+        source_EGC = rows_GM.expand(self.num_experts, -1, -1).gather(2, members_EGC)
+        routes = self._routes(source_EGC.reshape(-1), weights_EGC.reshape(-1), x_TD.shape[0])
         return Routing(routes, logits_TE[:, None])
 
     def _groups(self, num_rows: int, batch_size: int, device: torch.device) -> Tensor:

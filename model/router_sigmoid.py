@@ -11,6 +11,7 @@ from torch import Tensor
 
 from .initialise import Start, parameter
 from .layers import wide_dtype
+from .recompute import best
 from .router import Choice, ChoiceConfig, ChoiceRouter, Promises, TopKConfig
 
 
@@ -54,9 +55,9 @@ class SigmoidRouter(ChoiceRouter):
         dtype = wide_dtype(x_TD)
         per_head = self.num_experts // self.num_heads
         logits_THA = (x_TD.to(dtype) @ self.weight.to(dtype).T).unflatten(1, (self.num_heads, per_head))
-        chosen_THK = self._eligible(logits_THA).topk(self.config.top_k, dim=-1)
+        values_THK, chosen_THK = best(self._eligible(logits_THA), self.config.top_k)
         first_H1 = torch.arange(self.num_heads, device=x_TD.device)[:, None] * per_head
-        return chosen_THK.indices + first_H1, torch.sigmoid(chosen_THK.values), logits_THA
+        return chosen_THK + first_H1, torch.sigmoid(values_THK), logits_THA
 
     def choose(self, x_TD: Tensor) -> Choice:
         """The feed-forward's choice: one head."""

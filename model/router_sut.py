@@ -25,6 +25,7 @@ from torch import Tensor
 from .balance import RunningSum
 from .initialise import Start, uniform
 from .layers import Linear
+from .recompute import once
 from .router import Loss, Promises, Router, TopKConfig
 from .routing import Routing, token_routes
 
@@ -68,7 +69,8 @@ class SutRouter(Router):
         """Experts (T, K) int64, gate weights (T, K) and logits (T, E) float32, whatever the compute dtype."""
         logits_TE = self.output(torch.tanh(self.hidden(x_TD)))
         probabilities_TE = logits_TE.softmax(-1)
-        experts_TK = self._chosen(probabilities_TE.detach())
+        chosen_TK = self._chosen(probabilities_TE.detach())
+        experts_TK = once(lambda: chosen_TK)
         weights_TK = probabilities_TE.gather(1, experts_TK)
         return experts_TK, weights_TK / (weights_TK.sum(1, keepdim=True) + 1e-6), logits_TE
 

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from .initialise import Start, parameter
 from .layers import wide_dtype
+from .recompute import best
 from .router import Choice
 from .router_capacity import CapacityConfig, CapacityRouter
 
@@ -65,9 +66,9 @@ class TokenChoiceRouter(CapacityRouter):
         """The K largest logits of every row; the gate weights as the configuration says."""
         dtype = wide_dtype(x_TD)
         logits_TE = self._jittered(x_TD.to(dtype)) @ self.weight.to(dtype).T
-        chosen_TK = logits_TE.topk(self.config.top_k, dim=-1)
-        weights_TK = softmax_gates(chosen_TK.values, logits_TE, renormalise=self.config.renormalise)
-        return Choice(chosen_TK.indices, weights_TK, logits_TE)
+        chosen_TK, experts_TK = best(logits_TE, self.config.top_k)
+        weights_TK = softmax_gates(chosen_TK, logits_TE, renormalise=self.config.renormalise)
+        return Choice(experts_TK, weights_TK, logits_TE)
 
     def _jittered(self, x_TD: Tensor) -> Tensor:
         width = self.config.jitter

@@ -26,6 +26,7 @@ from torch import Tensor
 from .balance import RunningSum
 from .initialise import Start, parameter
 from .layers import wide_dtype
+from .recompute import best
 from .router import Choice, Loss, Promises
 from .router_capacity import CapacityConfig, CapacityRouter
 from .router_mixture import group_of_one, rows_by_position
@@ -117,9 +118,9 @@ class TransitionRouter(CapacityRouter):
     def choose(self, x_TD: Tensor) -> Choice:
         """The best experts, weighted by their probabilities."""
         logits_TE = self._logits(x_TD) - self.mean_logit.to(wide_dtype(x_TD))
-        chosen_TK = logits_TE.topk(self.config.top_k, dim=-1)
-        weights_TK = softmax_gates(chosen_TK.values, logits_TE, renormalise=False)
-        return Choice(chosen_TK.indices, weights_TK, logits_TE)
+        chosen_TK, experts_TK = best(logits_TE, self.config.top_k)
+        weights_TK = softmax_gates(chosen_TK, logits_TE, renormalise=False)
+        return Choice(experts_TK, weights_TK, logits_TE)
 
     def statistics(self, routing: Routing, batch_size: int) -> dict[str, Tensor]:
         """While mixing the logits' sums, for calibration."""

@@ -25,6 +25,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from .recompute import once
+
 
 @dataclass(frozen=True)
 class Routes:
@@ -56,7 +58,7 @@ class Routes:
         """
         if keep_N.is_meta:
             return self
-        index = keep_N.nonzero().squeeze(1)
+        index = once(lambda: keep_N.nonzero().squeeze(1))
         return Routes(
             self.source_N[index], self.expert_N[index], self.weight_N[index], self.target_N[index], self.num_experts,
             self.num_targets, per_source=0, per_target=0,

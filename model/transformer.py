@@ -30,6 +30,7 @@ from .halting import Halted, Halting, Unhalted
 from .initialise import Starts, parameter
 from .layers import DenseMLP, LayerNorm, Linear, wide_dtype
 from .moe import SparseFeedForward
+from .recompute import Recompute, run_recomputed
 from .router import Router
 from .routing import Routing
 
@@ -60,6 +61,7 @@ class Layer(nn.Module):
     def __init__(self, config: ModelConfig, starts: Starts, member: int, *, backend: str) -> None:
         super().__init__()
         self.norm = config.norm
+        self.recompute: Recompute = "none"  # set from outside; a cache is never recomputed
         self.attention_norm = LayerNorm(config.d_model)
         self.attention = make_attention(config, starts, backend=backend)
         sparse = config.has_experts(member)
@@ -84,6 +86,17 @@ class Layer(nn.Module):
         self, x_BSD: Tensor, cache: LayerCache | None, unhalted: Unhalted | None = None
     ) -> tuple[Tensor, dict[str, RouterReport]]:
         """(B, S, D) float32 to (B, S, D) float32. Only the layer of SUT takes `unhalted`."""
+        if self.recompute == "none" or cache is not None or not torch.is_grad_enabled():
+            return self._step(x_BSD, cache, unhalted)
+        halting = () if unhalted is None else (unhalted.memory_BSD, unhalted.weight_BS)
+        return run_recomputed(self.recompute, self, self._cacheless, x_BSD, *halting)
+
+    def _cacheless(self, x_BSD: Tensor, *halting: Tensor) -> tuple[Tensor, dict[str, RouterReport]]:
+        return self._step(x_BSD, None, Unhalted(*halting) if halting else None)
+
+    def _step(
+        self, x_BSD: Tensor, cache: LayerCache | None, unhalted: Unhalted | None
+    ) -> tuple[Tensor, dict[str, RouterReport]]:
         halting = () if unhalted is None else (unhalted,)
         n_BSD, values_BSD = self._inputs(x_BSD, self.attention_norm)
         y_BSD, routings = self.attention(values_BSD, n_BSD, cache, *halting)
@@ -177,6 +190,11 @@ class Transformer(nn.Module):
         for member, layer in enumerate(self.group):
             for kind, router in cast(Layer, layer).routers().items():
                 yield member, kind, router
+
+    def recompute_layers(self, mode: Recompute) -> None:
+        """What the backward pass keeps of every depth step from now on (model/recompute.py)."""
+        for layer in self.group:
+            cast(Layer, layer).recompute = mode
 
     def before_step(self, step: int) -> None:
         """Tells every router how many optimizer steps have been done; a step's running sums begin."""
