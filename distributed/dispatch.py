@@ -14,14 +14,16 @@ benchmarks/dispatch.py.
 """
 
 import torch.distributed as dist
+from torch import nn
 
-from ..model.moe import Dispatcher, LocalDispatcher
+from ..model.moe import Dispatcher, LocalDispatcher, SparseLayer
 from .dispatch_allgather import AllGatherDispatcher
 from .dispatch_alltoall import AllToAllDispatcher
 from .dispatch_dedup import DedupDispatcher
 from .dispatch_hierarchical import HierarchicalDispatcher
 from .dispatch_homes import Homes
 from .dispatch_setup import NodeGroups, Setup
+from .exchange import Counters
 
 DISPATCHERS = {
     "allgather": AllGatherDispatcher,
@@ -58,3 +60,13 @@ def make_dispatcher(
     if chosen not in DISPATCHERS:
         raise ValueError(f"dispatcher {name!r} is unknown: choose auto, local, {', '.join(DISPATCHERS)}")
     return DISPATCHERS[chosen](Setup(group, overlap_chunks, check_every, ranks_per_node, homes, nodes))
+
+
+def counters_of(model: nn.Module) -> dict[str, Counters]:
+    """What has travelled for every sparse layer so far, by the layer's name; empty where every expert is here."""
+    found = {}
+    for name, layer in model.named_modules():
+        dispatcher = layer.dispatcher if isinstance(layer, SparseLayer) else None
+        if isinstance(dispatcher, AllGatherDispatcher | AllToAllDispatcher | DedupDispatcher | HierarchicalDispatcher):
+            found[name] = dispatcher.stats()
+    return found

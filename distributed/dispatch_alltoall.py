@@ -38,7 +38,7 @@ from ..model.routing import Routes, slot_routes
 from .dispatch_homes import Homes
 from .dispatch_leg import count_of, split_rows
 from .dispatch_setup import Setup
-from .exchange import AllToAll, Channel, Flight
+from .exchange import AllToAll, Channel, Counters, Flight
 
 
 @dataclass(frozen=True)
@@ -132,8 +132,8 @@ class AllToAllDispatcher:
     def __init__(self, setup: Setup) -> None:
         self.setup, self.channel = setup, setup.channel(setup.group)
 
-    def stats(self) -> Any:
-        """What this dispatcher has done so far (a copy of its `Counters`)."""
+    def stats(self) -> Counters:
+        """What this dispatcher has done so far."""
         return self.setup.counters.copy()
 
     def dispatch(self, x_UD: Tensor, routes: Routes) -> Sent:

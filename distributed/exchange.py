@@ -16,8 +16,7 @@ Legend: P ranks of the group, R rows.
 """
 
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Protocol
 
 import torch
@@ -103,6 +102,10 @@ class Counters:
     def copy(self) -> "Counters":
         """As they are now."""
         return replace(self)
+
+    def since(self, earlier: "Counters") -> "Counters":
+        """What was done after `earlier`, which is a copy of these."""
+        return Counters(*(getattr(self, each.name) - getattr(earlier, each.name) for each in fields(self)))
 
     def wait(self, pending: Tensor) -> Tensor:
         """The result of a collective that was started."""
@@ -232,14 +235,10 @@ class Channel:
                 self.counters.bytes_intra_node += count * row_bytes
 
 
-def hottest_factors(served: Sequence[int], group: dist.ProcessGroup, device: torch.device) -> list[float]:
-    """Collective. Of every layer's `routes_served`: the busiest rank's ÷ the mean over the group's ranks (1 where none was).
-
-    One all-gather for all layers: for the log, once in a while.
-    """
-    table_PL = gathered(torch.tensor(list(served), dtype=torch.float64, device=device), group)
-    mean_L = table_PL.mean(0)
-    return torch.where(mean_L > 0, table_PL.amax(0) / mean_L.clamp(min=1e-30), 1.0).tolist()
+def hottest_factor(served_GP: Tensor) -> float:
+    """Of the `routes_served` of EP groups and their ranks: the busiest rank's ÷ its group's mean, where that is largest."""
+    mean_G = served_GP.double().mean(1)
+    return torch.where(mean_G > 0, served_GP.amax(1) / mean_G.clamp(min=1e-30), 1.0).max().item()
 
 
 def gathered(values: Tensor, group: dist.ProcessGroup) -> Tensor:

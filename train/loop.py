@@ -15,13 +15,14 @@ from pathlib import Path
 import torch
 
 from ..data_pipeline.loader import Batch, Loader
+from ..distributed.dispatch import counters_of
 from ..distributed.gradients import clip_gradients
 from ..distributed.process import start_process
 from ..model.precision import forward_in
 from .config import Config
 from .evaluate import evaluate
 from .loss import micro_batch_loss
-from .metrics import MetricsLog, StepMeter, expert_metrics
+from .metrics import MetricsLog, StepMeter, exchange_metrics, expert_metrics
 from .optim import learning_rate_at
 from .run import Run, assemble, open_loader, open_log, resume, write_result
 from .state import seed_micro_batch, state_tensors
@@ -91,6 +92,7 @@ def step(run: Run, batch: Batch, rate: float) -> Taken:
     """One optimizer step over this rank's micro-batches. A gradient that is not finite anywhere skips it everywhere."""
     config, meter = run.config, StepMeter()
     forward = partial(forward_in, run.model, getattr(torch, config.train.precision))
+    before = counters_of(run.model)
     rows_AB1 = torch.from_numpy(batch.tokens).to(run.process.device, non_blocking=True)
     run.optimizer.zero_grad()
     run.model.before_step(run.progress.step)
@@ -99,6 +101,7 @@ def step(run: Run, batch: Batch, rate: float) -> Taken:
         result = micro_batch_loss(forward, rows_B1, global_sequences=config.train.global_batch)
         result.loss.backward()
         meter.add(result)
+    meter.count_exchanges(before, counters_of(run.model))
     run.reducer.reduce()
     asked = run.process.rank == 0 and (run.run_dir / "stop").exists()
     norm, stop = clip_gradients(run.dense, run.experts, run.mesh, max_norm=config.optim.clip_norm, flag=asked)
@@ -143,7 +146,7 @@ def log_step(run: Run, log: MetricsLog, taken: Taken, batch: Batch, times: tuple
         learning_rate=taken.learning_rate, grad_norm=taken.grad_norm, skipped=run.progress.step - run.progress.updates,
         tokens=run.progress.tokens, tokens_per_s=round(tokens / step_s, 1), step_s=round(step_s, 5),
         data_wait_s=round(sums["data_wait_s"].item(), 5), digest=int(sums["digest"].item()) % 2**31,
-        **expert_metrics(sums),
+        **expert_metrics(sums), **exchange_metrics(sums, ep=run.mesh.layout.ep),
     )  # fmt: skip
 
 

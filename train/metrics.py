@@ -11,10 +11,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.tensorboard import SummaryWriter
 
+from ..distributed.exchange import Counters, hottest_factor
 from .loss import MicroBatchLoss
 
 _BOARD_EVERY = 10  # lines between two of the lists that TensorBoard gets: one scalar each would cost more than the line
 LOAD_KINDS = ("feed_forward", "value", "output", "attention")
+_SUMMED = ("rows_sent", "rows_one_per_route", "bytes_intra_node", "bytes_inter_node", "waited_s")  # of `Counters`
 
 
 class StepMeter:
@@ -23,6 +25,7 @@ class StepMeter:
     def __init__(self) -> None:
         self._sums: dict[str, Tensor] = {}
         self._carried: dict[str, Tensor] = {}
+        self._exchanges: dict[str, Counters] = {}
 
     def add(self, result: MicroBatchLoss) -> None:
         """Takes in one micro-batch."""
@@ -37,9 +40,20 @@ class StepMeter:
             self._accumulate(f"{kind}/wanted", load.wanted_L)
             self._accumulate(f"{kind}/gates", load.gate_sum_L)
 
+    def count_exchanges(self, before: dict[str, Counters], after: dict[str, Counters]) -> None:
+        """Takes in what travelled in the step, by the names of the sparse layers."""
+        self._exchanges = {name: counters.since(before[name]) for name, counters in after.items()}
+
     def reduce(self, **scalars: float) -> dict[str, Tensor]:
         """Collective: sums over all ranks of everything added and of the given scalars, float64, on the CPU."""
         values = self._sums | {name: torch.tensor(float(value), dtype=torch.float64) for name, value in scalars.items()}
+        for name, counters in self._exchanges.items():
+            values[f"exchange/{name}"] = torch.tensor(
+                [getattr(counters, each) for each in _SUMMED], dtype=torch.float64
+            )
+            served_P = torch.zeros(dist.get_world_size())
+            served_P[dist.get_rank()] = counters.routes_served
+            values[f"served/{name}"] = served_P
         return {name: total.cpu() for name, total in _sum_over_ranks(values, self._sums["loss"].device).items()}
 
     def reduce_carried(self) -> dict[str, Tensor]:
@@ -86,6 +100,32 @@ def expert_metrics(sums: dict[str, Tensor]) -> dict[str, Any]:
         if bool((served_L < wanted_L).any()):
             record[f"{prefix}drop_fraction"] = _rounded(1 - served_L / wanted_L)
     return record
+
+
+def exchange_metrics(sums: dict[str, Tensor], *, ep: int) -> dict[str, Any]:
+    """What travelled to the experts and back in the step, by "group member/kind"; nothing where every expert is at home.
+
+    Sums over all ranks, micro-batches and depth steps, of forward passes: `rows_sent`, `rows_one_per_route` (what `alltoall`
+    would have sent), `bytes_intra_node`, `bytes_inter_node`; a row that stays on its rank is a row and no bytes. `waited_s`: the
+    time, backward included, in which hosts stood still for an exchange or for the counts. `hottest_rank`: routes that the
+    busiest rank served over the mean of its EP group, of the EP group where that is largest.
+    """
+    found = {}
+    for name in (name.removeprefix("exchange/") for name in sums if name.startswith("exchange/")):
+        figures = dict(zip(_SUMMED, sums[f"exchange/{name}"].tolist(), strict=True))
+        found[_member_and_kind(name)] = {
+            **{each: int(figures[each]) for each in _SUMMED[:-1]},
+            "waited_s": round(figures["waited_s"], 5),
+            # ep is the innermost axis: an EP group's ranks are neighbours
+            "hottest_rank": round(hottest_factor(sums[f"served/{name}"].view(-1, ep)), 5),
+        }
+    return {"exchange": found} if found else {}
+
+
+def _member_and_kind(layer: str) -> str:
+    """For group.0.feed_forward.sparse 0/feed_forward, for group.0.attention.value 0/value."""
+    _, member, *path = layer.split(".")
+    return f"{member}/{[part for part in path if part != 'sparse'][-1]}"
 
 
 def _rounded(values: Tensor) -> list[Any]:

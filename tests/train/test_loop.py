@@ -1,0 +1,156 @@
+"""What a run on several ranks reports about its exchanges, and how it checks them when it is told to."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from world import run_ranks
+
+from moebius.data_pipeline.config import DataConfig
+from moebius.data_pipeline.prepare import prepare
+from moebius.distributed.exchange import AllToAll, ExchangeMismatch
+from moebius.distributed.layout import MeshConfig
+from moebius.model.config import ModelConfig
+from moebius.model.router_sigmoid import SigmoidConfig
+from moebius.train.config import CheckpointConfig, Config, TrainConfig
+from moebius.train.loop import train
+
+WIDTH, REPEATS, SEQUENCES, POSITIONS = 24, 2, 8, 16
+MODEL = ModelConfig(
+    vocab_size=257, d_model=WIDTH, num_layers=2 * REPEATS, group_size=2, num_heads=2, d_head=12, num_attention_experts=4,
+    attention_top_k=2, num_experts=8, router=SigmoidConfig(top_k=3), d_expert=16,
+)  # fmt: skip
+LAYERS = {f"{member}/{kind}" for member in (0, 1) for kind in ("feed_forward", "value", "output")}
+ROUTES_PER_TOKEN = {"feed_forward": 3, "value": 2 * 2, "output": 2 * 2}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("data")
+    words = np.random.default_rng(0).choice(["one", "two", "three", "many", "band", "expert", "route"], size=(40, 30))
+    text = folder / "text.jsonl"
+    text.write_text("".join(json.dumps({"text": " ".join(line)}) + "\n" for line in words), encoding="utf-8")
+    config = DataConfig(input=(str(text),), tokenizer="bytes", vocab_size=257, validation_fraction=0.2)
+    prepare(config, folder / "shards")
+    return folder / "shards"
+
+
+def make_config(data: Path, *, micro_batch: int = 2, steps: int = 2, **mesh: object) -> Config:
+    source = DataConfig(
+        tokenizer="bytes", vocab_size=257, seq_len=POSITIONS, validation_fraction=0.2, directory=str(data)
+    )
+    return Config(
+        model=MODEL, data=source, mesh=MeshConfig.model_validate(mesh), checkpoint=CheckpointConfig(every=0),
+        train=TrainConfig(
+            steps=steps, global_batch=SEQUENCES, micro_batch=micro_batch, eval_every=0, eval_rows=8, log_every=1
+        ),
+    )  # fmt: skip
+
+
+def run_training(config: Config, run_dir: Path) -> str:
+    run_dir.mkdir(parents=True, exist_ok=True)
+    return train(config, run_dir)
+
+
+def lines(run_dir: Path) -> list[dict]:
+    found = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in found if line["kind"] == "train"]
+
+
+def exchanges(config: Config, world: int, run_dir: Path, **environment: str) -> list[dict]:
+    """Of every step, layer by layer."""
+    run_ranks(run_training, world, config, run_dir, environment=environment)
+    return [line["exchange"] for line in lines(run_dir)]
+
+
+def test_every_train_line_tells_what_travelled(data: Path, tmp_path: Path) -> None:
+    found = {
+        name: exchanges(make_config(data, ep=2, dispatcher=name), 4, tmp_path / name) for name in ("alltoall", "dedup")
+    }
+    for name, steps in found.items():
+        assert [set(layers) for layers in steps] == [LAYERS, LAYERS]
+        for layers in steps:
+            for layer, figures in layers.items():
+                kind = layer.partition("/")[2]
+                routes = SEQUENCES * POSITIONS * REPEATS * ROUTES_PER_TOKEN[kind]
+                rows = SEQUENCES * POSITIONS * REPEATS * (2 if kind == "output" else 1)  # an output's rows are heads
+                assert figures["rows_one_per_route"] == routes
+                if name == "alltoall":
+                    assert figures["rows_sent"] == routes
+                else:
+                    assert rows <= figures["rows_sent"] <= min(2 * rows, routes)
+                assert 1 <= figures["hottest_rank"] <= 2
+                assert figures["bytes_intra_node"] > 0
+                assert figures["bytes_inter_node"] == 0
+                assert figures["waited_s"] > 0
+    sent = [sum(figures["rows_sent"] for figures in found[name][0].values()) for name in ("dedup", "alltoall")]
+    assert sent[0] < sent[1]
+
+
+def test_what_travelled_does_not_depend_on_how_the_batch_is_cut(data: Path, tmp_path: Path) -> None:
+    whole, parts = (
+        exchanges(make_config(data, ep=2, micro_batch=size, steps=1), 2, tmp_path / str(size))[0] for size in (4, 1)
+    )
+    for layer in LAYERS:
+        for name in ("rows_sent", "rows_one_per_route", "bytes_intra_node", "hottest_rank"):
+            assert whole[layer][name] == parts[layer][name], (layer, name)
+
+
+def test_bytes_between_nodes_are_told_apart(data: Path, tmp_path: Path) -> None:
+    [layers] = exchanges(make_config(data, ep=2, steps=1), 2, tmp_path, LOCAL_WORLD_SIZE="1", LOCAL_RANK="0")
+    for figures in layers.values():
+        assert figures["bytes_inter_node"] > 0
+        assert figures["bytes_intra_node"] == 0
+
+
+def test_a_run_whose_experts_are_all_here_says_nothing(data: Path, tmp_path: Path) -> None:
+    run_ranks(run_training, 2, make_config(data, steps=1), tmp_path)
+    assert all("exchange" not in line for line in lines(tmp_path))
+
+
+# Checks on demand.
+
+
+def run_spoiled(config: Config, run_dir: Path) -> tuple[str, int]:
+    """Rows change places on their way to rank 0. How it ends, and after how many such exchanges."""
+    spoiled, start = 0, AllToAll.start
+
+    def exchange_rows(self: AllToAll, rows: Tensor) -> Tensor:
+        nonlocal spoiled
+        out = start(self, rows)
+        if rows.dim() == 2 and rows.shape[1] == WIDTH and self.group.rank() == 0:
+            torch.ops._c10d_functional.wait_tensor(out)
+            out.copy_(out.flip(0))
+            spoiled += 1
+        return out
+
+    AllToAll.start = exchange_rows
+    run_dir.mkdir(parents=True, exist_ok=True)
+    try:
+        return train(config, run_dir), spoiled
+    except ExchangeMismatch as error:
+        return str(error), spoiled
+
+
+def test_a_run_that_checks_ends_where_rows_are_mixed_up_and_one_that_does_not_goes_on(
+    data: Path, tmp_path: Path
+) -> None:
+    trusting = run_ranks(run_spoiled, 2, make_config(data, ep=2, steps=3), tmp_path / "0")
+    assert [ended for ended, _ in trusting] == ["finished", "finished"]
+    for every in (1, 5):
+        found = run_ranks(run_spoiled, 2, make_config(data, ep=2, steps=3, check_every=every), tmp_path / str(every))
+        assert found[0][0] == found[1][0]
+        assert found[0][0].startswith("rows were changed or exchanged under way: rank 0 got")
+        spoiled = found[0][1]
+        assert 0 < spoiled < trusting[0][1]
+        assert (every == 1) == (spoiled == 1)
+
+
+def test_checks_change_no_number(data: Path, tmp_path: Path) -> None:
+    for every in (0, 1):
+        run_ranks(run_training, 2, make_config(data, ep=2, check_every=every), tmp_path / str(every))
+    plain, checked = ([line["loss"] for line in lines(tmp_path / str(every))] for every in (0, 1))
+    assert plain == checked
