@@ -43,6 +43,7 @@ class TrainConfig(BaseModel):
     log_every: PositiveInt = 1
     eval_every: NonNegativeInt = 0  # 0: at the start and at the end only
     eval_rows: NonNegativeInt = 0  # at most so many validation rows; 0: all of them
+    record_routing: NonNegativeInt = 0  # the first and every n-th step's routes go into the run folder; 0: none
     threads: NonNegativeInt = 1  # of one rank's CPU work; 0: torch's default
     timeout_s: float = Field(default=600.0, gt=0)  # of a collective
 

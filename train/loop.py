@@ -24,6 +24,7 @@ from .evaluate import evaluate
 from .loss import micro_batch_loss
 from .metrics import MetricsLog, StepMeter, exchange_metrics, expert_metrics
 from .optim import learning_rate_at
+from .routing_trace import StepTrace
 from .run import Run, assemble, open_loader, open_log, resume, write_result
 from .state import seed_micro_batch, state_tensors
 
@@ -96,15 +97,18 @@ def step(run: Run, batch: Batch, rate: float) -> Taken:
     rows_AB1 = torch.from_numpy(batch.tokens).to(run.process.device, non_blocking=True)
     run.optimizer.zero_grad()
     run.model.before_step(run.progress.step)
+    routing = trace_of(run)
     for index, rows_B1 in enumerate(rows_AB1, start=run.process.rank * len(rows_AB1)):
         seed_micro_batch(config.train.seed, run.progress.step, index)
-        result = micro_batch_loss(forward, rows_B1, global_sequences=config.train.global_batch)
+        with routing.micro_batch(num_tokens=len(rows_B1) * config.data.seq_len):
+            result = micro_batch_loss(forward, rows_B1, global_sequences=config.train.global_batch)
         result.loss.backward()
         meter.add(result)
     meter.count_exchanges(before, counters_of(run.model))
+    routing.save()
     run.reducer.reduce()
     asked = run.process.rank == 0 and (run.run_dir / "stop").exists()
-    norm, stop = clip_gradients(run.dense, run.experts, run.mesh, max_norm=config.optim.clip_norm, flag=asked)
+    norm, stop = clip_gradients(run.parameters, run.mesh, max_norm=config.optim.clip_norm, flag=asked)
     finite = math.isfinite(norm.item())
     totals = meter.reduce_carried()  # what routers learn from without a gradient, from all ranks
     if finite:
@@ -118,6 +122,14 @@ def step(run: Run, batch: Batch, rate: float) -> Taken:
     )  # fmt: skip
     run.refuse_endless_skipping(norm.item())
     return Taken(meter, rate, norm.item(), stop)
+
+
+def trace_of(run: Run) -> StepTrace:
+    """Records the coming step's routes, if `train.record_routing` wants them."""
+    return StepTrace(
+        run.model, run.run_dir, step=run.progress.step + 1, every=run.config.train.record_routing, rank=run.process.rank,
+        num_ranks=run.process.world_size,
+    )  # fmt: skip
 
 
 class Clock:

@@ -1,6 +1,6 @@
 """The run folder: everything about one run in one place, reachable from every node.
 
-config.json · journal.jsonl · metrics.jsonl · checkpoints/ · logs/ · tensorboard/ · result.json · summary.png
+config.json · journal.jsonl · metrics.jsonl · checkpoints/ · logs/ · routing/ · tensorboard/ · result.json · summary.png
 """
 
 import os
@@ -16,7 +16,7 @@ _MAY_CHANGE = frozenset(
         "mesh.ep", "mesh.dp_shard", "mesh.dp_replicate", "mesh.pp", "mesh.cp", "mesh.tp", "mesh.sharding", "mesh.dispatcher",
         "mesh.overlap_chunks", "mesh.check_every", "kernels.backend", "data.directory", "train.steps",
         "train.micro_batch", "train.device", "train.log_every", "train.eval_every", "train.eval_rows", "train.threads",
-        "train.timeout_s", "checkpoint.every", "checkpoint.keep_last", "job.name", "job.num_nodes", "job.ranks_per_node",
+        "train.record_routing", "train.timeout_s", "checkpoint.every", "checkpoint.keep_last", "job.name", "job.num_nodes", "job.ranks_per_node",
         "job.max_restarts", "job.start_timeout_s", "job.rehearse_failure_at_step",
     }
 )  # fmt: skip
