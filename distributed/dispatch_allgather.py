@@ -25,6 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..model.moe import Sent
+from ..model.recompute import keep_sum, once, travel
 from ..model.routing import Routes
 from .dispatch_alltoall import AllToAllDispatcher
 from .dispatch_homes import Homes
@@ -95,16 +96,15 @@ class AllGatherDispatcher:
             return self._known.dispatch(x_UD, routes)
         homes, counters = self.setup.begin(x_UD, routes, [self.channel]), self.setup.counters
         tables, slot_N = homes.tables(x_UD.device), homes.slots_of(routes.expert_N)
-        sizes = self._sizes(x_UD, routes, tables.rank_S[slot_N])
+        sizes = once(lambda: self._sizes(x_UD, routes, tables.rank_S[slot_N]))
         num_rows, num_targets, num_routes = (max(row[i] for row in sizes) for i in range(3))
         served = sum(row[3 + self.channel.rank] for row in sizes)
         rows = self.channel.all_gather(_padded(x_UD, num_rows))
         weights = self.channel.all_gather(_padded(routes.weight_N, num_routes))
         said_N3 = torch.stack((routes.source_N, slot_N, routes.target_N), 1)
         said_N3 = F.pad(said_N3, (0, 0, 0, num_routes - len(said_N3)), value=-1)
-        marks = AllGather(self.channel.group).start(said_N3[None])
-        counters.rows_sent += len(x_UD) * self.channel.num_ranks
-        counters.routes_served += served
+        marks = travel(lambda: AllGather(self.channel.group).start(said_N3[None]))
+        counters.add(rows_sent=len(x_UD) * self.channel.num_ranks, routes_served=served)
         part = _Part(self.channel, homes, rows, weights, marks, counters, served, num_rows, num_targets)
         return Sent([part], routes.num_targets)
 
@@ -113,7 +113,7 @@ class AllGatherDispatcher:
         if not isinstance(sent.way_home, int):
             return self._known.combine(y, sent)
         [flight] = sent.answers(y)
-        return flight.land()[: sent.way_home]
+        return keep_sum(flight.land()[: sent.way_home])
 
     def _sizes(self, x_UD: Tensor, routes: Routes, rank_N: Tensor) -> list[list[int]]:
         """Of every rank: rows, targets, routes, and the routes of every destination."""

@@ -34,6 +34,7 @@ from torch import Tensor
 from ..kernels.operands import check_counts
 from ..kernels.permute import gather_rows, in_order, sort_by_expert, sum_rows
 from ..model.moe import Sent
+from ..model.recompute import keep_sum, once
 from ..model.routing import Routes, slot_routes
 from .dispatch_homes import Homes
 from .dispatch_leg import count_of, split_rows
@@ -92,7 +93,7 @@ class _CountedPart:
         return Routes(row_U, slot_U, weights, row_U, self.num_slots, num_rows, per_source=1, per_target=1)
 
     def answer(self, y_UD: Tensor) -> Flight:
-        return self.channel.launch(y_UD, self.splits.received, self.splits.sent)
+        return self.channel.launch(y_UD, self.splits.received, self.splits.sent, homeward=True)
 
 
 @dataclass(frozen=True)
@@ -123,7 +124,7 @@ class _KnownPart:
 
     def answer(self, y_UD: Tensor) -> Flight:
         rows = _transpose(y_UD, len(self.own), self.channel.num_ranks)
-        return self.channel.launch(rows, self.splits.received, self.splits.sent)
+        return self.channel.launch(rows, self.splits.received, self.splits.sent, homeward=True)
 
 
 class AllToAllDispatcher:
@@ -144,7 +145,7 @@ class AllToAllDispatcher:
         """
         check_counts(routes, routes.num_experts)
         homes = self.setup.begin(x_UD, routes, [self.channel])
-        self.setup.counters.rows_sent += len(routes.expert_N)
+        self.setup.counters.add(rows_sent=len(routes.expert_N))
         if routes.per_expert and homes.filled_once:
             return self._dispatch_known(x_UD, routes, homes)
         return self._dispatch_counted(x_UD, routes, homes)
@@ -154,9 +155,9 @@ class AllToAllDispatcher:
         home: _WayHome = sent.way_home
         landed = [flight.land() for flight in sent.answers(y)]
         rows, routes = landed[0] if len(landed) == 1 else torch.cat(landed), home.routes
-        return sum_rows(
-            rows, home.order_N, routes.target_N, num_rows=routes.num_targets, per_row=routes.per_target
-        )  # fmt: skip
+        return keep_sum(
+            sum_rows(rows, home.order_N, routes.target_N, num_rows=routes.num_targets, per_row=routes.per_target)
+        )
 
     def _dispatch_known(self, x_UD: Tensor, routes: Routes, homes: Homes) -> Sent:
         """Every rank sends `per_expert` rows to every slot: all is known beforehand."""
@@ -173,7 +174,7 @@ class AllToAllDispatcher:
         ]  # fmt: skip
         flights = self._launch(x_UD, routes, order_N, splits)
         num_slots = homes.slots_P[channel.rank]
-        self.setup.counters.routes_served += sum(sum(split.received) for split in splits)
+        self.setup.counters.add(routes_served=sum(sum(split.received) for split in splits))
         parts = [
             _KnownPart(channel, split, rows, weights, own, num_slots)
             for split, (rows, weights), own in zip(splits, flights, chunks.own, strict=True)
@@ -185,13 +186,13 @@ class AllToAllDispatcher:
         slot_N = homes.slots_of(routes.expert_N)
         sent_S = count_of(slot_N, homes.num_slots)
         own = homes.slots_P[channel.rank]
-        asked = AllToAll(channel.group, list(homes.slots_P), [own] * channel.num_ranks).start(sent_S)
+        asked = once(lambda: AllToAll(channel.group, list(homes.slots_P), [own] * channel.num_ranks).start(sent_S))
         order_N = sort_by_expert(slot_N if len(chunks.own) == 1 else chunks.key_S[slot_N], homes.num_slots)
         rows = gather_rows(x_UD, order_N, routes.source_N, per_row=routes.per_source)
         received_Pe = counters.wait(asked).view(channel.num_ranks, own)
-        splits = self._read(sent_S, received_Pe, chunks)
+        splits = once(lambda: self._read(sent_S, received_Pe, chunks))
         flights = self._launch(rows, routes, order_N, splits, gathered=True)
-        counters.routes_served += sum(sum(split.received) for split in splits)
+        counters.add(routes_served=sum(sum(split.received) for split in splits))
         parts = [
             _CountedPart(channel, split, *flight, received_Pe[:, part.start : part.stop], part.start, own)
             for split, flight, part in zip(splits, flights, chunks.own, strict=True)

@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from ..model.moe import Sent
+from ..model.recompute import keep_sum, once
 from ..model.routing import Routes
 from .dispatch_alltoall import AllToAllDispatcher
 from .dispatch_homes import Homes
@@ -76,16 +77,16 @@ class DedupDispatcher:
             return self._known.dispatch(x_UD, routes)
         homes = self.setup.begin(x_UD, routes, [self.channel])
         leg = Leg(self.channel, self._addressed(x_UD, routes, homes), self.setup.overlap_chunks)
-        sizes = self._sizes(leg)
+        sizes = once(lambda: self._sizes(leg))
         chunks = leg.launch(x_UD, sizes)
         count_leg(self.setup.counters, sizes)
-        self.setup.counters.routes_served += sum(row[ROUTES] for row in sizes.received)
+        self.setup.counters.add(routes_served=sum(row[ROUTES] for row in sizes.received))
         return Sent([DedupPart(chunk, homes.slots_P[self.channel.rank]) for chunk in chunks], leg)
 
     def combine(self, y: Tensor | Sequence[Any], sent: Sent) -> Tensor:
         """Collective. The answers to (num_targets, D) at home, added up in the order of ranks."""
         leg = sent.way_home
-        return leg.collect(sent.answers(y)) if isinstance(leg, Leg) else self._known.combine(y, sent)
+        return keep_sum(leg.collect(sent.answers(y))) if isinstance(leg, Leg) else self._known.combine(y, sent)
 
     def _addressed(self, x_UD: Tensor, routes: Routes, homes: Homes) -> Addressed:
         tables, slot_N = homes.tables(x_UD.device), homes.slots_of(routes.expert_N)
@@ -124,4 +125,4 @@ def read_sizes(counters: Counters, *tables_V3: Tensor) -> list[LegSizes]:
 
 def count_leg(counters: Counters, sizes: LegSizes) -> None:
     """Adds a leg's rows."""
-    counters.rows_sent += sum(row[ROWS] for row in sizes.sent)
+    counters.add(rows_sent=sum(row[ROWS] for row in sizes.sent))

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from ..model.moe import Sent
+from ..model.recompute import keep_sum, once
 from ..model.routing import Routes
 from .dispatch_alltoall import AllToAllDispatcher
 from .dispatch_dedup import count_leg, read_sizes, routes_of
@@ -118,11 +119,11 @@ class HierarchicalDispatcher:
         leg = Leg(self.inter, Addressed(
             routes.source_N, routes.target_N, destination_N, slot_N, routes.weight_N, len(x_UD), routes.num_targets
         ), num_chunks)  # fmt: skip
-        outer, inner = self._sizes(leg, chunk_N * self.channel.num_ranks + rank_N)
+        outer, inner = once(lambda: self._sizes(leg, chunk_N * self.channel.num_ranks + rank_N))
         under_way = _Pass(homes, leg, leg.launch(x_UD, outer), inner, self.intra, {})
         for sizes in (outer, *inner):
             count_leg(self.setup.counters, sizes)
-        self.setup.counters.routes_served += sum(row[ROUTES] for sizes in inner for row in sizes.received)
+        self.setup.counters.add(routes_served=sum(row[ROUTES] for sizes in inner for row in sizes.received))
         own = homes.slots_P[self.channel.rank]
         return Sent([_Part(under_way, chunk, own) for chunk in range(num_chunks)], under_way)
 
@@ -135,7 +136,7 @@ class HierarchicalDispatcher:
         for chunk, flight in enumerate(sent.answers(y)):
             leg, _ = under_way.enter(chunk)
             homeward.append(under_way.chunks[chunk].answer(leg.collect([flight])))
-        return under_way.leg.collect(homeward)
+        return keep_sum(under_way.leg.collect(homeward))
 
     def _sizes(self, leg: Leg, destination_N: Tensor) -> tuple[LegSizes, list[LegSizes]]:
         """Of the inter leg, and of every chunk's intra leg."""

@@ -148,7 +148,7 @@ class LegChunk:
     def answer(self, y_TD: Tensor) -> Flight:
         """One row for every target that came, on its way home."""
         sent, received = self.sizes.of(self.destinations, TARGETS)
-        return self.leg.channel.launch(y_TD, received, sent)
+        return self.leg.channel.launch(y_TD, received, sent, homeward=True)
 
 
 @dataclass(frozen=True)
@@ -195,32 +195,33 @@ def split_rows(rows: Tensor, sizes: list[int]) -> tuple[Tensor, ...]:
     return (rows,) if len(sizes) == 1 else rows.split(sizes)
 
 
-def _sum_by_row(rows_MD: Tensor, pairs: Pairs) -> Tensor:
+def _sum_by_row(rows_MD: Tensor, by_row_M: Tensor, first_U: Tensor) -> Tensor:
     """(U, D): the sum over every row's pairs in order of destination, zero where there is none."""
     if not len(rows_MD):
-        return rows_MD.new_zeros(len(pairs.first_U), rows_MD.shape[1])
-    return F.embedding_bag(pairs.by_row_M, rows_MD, pairs.first_U, mode="sum")
+        return rows_MD.new_zeros(len(first_U), rows_MD.shape[1])
+    return F.embedding_bag(by_row_M, rows_MD, first_U, mode="sum")
 
 
 class _GatherPairs(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_UD: Tensor, pairs: Pairs) -> Tensor:
-        ctx.pairs = pairs
+        ctx.save_for_backward(pairs.by_row_M, pairs.first_U)
         return x_UD.index_select(0, pairs.row_M)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return _sum_by_row(grads[0].contiguous(), ctx.pairs), None
+        return _sum_by_row(grads[0].contiguous(), *ctx.saved_tensors), None
 
 
 class _SumPairs(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows_MD: Tensor, pairs: Pairs) -> Tensor:
-        ctx.pairs = pairs
-        return _sum_by_row(rows_MD, pairs)
+        ctx.save_for_backward(pairs.row_M)
+        return _sum_by_row(rows_MD, pairs.by_row_M, pairs.first_U)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return grads[0].index_select(0, ctx.pairs.row_M), None
+        [row_M] = ctx.saved_tensors
+        return grads[0].index_select(0, row_M), None

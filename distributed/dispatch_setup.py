@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..model.recompute import recomputing
 from ..model.routing import Routes
 from .dispatch_homes import Homes, contiguous_homes
 from .exchange import Channel, Counters, gathered
@@ -53,9 +54,8 @@ class Setup:
 
     def begin(self, x_UD: Tensor, routes: Routes, channels: Sequence[Channel]) -> Homes:
         """Opens a pass: counts it, checks it if its turn has come, and says where the experts live."""
-        self.counters.passes += 1
-        self.counters.rows_one_per_route += len(routes.expert_N)
-        checking = self.check_every > 0 and self.counters.passes % self.check_every == 0
+        self.counters.add(passes=1, rows_one_per_route=len(routes.expert_N))
+        checking = self.check_every > 0 and self.counters.passes % self.check_every == 0 and not recomputing()
         for channel in channels:
             channel.checking = checking
         if checking:

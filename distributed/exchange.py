@@ -24,6 +24,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ..model.recompute import come_home, recomputing, travel
+
 
 class ExchangeMismatch(RuntimeError):
     """Two ranks disagree about an exchange; raised on all ranks of the group."""
@@ -107,6 +109,12 @@ class Counters:
         """What was done after `earlier`, which is a copy of these."""
         return Counters(*(getattr(self, each.name) - getattr(earlier, each.name) for each in fields(self)))
 
+    def add(self, **amounts: int) -> None:
+        """Counts. Not in a recomputation: it belongs to a pass that was counted."""
+        if not recomputing():
+            for name, amount in amounts.items():
+                setattr(self, name, getattr(self, name) + amount)
+
     def wait(self, pending: Tensor) -> Tensor:
         """The result of a collective that was started."""
         started = time.perf_counter()
@@ -131,15 +139,17 @@ class _Return:
 
 class _Launch(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, motion: Motion, counters: Counters, way_back: _Return) -> Tensor:
+    def forward(
+        ctx: Any, rows: Tensor, motion: Motion, counters: Counters, way_back: _Return, homeward: bool
+    ) -> Tensor:
         ctx.counters, ctx.way_back = counters, way_back
-        return motion.start(rows.contiguous())
+        return (come_home if homeward else travel)(lambda: motion.start(rows.contiguous()))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *_unread: Tensor) -> tuple:  # pyright: ignore[reportIncompatibleMethodOverride]
         pending, ctx.way_back.pending = ctx.way_back.pending, None
-        return ctx.counters.wait(pending), None, None, None
+        return ctx.counters.wait(pending), None, None, None, None
 
 
 class _Land(torch.autograd.Function):
@@ -156,11 +166,14 @@ class _Land(torch.autograd.Function):
 
 
 class Flight:
-    """A motion under way. Between launch and landing its rows must not be read."""
+    """A motion under way. Between launch and landing its rows must not be read.
 
-    def __init__(self, rows: Tensor, motion: Motion, counters: Counters) -> None:
+    `homeward`: answers, of which `keep_sum` keeps what becomes of them (model/recompute.py).
+    """
+
+    def __init__(self, rows: Tensor, motion: Motion, counters: Counters, *, homeward: bool = False) -> None:
         self._motion, self._counters, self._way_back = motion, counters, _Return()
-        self._pending: Tensor = _Launch.apply(rows, motion, counters, self._way_back)  # pyright: ignore[reportAttributeAccessIssue]
+        self._pending: Tensor = _Launch.apply(rows, motion, counters, self._way_back, homeward)  # pyright: ignore[reportAttributeAccessIssue]
         self._landed: Tensor | None = None
 
     def land(self) -> Tensor:
@@ -173,9 +186,11 @@ class Flight:
 class CheckedFlight(Flight):
     """A flight that is followed by marks of its rows, and verified when it lands."""
 
-    def __init__(self, rows: Tensor, motion: AllToAll, counters: Counters, everyone: dist.ProcessGroup) -> None:
+    def __init__(
+        self, rows: Tensor, motion: AllToAll, counters: Counters, everyone: dist.ProcessGroup, *, homeward: bool = False
+    ) -> None:
         _check_splits(rows, motion, everyone)
-        super().__init__(rows, motion, counters)
+        super().__init__(rows, motion, counters, homeward=homeward)
         self._all_to_all, self._everyone = motion, everyone
         self._marks = motion.start(_marks(rows, motion.sent, motion.group.rank()))
 
@@ -203,8 +218,8 @@ class Channel:
     def __post_init__(self) -> None:
         self.num_ranks, self.rank = self.group.size(), self.group.rank()
 
-    def launch(self, rows: Tensor, sent: list[int], received: list[int]) -> Flight:
-        """Collective. An all-to-all of rows along dim 0, on its way.
+    def launch(self, rows: Tensor, sent: list[int], received: list[int], *, homeward: bool = False) -> Flight:
+        """Collective. An all-to-all of rows along dim 0, on its way; `homeward` where they are answers.
 
         Raises:
             ExchangeMismatch: while `checking`, on all ranks: two of them disagree about how many rows pass between them.
@@ -212,8 +227,8 @@ class Channel:
         motion = AllToAll(self.group, sent, received)
         self._count(sent, rows)
         if self.checking:
-            return CheckedFlight(rows, motion, self.counters, self.everyone)
-        return Flight(rows, motion, self.counters)
+            return CheckedFlight(rows, motion, self.counters, self.everyone, homeward=homeward)
+        return Flight(rows, motion, self.counters, homeward=homeward)
 
     def all_gather(self, rows: Tensor) -> Flight:
         """Collective. Equally many rows of every rank, joined in the order of ranks."""
@@ -221,18 +236,18 @@ class Channel:
         return Flight(rows, AllGather(self.group), self.counters)
 
     def reduce_scatter(self, rows: Tensor) -> Flight:
-        """Collective. This rank's block of the sum over all ranks' rows."""
+        """Collective. This rank's block of the sum over all ranks' answers."""
         self._count([len(rows) // self.num_ranks] * self.num_ranks, rows)
-        return Flight(rows, ReduceScatter(self.group), self.counters)
+        return Flight(rows, ReduceScatter(self.group), self.counters, homeward=True)
 
     def _count(self, sent: list[int], rows: Tensor) -> None:
         row_bytes = rows[:1].numel() * rows.element_size() if len(rows) else 0
         here = self.node_of_P[self.rank]
         for rank, (node, count) in enumerate(zip(self.node_of_P, sent, strict=True)):
             if node != here:
-                self.counters.bytes_inter_node += count * row_bytes
+                self.counters.add(bytes_inter_node=count * row_bytes)
             elif rank != self.rank:
-                self.counters.bytes_intra_node += count * row_bytes
+                self.counters.add(bytes_intra_node=count * row_bytes)
 
 
 def hottest_factor(served_GP: Tensor) -> float:

@@ -1,0 +1,134 @@
+"""Recomputation across ranks: the same bits; `selective` sends nothing again and `full` everything; counted once."""
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from family import VOCABULARY, make_uneven, tiny_config
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from world import run_ranks
+
+from moebius.distributed.dispatch import counters_of
+from moebius.distributed.layout import MeshConfig, plan_layout
+from moebius.distributed.mesh import Mesh, build_mesh
+from moebius.distributed.parallelize import build_model
+from moebius.distributed.process import start_process
+from moebius.model.precision import forward_in
+from moebius.model.recompute import Recompute
+from moebius.train.loss import micro_batch_loss
+
+RANKS, MICRO_BATCH, POSITIONS = 4, 4, 6
+MODES: tuple[Recompute, ...] = ("none", "selective", "full")
+
+
+@dataclass(frozen=True)
+class Way:
+    dispatcher: str
+    overlap_chunks: int = 1
+    check_every: int = 0
+    backend: str = "auto"
+    dtype: torch.dtype = torch.float32
+
+
+# Experts on V and O; a random second expert and a capacity; halting; routes of known counts of both kinds.
+RECIPES = {
+    "moeut": {"num_layers": 2}, "gshard": {}, "sut": {"num_layers": 3},
+    "mixture_of_tokens": {"router": {"kind": "mixture_of_tokens", "group_size": 4}},
+    "expert_choice": {"router": {"kind": "expert_choice", "group_size": 4, "mean_experts": 2}},
+}  # fmt: skip
+LOW = torch.bfloat16
+CASES = [
+    *(("moeut", Way(*way)) for way in (
+        ("allgather",), ("alltoall",), ("alltoall", 2), ("dedup",), ("dedup", 2), ("hierarchical",), ("hierarchical", 2),
+        ("alltoall", 1, 2), ("dedup", 2, 1), ("dedup", 2, 0, "reference"), ("alltoall", 2, 0, "auto", LOW),
+        ("hierarchical", 2, 0, "auto", LOW),
+    )),
+    *((name, way) for name in ("gshard", "sut") for way in (Way("alltoall", 2), Way("dedup", dtype=LOW))),
+    ("mixture_of_tokens", Way("dedup")), ("expert_choice", Way("alltoall", 2, dtype=LOW)),
+]  # fmt: skip
+
+
+class Exchanges(TorchDispatchMode):
+    """The kinds of collectives, in their order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = str(func)
+        if name.startswith("_c10d_functional") and "wait" not in name:
+            kind = "integers" if args[0].dtype == torch.int64 else "rows"
+            self.names.append(kind)
+        return func(*args, **(kwargs or {}))
+
+
+@dataclass(frozen=True)
+class Taken:
+    """What one forward and backward pass gave, and what it exchanged."""
+
+    values: dict[str, Tensor]
+    forward: list[str]
+    backward: list[str]
+    counted: dict[str, dict[str, float]]
+
+
+def take(name: str, mode: Recompute, way: Way, mesh: Mesh) -> Taken:
+    model = build_model(
+        tiny_config(name, **RECIPES[name]), mesh, dispatcher=way.dispatcher, backend=way.backend, seed=0,
+        device=torch.device("cpu"), overlap_chunks=way.overlap_chunks, check_every=way.check_every, ranks_per_node=2,
+    )  # fmt: skip
+    make_uneven(model).recompute_layers(mode)
+    model.before_step(0)
+    generator = torch.Generator().manual_seed(mesh.rank)
+    rows = torch.randint(VOCABULARY, (MICRO_BATCH, POSITIONS + 1), generator=generator)
+    if mesh.rank == 3:
+        rows[:] = 7  # every token alike: some ranks get nothing of it
+    torch.manual_seed(mesh.rank)
+    with Exchanges() as forward:
+        result = micro_batch_loss(
+            lambda tokens: forward_in(model, way.dtype, tokens), rows, global_sequences=MICRO_BATCH
+        )
+    with Exchanges() as backward:
+        result.loss.backward()
+    values = {name: p.grad for name, p in model.named_parameters() if p.grad is not None} | {
+        "loss": result.loss.detach()
+    }
+    counted = {layer: asdict(counters) for layer, counters in counters_of(model).items()}
+    for counters in counted.values():
+        counters.pop("waited_s")
+    return Taken(values, forward.names, backward.names, counted)
+
+
+def differences(name: str, way: Way, mesh: Mesh) -> list[str]:
+    """What is wrong on this rank."""
+    none, *others = (take(name, mode, way, mesh) for mode in MODES)
+    found = []
+    for mode, other in zip(MODES[1:], others, strict=True):
+        unequal = [key for key, value in none.values.items() if not torch.equal(value, other.values[key])]
+        again = exchanged_again(none.forward, way) if mode == "full" else 0
+        more = len(other.backward) - len(none.backward)
+        checks = {
+            f"other values of {unequal}": bool(unequal),
+            f"counted {other.counted}, not {none.counted}": other.counted != none.counted,
+            f"exchanges of the forward pass {other.forward}, not {none.forward}": other.forward != none.forward,
+            f"{more} exchanges more in the backward pass, not {again}": more != again,
+        }
+        found += [f"{name}, {mode}, {way}: {text}" for text, wrong in checks.items() if wrong]
+    return found
+
+
+def exchanged_again(forward: list[str], way: Way) -> int:
+    """All rows; counts and checks not; the routes of `allgather`, which sends one table of integers for each of counts, too."""
+    return forward.count("rows") + (forward.count("integers") // 2 if way.dispatcher == "allgather" else 0)
+
+
+def everything() -> list[str]:
+    with start_process("cpu", timeout_s=60) as process:
+        mesh = build_mesh(plan_layout(MeshConfig(ep=RANKS), RANKS), process)
+        return [fault for name, way in CASES for fault in differences(name, way, mesh)]
+
+
+def test_every_dispatcher_keeps_its_bits_and_repeats_what_it_should() -> None:
+    assert run_ranks(everything, RANKS, timeout_s=240) == [[]] * RANKS
