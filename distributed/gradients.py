@@ -2,7 +2,7 @@
 
 The loss is already divided by the number of tokens of the whole world, so nothing is averaged here: a dense gradient is
 summed over the world, an expert's over all ranks that hold it (expert_replicas); the all-to-all's backward has brought the
-gradients of the ep group's tokens to the expert already.
+gradients of the ep group's tokens to the expert already. What FSDP shards, it has summed itself (sharding.py).
 
 A parameter without a gradient on this rank counts as zeros, and after the reduction every parameter has a gradient. So all
 ranks issue the same collectives whatever their tokens did, and one rank treats a parameter as many do.
@@ -11,7 +11,7 @@ Cost per step: one copy of the gradients into flat buckets (kept; 4 bytes per pa
 reduced gradients are views into the buckets, so nothing is copied back unless the parameters are narrower than float32.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from .mesh import Mesh
+from .shards import held_of, local_tensor
 
 BUCKET_BYTES = 25 * 2**20
 
@@ -89,21 +90,15 @@ class GradientReducer:
             bucket.unpack()
 
 
-def global_grad_norm(
-    dense: Sequence[Parameter], experts: Sequence[Parameter], mesh: Mesh, *, flag: bool = False
-) -> tuple[Tensor, bool]:
+def global_grad_norm(parameters: Sequence[Parameter], mesh: Mesh, *, flag: bool = False) -> tuple[Tensor, bool]:
     """The 2-norm of the whole model's reduced gradient (float64, no dimensions), and whether any rank raised its flag.
 
-    A collective call; both answers have the same bits on every rank. Every shard is counted by one rank (dense: rank 0;
-    experts: the first replica), so a non-finite gradient anywhere makes the norm non-finite everywhere. The flag rides on
-    the same reduction: what must be agreed at every step boundary costs no message of its own.
+    A collective call; both answers have the same bits on every rank. Every element is counted once, by the first copy of its
+    tensor, so a non-finite gradient anywhere makes the norm non-finite everywhere. The flag rides on the same reduction: what
+    must be agreed at every step boundary costs no message of its own.
     """
-    place = mesh.coordinates
-    sums = torch.zeros(2, dtype=torch.float64, device=_device(dense, experts))
-    if mesh.rank == 0:
-        sums[0] += _square_sum(dense)
-    if place.expert_replica == 0:
-        sums[0] += _square_sum(experts)
+    sums = torch.zeros(2, dtype=torch.float64, device=_device(parameters))
+    sums[0] = _square_sum(list(_counted_here(parameters, mesh.rank)))
     sums[1] = float(flag)
     if mesh.world_group.size() > 1:
         dist.all_reduce(sums, group=mesh.world_group)
@@ -111,16 +106,25 @@ def global_grad_norm(
 
 
 def clip_gradients(
-    dense: Sequence[Parameter], experts: Sequence[Parameter], mesh: Mesh, *, max_norm: float, flag: bool = False
+    parameters: Sequence[Parameter], mesh: Mesh, *, max_norm: float, flag: bool = False
 ) -> tuple[Tensor, bool]:
     """Scales all gradients by min(1, max_norm / norm); returns the norm before it and the flag, as global_grad_norm does.
 
     A collective call, after the reduction. If the norm is not finite the gradients are worthless: skip the step. All ranks
     see the same norm, so all of them do.
     """
-    norm, raised = global_grad_norm(dense, experts, mesh, flag=flag)
-    torch.nn.utils.clip_grads_with_norm_([*dense, *experts], max_norm, norm)
+    norm, raised = global_grad_norm(parameters, mesh, flag=flag)
+    gradients = [local_tensor(parameter.grad) for parameter in parameters if parameter.grad is not None]
+    if gradients:
+        torch._foreach_mul_(gradients, (max_norm / (norm + 1e-6)).clamp(max=1.0))
     return norm, raised
+
+
+def _counted_here(parameters: Sequence[Parameter], rank: int) -> Iterator[Tensor]:
+    for parameter in parameters:
+        held = held_of(parameter)
+        if parameter.grad is not None and held.copy_of(rank) == 0:
+            yield from held.first_boxes(local_tensor(parameter.grad))
 
 
 def _buckets(parameters: Sequence[Parameter], bucket_bytes: int) -> list[_Bucket]:
@@ -149,13 +153,12 @@ def _sum_dtype(parameter: Parameter) -> torch.dtype:
     return torch.promote_types(parameter.dtype, torch.float32)  # bfloat16 sums over many ranks would lose small terms
 
 
-def _square_sum(parameters: Sequence[Parameter]) -> Tensor | float:
-    grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    if not grads:
+def _square_sum(gradients: Sequence[Tensor]) -> Tensor | float:
+    if not gradients:
         return 0.0
-    norms = [torch.linalg.vector_norm(grad, dtype=torch.promote_types(grad.dtype, torch.float32)) for grad in grads]
+    norms = [torch.linalg.vector_norm(grad, dtype=torch.promote_types(grad.dtype, torch.float32)) for grad in gradients]
     return torch.stack([norm.double() for norm in norms]).square().sum()
 
 
-def _device(dense: Sequence[Parameter], experts: Sequence[Parameter]) -> torch.device:
-    return next((parameter.device for parameter in [*dense, *experts]), torch.device("cpu"))
+def _device(parameters: Sequence[Parameter]) -> torch.device:
+    return next((parameter.device for parameter in parameters), torch.device("cpu"))

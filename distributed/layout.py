@@ -18,9 +18,9 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 DENSE_AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")  # outermost first
 SPARSE_AXES = ("pp", "dp_replicate", "efsdp", "ep")
@@ -61,6 +61,23 @@ class MeshConfig(BaseModel):
     check_every: int = Field(
         default=0, ge=0, description="every n-th pass of a sparse layer checks its exchanges; 0: none, 1: each"
     )
+    # Experts move to where the load of the last n steps wants them; replicas are slots for copies of hot experts (docs/placement.md).
+    rebalance_every: int = Field(default=0, ge=0, description="experts move every so many steps; 0: never")
+    replicas: int = Field(default=0, ge=0, description="slots of every bank and rank for copies of hot experts")
+
+    @model_validator(mode="after")
+    def _check_placement(self) -> Self:
+        if self.replicas and not self.rebalance_every:
+            raise ValueError(
+                f"mesh.replicas={self.replicas} with mesh.rebalance_every=0: experts get copies when they move; set "
+                "mesh.rebalance_every to the number of steps between two moves"
+            )
+        if self.rebalance_every and self.sharding != "none":
+            raise ValueError(
+                f"mesh.rebalance_every={self.rebalance_every} with mesh.sharding={self.sharding!r}: experts can move where "
+                'their weights are whole on their rank only; use mesh.sharding="none" or mesh.rebalance_every=0'
+            )
+        return self
 
 
 @dataclass(frozen=True)
@@ -138,8 +155,6 @@ def check_runnable(mesh: MeshConfig) -> None:
             f"{', '.join(wanted)}: pipeline, context and tensor parallelism (pp, cp, tp) cannot run yet and must be 1; "
             "spread the run with mesh.ep, mesh.dp_shard and mesh.dp_replicate"
         )
-    if mesh.sharding != "none":
-        raise ValueError(f'mesh.sharding="{mesh.sharding}" cannot run yet; use "none"')
 
 
 def legal_values(mesh: MeshConfig, world_size: int, key: str) -> list[int]:

@@ -1,8 +1,11 @@
-"""Takes a model and spreads it: every rank keeps its block of each bank of experts, and all of the rest.
+"""Takes a model and spreads it: every rank keeps its block of each bank of experts, and all of the rest, or its shard of both.
 
 Everything is applied from outside; the model's code holds no rank. The model is built without storage, cut, and only then filled,
-tensor by tensor from streams that do not depend on the number of ranks.
+tensor by tensor from streams that do not depend on the number of ranks: a rank never holds more than one whole tensor.
 """
+
+from collections.abc import Mapping
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -18,7 +21,8 @@ from .dispatch_setup import build_node_groups
 from .layout import local_experts
 from .mesh import Mesh
 from .process import DEFAULT_TIMEOUT_S
-from .shards import Held, block, hold
+from .sharding import shard_model, what_is_left
+from .shards import Held, block, hold, local_tensor, whole
 
 
 def build_model(
@@ -29,6 +33,8 @@ def build_model(
     backend: str,
     seed: int,
     device: torch.device,
+    sharding: Literal["none", "fsdp"] = "none",
+    precision: torch.dtype = torch.float32,
     overlap_chunks: int = 1,
     check_every: int = 0,
     ranks_per_node: int | None = None,
@@ -37,7 +43,7 @@ def build_model(
     """The model of `config` as this rank holds it, with its starting values, on `device`.
 
     Collective for the hierarchical dispatcher, whose groups (with that timeout) are made here. `ranks_per_node` None: all ranks
-    are on one node.
+    are on one node. `precision`, of the products, matters to sharded weights only: they are cast when they are gathered.
 
     Raises:
         ValueError: the EP degree does not divide a layer's experts, or the dispatcher does not fit the mesh.
@@ -55,7 +61,12 @@ def build_model(
             )  # fmt: skip
     if mesh.layout.world_size > 1:
         model.running = RunningSum(lambda local: _sum_over(mesh.world_group, local))
-    _fill(model, mesh, seed, device)
+    specified = dict(model.named_parameters())
+    held = _keep_own_experts(model, mesh)
+    if sharding == "fsdp":
+        shard_model(model, mesh, precision, chunks=overlap_chunks)
+    model.to_empty(device=device)
+    _fill(model, specified, held, mesh, seed)
     return model
 
 
@@ -69,29 +80,37 @@ def expert_names(model: nn.Module) -> frozenset[str]:
     )
 
 
-def _fill(model: Transformer, mesh: Mesh, seed: int, device: torch.device) -> None:
-    sharded = expert_names(model)
-    for name, parameter in list(model.named_parameters()):
-        value, held = draw(name, parameter, seed), None
-        if name in sharded:
-            held = _own_experts(value.shape, mesh)
-            value = held.boxes[0].cut(value)
-        parameter = nn.Parameter(value.to(device))
-        if held is not None:
-            hold(parameter, held)
+def _keep_own_experts(model: Transformer, mesh: Mesh) -> dict[str, Held]:
+    """Cuts the banks, which have no values yet, to this rank's experts; returns which they are."""
+    found = {}
+    for name in sorted(expert_names(model)):
+        shape = model.get_parameter(name).shape
+        experts = local_experts(mesh.layout, mesh.rank, shape[0])
+        found[name] = block(
+            shape, 0, experts.start, len(experts), ranks_per_copy=mesh.layout.ep, has_experts=True
+        )  # fmt: skip
         owner, _, attribute = name.rpartition(".")
-        setattr(model.get_submodule(owner), attribute, parameter)
-    for name, buffer in list(model.named_buffers()):  # what a router learns without a gradient: all start at zero
-        owner, _, attribute = name.rpartition(".")
-        setattr(model.get_submodule(owner), attribute, torch.zeros_like(buffer, device=device))
+        own = nn.Parameter(torch.empty(len(experts), *shape[1:], device="meta"))
+        setattr(model.get_submodule(owner), attribute, own)
+    return found
+
+
+@torch.no_grad()
+def _fill(
+    model: Transformer, specified: Mapping[str, nn.Parameter], experts: Mapping[str, Held], mesh: Mesh, seed: int
+) -> None:
+    """Draws every tensor whole, by the rule that it was specified with, and keeps of it what this rank holds."""
+    for name, parameter in model.named_parameters():
+        value = draw(name, specified[name], seed)
+        held = what_is_left(experts.get(name) or whole(value.shape), parameter, mesh)
+        for box in held.boxes:
+            box.of(local_tensor(parameter)).copy_(box.cut(value))
+        hold(parameter, held)
+    for buffer in model.buffers():  # what a router learns without a gradient: all start at zero
+        buffer.zero_()
 
 
 def _sum_over(group: dist.ProcessGroup, local: Tensor) -> Tensor:
     total = local.clone()
     dist.all_reduce(total, group=group)
     return total
-
-
-def _own_experts(shape: torch.Size, mesh: Mesh) -> Held:
-    experts = local_experts(mesh.layout, mesh.rank, shape[0])
-    return block(shape, 0, experts.start, len(experts), ranks_per_copy=mesh.layout.ep, has_experts=True)

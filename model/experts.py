@@ -26,6 +26,7 @@ class ExpertMLPs(nn.Module):
     ) -> None:
         super().__init__()
         self.backend, self.activation = backend, activation
+        self.products_dtype: torch.dtype | None = None
         columns = columns_of(d_expert, activation)
         self.w_up = parameter(num_experts, d_model, columns, start=up_start)
         self.w_down = parameter(num_experts, d_expert, d_model, start=down_start)
@@ -34,8 +35,8 @@ class ExpertMLPs(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the products."""
-        return self.w_up.dtype
+        """Of the products; sharded weights are in it once they are gathered."""
+        return self.products_dtype or self.w_up.dtype
 
     def forward(self, x_UD: Tensor, routes: Routes) -> Tensor:
         """(U, D) rows to (num_targets, D) sums of weighted answers."""
@@ -51,12 +52,13 @@ class ExpertLinears(nn.Module):
     def __init__(self, num_experts: int, d_in: int, d_out: int, *, backend: str, start: Start) -> None:
         super().__init__()
         self.backend = backend
+        self.products_dtype: torch.dtype | None = None
         self.weight = parameter(num_experts, d_in, d_out, start=start)
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the products."""
-        return self.weight.dtype
+        """Of the products; sharded weights are in it once they are gathered."""
+        return self.products_dtype or self.weight.dtype
 
     def forward(self, x_UD: Tensor, routes: Routes) -> Tensor:
         """(U, d_in) rows to (num_targets, d_out) sums of weighted answers."""

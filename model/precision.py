@@ -19,7 +19,7 @@ _FULL_PRECISION = ("router", "norm", "halting")  # ends of the names of modules,
 
 def forward_in(model: Transformer, dtype: torch.dtype, tokens_BS: Tensor) -> ModelOutput:
     """model(tokens) with matrix products in `dtype`; float32 is the model as it stands."""
-    if dtype == torch.float32:
+    if dtype == torch.float32 or not model.casts_weights:
         return model(tokens_BS)
     return functional_call(model, cast_weights(model, dtype), (tokens_BS,))
 
@@ -29,11 +29,12 @@ def cast_weights(model: Transformer, dtype: torch.dtype) -> dict[str, Tensor]:
     return {
         name: parameter.to(dtype)
         for name, parameter in model.named_parameters()
-        if _enters_a_product(name)
+        if enters_a_product(name)
     }  # fmt: skip
 
 
-def _enters_a_product(name: str) -> bool:
+def enters_a_product(name: str) -> bool:
+    """Whether the parameter of that name is an operand of a matrix product; all others stay float32."""
     *modules, attribute = name.split(".")
     if any(module.endswith(_FULL_PRECISION) for module in modules):
         return False

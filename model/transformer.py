@@ -136,6 +136,7 @@ class Transformer(nn.Module):
         super().__init__()
         self.config = config
         self.running = RunningSum()
+        self.casts_weights = True  # for a pass in lower precision; sharded weights are cast where they are gathered
         starts = _starts(config)
         self.embedding = parameter(config.vocab_size, config.d_model, start=starts.embedding())
         self.position_embedding = None

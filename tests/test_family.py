@@ -29,7 +29,7 @@ from moebius.train.loop import train
 from moebius.train.loss import micro_batch_loss
 from moebius.train.optim import OptimConfig
 from moebius.train.recipes_family import FAMILY
-from moebius.train.run import split_parameters
+from moebius.train.run import whole_parameters
 
 RANKS, MICRO_BATCH, POSITIONS = 4, 8, 10
 # Drawn per rank or summed in another order of micro-batches: no two layouts would agree.
@@ -99,7 +99,7 @@ def difference_on_ranks(folder: Path, names: tuple[str, ...], dtype: torch.dtype
                     partial(forward_in, model, dtype), rows_of(process.rank), global_sequences=RANKS * MICRO_BATCH
                 )
                 result.loss.backward()
-                GradientReducer(*split_parameters(model), mesh).reduce()
+                GradientReducer(*whole_parameters(model), mesh).reduce()
                 loss = result.loss.detach().double()
                 torch.distributed.all_reduce(loss)
                 worst = abs(loss.item() - expected_loss) / abs(expected_loss)

@@ -2,9 +2,11 @@
 
 import math
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt
+from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 
 
@@ -38,9 +40,16 @@ def learning_rate_at(config: OptimConfig, step: int) -> float:
 
 
 def make_optimizer(config: OptimConfig, parameters: Iterable[Parameter]) -> torch.optim.AdamW:
-    """AdamW over float32 master weights; `foreach` fuses the update over tensors on every device."""
+    """AdamW over float32 master weights; `foreach` fuses the update over the tensors of a group.
+
+    Sharded parameters of one mesh are a group, and so are those that are not sharded: one operation cannot mix them.
+    """
+    groups: dict[Any, list[Parameter]] = {}
+    for parameter in parameters:
+        mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
+        groups.setdefault(mesh, []).append(parameter)
     return torch.optim.AdamW(
-        list(parameters),
+        [{"params": group} for group in groups.values()],
         lr=config.learning_rate,
         betas=(config.beta1, config.beta2),
         eps=config.epsilon,

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from ..data_pipeline.loader import Loader
 from ..distributed.agreement import code_facts, flat_facts, layout_facts, parameter_facts
@@ -17,6 +18,7 @@ from ..distributed.layout import plan_layout
 from ..distributed.mesh import Mesh, build_mesh
 from ..distributed.parallelize import build_model, expert_names
 from ..distributed.process import Process
+from ..distributed.shards import held_of
 from ..model.transformer import Transformer
 from .config import Config, ConfigError
 from .metrics import MetricsLog
@@ -36,8 +38,7 @@ class Run:
     process: Process
     mesh: Mesh
     model: Transformer
-    dense: list[torch.nn.Parameter]  # the same on every rank
-    experts: list[torch.nn.Parameter]  # this rank's block of every bank
+    parameters: list[torch.nn.Parameter]  # what this rank holds of each
     optimizer: torch.optim.AdamW
     reducer: GradientReducer
     checkpoints: Checkpointer
@@ -76,6 +77,7 @@ def assemble(config: Config, run_dir: Path, process: Process) -> Run:
         config.model, mesh, dispatcher=config.mesh.dispatcher, backend=config.kernels.backend,
         seed=config.train.seed, device=process.device, overlap_chunks=config.mesh.overlap_chunks,
         check_every=config.mesh.check_every, ranks_per_node=process.ranks_per_node, timeout_s=process.timeout_s,
+        sharding=config.mesh.sharding, precision=getattr(torch, config.train.precision),
     )  # fmt: skip
     process.agree("model", parameter_facts(model))
     optimizer = make_optimizer(config.optim, model.parameters())
@@ -84,10 +86,9 @@ def assemble(config: Config, run_dir: Path, process: Process) -> Run:
         run_dir / "checkpoints", mesh=mesh, process=process, keep_last=config.checkpoint.keep_last,
         generation=generation, generation_file=run_dir / "generation",
     )  # fmt: skip
-    dense, experts = split_parameters(model)
-    reducer = GradientReducer(dense, experts, mesh)
+    reducer = GradientReducer(*whole_parameters(model), mesh)
     return Run(
-        config, run_dir, process, mesh, model, dense, experts, optimizer, reducer, checkpoints, generation
+        config, run_dir, process, mesh, model, list(model.parameters()), optimizer, reducer, checkpoints, generation
     )  # fmt: skip
 
 
@@ -149,13 +150,17 @@ def write_result(run: Run, state: str) -> None:
         partial_file.replace(run.run_dir / "result.json")
 
 
-def split_parameters(model: Transformer) -> tuple[list[torch.nn.Parameter], list[torch.nn.Parameter]]:
-    """Dense parameters and expert parameters, in the model's order."""
-    sharded = expert_names(model)
-    dense = [parameter for name, parameter in model.named_parameters() if name not in sharded]
-    return dense, [parameter for name, parameter in model.named_parameters() if name in sharded]
+def whole_parameters(model: Transformer) -> tuple[list[torch.nn.Parameter], list[torch.nn.Parameter]]:
+    """Dense parameters and expert parameters, in the model's order, without those that FSDP shards and reduces itself."""
+    dense: list[torch.nn.Parameter] = []
+    experts: list[torch.nn.Parameter] = []
+    banks = expert_names(model)
+    for name, parameter in model.named_parameters():
+        if not isinstance(parameter, DTensor):
+            (experts if name in banks else dense).append(parameter)
+    return dense, experts
 
 
 def count_parameters(run: Run) -> int:
-    """Of the whole model, experts of all ranks included."""
-    return sum(p.numel() for p in run.dense) + run.mesh.layout.ep * sum(p.numel() for p in run.experts)
+    """Of the whole model, whatever this rank holds of it."""
+    return sum(math.prod(held_of(parameter).shape) for parameter in run.parameters)

@@ -13,6 +13,7 @@ from moebius.distributed.gradients import (
 from moebius.distributed.layout import MeshConfig, plan_layout
 from moebius.distributed.mesh import build_mesh
 from moebius.distributed.process import start_process
+from moebius.distributed.shards import block, hold
 
 NUM_EXPERTS = 4
 DENSE_SHAPES = [(3, 5), (7,), (2, 3, 4), (1,)]
@@ -45,7 +46,19 @@ def local_parameters(process, mesh, dtype):
         if not missing(place.expert_replica, index):
             full = gradient((NUM_EXPERTS, *rest), 1, place.expert_replica, index, dtype=dtype)
             experts[-1].grad = full[place.ep * block : (place.ep + 1) * block].clone()
+    hold_experts(experts, mesh)
     return dense, experts
+
+
+def hold_experts(parameters, mesh):
+    """Notes on each that it is the block of the ep index."""
+    for parameter in parameters:
+        rows, *rest = parameter.shape
+        shape = (NUM_EXPERTS, *rest)
+        hold(
+            parameter,
+            block(shape, 0, mesh.coordinates.ep * rows, rows, ranks_per_copy=mesh.layout.ep, has_experts=True),
+        )
 
 
 def expected(world_size, ep, dtype):
@@ -69,7 +82,7 @@ def reduced(ep, dtype, bucket_bytes, max_norm, dp_shard=None):
         dense, experts = local_parameters(process, mesh, dtype)
         GradientReducer(dense, experts, mesh, bucket_bytes=bucket_bytes).reduce()
         grads = [[parameter.grad.clone() for parameter in group] for group in (dense, experts)]
-        norm, flag = clip_gradients(dense, experts, mesh, max_norm=max_norm)
+        norm, flag = clip_gradients([*dense, *experts], mesh, max_norm=max_norm)
         assert not flag
         clipped = [[parameter.grad for parameter in group] for group in (dense, experts)]
         return grads, norm, clipped
@@ -144,6 +157,7 @@ def train_steps(ep, set_to_none, num_steps):
         once = Parameter(torch.ones(2, dtype=torch.float64))
         frozen = Parameter(torch.ones(2, dtype=torch.float64), requires_grad=False)
         experts = Parameter(gradient((NUM_EXPERTS, 6), 8, dtype=torch.float64)[place.ep * block :][:block].clone())
+        hold_experts([experts], mesh)
         rows = gradient((8, 6), 9, dtype=torch.float64)
         mine = rows[process.rank * 8 // process.world_size : (process.rank + 1) * 8 // process.world_size]
         replica = 8 * ep // process.world_size  # rows of an ep group: what the all-to-all would bring to its experts
@@ -156,7 +170,7 @@ def train_steps(ep, set_to_none, num_steps):
             if step == 0:
                 (once.sum() / process.world_size).backward()
             reducer.reduce()
-            clip_gradients([dense, once], [experts], mesh, max_norm=0.3)
+            clip_gradients([dense, once, experts], mesh, max_norm=0.3)
             optimizer.step()
             optimizer.zero_grad(set_to_none=set_to_none)
         assert frozen.grad is None
@@ -182,7 +196,7 @@ def poisoned(ep, bad_rank, where, value):
             tensor = {"dense": dense[1], "experts": experts[1]}[where]
             tensor.grad = torch.full_like(tensor, value)
         GradientReducer(dense, experts, mesh).reduce()
-        norm, raised = global_grad_norm(dense, experts, mesh, flag=process.rank == bad_rank)
+        norm, raised = global_grad_norm([*dense, *experts], mesh, flag=process.rank == bad_rank)
         return bool(norm.isfinite()), raised
 
 

@@ -1,0 +1,165 @@
+"""Weights, gradients and optimizer state sharded over the ranks (FSDP2), fitted to a model that repeats its layers.
+
+Units, each gathered and freed as one: every layer of the group (its dense weights, over fsdp), every bank of experts in it
+(over efsdp: their ep group holds the other experts), the head, and the embedding with what is left. With dp_replicate > 1 a
+shard exists once per replica (HSDP) and its gradient is summed over them. Weights are kept, updated and reduced in float32;
+they are cast to the products' precision before they are gathered, which halves the bytes. What does not enter a matrix product
+(norms, routers, biases) is small and needed in float32: it stays whole on every rank, and gradients.py sums its gradients.
+
+FSDP would gather a unit at each of its calls: R times per pass for a layer that R depth steps use. Here a unit that is used
+more than once stays gathered from its first call of a forward pass to its last call of the backward pass, so each is gathered
+once per pass and its gradient reduced once. A layer that nothing repeats (R = 1) is freed after its forward call and gathered
+again for the backward, as FSDP does. While a unit computes, the next one's weights are on their way.
+
+Every reduction is a SUM: the loss is already divided by the number of tokens of the world.
+"""
+
+import itertools
+from collections.abc import Iterator
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard
+from torch.utils.hooks import RemovableHandle
+
+from ..model.moe import SparseLayer
+from ..model.precision import enters_a_product
+from ..model.transformer import Transformer
+from .mesh import Mesh
+from .shards import Held, narrowed
+
+
+def shard_model(model: Transformer, mesh: Mesh, dtype: torch.dtype, *, chunks: int = 1) -> None:
+    """Spreads the weights of a model that has no values yet (on the meta device); products are computed in `dtype`.
+
+    Its parameters are DTensors from here on, those that stay whole excepted. `chunks`: how often a bank is called per use.
+    """
+    whole = {
+        parameter
+        for name, parameter in model.named_parameters()
+        if not enters_a_product(name) and not name.endswith("embedding")
+    }
+    products = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    exact = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
+    dense, experts = _mesh_over(mesh, "fsdp"), _mesh_over(mesh, "efsdp")
+    repeated = model.config.num_repeats > 1
+    banks_of = [
+        [layer.experts for layer in member.modules() if isinstance(layer, SparseLayer)] for member in model.group
+    ]
+    for member, banks in zip(model.group, banks_of, strict=True):
+        for bank in banks:
+            _shard(bank, experts, products, whole, free=not repeated and chunks == 1)
+            bank.products_dtype = dtype
+        _shard(member, dense, products, whole, free=not repeated)
+    _shard(model.head, dense, products, whole, free=False)
+    _shard(model, dense, exact, whole, free=False)
+    model.casts_weights = False
+    _prefetch(model, banks_of)
+    _Passes(model, list(_units(model)))
+
+
+def what_is_left(held: Held, parameter: nn.Parameter, mesh: Mesh) -> Held:
+    """What a rank holds of a parameter whose group holds `held`."""
+    if not isinstance(parameter, DTensor):
+        return held
+    [dim] = [placement.dim for placement in parameter.placements if isinstance(placement, Shard)]
+    axis = "efsdp" if held.has_experts else "fsdp"
+    ranks, place = mesh.group(axis).size(), mesh.group(axis).rank()
+    share = -(-parameter.shape[dim] // ranks)  # as torch.chunk: the last ranks may have less, or nothing
+    local = parameter.to_local().shape[dim]
+    layout = mesh.layout
+    return narrowed(held, dim, min(place * share, parameter.shape[dim]), local, ranks_per_copy=layout.efsdp * layout.ep)
+
+
+def _mesh_over(mesh: Mesh, axis: str) -> DeviceMesh:
+    axes = (axis,) if mesh.layout.dp_replicate == 1 else ("dp_replicate", axis)
+    return mesh.device_mesh(*axes)
+
+
+def _shard(
+    module: nn.Module, over: DeviceMesh, policy: MixedPrecisionPolicy, whole: set[nn.Parameter], *, free: bool
+) -> None:
+    own = {
+        parameter for parameter in module.parameters() if parameter not in whole and not isinstance(parameter, DTensor)
+    }
+    if not own:
+        return
+    num_ranks = over.size(over.ndim - 1)
+    unit = fully_shard(
+        module, mesh=over, reshard_after_forward=free, mp_policy=policy, ignored_params=whole & set(module.parameters()),
+        shard_placement_fn=lambda parameter: _dim_to_cut(parameter, num_ranks),
+    )  # fmt: skip
+    # In this order: a divide factor alone becomes a scaled sum, which Gloo has not.
+    unit.set_force_sum_reduction_for_comms(True)
+    unit.set_gradient_divide_factor(1.0)
+
+
+def _dim_to_cut(parameter: nn.Parameter, num_ranks: int) -> Shard:
+    """The first, or with fewer rows than ranks the first that can be cut evenly, which FSDP demands of all but the first."""
+    if parameter.shape[0] < num_ranks:
+        for dim, size in enumerate(parameter.shape):
+            if size % num_ranks == 0:
+                return Shard(dim)
+    return Shard(0)
+
+
+def _units(model: nn.Module) -> Iterator[FSDPModule]:
+    return (module for module in model.modules() if isinstance(module, FSDPModule))
+
+
+def _prefetch(model: Transformer, banks_of: list[list[Any]]) -> None:
+    """While a member of the group begins, its banks and the next member are gathered; in the backward, the one before."""
+    order = [[*banks, member] for member, banks in zip(model.group, banks_of, strict=True)] + [[model.head]]
+    sharded = [[unit for unit in stage if isinstance(unit, FSDPModule)] for stage in order]
+    for stage, following in itertools.pairwise(sharded):
+        if not stage:
+            continue
+        *banks, member = stage
+        member.set_modules_to_forward_prefetch([*banks, *reversed(following)])
+        last = following[-1] if following else None
+        if last is not None:
+            last.set_modules_to_backward_prefetch([member, *banks])
+
+
+class _Passes:
+    """Frees a unit when its last use of a backward pass is over, whatever the number of its calls, and after evaluation.
+
+    FSDP asks, as the backward of a call begins, whether to free the unit after that; the answer is yes for the last only.
+    """
+
+    def __init__(self, model: Transformer, units: list[FSDPModule]) -> None:
+        self._units = units
+        self._open = dict.fromkeys(units, 0)  # calls whose backward has not begun
+        for unit in units:
+            cast(nn.Module, unit).register_forward_hook(self._count)
+        self._handle: RemovableHandle = model.register_forward_pre_hook(self._begin, prepend=True)
+        model.register_forward_hook(self._end)
+
+    def _begin(self, model: nn.Module, inputs: Any) -> None:
+        for unit in self._units:
+            unit.reshard()  # whatever a pass without a backward has left: it would be stale after an update
+            self._open[unit] = 0
+
+    def _end(self, model: nn.Module, inputs: Any, output: Any) -> None:
+        if not torch.is_grad_enabled():
+            for unit in self._units:
+                unit.reshard()
+
+    def _count(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        tensor = output[0] if isinstance(output, tuple) else output
+        if not isinstance(tensor, Tensor) or not tensor.requires_grad or _in_backward():
+            return  # a recomputation is no call of its own
+        unit = cast(FSDPModule, module)
+        self._open[unit] += 1
+        tensor.register_hook(lambda gradient: self._leave(unit))
+
+    def _leave(self, unit: FSDPModule) -> None:
+        self._open[unit] -= 1
+        unit.set_reshard_after_backward(self._open[unit] == 0, recurse=False)
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1

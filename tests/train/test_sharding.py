@@ -1,0 +1,165 @@
+"""FSDP: sharded weights make the same steps as whole ones, each is gathered once per pass, and checkpoints fit every layout."""
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from world import run_ranks
+
+from moebius.data_pipeline.config import DataConfig
+from moebius.data_pipeline.prepare import prepare
+from moebius.distributed.checkpoint_files import read_meta
+from moebius.distributed.parallelize import build_model
+from moebius.distributed.process import start_process
+from moebius.distributed.shards import Held, held_of, local_tensor
+from moebius.model.config import ModelConfig
+from moebius.model.router_sigmoid import SigmoidConfig
+from moebius.train.config import CheckpointConfig, Config, MeshConfig, TrainConfig
+from moebius.train.evaluate import evaluate
+from moebius.train.loop import step, train
+from moebius.train.optim import OptimConfig
+from moebius.train.recipes_family import FAMILY
+from moebius.train.run import assemble, open_loader
+
+MODEL = ModelConfig(
+    vocab_size=257, d_model=24, num_layers=4, group_size=2, num_heads=2, d_head=12, num_attention_experts=4,
+    attention_top_k=2, num_experts=8, router=SigmoidConfig(top_k=3), d_expert=16,
+)  # fmt: skip
+MODELS = {
+    "repeated": MODEL,
+    "not_repeated": MODEL.model_copy(update={"group_size": 4}),
+    "dense": ModelConfig(
+        vocab_size=257, d_model=24, num_layers=2, group_size=2, num_heads=2, d_head=12, feed_forward="dense", attention="dense",
+        d_feed_forward=40, norm="pre",
+    ),
+    "halting": FAMILY["sut"][1]().model.model_copy(
+        update={"vocab_size": 257, "d_model": 24, "num_layers": 3, "num_heads": 2, "d_head": 12, "d_expert": 16}
+    ),
+    "few_experts": MODEL.model_copy(update={"num_experts": 2, "num_attention_experts": 2, "router": SigmoidConfig(top_k=1)}),
+}  # fmt: skip
+# world, mesh: experts over efsdp 4, 2 and 1; with and without replicas
+SHARDED = [
+    (4, {"dp_shard": 4}),
+    (4, {"ep": 2, "dp_shard": 4}),
+    (4, {"ep": 2, "dp_replicate": 2}),
+    (4, {"ep": 4}),
+    (2, {"dp_shard": 2}),
+]
+
+
+def make_config(data: Path, model: str = "repeated", **changes: dict) -> Config:
+    sections: dict[str, dict] = {
+        "train": {"steps": 6, "global_batch": 8, "micro_batch": 2, "eval_every": 3, "eval_rows": 10},
+        "checkpoint": {"every": 3},
+        "mesh": {},
+    }
+    sections = {name: values | changes.get(name, {}) for name, values in sections.items()}
+    return Config(
+        model=MODELS[model], mesh=MeshConfig(**sections["mesh"]), checkpoint=CheckpointConfig(**sections["checkpoint"]),
+        data=DataConfig(tokenizer="bytes", vocab_size=257, seq_len=16, validation_fraction=0.2, directory=str(data)),
+        optim=OptimConfig(learning_rate=3e-3, warmup_steps=3, decay_steps=20, clip_norm=1.0),
+        train=TrainConfig(**sections["train"]),
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("data")
+    words = np.random.default_rng(0).choice(["one", "two", "three", "many", "band", "expert", "route"], size=(60, 30))
+    text = folder / "text.jsonl"
+    text.write_text("".join(json.dumps({"text": " ".join(line)}) + "\n" for line in words), encoding="utf-8")
+    config = DataConfig(input=(str(text),), tokenizer="bytes", vocab_size=257, validation_fraction=0.2)
+    prepare(config, folder / "shards")
+    return folder / "shards"
+
+
+Parts = dict[str, tuple[Held, Tensor]]
+
+
+def sgd_steps(config: Config, run_dir: Path) -> tuple[list[float], float, Parts, Parts]:
+    """Losses, validation loss, first gradients and weights of two steps of SGD with rate 1: a wrong scale shows."""
+    with start_process("cpu", timeout_s=30) as process:
+        run = assemble(config, run_dir, process)
+        run.optimizer = torch.optim.SGD(run.model.parameters(), lr=1.0, foreach=False)  # type: ignore[assignment]
+        losses, gradients = [], {}
+        with open_loader(run, None) as loader:
+            for _ in range(2):
+                taken = step(run, next(loader), 1.0)
+                losses += [taken.meter.reduce()["loss"].item(), taken.grad_norm]
+                gradients = gradients or parts(run.model, gradient=True)
+        validation = evaluate(run.model, config, process).loss
+        return losses, validation, gradients, parts(run.model)
+
+
+def parts(model: torch.nn.Module, *, gradient: bool = False) -> Parts:
+    return {
+        name: (held_of(p), local_tensor(p.grad if gradient else p.detach()).clone())  # type: ignore[arg-type]
+        for name, p in model.named_parameters()
+    }  # fmt: skip
+
+
+def joined(ranks: list[Parts]) -> dict[str, Tensor]:
+    """Whole tensors from what the ranks hold; every element must have come, and all copies be the same."""
+    out = {}
+    for name, (first, _) in ranks[0].items():
+        whole, counts = torch.full(first.shape, torch.nan), torch.zeros(first.shape)
+        for held, memory in (parts[name] for parts in ranks):
+            assert memory.numel() == sum(np.prod(box.sizes) for box in held.boxes)
+            for box in held.boxes:
+                at = tuple(slice(start, start + size) for start, size in zip(box.offsets, box.sizes, strict=True))
+                view = box.of(memory)
+                if name != "group.0.norm":
+                    assert torch.equal(torch.where(counts[at] > 0, whole[at], view), view), name
+                whole[at] = view
+                counts[at] += 1
+        assert (counts == len(ranks) // first.ranks_per_copy).all(), name
+        out[name] = whole
+    return out
+
+
+@pytest.fixture(scope="module")
+def on_one_rank(data: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], tuple]:
+    """What one rank finds, for every model and precision asked for."""
+    found: dict[tuple[str, str], tuple] = {}
+
+    class Lazy(dict):
+        def __missing__(self, key: tuple[str, str]) -> tuple:
+            model, precision = key
+            config = make_config(data, model, train={"micro_batch": 8, "precision": precision})
+            self[key] = run_ranks(sgd_steps, 1, config, tmp_path_factory.mktemp(model))[0]
+            return self[key]
+
+    return Lazy(found)
+
+
+def compare(config: Config, world: int, run_dir: Path, expected: tuple, tolerance: float) -> None:
+    results = run_ranks(sgd_steps, world, config, run_dir)
+    for losses, validation, *_ in results:
+        assert losses == pytest.approx(expected[0], rel=tolerance)
+        assert validation == pytest.approx(expected[1], rel=tolerance)
+    for index in (2, 3):
+        ours, theirs = joined([result[index] for result in results]), joined([expected[index]])
+        for name, tensor in theirs.items():
+            difference = ((ours[name] - tensor).norm() / (tensor.norm() + 1e-9)).item()
+            assert difference < tolerance * 10, (name, index, difference)
+
+
+@pytest.mark.parametrize(("world", "mesh"), SHARDED)
+def test_sharded_weights_make_the_same_steps(
+    world: int, mesh: dict, data: Path, tmp_path: Path, on_one_rank: dict
+) -> None:
+    config = make_config(data, mesh=mesh | {"sharding": "fsdp"})
+    compare(config, world, tmp_path, on_one_rank["repeated", "float32"], 1e-5)
+
+
+@pytest.mark.parametrize("model", ["not_repeated", "dense", "halting", "few_experts"])
+def test_every_kind_of_model_can_be_sharded(model: str, data: Path, tmp_path: Path, on_one_rank: dict) -> None:
+    mesh = {"dp_shard": 4, "ep": 1 if model in ("dense", "few_experts") else 2}
+    config = make_config(data, model, mesh=mesh | {"sharding": "fsdp", "overlap_chunks": 1 + (model == "not_repeated")})
+    compare(config, 4, tmp_path, on_one_rank[model, "float32"], 1e-5)
