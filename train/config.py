@@ -17,6 +17,7 @@ from ..data_pipeline.config import DataConfig
 from ..distributed.layout import MeshConfig, check_experts, check_runnable, plan_layout
 from ..kernels.backend import KernelConfig
 from ..model.config import HaltingConfig, ModelConfig
+from ..model.recompute import Recompute
 from ..model.routers import ROUTERS
 from .optim import OptimConfig
 
@@ -38,6 +39,8 @@ class TrainConfig(BaseModel):
     precision: Literal["float32", "bfloat16"] = (
         "float32"  # of the matrix products; model/precision.py says what stays float32
     )
+    # Activations of every depth step that are made again in the backward pass instead of being kept (model/recompute.py).
+    recompute: Recompute = "none"
     device: Literal["auto", "cpu", "cuda"] = "auto"
     seed: int = 0
     log_every: PositiveInt = 1

@@ -79,6 +79,7 @@ def assemble(config: Config, run_dir: Path, process: Process) -> Run:
         check_every=config.mesh.check_every, ranks_per_node=process.ranks_per_node, timeout_s=process.timeout_s,
         sharding=config.mesh.sharding, precision=getattr(torch, config.train.precision),
     )  # fmt: skip
+    model.recompute_layers(config.train.recompute)
     process.agree("model", parameter_facts(model))
     optimizer = make_optimizer(config.optim, model.parameters())
     allocate_moments(model, optimizer)
