@@ -13,7 +13,8 @@ What the host needs to launch a step's operations one by one (`host_s`) is not i
 
 Assumed of the trainer, as it is built: gradients of unsharded weights are summed after the backward pass, in float32, and
 nothing hides that; rows travel in the precision of the products; one exchange in each direction per bank and use, in the
-forward and again in the backward pass; selective recomputation keeps what travelled, full recomputation sends it once more.
+forward and again in the backward pass. Recomputation (model/recompute.py) keeps decisions; selective keeps also what travelled, and
+full sends it once more.
 
 Bytes per weight: 4 of its float32 master, 8 of Adam's moments, 4 of its gradient, and of what the products read and leave
 behind 2 + 2 in bfloat16: 18 or 20 before sharding. Unsharded gradients have a second copy in the buckets that are summed.
@@ -239,7 +240,6 @@ def _exchanges(setting: Setting, choice: Choice, quantile: str) -> Iterator[Coll
     crosses = neighbours(choice.ep, setting.hardware.ranks_per_node) < choice.ep
     for bank, uses in setting.workload.uses:
         skew = setting.skew.factor(bank, choice.ep).at(quantile)
-        forward = choice.recompute == "full"
         counted = 0.0 if bank.balanced else setting.hardware.host_sync_s + _counts_s(setting, choice)
         for number, direction in enumerate((to_experts, home)):
             num_bytes, seconds = exchange_cost(
@@ -252,7 +252,7 @@ def _exchanges(setting: Setting, choice: Choice, quantile: str) -> Iterator[Coll
         if counted:
             yield Collective(
                 f"{bank.kind} counts", "all_to_all", choice.ep, crosses,
-                uses * (2 if forward else 1), 8.0 * bank.total_experts, counted,
+                uses, 8.0 * bank.total_experts, counted,
             )  # fmt: skip
 
 
@@ -404,11 +404,9 @@ def _activations(setting: Setting, choice: Choice) -> tuple[float, float]:
     if choice.recompute == "none":
         return tokens * dense, tokens * (routed + buffers)
     kept = work.num_layers * 4 * work.d_model  # the residual stream, float32, in front of every depth step
-    travelled = 0.0
-    if choice.recompute == "selective":
-        travelled = sum(uses * _travelled_bytes(setting, choice, bank) for bank, uses in work.uses)
+    kept_routed = sum(uses * _kept_bytes(setting, choice, bank) for bank, uses in work.uses)
     one = 1 / work.num_layers  # the depth step that is being recomputed
-    return tokens * (kept + one * dense), tokens * (travelled + one * routed + buffers)
+    return tokens * (kept + one * dense), tokens * (kept_routed + one * routed + buffers)
 
 
 def _received(setting: Setting, choice: Choice, bank: Bank, way: Callable[[Bank, int], Direction]) -> float:
@@ -429,11 +427,13 @@ def _routed_bytes(setting: Setting, choice: Choice, bank: Bank) -> float:
     return kept + (_received(setting, choice, bank, to_experts) if choice.ep > 1 else 0.0)
 
 
-def _travelled_bytes(setting: Setting, choice: Choice, bank: Bank) -> float:
-    """What selective recomputation keeps: decisions, rows that came, answers that came home."""
-    decisions = 12 * bank.routes  # expert (int64) and gate weight (float32)
+def _kept_bytes(setting: Setting, choice: Choice, bank: Bank) -> float:
+    """What recomputation keeps: decisions; selective also what came from elsewhere, rows and sums of answers."""
+    decisions = 8 * bank.routes  # the expert
+    if choice.recompute == "full" or choice.ep == 1:
+        return decisions
     answers = bank.units(bank.target) * bank.d_out * setting.workload.bytes_per_element
-    return decisions + answers + (_received(setting, choice, bank, to_experts) if choice.ep > 1 else 0.0)
+    return decisions + answers + _received(setting, choice, bank, to_experts)
 
 
 def _buffer_bytes(setting: Setting, choice: Choice, bank: Bank) -> float:
