@@ -61,7 +61,7 @@ class MeshConfig(BaseModel):
     check_every: int = Field(
         default=0, ge=0, description="every n-th pass of a sparse layer checks its exchanges; 0: none, 1: each"
     )
-    # Experts move to where the load of the last n steps wants them; replicas are slots for copies of hot experts (docs/placement.md).
+    # Experts move to where the load of the last n steps wants them, hot ones into several slots (docs/placement.md).
     rebalance_every: int = Field(default=0, ge=0, description="experts move every so many steps; 0: never")
     replicas: int = Field(default=0, ge=0, description="slots of every bank and rank for copies of hot experts")
 

@@ -8,7 +8,7 @@ ranks, so no rank ever takes part in a collective alone. `cluster/` starts it, o
 
 import math
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
@@ -25,7 +25,7 @@ from .loss import micro_batch_loss
 from .metrics import MetricsLog, StepMeter, exchange_metrics, expert_metrics
 from .optim import learning_rate_at
 from .routing_trace import StepTrace
-from .run import Run, assemble, open_loader, open_log, resume, write_result
+from .run import Run, assemble, open_loader, open_log, resume, whole_parameters, write_result
 from .state import seed_micro_batch, state_tensors
 
 
@@ -68,6 +68,7 @@ def run_steps(run: Run, loader: Loader, log: MetricsLog) -> str:
         if first or done or taken.stop or due(run.progress.step, config.train.log_every):
             log_step(run, log, taken, batch, clock.read(waited_s=loader.wait_s))
             clock, first = Clock(waited_s=loader.wait_s), False
+        move_experts(run, taken, log)
         if taken.stop or done or due(run.progress.step, config.checkpoint.every):
             save(run, loader)
         if taken.stop and not done:
@@ -162,6 +163,15 @@ def log_step(run: Run, log: MetricsLog, taken: Taken, batch: Batch, times: tuple
     )  # fmt: skip
 
 
+def move_experts(run: Run, taken: Taken, log: MetricsLog) -> None:
+    """Brings the experts to where the load wants them, every `mesh.rebalance_every` steps."""
+    run.placement.count(taken.meter.loads())
+    moved = run.placement.decide(run.progress.step)
+    if moved is not None:
+        run.reducer = run.placement.make_reducer(*whole_parameters(run.model))
+        log.write("placement", run.progress.step, **asdict(moved))
+
+
 def log_evaluation(run: Run, log: MetricsLog) -> None:
     """Validation loss now."""
     run.model.before_step(run.progress.step)  # a router that follows a schedule is judged as the next step would use it
@@ -175,6 +185,7 @@ def save(run: Run, loader: Loader) -> None:
         "progress": run.progress.as_dict(),
         "data": {"spec_hash": loader.spec_hash, "spec": loader.spec},
         "config": run.config.model_dump(mode="json"),
+        "experts": run.placement.as_dict(),
     }
     run.checkpoints.save(run.progress.step, *state_tensors(run.model, run.optimizer), meta)
 

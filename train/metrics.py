@@ -40,6 +40,10 @@ class StepMeter:
             self._accumulate(f"{kind}/wanted", load.wanted_L)
             self._accumulate(f"{kind}/gates", load.gate_sum_L)
 
+    def loads(self) -> dict[str, Tensor]:
+        """(L, E) routes of this rank so far, by kind of router."""
+        return {kind: self._sums[f"{kind}/load"] for kind in LOAD_KINDS if f"{kind}/load" in self._sums}
+
     def count_exchanges(self, before: dict[str, Counters], after: dict[str, Counters]) -> None:
         """Takes in what travelled in the step, by the names of the sparse layers."""
         self._exchanges = {name: counters.since(before[name]) for name, counters in after.items()}

@@ -12,15 +12,17 @@ from torch.distributed.tensor import DTensor
 
 from ..data_pipeline.loader import Loader
 from ..distributed.agreement import code_facts, flat_facts, layout_facts, parameter_facts
-from ..distributed.checkpoint import Checkpointer, latest_for_all, load
+from ..distributed.checkpoint import Checkpointer, latest_for_all, load, read_meta
 from ..distributed.gradients import GradientReducer
 from ..distributed.layout import plan_layout
 from ..distributed.mesh import Mesh, build_mesh
 from ..distributed.parallelize import build_model, expert_names
 from ..distributed.process import Process
+from ..distributed.replicas import CopyReducer
 from ..distributed.shards import held_of
 from ..model.transformer import Transformer
 from .config import Config, ConfigError
+from .expert_placement import ExpertPlacement
 from .metrics import MetricsLog
 from .optim import make_optimizer
 from .state import Progress, allocate_moments, set_updates, state_tensors
@@ -40,7 +42,8 @@ class Run:
     model: Transformer
     parameters: list[torch.nn.Parameter]  # what this rank holds of each
     optimizer: torch.optim.AdamW
-    reducer: GradientReducer
+    placement: ExpertPlacement
+    reducer: GradientReducer | CopyReducer
     checkpoints: Checkpointer
     generation: int
     progress: Progress = field(default_factory=Progress)
@@ -87,9 +90,11 @@ def assemble(config: Config, run_dir: Path, process: Process) -> Run:
         run_dir / "checkpoints", mesh=mesh, process=process, keep_last=config.checkpoint.keep_last,
         generation=generation, generation_file=run_dir / "generation",
     )  # fmt: skip
-    reducer = GradientReducer(*whole_parameters(model), mesh)
+    placement = ExpertPlacement(config.mesh, model, optimizer, mesh)
+    reducer = placement.make_reducer(*whole_parameters(model))
     return Run(
-        config, run_dir, process, mesh, model, list(model.parameters()), optimizer, reducer, checkpoints, generation
+        config, run_dir, process, mesh, model, list(model.parameters()), optimizer, placement, reducer, checkpoints,
+        generation,
     )  # fmt: skip
 
 
@@ -112,6 +117,8 @@ def resume(run: Run) -> dict[str, Any] | None:
     """Continues from the newest checkpoint of the run folder, if there is one; returns its position in the data."""
     newest, position = latest_for_all(run.run_dir / "checkpoints", run.mesh), None
     if newest is not None:
+        run.placement.restore(read_meta(newest).meta.get("experts", {}))
+        run.reducer = run.placement.make_reducer(*whole_parameters(run.model))
         meta = load(newest, *state_tensors(run.model, run.optimizer), mesh=run.mesh)
         run.progress, position = Progress(**meta["progress"]), meta["data"]
         set_updates(run.model, run.optimizer, run.progress.updates)

@@ -1,0 +1,202 @@
+"""Experts that move while a run trains: the same losses and weights, copies stay equal, and resume as if nothing had moved."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from world import run_ranks
+
+from moebius.data_pipeline.config import DataConfig
+from moebius.data_pipeline.prepare import prepare
+from moebius.distributed.checkpoint import load
+from moebius.distributed.checkpoint_files import latest, read_meta, verify
+from moebius.distributed.layout import MeshConfig
+from moebius.distributed.moving import banks_of, homes_of
+from moebius.distributed.process import start_process
+from moebius.model.config import ModelConfig
+from moebius.model.router_sigmoid import SigmoidConfig
+from moebius.model.transformer import Transformer
+from moebius.train.config import CheckpointConfig, Config, TrainConfig
+from moebius.train.loop import move_experts, step, train
+from moebius.train.metrics import MetricsLog
+from moebius.train.optim import OptimConfig
+from moebius.train.run import assemble, open_loader
+from moebius.train.state import allocate_moments, state_tensors
+
+# Seven and six experts: no EP degree but 1 divides both. No balancing loss, so that some experts get hot.
+MODEL = ModelConfig(
+    vocab_size=257, d_model=24, num_layers=4, group_size=2, num_heads=2, d_head=12, num_attention_experts=3,
+    attention_top_k=2, num_experts=7, router=SigmoidConfig(top_k=3, balance=0.0), d_expert=16, attention_balance=0.0,
+)  # fmt: skip
+STEPS = 7
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("data")
+    words = np.random.default_rng(0).choice(["one", "two", "three", "many", "band", "expert", "route"], size=(60, 30))
+    text = folder / "text.jsonl"
+    text.write_text("".join(json.dumps({"text": " ".join(line)}) + "\n" for line in words), encoding="utf-8")
+    config = DataConfig(input=(str(text),), tokenizer="bytes", vocab_size=257, validation_fraction=0.2)
+    prepare(config, folder / "shards")
+    return folder / "shards"
+
+
+def make_config(data: Path, *, steps: int = STEPS, clip_norm: float = 1e9, **mesh: object) -> Config:
+    return Config(
+        model=MODEL,
+        data=DataConfig(tokenizer="bytes", vocab_size=257, seq_len=24, validation_fraction=0.2, directory=str(data)),
+        optim=OptimConfig(learning_rate=3e-3, warmup_steps=3, decay_steps=20, clip_norm=clip_norm),
+        train=TrainConfig(steps=steps, global_batch=8, micro_batch=2, eval_rows=10),
+        checkpoint=CheckpointConfig(every=0),
+        mesh=MeshConfig.model_validate(mesh),
+    )
+
+
+def run_training(config: Config, run_dir: Path) -> str:
+    run_dir.mkdir(parents=True, exist_ok=True)
+    return train(config, run_dir)
+
+
+def run_of(config: Config, world: int, run_dir: Path) -> dict[str, list]:
+    """A column per figure of the train lines, and of the moves."""
+    assert run_ranks(run_training, world, config, run_dir) == ["finished"] * world
+    found = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    columns = {name: [line[name] for line in found if line["kind"] == "train"] for name in ("loss", "grad_norm")}
+    return columns | {"moves": [line for line in found if line["kind"] == "placement"]}
+
+
+def final_state(run_dir: Path) -> dict[str, Tensor]:
+    model = Transformer(MODEL)
+    optimizer = torch.optim.AdamW(model.parameters())
+    allocate_moments(model, optimizer)
+    path = latest(run_dir / "checkpoints")
+    assert path is not None
+    verify(path)
+    tensors, held = state_tensors(model, optimizer)
+    load(path, tensors, held)
+    return tensors
+
+
+def same_state(one: Path, other: Path) -> list[str]:
+    """Names of the tensors that differ in any bit."""
+    first, second = final_state(one), final_state(other)
+    return [name for name in first if not torch.equal(first[name], second[name])]
+
+
+@pytest.mark.parametrize("ep", [2, 4])
+def test_moving_experts_changes_no_bit(ep: int, data: Path, tmp_path: Path) -> None:
+    mesh = {"ep": ep, "dispatcher": "alltoall"}
+    still = run_of(make_config(data, **mesh), 4, tmp_path / "still")
+    moving = run_of(make_config(data, rebalance_every=2, **mesh), 4, tmp_path / "moving")
+    assert still["moves"] == []
+    assert [line["step"] for line in moving["moves"]] == [2, 4, 6]
+    assert sum(line["moved_experts"] for line in moving["moves"]) > 5
+    assert all(line["hottest_after"] <= line["hottest_before"] for line in moving["moves"])
+    assert moving["moves"][0]["hottest_after"] < moving["moves"][0]["hottest_before"]
+    assert moving["loss"] == still["loss"]
+    assert same_state(tmp_path / "still", tmp_path / "moving") == []
+    newest = latest(tmp_path / "moving" / "checkpoints")
+    assert newest is not None
+    homes = read_meta(newest).meta["experts"]
+    assert any(bank["homes"]["slot_of_expert"] is not None for bank in homes.values())
+
+
+@pytest.mark.parametrize("dispatcher", ["dedup", "allgather", "alltoall"])
+def test_copies_change_losses_by_rounding_alone(dispatcher: str, data: Path, tmp_path: Path) -> None:
+    mesh = {"ep": 4 if dispatcher == "alltoall" else 2, "dispatcher": dispatcher}
+    still = run_of(make_config(data, clip_norm=0.5, **mesh), 4, tmp_path / "still")
+    moving = run_of(make_config(data, clip_norm=0.5, rebalance_every=2, replicas=1, **mesh), 4, tmp_path / "moving")
+    assert moving["moves"][0]["moved_experts"] > 0
+    assert moving["loss"] == pytest.approx(still["loss"], rel=1e-5)
+    assert moving["grad_norm"] == pytest.approx(still["grad_norm"], rel=1e-4)  # each expert counted once
+    first, second = final_state(tmp_path / "still"), final_state(tmp_path / "moving")
+    for name, tensor in first.items():
+        assert (tensor - second[name]).norm() <= 2e-3 * tensor.norm(), name
+
+
+def copies_after_steps(config: Config, run_dir: Path) -> tuple[int, list[str]]:
+    """How many copies of experts there are, and which tensors are not the same in all copies and replicas, in any bit."""
+    with start_process("cpu", timeout_s=30) as process:
+        run = assemble(config, run_dir, process)
+        log = MetricsLog(run_dir, active=False, first_step=1)
+        before = {id(parameter) for parameter in run.optimizer.state}
+        with open_loader(run, None) as loader:
+            for _ in range(STEPS):
+                move_experts(run, step(run, next(loader), 1e-3), log)
+        assert {id(parameter) for parameter in run.model.parameters()} == before == set(map(id, run.optimizer.state))
+        homes, unlike, copies = homes_of(run.model), [], 0
+        for name, bank in banks_of(run.model).items():
+            copies += len(homes[name].copies)
+            for parameter_name, parameter in bank.experts.named_parameters():
+                state = run.optimizer.state[parameter]
+                own = {"weight": parameter.detach(), **{key: state[key] for key in ("exp_avg", "exp_avg_sq")}}
+                everywhere: list = [None] * process.world_size
+                dist.all_gather_object(everywhere, own)
+                for expert, slots in enumerate(homes[name].slots_E):
+                    held = [
+                        (rank, slot - homes[name].own_slots(rank % config.mesh.ep).start)
+                        for rank in range(process.world_size)
+                        for slot in slots
+                        if slot in homes[name].own_slots(rank % config.mesh.ep)
+                    ]
+                    assert len(held) == len(slots) * process.world_size // config.mesh.ep
+                    for key in own:
+                        rows = [everywhere[rank][key][local] for rank, local in held]
+                        if not all(torch.equal(rows[0], row) for row in rows):
+                            unlike.append(f"{name}.{parameter_name} {key} of expert {expert}")
+                        assert rows[0].abs().sum() > 0 or key != "weight"
+        return copies, unlike
+
+
+@pytest.mark.parametrize(("ep", "replicas"), [(2, 1), (4, 1), (4, 2)])
+def test_copies_stay_equal_bit_for_bit(ep: int, replicas: int, data: Path, tmp_path: Path) -> None:
+    config = make_config(data, ep=ep, rebalance_every=3, replicas=replicas)
+    for copies, unlike in run_ranks(copies_after_steps, 4, config, tmp_path):
+        assert copies >= replicas * ep
+        assert unlike == []
+
+
+@pytest.mark.parametrize("replicas", [0, 1])
+def test_resumed_equals_uninterrupted_bit_for_bit(replicas: int, data: Path, tmp_path: Path) -> None:
+    """Stopped between two moves: the homes come back, and with them the counts for the next move."""
+    mesh = {"ep": 4, "rebalance_every": 3, "replicas": replicas}
+    whole = run_of(make_config(data, **mesh), 4, tmp_path / "whole")
+    run_of(make_config(data, steps=4, **mesh), 4, tmp_path / "cut")
+    cut = run_of(make_config(data, **mesh), 4, tmp_path / "cut")
+    assert cut["loss"] == whole["loss"]
+    timeless = [[{**line, "time": 0, "seconds": 0} for line in run["moves"]] for run in (whole, cut)]
+    assert timeless[0] == timeless[1]
+    assert len(timeless[0]) == 2
+    assert same_state(tmp_path / "whole", tmp_path / "cut") == []
+
+
+@pytest.mark.parametrize(("world", "ep"), [(1, 1), (4, 2), (4, 4)])
+def test_a_placed_checkpoint_is_read_on_any_layout(world: int, ep: int, data: Path, tmp_path: Path) -> None:
+    straight = run_of(make_config(data), 1, tmp_path / "straight")
+    run_of(make_config(data, steps=4, ep=4, rebalance_every=2, replicas=1), 4, tmp_path / "moved")
+    moved = run_of(make_config(data, ep=ep, rebalance_every=3), world, tmp_path / "moved")
+    assert moved["loss"] == pytest.approx(straight["loss"], rel=1e-5)
+
+
+@pytest.mark.parametrize(("world", "ep"), [(2, 2), (4, 2), (4, 4)])
+def test_ranks_need_not_divide_the_experts(world: int, ep: int, data: Path, tmp_path: Path) -> None:
+    alone = run_of(make_config(data), 1, tmp_path / "alone")
+    shared = run_of(make_config(data, ep=ep, dispatcher="alltoall"), world, tmp_path / "shared")
+    assert shared["loss"] == pytest.approx(alone["loss"], rel=1e-6)
+    assert shared["grad_norm"] == pytest.approx(alone["grad_norm"], rel=1e-5)
+    start = json.loads((tmp_path / "shared" / "metrics.jsonl").read_text().splitlines()[0])
+    assert start["parameters"] == sum(parameter.numel() for parameter in Transformer(MODEL).parameters())
+
+
+def test_what_cannot_be_placed_is_refused() -> None:
+    with pytest.raises(
+        ValueError, match=r"mesh.replicas=1 with mesh.rebalance_every=0: experts get copies when they move"
+    ):
+        MeshConfig(ep=2, replicas=1)
+    with pytest.raises(ValueError, match=r"mesh.rebalance_every=5 with mesh.sharding='fsdp'"):
+        MeshConfig(ep=2, rebalance_every=5, sharding="fsdp")
