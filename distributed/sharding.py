@@ -15,6 +15,7 @@ Every reduction is a SUM: the loss is already divided by the number of tokens of
 """
 
 import itertools
+import warnings
 from collections.abc import Iterator
 from typing import Any, cast
 
@@ -45,6 +46,8 @@ def shard_model(model: Transformer, mesh: Mesh, dtype: torch.dtype, *, chunks: i
     products = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     exact = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
     dense, experts = _mesh_over(mesh, "fsdp"), _mesh_over(mesh, "efsdp")
+    # It is true of the logits, to which nothing is added in place.
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     repeated = model.config.num_repeats > 1
     banks_of = [
         [layer.experts for layer in member.modules() if isinstance(layer, SparseLayer)] for member in model.group

@@ -14,15 +14,14 @@ from world import run_ranks
 
 from moebius.data_pipeline.config import DataConfig
 from moebius.data_pipeline.prepare import prepare
-from moebius.distributed.checkpoint_files import read_meta
-from moebius.distributed.parallelize import build_model
 from moebius.distributed.process import start_process
 from moebius.distributed.shards import Held, held_of, local_tensor
 from moebius.model.config import ModelConfig
+from moebius.model.precision import enters_a_product
 from moebius.model.router_sigmoid import SigmoidConfig
 from moebius.train.config import CheckpointConfig, Config, MeshConfig, TrainConfig
 from moebius.train.evaluate import evaluate
-from moebius.train.loop import step, train
+from moebius.train.loop import step
 from moebius.train.optim import OptimConfig
 from moebius.train.recipes_family import FAMILY
 from moebius.train.run import assemble, open_loader
@@ -114,8 +113,7 @@ def joined(ranks: list[Parts]) -> dict[str, Tensor]:
             for box in held.boxes:
                 at = tuple(slice(start, start + size) for start, size in zip(box.offsets, box.sizes, strict=True))
                 view = box.of(memory)
-                if name != "group.0.norm":
-                    assert torch.equal(torch.where(counts[at] > 0, whole[at], view), view), name
+                assert torch.equal(torch.where(counts[at] > 0, whole[at], view), view), name
                 whole[at] = view
                 counts[at] += 1
         assert (counts == len(ranks) // first.ranks_per_copy).all(), name
@@ -145,9 +143,10 @@ def compare(config: Config, world: int, run_dir: Path, expected: tuple, toleranc
         assert validation == pytest.approx(expected[1], rel=tolerance)
     for index in (2, 3):
         ours, theirs = joined([result[index] for result in results]), joined([expected[index]])
+        total = torch.stack([tensor.norm() for tensor in theirs.values()]).norm()
         for name, tensor in theirs.items():
-            difference = ((ours[name] - tensor).norm() / (tensor.norm() + 1e-9)).item()
-            assert difference < tolerance * 10, (name, index, difference)
+            difference = ((ours[name] - tensor).norm() / (tensor.norm() + 1e-2 * total)).item()
+            assert difference < tolerance, (name, index, difference)
 
 
 @pytest.mark.parametrize(("world", "mesh"), SHARDED)
@@ -162,4 +161,63 @@ def test_sharded_weights_make_the_same_steps(
 def test_every_kind_of_model_can_be_sharded(model: str, data: Path, tmp_path: Path, on_one_rank: dict) -> None:
     mesh = {"dp_shard": 4, "ep": 1 if model in ("dense", "few_experts") else 2}
     config = make_config(data, model, mesh=mesh | {"sharding": "fsdp", "overlap_chunks": 1 + (model == "not_repeated")})
-    compare(config, 4, tmp_path, on_one_rank[model, "float32"], 1e-5)
+    # The gradient of SUT's routers is small beside its terms: another order of sums shows, sharded or not.
+    compare(config, 4, tmp_path, on_one_rank[model, "float32"], 1e-4 if model == "halting" else 1e-5)
+
+
+def test_in_bfloat16_too(data: Path, tmp_path: Path, on_one_rank: dict) -> None:
+    mesh = {"sharding": "fsdp", "ep": 2, "dp_shard": 4, "dispatcher": "alltoall"}
+    config = make_config(data, mesh=mesh, train={"precision": "bfloat16"})
+    compare(config, 4, tmp_path, on_one_rank["repeated", "bfloat16"], 3e-2)
+    exact, rough = (joined([on_one_rank["repeated", precision][2]]) for precision in ("float32", "bfloat16"))
+    name = "group.0.feed_forward.sparse.experts.w_up"
+    assert not torch.equal(exact[name], rough[name])
+
+
+COLLECTIVES = {  # as FSDP calls them in torch 2.11 and in 2.13
+    "all_gather_into_tensor": "gathered", "all_gather_single": "gathered",
+    "reduce_scatter_tensor": "scattered", "reduce_scatter_single": "scattered",
+}  # fmt: skip
+
+
+def collectives(config: Config, run_dir: Path) -> tuple[Counter, Counter, bool]:
+    """How often weights were gathered and gradients scattered in one step and one evaluation, and what is left gathered."""
+    with start_process("cpu", timeout_s=30) as process:
+        run = assemble(config, run_dir, process)
+        counts: Counter = Counter()
+        for name, kind in COLLECTIVES.items():
+            original = getattr(dist, name, None)
+
+            def counted(*args, _kind=kind, _original=original, **options):
+                counts[_kind] += 1
+                return _original(*args, **options)
+
+            setattr(dist, name, counted)
+        with open_loader(run, None) as loader:
+            step(run, next(loader), 1e-3)
+        in_step = counts.copy()
+        counts.clear()
+        evaluate(run.model, config.model_copy(), process)
+        all_sharded = [isinstance(p, DTensor) for p in run.model.parameters()].count(True)
+        return in_step, counts, all_sharded == len([n for n, _ in run.model.named_parameters() if is_sharded(n)])
+
+
+def is_sharded(name: str) -> bool:
+    return enters_a_product(name) or name.endswith("embedding")
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective"])
+@pytest.mark.parametrize(("model", "per_member"), [("repeated", 1), ("not_repeated", 2)])
+def test_a_unit_is_gathered_once_per_pass_and_its_gradient_reduced_once(
+    model: str, per_member: int, recompute: str, data: Path, tmp_path: Path
+) -> None:
+    """Repeated members: once for forward and backward together; else once for each. Recomputing gathers nothing more."""
+    config = make_config(
+        data, model, mesh={"dp_shard": 4, "sharding": "fsdp"}, train={"recompute": recompute, "eval_rows": 4}
+    )  # fmt: skip
+    members = MODELS[model].group_size
+    units = members * 4 + 2  # of each member its dense weights and three banks; the head; the embedding
+    for in_step, in_evaluation, all_sharded in run_ranks(collectives, 4, config, tmp_path):
+        assert in_step == {"gathered": per_member * members * 4 + 2, "scattered": units}
+        assert in_evaluation["gathered"] == units
+        assert all_sharded
