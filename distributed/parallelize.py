@@ -40,7 +40,7 @@ def build_model(
     ranks_per_node: int | None = None,
     timeout_s: float = DEFAULT_TIMEOUT_S,
 ) -> Transformer:
-    """The model of `config` as this rank holds it, with its starting values, on `device`.
+    """The model of `config` as this rank holds it, with its starting values, on `device`; on the meta device without values.
 
     Collective for the hierarchical dispatcher, whose groups (with that timeout) are made here. `ranks_per_node` None: all ranks
     are on one node. `precision`, of the products, matters to sharded weights only: they are cast when they are gathered.
@@ -101,11 +101,13 @@ def _fill(
 ) -> None:
     """Draws every tensor whole, by the rule that it was specified with, and keeps of it what this rank holds."""
     for name, parameter in model.named_parameters():
+        held = what_is_left(experts.get(name) or whole(specified[name].shape), parameter, mesh)
+        hold(parameter, held)
+        if parameter.is_meta:  # only shapes are asked for
+            continue
         value = draw(name, specified[name], seed)
-        held = what_is_left(experts.get(name) or whole(value.shape), parameter, mesh)
         for box in held.boxes:
             box.of(local_tensor(parameter)).copy_(box.cut(value))
-        hold(parameter, held)
     for buffer in model.buffers():  # what a router learns without a gradient: all start at zero
         buffer.zero_()
 

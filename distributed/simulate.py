@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from ..model.moe import Dispatcher, SparseLayer
 from ..model.routing import Routes
-from .dispatch import make_dispatcher
+from .dispatch import DEFAULT, make_dispatcher
 from .dispatch_homes import Homes, contiguous_homes
 from .dispatch_setup import build_node_groups, nodes_of
 from .layout import Layout, group_of
@@ -135,6 +135,12 @@ def across_nodes(matrix_PP: np.ndarray, ranks_per_node: int | None) -> tuple[int
     return between(matrix_PP) - inter, inter
 
 
+def name_of(cluster: Cluster) -> str:
+    """The dispatcher, also where it is "auto"."""
+    automatic = "local" if cluster.layout.ep == 1 else DEFAULT
+    return automatic if cluster.dispatcher == "auto" else cluster.dispatcher
+
+
 def simulate(calls: Iterator[RoutedCall], bank: Callable[[str], nn.Module], cluster: Cluster) -> Simulation:
     """Runs every call on all ranks. `bank(layer)` are all experts of a layer, on the CPU.
 
@@ -169,7 +175,8 @@ class _Stage:
         self.calls, self.bank, self.cluster = calls, bank, cluster
         self.num_ranks = cluster.layout.world_size
         self.wire = Wire(self.num_ranks)
-        self.dispatcher, self.records = cluster.dispatcher, []
+        self.dispatcher = name_of(cluster)
+        self.records: list[CallRecord] = []
         self.rows_PP, self.bytes_PP, self.one_per_route_PP = (
             np.zeros((self.num_ranks, self.num_ranks), np.int64) for _ in range(3)
         )
@@ -233,7 +240,7 @@ class _Player:
         if not isinstance(group, dist.ProcessGroup):
             raise AssertionError(f"simulated rank {rank} is not in its own group {ranks}")
         self.group, self.nodes = group, None
-        if self.cluster.dispatcher == "hierarchical":
+        if stage.dispatcher == "hierarchical":
             self.nodes = build_node_groups(group, self.cluster.ranks_per_node, timeout_s=self.cluster.timeout_s)
         self._dispatchers: dict[str, Dispatcher] = {}
 
@@ -269,7 +276,8 @@ def _arrivals(
     """Collective. The routes that reached this rank: (source rank, source row, expert) in one number each."""
     addresses = torch.stack((torch.full((num_rows,), float(rank)), torch.arange(num_rows).double()), 1)
     addresses = addresses.double()  # exact to 2⁵³, and as wide as no row that is counted
-    expert_e = torch.tensor([homes.expert_S[slot] for slot in homes.own_slots(ep_rank)])
+    held = [homes.expert_S[slot] for slot in homes.own_slots(ep_rank)]
+    expert_e = torch.tensor([-1 if expert is None else expert for expert in held], dtype=torch.int64)
     found = []
     for part in dispatcher.dispatch(addresses, routes).parts:
         came, said = part.x_UD, part.routes

@@ -13,6 +13,7 @@ random generator above all: what a rank draws must come from a generator of its 
 Legend: P ranks of the world.
 """
 
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -253,10 +254,11 @@ def _isolated(threaded: _Threaded, wire: Wire | None) -> Iterator[None]:
     threaded.groups.reset()
     threaded.install()
     threaded.isolate(True)
-    threaded.metered.wire = wire
+    threaded.metered.wire, hook = wire, sys.excepthook
     try:
         yield
     finally:
+        sys.excepthook = hook  # every rank has wrapped it to put its number before what this process prints
         threaded.metered.wire = None
         threaded.isolate(False)
         threaded.uninstall()
