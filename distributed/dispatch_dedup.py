@@ -2,7 +2,7 @@
 
 Flow of one sparse layer and pass:
   1. mark which rank wants which row, and which target row gets something from which rank; launch the exchange of the counts;
-  2. read them on the host: the one synchronisation;
+  2. meanwhile write down every route for its rank; then read the counts on the host: the one synchronisation;
   3. launch the distinct rows, and the routes (expert, row, target, gate weight: 16 bytes each);
   4. the destination's experts answer, weigh, and sum for every (source rank, target row);
   5. launch the sums home, where those of different ranks are added in the order of ranks.
@@ -77,7 +77,9 @@ class DedupDispatcher:
             return self._known.dispatch(x_UD, routes)
         homes = self.setup.begin(x_UD, routes, [self.channel])
         leg = Leg(self.channel, self._addressed(x_UD, routes, homes), self.setup.overlap_chunks)
-        sizes = once(lambda: self._sizes(leg))
+        asked = once(lambda: self._ask(leg))
+        leg.plan()
+        sizes = once(lambda: self._sizes(leg, asked))
         chunks = leg.launch(x_UD, sizes)
         count_leg(self.setup.counters, sizes)
         self.setup.counters.add(routes_served=sum(row[ROUTES] for row in sizes.received))
@@ -98,12 +100,15 @@ class DedupDispatcher:
             routes.num_targets,
         )  # fmt: skip
 
-    def _sizes(self, leg: Leg) -> LegSizes:
-        num_ranks, num_chunks, counters = self.channel.num_ranks, leg.num_chunks, self.setup.counters
-        asked_Pc3 = leg.counts_V3.view(num_chunks, num_ranks, 3).transpose(0, 1).contiguous()
-        equal = [1] * num_ranks
-        told_Pc3 = counters.wait(AllToAll(self.channel.group, equal, equal).start(asked_Pc3))
-        received_V3 = told_Pc3.transpose(0, 1).reshape(-1, 3)
+    def _ask(self, leg: Leg) -> Tensor:
+        """(P, chunks, 3), on their way: what every rank has for this one."""
+        asked_Pc3 = leg.counts_V3.view(leg.num_chunks, self.channel.num_ranks, 3).transpose(0, 1).contiguous()
+        equal = [1] * self.channel.num_ranks
+        return AllToAll(self.channel.group, equal, equal).start(asked_Pc3)
+
+    def _sizes(self, leg: Leg, asked_Pc3: Tensor) -> LegSizes:
+        counters = self.setup.counters
+        received_V3 = counters.wait(asked_Pc3).transpose(0, 1).reshape(-1, 3)
         return read_sizes(counters, leg.counts_V3, received_V3)[0]
 
 

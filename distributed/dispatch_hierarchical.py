@@ -119,7 +119,9 @@ class HierarchicalDispatcher:
         leg = Leg(self.inter, Addressed(
             routes.source_N, routes.target_N, destination_N, slot_N, routes.weight_N, len(x_UD), routes.num_targets
         ), num_chunks)  # fmt: skip
-        outer, inner = once(lambda: self._sizes(leg, chunk_N * self.channel.num_ranks + rank_N))
+        asked = once(lambda: self._ask(leg, chunk_N * self.channel.num_ranks + rank_N))
+        leg.plan()
+        outer, inner = once(lambda: self._sizes(leg, asked))
         under_way = _Pass(homes, leg, leg.launch(x_UD, outer), inner, self.intra, {})
         for sizes in (outer, *inner):
             count_leg(self.setup.counters, sizes)
@@ -138,13 +140,17 @@ class HierarchicalDispatcher:
             homeward.append(under_way.chunks[chunk].answer(leg.collect([flight])))
         return keep_sum(under_way.leg.collect(homeward))
 
-    def _sizes(self, leg: Leg, destination_N: Tensor) -> tuple[LegSizes, list[LegSizes]]:
+    def _ask(self, leg: Leg, destination_N: Tensor) -> Tensor:
+        """The table of all ranks' counts, on its way."""
+        num_destinations = leg.num_chunks * self.channel.num_ranks
+        mine = torch.cat((_counts(leg.routes, destination_N, num_destinations), leg.counts_V3))
+        return AllGather(self.channel.group).start(mine)
+
+    def _sizes(self, leg: Leg, asked: Tensor) -> tuple[LegSizes, list[LegSizes]]:
         """Of the inter leg, and of every chunk's intra leg."""
         num_nodes, node_size, num_chunks = self.inter.num_ranks, self.intra.num_ranks, leg.num_chunks
         here, local = self.inter.rank, self.intra.rank
-        mine = torch.cat((_counts(leg.routes, destination_N, num_chunks * self.channel.num_ranks), leg.counts_V3))
-        told = self.setup.counters.wait(AllGather(self.channel.group).start(mine))
-        told = told.view(num_nodes, node_size, -1, 3)  # of source node and source rank
+        told = self.setup.counters.wait(asked).view(num_nodes, node_size, -1, 3)  # of source node and source rank
         by_rank = told[:, :, : num_chunks * self.channel.num_ranks]
         by_rank = by_rank.reshape(num_nodes, node_size, num_chunks, num_nodes, node_size, 3)
         by_node = told[:, local, num_chunks * self.channel.num_ranks :].reshape(num_nodes, num_chunks, num_nodes, 3)

@@ -16,6 +16,7 @@ Legend: U source rows, T target rows, N routes, P ranks of the channel, V = chun
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -73,20 +74,24 @@ class Leg:
 
     def __init__(self, channel: Channel, routes: Addressed, num_chunks: int = 1) -> None:
         self.channel, self.routes, self.num_chunks = channel, routes, num_chunks
-        num_destinations = num_chunks * channel.num_ranks
-        self.sources = mask_of(routes.destination_N, routes.source_N, num_destinations, routes.num_sources)
-        self.targets = mask_of(routes.destination_N, routes.target_N, num_destinations, routes.num_targets)
-        routes_V = count_of(routes.destination_N, num_destinations)
-        self.counts_V3 = torch.stack((self.sources.sum(1), routes_V, self.targets.sum(1)), 1)
+        self._num_destinations = num_chunks * channel.num_ranks
+        sources = mask_of(routes.destination_N, routes.source_N, self._num_destinations, routes.num_sources)
+        targets = mask_of(routes.destination_N, routes.target_N, self._num_destinations, routes.num_targets)
+        self.sources, self.targets = Places(sources), Places(targets)
+        routes_V = count_of(routes.destination_N, self._num_destinations)
+        self.counts_V3 = torch.stack((self.sources.counts_V, routes_V, self.targets.counts_V), 1)
+
+    def plan(self) -> None:
+        """Whatever can be done before the sizes are known: for the time in which the counts travel. `launch` catches it up."""
+        _ = self.bills_N4
 
     def launch(self, x_UD: Tensor, sizes: LegSizes) -> list["LegChunk"]:
         """Collective. Every chunk of rows and routes on its way."""
         num_rows, num_targets = (sum(row[column] for row in sizes.sent) for column in (ROWS, TARGETS))
-        pairs = pairs_of(self.sources, num_rows)
-        self.home = pairs_of(self.targets, num_targets)
-        rows_MD = _GatherPairs.apply(x_UD, pairs)
-        bills = self._bills(pairs, self.home)
-        return self._launch_chunks(rows_MD, bills, sizes)  # pyright: ignore[reportArgumentType]
+        rows_MD = _GatherPairs.apply(x_UD, self.sources.pairs(num_rows))
+        chunks = self._launch_chunks(rows_MD, self.bills_N4, sizes)  # pyright: ignore[reportArgumentType]
+        self.home = self.targets.pairs(num_targets)
+        return chunks
 
     def collect(self, flights: Sequence[Flight]) -> Tensor:
         """(T, D): the answers that came home in all chunks, added up."""
@@ -94,15 +99,16 @@ class Leg:
         rows = answers[0] if len(answers) == 1 else torch.cat(answers)
         return _SumPairs.apply(rows, self.home)  # pyright: ignore[reportReturnType]
 
-    def _bills(self, sources: "Pairs", targets: "Pairs") -> Tensor:
-        """(N, 4) in order of destination: what every route must say, in the dtype of the gate weights."""
+    @cached_property
+    def bills_N4(self) -> Tensor:
+        """In order of destination: what every route must say, in the dtype of the gate weights."""
         routes, integers = self.routes, _INTEGERS[self.routes.weight_N.dtype]
         destination_N = routes.destination_N
-        order_N = sort_by_expert(destination_N, len(self.sources))
+        order_N = sort_by_expert(destination_N, self._num_destinations)
         said_N3 = torch.stack((
             routes.load_N,
-            sources.position(destination_N, routes.source_N),
-            targets.position(destination_N, routes.target_N),
+            self.sources.position(destination_N, routes.source_N),
+            self.targets.position(destination_N, routes.target_N),
         ), 1).to(integers)  # fmt: skip
         bits_N3 = said_N3.index_select(0, order_N).view(routes.weight_N.dtype)
         return torch.cat((bits_N3, routes.weight_N.index_select(0, order_N)[:, None]), 1)
@@ -158,23 +164,31 @@ class Pairs:
     row_M: Tensor
     by_row_M: Tensor  # numbers of the pairs in order of (row, destination)
     first_U: Tensor  # where every row's pairs begin in it
-    place_VU: Tensor  # the number of each pair that there is
-    first_V: Tensor  # where every destination's pairs begin
+
+
+class Places:
+    """The true entries of a mask (V, U), numbered in its order. All but `pairs` is known before their number is."""
+
+    def __init__(self, mask_VU: Tensor) -> None:
+        self.mask_VU, self.counts_V = mask_VU, mask_VU.sum(1)
 
     def position(self, destination_N: Tensor, row_N: Tensor) -> Tensor:
         """Each pair's number among those of its destination."""
-        return self.place_VU[destination_N, row_N] - self.first_V[destination_N]
+        first_V = self.counts_V.cumsum(0) - self.counts_V
+        return self._number_VU[destination_N, row_N] - first_V[destination_N]
 
+    def pairs(self, num_pairs: int) -> Pairs:
+        """All of them, of which there are `num_pairs`."""
+        num_destinations, num_rows = self.mask_VU.shape
+        entry_M = torch.nonzero_static(self.mask_VU.flatten(), size=num_pairs).squeeze(1)
+        across_M = torch.nonzero_static(self.mask_VU.T.flatten(), size=num_pairs).squeeze(1)
+        row_M, destination_M = across_M // max(num_destinations, 1), across_M % max(num_destinations, 1)
+        counts_U = self.mask_VU.sum(0)
+        return Pairs(entry_M % max(num_rows, 1), self._number_VU[destination_M, row_M], counts_U.cumsum(0) - counts_U)
 
-def pairs_of(mask_VU: Tensor, num_pairs: int) -> Pairs:
-    """The true entries of a mask, of which there are `num_pairs`."""
-    num_rows = mask_VU.shape[1]
-    entry_M = torch.nonzero_static(mask_VU.flatten(), size=num_pairs).squeeze(1)
-    row_M = entry_M % max(num_rows, 1)
-    counts_U, counts_V = mask_VU.sum(0), mask_VU.sum(1)
-    place_VU = (mask_VU.flatten().cumsum(0) - 1).view_as(mask_VU)
-    first_U, first_V = counts_U.cumsum(0) - counts_U, counts_V.cumsum(0) - counts_V
-    return Pairs(row_M, sort_by_expert(row_M, num_rows), first_U, place_VU, first_V)
+    @cached_property
+    def _number_VU(self) -> Tensor:
+        return (self.mask_VU.flatten().cumsum(0) - 1).view_as(self.mask_VU)
 
 
 def mask_of(destination_N: Tensor, row_N: Tensor, num_destinations: int, num_rows: int) -> Tensor:
