@@ -1,0 +1,165 @@
+"""Any layout's checkpoint is any other's: model and optimizer bit for bit, over EP, FSDP and replicas."""
+
+import json
+import math
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from world import run_ranks
+
+from moebius.distributed.checkpoint import Checkpointer, load, read_meta, verify
+from moebius.distributed.checkpoint_files import audit, open_checkpoint
+from moebius.distributed.layout import plan_layout
+from moebius.distributed.mesh import build_mesh
+from moebius.distributed.parallelize import build_model
+from moebius.distributed.process import start_process
+from moebius.model.config import ModelConfig
+from moebius.model.router_deepseek import DeepSeekConfig
+from moebius.train.config import MeshConfig
+from moebius.train.optim import OptimConfig, make_optimizer
+from moebius.train.state import allocate_moments, state_tensors
+
+MODEL = ModelConfig(  # odd sizes: rows and experts that no number of ranks divides; a router with a buffer
+    vocab_size=67, d_model=20, num_layers=4, group_size=2, num_heads=2, d_head=10, num_attention_experts=4,
+    attention_top_k=2, num_experts=12, router=DeepSeekConfig(top_k=3), d_expert=9, num_shared_experts=1,
+)  # fmt: skip
+FEW = MODEL.model_copy(
+    update={"num_experts": 2, "router": DeepSeekConfig(top_k=1, renormalise=False)}
+)  # FSDP must cut through the experts
+CUT = "model.group.0.feed_forward.sparse.experts.w_up"
+LAYOUTS = {  # name: ranks, mesh
+    "alone": (1, {}),
+    "replicas": (2, {}),
+    "ep2": (2, {"ep": 2}),
+    "ep2 twice": (4, {"ep": 2, "dp_shard": 4}),
+    "ep4": (4, {"ep": 4}),
+    "fsdp3": (3, {"dp_shard": 3, "sharding": "fsdp"}),
+    "fsdp4": (4, {"dp_shard": 4, "sharding": "fsdp"}),
+    "fsdp4 ep2": (4, {"dp_shard": 4, "ep": 2, "sharding": "fsdp"}),
+    "fsdp4 ep4": (4, {"dp_shard": 4, "ep": 4, "sharding": "fsdp"}),
+    "hsdp": (4, {"dp_replicate": 2, "dp_shard": 2, "ep": 2, "sharding": "fsdp"}),
+}
+
+
+def state(process, mesh_config: dict, model_config: ModelConfig):
+    """A run's state on this rank, every element of a value that its name and place give it."""
+    config = MeshConfig(**mesh_config)
+    mesh = build_mesh(plan_layout(config, process.world_size), process)
+    model = build_model(
+        model_config, mesh, dispatcher="auto", backend="auto", seed=0, device=process.device, sharding=config.sharding
+    )
+    optimizer = make_optimizer(OptimConfig(), model.parameters())
+    allocate_moments(model, optimizer)
+    tensors, held = state_tensors(model, optimizer)
+    for index, (name, tensor) in enumerate(sorted(tensors.items())):
+        if name in held:
+            for box in held[name].boxes:
+                box.of(tensor).copy_(box.cut(value(index, held[name].shape)))
+        else:
+            tensor.copy_(value(index, tensor.shape))
+    return mesh, tensors, held
+
+
+def value(index: int, shape: tuple[int, ...]) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(index))
+
+
+def save_state(directory: Path, mesh_config: dict, model: ModelConfig = MODEL) -> None:
+    with start_process("cpu", timeout_s=30) as process:
+        mesh, tensors, held = state(process, mesh_config, model)
+        saver = Checkpointer(
+            directory, mesh=mesh, process=process, keep_last=1, generation=0, generation_file=None
+        )  # fmt: skip
+        saver.save(7, tensors, held, {"layout": mesh_config})
+        saver.wait()
+
+
+def load_states(
+    folders: dict[str, Path], meshes: list[dict], model: ModelConfig = MODEL
+) -> list[tuple[str, dict, str]]:
+    """Loads every checkpoint into every mesh; what came out wrong."""
+    wrong = []
+    with start_process("cpu", timeout_s=30) as process:
+        for mesh_config in meshes:
+            mesh, tensors, held = state(process, mesh_config, model)
+            expected = {name: tensor.clone() for name, tensor in tensors.items()}
+            for origin, folder in folders.items():
+                for tensor in tensors.values():
+                    tensor.fill_(77)
+                load(folder / "step_00000007", tensors, held, mesh=mesh)
+                wrong += [
+                    (origin, mesh_config, name) for name in expected if not torch.equal(expected[name], tensors[name])
+                ]  # fmt: skip
+    return wrong
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The same state, saved by every layout."""
+    folders = {name: tmp_path_factory.mktemp(name.replace(" ", "_")) for name in LAYOUTS}
+    for name, (world, mesh) in LAYOUTS.items():
+        run_ranks(save_state, world, folders[name], mesh)
+    return folders
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_every_layout_loads_every_other_bit_for_bit(world: int, saved: dict[str, Path]) -> None:
+    meshes = [mesh for ranks, mesh in LAYOUTS.values() if ranks == world]
+    assert run_ranks(load_states, world, saved, meshes) == [[]] * world
+
+
+def test_experts_that_are_cut_through_are_joined_again(tmp_path: Path) -> None:
+    folders = {name: tmp_path / name for name in ("alone", "fsdp4", "fsdp4 ep2")}
+    for name, folder in folders.items():
+        run_ranks(save_state, LAYOUTS[name][0], folder, LAYOUTS[name][1], FEW)
+    stored = open_checkpoint(folders["fsdp4"] / "step_00000007")
+    chunks = stored.index.tensors[CUT].chunks
+    assert {chunk.sizes for chunk in chunks} == {(2, 5, 9)}
+    assert run_ranks(load_states, 1, folders, [{}], FEW) == [[]]
+    meshes = [LAYOUTS[name][1] for name in ("fsdp4", "fsdp4 ep2")]
+    assert run_ranks(load_states, 4, folders, meshes, FEW) == [[]] * 4
+    assert audit(stored) == []
+    taken = chunks.pop()
+    assert audit(stored) == [f"{CUT}: of each row of 180 elements 135 are stored, some not at all or more than once"]
+    chunks += [taken, taken]
+    assert audit(stored) == [f"{CUT}: experts 0-1 of 2 are stored more than once"]
+
+
+def test_checkpoints_of_all_layouts_have_the_same_tensors_and_every_expert_once(saved: dict[str, Path]) -> None:
+    shapes = []
+    for folder in saved.values():
+        path = folder / "step_00000007"
+        assert set(verify(path).num_experts.values()) == {12, 8}
+        tensors = json.loads((path / "index.json").read_text())["tensors"]
+        shapes.append({name: (stored["dtype"], stored["shape"]) for name, stored in tensors.items()})
+        assert read_meta(path).num_experts.keys() < tensors.keys()
+    assert all(other == shapes[0] for other in shapes)
+
+
+def test_every_rank_of_a_sharded_run_writes_its_share(saved: dict[str, Path]) -> None:
+    for name in ("fsdp4", "fsdp4 ep4", "hsdp"):
+        elements: Counter[str] = Counter()
+        for tensor in open_checkpoint(saved[name] / "step_00000007").index.tensors.values():
+            for chunk in tensor.chunks:
+                elements[chunk.file] += math.prod(chunk.sizes)
+        assert len(elements) == 4
+        assert max(elements.values()) < 1.1 * elements.total() / 4
+
+
+@pytest.mark.parametrize("damage", ["missing", "twice"])
+def test_a_part_of_a_sharded_tensor_that_is_missing_or_twice_is_found(
+    damage: str, saved: dict[str, Path], tmp_path: Path
+) -> None:
+    stored = open_checkpoint(saved["fsdp4 ep4"] / "step_00000007")
+    assert audit(stored) == []
+    chunks = stored.index.tensors[CUT].chunks
+    if damage == "missing":
+        chunks.pop()
+    else:
+        chunks.append(chunks[0])
+    [problem] = audit(stored)
+    assert problem.startswith(CUT)
+    assert ("missing" if damage == "missing" else "more than once") in problem
