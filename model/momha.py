@@ -69,11 +69,11 @@ class MoMHA(nn.Module):
             query_routes = query_routes.kept(weight_T[query_routes.source_N] > 0)
         q_UW = self.query(n_BSD.flatten(0, 1), query_routes)
         q_BHKSC = q_UW.view(batch, length, -1, self.config.num_heads, self.config.d_head).permute(0, 3, 2, 1, 4)
-        attended_BHKSC = self._attend(q_BHKSC, value_input_BSD, cache)
+        attended_BHKSC = self.attend(q_BHKSC, value_input_BSD, cache)
         attended_UW = attended_BHKSC.permute(0, 3, 2, 1, 4).reshape(q_UW.shape)
         return self.output(attended_UW, routing.routes).view(n_BSD.shape), {"attention": routing}
 
-    def _attend(self, q_BHKSC: Tensor, memory_BSD: Tensor, cache: LayerCache | None) -> Tensor:
+    def attend(self, q_BHKSC: Tensor, memory_BSD: Tensor, cache: LayerCache | None) -> Tensor:
         """Every expert's queries over the same keys and values, as if they were more positions of one head."""
         scale = self.config.d_head**-0.25
         q_BHKSC, k_BHSC, v_BHSC = (

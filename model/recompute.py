@@ -103,7 +103,7 @@ def run_recomputed(
     The second run sees the weights of the first, where these were put in from outside (copies in low precision).
     Hooks on `layer` itself run once, since this happens inside of it.
     """
-    borrowed = {
+    borrowed: dict[str, Tensor] = {
         f"layer.{name}": weight for name, weight in layer.named_parameters() if not isinstance(weight, nn.Parameter)
     }
     tape = _Tape(keeps_travelled=mode == "selective")
@@ -229,4 +229,4 @@ class _Enter(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple:  # pyright: ignore[reportIncompatibleMethodOverride]
         _ = ctx.saved_tensors
-        return grads[0]
+        return grads

@@ -39,10 +39,10 @@ RECIPES = {
 }  # fmt: skip
 LOW = torch.bfloat16
 CASES = [
-    *(("moeut", Way(*way)) for way in (
-        ("allgather",), ("alltoall",), ("alltoall", 2), ("dedup",), ("dedup", 2), ("hierarchical",), ("hierarchical", 2),
-        ("alltoall", 1, 2), ("dedup", 2, 1), ("dedup", 2, 0, "reference"), ("alltoall", 2, 0, "auto", LOW),
-        ("hierarchical", 2, 0, "auto", LOW),
+    *(("moeut", way) for way in (
+        Way("allgather"), Way("alltoall"), Way("alltoall", 2), Way("dedup"), Way("dedup", 2), Way("hierarchical"),
+        Way("hierarchical", 2), Way("alltoall", 1, 2), Way("dedup", 2, 1), Way("dedup", 2, backend="reference"),
+        Way("alltoall", 2, dtype=LOW), Way("hierarchical", 2, dtype=LOW),
     )),
     *((name, way) for name in ("gshard", "sut") for way in (Way("alltoall", 2), Way("dedup", dtype=LOW))),
     ("mixture_of_tokens", Way("dedup")), ("expert_choice", Way("alltoall", 2, dtype=LOW)),

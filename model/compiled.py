@@ -1,0 +1,59 @@
+"""torch.compile for the dense parts of a layer: norms, attention between its experts, dense feed-forwards, the read-out.
+
+What routes stays as it is: dispatchers talk to other ranks and read counts on the host, experts run hand-written kernels behind
+their doors, routers decide. So every part is compiled by itself and as a whole (`fullgraph`): a part that cannot be is an
+error, and never runs half compiled. Weights are read at every call, so copies in low precision and gathered ones work.
+
+Parts of one class and shape share a graph: a model of any depth has as many as it has kinds of parts, once for training and
+once for evaluation. Another batch size costs one more of each, which then fits all further ones.
+"""
+
+import importlib.util
+import os
+import shutil
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from .attention import DenseAttention, SwitchHead
+from .halting import Halting
+from .layers import DenseMLP, LayerNorm
+from .momha import MoMHA
+from .transformer import Transformer
+
+_METHODS = {
+    LayerNorm: "forward", DenseMLP: "forward", DenseAttention: "forward", SwitchHead: "attend", MoMHA: "attend",
+    Halting: "gate",
+}  # fmt: skip
+
+
+def compile_dense_parts(model: Transformer) -> None:
+    """Every dense part compiles itself when it is first called: seconds for each kind of part, once per process.
+
+    Raises:
+        ValueError: this machine has not what a compiler needs.
+    """
+    check_compiler(model.embedding.device)
+    for owner, name in _parts(model):
+        setattr(owner, name, torch.compile(getattr(owner, name), fullgraph=True))
+
+
+def check_compiler(device: torch.device) -> None:
+    """ValueError unless code for that device can be compiled here."""
+    compiler = os.environ.get("CXX", "g++")
+    if device.type == "cpu" and shutil.which(compiler) is None:
+        raise ValueError(
+            f"train.compile=true needs a C++ compiler on CPUs, and there is no {compiler!r} here: install g++, name another in "
+            "the environment variable CXX, or set train.compile=false"
+        )
+    if device.type == "cuda" and importlib.util.find_spec("triton") is None:
+        raise ValueError("train.compile=true needs Triton on GPUs: pip install triton, or set train.compile=false")
+
+
+def _parts(model: Transformer) -> Iterator[tuple[Any, str]]:
+    for module in model.modules():
+        if type(module) in _METHODS:
+            yield module, _METHODS[type(module)]
+    yield model.head, "forward"
