@@ -41,6 +41,7 @@ class TrainConfig(BaseModel):
     )
     # Activations of every depth step that are made again in the backward pass instead of being kept (model/recompute.py).
     recompute: Recompute = "none"
+    compile: bool = False  # the dense parts, with torch.compile (model/compiled.py)
     device: Literal["auto", "cpu", "cuda"] = "auto"
     seed: int = 0
     log_every: PositiveInt = 1

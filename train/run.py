@@ -20,6 +20,7 @@ from ..distributed.parallelize import build_model, expert_names
 from ..distributed.process import Process
 from ..distributed.replicas import CopyReducer
 from ..distributed.shards import held_of
+from ..model.compiled import compile_dense_parts
 from ..model.transformer import Transformer
 from .config import Config, ConfigError
 from .expert_placement import ExpertPlacement
@@ -83,6 +84,8 @@ def assemble(config: Config, run_dir: Path, process: Process) -> Run:
         sharding=config.mesh.sharding, precision=getattr(torch, config.train.precision),
     )  # fmt: skip
     model.recompute_layers(config.train.recompute)
+    if config.train.compile:
+        compile_dense_parts(model)
     process.agree("model", parameter_facts(model))
     optimizer = make_optimizer(config.optim, model.parameters())
     allocate_moments(model, optimizer)
