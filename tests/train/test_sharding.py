@@ -1,6 +1,7 @@
 """FSDP: sharded weights make the same steps as whole ones, each is gathered once per pass, and checkpoints fit every layout."""
 
 import json
+import shutil
 from collections import Counter
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from moebius.model.precision import enters_a_product
 from moebius.model.router_sigmoid import SigmoidConfig
 from moebius.train.config import CheckpointConfig, Config, MeshConfig, TrainConfig
 from moebius.train.evaluate import evaluate
-from moebius.train.loop import step
+from moebius.train.loop import step, train
 from moebius.train.optim import OptimConfig
 from moebius.train.recipes_family import FAMILY
 from moebius.train.run import assemble, open_loader
@@ -221,3 +222,26 @@ def test_a_unit_is_gathered_once_per_pass_and_its_gradient_reduced_once(
         assert in_step == {"gathered": per_member * members * 4 + 2, "scattered": units}
         assert in_evaluation["gathered"] == units
         assert all_sharded
+
+
+def run_training(config: Config, run_dir: Path) -> str:
+    run_dir.mkdir(parents=True, exist_ok=True)
+    return train(config, run_dir)
+
+
+def losses(run_dir: Path) -> list[float]:
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return [loss for _, loss in sorted((line["step"], line["loss"]) for line in lines if line["kind"] == "train")]
+
+
+def test_a_sharded_run_resumes_bit_for_bit_and_on_other_layouts(data: Path, tmp_path: Path) -> None:
+    sharded = {"mesh": {"sharding": "fsdp", "dp_shard": 4, "ep": 2}}
+    whole, cut, moved = (tmp_path / name for name in ("whole", "cut", "moved"))
+    run_ranks(run_training, 4, make_config(data, **sharded), whole)
+    run_ranks(run_training, 4, make_config(data, **sharded, train={"steps": 3}), cut)
+    shutil.copytree(cut, moved)
+    run_ranks(run_training, 4, make_config(data, **sharded), cut)
+    assert len(losses(whole)) == 6
+    assert losses(cut) == losses(whole)
+    run_ranks(run_training, 2, make_config(data, mesh={"ep": 2}), moved)
+    assert losses(moved) == pytest.approx(losses(whole), rel=1e-6)
