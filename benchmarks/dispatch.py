@@ -1,0 +1,366 @@
+"""What dispatch and combine cost beside the bare exchange of the same bytes, and a step with experts spread beside one without.
+
+    python benchmarks/dispatch.py [--ranks 2 4 8] [--seconds 4] [--pairs 20]
+
+1. Per world, experts per token (K) and dispatcher: one forward pass of dispatch and combine (stand-ins for the experts between
+   them, not counted) against the floor: `all_to_all_single` of exactly the rows that the dispatcher sends and gets back, with
+   splits known and rows in place; for allgather its own two collectives. Both by turns, pass by pass, because a shared machine's
+   speed drifts; the slowest rank's time in each pass, and medians over passes. Beside time, the processor time of all ranks: on a
+   machine that is busy with other things it says more than time does. `local` on one rank says what is left without an exchange.
+   Goals: `dedup` sends exactly Σ over tokens of their distinct destination ranks; the default dispatcher takes ≤ 1.25 × the floor
+   for rows of 4 KiB × 2,048 tokens per rank.
+2. A training step of the recipe smoke on 4 ranks, EP 4 against pure data parallelism, by turns in one process each: all of it
+   but the data. Goal: ≤ 1.15.
+
+Ranks are processes of this machine over Gloo, and over NCCL where there is a GPU for each. Exits with 1 where a goal is missed.
+Takes some 8 minutes on 2 cores; writes results/dispatch.json.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from report import save
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from moebius.data_pipeline.loader import Batch
+from moebius.distributed.dispatch import DISPATCHERS, make_dispatcher
+from moebius.distributed.dispatch_setup import build_node_groups
+from moebius.distributed.exchange import AllGather, AllToAll, ReduceScatter
+from moebius.distributed.process import Process, start_process
+from moebius.model.moe import LocalDispatcher
+from moebius.model.routing import Routes, token_routes
+from moebius.train.config import resolve
+from moebius.train.loop import step
+from moebius.train.recipes import RECIPES
+from moebius.train.run import Run, assemble
+
+GOAL, STEP_GOAL = 1.25, 1.15
+EXPERTS_PER_RANK = 4
+PER_NODE = 2  # pretended nodes, for the hierarchical dispatcher
+WARM_UP, FEWEST = 2, 5  # passes
+STEP_RANKS = 4
+
+
+@dataclass(frozen=True)
+class Point:
+    """One measurement: T tokens per rank of D float32 numbers, K experts each."""
+
+    num_ranks: int
+    tokens: int
+    width: int
+    top_k: int
+    dispatcher: str
+    overlap_chunks: int = 1
+
+
+def points(num_ranks: int) -> list[Point]:
+    """K swept at the goal's shape; narrow rows beside it, where latency is what counts."""
+    if num_ranks == 1:
+        return [Point(1, 2048, 1024, 4, "local")]
+    names = [name for name in DISPATCHERS if name != "hierarchical" or num_ranks > PER_NODE]
+    wide = [Point(num_ranks, 2048, 1024, k, name) for k in (1, 2, 4, 8) for name in names]
+    narrow = [Point(num_ranks, 512, 128, 4, name) for name in names]
+    return [*wide, *narrow, *(Point(num_ranks, 2048, 1024, 4, name, 2) for name in ("alltoall", "dedup"))]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4, 8])
+    parser.add_argument("--seconds", type=float, default=4.0, help="for the passes of one point")
+    parser.add_argument("--pairs", type=int, default=20, help="of steps; 0: none")
+    parser.add_argument("--name", default="dispatch", help="of the file in results/")
+    parser.add_argument("--rank-out", type=Path, help=argparse.SUPPRESS)  # a rank: where rank 0 leaves the figures
+    parser.add_argument("--device", default="cpu", help=argparse.SUPPRESS)
+    parser.add_argument("--part", choices=("exchange", "step"), default="exchange", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.rank_out is not None:
+        run_rank(options)
+        return
+    load_before = os.getloadavg()
+    figures: list[dict[str, Any]] = []
+    for num_ranks in options.ranks:
+        for device in ["cpu", "cuda"] if torch.cuda.device_count() >= num_ranks else ["cpu"]:
+            figures += launch("exchange", num_ranks, device, options)
+            print(f"measured: {num_ranks} ranks on {device}", flush=True)
+    steps = launch("step", STEP_RANKS, "cpu", options) if options.pairs else None
+    met = print_report(figures, steps)
+    path = save(options.name, {
+        "goal_dispatch": GOAL, "goal_step": STEP_GOAL, "load_average_before": load_before,
+        "load_average_after": os.getloadavg(), "points": figures, "step": steps,
+    })  # fmt: skip
+    print(f"written: {path}")
+    raise SystemExit(0 if met else 1)
+
+
+def launch(part: str, num_ranks: int, device: str, options: argparse.Namespace) -> Any:
+    """What rank 0 of a world of that size found."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "figures.json"
+        command = [
+            sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}", __file__,
+            "--rank-out", str(out), "--seconds", str(options.seconds), "--pairs", str(options.pairs), "--device", device,
+            "--part", part,
+        ]  # fmt: skip
+        subprocess.run(command, check=True, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdin=subprocess.DEVNULL)
+        return json.loads(out.read_text())
+
+
+def run_rank(options: argparse.Namespace) -> None:
+    torch.set_num_threads(1)
+    with start_process(options.device, timeout_s=120) as process:
+        if options.part == "step":
+            found = time_steps(process, options.rank_out.parent, options.pairs)
+        else:
+            with torch.no_grad():
+                found = [time_point(point, process, options.seconds) for point in points(process.world_size)]
+        if process.rank == 0:
+            options.rank_out.write_text(json.dumps(found))
+
+
+# Dispatch and combine ------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Spent:
+    """Seconds, and seconds of processors."""
+
+    wall_s: float = 0.0
+    cpu_s: float = 0.0
+
+    def during(self, work: Callable[[], Any], device: torch.device) -> Any:
+        wall, cpu = now(device), time.process_time()
+        result = work()
+        self.wall_s += now(device) - wall
+        self.cpu_s += time.process_time() - cpu
+        return result
+
+
+def time_point(point: Point, process: Process, seconds: float) -> dict[str, Any]:
+    group, device = dist.group.WORLD, process.device
+    assert group is not None
+    nodes = build_node_groups(group, PER_NODE, timeout_s=120) if point.dispatcher == "hierarchical" else None
+    dispatcher: Any = make_dispatcher(
+        point.dispatcher, group, nodes=nodes, ranks_per_node=PER_NODE, overlap_chunks=point.overlap_chunks
+    )
+    x, routes = batch(point, process)
+    floor = make_floor(point, group, x, wide_motions(dispatcher, x, routes))
+    started = time.perf_counter()
+    for _ in range(WARM_UP):
+        one_pass(dispatcher, x, routes, device)
+        floor()
+    passes = torch.tensor(max(FEWEST, int(seconds * WARM_UP / (time.perf_counter() - started))), device=device)
+    dist.broadcast(passes, 0)
+    spent = []
+    for _ in range(int(passes)):
+        dist.barrier()
+        ours, theirs = one_pass(dispatcher, x, routes, device), Spent()
+        dist.barrier()
+        theirs.during(floor, device)
+        spent.append([ours.wall_s, theirs.wall_s, ours.cpu_s, theirs.cpu_s])
+    return (
+        asdict(point)
+        | {"device": device.type}
+        | summary(torch.tensor(spent, device=device))
+        | rows(point, dispatcher, routes)
+    )
+
+
+def summary(spent: Tensor) -> dict[str, Any]:
+    """Of every pass the slowest rank's time and all ranks' processor time."""
+    wall, cpu = spent[:, :2].double().contiguous(), spent[:, 2:].double().contiguous()
+    dist.all_reduce(wall, op=dist.ReduceOp.MAX)
+    dist.all_reduce(cpu)
+    (ours, floor), (ours_cpu, floor_cpu) = wall.T.tolist(), cpu.T.tolist()
+    ratios = [a / b for a, b in zip(ours, floor, strict=True)]
+    quartiles = statistics.quantiles(ratios, n=4)
+    return {
+        "passes": len(ours), "seconds": statistics.median(ours), "floor_seconds": statistics.median(floor),
+        "fastest_seconds": min(ours), "fastest_floor_seconds": min(floor),
+        "ratio": statistics.median(ours) / statistics.median(floor), "ratio_of_fastest": min(ours) / min(floor),
+        "quartiles_of_pairs": [quartiles[0], quartiles[2]],
+        "cpu_ratio": statistics.median(ours_cpu) / max(statistics.median(floor_cpu), 1e-9),
+    }  # fmt: skip
+
+
+def rows(point: Point, dispatcher: Any, routes: Routes) -> dict[str, int]:
+    """Rows of a pass over all ranks, beside what they must and what they might be."""
+    stats = None if isinstance(dispatcher, LocalDispatcher) else dispatcher.stats()
+    sent = 0 if stats is None else stats.rows_sent // stats.passes
+    wanted = torch.zeros(routes.num_targets, point.num_ranks, dtype=torch.bool, device=routes.expert_N.device)
+    wanted[routes.source_N, routes.expert_N // EXPERTS_PER_RANK] = True
+    totals = torch.tensor([sent, int(wanted.sum()), len(routes.expert_N)], device=routes.expert_N.device)
+    dist.all_reduce(totals)
+    names = ("rows_sent", "distinct_destinations", "rows_one_per_route")
+    return dict(zip(names, totals.tolist(), strict=True)) | {"row_bytes": point.width * 4}
+
+
+def batch(point: Point, process: Process) -> tuple[Tensor, Routes]:
+    """Tokens that choose evenly."""
+    generator = torch.Generator().manual_seed(process.rank)
+    num_experts = EXPERTS_PER_RANK * point.num_ranks
+    scores = torch.rand(point.tokens, num_experts, generator=generator)
+    experts = scores.topk(min(point.top_k, num_experts)).indices.to(process.device)
+    x = torch.randn(point.tokens, point.width, generator=generator).to(process.device)
+    return x, token_routes(experts, torch.ones(experts.shape, device=process.device), num_experts=num_experts)
+
+
+def one_pass(dispatcher: Any, x: Tensor, routes: Routes, device: torch.device) -> Spent:
+    """Dispatch and combine; the experts' stand-in works between them and is left out."""
+
+    def arrive() -> tuple[Any, list[tuple[Tensor, Routes]]]:
+        sent = dispatcher.dispatch(x, routes)
+        return sent, [(part.x_UD, part.routes) for part in sent.parts]
+
+    spent = Spent()
+    sent, landed = spent.during(arrive, device)
+    answers = [stand_in(x_UD, part_routes) for x_UD, part_routes in landed]
+    dist.barrier()  # nobody pays for another rank's experts
+    parts = zip(sent.parts, answers, strict=True)
+    spent.during(lambda: dispatcher.combine([part.answer(y) for part, y in parts], sent), device)
+    return spent
+
+
+def stand_in(x_UD: Tensor, routes: Routes) -> Tensor:
+    """What experts would leave: a row for every target."""
+    if routes.per_source == routes.per_target == 1:
+        return x_UD
+    return x_UD.new_zeros(routes.num_targets, x_UD.shape[1]).index_add_(0, routes.target_N, x_UD[routes.source_N])
+
+
+def wide_motions(dispatcher: Any, x: Tensor, routes: Routes) -> list[tuple[AllToAll, Tensor]]:
+    """The all-to-alls of rows in a pass, in order."""
+    seen: list[tuple[AllToAll, Tensor]] = []
+    start = AllToAll.start
+
+    def recorded(self: AllToAll, rows: Tensor) -> Tensor:
+        if rows.dim() == 2 and rows.shape[1] == x.shape[1] and rows.is_floating_point():
+            seen.append((self, torch.randn_like(rows)))
+        return start(self, rows)
+
+    AllToAll.start = recorded
+    try:
+        one_pass(dispatcher, x, routes, x.device)
+    finally:
+        AllToAll.start = start
+    return seen
+
+
+def make_floor(
+    point: Point, group: dist.ProcessGroup, x: Tensor, motions: list[tuple[AllToAll, Tensor]]
+) -> Callable[[], None]:
+    """The same bytes with nothing around them. For allgather, whose bytes go by other collectives: those."""
+
+    def gather_and_scatter() -> None:
+        everyone = torch.ops._c10d_functional.wait_tensor(AllGather(group).start(x))
+        torch.ops._c10d_functional.wait_tensor(ReduceScatter(group).start(everyone))
+
+    def exchange() -> None:
+        for motion, sent in motions:
+            out = sent.new_empty(sum(motion.received), sent.shape[1])
+            dist.all_to_all_single(out, sent, motion.received, motion.sent, group=motion.group)
+
+    return gather_and_scatter if point.dispatcher == "allgather" else exchange
+
+
+def now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+# Whole steps ---------------------------------------------------------------------------------------------------------
+
+
+def time_steps(process: Process, folder: Path, pairs: int) -> dict[str, Any]:
+    """Steps with the experts spread over all ranks and steps with all experts everywhere, by turns."""
+    runs = {f"ep={ep}": build_run(ep, process, folder) for ep in (process.world_size, 1)}
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    for number in range(WARM_UP + pairs):
+        for name, (run, work) in runs.items():
+            dist.barrier()
+            started = time.perf_counter()
+            step(run, work, 1e-4)
+            if number >= WARM_UP:
+                times[name].append(time.perf_counter() - started)
+    slowest = torch.tensor(list(times.values()), dtype=torch.float64)
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+    spread, alone = slowest.tolist()
+    ratios = [a / b for a, b in zip(spread, alone, strict=True)]
+    quartiles = statistics.quantiles(ratios, n=4)
+    return {
+        "recipe": "smoke", "ranks": process.world_size, "pairs": pairs, "ep_seconds": statistics.median(spread),
+        "dp_seconds": statistics.median(alone), "ratio": statistics.median(spread) / statistics.median(alone),
+        "ratio_of_fastest": min(spread) / min(alone), "quartiles_of_pairs": [quartiles[0], quartiles[2]],
+    }  # fmt: skip
+
+
+def build_run(ep: int, process: Process, folder: Path) -> tuple[Run, Batch]:
+    """A run without data, and one batch for all of its steps."""
+    config = resolve("smoke", [f"mesh.ep={ep}", "mesh.dp_replicate=none"], RECIPES)
+    run_dir = folder / f"ep{ep}"
+    run_dir.mkdir(exist_ok=True)
+    accumulation = config.train.global_batch // (process.world_size * config.train.micro_batch)
+    shape = (accumulation, config.train.micro_batch, config.data.seq_len + 1)
+    tokens = torch.randint(config.model.vocab_size, shape, generator=torch.Generator().manual_seed(process.rank))
+    return assemble(config, run_dir, process), Batch(tokens.numpy(), 0, 0)
+
+
+# Report --------------------------------------------------------------------------------------------------------------
+
+
+def print_report(figures: list[dict[str, Any]], steps: dict[str, Any] | None) -> bool:
+    """Prints all points; whether the goals are met."""
+    table = Table(
+        "ranks", "tokens × width", "K", "dispatcher", "chunks", "ms", "floor ms", "ratio", "CPU", "rows ÷ routes", "",
+        title="dispatch + combine against the bare exchange of the same rows",
+    )  # fmt: skip
+    met = True
+    for point in figures:
+        verdict = verdict_of(point)
+        met = met and "missed" not in verdict
+        table.add_row(
+            f"{point['num_ranks']} {point['device']}", f"{point['tokens']} × {point['width']}", str(point["top_k"]),
+            point["dispatcher"], str(point["overlap_chunks"]), f"{point['seconds'] * 1e3:.1f}",
+            f"{point['floor_seconds'] * 1e3:.1f}", f"{point['ratio']:.2f}" if point["num_ranks"] > 1 else "",
+            f"{point['cpu_ratio']:.2f}" if point["num_ranks"] > 1 else "",
+            f"{point['rows_sent'] / point['rows_one_per_route']:.2f}", verdict,
+        )  # fmt: skip
+    console = Console(width=110)
+    console.print(table)
+    if steps is not None:
+        good = steps["ratio"] <= STEP_GOAL
+        met = met and good
+        console.print(
+            f"EP {steps['ranks']} on {steps['ranks']} ranks: {steps['ep_seconds'] * 1e3:.0f} ms a step, data parallelism "
+            f"{steps['dp_seconds'] * 1e3:.0f} ms, ratio {steps['ratio']:.2f} ({'met' if good else 'missed'}: ≤ {STEP_GOAL})"
+        )
+    return met
+
+
+def verdict_of(point: dict[str, Any]) -> str:
+    """Of the default dispatcher at the goal's shape; of `dedup` everywhere that it sends what it must."""
+    if point["dispatcher"] != "dedup":
+        return ""
+    if point["rows_sent"] != point["distinct_destinations"]:
+        return "rows missed"
+    if point["row_bytes"] < 4096 or point["tokens"] < 2048 or point["overlap_chunks"] > 1:
+        return "rows met"
+    return "met" if point["ratio"] <= GOAL else "time missed"
+
+
+if __name__ == "__main__":
+    main()
