@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
@@ -15,6 +16,10 @@ from .data_pipeline.shards import Manifest
 from .train.config import Config, resolve
 from .train.recipes import RECIPES
 from .train.run_folder import default_run_dir, open_run, place_data
+
+if TYPE_CHECKING:
+    from .model.transformer import Transformer
+    from .train.simulate_request import Ranks
 
 RUNS = Path("runs")  # where runs and prepared data go unless told otherwise
 
@@ -46,7 +51,7 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     for add in (
         _add_prepare, _add_train, _add_submit, _add_status, _add_logs, _add_stop, _add_eval, _add_models, _add_layout,
-        _add_plan, _add_ckpt,
+        _add_plan, _add_simulate, _add_ckpt,
     ):  # fmt: skip
         add(commands)
     return parser
@@ -327,6 +332,101 @@ def _plan(options: argparse.Namespace) -> int:
     if options.png:
         console.print(f"picture: {options.png}")
     return 0
+
+
+# simulate -----------------------------------------------------------------------------------------------------------
+
+
+def _add_simulate(commands: argparse._SubParsersAction) -> None:
+    parser = _command(commands, "simulate", _simulate, "route tokens on simulated ranks in this process, and count")
+    parser.add_argument(
+        "name",
+        nargs="?",
+        metavar="MODEL",
+        help="a recipe or a FILE.toml (fresh weights), or a run folder (trained ones)",
+    )
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="single values to change")
+    parser.add_argument("--trace", type=Path, metavar="RUN", help="replay what a run recorded (train.record_routing)")
+    parser.add_argument("--ep", type=int, metavar="N", help="ranks per copy of the experts; default: mesh.ep, or 8")
+    parser.add_argument("--world-size", type=int, metavar="N", help="ranks in all, at most 256; default: one ep group")
+    parser.add_argument("--ranks-per-node", type=int, metavar="N", help="default: 8, or all on one if 8 do not divide")
+    parser.add_argument(
+        "--dispatcher", nargs="+", metavar="NAME", choices=["local", "allgather", "alltoall", "dedup", "hierarchical"],
+        default=[None], help="one, or several to compare: allgather, alltoall, dedup, hierarchical; default: the mesh's",
+    )  # fmt: skip
+    parser.add_argument("--overlap-chunks", type=int, metavar="N", help="parts in which rows travel")
+    parser.add_argument("--tokens-per-rank", type=int, default=64, metavar="N", help="of every step (64)")
+    parser.add_argument("--steps", type=int, metavar="N", help="default: 1, or all that were recorded")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of tokens, and of a trace's rows")
+    parser.add_argument(
+        "--shapes-only", action="store_true", help="no values: first, middle and last of up to 10,240 ranks"
+    )
+    parser.add_argument("--png", type=Path, metavar="FILE", help="draw the traffic from rank to rank and the loads")
+    parser.add_argument("--json", action="store_true", help="everything, all matrices included, as JSON")
+
+
+def _simulate(options: argparse.Namespace) -> int:
+    from .train.simulate_report import draw, plain, show
+    from .train.simulate_request import Ranks, run, source_of_model, source_of_trace
+
+    if (options.name is None) == (options.trace is None):
+        raise JobError("name what to simulate: a recipe, a FILE.toml or a run folder, or else --trace RUN")
+    asked = Ranks(options.ep, options.world_size, options.ranks_per_node, options.overlap_chunks)
+    if options.shapes_only:
+        return _simulate_shapes(options, asked)
+    if options.trace is not None:
+        source = source_of_trace(options.trace, steps=options.steps, seed=options.seed)
+    else:
+        title, config, trained = _simulated_model(options)
+        source = source_of_model(
+            title, config, trained, tokens_per_rank=options.tokens_per_rank, steps=options.steps or 1, seed=options.seed
+        )
+    with Console(stderr=True).status("simulating"):
+        report = run(source, asked, options.dispatcher)
+    if options.png:
+        draw(report, options.png)
+    if options.json:
+        print(json.dumps(plain(report), indent=2))
+    else:
+        Console().print(show(report))
+    return 1 if report.faults else 0
+
+
+def _simulate_shapes(options: argparse.Namespace, asked: "Ranks") -> int:
+    from .distributed.simulate_shapes import ends_and_middle, shapes_of
+    from .train.simulate_report import plain_shapes, show_shapes
+    from .train.simulate_request import config_of_run, shape_request
+
+    if options.name is None:
+        raise JobError("--shapes-only builds a model: name a recipe, a FILE.toml or a run folder")
+    is_run = Path(options.name).is_dir()
+    config = config_of_run(Path(options.name)) if is_run else resolve(options.name, options.overrides, RECIPES)
+    request, refusal = shape_request(config, asked, options.dispatcher[0])
+    with Console(stderr=True).status("building"):
+        shapes = shapes_of(request, ends_and_middle(request.layout.world_size))
+    if options.json:
+        print(json.dumps({**plain_shapes(request, shapes), "refused": refusal}, indent=2))
+    else:
+        Console().print(show_shapes(options.name, request, shapes))
+    if refusal is not None:
+        Console(stderr=True, soft_wrap=True).print(
+            f"[yellow]training would refuse it:[/] {_plain(refusal)}", highlight=False
+        )
+    return 0 if refusal is None else 1
+
+
+def _simulated_model(options: argparse.Namespace) -> tuple[str, Config, "Transformer | None"]:
+    """Its title, its configuration and, of a run folder, its weights."""
+    from .distributed.process import start_process
+    from .evaluation.restore import restore
+
+    if not Path(options.name).is_dir():
+        return options.name, resolve(options.name, options.overrides, RECIPES), None
+    if options.overrides:
+        raise JobError(f"{options.name} is a run and is simulated as it is: leave out {' '.join(options.overrides)}")
+    with start_process("cpu") as process:
+        restored = restore(Path(options.name), process)
+    return f"{Path(options.name).name}, step {restored.step}", restored.config, restored.model
 
 
 # layout, ckpt -------------------------------------------------------------------------------------------------------

@@ -83,7 +83,7 @@ def run_threads(
 
     Raises:
         SimulationUnavailable: this torch has no threaded process group.
-        ValueError: more ranks than threads can serve.
+        ValueError: more ranks than threads can serve; or that of a rank.
         RankFailed: a rank raised, or ranks wait for each other in vain; the others are released.
     """
     if not 1 <= num_ranks <= MOST_THREADS:
@@ -154,6 +154,8 @@ class _World:
             late = self._wait(lives, timeout_s)
         if self.failures:
             rank, error = self.failures[0]
+            if isinstance(error, ValueError):  # the request was wrong, and its message says so
+                raise error
             raise RankFailed(f"simulated rank {rank} of {self.num_ranks}: {type(error).__name__}: {error}") from error
         if late:
             raise RankFailed(f"after {timeout_s:g} s the simulated ranks {spell_ranks(late)} still wait for others")

@@ -16,8 +16,10 @@ from torch import Tensor, nn
 
 from ..data_pipeline.loader import RowReader
 from ..data_pipeline.shards import TokenStore
-from ..distributed.layout import MeshConfig, check_experts, plan_layout
-from ..distributed.simulate import Cluster, RoutedCall
+from ..distributed.layout import Layout, MeshConfig, check_experts, plan_layout, spell_ranks
+from ..distributed.simulate import Cluster, RoutedCall, simulate
+from ..distributed.simulate_shapes import ShapeRequest
+from ..distributed.simulated_world import MOST_PRETENDED, MOST_THREADS
 from ..model.config import ModelConfig
 from ..model.initialise import draw, initialise
 from ..model.moe import SparseLayer
@@ -27,10 +29,11 @@ from ..model.transformer import Transformer
 from .config import Config
 from .routing_replay import DealtCall, replay
 from .routing_tap import TappedCall, sparse_layers, tap
+from .routing_trace import read_rank, recorded_steps
+from .simulate_report import Report
 from .state import seed_micro_batch
 
 DEFAULT_RANKS = 8
-DEFAULT_TOKENS = 64
 _NODE = 8  # ranks of a node, unless told otherwise
 
 Bank = Callable[[str], nn.Module]
@@ -39,38 +42,67 @@ Tokens = Callable[[int, int], Tensor]  # (step, rank) → (B, S)
 
 @dataclass(frozen=True)
 class Ranks:
-    """How the ranks are asked for; None: as the configuration or the defaults say."""
+    """How the ranks are asked for; None: as the configuration or the defaults say. Replicas fill the world."""
 
     ep: int | None = None
     world_size: int | None = None
     ranks_per_node: int | None = None
-    dispatcher: str | None = None
     overlap_chunks: int | None = None
 
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if value is not None and value < 1:
+                raise ValueError(f"--{name.replace('_', '-')} {value}: at least 1")
 
-def make_cluster(config: Config, asked: Ranks) -> Cluster:
-    """The simulated ranks: `asked`, else what `mesh` says, else 8 of one EP group, 8 to a node.
+
+def make_cluster(config: Config, asked: Ranks, dispatcher: str | None = None) -> Cluster:
+    """The simulated ranks: as asked, else as `mesh` says, else 8 of one EP group, 8 to a node.
+
+    Raises:
+        ValueError: the sizes do not fit each other or the model's experts, or there are too many for real values.
+    """
+    layout, per_node = layout_of(config, asked)
+    if layout.world_size > MOST_THREADS:
+        raise ValueError(
+            f"{layout.world_size:,} ranks: with real values there may be {MOST_THREADS} at most; --shapes-only looks at single "
+            f"ranks of up to {MOST_PRETENDED:,}"
+        )
+    chunks = asked.overlap_chunks or config.mesh.overlap_chunks
+    return Cluster(layout, dispatcher or config.mesh.dispatcher, chunks, per_node)
+
+
+def layout_of(config: Config, asked: Ranks) -> tuple[Layout, int]:
+    """The layout, and how many ranks a node has."""
+    mesh = config.mesh
+    ep = asked.ep or (mesh.ep if mesh.ep > 1 else min(DEFAULT_RANKS, asked.world_size or DEFAULT_RANKS))
+    wanted = MeshConfig(ep=ep, dp_shard=mesh.dp_shard)
+    layout = plan_layout(wanted, asked.world_size or mesh.dp_shard or ep)
+    check_experts(layout, _experts(config.model))
+    per_node = asked.ranks_per_node or (_NODE if layout.world_size % _NODE == 0 else layout.world_size)
+    if layout.world_size % per_node:
+        raise ValueError(f"--ranks-per-node {per_node} does not divide the {layout.world_size} ranks")
+    return layout, per_node
+
+
+def shape_request(config: Config, asked: Ranks, dispatcher: str | None = None) -> tuple[ShapeRequest, str | None]:
+    """What `--shapes-only` builds, and why training would refuse it on that world (None: it would not).
 
     Raises:
         ValueError: the sizes do not fit each other or the model's experts.
     """
-    for name, value in (
-        ("--ep", asked.ep),
-        ("--world-size", asked.world_size),
-        ("--ranks-per-node", asked.ranks_per_node),
-    ):
-        if value is not None and value < 1:
-            raise ValueError(f"{name} {value}: at least 1")
-    mesh = config.mesh
-    ep = asked.ep or (mesh.ep if mesh.ep > 1 else min(DEFAULT_RANKS, asked.world_size or DEFAULT_RANKS))
-    dp_shard = mesh.dp_shard if mesh.dp_shard and mesh.dp_shard % ep == 0 else None
-    layout = plan_layout(MeshConfig(ep=ep, dp_shard=dp_shard), asked.world_size or dp_shard or ep)
-    check_experts(layout, _experts(config.model))
-    world = layout.world_size
-    return Cluster(
-        layout, asked.dispatcher or mesh.dispatcher, asked.overlap_chunks or mesh.overlap_chunks,
-        asked.ranks_per_node or (_NODE if world % _NODE == 0 else world),
-    )  # fmt: skip
+    layout, per_node = layout_of(config, asked)
+    changes = {"ep": layout.ep, "dp_replicate": None, **({"dispatcher": dispatcher} if dispatcher else {})}
+    mesh = config.mesh.model_copy(update=changes)
+    try:
+        config.model_copy(update={"mesh": mesh}).check_world(layout.world_size)
+        refusal = None
+    except ValueError as error:
+        refusal = str(error)
+    chunks = asked.overlap_chunks or mesh.overlap_chunks
+    return ShapeRequest(
+        config.model, layout, mesh.dispatcher, mesh.sharding, config.train.precision, config.data.seq_len,
+        config.train.micro_batch, per_node, chunks,
+    ), refusal  # fmt: skip
 
 
 def _experts(model: ModelConfig) -> dict[str, int]:
@@ -78,6 +110,91 @@ def _experts(model: ModelConfig) -> dict[str, int]:
     if not counts:
         raise ValueError("the model has no experts: there is nothing to route")
     return counts
+
+
+# Sources ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where calls come from: as often as they are asked for, the same ones, for any number of ranks."""
+
+    title: str
+    config: Config
+    tokens: Callable[[Cluster], str]  # in words
+    bank: Bank
+    calls: Callable[[int], Iterator[RoutedCall]]
+
+
+def run(source: Source, asked: Ranks, dispatchers: Sequence[str | None]) -> Report:
+    """The same calls with every dispatcher.
+
+    Raises:
+        ValueError: the request cannot be carried out.
+        RankFailed: an exchange failed.
+    """
+    clusters = [make_cluster(source.config, asked, dispatcher) for dispatcher in dispatchers]
+    found = [simulate(source.calls(cluster.layout.world_size), source.bank, cluster) for cluster in clusters]
+    return Report(source.title, source.tokens(clusters[0]), tuple(found))
+
+
+def source_of_model(
+    title: str, config: Config, trained: Transformer | None, *, tokens_per_rank: int, steps: int, seed: int
+) -> Source:
+    """A model that routes tokens itself: a trained one its validation text, a fresh one random tokens.
+
+    Raises:
+        ValueError: the router cannot take so few tokens, or the text cannot be read.
+    """
+    if steps < 1 or tokens_per_rank < 1:
+        raise ValueError(f"--steps {steps}, --tokens-per-rank {tokens_per_rank}: both must be at least 1")
+    _experts(config.model)
+    batch, length = batch_shape(config, tokens_per_rank)
+    model, precision = trained or fresh_model(config), config.train.precision
+
+    def calls(num_ranks: int) -> Iterator[RoutedCall]:
+        make = text_tokens if trained else random_tokens
+        tokens = make(config, batch, length, seed=seed, num_ranks=num_ranks)
+        return calls_of_model(model, precision, Scene(tokens, steps, seed), num_ranks)
+
+    def words(_cluster: Cluster) -> str:
+        what = "of the validation text" if trained else "at random"
+        return f"{batch} × {length} tokens {what} per rank and step, {steps} {'step' if steps == 1 else 'steps'}, {precision}"
+
+    return Source(title, config, words, bank_of_model(model, precision), calls)
+
+
+def source_of_trace(run_dir: Path, *, steps: int | None, seed: int) -> Source:
+    """A recorded run's routes.
+
+    Raises:
+        ValueError: nothing was recorded there.
+    """
+    config = config_of_run(run_dir)
+    files, precision = chosen_steps(recorded_steps(run_dir), steps), config.train.precision
+    bank = bank_of_config(config.model, precision, backend=config.kernels.backend, seed=config.train.seed)
+    then = len(files[min(files)])
+    tokens = sum(read_rank(files[min(files)][0]).tokens) * then
+
+    def words(cluster: Cluster) -> str:
+        recorded = f"{len(files)} recorded {'step' if len(files) == 1 else 'steps'} ({spell_ranks(sorted(files))})"
+        return f"{recorded} of {tokens:,} tokens; ranks: {then} then, {cluster.layout.world_size} now; {precision}"
+
+    def calls(num_ranks: int) -> Iterator[RoutedCall]:
+        return calls_of_trace(files, bank, precision, num_ranks, seed)
+
+    return Source(f"trace of {run_dir.name}", config, words, bank, calls)
+
+
+def config_of_run(run_dir: Path) -> Config:
+    """The configuration of a run folder.
+
+    Raises:
+        ValueError: it is none.
+    """
+    if not (run_dir / "config.json").exists():
+        raise ValueError(f"{run_dir}: is not a run folder (no config.json)")
+    return Config.load(run_dir / "config.json")
 
 
 # A model's own routing ----------------------------------------------------------------------------------------------
@@ -92,34 +209,28 @@ class Scene:
     seed: int
 
 
-def random_tokens(config: Config, *, tokens_per_rank: int, seed: int) -> Tokens:
-    """Uniform over the vocabulary.
-
-    Raises:
-        ValueError: the router cannot take sequences of that length.
-    """
-    batch, length = batch_shape(config, tokens_per_rank)
+def random_tokens(config: Config, batch: int, length: int, *, seed: int, num_ranks: int) -> Tokens:
+    """Uniform over the vocabulary."""
 
     def make(step: int, rank: int) -> Tensor:
-        generator = torch.Generator().manual_seed(seed * 2**40 + step * 2**20 + rank)
+        generator = torch.Generator().manual_seed((seed * 2**20 + step) * num_ranks + rank)
         return torch.randint(config.model.vocab_size, (batch, length), generator=generator)
 
     return make
 
 
-def text_tokens(config: Config, *, tokens_per_rank: int, num_ranks: int) -> Tokens:
-    """The validation rows of a run's data, one after another, from the beginning again after the last.
+def text_tokens(config: Config, batch: int, length: int, *, seed: int, num_ranks: int) -> Tokens:
+    """The validation rows of a run's data from row `seed` on, from the beginning again after the last.
 
     Raises:
         ValueError: the data cannot be read.
     """
-    batch, length = batch_shape(config, tokens_per_rank)
     reader = RowReader(TokenStore(Path(config.data.directory), "validation"), length)
     if reader.num_rows < 1:
         raise ValueError(f"{config.data.directory}: its validation split has not one row of {length} tokens")
 
     def make(step: int, rank: int) -> Tensor:
-        first = ((step - 1) * num_ranks + rank) * batch
+        first = seed + ((step - 1) * num_ranks + rank) * batch
         return torch.from_numpy(reader.read((first + np.arange(batch)) % reader.num_rows))[:, :-1]
 
     return make
