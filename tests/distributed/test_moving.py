@@ -149,9 +149,8 @@ def relabelled(homes: Homes, order: list[int]) -> Homes:
 
 def alone(scene: str) -> tuple[list[dict[str, Tensor]], dict[str, Tensor]]:
     """Every rank's results with all experts at home, and the sums of the experts' gradients."""
-    results = [
-        forward_backward(SparseLayer(bank(torch.float32)), *given) for given in parts(SCENES[scene], torch.float32)
-    ]  # pyright: ignore[reportArgumentType]
+    at_home = contiguous_homes(EXPERTS, 1)
+    results = [forward_backward(placed_layer(at_home, 0), *given) for given in parts(SCENES[scene], torch.float32)]
     return results, {name: torch.stack([own[name] for own in results]).sum(0) for name in ("w_up", "w_down")}
 
 
