@@ -16,7 +16,7 @@ Every reduction is a SUM: the loss is already divided by the number of tokens of
 
 import itertools
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
 import torch
@@ -29,6 +29,7 @@ from torch.utils.hooks import RemovableHandle
 from ..model.moe import SparseLayer
 from ..model.precision import enters_a_product
 from ..model.transformer import Transformer
+from .layout import Layout, group_of
 from .mesh import Mesh
 from .shards import Held, narrowed
 
@@ -38,11 +39,7 @@ def shard_model(model: Transformer, mesh: Mesh, dtype: torch.dtype, *, chunks: i
 
     Its parameters are DTensors from here on, those that stay whole excepted. `chunks`: how often a bank is called per use.
     """
-    whole = {
-        parameter
-        for name, parameter in model.named_parameters()
-        if not enters_a_product(name) and not name.endswith("embedding")
-    }
+    whole = {parameter for name, parameter in model.named_parameters() if not is_sharded(name)}
     products = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     exact = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
     dense, experts = _mesh_over(mesh, "fsdp"), _mesh_over(mesh, "efsdp")
@@ -68,13 +65,23 @@ def what_is_left(held: Held, parameter: nn.Parameter, mesh: Mesh) -> Held:
     """What a rank holds of a parameter whose group holds `held`."""
     if not isinstance(parameter, DTensor):
         return held
-    [dim] = [placement.dim for placement in parameter.placements if isinstance(placement, Shard)]
+    return share_of(held, parameter.shape, mesh.layout, mesh.rank)
+
+
+def is_sharded(name: str) -> bool:
+    """Whether the parameter of that name is cut; the others stay whole on every rank."""
+    return enters_a_product(name) or name in ("embedding", "position_embedding")
+
+
+def share_of(held: Held, shape: Sequence[int], layout: Layout, rank: int) -> Held:
+    """What FSDP leaves a rank of a parameter whose group holds `held`; `shape` is the parameter's before it is cut."""
     axis = "efsdp" if held.has_experts else "fsdp"
-    ranks, place = mesh.group(axis).size(), mesh.group(axis).rank()
-    share = -(-parameter.shape[dim] // ranks)  # as torch.chunk: the last ranks may have less, or nothing
-    local = parameter.to_local().shape[dim]
-    layout = mesh.layout
-    return narrowed(held, dim, min(place * share, parameter.shape[dim]), local, ranks_per_copy=layout.efsdp * layout.ep)
+    ranks, place = layout.size(axis), group_of(layout, axis, rank).index(rank)
+    dim = dim_to_cut(shape, ranks)
+    share = -(-shape[dim] // ranks)  # as torch.chunk: the last ranks may have less, or nothing
+    start = min(place * share, shape[dim])
+    length = min(share, shape[dim] - start)
+    return narrowed(held, dim, start, length, ranks_per_copy=layout.efsdp * layout.ep)
 
 
 def _mesh_over(mesh: Mesh, axis: str) -> DeviceMesh:
@@ -93,20 +100,20 @@ def _shard(
     num_ranks = over.size(over.ndim - 1)
     unit = fully_shard(
         module, mesh=over, reshard_after_forward=free, mp_policy=policy, ignored_params=whole & set(module.parameters()),
-        shard_placement_fn=lambda parameter: _dim_to_cut(parameter, num_ranks),
+        shard_placement_fn=lambda parameter: Shard(dim_to_cut(parameter.shape, num_ranks)),
     )  # fmt: skip
     # In this order: a divide factor alone becomes a scaled sum, which Gloo has not.
     unit.set_force_sum_reduction_for_comms(True)
     unit.set_gradient_divide_factor(1.0)
 
 
-def _dim_to_cut(parameter: nn.Parameter, num_ranks: int) -> Shard:
+def dim_to_cut(shape: Sequence[int], num_ranks: int) -> int:
     """The first, or with fewer rows than ranks the first that can be cut evenly, which FSDP demands of all but the first."""
-    if parameter.shape[0] < num_ranks:
-        for dim, size in enumerate(parameter.shape):
+    if shape[0] < num_ranks:
+        for dim, size in enumerate(shape):
             if size % num_ranks == 0:
-                return Shard(dim)
-    return Shard(0)
+                return dim
+    return 0
 
 
 def _units(model: nn.Module) -> Iterator[FSDPModule]:
