@@ -46,7 +46,7 @@ def build_model(
     are on one node. `precision`, of the products, matters to sharded weights only: they are cast when they are gathered.
 
     Raises:
-        ValueError: the EP degree does not divide a layer's experts, or the dispatcher does not fit the mesh.
+        ValueError: a layer has fewer experts than the EP degree, or the dispatcher does not fit the mesh.
     """
     nodes = None
     if dispatcher == "hierarchical":

@@ -145,7 +145,7 @@ class ModelConfig(BaseModel, frozen=True):  # a keyword, so that type checkers k
         return tuple(step for step, member in enumerate(self.schedule, start=1) if self.has_experts(member))
 
     def expert_counts(self) -> dict[str, int]:
-        """How many experts each kind of sparse layer has: what an expert-parallel degree must divide."""
+        """How many experts each kind of sparse layer has: an expert-parallel degree must not be more."""
         counts = {"feed_forward": self.num_experts} if self.sparse_members else {}
         if self.has_attention_experts:
             counts["attention"] = self.num_heads * self.num_attention_experts
