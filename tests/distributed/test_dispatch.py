@@ -78,6 +78,15 @@ def test_alltoall_equals_one_rank_bitwise(name: str, world_size: int, dtype: tor
         assert torch.equal(joined, value), (key, (joined - value).abs().max())
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+def test_one_expert_per_rank_on_eight_ranks_is_bitwise_too(dtype: torch.dtype) -> None:
+    scene = Scene((5, 0, 7, 3, 9, 1, 4, 6))
+    expected = forward_backward(SparseLayer(bank(dtype)), *merge_for(parts(scene, dtype), 1)[0])
+    results = run_ranks(on_ranks, 8, scene, dtype)
+    for key, value in expected.items():
+        assert torch.equal(torch.cat([result[key] for result in results]), value), key
+
+
 PER_EXPERT = 3  # rows of every rank for every expert
 
 
