@@ -15,7 +15,6 @@ experts: that much memory, and one copy of it per save.
 import json
 import logging
 import math
-import os
 import platform
 import re
 import shutil
@@ -48,7 +47,6 @@ from .checkpoint_files import (
     CorruptCheckpointError,
     FileSum,
     Index,
-    Manifest,
     SafeReader,
     StaleGenerationError,
     StoredCheckpoint,
@@ -56,16 +54,16 @@ from .checkpoint_files import (
     audit,
     blake2b,
     damaged_files,
-    digest_of_sums,
     dtype_name,
     latest,
     list_checkpoints,
     open_checkpoint,
     read_meta,
     refuse,
+    seal,
     step_name,
+    sync_directory,
     verify,
-    write_synced,
 )
 from .mesh import Mesh
 from .process import Process
@@ -204,7 +202,7 @@ class _Job:
     blocked_s: float
 
 
-_Signature = dict[str, tuple[tuple[int, ...], str, int, bool]]  # name -> whole shape, dtype, ranks per copy, experts?
+Signature = dict[str, tuple[tuple[int, ...], str, int, bool]]  # name -> whole shape, dtype, ranks per copy, experts?
 
 
 class Checkpointer:
@@ -275,9 +273,9 @@ class Checkpointer:
         """The saves that ended since the last call, failed ones included. Never waits, never raises."""
         return [self._records.popleft() for _ in range(len(self._records))]
 
-    def _stage(self, signature: _Signature, tensors: Mapping[str, Tensor], held: Mapping[str, Held]) -> dict[str, Any]:
+    def _stage(self, signature: Signature, tensors: Mapping[str, Tensor], held: Mapping[str, Held]) -> dict[str, Any]:
         """Copies what this rank will write into its buffers."""
-        owners = _owners(signature, self._layout.world_size)
+        owners = owners_of(signature, self._layout.world_size)
         mine = [
             name
             for name, (_, _, ranks_per_copy, _) in signature.items()
@@ -295,7 +293,7 @@ class Checkpointer:
             name: _Part(self._buffers[name], held[name]) if name in held else self._buffers[name] for name in mine
         }  # fmt: skip
 
-    def _signature(self, tensors: Mapping[str, Tensor], held: Mapping[str, Held]) -> _Signature:
+    def _signature(self, tensors: Mapping[str, Tensor], held: Mapping[str, Held]) -> Signature:
         if unknown := sorted(set(held) - set(tensors)):
             raise CheckpointError(f"said to be held in part, but not among the tensors: {unknown}")
         parts = {name: held.get(name) or whole(tensor.shape) for name, tensor in tensors.items()}
@@ -306,7 +304,7 @@ class Checkpointer:
             for name, part in parts.items()
         }
 
-    def _compare(self, signature: _Signature) -> None:
+    def _compare(self, signature: Signature) -> None:
         """Every rank must hold the same names, shapes and dtypes; a checksum suffices unless they do not."""
         digest = blake2b(json.dumps(signature, sort_keys=True).encode())
         if len(set(_gathered(self._group, lambda: digest))) == 1:
@@ -365,19 +363,11 @@ class Checkpointer:
                 f"rank 0 does not see {unseen[0]} ({len(unseen)} such files) as its rank wrote it: "
                 "the run folder must be the same shared folder on all nodes"
             )
-        texts = {
-            "index.json": index.model_dump_json(),
-            "meta.json": self._meta_of(job).model_dump_json(),
-        }
-        for name, text in texts.items():
-            sums[name] = write_synced(temporary / name, text)
-        manifest = Manifest(format=1, files=sums, digest=digest_of_sums(sums))
-        write_synced(temporary / "manifest.json", manifest.model_dump_json(indent=1))
-        _sync_directory(temporary)
+        num_bytes = seal(temporary, index, self._meta_of(job), sums)
         self._refuse_if_stale()
         _publish(temporary, final)
         self._delete_old(job.step)
-        return sum(found.num_bytes for found in sums.values())
+        return num_bytes
 
     def _meta_of(self, job: _Job) -> CheckpointMeta:
         return CheckpointMeta(
@@ -443,7 +433,7 @@ class Checkpointer:
         return _gathered(self._group, lambda: act() if self._rank == 0 else None)[0]
 
 
-def _owners(signature: _Signature, world_size: int) -> dict[str, int]:
+def owners_of(signature: Signature, world_size: int) -> dict[str, int]:
     """Which copy of every tensor is written, the same on every rank: largest first, to the ranks with the least bytes so far."""
     load = [0.0] * world_size
     owners: dict[str, int] = {}
@@ -592,7 +582,7 @@ def _publish(temporary: Path, final: Path) -> None:
         if aside.exists():
             aside.rename(final)
         raise
-    _sync_directory(final.parent)
+    sync_directory(final.parent)
     _remove(aside)
 
 
@@ -612,14 +602,6 @@ def _what_remains(directory: Path) -> str:
         return f"{directory} cannot be read any more: {error.strerror}"
     remains = f"{found.name} is still there and untouched" if found else "there is no earlier one"
     return f"{remains} ({free_mib:,.0f} MiB free on its disk)"
-
-
-def _sync_directory(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _has_size(path: Path, num_bytes: int) -> bool:

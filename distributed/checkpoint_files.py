@@ -16,7 +16,8 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,8 +41,10 @@ from torch.futures import Future
 from .layout import Layout
 
 _SUM_BYTES = 16
+_READ_BYTES = 2**22
 _STEP_NAME = re.compile(r"step_(\d{8,})")
 Model = TypeVar("Model", bound=BaseModel)
+OnBytes = Callable[[int], None]  # hears of bytes that were read or written since it was last called
 
 
 class CheckpointError(ValueError):
@@ -138,20 +141,55 @@ def read_meta(path: Path) -> CheckpointMeta:
     return _read(path, "meta.json", CheckpointMeta)
 
 
-def verify(path: Path) -> CheckpointMeta:
+def find_checkpoint(path: Path, step: int | None = None) -> Path:
+    """The checkpoint that `path` is, or of the run that `path` is the newest one or that of `step`. Unchecked.
+
+    Raises:
+        CheckpointError: there is none; the message names what is there.
+    """
+    if any((path / name).exists() for name in ("manifest.json", "index.json", "meta.json")):
+        if step is not None:
+            raise CheckpointError(f"{path} is one checkpoint: a step can be chosen of a run folder only")
+        return path
+    found = list_checkpoints(path / "checkpoints")
+    if not found:
+        raise CheckpointError(f"{path}: has no checkpoint (of a run they would be in {path / 'checkpoints'})")
+    chosen = [checkpoint.path for checkpoint in found if step in (None, checkpoint.step)]
+    if not chosen:
+        steps = ", ".join(str(checkpoint.step) for checkpoint in found)
+        raise CheckpointError(f"{path}: has no checkpoint of step {step}; there are those of {steps}")
+    return chosen[-1]
+
+
+def missing_files(path: Path) -> list[str]:
+    """What a checkpoint lacks, by names and sizes alone: the bytes are not read."""
+    problems = []
+    for name, expected in _manifest_of(path).files.items():
+        if (problem := _misfit(path / name, expected)) is not None:
+            problems.append(f"{name} {problem}")
+    return problems
+
+
+def verify(path: Path, on_bytes: OnBytes | None = None) -> CheckpointMeta:
     """Reads every byte: sums, and every expert exactly once. CorruptCheckpointError tells all that is wrong."""
-    stored = open_checkpoint(path)
-    refuse(path, audit(stored) + damaged_files(stored, sorted(stored.manifest.files)))
-    return stored.meta
+    return open_verified(path, on_bytes).meta
+
+
+def open_verified(path: Path, on_bytes: OnBytes | None = None) -> StoredCheckpoint:
+    """As `open_checkpoint`, after `verify`. `on_bytes` hears of every few MiB that were read."""
+    manifest = _manifest_of(path)
+    try:
+        stored = open_checkpoint(path)
+    except CorruptCheckpointError:
+        refuse(path, [f"{name} {problem}" for name, problem in _damages(path, manifest.files, on_bytes)])
+        raise
+    refuse(path, audit(stored) + damaged_files(stored, sorted(manifest.files), on_bytes))
+    return stored
 
 
 def open_checkpoint(path: Path) -> StoredCheckpoint:
     """Reads and checks the small files; the tensors' bytes are not looked at."""
-    manifest = _read(path, "manifest.json", Manifest)
-    if manifest.digest != digest_of_sums(manifest.files):
-        refuse(path, ["manifest.json is damaged: it does not fit its own checksum"])
-    if outside := [name for name in manifest.files if Path(name).name != name]:
-        refuse(path, [f"manifest.json names files outside of it: {outside}"])
+    manifest = _manifest_of(path)
     small = {name: manifest.files[name] for name in ("index.json", "meta.json") if name in manifest.files}
     refuse(path, [f"{name} {problem}" for name, problem in _damages(path, small)])
     index = _read(path, "index.json", Index)
@@ -159,6 +197,15 @@ def open_checkpoint(path: Path) -> StoredCheckpoint:
     if strangers := sorted(named - manifest.files.keys()):
         refuse(path, [f"index.json names {strangers}, which manifest.json does not list"])
     return StoredCheckpoint(path, manifest, index, _read(path, "meta.json", CheckpointMeta))
+
+
+def _manifest_of(path: Path) -> Manifest:
+    manifest = _read(path, "manifest.json", Manifest)
+    if manifest.digest != digest_of_sums(manifest.files):
+        refuse(path, ["manifest.json is damaged: it does not fit its own checksum"])
+    if outside := [name for name in manifest.files if Path(name).name != name]:
+        refuse(path, [f"manifest.json names files outside of it: {outside}"])
+    return manifest
 
 
 def refuse(path: Path, problems: Sequence[str]) -> None:
@@ -171,10 +218,10 @@ def refuse(path: Path, problems: Sequence[str]) -> None:
         )
 
 
-def damaged_files(stored: StoredCheckpoint, names: Sequence[str]) -> list[str]:
+def damaged_files(stored: StoredCheckpoint, names: Sequence[str], on_bytes: OnBytes | None = None) -> list[str]:
     """What is wrong with the bytes of the files `names`, and which tensors and experts they held."""
     sums = {name: stored.manifest.files[name] for name in names}
-    return [f"{name} {problem}{_contents(stored, name)}" for name, problem in _damages(stored.path, sums)]
+    return [f"{name} {problem}{_contents(stored, name)}" for name, problem in _damages(stored.path, sums, on_bytes)]
 
 
 def audit(stored: StoredCheckpoint) -> list[str]:
@@ -228,15 +275,28 @@ def _row_gaps(num_rows: int, chunks: Sequence[Chunk], unit: str) -> list[str]:
     return gaps
 
 
-def _damages(path: Path, sums: Mapping[str, FileSum]) -> Iterator[tuple[str, str]]:
+def _damages(
+    path: Path, sums: Mapping[str, FileSum], on_bytes: OnBytes | None = None
+) -> Iterator[tuple[str, str]]:  # fmt: skip
     for name, expected in sums.items():
-        file = path / name
-        if not file.is_file():
-            yield name, "is missing"
-        elif (size := file.stat().st_size) != expected.num_bytes:
-            yield name, f"has {size} bytes instead of {expected.num_bytes}"
-        elif _blake2b_of(file) != expected.blake2b:
-            yield name, "does not fit its checksum: bytes have changed"
+        if (problem := _misfit(path / name, expected)) is not None:
+            yield name, problem
+            continue
+        try:
+            found = _blake2b_of(path / name, on_bytes)
+        except OSError as error:
+            yield name, f"cannot be read: {error.strerror}"
+        else:
+            if found != expected.blake2b:
+                yield name, "does not fit its checksum: bytes have changed"
+
+
+def _misfit(file: Path, expected: FileSum) -> str | None:
+    """What is wrong with a file by its size."""
+    if not file.is_file():
+        return "is missing"
+    size = file.stat().st_size
+    return None if size == expected.num_bytes else f"has {size} bytes instead of {expected.num_bytes}"
 
 
 def _contents(stored: StoredCheckpoint, file: str) -> str:
@@ -264,7 +324,28 @@ def _read(path: Path, name: str, kind: type[Model]) -> Model:
         raise CorruptCheckpointError(f"{path}: {name} is damaged or of another format: {error}") from error
 
 
-# The tensors' bytes, for torch.distributed.checkpoint ---------------------------------------------------------------
+# The tensors' bytes ------------------------------------------------------------------------------------------------
+
+
+def read_tensor(stored: StoredCheckpoint, name: str) -> Tensor:
+    """One tensor, whole, on the CPU. Its chunks are read one after another."""
+    tensor = stored.index.tensors[name]
+    whole = torch.empty(tensor.shape, dtype=dtype_named(tensor.dtype))
+    for chunk in tensor.chunks:
+        part = whole
+        for dim, (start, size) in enumerate(zip(chunk.offsets, chunk.sizes, strict=True)):
+            part = part.narrow(dim, start, size)
+        part.copy_(_read_chunk(stored, chunk))
+    return whole
+
+
+def _read_chunk(stored: StoredCheckpoint, chunk: Chunk) -> Tensor:
+    with open(stored.path / chunk.file, "rb") as file:
+        file.seek(chunk.start)
+        tensor = torch.load(io.BytesIO(file.read(chunk.length)), map_location="cpu", weights_only=True)
+    if not isinstance(tensor, Tensor) or tuple(tensor.shape) != chunk.sizes:
+        raise CorruptCheckpointError(f"{chunk.file} at byte {chunk.start}: not the tensor that index.json promises")
+    return tensor
 
 
 class SafeReader(StorageReader):
@@ -287,7 +368,7 @@ class SafeReader(StorageReader):
         return True
 
     def read_metadata(self) -> Metadata:
-        return Metadata({name: _storage_metadata(tensor) for name, tensor in self._stored.index.tensors.items()})
+        return Metadata({name: storage_metadata(tensor) for name, tensor in self._stored.index.tensors.items()})
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool) -> None:
         """The index is known already."""
@@ -300,14 +381,7 @@ class SafeReader(StorageReader):
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         for item in sorted(plan.items, key=lambda item: self._place(item.storage_index)):
-            chunk = self._chunks[item.storage_index]
-            with open(self._stored.path / chunk.file, "rb") as file:
-                file.seek(chunk.start)
-                stored = torch.load(io.BytesIO(file.read(chunk.length)), map_location="cpu", weights_only=True)
-            if not isinstance(stored, Tensor) or tuple(stored.shape) != chunk.sizes:
-                raise CorruptCheckpointError(
-                    f"{chunk.file} at byte {chunk.start}: not the tensor that index.json promises"
-                )
+            stored = _read_chunk(self._stored, self._chunks[item.storage_index])
             for dim, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
                 stored = stored.narrow(dim, start, length)
             target = planner.resolve_tensor(item)
@@ -321,12 +395,10 @@ class SafeReader(StorageReader):
         return self._chunks[index].file, self._chunks[index].start
 
 
-def _storage_metadata(tensor: StoredTensor) -> TensorStorageMetadata:
-    dtype = getattr(torch, tensor.dtype, None)
-    if not isinstance(dtype, torch.dtype):
-        raise CorruptCheckpointError(f"index.json: {tensor.dtype!r} is no dtype")
+def storage_metadata(tensor: StoredTensor) -> TensorStorageMetadata:
+    """As DCP describes it."""
     chunks = [ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes)) for chunk in tensor.chunks]
-    return TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(tensor.shape), chunks)
+    return TensorStorageMetadata(TensorProperties(dtype=dtype_named(tensor.dtype)), torch.Size(tensor.shape), chunks)
 
 
 class _SummedFile(io.FileIO):
@@ -424,6 +496,72 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def dtype_named(name: str) -> torch.dtype:
+    """What index.json spells "float32"."""
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise CorruptCheckpointError(f"index.json: {name!r} is no dtype")
+    return dtype
+
+
+# Small files, and a directory that is there whole or not at all -----------------------------------------------------
+
+
+@contextmanager
+def appearing(out: Path, *, needed_bytes: int) -> Iterator[Path]:
+    """A new directory under a temporary name beside `out`; it gets that name when all went well, else nothing stays of it.
+
+    Raises:
+        CheckpointError: `out` exists, its disk has less than `needed_bytes` left, or it cannot be written.
+    """
+    temporary = out.with_name(f"{out.name}.{os.getpid()}.tmp")
+    try:
+        _refuse_existing(out)
+        out.parent.mkdir(parents=True, exist_ok=True)
+        if (free_bytes := shutil.disk_usage(out.parent).free) < needed_bytes:
+            raise CheckpointError(
+                f"{out}: needs {needed_bytes / 2**20:,.0f} MiB, but its disk has {free_bytes / 2**20:,.0f} MiB left; nothing "
+                "was written"
+            )
+        temporary.mkdir()
+        yield temporary
+        sync_directory(temporary)
+        _refuse_existing(out)
+        temporary.rename(out)
+        sync_directory(out.parent)
+    except OSError as error:
+        raise CheckpointError(
+            f"{out} could not be written: {error.strerror or error} ({error.filename or out}); nothing was left there"
+        ) from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _refuse_existing(out: Path) -> None:
+    if out.exists():
+        raise CheckpointError(f"{out} exists already and is not overwritten: choose another name, or remove it first")
+
+
+def seal(path: Path, index: Index, meta: CheckpointMeta, sums: Mapping[str, FileSum]) -> int:
+    """Writes the small files beside the tensors' files, whose sums are given. Returns the bytes of all but the manifest."""
+    all_sums = dict(sums)
+    for name, record in {"index.json": index, "meta.json": meta}.items():
+        all_sums[name] = write_synced(path / name, record.model_dump_json())
+    manifest = Manifest(format=1, files=all_sums, digest=digest_of_sums(all_sums))
+    write_synced(path / "manifest.json", manifest.model_dump_json(indent=1))
+    sync_directory(path)
+    return sum(found.num_bytes for found in all_sums.values())
+
+
+def sync_directory(path: Path) -> None:
+    """Makes names last."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 def write_synced(path: Path, text: str) -> FileSum:
     data = text.encode()
     with open(path, "wb") as file:
@@ -448,6 +586,11 @@ def digest_of_sums(sums: Mapping[str, FileSum]) -> str:
     )
 
 
-def _blake2b_of(file: Path) -> str:
-    with open(file, "rb") as stream:
-        return hashlib.file_digest(stream, lambda: hashlib.blake2b(digest_size=_SUM_BYTES)).hexdigest()
+def _blake2b_of(file: Path, on_bytes: OnBytes | None = None) -> str:
+    digest, buffer = hashlib.blake2b(digest_size=_SUM_BYTES), memoryview(bytearray(_READ_BYTES))
+    with open(file, "rb", buffering=0) as stream:
+        while length := stream.readinto(buffer):
+            digest.update(buffer[:length])
+            if on_bytes is not None:
+                on_bytes(length)
+    return digest.hexdigest()

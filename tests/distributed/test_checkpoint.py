@@ -247,9 +247,9 @@ def test_the_work_is_divided(tmp_path):
 def test_owners_share_the_bytes_evenly():
     signature = {f"dense{index}": ((index + 1,), "float32", 1, False) for index in range(100)}
     signature |= {f"expert{index}": ((8, 10), "float32", 4, True) for index in range(4)}
-    owners = checkpoint._owners(signature, 8)
+    owners = checkpoint.owners_of(signature, 8)
     assert owners.keys() == signature.keys()
-    assert owners == checkpoint._owners(dict(reversed(signature.items())), 8)
+    assert owners == checkpoint.owners_of(dict(reversed(signature.items())), 8)
     load = [0] * 8
     for name, copy in owners.items():
         (first, *_), _, ranks, _ = signature[name]
@@ -467,7 +467,7 @@ def full_at_commit(directory):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 
     with Rank(directory, 2) as rank:
-        checkpoint.write_synced = no_space
+        checkpoint_files.write_synced = no_space
         rank.save(60)
         with pytest.raises(CheckpointError, match=r"No space left on device: .*index.json"):
             rank.checkpointer.wait()
