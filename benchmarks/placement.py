@@ -1,13 +1,14 @@
 """How much evener ranks become when experts are placed by their load: packing alone, and with copies of hot experts.
 
-    python benchmarks/placement.py [--steps 60] [--every 20]
+    python benchmarks/placement.py [--steps 160] [--run-steps 60]
 
-1. Recorded: a small MoEUT with 64 feed-forward experts and 4 × 4 of each attention projection trains on the embedded corpus
-   without balancing losses; its own metrics tell the load of every expert, step by step and depth step by depth step. Every bank
-   is placed by the loads of one window of steps and judged on the next window, as `mesh.rebalance_every` does it: on loads that
-   the decision has not seen. For EP 2, 4, 8 and 0, 1, 2 replicas per rank.
-2. In a run: the same model on 4 Gloo ranks, EP 4, with and without moves; the factors are those of the routes that the ranks
-   really served (`exchange` in the metrics).
+1. Recorded: two small models train on the embedded corpus without balancing losses, a MoEUT that takes 8 of 64 feed-forward
+   experts (sigmoid gates), and the same with one of 64 (softmax gates, which collapses). Their own metrics tell the load of
+   every expert, step by step and depth step by depth step. Every bank is placed by the loads of one window of steps and judged on
+   the next window, as `mesh.rebalance_every` does it: on loads that the decision has not seen. For EP 2, 4, 8, for 0, 1, 2
+   replicas per rank, for windows of 5 and 20 steps; judged early (steps 21 to 60, where routing changes fast) and late (101 on).
+2. In a run: the first model on 4 Gloo ranks, EP 4, with and without moves; the factors are those of the routes that the ranks
+   really served (`exchange` in the metrics), after step 20.
 
 The figure is the hottest rank's load over the mean of its EP group, in the mean over banks and judged steps: once for a bank's
 depth steps added up (what is measured in a run), once for every depth step alone (a rank waits in each of them).
@@ -16,11 +17,13 @@ Takes about 8 minutes on 2 cores; writes results/placement.json and results/plac
 """
 
 import argparse
+import itertools
 import json
 import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -30,7 +33,7 @@ import matplotlib
 matplotlib.use("Agg")
 import numpy as np
 from matplotlib.figure import Figure
-from report import RESULTS, save
+from report import save
 from rich.console import Console
 from rich.table import Table
 
@@ -41,43 +44,46 @@ from moebius.train.config import Config, resolve
 from moebius.train.recipes import RECIPES
 from moebius.train.run_folder import open_run, place_data
 
-DEGREES, REPLICAS = (2, 4, 8), (0, 1, 2)
+DEGREES, REPLICAS, WINDOWS = (2, 4, 8), (0, 1, 2), (5, 20)
+SPANS = {"steps 21 to 60": (20, 60), "from step 101 on": (100, None)}
 KINDS = {"feed_forward": "", "value": "value_", "output": "output_"}
-MODEL = (
-    "model.num_experts=64", "model.router.top_k=8", "model.d_expert=32", "model.router.balance=0",
-    "model.attention_balance=0",
-)  # fmt: skip
+SIZES = ("model.num_experts=64", "model.d_expert=32", "model.attention_balance=0")
+MODELS = {
+    "sigmoid, 8 of 64": (*SIZES, "model.router.top_k=8", "model.router.balance=0"),
+    "softmax, 1 of 64": (*SIZES, "model.router.kind=token_choice", "model.router.top_k=1", "model.router.balance=0"),
+}
+JUDGED_AFTER = 20  # in a run
 Bank = np.ndarray  # (steps, depth steps of one group member, experts): shares of the routes of a depth step
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--every", type=int, default=20)
+    parser.add_argument("--steps", type=int, default=160)
+    parser.add_argument("--run-steps", type=int, default=60)
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as scratch:
-        lines, config = train(Path(scratch), "recorded", options.steps)
-        banks = banks_of(lines, config)
-        rows = [
-            {"ep": ep, "replicas": replicas, "kind": kind, **judge(own, ep, replicas, options.every)}
-            for ep in DEGREES
-            for replicas in REPLICAS
-            for kind, own in banks.items()
+    rows: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as folder:
+        scratch = Path(folder)
+        for number, model in enumerate(MODELS):
+            lines, config = train(scratch, f"recorded-{number}", options.steps, *MODELS[model])
+            for kind, banks in banks_of(lines, config).items():
+                rows += [{"model": model, "bank": kind, **row} for row in judge_all(banks)]
+        runs = [
+            in_a_run(scratch, options.run_steps, every, copies) for every, copies in ((0, 0), (5, 0), (5, 1), (5, 2))
         ]
-        runs = [in_a_run(Path(scratch), options.steps, every) for every in ([], [options.every, 0], [options.every, 1])]
     show(rows, runs)
-    settings = {"model": MODEL, "steps": options.steps, "every": options.every}
+    settings = {"models": MODELS, "steps": options.steps, "run_steps": options.run_steps}
     path = save("placement", {"settings": settings, "recorded": rows, "in_a_run": runs})
     draw(rows, path.with_suffix(".png"))
-    print(f"written: {path} and {RESULTS / 'placement.png'}")
+    print(f"written: {path} and {path.with_suffix('.png')}")
 
 
 def train(scratch: Path, name: str, steps: int, *changes: str, ranks: int = 1) -> tuple[list[dict[str, Any]], Config]:
     """The train lines of one run."""
     own = (
-        *MODEL, f"train.steps={steps}", "train.log_every=1", "train.eval_rows=8", "train.eval_every=0", "checkpoint.every=0",
+        *changes, f"train.steps={steps}", "train.log_every=1", "train.eval_rows=8", "train.eval_every=0", "checkpoint.every=0",
         "mesh.dp_replicate=1", f"mesh.ep={ranks}", "job.rehearse_failure_at_step=none", "job.num_nodes=1",
-        f"job.ranks_per_node={ranks}", *changes,
+        f"job.ranks_per_node={ranks}",
     )  # fmt: skip
     config = place_data(resolve("smoke", own, RECIPES), scratch)
     run_dir, data = scratch / name, Path(config.data.directory)
@@ -104,47 +110,46 @@ def banks_of(lines: list[dict[str, Any]], config: Config) -> dict[str, list[Bank
     return found
 
 
-def judge(banks: list[Bank], ep: int, replicas: int, every: int) -> dict[str, float]:
-    """Factors of the steps after the first window, each under the homes that the window before has led to."""
-    before: list[float] = []
-    after: list[float] = []
-    before_depth: list[float] = []
-    after_depth: list[float] = []
+def judge_all(banks: list[Bank]) -> Iterator[dict[str, Any]]:
+    """A row for every EP degree, number of replicas, window and span."""
+    for ep, replicas, every, span in itertools.product(DEGREES, REPLICAS, WINDOWS, SPANS):
+        yield {"ep": ep, "replicas": replicas, "every": every, "span": span, **judge(banks, ep, replicas, every, span)}
+
+
+def judge(banks: list[Bank], ep: int, replicas: int, every: int, span: str) -> dict[str, float]:
+    """Factors of the span's steps, each under the homes that the window before it has led to."""
+    found: dict[str, list[float]] = {name: [] for name in ("before", "after", "before_depth", "after_depth")}
     for bank in banks:
         start = homes = contiguous_homes(bank.shape[2], ep)
+        judged = range(len(bank))[slice(*SPANS[span])]
         for first in range(every, len(bank), every):
             homes = rebalanced(homes, bank[first - every : first].sum((0, 1)).tolist(), replicas=replicas)
-            for load_LE in bank[first : first + every]:
-                before.append(factor(start, load_LE.sum(0)))
-                after.append(factor(homes, load_LE.sum(0)))
-                before_depth += [factor(start, load_E) for load_E in load_LE]
-                after_depth += [factor(homes, load_E) for load_E in load_LE]
-    return {
-        "before": fmean(before), "after": fmean(after),
-        "before_per_depth_step": fmean(before_depth), "after_per_depth_step": fmean(after_depth),
-        "worst_before": max(before), "worst_after": max(after),
-    }  # fmt: skip
+            for step in range(first, min(first + every, len(bank))):
+                if step in judged:
+                    for name, own in (("before", start), ("after", homes)):
+                        found[name].append(factor(own, bank[step].sum(0)))
+                        found[f"{name}_depth"] += [factor(own, load_E) for load_E in bank[step]]
+    return {name: fmean(values) for name, values in found.items()}
 
 
 def factor(homes: Homes, load_E: np.ndarray) -> float:
     return hottest_factor(homes, load_E.tolist())
 
 
-def in_a_run(scratch: Path, steps: int, moves: list[int]) -> dict[str, Any]:
-    """What 4 ranks really served after the first window, with or without moves."""
-    changes = []
-    if moves:
-        changes = [f"mesh.rebalance_every={moves[0]}", f"mesh.replicas={moves[1]}"]
-    lines, _ = train(scratch, "-".join(["run", *map(str, moves)]), steps, *changes, ranks=4)
+def in_a_run(scratch: Path, steps: int, every: int, replicas: int) -> dict[str, Any]:
+    """What 4 ranks really served, with or without moves."""
+    lines, _ = train(
+        scratch, f"run-{every}-{replicas}", steps, *MODELS["sigmoid, 8 of 64"], f"mesh.rebalance_every={every}",
+        f"mesh.replicas={replicas}", ranks=4,
+    )  # fmt: skip
     train_lines = [line for line in lines if line["kind"] == "train"]
-    judged = [line for line in train_lines if line["step"] > steps // 3]
     hottest: dict[str, list[float]] = {kind: [] for kind in KINDS}
-    for line in judged:
+    for line in train_lines[JUDGED_AFTER:]:
         for layer, figures in line["exchange"].items():
             hottest[layer.partition("/")[2]].append(figures["hottest_rank"])
     placements = [line for line in lines if line["kind"] == "placement"]
     return {
-        "rebalance_every": moves[0] if moves else 0, "replicas": moves[1] if moves else 0,
+        "rebalance_every": every, "replicas": replicas,
         "hottest_rank": {kind: fmean(values) for kind, values in hottest.items()},
         "loss": train_lines[-1]["loss"],
         "moves": [{key: line[key] for key in ("step", "moved_experts", "moved_bytes", "seconds")} for line in placements],
@@ -152,11 +157,14 @@ def in_a_run(scratch: Path, steps: int, moves: list[int]) -> dict[str, Any]:
 
 
 def show(rows: list[dict[str, Any]], runs: list[dict[str, Any]]) -> None:
-    table = Table("EP", "bank", "replicas", "before", "after", "per depth step: before", "after")
+    table = Table(
+        "feed-forward bank", "judged", "EP", "every", "replicas", "before", "after", "per depth step: before", "after"
+    )
     for row in rows:
-        figures = (row[key] for key in ("before", "after", "before_per_depth_step", "after_per_depth_step"))
-        table.add_row(str(row["ep"]), row["kind"], str(row["replicas"]), *(f"{figure:.3f}" for figure in figures))
-    Console().print(table)
+        if row["bank"] == "feed_forward":
+            figures = (f"{row[key]:.3f}" for key in ("before", "after", "before_depth", "after_depth"))
+            table.add_row(*(str(row[key]) for key in ("model", "span", "ep", "every", "replicas")), *figures)
+    Console(width=150).print(table)
     table = Table("in a run, EP 4", "replicas", *KINDS, "last loss", "seconds per move")
     for run in runs:
         seconds = [move["seconds"] for move in run["moves"]]
@@ -165,30 +173,31 @@ def show(rows: list[dict[str, Any]], runs: list[dict[str, Any]]) -> None:
             *(f"{run['hottest_rank'][kind]:.3f}" for kind in KINDS), f"{run['loss']:.6f}",
             f"{fmean(seconds):.3f}" if seconds else "",
         )  # fmt: skip
-    Console().print(table)
+    Console(width=150).print(table)
 
 
 def draw(rows: list[dict[str, Any]], path: Path) -> None:
-    """A panel per kind of bank: factors against the EP degree."""
-    figure = Figure(figsize=(9, 3.2), dpi=150, layout="constrained")
-    panels = figure.subplots(1, len(KINDS), sharey=True)
-    for panel, kind in zip(panels, KINDS, strict=True):
-        own = [row for row in rows if row["kind"] == kind]
-        panel.plot(
-            DEGREES,
-            [row["before"] for row in own if row["replicas"] == 0],
-            "o--",
-            color="0.5",
-            label="contiguous blocks",
-        )
+    """A panel per model and span: factors of the feed-forward banks against the EP degree, windows of 5 steps."""
+    figure = Figure(figsize=(8.5, 6), dpi=130, layout="constrained")
+    panels = figure.subplots(len(MODELS), len(SPANS), sharex=True, sharey="row")
+    for (model, span), panel in zip(itertools.product(MODELS, SPANS), panels.flat, strict=True):
+        own = [
+            row for row in rows
+            if (row["model"], row["span"], row["bank"], row["every"]) == (model, span, "feed_forward", WINDOWS[0])
+        ]  # fmt: skip
+        before = [row["before"] for row in own if row["replicas"] == 0]
+        panel.plot(DEGREES, before, "o--", color="0.5", label="contiguous blocks")
         for replicas in REPLICAS:
             after = [row["after"] for row in own if row["replicas"] == replicas]
-            panel.plot(DEGREES, after, "o-", label=f"placed, {replicas} replicas per rank")
-        panel.set(title=kind.replace("_", "-"), xlabel="EP degree", xscale="log", xticks=DEGREES, xticklabels=DEGREES)
+            panel.plot(DEGREES, after, "o-", label=f"placed, replicas: {replicas}")
+        panel.set(title=f"{model} experts, {span}", xscale="log", xticks=DEGREES, xticklabels=DEGREES)
         panel.minorticks_off()
         panel.grid(alpha=0.3)
-    panels[0].set_ylabel("hottest rank's load ÷ mean")
-    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside upper center", ncols=4, fontsize=8)
+    for panel in panels[-1]:
+        panel.set_xlabel("EP degree")
+    for panel in panels[:, 0]:
+        panel.set_ylabel("hottest rank's load ÷ mean")
+    figure.legend(*panels[0, 0].get_legend_handles_labels(), loc="outside upper center", ncols=4, fontsize=8)
     figure.savefig(path, metadata={"Software": None})
 
 
