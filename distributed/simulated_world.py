@@ -220,8 +220,24 @@ def _threaded() -> _Threaded:
     return parts
 
 
+class _AllToAll:
+    """What the first rank of a group does for all once they have come. torch's own takes P³ steps: a minute on 256 ranks."""
+
+    @torch.no_grad()
+    def work(self, data: Sequence[tuple[Tensor, Tensor, list[int], list[int]]]) -> None:
+        parts = [rows.detach().split(sent) for _, rows, _, sent in data]
+        for target, (output, _, received, _) in enumerate(data):
+            came = [part[target] for part in parts]
+            for source, (piece, expected) in enumerate(zip(came, received, strict=True)):
+                if len(piece) != expected:
+                    raise RuntimeError(
+                        f"rank {source} of the group sends {len(piece)} rows to rank {target}, which expects {expected}"
+                    )
+            output.detach().copy_(torch.cat(came))
+
+
 def _metered(base: Any) -> type:
-    """torch's threaded group, with a wire. All of a dispatcher's collectives end in one of these three."""
+    """torch's threaded group, with a wire. All of a dispatcher's collectives end in one of three."""
 
     class Metered(base):
         wire: Wire | None = None  # of the running world
@@ -239,14 +255,17 @@ def _metered(base: Any) -> type:
                 ranks = dist.get_process_group_ranks(self)  # pyright: ignore[reportArgumentType]
                 self.wire.count(ranks, ranks[self.rank()], sent, rows)
 
-    name = "all_to_all_single" if hasattr(base, "all_to_all_single") else "alltoall_base"  # before torch 2.13
-    plain = getattr(base, name)
-
     def all_to_all(self: Any, output: Tensor, rows: Tensor, received: Any, sent: Any, *options: Any) -> Any:
-        self.count(rows, list(sent or ()) or [len(rows) // self.size()] * self.size())
-        return plain(self, output, rows, received, sent, *options)
+        equal = [len(rows) // self.size()] * self.size()
+        received, sent = list(received or equal), list(sent or equal)
+        self.count(rows, sent)
+        together = base._start_coll(_AllToAll(), self)
+        work = together.join(self.rank(), (output, rows, received, sent))
+        base._end_coll(together, self)
+        return work
 
-    setattr(Metered, name, all_to_all)
+    # Its name since torch 2.13, and before.
+    setattr(Metered, "all_to_all_single" if hasattr(base, "all_to_all_single") else "alltoall_base", all_to_all)
     return Metered
 
 
