@@ -1,6 +1,8 @@
 """What a run on several ranks reports about its exchanges, and how it checks them when it is told to."""
 
+import hashlib
 import json
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -13,10 +15,13 @@ from moebius.data_pipeline.config import DataConfig
 from moebius.data_pipeline.prepare import prepare
 from moebius.distributed.exchange import AllToAll, ExchangeMismatch
 from moebius.distributed.layout import MeshConfig
+from moebius.distributed.process import start_process
 from moebius.model.config import ModelConfig
+from moebius.model.router_deepseek import DeepSeekConfig
 from moebius.model.router_sigmoid import SigmoidConfig
 from moebius.train.config import CheckpointConfig, Config, TrainConfig
-from moebius.train.loop import train
+from moebius.train.loop import step, train
+from moebius.train.run import assemble, open_loader
 
 WIDTH, REPEATS, SEQUENCES, POSITIONS = 24, 2, 8, 16
 MODEL = ModelConfig(
@@ -109,6 +114,62 @@ def test_bytes_between_nodes_are_told_apart(data: Path, tmp_path: Path) -> None:
 def test_a_run_whose_experts_are_all_here_says_nothing(data: Path, tmp_path: Path) -> None:
     run_ranks(run_training, 2, make_config(data, steps=1), tmp_path)
     assert all("exchange" not in line for line in lines(tmp_path))
+
+
+# The same again, and the same elsewhere.
+
+
+@dataclass(frozen=True)
+class Made:
+    """What some steps left: losses, auxiliary losses, what routers learned without a gradient, a digest of all weights."""
+
+    losses: list[float]
+    auxiliary: list[dict[str, float]]
+    biases: dict[str, Tensor]
+    digest: str
+
+
+def make_steps(config: Config, run_dir: Path) -> Made:
+    with start_process("cpu", timeout_s=30) as process:
+        run = assemble(config, run_dir, process)
+        losses, auxiliary = [], []
+        with open_loader(run, None) as loader:
+            for _ in range(config.train.steps):
+                sums = step(run, next(loader), 1e-2).meter.reduce()
+                losses.append(sums["loss"].item())
+                auxiliary.append({name: value.item() for name, value in sums.items() if name.startswith("auxiliary/")})
+        digest = hashlib.sha256()
+        for _, parameter in sorted(run.model.named_parameters()):
+            digest.update(parameter.detach().numpy().tobytes())
+        biases = {name: buffer.clone() for name, buffer in run.model.named_buffers()}
+        return Made(losses, auxiliary, biases, digest.hexdigest())
+
+
+def test_three_runs_are_the_same_bit_for_bit(data: Path, tmp_path: Path) -> None:
+    config = make_config(data, ep=2, steps=3)
+    first, *others = [run_ranks(make_steps, 4, config, tmp_path / str(number)) for number in range(3)]
+    for other in others:
+        assert [made.losses for made in other] == [made.losses for made in first]
+        assert [made.digest for made in other] == [made.digest for made in first]
+
+
+def test_balancing_does_not_depend_on_the_layout(data: Path, tmp_path: Path) -> None:
+    """A bias that follows the loads of the whole batch, and a loss over each sequence."""
+    router = DeepSeekConfig(top_k=3, bias_rate=0.01, balance=0.1)
+    made = []
+    for world, ep, micro_batch in ((1, 1, 8), (4, 1, 2), (4, 2, 1), (4, 4, 2)):
+        config = make_config(data, ep=ep, micro_batch=micro_batch, steps=3)
+        config = config.model_copy(update={"model": MODEL.model_copy(update={"router": router})})
+        made += run_ranks(make_steps, world, config, tmp_path / f"{world}-{ep}")
+    first, *others = made
+    assert first.biases
+    assert any(bias.any() for bias in first.biases.values())
+    for other in others:
+        for name, bias in first.biases.items():
+            assert torch.equal(other.biases[name], bias), name
+        assert other.losses == pytest.approx(first.losses, rel=1e-6)
+        for ours, theirs in zip(other.auxiliary, first.auxiliary, strict=True):
+            assert ours == pytest.approx(theirs, rel=1e-6)
 
 
 # Checks on demand.
