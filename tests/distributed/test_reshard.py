@@ -1,0 +1,245 @@
+"""Resharding: the same state, bit for bit, in the files that ranks of the other layout write; or an error, and nothing stays."""
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from world import run_ranks
+
+from moebius.distributed import checkpoint_files
+from moebius.distributed import reshard as module
+from moebius.distributed.checkpoint import Checkpointer, CheckpointError, CorruptCheckpointError, load, verify
+from moebius.distributed.checkpoint_files import find_checkpoint, open_checkpoint, read_tensor
+from moebius.distributed.dispatch_homes import Homes
+from moebius.distributed.layout import MeshConfig, plan_layout
+from moebius.distributed.mesh import build_mesh
+from moebius.distributed.moving import homes_of, move_experts
+from moebius.distributed.parallelize import build_model
+from moebius.distributed.placement import packed
+from moebius.distributed.process import start_process
+from moebius.distributed.reshard import reshard
+from moebius.model.config import ModelConfig
+from moebius.model.router_cosine import CosineConfig
+from moebius.model.router_deepseek import DeepSeekConfig
+from moebius.train.optim import OptimConfig, make_optimizer
+from moebius.train.state import allocate_moments, state_tensors
+
+SIZES = {
+    "vocab_size": 67, "d_model": 20, "num_layers": 2, "group_size": 1, "num_heads": 2, "d_head": 10,
+    "num_attention_experts": 4, "attention_top_k": 2, "num_experts": 11, "d_expert": 9,
+}  # fmt: skip  # experts and rows that no number of ranks divides
+MODELS = {
+    "buffers": ModelConfig(**SIZES, router=DeepSeekConfig(top_k=3), num_shared_experts=1, positions="learned"),
+    "embedding": ModelConfig(**SIZES, router=CosineConfig(top_k=2), activation="swiglu"),
+    "few": ModelConfig(**SIZES | {"num_experts": 2}, router=DeepSeekConfig(top_k=1, renormalise=False)),
+}
+LAYOUTS = {  # name: ranks, model, mesh
+    "alone": (1, "buffers", {}),
+    "alone, embedding": (1, "embedding", {}),
+    "alone, few": (1, "few", {}),
+    "replicas": (4, "buffers", {}),
+    "ep2": (4, "buffers", {"ep": 2, "dp_shard": 4}),
+    "ep4": (4, "buffers", {"ep": 4}),
+    "fsdp": (4, "buffers", {"dp_shard": 4, "sharding": "fsdp"}),
+    "fsdp, embedding": (4, "embedding", {"dp_shard": 4, "ep": 2, "sharding": "fsdp"}),
+    "fsdp through experts": (4, "few", {"dp_shard": 4, "sharding": "fsdp"}),
+    "fsdp3": (3, "buffers", {"dp_shard": 3, "ep": 3, "sharding": "fsdp"}),
+    "hsdp": (4, "buffers", {"dp_replicate": 2, "dp_shard": 2, "ep": 2, "sharding": "fsdp"}),
+}
+MOVED = "ep4, moved"
+META = {"progress": {"step": 7}}
+
+
+def homes(num_experts: int) -> Homes:
+    """Uneven, in another order, with copies of the hottest."""
+    load = [float(expert % 5 * 10 + expert) for expert in range(num_experts)]
+    return packed(load, [-(-num_experts // 4) + 1] * 4)
+
+
+def save_states(folder: Path, names: list[str]) -> None:
+    """The same state, saved by every layout of so many ranks; the moments are the weights' halves and thirds."""
+    with start_process("cpu", timeout_s=30) as process:
+        for name in names:
+            _, model_name, mesh_config = LAYOUTS["ep4" if name == MOVED else name]
+            config = MeshConfig(**mesh_config)
+            mesh = build_mesh(plan_layout(config, process.world_size), process)
+            model = build_model(
+                MODELS[model_name], mesh, dispatcher="auto", backend="auto", seed=3, device=process.device,
+                sharding=config.sharding,
+            )  # fmt: skip
+            optimizer = make_optimizer(OptimConfig(), model.parameters())
+            allocate_moments(model, optimizer)
+            for parameter in model.parameters():
+                for moment, part in {"exp_avg": 2, "exp_avg_sq": 3}.items():
+                    optimizer.state[parameter][moment].copy_(parameter.detach() / part)
+            if name == MOVED:
+                move_experts(
+                    model, optimizer, mesh, {bank: homes(own.num_experts) for bank, own in homes_of(model).items()}
+                )
+            saver = Checkpointer(
+                folder / name, mesh=mesh, process=process, keep_last=1, generation=0, generation_file=None
+            )  # fmt: skip
+            saver.save(7, *state_tensors(model, optimizer), META)
+            saver.wait()
+
+
+def load_states(names: list[str], paths: dict[str, Path]) -> list[tuple[str, str]]:
+    """Loads every checkpoint into every layout; where the second differs from the first."""
+    wrong = []
+    with start_process("cpu", timeout_s=30) as process:
+        for name in names:
+            _, model_name, mesh_config = LAYOUTS[name]
+            config = MeshConfig(**mesh_config)
+            mesh = build_mesh(plan_layout(config, process.world_size), process)
+            model = build_model(
+                MODELS[model_name], mesh, dispatcher="auto", backend="auto", seed=0, device=process.device,
+                sharding=config.sharding,
+            )  # fmt: skip
+            optimizer = make_optimizer(OptimConfig(), model.parameters())
+            allocate_moments(model, optimizer)
+            tensors, held = state_tensors(model, optimizer)
+            found = []
+            for path in paths.values():
+                for tensor in tensors.values():
+                    tensor.fill_(77)
+                assert load(path, tensors, held, mesh=mesh) == META
+                found.append({key: tensor.clone() for key, tensor in tensors.items()})
+            wrong += [
+                (name, key) for one in found[1:] for key in one if not torch.equal(found[0][key], one[key])
+            ]  # fmt: skip
+    return wrong
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The same state, saved by the ranks of every layout."""
+    folder = tmp_path_factory.mktemp("saved")
+    for world in (1, 3, 4):
+        names = [name for name, (ranks, *_) in LAYOUTS.items() if ranks == world]
+        run_ranks(save_states, world, folder, names + [MOVED] * (world == 4))
+    return {name: find_checkpoint(folder / name / "step_00000007") for name in (*LAYOUTS, MOVED)}
+
+
+def files_of(path: Path) -> tuple[set[str], set[tuple]]:
+    """The names of the files, and which boxes of which tensors are in which of them."""
+    boxes = {
+        (name, tensor.dtype, tensor.shape, chunk.offsets, chunk.sizes, chunk.file)
+        for name, tensor in open_checkpoint(path).index.tensors.items()
+        for chunk in tensor.chunks
+    }
+    return {file.name for file in path.iterdir()}, boxes
+
+
+def resharded(source: Path, out: Path, name: str, **options) -> Path:
+    ranks, _, mesh = LAYOUTS[name]
+    config = MeshConfig(**mesh)
+    reshard(source, out, plan_layout(config, ranks), sharding=config.sharding, **options)
+    return out
+
+
+SOURCE = {"buffers": "alone", "embedding": "alone, embedding", "few": "fsdp through experts"}
+
+
+@pytest.mark.parametrize(
+    ("source", "name"), [*((SOURCE[LAYOUTS[name][1]], name) for name in LAYOUTS), ("hsdp", "fsdp3")]
+)
+def test_the_files_are_those_that_its_ranks_would_have_written(
+    source: str, name: str, saved: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_FILES_AT_ONCE", 3)  # of four
+    out = resharded(saved[source], tmp_path / "out", name)
+    assert files_of(out) == files_of(saved[name])
+    assert os.listdir(tmp_path) == ["out"]
+    expected = open_checkpoint(saved[name])
+    assert verify(out) == expected.meta
+    for key in expected.index.tensors:
+        assert torch.equal(read_tensor(open_checkpoint(out), key), read_tensor(expected, key)), key
+
+
+def test_experts_stay_where_a_run_has_placed_them(saved: dict[str, Path], tmp_path: Path) -> None:
+    counts = {
+        name.removeprefix("model.").rpartition(".experts.")[0]: count
+        for name, count in open_checkpoint(saved["alone"]).meta.num_experts.items()
+    }
+    out = resharded(
+        saved["alone"], tmp_path / "out", "ep4", homes={bank: homes(count) for bank, count in counts.items()}
+    )
+    assert files_of(out) == files_of(saved[MOVED])
+    assert files_of(out) != files_of(saved["ep4"])
+
+
+def test_it_loads_as_the_original_does(saved: dict[str, Path], tmp_path: Path) -> None:
+    paths = {"original": saved["alone"]}
+    for name in ("ep4", "hsdp", "fsdp3"):
+        paths[name] = resharded(saved["alone"], tmp_path / name, name)
+    assert run_ranks(load_states, 4, ["ep2", "fsdp"], paths) == [[]] * 4
+
+
+def test_a_damaged_checkpoint_is_not_copied(saved: dict[str, Path], tmp_path: Path) -> None:
+    source = tmp_path / "step_00000007"
+    shutil.copytree(saved["ep4"], source)
+    for rank in (1, 2):
+        file = source / f"__{rank}_0.distcp"
+        content = bytearray(file.read_bytes())
+        content[len(content) // 2] ^= 1
+        file.write_bytes(content)
+    with pytest.raises(CorruptCheckpointError, match=r"(?s)__1_0.distcp does not fit.*__2_0.distcp does not fit"):
+        resharded(source, tmp_path / "out", "alone")
+    assert os.listdir(tmp_path) == ["step_00000007"]
+
+
+@pytest.mark.parametrize(
+    ("failure", "message"),
+    [
+        ("exists", "exists already and is not overwritten"),
+        ("too few experts", r"ep 16 is more than the experts: .* has 8; .*at most 8"),
+        ("no room", r"needs \d MiB, but its disk has 0 MiB left; nothing was written"),
+        ("full on the way", r"could not be written: No space left on device"),
+        ("full at the end", r"could not be written: No space left on device"),
+        ("wrong", r"is damaged:\n  .* is not what was read"),
+    ],
+)
+def test_what_goes_wrong_leaves_nothing(
+    failure: str, message: str, saved: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layout, out = plan_layout(MeshConfig(ep=2), 2), tmp_path / "deep" / "out"
+    if failure == "exists":
+        out.mkdir(parents=True)
+    elif failure == "too few experts":
+        layout = plan_layout(MeshConfig(ep=16), 16)
+    elif failure == "no room":
+        usage = shutil.disk_usage(tmp_path)._replace(free=1000)
+        monkeypatch.setattr(checkpoint_files.shutil, "disk_usage", lambda path: usage)
+    elif failure == "full on the way":
+        full_after(monkeypatch, "_SummedFile", 100_000)
+    elif failure == "full at the end":
+        monkeypatch.setattr(checkpoint_files, "write_synced", no_space)
+    else:  # a fault of our own: what was read is not what is written
+        original = module._append
+        monkeypatch.setattr(
+            module, "_append", lambda tensor, *rest: original(tensor + 1 if tensor.numel() == 20 else tensor, *rest)
+        )
+    with pytest.raises(CheckpointError, match=message):
+        reshard(saved["alone"], out, layout)
+    assert not out.exists() or not any(out.iterdir())
+    assert not out.parent.exists() or os.listdir(out.parent) == ["out"] * (failure == "exists")
+
+
+def no_space(path: Path, *_: object) -> None:
+    raise OSError(28, "No space left on device", str(path))
+
+
+def full_after(monkeypatch: pytest.MonkeyPatch, owner: str, num_bytes: int) -> None:
+    """The disk takes so many bytes per file."""
+    kind = getattr(checkpoint_files, owner)
+    original = kind.write
+
+    def write(self, data):
+        if self._num_bytes + len(data) > num_bytes:
+            self.failure = OSError(28, "No space left on device", str(self.name))
+            raise self.failure
+        return original(self, data)
+
+    monkeypatch.setattr(kind, "write", write)
