@@ -1,0 +1,210 @@
+"""Breaks the code on purpose, one place at a time, and asks the tests whether they notice.
+
+    python tests/mutants.py [--only WORD] [--list]
+
+A mutant is a change that a hand might make: a lost reduction, swapped splits, a sort that is not stable. Each is made in a
+copy of the tracked files, in which the tests that ought to see it are run; they must fail. Before that all of these tests
+must pass in the copy as it is. Exits with 1 if a mutant survives, with 2 if one does not fit the code any more or tests cannot
+be run at all. `tests/test_mutants.py` keeps the list fitting. Takes about 6 minutes on 2 cores.
+"""
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+TESTS_FAILED = 1  # pytest's exit code for it; others mean that nothing was tried
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A change of one place, and the tests that must notice it."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+
+
+DISPATCH, DISPATCHERS = "tests/distributed/test_dispatch.py", "tests/distributed/test_dispatchers.py"
+EVERY_KIND = f"{DISPATCHERS}::test_every_dispatcher_equals_one_rank_on_every_kind_of_routes[fp64]"
+ON_FOUR_RANKS = f"{DISPATCH}::test_alltoall_equals_one_rank_bitwise[uneven-4-torch.float32]"
+GRADIENTS, CHECKPOINT = "tests/distributed/test_gradients.py", "tests/distributed/test_checkpoint.py"
+
+MUTANTS = (
+    Mutant(
+        "the loss is divided by this rank's sequences, not by all ranks'", "train/loss.py",
+        "summed / (global_sequences * inputs_BS.shape[1])", "summed / inputs_BS.numel()",
+        ("tests/train/test_parity.py::test_a_step_is_what_the_formulas_say",),
+    ),
+    Mutant(
+        "gradients are averaged, not summed", "distributed/gradients.py",
+        "            bucket.unpack()\n", "            bucket.flat /= dist.get_world_size()\n            bucket.unpack()\n",
+        (f"{GRADIENTS}::test_sums_norm_and_clipping_equal_one_process",),
+    ),
+    Mutant(
+        "experts' gradients are summed over all ranks", "distributed/gradients.py",
+        "(experts, mesh.expert_replica_group)", "(experts, mesh.world_group)",
+        (f"{GRADIENTS}::test_sums_norm_and_clipping_equal_one_process",),
+    ),
+    Mutant(
+        "the norm counts every copy of an expert", "distributed/gradients.py",
+        "held.copy_of(rank) == 0", "True", (f"{GRADIENTS}::test_sums_norm_and_clipping_equal_one_process",),
+    ),
+    Mutant(
+        "what is sent and what is received change places", "distributed/exchange.py",
+        "(rows, self.received, self.sent, self.group.group_name)", "(rows, self.sent, self.received, self.group.group_name)",
+        (ON_FOUR_RANKS,),
+    ),
+    Mutant(
+        "the backward pass sends as the forward pass did", "distributed/exchange.py",
+        "return AllToAll(self.group, self.received, self.sent)", "return AllToAll(self.group, self.sent, self.received)",
+        (ON_FOUR_RANKS,),
+    ),
+    Mutant(
+        "sorting by expert is not stable", "kernels/permute.py",
+        "return torch.argsort(keys_N, stable=True)",
+        "return len(keys_N) - 1 - torch.argsort(keys_N.flip(0), stable=True)",
+        (ON_FOUR_RANKS, "tests/kernels/test_doors.py"),
+    ),
+    Mutant(
+        "answers are not brought back into the order of the routes", "distributed/dispatch_alltoall.py",
+        "sum_rows(rows, home.order_N,", "sum_rows(rows, None,", (ON_FOUR_RANKS,),
+    ),
+    Mutant(
+        "dedup adds answers up as they came, not by their rows", "distributed/dispatch_leg.py",
+        "return _sum_by_row(rows_MD, pairs.by_row_M, pairs.first_U)",
+        "return _sum_by_row(rows_MD, torch.arange(len(rows_MD)), pairs.first_U)", (EVERY_KIND,),
+    ),
+    Mutant(
+        "dedup takes source rows for target rows", "distributed/dispatch_leg.py",
+        "self.targets.position(destination_N, routes.target_N)", "self.sources.position(destination_N, routes.source_N)",
+        (EVERY_KIND,),
+    ),
+    Mutant(
+        "gate weights lose their gradient on the way", "distributed/dispatch_leg.py",
+        "routes.weight_N.index_select(0, order_N)[:, None]", "routes.weight_N.detach().index_select(0, order_N)[:, None]",
+        (EVERY_KIND,),
+    ),
+    Mutant(
+        "dedup sends one row per route", "distributed/dispatch_leg.py",
+        "        sources = mask_of(routes.destination_N, routes.source_N, self._num_destinations, routes.num_sources)\n",
+        "        sources = torch.ones(self._num_destinations, routes.num_sources, dtype=torch.bool)\n",
+        (f"{DISPATCHERS}::test_dedup_sends_every_row_once_to_every_rank_that_serves_it_and_not_once_more[token]",),
+    ),
+    Mutant(
+        "a rank that sends and gets nothing stays away", "distributed/exchange.py",
+        "        return torch.ops._c10d_functional.all_to_all_single(rows,",
+        "        if not sum(self.sent) + sum(self.received):\n            return rows.clone()\n"
+        "        return torch.ops._c10d_functional.all_to_all_single(rows,",
+        (f"{DISPATCH}::test_alltoall_equals_one_rank_bitwise[only one rank has tokens-4-torch.float32]",),
+    ),
+    Mutant(
+        "checks do not compare what is sent with what is expected", "distributed/exchange.py",
+        "if sends[pair] != expects[pair]", "if False",
+        (f"{DISPATCHERS}::test_ranks_that_disagree_about_a_split_all_say_so[dedup-1]",),
+    ),
+    Mutant(
+        "checks do not look at the rows", "distributed/exchange.py",
+        "wrong = (expected != marks).any(1).nonzero()", "wrong = (expected != expected).any(1).nonzero()",
+        (f"{DISPATCHERS}::test_rows_that_change_under_way_are_noticed_on_all_ranks",),
+    ),
+    Mutant(
+        "every rank says that its block of experts is the first", "distributed/shards.py",
+        "box.offsets[dim] + start, *box.offsets", "box.offsets[dim], *box.offsets",
+        (f"{CHECKPOINT}::test_every_layout_loads_every_other_bit_for_bit",),
+    ),
+    Mutant(
+        "checksums of a checkpoint are not compared", "distributed/checkpoint_files.py",
+        "if found != expected.blake2b:", "if False:", (f"{CHECKPOINT}::test_a_flipped_byte_is_found",),
+    ),
+    Mutant(
+        "a resumed optimizer forgets how many steps it made", "train/state.py",
+        '["step"].fill_(float(updates))', '["step"].fill_(0.0)',
+        ("tests/train/test_parity.py::test_resumed_equals_uninterrupted_bit_for_bit",),
+    ),
+)  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--only", default="", help="mutants with this word in their name")
+    parser.add_argument("--list", action="store_true", help="print their names and end")
+    options = parser.parse_args()
+    chosen = [mutant for mutant in MUTANTS if options.only in mutant.name]
+    if options.list or not chosen:
+        print("\n".join(mutant.name for mutant in chosen) or f"no mutant has {options.only!r} in its name")
+        raise SystemExit(0 if options.list else 2)
+    with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
+        raise SystemExit(try_all(chosen, copy_to(Path(folder) / "moebius")))
+
+
+def try_all(mutants: list[Mutant], copy: Path) -> int:
+    """The exit code."""
+    if misfits := [problem for mutant in mutants if (problem := misfit(mutant, copy))]:
+        print("\n".join(misfits))
+        return 2
+    if (code := run_tests(sorted({test for mutant in mutants for test in mutant.tests}), copy)) != 0:
+        print(f"the tests do not pass without a mutant (exit code {code})")
+        return 2
+    worst = 0
+    for mutant in mutants:
+        started, file = time.monotonic(), copy / mutant.file
+        whole = file.read_text(encoding="utf-8")
+        file.write_text(whole.replace(mutant.old, mutant.new), encoding="utf-8")
+        code = run_tests(mutant.tests, copy, stop_early=True)
+        file.write_text(whole, encoding="utf-8")
+        verdict = {TESTS_FAILED: "killed", 0: "SURVIVED"}.get(code, f"tests cannot be run (exit code {code})")
+        worst = max(worst, {TESTS_FAILED: 0, 0: 1}.get(code, 2))
+        print(f"{verdict:<9} {mutant.name}  ({time.monotonic() - started:.0f} s)", flush=True)
+    print(f"{len(mutants)} mutants: " + ("all killed" if worst == 0 else "see above"))
+    return worst
+
+
+def misfit(mutant: Mutant, root: Path) -> str | None:
+    """Why the mutant cannot be made, if it cannot."""
+    count = (root / mutant.file).read_text(encoding="utf-8").count(mutant.old)
+    return None if count == 1 else f"{mutant.name}: {mutant.old!r} is {count} times in {mutant.file}, not once"
+
+
+def copy_to(copy: Path) -> Path:
+    """The tracked files as they are now."""
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True).stdout
+    for name in filter(None, listed.decode().split("\0")):
+        if (ROOT / name).is_file():
+            (copy / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, copy / name)
+    return copy
+
+
+def run_tests(tests: tuple[str, ...] | list[str], copy: Path, *, stop_early: bool = False) -> int:
+    """pytest's exit code; the copy is the package `moebius` there."""
+    command = [
+        sys.executable,
+        "-B",
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        *(["-x"] if stop_early else []),
+        *tests,
+    ]
+    environment = os.environ | {"PYTHONPATH": str(copy.parent), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        command, cwd=copy, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
+    )
+    if done.returncode not in (0, TESTS_FAILED) or (done.returncode and not stop_early):
+        print(done.stdout[-3000:], done.stderr[-2000:])
+    return done.returncode
+
+
+if __name__ == "__main__":
+    main()

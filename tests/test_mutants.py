@@ -1,0 +1,13 @@
+"""The list of mutants fits the code: each can be made, and the tests that must notice it exist."""
+
+import pytest
+from mutants import MUTANTS, ROOT, Mutant, misfit
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+def test_a_mutant_can_be_made_and_its_tests_exist(mutant: Mutant) -> None:
+    assert misfit(mutant, ROOT) is None
+    for test in mutant.tests:
+        file, _, name = test.partition("::")
+        text = (ROOT / file).read_text(encoding="utf-8")
+        assert f"def {name.partition('[')[0]}(" in text if name else text
