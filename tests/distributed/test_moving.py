@@ -11,7 +11,7 @@ from dispatch_scenes import EXPERTS, SCENES, bank, forward_backward, parts
 from torch import Tensor, nn
 from world import run_ranks
 
-from moebius.distributed.dispatch import make_dispatcher
+from moebius.distributed.dispatch import counters_of, make_dispatcher
 from moebius.distributed.dispatch_homes import Homes, contiguous_homes
 from moebius.distributed.dispatch_setup import build_node_groups
 from moebius.distributed.gradients import GradientReducer
@@ -136,7 +136,8 @@ def answers(name: str, cases: list[tuple[Homes, str]], order: list[int] | None =
             CopyReducer(
                 GradientReducer([], list(parameters.values()), mesh), [(seen, parameters.values())], mesh
             ).reduce()
-            found.append(result | {key: parameter.grad for key, parameter in parameters.items()})
+            served = torch.tensor(counters_of(nn.ModuleDict({"bank": layer}))["bank"].routes_served)
+            found.append(result | {key: parameter.grad for key, parameter in parameters.items()} | {"served": served})
         return found
 
 
@@ -154,6 +155,15 @@ def alone(scene: str) -> tuple[list[dict[str, Tensor]], dict[str, Tensor]]:
     return results, {name: torch.stack([own[name] for own in results]).sum(0) for name in ("w_up", "w_down")}
 
 
+def served_by(homes: Homes, scene: str) -> list[int]:
+    """Routes for every rank: to the own copy of an expert, else to the copies in turn."""
+    served = [0] * 4
+    for source, (_, experts, _, _) in enumerate(parts(SCENES[scene], torch.float32)):
+        for expert in experts.flatten().tolist():
+            served[homes.rank_S[homes.seen_from(source).slots_E[expert][0]]] += 1
+    return served
+
+
 @pytest.mark.parametrize("name", ["alltoall", "dedup", "allgather", "hierarchical"])
 def test_copies_answer_as_the_one_expert_would(name: str) -> None:
     cases = [
@@ -164,6 +174,7 @@ def test_copies_answer_as_the_one_expert_would(name: str) -> None:
     by_rank = run_ranks(answers, 4, name, cases)
     for number, (homes, scene) in enumerate(cases):
         (expected, sums), found = alone(scene), [results[number] for results in by_rank]
+        assert [own["served"].item() for own in found] == served_by(homes, scene)
         for own, wanted in zip(found, expected, strict=True):
             for key in ("y", "x", "gates"):
                 exact = name == "alltoall"

@@ -183,10 +183,13 @@ def test_a_placed_checkpoint_is_read_on_any_layout(world: int, ep: int, data: Pa
     assert moved["loss"] == pytest.approx(straight["loss"], rel=1e-5)
 
 
-@pytest.mark.parametrize(("world", "ep"), [(2, 2), (4, 2), (4, 4)])
-def test_ranks_need_not_divide_the_experts(world: int, ep: int, data: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("world", "mesh"),
+    [(2, {"ep": 2}), (4, {"ep": 2}), (4, {"ep": 4}), (4, {"ep": 2, "dp_shard": 4, "sharding": "fsdp"})],
+)
+def test_ranks_need_not_divide_the_experts(world: int, mesh: dict, data: Path, tmp_path: Path) -> None:
     alone = run_of(make_config(data), 1, tmp_path / "alone")
-    shared = run_of(make_config(data, ep=ep, dispatcher="alltoall"), world, tmp_path / "shared")
+    shared = run_of(make_config(data, dispatcher="alltoall", **mesh), world, tmp_path / "shared")
     assert shared["loss"] == pytest.approx(alone["loss"], rel=1e-6)
     assert shared["grad_norm"] == pytest.approx(alone["grad_norm"], rel=1e-5)
     start = json.loads((tmp_path / "shared" / "metrics.jsonl").read_text().splitlines()[0])
