@@ -429,7 +429,7 @@ def _simulated_model(options: argparse.Namespace) -> tuple[str, Config, "Transfo
     return f"{Path(options.name).name}, step {restored.step}", restored.config, restored.model
 
 
-# layout, ckpt -------------------------------------------------------------------------------------------------------
+# layout -------------------------------------------------------------------------------------------------------------
 
 
 def _add_layout(commands: argparse._SubParsersAction) -> None:
@@ -460,26 +460,59 @@ def _layout(options: argparse.Namespace) -> int:
     return 0
 
 
+# ckpt ---------------------------------------------------------------------------------------------------------------
+
+
 def _add_ckpt(commands: argparse._SubParsersAction) -> None:
-    parser = _command(commands, "ckpt", _ckpt, "list or verify the checkpoints of a run")
-    parser.add_argument("action", choices=["ls", "verify"], help="ls: list; verify: every checksum, every expert once")
-    _run_argument(parser)
+    parser = _command(commands, "ckpt", _ckpt_ls, "list, verify, rewrite and export checkpoints")
+    actions = parser.add_subparsers(title="actions", required=True, metavar="ACTION")
+    _run_argument(_command(actions, "ls", _ckpt_ls, "list a run's checkpoints: step, time, size, ranks, completeness"))
+    verify = _command(actions, "verify", _ckpt_verify, "read every byte: every checksum, every expert exactly once")
+    _checkpoint_argument(verify, "RUN without --step: all of its checkpoints")
+    reshard = _command(actions, "reshard", _ckpt_reshard, "rewrite a checkpoint into the files of other ranks")
+    _checkpoint_argument(reshard, "RUN without --step: its newest checkpoint")
+    reshard.add_argument("--out", type=Path, required=True, metavar="DIR", help="a directory that does not exist yet")
+    reshard.add_argument("--world-size", type=int, required=True, metavar="N", help="ranks in all")
+    reshard.add_argument("--ep", type=int, default=1, metavar="N", help="as mesh.ep")
+    reshard.add_argument("--dp-shard", type=int, metavar="N", help="as mesh.dp_shard; default: as --ep")
+    reshard.add_argument("--dp-replicate", type=int, metavar="N", help="as mesh.dp_replicate; default: fills the world")
+    reshard.add_argument("--sharding", choices=["none", "fsdp"], default="none", help="as mesh.sharding")
 
 
-def _ckpt(options: argparse.Namespace) -> int:
-    from .distributed.checkpoint_files import list_checkpoints, read_meta, verify
+def _checkpoint_argument(parser: argparse.ArgumentParser, default: str) -> None:
+    parser.add_argument("path", type=Path, metavar="RUN|CHECKPOINT", help=default)
+    parser.add_argument("--step", type=int, metavar="N", help="which checkpoint of the run")
 
-    found = list_checkpoints(options.run_dir / "checkpoints")
-    if not found:
-        raise JobError(f"{options.run_dir}: has no checkpoint (they would be in {options.run_dir / 'checkpoints'})")
-    for checkpoint in found:
-        meta = verify(checkpoint.path) if options.action == "verify" else read_meta(checkpoint.path)
-        size = sum(file.stat().st_size for file in checkpoint.path.iterdir())
-        layout = f"replicas {meta.layout.num_expert_replicas} × ep {meta.layout.ep}"
-        verdict = "   intact" if options.action == "verify" else ""
-        print(
-            f"{checkpoint.path.name}   {size / 2**20:8.1f} MiB   {layout}   {len(meta.num_experts)} expert tensors{verdict}"
-        )
+
+def _ckpt_ls(options: argparse.Namespace) -> int:
+    from .train.checkpoint_report import list_table
+
+    Console().print(list_table(options.run_dir))
+    return 0
+
+
+def _ckpt_verify(options: argparse.Namespace) -> int:
+    from .train.checkpoint_report import progress_bars, verify_each
+
+    problems = []
+    with progress_bars(Console(stderr=True)) as watch:
+        for path, words, problem in verify_each(options.path, options.step, watch):
+            print(f"{path.name}: {'DAMAGED' if problem else f'intact ({words})'}")
+            problems += [str(problem)] if problem else []
+    if problems:
+        raise JobError("\n".join(problems))
+    return 0
+
+
+def _ckpt_reshard(options: argparse.Namespace) -> int:
+    from .train.checkpoint_report import progress_bars, reshard_for
+
+    mesh = {key: getattr(options, key) for key in ("ep", "dp_shard", "dp_replicate", "sharding")}
+    with progress_bars(Console(stderr=True)) as watch:
+        words = reshard_for(
+            options.path, options.out, mesh, world_size=options.world_size, step=options.step, watch=watch
+        )  # fmt: skip
+    print(words)
     return 0
 
 
