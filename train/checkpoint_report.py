@@ -1,0 +1,132 @@
+"""What `moebius ckpt` shows and does: a run's checkpoints as a table, verified, and rewritten for other ranks."""
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+from rich.text import Text
+
+from ..distributed.checkpoint_files import (
+    CheckpointError,
+    CorruptCheckpointError,
+    find_checkpoint,
+    list_checkpoints,
+    missing_files,
+    open_checkpoint,
+    read_meta,
+    verify,
+)
+from ..distributed.dispatch_homes import Homes
+from ..distributed.layout import Layout, MeshConfig, check_runnable, plan_layout
+from ..distributed.reshard import Watch, reshard
+
+
+def list_table(run_dir: Path) -> Table:
+    """One line per checkpoint, oldest first, and one for everything unfinished beside them. Names and sizes, no bytes.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    for name in ("step", "written", "MiB", "files", "by", "state"):
+        table.add_column(
+            name, justify="right" if name in ("step", "MiB", "files") else "left", no_wrap=name == "written"
+        )
+    found = list_checkpoints(run_dir / "checkpoints")
+    if not found:
+        find_checkpoint(run_dir)  # says so
+    for checkpoint in found:
+        files = [file for file in checkpoint.path.iterdir() if file.is_file()]
+        size = sum(file.stat().st_size for file in files) / 2**20
+        try:
+            layout, problems = _short(read_meta(checkpoint.path).layout), missing_files(checkpoint.path)
+        except CorruptCheckpointError as error:
+            layout, problems = "", [str(error)]
+        state = Text("; ".join(problems), style="red") if problems else Text("complete", style="green")
+        table.add_row(
+            str(checkpoint.step), _time_of(checkpoint.path), f"{size:,.1f}", str(len(files)), Text(layout), state
+        )
+    for path in sorted((run_dir / "checkpoints").glob("*.tmp")):
+        table.add_row(
+            "", _time_of(path), "", "", "", Text(f"{path.name}: being written, or left behind", style="yellow")
+        )
+    return table
+
+
+def verify_each(path: Path, step: int | None, watch: Watch) -> Iterator[tuple[Path, str, CheckpointError | None]]:
+    """Verifies one checkpoint, or all of a run; yields of each what it holds and what is wrong with it."""
+    paths = [find_checkpoint(path, step)]
+    if step is None and paths[0] != path:
+        paths = [checkpoint.path for checkpoint in list_checkpoints(path / "checkpoints")]
+    for checkpoint in paths:
+        try:
+            meta = verify(checkpoint, watch(f"reading {checkpoint.name}", _size_of(checkpoint)))
+        except CheckpointError as error:
+            yield checkpoint, "", error
+        else:
+            tensors = len(open_checkpoint(checkpoint).index.tensors)
+            experts = sum(meta.num_experts.values())
+            words = f"{tensors} tensors, {len(meta.num_experts)} of them of experts: {experts:,} experts, each once"
+            yield checkpoint, words, None
+
+
+def reshard_for(path: Path, out: Path, mesh: dict[str, Any], *, world_size: int, step: int | None, watch: Watch) -> str:
+    """Writes a checkpoint anew for the ranks of that mesh, whose keys are MeshConfig's; returns what became of it.
+
+    Raises:
+        ValueError: no such checkpoint or it is damaged, the mesh does not fit, or `out` cannot be written.
+    """
+    try:
+        config = MeshConfig(**mesh)
+    except ValidationError as error:
+        told = "; ".join(f"{'.'.join(map(str, one['loc']))} {one['input']}: {one['msg']}" for one in error.errors())
+        raise CheckpointError(f"the mesh is not valid: {told}") from None
+    check_runnable(config)
+    layout, source = plan_layout(config, world_size), find_checkpoint(path, step)
+    before = read_meta(source)
+    started = time.monotonic()
+    reshard(source, out, layout, sharding=config.sharding, homes=_homes(before.meta, layout), watch=watch)
+    files = sum(file.suffix == ".distcp" for file in out.iterdir())
+    return (
+        f"{out}: step {before.step}, the same state as {source}, bit for bit\n"
+        f"  written by  {_short(before.layout)}\n  rewritten   {_short(layout)}, sharding {config.sharding}\n"
+        f"  {files} files, {_size_of(out) / 2**20:,.1f} MiB, verified; {time.monotonic() - started:.1f} s"
+    )
+
+
+@contextmanager
+def progress_bars(console: Console) -> Iterator[Watch]:
+    """A bar for each pass over the bytes; none where nobody watches."""
+    columns: Sequence[Any] = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+
+        def watch(what: str, num_bytes: int):
+            task = progress.add_task(what, total=num_bytes)
+            return lambda more: progress.advance(task, more)
+
+        yield watch
+
+
+def _homes(meta: dict[str, Any], layout: Layout) -> dict[str, Homes]:
+    """Where a run that moves its experts had them, if that fits: what ExpertPlacement takes up again."""
+    homes = {name: Homes.from_dict(bank["homes"]) for name, bank in meta.get("experts", {}).items()}
+    return homes if all(len(own.slots_P) == layout.ep for own in homes.values()) else {}
+
+
+def _size_of(path: Path) -> int:
+    return sum(file.stat().st_size for file in path.iterdir() if file.is_file())
+
+
+def _time_of(path: Path) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(path.stat().st_mtime))
+
+
+def _short(layout: Layout) -> str:
+    ranks = "1 rank" if layout.world_size == 1 else f"{layout.world_size} ranks"
+    return f"{ranks}: dp_replicate {layout.dp_replicate} × dp_shard {layout.dp_shard}, ep {layout.ep}"
