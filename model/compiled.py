@@ -15,7 +15,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import nn
 
 from .attention import DenseAttention, SwitchHead
 from .halting import Halting

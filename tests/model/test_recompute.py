@@ -1,12 +1,18 @@
 """Recomputation changes memory and nothing else: loss, gradients, side effects, random numbers."""
 
+import gc
+
 import pytest
 import torch
 from family import NAMES, VOCABULARY, make_uneven, tiny_model
+from live_memory import LiveMemory
 from torch import Tensor
 
+from moebius.model.layers import LayerNorm
+from moebius.model.moe import LocalDispatcher, Sent
 from moebius.model.precision import forward_in
-from moebius.model.recompute import Recompute
+from moebius.model.recompute import Recompute, once, recomputing, run_recomputed
+from moebius.model.routing import Routes
 from moebius.model.transformer import Transformer
 from moebius.train.loss import micro_batch_loss
 
@@ -62,3 +68,119 @@ def test_a_transition_that_has_switched() -> None:
     expected = loss_and_gradients(model_of("transition", "none"), torch.float32, step=10**9)
     found = loss_and_gradients(model_of("transition", "full"), torch.float32, step=10**9)
     assert all(torch.equal(found[key], value) for key, value in expected.items())
+
+
+@pytest.mark.parametrize("name", ["moeut", "sut", "mh_moe"])
+@pytest.mark.parametrize("mode", ["selective", "full"])
+def test_every_step_runs_twice_and_hooks_on_the_layer_once(name: str, mode: Recompute) -> None:
+    model, calls, seconds = model_of(name, mode), [], []
+    for layer in model.group:
+        layer.register_forward_hook(lambda *_: calls.append("layer"))
+        layer.attention.register_forward_hook(lambda *_: (seconds if recomputing() else calls).append("step"))
+    loss_and_gradients(model, torch.bfloat16)
+    depth = model.config.num_layers
+    assert (calls.count("layer"), calls.count("step"), len(seconds)) == (depth, depth, depth)
+
+
+@pytest.mark.parametrize("name", [*NAMES, *DRAWS])
+@pytest.mark.parametrize("mode", ["selective", "full"])
+def test_a_second_run_that_rounds_otherwise_decides_as_the_first(
+    name: str, mode: Recompute, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Noise far above rounding, in the second run only: where the routers decided anew, routes would differ."""
+    norm, dispatch = LayerNorm.forward, LocalDispatcher.dispatch
+    noise = torch.Generator().manual_seed(8)
+    first: list[tuple[Tensor, Tensor]] = []
+    second: list[tuple[Tensor, Tensor]] = []
+
+    def noisy(self: LayerNorm, x: Tensor) -> Tensor:
+        normed = norm(self, x)
+        return normed + torch.randn(normed.shape, generator=noise) if recomputing() else normed
+
+    def recorded(self: LocalDispatcher, x_UD: Tensor, routes: Routes) -> Sent:
+        (second if recomputing() else first).append((routes.source_N.clone(), routes.expert_N.clone()))
+        return dispatch(self, x_UD, routes)
+
+    monkeypatch.setattr(LayerNorm, "forward", noisy)
+    monkeypatch.setattr(LocalDispatcher, "dispatch", recorded)
+    model = model_of(name, mode)
+    loss_and_gradients(model, torch.float32)
+    assert sorted(map(spelled, second)) == sorted(map(spelled, first))  # the second runs come in reverse
+
+
+def spelled(routes: tuple[Tensor, Tensor]) -> str:
+    return str([tensor.tolist() for tensor in routes])
+
+
+def test_what_remains_shrinks_and_goes() -> None:
+    """Bytes after the forward pass, and after the backward pass nothing but gradients, without a garbage collector."""
+    found = {}
+    gc.collect()
+    gc.disable()
+    try:
+        for mode in ("none", "selective", "full"):
+            model = tiny_model("moeut", d_model=64, d_head=16, d_expert=64)
+            model.recompute_layers(mode)
+            with LiveMemory() as live:
+                output = model(torch.zeros(16, 32, dtype=torch.int64))
+                found[mode] = live.num_bytes
+                output.logits_BSV.sum().backward()
+                del output
+            gradients = sum(p.grad.untyped_storage().nbytes() for p in model.parameters() if p.grad is not None)
+            assert live.num_bytes <= gradients + 4096, mode
+    finally:
+        gc.enable()
+    assert found["selective"] < 0.2 * found["none"]
+    assert found["full"] <= found["selective"]  # on one rank nothing travels
+
+
+def test_without_gradients_or_with_a_cache_nothing_is_run_twice() -> None:
+    model = model_of("moeut", "full")
+    calls = []
+    model.group[0].attention.register_forward_hook(lambda *_: calls.append(recomputing()))
+    tokens = rows()[:, :-1]
+    with torch.no_grad():
+        plain = model(tokens).logits_BSV
+    cache = model.new_cache()
+    cached = torch.cat([model(tokens[:, :4], cache).logits_BSV, model(tokens[:, 4:], cache).logits_BSV], 1)
+    torch.testing.assert_close(cached, plain, rtol=1e-4, atol=1e-5)
+    cached.sum().backward()
+    assert calls and not any(calls)
+
+
+def test_a_retained_graph_is_run_again_for_every_backward_pass() -> None:
+    model = model_of("moeut", "selective")
+    loss = model(rows()).logits_BSV.square().sum()
+    loss.backward(retain_graph=True)
+    once_through = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    loss.backward()
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            torch.testing.assert_close(parameter.grad, 2 * once_through[name], msg=name)
+
+
+def test_a_second_run_that_asks_for_more_is_an_error() -> None:
+    def step(x: Tensor) -> tuple[Tensor, None]:
+        for _ in range(2 if recomputing() else 1):
+            once(lambda: torch.zeros(1))
+        return x.exp(), None
+
+    y, _ = run_recomputed("full", torch.nn.Module(), step, torch.ones(2, requires_grad=True))
+    with pytest.raises(AssertionError, match="more than the 1 values of the first"):
+        y.sum().backward()
+
+
+def test_the_second_run_begins_where_the_backward_pass_enters_the_step() -> None:
+    """Not where the first tensor is missing: after the sum, whose backward needs none."""
+    events = []
+
+    def step(x: Tensor) -> tuple[Tensor, None]:
+        if recomputing():
+            events.append("second run")
+        y = x.exp()
+        y.register_hook(lambda _: events.append("backward of the sum is done"))
+        return y + 1, None
+
+    y, _ = run_recomputed("full", torch.nn.Module(), step, torch.ones(2, requires_grad=True))
+    y.sum().backward()
+    assert events == ["second run", "backward of the sum is done"]
