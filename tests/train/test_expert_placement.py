@@ -46,7 +46,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "shards"
 
 
-def make_config(data: Path, *, steps: int = STEPS, clip_norm: float = 1e9, **mesh: object) -> Config:
+def make_config(data: Path, *, steps: int = STEPS, clip_norm: float = 0.5, **mesh: object) -> Config:
     return Config(
         model=MODEL,
         data=DataConfig(tokenizer="bytes", vocab_size=257, seq_len=24, validation_fraction=0.2, directory=str(data)),
@@ -88,11 +88,19 @@ def same_state(one: Path, other: Path) -> list[str]:
     return [name for name in first if not torch.equal(first[name], second[name])]
 
 
+@pytest.fixture(scope="module")
+def alone(data: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, list], Path]:
+    """The run on one rank, where nothing can move, and its folder."""
+    folder = tmp_path_factory.mktemp("alone")
+    return run_of(make_config(data), 1, folder), folder
+
+
 @pytest.mark.parametrize("ep", [2, 4])
 def test_moving_experts_changes_no_bit(ep: int, data: Path, tmp_path: Path) -> None:
+    """Unless gradients are clipped: their norm is a sum over ranks, whose rounding depends on who holds what."""
     mesh = {"ep": ep, "dispatcher": "alltoall"}
-    still = run_of(make_config(data, **mesh), 4, tmp_path / "still")
-    moving = run_of(make_config(data, rebalance_every=2, **mesh), 4, tmp_path / "moving")
+    still = run_of(make_config(data, clip_norm=1e9, **mesh), 4, tmp_path / "still")
+    moving = run_of(make_config(data, clip_norm=1e9, rebalance_every=2, **mesh), 4, tmp_path / "moving")
     assert still["moves"] == []
     assert [line["step"] for line in moving["moves"]] == [2, 4, 6]
     assert sum(line["moved_experts"] for line in moving["moves"]) > 5
@@ -106,15 +114,17 @@ def test_moving_experts_changes_no_bit(ep: int, data: Path, tmp_path: Path) -> N
     assert any(bank["homes"]["slot_of_expert"] is not None for bank in homes.values())
 
 
-@pytest.mark.parametrize("dispatcher", ["dedup", "allgather", "alltoall"])
-def test_copies_change_losses_by_rounding_alone(dispatcher: str, data: Path, tmp_path: Path) -> None:
-    mesh = {"ep": 4 if dispatcher == "alltoall" else 2, "dispatcher": dispatcher}
-    still = run_of(make_config(data, clip_norm=0.5, **mesh), 4, tmp_path / "still")
-    moving = run_of(make_config(data, clip_norm=0.5, rebalance_every=2, replicas=1, **mesh), 4, tmp_path / "moving")
+@pytest.mark.parametrize(("ep", "dispatcher"), [(2, "dedup"), (4, "alltoall")])
+def test_copies_change_losses_by_rounding_alone(
+    ep: int, dispatcher: str, alone: tuple, data: Path, tmp_path: Path
+) -> None:
+    still, folder = alone
+    config = make_config(data, ep=ep, dispatcher=dispatcher, rebalance_every=2, replicas=1)
+    moving = run_of(config, 4, tmp_path)
     assert moving["moves"][0]["moved_experts"] > 0
     assert moving["loss"] == pytest.approx(still["loss"], rel=1e-5)
     assert moving["grad_norm"] == pytest.approx(still["grad_norm"], rel=1e-4)  # each expert counted once
-    first, second = final_state(tmp_path / "still"), final_state(tmp_path / "moving")
+    first, second = final_state(folder), final_state(tmp_path)
     for name, tensor in first.items():
         assert (tensor - second[name]).norm() <= 2e-3 * tensor.norm(), name
 
@@ -153,7 +163,7 @@ def copies_after_steps(config: Config, run_dir: Path) -> tuple[int, list[str]]:
         return copies, unlike
 
 
-@pytest.mark.parametrize(("ep", "replicas"), [(2, 1), (4, 1), (4, 2)])
+@pytest.mark.parametrize(("ep", "replicas"), [(2, 1), (4, 2)])
 def test_copies_stay_equal_bit_for_bit(ep: int, replicas: int, data: Path, tmp_path: Path) -> None:
     config = make_config(data, ep=ep, rebalance_every=3, replicas=replicas)
     for copies, unlike in run_ranks(copies_after_steps, 4, config, tmp_path):
@@ -161,10 +171,9 @@ def test_copies_stay_equal_bit_for_bit(ep: int, replicas: int, data: Path, tmp_p
         assert unlike == []
 
 
-@pytest.mark.parametrize("replicas", [0, 1])
-def test_resumed_equals_uninterrupted_bit_for_bit(replicas: int, data: Path, tmp_path: Path) -> None:
+def test_resumed_equals_uninterrupted_bit_for_bit(data: Path, tmp_path: Path) -> None:
     """Stopped between two moves: the homes come back, and with them the counts for the next move."""
-    mesh = {"ep": 4, "rebalance_every": 3, "replicas": replicas}
+    mesh = {"ep": 4, "rebalance_every": 3, "replicas": 1}
     whole = run_of(make_config(data, **mesh), 4, tmp_path / "whole")
     run_of(make_config(data, steps=4, **mesh), 4, tmp_path / "cut")
     cut = run_of(make_config(data, **mesh), 4, tmp_path / "cut")
@@ -175,24 +184,21 @@ def test_resumed_equals_uninterrupted_bit_for_bit(replicas: int, data: Path, tmp
     assert same_state(tmp_path / "whole", tmp_path / "cut") == []
 
 
-@pytest.mark.parametrize(("world", "ep"), [(1, 1), (4, 2), (4, 4)])
-def test_a_placed_checkpoint_is_read_on_any_layout(world: int, ep: int, data: Path, tmp_path: Path) -> None:
-    straight = run_of(make_config(data), 1, tmp_path / "straight")
-    run_of(make_config(data, steps=4, ep=4, rebalance_every=2, replicas=1), 4, tmp_path / "moved")
-    moved = run_of(make_config(data, ep=ep, rebalance_every=3), world, tmp_path / "moved")
-    assert moved["loss"] == pytest.approx(straight["loss"], rel=1e-5)
+@pytest.mark.parametrize(("world", "ep"), [(1, 1), (4, 2)])
+def test_a_placed_checkpoint_is_read_on_any_layout(
+    world: int, ep: int, alone: tuple, data: Path, tmp_path: Path
+) -> None:
+    run_of(make_config(data, steps=4, ep=4, rebalance_every=2, replicas=1), 4, tmp_path)
+    moved = run_of(make_config(data, ep=ep, rebalance_every=3), world, tmp_path)
+    assert moved["loss"] == pytest.approx(alone[0]["loss"], rel=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("world", "mesh"),
-    [(2, {"ep": 2}), (4, {"ep": 2}), (4, {"ep": 4}), (4, {"ep": 2, "dp_shard": 4, "sharding": "fsdp"})],
-)
-def test_ranks_need_not_divide_the_experts(world: int, mesh: dict, data: Path, tmp_path: Path) -> None:
-    alone = run_of(make_config(data), 1, tmp_path / "alone")
-    shared = run_of(make_config(data, dispatcher="alltoall", **mesh), world, tmp_path / "shared")
-    assert shared["loss"] == pytest.approx(alone["loss"], rel=1e-6)
-    assert shared["grad_norm"] == pytest.approx(alone["grad_norm"], rel=1e-5)
-    start = json.loads((tmp_path / "shared" / "metrics.jsonl").read_text().splitlines()[0])
+@pytest.mark.parametrize("mesh", [{"ep": 2}, {"ep": 4}, {"ep": 2, "dp_shard": 4, "sharding": "fsdp"}])
+def test_ranks_need_not_divide_the_experts(mesh: dict, alone: tuple, data: Path, tmp_path: Path) -> None:
+    shared = run_of(make_config(data, dispatcher="alltoall", **mesh), 4, tmp_path)
+    assert shared["loss"] == pytest.approx(alone[0]["loss"], rel=1e-6)
+    assert shared["grad_norm"] == pytest.approx(alone[0]["grad_norm"], rel=1e-5)
+    start = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[0])
     assert start["parameters"] == sum(parameter.numel() for parameter in Transformer(MODEL).parameters())
 
 
