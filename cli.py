@@ -379,7 +379,12 @@ def _simulate(options: argparse.Namespace) -> int:
     else:
         title, config, trained = _simulated_model(options)
         source = source_of_model(
-            title, config, trained, tokens_per_rank=options.tokens_per_rank, steps=options.steps or 1, seed=options.seed
+            title,
+            config,
+            trained,
+            tokens_per_rank=options.tokens_per_rank,
+            steps=1 if options.steps is None else options.steps,
+            seed=options.seed,
         )
     with Console(stderr=True).status("simulating"):
         report = run(source, asked, options.dispatcher)
@@ -477,6 +482,13 @@ def _add_ckpt(commands: argparse._SubParsersAction) -> None:
     reshard.add_argument("--dp-shard", type=int, metavar="N", help="as mesh.dp_shard; default: as --ep")
     reshard.add_argument("--dp-replicate", type=int, metavar="N", help="as mesh.dp_replicate; default: fills the world")
     reshard.add_argument("--sharding", choices=["none", "fsdp"], default="none", help="as mesh.sharding")
+    export = _command(actions, "export", _ckpt_export, "write a checkpoint's weights as safetensors, expert by expert")
+    _checkpoint_argument(export, "RUN without --step: its newest checkpoint")
+    export.add_argument("--out", type=Path, required=True, metavar="DIR", help="a directory that does not exist yet")
+    export.add_argument(
+        "--dtype", choices=["fp32", "bf16"], default="fp32", help="of what enters matrix products; the rest is fp32"
+    )
+    export.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="of one file: 5GB, 500MB, 2GiB (5GB)")
 
 
 def _checkpoint_argument(parser: argparse.ArgumentParser, default: str) -> None:
@@ -513,6 +525,20 @@ def _ckpt_reshard(options: argparse.Namespace) -> int:
             options.path, options.out, mesh, world_size=options.world_size, step=options.step, watch=watch
         )  # fmt: skip
     print(words)
+    return 0
+
+
+def _ckpt_export(options: argparse.Namespace) -> int:
+    from .distributed.checkpoint_files import find_checkpoint
+    from .train.checkpoint_report import progress_bars
+    from .train.export import export, parse_size
+
+    with progress_bars(Console(stderr=True)) as watch:
+        exported = export(
+            find_checkpoint(options.path, options.step), options.out, dtype=options.dtype,
+            max_file_bytes=parse_size(options.max_shard_size), watch=watch,
+        )  # fmt: skip
+    print(f"{options.out}: {exported}")
     return 0
 
 

@@ -50,9 +50,14 @@ class Ranks:
     overlap_chunks: int | None = None
 
     def __post_init__(self) -> None:
-        for name, value in vars(self).items():
-            if value is not None and value < 1:
-                raise ValueError(f"--{name.replace('_', '-')} {value}: at least 1")
+        at_least_one(**vars(self))
+
+
+def at_least_one(**options: int | None) -> None:
+    """ValueError where an option is given and below 1."""
+    for name, value in options.items():
+        if value is not None and value < 1:
+            raise ValueError(f"--{name.replace('_', '-')} {value}: at least 1")
 
 
 def make_cluster(config: Config, asked: Ranks, dispatcher: str | None = None) -> Cluster:
@@ -146,8 +151,7 @@ def source_of_model(
     Raises:
         ValueError: the router cannot take so few tokens, or the text cannot be read.
     """
-    if steps < 1 or tokens_per_rank < 1:
-        raise ValueError(f"--steps {steps}, --tokens-per-rank {tokens_per_rank}: both must be at least 1")
+    at_least_one(steps=steps, tokens_per_rank=tokens_per_rank)
     _experts(config.model)
     batch, length = batch_shape(config, tokens_per_rank)
     model, precision = trained or fresh_model(config), config.train.precision
@@ -170,6 +174,7 @@ def source_of_trace(run_dir: Path, *, steps: int | None, seed: int) -> Source:
     Raises:
         ValueError: nothing was recorded there.
     """
+    at_least_one(steps=steps)
     config = config_of_run(run_dir)
     files, precision = chosen_steps(recorded_steps(run_dir), steps), config.train.precision
     bank = bank_of_config(config.model, precision, backend=config.kernels.backend, seed=config.train.seed)

@@ -1,0 +1,264 @@
+"""`moebius simulate` from the command line: fresh, trained and recorded models, shapes, and what it says to bad requests."""
+
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from moebius.cli import main
+from moebius.data_pipeline.config import DataConfig
+from moebius.data_pipeline.prepare import prepare
+from moebius.model.config import ModelConfig
+from moebius.model.router_sigmoid import SigmoidConfig
+from moebius.train.config import CheckpointConfig, Config, TrainConfig
+from moebius.train.loop import train
+from moebius.train.routing_trace import read_rank, recorded_steps
+
+SMALL = ["model.d_model=16", "model.d_expert=8", "model.vocab_size=300", "data.vocab_size=300"]
+
+
+def moebius(*words: str, expect: int = 0) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["simulate", *words])
+    assert ended.value.code == expect
+
+
+def result(capsys: pytest.CaptureFixture, *words: str) -> dict[str, Any]:
+    moebius(*words, "--json")
+    return json.loads(capsys.readouterr().out)
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Four recorded steps of two micro-batches on one rank, with a checkpoint."""
+    folder = tmp_path_factory.mktemp("trained")
+    words = np.random.default_rng(0).choice(["one", "two", "three", "many", "band"], size=(60, 30))
+    (folder / "text.jsonl").write_text("".join(json.dumps({"text": " ".join(line)}) + "\n" for line in words))
+    data = DataConfig(
+        input=(str(folder / "text.jsonl"),), tokenizer="bytes", vocab_size=257, seq_len=24, validation_fraction=0.2,
+        directory=str(folder / "shards"),
+    )  # fmt: skip
+    prepare(data, folder / "shards")
+    model = ModelConfig(
+        vocab_size=257, d_model=16, num_layers=4, group_size=2, num_heads=2, d_head=8, num_attention_experts=4,
+        attention_top_k=2, num_experts=8, router=SigmoidConfig(top_k=3), d_expert=8,
+    )  # fmt: skip
+    config = Config(
+        model=model, data=data, checkpoint=CheckpointConfig(every=0),
+        train=TrainConfig(steps=4, global_batch=4, micro_batch=2, eval_rows=4, record_routing=1),
+    )  # fmt: skip
+    run = folder / "run"
+    run.mkdir()
+    config.save(run / "config.json")
+    train(config, run)
+    return run
+
+
+# Models of all kinds ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "moeut",
+        "switch",
+        "gshard",
+        "deepseek",
+        "sut",
+        "x_moe",
+        "mh_moe",
+        "expert_choice",
+        "mixture_of_tokens",
+        "soft_moe",
+    ],
+)
+def test_every_kind_of_router_reaches_its_experts(name: str, capsys: pytest.CaptureFixture) -> None:
+    tokens = "32" if name in ("expert_choice", "mixture_of_tokens") else "8"
+    found = result(capsys, name, "--ep", "2", "--world-size", "4", "--tokens-per-rank", tokens, "--ranks-per-node", "2")
+    assert found["faults"] == []
+    assert (found["world_size"], found["ep"], found["ep_groups"]) == (4, 2, 2)
+    for kind in found["experts"]:
+        assert sum(kind["load_per_rank"]) == kind["routes"]
+    [simulation] = found["dispatchers"]
+    assert simulation["bytes_inter_node"] == 0  # an ep group is a node
+    assert 0 < simulation["rows"] <= simulation["rows_one_per_route"]
+
+
+def test_dispatchers_carry_the_same_routes(capsys: pytest.CaptureFixture) -> None:
+    names = ["alltoall", "dedup", "allgather", "hierarchical"]
+    found = result(
+        capsys, "smoke", *SMALL, "--ep", "8", "--ranks-per-node", "4", "--tokens-per-rank", "16", "--dispatcher", *names
+    )  # fmt: skip
+    assert [each["dispatcher"] for each in found["dispatchers"]] == names
+    assert found["faults"] == []
+    alltoall, dedup, _, hierarchical = found["dispatchers"]
+    assert alltoall["rows"] == alltoall["rows_one_per_route"] == dedup["rows_one_per_route"]
+    assert all(call["difference"] == 0 for call in alltoall["calls"])
+    assert any(call["difference"] > 0 for call in dedup["calls"])
+    assert hierarchical["bytes_inter_node"] < dedup["bytes_inter_node"] < alltoall["bytes_inter_node"]
+    for each in found["dispatchers"]:
+        matrix = np.array(each["bytes_by_pair"])
+        node = np.arange(8) // 4
+        assert each["bytes_inter_node"] == matrix[node[:, None] != node].sum()
+        assert [call["load_per_expert"] for call in each["calls"]] == [
+            call["load_per_expert"] for call in alltoall["calls"]
+        ]
+
+
+def test_steps_differ_and_seeds_repeat(capsys: pytest.CaptureFixture) -> None:
+    words = ("smoke", *SMALL, "--ep", "2", "--tokens-per-rank", "8", "--steps", "2")
+    first, again, other = (result(capsys, *words, "--seed", seed) for seed in ("0", "0", "1"))
+    assert first == again != other
+    calls = first["dispatchers"][0]["calls"]
+    assert {call["step"] for call in calls} == {1, 2}
+    loads = [[call["load_per_expert"] for call in calls if call["step"] == step] for step in (1, 2)]
+    assert loads[0] != loads[1]
+
+
+def test_bfloat16(capsys: pytest.CaptureFixture) -> None:
+    found = result(
+        capsys, "smoke", *SMALL, "train.precision=bfloat16", "--ep", "2", "--tokens-per-rank", "8",
+        "--dispatcher", "alltoall", "dedup",
+    )  # fmt: skip
+    assert found["faults"] == []
+    exact = result(capsys, "smoke", *SMALL, "--ep", "2", "--tokens-per-rank", "8", "--dispatcher", "alltoall")
+    half, whole = found["dispatchers"][0], exact["dispatchers"][0]
+    assert half["bytes_intra_node"] < 0.7 * whole["bytes_intra_node"]
+
+
+# A trained run ------------------------------------------------------------------------------------------------------
+
+
+def test_a_trained_run_routes_its_validation_text(run_dir: Path, capsys: pytest.CaptureFixture) -> None:
+    found = result(capsys, str(run_dir), "--ep", "4", "--tokens-per-rank", "24", "--steps", "2")
+    assert found["title"] == "run, step 4"
+    assert "1 × 24 tokens of the validation text" in found["tokens"]
+    assert found["faults"] == []
+
+
+def test_a_trace_on_one_rank_is_what_was_recorded(run_dir: Path, capsys: pytest.CaptureFixture) -> None:
+    found = result(capsys, "--trace", str(run_dir), "--ep", "1")
+    recorded = [call for files in recorded_steps(run_dir).values() for call in read_rank(files[0]).calls]
+    calls = found["dispatchers"][0]["calls"]
+    assert len(calls) == len(recorded) == 4 * 2 * 12
+    for call, then in zip(calls, recorded, strict=True):
+        assert call["load_per_expert"] == np.bincount(then.expert_N, minlength=8).tolist()
+        assert (call["kind"], call["depth"], call["micro_batch"]) == (then.kind, then.depth, then.micro_batch)
+
+
+@pytest.mark.parametrize("ranks", [("--ep", "8"), ("--ep", "4", "--world-size", "12"), ("--ep", "3")])
+def test_a_trace_is_dealt_to_any_number_of_ranks(ranks: tuple, run_dir: Path, capsys: pytest.CaptureFixture) -> None:
+    one, many = (result(capsys, "--trace", str(run_dir), "--steps", "2", *words) for words in (("--ep", "1"), ranks))
+    assert many["faults"] == []
+    for then, now in zip(one["dispatchers"][0]["calls"], many["dispatchers"][0]["calls"], strict=True):
+        assert now["load_per_expert"] == then["load_per_expert"]
+        assert sum(now["load_per_rank"]) == sum(then["load_per_rank"])
+
+
+def test_some_steps_of_a_trace(run_dir: Path, capsys: pytest.CaptureFixture) -> None:
+    found = result(capsys, "--trace", str(run_dir), "--ep", "2", "--steps", "2")
+    assert sorted({call["step"] for call in found["dispatchers"][0]["calls"]}) == [1, 4]
+
+
+# For people ---------------------------------------------------------------------------------------------------------
+
+
+def test_words_and_picture(
+    run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "140")
+    picture = tmp_path / "traffic.png"
+    names = ("alltoall", "dedup")
+    moebius("--trace", str(run_dir), "--steps", "2", "--ep", "4", "--png", str(picture), "--dispatcher", *names)
+    said = capsys.readouterr().out
+    assert "trace of run: 4 ranks, one ep group, one node" in said
+    assert "2 recorded steps (1, 4) of 96 tokens; ranks: 1 then, 4 now; float32" in said
+    assert "✓ each of" in said
+    assert "alltoall bit for bit; dedup up to rounding" in said
+    assert "hottest rank by step" in said
+    assert [line.split()[0] for line in said.splitlines() if line.strip() and line.strip()[0].isdigit()][-4:] == list(
+        "0123"
+    )
+    header = picture.read_bytes()[:24]
+    assert header[:8] == b"\x89PNG\r\n\x1a\n"
+    assert struct.unpack(">II", header[16:24]) > (800, 400)
+
+
+def test_a_fault_is_shown_and_ends_with_1(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    from moebius.distributed import simulate
+
+    monkeypatch.setattr(simulate, "TOLERANCE", {torch.float32: 0.0})
+    moebius("smoke", *SMALL, "--ep", "4", "--tokens-per-rank", "8", "--dispatcher", "dedup", expect=1)
+    said = capsys.readouterr().out
+    assert "✗ dedup: step 1, micro-batch 0, depth step" in said
+    assert "✓" not in said
+
+
+def test_shapes_of_a_large_world(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "140")
+    batch = "train.global_batch=40960"
+    moebius("smoke", batch, "--shapes-only", "--ep", "8", "--world-size", "10240")
+    said = capsys.readouterr().out
+    assert "world 10240 = dp_replicate 1280" in said
+    assert "rank 10,239: value experts 14-15 of 16, 2×128×32" in said
+    moebius("smoke", batch, "--shapes-only", "--ep", "8", "--world-size", "1024", "--json", expect=0)
+    found = json.loads(capsys.readouterr().out)
+    assert [rank["rank"] for rank in found["ranks"]] == [0, 512, 1023]
+    assert found["refused"] is None
+
+
+def test_shapes_that_training_would_refuse(capsys: pytest.CaptureFixture) -> None:
+    moebius("smoke", "--shapes-only", "--ep", "8", "--world-size", "1024", expect=1)
+    assert "training would refuse it: train.global_batch=16 is not a multiple of 1024 ranks" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ((), "name what to simulate"),
+        (("smoke", "--trace", "x"), "name what to simulate"),
+        (("nowhere",), "there is no recipe 'nowhere'"),
+        (("smoke", "--ep", "32"), "mesh.ep 32 is more than the experts"),
+        (("smoke", "--ep", "0"), "--ep 0: at least 1"),
+        (("smoke", "--ep", "8", "--world-size", "12"), "the mesh does not fit the world"),
+        (("smoke", "--ep", "8", "--world-size", "1024"), "with real values there may be 256 at most; --shapes-only"),
+        (("smoke", "--ep", "8", "--ranks-per-node", "3"), "--ranks-per-node 3 does not divide the 8 ranks"),
+        (("smoke", "--ep", "4", "--dispatcher", "local"), "the experts are on several ranks"),
+        (("smoke", "--ep", "4", "--dispatcher", "allgather", "--overlap-chunks", "2"), "allgather dispatcher has no chunks"),
+        (("smoke", "--steps", "0"), "--steps 0: at least 1"),
+        (("smoke", "--tokens-per-rank", "0"), "--tokens-per-rank 0: at least 1"),
+        (("dense", "--ep", "2"), "the model has no experts: there is nothing to route"),
+        (("mixture_of_tokens", "--tokens-per-rank", "4"), "the router wants groups of"),
+        (("--trace", "nowhere"), "is not a run folder"),
+        (("--shapes-only", "--trace", "x"), "--shapes-only builds a model"),
+        (("smoke", "--shapes-only", "--ep", "8", "--world-size", "20480"), "20480 pretended ranks: there may be 1 to 10,240"),
+    ],
+)  # fmt: skip
+def test_bad_requests_are_answered_in_one_line(words: tuple, message: str, capsys: pytest.CaptureFixture) -> None:
+    moebius(*words, expect=2)
+    said = capsys.readouterr().err.strip().splitlines()
+    assert message in said[-1]
+    assert said[-1].startswith("error: ")
+    assert len(said) == 1
+
+
+def test_a_run_is_simulated_as_it_is(run_dir: Path, capsys: pytest.CaptureFixture) -> None:
+    moebius(str(run_dir), "model.num_experts=4", expect=2)
+    assert "is a run and is simulated as it is: leave out model.num_experts=4" in capsys.readouterr().err
+
+
+def test_a_run_without_a_recording_is_told_how_to_record(
+    run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    (tmp_path / "config.json").write_bytes((run_dir / "config.json").read_bytes())
+    moebius("--trace", str(tmp_path), expect=2)
+    assert "has no recorded routing; train with train.record_routing=N" in capsys.readouterr().err
+
+
+def test_a_picture_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    moebius("smoke", *SMALL, "--ep", "2", "--tokens-per-rank", "4", "--png", str(tmp_path / "no" / "a.png"), expect=2)
+    assert "cannot be written" in capsys.readouterr().err
