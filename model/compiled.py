@@ -28,15 +28,19 @@ _METHODS = {
 }  # fmt: skip
 
 
-def compile_dense_parts(model: Transformer) -> None:
+def compile_dense_parts(model: Transformer, *, backend: str = "inductor") -> None:
     """Every dense part compiles itself when it is first called: seconds for each kind of part, once per process.
+
+    Args:
+        backend: torch's name of what makes code of a graph; "aot_eager" makes none, and runs the operations of the graph.
 
     Raises:
         ValueError: this machine has not what a compiler needs.
     """
-    check_compiler(model.embedding.device)
+    if backend == "inductor":
+        check_compiler(model.embedding.device)
     for owner, name in _parts(model):
-        setattr(owner, name, torch.compile(getattr(owner, name), fullgraph=True))
+        setattr(owner, name, torch.compile(getattr(owner, name), fullgraph=True, backend=backend))
 
 
 def check_compiler(device: torch.device) -> None:

@@ -145,7 +145,8 @@ def test_without_gradients_or_with_a_cache_nothing_is_run_twice() -> None:
     cached = torch.cat([model(tokens[:, :4], cache).logits_BSV, model(tokens[:, 4:], cache).logits_BSV], 1)
     torch.testing.assert_close(cached, plain, rtol=1e-4, atol=1e-5)
     cached.sum().backward()
-    assert calls and not any(calls)
+    assert calls
+    assert not any(calls)
 
 
 def test_a_retained_graph_is_run_again_for_every_backward_pass() -> None:
