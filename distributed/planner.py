@@ -2,7 +2,8 @@
 
 A layout is legal if ep divides dp_shard, dp_shard the world, and ep every bank of experts. Published MoEUTs have banks that
 hardly anything divides (387 feed-forward experts, 40 of attention): such a layout is offered with the bank rounded up, and says
-so. Where the world's own divisors are poor (1,249 nodes are a prime number) worlds that leave a few nodes out are tried as well.
+so. (The bank as it is runs too, the first ranks holding one expert more; that costs what the rounded one costs.) Where the
+world's own divisors are poor (1,249 nodes are a prime number) worlds that leave a few nodes out are tried as well.
 
 Of every layout the fastest dispatcher is taken, with as little recomputation as fits into memory. About 0.5 ms per layout.
 """
