@@ -1,19 +1,27 @@
 """Recomputation across ranks: the same bits; `selective` sends nothing again and `full` everything; counted once."""
 
+from collections import Counter
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import pytest
 import torch
 from family import VOCABULARY, make_uneven, tiny_config
+from live_memory import LiveMemory
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from world import run_ranks
 
+from moebius.distributed.cost_model import Choice, Setting, predict_memory
 from moebius.distributed.dispatch import counters_of
+from moebius.distributed.hardware import HARDWARE
 from moebius.distributed.layout import MeshConfig, plan_layout
 from moebius.distributed.mesh import Mesh, build_mesh
 from moebius.distributed.parallelize import build_model
 from moebius.distributed.process import start_process
+from moebius.distributed.routing_skew import RoutingSkew
+from moebius.distributed.workload import describe
 from moebius.model.precision import forward_in
 from moebius.model.recompute import Recompute
 from moebius.train.loss import micro_batch_loss
@@ -132,3 +140,91 @@ def everything() -> list[str]:
 
 def test_every_dispatcher_keeps_its_bits_and_repeats_what_it_should() -> None:
     assert run_ranks(everything, RANKS, timeout_s=240) == [[]] * RANKS
+
+
+WIDE = tiny_config("moeut", d_model=128, d_head=32, d_expert=64)
+
+
+def remaining_bytes(tokens: int) -> dict[str, float]:
+    """Per token of this rank, what waits for the backward pass after a forward pass of every mode."""
+    found = {}
+    with start_process("cpu", timeout_s=60) as process:
+        mesh = build_mesh(plan_layout(MeshConfig(ep=2), 2), process)
+        for mode in MODES:
+            live = []
+            for sequences in (tokens // POSITIONS, 2 * tokens // POSITIONS):
+                model = build_model(WIDE, mesh, dispatcher="dedup", backend="auto", seed=0, device=process.device)
+                model.recompute_layers(mode)
+                generator = torch.Generator().manual_seed(mesh.rank)
+                rows = torch.randint(VOCABULARY, (sequences, POSITIONS), generator=generator)
+                with LiveMemory() as memory:
+                    output = forward_in(model, torch.bfloat16, rows)
+                live.append(memory.num_bytes)
+                del output
+            found[mode] = (live[1] - live[0]) / tokens
+    return found
+
+
+def test_the_planner_knows_what_remains() -> None:
+    work = describe(WIDE, seq_len=POSITIONS, precision="bfloat16")
+    setting = Setting(work, HARDWARE["h100"], 1, RoutingSkew())
+    memory = {mode: predict_memory(setting, Choice(1, 2, 2, "none", "dedup", mode)) for mode in MODES}
+    planned = {mode: each.activations + each.routed for mode, each in memory.items()}
+    for found in run_ranks(remaining_bytes, 2, 600):
+        # Both with one step at work and its buffers, which the planner counts, and the read-out, which is there.
+        assert found["selective"] - found["full"] == pytest.approx(planned["selective"] - planned["full"], rel=0.05)
+        kept = work.num_layers * (4 * WIDE.d_model + 8 * sum(bank.routes for bank in work.members[0].banks))
+        read_out = 14 * VOCABULARY + 8 * WIDE.d_model
+        assert found["full"] == pytest.approx(kept + read_out, rel=0.2)
+        assert found["none"] == pytest.approx(planned["none"], rel=0.2)
+
+
+def sharded_differences() -> list[str]:
+    """Gathers, scatters and gradients of sharded weights; layers that repeat, which stay gathered, and layers that do not."""
+    found = []
+    with start_process("cpu", timeout_s=60) as process:
+        for ep, group_size, dtype in ((1, 2, torch.float32), (2, 2, LOW), (2, 4, torch.float32)):
+            mesh = build_mesh(plan_layout(MeshConfig(ep=ep, dp_shard=2), 2), process)
+            none, *others = (sharded_pass(mode, group_size, dtype, mesh) for mode in MODES)
+            for mode, other in zip(MODES[1:], others, strict=True):
+                wrong = [key for key, value in none[0].items() if not torch.equal(value, other[0][key])]
+                found += [f"{mode}, ep {ep}, group of {group_size}: {wrong}"] * bool(wrong)
+                found += [f"{mode}, ep {ep}, group of {group_size}: {other[1]}, not {none[1]}"] * (other[1] != none[1])
+    return found
+
+
+def sharded_pass(
+    mode: Recompute, group_size: int, dtype: torch.dtype, mesh: Mesh
+) -> tuple[dict[str, Tensor], dict[str, int]]:
+    model = build_model(
+        tiny_config("moeut", group_size=group_size), mesh, dispatcher="auto", backend="auto", seed=0,
+        device=torch.device("cpu"), sharding="fsdp", precision=dtype,
+    )  # fmt: skip
+    model.recompute_layers(mode)
+    model.before_step(0)
+    rows = torch.randint(VOCABULARY, (MICRO_BATCH, POSITIONS), generator=torch.Generator().manual_seed(mesh.rank))
+    gathers = Gathers()
+    for _ in range(2):  # the first pass of sharded weights is another than all that follow
+        with gathers:
+            micro_batch_loss(lambda tokens: forward_in(model, dtype, tokens), rows, global_sequences=8).loss.backward()
+    assert gathers.count["c10d._allgather_base_.default"] > 0
+    values = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return {n: v.to_local() if isinstance(v, DTensor) else v for n, v in values.items()}, dict(gathers.count)
+
+
+class Gathers(TorchDispatchMode):
+    """Collectives of sharded weights, by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = str(func)
+        if name.startswith("c10d."):
+            self.count[name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_sharded_weights_are_gathered_no_more_often() -> None:
+    assert run_ranks(sharded_differences, 2) == [[]] * 2

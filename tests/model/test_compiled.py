@@ -59,9 +59,8 @@ def test_graphs_are_whole_few_and_right(name: str, dtype: torch.dtype) -> None:
 
 @needs_compiler
 def test_compiled_code_computes_the_same() -> None:
-    changes = {"num_layers": 2, "group_size": 1}
-    expected = gradients(tiny_model("dense", **changes), torch.float32)
-    model = tiny_model("dense", **changes)
+    expected = gradients(tiny_model("dense", num_layers=2, group_size=1), torch.float32)
+    model = tiny_model("dense", num_layers=2, group_size=1)
     compile_dense_parts(model)
     for mode in ("none", "full"):
         model.recompute_layers(mode)
