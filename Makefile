@@ -22,7 +22,7 @@ test: $(VENV)/.installed-cluster $(VENV)/.installed-test  ## run every test
 mutants: $(VENV)/.installed-cluster $(VENV)/.installed-test  ## break the code in places and see that the tests notice
 	$(BIN)/python tests/mutants.py
 
-lint: $(VENV)/.installed-cluster $(VENV)/.installed-lint  ## check format, style and types
+lint: $(VENV)/.installed-cluster $(VENV)/.installed-export $(VENV)/.installed-lint  ## check format, style and types
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/basedpyright --pythonpath $(BIN)/python

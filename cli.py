@@ -471,7 +471,7 @@ def _layout(options: argparse.Namespace) -> int:
 def _add_ckpt(commands: argparse._SubParsersAction) -> None:
     parser = _command(commands, "ckpt", _ckpt_ls, "list, verify, rewrite and export checkpoints")
     actions = parser.add_subparsers(title="actions", required=True, metavar="ACTION")
-    _run_argument(_command(actions, "ls", _ckpt_ls, "list a run's checkpoints: step, time, size, ranks, completeness"))
+    _run_argument(_command(actions, "ls", _ckpt_ls, "list a run's checkpoints: steps, sizes, ranks that wrote them"))
     verify = _command(actions, "verify", _ckpt_verify, "read every byte: every checksum, every expert exactly once")
     _checkpoint_argument(verify, "RUN without --step: all of its checkpoints")
     reshard = _command(actions, "reshard", _ckpt_reshard, "rewrite a checkpoint into the files of other ranks")

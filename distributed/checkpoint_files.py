@@ -579,6 +579,11 @@ def blake2b(data: bytes) -> str:
     return hashlib.blake2b(data, digest_size=_SUM_BYTES).hexdigest()
 
 
+def sum_of(tensor: Tensor) -> str:
+    """Checksum of a tensor's bytes, on the CPU."""
+    return hashlib.blake2b(tensor.reshape(-1).view(torch.uint8).numpy().data, digest_size=_SUM_BYTES).hexdigest()
+
+
 def digest_of_sums(sums: Mapping[str, FileSum]) -> str:
     """One checksum over all checksums."""
     return blake2b(

@@ -13,7 +13,6 @@ Cost: four passes over the bytes, at about 0.8 GB/s each; memory for the largest
 `_FILES_AT_ONCE` files are open, so beyond so many ranks a tensor is read once per that many of them.
 """
 
-import hashlib
 import os
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -43,6 +42,7 @@ from .checkpoint_files import (
     refuse,
     seal,
     storage_metadata,
+    sum_of,
     verify,
 )
 from .dispatch_homes import Homes
@@ -161,7 +161,7 @@ def _write(
                 if not mine:
                     continue
                 tensor = read_tensor(stored, name)
-                sums.setdefault(name, _sum_of(tensor))
+                sums.setdefault(name, sum_of(tensor))
                 for rank, box in mine:
                     results.append(_append(tensor, name, box, streams[rank], files[rank]))
                     on_bytes(results[-1].size_in_bytes)
@@ -205,10 +205,6 @@ def _compare(path: Path, sums: Mapping[str, str], watch: Watch, size: int) -> No
     for name, expected in sums.items():
         tensor = read_tensor(stored, name)
         on_bytes(tensor.nbytes)
-        if _sum_of(tensor) != expected:
+        if sum_of(tensor) != expected:
             unlike.append(f"{name} is not what was read")
     refuse(path, unlike)
-
-
-def _sum_of(tensor: Tensor) -> str:
-    return hashlib.blake2b(tensor.reshape(-1).view(torch.uint8).numpy().data, digest_size=16).hexdigest()

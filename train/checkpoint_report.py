@@ -27,35 +27,33 @@ from ..distributed.layout import Layout, MeshConfig, check_runnable, plan_layout
 from ..distributed.reshard import Watch, reshard
 
 
-def list_table(run_dir: Path) -> Table:
-    """One line per checkpoint, oldest first, and one for everything unfinished beside them. Names and sizes, no bytes.
+def list_table(path: Path) -> Table:
+    """One line per checkpoint of a run, oldest first, and one for everything unfinished beside them; or one checkpoint's.
+
+    By names and sizes: no bytes are read.
 
     Raises:
         CheckpointError: there is none.
     """
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    for name in ("step", "written", "MiB", "files", "by", "state"):
-        table.add_column(
-            name, justify="right" if name in ("step", "MiB", "files") else "left", no_wrap=name == "written"
-        )
-    found = list_checkpoints(run_dir / "checkpoints")
-    if not found:
-        find_checkpoint(run_dir)  # says so
-    for checkpoint in found:
-        files = [file for file in checkpoint.path.iterdir() if file.is_file()]
-        size = sum(file.stat().st_size for file in files) / 2**20
+    for name in ("step", "written", "MiB", "ranks", "ep", "shard", "replicate", "state"):
+        table.add_column(name, justify="left" if name in ("written", "state") else "right", no_wrap=name != "state")
+    for checkpoint in [found.path for found in list_checkpoints(path / "checkpoints")] or [find_checkpoint(path)]:
+        numbers: Sequence[object] = ("", "", "", "")
+        step = checkpoint.name.removeprefix("step_").lstrip("0")
         try:
-            layout, problems = _short(read_meta(checkpoint.path).layout), missing_files(checkpoint.path)
+            meta, problems = read_meta(checkpoint), missing_files(checkpoint)
+            layout, step = meta.layout, str(meta.step)
+            numbers = (layout.world_size, layout.ep, layout.dp_shard, layout.dp_replicate)
         except CorruptCheckpointError as error:
-            layout, problems = "", [str(error)]
+            problems = [str(error)]
         state = Text("; ".join(problems), style="red") if problems else Text("complete", style="green")
         table.add_row(
-            str(checkpoint.step), _time_of(checkpoint.path), f"{size:,.1f}", str(len(files)), Text(layout), state
-        )
-    for path in sorted((run_dir / "checkpoints").glob("*.tmp")):
-        table.add_row(
-            "", _time_of(path), "", "", "", Text(f"{path.name}: being written, or left behind", style="yellow")
-        )
+            step, _time_of(checkpoint), f"{_size_of(checkpoint) / 2**20:,.1f}", *map(str, numbers), state
+        )  # fmt: skip
+    for unfinished in sorted((path / "checkpoints").glob("*.tmp")):
+        words = Text(f"{unfinished.name}: being written, or left behind", style="yellow")
+        table.add_row("", _time_of(unfinished), "", "", "", "", "", words)
     return table
 
 
