@@ -1,7 +1,8 @@
 """Rewrites a checkpoint as the ranks of another layout would have written it. One process, no process group.
 
-Any layout loads any checkpoint, so this is never needed; it makes the start of a big run cheap (each rank reads its own file and
-no other), it checks every byte on the way, and it can be done before the big machine is there.
+Any layout loads any checkpoint, so this is never needed. But a rank reads whole chunks and keeps what it wants of them: 64 ranks
+that start from a checkpoint of one rank read all of it 64 times. Rewritten, no byte is read by a rank that does not keep it;
+every byte is checked on the way; and it can be done before the big machine is there.
 
     1. every byte of the source is summed, and every expert counted
     2. who writes what: the same `owners_of`, blocks of experts and FSDP shares as in a run

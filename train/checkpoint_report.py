@@ -69,8 +69,7 @@ def verify_each(path: Path, step: int | None, watch: Watch) -> Iterator[tuple[Pa
             yield checkpoint, "", error
         else:
             tensors = len(open_checkpoint(checkpoint).index.tensors)
-            experts = sum(meta.num_experts.values())
-            words = f"{tensors} tensors, {len(meta.num_experts)} of them of experts: {experts:,} experts, each once"
+            words = f"{tensors} tensors, {len(meta.num_experts)} of them by experts, each expert once"
             yield checkpoint, words, None
 
 

@@ -158,6 +158,34 @@ def test_the_files_are_those_that_its_ranks_would_have_written(
         assert torch.equal(read_tensor(open_checkpoint(out), key), read_tensor(expected, key)), key
 
 
+@pytest.mark.parametrize("name", ["fsdp", "hsdp", "ep2"])
+def test_a_rank_reads_nothing_that_it_does_not_keep(name: str, saved: dict[str, Path], tmp_path: Path) -> None:
+    """A chunk is read whole: of the copy all that meet what a rank holds lie in it, of the original they do not."""
+    ranks, _, mesh = LAYOUTS[name]
+    config = MeshConfig(**mesh)
+    layout, experts = plan_layout(config, ranks), open_checkpoint(saved["alone"]).meta.num_experts
+
+    def wasted(path: Path) -> int:
+        total = 0
+        for key, tensor in open_checkpoint(path).index.tensors.items():
+            for rank in range(ranks):
+                held = module.held_by(rank, key, tensor.shape, key in experts, layout, config.sharding, {})
+                kept = sum(torch.Size(box.sizes).numel() for box in held.boxes)
+                read = [chunk for chunk in tensor.chunks if any(meet(chunk, box) for box in held.boxes)]
+                total += sum(torch.Size(chunk.sizes).numel() for chunk in read) - kept
+        return total
+
+    assert wasted(resharded(saved["alone"], tmp_path / "out", name)) == 0
+    assert wasted(saved["alone"]) > 0
+
+
+def meet(one, other) -> bool:
+    return all(
+        a < b + size_b and b < a + size_a
+        for a, size_a, b, size_b in zip(one.offsets, one.sizes, other.offsets, other.sizes, strict=True)
+    )
+
+
 def test_experts_stay_where_a_run_has_placed_them(saved: dict[str, Path], tmp_path: Path) -> None:
     counts = {
         name.removeprefix("model.").rpartition(".experts.")[0]: count

@@ -99,7 +99,7 @@ def test_what_is_not_whole_is_shown_as_such(run_dir: Path, capfd: pytest.Capture
 
 def test_verify_reads_all_of_a_run(run_dir: Path, capfd: pytest.CaptureFixture[str]) -> None:
     code, lines, _ = run(capfd, "verify", str(run_dir))
-    words = "3 tensors, 1 of them of experts: 6 experts, each once"
+    words = "3 tensors, 1 of them by experts, each expert once"
     assert (code, lines) == (0, [f"step_00000005: intact ({words})", f"step_00000010: intact ({words})"])
     assert run(capfd, "verify", str(run_dir), "--step", "5")[1] == lines[:1]
     assert run(capfd, "verify", str(checkpoint(run_dir, 10)))[1] == lines[1:]
