@@ -95,6 +95,28 @@ def test_a_dispatcher_remembers_nothing_of_the_pass_before() -> None:
         assert {key: value for key, value in found.items() if value > 1e-6} == {}
 
 
+def collectives() -> dict[tuple, int]:
+    """How many collectives the group has begun on this rank after a pass forward and backward."""
+    found = {}
+    with start_process("cpu", timeout_s=20) as process:
+        share, group = EXPERTS // process.world_size, dist.group.WORLD
+        assert group is not None
+        for variant, dispatcher in dispatchers(process).items():
+            layer = SparseLayer(bank(torch.float32, process.rank * share, share))
+            layer.dispatcher = dispatcher
+            for name in ("one token in all", "no token at all", "a rank without tokens"):
+                forward_backward(layer, *parts(SCENES[name], torch.float32)[process.rank])
+                found[variant, name] = group._get_sequence_number_for_group()
+    return found
+
+
+def test_no_rank_stays_away_from_an_exchange_in_which_it_has_nothing_to_say() -> None:
+    """Gloo would not notice, since it sends no empty message; NCCL would hang."""
+    first, *others = run_ranks(collectives, 4)
+    assert len(set(first.values())) == len(first)  # it does count
+    assert others == [first] * 3
+
+
 def rows_held() -> dict[str, tuple[int, int, int]]:
     """Rows that are here in a pass, how many must be, and routes."""
     out = {}
