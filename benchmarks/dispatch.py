@@ -13,7 +13,7 @@
    but the data. Goal: ≤ 1.15.
 
 Ranks are processes of this machine over Gloo, and over NCCL where there is a GPU for each. Exits with 1 where a goal is missed.
-Takes some 8 minutes on 2 cores; writes results/dispatch.json.
+Takes some 15 minutes on 2 busy cores; writes results/dispatch.json.
 """
 
 import argparse
