@@ -135,6 +135,14 @@ def across_nodes(matrix_PP: np.ndarray, ranks_per_node: int | None) -> tuple[int
     return between(matrix_PP) - inter, inter
 
 
+def between_nodes(matrix_PP: np.ndarray, ranks_per_node: int | None) -> np.ndarray:
+    """The sums [from node, to node]; inside a node with what stays on its rank."""
+    nodes = np.array(nodes_of(range(len(matrix_PP)), ranks_per_node))
+    found = np.zeros((nodes[-1] + 1,) * 2, np.int64)
+    np.add.at(found, (nodes[:, None], nodes), matrix_PP)
+    return found
+
+
 def name_of(cluster: Cluster) -> str:
     """The dispatcher, also where it is "auto"."""
     automatic = "local" if cluster.layout.ep == 1 else DEFAULT

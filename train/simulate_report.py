@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..distributed.layout import Layout, spell_ranks
-from ..distributed.simulate import EXACT, CallRecord, Simulation, across_nodes, between
+from ..distributed.simulate import EXACT, CallRecord, Simulation, across_nodes, between, between_nodes
 from ..distributed.simulate_shapes import RankShapes, ShapeRequest
 
 _BARS, _SHADES = "▁▂▃▄▅▆▇█", " ░▒▓█"
@@ -140,21 +140,36 @@ def _answers(simulation: Simulation) -> str:
 
 
 def _traffic_table(report: Report) -> Table:
-    table = _table("dispatcher", "rows sent", "of one per route", "MB inside nodes", "MB between", "busiest pair", "MB")
+    table = _table(
+        "dispatcher",
+        "rows sent",
+        "of one per route",
+        "MB inside nodes",
+        "MB between",
+        "busiest pair",
+        "MB",
+        "busiest nodes",
+        "MB",
+    )
     for each in report.simulations:
+        per_node = each.cluster.ranks_per_node
         rows, one_per_route = between(each.rows_PP), between(each.one_per_route_PP)
-        intra, inter = across_nodes(each.bytes_PP, each.cluster.ranks_per_node)
-        source, target, most = busiest_pair(each.bytes_PP)
+        intra, inter = across_nodes(each.bytes_PP, per_node)
         table.add_row(
             each.dispatcher, f"{rows:,}", f"{rows / one_per_route:.0%}" if one_per_route else "–", _mb(intra), _mb(inter),
-            f"{source} → {target}" if most else "–", _mb(most),
+            *_pair(each.bytes_PP), *_pair(between_nodes(each.bytes_PP, per_node)),
         )  # fmt: skip
     return table
 
 
-def busiest_pair(matrix_PP: np.ndarray) -> tuple[int, int, int]:
-    """(from, to, how much), ranks that differ."""
-    others = matrix_PP * ~np.eye(len(matrix_PP), dtype=bool)
+def _pair(matrix: np.ndarray) -> tuple[str, str]:
+    source, target, most = busiest_pair(matrix)
+    return (f"{source} → {target}", _mb(most)) if most else ("–", "–")
+
+
+def busiest_pair(matrix: np.ndarray) -> tuple[int, int, int]:
+    """(from, to, how much), two that differ."""
+    others = matrix * ~np.eye(len(matrix), dtype=bool)
     source, target = divmod(int(others.argmax()), len(others))
     return source, target, int(others[source, target])
 
@@ -213,7 +228,7 @@ def _legend(report: Report) -> list[str]:
 def _table(*headings: str) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
     for place, heading in enumerate(headings):
-        left = place == 0 or heading in ("load", "busiest pair")
+        left = place == 0 or heading in ("load", "busiest pair", "busiest nodes")
         table.add_column(heading, justify="left" if left else "right", no_wrap=True)
     return table
 
@@ -250,6 +265,7 @@ def _plain_simulation(simulation: Simulation) -> dict[str, Any]:
         "dispatcher": simulation.dispatcher, "overlap_chunks": simulation.cluster.overlap_chunks,
         "exact": simulation.dispatcher in EXACT, "faults": simulation.faults, "rows": between(simulation.rows_PP),
         "rows_one_per_route": between(simulation.one_per_route_PP), "bytes_intra_node": intra, "bytes_inter_node": inter,
+        "bytes_by_nodes": between_nodes(simulation.bytes_PP, simulation.cluster.ranks_per_node).tolist(),
         "rows_by_pair": simulation.rows_PP.tolist(), "bytes_by_pair": simulation.bytes_PP.tolist(),
         "rows_one_per_route_by_pair": simulation.one_per_route_PP.tolist(),
         "calls": [_plain_call(record) for record in simulation.records],

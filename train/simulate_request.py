@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ..data_pipeline.loader import RowReader
 from ..data_pipeline.shards import TokenStore
-from ..distributed.layout import Layout, MeshConfig, check_experts, plan_layout, spell_ranks
+from ..distributed.layout import Layout, MeshConfig, check_experts, plan_layout
 from ..distributed.simulate import Cluster, RoutedCall, simulate
 from ..distributed.simulate_shapes import ShapeRequest
 from ..distributed.simulated_world import MOST_PRETENDED, MOST_THREADS
@@ -182,7 +182,9 @@ def source_of_trace(run_dir: Path, *, steps: int | None, seed: int) -> Source:
     tokens = sum(read_rank(files[min(files)][0]).tokens) * then
 
     def words(cluster: Cluster) -> str:
-        recorded = f"{len(files)} recorded {'step' if len(files) == 1 else 'steps'} ({spell_ranks(sorted(files))})"
+        recorded = (
+            f"{len(files)} recorded steps, {min(files)} to {max(files)}," if len(files) > 1 else f"step {min(files)}"
+        )
         return f"{recorded} of {tokens:,} tokens; ranks: {then} then, {cluster.layout.world_size} now; {precision}"
 
     def calls(num_ranks: int) -> Iterator[RoutedCall]:

@@ -176,7 +176,7 @@ def test_words_and_picture(
     moebius("--trace", str(run_dir), "--steps", "2", "--ep", "4", "--png", str(picture), "--dispatcher", *names)
     said = capsys.readouterr().out
     assert "trace of run: 4 ranks, one ep group, one node" in said
-    assert "2 recorded steps (1, 4) of 96 tokens; ranks: 1 then, 4 now; float32" in said
+    assert "2 recorded steps, 1 to 4, of 96 tokens; ranks: 1 then, 4 now; float32" in said
     assert "✓ each of" in said
     assert "alltoall bit for bit; dedup up to rounding" in said
     assert "hottest rank by step" in said
