@@ -21,6 +21,7 @@ from moebius.model.balance import RunningSum
 from moebius.model.config import ModelConfig
 from moebius.model.initialise import Start, initialise, parameter
 from moebius.model.layers import wide_dtype
+from moebius.model.recompute import once, take
 from moebius.model.router import ChoiceConfig, ChoiceRouter, Loss, Promises
 from moebius.model.routers import ROUTERS
 from moebius.model.routing import Routing, token_routes
@@ -63,7 +64,9 @@ class TopPRouter(ChoiceRouter):
     def forward(self, x_TD: Tensor, *, batch_size: int) -> Routing:
         dtype = wide_dtype(x_TD)  # float32 whatever the experts compute in: a choice must not flip with it
         logits_TE = x_TD.to(dtype) @ self.weight.to(dtype).T
-        probability_TE, expert_TE = logits_TE.softmax(-1).sort(dim=-1, descending=True, stable=True)
+        any_order_TE = logits_TE.softmax(-1)
+        expert_TE = once(lambda: any_order_TE.detach().argsort(dim=-1, descending=True, stable=True))
+        probability_TE = take(any_order_TE, expert_TE)
         ahead_TE = probability_TE.cumsum(-1) - probability_TE
         all_routes = token_routes(expert_TE, probability_TE, num_experts=self.num_experts)
         routes = all_routes.kept((ahead_TE < self.config.p).flatten())
