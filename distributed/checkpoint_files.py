@@ -330,7 +330,7 @@ def _read(path: Path, name: str, kind: type[Model]) -> Model:
 def read_tensor(stored: StoredCheckpoint, name: str) -> Tensor:
     """One tensor, whole, on the CPU. Its chunks are read one after another."""
     tensor = stored.index.tensors[name]
-    if tensor.chunks[0].sizes == tensor.shape:
+    if [chunk.sizes for chunk in tensor.chunks] == [tensor.shape]:
         return _read_chunk(stored, tensor.chunks[0]).contiguous()
     whole = torch.empty(tensor.shape, dtype=dtype_named(tensor.dtype))
     for chunk in tensor.chunks:

@@ -158,6 +158,13 @@ def test_the_files_are_those_that_its_ranks_would_have_written(
         assert torch.equal(read_tensor(open_checkpoint(out), key), read_tensor(expected, key)), key
 
 
+def test_of_a_routers_weights_fsdp_cuts_none(saved: dict[str, Path]) -> None:
+    """They must be float32 in every precision, an embedding of experts too; the model's own embedding is cut."""
+    tensors = open_checkpoint(saved["fsdp, embedding"]).index.tensors
+    assert len(tensors["model.group.0.feed_forward.router.expert_embedding"].chunks) == 1
+    assert len(tensors["model.embedding"].chunks) == 4
+
+
 @pytest.mark.parametrize("name", ["fsdp", "hsdp", "ep2"])
 def test_a_rank_reads_nothing_that_it_does_not_keep(name: str, saved: dict[str, Path], tmp_path: Path) -> None:
     """A chunk is read whole: of the copy all that meet what a rank holds lie in it, of the original they do not."""
