@@ -47,7 +47,7 @@ class Cluster:
     overlap_chunks: int = 1
     ranks_per_node: int | None = None  # None: all on one
     homes: Mapping[str, Homes] = field(default_factory=dict)  # by layer; others hold contiguous blocks
-    timeout_s: float = 600.0  # of the whole simulation
+    timeout_s: float = 3600.0  # without any exchange: a large model routes for long between two of them
 
     def homes_of(self, call: "RoutedCall") -> Homes:
         """Where the experts of a call's layer live within an EP group."""

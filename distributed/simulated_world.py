@@ -81,6 +81,8 @@ def run_threads(
 ) -> list[_T]:
     """fn(rank) on threads that are the ranks of one world, torch's default group; their results by rank.
 
+    After `timeout_s` without a rank that enters an exchange or ends, those that still wait count as waiting in vain.
+
     Raises:
         SimulationUnavailable: this torch has no threaded process group.
         ValueError: more ranks than threads can serve; or that of a rank.
@@ -158,7 +160,9 @@ class _World:
                 raise error
             raise RankFailed(f"simulated rank {rank} of {self.num_ranks}: {type(error).__name__}: {error}") from error
         if late:
-            raise RankFailed(f"after {timeout_s:g} s the simulated ranks {spell_ranks(late)} still wait for others")
+            raise RankFailed(
+                f"for {timeout_s:g} s nothing moved: the simulated ranks {spell_ranks(late)} still wait for others"
+            )
         return results
 
     def _live(self, rank: int, fn: Callable[[int], _T], results: list[Any]) -> None:
@@ -175,15 +179,22 @@ class _World:
                 dist.destroy_process_group()
 
     def _wait(self, lives: list[threading.Thread], timeout_s: float) -> list[int]:
-        """Joins all; the ranks that had to be released because the time was over."""
-        deadline = time.monotonic() + timeout_s
+        """Joins all; the ranks that had to be released because nobody came to a collective for that long."""
+        heard, since = -1, time.monotonic()
         for life in lives:
-            life.join(max(0.0, deadline - time.monotonic()))
+            while life.is_alive():
+                life.join(min(timeout_s, 1.0))
+                if heard != self.threaded.metered.entered:
+                    heard, since = self.threaded.metered.entered, time.monotonic()
+                elif time.monotonic() - since > timeout_s:
+                    return self._release_late(lives)
+        return []
+
+    def _release_late(self, lives: list[threading.Thread]) -> list[int]:
         late = [rank for rank, life in enumerate(lives) if life.is_alive()]
-        if late:
-            self._release(TimeoutError())
-            for life in lives:
-                life.join(10)
+        self._release(TimeoutError())
+        for life in lives:
+            life.join(10)
         return late
 
     def _release(self, error: BaseException) -> None:
@@ -241,6 +252,7 @@ def _metered(base: Any) -> type:
 
     class Metered(base):
         wire: Wire | None = None  # of the running world
+        entered = 0  # collectives, by any rank: a sign of life, and no exact count
 
         def allgather(self, outputs: Any, inputs: Any, *options: Any) -> Any:
             self.count(inputs[0], [len(inputs[0])] * self.size())
@@ -251,6 +263,7 @@ def _metered(base: Any) -> type:
             return super().reduce_scatter(output, parts, *options)
 
         def count(self, rows: Tensor, sent: list[int]) -> None:
+            Metered.entered += 1
             if self.wire is not None:
                 ranks = dist.get_process_group_ranks(self)  # pyright: ignore[reportArgumentType]
                 self.wire.count(ranks, ranks[self.rank()], sent, rows)

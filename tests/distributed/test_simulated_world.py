@@ -102,7 +102,7 @@ def test_ranks_that_disagree_about_an_exchange_are_named() -> None:
 
 def test_a_rank_that_does_not_come_is_found() -> None:
     before = threading.active_count()
-    with pytest.raises(RankFailed, match=r"after 0\.5 s the simulated ranks 0-1, 3 still wait for others"):
+    with pytest.raises(RankFailed, match=r"for 0\.5 s nothing moved: the simulated ranks 0-1, 3 still wait for others"):
         run_threads(lambda rank: rank == 2 or dist.all_reduce(torch.zeros(1)), 4, timeout_s=0.5)
     assert threading.active_count() == before
 
