@@ -26,7 +26,7 @@ RUNS = Path("runs")  # where runs and prepared data go unless told otherwise
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Entry point. Exits 0 on success, 1 where a job failed, 2 where the request cannot be carried out."""
-    options = build_parser().parse_args(arguments)
+    options = _parsed(arguments)
     try:
         code = options.run(options)
     except ValueError as error:  # every mistake of a user is a ValueError whose message says what to do
@@ -38,6 +38,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 0
     raise SystemExit(code)
+
+
+def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Values to change may stand anywhere: argparse takes no more of them once an option has come."""
+    parser = build_parser()
+    options, rest = parser.parse_known_args(arguments)
+    if rest and ("overrides" not in options or any(word.startswith("-") or "=" not in word for word in rest)):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if rest:
+        options.overrides = [*options.overrides, *rest]
+    return options
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -348,14 +359,16 @@ def _add_simulate(commands: argparse._SubParsersAction) -> None:
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="single values to change")
     parser.add_argument("--trace", type=Path, metavar="RUN", help="replay what a run recorded (train.record_routing)")
     parser.add_argument("--ep", type=int, metavar="N", help="ranks per copy of the experts; default: mesh.ep, or 8")
-    parser.add_argument("--world-size", type=int, metavar="N", help="ranks in all, at most 256; default: one ep group")
+    parser.add_argument(
+        "--world-size", type=int, metavar="N", help="ranks in all, at most 256; default: the mesh's, or one ep group"
+    )
     parser.add_argument("--ranks-per-node", type=int, metavar="N", help="default: 8, or all on one if 8 do not divide")
     parser.add_argument(
         "--dispatcher", nargs="+", metavar="NAME", choices=["local", "allgather", "alltoall", "dedup", "hierarchical"],
         default=[None], help="one, or several to compare: allgather, alltoall, dedup, hierarchical; default: the mesh's",
     )  # fmt: skip
     parser.add_argument("--overlap-chunks", type=int, metavar="N", help="parts in which rows travel")
-    parser.add_argument("--tokens-per-rank", type=int, default=64, metavar="N", help="of every step (64)")
+    parser.add_argument("--tokens-per-rank", type=int, metavar="N", help="of every step (64)")
     parser.add_argument("--steps", type=int, metavar="N", help="default: 1, or all that were recorded")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of tokens, and of a trace's rows")
     parser.add_argument(
@@ -371,6 +384,7 @@ def _simulate(options: argparse.Namespace) -> int:
 
     if (options.name is None) == (options.trace is None):
         raise JobError("name what to simulate: a recipe, a FILE.toml or a run folder, or else --trace RUN")
+    _refuse_idle_options(options)
     asked = Ranks(options.ep, options.world_size, options.ranks_per_node, options.overlap_chunks)
     if options.shapes_only:
         return _simulate_shapes(options, asked)
@@ -382,7 +396,7 @@ def _simulate(options: argparse.Namespace) -> int:
             title,
             config,
             trained,
-            tokens_per_rank=options.tokens_per_rank,
+            tokens_per_rank=64 if options.tokens_per_rank is None else options.tokens_per_rank,
             steps=1 if options.steps is None else options.steps,
             seed=options.seed,
         )
@@ -397,6 +411,22 @@ def _simulate(options: argparse.Namespace) -> int:
     return 1 if report.faults else 0
 
 
+def _refuse_idle_options(options: argparse.Namespace) -> None:
+    """What would be ignored is a mistake."""
+    idle = [("--tokens-per-rank", options.tokens_per_rank)]
+    if options.shapes_only:
+        idle += [("--steps", options.steps), ("--png", options.png)]
+        if len(options.dispatcher) > 1:
+            raise JobError("--shapes-only builds a model with one dispatcher: name one")
+    elif options.trace is None:
+        return
+    for option, value in idle:
+        if value is not None:
+            raise JobError(
+                f"{option} {value}: means nothing with {'--shapes-only' if options.shapes_only else '--trace'}"
+            )
+
+
 def _simulate_shapes(options: argparse.Namespace, asked: "Ranks") -> int:
     from .distributed.simulate_shapes import ends_and_middle, shapes_of
     from .train.simulate_report import plain_shapes, show_shapes
@@ -404,7 +434,7 @@ def _simulate_shapes(options: argparse.Namespace, asked: "Ranks") -> int:
 
     if options.name is None:
         raise JobError("--shapes-only builds a model: name a recipe, a FILE.toml or a run folder")
-    is_run = Path(options.name).is_dir()
+    is_run = _is_run(options)
     config = config_of_run(Path(options.name)) if is_run else resolve(options.name, options.overrides, RECIPES)
     request, refusal = shape_request(config, asked, options.dispatcher[0])
     with Console(stderr=True).status("building"):
@@ -425,13 +455,19 @@ def _simulated_model(options: argparse.Namespace) -> tuple[str, Config, "Transfo
     from .distributed.process import start_process
     from .evaluation.restore import restore
 
-    if not Path(options.name).is_dir():
+    if not _is_run(options):
         return options.name, resolve(options.name, options.overrides, RECIPES), None
-    if options.overrides:
-        raise JobError(f"{options.name} is a run and is simulated as it is: leave out {' '.join(options.overrides)}")
     with start_process("cpu") as process:
         restored = restore(Path(options.name), process)
     return f"{Path(options.name).name}, step {restored.step}", restored.config, restored.model
+
+
+def _is_run(options: argparse.Namespace) -> bool:
+    if not Path(options.name).is_dir():
+        return False
+    if options.overrides:
+        raise JobError(f"{options.name} is a run and is simulated as it is: leave out {' '.join(options.overrides)}")
+    return True
 
 
 # layout -------------------------------------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ import logging
 import os
 import re
 import zipfile
+import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, fields
@@ -192,7 +193,7 @@ def read_rank(path: Path) -> RecordedRank:
         with np.load(path, allow_pickle=False) as held:
             arrays = {name: held[name] for name in ("meta", "expert", "source", "target")}
         meta = json.loads(arrays["meta"].tobytes())
-    except (OSError, KeyError, ValueError, zipfile.BadZipFile) as error:
+    except (OSError, EOFError, KeyError, ValueError, NotImplementedError, zipfile.BadZipFile, zlib.error) as error:
         raise ValueError(f"{path}: is no recorded routing ({error})") from None
     if not isinstance(meta, dict) or meta.get("format") != FORMAT:
         raise ValueError(f"{path}: is not of format {FORMAT}: it was recorded by another version")

@@ -6,6 +6,7 @@ depend on the dispatcher, so they are shown once.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,9 @@ from ..distributed.simulate import EXACT, CallRecord, Simulation, across_nodes, 
 from ..distributed.simulate_shapes import RankShapes, ShapeRequest
 
 _BARS, _SHADES = "▁▂▃▄▅▆▇█", " ░▒▓█"
-_MOST_BARS, _MOST_SHADES = 128, 32  # ranks that fit into a line, and into a matrix of characters
-_MOST_STEPS = 12  # factors in a line
+_MOST_BARS, _MOST_SHADES = 128, 32  # ranks whose load is drawn, and that fit into a matrix of characters
+_BARS_OF_A_LINE = 48
+_MOST_STEPS = 9  # factors in a line; all of this fits a terminal of 80 columns
 
 
 @dataclass(frozen=True)
@@ -105,7 +107,7 @@ def show(report: Report) -> Group:
     """Everything that fits a terminal."""
     parts: list[Any] = [Text(f"{report.title}: {_place(report)}", style="bold"), Text(report.tokens), Text("")]
     parts += [_verdict(report), Text(""), _traffic_table(report), Text(""), _load_table(report)]
-    parts += [Text(""), *(Text(line) for line in _time_lines(report))]
+    parts += [Text(line) for line in (*_bar_lines(report), *_time_lines(report))]
     if report.layout.world_size <= _MOST_SHADES:
         parts += [Text(""), *(Text(line) for line in _matrix_lines(report.simulations[-1]))]
     return Group(*parts, *(Text(line, style="dim") for line in _legend(report)))
@@ -140,17 +142,7 @@ def _answers(simulation: Simulation) -> str:
 
 
 def _traffic_table(report: Report) -> Table:
-    table = _table(
-        "dispatcher",
-        "rows sent",
-        "of one per route",
-        "MB inside nodes",
-        "MB between",
-        "busiest pair",
-        "MB",
-        "busiest nodes",
-        "MB",
-    )
+    table = _table("dispatcher", "rows", "share", "inside", "between", "pair", "MB", "nodes", "MB")
     for each in report.simulations:
         per_node = each.cluster.ranks_per_node
         rows, one_per_route = between(each.rows_PP), between(each.one_per_route_PP)
@@ -164,7 +156,7 @@ def _traffic_table(report: Report) -> Table:
 
 def _pair(matrix: np.ndarray) -> tuple[str, str]:
     source, target, most = busiest_pair(matrix)
-    return (f"{source} → {target}", _mb(most)) if most else ("–", "–")
+    return (f"{source}→{target}", _mb(most)) if most else ("–", "–")
 
 
 def busiest_pair(matrix: np.ndarray) -> tuple[int, int, int]:
@@ -175,16 +167,25 @@ def busiest_pair(matrix: np.ndarray) -> tuple[int, int, int]:
 
 
 def _load_table(report: Report) -> Table:
-    table = _table(
-        "experts", "calls", "routes", "hottest rank", "most", "hottest expert", "most", "idle experts", "load"
-    )
+    table = _table("experts", "calls", "routes", "hottest rank", "most", "expert", "most", "idle")
     for kind in kinds_of(report.first.records):
         factors = (*kind.hottest_rank, *kind.hottest_expert)
         table.add_row(
             kind.kind, str(kind.calls), f"{kind.routes:,}", *(f"{value:.2f}" for value in factors),
-            f"{kind.idle_experts:.1f}", _bars(kind.load_P) if len(kind.load_P) <= _MOST_BARS else "–",
+            f"{kind.idle_experts:.1f}",
         )  # fmt: skip
     return table
+
+
+def _bar_lines(report: Report) -> list[str]:
+    if report.layout.world_size > _MOST_BARS:
+        return []
+    lines = ["", "load by rank"]
+    for kind in kinds_of(report.first.records):
+        bars = _bars(kind.load_P)
+        pieces = [bars[first : first + _BARS_OF_A_LINE] for first in range(0, len(bars), _BARS_OF_A_LINE)]
+        lines += [f"  {name:<20}{piece}" for name, piece in zip_longest([kind.kind], pieces, fillvalue="")]
+    return lines
 
 
 def _bars(load_P: np.ndarray) -> str:
@@ -199,11 +200,11 @@ def _time_lines(report: Report) -> list[str]:
         return []
     numbers = list(moments)
     shown = np.unique(np.linspace(0, len(numbers) - 1, min(len(numbers), _MOST_STEPS)).round().astype(int))
-    lines = [f"hottest rank by {axis:<12} " + " ".join(f"{numbers[index]:>6}" for index in shown)]
+    lines = ["", f"hottest rank by {axis:<6}" + "".join(f" {numbers[index]:>5}" for index in shown)]
     for kind, own in by_kind(report.first.records).items():
         factors = factors_by(own, axis)
-        words = (f"{factors[numbers[index]]:>6.2f}" if numbers[index] in factors else "     –" for index in shown)
-        lines.append(f"  {kind:<26} " + " ".join(words))
+        words = (f" {factors[numbers[index]]:>5.2f}" if numbers[index] in factors else "     –" for index in shown)
+        lines.append(f"  {kind:<20}" + "".join(words))
     return lines
 
 
@@ -220,20 +221,23 @@ def _matrix_lines(simulation: Simulation) -> list[str]:
 def _legend(report: Report) -> list[str]:
     return [
         "",
-        "rows and bytes: forward pass, there and back, all that ranks hand to the network; the backward sends as much again",
-        "one per route: what a dispatcher would send that has a row for every route, and an answer; hottest: load over the mean",
+        "rows, MB: forward pass, there and back, all that ranks hand to the network; the backward sends as much again",
+        "share: of what a dispatcher would send that has a row for every route, and an answer",
+        "inside, between: MB inside nodes and between them; pair, nodes: the busiest two",
+        "hottest rank, expert: load over the mean, on average over the calls, and at most; idle: experts without a route",
     ]
 
 
 def _table(*headings: str) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
     for place, heading in enumerate(headings):
-        left = place == 0 or heading in ("load", "busiest pair", "busiest nodes")
+        left = place == 0 or heading in ("pair", "nodes")
         table.add_column(heading, justify="left" if left else "right", no_wrap=True)
     return table
 
 
 def _mb(number: float) -> str:
+    """In millions: bytes or parameters."""
     return f"{number / 1e6:,.3g}" if number < 1e9 else f"{number / 1e6:,.0f}"
 
 
@@ -369,22 +373,21 @@ def _name_moments(panel: Any, axis: str, numbers: list[int]) -> None:
 
 def show_shapes(title: str, request: ShapeRequest, shapes: Sequence[RankShapes]) -> Group:
     """One line per rank."""
-    table = _table(
-        "rank", "dp_replicate", "dp_shard", "efsdp", "ep", "dense", "experts", "weights", "state", "kept", "GB"
-    )
+    table = _table("rank", "replica", "shard", "efsdp", "ep", "dense", "experts", "weights", "state", "kept", "GB")
     for found in shapes:
         place, sizes = found.place, found.bytes
         state = sizes["weights"] + sizes["gradients"] + sizes["moments"] + sizes.get("copies", 0)
         table.add_row(
             f"{found.rank:,}", *(str(getattr(place, axis)) for axis in ("dp_replicate", "dp_shard", "efsdp", "ep")),
-            f"{found.dense_parameters:,}", f"{found.expert_parameters:,}", _mb(sizes["weights"]), _mb(state),
-            _mb(sizes["kept"]), f"{found.total_bytes / 1e9:.2f}",
+            *map(_mb, (found.dense_parameters, found.expert_parameters, sizes["weights"], state, sizes["kept"])),
+            f"{found.total_bytes / 1e9:.2f}",
         )  # fmt: skip
     lines = [f"{title}: {request.layout}, sharding {request.sharding}, {request.precision}"]
     checked = "✓ groups as in the tables, every expert once per ep group, shapes of every tensor and of a forward pass"
     banks = [Text(f"  rank {found.rank:,}: {_bank_words(found)}") for found in shapes]
     words = (
-        "dense, experts: parameters held; in MB: weights; state: with gradients, AdamW's moments and copies in low precision;",
+        "replica, shard: the rank's place on dp_replicate and dp_shard; dense, experts: millions of parameters held;",
+        "in MB: weights; state: with gradients, AdamW's moments and copies in low precision;",
         f"kept: for the backward pass of {request.micro_batch} × {request.seq_len} tokens, balanced load, no recomputation",
     )
     return Group(

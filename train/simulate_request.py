@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ..data_pipeline.loader import RowReader
 from ..data_pipeline.shards import TokenStore
-from ..distributed.layout import Layout, MeshConfig, check_experts, plan_layout
+from ..distributed.layout import Layout, MeshConfig, check_experts, check_runnable, plan_layout
 from ..distributed.simulate import Cluster, RoutedCall, simulate
 from ..distributed.simulate_shapes import ShapeRequest
 from ..distributed.simulated_world import MOST_PRETENDED, MOST_THREADS
@@ -35,6 +35,7 @@ from .state import seed_micro_batch
 
 DEFAULT_RANKS = 8
 _NODE = 8  # ranks of a node, unless told otherwise
+_SEEDS = 2**31  # of them, with a million steps of every rank each, a generator can tell
 
 Bank = Callable[[str], nn.Module]
 Tokens = Callable[[int, int], Tensor]  # (step, rank) → (B, S)
@@ -60,8 +61,13 @@ def at_least_one(**options: int | None) -> None:
             raise ValueError(f"--{name.replace('_', '-')} {value}: at least 1")
 
 
+def _check_seed(seed: int) -> None:
+    if not 0 <= seed < _SEEDS:
+        raise ValueError(f"--seed {seed}: from 0 to {_SEEDS - 1:,}")
+
+
 def make_cluster(config: Config, asked: Ranks, dispatcher: str | None = None) -> Cluster:
-    """The simulated ranks: as asked, else as `mesh` says, else 8 of one EP group, 8 to a node.
+    """The simulated ranks: as asked, else as `mesh` says, else EP groups of 8, 8 ranks to a node.
 
     Raises:
         ValueError: the sizes do not fit each other or the model's experts, or there are too many for real values.
@@ -77,11 +83,14 @@ def make_cluster(config: Config, asked: Ranks, dispatcher: str | None = None) ->
 
 
 def layout_of(config: Config, asked: Ranks) -> tuple[Layout, int]:
-    """The layout, and how many ranks a node has."""
+    """The layout, and how many ranks a node has. `asked.ep` takes the place of the mesh's ep and replicas."""
     mesh = config.mesh
+    check_runnable(mesh)
     ep = asked.ep or (mesh.ep if mesh.ep > 1 else min(DEFAULT_RANKS, asked.world_size or DEFAULT_RANKS))
     wanted = MeshConfig(ep=ep, dp_shard=mesh.dp_shard)
-    layout = plan_layout(wanted, asked.world_size or mesh.dp_shard or ep)
+    layout = plan_layout(
+        wanted, asked.world_size or (mesh.dp_shard or ep) * (1 if asked.ep else mesh.dp_replicate or 1)
+    )
     check_experts(layout, _experts(config.model))
     per_node = asked.ranks_per_node or (_NODE if layout.world_size % _NODE == 0 else layout.world_size)
     if layout.world_size % per_node:
@@ -140,7 +149,8 @@ def run(source: Source, asked: Ranks, dispatchers: Sequence[str | None]) -> Repo
     """
     clusters = [make_cluster(source.config, asked, dispatcher) for dispatcher in dispatchers]
     found = [simulate(source.calls(cluster.layout.world_size), source.bank, cluster) for cluster in clusters]
-    return Report(source.title, source.tokens(clusters[0]), tuple(found))
+    blocks = "; experts in contiguous blocks, none moved" if source.config.mesh.rebalance_every else ""
+    return Report(source.title, source.tokens(clusters[0]) + blocks, tuple(found))
 
 
 def source_of_model(
@@ -152,6 +162,7 @@ def source_of_model(
         ValueError: the router cannot take so few tokens, or the text cannot be read.
     """
     at_least_one(steps=steps, tokens_per_rank=tokens_per_rank)
+    _check_seed(seed)
     _experts(config.model)
     batch, length = batch_shape(config, tokens_per_rank)
     model, precision = trained or fresh_model(config), config.train.precision
@@ -175,6 +186,7 @@ def source_of_trace(run_dir: Path, *, steps: int | None, seed: int) -> Source:
         ValueError: nothing was recorded there.
     """
     at_least_one(steps=steps)
+    _check_seed(seed)
     config = config_of_run(run_dir)
     files, precision = chosen_steps(recorded_steps(run_dir), steps), config.train.precision
     bank = bank_of_config(config.model, precision, backend=config.kernels.backend, seed=config.train.seed)

@@ -14,9 +14,11 @@ from moebius.data_pipeline.config import DataConfig
 from moebius.data_pipeline.prepare import prepare
 from moebius.model.config import ModelConfig
 from moebius.model.router_sigmoid import SigmoidConfig
-from moebius.train.config import CheckpointConfig, Config, TrainConfig
+from moebius.train.config import CheckpointConfig, Config, TrainConfig, resolve
 from moebius.train.loop import train
+from moebius.train.recipes import RECIPES
 from moebius.train.routing_trace import read_rank, recorded_steps
+from moebius.train.simulate_request import Ranks, layout_of
 
 SMALL = ["model.d_model=16", "model.d_expert=8", "model.vocab_size=300", "data.vocab_size=300"]
 
@@ -170,7 +172,7 @@ def test_some_steps_of_a_trace(run_dir: Path, capsys: pytest.CaptureFixture) -> 
 def test_words_and_picture(
     run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("COLUMNS", "140")
+    monkeypatch.setenv("COLUMNS", "80")
     picture = tmp_path / "traffic.png"
     names = ("alltoall", "dedup")
     moebius("--trace", str(run_dir), "--steps", "2", "--ep", "4", "--png", str(picture), "--dispatcher", *names)
@@ -180,6 +182,8 @@ def test_words_and_picture(
     assert "✓ each of" in said
     assert "alltoall bit for bit; dedup up to rounding" in said
     assert "hottest rank by step" in said
+    assert "load by rank" in said
+    assert "…" not in said  # nothing is cut at 80 columns
     assert [line.split()[0] for line in said.splitlines() if line.strip() and line.strip()[0].isdigit()][-4:] == list(
         "0123"
     )
@@ -199,12 +203,13 @@ def test_a_fault_is_shown_and_ends_with_1(capsys: pytest.CaptureFixture, monkeyp
 
 
 def test_shapes_of_a_large_world(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "140")
+    monkeypatch.setenv("COLUMNS", "80")
     batch = "train.global_batch=40960"
     moebius("smoke", batch, "--shapes-only", "--ep", "8", "--world-size", "10240")
     said = capsys.readouterr().out
     assert "world 10240 = dp_replicate 1280" in said
     assert "rank 10,239: value experts 14-15 of 16, 2×128×32" in said
+    assert "…" not in said
     moebius("smoke", batch, "--shapes-only", "--ep", "8", "--world-size", "1024", "--json", expect=0)
     found = json.loads(capsys.readouterr().out)
     assert [rank["rank"] for rank in found["ranks"]] == [0, 512, 1023]
@@ -214,6 +219,22 @@ def test_shapes_of_a_large_world(capsys: pytest.CaptureFixture, monkeypatch: pyt
 def test_shapes_that_training_would_refuse(capsys: pytest.CaptureFixture) -> None:
     moebius("smoke", "--shapes-only", "--ep", "8", "--world-size", "1024", expect=1)
     assert "training would refuse it: train.global_batch=16 is not a multiple of 1024 ranks" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("overrides", "ranks", "expected"),
+    [
+        ([], Ranks(), (4, 2)),  # as the mesh says: ep 2, twice
+        (["mesh.dp_replicate=3"], Ranks(), (6, 2)),
+        (["mesh.ep=1"], Ranks(), (16, 8)),
+        ([], Ranks(ep=8), (8, 8)),
+        ([], Ranks(world_size=8), (8, 2)),
+        (["mesh.dp_shard=8"], Ranks(ep=4), (8, 4)),
+    ],
+)
+def test_ranks_are_as_asked_or_as_the_mesh_says(overrides: list[str], ranks: Ranks, expected: tuple[int, int]) -> None:
+    layout, _ = layout_of(resolve("smoke", overrides, RECIPES), ranks)
+    assert (layout.world_size, layout.ep) == expected
 
 
 @pytest.mark.parametrize(
@@ -230,6 +251,11 @@ def test_shapes_that_training_would_refuse(capsys: pytest.CaptureFixture) -> Non
         (("smoke", "--ep", "4", "--dispatcher", "local"), "the experts are on several ranks"),
         (("smoke", "--ep", "4", "--dispatcher", "allgather", "--overlap-chunks", "2"), "allgather dispatcher has no chunks"),
         (("smoke", "--steps", "0"), "--steps 0: at least 1"),
+        (("smoke", "--seed", "-1"), "--seed -1: from 0 to"),
+        (("smoke", "--ep", "2", "mesh.tp=2"), "pipeline, context and tensor parallelism (pp, cp, tp) cannot run yet"),
+        (("smoke", "--shapes-only", "--png", "x.png"), "--png x.png: means nothing with --shapes-only"),
+        (("smoke", "--shapes-only", "--dispatcher", "dedup", "alltoall"), "builds a model with one dispatcher"),
+        (("--trace", "x", "--tokens-per-rank", "8"), "--tokens-per-rank 8: means nothing with --trace"),
         (("smoke", "--tokens-per-rank", "0"), "--tokens-per-rank 0: at least 1"),
         (("dense", "--ep", "2"), "the model has no experts: there is nothing to route"),
         (("mixture_of_tokens", "--tokens-per-rank", "4"), "the router wants groups of"),
@@ -247,8 +273,9 @@ def test_bad_requests_are_answered_in_one_line(words: tuple, message: str, capsy
 
 
 def test_a_run_is_simulated_as_it_is(run_dir: Path, capsys: pytest.CaptureFixture) -> None:
-    moebius(str(run_dir), "model.num_experts=4", expect=2)
-    assert "is a run and is simulated as it is: leave out model.num_experts=4" in capsys.readouterr().err
+    for words in (("model.num_experts=4",), ("--shapes-only", "model.num_experts=4")):
+        moebius(str(run_dir), *words, expect=2)
+        assert "is a run and is simulated as it is: leave out model.num_experts=4" in capsys.readouterr().err
 
 
 def test_a_run_without_a_recording_is_told_how_to_record(
