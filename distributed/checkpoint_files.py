@@ -44,6 +44,8 @@ _SUM_BYTES = 16
 _READ_BYTES = 2**22
 _STEP_NAME = re.compile(r"step_(\d{8,})")
 Model = TypeVar("Model", bound=BaseModel)
+_Column = tuple[tuple[int, ...], tuple[int, ...]]  # of a part, in all dims but the first: offsets and sizes
+_Columns = tuple[_Column, ...]
 OnBytes = Callable[[int], None]  # hears of bytes that were read or written since it was last called
 
 
@@ -241,38 +243,55 @@ def audit(stored: StoredCheckpoint) -> list[str]:
 def _gaps(tensor: StoredTensor, unit: str) -> list[str]:
     """Elements that no part holds, or more than one, said in rows.
 
-    Parts that are blocks of whole rows are judged alone; parts of rows, per column of blocks: two parts of one tensor either
-    begin and end alike in the inner dims or do not meet there.
+    Between two rows where parts begin or end the same parts hold every row, so one row is judged for all of them. FSDP may cut
+    one bank in two ways: a rank's experts are dealt whole where they suffice for its group, and cut through where they do not.
     """
     if not tensor.shape:
         return [] if len(tensor.chunks) == 1 else [f"stored {len(tensor.chunks)} times"]
-    columns: dict[tuple[tuple[int, ...], tuple[int, ...]], list[Chunk]] = {}
-    for chunk in tensor.chunks:
-        columns.setdefault((chunk.offsets[1:], chunk.sizes[1:]), []).append(chunk)
-    gaps = [gap for column in columns.values() for gap in _row_gaps(tensor.shape[0], column, unit)]
-    num_columns = sum(math.prod(sizes) for _, sizes in columns)
-    inner = math.prod(tensor.shape[1:])
-    if num_columns != inner or any(_meet(one, other) for one, other in itertools.combinations(columns, 2)):
-        gaps.append(f"of each row of {inner} elements {num_columns} are stored, some not at all or more than once")
-    return gaps
+    num_rows, inner = tensor.shape[0], math.prod(tensor.shape[1:])
+    verdicts: dict[_Columns, str | None] = {}
+    gaps: list[tuple[int, int, str]] = []
+    for (start, end), columns in _bands(tensor):
+        if columns not in verdicts:
+            verdicts[columns] = _row_gap(columns, inner)
+        verdict = "lie outside of the tensor" if end > num_rows else verdicts[columns]
+        if verdict is not None and gaps and gaps[-1][1:] == (start, verdict):
+            gaps[-1] = (gaps[-1][0], end, verdict)
+        elif verdict is not None:
+            gaps.append((start, end, verdict))
+    return [f"{unit} {_span(start, end)} of {num_rows} {verdict}" for start, end, verdict in gaps]
 
 
-def _meet(one: tuple[tuple[int, ...], tuple[int, ...]], other: tuple[tuple[int, ...], tuple[int, ...]]) -> bool:
+def _bands(tensor: StoredTensor) -> Iterator[tuple[tuple[int, int], _Columns]]:
+    """Ranges of rows, from the first to the last, and of each what its parts hold of a row."""
+    spans = [(chunk.offsets[0], chunk.offsets[0] + chunk.sizes[0]) for chunk in tensor.chunks]
+    edges = sorted({0, tensor.shape[0], *itertools.chain.from_iterable(spans)})
+    number = {row: place for place, row in enumerate(edges)}
+    columns: list[list[_Column]] = [[] for _ in edges]
+    for chunk, (start, end) in zip(tensor.chunks, spans, strict=True):
+        for place in range(number[start], number[end]):
+            columns[place].append((chunk.offsets[1:], chunk.sizes[1:]))
+    for place, span in enumerate(itertools.pairwise(edges)):
+        yield span, tuple(columns[place])
+
+
+def _row_gap(columns: _Columns, inner: int) -> str | None:
+    """What is wrong with a row of `inner` elements that has these parts."""
+    if not columns:
+        return "are missing"
+    if len(set(columns)) < len(columns):
+        return "are stored more than once"
+    stored = sum(math.prod(sizes) for _, sizes in columns)
+    if stored != inner or any(_meet(one, other) for one, other in itertools.combinations(columns, 2)):
+        return f"have {stored} of {inner} elements each, some missing or more than once"
+    return None
+
+
+def _meet(one: _Column, other: _Column) -> bool:
     """Whether two boxes, given as offsets and sizes, have elements in common."""
     return all(
         a < b + size_b and b < a + size_a for a, size_a, b, size_b in zip(*one, *other, strict=True)
     )  # fmt: skip
-
-
-def _row_gaps(num_rows: int, chunks: Sequence[Chunk], unit: str) -> list[str]:
-    gaps = []
-    blocks = sorted((chunk.offsets[0], chunk.offsets[0] + chunk.sizes[0]) for chunk in chunks)
-    for (_, end), (start, _) in itertools.pairwise([(0, 0), *blocks, (num_rows, num_rows)]):
-        if end < start:
-            gaps.append(f"{unit} {_span(end, start)} of {num_rows} are missing")
-        elif start < end:
-            gaps.append(f"{unit} {_span(start, end)} of {num_rows} are stored more than once")
-    return gaps
 
 
 def _damages(

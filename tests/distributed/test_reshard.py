@@ -11,7 +11,7 @@ from world import run_ranks
 from moebius.distributed import checkpoint_files
 from moebius.distributed import reshard as module
 from moebius.distributed.checkpoint import Checkpointer, CheckpointError, CorruptCheckpointError, load, verify
-from moebius.distributed.checkpoint_files import find_checkpoint, open_checkpoint, read_tensor
+from moebius.distributed.checkpoint_files import Chunk, StoredTensor, find_checkpoint, open_checkpoint, read_tensor
 from moebius.distributed.dispatch_homes import Homes
 from moebius.distributed.layout import MeshConfig, plan_layout
 from moebius.distributed.mesh import build_mesh
@@ -184,6 +184,31 @@ def test_a_rank_reads_nothing_that_it_does_not_keep(name: str, saved: dict[str, 
 
     assert wasted(resharded(saved["alone"], tmp_path / "out", name)) == 0
     assert wasted(saved["alone"]) > 0
+
+
+def test_an_uneven_bank_that_fsdp_cuts_in_two_ways_is_whole() -> None:
+    """5 experts on 2 EP ranks, each over 3 ranks: three experts are dealt whole, the other two are cut through."""
+    shape, layout, name = (5, 24, 16), plan_layout(MeshConfig(ep=2, dp_shard=6), 6), "model.group.0.sparse.experts.w_up"
+    chunks = [
+        Chunk(offsets=box.offsets, sizes=box.sizes, file=f"{rank}", start=0, length=0)
+        for rank in range(6)
+        for box in module.held_by(rank, name, shape, True, layout, "fsdp", {}).boxes
+    ]
+    assert {chunk.sizes for chunk in chunks} == {(1, 24, 16), (2, 8, 16)}
+
+    def gaps(chunks: list[Chunk]) -> list[str]:
+        return checkpoint_files._gaps(StoredTensor(dtype="float32", shape=shape, chunks=chunks), "experts")
+
+    assert gaps(chunks) == []
+    whole, through = chunks[0], chunks[1]
+    assert gaps([chunk for chunk in chunks if chunk is not whole]) == ["experts 0 of 5 are missing"]
+    assert gaps([*chunks, whole]) == ["experts 0 of 5 are stored more than once"]
+    partly = "experts 3-4 of 5 have {} of 384 elements each, some missing or more than once"
+    assert gaps([chunk for chunk in chunks if chunk is not through]) == [partly.format(256)]
+    wide = through.model_copy(update={"sizes": (2, 16, 16)})
+    assert gaps([wide if chunk is through else chunk for chunk in chunks]) == [partly.format(512)]
+    outside = whole.model_copy(update={"offsets": (5, 0, 0)})
+    assert gaps([*chunks, outside]) == ["experts 5 of 5 lie outside of the tensor"]
 
 
 def meet(one, other) -> bool:

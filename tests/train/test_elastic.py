@@ -123,7 +123,7 @@ def test_experts_that_are_cut_through_are_joined_again(tmp_path: Path) -> None:
     assert run_ranks(load_states, 4, folders, meshes, FEW) == [[]] * 4
     assert audit(stored) == []
     taken = chunks.pop()
-    assert audit(stored) == [f"{CUT}: of each row of 180 elements 135 are stored, some not at all or more than once"]
+    assert audit(stored) == [f"{CUT}: experts 0-1 of 2 have 135 of 180 elements each, some missing or more than once"]
     chunks += [taken, taken]
     assert audit(stored) == [f"{CUT}: experts 0-1 of 2 are stored more than once"]
 
