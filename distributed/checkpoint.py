@@ -81,6 +81,7 @@ __all__ = [
     "latest_for_all",
     "list_checkpoints",
     "load",
+    "meta_for_all",
     "read_meta",
     "verify",
 ]
@@ -111,6 +112,11 @@ def latest_for_all(directory: Path, mesh: Mesh) -> Path | None:
     shows some of them an old listing.
     """
     return _gathered(mesh.world_group, lambda: latest(directory) if mesh.rank == 0 else None)[0]
+
+
+def meta_for_all(path: Path, mesh: Mesh) -> dict[str, Any]:
+    """What was saved with a checkpoint, as rank 0 reads it: the same, or the same error, on all ranks. A collective call."""
+    return _gathered(mesh.world_group, lambda: read_meta(path).meta if mesh.rank == 0 else {})[0]
 
 
 # Loading -----------------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from ..data_pipeline.loader import Loader
 from ..distributed.agreement import code_facts, flat_facts, layout_facts, parameter_facts
-from ..distributed.checkpoint import Checkpointer, latest_for_all, load, read_meta
+from ..distributed.checkpoint import Checkpointer, latest_for_all, load, meta_for_all
 from ..distributed.gradients import GradientReducer
 from ..distributed.layout import plan_layout
 from ..distributed.mesh import Mesh, build_mesh
@@ -120,7 +120,7 @@ def resume(run: Run) -> dict[str, Any] | None:
     """Continues from the newest checkpoint of the run folder, if there is one; returns its position in the data."""
     newest, position = latest_for_all(run.run_dir / "checkpoints", run.mesh), None
     if newest is not None:
-        run.placement.restore(read_meta(newest).meta.get("experts", {}))
+        run.placement.restore(meta_for_all(newest, run.mesh).get("experts", {}))
         run.reducer = run.placement.make_reducer(*whole_parameters(run.model))
         meta = load(newest, *state_tensors(run.model, run.optimizer), mesh=run.mesh)
         run.progress, position = Progress(**meta["progress"]), meta["data"]
