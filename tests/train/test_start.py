@@ -87,5 +87,3 @@ def test_a_rank_that_does_not_come_to_compare_is_named(tmp_path: Path) -> None:
 def test_what_cannot_run_yet_is_refused() -> None:
     with pytest.raises(ValueError, match=r"mesh\.tp=2: .* cannot run yet"):
         Config(model=MODEL, mesh=MeshConfig(tp=2)).check_world(2)
-    with pytest.raises(ValueError, match=r'mesh\.sharding="fsdp" cannot run yet'):
-        Config(model=MODEL, mesh=MeshConfig(sharding="fsdp")).check_world(1)
