@@ -16,7 +16,7 @@ _MAY_CHANGE = frozenset(
         "mesh.ep", "mesh.dp_shard", "mesh.dp_replicate", "mesh.pp", "mesh.cp", "mesh.tp", "mesh.sharding",
         "mesh.dispatcher", "mesh.overlap_chunks", "mesh.check_every", "mesh.rebalance_every", "mesh.replicas",
         "kernels.backend", "data.directory", "train.steps", "train.micro_batch", "train.device", "train.log_every",
-        "train.eval_every", "train.eval_rows", "train.threads", "train.record_routing", "train.timeout_s",
+        "train.eval_every", "train.eval_rows", "train.threads", "train.record_routing", "train.recompute", "train.timeout_s",
         "checkpoint.every", "checkpoint.keep_last", "job.name", "job.num_nodes", "job.ranks_per_node",
         "job.max_restarts", "job.start_timeout_s", "job.rehearse_failure_at_step",
     }
