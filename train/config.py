@@ -14,7 +14,7 @@ from typing import Any, Literal, Self, get_args
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, ValidationError, model_validator
 
 from ..data_pipeline.config import DataConfig
-from ..distributed.layout import MeshConfig, check_experts, check_runnable, plan_layout
+from ..distributed.layout import MeshConfig, check_experts, check_runnable, legal_values, plan_layout
 from ..kernels.backend import KernelConfig
 from ..model.config import HaltingConfig, ModelConfig
 from ..model.recompute import Recompute
@@ -138,6 +138,12 @@ class Config(BaseModel):
         check_runnable(self.mesh)
         layout = plan_layout(self.mesh, world_size)
         check_experts(layout, self.model.expert_counts())
+        if self.mesh.sharding == "fsdp" and layout.dp_shard == 1 < world_size:
+            sizes = legal_values(self.mesh.model_copy(update={"dp_replicate": None}), world_size, "dp_shard")[1:]
+            raise ConfigError(
+                f'mesh.sharding="fsdp" with mesh.dp_shard=1 on {world_size} ranks shards nothing: set mesh.dp_shard to one of '
+                f'{sizes} (mesh.dp_replicate=none fills the world), or use mesh.sharding="none"'
+            )
         per_pass = world_size * self.train.micro_batch
         if self.train.global_batch % per_pass:
             raise ConfigError(

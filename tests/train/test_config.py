@@ -84,6 +84,13 @@ def test_what_does_not_fit_the_world_is_refused() -> None:
         ConfigError, match=r"train.global_batch=18 is not a multiple of 4 ranks × train.micro_batch=4 = 16"
     ):
         make("train.global_batch=18").check_world(4)
+    whole = ("mesh.sharding=fsdp", "mesh.ep=1", "mesh.dp_replicate=none")
+    with pytest.raises(
+        ConfigError, match=r"mesh.dp_shard=1 on 4 ranks shards nothing: set mesh.dp_shard to one of \[2, 4\]"
+    ):
+        make(*whole).check_world(4)
+    make(*whole).check_world(1)
+    make(*whole, "mesh.dp_shard=4").check_world(4)
 
 
 def test_an_existing_run_is_continued_only_with_its_own_settings(tmp_path: Path) -> None:
