@@ -54,7 +54,7 @@ def differ(config: Config, difference: str) -> Config:
     [
         ("config", "config mesh.ep: 2 on rank 0; 1 on rank 1"),
         ("code", "0123456789abcdef on rank 1"),
-        ("model", "w_up: [2, 16, 8] float32 on rank 0; [2, 16, 16] float32 on rank 1"),
+        ("model", "w_up: [4, 16, 8] float32 on rank 0; [4, 16, 16] float32 on rank 1"),
     ],
 )
 def test_a_rank_that_differs_ends_all_of_them_with_the_difference(difference: str, told: str, tmp_path: Path) -> None:
