@@ -8,8 +8,8 @@ computed between them in the backward too, and overlaps there without further wo
 The collectives are torch's functional ones (`torch.ops._c10d_functional`): they return their result instead of filling a buffer,
 so that selective activation recomputation can keep it and need not communicate again.
 
-With `Channel.checking` every flight is checked: the splits of all ranks are compared before, and every row carries (source rank,
-position, checksum of its bits) and is compared after. Gloo does not notice when sender and receiver disagree: it hands out
+With `Channel.checking` every all-to-all is checked: the splits of all ranks are compared before, and every row carries (source
+rank, position, checksum of its bits) and is compared after. Gloo does not notice when sender and receiver disagree: it hands out
 uninitialised rows. Costs one small all-gather before, one exchange of 24 bytes per row and one all-gather of verdicts after.
 
 Legend: P ranks of the group, R rows.

@@ -29,7 +29,7 @@ from .layout import AXES, Coordinates, Layout, check_experts, coordinates, exper
 from .mesh import Mesh, build_mesh
 from .parallelize import build_model, expert_names
 from .process import DEFAULT_TIMEOUT_S, Process
-from .shards import held_of, local_tensor
+from .shards import Held, held_of, local_tensor
 from .simulated_world import pretended_rank
 from .workload import describe, kept_by_bank
 
@@ -139,6 +139,15 @@ def _check_parameters(model: Transformer, layout: Layout, rank: int) -> None:
             raise ShapeFault(f"rank {rank}: holds {local} of {name}, its tables say {sizes} of {held.shape}")
         if name in banks:
             _check_blocks(held.shape[0], layout, name)
+            _check_own_experts(held, layout, rank, name)
+
+
+def _check_own_experts(held: Held, layout: Layout, rank: int, name: str) -> None:
+    own = local_experts(layout, rank, held.shape[0], name)
+    for box in held.boxes:
+        first, end = box.offsets[0], box.offsets[0] + box.sizes[0]
+        if not own.start <= first < end <= own.stop:
+            raise ShapeFault(f"rank {rank}: holds the experts {first}-{end - 1} of {name}, its tables say {own}")
 
 
 def _check_blocks(num_experts: int, layout: Layout, name: str) -> None:

@@ -193,8 +193,9 @@ class _World:
     def _release_late(self, lives: list[threading.Thread]) -> list[int]:
         late = [rank for rank, life in enumerate(lives) if life.is_alive()]
         self._release(TimeoutError())
+        deadline = time.monotonic() + 10
         for life in lives:
-            life.join(10)
+            life.join(max(0.0, deadline - time.monotonic()))
         return late
 
     def _release(self, error: BaseException) -> None:

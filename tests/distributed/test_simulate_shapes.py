@@ -122,6 +122,10 @@ def test_wrong_groups_and_wrong_shapes_are_faults(monkeypatch: pytest.MonkeyPatc
         patch.setattr(module, "expert_blocks", lambda count, ranks: [range(count), range(1)])
         with pytest.raises(ShapeFault, match="the ranks of an ep group hold the experts"):
             shapes_of(request(64, 8), [3])
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "local_experts", lambda layout, rank, count, name: range(8))
+        with pytest.raises(ShapeFault, match=r"rank 3: holds the experts 24-31 of .*, its tables say range\(0, 8\)"):
+            shapes_of(request(64, 8), [3])
     assert not dist.is_initialized()
 
 

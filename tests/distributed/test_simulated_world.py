@@ -32,7 +32,7 @@ def rows_between(source: int, target: int, count: int) -> Tensor:
     return torch.full((count, 3), float(source * 1000 + target)) + torch.arange(count)[:, None] / 8
 
 
-@pytest.mark.parametrize("num_ranks", [2, 64, 256])
+@pytest.mark.parametrize("num_ranks", [2, 64])  # 256: a whole layer in test_simulate.py
 def test_uneven_exchanges_bring_every_row_where_it_belongs(num_ranks: int) -> None:
     counts = lengths(num_ranks)
     wire = Wire(num_ranks)
@@ -111,7 +111,7 @@ def test_a_mistake_of_the_user_stays_a_value_error() -> None:
     def live(rank: int) -> None:
         raise ValueError("wrong: mesh")
 
-    with pytest.raises(ValueError, match="^wrong: mesh$"):
+    with pytest.raises(ValueError, match=r"^wrong: mesh$"):
         run_threads(live, 2)
 
 
