@@ -13,8 +13,8 @@ What the host needs to launch a step's operations one by one (`host_s`) is not i
 
 Assumed of the trainer, as it is built: gradients of unsharded weights are summed after the backward pass, in float32, and
 nothing hides that; rows travel in the precision of the products; one exchange in each direction per bank and use, in the
-forward and again in the backward pass. Recomputation (model/recompute.py) keeps decisions; selective keeps also what travelled, and
-full sends it once more.
+forward and again in the backward pass. Recomputation (model/recompute.py) keeps decisions; selective keeps also what travelled,
+and full sends it once more.
 
 Bytes per weight: 4 of its float32 master, 8 of Adam's moments, 4 of its gradient, and of what the products read and leave
 behind 2 + 2 in bfloat16: 18 or 20 before sharding. Unsharded gradients have a second copy in the buckets that are summed.

@@ -104,6 +104,10 @@ def shape_request(config: Config, asked: Ranks, dispatcher: str | None = None) -
     Raises:
         ValueError: the sizes do not fit each other or the model's experts.
     """
+    if config.mesh.replicas:
+        raise ValueError(
+            f"mesh.replicas={config.mesh.replicas}: --shapes-only builds no slots for copies of experts; leave mesh.replicas out"
+        )
     layout, per_node = layout_of(config, asked)
     changes = {"ep": layout.ep, "dp_replicate": None, **({"dispatcher": dispatcher} if dispatcher else {})}
     mesh = config.mesh.model_copy(update=changes)

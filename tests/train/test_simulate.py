@@ -253,6 +253,7 @@ def test_ranks_are_as_asked_or_as_the_mesh_says(overrides: list[str], ranks: Ran
         (("smoke", "--steps", "0"), "--steps 0: at least 1"),
         (("smoke", "--seed", "-1"), "--seed -1: from 0 to"),
         (("smoke", "--ep", "2", "mesh.tp=2"), "pipeline, context and tensor parallelism (pp, cp, tp) cannot run yet"),
+        (("smoke", "--shapes-only", "mesh.rebalance_every=5", "mesh.replicas=1"), "builds no slots for copies of experts"),
         (("smoke", "--shapes-only", "--png", "x.png"), "--png x.png: means nothing with --shapes-only"),
         (("smoke", "--shapes-only", "--dispatcher", "dedup", "alltoall"), "builds a model with one dispatcher"),
         (("--trace", "x", "--tokens-per-rank", "8"), "--tokens-per-rank 8: means nothing with --trace"),
