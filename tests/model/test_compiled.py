@@ -58,6 +58,7 @@ def test_graphs_are_whole_few_and_right(name: str, dtype: torch.dtype) -> None:
 
 
 @needs_compiler
+@pytest.mark.slow  # half a minute of compiling
 def test_compiled_code_computes_the_same() -> None:
     expected = gradients(tiny_model("dense", num_layers=2, group_size=1), torch.float32)
     model = tiny_model("dense", num_layers=2, group_size=1)

@@ -90,7 +90,7 @@ def whole(tensors: dict[str, Tensor], ep: int) -> dict[str, Tensor]:
 # world, ep, micro-batch, accumulation follows; and dp_shard where it is larger than ep, so that efsdp ranks hold a block
 LAYOUTS = [
     (1, 1, 8), (1, 1, 2), (2, 1, 2), (2, 2, 4), (4, 1, 2), (4, 2, 1), (4, 4, 2), (4, 2, 2, 4),
-    (8, 4, 1), (8, 2, 1), (8, 2, 1, 4),  # dp × ep: 2 × 4, 4 × 2, and 2 × 2 × 2
+    (8, 4, 1), (8, 2, 1, 4),  # dp × ep: 2 × 4 and 2 × 2 × 2
 ]  # fmt: skip
 
 
