@@ -116,7 +116,8 @@ def clip_gradients(
     norm, raised = global_grad_norm(parameters, mesh, flag=flag)
     gradients = [local_tensor(parameter.grad) for parameter in parameters if parameter.grad is not None]
     if gradients:
-        torch._foreach_mul_(gradients, (max_norm / (norm + 1e-6)).clamp(max=1.0))
+        scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        torch._foreach_mul_(gradients, scale)  # pyright: ignore[reportPrivateImportUsage]
     return norm, raised
 
 
