@@ -3,8 +3,8 @@
 A model whose layers repeat can pay for its experts in two ways, and this module puts both into the same units:
 
     move tokens   (EP)     every depth step exchanges rows: traffic ∝ tokens × depth steps, weights stay where they are
-    move weights  (FSDP)   a group member is gathered once per forward and once per backward pass, however often it repeats:
-                           traffic ∝ weights, tokens stay where they are
+    move weights  (FSDP)   a group member is gathered once for the forward and backward passes together, however often it
+                           repeats (without repeats once for each): traffic ∝ weights, tokens stay where they are
 
     step = max(core, g·gathers) + (1 − g)·gathers + gradients + optimizer, and σ·√(2 ln n) of it for the slowest of n ranks
     core = computation + exchanges, each exchange hidden behind its experts' computation as far as chunks allow
@@ -301,18 +301,26 @@ class _Weights:
     dense: float
     experts: float  # of one rank, before sharding
     times: int  # such units in the model
+    gathers: int  # per pass, forward and backward together
 
 
 def _units(work: Workload, ep: int) -> list[_Weights]:
     layers = [
-        _Weights("layer", member.dense_parameters, member.expert_parameters / ep, member.copies)
+        _Weights(
+            "layer", member.dense_parameters, member.expert_parameters / ep, member.copies, _gathers_per_pass(work)
+        )
         for member in work.members
     ]
-    return [_Weights("embedding", work.root_parameters, 0.0, 1), *layers]
+    return [_Weights("embedding", work.root_parameters, 0.0, 1, 1), *layers]
+
+
+def _gathers_per_pass(work: Workload) -> int:
+    """Layers that repeat stay gathered until their last use in the backward pass; others are freed after the forward."""
+    return 1 if work.repeats > 1 else 2
 
 
 def _gathers(setting: Setting, choice: Choice) -> Iterator[Collective]:
-    """FSDP: every unit gathered for the forward and for the backward pass, its gradient scattered; then summed over replicas."""
+    """FSDP: every unit gathered, its gradient scattered, and then summed over replicas; as sharding.py does it."""
     if choice.sharding != "fsdp":
         return
     work, hardware = setting.workload, setting.hardware
@@ -328,7 +336,12 @@ def _gathers(setting: Setting, choice: Choice) -> Iterator[Collective]:
                 continue
             name = f"{unit.name}, {kind}"
             yield from _call(
-                setting, f"gather {name}", "all_gather", 2 * unit.times, weights * work.bytes_per_element, group
+                setting,
+                f"gather {name}",
+                "all_gather",
+                unit.gathers * unit.times,
+                weights * work.bytes_per_element,
+                group,
             )
             yield from _call(setting, f"scatter {name}", "reduce_scatter", unit.times, weights * GRADIENT_BYTES, group)
             shard = weights * GRADIENT_BYTES / group.size
@@ -382,17 +395,16 @@ def _weights_in_use(work: Workload, choice: Choice) -> tuple[float, float]:
     """Bytes of weights as the products read them, and of gradients.
 
     Unsharded: a copy in low precision for a pass, its gradient, the float32 gradient, and the bucket in which it is summed.
-    FSDP: what is gathered at a time. Members that alternate are all in use until the pass ends, and so are their gradients;
-    layers that do not repeat, or one after the other, need two at a time: the one at work and the next.
+    FSDP: what is gathered at a time. Members that repeat stay until the pass ends, and so do their gradients; of layers that
+    do not there are two at a time, the one at work and the next, and the embedding with the head.
     """
     held = _weights_held(work, choice)
     low = work.bytes_per_element if work.bytes_per_element < MASTER_BYTES else 0
     if choice.sharding == "none":
         buckets = GRADIENT_BYTES if choice.world_size > 1 else 0
         return low * held, (GRADIENT_BYTES + low + buckets) * held
-    units = [unit.dense + unit.experts for unit in _units(work, choice.ep) for _ in range(unit.times)]
-    alternate = work.repeats > 1 and work.interleaved
-    gathered = sum(units) if alternate else sum(sorted(units)[-2:])
+    layers = [unit.dense + unit.experts for unit in _units(work, choice.ep)[1:] for _ in range(unit.times)]
+    gathered = work.root_parameters + sum(layers if work.repeats > 1 else sorted(layers)[-2:])
     return work.bytes_per_element * gathered, work.bytes_per_element * gathered + GRADIENT_BYTES * held
 
 
@@ -452,8 +464,8 @@ class Comparison:
 
     ep: int
     tokens_bytes: float  # EP: every depth step's exchanges, forward and backward
-    weights_bytes: float  # FSDP over the same ranks: two gathers and a scatter of every group member
-    weights_bytes_per_use: float  # the same, if weights were gathered for every depth step anew
+    weights_bytes: float  # FSDP over the same ranks: its gathers and a scatter of every group member
+    weights_bytes_per_use: float  # the same, if weights were gathered anew for every depth step, forward and backward
     break_even_tokens: float  # per rank and step: with fewer, tokens are less to move
     tokens_s: float
     weights_s: float
@@ -465,12 +477,16 @@ def compare(setting: Setting, *, ep: int, dispatcher: str) -> Comparison:
     choice = Choice(1, ep, ep, "none", dispatcher)
     exchanges = [call for call in _exchanges(setting, choice, "p50") if "counts" not in call.name]
     group = strided(ep, 1, hardware.ranks_per_node)
-    whole = work.expert_parameters * (2 * work.bytes_per_element + GRADIENT_BYTES) * (ep - 1) / ep
+    gathers = _gathers_per_pass(work)
+    once, anew = (
+        work.expert_parameters * (count * work.bytes_per_element + GRADIENT_BYTES) * (ep - 1) / ep
+        for count in (gathers, 2 * work.repeats)
+    )
     tokens_bytes = sum(call.num_bytes for call in exchanges)
     gathered = work.expert_parameters * work.bytes_per_element
-    weights_s = 2 * collective_s("all_gather", gathered, group, hardware, setting.table)
+    weights_s = gathers * collective_s("all_gather", gathered, group, hardware, setting.table)
     weights_s += collective_s("reduce_scatter", work.expert_parameters * GRADIENT_BYTES, group, hardware, setting.table)
     return Comparison(
-        ep, tokens_bytes, whole, whole * work.repeats, setting.tokens * whole / tokens_bytes,
+        ep, tokens_bytes, once, anew, setting.tokens * once / tokens_bytes,
         sum(call.seconds for call in exchanges), weights_s,
     )  # fmt: skip

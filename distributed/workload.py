@@ -103,7 +103,6 @@ class Workload:
 
     members: tuple[Member, ...]
     repeats: int  # R
-    interleaved: bool  # A B A B: all members are in use until the end of a pass; else A A B B
     root_parameters: float  # embedding, read-out, and what belongs to no layer
     dense_flops: float  # forward, of everything but the routed experts
     saved_bytes: float  # kept for the backward pass, what the banks keep left out
@@ -174,7 +173,6 @@ def describe(config: ModelConfig, *, seq_len: int, precision: str = "bfloat16") 
     plain = Workload(
         members,
         config.num_repeats,
-        config.order == "abab",
         root,
         0.0,
         0.0,

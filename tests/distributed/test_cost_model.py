@@ -57,7 +57,7 @@ def published(
     root = 2 * vocab * d_model / stages
     dense = 2 * (layers * (attention + shared) + root / 2) + layers * scores
     members = (Member(attention + shared, (bank,), copies=layers),)
-    return Workload(members, 1, True, root, dense, 34 * d_model * layers, d_model, vocab, "bfloat16")
+    return Workload(members, 1, root, dense, 34 * d_model * layers, d_model, vocab, "bfloat16")
 
 
 QWEN3_30B = published(
@@ -111,7 +111,7 @@ def test_deepseek_v3_on_256_gpus() -> None:
 
 TINY = Workload(
     (Member(1000.0, (Bank("feed_forward", "feed_forward", 8, 2, 16, 16, 500, 10, route_bytes=0),), copies=2),),
-    repeats=3, interleaved=True, root_parameters=2000.0, dense_flops=6e4, saved_bytes=1e3, d_model=16, vocab_size=100,
+    repeats=3, root_parameters=2000.0, dense_flops=6e4, saved_bytes=1e3, d_model=16, vocab_size=100,
     precision="bfloat16",
 )  # fmt: skip
 
@@ -129,19 +129,17 @@ def test_memory_of_whole_weights() -> None:
 
 
 def test_memory_of_sharded_weights() -> None:
-    """16 bytes a weight over the shards, and what is gathered: all members of a group that alternates, else two."""
+    """16 bytes a weight over the shards, and what is gathered: all members of a group that repeats; else the root and two."""
     total = 2000 + 2 * 1000 + 2 * 8 * 500
     setting = Setting(TINY, H100, 10, RoutingSkew())
     memory = predict_memory(setting, Choice(2, 4, 1, "fsdp", "local"))
     assert (memory.master, memory.moments) == (4 * total / 4, 8 * total / 4)
     assert memory.weights == 2 * total
     assert memory.gradients == 2 * total + 4 * total / 4
-    in_turn = predict_memory(
-        replace(setting, workload=replace(TINY, interleaved=False)), Choice(2, 4, 1, "fsdp", "local")
-    )
-    assert in_turn.weights == 2 * 2 * (1000 + 8 * 500)
-    once = predict_memory(replace(setting, workload=replace(TINY, repeats=1)), Choice(2, 4, 1, "fsdp", "local"))
-    assert once.weights == in_turn.weights
+    [member] = TINY.members
+    four = replace(TINY, repeats=1, members=(replace(member, copies=4),))
+    once = predict_memory(replace(setting, workload=four), Choice(2, 4, 1, "fsdp", "local"))
+    assert once.weights == 2 * (2000 + 2 * (1000 + 8 * 500))
 
 
 def test_a_group_member_is_gathered_once_per_pass_however_often_it_repeats() -> None:
@@ -155,7 +153,9 @@ def test_a_group_member_is_gathered_once_per_pass_however_often_it_repeats() -> 
 
     often = replace(TINY, repeats=30)
     experts = 2 * 8 * 500 / 2  # of this rank's block, over efsdp = 2
-    assert sent(TINY, "gather layer, experts") == 2 * 2 * experts / 2
+    assert sent(TINY, "gather layer, experts") == 2 * experts / 2
+    assert sent(replace(TINY, repeats=1), "gather layer, experts") == 2 * 2 * experts / 2
+    assert sent(TINY, "gather embedding, dense") == 2 * 2000 * 3 / 4
     assert sent(often, "gather layer, experts") == sent(TINY, "gather layer, experts")
     assert sent(often, "dispatch") == pytest.approx(10 * sent(TINY, "dispatch"))
 
@@ -212,8 +212,8 @@ def test_the_host_launches_every_operation_of_every_pass(moeut: Workload) -> Non
 def test_moving_tokens_or_weights(moeut: Workload) -> None:
     setting = Setting(moeut, H200, 8192, RoutingSkew())
     found = compare(setting, ep=8, dispatcher="dedup")
-    assert found.weights_bytes_per_use == 9 * found.weights_bytes
-    assert found.weights_bytes == pytest.approx(moeut.expert_parameters * 8 * 7 / 8)
+    assert found.weights_bytes_per_use == pytest.approx(moeut.expert_parameters * (2 * 9 * 2 + 4) * 7 / 8)
+    assert found.weights_bytes == pytest.approx(moeut.expert_parameters * (2 + 4) * 7 / 8)
     assert found.tokens_bytes > found.weights_bytes  # 18 depth steps of 244M move more than its weights weigh
     at_break_even = compare(replace(setting, tokens=round(found.break_even_tokens)), ep=8, dispatcher="dedup")
     assert at_break_even.tokens_bytes == pytest.approx(at_break_even.weights_bytes, rel=1e-2)

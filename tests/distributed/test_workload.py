@@ -42,8 +42,6 @@ def test_banks_of_a_moeut() -> None:
     assert feed_forward.routes == SMALL.router.top_k
     assert feed_forward.flops == 2 * SMALL.router.top_k * 2 * 32 * 16
     assert work.repeats == 2
-    assert work.interleaved
-    assert not describe(SMALL.model_copy(update={"order": "aabb"}), seq_len=16).interleaved
 
 
 def test_mixtures_travel_one_by_one() -> None:
