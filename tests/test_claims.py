@@ -260,6 +260,7 @@ def test_caught_routings_are_those_of_the_validation_rows_in_order(tmp_path: Pat
     assert torch.equal(layers[0].experts_TK[: 64 * 2], asked[0].wanted_TK)
 
 
+@pytest.mark.slow
 def test_the_script_runs_from_text_to_verdict(tmp_path: Path) -> None:
     command = [
         sys.executable, str(BENCHMARKS / "claims.py"), "--claims", "X2", "--seeds", "1", "--steps", "2", "--jobs", "1",

@@ -109,6 +109,7 @@ def test_whoever_is_killed_the_job_goes_on(tmp_path, cluster):
     assert list(curve(run_dir)) == list(range(1, 101))
 
 
+@pytest.mark.slow  # 11 s
 def test_two_jobs_share_a_cluster_and_the_failure_of_one_is_not_the_other_s(tmp_path):
     from moebius.cluster.supervisor import start_supervisor
 

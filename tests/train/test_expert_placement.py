@@ -95,7 +95,7 @@ def alone(data: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[st
     return run_of(make_config(data), 1, folder), folder
 
 
-@pytest.mark.parametrize("ep", [2, 4])
+@pytest.mark.parametrize("ep", [pytest.param(2, marks=pytest.mark.slow), 4])
 def test_moving_experts_changes_no_bit(ep: int, data: Path, tmp_path: Path) -> None:
     """Unless gradients are clipped: their norm is a sum over ranks, whose rounding depends on who holds what."""
     mesh = {"ep": ep, "dispatcher": "alltoall"}
@@ -114,7 +114,7 @@ def test_moving_experts_changes_no_bit(ep: int, data: Path, tmp_path: Path) -> N
     assert any(bank["homes"]["slot_of_expert"] is not None for bank in homes.values())
 
 
-@pytest.mark.parametrize(("ep", "dispatcher"), [(2, "dedup"), (4, "alltoall")])
+@pytest.mark.parametrize(("ep", "dispatcher"), [(2, "dedup"), pytest.param(4, "alltoall", marks=pytest.mark.slow)])
 def test_copies_change_losses_by_rounding_alone(
     ep: int, dispatcher: str, alone: tuple, data: Path, tmp_path: Path
 ) -> None:
@@ -163,7 +163,7 @@ def copies_after_steps(config: Config, run_dir: Path) -> tuple[int, list[str]]:
         return copies, unlike
 
 
-@pytest.mark.parametrize(("ep", "replicas"), [(2, 1), (4, 2)])
+@pytest.mark.parametrize(("ep", "replicas"), [pytest.param(2, 1, marks=pytest.mark.slow), (4, 2)])
 def test_copies_stay_equal_bit_for_bit(ep: int, replicas: int, data: Path, tmp_path: Path) -> None:
     config = make_config(data, ep=ep, rebalance_every=3, replicas=replicas)
     for copies, unlike in run_ranks(copies_after_steps, 4, config, tmp_path):
@@ -184,7 +184,7 @@ def test_resumed_equals_uninterrupted_bit_for_bit(data: Path, tmp_path: Path) ->
     assert same_state(tmp_path / "whole", tmp_path / "cut") == []
 
 
-@pytest.mark.parametrize(("world", "ep"), [(1, 1), (4, 2)])
+@pytest.mark.parametrize(("world", "ep"), [pytest.param(1, 1, marks=pytest.mark.slow), (4, 2)])
 def test_a_placed_checkpoint_is_read_on_any_layout(
     world: int, ep: int, alone: tuple, data: Path, tmp_path: Path
 ) -> None:
@@ -193,7 +193,7 @@ def test_a_placed_checkpoint_is_read_on_any_layout(
     assert moved["loss"] == pytest.approx(alone[0]["loss"], rel=1e-5)
 
 
-@pytest.mark.parametrize("mesh", [{"ep": 2}, {"ep": 4}, {"ep": 2, "dp_shard": 4, "sharding": "fsdp"}])
+@pytest.mark.parametrize("mesh", [{"ep": 4}, {"ep": 2, "dp_shard": 4, "sharding": "fsdp"}])
 def test_ranks_need_not_divide_the_experts(mesh: dict, alone: tuple, data: Path, tmp_path: Path) -> None:
     shared = run_of(make_config(data, dispatcher="alltoall", **mesh), 4, tmp_path)
     assert shared["loss"] == pytest.approx(alone[0]["loss"], rel=1e-6)

@@ -60,6 +60,7 @@ def start(config: Config, run_dir: Path) -> None:
     train(config, run_dir)
 
 
+@pytest.mark.slow  # tests/model/test_recompute.py compares single passes
 def test_the_losses_of_a_run_do_not_depend_on_it(data: Path, tmp_path: Path) -> None:
     expected = losses(data, tmp_path / "none", {})
     assert len(expected) == 5
