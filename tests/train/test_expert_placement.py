@@ -3,7 +3,6 @@
 import json
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -11,7 +10,6 @@ from torch import Tensor
 from world import run_ranks
 
 from moebius.data_pipeline.config import DataConfig
-from moebius.data_pipeline.prepare import prepare
 from moebius.distributed.checkpoint import load
 from moebius.distributed.checkpoint_files import latest, read_meta, verify
 from moebius.distributed.layout import MeshConfig
@@ -33,17 +31,6 @@ MODEL = ModelConfig(
     attention_top_k=2, num_experts=7, router=SigmoidConfig(top_k=3, balance=0.0), d_expert=16, attention_balance=0.0,
 )  # fmt: skip
 STEPS = 7
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("data")
-    words = np.random.default_rng(0).choice(["one", "two", "three", "many", "band", "expert", "route"], size=(60, 30))
-    text = folder / "text.jsonl"
-    text.write_text("".join(json.dumps({"text": " ".join(line)}) + "\n" for line in words), encoding="utf-8")
-    config = DataConfig(input=(str(text),), tokenizer="bytes", vocab_size=257, validation_fraction=0.2)
-    prepare(config, folder / "shards")
-    return folder / "shards"
 
 
 def make_config(data: Path, *, steps: int = STEPS, clip_norm: float = 0.5, **mesh: object) -> Config:

@@ -1,17 +1,14 @@
 """Groups are blocks of the global sample index: no layout changes who is routed with whom, in training or in evaluation."""
 
-import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
 from world import run_ranks
 
 from moebius.data_pipeline.config import DataConfig
-from moebius.data_pipeline.prepare import prepare
 from moebius.distributed.process import start_process
 from moebius.model.config import ModelConfig
 from moebius.train.config import Config, TrainConfig
@@ -26,17 +23,6 @@ ROUTERS: dict[str, dict[str, Any]] = {
     "expert choice": {"kind": "expert_choice", "group_size": GROUP, "mean_experts": 2.0},
     "transition": {"kind": "transition", "group_size": GROUP, "switch_step": 5},
 }
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("data")
-    words = np.random.default_rng(0).choice(["one", "two", "three", "many", "band", "expert", "route"], size=(60, 30))
-    text = folder / "text.jsonl"
-    text.write_text("".join(json.dumps({"text": " ".join(line)}) + "\n" for line in words), encoding="utf-8")
-    config = DataConfig(input=(str(text),), tokenizer="bytes", vocab_size=257, validation_fraction=0.2)
-    prepare(config, folder / "shards")
-    return folder / "shards"
 
 
 def make_config(data: Path, router: dict[str, Any], micro_batch: int) -> Config:

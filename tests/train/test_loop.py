@@ -5,14 +5,12 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
 from world import run_ranks
 
 from moebius.data_pipeline.config import DataConfig
-from moebius.data_pipeline.prepare import prepare
 from moebius.distributed.exchange import AllToAll, ExchangeMismatch
 from moebius.distributed.layout import MeshConfig
 from moebius.distributed.process import start_process
@@ -30,17 +28,6 @@ MODEL = ModelConfig(
 )  # fmt: skip
 LAYERS = {f"{member}/{kind}" for member in (0, 1) for kind in ("feed_forward", "value", "output")}
 ROUTES_PER_TOKEN = {"feed_forward": 3, "value": 2 * 2, "output": 2 * 2}
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("data")
-    words = np.random.default_rng(0).choice(["one", "two", "three", "many", "band", "expert", "route"], size=(40, 30))
-    text = folder / "text.jsonl"
-    text.write_text("".join(json.dumps({"text": " ".join(line)}) + "\n" for line in words), encoding="utf-8")
-    config = DataConfig(input=(str(text),), tokenizer="bytes", vocab_size=257, validation_fraction=0.2)
-    prepare(config, folder / "shards")
-    return folder / "shards"
 
 
 def make_config(data: Path, *, micro_batch: int = 2, steps: int = 2, **mesh: object) -> Config:

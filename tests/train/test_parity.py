@@ -11,7 +11,6 @@ from torch import Tensor
 from world import run_ranks
 
 from moebius.data_pipeline.config import DataConfig
-from moebius.data_pipeline.prepare import prepare
 from moebius.distributed.checkpoint import load
 from moebius.distributed.checkpoint_files import latest, list_checkpoints
 from moebius.distributed.parallelize import expert_names
@@ -47,17 +46,6 @@ def make_config(data: Path, **sections: dict) -> Config:
         model=values["model"], data=values["data"], optim=values["optim"], train=TrainConfig(**values["train"]),
         checkpoint=CheckpointConfig(**values["checkpoint"]), mesh=MeshConfig(**values["mesh"]),
     )  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("data")
-    words = np.random.default_rng(0).choice(["one", "two", "three", "many", "band", "expert", "route"], size=(60, 30))
-    text = folder / "text.jsonl"
-    text.write_text("".join(json.dumps({"text": " ".join(line)}) + "\n" for line in words), encoding="utf-8")
-    config = DataConfig(input=(str(text),), tokenizer="bytes", vocab_size=257, validation_fraction=0.2)
-    prepare(config, folder / "shards")
-    return folder / "shards"
 
 
 def sgd_step(config: Config, run_dir: Path) -> tuple[float, dict[str, Tensor], dict[str, Tensor]]:

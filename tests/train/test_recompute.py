@@ -4,12 +4,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from world import run_ranks
 
 from moebius.data_pipeline.config import DataConfig
-from moebius.data_pipeline.prepare import prepare
 from moebius.distributed.layout import MeshConfig
 from moebius.model.config import ModelConfig
 from moebius.model.router_sigmoid import SigmoidConfig
@@ -21,17 +19,6 @@ MODEL = ModelConfig(
     vocab_size=257, d_model=24, num_layers=4, group_size=2, num_heads=2, d_head=12, num_attention_experts=4,
     attention_top_k=2, num_experts=8, router=SigmoidConfig(top_k=3, expert_dropout=0.2), d_expert=16,
 )  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("data")
-    words = np.random.default_rng(0).choice(["one", "two", "three", "many", "band", "expert", "route"], size=(40, 30))
-    text = folder / "text.jsonl"
-    text.write_text("".join(json.dumps({"text": " ".join(line)}) + "\n" for line in words), encoding="utf-8")
-    config = DataConfig(input=(str(text),), tokenizer="bytes", vocab_size=257, validation_fraction=0.2)
-    prepare(config, folder / "shards")
-    return folder / "shards"
 
 
 def losses(data: Path, run_dir: Path, settings: dict[str, Any]) -> list[float]:

@@ -15,7 +15,6 @@ from family import tiny_model
 from world import run_ranks
 
 from moebius.data_pipeline.config import DataConfig
-from moebius.data_pipeline.prepare import prepare
 from moebius.model.config import ModelConfig
 from moebius.model.router_sigmoid import SigmoidConfig
 from moebius.train.config import CheckpointConfig, Config, MeshConfig, TrainConfig
@@ -28,18 +27,6 @@ MODEL = ModelConfig(
     vocab_size=257, d_model=16, num_layers=4, group_size=2, num_heads=2, d_head=8, num_attention_experts=4,
     attention_top_k=2, num_experts=8, router=SigmoidConfig(top_k=3, expert_dropout=0.1), d_expert=8,
 )  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("data")
-    words = np.random.default_rng(0).choice(["one", "two", "three", "many", "band", "expert", "route"], size=(60, 30))
-    text = folder / "text.jsonl"
-    text.write_text("".join(json.dumps({"text": " ".join(line)}) + "\n" for line in words), encoding="utf-8")
-    prepare(
-        DataConfig(input=(str(text),), tokenizer="bytes", vocab_size=257, validation_fraction=0.2), folder / "shards"
-    )
-    return folder / "shards"
 
 
 def make_config(data: Path, *, record: int, recompute: str = "none", ep: int = 2) -> Config:

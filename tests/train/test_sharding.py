@@ -14,7 +14,6 @@ from torch.distributed.tensor import DTensor
 from world import run_ranks
 
 from moebius.data_pipeline.config import DataConfig
-from moebius.data_pipeline.prepare import prepare
 from moebius.distributed.process import start_process
 from moebius.distributed.shards import Held, held_of, local_tensor
 from moebius.model.config import ModelConfig
@@ -65,17 +64,6 @@ def make_config(data: Path, model: str = "repeated", **changes: dict) -> Config:
         optim=OptimConfig(learning_rate=3e-3, warmup_steps=3, decay_steps=20, clip_norm=1.0),
         train=TrainConfig(**sections["train"]),
     )  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("data")
-    words = np.random.default_rng(0).choice(["one", "two", "three", "many", "band", "expert", "route"], size=(60, 30))
-    text = folder / "text.jsonl"
-    text.write_text("".join(json.dumps({"text": " ".join(line)}) + "\n" for line in words), encoding="utf-8")
-    config = DataConfig(input=(str(text),), tokenizer="bytes", vocab_size=257, validation_fraction=0.2)
-    prepare(config, folder / "shards")
-    return folder / "shards"
 
 
 Parts = dict[str, tuple[Held, Tensor]]

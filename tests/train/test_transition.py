@@ -4,14 +4,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import pytest
 import torch
 from torch import Tensor
 from world import run_ranks
 
 from moebius.data_pipeline.config import DataConfig
-from moebius.data_pipeline.prepare import prepare
 from moebius.distributed.checkpoint import load
 from moebius.distributed.checkpoint_files import latest
 from moebius.distributed.process import start_process
@@ -26,17 +23,6 @@ from moebius.train.run import assemble, open_loader
 from moebius.train.state import allocate_moments, state_tensors
 
 SWITCH, STEPS = 4, 8
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("data")
-    words = np.random.default_rng(0).choice(["one", "two", "three", "many", "band", "expert", "route"], size=(60, 30))
-    text = folder / "text.jsonl"
-    text.write_text("".join(json.dumps({"text": " ".join(line)}) + "\n" for line in words), encoding="utf-8")
-    config = DataConfig(input=(str(text),), tokenizer="bytes", vocab_size=257, validation_fraction=0.2)
-    prepare(config, folder / "shards")
-    return folder / "shards"
 
 
 def make_config(data: Path, *, steps: int = STEPS, **router: Any) -> Config:
