@@ -22,7 +22,7 @@ import threading
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from importlib.metadata import PackageNotFoundError, version
@@ -34,9 +34,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
@@ -65,6 +62,7 @@ from .checkpoint_files import (
     sync_directory,
     verify,
 )
+from .checkpoint_parts import Part, PartLoadPlanner, PartSavePlanner
 from .mesh import Mesh
 from .process import Process
 from .shards import Held, whole
@@ -154,8 +152,7 @@ def load(
 
     stored = _together(group, check)
     state = {
-        name: _Part(tensor.detach(), held[name]) if name in held else tensor.detach()
-        for name, tensor in tensors.items()
+        name: Part(tensor.detach(), held[name]) if name in held else tensor.detach() for name, tensor in tensors.items()
     }
     _read_into(state, stored, group)
     return stored.meta.meta
@@ -182,7 +179,7 @@ def _differences(
 
 
 def _read_into(state: dict[str, Any], stored: StoredCheckpoint, group: dist.ProcessGroup | None) -> None:
-    planner = _LoadPlanner(flatten_state_dict=False)
+    planner = PartLoadPlanner(flatten_state_dict=False)
     try:
         with warnings.catch_warnings():  # it warns that a world of one is one
             warnings.filterwarnings("ignore", message="torch.distributed is")
@@ -296,7 +293,7 @@ class Checkpointer:
         if any(tensors[name].is_cuda for name in mine):
             torch.cuda.current_stream().synchronize()
         return {
-            name: _Part(self._buffers[name], held[name]) if name in held else self._buffers[name] for name in mine
+            name: Part(self._buffers[name], held[name]) if name in held else self._buffers[name] for name in mine
         }  # fmt: skip
 
     def _signature(self, tensors: Mapping[str, Tensor], held: Mapping[str, Held]) -> Signature:
@@ -353,7 +350,7 @@ class Checkpointer:
         dcp_save(
             job.tensors,
             storage_writer=writer,
-            planner=_SavePlanner(flatten_state_dict=False),
+            planner=PartSavePlanner(flatten_state_dict=False),
             process_group=self._group,
         )
         sums = {
@@ -455,63 +452,6 @@ def owners_of(signature: Signature, world_size: int) -> dict[str, int]:
 
 def _num_bytes(shape: tuple[int, ...], dtype: str) -> int:
     return math.prod(shape) * getattr(torch, dtype).itemsize
-
-
-# Parts of tensors, for torch.distributed.checkpoint --------------------------------------------------------------------
-
-
-class _Part:
-    """A rank's part of a tensor, as DCP asks after it (torch.distributed._checkpointable)."""
-
-    def __init__(self, tensor: Tensor, held: Held) -> None:
-        self.tensor, self.held = tensor, held
-
-    def size(self) -> torch.Size:
-        return torch.Size(self.held.shape)
-
-    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return [ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)) for box in self.held.boxes]
-
-    def __create_write_items__(self, name: str, part: object) -> list[WriteItem]:
-        return [
-            WriteItem(
-                index=MetadataIndex(name, torch.Size(box.offsets)),
-                type=WriteItemType.SHARD,
-                tensor_data=TensorWriteData(
-                    chunk=ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)),
-                    properties=TensorProperties.create_from_tensor(self.tensor),
-                    size=self.size(),
-                ),
-            )
-            for box in self.held.boxes
-            if box.is_first
-        ]
-
-    def at(self, offsets: Sequence[int]) -> Tensor:
-        """The box that begins there in the whole tensor."""
-        return next(box for box in self.held.boxes if box.offsets == tuple(offsets)).of(self.tensor)
-
-
-class _SavePlanner(DefaultSavePlanner):
-    def lookup_object(self, index: MetadataIndex) -> Any:
-        return _looked_up(self.state_dict, index, super().lookup_object)
-
-
-class _LoadPlanner(DefaultLoadPlanner):
-    def set_up_planner(
-        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
-    ) -> None:
-        super().set_up_planner({}, metadata, is_coordinator)  # it would put None in the place of what it does not know
-        self.state_dict = state_dict
-
-    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
-        return _looked_up(self.state_dict, index, super().lookup_tensor)
-
-
-def _looked_up(state: Mapping[str, Any], index: MetadataIndex, otherwise: Callable[[MetadataIndex], Any]) -> Any:
-    """DCP finds parts of tensors in tensors only."""
-    part = state[index.fqn]
-    return part.at(index.offset or ()) if isinstance(part, _Part) else otherwise(index)
 
 
 # Small acts --------------------------------------------------------------------------------------------------------
