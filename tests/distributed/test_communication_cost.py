@@ -1,5 +1,6 @@
 """Bytes and seconds of collectives, against the figures that the closed forms were published with, and against drawn routes."""
 
+import json
 from dataclasses import replace
 from math import comb
 from pathlib import Path
@@ -30,6 +31,7 @@ from moebius.distributed.workload import Bank
 H100 = HARDWARE["h100"]
 DEEPSEEK_V3 = Bank("feed_forward", "feed_forward", 256, 8, 7168, 7168, 0, 0, route_bytes=0)
 QWEN3_30B = Bank("feed_forward", "feed_forward", 128, 8, 2048, 2048, 0, 0, route_bytes=0)
+GLOO_TABLE = Path(__file__).parents[2] / "benchmarks" / "results" / "gloo_table.json"
 
 
 def dispatch_ms(bank: Bank, dispatcher: str, *, ep: int, tokens: int, node_limit: int | None = None) -> float:
@@ -222,6 +224,19 @@ def test_fitting_finds_what_the_times_were_made_of(alpha: float, beta: float) ->
     fitted = fit_hockney([(size, law.seconds(size)) for size in (1e3, 1e5, 1e7)])
     for size in (5e2, 1e4, 5e7):
         assert fitted.seconds(size) == pytest.approx(law.seconds(size), rel=1e-6)
+
+
+def test_our_own_gloo_times_are_predicted_within_30_per_cent() -> None:
+    """α and β fitted on every second size of a measured operation and world; the others predicted."""
+    rows = json.loads(GLOO_TABLE.read_text())["rows"]
+    errors = {}
+    for key in {(row["op"], row["world"]) for row in rows}:
+        points = sorted((row["bytes"], row["seconds"]) for row in rows if (row["op"], row["world"]) == key)
+        law = fit_hockney(points[::2])
+        errors[key] = max(abs(law.seconds(size) / seconds - 1) for size, seconds in points[1::2])
+    assert len(errors) == 12
+    assert max(errors.values()) <= 0.30, errors
+    assert read_table(GLOO_TABLE).worlds("all_to_all") == [2, 4, 8]
 
 
 @pytest.mark.parametrize(
