@@ -379,6 +379,21 @@ def _add_simulate(commands: argparse._SubParsersAction) -> None:
 
 
 def _simulate(options: argparse.Namespace) -> int:
+    from .distributed.simulate_shapes import ShapeFault
+    from .distributed.simulated_world import RankFailed
+
+    try:
+        return _simulated(options)
+    except (
+        RankFailed,
+        ShapeFault,
+    ) as fault:  # no request could have avoided it: a fault like those that a report shows
+        words = " ".join(str(fault).split())
+        Console(stderr=True, soft_wrap=True).print(f"[bold red]fault:[/] {_plain(words)}", highlight=False)
+        return 1
+
+
+def _simulated(options: argparse.Namespace) -> int:
     from .train.simulate_report import draw, plain, show
     from .train.simulate_request import Ranks, run, source_of_model, source_of_trace
 

@@ -1,6 +1,7 @@
 """`moebius simulate` from the command line: fresh, trained and recorded models, shapes, and what it says to bad requests."""
 
 import json
+import re
 import struct
 from pathlib import Path
 from typing import Any
@@ -200,6 +201,32 @@ def test_a_fault_is_shown_and_ends_with_1(capsys: pytest.CaptureFixture, monkeyp
     said = capsys.readouterr().out
     assert "✗ dedup: step 1, micro-batch 0, depth step" in said
     assert "✓" not in said
+
+
+def test_an_exchange_that_fails_is_told_in_one_line(
+    capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from moebius.distributed import simulate
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("rows do not fit\n  where: dispatch")
+
+    monkeypatch.setattr(simulate, "_arrivals", fail)
+    moebius("smoke", *SMALL, "--ep", "2", "--tokens-per-rank", "4", expect=1)
+    [said] = capsys.readouterr().err.strip().splitlines()
+    assert re.fullmatch(r"fault: simulated rank \d of 2: RuntimeError: rows do not fit where: dispatch", said)
+
+
+def test_a_rank_without_what_its_tables_say_is_told_in_one_line(
+    capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from moebius.distributed import simulate_shapes
+
+    monkeypatch.setattr(simulate_shapes, "expert_blocks", lambda *_: [range(3)])
+    moebius("smoke", *SMALL, "--shapes-only", "--ep", "2", expect=1)
+    [said] = capsys.readouterr().err.strip().splitlines()
+    assert said.startswith("fault: group.0.")
+    assert said.endswith("the ranks of an ep group hold the experts [0, 1, 2]")
 
 
 def test_shapes_of_a_large_world(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
