@@ -47,7 +47,6 @@ from .checkpoint_files import (
     SafeReader,
     StaleGenerationError,
     StoredCheckpoint,
-    SummingWriter,
     audit,
     blake2b,
     damaged_files,
@@ -57,12 +56,11 @@ from .checkpoint_files import (
     open_checkpoint,
     read_meta,
     refuse,
-    seal,
     step_name,
-    sync_directory,
     verify,
 )
 from .checkpoint_parts import Part, PartLoadPlanner, PartSavePlanner
+from .checkpoint_writing import SummingWriter, seal, sync_directory
 from .mesh import Mesh
 from .process import Process
 from .shards import Held, whole

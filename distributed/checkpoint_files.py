@@ -16,9 +16,7 @@ import json
 import math
 import os
 import re
-import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -26,7 +24,6 @@ from typing import Any, Literal, TypeVar
 import torch
 from pydantic import BaseModel, ConfigDict
 from torch import Tensor
-from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -35,12 +32,12 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
-from torch.distributed.checkpoint.storage import StorageReader, WriteResult
+from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from .layout import Layout
 
-_SUM_BYTES = 16
+SUM_BYTES = 16
 _READ_BYTES = 2**22
 _STEP_NAME = re.compile(r"step_(\d{8,})")
 Model = TypeVar("Model", bound=BaseModel)
@@ -123,6 +120,10 @@ class Checkpoint:
 
     step: int
     path: Path
+
+
+def step_name(step: int) -> str:
+    return f"step_{step:08d}"
 
 
 def list_checkpoints(directory: Path) -> list[Checkpoint]:
@@ -422,96 +423,6 @@ def storage_metadata(tensor: StoredTensor) -> TensorStorageMetadata:
     return TensorStorageMetadata(TensorProperties(dtype=dtype_named(tensor.dtype)), torch.Size(tensor.shape), chunks)
 
 
-class _SummedFile(io.FileIO):
-    """A file that is summed while it is written, and that remembers why it failed."""
-
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        super().__init__(path, "wb")
-        self._digest = hashlib.blake2b(digest_size=_SUM_BYTES)
-        self._num_bytes = 0
-        self.failure: OSError | None = None
-
-    def write(self, data: Any, /) -> int:
-        try:
-            written = super().write(data)
-        except OSError as error:
-            self.failure = OSError(error.errno, error.strerror, str(self.name))
-            raise
-        self._digest.update(memoryview(data).cast("B")[:written])
-        self._num_bytes += written
-        return written
-
-    def sum(self) -> FileSum:
-        return FileSum(num_bytes=self._num_bytes, blake2b=self._digest.hexdigest())
-
-
-class _SummingFiles(FileSystem):
-    """DCP's files, with a checksum of each."""
-
-    def __init__(self) -> None:
-        self.sums: dict[str, FileSum] = {}
-
-    @contextmanager
-    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
-        if mode != "wb":
-            raise AssertionError(f"a writer writes, it was asked for mode {mode!r}")
-        file = _SummedFile(path)
-        try:
-            with io.BufferedWriter(file, buffer_size=2**20) as stream:
-                yield stream
-        except Exception:
-            if file.failure is not None:  # torch.save says "unexpected pos" when the disk is full
-                raise file.failure from None
-            raise
-        self.sums[Path(path).name] = file.sum()
-
-    def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
-        super().rename(path, new_path)
-        self.sums[Path(new_path).name] = self.sums.pop(Path(path).name)
-
-
-class SummingWriter(FileSystemWriter):
-    """DCP's writer: one file per rank, synced, summed, and without the path of the machine in its metadata.
-
-    After the save `files.sums` has this rank's checksums, and `index` on rank 0 says where everything is.
-    """
-
-    def __init__(self, path: Path) -> None:
-        # Copying ahead would touch the first GPU from this thread; the staged tensors are in main memory already.
-        super().__init__(path, per_thread_copy_ahead=0)
-        self.files = _SummingFiles()
-        self.fs = self.files
-        self.index = Index(tensors={})
-
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        super().finish(metadata, results)
-        self.index = _index_of(metadata, {result.index: result.storage_data for part in results for result in part})
-
-    def storage_meta(self) -> None:
-        return None
-
-
-def _index_of(metadata: Metadata, places: Mapping[MetadataIndex, Any]) -> Index:
-    tensors = {}
-    for name, stored in metadata.state_dict_metadata.items():
-        if not isinstance(stored, TensorStorageMetadata):
-            raise CheckpointError(f"{name} is no tensor; values that are none belong into meta")
-        chunks = []
-        for chunk in stored.chunks:
-            place = places[MetadataIndex(name, chunk.offsets)]
-            chunks.append(
-                Chunk(
-                    offsets=tuple(chunk.offsets),
-                    sizes=tuple(chunk.sizes),
-                    file=place.relative_path,
-                    start=place.offset,
-                    length=place.length,
-                )
-            )
-        tensors[name] = StoredTensor(dtype=dtype_name(stored.properties.dtype), shape=tuple(stored.size), chunks=chunks)
-    return Index(tensors=tensors)
-
-
 def dtype_name(dtype: torch.dtype) -> str:
     """As index.json spells it: "float32"."""
     return str(dtype).removeprefix("torch.")
@@ -525,84 +436,16 @@ def dtype_named(name: str) -> torch.dtype:
     return dtype
 
 
-# Small files, and a directory that is there whole or not at all -----------------------------------------------------
-
-
-@contextmanager
-def appearing(out: Path, *, needed_bytes: int) -> Iterator[Path]:
-    """A new directory under a temporary name beside `out`; it gets that name when all went well, else nothing stays of it.
-
-    Raises:
-        CheckpointError: `out` exists, its disk has less than `needed_bytes` left, or it cannot be written.
-    """
-    temporary = out.with_name(f"{out.name}.{os.getpid()}.tmp")
-    try:
-        _refuse_existing(out)
-        out.parent.mkdir(parents=True, exist_ok=True)
-        if (free_bytes := shutil.disk_usage(out.parent).free) < needed_bytes:
-            raise CheckpointError(
-                f"{out}: needs {needed_bytes / 2**20:,.0f} MiB, but its disk has {free_bytes / 2**20:,.0f} MiB left; nothing "
-                "was written"
-            )
-        temporary.mkdir()
-        yield temporary
-        sync_directory(temporary)
-        _refuse_existing(out)
-        temporary.rename(out)
-        sync_directory(out.parent)
-    except OSError as error:
-        raise CheckpointError(
-            f"{out} could not be written: {error.strerror or error} ({error.filename or out}); nothing was left there"
-        ) from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-
-
-def _refuse_existing(out: Path) -> None:
-    if out.exists():
-        raise CheckpointError(f"{out} exists already and is not overwritten: choose another name, or remove it first")
-
-
-def seal(path: Path, index: Index, meta: CheckpointMeta, sums: Mapping[str, FileSum]) -> int:
-    """Writes the small files beside the tensors' files, whose sums are given. Returns the bytes of all but the manifest."""
-    all_sums = dict(sums)
-    for name, record in {"index.json": index, "meta.json": meta}.items():
-        all_sums[name] = write_synced(path / name, record.model_dump_json())
-    manifest = Manifest(format=1, files=all_sums, digest=digest_of_sums(all_sums))
-    write_synced(path / "manifest.json", manifest.model_dump_json(indent=1))
-    sync_directory(path)
-    return sum(found.num_bytes for found in all_sums.values())
-
-
-def sync_directory(path: Path) -> None:
-    """Makes names last."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def write_synced(path: Path, text: str) -> FileSum:
-    data = text.encode()
-    with open(path, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    return FileSum(num_bytes=len(data), blake2b=blake2b(data))
-
-
-def step_name(step: int) -> str:
-    return f"step_{step:08d}"
+# Sums ---------------------------------------------------------------------------------------------------------------
 
 
 def blake2b(data: bytes) -> str:
-    return hashlib.blake2b(data, digest_size=_SUM_BYTES).hexdigest()
+    return hashlib.blake2b(data, digest_size=SUM_BYTES).hexdigest()
 
 
 def sum_of(tensor: Tensor) -> str:
     """Checksum of a tensor's bytes, on the CPU."""
-    return hashlib.blake2b(tensor.reshape(-1).view(torch.uint8).numpy().data, digest_size=_SUM_BYTES).hexdigest()
+    return hashlib.blake2b(tensor.reshape(-1).view(torch.uint8).numpy().data, digest_size=SUM_BYTES).hexdigest()
 
 
 def digest_of_sums(sums: Mapping[str, FileSum]) -> str:
@@ -613,7 +456,7 @@ def digest_of_sums(sums: Mapping[str, FileSum]) -> str:
 
 
 def _blake2b_of(file: Path, on_bytes: OnBytes | None = None) -> str:
-    digest, buffer = hashlib.blake2b(digest_size=_SUM_BYTES), memoryview(bytearray(_READ_BYTES))
+    digest, buffer = hashlib.blake2b(digest_size=SUM_BYTES), memoryview(bytearray(_READ_BYTES))
     with open(file, "rb", buffering=0) as stream:
         while length := stream.readinto(buffer):
             digest.update(buffer[:length])

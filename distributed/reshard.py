@@ -36,17 +36,15 @@ from .checkpoint_files import (
     OnBytes,
     StoredCheckpoint,
     StoredTensor,
-    SummingWriter,
-    appearing,
     open_checkpoint,
     open_verified,
     read_tensor,
     refuse,
-    seal,
     storage_metadata,
     sum_of,
     verify,
 )
+from .checkpoint_writing import SummingWriter, appearing, seal
 from .dispatch_homes import Homes
 from .layout import Layout, coordinates, expert_blocks
 from .moving import held_experts

@@ -27,13 +27,12 @@ from ..data_pipeline.tokenizer import END_OF_DOCUMENT, TOKENIZER_FILE, BytesToke
 from ..distributed.checkpoint_files import (
     CheckpointError,
     StoredCheckpoint,
-    appearing,
     open_checkpoint,
     open_verified,
     read_tensor,
     sum_of,
-    write_synced,
 )
+from ..distributed.checkpoint_writing import appearing, write_synced
 from ..distributed.parallelize import expert_names
 from ..distributed.reshard import Watch
 from ..model.config import ModelConfig

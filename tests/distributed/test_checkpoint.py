@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.state_dict_loader import load as plain_dcp_load
 from world import RankFailed, run_ranks
 
-from moebius.distributed import checkpoint, checkpoint_files
+from moebius.distributed import checkpoint, checkpoint_writing
 from moebius.distributed.checkpoint import (
     Checkpointer,
     CheckpointError,
@@ -265,13 +265,13 @@ def test_owners_share_the_bytes_evenly():
 def save_and_mutate(directory, ep):
     """The write is held back until the tensors have been overwritten."""
     may_write = threading.Event()
-    write_data = checkpoint_files.SummingWriter.write_data
+    write_data = checkpoint_writing.SummingWriter.write_data
 
     def held_back(*args):
         assert may_write.wait(10)
         return write_data(*args)
 
-    checkpoint_files.SummingWriter.write_data = held_back
+    checkpoint_writing.SummingWriter.write_data = held_back
     with Rank(directory, ep) as rank:
         part = local_part(whole_state(), rank.mesh)
         rank.checkpointer.save(50, part, held(rank.mesh), META)
@@ -292,7 +292,7 @@ def test_tensors_may_change_while_they_are_written(tmp_path):
 
 
 def save_twice_quickly(directory):
-    write_data, running = checkpoint_files.SummingWriter.write_data, []
+    write_data, running = checkpoint_writing.SummingWriter.write_data, []
 
     def slow(*args):
         running.append("start")
@@ -300,7 +300,7 @@ def save_twice_quickly(directory):
         running.append("end")
         return write_data(*args)
 
-    checkpoint_files.SummingWriter.write_data = slow
+    checkpoint_writing.SummingWriter.write_data = slow
     with Rank(directory) as rank:
         rank.save(1, seed=1)
         buffers = {name: tensor.data_ptr() for name, tensor in rank.checkpointer._buffers.items()}
@@ -369,7 +369,7 @@ def die_while_saving(directory, where, victim):
 
     with Rank(directory, 2) as rank:
         if rank.process.rank == victim:
-            owner = checkpoint if where == "_publish" else checkpoint_files.SummingWriter
+            owner = checkpoint if where == "_publish" else checkpoint_writing.SummingWriter
             setattr(owner, where, die)
         rank.save(60, seed=60)
         try:
@@ -426,7 +426,7 @@ def run_out_of_disk(directory, how):
             unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
             resource.setrlimit(resource.RLIMIT_FSIZE, (2000, unlimited[1]))
         elif rank.process.rank == 1:
-            file = checkpoint_files._SummedFile
+            file = checkpoint_writing._SummedFile
             original, file.write = file.write, full_disk
         rank.save(60, seed=60)
         with pytest.raises(CheckpointError) as caught:
@@ -467,7 +467,7 @@ def full_at_commit(directory):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 
     with Rank(directory, 2) as rank:
-        checkpoint_files.write_synced = no_space
+        checkpoint_writing.write_synced = no_space
         rank.save(60)
         with pytest.raises(CheckpointError, match=r"No space left on device: .*index.json"):
             rank.checkpointer.wait()
@@ -487,7 +487,7 @@ def save_when_replaced(directory, generation_file, when):
             generation_file.write_text("4\n")
         else:
             write = SummingWriterThatIsOvertaken(generation_file)
-            checkpoint_files.SummingWriter.finish = write
+            checkpoint_writing.SummingWriter.finish = write
         rank.save(70)
         try:
             rank.checkpointer.wait()
@@ -500,7 +500,7 @@ class SummingWriterThatIsOvertaken:
 
     def __init__(self, generation_file):
         self.generation_file = generation_file
-        self.finish = checkpoint_files.SummingWriter.finish
+        self.finish = checkpoint_writing.SummingWriter.finish
 
     def __get__(self, writer, owner):
         def finish(*args, **kwargs):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from world import run_ranks
 
-from moebius.distributed import checkpoint_files
+from moebius.distributed import checkpoint_files, checkpoint_writing
 from moebius.distributed import reshard as module
 from moebius.distributed.checkpoint import Checkpointer, CheckpointError, CorruptCheckpointError, load, verify
 from moebius.distributed.checkpoint_files import Chunk, StoredTensor, find_checkpoint, open_checkpoint, read_tensor
@@ -271,11 +271,11 @@ def test_what_goes_wrong_leaves_nothing(
         layout = plan_layout(MeshConfig(ep=16), 16)
     elif failure == "no room":
         usage = shutil.disk_usage(tmp_path)._replace(free=1000)
-        monkeypatch.setattr(checkpoint_files.shutil, "disk_usage", lambda path: usage)
+        monkeypatch.setattr(checkpoint_writing.shutil, "disk_usage", lambda path: usage)
     elif failure == "full on the way":
         full_after(monkeypatch, "_SummedFile", 100_000)
     elif failure == "full at the end":
-        monkeypatch.setattr(checkpoint_files, "write_synced", no_space)
+        monkeypatch.setattr(checkpoint_writing, "write_synced", no_space)
     else:  # a fault of our own: what was read is not what is written
         original = module._append
         monkeypatch.setattr(
@@ -293,7 +293,7 @@ def no_space(path: Path, *_: object) -> None:
 
 def full_after(monkeypatch: pytest.MonkeyPatch, owner: str, num_bytes: int) -> None:
     """The disk takes so many bytes per file."""
-    kind = getattr(checkpoint_files, owner)
+    kind = getattr(checkpoint_writing, owner)
     original = kind.write
 
     def write(self, data):
