@@ -222,7 +222,7 @@ class _Stage:
     def _book(self, call: RoutedCall) -> None:
         load_E, load_P, one_per_route_PP = _loads(call, self.cluster)
         intra, inter = across_nodes(self.wire.bytes_PP, self.cluster.ranks_per_node)
-        largest = max((float(answer.abs().max()) for answer in call.answers if answer.numel()), default=0.0)
+        largest = max(map(_largest, call.answers), default=0.0)
         difference = max(self.differences) / largest if largest else max(self.differences)
         dtype = call.answers[0].dtype
         self.records.append(
@@ -312,13 +312,20 @@ def _misrouted(arrivals: list[np.ndarray], call: RoutedCall) -> int:
 
 
 def _difference(answers: Tensor, expected: Tensor) -> float:
-    """The largest; infinite where one of them is no number and the other is."""
+    """The largest; none where both are the same infinity or no number, infinite where only one of them is."""
     if answers.shape != expected.shape:
         return float("inf")
-    if torch.equal(answers, expected) or not answers.numel():
+    differ = (answers != expected) & ~(answers.isnan() & expected.isnan())
+    if not differ.any():
         return 0.0
-    apart = (answers.double() - expected.double()).abs().max().item()
+    apart = (answers[differ].double() - expected[differ].double()).abs().max().item()
     return apart if np.isfinite(apart) else float("inf")
+
+
+def _largest(answers: Tensor) -> float:
+    """Of those that are finite numbers; 0 where none is."""
+    finite = answers[answers.isfinite()]
+    return float(finite.abs().max()) if finite.numel() else 0.0
 
 
 def _faults(record: CallRecord) -> list[str]:

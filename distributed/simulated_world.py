@@ -179,13 +179,14 @@ class _World:
                 dist.destroy_process_group()
 
     def _wait(self, lives: list[threading.Thread], timeout_s: float) -> list[int]:
-        """Joins all; the ranks that had to be released because nobody came to a collective for that long."""
-        heard, since = -1, time.monotonic()
+        """Joins all. Returns the ranks that had to be released, because for that long none entered a collective or ended."""
+        heard, since = None, time.monotonic()
         for life in lives:
             while life.is_alive():
                 life.join(min(timeout_s, 1.0))
-                if heard != self.threaded.metered.entered:
-                    heard, since = self.threaded.metered.entered, time.monotonic()
+                signs = self.threaded.metered.entered, sum(other.is_alive() for other in lives)
+                if heard != signs:
+                    heard, since = signs, time.monotonic()
                 elif time.monotonic() - since > timeout_s:
                     return self._release_late(lives)
         return []

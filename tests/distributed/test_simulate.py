@@ -276,6 +276,23 @@ def test_one_bit_is_too_much_for_alltoall() -> None:
     assert len(run(call, Cluster(Layout(dp_replicate=1, ep=4), "alltoall")).faults) == 1
 
 
+def test_answers_that_are_no_numbers_on_one_rank_either_are_no_fault() -> None:
+    """Biases that are no numbers, or infinite, give such answers everywhere; the others still must agree."""
+    bank, call = bank_of(8), routed([3, 0, 4, 2], 8)
+    with torch.no_grad():
+        bank.b_down[1, 0], bank.b_down[5, 1] = float("nan"), float("inf")
+        answers = [SparseLayer(bank)(rows, routes) for rows, routes in zip(call.rows, call.routes, strict=True)]
+    assert torch.cat(answers).isnan().any()
+    assert torch.cat(answers).isinf().any()
+    for dispatcher in ("alltoall", "dedup"):
+        cluster = Cluster(Layout(dp_replicate=1, ep=4), dispatcher)
+        for wrong, faults in ((0.0, 0), (float("nan"), 1), (float("inf"), 1), (1.0, 1)):
+            told = [answer.clone() for answer in answers]
+            told[0][0, 2] += wrong
+            found = simulate(iter([replace(call, answers=told)]), lambda _layer: bank, cluster)
+            assert len(found.faults) == faults, (dispatcher, wrong, found.faults)
+
+
 def test_what_does_not_fit_is_said_once() -> None:
     call = routed([1, 1, 1, 1], 8)
     with pytest.raises(ValueError, match="the experts are on several ranks"):

@@ -2,6 +2,7 @@
 
 import sys
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -105,6 +106,16 @@ def test_a_rank_that_does_not_come_is_found() -> None:
     with pytest.raises(RankFailed, match=r"for 0\.5 s nothing moved: the simulated ranks 0-1, 3 still wait for others"):
         run_threads(lambda rank: rank == 2 or dist.all_reduce(torch.zeros(1)), 4, timeout_s=0.5)
     assert threading.active_count() == before
+
+
+def test_ranks_that_end_one_after_another_are_not_late() -> None:
+    """Between two signs of life is less than the limit, from the first to the last more."""
+
+    def live(rank: int) -> int:
+        time.sleep(0.5 * rank)
+        return rank
+
+    assert run_threads(live, 4, timeout_s=1.0) == [0, 1, 2, 3]
 
 
 def test_a_mistake_of_the_user_stays_a_value_error() -> None:
