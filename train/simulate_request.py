@@ -233,10 +233,12 @@ class Scene:
 
 
 def random_tokens(config: Config, batch: int, length: int, *, seed: int, num_ranks: int) -> Tokens:
-    """Uniform over the vocabulary."""
+    """Uniform over the vocabulary; those of a rank do not depend on how many others there are."""
+    if num_ranks > MOST_THREADS:
+        raise AssertionError(f"{num_ranks} ranks would draw the tokens of other steps")
 
     def make(step: int, rank: int) -> Tensor:
-        generator = torch.Generator().manual_seed((seed * 2**20 + step) * num_ranks + rank)
+        generator = torch.Generator().manual_seed((seed * 2**20 + step) * MOST_THREADS + rank)
         return torch.randint(config.model.vocab_size, (batch, length), generator=generator)
 
     return make

@@ -19,7 +19,7 @@ from moebius.train.config import CheckpointConfig, Config, TrainConfig, resolve
 from moebius.train.loop import train
 from moebius.train.recipes import RECIPES
 from moebius.train.routing_trace import read_rank, recorded_steps
-from moebius.train.simulate_request import Ranks, layout_of
+from moebius.train.simulate_request import Ranks, layout_of, random_tokens
 
 SMALL = ["model.d_model=16", "model.d_expert=8", "model.vocab_size=300", "data.vocab_size=300"]
 
@@ -120,6 +120,14 @@ def test_steps_differ_and_seeds_repeat(capsys: pytest.CaptureFixture) -> None:
     assert {call["step"] for call in calls} == {1, 2}
     loads = [[call["load_per_expert"] for call in calls if call["step"] == step] for step in (1, 2)]
     assert loads[0] != loads[1]
+
+
+def test_the_tokens_of_a_rank_do_not_depend_on_the_others() -> None:
+    config = resolve("smoke", SMALL, RECIPES)
+    few, many = (random_tokens(config, 2, 8, seed=3, num_ranks=count) for count in (2, 256))
+    drawn = {(step, rank): many(step, rank) for step in (1, 2) for rank in (0, 1, 255)}
+    assert all(torch.equal(few(step, rank), drawn[step, rank]) for step in (1, 2) for rank in (0, 1))
+    assert len({tuple(tokens.flatten().tolist()) for tokens in drawn.values()}) == len(drawn)
 
 
 def test_bfloat16(capsys: pytest.CaptureFixture) -> None:
