@@ -116,6 +116,28 @@ def dim_to_cut(shape: Sequence[int], num_ranks: int) -> int:
     return 0
 
 
+def free_gathered(model: nn.Module) -> None:
+    """Frees what a pass without a backward has left gathered: those weights would be stale after an update, and no shards.
+
+    Nothing to do for a model that is not sharded. A backward pass that is still to come gathers again.
+
+    Raises:
+        RuntimeError: a forward pass ended by an error; FSDP takes it for one that still runs, and frees nothing.
+    """
+    units = list(_units(model))
+    for unit in units:
+        unit.reshard()
+    if units and (left := [name for name, weight in model.named_parameters() if _is_gathered(name, weight)]):
+        raise RuntimeError(
+            f"{len(left)} sharded weights are still gathered ({left[0]}, …): a forward pass of this model was ended by an error "
+            "before; build the model anew, or continue from a checkpoint"
+        )
+
+
+def _is_gathered(name: str, weight: Tensor) -> bool:
+    return is_sharded(name) and not isinstance(weight, DTensor)
+
+
 def _units(model: nn.Module) -> Iterator[FSDPModule]:
     return (module for module in model.modules() if isinstance(module, FSDPModule))
 
@@ -149,9 +171,8 @@ class _Passes:
         model.register_forward_hook(self._end)
 
     def _begin(self, model: nn.Module, inputs: Any) -> None:
-        for unit in self._units:
-            unit.reshard()  # whatever a pass without a backward has left: it would be stale after an update
-            self._open[unit] = 0
+        free_gathered(model)
+        self._open = dict.fromkeys(self._units, 0)
 
     def _end(self, model: nn.Module, inputs: Any, output: Any) -> None:
         if not torch.is_grad_enabled():

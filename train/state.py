@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 import torch
 from torch import Tensor
 
+from ..distributed.sharding import free_gathered
 from ..distributed.shards import Held, held_of, local_tensor
 from ..model.transformer import Transformer
 
@@ -59,7 +60,11 @@ def state_tensors(model: Transformer, optimizer: torch.optim.AdamW) -> tuple[dic
 
 
 def model_tensors(model: Transformer) -> tuple[dict[str, Tensor], dict[str, Held]]:
-    """The weights, and what routers learn without a gradient, as `state_tensors` gives them."""
+    """The weights, and what routers learn without a gradient, as `state_tensors` gives them.
+
+    Weights that a pass without a backward has left gathered are freed first, for what is saved is each rank's shard.
+    """
+    free_gathered(model)
     tensors = {f"model.{name}": local_tensor(parameter.detach()) for name, parameter in model.named_parameters()}
     held = {f"model.{name}": held_of(parameter) for name, parameter in model.named_parameters()}
     return tensors | {f"model.{name}": buffer for name, buffer in model.named_buffers()}, held

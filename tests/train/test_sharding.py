@@ -25,6 +25,7 @@ from moebius.train.loop import step, train
 from moebius.train.optim import OptimConfig
 from moebius.train.recipes_family import FAMILY
 from moebius.train.run import assemble, open_loader
+from moebius.train.state import state_tensors
 
 MODEL = ModelConfig(
     vocab_size=257, d_model=24, num_layers=4, group_size=2, num_heads=2, d_head=12, num_attention_experts=4,
@@ -231,3 +232,64 @@ def test_a_sharded_run_resumes_bit_for_bit_and_on_other_layouts(data: Path, tmp_
     assert losses(cut) == losses(whole)
     run_ranks(run_training, 2, make_config(data, mesh={"ep": 2}), moved)
     assert losses(moved) == pytest.approx(losses(whole), rel=1e-6)
+
+
+class Interrupted(Exception):
+    pass
+
+
+def saved_after_a_lost_pass(config: Config, run_dir: Path) -> list[bool]:
+    """That a pass without a backward gathers, leaves the state to save as it was, and nothing stale for the next pass."""
+    with start_process("cpu", timeout_s=30) as process:
+        run = assemble(config, run_dir, process)
+        before, held_before = state_tensors(run.model, run.optimizer)
+        before = {name: tensor.clone() for name, tensor in before.items()}
+        rows = torch.arange(34).view(2, 17)
+        expected = run.model(rows).logits_BSV.detach()
+        gathered = [is_sharded(name) and not isinstance(p, DTensor) for name, p in run.model.named_parameters()]
+        after, held_after = state_tensors(run.model, run.optimizer)
+        same = [any(gathered), held_before == held_after, before.keys() == after.keys()]
+        same += [torch.equal(before[name], after[name]) for name in before]
+        run.model(rows)
+        with torch.no_grad():  # an update: what was gathered before it must not be used after it
+            for parameter in run.parameters:
+                if isinstance(parameter, DTensor):
+                    parameter.mul_(0.5)
+        return [*same, not torch.equal(run.model(rows).logits_BSV, expected)]
+
+
+@pytest.mark.parametrize("model", ["repeated", "not_repeated"])
+def test_a_pass_without_a_backward_leaves_nothing_gathered_in_a_checkpoint(
+    model: str, data: Path, tmp_path: Path
+) -> None:
+    config = make_config(data, model, mesh={"dp_shard": 2, "sharding": "fsdp"})
+    for same in run_ranks(saved_after_a_lost_pass, 2, config, tmp_path):
+        assert all(same)
+
+
+def refusals_after_an_error(config: Config, run_dir: Path) -> list[str]:
+    """What saving and a further pass say after a pass that was ended by an error."""
+    with start_process("cpu", timeout_s=30) as process:
+        run = assemble(config, run_dir, process)
+        rows, said = torch.arange(34).view(2, 17), []
+        broken = run.model.head.register_forward_pre_hook(interrupt)
+        with pytest.raises(Interrupted), torch.no_grad():
+            run.model(rows)
+        broken.remove()
+        for act in (lambda: state_tensors(run.model, run.optimizer), lambda: run.model(rows)):
+            with pytest.raises(RuntimeError) as error:
+                act()
+            said.append(str(error.value))
+        return said
+
+
+def interrupt(*_: object) -> None:
+    raise Interrupted
+
+
+def test_after_a_pass_that_an_error_ended_nothing_is_saved_nor_computed(data: Path, tmp_path: Path) -> None:
+    """FSDP would go on with weights that no update reaches any more."""
+    config = make_config(data, mesh={"dp_shard": 2, "sharding": "fsdp"})
+    for said in run_ranks(refusals_after_an_error, 2, config, tmp_path):
+        assert len(said) == 2
+        assert all("sharded weights are still gathered" in one and "ended by an error" in one for one in said)
