@@ -19,7 +19,7 @@ from .train.run_folder import default_run_dir, open_run, place_data
 
 if TYPE_CHECKING:
     from .model.transformer import Transformer
-    from .train.simulate_request import Ranks
+    from .train.simulate_request import Placement, Ranks
 
 RUNS = Path("runs")  # where runs and prepared data go unless told otherwise
 
@@ -368,6 +368,10 @@ def _add_simulate(commands: argparse._SubParsersAction) -> None:
         default=[None], help="one, or several to compare: allgather, alltoall, dedup, hierarchical; default: the mesh's",
     )  # fmt: skip
     parser.add_argument("--overlap-chunks", type=int, metavar="N", help="parts in which rows travel")
+    parser.add_argument(
+        "--homes", metavar="STEP|contiguous",
+        help="where a run that moves experts had them at that checkpoint; default: of a run its newest, of a trace contiguous",
+    )  # fmt: skip
     parser.add_argument("--tokens-per-rank", type=int, metavar="N", help="of every step (64)")
     parser.add_argument("--steps", type=int, metavar="N", help="default: 1, or all that were recorded")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of tokens, and of a trace's rows")
@@ -404,9 +408,9 @@ def _simulated(options: argparse.Namespace) -> int:
     if options.shapes_only:
         return _simulate_shapes(options, asked)
     if options.trace is not None:
-        source = source_of_trace(options.trace, steps=options.steps, seed=options.seed)
+        source = source_of_trace(options.trace, steps=options.steps, seed=options.seed, homes=options.homes)
     else:
-        title, config, trained = _simulated_model(options)
+        title, config, trained, placement = _simulated_model(options)
         source = source_of_model(
             title,
             config,
@@ -414,6 +418,7 @@ def _simulated(options: argparse.Namespace) -> int:
             tokens_per_rank=64 if options.tokens_per_rank is None else options.tokens_per_rank,
             steps=1 if options.steps is None else options.steps,
             seed=options.seed,
+            placement=placement,
         )
     with Console(stderr=True).status("simulating"):
         report = run(source, asked, options.dispatcher)
@@ -430,7 +435,7 @@ def _refuse_idle_options(options: argparse.Namespace) -> None:
     """What would be ignored is a mistake."""
     idle = [("--tokens-per-rank", options.tokens_per_rank)]
     if options.shapes_only:
-        idle += [("--steps", options.steps), ("--png", options.png)]
+        idle += [("--steps", options.steps), ("--png", options.png), ("--homes", options.homes)]
         if len(options.dispatcher) > 1:
             raise JobError("--shapes-only builds a model with one dispatcher: name one")
     elif options.trace is None:
@@ -465,16 +470,22 @@ def _simulate_shapes(options: argparse.Namespace, asked: "Ranks") -> int:
     return 0 if refusal is None else 1
 
 
-def _simulated_model(options: argparse.Namespace) -> tuple[str, Config, "Transformer | None"]:
-    """Its title, its configuration and, of a run folder, its weights."""
+def _simulated_model(
+    options: argparse.Namespace,
+) -> tuple[str, Config, "Transformer | None", "Placement | None"]:
+    """Its title, its configuration and, of a run folder, its weights and where its experts live."""
     from .distributed.process import start_process
     from .evaluation.restore import restore
+    from .train.simulate_request import find_placement
 
     if not _is_run(options):
-        return options.name, resolve(options.name, options.overrides, RECIPES), None
+        config = resolve(options.name, options.overrides, RECIPES)
+        return options.name, config, None, find_placement(None, options.homes)
+    run_dir = Path(options.name)
     with start_process("cpu") as process:
-        restored = restore(Path(options.name), process)
-    return f"{Path(options.name).name}, step {restored.step}", restored.config, restored.model
+        restored = restore(run_dir, process)
+    placement = find_placement(run_dir, options.homes, default=restored.step)
+    return f"{run_dir.name}, step {restored.step}", restored.config, restored.model, placement
 
 
 def _is_run(options: argparse.Namespace) -> bool:

@@ -6,7 +6,7 @@ reproduce. A recorded run gives the routes alone; rows and gate weights are then
 """
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -16,6 +16,8 @@ from torch import Tensor, nn
 
 from ..data_pipeline.loader import RowReader
 from ..data_pipeline.shards import TokenStore
+from ..distributed.checkpoint_files import find_checkpoint, read_meta
+from ..distributed.dispatch_homes import Homes
 from ..distributed.layout import Layout, MeshConfig, check_experts, check_runnable, plan_layout
 from ..distributed.simulate import Cluster, RoutedCall, simulate
 from ..distributed.simulate_shapes import ShapeRequest
@@ -130,6 +132,74 @@ def _experts(model: ModelConfig) -> dict[str, int]:
     return counts
 
 
+# Where experts live -------------------------------------------------------------------------------------------------
+
+CONTIGUOUS = "contiguous"
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where a run that moves its experts had them at a checkpoint."""
+
+    step: int
+    homes: Mapping[str, Homes]  # by layer
+    wanted: bool  # asked for by its step: it must fit, or nothing is simulated
+
+    @property
+    def ep(self) -> int:
+        return len(next(iter(self.homes.values())).slots_P)
+
+
+def find_placement(run_dir: Path | None, asked: str | None, *, default: int | None = None) -> Placement | None:
+    """What `--homes` asks for; None: contiguous blocks.
+
+    Args:
+        run_dir: None: no run, but a fresh model.
+        asked: the step of a checkpoint, or "contiguous"; None: nothing.
+        default: the step whose checkpoint is taken where nothing is asked for; None: none is.
+
+    Raises:
+        ValueError: there is no such checkpoint, or no expert had moved.
+    """
+    if asked == CONTIGUOUS or (asked is None and default is None):
+        return None
+    if asked is not None and not asked.isdecimal():
+        raise ValueError(f"--homes {asked}: write the step of a checkpoint, or {CONTIGUOUS}")
+    if run_dir is None:
+        raise ValueError(f"--homes {asked}: fresh weights have no checkpoint; name a run folder, or --trace RUN")
+    meta = read_meta(find_checkpoint(run_dir, default if asked is None else int(asked)))
+    homes = {name: Homes.from_dict(bank["homes"]) for name, bank in meta.meta.get("experts", {}).items()}
+    if not homes and asked is not None:
+        raise ValueError(f"--homes {asked}: {run_dir.name} moved no experts up to there (mesh.rebalance_every was 0)")
+    return Placement(meta.step, homes, asked is not None) if homes else None
+
+
+def place(cluster: Cluster, placement: Placement | None) -> Cluster:
+    """The same ranks with the experts there; in contiguous blocks where it was made for other EP groups.
+
+    Raises:
+        ValueError: it was, but is wanted.
+    """
+    if placement is None:
+        return cluster
+    if placement.ep == cluster.layout.ep:
+        return replace(cluster, homes=placement.homes)
+    if placement.wanted:
+        raise ValueError(
+            f"--homes {placement.step}: its experts are spread over {placement.ep} ranks, and not over {cluster.layout.ep}; "
+            f"use --ep {placement.ep}, or --homes {CONTIGUOUS}"
+        )
+    return cluster
+
+
+def _homes_words(config: Config, cluster: Cluster, placement: Placement | None) -> str:
+    """Nothing where no run has ever moved an expert."""
+    if cluster.homes and placement is not None:
+        return f"; experts where they were at step {placement.step}"
+    unused = f" (those of step {placement.step} are for ep {placement.ep})" if placement is not None else ""
+    return f"; experts in contiguous blocks, none moved{unused}" if config.mesh.rebalance_every or unused else ""
+
+
 # Sources ------------------------------------------------------------------------------------------------------------
 
 
@@ -142,6 +212,7 @@ class Source:
     tokens: Callable[[Cluster], str]  # in words
     bank: Bank
     calls: Callable[[int], Iterator[RoutedCall]]
+    placement: Placement | None = None
 
 
 def run(source: Source, asked: Ranks, dispatchers: Sequence[str | None]) -> Report:
@@ -151,15 +222,16 @@ def run(source: Source, asked: Ranks, dispatchers: Sequence[str | None]) -> Repo
         ValueError: the request cannot be carried out.
         RankFailed: an exchange failed.
     """
-    clusters = [make_cluster(source.config, asked, dispatcher) for dispatcher in dispatchers]
+    clusters = [place(make_cluster(source.config, asked, each), source.placement) for each in dispatchers]
     found = [simulate(source.calls(cluster.layout.world_size), source.bank, cluster) for cluster in clusters]
-    blocks = "; experts in contiguous blocks, none moved" if source.config.mesh.rebalance_every else ""
-    return Report(source.title, source.tokens(clusters[0]) + blocks, tuple(found))
+    words = source.tokens(clusters[0]) + _homes_words(source.config, clusters[0], source.placement)
+    return Report(source.title, words, tuple(found))
 
 
 def source_of_model(
-    title: str, config: Config, trained: Transformer | None, *, tokens_per_rank: int, steps: int, seed: int
-) -> Source:
+    title: str, config: Config, trained: Transformer | None, *, tokens_per_rank: int, steps: int, seed: int,
+    placement: Placement | None = None,
+) -> Source:  # fmt: skip
     """A model that routes tokens itself: a trained one its validation text, a fresh one random tokens.
 
     Raises:
@@ -180,14 +252,14 @@ def source_of_model(
         what = "of the validation text" if trained else "at random"
         return f"{batch} × {length} tokens {what} per rank and step, {steps} {'step' if steps == 1 else 'steps'}, {precision}"
 
-    return Source(title, config, words, bank_of_model(model, precision), calls)
+    return Source(title, config, words, bank_of_model(model, precision), calls, placement)
 
 
-def source_of_trace(run_dir: Path, *, steps: int | None, seed: int) -> Source:
-    """A recorded run's routes.
+def source_of_trace(run_dir: Path, *, steps: int | None, seed: int, homes: str | None = None) -> Source:
+    """A recorded run's routes; `homes` as for `find_placement`.
 
     Raises:
-        ValueError: nothing was recorded there.
+        ValueError: nothing was recorded there, or there are no such homes.
     """
     at_least_one(steps=steps)
     _check_seed(seed)
@@ -206,7 +278,7 @@ def source_of_trace(run_dir: Path, *, steps: int | None, seed: int) -> Source:
     def calls(num_ranks: int) -> Iterator[RoutedCall]:
         return calls_of_trace(files, bank, precision, num_ranks, seed)
 
-    return Source(f"trace of {run_dir.name}", config, words, bank, calls)
+    return Source(f"trace of {run_dir.name}", config, words, bank, calls, find_placement(run_dir, homes))
 
 
 def config_of_run(run_dir: Path) -> Config:

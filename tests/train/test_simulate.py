@@ -9,10 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from world import run_ranks
 
 from moebius.cli import main
 from moebius.data_pipeline.config import DataConfig
 from moebius.data_pipeline.prepare import prepare
+from moebius.distributed.layout import MeshConfig
 from moebius.model.config import ModelConfig
 from moebius.model.router_sigmoid import SigmoidConfig
 from moebius.train.config import CheckpointConfig, Config, TrainConfig, resolve
@@ -173,6 +175,87 @@ def test_a_trace_is_dealt_to_any_number_of_ranks(ranks: tuple, run_dir: Path, ca
 def test_some_steps_of_a_trace(run_dir: Path, capsys: pytest.CaptureFixture) -> None:
     found = result(capsys, "--trace", str(run_dir), "--ep", "2", "--steps", "2")
     assert sorted({call["step"] for call in found["dispatchers"][0]["calls"]}) == [1, 4]
+
+
+# A run that moves its experts ---------------------------------------------------------------------------------------
+
+
+def train_on_ranks(config: Config, run: Path) -> str:
+    return train(config, run)
+
+
+@pytest.fixture(scope="module")
+def moving_run(run_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same on two ranks, whose experts move after every second step, with copies; checkpoints after every step."""
+    run = tmp_path_factory.mktemp("moving")
+    config = Config.load(run_dir / "config.json").model_copy(
+        update={
+            "mesh": MeshConfig(ep=2, dp_replicate=1, rebalance_every=2, replicas=1),
+            "checkpoint": CheckpointConfig(every=1, keep_last=4),
+        }
+    )
+    config.save(run / "config.json")
+    assert run_ranks(train_on_ranks, 2, config, run) == ["finished"] * 2
+    return run
+
+
+def hottest_at(found: dict[str, Any], step: int) -> dict[str, float]:
+    """By "member/kind", as metrics.jsonl has it: the busiest rank's routes of a step over the mean."""
+    loads: dict[str, Any] = {}
+    for call in found["dispatchers"][0]["calls"]:
+        if call["step"] == step:
+            name = f"{call['layer'].split('.')[1]}/{call['kind']}"
+            loads[name] = loads.get(name, 0) + np.array(call["load_per_rank"])
+    return {name: round(load_P.max() / load_P.mean(), 5) for name, load_P in loads.items()}
+
+
+def test_a_trace_with_the_homes_of_a_checkpoint_loads_ranks_as_training_did(
+    moving_run: Path, capsys: pytest.CaptureFixture
+) -> None:
+    lines = [json.loads(line) for line in (moving_run / "metrics.jsonl").read_text().splitlines()]
+    served = {
+        line["step"]: {name: figures["hottest_rank"] for name, figures in line["exchange"].items()}
+        for line in lines
+        if line["kind"] == "train"
+    }
+    trace = ("--trace", str(moving_run))
+    placed, plain = (result(capsys, *trace, *words) for words in (("--homes", "2"), ()))
+    assert placed["faults"] == plain["faults"] == []
+    assert "experts where they were at step 2" in placed["tokens"]
+    assert "experts in contiguous blocks, none moved" in plain["tokens"]
+    for step in (1, 2):  # before the first move
+        assert hottest_at(plain, step) == served[step] != hottest_at(placed, step)
+    for step in (3, 4):  # before the second
+        assert hottest_at(placed, step) == served[step] != hottest_at(plain, step)
+
+
+def test_a_run_is_simulated_with_its_experts_where_they_are(moving_run: Path, capsys: pytest.CaptureFixture) -> None:
+    words = (str(moving_run), "--tokens-per-rank", "24")
+    placed, plain, other = (result(capsys, *words, *more) for more in ((), ("--homes", "contiguous"), ("--ep", "4")))
+    assert placed["faults"] == plain["faults"] == other["faults"] == []
+    assert placed["tokens"].endswith("; experts where they were at step 4")
+    assert plain["tokens"].endswith("; experts in contiguous blocks, none moved")
+    assert other["tokens"].endswith("none moved (those of step 4 are for ep 2)")
+    assert hottest_at(placed, 1) != hottest_at(plain, 1)
+    for one, two in zip(placed["dispatchers"][0]["calls"], plain["dispatchers"][0]["calls"], strict=True):
+        assert one["load_per_expert"] == two["load_per_expert"]
+
+
+def test_homes_that_are_not_there(moving_run: Path, run_dir: Path, capsys: pytest.CaptureFixture) -> None:
+    for words, message in (
+        (
+            ("--trace", str(moving_run), "--homes", "2", "--ep", "4"),
+            "--homes 2: its experts are spread over 2 ranks, and not",
+        ),
+        (("--trace", str(moving_run), "--homes", "7"), "has no checkpoint of step 7; there are those of 1, 2, 3, 4"),
+        (("--trace", str(run_dir), "--homes", "4"), "--homes 4: run moved no experts up to there"),
+        (("smoke", "--homes", "4"), "--homes 4: fresh weights have no checkpoint"),
+        (("smoke", "--homes", "newest"), "--homes newest: write the step of a checkpoint, or contiguous"),
+        (("smoke", "--shapes-only", "--homes", "4"), "--homes 4: means nothing with --shapes-only"),
+    ):
+        moebius(*words, expect=2)
+        [said] = capsys.readouterr().err.strip().splitlines()
+        assert message in said, words
 
 
 # For people ---------------------------------------------------------------------------------------------------------
