@@ -105,17 +105,29 @@ class ExpertPlacement:
         """Moves the experts to where they were saved, before their values are read. Collective where experts move.
 
         Raises:
-            ValueError: the checkpoint is of another model.
+            ValueError: the checkpoint is of another model; on all ranks, for all are given the same.
         """
-        if not self.active:
+        if not self.active or not saved:
             return
+        self._check_saved(saved)
         homes = {name: Homes.from_dict(bank["homes"]) for name, bank in saved.items()}
         if all(len(own.slots_P) == self._mesh.layout.ep for own in homes.values()):
             move_experts(self._model, self._optimizer, self._mesh, homes)
-        if saved and self._mesh.rank == 0:  # the counts of all ranks, which are only ever added up
+        if self._mesh.rank == 0:  # the counts of all ranks, which are only ever added up
             for member, kind in self._routed:
                 load_E = saved[_bank_names(member, kind)[0]]["load"]
                 self._loads[kind][member] = torch.tensor(load_E)
+
+    def _check_saved(self, saved: Mapping[str, Any]) -> None:
+        """Before any rank moves or keeps anything."""
+        ours = {name: homes.num_experts for name, homes in homes_of(self._model).items()}
+        theirs = {name: len(bank["load"]) for name, bank in saved.items()}
+        if unlike := sorted(name for name in {*ours, *theirs} if ours.get(name) != theirs.get(name)):
+            listed = ", ".join(f"{name}: {theirs.get(name, 0)} in it, {ours.get(name, 0)} here" for name in unlike[:3])
+            raise ValueError(
+                f"the checkpoint says where other experts live than this model has ({listed}{', …' if unlike[3:] else ''}): it "
+                "is of another model; continue it with the configuration that it was saved with"
+            )
 
     def _all_loads(self) -> dict[str, list[int]]:
         """Collective. The routes of every bank's experts since the last decision, over all ranks."""

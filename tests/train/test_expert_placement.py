@@ -12,6 +12,7 @@ from world import run_ranks
 from moebius.data_pipeline.config import DataConfig
 from moebius.distributed.checkpoint import load
 from moebius.distributed.checkpoint_files import latest, read_meta, verify
+from moebius.distributed.dispatch_homes import contiguous_homes
 from moebius.distributed.layout import MeshConfig
 from moebius.distributed.moving import banks_of, homes_of
 from moebius.distributed.process import start_process
@@ -176,8 +177,40 @@ def test_a_placed_checkpoint_is_read_on_any_layout(
     world: int, ep: int, alone: tuple, data: Path, tmp_path: Path
 ) -> None:
     run_of(make_config(data, steps=4, ep=4, rebalance_every=2, replicas=1), 4, tmp_path)
-    moved = run_of(make_config(data, ep=ep, rebalance_every=3), world, tmp_path)
+    moved = run_of(make_config(data, ep=ep, rebalance_every=3 if ep > 1 else 0), world, tmp_path)
     assert moved["loss"] == pytest.approx(alone[0]["loss"], rel=1e-5)
+
+
+def refusals(config: Config, run_dir: Path) -> list[str]:
+    """What a rank says of checkpoints of other models; all ranks meet after each."""
+    with start_process("cpu", timeout_s=20) as process:
+        run = assemble(config, run_dir, process)
+        own, before = run.placement.as_dict(), homes_of(run.model)
+        first = "group.0.feed_forward.sparse"
+        fewer = {"homes": contiguous_homes(5, 2).as_dict(), "load": [0] * 5}
+        others = [
+            {name: bank for name, bank in own.items() if name != first},
+            {f"other.{name}": bank for name, bank in own.items()},
+            own | {first: fewer},
+        ]
+        said = []
+        for saved in others:
+            with pytest.raises(ValueError, match="of another model") as error:
+                run.placement.restore(saved)
+            said.append(str(error.value))
+            dist.barrier()
+        assert homes_of(run.model) == before
+        run.placement.restore(own)
+        return said
+
+
+def test_a_checkpoint_of_another_model_is_refused_by_every_rank(data: Path, tmp_path: Path) -> None:
+    config = make_config(data, ep=2, rebalance_every=2)
+    for missing, renamed, fewer in run_ranks(refusals, 2, config, tmp_path):
+        assert "(group.0.feed_forward.sparse: 0 in it, 7 here): it is of another model" in missing
+        assert renamed.count(" in it, ") == 3
+        assert ", …)" in renamed
+        assert "(group.0.feed_forward.sparse: 5 in it, 7 here)" in fewer
 
 
 @pytest.mark.parametrize("mesh", [{"ep": 4}, {"ep": 2, "dp_shard": 4, "sharding": "fsdp"}])
