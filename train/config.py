@@ -144,6 +144,15 @@ class Config(BaseModel):
                 f'mesh.sharding="fsdp" with mesh.dp_shard=1 on {world_size} ranks shards nothing: set mesh.dp_shard to one of '
                 f'{sizes} (mesh.dp_replicate=none fills the world), or use mesh.sharding="none"'
             )
+        if self.mesh.rebalance_every and layout.ep == 1:
+            sizes = legal_values(self.mesh, world_size, "ep")[1:]
+            instead = (
+                f", or mesh.ep to one of {sizes}" if sizes else f" (a world of {world_size} allows no other mesh.ep)"
+            )
+            raise ConfigError(
+                f"mesh.rebalance_every={self.mesh.rebalance_every}, mesh.replicas={self.mesh.replicas} with mesh.ep=1: every "
+                f"rank holds all experts, so none can move and none needs a copy; set both to 0{instead}"
+            )
         per_pass = world_size * self.train.micro_batch
         if self.train.global_batch % per_pass:
             raise ConfigError(

@@ -91,6 +91,14 @@ def test_what_does_not_fit_the_world_is_refused() -> None:
         make(*whole).check_world(4)
     make(*whole).check_world(1)
     make(*whole, "mesh.dp_shard=4").check_world(4)
+    still = ("mesh.rebalance_every=5", "mesh.replicas=1", "mesh.ep=1", "mesh.dp_replicate=none")
+    with pytest.raises(
+        ConfigError, match=r"mesh.rebalance_every=5, mesh.replicas=1 with mesh.ep=1: .* or mesh.ep to one of \[2, 4\]"
+    ):
+        make(*still).check_world(4)
+    with pytest.raises(ConfigError, match=r"none can move .* set both to 0 \(a world of 1 allows no other mesh.ep\)"):
+        make(*still).check_world(1)
+    make(*still, "mesh.ep=2").check_world(4)
 
 
 def test_an_existing_run_is_continued_only_with_its_own_settings(tmp_path: Path) -> None:
