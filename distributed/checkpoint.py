@@ -60,7 +60,7 @@ from .checkpoint_files import (
     verify,
 )
 from .checkpoint_parts import Part, PartLoadPlanner, PartSavePlanner
-from .checkpoint_writing import SummingWriter, seal, sync_directory
+from .checkpoint_writing import SummingWriter, discard, seal, sync_directory
 from .mesh import Mesh
 from .process import Process
 from .shards import Held, whole
@@ -337,7 +337,7 @@ class Checkpointer:
             )
             self._failure = kind(error)
             if self._rank == 0:
-                _remove(temporary)
+                discard(temporary)
                 logger.error("%s", error)
         seconds = time.monotonic() - job.started_s
         self._records.append(SaveRecord(job.step, final, seconds, job.blocked_s, num_bytes, error))
@@ -382,7 +382,7 @@ class Checkpointer:
 
     def _make_temporary(self, temporary: Path) -> None:
         self._refuse_if_stale()
-        _remove(temporary)
+        discard(temporary)
         temporary.mkdir(parents=True)
 
     def _refuse_if_stale(self) -> None:
@@ -415,7 +415,7 @@ class Checkpointer:
             if path.name.endswith(".old.tmp") and not committed.exists():
                 path.rename(committed)  # we died between two renames: this is the last good one
             else:
-                _remove(path)
+                discard(path)
 
     def _delete_old(self, step: int) -> None:
         """Keeps the last n up to the one just written. A later one (we fell back behind it) is not judged here."""
@@ -427,7 +427,7 @@ class Checkpointer:
             except OSError as error:
                 logger.warning("the old checkpoint %s could not be deleted: %s", checkpoint.path, error)
             else:
-                _remove(doomed)
+                discard(doomed)
 
     def _on_rank_0(self, act: Callable[[], T]) -> T | None:
         """Rank 0 acts, all ranks get its result or its error."""
@@ -527,14 +527,7 @@ def _publish(temporary: Path, final: Path) -> None:
             aside.rename(final)
         raise
     sync_directory(final.parent)
-    _remove(aside)
-
-
-def _remove(path: Path) -> None:
-    """Deletes a directory, or what is left of it: its own writer may be deleting it too."""
-    shutil.rmtree(path, ignore_errors=True)
-    if path.exists():
-        logger.warning("%s could not be deleted; it holds nothing that is needed", path)
+    discard(aside)
 
 
 def _what_remains(directory: Path) -> str:

@@ -362,11 +362,19 @@ def read_tensor(stored: StoredCheckpoint, name: str) -> Tensor:
 
 
 def _read_chunk(stored: StoredCheckpoint, chunk: Chunk) -> Tensor:
-    with open(stored.path / chunk.file, "rb") as file:
-        file.seek(chunk.start)
-        tensor = torch.load(io.BytesIO(file.read(chunk.length)), map_location="cpu", weights_only=True)
+    path = stored.path / chunk.file
+    try:
+        with open(path, "rb") as file:
+            file.seek(chunk.start)
+            data = file.read(chunk.length)
+    except OSError as error:
+        raise CorruptCheckpointError(f"{path} cannot be read: {error.strerror}") from error
+    try:
+        tensor = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    except Exception as error:  # bytes that are no tensor make it raise nearly anything
+        raise CorruptCheckpointError(f"{path} at byte {chunk.start}: holds no tensor ({error})") from error
     if not isinstance(tensor, Tensor) or tuple(tensor.shape) != chunk.sizes:
-        raise CorruptCheckpointError(f"{chunk.file} at byte {chunk.start}: not the tensor that index.json promises")
+        raise CorruptCheckpointError(f"{path} at byte {chunk.start}: not the tensor that index.json promises")
     return tensor
 
 

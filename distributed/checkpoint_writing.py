@@ -3,14 +3,19 @@
 What stands in the files says checkpoint_files.py. Cost: one pass over the bytes, since the checksums are taken while writing.
 """
 
+import fcntl
+import glob
 import hashlib
 import io
+import logging
 import os
 import shutil
+import tempfile
+import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
@@ -29,6 +34,10 @@ from .checkpoint_files import (
     digest_of_sums,
     dtype_name,
 )
+
+logger = logging.getLogger(__name__)
+
+_JUST_BEGUN_S = 60.0  # between making its directory and locking it an attempt needs far less, on a slow disk too
 
 # The tensors' files -------------------------------------------------------------------------------------------------
 
@@ -128,37 +137,123 @@ def _index_of(metadata: Metadata, places: Mapping[MetadataIndex, Any]) -> Index:
 
 @contextmanager
 def appearing(out: Path, *, needed_bytes: int) -> Iterator[Path]:
-    """A new directory under a temporary name beside `out`; it gets that name when all went well, else nothing stays of it.
+    """A new directory, of some other name, that is called `out` when all went well; else nothing stays of it.
+
+    It is made beside `out` in one of this attempt's own, `out`.part-<eight letters>.tmp, so attempts do not meet until the last,
+    which is the first's to win. What earlier attempts left that were killed is removed, and so told.
 
     Raises:
-        CheckpointError: `out` exists, its disk has less than `needed_bytes` left, or it cannot be written.
+        CheckpointError: `out` exists, its disk has less than `needed_bytes` left, or what is in it cannot be written. An OSError
+            about a file elsewhere is raised as it is.
     """
-    temporary = out.with_name(f"{out.name}.{os.getpid()}.tmp")
+    refuse_existing(out)
+    with ExitStack() as stack:
+        with _blamed_on(out):
+            out.parent.mkdir(parents=True, exist_ok=True)
+            _remove_abandoned(out)
+            _refuse_small_disk(out, needed_bytes)
+            attempt = stack.enter_context(_attempt_at(out))
+            whole = attempt / "whole"  # of the usual permissions: mkdtemp's own are for nobody else
+            whole.mkdir()
+        with _blamed_on(out, within=attempt):
+            yield whole
+        with _blamed_on(out):
+            sync_directory(whole)
+            _rename_to_new(whole, out)
+            sync_directory(out.parent)
+
+
+def refuse_existing(out: Path) -> None:
+    """CheckpointError if there is anything of that name, a link to nothing too."""
+    if os.path.lexists(out):
+        raise CheckpointError(f"{out} exists already and is not overwritten: choose another name, or remove it first")
+
+
+@contextmanager
+def _blamed_on(out: Path, *, within: Path | None = None) -> Iterator[None]:
+    """An OSError becomes a CheckpointError about `out`; with `within` only if it is about a file in there, or about none."""
     try:
-        _refuse_existing(out)
-        out.parent.mkdir(parents=True, exist_ok=True)
-        if (free_bytes := shutil.disk_usage(out.parent).free) < needed_bytes:
-            raise CheckpointError(
-                f"{out}: needs {needed_bytes / 2**20:,.0f} MiB, but its disk has {free_bytes / 2**20:,.0f} MiB left; nothing "
-                "was written"
-            )
-        temporary.mkdir()
-        yield temporary
-        sync_directory(temporary)
-        _refuse_existing(out)
-        temporary.rename(out)
-        sync_directory(out.parent)
+        yield
     except OSError as error:
+        if within is not None and error.filename is not None and within not in Path(error.filename).parents:
+            raise
         raise CheckpointError(
             f"{out} could not be written: {error.strerror or error} ({error.filename or out}); nothing was left there"
         ) from error
+
+
+def _refuse_small_disk(out: Path, needed_bytes: int) -> None:
+    if (free_bytes := shutil.disk_usage(out.parent).free) < needed_bytes:
+        raise CheckpointError(
+            f"{out}: needs {needed_bytes / 2**20:,.0f} MiB, but its disk has {free_bytes / 2**20:,.0f} MiB left; nothing "
+            "was written"
+        )
+
+
+@contextmanager
+def _attempt_at(out: Path) -> Iterator[Path]:
+    """A directory for this attempt alone, locked as long as it lives, and removed whatever happens but a kill."""
+    attempt = Path(tempfile.mkdtemp(prefix=f"{out.name}.part-", suffix=".tmp", dir=out.parent))
+    try:
+        with open(attempt / "lock", "wb") as lock:
+            _try_lock(lock)
+            yield attempt
     finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        discard(attempt)
 
 
-def _refuse_existing(out: Path) -> None:
-    if out.exists():
-        raise CheckpointError(f"{out} exists already and is not overwritten: choose another name, or remove it first")
+def _remove_abandoned(out: Path) -> None:
+    """Removes what killed attempts at `out` left behind. What may still be written stays."""
+    for path in out.parent.glob(f"{glob.escape(out.name)}.part-*.tmp"):
+        abandoned = _is_abandoned(path)
+        if abandoned:
+            logger.warning("%s was left by an attempt that was killed; it is removed", path)
+            discard(path)
+        elif abandoned is None:
+            logger.warning(
+                "%s is being written, or was left by an attempt that was killed; its lock, which would tell, cannot be used: "
+                "remove it if nothing writes %s", path, out,
+            )  # fmt: skip
+
+
+def _is_abandoned(attempt: Path) -> bool | None:
+    """Whether its process is gone; None if that cannot be told. One that just began may not have locked it yet."""
+    try:
+        if time.time() - attempt.stat().st_mtime < _JUST_BEGUN_S:
+            return False
+        with open(attempt / "lock", "ab") as lock:
+            return _try_lock(lock)
+    except FileNotFoundError:  # meanwhile it went by itself
+        return False
+    except OSError:
+        return None
+
+
+def _try_lock(file: IO[bytes]) -> bool | None:
+    """Whether the lock is ours until the file is closed; None where the file system has no locks."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return None
+    return True
+
+
+def discard(path: Path) -> None:
+    """Deletes a directory, or what is left of it: its own writer may be deleting it too. Says if it cannot."""
+    shutil.rmtree(path, ignore_errors=True)
+    if path.exists():
+        logger.warning("%s could not be deleted; it holds nothing that is needed", path)
+
+
+def _rename_to_new(path: Path, out: Path) -> None:
+    refuse_existing(out)
+    try:
+        path.rename(out)
+    except OSError:
+        refuse_existing(out)  # another attempt was faster by less than that
+        raise
 
 
 def seal(path: Path, index: Index, meta: CheckpointMeta, sums: Mapping[str, FileSum]) -> int:

@@ -287,6 +287,28 @@ def test_what_goes_wrong_leaves_nothing(
     assert not out.parent.exists() or os.listdir(out.parent) == ["out"] * (failure == "exists")
 
 
+@pytest.mark.parametrize("how", ["gone", "unreadable"])
+def test_a_source_that_cannot_be_read_any_more_is_blamed_itself(
+    how: str, saved: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After it was verified."""
+    source = Path(shutil.copytree(saved["alone"], tmp_path / "source"))
+    opened = module.open_verified
+
+    def then_lost(*arguments):
+        stored = opened(*arguments)
+        (source / "__0_0.distcp").unlink()
+        if how == "unreadable":  # a directory opens for nobody
+            (source / "__0_0.distcp").mkdir()
+        return stored
+
+    monkeypatch.setattr(module, "open_verified", then_lost)
+    with pytest.raises(CorruptCheckpointError, match=r"source/__0_0.distcp cannot be read: (No such|Is a dir)") as told:
+        reshard(source, tmp_path / "out", plan_layout(MeshConfig(), 1))
+    assert "out" not in str(told.value)
+    assert os.listdir(tmp_path) == ["source"]
+
+
 def no_space(path: Path, *_: object) -> None:
     raise OSError(28, "No space left on device", str(path))
 
