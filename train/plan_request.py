@@ -29,6 +29,11 @@ def make_setting(
     Raises:
         ValueError: one of them is not what it should be.
     """
+    if config.mesh.replicas:
+        raise ValueError(
+            f"mesh.replicas={config.mesh.replicas}: the planner counts neither the memory of copies of hot experts nor the sum "
+            "of their gradients, and not how much evener they make the ranks; plan with mesh.replicas=0"
+        )
     machine = find_hardware(hardware)
     tokens = config.train.micro_batch * config.data.seq_len if tokens is None else tokens
     if tokens < 1 or chunks < 1:

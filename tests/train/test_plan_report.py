@@ -181,6 +181,7 @@ def test_measured_tables_and_recorded_loads_are_taken(capsys: pytest.CaptureFixt
         (["smoke", "--skew", "-1"], "a Dirichlet concentration must be above 0"),
         (["smoke", "--measured", "missing.json"], "missing.json: cannot be read"),
         (["smok"], "there is no recipe 'smok'"),
+        (["smoke", "mesh.rebalance_every=5", "mesh.replicas=1"], "the planner counts neither the memory of copies"),
         (["smoke", "--ep", "64"], "ep 64 needs 64 ranks"),
         (["smoke", "--tokens-per-rank", "90000000"], "the model fits on no layout of 1 node of h200"),
     ],
