@@ -11,6 +11,7 @@ from torch import Tensor
 from world import run_ranks
 
 from moebius.data_pipeline.config import DataConfig
+from moebius.data_pipeline.loader import Batch
 from moebius.distributed.checkpoint import load
 from moebius.distributed.checkpoint_files import latest, list_checkpoints
 from moebius.distributed.parallelize import expert_names
@@ -111,6 +112,31 @@ def test_every_layout_makes_the_same_step(precision: str, layouts: list, data: P
                     size = theirs[name].norm() + 1e-3 * expected[1][name].norm()
                     difference = ((ours[name] - theirs[name]).norm() / size).item()
                     assert difference < tolerance, (kind, name, world, ep, micro, difference)
+
+
+def uneven_step(config: Config, run_dir: Path, shares: list[int]) -> tuple[float, dict[str, Tensor]]:
+    """Loss and gradients of one step in which rank r has `shares[r]` rows of every micro-batch of eight."""
+    with start_process("cpu", timeout_s=30) as process:
+        run = assemble(config, run_dir, process)
+        rows = np.random.default_rng(0).integers(0, 257, (2, 8, 25))
+        first = sum(shares[: process.rank])
+        taken = step(run, Batch(rows[:, first : first + shares[process.rank]], 0, 0), 0.0)
+        gradients = {name: p.grad.clone() for name, p in run.model.named_parameters() if p.grad is not None}
+        return taken.meter.reduce()["loss"].item(), whole(gradients, run.mesh.layout.ep)
+
+
+def test_ranks_with_different_numbers_of_tokens_make_the_same_step(data: Path, tmp_path: Path) -> None:
+    """A mean over each rank's own tokens, averaged over ranks, would weigh a lonely token as much as many."""
+    expected = None
+    for shares, ep in (([8], 1), ([1, 7], 2), ([4, 1, 1, 2], 2)):
+        config = make_config(
+            data, train={"global_batch": 16, "micro_batch": 2}, optim={"clip_norm": 1e9}, mesh={"ep": ep}
+        )  # fmt: skip
+        for loss, gradients in run_ranks(uneven_step, len(shares), config, tmp_path / f"{shares}", shares):
+            expected = expected or (loss, gradients)
+            assert loss == pytest.approx(expected[0], rel=1e-6), shares
+            for name, theirs in expected[1].items():
+                assert ((gradients[name] - theirs).norm() / theirs.norm()).item() < 2e-6, (name, shares)
 
 
 def run_training(config: Config, run_dir: Path) -> str:
