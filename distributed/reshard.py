@@ -18,6 +18,7 @@ more ranks share is read once per that many of them.
 import os
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
@@ -90,22 +91,26 @@ def reshard(
 
 
 def plan_writes(stored: StoredCheckpoint, layout: Layout, sharding: Sharding, homes: Mapping[str, Homes]) -> _Writes:
-    """Of every tensor, which rank writes which box of it."""
-    signature: Signature = {}
-    for name, tensor in stored.index.tensors.items():
-        held = held_by(0, name, tensor.shape, name in stored.meta.num_experts, layout, sharding, homes)
-        signature[name] = (tensor.shape, tensor.dtype, held.ranks_per_copy, held.has_experts)
+    """Of every tensor, which rank writes which box of it. Tensors that are cut alike are cut once: layers are."""
+    cuts = {
+        name: _cut_of(name, tensor.shape, name in stored.meta.num_experts, sharding, homes)
+        for name, tensor in stored.index.tensors.items()
+    }
+    copies = {cut: _copy(cut, layout) for cut in set(cuts.values())}
+    signature: Signature = {
+        name: (cut.shape, stored.index.tensors[name].dtype, len(copies[cut]), cut.has_experts)
+        for name, cut in cuts.items()
+    }
     owners = owners_of(signature, layout.world_size)
-    writes: _Writes = {}
-    for name, (shape, _, ranks_per_copy, has_experts) in signature.items():
-        first = owners[name] * ranks_per_copy
-        writes[name] = [
-            (rank, box)
-            for rank in range(first, first + ranks_per_copy)
-            for box in held_by(rank, name, shape, has_experts, layout, sharding, homes).boxes
+    return {
+        name: [
+            (owners[name] * len(copies[cut]) + place, box)
+            for place, held in enumerate(copies[cut])
+            for box in held.boxes
             if box.is_first
         ]
-    return writes
+        for name, cut in cuts.items()
+    }
 
 
 def held_by(
@@ -113,16 +118,43 @@ def held_by(
     homes: Mapping[str, Homes],
 ) -> Held:  # fmt: skip
     """What a rank of that layout holds of the tensor of that name, as parallelize.py cuts the model."""
+    return _held(rank, _cut_of(name, shape, has_experts, sharding, homes), layout)
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """All that decides, in one layout, what its ranks hold of a tensor."""
+
+    shape: tuple[int, ...]
+    has_experts: bool
+    is_sharded: bool
+    homes: Homes | None  # None: contiguous blocks
+
+
+def _cut_of(
+    name: str, shape: tuple[int, ...], has_experts: bool, sharding: Sharding, homes: Mapping[str, Homes]
+) -> _Cut:
     parameter = _parameter_of(name)
-    held = whole(shape)
-    if has_experts:
-        bank, ep_rank = parameter.rpartition(".experts.")[0], coordinates(layout, rank).ep
-        if bank in homes and sharding == "none":
-            return held_experts(shape, homes[bank], ep_rank)
+    bank = parameter.rpartition(".experts.")[0] if has_experts and sharding == "none" else None
+    return _Cut(shape, has_experts, sharding == "fsdp" and is_sharded(parameter), homes.get(bank) if bank else None)
+
+
+def _copy(cut: _Cut, layout: Layout) -> list[Held]:
+    """What the ranks of the first copy hold; those of the others hold the same."""
+    first = _held(0, cut, layout)
+    return [first, *(_held(rank, cut, layout) for rank in range(1, first.ranks_per_copy))]
+
+
+def _held(rank: int, cut: _Cut, layout: Layout) -> Held:
+    shape, held = cut.shape, whole(cut.shape)
+    if cut.has_experts:
+        ep_rank = coordinates(layout, rank).ep
+        if cut.homes is not None:
+            return held_experts(shape, cut.homes, ep_rank)
         experts = expert_blocks(shape[0], layout.ep)[ep_rank]
         held = block(shape, 0, experts.start, len(experts), ranks_per_copy=layout.ep, has_experts=True)
         shape = (len(experts), *shape[1:])
-    return share_of(held, shape, layout, rank) if sharding == "fsdp" and is_sharded(parameter) else held
+    return share_of(held, shape, layout, rank) if cut.is_sharded else held
 
 
 def _parameter_of(name: str) -> str:

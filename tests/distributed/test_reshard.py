@@ -211,6 +211,39 @@ def test_an_uneven_bank_that_fsdp_cuts_in_two_ways_is_whole() -> None:
     assert gaps([*chunks, outside]) == ["experts 5 of 5 lie outside of the tensor"]
 
 
+@pytest.mark.parametrize(
+    ("world_size", "mesh", "moved"),
+    [
+        (3, {}, False),
+        (8, {"ep": 4}, False),
+        (8, {"ep": 4}, True),
+        (12, {"ep": 3, "dp_shard": 6, "sharding": "fsdp"}, False),
+        (10, {"dp_shard": 5, "sharding": "fsdp"}, False),
+    ],
+)
+def test_every_copy_is_cut_as_the_first(world_size: int, mesh: dict, moved: bool, saved: dict[str, Path]) -> None:
+    """The plan asks what the ranks of the first copy hold, and gives it to those of the copy that is written."""
+    stored, config = open_checkpoint(saved["alone"]), MeshConfig(**mesh)
+    layout, counts = plan_layout(config, world_size), stored.meta.num_experts
+    banks = {key.removeprefix("model.").rpartition(".experts.")[0]: homes(counts[key]) for key in counts if moved}
+    for key, writes in module.plan_writes(stored, layout, config.sharding, banks).items():
+        shape = stored.index.tensors[key].shape
+        for rank, box in writes:
+            assert box in module.held_by(rank, key, shape, key in counts, layout, config.sharding, banks).boxes
+        assert sum(torch.Size(box.sizes).numel() for _, box in writes) == torch.Size(shape).numel()
+
+
+def test_layers_that_are_cut_alike_are_cut_once(saved: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """FSDP's cut costs as many steps as there are ranks, for each rank: of 1,024 ranks a second per shape, not per tensor."""
+    asked, share_of = [], module.share_of
+    monkeypatch.setattr(module, "share_of", lambda held, *rest: asked.append(held.shape) or share_of(held, *rest))
+    stored = open_checkpoint(saved["alone"])
+    module.plan_writes(stored, plan_layout(MeshConfig(dp_shard=64), 64), "fsdp", {})
+    shapes = {tensor.shape for tensor in stored.index.tensors.values()}
+    assert len(stored.index.tensors) > 3 * len(shapes)
+    assert len(asked) <= 64 * len(shapes)
+
+
 def meet(one, other) -> bool:
     return all(
         a < b + size_b and b < a + size_a
