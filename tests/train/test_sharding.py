@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections import Counter
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._dynamo.utils import counters
 from torch.distributed.tensor import DTensor
 from world import run_ranks
 
@@ -19,6 +21,7 @@ from moebius.distributed.shards import Held, held_of, local_tensor
 from moebius.model.config import ModelConfig
 from moebius.model.precision import enters_a_product
 from moebius.model.router_sigmoid import SigmoidConfig
+from moebius.train import run as parts_of_a_run
 from moebius.train.config import CheckpointConfig, Config, MeshConfig, TrainConfig
 from moebius.train.evaluate import evaluate
 from moebius.train.loop import step, train
@@ -126,7 +129,10 @@ def on_one_rank(data: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[tu
 
 
 def compare(config: Config, world: int, run_dir: Path, expected: tuple, tolerance: float) -> None:
-    results = run_ranks(sgd_steps, world, config, run_dir)
+    compare_found(run_ranks(sgd_steps, world, config, run_dir), expected, tolerance)
+
+
+def compare_found(results: list[tuple], expected: tuple, tolerance: float) -> None:
     for losses, validation, *_ in results:
         assert losses == pytest.approx(expected[0], rel=tolerance)
         assert validation == pytest.approx(expected[1], rel=tolerance)
@@ -161,6 +167,37 @@ def test_in_bfloat16_too(data: Path, tmp_path: Path, on_one_rank: dict) -> None:
     exact, rough = (joined([on_one_rank["repeated", precision][2]]) for precision in ("float32", "bfloat16"))
     name = "group.0.feed_forward.sparse.experts.w_up"
     assert not torch.equal(exact[name], rough[name])
+
+
+def compiled_steps(config: Config, run_dir: Path) -> tuple:
+    """As `sgd_steps`, with a backend that makes no code; and how many graphs there were, and how many breaks."""
+    make_code = parts_of_a_run.compile_dense_parts
+    parts_of_a_run.compile_dense_parts = partial(make_code, backend="aot_eager")  # a process of its own
+    torch._dynamo.reset()
+    counters.clear()
+    found = sgd_steps(config, run_dir)
+    return *found, counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
+
+
+@pytest.mark.parametrize(
+    ("model", "mesh", "recompute"),
+    [
+        ("repeated", {"dp_shard": 2}, "none"),
+        ("not_repeated", {"dp_shard": 2, "ep": 2}, "selective"),
+    ],
+)
+def test_compiled_parts_read_sharded_weights(
+    model: str, mesh: dict, recompute: str, data: Path, tmp_path: Path, on_one_rank: dict
+) -> None:
+    settings = {"compile": True, "recompute": recompute}
+    config = make_config(data, model, mesh=mesh | {"sharding": "fsdp"}, train=settings)
+    results = run_ranks(compiled_steps, 2, config, tmp_path)
+    compare_found(results, on_one_rank[model, "float32"], 1e-5)
+    for *_, graphs, breaks in results:
+        assert graphs in range(
+            3, 10
+        )  # norm, attention, read-out; in training and in evaluation, with two sizes of batch
+        assert breaks == 0
 
 
 COLLECTIVES = {  # as FSDP calls them in torch 2.11 and in 2.13
