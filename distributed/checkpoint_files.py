@@ -126,6 +126,21 @@ def step_name(step: int) -> str:
     return f"step_{step:08d}"
 
 
+def refuse_name_of_another_step(path: Path, step: int | None) -> None:
+    """CheckpointError if a directory of that name would be taken for a checkpoint that it is not; None: it is none at all.
+
+    Runs find their checkpoints by name: one of another step is resumed from in place of the newest, or never.
+    """
+    if re.fullmatch(r"step_\d+", path.name) is None or (step is not None and path.name == step_name(step)):
+        return
+    if step is None:
+        raise CheckpointError(f"{path}: only a checkpoint may be called step_<number>; choose another name")
+    raise CheckpointError(
+        f"{path}: the checkpoint is of step {step}, and runs go by the name: call it {step_name(step)}, or something that does "
+        "not look like another step"
+    )
+
+
 def list_checkpoints(directory: Path) -> list[Checkpoint]:
     """The committed checkpoints, oldest first; none if the directory does not exist."""
     if not directory.is_dir():

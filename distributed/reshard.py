@@ -41,11 +41,12 @@ from .checkpoint_files import (
     open_verified,
     read_tensor,
     refuse,
+    refuse_name_of_another_step,
     storage_metadata,
     sum_of,
     verify,
 )
-from .checkpoint_writing import SummingWriter, appearing, seal
+from .checkpoint_writing import SummingWriter, appearing, refuse_existing, seal
 from .dispatch_homes import Homes
 from .layout import Layout, coordinates, expert_blocks
 from .moving import held_experts
@@ -73,9 +74,13 @@ def reshard(
     contiguous blocks. `out` appears whole and verified, or not at all. The state is the same, bit for bit.
 
     Raises:
-        CheckpointError: the source is damaged, a bank has fewer experts than `layout.ep`, `out` exists, or the disk is full.
+        CheckpointError: the source is damaged, a bank has fewer experts than `layout.ep`, `out` exists or is called as another
+            step's checkpoint, or the disk is full.
     """
-    size = sum(file.num_bytes for file in open_checkpoint(source).manifest.files.values())
+    unchecked = open_checkpoint(source)
+    refuse_name_of_another_step(out, unchecked.meta.step)
+    refuse_existing(out)  # now too: verifying may take an hour
+    size = sum(file.num_bytes for file in unchecked.manifest.files.values())
     stored = open_verified(source, watch("checking the checkpoint", size))
     _check_experts(stored.meta.num_experts, layout)
     writes = plan_writes(stored, layout, sharding, homes)

@@ -20,6 +20,7 @@ from ..distributed.checkpoint_files import (
     missing_files,
     open_checkpoint,
     read_meta,
+    step_name,
     verify,
 )
 from ..distributed.dispatch_homes import Homes
@@ -38,13 +39,16 @@ def list_table(path: Path) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
     for name in ("step", "written", "MiB", "ranks", "ep", "shard", "replicate", "state"):
         table.add_column(name, justify="left" if name in ("written", "state") else "right", no_wrap=name != "state")
-    for checkpoint in [found.path for found in list_checkpoints(path / "checkpoints")] or [find_checkpoint(path)]:
+    own = [found.path for found in list_checkpoints(path / "checkpoints")]
+    for checkpoint in own or [find_checkpoint(path)]:
         numbers: Sequence[object] = ("", "", "", "")
         step = checkpoint.name.removeprefix("step_").lstrip("0")
         try:
             meta, problems = read_meta(checkpoint), missing_files(checkpoint)
             layout, step = meta.layout, str(meta.step)
             numbers = (layout.world_size, layout.ep, layout.dp_shard, layout.dp_replicate)
+            if own and checkpoint.name != step_name(meta.step):
+                problems.append(f"is called {checkpoint.name}, by which a run goes: was it renamed?")
         except CorruptCheckpointError as error:
             problems = [str(error)]
         state = Text("; ".join(problems), style="red") if problems else Text("complete", style="green")

@@ -30,9 +30,10 @@ from ..distributed.checkpoint_files import (
     open_checkpoint,
     open_verified,
     read_tensor,
+    refuse_name_of_another_step,
     sum_of,
 )
-from ..distributed.checkpoint_writing import appearing, write_synced
+from ..distributed.checkpoint_writing import appearing, refuse_existing, write_synced
 from ..distributed.parallelize import expert_names
 from ..distributed.reshard import Watch
 from ..model.config import ModelConfig
@@ -123,6 +124,8 @@ def export(
         ValueError: the checkpoint is damaged or of no run, safetensors is missing, `out` exists, or the disk is full.
     """
     _require_safetensors()
+    refuse_name_of_another_step(out, None)
+    refuse_existing(out)  # now too: verifying may take an hour
     size = sum(file.num_bytes for file in open_checkpoint(source).manifest.files.values())
     stored = open_verified(source, watch("checking the checkpoint", size))
     config = _config_of(stored)

@@ -314,8 +314,10 @@ def test_what_goes_wrong_leaves_nothing(
         monkeypatch.setattr(
             module, "_append", lambda tensor, *rest: original(tensor + 1 if tensor.numel() == 20 else tensor, *rest)
         )
+    passes: list[str] = []
     with pytest.raises(CheckpointError, match=message):
-        reshard(saved["alone"], out, layout)
+        reshard(saved["alone"], out, layout, watch=lambda what, size: passes.append(what) or (lambda more: None))
+    assert bool(passes) == (failure != "exists")  # hours of verifying come after what can be told at once
     assert not out.exists() or not any(out.iterdir())
     assert not out.parent.exists() or os.listdir(out.parent) == ["out"] * (failure == "exists")
 

@@ -97,6 +97,16 @@ def test_what_is_not_whole_is_shown_as_such(run_dir: Path, capfd: pytest.Capture
     assert "step_00000015.g0.tmp: being written, or left behind" in third
 
 
+def test_a_checkpoint_under_the_name_of_another_step_is_shown_as_such(
+    run_dir: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    checkpoint(run_dir, 10).rename(checkpoint(run_dir, 11))
+    code, [_, first, second], _ = run(capfd, "ls", str(run_dir))
+    assert code == 0
+    assert first.rstrip().endswith("complete")
+    assert re.match(r"\s*10 .*is called step_00000011, by which a run goes: was it renamed\?", second)
+
+
 def test_verify_reads_all_of_a_run(run_dir: Path, capfd: pytest.CaptureFixture[str]) -> None:
     code, lines, _ = run(capfd, "verify", str(run_dir))
     words = "3 tensors, 1 of them by experts, each expert once"
@@ -161,6 +171,11 @@ def test_experts_stay_where_they_were_moved_if_that_fits(
         (["run", "--world-size", "0"], "a world needs at least one rank"),
         (["run", "--world-size", "2", "--ep", "0"], "the mesh is not valid: ep 0: Input should be greater than"),
         (["run", "--world-size", "2", "--out", "run"], "run exists already and is not overwritten"),
+        (
+            ["run", "--world-size", "2", "--out", "new/step_00000011"],
+            "new/step_00000011: the checkpoint is of step 10, and runs go by the name: call it step_00000010",
+        ),
+        (["run", "--world-size", "2", "--step", "5", "--out", "step_5"], "of step 5, and runs go by the name: call it"),
     ],
 )
 def test_what_cannot_be_resharded(

@@ -195,6 +195,10 @@ def run(capfd: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
     ("arguments", "message"),
     [
         (["CHECKPOINT", "--out", "taken"], "taken exists already and is not overwritten"),
+        (
+            ["CHECKPOINT", "--out", "step_00000007"],
+            "only a checkpoint may be called step_<number>; choose another name",
+        ),
         (["nowhere", "--out", "out"], "nowhere: has no checkpoint"),
         (["RUN", "--out", "out", "--step", "3"], "has no checkpoint of step 3; there are those of 7"),
         (["CHECKPOINT", "--out", "out", "--step", "7"], "is one checkpoint: a step can be chosen of a run folder only"),
