@@ -11,7 +11,9 @@ once for evaluation. Another batch size costs one more of each, which then fits 
 import importlib.util
 import os
 import shutil
+import sysconfig
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,6 +28,8 @@ _METHODS = {
     LayerNorm: "forward", DenseMLP: "forward", DenseAttention: "forward", SwitchHead: "attend", MoMHA: "attend",
     Halting: "gate",
 }  # fmt: skip
+# By type of device: the language of what is compiled, the variable that names a compiler, and those that are looked for else.
+_COMPILERS = {"cpu": ("C++", "CXX", ["g++"]), "cuda": ("C", "CC", ["gcc", "clang"])}
 
 
 def compile_dense_parts(model: Transformer, *, backend: str = "inductor") -> None:
@@ -44,15 +48,35 @@ def compile_dense_parts(model: Transformer, *, backend: str = "inductor") -> Non
 
 
 def check_compiler(device: torch.device) -> None:
-    """ValueError unless code for that device can be compiled here."""
-    compiler = os.environ.get("CXX", "g++")
-    if device.type == "cpu" and shutil.which(compiler) is None:
-        raise ValueError(
-            f"train.compile=true needs a C++ compiler on CPUs, and there is no {compiler!r} here: install g++, name another in "
-            "the environment variable CXX, or set train.compile=false"
-        )
+    """ValueError unless code for that device can be compiled here.
+
+    On CPUs torch writes C++; on GPUs Triton writes the kernels, but reaches the driver through a module in C that it compiles
+    when it is first used (triton/backends/nvidia/driver.c; versions 3.6 to 3.9). Both modules include Python's own header.
+    """
     if device.type == "cuda" and importlib.util.find_spec("triton") is None:
         raise ValueError("train.compile=true needs Triton on GPUs: pip install triton, or set train.compile=false")
+    if device.type not in _COMPILERS:
+        return
+    language, variable, known = _COMPILERS[device.type]
+    names = [os.environ[variable]] if variable in os.environ else known
+    if not any(shutil.which(name) for name in names):
+        raise ValueError(
+            f"train.compile=true needs a {language} compiler on {device.type.upper()} devices, and there is no "
+            f"{' and no '.join(map(repr, names))} here: install {known[0]}, name another in the environment variable {variable}, "
+            "or set train.compile=false"
+        )
+    if not any((folder / "Python.h").is_file() for folder in _include_folders()):
+        raise ValueError(
+            f"train.compile=true needs the headers of Python, and there is no {_include_folders()[0] / 'Python.h'}: install them "
+            "(python3-dev on Debian and Ubuntu), name their folder in the environment variable CPATH, or set "
+            "train.compile=false"
+        )
+
+
+def _include_folders() -> list[Path]:
+    """Where compilers look for Python.h, the usual place first."""
+    named = os.environ.get("CPATH", "").split(os.pathsep)
+    return [Path(sysconfig.get_path("include", "posix_prefix")), *(Path(folder) for folder in named if folder)]
 
 
 def _parts(model: Transformer) -> Iterator[tuple[Any, str]]:

@@ -1,7 +1,9 @@
 """Compiled parts compute what eager ones do, in few graphs, under recomputation too."""
 
+import importlib.util
 import os
-import shutil
+import sysconfig
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,9 +16,17 @@ from moebius.model.precision import forward_in
 from moebius.model.transformer import Transformer
 from moebius.train.loss import micro_batch_loss
 
-needs_compiler = pytest.mark.skipif(
-    shutil.which(os.environ.get("CXX", "g++")) is None, reason="torch.compile needs a C++ compiler on CPUs"
-)
+
+def cannot_compile() -> str:
+    """What is missing here; nothing: an empty text."""
+    try:
+        check_compiler(torch.device("cpu"))
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+needs_compiler = pytest.mark.skipif(bool(cannot_compile()), reason=cannot_compile())
 
 
 def gradients(model: Transformer, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -72,6 +82,47 @@ def test_compiled_code_computes_the_same() -> None:
 
 def test_without_a_compiler_the_user_hears_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
-    with pytest.raises(ValueError, match=r"C\+\+ compiler .* no 'no-such-compiler' here: install g\+\+"):
+    with pytest.raises(
+        ValueError, match=r"C\+\+ compiler on CPU devices, and there is no 'no-such-compiler' here: install g\+\+"
+    ):
         compile_dense_parts(tiny_model("dense"))
     check_compiler(torch.device("meta"))  # nothing is compiled for it
+
+
+def test_gpus_need_a_compiler_of_c_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Triton compiles a module in C, with CC, gcc or clang; it is not installed where there is no GPU."""
+    gpu = torch.device("cuda")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match="needs Triton on GPUs: pip install triton"):
+        check_compiler(gpu)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CC", raising=False)
+    with pytest.raises(
+        ValueError, match=r"a C compiler on CUDA devices, and there is no 'gcc' and no 'clang' here: .* CC"
+    ):
+        check_compiler(gpu)
+    (tmp_path / "clang").touch(mode=0o755)
+    with_headers(monkeypatch, tmp_path)
+    check_compiler(gpu)
+    monkeypatch.setenv("CC", "gcc")  # what is named is taken, and nothing in its place
+    with pytest.raises(ValueError, match="there is no 'gcc' here"):
+        check_compiler(gpu)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_both_need_the_headers_of_python(device: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    for variable in ("CC", "CXX"):
+        monkeypatch.setenv(variable, "sh")
+    monkeypatch.setattr(sysconfig, "get_path", lambda name, scheme: str(tmp_path / scheme))
+    monkeypatch.delenv("CPATH", raising=False)
+    with pytest.raises(ValueError, match=r"no .*posix_prefix/Python.h: install them \(python3-dev"):
+        check_compiler(torch.device(device))
+    with_headers(monkeypatch, tmp_path)
+    check_compiler(torch.device(device))
+
+
+def with_headers(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    (folder / "Python.h").touch()
+    monkeypatch.setenv("CPATH", f"/nowhere{os.pathsep}{folder}")
