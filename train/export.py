@@ -4,8 +4,8 @@ Per expert, in torch.nn.Linear's [out, in], because that is how mixtures of expe
 ranks, converts it, or drops or merges experts, picks whole experts by name and knows nothing of our banks. The price: a few
 thousand keys, and a transposition on the way. Within a bank [E, in, out] is what the kernels want.
 
-What a run computes in lower precision may be stored in it (`dtype`); routers, norms, biases and embeddings stay float32, as they
-do in training, so the export of a bfloat16 run answers with the same bits as the run.
+What a run computes in lower precision may be stored in it (`dtype`); routers, norms, biases, embeddings and buffers stay as they
+are, as they do in training, so the export of a bfloat16 run answers with the same bits as the run.
 
 Cost: three passes over the bytes; memory for one output file and the largest tensor.
 """
@@ -27,6 +27,7 @@ from ..data_pipeline.tokenizer import END_OF_DOCUMENT, TOKENIZER_FILE, BytesToke
 from ..distributed.checkpoint_files import (
     CheckpointError,
     StoredCheckpoint,
+    dtype_named,
     open_checkpoint,
     open_verified,
     read_tensor,
@@ -129,12 +130,13 @@ def export(
     size = sum(file.num_bytes for file in open_checkpoint(source).manifest.files.values())
     stored = open_verified(source, watch("checking the checkpoint", size))
     config = _config_of(stored)
-    plan = _plan(stored, dtype, max_file_bytes)
-    total = sum(_num_bytes(piece, dtype) for pieces in plan.values() for piece in pieces)
+    dtypes = _dtypes_of(stored, config, dtype)
+    plan = _plan(stored, dtypes, max_file_bytes)
+    total = sum(_num_bytes(piece, dtypes) for pieces in plan.values() for piece in pieces)
     tokenizer, words = _tokenizer_of(config)
     with appearing(out, needed_bytes=total) as folder:
         on_bytes, sums = watch("writing the files", total), {}
-        for file, tensors in _cut(stored, plan, dtype):
+        for file, tensors in _cut(stored, plan, dtypes):
             _save(tensors, folder / file)
             sums |= {key: sum_of(tensor) for key, tensor in tensors.items()}
             on_bytes(sum(tensor.nbytes for tensor in tensors.values()))
@@ -159,9 +161,10 @@ def load_export(folder: Path, *, backend: str = "auto") -> Transformer:
     values = _read_json(folder / "config.json")
     try:
         config, step = ModelConfig.model_validate(values["model"]), int(values["step"])
-    except (KeyError, ValueError) as error:
-        raise ConfigError(f"{folder / 'config.json'} describes no model of moebius: {error}") from error
-    weight_map: dict[str, str] = _read_json(folder / INDEX_FILE)["weight_map"]
+    except (KeyError, TypeError, ValueError) as error:
+        told = f"it has no {error}" if isinstance(error, KeyError) else error
+        raise ConfigError(f"{folder / 'config.json'} describes no model of moebius: {told}") from error
+    weight_map = _weight_map_of(folder)
     with torch.device("meta"):
         model = Transformer(config, backend=backend)
     banks = expert_names(model)
@@ -199,7 +202,19 @@ def parse_size(text: str) -> int:
 # Planning and writing -----------------------------------------------------------------------------------------------
 
 
-def _plan(stored: StoredCheckpoint, dtype: Precision, max_file_bytes: int) -> dict[str, list[Piece]]:
+def _dtypes_of(stored: StoredCheckpoint, config: Config, dtype: Precision) -> dict[str, torch.dtype]:
+    """How each tensor of the model is exported: what enters matrix products in `dtype`, everything else as it is stored."""
+    with torch.device("meta"):
+        model = Transformer(config.model)
+    cast = {name for name, _ in model.named_parameters() if enters_a_product(name)}
+    return {
+        name: _DTYPES[dtype] if name in cast else dtype_named(tensor.dtype)
+        for key, tensor in stored.index.tensors.items()
+        if (name := key.removeprefix("model.")) != key
+    }
+
+
+def _plan(stored: StoredCheckpoint, dtypes: Mapping[str, torch.dtype], max_file_bytes: int) -> dict[str, list[Piece]]:
     """Which pieces go into which file: in the order of the model's names, a new file where one would be too big."""
     files: list[list[Piece]] = [[]]
     filled = 0
@@ -209,7 +224,7 @@ def _plan(stored: StoredCheckpoint, dtype: Precision, max_file_bytes: int) -> di
         for piece in pieces_of(
             name.removeprefix("model."), tensor.shape, has_experts=name in stored.meta.num_experts
         ):  # fmt: skip
-            size = _num_bytes(piece, dtype)
+            size = _num_bytes(piece, dtypes)
             if files[-1] and filled + size > max_file_bytes:
                 files.append([])
                 filled = 0
@@ -221,7 +236,7 @@ def _plan(stored: StoredCheckpoint, dtype: Precision, max_file_bytes: int) -> di
 
 
 def _cut(
-    stored: StoredCheckpoint, plan: Mapping[str, list[Piece]], dtype: Precision
+    stored: StoredCheckpoint, plan: Mapping[str, list[Piece]], dtypes: Mapping[str, torch.dtype]
 ) -> Iterator[tuple[str, dict[str, Tensor]]]:  # fmt: skip
     name, tensor = "", torch.empty(0)
     for file, pieces in plan.items():
@@ -229,16 +244,12 @@ def _cut(
         for piece in pieces:
             if piece.name != name:
                 name, tensor = piece.name, read_tensor(stored, f"model.{piece.name}")
-            tensors[piece.key] = piece.cut(tensor).to(_dtype_of(piece, dtype))
+            tensors[piece.key] = piece.cut(tensor).to(dtypes[piece.name])
         yield file, tensors
 
 
-def _dtype_of(piece: Piece, dtype: Precision) -> torch.dtype:
-    return _DTYPES[dtype] if enters_a_product(piece.name) else torch.float32
-
-
-def _num_bytes(piece: Piece, dtype: Precision) -> int:
-    return torch.Size(piece.shape).numel() * _dtype_of(piece, dtype).itemsize
+def _num_bytes(piece: Piece, dtypes: Mapping[str, torch.dtype]) -> int:
+    return torch.Size(piece.shape).numel() * dtypes[piece.name].itemsize
 
 
 def _save(tensors: dict[str, Tensor], file: Path) -> None:
@@ -354,16 +365,33 @@ def _fill(tensor: Tensor, piece: Piece, value: Tensor, folder: Path) -> None:
             f"{folder}: {piece.key} has shape {list(value.shape)}, its model asks for {list(piece.shape)}"
         )
     if tensor.dtype != value.dtype:
+        if not (tensor.is_floating_point() and value.is_floating_point()):
+            raise ConfigError(f"{folder}: {piece.key} is {value.dtype}, its model asks for {tensor.dtype}")
         tensor.data = tensor.data.to(value.dtype)
     piece.put(value, tensor)
 
 
+def _weight_map_of(folder: Path) -> dict[str, str]:
+    """Which key stands in which file."""
+    found = _read_json(folder / INDEX_FILE).get("weight_map")
+    if not isinstance(found, dict) or not all(isinstance(file, str) for file in found.values()):
+        raise ConfigError(f"{folder / INDEX_FILE}: has no weight_map of keys and files; is it the index of an export?")
+    if outside := [file for file in found.values() if Path(file).name != file]:
+        raise ConfigError(f"{folder / INDEX_FILE}: names files outside of its folder: {outside[0]}")
+    if absent := sorted({file for file in found.values() if not (folder / file).is_file()}):
+        raise ConfigError(f"{folder}: {', '.join(absent)} missing, of {len(set(found.values()))} files with weights")
+    return found
+
+
 def _read_json(file: Path) -> dict[str, Any]:
     try:
-        return json.loads(file.read_bytes())
+        found = json.loads(file.read_bytes())
     except OSError as error:
         raise ConfigError(
             f"{file}: cannot be read ({error.strerror}); is this a folder of `moebius ckpt export`?"
         ) from None
     except ValueError as error:
         raise ConfigError(f"{file}: is not JSON ({error})") from None
+    if not isinstance(found, dict):
+        raise ConfigError(f"{file}: is no JSON object")
+    return found

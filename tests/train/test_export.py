@@ -32,7 +32,7 @@ from moebius.train.state import Progress, model_tensors
 
 VOCABULARY, STEP = 257, 7
 TOKENS = torch.arange(8 * 16).view(8, 16) * 37 % VOCABULARY
-PAPER = "moeut"
+PAPER, DENSE = "moeut", "dense"
 
 
 @cache
@@ -108,6 +108,48 @@ def test_every_architecture_comes_back_with_the_same_bits(name: str, runs: dict[
             stored = precision if enters_a_product(key) else torch.float32
             assert loaded.state_dict()[key].dtype == stored
             assert torch.equal(loaded.state_dict()[key], tensor.to(stored)), key
+
+
+BUFFERS = {
+    "group.0.seen": torch.tensor([2**53 + 1, -1]),  # a float64 has not this number
+    "group.0.is_open": torch.tensor([True, False]),
+    "group.1.exact": torch.tensor([1 / 3], dtype=torch.float64),
+    "group.1.mean": torch.tensor([1 / 3]),  # by its name it could be a matrix
+}
+
+
+class Buffered(Transformer):
+    """With buffers of all kinds."""
+
+    def __init__(self, *arguments, **options) -> None:
+        super().__init__(*arguments, **options)
+        for name, buffer in BUFFERS.items():
+            member, _, attribute = name.rpartition(".")
+            self.get_submodule(member).register_buffer(attribute, buffer.to(self.embedding.device))
+
+
+def save_buffered(folder: Path) -> None:
+    with start_process("cpu", timeout_s=60) as process:
+        mesh = build_mesh(plan_layout(MeshConfig(), 1), process)
+        saver = Checkpointer(folder, mesh=mesh, process=process, keep_last=1, generation=0, generation_file=None)
+        model = Buffered(model_of(DENSE).config)
+        initialise(model, 1)
+        meta = {"progress": Progress(STEP, STEP, 0, 1000).as_dict(), "config": config_of(DENSE).model_dump(mode="json")}
+        saver.save(STEP, *model_tensors(model), meta)
+        saver.wait()
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_what_is_no_weight_is_kept_as_it_is(dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_ranks(save_buffered, 1, tmp_path / "run")
+    monkeypatch.setattr(module, "Transformer", Buffered)
+    export(tmp_path / "run" / f"step_{STEP:08d}", tmp_path / "out", dtype=dtype)
+    stored, loaded = load_file(tmp_path / "out" / "model.safetensors"), load_export(tmp_path / "out").state_dict()
+    for name, buffer in BUFFERS.items():
+        for found in (stored[name], loaded[name]):
+            assert found.dtype == buffer.dtype, name
+            assert torch.equal(found, buffer), name
+    assert loaded["head.weight"].dtype == {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype]
 
 
 def test_the_keys_are_those_of_the_documents(runs: dict[str, Path], tmp_path: Path) -> None:
@@ -268,11 +310,51 @@ EXPERT = "group.0.feed_forward.sparse.experts.3.w_up.weight"
             lambda tensors: tensors.update({EXPERT: tensors[EXPERT].T.contiguous()}),
             rf"{EXPERT} has shape \[24, 8\], its model asks for \[8, 24\]",
         ),
+        (
+            lambda tensors: tensors.update({EXPERT: tensors[EXPERT].to(torch.int32)}),
+            rf"{EXPERT} is torch.int32, its model asks for torch.float32",
+        ),
     ],
 )
 def test_an_export_that_lacks_something_is_not_loaded(change, message: str, exported: Path) -> None:
     rewrite(exported, change)
     with pytest.raises(ConfigError, match=message):
+        load_export(exported)
+
+
+INDEX = "model.safetensors.index.json"
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        (INDEX, {"metadata": {}}, "has no weight_map of keys and files"),
+        (INDEX, {"weight_map": [EXPERT]}, "has no weight_map of keys and files"),
+        (INDEX, {"weight_map": {EXPERT: 3}}, "has no weight_map of keys and files"),
+        (INDEX, [], "is no JSON object"),
+        (INDEX, {"weight_map": {EXPERT: "../model.safetensors"}}, "names files outside of its folder: ../model"),
+        (
+            INDEX,
+            {"weight_map": {EXPERT: "model-1.safetensors", "b": "model.safetensors"}},
+            "out: model-1.safetensors missing, of 2 files with weights",
+        ),
+        ("config.json", {"step": 3}, "describes no model of moebius: it has no 'model'"),
+        ("config.json", {"model": {}, "step": None}, "describes no model of moebius"),
+    ],
+)
+def test_an_export_that_is_described_wrongly_is_not_loaded(
+    file: str, content: object, message: str, exported: Path
+) -> None:
+    (exported / file).write_text(json.dumps(content))
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        load_export(exported)
+
+
+def test_a_key_that_its_file_has_not_is_named(exported: Path) -> None:
+    tensors = load_file(exported / "model.safetensors")
+    del tensors[EXPERT]
+    save_file(tensors, exported / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match=rf"model.safetensors: cannot be read: .*{re.escape(EXPERT)}"):
         load_export(exported)
 
 
