@@ -37,6 +37,7 @@ DISPATCH, DISPATCHERS = "tests/distributed/test_dispatch.py", "tests/distributed
 EVERY_KIND = f"{DISPATCHERS}::test_every_dispatcher_equals_one_rank_on_every_kind_of_routes[fp64]"
 ON_FOUR_RANKS = f"{DISPATCH}::test_alltoall_equals_one_rank_bitwise[4]"
 GRADIENTS, CHECKPOINT = "tests/distributed/test_gradients.py", "tests/distributed/test_checkpoint.py"
+SHARDING, MOVING = "tests/train/test_sharding.py", "tests/distributed/test_moving.py"
 
 MUTANTS = (
     Mutant(
@@ -136,6 +137,37 @@ MUTANTS = (
         "a resumed optimizer forgets how many steps it made", "train/state.py",
         '["step"].fill_(float(updates))', '["step"].fill_(0.0)',
         ("tests/train/test_parity.py::test_resumed_equals_uninterrupted_bit_for_bit",),
+    ),
+    Mutant(
+        "sharded gradients are not summed over replicas", "distributed/sharding.py",
+        'axes = (axis,) if mesh.layout.dp_replicate == 1 else ("dp_replicate", axis)', "axes = (axis,)",
+        (f"{SHARDING}::test_sharded_weights_make_the_same_steps[4-mesh1]",),
+    ),
+    Mutant(
+        "what was gathered before an update is used after it", "distributed/sharding.py",
+        "        free_gathered(model)\n", "",
+        (f"{SHARDING}::test_a_pass_without_a_backward_leaves_nothing_gathered_in_a_checkpoint[repeated]",),
+    ),
+    Mutant(
+        "a recomputed step routes anew", "model/recompute.py",
+        "index = once(lambda: scores.detach().topk(count, dim=-1).indices)",
+        "index = scores.detach().topk(count, dim=-1).indices",
+        ("tests/model/test_recompute.py::test_a_second_run_that_rounds_otherwise_decides_as_the_first[moeut-selective]",),
+    ),
+    Mutant(
+        "experts that move leave their moments behind", "distributed/moving.py",
+        "state[key] = journey.carry(state[key])", "state[key] = torch.zeros_like(parameter)",
+        (f"{MOVING}::test_weights_and_moments_go_together_wherever_they_go[2]",),
+    ),
+    Mutant(
+        "copies of an expert keep their own gradients", "distributed/replicas.py",
+        "pending.append(dist.all_reduce(shared.sum_X, group=self._group, async_op=True))", "pending.append(None)",
+        (f"{MOVING}::test_copies_answer_as_the_one_expert_would[dedup]",),
+    ),
+    Mutant(
+        "two ranks get each other's boxes of a rewritten checkpoint", "distributed/reshard.py",
+        "for rank, box in mine:", "for (rank, _), (_, box) in zip(mine, reversed(mine), strict=True):",
+        ("tests/distributed/test_reshard.py::test_the_files_are_those_that_its_ranks_would_have_written[alone-ep4]",),
     ),
 )  # fmt: skip
 
