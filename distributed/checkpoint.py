@@ -400,6 +400,7 @@ class Checkpointer:
     def _prepare_directory(self) -> None:
         try:
             self._directory.mkdir(parents=True, exist_ok=True)
+            self._refuse_if_stale()  # what would be cleaned may be the current generation's
             self._clean_leftovers()
         except OSError as error:
             raise CheckpointError(

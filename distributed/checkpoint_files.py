@@ -16,6 +16,7 @@ import json
 import math
 import os
 import re
+import stat
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,7 +60,8 @@ class StaleGenerationError(CheckpointError):
 
 
 class _Record(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    # Without "constants" a NaN in the caller's meta would come back as None.
+    model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="constants")
 
 
 class Chunk(_Record):
@@ -249,7 +251,13 @@ def audit(stored: StoredCheckpoint) -> list[str]:
         f"{name}: all {count} experts are missing" for name, count in num_experts.items() if name not in tensors
     ]
     for name, tensor in tensors.items():
-        if name in num_experts and tensor.shape[:1] != (num_experts[name],):
+        if any(
+            {len(chunk.offsets), len(chunk.sizes)} != {len(tensor.shape)}
+            or min((*chunk.offsets, *chunk.sizes), default=0) < 0
+            for chunk in tensor.chunks
+        ):
+            problems.append(f"{name} has shape {list(tensor.shape)}, and parts that are no blocks of such a tensor")
+        elif name in num_experts and tensor.shape[:1] != (num_experts[name],):
             problems.append(f"{name} has shape {list(tensor.shape)}, but {num_experts[name]} experts")
         else:
             problems += [f"{name}: {gap}" for gap in _gaps(tensor, "experts" if name in num_experts else "rows")]
@@ -328,9 +336,15 @@ def _damages(
 
 def _misfit(file: Path, expected: FileSum) -> str | None:
     """What is wrong with a file by its size."""
-    if not file.is_file():
+    try:
+        status = file.stat()
+    except FileNotFoundError:
         return "is missing"
-    size = file.stat().st_size
+    except OSError as error:
+        return f"cannot be read: {error.strerror}"
+    if not stat.S_ISREG(status.st_mode):
+        return "is no file"
+    size = status.st_size
     return None if size == expected.num_bytes else f"has {size} bytes instead of {expected.num_bytes}"
 
 
@@ -366,18 +380,18 @@ def read_tensor(stored: StoredCheckpoint, name: str) -> Tensor:
     """One tensor, whole, on the CPU. Its chunks are read one after another."""
     tensor = stored.index.tensors[name]
     if [chunk.sizes for chunk in tensor.chunks] == [tensor.shape]:
-        return _read_chunk(stored, tensor.chunks[0]).contiguous()
+        return _read_chunk(stored, name, tensor.chunks[0]).contiguous()
     whole = torch.empty(tensor.shape, dtype=dtype_named(tensor.dtype))
     for chunk in tensor.chunks:
         part = whole
         for dim, (start, size) in enumerate(zip(chunk.offsets, chunk.sizes, strict=True)):
             part = part.narrow(dim, start, size)
-        part.copy_(_read_chunk(stored, chunk))
+        part.copy_(_read_chunk(stored, name, chunk))
     return whole
 
 
-def _read_chunk(stored: StoredCheckpoint, chunk: Chunk) -> Tensor:
-    path = stored.path / chunk.file
+def _read_chunk(stored: StoredCheckpoint, name: str, chunk: Chunk) -> Tensor:
+    path, dtype = stored.path / chunk.file, dtype_named(stored.index.tensors[name].dtype)
     try:
         with open(path, "rb") as file:
             file.seek(chunk.start)
@@ -388,7 +402,7 @@ def _read_chunk(stored: StoredCheckpoint, chunk: Chunk) -> Tensor:
         tensor = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     except Exception as error:  # bytes that are no tensor make it raise nearly anything
         raise CorruptCheckpointError(f"{path} at byte {chunk.start}: holds no tensor ({error})") from error
-    if not isinstance(tensor, Tensor) or tuple(tensor.shape) != chunk.sizes:
+    if not isinstance(tensor, Tensor) or (tuple(tensor.shape), tensor.dtype) != (chunk.sizes, dtype):
         raise CorruptCheckpointError(f"{path} at byte {chunk.start}: not the tensor that index.json promises")
     return tensor
 
@@ -425,13 +439,18 @@ class SafeReader(StorageReader):
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        for item in sorted(plan.items, key=lambda item: self._place(item.storage_index)):
-            stored = _read_chunk(self._stored, self._chunks[item.storage_index])
-            for dim, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
-                stored = stored.narrow(dim, start, length)
-            target = planner.resolve_tensor(item)
-            target.copy_(stored)
-            planner.commit_tensor(item, target)
+        items = sorted(plan.items, key=lambda item: self._place(item.storage_index))
+        for index, wanted in itertools.groupby(items, key=lambda item: item.storage_index):
+            chunk = _read_chunk(
+                self._stored, index.fqn, self._chunks[index]
+            )  # once: moved experts are many boxes of one
+            for item in wanted:
+                part = chunk
+                for dim, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
+                    part = part.narrow(dim, start, length)
+                target = planner.resolve_tensor(item)
+                target.copy_(part)
+                planner.commit_tensor(item, target)
         done: Future[None] = Future()
         done.set_result(None)
         return done

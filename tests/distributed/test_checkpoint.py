@@ -17,10 +17,11 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.state_dict_loader import load as plain_dcp_load
 from world import RankFailed, run_ranks
 
-from moebius.distributed import checkpoint, checkpoint_writing
+from moebius.distributed import checkpoint, checkpoint_files, checkpoint_writing
 from moebius.distributed.checkpoint import (
     Checkpointer,
     CheckpointError,
+    CheckpointMeta,
     CorruptCheckpointError,
     StaleGenerationError,
     latest,
@@ -31,10 +32,10 @@ from moebius.distributed.checkpoint import (
     verify,
 )
 from moebius.distributed.checkpoint_files import FileSum, Manifest, blake2b, digest_of_sums
-from moebius.distributed.layout import MeshConfig, plan_layout
+from moebius.distributed.layout import Layout, MeshConfig, plan_layout
 from moebius.distributed.mesh import build_mesh
 from moebius.distributed.process import start_process
-from moebius.distributed.shards import block, whole
+from moebius.distributed.shards import Box, Held, block, whole
 
 LAYOUTS = [(1, 1), (2, 1), (2, 2), (4, 2), (4, 4)]
 SHARDED = ["experts.w_up", "optimizer.exp_avg.experts.w_up"]
@@ -542,6 +543,16 @@ def test_a_stale_generation_may_not_commit(tmp_path, when):
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step_00000060"]
 
 
+def test_a_stale_generation_cleans_nothing_up(tmp_path):
+    """The current one may be between its two renames."""
+    fence, aside = tmp_path / "generation", tmp_path / "checkpoints" / "step_00000060.old.tmp"
+    fence.write_text("4")
+    aside.mkdir(parents=True)
+    with pytest.raises(RankFailed, match=r"StaleGenerationError: generation 3 may not commit"):
+        run_ranks(save_steps, 2, tmp_path / "checkpoints", 1, [], {"generation_file": fence})
+    assert aside.is_dir()
+
+
 def test_without_a_supervisor_there_is_no_fence(tmp_path):
     run_ranks(save_steps, 1, tmp_path / "checkpoints", 1, [1], {"generation_file": tmp_path / "absent"})
     assert verify(tmp_path / "checkpoints" / "step_00000001").step == 1
@@ -685,6 +696,53 @@ def test_a_part_can_be_asked_for(saved):
         load(saved, part)
     load(saved, part, allow_unexpected=True)
     assert torch.equal(part["embed.weight"], whole_state(50)["embed.weight"])
+
+
+@pytest.mark.parametrize("part", [{"offsets": [0]}, {"sizes": [4, 3]}, {"offsets": [-4, 0, 0]}, {"sizes": [4, 3, -2]}])
+def test_an_index_with_parts_that_are_no_blocks_is_refused(saved, part):
+    index = json.loads((saved / "index.json").read_text())
+    index["tensors"]["experts.w_up"]["chunks"][0].update(part)
+    (saved / "index.json").write_text(json.dumps(index))
+    reseal(saved)
+    with pytest.raises(
+        CorruptCheckpointError, match=r"experts.w_up has shape \[8, 3, 2\], and parts that are no blocks"
+    ):
+        verify(saved)
+
+
+def test_a_tensor_of_another_dtype_than_promised_is_refused(saved):
+    """Copied into what is asked for, it would be cast without a word."""
+    index = json.loads((saved / "index.json").read_text())
+    index["tensors"]["embed.weight"]["dtype"] = "int32"
+    (saved / "index.json").write_text(json.dumps(index))
+    reseal(saved)
+    with pytest.raises(CheckpointError, match=r"not the tensor that index.json promises"):
+        load(saved, {"embed.weight": torch.zeros(11, 4, dtype=torch.int32)}, allow_unexpected=True)
+
+
+def test_a_directory_in_the_place_of_a_file_is_told(saved):
+    (saved / "__1_0.distcp").unlink()
+    (saved / "__1_0.distcp").mkdir()
+    with pytest.raises(CorruptCheckpointError, match=r"__1_0.distcp is no file"):
+        verify(saved)
+
+
+def test_many_boxes_of_one_chunk_read_it_once(saved, monkeypatch):
+    """Experts that were moved lie one by one."""
+    read, read_chunk = [], checkpoint_files._read_chunk
+    monkeypatch.setattr(checkpoint_files, "_read_chunk", lambda *args: read.append(args[1:]) or read_chunk(*args))
+    boxes = tuple(Box((7 - slot, 0, 0), (1, 3, 2), (slot, 0, 0)) for slot in range(8))
+    part = {"experts.w_up": torch.zeros(8, 3, 2)}
+    load(saved, part, {"experts.w_up": Held((8, 3, 2), boxes, 1, has_experts=True)}, allow_unexpected=True)
+    assert torch.equal(part["experts.w_up"], whole_state(50)["experts.w_up"].flip(0))
+    assert len(read) == 2
+
+
+def test_numbers_that_json_has_not_come_back():
+    """A loss may be NaN."""
+    meta = {"nan": float("nan"), "numbers": [float("inf"), -float("inf"), 0.1]}
+    written = CheckpointMeta(step=1, generation=0, layout=Layout(1, 1), num_experts={}, versions={}, meta=meta)
+    assert repr(CheckpointMeta.model_validate_json(written.model_dump_json()).meta) == repr(meta)
 
 
 def test_what_is_no_checkpoint_is_told(tmp_path):
