@@ -37,14 +37,14 @@ from .checkpoint_files import (
     OnBytes,
     StoredCheckpoint,
     StoredTensor,
+    audit,
+    damaged_files,
     open_checkpoint,
     open_verified,
     read_tensor,
-    refuse,
     refuse_name_of_another_step,
     storage_metadata,
     sum_of,
-    verify,
 )
 from .checkpoint_writing import SummingWriter, appearing, refuse_existing, seal
 from .dispatch_homes import Homes
@@ -79,10 +79,10 @@ def reshard(
     """
     unchecked = open_checkpoint(source)
     refuse_name_of_another_step(out, unchecked.meta.step)
-    refuse_existing(out)  # now too: verifying may take an hour
+    refuse_existing(out)  # now too, as all that can be told before an hour of verifying
     size = sum(file.num_bytes for file in unchecked.manifest.files.values())
+    _check_experts(unchecked.meta.num_experts, layout)
     stored = open_verified(source, watch("checking the checkpoint", size))
-    _check_experts(stored.meta.num_experts, layout)
     writes = plan_writes(stored, layout, sharding, homes)
     with appearing(out, needed_bytes=size) as temporary:
         writer = SummingWriter(temporary)
@@ -91,7 +91,7 @@ def reshard(
         writer.finish(_metadata(stored, writes), [results])
         meta = stored.meta.model_copy(update={"layout": layout})
         seal(temporary, writer.index, meta, writer.files.sums)
-        _compare(temporary, sums, watch, size)
+        _compare(temporary, out, sums, watch, size)
     return meta
 
 
@@ -234,14 +234,20 @@ def _metadata(stored: StoredCheckpoint, writes: _Writes) -> Metadata:
     )
 
 
-def _compare(path: Path, sums: Mapping[str, str], watch: Watch, size: int) -> None:
+def _compare(path: Path, out: Path, sums: Mapping[str, str], watch: Watch, size: int) -> None:
     """Checks the copy as any checkpoint is checked, and then every tensor against what was read from the source."""
-    verify(path, watch("checking the copy", size))
-    stored, on_bytes = open_checkpoint(path), watch("comparing the tensors", size)
-    unlike = []
-    for name, expected in sums.items():
+    stored = open_checkpoint(path)
+    problems = audit(stored)
+    problems += damaged_files(stored, sorted(stored.manifest.files), watch("checking the copy", size))
+    on_bytes = watch("comparing the tensors", size)
+    for name, expected in () if problems else sums.items():
         tensor = read_tensor(stored, name)
         on_bytes(tensor.nbytes)
         if sum_of(tensor) != expected:
-            unlike.append(f"{name} is not what was read")
-    refuse(path, unlike)
+            problems.append(f"{name} is not what was read")
+    if problems:
+        listed = "\n  ".join(problems)
+        raise CheckpointError(
+            f"{out} does not read as it was written; is the disk sound? Nothing was left of it, and the source is whole:\n"
+            f"  {listed}"
+        )

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +18,9 @@ from ..distributed.checkpoint_files import (
     find_checkpoint,
     list_checkpoints,
     missing_files,
-    open_checkpoint,
+    open_verified,
     read_meta,
     step_name,
-    verify,
 )
 from ..distributed.dispatch_homes import Homes
 from ..distributed.layout import Layout, MeshConfig, check_runnable, plan_layout
@@ -44,6 +43,10 @@ def list_table(path: Path) -> Table:
         numbers: Sequence[object] = ("", "", "", "")
         step = checkpoint.name.removeprefix("step_").lstrip("0")
         try:
+            written, size = _time_of(checkpoint), f"{_size_of(checkpoint) / 2**20:,.1f}"
+        except FileNotFoundError:  # deleted as an old one by its run, which goes on meanwhile
+            continue
+        try:
             meta, problems = read_meta(checkpoint), missing_files(checkpoint)
             layout, step = meta.layout, str(meta.step)
             numbers = (layout.world_size, layout.ep, layout.dp_shard, layout.dp_replicate)
@@ -52,28 +55,33 @@ def list_table(path: Path) -> Table:
         except CorruptCheckpointError as error:
             problems = [str(error)]
         state = Text("; ".join(problems), style="red") if problems else Text("complete", style="green")
-        table.add_row(
-            step, _time_of(checkpoint), f"{_size_of(checkpoint) / 2**20:,.1f}", *map(str, numbers), state
-        )  # fmt: skip
+        table.add_row(step, written, size, *map(str, numbers), state)
     for unfinished in sorted((path / "checkpoints").glob("*.tmp")):
         words = Text(f"{unfinished.name}: being written, or left behind", style="yellow")
-        table.add_row("", _time_of(unfinished), "", "", "", "", "", words)
+        with suppress(FileNotFoundError):  # it was being written, and got its name meanwhile
+            table.add_row("", _time_of(unfinished), "", "", "", "", "", words)
     return table
 
 
 def verify_each(path: Path, step: int | None, watch: Watch) -> Iterator[tuple[Path, str, CheckpointError | None]]:
-    """Verifies one checkpoint, or all of a run; yields of each what it holds and what is wrong with it."""
+    """Verifies one checkpoint, or all of a run; yields of each what it holds and what is wrong with it.
+
+    One that its run deletes meanwhile, as it does with old ones, is passed over.
+    """
     paths = [find_checkpoint(path, step)]
     if step is None and paths[0] != path:
         paths = [checkpoint.path for checkpoint in list_checkpoints(path / "checkpoints")]
     for checkpoint in paths:
         try:
-            meta = verify(checkpoint, watch(f"reading {checkpoint.name}", _size_of(checkpoint)))
+            stored = open_verified(checkpoint, watch(f"reading {checkpoint.name}", _size_of(checkpoint)))
+        except FileNotFoundError:  # deleted as an old one by its run, which goes on meanwhile
+            continue
         except CheckpointError as error:
-            yield checkpoint, "", error
+            if checkpoint.is_dir():
+                yield checkpoint, "", error
         else:
-            tensors = len(open_checkpoint(checkpoint).index.tensors)
-            words = f"{tensors} tensors, {len(meta.num_experts)} of them by experts, each expert once"
+            num_experts = len(stored.meta.num_experts)
+            words = f"{len(stored.index.tensors)} tensors, {num_experts} of them by experts, each expert once"
             yield checkpoint, words, None
 
 
@@ -92,11 +100,12 @@ def reshard_for(path: Path, out: Path, mesh: dict[str, Any], *, world_size: int,
     layout, source = plan_layout(config, world_size), find_checkpoint(path, step)
     before = read_meta(source)
     started = time.monotonic()
-    reshard(source, out, layout, sharding=config.sharding, homes=_homes(before.meta, layout), watch=watch)
+    homes, placed = _homes(before.meta, layout, config.sharding)
+    reshard(source, out, layout, sharding=config.sharding, homes=homes, watch=watch)
     files = sum(file.suffix == ".distcp" for file in out.iterdir())
     return (
         f"{out}: step {before.step}, the same state as {source}, bit for bit\n"
-        f"  written by  {_short(before.layout)}\n  rewritten   {_short(layout)}, sharding {config.sharding}\n"
+        f"  written by  {_short(before.layout)}\n  rewritten   {_short(layout)}, sharding {config.sharding}\n{placed}"
         f"  {files} files, {_size_of(out) / 2**20:,.1f} MiB, verified; {time.monotonic() - started:.1f} s"
     )
 
@@ -114,10 +123,16 @@ def progress_bars(console: Console) -> Iterator[Watch]:
         yield watch
 
 
-def _homes(meta: dict[str, Any], layout: Layout) -> dict[str, Homes]:
-    """Where a run that moves its experts had them, if that fits: what ExpertPlacement takes up again."""
+def _homes(meta: dict[str, Any], layout: Layout, sharding: str) -> tuple[dict[str, Homes], str]:
+    """Where a run that moves its experts had them, if that fits: what ExpertPlacement takes up again. And words of it."""
     homes = {name: Homes.from_dict(bank["homes"]) for name, bank in meta.get("experts", {}).items()}
-    return homes if all(len(own.slots_P) == layout.ep for own in homes.values()) else {}
+    if not homes:
+        return {}, ""
+    eps = sorted({len(own.slots_P) for own in homes.values()})
+    if sharding == "none" and eps == [layout.ep]:
+        return homes, "  experts     where the run had moved them\n"
+    was = ", ".join(map(str, eps))
+    return {}, f"  experts     in contiguous blocks again: the run had moved them, for ep {was} and sharding none\n"
 
 
 def _size_of(path: Path) -> int:

@@ -134,6 +134,7 @@ def export(
     plan = _plan(stored, dtypes, max_file_bytes)
     total = sum(_num_bytes(piece, dtypes) for pieces in plan.values() for piece in pieces)
     tokenizer, words = _tokenizer_of(config)
+    described = _describe(stored, config, tokenizer, dtype)
     with appearing(out, needed_bytes=total) as folder:
         on_bytes, sums = watch("writing the files", total), {}
         for file, tensors in _cut(stored, plan, dtypes):
@@ -144,7 +145,6 @@ def export(
         weight_map = {piece.key: file for file, pieces in plan.items() for piece in pieces}
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
         write_synced(folder / INDEX_FILE, json.dumps(index, indent=2) + "\n")
-        described = _describe(stored, config, tokenizer, dtype)
         write_synced(folder / "config.json", json.dumps(described, indent=2) + "\n")
         for name, text in _tokenizer_files(tokenizer, config).items():
             write_synced(folder / name, text)
@@ -265,13 +265,18 @@ def _save(tensors: dict[str, Tensor], file: Path) -> None:
 
 def _compare(folder: Path, plan: Mapping[str, list[Piece]], sums: Mapping[str, str]) -> None:
     """Reads everything back."""
+    library = _require_safetensors()
     for file, pieces in plan.items():
-        with _require_safetensors().safe_open(folder / file, framework="pt") as opened:
-            for piece in pieces:
-                if sum_of(opened.get_tensor(piece.key)) != sums[piece.key]:
-                    raise CheckpointError(
-                        f"{file}: {piece.key} reads otherwise than it was written; is the disk sound?"
-                    )
+        unlike = None
+        try:
+            with library.safe_open(folder / file, framework="pt") as opened:
+                unlike = next((own.key for own in pieces if sum_of(opened.get_tensor(own.key)) != sums[own.key]), None)
+        except library.SafetensorError as error:
+            unlike = str(error)
+        if unlike is not None:
+            raise CheckpointError(
+                f"{file} does not read as it was written ({unlike}); is the disk sound? Nothing was left of the export"
+            )
 
 
 def _require_safetensors() -> Any:
@@ -288,8 +293,8 @@ def _require_safetensors() -> Any:
 
 
 def _config_of(stored: StoredCheckpoint) -> Config:
-    if "config" not in stored.meta.meta:
-        raise CheckpointError(f"{stored.path}: holds no configuration, so it was not written by a run")
+    if not {"config", "progress"} <= stored.meta.meta.keys():
+        raise CheckpointError(f"{stored.path}: holds no configuration or no progress, so it was not written by a run")
     return build(stored.meta.meta["config"], origin=str(stored.path / "meta.json"))
 
 

@@ -10,13 +10,14 @@ import torch
 from world import run_ranks
 
 from moebius.cli import main
-from moebius.distributed.checkpoint import Checkpointer, load, read_meta
+from moebius.distributed.checkpoint import Checkpoint, Checkpointer, list_checkpoints, load, read_meta
 from moebius.distributed.checkpoint_files import open_checkpoint
 from moebius.distributed.dispatch_homes import Homes
 from moebius.distributed.layout import MeshConfig, plan_layout
 from moebius.distributed.mesh import build_mesh
 from moebius.distributed.process import start_process
 from moebius.distributed.shards import block
+from moebius.train import checkpoint_report
 
 BANK = "group.0.feed_forward.sparse"
 HOMES = Homes((3, 3), (5, 4, 3, 2, 1, 0))
@@ -115,6 +116,19 @@ def test_verify_reads_all_of_a_run(run_dir: Path, capfd: pytest.CaptureFixture[s
     assert run(capfd, "verify", str(checkpoint(run_dir, 10)))[1] == lines[1:]
 
 
+def test_what_the_run_deletes_meanwhile_is_passed_over(
+    run_dir: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gone = checkpoint(run_dir, 1)
+    monkeypatch.setattr(
+        checkpoint_report, "list_checkpoints", lambda folder: [Checkpoint(1, gone), *list_checkpoints(folder)]
+    )  # fmt: skip
+    code, lines, _ = run(capfd, "ls", str(run_dir))
+    assert (code, [line.split()[0] for line in lines[1:]]) == (0, ["5", "10"])
+    code, lines, _ = run(capfd, "verify", str(run_dir))
+    assert (code, [line.split(":")[0] for line in lines]) == (0, ["step_00000005", "step_00000010"])
+
+
 def test_verify_tells_all_that_is_wrong(run_dir: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Of a checkpoint whose index is damaged too, and of the next one."""
     flip(checkpoint(run_dir, 5) / "__0_0.distcp")
@@ -151,7 +165,16 @@ def test_experts_stay_where_they_were_moved_if_that_fits(
     ep: int, run_dir: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out"
-    assert run(capfd, "reshard", str(run_dir), "--out", str(out), "--world-size", str(ep), "--ep", str(ep))[0] == 0
+    arguments = ["--out", str(out), "--world-size", str(ep), "--ep", str(ep)]
+    code, lines, _ = run(capfd, "reshard", str(run_dir), *arguments)
+    assert code == 0
+    assert (
+        lines[3].split(maxsplit=1)[1]
+        == {
+            2: "where the run had moved them",
+            3: "in contiguous blocks again: the run had moved them, for ep 2 and sharding none",
+        }[ep]
+    )
     chunks = open_checkpoint(out).index.tensors[f"model.{BANK}.experts.w_up"].chunks
     if ep == 2:  # the homes are for two ranks, in reverse order: every expert lies by itself
         assert {(chunk.offsets[0], chunk.file) for chunk in chunks} == {

@@ -283,6 +283,26 @@ def test_a_full_disk_leaves_nothing(runs: dict[str, Path], tmp_path: Path, monke
     assert os.listdir(tmp_path) == []
 
 
+@pytest.mark.parametrize("how", ["flipped", "cut off"])
+def test_a_disk_that_loses_bytes_is_noticed(
+    how: str, runs: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save = module._save
+
+    def lossy(tensors, file: Path) -> None:
+        save(tensors, file)
+        content = bytearray(file.read_bytes())
+        content[-3] ^= 64
+        file.write_bytes(content if how == "flipped" else content[:-8])
+
+    monkeypatch.setattr(module, "_save", lossy)
+    with pytest.raises(
+        CheckpointError, match=r"model.safetensors does not read as it was written \(.*is the disk sound"
+    ):
+        export(runs[PAPER], tmp_path / "out")
+    assert os.listdir(tmp_path) == []
+
+
 @pytest.fixture
 def exported(runs: dict[str, Path], tmp_path: Path) -> Path:
     export(runs[PAPER], tmp_path / "out")
