@@ -14,11 +14,11 @@
 The function is called as fn(*args), with torchrun's variables in its environment (RANK, WORLD_SIZE, LOCAL_RANK, …), one
 thread for torch, and no process group: it starts one itself if it wants one. Arguments and results travel by pickle.
 
-How: a fork server that has imported torch once forks the ranks, so four of them cost 0.15 s (2.5 s the first time). The
-test file is loaded in each rank from its path under the name that pytest gave it, for in importlib mode no import would
-find it. The store for the rendezvous lives in this process, as torchrun's agent keeps it, so no port is ever guessed. A
-rank that raises ends the world and its traceback becomes the test's error; a rank that does not come is shown with its
-stacks. Ranks die with the fork server (PR_SET_PDEATHSIG), and the fork server with this process.
+How: a fork server that has imported torch and most of moebius once forks the ranks, so four of them cost 0.15 s (4 s the
+first time). The test file is loaded in each rank from its path under the name that pytest gave it, for in importlib mode no
+import would find it. The store for the rendezvous lives in this process, as torchrun's agent keeps it, so no port is ever
+guessed. A rank that raises ends the world and its traceback becomes the test's error; a rank that does not come is shown with
+its stacks. Ranks die with the fork server (PR_SET_PDEATHSIG), and the fork server with this process.
 """
 
 import atexit
@@ -46,13 +46,20 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 _AFTERMATH_S = 0.3  # how long the other ranks may still report after the first failure, so that the cause is among them
+# Half a second per rank of what every test would import anew. Nothing that starts a thread, since a fork takes none along:
+# pyarrow's allocator does.
 _PRELOAD = [
-    "numpy",
-    "pydantic.main",
+    "hypothesis",
     "pytest",
     "torch._dynamo",  # every optimizer imports it at its first step
     "torch.distributed.checkpoint",
     "torch.distributed.tensor",
+    "moebius.distributed.parallelize",
+    "moebius.distributed.reshard",
+    "moebius.distributed.simulate",
+    "moebius.train.config",
+    "moebius.train.expert_placement",
+    "moebius.train.metrics",
 ]
 
 
