@@ -1,10 +1,11 @@
 """The whole family under expert parallelism and through a training run: no architecture is a guest.
 
-Every recipe: loss and every gradient on 4 ranks with EP 1, 2 and 4 against one process, in float32 and bfloat16; a run that is
-stopped and resumed against one that is not, bit for bit.
+Every recipe: loss and every gradient on 4 ranks against one process, with EP 1, 2 and 4 in float32 and with EP 2 in bfloat16; a
+run that goes on from a checkpoint against one that never stopped, bit for bit.
 """
 
 import json
+import shutil
 from functools import partial
 from pathlib import Path
 
@@ -66,11 +67,13 @@ def one_process(name: str, dtype: torch.dtype) -> tuple[float, dict[str, Tensor]
     return total, {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in model.named_parameters()}
 
 
-def difference_on_ranks(folder: Path, names: tuple[str, ...], dtype: torch.dtype) -> dict[tuple[str, int], float]:
+def difference_on_ranks(
+    folder: Path, names: tuple[str, ...], degrees: tuple[int, ...], dtype: torch.dtype
+) -> dict[tuple[str, int], float]:
     """For every recipe and EP degree the largest relative difference of the loss or of a gradient on this rank."""
     found = {}
     with start_process("cpu", timeout_s=60) as process:
-        meshes = {ep: build_mesh(plan_layout(MeshConfig(ep=ep), RANKS), process) for ep in (1, 2, 4)}
+        meshes = {ep: build_mesh(plan_layout(MeshConfig(ep=ep), RANKS), process) for ep in degrees}
         for name in names:
             recipe, step = at(name)
             expected_loss, expected, start = torch.load(folder / f"{name}.pt")
@@ -114,16 +117,23 @@ def difference_on_ranks(folder: Path, names: tuple[str, ...], dtype: torch.dtype
     return found
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 3e-2)], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("dtype", "degrees", "tolerance"),
+    [
+        (torch.float32, (1, 2, 4), 1e-5),
+        (torch.bfloat16, (2,), 3e-2),
+    ],  # 2: both kinds of sums, over ep and over replicas
+    ids=["fp32", "bf16"],
+)
 def test_expert_parallelism_changes_no_loss_and_no_gradient(
-    dtype: torch.dtype, tolerance: float, tmp_path: Path
+    dtype: torch.dtype, degrees: tuple[int, ...], tolerance: float, tmp_path: Path
 ) -> None:
     names = (*NAMES, SWITCHED)
     for name in names:
         start = make_uneven(tiny_model(at(name)[0], **WITHOUT_CHANCE.get(name, {}))).state_dict()
         torch.save((*one_process(name, dtype), start), tmp_path / f"{name}.pt")
-    for found in run_ranks(difference_on_ranks, RANKS, tmp_path, names, dtype, timeout_s=240):
-        assert found.keys() == {(name, ep) for name in names for ep in (1, 2, 4)}
+    for found in run_ranks(difference_on_ranks, RANKS, tmp_path, names, degrees, dtype, timeout_s=240):
+        assert found.keys() == {(name, ep) for name in names for ep in degrees}
         assert {key: worst for key, worst in found.items() if worst > tolerance} == {}
 
 
@@ -153,7 +163,7 @@ def run_config(name: str, data: Path, *, steps: int, precision: str) -> Config:
 
 
 def logged(run_dir: Path) -> dict[int, tuple]:
-    """The last line of every step: what a resumed run repeats counts."""
+    """What a step's line says of the model."""
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     kept = ("loss", "regularisation", "grad_norm", "auxiliary_losses", "expert_load")
     return {line["step"]: tuple(str(line.get(key)) for key in kept) for line in lines if line["kind"] == "train"}
@@ -163,11 +173,14 @@ def logged(run_dir: Path) -> dict[int, tuple]:
 def test_a_run_that_is_resumed_equals_one_that_is_not(name: str, data: Path, tmp_path: Path) -> None:
     precision = "bfloat16" if NAMES.index(name) % 2 else "float32"
     whole, parted = tmp_path / "whole", tmp_path / "parted"
-    for folder, steps in ((whole, 6), (parted, 4), (parted, 6)):
-        folder.mkdir(exist_ok=True)
-        assert train(run_config(name, data, steps=steps, precision=precision), folder) == "finished"
-    assert logged(parted) == logged(whole)
-    assert len(logged(whole)) == 6
+    config, midway = run_config(name, data, steps=4, precision=precision), "checkpoints/step_00000002"
+    whole.mkdir()
+    assert train(config, whole) == "finished"
+    shutil.copytree(whole / midway, parted / midway)
+    assert train(config, parted) == "finished"
+    expected, found = logged(whole), logged(parted)
+    assert list(expected) == [1, 2, 3, 4]
+    assert found == {step: expected[step] for step in (3, 4)}
 
 
 def test_every_recipe_of_the_family_can_be_placed_on_four_ranks() -> None:
