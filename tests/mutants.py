@@ -233,6 +233,8 @@ def run_tests(tests: tuple[str, ...] | list[str], copy: Path, *, stop_early: boo
         "-q",
         "-p",
         "no:cacheprovider",
+        "-m",
+        "",  # slow ones too
         *(["-x"] if stop_early else []),
         *tests,
     ]
