@@ -39,7 +39,7 @@ from torch import Tensor
 from moebius.data_pipeline.loader import Batch
 from moebius.distributed.dispatch import DISPATCHERS, make_dispatcher
 from moebius.distributed.dispatch_setup import build_node_groups
-from moebius.distributed.exchange import AllGather, AllToAll, ReduceScatter
+from moebius.distributed.exchange import AllGather, AllToAll, Pending, ReduceScatter
 from moebius.distributed.process import Process, start_process
 from moebius.model.moe import LocalDispatcher
 from moebius.model.routing import Routes, token_routes
@@ -246,7 +246,7 @@ def wide_motions(dispatcher: Any, x: Tensor, routes: Routes) -> list[tuple[AllTo
     seen: list[tuple[AllToAll, Tensor]] = []
     start = AllToAll.start
 
-    def recorded(self: AllToAll, rows: Tensor) -> Tensor:
+    def recorded(self: AllToAll, rows: Tensor) -> Pending:
         if rows.dim() == 2 and rows.shape[1] == x.shape[1] and rows.is_floating_point():
             seen.append((self, torch.randn_like(rows)))
         return start(self, rows)
@@ -265,8 +265,7 @@ def make_floor(
     """The same bytes with nothing around them. For allgather, whose bytes go by other collectives: those."""
 
     def gather_and_scatter() -> None:
-        everyone = torch.ops._c10d_functional.wait_tensor(AllGather(group).start(x))
-        torch.ops._c10d_functional.wait_tensor(ReduceScatter(group).start(everyone))
+        ReduceScatter(group).start(AllGather(group).start(x).wait()).wait()
 
     def exchange() -> None:
         for motion, sent in motions:

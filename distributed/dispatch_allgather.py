@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..model.moe import Sent
-from ..model.recompute import keep_sum, once, travel
+from ..model.recompute import keep_sum, once
 from ..model.routing import Routes
 from .dispatch_alltoall import AllToAllDispatcher
 from .dispatch_homes import Homes
@@ -41,7 +41,7 @@ class _Part:
     homes: Homes
     rows: Flight
     weights: Flight
-    marks: Tensor  # (P, N, 3) source row, slot, target row; slot −1 where there is no route
+    marks: Flight  # of (P, N, 3): source row, slot, target row; slot −1 where there is no route
     counters: Counters
     num_routes: int  # of those, how many are for this rank
     num_rows: int  # of the fullest rank
@@ -54,7 +54,7 @@ class _Part:
     @property
     def routes(self) -> Routes:
         """Those of this rank's experts; row u of rank p is row p · U + u, and so are targets."""
-        marks_PN3 = self.counters.wait(self.marks)
+        marks_PN3 = self.marks.land()
         source_N, slot_N, target_N = marks_PN3.flatten(0, 1).unbind(1)
         tables = self.homes.tables(slot_N.device)
         mine_N = (tables.rank_S[slot_N.clamp(min=0)] == self.channel.rank) & (slot_N >= 0)
@@ -103,7 +103,7 @@ class AllGatherDispatcher:
         weights = self.channel.all_gather(_padded(routes.weight_N, num_routes))
         said_N3 = torch.stack((routes.source_N, slot_N, routes.target_N), 1)
         said_N3 = F.pad(said_N3, (0, 0, 0, num_routes - len(said_N3)), value=-1)
-        marks = travel(lambda: AllGather(self.channel.group).start(said_N3[None]))
+        marks = Flight(said_N3[None], AllGather(self.channel.group), counters)
         counters.add(rows_sent=len(x_UD) * self.channel.num_ranks, routes_served=served)
         part = _Part(self.channel, homes, rows, weights, marks, counters, served, num_rows, num_targets)
         return Sent([part], routes.num_targets)

@@ -34,7 +34,7 @@ from .dispatch_alltoall import AllToAllDispatcher
 from .dispatch_homes import Homes
 from .dispatch_leg import ROUTES, ROWS, Addressed, Arrival, Leg, LegChunk, LegSizes
 from .dispatch_setup import Setup
-from .exchange import AllToAll, Counters, Flight
+from .exchange import AllToAll, Counters, Flight, Pending
 
 
 @dataclass(frozen=True)
@@ -100,13 +100,13 @@ class DedupDispatcher:
             routes.num_targets,
         )  # fmt: skip
 
-    def _ask(self, leg: Leg) -> Tensor:
+    def _ask(self, leg: Leg) -> Pending:
         """(P, chunks, 3), on their way: what every rank has for this one."""
         asked_Pc3 = leg.counts_V3.view(leg.num_chunks, self.channel.num_ranks, 3).transpose(0, 1).contiguous()
         equal = [1] * self.channel.num_ranks
         return AllToAll(self.channel.group, equal, equal).start(asked_Pc3)
 
-    def _sizes(self, leg: Leg, asked_Pc3: Tensor) -> LegSizes:
+    def _sizes(self, leg: Leg, asked_Pc3: Pending) -> LegSizes:
         counters = self.setup.counters
         received_V3 = counters.wait(asked_Pc3).transpose(0, 1).reshape(-1, 3)
         return read_sizes(counters, leg.counts_V3, received_V3)[0]

@@ -27,7 +27,7 @@ from .dispatch_dedup import count_leg, read_sizes, routes_of
 from .dispatch_homes import Homes
 from .dispatch_leg import ROUTES, Addressed, Leg, LegChunk, LegSizes, count_of, mask_of
 from .dispatch_setup import Setup
-from .exchange import AllGather, Channel, Counters, Flight
+from .exchange import AllGather, Channel, Counters, Flight, Pending
 
 
 @dataclass(frozen=True)
@@ -140,13 +140,13 @@ class HierarchicalDispatcher:
             homeward.append(under_way.chunks[chunk].answer(leg.collect([flight])))
         return keep_sum(under_way.leg.collect(homeward))
 
-    def _ask(self, leg: Leg, destination_N: Tensor) -> Tensor:
+    def _ask(self, leg: Leg, destination_N: Tensor) -> Pending:
         """The table of all ranks' counts, on its way."""
         num_destinations = leg.num_chunks * self.channel.num_ranks
         mine = torch.cat((_counts(leg.routes, destination_N, num_destinations), leg.counts_V3))
         return AllGather(self.channel.group).start(mine)
 
-    def _sizes(self, leg: Leg, asked: Tensor) -> tuple[LegSizes, list[LegSizes]]:
+    def _sizes(self, leg: Leg, asked: Pending) -> tuple[LegSizes, list[LegSizes]]:
         """Of the inter leg, and of every chunk's intra leg."""
         num_nodes, node_size, num_chunks = self.inter.num_ranks, self.intra.num_ranks, leg.num_chunks
         here, local = self.inter.rank, self.intra.rank

@@ -5,8 +5,8 @@ it and returns the rows. Two autograd nodes stand for one flight, and in the bac
 launched back first, and is waited for where the flight was launched. So whatever was computed between launch and landing is
 computed between them in the backward too, and overlaps there without further words.
 
-The collectives are torch's functional ones (`torch.ops._c10d_functional`): they return their result instead of filling a buffer,
-so that selective activation recomputation can keep it and need not communicate again.
+What is sent is held until it has landed. Otherwise the thread of Gloo that sends would be the last to hold it, and would free
+Python's objects, and the graph behind them, at any time: also while Python ends, which aborts the process.
 
 With `Channel.checking` every all-to-all is checked: the splits of all ranks are compared before, and every row carries (source
 rank, position, checksum of its bits) and is compared after. Gloo does not notice when sender and receiver disagree: it hands out
@@ -26,16 +26,36 @@ from torch.autograd.function import once_differentiable
 
 from ..model.recompute import come_home, recomputing, travel
 
+# As torch calls them since 2.13, and before.
+_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 
 class ExchangeMismatch(RuntimeError):
     """Two ranks disagree about an exchange; raised on all ranks of the group."""
 
 
+@dataclass
+class Pending:
+    """A collective under way; `rows`, which it fills, may be read after `wait`."""
+
+    rows: Tensor
+    _sent: Tensor | None
+    _work: dist.Work | None
+
+    def wait(self) -> Tensor:
+        """The rows. Twice is harmless."""
+        if self._work is not None:
+            self._work.wait()
+            self._work = self._sent = None
+        return self.rows
+
+
 class Motion(Protocol):
     """A collective of rows along dim 0 whose backward is another one."""
 
-    def start(self, rows: Tensor) -> Tensor:
-        """Launches it; the result may be read after `wait_tensor`."""
+    def start(self, rows: Tensor) -> Pending:
+        """Launches it."""
         ...
 
     @property
@@ -50,8 +70,10 @@ class AllToAll:
     sent: list[int]
     received: list[int]
 
-    def start(self, rows: Tensor) -> Tensor:
-        return torch.ops._c10d_functional.all_to_all_single(rows, self.received, self.sent, self.group.group_name)
+    def start(self, rows: Tensor) -> Pending:
+        sent, came = rows.detach(), rows.new_empty(sum(self.received), *rows.shape[1:])
+        work = dist.all_to_all_single(came, sent, self.received, self.sent, group=self.group, async_op=True)
+        return Pending(came, sent, work)
 
     @property
     def reverse(self) -> "AllToAll":
@@ -64,8 +86,9 @@ class AllGather:
 
     group: dist.ProcessGroup
 
-    def start(self, rows: Tensor) -> Tensor:
-        return torch.ops._c10d_functional.all_gather_into_tensor(rows, self.group.size(), self.group.group_name)
+    def start(self, rows: Tensor) -> Pending:
+        sent, came = rows.detach(), rows.new_empty(len(rows) * self.group.size(), *rows.shape[1:])
+        return Pending(came, sent, _all_gather(came, sent, group=self.group, async_op=True))
 
     @property
     def reverse(self) -> "ReduceScatter":
@@ -78,8 +101,9 @@ class ReduceScatter:
 
     group: dist.ProcessGroup
 
-    def start(self, rows: Tensor) -> Tensor:
-        return torch.ops._c10d_functional.reduce_scatter_tensor(rows, "sum", self.group.size(), self.group.group_name)
+    def start(self, rows: Tensor) -> Pending:
+        sent, came = rows.detach(), rows.new_empty(len(rows) // self.group.size(), *rows.shape[1:])
+        return Pending(came, sent, _reduce_scatter(came, sent, group=self.group, async_op=True))
 
     @property
     def reverse(self) -> AllGather:
@@ -115,12 +139,12 @@ class Counters:
             for name, amount in amounts.items():
                 setattr(self, name, getattr(self, name) + amount)
 
-    def wait(self, pending: Tensor) -> Tensor:
+    def wait(self, pending: Pending) -> Tensor:
         """The result of a collective that was started."""
         started = time.perf_counter()
-        torch.ops._c10d_functional.wait_tensor(pending)
+        rows = pending.wait()
         self.waited_s += time.perf_counter() - started
-        return pending
+        return rows
 
     def read(self, counts: Tensor) -> list[Any]:
         """Values on the host: the one synchronisation of a pass."""
@@ -131,37 +155,43 @@ class Counters:
 
 
 @dataclass
-class _Return:
-    """Where the backward of a landing leaves what it has launched, for the backward of the launch."""
+class _Ways:
+    """What is under way between the two nodes of a flight: out in the forward, back in the backward."""
 
-    pending: Tensor | None = None
+    out: Pending | None = None
+    back: Pending | None = None
 
 
 class _Launch(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, rows: Tensor, motion: Motion, counters: Counters, way_back: _Return, homeward: bool
-    ) -> Tensor:
-        ctx.counters, ctx.way_back = counters, way_back
-        return (come_home if homeward else travel)(lambda: motion.start(rows.contiguous()))
+    def forward(ctx: Any, rows: Tensor, motion: Motion, counters: Counters, ways: _Ways, homeward: bool) -> Tensor:
+        def start() -> Tensor:
+            ways.out = motion.start(rows.contiguous())
+            return ways.out.rows
+
+        ctx.counters, ctx.ways = counters, ways
+        return (come_home if homeward else travel)(start)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *_unread: Tensor) -> tuple:  # pyright: ignore[reportIncompatibleMethodOverride]
-        pending, ctx.way_back.pending = ctx.way_back.pending, None
-        return ctx.counters.wait(pending), None, None, None, None
+        back, ctx.ways.back = ctx.ways.back, None
+        return ctx.counters.wait(back), None, None, None, None
 
 
 class _Land(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, pending: Tensor, motion: Motion, counters: Counters, way_back: _Return) -> Tensor:
-        ctx.motion, ctx.way_back = motion, way_back
-        return counters.wait(pending)
+    def forward(ctx: Any, rows: Tensor, motion: Motion, counters: Counters, ways: _Ways) -> Tensor:
+        ctx.motion, ctx.ways = motion, ways
+        if ways.out is not None:  # else nothing was launched: the rows are those of a first run (model/recompute.py)
+            counters.wait(ways.out)
+            ways.out = None
+        return rows
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple:  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx.way_back.pending = ctx.motion.reverse.start(grads[0].contiguous())
+        ctx.ways.back = ctx.motion.reverse.start(grads[0].contiguous())
         return grads[0], None, None, None  # of the shape that autograd expects; `_Launch` reads what was launched
 
 
@@ -172,14 +202,14 @@ class Flight:
     """
 
     def __init__(self, rows: Tensor, motion: Motion, counters: Counters, *, homeward: bool = False) -> None:
-        self._motion, self._counters, self._way_back = motion, counters, _Return()
-        self._pending: Tensor = _Launch.apply(rows, motion, counters, self._way_back, homeward)  # pyright: ignore[reportAttributeAccessIssue]
+        self._motion, self._counters, self._ways = motion, counters, _Ways()
+        self._pending: Tensor = _Launch.apply(rows, motion, counters, self._ways, homeward)  # pyright: ignore[reportAttributeAccessIssue]
         self._landed: Tensor | None = None
 
     def land(self) -> Tensor:
         """Waits for the rows the first time. All ranks must land their flights in the same order."""
         if self._landed is None:
-            self._landed = _Land.apply(self._pending, self._motion, self._counters, self._way_back)  # pyright: ignore[reportAssignmentType]
+            self._landed = _Land.apply(self._pending, self._motion, self._counters, self._ways)  # pyright: ignore[reportAssignmentType]
         return self._landed  # pyright: ignore[reportReturnType]
 
 
@@ -198,8 +228,7 @@ class CheckedFlight(Flight):
         """Raises ExchangeMismatch on all ranks if a row is not the one that was sent."""
         if self._landed is None:
             rows = super().land()
-            torch.ops._c10d_functional.wait_tensor(self._marks)
-            _check_marks(rows, self._marks, self._all_to_all, self._everyone)
+            _check_marks(rows, self._marks.wait(), self._all_to_all, self._everyone)
         return super().land()
 
 
@@ -243,11 +272,10 @@ class Channel:
     def _count(self, sent: list[int], rows: Tensor) -> None:
         row_bytes = rows[:1].numel() * rows.element_size() if len(rows) else 0
         here = self.node_of_P[self.rank]
-        for rank, (node, count) in enumerate(zip(self.node_of_P, sent, strict=True)):
-            if node != here:
-                self.counters.add(bytes_inter_node=count * row_bytes)
-            elif rank != self.rank:
-                self.counters.add(bytes_intra_node=count * row_bytes)
+        on_node = sum(count for node, count in zip(self.node_of_P, sent, strict=True) if node == here)
+        self.counters.add(
+            bytes_inter_node=(sum(sent) - on_node) * row_bytes, bytes_intra_node=(on_node - sent[self.rank]) * row_bytes
+        )
 
 
 def hottest_factor(served_GP: Tensor) -> float:
@@ -258,7 +286,7 @@ def hottest_factor(served_GP: Tensor) -> float:
 
 def gathered(values: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Collective. Equally many values of every rank, as rows in the order of ranks; waits for them."""
-    return torch.ops._c10d_functional.wait_tensor(AllGather(group).start(values[None]))
+    return AllGather(group).start(values[None]).wait()
 
 
 def _check_splits(rows: Tensor, motion: AllToAll, everyone: dist.ProcessGroup) -> None:

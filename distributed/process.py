@@ -12,6 +12,7 @@ A process without torchrun's environment is a world of one, with a store in its 
 
 import logging
 import os
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -28,6 +29,7 @@ from .diagnosis import CollectiveError, Reporter, explain, leave_word
 logger = logging.getLogger(__name__)
 
 DEFAULT_TIMEOUT_S = 600.0
+_LET_GO_S = 0.02
 _TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -124,6 +126,10 @@ def start_process(device: Literal["auto", "cpu", "cuda"] = "auto", *, timeout_s:
 def stop_process() -> None:
     """Leaves all process groups. Harmless if there are none."""
     if dist.is_initialized():
+        # A Gloo thread lets go of a collective's tensors after the rank has gone on, and wants Python's lock for that. Where a
+        # group outlives this function (a model's dispatchers hold it) the thread may still wait for the lock while Python ends,
+        # which aborts the process (pytorch/pytorch#190489). So it gets the lock now.
+        time.sleep(_LET_GO_S)
         dist.destroy_process_group()
 
 

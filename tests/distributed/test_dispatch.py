@@ -25,7 +25,7 @@ from world import run_ranks
 
 from moebius.distributed.dispatch import make_dispatcher
 from moebius.distributed.dispatch_dedup import DedupDispatcher
-from moebius.distributed.exchange import AllToAll
+from moebius.distributed.exchange import AllToAll, Pending
 from moebius.distributed.layout import MeshConfig, plan_layout
 from moebius.distributed.mesh import Mesh, build_mesh
 from moebius.distributed.process import start_process
@@ -155,7 +155,7 @@ def record_exchanges() -> list[tuple[torch.dtype, bool]]:
     seen: list[tuple[torch.dtype, bool]] = []
     start = AllToAll.start
 
-    def recorded(self: AllToAll, rows: Tensor) -> Tensor:
+    def recorded(self: AllToAll, rows: Tensor) -> Pending:
         seen.append((rows.dtype, len({*self.sent, *self.received}) > 1))
         return start(self, rows)
 

@@ -23,7 +23,15 @@ from moebius.distributed import dispatch_alltoall, dispatch_leg, exchange
 from moebius.distributed.dispatch import DISPATCHERS, make_dispatcher
 from moebius.distributed.dispatch_homes import Homes, contiguous_homes
 from moebius.distributed.dispatch_setup import NodeGroups, build_node_groups
-from moebius.distributed.exchange import AllGather, AllToAll, Counters, ExchangeMismatch, ReduceScatter, hottest_factor
+from moebius.distributed.exchange import (
+    AllGather,
+    AllToAll,
+    Counters,
+    ExchangeMismatch,
+    Pending,
+    ReduceScatter,
+    hottest_factor,
+)
 from moebius.distributed.process import Process, start_process
 from moebius.kernels.doors import routed_mlp
 from moebius.model.moe import Dispatcher, SparseLayer
@@ -225,7 +233,7 @@ def rows_on_the_way(kind: str) -> dict[str, Any]:
         launched: list[tuple[int, int]] = []
         start = AllToAll.start
 
-        def recorded(self: AllToAll, rows: Tensor) -> Tensor:
+        def recorded(self: AllToAll, rows: Tensor) -> Pending:
             if rows.dim() == 2 and rows.shape[1] == WIDTH:
                 launched.append((self.group.size(), sum(self.sent)))
             return start(self, rows)
@@ -317,12 +325,12 @@ def order_of_events(name: str, chunks: int) -> tuple[list[str], int]:
         run_layer(layer, given)  # tables are made once
         log.clear()
         reads = count_reads()
-        wait, pending = Counters.wait, {}
+        wait, pending = Counters.wait, list[tuple[Pending, str]]()
 
-        def recorded(start: Callable[..., Tensor]) -> Callable[..., Tensor]:
-            def recorded_start(self: Any, rows: Tensor) -> Tensor:
+        def recorded(start: Callable[..., Pending]) -> Callable[..., Pending]:
+            def recorded_start(self: Any, rows: Tensor) -> Pending:
                 out = start(self, rows)
-                pending[out.data_ptr()] = label(rows)
+                pending.append((out, label(rows)))
                 log.append(f"launch {label(rows)}")
                 return out
 
@@ -335,8 +343,8 @@ def order_of_events(name: str, chunks: int) -> tuple[list[str], int]:
 
             return noted
 
-        def recorded_wait(self: Counters, out: Tensor) -> Tensor:
-            log.append(f"land {pending[out.data_ptr()]}")
+        def recorded_wait(self: Counters, out: Pending) -> Tensor:
+            log.extend(f"land {name}" for launched, name in pending if launched is out)
             return wait(self, out)
 
         for motion in (AllToAll, AllGather, ReduceScatter):
@@ -481,11 +489,10 @@ def changed_row() -> list[str]:
         start = AllToAll.start
         for fault in (lambda rows: rows.copy_(rows.flip(0)), lambda rows: rows[:1].mul_(1.5)):
 
-            def spoiled(self: AllToAll, rows: Tensor, fault=fault) -> Tensor:
+            def spoiled(self: AllToAll, rows: Tensor, fault=fault) -> Pending:
                 out = start(self, rows)
                 if process.rank == 0 and rows.dim() == 2 and rows.shape[1] == WIDTH:
-                    torch.ops._c10d_functional.wait_tensor(out)
-                    fault(out)
+                    fault(out.wait())
                 return out
 
             AllToAll.start = spoiled

@@ -66,7 +66,7 @@ class Exchanges(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = str(func)
-        if name.startswith("_c10d_functional") and "wait" not in name:
+        if name.startswith("c10d."):
             kind = "integers" if args[0].dtype == torch.int64 else "rows"
             self.names.append(kind)
         return func(*args, **(kwargs or {}))
@@ -221,7 +221,7 @@ class Gathers(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = str(func)
-        if name.startswith("c10d."):
+        if name.startswith("c10d.") and "alltoall" not in name:
             self.count[name] += 1
         return func(*args, **(kwargs or {}))
 

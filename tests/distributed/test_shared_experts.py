@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from world import run_ranks
 
-from moebius.distributed.exchange import AllToAll, Counters
+from moebius.distributed.exchange import AllToAll, Counters, Pending
 from moebius.distributed.layout import MeshConfig, plan_layout
 from moebius.distributed.mesh import build_mesh
 from moebius.distributed.parallelize import build_model
@@ -28,19 +28,17 @@ def events_of_a_pass() -> tuple[list[str], int]:
         model = build_model(MODEL, mesh, dispatcher="auto", backend="auto", seed=0, device=process.device)
         log: list[str] = []
         start, wait, read = AllToAll.start, Counters.wait, Counters.read
-        wide: set[int] = set()
+        wide: list[Pending] = []
 
-        def launch(self: AllToAll, rows: Tensor) -> Tensor:
+        def launch(self: AllToAll, rows: Tensor) -> Pending:
             out = start(self, rows)
             if rows.dim() == 2 and rows.shape[1] == WIDTH:
                 log.append("launch")
-                wide.add(out.data_ptr())
-            else:
-                wide.discard(out.data_ptr())  # memory is used again
+                wide.append(out)
             return out
 
-        def land(self: Counters, pending: Tensor) -> Tensor:
-            if pending.data_ptr() in wide:
+        def land(self: Counters, pending: Pending) -> Tensor:
+            if any(pending is out for out in wide):
                 log.append("land")
             return wait(self, pending)
 

@@ -65,9 +65,9 @@ def test_the_wire_counts_gathers_and_reductions_and_tells_rows_from_all_else() -
         assert isinstance(group, dist.ProcessGroup)
         wire.widths[rank], wire.is_open[rank] = frozenset({5}), True
         for motion, shape in ((AllGather(group), (4, 5)), (ReduceScatter(group), (6, 5)), (AllGather(group), (2, 7))):
-            torch.ops._c10d_functional.wait_tensor(motion.start(torch.ones(shape)))
+            motion.start(torch.ones(shape)).wait()
         wire.is_open[rank] = False
-        torch.ops._c10d_functional.wait_tensor(AllGather(group).start(torch.ones(4, 5)))
+        AllGather(group).start(torch.ones(4, 5)).wait()
 
     run_threads(live, 6, wire=wire)
     same_group = np.kron(np.eye(2, dtype=int), np.ones((3, 3), int))

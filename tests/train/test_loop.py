@@ -11,7 +11,7 @@ from torch import Tensor
 from world import run_ranks
 
 from moebius.data_pipeline.config import DataConfig
-from moebius.distributed.exchange import AllToAll, ExchangeMismatch
+from moebius.distributed.exchange import AllToAll, ExchangeMismatch, Pending
 from moebius.distributed.layout import MeshConfig
 from moebius.distributed.process import start_process
 from moebius.model.config import ModelConfig
@@ -166,12 +166,12 @@ def run_spoiled(config: Config, run_dir: Path) -> tuple[str, int]:
     """Rows change places on their way to rank 0. How it ends, and after how many such exchanges."""
     spoiled, start = 0, AllToAll.start
 
-    def exchange_rows(self: AllToAll, rows: Tensor) -> Tensor:
+    def exchange_rows(self: AllToAll, rows: Tensor) -> Pending:
         nonlocal spoiled
         out = start(self, rows)
         if rows.dim() == 2 and rows.shape[1] == WIDTH and self.group.rank() == 0:
-            torch.ops._c10d_functional.wait_tensor(out)
-            out.copy_(out.flip(0))
+            came = out.wait()
+            came.copy_(came.flip(0))
             spoiled += 1
         return out
 
