@@ -1,6 +1,7 @@
 """Experts that move while a run trains: the same losses and weights, copies stay equal, and resume as if nothing had moved."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -159,26 +160,42 @@ def test_copies_stay_equal_bit_for_bit(ep: int, replicas: int, data: Path, tmp_p
         assert unlike == []
 
 
-def test_resumed_equals_uninterrupted_bit_for_bit(data: Path, tmp_path: Path) -> None:
-    """Stopped between two moves: the homes come back, and with them the counts for the next move."""
-    mesh = {"ep": 4, "rebalance_every": 3, "replicas": 1}
-    whole = run_of(make_config(data, **mesh), 4, tmp_path / "whole")
-    run_of(make_config(data, steps=4, **mesh), 4, tmp_path / "cut")
-    cut = run_of(make_config(data, **mesh), 4, tmp_path / "cut")
-    assert cut["loss"] == whole["loss"]
-    timeless = [[{**line, "time": 0, "seconds": 0} for line in run["moves"]] for run in (whole, cut)]
-    assert timeless[0] == timeless[1]
-    assert len(timeless[0]) == 2
-    assert same_state(tmp_path / "whole", tmp_path / "cut") == []
+PLACED = {"ep": 4, "rebalance_every": 3, "replicas": 1}
+
+
+@pytest.fixture(scope="module")
+def placed(data: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, list], Path]:
+    """A run on 4 ranks with moves after the steps 3 and 6 and a checkpoint of step 4, and its folder."""
+    folder = tmp_path_factory.mktemp("placed")
+    config = make_config(data, **PLACED).model_copy(update={"checkpoint": CheckpointConfig(every=4)})
+    return run_of(config, 4, folder), folder
+
+
+def go_on_from_step_4(run: Path, config: Config, world: int, folder: Path) -> dict[str, list]:
+    checkpoint = "checkpoints/step_00000004"
+    shutil.copytree(run / checkpoint, folder / checkpoint)
+    return run_of(config, world, folder)
+
+
+def test_resumed_equals_uninterrupted_bit_for_bit(placed: tuple, data: Path, tmp_path: Path) -> None:
+    """From between two moves: the homes come back, and with them the counts for the next move."""
+    whole, folder = placed
+    resumed = go_on_from_step_4(folder, make_config(data, **PLACED), 4, tmp_path)
+    assert len(whole["loss"]) == STEPS
+    assert resumed["loss"] == whole["loss"][4:]
+    before, after = ([{**line, "time": 0, "seconds": 0} for line in run["moves"]] for run in (whole, resumed))
+    assert [line["step"] for line in before] == [3, 6]
+    assert after == before[1:]
+    assert same_state(folder, tmp_path) == []
 
 
 @pytest.mark.parametrize(("world", "ep"), [pytest.param(1, 1, marks=pytest.mark.slow), (4, 2)])
 def test_a_placed_checkpoint_is_read_on_any_layout(
-    world: int, ep: int, alone: tuple, data: Path, tmp_path: Path
+    world: int, ep: int, alone: tuple, placed: tuple, data: Path, tmp_path: Path
 ) -> None:
-    run_of(make_config(data, steps=4, ep=4, rebalance_every=2, replicas=1), 4, tmp_path)
-    moved = run_of(make_config(data, ep=ep, rebalance_every=3 if ep > 1 else 0), world, tmp_path)
-    assert moved["loss"] == pytest.approx(alone[0]["loss"], rel=1e-5)
+    config = make_config(data, ep=ep, rebalance_every=3 if ep > 1 else 0)
+    moved = go_on_from_step_4(placed[1], config, world, tmp_path)
+    assert moved["loss"] == pytest.approx(alone[0]["loss"][4:], rel=1e-5)
 
 
 def refusals(config: Config, run_dir: Path) -> list[str]:
