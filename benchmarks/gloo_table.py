@@ -1,13 +1,13 @@
 """How long collectives take: message size × ranks → time, the table that `moebius plan --measured` reads.
 
-    python benchmarks/gloo_table.py [--worlds 2 4 8] [--rounds 9]
+    python benchmarks/gloo_table.py [--worlds 2 4 8] [--rounds 31]
     torchrun --nproc-per-node 8 benchmarks/gloo_table.py --backend nccl        one world: torchrun's, on GPUs
 
 Bytes are those of the whole tensor on one rank: what it has to send in an all-to-all (its own share included), the gathered
 result, the input of a reduce-scatter, the tensor of an all-reduce. A time is that of one call in a series of calls long enough to
 measure (40 ms), the slowest rank's; of `--rounds` series, spread over the run because the machine's speed drifts, the median.
 
-Takes about 3 minutes on 2 cores, which must be idle, and writes results/gloo_table.json (nccl: nccl_table.json).
+Takes about 7 minutes on 2 cores, which must be idle, and writes results/gloo_table.json (nccl: nccl_table.json).
 """
 
 import argparse
@@ -35,7 +35,7 @@ Row = dict[str, Any]
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--worlds", type=int, nargs="+", default=[2, 4, 8])
-    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--rounds", type=int, default=31)
     parser.add_argument("--backend", choices=["gloo", "nccl"], default="gloo")
     options = parser.parse_args()
     if options.backend == "nccl":
@@ -120,13 +120,15 @@ def _all_to_all(size: int, device: torch.device) -> Callable[[], Any]:
 
 
 def _all_gather(size: int, device: torch.device) -> Callable[[], Any]:
+    gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name since torch 2.13
     part, whole = _floats(size // dist.get_world_size(), device), _floats(size, device)
-    return lambda: dist.all_gather_into_tensor(whole, part)
+    return lambda: gather(whole, part)
 
 
 def _reduce_scatter(size: int, device: torch.device) -> Callable[[], Any]:
+    scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     part, whole = _floats(size // dist.get_world_size(), device), _floats(size, device)
-    return lambda: dist.reduce_scatter_tensor(part, whole)
+    return lambda: scatter(part, whole)
 
 
 def _all_reduce(size: int, device: torch.device) -> Callable[[], Any]:
