@@ -183,18 +183,18 @@ def test_resumed_equals_uninterrupted_bit_for_bit(data: Path, tmp_path: Path) ->
 
 
 def test_resumed_on_another_layout_gives_the_same_losses(data: Path, tmp_path: Path) -> None:
-    straight, half = tmp_path / "straight", tmp_path / "half"
+    straight, midway = tmp_path / "straight", "checkpoints/step_00000004"
     run_ranks(run_training, 2, make_config(data, mesh={"ep": 1}), straight)
-    run_ranks(run_training, 2, make_config(data, train={"steps": 4}, mesh={"ep": 1}), half)
+    assert len(losses(straight)) == 8
     for world, ep in ((1, 1), (2, 2), (4, 4)):
         moved = tmp_path / f"{world}-{ep}"
-        shutil.copytree(half, moved)
+        shutil.copytree(straight / midway, moved / midway)
         run_ranks(run_training, world, make_config(data, mesh={"ep": ep}), moved)
-        assert losses(moved) == pytest.approx(losses(straight), rel=1e-6), (world, ep)
+        assert losses(moved) == pytest.approx(losses(straight)[4:], rel=1e-6), (world, ep)
         evals = [records(folder, "eval")[8]["loss"] for folder in (straight, moved)]
         assert evals[0] == pytest.approx(evals[1], rel=1e-6), (world, ep)
         digests = [[r["digest"] for _, r in sorted(records(d, "train").items())] for d in (straight, moved)]
-        assert digests[0] == digests[1]
+        assert digests[0][4:] == digests[1]
 
 
 def stop_after(config: Config, run_dir: Path, step_number: int) -> str:
