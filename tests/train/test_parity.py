@@ -318,7 +318,7 @@ def test_a_step_is_what_the_formulas_say(data: Path, tmp_path: Path) -> None:
 
 
 def test_it_learns_and_logs_what_it_should(data: Path, tmp_path: Path) -> None:
-    config = make_config(data, train={"steps": 40, "eval_every": 20}, optim={"decay_steps": 60})
+    config = make_config(data, train={"steps": 40, "eval_every": 20, "micro_batch": 8}, optim={"decay_steps": 60})
     assert run_ranks(run_training, 1, config, tmp_path) == ["finished"]
     evals, steps = records(tmp_path, "eval"), records(tmp_path, "train")
     assert sorted(evals) == [0, 20, 40]
