@@ -185,6 +185,14 @@ def group_of(layout: Layout, axis: str, rank: int) -> list[int]:
     return [first + offset for offset in offsets(layout, axis)]
 
 
+def index_in_group(layout: Layout, axis: str, rank: int) -> int:
+    """The place of `rank` in `group_of(layout, axis, rank)`, without making that list."""
+    place, index = coordinates(layout, rank), 0
+    for part in FLATTENED.get(axis, (axis,)):
+        index = index * layout.size(part) + getattr(place, part)
+    return index
+
+
 def rank_tables(layout: Layout) -> dict[str, list[list[int]]]:
     """For each of AXES its groups, ordered by their first rank."""
     return {axis: _groups(layout, axis) for axis in AXES}

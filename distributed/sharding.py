@@ -29,7 +29,7 @@ from torch.utils.hooks import RemovableHandle
 from ..model.moe import SparseLayer
 from ..model.precision import enters_a_product
 from ..model.transformer import Transformer
-from .layout import Layout, group_of
+from .layout import Layout, index_in_group
 from .mesh import Mesh
 from .shards import Held, narrowed
 
@@ -76,7 +76,7 @@ def is_sharded(name: str) -> bool:
 def share_of(held: Held, shape: Sequence[int], layout: Layout, rank: int) -> Held:
     """What FSDP leaves a rank of a parameter whose group holds `held`; `shape` is the parameter's before it is cut."""
     axis = "efsdp" if held.has_experts else "fsdp"
-    ranks, place = layout.size(axis), group_of(layout, axis, rank).index(rank)
+    ranks, place = layout.size(axis), index_in_group(layout, axis, rank)
     dim = dim_to_cut(shape, ranks)
     share = -(-shape[dim] // ranks)  # as torch.chunk: the last ranks may have less, or nothing
     start = min(place * share, shape[dim])

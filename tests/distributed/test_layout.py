@@ -24,6 +24,7 @@ from moebius.distributed.layout import (
     check_runnable,
     coordinates,
     group_of,
+    index_in_group,
     legal_values,
     local_experts,
     offsets,
@@ -151,6 +152,7 @@ def test_one_group_is_the_same_as_in_the_table(layout, data):
     axis, rank = data.draw(st.sampled_from(AXES)), data.draw(st.integers(0, layout.world_size - 1))
     [own] = [group for group in rank_tables(layout)[axis] if rank in group]
     assert group_of(layout, axis, rank) == own
+    assert own[index_in_group(layout, axis, rank)] == rank
     places = [coordinates(layout, member) for member in own]
     parts = FLATTENED.get(axis, (axis,))
     view = DENSE_AXES if set(parts) <= set(DENSE_AXES) else SPARSE_AXES
