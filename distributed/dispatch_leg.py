@@ -76,8 +76,12 @@ class Leg:
         self.channel, self.routes, self.num_chunks = channel, routes, num_chunks
         self._num_destinations = num_chunks * channel.num_ranks
         sources = mask_of(routes.destination_N, routes.source_N, self._num_destinations, routes.num_sources)
-        targets = mask_of(routes.destination_N, routes.target_N, self._num_destinations, routes.num_targets)
-        self.sources, self.targets = Places(sources), Places(targets)
+        self.sources = self.targets = Places(sources)
+        if (
+            routes.target_N is not routes.source_N or routes.num_targets != routes.num_sources
+        ):  # else tokens into tokens
+            targets = mask_of(routes.destination_N, routes.target_N, self._num_destinations, routes.num_targets)
+            self.targets = Places(targets)
         routes_V = count_of(routes.destination_N, self._num_destinations)
         self.counts_V3 = torch.stack((self.sources.counts_V, routes_V, self.targets.counts_V), 1)
 
@@ -88,9 +92,10 @@ class Leg:
     def launch(self, x_UD: Tensor, sizes: LegSizes) -> list["LegChunk"]:
         """Collective. Every chunk of rows and routes on its way."""
         num_rows, num_targets = (sum(row[column] for row in sizes.sent) for column in (ROWS, TARGETS))
-        rows_MD = _GatherPairs.apply(x_UD, self.sources.pairs(num_rows))
+        pairs = self.sources.pairs(num_rows)
+        rows_MD = _GatherPairs.apply(x_UD, pairs)
         chunks = self._launch_chunks(rows_MD, self.bills_N4, sizes)  # pyright: ignore[reportArgumentType]
-        self.home = self.targets.pairs(num_targets)
+        self.home = pairs if self.targets is self.sources else self.targets.pairs(num_targets)
         return chunks
 
     def collect(self, flights: Sequence[Flight]) -> Tensor:
@@ -105,11 +110,10 @@ class Leg:
         routes, integers = self.routes, _INTEGERS[self.routes.weight_N.dtype]
         destination_N = routes.destination_N
         order_N = sort_by_expert(destination_N, self._num_destinations)
-        said_N3 = torch.stack((
-            routes.load_N,
-            self.sources.position(destination_N, routes.source_N),
-            self.targets.position(destination_N, routes.target_N),
-        ), 1).to(integers)  # fmt: skip
+        source_N = target_N = self.sources.position(destination_N, routes.source_N)
+        if self.targets is not self.sources:
+            target_N = self.targets.position(destination_N, routes.target_N)
+        said_N3 = torch.stack((routes.load_N, source_N, target_N), 1).to(integers)
         bits_N3 = said_N3.index_select(0, order_N).view(routes.weight_N.dtype)
         return torch.cat((bits_N3, routes.weight_N.index_select(0, order_N)[:, None]), 1)
 
