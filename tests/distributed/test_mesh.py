@@ -121,8 +121,8 @@ def group_times_out(axis):
 @pytest.mark.parametrize(("axis", "waiting"), [("ep", [2]), ("loss", [0, 1, 2])])
 def test_groups_have_the_timeout_of_the_process(axis, waiting):
     answers = run_ranks(group_times_out, 4, axis, timeout_s=40)
-    assert [rank for rank, answer in enumerate(answers) if "Timed out waiting 3000ms" in answer] == waiting
-    assert all(answers[rank] == "came together" for rank in range(3) if rank not in waiting)
+    assert [rank for rank in range(3) if answers[rank] != "came together"] == waiting
+    assert any("Timed out waiting 3000ms" in answers[rank] for rank in waiting)  # the others may see it close the connection
 
 
 def wrong_world():
