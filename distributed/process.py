@@ -25,6 +25,7 @@ from torch.distributed import HashStore, PrefixStore, Store, TCPStore  # pyright
 
 from .agreement import agree, version_facts
 from .diagnosis import CollectiveError, Reporter, explain, leave_word
+from .host_memory import keep_freed_memory
 
 logger = logging.getLogger(__name__)
 
@@ -106,6 +107,8 @@ def start_process(device: Literal["auto", "cpu", "cuda"] = "auto", *, timeout_s:
     backend = "gloo" if chosen.type == "cpu" else "cpu:gloo,cuda:nccl"
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
+    else:
+        keep_freed_memory()
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # torch's flight recorder, which diagnosis.py reads
     dist.init_process_group(
         backend, store=store, rank=place.rank, world_size=place.world_size, timeout=timedelta(seconds=timeout_s)
