@@ -4,7 +4,7 @@
 
 Every way of running a recipe's micro-batch, in turns in one process, for the machine's speed drifts: seconds of a forward and
 backward pass (median, and the fastest), and bytes that wait for the backward pass, per token. The eager run without
-recomputation is the peer. Prints a table and writes results/recompute_PRECISION.json; a minute or two, half of it for the compiler.
+recomputation is the peer. Prints a table and writes results/recompute_PRECISION.json; half a minute.
 """
 
 import argparse
@@ -62,7 +62,9 @@ def main() -> None:
     for recipe in options.recipes:
         found += measure(recipe, getattr(torch, options.precision), options.rounds, compiles=not options.no_compile)
     show(found)
-    print(save(f"recompute_{options.precision}", {"precision": options.precision, "ways": [asdict(way) for way in found]}))
+    print(
+        save(f"recompute_{options.precision}", {"precision": options.precision, "ways": [asdict(way) for way in found]})
+    )
 
 
 def measure(recipe: str, dtype: torch.dtype, rounds: int, *, compiles: bool) -> list[Way]:

@@ -49,4 +49,5 @@ def _commit() -> str:
     def git(*words: str) -> str:
         return subprocess.run(["git", *words], cwd=RESULTS.parent, capture_output=True, text=True, check=True).stdout
 
-    return git("rev-parse", "--short", "HEAD").strip() + (" with local changes" if git("status", "--porcelain") else "")
+    changed = git("status", "--porcelain", "--", ":/", ":(top,exclude)benchmarks/results")
+    return git("rev-parse", "--short", "HEAD").strip() + (" with local changes" if changed else "")

@@ -15,8 +15,10 @@ import itertools
 import json
 import math
 import os
+import pickle
 import re
 import stat
+import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,6 +42,11 @@ from .layout import Layout
 
 SUM_BYTES = 16
 _READ_BYTES = 2**22
+# What torch.load raises on bytes that are no tensor: from its zip reader, its unpickler, and what calls those with nonsense.
+_DECODING_ERRORS = (
+    RuntimeError, pickle.UnpicklingError, struct.error, EOFError, ValueError, TypeError, LookupError, AttributeError,
+    AssertionError, OverflowError,
+)  # fmt: skip
 _STEP_NAME = re.compile(r"step_(\d{8,})")
 Model = TypeVar("Model", bound=BaseModel)
 _Column = tuple[tuple[int, ...], tuple[int, ...]]  # of a part, in all dims but the first: offsets and sizes
@@ -398,9 +405,15 @@ def _read_chunk(stored: StoredCheckpoint, name: str, chunk: Chunk) -> Tensor:
             data = file.read(chunk.length)
     except OSError as error:
         raise CorruptCheckpointError(f"{path} cannot be read: {error.strerror}") from error
+    if len(data) != chunk.length:
+        raise CorruptCheckpointError(
+            f"{path} at byte {chunk.start}: has {len(data)} of the {chunk.length} bytes that index.json promises"
+        )
     try:
         tensor = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-    except Exception as error:  # bytes that are no tensor make it raise nearly anything
+    except _DECODING_ERRORS as error:
+        if "can't allocate memory" in str(error):  # torch has no error of its own for that; the file may well be whole
+            raise
         raise CorruptCheckpointError(f"{path} at byte {chunk.start}: holds no tensor ({error})") from error
     if not isinstance(tensor, Tensor) or (tuple(tensor.shape), tensor.dtype) != (chunk.sizes, dtype):
         raise CorruptCheckpointError(f"{path} at byte {chunk.start}: not the tensor that index.json promises")
@@ -441,9 +454,8 @@ class SafeReader(StorageReader):
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         items = sorted(plan.items, key=lambda item: self._place(item.storage_index))
         for index, wanted in itertools.groupby(items, key=lambda item: item.storage_index):
-            chunk = _read_chunk(
-                self._stored, index.fqn, self._chunks[index]
-            )  # once: moved experts are many boxes of one
+            # Once: moved experts are many boxes of one.
+            chunk = _read_chunk(self._stored, index.fqn, self._chunks[index])
             for item in wanted:
                 part = chunk
                 for dim, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):

@@ -4,11 +4,11 @@ What stands in the files says checkpoint_files.py. Cost: one pass over the bytes
 """
 
 import fcntl
-import glob
 import hashlib
 import io
 import logging
 import os
+import re
 import shutil
 import tempfile
 import time
@@ -38,6 +38,7 @@ from .checkpoint_files import (
 logger = logging.getLogger(__name__)
 
 _JUST_BEGUN_S = 60.0  # between making its directory and locking it an attempt needs far less, on a slow disk too
+_MADE_BY_MKDTEMP = "[a-z0-9_]{8}"
 
 # The tensors' files -------------------------------------------------------------------------------------------------
 
@@ -143,8 +144,8 @@ def appearing(out: Path, *, needed_bytes: int) -> Iterator[Path]:
     which is the first's to win. What earlier attempts left that were killed is removed, and so told.
 
     Raises:
-        CheckpointError: `out` exists, its disk has less than `needed_bytes` left, or what is in it cannot be written. An OSError
-            about a file elsewhere is raised as it is.
+        CheckpointError: `out` exists, its disk has less than `needed_bytes` left, or what is in it cannot be written; or it is
+            there, whole, but its name could not be synced. An OSError about a file elsewhere is raised as it is.
     """
     refuse_existing(out)
     with ExitStack() as stack:
@@ -160,7 +161,7 @@ def appearing(out: Path, *, needed_bytes: int) -> Iterator[Path]:
         with _blamed_on(out):
             sync_directory(whole)
             _rename_to_new(whole, out)
-            sync_directory(out.parent)
+        _sync_name(out)
 
 
 def refuse_existing(out: Path) -> None:
@@ -179,6 +180,16 @@ def _blamed_on(out: Path, *, within: Path | None = None) -> Iterator[None]:
             raise
         raise CheckpointError(
             f"{out} could not be written: {error.strerror or error} ({error.filename or out}); nothing was left there"
+        ) from error
+
+
+def _sync_name(out: Path) -> None:
+    """Makes the name of a complete `out` last. It is not taken back if that fails: whoever wants it has it."""
+    try:
+        sync_directory(out.parent)
+    except OSError as error:
+        raise CheckpointError(
+            f"{out} is complete, but its name may not survive a power cut: {error.strerror or error} ({out.parent})"
         ) from error
 
 
@@ -204,27 +215,31 @@ def _attempt_at(out: Path) -> Iterator[Path]:
 
 def _remove_abandoned(out: Path) -> None:
     """Removes what killed attempts at `out` left behind. What may still be written stays."""
-    for path in out.parent.glob(f"{glob.escape(out.name)}.part-*.tmp"):
+    name = re.compile(rf"{re.escape(out.name)}\.part-{_MADE_BY_MKDTEMP}\.tmp")
+    for path in sorted(path for path in out.parent.iterdir() if name.fullmatch(path.name)):
         abandoned = _is_abandoned(path)
         if abandoned:
             logger.warning("%s was left by an attempt that was killed; it is removed", path)
             discard(path)
         elif abandoned is None:
             logger.warning(
-                "%s is being written, or was left by an attempt that was killed; its lock, which would tell, cannot be used: "
-                "remove it if nothing writes %s", path, out,
+                "%s is being written, or was left by an attempt that was killed; its lock, which would tell, is missing or "
+                "cannot be used: remove it if nothing writes %s", path, out,
             )  # fmt: skip
 
 
 def _is_abandoned(attempt: Path) -> bool | None:
-    """Whether its process is gone; None if that cannot be told. One that just began may not have locked it yet."""
+    """Whether its process is gone; None if that cannot be told. One that just began may not have locked it yet.
+
+    The lock is never made here: who makes it holds it, and a directory without one may be somebody's own.
+    """
     try:
         if time.time() - attempt.stat().st_mtime < _JUST_BEGUN_S:
             return False
-        with open(attempt / "lock", "ab") as lock:
+        with open(attempt / "lock", "r+b") as lock:
             return _try_lock(lock)
-    except FileNotFoundError:  # meanwhile it went by itself
-        return False
+    except FileNotFoundError:  # of the lock alone, unless it went by itself meanwhile
+        return None if attempt.exists() else False
     except OSError:
         return None
 

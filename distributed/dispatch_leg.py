@@ -77,9 +77,8 @@ class Leg:
         self._num_destinations = num_chunks * channel.num_ranks
         sources = mask_of(routes.destination_N, routes.source_N, self._num_destinations, routes.num_sources)
         self.sources = self.targets = Places(sources)
-        if (
-            routes.target_N is not routes.source_N or routes.num_targets != routes.num_sources
-        ):  # else tokens into tokens
+        tokens_into_tokens = routes.target_N is routes.source_N and routes.num_targets == routes.num_sources
+        if not tokens_into_tokens:
             targets = mask_of(routes.destination_N, routes.target_N, self._num_destinations, routes.num_targets)
             self.targets = Places(targets)
         routes_V = count_of(routes.destination_N, self._num_destinations)

@@ -5,8 +5,9 @@ it and returns the rows. Two autograd nodes stand for one flight, and in the bac
 launched back first, and is waited for where the flight was launched. So whatever was computed between launch and landing is
 computed between them in the backward too, and overlaps there without further words.
 
-What is sent is held until it has landed. Otherwise the thread of Gloo that sends would be the last to hold it, and would free
-Python's objects, and the graph behind them, at any time: also while Python ends, which aborts the process.
+What is sent is held until it has landed, and what torch's collectives get has no history. Otherwise a thread of Gloo would
+mostly be the last to hold it, and would free Python's objects, and the graph behind them, at any time: also while Python ends,
+which aborts the process. (It can still be the last, for a moment after landing: `stop_process` gives it time.)
 
 With `Channel.checking` every all-to-all is checked: the splits of all ranks are compared before, and every row carries (source
 rank, position, checksum of its bits) and is compared after. Gloo does not notice when sender and receiver disagree: it hands out
@@ -167,7 +168,7 @@ class _Launch(torch.autograd.Function):
     def forward(ctx: Any, rows: Tensor, motion: Motion, counters: Counters, ways: _Ways, homeward: bool) -> Tensor:
         def start() -> Tensor:
             ways.out = motion.start(rows.contiguous())
-            return ways.out.rows
+            return ways.out.rows.detach()
 
         ctx.counters, ctx.ways = counters, ways
         return (come_home if homeward else travel)(start)

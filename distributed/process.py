@@ -131,7 +131,7 @@ def stop_process() -> None:
     if dist.is_initialized():
         # A Gloo thread lets go of a collective's tensors after the rank has gone on, and wants Python's lock for that. Where a
         # group outlives this function (a model's dispatchers hold it) the thread may still wait for the lock while Python ends,
-        # which aborts the process (pytorch/pytorch#190489). So it gets the lock now.
+        # which aborts the process (pytorch/pytorch#190489). So it is given time for it now.
         time.sleep(_LET_GO_S)
         dist.destroy_process_group()
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from world import RankFailed, run_ranks
 
+from moebius.distributed import checkpoint_writing
 from moebius.distributed.checkpoint_files import CheckpointError
 from moebius.distributed.checkpoint_writing import appearing
 
@@ -104,6 +105,32 @@ def test_what_belongs_to_another_directory_stays(abandoned: Path) -> None:
     assert (abandoned / "whole" / "file").read_text() == "half"
 
 
+@pytest.mark.parametrize("name", ["out.part-old.tmp", "out.part-OLDCOPY.tmp", "out.part-old_copy.1.tmp"])
+def test_a_name_that_no_attempt_has_is_somebodys_own(
+    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whatever is in there, and not worth a word."""
+    own = tmp_path / name
+    own.mkdir()
+    for file in ("lock", "precious"):
+        (own / file).touch()
+    age(own)
+    write(tmp_path / "out")
+    assert sorted(os.listdir(own)) == ["lock", "precious"]
+    assert caplog.text == ""
+
+
+def test_a_folder_without_a_lock_gets_none_and_stays(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """By its name it could be an attempt's; that alone does not make it one."""
+    own = tmp_path / "out.part-old_copy.tmp"
+    own.mkdir()
+    (own / "precious").touch()
+    age(own)
+    write(tmp_path / "out")
+    assert os.listdir(own) == ["precious"]
+    assert f"{own} is being written, or was left by an attempt that was killed; its lock" in caplog.text
+
+
 def test_an_attempt_that_lives_is_not_removed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """However long it takes."""
     out = tmp_path / "out"
@@ -141,6 +168,24 @@ def test_without_a_lock_to_ask_it_stays_and_is_told(
     write(abandoned.with_name("out"))
     assert sorted(os.listdir(abandoned.parent)) == ["out", abandoned.name]
     assert f"{abandoned} is being written, or was left by an attempt that was killed; its lock" in caplog.text
+
+
+def test_what_is_complete_is_not_called_unwritten_when_its_name_cannot_be_synced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sync = checkpoint_writing.sync_directory
+
+    def fail_on_the_parent(path: Path) -> None:
+        if path == tmp_path:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        sync(path)
+
+    monkeypatch.setattr(checkpoint_writing, "sync_directory", fail_on_the_parent)
+    with pytest.raises(CheckpointError, match=r"out is complete, but its name may not survive a power cut: Input/") as told:
+        write(tmp_path / "out")
+    assert "nothing was left" not in str(told.value)
+    assert os.listdir(tmp_path) == ["out"]
+    assert (tmp_path / "out" / "file").read_text() == "all"
 
 
 def test_an_error_is_blamed_on_the_file_that_it_is_about(tmp_path: Path) -> None:

@@ -234,7 +234,7 @@ def test_every_copy_is_cut_as_the_first(world_size: int, mesh: dict, moved: bool
 
 
 def test_layers_that_are_cut_alike_are_cut_once(saved: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    """FSDP's cut costs as many steps as there are ranks, for each rank: of 1,024 ranks a second per shape, not per tensor."""
+    """The cut of each rank costs the same for every layer: it is paid per shape, not per tensor."""
     asked, share_of = [], module.share_of
     monkeypatch.setattr(module, "share_of", lambda held, *rest: asked.append(held.shape) or share_of(held, *rest))
     stored = open_checkpoint(saved["alone"])
