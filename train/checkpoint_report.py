@@ -66,23 +66,34 @@ def list_table(path: Path) -> Table:
 def verify_each(path: Path, step: int | None, watch: Watch) -> Iterator[tuple[Path, str, CheckpointError | None]]:
     """Verifies one checkpoint, or all of a run; yields of each what it holds and what is wrong with it.
 
-    One that its run deletes meanwhile, as it does with old ones, is passed over.
+    Of all of a run those are passed over that it deletes meanwhile, as it does with old ones.
+
+    Raises:
+        CheckpointError: there is none, or nothing was verified, since the one that was asked for, or every one, was deleted meanwhile.
     """
     paths = [find_checkpoint(path, step)]
     if step is None and paths[0] != path:
-        paths = [checkpoint.path for checkpoint in list_checkpoints(path / "checkpoints")]
+        paths = [checkpoint.path for checkpoint in list_checkpoints(path / "checkpoints")] or paths
+    num_verified = 0
     for checkpoint in paths:
-        try:
-            stored = open_verified(checkpoint, watch(f"reading {checkpoint.name}", _size_of(checkpoint)))
-        except FileNotFoundError:  # deleted as an old one by its run, which goes on meanwhile
-            continue
-        except CheckpointError as error:
-            if checkpoint.is_dir():
-                yield checkpoint, "", error
-        else:
-            num_experts = len(stored.meta.num_experts)
-            words = f"{len(stored.index.tensors)} tensors, {num_experts} of them by experts, each expert once"
-            yield checkpoint, words, None
+        if (found := _verified(checkpoint, watch)) is not None:
+            num_verified += 1
+            yield checkpoint, *found
+    if not num_verified:
+        deleted = "; ".join(f"{checkpoint} was deleted meanwhile" for checkpoint in paths)
+        raise CheckpointError(f"{deleted}; nothing was verified")
+
+
+def _verified(checkpoint: Path, watch: Watch) -> tuple[str, CheckpointError | None] | None:
+    """What a checkpoint holds and what is wrong with it; None if its run, which goes on, has deleted it meanwhile."""
+    try:
+        stored = open_verified(checkpoint, watch(f"reading {checkpoint.name}", _size_of(checkpoint)))
+    except FileNotFoundError:
+        return None
+    except CheckpointError as error:
+        return ("", error) if checkpoint.is_dir() else None
+    num_experts = len(stored.meta.num_experts)
+    return f"{len(stored.index.tensors)} tensors, {num_experts} of them by experts, each expert once", None
 
 
 def reshard_for(path: Path, out: Path, mesh: dict[str, Any], *, world_size: int, step: int | None, watch: Watch) -> str:

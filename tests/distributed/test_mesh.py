@@ -122,9 +122,8 @@ def group_times_out(axis):
 def test_groups_have_the_timeout_of_the_process(axis, waiting):
     answers = run_ranks(group_times_out, 4, axis, timeout_s=40)
     assert [rank for rank in range(3) if answers[rank] != "came together"] == waiting
-    assert any(
-        "Timed out waiting 3000ms" in answers[rank] for rank in waiting
-    )  # the others may see it close the connection
+    # One of them at least: the others may see it close the connection first.
+    assert any("Timed out waiting 3000ms" in answers[rank] for rank in waiting)
 
 
 def wrong_world():

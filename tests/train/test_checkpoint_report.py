@@ -129,6 +129,26 @@ def test_what_the_run_deletes_meanwhile_is_passed_over(
     assert (code, [line.split(":")[0] for line in lines]) == (0, ["step_00000005", "step_00000010"])
 
 
+@pytest.mark.parametrize("when", ["before its size is asked", "while it is read"])
+@pytest.mark.parametrize("asked", ["by its step", "by its path", "as all of a run"])
+def test_what_is_deleted_before_it_was_verified_is_not_called_intact(
+    when: str, asked: str, run_dir: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    at = "_size_of" if when == "before its size is asked" else "open_verified"
+    then = getattr(checkpoint_report, at)
+
+    def too_late(path: Path, *rest: object) -> object:
+        shutil.rmtree(path)
+        return then(path, *rest)
+
+    monkeypatch.setattr(checkpoint_report, at, too_late)
+    own = checkpoint(run_dir, 10)
+    words = {"by its step": [str(run_dir), "--step", "10"], "by its path": [str(own)], "as all of a run": [str(run_dir)]}
+    code, lines, err = run(capfd, "verify", *words[asked])
+    assert (code, lines) == (2, [])
+    assert f"{own} was deleted meanwhile; nothing was verified" in err
+
+
 def test_verify_tells_all_that_is_wrong(run_dir: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Of a checkpoint whose index is damaged too, and of the next one."""
     flip(checkpoint(run_dir, 5) / "__0_0.distcp")

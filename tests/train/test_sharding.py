@@ -194,9 +194,8 @@ def test_compiled_parts_read_sharded_weights(
     results = run_ranks(compiled_steps, 2, config, tmp_path)
     compare_found(results, on_one_rank[model, "float32"], 1e-5)
     for *_, graphs, breaks in results:
-        assert graphs in range(
-            3, 10
-        )  # norm, attention, read-out; in training and in evaluation, with two sizes of batch
+        # Norm, attention, read-out; in training and in evaluation, with two sizes of batch.
+        assert graphs in range(3, 10)
         assert breaks == 0
 
 
