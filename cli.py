@@ -4,6 +4,7 @@ import argparse
 import json
 import os
 import sys
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -383,15 +384,16 @@ def _add_simulate(commands: argparse._SubParsersAction) -> None:
 
 
 def _simulate(options: argparse.Namespace) -> int:
+    from .distributed.simulate import unexplained
     from .distributed.simulate_shapes import ShapeFault
     from .distributed.simulated_world import RankFailed
 
     try:
         return _simulated(options)
-    except (
-        RankFailed,
-        ShapeFault,
-    ) as fault:  # no request could have avoided it: a fault like those that a report shows
+    # What ends a simulation before there is a report to show it in. One line says it; where that is not enough, a traceback too.
+    except (RankFailed, ShapeFault) as fault:
+        if (cause := unexplained(fault)) is not None:
+            traceback.print_exception(cause)
         words = " ".join(str(fault).split())
         Console(stderr=True, soft_wrap=True).print(f"[bold red]fault:[/] {_plain(words)}", highlight=False)
         return 1

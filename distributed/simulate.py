@@ -30,6 +30,7 @@ from ..model.routing import Routes
 from .dispatch import DEFAULT, make_dispatcher
 from .dispatch_homes import Homes, contiguous_homes
 from .dispatch_setup import build_node_groups, nodes_of
+from .exchange import ExchangeMismatch
 from .layout import Layout, group_of
 from .simulated_world import Wire, run_threads
 
@@ -161,6 +162,21 @@ def simulate(calls: Iterator[RoutedCall], bank: Callable[[str], nn.Module], clus
     return Simulation(
         cluster, stage.dispatcher, tuple(stage.records), stage.rows_PP, stage.bytes_PP, stage.one_per_route_PP
     )  # fmt: skip
+
+
+def unexplained(fault: BaseException) -> BaseException | None:
+    """What ended a simulated rank, if the fault's words do not tell a user what happened: then its traceback is needed.
+
+    They do where ranks disagree about an exchange or wait in vain, or where memory has run out.
+    """
+    cause = fault.__cause__
+    if isinstance(cause, (ExchangeMismatch, MemoryError)):
+        return None
+    if isinstance(cause, RuntimeError) and "DefaultCPUAllocator" in str(
+        cause
+    ):  # torch's way to say so: no class of its own
+        return None
+    return cause
 
 
 def experts_of(experts: nn.Module, homes: Homes, rank: int) -> nn.Module:

@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .exchange import ExchangeMismatch
 from .layout import spell_ranks
 
 MOST_THREADS = 256
@@ -42,7 +43,7 @@ class SimulationUnavailable(ValueError):
 
 
 class RankFailed(RuntimeError):
-    """A simulated rank raised, or did not come; the first one's error is the cause."""
+    """A simulated rank raised, or did not come; the first one's error is the cause, and there is none if one did not come."""
 
 
 @dataclass
@@ -243,7 +244,7 @@ class _AllToAll:
             came = [part[target] for part in parts]
             for source, (piece, expected) in enumerate(zip(came, received, strict=True)):
                 if len(piece) != expected:
-                    raise RuntimeError(
+                    raise ExchangeMismatch(
                         f"rank {source} of the group sends {len(piece)} rows to rank {target}, which expects {expected}"
                     )
             output.detach().copy_(torch.cat(came))

@@ -9,12 +9,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from world import run_ranks
 
 from moebius.cli import main
 from moebius.data_pipeline.config import DataConfig
 from moebius.data_pipeline.prepare import prepare
+from moebius.distributed import simulate
 from moebius.distributed.layout import MeshConfig
+from moebius.distributed.simulated_world import run_threads
 from moebius.model.config import ModelConfig
 from moebius.model.router_sigmoid import SigmoidConfig
 from moebius.train.config import CheckpointConfig, Config, TrainConfig, resolve
@@ -285,8 +288,6 @@ def test_words_and_picture(
 
 
 def test_a_fault_is_shown_and_ends_with_1(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    from moebius.distributed import simulate
-
     monkeypatch.setattr(simulate, "TOLERANCE", {torch.float32: 0.0})
     moebius("smoke", *SMALL, "--ep", "4", "--tokens-per-rank", "8", "--dispatcher", "dedup", expect=1)
     said = capsys.readouterr().out
@@ -294,18 +295,54 @@ def test_a_fault_is_shown_and_ends_with_1(capsys: pytest.CaptureFixture, monkeyp
     assert "✓" not in said
 
 
-def test_an_exchange_that_fails_is_told_in_one_line(
-    capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+def disagree(*_: Any) -> None:
+    """About one exchange of two ranks."""
+    received = [1, 1 + (dist.get_rank() == 0)]
+    dist.all_to_all_single(torch.empty(sum(received), 3), torch.ones(2, 3), received, [1, 1])
+
+
+@pytest.mark.parametrize(
+    ("fail", "said"),
+    [
+        (disagree, "ExchangeMismatch: rank 1 of the group sends 1 rows to rank 0, which expects 2"),
+        (lambda *_: torch.empty(2**50), r"RuntimeError: .*you tried to allocate 4503599627370496 bytes.*"),
+        (lambda *_: np.empty(2**50), r"MemoryError: Unable to allocate 8\.00 PiB .*"),
+    ],
+    ids=["mismatch", "memory of torch", "memory of numpy"],
+)
+def test_what_a_user_understands_is_told_in_one_line(
+    fail: Any, said: str, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from moebius.distributed import simulate
-
-    def fail(*_: Any) -> None:
-        raise RuntimeError("rows do not fit\n  where: dispatch")
-
     monkeypatch.setattr(simulate, "_arrivals", fail)
     moebius("smoke", *SMALL, "--ep", "2", "--tokens-per-rank", "4", expect=1)
-    [said] = capsys.readouterr().err.strip().splitlines()
-    assert re.fullmatch(r"fault: simulated rank \d of 2: RuntimeError: rows do not fit where: dispatch", said)
+    [line] = capsys.readouterr().err.strip().splitlines()
+    assert re.fullmatch(rf"fault: simulated rank \d of 2: {said}", line)
+
+
+def test_a_late_rank_is_told_in_one_line(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    def wait_in_vain(*_: Any, **__: Any) -> None:
+        run_threads(lambda rank: rank == 1 or dist.all_reduce(torch.zeros(1)), 2, timeout_s=0.3)
+
+    monkeypatch.setattr(simulate, "run_threads", wait_in_vain)
+    moebius("smoke", *SMALL, "--ep", "2", "--tokens-per-rank", "4", expect=1)
+    [line] = capsys.readouterr().err.strip().splitlines()
+    assert line == "fault: for 0.3 s nothing moved: the simulated ranks 0 still wait for others"
+
+
+@pytest.mark.parametrize("error", [AssertionError, RuntimeError, KeyError])
+def test_a_mistake_of_ours_is_told_with_its_traceback(
+    error: type[Exception], capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail_here(*_: Any) -> None:
+        raise error("rows do not fit\n  where: dispatch")
+
+    monkeypatch.setattr(simulate, "_arrivals", fail_here)
+    moebius("smoke", *SMALL, "--ep", "2", "--tokens-per-rank", "4", expect=1)
+    said = capsys.readouterr().err
+    assert said.startswith("Traceback (most recent call last):")
+    assert re.search(r'File ".*simulate\.py", line \d+, in play\n', said)
+    assert re.search(r'File ".*test_simulate\.py", line \d+, in fail_here\n', said)
+    assert re.match(rf"fault: simulated rank \d of 2: {error.__name__}: .?rows do not fit", said.splitlines()[-1])
 
 
 def test_a_rank_without_what_its_tables_say_is_told_in_one_line(
