@@ -727,6 +727,44 @@ def test_a_directory_in_the_place_of_a_file_is_told(saved):
         verify(saved)
 
 
+def test_a_chunk_that_ends_early_is_told_in_bytes(saved, monkeypatch):
+    """Before anything tries to make a tensor of it."""
+    stored = checkpoint_files.open_checkpoint(saved)
+    [chunk] = stored.index.tensors["embed.weight"].chunks
+    os.truncate(saved / chunk.file, chunk.start + chunk.length - 7)
+    monkeypatch.setattr(torch, "load", lambda *_, **__: pytest.fail("it was decoded"))
+    with pytest.raises(CorruptCheckpointError, match=f"has {chunk.length - 7} of the {chunk.length} bytes"):
+        checkpoint_files.read_tensor(stored, "embed.weight")
+
+
+def test_bytes_that_are_no_tensor_are_told(saved):
+    """Nearly any error comes of them: of a flipped bit, of an end that is missing, of noise."""
+    stored = checkpoint_files.open_checkpoint(saved)
+    [chunk] = stored.index.tensors["embed.weight"].chunks
+    random, content = Random(0), (saved / chunk.file).read_bytes()
+    refused = 0
+    for start in range(0, chunk.length, 3):
+        damaged = bytearray(content)
+        damaged[chunk.start + start] ^= 1 << random.randrange(8)
+        if start % 2:
+            damaged[chunk.start : chunk.start + chunk.length] = random.randbytes(chunk.length)
+        (saved / chunk.file).write_bytes(damaged)
+        try:
+            checkpoint_files.read_tensor(stored, "embed.weight")
+        except CorruptCheckpointError:
+            refused += 1
+    assert refused > 100
+
+
+@pytest.mark.parametrize("lack", [lambda *_, **__: torch.empty(2**45), lambda *_, **__: bytearray(2**62)])
+def test_lack_of_memory_is_not_called_damage(saved, monkeypatch, lack):
+    stored = checkpoint_files.open_checkpoint(saved)
+    monkeypatch.setattr(torch, "load", lack)
+    with pytest.raises((MemoryError, RuntimeError)) as told:
+        checkpoint_files.read_tensor(stored, "embed.weight")
+    assert isinstance(told.value, MemoryError) or "can't allocate memory" in str(told.value)
+
+
 def test_many_boxes_of_one_chunk_read_it_once(saved, monkeypatch):
     """Experts that were moved lie one by one."""
     read, read_chunk = [], checkpoint_files._read_chunk
