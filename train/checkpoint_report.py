@@ -69,7 +69,7 @@ def verify_each(path: Path, step: int | None, watch: Watch) -> Iterator[tuple[Pa
     Of all of a run those are passed over that it deletes meanwhile, as it does with old ones.
 
     Raises:
-        CheckpointError: there is none, or nothing was verified, since the one that was asked for, or every one, was deleted meanwhile.
+        CheckpointError: there is none; or the one that was asked for, or every one of the run, was deleted meanwhile.
     """
     paths = [find_checkpoint(path, step)]
     if step is None and paths[0] != path:

@@ -181,7 +181,9 @@ def test_what_is_complete_is_not_called_unwritten_when_its_name_cannot_be_synced
         sync(path)
 
     monkeypatch.setattr(checkpoint_writing, "sync_directory", fail_on_the_parent)
-    with pytest.raises(CheckpointError, match=r"out is complete, but its name may not survive a power cut: Input/") as told:
+    with pytest.raises(
+        CheckpointError, match=r"out is complete, but its name may not survive a power cut: Input/"
+    ) as told:
         write(tmp_path / "out")
     assert "nothing was left" not in str(told.value)
     assert os.listdir(tmp_path) == ["out"]

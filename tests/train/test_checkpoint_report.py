@@ -143,7 +143,11 @@ def test_what_is_deleted_before_it_was_verified_is_not_called_intact(
 
     monkeypatch.setattr(checkpoint_report, at, too_late)
     own = checkpoint(run_dir, 10)
-    words = {"by its step": [str(run_dir), "--step", "10"], "by its path": [str(own)], "as all of a run": [str(run_dir)]}
+    words = {
+        "by its step": [str(run_dir), "--step", "10"],
+        "by its path": [str(own)],
+        "as all of a run": [str(run_dir)],
+    }
     code, lines, err = run(capfd, "verify", *words[asked])
     assert (code, lines) == (2, [])
     assert f"{own} was deleted meanwhile; nothing was verified" in err
