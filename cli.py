@@ -484,9 +484,11 @@ def _simulated_model(
         config = resolve(options.name, options.overrides, RECIPES)
         return options.name, config, None, find_placement(None, options.homes)
     run_dir = Path(options.name)
+    placement = find_placement(run_dir, options.homes)  # what cannot be had is refused before the weights are read
     with start_process("cpu") as process:
         restored = restore(run_dir, process)
-    placement = find_placement(run_dir, options.homes, default=restored.step)
+    if options.homes is None:
+        placement = find_placement(run_dir, None, default=restored.step)
     return f"{run_dir.name}, step {restored.step}", restored.config, restored.model, placement
 
 

@@ -18,6 +18,7 @@ from moebius.data_pipeline.prepare import prepare
 from moebius.distributed import simulate
 from moebius.distributed.layout import MeshConfig
 from moebius.distributed.simulated_world import run_threads
+from moebius.evaluation import restore
 from moebius.model.config import ModelConfig
 from moebius.model.router_sigmoid import SigmoidConfig
 from moebius.train.config import CheckpointConfig, Config, TrainConfig, resolve
@@ -259,6 +260,25 @@ def test_homes_that_are_not_there(moving_run: Path, run_dir: Path, capsys: pytes
         moebius(*words, expect=2)
         [said] = capsys.readouterr().err.strip().splitlines()
         assert message in said, words
+
+
+@pytest.mark.parametrize(
+    ("homes", "message"),
+    [
+        ("newest", "--homes newest: write the step of a checkpoint, or contiguous"),
+        ("7", "has no checkpoint of step 7; there are those of 1, 2, 3, 4"),
+    ],
+)
+def test_bad_homes_are_refused_before_the_model_is_read(
+    homes: str, message: str, moving_run: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def too_early(*_: Any) -> None:
+        raise AssertionError("the model was restored")
+
+    monkeypatch.setattr(restore, "restore", too_early)
+    moebius(str(moving_run), "--homes", homes, expect=2)
+    [said] = capsys.readouterr().err.strip().splitlines()
+    assert message in said
 
 
 # For people ---------------------------------------------------------------------------------------------------------
