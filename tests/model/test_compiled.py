@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import subprocess
 import sysconfig
 from pathlib import Path
 
@@ -10,23 +11,51 @@ import torch
 from family import VOCABULARY, make_uneven, tiny_model
 from torch import Tensor
 from torch._dynamo.utils import counters
+from torch._inductor.cpp_builder import get_cpp_compiler
+from torch._inductor.exc import InvalidCxxCompiler
 
 from moebius.model.compiled import check_compiler, compile_dense_parts
 from moebius.model.precision import forward_in
 from moebius.model.transformer import Transformer
 from moebius.train.loss import micro_batch_loss
 
+PROBE = """
+#include <Python.h>
+extern "C" PyObject *none() { return Py_BuildValue(""); }
+"""
 
-def cannot_compile() -> str:
-    """What is missing here; nothing: an empty text."""
+
+@pytest.fixture(scope="module")
+def cannot_compile(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Why the compiler that torch would use makes no module for Python here, by trying; it makes one: an empty text."""
+    source = tmp_path_factory.mktemp("probe") / "probe.cpp"
+    source.write_text(PROBE)
+    try:
+        compiler = get_cpp_compiler()
+    except InvalidCxxCompiler as error:
+        return str(error)
+    folders = {sysconfig.get_path("include"), sysconfig.get_path("include", "posix_prefix")}
+    command = [compiler, "-shared", "-fPIC", *(f"-I{folder}" for folder in folders), "-o", f"{source}.so", str(source)]
+    ended = subprocess.run(command, capture_output=True, text=True)
+    return f"{compiler}: {ended.stderr}" if ended.returncode else ""
+
+
+@pytest.fixture
+def needs_compiler(cannot_compile: str) -> None:
+    """Not by `check_compiler`: one that refuses for nothing would skip what it keeps from running."""
+    if cannot_compile:
+        pytest.skip(cannot_compile)
+
+
+def test_a_compiler_is_asked_for_where_there_is_none_and_only_there(cannot_compile: str) -> None:
+    refusal = ""
     try:
         check_compiler(torch.device("cpu"))
     except ValueError as error:
-        return str(error)
-    return ""
-
-
-needs_compiler = pytest.mark.skipif(bool(cannot_compile()), reason=cannot_compile())
+        refusal = str(error)
+    assert bool(refusal) == bool(cannot_compile), (
+        f"check_compiler: {refusal or 'fine'}; tried: {cannot_compile or 'fine'}"
+    )
 
 
 def gradients(model: Transformer, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -67,7 +96,7 @@ def test_graphs_are_whole_few_and_right(name: str, dtype: torch.dtype) -> None:
     assert not counters["graph_break"]
 
 
-@needs_compiler
+@pytest.mark.usefixtures("needs_compiler")
 @pytest.mark.slow  # half a minute of compiling
 def test_compiled_code_computes_the_same() -> None:
     expected = gradients(tiny_model("dense", num_layers=2, group_size=1), torch.float32)
