@@ -17,7 +17,7 @@ from dispatch_scenes import EXPERTS, HIDDEN, SCENES, TOP_K, WIDTH, Bank, bank, c
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from world import run_ranks
+from world import RankFailed, run_ranks
 
 from moebius.distributed import dispatch_alltoall, dispatch_leg, exchange
 from moebius.distributed.dispatch import DISPATCHERS, make_dispatcher
@@ -344,7 +344,9 @@ def order_of_events(name: str, chunks: int) -> tuple[list[str], int]:
             return noted
 
         def recorded_wait(self: Counters, out: Pending) -> Tensor:
-            log.extend(f"land {name}" for launched, name in pending if launched is out)
+            names = [name for launched, name in pending if launched is out]
+            assert names, f"{label(out.rows)} are waited for that no motion launched"
+            log.append(f"land {names[0]}")
             return wait(self, out)
 
         for motion in (AllToAll, AllGather, ReduceScatter):
@@ -357,6 +359,18 @@ def order_of_events(name: str, chunks: int) -> tuple[list[str], int]:
         log.append("backward")
         y.backward(given.grad)
         return log, reads["reads"]
+
+
+class Unseen(AllToAll):
+    """An exchange whose launch is not noted."""
+
+    def start(self, rows: Tensor, launch: Callable[..., Pending] = AllToAll.start) -> Pending:
+        return launch(self, rows)
+
+
+def order_with_an_unseen_exchange() -> None:
+    exchange.AllToAll = Unseen
+    order_of_events("alltoall", 1)
 
 
 def label(rows: Tensor) -> str:
@@ -425,6 +439,11 @@ def test_rows_travel_while_other_work_is_done_and_the_host_reads_once(name: str,
         assert backward.index("land rows") > [i for i, e in enumerate(backward) if e == "launch rows"][1]
     if name != "allgather":  # which can do nothing before it knows how far to pad
         assert forward[: forward.index("launch rows")] == ["launch counts", "meanwhile", "land counts"]
+
+
+def test_no_exchange_escapes_the_order() -> None:
+    with pytest.raises(RankFailed, match="are waited for that no motion launched"):
+        run_ranks(order_with_an_unseen_exchange, 4)
 
 
 def test_the_host_reads_nothing_where_all_counts_are_known() -> None:
