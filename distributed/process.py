@@ -30,6 +30,7 @@ from .host_memory import keep_freed_memory
 logger = logging.getLogger(__name__)
 
 DEFAULT_TIMEOUT_S = 600.0
+_CONNECT_S = 30.0  # at least: the store is there before any rank, but its machine may be busy
 _LET_GO_S = 0.02
 _TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
@@ -197,7 +198,8 @@ def _store(environment: Mapping[str, str], place: _Place, timeout_s: float) -> S
         int(environment["MASTER_PORT"]),
         place.world_size,
         is_master=place.rank == 0 and not agent_serves,
-        timeout=timedelta(seconds=timeout_s),
+        timeout=timedelta(seconds=max(timeout_s, _CONNECT_S)),
         wait_for_workers=False,
     )
+    store.set_timeout(timedelta(seconds=timeout_s))
     return PrefixStore(store_prefix(environment), store)

@@ -44,7 +44,7 @@ def disagree():
     if os.environ["RANK"] == "1":
         process_module._choose_device = lambda wanted, place: torch.device("cuda", 0)
     try:
-        start_process("auto", timeout_s=5)
+        start_process("auto", timeout_s=30)
     except AgreementError as error:
         return str(error)
     return "started"
