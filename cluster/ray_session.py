@@ -16,6 +16,10 @@ from .job import JobError
 
 NAMESPACE = "moebius"
 REACH_TIMEOUT_S = 5.0
+_SET_BY_RAY = (
+    "PYTHONBREAKPOINT",
+    "RAY_CLIENT_MODE",
+)  # when it connects, and left so: `breakpoint()` would ask Ray's debugger
 
 
 def require_ray() -> None:
@@ -38,6 +42,7 @@ def connected(address: str) -> Iterator[Any]:
     import ray
 
     _check_credentials(address)
+    before = {name: os.environ.get(name) for name in _SET_BY_RAY}
     try:
         ray.init(
             address=address,
@@ -55,6 +60,11 @@ def connected(address: str) -> Iterator[Any]:
         yield ray
     finally:
         ray.shutdown()
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
 
 
 def _refused(address: str, said: str | None) -> str:
