@@ -16,10 +16,8 @@ from .job import JobError
 
 NAMESPACE = "moebius"
 REACH_TIMEOUT_S = 5.0
-_SET_BY_RAY = (
-    "PYTHONBREAKPOINT",
-    "RAY_CLIENT_MODE",
-)  # when it connects, and left so: `breakpoint()` would ask Ray's debugger
+# When it connects, and left so: `breakpoint()` would go on asking Ray's debugger.
+_SET_BY_RAY = ("PYTHONBREAKPOINT", "RAY_CLIENT_MODE")
 
 
 def require_ray() -> None:
@@ -42,7 +40,15 @@ def connected(address: str) -> Iterator[Any]:
     import ray
 
     _check_credentials(address)
-    before = {name: os.environ.get(name) for name in _SET_BY_RAY}
+    with _environment_kept():
+        _connect(ray, address)
+        try:
+            yield ray
+        finally:
+            ray.shutdown()
+
+
+def _connect(ray: Any, address: str) -> None:
     try:
         ray.init(
             address=address,
@@ -56,15 +62,17 @@ def connected(address: str) -> Iterator[Any]:
             f"cannot use the Ray cluster at {address} ({type(error).__name__}: {error}). Submit from one of its nodes: "
             f"`ray start --address={address}` makes this machine one"
         ) from error
+
+
+@contextlib.contextmanager
+def _environment_kept() -> Iterator[None]:
+    before = {name: os.environ[name] for name in _SET_BY_RAY if name in os.environ}
     try:
-        yield ray
+        yield
     finally:
-        ray.shutdown()
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+        for name in _SET_BY_RAY:
+            os.environ.pop(name, None)
+        os.environ.update(before)
 
 
 def _refused(address: str, said: str | None) -> str:

@@ -2,7 +2,7 @@
 
 glibc gives large freed blocks back to the system, which clears their pages when they are wanted again: in every step, layer and
 exchange. Kept, they cost nothing. The price: a process never becomes smaller, and where sizes vary, pieces too small for anybody
-lie between those in use (blocks of random sizes up to 64 MiB: 1.4 times what was in use at most, against 1.2 times without).
+lie between those in use (tests/distributed/test_host_memory.py draws sizes up to 64 MiB, and bounds it at as much again).
 What other threads than the first allocate beyond 64 MiB at a time is given back as before.
 """
 

@@ -172,9 +172,8 @@ def unexplained(fault: BaseException) -> BaseException | None:
     cause = fault.__cause__
     if isinstance(cause, (ExchangeMismatch, MemoryError)):
         return None
-    if isinstance(cause, RuntimeError) and "DefaultCPUAllocator" in str(
-        cause
-    ):  # torch's way to say so: no class of its own
+    # torch has no class of its own for it.
+    if isinstance(cause, RuntimeError) and "DefaultCPUAllocator" in str(cause):
         return None
     return cause
 

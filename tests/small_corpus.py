@@ -4,6 +4,11 @@ import json
 import random
 from pathlib import Path
 
+import numpy as np
+
+from moebius.data_pipeline.config import DataConfig
+from moebius.data_pipeline.prepare import prepare
+
 WORDS = ["router", "expert", "token", "gate", "naïve", "Zürich", "日本語", "😀", "depth", "step", "17", "2048", "the"]
 
 
@@ -16,3 +21,14 @@ def sentences(seed: int, count: int) -> list[str]:
 def write_jsonl(path: Path, texts: list[str]) -> Path:
     path.write_text("".join(json.dumps({"text": text, "source": path.stem}) + "\n" for text in texts))
     return path
+
+
+def shards_of_words(folder: Path, num_documents: int) -> Path:
+    """A folder of token shards: documents of thirty of seven words, as bytes; a fifth of them for validation."""
+    words = ["one", "two", "three", "many", "band", "expert", "route"]
+    documents = np.random.default_rng(0).choice(words, size=(num_documents, 30))
+    text = folder / "text.jsonl"
+    text.write_text("".join(json.dumps({"text": " ".join(line)}) + "\n" for line in documents), encoding="utf-8")
+    config = DataConfig(input=(str(text),), tokenizer="bytes", vocab_size=257, validation_fraction=0.2)
+    prepare(config, folder / "shards")
+    return folder / "shards"

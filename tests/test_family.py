@@ -9,15 +9,14 @@ import shutil
 from functools import partial
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from family import NAMES, VOCABULARY, make_uneven, tiny_config, tiny_model
+from small_corpus import shards_of_words
 from torch import Tensor
 from world import run_ranks
 
 from moebius.data_pipeline.config import DataConfig
-from moebius.data_pipeline.prepare import prepare
 from moebius.distributed.gradients import GradientReducer
 from moebius.distributed.layout import MeshConfig, local_experts, plan_layout
 from moebius.distributed.mesh import build_mesh
@@ -139,14 +138,7 @@ def test_expert_parallelism_changes_no_loss_and_no_gradient(
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("data")
-    words = np.random.default_rng(0).choice(["one", "two", "three", "many", "band", "expert", "route"], size=(90, 30))
-    text = folder / "text.jsonl"
-    text.write_text("".join(json.dumps({"text": " ".join(line)}) + "\n" for line in words), encoding="utf-8")
-    prepare(
-        DataConfig(input=(str(text),), tokenizer="bytes", vocab_size=257, validation_fraction=0.2), folder / "shards"
-    )
-    return folder / "shards"
+    return shards_of_words(tmp_path_factory.mktemp("data"), 90)
 
 
 def run_config(name: str, data: Path, *, steps: int, precision: str) -> Config:
