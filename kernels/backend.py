@@ -1,10 +1,18 @@
 """Which implementation stands behind a door. Chosen by name once, never by what happens to import."""
 
-from typing import Literal
+from collections.abc import Sequence
+from importlib import import_module
+from typing import Literal, Protocol, cast
 
+import torch
 from pydantic import BaseModel, ConfigDict
+from torch import Tensor
+
+from .operands import LinearCall, MLPBank, MLPCall, MLPGradients, SortedRoutes
 
 BACKENDS = ("reference", "segments")
+deferring: tuple[str, ...] = ()  # those that are `DefersWeightGradients`
+ROW_SLACK = 64  # rows that a backend's kept rows have past the end
 
 
 class KernelConfig(BaseModel):
@@ -15,7 +23,55 @@ class KernelConfig(BaseModel):
     backend: Literal["auto", "reference", "segments"] = "auto"
 
 
-def resolve_backend(backend: str) -> str:
+class Backend(Protocol):
+    """What a backend's module has. Rows, weights and gradients are of one dtype, gate weights of float32 or wider."""
+
+    def mlp_forward(self, x_UD: Tensor, bank: MLPBank, routes: SortedRoutes) -> tuple[Tensor, Tensor]:
+        """y (num_targets, O), and the rows kept for the activation's backward, (N + ROW_SLACK, W), in sorted order."""
+        ...
+
+    def mlp_backward(
+        self, grad_TO: Tensor, x_UD: Tensor, bank: MLPBank, routes: SortedRoutes, kept: Tensor, into: MLPGradients
+    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+        """Gradients of x, the gate weights (in route order) and the biases; those of the weights are added to `into`."""
+        ...
+
+    def linear_forward(self, x_UD: Tensor, w_EDO: Tensor, routes: SortedRoutes) -> tuple[Tensor, Tensor]:
+        """y (num_targets, O), and the ungated answers (N + ROW_SLACK, O) if O ≤ D, else empty."""
+        ...
+
+    def linear_backward(
+        self, grad_TO: Tensor, x_UD: Tensor, w_EDO: Tensor, routes: SortedRoutes, kept: Tensor, into_EDO: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Gradients of x and the gate weights; the weights' is added to `into_EDO`."""
+        ...
+
+
+class DefersWeightGradients(Backend, Protocol):
+    """A backend that makes the weights' gradients of several calls in one product."""
+
+    def mlp_backward_rows(
+        self, grad_TO: Tensor, x_UD: Tensor, bank: MLPBank, routes: SortedRoutes, kept: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor]:
+        """As `mlp_backward` without the weights; beside it the gradient of the rows before the activation."""
+        ...
+
+    def mlp_weight_gradients(self, calls: Sequence[MLPCall]) -> tuple[Tensor, Tensor]:
+        """Of w_up and w_down, over all calls."""
+        ...
+
+    def linear_backward_rows(
+        self, grad_TO: Tensor, x_UD: Tensor, w_EDO: Tensor, routes: SortedRoutes, kept: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """As `linear_backward` without the weights."""
+        ...
+
+    def linear_weight_gradients(self, calls: Sequence[LinearCall]) -> tuple[Tensor]:
+        """Of w, over all calls."""
+        ...
+
+
+def resolve_backend(backend: str, device: torch.device, dtype: torch.dtype) -> str:
     """The backend that a name stands for.
 
     Raises:
@@ -26,3 +82,11 @@ def resolve_backend(backend: str) -> str:
     if backend not in BACKENDS:
         raise ValueError(f"kernels.backend={backend!r} is unknown: choose auto, {', '.join(BACKENDS)}")
     return backend
+
+
+def implementation(backend: str) -> DefersWeightGradients:
+    """The module of a backend that `resolve_backend` returned; those outside of `deferring` are a `Backend` only."""
+    return cast(DefersWeightGradients, import_module(f".{_MODULES[backend]}", __package__))
+
+
+_MODULES = {"segments": "segments"}

@@ -1,15 +1,28 @@
-"""What the doors read, as records: a list of routes, and a bank of perceptrons.
+"""What the doors read, as records: a list of routes, and a bank of perceptrons; and what a backend gets of them.
 
-Legend: N routes, E experts, D input width, F hidden width, W columns before the activation (F, or 2F where it is gated),
+Legend: U source rows, N routes, E experts, D input width, F hidden width, W columns before the activation (F, or 2F where it is gated),
 O output width.
 """
 
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from .activations import ACTIVATIONS, columns_of
+
+
+@dataclass(frozen=True)
+class Sorting:
+    """N routes in order of their expert, and in their old order within an expert. Made once (permute.py), used by all.
+
+    `order_N` and `place_N` are None where the routes stand in that order already.
+    """
+
+    order_N: Tensor | None  # int32: the route that stands at a sorted place
+    place_N: Tensor | None  # int32: the sorted place of a route
+    starts_E1: Tensor  # int32, on the routes' device: expert e has the places starts[e] … starts[e+1] − 1
 
 
 class RouteList(Protocol):
@@ -43,19 +56,62 @@ class RouteList(Protocol):
         """Positive: route n goes through expert n // per_expert."""
         ...
 
+    @property
+    def sorting(self) -> Sorting:
+        """The routes sorted by expert."""
+        ...
+
 
 @dataclass(frozen=True)
-class FlatRoutes:
-    """A list of routes put together again behind an op, whose arguments are flat; in the order of those arguments."""
+class SortedRoutes:
+    """What a backend gets of a list of routes; behind an op, whose arguments are flat, put together again in their order.
 
-    source_N: Tensor
-    expert_N: Tensor
+    `weight_N`, `source_N` and `target_N` are in route order. The indices are None where a rule stands for them: route n then
+    belongs to source row n // per_source, or to target row n // per_target.
+    """
+
     weight_N: Tensor
-    target_N: Tensor
+    order_N: Tensor | None
+    place_N: Tensor | None
+    starts_E1: Tensor
+    source_N: Tensor | None
+    target_N: Tensor | None
     num_targets: int
     per_source: int
     per_target: int
     per_expert: int
+
+    @property
+    def num_routes(self) -> int:
+        """N."""
+        return self.weight_N.shape[0]
+
+    def source_rows(self) -> Tensor:
+        """(N,) in sorted order: the source row at each place."""
+        return self._rows(self.source_N, self.per_source)
+
+    def target_rows(self) -> Tensor:
+        """(N,) in sorted order: the target row at each place."""
+        return self._rows(self.target_N, self.per_target)
+
+    def gates(self, dtype: torch.dtype) -> Tensor:
+        """(N,) in sorted order: the gate weights."""
+        return self._sorted(self.weight_N).to(dtype)
+
+    def unsorted(self, values_N: Tensor) -> Tensor:
+        """Values in sorted order, in the order of the routes."""
+        return values_N if self.place_N is None else values_N.index_select(0, self.place_N)
+
+    def _sorted(self, values_N: Tensor) -> Tensor:
+        return values_N if self.order_N is None else values_N.index_select(0, self.order_N)
+
+    def _rows(self, index_N: Tensor | None, per_row: int) -> Tensor:
+        if index_N is not None:
+            return self._sorted(index_N)
+        order_N = self.order_N
+        if order_N is None:
+            order_N = torch.arange(self.num_routes, device=self.weight_N.device, dtype=torch.int32)
+        return order_N if per_row == 1 else torch.div(order_N, per_row, rounding_mode="floor")
 
 
 @dataclass(frozen=True)
@@ -82,6 +138,36 @@ class MLPBank:
                     f"{name} has shape {tuple(tensor.shape)}; activation={self.activation!r} with w_down of shape "
                     f"{tuple(self.w_down_EFO.shape)} wants {tuple(expected)}"
                 )
+
+
+@dataclass(frozen=True)
+class MLPGradients:
+    """Gradients of a bank, as a backend adds to them and as a pass hands them out."""
+
+    w_up_EDW: Tensor
+    w_down_EFO: Tensor
+
+
+@dataclass(frozen=True)
+class MLPCall:
+    """What the weights' gradients of one call are made of; left by a backward pass that defers them."""
+
+    grad_TO: Tensor
+    x_UD: Tensor
+    routes: SortedRoutes
+    kept: Tensor
+    d_z: Tensor  # the gradient of the rows before the activation, laid out as `kept` is
+    bank: MLPBank
+
+
+@dataclass(frozen=True)
+class LinearCall:
+    """The same of a bank of matrices."""
+
+    grad_TO: Tensor
+    x_UD: Tensor
+    routes: SortedRoutes
+    w_EDO: Tensor
 
 
 def check_counts(routes: RouteList, num_experts: int) -> None:

@@ -14,6 +14,36 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .operands import Sorting
+
+
+def sort_routes(expert_N: Tensor, num_experts: int, *, per_expert: int = 0) -> Sorting:
+    """Sorts N routes by expert, 0 … num_experts − 1; `per_expert` > 0: they stand so already, that many for each."""
+    if per_expert:
+        starts_E1 = torch.arange(num_experts + 1, device=expert_N.device, dtype=torch.int32) * per_expert
+        return Sorting(None, None, starts_E1)
+    return Sorting(*_sort_routes(expert_N, num_experts))
+
+
+@torch.library.custom_op("moebius::sort_routes", mutates_args=())
+def _sort_routes(expert_N: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    order_N = sort_by_expert(expert_N, num_experts)
+    place_N = inverse_order(order_N.to(torch.int32))
+    if expert_N.device.type == "cpu":
+        ends_E = torch.bincount(expert_N, minlength=num_experts).cumsum(0)
+    else:  # `bincount` would ask a GPU for its greatest value
+        numbers_E = torch.arange(num_experts, device=expert_N.device)
+        ends_E = torch.searchsorted(expert_N.index_select(0, order_N), numbers_E, right=True)
+    starts_E1 = torch.zeros(num_experts + 1, device=expert_N.device, dtype=torch.int32)
+    starts_E1[1:] = ends_E
+    return order_N.to(torch.int32), place_N, starts_E1
+
+
+@_sort_routes.register_fake
+def _(expert_N: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    order_N = expert_N.new_empty(expert_N.shape, dtype=torch.int32)
+    return order_N, torch.empty_like(order_N), order_N.new_empty(num_experts + 1)
+
 
 def sort_by_expert(expert_N: Tensor, num_experts: int) -> Tensor:
     """The routes in order of their expert, and in their old order within an expert (int64).
@@ -24,13 +54,14 @@ def sort_by_expert(expert_N: Tensor, num_experts: int) -> Tensor:
     return torch.argsort(keys_N, stable=True)
 
 
-def inverse_order(order_N: Tensor | None) -> Tensor | None:
-    """Where each route went: place[order[i]] = i."""
-    if order_N is None:
-        return None
-    place_N = torch.empty_like(order_N)
-    place_N[order_N] = torch.arange(order_N.numel(), device=order_N.device)
-    return place_N
+def inverse_order(order_N: Tensor) -> Tensor:
+    """Where each route went, in the order's integers: place[order[i]] = i."""
+    places_N = torch.arange(order_N.numel(), device=order_N.device, dtype=order_N.dtype)
+    return torch.empty_like(order_N).scatter_(0, order_N.to(torch.int64), places_N)
+
+
+def _inverse(order_N: Tensor | None) -> Tensor | None:
+    return None if order_N is None else inverse_order(order_N)
 
 
 def in_order(values_N: Tensor, order_N: Tensor | None) -> Tensor:
@@ -38,18 +69,23 @@ def in_order(values_N: Tensor, order_N: Tensor | None) -> Tensor:
     return values_N if order_N is None else values_N.index_select(0, order_N)
 
 
-def add_rows(rows: Tensor, place_N: Tensor | None, index_N: Tensor, num_rows: int, per_row: int) -> Tensor:
+def add_rows(
+    rows: Tensor, place_N: Tensor | None, index_N: Tensor | None, num_rows: int, per_row: int
+) -> Tensor:  # fmt: skip
     """out[index_N[n]] += rows[place_N[n]] in the order of n; `per_row` > 0: route n belongs to row n // per_row.
 
-    (≥ N, D) to (num_rows, D). Without a rule (`per_row` = 0) rows are accumulated by index in the rows' own dtype.
-    May be a view of `rows`.
+    (≥ N, D) to (num_rows, D). Without a rule (`per_row` = 0) rows are accumulated by index in the rows' own dtype; with one
+    the index is not needed. May be a view of `rows`.
     """
-    num_routes = index_N.shape[0]
     if per_row > 1:
-        place_N = torch.arange(num_routes, device=rows.device) if place_N is None else place_N
+        if place_N is None:
+            place_N = torch.arange(num_rows * per_row, device=rows.device)
         return F.embedding_bag(place_N.view(-1, per_row), rows, mode="sum")
-    rows = in_order(rows[:num_routes] if place_N is None else rows, place_N)
-    return rows if per_row == 1 else rows.new_zeros(num_rows, rows.shape[1]).index_add_(0, index_N, rows)
+    if place_N is not None:
+        rows = rows.index_select(0, place_N)
+    if index_N is None:
+        return rows[:num_rows]
+    return rows.new_zeros(num_rows, rows.shape[1]).index_add_(0, index_N, rows[: index_N.shape[0]])
 
 
 class _Gather(torch.autograd.Function):
@@ -62,7 +98,8 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple:
         order_N, index_N = ctx.saved_tensors
-        grad = add_rows(grads[0].contiguous(), inverse_order(order_N), index_N, ctx.num_rows, ctx.per_row)
+        index_or_rule = None if ctx.per_row else index_N
+        grad = add_rows(grads[0].contiguous(), _inverse(order_N), index_or_rule, ctx.num_rows, ctx.per_row)
         return grad, None, None, None
 
 
@@ -72,7 +109,7 @@ class _Sum(torch.autograd.Function):
         ctx: Any, rows_ND: Tensor, order_N: Tensor | None, index_N: Tensor, num_rows: int, per_row: int
     ) -> Tensor:
         ctx.save_for_backward(order_N, index_N)
-        return add_rows(rows_ND, inverse_order(order_N), index_N, num_rows, per_row)
+        return add_rows(rows_ND, _inverse(order_N), None if per_row else index_N, num_rows, per_row)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple:

@@ -158,7 +158,7 @@ def report_routing(routing: Routing, sums: dict[str, Tensor]) -> RouterReport:
         load_N = torch.full((routing.plan.num_experts,), served, dtype=torch.int64, device=device)
         return RouterReport(sums, load_N, load_N.sum(), routing.plan.merge_GMP.detach().amax(1).sum())
     routes = routing.plan
-    load_N = count_per_sequence(routes.expert_N, 1, routes.num_experts)[0]
+    load_N = routes.counts()
     wanted = load_N.sum() if routing.wanted_TK is None else torch.tensor(routing.wanted_TK.numel(), device=device)
     return RouterReport(sums, load_N, wanted, routes.weight_N.detach().sum())
 

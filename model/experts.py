@@ -27,6 +27,7 @@ class ExpertMLPs(nn.Module):
         super().__init__()
         self.backend, self.activation = backend, activation
         self.products_dtype: torch.dtype | None = None
+        self.defer = True  # weight gradients may wait for all repeats; set from outside where that would keep too much
         columns = columns_of(d_expert, activation)
         self.w_up = parameter(num_experts, d_model, columns, start=up_start)
         self.w_down = parameter(num_experts, d_expert, d_model, start=down_start)
@@ -42,7 +43,7 @@ class ExpertMLPs(nn.Module):
         """(U, D) rows to (num_targets, D) sums of weighted answers."""
         return routed_mlp(
             x_UD, self.w_up, self.w_down, routes, activation=self.activation, b_up_EF=self.b_up, b_down_EO=self.b_down,
-            backend=self.backend,
+            backend=self.backend, defer=self.defer,
         )  # fmt: skip
 
 
@@ -53,6 +54,7 @@ class ExpertLinears(nn.Module):
         super().__init__()
         self.backend = backend
         self.products_dtype: torch.dtype | None = None
+        self.defer = True  # weight gradients may wait for all repeats; set from outside where that would keep too much
         self.weight = parameter(num_experts, d_in, d_out, start=start)
 
     @property
@@ -62,4 +64,4 @@ class ExpertLinears(nn.Module):
 
     def forward(self, x_UD: Tensor, routes: Routes) -> Tensor:
         """(U, d_in) rows to (num_targets, d_out) sums of weighted answers."""
-        return routed_linear(x_UD, self.weight, routes, backend=self.backend)
+        return routed_linear(x_UD, self.weight, routes, backend=self.backend, defer=self.defer)

@@ -25,6 +25,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from ..kernels.operands import Sorting
+from ..kernels.permute import sort_routes
 from .recompute import once
 
 
@@ -46,6 +48,23 @@ class Routes:
     per_source: int
     per_target: int
     per_expert: int = 0
+
+    @property
+    def sorting(self) -> Sorting:
+        """The routes sorted by expert: once, when first asked for."""
+        known = None if torch.compiler.is_compiling() else self.__dict__.get("_sorting")  # the compiler keeps its own
+        if known is None:
+            known = sort_routes(self.expert_N, self.num_experts, per_expert=self.per_expert)
+            if not torch.compiler.is_compiling():
+                object.__setattr__(self, "_sorting", known)  # frozen, and still the same routes
+        return known
+
+    def counts(self) -> Tensor:
+        """(E,) int64: routes of each expert; of the sorting where there is one already."""
+        if "_sorting" in self.__dict__:
+            return self.sorting.starts_E1.diff().to(torch.int64)
+        zeros = torch.zeros(self.num_experts, dtype=torch.int64, device=self.expert_N.device)
+        return zeros.scatter_add_(0, self.expert_N, torch.ones_like(self.expert_N))
 
     def with_weights(self, weight_N: Tensor) -> "Routes":
         """The same routes with other gate weights."""

@@ -22,10 +22,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..kernels.gradients import one_pass
 from .attention import make_attention
 from .balance import DepthLoad, RouterReport, RunningSum, add_sums, collect_loads, report_routing
 from .cache import LayerCache
 from .config import ModelConfig
+from .experts import ExpertLinears, ExpertMLPs
 from .halting import Halted, Halting, Unhalted
 from .initialise import Starts, parameter
 from .layers import DenseMLP, LayerNorm, Linear, wide_dtype
@@ -169,12 +171,13 @@ class Transformer(nn.Module):
             return x_BSD
 
         halted = None
-        if self.halting is not None:
-            halted = self.halting(apply, x_BSD, self.config.num_layers)
-            x_BSD = halted.answer_BSD
-        else:
-            for step in range(self.config.num_layers):
-                x_BSD = apply(step, x_BSD)
+        with one_pass():
+            if self.halting is not None:
+                halted = self.halting(apply, x_BSD, self.config.num_layers)
+                x_BSD = halted.answer_BSD
+            else:
+                for step in range(self.config.num_layers):
+                    x_BSD = apply(step, x_BSD)
         if self.final_norm is not None:
             x_BSD = self.final_norm(x_BSD)
         logits_BSV = self.head(x_BSD)
@@ -196,6 +199,9 @@ class Transformer(nn.Module):
         """What the backward pass keeps of every depth step from now on (model/recompute.py)."""
         for layer in self.group:
             cast(Layer, layer).recompute = mode
+        for bank in self.modules():
+            if isinstance(bank, ExpertMLPs | ExpertLinears):
+                bank.defer = mode == "none"  # what is deferred would keep all that is made again
 
     def before_step(self, step: int) -> None:
         """Tells every router how many optimizer steps have been done; a step's running sums begin."""

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from moebius.kernels import segments
+from moebius.kernels import ops
 from moebius.kernels.activations import ACTIVATIONS, GATES
-from moebius.kernels.backend import resolve_backend
-from moebius.kernels.doors import _routed_linear, _routed_mlp, routed_linear, routed_mlp
+from moebius.kernels.backend import ROW_SLACK, resolve_backend
+from moebius.kernels.doors import _flat, routed_linear, routed_mlp
 from moebius.model.routing import Routes, head_to_token_routes, slot_routes, token_routes, token_to_head_routes
 
 BIASES = {"no bias": (), "bias up": ("b_up_EF",), "bias down": ("b_down_EO",), "both biases": ("b_up_EF", "b_down_EO")}
@@ -312,7 +312,7 @@ def test_what_is_saved_is_no_wider_than_the_hidden_rows(activation: str) -> None
         door(x, *weights, make_routes(case, generator))
     given = {t.data_ptr() for t in (x, *weights)}
     own = [tuple(t.shape) for t in saved if t.is_floating_point() and t.ndim == 2 and t.data_ptr() not in given]
-    assert own == [(50 * 2 + segments.ROW_SLACK, weights[0].shape[2])]
+    assert own == [(50 * 2 + ROW_SLACK, weights[0].shape[2])]
 
 
 def equal_counts(kind: str) -> Routes:
@@ -383,12 +383,12 @@ def test_the_ops_are_well_behaved_custom_operators(activation: str, static: bool
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
     for biases in ("no bias", "both biases"):
         _, (x, w_up, w_down, *rest), r = make_call(activation, biases, static=static)
-        index = (r.source_N, r.expert_N, r.weight_N.requires_grad_(), r.target_N)
-        numbers = (r.num_targets, r.per_source, r.per_target, r.per_expert)
+        r = r.with_weights(r.weight_N.detach().requires_grad_())
         torch.library.opcheck(
-            _routed_mlp, (x, w_up, w_down, *(rest or (None, None)), activation, *index, *numbers), test_utils=checks
-        )
-        torch.library.opcheck(_routed_linear, (x, w_up, *index, *numbers), test_utils=checks)
+            ops.routed_mlp, (x, w_up, w_down, *(rest or (None, None)), activation, *_flat(r), "segments", 0),
+            test_utils=checks,
+        )  # fmt: skip
+        torch.library.opcheck(ops.routed_linear, (x, w_up, *_flat(r), "segments", 0), test_utils=checks)
 
 
 def to_meta(routes: Routes) -> Routes:
@@ -448,7 +448,7 @@ def test_torch_counts_the_same_products_as_in_the_reference(activation: str) -> 
 
 def test_what_cannot_be_is_refused() -> None:
     with pytest.raises(ValueError, match="'cuda9' is unknown: choose auto, reference, segments"):
-        resolve_backend("cuda9")
+        resolve_backend("cuda9", torch.device("cpu"), torch.float32)
     routes = make_routes(Case(3, 4, 2, 2, 1), torch.Generator().manual_seed(9))
     x, w_up, w_down = torch.randn(3, 4), torch.randn(2, 4, 2), torch.randn(2, 2, 4)
     with pytest.raises(ValueError, match="activation='tanh' is unknown: choose relu, gelu, silu, swiglu, geglu"):

@@ -1,0 +1,273 @@
+"""The doors' operations as torch sees them: opaque steps with schemas, fake and autograd registrations, and FLOP formulas.
+
+So meta-device dry runs, torch.compile and torch's FlopCounterMode work, with or without data. Of each door there is
+
+    NAME                 the result, and what the backward needs: hidden or ungated rows in sorted order
+    NAME_backward        all gradients
+    NAME_backward_into   those of the weights are added to the buffers of a pass (gradients.py)
+    NAME_backward_rows   those of the weights come later, of all calls of a pass at once (backends that defer)
+
+Legend: U source rows, N routes, E experts, D input width, F hidden width, W columns before the activation (F or 2F), O output
+width.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from .backend import ROW_SLACK, deferring, implementation
+from .gradients import GradientSum, sum_of
+from .operands import LinearCall, MLPBank, MLPCall, MLPGradients, SortedRoutes
+
+# Arguments of an op are flat: `SortedRoutes(*…)` and `MLPBank(*…)` put them together again.
+_BANK = "Tensor w_up, Tensor w_down, Tensor? b_up, Tensor? b_down, str activation"
+_ROUTES = (
+    "Tensor weight, Tensor? order, Tensor? place, Tensor starts, Tensor? source, Tensor? target, "
+    "int num_targets, int per_source, int per_target, int per_expert"
+)
+_NUM_BANK, _NUM_ROUTES = 5, 10
+_INDEX = 6  # how many of the routes' are tensors
+
+
+def _operator(name: str, schema: str, *, mutates: Sequence[str] = ()) -> Any:
+    return torch.library.custom_op(f"moebius::{name}", mutates_args=mutates, schema=schema)
+
+
+# Perceptrons ---------------------------------------------------------------------------------------------------------
+
+
+@_operator("routed_mlp", f"(Tensor x, {_BANK}, {_ROUTES}, str backend, int number) -> (Tensor, Tensor)")
+def routed_mlp(x: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    """y (num_targets, O), and the kept rows (N + slack, W). `number`: of the weights' sum in a pass, or 0."""
+    bank, routes, backend, _ = _mlp_records(*rest)
+    return implementation(backend).mlp_forward(x, bank, routes)
+
+
+@routed_mlp.register_fake
+def _(x: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    bank, routes, *_ = _mlp_records(*rest)
+    y = x.new_empty(routes.num_targets, bank.w_down_EFO.shape[2])
+    return y, x.new_empty(routes.num_routes + ROW_SLACK, bank.w_up_EDW.shape[2])
+
+
+@_operator(
+    "routed_mlp_backward",
+    f"(Tensor grad, Tensor x, {_BANK}, {_ROUTES}, str backend, Tensor kept) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+)
+def _mlp_backward(grad: Tensor, x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    bank, routes, backend, kept = _mlp_records(*rest)
+    into = MLPGradients(torch.zeros_like(bank.w_up_EDW), torch.zeros_like(bank.w_down_EFO))
+    rows = implementation(backend).mlp_backward(grad, x, bank, routes, kept, into)
+    return *_without_none(x, rows), into.w_up_EDW, into.w_down_EFO
+
+
+@_mlp_backward.register_fake
+def _(grad: Tensor, x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    bank = _mlp_records(*rest)[0]
+    return *_fake_row_gradients(x, *rest), torch.empty_like(bank.w_up_EDW), torch.empty_like(bank.w_down_EFO)
+
+
+@_operator(
+    "routed_mlp_backward_into",
+    f"(Tensor grad, Tensor x, {_BANK}, {_ROUTES}, str backend, Tensor kept, Tensor(a!) into_up, Tensor(b!) into_down) "
+    "-> (Tensor, Tensor, Tensor, Tensor)",
+    mutates=("into_up", "into_down"),
+)
+def _mlp_backward_into(grad: Tensor, x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    *rest, into_up, into_down = rest
+    bank, routes, backend, kept = _mlp_records(*rest)
+    into = MLPGradients(into_up, into_down)
+    return _without_none(x, implementation(backend).mlp_backward(grad, x, bank, routes, kept, into))
+
+
+@_mlp_backward_into.register_fake
+def _(grad: Tensor, x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    return _fake_row_gradients(x, *rest[:-2])
+
+
+@_operator(
+    "routed_mlp_backward_rows",
+    f"(Tensor grad, Tensor x, {_BANK}, {_ROUTES}, str backend, Tensor kept) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+)
+def _mlp_backward_rows(grad: Tensor, x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    bank, routes, backend, kept = _mlp_records(*rest)
+    *rows, d_z = implementation(backend).mlp_backward_rows(grad, x, bank, routes, kept)
+    return *_without_none(x, rows), d_z
+
+
+@_mlp_backward_rows.register_fake
+def _(grad: Tensor, x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    return *_fake_row_gradients(x, *rest), torch.empty_like(rest[-1])
+
+
+def _mlp_records(*rest: Any) -> tuple[MLPBank, SortedRoutes, str, Any]:
+    """Bank, routes, backend, and what comes last."""
+    routes = SortedRoutes(*rest[_NUM_BANK : _NUM_BANK + _NUM_ROUTES])
+    backend, last = rest[_NUM_BANK + _NUM_ROUTES :]
+    return MLPBank(*rest[:_NUM_BANK]), routes, backend, last
+
+
+def _without_none(x: Tensor, rows: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
+    """An op returns tensors: an empty one stands for a bias that there is not."""
+    return tuple(x.new_empty(0) if value is None else value for value in rows)
+
+
+def _fake_row_gradients(x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    bank, routes, *_ = _mlp_records(*rest)
+    biases = (x.new_empty(0) if bias is None else torch.empty_like(bias) for bias in (bank.b_up_EW, bank.b_down_EO))
+    return torch.empty_like(x), torch.empty_like(routes.weight_N), *biases
+
+
+def _mlp_context(ctx: Any, inputs: tuple, output: tuple) -> None:
+    x, *rest, ctx.backend, ctx.number = inputs
+    bank, routes = rest[:_NUM_BANK], rest[_NUM_BANK:]
+    ctx.activation, ctx.numbers = bank.pop(), routes[_INDEX:]
+    ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)  # no zeros for what is not differentiable
+    ctx.save_for_backward(x, *bank, *routes[:_INDEX], output[1])
+
+
+def _mlp_gradients(ctx: Any, grad: Tensor | None, *_unused: Tensor) -> tuple:
+    none = (None,) * (1 + _NUM_BANK + _NUM_ROUTES + 2)
+    if grad is None:
+        return none
+    x, *saved, kept = ctx.saved_tensors
+    weights, routes = saved[: _NUM_BANK - 1], (*saved[_NUM_BANK - 1 :], *ctx.numbers)
+    grad, bank, total = grad.contiguous(), (*weights, ctx.activation), sum_of(ctx.number)
+    arguments, grad_banks = (grad, x, *bank, *routes, ctx.backend, kept), (None, None)
+    if total is None:
+        grad_x, gate, b_up, b_down, *grad_banks = _mlp_backward(*arguments)
+    elif _defers(total, ctx.backend):
+        grad_x, gate, b_up, b_down, d_z = _mlp_backward_rows(*arguments)
+        total.leave(
+            MLPCall(grad, x, SortedRoutes(*routes), kept, d_z, MLPBank(*bank)),
+            implementation(ctx.backend).mlp_weight_gradients,
+        )
+    else:
+        grad_x, gate, b_up, b_down = _mlp_backward_into(*arguments, *total.buffers())
+    biases = (None if bias is None else found for bias, found in zip(weights[2:], (b_up, b_down), strict=True))
+    return grad_x, *grad_banks, *biases, None, gate, *none[_NUM_BANK + 2 :]
+
+
+routed_mlp.register_autograd(_mlp_gradients, setup_context=_mlp_context)
+
+
+# Matrices ------------------------------------------------------------------------------------------------------------
+
+
+@_operator("routed_linear", f"(Tensor x, Tensor w, {_ROUTES}, str backend, int number) -> (Tensor, Tensor)")
+def routed_linear(x: Tensor, w: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    """y (num_targets, O), and the answers before their gates where these are the narrow side (else empty)."""
+    *routes, backend, _ = rest
+    return implementation(backend).linear_forward(x, w, SortedRoutes(*routes))
+
+
+@routed_linear.register_fake
+def _(x: Tensor, w: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    routes = SortedRoutes(*rest[:_NUM_ROUTES])
+    kept = (routes.num_routes + ROW_SLACK, w.shape[2]) if w.shape[2] <= w.shape[1] else (0,)
+    return x.new_empty(routes.num_targets, w.shape[2]), x.new_empty(kept)
+
+
+@_operator(
+    "routed_linear_backward",
+    f"(Tensor grad, Tensor x, Tensor w, {_ROUTES}, str backend, Tensor kept) -> (Tensor, Tensor, Tensor)",
+)
+def _linear_backward(grad: Tensor, x: Tensor, w: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    *routes, backend, kept = rest
+    into = torch.zeros_like(w)
+    return *implementation(backend).linear_backward(grad, x, w, SortedRoutes(*routes), kept, into), into
+
+
+@_linear_backward.register_fake
+def _(grad: Tensor, x: Tensor, w: Tensor, weight: Tensor, *_unused: Any) -> tuple[Tensor, ...]:
+    return torch.empty_like(x), torch.empty_like(weight), torch.empty_like(w)
+
+
+@_operator(
+    "routed_linear_backward_into",
+    f"(Tensor grad, Tensor x, Tensor w, {_ROUTES}, str backend, Tensor kept, Tensor(a!) into) -> (Tensor, Tensor)",
+    mutates=("into",),
+)
+def _linear_backward_into(grad: Tensor, x: Tensor, w: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    *routes, backend, kept, into = rest
+    return implementation(backend).linear_backward(grad, x, w, SortedRoutes(*routes), kept, into)
+
+
+@_operator(
+    "routed_linear_backward_rows",
+    f"(Tensor grad, Tensor x, Tensor w, {_ROUTES}, str backend, Tensor kept) -> (Tensor, Tensor)",
+)
+def _linear_backward_rows(grad: Tensor, x: Tensor, w: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    *routes, backend, kept = rest
+    return implementation(backend).linear_backward_rows(grad, x, w, SortedRoutes(*routes), kept)
+
+
+@_linear_backward_into.register_fake
+@_linear_backward_rows.register_fake
+def _(grad: Tensor, x: Tensor, w: Tensor, weight: Tensor, *_unused: Any) -> tuple[Tensor, ...]:
+    return torch.empty_like(x), torch.empty_like(weight)
+
+
+def _linear_context(ctx: Any, inputs: tuple, output: tuple) -> None:
+    x, w, *routes, ctx.backend, ctx.number = inputs
+    ctx.numbers = routes[_INDEX:]
+    ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(x, w, *routes[:_INDEX], output[1])
+
+
+def _linear_gradients(ctx: Any, grad: Tensor | None, *_unused: Tensor) -> tuple:
+    none = (None,) * (2 + _NUM_ROUTES + 2)
+    if grad is None:
+        return none
+    x, w, *index, kept = ctx.saved_tensors
+    grad, routes, total, grad_w = grad.contiguous(), (*index, *ctx.numbers), sum_of(ctx.number), None
+    arguments = (grad, x, w, *routes, ctx.backend, kept)
+    if total is None:
+        grad_x, gate, grad_w = _linear_backward(*arguments)
+    elif _defers(total, ctx.backend):
+        grad_x, gate = _linear_backward_rows(*arguments)
+        total.leave(
+            LinearCall(grad, x, SortedRoutes(*routes), w), implementation(ctx.backend).linear_weight_gradients
+        )  # fmt: skip
+    else:
+        grad_x, gate = _linear_backward_into(*arguments, *total.buffers())
+    return grad_x, grad_w, gate, *none[3:]
+
+
+routed_linear.register_autograd(_linear_gradients, setup_context=_linear_context)
+
+
+def _defers(total: GradientSum, backend: str) -> bool:
+    return total.defer and backend in deferring
+
+
+# FLOPs: of the products alone, two per multiply-accumulate, as torch counts its own. Arguments are shapes. What is deferred is
+# counted where it is left.
+
+
+@register_flop_formula(torch.ops.moebius.routed_mlp)
+def _(x: Any, w_up: Any, w_down: Any, b_up: Any, b_down: Any, activation: str, weight: Any, *_: Any, **_kw: Any) -> int:
+    return 2 * weight[0] * (w_up[1] * w_up[2] + w_down[1] * w_down[2])
+
+
+@register_flop_formula([getattr(torch.ops.moebius, f"routed_mlp_backward{end}") for end in ("", "_into", "_rows")])
+def _(
+    grad: Any, x: Any, w_up: Any, w_down: Any, b_up: Any, b_down: Any, act: str, weight: Any, *_: Any, **_kw: Any
+) -> int:
+    return 4 * weight[0] * (w_up[1] * w_up[2] + w_down[1] * w_down[2])
+
+
+@register_flop_formula(torch.ops.moebius.routed_linear)
+def _(x: Any, w: Any, weight: Any, *_: Any, **_kw: Any) -> int:
+    return 2 * weight[0] * w[1] * w[2]
+
+
+@register_flop_formula([getattr(torch.ops.moebius, f"routed_linear_backward{end}") for end in ("", "_into", "_rows")])
+def _(grad: Any, x: Any, w: Any, weight: Any, *_: Any, **_kw: Any) -> int:
+    return 4 * weight[0] * w[1] * w[2]

@@ -1,0 +1,240 @@
+"""K3: the weights' gradients, ragged products dW[e] = Σ u[rows of e]ᵀ · v[rows of e], over one call or several at once.
+
+Work is cut into (expert, chunk of its rows, tile of dW), so that an expert with many rows does not hold up the rest. The first
+chunk of an expert writes dW; later ones write tiles of their own, which `_add_chunks` adds in order: deterministic, and no
+traffic at all where no expert has more than one chunk.
+
+Several calls (the repeats of a layer group in a Universal Transformer) are one launch: an expert's rows are those of the first call, then those of the
+second …; a table of addresses says where each has its operands. dW is then read and written once for all of them, not once for
+each. The gate and the activation are applied to u on its way to the tensor cores, so nothing but what the forward kept is wanted.
+
+Legend: C calls, N routes, E experts, M columns of u, K of v; tiles TALL × WIDE, DEPTH rows at a time; CHUNK rows of an expert.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .triton_grouped_gemm import smooth
+from .triton_guard import launch, tl, triton
+from .triton_routing import TileTable, tile_table
+from .triton_tiles import Tile
+
+_LEAST_CHUNK = 2048
+_FIELDS = 6
+
+
+@dataclass(frozen=True)
+class Operands:
+    """One call's: dW[e] += Σ over e's sorted rows n of gate[n] · a(u[u_rows[n]])ᵀ · v[v_rows[n]]. Rows of None are n itself."""
+
+    u: Tensor
+    v: Tensor
+    u_rows_N: Tensor | None
+    v_rows_N: Tensor | None
+    gate_N: Tensor | None
+    starts_E1: Tensor
+
+
+@triton.jit
+def _write_addresses(table, call, u, v, u_rows, v_rows, gate, starts, FIELDS: tl.constexpr):
+    at = table + call * FIELDS
+    tl.store(at, u.to(tl.int64))
+    tl.store(at + 1, v.to(tl.int64))
+    if u_rows is not None:
+        tl.store(at + 2, u_rows.to(tl.int64))
+    if v_rows is not None:
+        tl.store(at + 3, v_rows.to(tl.int64))
+    if gate is not None:
+        tl.store(at + 4, gate.to(tl.int64))
+    tl.store(at + 5, starts.to(tl.int64))
+
+
+@triton.jit
+def _pointer(at, DTYPE: tl.constexpr):
+    """An address from the table. Tensors start at multiples of 16 bytes (`addresses` sees to it)."""
+    return tl.multiple_of(tl.load(at).to(tl.pointer_type(DTYPE)), 16)
+
+
+@triton.jit
+def _narrow(u, rows, live, cols, gate, M: tl.constexpr, ACT: tl.constexpr):
+    """(DEPTH, TALL): gate · a(u[rows]), zero where not live: what has no activation and no gate goes as it came."""
+    W: tl.constexpr = 2 * M if ACT == "swiglu" or ACT == "geglu" else M
+    mask = live[:, None] & (cols < M)[None, :]
+    at = u + rows[:, None] * W + cols[None, :]
+    tile = tl.load(at, mask=mask, other=0.0)
+    if ACT is not None or gate is not None:
+        value = tile.to(tl.float32)
+        if ACT is not None:
+            value, _ = smooth(value, ACT)
+        if ACT == "swiglu" or ACT == "geglu":
+            value *= tl.load(at + M, mask=mask, other=0.0).to(tl.float32)
+        if gate is not None:
+            value *= gate[:, None]
+        tile = value.to(tile.dtype)
+    return tile
+
+
+@triton.jit
+def ragged_product(
+    table, out, chunks, total_starts, chunk_expert, chunk_first, chunk_slot, num_calls, chunk_rows,
+    M: tl.constexpr, K: tl.constexpr, U_GATHERED: tl.constexpr, V_GATHERED: tl.constexpr, GATED: tl.constexpr,
+    ACT: tl.constexpr, DTYPE: tl.constexpr, FIELDS: tl.constexpr, ACCUMULATE: tl.constexpr,
+    TALL: tl.constexpr, WIDE: tl.constexpr, DEPTH: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    TILES_K: tl.constexpr = (K + WIDE - 1) // WIDE
+    TILES: tl.constexpr = (M + TALL - 1) // TALL * TILES_K
+    entry = tl.program_id(0) // TILES
+    tile = tl.program_id(0) % TILES
+    expert = tl.load(chunk_expert + entry)
+    if expert < 0:
+        return
+    tall = (tile // TILES_K) * TALL + tl.arange(0, TALL)
+    wide = (tile % TILES_K) * WIDE + tl.arange(0, WIDE)
+    depth = tl.arange(0, DEPTH)
+    first = tl.load(chunk_first + entry) - tl.load(total_starts + expert)  # of the expert's rows, counted over all calls
+    before = 0
+    total = tl.zeros((TALL, WIDE), tl.float32)
+    for call in range(num_calls):
+        fields = table + call * FIELDS
+        u = _pointer(fields, DTYPE)
+        v = _pointer(fields + 1, DTYPE)
+        starts = _pointer(fields + 5, tl.int32)
+        start = tl.load(starts + expert)
+        count = tl.load(starts + expert + 1) - start
+        begin = start + tl.maximum(first - before, 0)
+        end = start + tl.minimum(first + chunk_rows - before, count)
+        before += count
+        for row in range(begin, end, DEPTH):
+            rows = row + depth
+            live = rows < end
+            u_rows, v_rows, gate = rows, rows, None
+            if U_GATHERED:
+                u_rows = tl.load(_pointer(fields + 2, tl.int32) + rows, mask=live, other=0)
+            if V_GATHERED:
+                v_rows = tl.load(_pointer(fields + 3, tl.int32) + rows, mask=live, other=0)
+            if GATED:
+                gate = tl.load(_pointer(fields + 4, tl.float32) + rows, mask=live, other=0.0)
+            u_tile = _narrow(u, u_rows.to(tl.int64), live, tall, gate, M, ACT)
+            v_at = v + v_rows.to(tl.int64)[:, None] * K + wide[None, :]
+            v_tile = tl.load(v_at, mask=live[:, None] & (wide < K)[None, :], other=0.0)
+            total = tl.dot(tl.trans(u_tile), v_tile, total, input_precision=PRECISION)
+    at = tall[:, None] * K + wide[None, :]
+    mask = (tall < M)[:, None] & (wide < K)[None, :]
+    slot = tl.load(chunk_slot + entry)
+    if slot >= 0:
+        tl.store(chunks + slot.to(tl.int64) * M * K + at, total, mask=mask)
+    else:
+        at += expert.to(tl.int64) * M * K
+        if ACCUMULATE:
+            total += tl.load(out + at, mask=mask, other=0.0).to(tl.float32)
+        tl.store(out + at, total.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _add_chunks(chunks, out, slots, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """out[e] += its expert's later chunks, in order."""
+    BLOCKS: tl.constexpr = (SIZE + BLOCK - 1) // BLOCK
+    expert = tl.program_id(0) // BLOCKS
+    first = tl.load(slots + expert)
+    end = tl.load(slots + expert + 1)
+    if first == end:
+        return
+    at = (tl.program_id(0) % BLOCKS) * BLOCK + tl.arange(0, BLOCK)
+    out_at = out + expert.to(tl.int64) * SIZE + at
+    total = tl.load(out_at, mask=at < SIZE, other=0.0).to(tl.float32)
+    for slot in range(first, end):
+        total += tl.load(chunks + slot.to(tl.int64) * SIZE + at, mask=at < SIZE, other=0.0)
+    tl.store(out_at, total.to(out.dtype.element_ty), mask=at < SIZE)
+
+
+@dataclass(frozen=True)
+class Work:
+    """What the products of a pass share: how the rows of all calls are cut into chunks."""
+
+    table: TileTable
+    chunk: int
+    most_slots: int
+
+
+def cut_work(starts_CE1: Sequence[Tensor], num_rows: int) -> Work:
+    """Chunks of twice an expert's mean load, and of 2048 rows at least: few experts have a second one."""
+    total_starts = starts_CE1[0] if len(starts_CE1) == 1 else torch.stack(list(starts_CE1)).sum(0, dtype=torch.int32)
+    num_experts = total_starts.shape[0] - 1
+    chunk = max(_LEAST_CHUNK, triton.next_power_of_2(2 * triton.cdiv(num_rows, num_experts)))
+    return Work(tile_table(total_starts, num_rows, rows=chunk, least=1), chunk, num_rows // chunk)
+
+
+def ragged_gradient(
+    calls: Sequence[Operands], work: Work, tile: Tile, precision: str, *, activation: str | None = None,
+    into: Tensor | None = None, shape: tuple[int, int, int], dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
+    """(E, M, K): Σ over the calls, added to `into` where that is given. `activation`: of u; None for rows as they are."""
+    num_experts, tall, wide = shape
+    sample = calls[0]
+    out = sample.u.new_empty(shape, dtype=dtype) if into is None else into
+    chunks = sample.u.new_empty(work.most_slots, tall, wide, dtype=torch.float32)
+    element = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16}[sample.u.dtype]
+    rows, columns = tile.fit_rows(tall), tile.fit_columns(wide)
+    table = work.table
+    tiles = triton.cdiv(tall, rows) * triton.cdiv(wide, columns)
+    launch(
+        ragged_product, table.length * tiles,
+        _addresses(calls), out, chunks, table.starts_E1, table.expert_L, table.first_L, table.slot_L, len(calls), work.chunk,
+        M=tall, K=wide, U_GATHERED=sample.u_rows_N is not None, V_GATHERED=sample.v_rows_N is not None,
+        GATED=sample.gate_N is not None, ACT=activation, DTYPE=element, FIELDS=_FIELDS, ACCUMULATE=into is not None,
+        TALL=rows, WIDE=columns, DEPTH=tile.depth, PRECISION=precision, **tile.options(),
+    )  # fmt: skip
+    if work.most_slots:
+        size = tall * wide
+        launch(
+            _add_chunks, num_experts * triton.cdiv(size, 1024), chunks, out, table.slots_E1, SIZE=size, BLOCK=1024
+        )  # fmt: skip
+    return out
+
+
+def _addresses(calls: Sequence[Operands]) -> Tensor:
+    """(C, fields) int64. Written by a kernel: a copy from the host could not be captured in a CUDA graph."""
+    table = torch.empty(len(calls), _FIELDS, dtype=torch.int64, device=calls[0].u.device)
+    for number, call in enumerate(calls):
+        tensors = (call.u, call.v, call.u_rows_N, call.v_rows_N, call.gate_N, call.starts_E1)
+        for tensor in tensors:
+            if tensor is not None and tensor.data_ptr() % 16:
+                raise ValueError(f"an operand of shape {tuple(tensor.shape)} starts at no multiple of 16 bytes: clone it")
+        launch(_write_addresses, 1, table, number, *tensors, FIELDS=_FIELDS)
+    return table
+
+
+@triton.jit
+def _sum_segments(rows, row_index, gate_rows, starts, out, OUT: tl.constexpr, DEPTH: tl.constexpr, COLUMNS: tl.constexpr):
+    TILES: tl.constexpr = (OUT + COLUMNS - 1) // COLUMNS
+    expert = tl.program_id(0) // TILES
+    cols = (tl.program_id(0) % TILES) * COLUMNS + tl.arange(0, COLUMNS)
+    end = tl.load(starts + expert + 1)
+    total = tl.zeros((DEPTH, COLUMNS), tl.float32)
+    for first in range(tl.load(starts + expert), end, DEPTH):
+        place = first + tl.arange(0, DEPTH)
+        live = place < end
+        at = place
+        if row_index is not None:
+            at = tl.load(row_index + place, mask=live, other=0)
+        mask = live[:, None] & (cols < OUT)[None, :]
+        values = tl.load(rows + at.to(tl.int64)[:, None] * OUT + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+        if gate_rows is not None:
+            values *= tl.load(gate_rows + place, mask=live, other=0.0)[:, None]
+        total += values
+    tl.store(out + expert * OUT + cols, tl.sum(total, 0).to(out.dtype.element_ty), mask=cols < OUT)
+
+
+def segment_sums(rows: Tensor, row_index_N: Tensor | None, gate_N: Tensor | None, starts_E1: Tensor) -> Tensor:
+    """(E, O): a bias's gradient, Σ over an expert's rows of gate · rows. For the few models whose experts have biases."""
+    width, num_experts = rows.shape[1], starts_E1.shape[0] - 1
+    out = rows.new_empty(num_experts, width)
+    columns = min(128, triton.next_power_of_2(width))
+    launch(
+        _sum_segments, num_experts * triton.cdiv(width, columns), rows, row_index_N, gate_N, starts_E1, out,
+        OUT=width, DEPTH=32, COLUMNS=columns,
+    )  # fmt: skip
+    return out
