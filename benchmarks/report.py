@@ -5,7 +5,8 @@ import os
 import platform
 import subprocess
 import sys
-from importlib.metadata import version
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ def environment() -> dict[str, Any]:
         "cores": len(os.sched_getaffinity(0)),
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
         "python": platform.python_version(),
-        "versions": {name: version(name) for name in ("torch", "numpy", "pyarrow", "ray")},
+        "versions": _versions("torch", "numpy", "pyarrow", "ray", "triton"),
         "commit": _commit(),
         "command": " ".join(["python", *sys.argv]),
     }
@@ -30,12 +31,21 @@ def environment() -> dict[str, Any]:
     return facts
 
 
-def save(name: str, figures: dict[str, Any]) -> Path:
-    """Writes results/NAME.json: the environment and the figures."""
-    RESULTS.mkdir(exist_ok=True)
-    path = RESULTS / f"{name}.json"
+def save(name: str, figures: dict[str, Any], *, folder: Path = RESULTS) -> Path:
+    """Writes FOLDER/NAME.json: the environment and the figures."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{name}.json"
     path.write_text(json.dumps({"environment": environment(), **figures}, indent=2) + "\n", encoding="utf-8")
     return path
+
+
+def _versions(*names: str) -> dict[str, str | None]:
+    """None: not installed here."""
+    found: dict[str, str | None] = dict.fromkeys(names)
+    for name in names:
+        with suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
 
 
 def _cpu_name() -> str:
@@ -46,6 +56,10 @@ def _cpu_name() -> str:
 
 
 def _commit() -> str:
+    """Of the sources; "unknown" where they were copied without their history."""
+    if not (RESULTS.parents[1] / ".git").exists():
+        return "unknown"
+
     def git(*words: str) -> str:
         return subprocess.run(["git", *words], cwd=RESULTS.parent, capture_output=True, text=True, check=True).stdout
 
