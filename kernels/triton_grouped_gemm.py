@@ -1,17 +1,17 @@
 """Grouped products over row tiles: one program has one tile of one expert's rows.
 
-K1  `gathered_*`: rows gathered from (U, D), times W[e], to a narrow side. One column tile holds a whole row of F = 128 columns, so
-    what needs complete rows (the gate's gradient) is taken in the epilogue from registers, without atomics; of wider rows each
-    column tile leaves a partial sum. Four epilogues: activation, gate, and the two backward ones.
+K1  `gathered_*`: rows gathered from (U, D), times W[e], to a narrow side. One column tile holds a whole row of F = 128
+    columns, so what needs complete rows (the gate's gradient) is taken in the epilogue from registers, without atomics; of
+    wider rows each column tile leaves a partial sum. Four epilogues: activation, gate, and the two backward ones.
 K2  `rows_product`: narrow rows times W[e], to wide rows. The narrow tile is read once and stays while the program walks over
     the column tiles. Two write modes: stored, in route order, so that `sum_rows` (triton_rows.py) reads each target's
     answers one after another (deterministic); or added to the targets' rows by float32 atomics.
 K12 `fused_mlp`: both, the hidden tile handed on in registers.
 
-Every GEMM here has 128 FLOP per byte gathered, below what the chip's memory wants: it is the bytes that count. Rows are read
-through pointers (cp.async on the GPU), all widths are compile-time constants: alignment and masks follow from them, and widths that no
-tile divides are masked, not padded in memory. A width that is no multiple of 16 bytes (412 or 82 columns in bfloat16) costs
-narrower copies.
+With F = 128 every product has 128 FLOP per byte gathered, less than an H200's memory wants: it is the bytes that count. Rows
+are read through pointers (cp.async on the GPU). All widths are compile-time constants, and alignment and masks follow from
+them: widths that no tile divides are masked, not padded in memory, and no packed copy of the weights has to be kept in step
+with them. A width that is no multiple of 16 bytes (412 or 82 columns in bfloat16) pays by narrower copies.
 
 Legend: N routes in sorted order, D, K inner width, W columns of the first bank (F, or 2F where gated), O output width; tiles
 ROWS × COLUMNS, DEPTH of the inner width at a time.
@@ -92,7 +92,6 @@ def _activated(
     mask = live[:, None] & (cols < F)[None, :]
     kept_at = kept + rows.to(tl.int64)[:, None] * W + cols[None, :]
     w += expert.to(tl.int64) * D * W
-    content = 0.0
     if GATED:
         z, content = _two_products(x, sources, w, cols, D, F, W, ROWS, COLUMNS, DEPTH, PRECISION)
         if bias is not None:
@@ -100,6 +99,7 @@ def _activated(
         content = content.to(dtype)
         tl.store(kept_at + F, content, mask=mask)
     else:
+        content = None
         z = _product(x, sources, w, cols, D, F, W, 1, ROWS, COLUMNS, DEPTH, PRECISION)
     if bias is not None:
         z += tl.load(bias + expert * W + cols, mask=cols < F, other=0.0).to(tl.float32)[None, :]
@@ -192,6 +192,7 @@ def gathered_hidden_gradient(
     if expert < 0:
         return
     column_tile = tl.program_id(0) % TILES
+    grad_gate += column_tile.to(tl.int64) * num_routes
     cols = column_tile * COLUMNS + tl.arange(0, COLUMNS)
     targets = tl.load(target_rows + rows, mask=live, other=0).to(tl.int64)
     d_hidden = _product(
@@ -214,13 +215,12 @@ def gathered_hidden_gradient(
         else:
             d_gate = tl.sum(value * d_hidden, 1)
         tl.store(d_z + at, (gate[:, None] * d_hidden * slope).to(dtype), mask=mask)
-    if bias is not None:
-        if column_tile == 0:
-            d_gate += _bias_products(grad, targets, bias + expert.to(tl.int64) * OUT, OUT, ROWS, DEPTH)
+    if bias is not None and column_tile == 0:
+        d_gate += _bias_products(grad, targets, bias + expert.to(tl.int64) * OUT, OUT, ROWS, DEPTH)
     places = rows
     if out_rows is not None:
         places = tl.load(out_rows + rows, mask=live, other=0)
-    tl.store(grad_gate + column_tile.to(tl.int64) * num_routes + places, d_gate, mask=live)
+    tl.store(grad_gate + places, d_gate, mask=live)
 
 
 @triton.jit
@@ -235,6 +235,7 @@ def gathered_input_gradient(
     if expert < 0:
         return
     column_tile = tl.program_id(0) % TILES
+    grad_gate += column_tile.to(tl.int64) * num_routes
     cols = column_tile * COLUMNS + tl.arange(0, COLUMNS)
     targets = tl.load(target_rows + rows, mask=live, other=0).to(tl.int64)
     d_x = _product(
@@ -246,7 +247,7 @@ def gathered_input_gradient(
     places = rows
     if out_rows is not None:
         places = tl.load(out_rows + rows, mask=live, other=0)
-    tl.store(grad_gate + column_tile.to(tl.int64) * num_routes + places, tl.sum(inputs * d_x, 1), mask=live)
+    tl.store(grad_gate + places, tl.sum(inputs * d_x, 1), mask=live)
     d_x *= tl.load(gate_rows + rows, mask=live, other=0.0)[:, None]
     tl.store(out + places.to(tl.int64)[:, None] * D + cols[None, :], d_x.to(out.dtype.element_ty), mask=mask)
 

@@ -56,8 +56,15 @@ def _scan(counts_EB, totals_E, starts_E1, num_blocks, E: tl.constexpr, BINS: tl.
 
 @triton.jit(do_not_specialize=["num_routes", "num_blocks"])
 def _scatter(
-    expert_N, bases_EB, order_N, place_N, num_routes, num_blocks,
-    E: tl.constexpr, BLOCK: tl.constexpr, COMPARED: tl.constexpr,
+    expert_N,
+    bases_EB,
+    order_N,
+    place_N,
+    num_routes,
+    num_blocks,
+    E: tl.constexpr,
+    BLOCK: tl.constexpr,
+    COMPARED: tl.constexpr,
 ):
     """A route's place: its expert's base for this block, and how many before it in the block have the same expert."""
     block = tl.program_id(0)
@@ -90,10 +97,9 @@ def sort_routes(expert_N: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Ten
     numbers = (num_routes, num_blocks)
     launch(_histogram, num_blocks, expert_N, counts_EB, totals_E, *numbers, E=num_experts, BINS=bins, BLOCK=_BLOCK)
     launch(_scan, num_experts, counts_EB, totals_E, starts_E1, num_blocks, E=num_experts, BINS=bins, SCAN=_SCAN)
-    launch(
-        _scatter, num_blocks, expert_N, counts_EB, order_N, *numbers, E=num_experts, BLOCK=_BLOCK, COMPARED=_COMPARED
-    )
-    return order_N, starts_E1
+    constants = {"E": num_experts, "BLOCK": _BLOCK, "COMPARED": _COMPARED}
+    launch(_scatter, num_blocks, expert_N, counts_EB, order_N, place_N, *numbers, **constants)
+    return order_N, place_N, starts_E1
 
 
 @dataclass(frozen=True)

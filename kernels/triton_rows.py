@@ -50,13 +50,14 @@ def sum_rows(answers_NO: Tensor, index_N: Tensor | None, num_rows: int, per_row:
     width = answers_NO.shape[1]
     columns = min(_COLUMNS, triton.next_power_of_2(width))
     tiles = triton.cdiv(width, columns)
-    if index_N is None:
+    if per_row:
         rows = max(1, _ELEMENTS // columns)
         launch(
             _sum_equal, triton.cdiv(num_rows, rows) * tiles, answers_NO, out_UO, num_rows,
             PER=per_row, OUT=width, ROWS=rows, COLUMNS=columns,
         )  # fmt: skip
         return out_UO
+    assert index_N is not None
     index_N, routes_N = torch.sort(index_N, stable=True)
     starts_U1 = torch.searchsorted(index_N, torch.arange(num_rows + 1, device=index_N.device))
     launch(_sum_listed, num_rows * tiles, answers_NO, routes_N, starts_U1, out_UO, OUT=width, COLUMNS=columns)

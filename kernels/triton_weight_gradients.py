@@ -4,15 +4,16 @@ Work is cut into (expert, chunk of its rows, tile of dW), so that an expert with
 chunk of an expert writes dW; later ones write tiles of their own, which `_add_chunks` adds in order: deterministic, and no
 traffic at all where no expert has more than one chunk.
 
-Several calls (the repeats of a layer group in a Universal Transformer) are one launch: an expert's rows are those of the first call, then those of the
-second …; a table of addresses says where each has its operands. dW is then read and written once for all of them, not once for
-each. The gate and the activation are applied to u on its way to the tensor cores, so nothing but what the forward kept is wanted.
+Several calls (the repeats of a layer group in a Universal Transformer) are one launch: an expert's rows are those of the
+first call, then those of the second …; a table of addresses says where each has its operands. dW is then read and written once
+for all of them, not once for each. The gate and the activation are applied to u on its way to the tensor cores, so nothing but
+what the forward kept is wanted.
 
 Legend: C calls, N routes, E experts, M columns of u, K of v; tiles TALL × WIDE, DEPTH rows at a time; CHUNK rows of an expert.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -54,7 +55,7 @@ def _write_addresses(table, call, u, v, u_rows, v_rows, gate, starts, FIELDS: tl
 
 @triton.jit
 def _pointer(at, DTYPE: tl.constexpr):
-    """An address from the table. Tensors start at multiples of 16 bytes (`addresses` sees to it)."""
+    """An address from the table. Tensors start at multiples of 16 bytes (`_addresses` sees to it)."""
     return tl.multiple_of(tl.load(at).to(tl.pointer_type(DTYPE)), 16)
 
 
@@ -94,7 +95,9 @@ def ragged_product(
     tall = (tile // TILES_K) * TALL + tl.arange(0, TALL)
     wide = (tile % TILES_K) * WIDE + tl.arange(0, WIDE)
     depth = tl.arange(0, DEPTH)
-    first = tl.load(chunk_first + entry) - tl.load(total_starts + expert)  # of the expert's rows, counted over all calls
+    first = tl.load(chunk_first + entry) - tl.load(
+        total_starts + expert
+    )  # of the expert's rows, counted over all calls
     before = 0
     total = tl.zeros((TALL, WIDE), tl.float32)
     for call in range(num_calls):
@@ -145,8 +148,10 @@ def _add_chunks(chunks, out, slots, SIZE: tl.constexpr, BLOCK: tl.constexpr):
     at = (tl.program_id(0) % BLOCKS) * BLOCK + tl.arange(0, BLOCK)
     out_at = out + expert.to(tl.int64) * SIZE + at
     total = tl.load(out_at, mask=at < SIZE, other=0.0).to(tl.float32)
-    for slot in range(first, end):
-        total += tl.load(chunks + slot.to(tl.int64) * SIZE + at, mask=at < SIZE, other=0.0)
+    chunk_at = chunks + tl.cast(first, tl.int64) * SIZE + at
+    for _ in range(first, end):
+        total += tl.load(chunk_at, mask=at < SIZE, other=0.0)
+        chunk_at += SIZE
     tl.store(out_at, total.to(out.dtype.element_ty), mask=at < SIZE)
 
 
@@ -168,24 +173,26 @@ def cut_work(starts_CE1: Sequence[Tensor], num_rows: int) -> Work:
 
 
 def ragged_gradient(
-    calls: Sequence[Operands], work: Work, tile: Tile, precision: str, *, activation: str | None = None,
-    into: Tensor | None = None, shape: tuple[int, int, int], dtype: torch.dtype,
+    calls: Sequence[Operands], work: Work, tile: Tile, precision: str, weights: Tensor, *,
+    into: Tensor | None = None, activation: str | None = None,
 ) -> Tensor:  # fmt: skip
-    """(E, M, K): Σ over the calls, added to `into` where that is given. `activation`: of u; None for rows as they are."""
-    num_experts, tall, wide = shape
-    sample = calls[0]
-    out = sample.u.new_empty(shape, dtype=dtype) if into is None else into
+    """(E, M, K) as the weights are: Σ over the calls, added to `into` where given. `activation`: of u; None: rows as they are."""
+    if into is not None and not into.is_contiguous():
+        return into.add_(ragged_gradient(calls, work, tile, precision, weights, activation=activation))
+    (num_experts, tall, wide), sample = weights.shape, calls[0]
+    out = weights.new_empty(weights.shape) if into is None else into
     chunks = sample.u.new_empty(work.most_slots, tall, wide, dtype=torch.float32)
     element = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16}[sample.u.dtype]
-    rows, columns = tile.fit_rows(tall), tile.fit_columns(wide)
-    table = work.table
-    tiles = triton.cdiv(tall, rows) * triton.cdiv(wide, columns)
+    if tall < wide:
+        tile = replace(tile, rows=tile.columns, columns=tile.rows)  # the longer side along the wider operand
+    tile, table = tile.fit(rows=tall, columns=wide), work.table
+    tiles = triton.cdiv(tall, tile.rows) * triton.cdiv(wide, tile.columns)
     launch(
         ragged_product, table.length * tiles,
         _addresses(calls), out, chunks, table.starts_E1, table.expert_L, table.first_L, table.slot_L, len(calls), work.chunk,
         M=tall, K=wide, U_GATHERED=sample.u_rows_N is not None, V_GATHERED=sample.v_rows_N is not None,
         GATED=sample.gate_N is not None, ACT=activation, DTYPE=element, FIELDS=_FIELDS, ACCUMULATE=into is not None,
-        TALL=rows, WIDE=columns, DEPTH=tile.depth, PRECISION=precision, **tile.options(),
+        TALL=tile.rows, WIDE=tile.columns, DEPTH=tile.depth, PRECISION=precision, **tile.options(),
     )  # fmt: skip
     if work.most_slots:
         size = tall * wide
@@ -200,15 +207,15 @@ def _addresses(calls: Sequence[Operands]) -> Tensor:
     table = torch.empty(len(calls), _FIELDS, dtype=torch.int64, device=calls[0].u.device)
     for number, call in enumerate(calls):
         tensors = (call.u, call.v, call.u_rows_N, call.v_rows_N, call.gate_N, call.starts_E1)
-        for tensor in tensors:
-            if tensor is not None and tensor.data_ptr() % 16:
-                raise ValueError(f"an operand of shape {tuple(tensor.shape)} starts at no multiple of 16 bytes: clone it")
+        assert not any(tensor.data_ptr() % 16 for tensor in tensors if tensor is not None)  # `_pointer` counts on it
         launch(_write_addresses, 1, table, number, *tensors, FIELDS=_FIELDS)
     return table
 
 
 @triton.jit
-def _sum_segments(rows, row_index, gate_rows, starts, out, OUT: tl.constexpr, DEPTH: tl.constexpr, COLUMNS: tl.constexpr):
+def _sum_segments(
+    rows, row_index, gate_rows, starts, out, OUT: tl.constexpr, DEPTH: tl.constexpr, COLUMNS: tl.constexpr
+):
     TILES: tl.constexpr = (OUT + COLUMNS - 1) // COLUMNS
     expert = tl.program_id(0) // TILES
     cols = (tl.program_id(0) % TILES) * COLUMNS + tl.arange(0, COLUMNS)

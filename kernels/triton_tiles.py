@@ -1,0 +1,81 @@
+"""Tiles of the grouped products: a plain table {kernel, precision, load} -> tile, chosen by shape, never while a model runs.
+
+No autotuning at import or first use: it would try configurations on every rank of a job, at every new shape, and two ranks may
+choose differently. `benchmarks/tune_tiles.py` measures on a GPU and prints this table anew.
+
+The entries are chosen by hand, for one H200, and UNMEASURED: from the arithmetic of bytes and registers, and from what the
+compiler says of sm_90 (`tests/kernels/test_triton_compiles.py`: wgmma, no spills, shared memory within limits).
+
+Load: "few" rows per expert on average (below 300; a tile of 128 rows would be a third empty), or "many".
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from .triton_guard import INTERPRETED, triton
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Rows and columns of a program's result, the step along the inner width; warps and stages of the pipeline."""
+
+    rows: int
+    columns: int
+    depth: int
+    warps: int
+    stages: int
+
+    def fit(self, **widths: int) -> "Tile":
+        """No side longer than the next power of two of what there is (16 at least: what the tensor cores take)."""
+        return replace(self, **{side: min(getattr(self, side), _power(width)) for side, width in widths.items()})
+
+    def options(self) -> dict[str, Any]:
+        """What Triton calls them."""
+        return {"num_warps": self.warps, "num_stages": self.stages}
+
+
+FEW = 300  # rows per expert
+# gather: K1 forward; gather_two: of a gated activation; gather_back: K1 backward; rows: K2; fused: K12; ragged: K3.
+TILES: dict[tuple[str, str, str], Tile] = {
+    ("gather", "bf16", "many"): Tile(128, 128, 64, 8, 4),
+    ("gather", "bf16", "few"): Tile(64, 128, 64, 4, 4),
+    ("gather_two", "bf16", "many"): Tile(128, 128, 64, 8, 3),
+    ("gather_two", "bf16", "few"): Tile(64, 128, 64, 8, 3),
+    ("gather_back", "bf16", "many"): Tile(128, 128, 64, 8, 4),
+    ("gather_back", "bf16", "few"): Tile(64, 128, 64, 4, 4),
+    ("rows", "bf16", "many"): Tile(128, 256, 128, 8, 2),
+    ("rows", "bf16", "few"): Tile(64, 256, 128, 8, 2),
+    ("fused", "bf16", "many"): Tile(128, 128, 64, 8, 3),
+    ("fused", "bf16", "few"): Tile(64, 128, 64, 8, 3),
+    ("ragged", "bf16", "many"): Tile(256, 128, 64, 8, 3),
+    ("ragged", "bf16", "few"): Tile(256, 128, 64, 8, 3),
+    ("gather", "fp32", "many"): Tile(64, 64, 32, 4, 3),
+    ("gather", "fp32", "few"): Tile(64, 64, 32, 4, 3),
+    ("gather_two", "fp32", "many"): Tile(64, 64, 32, 8, 3),
+    ("gather_two", "fp32", "few"): Tile(64, 64, 32, 8, 3),
+    ("gather_back", "fp32", "many"): Tile(64, 64, 32, 4, 3),
+    ("gather_back", "fp32", "few"): Tile(64, 64, 32, 4, 3),
+    ("rows", "fp32", "many"): Tile(64, 64, 32, 4, 3),
+    ("rows", "fp32", "few"): Tile(64, 64, 32, 4, 3),
+    ("fused", "fp32", "many"): Tile(64, 64, 32, 8, 2),
+    ("fused", "fp32", "few"): Tile(64, 64, 32, 8, 2),
+    ("ragged", "fp32", "many"): Tile(64, 64, 32, 4, 3),
+    ("ragged", "fp32", "few"): Tile(64, 64, 32, 4, 3),
+}
+WIDEST_HIDDEN = 128  # columns of hidden rows that the fused kernel holds in registers
+# The interpreter pays for programs and for elements alike; small tiles give small cases several tiles.
+_INTERPRETED = Tile(16, 32, 32, 4, 1)
+
+
+def choose(kernel: str, dtype: torch.dtype, num_rows: int, num_experts: int) -> Tile:
+    """The table's tile for a kernel, of rows in that dtype."""
+    if INTERPRETED:
+        return _INTERPRETED
+    load = "few" if num_rows < FEW * num_experts else "many"
+    return TILES[kernel, "bf16" if dtype is torch.bfloat16 else "fp32", load]
+
+
+def _power(width: int) -> int:
+    return max(16, triton.next_power_of_2(width))
