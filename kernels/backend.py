@@ -1,5 +1,6 @@
 """Which implementation stands behind a door. Chosen by name once, never by what happens to import."""
 
+import functools
 from collections.abc import Sequence
 from importlib import import_module
 from typing import Literal, Protocol, cast
@@ -8,9 +9,10 @@ import torch
 from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 
+from . import avx512_library
 from .operands import LinearCall, MLPBank, MLPCall, MLPGradients, SortedRoutes
 
-BACKENDS = ("reference", "segments")
+BACKENDS = ("reference", "segments", "avx512")
 deferring: tuple[str, ...] = ()  # those that are `DefersWeightGradients`
 ROW_SLACK = 64  # rows that a backend's kept rows have past the end
 
@@ -20,7 +22,7 @@ class KernelConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    backend: Literal["auto", "reference", "segments"] = "auto"
+    backend: Literal["auto", "reference", "segments", "avx512"] = "auto"
 
 
 class Backend(Protocol):
@@ -71,17 +73,37 @@ class DefersWeightGradients(Backend, Protocol):
         ...
 
 
+@torch.compiler.assume_constant_result
 def resolve_backend(backend: str, device: torch.device, dtype: torch.dtype) -> str:
-    """The backend that a name stands for.
+    """The backend that a name stands for on that device, for weights of that dtype.
 
     Raises:
-        ValueError: the name is unknown.
+        ValueError: the name is unknown, or that backend cannot run here.
     """
     if backend == "auto":
-        return "segments"  # plain torch operations: every device and dtype
+        return _fastest(device.type, dtype)
     if backend not in BACKENDS:
         raise ValueError(f"kernels.backend={backend!r} is unknown: choose auto, {', '.join(BACKENDS)}")
+    if reason := reason_against(backend, device.type, dtype):
+        raise ValueError(f"kernels.backend={backend!r} cannot run here: {reason}; or set kernels.backend=auto")
     return backend
+
+
+@functools.cache
+def _fastest(device_type: str, dtype: torch.dtype) -> str:
+    """What `auto` is: the first that can run, by the figures of docs/kernels.md."""
+    wanted = ("avx512",) if device_type == "cpu" else ()
+    return next((name for name in wanted if reason_against(name, device_type, dtype) is None), "segments")
+
+
+@functools.cache
+def reason_against(backend: str, device_type: str, dtype: torch.dtype) -> str | None:
+    """Why a backend cannot run on such a device in such a dtype, and what to do; None: it can."""
+    if backend == "avx512":
+        if device_type not in ("cpu", "meta"):
+            return f"it is for CPUs, and the weights are on {device_type}"
+        return avx512_library.reason_against(dtype)
+    return None  # plain torch operations: every device and dtype
 
 
 def implementation(backend: str) -> DefersWeightGradients:
@@ -89,4 +111,4 @@ def implementation(backend: str) -> DefersWeightGradients:
     return cast(DefersWeightGradients, import_module(f".{_MODULES[backend]}", __package__))
 
 
-_MODULES = {"segments": "segments"}
+_MODULES = {"segments": "segments", "avx512": "avx512"}

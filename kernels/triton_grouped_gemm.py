@@ -110,7 +110,7 @@ def _activated(
         z = z.to(dtype)  # what the backward will see, so that both have the same hidden rows
         tl.store(kept_at, z, mask=mask)
         hidden, _ = smooth(z.to(tl.float32), ACT)
-        if GATED:
+        if content is not None:
             hidden *= content.to(tl.float32)
     return hidden
 

@@ -33,7 +33,7 @@ from .triton_guard import check_tensor, launch, triton
 from .triton_routing import SortedRows, TileTable, sorted_rows, tile_table
 from .triton_rows import sum_rows
 from .triton_tiles import WIDEST_HIDDEN, Tile, choose
-from .triton_weight_gradients import Operands, cut_work, ragged_gradient, segment_sums
+from .triton_weight_gradients import Operands, Work, cut_work, ragged_gradient, segment_sums
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ def mlp_forward(
     kept = x_UD.new_empty(routes.num_routes + ROW_SLACK, columns)
     to = _towards(p, x_UD, width_out, targets=True, num_rows=routes.num_targets)
     if options.fused and hidden_width <= WIDEST_HIDDEN:
-        tile = p.tile("fused", columns=width_out, depth=width_in)
+        tile = p.tile("fused_two" if bank.activation in GATES else "fused", columns=width_out, depth=width_in)
         p.launch(
             fused_mlp, tile, 1, x_UD, p.rows.source_N, w_up, bank.b_up_EW, kept, w_down, bank.b_down_EO, p.rows.gate_N,
             to.out, to.out_rows, D=width_in, F=hidden_width, OUT=width_out, ACT=bank.activation, ADD=to.add,
@@ -163,7 +163,9 @@ def mlp_backward_rows(
     p, grad_TO, w_up, w_down = _Pass(routes, grad_TO, options), grad_TO.contiguous(), *_contiguous(bank)
     width_in, (_, hidden_width, width_out) = w_up.shape[1], w_down.shape
     d_z = torch.empty_like(kept)
-    tile = p.tile("gather_back", columns=hidden_width, depth=width_out)
+    tile = p.tile(
+        "gather_back" if bank.activation == "relu" else "gather_back_smooth", columns=hidden_width, depth=width_out
+    )
     parts = triton.cdiv(hidden_width, tile.columns)
     grad_gate = torch.empty(parts, routes.num_routes, dtype=torch.float32, device=kept.device)
     p.launch(
@@ -273,11 +275,10 @@ def _linear_weights(calls: Sequence[LinearCall], into: Tensor | None, options: O
     return ragged_gradient(operands, *_ragged(passes), w_EDO, into=into)
 
 
-def _ragged(passes: Sequence[_Pass]) -> tuple[Any, Tile, str]:
-    """What K3 shares between the matrices of a bank: its work, tile and precision."""
+def _ragged(passes: Sequence[_Pass]) -> tuple[Work, str]:
+    """What K3 shares between the matrices of a bank: how the rows are cut, and the precision."""
     num_rows = sum(p.routes.num_routes for p in passes)
-    work = cut_work([p.routes.starts_E1 for p in passes], num_rows)
-    return work, choose("ragged", passes[0].dtype, num_rows, passes[0].num_experts), passes[0].precision
+    return cut_work([p.routes.starts_E1 for p in passes], num_rows), passes[0].precision
 
 
 def _rows_product(

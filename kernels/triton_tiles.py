@@ -37,7 +37,7 @@ class Tile:
 
 
 FEW = 300  # rows per expert
-# gather: K1 forward; gather_two: of a gated activation; gather_back: K1 backward; rows: K2; fused: K12; ragged: K3.
+# gather: K1 forward; gather_back: K1 backward; …_two: of a gated activation; rows: K2; fused: K12; ragged: K3.
 TILES: dict[tuple[str, str, str], Tile] = {
     ("gather", "bf16", "many"): Tile(128, 128, 64, 8, 4),
     ("gather", "bf16", "few"): Tile(64, 128, 64, 4, 4),
@@ -45,22 +45,34 @@ TILES: dict[tuple[str, str, str], Tile] = {
     ("gather_two", "bf16", "few"): Tile(64, 128, 64, 8, 3),
     ("gather_back", "bf16", "many"): Tile(128, 128, 64, 8, 4),
     ("gather_back", "bf16", "few"): Tile(64, 128, 64, 4, 4),
-    ("rows", "bf16", "many"): Tile(128, 256, 128, 8, 2),
-    ("rows", "bf16", "few"): Tile(64, 256, 128, 8, 2),
+    ("gather_back_smooth", "bf16", "many"): Tile(128, 64, 64, 8, 4),
+    ("gather_back_smooth", "bf16", "few"): Tile(64, 64, 64, 4, 4),
+    ("rows", "bf16", "many"): Tile(128, 128, 128, 8, 2),
+    ("rows", "bf16", "few"): Tile(64, 128, 128, 4, 2),
     ("fused", "bf16", "many"): Tile(128, 128, 64, 8, 3),
     ("fused", "bf16", "few"): Tile(64, 128, 64, 8, 3),
-    ("ragged", "bf16", "many"): Tile(256, 128, 64, 8, 3),
-    ("ragged", "bf16", "few"): Tile(256, 128, 64, 8, 3),
+    ("fused_two", "bf16", "many"): Tile(64, 128, 64, 8, 3),
+    ("fused_two", "bf16", "few"): Tile(64, 128, 64, 8, 3),
+    ("ragged", "bf16", "many"): Tile(256, 128, 64, 8, 5),
+    ("ragged", "bf16", "few"): Tile(256, 128, 64, 8, 5),
+    ("ragged_odd", "bf16", "many"): Tile(128, 128, 64, 8, 5),
+    ("ragged_odd", "bf16", "few"): Tile(128, 128, 64, 8, 5),
     ("gather", "fp32", "many"): Tile(64, 64, 32, 4, 3),
     ("gather", "fp32", "few"): Tile(64, 64, 32, 4, 3),
     ("gather_two", "fp32", "many"): Tile(64, 64, 32, 8, 3),
     ("gather_two", "fp32", "few"): Tile(64, 64, 32, 8, 3),
     ("gather_back", "fp32", "many"): Tile(64, 64, 32, 4, 3),
     ("gather_back", "fp32", "few"): Tile(64, 64, 32, 4, 3),
+    ("gather_back_smooth", "fp32", "many"): Tile(64, 64, 32, 8, 3),
+    ("gather_back_smooth", "fp32", "few"): Tile(64, 64, 32, 8, 3),
     ("rows", "fp32", "many"): Tile(64, 64, 32, 4, 3),
     ("rows", "fp32", "few"): Tile(64, 64, 32, 4, 3),
     ("fused", "fp32", "many"): Tile(64, 64, 32, 8, 2),
     ("fused", "fp32", "few"): Tile(64, 64, 32, 8, 2),
+    ("fused_two", "fp32", "many"): Tile(64, 64, 32, 8, 2),
+    ("fused_two", "fp32", "few"): Tile(64, 64, 32, 8, 2),
+    ("ragged_odd", "fp32", "many"): Tile(64, 64, 32, 4, 3),
+    ("ragged_odd", "fp32", "few"): Tile(64, 64, 32, 4, 3),
     ("ragged", "fp32", "many"): Tile(64, 64, 32, 4, 3),
     ("ragged", "fp32", "few"): Tile(64, 64, 32, 4, 3),
 }

@@ -6,8 +6,8 @@ traffic at all where no expert has more than one chunk.
 
 Several calls (the repeats of a layer group in a Universal Transformer) are one launch: an expert's rows are those of the
 first call, then those of the second …; a table of addresses says where each has its operands. dW is then read and written once
-for all of them, not once for each. The gate and the activation are applied to u on its way to the tensor cores, so nothing but
-what the forward kept is wanted.
+for all of them, not once for each. The activation is applied to u, and the gate to the narrower of both, on their way to the
+tensor cores, so nothing but what the forward kept is wanted.
 
 Legend: C calls, N routes, E experts, M columns of u, K of v; tiles TALL × WIDE, DEPTH rows at a time; CHUNK rows of an expert.
 """
@@ -21,7 +21,7 @@ from torch import Tensor
 from .triton_grouped_gemm import smooth
 from .triton_guard import launch, tl, triton
 from .triton_routing import TileTable, tile_table
-from .triton_tiles import Tile
+from .triton_tiles import choose
 
 _LEAST_CHUNK = 2048
 _FIELDS = 6
@@ -60,18 +60,18 @@ def _pointer(at, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def _narrow(u, rows, live, cols, gate, M: tl.constexpr, ACT: tl.constexpr):
-    """(DEPTH, TALL): gate · a(u[rows]), zero where not live: what has no activation and no gate goes as it came."""
-    W: tl.constexpr = 2 * M if ACT == "swiglu" or ACT == "geglu" else M
-    mask = live[:, None] & (cols < M)[None, :]
-    at = u + rows[:, None] * W + cols[None, :]
+def _operand(base, rows, live, cols, gate, WIDTH: tl.constexpr, ACT: tl.constexpr):
+    """(DEPTH, columns): gate · a(base[rows]), zero where not live: what has no activation and no gate goes as it came."""
+    STRIDE: tl.constexpr = 2 * WIDTH if ACT == "swiglu" or ACT == "geglu" else WIDTH
+    mask = live[:, None] & (cols < WIDTH)[None, :]
+    at = base + rows.to(tl.int64)[:, None] * STRIDE + cols[None, :]
     tile = tl.load(at, mask=mask, other=0.0)
     if ACT is not None or gate is not None:
         value = tile.to(tl.float32)
         if ACT is not None:
             value, _ = smooth(value, ACT)
         if ACT == "swiglu" or ACT == "geglu":
-            value *= tl.load(at + M, mask=mask, other=0.0).to(tl.float32)
+            value *= tl.load(at + WIDTH, mask=mask, other=0.0).to(tl.float32)
         if gate is not None:
             value *= gate[:, None]
         tile = value.to(tile.dtype)
@@ -120,17 +120,16 @@ def ragged_product(
                 v_rows = tl.load(_pointer(fields + 3, tl.int32) + rows, mask=live, other=0)
             if GATED:
                 gate = tl.load(_pointer(fields + 4, tl.float32) + rows, mask=live, other=0.0)
-            u_tile = _narrow(u, u_rows.to(tl.int64), live, tall, gate, M, ACT)
-            v_at = v + v_rows.to(tl.int64)[:, None] * K + wide[None, :]
-            v_tile = tl.load(v_at, mask=live[:, None] & (wide < K)[None, :], other=0.0)
+            u_tile = _operand(u, u_rows, live, tall, gate if M <= K else None, M, ACT)
+            v_tile = _operand(v, v_rows, live, wide, None if M <= K else gate, K, None)
             total = tl.dot(tl.trans(u_tile), v_tile, total, input_precision=PRECISION)
+    out += expert.to(tl.int64) * M * K
     at = tall[:, None] * K + wide[None, :]
     mask = (tall < M)[:, None] & (wide < K)[None, :]
     slot = tl.load(chunk_slot + entry)
     if slot >= 0:
         tl.store(chunks + slot.to(tl.int64) * M * K + at, total, mask=mask)
     else:
-        at += expert.to(tl.int64) * M * K
         if ACCUMULATE:
             total += tl.load(out + at, mask=mask, other=0.0).to(tl.float32)
         tl.store(out + at, total.to(out.dtype.element_ty), mask=mask)
@@ -161,7 +160,11 @@ class Work:
 
     table: TileTable
     chunk: int
-    most_slots: int
+    num_rows: int
+
+    @property
+    def most_slots(self) -> int:
+        return self.num_rows // self.chunk
 
 
 def cut_work(starts_CE1: Sequence[Tensor], num_rows: int) -> Work:
@@ -169,20 +172,22 @@ def cut_work(starts_CE1: Sequence[Tensor], num_rows: int) -> Work:
     total_starts = starts_CE1[0] if len(starts_CE1) == 1 else torch.stack(list(starts_CE1)).sum(0, dtype=torch.int32)
     num_experts = total_starts.shape[0] - 1
     chunk = max(_LEAST_CHUNK, triton.next_power_of_2(2 * triton.cdiv(num_rows, num_experts)))
-    return Work(tile_table(total_starts, num_rows, rows=chunk, least=1), chunk, num_rows // chunk)
+    return Work(tile_table(total_starts, num_rows, rows=chunk, least=1), chunk, num_rows)
 
 
 def ragged_gradient(
-    calls: Sequence[Operands], work: Work, tile: Tile, precision: str, weights: Tensor, *,
+    calls: Sequence[Operands], work: Work, precision: str, weights: Tensor, *,
     into: Tensor | None = None, activation: str | None = None,
 ) -> Tensor:  # fmt: skip
     """(E, M, K) as the weights are: Σ over the calls, added to `into` where given. `activation`: of u; None: rows as they are."""
     if into is not None and not into.is_contiguous():
-        return into.add_(ragged_gradient(calls, work, tile, precision, weights, activation=activation))
+        return into.add_(ragged_gradient(calls, work, precision, weights, activation=activation))
     (num_experts, tall, wide), sample = weights.shape, calls[0]
     out = weights.new_empty(weights.shape) if into is None else into
     chunks = sample.u.new_empty(work.most_slots, tall, wide, dtype=torch.float32)
     element = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16}[sample.u.dtype]
+    aligned = not any(width * weights.element_size() % 16 for width in (tall, wide))
+    tile = choose("ragged" if aligned else "ragged_odd", weights.dtype, work.num_rows, num_experts)
     if tall < wide:
         tile = replace(tile, rows=tile.columns, columns=tile.rows)  # the longer side along the wider operand
     tile, table = tile.fit(rows=tall, columns=wide), work.table

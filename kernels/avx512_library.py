@@ -1,0 +1,106 @@
+"""The compiled avx512.cpp: made when first asked for, by torch's extension loader, and kept for all later processes.
+
+It is compiled in a folder of this process's own and then put in place by one rename: processes that start together may compile
+it twice, and none waits for another's lock or sees half a file.
+"""
+
+import ctypes
+import functools
+import hashlib
+import os
+import shutil
+import tempfile
+from ctypes import c_int32, c_int64, c_void_p
+from pathlib import Path
+
+import torch
+from torch.utils import cpp_extension
+
+_SOURCE = Path(__file__).with_name("avx512.cpp")
+_NAME = "moebius_avx512"
+# Only what the run-time check below asks the CPU for: no -march=native, for the file may lie on a folder that machines share.
+_FLAGS = [
+    "-O3", "-std=c++17", "-fopenmp", "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512bf16", "-mfma", "-mbmi2",
+]  # fmt: skip
+_ROWS = [
+    c_void_p,
+    c_int64,
+    c_void_p,
+    c_void_p,
+    c_int64,
+    c_int64,
+    c_int32,
+    c_void_p,
+    c_int64,
+    c_void_p,
+    c_void_p,
+    c_int32,
+]
+_BANK = [c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_void_p, c_int32]
+
+
+def reason_against(dtype: torch.dtype) -> str | None:
+    """Why this machine cannot run the C++ kernels in `dtype`; None: it can. Compiles nothing."""
+    if dtype not in (torch.float32, torch.bfloat16):
+        return f"they are for float32 and bfloat16, not {str(dtype).removeprefix('torch.')}"
+    flags = _cpu_flags()
+    wanted = {"avx512f", "avx512bw", "avx512vl", "avx512dq", "fma", "bmi2"}
+    wanted |= {"avx512_bf16"} if dtype == torch.bfloat16 else set()
+    if missing := sorted(wanted - flags):
+        return f"this CPU has no {', '.join(missing)}"
+    if library_file().exists():
+        return None
+    compiler = cpp_extension.get_cxx_compiler()
+    if shutil.which(compiler) is None:
+        return f"there is no C++ compiler {compiler!r}: install g++, or name another in the environment variable CXX"
+    if not cpp_extension.is_ninja_available():
+        return "torch builds extensions with ninja, which is not here: pip install ninja"
+    return None
+
+
+def library_file() -> Path:
+    """Where the compiled library is, or will be; under a name that changes with all it is made of."""
+    made_of = _SOURCE.read_bytes() + " ".join(_FLAGS).encode() + torch.__version__.encode()
+    root = os.environ.get("TORCH_EXTENSIONS_DIR") or os.path.join(
+        os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "torch_extensions"
+    )
+    return Path(root) / _NAME / f"{hashlib.sha256(made_of).hexdigest()[:16]}.so"
+
+
+@functools.cache
+def library() -> ctypes.CDLL:
+    """The library, compiled if it must be: some ten seconds, once per machine.
+
+    Raises:
+        RuntimeError: it cannot be compiled; with the compiler's own words.
+    """
+    path = library_file()
+    if not path.exists():
+        _build(path)
+    found = ctypes.CDLL(str(path))
+    for dtype in ("float32", "bfloat16"):
+        for name, arguments in (("rows_times_bank", _ROWS), ("bank_gradient", _BANK)):
+            function = getattr(found, f"moebius_{name}_{dtype}")
+            function.argtypes, function.restype = arguments, None
+    return found
+
+
+def _build(path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        built = cpp_extension.load(
+            _NAME, [str(_SOURCE)], extra_cflags=_FLAGS, extra_ldflags=["-fopenmp"], build_directory=folder, is_python_module=False,
+            is_standalone=False,
+        )  # fmt: skip
+        del built
+        os.replace(Path(folder) / f"{_NAME}.so", path)
+
+
+@functools.cache
+def _cpu_flags() -> frozenset[str]:
+    """What the kernel says of the CPU; nothing where it says nothing."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return frozenset()
+    return next((frozenset(line.partition(":")[2].split()) for line in lines if line.startswith("flags")), frozenset())
