@@ -6,8 +6,8 @@
 
 y = Σ g·relu(x W_up[e]) W_down[e] and gradients of x, both weights and the gates, over the settings of expert_problem.py; who
 runs is listed in expert_peers.py. Contenders take turns in one process, round by round, for a machine's speed drifts. Every
-single run gets a routing that has not been seen before: dropless routing makes new row counts in every step, and libraries that compile
-a kernel per row count look twice as good on a frozen one. Sorting is part of the time, choosing (the router) is not.
+single run gets a routing that has not been seen before: dropless routing makes new row counts in every step, and libraries that
+compile a kernel per row count look twice as good on a frozen one. Sorting is part of the time, choosing (the router) is not.
 
 The ceiling is the fastest dense MLP D → K·F → D that computes in full precision. "of ceiling" is its fastest time ÷ the
 contender's fastest. Before anything is timed every contender's result and all its gradients are held against the reference in

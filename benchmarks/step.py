@@ -1,0 +1,335 @@
+"""A whole training step of a MoEUT beside the dense model of equal parameters, both at their best settings.
+
+    python benchmarks/step.py                                    (44M, sequences of 256, batches of 8, on CPU)
+    python benchmarks/step.py --device cuda                      (44M and 244M, sequences of 1,024)
+    python benchmarks/step.py --threads 2 --precision bfloat16 --pairs 2 --no-compile
+
+The step is that of train/loop.py: forward, loss, backward, clipping, AdamW, over a batch of random tokens that is new in every
+step. Each side first tries what it has: every backend of its experts, then its best one with compiled dense parts. The fastest of
+each then run by turns in one process, so that a machine's drift touches both; ratio = median over pairs, with its quartiles.
+One process for every number of threads and precision. Memory is what a step needs above weights and moments: activations,
+gradients, workspaces. Last comes the profile of both steps by part (step_profile.py).
+
+Writes results/step_cpu.json and .png (or _gpu). About 10 minutes on 2 cores.
+"""
+
+import argparse
+import gc
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import torch
+from memory import peak_bytes
+from report import RESULTS, environment, save
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from step_profile import profile_step
+
+from moebius.data_pipeline.loader import Batch
+from moebius.distributed.process import Process, start_process
+from moebius.kernels.backend import BACKENDS
+from moebius.train.config import resolve
+from moebius.train.loop import step
+from moebius.train.recipes import RECIPES
+from moebius.train.run import Run, assemble
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+SIDES = ("moeut", "dense")
+RATE = 1e-4
+CANNOT = (ValueError, RuntimeError, ImportError, NotImplementedError)
+
+
+@dataclass(frozen=True)
+class Case:
+    """What one process compares."""
+
+    size: str  # of the published recipes: "44m" is moeut_44m against dense_44m
+    device: str
+    precision: str
+    threads: int
+    seq_len: int
+    batch: int
+    trials: int  # steps of every way that is tried
+    pairs: int  # of steps in turns
+    compiles: bool
+
+    @property
+    def tokens(self) -> int:
+        return self.seq_len * self.batch
+
+
+@dataclass(frozen=True)
+class Way:
+    """Settings that one side may run with."""
+
+    backend: str = "auto"
+    compiled: bool = False
+
+
+def main() -> None:
+    options = parse()
+    if options.case is not None:
+        options.case_out.write_text(json.dumps(compare(Case(**json.loads(options.case)))))
+        return
+    console, found = Console(width=120), []
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    deadline = time.monotonic() + options.limit
+    with Progress(*columns, console=console) as progress:
+        cases = cases_of(options)
+        task = progress.add_task("", total=len(cases))
+        for case in cases:
+            progress.update(task, description=f"{case.size} {case.precision}, {case.threads} threads")
+            found.append(asdict(case) | in_own_process(case, deadline - time.monotonic()))
+            progress.advance(task)
+    name = f"step_{'gpu' if options.device == 'cuda' else 'cpu'}{options.suffix}"
+    figures = {"load_average": os.getloadavg(), "cases": found}
+    show(console, found)
+    print(save(name, figures, folder=options.out))
+    if any("ratio" in case for case in found):
+        print(draw(figures | {"environment": environment()}, options.out / f"{name}.png"))
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--sizes", nargs="+", help="default: 44m; on a GPU 44m and 244m")
+    parser.add_argument("--precision", nargs="+", choices=["float32", "bfloat16"])
+    parser.add_argument("--threads", nargs="+", type=int, help="of a CPU; default: 1 and 2")
+    parser.add_argument("--seq-len", type=int, help="default: 256; on a GPU 1024")
+    parser.add_argument("--batch", type=int, help="sequences; default: 8; on a GPU 16")
+    parser.add_argument("--trials", type=int, default=2)
+    parser.add_argument("--pairs", type=int, help="default: 5; on a GPU 20")
+    parser.add_argument("--no-compile", action="store_true")
+    parser.add_argument("--limit", type=float, default=1e6, help="seconds for all; a case beyond it is not measured")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--suffix", default="", help="of the files' names")
+    parser.add_argument("--case", help=argparse.SUPPRESS)  # one case, in a process of its own
+    parser.add_argument("--case-out", type=Path, help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def cases_of(options: argparse.Namespace) -> list[Case]:
+    gpu = options.device == "cuda"
+    return [
+        Case(
+            size=size, device=options.device, precision=precision, threads=threads,
+            seq_len=options.seq_len or (1024 if gpu else 256), batch=options.batch or (16 if gpu else 8),
+            trials=options.trials, pairs=options.pairs or (20 if gpu else 5), compiles=not options.no_compile,
+        )
+        for size in options.sizes or (["244m", "44m"] if gpu else ["44m"])
+        for precision in options.precision or (["bfloat16"] if gpu else ["float32", "bfloat16"])
+        for threads in options.threads or ([1] if gpu else [2, 1])
+    ]  # fmt: skip
+
+
+def in_own_process(case: Case, seconds: float) -> dict[str, Any]:
+    """The case's figures, or why there are none."""
+    if seconds <= 0:
+        return {"why_not": "no time left (--limit)"}
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "case.json"
+        command = [sys.executable, __file__, "--case", json.dumps(asdict(case)), "--case-out", str(out)]
+        threads = os.environ | {"OMP_NUM_THREADS": str(case.threads)}
+        try:
+            ended = subprocess.run(
+                command, env=threads, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=seconds
+            )  # fmt: skip
+        except subprocess.TimeoutExpired:
+            return {"why_not": f"took more than the {seconds:.0f} s that were left (--limit)"}
+        if ended.returncode:
+            return {"why_not": ended.stderr[-2000:]}
+        return json.loads(out.read_text())
+
+
+# One case ------------------------------------------------------------------------------------------------------------
+
+
+def compare(case: Case) -> dict[str, Any]:
+    torch.set_num_threads(case.threads)
+    found: dict[str, Any] = {"sides": {}}
+    with start_process(case.device, timeout_s=600) as process, tempfile.TemporaryDirectory() as folder:  # pyright: ignore[reportArgumentType]
+        runs = {}
+        for side in SIDES:
+            runs[side], found["sides"][side] = best_run(case, side, process, Path(folder))
+        found |= by_turns(case, runs)
+        for side, run in runs.items():
+            run.optimizer.zero_grad()
+            one = found["sides"][side]
+            one["step_peak_bytes"] = peak_bytes(lambda run=run: step(run, new_batch(case, run), RATE), process.device)
+            one["state_bytes"] = state_bytes(run)
+            one["profile_ms"] = profile_step(run, new_batch(case, run))
+    return found
+
+
+def best_run(case: Case, side: str, process: Process, folder: Path) -> tuple[Run, dict[str, Any]]:
+    """The fastest way that a side has, ready to go on, and what was tried."""
+    tried: list[dict[str, Any]] = []
+    best: tuple[float, Way, Run] | None = None
+    backends = [name for name in BACKENDS if name != "reference"] if side == "moeut" else ["auto"]
+    for way in [Way(name) for name in backends] + ([Way(compiled=True)] if case.compiles else []):
+        if way.compiled and best is not None:
+            way = Way(best[1].backend, compiled=True)
+        entry: dict[str, Any] = asdict(way)
+        tried.append(entry)
+        try:
+            run = build(case, side, way, process, folder / f"{side}_{len(tried)}")
+            entry["first_s"] = timed_step(case, run)
+            entry["seconds"] = [timed_step(case, run) for _ in range(case.trials)]
+        except CANNOT as error:
+            entry["why_not"] = (str(error).strip() or type(error).__name__).splitlines()[0][:300]
+            continue
+        if best is None or min(entry["seconds"]) < best[0]:
+            best = (min(entry["seconds"]), way, run)
+        del run
+        gc.collect()
+    if best is None:
+        raise RuntimeError(f"{side}: nothing runs here: {tried}")
+    return best[2], {"best": asdict(best[1]), "tried": tried}
+
+
+def build(case: Case, side: str, way: Way, process: Process, run_dir: Path) -> Run:
+    run_dir.mkdir()
+    config = resolve(
+        f"{side}_{case.size}",
+        [
+            f"data.seq_len={case.seq_len}", f"train.global_batch={case.batch}", f"train.micro_batch={case.batch}",
+            f"train.precision={case.precision}", f"train.compile={str(way.compiled).lower()}",
+            f"train.threads={case.threads}", f"kernels.backend={way.backend}",
+        ],
+        RECIPES,
+    )  # fmt: skip
+    return assemble(config, run_dir, process)
+
+
+def new_batch(case: Case, run: Run) -> Batch:
+    """Random tokens, other ones in every step: so is the routing."""
+    shape = (1, case.batch, case.seq_len + 1)
+    seed = torch.Generator().manual_seed(run.progress.step)
+    return Batch(torch.randint(run.config.model.vocab_size, shape, generator=seed).numpy(), 0, 0)
+
+
+def timed_step(case: Case, run: Run) -> float:
+    batch = new_batch(case, run)
+    wait_for(run.process.device)
+    started = time.perf_counter()
+    step(run, batch, RATE)
+    wait_for(run.process.device)
+    return time.perf_counter() - started
+
+
+def wait_for(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def by_turns(case: Case, runs: dict[str, Run]) -> dict[str, Any]:
+    """Steps of both sides in turns."""
+    times: dict[str, list[float]] = {side: [] for side in runs}
+    for _ in range(case.pairs):
+        for side, run in runs.items():
+            times[side].append(timed_step(case, run))
+    ratios = [ours / theirs for ours, theirs in zip(*times.values(), strict=True)]
+    quartiles = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
+    medians = {side: statistics.median(own) for side, own in times.items()}
+    return {
+        "seconds": medians, "fastest_s": {side: min(own) for side, own in times.items()},
+        "tokens_per_s": {side: case.tokens / median for side, median in medians.items()},
+        "ratio": statistics.median(ratios), "quartiles": [quartiles[0], quartiles[2]],
+        "ratio_of_fastest": min(times["moeut"]) / min(times["dense"]), "all_s": times,
+    }  # fmt: skip
+
+
+def state_bytes(run: Run) -> int:
+    """Weights and moments."""
+    moments = [value for state in run.optimizer.state.values() for value in state.values() if torch.is_tensor(value)]
+    return sum(tensor.numel() * tensor.element_size() for tensor in (*run.parameters, *moments))
+
+
+# Report --------------------------------------------------------------------------------------------------------------
+
+
+def show(console: Console, cases: Sequence[dict[str, Any]]) -> None:
+    table = Table(
+        "size", "precision", "threads", "MoEUT s", "dense s", "ratio (quartiles)", "MoEUT tokens/s", "peak MiB, MoEUT", "dense",
+        "MoEUT's best",
+    )  # fmt: skip
+    for case in cases:
+        head = (case["size"], case["precision"], str(case["threads"]))
+        if "ratio" not in case:
+            table.add_row(*head, case["why_not"][-200:])
+            continue
+        low, high = case["quartiles"]
+        peaks = [mib(case["sides"][side]["step_peak_bytes"]) for side in SIDES]
+        best = case["sides"]["moeut"]["best"]
+        table.add_row(
+            *head, *(f"{case['seconds'][side]:.4g}" for side in SIDES), f"{case['ratio']:.2f} ({low:.2f}, {high:.2f})",
+            f"{case['tokens_per_s']['moeut']:,.0f}", *peaks, f"{best['backend']}{', compiled' * best['compiled']}",
+        )  # fmt: skip
+    console.print(table)
+    for case in cases:
+        if "ratio" in case:
+            console.print(profile_table(case))
+
+
+def profile_table(case: dict[str, Any]) -> Table:
+    title = f"{case['size']} {case['precision']}, {case['threads']} threads: ms of a profiled step"
+    table = Table("part", "MoEUT", "share", "dense", "share", title=title)
+    profiles = [case["sides"][side]["profile_ms"] for side in SIDES]
+    totals = [sum(profile.values()) for profile in profiles]
+    for part in dict.fromkeys(name for profile in profiles for name in profile):
+        cells = []
+        for profile, total in zip(profiles, totals, strict=True):
+            spent = profile.get(part)
+            cells += ["", ""] if spent is None else [f"{spent:,.1f}", f"{spent / total:.0%}"]
+        table.add_row(part, *cells)
+    return table
+
+
+def mib(num_bytes: int | None) -> str:
+    return "" if num_bytes is None else f"{num_bytes / 2**20:,.0f}"
+
+
+def draw(figures: dict[str, Any], path: Path) -> Path:
+    """For every case two bars of a step's seconds, parted as the profile says."""
+    cases = [case for case in figures["cases"] if "ratio" in case]
+    parts = list(dict.fromkeys(p for case in cases for side in SIDES for p in case["sides"][side]["profile_ms"]))
+    colours = dict(zip(parts, plt.get_cmap("tab20").colors * 2, strict=False))  # pyright: ignore[reportAttributeAccessIssue]
+    figure, axes = plt.subplots(
+        1, len(cases), squeeze=False, figsize=(2.6 + 2.3 * len(cases), 5.5), layout="constrained"
+    )  # fmt: skip
+    for one, case in zip(axes[0], cases, strict=True):
+        for place, side in enumerate(SIDES):
+            profile, bottom = case["sides"][side]["profile_ms"], 0.0
+            scale = case["seconds"][side] / sum(profile.values())
+            for part, spent in profile.items():
+                one.bar(place, spent * scale, bottom=bottom, color=colours[part], width=0.7)
+                bottom += spent * scale
+        one.set_xticks(range(2), ["MoEUT", "dense"])
+        threads = f", {case['threads']} threads" if case["device"] == "cpu" else ""
+        one.set_title(f"{case['size']} {case['precision']}{threads}\nratio {case['ratio']:.2f}", fontsize=9)
+        one.spines[["top", "right"]].set_visible(False)
+    axes[0][0].set_ylabel("seconds of a step, parted by its profile")
+    handles = [plt.Rectangle((0, 0), 1, 1, color=colours[part]) for part in parts]  # pyright: ignore[reportPrivateImportUsage]
+    figure.legend(handles, parts, loc="outside right center", fontsize=8, frameon=False)
+    where = figures["environment"].get("gpu") or figures["environment"]["cpu"]
+    figure.suptitle(f"A training step: MoEUT beside the dense model of equal parameters ({where})", fontsize=10)
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+    return path
+
+
+if __name__ == "__main__":
+    main()
