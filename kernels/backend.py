@@ -9,10 +9,10 @@ import torch
 from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 
-from . import avx512_library
+from . import avx512_library, megablocks_library
 from .operands import LinearCall, MLPBank, MLPCall, MLPGradients, SortedRoutes
 
-BACKENDS = ("reference", "segments", "avx512")
+BACKENDS = ("reference", "segments", "avx512", "grouped_mm", "megablocks")
 deferring: tuple[str, ...] = ()  # those that are `DefersWeightGradients`
 ROW_SLACK = 64  # rows that a backend's kept rows have past the end
 
@@ -22,7 +22,7 @@ class KernelConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    backend: Literal["auto", "reference", "segments", "avx512"] = "auto"
+    backend: Literal["auto", "reference", "segments", "avx512", "grouped_mm", "megablocks"] = "auto"
 
 
 class Backend(Protocol):
@@ -103,7 +103,19 @@ def reason_against(backend: str, device_type: str, dtype: torch.dtype) -> str | 
         if device_type not in ("cpu", "meta"):
             return f"it is for CPUs, and the weights are on {device_type}"
         return avx512_library.reason_against(dtype)
+    if backend == "grouped_mm":
+        return _reason_against_grouped_mm(device_type, dtype)
+    if backend == "megablocks":
+        return megablocks_library.reason_against(device_type, dtype)
     return None  # plain torch operations: every device and dtype
+
+
+def _reason_against_grouped_mm(device_type: str, dtype: torch.dtype) -> str | None:
+    if dtype not in (torch.float32, torch.bfloat16):
+        return f"torch's grouped product is for float32 and bfloat16, and the weights are {dtype}: choose segments"
+    if device_type == "cuda" and dtype is not torch.bfloat16:
+        return f"on CUDA torch's grouped product is for bfloat16, and the weights are {dtype}: choose segments"
+    return None
 
 
 def implementation(backend: str) -> DefersWeightGradients:
@@ -111,4 +123,4 @@ def implementation(backend: str) -> DefersWeightGradients:
     return cast(DefersWeightGradients, import_module(f".{_MODULES[backend]}", __package__))
 
 
-_MODULES = {"segments": "segments", "avx512": "avx512"}
+_MODULES = {"segments": "segments", "avx512": "avx512", "grouped_mm": "grouped_mm", "megablocks": "megablocks"}

@@ -1,0 +1,43 @@
+"""MegaBlocks' operators, where MegaBlocks is installed; and where not, what to do about it."""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+
+import torch
+from torch import Tensor
+
+INSTALL_LINE = "pip install --no-deps --no-build-isolation -r requirements-megablocks.txt"
+
+
+@dataclass(frozen=True)
+class Library:
+    """The operators that are used, by their names in MegaBlocks."""
+
+    gather: Callable[..., Tensor]
+    scatter: Callable[..., Tensor]
+    gmm: Callable[..., Tensor]
+
+
+@functools.cache
+def library() -> Library:
+    """Raises ImportError: a part of it is missing, or was compiled against another torch."""
+    ops, products = import_module("megablocks.ops"), import_module("grouped_gemm.backend")
+    return Library(ops.gather, ops.scatter, products.gmm)
+
+
+def reason_against(device_type: str, dtype: torch.dtype) -> str | None:
+    """Why MegaBlocks cannot run on such a device in such a dtype, and what to do; None: it can."""
+    if device_type == "meta":
+        return None
+    if device_type != "cuda" or dtype is not torch.bfloat16:
+        return f"MegaBlocks is for bfloat16 on CUDA, and the weights are {dtype} on {device_type}: choose segments"
+    try:
+        library()
+    except ImportError as error:
+        return (
+            f"MegaBlocks cannot be imported ({error}); it is compiled against the torch that is there: `{INSTALL_LINE}`; "
+            "docs/kernels.md says what that needs"
+        )
+    return None

@@ -1,0 +1,161 @@
+"""Routings that nobody would choose, and the comparison of a backend of the doors with the reference: values and all gradients."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moebius.kernels.activations import GATES
+from moebius.kernels.doors import routed_mlp
+from moebius.model.routing import Routes, head_to_token_routes, slot_routes, token_routes, token_to_head_routes
+
+BIASES = {"no bias": (), "bias up": ("b_up_EF",), "bias down": ("b_down_EO",), "both biases": ("b_up_EF", "b_down_EO")}
+
+
+@dataclass(frozen=True)
+class Case:
+    """Shapes and a routing."""
+
+    tokens: int
+    d_in: int
+    d_hidden: int
+    experts: int
+    top_k: int
+    choice: str = "random"
+
+
+CASES = {
+    "random": Case(37, 12, 7, 5, 2),
+    "empty experts": Case(6, 8, 4, 23, 2),
+    "one expert takes all": Case(70, 8, 4, 6, 1, choice="zero"),
+    "the last expert takes all": Case(70, 8, 4, 6, 1, choice="last"),
+    "one token": Case(1, 8, 4, 6, 3),
+    "no token": Case(0, 8, 4, 6, 3),
+    "one expert": Case(19, 8, 4, 1, 1),
+    "all experts": Case(11, 8, 4, 5, 5),
+    "odd widths": Case(130, 41, 13, 9, 4),
+    "width of the 44M model": Case(40, 412, 82, 6, 2),
+}
+
+
+def make_routes(case: Case, generator: torch.Generator) -> Routes:
+    """Every token through its experts."""
+    weights = torch.rand(case.tokens, case.top_k, generator=generator)
+    return token_routes(_choose(case, generator), weights, num_experts=case.experts)
+
+
+def _choose(case: Case, generator: torch.Generator) -> Tensor:
+    if case.choice == "zero":
+        return torch.zeros(case.tokens, case.top_k, dtype=torch.int64)
+    if case.choice == "last":
+        return torch.full((case.tokens, case.top_k), case.experts - 1)
+    scores = torch.rand(case.tokens, case.experts, generator=generator)
+    return scores.argsort(-1)[:, : case.top_k]
+
+
+def head_routes(direction: str, generator: torch.Generator) -> tuple[Routes, int]:
+    """29 tokens and 3 heads, 2 of 5 experts each: SwitchHead's two directions; and the number of source rows."""
+    tokens, heads, top_k, per_head = 29, 3, 2, 5
+    choice = torch.rand(tokens, heads, per_head, generator=generator).argsort(-1)[..., :top_k]
+    experts = choice + torch.arange(heads)[:, None] * per_head
+    weights = torch.rand(tokens, heads, top_k, generator=generator)
+    into_heads = direction == "token to head"
+    make = token_to_head_routes if into_heads else head_to_token_routes
+    return make(experts, weights, num_experts=heads * per_head), tokens if into_heads else tokens * heads
+
+
+def irregular(routes: Routes) -> Routes:
+    """The same routes without the rule that says which rows they belong to."""
+    return Routes(
+        routes.source_N, routes.expert_N, routes.weight_N, routes.target_N, routes.num_experts, routes.num_targets, 0, 0
+    )  # fmt: skip
+
+
+def equal_counts(kind: str) -> tuple[Routes, int]:
+    """Routes of 5 experts with 6 each, in the order of their experts; and the number of source rows."""
+    if kind == "slots":
+        return slot_routes(30, num_experts=5, device=torch.device("cpu")), 30
+    generator = torch.Generator().manual_seed(14)
+    weights = torch.rand(30, generator=generator)
+    if kind == "two slots of a row":
+        rows = torch.arange(15).repeat_interleave(2)
+        return Routes(rows, torch.arange(30) // 6, weights, rows, 5, 15, 2, 2, per_expert=6), 15
+    chosen = torch.rand(5, 11, generator=generator).argsort(-1)[:, :6].flatten() % 9  # some rows are not chosen
+    return Routes(chosen, torch.arange(30) // 6, weights, chosen, 5, 11, 0, 0, per_expert=6), 11
+
+
+@dataclass(frozen=True)
+class Perceptrons:
+    """Which door call: an activation, and the biases that `weights` has after w_up and w_down."""
+
+    activation: str
+    biases: tuple[str, ...] = ()
+
+    def __call__(self, x: Tensor, w_up: Tensor, w_down: Tensor, *rest, backend: str) -> Tensor:
+        *biases, routes = rest
+        named = dict(zip(self.biases, biases, strict=True))
+        return routed_mlp(x, w_up, w_down, routes, activation=self.activation, backend=backend, **named)
+
+    def weights(self, case: Case, generator: torch.Generator) -> list[Tensor]:
+        """Of a bank whose output is one column wider than its input."""
+        columns = case.d_hidden * (2 if self.activation in GATES else 1)
+        shapes = {"b_up_EF": (columns,), "b_down_EO": (case.d_in + 1,)}
+        all_shapes = [(case.d_in, columns), (case.d_hidden, case.d_in + 1), *(shapes[name] for name in self.biases)]
+        return [torch.randn(case.experts, *shape, generator=generator) for shape in all_shapes]
+
+
+def away_from_the_kink(x: Tensor, weights: Sequence[Tensor], door: Perceptrons) -> tuple[Tensor, list[Tensor]]:
+    """Positive inputs and columns of one sign: rounding then never flips a ReLU, which would be no error of the kernel."""
+    w_up, *rest = weights
+    signs = torch.ones(w_up.shape[2])
+    signs[::3] = -1
+    x, w_up = x.abs() + 0.1, (w_up.abs() + 0.1) * signs.to(w_up.dtype)
+    if "b_up_EF" in door.biases:
+        rest[1] = rest[1].abs() * w_up[:, 0].sign()
+    return x, [w_up, *rest]
+
+
+def values_and_gradients(
+    door: Callable[..., Tensor], x: Tensor, weights: Sequence[Tensor], routes: Routes, grad: Tensor, backend: str
+) -> list[Tensor]:  # fmt: skip
+    """The answer, and the gradients of x, the weights and the gate weights."""
+    leaves = [value.detach().clone().requires_grad_() for value in (x, *weights, routes.weight_N)]
+    y = door(*leaves[:-1], routes.with_weights(leaves[-1]), backend=backend)
+    return [y.detach(), *torch.autograd.grad(y, leaves, grad.to(y.dtype))]
+
+
+def expected_and_grad(
+    door: Callable[..., Tensor], x: Tensor, weights: Sequence[Tensor], routes: Routes
+) -> tuple[list[Tensor], Tensor]:  # fmt: skip
+    """The reference's answer and gradients in float64, and the gradient of the answer that they are for."""
+    exact = [value.double() for value in (x, *weights)]
+    grad = torch.randn(
+        routes.num_targets, weights[1 if len(weights) > 1 else 0].shape[2], generator=torch.Generator().manual_seed(5)
+    ).to(x.dtype)  # fmt: skip
+    routes = routes.with_weights(routes.weight_N.double())
+    return values_and_gradients(door, exact[0], exact[1:], routes, grad, "reference"), grad
+
+
+def check(
+    door: Callable[..., Tensor], x: Tensor, weights: Sequence[Tensor], routes: Routes, tolerance: float, backend: str
+) -> None:  # fmt: skip
+    """Relative norms: of the answer, and of the gradients of x, every weight and the gate weights."""
+    expected, grad = expected_and_grad(door, x, weights, routes)
+    own_gate = routes.weight_N.to(torch.promote_types(x.dtype, torch.float32))
+    ours = values_and_gradients(door, x, weights, routes.with_weights(own_gate), grad, backend)
+    compare(ours, expected, tolerance)
+
+
+def compare(ours: Sequence[Tensor], expected: Sequence[Tensor], tolerance: float) -> None:
+    """`ours` against `expected`, as `values_and_gradients` returns them."""
+    names = ("y", "x", *range(len(expected) - 3), "gate")
+    for name, mine, theirs in zip(names, ours, expected, strict=True):
+        assert mine.shape == theirs.shape, name
+        assert relative(mine, theirs) < tolerance, (name, relative(mine, theirs))
+
+
+def relative(ours: Tensor, expected: Tensor) -> float:
+    """The norm of the difference by that of what is expected."""
+    size = expected.double().norm()
+    return ((ours.double().cpu() - expected.double().cpu()).norm() / (size if size > 0 else 1)).item()
