@@ -1,13 +1,13 @@
-"""Routings that nobody would choose, and the comparison of a backend of the doors with the reference: values and all gradients."""
+"""Routings that nobody would choose, and how a backend of the doors is compared with the reference: values and all gradients."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from moebius.kernels.activations import GATES
-from moebius.kernels.doors import routed_mlp
+from moebius.kernels.activations import ACTIVATIONS, GATES
+from moebius.kernels.doors import routed_linear, routed_mlp
 from moebius.model.routing import Routes, head_to_token_routes, slot_routes, token_routes, token_to_head_routes
 
 BIASES = {"no bias": (), "bias up": ("b_up_EF",), "bias down": ("b_down_EO",), "both biases": ("b_up_EF", "b_down_EO")}
@@ -137,14 +137,36 @@ def expected_and_grad(
     return values_and_gradients(door, exact[0], exact[1:], routes, grad, "reference"), grad
 
 
+def on_device(routes: Routes, device: str) -> Routes:
+    """The same routes there."""
+    names = ("source_N", "expert_N", "weight_N", "target_N")
+    return replace(routes, **{name: getattr(routes, name).to(device) for name in names})
+
+
 def check(
-    door: Callable[..., Tensor], x: Tensor, weights: Sequence[Tensor], routes: Routes, tolerance: float, backend: str
+    door: Callable[..., Tensor], x: Tensor, weights: Sequence[Tensor], routes: Routes, tolerance: float, backend: str,
+    device: str = "cpu",
 ) -> None:  # fmt: skip
     """Relative norms: of the answer, and of the gradients of x, every weight and the gate weights."""
     expected, grad = expected_and_grad(door, x, weights, routes)
     own_gate = routes.weight_N.to(torch.promote_types(x.dtype, torch.float32))
-    ours = values_and_gradients(door, x, weights, routes.with_weights(own_gate), grad, backend)
-    compare(ours, expected, tolerance)
+    routes = on_device(routes.with_weights(own_gate), device)
+    weights = [w.to(device) for w in weights]
+    compare(values_and_gradients(door, x.to(device), weights, routes, grad.to(device), backend), expected, tolerance)
+
+
+def check_on_a_gpu(case: Case, backend: str) -> None:
+    """Both doors there in bfloat16: every activation with biases, wide and narrow outputs, with a rule and without."""
+    for activation in ACTIVATIONS:
+        door, generator = Perceptrons(activation, BIASES["both biases"]), torch.Generator().manual_seed(1)
+        routes, x = make_routes(case, generator), torch.randn(case.tokens, case.d_in, generator=generator)
+        x, weights = away_from_the_kink(x, door.weights(case, generator), door)
+        x, weights = x.bfloat16(), [w.bfloat16() for w in weights]
+        narrow_rows = x[:, :1].repeat(1, weights[0].shape[2])
+        calls = ((door, x, weights), (routed_linear, x, weights[:1]), (routed_linear, narrow_rows, [weights[0].mT]))
+        for kind in (routes, irregular(routes)):
+            for call, rows, leaves in calls:
+                check(call, rows, leaves, kind, 2e-2, backend, device="cuda")
 
 
 def compare(ours: Sequence[Tensor], expected: Sequence[Tensor], tolerance: float) -> None:

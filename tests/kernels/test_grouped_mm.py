@@ -1,5 +1,6 @@
 """The backend on torch's own grouped product against the reference."""
 
+from collections.abc import Callable
 from functools import partial
 
 import kernel_cases
@@ -28,8 +29,11 @@ TOLERANCES = [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)]
 
 
 @pytest.fixture(autouse=True)
-def poisoned_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the operator leaves unwritten is not a number: rows past the last expert's, sums of experts without rows."""
+def product(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Tensor]:
+    """What the operator leaves unwritten is not a number: rows past the last expert's, sums of experts without rows.
+
+    Beside it the operator itself.
+    """
     product = F.grouped_mm
 
     def poisoning(left: Tensor, right: Tensor, *, offs: Tensor) -> Tensor:
@@ -45,13 +49,16 @@ def poisoned_rows(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(F, "grouped_mm", poisoning)
     monkeypatch.setattr(grouped_mm, "workspace", poisoned)
+    return product
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), TOLERANCES, ids=str)
 @pytest.mark.parametrize("biases", ["no bias", "both biases"])
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("name", CASES)
-def test_mlp_equals_the_reference(name: str, activation: str, biases: str, dtype: torch.dtype, tolerance: float) -> None:
+def test_mlp_equals_the_reference(
+    name: str, activation: str, biases: str, dtype: torch.dtype, tolerance: float
+) -> None:
     case, door, generator = CASES[name], Perceptrons(activation, BIASES[biases]), torch.Generator().manual_seed(1)
     routes = make_routes(case, generator)
     x, weights = torch.randn(case.tokens, case.d_in, generator=generator), door.weights(case, generator)
@@ -159,13 +166,13 @@ def test_what_is_saved_is_no_wider_than_the_hidden_rows(activation: str) -> None
     assert own[0].untyped_storage().nbytes() == own[0].nbytes
 
 
-def test_nothing_is_read_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_read_on_the_host(product: Callable[..., Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
     """On CUDA each of these would wait for the device."""
     x, weights, routes, grad = odd_call()
     door = Perceptrons("gelu", BIASES["both biases"])
     expected = values_and_gradients(door, x, weights, routes, grad)
     assert routes.sorting.order_N is not None
-    monkeypatch.setattr(F, "grouped_mm", F.grouped_mm.__closure__[0].cell_contents)  # without the fixture's own reading
+    monkeypatch.setattr(F, "grouped_mm", product)  # the poison reads as well
     for name in ("item", "tolist", "__int__", "__bool__", "cpu", "numpy", "nonzero"):
         monkeypatch.setattr(Tensor, name, partial(pytest.fail, f"Tensor.{name} is called"))
     ours = values_and_gradients(door, x, weights, routes, grad)
@@ -199,6 +206,12 @@ def test_what_cannot_be_is_refused() -> None:
             resolve_backend("grouped_mm", torch.device(device), dtype)
     for device, dtype in (("cpu", torch.float32), ("cpu", torch.bfloat16), ("cuda", torch.bfloat16)):
         assert resolve_backend("grouped_mm", torch.device(device), dtype) == "grouped_mm"
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")
+@pytest.mark.parametrize("name", CASES)
+def test_on_a_gpu_it_equals_the_reference(name: str) -> None:
+    kernel_cases.check_on_a_gpu(CASES[name], backend="grouped_mm")
 
 
 def test_more_experts_than_one_kernel_takes_are_refused_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
