@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from math import log, sqrt
 
+from ..model.head_loss import rows_of_chunk
 from .communication_cost import (
     Direction,
     Group,
@@ -380,7 +381,8 @@ def predict_memory(setting: Setting, choice: Choice) -> Memory:
     activations, routed = _activations(setting, choice)
     return Memory(
         weights, gradients, MASTER_BYTES * held, MOMENTS_BYTES * held, activations, routed,
-        logits=setting.tokens * work.vocab_size * (work.bytes_per_element + 8),  # and their log-softmax and gradient, float32
+        # Of one chunk of tokens, with their log-softmax and gradient in float32 (model/head_loss.py).
+        logits=min(setting.tokens, rows_of_chunk(work.vocab_size, "cuda")) * work.vocab_size * (work.bytes_per_element + 8),
     )  # fmt: skip
 
 

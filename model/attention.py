@@ -11,7 +11,7 @@ from .cache import LayerCache
 from .config import ModelConfig
 from .experts import ExpertLinears
 from .initialise import Start, Starts
-from .layers import Linear, rotary_table, rotate
+from .layers import Linear, RotaryTable, rotate
 from .moe import SparseLayer
 from .momha import MoMHA
 from .router import Router
@@ -36,18 +36,17 @@ class Attention(nn.Module):
         """The routers inside, by the kind under which their routings are reported."""
         return {}
 
-    def attend(self, n_BSD: Tensor, v_BHSC: Tensor, cache: LayerCache | None) -> Tensor:
+    def attend(self, n_BSD: Tensor, v_BHSC: Tensor, cache: LayerCache | None, rotary: RotaryTable) -> Tensor:
         """softmax(rope(q)·rope(k)ᵀ / √C + causal)·v for every head, (B, H, S, C).
 
         With a cache the new positions come after the cached ones: queries and keys are rotated by their absolute
-        positions, and every new query sees the whole past.
+        positions (`rotary`, of the new ones), and every new query sees the whole past.
         """
         config = self.config
         past, new = (0 if cache is None else cache.length), n_BSD.shape[1]
-        table = rotary_table(past, new, config.rotary_channels, config.rotary_base, n_BSD.device)
         scale = config.d_head**-0.25
-        q_BHSC = rotate(self._heads(self.query(n_BSD)) * scale, table)
-        k_BHSC = rotate(self._heads(self.key(n_BSD)) * scale, table)
+        q_BHSC = rotate(self._heads(self.query(n_BSD)) * scale, rotary)
+        k_BHSC = rotate(self._heads(self.key(n_BSD)) * scale, rotary)
         v_BHSC = v_BHSC.to(q_BHSC.dtype)
         if cache is not None:
             k_BHSC, v_BHSC = cache.append(k_BHSC, v_BHSC)
@@ -86,7 +85,7 @@ class SwitchHead(Attention):
         return {"value": self.value_router, "output": self.output_router}
 
     def forward(
-        self, value_input_BSD: Tensor, n_BSD: Tensor, cache: LayerCache | None
+        self, value_input_BSD: Tensor, n_BSD: Tensor, cache: LayerCache | None, rotary: RotaryTable
     ) -> tuple[Tensor, dict[str, Routing]]:
         """(B, S, D) to (B, S, D), with the routings of V and O."""
         batch, length, _ = n_BSD.shape
@@ -96,7 +95,7 @@ class SwitchHead(Attention):
         value_routes = token_to_head_routes(experts_THK, weights_THK, num_experts=self.num_experts)
         v_UC = self.value(value_input_BSD.flatten(0, 1), value_routes)
         v_BHSC = v_UC.view(batch, length, heads, channels).transpose(1, 2)
-        attended_BHSC = self.attend(n_BSD, v_BHSC, cache)
+        attended_BHSC = self.attend(n_BSD, v_BHSC, cache, rotary)
         experts_THK, weights_THK, output_logits = self.output_router.choose_per_head(n_TD)
         output_routes = head_to_token_routes(experts_THK, weights_THK, num_experts=self.num_experts)
         y_TD = self.output(attended_BHSC.transpose(1, 2).reshape(-1, channels), output_routes)
@@ -120,10 +119,10 @@ class DenseAttention(Attention):
         self.head_gate = Linear(config.d_model, config.num_heads, start=rule(config.d_model)) if gated else None
 
     def forward(
-        self, value_input_BSD: Tensor, n_BSD: Tensor, cache: LayerCache | None
+        self, value_input_BSD: Tensor, n_BSD: Tensor, cache: LayerCache | None, rotary: RotaryTable
     ) -> tuple[Tensor, dict[str, Routing]]:
         """(B, S, D) to (B, S, D); no routings."""
-        attended_BSHC = self.attend(n_BSD, self._heads(self.value(value_input_BSD)), cache).transpose(1, 2)
+        attended_BSHC = self.attend(n_BSD, self._heads(self.value(value_input_BSD)), cache, rotary).transpose(1, 2)
         if self.head_gate is not None:
             attended_BSHC = attended_BSHC * torch.sigmoid(self.head_gate(n_BSD))[..., None]
         return self.output(attended_BSHC.flatten(2)), {}

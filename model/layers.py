@@ -1,8 +1,11 @@
 """Small parts: layer norm in float32, matrices, the dense feed-forward, rotary positions."""
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from ..kernels.activations import activate, columns_of
 from .initialise import Start, ones, parameter, zeros
@@ -65,24 +68,44 @@ class DenseMLP(nn.Module):
         return self.down(activate(self.up(x), self.activation))
 
 
-def rotary_table(first: int, count: int, width: int, base: float, device: torch.device) -> tuple[Tensor, Tensor]:
+RotaryTable = tuple[Tensor, Tensor]
+
+
+def rotary_table(first: int, count: int, width: int, base: float, device: torch.device) -> RotaryTable:
     """Cosine and sine, each (count, width), of positions first … first + count − 1 (RoFormer, arXiv 2104.09864, eq. 15).
 
-    inv_freq_i = base^(−2i/width); the angles of the first half of the rotated channels are repeated for the second.
+    inv_freq_i = base^(−2i/width); the angles of the first half of the rotated channels are repeated for the second. The first
+    half's sines are negative: what is added to a channel is its partner in the other half times this.
     """
     inv_freq = base ** (-torch.arange(0, width, 2, device=device, dtype=torch.float32) / max(width, 1))
     positions = torch.arange(first, first + count, device=device, dtype=torch.float32)
-    angles = (positions[:, None] * inv_freq).repeat(1, 2)
-    return angles.cos(), angles.sin()
+    angles = positions[:, None] * inv_freq
+    cos, sin = angles.cos(), angles.sin()
+    return torch.cat((cos, cos), 1), torch.cat((-sin, sin), 1)
 
 
-def rotate(x_BHSC: Tensor, table: tuple[Tensor, Tensor]) -> Tensor:
+def rotate(x_BHSC: Tensor, table: RotaryTable) -> Tensor:
     """Rotates the first channels of every head in "half-split" form; the rest pass. Computed in float32."""
-    cos, sin = table
+    return x_BHSC if table[0].shape[1] == 0 else _Rotate.apply(x_BHSC, *table)  # pyright: ignore[reportReturnType]
+
+
+class _Rotate(torch.autograd.Function):
+    """Linear in x, so its backward pass is the rotation back, and needs the table only."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _turned(x, cos, sin)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple:  # pyright: ignore[reportIncompatibleMethodOverride]
+        cos, sin = ctx.saved_tensors
+        return _turned(grads[0], cos, -sin), None, None
+
+
+def _turned(x_BHSC: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     width = cos.shape[1]
-    if width == 0:
-        return x_BHSC
-    turned, rest = x_BHSC[..., :width].to(cos.dtype), x_BHSC[..., width:]
-    first, second = turned.chunk(2, dim=-1)
-    turned = turned * cos + torch.cat((-second, first), dim=-1) * sin
-    return torch.cat((turned.to(x_BHSC.dtype), rest), dim=-1)
+    turned = x_BHSC[..., :width].to(cos.dtype)
+    turned = turned * cos + turned.roll(width // 2, -1) * sin
+    return torch.cat((turned.to(x_BHSC.dtype), x_BHSC[..., width:]), dim=-1)

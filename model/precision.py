@@ -5,11 +5,13 @@ backward. Here the forward pass runs on cast copies of the matrices; their gradi
 the float32 master weights in one cast. Routers, norms, biases, embeddings and the residual stream stay float32.
 """
 
+from typing import overload
+
 import torch
 from torch import Tensor
 from torch.func import functional_call
 
-from .transformer import ModelOutput, Transformer
+from .transformer import ModelLoss, ModelOutput, Transformer
 
 _FULL_PRECISION = ("router", "norm", "halting")  # ends of the names of modules, at any depth
 
@@ -17,11 +19,18 @@ _FULL_PRECISION = ("router", "norm", "halting")  # ends of the names of modules,
 # input gradients over the routes of one row, gate weights inside the experts, and the head's logits.
 
 
-def forward_in(model: Transformer, dtype: torch.dtype, tokens_BS: Tensor) -> ModelOutput:
-    """model(tokens) with matrix products in `dtype`; float32 is the model as it stands."""
+@overload
+def forward_in(model: Transformer, dtype: torch.dtype, tokens_BS: Tensor) -> ModelOutput: ...
+@overload
+def forward_in(model: Transformer, dtype: torch.dtype, tokens_BS: Tensor, *, targets_BS: Tensor) -> ModelLoss: ...
+def forward_in(
+    model: Transformer, dtype: torch.dtype, tokens_BS: Tensor, *, targets_BS: Tensor | None = None
+) -> ModelOutput | ModelLoss:
+    """model(tokens), or with targets their loss, with matrix products in `dtype`; float32 is the model as it stands."""
+    targets = {} if targets_BS is None else {"targets_BS": targets_BS}
     if dtype == torch.float32 or not model.casts_weights:
-        return model(tokens_BS)
-    return functional_call(model, cast_weights(model, dtype), (tokens_BS,))
+        return model(tokens_BS, **targets)
+    return functional_call(model, cast_weights(model, dtype), (tokens_BS,), targets)
 
 
 def cast_weights(model: Transformer, dtype: torch.dtype) -> dict[str, Tensor]:

@@ -16,6 +16,7 @@ Legend: B sequences, S positions, D model width, V vocabulary, L depth steps, G 
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import cast
 
 import torch
@@ -29,8 +30,9 @@ from .cache import LayerCache
 from .config import ModelConfig
 from .experts import ExpertLinears, ExpertMLPs
 from .halting import Halted, Halting, Unhalted
+from .head_loss import ReadOut
 from .initialise import Starts, parameter
-from .layers import DenseMLP, LayerNorm, Linear, wide_dtype
+from .layers import DenseMLP, LayerNorm, RotaryTable, rotary_table, wide_dtype
 from .moe import SparseFeedForward
 from .recompute import Recompute, run_recomputed
 from .router import Router
@@ -38,10 +40,9 @@ from .routing import Routing
 
 
 @dataclass(frozen=True)
-class ModelOutput:
-    """Logits, and what the routers of all depth steps did."""
+class Routed:
+    """What the routers of all depth steps did."""
 
-    logits_BSV: Tensor
     regularisation_B: (
         Tensor  # float32, per sequence: all auxiliary losses with their coefficients; zero in evaluation mode
     )
@@ -50,6 +51,20 @@ class ModelOutput:
     ]  # detached, per sequence: every auxiliary loss without its coefficient; with halting also the depth
     loads: dict[str, DepthLoad]  # by kind of router: feed_forward, value and output (SwitchHead), attention (MoMHA)
     carried: dict[str, Tensor]  # detached: what `after_step` is to be told, once summed over the whole step
+
+
+@dataclass(frozen=True)
+class ModelOutput(Routed):
+    """Logits, and what the routers did."""
+
+    logits_BSV: Tensor
+
+
+@dataclass(frozen=True)
+class ModelLoss(Routed):
+    """The loss without the logits, which never exist all at once (model/head_loss.py), and what the routers did."""
+
+    cross_entropy: Tensor  # scalar: the sum over all positions, nats
 
 
 class Layer(nn.Module):
@@ -85,23 +100,26 @@ class Layer(nn.Module):
         return found
 
     def forward(
-        self, x_BSD: Tensor, cache: LayerCache | None, unhalted: Unhalted | None = None
+        self, x_BSD: Tensor, cache: LayerCache | None, rotary: RotaryTable | None, unhalted: Unhalted | None = None
     ) -> tuple[Tensor, dict[str, RouterReport]]:
-        """(B, S, D) float32 to (B, S, D) float32. Only the layer of SUT takes `unhalted`."""
+        """(B, S, D) float32 to (B, S, D) float32. Only MoMHA takes no `rotary`, and only the layer of SUT takes `unhalted`."""
         if self.recompute == "none" or cache is not None or not torch.is_grad_enabled():
-            return self._step(x_BSD, cache, unhalted)
+            return self._step(x_BSD, cache, rotary, unhalted)
         halting = () if unhalted is None else (unhalted.memory_BSD, unhalted.weight_BS)
-        return run_recomputed(self.recompute, self, self._cacheless, x_BSD, *halting)
+        return run_recomputed(self.recompute, self, partial(self._cacheless, rotary), x_BSD, *halting)
 
-    def _cacheless(self, x_BSD: Tensor, *halting: Tensor) -> tuple[Tensor, dict[str, RouterReport]]:
-        return self._step(x_BSD, None, Unhalted(*halting) if halting else None)
+    def _cacheless(
+        self, rotary: RotaryTable | None, x_BSD: Tensor, *halting: Tensor
+    ) -> tuple[Tensor, dict[str, RouterReport]]:
+        return self._step(x_BSD, None, rotary, Unhalted(*halting) if halting else None)
 
     def _step(
-        self, x_BSD: Tensor, cache: LayerCache | None, unhalted: Unhalted | None
+        self, x_BSD: Tensor, cache: LayerCache | None, rotary: RotaryTable | None, unhalted: Unhalted | None
     ) -> tuple[Tensor, dict[str, RouterReport]]:
         halting = () if unhalted is None else (unhalted,)
+        positions = () if rotary is None else (rotary,)
         n_BSD, values_BSD = self._inputs(x_BSD, self.attention_norm)
-        y_BSD, routings = self.attention(values_BSD, n_BSD, cache, *halting)
+        y_BSD, routings = self.attention(values_BSD, n_BSD, cache, *positions, *halting)
         x_BSD = self._add(x_BSD, y_BSD, self.attention_norm)
         n_BSD, values_BSD = self._inputs(x_BSD, self.feed_forward_norm)
         if isinstance(self.feed_forward, SparseFeedForward):
@@ -150,23 +168,28 @@ class Transformer(nn.Module):
         )  # fmt: skip
         self.halting = None if config.halting is None else Halting(config.halting, config.d_model)
         self.final_norm = None if config.norm == "post" else LayerNorm(config.d_model)
-        self.head = Linear(
+        self.head = ReadOut(
             config.d_model, config.vocab_size, start=starts.head(), bias=config.head_bias, bias_start=starts.head()
         )  # fmt: skip
 
-    def forward(self, tokens_BS: Tensor, cache: list[LayerCache] | None = None) -> ModelOutput:
-        """Next-token logits of every position.
+    def forward(
+        self, tokens_BS: Tensor, cache: list[LayerCache] | None = None, *, targets_BS: Tensor | None = None
+    ) -> ModelOutput | ModelLoss:
+        """Next-token logits of every position; with targets their cross-entropy.
 
         Args:
             tokens_BS: int64, 0 … V−1. With a cache, only the positions that are new.
             cache: one entry per depth step (`new_cache`), extended in place.
+            targets_BS: int64, 0 … V−1: the token after every position.
         """
-        x_BSD = self._embed(tokens_BS, 0 if cache is None else cache[0].length)
+        past = 0 if cache is None else cache[0].length
+        x_BSD = self._embed(tokens_BS, past)
+        rotary = self._rotary(x_BSD, past)
         reports: list[dict[str, RouterReport]] = []
 
         def apply(step: int, x_BSD: Tensor, *unhalted: Unhalted) -> Tensor:
             layer = self.group[self.config.schedule[step]]
-            x_BSD, report = layer(x_BSD, None if cache is None else cache[step], *unhalted)
+            x_BSD, report = layer(x_BSD, None if cache is None else cache[step], rotary, *unhalted)
             reports.append(report)
             return x_BSD
 
@@ -180,10 +203,12 @@ class Transformer(nn.Module):
                     x_BSD = apply(step, x_BSD)
         if self.final_norm is not None:
             x_BSD = self.final_norm(x_BSD)
-        logits_BSV = self.head(x_BSD)
-        logits_BSV = logits_BSV.to(wide_dtype(logits_BSV))
+        read_out = self.head(x_BSD) if targets_BS is None else self.head(x_BSD, targets_BS)
         regularisation_B, auxiliary, carried = self._losses(reports, halted, tokens_BS)
-        return ModelOutput(logits_BSV, regularisation_B, auxiliary, collect_loads(reports), carried)
+        routed = Routed(regularisation_B, auxiliary, collect_loads(reports), carried)
+        if targets_BS is None:
+            return ModelOutput(**vars(routed), logits_BSV=read_out.to(wide_dtype(read_out)))
+        return ModelLoss(**vars(routed), cross_entropy=read_out)
 
     def new_cache(self) -> list[LayerCache]:
         """An empty cache: one entry per depth step, not per layer, for a shared layer sees new keys at every repeat."""
@@ -229,6 +254,13 @@ class Transformer(nn.Module):
         if self.embedding_norm is not None:
             x_BSD = self.embedding_norm(x_BSD * self.config.d_model**0.5)
         return x_BSD
+
+    def _rotary(self, x_BSD: Tensor, past: int) -> RotaryTable | None:
+        """Once for all depth steps."""
+        config = self.config
+        if config.attention == "momha":
+            return None
+        return rotary_table(past, x_BSD.shape[1], config.rotary_channels, config.rotary_base, x_BSD.device)
 
     def _losses(
         self, reports: list[dict[str, RouterReport]], halted: Halted | None, tokens_BS: Tensor

@@ -42,7 +42,7 @@ SHARDING, MOVING = "tests/train/test_sharding.py", "tests/distributed/test_movin
 MUTANTS = (
     Mutant(
         "the loss is divided by this rank's sequences, not by all ranks'", "train/loss.py",
-        "summed / (global_sequences * inputs_BS.shape[1])", "summed / inputs_BS.numel()",
+        "output.cross_entropy / (global_sequences * inputs_BS.shape[1])", "output.cross_entropy / inputs_BS.numel()",
         ("tests/train/test_parity.py::test_a_step_is_what_the_formulas_say",),
     ),
     Mutant(

@@ -4,14 +4,21 @@ loss = Σ over local tokens of cross-entropy ÷ global tokens + Σ over local se
 over all ranks and accumulation steps. So every reduction of gradients is a plain sum: no 1/dp, no 1/ep, no 1/steps anywhere.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
-import torch.nn.functional as F
 from torch import Tensor
 
 from ..model.balance import DepthLoad
-from ..model.transformer import ModelOutput
+from ..model.transformer import ModelLoss
+
+
+class Forward(Protocol):
+    """A forward pass to the loss: a model, or one in lower precision (model/precision.py)."""
+
+    def __call__(self, tokens_BS: Tensor, *, targets_BS: Tensor) -> ModelLoss:
+        """Tokens and those that follow them, both (B, S) int64."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -28,9 +35,7 @@ class MicroBatchLoss:
     carried: dict[str, Tensor]  # sums of this micro-batch that routers want of the whole step
 
 
-def micro_batch_loss(
-    forward: Callable[[Tensor], ModelOutput], rows_BS1: Tensor, *, global_sequences: int
-) -> MicroBatchLoss:
+def micro_batch_loss(forward: Forward, rows_BS1: Tensor, *, global_sequences: int) -> MicroBatchLoss:
     """Runs the model on rows of S + 1 tokens: the first S are the input, the last S the targets.
 
     Args:
@@ -38,9 +43,8 @@ def micro_batch_loss(
         global_sequences: rows of one optimizer step over all ranks.
     """
     inputs_BS, targets_BS = rows_BS1[:, :-1], rows_BS1[:, 1:]
-    output = forward(inputs_BS)
-    summed = F.cross_entropy(output.logits_BSV.flatten(0, 1), targets_BS.flatten(), reduction="sum")
-    cross_entropy = summed / (global_sequences * inputs_BS.shape[1])
+    output = forward(inputs_BS, targets_BS=targets_BS)
+    cross_entropy = output.cross_entropy / (global_sequences * inputs_BS.shape[1])
     regularisation = output.regularisation_B.sum() / global_sequences
     auxiliary = {name: value_B.sum() / global_sequences for name, value_B in output.auxiliary.items()}
     return MicroBatchLoss(

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -95,9 +96,7 @@ def take(name: str, mode: Recompute, way: Way, mesh: Mesh) -> Taken:
         rows[:] = 7  # every token alike: some ranks get nothing of it
     torch.manual_seed(mesh.rank)
     with Exchanges() as forward:
-        result = micro_batch_loss(
-            lambda tokens: forward_in(model, way.dtype, tokens), rows, global_sequences=MICRO_BATCH
-        )
+        result = micro_batch_loss(partial(forward_in, model, way.dtype), rows, global_sequences=MICRO_BATCH)
     with Exchanges() as backward:
         result.loss.backward()
     values = {name: p.grad for name, p in model.named_parameters() if p.grad is not None} | {
@@ -206,7 +205,7 @@ def sharded_pass(
     gathers = Gathers()
     for _ in range(2):  # the first pass of sharded weights is another than all that follow
         with gathers:
-            micro_batch_loss(lambda tokens: forward_in(model, dtype, tokens), rows, global_sequences=8).loss.backward()
+            micro_batch_loss(partial(forward_in, model, dtype), rows, global_sequences=8).loss.backward()
     assert gathers.count["c10d._allgather_base_.default"] > 0
     values = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     return {n: v.to_local() if isinstance(v, DTensor) else v for n, v in values.items()}, dict(gathers.count)

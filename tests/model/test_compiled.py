@@ -4,6 +4,7 @@ import importlib.util
 import os
 import subprocess
 import sysconfig
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -61,7 +62,7 @@ def test_a_compiler_is_asked_for_where_there_is_none_and_only_there(cannot_compi
 def gradients(model: Transformer, dtype: torch.dtype) -> dict[str, Tensor]:
     rows = torch.randint(VOCABULARY, (4, 9), generator=torch.Generator().manual_seed(1))
     model.before_step(0)
-    result = micro_batch_loss(lambda tokens: forward_in(model, dtype, tokens), rows, global_sequences=4)
+    result = micro_batch_loss(partial(forward_in, model, dtype), rows, global_sequences=4)
     result.loss.backward()
     return {"loss": result.loss.detach()} | {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
 

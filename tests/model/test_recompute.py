@@ -1,6 +1,7 @@
 """Recomputation changes memory and nothing else: loss, gradients, side effects, random numbers."""
 
 import gc
+from functools import partial
 
 import pytest
 import torch
@@ -46,7 +47,7 @@ def rows() -> Tensor:
 def loss_and_gradients(model: Transformer, dtype: torch.dtype, *, step: int = 0) -> dict[str, Tensor]:
     model.before_step(step)
     torch.manual_seed(3)
-    result = micro_batch_loss(lambda tokens: forward_in(model, dtype, tokens), rows(), global_sequences=MICRO_BATCH)
+    result = micro_batch_loss(partial(forward_in, model, dtype), rows(), global_sequences=MICRO_BATCH)
     drawn_next = torch.rand(4)
     result.loss.backward()
     found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}

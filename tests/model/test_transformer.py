@@ -7,6 +7,7 @@ from pydantic import ValidationError
 from moebius.kernels.backend import BACKENDS
 from moebius.model.config import ModelConfig
 from moebius.model.initialise import draw, initialise
+from moebius.model.layers import rotary_table
 from moebius.model.precision import cast_weights, forward_in
 from moebius.model.router_sigmoid import SigmoidConfig
 from moebius.model.transformer import Transformer
@@ -136,9 +137,10 @@ def test_post_norm_in_either_order_equals_its_formulas(order: str) -> None:
     model = make(TINY.model_copy(update={"norm": "post", "order": order})).double().eval()
     tokens = torch.arange(61)[None]
     x = torch.nn.functional.layer_norm(model.embedding[tokens] * 24**0.5, (24,))
+    rotary = rotary_table(0, 61, model.config.rotary_channels, model.config.rotary_base, x.device)
     for member in {"abab": "010101", "aabb": "000111"}[order]:
         layer = model.group[int(member)]
-        a = layer.attention_norm(x + layer.attention(x, x, None)[0])
+        a = layer.attention_norm(x + layer.attention(x, x, None, rotary)[0])
         x = layer.feed_forward_norm(a + layer.feed_forward(a, a)[0])
     logits = x @ model.head.weight.T + model.head.bias
     torch.testing.assert_close(model(tokens).logits_BSV, logits, rtol=0, atol=1e-12)

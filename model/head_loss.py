@@ -1,0 +1,141 @@
+"""The read-out, and its cross-entropy without all logits at once.
+
+Logits are by far the widest rows of a model: V columns, where the residual stream has D. Kept whole they cost a training step
+T·V numbers four times over (logits, their log-softmax in float32, two gradients), and none of them is wanted once the gradients
+of hidden rows, weight and bias are known. So the loss goes through the tokens chunk by chunk: logits, log-softmax, loss, gradient
+of the logits, and from it at once the chunk's share of all three gradients. What waits for the backward pass are these: T·D and
+V·D numbers. The backward pass only multiplies them by the gradient of the loss.
+
+Chunks are of tokens, not of the vocabulary. Both bound the memory; but a row's softmax needs the whole row, so with pieces of the
+vocabulary every logit must be computed twice (a fourth product beside the three), while with chunks of tokens the formulas are
+those of the plain loss and each row's loss has its bits. The price is that V·D sums are read and written once per chunk, so
+chunks are as large as the cache (CPU) or the products (GPU) like; `benchmarks/head_loss.py` measures both.
+
+One op for the device and for torch.compile: the compiler could put the chunks side by side and undo what they are for.
+
+Legend: B sequences, S positions, T = B·S tokens, D model width, V vocabulary.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.utils.flop_counter import register_flop_formula
+
+from .layers import Linear, wide_dtype
+
+_LEAST_ROWS = 256  # of a chunk: fewer make the sums of the weight's gradient dearer than its products
+_LOGITS_ON_CPU, _LOGITS_ELSEWHERE = 2**22, 2**25  # of a chunk: 16 and 128 MiB in float32
+
+
+class ReadOut(Linear):
+    """Logits of the next token, or their summed cross-entropy."""
+
+    def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
+        """(B, S, D) to (B, S, V) in the weight's dtype; with (B, S) int64 targets to a scalar, nats, float32 or float64."""
+        if targets is None:
+            return super().forward(x)
+        return head_loss(x.flatten(0, -2), self.weight, self.bias, targets.flatten())
+
+
+def head_loss(
+    x_TD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, targets_T: Tensor, *, rows: int | None = None
+) -> Tensor:
+    """Σ over tokens of cross_entropy(W·x + b, target), with logits computed in the weight's dtype and the rest in float32.
+
+    Args:
+        x_TD: in any precision, as the bias is; their gradients have it too.
+        targets_T: int64, 0 … V−1, every one counts.
+        rows: tokens of a chunk; None: as many as suit the device.
+    """
+    wanted = torch.is_grad_enabled() and any(
+        t is not None and t.requires_grad for t in (x_TD, weight_VD, bias_V)
+    )  # fmt: skip
+    if rows is None:
+        rows = rows_of_chunk(weight_VD.shape[0], weight_VD.device.type)
+    loss, *_ = _head_loss(x_TD, weight_VD, bias_V, targets_T, rows, wanted)
+    return loss
+
+
+def rows_of_chunk(vocab_size: int, device_type: str) -> int:
+    """How many tokens' logits exist at a time, at most."""
+    return max(_LEAST_ROWS, (_LOGITS_ON_CPU if device_type == "cpu" else _LOGITS_ELSEWHERE) // vocab_size)
+
+
+# The op returns, beside the loss, its gradients: of x in its dtype, of weight and bias summed in float32. Empty if not wanted.
+
+
+@torch.library.custom_op("moebius::head_loss", mutates_args=())
+def _head_loss(
+    x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, rows: int, wanted: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    wide, low = wide_dtype(weight), None if bias is None else bias.to(weight.dtype)
+    loss, *grads = outputs = _outputs(x, weight, bias, wanted)
+    for first in range(0, len(targets), rows):
+        part = slice(first, first + rows)
+        x_RD, targets_R1 = x[part].to(weight.dtype), targets[part, None]
+        log_p_RV = F.linear(x_RD, weight, low).log_softmax(-1, dtype=wide)
+        loss -= log_p_RV.gather(1, targets_R1).sum()  # in place, as all sums here
+        if wanted:
+            grad_RV = log_p_RV.exp_()  # of the logits: the softmax, less one at the target
+            grad_RV.scatter_(1, targets_R1, grad_RV.gather(1, targets_R1) - 1)
+            _add_gradients(grads, part, grad_RV, x_RD, weight)
+    return outputs
+
+
+def _outputs(x: Tensor, weight: Tensor, bias: Tensor | None, wanted: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The loss, and the gradients of x, weight and bias: sums over chunks, but for that of x, which begin at 0."""
+    wide = wide_dtype(weight)
+    return (
+        weight.new_zeros((), dtype=wide),
+        x.new_empty(x.shape if wanted else 0),
+        weight.new_zeros(weight.shape if wanted else 0, dtype=wide),
+        weight.new_zeros(weight.shape[0] if wanted and bias is not None else 0, dtype=wide),
+    )
+
+
+def _add_gradients(grads: list[Tensor], part: slice, grad_RV: Tensor, x_RD: Tensor, weight: Tensor) -> None:
+    """A chunk's share: its rows of x have their gradient from it alone. Products are in the weight's dtype."""
+    grad_x, grad_weight, grad_bias = grads
+    if len(grad_bias):
+        grad_bias += grad_RV.sum(0)
+    grad_RV = grad_RV.to(weight.dtype)
+    grad_x[part] = grad_RV @ weight
+    if grad_weight.dtype == weight.dtype:
+        grad_weight.addmm_(grad_RV.T, x_RD)
+    else:
+        grad_weight += grad_RV.T @ x_RD
+
+
+@_head_loss.register_fake
+def _(x, weight, bias, targets, rows, wanted):
+    return _outputs(x, weight, bias, wanted)
+
+
+def _context(ctx: Any, inputs: tuple, output: tuple) -> None:
+    _, weight, bias, *_ = inputs
+    _, *grads = output
+    ctx.mark_non_differentiable(*grads)
+    ctx.set_materialize_grads(False)  # no zeros for what is not differentiable
+    ctx.dtypes = weight.dtype, None if bias is None else bias.dtype
+    ctx.save_for_backward(*grads)
+
+
+@once_differentiable  # what was saved has no history: a second derivative would lack its terms
+def _gradients(ctx: Any, grad: Tensor | None, *_unused: Tensor) -> tuple:
+    if grad is None:
+        return (None,) * 6
+    grad_x, grad_weight, grad_bias = ctx.saved_tensors
+    weight_dtype, bias_dtype = ctx.dtypes
+    bias = None if bias_dtype is None else (grad_bias * grad).to(bias_dtype)
+    return (grad_x * grad).to(grad_x.dtype), (grad_weight * grad).to(weight_dtype), bias, None, None, None
+
+
+_head_loss.register_autograd(_gradients, setup_context=_context)
+
+
+@register_flop_formula(torch.ops.moebius.head_loss)
+def _(x, weight, bias, targets, rows, wanted, **_kwargs) -> int:
+    return 2 * x[0] * weight[0] * weight[1] * (3 if wanted else 1)

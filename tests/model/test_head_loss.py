@@ -1,0 +1,156 @@
+"""The loss that never sees all logits equals the one that does."""
+
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from family import VOCABULARY, make_uneven, tiny_model
+from live_memory import LiveMemory
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+from moebius.model.head_loss import head_loss, rows_of_chunk
+from moebius.model.precision import forward_in
+
+TOKENS, WIDTH, WORDS = 23, 7, 11
+CHUNKS = (1, 4, 22, 23, 100)  # one token each, a rest, a rest of one, exactly all, more than there are
+
+
+def operands(dtype: torch.dtype = torch.float64, *, size: float = 1.0, bias: bool = True) -> list[Tensor | None]:
+    generator = torch.Generator().manual_seed(0)
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    shapes = ((TOKENS, WIDTH), (WORDS, WIDTH), (WORDS,))
+    x, weight, offset = (size * torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)
+    return [
+        x.to(wide).requires_grad_(),
+        weight.to(dtype).requires_grad_(),
+        offset.to(wide).requires_grad_() if bias else None,
+    ]
+
+
+def targets() -> Tensor:
+    return torch.randint(WORDS, (TOKENS,), generator=torch.Generator().manual_seed(1))
+
+
+def plain(x: Tensor, weight: Tensor, bias: Tensor | None, targets_T: Tensor) -> Tensor:
+    """On full logits, as anyone would write it."""
+    logits = F.linear(x.to(weight.dtype), weight, None if bias is None else bias.to(weight.dtype))
+    return F.cross_entropy(logits.to(x.dtype), targets_T, reduction="sum")
+
+
+def with_gradients(loss: Tensor, inputs: list[Tensor | None]) -> list[Tensor]:
+    return [loss.detach(), *torch.autograd.grad(0.37 * loss, [t for t in inputs if t is not None])]
+
+
+@pytest.mark.parametrize("rows", CHUNKS)
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
+@pytest.mark.parametrize("size", [1.0, 30.0])  # so large that most softmaxes are 0 or 1 and logits overflow exp
+def test_it_equals_the_loss_on_full_logits(rows: int, bias: bool, size: float) -> None:
+    inputs = operands(size=size, bias=bias)
+    expected = with_gradients(plain(*inputs, targets()), inputs)
+    found = with_gradients(head_loss(*inputs, targets(), rows=rows), inputs)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert (ours - theirs).norm() <= 1e-12 * theirs.norm()
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 8e-3)])
+@pytest.mark.parametrize("rows", [4, 100])
+def test_low_precision_keeps_to_its_rounding(dtype: torch.dtype, tolerance: float, rows: int) -> None:
+    """Against float64 on the same values; gradients have the dtypes of what they belong to."""
+    inputs = operands(dtype)
+    exact = [t.detach().to(dtype).double().requires_grad_() for t in inputs]
+    expected = with_gradients(plain(*exact, targets()), exact)
+    found = with_gradients(head_loss(*inputs, targets(), rows=rows), inputs)
+    assert [t.dtype for t in found] == [torch.float32, torch.float32, dtype, torch.float32]
+    for ours, theirs in zip(found, expected, strict=True):
+        assert (ours - theirs).norm() <= tolerance * theirs.norm()
+
+
+def test_gradients_by_differences() -> None:
+    x, weight, bias = operands()
+    assert torch.autograd.gradcheck(lambda *inputs: head_loss(*inputs, targets(), rows=5), (x, weight, bias))
+    [grad] = torch.autograd.grad(head_loss(x, weight, bias, targets()).square(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):  # and no second derivative without its terms
+        grad.sum().backward()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_it_repeats_bit_for_bit_and_again_from_one_graph(dtype: torch.dtype) -> None:
+    inputs = operands(dtype)
+    first, second = (with_gradients(head_loss(*inputs, targets(), rows=4), inputs) for _ in range(2))
+    assert all(map(torch.equal, first, second))
+    loss = head_loss(*inputs, targets(), rows=4)
+    once, twice = (torch.autograd.grad(loss, inputs, retain_graph=True) for _ in range(2))
+    assert all(map(torch.equal, once, twice))
+
+
+def test_without_gradients_there_are_none_to_wait() -> None:
+    x, weight, bias = operands(torch.float32)
+    loss = head_loss(x, weight, bias, targets())
+    with torch.no_grad(), LiveMemory() as live, FlopCounterMode(display=False) as counter:
+        assert torch.equal(head_loss(x, weight, bias, targets()), loss)
+    assert live.num_bytes == 0
+    assert counter.get_total_flops() == 2 * TOKENS * WIDTH * WORDS
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_three_products_are_counted(device: str) -> None:
+    inputs = [t.detach().to(device).requires_grad_() for t in operands(torch.float32)]
+    with FlopCounterMode(display=False) as counter:
+        head_loss(*inputs, targets().to(device), rows=4).backward()
+    assert counter.get_total_flops() == 3 * 2 * TOKENS * WIDTH * WORDS
+    assert [t.grad.shape for t in inputs] == [t.shape for t in inputs]
+
+
+class Largest(LiveMemory):
+    """The most bytes that were there at a time."""
+
+    most = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        self.most = max(self.most, self.num_bytes)
+        return result
+
+
+def test_memory_does_not_grow_with_tokens_times_vocabulary() -> None:
+    width, words = 8, 4096
+    rows = rows_of_chunk(words, "cpu")
+
+    def peak(tokens: int) -> int:
+        x, weight = torch.randn(tokens, width, requires_grad=True), torch.randn(words, width, requires_grad=True)
+        with Largest() as live:
+            head_loss(x, weight, None, torch.zeros(tokens, dtype=torch.int64)).backward()
+        return live.most
+
+    assert peak(4 * rows) - peak(2 * rows) < 2 * rows * 4 * 4 * width  # rows of x and their gradients, and no logits
+    assert peak(2 * rows) < 3 * 4 * rows * words
+    with Largest() as live:
+        plain(
+            torch.randn(2 * rows, width, requires_grad=True),
+            torch.randn(words, width),
+            None,
+            torch.zeros(2 * rows, dtype=torch.int64),
+        )
+    assert live.most > 3 * 4 * rows * words  # what this test would see
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["moeut", "dense"])
+def test_a_model_gives_the_loss_of_its_own_logits(name: str, dtype: torch.dtype) -> None:
+    rows = torch.randint(VOCABULARY, (4, 9), generator=torch.Generator().manual_seed(0))
+    model = make_uneven(tiny_model(name))
+    forward = partial(forward_in, model, dtype)
+    logits = forward(rows[:, :-1])
+    F.cross_entropy(logits.logits_BSV.flatten(0, 1), rows[:, 1:].flatten(), reduction="sum").backward()
+    expected = {key: weight.grad for key, weight in model.named_parameters() if weight.grad is not None}
+    model.zero_grad()
+    loss = forward(rows[:, :-1], targets_BS=rows[:, 1:])
+    loss.cross_entropy.backward()
+    assert torch.equal(loss.regularisation_B, logits.regularisation_B)
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+    found = {key: weight.grad for key, weight in model.named_parameters() if weight.grad is not None}
+    assert found.keys() == expected.keys()
+    for key, grad in found.items():
+        assert (grad - expected[key]).norm() <= tolerance * expected[key].norm(), key

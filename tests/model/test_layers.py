@@ -1,0 +1,54 @@
+"""Rotary positions: the formula pair by pair, its gradient, and what waits for the backward pass."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from moebius.model.layers import RotaryTable, rotary_table, rotate
+
+FIRST, POSITIONS, WIDTH, CHANNELS, BASE = 3, 5, 6, 9, 100.0
+
+
+def table(width: int = WIDTH) -> RotaryTable:
+    return rotary_table(FIRST, POSITIONS, width, BASE, torch.device("cpu"))
+
+
+def rows(dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(2, 3, POSITIONS, CHANNELS, generator=torch.Generator().manual_seed(0)).to(dtype)
+
+
+def by_hand(x_BHSC: Tensor, *, back: bool = False) -> Tensor:
+    """Every pair (i, i + width/2) of every row by its own angle."""
+    y_BHSC = x_BHSC.double().clone()
+    for position in range(POSITIONS):
+        for i in range(WIDTH // 2):
+            angle = (FIRST + position) * BASE ** (-2 * i / WIDTH) * (-1 if back else 1)
+            a, b = (x_BHSC[..., position, channel].double() for channel in (i, i + WIDTH // 2))
+            y_BHSC[..., position, i] = a * math.cos(angle) - b * math.sin(angle)
+            y_BHSC[..., position, i + WIDTH // 2] = b * math.cos(angle) + a * math.sin(angle)
+    return y_BHSC
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 1e-2)])
+def test_pairs_are_rotated_and_gradients_rotated_back(dtype: torch.dtype, tolerance: float) -> None:
+    x, grad = rows(dtype).requires_grad_(), rows(dtype).flip(2)
+    y = rotate(x, table())
+    y.backward(grad)
+    assert y.dtype == x.grad.dtype == dtype
+    torch.testing.assert_close(y.double(), by_hand(x.detach()), rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(x.grad.double(), by_hand(grad, back=True), rtol=tolerance, atol=tolerance)
+    assert torch.equal(y[..., WIDTH:], x[..., WIDTH:])
+
+
+def test_only_the_table_waits_for_the_backward_pass() -> None:
+    kept, cos_sin = [], table()
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        rotate(rows().requires_grad_(), cos_sin)
+    assert [t.data_ptr() for t in kept] == [t.data_ptr() for t in cos_sin]
+
+
+def test_without_rotated_channels_rows_pass() -> None:
+    x = rows()
+    assert rotate(x, table(width=0)) is x
