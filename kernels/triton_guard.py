@@ -36,7 +36,7 @@ def check_tensor(x: Tensor) -> None:
 
 
 def launch(kernel: Any, num_programs: int, *args: Any, **meta: Any) -> None:
-    """Runs `num_programs` programs of a kernel on its first argument's device; none is no error."""
+    """Runs `num_programs` programs of a kernel on their tensors' device; none is no error."""
     if num_programs:
-        with torch.cuda.device_of(args[0]):
+        with torch.cuda.device_of(next(value for value in args if value is not None)):
             kernel[(num_programs,)](*args, **meta)

@@ -86,7 +86,7 @@ def _scatter(
 
 def sort_routes(expert_N: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
     """(N,) experts to order (N,), place (N,) and starts (E + 1,) of a `Sorting`; stable, without host synchronisation."""
-    num_routes = expert_N.shape[0]
+    expert_N, num_routes = expert_N.contiguous(), expert_N.shape[0]
     num_blocks = max(1, triton.cdiv(num_routes, _BLOCK))
     order_N, place_N, starts_E1, counts_EB, totals_E = (
         torch.empty(shape, dtype=torch.int32, device=expert_N.device)
@@ -193,9 +193,10 @@ def sorted_rows(routes: SortedRoutes) -> SortedRows:
     num_routes, device = routes.weight_N.shape[0], routes.weight_N.device
     source_N, target_N = (torch.empty(num_routes, dtype=torch.int32, device=device) for _ in range(2))
     gate_N = torch.empty(num_routes, dtype=torch.float32, device=device)
+    given = (routes.order_N, routes.source_N, routes.target_N, routes.weight_N)
     launch(
         _sorted_rows, triton.cdiv(num_routes, _SCAN),
-        routes.order_N, routes.source_N, routes.target_N, routes.weight_N, source_N, target_N, gate_N, num_routes,
+        *(None if values is None else values.contiguous() for values in given), source_N, target_N, gate_N, num_routes,
         PER_SOURCE=routes.per_source, PER_TARGET=routes.per_target, BLOCK=_SCAN,
     )  # fmt: skip
     return SortedRows(source_N, target_N, gate_N)
