@@ -8,7 +8,8 @@ The step is that of train/loop.py: forward, loss, backward, clipping, AdamW, ove
 step. Each side first tries what it has: every backend of its experts, then its best one with compiled dense parts. The fastest of
 each then run by turns in one process, so that a machine's drift touches both; ratio = median over pairs, with its quartiles.
 One process for every number of threads and precision. Memory is what a step needs above weights and moments: activations,
-gradients, workspaces. Last comes the profile of both steps by part (step_profile.py).
+gradients, workspaces. Last comes the profile of both steps by part (step_profile.py). What there is no time for is left out,
+and said.
 
 Writes results/step_cpu.json and .png (or _gpu). About 10 minutes on 2 cores.
 """
@@ -23,7 +24,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,7 @@ class Case:
     trials: int  # steps of every way that is tried
     pairs: int  # of steps in turns
     compiles: bool
+    seconds: float  # for all of it: ways and pairs that come too late are left out
 
     @property
     def tokens(self) -> int:
@@ -85,6 +87,8 @@ def main() -> None:
         options.case_out.write_text(json.dumps(compare(Case(**json.loads(options.case)))))
         return
     console, found = Console(width=120), []
+    name = f"step_{'gpu' if options.device == 'cuda' else 'cpu'}{options.suffix}"
+    figures, written = {"load_average": os.getloadavg(), "cases": found}, None
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     deadline = time.monotonic() + options.limit
     with Progress(*columns, console=console) as progress:
@@ -92,12 +96,13 @@ def main() -> None:
         task = progress.add_task("", total=len(cases))
         for case in cases:
             progress.update(task, description=f"{case.size} {case.precision}, {case.threads} threads")
+            share = (deadline - time.monotonic()) / (len(cases) - len(found))
+            case = replace(case, seconds=share)
             found.append(asdict(case) | in_own_process(case, deadline - time.monotonic()))
+            written = save(name, figures, folder=options.out)  # what there is, should a later case fail
             progress.advance(task)
-    name = f"step_{'gpu' if options.device == 'cuda' else 'cpu'}{options.suffix}"
-    figures = {"load_average": os.getloadavg(), "cases": found}
     show(console, found)
-    print(save(name, figures, folder=options.out))
+    print(written)
     if any("ratio" in case for case in found):
         print(draw(figures | {"environment": environment()}, options.out / f"{name}.png"))
 
@@ -113,7 +118,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--trials", type=int, default=2)
     parser.add_argument("--pairs", type=int, help="default: 5; on a GPU 20")
     parser.add_argument("--no-compile", action="store_true")
-    parser.add_argument("--limit", type=float, default=1e6, help="seconds for all; a case beyond it is not measured")
+    parser.add_argument("--limit", type=float, default=660.0, help="seconds for all cases, shared evenly")
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--suffix", default="", help="of the files' names")
     parser.add_argument("--case", help=argparse.SUPPRESS)  # one case, in a process of its own
@@ -128,6 +133,7 @@ def cases_of(options: argparse.Namespace) -> list[Case]:
             size=size, device=options.device, precision=precision, threads=threads,
             seq_len=options.seq_len or (1024 if gpu else 256), batch=options.batch or (16 if gpu else 8),
             trials=options.trials, pairs=options.pairs or (20 if gpu else 5), compiles=not options.no_compile,
+            seconds=options.limit,
         )
         for size in options.sizes or (["244m", "44m"] if gpu else ["44m"])
         for precision in options.precision or (["bfloat16"] if gpu else ["float32", "bfloat16"])
@@ -159,12 +165,12 @@ def in_own_process(case: Case, seconds: float) -> dict[str, Any]:
 
 def compare(case: Case) -> dict[str, Any]:
     torch.set_num_threads(case.threads)
-    found: dict[str, Any] = {"sides": {}}
+    found, clock = {"sides": {}}, Clock(case.seconds)
     with start_process(case.device, timeout_s=600) as process, tempfile.TemporaryDirectory() as folder:  # pyright: ignore[reportArgumentType]
         runs = {}
-        for side in SIDES:
-            runs[side], found["sides"][side] = best_run(case, side, process, Path(folder))
-        found |= by_turns(case, runs)
+        for place, side in enumerate(SIDES, start=1):
+            runs[side], found["sides"][side] = best_run(case, side, process, Path(folder), clock, place / 4)
+        found |= by_turns(case, runs, clock)
         for side, run in runs.items():
             run.optimizer.zero_grad()
             one = found["sides"][side]
@@ -174,8 +180,21 @@ def compare(case: Case) -> dict[str, Any]:
     return found
 
 
-def best_run(case: Case, side: str, process: Process, folder: Path) -> tuple[Run, dict[str, Any]]:
-    """The fastest way that a side has, ready to go on, and what was tried."""
+class Clock:
+    """How much of a case's time has gone."""
+
+    def __init__(self, seconds: float) -> None:
+        self._started, self._seconds = time.monotonic(), seconds
+
+    def is_before(self, part: float) -> bool:
+        """Whether less than that part of the time has gone."""
+        return time.monotonic() - self._started < part * self._seconds
+
+
+def best_run(
+    case: Case, side: str, process: Process, folder: Path, clock: Clock, until: float
+) -> tuple[Run, dict[str, Any]]:
+    """The fastest way that a side has, ready to go on, and what was tried, as far as that part of the time allows."""
     tried: list[dict[str, Any]] = []
     best: tuple[float, Way, Run] | None = None
     backends = [name for name in BACKENDS if name != "reference"] if side == "moeut" else ["auto"]
@@ -184,6 +203,9 @@ def best_run(case: Case, side: str, process: Process, folder: Path) -> tuple[Run
             way = Way(best[1].backend, compiled=True)
         entry: dict[str, Any] = asdict(way)
         tried.append(entry)
+        if best is not None and not clock.is_before(until):
+            entry["why_not"] = "no time left (--limit)"
+            continue
         try:
             run = build(case, side, way, process, folder / f"{side}_{len(tried)}")
             entry["first_s"] = timed_step(case, run)
@@ -235,10 +257,12 @@ def wait_for(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def by_turns(case: Case, runs: dict[str, Run]) -> dict[str, Any]:
-    """Steps of both sides in turns."""
+def by_turns(case: Case, runs: dict[str, Run], clock: Clock) -> dict[str, Any]:
+    """Steps of both sides in turns, two of each at least."""
     times: dict[str, list[float]] = {side: [] for side in runs}
-    for _ in range(case.pairs):
+    for number in range(case.pairs):
+        if number >= 2 and not clock.is_before(0.8):
+            break
         for side, run in runs.items():
             times[side].append(timed_step(case, run))
     ratios = [ours / theirs for ours, theirs in zip(*times.values(), strict=True)]

@@ -90,11 +90,8 @@ def label_of(event: Any, parts: Parts) -> str | None:
     if name.startswith("Optimizer.step"):
         return "optimizer"
     if name.startswith(_NODE):
-        known = any(word in name for word in ("NllLoss", "LogSoftmax", "CrossEntropy", "cross_entropy"))
-        if known:
-            return "cross-entropy"
         return "sum of gradients" if "AccumulateGrad" in name else parts.of(event.sequence_nr)
-    return "cross-entropy" if "cross_entropy" in name else None
+    return None
 
 
 def labelled_around(event: Any, parts: Parts) -> str | None:
@@ -148,4 +145,4 @@ def _methods(model: nn.Module) -> Iterator[tuple[Any, str, str]]:
             yield module, "forward", "norms"
         elif isinstance(module, DenseMLP):
             yield module, "forward", "dense feed-forward"
-    yield model.head, "forward", "head"
+    yield model.head, "forward", "head + cross-entropy"
