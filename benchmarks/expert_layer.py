@@ -19,6 +19,7 @@ Writes results/expert_layer_cpu.json and .png (or _gpu): figures of every cell. 
 """
 
 import argparse
+import gc
 import os
 import statistics
 import time
@@ -102,6 +103,7 @@ class Plan:
 def main() -> None:
     options = parse()
     plan = make_plan(options)
+    gc.freeze()  # what the imports left behind is not searched before every measurement of memory
     kept = plan.device.type == "cpu" and keep_freed_memory()
     onednn = onednn_error()
     console, entries = Console(width=150), []

@@ -1,5 +1,6 @@
 """The benchmarks of expert layers measure what they say: right answers, counted bytes, parts that end in time."""
 
+import gc
 import json
 import subprocess
 import sys
@@ -108,6 +109,7 @@ def test_the_layer_benchmark_runs_from_settings_to_picture(
     command = f"x --threads 1 --rounds 2 --seconds 0 --balanced mlp --out {tmp_path}"
     monkeypatch.setattr(sys, "argv", command.split())
     expert_layer.main()
+    gc.unfreeze()
     figures = json.loads((tmp_path / "expert_layer_cpu.json").read_text())
     [segments] = [
         e for e in figures["entries"] if (e["setting"], e["dtype"], e["name"]) == ("mlp", "float32", "ours: segments")
