@@ -27,7 +27,7 @@ using bf16 = uint16_t;
 
 constexpr int kRows = 14;     // of a tile
 constexpr int kCols = 32;     // of a panel: two vectors
-constexpr int kDepth = 192;   // rows summed per pass of a weight gradient: a panel of them stays in the first-level cache
+constexpr int kDepth = 192;   // lanes per pass of a weight gradient: their panel stays in the first-level cache
 constexpr int64_t kCacheBytes = 384 << 10;  // of rows that all panels run over before the next ones
 
 // Scratch memory, kept per thread: the first touch of a page is dear.
@@ -62,7 +62,10 @@ struct Lane<float> {
   static __m512 broadcast(const float* row, int64_t k) { return _mm512_set1_ps(row[k]); }
   static __m512 load(const float* p, __mmask16 m) { return _mm512_maskz_loadu_ps(m, p); }
   static void store(float* p, __mmask16 m, __m512 v) { _mm512_mask_storeu_ps(p, m, v); }
-  static float value(const float* p) { return *p; }
+  static void stream(float* p, __m512 v0, __m512 v1) {
+    _mm512_stream_ps(p, v0);
+    _mm512_stream_ps(p + 16, v1);
+  }
 };
 
 template <>
@@ -78,6 +81,9 @@ struct Lane<bf16> {
   }
   static __m512 load(const bf16* p, __mmask16 m) { return widen(_mm256_maskz_loadu_epi16(m, p)); }
   static void store(bf16* p, __mmask16 m, __m512 v) { _mm256_mask_storeu_epi16(p, m, (__m256i)_mm512_cvtneps_pbh(v)); }
+  static void stream(bf16* p, __m512 v0, __m512 v1) {
+    _mm512_stream_si512(reinterpret_cast<__m512i*>(p), (__m512i)_mm512_cvtne2ps_pbh(v1, v0));
+  }
 };
 
 inline int64_t lanes(int64_t k, int wide) { return (k + wide - 1) / wide; }
@@ -196,7 +202,7 @@ constexpr Multiply<T> kMultiply[kRows] = {
     multiply<T, 1>, multiply<T, 2>, multiply<T, 3>,  multiply<T, 4>,  multiply<T, 5>,  multiply<T, 6>,  multiply<T, 7>,
     multiply<T, 8>, multiply<T, 9>, multiply<T, 10>, multiply<T, 11>, multiply<T, 12>, multiply<T, 13>, multiply<T, 14>};
 
-enum Mode : int32_t { kPlain = 0, kRelu = 1, kGate = 2, kGradient = 3, kReluGradient = 4 };
+enum Mode : int32_t { kPlain = 0, kRelu = 1, kGradient = 2, kReluGradient = 3 };
 
 }  // namespace
 
@@ -204,8 +210,9 @@ extern "C" {
 
 // How a result row z of sorted place n becomes what is stored.
 struct Epilogue {
-  int32_t mode;         // plain: z; relu: max(z, 0); gate: g z; gradient: below
-  const float* gate;    // (N,)
+  int32_t mode;         // plain: z, or g z with `wide_stride`; relu: max(z, 0); gradient: below
+  const float* gate;    // (N,); null: ones
+  int64_t wide_stride;  // plain: not 0 where rows of `out` are that far apart, whole panels of whole cache lines
   // Gradient: z is that of g h by its product. Stored are g z (times [h > 0] after a ReLU), `gated` = g h, `gate_gradient` = h . z.
   const void* hidden;   // row hidden_rows[n], or n where that is null
   const int32_t* hidden_rows;
@@ -216,6 +223,16 @@ struct Epilogue {
 }
 
 namespace {
+
+// Results that are only written: whole cache lines, past the caches, so that they are not read first.
+template <typename T>
+void finish_wide(const float* gates, const float* tile, int64_t n, int count, int64_t column, int64_t stride, T* out) {
+  for (int r = 0; r < count; ++r, ++n) {
+    const __m512 g = _mm512_set1_ps(gates ? gates[n] : 1.0f);
+    const __m512 z0 = _mm512_load_ps(tile + r * kCols), z1 = _mm512_load_ps(tile + r * kCols + 16);
+    Lane<T>::stream(out + n * stride + column, _mm512_mul_ps(g, z0), _mm512_mul_ps(g, z1));
+  }
+}
 
 template <typename T>
 void finish(const Epilogue& e, const float* tile, int64_t n, int count, int64_t column, int64_t columns, T* out) {
@@ -230,8 +247,6 @@ void finish(const Epilogue& e, const float* tile, int64_t n, int count, int64_t 
       __m512 z = _mm512_load_ps(tile + r * kCols + 16 * v);
       if (e.mode == kRelu) {
         z = _mm512_max_ps(zero, z);  // in this order a NaN passes through
-      } else if (e.mode == kGate) {
-        z = _mm512_mul_ps(g, z);
       } else if (e.mode >= kGradient) {
         const int64_t place = e.hidden_rows ? e.hidden_rows[n] : n;
         const __m512 h = L::load(static_cast<const T*>(e.hidden) + place * e.hidden_stride + column + 16 * v, masks[v]);
@@ -269,23 +284,29 @@ void rows_times_bank(const T* a, int64_t stride, const int32_t* rows, const T* b
             const T* row[kRows];
             for (int r = 0; r < count; ++r) row[r] = a + (rows ? rows[n + r] : n + r) * stride;
             kMultiply<T>[count - 1](row, packed + panel * depth * kCols, k, tile);
-            finish(e, tile, n, count, panel * kCols, columns, out);
+            if (e.wide_stride)
+              finish_wide(e.gate, tile, n, count, panel * kCols, e.wide_stride, out);
+            else
+              finish(e, tile, n, count, panel * kCols, columns, out);
           }
         }
       }
     }
+    _mm_sfence();  // streamed results are seen by whoever reads them next
   }
 }
 
 // Gradient of a bank --------------------------------------------------------------------------------------------------
 
-// sums[MR][stride] += `depth` lanes of A, MR columns of them from `first` on, times a panel of B.
+// The sum over `depth` lanes of A, MR columns of them from `first` on, times a panel of B; it goes on from `sums`, unless that is
+// null, and is added to `result`, or where that is null left in `rest`.
 template <typename T, int MR>
-void outer(const float* const* a, int64_t first, const float* panel, int64_t depth, float* sums, int64_t stride, __mmask16 m0, __mmask16 m1) {
+void outer(const float* const* a, int64_t first, const float* panel, int64_t depth, const float* sums, float* rest, T* result,
+           int64_t stride, __mmask16 m0, __mmask16 m1) {
   __m512 sum[MR][2];
   for (int r = 0; r < MR; ++r) {
-    sum[r][0] = _mm512_maskz_loadu_ps(m0, sums + r * stride);
-    sum[r][1] = _mm512_maskz_loadu_ps(m1, sums + r * stride + 16);
+    sum[r][0] = sums ? _mm512_maskz_loadu_ps(m0, sums + r * stride) : _mm512_setzero_ps();
+    sum[r][1] = sums ? _mm512_maskz_loadu_ps(m1, sums + r * stride + 16) : _mm512_setzero_ps();
   }
   for (int64_t i = 0; i < depth; ++i, panel += kCols) {
     const __m512 b0 = _mm512_load_ps(panel), b1 = _mm512_load_ps(panel + 16);
@@ -299,14 +320,21 @@ void outer(const float* const* a, int64_t first, const float* panel, int64_t dep
   }
 #pragma GCC unroll 16
   for (int r = 0; r < MR; ++r) {
-    _mm512_mask_storeu_ps(sums + r * stride, m0, sum[r][0]);
-    _mm512_mask_storeu_ps(sums + r * stride + 16, m1, sum[r][1]);
+    if (result) {
+      T* stored = result + r * stride;
+      Lane<T>::store(stored, m0, _mm512_add_ps(Lane<T>::load(stored, m0), sum[r][0]));
+      Lane<T>::store(stored + 16, m1, _mm512_add_ps(Lane<T>::load(stored + 16, m1), sum[r][1]));
+    } else {
+      _mm512_mask_storeu_ps(rest + r * stride, m0, sum[r][0]);
+      _mm512_mask_storeu_ps(rest + r * stride + 16, m1, sum[r][1]);
+    }
   }
 }
 
-using Outer = void (*)(const float* const*, int64_t, const float*, int64_t, float*, int64_t, __mmask16, __mmask16);
 template <typename T>
-constexpr Outer kOuter[kRows] = {outer<T, 1>, outer<T, 2>,  outer<T, 3>,  outer<T, 4>,  outer<T, 5>,  outer<T, 6>,  outer<T, 7>,
+using Outer = void (*)(const float* const*, int64_t, const float*, int64_t, const float*, float*, T*, int64_t, __mmask16, __mmask16);
+template <typename T>
+constexpr Outer<T> kOuter[kRows] = {outer<T, 1>, outer<T, 2>,  outer<T, 3>,  outer<T, 4>,  outer<T, 5>,  outer<T, 6>,  outer<T, 7>,
                                  outer<T, 8>, outer<T, 9>, outer<T, 10>, outer<T, 11>, outer<T, 12>, outer<T, 13>, outer<T, 14>};
 
 // The rows of A as lanes: where they lie (float32), or in pairs in `packed` (bfloat16).
@@ -339,19 +367,14 @@ void bank_gradient(const T* a, int64_t a_width, const int32_t* a_rows, const T* 
     const int64_t begin = starts[expert], end = starts[expert + 1];
     if (begin >= end) continue;
     T* result = into + expert * a_width * b_width;
-    // bfloat16 is summed up in float32 and rounded once.
-    float* sums;
-    if constexpr (wide == 1) {
-      sums = result;
-    } else {
-      sums = static_cast<float*>(scratch<1>(a_width * b_width * sizeof(float)));
-      std::fill(sums, sums + a_width * b_width, 0.0f);
-    }
+    // bfloat16 is summed up in float32 over all rows, and rounded once; float32 is added where it belongs.
+    float* sums = nullptr;
+    if (wide == 2 && end - begin > kDepth * wide) sums = static_cast<float*>(scratch<1>(a_width * b_width * sizeof(float)));
     float* panel = static_cast<float*>(scratch<2>(kDepth * kCols * sizeof(float)));
-    float* paired = wide == 1 ? nullptr : static_cast<float*>(scratch<3>(kDepth / wide * a_width * sizeof(float)));
-    for (int64_t n = begin; n < end; n += kDepth) {
-      const int64_t count = std::min<int64_t>(kDepth, end - n), depth = lanes(count, wide);
-      const T *row_a[kDepth], *row_b[kDepth];
+    float* paired = wide == 1 ? nullptr : static_cast<float*>(scratch<3>(kDepth * a_width * sizeof(float)));
+    for (int64_t n = begin; n < end; n += kDepth * wide) {
+      const int64_t count = std::min<int64_t>(kDepth * wide, end - n), depth = lanes(count, wide);
+      const T *row_a[kDepth * wide], *row_b[kDepth * wide];
       const float* lane[kDepth];
       for (int64_t i = 0; i < count; ++i) {
         row_a[i] = a + (a_rows ? a_rows[n + i] : n + i) * a_width;
@@ -369,17 +392,10 @@ void bank_gradient(const T* a, int64_t a_width, const int32_t* a_rows, const T* 
         }
         for (int64_t r = 0; r < a_width; r += kRows) {
           const int rows = static_cast<int>(std::min<int64_t>(kRows, a_width - r));
-          kOuter<T>[rows - 1](lane, r, panel, depth, sums + r * b_width + column, b_width, m0, m1);
-        }
-      }
-    }
-    if constexpr (wide == 2) {
-      for (int64_t r = 0; r < a_width; ++r) {
-        for (int64_t c = first * kCols; c < std::min(b_width, last * kCols); c += 16) {
-          const __mmask16 m = mask_of(b_width - c);
-          T* stored = result + r * b_width + c;
-          const __m512 sum = _mm512_maskz_loadu_ps(m, sums + r * b_width + c);
-          Lane<T>::store(stored, m, _mm512_add_ps(Lane<T>::load(stored, m), sum));
+          const int64_t at = r * b_width + column;
+          const bool finished = !sums || n + count == end;
+          kOuter<T>[rows - 1](lane, r, panel, depth, sums && n > begin ? sums + at : nullptr, sums ? sums + at : nullptr,
+                              finished ? result + at : nullptr, b_width, m0, m1);
         }
       }
     }

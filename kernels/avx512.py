@@ -10,6 +10,7 @@ width.
 """
 
 import ctypes
+import itertools
 from ctypes import c_int32, c_int64, c_void_p
 
 import torch
@@ -22,13 +23,14 @@ from .operands import MLPBank, MLPGradients, SortedRoutes
 from .permute import add_rows
 from .workspace import workspace
 
-_PLAIN, _RELU, _GATE, _GRADIENT, _RELU_GRADIENT = range(5)
+_PLAIN, _RELU, _GRADIENT, _RELU_GRADIENT = range(4)
+_PANEL = 32  # columns
 
 
 class _Epilogue(ctypes.Structure):
     _fields_ = (
-        ("mode", c_int32), ("gate", c_void_p), ("hidden", c_void_p), ("hidden_rows", c_void_p), ("hidden_stride", c_int64),
-        ("gated", c_void_p), ("gate_gradient", c_void_p),
+        ("mode", c_int32), ("gate", c_void_p), ("wide_stride", c_int64), ("hidden", c_void_p), ("hidden_rows", c_void_p),
+        ("hidden_stride", c_int64), ("gated", c_void_p), ("gate_gradient", c_void_p),
     )  # fmt: skip
 
 
@@ -38,15 +40,16 @@ def mlp_forward(x_UD: Tensor, bank: MLPBank, routes: SortedRoutes) -> tuple[Tens
     kept = x_UD.new_empty(num_routes + ROW_SLACK, bank.w_up_EDW.shape[2])
     z, source_rows, gate = kept[:num_routes], _int32(routes.source_rows()), routes.gates(torch.float32)
     fused = bank.activation == "relu" and bank.b_up_EW is None
-    _rows_times_bank(x_UD, source_rows, bank.w_up_EDW, routes, z, _Epilogue(_RELU if fused else _PLAIN))
+    _rows_times_bank(x_UD, source_rows, bank.w_up_EDW, routes, z, _Epilogue(mode=_RELU if fused else _PLAIN))
     if bank.b_up_EW is not None:
         z += _of_rows(bank.b_up_EW, routes)
     hidden = z if fused else hidden_in_place(z, bank.activation)
-    answers = _answers(x_UD, bank.w_down_EFO.shape[2], routes.place_N, routes.per_target, num_routes)
-    _rows_times_bank(hidden, None, bank.w_down_EFO, routes, answers, _Epilogue(_GATE, gate.data_ptr()))
+    answers = _wide_rows_times_bank(hidden, None, bank.w_down_EFO, routes, gate)
     if bank.b_down_EO is not None:
-        answers += _of_rows(bank.b_down_EO, routes) * gate[:, None].to(answers.dtype)
-    return add_rows(answers, routes.place_N, routes.target_N, routes.num_targets, routes.per_target), kept
+        answers[:, : bank.b_down_EO.shape[1]] += _of_rows(bank.b_down_EO, routes) * gate[:, None].to(answers.dtype)
+    return _sum_up(
+        answers, bank.w_down_EFO.shape[2], routes, routes.target_N, routes.num_targets, routes.per_target
+    ), kept
 
 
 def mlp_backward(
@@ -72,9 +75,8 @@ def mlp_backward(
         grad_b_up = _sum_of_experts(d_z, bank.b_up_EW, routes)
     _bank_gradient(gated, None, grad_TO, target_rows, routes, into.w_down_EFO)
     _bank_gradient(x_UD, source_rows, d_z, None, routes, into.w_up_EDW)
-    grad_rows = _answers(x_UD, x_UD.shape[1], routes.place_N, routes.per_source, num_routes)
-    _rows_times_bank(d_z, None, bank.w_up_EDW, routes, grad_rows, _Epilogue(_PLAIN), transposed=True)
-    grad_x = add_rows(grad_rows, routes.place_N, routes.source_N, x_UD.shape[0], routes.per_source)
+    grad_rows = _wide_rows_times_bank(d_z, None, bank.w_up_EDW, routes, None, transposed=True)
+    grad_x = _sum_up(grad_rows, x_UD.shape[1], routes, routes.source_N, x_UD.shape[0], routes.per_source)
     return grad_x, _grad_gate(grad_gate, routes), grad_b_up, grad_b_down
 
 
@@ -84,13 +86,12 @@ def linear_forward(x_UD: Tensor, w_EDO: Tensor, routes: SortedRoutes) -> tuple[T
     source_rows, gate = _int32(routes.source_rows()), routes.gates(torch.float32)
     if width <= w_EDO.shape[1]:
         kept = x_UD.new_empty(num_routes + ROW_SLACK, width)
-        _rows_times_bank(x_UD, source_rows, w_EDO, routes, kept[:num_routes], _Epilogue(_PLAIN))
+        _rows_times_bank(x_UD, source_rows, w_EDO, routes, kept[:num_routes], _Epilogue(mode=_PLAIN))
         answers = kept[:num_routes] * gate[:, None].to(x_UD.dtype)
     else:
         kept = x_UD.new_empty(0)
-        answers = _answers(x_UD, width, routes.place_N, routes.per_target, num_routes)
-        _rows_times_bank(x_UD, source_rows, w_EDO, routes, answers, _Epilogue(_GATE, gate.data_ptr()))
-    return add_rows(answers, routes.place_N, routes.target_N, routes.num_targets, routes.per_target), kept
+        answers = _wide_rows_times_bank(x_UD, source_rows, w_EDO, routes, gate)
+    return _sum_up(answers, width, routes, routes.target_N, routes.num_targets, routes.per_target), kept
 
 
 def linear_backward(
@@ -100,21 +101,21 @@ def linear_backward(
     x_UD, num_routes, width = x_UD.contiguous(), routes.num_routes, x_UD.shape[1]
     source_rows, target_rows = _int32(routes.source_rows()), _int32(routes.target_rows())
     gate = routes.gates(torch.float32)
-    grad_rows = _answers(x_UD, width, routes.place_N, routes.per_source, num_routes)
     if w_EDO.shape[2] <= w_EDO.shape[1]:
         dy = torch.index_select(
             grad_TO, 0, target_rows, out=workspace("dy", (num_routes, grad_TO.shape[1]), grad_TO)
         )  # fmt: skip
         grad_gate = (kept[:num_routes] * dy).sum(-1, dtype=torch.float32)
         dy.mul_(gate[:, None].to(dy.dtype))
-        _rows_times_bank(dy, None, w_EDO, routes, grad_rows, _Epilogue(_PLAIN), transposed=True)
+        grad_rows = _wide_rows_times_bank(dy, None, w_EDO, routes, None, transposed=True)
         _bank_gradient(x_UD, source_rows, dy, None, routes, into_EDO)
     else:
         gated, grad_gate = workspace("gated", (num_routes, width), x_UD), torch.empty_like(gate)
+        grad_rows = x_UD.new_empty(num_routes, width)
         epilogue = _gradient_epilogue(_GRADIENT, gate, x_UD, source_rows, gated, grad_gate)
         _rows_times_bank(grad_TO, target_rows, w_EDO, routes, grad_rows, epilogue, transposed=True)
         _bank_gradient(gated, None, grad_TO, target_rows, routes, into_EDO)
-    grad_x = add_rows(grad_rows, routes.place_N, routes.source_N, x_UD.shape[0], routes.per_source)
+    grad_x = _sum_up(grad_rows, width, routes, routes.source_N, x_UD.shape[0], routes.per_source)
     return grad_x, _grad_gate(grad_gate, routes)
 
 
@@ -129,6 +130,22 @@ def _rows_times_bank(
         "rows_times_bank", rows, rows.data_ptr(), rows.stride(0), _pointer(index_N), bank_EKC.contiguous().data_ptr(), k, columns,
         transposed, routes.starts_E1.data_ptr(), num_experts, ctypes.byref(epilogue), out_NC.data_ptr(),
     )  # fmt: skip
+
+
+def _wide_rows_times_bank(
+    rows: Tensor, index_N: Tensor | None, bank_EKC: Tensor, routes: SortedRoutes, gate_N: Tensor | None,
+    *, transposed: bool = False,
+) -> Tensor:  # fmt: skip
+    """gate[n] · rows[index[n]] · bank[e] for all sorted places, in a workspace; past the columns is room to a full panel.
+
+    Of whole cache lines, so that they can be written without being read first: these rows are the most memory that a call touches.
+    """
+    columns = bank_EKC.shape[1 if transposed else 2]
+    stride = -(-columns // _PANEL) * _PANEL
+    answers = workspace("answers", (routes.num_routes, stride), rows)
+    epilogue = _Epilogue(mode=_PLAIN, gate=_pointer(gate_N), wide_stride=stride)
+    _rows_times_bank(rows, index_N, bank_EKC, routes, answers, epilogue, transposed=transposed)
+    return answers
 
 
 def _bank_gradient(
@@ -150,14 +167,9 @@ def _gradient_epilogue(
     mode: int, gate: Tensor, hidden: Tensor, hidden_rows: Tensor | None, gated: Tensor, grad_gate: Tensor
 ) -> _Epilogue:
     return _Epilogue(
-        mode,
-        gate.data_ptr(),
-        hidden.data_ptr(),
-        _pointer(hidden_rows),
-        hidden.stride(0),
-        gated.data_ptr(),
-        grad_gate.data_ptr(),
-    )
+        mode=mode, gate=gate.data_ptr(), hidden=hidden.data_ptr(), hidden_rows=_pointer(hidden_rows),
+        hidden_stride=hidden.stride(0), gated=gated.data_ptr(), gate_gradient=grad_gate.data_ptr(),
+    )  # fmt: skip
 
 
 def _pointer(tensor: Tensor | None) -> int | None:
@@ -176,15 +188,17 @@ def _of_rows(bias_EW: Tensor, routes: SortedRoutes) -> Tensor:
 def _sum_of_experts(rows_NW: Tensor, bias_EW: Tensor, routes: SortedRoutes) -> Tensor:
     """(E, W): each expert's rows added up, in order."""
     sums = torch.zeros_like(bias_EW)
-    for expert, rows in enumerate(rows_NW.split(routes.starts_E1.diff().tolist())):
-        torch.sum(rows, 0, out=sums[expert])
+    for expert, (start, end) in enumerate(itertools.pairwise(routes.starts())):
+        torch.sum(rows_NW[start:end], 0, out=sums[expert])
     return sums
 
 
-def _answers(like: Tensor, width: int, place_N: Tensor | None, per_row: int, num_rows: int) -> Tensor:
-    """Room for rows that are summed up at the end of the call; of their own where `add_rows` may return a view of them."""
-    shape = (num_rows, width)
-    return like.new_empty(shape) if place_N is None and per_row <= 1 else workspace("answers", shape, like)
+def _sum_up(
+    rows: Tensor, width: int, routes: SortedRoutes, index_N: Tensor | None, num_rows: int, per_row: int
+) -> Tensor:
+    """(num_rows, width): the first columns of sorted rows, added up in route order; no view of a workspace."""
+    summed = add_rows(rows, routes.place_N, index_N, num_rows, per_row)[:, :width]
+    return summed.clone(memory_format=torch.contiguous_format) if routes.place_N is None else summed.contiguous()
 
 
 def _grad_gate(grad_gate: Tensor, routes: SortedRoutes) -> Tensor:

@@ -1,7 +1,7 @@
 """What the doors read, as records: a list of routes, and a bank of perceptrons; and what a backend gets of them.
 
-Legend: U source rows, N routes, E experts, D input width, F hidden width, W columns before the activation (F, or 2F where it is gated),
-O output width.
+Legend: U source rows, N routes, E experts, D input width, F hidden width, W columns before the activation (F, or 2F where it is
+gated), O output width.
 """
 
 from dataclasses import dataclass
@@ -97,6 +97,12 @@ class SortedRoutes:
     def gates(self, dtype: torch.dtype) -> Tensor:
         """(N,) in sorted order: the gate weights."""
         return self._sorted(self.weight_N).to(dtype)
+
+    def starts(self) -> list[int]:
+        """`starts_E1` on the host. Known, or read from the device: the one synchronisation of backends that loop."""
+        if self.per_expert:
+            return [expert * self.per_expert for expert in range(self.starts_E1.shape[0])]
+        return self.starts_E1.tolist()
 
     def unsorted(self, values_N: Tensor) -> Tensor:
         """Values in sorted order, in the order of the routes."""

@@ -138,19 +138,10 @@ def linear_backward(
 def _chunks(routes: SortedRoutes, like: Tensor) -> Iterator[tuple[int, slice, int]]:
     """(expert, rows with their padding, how many of these are its own) for every chunk of every expert that has any."""
     quantum = _quantum(like)
-    starts = _starts(routes)
-    for expert, (start, end) in enumerate(itertools.pairwise(starts)):
+    for expert, (start, end) in enumerate(itertools.pairwise(routes.starts())):
         for first in range(start, end, _CHUNK):
             count = min(end - first, _CHUNK)
             yield expert, slice(first, first - (-count // quantum) * quantum), count
-
-
-def _starts(routes: SortedRoutes) -> list[int]:
-    """Where every expert's rows begin. Known, or read from the device: the one synchronisation."""
-    num_experts = routes.starts_E1.shape[0] - 1
-    if routes.per_expert:
-        return [expert * routes.per_expert for expert in range(num_experts + 1)]
-    return routes.starts_E1.tolist()
 
 
 def _quantum(like: Tensor) -> int:
