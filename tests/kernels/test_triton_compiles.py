@@ -1,7 +1,7 @@
 """Every Triton kernel, with every tile of the table, compiled for sm_90 by a machine without a GPU.
 
-What a call of the backend would launch is written down instead, and compiled as it would have been there. Asked of the result: tensor
-cores (wgmma) in every product, no spilled register, registers and shared memory that the chip has, rows that come by
+What a call of the backend would launch is written down instead, and compiled as it would have been there. Asked of the result:
+tensor cores (wgmma) in every product, no spilled register, registers and shared memory that the chip has, rows that come by
 asynchronous copies, and no atomics where the answer is to be deterministic. Speed is not asked: that needs the GPU.
 """
 
@@ -10,7 +10,6 @@ import os
 import re
 import subprocess
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -44,11 +43,12 @@ POINTERS = {BF16: "*bf16", FP32: "*fp32", torch.int32: "*i32", torch.int64: "*i6
 LOADS = {"many": (4096, 16), "few": (1024, 128)}  # tokens and experts, at 16 routes per token
 Launch = tuple[Any, tuple, dict[str, Any]]
 
-_used: set[tuple[str, str, str]] = set()
+_used: set[tuple[str, str, str]] = set()  # entries of the table
+_seen: set[tuple] = set()  # launches that another test has compiled already
 
 
 @pytest.fixture
-def launches(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[Launch]]:
+def launches(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Launch]:
     """Of the calls that a test makes; nothing runs."""
     found: list[Launch] = []
 
@@ -65,7 +65,7 @@ def launches(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[L
     monkeypatch.setattr(ours, "check_tensor", lambda rows: None)  # rows of a CPU do here: nothing is read
     monkeypatch.setattr(ours, "choose", choose)
     monkeypatch.setattr(triton_weight_gradients, "choose", choose)
-    yield found
+    return found
 
 
 def make_routes(load: str) -> SortedRoutes:
@@ -137,8 +137,7 @@ def resources(cubin: bytes) -> tuple[int, int]:
 
 
 def check(launches: list[Launch], *, exact: bool = False) -> None:
-    """`exact`: float32 products without tensor cores, where the compiler puts a few bytes on the stack that are not in the loop."""
-    seen = set()
+    """`exact`: float32 products without tensor cores, which may have a few bytes of stack."""
     for launch in launches:
         kernel, args, constants = launch
         name = kernel.fn.__name__
@@ -147,9 +146,9 @@ def check(launches: list[Launch], *, exact: bool = False) -> None:
             *(arg if not isinstance(arg, Tensor) else (arg.dtype, arg.dim()) for arg in args),
             *constants.items(),
         )
-        if kind in seen:
+        if kind in _seen:
             continue
-        seen.add(kind)
+        _seen.add(kind)
         result = compiled((kernel, args, dict(constants)))
         ptx, (registers, stack) = result.asm["ptx"], resources(result.asm["cubin"])
         about = f"{name} {constants}: {registers} registers, {stack} bytes of stack, {result.metadata.shared} shared"
