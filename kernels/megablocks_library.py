@@ -8,7 +8,11 @@ from importlib import import_module
 import torch
 from torch import Tensor
 
-INSTALL_LINE = "pip install --no-deps --no-build-isolation stanford-stk==0.7.1 grouped_gemm==0.3.0 megablocks==0.10.0"
+# Without pip's cache: it would give a wheel that was compiled against one torch to an environment with another.
+INSTALL_LINE = (
+    "pip install --no-cache-dir --no-deps --no-build-isolation "
+    "stanford-stk==0.7.1 grouped_gemm==0.3.0 megablocks==0.10.0"
+)
 
 
 @dataclass(frozen=True)

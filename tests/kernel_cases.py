@@ -130,9 +130,8 @@ def expected_and_grad(
 ) -> tuple[list[Tensor], Tensor]:  # fmt: skip
     """The reference's answer and gradients in float64, and the gradient of the answer that they are for."""
     exact = [value.double() for value in (x, *weights)]
-    grad = torch.randn(
-        routes.num_targets, weights[1 if len(weights) > 1 else 0].shape[2], generator=torch.Generator().manual_seed(5)
-    ).to(x.dtype)  # fmt: skip
+    d_out = weights[1 if len(weights) > 1 else 0].shape[2]
+    grad = torch.randint(-3, 4, (routes.num_targets, d_out), generator=torch.Generator().manual_seed(5)).to(x.dtype)
     routes = routes.with_weights(routes.weight_N.double())
     return values_and_gradients(door, exact[0], exact[1:], routes, grad, "reference"), grad
 

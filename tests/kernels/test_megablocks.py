@@ -206,7 +206,7 @@ def test_without_data_it_need_not_be_there() -> None:
 def test_the_line_and_the_file_ask_for_the_same() -> None:
     lines = (ROOT / "requirements-megablocks.txt").read_text(encoding="utf-8").splitlines()
     pins = [line for line in lines if not line.startswith("#")]
-    assert megablocks_library.INSTALL_LINE.split()[4:] == pins
+    assert megablocks_library.INSTALL_LINE.split()[-3:] == pins
     assert megablocks_library.INSTALL_LINE in (ROOT / "docs" / "kernels.md").read_text(encoding="utf-8")
 
 
