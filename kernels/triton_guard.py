@@ -1,42 +1,31 @@
-"""Triton's one door into this package: the import with its pip line, and what the kernels may be given.
-
-Interpreter mode (TRITON_INTERPRET=1, set before this module is imported) runs the kernels on CPU tensors, slowly, for tests.
-Its bfloat16 arithmetic is silently wrong in all releases up to 3.9 (casts truncate, products are off by powers of ten), so half
-precision is refused there.
-"""
+"""Triton's one door into this package: the import with its pip line, what the kernels refuse, and how they are started."""
 
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from .triton_library import INSTALL_LINE, interpreted, reason_against
+
 try:
     import triton  # pyright: ignore[reportMissingImports]
     import triton.language as tl  # pyright: ignore[reportMissingImports]
 except ImportError as error:
-    raise ImportError(
-        'kernels.backend="triton" needs Triton, which is not installed: pip install "triton>=3.6,<3.9"'
-    ) from error
+    raise ImportError(f'kernels.backend="triton" needs Triton, which is not installed: {INSTALL_LINE}') from error
 
 __all__ = ["INTERPRETED", "check_tensor", "launch", "tl", "triton"]
 
-INTERPRETED = bool(triton.knobs.runtime.interpret)
+INTERPRETED = interpreted()
 
 
 def check_tensor(x: Tensor) -> None:
     """Raises ValueError: a dtype or device that these kernels do not have."""
-    if x.dtype not in (torch.float32, torch.bfloat16):
-        raise ValueError(f"the triton backend computes in float32 and bfloat16, not {x.dtype}: choose another backend")
-    if INTERPRETED and x.dtype is not torch.float32:
-        raise ValueError(f"Triton's interpreter computes {x.dtype} wrongly without saying so: give it float32")
-    if not INTERPRETED and not x.is_cuda:
-        raise ValueError(
-            f"the triton backend wants CUDA tensors, not {x.device}; tests on a CPU set TRITON_INTERPRET=1"
-        )
+    if reason := reason_against(x.device.type, x.dtype):
+        raise ValueError(f'kernels.backend="triton" cannot run here: {reason}')
 
 
 def launch(kernel: Any, num_programs: int, *args: Any, **meta: Any) -> None:
-    """Runs `num_programs` programs of a kernel on their tensors' device; none is no error."""
+    """Runs `num_programs` programs of a kernel on its tensors' device; none is no error."""
     if num_programs:
         with torch.cuda.device_of(next(value for value in args if value is not None)):
             kernel[(num_programs,)](*args, **meta)

@@ -1,10 +1,8 @@
 """Tiles of the grouped products: a plain table {kernel, precision, load} -> tile, chosen by shape, never while a model runs.
 
 No autotuning at import or first use: it would try configurations on every rank of a job, at every new shape, and two ranks may
-choose differently. `benchmarks/tune_tiles.py` measures on a GPU and prints this table anew.
-
-The entries are chosen by hand, for one H200, and UNMEASURED: from the arithmetic of bytes and registers, and from what the
-compiler says of sm_90 (`tests/kernels/test_triton_compiles.py`: wgmma, no spills, shared memory within limits).
+choose differently. `benchmarks/tune_tiles.py` measures on a GPU and writes the table anew; `ORIGIN` says where its entries
+come from. What the compiler says of each for sm_90 (wgmma, no spills, shared memory) is tested without a GPU.
 
 Load: "few" rows per expert on average (below 300; a tile of 128 rows would be a third empty), or "many".
 """
@@ -37,7 +35,9 @@ class Tile:
 
 
 FEW = 300  # rows per expert
-# gather: K1 forward; gather_back: K1 backward; …_two: of a gated activation; rows: K2; fused: K12; ragged: K3.
+ORIGIN = "chosen by hand for an H200, from bytes and registers; not measured"
+# gather: K1 forward; gather_back: K1 backward; …_two: of a gated activation; rows: K2; fused: K12; ragged: K3
+# (_small: with an activation, or widths of no multiple of 16 bytes).
 TILES: dict[tuple[str, str, str], Tile] = {
     ("gather", "bf16", "many"): Tile(128, 128, 64, 8, 4),
     ("gather", "bf16", "few"): Tile(64, 128, 64, 4, 4),
@@ -55,8 +55,8 @@ TILES: dict[tuple[str, str, str], Tile] = {
     ("fused_two", "bf16", "few"): Tile(64, 128, 64, 8, 3),
     ("ragged", "bf16", "many"): Tile(256, 128, 64, 8, 5),
     ("ragged", "bf16", "few"): Tile(256, 128, 64, 8, 5),
-    ("ragged_odd", "bf16", "many"): Tile(128, 128, 64, 8, 5),
-    ("ragged_odd", "bf16", "few"): Tile(128, 128, 64, 8, 5),
+    ("ragged_small", "bf16", "many"): Tile(128, 128, 64, 8, 5),
+    ("ragged_small", "bf16", "few"): Tile(128, 128, 64, 8, 5),
     ("gather", "fp32", "many"): Tile(64, 64, 32, 4, 3),
     ("gather", "fp32", "few"): Tile(64, 64, 32, 4, 3),
     ("gather_two", "fp32", "many"): Tile(64, 64, 32, 8, 3),
@@ -71,8 +71,8 @@ TILES: dict[tuple[str, str, str], Tile] = {
     ("fused", "fp32", "few"): Tile(64, 64, 32, 8, 2),
     ("fused_two", "fp32", "many"): Tile(64, 64, 32, 8, 2),
     ("fused_two", "fp32", "few"): Tile(64, 64, 32, 8, 2),
-    ("ragged_odd", "fp32", "many"): Tile(64, 64, 32, 4, 3),
-    ("ragged_odd", "fp32", "few"): Tile(64, 64, 32, 4, 3),
+    ("ragged_small", "fp32", "many"): Tile(64, 64, 32, 4, 3),
+    ("ragged_small", "fp32", "few"): Tile(64, 64, 32, 4, 3),
     ("ragged", "fp32", "many"): Tile(64, 64, 32, 4, 3),
     ("ragged", "fp32", "few"): Tile(64, 64, 32, 4, 3),
 }

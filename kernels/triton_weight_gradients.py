@@ -186,8 +186,9 @@ def ragged_gradient(
     out = weights.new_empty(weights.shape) if into is None else into
     chunks = sample.u.new_empty(work.most_slots, tall, wide, dtype=torch.float32)
     element = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16}[sample.u.dtype]
-    aligned = not any(width * weights.element_size() % 16 for width in (tall, wide))
-    tile = choose("ragged" if aligned else "ragged_odd", weights.dtype, work.num_rows, num_experts)
+    # narrow copies want more addresses, an activation more values: neither leaves the registers for large tiles
+    small = activation is not None or any(width * weights.element_size() % 16 for width in (tall, wide))
+    tile = choose("ragged_small" if small else "ragged", weights.dtype, work.num_rows, num_experts)
     if tall < wide:
         tile = replace(tile, rows=tile.columns, columns=tile.rows)  # the longer side along the wider operand
     tile, table = tile.fit(rows=tall, columns=wide), work.table

@@ -338,7 +338,7 @@ def test_rows_that_do_not_lie_well() -> None:
     ("dtype", "message"),
     [
         (torch.bfloat16, "interpreter computes torch.bfloat16 wrongly"),
-        (torch.float64, "not torch.float64: choose another"),
+        (torch.float64, "the weights are torch.float64: choose"),
     ],
 )
 def test_what_would_be_computed_wrongly_is_refused(dtype: torch.dtype, message: str) -> None:
