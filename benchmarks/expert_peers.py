@@ -5,9 +5,9 @@
     peer      the same sum over experts, written with plain torch or run by an installed package
     ours      the doors of moebius.kernels, one contender per backend
 
-On CPUs float32 products of dense layers and peers run in every mode that is numerically exact on this machine: through MKL,
+On CPUs float32 products of torch run in every mode that is numerically exact on this machine: through MKL,
 torch's default, and through oneDNN, which torch takes with `fp32_precision = "bf16"` and which computes in full float32 on a CPU
-without bfloat16 tiles (`onednn_error` measures it). Ours choose for themselves.
+without bfloat16 tiles (`onednn_error` measures it). The setting is the process's.
 
 Legend: T tokens, D model width, F expert width, E experts, H heads, K experts chosen, N routes.
 """
@@ -28,6 +28,7 @@ from moebius.kernels.backend import BACKENDS
 Role = Literal["ceiling", "dense", "peer", "ours"]
 Mode = Literal["default", "oneDNN"]
 _matmul: Any = torch.backends.mkldnn.matmul  # pyright: ignore[reportAttributeAccessIssue]
+TORCH_PRODUCTS = ("segments", "grouped_mm")  # of our backends: those whose products are torch's own
 EXACT = 1e-5  # relative error up to which a float32 product counts as one
 
 
@@ -72,7 +73,11 @@ def contenders(bank: Bank, modes: Sequence[Mode]) -> list[Contender]:
         ]
     if bank.x_TD.is_cuda and not setting.is_switchhead:
         found += packages(bank)
-    return found + [Contender(f"ours: {name}", "ours", weights_and(ours(name))) for name in BACKENDS]
+    return found + [
+        Contender(f"ours: {name}", "ours", weights_and(ours(name)), mode)
+        for name in BACKENDS
+        for mode in (modes if name in TORCH_PRODUCTS else ("default",))
+    ]
 
 
 @contextmanager

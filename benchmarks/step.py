@@ -5,11 +5,11 @@
     python benchmarks/step.py --threads 2 --precision bfloat16 --pairs 2 --no-compile
 
 The step is that of train/loop.py: forward, loss, backward, clipping, AdamW, over a batch of random tokens that is new in every
-step. Each side first tries what it has: every backend of its experts, then its best one with compiled dense parts. The fastest of
-each then run by turns in one process, so that a machine's drift touches both; ratio = median over pairs, with its quartiles.
-One process for every number of threads and precision. Memory is what a step needs above weights and moments: activations,
-gradients, workspaces. Last comes the profile of both steps by part (step_profile.py). What there is no time for is left out,
-and said.
+step. Each side first tries what it has: every backend of its experts; float32 products through oneDNN, where that is exact; its
+best way so far with compiled dense parts. The fastest of each then run by turns in one process, so that a machine's drift touches
+both; ratio = median over pairs, with its quartiles. One process for every number of threads and precision. Memory is what a step
+needs above weights and moments: activations, gradients, workspaces. Last comes the profile of both steps by part
+(step_profile.py). What there is no time for is left out, and said.
 
 Writes results/step_cpu.json and .png (or _gpu). About 10 minutes on 2 cores.
 """
@@ -23,13 +23,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import matplotlib
 import torch
+from expert_peers import EXACT, Mode, exact_mode, onednn_error
 from memory import peak_bytes
 from report import RESULTS, environment, save
 from rich.console import Console
@@ -79,6 +80,7 @@ class Way:
 
     backend: str = "auto"
     compiled: bool = False
+    products: Mode = "default"  # of float32 on a CPU: torch's default library, or oneDNN where that is exact
 
 
 def main() -> None:
@@ -167,16 +169,20 @@ def compare(case: Case) -> dict[str, Any]:
     torch.set_num_threads(case.threads)
     found, clock = {"sides": {}}, Clock(case.seconds)
     with start_process(case.device, timeout_s=600) as process, tempfile.TemporaryDirectory() as folder:  # pyright: ignore[reportArgumentType]
-        runs = {}
-        for place, side in enumerate(SIDES, start=1):
-            runs[side], found["sides"][side] = best_run(case, side, process, Path(folder), clock, place / 4)
+        runs: dict[str, tuple[Run, Way]] = {}
+        for side, until in zip(SIDES, (0.45, 0.65), strict=True):
+            run, way, tried = best_run(case, side, process, Path(folder), clock, until)
+            runs[side], found["sides"][side] = (run, way), {"best": asdict(way), "tried": tried}
         found |= by_turns(case, runs, clock)
-        for side, run in runs.items():
+        for side, (run, way) in runs.items():
             run.optimizer.zero_grad()
             one = found["sides"][side]
-            one["step_peak_bytes"] = peak_bytes(lambda run=run: step(run, new_batch(case, run), RATE), process.device)
             one["state_bytes"] = state_bytes(run)
-            one["profile_ms"] = profile_step(run, new_batch(case, run))
+            with exact_mode(way.products):
+                one["step_peak_bytes"] = peak_bytes(
+                    lambda run=run: step(run, new_batch(case, run), RATE), process.device
+                )
+                one["profile_ms"] = profile_step(run, new_batch(case, run))
     return found
 
 
@@ -193,23 +199,23 @@ class Clock:
 
 def best_run(
     case: Case, side: str, process: Process, folder: Path, clock: Clock, until: float
-) -> tuple[Run, dict[str, Any]]:
+) -> tuple[Run, Way, list[dict[str, Any]]]:
     """The fastest way that a side has, ready to go on, and what was tried, as far as that part of the time allows."""
     tried: list[dict[str, Any]] = []
     best: tuple[float, Way, Run] | None = None
-    backends = [name for name in BACKENDS if name != "reference"] if side == "moeut" else ["auto"]
-    for way in [Way(name) for name in backends] + ([Way(compiled=True)] if case.compiles else []):
-        if way.compiled and best is not None:
-            way = Way(best[1].backend, compiled=True)
+    for next_way in ways_of(case, side):
+        way = next_way(Way() if best is None else best[1])
         entry: dict[str, Any] = asdict(way)
+        if any(entry.items() <= known.items() for known in tried):
+            continue
         tried.append(entry)
         if best is not None and not clock.is_before(until):
             entry["why_not"] = "no time left (--limit)"
             continue
         try:
             run = build(case, side, way, process, folder / f"{side}_{len(tried)}")
-            entry["first_s"] = timed_step(case, run)
-            entry["seconds"] = [timed_step(case, run) for _ in range(case.trials)]
+            entry["first_s"] = timed_step(case, run, way)
+            entry["seconds"] = [timed_step(case, run, way) for _ in range(case.trials)]
         except CANNOT as error:
             entry["why_not"] = (str(error).strip() or type(error).__name__).splitlines()[0][:300]
             continue
@@ -219,7 +225,20 @@ def best_run(
         gc.collect()
     if best is None:
         raise RuntimeError(f"{side}: nothing runs here: {tried}")
-    return best[2], {"best": asdict(best[1]), "tried": tried}
+    return best[2], best[1], tried
+
+
+def ways_of(case: Case, side: str) -> Iterator[Callable[[Way], Way]]:
+    """What to try next, given the best so far."""
+    backends = [name for name in BACKENDS if name != "reference"] if side == "moeut" else ["auto"]
+    for name in backends:
+        yield lambda _, name=name: Way(name)
+    if case.device == "cpu" and case.precision == "float32" and onednn_error() < EXACT:
+        if side == "moeut":
+            yield lambda _: Way("segments", products="oneDNN")  # whose products change with it
+        yield lambda best: replace(best, products="oneDNN")
+    if case.compiles:
+        yield lambda best: replace(best, compiled=True)
 
 
 def build(case: Case, side: str, way: Way, process: Process, run_dir: Path) -> Run:
@@ -243,13 +262,14 @@ def new_batch(case: Case, run: Run) -> Batch:
     return Batch(torch.randint(run.config.model.vocab_size, shape, generator=seed).numpy(), 0, 0)
 
 
-def timed_step(case: Case, run: Run) -> float:
+def timed_step(case: Case, run: Run, way: Way) -> float:
     batch = new_batch(case, run)
-    wait_for(run.process.device)
-    started = time.perf_counter()
-    step(run, batch, RATE)
-    wait_for(run.process.device)
-    return time.perf_counter() - started
+    with exact_mode(way.products):
+        wait_for(run.process.device)
+        started = time.perf_counter()
+        step(run, batch, RATE)
+        wait_for(run.process.device)
+        return time.perf_counter() - started
 
 
 def wait_for(device: torch.device) -> None:
@@ -257,14 +277,14 @@ def wait_for(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def by_turns(case: Case, runs: dict[str, Run], clock: Clock) -> dict[str, Any]:
+def by_turns(case: Case, runs: dict[str, tuple[Run, Way]], clock: Clock) -> dict[str, Any]:
     """Steps of both sides in turns, two of each at least."""
     times: dict[str, list[float]] = {side: [] for side in runs}
     for number in range(case.pairs):
-        if number >= 2 and not clock.is_before(0.8):
+        if number >= 2 and not clock.is_before(0.85):
             break
-        for side, run in runs.items():
-            times[side].append(timed_step(case, run))
+        for side, (run, way) in runs.items():
+            times[side].append(timed_step(case, run, way))
     ratios = [ours / theirs for ours, theirs in zip(*times.values(), strict=True)]
     quartiles = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
     medians = {side: statistics.median(own) for side, own in times.items()}
@@ -300,7 +320,7 @@ def show(console: Console, cases: Sequence[dict[str, Any]]) -> None:
         best = case["sides"]["moeut"]["best"]
         table.add_row(
             *head, *(f"{case['seconds'][side]:.4g}" for side in SIDES), f"{case['ratio']:.2f} ({low:.2f}, {high:.2f})",
-            f"{case['tokens_per_s']['moeut']:,.0f}", *peaks, f"{best['backend']}{', compiled' * best['compiled']}",
+            f"{case['tokens_per_s']['moeut']:,.0f}", *peaks, way_text(best),
         )  # fmt: skip
     console.print(table)
     for case in cases:
@@ -320,6 +340,11 @@ def profile_table(case: dict[str, Any]) -> Table:
             cells += ["", ""] if spent is None else [f"{spent:,.1f}", f"{spent / total:.0%}"]
         table.add_row(part, *cells)
     return table
+
+
+def way_text(way: dict[str, Any]) -> str:
+    mode = "" if way["products"] == "default" else f", {way['products']}"
+    return f"{way['backend']}{mode}{', compiled' * way['compiled']}"
 
 
 def mib(num_bytes: int | None) -> str:
@@ -349,7 +374,7 @@ def draw(figures: dict[str, Any], path: Path) -> Path:
     handles = [plt.Rectangle((0, 0), 1, 1, color=colours[part]) for part in parts]  # pyright: ignore[reportPrivateImportUsage]
     figure.legend(handles, parts, loc="outside right center", fontsize=8, frameon=False)
     where = figures["environment"].get("gpu") or figures["environment"]["cpu"]
-    figure.suptitle(f"A training step: MoEUT beside the dense model of equal parameters ({where})", fontsize=10)
+    figure.suptitle(f"A training step: MoEUT beside the dense model of equal parameters\n{where}", fontsize=10)
     figure.savefig(path, dpi=120)
     plt.close(figure)
     return path

@@ -111,9 +111,8 @@ def test_the_layer_benchmark_runs_from_settings_to_picture(
     expert_layer.main()
     gc.unfreeze()
     figures = json.loads((tmp_path / "expert_layer_cpu.json").read_text())
-    [segments] = [
-        e for e in figures["entries"] if (e["setting"], e["dtype"], e["name"]) == ("mlp", "float32", "ours: segments")
-    ]
+    wanted = ("mlp", "float32", "ours: segments", "default")
+    [segments] = [e for e in figures["entries"] if (e["setting"], e["dtype"], e["name"], e["mode"]) == wanted]
     assert {(cell["threads"], cell["skew"], cell["rounds"]) for cell in segments["cells"]} == {(1, 0.5, 2), (1, 0.0, 2)}
     assert segments["error"] < 1e-5
     assert segments["saved_bytes"] > 0
