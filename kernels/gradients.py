@@ -25,15 +25,16 @@ class GradientSum:
 
     def __init__(self, weights: Sequence[Tensor], *, defer: bool) -> None:
         self.defer = defer
-        self._weights = [torch.empty_like(w, device="meta") for w in weights]
-        self._device = weights[0].device
+        self._forms = [(w.shape, w.dtype, w.device) for w in weights]
         self._clear()
 
     def buffers(self) -> Sums:
         """To add to: zeros at the first call of a backward pass."""
         self._enter()
         if self._buffers is None:
-            self._buffers = tuple(torch.zeros_like(w, device=self._device) for w in self._weights)
+            self._buffers = tuple(
+                torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in self._forms
+            )  # fmt: skip
         return self._buffers
 
     def leave(self, operands: Any, settle: Callable[[list[Any]], Sums]) -> None:
@@ -50,7 +51,7 @@ class GradientSum:
             settled = self._settle(self._left)
             sums = settled if sums is None else tuple(a.add_(b) for a, b in zip(sums, settled, strict=True))
         self._clear()
-        return (None,) * len(self._weights) if sums is None else sums
+        return (None,) * len(self._forms) if sums is None else sums
 
     def _enter(self) -> None:
         """What an earlier backward pass left behind, which broke off or did not ask for these weights, is nothing to this one."""

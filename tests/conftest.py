@@ -1,4 +1,5 @@
-"""What every test shares: one thread per process, reproducible examples, and a session that leaves no process behind.
+"""What every test shares: one thread per process, reproducible examples, kernels that are compiled already, and a session
+that leaves no process behind.
 
 The guard: each process that a test starts inherits a mark in its environment, so an orphan is found as well as a child
 (/proc/*/environ). What still lives when the last test is done is shown with its command line, ended, and the
@@ -18,6 +19,8 @@ import pytest
 import torch
 from hypothesis import settings
 
+from moebius.kernels import avx512_library
+
 SESSION_MARK = "MOEBIUS_TEST_SESSION"
 LEAVE_S = 5.0  # how long a process that is on its way out may take
 LEFT_BEHIND = pytest.StashKey[dict[int, str]]()
@@ -29,6 +32,8 @@ def pytest_configure(config: pytest.Config) -> None:
     settings.load_profile("house")
     torch.set_num_threads(1)  # the machine's cores belong to the ranks that tests start
     os.environ[SESSION_MARK] = secrets.token_hex(8)
+    if avx512_library.reason_against(torch.float32) is None:
+        avx512_library.library()  # ranks that compiled it each for itself would be late
 
 
 @pytest.hookimpl(trylast=True)

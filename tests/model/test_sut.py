@@ -12,7 +12,6 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from moebius.distributed.parallelize import expert_names
-from moebius.kernels.backend import BACKENDS
 from moebius.model.balance import RunningSum
 from moebius.model.config import ModelConfig
 from moebius.model.initialise import draw, initialise
@@ -169,7 +168,7 @@ class Oracle:
         return conditional + marginal if published else conditional - marginal
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", ["reference", "segments"])
 @pytest.mark.parametrize("sign", ["corrected", "as_published"])
 @pytest.mark.parametrize("loss_sum", [None, "last", "all"])
 def test_the_model_equals_the_loop_in_values_and_in_every_gradient(loss_sum: str, sign: str, backend: str) -> None:

@@ -4,7 +4,6 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from moebius.kernels.backend import BACKENDS
 from moebius.model.config import ModelConfig
 from moebius.model.initialise import draw, initialise
 from moebius.model.layers import rotary_table
@@ -147,7 +146,7 @@ def test_post_norm_in_either_order_equals_its_formulas(order: str) -> None:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", ["reference", "segments"])
 def test_every_parameter_gets_a_gradient(variant: str, backend: str) -> None:
     model = Transformer(VARIANTS[variant], backend=backend)
     initialise(model, 0)
