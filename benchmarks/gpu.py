@@ -4,9 +4,9 @@
 
 Made for a machine with one H100 or H200, torch ≥ 2.11 and Triton ≥ 3.6, and no network. Every part is a process of its own with a
 time limit, and figures are written as they come, so a part that fails or hangs costs the others nothing. Into FOLDER go
-gpu_ceilings.json, expert_layer_gpu.json and .png, step_gpu.json and .png, gpu_log.txt (all that the parts said) and gpu.json (how
-each part ended); the tuning's table of tiles goes where benchmarks/tune_tiles.py puts it. Last comes a short table: measured
-beside expected (results/expert_layer_gpu_expected.json).
+gpu_ceilings.json, tune_tiles.json and the triton_tiles.py that follows from it, expert_layer_gpu.json and .png, step_gpu.json and
+.png, and gpu_log.txt: all that the parts said, and how each ended. The parts after the tuning run with its tiles. Last comes a
+short table: measured beside expected (results/expert_layer_gpu_expected.json).
 """
 
 import argparse
@@ -22,14 +22,16 @@ from pathlib import Path
 from typing import Any, TextIO
 
 import torch
-from report import RESULTS, save
+from report import RESULTS
 from rich.console import Console
 from rich.table import Table
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 EXPECTED = RESULTS / "expert_layer_gpu_expected.json"
-LEAST_S = 15.0  # a part is not begun with less
+LEAST_S = 30.0  # a part is not begun with less
+TIME = "{seconds}"  # in a command: the seconds that the part may plan with
+TO_END_S = 20.0  # between these and its limit
 
 
 @dataclass(frozen=True)
@@ -58,11 +60,12 @@ def main() -> None:
     options = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("there is no GPU here: this script times nothing else")
+    options.out = options.out.resolve()  # parts run in the project's folder
     options.out.mkdir(parents=True, exist_ok=True)
     console = Console(width=140)
     with (options.out / "gpu_log.txt").open("w", encoding="utf-8") as log:
         ended = run_all(chosen(parts(options.out), options.parts), options.seconds, log, console)
-    save("gpu", {"parts": [asdict(part) for part in ended]}, folder=options.out)
+        log.write(f"\n===== {json.dumps([asdict(part) for part in ended])}\n")
     summary(console, ended, options.out)
     raise SystemExit(0 if all(part.state == "ok" for part in ended) else 1)
 
@@ -70,18 +73,17 @@ def main() -> None:
 def parts(out: Path) -> list[Part]:
     """In the order in which they are run: what is slow is timed with what was tuned before."""
     python = sys.executable
-    found = [
-        Part("ceilings", (python, str(HERE / "gpu_ceilings.py"), "--out", str(out)), 50),
+
+    def script(name: str, *words: str) -> tuple[str, ...]:
+        return (python, str(HERE / name), *words, "--out", str(out))
+
+    return [
+        Part("ceilings", script("gpu_ceilings.py"), 50),
         Part("tests", (python, "-m", "pytest", "-q", "-p", "no:cacheprovider", *gpu_tests()), 110),
+        Part("tuning", script("tune_tiles.py", "--seconds", TIME), 95),
+        Part("expert layer", script("expert_layer.py", "--device", "cuda", "--limit", TIME), 125),
+        Part("whole step", script("step.py", "--device", "cuda", "--limit", TIME), 200),
     ]
-    if (HERE / "tune_tiles.py").exists():
-        found.append(Part("tuning", (python, str(HERE / "tune_tiles.py"), *TUNING), 90))
-    layer = (python, str(HERE / "expert_layer.py"), "--device", "cuda", "--out", str(out), "--limit", "105")
-    steps = (python, str(HERE / "step.py"), "--device", "cuda", "--out", str(out), "--limit", "180")
-    return [*found, Part("expert layer", layer, 125), Part("whole step", steps, 200)]
-
-
-TUNING: tuple[str, ...] = ()
 
 
 def gpu_tests() -> list[str]:
@@ -113,11 +115,12 @@ def run_all(every: Sequence[Part], seconds: float, log: TextIO, console: Console
 
 def run_part(part: Part, limit_s: float, log: TextIO) -> Ended:
     """Runs a part in a group of processes of its own, which ends with it whatever happens."""
-    log.write(f"\n===== {part.name}: {' '.join(part.command)}\n")
+    command = [f"{limit_s - TO_END_S:.0f}" if word == TIME else word for word in part.command]
+    log.write(f"\n===== {part.name}: {' '.join(command)}\n")
     log.flush()
     started = time.monotonic()
     process = subprocess.Popen(
-        part.command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+        command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
     )  # fmt: skip
     try:
         code = process.wait(timeout=limit_s)
