@@ -3,124 +3,31 @@
 Its memory is poisoned (conftest.py). Tiles have 16 rows here, so small cases have several, and ragged ones.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import pytest
 import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
-from torch import Tensor
+from triton_cases import (
+    CASES,
+    Case,
+    as_sorted,
+    check,
+    equal_counts,
+    expected_linear,
+    expected_mlp,
+    head_routes,
+    make_bank,
+    make_routes,
+    our_linear,
+    our_mlp,
+)
 
-from moebius.kernels import reference, triton_weight_gradients
 from moebius.kernels import triton_routed as ours
-from moebius.kernels.activations import ACTIVATIONS, columns_of
-from moebius.kernels.operands import LinearCall, MLPBank, MLPCall, MLPGradients, SortedRoutes
-from moebius.kernels.triton_routing import sort_routes
-from moebius.model.routing import Routes, head_to_token_routes, token_routes, token_to_head_routes
-
-TOLERANCE = 1e-5
-
-
-@dataclass(frozen=True)
-class Case:
-    """Shapes and a routing."""
-
-    tokens: int
-    d_in: int
-    d_hidden: int
-    experts: int
-    top_k: int
-    choice: str = "random"
-
-
-CASES = {
-    "random": Case(37, 12, 7, 5, 2),
-    "empty experts": Case(6, 8, 4, 23, 2),
-    "one expert takes all": Case(70, 8, 4, 6, 1, choice="first"),
-    "the last expert takes all": Case(70, 8, 4, 6, 1, choice="last"),
-    "one token": Case(1, 8, 4, 6, 3),
-    "no token": Case(0, 8, 4, 6, 3),
-    "one expert": Case(19, 8, 4, 1, 1),
-    "all experts": Case(11, 8, 4, 5, 5),
-    "odd widths": Case(33, 41, 39, 4, 2),
-    "width of the 44M model": Case(5, 412, 82, 2, 1),
-}
-
-
-def make_routes(case: Case, generator: torch.Generator) -> Routes:
-    scores = torch.rand(case.tokens, case.experts, generator=generator)
-    chosen = scores.argsort(-1)[:, : case.top_k]
-    if case.choice != "random":
-        chosen = torch.full((case.tokens, case.top_k), 0 if case.choice == "first" else case.experts - 1)
-    weights = torch.rand(case.tokens, case.top_k, generator=generator)
-    return token_routes(chosen, weights, num_experts=case.experts)
-
-
-def as_sorted(routes: Routes) -> SortedRoutes:
-    if routes.per_expert:
-        order_N, place_N = None, None
-        starts_E1 = torch.arange(routes.num_experts + 1, dtype=torch.int32) * routes.per_expert
-    else:
-        order_N, place_N, starts_E1 = sort_routes(routes.expert_N, routes.num_experts)
-    return SortedRoutes(
-        routes.weight_N, order_N, place_N, starts_E1,
-        None if routes.per_source else routes.source_N, None if routes.per_target else routes.target_N,
-        routes.num_targets, routes.per_source, routes.per_target, routes.per_expert,
-    )  # fmt: skip
-
-
-def make_bank(case: Case, activation: str, biased: bool, generator: torch.Generator) -> MLPBank:
-    columns = columns_of(case.d_hidden, activation)
-    b_up = torch.randn(case.experts, columns, generator=generator) if biased else None
-    b_down = torch.randn(case.experts, case.d_in, generator=generator) if biased else None
-    w_up = torch.randn(case.experts, case.d_in, columns, generator=generator)
-    return MLPBank(
-        w_up, torch.randn(case.experts, case.d_hidden, case.d_in, generator=generator), b_up, b_down, activation
-    )  # fmt: skip
-
-
-Values = dict[str, Tensor | None]
-
-
-def expected_mlp(grad: Tensor, x: Tensor, bank: MLPBank, routes: Routes) -> Values:
-    """In float64, by autograd."""
-    given = {"x": x, "w_up": bank.w_up_EDW, "w_down": bank.w_down_EFO, "b_up": bank.b_up_EW, "b_down": bank.b_down_EO}
-    leaves = {
-        name: t.double().requires_grad_() for name, t in (given | {"gate": routes.weight_N}).items() if t is not None
-    }
-    exact = MLPBank(leaves["w_up"], leaves["w_down"], leaves.get("b_up"), leaves.get("b_down"), bank.activation)
-    y = reference.routed_mlp(leaves["x"], exact, routes.with_weights(leaves["gate"]))
-    return dict(zip(leaves, torch.autograd.grad(y, list(leaves.values()), grad.double()), strict=True)) | {
-        "y": y.detach()
-    }
-
-
-def our_mlp(grad: Tensor, x: Tensor, bank: MLPBank, routes: Routes, options: ours.Options = ours.DEFAULT) -> Values:
-    places = as_sorted(routes)
-    y, kept = ours.mlp_forward(x, bank, places, options=options)
-    into = MLPGradients(torch.zeros_like(bank.w_up_EDW), torch.zeros_like(bank.w_down_EFO))
-    grad_x, gate, b_up, b_down = ours.mlp_backward(grad, x, bank, places, kept, into, options=options)
-    gradients = {
-        "x": grad_x,
-        "w_up": into.w_up_EDW,
-        "w_down": into.w_down_EFO,
-        "gate": gate,
-        "b_up": b_up,
-        "b_down": b_down,
-    }
-    return {"y": y, **gradients}
-
-
-def check(found: Values, expected: Values) -> None:
-    assert {name for name, value in found.items() if value is not None} == set(expected)
-    for name, value in expected.items():
-        mine = found[name]
-        assert mine is not None
-        assert value is not None
-        assert mine.shape == value.shape, name
-        size = value.norm()
-        error = ((mine.double() - value).norm() / (size if size > 0 else 1)).item()
-        assert error < TOLERANCE, (name, error)
+from moebius.kernels import triton_weight_gradients
+from moebius.kernels.activations import ACTIVATIONS
+from moebius.kernels.operands import LinearCall, MLPBank, MLPCall, MLPGradients
 
 
 def check_mlp(case: Case, activation: str, biased: bool, options: ours.Options = ours.DEFAULT) -> None:
@@ -162,16 +69,6 @@ def test_any_shape(
     check_mlp(case, activation, biased, ours.Options(fused=fused))
 
 
-def equal_counts(generator: torch.Generator) -> Routes:
-    """Experts that choose: each as many tokens, and the routes stand in their order."""
-    experts, each, tokens = 4, 9, 13
-    tokens_N = torch.stack([torch.randperm(tokens, generator=generator)[:each] for _ in range(experts)]).flatten()
-    return Routes(
-        tokens_N, torch.arange(experts).repeat_interleave(each), torch.rand(experts * each, generator=generator), tokens_N,
-        num_experts=experts, num_targets=tokens, per_source=0, per_target=0, per_expert=each,
-    )  # fmt: skip
-
-
 def test_routes_that_stand_in_expert_order() -> None:
     generator = torch.Generator().manual_seed(6)
     case, routes = Case(13, 12, 7, 4, 1), equal_counts(generator)
@@ -180,29 +77,6 @@ def test_routes_that_stand_in_expert_order() -> None:
     check(our_mlp(grad, x, bank, routes), expected_mlp(grad, x, bank, routes))
     w = bank.w_up_EDW @ bank.w_down_EFO
     check(our_linear(grad, x, w, routes), expected_linear(grad, x, w, routes))
-
-
-def expected_linear(grad: Tensor, x: Tensor, w: Tensor, routes: Routes) -> Values:
-    leaves = {name: t.double().requires_grad_() for name, t in {"x": x, "w": w, "gate": routes.weight_N}.items()}
-    y = reference.routed_linear(leaves["x"], leaves["w"], routes.with_weights(leaves["gate"]))
-    return dict(zip(leaves, torch.autograd.grad(y, list(leaves.values()), grad.double()), strict=True)) | {
-        "y": y.detach()
-    }
-
-
-def our_linear(grad: Tensor, x: Tensor, w: Tensor, routes: Routes, options: ours.Options = ours.DEFAULT) -> Values:
-    places, into = as_sorted(routes), torch.zeros_like(w)
-    y, kept = ours.linear_forward(x, w, places, options=options)
-    grad_x, gate = ours.linear_backward(grad, x, w, places, kept, into, options=options)
-    return {"y": y, "x": grad_x, "w": into, "gate": gate}
-
-
-def head_routes(direction: str, tokens: int, generator: torch.Generator) -> Routes:
-    heads, top_k, per_head = 3, 2, 4
-    choice = torch.rand(tokens, heads, per_head, generator=generator).argsort(-1)[..., :top_k]
-    weights = torch.rand(tokens, heads, top_k, generator=generator)
-    make = token_to_head_routes if direction == "token to head" else head_to_token_routes
-    return make(choice + torch.arange(heads)[:, None] * per_head, weights, num_experts=heads * per_head)
 
 
 WIDTHS = {"narrow output": (41, 8), "narrow input": (8, 41), "square": (20, 20), "two tiles": (82, 50)}
@@ -337,7 +211,7 @@ def test_rows_that_do_not_lie_well() -> None:
 @pytest.mark.parametrize(
     ("dtype", "message"),
     [
-        (torch.bfloat16, "interpreter computes torch.bfloat16 wrongly"),
+        (torch.bfloat16, "interpreter computes bfloat16 wrongly"),
         (torch.float64, "the weights are torch.float64: choose"),
     ],
 )
