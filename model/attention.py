@@ -44,6 +44,7 @@ class Attention(nn.Module):
         """
         config = self.config
         past, new = (0 if cache is None else cache.length), n_BSD.shape[1]
+        n_BSD = n_BSD.to(self.query.weight.dtype)  # once for both products, which keep it for the backward pass
         scale = config.d_head**-0.25
         q_BHSC = rotate(self._heads(self.query(n_BSD)) * scale, rotary)
         k_BHSC = rotate(self._heads(self.key(n_BSD)) * scale, rotary)
@@ -122,7 +123,10 @@ class DenseAttention(Attention):
         self, value_input_BSD: Tensor, n_BSD: Tensor, cache: LayerCache | None, rotary: RotaryTable
     ) -> tuple[Tensor, dict[str, Routing]]:
         """(B, S, D) to (B, S, D); no routings."""
-        attended_BSHC = self.attend(n_BSD, self._heads(self.value(value_input_BSD)), cache, rotary).transpose(1, 2)
+        same_input = value_input_BSD is n_BSD
+        n_BSD = n_BSD.to(self.query.weight.dtype)  # once for all products, which keep it
+        v_BHSC = self._heads(self.value(n_BSD if same_input else value_input_BSD))
+        attended_BSHC = self.attend(n_BSD, v_BHSC, cache, rotary).transpose(1, 2)
         if self.head_gate is not None:
             attended_BSHC = attended_BSHC * torch.sigmoid(self.head_gate(n_BSD))[..., None]
         return self.output(attended_BSHC.flatten(2)), {}

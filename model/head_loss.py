@@ -26,7 +26,8 @@ from torch.utils.flop_counter import register_flop_formula
 
 from .layers import Linear, wide_dtype
 
-_LEAST_ROWS = 256  # of a chunk: fewer make the sums of the weight's gradient dearer than its products
+_LEAST_ROWS = 256  # of a chunk: with fewer the sums of the weight's gradient cost too much beside its products
+_TILE = 128
 _LOGITS_ON_CPU, _LOGITS_ELSEWHERE = 2**22, 2**25  # of a chunk: 16 and 128 MiB in float32
 
 
@@ -60,8 +61,9 @@ def head_loss(
 
 
 def rows_of_chunk(vocab_size: int, device_type: str) -> int:
-    """How many tokens' logits exist at a time, at most."""
-    return max(_LEAST_ROWS, (_LOGITS_ON_CPU if device_type == "cpu" else _LOGITS_ELSEWHERE) // vocab_size)
+    """How many tokens' logits exist at a time, at most: whole tiles of what multiplies matrices."""
+    logits = _LOGITS_ON_CPU if device_type == "cpu" else _LOGITS_ELSEWHERE
+    return max(_LEAST_ROWS, logits // vocab_size // _TILE * _TILE)
 
 
 # The op returns, beside the loss, its gradients: of x in its dtype, of weight and bias summed in float32. Empty if not wanted.
