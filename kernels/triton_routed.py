@@ -122,7 +122,8 @@ def mlp_forward(
     x_UD: Tensor, bank: MLPBank, routes: SortedRoutes, *, options: Options = DEFAULT
 ) -> tuple[Tensor, Tensor]:
     """y (T, O), and kept (N + slack, W) in sorted order: relu's hidden rows, of others the rows before the activation."""
-    p, x_UD, w_up, w_down = _Pass(routes, x_UD, options), x_UD.contiguous(), *_contiguous(bank)
+    p, x_UD, bank = _Pass(routes, x_UD, options), x_UD.contiguous(), _contiguous(bank)
+    w_up, w_down = bank.w_up_EDW, bank.w_down_EFO
     (_, width_in, columns), (_, hidden_width, width_out) = w_up.shape, w_down.shape
     kept = x_UD.new_empty(routes.num_routes + ROW_SLACK, columns)
     to = _towards(p, x_UD, width_out, targets=True, num_rows=routes.num_targets)
@@ -151,8 +152,9 @@ def mlp_backward(
     *, options: Options = DEFAULT,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:  # fmt: skip
     """Gradients of x, the gate weights and the biases; the weights' are added to `into`."""
-    grad_x, grad_weight_N, b_up, b_down, d_z = mlp_backward_rows(grad_TO, x_UD, bank, routes, kept, options=options)
-    _mlp_weights([MLPCall(grad_TO, x_UD, routes, kept, d_z, bank)], into, options)
+    p = _Pass(routes, grad_TO, options)
+    grad_x, grad_weight_N, b_up, b_down, d_z = _mlp_rows(p, grad_TO, x_UD, bank, kept)
+    _mlp_weights([MLPCall(grad_TO, x_UD, routes, kept, d_z, bank)], [p], into)
     return grad_x, grad_weight_N, b_up, b_down
 
 
@@ -160,8 +162,14 @@ def mlp_backward_rows(
     grad_TO: Tensor, x_UD: Tensor, bank: MLPBank, routes: SortedRoutes, kept: Tensor, *, options: Options = DEFAULT
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor]:
     """The same without the weights'; beside them d_z (N + slack, W), the gradient of the rows before the activation."""
-    p, grad_TO, w_up, w_down = _Pass(routes, grad_TO, options), grad_TO.contiguous(), *_contiguous(bank)
-    width_in, (_, hidden_width, width_out) = w_up.shape[1], w_down.shape
+    return _mlp_rows(_Pass(routes, grad_TO, options), grad_TO, x_UD, bank, kept)
+
+
+def _mlp_rows(
+    p: _Pass, grad_TO: Tensor, x_UD: Tensor, bank: MLPBank, kept: Tensor
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor]:  # fmt: skip
+    routes, grad_TO, bank = p.routes, grad_TO.contiguous(), _contiguous(bank)
+    width_in, (_, hidden_width, width_out) = bank.w_up_EDW.shape[1], bank.w_down_EFO.shape
     d_z = torch.empty_like(kept)
     tile = p.tile(
         "gather_back" if bank.activation == "relu" else "gather_back_smooth", columns=hidden_width, depth=width_out
@@ -170,26 +178,27 @@ def mlp_backward_rows(
     grad_gate = torch.empty(parts, routes.num_routes, dtype=torch.float32, device=kept.device)
     p.launch(
         gathered_hidden_gradient, tile, parts,
-        grad_TO, p.rows.target_N, w_down, bank.b_down_EO, kept, p.rows.gate_N, d_z, grad_gate, routes.order_N,
+        grad_TO, p.rows.target_N, bank.w_down_EFO, bank.b_down_EO, kept, p.rows.gate_N, d_z, grad_gate, routes.order_N,
         numbers=(routes.num_routes,), OUT=width_out, F=hidden_width, ACT=bank.activation,
     )  # fmt: skip
     to = _towards(p, grad_TO, width_in, targets=False, num_rows=x_UD.shape[0])
-    _rows_product(p, d_z, None, w_up, to, transposed=True, gated=False)
+    _rows_product(p, d_z, None, bank.w_up_EDW, to, transposed=True, gated=False)
     b_up = None if bank.b_up_EW is None else segment_sums(d_z, None, None, routes.starts_E1)
     b_down = None
     if bank.b_down_EO is not None:
         b_down = segment_sums(grad_TO, p.rows.target_N, p.rows.gate_N, routes.starts_E1)
-    return to.result(), _sum_parts(grad_gate), b_up, b_down, d_z
+    return to.result(), _sum_parts(p, grad_gate), b_up, b_down, d_z
 
 
 def mlp_weight_gradients(calls: Sequence[MLPCall], *, options: Options = DEFAULT) -> tuple[Tensor, Tensor]:
     """Of w_up and w_down, over all calls: one product each, added up in float32."""
-    return _mlp_weights(calls, None, options)
+    return _mlp_weights(calls, [_Pass(call.routes, call.x_UD, options) for call in calls], None)
 
 
-def _mlp_weights(calls: Sequence[MLPCall], into: MLPGradients | None, options: Options) -> tuple[Tensor, Tensor]:
-    bank, passes = calls[0].bank, [_Pass(call.routes, call.x_UD, options) for call in calls]
-    up, down = [], []
+def _mlp_weights(
+    calls: Sequence[MLPCall], passes: Sequence[_Pass], into: MLPGradients | None
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    bank, up, down = calls[0].bank, [], []
     for call, p in zip(calls, passes, strict=True):
         starts_E1, rows = call.routes.starts_E1, p.rows
         up.append(Operands(_aligned(call.x_UD), call.d_z, rows.source_N, None, None, starts_E1))
@@ -227,8 +236,9 @@ def linear_backward(
     *, options: Options = DEFAULT,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Gradients of x and the gate weights; the weights' is added to `into_EDO`."""
-    rows = linear_backward_rows(grad_TO, x_UD, w_EDO, routes, kept, options=options)
-    _linear_weights([LinearCall(grad_TO, x_UD, routes, w_EDO)], into_EDO, options)
+    p = _Pass(routes, grad_TO, options)
+    rows = _linear_rows(p, grad_TO, x_UD, w_EDO, kept)
+    _linear_weights([LinearCall(grad_TO, x_UD, routes, w_EDO)], [p], into_EDO)
     return rows
 
 
@@ -236,7 +246,11 @@ def linear_backward_rows(
     grad_TO: Tensor, x_UD: Tensor, w_EDO: Tensor, routes: SortedRoutes, kept: Tensor, *, options: Options = DEFAULT
 ) -> tuple[Tensor, Tensor]:
     """The same without the weights'. The gate's is taken on whichever side is narrow."""
-    p, grad_TO, w_EDO = _Pass(routes, grad_TO, options), grad_TO.contiguous(), w_EDO.contiguous()
+    return _linear_rows(_Pass(routes, grad_TO, options), grad_TO, x_UD, w_EDO, kept)
+
+
+def _linear_rows(p: _Pass, grad_TO: Tensor, x_UD: Tensor, w_EDO: Tensor, kept: Tensor) -> tuple[Tensor, Tensor]:
+    routes, grad_TO, w_EDO = p.routes, grad_TO.contiguous(), w_EDO.contiguous()
     _, width_in, width_out = w_EDO.shape
     device = grad_TO.device
     if width_out <= width_in:
@@ -245,7 +259,7 @@ def linear_backward_rows(
         _rows_product(
             p, grad_TO, p.rows.target_N, w_EDO, to, transposed=True, gated=True, kept=kept, grad_gate=grad_gate
         )  # fmt: skip
-        return to.result(), _sum_parts(grad_gate)
+        return to.result(), _sum_parts(p, grad_gate)
     to = _towards(p, grad_TO, width_in, targets=False, num_rows=x_UD.shape[0], stored=True)
     tile = p.tile("gather_back", columns=width_in, depth=width_out)
     parts = triton.cdiv(width_in, tile.columns)
@@ -255,16 +269,16 @@ def linear_backward_rows(
         grad_TO, p.rows.target_N, w_EDO, x_UD.contiguous(), p.rows.source_N, p.rows.gate_N, to.out, grad_gate,
         to.out_rows, numbers=(routes.num_routes,), OUT=width_out, D=width_in,
     )  # fmt: skip
-    return to.result(), _sum_parts(grad_gate)
+    return to.result(), _sum_parts(p, grad_gate)
 
 
 def linear_weight_gradients(calls: Sequence[LinearCall], *, options: Options = DEFAULT) -> tuple[Tensor]:
     """Of w, over all calls: one product, added up in float32."""
-    return (_linear_weights(calls, None, options),)
+    return (_linear_weights(calls, [_Pass(call.routes, call.x_UD, options) for call in calls], None),)
 
 
-def _linear_weights(calls: Sequence[LinearCall], into: Tensor | None, options: Options) -> Tensor:
-    w_EDO, passes = calls[0].w_EDO, [_Pass(call.routes, call.x_UD, options) for call in calls]
+def _linear_weights(calls: Sequence[LinearCall], passes: Sequence[_Pass], into: Tensor | None) -> Tensor:
+    w_EDO = calls[0].w_EDO
     operands = [
         Operands(
             _aligned(call.x_UD), _aligned(call.grad_TO), p.rows.source_N, p.rows.target_N, p.rows.gate_N,
@@ -294,13 +308,14 @@ def _rows_product(
     )  # fmt: skip
 
 
-def _sum_parts(parts: Tensor) -> Tensor:
-    """(column tiles, N) to (N,), in order."""
-    return parts[0] if parts.shape[0] == 1 else parts.sum(0)
+def _sum_parts(p: _Pass, parts: Tensor) -> Tensor:
+    """(column tiles, N) to (N,), in order, in the gate weights' dtype."""
+    return (parts[0] if parts.shape[0] == 1 else parts.sum(0)).to(p.routes.weight_N.dtype)
 
 
-def _contiguous(bank: MLPBank) -> tuple[Tensor, Tensor]:
-    return bank.w_up_EDW.contiguous(), bank.w_down_EFO.contiguous()
+def _contiguous(bank: MLPBank) -> MLPBank:
+    b_up, b_down = (None if bias is None else bias.contiguous() for bias in (bank.b_up_EW, bank.b_down_EO))
+    return MLPBank(bank.w_up_EDW.contiguous(), bank.w_down_EFO.contiguous(), b_up, b_down, bank.activation)
 
 
 def _aligned(rows: Tensor) -> Tensor:

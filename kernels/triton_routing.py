@@ -21,7 +21,8 @@ from .triton_guard import launch, tl, triton
 _BLOCK = 256  # routes per program of the sort: the comparison of all with all in a block stays in registers
 _COMPARED = 32
 _SCAN = 1024
-_ENTRIES = 64
+_LEAST_BINS = 128
+_COMPARISONS = 8192  # of a program of the tile table: more would not stay in registers
 
 
 @triton.jit(do_not_specialize=["num_routes", "num_blocks"])
@@ -93,7 +94,7 @@ def sort_routes(expert_N: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Ten
         for shape in (num_routes, num_routes, num_experts + 1, (num_experts, num_blocks), num_experts)
     )
     totals_E.zero_()
-    bins = triton.next_power_of_2(num_experts + 1)
+    bins = max(_LEAST_BINS, triton.next_power_of_2(num_experts + 1))
     numbers = (num_routes, num_blocks)
     launch(_histogram, num_blocks, expert_N, counts_EB, totals_E, *numbers, E=num_experts, BINS=bins, BLOCK=_BLOCK)
     launch(_scan, num_experts, counts_EB, totals_E, starts_E1, num_blocks, E=num_experts, BINS=bins, SCAN=_SCAN)
@@ -151,9 +152,11 @@ def tile_table(starts_E1: Tensor, num_rows: int, *, rows: int, least: int = 0) -
     num_experts = starts_E1.shape[0] - 1
     length = triton.cdiv(num_rows, rows) + num_experts
     expert_L, first_L, slot_L, slots_E1 = (starts_E1.new_empty(n) for n in (length, length, length, num_experts + 1))
+    bins = max(_LEAST_BINS, triton.next_power_of_2(num_experts))
+    entries = max(1, min(64, _COMPARISONS // bins))
     launch(
-        _tile_table, triton.cdiv(length, _ENTRIES), starts_E1, expert_L, first_L, slot_L, slots_E1, length,
-        E=num_experts, BINS=triton.next_power_of_2(num_experts), ROWS=rows, LEAST=least, ENTRIES=_ENTRIES,
+        _tile_table, triton.cdiv(length, entries), starts_E1, expert_L, first_L, slot_L, slots_E1, length,
+        E=num_experts, BINS=bins, ROWS=rows, LEAST=least, ENTRIES=entries,
     )  # fmt: skip
     return TileTable(expert_L, first_L, slot_L, slots_E1, starts_E1)
 

@@ -48,7 +48,7 @@ def sum_rows(answers_NO: Tensor, index_N: Tensor | None, num_rows: int, per_row:
         return answers_NO
     out_UO = answers_NO.new_empty(num_rows, answers_NO.shape[1])
     width = answers_NO.shape[1]
-    columns = min(_COLUMNS, triton.next_power_of_2(width))
+    columns = min(_COLUMNS, max(16, triton.next_power_of_2(width)))
     tiles = triton.cdiv(width, columns)
     if per_row:
         rows = max(1, _ELEMENTS // columns)

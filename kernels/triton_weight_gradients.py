@@ -245,7 +245,7 @@ def segment_sums(rows: Tensor, row_index_N: Tensor | None, gate_N: Tensor | None
     """(E, O): a bias's gradient, Σ over an expert's rows of gate · rows. For the few models whose experts have biases."""
     width, num_experts = rows.shape[1], starts_E1.shape[0] - 1
     out = rows.new_empty(num_experts, width)
-    columns = min(128, triton.next_power_of_2(width))
+    columns = min(128, max(16, triton.next_power_of_2(width)))
     launch(
         _sum_segments, num_experts * triton.cdiv(width, columns), rows, row_index_N, gate_N, starts_E1, out,
         OUT=width, DEPTH=32, COLUMNS=columns,

@@ -29,7 +29,7 @@ from moebius.kernels import triton_routed as ours  # noqa: E402
 from moebius.kernels import triton_tiles, triton_weight_gradients  # noqa: E402
 from moebius.kernels.activations import columns_of  # noqa: E402
 from moebius.kernels.operands import MLPBank, MLPCall, MLPGradients, SortedRoutes  # noqa: E402
-from moebius.kernels.triton_routing import sort_routes  # noqa: E402
+from moebius.kernels.triton_routing import sort_routes, tile_table  # noqa: E402
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -40,7 +40,8 @@ PRODUCTS = {
     "ragged_product",
 }  # fmt: skip
 POINTERS = {BF16: "*bf16", FP32: "*fp32", torch.int32: "*i32", torch.int64: "*i64"}
-LOADS = {"many": (4096, 16), "few": (1024, 128)}  # tokens and experts, at 16 routes per token
+TOKENS_AND_EXPERTS = {"many": (4096, 16), "few": (1024, 128), "one": (1, 1)}  # at 16 routes per token
+LOADS = ("many", "few")
 Launch = tuple[Any, tuple, dict[str, Any]]
 
 _used: set[tuple[str, str, str]] = set()  # entries of the table
@@ -69,7 +70,7 @@ def launches(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Launch]:
 
 
 def make_routes(load: str) -> SortedRoutes:
-    tokens, experts = LOADS[load]
+    tokens, experts = TOKENS_AND_EXPERTS[load]
     weight_N, order_N = torch.empty(16 * tokens), torch.empty(16 * tokens, dtype=torch.int32)
     starts_E1 = torch.empty(experts + 1, dtype=torch.int32)
     return SortedRoutes(weight_N, order_N, order_N, starts_E1, None, None, tokens, 16, 16, 0)
@@ -137,7 +138,7 @@ def resources(cubin: bytes) -> tuple[int, int]:
 
 
 def check(launches: list[Launch], *, exact: bool = False) -> None:
-    """`exact`: float32 products without tensor cores, which may have a few bytes of stack."""
+    """`exact`: products that need not be on tensor cores, and may have a few bytes of stack."""
     for launch in launches:
         kernel, args, constants = launch
         name = kernel.fn.__name__
@@ -158,15 +159,15 @@ def check(launches: list[Launch], *, exact: bool = False) -> None:
         if name in PRODUCTS and not exact:
             assert "wgmma.mma_async" in ptx, about
             assert " mma.sync" not in ptx, about
-        if name in PRODUCTS:
             assert "cp.async" in ptx, about
         if name != "_histogram" and not constants.get("ADD"):
             assert not re.search(r"\b(atom|red)\.", ptx), about
 
 
 def test_routing(launches: list[Launch]) -> None:
-    sort_routes(torch.empty(4096 * 16, dtype=torch.int64), 387)
-    assert [kernel.fn.__name__ for kernel, *_ in launches] == ["_histogram", "_scan", "_scatter"]
+    sort_routes(torch.empty(4096 * 16, dtype=torch.int64), 565)
+    tile_table(torch.empty(566, dtype=torch.int32), 4096 * 16, rows=128)
+    assert [kernel.fn.__name__ for kernel, *_ in launches] == ["_histogram", "_scan", "_scatter", "_tile_table"]
     check(launches)
 
 
@@ -197,6 +198,16 @@ def test_widths_that_are_no_multiple_of_16_bytes(load: str, launches: list[Launc
     call_linear(load, (412, 82), BF16)
     call_linear(load, (82, 412), BF16)
     check(launches)
+
+
+def test_tiny_widths_and_one_expert(launches: list[Launch]) -> None:
+    """Whether there are tensor cores for such is all the same."""
+    for activation in ("relu", "swiglu"):
+        call_mlp("one", (5, 3), BF16, activation, biased=True)
+    call_linear("one", (3, 5), BF16)
+    call_linear("one", (5, 3), BF16)
+    sort_routes(torch.empty(16, dtype=torch.int64), 1)
+    check(launches, exact=True)
 
 
 @pytest.mark.parametrize("load", LOADS)
