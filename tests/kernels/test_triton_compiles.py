@@ -110,7 +110,11 @@ def compiled(launch: Launch) -> Any:
     signature, fixed, attributes = {}, {}, {}
     for place, parameter in enumerate(kernel.params):
         value = values[parameter.name]
-        if parameter.is_constexpr or value is None:
+        if (
+            parameter.is_constexpr
+            or value is None
+            or (type(value) is int and value == 1 and not parameter.do_not_specialize)
+        ):
             signature[parameter.name] = "constexpr"
             fixed[place,] = value
         elif isinstance(value, Tensor):
