@@ -35,7 +35,7 @@ def restore(run_dir: Path, process: Process, *, step: int | None = None) -> Rest
     config = Config.load(config_file)
     mesh = build_mesh(plan_layout(MeshConfig(), process.world_size), process)
     model = build_model(
-        config.model, mesh, dispatcher="auto", backend=config.kernels.backend, seed=config.train.seed,
+        config.model, mesh, dispatcher="auto", backend=config.kernels.name, seed=config.train.seed,
         device=process.device,
     )  # fmt: skip
     path = latest(run_dir / "checkpoints") if step is None else run_dir / "checkpoints" / f"step_{step:08d}"

@@ -138,7 +138,7 @@ def _wide_rows_times_bank(
 ) -> Tensor:  # fmt: skip
     """gate[n] · rows[index[n]] · bank[e] for all sorted places, in a workspace; past the columns is room to a full panel.
 
-    Of whole cache lines, so that they can be written without being read first: these rows are the most memory that a call touches.
+    Of whole cache lines, so that they can be written without being read first: they are the most memory that a call touches.
     """
     columns = bank_EKC.shape[1 if transposed else 2]
     stride = -(-columns // _PANEL) * _PANEL

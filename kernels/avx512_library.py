@@ -88,11 +88,10 @@ def library() -> ctypes.CDLL:
 def _build(path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-        built = cpp_extension.load(
-            _NAME, [str(_SOURCE)], extra_cflags=_FLAGS, extra_ldflags=["-fopenmp"], build_directory=folder, is_python_module=False,
-            is_standalone=False,
+        cpp_extension.load(
+            _NAME, [str(_SOURCE)], extra_cflags=_FLAGS, extra_ldflags=["-fopenmp"], build_directory=folder,
+            is_python_module=False,
         )  # fmt: skip
-        del built
         os.replace(Path(folder) / f"{_NAME}.so", path)
 
 

@@ -3,17 +3,18 @@
 import functools
 from collections.abc import Sequence
 from importlib import import_module
-from typing import Literal, Protocol, cast
+from types import SimpleNamespace
+from typing import Literal, Protocol, Self, cast
 
 import torch
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, model_validator
 from torch import Tensor
 
-from . import avx512_library, megablocks_library
+from . import avx512_library, megablocks_library, triton_library
 from .operands import LinearCall, MLPBank, MLPCall, MLPGradients, SortedRoutes
 
-BACKENDS = ("reference", "segments", "avx512", "grouped_mm", "megablocks")
-deferring: tuple[str, ...] = ()  # those that are `DefersWeightGradients`
+BACKENDS = ("reference", "segments", "avx512", "triton", "grouped_mm", "megablocks")
+deferring: tuple[str, ...] = ("triton",)  # those that are `DefersWeightGradients`
 ROW_SLACK = 64  # rows that a backend's kept rows have past the end
 
 
@@ -22,7 +23,24 @@ class KernelConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    backend: Literal["auto", "reference", "segments", "avx512", "grouped_mm", "megablocks"] = "auto"
+    backend: Literal["auto", "reference", "segments", "avx512", "triton", "grouped_mm", "megablocks"] = "auto"
+    # Of triton. tf32: float32 products in TensorFloat-32. scatter_add: answers are added by atomics, in another order each time,
+    # and no row per route is stored. fused: a perceptron's forward is one kernel.
+    switches: tuple[Literal["tf32", "scatter_add", "fused"], ...] = ()
+
+    @model_validator(mode="after")
+    def _switches_belong_to_triton(self) -> Self:
+        if self.switches and self.backend != "triton":
+            raise ValueError(
+                f"kernels.switches={list(self.switches)} are of the Triton kernels, and kernels.backend={self.backend!r}: set "
+                "kernels.backend=triton, or leave the switches out"
+            )
+        return self
+
+    @property
+    def name(self) -> str:
+        """What the doors take as `backend`: the switches follow, each after a plus."""
+        return "+".join((self.backend, *self.switches))
 
 
 class Backend(Protocol):
@@ -82,9 +100,10 @@ def resolve_backend(backend: str, device: torch.device, dtype: torch.dtype) -> s
     """
     if backend == "auto":
         return _fastest(device.type, dtype)
-    if backend not in BACKENDS:
+    name, *switches = backend.split("+")
+    if name not in BACKENDS or (switches and name != "triton"):
         raise ValueError(f"kernels.backend={backend!r} is unknown: choose auto, {', '.join(BACKENDS)}")
-    if reason := reason_against(backend, device.type, dtype):
+    if reason := reason_against(name, device.type, dtype):
         raise ValueError(f"kernels.backend={backend!r} cannot run here: {reason}; or set kernels.backend=auto")
     return backend
 
@@ -92,7 +111,7 @@ def resolve_backend(backend: str, device: torch.device, dtype: torch.dtype) -> s
 @functools.cache
 def _fastest(device_type: str, dtype: torch.dtype) -> str:
     """What `auto` is: the first that can run, by the figures of docs/kernels.md."""
-    wanted = ("avx512",) if device_type == "cpu" else ()
+    wanted = {"cpu": ("avx512",), "cuda": ("triton", "grouped_mm")}.get(device_type, ())
     return next((name for name in wanted if reason_against(name, device_type, dtype) is None), "segments")
 
 
@@ -103,6 +122,8 @@ def reason_against(backend: str, device_type: str, dtype: torch.dtype) -> str | 
         if device_type not in ("cpu", "meta"):
             return f"it is for CPUs, and the weights are on {device_type}"
         return avx512_library.reason_against(dtype)
+    if backend == "triton":
+        return triton_library.reason_against(device_type, dtype)
     if backend == "grouped_mm":
         return _reason_against_grouped_mm(device_type, dtype)
     if backend == "megablocks":
@@ -118,9 +139,21 @@ def _reason_against_grouped_mm(device_type: str, dtype: torch.dtype) -> str | No
     return None
 
 
+def defers(backend: str) -> bool:
+    """Whether a backend that `resolve_backend` returned is a `DefersWeightGradients`."""
+    return backend.partition("+")[0] in deferring
+
+
+@functools.cache
 def implementation(backend: str) -> DefersWeightGradients:
-    """The module of a backend that `resolve_backend` returned; those outside of `deferring` are a `Backend` only."""
-    return cast(DefersWeightGradients, import_module(f".{_MODULES[backend]}", __package__))
+    """The functions of a backend that `resolve_backend` returned; of those that do not defer, a `Backend`'s only."""
+    name, *switches = backend.split("+")
+    module = import_module(f".{_MODULES.get(name, name)}", __package__)
+    if switches:
+        options = module.Options(**dict.fromkeys(switches, True))
+        names = [name for name in dir(DefersWeightGradients) if not name.startswith("_")]
+        module = SimpleNamespace(**{name: functools.partial(getattr(module, name), options=options) for name in names})
+    return cast(DefersWeightGradients, module)
 
 
-_MODULES = {"segments": "segments", "avx512": "avx512", "grouped_mm": "grouped_mm", "megablocks": "megablocks"}
+_MODULES = {"triton": "triton_routed"}  # others have their backend's name

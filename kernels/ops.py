@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from .backend import ROW_SLACK, deferring, implementation
+from .backend import ROW_SLACK, defers, implementation
 from .gradients import GradientSum, sum_of
 from .operands import LinearCall, MLPBank, MLPCall, MLPGradients, SortedRoutes
 
@@ -78,9 +78,8 @@ def _(grad: Tensor, x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     mutates=("into_up", "into_down"),
 )
 def _mlp_backward_into(grad: Tensor, x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    *rest, into_up, into_down = rest
-    bank, routes, backend, kept = _mlp_records(*rest)
-    into = MLPGradients(into_up, into_down)
+    bank, routes, backend, kept = _mlp_records(*rest[:-2])
+    into = MLPGradients(*rest[-2:])
     return _without_none(x, implementation(backend).mlp_backward(grad, x, bank, routes, kept, into))
 
 
@@ -137,14 +136,14 @@ def _mlp_gradients(ctx: Any, grad: Tensor | None, *_unused: Tensor) -> tuple:
         return none
     x, *saved, kept = ctx.saved_tensors
     weights, routes = saved[: _NUM_BANK - 1], (*saved[_NUM_BANK - 1 :], *ctx.numbers)
-    grad, bank, total = grad.contiguous(), (*weights, ctx.activation), sum_of(ctx.number)
+    grad, bank, total = grad.contiguous(), (*weights[:4], ctx.activation), sum_of(ctx.number)
     arguments, grad_banks = (grad, x, *bank, *routes, ctx.backend, kept), (None, None)
     if total is None:
         grad_x, gate, b_up, b_down, *grad_banks = _mlp_backward(*arguments)
     elif _defers(total, ctx.backend):
         grad_x, gate, b_up, b_down, d_z = _mlp_backward_rows(*arguments)
         total.leave(
-            MLPCall(grad, x, SortedRoutes(*routes), kept, d_z, MLPBank(*bank)),
+            MLPCall(grad, x, SortedRoutes(*routes), kept, d_z, MLPBank(*weights, activation=ctx.activation)),
             implementation(ctx.backend).mlp_weight_gradients,
         )
     else:
@@ -244,7 +243,7 @@ routed_linear.register_autograd(_linear_gradients, setup_context=_linear_context
 
 
 def _defers(total: GradientSum, backend: str) -> bool:
-    return total.defer and backend in deferring
+    return total.defer and defers(backend)
 
 
 # FLOPs: of the products alone, two per multiply-accumulate, as torch counts its own. Arguments are shapes. What is deferred is

@@ -8,6 +8,7 @@ An order of None is the identity: the routes stand in expert order already (`per
 Legend: N routes, U source or target rows, D width.
 """
 
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .operands import Sorting
+from .triton_library import reason_against
 
 
 def sort_routes(expert_N: Tensor, num_experts: int, *, per_expert: int = 0) -> Sorting:
@@ -27,6 +29,8 @@ def sort_routes(expert_N: Tensor, num_experts: int, *, per_expert: int = 0) -> S
 
 @torch.library.custom_op("moebius::sort_routes", mutates_args=())
 def _sort_routes(expert_N: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    if expert_N.device.type == "cuda" and reason_against("cuda", torch.float32) is None:
+        return import_module(".triton_routing", __package__).sort_routes(expert_N, num_experts)
     order_N = sort_by_expert(expert_N, num_experts)
     place_N = inverse_order(order_N.to(torch.int32))
     if expert_N.device.type == "cpu":

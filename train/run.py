@@ -78,7 +78,7 @@ def assemble(config: Config, run_dir: Path, process: Process) -> Run:
     generation = check_generation(run_dir)
     mesh = build_mesh(layout, process)
     model = build_model(
-        config.model, mesh, dispatcher=config.mesh.dispatcher, backend=config.kernels.backend,
+        config.model, mesh, dispatcher=config.mesh.dispatcher, backend=config.kernels.name,
         seed=config.train.seed, device=process.device, overlap_chunks=config.mesh.overlap_chunks,
         check_every=config.mesh.check_every, ranks_per_node=process.ranks_per_node, timeout_s=process.timeout_s,
         sharding=config.mesh.sharding, precision=getattr(torch, config.train.precision),

@@ -265,7 +265,7 @@ def source_of_trace(run_dir: Path, *, steps: int | None, seed: int, homes: str |
     _check_seed(seed)
     config = config_of_run(run_dir)
     files, precision = chosen_steps(recorded_steps(run_dir), steps), config.train.precision
-    bank = bank_of_config(config.model, precision, backend=config.kernels.backend, seed=config.train.seed)
+    bank = bank_of_config(config.model, precision, backend=config.kernels.name, seed=config.train.seed)
     then = len(files[min(files)])
     tokens = sum(read_rank(files[min(files)][0]).tokens) * then
 
@@ -346,7 +346,7 @@ def batch_shape(config: Config, tokens_per_rank: int) -> tuple[int, int]:
 
 def fresh_model(config: Config) -> Transformer:
     """With starting values."""
-    model = Transformer(config.model, backend=config.kernels.backend)
+    model = Transformer(config.model, backend=config.kernels.name)
     initialise(model, config.train.seed)
     return model
 

@@ -8,7 +8,7 @@ import torch
 from kernel_cases import CASES, Perceptrons, make_routes, relative
 from torch import Tensor
 
-from moebius.kernels import ops, segments
+from moebius.kernels import backend, segments
 from moebius.kernels.doors import routed_linear, routed_mlp
 from moebius.kernels.gradients import one_pass
 from moebius.kernels.operands import LinearCall, MLPCall, MLPGradients
@@ -163,7 +163,7 @@ def let_segments_defer(monkeypatch: pytest.MonkeyPatch) -> list[int]:
             segments.linear_backward(call.grad_TO, call.x_UD, call.w_EDO, call.routes, kept, into)
         return (into,)
 
-    monkeypatch.setattr(ops, "deferring", ("segments",))
+    monkeypatch.setattr(backend, "deferring", ("segments",))
     for function in (mlp_backward_rows, mlp_weight_gradients, linear_backward_rows, linear_weight_gradients):
         monkeypatch.setattr(segments, function.__name__, function, raising=False)
     return settled
