@@ -1,5 +1,6 @@
 """Triton's one door into this package: the import with its pip line, what the kernels refuse, and how they are started."""
 
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -7,9 +8,9 @@ from torch import Tensor
 
 from .triton_library import INSTALL_LINE, interpreted, reason_against
 
-try:
-    import triton  # pyright: ignore[reportMissingImports]
-    import triton.language as tl  # pyright: ignore[reportMissingImports]
+try:  # of any type: Triton's own say `constexpr` of what its functions take and give as plain numbers
+    triton: Any = import_module("triton")
+    tl: Any = import_module("triton.language")
 except ImportError as error:
     raise ImportError(f'kernels.backend="triton" needs Triton, which is not installed: {INSTALL_LINE}') from error
 
