@@ -17,10 +17,6 @@ Legend: N routes in sorted order, D, K inner width, W columns of the first bank 
 ROWS × COLUMNS, DEPTH of the inner width at a time.
 """
 
-# pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportCallIssue=false, reportReturnType=false
-# pyright: reportAssignmentType=false
-# Where Triton is installed its own types say `constexpr` of what its functions take and give as plain numbers.
-
 from .triton_guard import tl, triton
 
 

@@ -10,10 +10,6 @@ Legend: U source rows, T targets, N routes, E experts, D input width, F hidden w
 output width.
 """
 
-# pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportCallIssue=false, reportReturnType=false
-# pyright: reportAssignmentType=false
-# Where Triton is installed its own types say `constexpr` of what its functions take and give as plain numbers.
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property

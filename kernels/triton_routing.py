@@ -10,10 +10,6 @@ Integers all through, and integer atomics alone: two runs agree bit for bit.
 Legend: N routes, E experts, B blocks of routes, L entries of a table.
 """
 
-# pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportCallIssue=false, reportReturnType=false
-# pyright: reportAssignmentType=false
-# Where Triton is installed its own types say `constexpr` of what its functions take and give as plain numbers.
-
 from dataclasses import dataclass
 
 import torch

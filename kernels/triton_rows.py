@@ -6,10 +6,6 @@ another, they are one stream and no index is read. Otherwise the routes are list
 Legend: N routes, U target rows, O columns.
 """
 
-# pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportCallIssue=false, reportReturnType=false
-# pyright: reportAssignmentType=false
-# Where Triton is installed its own types say `constexpr` of what its functions take and give as plain numbers.
-
 import torch
 from torch import Tensor
 

@@ -7,10 +7,6 @@ come from. What the compiler says of each for sm_90 (wgmma, no spills, shared me
 Load: "few" rows per expert on average (below 300; a tile of 128 rows would be a third empty), or "many".
 """
 
-# pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportCallIssue=false, reportReturnType=false
-# pyright: reportAssignmentType=false
-# Where Triton is installed its own types say `constexpr` of what its functions take and give as plain numbers.
-
 from dataclasses import dataclass, replace
 from typing import Any
 

@@ -12,10 +12,6 @@ tensor cores, so nothing but what the forward kept is wanted.
 Legend: C calls, N routes, E experts, M columns of u, K of v; tiles TALL × WIDE, DEPTH rows at a time; CHUNK rows of an expert.
 """
 
-# pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportCallIssue=false, reportReturnType=false
-# pyright: reportAssignmentType=false
-# Where Triton is installed its own types say `constexpr` of what its functions take and give as plain numbers.
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
