@@ -1,18 +1,27 @@
 """Triton's one door into this package: the import with its pip line, what the kernels refuse, and how they are started."""
 
-from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from .triton_library import INSTALL_LINE, interpreted, reason_against
 
-try:  # of any type: Triton's own say `constexpr` of what its functions take and give as plain numbers
-    triton: Any = import_module("triton")
-    tl: Any = import_module("triton.language")
-except ImportError as error:
-    raise ImportError(f'kernels.backend="triton" needs Triton, which is not installed: {INSTALL_LINE}') from error
+if TYPE_CHECKING:  # Triton's own types say `constexpr` of what its functions take and give as plain numbers
+
+    class _Anything(type):
+        def __getattr__(cls, name: str) -> Any: ...
+
+    class tl(metaclass=_Anything):
+        constexpr: TypeAlias = Any
+
+    triton: Any
+else:
+    try:
+        import triton
+        import triton.language as tl
+    except ImportError as error:
+        raise ImportError(f'kernels.backend="triton" needs Triton, which is not installed: {INSTALL_LINE}') from error
 
 __all__ = ["INTERPRETED", "check_tensor", "launch", "tl", "triton"]
 
