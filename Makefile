@@ -6,7 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 
 .NOTPARALLEL:
-.PHONY: help train test mutants lint wheel clean
+.PHONY: help train test kernels mutants lint wheel clean
 
 help:  ## show this
 	@echo "moebius: expert-parallel pretraining of Mixture-of-Experts Universal Transformers"
@@ -18,6 +18,9 @@ train: $(VENV)/.installed-cluster  ## prepare, train, evaluate, break and resume
 
 test: $(VENV)/.installed-cluster $(VENV)/.installed-test  ## run every test
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+
+kernels: $(VENV)/.installed-cluster $(VENV)/.installed-test  ## compile every Triton kernel for sm_90 and look at what came out
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow tests/kernels/test_triton_compiles.py
 
 mutants: $(VENV)/.installed-cluster $(VENV)/.installed-test  ## break the code in places and see that the tests notice
 	$(BIN)/python tests/mutants.py

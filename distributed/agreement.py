@@ -51,8 +51,9 @@ def agree(what: str, facts: Mapping[str, str], *, store: Store, rank: int, world
 
 
 def code_facts() -> dict[str, str]:
-    """A digest of every module of the package that this process runs."""
-    files = sorted([*_ROOT.glob("*.py"), *(file for room in _rooms() for file in (_ROOT / room).glob("*.py"))])
+    """A digest of every module of the package that this process runs, those in C++ too."""
+    in_rooms = (file for room in _rooms() for end in ("py", "cpp") for file in (_ROOT / room).glob(f"*.{end}"))
+    files = sorted([*_ROOT.glob("*.py"), *in_rooms])
     return {f"code {file.relative_to(_ROOT).as_posix()}": _digest(file.read_bytes()) for file in files}
 
 

@@ -24,6 +24,7 @@ class KernelConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     backend: Literal["auto", "reference", "segments", "avx512", "triton", "grouped_mm", "megablocks"] = "auto"
+    onednn: bool = False  # on CPUs, float32 products through oneDNN (onednn.py); an error where that is not exact
     # Of triton. tf32: float32 products in TensorFloat-32. scatter_add: answers are added by atomics, in another order each time,
     # and no row per route is stored. fused: a perceptron's forward is one kernel.
     switches: tuple[Literal["tf32", "scatter_add", "fused"], ...] = ()

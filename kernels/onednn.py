@@ -2,7 +2,8 @@
 
 torch sends float32 products to MKL, which on CPUs that are not Intel's takes a slower path. Allowing oneDNN "bf16" for them
 sends them to oneDNN; a CPU without matrix units (AMX) then still computes in float32, one with them would round. So it is
-allowed only where a probe on this CPU finds it exact, and worth it. The setting is the process's: all its products follow it.
+allowed only where a trial on this CPU finds it exact (`kernels.onednn`, off unless asked for: a run's bits must not hang on how
+fast a trial happened to be; benchmarks/step.py tries both). The setting is the process's: all its products follow it.
 """
 
 import time
@@ -11,8 +12,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-
-_WORTH = 1.25  # times as fast: below that, padding rows to what oneDNN wants costs more than it gives
 
 
 @dataclass(frozen=True)
@@ -27,11 +26,6 @@ class Probe:
         """Float32 all through: rounded operands would give some 2e-3."""
         return self.relative_error < 1e-5
 
-    @property
-    def worth_it(self) -> bool:
-        """Whether this CPU's float32 products are to go through oneDNN."""
-        return self.exact and self.speedup > _WORTH
-
 
 def float32_is_onednn() -> bool:
     """Whether this process's float32 products go through oneDNN."""
@@ -41,6 +35,21 @@ def float32_is_onednn() -> bool:
 def allow(on: bool) -> None:
     """Sends this process's float32 products through oneDNN, or back through MKL."""
     torch.backends.mkldnn.matmul.fp32_precision = "bf16" if on else "ieee"  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def allow_if_exact() -> None:
+    """Sends this process's float32 products through oneDNN.
+
+    Raises:
+        ValueError: a trial shows that it rounds its operands on this CPU.
+    """
+    found = probe()
+    if not found.exact:
+        raise ValueError(
+            f"kernels.onednn=true, and float32 products through oneDNN have a relative error of {found.relative_error:.1e} on "
+            "this CPU, whose matrix units round the operands: set kernels.onednn=false"
+        )
+    allow(True)
 
 
 def probe() -> Probe:

@@ -20,6 +20,8 @@ from ..distributed.parallelize import build_model, expert_names
 from ..distributed.process import Process
 from ..distributed.replicas import CopyReducer
 from ..distributed.shards import held_of
+from ..kernels import onednn
+from ..kernels.backend import resolve_backend
 from ..model.compiled import compile_dense_parts
 from ..model.transformer import Transformer
 from .config import Config, ConfigError
@@ -47,6 +49,7 @@ class Run:
     reducer: GradientReducer | CopyReducer
     checkpoints: Checkpointer
     generation: int
+    backend: str  # of the experts' products
     progress: Progress = field(default_factory=Progress)
     skipped_in_a_row: int = 0
 
@@ -73,12 +76,13 @@ def assemble(config: Config, run_dir: Path, process: Process) -> Run:
     compare_s = min(_COMPARE_S, process.timeout_s)
     process.agree("run", flat_facts("config", config.model_dump(mode="json")) | code_facts(), timeout_s=compare_s)
     config.check_world(process.world_size)
+    backend = choose_kernels(config, process)
     layout = plan_layout(config.mesh, process.world_size)
     process.agree("layout", layout_facts(layout), timeout_s=compare_s)
     generation = check_generation(run_dir)
     mesh = build_mesh(layout, process)
     model = build_model(
-        config.model, mesh, dispatcher=config.mesh.dispatcher, backend=config.kernels.name,
+        config.model, mesh, dispatcher=config.mesh.dispatcher, backend=backend,
         seed=config.train.seed, device=process.device, overlap_chunks=config.mesh.overlap_chunks,
         check_every=config.mesh.check_every, ranks_per_node=process.ranks_per_node, timeout_s=process.timeout_s,
         sharding=config.mesh.sharding, precision=getattr(torch, config.train.precision),
@@ -97,8 +101,27 @@ def assemble(config: Config, run_dir: Path, process: Process) -> Run:
     reducer = placement.make_reducer(*whole_parameters(model))
     return Run(
         config, run_dir, process, mesh, model, list(model.parameters()), optimizer, placement, reducer, checkpoints,
-        generation,
+        generation, backend,
     )  # fmt: skip
+
+
+def choose_kernels(config: Config, process: Process) -> str:
+    """The backend of the experts' products on this machine, which is the same on every rank; sets how float32 is multiplied.
+
+    Raises:
+        ValueError: it cannot run here, or the ranks' machines differ; or float32 through oneDNN is asked for and not exact here.
+    """
+    refused: ValueError | None = None
+    try:
+        backend = resolve_backend(config.kernels.name, process.device, getattr(torch, config.train.precision))
+        if config.kernels.onednn:
+            onednn.allow_if_exact()
+    except ValueError as error:  # told to the other ranks first, which would wait for this one
+        backend, refused = str(error), error
+    process.agree("kernels", {"kernels.backend on the rank's machine": backend})
+    if refused is not None:
+        raise refused
+    return backend
 
 
 def check_generation(run_dir: Path) -> int:
@@ -135,7 +158,7 @@ def open_log(run: Run, *, resumed: bool) -> MetricsLog:
         "start", run.progress.step, generation=run.generation, world_size=run.process.world_size,
         resumed_from_step=run.progress.step if resumed else None, layout=str(run.mesh.layout),
         device=str(run.process.device), steps=run.config.train.steps, parameters=count_parameters(run),
-        expert_depths=run.config.model.expert_depths,
+        expert_depths=run.config.model.expert_depths, kernels=run.backend,
     )  # fmt: skip
     return log
 

@@ -9,6 +9,7 @@ from world import run_ranks
 from moebius.distributed import agreement
 from moebius.distributed.agreement import AgreementError
 from moebius.distributed.process import start_process
+from moebius.kernels.backend import KernelConfig
 from moebius.model.config import ModelConfig
 from moebius.model.router_sigmoid import SigmoidConfig
 from moebius.train import run as run_module
@@ -23,7 +24,10 @@ MODEL = ModelConfig(
 
 def assembled(run_dir: Path, difference: str) -> str:
     """Rank 1 of 2 differs."""
-    config = Config(model=MODEL, train=TrainConfig(global_batch=8, micro_batch=2, timeout_s=10), mesh=MeshConfig(ep=2))
+    config = Config(
+        model=MODEL, train=TrainConfig(global_batch=8, micro_batch=2, timeout_s=10), mesh=MeshConfig(ep=2),
+        kernels=KernelConfig(backend="segments"),
+    )  # fmt: skip
     with start_process("cpu", timeout_s=10) as process:
         if process.rank == 1:
             config = differ(config, difference)
@@ -39,6 +43,12 @@ def differ(config: Config, difference: str) -> Config:
         return config.model_copy(update={"mesh": MeshConfig(ep=1)})  # its groups would wait for each other for ever
     if difference == "code":
         run_module.code_facts = lambda: agreement.code_facts() | {"code model/moe.py": "0123456789abcdef"}  # type: ignore[assignment]
+    if difference == "machine":
+
+        def cannot(*_args):
+            raise ValueError("there is no C++ compiler")
+
+        run_module.resolve_backend = cannot
     if difference == "model":
         built = run_module.build_model
 
@@ -54,6 +64,7 @@ def differ(config: Config, difference: str) -> Config:
     [
         ("config", "config mesh.ep: 2 on rank 0; 1 on rank 1"),
         ("code", "0123456789abcdef on rank 1"),
+        ("machine", "kernels.backend on the rank's machine: segments on rank 0; there is no C++ compiler on rank 1"),
         ("model", "w_up: [4, 16, 8] float32 on rank 0; [4, 16, 16] float32 on rank 1"),
     ],
 )
