@@ -36,7 +36,7 @@ class _Epilogue(ctypes.Structure):
 
 def mlp_forward(x_UD: Tensor, bank: MLPBank, routes: SortedRoutes) -> tuple[Tensor, Tensor]:
     """Backend.mlp_forward."""
-    x_UD, num_routes = x_UD.contiguous(), routes.num_routes
+    num_routes = routes.num_routes
     kept = x_UD.new_empty(num_routes + ROW_SLACK, bank.w_up_EDW.shape[2])
     z, source_rows, gate = kept[:num_routes], _int32(routes.source_rows()), routes.gates(torch.float32)
     fused = bank.activation == "relu" and bank.b_up_EW is None
@@ -56,7 +56,7 @@ def mlp_backward(
     grad_TO: Tensor, x_UD: Tensor, bank: MLPBank, routes: SortedRoutes, kept: Tensor, into: MLPGradients
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """Backend.mlp_backward. The gate's gradient is taken in the hidden space: h · (dy·Wᵀ)."""
-    x_UD, num_routes = x_UD.contiguous(), routes.num_routes
+    num_routes = routes.num_routes
     source_rows, target_rows = _int32(routes.source_rows()), _int32(routes.target_rows())
     gate, kept = routes.gates(torch.float32), kept[:num_routes]
     hidden, pullback = hidden_and_pullback(kept, bank.activation)
@@ -82,7 +82,7 @@ def mlp_backward(
 
 def linear_forward(x_UD: Tensor, w_EDO: Tensor, routes: SortedRoutes) -> tuple[Tensor, Tensor]:
     """Backend.linear_forward."""
-    x_UD, num_routes, width = x_UD.contiguous(), routes.num_routes, w_EDO.shape[2]
+    num_routes, width = routes.num_routes, w_EDO.shape[2]
     source_rows, gate = _int32(routes.source_rows()), routes.gates(torch.float32)
     if width <= w_EDO.shape[1]:
         kept = x_UD.new_empty(num_routes + ROW_SLACK, width)
@@ -98,7 +98,7 @@ def linear_backward(
     grad_TO: Tensor, x_UD: Tensor, w_EDO: Tensor, routes: SortedRoutes, kept: Tensor, into_EDO: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Backend.linear_backward; the gate's gradient on whichever side is narrow."""
-    x_UD, num_routes, width = x_UD.contiguous(), routes.num_routes, x_UD.shape[1]
+    num_routes, width = routes.num_routes, x_UD.shape[1]
     source_rows, target_rows = _int32(routes.source_rows()), _int32(routes.target_rows())
     gate = routes.gates(torch.float32)
     if w_EDO.shape[2] <= w_EDO.shape[1]:
@@ -127,7 +127,7 @@ def _rows_times_bank(
     num_experts, k, columns = bank_EKC.shape
     k, columns = (columns, k) if transposed else (k, columns)
     _call(
-        "rows_times_bank", rows, rows.data_ptr(), rows.stride(0), _pointer(index_N), bank_EKC.contiguous().data_ptr(), k, columns,
+        "rows_times_bank", rows, rows.data_ptr(), rows.stride(0), _pointer(index_N), bank_EKC.data_ptr(), k, columns,
         transposed, routes.starts_E1.data_ptr(), num_experts, ctypes.byref(epilogue), out_NC.data_ptr(),
     )  # fmt: skip
 

@@ -45,7 +45,10 @@ class KernelConfig(BaseModel):
 
 
 class Backend(Protocol):
-    """What a backend's module has. Rows, weights and gradients are of one dtype, gate weights of float32 or wider."""
+    """What a backend's module has.
+
+    Rows, weights and gradients are of one dtype, gate weights of float32 or wider; all are contiguous.
+    """
 
     def mlp_forward(self, x_UD: Tensor, bank: MLPBank, routes: SortedRoutes) -> tuple[Tensor, Tensor]:
         """y (num_targets, O), and the rows kept for the activation's backward, (N + ROW_SLACK, W), in sorted order."""

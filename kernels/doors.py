@@ -48,8 +48,8 @@ def routed_mlp(
         ValueError: an unknown activation or backend; shapes that do not fit; a `per_expert` that does not.
     """
     dtype = w_up_EDF.dtype
-    x_UD = x_UD.to(dtype)
-    b_up_EF, b_down_EO = (None if bias is None else bias.to(dtype) for bias in (b_up_EF, b_down_EO))
+    x_UD, w_up_EDF, w_down_EFO = x_UD.to(dtype).contiguous(), w_up_EDF.contiguous(), w_down_EFO.contiguous()
+    b_up_EF, b_down_EO = (None if bias is None else bias.to(dtype).contiguous() for bias in (b_up_EF, b_down_EO))
     bank = MLPBank(w_up_EDF, w_down_EFO, b_up_EF, b_down_EO, activation)
     bank.check()
     check_counts(routes, w_up_EDF.shape[0])
@@ -67,7 +67,7 @@ def routed_linear(
     x_UD: Tensor, w_EDO: Tensor, routes: RouteList, *, backend: str = "auto", defer: bool = False
 ) -> Tensor:
     """y[target] += weight · W[expert]ᵀ x[source] over all routes; arguments, result and errors as in `routed_mlp`."""
-    x_UD = x_UD.to(w_EDO.dtype)
+    x_UD, w_EDO = x_UD.to(w_EDO.dtype).contiguous(), w_EDO.contiguous()
     check_counts(routes, w_EDO.shape[0])
     backend = resolve_backend(backend, x_UD.device, x_UD.dtype)
     if backend == "reference":
@@ -81,7 +81,7 @@ def _flat(routes: RouteList) -> tuple:
     """An op takes tensors and numbers, no records; `SortedRoutes(*…)` is the way back."""
     sorting = routes.sorting
     return (
-        routes.weight_N, sorting.order_N, sorting.place_N, sorting.starts_E1,
+        routes.weight_N.contiguous(), sorting.order_N, sorting.place_N, sorting.starts_E1,
         None if routes.per_source else routes.source_N, None if routes.per_target else routes.target_N,
         routes.num_targets, routes.per_source, routes.per_target, routes.per_expert,
     )  # fmt: skip

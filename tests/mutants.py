@@ -70,6 +70,34 @@ MUTANTS = (
         (ON_FOUR_RANKS,),
     ),
     Mutant(
+        "a closed ReLU lets gradients through in C++", "kernels/avx512.cpp",
+        "if (e.mode == kReluGradient) z =", "if (false) z =",
+        ("tests/kernels/test_doors.py::test_mlp_equals_the_reference[random-relu-no bias-avx512-float32]",),
+    ),
+    Mutant(
+        "the last of an odd number of columns is forgotten in bfloat16", "kernels/avx512.cpp",
+        "if (wide * whole < k) {", "if (false) {",
+        ("tests/kernels/test_doors.py::test_mlp_equals_the_reference[odd widths-relu-no bias-avx512-bfloat16]",),
+    ),
+    Mutant(
+        "the next expert's rows are in a weight gradient", "kernels/segments.py",
+        "d_z[count:], gated[count:] = 0, 0", "gated[count:] = 0",
+        ("tests/kernels/test_doors.py::test_mlp_equals_the_reference[random-relu-no bias-segments-float32]",),
+    ),
+    Mutant(
+        "a repeat's weight gradient replaces the one before", "kernels/segments.py",
+        "grad_down[expert].addmm_(gated.T, dy)", "torch.mm(gated.T, dy, out=grad_down[expert])",
+        ("tests/kernels/test_gradients.py",),
+    ),
+    Mutant(
+        "what a broken backward pass left behind is added to the next", "kernels/gradients.py",
+        "if task != self._task:", "if self._task == -1:", ("tests/kernels/test_gradients.py",),
+    ),
+    Mutant(
+        "a gate's gradient is taken before the activation in Triton", "kernels/triton_grouped_gemm.py",
+        "d_gate = tl.sum(value * d_hidden, 1)", "d_gate = tl.sum(z * d_hidden, 1)", ("tests/kernels/test_triton.py",),
+    ),
+    Mutant(
         "sorting by expert is not stable", "kernels/permute.py",
         "return torch.argsort(keys_N, stable=True)",
         "return len(keys_N) - 1 - torch.argsort(keys_N.flip(0), stable=True)",

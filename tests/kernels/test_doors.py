@@ -87,6 +87,18 @@ def test_linear_equals_the_reference(
 
 
 @pytest.mark.parametrize("backend", ["segments", "avx512"])
+def test_rows_and_weights_may_lie_in_any_way(backend: str) -> None:
+    generator, case = torch.Generator().manual_seed(3), CASES["odd widths"]
+    door, routes = Perceptrons("relu"), make_routes(case, generator)
+    x, weights = torch.randn(case.d_in, case.tokens, generator=generator).T, door.weights(case, generator)
+    turned = [w.mT.contiguous().mT for w in weights]
+    routes = routes.with_weights(torch.rand(len(routes.weight_N), 2, generator=generator)[:, 1])
+    assert not any(tensor.is_contiguous() for tensor in (x, *turned, routes.weight_N))
+    check(door, x, turned, routes, 1e-5, backend)
+    check(routed_linear, x, turned[:1], routes, 1e-5, backend)
+
+
+@pytest.mark.parametrize("backend", ["segments", "avx512"])
 def test_a_target_without_a_route_is_zero_and_a_source_without_one_has_no_gradient(backend: str) -> None:
     routes = Routes(
         torch.tensor([3, 3, 0]), torch.tensor([1, 0, 1]), torch.tensor([0.5, 2.0, 1.0]), torch.tensor([4, 1, 4]),
