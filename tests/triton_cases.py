@@ -3,9 +3,9 @@
 Everything is on its arguments' device; gates are float32, as the doors give them.
 """
 
-from dataclasses import dataclass
-
+import kernel_cases
 import torch
+from kernel_cases import Case
 from torch import Tensor
 
 from moebius.kernels import reference
@@ -13,42 +13,10 @@ from moebius.kernels import triton_routed as ours
 from moebius.kernels.activations import columns_of
 from moebius.kernels.operands import MLPBank, MLPGradients, SortedRoutes
 from moebius.kernels.triton_routing import sort_routes
-from moebius.model.routing import Routes, head_to_token_routes, token_routes, token_to_head_routes
+from moebius.model.routing import Routes, head_to_token_routes, token_to_head_routes
 
-
-@dataclass(frozen=True)
-class Case:
-    """Shapes and a routing."""
-
-    tokens: int
-    d_in: int
-    d_hidden: int
-    experts: int
-    top_k: int
-    choice: str = "random"
-
-
-CASES = {
-    "random": Case(37, 12, 7, 5, 2),
-    "empty experts": Case(6, 8, 4, 23, 2),
-    "one expert takes all": Case(70, 8, 4, 6, 1, choice="first"),
-    "the last expert takes all": Case(70, 8, 4, 6, 1, choice="last"),
-    "one token": Case(1, 8, 4, 6, 3),
-    "no token": Case(0, 8, 4, 6, 3),
-    "one expert": Case(19, 8, 4, 1, 1),
-    "all experts": Case(11, 8, 4, 5, 5),
-    "odd widths": Case(33, 41, 39, 4, 2),
-    "width of the 44M model": Case(5, 412, 82, 2, 1),
-}
-
-
-def make_routes(case: Case, generator: torch.Generator) -> Routes:
-    scores = torch.rand(case.tokens, case.experts, generator=generator)
-    chosen = scores.argsort(-1)[:, : case.top_k]
-    if case.choice != "random":
-        chosen = torch.full((case.tokens, case.top_k), 0 if case.choice == "first" else case.experts - 1)
-    weights = torch.rand(case.tokens, case.top_k, generator=generator)
-    return token_routes(chosen, weights, num_experts=case.experts)
+# Two of them smaller: the interpreter takes its time.
+CASES = kernel_cases.CASES | {"odd widths": Case(33, 41, 39, 4, 2), "width of the 44M model": Case(5, 412, 82, 2, 1)}
 
 
 def as_sorted(routes: Routes) -> SortedRoutes:

@@ -10,9 +10,9 @@ pytest.importorskip("triton", reason="Triton is not installed")
 if not torch.cuda.is_available():
     pytest.skip("there is no GPU here", allow_module_level=True)
 
+from kernel_cases import Case, make_routes
 from triton_cases import (
     CASES,
-    Case,
     Values,
     as_sorted,
     check,
@@ -20,7 +20,6 @@ from triton_cases import (
     expected_mlp,
     head_routes,
     make_bank,
-    make_routes,
     our_linear,
     our_mlp,
 )

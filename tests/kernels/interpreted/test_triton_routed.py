@@ -9,9 +9,9 @@ import pytest
 import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
+from kernel_cases import Case, make_routes
 from triton_cases import (
     CASES,
-    Case,
     as_sorted,
     check,
     equal_counts,
@@ -19,7 +19,6 @@ from triton_cases import (
     expected_mlp,
     head_routes,
     make_bank,
-    make_routes,
     our_linear,
     our_mlp,
 )
