@@ -1,14 +1,17 @@
 """The compiled avx512.cpp: made when first asked for, by torch's extension loader, and kept for all later processes.
 
-It is compiled in a folder of this process's own and then put in place by one rename: processes that start together may compile
-it twice, and none waits for another's lock or sees half a file.
+It is compiled in a folder of this process's own and then put in place by one rename, so nobody sees half a file. Processes that
+start together wait for the first of them by a lock of the kernel's, which is free again when its holder dies; torch's own is a
+file that a killed process leaves behind, and for which everybody waits for ever.
 """
 
 import ctypes
+import fcntl
 import functools
 import hashlib
 import os
 import shutil
+import sys
 import tempfile
 from ctypes import c_int32, c_int64, c_void_p
 from pathlib import Path
@@ -87,12 +90,17 @@ def library() -> ctypes.CDLL:
 
 def _build(path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-        cpp_extension.load(
-            _NAME, [str(_SOURCE)], extra_cflags=_FLAGS, extra_ldflags=["-fopenmp"], build_directory=folder,
-            is_python_module=False,
-        )  # fmt: skip
-        os.replace(Path(folder) / f"{_NAME}.so", path)
+    with (path.parent / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # let go by the kernel, however its holder ends
+        if path.exists():
+            return
+        print(f"compiling {_SOURCE.name}, once on this machine: some ten seconds", file=sys.stderr, flush=True)
+        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+            cpp_extension.load(
+                _NAME, [str(_SOURCE)], extra_cflags=_FLAGS, extra_ldflags=["-fopenmp"], build_directory=folder,
+                is_python_module=False,
+            )  # fmt: skip
+            os.replace(Path(folder) / f"{_NAME}.so", path)
 
 
 @functools.cache

@@ -1,5 +1,7 @@
 """How the C++ kernels come to be, and what is said where they cannot."""
 
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -27,9 +29,29 @@ def elsewhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 def test_it_is_compiled_once_and_nothing_else_is_left(elsewhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = ours.library_file()
     assert ours.library.__wrapped__() is not None
-    assert [file for file in elsewhere.rglob("*") if file.is_file()] == [path]
+    assert {file for file in elsewhere.rglob("*") if file.is_file()} == {path, path.with_name("lock")}
     monkeypatch.setattr(ours, "_build", pytest.fail)
     assert ours.library.__wrapped__() is not None
+
+
+def test_processes_that_start_together_compile_it_once(
+    elsewhere: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    compiled = []
+
+    def load(name: str, *_args: object, build_directory: str, **_options: object) -> None:
+        compiled.append(name)
+        time.sleep(0.2)  # the others are there meanwhile
+        (Path(build_directory) / f"{name}.so").touch()
+
+    monkeypatch.setattr(ours.cpp_extension, "load", load)
+    threads = [threading.Thread(target=ours._build, args=(ours.library_file(),)) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert compiled == [ours._NAME]
+    assert ours.library_file().exists()
 
 
 def test_another_source_is_another_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -50,7 +72,7 @@ def test_a_source_that_does_not_compile_says_what_the_compiler_says(
     with pytest.raises(RuntimeError, match="forty_two"):
         ours.library.__wrapped__()
     assert not ours.library_file().exists()
-    assert list(ours.library_file().parent.iterdir()) == []
+    assert [file.name for file in ours.library_file().parent.iterdir()] == ["lock"]
 
 
 @pytest.mark.parametrize(
