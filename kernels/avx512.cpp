@@ -27,8 +27,9 @@ using bf16 = uint16_t;
 
 constexpr int kRows = 14;     // of a tile
 constexpr int kCols = 32;     // of a panel: two vectors
+constexpr int kStrip = 16;    // from a lane of a strip to the next: a cache line, kRows of it used
 constexpr int kDepth = 192;   // lanes per pass of a weight gradient: their panel stays in the first-level cache
-constexpr int64_t kCacheBytes = 384 << 10;  // of rows that all panels run over before the next ones
+constexpr int64_t kCacheBytes = 256 << 10;  // of rows that all panels run over before the next ones
 
 // Scratch memory, kept per thread: the first touch of a page is dear.
 template <int kSlot>
@@ -266,11 +267,15 @@ void rows_times_bank(const T* a, int64_t stride, const int32_t* rows, const T* b
                      const int32_t* starts, int64_t experts, const Epilogue& e, T* out, int threads) {
   const int64_t total = starts[experts], depth = lanes(k, Lane<T>::kWide), panels = (columns + kCols - 1) / kCols;
   const int64_t cached = std::max<int64_t>(kCacheBytes / (k * sizeof(T)) / kRows, 4) * kRows;
+  // Rows that lie a multiple of 1 KiB apart push each other out of the first-level cache: such are copied to where they do not.
+  const bool aliased = stride * sizeof(T) % 1024 == 0;
 #pragma omp parallel num_threads(threads)
   {
     const int64_t thread = omp_get_thread_num(), num_threads = omp_get_num_threads();
     const int64_t low = total * thread / num_threads, high = total * (thread + 1) / num_threads;
     float* packed = static_cast<float*>(scratch<0>(panels * depth * kCols * sizeof(float)));
+    const int64_t near = k + 64 / sizeof(T);
+    T* copy = aliased ? static_cast<T*>(scratch<4>(cached * near * sizeof(T))) : nullptr;
     alignas(64) float tile[kRows * kCols];
     for (int64_t expert = 0; expert < experts; ++expert) {
       const int64_t begin = std::max<int64_t>(starts[expert], low), end = std::min<int64_t>(starts[expert + 1], high);
@@ -278,11 +283,15 @@ void rows_times_bank(const T* a, int64_t stride, const int32_t* rows, const T* b
       pack(bank + expert * k * columns, k, columns, transposed, packed);
       for (int64_t chunk = begin; chunk < end; chunk += cached) {
         const int64_t chunk_end = std::min(end, chunk + cached);
+        if (aliased)
+          for (int64_t n = chunk; n < chunk_end; ++n)
+            std::copy_n(a + (rows ? rows[n] : n) * stride, k, copy + (n - chunk) * near);
         for (int64_t panel = 0; panel < panels; ++panel) {
           for (int64_t n = chunk; n < chunk_end; n += kRows) {
             const int count = static_cast<int>(std::min<int64_t>(kRows, chunk_end - n));
             const T* row[kRows];
-            for (int r = 0; r < count; ++r) row[r] = a + (rows ? rows[n + r] : n + r) * stride;
+            for (int r = 0; r < count; ++r)
+              row[r] = aliased ? copy + (n + r - chunk) * near : a + (rows ? rows[n + r] : n + r) * stride;
             kMultiply<T>[count - 1](row, packed + panel * depth * kCols, k, tile);
             if (e.wide_stride)
               finish_wide(e.gate, tile, n, count, panel * kCols, e.wide_stride, out);
@@ -298,22 +307,21 @@ void rows_times_bank(const T* a, int64_t stride, const int32_t* rows, const T* b
 
 // Gradient of a bank --------------------------------------------------------------------------------------------------
 
-// The sum over `depth` lanes of A, MR columns of them from `first` on, times a panel of B; it goes on from `sums`, unless that is
-// null, and is added to `result`, or where that is null left in `rest`.
+// The sum over `depth` lanes of a strip of A, MR of its columns, times a panel of B; it goes on from `sums`, unless that is null,
+// and is added to `result`, or where that is null left in `rest`.
 template <typename T, int MR>
-void outer(const float* const* a, int64_t first, const float* panel, int64_t depth, const float* sums, float* rest, T* result,
-           int64_t stride, __mmask16 m0, __mmask16 m1) {
+void outer(const float* strip, const float* panel, int64_t depth, const float* sums, float* rest, T* result, int64_t stride,
+           __mmask16 m0, __mmask16 m1) {
   __m512 sum[MR][2];
   for (int r = 0; r < MR; ++r) {
     sum[r][0] = sums ? _mm512_maskz_loadu_ps(m0, sums + r * stride) : _mm512_setzero_ps();
     sum[r][1] = sums ? _mm512_maskz_loadu_ps(m1, sums + r * stride + 16) : _mm512_setzero_ps();
   }
-  for (int64_t i = 0; i < depth; ++i, panel += kCols) {
+  for (int64_t i = 0; i < depth; ++i, panel += kCols, strip += kStrip) {
     const __m512 b0 = _mm512_load_ps(panel), b1 = _mm512_load_ps(panel + 16);
-    const float* row = a[i] + first;
 #pragma GCC unroll 16
     for (int r = 0; r < MR; ++r) {
-      const __m512 x = _mm512_set1_ps(row[r]);
+      const __m512 x = _mm512_set1_ps(strip[r]);
       sum[r][0] = Lane<T>::multiply_add(sum[r][0], x, b0);
       sum[r][1] = Lane<T>::multiply_add(sum[r][1], x, b1);
     }
@@ -332,22 +340,20 @@ void outer(const float* const* a, int64_t first, const float* panel, int64_t dep
 }
 
 template <typename T>
-using Outer = void (*)(const float* const*, int64_t, const float*, int64_t, const float*, float*, T*, int64_t, __mmask16, __mmask16);
+using Outer = void (*)(const float*, const float*, int64_t, const float*, float*, T*, int64_t, __mmask16, __mmask16);
 template <typename T>
 constexpr Outer<T> kOuter[kRows] = {outer<T, 1>, outer<T, 2>,  outer<T, 3>,  outer<T, 4>,  outer<T, 5>,  outer<T, 6>,  outer<T, 7>,
-                                 outer<T, 8>, outer<T, 9>, outer<T, 10>, outer<T, 11>, outer<T, 12>, outer<T, 13>, outer<T, 14>};
+                                    outer<T, 8>, outer<T, 9>, outer<T, 10>, outer<T, 11>, outer<T, 12>, outer<T, 13>, outer<T, 14>};
 
-// The rows of A as lanes: where they lie (float32), or in pairs in `packed` (bfloat16).
-inline void lanes_of(const float* const* rows, int64_t count, int64_t, float*, const float** lane) {
-  std::copy(rows, rows + count, lane);
-}
-inline void lanes_of(const bf16* const* rows, int64_t count, int64_t width, float* packed, const float** lane) {
-  for (int64_t i = 0; i < count; i += 2, packed += width) {
-    lane[i / 2] = packed;
-    for (int64_t c = 0; c < width; c += 16) {
-      const __mmask16 m = mask_of(width - c);
-      const bf16* second = i + 1 < count ? rows[i + 1] + c : nullptr;
-      _mm512_mask_storeu_epi32(packed + c, m, lane_of_rows(rows[i] + c, second, m));
+// Columns of some rows as lanes: a strip of A [depth][16], 14 of them used, or a panel of B [depth][32].
+template <int kWidth, typename T>
+void pack_columns(const T* const* rows, int64_t count, int64_t column, int64_t columns, float* out) {
+  constexpr int wide = Lane<T>::kWide;
+  for (int half = 0; half < kWidth; half += 16) {
+    const __mmask16 m = mask_of(columns - half);
+    for (int64_t n = 0; n < count; n += wide) {
+      const T* second = wide == 2 && n + 1 < count ? rows[n + 1] + column + half : nullptr;
+      _mm512_store_si512(out + n / wide * kWidth + half, lane_of_rows(rows[n] + column + half, second, m));
     }
   }
 }
@@ -356,7 +362,9 @@ template <typename T>
 void bank_gradient(const T* a, int64_t a_width, const int32_t* a_rows, const T* b, int64_t b_width, const int32_t* b_rows,
                    const int32_t* starts, int64_t experts, T* into, int threads) {
   constexpr int wide = Lane<T>::kWide;
-  const int64_t panels = (b_width + kCols - 1) / kCols;
+  constexpr int64_t deepest = kDepth * wide, strip_size = kDepth * kStrip, panel_size = kDepth * kCols;
+  const int64_t panels = (b_width + kCols - 1) / kCols, strips = (a_width + kRows - 1) / kRows;
+  const bool a_is_wide = a_width > b_width;
   // One thread per expert, in whatever order; unless a few experts have most rows, then several share one, by columns.
   int64_t most = 0;
   for (int64_t e = 0; e < experts; ++e) most = std::max<int64_t>(most, starts[e + 1] - starts[e]);
@@ -369,33 +377,41 @@ void bank_gradient(const T* a, int64_t a_width, const int32_t* a_rows, const T* 
     T* result = into + expert * a_width * b_width;
     // bfloat16 is summed up in float32 over all rows, and rounded once; float32 is added where it belongs.
     float* sums = nullptr;
-    if (wide == 2 && end - begin > kDepth * wide) sums = static_cast<float*>(scratch<1>(a_width * b_width * sizeof(float)));
-    float* panel = static_cast<float*>(scratch<2>(kDepth * kCols * sizeof(float)));
-    float* paired = wide == 1 ? nullptr : static_cast<float*>(scratch<3>(kDepth * a_width * sizeof(float)));
-    for (int64_t n = begin; n < end; n += kDepth * wide) {
-      const int64_t count = std::min<int64_t>(kDepth * wide, end - n), depth = lanes(count, wide);
-      const T *row_a[kDepth * wide], *row_b[kDepth * wide];
-      const float* lane[kDepth];
+    if (wide == 2 && end - begin > deepest) sums = static_cast<float*>(scratch<1>(a_width * b_width * sizeof(float)));
+    // The narrower side is packed whole, the wider one piece by piece.
+    float* panel = static_cast<float*>(scratch<2>((a_is_wide ? panels : 1) * panel_size * sizeof(float)));
+    float* strip = static_cast<float*>(scratch<3>((a_is_wide ? 1 : strips) * strip_size * sizeof(float)));
+    for (int64_t n = begin; n < end; n += deepest) {
+      const int64_t count = std::min<int64_t>(deepest, end - n), depth = lanes(count, wide);
+      const T *row_a[deepest], *row_b[deepest];
       for (int64_t i = 0; i < count; ++i) {
         row_a[i] = a + (a_rows ? a_rows[n + i] : n + i) * a_width;
         row_b[i] = b + (b_rows ? b_rows[n + i] : n + i) * b_width;
       }
-      lanes_of(row_a, count, a_width, paired, lane);
-      for (int64_t p = first; p < last; ++p) {
-        const int64_t column = p * kCols;
-        const __mmask16 m0 = mask_of(b_width - column), m1 = mask_of(b_width - column - 16);
-        for (int64_t i = 0; i < depth; ++i) {
-          const T* top = row_b[i * wide] + column;
-          const T* bottom = wide == 2 && i * 2 + 1 < count ? row_b[i * 2 + 1] + column : nullptr;
-          _mm512_store_si512(panel + i * kCols, lane_of_rows(top, bottom, m0));
-          _mm512_store_si512(panel + i * kCols + 16, lane_of_rows(top + 16, bottom ? bottom + 16 : nullptr, m1));
+      const auto pack_strip = [&](int64_t s, float* out) {
+        pack_columns<kStrip>(row_a, count, s * kRows, std::min<int64_t>(kRows, a_width - s * kRows), out);
+      };
+      const auto pack_panel = [&](int64_t p, float* out) {
+        pack_columns<kCols>(row_b, count, p * kCols, b_width - p * kCols, out);
+      };
+      const auto multiply_packed = [&](int64_t s, const float* packed_strip, int64_t p, const float* packed_panel) {
+        const int64_t row = s * kRows, column = p * kCols, at = row * b_width + column;
+        const bool finished = !sums || n + count == end;
+        kOuter<T>[std::min<int64_t>(kRows, a_width - row) - 1](
+            packed_strip, packed_panel, depth, sums && n > begin ? sums + at : nullptr, sums ? sums + at : nullptr,
+            finished ? result + at : nullptr, b_width, mask_of(b_width - column), mask_of(b_width - column - 16));
+      };
+      if (a_is_wide) {
+        for (int64_t p = first; p < last; ++p) pack_panel(p, panel + p * panel_size);
+        for (int64_t s = 0; s < strips; ++s) {
+          pack_strip(s, strip);
+          for (int64_t p = first; p < last; ++p) multiply_packed(s, strip, p, panel + p * panel_size);
         }
-        for (int64_t r = 0; r < a_width; r += kRows) {
-          const int rows = static_cast<int>(std::min<int64_t>(kRows, a_width - r));
-          const int64_t at = r * b_width + column;
-          const bool finished = !sums || n + count == end;
-          kOuter<T>[rows - 1](lane, r, panel, depth, sums && n > begin ? sums + at : nullptr, sums ? sums + at : nullptr,
-                              finished ? result + at : nullptr, b_width, m0, m1);
+      } else {
+        for (int64_t s = 0; s < strips; ++s) pack_strip(s, strip + s * strip_size);
+        for (int64_t p = first; p < last; ++p) {
+          pack_panel(p, panel);
+          for (int64_t s = 0; s < strips; ++s) multiply_packed(s, strip + s * strip_size, p, panel);
         }
       }
     }
