@@ -12,7 +12,10 @@ import hashlib
 import os
 import shutil
 import sys
+import sysconfig
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from ctypes import c_int32, c_int64, c_void_p
 from pathlib import Path
 
@@ -56,7 +59,9 @@ def reason_against(dtype: torch.dtype) -> str | None:
     compiler = cpp_extension.get_cxx_compiler()
     if shutil.which(compiler) is None:
         return f"there is no C++ compiler {compiler!r}: install g++, or name another in the environment variable CXX"
-    if not cpp_extension.is_ninja_available():
+    with _scripts_on_path():
+        has_ninja = cpp_extension.is_ninja_available()
+    if not has_ninja:
         return "torch builds extensions with ninja, which is not here: pip install ninja"
     return None
 
@@ -95,12 +100,24 @@ def _build(path: Path) -> None:
         if path.exists():
             return
         print(f"compiling {_SOURCE.name}, once on this machine: some ten seconds", file=sys.stderr, flush=True)
-        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        with tempfile.TemporaryDirectory(dir=path.parent) as folder, _scripts_on_path():
             cpp_extension.load(
                 _NAME, [str(_SOURCE)], extra_cflags=_FLAGS, extra_ldflags=["-fopenmp"], build_directory=folder,
                 is_python_module=False,
             )  # fmt: skip
-            os.replace(Path(folder) / f"{_NAME}.so", path)
+            [built] = Path(folder).glob("*.so")  # torch adds a number to the name of a second one in a process
+            os.replace(built, path)
+
+
+@contextmanager
+def _scripts_on_path() -> Iterator[None]:
+    """With ninja's command where pip has put it: an environment need not be activated to be used."""
+    before = os.environ.get("PATH", os.defpath)
+    os.environ["PATH"] = os.pathsep.join((before, sysconfig.get_path("scripts")))
+    try:
+        yield
+    finally:
+        os.environ["PATH"] = before
 
 
 @functools.cache

@@ -111,6 +111,12 @@ def test_without_a_compiler_or_ninja_one_is_told_what_to_do(monkeypatch: pytest.
         resolve_backend("avx512", CPU, torch.float32)
 
 
+def test_ninja_is_found_beside_python_where_the_environment_is_not_activated(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "/bin/true")
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert ours.reason_against(torch.float32) is None
+
+
 def test_what_is_compiled_already_needs_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
     ours.library_file().parent.mkdir(parents=True)
