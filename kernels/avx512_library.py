@@ -63,6 +63,11 @@ def reason_against(dtype: torch.dtype) -> str | None:
         has_ninja = cpp_extension.is_ninja_available()
     if not has_ninja:
         return "torch builds extensions with ninja, which is not here: pip install ninja"
+    nearest = next(folder for folder in library_file().parents if folder.exists())
+    if not os.access(nearest, os.W_OK):
+        return (
+            f"nothing can be compiled into {nearest}, which is not yours to write: name another in TORCH_EXTENSIONS_DIR"
+        )
     return None
 
 
@@ -80,11 +85,16 @@ def library() -> ctypes.CDLL:
     """The library, compiled if it must be: some ten seconds, once per machine.
 
     Raises:
-        RuntimeError: it cannot be compiled; with the compiler's own words.
+        ValueError: it cannot be compiled; with the compiler's own words.
     """
     path = library_file()
     if not path.exists():
-        _build(path)
+        try:
+            _build(path)
+        except (OSError, RuntimeError) as error:
+            raise ValueError(
+                f"{_SOURCE.name} could not be compiled; set kernels.backend=segments to do without it. It was said:\n{error}"
+            ) from error
     found = ctypes.CDLL(str(path))
     for dtype in ("float32", "bfloat16"):
         for name, arguments in (("rows_times_bank", _ROWS), ("bank_gradient", _BANK)):

@@ -160,4 +160,14 @@ def implementation(backend: str) -> DefersWeightGradients:
     return cast(DefersWeightGradients, module)
 
 
+def prepare(backend: str) -> None:
+    """Does once what the first call would do: compiles what is to be compiled.
+
+    Raises:
+        ValueError: it cannot be compiled.
+    """
+    if backend == "avx512":
+        avx512_library.library()
+
+
 _MODULES = {"triton": "triton_routed"}  # others have their backend's name

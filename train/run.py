@@ -21,7 +21,7 @@ from ..distributed.process import Process
 from ..distributed.replicas import CopyReducer
 from ..distributed.shards import held_of
 from ..kernels import onednn
-from ..kernels.backend import resolve_backend
+from ..kernels.backend import prepare, resolve_backend
 from ..model.compiled import compile_dense_parts
 from ..model.transformer import Transformer
 from .config import Config, ConfigError
@@ -114,6 +114,7 @@ def choose_kernels(config: Config, process: Process) -> str:
     refused: ValueError | None = None
     try:
         backend = resolve_backend(config.kernels.name, process.device, getattr(torch, config.train.precision))
+        prepare(backend)
         if config.kernels.onednn:
             onednn.allow_if_exact()
     except ValueError as error:  # told to the other ranks first, which would wait for this one

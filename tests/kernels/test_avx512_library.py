@@ -69,7 +69,7 @@ def test_a_source_that_does_not_compile_says_what_the_compiler_says(
     broken = tmp_path / "broken.cpp"
     broken.write_text("int answer = forty_two;")
     monkeypatch.setattr(ours, "_SOURCE", broken)
-    with pytest.raises(RuntimeError, match="forty_two"):
+    with pytest.raises(ValueError, match=r"could not be compiled; set kernels.backend=segments(.|\n)*forty_two"):
         ours.library.__wrapped__()
     assert not ours.library_file().exists()
     assert [file.name for file in ours.library_file().parent.iterdir()] == ["lock"]
@@ -108,6 +108,15 @@ def test_without_a_compiler_or_ninja_one_is_told_what_to_do(monkeypatch: pytest.
     monkeypatch.setenv("CXX", "true")
     monkeypatch.setattr(ours.cpp_extension, "is_ninja_available", lambda: False)
     with pytest.raises(ValueError, match=r"pip install ninja; or set kernels\.backend=auto"):
+        resolve_backend("avx512", CPU, torch.float32)
+
+
+def test_a_folder_that_cannot_be_written_is_told(monkeypatch: pytest.MonkeyPatch, elsewhere: Path) -> None:
+    monkeypatch.setenv("CXX", "true")
+    monkeypatch.setattr(ours.os, "access", lambda folder, _mode: folder != elsewhere)
+    with pytest.raises(
+        ValueError, match=f"nothing can be compiled into {elsewhere}, .* another in TORCH_EXTENSIONS_DIR"
+    ):
         resolve_backend("avx512", CPU, torch.float32)
 
 
