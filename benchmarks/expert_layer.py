@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from expert_peers import EXACT, Contender, Layer, Mode, contenders, exact_mode, onednn_error
+from expert_peers import Contender, Layer, Mode, contenders, exact_mode
 from expert_picture import draw
 from expert_problem import (
     CPU_SETTINGS,
@@ -51,6 +51,7 @@ from rich.table import Table
 
 from moebius.distributed.host_memory import keep_freed_memory
 from moebius.kernels import workspace
+from moebius.kernels.onednn import EXACT, relative_error
 
 TOLERANCES = {torch.float32: EXACT, torch.bfloat16: 2e-2}
 FEWEST = 2  # rounds
@@ -106,7 +107,7 @@ def main() -> None:
     plan = make_plan(options)
     gc.freeze()  # what the imports left behind is not searched before every measurement of memory
     kept = plan.device.type == "cpu" and keep_freed_memory()
-    onednn = onednn_error()
+    onednn = relative_error()
     console, entries = Console(width=150), []
     name = f"expert_layer_{'gpu' if plan.device.type == 'cuda' else 'cpu'}" + options.suffix
     figures: dict[str, Any] = {

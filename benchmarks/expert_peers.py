@@ -7,29 +7,28 @@
 
 On CPUs float32 products of torch run in every mode that is numerically exact on this machine: through MKL,
 torch's default, and through oneDNN, which torch takes with `fp32_precision = "bf16"` and which computes in full float32 on a CPU
-without bfloat16 tiles (`onednn_error` measures it). The setting is the process's.
+without bfloat16 tiles (`kernels/onednn.py` measures it). The setting is the process's.
 
 Legend: T tokens, D model width, F expert width, E experts, H heads, K experts chosen, N routes.
 """
 
 import importlib.util
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
 import torch
 import torch.nn.functional as F
 from expert_problem import Bank, Choice, through_the_door
 from torch import Tensor
 
+from moebius.kernels import onednn
 from moebius.kernels.backend import BACKENDS
 
 Role = Literal["ceiling", "dense", "peer", "ours"]
 Mode = Literal["default", "oneDNN"]
-_matmul: Any = torch.backends.mkldnn.matmul  # pyright: ignore[reportAttributeAccessIssue]
 TORCH_PRODUCTS = ("segments", "grouped_mm")  # of our backends: those whose products are torch's own
-EXACT = 1e-5  # relative error up to which a float32 product counts as one
 
 
 class Layer(Protocol):
@@ -80,28 +79,9 @@ def contenders(bank: Bank, modes: Sequence[Mode]) -> list[Contender]:
     ]
 
 
-@contextmanager
-def exact_mode(mode: Mode) -> Iterator[None]:
+def exact_mode(mode: Mode) -> AbstractContextManager[None]:
     """Float32 products on CPUs through that library."""
-    before = _matmul.fp32_precision
-    if mode == "oneDNN":
-        _matmul.fp32_precision = "bf16"
-    try:
-        yield
-    finally:
-        _matmul.fp32_precision = before
-
-
-def onednn_error() -> float:
-    """Relative error of float32 products through oneDNN on this CPU: 4e-7 in full precision, 2e-3 where it rounds to bfloat16."""
-    generator = torch.Generator().manual_seed(0)
-    a, b = (torch.randn(512, 768, generator=generator) for _ in range(2))
-    worst = 0.0
-    with exact_mode("oneDNN"):
-        for left, right in ((a, b.T), (a.T, b), (a[:77], b.T)):
-            expected = left.double() @ right.double()
-            worst = max(worst, float(((left @ right).double() - expected).norm() / expected.norm()))
-    return worst
+    return onednn.allowed(mode == "oneDNN")
 
 
 # Dense ---------------------------------------------------------------------------------------------------------------

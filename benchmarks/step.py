@@ -30,7 +30,7 @@ from typing import Any
 
 import matplotlib
 import torch
-from expert_peers import EXACT, Mode, exact_mode, onednn_error
+from expert_peers import Mode, exact_mode
 from memory import peak_bytes
 from report import RESULTS, environment, save
 from rich.console import Console
@@ -41,6 +41,7 @@ from step_profile import profile_step
 from moebius.data_pipeline.loader import Batch
 from moebius.distributed.process import Process, start_process
 from moebius.kernels.backend import BACKENDS
+from moebius.kernels.onednn import EXACT, relative_error
 from moebius.train.config import resolve
 from moebius.train.loop import step
 from moebius.train.recipes import RECIPES
@@ -233,7 +234,7 @@ def ways_of(case: Case, side: str) -> Iterator[Callable[[Way], Way]]:
     backends = [name for name in BACKENDS if name != "reference"] if side == "moeut" else ["auto"]
     for name in backends:
         yield lambda _, name=name: Way(name)
-    if case.device == "cpu" and case.precision == "float32" and onednn_error() < EXACT:
+    if case.device == "cpu" and case.precision == "float32" and relative_error() < EXACT:
         if side == "moeut":
             yield lambda _: Way("segments", products="oneDNN")  # whose products change with it
         yield lambda best: replace(best, products="oneDNN")

@@ -19,7 +19,7 @@ sys.path.insert(0, str(BENCHMARKS))
 
 import expert_layer  # noqa: E402
 import gpu  # noqa: E402
-from expert_peers import contenders, exact_mode, onednn_error  # noqa: E402
+from expert_peers import contenders, exact_mode  # noqa: E402
 from expert_problem import Answer, Setting, answer_of, draw_bank, draw_choices, meaning  # noqa: E402
 from memory import saved_bytes  # noqa: E402
 from step_profile import Parts, add_up  # noqa: E402
@@ -97,7 +97,7 @@ def test_ideal_bytes_by_hand() -> None:
 
 def test_onednn_mode_is_put_back() -> None:
     before = torch.backends.mkldnn.matmul.fp32_precision
-    assert onednn_error() < 1e-2
+    assert onednn.relative_error() < 1e-2
     assert torch.backends.mkldnn.matmul.fp32_precision == before
 
 
@@ -127,6 +127,7 @@ TINY_STEP = """
 import json, sys
 sys.path.insert(0, sys.argv[1])
 import step
+from moebius.kernels import onednn  # noqa: E402
 from moebius.train.config import resolve
 from moebius.train.recipes import RECIPES
 SMALL = ["mesh.ep=1", "mesh.dp_replicate=none", "job.num_nodes=1", "job.ranks_per_node=1", "model.d_model=32"]
