@@ -27,12 +27,13 @@ def allow(on: bool) -> None:
 @contextmanager
 def allowed(on: bool) -> Iterator[None]:
     """The same for a while."""
-    before = float32_is_onednn()
+    products = torch.backends.mkldnn.matmul  # pyright: ignore[reportAttributeAccessIssue]
+    before = products.fp32_precision
     allow(on)
     try:
         yield
     finally:
-        allow(before)
+        products.fp32_precision = before
 
 
 def allow_if_exact() -> None:
