@@ -20,7 +20,7 @@ test: $(VENV)/.installed-cluster $(VENV)/.installed-test  ## run every test
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
 kernels: $(VENV)/.installed-cluster $(VENV)/.installed-test  ## compile every Triton kernel for sm_90 and look at what came out
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow tests/kernels/test_triton_compiles.py
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow tests/kernels/triton/test_compiles.py
 
 mutants: $(VENV)/.installed-cluster $(VENV)/.installed-test  ## break the code in places and see that the tests notice
 	$(BIN)/python tests/mutants.py

@@ -1,6 +1,6 @@
 """What dispatch and combine cost beside the bare exchange of the same bytes, and a step with experts spread beside one without.
 
-    python benchmarks/dispatch.py [--ranks 2 4 8] [--seconds 4] [--pairs 20]
+    python -m benchmarks.dispatch [--ranks 2 4 8] [--seconds 4] [--pairs 20]
 
 1. Per world, experts per token (K) and dispatcher: one forward pass of dispatch and combine (stand-ins for the experts between
    them, not counted) against the floor: `all_to_all_single` of exactly the rows that the dispatcher sends and gets back, with
@@ -31,21 +31,21 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from report import save
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
+from benchmarks.report import ROOT, save
 from moebius.data_pipeline.loader import Batch
-from moebius.distributed.dispatch import DISPATCHERS, make_dispatcher
-from moebius.distributed.dispatch_setup import build_node_groups
-from moebius.distributed.exchange import AllGather, AllToAll, Pending, ReduceScatter
-from moebius.distributed.process import Process, start_process
+from moebius.distributed.dispatch.choose import DISPATCHERS, make_dispatcher
+from moebius.distributed.dispatch.exchange import AllGather, AllToAll, Pending, ReduceScatter
+from moebius.distributed.dispatch.setup import build_node_groups
+from moebius.distributed.process.process import Process, start_process
 from moebius.model.moe import LocalDispatcher
 from moebius.model.routing import Routes, token_routes
 from moebius.train.config import resolve
 from moebius.train.loop import step
-from moebius.train.recipes import RECIPES
+from moebius.train.recipes.smoke import RECIPES
 from moebius.train.run import Run, assemble
 
 GOAL, STEP_GOAL = 1.25, 1.15
@@ -111,11 +111,14 @@ def launch(part: str, num_ranks: int, device: str, options: argparse.Namespace) 
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "figures.json"
         command = [
-            sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}", __file__,
+            sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}",
+            "-m", "benchmarks.dispatch",
             "--rank-out", str(out), "--seconds", str(options.seconds), "--pairs", str(options.pairs), "--device", device,
             "--part", part,
         ]  # fmt: skip
-        subprocess.run(command, check=True, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdin=subprocess.DEVNULL)
+        subprocess.run(
+            command, check=True, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdin=subprocess.DEVNULL, cwd=ROOT
+        )
         return json.loads(out.read_text())
 
 

@@ -1,7 +1,7 @@
 """How long collectives take: message size × ranks → time, the table that `moebius plan --measured` reads.
 
-    python benchmarks/gloo_table.py [--worlds 2 4 8] [--rounds 31]
-    torchrun --nproc-per-node 8 benchmarks/gloo_table.py --backend nccl        one world: torchrun's, on GPUs
+    python -m benchmarks.gloo_table [--worlds 2 4 8] [--rounds 31]
+    torchrun --nproc-per-node 8 -m benchmarks.gloo_table --backend nccl        one world: torchrun's, on GPUs
 
 Bytes are those of the whole tensor on one rank: what it has to send in an all-to-all (its own share included), the gathered
 result, the input of a reduce-scatter, the tensor of an all-reduce. A time is that of one call in a series of calls long enough to
@@ -20,11 +20,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from report import save
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
+
+from benchmarks.report import save
 
 SIZES = tuple(2**power for power in range(10, 25))  # 1 KiB … 16 MiB
 SERIES_S = 0.04

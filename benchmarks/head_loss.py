@@ -1,6 +1,6 @@
 """What the read-out and its cross-entropy cost: chunk by chunk (model/head_loss.py), and on full logits as everybody writes it.
 
-    python benchmarks/head_loss.py [--rounds 5] [--device cpu|cuda]
+    python -m benchmarks.head_loss [--rounds 5] [--device cpu|cuda]
 
 Forward and backward from the last hidden rows to the gradients of rows, weight and bias, for the shapes of MoEUT-44M and for a
 vocabulary of 50,257, in float32 and bfloat16, with chunks of several lengths. In turns in one process, for the machine's speed
@@ -18,13 +18,13 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
-from memory import peak_bytes, saved_bytes
-from report import save
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from moebius.distributed.host_memory import keep_freed_memory
+from benchmarks.memory import peak_bytes, saved_bytes
+from benchmarks.report import save
+from moebius.distributed.process.host_memory import keep_freed_memory
 from moebius.model.head_loss import head_loss, rows_of_chunk
 
 # Tokens, width, vocabulary: a micro-batch of 8 sequences of the 44M models, and one of 16 of 1,024 positions of the 244M ones.

@@ -1,6 +1,6 @@
 """What the whole stack costs beside the bare model step.
 
-    python benchmarks/overhead.py [--pairs 3] [--steps 60] [--long-steps 2000]
+    python -m benchmarks.overhead [--pairs 3] [--steps 60] [--long-steps 2000]
 
 Four questions, one run:
   1. Step time inside the stack (Ray, supervisor, agents, loader, metrics, background checkpoints) ÷ the bare step of equally many
@@ -30,16 +30,16 @@ from typing import Any
 
 import psutil
 import torch
-from report import save
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.report import ROOT, save
 from moebius.cluster.submit import submit
 from moebius.data_pipeline.loader import Batch
-from moebius.distributed.process import start_process
+from moebius.distributed.process.process import start_process
 from moebius.train.config import Config, resolve
 from moebius.train.loop import step
-from moebius.train.recipes import RECIPES
+from moebius.train.recipes.smoke import RECIPES
 from moebius.train.run import assemble
 from moebius.train.run_folder import open_run, place_data
 
@@ -129,9 +129,9 @@ def time_bare(config: Config, run_dir: Path) -> float:
     open_run(config, run_dir)
     command = [
         sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={config.world_size}",
-        __file__, "--bare", str(run_dir),
+        "-m", "benchmarks.overhead", "--bare", str(run_dir),
     ]  # fmt: skip
-    subprocess.run(command, check=True, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdin=subprocess.DEVNULL)
+    subprocess.run(command, check=True, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdin=subprocess.DEVNULL, cwd=ROOT)
     return json.loads((run_dir / "bare.json").read_text())["step_s"]
 
 

@@ -1,6 +1,6 @@
 """How much evener ranks become when experts are placed by their load: packing alone, and with copies of hot experts.
 
-    python benchmarks/placement.py [--steps 160] [--run-steps 60]
+    python -m benchmarks.placement [--steps 160] [--run-steps 60]
 
 1. Recorded: two small models train on the embedded corpus without balancing losses, a MoEUT that takes 8 of 64 feed-forward
    experts (sigmoid gates), and the same with one of 64 (softmax gates, which collapses). Their own metrics tell the load of
@@ -33,15 +33,15 @@ import matplotlib
 matplotlib.use("Agg")
 import numpy as np
 from matplotlib.figure import Figure
-from report import save
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.report import save
 from moebius.data_pipeline.prepare import prepare
-from moebius.distributed.dispatch_homes import Homes, contiguous_homes
-from moebius.distributed.placement import hottest_factor, rebalanced
+from moebius.distributed.dispatch.expert_map import Homes, contiguous_homes
+from moebius.distributed.placement.balance_load import hottest_factor, rebalanced
 from moebius.train.config import Config, resolve
-from moebius.train.recipes import RECIPES
+from moebius.train.recipes.smoke import RECIPES
 from moebius.train.run_folder import open_run, place_data
 
 DEGREES, REPLICAS, WINDOWS = (2, 4, 8), (0, 1, 2), (5, 20)

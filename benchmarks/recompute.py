@@ -1,6 +1,6 @@
 """What recomputation and compiled dense parts cost and save, on one process.
 
-    python benchmarks/recompute.py [RECIPE …] [--precision float32] [--rounds 12] [--no-compile]
+    python -m benchmarks.recompute [RECIPE …] [--precision float32] [--rounds 12] [--no-compile]
 
 Every way of running a recipe's micro-batch, in turns in one process, for the machine's speed drifts: seconds of a forward and
 backward pass (median, and the fastest), and bytes that wait for the backward pass, per token. The eager run without
@@ -17,11 +17,11 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from report import save
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
+from benchmarks.report import save
 from moebius.model.compiled import compile_dense_parts
 from moebius.model.initialise import initialise
 from moebius.model.precision import forward_in
@@ -29,7 +29,7 @@ from moebius.model.recompute import Recompute
 from moebius.model.transformer import Transformer
 from moebius.train.config import Config
 from moebius.train.loss import MicroBatchLoss, micro_batch_loss
-from moebius.train.recipes import RECIPES
+from moebius.train.recipes.smoke import RECIPES
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 from live_memory import LiveMemory

@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-RESULTS = Path(__file__).parent / "results"
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
 
 
 def environment() -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """A whole training step of a MoEUT beside the dense model of equal parameters, both at their best settings.
 
-    python benchmarks/step.py                                    (44M, sequences of 256, batches of 8, on CPU)
-    python benchmarks/step.py --device cuda                      (44M and 244M, sequences of 1,024)
-    python benchmarks/step.py --threads 2 --precision bfloat16 --pairs 2 --no-compile
+    python -m benchmarks.step                                    (44M, sequences of 256, batches of 8, on CPU)
+    python -m benchmarks.step --device cuda                      (44M and 244M, sequences of 1,024)
+    python -m benchmarks.step --threads 2 --precision bfloat16 --pairs 2 --no-compile
 
 The step is that of train/loop.py: forward, loss, backward, clipping, AdamW, over a batch of random tokens that is new in every
 step. Each side first tries what it has: every backend of its experts; float32 products through oneDNN, where that is exact; its
@@ -30,21 +30,21 @@ from typing import Any
 
 import matplotlib
 import torch
-from expert_peers import Mode, exact_mode
-from memory import peak_bytes
-from report import RESULTS, environment, save
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
-from step_profile import profile_step
 
+from benchmarks.kernels.peers import Mode, exact_mode
+from benchmarks.memory import peak_bytes
+from benchmarks.report import RESULTS, ROOT, environment, save
+from benchmarks.step_profile import profile_step
 from moebius.data_pipeline.loader import Batch
-from moebius.distributed.process import Process, start_process
+from moebius.distributed.process.process import Process, start_process
 from moebius.kernels.backend import BACKENDS
 from moebius.kernels.onednn import EXACT, relative_error
 from moebius.train.config import resolve
 from moebius.train.loop import step
-from moebius.train.recipes import RECIPES
+from moebius.train.recipes.smoke import RECIPES
 from moebius.train.run import Run, assemble
 
 matplotlib.use("Agg")
@@ -150,11 +150,11 @@ def in_own_process(case: Case, seconds: float) -> dict[str, Any]:
         return {"why_not": "no time left (--limit)"}
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "case.json"
-        command = [sys.executable, __file__, "--case", json.dumps(asdict(case)), "--case-out", str(out)]
+        command = [sys.executable, "-m", "benchmarks.step", "--case", json.dumps(asdict(case)), "--case-out", str(out)]
         threads = os.environ | {"OMP_NUM_THREADS": str(case.threads)}
         try:
             ended = subprocess.run(
-                command, env=threads, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=seconds
+                command, cwd=ROOT, env=threads, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=seconds
             )  # fmt: skip
         except subprocess.TimeoutExpired:
             return {"why_not": f"took more than the {seconds:.0f} s that were left (--limit)"}

@@ -23,7 +23,7 @@ from moebius.model.attention import DenseAttention, SwitchHead
 from moebius.model.experts import ExpertMLPs
 from moebius.model.layers import DenseMLP, LayerNorm
 from moebius.model.moe import SparseLayer
-from moebius.model.router import Router
+from moebius.model.routers.router import Router
 from moebius.train.run import Run
 
 _PREFIX = "part: "

@@ -19,8 +19,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
+from .local_shard import held_of, local_tensor
 from .mesh import Mesh
-from .shards import held_of, local_tensor
 
 BUCKET_BYTES = 25 * 2**20
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from .layout import AXES, DENSE_AXES, SPARSE_AXES, Coordinates, Layout, coordinates, group_of, offsets, spell_ranks
-from .process import Process
+from .process.process import Process
 
 # What a group is used for. Axes of one use never wait for each other's messages, so they may share a communicator; tokens,
 # weights and sums must not, for they travel at the same time.

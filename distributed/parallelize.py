@@ -16,13 +16,13 @@ from ..model.config import ModelConfig
 from ..model.initialise import draw
 from ..model.moe import SparseLayer
 from ..model.transformer import Transformer
-from .dispatch import make_dispatcher
-from .dispatch_setup import build_node_groups
+from .dispatch.choose import make_dispatcher
+from .dispatch.setup import build_node_groups
 from .layout import local_experts
+from .local_shard import Held, block, hold, local_tensor, whole
 from .mesh import Mesh
-from .process import DEFAULT_TIMEOUT_S
+from .process.process import DEFAULT_TIMEOUT_S
 from .sharding import shard_model, what_is_left
-from .shards import Held, block, hold, local_tensor, whole
 
 
 def build_model(

@@ -30,8 +30,8 @@ from ..model.moe import SparseLayer
 from ..model.precision import enters_a_product
 from ..model.transformer import Transformer
 from .layout import Layout, index_in_group
+from .local_shard import Held, narrowed
 from .mesh import Mesh
-from .shards import Held, narrowed
 
 
 def shard_model(model: Transformer, mesh: Mesh, dtype: torch.dtype, *, chunks: int = 1) -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..data_pipeline.shards import prepared_tokenizer
-from ..distributed.process import start_process
+from ..distributed.process.process import start_process
 from ..train.evaluate import Evaluation, evaluate
 from .companions import CompanionText, Score, companions_of, score
 from .generate import generate

@@ -3,12 +3,12 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..distributed.checkpoint import load
-from ..distributed.checkpoint_files import latest
+from ..distributed.checkpoint.checkpointer import load
+from ..distributed.checkpoint.files import latest
 from ..distributed.layout import MeshConfig, plan_layout
 from ..distributed.mesh import build_mesh
 from ..distributed.parallelize import build_model
-from ..distributed.process import Process
+from ..distributed.process.process import Process
 from ..model.transformer import Transformer
 from ..train.config import Config, ConfigError
 from ..train.state import model_tensors

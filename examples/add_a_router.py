@@ -22,8 +22,8 @@ from moebius.model.config import ModelConfig
 from moebius.model.initialise import Start, initialise, parameter
 from moebius.model.layers import wide_dtype
 from moebius.model.recompute import once, take
-from moebius.model.router import ChoiceConfig, ChoiceRouter, Loss, Promises
-from moebius.model.routers import ROUTERS
+from moebius.model.routers.router import ChoiceConfig, ChoiceRouter, Loss, Promises
+from moebius.model.routers.table import ROUTERS
 from moebius.model.routing import Routing, token_routes
 from moebius.model.transformer import Transformer
 from moebius.train.loss import micro_batch_loss

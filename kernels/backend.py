@@ -1,21 +1,20 @@
 """Which implementation stands behind a door. Chosen by name once, never by what happens to import."""
 
 import functools
-from collections.abc import Sequence
 from importlib import import_module
 from types import SimpleNamespace
-from typing import Literal, Protocol, Self, cast
+from typing import Literal, Self, cast
 
 import torch
 from pydantic import BaseModel, ConfigDict, model_validator
-from torch import Tensor
 
-from . import avx512_library, megablocks_library, triton_library
-from .operands import LinearCall, MLPBank, MLPCall, MLPGradients, SortedRoutes
+from .avx512 import build as avx512_library
+from .interface import DefersWeightGradients
+from .libraries import megablocks_available as megablocks_library
+from .triton import available as triton_library
 
 BACKENDS = ("reference", "segments", "avx512", "triton", "grouped_mm", "megablocks")
 deferring: tuple[str, ...] = ("triton",)  # those that are `DefersWeightGradients`
-ROW_SLACK = 64  # rows that a backend's kept rows have past the end
 
 
 class KernelConfig(BaseModel):
@@ -42,57 +41,6 @@ class KernelConfig(BaseModel):
     def name(self) -> str:
         """What the doors take as `backend`: the switches follow, each after a plus."""
         return "+".join((self.backend, *self.switches))
-
-
-class Backend(Protocol):
-    """What a backend's module has.
-
-    Rows, weights and gradients are of one dtype, gate weights of float32 or wider; all are contiguous.
-    """
-
-    def mlp_forward(self, x_UD: Tensor, bank: MLPBank, routes: SortedRoutes) -> tuple[Tensor, Tensor]:
-        """y (num_targets, O), and the rows kept for the activation's backward, (N + ROW_SLACK, W), in sorted order."""
-        ...
-
-    def mlp_backward(
-        self, grad_TO: Tensor, x_UD: Tensor, bank: MLPBank, routes: SortedRoutes, kept: Tensor, into: MLPGradients
-    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-        """Gradients of x, the gate weights (in route order) and the biases; those of the weights are added to `into`."""
-        ...
-
-    def linear_forward(self, x_UD: Tensor, w_EDO: Tensor, routes: SortedRoutes) -> tuple[Tensor, Tensor]:
-        """y (num_targets, O), and the ungated answers (N + ROW_SLACK, O) if O ≤ D, else empty."""
-        ...
-
-    def linear_backward(
-        self, grad_TO: Tensor, x_UD: Tensor, w_EDO: Tensor, routes: SortedRoutes, kept: Tensor, into_EDO: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Gradients of x and the gate weights; the weights' is added to `into_EDO`."""
-        ...
-
-
-class DefersWeightGradients(Backend, Protocol):
-    """A backend that makes the weights' gradients of several calls in one product."""
-
-    def mlp_backward_rows(
-        self, grad_TO: Tensor, x_UD: Tensor, bank: MLPBank, routes: SortedRoutes, kept: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor]:
-        """As `mlp_backward` without the weights; beside it the gradient of the rows before the activation."""
-        ...
-
-    def mlp_weight_gradients(self, calls: Sequence[MLPCall]) -> tuple[Tensor, Tensor]:
-        """Of w_up and w_down, over all calls."""
-        ...
-
-    def linear_backward_rows(
-        self, grad_TO: Tensor, x_UD: Tensor, w_EDO: Tensor, routes: SortedRoutes, kept: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """As `linear_backward` without the weights."""
-        ...
-
-    def linear_weight_gradients(self, calls: Sequence[LinearCall]) -> tuple[Tensor]:
-        """Of w, over all calls."""
-        ...
 
 
 @torch.compiler.assume_constant_result
@@ -170,4 +118,10 @@ def prepare(backend: str) -> None:
         avx512_library.library()
 
 
-_MODULES = {"triton": "triton_routed"}  # others have their backend's name
+# Where the backends are that a folder holds; others have their backend's name.
+_MODULES = {
+    "avx512": "avx512.backend",
+    "triton": "triton.backend",
+    "grouped_mm": "libraries.grouped_mm",
+    "megablocks": "libraries.megablocks",
+}

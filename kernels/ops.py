@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from .backend import ROW_SLACK, defers, implementation
+from .backend import defers, implementation
 from .gradients import GradientSum, sum_of
+from .interface import ROW_SLACK
 from .operands import LinearCall, MLPBank, MLPCall, MLPGradients, SortedRoutes
 
 # Arguments of an op are flat: `SortedRoutes(*…)` and `MLPBank(*…)` put them together again.

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .operands import Sorting
-from .triton_library import reason_against
+from .triton.available import reason_against
 
 
 def sort_routes(expert_N: Tensor, num_experts: int, *, per_expert: int = 0) -> Sorting:
@@ -30,7 +30,7 @@ def sort_routes(expert_N: Tensor, num_experts: int, *, per_expert: int = 0) -> S
 @torch.library.custom_op("moebius::sort_routes", mutates_args=())
 def _sort_routes(expert_N: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
     if expert_N.device.type == "cuda" and reason_against("cuda", torch.float32) is None:
-        return import_module(".triton_routing", __package__).sort_routes(expert_N, num_experts)
+        return import_module(".triton.routing", __package__).sort_routes(expert_N, num_experts)
     order_N = sort_by_expert(expert_N, num_experts)
     place_N = inverse_order(order_N.to(torch.int32))
     if expert_N.device.type == "cpu":

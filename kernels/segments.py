@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from .activations import hidden_and_pullback, hidden_in_place
-from .backend import ROW_SLACK
+from .interface import ROW_SLACK
 from .onednn import float32_is_onednn
 from .operands import MLPBank, MLPGradients, SortedRoutes
 from .permute import add_rows

@@ -14,8 +14,8 @@ from .initialise import Start, Starts
 from .layers import Linear, RotaryTable, rotate
 from .moe import SparseLayer
 from .momha import MoMHA
-from .router import Router
-from .router_sigmoid import SigmoidConfig, SigmoidRouter
+from .routers.router import Router
+from .routers.sigmoid import SigmoidConfig, SigmoidRouter
 from .routing import Routing, head_to_token_routes, token_to_head_routes
 
 

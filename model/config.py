@@ -9,9 +9,9 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveInt, model_validator
 
-from .router import Promises
-from .router_sigmoid import SigmoidConfig
-from .routers import AnyRouterConfig
+from .routers.router import Promises
+from .routers.sigmoid import SigmoidConfig
+from .routers.table import AnyRouterConfig
 
 # Without experts these would do nothing.
 _OF_EXPERTS = ("sub_tokens", "sub_token_residual", "num_shared_experts", "output_norm", "expert_bias")

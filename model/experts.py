@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from ..kernels.activations import columns_of
-from ..kernels.doors import routed_linear, routed_mlp
+from ..kernels.functional import routed_linear, routed_mlp
 from .initialise import Start, parameter
 from .routing import Routes
 

@@ -18,7 +18,7 @@ from .experts import ExpertLinears, ExpertMLPs
 from .halting import Unhalted
 from .initialise import Starts, uniform, xavier_uniform
 from .layers import DenseMLP, LayerNorm, Linear
-from .routers import make_router
+from .routers.table import make_router
 from .routing import Mixture, Routes, Routing, slot_routes
 
 

@@ -26,8 +26,8 @@ from .halting import Unhalted
 from .initialise import Starts, parameter, zeros
 from .layers import Linear
 from .moe import SparseLayer
-from .router import Router
-from .router_sut import SutConfig, SutRouter
+from .routers.router import Router
+from .routers.sut import SutConfig, SutRouter
 from .routing import Routing, head_to_token_routes, token_to_head_routes
 
 

@@ -35,7 +35,7 @@ from .initialise import Starts, parameter
 from .layers import DenseMLP, LayerNorm, RotaryTable, rotary_table, wide_dtype
 from .moe import SparseFeedForward
 from .recompute import Recompute, run_recomputed
-from .router import Router
+from .routers.router import Router
 from .routing import Routing
 
 

@@ -19,7 +19,7 @@ import pytest
 import torch
 from hypothesis import settings
 
-from moebius.kernels import avx512_library
+from moebius.kernels.avx512 import build as avx512_library
 
 SESSION_MARK = "MOEBIUS_TEST_SESSION"
 LEAVE_S = 5.0  # how long a process that is on its way out may take

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from moebius.kernels.doors import routed_mlp
+from moebius.kernels.functional import routed_mlp
 from moebius.model.moe import SparseLayer
 from moebius.model.routing import Routes, token_routes
 

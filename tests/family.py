@@ -7,7 +7,7 @@ import torch
 from moebius.model.config import ModelConfig
 from moebius.model.initialise import initialise
 from moebius.model.transformer import Transformer
-from moebius.train.recipes_family import FAMILY
+from moebius.train.recipes.family import FAMILY
 
 NAMES = tuple(FAMILY)
 VOCABULARY = 61

@@ -11,8 +11,8 @@ from shared import shared_folder
 from torch import Tensor
 
 from moebius.model.config import HaltingConfig, ModelConfig
-from moebius.model.router_sigmoid import SigmoidConfig
-from moebius.model.router_sut import SutConfig
+from moebius.model.routers.sigmoid import SigmoidConfig
+from moebius.model.routers.sut import SutConfig
 from moebius.model.transformer import Transformer
 
 RELEASE_NAMES = {

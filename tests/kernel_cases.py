@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from moebius.kernels.activations import ACTIVATIONS, GATES
-from moebius.kernels.doors import routed_linear, routed_mlp
+from moebius.kernels.functional import routed_linear, routed_mlp
 from moebius.model.routing import Routes, head_to_token_routes, slot_routes, token_routes, token_to_head_routes
 
 BIASES = {"no bias": (), "bias up": ("b_up_EF",), "bias down": ("b_down_EO",), "both biases": ("b_up_EF", "b_down_EO")}

@@ -33,11 +33,11 @@ class Mutant:
     tests: tuple[str, ...]
 
 
-DISPATCH, DISPATCHERS = "tests/distributed/test_dispatch.py", "tests/distributed/test_dispatchers.py"
+DISPATCH, DISPATCHERS = "tests/distributed/dispatch/test_dispatch.py", "tests/distributed/dispatch/test_dispatchers.py"
 EVERY_KIND = f"{DISPATCHERS}::test_every_dispatcher_equals_one_rank_on_every_kind_of_routes[fp64]"
 ON_FOUR_RANKS = f"{DISPATCH}::test_alltoall_equals_one_rank_bitwise[4]"
-GRADIENTS, CHECKPOINT = "tests/distributed/test_gradients.py", "tests/distributed/test_checkpoint.py"
-SHARDING, MOVING = "tests/train/test_sharding.py", "tests/distributed/test_moving.py"
+GRADIENTS, CHECKPOINT = "tests/distributed/test_gradients.py", "tests/distributed/checkpoint/test_checkpointer.py"
+SHARDING, MOVING = "tests/train/test_sharding.py", "tests/distributed/placement/test_move.py"
 
 MUTANTS = (
     Mutant(
@@ -60,29 +60,29 @@ MUTANTS = (
         "held.copy_of(rank) == 0", "True", (f"{GRADIENTS}::test_sums_norm_and_clipping_equal_one_process",),
     ),
     Mutant(
-        "what is sent and what is received change places", "distributed/exchange.py",
+        "what is sent and what is received change places", "distributed/dispatch/exchange.py",
         "(came, sent, self.received, self.sent,", "(came, sent, self.sent, self.received,",
         (ON_FOUR_RANKS,),
     ),
     Mutant(
-        "the backward pass sends as the forward pass did", "distributed/exchange.py",
+        "the backward pass sends as the forward pass did", "distributed/dispatch/exchange.py",
         "return AllToAll(self.group, self.received, self.sent)", "return AllToAll(self.group, self.sent, self.received)",
         (ON_FOUR_RANKS,),
     ),
     Mutant(
-        "a closed ReLU lets gradients through in C++", "kernels/avx512.cpp",
+        "a closed ReLU lets gradients through in C++", "kernels/avx512/avx512.cpp",
         "if (e.mode == kReluGradient) z =", "if (false) z =",
-        ("tests/kernels/test_doors.py::test_mlp_equals_the_reference[random-relu-no bias-avx512-float32]",),
+        ("tests/kernels/test_functional.py::test_mlp_equals_the_reference[random-relu-no bias-avx512-float32]",),
     ),
     Mutant(
-        "the last of an odd number of columns is forgotten in bfloat16", "kernels/avx512.cpp",
+        "the last of an odd number of columns is forgotten in bfloat16", "kernels/avx512/avx512.cpp",
         "if (wide * whole < k) {", "if (false) {",
-        ("tests/kernels/test_doors.py::test_mlp_equals_the_reference[odd widths-relu-no bias-avx512-bfloat16]",),
+        ("tests/kernels/test_functional.py::test_mlp_equals_the_reference[odd widths-relu-no bias-avx512-bfloat16]",),
     ),
     Mutant(
         "the next expert's rows are in a weight gradient", "kernels/segments.py",
         "d_z[count:], gated[count:] = 0, 0", "gated[count:] = 0",
-        ("tests/kernels/test_doors.py::test_mlp_equals_the_reference[random-relu-no bias-segments-float32]",),
+        ("tests/kernels/test_functional.py::test_mlp_equals_the_reference[random-relu-no bias-segments-float32]",),
     ),
     Mutant(
         "a repeat's weight gradient replaces the one before", "kernels/segments.py",
@@ -94,71 +94,71 @@ MUTANTS = (
         "if task != self._task:", "if self._task == -1:", ("tests/kernels/test_gradients.py",),
     ),
     Mutant(
-        "a gate's gradient is taken before the activation in Triton", "kernels/triton_grouped_gemm.py",
-        "d_gate = tl.sum(value * d_hidden, 1)", "d_gate = tl.sum(z * d_hidden, 1)", ("tests/kernels/test_triton.py",),
+        "a gate's gradient is taken before the activation in Triton", "kernels/triton/grouped_gemm.py",
+        "d_gate = tl.sum(value * d_hidden, 1)", "d_gate = tl.sum(z * d_hidden, 1)", ("tests/kernels/triton/test_interpreted.py",),
     ),
     Mutant(
         "sorting by expert is not stable", "kernels/permute.py",
         "return torch.argsort(keys_N, stable=True)",
         "return len(keys_N) - 1 - torch.argsort(keys_N.flip(0), stable=True)",
-        (ON_FOUR_RANKS, "tests/kernels/test_doors.py"),
+        (ON_FOUR_RANKS, "tests/kernels/test_functional.py"),
     ),
     Mutant(
-        "answers are not brought back into the order of the routes", "distributed/dispatch_alltoall.py",
+        "answers are not brought back into the order of the routes", "distributed/dispatch/alltoall.py",
         "sum_rows(rows, home.order_N,", "sum_rows(rows, None,", (ON_FOUR_RANKS,),
     ),
     Mutant(
-        "dedup adds answers up as they came, not by their rows", "distributed/dispatch_leg.py",
+        "dedup adds answers up as they came, not by their rows", "distributed/dispatch/dedup_hop.py",
         "return _sum_by_row(rows_MD, pairs.by_row_M, pairs.first_U)",
         "return _sum_by_row(rows_MD, torch.arange(len(rows_MD)), pairs.first_U)", (EVERY_KIND,),
     ),
     Mutant(
-        "dedup takes source rows for target rows", "distributed/dispatch_leg.py",
+        "dedup takes source rows for target rows", "distributed/dispatch/dedup_hop.py",
         "self.targets.position(destination_N, routes.target_N)", "self.sources.position(destination_N, routes.source_N)",
         (EVERY_KIND,),
     ),
     Mutant(
-        "gate weights lose their gradient on the way", "distributed/dispatch_leg.py",
+        "gate weights lose their gradient on the way", "distributed/dispatch/dedup_hop.py",
         "routes.weight_N.index_select(0, order_N)[:, None]", "routes.weight_N.detach().index_select(0, order_N)[:, None]",
         (EVERY_KIND,),
     ),
     Mutant(
-        "dedup sends one row per route", "distributed/dispatch_leg.py",
+        "dedup sends one row per route", "distributed/dispatch/dedup_hop.py",
         "        sources = mask_of(routes.destination_N, routes.source_N, self._num_destinations, routes.num_sources)\n",
         "        sources = torch.ones(self._num_destinations, routes.num_sources, dtype=torch.bool)\n",
         (f"{DISPATCHERS}::test_dedup_sends_every_row_once_to_every_rank_that_serves_it_and_not_once_more[token]",),
     ),
     Mutant(
-        "a rank that sends and gets nothing stays away", "distributed/exchange.py",
+        "a rank that sends and gets nothing stays away", "distributed/dispatch/exchange.py",
         "        sent, came = rows.detach(), rows.new_empty(sum(self.received)",
         "        if not sum(self.sent) + sum(self.received):\n            return Pending(rows.clone(), None, None)\n"
         "        sent, came = rows.detach(), rows.new_empty(sum(self.received)",
-        ("tests/distributed/test_promises_of_dispatch.py::"
+        ("tests/distributed/dispatch/test_promises.py::"
          "test_no_rank_stays_away_from_an_exchange_in_which_it_has_nothing_to_say",),
     ),
     Mutant(
-        "what arrives empty leaves the graph, and so this rank leaves the backward exchange", "distributed/exchange.py",
+        "what arrives empty leaves the graph, and so this rank leaves the backward exchange", "distributed/dispatch/exchange.py",
         "        return self._landed  # pyright",
         "        return self._landed if len(self._landed) else self._landed.detach()  # pyright",
         (ON_FOUR_RANKS,),
     ),
     Mutant(
-        "checks do not compare what is sent with what is expected", "distributed/exchange.py",
+        "checks do not compare what is sent with what is expected", "distributed/dispatch/exchange.py",
         "if sends[pair] != expects[pair]", "if False",
         (f"{DISPATCHERS}::test_ranks_that_disagree_about_a_split_all_say_so[dedup-1]",),
     ),
     Mutant(
-        "checks do not look at the rows", "distributed/exchange.py",
+        "checks do not look at the rows", "distributed/dispatch/exchange.py",
         "wrong = (expected != marks).any(1).nonzero()", "wrong = (expected != expected).any(1).nonzero()",
         (f"{DISPATCHERS}::test_rows_that_change_under_way_are_noticed_on_all_ranks",),
     ),
     Mutant(
-        "every rank says that its block of experts is the first", "distributed/shards.py",
+        "every rank says that its block of experts is the first", "distributed/local_shard.py",
         "box.offsets[dim] + start, *box.offsets", "box.offsets[dim], *box.offsets",
         (f"{CHECKPOINT}::test_every_layout_loads_every_other_bit_for_bit",),
     ),
     Mutant(
-        "checksums of a checkpoint are not compared", "distributed/checkpoint_files.py",
+        "checksums of a checkpoint are not compared", "distributed/checkpoint/files.py",
         "if found != expected.blake2b:", "if False:", (f"{CHECKPOINT}::test_a_flipped_byte_is_found",),
     ),
     Mutant(
@@ -183,19 +183,19 @@ MUTANTS = (
         ("tests/model/test_recompute.py::test_a_second_run_that_rounds_otherwise_decides_as_the_first[moeut-selective]",),
     ),
     Mutant(
-        "experts that move leave their moments behind", "distributed/moving.py",
+        "experts that move leave their moments behind", "distributed/placement/move.py",
         "state[key] = journey.carry(state[key])", "state[key] = torch.zeros_like(parameter)",
         (f"{MOVING}::test_weights_and_moments_go_together_wherever_they_go[2]",),
     ),
     Mutant(
-        "copies of an expert keep their own gradients", "distributed/replicas.py",
+        "copies of an expert keep their own gradients", "distributed/placement/replicas.py",
         "pending.append(dist.all_reduce(shared.sum_X, group=self._group, async_op=True))", "pending.append(None)",
         (f"{MOVING}::test_copies_answer_as_the_one_expert_would[dedup]",),
     ),
     Mutant(
-        "two ranks get each other's boxes of a rewritten checkpoint", "distributed/reshard.py",
+        "two ranks get each other's boxes of a rewritten checkpoint", "distributed/checkpoint/reshard.py",
         "for rank, box in mine:", "for (rank, _), (_, box) in zip(mine, reversed(mine), strict=True):",
-        ("tests/distributed/test_reshard.py::test_the_files_are_those_that_its_ranks_would_have_written[alone-ep4]",),
+        ("tests/distributed/checkpoint/test_reshard.py::test_the_files_are_those_that_its_ranks_would_have_written[alone-ep4]",),
     ),
 )  # fmt: skip
 

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from moebius.cli import main
+from moebius.cli.main import main
 from moebius.data_pipeline.config import DataConfig
 from moebius.data_pipeline.prepare import prepare
-from moebius.distributed.checkpoint_files import FileSum, Manifest, blake2b, digest_of_sums
+from moebius.distributed.checkpoint.files import FileSum, Manifest, blake2b, digest_of_sums
 
 TINY = (
     "model.vocab_size=257", "data.tokenizer=bytes", "data.vocab_size=257", "data.seq_len=16", "data.validation_fraction=0.2",

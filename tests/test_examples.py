@@ -15,12 +15,12 @@ from world import run_ranks
 from moebius.distributed.layout import MeshConfig, plan_layout
 from moebius.distributed.mesh import build_mesh
 from moebius.distributed.parallelize import build_model
-from moebius.distributed.process import start_process
+from moebius.distributed.process.process import start_process
 from moebius.model.balance import RunningSum
 from moebius.model.config import ModelConfig
 from moebius.model.cost import count_parameters, counted_flops, forward_flops, is_upper_bound
 from moebius.model.initialise import initialise
-from moebius.model.routers import ROUTERS
+from moebius.model.routers.table import ROUTERS
 from moebius.model.transformer import Transformer
 
 ROOT = Path(__file__).resolve().parents[1]

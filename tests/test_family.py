@@ -21,14 +21,14 @@ from moebius.distributed.gradients import GradientReducer
 from moebius.distributed.layout import MeshConfig, local_experts, plan_layout
 from moebius.distributed.mesh import build_mesh
 from moebius.distributed.parallelize import build_model, expert_names
-from moebius.distributed.process import start_process
+from moebius.distributed.process.process import start_process
 from moebius.model.precision import forward_in
 from moebius.model.transformer import Transformer
 from moebius.train.config import CheckpointConfig, Config, TrainConfig
 from moebius.train.loop import train
 from moebius.train.loss import micro_batch_loss
 from moebius.train.optim import OptimConfig
-from moebius.train.recipes_family import FAMILY
+from moebius.train.recipes.family import FAMILY
 from moebius.train.run import whole_parameters
 
 RANKS, MICRO_BATCH, POSITIONS = 4, 8, 10

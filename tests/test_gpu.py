@@ -14,7 +14,7 @@ from moebius.data_pipeline.prepare import prepare
 from moebius.model.config import ModelConfig
 from moebius.model.initialise import initialise
 from moebius.model.precision import forward_in
-from moebius.model.router_sigmoid import SigmoidConfig
+from moebius.model.routers.sigmoid import SigmoidConfig
 from moebius.model.transformer import Transformer
 from moebius.train.config import CheckpointConfig, Config, MeshConfig, TrainConfig
 from moebius.train.loop import train

@@ -13,10 +13,10 @@ from rich.console import Console
 
 from moebius.cluster.job import Journal, State, read_status
 from moebius.cluster.local import train_here
-from moebius.distributed.checkpoint_files import list_checkpoints, verify
+from moebius.distributed.checkpoint.files import list_checkpoints, verify
 from moebius.evaluation.report import measure, write_text
 from moebius.train.config import Config, resolve
-from moebius.train.recipes import RECIPES
+from moebius.train.recipes.smoke import RECIPES
 from moebius.train.run_folder import open_run, place_data
 
 SMALL = (
@@ -61,7 +61,7 @@ def disturbed(folder: Path) -> tuple[Path, str]:
     """Through the command, as a user would: `moebius submit`, without a terminal."""
     run_dir = folder / "disturbed"
     changes = [*SMALL, f"data.input=['{folder}/text.txt']", f"data.directory={folder}/submitted"]
-    command = [sys.executable, "-c", "from moebius.cli import main; main()", "submit", "smoke", *changes]
+    command = [sys.executable, "-c", "from moebius.cli.main import main; main()", "submit", "smoke", *changes]
     ended = subprocess.run(
         [*command, "--run-dir", str(run_dir)], cwd=folder, stdin=subprocess.DEVNULL, capture_output=True, text=True,
         env=os.environ | {"COLUMNS": "120"},

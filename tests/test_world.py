@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from world import RankFailed, run_ranks
 
-from moebius.distributed.process import start_process
+from moebius.distributed.process.process import start_process
 
 
 @dataclass(frozen=True)

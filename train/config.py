@@ -1,6 +1,6 @@
 """A run, fully described: the sections that live beside their code, joined and checked against each other.
 
-A run is named by a recipe (train/recipes.py) or a TOML file and changed with dotted overrides:
+A run is named by a recipe (train/recipes/smoke.py) or a TOML file and changed with dotted overrides:
 `moebius train smoke model.num_experts=64 mesh.ep=2`. The resolved form is written into the run folder as config.json.
 """
 
@@ -18,7 +18,7 @@ from ..distributed.layout import MeshConfig, check_experts, check_runnable, lega
 from ..kernels.backend import KernelConfig
 from ..model.config import HaltingConfig, ModelConfig
 from ..model.recompute import Recompute
-from ..model.routers import ROUTERS
+from ..model.routers.table import ROUTERS
 from .optim import OptimConfig
 
 _RENAMED = {"model.top_k": "model.router.top_k", "model.feed_forward_balance": "model.router.balance"}

@@ -9,7 +9,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from ..data_pipeline.loader import validation_batches
-from ..distributed.process import Process
+from ..distributed.process.process import Process
 from ..model.precision import forward_in
 from ..model.transformer import Transformer
 from .config import Config

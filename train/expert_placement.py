@@ -21,13 +21,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
-from ..distributed.dispatch_homes import Homes
+from ..distributed.dispatch.expert_map import Homes
 from ..distributed.gradients import GradientReducer
 from ..distributed.layout import MeshConfig
 from ..distributed.mesh import Mesh
-from ..distributed.moving import banks_of, homes_of, move_experts
-from ..distributed.placement import hottest_factor, rebalanced
-from ..distributed.replicas import CopyReducer
+from ..distributed.placement.balance_load import hottest_factor, rebalanced
+from ..distributed.placement.move import banks_of, homes_of, move_experts
+from ..distributed.placement.replicas import CopyReducer
 from ..model.transformer import Transformer
 
 # Which banks of a layer are routed by each kind of router.

@@ -15,16 +15,16 @@ from pathlib import Path
 import torch
 
 from ..data_pipeline.loader import Batch, Loader
-from ..distributed.dispatch import counters_of
+from ..distributed.dispatch.choose import counters_of
 from ..distributed.gradients import clip_gradients
-from ..distributed.process import start_process
+from ..distributed.process.process import start_process
 from ..model.precision import forward_in
 from .config import Config
 from .evaluate import evaluate
 from .loss import micro_batch_loss
 from .metrics import MetricsLog, StepMeter, exchange_metrics, expert_metrics
 from .optim import learning_rate_at
-from .routing_trace import StepTrace
+from .routing.trace import StepTrace
 from .run import Run, assemble, open_loader, open_log, resume, whole_parameters, write_result
 from .state import seed_micro_batch, state_tensors
 

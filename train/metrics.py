@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.tensorboard import SummaryWriter
 
-from ..distributed.exchange import Counters, hottest_factor
+from ..distributed.dispatch.exchange import Counters, hottest_factor
 from .loss import MicroBatchLoss
 
 _BOARD_EVERY = 10  # lines between two of the lists that TensorBoard gets: one scalar each would cost more than the line

@@ -11,15 +11,15 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from ..data_pipeline.loader import Loader
-from ..distributed.agreement import code_facts, flat_facts, layout_facts, parameter_facts
-from ..distributed.checkpoint import Checkpointer, latest_for_all, load, meta_for_all
+from ..distributed.checkpoint.checkpointer import Checkpointer, latest_for_all, load, meta_for_all
 from ..distributed.gradients import GradientReducer
 from ..distributed.layout import plan_layout
+from ..distributed.local_shard import held_of
 from ..distributed.mesh import Mesh, build_mesh
 from ..distributed.parallelize import build_model, expert_names
-from ..distributed.process import Process
-from ..distributed.replicas import CopyReducer
-from ..distributed.shards import held_of
+from ..distributed.placement.replicas import CopyReducer
+from ..distributed.process.agreement import code_facts, flat_facts, layout_facts, parameter_facts
+from ..distributed.process.process import Process
 from ..kernels import onednn
 from ..kernels.backend import prepare, resolve_backend
 from ..model.compiled import compile_dense_parts

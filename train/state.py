@@ -9,8 +9,8 @@ from dataclasses import asdict, dataclass
 import torch
 from torch import Tensor
 
+from ..distributed.local_shard import Held, held_of, local_tensor
 from ..distributed.sharding import free_gathered
-from ..distributed.shards import Held, held_of, local_tensor
 from ..model.transformer import Transformer
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")

@@ -11,9 +11,9 @@ from moebius.distributed.gradients import (
     global_grad_norm,
 )
 from moebius.distributed.layout import MeshConfig, plan_layout
+from moebius.distributed.local_shard import block, hold
 from moebius.distributed.mesh import build_mesh
-from moebius.distributed.process import start_process
-from moebius.distributed.shards import block, hold
+from moebius.distributed.process.process import start_process
 
 NUM_EXPERTS = 4
 DENSE_SHAPES = [(3, 5), (7,), (2, 3, 4), (1,)]

@@ -22,7 +22,7 @@ from moebius.distributed.layout import (
     plan_layout,
 )
 from moebius.distributed.mesh import build_mesh
-from moebius.distributed.process import Process, start_process, stop_process
+from moebius.distributed.process.process import Process, start_process, stop_process
 
 SIZES = [
     (1, 1, None),

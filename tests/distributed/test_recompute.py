@@ -14,17 +14,17 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from world import run_ranks
 
-from moebius.distributed.cost_model import Choice, Setting, predict_memory
-from moebius.distributed.dispatch import counters_of
-from moebius.distributed.hardware import HARDWARE
+from moebius.distributed.dispatch.choose import counters_of
 from moebius.distributed.layout import MeshConfig, plan_layout
 from moebius.distributed.mesh import Mesh, build_mesh
 from moebius.distributed.parallelize import build_model
-from moebius.distributed.process import start_process
-from moebius.distributed.routing_skew import RoutingSkew
-from moebius.distributed.workload import describe
+from moebius.distributed.process.process import start_process
 from moebius.model.precision import forward_in
 from moebius.model.recompute import Recompute
+from moebius.planning.cost_model import Choice, Setting, predict_memory
+from moebius.planning.hardware import HARDWARE
+from moebius.planning.routing_skew import RoutingSkew
+from moebius.planning.workload import describe
 from moebius.train.loss import micro_batch_loss
 
 RANKS, MICRO_BATCH, POSITIONS = 4, 4, 6

@@ -6,13 +6,13 @@ import torch
 from torch import Tensor
 from world import run_ranks
 
-from moebius.distributed.exchange import AllToAll, Counters, Pending
+from moebius.distributed.dispatch.exchange import AllToAll, Counters, Pending
 from moebius.distributed.layout import MeshConfig, plan_layout
 from moebius.distributed.mesh import build_mesh
 from moebius.distributed.parallelize import build_model
-from moebius.distributed.process import start_process
+from moebius.distributed.process.process import start_process
 from moebius.model.config import ModelConfig
-from moebius.model.router_sigmoid import SigmoidConfig
+from moebius.model.routers.sigmoid import SigmoidConfig
 
 WIDTH, DEPTH = 24, 4
 MODEL = ModelConfig(

@@ -9,7 +9,7 @@ from kernel_cases import CASES, Perceptrons, make_routes, relative
 from torch import Tensor
 
 from moebius.kernels import backend, segments
-from moebius.kernels.doors import routed_linear, routed_mlp
+from moebius.kernels.functional import routed_linear, routed_mlp
 from moebius.kernels.gradients import one_pass
 from moebius.kernels.operands import LinearCall, MLPCall, MLPGradients
 

@@ -16,10 +16,10 @@ from moebius.model.cost import (
     parity_experts,
     parity_width,
 )
-from moebius.model.router import ChoiceConfig
-from moebius.model.router_sigmoid import SigmoidConfig
+from moebius.model.routers.router import ChoiceConfig
+from moebius.model.routers.sigmoid import SigmoidConfig
 from moebius.model.transformer import Transformer
-from moebius.train.recipes import RECIPES
+from moebius.train.recipes.smoke import RECIPES
 
 TINY = ModelConfig(
     vocab_size=61, d_model=24, num_layers=6, group_size=2, num_heads=3, d_head=10, num_attention_experts=5,

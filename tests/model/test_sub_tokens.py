@@ -12,7 +12,7 @@ from world import run_ranks
 from moebius.distributed.layout import MeshConfig, plan_layout
 from moebius.distributed.mesh import build_mesh
 from moebius.distributed.parallelize import build_model, expert_names
-from moebius.distributed.process import start_process
+from moebius.distributed.process.process import start_process
 from moebius.model.config import ModelConfig
 from moebius.model.initialise import draw, initialise
 from moebius.model.moe import SparseFeedForward

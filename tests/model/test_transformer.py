@@ -8,10 +8,10 @@ from moebius.model.config import ModelConfig
 from moebius.model.initialise import draw, initialise
 from moebius.model.layers import rotary_table
 from moebius.model.precision import cast_weights, forward_in
-from moebius.model.router_sigmoid import SigmoidConfig
+from moebius.model.routers.sigmoid import SigmoidConfig
 from moebius.model.transformer import Transformer
-from moebius.train.recipes import RECIPES
-from moebius.train.recipes_published import PUBLISHED
+from moebius.train.recipes.published import PUBLISHED
+from moebius.train.recipes.smoke import RECIPES
 
 TINY = ModelConfig(
     vocab_size=61, d_model=24, num_layers=6, group_size=2, num_heads=3, d_head=10, num_attention_experts=5,

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from moebius.train.config import Config, ConfigError, resolve
-from moebius.train.recipes import RECIPES
+from moebius.train.recipes.smoke import RECIPES
 from moebius.train.run_folder import open_run, place_data
 
 

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 from world import run_ranks
 
-from moebius.distributed.checkpoint import Checkpointer, load, read_meta, verify
-from moebius.distributed.checkpoint_files import audit, open_checkpoint
+from moebius.distributed.checkpoint.checkpointer import Checkpointer, load, read_meta, verify
+from moebius.distributed.checkpoint.files import audit, open_checkpoint
 from moebius.distributed.layout import plan_layout
 from moebius.distributed.mesh import build_mesh
 from moebius.distributed.parallelize import build_model
-from moebius.distributed.process import start_process
+from moebius.distributed.process.process import start_process
 from moebius.model.config import ModelConfig
-from moebius.model.router_deepseek import DeepSeekConfig
+from moebius.model.routers.deepseek import DeepSeekConfig
 from moebius.train.config import MeshConfig
 from moebius.train.optim import OptimConfig, make_optimizer
 from moebius.train.state import allocate_moments, state_tensors

@@ -11,14 +11,14 @@ from torch import Tensor
 from world import run_ranks
 
 from moebius.data_pipeline.config import DataConfig
-from moebius.distributed.checkpoint import load
-from moebius.distributed.checkpoint_files import latest, read_meta, verify
-from moebius.distributed.dispatch_homes import contiguous_homes
+from moebius.distributed.checkpoint.checkpointer import load
+from moebius.distributed.checkpoint.files import latest, read_meta, verify
+from moebius.distributed.dispatch.expert_map import contiguous_homes
 from moebius.distributed.layout import MeshConfig
-from moebius.distributed.moving import banks_of, homes_of
-from moebius.distributed.process import start_process
+from moebius.distributed.placement.move import banks_of, homes_of
+from moebius.distributed.process.process import start_process
 from moebius.model.config import ModelConfig
-from moebius.model.router_sigmoid import SigmoidConfig
+from moebius.model.routers.sigmoid import SigmoidConfig
 from moebius.model.transformer import Transformer
 from moebius.train.config import CheckpointConfig, Config, TrainConfig
 from moebius.train.loop import move_experts, step, train

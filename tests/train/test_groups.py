@@ -9,7 +9,7 @@ from torch import Tensor
 from world import run_ranks
 
 from moebius.data_pipeline.config import DataConfig
-from moebius.distributed.process import start_process
+from moebius.distributed.process.process import start_process
 from moebius.model.config import ModelConfig
 from moebius.train.config import Config, TrainConfig
 from moebius.train.evaluate import evaluate

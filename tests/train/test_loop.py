@@ -11,12 +11,12 @@ from torch import Tensor
 from world import run_ranks
 
 from moebius.data_pipeline.config import DataConfig
-from moebius.distributed.exchange import AllToAll, ExchangeMismatch, Pending
+from moebius.distributed.dispatch.exchange import AllToAll, ExchangeMismatch, Pending
 from moebius.distributed.layout import MeshConfig
-from moebius.distributed.process import start_process
+from moebius.distributed.process.process import start_process
 from moebius.model.config import ModelConfig
-from moebius.model.router_deepseek import DeepSeekConfig
-from moebius.model.router_sigmoid import SigmoidConfig
+from moebius.model.routers.deepseek import DeepSeekConfig
+from moebius.model.routers.sigmoid import SigmoidConfig
 from moebius.train.config import CheckpointConfig, Config, TrainConfig
 from moebius.train.loop import step, train
 from moebius.train.run import assemble, open_loader

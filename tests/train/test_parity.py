@@ -12,12 +12,12 @@ from world import run_ranks
 
 from moebius.data_pipeline.config import DataConfig
 from moebius.data_pipeline.loader import Batch
-from moebius.distributed.checkpoint import load
-from moebius.distributed.checkpoint_files import latest, list_checkpoints
+from moebius.distributed.checkpoint.checkpointer import load
+from moebius.distributed.checkpoint.files import latest, list_checkpoints
 from moebius.distributed.parallelize import expert_names
-from moebius.distributed.process import start_process
+from moebius.distributed.process.process import start_process
 from moebius.model.config import ModelConfig
-from moebius.model.router_sigmoid import SigmoidConfig
+from moebius.model.routers.sigmoid import SigmoidConfig
 from moebius.model.transformer import Transformer
 from moebius.train.config import CheckpointConfig, Config, MeshConfig, TrainConfig
 from moebius.train.loop import step, train

@@ -10,7 +10,7 @@ from world import run_ranks
 from moebius.data_pipeline.config import DataConfig
 from moebius.distributed.layout import MeshConfig
 from moebius.model.config import ModelConfig
-from moebius.model.router_sigmoid import SigmoidConfig
+from moebius.model.routers.sigmoid import SigmoidConfig
 from moebius.train import run as parts_of_a_run
 from moebius.train.config import CheckpointConfig, Config, TrainConfig
 from moebius.train.loop import train

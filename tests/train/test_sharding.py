@@ -16,17 +16,17 @@ from torch.distributed.tensor import DTensor
 from world import run_ranks
 
 from moebius.data_pipeline.config import DataConfig
-from moebius.distributed.process import start_process
-from moebius.distributed.shards import Held, held_of, local_tensor
+from moebius.distributed.local_shard import Held, held_of, local_tensor
+from moebius.distributed.process.process import start_process
 from moebius.model.config import ModelConfig
 from moebius.model.precision import enters_a_product
-from moebius.model.router_sigmoid import SigmoidConfig
+from moebius.model.routers.sigmoid import SigmoidConfig
 from moebius.train import run as parts_of_a_run
 from moebius.train.config import CheckpointConfig, Config, MeshConfig, TrainConfig
 from moebius.train.evaluate import evaluate
 from moebius.train.loop import step, train
 from moebius.train.optim import OptimConfig
-from moebius.train.recipes_family import FAMILY
+from moebius.train.recipes.family import FAMILY
 from moebius.train.run import assemble, open_loader
 from moebius.train.state import state_tensors
 

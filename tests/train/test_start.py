@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 from world import run_ranks
 
-from moebius.distributed import agreement
-from moebius.distributed.agreement import AgreementError
-from moebius.distributed.process import start_process
+from moebius.distributed.process import agreement
+from moebius.distributed.process.agreement import AgreementError
+from moebius.distributed.process.process import start_process
 from moebius.kernels.backend import KernelConfig
 from moebius.model.config import ModelConfig
-from moebius.model.router_sigmoid import SigmoidConfig
+from moebius.model.routers.sigmoid import SigmoidConfig
 from moebius.train import run as run_module
 from moebius.train.config import Config, MeshConfig, TrainConfig
 from moebius.train.run import assemble

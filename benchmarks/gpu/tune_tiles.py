@@ -1,0 +1,202 @@
+"""Measures tiles of the Triton kernels on this GPU, and writes the table of kernels/triton/tiles.py anew.
+
+    python -m benchmarks.gpu.tune_tiles [--seconds 90] [--kernels gather rows …] [--precision bf16] [--out FOLDER]
+
+Entry by entry, in the order of what an expert layer costs: the call of the backend that uses it (forward, backward of the rows,
+or weight gradients of a layer of the 244M model: D 1024, F 128, E 387, K 16, at 16,384 tokens for "many" rows per expert and
+4,096 for "few") is captured in a CUDA graph with each candidate, so that only the GPU's time counts, and replayed. All else stays
+the same, so the fastest call has the fastest tile. A candidate that does not fit the chip, or whose answer is not that of the
+present tile, is out. When the time is over, what was not measured stays as it was.
+
+Writes kernels/triton/tiles.py; and into FOLDER (results/) tune_tiles.json with every time, and with --out a copy of that module.
+"""
+
+import argparse
+import itertools
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import astuple, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from torch import Tensor
+
+from benchmarks.report import RESULTS, environment, save
+from moebius.kernels.activations import columns_of
+from moebius.kernels.operands import LinearCall, MLPBank, MLPCall, SortedRoutes
+from moebius.kernels.permute import sort_routes
+from moebius.kernels.triton import backend as triton_routed
+from moebius.kernels.triton import tiles as triton_tiles
+from moebius.kernels.triton.tiles import TILES, Tile
+
+Key = tuple[str, str, str]
+Measured = dict[Key, dict[Tile, float | str]]  # milliseconds, or why there are none
+TOKENS = {"many": 16384, "few": 4096}
+WIDTH, HIDDEN, EXPERTS, TOP_K, ODD_WIDTH, ODD_HEAD = 1024, 128, 387, 16, 412, 82
+ORDER = (
+    "ragged",
+    "gather",
+    "rows",
+    "gather_back",
+    "fused",
+    "gather_two",
+    "gather_back_smooth",
+    "fused_two",
+    "ragged_small",
+)
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+REPLAYS = 10
+DEVICE = "cuda"
+TOLERANCE = 2e-2  # of the norm: another tile adds in another order, no more
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--seconds", type=float, default=90.0)
+    parser.add_argument("--kernels", nargs="+", choices=ORDER, default=ORDER)
+    parser.add_argument("--precision", choices=DTYPES, default="bf16")
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    if not torch.cuda.is_available():
+        raise SystemExit("there is no GPU here: a tile is only as good as its time on one")
+    keys = [(kernel, options.precision, load) for kernel in options.kernels for load in TOKENS]
+    measured = measure_all(keys, time.monotonic() + options.seconds, Console())
+    table = TILES | {key: best for key, times in measured.items() if (best := fastest(times)) is not None}
+    figures = {"/".join(key): [[*astuple(tile), ms] for tile, ms in times.items()] for key, times in measured.items()}
+    columns = ["rows", "columns", "depth", "warps", "stages", "ms"]
+    save("tune_tiles", {"columns": columns, "measured": figures}, folder=options.out or RESULTS)
+    facts, path = environment(), Path(triton_tiles.__file__)
+    origin = f"{len(measured)} entries measured on {facts['gpu']}, commit {facts['commit']}; the others chosen by hand"
+    written = rewritten(path.read_text(encoding="utf-8"), table, origin)
+    for place in (path, *([options.out / path.name] if options.out else [])):
+        place.write_text(written, encoding="utf-8")
+
+
+def measure_all(keys: Sequence[Key], deadline: float, console: Console) -> Measured:
+    """Of each entry the present tile first; an entry that the time does not suffice for is left out."""
+    measured: Measured = {}
+    for key in keys:
+        present, times = TILES[key], {}
+        for tile in candidates(key):
+            if time.monotonic() > deadline:
+                break
+            TILES[key] = tile
+            times[tile] = _timed(key)
+        else:
+            measured[key] = times
+        TILES[key] = present
+        if (best := fastest(times)) is not None:
+            console.print(f"{'/'.join(key)}: {best} {times[best]:.3f} ms; {present} {times[present]}")
+            TILES[key] = best if key in measured else present
+    return measured
+
+
+def candidates(key: Key) -> Iterator[Tile]:
+    """The present tile; it with a stage fewer and more; then other sides and numbers of warps, some ten in all."""
+    present = TILES[key]
+    yield present
+    yield from (replace(present, stages=stages) for stages in (present.stages - 1, present.stages + 1) if stages > 1)
+    longest = 256 if key[0].startswith("ragged") else 128
+    for rows, columns, warps in itertools.product((64, 128, 256), (64, 128, 256), (4, 8)):
+        tile = replace(present, rows=rows, columns=columns, warps=warps)
+        accumulators = rows * columns / (32 * warps)  # registers of a thread, of 255
+        if tile != present and 32 <= accumulators <= 128 and max(rows, columns) <= longest:
+            yield tile
+
+
+def fastest(times: dict[Tile, float | str]) -> Tile | None:
+    """None: no candidate could be timed."""
+    timed = {tile: ms for tile, ms in times.items() if isinstance(ms, float)}
+    return min(timed, key=timed.__getitem__, default=None)
+
+
+def rewritten(source: str, table: dict[Key, Tile], origin: str) -> str:
+    """The module's text with another table."""
+    head, rest = source.split("TILES: dict[tuple[str, str, str], Tile] = {\n")
+    before, after = head.split("ORIGIN = ", 1)
+    keys = [", ".join(f'"{part}"' for part in key) for key in table]
+    lines = [f"    ({key}): Tile{astuple(tile)},\n" for key, tile in zip(keys, table.values(), strict=True)]
+    tail = rest[rest.index("}\n") :]
+    head = f'{before}ORIGIN = "{origin.replace(chr(34), chr(39))}"\n{after.partition(chr(10))[2]}'
+    return f"{head}TILES: dict[tuple[str, str, str], Tile] = {{\n{''.join(lines)}{tail}"
+
+
+_expected: dict[Key, Tensor] = {}  # the answer with the first tile
+
+
+def _timed(key: Key) -> float | str:
+    """Milliseconds of the call that uses this entry, or why there are none."""
+    try:
+        call = _call(key)
+        answer = call().double()
+        size = answer.norm().item()  # waits for the GPU: what goes wrong there shows here
+    except Exception as error:  # noqa: BLE001  (the compiler's errors and the driver's have no common base)
+        return f"{type(error).__name__}: {error}".splitlines()[0]
+    off = ((answer - _expected.setdefault(key, answer)).norm() / size).item()
+    if not off < TOLERANCE:
+        return f"another answer: off by {off:.1e} of its norm"
+    return _graph_ms(call)
+
+
+def _graph_ms(call: Callable[[], Tensor]) -> float:
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    graph.replay()
+    begin.record()
+    for _ in range(REPLAYS):
+        graph.replay()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) / REPLAYS
+
+
+def _call(key: Key) -> Callable[[], Tensor]:
+    kernel, precision, load = key
+    options = triton_routed.Options(fused=kernel.startswith("fused"), tf32=precision == "fp32")
+    activation = {"gather_two": "swiglu", "fused_two": "swiglu", "gather_back_smooth": "gelu"}.get(kernel, "relu")
+    routes, new = _routes(load), _drawn(DTYPES[precision])
+    if kernel == "ragged_small":
+        x, w, grad = new(TOKENS[load], ODD_WIDTH), new(EXPERTS, ODD_WIDTH, ODD_HEAD), new(TOKENS[load], ODD_HEAD)
+        call = LinearCall(grad, x, routes, w)
+        return lambda: triton_routed.linear_weight_gradients([call], options=options)[0]
+    w_up, w_down = new(EXPERTS, WIDTH, columns_of(HIDDEN, activation)), new(EXPERTS, HIDDEN, WIDTH)
+    bank = MLPBank(w_up, w_down, None, None, activation)
+    x, grad = new(TOKENS[load], WIDTH), new(TOKENS[load], WIDTH)
+    forward = _forward(x, bank, routes, options)
+    if kernel in ("gather", "gather_two", "rows", "fused", "fused_two"):
+        return lambda: forward()[0]
+    _, kept = forward()
+    if kernel.startswith("gather_back"):
+        return lambda: triton_routed.mlp_backward_rows(grad, x, bank, routes, kept, options=options)[0]
+    deferred = MLPCall(grad, x, routes, kept, new(*kept.shape), bank)
+    return lambda: triton_routed.mlp_weight_gradients([deferred], options=options)[0]
+
+
+def _forward(x: Tensor, bank: MLPBank, routes: SortedRoutes, options: Any) -> Callable[[], tuple[Tensor, Tensor]]:
+    return lambda: triton_routed.mlp_forward(x, bank, routes, options=options)
+
+
+def _drawn(dtype: torch.dtype) -> Callable[..., Tensor]:
+    generator = torch.Generator(device=DEVICE).manual_seed(0)
+    return lambda *shape: torch.randn(shape, generator=generator, device=DEVICE, dtype=dtype)
+
+
+def _routes(load: str) -> SortedRoutes:
+    """Of a skewed router: the fullest expert has some four times the mean."""
+    generator, tokens = torch.Generator(device=DEVICE).manual_seed(1), TOKENS[load]
+    skew = 0.5 * torch.randn(EXPERTS, generator=generator, device=DEVICE)
+    gumbel = -torch.empty(tokens, EXPERTS, device=DEVICE).exponential_(generator=generator).log()
+    experts = (skew + gumbel).topk(TOP_K).indices.flatten()
+    weights = torch.rand(tokens * TOP_K, generator=generator, device=DEVICE)
+    sorting = sort_routes(experts, EXPERTS)
+    return SortedRoutes(
+        weights, sorting.order_N, sorting.place_N, sorting.starts_E1, None, None, tokens, TOP_K, TOP_K, 0
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""The layer of experts beside dense layers and everybody else's."""

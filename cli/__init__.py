@@ -1,0 +1,1 @@
+"""The command `moebius`: one module per command group; they parse, call and print."""

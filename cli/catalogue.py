@@ -1,0 +1,133 @@
+"""The family as a table: what each recipe is, what it costs and what it promises.
+
+A recipe is described by the first line of its docstring. Costs are those of model/cost.py at the length of its sequences.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from ..model.cost import Flops, Parameters, count_parameters, counted_flops, forward_flops, is_upper_bound
+from ..model.routers.router import Promises
+from ..train.config import Config, resolve
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One recipe or configuration file."""
+
+    name: str
+    description: str
+    seq_len: int
+    parameters: Parameters
+    flops: Flops  # forward, per token
+    upper_bound: bool  # the FLOPs of some tokens may be fewer
+    promises: Promises
+    group_sequences: int
+    counted: float | None  # training FLOPs per token as torch counts them; None: not counted
+
+    @property
+    def agrees(self) -> bool:
+        """Formula and counter, to the last FLOP of a group of sequences."""
+        tokens = self.seq_len * self.group_sequences
+        return self.counted is not None and round(self.counted * tokens) == round(self.flops.training * tokens)
+
+    def plain(self) -> dict[str, Any]:
+        """All of it as JSON knows it, totals included."""
+        flops = {**asdict(self.flops), "forward": self.flops.forward, "training": self.flops.training}
+        return {**asdict(self), "flops": flops}
+
+
+def catalogue(
+    names: Sequence[str], recipes: Mapping[str, Callable[[], Config]], *, count: bool = False
+) -> Iterable[Entry]:
+    """The named recipes and TOML files, or all recipes, one by one.
+
+    Args:
+        count: let torch count the FLOPs too, in about 0.03 s for every depth step.
+
+    Raises:
+        ConfigError: there is no such recipe or file.
+    """
+    chosen = [(name, resolve(name, (), recipes)) for name in names or recipes]  # a wrong name before any is shown
+    return (_entry(name, config, _first_line(recipes.get(name)), count=count) for name, config in chosen)
+
+
+def show(entries: Iterable[Entry], *, width: int) -> Group:
+    """The table, and what its columns mean. A recipe is one line of `width` columns; its description is cut to what is left."""
+    shown = list(entries)
+    counted = any(entry.counted is not None for entry in shown)
+    headings = ("recipe", "parameters", "active", "FLOPs/token", *(["counted"] if counted else []), "g", "promises")
+    rows = [tuple(_cells(entry, counted=counted)) for entry in shown]
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
+    left = width
+    for heading, *cells in zip(headings, *rows, strict=True):
+        justify, columns = "left" if heading in ("recipe", "promises") else "right", max(map(len, (heading, *cells)))
+        table.add_column(heading, justify=justify, no_wrap=True, min_width=columns)
+        left -= 2 + columns
+    described = left >= len("architecture")  # a narrow terminal gets the figures, whole
+    if described:
+        table.add_column("architecture", no_wrap=True)
+    for entry, row in zip(shown, rows, strict=True):
+        table.add_row(*map(Text, (*row, _cut(entry.description, left)) if described else row))
+    return Group(table, Text(_legend(counted), style="dim"))
+
+
+def _cut(text: str, length: int) -> str:
+    return text if len(text) <= length else text[: length - 1].rstrip(" ,:") + "…"
+
+
+def _cells(entry: Entry, *, counted: bool) -> Iterable[str]:
+    yield entry.name
+    yield from (short(entry.parameters.total, "B"), short(entry.parameters.active, "B"))
+    yield ("≤ " if entry.upper_bound else "") + short(entry.flops.training)
+    if counted:
+        yield "agrees" if entry.agrees else short(entry.counted or 0)
+    yield from (str(entry.group_sequences), _letters(entry.promises))
+
+
+def short(number: float, giga: str = "G") -> str:
+    """Four digits and a unit: 44,345,792 is 44.35M. Parameters are counted in billions, "B"."""
+    for unit, factor in (("T", 1e12), (giga, 1e9), ("M", 1e6), ("K", 1e3)):
+        if number >= factor:
+            scaled = number / factor
+            return f"{scaled:.{max(0, 4 - len(str(int(scaled))))}f}{unit}"
+    return f"{number:.0f}"
+
+
+def _letters(promises: Promises) -> str:
+    return " ".join(
+        letter if kept else "·"
+        for letter, kept in zip("CIDB", (
+            promises.causal, promises.batch_invariant, promises.dropless, promises.balanced
+        ), strict=True)
+    )  # fmt: skip
+
+
+def _legend(counted: bool) -> str:
+    lines = [
+        "",
+        "active: all that is dense and one token's experts, in one pass over the distinct layers",
+        "FLOPs/token: of training, forward and backward, at the recipe's sequence length; ≤ where tokens may be refused or halt",
+        "g: sequences that are routed together",
+        "promises: Causal, Independent of the other sequences of a batch, Dropless, Balanced by construction",
+    ]
+    if counted:
+        lines.insert(3, "counted: by torch's FlopCounterMode over forward and backward")
+    return "\n".join(lines)
+
+
+def _entry(name: str, config: Config, description: str, *, count: bool) -> Entry:
+    model, seq_len = config.model, config.data.seq_len
+    return Entry(
+        name, description, seq_len, count_parameters(model, seq_len), forward_flops(model, seq_len),
+        is_upper_bound(model), model.promises, model.group_sequences, counted_flops(model, seq_len) if count else None,
+    )  # fmt: skip
+
+
+def _first_line(recipe: Callable[[], Config] | None) -> str:
+    return ((recipe and recipe.__doc__) or "").strip().split("\n")[0].rstrip(".")

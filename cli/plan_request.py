@@ -1,0 +1,58 @@
+"""What `moebius plan` is asked, checked and made into a setting of the cost model."""
+
+from pathlib import Path
+
+from ..planning.cost_model import Setting
+from ..planning.hardware import find_hardware
+from ..planning.measured import read_table
+from ..planning.routing_skew import CONCENTRATION, RoutingSkew, drawn, recorded_in
+from ..planning.workload import describe
+from ..train.config import Config
+
+_PRECISIONS = {"bf16": "bfloat16", "fp32": "float32"}
+
+
+def make_setting(
+    config: Config, *, hardware: str, precision: str | None = None, tokens: int | None = None, skew: str | None = None,
+    measured: Path | None = None, chunks: int = 1,
+) -> Setting:  # fmt: skip
+    """The setting of a run's configuration on a machine.
+
+    Args:
+        hardware: a name or a TOML file.
+        precision: bf16 or fp32; default: the configuration's.
+        tokens: per rank and step; default: the configuration's micro-batch.
+        skew: "balanced", a Dirichlet concentration, or a run folder with recorded loads.
+        measured: a table of measured collectives.
+        chunks: parts in which rows travel.
+
+    Raises:
+        ValueError: one of them is not what it should be.
+    """
+    if config.mesh.replicas:
+        raise ValueError(
+            f"mesh.replicas={config.mesh.replicas}: the planner counts neither the memory of copies of hot experts nor the sum "
+            "of their gradients, and not how much evener they make the ranks; plan with mesh.replicas=0"
+        )
+    machine = find_hardware(hardware)
+    tokens = config.train.micro_batch * config.data.seq_len if tokens is None else tokens
+    if tokens < 1 or chunks < 1:
+        raise ValueError(f"--tokens-per-rank {tokens}, --overlap-chunks {chunks}: both must be at least 1")
+    workload = describe(
+        config.model, seq_len=config.data.seq_len, precision=_PRECISIONS.get(precision or "", config.train.precision)
+    )
+    routing = _skew(skew)
+    routing.check([bank for bank, _ in workload.uses])
+    return Setting(workload, machine, tokens, routing, read_table(measured) if measured else None, chunks)
+
+
+def _skew(text: str | None) -> RoutingSkew:
+    if text is None:
+        return drawn(CONCENTRATION)
+    if text == "balanced":
+        return RoutingSkew()
+    try:
+        concentration = float(text)
+    except ValueError:
+        return recorded_in(Path(text))
+    return drawn(concentration)

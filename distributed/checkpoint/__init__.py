@@ -1,0 +1,1 @@
+"""Checkpoints under global names that any layout loads: reading, writing, resharding, files."""

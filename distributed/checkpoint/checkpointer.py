@@ -1,0 +1,570 @@
+"""Checkpoints: written in the background, committed by one rename, readable by any layout, never executed.
+
+A checkpoint is a torch.distributed.checkpoint directory under global names and whole shapes, experts as [E, ...];
+checkpoint_files.py says what stands in it. What a rank holds of a tensor, its `Held` says (shards.py).
+
+Saving: 1. ranks compare what they hold. 2. Each copies its part into buffers that it keeps (all that training waits for).
+3. In a thread, over a process group of its own, the ranks write `step_00000050.g3.tmp`, summing while they write. 4. Rank 0
+checks that its generation is still the current one, and renames. 5. Old checkpoints go. If anything fails on any rank, the
+temporary directory goes, what was there before stays, and all ranks raise the same error at the next `save` or `wait`.
+
+Cost: one copy of each tensor is staged and written, so a rank stages about 1/world of the dense state and 1/replicas of its
+experts: that much memory, and one copy of it per save.
+"""
+
+import heapq
+import json
+import logging
+import math
+import platform
+import re
+import shutil
+import threading
+import time
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+
+from ..local_shard import Held, whole
+from ..mesh import Mesh
+from ..process.process import Process
+from .files import (
+    Checkpoint,
+    CheckpointError,
+    CheckpointMeta,
+    CorruptCheckpointError,
+    FileSum,
+    Index,
+    SafeReader,
+    StaleGenerationError,
+    StoredCheckpoint,
+    audit,
+    blake2b,
+    damaged_files,
+    dtype_name,
+    latest,
+    list_checkpoints,
+    open_checkpoint,
+    read_meta,
+    refuse,
+    step_name,
+    verify,
+)
+from .parts import Part, PartLoadPlanner, PartSavePlanner
+from .writing import SummingWriter, discard, seal, sync_directory
+
+__all__ = [
+    "Checkpoint",
+    "CheckpointError",
+    "CheckpointMeta",
+    "Checkpointer",
+    "CorruptCheckpointError",
+    "SaveRecord",
+    "StaleGenerationError",
+    "latest",
+    "latest_for_all",
+    "list_checkpoints",
+    "load",
+    "meta_for_all",
+    "read_meta",
+    "verify",
+]
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+_WRITE_TIMEOUT_S = 3600.0  # one rank may wait this long for another's disk; a rank that died is noticed at once
+_TEMPORARY_NAME = re.compile(r"(step_\d{8,})\.(?:g(?P<generation>\d+)|old|deleted)\.tmp")
+
+
+@dataclass(frozen=True)
+class SaveRecord:
+    """How a save ended."""
+
+    step: int
+    path: Path
+    seconds: float  # from the call of `save` to the commit
+    blocked_s: float  # how long the call of `save` took: all that training waited
+    num_bytes: int  # of all ranks
+    error: str | None
+
+
+def latest_for_all(directory: Path, mesh: Mesh) -> Path | None:
+    """The committed checkpoint of the highest step as rank 0 sees it: the same answer on all ranks.
+
+    A collective call. Every rank looking for itself could find another one, or none, while a network file system still
+    shows some of them an old listing.
+    """
+    return _gathered(mesh.world_group, lambda: latest(directory) if mesh.rank == 0 else None)[0]
+
+
+def meta_for_all(path: Path, mesh: Mesh) -> dict[str, Any]:
+    """What was saved with a checkpoint, as rank 0 reads it: the same, or the same error, on all ranks. A collective call."""
+    return _gathered(mesh.world_group, lambda: read_meta(path).meta if mesh.rank == 0 else {})[0]
+
+
+# Loading -----------------------------------------------------------------------------------------------------------
+
+
+def load(
+    path: Path,
+    tensors: Mapping[str, Tensor],
+    held: Mapping[str, Held] = MappingProxyType({}),
+    *,
+    mesh: Mesh | None = None,
+    check_bytes: bool = True,
+    allow_unexpected: bool = False,
+) -> dict[str, Any]:
+    """Fills `tensors` in place from a checkpoint of any layout and returns the meta that was saved with it.
+
+    `held` says of each what this rank holds of it; those without are whole. Without a mesh nothing is communicated; with one
+    it is a collective call, and an error is raised on all ranks. Nothing is overwritten unless everything fits: names,
+    shapes, dtypes, every element once, and (with `check_bytes`) the checksum of every file. `allow_unexpected` lets the
+    checkpoint hold more than is asked for (weights without the optimizer's state).
+
+    Safe on files of unknown origin: JSON and torch's weights_only loader are all that reads them.
+    """
+    group = None if mesh is None else mesh.world_group
+    rank, world_size = (0, 1) if mesh is None else (mesh.rank, mesh.layout.world_size)
+
+    def check() -> StoredCheckpoint:
+        stored = open_checkpoint(path)
+        share = sorted(stored.manifest.files)[rank::world_size] if check_bytes else []
+        refuse(path, audit(stored) + damaged_files(stored, share))
+        if unlike := _differences(stored, tensors, held, allow_unexpected):
+            listed = "\n  ".join(unlike)
+            raise CheckpointError(f"{path} does not fit what is asked for:\n  {listed}")
+        return stored
+
+    stored = _together(group, check)
+    state = {
+        name: Part(tensor.detach(), held[name]) if name in held else tensor.detach() for name, tensor in tensors.items()
+    }
+    _read_into(state, stored, group)
+    return stored.meta.meta
+
+
+def _differences(
+    stored: StoredCheckpoint, tensors: Mapping[str, Tensor], held: Mapping[str, Held], allow_unexpected: bool
+) -> list[str]:
+    """Where the checkpoint and what is asked for do not fit, in words."""
+    found = stored.index.tensors
+    problems = [f"missing in the checkpoint: {name}" for name in tensors if name not in found]
+    if not allow_unexpected:
+        problems += [f"in the checkpoint but not asked for: {name}" for name in found if name not in tensors]
+    problems += [text for name, part in held.items() for text in _misfits(name, tensors[name], part)]
+    for name, tensor in tensors.items():
+        if name not in found:
+            continue
+        shape = held[name].shape if name in held else tuple(tensor.shape)
+        if found[name].shape != shape:
+            problems.append(f"{name}: shape {list(found[name].shape)} in the checkpoint, {list(shape)} here")
+        elif found[name].dtype != dtype_name(tensor.dtype):
+            problems.append(f"{name}: {found[name].dtype} in the checkpoint, {dtype_name(tensor.dtype)} here")
+    return problems
+
+
+def _read_into(state: dict[str, Any], stored: StoredCheckpoint, group: dist.ProcessGroup | None) -> None:
+    planner = PartLoadPlanner(flatten_state_dict=False)
+    try:
+        with warnings.catch_warnings():  # it warns that a world of one is one
+            warnings.filterwarnings("ignore", message="torch.distributed is")
+            dcp_load(
+                state, storage_reader=SafeReader(stored), planner=planner, process_group=group, no_dist=group is None
+            )
+    except CheckpointException as error:
+        raise CheckpointError(f"{stored.path} cannot be read: {_causes(error)}") from None
+
+
+# Saving ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Job:
+    """One save, ready to be written."""
+
+    step: int
+    tensors: dict[str, Any]  # this rank's part, in the staging buffers
+    num_experts: dict[str, int]
+    meta: dict[str, Any]
+    started_s: float  # time.monotonic() when `save` was called
+    blocked_s: float
+
+
+Signature = dict[str, tuple[tuple[int, ...], str, int, bool]]  # name -> whole shape, dtype, ranks per copy, experts?
+
+
+class Checkpointer:
+    """Saves checkpoints of one run, one at a time, in the background. Call `wait` before the process ends.
+
+    `generation_file` is the supervisor's fence: where it exists, only the generation whose number it holds commits.
+    Making one is a collective call; it removes what dead generations left unfinished.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        mesh: Mesh,
+        process: Process,
+        keep_last: int,
+        generation: int,
+        generation_file: Path | None,
+    ) -> None:
+        if keep_last < 1:
+            raise ValueError(f"keep_last must be at least 1, got {keep_last}: the newest checkpoint always stays")
+        self._directory = directory
+        self._rank = process.rank
+        self._device = process.device
+        self._layout = mesh.layout
+        self._keep_last = keep_last
+        self._generation = generation
+        self._generation_file = generation_file
+        timeout = timedelta(seconds=max(process.timeout_s, _WRITE_TIMEOUT_S))
+        self._group = _gloo_group(timeout)
+        self._buffers: dict[str, Tensor] = {}
+        self._thread: threading.Thread | None = None
+        self._failure: CheckpointError | None = None
+        self._records: deque[SaveRecord] = deque()
+        self._on_rank_0(self._prepare_directory)
+
+    def save(self, step: int, tensors: Mapping[str, Tensor], held: Mapping[str, Held], meta: dict[str, Any]) -> None:
+        """Takes a copy of `tensors` and returns; the copy is written meanwhile. A collective call.
+
+        All ranks give the same names. `held` says of each what this rank holds of it; those without are whole, and the same on
+        every rank. `meta` must be JSON; rank 0's is kept. Waits for the save before, and raises its error.
+        """
+        started_s = time.monotonic()
+        self.wait()
+        signature, encoded_meta = _together(self._group, lambda: (self._signature(tensors, held), _as_json(meta)))
+        self._compare(signature)
+        job = _Job(
+            step=step,
+            tensors=self._stage(signature, tensors, held),
+            num_experts={name: shape[0] for name, (shape, *_, has_experts) in signature.items() if has_experts},
+            meta=json.loads(encoded_meta),
+            started_s=started_s,
+            blocked_s=time.monotonic() - started_s,
+        )
+        self._thread = threading.Thread(target=self._run, args=(job,), name=f"checkpoint-{step}", daemon=True)
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Until no save is pending. Raises the error of a failed one, on every rank, once."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+
+    def poll(self) -> list[SaveRecord]:
+        """The saves that ended since the last call, failed ones included. Never waits, never raises."""
+        return [self._records.popleft() for _ in range(len(self._records))]
+
+    def _stage(self, signature: Signature, tensors: Mapping[str, Tensor], held: Mapping[str, Held]) -> dict[str, Any]:
+        """Copies what this rank will write into its buffers."""
+        owners = owners_of(signature, self._layout.world_size)
+        mine = [
+            name
+            for name, (_, _, ranks_per_copy, _) in signature.items()
+            if owners[name] == self._rank // ranks_per_copy
+        ]
+        for name in mine:
+            source, buffer = tensors[name].detach(), self._buffers.get(name)
+            if buffer is None or buffer.shape != source.shape or buffer.dtype != source.dtype:
+                buffer = torch.empty(source.shape, dtype=source.dtype, pin_memory=source.is_cuda)
+                self._buffers[name] = buffer
+            buffer.copy_(source, non_blocking=True)
+        if any(tensors[name].is_cuda for name in mine):
+            torch.cuda.current_stream().synchronize()
+        return {
+            name: Part(self._buffers[name], held[name]) if name in held else self._buffers[name] for name in mine
+        }  # fmt: skip
+
+    def _signature(self, tensors: Mapping[str, Tensor], held: Mapping[str, Held]) -> Signature:
+        if unknown := sorted(set(held) - set(tensors)):
+            raise CheckpointError(f"said to be held in part, but not among the tensors: {unknown}")
+        parts = {name: held.get(name) or whole(tensor.shape) for name, tensor in tensors.items()}
+        if misfits := [text for name, part in held.items() for text in _misfits(name, tensors[name], part)]:
+            raise CheckpointError("\n  ".join(misfits))
+        return {
+            name: (part.shape, dtype_name(tensors[name].dtype), part.ranks_per_copy, part.has_experts)
+            for name, part in parts.items()
+        }
+
+    def _compare(self, signature: Signature) -> None:
+        """Every rank must hold the same names, shapes and dtypes; a checksum suffices unless they do not."""
+        digest = blake2b(json.dumps(signature, sort_keys=True).encode())
+        if len(set(_gathered(self._group, lambda: digest))) == 1:
+            return
+        first, *others = _gathered(self._group, lambda: signature)
+        for rank, other in enumerate(others, start=1):
+            unlike = [name for name in {**first, **other} if first.get(name) != other.get(name)]
+            if unlike:
+                raise CheckpointError(
+                    f"ranks hold different tensors: {unlike[0]!r} is {first.get(unlike[0], 'absent')} on rank 0 and "
+                    f"{other.get(unlike[0], 'absent')} on rank {rank} ({len(unlike)} differ in all); every rank must save "
+                    "the same names, shapes and dtypes"
+                )
+
+    # In the background ---------------------------------------------------------------------------------------------
+
+    def _run(self, job: _Job) -> None:
+        final = self._directory / step_name(job.step)
+        temporary = self._directory / f"{final.name}.g{self._generation}.tmp"
+        num_bytes, error = 0, None
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)  # a new thread begins on the first GPU, which is another rank's
+        try:
+            num_bytes = self._write_and_commit(job, temporary, final)
+        except (Exception, CheckpointException) as cause:  # noqa: BLE001 - a thread has nobody to raise to: `wait` does
+            kind = type(cause) if isinstance(cause, CheckpointError) else CheckpointError
+            error = (
+                f"the checkpoint of step {job.step} was not saved: {_causes(cause)}; {_what_remains(self._directory)}"
+            )
+            self._failure = kind(error)
+            if self._rank == 0:
+                discard(temporary)
+                logger.error("%s", error)
+        seconds = time.monotonic() - job.started_s
+        self._records.append(SaveRecord(job.step, final, seconds, job.blocked_s, num_bytes, error))
+
+    def _write_and_commit(self, job: _Job, temporary: Path, final: Path) -> int:
+        self._on_rank_0(lambda: self._make_temporary(temporary))
+        writer = SummingWriter(temporary)
+        dcp_save(
+            job.tensors,
+            storage_writer=writer,
+            planner=PartSavePlanner(flatten_state_dict=False),
+            process_group=self._group,
+        )
+        sums = {
+            name: found for part in _gathered(self._group, lambda: writer.files.sums) for name, found in part.items()
+        }
+        return self._on_rank_0(lambda: self._commit(job, temporary, final, writer.index, sums)) or 0
+
+    def _commit(self, job: _Job, temporary: Path, final: Path, index: Index, sums: dict[str, FileSum]) -> int:
+        """Rank 0: describes what all ranks wrote and makes it visible in one step. Returns its size in bytes."""
+        unseen = [name for name, sum_ in sums.items() if not _has_size(temporary / name, sum_.num_bytes)]
+        if unseen:
+            raise CheckpointError(
+                f"rank 0 does not see {unseen[0]} ({len(unseen)} such files) as its rank wrote it: "
+                "the run folder must be the same shared folder on all nodes"
+            )
+        num_bytes = seal(temporary, index, self._meta_of(job), sums)
+        self._refuse_if_stale()
+        _publish(temporary, final)
+        self._delete_old(job.step)
+        return num_bytes
+
+    def _meta_of(self, job: _Job) -> CheckpointMeta:
+        return CheckpointMeta(
+            step=job.step,
+            generation=self._generation,
+            layout=self._layout,
+            num_experts=job.num_experts,
+            versions=_versions(),
+            meta=job.meta,
+        )
+
+    def _make_temporary(self, temporary: Path) -> None:
+        self._refuse_if_stale()
+        discard(temporary)
+        temporary.mkdir(parents=True)
+
+    def _refuse_if_stale(self) -> None:
+        """The fence. (A rename right after it could still be late; by then the state is the same run's all the same.)"""
+        if self._generation_file is None or not self._generation_file.exists():
+            return
+        current = self._generation_file.read_text().strip()
+        if current != str(self._generation):
+            raise StaleGenerationError(
+                f"generation {self._generation} may not commit: {self._generation_file} says {current or 'nothing'}; "
+                "the job was started anew and this process is a leftover that must end"
+            )
+
+    def _prepare_directory(self) -> None:
+        try:
+            self._directory.mkdir(parents=True, exist_ok=True)
+            self._refuse_if_stale()  # what would be cleaned may be the current generation's
+            self._clean_leftovers()
+        except OSError as error:
+            raise CheckpointError(
+                f"cannot write checkpoints into {self._directory}: {error.strerror}; "
+                "choose a run folder that this user may write to"
+            ) from error
+
+    def _clean_leftovers(self) -> None:
+        for path in self._directory.iterdir():
+            match = _TEMPORARY_NAME.fullmatch(path.name)
+            if match is None or int(match["generation"] or 0) > self._generation:
+                continue  # what a later generation writes is not ours to touch
+            committed = self._directory / match[1]
+            if path.name.endswith(".old.tmp") and not committed.exists():
+                path.rename(committed)  # we died between two renames: this is the last good one
+            else:
+                discard(path)
+
+    def _delete_old(self, step: int) -> None:
+        """Keeps the last n up to the one just written. A later one (we fell back behind it) is not judged here."""
+        past = [found for found in list_checkpoints(self._directory) if found.step <= step]
+        for checkpoint in past[: -self._keep_last]:
+            doomed = checkpoint.path.with_name(f"{checkpoint.path.name}.deleted.tmp")
+            try:
+                checkpoint.path.rename(doomed)  # half a directory must never look like a checkpoint
+            except OSError as error:
+                logger.warning("the old checkpoint %s could not be deleted: %s", checkpoint.path, error)
+            else:
+                discard(doomed)
+
+    def _on_rank_0(self, act: Callable[[], T]) -> T | None:
+        """Rank 0 acts, all ranks get its result or its error."""
+        return _gathered(self._group, lambda: act() if self._rank == 0 else None)[0]
+
+
+def owners_of(signature: Signature, world_size: int) -> dict[str, int]:
+    """Which copy of every tensor is written, the same on every rank: largest first, to the ranks with the least bytes so far.
+
+    Tensors that many ranks share go first, so the ranks of a later, smaller copy have the same load; 10,240 ranks and 1,000
+    tensors take 30 ms, in every save.
+    """
+    owners: dict[str, int] = {}
+    sizes = {name: _num_bytes(shape, dtype) for name, (shape, dtype, *_) in signature.items()}
+    least = [(0.0, 0)]  # a heap of every copy's load per rank, and its first rank
+    before = world_size
+    for name in sorted(signature, key=lambda name: (-signature[name][2], -sizes[name], name)):
+        ranks_per_copy = signature[name][2]
+        if ranks_per_copy != before:
+            least = [(load, rank) for load, first in least for rank in range(first, first + before, ranks_per_copy)]
+            heapq.heapify(least)
+            before = ranks_per_copy
+        load, first = least[0]
+        heapq.heapreplace(least, (load + sizes[name] / ranks_per_copy, first))
+        owners[name] = first // ranks_per_copy
+    return owners
+
+
+def _num_bytes(shape: tuple[int, ...], dtype: str) -> int:
+    return math.prod(shape) * getattr(torch, dtype).itemsize
+
+
+# Small acts --------------------------------------------------------------------------------------------------------
+
+
+def _gathered(group: dist.ProcessGroup | None, act: Callable[[], T]) -> list[T]:
+    """What `act` returned on every rank; if it raised on one, all ranks raise. A collective call unless group is None."""
+    if group is None:
+        return [act()]
+    value, error = None, None
+    try:
+        value = act()
+    except Exception as caught:  # noqa: BLE001 - whatever it is, the others wait to hear of it
+        error = caught if isinstance(caught, CheckpointError) else CheckpointError(_causes(caught))
+    outcomes: list[Any] = [None] * group.size()
+    dist.all_gather_object(outcomes, (value, error), group=group)
+    failures = {rank: error for rank, (_, error) in enumerate(outcomes) if error is not None}
+    if failures:
+        raise _joined(failures)
+    return [value for value, _ in outcomes]
+
+
+def _together(group: dist.ProcessGroup | None, act: Callable[[], T]) -> T:
+    """What `act` returned here; if it raised on one rank, all ranks raise. A collective call unless group is None."""
+    own: list[T] = []
+    _gathered(group, lambda: own.append(act()))
+    return own[0]
+
+
+def _joined(failures: Mapping[int, CheckpointError]) -> CheckpointError:
+    """One error for all ranks; what several of them say alike is said once."""
+    ranks: dict[str, list[int]] = {}
+    for rank, error in failures.items():
+        ranks.setdefault(str(error), []).append(rank)
+    kind = type(next(iter(failures.values())))
+    if len(ranks) == 1:
+        return kind(next(iter(ranks)))
+    return kind("\n".join(f"rank {', '.join(map(str, who))}: {text}" for text, who in ranks.items()))
+
+
+def _causes(error: BaseException) -> str:
+    """An error in words; for DCP's, the words of each rank."""
+    if isinstance(error, CheckpointException):
+        return "; ".join(f"rank {rank}: {_causes(cause)}" for rank, (cause, _) in sorted(error.failures.items()))
+    return str(error) if isinstance(error, CheckpointError | OSError) else f"{type(error).__name__}: {error}"
+
+
+def _gloo_group(timeout: timedelta) -> dist.ProcessGroup:
+    """All ranks, on the CPU, apart from training's own collectives."""
+    group = dist.new_group(backend="gloo", timeout=timeout, group_desc="checkpoints")
+    if not isinstance(group, dist.ProcessGroup):
+        raise AssertionError("a group of all ranks has this rank in it")
+    return group
+
+
+def _misfits(name: str, tensor: Tensor, held: Held) -> Iterator[str]:
+    """Boxes that do not lie in the tensor that should hold them."""
+    for box in held.boxes:
+        if len(box.local) != tensor.dim() or any(
+            start + size > end for start, size, end in zip(box.local, box.sizes, tensor.shape, strict=True)
+        ):
+            yield f"{name} has shape {list(tensor.shape)} here, in which there is no block of {box.sizes} at {box.local}"
+            return
+
+
+def _publish(temporary: Path, final: Path) -> None:
+    """Makes the checkpoint visible by a rename; one of the same step that is there already steps aside for it."""
+    aside = final.with_name(f"{final.name}.old.tmp")
+    if final.exists():
+        final.rename(aside)
+    try:
+        temporary.rename(final)
+    except OSError:
+        if aside.exists():
+            aside.rename(final)
+        raise
+    sync_directory(final.parent)
+    discard(aside)
+
+
+def _what_remains(directory: Path) -> str:
+    """What the user still has after a save that failed. Its own failure must not hide the first."""
+    try:
+        found = latest(directory)
+        free_mib = shutil.disk_usage(directory).free / 2**20
+    except OSError as error:
+        return f"{directory} cannot be read any more: {error.strerror}"
+    remains = f"{found.name} is still there and untouched" if found else "there is no earlier one"
+    return f"{remains} ({free_mib:,.0f} MiB free on its disk)"
+
+
+def _has_size(path: Path, num_bytes: int) -> bool:
+    return path.is_file() and path.stat().st_size == num_bytes
+
+
+def _as_json(meta: dict[str, Any]) -> str:
+    try:
+        return json.dumps(meta)
+    except TypeError as error:
+        raise CheckpointError(f"meta must be JSON: {error}; tensors belong among the tensors") from error
+
+
+def _versions() -> dict[str, str]:
+    try:
+        own = version("moebius")
+    except PackageNotFoundError:
+        own = "unknown"
+    return {"moebius": own, "torch": torch.__version__, "python": platform.python_version()}

@@ -1,0 +1,519 @@
+"""What stands in a checkpoint's directory: its small files, finding it, checking it. No processes, nothing executed.
+
+    step_00000050/  __<rank>_0.distcp   the tensors that this rank wrote (torch.save, read with weights_only)
+                    .metadata           DCP's own index, a pickle: for other readers; never opened here
+                    index.json          the same index: name -> dtype, shape, chunks -> file, offset, length
+                    meta.json           step, layout, experts per sharded tensor, versions, and the caller's meta
+                    manifest.json       size and BLAKE2b of every file above
+
+Checking reads every byte, at about 0.8 GB/s and core.
+"""
+
+import hashlib
+import io
+import itertools
+import json
+import math
+import os
+import pickle
+import re
+import stat
+import struct
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import torch
+from pydantic import BaseModel, ConfigDict
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
+from torch.distributed.checkpoint.storage import StorageReader
+from torch.futures import Future
+
+from ..layout import Layout
+
+SUM_BYTES = 16
+_READ_BYTES = 2**22
+# What torch.load raises on bytes that are no tensor: from its zip reader, its unpickler, and what calls those with nonsense.
+_DECODING_ERRORS = (
+    RuntimeError, pickle.UnpicklingError, struct.error, EOFError, ValueError, TypeError, LookupError, AttributeError,
+    AssertionError, OverflowError,
+)  # fmt: skip
+_STEP_NAME = re.compile(r"step_(\d{8,})")
+Model = TypeVar("Model", bound=BaseModel)
+_Column = tuple[tuple[int, ...], tuple[int, ...]]  # of a part, in all dims but the first: offsets and sizes
+_Columns = tuple[_Column, ...]
+OnBytes = Callable[[int], None]  # hears of bytes that were read or written since it was last called
+
+
+class CheckpointError(ValueError):
+    """A checkpoint could not be written or read; the message says what and what to do."""
+
+
+class CorruptCheckpointError(CheckpointError):
+    """The files are not what was written, or do not hold what they should."""
+
+
+class StaleGenerationError(CheckpointError):
+    """This process belongs to an earlier generation of its job and may not commit any more."""
+
+
+class _Record(BaseModel):
+    # Without "constants" a NaN in the caller's meta would come back as None.
+    model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="constants")
+
+
+class Chunk(_Record):
+    """A box of a tensor and where its bytes are."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    file: str
+    start: int
+    length: int
+
+
+class StoredTensor(_Record):
+    dtype: str  # "float32"
+    shape: tuple[int, ...]
+    chunks: list[Chunk]
+
+
+class Index(_Record):
+    tensors: dict[str, StoredTensor]
+
+
+class CheckpointMeta(_Record):
+    """Everything in a checkpoint that is not a tensor."""
+
+    step: int
+    generation: int
+    layout: Layout  # of the ranks that wrote it; any other may read it
+    num_experts: dict[str, int]  # sharded tensor -> how many experts it has
+    versions: dict[str, str]
+    meta: dict[str, Any]  # the caller's
+
+
+class FileSum(_Record):
+    num_bytes: int
+    blake2b: str
+
+
+class Manifest(_Record):
+    format: Literal[1]
+    files: dict[str, FileSum]
+    digest: str  # of `files`: a flipped byte in the manifest itself is not blamed on another file
+
+
+@dataclass(frozen=True)
+class StoredCheckpoint:
+    """The small files of a checkpoint, parsed."""
+
+    path: Path
+    manifest: Manifest
+    index: Index
+    meta: CheckpointMeta
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """One committed checkpoint."""
+
+    step: int
+    path: Path
+
+
+def step_name(step: int) -> str:
+    return f"step_{step:08d}"
+
+
+def refuse_name_of_another_step(path: Path, step: int | None) -> None:
+    """CheckpointError if a directory of that name would be taken for a checkpoint that it is not; None: it is none at all.
+
+    Runs find their checkpoints by name: one of another step is resumed from in place of the newest, or never.
+    """
+    if re.fullmatch(r"step_\d+", path.name) is None or (step is not None and path.name == step_name(step)):
+        return
+    if step is None:
+        raise CheckpointError(f"{path}: only a checkpoint may be called step_<number>; choose another name")
+    raise CheckpointError(
+        f"{path}: the checkpoint is of step {step}, and runs go by the name: call it {step_name(step)}, or something that does "
+        "not look like another step"
+    )
+
+
+def list_checkpoints(directory: Path) -> list[Checkpoint]:
+    """The committed checkpoints, oldest first; none if the directory does not exist."""
+    if not directory.is_dir():
+        return []
+    matches = ((_STEP_NAME.fullmatch(path.name), path) for path in directory.iterdir())
+    return sorted((Checkpoint(int(match[1]), path) for match, path in matches if match), key=lambda found: found.step)
+
+
+def latest(directory: Path) -> Path | None:
+    """The committed checkpoint of the highest step, unchecked: `load` checks."""
+    return found[-1].path if (found := list_checkpoints(directory)) else None
+
+
+def read_meta(path: Path) -> CheckpointMeta:
+    """What a checkpoint says about itself, without its tensors."""
+    return _read(path, "meta.json", CheckpointMeta)
+
+
+def find_checkpoint(path: Path, step: int | None = None) -> Path:
+    """The checkpoint that `path` is, or of the run that `path` is the newest one or that of `step`. Unchecked.
+
+    Raises:
+        CheckpointError: there is none; the message names what is there.
+    """
+    if any((path / name).exists() for name in ("manifest.json", "index.json", "meta.json")):
+        if step is not None:
+            raise CheckpointError(f"{path} is one checkpoint: a step can be chosen of a run folder only")
+        return path
+    found = list_checkpoints(path / "checkpoints")
+    if not found:
+        raise CheckpointError(f"{path}: has no checkpoint (of a run they would be in {path / 'checkpoints'})")
+    chosen = [checkpoint.path for checkpoint in found if step in (None, checkpoint.step)]
+    if not chosen:
+        steps = ", ".join(str(checkpoint.step) for checkpoint in found)
+        raise CheckpointError(f"{path}: has no checkpoint of step {step}; there are those of {steps}")
+    return chosen[-1]
+
+
+def missing_files(path: Path) -> list[str]:
+    """What a checkpoint lacks, by names and sizes alone: the bytes are not read."""
+    problems = []
+    for name, expected in _manifest_of(path).files.items():
+        if (problem := _misfit(path / name, expected)) is not None:
+            problems.append(f"{name} {problem}")
+    return problems
+
+
+def verify(path: Path, on_bytes: OnBytes | None = None) -> CheckpointMeta:
+    """Reads every byte: sums, and every expert exactly once. CorruptCheckpointError tells all that is wrong."""
+    return open_verified(path, on_bytes).meta
+
+
+def open_verified(path: Path, on_bytes: OnBytes | None = None) -> StoredCheckpoint:
+    """As `open_checkpoint`, after `verify`. `on_bytes` hears of every few MiB that were read."""
+    manifest = _manifest_of(path)
+    try:
+        stored = open_checkpoint(path)
+    except CorruptCheckpointError:
+        refuse(path, [f"{name} {problem}" for name, problem in _damages(path, manifest.files, on_bytes)])
+        raise
+    refuse(path, audit(stored) + damaged_files(stored, sorted(manifest.files), on_bytes))
+    return stored
+
+
+def open_checkpoint(path: Path) -> StoredCheckpoint:
+    """Reads and checks the small files; the tensors' bytes are not looked at."""
+    manifest = _manifest_of(path)
+    small = {name: manifest.files[name] for name in ("index.json", "meta.json") if name in manifest.files}
+    refuse(path, [f"{name} {problem}" for name, problem in _damages(path, small)])
+    index = _read(path, "index.json", Index)
+    named = {chunk.file for tensor in index.tensors.values() for chunk in tensor.chunks}
+    if strangers := sorted(named - manifest.files.keys()):
+        refuse(path, [f"index.json names {strangers}, which manifest.json does not list"])
+    return StoredCheckpoint(path, manifest, index, _read(path, "meta.json", CheckpointMeta))
+
+
+def _manifest_of(path: Path) -> Manifest:
+    manifest = _read(path, "manifest.json", Manifest)
+    if manifest.digest != digest_of_sums(manifest.files):
+        refuse(path, ["manifest.json is damaged: it does not fit its own checksum"])
+    if outside := [name for name in manifest.files if Path(name).name != name]:
+        refuse(path, [f"manifest.json names files outside of it: {outside}"])
+    return manifest
+
+
+def refuse(path: Path, problems: Sequence[str]) -> None:
+    """CorruptCheckpointError with all problems, if there are any."""
+    if problems:
+        listed = "\n  ".join(problems)
+        raise CorruptCheckpointError(
+            f"{path} is damaged:\n  {listed}\n"
+            "restore it from a copy, or delete the directory and resume from the checkpoint before it"
+        )
+
+
+def damaged_files(stored: StoredCheckpoint, names: Sequence[str], on_bytes: OnBytes | None = None) -> list[str]:
+    """What is wrong with the bytes of the files `names`, and which tensors and experts they held."""
+    sums = {name: stored.manifest.files[name] for name in names}
+    return [f"{name} {problem}{_contents(stored, name)}" for name, problem in _damages(stored.path, sums, on_bytes)]
+
+
+def audit(stored: StoredCheckpoint) -> list[str]:
+    """Whether the index holds every part of every tensor once; tells what is missing, for sharded tensors in experts."""
+    tensors, num_experts = stored.index.tensors, stored.meta.num_experts
+    problems = [
+        f"{name}: all {count} experts are missing" for name, count in num_experts.items() if name not in tensors
+    ]
+    for name, tensor in tensors.items():
+        if any(
+            {len(chunk.offsets), len(chunk.sizes)} != {len(tensor.shape)}
+            or min((*chunk.offsets, *chunk.sizes), default=0) < 0
+            for chunk in tensor.chunks
+        ):
+            problems.append(f"{name} has shape {list(tensor.shape)}, and parts that are no blocks of such a tensor")
+        elif name in num_experts and tensor.shape[:1] != (num_experts[name],):
+            problems.append(f"{name} has shape {list(tensor.shape)}, but {num_experts[name]} experts")
+        else:
+            problems += [f"{name}: {gap}" for gap in _gaps(tensor, "experts" if name in num_experts else "rows")]
+    return problems
+
+
+def _gaps(tensor: StoredTensor, unit: str) -> list[str]:
+    """Elements that no part holds, or more than one, said in rows.
+
+    Between two rows where parts begin or end the same parts hold every row, so one row is judged for all of them. FSDP may cut
+    one bank in two ways: a rank's experts are dealt whole where they suffice for its group, and cut through where they do not.
+    """
+    if not tensor.shape:
+        return [] if len(tensor.chunks) == 1 else [f"stored {len(tensor.chunks)} times"]
+    num_rows, inner = tensor.shape[0], math.prod(tensor.shape[1:])
+    verdicts: dict[_Columns, str | None] = {}
+    gaps: list[tuple[int, int, str]] = []
+    for (start, end), columns in _bands(tensor):
+        if columns not in verdicts:
+            verdicts[columns] = _row_gap(columns, inner)
+        verdict = "lie outside of the tensor" if end > num_rows else verdicts[columns]
+        if verdict is not None and gaps and gaps[-1][1:] == (start, verdict):
+            gaps[-1] = (gaps[-1][0], end, verdict)
+        elif verdict is not None:
+            gaps.append((start, end, verdict))
+    return [f"{unit} {_span(start, end)} of {num_rows} {verdict}" for start, end, verdict in gaps]
+
+
+def _bands(tensor: StoredTensor) -> Iterator[tuple[tuple[int, int], _Columns]]:
+    """Ranges of rows, from the first to the last, and of each what its parts hold of a row."""
+    spans = [(chunk.offsets[0], chunk.offsets[0] + chunk.sizes[0]) for chunk in tensor.chunks]
+    edges = sorted({0, tensor.shape[0], *itertools.chain.from_iterable(spans)})
+    number = {row: place for place, row in enumerate(edges)}
+    columns: list[list[_Column]] = [[] for _ in edges]
+    for chunk, (start, end) in zip(tensor.chunks, spans, strict=True):
+        for place in range(number[start], number[end]):
+            columns[place].append((chunk.offsets[1:], chunk.sizes[1:]))
+    for place, span in enumerate(itertools.pairwise(edges)):
+        yield span, tuple(columns[place])
+
+
+def _row_gap(columns: _Columns, inner: int) -> str | None:
+    """What is wrong with a row of `inner` elements that has these parts."""
+    if not columns:
+        return "are missing"
+    if len(set(columns)) < len(columns):
+        return "are stored more than once"
+    stored = sum(math.prod(sizes) for _, sizes in columns)
+    if stored != inner or any(_meet(one, other) for one, other in itertools.combinations(columns, 2)):
+        return f"have {stored} of {inner} elements each, some missing or more than once"
+    return None
+
+
+def _meet(one: _Column, other: _Column) -> bool:
+    """Whether two boxes, given as offsets and sizes, have elements in common."""
+    return all(
+        a < b + size_b and b < a + size_a for a, size_a, b, size_b in zip(*one, *other, strict=True)
+    )  # fmt: skip
+
+
+def _damages(
+    path: Path, sums: Mapping[str, FileSum], on_bytes: OnBytes | None = None
+) -> Iterator[tuple[str, str]]:  # fmt: skip
+    for name, expected in sums.items():
+        if (problem := _misfit(path / name, expected)) is not None:
+            yield name, problem
+            continue
+        try:
+            found = _blake2b_of(path / name, on_bytes)
+        except OSError as error:
+            yield name, f"cannot be read: {error.strerror}"
+        else:
+            if found != expected.blake2b:
+                yield name, "does not fit its checksum: bytes have changed"
+
+
+def _misfit(file: Path, expected: FileSum) -> str | None:
+    """What is wrong with a file by its size."""
+    try:
+        status = file.stat()
+    except FileNotFoundError:
+        return "is missing"
+    except OSError as error:
+        return f"cannot be read: {error.strerror}"
+    if not stat.S_ISREG(status.st_mode):
+        return "is no file"
+    size = status.st_size
+    return None if size == expected.num_bytes else f"has {size} bytes instead of {expected.num_bytes}"
+
+
+def _contents(stored: StoredCheckpoint, file: str) -> str:
+    held = []
+    for name, tensor in stored.index.tensors.items():
+        for chunk in tensor.chunks:
+            if chunk.file == file and name in stored.meta.num_experts:
+                held.append(f"experts {_span(chunk.offsets[0], chunk.offsets[0] + chunk.sizes[0])} of {name}")
+            elif chunk.file == file:
+                held.append(name)
+    more = f" and {len(held) - 3} more" if len(held) > 3 else ""
+    return f" (it holds {', '.join(held[:3])}{more})" if held else ""
+
+
+def _span(start: int, end: int) -> str:
+    return str(start) if end == start + 1 else f"{start}-{end - 1}"
+
+
+def _read(path: Path, name: str, kind: type[Model]) -> Model:
+    try:
+        return kind.model_validate_json((path / name).read_bytes())
+    except OSError as error:
+        raise CorruptCheckpointError(f"{path} is no whole checkpoint: cannot read {name}: {error.strerror}") from error
+    except ValueError as error:
+        raise CorruptCheckpointError(f"{path}: {name} is damaged or of another format: {error}") from error
+
+
+# The tensors' bytes ------------------------------------------------------------------------------------------------
+
+
+def read_tensor(stored: StoredCheckpoint, name: str) -> Tensor:
+    """One tensor, whole, on the CPU. Its chunks are read one after another."""
+    tensor = stored.index.tensors[name]
+    if [chunk.sizes for chunk in tensor.chunks] == [tensor.shape]:
+        return _read_chunk(stored, name, tensor.chunks[0]).contiguous()
+    whole = torch.empty(tensor.shape, dtype=dtype_named(tensor.dtype))
+    for chunk in tensor.chunks:
+        part = whole
+        for dim, (start, size) in enumerate(zip(chunk.offsets, chunk.sizes, strict=True)):
+            part = part.narrow(dim, start, size)
+        part.copy_(_read_chunk(stored, name, chunk))
+    return whole
+
+
+def _read_chunk(stored: StoredCheckpoint, name: str, chunk: Chunk) -> Tensor:
+    path, dtype = stored.path / chunk.file, dtype_named(stored.index.tensors[name].dtype)
+    try:
+        with open(path, "rb") as file:
+            file.seek(chunk.start)
+            data = file.read(chunk.length)
+    except OSError as error:
+        raise CorruptCheckpointError(f"{path} cannot be read: {error.strerror}") from error
+    if len(data) != chunk.length:
+        raise CorruptCheckpointError(
+            f"{path} at byte {chunk.start}: has {len(data)} of the {chunk.length} bytes that index.json promises"
+        )
+    try:
+        tensor = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    except _DECODING_ERRORS as error:
+        if "can't allocate memory" in str(error):  # torch has no error of its own for that; the file may well be whole
+            raise
+        raise CorruptCheckpointError(f"{path} at byte {chunk.start}: holds no tensor ({error})") from error
+    if not isinstance(tensor, Tensor) or (tuple(tensor.shape), tensor.dtype) != (chunk.sizes, dtype):
+        raise CorruptCheckpointError(f"{path} at byte {chunk.start}: not the tensor that index.json promises")
+    return tensor
+
+
+class SafeReader(StorageReader):
+    """Reads by index.json instead of the pickle `.metadata`, and tensors with weights_only: nothing can be executed."""
+
+    def __init__(self, stored: StoredCheckpoint) -> None:
+        self._stored = stored
+        self.checkpoint_id = str(stored.path)
+        self._chunks = {
+            MetadataIndex(name, chunk.offsets): chunk
+            for name, tensor in stored.index.tensors.items()
+            for chunk in tensor.chunks
+        }
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """One object reads one checkpoint."""
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return True
+
+    def read_metadata(self) -> Metadata:
+        return Metadata({name: storage_metadata(tensor) for name, tensor in self._stored.index.tensors.items()})
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool) -> None:
+        """The index is known already."""
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        items = sorted(plan.items, key=lambda item: self._place(item.storage_index))
+        for index, wanted in itertools.groupby(items, key=lambda item: item.storage_index):
+            # Once: moved experts are many boxes of one.
+            chunk = _read_chunk(self._stored, index.fqn, self._chunks[index])
+            for item in wanted:
+                part = chunk
+                for dim, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
+                    part = part.narrow(dim, start, length)
+                target = planner.resolve_tensor(item)
+                target.copy_(part)
+                planner.commit_tensor(item, target)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def _place(self, index: MetadataIndex) -> tuple[str, int]:
+        return self._chunks[index].file, self._chunks[index].start
+
+
+def storage_metadata(tensor: StoredTensor) -> TensorStorageMetadata:
+    """As DCP describes it."""
+    chunks = [ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes)) for chunk in tensor.chunks]
+    return TensorStorageMetadata(TensorProperties(dtype=dtype_named(tensor.dtype)), torch.Size(tensor.shape), chunks)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """As index.json spells it: "float32"."""
+    return str(dtype).removeprefix("torch.")
+
+
+def dtype_named(name: str) -> torch.dtype:
+    """What index.json spells "float32"."""
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise CorruptCheckpointError(f"index.json: {name!r} is no dtype")
+    return dtype
+
+
+# Sums ---------------------------------------------------------------------------------------------------------------
+
+
+def blake2b(data: bytes) -> str:
+    return hashlib.blake2b(data, digest_size=SUM_BYTES).hexdigest()
+
+
+def sum_of(tensor: Tensor) -> str:
+    """Checksum of a tensor's bytes, on the CPU."""
+    return hashlib.blake2b(tensor.reshape(-1).view(torch.uint8).numpy().data, digest_size=SUM_BYTES).hexdigest()
+
+
+def digest_of_sums(sums: Mapping[str, FileSum]) -> str:
+    """One checksum over all checksums."""
+    return blake2b(
+        json.dumps([(name, found.num_bytes, found.blake2b) for name, found in sorted(sums.items())]).encode()
+    )
+
+
+def _blake2b_of(file: Path, on_bytes: OnBytes | None = None) -> str:
+    digest, buffer = hashlib.blake2b(digest_size=SUM_BYTES), memoryview(bytearray(_READ_BYTES))
+    with open(file, "rb", buffering=0) as stream:
+        while length := stream.readinto(buffer):
+            digest.update(buffer[:length])
+            if on_bytes is not None:
+                on_bytes(length)
+    return digest.hexdigest()

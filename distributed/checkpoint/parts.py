@@ -1,0 +1,71 @@
+"""Boxes of tensors, as torch.distributed.checkpoint asks after them: what `Held` says, in DCP's words."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+from ..local_shard import Held
+
+
+class Part:
+    """A rank's part of a tensor, as DCP asks after it (torch.distributed._checkpointable)."""
+
+    def __init__(self, tensor: Tensor, held: Held) -> None:
+        self.tensor, self.held = tensor, held
+
+    def size(self) -> torch.Size:
+        """Of the whole tensor."""
+        return torch.Size(self.held.shape)
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)) for box in self.held.boxes]
+
+    def __create_write_items__(self, name: str, part: object) -> list[WriteItem]:
+        return [
+            WriteItem(
+                index=MetadataIndex(name, torch.Size(box.offsets)),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(
+                    chunk=ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)),
+                    properties=TensorProperties.create_from_tensor(self.tensor),
+                    size=self.size(),
+                ),
+            )
+            for box in self.held.boxes
+            if box.is_first
+        ]
+
+    def at(self, offsets: Sequence[int]) -> Tensor:
+        """The box that begins there in the whole tensor."""
+        return next(box for box in self.held.boxes if box.offsets == tuple(offsets)).of(self.tensor)
+
+
+class PartSavePlanner(DefaultSavePlanner):
+    """Finds the boxes of `Part`s."""
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        return _looked_up(self.state_dict, index, super().lookup_object)
+
+
+class PartLoadPlanner(DefaultLoadPlanner):
+    """Finds the boxes of `Part`s."""
+
+    def set_up_planner(
+        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
+        super().set_up_planner({}, metadata, is_coordinator)  # it would put None in the place of what it does not know
+        self.state_dict = state_dict
+
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        return _looked_up(self.state_dict, index, super().lookup_tensor)
+
+
+def _looked_up(state: Mapping[str, Any], index: MetadataIndex, otherwise: Callable[[MetadataIndex], Any]) -> Any:
+    """DCP finds parts of tensors in tensors only."""
+    part = state[index.fqn]
+    return part.at(index.offset or ()) if isinstance(part, Part) else otherwise(index)

@@ -1,0 +1,300 @@
+"""How a checkpoint's files are written: summed on the way, synced, and in a directory that is there whole or not at all.
+
+What stands in the files says checkpoint_files.py. Cost: one pass over the bytes, since the checksums are taken while writing.
+"""
+
+import fcntl
+import hashlib
+import io
+import logging
+import os
+import re
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import IO, Any
+
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.storage import WriteResult
+
+from .files import (
+    SUM_BYTES,
+    CheckpointError,
+    CheckpointMeta,
+    Chunk,
+    FileSum,
+    Index,
+    Manifest,
+    StoredTensor,
+    blake2b,
+    digest_of_sums,
+    dtype_name,
+)
+
+logger = logging.getLogger(__name__)
+
+_JUST_BEGUN_S = 60.0  # between making its directory and locking it an attempt needs far less, on a slow disk too
+_MADE_BY_MKDTEMP = "[a-z0-9_]{8}"
+
+# The tensors' files -------------------------------------------------------------------------------------------------
+
+
+class _SummedFile(io.FileIO):
+    """A file that is summed while it is written, and that remembers why it failed."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        super().__init__(path, "wb")
+        self._digest = hashlib.blake2b(digest_size=SUM_BYTES)
+        self._num_bytes = 0
+        self.failure: OSError | None = None
+
+    def write(self, data: Any, /) -> int:
+        try:
+            written = super().write(data)
+        except OSError as error:
+            self.failure = OSError(error.errno, error.strerror, str(self.name))
+            raise
+        self._digest.update(memoryview(data).cast("B")[:written])
+        self._num_bytes += written
+        return written
+
+    def sum(self) -> FileSum:
+        return FileSum(num_bytes=self._num_bytes, blake2b=self._digest.hexdigest())
+
+
+class _SummingFiles(FileSystem):
+    """DCP's files, with a checksum of each."""
+
+    def __init__(self) -> None:
+        self.sums: dict[str, FileSum] = {}
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
+        if mode != "wb":
+            raise AssertionError(f"a writer writes, it was asked for mode {mode!r}")
+        file = _SummedFile(path)
+        try:
+            with io.BufferedWriter(file, buffer_size=2**20) as stream:
+                yield stream
+        except Exception:
+            if file.failure is not None:  # torch.save says "unexpected pos" when the disk is full
+                raise file.failure from None
+            raise
+        self.sums[Path(path).name] = file.sum()
+
+    def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
+        super().rename(path, new_path)
+        self.sums[Path(new_path).name] = self.sums.pop(Path(path).name)
+
+
+class SummingWriter(FileSystemWriter):
+    """DCP's writer: one file per rank, synced, summed, and without the path of the machine in its metadata.
+
+    After the save `files.sums` has this rank's checksums, and `index` on rank 0 says where everything is.
+    """
+
+    def __init__(self, path: Path) -> None:
+        # Copying ahead would touch the first GPU from this thread; the staged tensors are in main memory already.
+        super().__init__(path, per_thread_copy_ahead=0)
+        self.files = _SummingFiles()
+        self.fs = self.files
+        self.index = Index(tensors={})
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        super().finish(metadata, results)
+        self.index = _index_of(metadata, {result.index: result.storage_data for part in results for result in part})
+
+    def storage_meta(self) -> None:
+        return None
+
+
+def _index_of(metadata: Metadata, places: Mapping[MetadataIndex, Any]) -> Index:
+    tensors = {}
+    for name, stored in metadata.state_dict_metadata.items():
+        if not isinstance(stored, TensorStorageMetadata):
+            raise CheckpointError(f"{name} is no tensor; values that are none belong into meta")
+        chunks = []
+        for chunk in stored.chunks:
+            place = places[MetadataIndex(name, chunk.offsets)]
+            chunks.append(
+                Chunk(
+                    offsets=tuple(chunk.offsets),
+                    sizes=tuple(chunk.sizes),
+                    file=place.relative_path,
+                    start=place.offset,
+                    length=place.length,
+                )
+            )
+        tensors[name] = StoredTensor(dtype=dtype_name(stored.properties.dtype), shape=tuple(stored.size), chunks=chunks)
+    return Index(tensors=tensors)
+
+
+# Small files, and a directory that is there whole or not at all -----------------------------------------------------
+
+
+@contextmanager
+def appearing(out: Path, *, needed_bytes: int) -> Iterator[Path]:
+    """A new directory, of some other name, that is called `out` when all went well; else nothing stays of it.
+
+    It is made beside `out` in one of this attempt's own, `out`.part-<eight letters>.tmp, so attempts do not meet until the last,
+    which is the first's to win. What earlier attempts left that were killed is removed, and so told.
+
+    Raises:
+        CheckpointError: `out` exists, its disk has less than `needed_bytes` left, or what is in it cannot be written; or it is
+            there, whole, but its name could not be synced. An OSError about a file elsewhere is raised as it is.
+    """
+    refuse_existing(out)
+    with ExitStack() as stack:
+        with _blamed_on(out):
+            out.parent.mkdir(parents=True, exist_ok=True)
+            _remove_abandoned(out)
+            _refuse_small_disk(out, needed_bytes)
+            attempt = stack.enter_context(_attempt_at(out))
+            whole = attempt / "whole"  # of the usual permissions: mkdtemp's own are for nobody else
+            whole.mkdir()
+        with _blamed_on(out, within=attempt):
+            yield whole
+        with _blamed_on(out):
+            sync_directory(whole)
+            _rename_to_new(whole, out)
+        _sync_name(out)
+
+
+def refuse_existing(out: Path) -> None:
+    """CheckpointError if there is anything of that name, a link to nothing too."""
+    if os.path.lexists(out):
+        raise CheckpointError(f"{out} exists already and is not overwritten: choose another name, or remove it first")
+
+
+@contextmanager
+def _blamed_on(out: Path, *, within: Path | None = None) -> Iterator[None]:
+    """An OSError becomes a CheckpointError about `out`; with `within` only if it is about a file in there, or about none."""
+    try:
+        yield
+    except OSError as error:
+        if within is not None and error.filename is not None and within not in Path(error.filename).parents:
+            raise
+        raise CheckpointError(
+            f"{out} could not be written: {error.strerror or error} ({error.filename or out}); nothing was left there"
+        ) from error
+
+
+def _sync_name(out: Path) -> None:
+    """Makes the name of a complete `out` last. It is not taken back if that fails: whoever wants it has it."""
+    try:
+        sync_directory(out.parent)
+    except OSError as error:
+        raise CheckpointError(
+            f"{out} is complete, but its name may not survive a power cut: {error.strerror or error} ({out.parent})"
+        ) from error
+
+
+def _refuse_small_disk(out: Path, needed_bytes: int) -> None:
+    if (free_bytes := shutil.disk_usage(out.parent).free) < needed_bytes:
+        raise CheckpointError(
+            f"{out}: needs {needed_bytes / 2**20:,.0f} MiB, but its disk has {free_bytes / 2**20:,.0f} MiB left; nothing "
+            "was written"
+        )
+
+
+@contextmanager
+def _attempt_at(out: Path) -> Iterator[Path]:
+    """A directory for this attempt alone, locked as long as it lives, and removed whatever happens but a kill."""
+    attempt = Path(tempfile.mkdtemp(prefix=f"{out.name}.part-", suffix=".tmp", dir=out.parent))
+    try:
+        with open(attempt / "lock", "wb") as lock:
+            _try_lock(lock)
+            yield attempt
+    finally:
+        discard(attempt)
+
+
+def _remove_abandoned(out: Path) -> None:
+    """Removes what killed attempts at `out` left behind. What may still be written stays."""
+    name = re.compile(rf"{re.escape(out.name)}\.part-{_MADE_BY_MKDTEMP}\.tmp")
+    for path in sorted(path for path in out.parent.iterdir() if name.fullmatch(path.name)):
+        abandoned = _is_abandoned(path)
+        if abandoned:
+            logger.warning("%s was left by an attempt that was killed; it is removed", path)
+            discard(path)
+        elif abandoned is None:
+            logger.warning(
+                "%s is being written, or was left by an attempt that was killed; its lock, which would tell, is missing or "
+                "cannot be used: remove it if nothing writes %s", path, out,
+            )  # fmt: skip
+
+
+def _is_abandoned(attempt: Path) -> bool | None:
+    """Whether its process is gone; None if that cannot be told. One that just began may not have locked it yet.
+
+    The lock is never made here: who makes it holds it, and a directory without one may be somebody's own.
+    """
+    try:
+        if time.time() - attempt.stat().st_mtime < _JUST_BEGUN_S:
+            return False
+        with open(attempt / "lock", "r+b") as lock:
+            return _try_lock(lock)
+    except FileNotFoundError:  # of the lock alone, unless it went by itself meanwhile
+        return None if attempt.exists() else False
+    except OSError:
+        return None
+
+
+def _try_lock(file: IO[bytes]) -> bool | None:
+    """Whether the lock is ours until the file is closed; None where the file system has no locks."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return None
+    return True
+
+
+def discard(path: Path) -> None:
+    """Deletes a directory, or what is left of it: its own writer may be deleting it too. Says if it cannot."""
+    shutil.rmtree(path, ignore_errors=True)
+    if path.exists():
+        logger.warning("%s could not be deleted; it holds nothing that is needed", path)
+
+
+def _rename_to_new(path: Path, out: Path) -> None:
+    refuse_existing(out)
+    try:
+        path.rename(out)
+    except OSError:
+        refuse_existing(out)  # another attempt was faster by less than that
+        raise
+
+
+def seal(path: Path, index: Index, meta: CheckpointMeta, sums: Mapping[str, FileSum]) -> int:
+    """Writes the small files beside the tensors' files, whose sums are given. Returns the bytes of all but the manifest."""
+    all_sums = dict(sums)
+    for name, record in {"index.json": index, "meta.json": meta}.items():
+        all_sums[name] = write_synced(path / name, record.model_dump_json())
+    manifest = Manifest(format=1, files=all_sums, digest=digest_of_sums(all_sums))
+    write_synced(path / "manifest.json", manifest.model_dump_json(indent=1))
+    sync_directory(path)
+    return sum(found.num_bytes for found in all_sums.values())
+
+
+def sync_directory(path: Path) -> None:
+    """Makes names last."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_synced(path: Path, text: str) -> FileSum:
+    data = text.encode()
+    with open(path, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    return FileSum(num_bytes=len(data), blake2b=blake2b(data))

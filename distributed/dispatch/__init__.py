@@ -1,0 +1,1 @@
+"""Dispatchers move rows to the ranks that hold their experts and bring the outputs back."""

@@ -1,0 +1,181 @@
+"""Where every expert lives: a table from experts to slots, and from slots to ranks.
+
+Slots are numbered rank after rank. Without a table expert e is in slot e. Dispatchers know experts by their slots only, so a
+bank may be placed in any way, unevenly and with copies of hot experts too, and nothing but this table changes.
+
+An expert with several slots is served by the copy on the source's own rank, else by its copies in turn, one source rank after
+another: so every rank sees one slot per expert (`seen_from`), and which one it is depends on nothing but the table.
+
+Legend: E experts, S slots, P ranks, N routes.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..layout import expert_blocks
+
+
+@dataclass(frozen=True)
+class SlotTables:
+    """What a homes' table says of every slot, on a device."""
+
+    rank_S: Tensor
+    local_S: Tensor  # its number on its rank
+    slot_E: Tensor | None
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Neighbouring experts in neighbouring slots of one rank."""
+
+    expert: int
+    slot: int  # the rank's own count
+    length: int
+    is_first: bool  # of an expert with copies: its first slot, the one that is counted and saved
+
+
+@dataclass(frozen=True)
+class Homes:
+    """`slots_P[p]` slots on rank p; expert e is in slot `slot_E[e]`, or in slot e where that is None.
+
+    `copies` are further slots of some experts, as (expert, slot). A slot that is nowhere named is empty.
+    """
+
+    slots_P: tuple[int, ...]
+    slot_E: tuple[int, ...] | None = None
+    copies: tuple[tuple[int, int], ...] = ()
+
+    def __post_init__(self) -> None:
+        named = [*(self.slot_E or ()), *(slot for _, slot in self.copies)]
+        if not set(named) <= set(range(self.num_slots)):
+            raise ValueError(f"experts in slots {named}, but the ranks hold {self.slots_P} = {self.num_slots}")
+        if self.copies and self.slot_E is None:
+            raise ValueError(f"copies {self.copies} of experts, but every slot has an expert of its own")
+        if len(set(named)) < len(named):
+            raise ValueError(f"slots {sorted({slot for slot in named if named.count(slot) > 1})} have two experts")
+        for expert, slots in enumerate(self.slots_E if self.copies else ()):
+            if len({self.rank_S[slot] for slot in slots}) < len(slots):
+                raise ValueError(f"expert {expert} is twice on one rank: in slots {slots} of {self.slots_P}")
+
+    @property
+    def num_slots(self) -> int:
+        return sum(self.slots_P)
+
+    @property
+    def num_experts(self) -> int:
+        return self.num_slots if self.slot_E is None else len(self.slot_E)
+
+    @property
+    def filled_once(self) -> bool:
+        """Every slot has exactly one expert: what a rank knows of the experts' counts, it knows of the slots'."""
+        return self.slot_E is None or sorted(self.slot_E) == list(range(self.num_slots))
+
+    @cached_property
+    def rank_S(self) -> tuple[int, ...]:
+        """The rank of every slot."""
+        return tuple(rank for rank, count in enumerate(self.slots_P) for _ in range(count))
+
+    @cached_property
+    def slots_E(self) -> tuple[tuple[int, ...], ...]:
+        """All slots of every expert, the first of them first."""
+        slots = [[slot] for slot in (range(self.num_slots) if self.slot_E is None else self.slot_E)]
+        for expert, slot in self.copies:
+            slots[expert].append(slot)
+        return tuple(tuple(own) for own in slots)
+
+    @cached_property
+    def expert_S(self) -> tuple[int | None, ...]:
+        """The expert in every slot; None: it is empty."""
+        experts: list[int | None] = [None] * self.num_slots
+        for expert, slots in enumerate(self.slots_E):
+            for slot in slots:
+                experts[slot] = expert
+        return tuple(experts)
+
+    def own_slots(self, rank: int) -> range:
+        """The slots of a rank."""
+        end = list(accumulate(self.slots_P))[rank]
+        return range(end - self.slots_P[rank], end)
+
+    def seen_from(self, rank: int) -> "Homes":
+        """Where the routes of this rank go: one slot for every expert."""
+        return _seen_from(self, rank) if self.copies else self
+
+    def pieces_of(self, rank: int) -> list[Piece]:
+        """What a rank holds, in the order of its slots."""
+        pieces: list[Piece] = []
+        for local, slot in enumerate(self.own_slots(rank)):
+            expert = self.expert_S[slot]
+            if expert is None:
+                continue
+            is_first, last = self.slots_E[expert][0] == slot, pieces[-1] if pieces else None
+            if last and (last.expert + last.length, last.slot + last.length, last.is_first) == (
+                expert, local, is_first,
+            ):  # fmt: skip
+                pieces[-1] = Piece(last.expert, last.slot, last.length + 1, is_first)
+            else:
+                pieces.append(Piece(expert, local, 1, is_first))
+        return pieces
+
+    def tables(self, device: torch.device) -> SlotTables:
+        """On that device; made once."""
+        return _tables(self, device)
+
+    def slots_of(self, expert_N: Tensor) -> Tensor:
+        """The slot of every route's expert."""
+        slot_E = self.tables(expert_N.device).slot_E
+        return expert_N if slot_E is None else slot_E[expert_N]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, for a checkpoint's meta."""
+        return {"slots": self.slots_P, "slot_of_expert": self.slot_E, "copies": self.copies}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> "Homes":
+        """What `as_dict` gave, read from JSON.
+
+        Raises:
+            ValueError: it is no such table.
+        """
+        slot_E = values["slot_of_expert"]
+        return cls(
+            tuple(values["slots"]),
+            None if slot_E is None else tuple(slot_E),
+            tuple((expert, slot) for expert, slot in values["copies"]),
+        )
+
+
+@lru_cache(maxsize=256)
+def contiguous_homes(num_experts: int, num_ranks: int) -> Homes:
+    """Contiguous blocks in the order of ranks, nearly equal: where the ranks do not divide the experts the first have one more.
+
+    Raises:
+        ValueError: there are fewer experts than ranks.
+    """
+    return Homes(tuple(len(block) for block in expert_blocks(num_experts, num_ranks)))
+
+
+@lru_cache(maxsize=256)
+def _tables(homes: Homes, device: torch.device) -> SlotTables:
+    local_S = [slot for count in homes.slots_P for slot in range(count)]
+    slot_E = None if homes.slot_E is None else torch.tensor(homes.slot_E, device=device)
+    return SlotTables(torch.tensor(homes.rank_S, device=device), torch.tensor(local_S, device=device), slot_E)
+
+
+@lru_cache(maxsize=256)
+def _seen_from(homes: Homes, rank: int) -> Homes:
+    return Homes(homes.slots_P, tuple(_serving(homes, expert, rank) for expert in range(homes.num_experts)))
+
+
+def _serving(homes: Homes, expert: int, source: int) -> int:
+    """The slot that serves a source rank: its own copy, else the copies in turn, beginning with another for every expert."""
+    slots = homes.slots_E[expert]
+    holders = {homes.rank_S[slot]: slot for slot in slots}
+    turn = source - sum(holder < source for holder in holders)  # how many ranks without a copy come before
+    return holders[source] if source in holders else slots[(turn + expert) % len(slots)]

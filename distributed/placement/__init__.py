@@ -1,0 +1,1 @@
+"""Which rank holds which expert: balancing measured load, moving experts, copies of hot ones."""

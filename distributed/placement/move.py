@@ -1,0 +1,146 @@
+"""Moves experts to other homes: weights and both of AdamW's moments, whole experts by all-to-all inside every EP group.
+
+Parameters stay the same objects, so the optimizer, the model and whoever else holds them keep them; their data is replaced, and
+grows or shrinks where the number of slots changes. Gradients are dropped: experts move between two steps. A new copy of an expert
+gets the moments of the old one, so copies that start equal and get equal gradients stay equal.
+
+The homes of a bank are those in its dispatcher: there is no second place that could say something else.
+
+Cost: three times the bytes of the experts that change their rank, once; beside it, one bank's tensor at a time in memory.
+
+Legend: S slots, P ranks of an EP group.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ...model.moe import SparseLayer
+from ..dispatch.allgather import AllGatherDispatcher
+from ..dispatch.alltoall import AllToAllDispatcher
+from ..dispatch.dedup import DedupDispatcher
+from ..dispatch.expert_map import Homes, contiguous_homes
+from ..dispatch.hierarchical import HierarchicalDispatcher
+from ..local_shard import Box, Held, held_of, hold
+from ..mesh import Mesh
+
+_Spread = AllGatherDispatcher | AllToAllDispatcher | DedupDispatcher | HierarchicalDispatcher
+
+
+@dataclass(frozen=True)
+class Moved:
+    """What a move took, in each EP group."""
+
+    experts: int = 0  # slots that were filled from another rank
+    num_bytes: int = 0  # between ranks
+
+    def __add__(self, other: "Moved") -> "Moved":
+        return Moved(self.experts + other.experts, self.num_bytes + other.num_bytes)
+
+
+def banks_of(model: nn.Module) -> dict[str, SparseLayer]:
+    """Every bank of experts by the name of its layer."""
+    return {name: layer for name, layer in model.named_modules() if isinstance(layer, SparseLayer)}
+
+
+def homes_of(model: nn.Module) -> dict[str, Homes]:
+    """Where the experts of every bank live now."""
+    return {name: _homes_of(layer) for name, layer in banks_of(model).items()}
+
+
+def held_experts(shape: tuple[int, ...], homes: Homes, ep_rank: int) -> Held:
+    """What a rank holds of a bank's parameter, whose whole shape is given."""
+    inner, zeros = shape[1:], (0,) * len(shape[1:])
+    boxes = [
+        Box((piece.expert, *zeros), (piece.length, *inner), (piece.slot, *zeros), piece.is_first)
+        for piece in homes.pieces_of(ep_rank)
+    ]
+    return Held(tuple(shape), tuple(boxes), len(homes.slots_P), has_experts=True)
+
+
+@torch.no_grad()
+def move_experts(model: nn.Module, optimizer: torch.optim.Optimizer, mesh: Mesh, homes: Mapping[str, Homes]) -> Moved:
+    """Brings the banks that are named to these homes. A collective call with the same homes on every rank.
+
+    Raises:
+        ValueError: a table does not fit its bank or the EP group; nothing was moved.
+    """
+    banks, before = banks_of(model), homes_of(model)
+    for name, new in homes.items():
+        _check(name, before.get(name), new)
+    total = Moved()
+    for name, new in homes.items():
+        layer = banks[name]
+        if new == before[name] or not isinstance(layer.dispatcher, _Spread):
+            continue
+        journey = _Journey(before[name], new, mesh.ep_group)
+        for parameter in layer.experts.parameters():
+            total += _move(parameter, optimizer, journey)
+        total += Moved(journey.num_arrivals)
+        layer.dispatcher = type(layer.dispatcher)(replace(layer.dispatcher.setup, homes=new))  # its counters go on
+    return total
+
+
+def _move(parameter: nn.Parameter, optimizer: torch.optim.Optimizer, journey: "_Journey") -> Moved:
+    shape, whole = parameter.shape, held_of(parameter).shape
+    state = optimizer.state.get(parameter, {})
+    moments = [key for key, value in state.items() if isinstance(value, Tensor) and value.shape == shape]
+    expert_bytes = parameter[:1].numel() * parameter.element_size() * (1 + len(moments))
+    parameter.grad = None
+    parameter.data = journey.carry(parameter.data)
+    for key in moments:
+        state[key] = journey.carry(state[key])
+    hold(parameter, held_experts(whole, journey.new, journey.rank))
+    return Moved(0, expert_bytes * journey.num_arrivals)
+
+
+class _Journey:
+    """Who sends what to whom. A slot is filled from the rank's own old copy, else from the one that served the rank."""
+
+    def __init__(self, old: Homes, new: Homes, group: dist.ProcessGroup) -> None:
+        self.new, self.group, self.rank = new, group, group.rank()
+        seen = [old.seen_from(rank).slots_E for rank in range(group.size())]
+        source_S = [
+            None if expert is None else seen[rank][expert][0]
+            for rank, expert in zip(new.rank_S, new.expert_S, strict=True)
+        ]
+        slots = [(slot, source) for slot, source in enumerate(source_S) if source is not None]
+        self.num_arrivals = sum(new.rank_S[slot] != old.rank_S[source] for slot, source in slots)
+        own_old, own_new = old.own_slots(self.rank), new.own_slots(self.rank)
+        sent = [(new.rank_S[slot], source - own_old.start) for slot, source in slots if source in own_old]
+        received = sorted((old.rank_S[source], slot - own_new.start) for slot, source in slots if slot in own_new)
+        self.sent_slots, self.received_slots = ([slot for _, slot in pairs] for pairs in (sent, received))
+        self.sent, self.received = (
+            [sum(partner == rank for partner, _ in pairs) for rank in range(group.size())] for pairs in (sent, received)
+        )
+
+    def carry(self, rows: Tensor) -> Tensor:
+        """Collective. One row per slot, from the old slots to the new ones; zeros in slots that stay empty."""
+        arrived = rows.new_empty(len(self.received_slots), *rows.shape[1:])
+        dist.all_to_all_single(
+            arrived, rows[self.sent_slots].contiguous(), self.received, self.sent, group=self.group
+        )  # fmt: skip
+        placed = rows.new_zeros(self.new.slots_P[self.rank], *rows.shape[1:])
+        placed[self.received_slots] = arrived
+        return placed
+
+
+def _homes_of(layer: SparseLayer) -> Homes:
+    num_experts = held_of(next(layer.experts.parameters())).shape[0]
+    if not isinstance(layer.dispatcher, _Spread):
+        return contiguous_homes(num_experts, 1)
+    setup = layer.dispatcher.setup
+    return setup.homes or contiguous_homes(num_experts, setup.group.size())
+
+
+def _check(name: str, old: Homes | None, new: Homes) -> None:
+    if old is None:
+        raise ValueError(f"there is no bank {name!r} of experts in this model")
+    if (old.num_experts, len(old.slots_P)) != (new.num_experts, len(new.slots_P)):
+        raise ValueError(
+            f"{name} has {old.num_experts} experts on {len(old.slots_P)} ranks, but the new homes are for {new.num_experts} on "
+            f"{len(new.slots_P)}"
+        )

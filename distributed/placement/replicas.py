@@ -1,0 +1,84 @@
+"""Gradients of experts that live in several slots: all copies get the same sum, bit for bit, and so stay equal.
+
+Every copy has seen other tokens. Before the usual reduction the gradients of all copies are laid into one tensor per parameter,
+zeros where a rank has none, and summed over the whole world in float32: the same bits everywhere, whatever the groups are. They
+then take the place of what the usual reduction made of them.
+
+Cost per step: one all-reduce over the world of as many experts as have copies (at most half the slots); its buffers stay beside
+the gradients.
+
+Legend: X experts with copies.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import Parameter
+
+from ..dispatch.expert_map import Homes
+from ..gradients import GradientReducer
+from ..mesh import Mesh
+
+
+@dataclass(frozen=True)
+class _Shared:
+    """A parameter some of whose experts have copies."""
+
+    parameter: Parameter
+    slots: list[int]  # of copied experts on this rank
+    places: list[int]  # where they stand in the sum
+    sum_X: Tensor
+
+    def pack(self) -> None:
+        self.sum_X.zero_()
+        if self.parameter.grad is not None:
+            self.sum_X[self.places] = self.parameter.grad[self.slots].to(self.sum_X.dtype)
+
+    def unpack(self) -> None:
+        if self.parameter.grad is None:
+            raise AssertionError("the reducer gives every parameter a gradient")
+        self.parameter.grad[self.slots] = self.sum_X[self.places].to(self.parameter.grad.dtype)
+
+
+class CopyReducer:
+    """A `GradientReducer` that gives the copies of an expert the sum of all their gradients."""
+
+    def __init__(
+        self, reducer: GradientReducer, banks: Iterable[tuple[Homes, Iterable[Parameter]]], mesh: Mesh
+    ) -> None:
+        self._reducer, self._group = reducer, mesh.world_group
+        self._shared = [
+            shared
+            for homes, parameters in banks
+            if homes.copies
+            for shared in _shared(homes, [each for each in parameters if each.requires_grad], mesh.coordinates.ep)
+        ]
+
+    def reduce(self) -> None:
+        """As `GradientReducer.reduce`. A collective call: every rank must come."""
+        pending = []
+        for shared in self._shared:
+            shared.pack()
+            pending.append(dist.all_reduce(shared.sum_X, group=self._group, async_op=True))
+        self._reducer.reduce()
+        for shared, work in zip(self._shared, pending, strict=True):
+            if work is not None:
+                work.wait()
+            shared.unpack()
+
+
+def _shared(homes: Homes, parameters: Iterable[Parameter], ep_rank: int) -> list[_Shared]:
+    copied, own = sorted({expert for expert, _ in homes.copies}), homes.own_slots(ep_rank)
+    held = {expert: slot for slot, expert in enumerate(homes.expert_S[own.start : own.stop])}
+    places = [place for place, expert in enumerate(copied) if expert in held]
+    slots = [held[copied[place]] for place in places]
+    return [
+        _Shared(parameter, slots, places, torch.zeros(
+            len(copied), *parameter.shape[1:], dtype=torch.promote_types(parameter.dtype, torch.float32),
+            device=parameter.device,
+        ))
+        for parameter in parameters
+    ]  # fmt: skip

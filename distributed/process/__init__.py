@@ -1,0 +1,1 @@
+"""One rank's process: its groups and timeouts, agreement with its peers, diagnosis of what hangs."""

@@ -1,0 +1,1 @@
+"""The ways out: weights in the file formats of other tools."""

@@ -1,0 +1,402 @@
+"""A checkpoint's weights as safetensors with one key per expert, and back. docs/checkpoints.md has the map of the keys.
+
+Per expert, in torch.nn.Linear's [out, in], because that is how mixtures of experts are published: whoever serves a model on other
+ranks, converts it, or drops or merges experts, picks whole experts by name and knows nothing of our banks. The price: a few
+thousand keys, and a transposition on the way. Within a bank [E, in, out] is what the kernels want.
+
+What a run computes in lower precision may be stored in it (`dtype`); routers, norms, biases, embeddings and buffers stay as they
+are, as they do in training, so the export of a bfloat16 run answers with the same bits as the run.
+
+Cost: three passes over the bytes; memory for one output file and the largest tensor.
+"""
+
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from ..data_pipeline.errors import ShardError
+from ..data_pipeline.shards import prepared_tokenizer
+from ..data_pipeline.tokenizer import END_OF_DOCUMENT, TOKENIZER_FILE, BytesTokenizer, Tokenizer
+from ..distributed.checkpoint.files import (
+    CheckpointError,
+    StoredCheckpoint,
+    dtype_named,
+    open_checkpoint,
+    open_verified,
+    read_tensor,
+    refuse_name_of_another_step,
+    sum_of,
+)
+from ..distributed.checkpoint.reshard import Watch
+from ..distributed.checkpoint.writing import appearing, refuse_existing, write_synced
+from ..distributed.parallelize import expert_names
+from ..model.config import ModelConfig
+from ..model.precision import enters_a_product
+from ..model.transformer import Transformer
+from ..train.config import Config, ConfigError, build
+
+INDEX_FILE = "model.safetensors.index.json"
+Precision = Literal["fp32", "bf16"]
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+_UNITS = {
+    "": 1,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+    "KIB": 2**10,
+    "MIB": 2**20,
+    "GIB": 2**30,
+    "TIB": 2**40,
+}
+_NAMES_OF_EXPERTS = {  # a bank's attribute -> behind the expert's number
+    "w_up": "w_up.weight", "w_down": "w_down.weight", "b_up": "w_up.bias", "b_down": "w_down.bias", "weight": "weight",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What stands under one exported key: a tensor of the model, or one expert of a bank, its matrix turned."""
+
+    key: str
+    name: str  # in the model
+    shape: tuple[int, ...]  # as exported
+    expert: int | None = None
+
+    def cut(self, tensor: Tensor) -> Tensor:
+        """From the whole tensor; a copy."""
+        part = tensor if self.expert is None else tensor[self.expert]
+        turned = part.T if self.expert is not None and part.dim() == 2 else part
+        return turned.clone(memory_format=torch.contiguous_format)
+
+    def put(self, value: Tensor, tensor: Tensor) -> None:
+        """Back into the whole tensor."""
+        part = tensor if self.expert is None else tensor[self.expert]
+        part.copy_(value.T if self.expert is not None and part.dim() == 2 else value)
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What was written."""
+
+    step: int
+    files: list[str]
+    num_keys: int
+    num_bytes: int
+    tokenizer: str  # which, or why none
+
+    def __str__(self) -> str:
+        files = self.files[0] if len(self.files) == 1 else f"{self.files[0]} … {len(self.files)} files"
+        size = f"{self.num_keys:,} keys, {self.num_bytes / 10**6:,.1f} MB"
+        return f"weights of step {self.step}, {size}\n  {files}\n  {self.tokenizer}"
+
+
+def pieces_of(name: str, shape: tuple[int, ...], *, has_experts: bool) -> Iterator[Piece]:
+    """The exported keys of one tensor of the model."""
+    if not has_experts:
+        yield Piece(f"{name}.weight" if name in ("embedding", "position_embedding") else name, name, shape)
+        return
+    bank, _, attribute = name.rpartition(".experts.")
+    for expert in range(shape[0]):
+        key = f"{bank}.experts.{expert}.{_NAMES_OF_EXPERTS[attribute]}"
+        yield Piece(key, name, tuple(reversed(shape[1:])), expert)
+
+
+def export(
+    source: Path,
+    out: Path,
+    *,
+    dtype: Precision = "fp32",
+    max_file_bytes: int = 5 * 10**9,
+    watch: Watch = lambda what, num_bytes: lambda more: None,
+) -> Exported:
+    """Writes the weights of the checkpoint `source`, and what routers learn without a gradient, into the directory `out`.
+
+    `out` appears whole and compared with what was read, or not at all.
+
+    Raises:
+        ValueError: the checkpoint is damaged or of no run, safetensors is missing, `out` exists, or the disk is full.
+    """
+    _require_safetensors()
+    refuse_name_of_another_step(out, None)
+    refuse_existing(out)  # now too: verifying may take an hour
+    size = sum(file.num_bytes for file in open_checkpoint(source).manifest.files.values())
+    stored = open_verified(source, watch("checking the checkpoint", size))
+    config = _config_of(stored)
+    dtypes = _dtypes_of(stored, config, dtype)
+    plan = _plan(stored, dtypes, max_file_bytes)
+    total = sum(_num_bytes(piece, dtypes) for pieces in plan.values() for piece in pieces)
+    tokenizer, words = _tokenizer_of(config)
+    described = _describe(stored, config, tokenizer, dtype)
+    with appearing(out, needed_bytes=total) as folder:
+        on_bytes, sums = watch("writing the files", total), {}
+        for file, tensors in _cut(stored, plan, dtypes):
+            _save(tensors, folder / file)
+            sums |= {key: sum_of(tensor) for key, tensor in tensors.items()}
+            on_bytes(sum(tensor.nbytes for tensor in tensors.values()))
+        _compare(folder, plan, sums)
+        weight_map = {piece.key: file for file, pieces in plan.items() for piece in pieces}
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+        write_synced(folder / INDEX_FILE, json.dumps(index, indent=2) + "\n")
+        write_synced(folder / "config.json", json.dumps(described, indent=2) + "\n")
+        for name, text in _tokenizer_files(tokenizer, config).items():
+            write_synced(folder / name, text)
+    return Exported(stored.meta.step, list(plan), len(weight_map), total, words)
+
+
+def load_export(folder: Path, *, backend: str = "auto") -> Transformer:
+    """The model of an export, whole on the CPU in evaluation mode, its weights in the precision that they were exported in.
+
+    Raises:
+        ValueError: it is no export of ours, or keys or shapes are not those of its model.
+    """
+    _require_safetensors()
+    values = _read_json(folder / "config.json")
+    try:
+        config, step = ModelConfig.model_validate(values["model"]), int(values["step"])
+    except (KeyError, TypeError, ValueError) as error:
+        told = f"it has no {error}" if isinstance(error, KeyError) else error
+        raise ConfigError(f"{folder / 'config.json'} describes no model of moebius: {told}") from error
+    weight_map = _weight_map_of(folder)
+    with torch.device("meta"):
+        model = Transformer(config, backend=backend)
+    banks = expert_names(model)
+    pieces = {
+        piece.key: piece
+        for name, tensor in _tensors_of(model).items()
+        for piece in pieces_of(name, tuple(tensor.shape), has_experts=name in banks)
+    }
+    if unlike := sorted(pieces.keys() ^ weight_map.keys()):
+        kind = "lacks" if unlike[0] in pieces else "has, beside those of its model,"
+        raise ConfigError(f"{folder}: {kind} the key {unlike[0]} ({len(unlike)} such differences in all)")
+    model.to_empty(device="cpu")
+    tensors = _tensors_of(model)
+    for file in sorted(set(weight_map.values())):
+        keys = [key for key, place in weight_map.items() if place == file]
+        for key, value in _read_file(folder / file, keys):
+            _fill(tensors[pieces[key].name], pieces[key], value, folder)
+    model.before_step(step)
+    return model.eval()
+
+
+def parse_size(text: str) -> int:
+    """Bytes of "5GB", "500 MB", "2GiB" or a plain number.
+
+    Raises:
+        ConfigError: it is none of them, or less than a byte.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?I?B?)", text.strip().upper())
+    unit = match[2] if match and match[2] in _UNITS else None
+    if match is None or unit is None or float(match[1]) * _UNITS[unit] < 1:
+        raise ConfigError(f"{text!r} is no size: write 5GB, 500MB, 2GiB or a number of bytes")
+    return int(float(match[1]) * _UNITS[unit])
+
+
+# Planning and writing -----------------------------------------------------------------------------------------------
+
+
+def _dtypes_of(stored: StoredCheckpoint, config: Config, dtype: Precision) -> dict[str, torch.dtype]:
+    """How each tensor of the model is exported: what enters matrix products in `dtype`, everything else as it is stored."""
+    with torch.device("meta"):
+        model = Transformer(config.model)
+    cast = {name for name, _ in model.named_parameters() if enters_a_product(name)}
+    return {
+        name: _DTYPES[dtype] if name in cast else dtype_named(tensor.dtype)
+        for key, tensor in stored.index.tensors.items()
+        if (name := key.removeprefix("model.")) != key
+    }
+
+
+def _plan(stored: StoredCheckpoint, dtypes: Mapping[str, torch.dtype], max_file_bytes: int) -> dict[str, list[Piece]]:
+    """Which pieces go into which file: in the order of the model's names, a new file where one would be too big."""
+    files: list[list[Piece]] = [[]]
+    filled = 0
+    for name, tensor in sorted(stored.index.tensors.items()):
+        if not name.startswith("model."):
+            continue
+        for piece in pieces_of(
+            name.removeprefix("model."), tensor.shape, has_experts=name in stored.meta.num_experts
+        ):  # fmt: skip
+            size = _num_bytes(piece, dtypes)
+            if files[-1] and filled + size > max_file_bytes:
+                files.append([])
+                filled = 0
+            files[-1].append(piece)
+            filled += size
+    if len(files) == 1:
+        return {"model.safetensors": files[0]}
+    return {f"model-{n:05}-of-{len(files):05}.safetensors": pieces for n, pieces in enumerate(files, start=1)}
+
+
+def _cut(
+    stored: StoredCheckpoint, plan: Mapping[str, list[Piece]], dtypes: Mapping[str, torch.dtype]
+) -> Iterator[tuple[str, dict[str, Tensor]]]:  # fmt: skip
+    name, tensor = "", torch.empty(0)
+    for file, pieces in plan.items():
+        tensors = {}
+        for piece in pieces:
+            if piece.name != name:
+                name, tensor = piece.name, read_tensor(stored, f"model.{piece.name}")
+            tensors[piece.key] = piece.cut(tensor).to(dtypes[piece.name])
+        yield file, tensors
+
+
+def _num_bytes(piece: Piece, dtypes: Mapping[str, torch.dtype]) -> int:
+    return torch.Size(piece.shape).numel() * dtypes[piece.name].itemsize
+
+
+def _save(tensors: dict[str, Tensor], file: Path) -> None:
+    library = _require_safetensors()
+    try:
+        library.torch.save_file(tensors, file, metadata={"format": "pt"})
+    except library.SafetensorError as error:
+        raise CheckpointError(f"{file.name} could not be written: {error}; nothing was left there") from error
+    file.chmod(file.parent.stat().st_mode & 0o666)  # the library makes files that nobody else can read
+    with open(file, "rb") as written:
+        os.fsync(written.fileno())
+
+
+def _compare(folder: Path, plan: Mapping[str, list[Piece]], sums: Mapping[str, str]) -> None:
+    """Reads everything back."""
+    library = _require_safetensors()
+    for file, pieces in plan.items():
+        unlike = None
+        try:
+            with library.safe_open(folder / file, framework="pt") as opened:
+                unlike = next((own.key for own in pieces if sum_of(opened.get_tensor(own.key)) != sums[own.key]), None)
+        except library.SafetensorError as error:
+            unlike = str(error)
+        if unlike is not None:
+            raise CheckpointError(
+                f"{file} does not read as it was written ({unlike}); is the disk sound? Nothing was left of the export"
+            )
+
+
+def _require_safetensors() -> Any:
+    """The library, which only exporting needs."""
+    try:
+        import safetensors
+        import safetensors.torch
+    except ImportError as error:
+        raise ConfigError("exports need safetensors, which is not installed: pip install 'moebius[export]'") from error
+    return safetensors
+
+
+# What stands beside the weights -------------------------------------------------------------------------------------
+
+
+def _config_of(stored: StoredCheckpoint) -> Config:
+    if not {"config", "progress"} <= stored.meta.meta.keys():
+        raise CheckpointError(f"{stored.path}: holds no configuration or no progress, so it was not written by a run")
+    return build(stored.meta.meta["config"], origin=str(stored.path / "meta.json"))
+
+
+def _describe(
+    stored: StoredCheckpoint, config: Config, tokenizer: Tokenizer | None, dtype: Precision
+) -> dict[str, Any]:
+    """config.json: what tools look for under their names, and the model's own configuration, resolved."""
+    model = config.model
+    return {
+        "model_type": "moebius",
+        "architectures": ["Transformer"],
+        "dtype": str(_DTYPES[dtype]).removeprefix("torch."),
+        "vocab_size": model.vocab_size,
+        "hidden_size": model.d_model,
+        "num_hidden_layers": model.num_layers,
+        "num_attention_heads": model.num_heads,
+        "max_position_embeddings": config.data.seq_len,
+        "tie_word_embeddings": False,
+        "eos_token_id": None if tokenizer is None else tokenizer.end_of_document_id,
+        "tokenizer": config.data.tokenizer,
+        "step": stored.meta.step,
+        "tokens": stored.meta.meta["progress"]["tokens"],
+        "checkpoint_digest": stored.manifest.digest,
+        "versions": stored.meta.versions,
+        "model": model.model_dump(mode="json"),
+    }
+
+
+def _tokenizer_of(config: Config) -> tuple[Tokenizer | None, str]:
+    """The run's tokenizer, and what to say of it."""
+    try:
+        tokenizer = prepared_tokenizer(config.data.directory)
+    except ShardError as error:
+        return None, f"no tokenizer: {error}"
+    if isinstance(tokenizer, BytesTokenizer):
+        return tokenizer, "no tokenizer file: ids are the bytes of UTF-8, and 256 ends a document"
+    return tokenizer, f"{TOKENIZER_FILE} of {tokenizer.vocab_size} ids"
+
+
+def _tokenizer_files(tokenizer: Tokenizer | None, config: Config) -> dict[str, str]:
+    if tokenizer is None or isinstance(tokenizer, BytesTokenizer):
+        return {}
+    described = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": END_OF_DOCUMENT,
+        "model_max_length": config.data.seq_len,
+    }
+    return {TOKENIZER_FILE: tokenizer.to_json(), "tokenizer_config.json": json.dumps(described, indent=2) + "\n"}
+
+
+# Reading ------------------------------------------------------------------------------------------------------------
+
+
+def _tensors_of(model: Transformer) -> dict[str, Tensor]:
+    return dict(model.named_parameters()) | dict(model.named_buffers())
+
+
+def _read_file(file: Path, keys: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
+    library = _require_safetensors()
+    try:
+        with library.safe_open(file, framework="pt") as opened:
+            for key in keys:
+                yield key, opened.get_tensor(key)
+    except (library.SafetensorError, OSError) as error:
+        raise ConfigError(f"{file}: cannot be read: {error}") from error
+
+
+@torch.no_grad()
+def _fill(tensor: Tensor, piece: Piece, value: Tensor, folder: Path) -> None:
+    """Puts one piece into its tensor of the model, which takes on its precision."""
+    if tuple(value.shape) != piece.shape:
+        raise ConfigError(
+            f"{folder}: {piece.key} has shape {list(value.shape)}, its model asks for {list(piece.shape)}"
+        )
+    if tensor.dtype != value.dtype:
+        if not (tensor.is_floating_point() and value.is_floating_point()):
+            raise ConfigError(f"{folder}: {piece.key} is {value.dtype}, its model asks for {tensor.dtype}")
+        tensor.data = tensor.data.to(value.dtype)
+    piece.put(value, tensor)
+
+
+def _weight_map_of(folder: Path) -> dict[str, str]:
+    """Which key stands in which file."""
+    found = _read_json(folder / INDEX_FILE).get("weight_map")
+    if not isinstance(found, dict) or not all(isinstance(file, str) for file in found.values()):
+        raise ConfigError(f"{folder / INDEX_FILE}: has no weight_map of keys and files; is it the index of an export?")
+    if outside := [file for file in found.values() if Path(file).name != file]:
+        raise ConfigError(f"{folder / INDEX_FILE}: names files outside of its folder: {outside[0]}")
+    if absent := sorted({file for file in found.values() if not (folder / file).is_file()}):
+        raise ConfigError(f"{folder}: {', '.join(absent)} missing, of {len(set(found.values()))} files with weights")
+    return found
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(file.read_bytes())
+    except OSError as error:
+        raise ConfigError(
+            f"{file}: cannot be read ({error.strerror}); is this a folder of `moebius ckpt export`?"
+        ) from None
+    except ValueError as error:
+        raise ConfigError(f"{file}: is not JSON ({error})") from None
+    if not isinstance(found, dict):
+        raise ConfigError(f"{file}: is no JSON object")
+    return found

@@ -1,0 +1,1 @@
+"""The expert layers' operations in C++ for CPUs with AVX-512."""

@@ -1,0 +1,1 @@
+"""Backends on other libraries' grouped products: torch's `grouped_mm` and MegaBlocks."""

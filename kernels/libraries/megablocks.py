@@ -1,0 +1,123 @@
+"""The expert operations on MegaBlocks' operators (arXiv 2211.15841): its permutation kernels and its grouped products, on CUDA.
+
+MegaBlocks is no dependency: its release asks for one torch version, older than ours. Where it is installed (docs/kernels.md
+has the line, and what it was tried on), this backend drives
+    megablocks.ops.gather, megablocks.ops.scatter      rows into the order of their experts, and summed back
+    grouped_gemm.backend.gmm                           the products; trans_b for rows' gradients, trans_a for the weights'
+which is what its own "grouped" layer is made of (its block-sparse one refuses current Triton releases). What is done with them is
+in grouped_products.py. The sort is the doors' own, once per routing, so forward and backward share it.
+
+Cost: a product takes its row counts from the host, so every call waits for the device once, unless the routes have `per_expert`;
+and the released library makes one call of cuBLAS per expert and product. bfloat16 only.
+
+Legend: U source rows, T targets, N routes, E experts, D input width, O output width.
+"""
+
+import torch
+from torch import Tensor
+
+from ..interface import ROW_SLACK
+from ..operands import MLPBank, MLPGradients, SortedRoutes
+from ..permute import add_rows
+from . import grouped_products
+from .megablocks_available import library
+
+
+def mlp_forward(x_UD: Tensor, bank: MLPBank, routes: SortedRoutes) -> tuple[Tensor, Tensor]:
+    """Backend.mlp_forward."""
+    return grouped_products.mlp_forward(_MegaBlocks(routes), x_UD, bank, routes)
+
+
+def mlp_backward(
+    grad_TO: Tensor, x_UD: Tensor, bank: MLPBank, routes: SortedRoutes, kept: Tensor, into: MLPGradients
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Backend.mlp_backward."""
+    return grouped_products.mlp_backward(_MegaBlocks(routes), grad_TO, x_UD, bank, routes, kept, into)
+
+
+def linear_forward(x_UD: Tensor, w_EDO: Tensor, routes: SortedRoutes) -> tuple[Tensor, Tensor]:
+    """Backend.linear_forward."""
+    return grouped_products.linear_forward(_MegaBlocks(routes), x_UD, w_EDO, routes)
+
+
+def linear_backward(
+    grad_TO: Tensor, x_UD: Tensor, w_EDO: Tensor, routes: SortedRoutes, kept: Tensor, into_EDO: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Backend.linear_backward."""
+    return grouped_products.linear_backward(_MegaBlocks(routes), grad_TO, x_UD, w_EDO, routes, kept, into_EDO)
+
+
+class _MegaBlocks:
+    """grouped_products.Operators on MegaBlocks'.
+
+    To MegaBlocks a route's place is its "bin id" (the expert) and the expert's "bin" (where it ends); `indices` are the routes in
+    sorted order, and a route belongs to row index // top_k. Routes without such a rule are handed over as rows of their own.
+    """
+
+    def __init__(self, routes: SortedRoutes) -> None:
+        self._library, self._routes = library(), routes
+        num_routes, device = routes.num_routes, routes.starts_E1.device
+        places_N = torch.arange(num_routes, device=device, dtype=torch.int32)
+        self._bins_E = routes.starts_E1[1:]
+        self._bin_ids_N = torch.searchsorted(self._bins_E, places_N, right=True, out_int32=True)
+        self._indices_N = places_N if routes.order_N is None else routes.order_N
+        self._counts_E = _counts_on_host(routes)
+
+    def gather_sources(self, x_UD: Tensor) -> Tensor:
+        return self._gather(x_UD, self._routes.source_N, self._routes.per_source)
+
+    def gather_targets(self, grad_TO: Tensor) -> Tensor:
+        return self._gather(grad_TO, self._routes.target_N, self._routes.per_target)
+
+    def add_to_targets(self, rows_NO: Tensor) -> Tensor:
+        routes = self._routes
+        return self._add(rows_NO, routes.target_N, routes.num_targets, routes.per_target)
+
+    def add_to_sources(self, rows_ND: Tensor, num_sources: int) -> Tensor:
+        return self._add(rows_ND, self._routes.source_N, num_sources, self._routes.per_source)
+
+    def product(self, rows_ND: Tensor, w_EDO: Tensor) -> Tensor:
+        rows_NO = rows_ND.new_empty(self._routes.num_routes + ROW_SLACK, w_EDO.shape[2])
+        return self._gmm(rows_ND, w_EDO, rows_NO, trans_b=False)
+
+    def product_transposed(self, rows_NO: Tensor, w_EDO: Tensor) -> Tensor:
+        rows_ND = rows_NO.new_empty(self._routes.num_routes + ROW_SLACK, w_EDO.shape[1])
+        return self._gmm(rows_NO, w_EDO, rows_ND, trans_b=True)
+
+    def add_weight_gradient(self, into_EDO: Tensor, rows_ND: Tensor, rows_NO: Tensor) -> None:
+        num_routes = self._routes.num_routes
+        if num_routes == 0:
+            return
+        left_ND, right_NO = rows_ND[:num_routes].contiguous(), rows_NO[:num_routes].contiguous()
+        into_EDO += self._library.gmm(left_ND, right_NO, self._counts_E, trans_a=True)
+
+    def _gmm(self, rows: Tensor, w_EDO: Tensor, out: Tensor, *, trans_b: bool) -> Tensor:
+        num_routes = self._routes.num_routes
+        if num_routes:
+            rows, w_EDO = rows[:num_routes].contiguous(), w_EDO.contiguous()
+            self._library.gmm(rows, w_EDO, self._counts_E, trans_b=trans_b, c=out[:num_routes])
+        return out
+
+    def _gather(self, rows_UD: Tensor, index_N: Tensor | None, per_row: int) -> Tensor:
+        num_routes = self._routes.num_routes
+        if num_routes == 0:
+            return rows_UD.new_empty(0, rows_UD.shape[1])
+        if index_N is not None:
+            rows_UD, per_row = rows_UD.index_select(0, index_N), 1
+        rows_UD = rows_UD[: num_routes // per_row].contiguous()  # rows that no route reads would not be accepted
+        return self._library.gather(rows_UD, self._indices_N, self._bin_ids_N, self._bins_E, per_row)
+
+    def _add(self, rows_ND: Tensor, index_N: Tensor | None, num_rows: int, per_row: int) -> Tensor:
+        if self._routes.num_routes == 0:
+            return rows_ND.new_zeros(num_rows, rows_ND.shape[1])
+        top_k = 1 if index_N is not None else per_row
+        rows_ND = rows_ND.contiguous()
+        summed = self._library.scatter(rows_ND, self._indices_N, self._bin_ids_N, None, self._bins_E, top_k)
+        return summed if index_N is None else add_rows(summed, None, index_N, num_rows, 0)
+
+
+def _counts_on_host(routes: SortedRoutes) -> Tensor:
+    """(E,) int64 on the CPU: the routes of each expert. The one synchronisation."""
+    if routes.per_expert:
+        return torch.full((routes.starts_E1.shape[0] - 1,), routes.per_expert, dtype=torch.int64)
+    return routes.starts_E1.diff().to("cpu", torch.int64)

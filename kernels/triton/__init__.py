@@ -1,0 +1,1 @@
+"""The expert layers' operations as Triton kernels."""

@@ -1,0 +1,347 @@
+"""Grouped products over row tiles: one program has one tile of one expert's rows.
+
+K1  `gathered_*`: rows gathered from (U, D), times W[e], to a narrow side. One column tile holds a whole row of F = 128
+    columns, so what needs complete rows (the gate's gradient) is taken in the epilogue from registers, without atomics; of
+    wider rows each column tile leaves a partial sum. Four epilogues: activation, gate, and the two backward ones.
+K2  `rows_product`: narrow rows times W[e], to wide rows. The narrow tile is read once and stays while the program walks over
+    the column tiles. Two write modes: stored, in route order, so that `sum_rows` (rows.py) reads each target's
+    answers one after another (deterministic); or added to the targets' rows by float32 atomics.
+K12 `fused_mlp`: both, the hidden tile handed on in registers.
+
+With F = 128 every product has 128 FLOP per byte gathered, less than an H200's memory wants: it is the bytes that count. Rows
+are read through pointers (cp.async on the GPU). All widths are compile-time constants, and alignment and masks follow from
+them: widths that no tile divides are masked, not padded in memory, and no packed copy of the weights has to be kept in step
+with them. A width that is no multiple of 16 bytes (412 or 82 columns in bfloat16) pays by narrower copies.
+
+Legend: N routes in sorted order, D, K inner width, W columns of the first bank (F, or 2F where gated), O output width; tiles
+ROWS × COLUMNS, DEPTH of the inner width at a time.
+"""
+
+from .guard import tl, triton
+
+
+@triton.jit
+def smooth(z, ACT: tl.constexpr):
+    """Value and slope of silu or gelu (with erf), float32."""
+    if ACT == "silu" or ACT == "swiglu":
+        sigmoid = 1.0 / (1.0 + tl.exp(-z))
+        value = z * sigmoid
+        slope = sigmoid + value * (1.0 - sigmoid)
+    else:
+        cumulative = 0.5 + 0.5 * tl.erf(z * 0.7071067811865476)
+        value = z * cumulative
+        slope = cumulative + z * 0.3989422804014327 * tl.exp(-0.5 * z * z)
+    return value, slope
+
+
+@triton.jit
+def _tile(tile_expert, tile_first, starts, tile, ROWS: tl.constexpr):
+    """The tile's expert (−1: none), its sorted rows, and which of them are this expert's."""
+    expert = tl.load(tile_expert + tile)
+    rows = tl.load(tile_first + tile) + tl.arange(0, ROWS)
+    return expert, rows, rows < tl.load(starts + tl.maximum(expert, 0) + 1)
+
+
+@triton.jit
+def _product(
+    a, a_rows, w, cols, K: tl.constexpr, N: tl.constexpr, W_K: tl.constexpr, W_N: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """a[a_rows] (ROWS, K) times one expert's w (K, N), its columns `cols`: float32. w's strides say whether it is transposed."""
+    depth = tl.arange(0, DEPTH)
+    a_at = a + a_rows[:, None] * K + depth[None, :]
+    w_at = w + depth[:, None] * W_K + cols[None, :] * W_N
+    total = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for k in range(0, K, DEPTH):
+        left = depth < K - k
+        a_tile = tl.load(a_at + k, mask=left[None, :], other=0.0)
+        w_tile = tl.load(w_at + k * W_K, mask=left[:, None] & (cols < N)[None, :], other=0.0)
+        total = tl.dot(a_tile, w_tile, total, input_precision=PRECISION)
+    return total
+
+
+@triton.jit
+def _two_products(
+    a, a_rows, w, cols, K: tl.constexpr, N: tl.constexpr, W_K: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The same with the columns `cols` and `cols` + N of w (K, 2N): the rows are gathered once for both."""
+    depth = tl.arange(0, DEPTH)
+    a_at = a + a_rows[:, None] * K + depth[None, :]
+    w_at = w + depth[:, None] * W_K + cols[None, :]
+    first = tl.zeros((ROWS, COLUMNS), tl.float32)
+    second = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for k in range(0, K, DEPTH):
+        left = depth < K - k
+        w_mask = left[:, None] & (cols < N)[None, :]
+        a_tile = tl.load(a_at + k, mask=left[None, :], other=0.0)
+        first = tl.dot(a_tile, tl.load(w_at + k * W_K, mask=w_mask, other=0.0), first, input_precision=PRECISION)
+        second = tl.dot(a_tile, tl.load(w_at + k * W_K + N, mask=w_mask, other=0.0), second, input_precision=PRECISION)
+    return first, second
+
+
+@triton.jit
+def _activated(
+    x, sources, w, bias, kept, expert, rows, live, cols, D: tl.constexpr, F: tl.constexpr, ACT: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """A tile of hidden rows in float32; stores in `kept` what the backward wants: relu's hidden rows, else those before."""
+    GATED: tl.constexpr = ACT == "swiglu" or ACT == "geglu"
+    W: tl.constexpr = 2 * F if GATED else F
+    dtype: tl.constexpr = kept.dtype.element_ty
+    mask = live[:, None] & (cols < F)[None, :]
+    kept_at = kept + rows.to(tl.int64)[:, None] * W + cols[None, :]
+    w += expert.to(tl.int64) * D * W
+    if GATED:
+        z, content = _two_products(x, sources, w, cols, D, F, W, ROWS, COLUMNS, DEPTH, PRECISION)
+        if bias is not None:
+            content += tl.load(bias + expert * W + F + cols, mask=cols < F, other=0.0).to(tl.float32)[None, :]
+        content = content.to(dtype)
+        tl.store(kept_at + F, content, mask=mask)
+    else:
+        content = None
+        z = _product(x, sources, w, cols, D, F, W, 1, ROWS, COLUMNS, DEPTH, PRECISION)
+    if bias is not None:
+        z += tl.load(bias + expert * W + cols, mask=cols < F, other=0.0).to(tl.float32)[None, :]
+    if ACT == "relu":
+        hidden = tl.maximum(z, 0.0)
+        tl.store(kept_at, hidden.to(dtype), mask=mask)
+    else:
+        z = z.to(dtype)  # what the backward will see, so that both have the same hidden rows
+        tl.store(kept_at, z, mask=mask)
+        hidden, _ = smooth(z.to(tl.float32), ACT)
+        if content is not None:
+            hidden *= content.to(tl.float32)
+    return hidden
+
+
+@triton.jit
+def gathered_activation(
+    x, source_rows, w, bias, kept, hidden, tile_expert, tile_first, starts,
+    D: tl.constexpr, F: tl.constexpr, ACT: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """hidden = a(x[source] · w[e] + bias[e]), (N, F). relu's stand in `kept`, and `hidden` is None."""
+    TILES: tl.constexpr = (F + COLUMNS - 1) // COLUMNS
+    expert, rows, live = _tile(tile_expert, tile_first, starts, tl.program_id(0) // TILES, ROWS)
+    if expert < 0:
+        return
+    cols = (tl.program_id(0) % TILES) * COLUMNS + tl.arange(0, COLUMNS)
+    sources = tl.load(source_rows + rows, mask=live, other=0).to(tl.int64)
+    values = _activated(
+        x, sources, w, bias, kept, expert, rows, live, cols, D, F, ACT, ROWS, COLUMNS, DEPTH, PRECISION
+    )  # fmt: skip
+    if hidden is not None:
+        at = hidden + rows.to(tl.int64)[:, None] * F + cols[None, :]
+        tl.store(at, values.to(hidden.dtype.element_ty), mask=live[:, None] & (cols < F)[None, :])
+
+
+@triton.jit
+def gathered_gate(
+    x, source_rows, w, gate_rows, kept, out, out_rows, tile_expert, tile_first, starts,
+    D: tl.constexpr, OUT: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """kept = x[source] · w[e], (N, O) in sorted order; out[out_rows] = gate · kept."""
+    TILES: tl.constexpr = (OUT + COLUMNS - 1) // COLUMNS
+    expert, rows, live = _tile(tile_expert, tile_first, starts, tl.program_id(0) // TILES, ROWS)
+    if expert < 0:
+        return
+    cols = (tl.program_id(0) % TILES) * COLUMNS + tl.arange(0, COLUMNS)
+    sources = tl.load(source_rows + rows, mask=live, other=0).to(tl.int64)
+    w += expert.to(tl.int64) * D * OUT
+    answer = _product(x, sources, w, cols, D, OUT, OUT, 1, ROWS, COLUMNS, DEPTH, PRECISION)
+    mask = live[:, None] & (cols < OUT)[None, :]
+    tl.store(kept + rows.to(tl.int64)[:, None] * OUT + cols[None, :], answer.to(kept.dtype.element_ty), mask=mask)
+    answer *= tl.load(gate_rows + rows, mask=live, other=0.0)[:, None]
+    places = rows
+    if out_rows is not None:
+        places = tl.load(out_rows + rows, mask=live, other=0)
+    tl.store(out + places.to(tl.int64)[:, None] * OUT + cols[None, :], answer.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _bias_products(
+    a, a_rows, bias, K: tl.constexpr, ROWS: tl.constexpr, DEPTH: tl.constexpr
+):  # fmt: skip
+    """(ROWS,): the gathered rows times one expert's bias (K,)."""
+    depth = tl.arange(0, DEPTH)
+    total = tl.zeros((ROWS,), tl.float32)
+    for k in range(0, K, DEPTH):
+        left = depth < K - k
+        a_tile = tl.load(a + a_rows[:, None] * K + depth[None, :] + k, mask=left[None, :], other=0.0).to(tl.float32)
+        total += tl.sum(a_tile * tl.load(bias + depth + k, mask=left, other=0.0).to(tl.float32)[None, :], 1)
+    return total
+
+
+@triton.jit
+def gathered_hidden_gradient(
+    grad, target_rows, w, bias, kept, gate_rows, d_z, grad_gate, out_rows, tile_expert, tile_first, starts, num_routes,
+    OUT: tl.constexpr, F: tl.constexpr, ACT: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Of a perceptron: d_h = grad[target] · w_down[e]ᵀ; the gate's gradient is Σ h · d_h, and d_z that of gate · d_h.
+
+    `grad_gate` (column tiles, N) gets a partial sum per column tile, in route order. With a bias the gate has its share of it.
+    """
+    GATED: tl.constexpr = ACT == "swiglu" or ACT == "geglu"
+    W: tl.constexpr = 2 * F if GATED else F
+    TILES: tl.constexpr = (F + COLUMNS - 1) // COLUMNS
+    dtype: tl.constexpr = d_z.dtype.element_ty
+    expert, rows, live = _tile(tile_expert, tile_first, starts, tl.program_id(0) // TILES, ROWS)
+    if expert < 0:
+        return
+    column_tile = tl.program_id(0) % TILES
+    grad_gate += column_tile.to(tl.int64) * num_routes
+    cols = column_tile * COLUMNS + tl.arange(0, COLUMNS)
+    targets = tl.load(target_rows + rows, mask=live, other=0).to(tl.int64)
+    d_hidden = _product(
+        grad, targets, w + expert.to(tl.int64) * F * OUT, cols, OUT, F, 1, OUT, ROWS, COLUMNS, DEPTH, PRECISION
+    )  # fmt: skip
+    mask = live[:, None] & (cols < F)[None, :]
+    at = rows.to(tl.int64)[:, None] * W + cols[None, :]
+    gate = tl.load(gate_rows + rows, mask=live, other=0.0)
+    z = tl.load(kept + at, mask=mask, other=0.0).to(tl.float32)
+    if ACT == "relu":
+        d_gate = tl.sum(z * d_hidden, 1)
+        tl.store(d_z + at, tl.where(z > 0, gate[:, None] * d_hidden, 0.0).to(dtype), mask=mask)
+    else:
+        value, slope = smooth(z, ACT)
+        if GATED:
+            content = tl.load(kept + at + F, mask=mask, other=0.0).to(tl.float32)
+            d_gate = tl.sum(value * content * d_hidden, 1)
+            tl.store(d_z + at + F, (gate[:, None] * d_hidden * value).to(dtype), mask=mask)
+            slope *= content
+        else:
+            d_gate = tl.sum(value * d_hidden, 1)
+        tl.store(d_z + at, (gate[:, None] * d_hidden * slope).to(dtype), mask=mask)
+    if bias is not None and column_tile == 0:
+        d_gate += _bias_products(grad, targets, bias + expert.to(tl.int64) * OUT, OUT, ROWS, DEPTH)
+    places = rows
+    if out_rows is not None:
+        places = tl.load(out_rows + rows, mask=live, other=0)
+    tl.store(grad_gate + places, d_gate, mask=live)
+
+
+@triton.jit
+def gathered_input_gradient(
+    grad, target_rows, w, x, source_rows, gate_rows, out, grad_gate, out_rows, tile_expert, tile_first, starts, num_routes,
+    OUT: tl.constexpr, D: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Of a matrix whose input is narrow: d_x = grad[target] · w[e]ᵀ; gate's gradient Σ x · d_x; out[out_rows] = gate · d_x."""
+    TILES: tl.constexpr = (D + COLUMNS - 1) // COLUMNS
+    expert, rows, live = _tile(tile_expert, tile_first, starts, tl.program_id(0) // TILES, ROWS)
+    if expert < 0:
+        return
+    column_tile = tl.program_id(0) % TILES
+    grad_gate += column_tile.to(tl.int64) * num_routes
+    cols = column_tile * COLUMNS + tl.arange(0, COLUMNS)
+    targets = tl.load(target_rows + rows, mask=live, other=0).to(tl.int64)
+    d_x = _product(
+        grad, targets, w + expert.to(tl.int64) * D * OUT, cols, OUT, D, 1, OUT, ROWS, COLUMNS, DEPTH, PRECISION
+    )  # fmt: skip
+    mask = live[:, None] & (cols < D)[None, :]
+    sources = tl.load(source_rows + rows, mask=live, other=0).to(tl.int64)
+    inputs = tl.load(x + sources[:, None] * D + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+    places = rows
+    if out_rows is not None:
+        places = tl.load(out_rows + rows, mask=live, other=0)
+    tl.store(grad_gate + places, tl.sum(inputs * d_x, 1), mask=live)
+    d_x *= tl.load(gate_rows + rows, mask=live, other=0.0)[:, None]
+    tl.store(out + places.to(tl.int64)[:, None] * D + cols[None, :], d_x.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _put(answer, bias, gate, out, places, live, cols, expert, OUT: tl.constexpr, ADD: tl.constexpr):
+    """gate · (answer + bias), stored in rows of their own or added to the targets' rows."""
+    mask = live[:, None] & (cols < OUT)[None, :]
+    if bias is not None:
+        answer += tl.load(bias + expert * OUT + cols, mask=cols < OUT, other=0.0).to(tl.float32)[None, :]
+    if gate is not None:
+        answer *= gate[:, None]
+    at = out + places[:, None] * OUT + cols[None, :]
+    if ADD:
+        tl.atomic_add(at, answer, mask=mask, sem="relaxed")
+    else:
+        tl.store(at, answer.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def rows_product(
+    a, a_rows, w, bias, gate_rows, out, out_rows, kept, grad_gate, gate_places, tile_expert, tile_first, starts,
+    K: tl.constexpr, OUT: tl.constexpr, TRANSPOSED: tl.constexpr, ADD: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """out[out_rows] = (or +=) gate · (a[a_rows] · w[e] + bias[e]), (…, O). Rows of None are the sorted rows themselves.
+
+    `w` (E, K, O), or (E, O, K) if TRANSPOSED. With `kept` (N, K) in sorted order, grad_gate[gate_places] = Σ kept · a[a_rows].
+    """
+    W_K: tl.constexpr = 1 if TRANSPOSED else OUT
+    W_N: tl.constexpr = K if TRANSPOSED else 1
+    expert, rows, live = _tile(tile_expert, tile_first, starts, tl.program_id(0), ROWS)
+    if expert < 0:
+        return
+    sources, places = rows, rows
+    if a_rows is not None:
+        sources = tl.load(a_rows + rows, mask=live, other=0)
+    if out_rows is not None:
+        places = tl.load(out_rows + rows, mask=live, other=0)
+    sources, places = tl.where(live, sources, 0).to(tl.int64), places.to(tl.int64)
+    gate = None
+    if gate_rows is not None:
+        gate = tl.load(gate_rows + rows, mask=live, other=0.0)
+    w += expert.to(tl.int64) * K * OUT
+    depth = tl.arange(0, DEPTH)
+    if kept is not None:
+        d_gate = tl.zeros((ROWS,), tl.float32)
+        for k in range(0, K, DEPTH):
+            mask = live[:, None] & (depth < K - k)[None, :]
+            answers = tl.load(kept + rows.to(tl.int64)[:, None] * K + depth[None, :] + k, mask=mask, other=0.0)
+            grads = tl.load(a + sources[:, None] * K + depth[None, :] + k, mask=mask, other=0.0)
+            d_gate += tl.sum(answers.to(tl.float32) * grads.to(tl.float32), 1)
+        gates = rows
+        if gate_places is not None:
+            gates = tl.load(gate_places + rows, mask=live, other=0)
+        tl.store(grad_gate + gates, d_gate, mask=live)
+    if K <= DEPTH:
+        a_tile = tl.load(a + sources[:, None] * K + depth[None, :], mask=(depth < K)[None, :], other=0.0)
+        for n in range(0, OUT, COLUMNS):
+            cols = n + tl.arange(0, COLUMNS)
+            w_mask = (depth < K)[:, None] & (cols < OUT)[None, :]
+            w_tile = tl.load(w + depth[:, None] * W_K + cols[None, :] * W_N, mask=w_mask, other=0.0)
+            answer = tl.dot(a_tile, w_tile, input_precision=PRECISION)
+            _put(answer, bias, gate, out, places, live, cols, expert, OUT, ADD)
+    else:
+        for n in range(0, OUT, COLUMNS):
+            cols = n + tl.arange(0, COLUMNS)
+            answer = _product(a, sources, w, cols, K, OUT, W_K, W_N, ROWS, COLUMNS, DEPTH, PRECISION)
+            _put(answer, bias, gate, out, places, live, cols, expert, OUT, ADD)
+
+
+@triton.jit
+def fused_mlp(
+    x, source_rows, w_up, b_up, kept, w_down, b_down, gate_rows, out, out_rows, tile_expert, tile_first, starts,
+    D: tl.constexpr, F: tl.constexpr, OUT: tl.constexpr, ACT: tl.constexpr, ADD: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, HIDDEN: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """out[out_rows] = (or +=) gate · (a(x[source] · w_up[e] + b_up[e]) · w_down[e] + b_down[e]), and `kept`. F ≤ HIDDEN."""
+    expert, rows, live = _tile(tile_expert, tile_first, starts, tl.program_id(0), ROWS)
+    if expert < 0:
+        return
+    sources = tl.load(source_rows + rows, mask=live, other=0).to(tl.int64)
+    inner = tl.arange(0, HIDDEN)
+    hidden = _activated(
+        x, sources, w_up, b_up, kept, expert, rows, live, inner, D, F, ACT, ROWS, HIDDEN, DEPTH, PRECISION
+    ).to(w_down.dtype.element_ty)  # fmt: skip
+    gate = tl.load(gate_rows + rows, mask=live, other=0.0)
+    places = rows
+    if out_rows is not None:
+        places = tl.load(out_rows + rows, mask=live, other=0)
+    w_down += expert.to(tl.int64) * F * OUT
+    for n in range(0, OUT, COLUMNS):
+        cols = n + tl.arange(0, COLUMNS)
+        w_mask = (inner < F)[:, None] & (cols < OUT)[None, :]
+        w_tile = tl.load(w_down + inner[:, None] * OUT + cols[None, :], mask=w_mask, other=0.0)
+        answer = tl.dot(hidden, w_tile, input_precision=PRECISION)
+        _put(answer, b_down, gate, out, places.to(tl.int64), live, cols, expert, OUT, ADD)

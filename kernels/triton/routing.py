@@ -1,0 +1,205 @@
+"""Sorting routes by expert, and what the grouped products read of that order: without a word to the host.
+
+  1. `sort_routes`: a histogram per block of routes; one scan per expert over the blocks; a stable scatter. Three small kernels.
+  2. `TileTable`: which expert and which first row a program of a grouped product has. Its length is fixed, ceil(N/rows) + E, so
+     grids are static and the whole may be captured in a CUDA graph; the programs left over find expert −1 and end.
+  3. `sorted_rows`: source row, target row and gate weight of every sorted place, so that a product reads one index per row.
+
+Integers all through, and integer atomics alone: two runs agree bit for bit.
+
+Legend: N routes, E experts, B blocks of routes, L entries of a table.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..operands import SortedRoutes
+from .guard import launch, tl, triton
+
+_BLOCK = 256  # routes per program of the sort: the comparison of all with all in a block stays in registers
+_COMPARED = 32
+_SCAN = 1024
+_LEAST_BINS = 128
+_COMPARISONS = 8192  # of a program of the tile table: more would not stay in registers
+
+
+@triton.jit(do_not_specialize=["num_routes", "num_blocks"])
+def _histogram(
+    expert_N, counts_EB, totals_E, num_routes, num_blocks, E: tl.constexpr, BINS: tl.constexpr, BLOCK: tl.constexpr
+):
+    block = tl.program_id(0)
+    route = block * BLOCK + tl.arange(0, BLOCK)
+    expert = tl.load(expert_N + route, mask=route < num_routes, other=E).to(tl.int32)
+    counts = tl.histogram(expert, BINS)  # bin E takes what lies past the end
+    bins = tl.arange(0, BINS)
+    tl.store(counts_EB + bins * num_blocks + block, counts, mask=bins < E)
+    tl.atomic_add(totals_E + bins, counts, mask=(bins < E) & (counts > 0))
+
+
+@triton.jit(do_not_specialize=["num_blocks"])
+def _scan(counts_EB, totals_E, starts_E1, num_blocks, E: tl.constexpr, BINS: tl.constexpr, SCAN: tl.constexpr):
+    """Program e: where expert e's rows start, and (in place of its counts) where those of each block start."""
+    expert = tl.program_id(0)
+    bins = tl.arange(0, BINS)
+    base = tl.sum(tl.load(totals_E + bins, mask=bins < expert, other=0))
+    tl.store(starts_E1 + expert, base)
+    for first in range(0, num_blocks, SCAN):
+        blocks = first + tl.arange(0, SCAN)
+        at = counts_EB + expert * num_blocks + blocks
+        counts = tl.load(at, mask=blocks < num_blocks, other=0)
+        tl.store(at, base + tl.cumsum(counts, 0) - counts, mask=blocks < num_blocks)
+        base += tl.sum(counts)
+    if expert == E - 1:
+        tl.store(starts_E1 + E, base)
+
+
+@triton.jit(do_not_specialize=["num_routes", "num_blocks"])
+def _scatter(
+    expert_N,
+    bases_EB,
+    order_N,
+    place_N,
+    num_routes,
+    num_blocks,
+    E: tl.constexpr,
+    BLOCK: tl.constexpr,
+    COMPARED: tl.constexpr,
+):
+    """A route's place: its expert's base for this block, and how many before it in the block have the same expert."""
+    block = tl.program_id(0)
+    lane = tl.arange(0, BLOCK)
+    route = block * BLOCK + lane
+    live = route < num_routes
+    expert = tl.load(expert_N + route, mask=live, other=E).to(tl.int32)
+    rank = tl.zeros((BLOCK,), tl.int32)
+    for first in range(0, BLOCK, COMPARED):
+        other_lane = first + tl.arange(0, COMPARED)
+        other_route = block * BLOCK + other_lane
+        other = tl.load(expert_N + other_route, mask=other_route < num_routes, other=E).to(tl.int32)
+        same = (expert[:, None] == other[None, :]) & (other_lane[None, :] < lane[:, None])
+        rank += tl.sum(same.to(tl.int32), 1)
+    base = tl.load(bases_EB + expert * num_blocks + block, mask=live, other=0)
+    tl.store(order_N + base + rank, route, mask=live)
+    tl.store(place_N + route, base + rank, mask=live)
+
+
+def sort_routes(expert_N: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    """(N,) experts to order (N,), place (N,) and starts (E + 1,) of a `Sorting`; stable, without host synchronisation."""
+    expert_N, num_routes = expert_N.contiguous(), expert_N.shape[0]
+    num_blocks = max(1, triton.cdiv(num_routes, _BLOCK))
+    order_N, place_N, starts_E1, counts_EB, totals_E = (
+        torch.empty(shape, dtype=torch.int32, device=expert_N.device)
+        for shape in (num_routes, num_routes, num_experts + 1, (num_experts, num_blocks), num_experts)
+    )
+    totals_E.zero_()
+    bins = max(_LEAST_BINS, triton.next_power_of_2(num_experts + 1))
+    numbers = (num_routes, num_blocks)
+    launch(_histogram, num_blocks, expert_N, counts_EB, totals_E, *numbers, E=num_experts, BINS=bins, BLOCK=_BLOCK)
+    launch(_scan, num_experts, counts_EB, totals_E, starts_E1, num_blocks, E=num_experts, BINS=bins, SCAN=_SCAN)
+    constants = {"E": num_experts, "BLOCK": _BLOCK, "COMPARED": _COMPARED}
+    launch(_scatter, num_blocks, expert_N, counts_EB, order_N, place_N, *numbers, **constants)
+    return order_N, place_N, starts_E1
+
+
+@dataclass(frozen=True)
+class TileTable:
+    """Row tiles in expert order; entries past the last tile have expert −1.
+
+    A tile that is not its expert's first has a `slot`, counted over all experts; expert e's are slots_E1[e] … slots_E1[e+1]−1.
+    """
+
+    expert_L: Tensor
+    first_L: Tensor
+    slot_L: Tensor
+    slots_E1: Tensor
+    starts_E1: Tensor
+
+    @property
+    def length(self) -> int:
+        return self.expert_L.shape[0]
+
+
+@triton.jit
+def _tile_table(
+    starts_E1, expert_L, first_L, slot_L, slots_E1, length,
+    E: tl.constexpr, BINS: tl.constexpr, ROWS: tl.constexpr, LEAST: tl.constexpr, ENTRIES: tl.constexpr,
+):  # fmt: skip
+    bins = tl.arange(0, BINS)
+    starts = tl.load(starts_E1 + bins, mask=bins < E, other=0)
+    counts = tl.load(starts_E1 + bins + 1, mask=bins < E, other=0) - starts
+    tiles = tl.where(bins < E, tl.maximum((counts + ROWS - 1) // ROWS, LEAST), 0)
+    ends = tl.cumsum(tiles, 0)
+    entry = tl.program_id(0) * ENTRIES + tl.arange(0, ENTRIES)
+    expert = tl.sum((ends[None, :] <= entry[:, None]).to(tl.int32), 1)  # how many experts end before this entry
+    here = bins[None, :] == expert[:, None]
+    tile = entry - tl.sum(tl.where(here, (ends - tiles)[None, :], 0), 1)
+    first = tl.sum(tl.where(here, starts[None, :], 0), 1) + tile * ROWS
+    slots = tl.cumsum(tl.maximum(tiles - 1, 0), 0)
+    slot = tl.sum(tl.where(here, (slots - tl.maximum(tiles - 1, 0))[None, :], 0), 1) + tile - 1
+    live = entry < length
+    tl.store(expert_L + entry, tl.where(expert < E, expert, -1), mask=live)
+    tl.store(first_L + entry, first, mask=live)
+    tl.store(slot_L + entry, tl.where(tile > 0, slot, -1), mask=live)
+    if tl.program_id(0) == 0:
+        tl.store(slots_E1, 0)
+        tl.store(slots_E1 + 1 + bins, slots, mask=bins < E)
+
+
+def tile_table(starts_E1: Tensor, num_rows: int, *, rows: int, least: int = 0) -> TileTable:
+    """Cuts every expert's rows into tiles of `rows`; `least`=1 gives an expert without rows one (empty) tile."""
+    num_experts = starts_E1.shape[0] - 1
+    length = triton.cdiv(num_rows, rows) + num_experts
+    expert_L, first_L, slot_L, slots_E1 = (starts_E1.new_empty(n) for n in (length, length, length, num_experts + 1))
+    bins = max(_LEAST_BINS, triton.next_power_of_2(num_experts))
+    entries = max(1, min(64, _COMPARISONS // bins))
+    launch(
+        _tile_table, triton.cdiv(length, entries), starts_E1, expert_L, first_L, slot_L, slots_E1, length,
+        E=num_experts, BINS=bins, ROWS=rows, LEAST=least, ENTRIES=entries,
+    )  # fmt: skip
+    return TileTable(expert_L, first_L, slot_L, slots_E1, starts_E1)
+
+
+@dataclass(frozen=True)
+class SortedRows:
+    """What the sorted places read and write: rows of the source and of the target (int32), and the gate weights."""
+
+    source_N: Tensor
+    target_N: Tensor
+    gate_N: Tensor
+
+
+@triton.jit(do_not_specialize=["num_routes"])
+def _sorted_rows(
+    order_N, source_N, target_N, weight_N, source_rows, target_rows, gate_rows, num_routes,
+    PER_SOURCE: tl.constexpr, PER_TARGET: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    live = row < num_routes
+    route = row
+    if order_N is not None:
+        route = tl.load(order_N + row, mask=live, other=0)
+    source = route // max(PER_SOURCE, 1)
+    if source_N is not None:
+        source = tl.load(source_N + route, mask=live, other=0).to(tl.int32)
+    target = route // max(PER_TARGET, 1)
+    if target_N is not None:
+        target = tl.load(target_N + route, mask=live, other=0).to(tl.int32)
+    tl.store(source_rows + row, source, mask=live)
+    tl.store(target_rows + row, target, mask=live)
+    tl.store(gate_rows + row, tl.load(weight_N + route, mask=live, other=0), mask=live)
+
+
+def sorted_rows(routes: SortedRoutes) -> SortedRows:
+    """One pass over the indices of N routes: 12 bytes written for each."""
+    num_routes, device = routes.weight_N.shape[0], routes.weight_N.device
+    source_N, target_N = (torch.empty(num_routes, dtype=torch.int32, device=device) for _ in range(2))
+    gate_N = torch.empty(num_routes, dtype=torch.float32, device=device)
+    given = (routes.order_N, routes.source_N, routes.target_N, routes.weight_N)
+    launch(
+        _sorted_rows, triton.cdiv(num_routes, _SCAN),
+        *(None if values is None else values.contiguous() for values in given), source_N, target_N, gate_N, num_routes,
+        PER_SOURCE=routes.per_source, PER_TARGET=routes.per_target, BLOCK=_SCAN,
+    )  # fmt: skip
+    return SortedRows(source_N, target_N, gate_N)

@@ -1,0 +1,93 @@
+"""Tiles of the grouped products: a plain table {kernel, precision, load} -> tile, chosen by shape, never while a model runs.
+
+No autotuning at import or first use: it would try configurations on every rank of a job, at every new shape, and two ranks may
+choose differently. `benchmarks/gpu/tune_tiles.py` measures on a GPU and writes the table anew; `ORIGIN` says where its entries
+come from. What the compiler says of each for sm_90 (wgmma, no spills, shared memory) is tested without a GPU.
+
+Load: "few" rows per expert on average (below 300; a tile of 128 rows would be a third empty), or "many".
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from .guard import INTERPRETED, triton
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Rows and columns of a program's result, the step along the inner width; warps and stages of the pipeline."""
+
+    rows: int
+    columns: int
+    depth: int
+    warps: int
+    stages: int
+
+    def fit(self, **widths: int) -> "Tile":
+        """No side longer than the next power of two of what there is (16 at least: what the tensor cores take)."""
+        return replace(self, **{side: min(getattr(self, side), _power(width)) for side, width in widths.items()})
+
+    def options(self) -> dict[str, Any]:
+        """What Triton calls them."""
+        return {"num_warps": self.warps, "num_stages": self.stages}
+
+
+FEW = 300  # rows per expert
+ORIGIN = "chosen by hand for an H200, from bytes and registers; not measured"
+# gather: K1 forward; gather_back: K1 backward; …_two: of a gated activation; rows: K2; fused: K12; ragged: K3
+# (_small: with an activation, or widths of no multiple of 16 bytes).
+TILES: dict[tuple[str, str, str], Tile] = {
+    ("gather", "bf16", "many"): Tile(128, 128, 64, 8, 4),
+    ("gather", "bf16", "few"): Tile(64, 128, 64, 4, 4),
+    ("gather_two", "bf16", "many"): Tile(128, 128, 64, 8, 3),
+    ("gather_two", "bf16", "few"): Tile(64, 128, 64, 8, 3),
+    ("gather_back", "bf16", "many"): Tile(128, 128, 64, 8, 4),
+    ("gather_back", "bf16", "few"): Tile(64, 128, 64, 4, 4),
+    ("gather_back_smooth", "bf16", "many"): Tile(128, 64, 64, 8, 4),
+    ("gather_back_smooth", "bf16", "few"): Tile(64, 64, 64, 4, 4),
+    ("rows", "bf16", "many"): Tile(128, 128, 128, 8, 2),
+    ("rows", "bf16", "few"): Tile(64, 128, 128, 4, 2),
+    ("fused", "bf16", "many"): Tile(128, 128, 64, 8, 3),
+    ("fused", "bf16", "few"): Tile(64, 128, 64, 8, 3),
+    ("fused_two", "bf16", "many"): Tile(64, 128, 64, 8, 3),
+    ("fused_two", "bf16", "few"): Tile(64, 128, 64, 8, 3),
+    ("ragged", "bf16", "many"): Tile(256, 128, 64, 8, 5),
+    ("ragged", "bf16", "few"): Tile(256, 128, 64, 8, 5),
+    ("ragged_small", "bf16", "many"): Tile(128, 128, 64, 8, 5),
+    ("ragged_small", "bf16", "few"): Tile(128, 128, 64, 8, 5),
+    ("gather", "fp32", "many"): Tile(64, 64, 32, 4, 3),
+    ("gather", "fp32", "few"): Tile(64, 64, 32, 4, 3),
+    ("gather_two", "fp32", "many"): Tile(64, 64, 32, 8, 3),
+    ("gather_two", "fp32", "few"): Tile(64, 64, 32, 8, 3),
+    ("gather_back", "fp32", "many"): Tile(64, 64, 32, 4, 3),
+    ("gather_back", "fp32", "few"): Tile(64, 64, 32, 4, 3),
+    ("gather_back_smooth", "fp32", "many"): Tile(64, 64, 32, 8, 3),
+    ("gather_back_smooth", "fp32", "few"): Tile(64, 64, 32, 8, 3),
+    ("rows", "fp32", "many"): Tile(64, 64, 32, 4, 3),
+    ("rows", "fp32", "few"): Tile(64, 64, 32, 4, 3),
+    ("fused", "fp32", "many"): Tile(64, 64, 32, 8, 2),
+    ("fused", "fp32", "few"): Tile(64, 64, 32, 8, 2),
+    ("fused_two", "fp32", "many"): Tile(64, 64, 32, 8, 2),
+    ("fused_two", "fp32", "few"): Tile(64, 64, 32, 8, 2),
+    ("ragged_small", "fp32", "many"): Tile(64, 64, 32, 4, 3),
+    ("ragged_small", "fp32", "few"): Tile(64, 64, 32, 4, 3),
+    ("ragged", "fp32", "many"): Tile(64, 64, 32, 4, 3),
+    ("ragged", "fp32", "few"): Tile(64, 64, 32, 4, 3),
+}
+WIDEST_HIDDEN = 128  # columns of hidden rows that the fused kernel holds in registers
+# The interpreter pays for programs and for elements alike; small tiles give small cases several tiles.
+_INTERPRETED = Tile(16, 32, 32, 4, 1)
+
+
+def choose(kernel: str, dtype: torch.dtype, num_rows: int, num_experts: int) -> Tile:
+    """The table's tile for a kernel, of rows in that dtype."""
+    if INTERPRETED:
+        return _INTERPRETED
+    load = "few" if num_rows < FEW * num_experts else "many"
+    return TILES[kernel, "bf16" if dtype is torch.bfloat16 else "fp32", load]
+
+
+def _power(width: int) -> int:
+    return max(16, triton.next_power_of_2(width))

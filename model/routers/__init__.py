@@ -1,0 +1,1 @@
+"""One router per module, and the table that names them."""

@@ -1,0 +1,221 @@
+"""What a router is. Each router is one file beside this one (`router_*.py`) and one line in the table of `routers.py`.
+
+A router reads rows and returns a plan: routes, or a mixture. It never moves data, knows no rank, and decides in float32 whatever
+the compute dtype. It also owns what belongs to its decisions: the statistics that its losses need, those losses, and whatever
+changes from step to step.
+
+    forward        rows → plan
+    statistics     plan → sums per sequence, added up over the repeats of a shared layer
+    losses         sums → values and their coefficients, computed once per forward pass
+    before_step    the step's number, for what follows a schedule
+    after_step     sums over the whole step and all ranks, for what is learned without a gradient
+
+Legend: B sequences, T rows (B·S, sequence-major), D their width, E experts, H heads (1 for the feed-forward), A experts of a
+head, K experts chosen, N routes.
+"""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+from pydantic import BaseModel, ConfigDict, NonNegativeFloat, PositiveInt
+from torch import Tensor, nn
+
+from ..balance import RunningSum, balance_value, choice_sums
+from ..initialise import Start
+from ..routing import Routes, Routing, token_routes
+
+
+@dataclass(frozen=True)
+class Promises:
+    """What a router guarantees, whatever its weights; tests/model/test_promises.py holds every model to it."""
+
+    causal: bool  # no output at a position depends on what stands at a later position, of any sequence
+    batch_invariant: bool  # no sequence's output depends on the other sequences of the batch
+    dropless: bool  # every row gets the answers of all experts it asked for
+    balanced: bool  # every expert serves equally many rows, by construction
+
+
+class RouterConfig(BaseModel):
+    """The part of a model's configuration that one kind of router reads."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    kind: str
+
+    @property
+    def promises(self) -> Promises:
+        """What this configuration guarantees."""
+        raise NotImplementedError(f"the router {self.kind!r} makes no promises")
+
+    @property
+    def group_sequences(self) -> int:
+        """Sequences that are routed together: every micro-batch holds whole groups of consecutive samples."""
+        return 1
+
+    @property
+    def evaluation_group_sequences(self) -> int:
+        """The same in evaluation."""
+        return self.group_sequences
+
+    @property
+    def reads_whole_sequences(self) -> bool:
+        """Whether one position alone cannot be routed: such a model cannot write token by token."""
+        return False
+
+    @property
+    def needs_length(self) -> bool:
+        """Whether `active_experts` depends on the rows of a sequence."""
+        return False
+
+    def check_length(self, sequence_rows: int) -> None:
+        """ValueError where the router and the length of a sequence do not fit each other."""
+
+    @property
+    def experts_per_row(self) -> float:
+        """Experts that serve one row, on average and before any is refused: what the FLOPs of a row follow from."""
+        raise NotImplementedError(f"the router {self.kind!r} does not say how many experts serve a row")
+
+    def active_experts(self, num_experts: int, sequence_rows: int) -> float:
+        """`experts_per_row`, for routers where it follows from the number of experts and of rows in a sequence."""
+        return self.experts_per_row
+
+    @property
+    def may_serve_fewer(self) -> bool:
+        """Whether some rows are served by fewer experts than `active_experts` says, so that costs are an upper bound."""
+        return not (self.promises.dropless or self.promises.balanced)
+
+    def check(self, num_experts: int) -> None:
+        """ValueError where the router and the number of experts do not fit each other."""
+
+    def router_flops(self, d_row: int, num_experts: int) -> int:
+        """Forward FLOPs for one row of width d_row, mixing included, the experts not."""
+        return 2 * d_row * num_experts
+
+
+@dataclass(frozen=True)
+class Loss:
+    """One auxiliary loss of one router."""
+
+    name: str
+    value_B: Tensor  # float32, per sequence, without its coefficient
+    coefficient: float
+    mean_over_layers: bool  # else summed over them
+
+
+class Router(nn.Module):
+    """The seam. A subclass sets `Config`, builds its weights and implements `forward`.
+
+    Args:
+        config: of the subclass's own `Config`.
+        d_row: width of a row.
+        num_experts: E.
+        start: starting values of a weight whose fan-in is a row.
+    """
+
+    Config: ClassVar[type[RouterConfig]]
+    carried: tuple[str, ...] = ()  # names of statistics that `after_step` wants, summed over the whole step
+
+    def __init__(self, config: Any, d_row: int, num_experts: int, *, start: Start) -> None:
+        super().__init__()
+        self.config, self.d_row, self.num_experts = config, d_row, num_experts
+
+    @property
+    def companions(self) -> int:
+        """How many sequences must stand beside one that is evaluated; a schedule may change it."""
+        return self.config.evaluation_group_sequences - 1
+
+    def forward(self, x_TD: Tensor, *, batch_size: int) -> Routing:
+        """The plan for T rows of `batch_size` sequences."""
+        raise NotImplementedError
+
+    def statistics(self, routing: Routing, batch_size: int) -> dict[str, Tensor]:
+        """Sums over positions, each with a first axis of `batch_size`; nothing of size T survives."""
+        return {}
+
+    def losses(self, sums: dict[str, Tensor], running: RunningSum) -> list[Loss]:
+        """The auxiliary losses, from statistics that were added up over the repeats of this router's weights."""
+        return []
+
+    def before_step(self, step: int) -> None:
+        """Told the number of optimizer steps done, before every training step and every evaluation."""
+
+    def after_step(self, step: int, totals: dict[str, Tensor]) -> None:
+        """Told the `carried` statistics of one optimizer step, summed over sequences, micro-batches, repeats and ranks."""
+
+
+class TopKConfig(RouterConfig):
+    """What every router has in common by which a row asks for K experts."""
+
+    top_k: PositiveInt = 1
+
+    @property
+    def experts_per_row(self) -> float:
+        return self.top_k
+
+    def check(self, num_experts: int) -> None:
+        if self.top_k > num_experts:
+            raise ValueError(f"router.top_k={self.top_k} is more than num_experts={num_experts}")
+
+
+class ChoiceConfig(RouterConfig):
+    """What every router that chooses experts for a row has in common: its losses."""
+
+    # "load": E·Σ_e f_e·P_e with f_e the fraction of all choices and P_e the mean probability, 1 at perfect balance, mean over
+    # layers (Switch, arXiv 2101.03961, eq. 4; for K > 1 the sum over all choices divided by K). "entropy": minus the entropy of
+    # the mean probability, at least −ln E, summed over layers (σ-MoE, arXiv 2310.10837, §5; MoEUT, arXiv 2405.16039, eq. 8).
+    balance: NonNegativeFloat = 0.01
+    balance_form: Literal["load", "entropy"] = "load"
+    # Over which rows f and, for the entropy, P are taken. "global_batch": all ranks and the step's micro-batches so far, and
+    # so with gradient accumulation not quite the same on another number of ranks.
+    balance_scope: Literal["sequence", "micro_batch", "global_batch"] = "micro_batch"
+    z_loss: NonNegativeFloat = (
+        0.0  # mean over rows of logsumexp(logits)², mean over layers (ST-MoE, arXiv 2202.08906, eq. 5)
+    )
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Experts chosen for every row, before any is refused."""
+
+    experts_TK: Tensor  # int64
+    weights_TK: Tensor  # float32, differentiable
+    logits_TE: Tensor  # float32, before the gate's nonlinearity
+    probabilities_TE: Tensor | None = None  # what the balancing loss averages; None: softmax of the logits
+
+
+class ChoiceRouter(Router):
+    """A router by which every row chooses its experts. A subclass implements `choose`."""
+
+    config: ChoiceConfig
+
+    def choose(self, x_TD: Tensor) -> Choice:
+        """K experts for every row."""
+        raise NotImplementedError
+
+    def admit(self, choice: Choice, routes: Routes, batch_size: int) -> Routes:
+        """The routes that are served; all of them unless a subclass has a capacity."""
+        return routes
+
+    def forward(self, x_TD: Tensor, *, batch_size: int) -> Routing:
+        """Every row through the experts it chose and back into itself."""
+        choice = self.choose(x_TD)
+        wanted = token_routes(choice.experts_TK, choice.weights_TK, num_experts=self.num_experts)
+        probabilities = None if choice.probabilities_TE is None else choice.probabilities_TE[:, None]
+        return Routing(
+            self.admit(choice, wanted, batch_size), choice.logits_TE[:, None], probabilities, choice.experts_TK
+        )  # fmt: skip
+
+    def statistics(self, routing: Routing, batch_size: int) -> dict[str, Tensor]:
+        """Probabilities, choices and squared log-partition functions, summed per sequence."""
+        return choice_sums(routing, batch_size, with_z=self.config.z_loss > 0)
+
+    def losses(self, sums: dict[str, Tensor], running: RunningSum) -> list[Loss]:
+        """The balancing loss and the z-loss that the configuration asks for."""
+        config, found = self.config, []
+        if config.balance:
+            value_B = balance_value(sums, config.balance_form, config.balance_scope, running)
+            name = "load_balancing" if config.balance_form == "load" else "negative_entropy"
+            found.append(Loss(name, value_B, config.balance, mean_over_layers=config.balance_form == "load"))
+        if config.z_loss:
+            found.append(Loss("router_z", sums["z"] / sums["rows"], config.z_loss, mean_over_layers=True))
+        return found

@@ -1,0 +1,72 @@
+"""Sigmoid gates: every expert is judged alone, so experts do not compete for one unit of probability.
+
+Legend: T rows, D their width, H heads, A experts of a head, K experts chosen.
+"""
+
+from typing import Literal
+
+import torch
+from pydantic import Field, PositiveInt
+from torch import Tensor
+
+from ..initialise import Start, parameter
+from ..layers import wide_dtype
+from ..recompute import best
+from .router import Choice, ChoiceConfig, ChoiceRouter, Promises, TopKConfig
+
+
+class SigmoidConfig(TopKConfig, ChoiceConfig):
+    """σ-MoE and MoEUT: sigmoid, top-k, no renormalisation, an entropy term per sequence."""
+
+    kind: Literal["sigmoid"] = "sigmoid"
+    top_k: PositiveInt = 4
+    balance_form: Literal["load", "entropy"] = "entropy"
+    balance_scope: Literal["sequence", "micro_batch", "global_batch"] = "sequence"
+    expert_dropout: float = Field(default=0.0, ge=0, lt=1)  # chance that an expert may not be chosen, in training
+
+    @property
+    def promises(self) -> Promises:
+        return Promises(causal=True, batch_invariant=True, dropless=True, balanced=False)
+
+
+class SigmoidRouter(ChoiceRouter):
+    """Sigmoid gates, top-k, no renormalisation (σ-MoE, arXiv 2310.10837 §5; SwitchHead, arXiv 2312.07987 §2).
+
+    One independent choice per head; the feed-forward has one head. Experts are numbered head · A + choice. The router gets
+    gradient through the gate weights and, from the balancing term, through the logits.
+    """
+
+    Config = SigmoidConfig
+    config: SigmoidConfig
+
+    def __init__(
+        self, config: SigmoidConfig, d_row: int, num_experts: int, *, start: Start, num_heads: int = 1
+    ) -> None:
+        super().__init__(config, d_row, num_experts, start=start)
+        self.num_heads = num_heads
+        self.weight = parameter(num_experts, d_row, start=start)
+
+    def choose_per_head(self, x_TD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Experts (T, H, K) int64, gate weights (T, H, K) float32, and logits (T, H, A) float32.
+
+        Float32 whatever the compute dtype: a choice must not flip with it. The choice is made on the logits, which do
+        not saturate as their sigmoids do.
+        """
+        dtype = wide_dtype(x_TD)
+        per_head = self.num_experts // self.num_heads
+        logits_THA = (x_TD.to(dtype) @ self.weight.to(dtype).T).unflatten(1, (self.num_heads, per_head))
+        values_THK, chosen_THK = best(self._eligible(logits_THA), self.config.top_k)
+        first_H1 = torch.arange(self.num_heads, device=x_TD.device)[:, None] * per_head
+        return chosen_THK + first_H1, torch.sigmoid(values_THK), logits_THA
+
+    def choose(self, x_TD: Tensor) -> Choice:
+        """The feed-forward's choice: one head."""
+        experts_T1K, weights_T1K, logits_T1E = self.choose_per_head(x_TD)
+        return Choice(experts_T1K.squeeze(1), weights_T1K.squeeze(1), logits_T1E.squeeze(1))
+
+    def _eligible(self, logits_THA: Tensor) -> Tensor:
+        """Drops experts for the choice only; the balancing term sees the raw logits (arXiv 2310.10837, §5.1)."""
+        rate = self.config.expert_dropout
+        if not self.training or rate == 0:
+            return logits_THA
+        return logits_THA.masked_fill(torch.rand_like(logits_THA) < rate, float("-inf"))

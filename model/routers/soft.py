@@ -1,0 +1,97 @@
+"""Soft MoE: every expert has slots, every slot reads a mixture of all tokens of its sequence (arXiv 2308.00951).
+
+With X the m tokens of one sequence and Φ the slots' parameters, both normalised to length 1, and α one learned number,
+
+    L = α · X̂ Φ̂                    logits of every token and slot
+    D = softmax of L over tokens    what a slot reads: Dᵀ X
+    C = softmax of L over slots     what a token gets: C Y
+
+Continuous, balanced by construction, and each sequence for itself; but a slot reads all positions, so a language model would see
+its own future. It is here as the non-causal sibling of Mixture of Tokens, which is this layer with one slot per expert, groups
+across sequences, no normalisation and D in the place of C. Mixing costs 6·D·E·P FLOPs per token.
+
+Legend: B sequences, M tokens of one, D their width, E experts, P slots of each, N = E·P slots.
+"""
+
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from pydantic import PositiveInt
+from torch import Tensor
+
+from ..initialise import Start, normal, ones, parameter
+from ..layers import wide_dtype
+from ..routing import Mixture, Routing
+from .router import Promises, Router, RouterConfig
+
+
+class SlotMixingConfig(RouterConfig):
+    """Soft MoE; published with as many slots in all as tokens: slots_per_expert = round(tokens / E)."""
+
+    kind: Literal["soft_moe"] = "soft_moe"
+    slots_per_expert: PositiveInt | None = None  # P; must be given, for the weights have a row per slot
+
+    @property
+    def promises(self) -> Promises:
+        return Promises(causal=False, batch_invariant=True, dropless=True, balanced=True)
+
+    @property
+    def reads_whole_sequences(self) -> bool:
+        return True
+
+    @property
+    def needs_length(self) -> bool:
+        return True
+
+    def active_experts(self, num_experts: int, sequence_rows: int) -> float:
+        """Slots computed for a sequence, per row of it."""
+        return num_experts * self.slots(num_experts) / sequence_rows
+
+    def router_flops(self, d_row: int, num_experts: int) -> int:
+        """Logits, dispatching and combining."""
+        return 6 * d_row * num_experts * self.slots(num_experts)
+
+    def check(self, num_experts: int) -> None:
+        self.slots(num_experts)
+
+    def slots(self, num_experts: int) -> int:
+        """P.
+
+        Raises:
+            ValueError: it was not given; the length of a sequence, from which it would follow, is not the model's to know.
+        """
+        if self.slots_per_expert is None:
+            raise ValueError(
+                f"router.slots_per_expert is not given: set it to the sequence length divided by num_experts={num_experts}, "
+                f"rounded, to compute as many slots as tokens (for 128 positions: {max(1, round(128 / num_experts))})"
+            )
+        return self.slots_per_expert
+
+
+class SlotMixingRouter(Router):
+    """Soft MoE (arXiv 2308.00951, §2); without the optional noise on the logits."""
+
+    Config = SlotMixingConfig
+    config: SlotMixingConfig
+
+    def __init__(self, config: SlotMixingConfig, d_row: int, num_experts: int, *, start: Start) -> None:
+        super().__init__(config, d_row, num_experts, start=start)
+        num_slots = num_experts * config.slots(num_experts)
+        self.weight = parameter(num_slots, d_row, start=normal(d_row**-0.5))  # LeCun, as published
+        self.scale = parameter(1, start=ones)
+
+    def forward(self, x_TD: Tensor, *, batch_size: int) -> Routing:
+        """One group per sequence."""
+        dtype = wide_dtype(x_TD)
+        x_TD, slots_ND = (F.normalize(rows.to(dtype), dim=-1, eps=1e-6) for rows in (x_TD, self.weight))
+        scale = self.scale.to(dtype)
+        if x_TD.numel() < slots_ND.numel():  # the same product either way: fewer numbers to multiply
+            x_TD = x_TD * scale
+        else:
+            slots_ND = slots_ND * scale
+        logits_TN = x_TD @ slots_ND.T
+        logits_BMN = logits_TN.unflatten(0, (batch_size, -1))
+        rows_BM = torch.arange(x_TD.shape[0], device=x_TD.device).view(batch_size, -1)
+        mixture = Mixture(rows_BM, logits_BMN.softmax(1), logits_BMN.softmax(2), self.num_experts)
+        return Routing(mixture, logits_TN[:, None])

@@ -1,0 +1,119 @@
+"""The router of the Sparse Universal Transformer (arXiv 2310.07096): a small network, softmax, top-k, gates that sum to 1.
+
+Its loss asks for much mutual information between rows x and experts e, I(e; x) = H(e) − H(e|x) (after Mod-Squad, arXiv
+2212.08066): many experts in use, and every row sure of its own. With q the weights of the rows, Σ q = 1, over all rows of a
+micro-batch and all depth steps of the shared layer together, and P_e = Σ q·p_e,
+
+    corrected      H(e|x) − H(e) = −Σ q·p ln p + Σ_e P_e ln P_e         −ln E at best, 0 at worst
+    as_published   H(e|x) + H(e) = −Σ q·p ln p − Σ_e P_e ln P_e         0 when all rows share one expert
+
+The released code of SUT, and the port of it that the MoEUT authors ran (arXiv 2405.16039), compute the second: the sign of the
+marginal term is the opposite of the stated aim, and rewards collapse. Where nothing halts the port also divides by the number of
+probabilities, T·E, instead of rows, T. "as_published" keeps both, to reproduce those runs.
+
+With halting, q is the probability that a row has not halted (model/halting.py), and the loss has a gradient through it.
+
+Legend: B sequences, T rows (B·S, sequence-major), D their width, E experts, K experts chosen.
+"""
+
+from typing import Literal
+
+import torch
+from pydantic import NonNegativeFloat, NonNegativeInt, PositiveInt
+from torch import Tensor
+
+from ..balance import RunningSum
+from ..initialise import Start, uniform
+from ..layers import Linear
+from ..recompute import once
+from ..routing import Routing, token_routes
+from .router import Loss, Promises, Router, TopKConfig
+
+
+class SutConfig(TopKConfig):
+    """Softmax of a two-layer network, top-k, renormalised; a loss on the mutual information of rows and experts."""
+
+    kind: Literal["sut"] = "sut"
+    top_k: PositiveInt = 2
+    sampled: NonNegativeInt = 0  # so many of the K are drawn by their probability, in training; the others are the best
+    mi_loss: NonNegativeFloat = 0.001
+    mi_sign: Literal["corrected", "as_published"] = "corrected"  # of MoMHA's loss too
+
+    @property
+    def promises(self) -> Promises:
+        return Promises(causal=True, batch_invariant=True, dropless=True, balanced=False)
+
+    def router_flops(self, d_row: int, num_experts: int) -> int:
+        return 2 * d_row * (d_row + num_experts)
+
+    def check(self, num_experts: int) -> None:
+        super().check(num_experts)
+        if self.sampled > self.top_k:
+            raise ValueError(
+                f"router.sampled={self.sampled} is more than router.top_k={self.top_k}: so many of the chosen experts are drawn"
+            )
+
+
+class SutRouter(Router):
+    """z = W_b tanh(W_a x + b_a), p = softmax(z); the gates of the K chosen are p / (Σ p + 1e-6)."""
+
+    Config = SutConfig
+    config: SutConfig
+
+    def __init__(self, config: SutConfig, d_row: int, num_experts: int, *, start: Start) -> None:
+        super().__init__(config, d_row, num_experts, start=start)
+        self.hidden = Linear(d_row, d_row, start=start, bias=True, bias_start=uniform(d_row**-0.5))
+        self.output = Linear(d_row, num_experts, start=start)
+
+    def choose(self, x_TD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Experts (T, K) int64, gate weights (T, K) and logits (T, E) float32, whatever the compute dtype."""
+        logits_TE = self.output(torch.tanh(self.hidden(x_TD)))
+        probabilities_TE = logits_TE.softmax(-1)
+        chosen_TK = self._chosen(probabilities_TE.detach())
+        experts_TK = once(lambda: chosen_TK)
+        weights_TK = probabilities_TE.gather(1, experts_TK)
+        return experts_TK, weights_TK / (weights_TK.sum(1, keepdim=True) + 1e-6), logits_TE
+
+    def forward(self, x_TD: Tensor, *, batch_size: int) -> Routing:
+        """Every row through the experts it chose and back into itself."""
+        experts_TK, weights_TK, logits_TE = self.choose(x_TD)
+        routes = token_routes(experts_TK, weights_TK, num_experts=self.num_experts)
+        return Routing(routes, logits_TE[:, None], wanted_TK=experts_TK)
+
+    def statistics(self, routing: Routing, batch_size: int) -> dict[str, Tensor]:
+        """Per sequence: `probability` Σ q·p (B, E), `certainty` Σ q·p ln p (B,) and `mass` Σ q (B,), q not normalised yet."""
+        logits_TE = routing.logits_THA.squeeze(1)
+        log_p_BSE = logits_TE.log_softmax(-1).unflatten(0, (batch_size, -1))
+        p_BSE = log_p_BSE.exp()
+        q_BS = (
+            torch.ones_like(p_BSE[..., 0])
+            if routing.row_weight_T is None
+            else routing.row_weight_T.view(batch_size, -1)
+        )
+        quirk = self.num_experts if routing.row_weight_T is None and self.config.mi_sign == "as_published" else 1
+        return {
+            "probability": (q_BS[..., None] * p_BSE).sum(1),
+            "certainty": (q_BS * (p_BSE * log_p_BSE).sum(-1)).sum(1),
+            "mass": quirk * q_BS.sum(1),
+        }
+
+    def losses(self, sums: dict[str, Tensor], running: RunningSum) -> list[Loss]:
+        """The mutual-information term over the whole micro-batch, as shares of its sequences."""
+        if not self.config.mi_loss:
+            return []
+        p_BE = sums["probability"] / sums["mass"].sum()
+        # An expert whose softmax underflows everywhere adds 0, and no NaN.
+        negative_marginal_B = (p_BE * p_BE.sum(0).clamp_min(torch.finfo(p_BE.dtype).tiny).log()).sum(1)
+        conditional_B = -sums["certainty"] / sums["mass"].sum()
+        sign = 1 if self.config.mi_sign == "corrected" else -1
+        value_B = len(p_BE) * (conditional_B + sign * negative_marginal_B)
+        return [Loss("mutual_information", value_B, self.config.mi_loss, mean_over_layers=False)]
+
+    def _chosen(self, probabilities_TE: Tensor) -> Tensor:
+        """The K best; in training the last `sampled` of them are drawn instead, from p + 1e-6 of the experts that are left."""
+        top_k, sampled = self.config.top_k, self.config.sampled if self.training else 0
+        best_TK = probabilities_TE.topk(top_k - sampled, dim=1).indices
+        if not sampled:
+            return best_TK
+        left_TE = (probabilities_TE + 1e-6).scatter(1, best_TK, 0.0)
+        return torch.cat((best_TK, torch.multinomial(left_TE, sampled)), 1)

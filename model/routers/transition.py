@@ -1,0 +1,139 @@
+"""Transition tuning: a Mixture of Tokens that goes on as a Switch, in one run and with the same weights (arXiv 2310.15961).
+
+Until `switch_step` optimizer steps are done the router mixes (mixture.py); from then on every token takes the expert of
+its largest softmax, weighted by it, with a capacity if one is given and the balancing loss (Switch, arXiv 2101.03961, eq. 1 to
+6). Router weight, experts, optimizer state, learning rate and data go on untouched. The result needs no companions.
+
+The loss jumps at the switch, for two reasons. Mixing normalises over tokens and choosing over experts: an offset that all
+tokens' logits for one expert share is invisible to the first and decides the load of the second. And an expert's answers are
+weighted by 1/E to 1 where the mixture's weights were 1/M to 1. `calibrate` removes the first: the mean logit of every expert over
+the last mixing step's global batch is kept, and subtracted once the router chooses. Not part of the published method.
+
+The authors switch from E = M experts to one expert per token. With E = M·m smaller experts, top_k = m keeps a token's cost. Their
+capacity is given out sequence by sequence (`token_major`), which lets a token lose its expert to later positions of other
+sequences; here `position_major` is the default.
+
+Legend: B sequences, T rows, D their width, G groups of M members, E experts.
+"""
+
+from dataclasses import replace
+from typing import Literal, Self
+
+import torch
+from pydantic import PositiveInt, model_validator
+from torch import Tensor
+
+from ..balance import RunningSum
+from ..initialise import Start, parameter
+from ..layers import wide_dtype
+from ..recompute import best
+from ..routing import Mixture, Routing
+from .capacity import CapacityConfig, CapacityRouter
+from .mixture import group_of_one, rows_by_position
+from .router import Choice, Loss, Promises
+from .token_choice import softmax_gates
+
+
+class TransitionConfig(CapacityConfig):
+    """Mixture of Tokens, then Switch. Losses, capacity and `top_k` are the Switch's."""
+
+    kind: Literal["transition"] = "transition"
+    group_size: PositiveInt = 32  # M, while mixing
+    switch_step: PositiveInt = 150_000  # optimizer steps that mix
+    calibrate: bool = False
+
+    @property
+    def promises(self) -> Promises:
+        """Of the whole run: what both halves keep."""
+        return replace(super().promises, batch_invariant=False)
+
+    @property
+    def group_sequences(self) -> int:
+        return self.group_size
+
+    def active_experts(self, num_experts: int, sequence_rows: int) -> float:
+        """While mixing; afterwards it is `top_k`, which is the same."""
+        return num_experts / self.group_size
+
+    def router_flops(self, d_row: int, num_experts: int) -> int:
+        """While mixing; afterwards a third of it."""
+        return 6 * d_row * num_experts
+
+    def check(self, num_experts: int) -> None:
+        super().check(num_experts)
+        if num_experts != self.group_size * self.top_k:
+            raise ValueError(
+                f"a transition keeps its cost: num_experts={num_experts} must be router.group_size={self.group_size} × "
+                f"router.top_k={self.top_k} = {self.group_size * self.top_k}, so that a token is served by as many experts "
+                "before as after"
+            )
+
+    @model_validator(mode="after")
+    def _check_groups(self) -> Self:
+        if self.group_size == 1:
+            raise ValueError(group_of_one("group_size"))
+        return self
+
+
+class TransitionRouter(CapacityRouter):
+    """Two plans from one weight; the number of steps done says which."""
+
+    Config = TransitionConfig
+    config: TransitionConfig
+    mean_logit: Tensor
+
+    def __init__(self, config: TransitionConfig, d_row: int, num_experts: int, *, start: Start) -> None:
+        super().__init__(config, d_row, num_experts, start=start)
+        self.weight = parameter(num_experts, d_row, start=start)
+        self.register_buffer("mean_logit", torch.zeros(num_experts))
+        self.mixes = True
+        self.before_step(0)
+
+    @property
+    def companions(self) -> int:
+        return self.config.group_size - 1 if self.mixes else 0
+
+    def before_step(self, step: int) -> None:
+        """The switch."""
+        self.mixes = step < self.config.switch_step
+        self.carried = ("logits", "rows") if self.mixes and self.config.calibrate else ()
+
+    def after_step(self, step: int, totals: dict[str, Tensor]) -> None:
+        """Keeps the mean logits of this step; the last mixing step's stay, and a skipped step has none."""
+        self.mean_logit.copy_(totals["logits"] / totals["rows"])
+
+    def forward(self, x_TD: Tensor, *, batch_size: int) -> Routing:
+        """A mixture, or routes.
+
+        Raises:
+            ValueError: while mixing, the sequences are not whole groups.
+        """
+        if not self.mixes:
+            return super().forward(x_TD, batch_size=batch_size)
+        logits_TE = self._logits(x_TD)
+        rows_GM = rows_by_position(x_TD.shape[0], batch_size, self.config.group_size, device=x_TD.device)
+        weights_GME = logits_TE[rows_GM].softmax(1)
+        return Routing(Mixture(rows_GM, weights_GME, weights_GME, self.num_experts), logits_TE[:, None])
+
+    def choose(self, x_TD: Tensor) -> Choice:
+        """The best experts, weighted by their probabilities."""
+        logits_TE = self._logits(x_TD) - self.mean_logit.to(wide_dtype(x_TD))
+        chosen_TK, experts_TK = best(logits_TE, self.config.top_k)
+        weights_TK = softmax_gates(chosen_TK, logits_TE, renormalise=False)
+        return Choice(experts_TK, weights_TK, logits_TE)
+
+    def statistics(self, routing: Routing, batch_size: int) -> dict[str, Tensor]:
+        """While mixing the logits' sums, for calibration."""
+        if not self.mixes:
+            return super().statistics(routing, batch_size)
+        logits_BSE = routing.logits_THA.detach().flatten(1).unflatten(0, (batch_size, -1))
+        rows_B = torch.full((batch_size,), float(logits_BSE.shape[1]), device=logits_BSE.device)
+        return {"logits": logits_BSE.sum(1), "rows": rows_B}
+
+    def losses(self, sums: dict[str, Tensor], running: RunningSum) -> list[Loss]:
+        """None while mixing."""
+        return [] if self.mixes else super().losses(sums, running)
+
+    def _logits(self, x_TD: Tensor) -> Tensor:
+        dtype = wide_dtype(x_TD)
+        return x_TD.to(dtype) @ self.weight.to(dtype).T

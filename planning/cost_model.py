@@ -1,0 +1,494 @@
+"""What a step costs on a given layout: memory of a rank, bytes of every collective, seconds by part.
+
+A model whose layers repeat can pay for its experts in two ways, and this module puts both into the same units:
+
+    move tokens   (EP)     every depth step exchanges rows: traffic ∝ tokens × depth steps, weights stay where they are
+    move weights  (FSDP)   a group member is gathered once for the forward and backward passes together, however often it
+                           repeats (without repeats once for each): traffic ∝ weights, tokens stay where they are
+
+    step = max(core, g·gathers) + (1 − g)·gathers + gradients + optimizer, and σ·√(2 ln n) of it for the slowest of n ranks
+    core = computation + exchanges, each exchange hidden behind its experts' computation as far as chunks allow
+
+What the host needs to launch a step's operations one by one (`host_s`) is not in it: compiled graphs need less of it.
+
+Assumed of the trainer, as it is built: gradients of unsharded weights are summed after the backward pass, in float32, and
+nothing hides that; rows travel in the precision of the products; one exchange in each direction per bank and use, in the
+forward and again in the backward pass. Recomputation (model/recompute.py) keeps decisions; selective keeps also what travelled,
+and full sends it once more.
+
+Bytes per weight: 4 of its float32 master, 8 of Adam's moments, 4 of its gradient, and of what the products read and leave
+behind 2 + 2 in bfloat16: 18 or 20 before sharding. Unsharded gradients have a second copy in the buckets that are summed.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields
+from math import log, sqrt
+
+from ..model.head_loss import rows_of_chunk
+from .communication import (
+    Direction,
+    Group,
+    collective_s,
+    exchange_s,
+    exchange_traffic,
+    home,
+    leaving_pod,
+    neighbours,
+    strided,
+    to_experts,
+)  # fmt: skip
+from .hardware import Hardware
+from .measured import MeasuredTable
+from .routing_skew import RoutingSkew
+from .workload import Bank, Workload, kept_by_bank
+
+RECOMPUTATION = ("none", "selective", "full")  # from the fastest to the smallest
+SHARDINGS = ("none", "fsdp")
+MASTER_BYTES, MOMENTS_BYTES, GRADIENT_BYTES = 4, 8, 4
+OPTIMIZER_PASSES_BYTES = 28  # per weight: master, gradient and moments are read, master and moments written
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is the same for every layout that is compared."""
+
+    workload: Workload
+    hardware: Hardware
+    tokens: int  # per rank and step
+    skew: RoutingSkew
+    table: MeasuredTable | None = None
+    chunks: int = 1  # that an exchange is cut into, to hide it behind the experts
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A layout, and how it is run."""
+
+    dp_replicate: int
+    dp_shard: int
+    ep: int
+    sharding: str  # of the dense weights, and of the experts over the ranks that hold the same ones
+    dispatcher: str
+    recompute: str = "none"
+
+    @property
+    def world_size(self) -> int:
+        return self.dp_replicate * self.dp_shard
+
+    @property
+    def efsdp(self) -> int:
+        """Ranks of a shard group that hold the same experts."""
+        return self.dp_shard // self.ep
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of one rank, the hottest one, at its peak."""
+
+    weights: float  # in the precision of the products: copies, or gathered ones
+    gradients: float
+    master: float
+    moments: float
+    activations: float
+    routed: float  # rows that came, their hidden rows, and the buffers they travel through
+    logits: float
+
+    @property
+    def total(self) -> float:
+        return sum(getattr(self, entry.name) for entry in fields(self))
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds by part: what nothing hides."""
+
+    compute: float
+    exchange: float
+    gather: float
+    gradients: float
+    optimizer: float
+    straggler: float
+
+    @property
+    def total(self) -> float:
+        return sum(getattr(self, entry.name) for entry in fields(self))
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One kind of call of a step, as one rank sees it."""
+
+    name: str
+    op: str
+    group_size: int
+    crosses_nodes: bool
+    calls: float  # per step
+    bytes_per_call: float  # that leave the rank
+    seconds_per_call: float
+
+    @property
+    def num_bytes(self) -> float:
+        """Of a step."""
+        return self.calls * self.bytes_per_call
+
+    @property
+    def seconds(self) -> float:
+        """Of a step, hidden or not."""
+        return self.calls * self.seconds_per_call
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """A choice and what it costs."""
+
+    choice: Choice
+    memory: Memory
+    time: StepTime
+    collectives: tuple[Collective, ...]
+    fits: bool
+    tokens_per_s: float  # of the whole world
+    mfu: float  # model FLOPs, recomputation not counted, over the peak
+
+
+def predict(setting: Setting, choice: Choice, *, quantile: str = "p50") -> Prediction:
+    """The cost of one choice. Time takes the hottest rank's factor at `quantile`, memory always at p99."""
+    hardware, work = setting.hardware, setting.workload
+    exchanges = list(_exchanges(setting, choice, quantile))
+    gathers, sums = list(_gathers(setting, choice)), list(_gradient_sums(setting, choice))
+    time = _step_time(setting, choice, exchanges, gathers, sums, quantile)
+    memory = predict_memory(setting, choice)
+    rate = setting.tokens / time.total
+    return Prediction(
+        choice, memory, time, (*exchanges, *gathers, *sums),
+        fits=memory.total <= hardware.usable_memory * hardware.memory_bytes,
+        tokens_per_s=rate * choice.world_size,
+        mfu=3 * work.forward_flops * rate / hardware.peak(work.precision),
+    )  # fmt: skip
+
+
+# Time ---------------------------------------------------------------------------------------------------------------
+
+
+def _step_time(
+    setting: Setting,
+    choice: Choice,
+    exchanges: list[Collective],
+    gathers: list[Collective],
+    sums: list[Collective],
+    quantile: str,
+) -> StepTime:
+    hardware, work = setting.hardware, setting.workload
+    passes = 3 if choice.recompute == "none" else 4
+    experts = passes * sum(
+        uses * expert_s(setting, bank, choice.ep, setting.skew.factor(bank, choice.ep).at(quantile))
+        for bank, uses in work.uses
+    )
+    compute = passes * dense_s(setting) + elementwise_s(setting, passes) + experts
+    moved = sum(call.seconds for call in exchanges)
+    hidden = 0.0 if setting.chunks == 1 else min(experts, hardware.chunk_overlap * moved)
+    core, gathered = compute + moved - hidden, sum(call.seconds for call in gathers)
+    overlapped = hardware.gather_overlap * gathered
+    gather = max(core, overlapped) + (gathered - overlapped) - core
+    gradients = sum(call.seconds for call in sums)
+    optimizer = OPTIMIZER_PASSES_BYTES * _weights_held(work, choice) / hardware.memory_bandwidth
+    late = hardware.straggler * sqrt(2 * log(choice.world_size)) if choice.world_size > 1 else 0.0
+    straggler = late * (core + gather + gradients + optimizer)
+    return StepTime(compute, moved - hidden, gather, gradients, optimizer, straggler)
+
+
+def host_s(setting: Setting, recompute: str) -> float:
+    """What the host needs to launch every operation of a step eagerly; a step that is shorter waits for the host."""
+    return (3 if recompute == "none" else 4) * setting.hardware.launch_s * setting.workload.launches
+
+
+def dense_s(setting: Setting) -> float:
+    """One forward pass of everything but the routed experts."""
+    flops = setting.tokens * setting.workload.dense_flops
+    return flops / _flops_per_s(setting, setting.tokens)
+
+
+def elementwise_s(setting: Setting, passes: int) -> float:
+    """Norms, residuals, gates and all else that is bound by the memory bus: what is kept, so often to and fro."""
+    kept = setting.tokens * setting.workload.saved_bytes
+    return kept * setting.hardware.memory_passes * passes / 3 / setting.hardware.memory_bandwidth
+
+
+def expert_s(setting: Setting, bank: Bank, ep: int, skew: float) -> float:
+    """One forward use of a bank on the hottest rank: its products, or where they are thin the bytes they read and write."""
+    work, hardware = setting.workload, setting.hardware
+    routes = setting.tokens * bank.routes * skew
+    rows_per_expert = setting.tokens * ep * bank.routes / bank.total_experts
+    products = 2 * routes * bank.weights_per_expert / _flops_per_s(setting, rows_per_expert)
+    touched = routes * (bank.d_in + 2 * bank.kept_columns + bank.d_out) + bank.parameters / ep
+    return max(products, touched * work.bytes_per_element / hardware.memory_bandwidth)
+
+
+def _flops_per_s(setting: Setting, rows: float) -> float:
+    """Of products of so many rows."""
+    hardware = setting.hardware
+    share = hardware.matmul_efficiency * rows / (rows + hardware.matmul_half_rows)
+    return share * hardware.peak(setting.workload.precision)
+
+
+# Collectives --------------------------------------------------------------------------------------------------------
+
+
+def _exchanges(setting: Setting, choice: Choice, quantile: str) -> Iterator[Collective]:
+    """Rows to experts and answers home, per bank: forward, backward, and once more under full recomputation."""
+    if choice.ep == 1:
+        return
+    again = 3 if choice.recompute == "full" else 2
+    crosses = neighbours(choice.ep, setting.hardware.ranks_per_node) < choice.ep
+    for bank, uses in setting.workload.uses:
+        skew = setting.skew.factor(bank, choice.ep).at(quantile)
+        counted = 0.0 if bank.balanced else setting.hardware.host_sync_s + _counts_s(setting, choice)
+        for number, direction in enumerate((to_experts, home)):
+            num_bytes, seconds = exchange_cost(
+                setting, choice, bank, direction(bank, setting.workload.bytes_per_element), skew
+            )
+            yield Collective(
+                f"{bank.kind} {('dispatch', 'combine')[number]}", choice.dispatcher, choice.ep,
+                crosses, uses * again, num_bytes, seconds,
+            )  # fmt: skip
+        if counted:
+            yield Collective(
+                f"{bank.kind} counts", "all_to_all", choice.ep, crosses,
+                uses, 8.0 * bank.total_experts, counted,
+            )  # fmt: skip
+
+
+def exchange_cost(
+    setting: Setting, choice: Choice, bank: Bank, direction: Direction, skew: float
+) -> tuple[float, float]:
+    """Bytes that leave a rank and seconds, of one direction."""
+    hardware = leaving_pod(setting.hardware, choice.ep)
+    if choice.dispatcher == "allgather":
+        op = "all_gather" if direction.unit == bank.source else "reduce_scatter"
+        whole = choice.ep * setting.tokens * direction.tokens_bytes(bank.units(direction.unit))
+        group = strided(choice.ep, 1, hardware.ranks_per_node)
+        return whole * (choice.ep - 1) / choice.ep, collective_s(op, whole, group, hardware, setting.table)
+    traffic = exchange_traffic(
+        direction,
+        tokens=setting.tokens,
+        ep=choice.ep,
+        ranks_per_node=hardware.ranks_per_node,
+        dispatcher=choice.dispatcher,
+    )
+    seconds = exchange_s(
+        traffic,
+        hardware,
+        dispatcher=choice.dispatcher,
+        skew=skew,
+        staged=True,
+        table=setting.table,
+        chunks=setting.chunks,
+    )
+    return traffic.num_bytes, seconds
+
+
+def _counts_s(setting: Setting, choice: Choice) -> float:
+    """The exchange of counts: latency only."""
+    hardware = setting.hardware
+    fast = neighbours(choice.ep, hardware.ranks_per_node) - 1
+    slow = choice.ep - 1 - fast
+    return hardware.exchange_start_s + fast * hardware.fast_post_s + slow * hardware.slow_post_s
+
+
+@dataclass(frozen=True)
+class _Weights:
+    """Weights that travel together."""
+
+    name: str
+    dense: float
+    experts: float  # of one rank, before sharding
+    times: int  # such units in the model
+    gathers: int  # per pass, forward and backward together
+
+
+def _units(work: Workload, ep: int) -> list[_Weights]:
+    layers = [
+        _Weights(
+            "layer", member.dense_parameters, member.expert_parameters / ep, member.copies, _gathers_per_pass(work)
+        )
+        for member in work.members
+    ]
+    return [_Weights("embedding", work.root_parameters, 0.0, 1, 1), *layers]
+
+
+def _gathers_per_pass(work: Workload) -> int:
+    """Layers that repeat stay gathered until their last use in the backward pass; others are freed after the forward."""
+    return 1 if work.repeats > 1 else 2
+
+
+def _gathers(setting: Setting, choice: Choice) -> Iterator[Collective]:
+    """FSDP: every unit gathered, its gradient scattered, and then summed over replicas; as sharding.py does it."""
+    if choice.sharding != "fsdp":
+        return
+    work, hardware = setting.workload, setting.hardware
+    shards = {
+        "dense": strided(choice.dp_shard, 1, hardware.ranks_per_node),
+        "experts": strided(choice.efsdp, choice.ep, hardware.ranks_per_node),
+    }
+    replicas = strided(choice.dp_replicate, choice.dp_shard, hardware.ranks_per_node)
+    for unit in _units(work, choice.ep):
+        for kind, group in shards.items():
+            weights = getattr(unit, kind)
+            if weights == 0:
+                continue
+            name = f"{unit.name}, {kind}"
+            yield from _call(
+                setting,
+                f"gather {name}",
+                "all_gather",
+                unit.gathers * unit.times,
+                weights * work.bytes_per_element,
+                group,
+            )
+            yield from _call(setting, f"scatter {name}", "reduce_scatter", unit.times, weights * GRADIENT_BYTES, group)
+            shard = weights * GRADIENT_BYTES / group.size
+            yield from _call(setting, f"sum {name}", "all_reduce", unit.times, shard, replicas)
+
+
+def _gradient_sums(setting: Setting, choice: Choice) -> Iterator[Collective]:
+    """Whole weights: one sum per step, of the dense ones over the world, of the experts over those that hold the same."""
+    if choice.sharding == "fsdp":
+        return
+    work, per_node = setting.workload, setting.hardware.ranks_per_node
+    world, same = strided(choice.world_size, 1, per_node), strided(choice.world_size // choice.ep, choice.ep, per_node)
+    yield from _call(setting, "sum dense gradients", "all_reduce", 1, work.dense_parameters * GRADIENT_BYTES, world)
+    experts = work.expert_parameters / choice.ep * GRADIENT_BYTES
+    yield from _call(setting, "sum expert gradients", "all_reduce", 1, experts, same)
+
+
+def _call(setting: Setting, name: str, op: str, calls: float, num_bytes: float, group: Group) -> Iterator[Collective]:
+    if group.size == 1 or num_bytes == 0:
+        return
+    rounds = 2 if op == "all_reduce" else 1
+    yield Collective(
+        name, op, group.size, group.nodes > 1, calls, rounds * num_bytes * (group.size - 1) / group.size,
+        collective_s(op, num_bytes, group, setting.hardware, setting.table),
+    )  # fmt: skip
+
+
+# Memory -------------------------------------------------------------------------------------------------------------
+
+
+def predict_memory(setting: Setting, choice: Choice) -> Memory:
+    """Bytes of the rank with the most rows, at the 99th percentile of its factor."""
+    work = setting.workload
+    held = _weights_held(work, choice)
+    weights, gradients = _weights_in_use(work, choice)
+    activations, routed = _activations(setting, choice)
+    return Memory(
+        weights, gradients, MASTER_BYTES * held, MOMENTS_BYTES * held, activations, routed,
+        # Of one chunk of tokens, with their log-softmax and gradient in float32 (model/head_loss.py).
+        logits=min(setting.tokens, rows_of_chunk(work.vocab_size, "cuda")) * work.vocab_size * (work.bytes_per_element + 8),
+    )  # fmt: skip
+
+
+def _weights_held(work: Workload, choice: Choice) -> float:
+    """Whose master and moments this rank keeps."""
+    if choice.sharding == "fsdp":
+        return (work.dense_parameters + work.expert_parameters) / choice.dp_shard
+    return work.dense_parameters + work.expert_parameters / choice.ep
+
+
+def _weights_in_use(work: Workload, choice: Choice) -> tuple[float, float]:
+    """Bytes of weights as the products read them, and of gradients.
+
+    Unsharded: a copy in low precision for a pass, its gradient, the float32 gradient, and the bucket in which it is summed.
+    FSDP: what is gathered at a time. Members that repeat stay until the pass ends, and so do their gradients; of layers that
+    do not there are two at a time, the one at work and the next, and the embedding with the head.
+    """
+    held = _weights_held(work, choice)
+    low = work.bytes_per_element if work.bytes_per_element < MASTER_BYTES else 0
+    if choice.sharding == "none":
+        buckets = GRADIENT_BYTES if choice.world_size > 1 else 0
+        return low * held, (GRADIENT_BYTES + low + buckets) * held
+    layers = [unit.dense + unit.experts for unit in _units(work, choice.ep)[1:] for _ in range(unit.times)]
+    gathered = work.root_parameters + sum(layers if work.repeats > 1 else sorted(layers)[-2:])
+    return work.bytes_per_element * gathered, work.bytes_per_element * gathered + GRADIENT_BYTES * held
+
+
+def _activations(setting: Setting, choice: Choice) -> tuple[float, float]:
+    """Bytes that wait for the backward pass: outside of the experts, and of routed rows."""
+    work, tokens = setting.workload, setting.tokens
+    dense, routed = work.saved_bytes, sum(uses * _routed_bytes(setting, choice, bank) for bank, uses in work.uses)
+    buffers = max((_buffer_bytes(setting, choice, bank) for bank, _ in work.uses), default=0.0)
+    if choice.recompute == "none":
+        return tokens * dense, tokens * (routed + buffers)
+    kept = work.num_layers * 4 * work.d_model  # the residual stream, float32, in front of every depth step
+    kept_routed = sum(uses * _kept_bytes(setting, choice, bank) for bank, uses in work.uses)
+    one = 1 / work.num_layers  # the depth step that is being recomputed
+    return tokens * (kept + one * dense), tokens * (kept_routed + one * routed + buffers)
+
+
+def _received(setting: Setting, choice: Choice, bank: Bank, way: Callable[[Bank, int], Direction]) -> float:
+    """Bytes per token of rows on the hottest rank's side of an exchange."""
+    direction = way(bank, setting.workload.bytes_per_element)
+    if choice.dispatcher == "allgather":
+        return choice.ep * direction.tokens_bytes(bank.units(direction.unit))
+    traffic = exchange_traffic(
+        direction, tokens=1, ep=choice.ep, ranks_per_node=setting.hardware.ranks_per_node, dispatcher=choice.dispatcher
+    )
+    return min(setting.skew.factor(bank, choice.ep).p99, traffic.cap) * traffic.held_bytes
+
+
+def _routed_bytes(setting: Setting, choice: Choice, bank: Bank) -> float:
+    """Hidden rows and indices of what this rank serves and, if they came from elsewhere, the rows themselves."""
+    hottest = setting.skew.factor(bank, choice.ep).p99
+    kept = hottest * kept_by_bank(bank, setting.workload.bytes_per_element)
+    return kept + (_received(setting, choice, bank, to_experts) if choice.ep > 1 else 0.0)
+
+
+def _kept_bytes(setting: Setting, choice: Choice, bank: Bank) -> float:
+    """What recomputation keeps: decisions; selective also what came from elsewhere, rows and sums of answers."""
+    decisions = 8 * bank.routes  # the expert
+    if choice.recompute == "full" or choice.ep == 1:
+        return decisions
+    answers = bank.units(bank.target) * bank.d_out * setting.workload.bytes_per_element
+    return decisions + answers + _received(setting, choice, bank, to_experts)
+
+
+def _buffer_bytes(setting: Setting, choice: Choice, bank: Bank) -> float:
+    """Rows and answers in flight."""
+    if choice.ep == 1:
+        return 0.0
+    return _received(setting, choice, bank, to_experts) + 2 * _received(setting, choice, bank, home)
+
+
+# Moving tokens or moving weights ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Bytes that leave one rank in a step, if the experts' work is shared by moving tokens or by moving weights."""
+
+    ep: int
+    tokens_bytes: float  # EP: every depth step's exchanges, forward and backward
+    weights_bytes: float  # FSDP over the same ranks: its gathers and a scatter of every group member
+    weights_bytes_per_use: float  # the same, if weights were gathered anew for every depth step, forward and backward
+    break_even_tokens: float  # per rank and step: with fewer, tokens are less to move
+    tokens_s: float
+    weights_s: float
+
+
+def compare(setting: Setting, *, ep: int, dispatcher: str) -> Comparison:
+    """Both ways of sharing the experts among the same `ep` ranks."""
+    work, hardware = setting.workload, setting.hardware
+    choice = Choice(1, ep, ep, "none", dispatcher)
+    exchanges = [call for call in _exchanges(setting, choice, "p50") if "counts" not in call.name]
+    group = strided(ep, 1, hardware.ranks_per_node)
+    gathers = _gathers_per_pass(work)
+    once, anew = (
+        work.expert_parameters * (count * work.bytes_per_element + GRADIENT_BYTES) * (ep - 1) / ep
+        for count in (gathers, 2 * work.repeats)
+    )
+    tokens_bytes = sum(call.num_bytes for call in exchanges)
+    gathered = work.expert_parameters * work.bytes_per_element
+    weights_s = gathers * collective_s("all_gather", gathered, group, hardware, setting.table)
+    weights_s += collective_s("reduce_scatter", work.expert_parameters * GRADIENT_BYTES, group, hardware, setting.table)
+    return Comparison(
+        ep, tokens_bytes, once, anew, setting.tokens * once / tokens_bytes,
+        sum(call.seconds for call in exchanges), weights_s,
+    )  # fmt: skip

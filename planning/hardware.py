@@ -1,0 +1,176 @@
+"""What machines can do, as data: every figure with where it comes from. None was measured by this project unless it says so.
+
+A node is the set of ranks that the fast links join: 8 GPUs of a server, 72 of an NVL72 rack. Bandwidths are of one GPU in one
+direction; what a transfer reaches of them is their efficiency. Change single figures in a TOML file (`base = "h200"`, then
+`slow_bandwidth = 25e9`), or measure: `--measured` (planning/measured.py) takes the place of links and latencies.
+"""
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """Ranks, their links, and what software makes of them. `sources` says of every figure where it is from."""
+
+    name: str
+    ranks_per_node: int
+    memory_bytes: float
+    usable_memory: float  # the share of it that tensors can fill
+    memory_bandwidth: float  # bytes/s
+    peak_bf16: float  # FLOP/s
+    peak_fp32: float
+    fast_bandwidth: float  # bytes/s, inside a node
+    fast_efficiency: float
+    slow_bandwidth: float  # bytes/s, between nodes
+    slow_efficiency: float
+    pod_nodes: int  # nodes that the network joins at full bandwidth
+    oversubscription: float  # what the bandwidth between pods is divided by
+    fast_hop_s: float  # latency of a step of a dense collective
+    slow_hop_s: float
+    collective_start_s: float
+    exchange_start_s: float  # of an all-to-all: launch and rendezvous
+    fast_post_s: float  # of an all-to-all's message to one peer
+    slow_post_s: float
+    launch_s: float  # of one operation by the host
+    host_sync_s: float  # reading the counts of an exchange on the host
+    matmul_efficiency: float  # of the peak, of a large product
+    matmul_half_rows: float  # rows per expert at which a grouped product reaches half of that
+    memory_passes: float  # how often a kept activation crosses the memory bus, forward and backward
+    gather_overlap: float  # share of FSDP's traffic that can hide behind computation
+    chunk_overlap: float  # share of an exchange that can, if it is cut into chunks
+    straggler: float  # standard deviation of a rank's step time, as a share of it
+    sources: Mapping[str, str] = field(default_factory=dict, repr=False, compare=False)
+
+    @property
+    def fast(self) -> float:
+        """Bytes/s that one rank reaches inside a node."""
+        return self.fast_bandwidth * self.fast_efficiency
+
+    @property
+    def slow(self) -> float:
+        """Bytes/s that one rank reaches between nodes of a pod."""
+        return self.slow_bandwidth * self.slow_efficiency
+
+    def peak(self, precision: str) -> float:
+        """FLOP/s of matrix products."""
+        return {"bfloat16": self.peak_bf16, "float32": self.peak_fp32}[precision]
+
+
+@dataclass(frozen=True)
+class Fact:
+    """A figure and where it comes from."""
+
+    value: float
+    source: str
+
+
+def _data_sheet(gpu: str) -> str:
+    return f"NVIDIA's data sheet of the {gpu}, dense figures without sparsity"
+
+
+_UNCHECKED = "vendor's announcement of the Blackwell generation, not checked against a data sheet"
+_NCCL = "NCCL's tuning table (src/graph/tuning.cc, commit 01afd20), ring, Simple protocol; newer ones differ by tens of per cent"
+_OURS = "assumption of this project, to be replaced by a measurement"
+
+_GPU: dict[str, Fact] = {
+    "ranks_per_node": Fact(8, "HGX boards join 8 GPUs by NVLink"),
+    "usable_memory": Fact(0.92, f"CUDA context, NCCL buffers, fragmentation: {_OURS}"),
+    "fast_efficiency": Fact(
+        0.80, "DeepEP's README: 726 of 900 GB/s on NVLink5, 153–158 of 160 GB/s on the H800; the lower, rounded"
+    ),
+    "slow_bandwidth": Fact(50e9, "NDR InfiniBand, 400 Gb/s, one adapter per GPU"),
+    "slow_efficiency": Fact(
+        0.90, "DeepEP issue 155: RDMA writes of about 47 GB/s on 50 GB/s; issues 155, 336, 493 show 12–25 where misconfigured"
+    ),
+    "pod_nodes": Fact(1_000_000, "a network without oversubscription: set it where yours has pods"),
+    "oversubscription": Fact(1.0, "as pod_nodes"),
+    "fast_hop_s": Fact(3.4e-6, f"{_NCCL}: NVLink hop"),
+    "slow_hop_s": Fact(9.6e-6, f"{_NCCL}: network hop"),
+    "collective_start_s": Fact(8.4e-6, f"{_NCCL}: base"),
+    "exchange_start_s": Fact(10e-6, f"two kernel launches of about 5 µs: {_OURS}"),
+    "fast_post_s": Fact(0.4e-6, f"NCCL spreads peers over channels: {_OURS}"),
+    "slow_post_s": Fact(1.0e-6, f"posting one RDMA write: {_OURS}"),
+    "launch_s": Fact(6e-6, f"eager PyTorch, 5–8 µs; CUDA graphs and torch.compile take less: {_OURS}"),
+    "host_sync_s": Fact(25e-6, f"device-to-host copy and relaunch, 15–40 µs: {_OURS}"),
+    "matmul_efficiency": Fact(0.75, f"cuBLAS on large bfloat16 products reaches 70–80 % of the peak: {_OURS}"),
+    "matmul_half_rows": Fact(
+        128, f"one tile of a grouped product; a loop over experts, as the `segments` kernels are, is slower: {_OURS}"
+    ),
+    "memory_passes": Fact(6, f"forward: read and written; backward: read twice, its gradient written and read: {_OURS}"),
+    "gather_overlap": Fact(0.9, f"gathers are prefetched one group member ahead: {_OURS}"),
+    "chunk_overlap": Fact(0.45, f"published schedules with two chunks hide 35–60 %: {_OURS}"),
+    "straggler": Fact(0.015, f"1–2 % of a step, the slowest of n ranks being σ·√(2 ln n) late: {_OURS}"),
+}  # fmt: skip
+_HOPPER = _GPU | {
+    "peak_bf16": Fact(989e12, _data_sheet("H100 SXM and H200 SXM")),
+    "peak_fp32": Fact(67e12, f"{_data_sheet('H100 SXM and H200 SXM')}; without TF32, as training in float32 is"),
+    "fast_bandwidth": Fact(450e9, f"{_data_sheet('H100 SXM and H200 SXM')}: NVLink4, 900 GB/s both ways"),
+}
+_BLACKWELL = _GPU | {
+    "peak_bf16": Fact(2.25e15, _UNCHECKED),
+    "peak_fp32": Fact(80e12, _UNCHECKED),
+    "memory_bytes": Fact(180e9, _UNCHECKED),
+    "memory_bandwidth": Fact(8.0e12, _UNCHECKED),
+    "fast_bandwidth": Fact(900e9, f"NVLink5, 1,800 GB/s both ways: {_UNCHECKED}"),
+}
+_FACTS: dict[str, dict[str, Fact]] = {
+    "h100": _HOPPER | {
+        "memory_bytes": Fact(80e9, _data_sheet("H100 SXM")), "memory_bandwidth": Fact(3.35e12, _data_sheet("H100 SXM")),
+    },
+    "h200": _HOPPER | {
+        "memory_bytes": Fact(141e9, _data_sheet("H200 SXM")), "memory_bandwidth": Fact(4.8e12, _data_sheet("H200 SXM")),
+    },
+    "b200": _BLACKWELL,
+    "gb200_nvl72": _BLACKWELL | {"ranks_per_node": Fact(72, f"one NVLink domain per rack: {_UNCHECKED}")},
+}  # fmt: skip
+
+
+def _hardware(name: str, facts: Mapping[str, Fact]) -> Hardware:
+    values: dict[str, Any] = {key: fact.value for key, fact in facts.items()}
+    return Hardware(name, **values, sources={key: fact.source for key, fact in facts.items()})
+
+
+HARDWARE: dict[str, Hardware] = {name: _hardware(name, facts) for name, facts in _FACTS.items()}
+
+
+def find_hardware(name_or_file: str) -> Hardware:
+    """The hardware of that name, or a TOML file's: a `base` and the figures that differ.
+
+    Raises:
+        ValueError: there is no such hardware or file, or the file has a key that is none, or a figure that is not positive.
+    """
+    if not name_or_file.endswith(".toml"):
+        if name_or_file not in HARDWARE:
+            raise ValueError(
+                f"there is no hardware {name_or_file!r}: choose {', '.join(HARDWARE)}, or name a .toml file with a `base` and "
+                "the figures that differ"
+            )
+        return HARDWARE[name_or_file]
+    path = Path(name_or_file)
+    try:
+        values = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read ({error.strerror})") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path}: is not valid TOML: {error}") from None
+    base = values.pop("base", None)
+    if base not in HARDWARE:
+        raise ValueError(f"{path}: base = {base!r} is unknown; choose {', '.join(HARDWARE)}")
+    return _changed(HARDWARE[base], values, path)
+
+
+def _changed(base: Hardware, values: Mapping[str, Any], path: Path) -> Hardware:
+    known = [entry.name for entry in fields(Hardware) if entry.name not in ("name", "sources")]
+    for key, value in values.items():
+        if key not in known:
+            raise ValueError(f"{path}: {key} is no figure of a machine; known: {', '.join(known)}")
+        whole = key in ("ranks_per_node", "pod_nodes")
+        if isinstance(value, bool) or not isinstance(value, int if whole else int | float) or value <= 0:
+            raise ValueError(
+                f"{path}: {key} = {value!r}: {'a whole number' if whole else 'a number'} above 0 is needed"
+            )
+    return replace(base, name=path.stem, **values, sources={**base.sources, **dict.fromkeys(values, str(path))})

@@ -1,0 +1,303 @@
+"""What a model asks of a machine, per token: weights by where they are used, FLOPs, what the backward pass keeps, what is routed.
+
+Weights and FLOPs are those of model/cost.py. What autograd keeps is not estimated but counted: a forward pass on the meta device
+at three lengths, whose linear part is what every token adds (weights' copies are the constant part; attention scores, which a
+fused kernel keeps no more, the quadratic one). About 0.02 s per depth step.
+
+Legend: R repeats of a layer group, H heads, E experts (of one head), K chosen.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from typing import Any, Literal, cast
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ..kernels.activations import columns_of
+from ..model.config import ModelConfig
+from ..model.cost import forward_flops
+from ..model.experts import ExpertLinears
+from ..model.moe import SparseFeedForward, SparseLayer
+from ..model.precision import forward_in
+from ..model.routers.mixture import TokenMixingConfig
+from ..model.routers.soft import SlotMixingConfig
+from ..model.routers.transition import TransitionConfig
+from ..model.transformer import Layer, Transformer
+
+ROUTE_BYTES = 16  # that travel with a row per route: expert, row, target (int32) and gate weight (float32)
+KEPT_PER_ROUTE = 36  # source, expert, target and order (int64) and the gate weight (float32)
+
+_MIXING = (TokenMixingConfig, SlotMixingConfig, TransitionConfig)
+
+# What one travelling row stands for: a token (or sub-token) with all of its routes, one head of it, or one route.
+Unit = Literal["row", "head", "route"]
+
+
+@dataclass(frozen=True)
+class Bank:
+    """One bank of experts and what one token asks of it, in one use."""
+
+    kind: str  # feed_forward, value, output, query
+    router: str  # whose decision it is: several banks may share one
+    num_experts: int  # E, of one head
+    top_k: float  # K, of one head
+    d_in: int
+    d_out: int
+    weights_per_expert: float  # that enter products: a route costs twice as many FLOPs
+    kept_columns: int  # of the hidden row that the backward pass needs
+    heads: int = 1  # H: each chooses among its own E
+    rows: float = 1.0  # per token that choose: sub-tokens, or a mixture's rows
+    source: Unit = "row"  # what travels to the experts
+    target: Unit = "row"  # and what comes home
+    group_limit: tuple[int, int] | None = None  # (groups of neighbouring experts, so many of them may be chosen from)
+    balanced: bool = False  # by construction
+    route_bytes: float = ROUTE_BYTES
+
+    @property
+    def total_experts(self) -> int:
+        """Of all heads: what the ranks share."""
+        return self.heads * self.num_experts
+
+    @property
+    def parameters(self) -> float:
+        """Of all experts."""
+        return self.total_experts * self.weights_per_expert
+
+    @property
+    def routes(self) -> float:
+        """Per token and use."""
+        return self.rows * self.heads * self.top_k
+
+    @property
+    def flops(self) -> float:
+        """Forward, per token and use."""
+        return 2 * self.routes * self.weights_per_expert
+
+    def units(self, unit: Unit) -> float:
+        """Rows of that kind per token."""
+        return {"row": self.rows, "head": self.rows * self.heads, "route": self.routes}[unit]
+
+
+@dataclass(frozen=True)
+class Member:
+    """A layer of the group."""
+
+    dense_parameters: float
+    banks: tuple[Bank, ...]
+    copies: int = 1  # how many layers of the group are like this one
+
+    @property
+    def expert_parameters(self) -> float:
+        """Of all its banks."""
+        return sum(bank.parameters for bank in self.banks)
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A model, reduced to what costs time, memory and traffic. Quantities are per token unless they are weights."""
+
+    members: tuple[Member, ...]
+    repeats: int  # R
+    root_parameters: float  # embedding, read-out, and what belongs to no layer
+    dense_flops: float  # forward, of everything but the routed experts
+    saved_bytes: float  # kept for the backward pass, what the banks keep left out
+    d_model: int
+    vocab_size: int
+    precision: str  # of the products
+    launches: float = 0.0  # operations of a forward pass, which the host must launch, whatever they work on
+
+    @property
+    def bytes_per_element(self) -> int:
+        """Of rows, and of weights in products."""
+        return 2 if self.precision == "bfloat16" else 4
+
+    @property
+    def num_layers(self) -> int:
+        """Depth steps."""
+        return self.repeats * sum(member.copies for member in self.members)
+
+    @cached_property
+    def uses(self) -> tuple[tuple[Bank, int], ...]:
+        """Every bank and how often a pass goes through it."""
+        found: dict[Bank, int] = {}
+        for member in self.members:
+            for bank in member.banks:
+                found[bank] = found.get(bank, 0) + member.copies * self.repeats
+        return tuple(found.items())
+
+    @cached_property
+    def forward_flops(self) -> float:
+        """All of them."""
+        return self.dense_flops + sum(uses * bank.flops for bank, uses in self.uses)
+
+    @cached_property
+    def dense_parameters(self) -> float:
+        """Of everything but the banks."""
+        return self.root_parameters + sum(member.copies * member.dense_parameters for member in self.members)
+
+    @cached_property
+    def expert_parameters(self) -> float:
+        """Of all banks."""
+        return sum(member.copies * member.expert_parameters for member in self.members)
+
+    def with_experts(self, num_experts: Mapping[Bank, int]) -> "Workload":
+        """The same model with other numbers of experts per head."""
+        members = [
+            replace(
+                member,
+                banks=tuple(
+                    replace(bank, num_experts=num_experts.get(bank, bank.num_experts)) for bank in member.banks
+                ),
+            )
+            for member in self.members
+        ]
+        return replace(self, members=tuple(members))
+
+
+@lru_cache(maxsize=64)
+def describe(config: ModelConfig, *, seq_len: int, precision: str = "bfloat16") -> Workload:
+    """The workload of a model in sequences of `seq_len` tokens."""
+    longer = config.model_copy(update={"max_positions": max(config.max_positions, 3 * seq_len)})
+    with torch.device("meta"):
+        model = Transformer(longer, backend="segments")
+    layers = [cast(Layer, layer) for layer in model.group]
+    alike = Counter(_member(config, layer, seq_len) for layer in layers)
+    members = tuple(replace(member, copies=copies) for member, copies in alike.items())
+    unused_positions = (longer.max_positions - config.max_positions) * config.d_model * (config.positions == "learned")
+    root = _numel(model) - sum(map(_numel, layers)) - unused_positions
+    plain = Workload(
+        members,
+        config.num_repeats,
+        root,
+        0.0,
+        0.0,
+        config.d_model,
+        config.vocab_size,
+        precision,
+    )
+    experts_flops = sum(uses * bank.flops for bank, uses in plain.uses)
+    experts_bytes = sum(uses * kept_by_bank(bank, plain.bytes_per_element) for bank, uses in plain.uses)
+    saved_bytes, launches = _count(model, longer, seq_len, precision)
+    return replace(
+        plain,
+        dense_flops=forward_flops(config, seq_len).forward - experts_flops,
+        saved_bytes=saved_bytes - experts_bytes,
+        launches=launches,
+    )
+
+
+def blocks_of_heads(bank: Bank, num_groups: int, group: int) -> list[float]:
+    """How many experts of every head lie in this one of `num_groups` equal contiguous blocks."""
+    size = bank.total_experts / num_groups
+    first, last = group * size, (group + 1) * size
+    starts = (head * bank.num_experts for head in range(bank.heads))
+    return [max(0.0, min(last, start + bank.num_experts) - max(first, start)) for start in starts]
+
+
+def kept_by_bank(bank: Bank, bytes_per_element: int) -> float:
+    """What the kernels keep of a token's routes for the backward pass, on one rank: hidden rows and indices."""
+    return bank.routes * (bank.kept_columns * bytes_per_element + KEPT_PER_ROUTE)
+
+
+def _count(model: Transformer, config: ModelConfig, seq_len: int, precision: str) -> tuple[float, int]:
+    """Bytes that autograd keeps for every further token, from sequences once, twice and three times as long; operations."""
+    with _Launches() as launches:
+        first = _saved(model, config, seq_len, precision)
+    second, third = (_saved(model, config, factor * seq_len, precision) for factor in (2, 3))
+    quadratic = (third - 2 * second + first) / 2
+    return (second - first - 3 * quadratic) / seq_len / config.group_sequences, launches.count
+
+
+class _Launches(TorchDispatchMode):
+    """Counts operations; those that return a view of their input launch nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        returns = func._schema.returns
+        self.count += not any(entry.alias_info is not None and not entry.alias_info.is_write for entry in returns)
+        return func(*args, **(kwargs or {}))
+
+
+def _saved(model: Transformer, config: ModelConfig, seq_len: int, precision: str) -> float:
+    """Bytes of all storages that a forward pass keeps, the parameters' own left out."""
+    kept: dict[int, torch.UntypedStorage] = {}  # holding them keeps their numbers from being given again
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        kept[storage._cdata] = storage
+        return tensor
+
+    parameters = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
+    with torch.device("meta"), torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        forward_in(model, getattr(torch, precision), torch.zeros(config.group_sequences, seq_len, dtype=torch.int64))
+    return sum(storage.nbytes() for number, storage in kept.items() if number not in parameters)
+
+
+def _member(config: ModelConfig, layer: Layer, seq_len: int) -> Member:
+    banks = tuple(_attention_banks(config, layer))
+    if isinstance(layer.feed_forward, SparseFeedForward):
+        banks += (_feed_forward_bank(config, layer.feed_forward, seq_len),)
+    experts = sum(_numel(module) for module in layer.modules() if isinstance(module, SparseLayer))
+    return Member(_numel(layer) - experts, banks)
+
+
+def _feed_forward_bank(config: ModelConfig, layer: SparseFeedForward, seq_len: int) -> Bank:
+    router, d_row = config.router, config.d_model // config.sub_tokens
+    active = router.active_experts(config.num_experts, seq_len * config.sub_tokens)
+    mixes = isinstance(router, _MIXING)  # then mixtures of rows travel, each to one expert, and not the rows
+    groups = (getattr(router, "num_groups", 1), getattr(router, "kept_groups", 1))
+    columns = columns_of(config.d_expert, config.activation)
+    return Bank(
+        "feed_forward", "feed_forward", config.num_experts, 1.0 if mixes else active, d_row, d_row,
+        _numel(layer.sparse) / config.num_experts,
+        columns, rows=config.sub_tokens * (active if mixes else 1.0), group_limit=groups if groups[0] > 1 else None,
+        balanced=router.promises.balanced,
+    )  # fmt: skip
+
+
+def _attention_banks(config: ModelConfig, layer: Layer) -> list[Bank]:
+    banks = {
+        name: _linear_bank(config, name, cast(ExpertLinears, module.experts))
+        for name, module in layer.attention.named_children()
+        if isinstance(module, SparseLayer)
+    }
+    return list(banks.values())
+
+
+def _linear_bank(config: ModelConfig, name: str, experts: ExpertLinears) -> Bank:
+    _, d_in, d_out = experts.weight.shape
+    momha = config.attention == "momha"
+    narrow: Unit = "route" if momha else "head"  # what stands on the heads' side of the projection
+    return Bank(
+        name, "attention" if momha else name, config.num_attention_experts, config.attention_top_k, d_in, d_out,
+        d_in * d_out, d_out if d_out <= d_in else 0, heads=1 if momha else config.num_heads,
+        source=narrow if name == "output" else "row", target="row" if name == "output" else narrow,
+    )  # fmt: skip
+
+
+def _numel(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def rounded(workload: Workload, ep: int, *, limit: float = 1.25) -> tuple[Workload, dict[str, int]] | None:
+    """The model with as many experts as `ep` ranks can share equally, and what had to change: kind → experts of a head.
+
+    None where a bank has fewer experts than ranks, or would grow beyond `limit`.
+    """
+    new: dict[Bank, int] = {}
+    for bank, _ in workload.uses:
+        step = ep // math.gcd(ep, bank.heads)
+        count = -(-bank.num_experts // step) * step
+        if bank.total_experts < ep or count > limit * bank.num_experts:
+            return None
+        if count != bank.num_experts:
+            new[bank] = count
+    return (workload.with_experts(new) if new else workload), {bank.kind: count for bank, count in new.items()}

@@ -1,0 +1,461 @@
+"""What `moebius simulate` is asked: a model or a recorded run, made into calls for the simulated ranks.
+
+A model routes tokens (random ones, or a trained run's validation text): every rank's micro-batch goes through the whole model on
+one rank, and what every sparse layer got, how it was routed and what came out is what the simulated ranks must carry and
+reproduce. A recorded run gives the routes alone; rows and gate weights are then drawn, for they do not decide what travels.
+"""
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ..data_pipeline.loader import RowReader
+from ..data_pipeline.shards import TokenStore
+from ..distributed.checkpoint.files import find_checkpoint, read_meta
+from ..distributed.dispatch.expert_map import Homes
+from ..distributed.layout import Layout, MeshConfig, check_experts, check_runnable, plan_layout
+from ..model.config import ModelConfig
+from ..model.initialise import draw, initialise
+from ..model.moe import SparseLayer
+from ..model.precision import cast_weights, forward_in
+from ..model.routing import Routes
+from ..model.transformer import Transformer
+from ..train.config import Config
+from ..train.routing.tap import TappedCall, sparse_layers, tap
+from ..train.routing.trace import read_rank, recorded_steps
+from ..train.state import seed_micro_batch
+from .dispatch import Cluster, RoutedCall, simulate
+from .replay import DealtCall, replay
+from .report import Report
+from .shapes import ShapeRequest
+from .threads import MOST_PRETENDED, MOST_THREADS
+
+DEFAULT_RANKS = 8
+_NODE = 8  # ranks of a node, unless told otherwise
+_SEEDS = 2**31  # of them, with a million steps of every rank each, a generator can tell
+
+Bank = Callable[[str], nn.Module]
+Tokens = Callable[[int, int], Tensor]  # (step, rank) → (B, S)
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """How the ranks are asked for; None: as the configuration or the defaults say. Replicas fill the world."""
+
+    ep: int | None = None
+    world_size: int | None = None
+    ranks_per_node: int | None = None
+    overlap_chunks: int | None = None
+
+    def __post_init__(self) -> None:
+        at_least_one(**vars(self))
+
+
+def at_least_one(**options: int | None) -> None:
+    """ValueError where an option is given and below 1."""
+    for name, value in options.items():
+        if value is not None and value < 1:
+            raise ValueError(f"--{name.replace('_', '-')} {value}: at least 1")
+
+
+def _check_seed(seed: int) -> None:
+    if not 0 <= seed < _SEEDS:
+        raise ValueError(f"--seed {seed}: from 0 to {_SEEDS - 1:,}")
+
+
+def make_cluster(config: Config, asked: Ranks, dispatcher: str | None = None) -> Cluster:
+    """The simulated ranks: as asked, else as `mesh` says, else EP groups of 8, 8 ranks to a node.
+
+    Raises:
+        ValueError: the sizes do not fit each other or the model's experts, or there are too many for real values.
+    """
+    layout, per_node = layout_of(config, asked)
+    if layout.world_size > MOST_THREADS:
+        raise ValueError(
+            f"{layout.world_size:,} ranks: with real values there may be {MOST_THREADS} at most; --shapes-only looks at single "
+            f"ranks of up to {MOST_PRETENDED:,}"
+        )
+    chunks = asked.overlap_chunks or config.mesh.overlap_chunks
+    return Cluster(layout, dispatcher or config.mesh.dispatcher, chunks, per_node)
+
+
+def layout_of(config: Config, asked: Ranks) -> tuple[Layout, int]:
+    """The layout, and how many ranks a node has. `asked.ep` takes the place of the mesh's ep and replicas."""
+    mesh = config.mesh
+    check_runnable(mesh)
+    ep = asked.ep or (mesh.ep if mesh.ep > 1 else min(DEFAULT_RANKS, asked.world_size or DEFAULT_RANKS))
+    wanted = MeshConfig(ep=ep, dp_shard=mesh.dp_shard)
+    layout = plan_layout(
+        wanted, asked.world_size or (mesh.dp_shard or ep) * (1 if asked.ep else mesh.dp_replicate or 1)
+    )
+    check_experts(layout, _experts(config.model))
+    per_node = asked.ranks_per_node or (_NODE if layout.world_size % _NODE == 0 else layout.world_size)
+    if layout.world_size % per_node:
+        raise ValueError(f"--ranks-per-node {per_node} does not divide the {layout.world_size} ranks")
+    return layout, per_node
+
+
+def shape_request(config: Config, asked: Ranks, dispatcher: str | None = None) -> tuple[ShapeRequest, str | None]:
+    """What `--shapes-only` builds, and why training would refuse it on that world (None: it would not).
+
+    Raises:
+        ValueError: the sizes do not fit each other or the model's experts.
+    """
+    if config.mesh.replicas:
+        raise ValueError(
+            f"mesh.replicas={config.mesh.replicas}: --shapes-only builds no slots for copies of experts; leave mesh.replicas out"
+        )
+    layout, per_node = layout_of(config, asked)
+    changes = {"ep": layout.ep, "dp_replicate": None, **({"dispatcher": dispatcher} if dispatcher else {})}
+    mesh = config.mesh.model_copy(update=changes)
+    try:
+        config.model_copy(update={"mesh": mesh}).check_world(layout.world_size)
+        refusal = None
+    except ValueError as error:
+        refusal = str(error)
+    chunks = asked.overlap_chunks or mesh.overlap_chunks
+    return ShapeRequest(
+        config.model, layout, mesh.dispatcher, mesh.sharding, config.train.precision, config.data.seq_len,
+        config.train.micro_batch, per_node, chunks,
+    ), refusal  # fmt: skip
+
+
+def _experts(model: ModelConfig) -> dict[str, int]:
+    counts = model.expert_counts()
+    if not counts:
+        raise ValueError("the model has no experts: there is nothing to route")
+    return counts
+
+
+# Where experts live -------------------------------------------------------------------------------------------------
+
+CONTIGUOUS = "contiguous"
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where a run that moves its experts had them at a checkpoint."""
+
+    step: int
+    homes: Mapping[str, Homes]  # by layer
+    wanted: bool  # asked for by its step: it must fit, or nothing is simulated
+
+    @property
+    def ep(self) -> int:
+        return len(next(iter(self.homes.values())).slots_P)
+
+
+def find_placement(run_dir: Path | None, asked: str | None, *, default: int | None = None) -> Placement | None:
+    """What `--homes` asks for; None: contiguous blocks.
+
+    Args:
+        run_dir: None: no run, but a fresh model.
+        asked: the step of a checkpoint, or "contiguous"; None: nothing.
+        default: the step whose checkpoint is taken where nothing is asked for; None: none is.
+
+    Raises:
+        ValueError: there is no such checkpoint, or no expert had moved.
+    """
+    if asked == CONTIGUOUS or (asked is None and default is None):
+        return None
+    if asked is not None and not asked.isdecimal():
+        raise ValueError(f"--homes {asked}: write the step of a checkpoint, or {CONTIGUOUS}")
+    if run_dir is None:
+        raise ValueError(f"--homes {asked}: fresh weights have no checkpoint; name a run folder, or --trace RUN")
+    meta = read_meta(find_checkpoint(run_dir, default if asked is None else int(asked)))
+    homes = {name: Homes.from_dict(bank["homes"]) for name, bank in meta.meta.get("experts", {}).items()}
+    if not homes and asked is not None:
+        raise ValueError(f"--homes {asked}: {run_dir.name} moved no experts up to there (mesh.rebalance_every was 0)")
+    return Placement(meta.step, homes, asked is not None) if homes else None
+
+
+def place(cluster: Cluster, placement: Placement | None) -> Cluster:
+    """The same ranks with the experts there; in contiguous blocks where it was made for other EP groups.
+
+    Raises:
+        ValueError: it was, but is wanted.
+    """
+    if placement is None:
+        return cluster
+    if placement.ep == cluster.layout.ep:
+        return replace(cluster, homes=placement.homes)
+    if placement.wanted:
+        raise ValueError(
+            f"--homes {placement.step}: its experts are spread over {placement.ep} ranks, and not over {cluster.layout.ep}; "
+            f"use --ep {placement.ep}, or --homes {CONTIGUOUS}"
+        )
+    return cluster
+
+
+def _homes_words(config: Config, cluster: Cluster, placement: Placement | None) -> str:
+    """Nothing where no run has ever moved an expert."""
+    if cluster.homes and placement is not None:
+        return f"; experts where they were at step {placement.step}"
+    unused = f" (those of step {placement.step} are for ep {placement.ep})" if placement is not None else ""
+    return f"; experts in contiguous blocks, none moved{unused}" if config.mesh.rebalance_every or unused else ""
+
+
+# Sources ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where calls come from: as often as they are asked for, the same ones, for any number of ranks."""
+
+    title: str
+    config: Config
+    tokens: Callable[[Cluster], str]  # in words
+    bank: Bank
+    calls: Callable[[int], Iterator[RoutedCall]]
+    placement: Placement | None = None
+
+
+def run(source: Source, asked: Ranks, dispatchers: Sequence[str | None]) -> Report:
+    """The same calls with every dispatcher.
+
+    Raises:
+        ValueError: the request cannot be carried out.
+        RankFailed: an exchange failed.
+    """
+    clusters = [place(make_cluster(source.config, asked, each), source.placement) for each in dispatchers]
+    found = [simulate(source.calls(cluster.layout.world_size), source.bank, cluster) for cluster in clusters]
+    words = source.tokens(clusters[0]) + _homes_words(source.config, clusters[0], source.placement)
+    return Report(source.title, words, tuple(found))
+
+
+def source_of_model(
+    title: str, config: Config, trained: Transformer | None, *, tokens_per_rank: int, steps: int, seed: int,
+    placement: Placement | None = None,
+) -> Source:  # fmt: skip
+    """A model that routes tokens itself: a trained one its validation text, a fresh one random tokens.
+
+    Raises:
+        ValueError: the router cannot take so few tokens, or the text cannot be read.
+    """
+    at_least_one(steps=steps, tokens_per_rank=tokens_per_rank)
+    _check_seed(seed)
+    _experts(config.model)
+    batch, length = batch_shape(config, tokens_per_rank)
+    model, precision = trained or fresh_model(config), config.train.precision
+
+    def calls(num_ranks: int) -> Iterator[RoutedCall]:
+        make = text_tokens if trained else random_tokens
+        tokens = make(config, batch, length, seed=seed, num_ranks=num_ranks)
+        return calls_of_model(model, precision, Scene(tokens, steps, seed), num_ranks)
+
+    def words(_cluster: Cluster) -> str:
+        what = "of the validation text" if trained else "at random"
+        return f"{batch} × {length} tokens {what} per rank and step, {steps} {'step' if steps == 1 else 'steps'}, {precision}"
+
+    return Source(title, config, words, bank_of_model(model, precision), calls, placement)
+
+
+def source_of_trace(run_dir: Path, *, steps: int | None, seed: int, homes: str | None = None) -> Source:
+    """A recorded run's routes; `homes` as for `find_placement`.
+
+    Raises:
+        ValueError: nothing was recorded there, or there are no such homes.
+    """
+    at_least_one(steps=steps)
+    _check_seed(seed)
+    config = config_of_run(run_dir)
+    files, precision = chosen_steps(recorded_steps(run_dir), steps), config.train.precision
+    bank = bank_of_config(config.model, precision, backend=config.kernels.name, seed=config.train.seed)
+    then = len(files[min(files)])
+    tokens = sum(read_rank(files[min(files)][0]).tokens) * then
+
+    def words(cluster: Cluster) -> str:
+        recorded = (
+            f"{len(files)} recorded steps, {min(files)} to {max(files)}," if len(files) > 1 else f"step {min(files)}"
+        )
+        return f"{recorded} of {tokens:,} tokens; ranks: {then} then, {cluster.layout.world_size} now; {precision}"
+
+    def calls(num_ranks: int) -> Iterator[RoutedCall]:
+        return calls_of_trace(files, bank, precision, num_ranks, seed)
+
+    return Source(f"trace of {run_dir.name}", config, words, bank, calls, find_placement(run_dir, homes))
+
+
+def config_of_run(run_dir: Path) -> Config:
+    """The configuration of a run folder.
+
+    Raises:
+        ValueError: it is none.
+    """
+    if not (run_dir / "config.json").exists():
+        raise ValueError(f"{run_dir}: is not a run folder (no config.json)")
+    return Config.load(run_dir / "config.json")
+
+
+# A model's own routing ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Scene:
+    """What the ranks' tokens are."""
+
+    tokens: Tokens
+    steps: int
+    seed: int
+
+
+def random_tokens(config: Config, batch: int, length: int, *, seed: int, num_ranks: int) -> Tokens:
+    """Uniform over the vocabulary; those of a rank do not depend on how many others there are."""
+    if num_ranks > MOST_THREADS:
+        raise AssertionError(f"{num_ranks} ranks would draw the tokens of other steps")
+
+    def make(step: int, rank: int) -> Tensor:
+        generator = torch.Generator().manual_seed((seed * 2**20 + step) * MOST_THREADS + rank)
+        return torch.randint(config.model.vocab_size, (batch, length), generator=generator)
+
+    return make
+
+
+def text_tokens(config: Config, batch: int, length: int, *, seed: int, num_ranks: int) -> Tokens:
+    """The validation rows of a run's data from row `seed` on, from the beginning again after the last.
+
+    Raises:
+        ValueError: the data cannot be read.
+    """
+    reader = RowReader(TokenStore(Path(config.data.directory), "validation"), length)
+    if reader.num_rows < 1:
+        raise ValueError(f"{config.data.directory}: its validation split has not one row of {length} tokens")
+
+    def make(step: int, rank: int) -> Tensor:
+        first = seed + ((step - 1) * num_ranks + rank) * batch
+        return torch.from_numpy(reader.read((first + np.arange(batch)) % reader.num_rows))[:, :-1]
+
+    return make
+
+
+def batch_shape(config: Config, tokens_per_rank: int) -> tuple[int, int]:
+    """(B, S): whole groups of sequences, as long as they may be."""
+    group = config.model.group_sequences
+    if tokens_per_rank < group:
+        raise ValueError(f"--tokens-per-rank {tokens_per_rank}: the router wants groups of {group} sequences")
+    length = min(config.data.seq_len, tokens_per_rank // group)
+    if config.model.sparse_members:
+        config.model.router.check_length(length * config.model.sub_tokens)
+    return group * (tokens_per_rank // (group * length)), length
+
+
+def fresh_model(config: Config) -> Transformer:
+    """With starting values."""
+    model = Transformer(config.model, backend=config.kernels.name)
+    initialise(model, config.train.seed)
+    return model
+
+
+def calls_of_model(model: Transformer, precision: str, scene: Scene, num_ranks: int) -> Iterator[RoutedCall]:
+    """What the model does with the ranks' tokens, call after call."""
+    dtype = getattr(torch, precision)
+    model.train()
+    for step in range(1, scene.steps + 1):
+        heard = [_hear(model, dtype, scene, step, rank) for rank in range(num_ranks)]
+        for calls in zip(*heard, strict=True):
+            first = calls[0]
+            yield RoutedCall(
+                step, 0, first.depth, first.layer, first.kind, [_held(call.rows_UD) for call in calls],
+                [call.routes for call in calls], [_held(call.answers_TO) for call in calls],
+            )  # fmt: skip
+
+
+@torch.no_grad()
+def _hear(model: Transformer, dtype: torch.dtype, scene: Scene, step: int, rank: int) -> list[TappedCall]:
+    """One rank's micro-batch through all experts. Routers that sample draw from the micro-batch's own stream."""
+    with torch.random.fork_rng(devices=[]), tap(model, with_rows=True) as heard:
+        seed_micro_batch(scene.seed, step, rank)
+        forward_in(model, dtype, scene.tokens(step, rank))
+    return heard
+
+
+def _held(rows: Tensor | None) -> Tensor:
+    assert rows is not None
+    return rows
+
+
+def bank_of_model(model: Transformer, precision: str) -> Bank:
+    """Its experts as they enter products: by layer."""
+    dtype, layers = getattr(torch, precision), dict(sparse_layers(model))
+    cast = {} if dtype == torch.float32 else cast_weights(model, dtype)
+
+    def bank(layer: str) -> nn.Module:
+        experts = layers[layer].experts
+        values = {name: cast.get(f"{layer}.experts.{name}", value) for name, value in experts.named_parameters()}
+        return _with(experts, values)
+
+    return bank
+
+
+def _with(experts: nn.Module, values: dict[str, Tensor]) -> nn.Module:
+    """The same experts with other weights."""
+    other = copy.copy(experts)
+    other._parameters = dict.fromkeys(experts._parameters) | {
+        name: nn.Parameter(value.detach(), requires_grad=False) for name, value in values.items()
+    }
+    return other
+
+
+# A recorded routing -------------------------------------------------------------------------------------------------
+
+
+def bank_of_config(config: ModelConfig, precision: str, *, backend: str, seed: int) -> Bank:
+    """Experts with starting values, drawn layer by layer: a recorded routing needs no others, and none of the dense weights."""
+    with torch.device("meta"):
+        model = Transformer(config, backend=backend)
+    layers, dtype, drawn = dict(sparse_layers(model)), getattr(torch, precision), {}
+
+    def bank(layer: str) -> nn.Module:
+        if layer not in layers:
+            raise ValueError(f"{layer} was recorded, but the model has no such layer")
+        if layer not in drawn:
+            experts = layers[layer].experts
+            values = {
+                name: draw(f"{layer}.experts.{name}", value, seed).to(value.dtype if name.startswith("b_") else dtype)
+                for name, value in experts.named_parameters()
+            }
+            drawn[layer] = _with(experts, values)
+        return drawn[layer]
+
+    return bank
+
+
+def calls_of_trace(
+    steps: dict[int, list[Path]], bank: Bank, precision: str, num_ranks: int, seed: int
+) -> Iterator[RoutedCall]:
+    """Recorded routes with rows and gate weights of our own, and what one rank answers to them.
+
+    Raises:
+        ValueError: a file is damaged.
+    """
+    generator, dtype = torch.Generator().manual_seed(seed), getattr(torch, precision)
+    for dealt in replay(steps, num_ranks):
+        layer = SparseLayer(bank(dealt.call.layer))  # pyright: ignore[reportArgumentType]
+        routes = [_weighted(own, generator) for own in dealt.routes]
+        rows = [torch.randn(count, dealt.call.width_in, generator=generator).to(dtype) for count in dealt.num_rows]
+        yield _routed(dealt, rows, routes, layer)
+
+
+@torch.no_grad()
+def _routed(dealt: DealtCall, rows: list[Tensor], routes: list[Routes], layer: SparseLayer) -> RoutedCall:
+    call = dealt.call
+    answers = [layer(own, its) for own, its in zip(rows, routes, strict=True)]
+    return RoutedCall(dealt.step, call.micro_batch, call.depth, call.layer, call.kind, rows, routes, answers)
+
+
+def _weighted(routes: Routes, generator: torch.Generator) -> Routes:
+    return replace(routes, weight_N=torch.rand(len(routes.expert_N), generator=generator))
+
+
+def chosen_steps(steps: dict[int, list[Path]], most: int | None) -> dict[int, list[Path]]:
+    """At most so many of the recorded steps, evenly spread, the first and the last among them."""
+    numbers: Sequence[int] = sorted(steps)
+    if most is None or most >= len(numbers):
+        return steps
+    picked = np.unique(np.linspace(0, len(numbers) - 1, most).round().astype(int))
+    return {numbers[index]: steps[numbers[index]] for index in picked}

@@ -1,0 +1,302 @@
+"""Many ranks in one process: with real values on threads, or one of up to 10,240 ranks whose others are only pretended.
+
+The one module that touches torch's private parts (`torch.testing._internal.distributed` and the thread isolation of its process
+groups). Where a version of torch has them no more, `SimulationUnavailable` says so, and nothing else of the package suffers.
+
+    run_threads      every rank is a thread; collectives carry real values. Starting 8 ranks takes 0.2 s, 256 ranks 0.6 s
+    pretended_rank   this process is one rank of a world of any size; nobody answers, so only shapes mean something
+
+Everything that a rank hands to a collective passes its `Wire`, which counts rows and bytes for every pair of ranks: measured is
+what travels, whoever sends it and whatever its own counters say. Threads share the process' global state, torch's default
+random generator above all: what a rank draws must come from a generator of its own.
+
+Legend: P ranks of the world.
+"""
+
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..distributed.dispatch.exchange import ExchangeMismatch
+from ..distributed.layout import spell_ranks
+
+MOST_THREADS = 256
+MOST_PRETENDED = 10_240
+BACKEND = "moebius_threads"
+
+_T = TypeVar("_T")
+_one_world = threading.Lock()  # torch keeps the threads' collectives in a table of the process
+
+
+class SimulationUnavailable(ValueError):
+    """This torch cannot simulate ranks."""
+
+
+class RankFailed(RuntimeError):
+    """A simulated rank raised, or did not come; the first one's error is the cause, and there is none if one did not come."""
+
+
+@dataclass
+class Wire:
+    """Rows and bytes that every rank gave to the network for every rank, itself included. Each rank writes its own line only.
+
+    A row is a line of a matrix of floats that is as wide as one of the rank's `widths`; all else counts as bytes alone.
+    """
+
+    num_ranks: int
+    rows_PP: np.ndarray = field(init=False)  # [from, to]
+    bytes_PP: np.ndarray = field(init=False)
+    widths: list[frozenset[int]] = field(init=False)
+    is_open: list[bool] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.is_open, self.widths = [False] * self.num_ranks, [frozenset()] * self.num_ranks
+        self.clear()
+
+    def clear(self) -> None:
+        """Counts from zero again."""
+        self.rows_PP, self.bytes_PP = (np.zeros((self.num_ranks, self.num_ranks), np.int64) for _ in range(2))
+
+    def count(self, ranks: Sequence[int], rank: int, sent: Sequence[int], tensor: Tensor) -> None:
+        """`sent[p]` lines of `tensor` go from `rank` to `ranks[p]`; nothing is counted while the rank's wire is closed."""
+        if not self.is_open[rank]:
+            return
+        line_bytes = tensor[:1].numel() * tensor.element_size()
+        np.add.at(self.bytes_PP[rank], np.asarray(ranks), np.asarray(sent, np.int64) * line_bytes)
+        if tensor.dim() == 2 and tensor.is_floating_point() and tensor.shape[1] in self.widths[rank]:
+            np.add.at(self.rows_PP[rank], np.asarray(ranks), np.asarray(sent, np.int64))
+
+
+def run_threads(
+    fn: Callable[[int], _T], num_ranks: int, *, wire: Wire | None = None, timeout_s: float = 600.0
+) -> list[_T]:
+    """fn(rank) on threads that are the ranks of one world, torch's default group; their results by rank.
+
+    After `timeout_s` without a rank that enters an exchange or ends, those that still wait count as waiting in vain.
+
+    Raises:
+        SimulationUnavailable: this torch has no threaded process group.
+        ValueError: more ranks than threads can serve; or that of a rank.
+        RankFailed: a rank raised, or ranks wait for each other in vain; the others are released.
+    """
+    if not 1 <= num_ranks <= MOST_THREADS:
+        raise ValueError(f"{num_ranks} simulated ranks: with real values there may be 1 to {MOST_THREADS}")
+    threaded = _threaded()
+    with _one_world:
+        return _World(threaded, num_ranks, wire).run(fn, timeout_s)
+
+
+@contextmanager
+def pretended_rank(rank: int, world_size: int) -> Iterator[None]:
+    """This process is `rank` of `world_size` while the context lasts. Its collectives return at once and mean nothing.
+
+    Raises:
+        SimulationUnavailable: this torch has no fake process group.
+        ValueError: there is no such rank.
+    """
+    if not 1 <= world_size <= MOST_PRETENDED:
+        raise ValueError(f"{world_size} pretended ranks: there may be 1 to {MOST_PRETENDED:,}")
+    if not 0 <= rank < world_size:
+        raise ValueError(f"rank {rank} is not in a world of {world_size}")
+    try:
+        from torch.testing._internal.distributed.fake_pg import FakeStore
+    except ImportError as error:
+        raise _unavailable("fake process group (torch.testing._internal.distributed.fake_pg)", error) from None
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def _unavailable(what: str, error: Exception) -> SimulationUnavailable:
+    return SimulationUnavailable(
+        f"torch {torch.__version__} has no {what}, which simulated ranks need ({error}); install a torch that this project is "
+        "tested with (constraints.txt)"
+    )
+
+
+@dataclass(frozen=True)
+class _Threaded:
+    """torch's private parts, found."""
+
+    groups: Any  # its threaded process group: the class
+    metered: Any  # ours, which tells the wire what every rank hands in
+    install: Callable[[], Any]
+    uninstall: Callable[[], Any]
+    isolate: Callable[[bool], Any]
+
+
+class _World:
+    """One run of threads."""
+
+    def __init__(self, threaded: _Threaded, num_ranks: int, wire: Wire | None) -> None:
+        self.threaded, self.num_ranks, self.wire = threaded, num_ranks, wire
+        self.store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
+        self.failures: list[tuple[int, BaseException]] = []
+
+    def run(self, fn: Callable[[int], _T], timeout_s: float) -> list[_T]:
+        results: list[Any] = [None] * self.num_ranks
+        lives = [
+            threading.Thread(target=self._live, args=(rank, fn, results), name=f"rank {rank}", daemon=True)
+            for rank in range(self.num_ranks)
+        ]
+        with _isolated(self.threaded, self.wire):
+            for life in lives:
+                life.start()
+            late = self._wait(lives, timeout_s)
+        if self.failures:
+            rank, error = self.failures[0]
+            if isinstance(error, ValueError):  # the request was wrong, and its message says so
+                raise error
+            raise RankFailed(f"simulated rank {rank} of {self.num_ranks}: {type(error).__name__}: {error}") from error
+        if late:
+            raise RankFailed(
+                f"for {timeout_s:g} s nothing moved: the simulated ranks {spell_ranks(late)} still wait for others"
+            )
+        return results
+
+    def _live(self, rank: int, fn: Callable[[int], _T], results: list[Any]) -> None:
+        try:
+            dist.init_process_group(BACKEND, rank=rank, world_size=self.num_ranks, store=self.store)
+            results[rank] = fn(rank)
+        except SystemExit:  # released by `_release`: another rank's failure is the one to tell
+            pass
+        except BaseException as error:  # noqa: BLE001 - whatever ends a thread is told by `run`
+            self.failures.append((rank, error))
+            self._release(error)
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+
+    def _wait(self, lives: list[threading.Thread], timeout_s: float) -> list[int]:
+        """Joins all. Returns the ranks that had to be released, because for that long none entered a collective or ended."""
+        heard, since = None, time.monotonic()
+        for life in lives:
+            while life.is_alive():
+                life.join(min(timeout_s, 1.0))
+                signs = self.threaded.metered.entered, sum(other.is_alive() for other in lives)
+                if heard != signs:
+                    heard, since = signs, time.monotonic()
+                elif time.monotonic() - since > timeout_s:
+                    return self._release_late(lives)
+        return []
+
+    def _release_late(self, lives: list[threading.Thread]) -> list[int]:
+        late = [rank for rank, life in enumerate(lives) if life.is_alive()]
+        self._release(TimeoutError())
+        deadline = time.monotonic() + 10
+        for life in lives:
+            life.join(max(0.0, deadline - time.monotonic()))
+        return late
+
+    def _release(self, error: BaseException) -> None:
+        """Whoever waits in a collective, now or later, leaves it."""
+        with self.threaded.groups._coll_lock:
+            self.threaded.groups.exception_handle(error)
+
+
+@lru_cache(maxsize=1)
+def _threaded() -> _Threaded:
+    """Registers our backend.
+
+    Raises:
+        SimulationUnavailable: a name is missing.
+    """
+    try:
+        from torch.testing._internal.distributed import multi_threaded_pg as found
+
+        metered = _metered(found.ProcessLocalGroup)
+        barrier: Any = found._store_based_barrier  # pyright: ignore[reportPrivateImportUsage]
+        isolate = torch._C._distributed_c10d._set_thread_isolation_mode  # pyright: ignore[reportAttributeAccessIssue]
+        parts = _Threaded(
+            found.ProcessLocalGroup, metered, found._install_threaded_pg, found._uninstall_threaded_pg, isolate
+        )
+    except (ImportError, AttributeError) as error:
+        raise _unavailable("threaded process group as this module knows it", error) from None
+
+    def create(store: Any, rank: int, world_size: int, timeout: Any) -> Any:
+        group = metered(rank, world_size)
+        barrier(rank, store, "", world_size, timeout)
+        return group
+
+    dist.Backend.register_backend(BACKEND, create, devices=["cpu"])
+    return parts
+
+
+class _AllToAll:
+    """What the first rank of a group does for all once they have come. torch's own takes P³ steps: a minute on 256 ranks."""
+
+    @torch.no_grad()
+    def work(self, data: Sequence[tuple[Tensor, Tensor, list[int], list[int]]]) -> None:
+        parts = [rows.detach().split(sent) for _, rows, _, sent in data]
+        for target, (output, _, received, _) in enumerate(data):
+            came = [part[target] for part in parts]
+            for source, (piece, expected) in enumerate(zip(came, received, strict=True)):
+                if len(piece) != expected:
+                    raise ExchangeMismatch(
+                        f"rank {source} of the group sends {len(piece)} rows to rank {target}, which expects {expected}"
+                    )
+            output.detach().copy_(torch.cat(came))
+
+
+def _metered(base: Any) -> type:
+    """torch's threaded group, with a wire. All of a dispatcher's collectives end in one of three."""
+
+    class Metered(base):
+        wire: Wire | None = None  # of the running world
+        entered = 0  # collectives, by any rank: a sign of life, and no exact count
+
+        def allgather(self, outputs: Any, inputs: Any, *options: Any) -> Any:
+            self.count(inputs[0], [len(inputs[0])] * self.size())
+            return super().allgather(outputs, inputs, *options)
+
+        def reduce_scatter(self, output: Any, parts: Any, *options: Any) -> Any:
+            self.count(parts[0][0], [len(part) for part in parts[0]])
+            return super().reduce_scatter(output, parts, *options)
+
+        def count(self, rows: Tensor, sent: list[int]) -> None:
+            Metered.entered += 1
+            if self.wire is not None:
+                ranks = dist.get_process_group_ranks(self)  # pyright: ignore[reportArgumentType]
+                self.wire.count(ranks, ranks[self.rank()], sent, rows)
+
+    def all_to_all(self: Any, output: Tensor, rows: Tensor, received: Any, sent: Any, *options: Any) -> Any:
+        equal = [len(rows) // self.size()] * self.size()
+        received, sent = list(received or equal), list(sent or equal)
+        self.count(rows, sent)
+        together = base._start_coll(_AllToAll(), self)
+        work = together.join(self.rank(), (output, rows, received, sent))
+        base._end_coll(together, self)
+        return work
+
+    # Its name since torch 2.13, and before.
+    setattr(Metered, "all_to_all_single" if hasattr(base, "all_to_all_single") else "alltoall_base", all_to_all)
+    return Metered
+
+
+@contextmanager
+def _isolated(threaded: _Threaded, wire: Wire | None) -> Iterator[None]:
+    """Process groups belong to threads while the context lasts, and count on `wire`."""
+    threaded.groups.reset()
+    threaded.install()
+    threaded.isolate(True)
+    threaded.metered.wire, hook = wire, sys.excepthook
+    try:
+        yield
+    finally:
+        sys.excepthook = hook  # every rank has wrapped it to put its number before what this process prints
+        threaded.metered.wire = None
+        threaded.isolate(False)
+        threaded.uninstall()
+        threaded.groups.reset()

@@ -1,0 +1,196 @@
+"""The benchmarks of expert layers measure what they say: right answers, counted bytes, parts that end in time."""
+
+import gc
+import json
+import subprocess
+import sys
+import time
+from io import StringIO
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from rich.console import Console
+from torch.profiler import ProfilerActivity, profile
+
+ROOT = Path(__file__).resolve().parents[2]
+
+from benchmarks.gpu import __main__ as gpu  # noqa: E402
+from benchmarks.kernels import expert_layer  # noqa: E402
+from benchmarks.kernels.peers import contenders, exact_mode  # noqa: E402
+from benchmarks.kernels.problem import Answer, Setting, answer_of, draw_bank, draw_choices, meaning  # noqa: E402
+from benchmarks.memory import saved_bytes  # noqa: E402
+from benchmarks.step_profile import Parts, add_up  # noqa: E402
+
+MLP = Setting("mlp", 40, 16, 8, 6, 3, d_dense=20)
+ATTENTION = Setting("attention", 24, 16, 8, 6, 2, heads=2, d_dense=16)
+
+
+@pytest.mark.parametrize("setting", [MLP, ATTENTION], ids=lambda setting: setting.name)
+def test_every_contender_means_the_same(setting: Setting) -> None:
+    generator = torch.Generator().manual_seed(0)
+    bank, choices = draw_bank(setting, torch.float32, generator, exact=True), draw_choices(setting, 0.5, generator)
+    expected, ran = meaning(bank, choices, chunk=11), []
+    for contender in contenders(bank, ("default", "oneDNN")):
+        if contender.role not in ("peer", "ours"):
+            continue
+        layer = contender.build(bank)
+        leaves = (bank.x_TD, *(choice.gates_THK for choice in choices), *layer.weights)
+        for leaf in leaves:
+            leaf.grad = None
+        try:
+            with exact_mode(contender.mode):
+                answer = answer_of(lambda layer=layer: layer(bank.x_TD, choices), bank.grad_TD, leaves)
+        except expert_layer.CANNOT:
+            assert contender.name.startswith("ours"), contender.label
+            continue
+        assert answer.error(expected) < 1e-5, contender.label
+        ran.append(contender.label)
+    assert {"grouped_mm", "grouped_mm, gate in h", "loop, sorted + unbind", "ours: segments", "ours: reference"} <= set(
+        ran
+    )
+
+
+def test_an_error_in_any_single_gradient_shows() -> None:
+    right = Answer(torch.ones(4), (torch.ones(3), torch.full((2,), 1e-6)))
+    for wrong in (
+        Answer(torch.ones(4) * 1.1, right.grads),
+        Answer(right.y_TD, (torch.ones(3), torch.full((2,), 1.1e-6))),
+    ):
+        assert wrong.error(right) == pytest.approx(0.1, rel=1e-3)
+    assert right.error(right) == 0
+
+
+def test_data_for_checking_have_exact_sums_before_the_activation() -> None:
+    bank = draw_bank(Setting("wide", 64, 1024, 16, 2, 1), torch.float32, torch.Generator().manual_seed(0), exact=True)
+    z = bank.x_TD @ bank.w_up_EDF[0]
+    assert torch.equal(z.double(), bank.x_TD.double() @ bank.w_up_EDF[0].double())
+
+
+def test_routings_differ_and_are_skewed_as_told() -> None:
+    setting, generator = Setting("A", 4096, 8, 8, 64, 8), torch.Generator().manual_seed(0)
+    first, second = (draw_choices(setting, 0.5, generator)[0].experts_THK for _ in range(2))
+    assert not torch.equal(first, second)
+
+    def fullest(skew: float) -> float:
+        counts = draw_choices(setting, skew, generator)[0].experts_THK.flatten().bincount(minlength=64).double()
+        return float(counts.max() / counts.mean())
+
+    assert fullest(0.0) < 1.4 < 2.5 < fullest(0.5) < 8
+
+
+def test_saved_bytes_count_every_storage_once_and_no_weight() -> None:
+    x, w = torch.randn(6, 5, requires_grad=True), torch.randn(5, 7, requires_grad=True)
+    y, found = saved_bytes(lambda: ((x @ w).relu() * (x @ w).view(-1).view(6, 7)).sum(), beside=(w,))
+    y.backward()
+    # x once for both products, the hidden rows (relu's result, a factor too), and the other factor.
+    assert found == 4 * (6 * 5 + 6 * 7 + 6 * 7)
+    assert x.grad is not None
+
+
+def test_ideal_bytes_by_hand() -> None:
+    assert MLP.ideal_bytes(2) == 2 * (40 * 16 + 120 * 8) + 120 * 12
+    assert ATTENTION.ideal_bytes(4) == 4 * (24 * 16 + 96 * 8 + 48 * 8) + 2 * 96 * 12
+
+
+def test_onednn_mode_is_put_back() -> None:
+    before = torch.backends.mkldnn.matmul.fp32_precision
+    with exact_mode("oneDNN"):
+        assert torch.backends.mkldnn.matmul.fp32_precision == "bf16"
+    assert torch.backends.mkldnn.matmul.fp32_precision == before
+
+
+def test_the_layer_benchmark_runs_from_settings_to_picture(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    monkeypatch.setattr(expert_layer, "CPU_SETTINGS", (MLP, ATTENTION))
+    monkeypatch.setattr(expert_layer, "keep_freed_memory", lambda: False)  # this process has other tests
+    command = f"x --threads 1 --rounds 2 --seconds 0 --balanced mlp --out {tmp_path}"
+    monkeypatch.setattr(sys, "argv", command.split())
+    expert_layer.main()
+    gc.unfreeze()
+    figures = json.loads((tmp_path / "expert_layer_cpu.json").read_text())
+    wanted = ("mlp", "float32", "ours: segments", "default")
+    [segments] = [e for e in figures["entries"] if (e["setting"], e["dtype"], e["name"], e["mode"]) == wanted]
+    assert {(cell["threads"], cell["skew"], cell["rounds"]) for cell in segments["cells"]} == {(1, 0.5, 2), (1, 0.0, 2)}
+    assert segments["error"] < 1e-5
+    assert segments["saved_bytes"] > 0
+    best = max(
+        cell["of_ceiling"] for e in figures["entries"] if e["role"] == "ceiling" for cell in e["cells"]
+    )  # fmt: skip
+    assert best == 1
+    assert (tmp_path / "expert_layer_cpu.png").stat().st_size > 5000
+
+
+TINY_STEP = """
+import json
+from benchmarks import step
+from moebius.train.config import resolve
+from moebius.train.recipes import RECIPES
+SMALL = ["mesh.ep=1", "mesh.dp_replicate=none", "job.num_nodes=1", "job.ranks_per_node=1", "model.d_model=32"]
+DENSE = ["model.attention=dense", "model.feed_forward=dense", "model.d_feed_forward=64", "model.norm=pre"]
+step.RECIPES = {
+    "moeut_tiny": lambda: resolve("smoke", SMALL, RECIPES), "dense_tiny": lambda: resolve("smoke", SMALL + DENSE, RECIPES),
+}
+print(json.dumps(step.compare(step.Case("tiny", "cpu", "float32", 1, 32, 2, 1, 2, False, 60.0))))
+"""
+
+
+def test_the_step_benchmark_compares_two_models_and_parts_their_time() -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", TINY_STEP], capture_output=True, text=True, check=False, cwd=ROOT
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stderr
+    found = json.loads(ended.stdout.splitlines()[-1])
+    assert len(found["all_s"]["moeut"]) == len(found["all_s"]["dense"]) == 2
+    moeut, dense = (found["sides"][side]["profile_ms"] for side in ("moeut", "dense"))
+    experts = {"feed-forward experts", "attention experts (V, O)", "routers"}
+    assert experts <= set(moeut)
+    assert not experts & set(dense)
+    both = {"norms", "head + cross-entropy", "optimizer", "clipping", "everything else"}
+    assert both <= set(moeut) & set(dense)
+    assert all(spent >= 0 for spent in (*moeut.values(), *dense.values()))
+
+
+def test_the_backward_pass_belongs_to_the_part_that_made_its_nodes() -> None:
+    parts, x = Parts(), torch.randn(400, 400, requires_grad=True)
+    heavy = parts.labelled("heavy", lambda value: value @ value @ value)
+    outer = parts.labelled("outer", lambda value: heavy(value) + 1)
+    with profile(activities=[ProfilerActivity.CPU]) as recorded:
+        outer(x).sum().backward()
+    assert [parts.of(first) for first, _, _ in parts.ranges] == ["heavy", "heavy"]
+    spent = add_up(list(recorded.events() or ()), parts, on_gpu=False)
+    forward = sum(e.cpu_time_total for e in recorded.events() or () if e.name == "part: heavy") / 1e3
+    assert spent["heavy"] > 1.3 * forward
+    assert spent["heavy"] > spent["outer"]
+
+
+def test_a_part_that_hangs_or_fails_costs_the_others_nothing(tmp_path: Path) -> None:
+    child = tmp_path / "child"
+    hang = f"import subprocess, sys; p = subprocess.Popen(['sleep', '60']); open({str(child)!r}, 'w').write(str(p.pid)); p.wait()"
+    log = (tmp_path / "log").open("w")
+    every = [
+        gpu.Part("hangs", (sys.executable, "-c", hang), 2.0),
+        gpu.Part("fails", (sys.executable, "-c", "raise SystemExit(3)"), 10.0),
+        gpu.Part("works", (sys.executable, "-c", "print('done')"), 10.0),
+    ]
+    started = time.monotonic()
+    ended = gpu.run_all(every, 60.0, log, Console(file=StringIO()))
+    assert [part.state for part in ended] == ["stopped after 2 s", "exit code 3", "ok"]
+    assert time.monotonic() - started < 30
+    assert not psutil.pid_exists(int(child.read_text())) or (
+        psutil.Process(int(child.read_text())).status() == psutil.STATUS_ZOMBIE
+    )
+    late = gpu.run_all(every[2:], gpu.LEAST_S - 1, log, Console(file=StringIO()))
+    assert late[0].state.startswith("not begun")
+
+
+def test_expectations_stand_beside_contenders_that_exist() -> None:
+    expected = json.loads(gpu.EXPECTED.read_text(encoding="utf-8"))
+    bank = draw_bank(MLP, torch.float32, torch.Generator().manual_seed(0))
+    names = {contender.name for contender in contenders(bank, ("default",))}
+    beside = {"ScatterMoE", "Liger fused MoE, SwiGLU"}  # installed packages, on a GPU only
+    assert set(expected["expected_ms"]) - {"ours: triton"} <= names | beside
+    assert gpu.range_text({"low": 1.35, "high": 1.5}) == "1.35 to 1.5"
+    assert gpu.range_text({"low": 7.0, "high": None}) == "≥ 7"

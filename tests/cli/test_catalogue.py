@@ -1,0 +1,99 @@
+"""The table of the family, through the command."""
+
+import json
+from dataclasses import replace
+
+import pytest
+from rich.console import Console
+
+from moebius.cli.catalogue import catalogue, short, show
+from moebius.cli.main import main
+from moebius.model.cost import count_parameters, forward_flops
+from moebius.model.routers.router import Promises
+from moebius.train.recipes.smoke import RECIPES
+
+
+def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    with pytest.raises(SystemExit) as ended:
+        main(["models", *arguments])
+    assert ended.value.code == 0
+    return capsys.readouterr().out
+
+
+@pytest.fixture(autouse=True)
+def wide(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "300")
+
+
+def test_every_recipe_has_a_line_with_its_description(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = printed(capsys).splitlines()
+    names = [line.split()[0] for line in lines[1 : 1 + len(RECIPES)]]
+    assert names == list(RECIPES)
+    for name, recipe in RECIPES.items():
+        assert recipe.__doc__, name
+        assert recipe.__doc__.strip().split("\n")[0][:30] in "\n".join(lines)
+
+
+def test_a_recipe_is_one_line_however_narrow_the_terminal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    lines = printed(capsys, "x_moe_torchscale", "sut").splitlines()
+    assert lines[1].startswith("x_moe_torchscale")
+    assert lines[2].startswith("sut")
+    assert lines[3] == ""
+    assert max(map(len, lines[:3])) <= 80
+
+
+def test_a_line_says_what_the_model_costs_and_promises(capsys: pytest.CaptureFixture[str]) -> None:
+    header, moeut, dense, switch, *_ = printed(capsys, "moeut_44m", "dense_1b", "switch_causal").splitlines()
+    assert header.split() == ["recipe", "parameters", "active", "FLOPs/token", "g", "promises", "architecture"]
+    assert moeut.split()[1:9] == ["44.35M", "10.94M", "292.3M", "1", "C", "I", "D", "·"]
+    assert dense.split()[1:9] == ["1.044B", "1.044B", "6.869G", "1", "C", "I", "D", "B"]
+    assert switch.split()[3:10] == ["≤", "8.663M", "1", "C", "·", "·", "·"]
+
+
+def test_json_is_exact(capsys: pytest.CaptureFixture[str]) -> None:
+    (found,) = json.loads(printed(capsys, "--json", "--count", "expert_choice"))
+    config = RECIPES["expert_choice"]()
+    model, length = config.model, config.data.seq_len
+    flops = forward_flops(model, length)
+    assert found["parameters"]["total"] == count_parameters(model, length).total
+    assert found["flops"]["training"] == 3 * sum(
+        found["flops"][part]
+        for part in ("attention_projections", "attention_scores", "feed_forward", "sub_tokens", "routing", "read_out")
+    )
+    assert found["counted"] == found["flops"]["training"] == flops.training
+    assert Promises(**found["promises"]) == model.promises
+    assert (found["group_sequences"], found["seq_len"]) == (model.group_sequences, length)
+
+
+def test_torch_agrees_or_its_own_figure_is_shown() -> None:
+    (entry,) = catalogue(["smoke"], RECIPES, count=True)
+    assert entry.agrees
+    assert entry.counted is not None
+    wrong = replace(entry, counted=entry.counted + 1)
+    assert not wrong.agrees
+    console = Console(width=300)
+    with console.capture() as captured:
+        console.print(show([entry, wrong], width=console.width))
+    _, first, second, *_ = captured.get().splitlines()
+    assert "agrees" in first
+    assert "agrees" not in second
+    assert second.count("8.012M") == 2
+
+
+def test_a_file_is_a_model_too(tmp_path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "mine.toml"
+    file.write_text('recipe = "dense"\n[model]\nd_feed_forward = 1024\n')
+    (mine, dense) = json.loads(printed(capsys, "--json", str(file), "dense"))
+    assert mine["flops"]["training"] - dense["flops"]["training"] == 4 * 3 * 4 * 128 * 512
+    assert mine["description"] == ""
+
+
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [(0, "0"), (999, "999"), (1000, "1.000K"), (44_345_792, "44.35M"), (727_424_320, "727.4M"), (4.216e9, "4.216G")],
+)  # fmt: skip
+def test_numbers_have_four_digits(number: float, text: str) -> None:
+    assert short(number) == text

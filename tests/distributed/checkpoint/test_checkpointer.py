@@ -1,0 +1,880 @@
+"""Checkpoints: any layout loads any other bit for bit; a failing, stale or damaged one never does harm."""
+
+import errno
+import json
+import os
+import pickle
+import resource
+import shutil
+import threading
+import time
+from pathlib import Path
+from random import Random
+
+import pytest
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.state_dict_loader import load as plain_dcp_load
+from world import RankFailed, run_ranks
+
+from moebius.distributed.checkpoint import checkpointer as checkpoint
+from moebius.distributed.checkpoint import files as checkpoint_files
+from moebius.distributed.checkpoint import writing as checkpoint_writing
+from moebius.distributed.checkpoint.checkpointer import (
+    Checkpointer,
+    CheckpointError,
+    CheckpointMeta,
+    CorruptCheckpointError,
+    StaleGenerationError,
+    latest,
+    latest_for_all,
+    list_checkpoints,
+    load,
+    read_meta,
+    verify,
+)
+from moebius.distributed.checkpoint.files import FileSum, Manifest, blake2b, digest_of_sums
+from moebius.distributed.layout import Layout, MeshConfig, plan_layout
+from moebius.distributed.local_shard import Box, Held, block, whole
+from moebius.distributed.mesh import build_mesh
+from moebius.distributed.process.process import start_process
+
+LAYOUTS = [(1, 1), (2, 1), (2, 2), (4, 2), (4, 4)]
+SHARDED = ["experts.w_up", "optimizer.exp_avg.experts.w_up"]
+META = {"step": 50, "cursor": {"samples": 1234}, "history": [1.5, None, "ä"]}
+
+
+def whole_state(seed=0):
+    """The state of one process that holds everything: many dtypes, a number, an empty tensor, 8 experts."""
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        "embed.weight": torch.randn(11, 4, generator=generator),
+        "norm.scale": torch.randn(5, generator=generator).bfloat16(),
+        "optimizer.step": torch.tensor(50 + seed),
+        "rng": torch.randint(0, 255, (16,), generator=generator, dtype=torch.uint8),
+        "double": torch.randn(2, 3, 2, generator=generator, dtype=torch.float64).transpose(0, 1),  # not contiguous
+        "empty": torch.zeros(0, 3),
+        "experts.w_up": torch.randn(8, 3, 2, generator=generator),
+        "optimizer.exp_avg.experts.w_up": torch.randn(8, 3, 2, generator=generator).half(),
+    }
+
+
+def local_part(state, mesh):
+    """What a rank holds of it."""
+    block = 8 // mesh.layout.ep
+    first = mesh.coordinates.ep * block
+    return {
+        name: tensor[first : first + block].clone() if name in SHARDED else tensor for name, tensor in state.items()
+    }
+
+
+def held(mesh, num_experts=8):
+    """What a rank holds of the tensors with experts."""
+    experts = num_experts // mesh.layout.ep
+    return {
+        name: block(
+            (num_experts, 3, 2), 0, mesh.coordinates.ep * experts, experts, ranks_per_copy=mesh.layout.ep,
+            has_experts=True,
+        )
+        for name in SHARDED
+    }  # fmt: skip
+
+
+def blank(state):
+    return {name: torch.full_like(tensor, 77) for name, tensor in state.items()}
+
+
+def equal(left, right):
+    return all(torch.equal(left[name], right[name]) and left[name].dtype == right[name].dtype for name in right)
+
+
+class Rank:
+    """A rank with a mesh and a checkpointer, as every test here needs it."""
+
+    def __init__(self, directory, ep=1, *, keep_last=2, generation=3, generation_file=None):
+        self.process = start_process("cpu", timeout_s=20)
+        self.mesh = build_mesh(plan_layout(MeshConfig(ep=ep), self.process.world_size), self.process)
+        self.checkpointer = Checkpointer(
+            directory,
+            mesh=self.mesh,
+            process=self.process,
+            keep_last=keep_last,
+            generation=generation,
+            generation_file=generation_file,
+        )
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        self.process.__exit__(*error)
+
+    def save(self, step, seed=0):
+        self.checkpointer.save(step, local_part(whole_state(seed), self.mesh), held(self.mesh), META)
+
+    def load(self, path, **options):
+        part = blank(local_part(whole_state(), self.mesh))
+        return part, load(path, part, held(self.mesh), mesh=self.mesh, **options)
+
+
+def save_steps(directory, ep, steps, options=None):
+    with Rank(directory, ep, **(options or {})) as rank:
+        for step in steps:
+            rank.save(step, seed=step)
+        rank.checkpointer.wait()
+        return rank.checkpointer.poll()
+
+
+def load_everything(paths, eps):
+    """Loads every checkpoint into every ep degree that this world can have; which of them came out wrong."""
+    wrong = []
+    with start_process("cpu", timeout_s=20) as process:
+        for ep in eps:
+            mesh = build_mesh(plan_layout(MeshConfig(ep=ep), process.world_size), process)
+            for path in paths:
+                part = blank(local_part(whole_state(), mesh))
+                meta = load(path, part, held(mesh), mesh=mesh)
+                if meta != META or not equal(part, local_part(whole_state(50), mesh)):
+                    wrong.append((path, ep))
+    return wrong
+
+
+def error_of_load(path, ep, change=None, options=None, num_experts=8):
+    """The error on this rank, and whether what was there before is untouched."""
+    with Rank(path.parent.parent / "other", ep) as rank:
+        part = blank(local_part(whole_state(), rank.mesh))
+        if change is not None:
+            change(part)
+        before = {name: tensor.clone() for name, tensor in part.items()}
+        try:
+            load(path, part, held(rank.mesh, num_experts), mesh=rank.mesh, **(options or {}))
+        except CheckpointError as error:
+            assert equal(part, before)
+            return type(error).__name__, str(error)
+    return None
+
+
+@pytest.fixture(scope="module")
+def saved_once(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("saved")
+    run_ranks(save_steps, 2, directory, 2, [50])
+    return directory
+
+
+@pytest.fixture
+def saved(saved_once, tmp_path):
+    """A checkpoint of step 50 that two ranks with ep 2 wrote; each test has its own copy."""
+    shutil.copytree(saved_once, tmp_path / "checkpoints")
+    return tmp_path / "checkpoints" / "step_00000050"
+
+
+def reseal(path):
+    """Makes the manifest fit what is there, as someone would who forges a checkpoint."""
+    sums = {
+        file.name: FileSum(num_bytes=file.stat().st_size, blake2b=blake2b(file.read_bytes()))
+        for file in path.iterdir()
+        if file.name != "manifest.json"
+    }
+    (path / "manifest.json").write_text(Manifest(format=1, files=sums, digest=digest_of_sums(sums)).model_dump_json())
+
+
+# Any layout loads any other ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def saved_by_every_layout(tmp_path_factory):
+    """(world size, ep) -> the checkpoint of the same state that it wrote, and what its ranks reported."""
+    found = {}
+    for world_size, ep in LAYOUTS:
+        directory = tmp_path_factory.mktemp(f"world{world_size}ep{ep}")
+        records = run_ranks(save_steps, world_size, directory, ep, [50])
+        found[world_size, ep] = directory / "step_00000050", records
+    return found
+
+
+@pytest.mark.parametrize(("world_size", "ep"), LAYOUTS)
+def test_a_save_commits_and_reports(saved_by_every_layout, world_size, ep):
+    path, records = saved_by_every_layout[world_size, ep]
+    assert latest(path.parent) == path
+    assert list(path.parent.iterdir()) == [path]
+    meta = verify(path)
+    assert (meta.step, meta.generation, meta.meta) == (50, 3, META)
+    assert (meta.layout.dp_replicate, meta.layout.ep) == (world_size // ep, ep)
+    assert meta.num_experts == dict.fromkeys(SHARDED, 8)
+    assert len(records) == world_size
+    for [record] in records:
+        assert (record.step, record.path, record.error) == (50, path, None)
+        assert 0 < record.blocked_s <= record.seconds
+        assert record.num_bytes == sum(file.stat().st_size for file in path.iterdir() if file.name != "manifest.json")
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_every_layout_loads_every_other_bit_for_bit(saved_by_every_layout, world_size):
+    paths = [path for path, _ in saved_by_every_layout.values()]
+    eps = [ep for size, ep in LAYOUTS if size == world_size] + [1] * (world_size == 4)
+    assert run_ranks(load_everything, world_size, paths, eps) == [[]] * world_size
+
+
+def test_without_processes_everything_is_whole(saved):
+    part = blank(whole_state())
+    assert load(saved, part) == META
+    assert equal(part, whole_state(50))
+
+
+def test_parameters_that_need_gradients_are_filled(saved):
+    part = {
+        name: torch.nn.Parameter(tensor) for name, tensor in blank(whole_state()).items() if tensor.is_floating_point()
+    }
+    load(saved, part, allow_unexpected=True)
+    assert equal(part, {name: whole_state(50)[name] for name in part})
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_plain_dcp_reads_it_too(saved):
+    """It is a torch.distributed.checkpoint directory like any other."""
+    part = blank(whole_state())
+    plain_dcp_load(part, checkpoint_id=saved, planner=DefaultLoadPlanner(flatten_state_dict=False), no_dist=True)
+    assert equal(part, whole_state(50))
+
+
+def test_the_work_is_divided(tmp_path):
+    """4 ranks, ep 2: every rank writes something, and nothing is written twice."""
+    run_ranks(save_steps, 4, tmp_path, 2, [1])
+    index = json.loads((tmp_path / "step_00000001" / "index.json").read_text())["tensors"]
+    chunks = [chunk for tensor in index.values() for chunk in tensor["chunks"]]
+    assert {chunk["file"] for chunk in chunks} == {f"__{rank}_0.distcp" for rank in range(4)}
+    assert {name: len(tensor["chunks"]) for name, tensor in index.items()} == {
+        name: 2 if name in SHARDED else 1 for name in whole_state()
+    }
+
+
+def test_owners_share_the_bytes_evenly():
+    signature = {f"dense{index}": ((index + 1,), "float32", 1, False) for index in range(100)}
+    signature |= {f"expert{index}": ((8, 10), "float32", 4, True) for index in range(4)}
+    owners = checkpoint.owners_of(signature, 8)
+    assert owners.keys() == signature.keys()
+    assert owners == checkpoint.owners_of(dict(reversed(signature.items())), 8)
+    load = [0] * 8
+    for name, copy in owners.items():
+        (first, *_), _, ranks, _ = signature[name]
+        for rank in range(copy * ranks, copy * ranks + ranks):
+            load[rank] += first * 4 * (10 if ranks > 1 else 1) // ranks
+    assert sum(load) == 4 * (5050 + 320)
+    assert max(load) - min(load) <= 4 * 8
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_owners_are_those_of_the_slow_loop(seed):
+    """For every tensor, look at all copies, and take the first of those whose ranks have the least to write."""
+    random = Random(seed)
+    ep = random.choice([1, 2, 3, 4])
+    shard = ep * random.choice([1, 2, 3])
+    world_size = shard * random.choice([1, 2, 5])
+    signature = {
+        f"tensor{index}": ((random.randint(1, 20) * 24,), "float32", random.choice([1, ep, shard]), False)
+        for index in range(60)
+    }
+    load, expected = [0.0] * world_size, {}
+    for name in sorted(signature, key=lambda name: (-signature[name][2], -signature[name][0][0], name)):
+        (size,), _, ranks, _ = signature[name]
+        first = min(range(0, world_size, ranks), key=lambda rank: max(load[rank : rank + ranks]))
+        expected[name] = first // ranks
+        for rank in range(first, first + ranks):
+            load[rank] += size / ranks
+    assert checkpoint.owners_of(signature, world_size) == expected
+
+
+# In the background -------------------------------------------------------------------------------------------------
+
+
+def save_and_mutate(directory, ep):
+    """The write is held back until the tensors have been overwritten."""
+    may_write = threading.Event()
+    write_data = checkpoint_writing.SummingWriter.write_data
+
+    def held_back(*args):
+        assert may_write.wait(10)
+        return write_data(*args)
+
+    checkpoint_writing.SummingWriter.write_data = held_back
+    with Rank(directory, ep) as rank:
+        part = local_part(whole_state(), rank.mesh)
+        rank.checkpointer.save(50, part, held(rank.mesh), META)
+        assert rank.checkpointer.poll() == []
+        for tensor in part.values():
+            tensor.fill_(13)
+        pending = latest(directory) is None
+        may_write.set()
+        rank.checkpointer.wait()
+        return pending, [record.step for record in rank.checkpointer.poll()]
+
+
+def test_tensors_may_change_while_they_are_written(tmp_path):
+    assert run_ranks(save_and_mutate, 2, tmp_path, 2) == [(True, [50])] * 2
+    part = blank(whole_state())
+    load(latest(tmp_path), part)
+    assert equal(part, whole_state())
+
+
+def save_twice_quickly(directory):
+    write_data, running = checkpoint_writing.SummingWriter.write_data, []
+
+    def slow(*args):
+        running.append("start")
+        time.sleep(0.1)
+        running.append("end")
+        return write_data(*args)
+
+    checkpoint_writing.SummingWriter.write_data = slow
+    with Rank(directory) as rank:
+        rank.save(1, seed=1)
+        buffers = {name: tensor.data_ptr() for name, tensor in rank.checkpointer._buffers.items()}
+        rank.save(2, seed=2)
+        assert {name: tensor.data_ptr() for name, tensor in rank.checkpointer._buffers.items()} == buffers
+        rank.checkpointer.wait()
+        records = rank.checkpointer.poll()
+    return running, [record.step for record in records], [record.blocked_s > 0.09 for record in records]
+
+
+def test_a_second_save_waits_for_the_first_and_uses_its_buffers(tmp_path):
+    for running, steps, waited in run_ranks(save_twice_quickly, 2, tmp_path):
+        assert running == ["start", "end"] * 2
+        assert steps == [1, 2]
+        assert waited == [False, True]
+    for step in (1, 2):
+        part = blank(whole_state())
+        load(tmp_path / f"step_{step:08d}", part)
+        assert equal(part, whole_state(step))
+
+
+def test_the_last_n_are_kept(tmp_path):
+    run_ranks(save_steps, 2, tmp_path, 1, [10, 20, 30, 40], {"keep_last": 2})
+    assert [found.step for found in list_checkpoints(tmp_path)] == [30, 40]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_00000030", "step_00000040"]
+    run_ranks(
+        save_steps, 2, tmp_path, 1, [35], {"keep_last": 1}
+    )  # someone fell back behind 40: it is not his to delete
+    assert [found.step for found in list_checkpoints(tmp_path)] == [35, 40]
+
+
+def test_the_same_step_is_replaced(tmp_path):
+    run_ranks(save_steps, 1, tmp_path, 1, [10])
+    before = (tmp_path / "step_00000010" / "meta.json").read_text()
+    run_ranks(save_steps, 2, tmp_path, 2, [10], {"generation": 4})
+    assert (tmp_path / "step_00000010" / "meta.json").read_text() != before
+    assert [path.name for path in tmp_path.iterdir()] == ["step_00000010"]
+    assert verify(tmp_path / "step_00000010").generation == 4
+
+
+def save_and_load_on_gpu(directory):
+    process = start_process("cuda", timeout_s=60)
+    with process:
+        mesh = build_mesh(plan_layout(MeshConfig(), 1), process)
+        saver = Checkpointer(directory, mesh=mesh, process=process, keep_last=1, generation=0, generation_file=None)
+        state = {name: tensor.to(process.device) for name, tensor in whole_state().items()}
+        saver.save(50, state, held(mesh), META)
+        for tensor in state.values():
+            tensor.fill_(13)
+        saver.wait()
+        assert load(latest(directory), state, held(mesh), mesh=mesh) == META
+        return equal({name: tensor.cpu() for name, tensor in state.items()}, whole_state())
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_tensors_on_a_gpu_are_staged(tmp_path):
+    assert run_ranks(save_and_load_on_gpu, 1, tmp_path) == [True]
+
+
+# What goes wrong while saving --------------------------------------------------------------------------------------
+
+
+def die_while_saving(directory, where, victim):
+    def die(*args, **kwargs):
+        os._exit(9)
+
+    with Rank(directory, 2) as rank:
+        if rank.process.rank == victim:
+            owner = checkpoint if where == "_publish" else checkpoint_writing.SummingWriter
+            setattr(owner, where, die)
+        rank.save(60, seed=60)
+        try:
+            rank.checkpointer.wait()
+        except CheckpointError:
+            if victim == 1:
+                assert [path.name for path in directory.iterdir()] == ["step_00000050"]  # rank 0 could still clean up
+            raise
+
+
+@pytest.mark.parametrize(("where", "victim"), [("write_data", 0), ("write_data", 1), ("_publish", 0)])
+def test_a_crash_leaves_the_last_good_one(saved, where, victim):
+    with pytest.raises(RankFailed, match=f"rank {victim} of 2 failed:\nthe process died without a word .exit code 9"):
+        run_ranks(die_while_saving, 2, saved.parent, where, victim, timeout_s=20)
+    assert latest(saved.parent) == saved
+    verify(saved)
+    if victim == 0:
+        assert (saved.parent / "step_00000060.g3.tmp").is_dir()
+    run_ranks(save_steps, 2, saved.parent, 2, [], {"generation": 4})  # the next start cleans up
+    assert list(saved.parent.iterdir()) == [saved]
+
+
+def test_leftovers_are_cleaned_but_not_those_of_a_later_generation(saved):
+    directory = saved.parent
+    for name in ("step_00000060.g2.tmp", "step_00000060.g9.tmp", "step_00000010.deleted.tmp", "step_00000050.old.tmp"):
+        (directory / name).mkdir()
+    (directory / "notes.tmp").write_text("somebody's own")
+    run_ranks(save_steps, 1, directory, 1, [])
+    assert sorted(path.name for path in directory.iterdir()) == [
+        "notes.tmp",
+        "step_00000050",
+        "step_00000060.g9.tmp",
+    ]
+
+
+def test_a_crash_between_the_two_renames_of_a_replacement_is_undone(saved):
+    saved.rename(saved.with_name("step_00000050.old.tmp"))
+    assert latest(saved.parent) is None
+    run_ranks(save_steps, 2, saved.parent, 2, [])
+    assert latest(saved.parent) == saved
+    verify(saved)
+
+
+def test_a_replacement_that_fails_puts_the_old_one_back(saved):
+    with pytest.raises(FileNotFoundError):
+        checkpoint._publish(saved.with_name("step_00000050.g3.tmp"), saved)
+    verify(saved)
+
+
+def run_out_of_disk(directory, how):
+    """Rank 1 cannot write; the error comes at the next save, on both ranks, and a later save works again."""
+    with Rank(directory, 2) as rank:
+        if rank.process.rank == 1 and how == "limit":
+            unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (2000, unlimited[1]))
+        elif rank.process.rank == 1:
+            file = checkpoint_writing._SummedFile
+            original, file.write = file.write, full_disk
+        rank.save(60, seed=60)
+        with pytest.raises(CheckpointError) as caught:
+            rank.save(70, seed=70)
+        if rank.process.rank == 1 and how == "limit":
+            resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
+        elif rank.process.rank == 1:
+            file.write = original
+        names = sorted(path.name for path in directory.iterdir()) if rank.process.rank == 0 else None
+        rank.save(80, seed=80)
+        rank.checkpointer.wait()
+        return str(caught.value), names, [(record.step, record.error is None) for record in rank.checkpointer.poll()]
+
+
+def full_disk(file, data):
+    file.failure = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(file.name))
+    raise file.failure
+
+
+@pytest.mark.parametrize(("how", "words"), [("limit", "File too large"), ("full", "No space left on device")])
+def test_a_full_disk_spares_the_previous_one_and_all_ranks_hear(saved, how, words):
+    results = run_ranks(run_out_of_disk, 2, saved.parent, how, timeout_s=30)
+    assert results[0][1] == ["step_00000050"]  # rank 0 had removed the rest before it raised
+    for message, _, records in results:
+        assert "the checkpoint of step 60 was not saved: rank 1: " in message
+        assert words in message
+        assert "__1_0.distcp" in message
+        assert "step_00000050 is still there and untouched" in message
+        assert records == [(60, False), (80, True)]
+    verify(saved)
+    verify(saved.with_name("step_00000080"))
+
+
+def full_at_commit(directory):
+    """The disk is full when rank 0 writes its last small files."""
+
+    def no_space(path, text):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+    with Rank(directory, 2) as rank:
+        checkpoint_writing.write_synced = no_space
+        rank.save(60)
+        with pytest.raises(CheckpointError, match=r"No space left on device: .*index.json"):
+            rank.checkpointer.wait()
+        rank.checkpointer.wait()  # told once
+
+
+def test_a_disk_that_is_full_at_the_commit_is_told_on_all_ranks(saved):
+    run_ranks(full_at_commit, 2, saved.parent)
+    assert list(saved.parent.iterdir()) == [saved]
+
+
+def save_when_replaced(directory, generation_file, when):
+    with Rank(directory, 2, generation=3, generation_file=generation_file) as rank:
+        rank.save(60)
+        rank.checkpointer.wait()
+        if when == "before":
+            generation_file.write_text("4\n")
+        else:
+            write = SummingWriterThatIsOvertaken(generation_file)
+            checkpoint_writing.SummingWriter.finish = write
+        rank.save(70)
+        try:
+            rank.checkpointer.wait()
+        except StaleGenerationError as error:
+            return str(error)
+
+
+class SummingWriterThatIsOvertaken:
+    """The next generation starts while we write."""
+
+    def __init__(self, generation_file):
+        self.generation_file = generation_file
+        self.finish = checkpoint_writing.SummingWriter.finish
+
+    def __get__(self, writer, owner):
+        def finish(*args, **kwargs):
+            self.generation_file.write_text("4")
+            return self.finish(writer, *args, **kwargs)
+
+        return finish
+
+
+@pytest.mark.parametrize("when", ["before", "during"])
+def test_a_stale_generation_may_not_commit(tmp_path, when):
+    fence = tmp_path / "generation"
+    fence.write_text("3\n")
+    for message in run_ranks(save_when_replaced, 2, tmp_path / "checkpoints", fence, when):
+        assert "generation 3 may not commit" in message
+        assert "says 4" in message
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step_00000060"]
+
+
+def test_a_stale_generation_cleans_nothing_up(tmp_path):
+    """The current one may be between its two renames."""
+    fence, aside = tmp_path / "generation", tmp_path / "checkpoints" / "step_00000060.old.tmp"
+    fence.write_text("4")
+    aside.mkdir(parents=True)
+    with pytest.raises(RankFailed, match=r"StaleGenerationError: generation 3 may not commit"):
+        run_ranks(save_steps, 2, tmp_path / "checkpoints", 1, [], {"generation_file": fence})
+    assert aside.is_dir()
+
+
+def test_without_a_supervisor_there_is_no_fence(tmp_path):
+    run_ranks(save_steps, 1, tmp_path / "checkpoints", 1, [1], {"generation_file": tmp_path / "absent"})
+    assert verify(tmp_path / "checkpoints" / "step_00000001").step == 1
+
+
+def wrong_call(directory, which):
+    with Rank(directory, 2) as rank:
+        part, parts, meta = local_part(whole_state(), rank.mesh), held(rank.mesh), dict(META)
+        odd_one = rank.process.rank == 1
+        if which == "meta" and odd_one:
+            meta["weights"] = torch.zeros(1)
+        elif which == "shape" and odd_one:
+            part["embed.weight"] = torch.zeros(11, 5)
+        elif which == "name" and odd_one:
+            del part["embed.weight"]
+        elif which == "unknown":
+            parts["experts.w_down"] = whole((3,))
+        elif which == "outside" and odd_one:
+            parts["embed.weight"] = block((22, 4), 0, 11, 12, ranks_per_copy=2, has_experts=False)
+        with pytest.raises(CheckpointError) as caught:
+            rank.checkpointer.save(1, part, parts, meta)
+        rank.save(2)
+        rank.checkpointer.wait()
+        return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("which", "words"),
+    [
+        ("meta", "meta must be JSON: Object of type Tensor is not JSON serializable"),
+        (
+            "shape",
+            "'embed.weight' is ((11, 4), 'float32', 1, False) on rank 0 and ((11, 5), 'float32', 1, False) on rank 1",
+        ),
+        ("name", "'embed.weight' is ((11, 4), 'float32', 1, False) on rank 0 and absent on rank 1"),
+        ("unknown", "said to be held in part, but not among the tensors: ['experts.w_down']"),
+        ("outside", "embed.weight has shape [11, 4] here, in which there is no block of (12, 4) at (0, 0)"),
+    ],
+)
+def test_wrong_calls_are_told_on_all_ranks_before_anything_is_written(tmp_path, which, words):
+    messages = run_ranks(wrong_call, 2, tmp_path, which)
+    assert len(set(messages)) == 1
+    assert words in messages[0]
+    assert [path.name for path in tmp_path.iterdir()] == ["step_00000002"]
+
+
+def test_a_folder_that_cannot_be_written_is_told(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RankFailed, match=r"cannot write checkpoints into .*/file/checkpoints: Not a directory; choose"):
+        run_ranks(save_steps, 2, tmp_path / "file" / "checkpoints", 1, [])
+    with pytest.raises(RankFailed, match="keep_last must be at least 1, got 0"):
+        run_ranks(save_steps, 1, tmp_path, 1, [], {"keep_last": 0})
+
+
+# What is wrong with what was saved ---------------------------------------------------------------------------------
+
+FILES = ["__0_0.distcp", "__1_0.distcp", ".metadata", "index.json", "meta.json", "manifest.json"]
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_flipped_byte_is_found(saved, name):
+    data = bytearray((saved / name).read_bytes())
+    data[len(data) // 2] ^= 1
+    (saved / name).write_bytes(data)
+    with pytest.raises(CorruptCheckpointError, match=name):
+        verify(saved)
+    with pytest.raises(CorruptCheckpointError, match=name):
+        load(saved, blank(whole_state()))
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_truncated_file_is_found(saved, name):
+    (saved / name).write_bytes((saved / name).read_bytes()[:-1])
+    with pytest.raises(CorruptCheckpointError, match=name):
+        verify(saved)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_missing_file_is_found(saved, name):
+    (saved / name).unlink()
+    with pytest.raises(CorruptCheckpointError, match=name):
+        verify(saved)
+
+
+def test_every_rank_hears_which_experts_are_damaged_and_what_to_do(saved):
+    (saved / "__1_0.distcp").unlink()
+    for kind, message in run_ranks(error_of_load, 2, saved, 2):
+        assert kind == "CorruptCheckpointError"
+        assert "__1_0.distcp is missing (it holds" in message
+        assert "experts 4-7 of experts.w_up" in message
+        assert "resume from the checkpoint before it" in message
+
+
+def test_a_missing_expert_is_named(saved):
+    index = json.loads((saved / "index.json").read_text())
+    index["tensors"]["experts.w_up"]["chunks"].pop(1)
+    (saved / "index.json").write_text(json.dumps(index))
+    reseal(saved)
+    for _, message in run_ranks(error_of_load, 2, saved, 2):
+        assert "experts.w_up: experts 4-7 of 8 are missing" in message
+    index["tensors"]["experts.w_up"]["chunks"] *= 2
+    (saved / "index.json").write_text(json.dumps(index))
+    reseal(saved)
+    with pytest.raises(CorruptCheckpointError, match="experts 0-3 of 8 are stored more than once"):
+        verify(saved)
+    del index["tensors"]["experts.w_up"]
+    (saved / "index.json").write_text(json.dumps(index))
+    reseal(saved)
+    with pytest.raises(CorruptCheckpointError, match=r"experts.w_up: all 8 experts are missing"):
+        verify(saved)
+
+
+def fewer_experts(part):
+    part["experts.w_up"] = part["experts.w_up"][:-1]
+
+
+def other_names(part):
+    part["head.weight"] = part.pop("embed.weight")
+    part["rng"] = torch.zeros(16, dtype=torch.int64)
+    if os.environ["RANK"] == "1":
+        part["norm.scale"] = part["norm.scale"][:3]
+
+
+def test_what_does_not_fit_is_listed_on_all_ranks_before_anything_is_overwritten(saved):
+    for kind, message in run_ranks(error_of_load, 2, saved, 2, fewer_experts):
+        assert kind == "CheckpointError"
+        assert "experts.w_up has shape [3, 3, 2] here, in which there is no block of (4, 3, 2) at (0, 0, 0)" in message
+    for kind, message in run_ranks(error_of_load, 2, saved, 2, fewer_experts, {}, 6):
+        assert kind == "CheckpointError"
+        assert "experts.w_up: shape [8, 3, 2] in the checkpoint, [6, 3, 2] here" in message
+    for _, message in run_ranks(error_of_load, 2, saved, 2, other_names):
+        assert "missing in the checkpoint: head.weight" in message
+        assert "in the checkpoint but not asked for: embed.weight" in message
+        assert "rng: uint8 in the checkpoint, int64 here" in message
+        assert "norm.scale: shape [5] in the checkpoint, [3] here" in message
+
+
+def test_a_part_can_be_asked_for(saved):
+    part = {"embed.weight": torch.zeros(11, 4)}
+    with pytest.raises(CheckpointError, match=r"not asked for: experts\.w_up"):
+        load(saved, part)
+    load(saved, part, allow_unexpected=True)
+    assert torch.equal(part["embed.weight"], whole_state(50)["embed.weight"])
+
+
+@pytest.mark.parametrize("part", [{"offsets": [0]}, {"sizes": [4, 3]}, {"offsets": [-4, 0, 0]}, {"sizes": [4, 3, -2]}])
+def test_an_index_with_parts_that_are_no_blocks_is_refused(saved, part):
+    index = json.loads((saved / "index.json").read_text())
+    index["tensors"]["experts.w_up"]["chunks"][0].update(part)
+    (saved / "index.json").write_text(json.dumps(index))
+    reseal(saved)
+    with pytest.raises(
+        CorruptCheckpointError, match=r"experts.w_up has shape \[8, 3, 2\], and parts that are no blocks"
+    ):
+        verify(saved)
+
+
+def test_a_tensor_of_another_dtype_than_promised_is_refused(saved):
+    """Copied into what is asked for, it would be cast without a word."""
+    index = json.loads((saved / "index.json").read_text())
+    index["tensors"]["embed.weight"]["dtype"] = "int32"
+    (saved / "index.json").write_text(json.dumps(index))
+    reseal(saved)
+    with pytest.raises(CheckpointError, match=r"not the tensor that index.json promises"):
+        load(saved, {"embed.weight": torch.zeros(11, 4, dtype=torch.int32)}, allow_unexpected=True)
+
+
+def test_a_directory_in_the_place_of_a_file_is_told(saved):
+    (saved / "__1_0.distcp").unlink()
+    (saved / "__1_0.distcp").mkdir()
+    with pytest.raises(CorruptCheckpointError, match=r"__1_0.distcp is no file"):
+        verify(saved)
+
+
+def test_a_chunk_that_ends_early_is_told_in_bytes(saved, monkeypatch):
+    """Before anything tries to make a tensor of it."""
+    stored = checkpoint_files.open_checkpoint(saved)
+    [chunk] = stored.index.tensors["embed.weight"].chunks
+    os.truncate(saved / chunk.file, chunk.start + chunk.length - 7)
+    monkeypatch.setattr(torch, "load", lambda *_, **__: pytest.fail("it was decoded"))
+    with pytest.raises(CorruptCheckpointError, match=f"has {chunk.length - 7} of the {chunk.length} bytes"):
+        checkpoint_files.read_tensor(stored, "embed.weight")
+
+
+def test_bytes_that_are_no_tensor_are_told(saved):
+    """Nearly any error comes of them: of a flipped bit, of an end that is missing, of noise."""
+    stored = checkpoint_files.open_checkpoint(saved)
+    [chunk] = stored.index.tensors["embed.weight"].chunks
+    random, content = Random(0), (saved / chunk.file).read_bytes()
+    refused = 0
+    for start in range(0, chunk.length, 3):
+        damaged = bytearray(content)
+        damaged[chunk.start + start] ^= 1 << random.randrange(8)
+        if start % 2:
+            damaged[chunk.start : chunk.start + chunk.length] = random.randbytes(chunk.length)
+        (saved / chunk.file).write_bytes(damaged)
+        try:
+            checkpoint_files.read_tensor(stored, "embed.weight")
+        except CorruptCheckpointError:
+            refused += 1
+    assert refused > 100
+
+
+@pytest.mark.parametrize("lack", [lambda *_, **__: torch.empty(2**45), lambda *_, **__: bytearray(2**62)])
+def test_lack_of_memory_is_not_called_damage(saved, monkeypatch, lack):
+    stored = checkpoint_files.open_checkpoint(saved)
+    monkeypatch.setattr(torch, "load", lack)
+    with pytest.raises((MemoryError, RuntimeError)) as told:
+        checkpoint_files.read_tensor(stored, "embed.weight")
+    assert isinstance(told.value, MemoryError) or "can't allocate memory" in str(told.value)
+
+
+def test_many_boxes_of_one_chunk_read_it_once(saved, monkeypatch):
+    """Experts that were moved lie one by one."""
+    read, read_chunk = [], checkpoint_files._read_chunk
+    monkeypatch.setattr(checkpoint_files, "_read_chunk", lambda *args: read.append(args[1:]) or read_chunk(*args))
+    boxes = tuple(Box((7 - slot, 0, 0), (1, 3, 2), (slot, 0, 0)) for slot in range(8))
+    part = {"experts.w_up": torch.zeros(8, 3, 2)}
+    load(saved, part, {"experts.w_up": Held((8, 3, 2), boxes, 1, has_experts=True)}, allow_unexpected=True)
+    assert torch.equal(part["experts.w_up"], whole_state(50)["experts.w_up"].flip(0))
+    assert len(read) == 2
+
+
+def test_numbers_that_json_has_not_come_back():
+    """A loss may be NaN."""
+    meta = {"nan": float("nan"), "numbers": [float("inf"), -float("inf"), 0.1]}
+    written = CheckpointMeta(step=1, generation=0, layout=Layout(1, 1), num_experts={}, versions={}, meta=meta)
+    assert repr(CheckpointMeta.model_validate_json(written.model_dump_json()).meta) == repr(meta)
+
+
+def test_what_is_no_checkpoint_is_told(tmp_path):
+    (tmp_path / "step_00000001").mkdir()
+    with pytest.raises(CorruptCheckpointError, match=r"no whole checkpoint: cannot read manifest.json: No such file"):
+        read_meta_and_load(tmp_path / "step_00000001")
+    assert latest(tmp_path / "absent") is None
+    assert list_checkpoints(tmp_path / "absent") == []
+
+
+def read_meta_and_load(path):
+    load(path, {})
+    read_meta(path)
+
+
+def search(directory):
+    with Rank(directory.parent / "other") as rank:
+        if rank.mesh.rank == 1:  # as a network file system may show it: this rank sees nothing yet
+            directory = directory.parent / "absent"
+        return latest_for_all(directory, rank.mesh)
+
+
+def test_all_ranks_take_the_checkpoint_that_rank_0_sees(tmp_path):
+    directory = tmp_path / "checkpoints"
+    assert run_ranks(search, 2, directory) == [None, None]
+    run_ranks(save_steps, 1, directory, 1, [10, 20])
+    assert run_ranks(search, 2, directory) == [directory / "step_00000020"] * 2
+
+
+# Nothing is executed -----------------------------------------------------------------------------------------------
+
+
+class Payload:
+    """Unpickling it leaves a mark."""
+
+    def __init__(self, mark):
+        self.mark = mark
+
+    def __reduce__(self):
+        return Path.touch, (self.mark,)
+
+
+@pytest.mark.parametrize("name", [".metadata", "__0_0.distcp", "__1_0.distcp", "index.json", "meta.json"])
+@pytest.mark.parametrize("how", ["pickle", "torch.save"])
+def test_a_forged_file_executes_nothing(saved, tmp_path, name, how):
+    mark = tmp_path / "executed"
+    if how == "pickle":
+        (saved / name).write_bytes(pickle.dumps(Payload(mark), protocol=2))
+    else:
+        with open(saved / name, "wb") as file:
+            torch.save({"tensor": Payload(mark)}, file)
+    if name.endswith("distcp"):
+        index = json.loads((saved / "index.json").read_text())
+        for tensor in index["tensors"].values():
+            for chunk in tensor["chunks"]:
+                chunk.update(file=name, start=0, length=(saved / name).stat().st_size)
+        (saved / "index.json").write_text(json.dumps(index))
+    reseal(saved)
+    part = blank(whole_state())
+    if name == ".metadata":
+        load(saved, part)  # it is not read at all
+        assert equal(part, whole_state(50))
+    else:
+        with pytest.raises(CheckpointError):
+            load(saved, part)
+    assert not mark.exists()
+    with open(saved / name, "rb") as file:  # the payload is a real one
+        pickle.load(file) if how == "pickle" else torch.load(file, weights_only=False)
+    assert mark.exists()
+
+
+def test_a_tensor_of_another_shape_than_promised_is_refused(saved):
+    torch.save({"no": "tensor"}, saved / "__0_0.distcp")
+    index = json.loads((saved / "index.json").read_text())
+    chunk = index["tensors"]["embed.weight"]["chunks"][0]
+    chunk.update(file="__0_0.distcp", start=0, length=(saved / "__0_0.distcp").stat().st_size)
+    (saved / "index.json").write_text(json.dumps(index))
+    reseal(saved)
+    with pytest.raises(CheckpointError, match=r"not the tensor that index.json promises"):
+        load(saved, {"embed.weight": torch.zeros(11, 4)}, allow_unexpected=True)
+
+
+def test_a_manifest_reaches_no_file_outside(saved):
+    shutil.copy(saved / "__0_0.distcp", saved.parent / "outside")
+    index = (saved / "index.json").read_text().replace("__0_0.distcp", "../outside")
+    (saved / "index.json").write_text(index)
+    reseal(saved)
+    with pytest.raises(CorruptCheckpointError, match=r"which manifest.json does not list"):
+        load(saved, blank(whole_state()))
+    manifest = Manifest.model_validate_json((saved / "manifest.json").read_text())
+    sums = manifest.files | {"../outside": manifest.files["__0_0.distcp"]}
+    forged = Manifest(format=1, files=sums, digest=digest_of_sums(sums))
+    (saved / "manifest.json").write_text(forged.model_dump_json())
+    with pytest.raises(CorruptCheckpointError, match="names files outside of it"):
+        load(saved, blank(whole_state()))

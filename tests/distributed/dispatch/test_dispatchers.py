@@ -1,0 +1,884 @@
+"""Every dispatcher against one rank: all kinds of routes, scenes that nobody would choose, what is sent, and in which order.
+
+One world serves many cases, for starting it costs more than they do.
+"""
+
+import gc
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from dispatch_scenes import EXPERTS, HIDDEN, SCENES, TOP_K, WIDTH, Bank, bank, choose
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from world import RankFailed, run_ranks
+
+from moebius.distributed.dispatch import alltoall as dispatch_alltoall
+from moebius.distributed.dispatch import dedup_hop as dispatch_leg
+from moebius.distributed.dispatch import exchange
+from moebius.distributed.dispatch.choose import DISPATCHERS, make_dispatcher
+from moebius.distributed.dispatch.exchange import (
+    AllGather,
+    AllToAll,
+    Counters,
+    ExchangeMismatch,
+    Pending,
+    ReduceScatter,
+    hottest_factor,
+)
+from moebius.distributed.dispatch.expert_map import Homes, contiguous_homes
+from moebius.distributed.dispatch.setup import NodeGroups, build_node_groups
+from moebius.distributed.process.process import Process, start_process
+from moebius.kernels.functional import routed_mlp
+from moebius.model.moe import Dispatcher, SparseLayer
+from moebius.model.routing import Routes, head_to_token_routes, slot_routes, token_routes, token_to_head_routes
+
+HEADS = 2
+PER_NODE = 2  # pretended: ranks 0 and 1 on one node, 2 and 3 on the next
+
+
+@dataclass(frozen=True)
+class Case:
+    """One rank's rows, routes and gradient of the answers."""
+
+    x: Tensor
+    routes: Routes
+    grad: Tensor
+
+
+def case(kind: str, experts: Tensor, seed: int, dtype: torch.dtype = torch.float32) -> Case:
+    """The routes of that kind for tokens that choose `experts` (T, K)."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens = len(experts)
+    weights = torch.rand(experts.shape, generator=generator)
+    if kind == "head to token" or kind == "token to head":
+        make = head_to_token_routes if kind == "head to token" else token_to_head_routes
+        by_head = torch.stack((experts, (experts + 3) % EXPERTS), 1)
+        routes = make(by_head, torch.rand(by_head.shape, generator=generator), num_experts=EXPERTS)
+    elif kind == "expert choice":
+        per_expert = 2
+        rows = tokens + 3  # equally many routes on every rank, of any number of rows
+        chosen = torch.rand(EXPERTS, rows, generator=generator).argsort(-1)[:, :per_expert].flatten()
+        slots = slot_routes(EXPERTS * per_expert, num_experts=EXPERTS, device=torch.device("cpu"))
+        weights = torch.rand(len(chosen), generator=generator)
+        routes = replace(
+            slots, source_N=chosen, target_N=chosen, weight_N=weights, num_targets=rows, per_source=0, per_target=0
+        )
+    else:
+        routes = token_routes(experts, weights, num_experts=EXPERTS)
+    if kind in ("dropped", "irregular"):
+        keep = torch.rand(len(routes.expert_N), generator=generator) < (0.6 if kind == "dropped" else 2)
+        routes = routes.kept(keep)
+    if kind == "irregular":
+        routes = shuffled(routes, generator)
+    num_sources = {"head to token": tokens * HEADS, "expert choice": tokens + 3}.get(kind, tokens)
+    x = torch.randn(num_sources, WIDTH, generator=generator).to(dtype)
+    grad = torch.randn(routes.num_targets, WIDTH, generator=generator).to(dtype)
+    return Case(x, routes, grad)
+
+
+def shuffled(routes: Routes, generator: torch.Generator) -> Routes:
+    """In another order, and to other targets: neither belongs to the other's token."""
+    order = torch.randperm(len(routes.expert_N), generator=generator)
+    target = torch.randint(max(1, routes.num_targets), (len(order),), generator=generator)
+    return replace(
+        routes, source_N=routes.source_N[order], expert_N=routes.expert_N[order], weight_N=routes.weight_N[order],
+        target_N=target,
+    )  # fmt: skip
+
+
+KINDS = ("token", "token to head", "head to token", "dropped", "irregular", "expert choice")
+
+
+def scene_case(name: str, kind: str, rank: int, dtype: torch.dtype = torch.float32) -> Case:
+    scene = SCENES[name]
+    generator = torch.Generator().manual_seed(11 + rank)
+    return case(kind, choose(scene, scene.tokens[rank], 4, generator), 100 + rank, dtype)
+
+
+def run_layer(layer: SparseLayer, given: Case) -> dict[str, Tensor]:
+    """The output and all gradients."""
+    layer.zero_grad(set_to_none=True)
+    x, weights = given.x.clone().requires_grad_(), given.routes.weight_N.clone().requires_grad_()
+    y = layer(x, given.routes.with_weights(weights))
+    y.backward(given.grad)
+    assert x.grad is not None and weights.grad is not None  # noqa: PT018 - one fact: there is a graph
+    grads = {name: parameter.grad for name, parameter in layer.experts.named_parameters()}
+    return {"y": y.detach(), "x": x.grad, "gates": weights.grad, **grads}  # pyright: ignore[reportReturnType]
+
+
+def local_results(cases: list[Case], dtype: torch.dtype = torch.float32) -> list[dict[str, Tensor]]:
+    """Of every rank's case on one rank; the experts' gradients summed over them, the same for all."""
+    results = [run_layer(SparseLayer(bank(dtype)), given) for given in cases]  # pyright: ignore[reportArgumentType]
+    for name in ("w_up", "w_down"):
+        total = torch.stack([result[name] for result in results]).sum(0)
+        for result in results:
+            result[name] = total
+    return results
+
+
+@contextmanager
+def world(timeout_s: float = 20) -> Iterator[tuple[Process, dist.ProcessGroup, NodeGroups]]:
+    with start_process("cpu", timeout_s=timeout_s) as process:
+        size = process.world_size
+        assert dist.group.WORLD is not None
+        nodes = build_node_groups(dist.group.WORLD, PER_NODE if size == 4 else 1, timeout_s=timeout_s)
+        yield process, dist.group.WORLD, nodes
+
+
+def dispatcher_of(name: str, group: dist.ProcessGroup, nodes: NodeGroups, **options: Any) -> Dispatcher:
+    return make_dispatcher(
+        name, group, nodes=nodes if name == "hierarchical" else None, ranks_per_node=PER_NODE, **options
+    )
+
+
+def own_layer(process: Process, dispatcher: Dispatcher, dtype: torch.dtype = torch.float32) -> SparseLayer:
+    share = EXPERTS // process.world_size
+    layer = SparseLayer(bank(dtype, process.rank * share, share))  # pyright: ignore[reportArgumentType]
+    layer.dispatcher = dispatcher
+    return layer
+
+
+def worst(result: dict[str, Tensor], expected: dict[str, Tensor], rank: int, size: int) -> float:
+    """The largest difference of a tensor, relative to the largest value of the whole."""
+    share = EXPERTS // size
+    found = 0.0
+    for name, value in result.items():
+        whole = expected[name]
+        theirs = whole[rank * share : (rank + 1) * share] if name.startswith("w_") else whole
+        assert value.shape == theirs.shape, (name, value.shape, theirs.shape)
+        if value.numel():
+            found = max(found, ((value - theirs).abs().max() / (whole.abs().max() + 1e-30)).item())
+    return found
+
+
+VARIANTS = [
+    ("allgather", 1),
+    *((name, chunks) for name in ("alltoall", "dedup", "hierarchical") for chunks in (1, 2, 3)),
+]
+
+
+def all_cases(dtype: torch.dtype, scenes: tuple[str, ...]) -> dict[tuple, float]:
+    """Of every (scene, kind, dispatcher, chunks) how far this rank's results are from one rank's; 1 where two runs differ."""
+    found = {}
+    with world() as (process, group, nodes):
+        for scene in scenes:
+            for kind in KINDS:
+                cases = [scene_case(scene, kind, rank, dtype) for rank in range(4)]
+                expected, given = local_results(cases, dtype)[process.rank], cases[process.rank]
+                for name, chunks in VARIANTS:
+                    layer = own_layer(process, dispatcher_of(name, group, nodes, overlap_chunks=chunks), dtype)
+                    result = run_layer(layer, given)
+                    found[scene, kind, name, chunks] = worst(result, expected, process.rank, 4)
+                    if scene == "uneven":
+                        again = run_layer(layer, given)
+                        if not all(torch.equal(again[key], value) for key, value in result.items()):
+                            found[scene, kind, name, chunks] = 1.0
+    return found
+
+
+PRECISIONS = {
+    "fp32": (torch.float32, 1e-6, tuple(SCENES)),
+    "fp64": (torch.float64, 1e-14, ("uneven",)),
+    "bf16": (torch.bfloat16, 2e-2, ("uneven",)),
+}
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", pytest.param("fp64", marks=pytest.mark.slow)])
+def test_every_dispatcher_equals_one_rank_on_every_kind_of_routes(precision: str) -> None:
+    dtype, tolerance, scenes = PRECISIONS[precision]
+    for found in run_ranks(all_cases, 4, dtype, scenes, timeout_s=240):
+        assert len(found) == len(scenes) * len(KINDS) * len(VARIANTS)
+        assert {key: value for key, value in found.items() if value > tolerance} == {}
+
+
+def alltoall_in_chunks() -> dict[tuple, list[str]]:
+    """What differs in any bit from the unchunked pass, whose own test compares it with one rank."""
+    found = {}
+    with world() as (process, group, nodes):
+        for scene in SCENES:
+            for kind in KINDS:
+                given = scene_case(scene, kind, process.rank)
+                first = run_layer(own_layer(process, dispatcher_of("alltoall", group, nodes)), given)
+                for chunks in (2, 3):  # 2 experts per rank: the third chunk is empty
+                    dispatcher = dispatcher_of("alltoall", group, nodes, overlap_chunks=chunks)
+                    result = run_layer(own_layer(process, dispatcher), given)
+                    found[scene, kind, chunks] = [k for k, v in result.items() if not torch.equal(v, first[k])]
+    return found
+
+
+def test_chunks_of_alltoall_change_no_bit() -> None:
+    for found in run_ranks(alltoall_in_chunks, 4, timeout_s=120):
+        assert len(found) == len(SCENES) * len(KINDS) * 2
+        assert {key: names for key, names in found.items() if names} == {}
+
+
+# What is sent.
+
+
+def distinct(routes: Routes, place: Callable[[int], int], index: Tensor) -> int:
+    """Distinct (place of the expert, row) pairs, by a loop."""
+    return len({(place(e), u) for e, u in zip(routes.expert_N.tolist(), index.tolist(), strict=True)})
+
+
+def rows_on_the_way(kind: str) -> dict[str, Any]:
+    """Rows that this rank sent out and got back, and what they must be."""
+    with world() as (process, group, nodes):
+        given = scene_case("uneven", kind, process.rank)
+        share, routes = EXPERTS // 4, given.routes
+        launched: list[tuple[int, int]] = []
+        start = AllToAll.start
+
+        def recorded(self: AllToAll, rows: Tensor) -> Pending:
+            if rows.dim() == 2 and rows.shape[1] == WIDTH:
+                launched.append((self.group.size(), sum(self.sent)))
+            return start(self, rows)
+
+        AllToAll.start = recorded  # for the rest of this process's life, which is this call
+        out = {}
+        for chunks in (1, 3):
+            dispatcher: Any = dispatcher_of("dedup", group, nodes, overlap_chunks=chunks)
+            layer = own_layer(process, dispatcher)
+            with torch.no_grad():
+                launched.clear()
+                layer(given.x, routes)
+            stats = dispatcher.stats()
+            back = torch.tensor(sum(sent for _, sent in launched[chunks:]))
+            dist.all_reduce(back)
+            came_back = torch.tensor(distinct(routes, lambda e: e // share, routes.target_N))
+            dist.all_reduce(came_back)
+            out[f"dedup {chunks}"] = (stats.rows_sent, sum(sent for _, sent in launched[:chunks]), back.item())
+            out[f"dedup {chunks} expected"] = (
+                distinct(routes, lambda e: e // share, routes.source_N),
+                distinct(routes, lambda e: e // share, routes.source_N),
+                came_back.item(),
+            )
+            out[f"one per route {chunks}"] = stats.rows_one_per_route == len(routes.expert_N)
+        hierarchical: Any = dispatcher_of("hierarchical", group, nodes)
+        with torch.no_grad():
+            launched.clear()
+            own_layer(process, hierarchical)(given.x, routes)
+        between, inside, _, back = launched
+        node = share * PER_NODE
+        out["nodes"] = between[1]
+        out["nodes expected"] = distinct(routes, lambda e: e // node, routes.source_N)
+        totals = torch.tensor([
+            inside[1], back[1],
+            distinct(routes, lambda e: e // share, routes.source_N), distinct(routes, lambda e: e // node, routes.target_N),
+        ])  # fmt: skip
+        dist.all_reduce(totals)
+        out["inside and back"], out["inside and back expected"] = totals[:2].tolist(), totals[2:].tolist()
+        remote = [i for i, e in enumerate(routes.expert_N.tolist()) if e // node != process.rank // PER_NODE]
+        away = Routes(
+            *(t[remote] for t in (routes.source_N, routes.expert_N, routes.weight_N, routes.target_N)), EXPERTS,
+            routes.num_targets, 0, 0,
+        )  # fmt: skip
+        sent_bytes = 4 * WIDTH * distinct(away, lambda _: 0, away.source_N) + 16 * len(remote)
+        answered = torch.tensor(4 * WIDTH * distinct(away, lambda _: 0, away.target_N))
+        out["bytes"], out["bytes expected"] = torch.tensor(hierarchical.stats().bytes_inter_node), answered + sent_bytes
+        for name in ("bytes", "bytes expected"):
+            dist.all_reduce(out[name])
+            out[name] = out[name].item()
+        return out
+
+
+@pytest.mark.parametrize("kind", ["token", "token to head", "head to token", "dropped"])
+def test_dedup_sends_every_row_once_to_every_rank_that_serves_it_and_not_once_more(kind: str) -> None:
+    for found in run_ranks(rows_on_the_way, 4, kind):
+        for name in [name for name in found if name.endswith("expected")]:
+            assert found[name.removesuffix(" expected")] == found[name], name
+        assert found["one per route 1"]
+        assert found["one per route 3"]
+
+
+def test_places_of_pairs_by_a_loop() -> None:
+    generator = torch.Generator().manual_seed(0)
+    for destinations, rows, density in ((3, 7, 0.5), (1, 4, 1.0), (5, 1, 0.4), (2, 0, 0.5), (4, 6, 0.0)):
+        mask = torch.rand(destinations, rows, generator=generator) < density
+        wanted = [(v, u) for v in range(destinations) for u in range(rows) if mask[v, u]]
+        places = dispatch_leg.Places(mask)
+        pairs = places.pairs(len(wanted))
+        assert pairs.row_M.tolist() == [u for _, u in wanted]
+        assert [wanted[i][::-1] for i in pairs.by_row_M.tolist()] == sorted((u, v) for v, u in wanted)
+        assert pairs.first_U.tolist() == [sum(w[1] < u for w in wanted) for u in range(rows)]
+        for v, u in wanted:
+            position = places.position(torch.tensor([v]), torch.tensor([u])).item()
+            assert position == [w[1] for w in wanted if w[0] == v].index(u)
+
+
+# When it is sent.
+
+
+def order_of_events(name: str, chunks: int) -> tuple[list[str], int]:
+    """What this rank did in one pass forward and backward, and how often it read a number from a tensor."""
+    with world() as (process, group, nodes):
+        given = scene_case("even", "token", process.rank)
+        layer = own_layer(process, dispatcher_of(name, group, nodes, overlap_chunks=chunks))
+        layer.experts = torch.nn.Module()  # its kernels read counts themselves: not the dispatcher's
+        layer.experts.dtype = torch.float32  # pyright: ignore[reportAttributeAccessIssue]
+        log: list[str] = []
+        layer.experts.forward = lambda x, routes: answer_all(x, routes, log)
+        run_layer(layer, given)  # tables are made once
+        log.clear()
+        reads = count_reads()
+        wait, pending = Counters.wait, list[tuple[Pending, str]]()
+
+        def recorded(start: Callable[..., Pending]) -> Callable[..., Pending]:
+            def recorded_start(self: Any, rows: Tensor) -> Pending:
+                out = start(self, rows)
+                pending.append((out, label(rows)))
+                log.append(f"launch {label(rows)}")
+                return out
+
+            return recorded_start
+
+        def meanwhile(work: Callable[..., Any]) -> Callable[..., Any]:
+            def noted(*args: Any, **options: Any) -> Any:
+                log.append("meanwhile")
+                return work(*args, **options)
+
+            return noted
+
+        def recorded_wait(self: Counters, out: Pending) -> Tensor:
+            names = [name for launched, name in pending if launched is out]
+            assert names, f"{label(out.rows)} are waited for that no motion launched"
+            log.append(f"land {names[0]}")
+            return wait(self, out)
+
+        for motion in (AllToAll, AllGather, ReduceScatter):
+            motion.start = recorded(motion.start)
+        Counters.wait = recorded_wait
+        dispatch_leg.Leg.plan = meanwhile(dispatch_leg.Leg.plan)
+        dispatch_alltoall.gather_rows = meanwhile(dispatch_alltoall.gather_rows)
+        x, weights = given.x.requires_grad_(), given.routes.weight_N.clone().requires_grad_()
+        y = layer(x, given.routes.with_weights(weights), lambda: log.append("beside"))
+        log.append("backward")
+        y.backward(given.grad)
+        return log, reads["reads"]
+
+
+class Unseen(AllToAll):
+    """An exchange whose launch is not noted."""
+
+    def start(self, rows: Tensor, launch: Callable[..., Pending] = AllToAll.start) -> Pending:
+        return launch(self, rows)
+
+
+def order_with_an_unseen_exchange() -> None:
+    exchange.AllToAll = Unseen
+    order_of_events("alltoall", 1)
+
+
+def label(rows: Tensor) -> str:
+    if not rows.is_floating_point():
+        return "counts"
+    return "rows" if rows.dim() == 2 and rows.shape[1] == WIDTH else "gates"
+
+
+def answer_all(x: Tensor, routes: Routes, log: list[str]) -> Tensor:
+    log.append("experts")
+    gated = x[routes.source_N] * routes.weight_N[:, None]
+    return x.new_zeros(routes.num_targets, x.shape[1]).index_add(0, routes.target_N, gated)
+
+
+def count_reads() -> dict[str, int]:
+    """Counts, for the rest of this process's life, whatever brings values of a tensor to the host."""
+    seen = {"reads": 0}
+
+    def counted(method: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(*args: Any, **options: Any) -> Any:
+            seen["reads"] += 1
+            return method(*args, **options)
+
+        return wrapped
+
+    for name in (
+        "tolist",
+        "item",
+        "cpu",
+        "numpy",
+        "nonzero",
+        "__bool__",
+        "__int__",
+        "__float__",
+        "__index__",
+        "unique",
+    ):
+        setattr(Tensor, name, counted(getattr(Tensor, name)))
+    torch.bincount = counted(torch.bincount)
+    torch.nonzero = counted(torch.nonzero)
+    torch.unique = counted(torch.unique)
+    return seen
+
+
+@pytest.mark.parametrize(("name", "chunks"), [variant for variant in VARIANTS if variant[1] < 3])
+def test_rows_travel_while_other_work_is_done_and_the_host_reads_once(name: str, chunks: int) -> None:
+    results = run_ranks(order_of_events, 4, name, chunks)
+    assert all(log == results[0][0] for log, _ in results), "the ranks' collectives are not in the same order"
+    log, reads = results[0]
+    assert reads == 1
+    forward, backward = log[: log.index("backward")], log[log.index("backward") :]
+    assert forward.count("experts") == chunks
+    rows_launched = [i for i, event in enumerate(forward) if event == "launch rows"]
+    # Before the other work every chunk has set out, and none is waited for.
+    assert [forward[i] for i in range(forward.index("beside")) if forward[i] == "launch rows"] == [
+        "launch rows"
+    ] * chunks
+    assert "land rows" not in forward[: forward.index("beside")]
+    assert rows_launched[0] < forward.index("beside") < forward.index("land rows") < forward.index("experts")
+    if chunks == 2 and name != "hierarchical":
+        first = forward.index("experts")
+        # Between the first and the second chunk's experts the first one's answers set out, and nobody waits for them.
+        second = forward.index("experts", first + 1)
+        assert forward[first + 1 : second].count("launch rows") == 1
+        # Backward: both chunks' gradients set out before the first is waited for.
+        assert backward.index("land rows") > [i for i, e in enumerate(backward) if e == "launch rows"][1]
+    if name != "allgather":  # which can do nothing before it knows how far to pad
+        assert forward[: forward.index("launch rows")] == ["launch counts", "meanwhile", "land counts"]
+
+
+def test_no_exchange_escapes_the_order() -> None:
+    with pytest.raises(RankFailed, match="are waited for that no motion launched"):
+        run_ranks(order_with_an_unseen_exchange, 4)
+
+
+def test_the_host_reads_nothing_where_all_counts_are_known() -> None:
+    for reads in run_ranks(reads_of_known_counts, 4):
+        assert reads == {"alltoall": 0, "dedup": 0, "hierarchical": 0, "allgather": 0}
+
+
+def reads_of_known_counts() -> dict[str, int]:
+    with world() as (process, group, nodes):
+        given, out = scene_case("uneven", "expert choice", process.rank), {}
+        reads = count_reads()
+        for name in DISPATCHERS:
+            dispatcher = dispatcher_of(name, group, nodes)
+            before = reads["reads"]
+            sent = dispatcher.dispatch(given.x, given.routes)
+            dispatcher.combine(sent.x_UD, sent)
+            out[name] = reads["reads"] - before
+        return out
+
+
+# Nothing hangs, nothing is silently wrong.
+
+
+def wrong_split(name: str) -> str:
+    """Rank 2 believes that one row fewer comes from rank 1 (or, between nodes, from rank 0)."""
+    with world() as (process, group, nodes):
+        dispatcher: Any = dispatcher_of(name, group, nodes, check_every=1)
+        channel = dispatcher.inter if name == "hierarchical" else dispatcher.channel
+        launch = exchange.Channel.launch
+
+        def lying(self: Any, rows: Tensor, sent: list[int], received: list[int]) -> Any:
+            if process.rank == 2 and self is channel and rows.is_floating_point():
+                source = 0 if name == "hierarchical" else 1
+                received = [count - (i == source) for i, count in enumerate(received)]
+            return launch(self, rows, sent, received)
+
+        exchange.Channel.launch = lying
+        given = scene_case("even", "token", process.rank)
+        with pytest.raises(ExchangeMismatch) as caught:
+            own_layer(process, dispatcher)(given.x, given.routes)
+        return str(caught.value)
+
+
+@pytest.mark.parametrize(("name", "source"), [("alltoall", 1), ("dedup", 1), ("hierarchical", 0)])
+def test_ranks_that_disagree_about_a_split_all_say_so(name: str, source: int) -> None:
+    messages = run_ranks(wrong_split, 4, name)
+    assert len(set(messages)) == 1
+    assert " rows to rank 2, which expects " in messages[0]
+    words = (f"rank {source} sends ", "which expects ")
+    sends, expects = (int(messages[0].partition(word)[2].split()[0]) for word in words)
+    assert sends == expects + 1
+
+
+def changed_row() -> list[str]:
+    """On rank 0, rows change places, then a bit changes, after they came."""
+    messages = []
+    with world() as (process, group, nodes):
+        given = scene_case("even", "token", process.rank)
+        dispatcher = dispatcher_of("dedup", group, nodes, check_every=1)
+        layer = own_layer(process, dispatcher)
+        run_layer(layer, given)  # sound: nothing is raised
+        start = AllToAll.start
+        for fault in (lambda rows: rows.copy_(rows.flip(0)), lambda rows: rows[:1].mul_(1.5)):
+
+            def spoiled(self: AllToAll, rows: Tensor, fault=fault) -> Pending:
+                out = start(self, rows)
+                if process.rank == 0 and rows.dim() == 2 and rows.shape[1] == WIDTH:
+                    fault(out.wait())
+                return out
+
+            AllToAll.start = spoiled
+            with pytest.raises(ExchangeMismatch) as caught:
+                layer(given.x, given.routes)
+            messages.append(str(caught.value))
+            AllToAll.start = start
+    return messages
+
+
+def test_rows_that_change_under_way_are_noticed_on_all_ranks() -> None:
+    results = run_ranks(changed_row, 4)
+    assert all(messages == results[0] for messages in results)
+    exchanged, altered = results[0]
+    assert "rank 0 got" in exchanged
+    assert "position 0 of those of rank 0" in exchanged
+    assert "another in its bits" in altered
+
+
+def routes_out_of_range() -> list[str]:
+    with world() as (process, group, nodes):
+        messages = []
+        for field, value in (("expert_N", EXPERTS), ("source_N", -1), ("target_N", 10**6)):
+            given = scene_case("even", "token", process.rank)
+            routes = given.routes
+            if process.rank == 1:
+                wrong = getattr(routes, field).clone()
+                wrong[3] = value
+                routes = replace(routes, **{field: wrong})
+            with pytest.raises(ValueError, match="rank 1 has 1 routes whose") as caught:
+                dispatcher_of("dedup", group, nodes, check_every=1).dispatch(given.x, routes)
+            messages.append(str(caught.value))
+        return messages
+
+
+def test_a_route_out_of_range_on_one_rank_is_an_error_on_all() -> None:
+    for messages in run_ranks(routes_out_of_range, 4):
+        for message, name in zip(messages, ("expert", "source row", "target row"), strict=True):
+            assert name in message
+
+
+def not_a_number() -> dict[str, tuple[bool, bool]]:
+    """Rank 0's first token has gate weights of NaN, as from NaN logits: it alone is lost, everywhere."""
+    out = {}
+    with world() as (process, group, nodes):
+        cases = [scene_case("even", "token", rank) for rank in range(4)]
+        cases[0].routes.weight_N[:TOP_K] = torch.nan
+        expected, given = local_results(cases)[process.rank], cases[process.rank]
+        for name, chunks in VARIANTS:
+            layer = own_layer(process, dispatcher_of(name, group, nodes, overlap_chunks=chunks))
+            result = run_layer(layer, given)
+            close = torch.allclose(result["y"], expected["y"], rtol=1e-5, atol=1e-5, equal_nan=True)
+            lost = result["y"].isnan().any(1).nonzero().flatten().tolist()
+            out[f"{name} {chunks}"] = (close, lost == ([0] if process.rank == 0 else []))
+    return out
+
+
+def test_nan_gate_weights_spoil_their_own_token_only() -> None:
+    for found in run_ranks(not_a_number, 4):
+        assert set(found.values()) == {(True, True)}
+
+
+# Drawn routings.
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """Tokens of every rank, experts per rank, experts per token, how skewed, which seed."""
+
+    tokens: tuple[int, ...]
+    share: int
+    top_k: int
+    skew: float
+    seed: int
+    kind: str
+
+
+@st.composite
+def drawn_cases(draw: st.DrawFn) -> Drawn:
+    share = draw(st.integers(1, 3))
+    return Drawn(
+        tokens=tuple(draw(st.lists(st.integers(0, 9), min_size=3, max_size=3))), share=share,
+        top_k=draw(st.integers(1, 3 * share)),  # K = E and E = ep among them
+        skew=draw(st.sampled_from([0.0, 1.0, 8.0])), seed=draw(st.integers(0, 10**6)),
+        kind=draw(st.sampled_from(["token", "dropped", "irregular"])),
+    )  # fmt: skip
+
+
+def drawn_case(drawn: Drawn, rank: int) -> Case:
+    generator = torch.Generator().manual_seed(drawn.seed + rank)
+    num_experts, tokens = 3 * drawn.share, drawn.tokens[rank]
+    popularity = -drawn.skew * torch.arange(num_experts).float().add(1).log()  # Zipf
+    noise = -torch.rand(tokens, num_experts, generator=generator).log().neg().log()
+    experts = (popularity + noise).argsort(-1, descending=True)[:, : drawn.top_k]
+    weights = torch.rand(experts.shape, generator=generator).double()
+    routes = token_routes(experts, weights, num_experts=num_experts)
+    if drawn.kind == "dropped":
+        routes = routes.kept(torch.rand(len(routes.expert_N), generator=generator) < 0.5)
+    if drawn.kind == "irregular" and tokens:
+        routes = shuffled(replace(routes, per_source=0, per_target=0), generator)
+    return Case(torch.randn(tokens, 4, generator=generator).double(), routes, torch.ones(tokens, 4).double())
+
+
+def drawn_on_ranks(batch: list[Drawn]) -> list[dict[str, float]]:
+    """Of every case and dispatcher the difference from a loop over routes with experts that multiply by (expert + 1)."""
+    out = []
+    with world() as (process, group, node_groups):
+        for drawn in batch:
+            given, found = drawn_case(drawn, process.rank), {}
+            expected = torch.zeros_like(given.grad)
+            for n, expert in enumerate(given.routes.expert_N.tolist()):
+                answer = given.routes.weight_N[n] * (expert + 1) * given.x[given.routes.source_N[n]]
+                expected[given.routes.target_N[n]] += answer
+            for name, chunks in VARIANTS:
+                nodes = node_groups if name == "hierarchical" else None
+                dispatcher: Any = make_dispatcher(name, group, nodes=nodes, overlap_chunks=chunks, check_every=1)
+                sent = dispatcher.dispatch(given.x, given.routes)
+                first = process.rank * drawn.share
+                answers = [part.answer(scaled(part.x_UD, part.routes, first)) for part in sent.parts]
+                y = dispatcher.combine(answers, sent)
+                served = torch.tensor([dispatcher.stats().routes_served, -len(given.routes.expert_N)])
+                dist.all_reduce(served)
+                conserved = served.sum().item() == 0
+                found[f"{name} {chunks}"] = (
+                    (y - expected).abs().max().item() if conserved and len(y) else float(not conserved)
+                )
+            out.append(found)
+    return out
+
+
+def scaled(x: Tensor, routes: Routes, first_expert: int) -> Tensor:
+    gated = x[routes.source_N] * (routes.weight_N * (routes.expert_N + first_expert + 1))[:, None]
+    return x.new_zeros(routes.num_targets, x.shape[1]).index_add(0, routes.target_N, gated)
+
+
+@settings(max_examples=5)
+@given(st.lists(drawn_cases(), min_size=3, max_size=3))
+def test_drawn_routings_lose_no_route_and_equal_a_loop(batch: list[Drawn]) -> None:
+    for results in run_ranks(drawn_on_ranks, 3, batch):
+        for drawn, found in zip(batch, results, strict=True):
+            assert {name: value for name, value in found.items() if value > 1e-12} == {}, drawn
+
+
+# Where the experts live.
+
+
+def placed_layer(process: Process, dispatcher: Dispatcher, homes: Homes) -> SparseLayer:
+    """A bank whose slots hold what the table says."""
+    whole = bank(torch.float32)
+    assert homes.slot_E is not None
+    expert_of = {slot: expert for expert, slot in enumerate(homes.slot_E)}
+    first = sum(homes.slots_P[: process.rank])
+    experts = [expert_of[slot] for slot in range(first, first + homes.slots_P[process.rank])]
+    own = bank(torch.float32, 0, len(experts))
+    with torch.no_grad():
+        own.w_up.copy_(whole.w_up[experts])
+        own.w_down.copy_(whole.w_down[experts])
+    layer = SparseLayer(own)  # pyright: ignore[reportArgumentType]
+    layer.dispatcher = dispatcher
+    return layer
+
+
+def nearly(a: Tensor, b: Tensor) -> bool:
+    """Equal up to the order of sums."""
+    return not len(a) or bool((a - b).abs().max() <= 1e-6 * b.abs().max())
+
+
+def relabelled() -> dict[tuple, list[str]]:
+    """What differs between banks placed by a table and banks in order, per dispatcher and table."""
+    tables = {
+        "permuted": Homes((2, 2, 2, 2), (5, 2, 7, 0, 1, 6, 3, 4)),
+        "uneven": Homes((1, 4, 0, 3), (4, 0, 2, 7, 6, 1, 3, 5)),
+    }
+    found = {}
+    with world() as (process, group, nodes):
+        for kind in ("token", "head to token", "expert choice"):
+            given = scene_case("uneven", kind, process.rank)
+            straight = run_layer(own_layer(process, dispatcher_of("alltoall", group, nodes)), given)
+            for table, homes in tables.items():
+                for name, chunks in VARIANTS:
+                    dispatcher = dispatcher_of(name, group, nodes, homes=homes, overlap_chunks=chunks)
+                    layer = placed_layer(process, dispatcher, homes)
+                    result = run_layer(layer, given)
+                    same = torch.equal if name == "alltoall" else nearly
+                    wrong = [key for key in ("y", "x", "gates") if not same(result[key], straight[key])]
+                    wrong += wrong_weights(result, straight, homes, same)
+                    found[kind, table, name, chunks] = wrong
+    return found
+
+
+def wrong_weights(result: dict[str, Tensor], straight: dict[str, Tensor], homes: Homes, same: Callable) -> list[str]:
+    """Compares the gathered gradients of all ranks."""
+    wrong = []
+    assert homes.slot_E is not None
+    for name, shape in (("w_up", (WIDTH, HIDDEN)), ("w_down", (HIDDEN, WIDTH))):
+        by_slot = [torch.empty(count, *shape) for count in homes.slots_P]
+        in_order = [torch.empty(2, *shape) for _ in homes.slots_P]
+        for rank in range(4):
+            for blocks, own in ((by_slot, result), (in_order, straight)):
+                if rank == dist.get_rank():
+                    blocks[rank] = own[name].clone()
+                dist.broadcast(blocks[rank], rank)
+        if not same(torch.cat(by_slot)[list(homes.slot_E)], torch.cat(in_order)):
+            wrong.append(name)
+    return wrong
+
+
+def test_another_placement_of_the_experts_changes_nothing() -> None:
+    for found in run_ranks(relabelled, 4, timeout_s=120):
+        assert {key: names for key, names in found.items() if names} == {}
+
+
+def permuted_ranks(order: list[int]) -> tuple[dict[str, Tensor], int]:
+    """This rank takes the tokens of another."""
+    with world() as (process, group, nodes):
+        given = scene_case("uneven", "token", order[process.rank])
+        return run_layer(own_layer(process, dispatcher_of("alltoall", group, nodes)), given), order[process.rank]
+
+
+def test_it_does_not_matter_which_rank_has_which_tokens() -> None:
+    straight = {owner: result for result, owner in run_ranks(permuted_ranks, 4, [0, 1, 2, 3])}
+    swapped = {owner: result for result, owner in run_ranks(permuted_ranks, 4, [2, 0, 3, 1])}
+    for owner, result in swapped.items():
+        for key in ("y", "x", "gates"):
+            assert torch.equal(result[key], straight[owner][key]), (owner, key)
+
+
+# Gradients.
+
+
+def gradients_by_differences() -> dict[str, bool]:
+    out = {}
+    with world() as (process, group, nodes):
+        generator = torch.Generator().manual_seed(process.rank)
+        w_up = torch.randn(2, 3, 4, dtype=torch.float64, generator=generator)
+        w_down = torch.randn(2, 4, 3, dtype=torch.float64, generator=generator)
+        experts = torch.tensor([[0, 3], [2, 1], [3, 2]])
+        x = torch.randn(3, 3, dtype=torch.float64, generator=generator, requires_grad=True)
+        weights = torch.rand(6, dtype=torch.float64, generator=generator, requires_grad=True)
+        routes = token_routes(experts, weights.view(3, 2), num_experts=4)
+        for name, chunks in VARIANTS:
+            dispatcher = make_dispatcher(
+                name, group, nodes=nodes if name == "hierarchical" else None, overlap_chunks=chunks
+            )
+
+            def layer(x: Tensor, weights: Tensor, dispatcher=dispatcher) -> Tensor:
+                sent = dispatcher.dispatch(x, routes.with_weights(weights))
+                answers = [
+                    part.answer(
+                        routed_mlp(part.x_UD, w_up, w_down, part.routes, activation="silu", backend="reference")
+                    )
+                    for part in sent.parts
+                ]
+                return dispatcher.combine(answers, sent)
+
+            out[f"{name} {chunks}"] = torch.autograd.gradcheck(layer, (x, weights))
+            [first] = torch.autograd.grad((layer(x, weights) ** 2).sum(), [x], create_graph=True)
+            with pytest.raises(RuntimeError, match="once_differentiable"):
+                first.sum().backward()
+    return out
+
+
+def test_gradients_equal_differences_on_two_ranks() -> None:
+    for found in run_ranks(gradients_by_differences, 2, timeout_s=120):
+        assert set(found.values()) == {True}
+        assert len(found) == len(VARIANTS)
+
+
+# Memory, and what is counted.
+
+
+def tensors_alive() -> dict[str, tuple[int, int]]:
+    """Tensors that live after 2 and after 42 passes, without the garbage collector's help."""
+    out = {}
+    with world() as (process, group, nodes):
+        given = scene_case("uneven", "token", process.rank)
+        for name, chunks in (("allgather", 1), ("alltoall", 2), ("dedup", 2), ("hierarchical", 2)):
+            layer = own_layer(process, dispatcher_of(name, group, nodes, overlap_chunks=chunks))
+            counts = []
+            gc.collect()
+            gc.disable()
+            for passes in (2, 40):
+                for _ in range(passes):
+                    run_layer(layer, given)
+                counts.append(sum(isinstance(thing, Tensor) for thing in gc.get_objects()))
+            gc.enable()
+            out[f"{name} {chunks}"] = (counts[0], counts[1])
+    return out
+
+
+def test_a_pass_leaves_nothing_behind() -> None:
+    """A torch thread may still hold the last pass, 12 tensors or so; one for each of 40 passes would be a leak."""
+    for found in run_ranks(tensors_alive, 2, timeout_s=120):
+        assert {name: counts for name, counts in found.items() if counts[1] - counts[0] >= 40} == {}
+
+
+def counted(wait_s: float) -> Counters:
+    with world() as (process, group, nodes):
+        dispatcher: Any = dispatcher_of("alltoall", group, nodes)
+        layer = own_layer(process, dispatcher)
+        given = scene_case("all to one expert", "token", process.rank)
+        if process.rank:
+            time.sleep(wait_s)
+        layer(given.x, given.routes)
+        return dispatcher.stats()
+
+
+def test_counters_say_what_was_sent_and_who_waited() -> None:
+    wait_s = 0.2
+    results = run_ranks(counted, 4, wait_s)
+    tokens = SCENES["all to one expert"].tokens
+    for rank, stats in enumerate(results):
+        sent = tokens[rank] * TOP_K
+        assert (stats.passes, stats.rows_sent, stats.rows_one_per_route) == (1, sent, sent)
+        assert stats.routes_served == (sum(tokens) * TOP_K if rank == 0 else 0)
+        row_bytes = 4 * WIDTH
+        out_bytes = sent * (row_bytes + 4)  # rows and gate weights, all to rank 0
+        if rank == 0:
+            assert stats.bytes_intra_node == tokens[1] * TOP_K * row_bytes  # answers
+            assert stats.bytes_inter_node == (tokens[2] + tokens[3]) * TOP_K * row_bytes
+        else:
+            assert stats.bytes_intra_node == (out_bytes if rank == 1 else 0)
+            assert stats.bytes_inter_node == (out_bytes if rank > 1 else 0)
+    assert results[0].waited_s > wait_s / 2
+    assert results[0].since(results[0]) == Counters()
+
+
+def test_the_hottest_rank_is_compared_with_its_own_group() -> None:
+    assert hottest_factor(torch.tensor([[8, 0, 0, 0], [300, 300, 300, 300]])) == 4.0
+    assert hottest_factor(torch.tensor([[3, 1], [0, 0]])) == 1.5
+    assert hottest_factor(torch.zeros(2, 2)) == 1.0
+
+
+# What is refused.
+
+
+def refused() -> list[str]:
+    messages = []
+    with world() as (_, group, _):
+        for options in (
+            {"name": "fastest"}, {"name": "allgather", "overlap_chunks": 2}, {"name": "hierarchical"},
+            {"name": "dedup", "overlap_chunks": 0}, {"name": "dedup", "homes": contiguous_homes(8, 4)},
+        ):  # fmt: skip
+            with pytest.raises(ValueError, match=r".") as caught:
+                make_dispatcher(group=group, **options)  # pyright: ignore[reportArgumentType]
+            messages.append(str(caught.value))
+        given = case("token", torch.zeros(2, 1, dtype=torch.int64), 0)
+        with pytest.raises(ValueError, match=r".") as caught:
+            make_dispatcher("dedup", group).dispatch(given.x, replace(given.routes, num_experts=2))
+        messages.append(str(caught.value))
+        with pytest.raises(ValueError, match=r".") as caught:
+            build_node_groups(group, 2, timeout_s=5)
+        messages.append(str(caught.value))
+    return messages
+
+
+def test_what_does_not_fit_is_refused_with_a_reason() -> None:
+    parts = (
+        "'fastest' is unknown: choose auto, local, allgather", "has no chunks", "groups between and inside nodes",
+        "overlap_chunks=0", "homes for 4 ranks, but the group has 3", "2 experts are too few for 3 ranks",
+        "[2, 1]",
+    )  # fmt: skip
+    for messages in run_ranks(refused, 3):
+        for message, part in zip(messages, parts, strict=True):
+            assert part in message
+    with pytest.raises(ValueError, match="experts in slots"):
+        Homes((2, 2), (0, 4))
+    assert isinstance(bank(torch.float32), Bank)

@@ -1,0 +1,191 @@
+"""What every dispatcher promises whatever is asked of it: identity, memory, and no trace of the pass before."""
+
+import os
+import resource
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from dispatch_scenes import EXPERTS, SCENES, WIDTH, bank, choose, forward_backward, merge_for, parts
+from torch import Tensor
+from world import run_ranks
+
+from moebius.distributed.dispatch.choose import make_dispatcher
+from moebius.distributed.dispatch.setup import build_node_groups
+from moebius.distributed.process.process import Process, start_process
+from moebius.model.moe import Dispatcher, SparseLayer
+from moebius.model.routing import Routes, token_routes
+
+PER_NODE = 2  # pretended
+VARIANTS = [
+    ("allgather", 1),
+    *((name, chunks) for name in ("alltoall", "dedup", "hierarchical") for chunks in (1, 2)),
+]
+
+
+def dispatchers(process: Process, variants: list[tuple[str, int]] = VARIANTS) -> dict[tuple[str, int], Dispatcher]:
+    group = dist.group.WORLD
+    assert group is not None
+    nodes = build_node_groups(group, PER_NODE if process.world_size == 4 else 1, timeout_s=20)
+    return {
+        (name, chunks): make_dispatcher(
+            name, group, overlap_chunks=chunks, nodes=nodes if name == "hierarchical" else None
+        )
+        for name, chunks in variants
+    }
+
+
+def echo(x: Tensor, routes: Routes) -> Tensor:
+    """Experts that answer the row that they are asked about."""
+    gated = x[routes.source_N] * routes.weight_N[:, None]
+    return x.new_zeros(routes.num_targets, x.shape[1]).index_add(0, routes.target_N, gated)
+
+
+def identity(scene_name: str) -> dict[tuple[str, int], bool]:
+    """Whether experts that answer their row, weighted by 1, give K · x bit for bit."""
+    with start_process("cpu", timeout_s=20) as process:
+        generator = torch.Generator().manual_seed(process.rank)
+        scene = SCENES[scene_name]
+        experts = choose(scene, scene.tokens[process.rank], 4, generator)
+        x = torch.randint(-1000, 1000, (len(experts), WIDTH), generator=generator) / 8  # exact in any order of sums
+        routes = token_routes(experts, torch.ones(experts.shape), num_experts=EXPERTS)
+        found = {}
+        for variant, dispatcher in dispatchers(process).items():
+            sent = dispatcher.dispatch(x, routes)
+            y = dispatcher.combine([part.answer(echo(part.x_UD, part.routes)) for part in sent.parts], sent)
+            found[variant] = torch.equal(y, experts.shape[1] * x)
+        return found
+
+
+def test_identity_experts_return_every_row_k_times() -> None:
+    for scene in ("uneven", "all to one expert", "a rank without tokens"):
+        for found in run_ranks(identity, 4, scene):
+            assert len(found) == len(VARIANTS)
+            assert set(found.values()) == {True}, (scene, found)
+
+
+def one_after_the_other() -> dict[tuple, float]:
+    """Every scene through the same dispatchers: the largest difference from one rank, relative to the largest value."""
+    found = {}
+    with start_process("cpu", timeout_s=20) as process:
+        share = EXPERTS // process.world_size
+        drawn = {name: parts(scene, torch.float32) for name, scene in SCENES.items()}
+        on_one = {
+            name: forward_backward(SparseLayer(bank(torch.float32)), *merge_for(ranks, 1)[0])
+            for name, ranks in drawn.items()
+        }
+        for variant, dispatcher in dispatchers(process).items():
+            for name in (*SCENES, *reversed(SCENES)):
+                scene, expected = SCENES[name], on_one[name]
+                layer = SparseLayer(bank(torch.float32, process.rank * share, share))
+                layer.dispatcher = dispatcher
+                result = forward_backward(layer, *drawn[name][process.rank])
+                rows = slice(sum(scene.tokens[: process.rank]), sum(scene.tokens[: process.rank + 1]))
+                own = slice(process.rank * share, (process.rank + 1) * share)
+                for key, value in result.items():
+                    if not isinstance(value, Tensor) or not value.numel():
+                        continue
+                    whole = expected[key]
+                    theirs = whole[own if key.startswith("w_") else rows]
+                    difference = (value - theirs).abs().max() / (whole.abs().max() + 1e-30)
+                    found[variant, name, key] = difference.item()
+    return found
+
+
+def test_a_dispatcher_remembers_nothing_of_the_pass_before() -> None:
+    results = run_ranks(one_after_the_other, 4, timeout_s=120)
+    weights = [name for name, _ in bank(torch.float32).named_parameters()]
+    for rank, found in enumerate(results):
+        for name, scene in SCENES.items():  # a rank without tokens has experts still, and gradients of their weights
+            expected = {*weights, *(("y", "x", "gates") if scene.tokens[rank] else ())}
+            for variant in VARIANTS:
+                assert {key for made, of, key in found if (made, of) == (variant, name)} == expected, (
+                    variant,
+                    name,
+                    rank,
+                )
+        assert {key: value for key, value in found.items() if value > 1e-6} == {}
+
+
+def collectives() -> dict[tuple, int]:
+    """How many collectives the group has begun on this rank after a pass forward and backward."""
+    found = {}
+    with start_process("cpu", timeout_s=20) as process:
+        share, group = EXPERTS // process.world_size, dist.group.WORLD
+        assert group is not None
+        for variant, dispatcher in dispatchers(process).items():
+            layer = SparseLayer(bank(torch.float32, process.rank * share, share))
+            layer.dispatcher = dispatcher
+            for name in ("one token in all", "no token at all", "a rank without tokens"):
+                forward_backward(layer, *parts(SCENES[name], torch.float32)[process.rank])
+                found[variant, name] = group._get_sequence_number_for_group()
+    return found
+
+
+def test_no_rank_stays_away_from_an_exchange_in_which_it_has_nothing_to_say() -> None:
+    """Gloo would not notice, since it sends no empty message; NCCL would hang."""
+    first, *others = run_ranks(collectives, 4)
+    assert len(set(first.values())) == len(first)  # it does count
+    assert others == [first] * 3
+
+
+def rows_held() -> dict[str, tuple[int, int, int]]:
+    """Rows that are here in a pass, how many must be, and routes."""
+    out = {}
+    with start_process("cpu", timeout_s=20) as process:
+        for name, scene in SCENES.items():
+            drawn = parts(scene, torch.float32)
+            share = EXPERTS // process.world_size
+            mine = [experts // share == process.rank for _, experts, _, _ in drawn]
+            x, experts, weights, _ = drawn[process.rank]
+            for kind, must in (("dedup", [here.any(1) for here in mine]), ("alltoall", mine)):
+                [dispatcher] = dispatchers(process, [(kind, 1)]).values()
+                sent = dispatcher.dispatch(x, token_routes(experts, weights, num_experts=EXPERTS))
+                counters: Any = dispatcher
+                held = len(sent.x_UD)
+                dispatcher.combine(echo(sent.x_UD, sent.routes), sent)
+                wanted = sum(int(here.sum()) for here in must)
+                out[f"{kind} {name}"] = (held, wanted, counters.stats().routes_served - sum(int(h.sum()) for h in mine))
+    return out
+
+
+def test_a_rank_holds_the_rows_for_its_experts_and_no_more() -> None:
+    for found in run_ranks(rows_held, 4):
+        assert len(found) == 2 * len(SCENES)
+        for name, (held, wanted, routes_too_many) in found.items():
+            assert (held, routes_too_many) == (wanted, 0), name
+
+
+WIDE, PASSES = 512, 200
+
+
+def growth() -> dict[str, float]:
+    """MiB that the process grew by in 200 passes forward and backward, after 40 to warm up."""
+    out = {}
+    with start_process("cpu", timeout_s=20) as process:
+        generator = torch.Generator().manual_seed(process.rank)
+        experts = torch.rand(64, EXPERTS, generator=generator).topk(3).indices
+        x = torch.randn(64, WIDE, generator=generator, requires_grad=True)
+        routes = token_routes(experts, torch.rand(64, 3, generator=generator), num_experts=EXPERTS)
+        for variant, dispatcher in dispatchers(process, [("alltoall", 1), ("dedup", 1)]).items():
+            for passes in (40, PASSES):
+                before = resident_bytes()
+                for _ in range(passes):
+                    sent = dispatcher.dispatch(x, routes)
+                    y = dispatcher.combine(echo(sent.x_UD, sent.routes), sent)
+                    x.grad = None
+                    y.sum().backward()
+            out[variant[0]] = (resident_bytes() - before) / 2**20
+    return out
+
+
+def resident_bytes() -> int:
+    with open("/proc/self/statm") as sizes:
+        return int(sizes.read().split()[1]) * resource.getpagesize()
+
+
+def test_memory_does_not_grow_over_200_passes() -> None:
+    """One pass holds some 1 MiB of rows: kept, they would be 200."""
+    assert os.path.exists("/proc/self/statm")
+    for found in run_ranks(growth, 2, timeout_s=120):
+        assert max(found.values()) < 20, found

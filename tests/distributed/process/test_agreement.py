@@ -1,0 +1,166 @@
+"""Ranks compare what they are about to do: a difference, or a rank that does not come, is told to all of them in words."""
+
+import os
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from world import run_ranks
+
+from moebius.distributed.layout import Layout
+from moebius.distributed.process import agreement
+from moebius.distributed.process.agreement import (
+    AgreementError,
+    agree,
+    code_facts,
+    flat_facts,
+    layout_facts,
+    parameter_facts,
+    spell_difference,
+    version_facts,
+)
+from moebius.distributed.process.process import start_process
+
+ROOT = Path(agreement.__file__).parents[2]
+CONFIG = {"train": {"seed": 0, "steps": 10}, "model": {"router": {"kind": "sigmoid"}}}
+
+
+def together(facts_of_rank, *, timeout_s=10.0, absent=(), late=()):
+    """What each rank of a world of threads heard: None, or the error's text."""
+    store, heard = dist.HashStore(), [None] * len(facts_of_rank)
+
+    def live(rank, facts):
+        time.sleep(0.3 if rank in late else 0)
+        try:
+            agree("run", facts, store=store, rank=rank, world_size=len(heard), timeout_s=timeout_s)
+        except AgreementError as error:
+            heard[rank] = str(error)
+
+    lives = [threading.Thread(target=live, args=place) for place in enumerate(facts_of_rank) if place[0] not in absent]
+    for life in lives:
+        life.start()
+    for life in lives:
+        life.join(30)
+    return heard
+
+
+def test_equal_facts_pass_as_often_as_asked():
+    facts = {**flat_facts("config", CONFIG), **code_facts(), **version_facts()}
+    assert together([facts] * 4) == [None] * 4
+    store = dist.HashStore()
+    for _ in range(2):
+        agree("run", facts, store=store, rank=0, world_size=1, timeout_s=1)
+
+
+def changed_config():
+    return flat_facts("config", CONFIG | {"train": {"seed": 1, "steps": 10}}), flat_facts("config", CONFIG)
+
+
+def changed_code():
+    facts = code_facts()
+    return facts | {"code model/moe.py": "of another commit"}, facts
+
+
+def changed_torch():
+    return version_facts() | {"torch version": "2.11.0"}, version_facts()
+
+
+def changed_layout():
+    return layout_facts(Layout(dp_replicate=1, dp_shard=4, ep=2)), layout_facts(
+        Layout(dp_replicate=2, dp_shard=2, ep=2)
+    )
+
+
+def changed_parameters():
+    model, other = nn.Linear(3, 4), nn.Linear(3, 5)
+    return parameter_facts(other), parameter_facts(model)
+
+
+def more_parameters():
+    return parameter_facts(nn.Linear(3, 4, bias=False)), parameter_facts(nn.Linear(3, 4))
+
+
+@pytest.mark.parametrize(
+    ("make", "told"),
+    [
+        (changed_config, ["config train.seed: 0 on ranks 0-1, 3; 1 on rank 2"]),
+        (changed_code, ["code model/moe.py: ", "of another commit on rank 2"]),
+        (changed_torch, [f"torch version: {torch.__version__} on ranks 0-1, 3; 2.11.0 on rank 2"]),
+        (changed_layout, ["layout: world 4 = dp_replicate 2 × dp_shard 2", "rank tables: "]),
+        (changed_parameters, ["parameter weight: [4, 3] float32 on ranks 0-1, 3; [5, 3] float32 on rank 2"]),
+        (more_parameters, ["parameter bias: [4] float32 on ranks 0-1, 3; absent on rank 2"]),
+    ],
+)
+def test_every_rank_is_told_who_differs(make, told):
+    unlike, alike = make()
+    heard = together([alike, alike, unlike, alike])
+    assert len(set(heard)) == 1
+    for words in told:
+        assert words in heard[0]
+    assert "none of them starts" in heard[0]
+    assert "train.steps" not in heard[0]  # what is equal is left out
+
+
+@pytest.mark.parametrize(("absent", "named"), [([3], "rank 3"), ([1, 2], "ranks 1-2"), ([0], "rank 0")])
+def test_a_rank_that_does_not_come_is_named_on_all_others(absent, named, monkeypatch):
+    monkeypatch.setattr(agreement, "_GRACE_S", 0.2)
+    started = time.monotonic()
+    heard = together([{"a": "b"}] * 4, timeout_s=0.5, absent=absent)
+    assert time.monotonic() - started < 3
+    for rank, text in enumerate(heard):
+        assert (text is None) == (rank in absent)
+        assert rank in absent or text.startswith(f"{named} of 4 did not come within 0.5 s to compare the run")
+
+
+def test_a_late_leader_is_waited_for(monkeypatch):
+    monkeypatch.setattr(agreement, "_GRACE_S", 0.0)
+    heard = together([{"a": "b"}] * 3, timeout_s=0.5, late=[0], absent=[2])
+    assert heard[0] == heard[1]
+    assert "rank 2 of 3 did not come" in heard[0]
+
+
+def test_a_long_difference_is_cut():
+    facts = [{f"key {index}": "x" * 100 for index in range(40)}, {}]
+    text = spell_difference("run", facts)
+    assert "and 20 more" in text
+    assert max(map(len, text.splitlines())) < 120
+
+
+def test_the_code_is_what_the_package_runs():
+    facts = code_facts()
+    assert {
+        "code cli/main.py",
+        "code __init__.py",
+        "code model/moe.py",
+        "code distributed/process/agreement.py",
+    } <= facts.keys()
+    assert not any("tests/" in key or "benchmarks/" in key for key in facts)
+    assert all((ROOT / key.removeprefix("code ")).is_file() for key in facts)
+    assert len(set(facts.values())) > len(facts) / 2  # digests of the contents
+
+
+def test_settings_are_flattened_whatever_their_type():
+    values = {"a": {"b": None, "c": [1, 2]}, "d": 0.5}
+    assert flat_facts("config", values) == {"config a.b": "null", "config a.c": "[1, 2]", "config d": "0.5"}
+
+
+def on_processes():
+    """Seeds differ on real ranks, over torchrun's store; afterwards they may agree on something else."""
+    rank = int(os.environ["RANK"])
+    with start_process("cpu", timeout_s=10) as process:
+        try:
+            process.agree("run", {"seed": str(rank // 2)})
+        except AgreementError as error:
+            process.agree("second", {"seed": "0"})
+            process.agree("second", {"seed": "1"})
+            return str(error)
+
+
+def test_on_processes_over_their_store():
+    told = run_ranks(on_processes, 4)
+    assert len(set(told)) == 1
+    assert "seed: 0 on ranks 0-1; 1 on ranks 2-3" in told[0]

@@ -1,0 +1,234 @@
+"""A collective that does not complete is explained: operation, number, group, and the ranks that did not come, on all ranks."""
+
+import os
+import signal
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from world import RankFailed, run_ranks
+
+from moebius.distributed.layout import MeshConfig, plan_layout
+from moebius.distributed.mesh import build_mesh
+from moebius.distributed.process import diagnosis
+from moebius.distributed.process.diagnosis import (
+    Answer,
+    Call,
+    CollectiveError,
+    find_absence,
+    recorded_calls,
+    spell_absence,
+)
+from moebius.distributed.process.process import start_process
+
+TIMEOUT_S = 1.0
+
+
+def told(act, *args):
+    """What a rank hears when it lives through `act(mesh)`: the error's text and after how long."""
+    started = time.monotonic()
+    try:
+        with start_process("cpu", timeout_s=TIMEOUT_S) as process:
+            mesh = build_mesh(plan_layout(MeshConfig(ep=2), process.world_size), process)
+            started = time.monotonic()
+            act(mesh, *args)
+    except CollectiveError as error:
+        return f"{error}{'' if error.__cause__ else ' (without a cause)'}", time.monotonic() - started
+    except ZeroDivisionError as error:
+        time.sleep(TIMEOUT_S + 1)  # the process lives on: the others hear of its end all the same
+        return repr(error), 0.0
+    return "went through", 0.0
+
+
+def one_skips(mesh, skipper):
+    """Three sums and an all-to-all that all make, then a sum of the ep group that one rank leaves out."""
+    for _ in range(3):
+        dist.all_reduce(torch.zeros(4), group=mesh.ep_group)
+    dist.all_to_all_single(torch.zeros(2), torch.zeros(2), group=mesh.ep_group)
+    if mesh.rank == skipper:
+        time.sleep(TIMEOUT_S + 1)
+    else:
+        dist.all_reduce(torch.zeros(2, 3), group=mesh.ep_group)
+
+
+def test_a_rank_that_skips_a_collective_is_named_with_the_collective():
+    answers = run_ranks(told, 2, one_skips, 1, timeout_s=20)
+    text, after_s = answers[0]
+    assert text.startswith(
+        "all_reduce no. 5 of group 'ep of ranks 0-1', of 2 × 3, did not complete: "
+        "rank 1 did not come (rank 1 last called all_to_all no. 4 there)"
+    )
+    assert "Timed out waiting 1000ms" in text  # the backend's words, by which the job's report ranks failures
+    assert "without a cause" not in text
+    assert TIMEOUT_S * 0.9 <= after_s < TIMEOUT_S + diagnosis.ANSWER_S
+    assert answers[1] == ("went through", 0.0)
+
+
+def one_waits_elsewhere(mesh):
+    """Rank 1 leaves out the ep group's sum and waits for the world, which waits for rank 0."""
+    dist.all_reduce(torch.zeros(1), group=mesh.world_group)
+    if mesh.rank != 1:
+        dist.all_reduce(torch.zeros(1), group=mesh.ep_group)
+    dist.all_reduce(torch.zeros(1), group=mesh.world_group)
+
+
+def test_all_ranks_that_wait_in_a_circle_hear_the_same_cause():
+    texts = [text for text, _ in run_ranks(told, 4, one_waits_elsewhere, timeout_s=20)]
+    causes = {text.partition(" (RuntimeError")[0] for text in texts}
+    assert len(causes) == 1
+    assert "did not come" in texts[0]
+    assert (
+        "all_reduce no. 1 of group 'ep of ranks 0-1'" in texts[0]
+    )  # the missed one, as cause or as where rank 0 stands
+
+
+def async_sums(mesh):
+    """Many sums are under way when one of them is never joined: the oldest is named, not the newest."""
+    if mesh.rank == 0:
+        sums = [dist.all_reduce(torch.zeros(1), group=mesh.world_group, async_op=True) for _ in range(5)]
+        for work in sums:
+            work.wait()
+    else:
+        dist.all_reduce(torch.zeros(1), group=mesh.world_group)
+        dist.all_reduce(torch.zeros(1), group=mesh.world_group)
+        time.sleep(TIMEOUT_S + 1)
+
+
+def test_the_oldest_of_several_open_collectives_is_named():
+    (text, _), _ = run_ranks(told, 2, async_sums, timeout_s=20)
+    assert text.startswith("all_reduce no. 3 of group 'world'")
+
+
+def one_ends(mesh, how):
+    dist.all_reduce(torch.zeros(1), group=mesh.ep_group)
+    if mesh.rank == 1:
+        if how == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise ZeroDivisionError("a fault of its own")
+    dist.all_reduce(torch.zeros(1), group=mesh.ep_group)
+
+
+def test_a_rank_that_ended_with_an_error_is_named_with_it():
+    (text, _), _ = run_ranks(told, 2, one_ends, "raised", timeout_s=20)
+    assert "all_reduce no. 2 of group 'ep of ranks 0-1'" in text
+    assert "rank 1 had ended with ZeroDivisionError: a fault of its own" in text
+
+
+def outlive(act, *args):
+    """A killed rank fails the world at once, unless what the survivor heard is on paper first."""
+    *args, file = args
+    text, _ = told(act, *args)
+    file.write_text(text)
+
+
+def test_a_killed_rank_is_said_to_be_gone(tmp_path, monkeypatch):
+    monkeypatch.setattr("world._AFTERMATH_S", diagnosis.ANSWER_S + 2)
+    with pytest.raises(RankFailed):
+        run_ranks(outlive, 2, one_ends, "killed", tmp_path / "told", timeout_s=20)
+    text = (tmp_path / "told").read_text()
+    assert "all_reduce no. 2 of group 'ep of ranks 0-1'" in text
+    assert "rank 1 gave no answer (its process has died" in text
+    assert "Connection closed by peer" in text or "Connection reset" in text
+
+
+def one_calls_another(mesh):
+    dist.all_reduce(torch.zeros(1), group=mesh.ep_group)
+    if mesh.rank == 1:
+        dist.broadcast(torch.zeros(7), 0, group=mesh.ep_group)
+        time.sleep(TIMEOUT_S + 1)
+    else:
+        dist.all_reduce(torch.zeros(3), group=mesh.ep_group)
+        dist.all_reduce(torch.zeros(3), group=mesh.ep_group)
+
+
+def test_a_rank_that_calls_another_operation_is_named():
+    texts = [text for text, _ in run_ranks(told, 2, one_calls_another, timeout_s=20)]
+    assert any(
+        "no. 2 of group 'ep of ranks 0-1'" in text and "came with" in text and "instead" in text for text in texts
+    )
+
+
+def silent_store(mesh):
+    """Without a store nobody can be asked; the backend's error must come through as it is."""
+    diagnosis.explain.__globals__["_collect"] = fail_to_ask
+    one_skips(mesh, 1)
+
+
+def fail_to_ask(*_):
+    raise dist.DistNetworkError("the store is gone")
+
+
+def told_plainly():
+    try:
+        return told(silent_store)
+    except RuntimeError as error:
+        return f"{type(error).__name__}: {error}", 0.0
+
+
+def test_without_a_store_the_backends_own_error_remains():
+    (text, _), _ = run_ranks(told_plainly, 2, timeout_s=20)
+    assert text.startswith("RuntimeError: [")
+    assert "Timed out waiting 1000ms" in text
+
+
+def records():
+    with start_process("cpu", timeout_s=5) as process:
+        mesh = build_mesh(plan_layout(MeshConfig(ep=2), process.world_size), process)
+        for _ in range(40):
+            dist.all_reduce(torch.zeros(2, 3), group=mesh.ep_group)
+        dist.all_to_all_single(torch.zeros(2), torch.zeros(2), group=mesh.world_group)
+        return recorded_calls(), mesh.ep_group.group_name
+
+
+def test_the_record_tells_the_last_calls_of_each_group():
+    for calls, ep in run_ranks(records, 2):
+        mine = [call for call in calls if call.group == f"gloo:{ep}"]
+        assert [(call.number, call.operation) for call in mine] == [(number, "all_reduce") for number in range(25, 41)]
+        assert mine[-1].sizes == ((2, 3),)
+        assert (calls[-1].description, calls[-1].operation, calls[-1].number) == ("world", "all_to_all", 1)
+        assert 0 <= calls[-1].age_s < 5
+        assert calls[-1].timeout_s == 5
+
+
+def call(number, *, group="g", operation="all_reduce", sizes=((4,),), age_s=0.0):
+    return Call(group, f"{group} of ranks 0-3", number, operation, sizes, age_s, 10.0)
+
+
+def test_who_keeps_a_collective_from_completing():
+    """Rank 0 waits in no. 3: rank 1 is behind, rank 2 ended, rank 3 is silent; other groups are as they should be."""
+    answers = {
+        0: Answer([call(7, group="far"), call(2), call(3, age_s=9.9)]),
+        1: Answer([call(2), call(9, group="far")]),
+        2: Answer([call(2)], ended="ValueError: no"),
+    }
+    absence = find_absence(0, answers, {"g": [0, 1, 2, 3], "far": [0]})
+    assert absence is not None
+    assert (absence.call.number, absence.behind, absence.ended, absence.silent) == (3, [1], [2], [3])
+    text = spell_absence(absence, answers)
+    assert "rank 1 did not come (rank 1 last called all_reduce no. 9 of group 'far of ranks 0-3')" in text
+    assert "rank 2 had ended with ValueError: no" in text
+    assert "rank 3 gave no answer" in text
+
+
+def test_a_rank_that_is_only_slower_is_not_blamed_for_what_is_not_overdue():
+    answers = {0: Answer([call(3, age_s=1.0)]), 1: Answer([call(2)])}
+    assert find_absence(0, answers, {"g": [0, 1]}) is None
+    answers[1] = Answer([call(2)], ended="ValueError: no")
+    absence = find_absence(0, answers, {"g": [0, 1]})
+    assert absence is not None
+    assert absence.ended == [1]
+
+
+@pytest.mark.parametrize(
+    ("other", "blamed"), [({"sizes": ((5,),)}, True), ({"operation": "barrier"}, True), ({}, False)]
+)
+def test_another_operation_or_size_under_the_same_number(other, blamed):
+    answers = {0: Answer([call(3)]), 1: Answer([call(3, **other)])}
+    absence = find_absence(0, answers, {"g": [0, 1]})
+    assert (absence is not None and absence.unlike == [1]) == blamed
+
+
+def test_uneven_all_to_alls_are_alike():
+    answers = {rank: Answer([call(3, operation="all_to_all", sizes=((rank,),))]) for rank in range(2)}
+    assert find_absence(0, answers, {"g": [0, 1]}) is None

@@ -1,0 +1,206 @@
+"""Starting and ending a rank, alone, in a world, and again after a restart on the same store."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import TCPStore
+from world import RankFailed, run_ranks
+
+from moebius.distributed.process import process as process_module
+from moebius.distributed.process.agreement import AgreementError
+from moebius.distributed.process.process import Process, start_process, stop_process, store_prefix
+
+
+def describe():
+    with start_process("cpu", timeout_s=20) as process:
+        return (process.rank, process.local_rank, process.world_size, process.ranks_per_node), dist.get_backend()
+
+
+def restart_after(death):
+    """Attempt 0 in a child process, attempt 1 here on the same store; the ranks are dealt anew, as torchrun may."""
+    child = os.fork()
+    if child == 0:
+        start_process("cpu", timeout_s=15)
+        with contextlib.suppress(RuntimeError):  # a peer that has passed the barrier may be dead before we have
+            dist.barrier()
+        os._exit(0) if death == "exit" else os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(child, 0)
+    os.environ["TORCHELASTIC_RESTART_COUNT"] = "1"
+    os.environ["RANK"] = str(int(os.environ["WORLD_SIZE"]) - 1 - int(os.environ["RANK"]))
+    with start_process("cpu", timeout_s=15) as process:
+        value = torch.tensor([10.0**process.rank])
+        dist.all_reduce(value)
+        return value.item()
+
+
+def disagree():
+    if os.environ["RANK"] == "1":
+        process_module._choose_device = lambda wanted, place: torch.device("cuda", 0)
+    try:
+        start_process("auto", timeout_s=30)
+    except AgreementError as error:
+        return str(error)
+    return "started"
+
+
+def late_rank():
+    process = start_process("cpu", timeout_s=0.5)
+    if process.rank == 1:
+        time.sleep(1)
+        return "late"
+    try:
+        dist.all_reduce(torch.zeros(1))
+    except RuntimeError as error:
+        return str(error)
+
+
+@pytest.fixture
+def alone(monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    yield monkeypatch
+    stop_process()
+
+
+def test_without_torchrun_it_is_a_world_of_one(alone):
+    with start_process("cpu", timeout_s=5) as process:
+        assert process == Process(0, 1, 0, torch.device("cpu"), "gloo", 5)
+        value = torch.ones(2)
+        dist.all_reduce(value)
+        assert torch.equal(value, torch.ones(2))
+        with pytest.raises(RuntimeError, match="in a world already"):
+            start_process("cpu")
+    assert not dist.is_initialized()
+    stop_process()  # twice is harmless
+
+
+def test_a_world_of_ranks():
+    results = run_ranks(describe, 3)
+    assert results == [((rank, rank, 3, 3), "gloo") for rank in range(3)]
+
+
+@pytest.mark.parametrize("death", ["exit", "kill"])
+def test_a_restarted_world_does_not_read_its_predecessor(death):
+    assert run_ranks(restart_after, 3, death, timeout_s=40) == [111.0] * 3
+
+
+def test_the_prefix_tells_generations_and_attempts_apart():
+    prefixes = {
+        store_prefix({}),
+        store_prefix({"MOEBIUS_GENERATION": "1"}),
+        store_prefix({"TORCHELASTIC_RESTART_COUNT": "1"}),
+        store_prefix({"MOEBIUS_GENERATION": "1", "TORCHELASTIC_RESTART_COUNT": "1"}),
+    }
+    assert len(prefixes) == 4
+
+
+def test_ranks_that_chose_different_devices_are_told():
+    told = run_ranks(disagree, 3)
+    assert len(set(told)) == 1
+    assert "device: cpu on ranks 0, 2; cuda on rank 1" in told[0]
+
+
+def never_start():
+    if os.environ["RANK"] == "1":
+        return "never"
+    try:
+        start_process("cpu", timeout_s=0.5)
+    except AgreementError as error:
+        return str(error)
+
+
+def test_a_rank_that_never_starts_is_named():
+    first, _, third = run_ranks(never_start, 3)
+    assert first == third
+    assert first.startswith("rank 1 of 3 did not come within 0.5 s to compare the start")
+
+
+ALONE = """
+import torch.distributed as dist
+from moebius.distributed.process import start_process
+
+with start_process("cpu", timeout_s=20):
+    dist.barrier()
+"""
+
+
+def test_ranks_without_an_agent_end_in_good_order():
+    """Rank 0 holds the store and may be gone first; nobody's thread may turn that into an abort."""
+    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    port = server.port
+    del server
+    variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", ALONE], text=True, stderr=subprocess.PIPE,
+            env=os.environ | variables | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    ends = [(rank.communicate(timeout=60)[1], rank.returncode) for rank in ranks]
+    assert [code for _, code in ends] == [0, 0], ends
+
+
+def test_a_rank_that_does_not_come_ends_the_wait_after_the_timeout():
+    first, second = run_ranks(late_rank, 2, timeout_s=15)
+    assert "Timed out waiting 500ms" in first
+    assert second == "late"
+
+
+def test_an_incomplete_environment_is_explained(alone):
+    alone.setenv("RANK", "0")
+    alone.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match=r"LOCAL_RANK, MASTER_ADDR, MASTER_PORT missing.*'RANK': '0'"):
+        start_process("cpu")
+
+
+def test_a_rank_beyond_the_world_is_explained(alone):
+    for name, value in {
+        "RANK": "2",
+        "WORLD_SIZE": "2",
+        "LOCAL_RANK": "2",
+        "MASTER_ADDR": "x",
+        "MASTER_PORT": "1",
+    }.items():
+        alone.setenv(name, value)
+    with pytest.raises(ValueError, match="RANK 2 is not in a world of WORLD_SIZE 2"):
+        start_process("cpu")
+
+
+@pytest.mark.parametrize(
+    ("wanted", "num_gpus", "local_world_size", "chosen"),
+    [
+        ("auto", 0, 1, "cpu"),
+        ("auto", 1, 1, "cuda:0"),
+        ("auto", 1, 2, "cpu"),
+        ("cpu", 8, 1, "cpu"),
+        ("cuda", 2, 2, "cuda:0"),
+    ],
+)
+def test_the_device_is_chosen_for_the_whole_node(monkeypatch, wanted, num_gpus, local_world_size, chosen):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: num_gpus > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
+    place = process_module._Place(rank=0, world_size=8, local_rank=0, local_world_size=local_world_size)
+    assert str(process_module._choose_device(wanted, place)) == chosen
+
+
+def test_cuda_without_a_gpu_is_a_clear_error(alone):
+    alone.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ValueError, match="'cuda' was asked for, but rank 0 sees 0 GPUs and its node has 1 ranks"):
+        start_process("cuda")
+
+
+def start_on(device):
+    start_process(device)
+
+
+def test_a_failing_rank_is_not_hidden():
+    with pytest.raises(RankFailed, match="must be 'auto', 'cpu' or 'cuda', got 'tpu'"):
+        run_ranks(start_on, 1, "tpu")

@@ -1,0 +1,402 @@
+"""Exports: every architecture comes back with the same bits; keys, shapes and files are as documented; errors leave nothing."""
+
+import json
+import os
+import re
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from family import NAMES, make_uneven, tiny_config
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from world import run_ranks
+
+from moebius.cli.main import main
+from moebius.data_pipeline.config import DataConfig
+from moebius.data_pipeline.prepare import prepare
+from moebius.distributed.checkpoint.checkpointer import Checkpointer, CheckpointError
+from moebius.distributed.layout import MeshConfig, plan_layout
+from moebius.distributed.mesh import build_mesh
+from moebius.distributed.process.process import start_process
+from moebius.export import safetensors as module
+from moebius.export.safetensors import export, load_export, parse_size
+from moebius.model.initialise import initialise
+from moebius.model.precision import enters_a_product, forward_in
+from moebius.model.transformer import Transformer
+from moebius.train.config import Config, ConfigError, TrainConfig
+from moebius.train.state import Progress, model_tensors
+
+VOCABULARY, STEP = 257, 7
+TOKENS = torch.arange(8 * 16).view(8, 16) * 37 % VOCABULARY
+PAPER, DENSE = "moeut", "dense"
+
+
+@cache
+def model_of(name: str) -> Transformer:
+    """A recipe, shrunk, with opinions, and with something in every buffer."""
+    model = Transformer(tiny_config(name, vocab_size=VOCABULARY))
+    initialise(model, 1)
+    make_uneven(model)
+    for buffer in model.buffers():
+        buffer.copy_(torch.linspace(-1, 1, buffer.numel()).view_as(buffer))
+    model.before_step(STEP)
+    return model.eval()
+
+
+def config_of(name: str, folder: str = "nowhere", tokenizer: str = "bytes") -> Config:
+    return Config(
+        model=model_of(name).config,
+        data=DataConfig(tokenizer=tokenizer, vocab_size=VOCABULARY, seq_len=16, directory=folder),
+        train=TrainConfig(micro_batch=8),
+    )
+
+
+def save_models(folder: Path, names: list[str], data: str) -> None:
+    """A checkpoint of every model, as a run of one rank writes it."""
+    with start_process("cpu", timeout_s=60) as process:
+        mesh = build_mesh(plan_layout(MeshConfig(), 1), process)
+        for name in names:
+            tokenizer = "bpe" if name == PAPER else "bytes"
+            meta = {
+                "progress": Progress(STEP, STEP, 0, 1000).as_dict(),
+                "config": config_of(name, data, tokenizer).model_dump(mode="json"),
+            }
+            tensors, held = model_tensors(model_of(name))
+            held = {
+                key: one.__class__(one.shape, one.boxes, 1, has_experts=".experts." in key) for key, one in held.items()
+            }
+            tensors["optimizer.exp_avg.head.weight"] = torch.zeros(3)
+            saver = Checkpointer(
+                folder / name / "checkpoints",
+                mesh=mesh,
+                process=process,
+                keep_last=1,
+                generation=0,
+                generation_file=None,
+            )
+            saver.save(STEP, tensors, held, meta)
+            saver.wait()
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The checkpoint of every recipe; the first's tokenizer was trained."""
+    folder = tmp_path_factory.mktemp("runs")
+    text = folder / "text.jsonl"
+    text.write_text("".join(json.dumps({"text": f"the band number {n} closes"}) + "\n" for n in range(60)))
+    prepare(DataConfig(input=(str(text),), tokenizer="bpe", vocab_size=VOCABULARY), folder / "shards")
+    run_ranks(save_models, 1, folder, list(NAMES), str(folder / "shards"))
+    return {name: folder / name / "checkpoints" / f"step_{STEP:08d}" for name in NAMES}
+
+
+def logits(model: Transformer, dtype: torch.dtype | None = None) -> Tensor:
+    with torch.no_grad():
+        return (model(TOKENS) if dtype is None else forward_in(model, dtype, TOKENS)).logits_BSV
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_architecture_comes_back_with_the_same_bits(name: str, runs: dict[str, Path], tmp_path: Path) -> None:
+    for dtype, precision in {"fp32": torch.float32, "bf16": torch.bfloat16}.items():
+        export(runs[name], tmp_path / dtype, dtype=dtype, max_file_bytes=40_000)
+        loaded = load_export(tmp_path / dtype)
+        assert torch.equal(logits(loaded), logits(model_of(name), precision)), dtype
+        for key, tensor in model_of(name).state_dict().items():
+            stored = precision if enters_a_product(key) else torch.float32
+            assert loaded.state_dict()[key].dtype == stored
+            assert torch.equal(loaded.state_dict()[key], tensor.to(stored)), key
+
+
+BUFFERS = {
+    "group.0.seen": torch.tensor([2**53 + 1, -1]),  # a float64 has not this number
+    "group.0.is_open": torch.tensor([True, False]),
+    "group.1.exact": torch.tensor([1 / 3], dtype=torch.float64),
+    "group.1.mean": torch.tensor([1 / 3]),  # by its name it could be a matrix
+}
+
+
+class Buffered(Transformer):
+    """With buffers of all kinds."""
+
+    def __init__(self, *arguments, **options) -> None:
+        super().__init__(*arguments, **options)
+        for name, buffer in BUFFERS.items():
+            member, _, attribute = name.rpartition(".")
+            self.get_submodule(member).register_buffer(attribute, buffer.to(self.embedding.device))
+
+
+def save_buffered(folder: Path) -> None:
+    with start_process("cpu", timeout_s=60) as process:
+        mesh = build_mesh(plan_layout(MeshConfig(), 1), process)
+        saver = Checkpointer(folder, mesh=mesh, process=process, keep_last=1, generation=0, generation_file=None)
+        model = Buffered(model_of(DENSE).config)
+        initialise(model, 1)
+        meta = {"progress": Progress(STEP, STEP, 0, 1000).as_dict(), "config": config_of(DENSE).model_dump(mode="json")}
+        saver.save(STEP, *model_tensors(model), meta)
+        saver.wait()
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_what_is_no_weight_is_kept_as_it_is(dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_ranks(save_buffered, 1, tmp_path / "run")
+    monkeypatch.setattr(module, "Transformer", Buffered)
+    export(tmp_path / "run" / f"step_{STEP:08d}", tmp_path / "out", dtype=dtype)
+    stored, loaded = load_file(tmp_path / "out" / "model.safetensors"), load_export(tmp_path / "out").state_dict()
+    for name, buffer in BUFFERS.items():
+        for found in (stored[name], loaded[name]):
+            assert found.dtype == buffer.dtype, name
+            assert torch.equal(found, buffer), name
+    assert loaded["head.weight"].dtype == {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype]
+
+
+def test_the_keys_are_those_of_the_documents(runs: dict[str, Path], tmp_path: Path) -> None:
+    export(runs[PAPER], tmp_path / "out")
+    stored, model = load_file(tmp_path / "out" / "model.safetensors"), model_of(PAPER)
+    group = dict(model.get_submodule("group.0").named_parameters())
+    up, down = group["feed_forward.sparse.experts.w_up"], group["feed_forward.sparse.experts.w_down"]
+    value = group["attention.value.experts.weight"]
+    for expert in range(up.shape[0]):
+        prefix = f"group.0.feed_forward.sparse.experts.{expert}"
+        assert torch.equal(stored.pop(f"{prefix}.w_up.weight"), up[expert].T)
+        assert torch.equal(stored.pop(f"{prefix}.w_down.weight"), down[expert].T)
+    for expert in range(value.shape[0]):
+        assert torch.equal(stored.pop(f"group.0.attention.value.experts.{expert}.weight"), value[expert].T)
+    assert torch.equal(stored.pop("embedding.weight"), model.embedding)
+    assert torch.equal(stored.pop("head.weight"), model.head.weight)
+    assert torch.equal(stored.pop("group.0.feed_forward.router.weight"), group["feed_forward.router.weight"])
+    assert not [key for key in stored if "optimizer" in key]
+
+
+def test_an_expert_is_a_linear_layer_as_others_have_it(runs: dict[str, Path], tmp_path: Path) -> None:
+    """x → down(relu(up(x))) with torch's own functions on the exported matrices is what the expert's kernel computes."""
+    export(runs[PAPER], tmp_path / "out")
+    stored, model = load_file(tmp_path / "out" / "model.safetensors"), model_of(PAPER)
+    bank = model.get_submodule("group.1.feed_forward.sparse.experts")
+    x_D = torch.linspace(-1, 1, model.config.d_model)
+    prefix = "group.1.feed_forward.sparse.experts.3"
+    hidden = torch.relu(torch.nn.functional.linear(x_D, stored[f"{prefix}.w_up.weight"]))
+    answer = torch.nn.functional.linear(hidden, stored[f"{prefix}.w_down.weight"])
+    ours = torch.relu(x_D @ bank.w_up[3]) @ bank.w_down[3]  # type: ignore[operator, index]
+    torch.testing.assert_close(answer, ours)
+
+
+def test_files_are_small_enough_and_the_index_says_where_everything_is(runs: dict[str, Path], tmp_path: Path) -> None:
+    exported = export(runs[PAPER], tmp_path / "out", max_file_bytes=30_000)
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    files = sorted(set(index["weight_map"].values()))
+    assert files == exported.files
+    assert files == [f"model-{n:05}-of-{len(files):05}.safetensors" for n in range(1, len(files) + 1)]
+    assert len(files) > 2
+    total = 0
+    for file in files:
+        tensors = load_file(tmp_path / "out" / file)
+        size = sum(tensor.nbytes for tensor in tensors.values())
+        assert size <= 30_000 or len(tensors) == 1
+        assert {key for key, place in index["weight_map"].items() if place == file} == set(tensors)
+        with safe_open(tmp_path / "out" / file, framework="pt") as opened:
+            assert opened.metadata() == {"format": "pt"}
+        total += size
+    assert index["metadata"]["total_size"] == total == exported.num_bytes
+
+
+def test_what_stands_beside_the_weights(runs: dict[str, Path], tmp_path: Path) -> None:
+    export(runs[PAPER], tmp_path / "out", dtype="bf16")
+    described = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert described["model"] == model_of(PAPER).config.model_dump(mode="json")
+    assert (described["dtype"], described["vocab_size"], described["step"]) == ("bfloat16", VOCABULARY, STEP)
+    assert (tmp_path / "out" / "tokenizer.json").read_bytes() == (
+        runs[PAPER].parents[2] / "shards" / "tokenizer.json"
+    ).read_bytes()
+    settings = json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())
+    assert settings["eos_token"] == "<|end_of_document|>"
+    assert described["eos_token_id"] == 0
+
+
+def test_from_the_command_line(runs: dict[str, Path], tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    run_dir = runs[PAPER].parents[1]
+    code, said = run(capfd, "export", str(run_dir), "--out", str(tmp_path / "out"), "--max-shard-size", "30KB")
+    assert code == 0
+    assert re.search(rf"weights of step {STEP}, \d+ keys, 0\.\d MB model-00001-of-\d+", said), said
+    assert "tokenizer.json of 257 ids" in said
+    assert torch.equal(logits(load_export(tmp_path / "out")), logits(model_of(PAPER)))
+
+
+def run(capfd: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
+    """Exit code and everything printed, line breaks folded."""
+    with pytest.raises(SystemExit) as ended:
+        main(["ckpt", *arguments])
+    out, err = capfd.readouterr()
+    assert "Traceback" not in err
+    return int(ended.value.code or 0), re.sub(r"\s+", " ", out + err)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["CHECKPOINT", "--out", "taken"], "taken exists already and is not overwritten"),
+        (
+            ["CHECKPOINT", "--out", "step_00000007"],
+            "only a checkpoint may be called step_<number>; choose another name",
+        ),
+        (["nowhere", "--out", "out"], "nowhere: has no checkpoint"),
+        (["RUN", "--out", "out", "--step", "3"], "has no checkpoint of step 3; there are those of 7"),
+        (["CHECKPOINT", "--out", "out", "--step", "7"], "is one checkpoint: a step can be chosen of a run folder only"),
+        (["RUN", "--out", "out", "--max-shard-size", "much"], "'much' is no size: write 5GB"),
+    ],
+)
+def test_what_cannot_be_exported(
+    arguments: list[str], message: str, runs: dict[str, Path], tmp_path: Path, capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    Path("taken").mkdir()
+    places = {"CHECKPOINT": str(runs[PAPER]), "RUN": str(runs[PAPER].parents[1])}
+    code, said = run(capfd, "export", *(places.get(word, word) for word in arguments))
+    assert code == 2
+    assert message in said, said
+    assert os.listdir() == ["taken"]
+
+
+def test_without_the_library_the_line_that_installs_it(
+    runs: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    for act in (lambda: export(runs[PAPER], tmp_path / "out"), lambda: load_export(tmp_path)):
+        with pytest.raises(ConfigError, match=re.escape("pip install 'moebius[export]'")):
+            act()
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_full_disk_leaves_nothing(runs: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    library = module._require_safetensors()
+
+    def full(tensors, file, **_):
+        save_file(dict(list(tensors.items())[:1]), file)
+        raise library.SafetensorError("I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr(library.torch, "save_file", full)
+    with pytest.raises(CheckpointError, match=r"model.safetensors could not be written: .*No space left"):
+        export(runs[PAPER], tmp_path / "out")
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("how", ["flipped", "cut off"])
+def test_a_disk_that_loses_bytes_is_noticed(
+    how: str, runs: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save = module._save
+
+    def lossy(tensors, file: Path) -> None:
+        save(tensors, file)
+        content = bytearray(file.read_bytes())
+        content[-3] ^= 64
+        file.write_bytes(content if how == "flipped" else content[:-8])
+
+    monkeypatch.setattr(module, "_save", lossy)
+    with pytest.raises(
+        CheckpointError, match=r"model.safetensors does not read as it was written \(.*is the disk sound"
+    ):
+        export(runs[PAPER], tmp_path / "out")
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.fixture
+def exported(runs: dict[str, Path], tmp_path: Path) -> Path:
+    export(runs[PAPER], tmp_path / "out")
+    return tmp_path / "out"
+
+
+def rewrite(folder: Path, change) -> None:
+    """The weights and their index as someone else might have changed them."""
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    index = {"metadata": {}, "weight_map": dict.fromkeys(tensors, "model.safetensors")}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+EXPERT = "group.0.feed_forward.sparse.experts.3.w_up.weight"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda tensors: tensors.pop(EXPERT), rf"lacks the key {EXPERT} \(1 such"),
+        (lambda tensors: tensors.update(more=torch.zeros(1)), "has, beside those of its model, the key more"),
+        (
+            lambda tensors: tensors.update({EXPERT: tensors[EXPERT].T.contiguous()}),
+            rf"{EXPERT} has shape \[24, 8\], its model asks for \[8, 24\]",
+        ),
+        (
+            lambda tensors: tensors.update({EXPERT: tensors[EXPERT].to(torch.int32)}),
+            rf"{EXPERT} is torch.int32, its model asks for torch.float32",
+        ),
+    ],
+)
+def test_an_export_that_lacks_something_is_not_loaded(change, message: str, exported: Path) -> None:
+    rewrite(exported, change)
+    with pytest.raises(ConfigError, match=message):
+        load_export(exported)
+
+
+INDEX = "model.safetensors.index.json"
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        (INDEX, {"metadata": {}}, "has no weight_map of keys and files"),
+        (INDEX, {"weight_map": [EXPERT]}, "has no weight_map of keys and files"),
+        (INDEX, {"weight_map": {EXPERT: 3}}, "has no weight_map of keys and files"),
+        (INDEX, [], "is no JSON object"),
+        (INDEX, {"weight_map": {EXPERT: "../model.safetensors"}}, "names files outside of its folder: ../model"),
+        (
+            INDEX,
+            {"weight_map": {EXPERT: "model-1.safetensors", "b": "model.safetensors"}},
+            "out: model-1.safetensors missing, of 2 files with weights",
+        ),
+        ("config.json", {"step": 3}, "describes no model of moebius: it has no 'model'"),
+        ("config.json", {"model": {}, "step": None}, "describes no model of moebius"),
+    ],
+)
+def test_an_export_that_is_described_wrongly_is_not_loaded(
+    file: str, content: object, message: str, exported: Path
+) -> None:
+    (exported / file).write_text(json.dumps(content))
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        load_export(exported)
+
+
+def test_a_key_that_its_file_has_not_is_named(exported: Path) -> None:
+    tensors = load_file(exported / "model.safetensors")
+    del tensors[EXPERT]
+    save_file(tensors, exported / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match=rf"model.safetensors: cannot be read: .*{re.escape(EXPERT)}"):
+        load_export(exported)
+
+
+@pytest.mark.parametrize("file", ["config.json", "model.safetensors.index.json", "model.safetensors"])
+def test_an_export_with_a_damaged_file_is_not_loaded(file: str, exported: Path) -> None:
+    content = (exported / file).read_bytes()
+    (exported / file).write_bytes(content[: len(content) // 3])
+    with pytest.raises(ConfigError, match=re.escape(file)):
+        load_export(exported)
+    (exported / file).unlink()
+    with pytest.raises(ConfigError, match=re.escape(file)):
+        load_export(exported)
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("5GB", 5 * 10**9), ("500 mb", 5 * 10**8), ("2GiB", 2**31), ("1000", 1000), ("0.5KB", 500)]
+)
+def test_sizes(text: str, size: int) -> None:
+    assert parse_size(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "5XB", "GB", "-1GB", "0", "5I"])
+def test_no_sizes(text: str) -> None:
+    with pytest.raises(ConfigError, match="is no size"):
+        parse_size(text)

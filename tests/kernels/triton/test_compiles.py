@@ -1,0 +1,235 @@
+"""Every Triton kernel, with every tile of the table, compiled for sm_90 by a machine without a GPU.
+
+What a call of the backend would launch is written down instead, and compiled as it would have been there. Asked of the result:
+tensor cores (wgmma) in every product, no spilled register, registers and shared memory that the chip has, rows that come by
+asynchronous copies, and no atomics where the answer is to be deterministic. Speed is not asked: that needs the GPU.
+"""
+
+import functools
+import os
+import re
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+triton = pytest.importorskip("triton", reason="Triton is not installed")
+if os.environ.get("TRITON_INTERPRET") == "1":
+    pytest.skip("the interpreter compiles nothing", allow_module_level=True)
+
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.compiler import ASTSource  # noqa: E402
+from triton.runtime.jit import JITFunction  # noqa: E402
+
+from moebius.kernels.activations import columns_of  # noqa: E402
+from moebius.kernels.operands import MLPBank, MLPCall, MLPGradients, SortedRoutes  # noqa: E402
+from moebius.kernels.triton import backend as ours  # noqa: E402
+from moebius.kernels.triton import tiles as triton_tiles  # noqa: E402
+from moebius.kernels.triton import weight_gradients as triton_weight_gradients  # noqa: E402
+from moebius.kernels.triton.routing import sort_routes, tile_table  # noqa: E402
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+BF16, FP32 = torch.bfloat16, torch.float32
+SHARED_BYTES, REGISTERS = 227 * 1024, 64 * 1024  # of one block, of one multiprocessor
+PRODUCTS = {
+    "gathered_activation", "gathered_gate", "gathered_hidden_gradient", "gathered_input_gradient", "rows_product", "fused_mlp",
+    "ragged_product",
+}  # fmt: skip
+POINTERS = {BF16: "*bf16", FP32: "*fp32", torch.int32: "*i32", torch.int64: "*i64"}
+TOKENS_AND_EXPERTS = {"many": (4096, 16), "few": (1024, 128), "one": (1, 1)}  # at 16 routes per token
+LOADS = ("many", "few")
+Launch = tuple[Any, tuple, dict[str, Any]]
+
+_used: set[tuple[str, str, str]] = set()  # entries of the table
+_seen: set[tuple] = set()  # launches that another test has compiled already
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Launch]:
+    """Of the calls that a test makes; nothing runs."""
+    found: list[Launch] = []
+
+    def note(self: Any, *args: Any, grid: Any, warmup: bool, **constants: Any) -> None:
+        found.append((self, args, constants))
+
+    def choose(kernel: str, dtype: torch.dtype, num_rows: int, num_experts: int) -> triton_tiles.Tile:
+        load = "few" if num_rows < triton_tiles.FEW * num_experts else "many"
+        _used.add((kernel, "bf16" if dtype is BF16 else "fp32", load))
+        return triton_tiles.choose(kernel, dtype, num_rows, num_experts)
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(JITFunction, "run", note)
+    monkeypatch.setattr(ours, "check_tensor", lambda rows: None)  # rows of a CPU do here: nothing is read
+    monkeypatch.setattr(ours, "choose", choose)
+    monkeypatch.setattr(triton_weight_gradients, "choose", choose)
+    return found
+
+
+def make_routes(load: str) -> SortedRoutes:
+    tokens, experts = TOKENS_AND_EXPERTS[load]
+    weight_N, order_N = torch.empty(16 * tokens), torch.empty(16 * tokens, dtype=torch.int32)
+    starts_E1 = torch.empty(experts + 1, dtype=torch.int32)
+    return SortedRoutes(weight_N, order_N, order_N, starts_E1, None, None, tokens, 16, 16, 0)
+
+
+def call_mlp(
+    load: str, widths: tuple[int, int], dtype: torch.dtype, activation: str = "relu", *,
+    biased: bool = False, options: ours.Options = ours.DEFAULT, deferred: bool = False,
+) -> None:  # fmt: skip
+    routes, (width, hidden), columns = make_routes(load), widths, columns_of(widths[1], activation)
+    new = functools.partial(torch.empty, dtype=dtype)
+    num_experts = routes.starts_E1.shape[0] - 1
+    biases = (new(num_experts, columns), new(num_experts, width)) if biased else (None, None)
+    bank = MLPBank(new(num_experts, width, columns), new(num_experts, hidden, width), *biases, activation)
+    x, grad = new(routes.num_targets, width), new(routes.num_targets, width)
+    _, kept = ours.mlp_forward(x, bank, routes, options=options)
+    if deferred:
+        *_, d_z = ours.mlp_backward_rows(grad, x, bank, routes, kept, options=options)
+        ours.mlp_weight_gradients([MLPCall(grad, x, routes, kept, d_z, bank)] * 2)
+    else:
+        into = MLPGradients(bank.w_up_EDW, bank.w_down_EFO)
+        ours.mlp_backward(grad, x, bank, routes, kept, into, options=options)
+
+
+def call_linear(load: str, widths: tuple[int, int], dtype: torch.dtype, options: ours.Options = ours.DEFAULT) -> None:
+    routes, new = make_routes(load), functools.partial(torch.empty, dtype=dtype)
+    w, x = new(routes.starts_E1.shape[0] - 1, *widths), new(routes.num_targets, widths[0])
+    _, kept = ours.linear_forward(x, w, routes, options=options)
+    ours.linear_backward(new(routes.num_targets, widths[1]), x, w, routes, kept, w, options=options)
+
+
+def compiled(launch: Launch) -> Any:
+    """What the runtime would make of a launch on sm_90, tensors lying at multiples of 16 bytes."""
+    kernel, args, constants = launch
+    options = {name: constants.pop(name) for name in ("num_warps", "num_stages") if name in constants}
+    values = dict(zip(kernel.arg_names, args, strict=False)) | constants
+    signature, fixed, attributes = {}, {}, {}
+    for place, parameter in enumerate(kernel.params):
+        value = values[parameter.name]
+        if (
+            parameter.is_constexpr
+            or value is None
+            or (type(value) is int and value == 1 and not parameter.do_not_specialize)
+        ):
+            signature[parameter.name] = "constexpr"
+            fixed[place,] = value
+        elif isinstance(value, Tensor):
+            signature[parameter.name] = POINTERS[value.dtype]
+            attributes[place,] = [["tt.divisibility", 16]]
+        else:
+            signature[parameter.name] = "i32"
+            if not parameter.do_not_specialize and value % 16 == 0:
+                attributes[place,] = [["tt.divisibility", 16]]
+    return triton.compile(
+        ASTSource(kernel, signature, fixed, attributes), target=GPUTarget("cuda", 90, 32), options=options
+    )
+
+
+def resources(cubin: bytes) -> tuple[int, int]:
+    """Registers of a thread, and bytes of its stack: what is spilled lies there."""
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        shown = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+)", shown)
+    assert found, shown
+    return int(found[1]), int(found[2])
+
+
+def check(launches: list[Launch], *, exact: bool = False) -> None:
+    """`exact`: products that need not be on tensor cores, and may have a few bytes of stack."""
+    for launch in launches:
+        kernel, args, constants = launch
+        name = kernel.fn.__name__
+        kind = (
+            name,
+            *(arg if not isinstance(arg, Tensor) else (arg.dtype, arg.dim()) for arg in args),
+            *constants.items(),
+        )
+        if kind in _seen:
+            continue
+        _seen.add(kind)
+        result = compiled((kernel, args, dict(constants)))
+        ptx, (registers, stack) = result.asm["ptx"], resources(result.asm["cubin"])
+        about = f"{name} {constants}: {registers} registers, {stack} bytes of stack, {result.metadata.shared} shared"
+        assert stack <= (64 if exact else 0), about
+        assert registers * 32 * result.metadata.num_warps <= REGISTERS, about
+        assert result.metadata.shared <= SHARED_BYTES, about
+        if name in PRODUCTS and not exact:
+            assert "wgmma.mma_async" in ptx, about
+            assert " mma.sync" not in ptx, about
+            assert "cp.async" in ptx, about
+        if name != "_histogram" and not constants.get("ADD"):
+            assert not re.search(r"\b(atom|red)\.", ptx), about
+
+
+def test_routing(launches: list[Launch]) -> None:
+    sort_routes(torch.empty(4096 * 16, dtype=torch.int64), 565)
+    tile_table(torch.empty(566, dtype=torch.int32), 4096 * 16, rows=128)
+    assert [kernel.fn.__name__ for kernel, *_ in launches] == ["_histogram", "_scan", "_scatter", "_tile_table"]
+    check(launches)
+
+
+@pytest.mark.parametrize("load", LOADS)
+@pytest.mark.parametrize("activation", ["relu", "gelu", "swiglu"])
+def test_perceptrons(activation: str, load: str, launches: list[Launch]) -> None:
+    call_mlp(load, (1024, 128), BF16, activation, biased=activation == "gelu")
+    check(launches)
+
+
+@pytest.mark.parametrize("load", LOADS)
+@pytest.mark.parametrize("activation", ["relu", "swiglu"])
+def test_perceptrons_with_all_options(activation: str, load: str, launches: list[Launch]) -> None:
+    call_mlp(load, (1024, 128), BF16, activation, options=ours.Options(fused=True, scatter_add=True), deferred=True)
+    check(launches)
+
+
+@pytest.mark.parametrize("widths", [(1024, 128), (128, 1024)])
+@pytest.mark.parametrize("load", LOADS)
+def test_matrices(load: str, widths: tuple[int, int], launches: list[Launch]) -> None:
+    call_linear(load, widths, BF16)
+    check(launches)
+
+
+@pytest.mark.parametrize("load", LOADS)
+def test_widths_that_are_no_multiple_of_16_bytes(load: str, launches: list[Launch]) -> None:
+    call_mlp(load, (412, 128), BF16)
+    call_linear(load, (412, 82), BF16)
+    call_linear(load, (82, 412), BF16)
+    check(launches)
+
+
+def test_tiny_widths_and_one_expert(launches: list[Launch]) -> None:
+    """Whether there are tensor cores for such is all the same."""
+    for activation in ("relu", "swiglu"):
+        call_mlp("one", (5, 3), BF16, activation, biased=True)
+    call_linear("one", (3, 5), BF16)
+    call_linear("one", (5, 3), BF16)
+    sort_routes(torch.empty(16, dtype=torch.int64), 1)
+    check(launches, exact=True)
+
+
+@pytest.mark.parametrize("load", LOADS)
+def test_float32(load: str, launches: list[Launch]) -> None:
+    call_mlp(load, (1024, 128), FP32)
+    check(launches, exact=True)
+
+
+@pytest.mark.parametrize("load", LOADS)
+def test_tensorfloat32(load: str, launches: list[Launch]) -> None:
+    call_mlp(load, (1024, 128), FP32, "swiglu", options=ours.Options(tf32=True))
+    call_mlp(load, (412, 128), FP32, options=ours.Options(tf32=True, fused=True))
+    call_mlp(load, (1024, 128), FP32, "swiglu", options=ours.Options(tf32=True, fused=True))
+    call_mlp(load, (1024, 82), FP32, options=ours.Options(tf32=True))
+    check(launches)
+
+
+def test_no_tile_was_left_out() -> None:
+    """Stands last: of all that the others have used."""
+    assert _used == set(triton_tiles.TILES)

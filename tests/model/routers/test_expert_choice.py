@@ -1,0 +1,139 @@
+"""Expert choice: values and gradients against a loop, equal loads whatever the logits, and why it must be grouped by position."""
+
+from typing import Any
+
+import pytest
+import torch
+from informed import informed_gradient_fraction
+from sparse_layer import make_layer, make_model, rows, temporal_leak
+from torch import Tensor
+
+from moebius.model.config import ModelConfig
+from moebius.model.layers import activate
+from moebius.model.moe import SparseFeedForward
+from moebius.model.routers.expert_choice import ExpertChoiceConfig
+from moebius.model.routers.router import Promises
+
+GROUPED = {"kind": "expert_choice", "group_size": 4, "mean_experts": 1.5}  # C = 1.5/6 · 4 = 1
+FLAT = {"kind": "expert_choice", "scope": "flat", "mean_experts": 1.0}
+
+
+def loop(layer: SparseFeedForward, x_BSD: Tensor, groups: list[list[tuple[int, int]]], taken: int) -> Tensor:
+    """One group and one expert at a time: sort the members by probability, take the first ones."""
+    out, bank = torch.zeros_like(x_BSD), layer.sparse.experts
+    for group in groups:
+        p = torch.stack([(layer.router.weight @ x_BSD[place]).softmax(0) for place in group])
+        for e in range(p.shape[1]):
+            for m in sorted(range(len(group)), key=lambda m: -p[m, e].item())[:taken]:
+                place = group[m]
+                answer = activate(x_BSD[place] @ bank.w_up[e], bank.activation) @ bank.w_down[e]
+                out[place] = out[place] + p[m, e] * answer
+    return out
+
+
+@pytest.mark.parametrize(
+    ("router", "groups", "taken"),
+    [
+        (GROUPED, [[(4 * j + m, s) for m in range(4)] for s in range(3) for j in range(2)], 1),
+        (FLAT, [[(b, s) for b in range(8) for s in range(3)]], 4),
+    ],
+    ids=["position", "flat"],
+)
+def test_values_and_gradients_are_those_of_a_loop(router: dict[str, Any], groups: list, taken: int) -> None:
+    layer = make_layer(router)
+    x_BSD = rows(8, 3).requires_grad_()
+    fixed = rows(8, 3, seed=5)
+    leaves = [x_BSD, *layer.parameters()]
+    y_BSD, routing = layer(x_BSD, x_BSD)
+    expected = loop(layer, x_BSD, groups, taken)
+    torch.testing.assert_close(y_BSD, expected, rtol=1e-10, atol=1e-12)
+    ours, theirs = (torch.autograd.grad((y * fixed).sum(), leaves) for y in (y_BSD, expected))
+    for our, their in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(our, their, rtol=1e-9, atol=1e-11)
+    served = torch.bincount(routing.routes.target_N, minlength=24)
+    assert served.max() > 1  # tokens are taken by several experts, and some by none
+    assert served.min() == 0
+    assert (y_BSD.flatten(0, 1)[served == 0] == 0).all()
+
+
+@pytest.mark.parametrize("logits", ["opinionated", "all equal", "one favourite"])
+@pytest.mark.parametrize("router", [GROUPED, FLAT])
+def test_every_expert_takes_equally_many_of_every_group(router: dict[str, Any], logits: str) -> None:
+    layer, x_BSD = make_layer(router), rows(8, 3)
+    with torch.no_grad():
+        if logits != "opinionated":
+            layer.router.weight.zero_()
+        if logits == "one favourite":
+            layer.router.weight[2] = 100
+    routing = layer.router(x_BSD.flatten(0, 1), batch_size=8)
+    routes = routing.routes
+    if router is GROUPED:
+        group_N = routes.source_N % 3 + 3 * (routes.source_N // 12)  # (position, half of the batch)
+        assert (torch.bincount(routes.expert_N * 6 + group_N, minlength=36) == 1).all()
+    else:
+        assert (torch.bincount(routes.expert_N, minlength=6) == 4).all()
+    assert (routes.expert_N == torch.arange(len(routes.expert_N)) // routes.per_expert).all()
+    assert routes.source_N.equal(routes.target_N)
+    pairs = routes.source_N * 6 + routes.expert_N
+    assert len(pairs.unique()) == len(pairs)  # no token twice in one expert
+
+
+def test_the_load_is_reported_even() -> None:
+    model = make_model(GROUPED)
+    load = model(torch.randint(31, (8, 3))).loads["feed_forward"]
+    load_LN = load.load_LN
+    assert load_LN.tolist() == [[6] * 6] * 2
+    assert (load_LN.amax(1) / load_LN.double().mean(1) - 1 == 0).all()  # max violation
+    assert load.wanted_L.equal(load_LN.sum(1))
+
+
+def test_flat_choice_reads_the_future_and_grouped_choice_does_not() -> None:
+    x_BSD, other_BSD = rows(8, 6), rows(8, 6, seed=1)
+    tokens_BS, other_BS = (torch.randint(31, (8, 6), generator=torch.Generator().manual_seed(n)) for n in (1, 2))
+    for router, causal in ((GROUPED, True), (FLAT, False)):
+        layer, model = make_layer(router), make_model(router)
+        with torch.no_grad():
+            model.group[0].feed_forward.router.weight.normal_(generator=torch.Generator().manual_seed(0))
+            in_layer = temporal_leak(lambda x, f=layer: f(x, x)[0], x_BSD, other_BSD, range(1, 6))
+            in_model = temporal_leak(lambda x, f=model: f(x).logits_BSV, tokens_BS, other_BS, range(1, 6))
+        assert (in_layer == 0.0, in_model == 0.0) == (causal, causal)
+        expected = Promises(causal=causal, batch_invariant=False, dropless=False, balanced=True)
+        assert layer.router.config.promises == expected
+
+
+def test_a_token_learns_only_from_experts_that_took_it() -> None:
+    assert informed_gradient_fraction(make_layer(GROUPED), rows(8, 3)) == pytest.approx(1 / 4)  # C / group size
+
+
+def test_an_answer_can_be_normalised() -> None:
+    layer, x_BSD = make_layer(GROUPED, output_norm=True), rows(8, 3)
+    y_BSD, routing = layer(x_BSD, x_BSD)
+    raw_BSD = layer.answers(x_BSD.flatten(0, 1), routing.plan).view_as(x_BSD)
+    centred = raw_BSD - raw_BSD.mean(-1, keepdim=True)
+    torch.testing.assert_close(y_BSD, centred / (centred.square().mean(-1, keepdim=True) + 1e-5).sqrt())
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"group_size": 8, "mean_experts": 1.0}, r"=1.0 · 8 rows of a group / num_experts=32\) = 0 rows.*at least 16"),
+        ({"group_size": 8, "mean_experts": 40.0}, r"mean_experts=40.0 is more than num_experts=32"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_is_refused_when_it_is_configured(sizes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ModelConfig.model_validate({"num_experts": 32, "router": {"kind": "expert_choice"} | sizes})
+
+
+def test_half_a_row_is_one_and_cost_follows_from_what_is_taken() -> None:
+    for group, mean, taken in ((16, 1.0, 1), (32, 1.0, 1), (48, 1.0, 2), (32, 5.4, 5)):
+        config = ExpertChoiceConfig(group_size=group, mean_experts=mean)
+        config.check(32)
+        assert config.taken(32, group) == taken
+        assert config.active_experts(32, 128) == taken * 32 / group
+
+
+def test_incomplete_groups_are_refused() -> None:
+    layer, x_BSD = make_layer(GROUPED), rows(6, 3)
+    with pytest.raises(ValueError, match="6 sequences are not whole groups of 4"):
+        layer(x_BSD, x_BSD)

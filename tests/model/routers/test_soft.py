@@ -1,0 +1,106 @@
+"""Soft MoE: values and gradients against a loop, its degenerate case, and that it looks ahead within a sequence only."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from informed import informed_gradient_fraction
+from sparse_layer import make_layer, make_model, rows, temporal_leak
+from torch import Tensor
+
+from moebius.model.config import ModelConfig
+from moebius.model.layers import activate
+from moebius.model.moe import SparseFeedForward
+from moebius.model.routers.router import Promises
+from moebius.model.routing import Mixture
+
+SOFT = {"kind": "soft_moe", "slots_per_expert": 2}
+
+
+def expert(layer: SparseFeedForward, e: int, row_D: Tensor) -> Tensor:
+    bank = layer.sparse.experts
+    return activate(row_D @ bank.w_up[e], bank.activation) @ bank.w_down[e]
+
+
+def loop(layer: SparseFeedForward, x_BSD: Tensor) -> Tensor:
+    """One sequence, one slot and one token at a time."""
+    slots, out = layer.router.weight, []
+    for x_SD in x_BSD:
+        logits = torch.stack(
+            [torch.stack([layer.router.scale[0] * F.cosine_similarity(x, slot, dim=0) for slot in slots]) for x in x_SD]
+        )
+        answers = []
+        for n in range(len(slots)):
+            dispatch = logits[:, n].softmax(0)
+            answers.append(
+                expert(layer, n // 2, torch.stack([w * x for w, x in zip(dispatch, x_SD, strict=True)]).sum(0))
+            )
+        for token in logits:
+            combine = token.softmax(0)
+            out.append(torch.stack([w * answer for w, answer in zip(combine, answers, strict=True)]).sum(0))
+    return torch.stack(out).view_as(x_BSD)
+
+
+@pytest.mark.parametrize("length", [5, 20])  # fewer tokens than slots (12), and more: the scale is on the smaller side
+def test_values_and_gradients_are_those_of_a_loop(length: int) -> None:
+    layer = make_layer(SOFT)
+    with torch.no_grad():
+        layer.router.scale.fill_(3.0)
+    x_BSD = rows(2, length).requires_grad_()
+    fixed = rows(2, length, seed=5)
+    leaves = [x_BSD, *layer.parameters()]
+    y_BSD, expected = layer(x_BSD, x_BSD)[0], loop(layer, x_BSD)
+    torch.testing.assert_close(y_BSD, expected, rtol=1e-9, atol=1e-11)
+    ours, theirs = (torch.autograd.grad((y * fixed).sum(), leaves) for y in (y_BSD, expected))
+    for our, their in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(our, their, rtol=1e-8, atol=1e-10)
+
+
+def test_a_slot_for_every_token_makes_it_one_hot() -> None:
+    """P = 1, E = tokens, Φ column i = token i, a huge scale: output i is expert i's answer to token i."""
+    layer = make_layer({"kind": "soft_moe", "slots_per_expert": 1})
+    x_BSD = torch.randn(1, 6, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        layer.router.weight.copy_(7 * x_BSD[0])  # only the direction counts
+        layer.router.scale.fill_(1e6)
+        y_BSD, routing = layer(x_BSD, x_BSD)
+        plan = routing.plan
+        assert isinstance(plan, Mixture)
+        for weights in (plan.merge_GMP, plan.emit_GMP):
+            torch.testing.assert_close(weights[0], torch.eye(6, dtype=torch.float64))
+        expected = torch.stack([expert(layer, i, x_BSD[0, i]) for i in range(6)])
+    torch.testing.assert_close(y_BSD[0], expected)
+
+
+def test_it_reads_its_own_future_and_no_other_sequence() -> None:
+    x_BSD, other_BSD = rows(4, 6), rows(4, 6, seed=1)
+    layer, model = make_layer(SOFT), make_model(SOFT)
+    tokens_BS, other_BS = (torch.randint(31, (4, 6), generator=torch.Generator().manual_seed(n)) for n in (1, 2))
+    with torch.no_grad():
+        assert temporal_leak(lambda x: layer(x, x)[0], x_BSD, other_BSD, range(1, 6)) > 1e-3
+        assert temporal_leak(lambda x: model(x).logits_BSV, tokens_BS, other_BS, range(1, 6)) > 1e-6
+        changed = tokens_BS.clone()
+        changed[0] = other_BS[0]
+        assert model(changed).logits_BSV[1:].equal(model(tokens_BS).logits_BSV[1:])
+    promises = layer.router.config.promises
+    assert promises == Promises(causal=False, batch_invariant=True, dropless=True, balanced=True)
+    assert model(tokens_BS).loads["feed_forward"].load_LN.tolist() == [[8] * 6] * 2
+
+
+def test_every_logit_learns_from_its_expert() -> None:
+    assert informed_gradient_fraction(make_layer({"kind": "soft_moe", "slots_per_expert": 1}), rows(2, 5)) == 1.0
+
+
+def test_it_starts_with_unit_scale_and_lecun_slots() -> None:
+    router = make_model(SOFT, d_model=256, num_experts=32).group[0].feed_forward.router
+    assert router.scale.item() == 1.0
+    assert router.weight.shape == (64, 256)
+    assert router.weight.std().item() == pytest.approx(256**-0.5, rel=0.05)
+
+
+def test_slots_must_be_given_and_the_look_ahead_allowed() -> None:
+    with pytest.raises(ValueError, match=r"slots_per_expert is not given.*num_experts=16.*for 128 positions: 8"):
+        ModelConfig.model_validate({"router": {"kind": "soft_moe"}, "allow_future_leak": True})
+    with pytest.raises(ValueError, match="lets a position read later ones"):
+        ModelConfig.model_validate({"router": SOFT})
+    config = ModelConfig.model_validate({"router": SOFT, "allow_future_leak": True})
+    assert config.router.active_experts(16, 64) == 0.5

@@ -1,0 +1,380 @@
+"""The Sparse Universal Transformer: against a slow loop over tokens, experts, heads and keys, and against its own promises.
+
+No record of the model without halting exists, nor of tokens that halt early, so the loop is written from the formulas.
+"""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from pydantic import ValidationError
+from torch import Tensor
+
+from moebius.distributed.parallelize import expert_names
+from moebius.model.balance import RunningSum
+from moebius.model.config import ModelConfig
+from moebius.model.initialise import draw, initialise
+from moebius.model.precision import cast_weights, forward_in
+from moebius.model.routers.sut import SutConfig, SutRouter
+from moebius.model.routing import Routing, token_routes
+from moebius.model.transformer import Transformer
+
+TINY = ModelConfig(
+    vocab_size=31, d_model=12, num_layers=5, group_size=1, norm="post", positions="none", attention="momha", num_heads=2,
+    d_head=3, num_attention_experts=4, attention_top_k=2, max_distance=4, attention_balance=0.02, num_experts=5,
+    d_expert=6, expert_bias=True, initialisation="sut", router=SutConfig(top_k=2, mi_loss=0.03),
+)  # fmt: skip
+HALTING = {"loss": 0.05, "threshold": 0.9}
+
+
+def config(**changes: object) -> ModelConfig:
+    return ModelConfig.model_validate(TINY.model_dump() | changes)
+
+
+def make(config: ModelConfig, *, backend: str = "auto", noise: float = 0.0) -> Transformer:
+    """Starting values; with noise everything is away from its start, so that dropping a part shows."""
+    model = Transformer(config, backend=backend)
+    initialise(model, 0)
+    model = model.double()
+    generator = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.add_(noise * torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
+            if name == "halting.output.weight":  # tokens halt at every step, and some never
+                decided = torch.Generator().manual_seed(5)
+                parameter.copy_(3 * noise * torch.randn(parameter.shape, generator=decided, dtype=torch.float64))
+    return model
+
+
+def some_tokens(*shape: int) -> Tensor:
+    return torch.randint(31, shape, generator=torch.Generator().manual_seed(3))
+
+
+class Oracle:
+    """The formulas, one token at a time. Legend: b sequence, i query, j key, s slot, h head, e expert."""
+
+    def __init__(self, model: Transformer) -> None:
+        self.c, self.w = model.config, dict(model.named_parameters())
+        self.seen: dict[str, list[tuple[Tensor, Tensor]]] = {"attention": [], "feed_forward": []}
+
+    def norm(self, x: Tensor, name: str) -> Tensor:
+        return F.layer_norm(x, x.shape[-1:], self.w[f"group.0.{name}.weight"], self.w[f"group.0.{name}.bias"])
+
+    def route(self, block: str, x: Tensor, top_k: int, weight: Tensor) -> tuple[list[int], list[Tensor]]:
+        name = f"group.0.{block}.router."
+        hidden = torch.tanh(self.w[name + "hidden.weight"] @ x + self.w[name + "hidden.bias"])
+        p = torch.softmax(self.w[name + "output.weight"] @ hidden, 0)
+        self.seen[block].append((p, weight))
+        best = sorted(range(len(p)), key=lambda e: -p[e].item())[:top_k]
+        return best, [p[e] / (sum(p[i] for i in best) + 1e-6) for e in best]
+
+    def attend(self, x: Tensor, memory: Tensor, i: int, weight: Tensor) -> Tensor:
+        """x, memory: (S, D) of one sequence."""
+        c, w, out = self.c, self.w, torch.zeros_like(x[i])
+        experts, gates = self.route("attention", x[i], c.attention_top_k, weight)
+        if weight == 0:
+            return out
+        for e, gate in zip(experts, gates, strict=True):
+            q, heads = w["group.0.attention.query.experts.weight"][e].T @ x[i], []
+            for h in range(c.num_heads):
+                part = slice(h * c.d_head, (h + 1) * c.d_head)
+                scores, values = [], []
+                for j in range(i + 1):
+                    k = (w["group.0.attention.key.weight"] @ memory[j])[part]
+                    distance = max(j - i, -(c.max_distance - 1))
+                    relative = w["group.0.attention.relative"][h, :, distance + c.max_distance]
+                    scores.append(q[part] @ k / math.sqrt(c.d_head) + q[part] * c.d_head**-0.25 @ relative)
+                    values.append((w["group.0.attention.value.weight"] @ memory[j])[part])
+                heads.append(torch.softmax(torch.stack(scores), 0) @ torch.stack(values))
+            out = out + gate * (w["group.0.attention.output.experts.weight"][e].T @ torch.cat(heads))
+        return out
+
+    def feed(self, x: Tensor, weight: Tensor) -> Tensor:
+        out = torch.zeros_like(x)
+        experts, gates = self.route("feed_forward", x, self.c.router.top_k, weight)
+        if weight == 0:
+            return out
+        w = {
+            name: self.w[f"group.0.feed_forward.sparse.experts.{name}"] for name in ("w_up", "b_up", "w_down", "b_down")
+        }
+        for e, gate in zip(experts, gates, strict=True):
+            hidden = torch.relu(w["w_up"][e].T @ x + w["b_up"][e])
+            out = out + gate * (w["w_down"][e].T @ hidden + w["b_down"][e])
+        return out
+
+    def layer(self, y: Tensor, memory: Tensor, weight: Tensor) -> Tensor:
+        sequences = []
+        for b in range(len(y)):
+            rows = []
+            for i in range(y.shape[1]):
+                a = self.norm(y[b, i] + self.attend(y[b], memory[b], i, weight[b, i]), "attention_norm")
+                rows.append(self.norm(a + self.feed(a, weight[b, i]), "feed_forward_norm"))
+            sequences.append(torch.stack(rows))
+        return torch.stack(sequences)
+
+    def halt(self, y: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = F.gelu(self.w["halting.hidden.weight"] @ y + self.w["halting.hidden.bias"])
+        go_on, halt = torch.log_softmax(self.w["halting.output.weight"] @ hidden, 0).exp()
+        return go_on, halt
+
+    def run(self, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Logits, the whole regularisation, and the mean number of depth steps computed."""
+        c = self.c
+        x = self.w["embedding"][tokens] * math.sqrt(c.d_model)
+        x = F.layer_norm(x, x.shape[-1:])
+        every = torch.ones(tokens.shape, dtype=x.dtype)
+        y, ponder, depth = self.layer(x, x, every), torch.zeros(()), every.clone()
+        if c.halting is None:
+            for _ in range(1, c.num_layers):
+                y = self.layer(y, y, every)
+        else:
+            y, ponder, depth = self.halted(y, every, depth)
+        logits = y @ self.w["head.weight"].T + self.w["head.bias"]
+        losses = c.attention_balance * self.information("attention") + c.router.mi_loss * self.information(
+            "feed_forward"
+        )
+        return logits, losses + (0 if c.halting is None else c.halting.loss * ponder), depth.mean()
+
+    def halted(self, y: Tensor, every: Tensor, depth: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        s, sequences, length = y, *every.shape
+        tokens = [(b, i) for b in range(sequences) for i in range(length)]
+        v = {t: torch.ones((), dtype=y.dtype) for t in tokens}
+        a = {t: torch.zeros_like(y[t]) for t in tokens}
+        d = {t: torch.zeros((), dtype=y.dtype) for t in tokens}
+        steps = []
+        for step in range(1, self.c.num_layers):
+            w = {}
+            for t in tokens:
+                go_on, halt = self.halt(y[t])
+                p, v[t] = v[t] * halt, v[t] * go_on
+                a[t], d[t] = a[t] + p * y[t], d[t] + (step - 1) * p
+                w[t] = v[t] if v[t] >= 1 - self.c.halting.threshold else torch.zeros_like(v[t])
+            weight = torch.stack([w[t] for t in tokens]).view(every.shape)
+            y = self.layer(y, s, weight)
+            s = torch.stack([a[t] + w[t] * y[t] if w[t] > 0 else s[t] for t in tokens]).view(y.shape)
+            depth = depth + (weight > 0)
+            steps.append(sum(d[t] + w[t] * step for t in tokens) / len(tokens))
+        return s, steps[-1] if self.c.halting.loss_sum == "last" else sum(steps), depth
+
+    def information(self, block: str) -> Tensor:
+        p, q = (torch.stack(parts) for parts in zip(*self.seen[block], strict=True))
+        published = self.c.router.mi_sign == "as_published"
+        rows = p.numel() if published and self.c.halting is None else q.sum()
+        q = q / rows
+        conditional = -sum(q[n] * (p[n] * p[n].log()).sum() for n in range(len(p)))
+        mean = sum(q[n] * p[n] for n in range(len(p)))
+        marginal = -(mean * mean.log()).sum()
+        return conditional + marginal if published else conditional - marginal
+
+
+@pytest.mark.parametrize("backend", ["reference", "segments"])
+@pytest.mark.parametrize("sign", ["corrected", "as_published"])
+@pytest.mark.parametrize("loss_sum", [None, "last", "all"])
+def test_the_model_equals_the_loop_in_values_and_in_every_gradient(loss_sum: str, sign: str, backend: str) -> None:
+    halting = None if loss_sum is None else HALTING | {"loss_sum": loss_sum}
+    model = make(config(halting=halting, router=SutConfig(mi_loss=0.03, mi_sign=sign)), backend=backend, noise=0.4)
+    tokens = some_tokens(2, 7)
+    output = model(tokens)
+    logits, regularisation, depth = Oracle(model).run(tokens)
+    torch.testing.assert_close(output.logits_BSV, logits, rtol=0, atol=1e-12)
+    torch.testing.assert_close(output.regularisation_B.mean(), regularisation, rtol=0, atol=1e-12)
+    if halting:
+        served_L = output.loads["feed_forward"].load_LN.sum(1)
+        assert len(set(served_L.tolist())) > 2  # tokens halt at different steps, and some never
+        assert served_L[-1] > 0
+        assert output.auxiliary["depth"].mean() == pytest.approx(depth.item())
+    parameters = dict(model.named_parameters())
+    ours = torch.autograd.grad(output.logits_BSV.square().sum() + output.regularisation_B.mean(), parameters.values())
+    expected = torch.autograd.grad(logits.square().sum() + regularisation, parameters.values())
+    for name, our, their in zip(parameters, ours, expected, strict=True):
+        torch.testing.assert_close(our, their, rtol=1e-10, atol=1e-10, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def test_halved_sticks_cost_exactly_4_03125_over_6_steps_and_0_96875_at_the_last() -> None:
+    tokens = some_tokens(3, 8)
+    for loss_sum, expected in (("all", 4.03125), ("last", 0.96875)):
+        model = make(config(num_layers=6, halting={"loss_sum": loss_sum})).float()
+        assert model(tokens).auxiliary["halting"].tolist() == [expected] * 3
+
+
+def test_at_the_start_every_token_is_skipped_from_depth_step_10_on_and_asks_no_expert() -> None:
+    model = make(config(num_layers=18, halting={}))
+    layer, asked = model.group[0], {}
+    for name, sparse in {
+        "query": layer.attention.query, "output": layer.attention.output, "up": layer.feed_forward.sparse
+    }.items():  # fmt: skip
+        counts = asked.setdefault(name, [])
+        sparse.register_forward_pre_hook(lambda _, args, counts=counts: counts.append(len(args[1].expert_N)))
+    output = model(some_tokens(2, 9))
+    assert all(counts == [2 * 9 * 2] * 10 + [0] * 8 for counts in asked.values())
+    assert output.auxiliary["depth"].tolist() == [10.0, 10.0]
+    for kind in ("attention", "feed_forward"):
+        assert output.loads[kind].load_LN.sum(1).tolist() == output.loads[kind].wanted_L.tolist() == [36] * 10 + [0] * 8
+
+
+def test_a_halted_token_keeps_its_state_and_goes_on_serving_as_key_and_value() -> None:
+    model = make(config(num_layers=14, halting={"threshold": 0.999}))
+    shorter = make(config(num_layers=10, halting={"threshold": 0.999}))
+    tokens = some_tokens(2, 9)
+    torch.testing.assert_close(model(tokens).logits_BSV, shorter(tokens).logits_BSV, rtol=0, atol=0)
+
+
+def test_one_depth_step_halts_nowhere_and_costs_nothing() -> None:
+    output = make(config(num_layers=1, halting=HALTING))(some_tokens(2, 4))
+    assert output.auxiliary["halting"].tolist() == [0.0, 0.0]
+    assert output.auxiliary["depth"].tolist() == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("halting", [None, HALTING])
+@pytest.mark.parametrize("max_distance", [1, 4, 64])
+def test_generation_with_the_cache_equals_the_full_pass(halting: dict | None, max_distance: int) -> None:
+    model = make(config(halting=halting, max_distance=max_distance), noise=0.4).eval()
+    tokens = some_tokens(2, 13)
+    full = model(tokens).logits_BSV
+    for pieces in ([13], [1] * 13, [5, 1, 4, 3]):
+        cache = model.new_cache()
+        parts = [model(part, cache).logits_BSV for part in tokens.split(pieces, dim=1)]
+        torch.testing.assert_close(torch.cat(parts, 1), full, rtol=0, atol=1e-11)
+        assert all(entry.length == 13 for entry in cache)
+
+
+@pytest.mark.parametrize("halting", [None, HALTING])
+def test_no_position_sees_its_future_and_no_sequence_another(halting: dict | None) -> None:
+    model = make(config(halting=halting), noise=0.4).eval()
+    tokens = some_tokens(3, 10)
+    before = model(tokens).logits_BSV
+    for cut in range(10):
+        changed = tokens.clone()
+        changed[1, cut:] = (changed[1, cut:] + 7) % 31
+        after = model(changed).logits_BSV
+        torch.testing.assert_close(after[1, :cut], before[1, :cut], rtol=0, atol=1e-12)
+        torch.testing.assert_close(after[[0, 2]], before[[0, 2]], rtol=0, atol=1e-12)
+        assert not torch.allclose(after[1, cut], before[1, cut])
+
+
+def information(logits_TE: Tensor, sign: str, weight_T: Tensor | None) -> float:
+    router = SutRouter(
+        SutConfig(mi_sign=sign), 3, logits_TE.shape[1], start=lambda shape, generator: torch.zeros(shape)
+    )
+    routes = token_routes(logits_TE.topk(2).indices, torch.ones(len(logits_TE), 2), num_experts=logits_TE.shape[1])
+    sums = router.statistics(Routing(routes, logits_TE[:, None], row_weight_T=weight_T), 2)
+    (loss,) = router.losses(sums, RunningSum())
+    return loss.value_B.mean().item()
+
+
+def test_the_published_sign_rewards_collapse_and_the_corrected_one_balance() -> None:
+    uniform, one_hot = torch.zeros(16, 8), torch.eye(8).repeat(2, 1) * 200
+    collapse, every = one_hot[:1].repeat(16, 1), torch.ones(16)
+    published = [information(logits, "as_published", every) for logits in (uniform, one_hot, collapse)]
+    assert published == pytest.approx([2 * math.log(8), math.log(8), 0], abs=1e-6)
+    corrected = [information(logits, "corrected", every) for logits in (uniform, one_hot, collapse)]
+    assert corrected == pytest.approx([0, -math.log(8), 0], abs=1e-6)
+    assert corrected == pytest.approx(
+        [information(x, "corrected", None) for x in (uniform, one_hot, collapse)], abs=1e-6
+    )
+    # Without halting the released code divides by the number of probabilities: P_e is 1/64 instead of 1/8.
+    assert information(uniform, "as_published", None) == pytest.approx((math.log(8) + math.log(64)) / 8)
+
+
+def test_drawn_experts_follow_their_probabilities_beside_the_best_in_training_only() -> None:
+    router = SutRouter(SutConfig(top_k=2, sampled=1), 6, 4, start=lambda shape, generator: torch.zeros(shape))
+    with torch.no_grad():
+        router.hidden.weight.copy_(torch.eye(6))
+        router.hidden.bias.zero_()
+        router.output.weight.copy_(torch.eye(4, 6))
+    x_TD = torch.atanh(torch.tensor([0.9, 0.1, -0.5, -0.9, 0, 0])).repeat(20_000, 1)
+    p_E = torch.tensor([0.9, 0.1, -0.5, -0.9]).softmax(0)
+    torch.manual_seed(0)
+    experts_TK, weights_TK, _ = router.choose(x_TD)
+    assert bool((experts_TK[:, 0] == 0).all())
+    drawn_E = torch.bincount(experts_TK[:, 1], minlength=4) / len(x_TD)
+    torch.testing.assert_close(drawn_E, torch.cat((torch.zeros(1), p_E[1:] / p_E[1:].sum())), rtol=0, atol=0.015)
+    torch.testing.assert_close(
+        weights_TK[:, 1], p_E[experts_TK[:, 1]] / (p_E[0] + p_E[experts_TK[:, 1]]), rtol=1e-5, atol=0
+    )
+    assert bool((router.eval().choose(x_TD)[0] == torch.tensor([0, 1])).all())
+
+
+def test_attention_draws_its_experts_only_where_asked() -> None:
+    model = make(config(attention_sampled=1))
+    assert model.group[0].attention.router.config.sampled == 1
+    assert model.group[0].feed_forward.router.config.sampled == 0
+    tokens = some_tokens(2, 8)
+    torch.manual_seed(1)
+    first = model(tokens).logits_BSV
+    assert not torch.equal(model(tokens).logits_BSV, first)
+    torch.manual_seed(1)
+    assert torch.equal(model(tokens).logits_BSV, first)
+    model.eval()
+    assert torch.equal(model(tokens).logits_BSV, model(tokens).logits_BSV)
+
+
+def test_matrices_are_cast_and_routers_and_gate_are_not() -> None:
+    model = make(config(halting=HALTING), noise=0.2).float()
+    cast = set(cast_weights(model, torch.bfloat16))
+    kept = {name for name, _ in model.named_parameters()} - cast
+    assert {name for name in kept if "router" not in name and "norm" not in name} == {
+        "embedding", "head.bias", "halting.hidden.weight", "halting.hidden.bias", "halting.output.weight",
+        "group.0.feed_forward.sparse.experts.b_up", "group.0.feed_forward.sparse.experts.b_down",
+    }  # fmt: skip
+    tokens = some_tokens(4, 16)
+    wide, narrow = model(tokens).logits_BSV, forward_in(model, torch.bfloat16, tokens).logits_BSV
+    assert narrow.dtype == torch.float32
+    error = (narrow - wide).norm() / wide.norm()
+    assert 0 < error < 0.1
+
+
+def test_it_runs_on_the_meta_device() -> None:
+    with torch.device("meta"):
+        model = Transformer(config(halting=HALTING, attention_sampled=1))
+        output = model(torch.zeros(2, 6, dtype=torch.int64))
+    assert output.logits_BSV.shape == (2, 6, 31)
+    (output.logits_BSV.sum() + output.regularisation_B.sum()).backward()
+
+
+def test_parameters_start_as_published() -> None:
+    model = Transformer(config(halting=HALTING))
+    d, expert, width = 12, 6, 6
+    bounds = {
+        "attention.query.experts.weight": 1 / d, "attention.output.experts.weight": 1 / width,
+        "attention.key.weight": math.sqrt(3 / (d + width)), "attention.value.weight": math.sqrt(3 / (d + width)),
+        "attention.router.hidden.weight": d**-0.5, "attention.router.hidden.bias": d**-0.5,
+        "attention.router.output.weight": d**-0.5, "attention.relative": 0.0,
+        "feed_forward.sparse.experts.w_up": 1 / d, "feed_forward.sparse.experts.b_up": expert**-0.5,
+        "feed_forward.sparse.experts.w_down": 1 / expert, "feed_forward.sparse.experts.b_down": d**-0.5,
+        "feed_forward.router.hidden.weight": d**-0.5, "feed_forward.router.output.weight": d**-0.5,
+    }  # fmt: skip
+    bounds = {f"group.0.{name}": bound for name, bound in bounds.items()} | {
+        "halting.hidden.weight": d**-0.5, "halting.hidden.bias": d**-0.5, "halting.output.weight": 0.0
+    }  # fmt: skip
+    parameters = dict(model.named_parameters())
+    for name, bound in bounds.items():
+        drawn = torch.stack([draw(name, parameters[name], seed) for seed in range(30)])
+        assert bound * 0.95 <= drawn.abs().max() <= bound * (1 + 1e-6), name
+        assert drawn.std() == pytest.approx(bound / math.sqrt(3), rel=0.1), name
+
+
+def test_all_experts_and_their_biases_are_sharded() -> None:
+    names = {name.removeprefix("group.0.") for name in expert_names(Transformer(config(halting=HALTING)))}
+    mlp = {f"feed_forward.sparse.experts.{part}" for part in ("w_up", "w_down", "b_up", "b_down")}
+    assert names == mlp | {"attention.query.experts.weight", "attention.output.experts.weight"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"positions": "rotary"}, 'positions="none"'),
+        ({"norm": "peri"}, 'norm="post"'),
+        ({"attention_sampled": 3}, "attention_sampled=3"),
+        ({"router": {"kind": "sut", "top_k": 6}}, "router.top_k=6"),
+        ({"router": {"kind": "sut", "sampled": 3}}, "router.sampled=3"),
+        ({"router": {"kind": "sut", "balance": 0.1}}, "balance"),
+        ({"halting": {}, "norm": "pre"}, "norm"),
+        ({"halting": {}, "router": {"kind": "sigmoid"}}, 'router.kind="sut"'),
+        ({"halting": {}, "feed_forward": "dense"}, 'router.kind="sut"'),
+    ],
+)
+def test_what_cannot_be_is_refused_with_its_reason(changes: dict, message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        config(**changes)

@@ -1,0 +1,376 @@
+"""Softmax token choice with and without a capacity: values, gradients, who is refused, what leaks, conventions of losses."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from informed import informed_gradient_fraction
+from routing_oracle import Gates, all_served, assert_same, make_layer, rows, serve, slow_layer
+from torch import Tensor
+
+from moebius.model.balance import RunningSum, choice_sums, normalised_coefficient
+from moebius.model.config import ModelConfig
+from moebius.model.initialise import initialise, truncated_normal
+from moebius.model.moe import SparseFeedForward
+from moebius.model.routers.capacity import expert_capacity, has_place
+from moebius.model.routers.token_choice import TokenChoiceConfig, TokenChoiceRouter
+from moebius.model.transformer import Transformer
+
+B, S, E = 8, 6, 8  # the toy of the table of leaks
+ORDERS = ("position_major", "token_major", "slot_major", "priority")
+
+
+def make_router(num_experts: int = E, d_row: int = 16, seed: int = 0, **fields: Any) -> TokenChoiceRouter:
+    router = TokenChoiceRouter(
+        TokenChoiceConfig(**fields), d_row, num_experts, start=truncated_normal(math.sqrt(0.1 / d_row), 0.2)
+    )  # fmt: skip
+    initialise(router, seed)
+    return router
+
+
+# Values and gradients
+
+
+def slow_gates(layer: SparseFeedForward, x_BSD: Tensor, *, top_k: int, renormalise: bool) -> list[Gates]:
+    """Softmax over the experts, row by row."""
+    found = []
+    for x_D in x_BSD.flatten(0, 1):
+        p = torch.stack([(x_D @ w).exp() for w in layer.router.weight])
+        p = p / p.sum()
+        best = sorted(range(len(p)), key=lambda e: -p[e].item())[:top_k]
+        total = sum(p[e] for e in best) if renormalise else 1.0
+        found.append([(e, p[e] / total) for e in best])
+    return found
+
+
+def slow_order(gates: list[Gates], name: str, largest: list[float], batch: int) -> list[tuple[int, int]]:
+    """(row, choice) in the order of asking, as the module describes it."""
+    length, every = len(gates) // batch, [(row, choice) for row in range(len(gates)) for choice in range(len(gates[0]))]
+    keys = {
+        "position_major": lambda pair: (pair[0] % length, pair[0] // length, pair[1]),
+        "token_major": lambda pair: pair,
+        "slot_major": lambda pair: (pair[1], pair[0]),
+        "priority": lambda pair: (pair[1], -largest[pair[0]], pair[0]),
+    }
+    return sorted(every, key=keys[name])
+
+
+@pytest.mark.parametrize(("top_k", "renormalise"), [(1, False), (2, True), (3, False), (8, True)])
+def test_dropless_equals_a_loop_over_rows(top_k: int, renormalise: bool) -> None:
+    layer = make_layer({"kind": "token_choice", "top_k": top_k, "renormalise": renormalise}, skew=0.5)
+
+    def slow(x_BSD: Tensor) -> Tensor:
+        return slow_layer(layer, x_BSD, all_served(slow_gates(layer, x_BSD, top_k=top_k, renormalise=renormalise)))
+
+    assert_same(layer, rows(3, 4), slow)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize(("top_k", "renormalise"), [(1, False), (2, True)])
+def test_with_a_capacity_it_equals_a_loop_over_buffers(order: str, top_k: int, renormalise: bool) -> None:
+    """Gate weights are not renormalised after a drop."""
+    layer = make_layer(
+        {
+            "kind": "token_choice",
+            "top_k": top_k,
+            "renormalise": renormalise,
+            "capacity_factor": 1.25,
+            "drop_order": order,
+        },
+        skew=0.5,
+    )
+    capacity = math.ceil(1.25 * top_k * 5 * 7 / E)
+
+    def slow(x_BSD: Tensor) -> Tensor:
+        gates = slow_gates(layer, x_BSD, top_k=top_k, renormalise=renormalise)
+        probabilities = slow_gates(layer, x_BSD, top_k=1, renormalise=False)
+        asking = slow_order(gates, order, [own[0][1].item() for own in probabilities], batch=5)
+        served = serve(gates, asking, capacity)
+        assert 0.3 * len(asking) < len(served) < 0.95 * len(asking)
+        return slow_layer(layer, x_BSD, served)
+
+    assert_same(layer, rows(5, 7, common=1.0), slow)
+
+
+# Capacity
+
+
+@given(st.data())
+def test_an_expert_serves_exactly_its_capacity_and_those_who_asked_first(data: st.DataObject) -> None:
+    num_experts, capacity = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 9))
+    expert = data.draw(st.lists(st.integers(0, num_experts - 1), min_size=1, max_size=40))
+    turn = data.draw(st.permutations(range(len(expert))))
+    kept = has_place(torch.tensor(expert), torch.tensor(turn), capacity=capacity).tolist()
+    for e in range(num_experts):
+        in_order = [kept[route] for route in turn if expert[route] == e]
+        assert sum(in_order) == min(capacity, len(in_order))
+        assert in_order == sorted(in_order, reverse=True)
+
+
+def test_capacity_costs_no_table_of_rows_and_places() -> None:
+    """A million routes: a one-hot table of rows, experts and places would have 10¹³ entries."""
+    routes = 2**20
+    expert = torch.randint(64, (routes,), generator=torch.Generator().manual_seed(0))
+    kept = has_place(expert, torch.arange(routes), capacity=routes // 64)
+    wanted = torch.bincount(expert, minlength=64)
+    assert torch.equal(torch.bincount(expert[kept], minlength=64), wanted.clamp_max(routes // 64))
+
+
+@pytest.mark.parametrize(
+    ("factor", "routes", "experts", "capacity"),
+    [(1.0, 48, 8, 6), (1.25, 48, 8, 8), (1.0, 49, 8, 7), (1.1, 100, 10, 11), (0.1, 8, 8, 1), (2, 24, 5, 10)],
+)
+def test_capacity_is_rounded_up_exactly(factor: float, routes: int, experts: int, capacity: int) -> None:
+    assert expert_capacity(factor, routes, num_experts=experts) == capacity
+
+
+def test_training_and_evaluation_have_capacities_of_their_own() -> None:
+    x_TD = rows(B, S, common=2.0).flatten(0, 1)
+    for training, evaluation in ((0.5, None), (None, 0.5), (0.5, 2.0)):
+        router = make_router(capacity_factor=training, evaluation_capacity_factor=evaluation).double()
+        for factor, trains in ((training, True), (evaluation, False)):
+            routing = router.train(trains)(x_TD, batch_size=B)
+            assert routing.wanted_TK is not None
+            wanted = torch.bincount(routing.wanted_TK.flatten(), minlength=E)
+            limit = B * S if factor is None else math.ceil(factor * B * S / E)
+            assert torch.equal(torch.bincount(routing.routes.expert_N, minlength=E), wanted.clamp_max(limit))
+            assert wanted.max() > math.ceil(0.5 * B * S / E)
+
+
+# Leaks: the table of which drop order lets what through
+
+
+def leaks(layer: SparseFeedForward, x_BSD: Tensor) -> tuple[float, float, float]:
+    """Largest change over all cuts: (all sequences' future → past, own future → own past, other sequences)."""
+    other_BSD, past, own, others = rows(B, S, common=1.0, seed=9), 0.0, 0.0, 0.0
+    with torch.no_grad():
+        before = layer(x_BSD, x_BSD)[0]
+        for cut in range(1, S):
+            changed = torch.cat((x_BSD[:, :cut], other_BSD[:, cut:]), 1)
+            past = max(past, (layer(changed, changed)[0] - before)[:, :cut].abs().max().item())
+            for sequence in (0, B - 1):
+                one = x_BSD.clone()
+                one[sequence, cut:] = other_BSD[sequence, cut:]
+                difference = (layer(one, one)[0] - before).abs()
+                own = max(own, difference[sequence, :cut].max().item())
+                rest = [index for index in range(B) if index != sequence]
+                others = max(others, difference[rest].max().item())
+    return past, own, others
+
+
+@pytest.mark.parametrize(
+    ("top_k", "factor", "order", "past", "own", "others"),
+    [
+        (2, None, "position_major", False, False, False),
+        (1, 1.0, "token_major", True, False, True),
+        (2, 1.0, "slot_major", True, True, True),
+        (2, 1.0, "token_major", True, False, True),
+        (1, 1.0, "priority", True, True, True),
+        (1, 1.0, "position_major", False, False, True),
+        (2, 1.0, "position_major", False, False, True),
+    ],
+)
+def test_which_drop_order_leaks_what(
+    top_k: int, factor: float | None, order: str, past: bool, own: bool, others: bool
+) -> None:
+    """Refusing is a channel: rows of later positions can take a place, unless places are given out by position."""
+    router = {"kind": "token_choice", "top_k": top_k, "capacity_factor": factor, "drop_order": order}
+    layer = make_layer(
+        router, skew=0.1
+    )  # some experts overflow by little: where they do by far, the last in line never moves
+    found = tuple(map(max, zip(*(leaks(layer, rows(B, S, common=0.3, seed=seed)) for seed in range(8)), strict=True)))
+    for leak, expected in zip(found, (past, own, others), strict=True):
+        assert leak > 1e-3 if expected else leak == 0.0, found
+    assert layer.router.config.promises.causal == (not past)
+    assert layer.router.config.promises.batch_invariant == (not others)
+
+
+# Randomness in training
+
+
+def test_the_second_expert_is_asked_with_twice_its_share_and_takes_no_place_when_not() -> None:
+    torch.manual_seed(0)
+    x_TD = rows(1, 5).flatten(0, 1).repeat_interleave(4000, 0)
+    router = make_router(top_k=2, renormalise=True, second_expert="random").double()
+    with torch.no_grad():
+        router.weight *= 8
+    routing = router(x_TD, batch_size=1)
+    weights_TK = router.choose(x_TD).weights_TK
+    torch.testing.assert_close(weights_TK.sum(1), torch.ones(20_000, dtype=torch.float64))
+    asked_TK = torch.zeros(20_000 * 2, dtype=torch.bool)
+    asked_TK[
+        routing.routes.source_N * 2 + (routing.routes.expert_N != routing.wanted_TK[routing.routes.source_N, 0])
+    ] = True
+    asked_TK = asked_TK.view(-1, 2)
+    assert asked_TK[:, 0].all()
+    rate = asked_TK[:, 1].double().view(5, 4000).mean(1)
+    expected = (2 * weights_TK[::4000, 1]).clamp_max(1)
+    assert expected.min() < 0.8
+    torch.testing.assert_close(rate, expected, rtol=0, atol=0.03)
+    assert len(router.eval()(x_TD, batch_size=1).routes.expert_N) == 40_000
+
+    limited = make_router(
+        top_k=2, renormalise=True, second_expert="random", capacity_factor=1.0, drop_order="token_major"
+    ).double()
+    limited.load_state_dict(router.state_dict())
+    torch.manual_seed(3)
+    asked = make_router(top_k=2, renormalise=True, second_expert="random").double()
+    asked.load_state_dict(router.state_dict())
+    wanted = torch.bincount(asked(x_TD, batch_size=1).routes.expert_N, minlength=E)
+    torch.manual_seed(3)
+    served = torch.bincount(limited(x_TD, batch_size=1).routes.expert_N, minlength=E)
+    assert torch.equal(served, wanted.clamp_max(5000))  # ⌈1 · 2 · 20000 / 8⌉
+    assert wanted.max() > 5000
+
+
+def test_jitter_scales_every_input_of_the_router_in_training_only() -> None:
+    torch.manual_seed(0)
+    router = make_router(num_experts=2, d_row=1, jitter=0.25).double()
+    x_TD = torch.ones(4000, 1, dtype=torch.float64)
+    factor = router.choose(x_TD).logits_TE[:, 0] / router.weight[0]
+    assert 0.75 <= factor.min() < 0.76
+    assert 1.24 < factor.max() <= 1.25
+    torch.testing.assert_close(factor.mean(), torch.tensor(1.0, dtype=torch.float64), rtol=0.01, atol=0)
+    torch.testing.assert_close(factor.var(), torch.tensor(0.25**2 / 3, dtype=torch.float64), rtol=0.1, atol=0)
+    assert torch.equal(router.eval().choose(x_TD).logits_TE, x_TD @ router.weight.T)
+
+
+# Losses
+
+
+def published_balance(routing: Any, top_k: int) -> tuple[Tensor, Tensor]:
+    """(first choices only, all choices): E·Σ_e (n_e/T)·P_e, as the two conventions in use write it."""
+    p_TE = routing.logits_THA[:, 0].softmax(-1)
+    experts_TK = routing.wanted_TK
+    first, every = (
+        E * (torch.bincount(chosen.flatten(), minlength=E) / len(p_TE) * p_TE.mean(0)).sum()
+        for chosen in (experts_TK[:, :1], experts_TK)
+    )  # fmt: skip
+    return first, every
+
+
+@pytest.mark.parametrize("top_k", [1, 2, 4])
+def test_the_balancing_loss_and_how_published_coefficients_convert(top_k: int) -> None:
+    router = make_router(top_k=top_k)
+
+    def ours(x_TD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        routing = router(x_TD, batch_size=2)
+        (loss,) = router.losses(router.statistics(routing, 2), RunningSum())
+        assert (loss.name, loss.coefficient, loss.mean_over_layers) == ("load_balancing", 0.01, True)
+        return loss.value_B.mean(), *published_balance(routing, top_k)
+
+    with torch.no_grad():
+        router.weight.copy_(torch.cat((torch.eye(E), torch.zeros(E, 8)), 1))
+        even = sum(torch.eye(E).roll(shift, 1) * (1e-3 * (top_k - shift)) for shift in range(top_k))
+        value, first, every = ours(torch.cat((even, torch.zeros(E, 8)), 1))
+    torch.testing.assert_close(torch.stack((value, first, every)), torch.tensor([1.0, 1.0, float(top_k)]))
+    assert normalised_coefficient(0.01, choices="first", top_k=top_k) == 0.01
+    assert normalised_coefficient(0.01, choices="all", top_k=top_k, summed_layers=6) == pytest.approx(0.06 * top_k)
+    with torch.no_grad():
+        value, _, every = ours(rows(6, 4).flatten(0, 1).float())
+        torch.testing.assert_close(0.01 * every, normalised_coefficient(0.01, choices="all", top_k=top_k) * value)
+        if top_k == 1:
+            collapsed = ours(torch.tensor([[50.0] + [0.0] * 15]).repeat(6, 1))
+            torch.testing.assert_close(torch.stack(collapsed), torch.full((3,), float(E)))
+
+
+def test_the_z_loss_is_the_mean_square_of_the_log_partition_function_and_shrinks_logits() -> None:
+    router = make_router(top_k=2, z_loss=0.001, balance=0.0).double()
+    x_TD = rows(4, 5).flatten(0, 1)
+    for scale in (1.0, 10.0):
+        routing = router(scale * x_TD, batch_size=4)
+        (loss,) = router.losses(router.statistics(routing, 4), RunningSum())
+        assert (loss.name, loss.coefficient, loss.mean_over_layers) == ("router_z", 0.001, True)
+        logits_TE = scale * x_TD @ router.weight.T
+        by_hand = sum(math.log(sum(math.exp(z) for z in row)) ** 2 for row in logits_TE.tolist()) / len(x_TD)
+        assert loss.value_B.mean().item() == pytest.approx(by_hand, rel=1e-9)
+        (gradient,) = torch.autograd.grad(loss.value_B.mean(), router.weight)
+        stepped = scale * x_TD @ (router.weight - 1e-3 / scale**2 * gradient).T
+        assert stepped.logsumexp(-1).square().mean() < logits_TE.logsumexp(-1).square().mean()
+        if scale == 10.0:
+            assert stepped.abs().mean() < logits_TE.abs().mean()
+
+
+# What the router learns, and in what precision it decides
+
+
+@pytest.mark.parametrize("top_k", [1, 2])
+def test_a_row_learns_about_the_experts_that_it_chose(top_k: int) -> None:
+    """K/E of the logits: 0.125 and 0.25 at E = 8."""
+    layer = make_layer({"kind": "token_choice", "top_k": top_k})
+    assert informed_gradient_fraction(layer, rows(4, 6)) == top_k / 8
+
+
+@pytest.mark.parametrize(
+    ("num_experts", "top_k", "share", "tolerance"),
+    [(8, 1, 0.003, 0.002), (32, 1, 0.006, 0.003), (64, 8, 0.021, 0.006), (512, 16, 0.11, 0.02)],
+)
+def test_bfloat16_would_flip_choices_so_the_router_computes_in_float32(
+    num_experts: int, top_k: int, share: float, tolerance: float
+) -> None:
+    """Share of 4096 rows of width 512 whose set of experts changes where the logits are computed in bfloat16."""
+    router = make_router(num_experts, 512, top_k=top_k)
+    x_TD = torch.randn(4096, 512, generator=torch.Generator().manual_seed(1))
+    exact = router.choose(x_TD).experts_TK.sort(1).values
+    rough_TE = x_TD.bfloat16() @ router.weight.bfloat16().T
+    flipped = (rough_TE.topk(top_k).indices.sort(1).values != exact).any(1).float().mean().item()
+    assert flipped == pytest.approx(share, abs=tolerance)
+    from_low = router.choose(x_TD.bfloat16())
+    assert from_low.logits_TE.dtype == from_low.weights_TK.dtype == torch.float32
+    torch.testing.assert_close(from_low.logits_TE, x_TD.bfloat16().float() @ router.weight.T)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_shapes_are_known_without_values(order: str) -> None:
+    """On the meta device, where counts cannot be read: the full list of routes."""
+    config = ModelConfig(
+        vocab_size=50, d_model=16, num_layers=2, group_size=1, num_heads=2, d_head=8, num_experts=E, d_expert=4,
+        router={"kind": "token_choice", "top_k": 2, "renormalise": True, "second_expert": "random",
+                "capacity_factor": 1.0, "drop_order": order, "jitter": 0.1, "z_loss": 0.1},
+        allow_future_leak=True,
+    )  # fmt: skip
+    with torch.device("meta"):
+        output = Transformer(config)(torch.zeros(4, 6, dtype=torch.int64))
+    assert output.logits_BSV.shape == (4, 6, 50)
+    assert output.loads["feed_forward"].load_LN.shape == (2, E)
+
+
+# Configuration
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"top_k": 1, "renormalise": True}, "learns nothing"),
+        ({"top_k": 1, "second_expert": "random"}, "top_k=2 and renormalise=true"),
+        ({"top_k": 2, "second_expert": "random"}, "renormalise=false: it is asked"),
+        ({"top_k": 3, "renormalise": True, "second_expert": "random"}, "top_k=3"),
+        ({"top_k": 9}, "router.top_k=9 is more than num_experts=8"),
+        ({"capacity_factor": 0.0}, "capacity_factor"),
+        ({"jitter": 1.0}, "jitter"),
+        ({"drop_order": "first"}, "position_major"),
+    ],
+)
+def test_what_cannot_work_is_refused(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ModelConfig(num_experts=8, router={"kind": "token_choice"} | fields)
+
+
+@pytest.mark.parametrize("order", ["token_major", "slot_major", "priority"])
+def test_an_order_that_leaks_needs_to_be_allowed(order: str) -> None:
+    router = {"kind": "token_choice", "capacity_factor": 1.0, "drop_order": order}
+    with pytest.raises(ValueError, match="allow_future_leak"):
+        ModelConfig(router=router)
+    assert not ModelConfig(router=router, allow_future_leak=True).promises.causal
+    assert ModelConfig(router=router | {"drop_order": "position_major"}).promises.causal
+
+
+def test_statistics_count_what_was_asked_for_not_what_was_served() -> None:
+    """A balancing loss that saw only the served rows would call a full expert balanced."""
+    router = make_router(capacity_factor=0.5).double()
+    routing = router(rows(B, S, common=2.0).flatten(0, 1), batch_size=B)
+    assert len(routing.routes.expert_N) < B * S
+    assert choice_sums(routing, B)["load"].sum().item() == B * S

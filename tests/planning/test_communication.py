@@ -1,0 +1,266 @@
+"""Bytes and seconds of collectives, against the figures that the closed forms were published with, and against drawn routes."""
+
+import json
+from dataclasses import replace
+from math import comb
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moebius.planning.communication import (
+    collective_s,
+    distinct,
+    effective_bandwidth,
+    exchange_s,
+    exchange_traffic,
+    home,
+    neighbours,
+    ring_latency_s,
+    spread,
+    strided,
+    to_experts,
+    tree_latency_s,
+)
+from moebius.planning.hardware import HARDWARE
+from moebius.planning.measured import Hockney, fit_hockney, make_table, read_table
+from moebius.planning.workload import Bank
+
+H100 = HARDWARE["h100"]
+DEEPSEEK_V3 = Bank("feed_forward", "feed_forward", 256, 8, 7168, 7168, 0, 0, route_bytes=0)
+QWEN3_30B = Bank("feed_forward", "feed_forward", 128, 8, 2048, 2048, 0, 0, route_bytes=0)
+GLOO_TABLE = Path(__file__).parents[2] / "benchmarks" / "results" / "gloo_table.json"
+
+
+def dispatch_ms(bank: Bank, dispatcher: str, *, ep: int, tokens: int, node_limit: int | None = None) -> float:
+    traffic = exchange_traffic(
+        to_experts(bank, 2), tokens=tokens, ep=ep, ranks_per_node=8, dispatcher=dispatcher, node_limit=node_limit
+    )
+    return 1e3 * exchange_s(traffic, H100, dispatcher=dispatcher)
+
+
+# Destinations -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("groups", "expected"), [(2, 1.99), (4, 3.61), (8, 5.29), (16, 6.52), (32, 7.27), (64, 7.68)])
+def test_distinct_destinations_of_8_of_256(groups: int, expected: float) -> None:
+    exact = groups * (1 - comb(256 - 256 // groups, 8) / comb(256, 8))
+    assert distinct(groups, num_experts=256, top_k=8) == pytest.approx(exact, rel=1e-12)
+    assert round(exact, 2) == expected
+    assert spread(DEEPSEEK_V3, "row", groups).rows == pytest.approx(exact, rel=1e-12)
+
+
+def test_ranks_that_a_moeut_token_touches() -> None:
+    """K = 16: 3.96 of 4, 7.06 of 8, 10.3 of 16, 14.3 of 64, as with replacement; without, slightly more."""
+    for ranks, roughly in ((4, 3.96), (8, 7.06), (16, 10.3), (64, 14.3)):
+        with_replacement = ranks * (1 - (1 - 1 / ranks) ** 16)
+        assert with_replacement == pytest.approx(roughly, rel=0.005)
+        assert with_replacement < distinct(ranks, num_experts=384, top_k=16) < with_replacement * 1.03
+
+
+@pytest.mark.parametrize(
+    ("heads", "experts", "top_k", "ranks"), [(1, 16, 4, 4), (4, 10, 2, 8), (4, 4, 2, 2), (2, 6, 3, 4)]
+)
+def test_spread_agrees_with_drawn_routes(heads: int, experts: int, top_k: int, ranks: int) -> None:
+    """Every head chooses among its own experts; ranks hold contiguous blocks of all heads' experts."""
+    bank = Bank("value", "value", experts, top_k, 8, 4, 32, 4, heads=heads)
+    draws, block = np.random.default_rng(1), heads * experts // ranks
+    by_row = by_head = 0
+    for _ in range(4000):
+        ranks_of_heads = [
+            {(head * experts + int(expert)) // block for expert in draws.permutation(experts)[:top_k]}
+            for head in range(heads)
+        ]
+        by_row += len(set().union(*ranks_of_heads))
+        by_head += sum(map(len, ranks_of_heads))
+    assert spread(bank, "row", ranks).rows == pytest.approx(by_row / 4000, rel=0.02)
+    assert spread(bank, "head", ranks).rows == pytest.approx(by_head / 4000, rel=0.02)
+    assert spread(bank, "route", ranks).rows == heads * top_k
+
+
+def test_a_broken_number_of_experts_lies_between_its_neighbours() -> None:
+    one, half, two = (distinct(4, num_experts=8, top_k=top_k) for top_k in (1, 1.5, 2))
+    assert half == pytest.approx((one + two) / 2)
+
+
+def test_a_group_limit_caps_destinations() -> None:
+    limited = replace(DEEPSEEK_V3, group_limit=(8, 4))
+    assert spread(limited, "row", 8).rows == 4
+    assert spread(limited, "row", 2).rows == pytest.approx(distinct(2, num_experts=256, top_k=8))
+
+
+# Exchanges: the published table of dispatch costs for DeepSeek-V3's shape, 4,096 tokens, bf16, H100 ------------------
+
+
+@pytest.mark.parametrize(
+    ("ep", "flat", "dedup", "limited"),
+    [
+        (8, 1.15, 0.77, 0.77), (16, 5.2, 1.3, 1.3), (32, 7.9, 3.6, 3.6), (64, 9.2, 6.1, 4.6), (128, 9.9, 8.0, 4.9),
+        (256, 10.4, 9.3, 5.1),
+    ],
+)  # fmt: skip
+def test_dispatch_of_deepseek_v3(ep: int, flat: float, dedup: float, limited: float) -> None:
+    rounding = dict(abs=0.006) if ep == 8 else dict(abs=0.055)  # of the printed figures
+    assert dispatch_ms(DEEPSEEK_V3, "alltoall", ep=ep, tokens=4096) == pytest.approx(flat, **rounding)
+    assert dispatch_ms(DEEPSEEK_V3, "hierarchical", ep=ep, tokens=4096) == pytest.approx(dedup, **rounding)
+    assert dispatch_ms(DEEPSEEK_V3, "hierarchical", ep=ep, tokens=4096, node_limit=4) == pytest.approx(
+        limited, **rounding
+    )
+
+
+def test_dispatch_of_qwen3_30b() -> None:
+    assert dispatch_ms(QWEN3_30B, "dedup", ep=8, tokens=16384) == pytest.approx(0.88, abs=0.006)
+    assert dispatch_ms(QWEN3_30B, "alltoall", ep=8, tokens=16384) == pytest.approx(1.32, abs=0.006)
+
+
+def test_bytes_split_between_links() -> None:
+    """K = 2 rows of 8 bytes, 4 ranks on 2 nodes: one of 4 destinations is here, one a neighbour, two far away."""
+    bank = Bank("feed_forward", "feed_forward", 4, 2, 4, 4, 0, 0, route_bytes=0)
+    traffic = exchange_traffic(to_experts(bank, 2), tokens=100, ep=4, ranks_per_node=2, dispatcher="alltoall")
+    assert (traffic.fast_bytes, traffic.slow_bytes) == (100 * 2 * 8 / 4, 100 * 2 * 8 / 2)
+    assert (traffic.fast_peers, traffic.slow_peers) == (1, 2)
+    dedup = exchange_traffic(to_experts(bank, 2), tokens=100, ep=4, ranks_per_node=2, dispatcher="dedup")
+    assert dedup.num_bytes == pytest.approx(100 * 8 * 2 * 3 / 4)  # 2 of 4 experts on 4 ranks are 2 ranks
+    two = exchange_traffic(to_experts(bank, 2), tokens=100, ep=4, ranks_per_node=2, dispatcher="hierarchical")
+    assert two.slow_bytes == pytest.approx(100 * 8 * (2 * (1 - 1 / 6)) / 2)  # a node is missed once in C(4, 2)
+
+
+def test_answers_of_heads_travel_one_by_one() -> None:
+    """V of SwitchHead: one wide row out, per head a narrow one home; O the other way round."""
+    value = Bank("value", "value", 10, 2, 1024, 128, 0, 0, heads=4, target="head", route_bytes=0)
+    there, back = (
+        exchange_traffic(way(value, 2), tokens=1, ep=8, ranks_per_node=8, dispatcher="dedup").held_bytes
+        for way in (to_experts, home)
+    )
+    per_head = 2 * (1 - comb(5, 2) / comb(10, 2))  # 5 of a head's 10 experts are on each of 2 ranks
+    assert there == pytest.approx(4 * per_head * 1024 * 2)
+    assert back == pytest.approx(4 * per_head * 128 * 2)
+
+
+def test_a_rank_gets_no_row_twice() -> None:
+    """With 16 of 32 experts on 2 ranks nearly every row goes everywhere: skew can add nothing to rows, only to routes."""
+    bank = Bank("feed_forward", "feed_forward", 32, 16, 64, 64, 0, 0, route_bytes=0)
+    dedup, routes = (
+        exchange_traffic(to_experts(bank, 2), tokens=1000, ep=2, ranks_per_node=8, dispatcher=name)
+        for name in ("dedup", "alltoall")
+    )
+    assert dedup.cap == pytest.approx(1.0, abs=1e-3)
+    assert exchange_s(dedup, H100, dispatcher="dedup", skew=1.8) == pytest.approx(
+        exchange_s(dedup, H100, dispatcher="dedup"), rel=1e-2
+    )
+    assert exchange_s(routes, H100, dispatcher="alltoall", skew=1.8) > 1.02 * exchange_s(
+        routes, H100, dispatcher="alltoall"
+    )
+
+
+def test_posting_to_peers_is_hockneys_latency() -> None:
+    traffic = exchange_traffic(to_experts(QWEN3_30B, 2), tokens=64, ep=8, ranks_per_node=8, dispatcher="alltoall")
+    message = traffic.fast_bytes / 7
+    reached = effective_bandwidth(message, latency_s=H100.fast_post_s, bandwidth=H100.fast)
+    assert exchange_s(traffic, H100, dispatcher="alltoall") == pytest.approx(
+        H100.exchange_start_s + traffic.fast_bytes / reached
+    )
+    assert effective_bandwidth(1e-6 * 50e9, latency_s=1e-6, bandwidth=50e9) == 25e9  # half at α·B
+
+
+# Dense collectives --------------------------------------------------------------------------------------------------
+
+
+def test_rings_of_1250_nodes_wait_12_ms_and_trees_do_not() -> None:
+    group = strided(1250, 8, 8)
+    assert ring_latency_s(group, H100) == pytest.approx(12e-3, rel=0.01)
+    assert tree_latency_s(group, H100) == pytest.approx(0.2e-3, rel=0.03)
+
+
+def test_a_ring_uses_every_adapter_of_its_ranks() -> None:
+    gigabyte = 1e9
+    one_each, eight_each = strided(16, 8, 8), strided(128, 1, 8)
+    assert (one_each.per_node, one_each.nodes) == (1, 16)
+    assert (eight_each.per_node, eight_each.nodes) == (8, 16)
+    slow = collective_s("all_gather", gigabyte, one_each, H100)
+    fast = collective_s("all_gather", gigabyte, eight_each, H100)
+    assert slow == pytest.approx(gigabyte * 15 / 16 / 45e9, rel=0.02)
+    assert fast == pytest.approx(gigabyte * 127 / 128 / 360e9, rel=0.3)
+
+
+@pytest.mark.parametrize(("size", "expected"), [(4, 4), (8, 8), (64, 8), (12, 4), (5, 1), (25, 1), (20, 4)])
+def test_groups_that_straddle_nodes_count_their_loneliest_rank(size: int, expected: int) -> None:
+    groups = ([rank // 8 for rank in range(start, start + size)] for start in range(0, 40 * size, size))
+    fewest = min(nodes.count(node) for nodes in groups for node in set(nodes))
+    assert neighbours(size, 8) == fewest == expected
+
+
+# Measured tables ----------------------------------------------------------------------------------------------------
+
+
+def test_a_measured_table_is_interpolated_and_goes_before_the_formula() -> None:
+    table = make_table({("all_to_all", world): {1e3: 1e-3 * world, 1e5: 4e-3 * world} for world in (2, 8)})
+    ask = dict(ranks_per_node=8, world=8)
+    assert table.seconds("all_to_all", num_bytes=10, **ask) == pytest.approx(8e-3)
+    assert table.seconds("all_to_all", num_bytes=1e4, **ask) == pytest.approx(16e-3)  # half way, in logarithms
+    assert table.seconds("all_to_all", num_bytes=2e5, **ask) == pytest.approx(32e-3 + 1e5 * 24e-3 / 99e3)
+    assert table.seconds("all_to_all", num_bytes=1e3, world=4, ranks_per_node=4) == pytest.approx(4e-3)
+    assert table.seconds("all_to_all", num_bytes=1e3, world=16, ranks_per_node=16) is None
+    assert table.seconds("all_to_all", num_bytes=1e3, world=8, ranks_per_node=1) is None  # another placement
+    assert table.seconds("all_gather", num_bytes=1e3, **ask) is None
+    traffic = exchange_traffic(to_experts(QWEN3_30B, 2), tokens=1, ep=8, ranks_per_node=8, dispatcher="alltoall")
+    assert exchange_s(traffic, H100, dispatcher="alltoall", table=table) == table.seconds(
+        "all_to_all", num_bytes=traffic.held_bytes, **ask
+    )
+
+
+def test_noise_does_not_make_more_bytes_faster() -> None:
+    table = make_table({("all_reduce", 2): {1e3: 2e-3, 2e3: 1e-3, 4e3: 3e-3}})
+    times = [table.seconds("all_reduce", world=2, ranks_per_node=2, num_bytes=size) for size in (1e3, 2e3, 4e3)]
+    assert times == pytest.approx([2e-3, 2e-3, 3e-3])
+
+
+@given(alpha=st.floats(1e-6, 1e-2), beta=st.floats(1e-12, 1e-8))
+@settings(max_examples=50, deadline=None)
+def test_fitting_finds_what_the_times_were_made_of(alpha: float, beta: float) -> None:
+    law = Hockney(alpha, beta)
+    fitted = fit_hockney([(size, law.seconds(size)) for size in (1e3, 1e5, 1e7)])
+    for size in (5e2, 1e4, 5e7):
+        assert fitted.seconds(size) == pytest.approx(law.seconds(size), rel=1e-6)
+
+
+def test_our_own_gloo_times_are_predicted_within_30_per_cent() -> None:
+    """α and β fitted on every second size of a measured operation and world; the others predicted."""
+    rows = json.loads(GLOO_TABLE.read_text())["rows"]
+    errors = {}
+    for key in {(row["op"], row["world"]) for row in rows}:
+        points = sorted((row["bytes"], row["seconds"]) for row in rows if (row["op"], row["world"]) == key)
+        law = fit_hockney(points[::2])
+        errors[key] = max(abs(law.seconds(size) / seconds - 1) for size, seconds in points[1::2])
+    assert len(errors) == 12
+    assert max(errors.values()) <= 0.30, errors
+    assert read_table(GLOO_TABLE).worlds("all_to_all") == [2, 4, 8]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{", "is not valid JSON"),
+        ("[]", 'has no "rows"'),
+        ('{"rows": [{"op": "broadcast", "world": 2, "bytes": 1, "seconds": 1}]}', "op: Input should be 'all_to_all'"),
+        ('{"rows": [{"op": "all_reduce", "world": 1, "bytes": 1, "seconds": 1}]}', "world: Input should be greater than"),
+        ('{"rows": [{"op": "all_reduce", "world": 2, "bytes": 1}]}', "seconds: Field required"),
+    ],
+)  # fmt: skip
+def test_a_table_that_is_none_is_refused(tmp_path: Path, content: str, message: str) -> None:
+    file = tmp_path / "table.json"
+    file.write_text(content)
+    with pytest.raises(ValueError, match=message):
+        read_table(file)
+
+
+def test_a_table_that_is_missing_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="cannot be read"):
+        read_table(tmp_path / "none.json")
+
+
+def test_one_size_is_not_enough_for_two_numbers() -> None:
+    with pytest.raises(ValueError, match="two message sizes"):
+        fit_hockney([(1e3, 1e-3), (1e3, 2e-3)])

@@ -1,0 +1,297 @@
+"""A step's cost: published runs, hand-made arithmetic, and what must never get worse with better machines."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moebius.planning.cost_model import (
+    Choice,
+    Prediction,
+    Setting,
+    compare,
+    expert_s,
+    host_s,
+    predict,
+    predict_memory,
+)
+from moebius.planning.hardware import HARDWARE, Hardware
+from moebius.planning.measured import make_table
+from moebius.planning.routing_skew import RoutingSkew, drawn
+from moebius.planning.workload import Bank, Member, Workload, describe
+from moebius.train.recipes.smoke import RECIPES
+
+H100, H200 = HARDWARE["h100"], HARDWARE["h200"]
+FASTER = (
+    "memory_bandwidth", "peak_bf16", "fast_bandwidth", "fast_efficiency", "slow_bandwidth", "slow_efficiency",
+    "matmul_efficiency", "gather_overlap", "chunk_overlap", "pod_nodes",
+)  # fmt: skip
+SLOWER = (
+    "fast_hop_s", "slow_hop_s", "collective_start_s", "exchange_start_s", "fast_post_s", "slow_post_s", "host_sync_s",
+    "matmul_half_rows", "memory_passes", "straggler", "oversubscription",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def moeut() -> Workload:
+    return describe(RECIPES["moeut_244m"]().model, seq_len=1024)
+
+
+def published(
+    *, layers: int, d_model: int, experts: int, d_expert: int, attention: float, shared: float = 0, scores: float, stages: int = 1
+) -> Workload:  # fmt: skip
+    """A sequence model with 8 experts chosen per token, gated, without repeats; 34·D kept bytes a layer (arXiv 2205.05198)."""
+    bank = Bank(
+        "feed_forward",
+        "feed_forward",
+        experts,
+        8,
+        d_model,
+        d_model,
+        3 * d_model * d_expert,
+        2 * d_expert,
+        route_bytes=0,
+    )
+    vocab = 151_936 if d_model == 2048 else 129_280
+    root = 2 * vocab * d_model / stages
+    dense = 2 * (layers * (attention + shared) + root / 2) + layers * scores
+    members = (Member(attention + shared, (bank,), copies=layers),)
+    return Workload(members, 1, root, dense, 34 * d_model * layers, d_model, vocab, "bfloat16")
+
+
+QWEN3_30B = published(
+    layers=48, d_model=2048, experts=128, d_expert=768, attention=2 * 2048 * 4096 + 2 * 2048 * 512, scores=2 * 4096 * 4096
+)  # fmt: skip
+DEEPSEEK_V3_STAGE = published(  # a quarter of the model: 58 expert layers over 4 stages are 14.5
+    layers=15, d_model=7168, experts=256, d_expert=2048, attention=187e6, shared=3 * 7168 * 2048, scores=2 * 4096 * 20_480,
+    stages=4,
+)  # fmt: skip
+
+
+# Published runs: bf16, H100, forced balance --------------------------------------------------------------------------
+
+
+def test_qwen3_30b_on_8_gpus() -> None:
+    """12,040 tokens/s per GPU (NeMo Automodel): 16,384 tokens in 1.36 s. The bare sum of exchanges and products is 0.90 s."""
+    assert QWEN3_30B.dense_parameters + QWEN3_30B.expert_parameters == pytest.approx(30.5e9, rel=0.01)
+    setting = Setting(QWEN3_30B, H100, 16_384, RoutingSkew())
+    none = predict(setting, Choice(1, 8, 8, "fsdp", "dedup"))
+    exchanged = sum(call.seconds for call in none.collectives if call.name.endswith(("dispatch", "combine")))
+    assert exchanged == pytest.approx(4 * 48 * 0.88e-3, rel=0.01)  # 0.17 s
+    flat = predict(setting, Choice(1, 8, 8, "fsdp", "alltoall"))
+    assert sum(
+        call.seconds for call in flat.collectives if "counts" not in call.name and "feed" in call.name
+    ) == pytest.approx(0.25, abs=0.005)
+    products = 6 * 3.3e9 * 16_384 / (0.45 * H100.peak_bf16)
+    assert products == pytest.approx(0.73, abs=0.005)
+    assert 0.90 <= round(exchanged + products, 2) <= 0.98
+    full = predict(setting, Choice(1, 8, 8, "fsdp", "dedup", "full"))  # the run recomputed
+    assert full.time.total == pytest.approx(1.36, rel=0.20)
+
+
+def test_deepseek_v3_on_256_gpus() -> None:
+    """1,002 tokens/s per GPU (NeMo Automodel, 4 stages, EP 64): 4,096 tokens a stage in 1.02 s."""
+    assert 4 * (DEEPSEEK_V3_STAGE.dense_parameters + DEEPSEEK_V3_STAGE.expert_parameters) == pytest.approx(
+        671e9, rel=0.05
+    )
+    products = 6 * 37e9 / 4 * 4096 / (0.45 * H100.peak_bf16)
+    assert products == pytest.approx(0.51, abs=0.005)
+    for per_op_ms, exchanges in ((6.1, 0.35), (4.6, 0.27), (9.2, 0.53)):  # de-duplicated, node-limited, flat
+        assert 4 * 14.5 * per_op_ms / 1e3 == pytest.approx(exchanges, abs=0.006)
+        assert 0.77 <= products + exchanges <= 1.05
+    setting = Setting(DEEPSEEK_V3_STAGE, H100, 4096, RoutingSkew())
+    for dispatcher in ("hierarchical", "dedup"):
+        found = predict(setting, Choice(1, 64, 64, "fsdp", dispatcher, "selective"))
+        assert found.time.total == pytest.approx(1.02, rel=0.20)
+        assert found.fits
+
+
+# Arithmetic by hand -------------------------------------------------------------------------------------------------
+
+TINY = Workload(
+    (Member(1000.0, (Bank("feed_forward", "feed_forward", 8, 2, 16, 16, 500, 10, route_bytes=0),), copies=2),),
+    repeats=3, root_parameters=2000.0, dense_flops=6e4, saved_bytes=1e3, d_model=16, vocab_size=100,
+    precision="bfloat16",
+)  # fmt: skip
+
+
+def test_memory_of_whole_weights() -> None:
+    held = 2000 + 2 * 1000 + 2 * 8 * 500 / 4
+    memory = predict_memory(Setting(TINY, H100, 10, RoutingSkew()), Choice(2, 4, 4, "none", "alltoall"))
+    assert (memory.master, memory.moments) == (4 * held, 8 * held)
+    assert memory.weights == 2 * held
+    assert memory.gradients == (4 + 2 + 4) * held
+    assert memory.activations == 10 * 1e3
+    assert memory.logits == 10 * 100 * 10
+    rows = 2 * 16 * 2  # both routes' rows; then hidden rows and indices of 6 uses, and what is in flight
+    assert memory.routed == 10 * (6 * (rows + 2 * (10 * 2 + 36)) + 3 * rows)
+
+
+def test_memory_of_sharded_weights() -> None:
+    """16 bytes a weight over the shards, and what is gathered: all members of a group that repeats; else the root and two."""
+    total = 2000 + 2 * 1000 + 2 * 8 * 500
+    setting = Setting(TINY, H100, 10, RoutingSkew())
+    memory = predict_memory(setting, Choice(2, 4, 1, "fsdp", "local"))
+    assert (memory.master, memory.moments) == (4 * total / 4, 8 * total / 4)
+    assert memory.weights == 2 * total
+    assert memory.gradients == 2 * total + 4 * total / 4
+    [member] = TINY.members
+    four = replace(TINY, repeats=1, members=(replace(member, copies=4),))
+    once = predict_memory(replace(setting, workload=four), Choice(2, 4, 1, "fsdp", "local"))
+    assert once.weights == 2 * (2000 + 2 * (1000 + 8 * 500))
+
+
+def test_a_group_member_is_gathered_once_per_pass_however_often_it_repeats() -> None:
+    def sent(workload: Workload, kind: str) -> float:
+        setting = Setting(workload, H100, 100, RoutingSkew())
+        return sum(
+            call.num_bytes
+            for call in predict(setting, Choice(1, 4, 2, "fsdp", "alltoall")).collectives
+            if kind in call.name
+        )
+
+    often = replace(TINY, repeats=30)
+    experts = 2 * 8 * 500 / 2  # of this rank's block, over efsdp = 2
+    assert sent(TINY, "gather layer, experts") == 2 * experts / 2
+    assert sent(replace(TINY, repeats=1), "gather layer, experts") == 2 * 2 * experts / 2
+    assert sent(TINY, "gather embedding, dense") == 2 * 2000 * 3 / 4
+    assert sent(often, "gather layer, experts") == sent(TINY, "gather layer, experts")
+    assert sent(often, "dispatch") == pytest.approx(10 * sent(TINY, "dispatch"))
+
+
+def test_bytes_of_gradients() -> None:
+    found = predict(Setting(TINY, H100, 10, RoutingSkew()), Choice(2, 4, 4, "none", "alltoall"))
+    calls = {call.name: call for call in found.collectives}
+    dense, experts = calls["sum dense gradients"], calls["sum expert gradients"]
+    assert (dense.group_size, experts.group_size) == (8, 2)
+    assert dense.num_bytes == pytest.approx(2 * 4 * 4000 * 7 / 8)
+    assert experts.num_bytes == pytest.approx(2 * 4 * 2000 * 1 / 2)
+
+
+def test_recomputation_trades_time_for_memory(moeut: Workload) -> None:
+    setting = Setting(moeut, H200, 8192, RoutingSkew())
+    none, selective, full = (
+        predict(setting, Choice(1, 8, 4, "fsdp", "dedup", name)) for name in ("none", "selective", "full")
+    )
+    assert none.memory.total > selective.memory.total > full.memory.total
+    assert none.time.total < selective.time.total < full.time.total
+    exchanged = [
+        {call.name: call.calls for call in found.collectives if "feed_forward" in call.name}
+        for found in (none, selective, full)
+    ]
+    assert exchanged[0] == exchanged[1]  # neither re-routes nor communicates
+    assert exchanged[2]["feed_forward dispatch"] == 1.5 * exchanged[0]["feed_forward dispatch"]
+
+
+def test_attention_dispatches_too(moeut: Workload) -> None:
+    found = predict(Setting(moeut, H200, 8192, RoutingSkew()), Choice(1, 8, 4, "none", "dedup"))
+    calls = {call.name: call.calls for call in found.collectives}
+    for kind in ("feed_forward", "value", "output"):
+        assert calls[f"{kind} dispatch"] == calls[f"{kind} combine"] == 2 * 18
+        assert calls[f"{kind} counts"] == 18
+
+
+def test_thin_products_are_bound_by_memory() -> None:
+    setting = Setting(TINY, H100, 1, RoutingSkew())
+    (bank, _), *_ = TINY.uses
+    wide = replace(bank, weights_per_expert=1e9, d_in=30_000, d_out=30_000)
+    assert expert_s(setting, wide, 1, 1.0) == pytest.approx(8e9 * 2 / H100.memory_bandwidth, rel=1e-3)
+    many = replace(setting, tokens=10**6)
+    flops = 2 * 2 * 10**6 * 1e9
+    assert expert_s(many, wide, 1, 1.0) == pytest.approx(flops / (0.75 * H100.peak_bf16), rel=1e-3)
+    assert expert_s(many, wide, 1, 1.5) == pytest.approx(1.5 * expert_s(many, wide, 1, 1.0), rel=1e-3)
+
+
+def test_the_host_launches_every_operation_of_every_pass(moeut: Workload) -> None:
+    setting = Setting(moeut, H200, 8192, RoutingSkew())
+    assert host_s(setting, "none") == pytest.approx(3 * 6e-6 * moeut.launches)
+    assert host_s(setting, "selective") == pytest.approx(4 / 3 * host_s(setting, "none"))
+
+
+def test_moving_tokens_or_weights(moeut: Workload) -> None:
+    setting = Setting(moeut, H200, 8192, RoutingSkew())
+    found = compare(setting, ep=8, dispatcher="dedup")
+    assert found.weights_bytes_per_use == pytest.approx(moeut.expert_parameters * (2 * 9 * 2 + 4) * 7 / 8)
+    assert found.weights_bytes == pytest.approx(moeut.expert_parameters * (2 + 4) * 7 / 8)
+    assert found.tokens_bytes > found.weights_bytes  # 18 depth steps of 244M move more than its weights weigh
+    at_break_even = compare(replace(setting, tokens=round(found.break_even_tokens)), ep=8, dispatcher="dedup")
+    assert at_break_even.tokens_bytes == pytest.approx(at_break_even.weights_bytes, rel=1e-2)
+
+
+def test_a_measured_table_takes_the_formulas_place(moeut: Workload) -> None:
+    setting = Setting(moeut, H200, 8192, RoutingSkew())
+    choice = Choice(1, 8, 4, "none", "alltoall")
+    slow = make_table({("all_to_all", 4): {1e3: 1.0, 1e9: 1.0}})
+    assert predict(replace(setting, table=slow), choice).time.exchange >= 18 * 3 * 4 * 1.0
+    elsewhere = make_table({("all_to_all", 2): {1e3: 1.0, 1e9: 1.0}})
+    assert predict(replace(setting, table=elsewhere), choice) == predict(setting, choice)
+
+
+def test_time_takes_the_asked_quantile_and_memory_the_99th(moeut: Workload) -> None:
+    even, skewed = (Setting(moeut, H200, 8192, skew) for skew in (RoutingSkew(), drawn(1.0)))
+    choice = Choice(1, 8, 8, "none", "dedup")
+    times = [predict(even, choice).time.total] + [
+        predict(skewed, choice, quantile=name).time.total for name in ("p50", "p90", "p99")
+    ]
+    assert times == sorted(times)
+    assert times[0] < times[-1]
+    assert predict(skewed, choice).memory == predict(skewed, choice, quantile="p99").memory
+    assert predict(skewed, choice).memory.routed > predict(even, choice).memory.routed
+
+
+# What must never get worse ------------------------------------------------------------------------------------------
+
+choices = st.tuples(
+    st.sampled_from([1, 2, 16]), st.sampled_from([1, 2, 8]), st.sampled_from([1, 2, 4, 8, 16, 32]),
+    st.sampled_from(["none", "fsdp"]), st.sampled_from(["allgather", "alltoall", "dedup", "hierarchical"]),
+    st.sampled_from(["none", "selective", "full"]),
+).map(lambda drawn: Choice(drawn[0], drawn[1] * drawn[2], *drawn[2:]))  # fmt: skip
+few = settings(max_examples=60, deadline=None)
+
+
+def of(moeut: Workload, hardware: Hardware, choice: Choice, **changes: object) -> Prediction:
+    setting = Setting(moeut.with_experts({bank: 32 for bank, _ in moeut.uses}), hardware, 4096, drawn(3.0))
+    return predict(replace(setting, **changes), choice)
+
+
+@given(choice=choices, figure=st.sampled_from(FASTER), factor=st.floats(1, 50), chunks=st.sampled_from([1, 2]))
+@few
+def test_better_machines_are_never_slower(
+    moeut: Workload, choice: Choice, figure: str, factor: float, chunks: int
+) -> None:
+    limit = 1.0 if figure.endswith(("overlap", "efficiency")) else float("inf")
+    value = min(limit, getattr(H200, figure) * factor)
+    better = replace(H200, **{figure: value})
+    assert of(moeut, better, choice, chunks=chunks).time.total <= of(moeut, H200, choice, chunks=chunks).time.total * (
+        1 + 1e-9
+    )
+
+
+@given(choice=choices, figure=st.sampled_from(SLOWER), factor=st.floats(1, 50))
+@few
+def test_higher_latencies_are_never_faster(moeut: Workload, choice: Choice, figure: str, factor: float) -> None:
+    pods = replace(H200, pod_nodes=2)
+    worse = replace(pods, **{figure: getattr(pods, figure) * factor})
+    assert of(moeut, worse, choice).time.total >= of(moeut, pods, choice).time.total * (1 - 1e-9)
+
+
+@given(choice=choices, tokens=st.integers(64, 65_536), more=st.integers(1, 65_536))
+@few
+def test_more_tokens_take_no_less_time_and_memory(moeut: Workload, choice: Choice, tokens: int, more: int) -> None:
+    less, greater = of(moeut, H200, choice, tokens=tokens), of(moeut, H200, choice, tokens=tokens + more)
+    assert greater.memory.total > less.memory.total
+    # A product of more rows is more efficient: never so much that fewer take longer.
+    assert greater.time.total >= less.time.total * (1 - 1e-9)
+    assert sum(call.num_bytes for call in greater.collectives) >= sum(call.num_bytes for call in less.collectives)
+
+
+@given(choice=choices)
+@few
+def test_parts_add_up_and_nothing_is_negative(moeut: Workload, choice: Choice) -> None:
+    found = of(moeut, H200, choice)
+    assert all(value >= -1e-12 for value in vars(found.time).values())
+    assert all(value >= 0 for value in vars(found.memory).values())
+    assert found.tokens_per_s == pytest.approx(choice.world_size * 4096 / found.time.total)
+    assert 0 < found.mfu < H200.matmul_efficiency
+    assert (choice.ep == 1) == (found.time.exchange == 0)

@@ -1,0 +1,359 @@
+"""The simulated cluster against slow loops: what travels, who is loaded, whether a fault of a dispatcher is seen."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from moebius.distributed.dispatch.choose import make_dispatcher
+from moebius.distributed.dispatch.expert_map import Homes, contiguous_homes
+from moebius.distributed.layout import Layout
+from moebius.model.experts import ExpertMLPs
+from moebius.model.initialise import Start, normal
+from moebius.model.moe import Dispatcher, Sent, SparseLayer
+from moebius.model.routing import Routes, slot_routes, token_routes
+from moebius.simulation import dispatch as module
+from moebius.simulation.dispatch import (
+    Cluster,
+    RoutedCall,
+    Simulation,
+    across_nodes,
+    between,
+    experts_of,
+    hottest,
+    simulate,
+)
+from moebius.simulation.threads import RankFailed, run_threads
+
+WIDTH, HIDDEN, TOP_K = 12, 8, 3
+
+
+def bank_of(num_experts: int, seed: int = 5) -> ExpertMLPs:
+    start: Start = normal(0.5)
+    made = ExpertMLPs(
+        num_experts, WIDTH, HIDDEN, backend="segments", up_start=start, down_start=start, bias_starts=(start, start)
+    )
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in made.parameters():
+        parameter.data = torch.randn(parameter.shape, generator=generator)
+    return made
+
+
+def routed(tokens: list[int], num_experts: int, *, seed: int = 0, favourite: bool = False) -> RoutedCall:
+    """One call on as many ranks as there are numbers of tokens; what one rank answers is computed rank by rank."""
+    generator = torch.Generator().manual_seed(seed)
+    rows, routes, bank = [], [], SparseLayer(bank_of(num_experts))
+    for count in tokens:
+        scores = torch.rand(count, num_experts, generator=generator)
+        if favourite:
+            scores[:, 1] = 2
+        experts = scores.argsort(-1, descending=True)[:, :TOP_K]
+        rows.append(torch.randn(count, WIDTH, generator=generator))
+        routes.append(token_routes(experts, torch.rand(experts.shape, generator=generator), num_experts=num_experts))
+    with torch.no_grad():
+        answers = [bank(own, its) for own, its in zip(rows, routes, strict=True)]
+    return RoutedCall(1, 0, 1, "layer", "feed_forward", rows, routes, answers)
+
+
+def run(call: RoutedCall, cluster: Cluster, seed: int = 5) -> Simulation:
+    return simulate(iter([call]), lambda _layer: bank_of(call.num_experts, seed), cluster)
+
+
+TOKENS = [5, 0, 9, 1, 16, 2, 7, 3]
+LAYOUTS = [Layout(dp_replicate=1, ep=8), Layout(dp_replicate=2, ep=4), Layout(dp_replicate=1, ep=4, dp_shard=8)]
+
+
+def destinations(call: RoutedCall, layout: Layout) -> Iterator[tuple[int, int, int, int]]:
+    """(source rank, row, target row, rank that serves the expert) of every route."""
+    share = call.num_experts // layout.ep
+    for rank, routes in enumerate(call.routes):
+        first = rank // layout.ep * layout.ep
+        for source, expert, target in zip(
+            *map(Tensor.tolist, (routes.source_N, routes.expert_N, routes.target_N)), strict=True
+        ):
+            yield rank, source, target, first + expert // share
+
+
+def expected_rows(call: RoutedCall, layout: Layout, dispatcher: str) -> np.ndarray:
+    """[from, to], there and back."""
+    there, back = np.zeros((8, 8), int), np.zeros((8, 8), int)
+    routes = list(destinations(call, layout))
+    if dispatcher == "alltoall":
+        for rank, _, _, server in routes:
+            there[rank, server] += 1
+            back[server, rank] += 1
+    elif dispatcher == "dedup":
+        for rank, _, server in {(rank, source, server) for rank, source, _, server in routes}:
+            there[rank, server] += 1
+        for rank, _, server in {(rank, target, server) for rank, _, target, server in routes}:
+            back[server, rank] += 1
+    else:  # allgather: as many as the fullest rank of the group has, to all
+        for rank in range(8):
+            group = range(rank // layout.ep * layout.ep, rank // layout.ep * layout.ep + layout.ep)
+            there[rank, group] = back[rank, group] = max(TOKENS[other] for other in group)
+    return there + back
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("dispatcher", ["alltoall", "dedup", "allgather"])
+def test_the_rows_of_every_pair_are_those_of_a_slow_loop(dispatcher: str, layout: Layout) -> None:
+    call = routed(TOKENS, 16)
+    found = run(call, Cluster(layout, dispatcher, ranks_per_node=4))
+    [record] = found.records
+    assert found.faults == []
+    assert (found.rows_PP == expected_rows(call, layout, dispatcher)).all()
+    assert (found.one_per_route_PP == expected_rows(call, layout, "alltoall")).all()
+    assert record.rows == between(found.rows_PP)
+    assert record.rows_one_per_route == between(found.one_per_route_PP)
+    assert record.difference == 0.0 or dispatcher != "alltoall"
+    share = 16 // layout.ep
+    loads = np.zeros(16, int)
+    served = np.zeros(8, int)
+    for rank, routes in enumerate(call.routes):
+        for expert in routes.expert_N.tolist():
+            loads[expert] += 1
+            served[rank // layout.ep * layout.ep + expert // share] += 1
+    assert (record.load_E == loads).all()
+    assert (record.load_P == served).all()
+    assert record.hottest_rank == served.max() / served.mean()
+
+
+def test_bytes_are_all_that_ranks_hand_over() -> None:
+    """One per route: 48 bytes of a row there and back, 4 of its gate weight, and 8 of the count of each of 2 experts a rank."""
+    call, layout = routed(TOKENS, 16), LAYOUTS[0]
+    found = run(call, Cluster(layout, "alltoall", ranks_per_node=4))
+    there = np.zeros((8, 8), int)
+    for rank, _, _, server in destinations(call, layout):
+        there[rank, server] += 1
+    assert (found.bytes_PP == 48 * (there + there.T) + 4 * there + 8 * 2).all()
+    intra, inter = across_nodes(found.bytes_PP, 4)
+    assert intra == sum(found.bytes_PP[a, b] for a in range(8) for b in range(8) if a // 4 == b // 4 and a != b)
+    assert inter == sum(found.bytes_PP[a, b] for a in range(8) for b in range(8) if a // 4 != b // 4)
+    assert (found.records[0].bytes_intra_node, found.records[0].bytes_inter_node) == (intra, inter)
+
+
+def test_two_legs_send_a_row_once_to_a_node() -> None:
+    """Between nodes as many rows as (row, foreign node) pairs, there and back."""
+    call, layout = routed(TOKENS, 16), LAYOUTS[0]
+    found = run(call, Cluster(layout, "hierarchical", ranks_per_node=4))
+    assert found.faults == []
+    pairs = {
+        (rank, row, server // 4) for rank, row, _, server in destinations(call, layout) if server // 4 != rank // 4
+    }
+    assert across_nodes(found.rows_PP, 4)[1] == 2 * len(pairs)
+    assert across_nodes(found.rows_PP, 4)[1] < across_nodes(found.one_per_route_PP, 4)[1]
+
+
+@pytest.mark.parametrize("chunks", [2, 3])
+@pytest.mark.parametrize("dispatcher", ["alltoall", "dedup", "hierarchical"])
+def test_chunks_change_no_row(dispatcher: str, chunks: int) -> None:
+    call = routed(TOKENS, 16)
+    whole, parts = (run(call, Cluster(LAYOUTS[0], dispatcher, count, 4)) for count in (1, chunks))
+    assert parts.faults == []
+    assert (parts.rows_PP == whole.rows_PP).all()
+
+
+def test_uneven_banks_placed_experts_and_copies() -> None:
+    """10 experts on 4 ranks; then in any slots, with an empty one and a copy of the favourite on another rank."""
+    call = routed([6, 1, 0, 8], 10, favourite=True)
+    layout = Layout(dp_replicate=1, ep=4)
+    plain = run(call, Cluster(layout, "dedup"))
+    assert plain.faults == []
+    assert contiguous_homes(10, 4).slots_P == (3, 3, 2, 2)
+    homes = Homes((3, 3, 3, 3), (3, 0, 6, 9, 1, 4, 7, 10, 2, 5), copies=((1, 8),))
+    placed = run(call, Cluster(layout, "alltoall", homes={"layer": homes}))
+    assert placed.faults == []
+    assert (placed.records[0].load_E == plain.records[0].load_E).all()
+    assert plain.records[0].load_E[1] == 15  # every token wants it: 6 of rank 0, 1 of rank 1, 8 of rank 3
+    served_P = placed.records[0].load_P
+    assert served_P.sum() == 3 * 15
+    cold = {
+        rank: sum(plain.records[0].load_E[expert] for expert in own) for rank, own in {0: (4, 8), 2: (2, 6)}.items()
+    }
+    assert served_P[0] - cold[0] + served_P[2] - cold[2] == 15  # the two copies share them:
+    assert served_P[0] - cold[0] in (6, 6 + 1, 6 + 8)  # rank 0 its own 6, and those of one of the ranks without a copy
+
+
+def test_routes_with_known_counts() -> None:
+    bank = SparseLayer(bank_of(8))
+    routes = [slot_routes(16, num_experts=8, device=torch.device("cpu")) for _ in range(4)]
+    rows = [torch.randn(16, WIDTH, generator=torch.Generator().manual_seed(rank)) for rank in range(4)]
+    with torch.no_grad():
+        answers = [bank(own, its) for own, its in zip(rows, routes, strict=True)]
+    call = RoutedCall(1, 0, 1, "layer", "feed_forward", rows, routes, answers)
+    found = run(call, Cluster(Layout(dp_replicate=1, ep=4), "dedup"))
+    assert found.faults == []
+    assert (found.rows_PP == 2 * 4).all()
+
+
+def test_a_rank_of_its_own() -> None:
+    found = run(routed([4, 3], 4), Cluster(Layout(dp_replicate=2, ep=1), "auto"))
+    assert found.dispatcher == "local"
+    assert found.faults == []
+    assert between(found.bytes_PP) == 0
+    assert hottest(np.zeros(3)) == 1.0
+
+
+# Faults are seen ----------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Saboteur:
+    """A dispatcher with a fault; `harm` changes the routes before they travel."""
+
+    inner: Dispatcher
+    harm: Any
+
+    def dispatch(self, x_UD: Tensor, routes: Routes) -> Sent:
+        return self.inner.dispatch(x_UD, self.harm(routes))
+
+    def combine(self, y: Any, sent: Sent) -> Tensor:
+        return self.inner.combine(y, sent)
+
+
+def lost(routes: Routes) -> Routes:
+    return routes.kept(torch.arange(len(routes.expert_N)) > 0)
+
+
+def doubled(routes: Routes) -> Routes:
+    first = torch.cat(
+        (torch.arange(len(routes.expert_N)), torch.zeros(min(1, len(routes.expert_N)), dtype=torch.int64))
+    )
+    return replace(
+        routes, source_N=routes.source_N[first], expert_N=routes.expert_N[first], weight_N=routes.weight_N[first],
+        target_N=routes.target_N[first], per_source=0, per_target=0,
+    )  # fmt: skip
+
+
+def misled(routes: Routes) -> Routes:
+    expert = routes.expert_N.clone()
+    expert[:1] = (expert[:1] + 1) % routes.num_experts
+    return replace(routes, expert_N=expert)
+
+
+def mixed_up(routes: Routes) -> Routes:
+    """Sources of two routes of different tokens exchanged."""
+    source = routes.source_N.clone()
+    if len(source) > TOP_K:
+        source[0], source[TOP_K] = source[TOP_K].clone(), source[0].clone()
+    return replace(routes, source_N=source, per_source=0)
+
+
+@pytest.mark.parametrize(("harm", "entries"), [(lost, 1), (doubled, 1), (misled, 2)])
+@pytest.mark.parametrize("dispatcher", ["alltoall", "dedup"])
+def test_conservation_finds_routes_that_went_astray(dispatcher, harm, entries, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "make_dispatcher", lambda *a, **k: Saboteur(make_dispatcher(*a, **k), harm))
+    found = run(routed([3, 0, 4, 2], 8), Cluster(Layout(dp_replicate=1, ep=4), dispatcher))
+    assert found.records[0].misrouted == 3 * entries  # three ranks have routes
+    assert any(f"{3 * entries} routes were lost, doubled, or at the wrong expert" in fault for fault in found.faults)
+
+
+def test_conservation_finds_rows_that_were_mixed_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "make_dispatcher", lambda *a, **k: Saboteur(make_dispatcher(*a, **k), mixed_up))
+    call = routed([3, 0, 4, 2], 8)
+    found = run(call, Cluster(Layout(dp_replicate=1, ep=4), "dedup"))
+    swapped = [routes.expert_N for routes in call.routes if len(routes.expert_N) > TOP_K]
+    assert found.records[0].misrouted == 4 * sum(bool(experts[0] != experts[TOP_K]) for experts in swapped) > 0
+
+
+def test_answers_are_compared_with_one_rank() -> None:
+    """Other weights than those that answered: routes arrive, answers do not agree."""
+    found = run(routed([3, 0, 4, 2], 8), Cluster(Layout(dp_replicate=1, ep=4), "dedup"), seed=6)
+    [fault] = found.faults
+    assert "answers differ from one rank's by" in fault
+    assert found.records[0].misrouted == 0
+
+
+def test_one_bit_is_too_much_for_alltoall() -> None:
+    call = routed([3, 0, 4, 2], 8)
+    call.answers[3][1, 2] = torch.nextafter(call.answers[3][1, 2], torch.tensor(9.0))
+    assert run(call, Cluster(Layout(dp_replicate=1, ep=4), "dedup")).faults == []
+    assert len(run(call, Cluster(Layout(dp_replicate=1, ep=4), "alltoall")).faults) == 1
+
+
+def test_answers_that_are_no_numbers_on_one_rank_either_are_no_fault() -> None:
+    """Biases that are no numbers, or infinite, give such answers everywhere; the others still must agree."""
+    bank, call = bank_of(8), routed([3, 0, 4, 2], 8)
+    with torch.no_grad():
+        bank.b_down[1, 0], bank.b_down[5, 1] = float("nan"), float("inf")
+        answers = [SparseLayer(bank)(rows, routes) for rows, routes in zip(call.rows, call.routes, strict=True)]
+    assert torch.cat(answers).isnan().any()
+    assert torch.cat(answers).isinf().any()
+    for dispatcher in ("alltoall", "dedup"):
+        cluster = Cluster(Layout(dp_replicate=1, ep=4), dispatcher)
+        for wrong, faults in ((0.0, 0), (float("nan"), 1), (float("inf"), 1), (1.0, 1)):
+            told = [answer.clone() for answer in answers]
+            told[0][0, 2] += wrong
+            found = simulate(iter([replace(call, answers=told)]), lambda _layer: bank, cluster)
+            assert len(found.faults) == faults, (dispatcher, wrong, found.faults)
+
+
+def test_what_does_not_fit_is_said_once() -> None:
+    call = routed([1, 1, 1, 1], 8)
+    with pytest.raises(ValueError, match="the experts are on several ranks"):
+        run(call, Cluster(Layout(dp_replicate=1, ep=4), "local"))
+    with pytest.raises(ValueError, match="equally many ranks of an EP group on each node"):
+        run(call, Cluster(Layout(dp_replicate=1, ep=4), "hierarchical", ranks_per_node=3))
+    broken = replace(call, rows=[row[:0] for row in call.rows])
+    with pytest.raises(RankFailed):
+        run(broken, Cluster(Layout(dp_replicate=1, ep=4), "dedup", timeout_s=20))
+
+
+# A whole layer on many ranks ----------------------------------------------------------------------------------------
+
+
+def whole_layer(num_ranks: int, tokens: list[int]) -> None:
+    """Forward and backward with uneven tokens, one expert per rank: everything bit for bit as on one rank with all tokens."""
+    call = routed(tokens, num_ranks, seed=3)
+    homes = contiguous_homes(num_ranks, num_ranks)
+    bank = bank_of(num_ranks)
+
+    def live(rank: int) -> dict[str, Tensor]:
+        group = dist.group.WORLD
+        assert isinstance(group, dist.ProcessGroup)
+        own = experts_of(bank, homes, rank)
+        for parameter in own.parameters():
+            parameter.requires_grad_()
+        layer = SparseLayer(own)  # pyright: ignore[reportArgumentType]
+        layer.dispatcher = make_dispatcher("alltoall", group)
+        return gradients(layer, call.rows[rank], call.routes[rank])
+
+    found = run_threads(live, num_ranks, timeout_s=200)
+    expected = gradients(SparseLayer(bank_of(num_ranks)), torch.cat(call.rows), joined(call))
+    for name in ("y", "x", "gates"):
+        assert torch.equal(torch.cat([result[name] for result in found]), expected[name]), name
+    for name in ("w_up", "w_down", "b_up", "b_down"):
+        assert torch.equal(torch.cat([result[name] for result in found]), expected[name]), name
+
+
+def joined(call: RoutedCall) -> Routes:
+    experts = torch.cat([routes.expert_N for routes in call.routes]).view(-1, TOP_K)
+    weights = torch.cat([routes.weight_N for routes in call.routes]).view(-1, TOP_K)
+    return token_routes(experts, weights, num_experts=call.num_experts)
+
+
+def gradients(layer: SparseLayer, rows: Tensor, routes: Routes) -> dict[str, Tensor]:
+    rows, weights = rows.clone().requires_grad_(), routes.weight_N.clone().requires_grad_()
+    y = layer(rows, routes.with_weights(weights))
+    (y * torch.linspace(-1, 1, WIDTH)).sum().backward()
+    assert rows.grad is not None
+    assert weights.grad is not None
+    own = {name: parameter.grad for name, parameter in layer.experts.named_parameters() if parameter.grad is not None}
+    return {"y": y.detach(), "x": rows.grad, "gates": weights.grad, **own}
+
+
+def uneven_tokens(num_ranks: int) -> list[int]:
+    return np.random.default_rng(1).permutation(np.arange(num_ranks) % 7).tolist()
+
+
+def test_a_layer_on_64_ranks_is_the_layer_on_one() -> None:
+    whole_layer(64, uneven_tokens(64))
+
+
+def test_a_layer_on_256_ranks_is_the_layer_on_one() -> None:
+    whole_layer(256, uneven_tokens(256))

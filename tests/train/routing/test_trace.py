@@ -1,0 +1,290 @@
+"""Recorded routing: the run does not notice, the files say what happened, damaged ones are refused."""
+
+import dataclasses
+import json
+import logging
+import os
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from family import tiny_model
+from world import run_ranks
+
+from moebius.data_pipeline.config import DataConfig
+from moebius.model.config import ModelConfig
+from moebius.model.routers.sigmoid import SigmoidConfig
+from moebius.train.config import CheckpointConfig, Config, MeshConfig, TrainConfig
+from moebius.train.loop import train
+from moebius.train.optim import OptimConfig
+from moebius.train.routing.tap import tap
+from moebius.train.routing.trace import RecordedCall, RecordedRank, StepTrace, read_rank, recorded_steps, write_rank
+
+MODEL = ModelConfig(
+    vocab_size=257, d_model=16, num_layers=4, group_size=2, num_heads=2, d_head=8, num_attention_experts=4,
+    attention_top_k=2, num_experts=8, router=SigmoidConfig(top_k=3, expert_dropout=0.1), d_expert=8,
+)  # fmt: skip
+
+
+def make_config(data: Path, *, record: int, recompute: str = "none", ep: int = 2) -> Config:
+    return Config(
+        model=MODEL,
+        data=DataConfig(tokenizer="bytes", vocab_size=257, seq_len=24, validation_fraction=0.2, directory=str(data)),
+        optim=OptimConfig(learning_rate=3e-3, warmup_steps=3, decay_steps=20, clip_norm=1.0),
+        train=TrainConfig(
+            steps=4, global_batch=8, micro_batch=2, eval_every=2, eval_rows=6, record_routing=record, recompute=recompute
+        ),
+        checkpoint=CheckpointConfig(every=0), mesh=MeshConfig(ep=ep),
+    )  # fmt: skip
+
+
+def run_training(config: Config, run_dir: Path) -> str:
+    run_dir.mkdir(exist_ok=True)
+    return train(config, run_dir)
+
+
+def lines(run_dir: Path, kind: str) -> list[dict[str, Any]]:
+    records = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
+    return [record for record in records if record["kind"] == kind]
+
+
+def weights_of(run_dir: Path) -> dict[str, bytes]:
+    """The last checkpoint's files but the one with times in it."""
+    [folder] = (run_dir / "checkpoints").glob("step_*")
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.suffix not in (".json", ".crc")}
+
+
+def test_a_run_does_not_notice_that_it_is_recorded(data: Path, tmp_path: Path) -> None:
+    for name, record in (("plain", 0), ("recorded", 2)):
+        config = make_config(data, record=record)
+        assert run_ranks(run_training, 2, config, tmp_path / name) == ["finished"] * 2
+    for kind, keys in (("train", ("loss", "grad_norm", "regularisation", "expert_load")), ("eval", ("loss",))):
+        plain, recorded = (
+            [[line[key] for key in keys] for line in lines(tmp_path / name, kind)] for name in ("plain", "recorded")
+        )
+        assert len(plain) > 2
+        assert plain == recorded  # bit for bit: floats go through JSON unharmed
+    assert weights_of(tmp_path / "plain")
+    assert weights_of(tmp_path / "plain") == weights_of(tmp_path / "recorded")
+    assert not (tmp_path / "plain" / "routing").exists()
+    check_against_the_log(tmp_path / "recorded")
+
+
+def test_a_recomputed_pass_is_heard_once(data: Path, tmp_path: Path) -> None:
+    config = make_config(data, record=2, recompute="full")
+    assert run_ranks(run_training, 2, config, tmp_path / "run") == ["finished"] * 2
+    check_against_the_log(tmp_path / "run")
+
+
+def check_against_the_log(run_dir: Path) -> None:
+    """Step 1 and every second: the loads of both ranks and both micro-batches are those of metrics.jsonl."""
+    steps = recorded_steps(run_dir)
+    assert list(steps) == [1, 2, 4]
+    logged = {line["step"]: line for line in lines(run_dir, "train")}
+    for step, files in steps.items():
+        ranks = [read_rank(path) for path in files]
+        assert [(found.step, found.rank, found.num_ranks, found.tokens) for found in ranks] == [
+            (step, rank, 2, (48, 48)) for rank in range(2)
+        ]
+        for kind, key in (
+            ("feed_forward", "expert_load"),
+            ("value", "value_expert_load"),
+            ("output", "output_expert_load"),
+        ):
+            for depth in range(1, 5):
+                calls = [call for found in ranks for call in found.calls if (call.kind, call.depth) == (kind, depth)]
+                assert [call.micro_batch for call in calls] == [0, 1, 0, 1]
+                load = np.bincount(np.concatenate([call.expert_N for call in calls]), minlength=8)
+                assert load / load.sum() == pytest.approx(logged[step][key][depth - 1], abs=6e-6)
+
+
+# What is in a file --------------------------------------------------------------------------------------------------
+
+
+def hear(name: str, folder: Path, **changes: Any) -> tuple[list[Any], RecordedRank]:
+    """A model's own routes, and what a file says of them."""
+    model = tiny_model(name, **changes)
+    tokens = torch.randint(61, (8, 12), generator=torch.Generator().manual_seed(1))
+    torch.manual_seed(0)
+    trace = StepTrace(model, folder, step=1, every=7, rank=3, num_ranks=4)
+    with trace.micro_batch(num_tokens=tokens.numel()), tap(model) as heard:
+        model(tokens)
+    trace.save()
+    [path] = (folder / "routing").iterdir()
+    assert path.name == "step_00000001-rank_0003_of_0004.npz"
+    return heard, read_rank(path)
+
+
+@pytest.mark.parametrize("name", ["moeut", "switch", "sut", "mh_moe", "gshard"])
+def test_every_route_is_in_the_file(name: str, tmp_path: Path) -> None:
+    heard, found = hear(name, tmp_path)
+    assert (found.step, found.rank, found.num_ranks, found.tokens) == (1, 3, 4, (96,))
+    assert len(heard) == len(found.calls) > 0
+    for call, recorded in zip(heard, found.calls, strict=True):
+        routes = call.routes
+        assert np.array_equal(recorded.expert_N, routes.expert_N.numpy())
+        assert (recorded.layer, recorded.kind, recorded.depth) == (call.layer, call.kind, call.depth)
+        assert (recorded.num_rows, recorded.num_targets) == (call.num_rows, routes.num_targets)
+        assert (recorded.width_in, recorded.width_out) == (call.width_in, call.width_out)
+        if recorded.has_rule:
+            number = np.arange(recorded.num_routes)
+            assert np.array_equal(number // recorded.per_source, routes.source_N.numpy())
+            assert np.array_equal(number // recorded.per_target, routes.target_N.numpy())
+        else:
+            assert np.array_equal(recorded.source_N, routes.source_N.numpy())
+            assert np.array_equal(recorded.target_N, routes.target_N.numpy())
+
+
+@pytest.mark.parametrize("name", ["mixture_of_tokens", "expert_choice", "soft_moe"])
+def test_of_routes_with_known_counts_only_the_counts_are_kept(name: str, tmp_path: Path) -> None:
+    heard, found = hear(name, tmp_path)
+    for call, recorded in zip(heard, found.calls, strict=True):
+        assert recorded.per_expert == call.routes.per_expert > 0
+        assert recorded.num_routes == len(call.routes.expert_N) == recorded.per_expert * recorded.num_experts
+        assert not len(recorded.expert_N) + len(recorded.source_N) + len(recorded.target_N)
+
+
+def test_depth_steps_are_those_of_the_schedule(tmp_path: Path) -> None:
+    _, found = hear("moeut_aabb", tmp_path)
+    depths = [call.depth for call in found.calls if call.kind == "feed_forward"]
+    assert depths == [1, 2, 3, 4]
+    assert [call.layer.split(".")[1] for call in found.calls if call.kind == "feed_forward"] == ["0", "0", "1", "1"]
+
+
+def test_nothing_is_heard_outside(tmp_path: Path) -> None:
+    model = tiny_model("moeut")
+    unwanted = StepTrace(model, tmp_path, step=2, every=7, rank=0, num_ranks=1)
+    with unwanted.micro_batch(num_tokens=4):
+        model(torch.zeros(1, 4, dtype=torch.int64))
+    unwanted.save()
+    wanted = StepTrace(model, tmp_path, step=7, every=7, rank=0, num_ranks=1)
+    model(torch.zeros(1, 4, dtype=torch.int64))
+    wanted.save()
+    assert read_rank(recorded_steps(tmp_path)[7][0]).calls == ()
+    assert list(recorded_steps(tmp_path)) == [7]
+    assert not any(module._forward_hooks for module in model.modules())
+
+
+def test_a_route_costs_two_bytes_at_most(tmp_path: Path) -> None:
+    _, found = hear("moeut", tmp_path)
+    [path] = (tmp_path / "routing").iterdir()
+    routes = sum(call.num_routes for call in found.calls)
+    meta = 250 * len(found.calls)
+    assert path.stat().st_size < 2 * routes + meta
+
+
+# Files that cannot be read, or written ------------------------------------------------------------------------------
+
+
+def call(**changes: Any) -> RecordedCall:
+    none = np.empty(0, np.int64)
+    plain = RecordedCall(
+        0,
+        1,
+        "group.0.feed_forward.sparse",
+        "feed_forward",
+        4,
+        3,
+        3,
+        2,
+        2,
+        0,
+        8,
+        8,
+        6,
+        np.array([0, 1, 2, 3, 0, 1]),
+        none,
+        none,
+    )
+    return dataclasses.replace(plain, **changes)
+
+
+def rank_file(folder: Path, *calls: RecordedCall, step: int = 1, rank: int = 0, ranks: int = 1) -> Path:
+    return write_rank(folder, RecordedRank(step, rank, ranks, (3,), calls))
+
+
+def test_what_was_written_is_read(tmp_path: Path) -> None:
+    listed = call(
+        per_source=0, per_target=0, source_N=np.array([0, 0, 1, 1, 2, 2]), target_N=np.array([2, 2, 1, 1, 0, 0])
+    )
+    many = call(num_experts=70_000, expert_N=np.array([69_999, 0, 1, 2, 3, 4]))
+    found = read_rank(rank_file(tmp_path, call(), listed, many)).calls
+    for ours, theirs in zip(found, (call(), listed, many), strict=True):
+        for name, value in vars(theirs).items():
+            assert np.array_equal(getattr(ours, name), value), name
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (call(num_experts=3), "is damaged .expert numbers are missing or out of range"),
+        (call(num_routes=7), "is damaged .expert numbers are missing"),
+        (call(num_routes=5), "is damaged .numbers that belong to no call"),
+        (call(per_source=0, source_N=np.array([0, 0, 1, 1, 2, 3]), target_N=np.zeros(6, int)), "is damaged .source numbers"),
+        (call(per_source=0, source_N=np.zeros(6, int), target_N=np.full(6, -1)), "is damaged .target numbers"),
+    ],
+)  # fmt: skip
+def test_numbers_that_cannot_be_are_refused(wrong: RecordedCall, message: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=message):
+        read_rank(rank_file(tmp_path, wrong))
+
+
+def test_other_files_are_refused(tmp_path: Path) -> None:
+    path = rank_file(tmp_path, call())
+    whole = path.read_bytes()
+    path.write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(ValueError, match="is no recorded routing"):
+        read_rank(path)
+    for place in range(0, len(whole), 23):  # wherever the damage is, the answer is a value or a ValueError
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 0x55]) + whole[place + 1 :])
+        with suppress(ValueError):
+            read_rank(path)
+    np.savez(path, meta=np.array([{"a": 1}], dtype=object), expert=np.zeros(1), source=np.zeros(1), target=np.zeros(1))
+    with pytest.raises(ValueError, match=r"is no recorded routing .Object arrays cannot be loaded"):
+        read_rank(path)
+    meta = np.frombuffer(b'{"format": 99}', np.uint8)
+    np.savez(path, meta=meta, expert=np.zeros(1), source=np.zeros(1), target=np.zeros(1))
+    with pytest.raises(ValueError, match="is not of format 1: it was recorded by another version"):
+        read_rank(path)
+    np.savez(
+        path, meta=np.frombuffer(b'{"format": 1}', np.uint8), expert=np.zeros(1), source=np.zeros(1), target=np.zeros(1)
+    )
+    with pytest.raises(ValueError, match="is damaged"):
+        read_rank(path)
+    np.savez(path, expert=np.zeros(1))
+    with pytest.raises(ValueError, match="is no recorded routing"):
+        read_rank(path)
+
+
+def test_steps_that_lack_a_rank_do_not_count(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"has no recorded routing; train with train.record_routing=N"):
+        recorded_steps(tmp_path)
+    rank_file(tmp_path, call(), step=3, rank=1, ranks=2)
+    with pytest.raises(ValueError, match="has no recorded routing: 1 steps lack the files of some ranks"):
+        recorded_steps(tmp_path)
+    rank_file(tmp_path, call(), step=3, rank=0, ranks=2)
+    rank_file(tmp_path, call(), step=4, rank=0, ranks=2)
+    assert [path.name for path in recorded_steps(tmp_path)[3]] == [
+        "step_00000003-rank_0000_of_0002.npz", "step_00000003-rank_0001_of_0002.npz",
+    ]  # fmt: skip
+    assert list(recorded_steps(tmp_path)) == [3]
+
+
+def test_of_two_worlds_the_newest_counts(tmp_path: Path) -> None:
+    two = [rank_file(tmp_path, call(), step=3, rank=rank, ranks=2) for rank in range(2)]
+    one = rank_file(tmp_path, call(), step=3)
+    os.utime(one, (1e9, 1e9))
+    assert recorded_steps(tmp_path) == {3: two}
+    os.utime(two[0], (1e8, 1e8))
+    assert recorded_steps(tmp_path) == {3: [one]}
+
+
+def test_a_run_goes_on_where_nothing_can_be_written(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "routing").write_text("a file in the folder's place")
+    trace = StepTrace(tiny_model("moeut"), tmp_path, step=1, every=1, rank=0, num_ranks=1)
+    with caplog.at_level(logging.WARNING):
+        trace.save()
+    assert "step 1: its routing could not be recorded" in caplog.text

@@ -1,0 +1,185 @@
+"""The sizes that the papers trained, with their protocols.
+
+MoEUT (arXiv 2405.16039), its dense baselines, σ-MoE controls and SUT baselines: sizes as in the authors' training code.
+SUT has the corrected sign of its mutual-information loss; model.router.mi_sign=as_published reproduces theirs.
+Corrections of the published release profiles, which do not run or do not match the paper as shipped:
+  * 728M: d_model 1280, as trained; the released profile says 1024 and gives 581.9M parameters.
+  * 44M: d_head 82 rotates 40 channels; the release computes 41, an odd number, and stops.
+  * 319M and 728M are called 318M and 727M in the release.
+
+Mixture of Tokens (arXiv 2310.15961): experts in the last half of the blocks, E = g·m experts of width f/m. Base/64E/16 is
+built by that rule, with E = 1024, which also gives the 1.95B parameters reported; the authors' file has E = 2048, so m = 32.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from ...data_pipeline.config import DataConfig
+from ...model.config import ModelConfig
+from ..config import CheckpointConfig, Config, JobConfig, TrainConfig
+from ..optim import OptimConfig
+
+
+def _run(name: str, model: dict[str, Any], *, warmup_steps: int, clip_norm: float) -> Config:
+    """The protocol that all runs of the MoEUT paper share: 64 × 1024 tokens a step, 100,000 steps."""
+    return Config(
+        model=ModelConfig.model_validate({"vocab_size": 8000, **model}),
+        data=DataConfig(vocab_size=8000, seq_len=1024),
+        optim=OptimConfig(warmup_steps=warmup_steps, clip_norm=clip_norm),
+        train=TrainConfig(
+            steps=100_000, global_batch=64, micro_batch=8, precision="bfloat16", log_every=10, eval_every=2000, eval_rows=1008,
+        ),
+        checkpoint=CheckpointConfig(every=2000),
+        job=JobConfig(name=name, start_timeout_s=1800),
+    )  # fmt: skip
+
+
+def _sized(name: str, model: dict[str, Any]) -> Config:
+    small = "_44m" in name
+    return _run(name, model, warmup_steps=0 if small else 4000, clip_norm=0.1 if small else 0.25)
+
+
+def _moeut(
+    name: str, *, layers: int, group: int, d_model: int, heads: int, attention_experts: int, d_head: int, experts: int,
+    top_k: int, **changes: Any,
+) -> Config:  # fmt: skip
+    model = dict(
+        num_layers=layers, group_size=group, d_model=d_model, num_heads=heads, d_head=d_head,
+        num_attention_experts=attention_experts, attention_top_k=min(2, attention_experts), num_experts=experts, d_expert=128,
+        router={"kind": "sigmoid", "top_k": top_k}, single_expert="gated_experts", initialisation="paper",
+        expert_axis_norm="_44m" not in name,
+    )  # fmt: skip
+    return _sized(name, model | changes)
+
+
+def _dense(name: str, *, layers: int, d_model: int, d_feed_forward: int, heads: int, d_head: int) -> Config:
+    model = dict(
+        num_layers=layers, group_size=layers, d_model=d_model, num_heads=heads, d_head=d_head,
+        d_feed_forward=d_feed_forward, norm="pre", attention="dense", feed_forward="dense",
+    )  # fmt: skip
+    return _sized(name, model)
+
+
+def _sut(
+    name: str, *, layers: int, d_model: int, d_expert: int, heads: int, d_head: int, attention_experts: int, experts: int,
+    top_k: int, mi_loss: float, sampled: int, halting: bool,
+) -> Config:  # fmt: skip
+    model = dict(
+        num_layers=layers, group_size=1, d_model=d_model, norm="post", positions="none", attention="momha",
+        num_heads=heads, d_head=d_head, num_attention_experts=attention_experts, attention_top_k=2, max_distance=64,
+        attention_balance=mi_loss, attention_sampled=sampled, num_experts=experts, d_expert=d_expert, expert_bias=True,
+        initialisation="sut", router={"kind": "sut", "top_k": top_k, "mi_loss": mi_loss},
+        halting={"loss": 0.01, "loss_sum": "all"} if halting else None,
+    )  # fmt: skip
+    return _sized(name, model)
+
+
+def _mixture(
+    name: str, *, d_model: int, blocks: int, heads: int, width: int, group: int, experts: int, rate: float,
+    placement: str = "last_half", steps: int = 150_000, warmup: int = 2500, init_scale: float = 0.1,
+) -> Config:  # fmt: skip
+    """C4, 256 sequences of 256 tokens a step, so groups of 128 leave room for two ranks. `experts` 0: the dense baseline."""
+    model: dict[str, Any] = dict(
+        vocab_size=50257, num_layers=blocks, group_size=blocks, d_model=d_model, num_heads=heads, d_head=d_model // heads,
+        norm="pre", attention="dense", positions="learned", max_positions=256, d_feed_forward=width, activation="relu",
+        initialisation="scaled", init_scale=init_scale, feed_forward="dense", head_bias=False,
+    )  # fmt: skip
+    if experts:
+        model |= dict(
+            feed_forward="experts", placement=placement, num_experts=experts, d_expert=width * group // experts,
+            router={"kind": "mixture_of_tokens", "group_size": group},
+        )  # fmt: skip
+    return Config(
+        model=ModelConfig.model_validate(model),
+        data=DataConfig(vocab_size=50257, seq_len=256),
+        optim=OptimConfig(
+            learning_rate=rate, warmup_steps=warmup, decay_steps=steps - warmup, clip_norm=0.5, weight_decay=0.1,
+        ),
+        train=TrainConfig(
+            steps=steps, global_batch=256, micro_batch=max(32, group), precision="bfloat16", log_every=10, eval_every=2000,
+            eval_rows=1024,
+        ),
+        checkpoint=CheckpointConfig(every=2000),
+        job=JobConfig(name=name, start_timeout_s=1800),
+    )  # fmt: skip
+
+
+# fmt: off
+_MOEUT_SIZES: dict[str, dict[str, Any]] = {
+    "moeut_44m":  dict(layers=16, group=2, d_model=412,  heads=4, attention_experts=8,  d_head=82,  experts=155, top_k=12),
+    "moeut_126m": dict(layers=18, group=2, d_model=768,  heads=4, attention_experts=10, d_head=96,  experts=254, top_k=12),
+    "moeut_244m": dict(layers=18, group=2, d_model=1024, heads=4, attention_experts=10, d_head=128, experts=387, top_k=16),
+    "moeut_319m": dict(layers=24, group=3, d_model=1024, heads=4, attention_experts=10, d_head=128, experts=338, top_k=16),
+    "moeut_728m": dict(layers=36, group=4, d_model=1280, heads=5, attention_experts=13, d_head=128, experts=467, top_k=20),
+    "moeut_1b":   dict(layers=36, group=4, d_model=1536, heads=6, attention_experts=12, d_head=128, experts=565, top_k=24),
+}
+# The group-size, order and norm ablations at 244M.
+_ABLATIONS: dict[str, dict[str, Any]] = {
+    f"moeut_244m_g{group}": _MOEUT_SIZES["moeut_244m"] | dict(group=group, experts=experts, attention_experts=attention)
+    for group, experts, attention in ((1, 779, 20), (3, 260, 6), (6, 128, 3), (9, 84, 2), (18, 40, 1))
+} | {
+    "moeut_244m_aabb": _MOEUT_SIZES["moeut_244m"] | dict(order="aabb"),
+    "moeut_244m_pre":  _MOEUT_SIZES["moeut_244m"] | dict(norm="pre"),
+    "moeut_244m_post": _MOEUT_SIZES["moeut_244m"] | dict(norm="post"),
+}
+# Nothing shared, one gated attention expert per head.
+_SIGMA_SIZES: dict[str, dict[str, Any]] = {
+    "sigma_moe_44m":  dict(layers=16, group=16, d_model=412,  heads=4, attention_experts=1, d_head=82,  experts=17, top_k=12),
+    "sigma_moe_126m": dict(layers=18, group=18, d_model=768,  heads=4, attention_experts=1, d_head=96,  experts=26, top_k=12),
+    "sigma_moe_244m": dict(layers=18, group=18, d_model=1024, heads=4, attention_experts=1, d_head=128, experts=40, top_k=16),
+    "sigma_moe_319m": dict(layers=24, group=24, d_model=1024, heads=4, attention_experts=1, d_head=128, experts=40, top_k=16),
+    "sigma_moe_728m": dict(layers=36, group=36, d_model=1280, heads=5, attention_experts=1, d_head=128, experts=50, top_k=20),
+}
+_DENSE_SIZES: dict[str, dict[str, Any]] = {
+    "dense_44m":  dict(layers=16, d_model=412,  d_feed_forward=2053, heads=10, d_head=41),
+    "dense_126m": dict(layers=16, d_model=768,  d_feed_forward=3072, heads=16, d_head=48),
+    "dense_244m": dict(layers=18, d_model=1024, d_feed_forward=4110, heads=16, d_head=64),
+    "dense_319m": dict(layers=24, d_model=1024, d_feed_forward=4110, heads=16, d_head=64),
+    "dense_728m": dict(layers=36, d_model=1280, d_feed_forward=5120, heads=20, d_head=64),
+    "dense_1b":   dict(layers=36, d_model=1536, d_feed_forward=6144, heads=24, d_head=64),
+}
+_SUT_44M = dict(
+    layers=16, d_model=412, d_expert=256, heads=4, d_head=64, attention_experts=24, experts=152,
+    top_k=2, mi_loss=0.001, sampled=0,
+)
+_SUT_244M = dict(
+    layers=18, d_model=1024, d_expert=512, heads=4, d_head=128, attention_experts=21, experts=192,
+    top_k=4, mi_loss=0.01, sampled=1,
+)
+_SUT_SIZES: dict[str, dict[str, Any]] = {
+    "sut_44m": _SUT_44M | dict(halting=True), "sut_44m_no_act": _SUT_44M | dict(halting=False),
+    "sut_244m": _SUT_244M | dict(halting=True), "sut_244m_no_act": _SUT_244M | dict(halting=False),
+}
+_MEDIUM, _BASE = dict(d_model=512, blocks=8, heads=8, width=2048), dict(d_model=768, blocks=12, heads=12, width=3072)
+_MIXTURE_SIZES: dict[str, dict[str, Any]] = {
+    "gpt_medium":         _MEDIUM | dict(group=1,   experts=0,    rate=7e-4),
+    "mot_medium_8e":      _MEDIUM | dict(group=8,   experts=8,    rate=7e-4),
+    "mot_medium_32e_1":   _MEDIUM | dict(group=32,  experts=32,   rate=7e-4),
+    "mot_medium_32e_8":   _MEDIUM | dict(group=32,  experts=256,  rate=7e-4),
+    "mot_medium_32e_16":  _MEDIUM | dict(group=32,  experts=512,  rate=7e-4),
+    "mot_medium_32e_32":  _MEDIUM | dict(group=32,  experts=1024, rate=7e-4),
+    "mot_medium_128e":    _MEDIUM | dict(group=128, experts=128,  rate=7e-4),
+    "gpt_base":           _BASE | dict(group=1,  experts=0,    rate=4e-4),
+    "mot_base_32e":       _BASE | dict(group=32, experts=32,   rate=2e-4),
+    "mot_base_64e_16":    _BASE | dict(group=64, experts=1024, rate=2e-4),
+    "mot_mini":           dict(
+        d_model=256, blocks=4, heads=4, width=1024, group=32, experts=512, rate=2e-3, placement="all", steps=250_000,
+        init_scale=1.0,
+    ),
+}
+# fmt: on
+
+_KINDS: tuple[tuple[str, Callable[..., Config], dict[str, dict[str, Any]]], ...] = (
+    ("MoEUT, a size of the paper", _moeut, _MOEUT_SIZES),
+    ("MoEUT, an ablation of the paper", _moeut, _ABLATIONS),
+    ("σ-MoE control of the MoEUT paper", _moeut, _SIGMA_SIZES),
+    ("dense baseline of the MoEUT paper", _dense, _DENSE_SIZES),
+    ("SUT baseline of the MoEUT paper", _sut, _SUT_SIZES),
+    ("Mixture of Tokens, or its dense baseline", _mixture, _MIXTURE_SIZES),
+)
+
+PUBLISHED: dict[str, tuple[str, Callable[[], Config]]] = {
+    name: (description, lambda build=build, name=name, sizes=sizes: build(name, **sizes))
+    for description, build, table in _KINDS
+    for name, sizes in table.items()
+}

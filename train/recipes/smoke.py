@@ -1,0 +1,67 @@
+"""Named runs. A recipe is a function that returns a whole Config; `moebius train NAME key=value …` changes single values.
+
+Here are the runs to start with; family.py has every architecture at one small size, published.py the sizes of
+the papers.
+"""
+
+from collections.abc import Callable
+
+from ...data_pipeline.config import DataConfig
+from ...distributed.layout import MeshConfig
+from ...model.config import ModelConfig
+from ...model.routers.sigmoid import SigmoidConfig
+from ..config import CheckpointConfig, Config, JobConfig, TrainConfig
+from ..optim import OptimConfig
+from .family import FAMILY
+from .published import PUBLISHED
+
+
+def smoke() -> Config:
+    """The main job: a tiny MoEUT on the embedded corpus, 2 pretended nodes × 2 ranks, EP 2 × DP 2, one rank killed."""
+    return Config(
+        model=ModelConfig(
+            vocab_size=4096, d_model=128, num_layers=4, group_size=2, num_heads=4, d_head=32,
+            num_attention_experts=4, attention_top_k=2, router=SigmoidConfig(top_k=4), num_experts=16, d_expert=64,
+        ),
+        data=DataConfig(vocab_size=4096, seq_len=128, validation_fraction=0.05),
+        mesh=MeshConfig(ep=2, dp_replicate=2),
+        optim=OptimConfig(learning_rate=2e-3, warmup_steps=20, decay_steps=160, clip_norm=1.0),
+        train=TrainConfig(
+            steps=160, global_batch=16, micro_batch=4, log_every=4, eval_every=40, eval_rows=256,
+        ),
+        checkpoint=CheckpointConfig(every=40, keep_last=2),
+        job=JobConfig(name="smoke", num_nodes=2, ranks_per_node=2, rehearse_failure_at_step=90),
+    )  # fmt: skip
+
+
+def own_text() -> Config:
+    """A MoEUT of 7M parameters for some thousand steps on a CPU: give data.input your text."""
+    return Config(
+        model=ModelConfig(
+            vocab_size=8000, d_model=192, num_layers=6, group_size=2, num_heads=4, d_head=48,
+            num_attention_experts=4, attention_top_k=2, router=SigmoidConfig(top_k=6), num_experts=32, d_expert=128,
+        ),
+        data=DataConfig(vocab_size=8000, seq_len=256),
+        optim=OptimConfig(learning_rate=1e-3, warmup_steps=200, decay_steps=3000),
+        train=TrainConfig(steps=3000, global_batch=8, micro_batch=4, eval_every=250, eval_rows=256),
+        checkpoint=CheckpointConfig(every=250, keep_last=2),
+        job=JobConfig(name="own_text", ranks_per_node=2),
+    )  # fmt: skip
+
+
+def _described(description: str, build: Callable[[], Config]) -> Callable[[], Config]:
+    """A recipe of a table, with the line that `moebius models` shows."""
+
+    def recipe() -> Config:
+        return build()
+
+    recipe.__doc__ = description
+    return recipe
+
+
+RECIPES: dict[str, Callable[[], Config]] = {
+    "smoke": smoke,
+    "own_text": own_text,
+    **{name: _described(*entry) for name, entry in FAMILY.items()},
+    **{name: _described(*entry) for name, entry in PUBLISHED.items()},
+}

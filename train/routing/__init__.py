@@ -1,0 +1,1 @@
+"""Recording what the routers of a run decided."""
