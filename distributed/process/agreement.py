@@ -163,7 +163,8 @@ def _arrive(store: Store, keys: list[str], timeout_s: float) -> bool:
 
 def _rooms() -> Iterable[str]:
     """Folders of the package; what lies beside it in a checkout (tests, benchmarks) does not run."""
-    return sorted(file.parent.name for file in _ROOT.glob("*/__init__.py"))
+    folders = {file.parent.name for file in _ROOT.glob("*/__init__.py")}
+    return sorted(folders - {"benchmarks"})
 
 
 def _leaves(values: Mapping[str, Any], path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:

@@ -127,7 +127,7 @@ TINY_STEP = """
 import json
 from benchmarks import step
 from moebius.train.config import resolve
-from moebius.train.recipes import RECIPES
+from moebius.train.recipes.smoke import RECIPES
 SMALL = ["mesh.ep=1", "mesh.dp_replicate=none", "job.num_nodes=1", "job.ranks_per_node=1", "model.d_model=32"]
 DENSE = ["model.attention=dense", "model.feed_forward=dense", "model.d_feed_forward=64", "model.norm=pre"]
 step.RECIPES = {

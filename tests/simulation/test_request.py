@@ -360,8 +360,8 @@ def test_a_mistake_of_ours_is_told_with_its_traceback(
     moebius("smoke", *SMALL, "--ep", "2", "--tokens-per-rank", "4", expect=1)
     said = capsys.readouterr().err
     assert said.startswith("Traceback (most recent call last):")
-    assert re.search(r'File ".*simulate\.py", line \d+, in play\n', said)
-    assert re.search(r'File ".*test_simulate\.py", line \d+, in fail_here\n', said)
+    assert re.search(r'File ".*dispatch\.py", line \d+, in play\n', said)
+    assert re.search(r'File ".*test_dispatch\.py", line \d+, in fail_here\n', said)
     assert re.match(rf"fault: simulated rank \d of 2: {error.__name__}: .?rows do not fit", said.splitlines()[-1])
 
 

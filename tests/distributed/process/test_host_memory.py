@@ -9,7 +9,7 @@ import pytest
 
 PROGRAM = """
 import resource, sys, torch
-from moebius.distributed.host_memory import keep_freed_memory
+from moebius.distributed.process.host_memory import keep_freed_memory
 
 torch.set_num_threads(1)
 if sys.argv[1] == "keep":
@@ -24,7 +24,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 
 RANDOM_SIZES = """
 import random, torch
-from moebius.distributed.host_memory import keep_freed_memory
+from moebius.distributed.process.host_memory import keep_freed_memory
 
 def resident(what):
     return next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith(what))

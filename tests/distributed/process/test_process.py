@@ -124,7 +124,7 @@ def test_a_rank_that_never_starts_is_named():
 
 ALONE = """
 import torch.distributed as dist
-from moebius.distributed.process import start_process
+from moebius.distributed.process.process import start_process
 
 with start_process("cpu", timeout_s=20):
     dist.barrier()

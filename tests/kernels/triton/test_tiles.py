@@ -47,7 +47,7 @@ def test_the_new_table_is_the_module_with_other_entries(tmp_path: Path) -> None:
     written = tune_tiles.rewritten(source, table, 'on a "GPU"')
     again = tune_tiles.rewritten(written, TILES, triton_tiles.ORIGIN)
     assert again == source
-    parts: dict = {"__package__": "moebius.kernels", "__name__": "moebius.kernels.other_tiles"}
+    parts: dict = {"__package__": "moebius.kernels.triton", "__name__": "moebius.kernels.triton.other_tiles"}
     exec(compile(written, "triton_tiles.py", "exec", dont_inherit=True), parts)
     assert {key: str(tile) for key, tile in parts["TILES"].items()} == {key: str(tile) for key, tile in table.items()}
     assert parts["ORIGIN"] == "on a 'GPU'"
