@@ -2,13 +2,16 @@
 
     python .ci/wheel.py            (`make wheel` installs `build` first)
 
-1. build: from a copy of the tracked files alone, so that no leftover of an earlier build can slip in;
+1. build: from a copy of the tracked files alone, so that no leftover of an earlier build can slip
+   in;
 2. contents: every tracked source of the package, and no test;
 3. install: in a new virtual environment, with the extra `cluster`, under constraints.txt;
-4. import every module of the wheel but Triton's kernels, then again without Ray: only cluster/ may need it;
+4. import every module of the wheel but Triton's kernels, then again without Ray: only cluster/ may
+   need it;
 5. every command's --help, and a training run of four steps.
 
-Any failure ends it with an exit code other than 0. Takes about 3 minutes, most of it the installation.
+Any failure ends it with an exit code other than 0. Takes about 3 minutes, most of it the
+installation.
 """
 
 import json
@@ -26,7 +29,8 @@ ROOT = Path(__file__).resolve().parents[1]
 BESIDE_THE_PACKAGE = ("tests/", "benchmarks/", "examples/", "docs/", ".ci/")
 COMMANDS = {"prepare", "train", "submit", "status", "logs", "stop", "eval", "layout", "ckpt"}
 SOURCES = (".py", ".cpp")
-TRITON = "moebius.kernels.triton."  # these need it, and say so (tests/kernels/triton/test_interpreted.py)
+# these need it, and say so (tests/kernels/triton/test_interpreted.py)
+TRITON = "moebius.kernels.triton."
 ONE_RANK = ["job.num_nodes=1", "job.ranks_per_node=1", "mesh.ep=1", "mesh.dp_replicate=1"]
 STEPS = 4
 
@@ -73,8 +77,14 @@ def build_wheel(temporary: Path) -> Path:
     for path in tracked_files():
         (source / path).parent.mkdir(parents=True, exist_ok=True)
         (source / path).write_bytes((ROOT / path).read_bytes())
-    constraint = {"PIP_CONSTRAINT": str(ROOT / "constraints.txt")}  # for setuptools in the build's own environment
-    run([sys.executable, "-m", "build", "--wheel", "--outdir", str(built), str(source)], temporary, extra=constraint)
+    constraint = {
+        "PIP_CONSTRAINT": str(ROOT / "constraints.txt")
+    }  # for setuptools in the build's own environment
+    run(
+        [sys.executable, "-m", "build", "--wheel", "--outdir", str(built), str(source)],
+        temporary,
+        extra=constraint,
+    )
     (wheel,) = built.glob("*.whl")
     return wheel
 
@@ -82,10 +92,16 @@ def build_wheel(temporary: Path) -> Path:
 def check_contents(wheel: Path) -> list[str]:
     """The dotted names of the wheel's modules. Raises SystemExit unless they are the tracked ones."""
     held = {name for name in zipfile.ZipFile(wheel).namelist() if name.endswith(SOURCES)}
-    tracked = [path for path in tracked_files() if path.endswith(SOURCES) and not path.startswith(BESIDE_THE_PACKAGE)]
+    tracked = [
+        path
+        for path in tracked_files()
+        if path.endswith(SOURCES) and not path.startswith(BESIDE_THE_PACKAGE)
+    ]
     wanted = {f"moebius/{path}" for path in tracked}
     if held != wanted:
-        raise SystemExit(f"{wheel.name} lacks {sorted(wanted - held)} and has too much: {sorted(held - wanted)}")
+        raise SystemExit(
+            f"{wheel.name} lacks {sorted(wanted - held)} and has too much: {sorted(held - wanted)}"
+        )
     say(f"{wheel.name} holds all {len(held)} sources, {wheel.stat().st_size / 1024:.0f} KiB")
     modules = (name.removesuffix(".py") for name in held if name.endswith(".py"))
     return sorted(name.removesuffix("/__init__").replace("/", ".") for name in modules)
@@ -94,16 +110,27 @@ def check_contents(wheel: Path) -> list[str]:
 def install(wheel: Path, environment: Path) -> Path:
     say("installing it with the extra `cluster` into an empty environment")
     venv.create(environment, with_pip=True)
-    pip = [str(environment / "bin" / "python"), "-m", "pip", "--quiet", "--disable-pip-version-check"]
+    pip = [
+        str(environment / "bin" / "python"),
+        "-m",
+        "pip",
+        "--quiet",
+        "--disable-pip-version-check",
+    ]
     run([*pip, "install", "-c", str(ROOT / "constraints.txt"), f"{wheel}[cluster]"], environment)
     run([*pip, "check"], environment)
     return environment
 
 
 def check_imports(environment: Path, modules: list[str], elsewhere: Path) -> None:
-    say(f"importing {len(modules)} modules but those of Triton's kernels, and again those outside cluster/ without Ray")
+    say(
+        f"importing {len(modules)} modules but those of Triton's kernels, and again those outside "
+        "cluster/ without Ray"
+    )
     python = str(environment / "bin" / "python")
-    modules = [name for name in modules if not name.startswith(TRITON) or name == f"{TRITON}available"]
+    modules = [
+        name for name in modules if not name.startswith(TRITON) or name == f"{TRITON}available"
+    ]
     run([python, "-c", IMPORT_ALL, "", *modules], elsewhere)
     without_ray = [name for name in modules if not name.startswith("moebius.cluster.")]
     run([python, "-c", IMPORT_ALL, "ray,psutil", *without_ray], elsewhere)
@@ -133,17 +160,29 @@ def check_training(environment: Path, elsewhere: Path) -> None:
 
 
 def tracked_files() -> list[str]:
-    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    listed = subprocess.run(
+        ["git", "ls-files", "-z"], cwd=ROOT, check=True, capture_output=True, text=True
+    ).stdout
     return [path for path in listed.split("\0") if path and (ROOT / path).is_file()]
 
 
 def run(line: Sequence[str], folder: Path, *, extra: dict[str, str] | None = None) -> str:
-    """Runs a command and returns what it printed; SystemExit with all of it where it fails or takes 15 minutes."""
-    environment = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "VIRTUAL_ENV")}
+    """Runs a command and returns what it printed; SystemExit with all of it where it fails or takes
+    15 minutes.
+    """
+    environment = {
+        key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "VIRTUAL_ENV")
+    }
     done = subprocess.run(
-        line, cwd=folder, env=environment | (extra or {}), stdin=subprocess.DEVNULL, timeout=900,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-    )  # fmt: skip
+        line,
+        cwd=folder,
+        env=environment | (extra or {}),
+        stdin=subprocess.DEVNULL,
+        timeout=900,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
     if done.returncode:
         raise SystemExit(f"{done.stdout}\nexit code {done.returncode} of: {' '.join(line)}")
     return done.stdout

@@ -1,19 +1,22 @@
-"""What dispatch and combine cost beside the bare exchange of the same bytes, and a step with experts spread beside one without.
+"""What dispatch and combine cost beside the bare exchange of the same bytes, and a step with
+experts spread beside one without.
 
     python -m benchmarks.dispatch [--ranks 2 4 8] [--seconds 4] [--pairs 20]
 
-1. Per world, experts per token (K) and dispatcher: one forward pass of dispatch and combine (stand-ins for the experts between
-   them, not counted) against the floor: `all_to_all_single` of exactly the rows that the dispatcher sends and gets back, with
-   splits known and rows in place; for allgather its own two collectives. Both by turns, pass by pass, because a shared machine's
-   speed drifts; the slowest rank's time in each pass, and medians over passes. Beside time, the processor time of all ranks: on a
-   machine that is busy with other things it says more than time does. `local` on one rank says what is left without an exchange.
-   Goals: `dedup` sends exactly Σ over tokens of their distinct destination ranks; the default dispatcher takes ≤ 1.25 × the floor
+1. Per world, experts per token (K) and dispatcher: one forward pass of dispatch and combine
+   (stand-ins for the experts between them, not counted) against the floor: `all_to_all_single` of
+   exactly the rows that the dispatcher sends and gets back, with splits known and rows in place;
+   for allgather its own two collectives. Both by turns, pass by pass, because a shared machine's
+   speed drifts; the slowest rank's time in each pass, and medians over passes. Beside time, the
+   processor time of all ranks: on a machine that is busy with other things it says more than time
+   does. `local` on one rank says what is left without an exchange. Goals: `dedup` sends exactly Σ
+   over tokens of their distinct destination ranks; the default dispatcher takes ≤ 1.25 × the floor
    for rows of 4 KiB × 2,048 tokens per rank.
-2. A training step of the recipe smoke on 4 ranks, EP 4 against pure data parallelism, by turns in one process each: all of it
-   but the data. Goal: ≤ 1.15.
+2. A training step of the recipe smoke on 4 ranks, EP 4 against pure data parallelism, by turns in
+   one process each: all of it but the data. Goal: ≤ 1.15.
 
-Ranks are processes of this machine over Gloo, and over NCCL where there is a GPU for each. Exits with 1 where a goal is missed.
-Takes some 15 minutes on 2 busy cores; writes results/dispatch.json.
+Ranks are processes of this machine over Gloo, and over NCCL where there is a GPU for each. Exits
+with 1 where a goal is missed. Takes some 15 minutes on 2 busy cores; writes results/dispatch.json.
 """
 
 import argparse
@@ -74,7 +77,11 @@ def points(num_ranks: int) -> list[Point]:
     names = [name for name in DISPATCHERS if name != "hierarchical" or num_ranks > PER_NODE]
     wide = [Point(num_ranks, 2048, 1024, k, name) for k in (1, 2, 4, 8) for name in names]
     narrow = [Point(num_ranks, 512, 128, 4, name) for name in names]
-    return [*wide, *narrow, *(Point(num_ranks, 2048, 1024, 4, name, 2) for name in ("alltoall", "dedup"))]
+    return [
+        *wide,
+        *narrow,
+        *(Point(num_ranks, 2048, 1024, 4, name, 2) for name in ("alltoall", "dedup")),
+    ]
 
 
 def main() -> None:
@@ -83,9 +90,13 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=4.0, help="for the passes of one point")
     parser.add_argument("--pairs", type=int, default=20, help="of steps; 0: none")
     parser.add_argument("--name", default="dispatch", help="of the file in results/")
-    parser.add_argument("--rank-out", type=Path, help=argparse.SUPPRESS)  # a rank: where rank 0 leaves the figures
+    parser.add_argument(
+        "--rank-out", type=Path, help=argparse.SUPPRESS
+    )  # a rank: where rank 0 leaves the figures
     parser.add_argument("--device", default="cpu", help=argparse.SUPPRESS)
-    parser.add_argument("--part", choices=("exchange", "step"), default="exchange", help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--part", choices=("exchange", "step"), default="exchange", help=argparse.SUPPRESS
+    )
     options = parser.parse_args()
     if options.rank_out is not None:
         run_rank(options)
@@ -98,10 +109,17 @@ def main() -> None:
             print(f"measured: {num_ranks} ranks on {device}", flush=True)
     steps = launch("step", STEP_RANKS, "cpu", options) if options.pairs else None
     met = print_report(figures, steps)
-    path = save(options.name, {
-        "goal_dispatch": GOAL, "goal_step": STEP_GOAL, "load_average_before": load_before,
-        "load_average_after": os.getloadavg(), "points": figures, "step": steps,
-    })  # fmt: skip
+    path = save(
+        options.name,
+        {
+            "goal_dispatch": GOAL,
+            "goal_step": STEP_GOAL,
+            "load_average_before": load_before,
+            "load_average_after": os.getloadavg(),
+            "points": figures,
+            "step": steps,
+        },
+    )
     print(f"written: {path}")
     raise SystemExit(0 if met else 1)
 
@@ -111,13 +129,30 @@ def launch(part: str, num_ranks: int, device: str, options: argparse.Namespace) 
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "figures.json"
         command = [
-            sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}",
-            "-m", "benchmarks.dispatch",
-            "--rank-out", str(out), "--seconds", str(options.seconds), "--pairs", str(options.pairs), "--device", device,
-            "--part", part,
-        ]  # fmt: skip
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            f"--nproc-per-node={num_ranks}",
+            "-m",
+            "benchmarks.dispatch",
+            "--rank-out",
+            str(out),
+            "--seconds",
+            str(options.seconds),
+            "--pairs",
+            str(options.pairs),
+            "--device",
+            device,
+            "--part",
+            part,
+        ]
         subprocess.run(
-            command, check=True, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdin=subprocess.DEVNULL, cwd=ROOT
+            command,
+            check=True,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            stdin=subprocess.DEVNULL,
+            cwd=ROOT,
         )
         return json.loads(out.read_text())
 
@@ -129,7 +164,10 @@ def run_rank(options: argparse.Namespace) -> None:
             found = time_steps(process, options.rank_out.parent, options.pairs)
         else:
             with torch.no_grad():
-                found = [time_point(point, process, options.seconds) for point in points(process.world_size)]
+                found = [
+                    time_point(point, process, options.seconds)
+                    for point in points(process.world_size)
+                ]
         if process.rank == 0:
             options.rank_out.write_text(json.dumps(found))
 
@@ -155,9 +193,17 @@ class Spent:
 def time_point(point: Point, process: Process, seconds: float) -> dict[str, Any]:
     group, device = dist.group.WORLD, process.device
     assert group is not None
-    nodes = build_node_groups(group, PER_NODE, timeout_s=120) if point.dispatcher == "hierarchical" else None
+    nodes = (
+        build_node_groups(group, PER_NODE, timeout_s=120)
+        if point.dispatcher == "hierarchical"
+        else None
+    )
     dispatcher: Any = make_dispatcher(
-        point.dispatcher, group, nodes=nodes, ranks_per_node=PER_NODE, overlap_chunks=point.overlap_chunks
+        point.dispatcher,
+        group,
+        nodes=nodes,
+        ranks_per_node=PER_NODE,
+        overlap_chunks=point.overlap_chunks,
     )
     x, routes = batch(point, process)
     floor = make_floor(point, group, x, wide_motions(dispatcher, x, routes))
@@ -165,7 +211,9 @@ def time_point(point: Point, process: Process, seconds: float) -> dict[str, Any]
     for _ in range(WARM_UP):
         one_pass(dispatcher, x, routes, device)
         floor()
-    passes = torch.tensor(max(FEWEST, int(seconds * WARM_UP / (time.perf_counter() - started))), device=device)
+    passes = torch.tensor(
+        max(FEWEST, int(seconds * WARM_UP / (time.perf_counter() - started))), device=device
+    )
     dist.broadcast(passes, 0)
     spent = []
     for _ in range(int(passes)):
@@ -191,21 +239,29 @@ def summary(spent: Tensor) -> dict[str, Any]:
     ratios = [a / b for a, b in zip(ours, floor, strict=True)]
     quartiles = statistics.quantiles(ratios, n=4)
     return {
-        "passes": len(ours), "seconds": statistics.median(ours), "floor_seconds": statistics.median(floor),
-        "fastest_seconds": min(ours), "fastest_floor_seconds": min(floor),
-        "ratio": statistics.median(ours) / statistics.median(floor), "ratio_of_fastest": min(ours) / min(floor),
+        "passes": len(ours),
+        "seconds": statistics.median(ours),
+        "floor_seconds": statistics.median(floor),
+        "fastest_seconds": min(ours),
+        "fastest_floor_seconds": min(floor),
+        "ratio": statistics.median(ours) / statistics.median(floor),
+        "ratio_of_fastest": min(ours) / min(floor),
         "quartiles_of_pairs": [quartiles[0], quartiles[2]],
         "cpu_ratio": statistics.median(ours_cpu) / max(statistics.median(floor_cpu), 1e-9),
-    }  # fmt: skip
+    }
 
 
 def rows(point: Point, dispatcher: Any, routes: Routes) -> dict[str, int]:
     """Rows of a pass over all ranks, beside what they must and what they might be."""
     stats = None if isinstance(dispatcher, LocalDispatcher) else dispatcher.stats()
     sent = 0 if stats is None else stats.rows_sent // stats.passes
-    wanted = torch.zeros(routes.num_targets, point.num_ranks, dtype=torch.bool, device=routes.expert_N.device)
+    wanted = torch.zeros(
+        routes.num_targets, point.num_ranks, dtype=torch.bool, device=routes.expert_N.device
+    )
     wanted[routes.source_N, routes.expert_N // EXPERTS_PER_RANK] = True
-    totals = torch.tensor([sent, int(wanted.sum()), len(routes.expert_N)], device=routes.expert_N.device)
+    totals = torch.tensor(
+        [sent, int(wanted.sum()), len(routes.expert_N)], device=routes.expert_N.device
+    )
     dist.all_reduce(totals)
     names = ("rows_sent", "distinct_destinations", "rows_one_per_route")
     return dict(zip(names, totals.tolist(), strict=True)) | {"row_bytes": point.width * 4}
@@ -218,7 +274,9 @@ def batch(point: Point, process: Process) -> tuple[Tensor, Routes]:
     scores = torch.rand(point.tokens, num_experts, generator=generator)
     experts = scores.topk(min(point.top_k, num_experts)).indices.to(process.device)
     x = torch.randn(point.tokens, point.width, generator=generator).to(process.device)
-    return x, token_routes(experts, torch.ones(experts.shape, device=process.device), num_experts=num_experts)
+    return x, token_routes(
+        experts, torch.ones(experts.shape, device=process.device), num_experts=num_experts
+    )
 
 
 def one_pass(dispatcher: Any, x: Tensor, routes: Routes, device: torch.device) -> Spent:
@@ -241,7 +299,9 @@ def stand_in(x_UD: Tensor, routes: Routes) -> Tensor:
     """What experts would leave: a row for every target."""
     if routes.per_source == routes.per_target == 1:
         return x_UD
-    return x_UD.new_zeros(routes.num_targets, x_UD.shape[1]).index_add_(0, routes.target_N, x_UD[routes.source_N])
+    return x_UD.new_zeros(routes.num_targets, x_UD.shape[1]).index_add_(
+        0, routes.target_N, x_UD[routes.source_N]
+    )
 
 
 def wide_motions(dispatcher: Any, x: Tensor, routes: Routes) -> list[tuple[AllToAll, Tensor]]:
@@ -265,7 +325,9 @@ def wide_motions(dispatcher: Any, x: Tensor, routes: Routes) -> list[tuple[AllTo
 def make_floor(
     point: Point, group: dist.ProcessGroup, x: Tensor, motions: list[tuple[AllToAll, Tensor]]
 ) -> Callable[[], None]:
-    """The same bytes with nothing around them. For allgather, whose bytes go by other collectives: those."""
+    """The same bytes with nothing around them. For allgather, whose bytes go by other collectives:
+    those.
+    """
 
     def gather_and_scatter() -> None:
         ReduceScatter(group).start(AllGather(group).start(x).wait()).wait()
@@ -304,10 +366,15 @@ def time_steps(process: Process, folder: Path, pairs: int) -> dict[str, Any]:
     ratios = [a / b for a, b in zip(spread, alone, strict=True)]
     quartiles = statistics.quantiles(ratios, n=4)
     return {
-        "recipe": "smoke", "ranks": process.world_size, "pairs": pairs, "ep_seconds": statistics.median(spread),
-        "dp_seconds": statistics.median(alone), "ratio": statistics.median(spread) / statistics.median(alone),
-        "ratio_of_fastest": min(spread) / min(alone), "quartiles_of_pairs": [quartiles[0], quartiles[2]],
-    }  # fmt: skip
+        "recipe": "smoke",
+        "ranks": process.world_size,
+        "pairs": pairs,
+        "ep_seconds": statistics.median(spread),
+        "dp_seconds": statistics.median(alone),
+        "ratio": statistics.median(spread) / statistics.median(alone),
+        "ratio_of_fastest": min(spread) / min(alone),
+        "quartiles_of_pairs": [quartiles[0], quartiles[2]],
+    }
 
 
 def build_run(ep: int, process: Process, folder: Path) -> tuple[Run, Batch]:
@@ -317,7 +384,9 @@ def build_run(ep: int, process: Process, folder: Path) -> tuple[Run, Batch]:
     run_dir.mkdir(exist_ok=True)
     accumulation = config.train.global_batch // (process.world_size * config.train.micro_batch)
     shape = (accumulation, config.train.micro_batch, config.data.seq_len + 1)
-    tokens = torch.randint(config.model.vocab_size, shape, generator=torch.Generator().manual_seed(process.rank))
+    tokens = torch.randint(
+        config.model.vocab_size, shape, generator=torch.Generator().manual_seed(process.rank)
+    )
     return assemble(config, run_dir, process), Batch(tokens.numpy(), 0, 0)
 
 
@@ -327,34 +396,54 @@ def build_run(ep: int, process: Process, folder: Path) -> tuple[Run, Batch]:
 def print_report(figures: list[dict[str, Any]], steps: dict[str, Any] | None) -> bool:
     """Prints all points; whether the goals are met."""
     table = Table(
-        "ranks", "tokens × width", "K", "dispatcher", "chunks", "ms", "floor ms", "ratio", "CPU", "rows ÷ routes", "",
+        "ranks",
+        "tokens × width",
+        "K",
+        "dispatcher",
+        "chunks",
+        "ms",
+        "floor ms",
+        "ratio",
+        "CPU",
+        "rows ÷ routes",
+        "",
         title="dispatch + combine against the bare exchange of the same rows",
-    )  # fmt: skip
+    )
     met = True
     for point in figures:
         verdict = verdict_of(point)
         met = met and "missed" not in verdict
         table.add_row(
-            f"{point['num_ranks']} {point['device']}", f"{point['tokens']} × {point['width']}", str(point["top_k"]),
-            point["dispatcher"], str(point["overlap_chunks"]), f"{point['seconds'] * 1e3:.1f}",
-            f"{point['floor_seconds'] * 1e3:.1f}", f"{point['ratio']:.2f}" if point["num_ranks"] > 1 else "",
+            f"{point['num_ranks']} {point['device']}",
+            f"{point['tokens']} × {point['width']}",
+            str(point["top_k"]),
+            point["dispatcher"],
+            str(point["overlap_chunks"]),
+            f"{point['seconds'] * 1e3:.1f}",
+            f"{point['floor_seconds'] * 1e3:.1f}",
+            f"{point['ratio']:.2f}" if point["num_ranks"] > 1 else "",
             f"{point['cpu_ratio']:.2f}" if point["num_ranks"] > 1 else "",
-            f"{point['rows_sent'] / point['rows_one_per_route']:.2f}", verdict,
-        )  # fmt: skip
+            f"{point['rows_sent'] / point['rows_one_per_route']:.2f}",
+            verdict,
+        )
     console = Console(width=110)
     console.print(table)
     if steps is not None:
         good = steps["ratio"] <= STEP_GOAL
         met = met and good
         console.print(
-            f"EP {steps['ranks']} on {steps['ranks']} ranks: {steps['ep_seconds'] * 1e3:.0f} ms a step, data parallelism "
-            f"{steps['dp_seconds'] * 1e3:.0f} ms, ratio {steps['ratio']:.2f} ({'met' if good else 'missed'}: ≤ {STEP_GOAL})"
+            f"EP {steps['ranks']} on {steps['ranks']} ranks: {steps['ep_seconds'] * 1e3:.0f} ms a "
+            "step, data parallelism "
+            f"{steps['dp_seconds'] * 1e3:.0f} ms, ratio {steps['ratio']:.2f} "
+            f"({'met' if good else 'missed'}: ≤ {STEP_GOAL})"
         )
     return met
 
 
 def verdict_of(point: dict[str, Any]) -> str:
-    """Of the default dispatcher at the goal's shape; of `dedup` everywhere that it sends what it must."""
+    """Of the default dispatcher at the goal's shape; of `dedup` everywhere that it sends what it
+    must.
+    """
     if point["dispatcher"] != "dedup":
         return ""
     if point["rows_sent"] != point["distinct_destinations"]:

@@ -1,13 +1,16 @@
-"""How long collectives take: message size × ranks → time, the table that `moebius plan --measured` reads.
+"""How long collectives take: message size × ranks → time, the table that `moebius plan --measured`
+reads.
 
     python -m benchmarks.gloo_table [--worlds 2 4 8] [--rounds 31]
     torchrun --nproc-per-node 8 -m benchmarks.gloo_table --backend nccl        one world: torchrun's, on GPUs
 
-Bytes are those of the whole tensor on one rank: what it has to send in an all-to-all (its own share included), the gathered
-result, the input of a reduce-scatter, the tensor of an all-reduce. A time is that of one call in a series of calls long enough to
-measure (40 ms), the slowest rank's; of `--rounds` series, spread over the run because the machine's speed drifts, the median.
+Bytes are those of the whole tensor on one rank: what it has to send in an all-to-all (its own share
+included), the gathered result, the input of a reduce-scatter, the tensor of an all-reduce. A time
+is that of one call in a series of calls long enough to measure (40 ms), the slowest rank's; of
+`--rounds` series, spread over the run because the machine's speed drifts, the median.
 
-Takes about 7 minutes on 2 cores, which must be idle, and writes results/gloo_table.json (nccl: nccl_table.json).
+Takes about 7 minutes on 2 cores, which must be idle, and writes results/gloo_table.json (nccl:
+nccl_table.json).
 """
 
 import argparse
@@ -45,7 +48,10 @@ def main() -> None:
         rows = [row for world in options.worlds for row in on_processes(world, options.rounds)]
     if rows:
         show(rows)
-        print(f"written: {save(f'{options.backend}_table', {'backend': options.backend, 'rows': rows})}")
+        print(
+            "written: "
+            f"{save(f'{options.backend}_table', {'backend': options.backend, 'rows': rows})}"
+        )
 
 
 def on_processes(world: int, rounds: int) -> list[Row]:
@@ -86,7 +92,12 @@ def measure(rounds: int, device: torch.device) -> list[Row]:
         for key, call in calls.items():
             times[key].append(_series(call, counts[key], device))
     return [
-        {"op": op, "world": dist.get_world_size(), "bytes": size, "seconds": statistics.median(found)}
+        {
+            "op": op,
+            "world": dist.get_world_size(),
+            "bytes": size,
+            "seconds": statistics.median(found),
+        }
         for (op, size), found in times.items()
     ]
 
@@ -105,7 +116,9 @@ def _series(call: Callable[[], Any], count: int, device: torch.device) -> float:
     for _ in range(count):
         call()
     _wait_for(device)
-    seconds = torch.tensor([(time.perf_counter() - start) / count], dtype=torch.float64, device=device)
+    seconds = torch.tensor(
+        [(time.perf_counter() - start) / count], dtype=torch.float64, device=device
+    )
     dist.all_reduce(seconds, dist.ReduceOp.MAX)
     return seconds.item()
 
@@ -121,7 +134,9 @@ def _all_to_all(size: int, device: torch.device) -> Callable[[], Any]:
 
 
 def _all_gather(size: int, device: torch.device) -> Callable[[], Any]:
-    gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name since torch 2.13
+    gather: Any = (
+        getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    )  # its name since torch 2.13
     part, whole = _floats(size // dist.get_world_size(), device), _floats(size, device)
     return lambda: gather(whole, part)
 
@@ -153,9 +168,13 @@ def show(rows: list[Row]) -> None:
     """One line per size, one column per operation and world."""
     columns = sorted({(row["op"], row["world"]) for row in rows})
     found = {(row["op"], row["world"], row["bytes"]): row["seconds"] for row in rows}
-    table = Table("KiB", *(f"{op} {world}" for op, world in columns), title="milliseconds", box=None)
+    table = Table(
+        "KiB", *(f"{op} {world}" for op, world in columns), title="milliseconds", box=None
+    )
     for size in SIZES:
-        table.add_row(str(size // 1024), *(f"{1e3 * found[*column, size]:.3f}" for column in columns))
+        table.add_row(
+            str(size // 1024), *(f"{1e3 * found[*column, size]:.3f}" for column in columns)
+        )
     Console(width=160).print(table)
 
 

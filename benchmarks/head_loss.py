@@ -1,11 +1,13 @@
-"""What the read-out and its cross-entropy cost: chunk by chunk (model/head_loss.py), and on full logits as everybody writes it.
+"""What the read-out and its cross-entropy cost: chunk by chunk (model/head_loss.py), and on full
+logits as everybody writes it.
 
     python -m benchmarks.head_loss [--rounds 5] [--device cpu|cuda]
 
-Forward and backward from the last hidden rows to the gradients of rows, weight and bias, for the shapes of MoEUT-44M and for a
-vocabulary of 50,257, in float32 and bfloat16, with chunks of several lengths. In turns in one process, for the machine's speed
-drifts: seconds (of the process on a CPU, one thread; of the device on a GPU), fastest and median; bytes that wait for the
-backward pass, and the peak above what was there before. The peer is F.cross_entropy. Prints a table and writes
+Forward and backward from the last hidden rows to the gradients of rows, weight and bias, for the
+shapes of MoEUT-44M and for a vocabulary of 50,257, in float32 and bfloat16, with chunks of several
+lengths. In turns in one process, for the machine's speed drifts: seconds (of the process on a CPU,
+one thread; of the device on a GPU), fastest and median; bytes that wait for the backward pass, and
+the peak above what was there before. The peer is F.cross_entropy. Prints a table and writes
 results/head_loss_DEVICE.json; two minutes.
 """
 
@@ -27,7 +29,8 @@ from benchmarks.report import save
 from moebius.distributed.process.host_memory import keep_freed_memory
 from moebius.model.head_loss import head_loss, rows_of_chunk
 
-# Tokens, width, vocabulary: a micro-batch of 8 sequences of the 44M models, and one of 16 of 1,024 positions of the 244M ones.
+# Tokens, width, vocabulary: a micro-batch of 8 sequences of the 44M models, and one of 16 of 1,024
+# positions of the 244M ones.
 SHAPES = {
     "cpu": ((2048, 412, 8000), (2048, 412, 50257)),
     "cuda": ((16384, 1024, 8000), (16384, 1024, 50257)),
@@ -37,7 +40,9 @@ ROWS = {"cpu": (128, 256, 512, 1024), "cuda": (512, 1024, 2048, 4096, 8192)}
 
 @dataclass
 class Way:
-    """One way to compute the loss of one shape, and what was measured of it. `rows` None: full logits."""
+    """One way to compute the loss of one shape, and what was measured of it. `rows` None: full
+    logits.
+    """
 
     tokens: int
     width: int
@@ -55,7 +60,9 @@ class Way:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument(
+        "--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu"
+    )
     options = parser.parse_args()
     torch.set_num_threads(1)
     device = torch.device(options.device)
@@ -65,7 +72,7 @@ def main() -> None:
         for dtype in ("float32", "bfloat16")
         for default in [rows_of_chunk(shape[2], options.device)]
         for rows in (None, *sorted({*ROWS[options.device], default}))
-    ]  # fmt: skip
+    ]
     for way in ways:
         measure_memory(way, device)
     keep_freed_memory()  # as a training run does; and so after the peaks, which it would hide
@@ -112,7 +119,9 @@ def measure_memory(way: Way, device: torch.device) -> None:
     run()  # what libraries prepare once is nobody's
     way.peak_bytes = peak_bytes(run, device)
     *inputs, targets = operands(way, device)
-    _, way.saved_bytes = saved_bytes(lambda: loss_of(way)(*inputs, targets), beside=(*inputs, targets))
+    _, way.saved_bytes = saved_bytes(
+        lambda: loss_of(way)(*inputs, targets), beside=(*inputs, targets)
+    )
 
 
 def timed(run: Callable[[], object], device: torch.device) -> float:
@@ -130,16 +139,28 @@ def timed(run: Callable[[], object], device: torch.device) -> float:
 
 
 def show(ways: list[Way]) -> None:
-    table = Table("T × D × V", "dtype", "chunk", "waits MB", "peak MB", "fastest s", "median s", "÷ full")
+    table = Table(
+        "T × D × V", "dtype", "chunk", "waits MB", "peak MB", "fastest s", "median s", "÷ full"
+    )
     peers = {(way.vocabulary, way.dtype): way for way in ways if way.rows is None}
     for way in ways:
         peer = peers[way.vocabulary, way.dtype]
-        chunk = "full logits" if way.rows is None else f"{way.rows}{' (default)' if way.default else ''}"
+        chunk = (
+            "full logits"
+            if way.rows is None
+            else f"{way.rows}{' (default)' if way.default else ''}"
+        )
         peak = "" if way.peak_bytes is None else f"{way.peak_bytes / 1e6:,.0f}"
         table.add_row(
-            f"{way.tokens} × {way.width} × {way.vocabulary}", way.dtype, chunk, f"{way.saved_bytes / 1e6:,.1f}", peak,
-            f"{way.fastest_s:.4f}", f"{way.median_s:.4f}", f"{way.fastest_s / peer.fastest_s:.2f}",
-        )  # fmt: skip
+            f"{way.tokens} × {way.width} × {way.vocabulary}",
+            way.dtype,
+            chunk,
+            f"{way.saved_bytes / 1e6:,.1f}",
+            peak,
+            f"{way.fastest_s:.4f}",
+            f"{way.median_s:.4f}",
+            f"{way.fastest_s / peer.fastest_s:.2f}",
+        )
     Console(width=120).print(table)
 
 

@@ -1,4 +1,6 @@
-"""How much memory a piece of work needs: what autograd keeps for the pass back, and the peak above what was there before."""
+"""How much memory a piece of work needs: what autograd keeps for the pass back, and the peak above
+what was there before.
+"""
 
 import ctypes
 import gc
@@ -15,7 +17,8 @@ _RESET_PEAK = "5"  # of proc(5): the peak of resident memory becomes what is res
 
 
 def saved_bytes(forward: Callable[[], Tensor], *, beside: Iterable[Tensor]) -> tuple[Tensor, int]:
-    """The result, and the bytes of all storages that were saved for the pass back, each counted once.
+    """The result, and the bytes of all storages that were saved for the pass back, each counted
+    once.
 
     Args:
         beside: tensors whose storages do not count: the weights, which are there anyway.
@@ -37,8 +40,9 @@ def saved_bytes(forward: Callable[[], Tensor], *, beside: Iterable[Tensor]) -> t
 def peak_bytes(work: Callable[[], Any], device: torch.device) -> int | None:
     """The most memory that `work` needed above what was there before; None where it cannot be read.
 
-    On a GPU what torch's allocator gave out. On a CPU the process's resident memory, with whatever libraries need for
-    themselves; what was freed before is given back to the system first, or it would hide what `work` takes. Within some MiB.
+    On a GPU what torch's allocator gave out. On a CPU the process's resident memory, with whatever
+    libraries need for themselves; what was freed before is given back to the system first, or it
+    would hide what `work` takes. Within some MiB.
     """
     gc.collect()
     if device.type == "cuda":

@@ -3,17 +3,21 @@
     python -m benchmarks.overhead [--pairs 3] [--steps 60] [--long-steps 2000]
 
 Four questions, one run:
-  1. Step time inside the stack (Ray, supervisor, agents, loader, metrics, background checkpoints) ÷ the bare step of equally many
-     ranks under plain torchrun: forward, backward, reduction, clipping, update on one fixed batch. In pairs, one after the
-     other, because the machine's speed drifts. Goal: ≤ 1.05.
-     Means over all counted steps, so that saves and what they slow down are in them; evaluations are not.
-  2. Seconds a step that ranks waited for data after the first batch, all ranks added up. Goal: below 1 ms.
-  3. Memory of all processes together (proportional set size, so that shared pages count once). Goal: < 4 GiB.
-  4. Unshared memory of every process over a long run of a small model: median of its second quarter against the median of its
-     last quarter. Goal: none grows by more than 8 MiB.
+  1. Step time inside the stack (Ray, supervisor, agents, loader, metrics, background checkpoints) ÷
+     the bare step of equally many ranks under plain torchrun: forward, backward, reduction,
+     clipping, update on one fixed batch. In pairs, one after the other, because the machine's speed
+     drifts. Goal: ≤ 1.05. Means over all counted steps, so that saves and what they slow down are
+     in them; evaluations are not.
+  2. Seconds a step that ranks waited for data after the first batch, all ranks added up. Goal:
+     below 1 ms.
+  3. Memory of all processes together (proportional set size, so that shared pages count once).
+     Goal: < 4 GiB.
+  4. Unshared memory of every process over a long run of a small model: median of its second quarter
+     against the median of its last quarter. Goal: none grows by more than 8 MiB.
 
-Exits with 1 where a goal is missed. Takes about 12 minutes on 2 cores and writes results/overhead.json; with --long-steps 0 it
-takes half of that, leaves question 4 out, and writes results/overhead_step.json.
+Exits with 1 where a goal is missed. Takes about 12 minutes on 2 cores and writes
+results/overhead.json; with --long-steps 0 it takes half of that, leaves question 4 out, and writes
+results/overhead_step.json.
 """
 
 import argparse
@@ -45,9 +49,17 @@ from moebius.train.run_folder import open_run, place_data
 
 WARM_UP = 10  # steps not counted
 SMALL = (
-    "model.vocab_size=1024", "data.vocab_size=1024", "model.d_model=32", "model.d_head=8", "model.d_expert=16",
-    "model.num_experts=8", "model.router.top_k=2", "data.seq_len=32", "train.global_batch=4", "train.micro_batch=1",
-)  # fmt: skip
+    "model.vocab_size=1024",
+    "data.vocab_size=1024",
+    "model.d_model=32",
+    "model.d_head=8",
+    "model.d_expert=16",
+    "model.num_experts=8",
+    "model.router.top_k=2",
+    "data.seq_len=32",
+    "train.global_batch=4",
+    "train.micro_batch=1",
+)
 
 
 def main() -> None:
@@ -55,7 +67,9 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=3)
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--long-steps", type=int, default=2000)
-    parser.add_argument("--bare", type=Path, help=argparse.SUPPRESS)  # a rank of the bare run: its run folder
+    parser.add_argument(
+        "--bare", type=Path, help=argparse.SUPPRESS
+    )  # a rank of the bare run: its run folder
     options = parser.parse_args()
     if options.bare is not None:
         run_bare(options.bare)
@@ -75,10 +89,17 @@ def measure(scratch: Path, options: argparse.Namespace) -> dict[str, Any]:
     config = make_config(scratch, *changes)
     pairs, waits, peaks = [], [], []
     for number in range(options.pairs):
-        # Reading the memory of 25 processes costs a few per cent of a core itself: rarely, while time is measured.
+        # Reading the memory of 25 processes costs a few per cent of a core itself: rarely, while
+        # time is measured.
         stack = run_stack(config, scratch / f"stack-{number}", sample_every_s=15.0)
         bare_s = time_bare(config, scratch / f"bare-{number}")
-        pairs.append({"stack_step_s": stack["step_s"], "bare_step_s": bare_s, "ratio": stack["step_s"] / bare_s})
+        pairs.append(
+            {
+                "stack_step_s": stack["step_s"],
+                "bare_step_s": bare_s,
+                "ratio": stack["step_s"] / bare_s,
+            }
+        )
         waits.append(stack["data_wait_s_per_step"])
         peaks.append(stack["peak_pss_gib"])
         print(f"pair {number + 1} of {options.pairs}: {pairs[-1]}", flush=True)
@@ -94,13 +115,22 @@ def measure(scratch: Path, options: argparse.Namespace) -> dict[str, Any]:
 
 def measure_growth(scratch: Path, options: argparse.Namespace) -> dict[str, Any]:
     config = make_config(
-        scratch, *SMALL, f"train.steps={options.long_steps}", "train.eval_every=500", "checkpoint.every=200"
-    )  # fmt: skip
-    return {"steps": options.long_steps, "growth": run_stack(config, scratch / "long", sample_every_s=1.0)["growth"]}
+        scratch,
+        *SMALL,
+        f"train.steps={options.long_steps}",
+        "train.eval_every=500",
+        "checkpoint.every=200",
+    )
+    return {
+        "steps": options.long_steps,
+        "growth": run_stack(config, scratch / "long", sample_every_s=1.0)["growth"],
+    }
 
 
 def make_config(scratch: Path, *changes: str) -> Config:
-    return place_data(resolve("smoke", ["job.rehearse_failure_at_step=none", *changes], RECIPES), scratch)
+    return place_data(
+        resolve("smoke", ["job.rehearse_failure_at_step=none", *changes], RECIPES), scratch
+    )
 
 
 def run_stack(config: Config, run_dir: Path, *, sample_every_s: float) -> dict[str, Any]:
@@ -108,30 +138,49 @@ def run_stack(config: Config, run_dir: Path, *, sample_every_s: float) -> dict[s
     open_run(config, run_dir)
     watcher = MemoryWatcher(sample_every_s)
     watcher.start()
-    status = submit(config, run_dir, console=Console(file=(run_dir / "console.log").open("w")), live=False)
+    status = submit(
+        config, run_dir, console=Console(file=(run_dir / "console.log").open("w")), live=False
+    )
     watcher.stop()
     if status.exit_code:
         raise SystemExit(f"the job failed: {status.reason}; logs in {run_dir}")
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     train = [line for line in lines if line["kind"] == "train"]
-    # From the end of one step's log line to the next: everything that happens between is in it, saves too.
+    # From the end of one step's log line to the next: everything that happens between is in it,
+    # saves too.
     first, last = next(line for line in train if line["step"] >= WARM_UP), train[-1]
     waited = [line["data_wait_s"] for line in train[1:]]
     return {
         "step_s": (last["time"] - first["time"]) / (last["step"] - first["step"]),
         "data_wait_s_per_step": sum(waited) / len(waited),
-        "peak_pss_gib": watcher.peak_bytes / 2**30, "growth": watcher.growth(),
-    }  # fmt: skip
+        "peak_pss_gib": watcher.peak_bytes / 2**30,
+        "growth": watcher.growth(),
+    }
 
 
 def time_bare(config: Config, run_dir: Path) -> float:
-    """Mean step of the same ranks under plain torchrun: no Ray, no loader, no metrics, no checkpoints."""
+    """Mean step of the same ranks under plain torchrun: no Ray, no loader, no metrics, no
+    checkpoints.
+    """
     open_run(config, run_dir)
     command = [
-        sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={config.world_size}",
-        "-m", "benchmarks.overhead", "--bare", str(run_dir),
-    ]  # fmt: skip
-    subprocess.run(command, check=True, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdin=subprocess.DEVNULL, cwd=ROOT)
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc-per-node={config.world_size}",
+        "-m",
+        "benchmarks.overhead",
+        "--bare",
+        str(run_dir),
+    ]
+    subprocess.run(
+        command,
+        check=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        stdin=subprocess.DEVNULL,
+        cwd=ROOT,
+    )
     return json.loads((run_dir / "bare.json").read_text())["step_s"]
 
 
@@ -142,7 +191,9 @@ def run_bare(run_dir: Path) -> None:
         run = assemble(config, run_dir, process)
         accumulation = config.train.global_batch // (process.world_size * config.train.micro_batch)
         shape = (accumulation, config.train.micro_batch, config.data.seq_len + 1)
-        tokens = torch.randint(config.model.vocab_size, shape, generator=torch.Generator().manual_seed(process.rank))
+        tokens = torch.randint(
+            config.model.vocab_size, shape, generator=torch.Generator().manual_seed(process.rank)
+        )
         batch = Batch(tokens.numpy(), 0, 0)
         times = []
         for _ in range(config.train.steps):
@@ -150,7 +201,9 @@ def run_bare(run_dir: Path) -> None:
             step(run, batch, 1e-4)
             times.append(time.perf_counter() - started)
         if process.rank == 0:
-            (run_dir / "bare.json").write_text(json.dumps({"step_s": statistics.fmean(times[WARM_UP:])}))
+            (run_dir / "bare.json").write_text(
+                json.dumps({"step_s": statistics.fmean(times[WARM_UP:])})
+            )
 
 
 class MemoryWatcher:
@@ -171,19 +224,27 @@ class MemoryWatcher:
         self._thread.join()
 
     def growth(self) -> list[dict[str, Any]]:
-        """Per process that lived through half of the run or more: unshared memory in its second and in its last quarter."""
+        """Per process that lived through half of the run or more: unshared memory in its second and
+        in its last quarter.
+        """
         out = []
-        longest = max((samples[-1][0] - samples[0][0] for samples in self._samples.values()), default=0.0)
+        longest = max(
+            (samples[-1][0] - samples[0][0] for samples in self._samples.values()), default=0.0
+        )
         for (pid, name), samples in self._samples.items():
             if samples[-1][0] - samples[0][0] < 0.5 * longest:
                 continue
             sizes = [size for _, size in samples]
             quarter = max(1, len(sizes) // 4)
             early, late = sizes[quarter : 2 * quarter], sizes[-quarter:]
-            out.append({
-                "process": name, "pid": pid, "early_mib": round(statistics.median(early) / 2**20, 1),
-                "late_mib": round(statistics.median(late) / 2**20, 1),
-            })  # fmt: skip
+            out.append(
+                {
+                    "process": name,
+                    "pid": pid,
+                    "early_mib": round(statistics.median(early) / 2**20, 1),
+                    "late_mib": round(statistics.median(late) / 2**20, 1),
+                }
+            )
         return sorted(out, key=lambda row: row["early_mib"] - row["late_mib"])
 
     def _watch(self) -> None:
@@ -216,11 +277,22 @@ def print_report(figures: dict[str, Any]) -> bool:
         ("memory of all processes, GiB", figures["peak_pss_gib"], 4.0),
     ]
     if "long_run" in figures:
-        growth = max((row["late_mib"] - row["early_mib"] for row in figures["long_run"]["growth"]), default=0.0)
-        rows.append((f"largest growth of a process over {figures['long_run']['steps']} steps, MiB", growth, 8.0))
+        growth = max(
+            (row["late_mib"] - row["early_mib"] for row in figures["long_run"]["growth"]),
+            default=0.0,
+        )
+        rows.append(
+            (
+                f"largest growth of a process over {figures['long_run']['steps']} steps, MiB",
+                growth,
+                8.0,
+            )
+        )
     table = Table("figure", "measured", "goal", "", title="cost of the whole stack")
     for name, measured, goal in rows:
-        table.add_row(name, f"{measured:.4g}", f"≤ {goal:g}", "met" if measured <= goal else "[red]missed")
+        table.add_row(
+            name, f"{measured:.4g}", f"≤ {goal:g}", "met" if measured <= goal else "[red]missed"
+        )
     Console().print(table)
     return all(measured <= goal for _, measured, goal in rows)
 

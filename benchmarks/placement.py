@@ -1,17 +1,21 @@
-"""How much evener ranks become when experts are placed by their load: packing alone, and with copies of hot experts.
+"""How much evener ranks become when experts are placed by their load: packing alone, and with
+copies of hot experts.
 
     python -m benchmarks.placement [--steps 160] [--run-steps 60]
 
-1. Recorded: two small models train on the embedded corpus without balancing losses, a MoEUT that takes 8 of 64 feed-forward
-   experts (sigmoid gates), and the same with one of 64 (softmax gates, which collapses). Their own metrics tell the load of
-   every expert, step by step and depth step by depth step. Every bank is placed by the loads of one window of steps and judged on
-   the next window, as `mesh.rebalance_every` does it: on loads that the decision has not seen. For EP 2, 4, 8, for 0, 1, 2
-   replicas per rank, for windows of 5 and 20 steps; judged early (steps 21 to 60, where routing changes fast) and late (101 on).
-2. In a run: the first model on 4 Gloo ranks, EP 4, with and without moves; the factors are those of the routes that the ranks
-   really served (`exchange` in the metrics), after step 20.
+1. Recorded: two small models train on the embedded corpus without balancing losses, a MoEUT that
+   takes 8 of 64 feed-forward experts (sigmoid gates), and the same with one of 64 (softmax gates,
+   which collapses). Their own metrics tell the load of every expert, step by step and depth step by
+   depth step. Every bank is placed by the loads of one window of steps and judged on the next
+   window, as `mesh.rebalance_every` does it: on loads that the decision has not seen. For EP 2, 4,
+   8, for 0, 1, 2 replicas per rank, for windows of 5 and 20 steps; judged early (steps 21 to 60,
+   where routing changes fast) and late (101 on).
+2. In a run: the first model on 4 Gloo ranks, EP 4, with and without moves; the factors are those of
+   the routes that the ranks really served (`exchange` in the metrics), after step 20.
 
-The figure is the hottest rank's load over the mean of its EP group, in the mean over banks and judged steps: once for a bank's
-depth steps added up (what is measured in a run), once for every depth step alone (a rank waits in each of them).
+The figure is the hottest rank's load over the mean of its EP group, in the mean over banks and
+judged steps: once for a bank's depth steps added up (what is measured in a run), once for every
+depth step alone (a rank waits in each of them).
 
 Takes about 8 minutes on 2 cores; writes results/placement.json and results/placement.png.
 """
@@ -50,10 +54,17 @@ KINDS = {"feed_forward": "", "value": "value_", "output": "output_"}
 SIZES = ("model.num_experts=64", "model.d_expert=32", "model.attention_balance=0")
 MODELS = {
     "sigmoid, 8 of 64": (*SIZES, "model.router.top_k=8", "model.router.balance=0"),
-    "softmax, 1 of 64": (*SIZES, "model.router.kind=token_choice", "model.router.top_k=1", "model.router.balance=0"),
+    "softmax, 1 of 64": (
+        *SIZES,
+        "model.router.kind=token_choice",
+        "model.router.top_k=1",
+        "model.router.balance=0",
+    ),
 }
 JUDGED_AFTER = 20  # in a run
-Bank = np.ndarray  # (steps, depth steps of one group member, experts): shares of the routes of a depth step
+Bank = (
+    np.ndarray
+)  # (steps, depth steps of one group member, experts): shares of the routes of a depth step
 
 
 def main() -> None:
@@ -69,7 +80,8 @@ def main() -> None:
             for kind, banks in banks_of(lines, config).items():
                 rows += [{"model": model, "bank": kind, **row} for row in judge_all(banks)]
         runs = [
-            in_a_run(scratch, options.run_steps, every, copies) for every, copies in ((0, 0), (5, 0), (5, 1), (5, 2))
+            in_a_run(scratch, options.run_steps, every, copies)
+            for every, copies in ((0, 0), (5, 0), (5, 1), (5, 2))
         ]
     show(rows, runs)
     settings = {"models": MODELS, "steps": options.steps, "run_steps": options.run_steps}
@@ -78,23 +90,41 @@ def main() -> None:
     print(f"written: {path} and {path.with_suffix('.png')}")
 
 
-def train(scratch: Path, name: str, steps: int, *changes: str, ranks: int = 1) -> tuple[list[dict[str, Any]], Config]:
+def train(
+    scratch: Path, name: str, steps: int, *changes: str, ranks: int = 1
+) -> tuple[list[dict[str, Any]], Config]:
     """The train lines of one run."""
     own = (
-        *changes, f"train.steps={steps}", "train.log_every=1", "train.eval_rows=8", "train.eval_every=0", "checkpoint.every=0",
-        "mesh.dp_replicate=1", f"mesh.ep={ranks}", "job.rehearse_failure_at_step=none", "job.num_nodes=1",
+        *changes,
+        f"train.steps={steps}",
+        "train.log_every=1",
+        "train.eval_rows=8",
+        "train.eval_every=0",
+        "checkpoint.every=0",
+        "mesh.dp_replicate=1",
+        f"mesh.ep={ranks}",
+        "job.rehearse_failure_at_step=none",
+        "job.num_nodes=1",
         f"job.ranks_per_node={ranks}",
-    )  # fmt: skip
+    )
     config = place_data(resolve("smoke", own, RECIPES), scratch)
     run_dir, data = scratch / name, Path(config.data.directory)
     if not data.exists():
         prepare(config.data, data)
     open_run(config, run_dir)
     command = [
-        sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "-m", "moebius.train",
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc-per-node={ranks}",
+        "-m",
+        "moebius.train",
         str(run_dir),
-    ]  # fmt: skip
-    subprocess.run(command, check=True, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdin=subprocess.DEVNULL)
+    ]
+    subprocess.run(
+        command, check=True, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdin=subprocess.DEVNULL
+    )
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     return [line for line in lines if line["kind"] in ("train", "placement")], config
 
@@ -113,17 +143,27 @@ def banks_of(lines: list[dict[str, Any]], config: Config) -> dict[str, list[Bank
 def judge_all(banks: list[Bank]) -> Iterator[dict[str, Any]]:
     """A row for every EP degree, number of replicas, window and span."""
     for ep, replicas, every, span in itertools.product(DEGREES, REPLICAS, WINDOWS, SPANS):
-        yield {"ep": ep, "replicas": replicas, "every": every, "span": span, **judge(banks, ep, replicas, every, span)}
+        yield {
+            "ep": ep,
+            "replicas": replicas,
+            "every": every,
+            "span": span,
+            **judge(banks, ep, replicas, every, span),
+        }
 
 
 def judge(banks: list[Bank], ep: int, replicas: int, every: int, span: str) -> dict[str, float]:
     """Factors of the span's steps, each under the homes that the window before it has led to."""
-    found: dict[str, list[float]] = {name: [] for name in ("before", "after", "before_depth", "after_depth")}
+    found: dict[str, list[float]] = {
+        name: [] for name in ("before", "after", "before_depth", "after_depth")
+    }
     for bank in banks:
         start = homes = contiguous_homes(bank.shape[2], ep)
         judged = range(len(bank))[slice(*SPANS[span])]
         for first in range(every, len(bank), every):
-            homes = rebalanced(homes, bank[first - every : first].sum((0, 1)).tolist(), replicas=replicas)
+            homes = rebalanced(
+                homes, bank[first - every : first].sum((0, 1)).tolist(), replicas=replicas
+            )
             for step in range(first, min(first + every, len(bank))):
                 if step in judged:
                     for name, own in (("before", start), ("after", homes)):
@@ -139,9 +179,14 @@ def factor(homes: Homes, load_E: np.ndarray) -> float:
 def in_a_run(scratch: Path, steps: int, every: int, replicas: int) -> dict[str, Any]:
     """What 4 ranks really served, with or without moves."""
     lines, _ = train(
-        scratch, f"run-{every}-{replicas}", steps, *MODELS["sigmoid, 8 of 64"], f"mesh.rebalance_every={every}",
-        f"mesh.replicas={replicas}", ranks=4,
-    )  # fmt: skip
+        scratch,
+        f"run-{every}-{replicas}",
+        steps,
+        *MODELS["sigmoid, 8 of 64"],
+        f"mesh.rebalance_every={every}",
+        f"mesh.replicas={replicas}",
+        ranks=4,
+    )
     train_lines = [line for line in lines if line["kind"] == "train"]
     hottest: dict[str, list[float]] = {kind: [] for kind in KINDS}
     for line in train_lines[JUDGED_AFTER:]:
@@ -149,55 +194,81 @@ def in_a_run(scratch: Path, steps: int, every: int, replicas: int) -> dict[str, 
             hottest[layer.partition("/")[2]].append(figures["hottest_rank"])
     placements = [line for line in lines if line["kind"] == "placement"]
     return {
-        "rebalance_every": every, "replicas": replicas,
+        "rebalance_every": every,
+        "replicas": replicas,
         "hottest_rank": {kind: fmean(values) for kind, values in hottest.items()},
         "loss": train_lines[-1]["loss"],
-        "moves": [{key: line[key] for key in ("step", "moved_experts", "moved_bytes", "seconds")} for line in placements],
-    }  # fmt: skip
+        "moves": [
+            {key: line[key] for key in ("step", "moved_experts", "moved_bytes", "seconds")}
+            for line in placements
+        ],
+    }
 
 
 def show(rows: list[dict[str, Any]], runs: list[dict[str, Any]]) -> None:
     table = Table(
-        "feed-forward bank", "judged", "EP", "every", "replicas", "before", "after", "per depth step: before", "after"
+        "feed-forward bank",
+        "judged",
+        "EP",
+        "every",
+        "replicas",
+        "before",
+        "after",
+        "per depth step: before",
+        "after",
     )
     for row in rows:
         if row["bank"] == "feed_forward":
-            figures = (f"{row[key]:.3f}" for key in ("before", "after", "before_depth", "after_depth"))
-            table.add_row(*(str(row[key]) for key in ("model", "span", "ep", "every", "replicas")), *figures)
+            figures = (
+                f"{row[key]:.3f}" for key in ("before", "after", "before_depth", "after_depth")
+            )
+            table.add_row(
+                *(str(row[key]) for key in ("model", "span", "ep", "every", "replicas")), *figures
+            )
     Console(width=150).print(table)
     table = Table("in a run, EP 4", "replicas", *KINDS, "last loss", "seconds per move")
     for run in runs:
         seconds = [move["seconds"] for move in run["moves"]]
         table.add_row(
-            f"every {run['rebalance_every']}" if run["rebalance_every"] else "no moves", str(run["replicas"]),
-            *(f"{run['hottest_rank'][kind]:.3f}" for kind in KINDS), f"{run['loss']:.6f}",
+            f"every {run['rebalance_every']}" if run["rebalance_every"] else "no moves",
+            str(run["replicas"]),
+            *(f"{run['hottest_rank'][kind]:.3f}" for kind in KINDS),
+            f"{run['loss']:.6f}",
             f"{fmean(seconds):.3f}" if seconds else "",
-        )  # fmt: skip
+        )
     Console(width=150).print(table)
 
 
 def draw(rows: list[dict[str, Any]], path: Path) -> None:
-    """A panel per model and span: factors of the feed-forward banks against the EP degree, windows of 5 steps."""
+    """A panel per model and span: factors of the feed-forward banks against the EP degree, windows
+    of 5 steps.
+    """
     figure = Figure(figsize=(8.5, 6), dpi=130, layout="constrained")
     panels = figure.subplots(len(MODELS), len(SPANS), sharex=True, sharey="row")
     for (model, span), panel in zip(itertools.product(MODELS, SPANS), panels.flat, strict=True):
         own = [
-            row for row in rows
-            if (row["model"], row["span"], row["bank"], row["every"]) == (model, span, "feed_forward", WINDOWS[0])
-        ]  # fmt: skip
+            row
+            for row in rows
+            if (row["model"], row["span"], row["bank"], row["every"])
+            == (model, span, "feed_forward", WINDOWS[0])
+        ]
         before = [row["before"] for row in own if row["replicas"] == 0]
         panel.plot(DEGREES, before, "o--", color="0.5", label="contiguous blocks")
         for replicas in REPLICAS:
             after = [row["after"] for row in own if row["replicas"] == replicas]
             panel.plot(DEGREES, after, "o-", label=f"placed, replicas: {replicas}")
-        panel.set(title=f"{model} experts, {span}", xscale="log", xticks=DEGREES, xticklabels=DEGREES)
+        panel.set(
+            title=f"{model} experts, {span}", xscale="log", xticks=DEGREES, xticklabels=DEGREES
+        )
         panel.minorticks_off()
         panel.grid(alpha=0.3)
     for panel in panels[-1]:
         panel.set_xlabel("EP degree")
     for panel in panels[:, 0]:
         panel.set_ylabel("hottest rank's load ÷ mean")
-    figure.legend(*panels[0, 0].get_legend_handles_labels(), loc="outside upper center", ncols=4, fontsize=8)
+    figure.legend(
+        *panels[0, 0].get_legend_handles_labels(), loc="outside upper center", ncols=4, fontsize=8
+    )
     figure.savefig(path, metadata={"Software": None})
 
 

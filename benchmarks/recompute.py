@@ -2,9 +2,10 @@
 
     python -m benchmarks.recompute [RECIPE …] [--precision float32] [--rounds 12] [--no-compile]
 
-Every way of running a recipe's micro-batch, in turns in one process, for the machine's speed drifts: seconds of a forward and
-backward pass (median, and the fastest), and bytes that wait for the backward pass, per token. The eager run without
-recomputation is the peer. Prints a table and writes results/recompute_PRECISION.json; half a minute.
+Every way of running a recipe's micro-batch, in turns in one process, for the machine's speed
+drifts: seconds of a forward and backward pass (median, and the fastest), and bytes that wait for
+the backward pass, per token. The eager run without recomputation is the peer. Prints a table and
+writes results/recompute_PRECISION.json; half a minute.
 """
 
 import argparse
@@ -60,22 +61,34 @@ def main() -> None:
     torch.set_num_threads(1)
     found: list[Way] = []
     for recipe in options.recipes:
-        found += measure(recipe, getattr(torch, options.precision), options.rounds, compiles=not options.no_compile)
+        found += measure(
+            recipe,
+            getattr(torch, options.precision),
+            options.rounds,
+            compiles=not options.no_compile,
+        )
     show(found)
     print(
-        save(f"recompute_{options.precision}", {"precision": options.precision, "ways": [asdict(way) for way in found]})
+        save(
+            f"recompute_{options.precision}",
+            {"precision": options.precision, "ways": [asdict(way) for way in found]},
+        )
     )
 
 
 def measure(recipe: str, dtype: torch.dtype, rounds: int, *, compiles: bool) -> list[Way]:
     config = RECIPES[recipe]()
-    ways = [Way(recipe, mode, compiled) for compiled in (False, True)[: 1 + compiles] for mode in MODES]
+    ways = [
+        Way(recipe, mode, compiled) for compiled in (False, True)[: 1 + compiles] for mode in MODES
+    ]
     passes = [forward_pass(config, way, dtype) for way in ways]
     times: list[list[float]] = [[] for _ in ways]
     for way, run in zip(ways, passes, strict=True):
         way.first_s = timed(run)
         if not way.compiled:  # a compiled part does not show its operations
-            way.kept_bytes_per_token = kept_bytes(run) / (config.train.micro_batch * config.data.seq_len)
+            way.kept_bytes_per_token = kept_bytes(run) / (
+                config.train.micro_batch * config.data.seq_len
+            )
     for _ in range(rounds):
         for own, run in zip(times, passes, strict=True):
             own.append(timed(run))
@@ -92,10 +105,15 @@ def forward_pass(config: Config, way: Way, dtype: torch.dtype) -> Callable[[], M
     if way.compiled:
         compile_dense_parts(model)
     size = (config.train.micro_batch, config.data.seq_len + 1)
-    rows: Tensor = torch.randint(config.model.vocab_size, size, generator=torch.Generator().manual_seed(0))
+    rows: Tensor = torch.randint(
+        config.model.vocab_size, size, generator=torch.Generator().manual_seed(0)
+    )
     return partial(
-        micro_batch_loss, partial(forward_in, model, dtype), rows, global_sequences=config.train.micro_batch
-    )  # fmt: skip
+        micro_batch_loss,
+        partial(forward_in, model, dtype),
+        rows,
+        global_sequences=config.train.micro_batch,
+    )
 
 
 def timed(run: Callable[[], MicroBatchLoss]) -> float:
@@ -113,14 +131,22 @@ def kept_bytes(run: Callable[[], MicroBatchLoss]) -> int:
 
 
 def show(ways: list[Way]) -> None:
-    table = Table("recipe", "dense", "recompute", "kept B/token", "first s", "median s", "fastest s", "÷ peer")
+    table = Table(
+        "recipe", "dense", "recompute", "kept B/token", "first s", "median s", "fastest s", "÷ peer"
+    )
     peers = {way.recipe: way for way in ways if not way.compiled and way.recompute == "none"}
     for way in ways:
         kept = "" if way.kept_bytes_per_token is None else f"{way.kept_bytes_per_token:,.0f}"
         table.add_row(
-            way.recipe, "compiled" if way.compiled else "eager", way.recompute, kept, f"{way.first_s:.1f}",
-            f"{way.median_s:.3f}", f"{way.fastest_s:.3f}", f"{way.fastest_s / peers[way.recipe].fastest_s:.2f}",
-        )  # fmt: skip
+            way.recipe,
+            "compiled" if way.compiled else "eager",
+            way.recompute,
+            kept,
+            f"{way.first_s:.1f}",
+            f"{way.median_s:.3f}",
+            f"{way.fastest_s:.3f}",
+            f"{way.fastest_s / peers[way.recipe].fastest_s:.2f}",
+        )
     Console().print(table)
 
 

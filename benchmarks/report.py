@@ -36,7 +36,9 @@ def save(name: str, figures: dict[str, Any], *, folder: Path = RESULTS) -> Path:
     """Writes FOLDER/NAME.json: the environment and the figures."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}.json"
-    path.write_text(json.dumps({"environment": environment(), **figures}, indent=2) + "\n", encoding="utf-8")
+    path.write_text(
+        json.dumps({"environment": environment(), **figures}, indent=2) + "\n", encoding="utf-8"
+    )
     return path
 
 
@@ -62,7 +64,9 @@ def _commit() -> str:
         return "unknown"
 
     def git(*words: str) -> str:
-        return subprocess.run(["git", *words], cwd=RESULTS.parent, capture_output=True, text=True, check=True).stdout
+        return subprocess.run(
+            ["git", *words], cwd=RESULTS.parent, capture_output=True, text=True, check=True
+        ).stdout
 
     changed = git("status", "--porcelain", "--", ":/", ":(top,exclude)benchmarks/results")
     return git("rev-parse", "--short", "HEAD").strip() + (" with local changes" if changed else "")

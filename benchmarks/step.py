@@ -1,15 +1,18 @@
-"""A whole training step of a MoEUT beside the dense model of equal parameters, both at their best settings.
+"""A whole training step of a MoEUT beside the dense model of equal parameters, both at their best
+settings.
 
     python -m benchmarks.step                                    (44M, sequences of 256, batches of 8, on CPU)
     python -m benchmarks.step --device cuda                      (44M and 244M, sequences of 1,024)
     python -m benchmarks.step --threads 2 --precision bfloat16 --pairs 2 --no-compile
 
-The step is that of train/loop.py: forward, loss, backward, clipping, AdamW, over a batch of random tokens that is new in every
-step. Each side first tries what it has: every backend of its experts; float32 products through oneDNN, where that is exact; its
-best way so far with compiled dense parts. The fastest of each then run by turns in one process, so that a machine's drift touches
-both; ratio = median over pairs, with its quartiles. One process for every number of threads and precision. Memory is what a step
-needs above weights and moments: activations, gradients, workspaces. Last comes the profile of both steps by part
-(step_profile.py). What there is no time for is left out, and said.
+The step is that of train/loop.py: forward, loss, backward, clipping, AdamW, over a batch of random
+tokens that is new in every step. Each side first tries what it has: every backend of its experts;
+float32 products through oneDNN, where that is exact; its best way so far with compiled dense parts.
+The fastest of each then run by turns in one process, so that a machine's drift touches both; ratio
+= median over pairs, with its quartiles. One process for every number of threads and precision.
+Memory is what a step needs above weights and moments: activations, gradients, workspaces. Last
+comes the profile of both steps by part (step_profile.py). What there is no time for is left out,
+and said.
 
 Writes results/step_cpu.json and .png (or _gpu). About 10 minutes on 2 cores.
 """
@@ -81,7 +84,9 @@ class Way:
 
     backend: str = "auto"
     compiled: bool = False
-    products: Mode = "default"  # of float32 on a CPU: torch's default library, or oneDNN where that is exact
+    products: Mode = (
+        "default"  # of float32 on a CPU: torch's default library, or oneDNN where that is exact
+    )
 
 
 def main() -> None:
@@ -92,17 +97,26 @@ def main() -> None:
     console, found = Console(width=120), []
     name = f"step_{'gpu' if options.device == 'cuda' else 'cpu'}{options.suffix}"
     figures, written = {"load_average": os.getloadavg(), "cases": found}, None
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
     deadline = time.monotonic() + options.limit
     with Progress(*columns, console=console) as progress:
         cases = cases_of(options)
         task = progress.add_task("", total=len(cases))
         for case in cases:
-            progress.update(task, description=f"{case.size} {case.precision}, {case.threads} threads")
+            progress.update(
+                task, description=f"{case.size} {case.precision}, {case.threads} threads"
+            )
             share = (deadline - time.monotonic()) / (len(cases) - len(found))
             case = replace(case, seconds=share)
             found.append(asdict(case) | in_own_process(case, deadline - time.monotonic()))
-            written = save(name, figures, folder=options.out)  # what there is, should a later case fail
+            written = save(
+                name, figures, folder=options.out
+            )  # what there is, should a later case fail
             progress.advance(task)
     show(console, found)
     print(written)
@@ -121,7 +135,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--trials", type=int, default=2)
     parser.add_argument("--pairs", type=int, help="default: 5; on a GPU 20")
     parser.add_argument("--no-compile", action="store_true")
-    parser.add_argument("--limit", type=float, default=660.0, help="seconds for all cases, shared evenly")
+    parser.add_argument(
+        "--limit", type=float, default=660.0, help="seconds for all cases, shared evenly"
+    )
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--suffix", default="", help="of the files' names")
     parser.add_argument("--case", help=argparse.SUPPRESS)  # one case, in a process of its own
@@ -133,15 +149,21 @@ def cases_of(options: argparse.Namespace) -> list[Case]:
     gpu = options.device == "cuda"
     return [
         Case(
-            size=size, device=options.device, precision=precision, threads=threads,
-            seq_len=options.seq_len or (1024 if gpu else 256), batch=options.batch or (16 if gpu else 8),
-            trials=options.trials, pairs=options.pairs or (20 if gpu else 5), compiles=not options.no_compile,
+            size=size,
+            device=options.device,
+            precision=precision,
+            threads=threads,
+            seq_len=options.seq_len or (1024 if gpu else 256),
+            batch=options.batch or (16 if gpu else 8),
+            trials=options.trials,
+            pairs=options.pairs or (20 if gpu else 5),
+            compiles=not options.no_compile,
             seconds=options.limit,
         )
         for size in options.sizes or (["244m", "44m"] if gpu else ["44m"])
         for precision in options.precision or (["bfloat16"] if gpu else ["float32", "bfloat16"])
         for threads in options.threads or ([1] if gpu else [2, 1])
-    ]  # fmt: skip
+    ]
 
 
 def in_own_process(case: Case, seconds: float) -> dict[str, Any]:
@@ -150,12 +172,26 @@ def in_own_process(case: Case, seconds: float) -> dict[str, Any]:
         return {"why_not": "no time left (--limit)"}
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "case.json"
-        command = [sys.executable, "-m", "benchmarks.step", "--case", json.dumps(asdict(case)), "--case-out", str(out)]
+        command = [
+            sys.executable,
+            "-m",
+            "benchmarks.step",
+            "--case",
+            json.dumps(asdict(case)),
+            "--case-out",
+            str(out),
+        ]
         threads = os.environ | {"OMP_NUM_THREADS": str(case.threads)}
         try:
             ended = subprocess.run(
-                command, cwd=ROOT, env=threads, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=seconds
-            )  # fmt: skip
+                command,
+                cwd=ROOT,
+                env=threads,
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                timeout=seconds,
+            )
         except subprocess.TimeoutExpired:
             return {"why_not": f"took more than the {seconds:.0f} s that were left (--limit)"}
         if ended.returncode:
@@ -169,7 +205,10 @@ def in_own_process(case: Case, seconds: float) -> dict[str, Any]:
 def compare(case: Case) -> dict[str, Any]:
     torch.set_num_threads(case.threads)
     found, clock = {"sides": {}}, Clock(case.seconds)
-    with start_process(case.device, timeout_s=600) as process, tempfile.TemporaryDirectory() as folder:  # pyright: ignore[reportArgumentType]
+    with (
+        start_process(case.device, timeout_s=600) as process,
+        tempfile.TemporaryDirectory() as folder,
+    ):  # pyright: ignore[reportArgumentType]
         runs: dict[str, tuple[Run, Way]] = {}
         for side, until in zip(SIDES, (0.45, 0.65), strict=True):
             run, way, tried = best_run(case, side, process, Path(folder), clock, until)
@@ -201,7 +240,9 @@ class Clock:
 def best_run(
     case: Case, side: str, process: Process, folder: Path, clock: Clock, until: float
 ) -> tuple[Run, Way, list[dict[str, Any]]]:
-    """The fastest way that a side has, ready to go on, and what was tried, as far as that part of the time allows."""
+    """The fastest way that a side has, ready to go on, and what was tried, as far as that part of
+    the time allows.
+    """
     tried: list[dict[str, Any]] = []
     best: tuple[float, Way, Run] | None = None
     for next_way in ways_of(case, side):
@@ -247,12 +288,16 @@ def build(case: Case, side: str, way: Way, process: Process, run_dir: Path) -> R
     config = resolve(
         f"{side}_{case.size}",
         [
-            f"data.seq_len={case.seq_len}", f"train.global_batch={case.batch}", f"train.micro_batch={case.batch}",
-            f"train.precision={case.precision}", f"train.compile={str(way.compiled).lower()}",
-            f"train.threads={case.threads}", f"kernels.backend={way.backend}",
+            f"data.seq_len={case.seq_len}",
+            f"train.global_batch={case.batch}",
+            f"train.micro_batch={case.batch}",
+            f"train.precision={case.precision}",
+            f"train.compile={str(way.compiled).lower()}",
+            f"train.threads={case.threads}",
+            f"kernels.backend={way.backend}",
         ],
         RECIPES,
-    )  # fmt: skip
+    )
     return assemble(config, run_dir, process)
 
 
@@ -290,16 +335,24 @@ def by_turns(case: Case, runs: dict[str, tuple[Run, Way]], clock: Clock) -> dict
     quartiles = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
     medians = {side: statistics.median(own) for side, own in times.items()}
     return {
-        "seconds": medians, "fastest_s": {side: min(own) for side, own in times.items()},
+        "seconds": medians,
+        "fastest_s": {side: min(own) for side, own in times.items()},
         "tokens_per_s": {side: case.tokens / median for side, median in medians.items()},
-        "ratio": statistics.median(ratios), "quartiles": [quartiles[0], quartiles[2]],
-        "ratio_of_fastest": min(times["moeut"]) / min(times["dense"]), "all_s": times,
-    }  # fmt: skip
+        "ratio": statistics.median(ratios),
+        "quartiles": [quartiles[0], quartiles[2]],
+        "ratio_of_fastest": min(times["moeut"]) / min(times["dense"]),
+        "all_s": times,
+    }
 
 
 def state_bytes(run: Run) -> int:
     """Weights and moments."""
-    moments = [value for state in run.optimizer.state.values() for value in state.values() if torch.is_tensor(value)]
+    moments = [
+        value
+        for state in run.optimizer.state.values()
+        for value in state.values()
+        if torch.is_tensor(value)
+    ]
     return sum(tensor.numel() * tensor.element_size() for tensor in (*run.parameters, *moments))
 
 
@@ -308,9 +361,17 @@ def state_bytes(run: Run) -> int:
 
 def show(console: Console, cases: Sequence[dict[str, Any]]) -> None:
     table = Table(
-        "size", "precision", "threads", "MoEUT s", "dense s", "ratio (quartiles)", "MoEUT tokens/s", "peak MiB, MoEUT", "dense",
+        "size",
+        "precision",
+        "threads",
+        "MoEUT s",
+        "dense s",
+        "ratio (quartiles)",
+        "MoEUT tokens/s",
+        "peak MiB, MoEUT",
+        "dense",
         "MoEUT's best",
-    )  # fmt: skip
+    )
     for case in cases:
         head = (case["size"], case["precision"], str(case["threads"]))
         if "ratio" not in case:
@@ -320,9 +381,13 @@ def show(console: Console, cases: Sequence[dict[str, Any]]) -> None:
         peaks = [mib(case["sides"][side]["step_peak_bytes"]) for side in SIDES]
         best = case["sides"]["moeut"]["best"]
         table.add_row(
-            *head, *(f"{case['seconds'][side]:.4g}" for side in SIDES), f"{case['ratio']:.2f} ({low:.2f}, {high:.2f})",
-            f"{case['tokens_per_s']['moeut']:,.0f}", *peaks, way_text(best),
-        )  # fmt: skip
+            *head,
+            *(f"{case['seconds'][side]:.4g}" for side in SIDES),
+            f"{case['ratio']:.2f} ({low:.2f}, {high:.2f})",
+            f"{case['tokens_per_s']['moeut']:,.0f}",
+            *peaks,
+            way_text(best),
+        )
     console.print(table)
     for case in cases:
         if "ratio" in case:
@@ -355,11 +420,15 @@ def mib(num_bytes: int | None) -> str:
 def draw(figures: dict[str, Any], path: Path) -> Path:
     """For every case two bars of a step's seconds, parted as the profile says."""
     cases = [case for case in figures["cases"] if "ratio" in case]
-    parts = list(dict.fromkeys(p for case in cases for side in SIDES for p in case["sides"][side]["profile_ms"]))
+    parts = list(
+        dict.fromkeys(
+            p for case in cases for side in SIDES for p in case["sides"][side]["profile_ms"]
+        )
+    )
     colours = dict(zip(parts, plt.get_cmap("tab20").colors * 2, strict=False))  # pyright: ignore[reportAttributeAccessIssue]
     figure, axes = plt.subplots(
         1, len(cases), squeeze=False, figsize=(2.6 + 2.3 * len(cases), 5.5), layout="constrained"
-    )  # fmt: skip
+    )
     for one, case in zip(axes[0], cases, strict=True):
         for place, side in enumerate(SIDES):
             profile, bottom = case["sides"][side]["profile_ms"], 0.0
@@ -369,13 +438,17 @@ def draw(figures: dict[str, Any], path: Path) -> Path:
                 bottom += spent * scale
         one.set_xticks(range(2), ["MoEUT", "dense"])
         threads = f", {case['threads']} threads" if case["device"] == "cpu" else ""
-        one.set_title(f"{case['size']} {case['precision']}{threads}\nratio {case['ratio']:.2f}", fontsize=9)
+        one.set_title(
+            f"{case['size']} {case['precision']}{threads}\nratio {case['ratio']:.2f}", fontsize=9
+        )
         one.spines[["top", "right"]].set_visible(False)
     axes[0][0].set_ylabel("seconds of a step, parted by its profile")
     handles = [plt.Rectangle((0, 0), 1, 1, color=colours[part]) for part in parts]  # pyright: ignore[reportPrivateImportUsage]
     figure.legend(handles, parts, loc="outside right center", fontsize=8, frameon=False)
     where = figures["environment"].get("gpu") or figures["environment"]["cpu"]
-    figure.suptitle(f"A training step: MoEUT beside the dense model of equal parameters\n{where}", fontsize=10)
+    figure.suptitle(
+        f"A training step: MoEUT beside the dense model of equal parameters\n{where}", fontsize=10
+    )
     figure.savefig(path, dpi=120)
     plt.close(figure)
     return path

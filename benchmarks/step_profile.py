@@ -1,8 +1,9 @@
 """Where the time of a training step goes, by part of the model: forward and backward together.
 
-Forward: the parts' methods are wrapped in ranges of torch's profiler. Backward: every node of autograd carries a number that grew
-in the forward pass, so a node belongs to the part in whose range its number was given out. On a GPU the time is that of kernels,
-on a CPU that of operations; profiling itself makes a step of many small operations longer, so shares say more than times.
+Forward: the parts' methods are wrapped in ranges of torch's profiler. Backward: every node of
+autograd carries a number that grew in the forward pass, so a node belongs to the part in whose
+range its number was given out. On a GPU the time is that of kernels, on a CPU that of operations;
+profiling itself makes a step of many small operations longer, so shares say more than times.
 """
 
 from collections import defaultdict
@@ -95,7 +96,9 @@ def label_of(event: Any, parts: Parts) -> str | None:
 
 
 def labelled_around(event: Any, parts: Parts) -> str | None:
-    """The part whose time has this event's in it. Nodes of another thread (a GPU's backward) stand alone."""
+    """The part whose time has this event's in it. Nodes of another thread (a GPU's backward) stand
+    alone.
+    """
     outer = event.cpu_parent
     while outer is not None:
         label = label_of(outer, parts)
@@ -134,7 +137,10 @@ def _methods(model: nn.Module) -> Iterator[tuple[Any, str, str]]:
             mlp = isinstance(module.experts, ExpertMLPs)
             yield module, "forward", "feed-forward experts" if mlp else "attention experts (V, O)"
         elif isinstance(module, Router):
-            for name in ("forward", *(["choose_per_head"] if hasattr(module, "choose_per_head") else [])):
+            for name in (
+                "forward",
+                *(["choose_per_head"] if hasattr(module, "choose_per_head") else []),
+            ):
                 yield module, name, "routers"
             yield module, "statistics", "balance statistics"
         elif isinstance(module, SwitchHead):

@@ -1,6 +1,7 @@
 """The family as a table: what each recipe is, what it costs and what it promises.
 
-A recipe is described by the first line of its docstring. Costs are those of model/cost.py at the length of its sequences.
+A recipe is described by the first line of its docstring. Costs are those of model/cost.py at the
+length of its sequences.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -11,7 +12,14 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from ..model.cost import Flops, Parameters, count_parameters, counted_flops, forward_flops, is_upper_bound
+from ..model.cost import (
+    Flops,
+    Parameters,
+    count_parameters,
+    counted_flops,
+    forward_flops,
+    is_upper_bound,
+)
 from ..model.routers.router import Promises
 from ..train.config import Config, resolve
 
@@ -34,11 +42,17 @@ class Entry:
     def agrees(self) -> bool:
         """Formula and counter, to the last FLOP of a group of sequences."""
         tokens = self.seq_len * self.group_sequences
-        return self.counted is not None and round(self.counted * tokens) == round(self.flops.training * tokens)
+        return self.counted is not None and round(self.counted * tokens) == round(
+            self.flops.training * tokens
+        )
 
     def plain(self) -> dict[str, Any]:
         """All of it as JSON knows it, totals included."""
-        flops = {**asdict(self.flops), "forward": self.flops.forward, "training": self.flops.training}
+        flops = {
+            **asdict(self.flops),
+            "forward": self.flops.forward,
+            "training": self.flops.training,
+        }
         return {**asdict(self), "flops": flops}
 
 
@@ -53,20 +67,37 @@ def catalogue(
     Raises:
         ConfigError: there is no such recipe or file.
     """
-    chosen = [(name, resolve(name, (), recipes)) for name in names or recipes]  # a wrong name before any is shown
-    return (_entry(name, config, _first_line(recipes.get(name)), count=count) for name, config in chosen)
+    chosen = [
+        (name, resolve(name, (), recipes)) for name in names or recipes
+    ]  # a wrong name before any is shown
+    return (
+        _entry(name, config, _first_line(recipes.get(name)), count=count) for name, config in chosen
+    )
 
 
 def show(entries: Iterable[Entry], *, width: int) -> Group:
-    """The table, and what its columns mean. A recipe is one line of `width` columns; its description is cut to what is left."""
+    """The table, and what its columns mean. A recipe is one line of `width` columns; its
+    description is cut to what is left.
+    """
     shown = list(entries)
     counted = any(entry.counted is not None for entry in shown)
-    headings = ("recipe", "parameters", "active", "FLOPs/token", *(["counted"] if counted else []), "g", "promises")
+    headings = (
+        "recipe",
+        "parameters",
+        "active",
+        "FLOPs/token",
+        *(["counted"] if counted else []),
+        "g",
+        "promises",
+    )
     rows = [tuple(_cells(entry, counted=counted)) for entry in shown]
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
     left = width
     for heading, *cells in zip(headings, *rows, strict=True):
-        justify, columns = "left" if heading in ("recipe", "promises") else "right", max(map(len, (heading, *cells)))
+        justify, columns = (
+            "left" if heading in ("recipe", "promises") else "right",
+            max(map(len, (heading, *cells))),
+        )
         table.add_column(heading, justify=justify, no_wrap=True, min_width=columns)
         left -= 2 + columns
     described = left >= len("architecture")  # a narrow terminal gets the figures, whole
@@ -102,19 +133,23 @@ def short(number: float, giga: str = "G") -> str:
 def _letters(promises: Promises) -> str:
     return " ".join(
         letter if kept else "·"
-        for letter, kept in zip("CIDB", (
-            promises.causal, promises.batch_invariant, promises.dropless, promises.balanced
-        ), strict=True)
-    )  # fmt: skip
+        for letter, kept in zip(
+            "CIDB",
+            (promises.causal, promises.batch_invariant, promises.dropless, promises.balanced),
+            strict=True,
+        )
+    )
 
 
 def _legend(counted: bool) -> str:
     lines = [
         "",
         "active: all that is dense and one token's experts, in one pass over the distinct layers",
-        "FLOPs/token: of training, forward and backward, at the recipe's sequence length; ≤ where tokens may be refused or halt",
+        "FLOPs/token: of training, forward and backward, at the recipe's sequence length; ≤ where "
+        "tokens may be refused or halt",
         "g: sequences that are routed together",
-        "promises: Causal, Independent of the other sequences of a batch, Dropless, Balanced by construction",
+        "promises: Causal, Independent of the other sequences of a batch, Dropless, Balanced by "
+        "construction",
     ]
     if counted:
         lines.insert(3, "counted: by torch's FlopCounterMode over forward and backward")
@@ -124,9 +159,16 @@ def _legend(counted: bool) -> str:
 def _entry(name: str, config: Config, description: str, *, count: bool) -> Entry:
     model, seq_len = config.model, config.data.seq_len
     return Entry(
-        name, description, seq_len, count_parameters(model, seq_len), forward_flops(model, seq_len),
-        is_upper_bound(model), model.promises, model.group_sequences, counted_flops(model, seq_len) if count else None,
-    )  # fmt: skip
+        name,
+        description,
+        seq_len,
+        count_parameters(model, seq_len),
+        forward_flops(model, seq_len),
+        is_upper_bound(model),
+        model.promises,
+        model.group_sequences,
+        counted_flops(model, seq_len) if count else None,
+    )
 
 
 def _first_line(recipe: Callable[[], Config] | None) -> str:

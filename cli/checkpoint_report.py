@@ -1,4 +1,6 @@
-"""What `moebius ckpt` shows and does: a run's checkpoints as a table, verified, and rewritten for other ranks."""
+"""What `moebius ckpt` shows and does: a run's checkpoints as a table, verified, and rewritten for
+other ranks.
+"""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -28,7 +30,8 @@ from ..distributed.layout import Layout, MeshConfig, check_runnable, plan_layout
 
 
 def list_table(path: Path) -> Table:
-    """One line per checkpoint of a run, oldest first, and one for everything unfinished beside them; or one checkpoint's.
+    """One line per checkpoint of a run, oldest first, and one for everything unfinished beside
+    them; or one checkpoint's.
 
     By names and sizes: no bytes are read.
 
@@ -37,7 +40,11 @@ def list_table(path: Path) -> Table:
     """
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
     for name in ("step", "written", "MiB", "ranks", "ep", "shard", "replicate", "state"):
-        table.add_column(name, justify="left" if name in ("written", "state") else "right", no_wrap=name != "state")
+        table.add_column(
+            name,
+            justify="left" if name in ("written", "state") else "right",
+            no_wrap=name != "state",
+        )
     own = [found.path for found in list_checkpoints(path / "checkpoints")]
     for checkpoint in own or [find_checkpoint(path)]:
         numbers: Sequence[object] = ("", "", "", "")
@@ -51,10 +58,14 @@ def list_table(path: Path) -> Table:
             layout, step = meta.layout, str(meta.step)
             numbers = (layout.world_size, layout.ep, layout.dp_shard, layout.dp_replicate)
             if own and checkpoint.name != step_name(meta.step):
-                problems.append(f"is called {checkpoint.name}, by which a run goes: was it renamed?")
+                problems.append(
+                    f"is called {checkpoint.name}, by which a run goes: was it renamed?"
+                )
         except CorruptCheckpointError as error:
             problems = [str(error)]
-        state = Text("; ".join(problems), style="red") if problems else Text("complete", style="green")
+        state = (
+            Text("; ".join(problems), style="red") if problems else Text("complete", style="green")
+        )
         table.add_row(step, written, size, *map(str, numbers), state)
     for unfinished in sorted((path / "checkpoints").glob("*.tmp")):
         words = Text(f"{unfinished.name}: being written, or left behind", style="yellow")
@@ -63,13 +74,17 @@ def list_table(path: Path) -> Table:
     return table
 
 
-def verify_each(path: Path, step: int | None, watch: Watch) -> Iterator[tuple[Path, str, CheckpointError | None]]:
-    """Verifies one checkpoint, or all of a run; yields of each what it holds and what is wrong with it.
+def verify_each(
+    path: Path, step: int | None, watch: Watch
+) -> Iterator[tuple[Path, str, CheckpointError | None]]:
+    """Verifies one checkpoint, or all of a run; yields of each what it holds and what is wrong with
+    it.
 
     Of all of a run those are passed over that it deletes meanwhile, as it does with old ones.
 
     Raises:
-        CheckpointError: there is none; or the one that was asked for, or every one of the run, was deleted meanwhile.
+        CheckpointError: there is none; or the one that was asked for, or every one of the run, was
+            deleted meanwhile.
     """
     paths = [find_checkpoint(path, step)]
     if step is None and paths[0] != path:
@@ -85,27 +100,41 @@ def verify_each(path: Path, step: int | None, watch: Watch) -> Iterator[tuple[Pa
 
 
 def _verified(checkpoint: Path, watch: Watch) -> tuple[str, CheckpointError | None] | None:
-    """What a checkpoint holds and what is wrong with it; None if its run, which goes on, has deleted it meanwhile."""
+    """What a checkpoint holds and what is wrong with it; None if its run, which goes on, has
+    deleted it meanwhile.
+    """
     try:
-        stored = open_verified(checkpoint, watch(f"reading {checkpoint.name}", _size_of(checkpoint)))
+        stored = open_verified(
+            checkpoint, watch(f"reading {checkpoint.name}", _size_of(checkpoint))
+        )
     except FileNotFoundError:
         return None
     except CheckpointError as error:
         return ("", error) if checkpoint.is_dir() else None
     num_experts = len(stored.meta.num_experts)
-    return f"{len(stored.index.tensors)} tensors, {num_experts} of them by experts, each expert once", None
+    return (
+        f"{len(stored.index.tensors)} tensors, {num_experts} of them by experts, each expert once",
+        None,
+    )
 
 
-def reshard_for(path: Path, out: Path, mesh: dict[str, Any], *, world_size: int, step: int | None, watch: Watch) -> str:
-    """Writes a checkpoint anew for the ranks of that mesh, whose keys are MeshConfig's; returns what became of it.
+def reshard_for(
+    path: Path, out: Path, mesh: dict[str, Any], *, world_size: int, step: int | None, watch: Watch
+) -> str:
+    """Writes a checkpoint anew for the ranks of that mesh, whose keys are MeshConfig's; returns
+    what became of it.
 
     Raises:
-        ValueError: no such checkpoint or it is damaged, the mesh does not fit, or `out` cannot be written.
+        ValueError: no such checkpoint or it is damaged, the mesh does not fit, or `out` cannot be
+            written.
     """
     try:
         config = MeshConfig(**mesh)
     except ValidationError as error:
-        told = "; ".join(f"{'.'.join(map(str, one['loc']))} {one['input']}: {one['msg']}" for one in error.errors())
+        told = "; ".join(
+            f"{'.'.join(map(str, one['loc']))} {one['input']}: {one['msg']}"
+            for one in error.errors()
+        )
         raise CheckpointError(f"the mesh is not valid: {told}") from None
     check_runnable(config)
     layout, source = plan_layout(config, world_size), find_checkpoint(path, step)
@@ -116,16 +145,25 @@ def reshard_for(path: Path, out: Path, mesh: dict[str, Any], *, world_size: int,
     files = sum(file.suffix == ".distcp" for file in out.iterdir())
     return (
         f"{out}: step {before.step}, the same state as {source}, bit for bit\n"
-        f"  written by  {_short(before.layout)}\n  rewritten   {_short(layout)}, sharding {config.sharding}\n{placed}"
-        f"  {files} files, {_size_of(out) / 2**20:,.1f} MiB, verified; {time.monotonic() - started:.1f} s"
+        f"  written by  {_short(before.layout)}\n  rewritten   {_short(layout)}, sharding "
+        f"{config.sharding}\n{placed}"
+        f"  {files} files, {_size_of(out) / 2**20:,.1f} MiB, verified; "
+        f"{time.monotonic() - started:.1f} s"
     )
 
 
 @contextmanager
 def progress_bars(console: Console) -> Iterator[Watch]:
     """A bar for each pass over the bytes; none where nobody watches."""
-    columns: Sequence[Any] = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+    columns: Sequence[Any] = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(
+        *columns, console=console, transient=True, disable=not console.is_terminal
+    ) as progress:
 
         def watch(what: str, num_bytes: int):
             task = progress.add_task(what, total=num_bytes)
@@ -135,7 +173,9 @@ def progress_bars(console: Console) -> Iterator[Watch]:
 
 
 def _homes(meta: dict[str, Any], layout: Layout, sharding: str) -> tuple[dict[str, Homes], str]:
-    """Where a run that moves its experts had them, if that fits: what ExpertPlacement takes up again. And words of it."""
+    """Where a run that moves its experts had them, if that fits: what ExpertPlacement takes up
+    again. And words of it.
+    """
     homes = {name: Homes.from_dict(bank["homes"]) for name, bank in meta.get("experts", {}).items()}
     if not homes:
         return {}, ""
@@ -143,7 +183,11 @@ def _homes(meta: dict[str, Any], layout: Layout, sharding: str) -> tuple[dict[st
     if sharding == "none" and eps == [layout.ep]:
         return homes, "  experts     where the run had moved them\n"
     was = ", ".join(map(str, eps))
-    return {}, f"  experts     in contiguous blocks again: the run had moved them, for ep {was} and sharding none\n"
+    return (
+        {},
+        f"  experts     in contiguous blocks again: the run had moved them, for ep {was} and "
+        "sharding none\n",
+    )
 
 
 def _size_of(path: Path) -> int:
@@ -156,4 +200,6 @@ def _time_of(path: Path) -> str:
 
 def _short(layout: Layout) -> str:
     ranks = "1 rank" if layout.world_size == 1 else f"{layout.world_size} ranks"
-    return f"{ranks}: dp_replicate {layout.dp_replicate} × dp_shard {layout.dp_shard}, ep {layout.ep}"
+    return (
+        f"{ranks}: dp_replicate {layout.dp_replicate} × dp_shard {layout.dp_shard}, ep {layout.ep}"
+    )

@@ -26,12 +26,18 @@ RUNS = Path("runs")  # where runs and prepared data go unless told otherwise
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Entry point. Exits 0 on success, 1 where a job failed, 2 where the request cannot be carried out."""
+    """Entry point. Exits 0 on success, 1 where a job failed, 2 where the request cannot be carried
+    out.
+    """
     options = _parsed(arguments)
     try:
         code = options.run(options)
-    except ValueError as error:  # every mistake of a user is a ValueError whose message says what to do
-        Console(stderr=True, soft_wrap=True).print(f"[bold red]error:[/] {_plain(str(error))}", highlight=False)
+    except (
+        ValueError
+    ) as error:  # every mistake of a user is a ValueError whose message says what to do
+        Console(stderr=True, soft_wrap=True).print(
+            f"[bold red]error:[/] {_plain(str(error))}", highlight=False
+        )
         code = 2
     except KeyboardInterrupt:  # where nothing runs that could be ended in better order
         code = 130
@@ -45,7 +51,9 @@ def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Values to change may stand anywhere: argparse takes no more of them once an option has come."""
     parser = build_parser()
     options, rest = parser.parse_known_args(arguments)
-    if rest and ("overrides" not in options or any(word.startswith("-") or "=" not in word for word in rest)):
+    if rest and (
+        "overrides" not in options or any(word.startswith("-") or "=" not in word for word in rest)
+    ):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     if rest:
         options.overrides = [*options.overrides, *rest]
@@ -62,23 +70,41 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"moebius {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     for add in (
-        _add_prepare, _add_train, _add_submit, _add_status, _add_logs, _add_stop, _add_eval, _add_models, _add_layout,
-        _add_plan, _add_simulate, _add_ckpt,
-    ):  # fmt: skip
+        _add_prepare,
+        _add_train,
+        _add_submit,
+        _add_status,
+        _add_logs,
+        _add_stop,
+        _add_eval,
+        _add_models,
+        _add_layout,
+        _add_plan,
+        _add_simulate,
+        _add_ckpt,
+    ):
         add(commands)
     return parser
 
 
-def _command(commands: argparse._SubParsersAction, name: str, run, text: str) -> argparse.ArgumentParser:
+def _command(
+    commands: argparse._SubParsersAction, name: str, run, text: str
+) -> argparse.ArgumentParser:
     parser = commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
     parser.set_defaults(run=run)
     return parser
 
 
 def _config_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("name", metavar="RECIPE|FILE.toml", help="`moebius models` lists the recipes")
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="single values to change")
-    parser.add_argument("--run-dir", type=Path, metavar="DIR", help="run folder; an existing run is continued")
+    parser.add_argument(
+        "name", metavar="RECIPE|FILE.toml", help="`moebius models` lists the recipes"
+    )
+    parser.add_argument(
+        "overrides", nargs="*", metavar="section.key=value", help="single values to change"
+    )
+    parser.add_argument(
+        "--run-dir", type=Path, metavar="DIR", help="run folder; an existing run is continued"
+    )
 
 
 def _run_argument(parser: argparse.ArgumentParser) -> None:
@@ -91,15 +117,32 @@ def _run_argument(parser: argparse.ArgumentParser) -> None:
 def _add_prepare(commands: argparse._SubParsersAction) -> None:
     parser = _command(commands, "prepare", _prepare, "turn text into token shards")
     parser.add_argument(
-        "--input", nargs="+", metavar="TEXT", default=["embedded"],
+        "--input",
+        nargs="+",
+        metavar="TEXT",
+        default=["embedded"],
         help=".txt, .jsonl, .jsonl.zst, .parquet: files, globs or URLs; `embedded` is the prose that Python carries",
-    )  # fmt: skip
-    parser.add_argument("--validation-input", nargs="+", metavar="TEXT", default=[], help="default: a share of --input")
-    parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="folder for shards and tokenizer")
+    )
+    parser.add_argument(
+        "--validation-input",
+        nargs="+",
+        metavar="TEXT",
+        default=[],
+        help="default: a share of --input",
+    )
+    parser.add_argument(
+        "--output", type=Path, required=True, metavar="DIR", help="folder for shards and tokenizer"
+    )
     parser.add_argument("--tokenizer", choices=["bpe", "bytes"], default="bpe")
-    parser.add_argument("--vocab-size", type=int, default=None, metavar="N", help="of the BPE tokenizer (8000)")
-    parser.add_argument("--workers", type=int, default=1, metavar="N", help="Ray tasks at a time; 1: this process")
-    parser.add_argument("--address", metavar="ADDRESS", help="spread the work over this Ray cluster")
+    parser.add_argument(
+        "--vocab-size", type=int, default=None, metavar="N", help="of the BPE tokenizer (8000)"
+    )
+    parser.add_argument(
+        "--workers", type=int, default=1, metavar="N", help="Ray tasks at a time; 1: this process"
+    )
+    parser.add_argument(
+        "--address", metavar="ADDRESS", help="spread the work over this Ray cluster"
+    )
 
 
 def _prepare(options: argparse.Namespace) -> int:
@@ -108,9 +151,11 @@ def _prepare(options: argparse.Namespace) -> int:
     from ..data_pipeline.prepare import prepare
 
     values = {
-        "input": options.input, "validation_input": options.validation_input, "tokenizer": options.tokenizer,
+        "input": options.input,
+        "validation_input": options.validation_input,
+        "tokenizer": options.tokenizer,
         "directory": str(options.output.absolute()),
-    }  # fmt: skip
+    }
     if options.vocab_size is not None:
         values["vocab_size"] = options.vocab_size
     data = DataConfig.model_validate(values)
@@ -129,17 +174,31 @@ def _prepare(options: argparse.Namespace) -> int:
 
 
 def _add_train(commands: argparse._SubParsersAction) -> None:
-    parser = _command(commands, "train", _train, "train on this machine, without Ray: torchrun's agent and its ranks")
+    parser = _command(
+        commands,
+        "train",
+        _train,
+        "train on this machine, without Ray: torchrun's agent and its ranks",
+    )
     _config_arguments(parser)
 
 
 def _add_submit(commands: argparse._SubParsersAction) -> None:
-    parser = _command(commands, "submit", _submit, "run a job on a Ray cluster, or on a simulated one on this machine")
+    parser = _command(
+        commands,
+        "submit",
+        _submit,
+        "run a job on a Ray cluster, or on a simulated one on this machine",
+    )
     _config_arguments(parser)
     parser.add_argument(
-        "--address", metavar="HOST:PORT", help='a running Ray cluster, or "auto"; default: simulate one'
+        "--address",
+        metavar="HOST:PORT",
+        help='a running Ray cluster, or "auto"; default: simulate one',
     )
-    parser.add_argument("--detach", action="store_true", help="return once the supervisor is up (with --address)")
+    parser.add_argument(
+        "--detach", action="store_true", help="return once the supervisor is up (with --address)"
+    )
 
 
 def _open(options: argparse.Namespace) -> tuple[Config, Path]:
@@ -168,8 +227,12 @@ def _submit(options: argparse.Namespace) -> int:
 
 
 def _add_status(commands: argparse._SubParsersAction) -> None:
-    parser = _command(commands, "status", _status, "show how runs stand, from their run folders alone")
-    parser.add_argument("run_dirs", type=Path, nargs="*", metavar="RUN", help=f"default: every run under {RUNS}/")
+    parser = _command(
+        commands, "status", _status, "show how runs stand, from their run folders alone"
+    )
+    parser.add_argument(
+        "run_dirs", type=Path, nargs="*", metavar="RUN", help=f"default: every run under {RUNS}/"
+    )
     parser.add_argument("--watch", action="store_true", help="follow one run until it has ended")
 
 
@@ -180,7 +243,10 @@ def _status(options: argparse.Namespace) -> int:
     folders = options.run_dirs or sorted(path.parent for path in RUNS.glob("*/journal.jsonl"))
     console = Console()
     if not folders:
-        raise JobError(f"no runs under {RUNS.absolute()}: name a run folder, or start one with `moebius submit smoke`")
+        raise JobError(
+            f"no runs under {RUNS.absolute()}: name a run folder, or start one with `moebius "
+            "submit smoke`"
+        )
     if len(options.run_dirs) == 1:
         status = follow(folders[0], console=console) if options.watch else read_status(folders[0])
         console.print(closing_words(status))
@@ -192,7 +258,9 @@ def _status(options: argparse.Namespace) -> int:
 
 
 def _add_logs(commands: argparse._SubParsersAction) -> None:
-    parser = _command(commands, "logs", _logs, "print the logs of a run's ranks, generation by generation")
+    parser = _command(
+        commands, "logs", _logs, "print the logs of a run's ranks, generation by generation"
+    )
     _run_argument(parser)
     parser.add_argument("--rank", type=int, metavar="N", help="only this rank")
     parser.add_argument("--follow", "-f", action="store_true", help="go on until the job has ended")
@@ -225,33 +293,67 @@ def _stop(options: argparse.Namespace) -> int:
 
 
 def _add_eval(commands: argparse._SubParsersAction) -> None:
-    parser = _command(commands, "eval", _eval, "measure a trained model's loss, score a text, or let it write")
+    parser = _command(
+        commands, "eval", _eval, "measure a trained model's loss, score a text, or let it write"
+    )
     _run_argument(parser)
-    parser.add_argument("--step", type=int, metavar="N", help="of which checkpoint; default: the newest")
+    parser.add_argument(
+        "--step", type=int, metavar="N", help="of which checkpoint; default: the newest"
+    )
     parser.add_argument("--split", choices=["validation", "train"], default="validation")
-    parser.add_argument("--rows", type=int, default=0, metavar="N", help="at most so many rows; default: all")
+    parser.add_argument(
+        "--rows", type=int, default=0, metavar="N", help="at most so many rows; default: all"
+    )
     parser.add_argument("--prompt", metavar="TEXT", help="continue this text instead of measuring")
-    parser.add_argument("--score", metavar="TEXT", help="print how likely this text is instead of measuring")
-    parser.add_argument("--draws", type=int, default=1, metavar="N", help="of companions, for models that need them")
-    parser.add_argument("--tokens", type=int, default=100, metavar="N", help="to write after the prompt")
-    parser.add_argument("--temperature", type=float, default=0.8, metavar="T", help="of the sampling; 0: most likely")
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the sampling and of companions")
+    parser.add_argument(
+        "--score", metavar="TEXT", help="print how likely this text is instead of measuring"
+    )
+    parser.add_argument(
+        "--draws", type=int, default=1, metavar="N", help="of companions, for models that need them"
+    )
+    parser.add_argument(
+        "--tokens", type=int, default=100, metavar="N", help="to write after the prompt"
+    )
+    parser.add_argument(
+        "--temperature",
+        type=float,
+        default=0.8,
+        metavar="T",
+        help="of the sampling; 0: most likely",
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, metavar="N", help="of the sampling and of companions"
+    )
 
 
 def _eval(options: argparse.Namespace) -> int:
     from ..evaluation.report import measure, score_text, write_text
 
     if options.score is not None:
-        print(score_text(options.run_dir, options.score, step=options.step, draws=options.draws, seed=options.seed))
+        print(
+            score_text(
+                options.run_dir,
+                options.score,
+                step=options.step,
+                draws=options.draws,
+                seed=options.seed,
+            )
+        )
         return 0
     if options.prompt is None:
-        result = measure(options.run_dir, step=options.step, split=options.split, max_rows=options.rows)
+        result = measure(
+            options.run_dir, step=options.step, split=options.split, max_rows=options.rows
+        )
         print(result)
         return 0
     pieces = write_text(
-        options.run_dir, options.prompt, step=options.step, num_tokens=options.tokens,
-        temperature=options.temperature, seed=options.seed,
-    )  # fmt: skip
+        options.run_dir,
+        options.prompt,
+        step=options.step,
+        num_tokens=options.tokens,
+        temperature=options.temperature,
+        seed=options.seed,
+    )
     for piece in pieces:
         print(piece, end="", flush=True)
     print()
@@ -262,10 +364,19 @@ def _eval(options: argparse.Namespace) -> int:
 
 
 def _add_models(commands: argparse._SubParsersAction) -> None:
-    parser = _command(commands, "models", _models, "print what the recipes are, what they cost and what they promise")
-    parser.add_argument("names", nargs="*", metavar="RECIPE|FILE.toml", help="default: every recipe")
+    parser = _command(
+        commands,
+        "models",
+        _models,
+        "print what the recipes are, what they cost and what they promise",
+    )
     parser.add_argument(
-        "--count", action="store_true", help="compare the FLOPs with torch's own count (a minute for all)"
+        "names", nargs="*", metavar="RECIPE|FILE.toml", help="default: every recipe"
+    )
+    parser.add_argument(
+        "--count",
+        action="store_true",
+        help="compare the FLOPs with torch's own count (a minute for all)",
     )
     parser.add_argument("--json", action="store_true", help="everything, exact, as a JSON list")
 
@@ -287,37 +398,92 @@ def _models(options: argparse.Namespace) -> int:
 
 
 def _add_plan(commands: argparse._SubParsersAction) -> None:
-    parser = _command(commands, "plan", _plan, "predict memory and speed of every layout, and rank them")
-    parser.add_argument("name", metavar="MODEL", help="a recipe or a FILE.toml; `moebius models` lists the recipes")
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="single values to change")
-    parser.add_argument("--hardware", default="h200", metavar="NAME|FILE.toml", help="h100, h200, b200, gb200_nvl72 …")
-    parser.add_argument(
-        "--nodes", nargs="+", default=["1"], metavar="N", help='for example 4, or 1 "…" 1250 (doubling)'
+    parser = _command(
+        commands, "plan", _plan, "predict memory and speed of every layout, and rank them"
     )
-    parser.add_argument("--precision", choices=["bf16", "fp32"], help="of the products; default: the recipe's")
-    parser.add_argument("--tokens-per-rank", type=int, metavar="N", help="in a step; default: the recipe's micro-batch")
-    parser.add_argument("--ep", type=int, metavar="N", help="only layouts with this many ranks per copy of the experts")
+    parser.add_argument(
+        "name", metavar="MODEL", help="a recipe or a FILE.toml; `moebius models` lists the recipes"
+    )
+    parser.add_argument(
+        "overrides", nargs="*", metavar="section.key=value", help="single values to change"
+    )
+    parser.add_argument(
+        "--hardware",
+        default="h200",
+        metavar="NAME|FILE.toml",
+        help="h100, h200, b200, gb200_nvl72 …",
+    )
+    parser.add_argument(
+        "--nodes",
+        nargs="+",
+        default=["1"],
+        metavar="N",
+        help='for example 4, or 1 "…" 1250 (doubling)',
+    )
+    parser.add_argument(
+        "--precision", choices=["bf16", "fp32"], help="of the products; default: the recipe's"
+    )
+    parser.add_argument(
+        "--tokens-per-rank",
+        type=int,
+        metavar="N",
+        help="in a step; default: the recipe's micro-batch",
+    )
+    parser.add_argument(
+        "--ep",
+        type=int,
+        metavar="N",
+        help="only layouts with this many ranks per copy of the experts",
+    )
     parser.add_argument("--sharding", choices=["none", "fsdp"], help="only layouts of this kind")
     parser.add_argument(
-        "--dispatcher", choices=["allgather", "alltoall", "dedup", "hierarchical"], help="only this one"
+        "--dispatcher",
+        choices=["allgather", "alltoall", "dedup", "hierarchical"],
+        help="only this one",
     )
-    parser.add_argument("--recompute", choices=["none", "selective", "full"], help="default: as little as fits")
-    parser.add_argument("--overlap-chunks", type=int, default=1, metavar="N", help="parts in which rows travel")
     parser.add_argument(
-        "--skew", default=None, metavar="RUN|ALPHA|balanced",
+        "--recompute", choices=["none", "selective", "full"], help="default: as little as fits"
+    )
+    parser.add_argument(
+        "--overlap-chunks", type=int, default=1, metavar="N", help="parts in which rows travel"
+    )
+    parser.add_argument(
+        "--skew",
+        default=None,
+        metavar="RUN|ALPHA|balanced",
         help="routing: a run's recorded loads, or a Dirichlet concentration (default: 5)",
-    )  # fmt: skip
-    parser.add_argument("--measured", type=Path, metavar="FILE.json", help="measured collectives, over the defaults")
-    parser.add_argument("--top", type=int, default=None, metavar="N", help="layouts to show of every size")
-    parser.add_argument("--detail", action="store_true", help="memory, time and collectives of the largest size's best")
-    parser.add_argument("--png", type=Path, metavar="FILE", help="draw step time and MFU against the number of GPUs")
-    parser.add_argument("--json", action="store_true", help="everything, collectives included, as JSON")
+    )
+    parser.add_argument(
+        "--measured", type=Path, metavar="FILE.json", help="measured collectives, over the defaults"
+    )
+    parser.add_argument(
+        "--top", type=int, default=None, metavar="N", help="layouts to show of every size"
+    )
+    parser.add_argument(
+        "--detail",
+        action="store_true",
+        help="memory, time and collectives of the largest size's best",
+    )
+    parser.add_argument(
+        "--png", type=Path, metavar="FILE", help="draw step time and MFU against the number of GPUs"
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="everything, collectives included, as JSON"
+    )
     parser.add_argument("--sources", action="store_true", help="show where every figure comes from")
 
 
 def _plan(options: argparse.Namespace) -> int:
     from ..planning.planner import Wishes
-    from ..planning.report import draw, make_report, parse_nodes, plain, show, show_detail, show_sources
+    from ..planning.report import (
+        draw,
+        make_report,
+        parse_nodes,
+        plain,
+        show,
+        show_detail,
+        show_sources,
+    )
     from .plan_request import make_setting
 
     nodes = parse_nodes(options.nodes)
@@ -325,9 +491,14 @@ def _plan(options: argparse.Namespace) -> int:
     config = resolve(options.name, options.overrides, RECIPES)
     with errors.status("planning"):
         setting = make_setting(
-            config, hardware=options.hardware, precision=options.precision, tokens=options.tokens_per_rank,
-            skew=options.skew, measured=options.measured, chunks=options.overlap_chunks,
-        )  # fmt: skip
+            config,
+            hardware=options.hardware,
+            precision=options.precision,
+            tokens=options.tokens_per_rank,
+            skew=options.skew,
+            measured=options.measured,
+            chunks=options.overlap_chunks,
+        )
         wishes = Wishes(options.ep, options.sharding, options.dispatcher, options.recompute)
         report = make_report(setting, nodes, wishes)
     if options.png:
@@ -337,7 +508,9 @@ def _plan(options: argparse.Namespace) -> int:
         return 0
     console.print(show(report, top=options.top or (10 if len(nodes) == 1 else 2)))
     if options.detail:
-        for planned in filter(None, (report.plans[-1].best(with_ep=with_ep) for with_ep in (False, True))):
+        for planned in filter(
+            None, (report.plans[-1].best(with_ep=with_ep) for with_ep in (False, True))
+        ):
             console.print(show_detail(planned))
     if options.sources:
         console.print(show_sources(setting))
@@ -350,37 +523,76 @@ def _plan(options: argparse.Namespace) -> int:
 
 
 def _add_simulate(commands: argparse._SubParsersAction) -> None:
-    parser = _command(commands, "simulate", _simulate, "route tokens on simulated ranks in this process, and count")
+    parser = _command(
+        commands,
+        "simulate",
+        _simulate,
+        "route tokens on simulated ranks in this process, and count",
+    )
     parser.add_argument(
         "name",
         nargs="?",
         metavar="MODEL",
         help="a recipe or a FILE.toml (fresh weights), or a run folder (trained ones)",
     )
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="single values to change")
-    parser.add_argument("--trace", type=Path, metavar="RUN", help="replay what a run recorded (train.record_routing)")
-    parser.add_argument("--ep", type=int, metavar="N", help="ranks per copy of the experts; default: mesh.ep, or 8")
     parser.add_argument(
-        "--world-size", type=int, metavar="N", help="ranks in all, at most 256; default: the mesh's, or one ep group"
+        "overrides", nargs="*", metavar="section.key=value", help="single values to change"
     )
-    parser.add_argument("--ranks-per-node", type=int, metavar="N", help="default: 8, or all on one if 8 do not divide")
     parser.add_argument(
-        "--dispatcher", nargs="+", metavar="NAME", choices=["local", "allgather", "alltoall", "dedup", "hierarchical"],
-        default=[None], help="one, or several to compare: allgather, alltoall, dedup, hierarchical; default: the mesh's",
-    )  # fmt: skip
-    parser.add_argument("--overlap-chunks", type=int, metavar="N", help="parts in which rows travel")
+        "--trace",
+        type=Path,
+        metavar="RUN",
+        help="replay what a run recorded (train.record_routing)",
+    )
     parser.add_argument(
-        "--homes", metavar="STEP|contiguous",
+        "--ep", type=int, metavar="N", help="ranks per copy of the experts; default: mesh.ep, or 8"
+    )
+    parser.add_argument(
+        "--world-size",
+        type=int,
+        metavar="N",
+        help="ranks in all, at most 256; default: the mesh's, or one ep group",
+    )
+    parser.add_argument(
+        "--ranks-per-node",
+        type=int,
+        metavar="N",
+        help="default: 8, or all on one if 8 do not divide",
+    )
+    parser.add_argument(
+        "--dispatcher",
+        nargs="+",
+        metavar="NAME",
+        choices=["local", "allgather", "alltoall", "dedup", "hierarchical"],
+        default=[None],
+        help="one, or several to compare: allgather, alltoall, dedup, hierarchical; default: the mesh's",
+    )
+    parser.add_argument(
+        "--overlap-chunks", type=int, metavar="N", help="parts in which rows travel"
+    )
+    parser.add_argument(
+        "--homes",
+        metavar="STEP|contiguous",
         help="where a run that moves experts had them at that checkpoint; default: of a run its newest, of a trace contiguous",
-    )  # fmt: skip
-    parser.add_argument("--tokens-per-rank", type=int, metavar="N", help="of every step (64)")
-    parser.add_argument("--steps", type=int, metavar="N", help="default: 1, or all that were recorded")
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of tokens, and of a trace's rows")
-    parser.add_argument(
-        "--shapes-only", action="store_true", help="no values: first, middle and last of up to 10,240 ranks"
     )
-    parser.add_argument("--png", type=Path, metavar="FILE", help="draw the traffic from rank to rank and the loads")
-    parser.add_argument("--json", action="store_true", help="everything, all matrices included, as JSON")
+    parser.add_argument("--tokens-per-rank", type=int, metavar="N", help="of every step (64)")
+    parser.add_argument(
+        "--steps", type=int, metavar="N", help="default: 1, or all that were recorded"
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, metavar="N", help="of tokens, and of a trace's rows"
+    )
+    parser.add_argument(
+        "--shapes-only",
+        action="store_true",
+        help="no values: first, middle and last of up to 10,240 ranks",
+    )
+    parser.add_argument(
+        "--png", type=Path, metavar="FILE", help="draw the traffic from rank to rank and the loads"
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="everything, all matrices included, as JSON"
+    )
 
 
 def _simulate(options: argparse.Namespace) -> int:
@@ -390,12 +602,15 @@ def _simulate(options: argparse.Namespace) -> int:
 
     try:
         return _simulated(options)
-    # What ends a simulation before there is a report to show it in. One line says it; where that is not enough, a traceback too.
+    # What ends a simulation before there is a report to show it in. One line says it; where that is
+    # not enough, a traceback too.
     except (RankFailed, ShapeFault) as fault:
         if (cause := unexplained(fault)) is not None:
             traceback.print_exception(cause)
         words = " ".join(str(fault).split())
-        Console(stderr=True, soft_wrap=True).print(f"[bold red]fault:[/] {_plain(words)}", highlight=False)
+        Console(stderr=True, soft_wrap=True).print(
+            f"[bold red]fault:[/] {_plain(words)}", highlight=False
+        )
         return 1
 
 
@@ -404,13 +619,17 @@ def _simulated(options: argparse.Namespace) -> int:
     from ..simulation.request import Ranks, run, source_of_model, source_of_trace
 
     if (options.name is None) == (options.trace is None):
-        raise JobError("name what to simulate: a recipe, a FILE.toml or a run folder, or else --trace RUN")
+        raise JobError(
+            "name what to simulate: a recipe, a FILE.toml or a run folder, or else --trace RUN"
+        )
     _refuse_idle_options(options)
     asked = Ranks(options.ep, options.world_size, options.ranks_per_node, options.overlap_chunks)
     if options.shapes_only:
         return _simulate_shapes(options, asked)
     if options.trace is not None:
-        source = source_of_trace(options.trace, steps=options.steps, seed=options.seed, homes=options.homes)
+        source = source_of_trace(
+            options.trace, steps=options.steps, seed=options.seed, homes=options.homes
+        )
     else:
         title, config, trained, placement = _simulated_model(options)
         source = source_of_model(
@@ -445,7 +664,8 @@ def _refuse_idle_options(options: argparse.Namespace) -> None:
     for option, value in idle:
         if value is not None:
             raise JobError(
-                f"{option} {value}: means nothing with {'--shapes-only' if options.shapes_only else '--trace'}"
+                f"{option} {value}: means nothing with "
+                f"{'--shapes-only' if options.shapes_only else '--trace'}"
             )
 
 
@@ -457,7 +677,11 @@ def _simulate_shapes(options: argparse.Namespace, asked: "Ranks") -> int:
     if options.name is None:
         raise JobError("--shapes-only builds a model: name a recipe, a FILE.toml or a run folder")
     is_run = _is_run(options)
-    config = config_of_run(Path(options.name)) if is_run else resolve(options.name, options.overrides, RECIPES)
+    config = (
+        config_of_run(Path(options.name))
+        if is_run
+        else resolve(options.name, options.overrides, RECIPES)
+    )
     request, refusal = shape_request(config, asked, options.dispatcher[0])
     with Console(stderr=True).status("building"):
         shapes = shapes_of(request, ends_and_middle(request.layout.world_size))
@@ -484,7 +708,9 @@ def _simulated_model(
         config = resolve(options.name, options.overrides, RECIPES)
         return options.name, config, None, find_placement(None, options.homes)
     run_dir = Path(options.name)
-    placement = find_placement(run_dir, options.homes)  # what cannot be had is refused before the weights are read
+    placement = find_placement(
+        run_dir, options.homes
+    )  # what cannot be had is refused before the weights are read
     with start_process("cpu") as process:
         restored = restore(run_dir, process)
     if options.homes is None:
@@ -496,7 +722,10 @@ def _is_run(options: argparse.Namespace) -> bool:
     if not Path(options.name).is_dir():
         return False
     if options.overrides:
-        raise JobError(f"{options.name} is a run and is simulated as it is: leave out {' '.join(options.overrides)}")
+        raise JobError(
+            f"{options.name} is a run and is simulated as it is: leave out "
+            f"{' '.join(options.overrides)}"
+        )
     return True
 
 
@@ -504,17 +733,30 @@ def _is_run(options: argparse.Namespace) -> bool:
 
 
 def _add_layout(commands: argparse._SubParsersAction) -> None:
-    parser = _command(commands, "layout", _layout, "print which rank sits where, and which links its groups use")
+    parser = _command(
+        commands, "layout", _layout, "print which rank sits where, and which links its groups use"
+    )
     parser.add_argument("--world-size", type=int, required=True, metavar="N", help="ranks in all")
-    parser.add_argument("--ep", type=int, default=1, metavar="N", help="ranks that share one copy of the experts")
     parser.add_argument(
-        "--dp-shard", type=int, metavar="N", help="ranks that share the dense weights; default: as --ep"
+        "--ep", type=int, default=1, metavar="N", help="ranks that share one copy of the experts"
     )
     parser.add_argument(
-        "--ranks-per-node", type=int, metavar="N", help="default: 8, or all on one node if 8 do not fit"
+        "--dp-shard",
+        type=int,
+        metavar="N",
+        help="ranks that share the dense weights; default: as --ep",
     )
     parser.add_argument(
-        "--model", metavar="RECIPE", choices=list(RECIPES), help="show the experts of this recipe's model"
+        "--ranks-per-node",
+        type=int,
+        metavar="N",
+        help="default: 8, or all on one node if 8 do not fit",
+    )
+    parser.add_argument(
+        "--model",
+        metavar="RECIPE",
+        choices=list(RECIPES),
+        help="show the experts of this recipe's model",
     )
 
 
@@ -537,24 +779,61 @@ def _layout(options: argparse.Namespace) -> int:
 def _add_ckpt(commands: argparse._SubParsersAction) -> None:
     parser = _command(commands, "ckpt", _ckpt_ls, "list, verify, rewrite and export checkpoints")
     actions = parser.add_subparsers(title="actions", required=True, metavar="ACTION")
-    _run_argument(_command(actions, "ls", _ckpt_ls, "list a run's checkpoints: steps, sizes, ranks that wrote them"))
-    verify = _command(actions, "verify", _ckpt_verify, "read every byte: every checksum, every expert exactly once")
+    _run_argument(
+        _command(
+            actions, "ls", _ckpt_ls, "list a run's checkpoints: steps, sizes, ranks that wrote them"
+        )
+    )
+    verify = _command(
+        actions,
+        "verify",
+        _ckpt_verify,
+        "read every byte: every checksum, every expert exactly once",
+    )
     _checkpoint_argument(verify, "RUN without --step: all of its checkpoints")
-    reshard = _command(actions, "reshard", _ckpt_reshard, "rewrite a checkpoint into the files of other ranks")
+    reshard = _command(
+        actions, "reshard", _ckpt_reshard, "rewrite a checkpoint into the files of other ranks"
+    )
     _checkpoint_argument(reshard, "RUN without --step: its newest checkpoint")
-    reshard.add_argument("--out", type=Path, required=True, metavar="DIR", help="a directory that does not exist yet")
+    reshard.add_argument(
+        "--out", type=Path, required=True, metavar="DIR", help="a directory that does not exist yet"
+    )
     reshard.add_argument("--world-size", type=int, required=True, metavar="N", help="ranks in all")
     reshard.add_argument("--ep", type=int, default=1, metavar="N", help="as mesh.ep")
-    reshard.add_argument("--dp-shard", type=int, metavar="N", help="as mesh.dp_shard; default: as --ep")
-    reshard.add_argument("--dp-replicate", type=int, metavar="N", help="as mesh.dp_replicate; default: fills the world")
-    reshard.add_argument("--sharding", choices=["none", "fsdp"], default="none", help="as mesh.sharding")
-    export = _command(actions, "export", _ckpt_export, "write a checkpoint's weights as safetensors, expert by expert")
-    _checkpoint_argument(export, "RUN without --step: its newest checkpoint")
-    export.add_argument("--out", type=Path, required=True, metavar="DIR", help="a directory that does not exist yet")
-    export.add_argument(
-        "--dtype", choices=["fp32", "bf16"], default="fp32", help="of what enters matrix products; the rest is fp32"
+    reshard.add_argument(
+        "--dp-shard", type=int, metavar="N", help="as mesh.dp_shard; default: as --ep"
     )
-    export.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="of one file: 5GB, 500MB, 2GiB (5GB)")
+    reshard.add_argument(
+        "--dp-replicate",
+        type=int,
+        metavar="N",
+        help="as mesh.dp_replicate; default: fills the world",
+    )
+    reshard.add_argument(
+        "--sharding", choices=["none", "fsdp"], default="none", help="as mesh.sharding"
+    )
+    export = _command(
+        actions,
+        "export",
+        _ckpt_export,
+        "write a checkpoint's weights as safetensors, expert by expert",
+    )
+    _checkpoint_argument(export, "RUN without --step: its newest checkpoint")
+    export.add_argument(
+        "--out", type=Path, required=True, metavar="DIR", help="a directory that does not exist yet"
+    )
+    export.add_argument(
+        "--dtype",
+        choices=["fp32", "bf16"],
+        default="fp32",
+        help="of what enters matrix products; the rest is fp32",
+    )
+    export.add_argument(
+        "--max-shard-size",
+        default="5GB",
+        metavar="SIZE",
+        help="of one file: 5GB, 500MB, 2GiB (5GB)",
+    )
 
 
 def _checkpoint_argument(parser: argparse.ArgumentParser, default: str) -> None:
@@ -588,8 +867,13 @@ def _ckpt_reshard(options: argparse.Namespace) -> int:
     mesh = {key: getattr(options, key) for key in ("ep", "dp_shard", "dp_replicate", "sharding")}
     with progress_bars(Console(stderr=True)) as watch:
         words = reshard_for(
-            options.path, options.out, mesh, world_size=options.world_size, step=options.step, watch=watch
-        )  # fmt: skip
+            options.path,
+            options.out,
+            mesh,
+            world_size=options.world_size,
+            step=options.step,
+            watch=watch,
+        )
     print(words)
     return 0
 
@@ -601,9 +885,12 @@ def _ckpt_export(options: argparse.Namespace) -> int:
 
     with progress_bars(Console(stderr=True)) as watch:
         exported = export(
-            find_checkpoint(options.path, options.step), options.out, dtype=options.dtype,
-            max_file_bytes=parse_size(options.max_shard_size), watch=watch,
-        )  # fmt: skip
+            find_checkpoint(options.path, options.step),
+            options.out,
+            dtype=options.dtype,
+            max_file_bytes=parse_size(options.max_shard_size),
+            watch=watch,
+        )
     print(f"{options.out}: {exported}")
     return 0
 
@@ -612,10 +899,14 @@ def _print_manifest(manifest: Manifest, folder: Path) -> None:
     print(f"{folder}: vocabulary of {manifest.vocab_size}")
     for split in ("train", "validation"):
         shards = [shard for shard in manifest.shards if shard.split == split]
-        tokens, documents = sum(shard.num_tokens for shard in shards), sum(shard.num_documents for shard in shards)
+        tokens, documents = (
+            sum(shard.num_tokens for shard in shards),
+            sum(shard.num_documents for shard in shards),
+        )
         size = sum(shard.num_bytes for shard in shards)
         print(
-            f"  {split}: {tokens:,} tokens of {documents:,} documents in {len(shards)} shards, {size / 2**20:.1f} MiB"
+            f"  {split}: {tokens:,} tokens of {documents:,} documents in {len(shards)} shards, "
+            f"{size / 2**20:.1f} MiB"
         )
 
 

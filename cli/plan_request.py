@@ -13,9 +13,15 @@ _PRECISIONS = {"bf16": "bfloat16", "fp32": "float32"}
 
 
 def make_setting(
-    config: Config, *, hardware: str, precision: str | None = None, tokens: int | None = None, skew: str | None = None,
-    measured: Path | None = None, chunks: int = 1,
-) -> Setting:  # fmt: skip
+    config: Config,
+    *,
+    hardware: str,
+    precision: str | None = None,
+    tokens: int | None = None,
+    skew: str | None = None,
+    measured: Path | None = None,
+    chunks: int = 1,
+) -> Setting:
     """The setting of a run's configuration on a machine.
 
     Args:
@@ -31,19 +37,27 @@ def make_setting(
     """
     if config.mesh.replicas:
         raise ValueError(
-            f"mesh.replicas={config.mesh.replicas}: the planner counts neither the memory of copies of hot experts nor the sum "
-            "of their gradients, and not how much evener they make the ranks; plan with mesh.replicas=0"
+            f"mesh.replicas={config.mesh.replicas}: the planner counts neither the memory of "
+            "copies of hot experts nor the sum "
+            "of their gradients, and not how much evener they make the ranks; plan with "
+            "mesh.replicas=0"
         )
     machine = find_hardware(hardware)
     tokens = config.train.micro_batch * config.data.seq_len if tokens is None else tokens
     if tokens < 1 or chunks < 1:
-        raise ValueError(f"--tokens-per-rank {tokens}, --overlap-chunks {chunks}: both must be at least 1")
+        raise ValueError(
+            f"--tokens-per-rank {tokens}, --overlap-chunks {chunks}: both must be at least 1"
+        )
     workload = describe(
-        config.model, seq_len=config.data.seq_len, precision=_PRECISIONS.get(precision or "", config.train.precision)
+        config.model,
+        seq_len=config.data.seq_len,
+        precision=_PRECISIONS.get(precision or "", config.train.precision),
     )
     routing = _skew(skew)
     routing.check([bank for bank, _ in workload.uses])
-    return Setting(workload, machine, tokens, routing, read_table(measured) if measured else None, chunks)
+    return Setting(
+        workload, machine, tokens, routing, read_table(measured) if measured else None, chunks
+    )
 
 
 def _skew(text: str | None) -> RoutingSkew:

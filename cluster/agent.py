@@ -1,17 +1,23 @@
-"""The node agent's working half: torchrun's elastic agent in a process of its own, and the hand that holds it.
+"""The node agent's working half: torchrun's elastic agent in a process of its own, and the hand
+that holds it.
 
 One attempt of a job (a *generation*) on one node runs like this:
 
-1. `Node.start` ends what earlier generations left on this machine and starts `python -m moebius.cluster.agent` as a child.
-2. The child binds itself to its parent and runs torch's LocalElasticAgent with a static rendezvous: the supervisor has
-   chosen the node's rank and a port on node 0, and `max_restarts` is 0. Whatever goes wrong ends the generation; only the
-   supervisor starts another one, with a new run id and a new port (an agent that retries by itself meets a store full
-   of the last attempt's keys: pytorch#135712, #147064).
-3. The agent starts the ranks through `moebius.cluster.rank`, which gives each its log: logs/g001/node0/rank0.log.
-4. When the ranks have ended the child writes logs/g001/node0/report.json and exits; `Node.poll` returns the report.
+1. `Node.start` ends what earlier generations left on this machine and starts `python -m
+   moebius.cluster.agent` as a child.
+2. The child binds itself to its parent and runs torch's LocalElasticAgent with a static rendezvous:
+   the supervisor has chosen the node's rank and a port on node 0, and `max_restarts` is 0. Whatever
+   goes wrong ends the generation; only the supervisor starts another one, with a new run id and a
+   new port (an agent that retries by itself meets a store full of the last attempt's keys:
+   pytorch#135712, #147064).
+3. The agent starts the ranks through `moebius.cluster.rank`, which gives each its log:
+   logs/g001/node0/rank0.log.
+4. When the ranks have ended the child writes logs/g001/node0/report.json and exits; `Node.poll`
+   returns the report.
 
-The agent is a child process, not a thread of the Ray actor: torch replaces signal handlers in the main thread and
-cannot be stopped from another one. Cost: one more `import torch` per node and generation, 1-2 s beside those of the ranks.
+The agent is a child process, not a thread of the Ray actor: torch replaces signal handlers in the
+main thread and cannot be stopped from another one. Cost: one more `import torch` per node and
+generation, 1-2 s beside those of the ranks.
 """
 
 import json
@@ -31,10 +37,13 @@ from . import processes
 from .job import Launch, write_atomically
 from .tracebacks import last_traceback, read_tail, summarise
 
-EXIT_BARRIER_S = 60.0  # how long an agent whose ranks are done waits for the agents of the other nodes
+EXIT_BARRIER_S = (
+    60.0  # how long an agent whose ranks are done waits for the agents of the other nodes
+)
 LOG_TAIL_BYTES = 64 * 1024  # where a traceback is looked for
 
-# Ray gives its workers OMP_NUM_THREADS=1 and its own credentials; the ranks are not Ray's and get neither.
+# Ray gives its workers OMP_NUM_THREADS=1 and its own credentials; the ranks are not Ray's and get
+# neither.
 _RAY_ONLY = ("RAY_", "OMP_NUM_THREADS")
 
 
@@ -51,7 +60,9 @@ class Attempt:
 
     @property
     def log_dir(self) -> Path:
-        return Path(self.launch.run_dir) / "logs" / f"g{self.generation:03d}" / f"node{self.node_rank}"
+        return (
+            Path(self.launch.run_dir) / "logs" / f"g{self.generation:03d}" / f"node{self.node_rank}"
+        )
 
     @property
     def ranks(self) -> range:
@@ -99,7 +110,9 @@ class AgentReport:
 
 
 class Node:
-    """One machine as the supervision sees it. Used directly on this machine, and as a Ray actor on another one."""
+    """One machine as the supervision sees it. Used directly on this machine, and as a Ray actor on
+    another one.
+    """
 
     def __init__(self, address: str = "127.0.0.1"):
         self._address = address
@@ -108,20 +121,32 @@ class Node:
 
     def describe(self) -> dict[str, Any]:
         """Where this node is and what it runs: every node of a job must run the same."""
-        return {"address": self._address, "host": socket.gethostname(), "pid": os.getpid(), "versions": versions()}
+        return {
+            "address": self._address,
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "versions": versions(),
+        }
 
     def free_port(self) -> int:
-        """A port that is free on this machine now; it may be taken before it is used, which ends in a new generation."""
+        """A port that is free on this machine now; it may be taken before it is used, which ends in
+        a new generation.
+        """
         with socket.socket() as probe:
             probe.bind(("", 0))
             return probe.getsockname()[1]
 
     def start(self, attempt: Attempt) -> None:
-        """Starts the agent of a generation, after ending all that earlier ones left on this machine."""
+        """Starts the agent of a generation, after ending all that earlier ones left on this
+        machine.
+        """
         self.stop()
         stuck = processes.end(processes.find(attempt.launch.run_dir, before=attempt.generation))
         if stuck:
-            raise RuntimeError(f"processes {stuck} of an earlier generation cannot be killed on {socket.gethostname()}")
+            raise RuntimeError(
+                f"processes {stuck} of an earlier generation cannot be killed on "
+                f"{socket.gethostname()}"
+            )
         attempt.log_dir.mkdir(parents=True, exist_ok=True)
         attempt.save(attempt.log_dir / "attempt.json")
         self._attempt = attempt
@@ -138,7 +163,10 @@ class Node:
         if report.exists():
             return AgentReport.load(report)
         tail = read_tail(self._attempt.log_dir / "agent.log", 2000).strip()
-        return AgentReport(ok=False, message=f"the agent process ended with exit code {code}; its last words: {tail}")
+        return AgentReport(
+            ok=False,
+            message=f"the agent process ended with exit code {code}; its last words: {tail}",
+        )
 
     def running_ranks(self) -> list[int]:
         """Global ranks of this node whose process is alive."""
@@ -164,7 +192,11 @@ class Node:
     def _rank_pids(self) -> dict[int, int]:
         assert self._attempt is not None, "start comes first"
         found = processes.find(self._attempt.launch.run_dir, generation=self._attempt.generation)
-        ranks = {int(environment["RANK"]): pid for pid, environment in found.items() if "RANK" in environment}
+        ranks = {
+            int(environment["RANK"]): pid
+            for pid, environment in found.items()
+            if "RANK" in environment
+        }
         return {rank: pid for rank, pid in ranks.items() if rank in self._attempt.ranks}
 
 
@@ -186,7 +218,8 @@ def agent_environment(inherited: Mapping[str, str], attempt: Attempt) -> dict[st
         processes.MARK_GENERATION: str(attempt.generation),
         processes.PARENT: str(os.getpid()),
         "PYTHONUNBUFFERED": "1",  # a killed rank's last words must be in its log
-        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # with the shared store, restarts fail (pytorch#135712)
+        # with the shared store, restarts fail (pytorch#135712)
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
     }
     if launch.gpus_per_node == 0:
         own["CUDA_VISIBLE_DEVICES"] = ""
@@ -196,7 +229,8 @@ def agent_environment(inherited: Mapping[str, str], attempt: Attempt) -> dict[st
 def _spawn_bound(command: list[str], attempt: Attempt) -> subprocess.Popen[bytes]:
     """Starts a child from a thread that lives as long as the child does.
 
-    The kernel's parent-death signal follows the thread that forked, and the threads of an actor come and go.
+    The kernel's parent-death signal follows the thread that forked, and the threads of an actor
+    come and go.
     """
     started: list[subprocess.Popen[bytes] | OSError] = []
     ready = threading.Event()
@@ -210,7 +244,8 @@ def _spawn_bound(command: list[str], attempt: Attempt) -> subprocess.Popen[bytes
                     stdout=log,
                     stderr=log,
                     env=agent_environment(os.environ, attempt),
-                    start_new_session=True,  # Ctrl-C in a terminal is for the command line, which sets the stop flag
+                    # Ctrl-C in a terminal is for the command line, which sets the stop flag
+                    start_new_session=True,
                 )
         except OSError as error:
             started.append(error)
@@ -268,13 +303,20 @@ def _run_elastic_agent(attempt: Attempt) -> AgentReport:
         master_port=attempt.master_port,
         local_addr=attempt.address,
     )
-    result: Any = LocalElasticAgent(spec, _stable_logs(attempt), exit_barrier_timeout=EXIT_BARRIER_S).run()
-    failures = tuple(_describe_failure(attempt, rank, failure) for rank, failure in sorted(result.failures.items()))
+    result: Any = LocalElasticAgent(
+        spec, _stable_logs(attempt), exit_barrier_timeout=EXIT_BARRIER_S
+    ).run()
+    failures = tuple(
+        _describe_failure(attempt, rank, failure)
+        for rank, failure in sorted(result.failures.items())
+    )
     return AgentReport(ok=not result.is_failed(), failures=failures)
 
 
 def _stable_logs(attempt: Attempt) -> Any:
-    """Torch's log specification for our paths: it opens no files (the ranks do), and places the error files."""
+    """Torch's log specification for our paths: it opens no files (the ranks do), and places the
+    error files.
+    """
     from torch.distributed.elastic.multiprocessing import LogsSpecs
     from torch.distributed.elastic.multiprocessing.api import LogsDest
 
@@ -285,8 +327,13 @@ def _stable_logs(attempt: Attempt) -> Any:
 
         def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
             for environment in envs.values():
-                environment["TORCHELASTIC_ERROR_FILE"] = str(error_file(attempt, int(environment["RANK"])))
-            files = {local_rank: environment["TORCHELASTIC_ERROR_FILE"] for local_rank, environment in envs.items()}
+                environment["TORCHELASTIC_ERROR_FILE"] = str(
+                    error_file(attempt, int(environment["RANK"]))
+                )
+            files = {
+                local_rank: environment["TORCHELASTIC_ERROR_FILE"]
+                for local_rank, environment in envs.items()
+            }
             agents_own = dict.fromkeys(envs, "")
             return LogsDest(stdouts=agents_own, stderrs=dict(agents_own), error_files=files)
 
@@ -305,7 +352,9 @@ def _describe_failure(attempt: Attempt, rank: int, failure: Any) -> RankFailure:
     else:
         traceback = last_traceback(read_tail(attempt.log_dir / f"rank{rank}.log", LOG_TAIL_BYTES))
     error, where = summarise(traceback)
-    return RankFailure(rank, failure.exitcode, float(failure.timestamp), error, where, traceback or None)
+    return RankFailure(
+        rank, failure.exitcode, float(failure.timestamp), error, where, traceback or None
+    )
 
 
 if __name__ == "__main__":

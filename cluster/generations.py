@@ -1,16 +1,20 @@
-"""From a launch to its end: generation after generation until the run is finished, stopped or given up.
+"""From a launch to its end: generation after generation until the run is finished, stopped or given
+up.
 
-Read `supervise` first. It knows nothing of Ray: nodes come from a `Placement`, so that the same lines run a job on a
-cluster (supervisor.py) and on this machine alone (`ThisMachine`).
+Read `supervise` first. It knows nothing of Ray: nodes come from a `Placement`, so that the same
+lines run a job on a cluster (supervisor.py) and on this machine alone (`ThisMachine`).
 
-One generation: announce its number in the file `generation` (whoever still writes for an older one is refused from
-then on), start one agent per node, watch until all ranks have exited 0 with a result, or anything else has happened. Then
-end everything everywhere, say why in the journal, and go on or give up:
+One generation: announce its number in the file `generation` (whoever still writes for an older one
+is refused from then on), start one agent per node, watch until all ranks have exited 0 with a
+result, or anything else has happened. Then end everything everywhere, say why in the journal, and
+go on or give up:
 
 * the run folder's result.json says "finished" or "stopped": SUCCEEDED or STOPPED;
 * a stop was asked for: STOPPED, however the generation ended;
-* the same error at the same step three times, or more failures than `max_restarts`: FAILED with the root cause;
-* otherwise RECOVERING, and the next generation resumes from the last checkpoint. Without progress the wait doubles.
+* the same error at the same step three times, or more failures than `max_restarts`: FAILED with the
+  root cause;
+* otherwise RECOVERING, and the next generation resumes from the last checkpoint. Without progress
+  the wait doubles.
 """
 
 import json
@@ -45,7 +49,9 @@ from .postmortem import find_root_cause, left_early_cause, port_was_taken
 
 POLL_S = 0.4
 SAME_ERROR_LIMIT = 3
-PORT_ATTEMPTS = 5  # new generations because somebody took the port; they are not charged to max_restarts
+PORT_ATTEMPTS = (
+    5  # new generations because somebody took the port; they are not charged to max_restarts
+)
 COLLECT_S = 3.0  # how long to wait for the other nodes' reports after the first failure
 MAX_BACKOFF_S = 30.0
 
@@ -63,7 +69,9 @@ class StopAsked(Exception):
 
 
 class Superseded(Exception):
-    """Another supervisor has announced a newer generation: this one must not touch the run any more."""
+    """Another supervisor has announced a newer generation: this one must not touch the run any
+    more.
+    """
 
 
 class NodeHandle(Protocol):
@@ -82,10 +90,12 @@ class Placement(Protocol):
     """Where a job's nodes come from."""
 
     def place(self, while_waiting: Callable[[str], None]) -> Sequence[NodeHandle]:
-        """As many live nodes as the launch asks for, in the order of their ranks; replaces those that were lost.
+        """As many live nodes as the launch asks for, in the order of their ranks; replaces those
+        that were lost.
 
         Args:
-            while_waiting: called several times a second with what is being waited for; its exceptions end the waiting.
+            while_waiting: called several times a second with what is being waited for; its
+                exceptions end the waiting.
 
         Raises:
             CannotPlace: the cluster cannot hold the job.
@@ -121,7 +131,9 @@ class ThisMachine:
 
 @contextmanager
 def interrupts_ask_for_a_stop(run_dir: Path) -> Iterator[None]:
-    """Inside, SIGINT and SIGTERM set the stop flag; the second one asks for an end at once. Main thread only."""
+    """Inside, SIGINT and SIGTERM set the stop flag; the second one asks for an end at once. Main
+    thread only.
+    """
     asked = 0
 
     def ask(*_: object) -> None:
@@ -138,14 +150,18 @@ def interrupts_ask_for_a_stop(run_dir: Path) -> Iterator[None]:
 
 
 def supervise(launch: Launch, placement: Placement) -> None:
-    """Runs the job to its end; the journal tells everything. Raises only for defects of our own, after journaling them."""
+    """Runs the job to its end; the journal tells everything. Raises only for defects of our own,
+    after journaling them.
+    """
     supervision = _Supervision(launch, placement)
     try:
         supervision.run()
     except Superseded:
         pass  # the folder belongs to a newer supervisor; not a word into its journal
     except Exception as error:
-        supervision.log(State.FAILED, f"the supervisor itself failed: {type(error).__name__}: {error}")
+        supervision.log(
+            State.FAILED, f"the supervisor itself failed: {type(error).__name__}: {error}"
+        )
         raise
     finally:
         placement.release()
@@ -179,7 +195,10 @@ class _Supervision:
             if self.has_ended(outcome):
                 return None
             if not self.wait_before_restart():
-                return self.log(State.STOPPED, "stopped between two generations; the last checkpoint holds the state")
+                return self.log(
+                    State.STOPPED,
+                    "stopped between two generations; the last checkpoint holds the state",
+                )
 
     def log(self, state: State, reason: str, **details: Any) -> None:
         self.journal.append(state, generation=self.generation, reason=reason, details=details)
@@ -187,12 +206,17 @@ class _Supervision:
     # -- before a generation ---------------------------------------------------------------------------------------
 
     def _take_over(self) -> None:
-        """When an earlier supervisor of this job was killed, its journal says how far the job had come."""
+        """When an earlier supervisor of this job was killed, its journal says how far the job had
+        come.
+        """
         entries = current_submission(self.journal.entries())
         causes = [entry.details["root_cause"] for entry in entries if "root_cause" in entry.details]
         self.failures = sum(not cause.get("on_purpose") for cause in causes)
         if entries and entries[-1].state is not State.SUBMITTED:
-            self.log(State.RECOVERING, "the supervisor was killed and has been restarted; a new generation takes over")
+            self.log(
+                State.RECOVERING,
+                "the supervisor was killed and has been restarted; a new generation takes over",
+            )
 
     def _while_placing(self, reason: str) -> None:
         beat(self.run_dir)
@@ -221,7 +245,9 @@ class _Supervision:
             try:
                 node.stop()
             except NodeLost:
-                continue  # its ranks die with it; what survives a network split is fenced by the generation file
+                # its ranks die with it; what survives a network split is fenced by the generation
+                # file
+                continue
 
     # -- after a generation ----------------------------------------------------------------------------------------
 
@@ -235,7 +261,11 @@ class _Supervision:
             self.log(State.STOPPED, "ended at once, as asked; the last checkpoint holds the state")
         elif stop_requested(self.run_dir):
             summary = outcome.cause.summary if outcome.cause else outcome.state
-            self.log(State.STOPPED, f"stopped; its last generation failed on the way: {summary}", **_cause(outcome))
+            self.log(
+                State.STOPPED,
+                f"stopped; its last generation failed on the way: {summary}",
+                **_cause(outcome),
+            )
         elif outcome.state == "port taken":
             return self._port_was_taken()
         else:
@@ -245,9 +275,14 @@ class _Supervision:
     def _port_was_taken(self) -> bool:
         self.ports_taken += 1
         if self.ports_taken >= PORT_ATTEMPTS:
-            self.log(State.FAILED, f"no port on node 0 stayed free long enough, {PORT_ATTEMPTS} times in a row")
+            self.log(
+                State.FAILED,
+                f"no port on node 0 stayed free long enough, {PORT_ATTEMPTS} times in a row",
+            )
             return True
-        self.log(State.RECOVERING, "the port chosen on node 0 was taken by somebody else; trying another")
+        self.log(
+            State.RECOVERING, "the port chosen on node 0 was taken by somebody else; trying another"
+        )
         return False
 
     def _is_given_up(self, outcome: Outcome) -> bool:
@@ -263,7 +298,11 @@ class _Supervision:
         where = f"at step {outcome.step}" if outcome.step is not None else "before the first step"
         if self.seen[signature] >= SAME_ERROR_LIMIT:
             hint = "the same error at the same place: more restarts would not help; see the log, mend the cause, submit again"
-            self.log(State.FAILED, f"{cause.summary} ({where}, {SAME_ERROR_LIMIT} times; {hint})", **_cause(outcome))
+            self.log(
+                State.FAILED,
+                f"{cause.summary} ({where}, {SAME_ERROR_LIMIT} times; {hint})",
+                **_cause(outcome),
+            )
             return True
         if self.failures > self.launch.max_restarts:
             allowed = (
@@ -275,12 +314,16 @@ class _Supervision:
             return True
         left = self.launch.max_restarts - self.failures
         self.log(
-            State.RECOVERING, f"{cause.summary} ({where}); {left} restart(s) left after this one", **_cause(outcome)
+            State.RECOVERING,
+            f"{cause.summary} ({where}); {left} restart(s) left after this one",
+            **_cause(outcome),
         )
         return False
 
     def wait_before_restart(self) -> bool:
-        """Waits ever longer while no generation makes a step; False when a stop was asked for meanwhile."""
+        """Waits ever longer while no generation makes a step; False when a stop was asked for
+        meanwhile.
+        """
         wait_s = (
             min(self.launch.backoff_s * 2 ** (self.without_progress - 1), MAX_BACKOFF_S)
             if self.without_progress
@@ -303,7 +346,9 @@ class _Watch:
         self.generation = supervision.generation
         self.log = supervision.log
         metrics = self.run_dir / METRICS
-        self.metrics = JsonLinesTail(metrics, offset=metrics.stat().st_size if metrics.exists() else 0)
+        self.metrics = JsonLinesTail(
+            metrics, offset=metrics.stat().st_size if metrics.exists() else 0
+        )
         self.step: int | None = None
         self.is_up = False  # a first evaluation or step was made
         self.started = time.monotonic()
@@ -314,7 +359,9 @@ class _Watch:
         addresses = [node.describe()["address"] for node in self.nodes]
         port = self.nodes[0].free_port()
         for node_rank, node in enumerate(self.nodes):
-            attempt = Attempt(self.launch, self.generation, node_rank, addresses[0], port, addresses[node_rank])
+            attempt = Attempt(
+                self.launch, self.generation, node_rank, addresses[0], port, addresses[node_rank]
+            )
             node.start(attempt)
             beat(self.run_dir)
 
@@ -341,7 +388,9 @@ class _Watch:
             raise Superseded(f"generation {announced} was announced while {self.generation} ran")
         if not self.stopping and stop_requested(self.run_dir):
             self.stopping = True
-            self.log(State.STOPPING, "a stop was asked for; the ranks end at the next step boundary")
+            self.log(
+                State.STOPPING, "a stop was asked for; the ranks end at the next step boundary"
+            )
 
     def read_metrics(self) -> None:
         for line in self.metrics.read():
@@ -350,18 +399,30 @@ class _Watch:
                 continue
             if self.step is None:
                 seconds = time.monotonic() - self.started
-                self.log(State.RUNNING, f"first step ({line['step']}) after {seconds:.1f} s", first_step=line["step"])
+                self.log(
+                    State.RUNNING,
+                    f"first step ({line['step']}) after {seconds:.1f} s",
+                    first_step=line["step"],
+                )
             self.step = line["step"]
 
     def rehearse(self) -> None:
         """The fault drill: kills the last rank, once in the life of a run folder."""
         step = self.launch.rehearse_failure_at_step
-        if step is None or self.rehearsed or self.generation != 1 or self.step is None or self.step < step:
+        if (
+            step is None
+            or self.rehearsed
+            or self.generation != 1
+            or self.step is None
+            or self.step < step
+        ):
             return
         rank = self.launch.world_size - 1
         if self.nodes[-1].kill_rank(rank):
             summary = f"fault drill: rank {rank} was killed on purpose at step {self.step}"
-            self.rehearsed = RootCause(summary, rank, len(self.nodes) - 1, exit_code=-9, on_purpose=True)
+            self.rehearsed = RootCause(
+                summary, rank, len(self.nodes) - 1, exit_code=-9, on_purpose=True
+            )
 
     def poll(self) -> dict[int, AgentReport]:
         """Reports of the nodes whose agent has ended."""
@@ -395,7 +456,9 @@ class _Watch:
         return Outcome("failed", cause, self.step)
 
     def ranks_that_left(self, reports: dict[int, AgentReport]) -> list[int]:
-        """Ranks that exited 0 before the others failed: an agent that waits for its peers has no ranks any more."""
+        """Ranks that exited 0 before the others failed: an agent that waits for its peers has no
+        ranks any more.
+        """
         left = []
         for node_rank, node in enumerate(self.nodes):
             first = node_rank * self.launch.ranks_per_node
@@ -419,9 +482,13 @@ class _Watch:
         if result.get("state") in ("finished", "stopped"):
             return Outcome(result["state"], step=result.get("step"))
         cause = left_early_cause(
-            range(self.launch.world_size), generation=self.generation, ranks_per_node=self.launch.ranks_per_node
+            range(self.launch.world_size),
+            generation=self.generation,
+            ranks_per_node=self.launch.ranks_per_node,
         )
-        said = f"{RESULT} says {result['state']!r}" if "state" in result else f"there is no {RESULT}"
+        said = (
+            f"{RESULT} says {result['state']!r}" if "state" in result else f"there is no {RESULT}"
+        )
         return Outcome("failed", replace(cause, summary=f"{cause.summary}: {said}"), self.step)
 
     def too_slow(self) -> RootCause:

@@ -1,8 +1,9 @@
 """What a run has measured so far, from its metrics.jsonl: the curves, in bounded memory.
 
-A generation that starts again from a checkpoint writes the steps after it once more; of each step the last line counts.
-Loss and rates are kept for every step (some 100 bytes each), expert loads for at most `MAX_LOADS` steps: when there are
-more, every other one is dropped. A run of 100,000 steps takes about 20 MB, however long its lines are.
+A generation that starts again from a checkpoint writes the steps after it once more; of each step
+the last line counts. Loss and rates are kept for every step (some 100 bytes each), expert loads for
+at most `MAX_LOADS` steps: when there are more, every other one is dropped. A run of 100,000 steps
+takes about 20 MB, however long its lines are.
 """
 
 from collections.abc import Iterable, Mapping
@@ -70,7 +71,9 @@ class History:
 
     def _add_start(self, line: Mapping[str, Any]) -> None:
         self._expert_depths = tuple(line.get("expert_depths", ()))
-        self.starts.append(Start(line.get("generation", 0), line.get("resumed_from_step"), self.step))
+        self.starts.append(
+            Start(line.get("generation", 0), line.get("resumed_from_step"), self.step)
+        )
 
     def _add_train(self, line: Mapping[str, Any]) -> None:
         step = line["step"]
@@ -79,11 +82,16 @@ class History:
         self.tokens_per_s[step] = float(line.get("tokens_per_s", 0.0))
         if line.get("expert_load") and step % self._stride == 0:
             self.loads[step] = ExpertLoad(
-                line["expert_load"], line["max_violation"], line["effective_experts"], self._expert_depths
-            )  # fmt: skip
+                line["expert_load"],
+                line["max_violation"],
+                line["effective_experts"],
+                self._expert_depths,
+            )
             if len(self.loads) > MAX_LOADS:
                 self._stride *= 2
-                self.loads = {kept: load for kept, load in self.loads.items() if kept % self._stride == 0}
+                self.loads = {
+                    kept: load for kept, load in self.loads.items() if kept % self._stride == 0
+                }
 
     def _add_eval(self, line: Mapping[str, Any]) -> None:
         self.validation[line["step"]] = float(line["loss"])

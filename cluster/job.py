@@ -1,11 +1,13 @@
 """A job as its run folder tells it: what was asked for, what happened, how it stands.
 
-The run folder is the only truth. The supervisor appends every change of state to `journal.jsonl` (fsync per line), touches
-`heartbeat` about once a second and announces each attempt in `generation` before it starts. Anybody who can read the
-folder can therefore tell how a job stands, without Ray and after the cluster is gone; a job whose supervisor has
-stopped breathing is reported as LOST, never as RUNNING.
+The run folder is the only truth. The supervisor appends every change of state to `journal.jsonl`
+(fsync per line), touches `heartbeat` about once a second and announces each attempt in `generation`
+before it starts. Anybody who can read the folder can therefore tell how a job stands, without Ray
+and after the cluster is gone; a job whose supervisor has stopped breathing is reported as LOST,
+never as RUNNING.
 
-Cost: one fsync per change of state (a handful per job), one utime per second, nothing per training step.
+Cost: one fsync per change of state (a handful per job), one utime per second, nothing per training
+step.
 """
 
 import json
@@ -61,12 +63,18 @@ class Launch:
     num_nodes: int = 1
     ranks_per_node: int = 1
     name: str = "run"
-    command: tuple[str, ...] = ()  # of one rank; empty: the training loop, with the Python of the node it runs on
-    environment: Mapping[str, str] = field(default_factory=dict)  # set for every rank, over what the node has
+    command: tuple[
+        str, ...
+    ] = ()  # of one rank; empty: the training loop, with the Python of the node it runs on
+    environment: Mapping[str, str] = field(
+        default_factory=dict
+    )  # set for every rank, over what the node has
     gpus_per_node: int | None = None  # None: ranks see what the machine has; 0: they see no GPU
     max_restarts: int = 3
     start_timeout_s: float = 120.0  # from a generation's start to its first evaluation or step
-    place_timeout_s: float = 30.0  # how long a request that the cluster cannot hold is allowed to wait for new nodes
+    place_timeout_s: float = (
+        30.0  # how long a request that the cluster cannot hold is allowed to wait for new nodes
+    )
     backoff_s: float = 1.0  # before a restart when no step was made; doubles each time, up to 30 s
     rehearse_failure_at_step: int | None = None
 
@@ -116,14 +124,18 @@ class JobStatus:
     total_steps: int | None = None
     loss: float | None = None
     reason: str = ""
-    root_cause: RootCause | None = None  # of the last generation that failed, even if the job recovered
+    root_cause: RootCause | None = (
+        None  # of the last generation that failed, even if the job recovered
+    )
     heartbeat_age_s: float | None = None
     submitted_at: float | None = None
     ended_at: float | None = None
 
     @property
     def exit_code(self) -> int:
-        """What a command that looked after this job should exit with: 1 when it has failed or is lost."""
+        """What a command that looked after this job should exit with: 1 when it has failed or is
+        lost.
+        """
         return 1 if self.state in (State.FAILED, State.LOST) else 0
 
 
@@ -144,7 +156,14 @@ class Journal:
     def __init__(self, run_dir: Path):
         self.path = run_dir / JOURNAL
 
-    def append(self, state: State, *, generation: int, reason: str, details: Mapping[str, Any] | None = None) -> None:
+    def append(
+        self,
+        state: State,
+        *,
+        generation: int,
+        reason: str,
+        details: Mapping[str, Any] | None = None,
+    ) -> None:
         entry = {
             "time": time.time(),
             "state": state.value,
@@ -155,7 +174,9 @@ class Journal:
         line = json.dumps(entry, ensure_ascii=False) + "\n"
         with open(self.path, "ab+") as file:
             if file.tell() and not _ends_with_newline(file):
-                line = "\n" + line  # a writer was killed mid-line: its fragment must not swallow this entry
+                line = (
+                    "\n" + line
+                )  # a writer was killed mid-line: its fragment must not swallow this entry
             file.write(line.encode())
             file.flush()
             os.fsync(file.fileno())
@@ -169,7 +190,9 @@ def parse_entries(lines: Iterable[Mapping[str, Any]]) -> list[JournalEntry]:
     """Journal entries of decoded lines; lines that are none are skipped."""
     states = {state.value: state for state in State}
     return [
-        JournalEntry(line["time"], states[line["state"]], line["generation"], line["reason"], line["details"])
+        JournalEntry(
+            line["time"], states[line["state"]], line["generation"], line["reason"], line["details"]
+        )
         for line in lines
         if line.get("state") in states and "time" in line
     ]
@@ -177,7 +200,10 @@ def parse_entries(lines: Iterable[Mapping[str, Any]]) -> list[JournalEntry]:
 
 def current_submission(entries: list[JournalEntry]) -> list[JournalEntry]:
     """The entries since the job was last submitted (a run folder may be submitted again, to go on)."""
-    start = max((number for number, entry in enumerate(entries) if entry.state is State.SUBMITTED), default=0)
+    start = max(
+        (number for number, entry in enumerate(entries) if entry.state is State.SUBMITTED),
+        default=0,
+    )
     return entries[start:]
 
 
@@ -269,7 +295,8 @@ def _judge_life(last: JournalEntry, age_s: float | None) -> tuple[State, str]:
     if silent_s > LOST_AFTER_S:
         return (
             State.LOST,
-            f"was {last.state} ({last.reason}), but its supervisor gave no sign of life for {silent_s:.0f} s",
+            f"was {last.state} ({last.reason}), but its supervisor gave no sign of life for "
+            f"{silent_s:.0f} s",
         )
     return last.state, last.reason
 
@@ -277,14 +304,20 @@ def _judge_life(last: JournalEntry, age_s: float | None) -> tuple[State, str]:
 def _last_step(run_dir: Path) -> tuple[int | None, float | None]:
     """Looks at the end of the file first: who follows a job asks this several times a second."""
     for num_bytes in (32 << 10, 256 << 10, 4 << 20):
-        for line in reversed(JsonLinesTail.near_the_end(run_dir / METRICS, num_bytes=num_bytes).read()):
+        for line in reversed(
+            JsonLinesTail.near_the_end(run_dir / METRICS, num_bytes=num_bytes).read()
+        ):
             if line.get("kind") == "train":
-                return line["step"], float(line["loss"])  # what is not finite is written as a string
+                return line["step"], float(
+                    line["loss"]
+                )  # what is not finite is written as a string
     return None, None
 
 
 def total_steps(run_dir: Path) -> int | None:
-    """Steps that the run was asked to make, from its resolved configuration; None where it does not say."""
+    """Steps that the run was asked to make, from its resolved configuration; None where it does not
+    say.
+    """
     try:
         return json.loads((run_dir / "config.json").read_text(encoding="utf-8"))["train"]["steps"]
     except (FileNotFoundError, KeyError, ValueError, TypeError):
@@ -305,20 +338,24 @@ def beat(run_dir: Path) -> None:
 
 
 def refuse_if_running(run_dir: Path) -> None:
-    """Raises JobError when a live supervisor is at work in this folder: two would train on top of each other."""
+    """Raises JobError when a live supervisor is at work in this folder: two would train on top of
+    each other.
+    """
     try:
         status = read_status(run_dir)
     except JobError:
         return
     if not status.state.is_final and status.state is not State.LOST:
         raise JobError(
-            f"{run_dir}: a job is already at work here ({status.state}, generation {status.generation}); "
+            f"{run_dir}: a job is already at work here ({status.state}, generation "
+            f"{status.generation}); "
             "end it with `moebius stop`, or choose another run folder"
         )
 
 
 def begin_submission(launch: Launch) -> None:
-    """Opens the job's journal, clears what an earlier submission left, and checks that the folder can be written.
+    """Opens the job's journal, clears what an earlier submission left, and checks that the folder
+    can be written.
 
     Raises:
         JobError: a job is at work here, or the folder cannot be written.
@@ -336,7 +373,9 @@ def begin_submission(launch: Launch) -> None:
             details={"name": launch.name},
         )
     except OSError as error:
-        raise JobError(f"{run_dir}: the run folder cannot be written ({error.strerror}); choose another one") from None
+        raise JobError(
+            f"{run_dir}: the run folder cannot be written ({error.strerror}); choose another one"
+        ) from None
 
 
 def read_generation(run_dir: Path) -> int:
@@ -361,7 +400,9 @@ def stop_requested(run_dir: Path) -> str | None:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Writes a file that a reader sees either whole or not at all, and that survives a power cut once this returns."""
+    """Writes a file that a reader sees either whole or not at all, and that survives a power cut
+    once this returns.
+    """
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     with open(temporary, "w", encoding="utf-8") as file:
         file.write(text)
@@ -382,7 +423,11 @@ def signal_name(exit_code: int | None) -> str | None:
 
 def as_details(cause: RootCause) -> dict[str, Any]:
     """A root cause as the journal keeps it; empty values are left out."""
-    return {key: value for key, value in asdict(cause).items() if value is not None and value is not False}
+    return {
+        key: value
+        for key, value in asdict(cause).items()
+        if value is not None and value is not False
+    }
 
 
 def _ends_with_newline(file: Any) -> bool:

@@ -1,4 +1,6 @@
-"""A run on this machine without Ray: the same agent, generations and journal as on a cluster, with one node."""
+"""A run on this machine without Ray: the same agent, generations and journal as on a cluster, with
+one node.
+"""
 
 import threading
 from pathlib import Path
@@ -13,8 +15,11 @@ from .summary import closing_words, draw_summary
 from .watch import follow, show_preparation
 
 
-def train_here(config: Config, run_dir: Path, *, console: Console | None = None, live: bool | None = None) -> JobStatus:
-    """Prepares the data in this process, then trains with all ranks of the job on this machine; shows it all.
+def train_here(
+    config: Config, run_dir: Path, *, console: Console | None = None, live: bool | None = None
+) -> JobStatus:
+    """Prepares the data in this process, then trains with all ranks of the job on this machine;
+    shows it all.
 
     Ctrl-C ends the run at a step boundary with a checkpoint; a second one ends it at once.
 
@@ -28,9 +33,13 @@ def train_here(config: Config, run_dir: Path, *, console: Console | None = None,
         prepare(config.data, config.data.directory, on_progress=on_progress)
     job = config.job
     launch = Launch(
-        run_dir=str(run_dir), ranks_per_node=config.world_size, name=job.name, max_restarts=job.max_restarts,
-        start_timeout_s=job.start_timeout_s, rehearse_failure_at_step=job.rehearse_failure_at_step,
-    )  # fmt: skip
+        run_dir=str(run_dir),
+        ranks_per_node=config.world_size,
+        name=job.name,
+        max_restarts=job.max_restarts,
+        start_timeout_s=job.start_timeout_s,
+        rehearse_failure_at_step=job.rehearse_failure_at_step,
+    )
     status = _run_and_show(launch, run_dir, console, live)
     picture = draw_summary(run_dir) if status.step is not None else None
     console.print(closing_words(status, picture=picture))
@@ -42,8 +51,10 @@ def _run_and_show(launch: Launch, run_dir: Path, console: Console, live: bool | 
     begin_submission(launch)
     ended = threading.Event()
     screen = threading.Thread(
-        target=follow, args=(run_dir,), kwargs={"console": console, "live": live, "until": lambda _: ended.is_set()}
-    )  # fmt: skip
+        target=follow,
+        args=(run_dir,),
+        kwargs={"console": console, "live": live, "until": lambda _: ended.is_set()},
+    )
     screen.start()
     try:
         with interrupts_ask_for_a_stop(run_dir):

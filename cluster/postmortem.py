@@ -1,9 +1,11 @@
-"""Why did a generation end? From what every node reports, the one failure that all others follow from.
+"""Why did a generation end? From what every node reports, the one failure that all others follow
+from.
 
-When one rank of a distributed program dies, its peers fail a moment later with "connection reset", and the agents end
-what is left with SIGTERM. The order of the reports says little (they come within a tenth of a second), so failures are
-ranked by kind: a rank's own exception or a signal from outside comes before an exit with code 0 out of turn, that
-before a lost connection, and that before a SIGTERM.
+When one rank of a distributed program dies, its peers fail a moment later with "connection reset",
+and the agents end what is left with SIGTERM. The order of the reports says little (they come within
+a tenth of a second), so failures are ranked by kind: a rank's own exception or a signal from
+outside comes before an exit with code 0 out of turn, that before a lost connection, and that before
+a SIGTERM.
 """
 
 import re
@@ -21,9 +23,12 @@ _PORT_TAKEN = re.compile(r"EADDRINUSE|address already in use", re.IGNORECASE)
 
 
 def port_was_taken(reports: Mapping[int, AgentReport]) -> bool:
-    """Whether somebody else took the port between choosing and using it: nobody's fault, another port will do."""
+    """Whether somebody else took the port between choosing and using it: nobody's fault, another
+    port will do.
+    """
     return any(
-        not report.ok and not report.failures and _PORT_TAKEN.search(report.message) for report in reports.values()
+        not report.ok and not report.failures and _PORT_TAKEN.search(report.message)
+        for report in reports.values()
     )
 
 
@@ -49,7 +54,10 @@ def find_root_cause(
     node, report = next((node, report) for node, report in sorted(reports.items()) if not report.ok)
     log = f"{_log_dir(generation, node)}/agent.log"
     return RootCause(
-        summary=f"the agent of node {node} failed: {report.message}", node=node, error=report.message, log=log
+        summary=f"the agent of node {node} failed: {report.message}",
+        node=node,
+        error=report.message,
+        log=log,
     )
 
 
@@ -57,7 +65,11 @@ def left_early_cause(ranks: Sequence[int], *, generation: int, ranks_per_node: i
     """Ranks that exited with code 0 although the run was not at its end."""
     rank = min(ranks)
     node = rank // ranks_per_node
-    who = f"rank {rank}" if len(ranks) == 1 else f"ranks {', '.join(str(rank) for rank in sorted(ranks))}"
+    who = (
+        f"rank {rank}"
+        if len(ranks) == 1
+        else f"ranks {', '.join(str(rank) for rank in sorted(ranks))}"
+    )
     return RootCause(
         summary=f"{who} exited with code 0 before the run was finished",
         rank=rank,
@@ -82,7 +94,9 @@ def _of_rank(failure: RankFailure, *, generation: int, ranks_per_node: int) -> R
     node = failure.rank // ranks_per_node
     by_signal = signal_name(failure.exit_code)
     how = f"was killed by {by_signal}" if by_signal else f"exited with code {failure.exit_code}"
-    error = failure.error if by_signal in (None, "SIGABRT") else None  # other signals leave no last words
+    error = (
+        failure.error if by_signal in (None, "SIGABRT") else None
+    )  # other signals leave no last words
     return RootCause(
         summary=f"rank {failure.rank} on node {node} {how}" + (f": {error}" if error else ""),
         rank=failure.rank,

@@ -1,8 +1,9 @@
 """Data preparation on a Ray cluster: the work of data_pipeline/, one plain Ray task per item.
 
-Plain tasks, not Ray Data: measured within noise of a bare process per CPU second, where Ray Data took 1.5-3 times the wall
-time and could wait for itself for ever (ray#44687). Results come in the order in which they are done; who needs another
-order (the committer of the shards) restores it. A task whose worker was killed is run again by Ray.
+Plain tasks, not Ray Data: measured within noise of a bare process per CPU second, where Ray Data
+took 1.5-3 times the wall time and could wait for itself for ever (ray#44687). Results come in the
+order in which they are done; who needs another order (the committer of the shards) restores it. A
+task whose worker was killed is run again by Ray.
 """
 
 import contextlib
@@ -20,15 +21,17 @@ ATTEMPTS = 3
 class Runner(Protocol):
     """Applies a function to every item, somewhere; yields (index, result) as they are done."""
 
-    def __call__(self, function: Callable[[T], R], items: Sequence[T], /) -> Iterator[tuple[int, R]]: ...
+    def __call__(
+        self, function: Callable[[T], R], items: Sequence[T], /
+    ) -> Iterator[tuple[int, R]]: ...
 
 
 def ray_runner(*, in_flight: int | None = None) -> Runner:
     """A runner on the cluster that this process is connected to.
 
     Args:
-        in_flight: how many tasks may be out at a time; by default twice the cluster's CPUs, so that no worker waits
-            and the cluster's memory never holds more than a few results.
+        in_flight: how many tasks may be out at a time; by default twice the cluster's CPUs, so that
+            no worker waits and the cluster's memory never holds more than a few results.
     """
     require_ray()
 
@@ -79,7 +82,8 @@ def _result(reference: Any, item: object, index: int, total: int) -> Any:
         raise cause from error
     except WorkerCrashedError as error:
         error.add_note(
-            f"item {index + 1} of {total}, tried {ATTEMPTS} times, killed its process each time: {item!r:.500}"
+            f"item {index + 1} of {total}, tried {ATTEMPTS} times, killed its process each time: "
+            f"{item!r:.500}"
         )
         raise
 

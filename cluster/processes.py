@@ -1,8 +1,10 @@
-"""Processes of a run on one machine: binding them to their parents, finding them again, ending them.
+"""Processes of a run on one machine: binding them to their parents, finding them again, ending
+them.
 
-Every layer dies with the one above it (actor → agent → ranks). The kernel does that: PR_SET_PDEATHSIG sends SIGKILL when
-the *thread* that forked ends. SIGKILL also for the agent: one that waits for its peers inside C++ would not notice SIGTERM.
-What slips through all the same is found by the mark that each process carries in its environment (/proc/*/environ).
+Every layer dies with the one above it (actor → agent → ranks). The kernel does that:
+PR_SET_PDEATHSIG sends SIGKILL when the *thread* that forked ends. SIGKILL also for the agent: one
+that waits for its peers inside C++ would not notice SIGTERM. What slips through all the same is
+found by the mark that each process carries in its environment (/proc/*/environ).
 
 Linux only, as are the machines on which jobs run.
 """
@@ -26,7 +28,8 @@ _PR_SET_CHILD_SUBREAPER = 36
 def bind_to_parent() -> None:
     """Makes this process die with its parent; survives exec, not fork.
 
-    The parent's pid comes through the environment, because a parent that died before this call would go unnoticed.
+    The parent's pid comes through the environment, because a parent that died before this call
+    would go unnoticed.
     """
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     parent = os.environ.get(PARENT)
@@ -35,7 +38,9 @@ def bind_to_parent() -> None:
 
 
 def adopt_orphans() -> None:
-    """Makes this process the parent of every descendant whose own parent ends, so that it can end them all."""
+    """Makes this process the parent of every descendant whose own parent ends, so that it can end
+    them all.
+    """
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
@@ -50,7 +55,9 @@ def descendants(pid: int) -> list[int]:
     return found[1:]
 
 
-def find(run_dir: str, *, generation: int | None = None, before: int | None = None) -> dict[int, Mapping[str, str]]:
+def find(
+    run_dir: str, *, generation: int | None = None, before: int | None = None
+) -> dict[int, Mapping[str, str]]:
     """Processes on this machine that belong to a run, with their environment.
 
     Args:
@@ -70,7 +77,9 @@ def find(run_dir: str, *, generation: int | None = None, before: int | None = No
 
 
 def end(pids: Iterable[int], *, timeout_s: float = 10.0) -> list[int]:
-    """Kills processes and waits until they are gone; returns those that are still there (stuck in the kernel)."""
+    """Kills processes and waits until they are gone; returns those that are still there (stuck in
+    the kernel).
+    """
     left = list(pids)
     for pid in left:
         kill(pid)
@@ -122,7 +131,9 @@ def _parents() -> dict[int, int]:
 
 def _prctl(option: int, value: int) -> None:
     if sys.platform != "linux":
-        raise OSError("jobs of several processes need Linux: their lifetimes are bound with prctl(2)")
+        raise OSError(
+            "jobs of several processes need Linux: their lifetimes are bound with prctl(2)"
+        )
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(option, value, 0, 0, 0) != 0:
         error = ctypes.get_errno()

@@ -1,8 +1,10 @@
-"""What torchrun's agent really starts: binds the rank to the agent, gives it its log file, and becomes the rank (exec).
+"""What torchrun's agent really starts: binds the rank to the agent, gives it its log file, and
+becomes the rank (exec).
 
     python -m moebius.cluster.rank LOG_DIR COMMAND...
 
-Standard output and error go together, in order, into LOG_DIR/rank<RANK>.log. Cost: one bare Python start, about 0.05 s.
+Standard output and error go together, in order, into LOG_DIR/rank<RANK>.log. Cost: one bare Python
+start, about 0.05 s.
 """
 
 import os
@@ -15,7 +17,11 @@ from . import processes
 def main() -> None:
     log_dir, *command = sys.argv[1:]
     processes.bind_to_parent()
-    log = os.open(Path(log_dir) / f"rank{os.environ['RANK']}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    log = os.open(
+        Path(log_dir) / f"rank{os.environ['RANK']}.log",
+        os.O_WRONLY | os.O_CREAT | os.O_APPEND,
+        0o644,
+    )
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.execvp(command[0], command)

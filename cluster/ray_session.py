@@ -1,6 +1,8 @@
-"""The connection of this process to a Ray cluster: one clear error for each way in which it can fail.
+"""The connection of this process to a Ray cluster: one clear error for each way in which it can
+fail.
 
-Ray's own failure modes here are a minute of silence and a page of C++ log lines; every case below is found out first.
+Ray's own failure modes here are a minute of silence and a page of C++ log lines; every case below
+is found out first.
 """
 
 import contextlib
@@ -28,12 +30,15 @@ def require_ray() -> None:
 
 @contextlib.contextmanager
 def connected(address: str) -> Iterator[Any]:
-    """Connects this process to the cluster at `address` ("auto", or host:port of the head); yields the module `ray`.
+    """Connects this process to the cluster at `address` ("auto", or host:port of the head); yields
+    the module `ray`.
 
-    Token authentication is Ray's: RAY_AUTH_MODE=token with RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH or ~/.ray/auth_token.
+    Token authentication is Ray's: RAY_AUTH_MODE=token with RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH or
+    ~/.ray/auth_token.
 
     Raises:
-        JobError: Ray is missing, nobody answers there, this machine is not a node of that cluster, or the token is wrong.
+        JobError: Ray is missing, nobody answers there, this machine is not a node of that cluster,
+            or the token is wrong.
     """
     require_ray()
     _check_reachable(address)
@@ -59,7 +64,8 @@ def _connect(ray: Any, address: str) -> None:
         )
     except Exception as error:  # Ray raises half a dozen types here; all mean: no connection
         raise JobError(
-            f"cannot use the Ray cluster at {address} ({type(error).__name__}: {error}). Submit from one of its nodes: "
+            f"cannot use the Ray cluster at {address} ({type(error).__name__}: {error}). Submit "
+            "from one of its nodes: "
             f"`ray start --address={address}` makes this machine one"
         ) from error
 
@@ -78,7 +84,8 @@ def _environment_kept() -> Iterator[None]:
 def _refused(address: str, said: str | None) -> str:
     mode = os.environ.get("RAY_AUTH_MODE", "not set")
     return (
-        f"the Ray cluster at {address} refused our credentials (RAY_AUTH_MODE is {mode}): set RAY_AUTH_MODE=token and "
+        f"the Ray cluster at {address} refused our credentials (RAY_AUTH_MODE is {mode}): set "
+        "RAY_AUTH_MODE=token and "
         f"RAY_AUTH_TOKEN_PATH to the cluster's token file. Ray said: {said}"
     )
 
@@ -89,13 +96,15 @@ def _check_reachable(address: str) -> None:
     host, colon, port = address.rpartition(":")
     if not colon or not port.isdigit() or "/" in address:
         raise JobError(
-            f"address {address!r}: write host:port of the cluster's head (`ray start --head` prints it), or auto"
+            f"address {address!r}: write host:port of the cluster's head (`ray start --head` "
+            "prints it), or auto"
         )
     try:
         socket.create_connection((host, int(port)), timeout=REACH_TIMEOUT_S).close()
     except OSError as error:
         raise JobError(
-            f"no Ray cluster answers at {address} ({error}); start one with `ray start --head`, or leave out --address for "
+            f"no Ray cluster answers at {address} ({error}); start one with `ray start --head`, or "
+            "leave out --address for "
             "a simulated cluster on this machine"
         ) from None
 
@@ -103,7 +112,8 @@ def _check_reachable(address: str) -> None:
 def _check_credentials(address: str) -> None:
     """Asks the head for the cluster's id; Ray's own client would repeat a refused request for 20 s.
 
-    The mode and the token are read again first: Ray reads them once per process, and this may be its second cluster.
+    The mode and the token are read again first: Ray reads them once per process, and this may be
+    its second cluster.
     """
     raylet: Any = importlib.import_module("ray._raylet")
     if not hasattr(raylet, "AuthenticationTokenLoader"):
@@ -115,7 +125,9 @@ def _check_credentials(address: str) -> None:
         return
     import grpc  # comes with tensorboard
 
-    header = tuple((key.lower(), value) for key, value in loader.get_token_for_http_header().items())
+    header = tuple(
+        (key.lower(), value) for key, value in loader.get_token_for_http_header().items()
+    )
     with grpc.insecure_channel(address, options=[("grpc.enable_http_proxy", 0)]) as channel:
         ask = channel.unary_unary("/ray.rpc.NodeInfoGcsService/GetClusterId")
         try:

@@ -1,15 +1,16 @@
 """A Ray cluster of pretended nodes on this machine, which is gone without a trace when its user is.
 
-The cluster lives below a host process (`python -m moebius.cluster.simulated`). That process holds the raylets, adopts every
-orphan below it, and tears everything down when its standard input closes: after a normal exit, after Ctrl-C, and after a
-kill -9 of the command line. If the host itself is killed, the kernel takes the raylets with it (Ray binds them to it).
+The cluster lives below a host process (`python -m moebius.cluster.simulated`). That process holds
+the raylets, adopts every orphan below it, and tears everything down when its standard input closes:
+after a normal exit, after Ctrl-C, and after a kill -9 of the command line. If the host itself is
+killed, the kernel takes the raylets with it (Ray binds them to it).
 
-Authentication: Ray 2.60 turns tokens on for local clusters and writes one into the user's home. Here the mode is always
-explicit: a token of this process's own, in the cluster's own directory (mode 0600), gone with it. Each node has an
-address of its own, 127.0.0.2, 127.0.0.3, …
+Authentication: Ray 2.60 turns tokens on for local clusters and writes one into the user's home.
+Here the mode is always explicit: a token of this process's own, in the cluster's own directory
+(mode 0600), gone with it. Each node has an address of its own, 127.0.0.2, 127.0.0.3, …
 
-Cost, measured on 2 cores (ray 2.60, 2 nodes): 3.5 s to start, 0.5 GB of proportional memory in 12 processes; a further
-node 1.2 s and 0.12 GB.
+Cost, measured on 2 cores (ray 2.60, 2 nodes): 3.5 s to start, 0.5 GB of proportional memory in 12
+processes; a further node 1.2 s and 0.12 GB.
 """
 
 import contextlib
@@ -37,7 +38,8 @@ from .tracebacks import read_tail
 START_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 15.0
 
-# Death of a node is noticed after 5 s instead of Ray's 15; no worker processes are started in advance (60 MB each).
+# Death of a node is noticed after 5 s instead of Ray's 15; no worker processes are started in
+# advance (60 MB each).
 _SYSTEM_CONFIG = {
     "health_check_initial_delay_ms": 1000,
     "health_check_period_ms": 1000,
@@ -63,7 +65,9 @@ class _Plan:
 
     directory: str
     cpus_per_node: int
-    gpus: tuple[tuple[int, ...], ...]  # device numbers of each node: pretended nodes must not share a device
+    gpus: tuple[
+        tuple[int, ...], ...
+    ]  # device numbers of each node: pretended nodes must not share a device
     object_store_bytes: int
 
 
@@ -75,7 +79,8 @@ def simulated_cluster(
     gpus: Sequence[Sequence[int]] | None = None,
     object_store_bytes: int = 80 << 20,
 ) -> Iterator[SimulatedCluster]:
-    """Starts `num_nodes` pretended nodes on this machine and connects to them; everything is down afterwards.
+    """Starts `num_nodes` pretended nodes on this machine and connects to them; everything is down
+    afterwards.
 
     Args:
         cpus_per_node: what each node claims to have; nothing is pinned.
@@ -83,7 +88,8 @@ def simulated_cluster(
         object_store_bytes: of each node; 75 MiB is the least that Ray accepts.
 
     Raises:
-        JobError: Ray is not installed, or the cluster did not come up; the message holds Ray's last words.
+        JobError: Ray is not installed, or the cluster did not come up; the message holds Ray's last
+            words.
     """
     from .ray_session import connected, require_ray
 
@@ -101,7 +107,9 @@ def simulated_cluster(
             _stop_host(host, directory)
 
 
-def _device_lists(num_nodes: int, gpus: Sequence[Sequence[int]] | None) -> tuple[tuple[int, ...], ...]:
+def _device_lists(
+    num_nodes: int, gpus: Sequence[Sequence[int]] | None
+) -> tuple[tuple[int, ...], ...]:
     if gpus is None:
         return ((),) * num_nodes
     assert len(gpus) == num_nodes, "one list of devices per node"
@@ -123,11 +131,17 @@ def _explicit_environment(directory: Path) -> Iterator[None]:
     values = {
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN_PATH": str(token_file),
-        "RAY_TMPDIR": str(directory),  # also where Ray notes "the current cluster": the user's own note stays untouched
+        "RAY_TMPDIR": str(
+            directory
+        ),  # also where Ray notes "the current cluster": the user's own note stays untouched
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_DISABLE_IMPORT_WARNING": "1",
     }
-    hidden = {name: os.environ.pop(name) for name in ("RAY_ADDRESS", "RAY_AUTH_TOKEN") if name in os.environ}
+    hidden = {
+        name: os.environ.pop(name)
+        for name in ("RAY_ADDRESS", "RAY_AUTH_TOKEN")
+        if name in os.environ
+    }
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:
@@ -179,7 +193,9 @@ def _stop_host(host: subprocess.Popen[str], directory: Path) -> None:
 
 
 def host(plan: _Plan) -> None:
-    """The host process: starts the cluster, says its address, waits until its standard input closes, ends it all."""
+    """The host process: starts the cluster, says its address, waits until its standard input
+    closes, ends it all.
+    """
     processes.adopt_orphans()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     try:
@@ -207,7 +223,11 @@ def _start_cluster(plan: _Plan) -> str:
             "env_vars": {"CUDA_VISIBLE_DEVICES": ",".join(str(device) for device in devices)},
         }
         if number == 0:
-            arguments |= {"include_dashboard": False, "no_monitor": True, "_system_config": _SYSTEM_CONFIG}
+            arguments |= {
+                "include_dashboard": False,
+                "no_monitor": True,
+                "_system_config": _SYSTEM_CONFIG,
+            }
         cluster.add_node(wait=False, **arguments)
     cluster.wait_for_nodes()
     assert cluster.address is not None
@@ -215,7 +235,9 @@ def _start_cluster(plan: _Plan) -> str:
 
 
 def _end_all_below() -> None:
-    """Ends every process below this one, orphans included: what is killed leaves its children to us."""
+    """Ends every process below this one, orphans included: what is killed leaves its children to
+    us.
+    """
     deadline = time.monotonic() + STOP_TIMEOUT_S
     while (below := processes.descendants(os.getpid())) and time.monotonic() < deadline:
         processes.end(below, timeout_s=1.0)

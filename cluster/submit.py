@@ -1,8 +1,9 @@
 """Submitting a job and ending one: what the command line calls.
 
-`submit` connects to a cluster (the one at `address`, or a simulated one on this machine), prepares the data there,
-starts the job's supervisor and watches. On a real cluster the job does not need us from then on: it outlives the command
-line, and `stop`, `read_status` and `watch.follow` find it through its run folder. A simulated cluster ends with its user.
+`submit` connects to a cluster (the one at `address`, or a simulated one on this machine), prepares
+the data there, starts the job's supervisor and watches. On a real cluster the job does not need us
+from then on: it outlives the command line, and `stop`, `read_status` and `watch.follow` find it
+through its run folder. A simulated cluster ends with its user.
 """
 
 import contextlib
@@ -20,14 +21,29 @@ from ..data_pipeline.prepare import prepare
 from ..train.config import Config
 from ..train.run_folder import open_run
 from .generations import interrupts_ask_for_a_stop
-from .job import JobError, JobStatus, Launch, State, begin_submission, read_status, refuse_if_running, request_stop
+from .job import (
+    JobError,
+    JobStatus,
+    Launch,
+    State,
+    begin_submission,
+    read_status,
+    refuse_if_running,
+    request_stop,
+)
 from .prepare import ray_runner
 from .ray_session import NAMESPACE, connected, require_ray
 from .simulated import simulated_cluster
 from .summary import closing_words, draw_summary
 from .watch import follow, show_preparation
 
-FORWARDED = ("MOEBIUS_", "NCCL_", "GLOO_", "TORCH_", "OMP_")  # settings of the submitter's shell that ranks get
+FORWARDED = (
+    "MOEBIUS_",
+    "NCCL_",
+    "GLOO_",
+    "TORCH_",
+    "OMP_",
+)  # settings of the submitter's shell that ranks get
 RELEASE_TIMEOUT_S = 30.0
 
 
@@ -43,12 +59,16 @@ def submit(
 ) -> JobStatus:
     """Runs a job on a cluster, data preparation included, and shows it; returns how it ended.
 
-    Ctrl-C (or SIGTERM) stops the job at a step boundary with a checkpoint; a second one ends it at once.
+    Ctrl-C (or SIGTERM) stops the job at a step boundary with a checkpoint; a second one ends it at
+    once.
 
     Args:
-        config: `config.data.directory` must be absolute and, like `run_dir`, reachable from every node.
-        address: host:port of a Ray cluster's head, or "auto"; None simulates `config.job.num_nodes` nodes here.
-        detach: return as soon as the supervisor is up; only for a cluster that outlives this process.
+        config: `config.data.directory` must be absolute and, like `run_dir`, reachable from every
+            node.
+        address: host:port of a Ray cluster's head, or "auto"; None simulates `config.job.num_nodes`
+            nodes here.
+        detach: return as soon as the supervisor is up; only for a cluster that outlives this
+            process.
         command: of one rank, instead of the training loop.
         live: redraw in place or write lines; by default as the console can.
 
@@ -59,7 +79,8 @@ def submit(
     """
     if detach and address is None:
         raise JobError(
-            "a simulated cluster ends with this command: to leave a job alone, give the address of a real one"
+            "a simulated cluster ends with this command: to leave a job alone, give the address of "
+            "a real one"
         )
     console = console or Console()
     run_dir = run_dir.absolute()
@@ -67,7 +88,9 @@ def submit(
     refuse_if_running(run_dir)
     open_run(config, run_dir)
     with _cluster(config, address, console):
-        _prepare(config.data, console, live=live, in_flight=os.cpu_count() if address is None else None)
+        _prepare(
+            config.data, console, live=live, in_flight=os.cpu_count() if address is None else None
+        )
         from .supervisor import start_supervisor
 
         launch = make_launch(config, run_dir, simulated=address is None, command=command)
@@ -84,7 +107,8 @@ def submit(
 
 
 def stop(run_dir: Path, *, now: bool = False, timeout_s: float = 600.0) -> JobStatus:
-    """Asks a job to end and waits until it has: at a step boundary with a checkpoint, or `now` without one.
+    """Asks a job to end and waits until it has: at a step boundary with a checkpoint, or `now`
+    without one.
 
     Raises:
         JobError: there is no job in this folder, or it did not end within `timeout_s`.
@@ -99,16 +123,23 @@ def stop(run_dir: Path, *, now: bool = False, timeout_s: float = 600.0) -> JobSt
             raise JobError(f"{run_dir}: {status.reason}; nobody is there to stop it")
         if time.monotonic() > deadline:
             raise JobError(
-                f"{run_dir}: still {status.state} after {timeout_s:.0f} s; `moebius stop --now` ends it at once"
+                f"{run_dir}: still {status.state} after {timeout_s:.0f} s; `moebius stop --now` "
+                "ends it at once"
             )
         time.sleep(0.2)
     return status
 
 
 def prepare_on_cluster(
-    data: DataConfig, *, address: str | None = None, workers: int | None = None, console: Console | None = None
+    data: DataConfig,
+    *,
+    address: str | None = None,
+    workers: int | None = None,
+    console: Console | None = None,
 ) -> Manifest:
-    """Prepares `data.directory` with Ray tasks: on the cluster at `address`, or with `workers` processes here."""
+    """Prepares `data.directory` with Ray tasks: on the cluster at `address`, or with `workers`
+    processes here.
+    """
     console = console or Console()
     require_ray()
     workers = workers or os.cpu_count() or 1
@@ -117,7 +148,9 @@ def prepare_on_cluster(
         return _prepare(data, console, live=None, in_flight=workers if address is None else None)
 
 
-def make_launch(config: Config, run_dir: Path, *, simulated: bool, command: Sequence[str] = ()) -> Launch:
+def make_launch(
+    config: Config, run_dir: Path, *, simulated: bool, command: Sequence[str] = ()
+) -> Launch:
     """The launch of a job on the cluster that this process is connected to."""
     job = config.job
     return Launch(
@@ -148,12 +181,17 @@ def _cluster(config: Config, address: str | None, console: Console) -> Iterator[
     started = time.monotonic()
     with simulated_cluster(job.num_nodes, cpus_per_node=job.ranks_per_node, gpus=gpus):
         seconds = time.monotonic() - started
-        console.print(f"simulated cluster of {job.num_nodes} node(s) up after {seconds:.1f} s", highlight=False)
+        console.print(
+            f"simulated cluster of {job.num_nodes} node(s) up after {seconds:.1f} s",
+            highlight=False,
+        )
         yield
 
 
 def _simulated_gpus(config: Config) -> int:
-    """GPUs of each pretended node: one per rank when this machine has enough, for ranks cannot share one under NCCL."""
+    """GPUs of each pretended node: one per rank when this machine has enough, for ranks cannot
+    share one under NCCL.
+    """
     if config.train.device == "cpu":
         return 0
     import torch
@@ -163,29 +201,44 @@ def _simulated_gpus(config: Config) -> int:
         return config.job.ranks_per_node
     if config.train.device == "cuda":
         raise JobError(
-            f"train.device=cuda needs one GPU per rank, {config.world_size} in all, and this machine has {have}: "
+            f"train.device=cuda needs one GPU per rank, {config.world_size} in all, and this "
+            f"machine has {have}: "
             "lower job.num_nodes or job.ranks_per_node, or set train.device=cpu"
         )
     return 0
 
 
 def _cluster_gpus(config: Config) -> int:
-    """GPUs of each node of a real cluster: one per rank, and with device "auto" none if too few nodes have them."""
+    """GPUs of each node of a real cluster: one per rank, and with device "auto" none if too few
+    nodes have them.
+    """
     import ray
 
     per_node = config.job.ranks_per_node
-    fitting = sum(node["Alive"] and node["Resources"].get("GPU", 0) >= per_node for node in ray.nodes())
+    fitting = sum(
+        node["Alive"] and node["Resources"].get("GPU", 0) >= per_node for node in ray.nodes()
+    )
     enough = fitting >= config.job.num_nodes
-    return per_node if config.train.device == "cuda" or (config.train.device == "auto" and enough) else 0
+    return (
+        per_node
+        if config.train.device == "cuda" or (config.train.device == "auto" and enough)
+        else 0
+    )
 
 
-def _prepare(data: DataConfig, console: Console, *, live: bool | None, in_flight: int | None) -> Manifest:
+def _prepare(
+    data: DataConfig, console: Console, *, live: bool | None, in_flight: int | None
+) -> Manifest:
     with show_preparation(console, live=live) as on_progress:
-        return prepare(data, data.directory, run=ray_runner(in_flight=in_flight), on_progress=on_progress)
+        return prepare(
+            data, data.directory, run=ray_runner(in_flight=in_flight), on_progress=on_progress
+        )
 
 
 def _await_release(launch: Launch) -> None:
-    """Waits until the supervisor has given its nodes back and is gone, so that nothing is left when we return."""
+    """Waits until the supervisor has given its nodes back and is gone, so that nothing is left when
+    we return.
+    """
     import ray
 
     from .supervisor import actor_name

@@ -30,7 +30,9 @@ STATE_STYLES = {
 def closing_words(status: JobStatus, *, picture: Path | None = None) -> Group:
     """What the user reads when a job has ended: the result, or the root cause and where to look."""
     history = read_history(status.run_dir)
-    title = Text.assemble((status.state.value, STATE_STYLES.get(status.state, "bold")), f"  {status.reason}")
+    title = Text.assemble(
+        (status.state.value, STATE_STYLES.get(status.state, "bold")), f"  {status.reason}"
+    )
     table = Table.grid(padding=(0, 2))
     for name, value in _rows(status, history, picture):
         table.add_row(Text(name, style="dim"), value)
@@ -49,15 +51,25 @@ def status_table(statuses: Sequence[JobStatus]) -> Table:
         step = "" if status.step is None else f"{status.step}/{status.total_steps or '?'}"
         loss = "" if status.loss is None else f"{status.loss:.4f}"
         state = Text(status.state.value, style=STATE_STYLES.get(status.state, "bold"))
-        table.add_row(Text(str(status.run_dir)), state, step, loss, str(status.restarts), Text(status.reason))
+        table.add_row(
+            Text(str(status.run_dir)), state, step, loss, str(status.restarts), Text(status.reason)
+        )
     return table
 
 
 def _rows(status: JobStatus, history: History, picture: Path | None) -> list[tuple[str, str]]:
     rows = []
     if history.validation:
-        first, last = history.validation[min(history.validation)], history.validation[max(history.validation)]
-        rows.append(("validation loss", f"{first:.4f} → {last:.4f}   (perplexity {_exp(first)} → {_exp(last)})"))
+        first, last = (
+            history.validation[min(history.validation)],
+            history.validation[max(history.validation)],
+        )
+        rows.append(
+            (
+                "validation loss",
+                f"{first:.4f} → {last:.4f}   (perplexity {_exp(first)} → {_exp(last)})",
+            )
+        )
     if history.step is not None:
         rows.append(("training", _training(status, history)))
     if status.restarts:
@@ -90,7 +102,11 @@ def _restarts(status: JobStatus, history: History) -> str:
 
 def describe_start(start: Start) -> str:
     """Where a generation took up the run."""
-    where = "from the beginning" if start.resumed_from is None else f"from the checkpoint of step {start.resumed_from}"
+    where = (
+        "from the beginning"
+        if start.resumed_from is None
+        else f"from the checkpoint of step {start.resumed_from}"
+    )
     return f"generation {start.generation} went on {where}"
 
 
@@ -99,7 +115,9 @@ def _explain(cause: RootCause, run_dir: Path) -> Group:
     if cause.where:
         parts.append(Text(f"at {cause.where}"))
     if cause.traceback:
-        parts.append(Padding(Text("\n".join(cause.traceback.splitlines()[-12:]), style="dim"), (0, 0, 0, 2)))
+        parts.append(
+            Padding(Text("\n".join(cause.traceback.splitlines()[-12:]), style="dim"), (0, 0, 0, 2))
+        )
     if cause.log:
         parts.append(Text(f"log: {run_dir / cause.log}"))
     return Group(*parts)
@@ -164,19 +182,37 @@ def _draw_loss(figure: Any, history: History, *, title: str) -> None:
     if history.validation:
         points = sorted(history.validation)
         values = [history.validation[step] for step in points]
-        axes.plot(points, values, "o-", color=_VALIDATION, markersize=6, linewidth=1.4, label="validation")
-        for step, value, align, shift in ((points[0], values[0], "left", 8), (points[-1], values[-1], "right", -2)):
+        axes.plot(
+            points, values, "o-", color=_VALIDATION, markersize=6, linewidth=1.4, label="validation"
+        )
+        for step, value, align, shift in (
+            (points[0], values[0], "left", 8),
+            (points[-1], values[-1], "right", -2),
+        ):
             axes.annotate(
-                f"{value:.3f}", (step, value), textcoords="offset points", xytext=(shift, 9), ha=align,
-                color=_VALIDATION, fontsize=11, fontweight="bold",
-            )  # fmt: skip
+                f"{value:.3f}",
+                (step, value),
+                textcoords="offset points",
+                xytext=(shift, 9),
+                ha=align,
+                color=_VALIDATION,
+                fontsize=11,
+                fontweight="bold",
+            )
     axes.margins(x=0.01, y=0.12)
     for start in history.restarts:
         _mark_restart(axes, start)
     axes.set_title(f"{title}: loss", loc="left", fontsize=14, fontweight="bold", color=_INK)
     axes.set_xlabel("training step", fontsize=11)
     axes.set_ylabel("loss in nats per token", fontsize=11)
-    axes.legend(frameon=False, fontsize=10.5, ncols=3, loc="lower right", bbox_to_anchor=(1.0, 1.0), borderaxespad=0.1)
+    axes.legend(
+        frameon=False,
+        fontsize=10.5,
+        ncols=3,
+        loc="lower right",
+        bbox_to_anchor=(1.0, 1.0),
+        borderaxespad=0.1,
+    )
 
 
 def _mark_restart(axes: Any, start: Start) -> None:
@@ -186,10 +222,16 @@ def _mark_restart(axes: Any, start: Start) -> None:
     left, right = axes.get_xlim()
     late = at > left + 0.75 * (right - left)  # then the words go to the left of the line
     axes.annotate(
-        f"restarted after step {at},\nresumed from {resumed}", (at, 0.5), xycoords=("data", "axes fraction"),
-        textcoords="offset points", xytext=(-6 if late else 6, 0), ha="right" if late else "left",
-        color=_RESTART, fontsize=10, va="center",
-    )  # fmt: skip
+        f"restarted after step {at},\nresumed from {resumed}",
+        (at, 0.5),
+        xycoords=("data", "axes fraction"),
+        textcoords="offset points",
+        xytext=(-6 if late else 6, 0),
+        ha="right" if late else "left",
+        color=_RESTART,
+        fontsize=10,
+        va="center",
+    )
 
 
 def _draw_loads(figure: Any, history: History, depths: Sequence[int]) -> None:
@@ -204,9 +246,14 @@ def _draw_loads(figure: Any, history: History, depths: Sequence[int]) -> None:
     panels = figure.subplots(1, len(depths), sharey=True, squeeze=False)[0]
     for panel, depth in zip(panels, depths, strict=True):
         panel.imshow(
-            load_TLE[:, depth].T, aspect="auto", origin="lower", interpolation="nearest", cmap="RdBu_r",
-            norm=TwoSlopeNorm(1.0, 0.0, top), extent=(steps[0] - 0.5, steps[-1] + 0.5, -0.5, load_TLE.shape[2] - 0.5),
-        )  # fmt: skip
+            load_TLE[:, depth].T,
+            aspect="auto",
+            origin="lower",
+            interpolation="nearest",
+            cmap="RdBu_r",
+            norm=TwoSlopeNorm(1.0, 0.0, top),
+            extent=(steps[0] - 0.5, steps[-1] + 0.5, -0.5, load_TLE.shape[2] - 0.5),
+        )
         panel.set_title(f"depth step {newest.depth_name(depth)}", fontsize=11, color=_INK)
         panel.set_xlabel("training step", fontsize=11)
         panel.locator_params(axis="x", nbins=4)
@@ -215,7 +262,12 @@ def _draw_loads(figure: Any, history: History, depths: Sequence[int]) -> None:
     bar = figure.colorbar(panels[-1].images[0], ax=list(panels), pad=0.01, fraction=0.03)
     bar.set_label("load ÷ mean load", fontsize=11)
     figure.suptitle(
-        "feed-forward experts: load (1 = balanced)", x=0.01, ha="left", fontsize=14, fontweight="bold", color=_INK
+        "feed-forward experts: load (1 = balanced)",
+        x=0.01,
+        ha="left",
+        fontsize=14,
+        fontweight="bold",
+        color=_INK,
     )
 
 
@@ -235,14 +287,24 @@ def _draw_violation(figure: Any, history: History) -> None:
     axes.margins(x=0.01)
     axes.set_ylim(bottom=0)
     axes.set_title(
-        "most loaded expert: excess over the mean load", loc="left", fontsize=14, fontweight="bold", color=_INK
+        "most loaded expert: excess over the mean load",
+        loc="left",
+        fontsize=14,
+        fontweight="bold",
+        color=_INK,
     )
     axes.set_xlabel("training step", fontsize=11)
     axes.set_ylabel("max ÷ mean − 1", fontsize=11)
     axes.legend(
-        title="depth step", title_fontsize=10.5, frameon=False, fontsize=10, ncols=MAX_PANELS,
-        loc="lower right", bbox_to_anchor=(1.0, 0.98), borderaxespad=0.0,
-    )  # fmt: skip
+        title="depth step",
+        title_fontsize=10.5,
+        frameon=False,
+        fontsize=10,
+        ncols=MAX_PANELS,
+        loc="lower right",
+        bbox_to_anchor=(1.0, 0.98),
+        borderaxespad=0.0,
+    )
 
 
 def _plain_axes(figure: Any) -> Any:
@@ -267,9 +329,15 @@ def _spread(count: int, limit: int) -> list[int]:
 
 
 def _running_mean(values: Sequence[float], half: int) -> list[float]:
-    """Mean over each value and its `half` neighbours on either side; what is not finite is left out."""
+    """Mean over each value and its `half` neighbours on either side; what is not finite is left
+    out.
+    """
     means = []
     for index in range(len(values)):
-        near = [value for value in values[max(0, index - half) : index + half + 1] if math.isfinite(value)]
+        near = [
+            value
+            for value in values[max(0, index - half) : index + half + 1]
+            if math.isfinite(value)
+        ]
         means.append(sum(near) / len(near) if near else math.nan)
     return means

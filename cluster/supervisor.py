@@ -1,12 +1,13 @@
 """The supervisor of a job and its node agents, as Ray actors.
 
-The supervisor is a detached, named actor on the head node: it lives on when the command line that submitted the job ends,
-and Ray starts it again when it is killed. All it knows is in the run folder, so a restarted supervisor reads the journal,
-does away with the old placement group (Ray kills the node agents in it, the kernel kills what they had started) and
-carries on with a new generation. The lifecycle itself is generations.py; here is only what Ray has to do with it.
+The supervisor is a detached, named actor on the head node: it lives on when the command line that
+submitted the job ends, and Ray starts it again when it is killed. All it knows is in the run
+folder, so a restarted supervisor reads the journal, does away with the old placement group (Ray
+kills the node agents in it, the kernel kills what they had started) and carries on with a new
+generation. The lifecycle itself is generations.py; here is only what Ray has to do with it.
 
-Cost: one process of about 80 MB for the supervisor and one per node for its agent actor; one remote call per node every
-0.2 s (about 1 ms each).
+Cost: one process of about 80 MB for the supervisor and one per node for its agent actor; one remote
+call per node every 0.2 s (about 1 ms each).
 """
 
 import contextlib
@@ -27,7 +28,8 @@ from .generations import POLL_S, CannotPlace, NodeHandle, NodeLost, supervise
 from .job import JobError, Launch
 from .ray_session import NAMESPACE
 
-CALL_TIMEOUT_S = 30.0  # of a call to a node: it answers within milliseconds, or within seconds when processes resist
+# of a call to a node: it answers within milliseconds, or within seconds when processes resist
+CALL_TIMEOUT_S = 30.0
 _HEAD = {"node:__internal_head__": 0.001}  # a resource that Ray gives to the head node and no other
 
 
@@ -39,7 +41,9 @@ class NodeAgent(Node):
 
 
 class Supervisor:
-    """Runs one job to its end, in a thread of its own, so that it starts again by itself when Ray restarts the actor."""
+    """Runs one job to its end, in a thread of its own, so that it starts again by itself when Ray
+    restarts the actor.
+    """
 
     def __init__(self, launch: Launch):
         self._launch = launch
@@ -78,14 +82,18 @@ def start_supervisor(launch: Launch) -> None:
     try:
         actor = supervisor.options(**options).remote(launch)
     except ValueError as error:
-        raise JobError(f"{launch.run_dir}: a supervisor of this run folder is still at work ({error})") from None
+        raise JobError(
+            f"{launch.run_dir}: a supervisor of this run folder is still at work ({error})"
+        ) from None
     try:
         ray.get(actor.ping.remote(), timeout=launch.place_timeout_s + CALL_TIMEOUT_S)
     except RayActorError:
         pass  # it has already done its work and ended; the journal tells
     except GetTimeoutError:
         ray.kill(actor, no_restart=True)
-        raise JobError("the cluster's head node does not start the supervisor; see Ray's own logs there") from None
+        raise JobError(
+            "the cluster's head node does not start the supervisor; see Ray's own logs there"
+        ) from None
 
 
 def actor_name(run_dir: str) -> str:
@@ -149,7 +157,9 @@ class RayPlacement:
             remove_placement_group(ray.util.get_placement_group(actor_name(self._launch.run_dir)))
 
     def _check_feasible(self, while_waiting: Callable[[str], None]) -> None:
-        """Waits a while for missing nodes (they may be starting), then gives up with what is missing."""
+        """Waits a while for missing nodes (they may be starting), then gives up with what is
+        missing.
+        """
         deadline = time.monotonic() + self._launch.place_timeout_s
         while sum(self._bundle.fits(node) for node in ray.nodes()) < self._launch.num_nodes:
             while_waiting("")
@@ -165,7 +175,8 @@ class RayPlacement:
             for node in alive
         )
         return (
-            f"the job needs {self._launch.num_nodes} node(s) with {self._bundle} each, and {fitting} node(s) of the cluster "
+            f"the job needs {self._launch.num_nodes} node(s) with {self._bundle} each, and "
+            f"{fitting} node(s) of the cluster "
             f"could hold it, for {self._launch.place_timeout_s:g} s; the cluster has: {have}. "
             "Lower job.num_nodes or job.ranks_per_node, or add nodes"
         )
@@ -173,16 +184,26 @@ class RayPlacement:
     def _reserve(self, while_waiting: Callable[[str], None]) -> PlacementGroup:
         """Reserves the bundles; waits as long as other jobs hold what is needed."""
         bundles = [self._bundle.resources()] * self._launch.num_nodes
-        group = placement_group(bundles, strategy="STRICT_SPREAD", name=actor_name(self._launch.run_dir))
-        self._group = group  # so that release() gives it back when the waiting ends with an exception
+        group = placement_group(
+            bundles, strategy="STRICT_SPREAD", name=actor_name(self._launch.run_dir)
+        )
+        self._group = (
+            group  # so that release() gives it back when the waiting ends with an exception
+        )
         started = time.monotonic()
         while not group.wait(timeout_seconds=POLL_S):
             busy = time.monotonic() - started > self._launch.place_timeout_s
-            while_waiting("the nodes that fit are busy with other work; waiting for them" if busy else "")
+            while_waiting(
+                "the nodes that fit are busy with other work; waiting for them" if busy else ""
+            )
         return group
 
-    def _start_agent(self, group: PlacementGroup, number: int, while_waiting: Callable[[str], None]) -> "RemoteNode":
-        """Starts the agent actor of a bundle; after a node was lost its bundle points to the dead node for a while."""
+    def _start_agent(
+        self, group: PlacementGroup, number: int, while_waiting: Callable[[str], None]
+    ) -> "RemoteNode":
+        """Starts the agent actor of a bundle; after a node was lost its bundle points to the dead
+        node for a while.
+        """
         while True:
             strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=number)
             options: dict[str, Any] = {
@@ -190,7 +211,9 @@ class RayPlacement:
                 "num_gpus": self._bundle.gpus,
                 "max_concurrency": 4,
             }
-            node = RemoteNode(ray.remote(NodeAgent).options(**options, scheduling_strategy=strategy).remote())
+            node = RemoteNode(
+                ray.remote(NodeAgent).options(**options, scheduling_strategy=strategy).remote()
+            )
             while not node.is_up(timeout_s=POLL_S):
                 while_waiting("")
                 if node.is_dead:
@@ -202,7 +225,9 @@ class RayPlacement:
 
 
 class RemoteNode:
-    """A node agent, as the supervision sees it: every failure of the actor, its node or the network is NodeLost."""
+    """A node agent, as the supervision sees it: every failure of the actor, its node or the network
+    is NodeLost.
+    """
 
     def __init__(self, actor: Any):
         self._actor = actor
@@ -259,7 +284,9 @@ class RemoteNode:
         except RayTaskError as error:
             raise NodeLost(f"its agent failed in {method}: {error.cause!r}") from error
         except GetTimeoutError as error:
-            raise NodeLost(f"its agent did not answer {method} within {CALL_TIMEOUT_S:.0f} s") from error
+            raise NodeLost(
+                f"its agent did not answer {method} within {CALL_TIMEOUT_S:.0f} s"
+            ) from error
         except RayError as error:
             raise NodeLost(f"its agent actor died ({_first_line(error)})") from error
 
@@ -268,14 +295,17 @@ def check_versions(nodes: Sequence[Mapping[str, Any]]) -> None:
     """Raises CannotPlace when the nodes do not all run the same moebius, torch and Python."""
     first = nodes[0]
     for node in nodes[1:]:
-        differing = [key for key, value in first["versions"].items() if node["versions"].get(key) != value]
+        differing = [
+            key for key, value in first["versions"].items() if node["versions"].get(key) != value
+        ]
         if differing:
             said = "; ".join(
                 f"{key}: {first['versions'][key]} on {first['host']}, {node['versions'].get(key)} on {node['host']}"
                 for key in differing
             )
             raise CannotPlace(
-                f"the nodes do not run the same software ({said}): install the same versions on every node"
+                f"the nodes do not run the same software ({said}): install the same versions on "
+                "every node"
             )
 
 

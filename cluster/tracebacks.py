@@ -6,12 +6,17 @@ from pathlib import Path
 
 _HEAD = "Traceback (most recent call last):"
 _CHAINED = ("During handling of the above exception", "The above exception was the direct cause")
-_IGNORED = "Exception ignored"  # what Python says of exceptions in destructors, when a program is ending anyway
-_RANK_PREFIX = re.compile(r"^\[rank\d+\]: ?")  # torch puts it before the tracebacks of a distributed program
+# what Python says of exceptions in destructors, when a program is ending anyway
+_IGNORED = "Exception ignored"
+_RANK_PREFIX = re.compile(
+    r"^\[rank\d+\]: ?"
+)  # torch puts it before the tracebacks of a distributed program
 
 
 def last_traceback(text: str) -> str:
-    """The last traceback of a log with those it was chained to; its last five lines if there is none."""
+    """The last traceback of a log with those it was chained to; its last five lines if there is
+    none.
+    """
     lines = [_RANK_PREFIX.sub("", line) for line in text.rstrip().splitlines()]
     starts = [
         number
@@ -25,17 +30,23 @@ def last_traceback(text: str) -> str:
         if not any(marker in line for line in lines[start:first] for marker in _CHAINED):
             break
         first = start
-    end = next((number for number in range(starts[-1], len(lines)) if lines[number].startswith(_IGNORED)), len(lines))
+    end = next(
+        (number for number in range(starts[-1], len(lines)) if lines[number].startswith(_IGNORED)),
+        len(lines),
+    )
     return "\n".join(lines[first : min(end, first + 200)])
 
 
 def summarise(traceback: str) -> tuple[str | None, str | None]:
-    """(the exception's line, file:line of its innermost frame) of a traceback; the last one if several are chained.
+    """(the exception's line, file:line of its innermost frame) of a traceback; the last one if
+    several are chained.
 
     Of a text without a traceback the last line, and no place.
     """
     if _HEAD not in traceback:
-        return next((line.strip() for line in reversed(traceback.splitlines()) if line.strip()), None), None
+        return next(
+            (line.strip() for line in reversed(traceback.splitlines()) if line.strip()), None
+        ), None
     error = where = None
     for line in traceback.splitlines():
         frame = re.match(r'\s+File "(.+)", line (\d+)', line)

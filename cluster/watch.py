@@ -1,7 +1,9 @@
-"""Watching a job through its run folder: a live view in a terminal, plain lines everywhere else, and the ranks' logs.
+"""Watching a job through its run folder: a live view in a terminal, plain lines everywhere else,
+and the ranks' logs.
 
-Everything comes from files, so one can watch a job of any cluster, after the fact too, and a watcher can neither slow
-nor stop it. Cost: two `stat` calls and the reading of what is new, four times a second.
+Everything comes from files, so one can watch a job of any cluster, after the fact too, and a
+watcher can neither slow nor stop it. Cost: two `stat` calls and the reading of what is new, four
+times a second.
 """
 
 import contextlib
@@ -40,7 +42,15 @@ MAX_DEPTH_ROWS = 12
 BACKLOG_BYTES = 64 << 20  # of an old run's metrics, at most so much is read before the view appears
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
-_HEAT = ("#3b6fb6", "#6f9fd0", "#9fb9c9", "#8fb78f", "#c9b458", "#dd8b4a", "#c8373f")  # from idle to overloaded
+_HEAT = (
+    "#3b6fb6",
+    "#6f9fd0",
+    "#9fb9c9",
+    "#8fb78f",
+    "#c9b458",
+    "#dd8b4a",
+    "#c8373f",
+)  # from idle to overloaded
 
 
 @dataclass(frozen=True)
@@ -70,7 +80,13 @@ class View:
         new: list[Event] = []
         for entry in parse_entries(self._journal.stream()):
             self.entry = entry
-            new.append(Event(entry.time, f"{entry.state.value}: {entry.reason}", STATE_STYLES.get(entry.state, "")))
+            new.append(
+                Event(
+                    entry.time,
+                    f"{entry.state.value}: {entry.reason}",
+                    STATE_STYLES.get(entry.state, ""),
+                )
+            )
         for line in self._metrics.stream():
             self.history.add([line])
             event = self._event_of(line)
@@ -83,12 +99,20 @@ class View:
         at = line.get("time", time.time())
         assert isinstance(at, int | float)
         match line.get("kind"):
-            case "start" if len(self.history.starts) > 1 or self.history.starts[-1].resumed_from is not None:
+            case "start" if (
+                len(self.history.starts) > 1 or self.history.starts[-1].resumed_from is not None
+            ):
                 return Event(at, describe_start(self.history.starts[-1]), "magenta")
             case "eval":
-                return Event(at, f"validation loss {_number(line['loss'])} at step {line['step']}", "cyan")
+                return Event(
+                    at, f"validation loss {_number(line['loss'])} at step {line['step']}", "cyan"
+                )
             case "checkpoint":
-                return Event(at, f"checkpoint of step {line['step']} written in {_number(line['seconds'])} s", "blue")
+                return Event(
+                    at,
+                    f"checkpoint of step {line['step']} written in {_number(line['seconds'])} s",
+                    "blue",
+                )
         return None
 
 
@@ -135,10 +159,14 @@ def _follow_plain(view: View, console: Console, until: Callable[[JobStatus], boo
     shown_step, next_time = None, 0.0
     for events in _statuses(view, until):
         for event in events:
-            console.print(f"{_clock(event.time)} {escape(event.text)}", highlight=False, soft_wrap=True)
+            console.print(
+                f"{_clock(event.time)} {escape(event.text)}", highlight=False, soft_wrap=True
+            )
         if view.history.step != shown_step and time.monotonic() >= next_time:
             shown_step, next_time = view.history.step, time.monotonic() + PLAIN_EVERY_S
-            console.print(f"{_clock(time.time())} {_step_line(view)}", highlight=False, soft_wrap=True)
+            console.print(
+                f"{_clock(time.time())} {_step_line(view)}", highlight=False, soft_wrap=True
+            )
     if view.history.step != shown_step:
         console.print(f"{_clock(time.time())} {_step_line(view)}", highlight=False, soft_wrap=True)
     return read_status(view.run_dir)
@@ -146,7 +174,10 @@ def _follow_plain(view: View, console: Console, until: Callable[[JobStatus], boo
 
 def _step_line(view: View) -> str:
     last = view.history.last
-    words = [f"step {last['step']}" + (f"/{view.total}" if view.total else ""), f"loss {_number(last['loss'])}"]
+    words = [
+        f"step {last['step']}" + (f"/{view.total}" if view.total else ""),
+        f"loss {_number(last['loss'])}",
+    ]
     if view.history.validation:
         words.append(f"validation {view.history.validation[max(view.history.validation)]:.4f}")
     if "tokens_per_s" in last:
@@ -166,7 +197,11 @@ def render(view: View, *, width: int = 100) -> Group:
         parts += [_progress(view, width), _figures(view)]
     if view.history.loads:
         newest = view.history.loads[max(view.history.loads)]
-        parts += [Text(""), Text("expert load per depth step", style="dim"), expert_load_table(newest, width=width)]
+        parts += [
+            Text(""),
+            Text("expert load per depth step", style="dim"),
+            expert_load_table(newest, width=width),
+        ]
     return Group(*parts)
 
 
@@ -186,7 +221,9 @@ def _progress(view: View, width: int) -> Table:
     if left_s:
         words += f"  {duration(left_s)} left"
     grid = Table.grid(padding=(0, 2))
-    bar = ProgressBar(total=total or step or 1, completed=step, width=max(10, min(50, width - len(words) - 4)))
+    bar = ProgressBar(
+        total=total or step or 1, completed=step, width=max(10, min(50, width - len(words) - 4))
+    )
     grid.add_row(bar, Text(words))
     return grid
 
@@ -217,17 +254,23 @@ def _figures(view: View) -> Text:
 
 
 def expert_load_table(load: ExpertLoad, *, width: int) -> Table:
-    """One row per depth step, one cell per expert: height and colour tell its load, the middle is the mean."""
+    """One row per depth step, one cell per expert: height and colour tell its load, the middle is
+    the mean.
+    """
     grid = Table.grid(padding=(0, 1))
     num_depths = len(load.fractions)
     shown = (
-        range(num_depths) if num_depths <= MAX_DEPTH_ROWS else range(0, num_depths, -(-num_depths // MAX_DEPTH_ROWS))
+        range(num_depths)
+        if num_depths <= MAX_DEPTH_ROWS
+        else range(0, num_depths, -(-num_depths // MAX_DEPTH_ROWS))
     )
     for depth in shown:
         fractions = load.fractions[depth]
         cells = _cells(fractions, max(8, width - 44))
         figures = f"max/mean {1 + load.max_violation[depth]:.2f}  in use {load.effective_experts[depth]:.1f} of {len(fractions)}"
-        grid.add_row(Text(f"{load.depth_name(depth):>3}", style="dim"), cells, Text(figures, style="dim"))
+        grid.add_row(
+            Text(f"{load.depth_name(depth):>3}", style="dim"), cells, Text(figures, style="dim")
+        )
     return grid
 
 
@@ -273,7 +316,9 @@ class PreparationStep(Protocol):
 
 
 @contextlib.contextmanager
-def show_preparation(console: Console, *, live: bool | None = None) -> Iterator[Callable[[PreparationStep], None]]:
+def show_preparation(
+    console: Console, *, live: bool | None = None
+) -> Iterator[Callable[[PreparationStep], None]]:
     """Shows data preparation while inside; yields the callback that takes its reports."""
     live = console.is_terminal if live is None else live
     started = time.monotonic()
@@ -300,7 +345,9 @@ def show_preparation(console: Console, *, live: bool | None = None) -> Iterator[
         console.print("data is prepared already", highlight=False)
     else:
         seconds = time.monotonic() - started
-        console.print(f"data prepared in {duration(seconds)}: {last.tokens:,} tokens", highlight=False)
+        console.print(
+            f"data prepared in {duration(seconds)}: {last.tokens:,} tokens", highlight=False
+        )
 
 
 # ---- logs
@@ -348,7 +395,10 @@ def follow_logs(
         if over:
             if not files:
                 which = "" if rank is None else f" of rank {rank}"
-                raise ValueError(f"{run_dir}: there are no logs{which} (they would be in logs/g001/node0/rank0.log …)")
+                raise ValueError(
+                    f"{run_dir}: there are no logs{which} (they would be in "
+                    "logs/g001/node0/rank0.log …)"
+                )
             return
         time.sleep(poll_s)
 
@@ -358,7 +408,9 @@ def _log_paths(run_dir: Path, rank: int | None) -> list[Path]:
     for path in run_dir.glob("logs/g*/node*/*.log"):
         match = _LOG_NAME.search(path.as_posix())
         if match and (rank is None or match[4] == str(rank)):
-            paths.append((int(match[1]), int(match[2]), -1 if match[4] is None else int(match[4]), path))
+            paths.append(
+                (int(match[1]), int(match[2]), -1 if match[4] is None else int(match[4]), path)
+            )
     return [path for *_, path in sorted(paths)]
 
 

@@ -1,8 +1,9 @@
 """What text a run reads and how it becomes tokens.
 
-Two hashes keep apart what must not be mixed: `DataConfig.spec_hash` (here) names the bytes that `prepare` writes;
-`Loader.spec_hash` names the order in which a run reads them and adds `seq_len` and `seed`. Changing the latter two
-costs nothing: the shards hold whole documents and are cut into rows on the way out.
+Two hashes keep apart what must not be mixed: `DataConfig.spec_hash` (here) names the bytes that
+`prepare` writes; `Loader.spec_hash` names the order in which a run reads them and adds `seq_len`
+and `seed`. Changing the latter two costs nothing: the shards hold whole documents and are cut into
+rows on the way out.
 """
 
 import hashlib
@@ -21,9 +22,10 @@ _NOT_IN_THE_BYTES = {"directory", "seq_len", "seed"}
 class DataConfig(BaseModel):
     """Input, tokenizer and order of one data set.
 
-    `input` and `validation_input` take file names, globs and fsspec URLs of .txt, .jsonl, .jsonl.zst and .parquet,
-    and the word "embedded" for the English prose that every Python carries. With an empty `validation_input`,
-    documents whose hash falls below `validation_fraction` are held out of `input`.
+    `input` and `validation_input` take file names, globs and fsspec URLs of .txt, .jsonl,
+    .jsonl.zst and .parquet, and the word "embedded" for the English prose that every Python
+    carries. With an empty `validation_input`, documents whose hash falls below
+    `validation_fraction` are held out of `input`.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -32,12 +34,22 @@ class DataConfig(BaseModel):
     validation_input: tuple[str, ...] = ()
     validation_fraction: float = Field(default=0.01, ge=0.0, lt=1.0)
     text_field: str = Field(default="text", min_length=1)
-    source_field: str = "source"  # a record's own name for where it comes from; the file's name where it has none
+    source_field: str = (
+        "source"  # a record's own name for where it comes from; the file's name where it has none
+    )
     tokenizer: Literal["bpe", "bytes"] = "bpe"
-    vocab_size: int = Field(default=8000, ge=NUM_BYTE_IDS)  # what BPE training aims at; a small corpus may yield fewer
-    tokenizer_sample_bytes: int = Field(default=32 * 2**20, ge=1)  # text that BPE is trained on: 32 MiB take about 20 s
-    batch_tokens: int = Field(default=128 * 1024, ge=1)  # tokens per record batch: zstd's ratio stops growing here
-    split_bytes: int = Field(default=64 * 2**20, ge=1)  # a larger .txt, .jsonl or .parquet becomes several input splits
+    vocab_size: int = Field(
+        default=8000, ge=NUM_BYTE_IDS
+    )  # what BPE training aims at; a small corpus may yield fewer
+    tokenizer_sample_bytes: int = Field(
+        default=32 * 2**20, ge=1
+    )  # text that BPE is trained on: 32 MiB take about 20 s
+    batch_tokens: int = Field(
+        default=128 * 1024, ge=1
+    )  # tokens per record batch: zstd's ratio stops growing here
+    split_bytes: int = Field(
+        default=64 * 2**20, ge=1
+    )  # a larger .txt, .jsonl or .parquet becomes several input splits
     seq_len: int = Field(default=256, ge=1)
     seed: int = Field(default=0, ge=0)
     directory: str = ""  # where the shards are; empty: the caller decides
@@ -54,8 +66,10 @@ class DataConfig(BaseModel):
     def _check_vocab_size(self) -> "DataConfig":
         if self.tokenizer == "bytes" and self.vocab_size != NUM_BYTE_IDS:
             raise ValueError(
-                f"tokenizer='bytes' always has {NUM_BYTE_IDS} ids (256 bytes and the end of a document), but "
-                f"vocab_size={self.vocab_size} was given: set vocab_size={NUM_BYTE_IDS}, or choose tokenizer='bpe'"
+                f"tokenizer='bytes' always has {NUM_BYTE_IDS} ids (256 bytes and the end of a "
+                "document), but "
+                f"vocab_size={self.vocab_size} was given: set vocab_size={NUM_BYTE_IDS}, or choose "
+                "tokenizer='bpe'"
             )
         return self
 
@@ -66,7 +80,9 @@ class DataConfig(BaseModel):
 
     @property
     def spec(self) -> dict[str, Any]:
-        """All that decides the prepared bytes, and nothing else: equal for another directory, seq_len or seed."""
+        """All that decides the prepared bytes, and nothing else: equal for another directory,
+        seq_len or seed.
+        """
         spec = self.model_dump(mode="json", exclude=_NOT_IN_THE_BYTES)
         if self.tokenizer == "bytes":
             del spec["vocab_size"], spec["tokenizer_sample_bytes"]

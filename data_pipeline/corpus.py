@@ -1,12 +1,13 @@
 """The corpus that needs no download: the English prose that every Python carries.
 
-Sources: the language reference in `pydoc_data.topics`, and of the standard library's own source files the docstrings
-and the longer comments. Files are parsed with `ast`, never imported. Code examples, grammars, tables and fragments
-are left out, wrapped lines are joined, repeated paragraphs are dropped. The result depends only on the
-Python version: test suites and other parts that distributions leave out are not read.
+Sources: the language reference in `pydoc_data.topics`, and of the standard library's own source
+files the docstrings and the longer comments. Files are parsed with `ast`, never imported. Code
+examples, grammars, tables and fragments are left out, wrapped lines are joined, repeated paragraphs
+are dropped. The result depends only on the Python version: test suites and other parts that
+distributions leave out are not read.
 
-Cost: about 3 s of one core, once per process, nearly all of it `ast.parse`. CPython 3.11 yields 2.0 MB in 942
-documents, a quarter of it from comments.
+Cost: about 3 s of one core, once per process, nearly all of it `ast.parse`. CPython 3.11 yields 2.0
+MB in 942 documents, a quarter of it from comments.
 """
 
 import ast
@@ -23,25 +24,33 @@ from .errors import InputError
 NUM_PARTS = 4
 """Input splits that the corpus is offered as; part i holds every fourth document from the i-th on."""
 
-_DOCUMENT_CHARS = 3000  # a module's text is cut at the end of a docstring once it has grown past this
+_DOCUMENT_CHARS = (
+    3000  # a module's text is cut at the end of a docstring once it has grown past this
+)
 _REPEAT_CHARS = 60  # a paragraph at least this long appears once in the corpus
 _Documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 _LEFT_OUT = {"test", "tests", "idlelib", "lib2to3", "turtledemo", "site-packages", "__pycache__"}
 _UNDERLINE = re.compile(r"^\s*([*=\-~^\"#+])\1{2,}\s*$", re.MULTILINE)
 _BULLET = re.compile(r"^\s*([*\-•]|\d+[.)])\s+")
-_NOT_PROSE = re.compile(r">>>|::=|^\s*\.\.\.|\$ |^\s*\||[{}]|;$|-\*-|Copyright|Author:", re.MULTILINE)
+_NOT_PROSE = re.compile(
+    r">>>|::=|^\s*\.\.\.|\$ |^\s*\||[{}]|;$|-\*-|Copyright|Author:", re.MULTILINE
+)
 _ROLE = re.compile(r":\w+:`~?([^`<]+?)(?:\s*<[^>]+>)?`")
 _WORD_CHARS = re.compile(r"[A-Za-z ,.'’]")
 
 
 @cache
 def embedded_documents() -> tuple[str, ...]:
-    """All documents, in a fixed order. Raises InputError where this Python comes without its sources."""
+    """All documents, in a fixed order. Raises InputError where this Python comes without its
+    sources.
+    """
     documents = tuple(_documents([*([topic] for topic in _topics()), *_modules()]))
     if not documents:
         raise InputError(
-            f"input 'embedded': this Python ({sys.version.split()[0]}, {sysconfig.get_path('stdlib')}) carries neither "
-            "pydoc_data nor readable library sources; install the full standard library, or give data.input=FILE"
+            f"input 'embedded': this Python ({sys.version.split()[0]}, "
+            f"{sysconfig.get_path('stdlib')}) carries neither "
+            "pydoc_data nor readable library sources; install the full standard library, or give "
+            "data.input=FILE"
         )
     return documents
 
@@ -137,7 +146,9 @@ def _comments(source: str) -> Iterator[str]:
 
 
 def _documents(works: Iterable[Iterable[list[str]]]) -> Iterator[str]:
-    """Joins the texts of a work, cuts it at paragraph ends, leaves out what was said before and what is too short."""
+    """Joins the texts of a work, cuts it at paragraph ends, leaves out what was said before and
+    what is too short.
+    """
     seen: set[str] = set()
     for work in works:
         paragraphs = [paragraph for title, *text in work for paragraph in _fresh(title, text, seen)]
@@ -147,7 +158,9 @@ def _documents(works: Iterable[Iterable[list[str]]]) -> Iterator[str]:
 
 
 def _fresh(title: str, text: list[str], seen: set[str]) -> list[str]:
-    fresh = [paragraph for paragraph in text if len(paragraph) < _REPEAT_CHARS or paragraph not in seen]
+    fresh = [
+        paragraph for paragraph in text if len(paragraph) < _REPEAT_CHARS or paragraph not in seen
+    ]
     seen.update(fresh)
     return [title, *fresh] if fresh and title else fresh
 

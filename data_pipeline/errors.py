@@ -1,6 +1,7 @@
 """What can be wrong with a user's data. Every message says what is wrong, where, and what to do.
 
-All are ValueErrors with one string argument, so that they survive the trip through a process pool or a cluster.
+All are ValueErrors with one string argument, so that they survive the trip through a process pool
+or a cluster.
 """
 
 

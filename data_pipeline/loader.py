@@ -1,13 +1,16 @@
-"""Prepared shards to batches: the training loader of one rank, and the fixed pass over a validation split.
+"""Prepared shards to batches: the training loader of one rank, and the fixed pass over a validation
+split.
 
-The position of a run in its data is (spec_hash, g), g the number of samples consumed; see `order` for what comes when.
-Resuming is opening a loader with start_sample=g. A step covers the samples [g, g + global_batch); rank r of D takes the
-contiguous slice r of them, so any D that divides the batch sees the same samples per step. Every batch carries a
-digest: added up over ranks (modulo 2**31) it proves that two runs saw the same rows, whatever their layout.
+The position of a run in its data is (spec_hash, g), g the number of samples consumed; see `order`
+for what comes when. Resuming is opening a loader with start_sample=g. A step covers the samples [g,
+g + global_batch); rank r of D takes the contiguous slice r of them, so any D that divides the batch
+sees the same samples per step. Every batch carries a digest: added up over ranks (modulo 2**31) it
+proves that two runs saw the same rows, whatever their layout.
 
-A thread reads ahead. It keeps a window of decoded record batches (25 MB at 128 Ki tokens of uint16), which the order
-makes serve many rows each. Every rank decodes every shard, since all share the order; on one of two busy cores that
-leaves 25 M tokens/s for one rank at S=256, 31 M for one of four at S=2048: far more than a model eats.
+A thread reads ahead. It keeps a window of decoded record batches (25 MB at 128 Ki tokens of
+uint16), which the order makes serve many rows each. Every rank decodes every shard, since all share
+the order; on one of two busy cores that leaves 25 M tokens/s for one rank at S=256, 31 M for one of
+four at S=2048: far more than a model eats.
 """
 
 import hashlib
@@ -34,7 +37,9 @@ _ORDER_SAMPLES = 4096  # computed at a time: numpy takes hardly longer for as ma
 
 @dataclass(frozen=True)
 class Batch:
-    """One rank's share of one optimizer step. A accumulation steps, B sequences of a micro-batch, S+1 tokens."""
+    """One rank's share of one optimizer step. A accumulation steps, B sequences of a micro-batch,
+    S+1 tokens.
+    """
 
     tokens: np.ndarray  # int64 [A, B, S+1]
     first_sample: int  # of the whole step, over all ranks
@@ -42,7 +47,9 @@ class Batch:
 
 
 class RowReader:
-    """Rows of a token stream, with the latest decoded record batches at hand. Not for several threads at once."""
+    """Rows of a token stream, with the latest decoded record batches at hand. Not for several
+    threads at once.
+    """
 
     def __init__(self, store: TokenStore, seq_len: int):
         self._store, self._seq_len = store, seq_len
@@ -91,7 +98,8 @@ class RowReader:
 class Loader:
     """Endless iterator of a rank's batches, one per optimizer step, read ahead by a thread.
 
-    Use as a context manager, or call `close()`. An error of the reading thread is raised by `next()`.
+    Use as a context manager, or call `close()`. An error of the reading thread is raised by
+    `next()`.
     """
 
     def __init__(
@@ -126,7 +134,9 @@ class Loader:
         self._error: BaseException | None = None
         self._closed = threading.Event()
         self._queue: queue.Queue[Batch | BaseException] = queue.Queue(prefetch)
-        self._thread = threading.Thread(target=self._read_ahead, args=(start_sample,), name="loader", daemon=True)
+        self._thread = threading.Thread(
+            target=self._read_ahead, args=(start_sample,), name="loader", daemon=True
+        )
         self._thread.start()
 
     @property
@@ -136,21 +146,33 @@ class Loader:
 
     @property
     def spec_hash(self) -> str:
-        """Hex sha256 of `spec`. With the number of samples consumed it is the whole state of a run in its data."""
+        """Hex sha256 of `spec`. With the number of samples consumed it is the whole state of a run
+        in its data.
+        """
         return hashlib.sha256(json.dumps(self.spec, sort_keys=True).encode()).hexdigest()
 
-    def check_position(self, saved_spec_hash: str, saved_spec: Mapping[str, object] | None = None) -> None:
-        """Raises DataError when a saved position was counted in another order; with its `spec`, says what differs."""
+    def check_position(
+        self, saved_spec_hash: str, saved_spec: Mapping[str, object] | None = None
+    ) -> None:
+        """Raises DataError when a saved position was counted in another order; with its `spec`,
+        says what differs.
+        """
         if saved_spec_hash == self.spec_hash:
             return
         if saved_spec is None:
-            difference = "this run has " + ", ".join(f"{key}={value}" for key, value in self.spec.items())
+            difference = "this run has " + ", ".join(
+                f"{key}={value}" for key, value in self.spec.items()
+            )
         else:
             keys = [key for key in self.spec if saved_spec.get(key) != self.spec[key]]
-            difference = "; ".join(f"{key}: saved {saved_spec.get(key)!r}, now {self.spec[key]!r}" for key in keys)
+            difference = "; ".join(
+                f"{key}: saved {saved_spec.get(key)!r}, now {self.spec[key]!r}" for key in keys
+            )
         raise DataError(
-            f"the checkpoint counted its samples in another order of data ({difference}): continuing would repeat some "
-            "and leave out others. Resume with the same data, data.seed and data.seq_len, or start a new run from its "
+            f"the checkpoint counted its samples in another order of data ({difference}): "
+            "continuing would repeat some "
+            "and leave out others. Resume with the same data, data.seed and data.seq_len, or start "
+            "a new run from its "
             "weights"
         )
 
@@ -159,7 +181,9 @@ class Loader:
 
     def __next__(self) -> Batch:
         if self._closed.is_set():
-            raise ValueError("this loader was closed: open a new one with start_sample= where it stopped")
+            raise ValueError(
+                "this loader was closed: open a new one with start_sample= where it stopped"
+            )
         if self._error is None:
             began = time.perf_counter()
             found = self._queue.get()
@@ -170,7 +194,9 @@ class Loader:
         raise self._error
 
     def close(self) -> None:
-        """Ends the thread and closes the files. Batches read ahead are forgotten. May be called again."""
+        """Ends the thread and closes the files. Batches read ahead are forgotten. May be called
+        again.
+        """
         self._closed.set()
         self._thread.join()
         self._store.close()
@@ -207,7 +233,9 @@ class Loader:
         return Batch(tokens.reshape(-1, self._micro_batch, tokens.shape[1]), first_sample, digest)
 
     def _rows_at(self, local_first: int) -> tuple[np.ndarray, np.ndarray]:
-        """Epochs and rows of the local batch, cut from a longer stretch of the order that is computed once."""
+        """Epochs and rows of the local batch, cut from a longer stretch of the order that is
+        computed once.
+        """
         begin = local_first - self._ordered_from
         if begin + self._local_batch > self._ordered.shape[1]:
             count = max(self._local_batch, _ORDER_SAMPLES)
@@ -228,20 +256,28 @@ def validation_batches(
     max_rows: int | None = None,
     group: int = 1,
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """One pass over a split: (tokens int64 [B, S+1], valid bool [B]), B = batch_size, as many on every rank.
+    """One pass over a split: (tokens int64 [B, S+1], valid bool [B]), B = batch_size, as many on
+    every rank.
 
-    Every row comes exactly once over all ranks. The last batches are filled up with copies that are not valid, so that all
-    ranks meet in the same collectives. `max_rows` takes that many rows, evenly spaced.
+    Every row comes exactly once over all ranks. The last batches are filled up with copies that are
+    not valid, so that all ranks meet in the same collectives. `max_rows` takes that many rows,
+    evenly spaced.
 
-    A model that routes `group` consecutive sequences together gets the same groups for every number of ranks and batch
-    size, with members from far apart: neighbours in the stream are parts of one document, and a member that shows how
-    another goes on would be a look into its future. Row m of group j is row j + m·(number of groups) of the pass; a last,
-    incomplete group is filled up with rows from the beginning of the pass.
+    A model that routes `group` consecutive sequences together gets the same groups for every number
+    of ranks and batch size, with members from far apart: neighbours in the stream are parts of one
+    document, and a member that shows how another goes on would be a look into its future. Row m of
+    group j is row j + m·(number of groups) of the pass; a last, incomplete group is filled up with
+    rows from the beginning of the pass.
     """
     if batch_size < 1 or not 0 <= rank < num_ranks or (max_rows is not None and max_rows < 1):
-        raise DataError(f"validation needs {batch_size=} >= 1, 0 <= {rank=} < {num_ranks=}, {max_rows=} >= 1 or None")
+        raise DataError(
+            f"validation needs {batch_size=} >= 1, 0 <= {rank=} < {num_ranks=}, {max_rows=} >= 1 "
+            "or None"
+        )
     if group < 1 or batch_size % group:
-        raise DataError(f"validation needs whole groups: {batch_size=} must be a multiple of {group=}")
+        raise DataError(
+            f"validation needs whole groups: {batch_size=} must be a multiple of {group=}"
+        )
     store = TokenStore(directory, split)
     reader = RowReader(store, seq_len)
     if reader.num_rows < 1:
@@ -252,11 +288,13 @@ def validation_batches(
     rows = (slots % count) * reader.num_rows // count
     return _padded_batches(
         store, reader, rows, slots < count, batch_size=batch_size, rank=rank, num_ranks=num_ranks
-    )  # fmt: skip
+    )
 
 
 def _group_slots(count: int, group: int) -> np.ndarray:
-    """Indices 0 … count − 1, and more where the last groups want them, in the order of the groups' members."""
+    """Indices 0 … count − 1, and more where the last groups want them, in the order of the groups'
+    members.
+    """
     num_groups = -(-count // group)
     return np.arange(num_groups * group, dtype=np.int64).reshape(group, num_groups).T.reshape(-1)
 
@@ -283,28 +321,42 @@ def _padded_batches(
 def _check_layout(
     global_batch: int, micro_batch: int, rank: int, num_ranks: int, start_sample: int, prefetch: int
 ) -> None:
-    if not (0 <= rank < num_ranks and micro_batch >= 1 and global_batch >= 1 and start_sample >= 0 and prefetch >= 1):
+    if not (
+        0 <= rank < num_ranks
+        and micro_batch >= 1
+        and global_batch >= 1
+        and start_sample >= 0
+        and prefetch >= 1
+    ):
         raise DataError(
-            f"a loader needs 0 <= {rank=} < {num_ranks=}, {global_batch=} and {micro_batch=} of at least 1, "
+            f"a loader needs 0 <= {rank=} < {num_ranks=}, {global_batch=} and {micro_batch=} of at "
+            "least 1, "
             f"{start_sample=} of at least 0 and {prefetch=} of at least 1"
         )
     if global_batch % (num_ranks * micro_batch):
         raise DataError(
-            f"{global_batch=} is not a multiple of {num_ranks=} x {micro_batch=} = {num_ranks * micro_batch} sequences: "
+            f"{global_batch=} is not a multiple of {num_ranks=} x {micro_batch=} = "
+            f"{num_ranks * micro_batch} sequences: "
             "each rank must get the same number of whole micro-batches; change one of the three"
         )
 
 
 def _too_short(store: TokenStore, split: str, seq_len: int) -> ShardError:
     return ShardError(
-        f"split {split!r} of {store.directory} has {store.num_tokens} tokens, fewer than the {seq_len + 1} of one row "
-        f"({seq_len=}): prepare more text for it (for validation: raise validation_fraction), or lower seq_len"
+        f"split {split!r} of {store.directory} has {store.num_tokens} tokens, fewer than the "
+        f"{seq_len + 1} of one row "
+        f"({seq_len=}): prepare more text for it (for validation: raise validation_fraction), or "
+        "lower seq_len"
     )
 
 
 def _position_spec(store: TokenStore, split: str, seq_len: int, seed: int) -> dict[str, object]:
-    """All that `order` and the token stream depend on. The folder's path does not: data may be moved or copied."""
-    contents = hashlib.sha256("\n".join(entry.blake2b for entry in store.entries).encode()).hexdigest()
+    """All that `order` and the token stream depend on. The folder's path does not: data may be
+    moved or copied.
+    """
+    contents = hashlib.sha256(
+        "\n".join(entry.blake2b for entry in store.entries).encode()
+    ).hexdigest()
     return {
         "shards_sha256": contents,
         "split": split,
@@ -318,7 +370,9 @@ def _position_spec(store: TokenStore, split: str, seq_len: int, seed: int) -> di
 
 
 def _digest(first_sample: int, epochs: np.ndarray, rows: np.ndarray, tokens: np.ndarray) -> int:
-    """Sum over rows of a checksum of (global sample, epoch, row, crc32 of the tokens as uint32), modulo 2**31."""
+    """Sum over rows of a checksum of (global sample, epoch, row, crc32 of the tokens as uint32),
+    modulo 2**31.
+    """
     total = 0
     for index, (epoch, row) in enumerate(zip(epochs.tolist(), rows.tolist(), strict=True)):
         content = crc32(tokens[index].astype("<u4"))

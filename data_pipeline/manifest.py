@@ -1,8 +1,9 @@
 """The table of contents of a prepared folder, and the one way files come to be in it.
 
-A folder is valid when it holds `manifest.json`, which is written last. The manifest names every shard with its
-counts and blake2b-256, the tokenizer by its sha256, and carries a sha256 of itself, so that each byte a loader relies
-on is under some checksum. It holds no time, host or worker count: the same input gives the same manifest.
+A folder is valid when it holds `manifest.json`, which is written last. The manifest names every
+shard with its counts and blake2b-256, the tokenizer by its sha256, and carries a sha256 of itself,
+so that each byte a loader relies on is under some checksum. It holds no time, host or worker count:
+the same input gives the same manifest.
 """
 
 import errno
@@ -47,7 +48,9 @@ class ShardEntry(BaseModel):
 
 
 class Manifest(BaseModel):
-    """What a prepared folder holds. `spec` is the configuration that `spec_hash` was taken of, for people to read."""
+    """What a prepared folder holds. `spec` is the configuration that `spec_hash` was taken of, for
+    people to read.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -97,17 +100,29 @@ def read_manifest(directory: str | Path) -> Manifest:
         version = body["format_version"]
         intact = whole["sha256"] == _body_hash(body)
     except FileNotFoundError as error:
-        raise ShardError(f"{path} does not exist: this folder holds no prepared data; run `moebius prepare`") from error
+        raise ShardError(
+            f"{path} does not exist: this folder holds no prepared data; run `moebius prepare`"
+        ) from error
     except (ValueError, KeyError, TypeError) as error:
-        raise ShardError(f"{path} is damaged ({error}): restore it from a copy, or prepare again elsewhere") from error
+        raise ShardError(
+            f"{path} is damaged ({error}): restore it from a copy, or prepare again elsewhere"
+        ) from error
     if not intact:
-        raise ShardError(f"{path} is damaged (its sha256 differs): restore it from a copy, or prepare again elsewhere")
+        raise ShardError(
+            f"{path} is damaged (its sha256 differs): restore it from a copy, or prepare again "
+            "elsewhere"
+        )
     if version != FORMAT_VERSION:
-        raise ShardError(f"{path} has format {version}, this version reads {FORMAT_VERSION}: prepare the data again")
+        raise ShardError(
+            f"{path} has format {version}, this version reads {FORMAT_VERSION}: prepare the data "
+            "again"
+        )
     try:
         return Manifest.model_validate(body)
     except ValidationError as error:
-        raise ShardError(f"{path} has unknown or missing entries: prepare the data again\n{error}") from error
+        raise ShardError(
+            f"{path} has unknown or missing entries: prepare the data again\n{error}"
+        ) from error
 
 
 def _body_hash(body: dict[str, Any]) -> str:
@@ -116,7 +131,9 @@ def _body_hash(body: dict[str, Any]) -> str:
 
 @contextmanager
 def atomic_write(path: Path) -> Iterator[IO[bytes]]:
-    """A file that appears whole or not at all: temporary name, fsync, rename. Any exception removes the temporary."""
+    """A file that appears whole or not at all: temporary name, fsync, rename. Any exception removes
+    the temporary.
+    """
     temporary = path.with_name(f"{path.name}{TEMPORARY}{os.getpid()}-{secrets.token_hex(4)}")
     with explained_write_errors(path):
         try:

@@ -1,19 +1,23 @@
-"""Which row comes when: pure functions of (seed, number of samples consumed). No state, no epoch arrays, no ranks.
+"""Which row comes when: pure functions of (seed, number of samples consumed). No state, no epoch
+arrays, no ranks.
 
 Legend: S tokens predicted per row, N rows of the split, R rows of a chunk, g global sample number.
 
-Rows are cut from the split's token stream without regard to documents ("concat"): row n is tokens S*n up to and
-including S*(n+1), S+1 of them, so that inputs and targets are the row without its last and without its first token.
+Rows are cut from the split's token stream without regard to documents ("concat"): row n is tokens
+S*n up to and including S*(n+1), S+1 of them, so that inputs and targets are the row without its
+last and without its first token.
 
-Epoch g // N visits every row once. Its order is a shuffle on two levels, so that a reader which keeps some tens of
-record batches decodes each batch about once per epoch:
+Epoch g // N visits every row once. Its order is a shuffle on two levels, so that a reader which
+keeps some tens of record batches decodes each batch about once per epoch:
 
-1. the stream is taken as chunks of R consecutive rows, about one record batch each; the chunks are permuted;
+1. the stream is taken as chunks of R consecutive rows, about one record batch each; the chunks are
+   permuted;
 2. WINDOW_CHUNKS chunks at a time form a window; the rows of a window are permuted.
 
-Both permutations are Feistel networks with keys from (seed, epoch, level, window): bijections that are computed for one
-index alone. Where a domain is no power of four, and for the last, shorter chunk, an index that falls outside is sent
-through again until it falls inside ("cycle walking"), which keeps the whole a bijection. Cost: 1-2 M rows/s.
+Both permutations are Feistel networks with keys from (seed, epoch, level, window): bijections that
+are computed for one index alone. Where a domain is no power of four, and for the last, shorter
+chunk, an index that falls outside is sent through again until it falls inside ("cycle walking"),
+which keeps the whole a bijection. Cost: 1-2 M rows/s.
 """
 
 import hashlib
@@ -39,7 +43,9 @@ class RowOrder:
     seed: int
 
     def rows_at(self, start: int, count: int) -> tuple[np.ndarray, np.ndarray]:
-        """(epochs, rows), int64 [count], of the global samples start, start + 1, ... (any start >= 0)."""
+        """(epochs, rows), int64 [count], of the global samples start, start + 1, ... (any start >=
+        0).
+        """
         samples = np.arange(start, start + count, dtype=np.int64)
         epochs, positions = np.divmod(samples, self.num_rows)
         rows = np.empty_like(positions)
@@ -49,7 +55,9 @@ class RowOrder:
         return epochs, rows
 
     def _shuffled(self, positions: np.ndarray, epoch: int) -> np.ndarray:
-        """A permutation of [0, N): one of [0, chunks * R), walked until it leaves the missing end of the last chunk."""
+        """A permutation of [0, N): one of [0, chunks * R), walked until it leaves the missing end
+        of the last chunk.
+        """
         rows = self._shuffled_full_chunks(positions, epoch)
         while (outside := rows >= self.num_rows).any():
             rows[outside] = self._shuffled_full_chunks(rows[outside], epoch)
@@ -104,4 +112,6 @@ def _mixed(values: np.ndarray) -> np.ndarray:
 
 def _key(*parts: object) -> int:
     """A 64-bit key from the names of what it is for."""
-    return int.from_bytes(hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest(), "big")
+    return int.from_bytes(
+        hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest(), "big"
+    )

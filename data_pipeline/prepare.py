@@ -1,4 +1,5 @@
-"""Text to a folder of token shards: pure functions of one input split each, and the order they are run in.
+"""Text to a folder of token shards: pure functions of one input split each, and the order they are
+run in.
 
 1. plan      input files -> input splits, in the order that decides between equal documents (`reading.plan_splits`)
 2. read      per split: the hash and size of every document                                  -> `hash_documents`
@@ -8,10 +9,11 @@
 6. tokenise  per split: one shard per side, train and validation                             -> `tokenise_split`
 7. commit    the manifest lists the shards in split order; only now the folder is valid
 
-Steps 2, 4, 5 and 6 go through a `Runner`: the work of one item in any process, on any machine that sees the folder, in
-any order, twice if need be. Tasks read and write the folder; only numbers travel. Every file appears whole or not at
-all (temporary name, fsync, rename) and depends on its split alone, so the bytes are the same for any number of
-workers and after any interruption. What is unfinished lies in `unfinished/` and is picked up by the next run.
+Steps 2, 4, 5 and 6 go through a `Runner`: the work of one item in any process, on any machine that
+sees the folder, in any order, twice if need be. Tasks read and write the folder; only numbers
+travel. Every file appears whole or not at all (temporary name, fsync, rename) and depends on its
+split alone, so the bytes are the same for any number of workers and after any interruption. What is
+unfinished lies in `unfinished/` and is picked up by the next run.
 
 Cost: text is read two or three times at 100 MB/s/core; tokenising takes nearly all the time.
 """
@@ -48,7 +50,14 @@ from .manifest import (
 )
 from .reading import EMBEDDED, Document, InputSplit, plan_splits, read_documents
 from .shards import ShardWriter, TokenDocument, shard_metadata, shard_schema, verify_shard
-from .tokenizer import TOKENIZER_FILE, BytesTokenizer, Tokenizer, load_tokenizer, token_dtype, train_bpe
+from .tokenizer import (
+    TOKENIZER_FILE,
+    BytesTokenizer,
+    Tokenizer,
+    load_tokenizer,
+    token_dtype,
+    train_bpe,
+)
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -60,13 +69,19 @@ _ENCODE_CHARS = 2**20  # text handed to the tokenizer at a time: bounds memory, 
 _TRAIN, _VALIDATION, _DUPLICATE, _EMPTY, _BROKEN = range(5)
 _SIDES: dict[int, Split] = {_TRAIN: "train", _VALIDATION: "validation"}
 _REASONS = {_DUPLICATE: "duplicate", _EMPTY: "empty", _BROKEN: "not Unicode (lone surrogates)"}
-_RECORD = np.dtype([("high", "<u8"), ("low", "<u8"), ("num_bytes", "<u4"), ("fate", "u1"), ("in_sample", "?")])
+_RECORD = np.dtype(
+    [("high", "<u8"), ("low", "<u8"), ("num_bytes", "<u4"), ("fate", "u1"), ("in_sample", "?")]
+)
 
 
 class Runner(Protocol):
-    """Runs a function on many items, anywhere: yields (index of the item, result), in any order, each once."""
+    """Runs a function on many items, anywhere: yields (index of the item, result), in any order,
+    each once.
+    """
 
-    def __call__(self, function: Callable[[T], R], items: Sequence[T], /) -> Iterator[tuple[int, R]]: ...
+    def __call__(
+        self, function: Callable[[T], R], items: Sequence[T], /
+    ) -> Iterator[tuple[int, R]]: ...
 
 
 def run_serially(function: Callable[[T], R], items: Sequence[T], /) -> Iterator[tuple[int, R]]:
@@ -87,7 +102,9 @@ class Progress:
 
 @dataclass(frozen=True)
 class SplitTask:
-    """What a task needs to know to work on input split number `index`; pickles to a few hundred bytes."""
+    """What a task needs to know to work on input split number `index`; pickles to a few hundred
+    bytes.
+    """
 
     config: DataConfig
     directory: Path
@@ -99,7 +116,9 @@ class SplitTask:
 
     def documents(self) -> Iterator[Document]:
         config = self.config
-        return read_documents(self.split, text_field=config.text_field, source_field=config.source_field)
+        return read_documents(
+            self.split, text_field=config.text_field, source_field=config.source_field
+        )
 
 
 @dataclass(frozen=True)
@@ -120,18 +139,23 @@ def prepare(
 ) -> Manifest:
     """Makes `directory` hold the tokens of `config`, and returns its manifest.
 
-    Returns at once where they are there already; continues where an earlier run was stopped. Raises InputError for
-    input that cannot be read, and PrepareError for a folder that holds something else or cannot be written.
+    Returns at once where they are there already; continues where an earlier run was stopped. Raises
+    InputError for input that cannot be read, and PrepareError for a folder that holds something
+    else or cannot be written.
     """
     folder = Path(directory).absolute()
     manifest = _finished(config, folder)
     if manifest is None:
-        splits = plan_splits(config)  # before anything is written: most mistakes are in the names of the input
+        splits = plan_splits(
+            config
+        )  # before anything is written: most mistakes are in the names of the input
         with _claimed(folder):
             manifest = _finished(config, folder)  # somebody else may have been faster
             if manifest is None:
                 _begin(config, folder, splits)
-                tasks = [SplitTask(config, folder, index, split) for index, split in enumerate(splits)]
+                tasks = [
+                    SplitTask(config, folder, index, split) for index, split in enumerate(splits)
+                ]
                 manifest = _prepare(config, tasks, run, on_progress or (lambda progress: None))
     shutil.rmtree(folder / UNFINISHED, ignore_errors=True)
     return manifest
@@ -148,7 +172,11 @@ def _prepare(
     elif not (folder / TOKENIZER_FILE).exists():
         _run_stage("sample", run, collect_sample, tasks, on_progress)
         _run_stage(
-            "train tokenizer", run, train_tokenizer, [TokenizerTask(folder, config.vocab_size, len(tasks))], on_progress
+            "train tokenizer",
+            run,
+            train_tokenizer,
+            [TokenizerTask(folder, config.vocab_size, len(tasks))],
+            on_progress,
         )
     shards = _run_stage("tokenise", run, tokenise_split, tasks, on_progress)
     tokenizer = load_tokenizer(folder)
@@ -198,13 +226,20 @@ def _finished(config: DataConfig, folder: Path) -> Manifest | None:
     manifest = read_manifest(folder)
     if manifest.spec_hash != config.spec_hash:
         raise PrepareError(
-            f"{folder} holds data prepared in another way ({_difference(manifest.spec, config.spec)}): "
+            f"{folder} holds data prepared in another way "
+            f"({_difference(manifest.spec, config.spec)}): "
             "choose another folder, or delete this one"
         )
     for url, size in manifest.inputs.items():
-        if "://" not in url and url != EMBEDDED and Path(url).exists() and Path(url).stat().st_size != size:
+        if (
+            "://" not in url
+            and url != EMBEDDED
+            and Path(url).exists()
+            and Path(url).stat().st_size != size
+        ):
             raise PrepareError(
-                f"{folder} was prepared from {url} when it had {size} bytes; it has {Path(url).stat().st_size} now: "
+                f"{folder} was prepared from {url} when it had {size} bytes; it has "
+                f"{Path(url).stat().st_size} now: "
                 "choose another folder, or delete this one"
             )
     return manifest
@@ -212,16 +247,23 @@ def _finished(config: DataConfig, folder: Path) -> Manifest | None:
 
 def _difference(found: dict[str, Any], asked: dict[str, Any]) -> str:
     keys = [key for key in sorted({*found, *asked}) if found.get(key) != asked.get(key)]
-    return "; ".join(f"{key}: there {found.get(key)!r}, asked for {asked.get(key)!r}" for key in keys) or "older format"
+    return (
+        "; ".join(f"{key}: there {found.get(key)!r}, asked for {asked.get(key)!r}" for key in keys)
+        or "older format"
+    )
 
 
 @contextmanager
 def _claimed(folder: Path) -> Iterator[None]:
-    """One process at a time prepares into a folder. The lock is the process's own: it ends with it, however it ends."""
+    """One process at a time prepares into a folder. The lock is the process's own: it ends with it,
+    however it ends.
+    """
     work = folder / UNFINISHED
     with explained_write_errors(folder):
         if not work.exists() and folder.exists() and any(folder.iterdir()):
-            raise PrepareError(f"{folder} is not empty and holds no prepared data: choose a new or an empty folder")
+            raise PrepareError(
+                f"{folder} is not empty and holds no prepared data: choose a new or an empty folder"
+            )
         work.mkdir(parents=True, exist_ok=True)
         lock = open(work / "lock", "wb")  # noqa: SIM115 (closed by the `with` below)
     with lock:
@@ -229,13 +271,21 @@ def _claimed(folder: Path) -> Iterator[None]:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as error:
-                raise PrepareError(f"another process is preparing into {folder}: wait until it has ended") from error
+                raise PrepareError(
+                    f"another process is preparing into {folder}: wait until it has ended"
+                ) from error
         yield
 
 
 def _begin(config: DataConfig, folder: Path, splits: tuple[InputSplit, ...]) -> None:
-    """Records what is being made, or checks that it is what an interrupted run was making; removes its debris."""
-    plan = {"spec_hash": config.spec_hash, "spec": config.spec, "splits": [asdict(split) for split in splits]}
+    """Records what is being made, or checks that it is what an interrupted run was making; removes
+    its debris.
+    """
+    plan = {
+        "spec_hash": config.spec_hash,
+        "spec": config.spec,
+        "splits": [asdict(split) for split in splits],
+    }
     path = folder / UNFINISHED / "plan.json"
     with explained_write_errors(folder):
         for debris in [*folder.glob(f"*{TEMPORARY}*"), *path.parent.glob(f"*{TEMPORARY}*")]:
@@ -248,7 +298,8 @@ def _begin(config: DataConfig, folder: Path, splits: tuple[InputSplit, ...]) -> 
     if found["spec_hash"] != plan["spec_hash"]:
         raise PrepareError(
             f"{folder} holds an unfinished preparation of something else "
-            f"({_difference(found['spec'], plan['spec'])}): choose another folder, or delete this one"
+            f"({_difference(found['spec'], plan['spec'])}): choose another folder, or delete this "
+            "one"
         )
     if found["splits"] != plan["splits"]:
         raise PrepareError(
@@ -297,7 +348,8 @@ def _record(text: str) -> tuple[int, int, int, int, bool]:
 
 
 def choose_documents(config: DataConfig, tasks: Sequence[SplitTask]) -> dict[str, int]:
-    """Decides the fate of every document from all hashes, and writes it per split. Returns what is dropped, by reason.
+    """Decides the fate of every document from all hashes, and writes it per split. Returns what is
+    dropped, by reason.
 
     Needs all hashes in memory: about 60 bytes per document.
     """
@@ -321,13 +373,17 @@ def choose_documents(config: DataConfig, tasks: Sequence[SplitTask]) -> dict[str
 def _later_duplicates(records: np.ndarray) -> np.ndarray:
     """Indices of the documents that occurred before, in the order of the records."""
     alive = np.flatnonzero(records["fate"] == _TRAIN)
-    order = alive[np.lexsort((records["low"][alive], records["high"][alive]))]  # stable: the first stays first
+    order = alive[
+        np.lexsort((records["low"][alive], records["high"][alive]))
+    ]  # stable: the first stays first
     high, low = records["high"][order], records["low"][order]
     return order[1:][(high[1:] == high[:-1]) & (low[1:] == low[:-1])]
 
 
 def _held_out(records: np.ndarray, candidates: np.ndarray, fraction: float) -> np.ndarray:
-    """Mask of the validation documents among the candidates: those of small hash, and at least one of several."""
+    """Mask of the validation documents among the candidates: those of small hash, and at least one
+    of several.
+    """
     if fraction == 0.0 or not candidates.any():
         return np.zeros_like(candidates)
     held_out = candidates & (records["high"] < fraction * 2.0**64)
@@ -342,17 +398,27 @@ def _check_something_is_left(config: DataConfig, records: np.ndarray) -> None:
     if fates[_TRAIN]:
         return
     names = ", ".join(config.input)
-    dropped = ", ".join(f"{fates[fate]} {reason}" for fate, reason in _REASONS.items() if fates[fate]) or "none dropped"
+    dropped = (
+        ", ".join(f"{fates[fate]} {reason}" for fate, reason in _REASONS.items() if fates[fate])
+        or "none dropped"
+    )
     if fates[_VALIDATION]:
         raise InputError(
-            f"input {names}: all documents went to validation ({fates[_VALIDATION]} there; {dropped}): lower "
-            f"validation_fraction={config.validation_fraction}, or take from input what is in validation_input"
+            f"input {names}: all documents went to validation ({fates[_VALIDATION]} there; "
+            f"{dropped}): lower "
+            f"validation_fraction={config.validation_fraction}, or take from input what is in "
+            "validation_input"
         )
-    raise InputError(f"input {names} is empty: {len(records)} documents were read ({dropped}); give files with text")
+    raise InputError(
+        f"input {names} is empty: {len(records)} documents were read ({dropped}); give files with "
+        "text"
+    )
 
 
 def _sampled(records: np.ndarray, sample_bytes: int) -> np.ndarray:
-    """Mask of train documents with about `sample_bytes` of text, spread over all splits by their hash."""
+    """Mask of train documents with about `sample_bytes` of text, spread over all splits by their
+    hash.
+    """
     train = np.flatnonzero(records["fate"] == _TRAIN)
     order = train[np.argsort(records["low"][train], kind="stable")]
     before = np.cumsum(records["num_bytes"][order], dtype=np.int64) - records["num_bytes"][order]
@@ -362,7 +428,9 @@ def _sampled(records: np.ndarray, sample_bytes: int) -> np.ndarray:
 
 
 def _chosen_documents(task: SplitTask) -> Iterator[tuple[Document, np.void]]:
-    """The documents of a split again, normalised, each with its record. Raises InputError if they are others now."""
+    """The documents of a split again, normalised, each with its record. Raises InputError if they
+    are others now.
+    """
     chosen = np.load(task.unfinished("chosen.npy"))
     for document, record in zip_longest(task.documents(), chosen):
         text = normalised(document.text) if document else ""
@@ -403,14 +471,19 @@ def _lines_of(path: Path) -> Iterator[bytes]:
 
 
 def tokenise_split(task: SplitTask) -> tuple[ShardEntry, ...]:
-    """Writes the shards of one split, one per side. What a former run wrote is used if its checksums agree."""
+    """Writes the shards of one split, one per side. What a former run wrote is used if its
+    checksums agree.
+    """
     if (ready := _ready_shards(task)) is not None:
         return ready
     tokenizer = load_tokenizer(task.directory)
-    sides: tuple[Split, ...] = ("train", "validation") if task.split.role == "both" else (task.split.role,)
+    sides: tuple[Split, ...] = (
+        ("train", "validation") if task.split.role == "both" else (task.split.role,)
+    )
     with ExitStack() as files:
         writers: dict[Split, ShardWriter] = {
-            side: _writer(task, tokenizer, files.enter_context(atomic_write(_path(task, side)))) for side in sides
+            side: _writer(task, tokenizer, files.enter_context(atomic_write(_path(task, side))))
+            for side in sides
         }
         for side, document in _token_documents(task, tokenizer):
             writers[side].add(document)
@@ -448,7 +521,9 @@ def _close(task: SplitTask, side: Split, writer: ShardWriter) -> ShardEntry:
         return writer.close(name=name, split=side, source=task.split.label, index_file=index_file)
 
 
-def _token_documents(task: SplitTask, tokenizer: Tokenizer) -> Iterator[tuple[Split, TokenDocument]]:
+def _token_documents(
+    task: SplitTask, tokenizer: Tokenizer
+) -> Iterator[tuple[Split, TokenDocument]]:
     end = np.array([tokenizer.end_of_document_id], dtype=token_dtype(tokenizer.vocab_size))
     for batch in _by_size(pair for pair in _chosen_documents(task) if pair[1]["fate"] in _SIDES):
         encoded = tokenizer.encode_batch([document.text for document, _ in batch])
@@ -456,7 +531,10 @@ def _token_documents(task: SplitTask, tokenizer: Tokenizer) -> Iterator[tuple[Sp
             doc_id = struct.pack(">QQ", record["high"], record["low"])
             with_end = np.concatenate([tokens, end])
             num_bytes = int(record["num_bytes"])
-            yield _SIDES[record["fate"]], TokenDocument(with_end, doc_id, num_bytes, document.source, document.row)
+            yield (
+                _SIDES[record["fate"]],
+                TokenDocument(with_end, doc_id, num_bytes, document.source, document.row),
+            )
 
 
 def _by_size(pairs: Iterable[tuple[Document, np.void]]) -> Iterator[list[tuple[Document, np.void]]]:

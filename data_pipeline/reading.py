@@ -1,11 +1,14 @@
 """From file names, globs and URLs to documents.
 
-1. `plan_splits` expands what the user gave into input splits: one file, or a byte range (.txt, .jsonl) or range of row
-   groups (.parquet) of a large one, in sorted order. A .jsonl.zst is one split: zstd has no way into its middle.
-2. `read_documents` reads one split. It is a pure function of the split and the file, so it can run on any machine.
+1. `plan_splits` expands what the user gave into input splits: one file, or a byte range (.txt,
+   .jsonl) or range of row groups (.parquet) of a large one, in sorted order. A .jsonl.zst is one
+   split: zstd has no way into its middle.
+2. `read_documents` reads one split. It is a pure function of the split and the file, so it can run
+   on any machine.
 
-Files are opened through fsspec: a URL (s3://, gs://, hf://, https://) works where its package is installed. Every
-error names the file and, inside it, the byte and the line. Reading and parsing JSON lines takes about 100 MB/s/core.
+Files are opened through fsspec: a URL (s3://, gs://, hf://, https://) works where its package is
+installed. Every error names the file and, inside it, the byte and the line. Reading and parsing
+JSON lines takes about 100 MB/s/core.
 """
 
 import json
@@ -28,20 +31,43 @@ EMBEDDED = "embedded"
 Kind = Literal["embedded", "txt", "jsonl", "jsonl.zst", "parquet"]
 Role = Literal["train", "validation", "both"]
 
-_SUFFIXES: dict[str, Kind] = {".txt": "txt", ".jsonl": "jsonl", ".jsonl.zst": "jsonl.zst", ".parquet": "parquet"}
-_PACKAGES = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "hf": "huggingface_hub", "http": "aiohttp"}
-_PACKAGES |= {"https": "aiohttp", "abfs": "adlfs", "abfss": "adlfs", "az": "adlfs", "sftp": "paramiko"}
+_SUFFIXES: dict[str, Kind] = {
+    ".txt": "txt",
+    ".jsonl": "jsonl",
+    ".jsonl.zst": "jsonl.zst",
+    ".parquet": "parquet",
+}
+_PACKAGES = {
+    "s3": "s3fs",
+    "s3a": "s3fs",
+    "gs": "gcsfs",
+    "gcs": "gcsfs",
+    "hf": "huggingface_hub",
+    "http": "aiohttp",
+}
+_PACKAGES |= {
+    "https": "aiohttp",
+    "abfs": "adlfs",
+    "abfss": "adlfs",
+    "az": "adlfs",
+    "sftp": "paramiko",
+}
 _CHUNK_BYTES = 2**20
-_TEXT_DOCUMENT_CHARS = 8000  # a .txt is cut into documents at the first blank line after so many characters
-_TEXT_DOCUMENT_MAX_CHARS = 4 * _TEXT_DOCUMENT_CHARS  # and at a line end, or anywhere, where there is no blank line
+_TEXT_DOCUMENT_CHARS = (
+    8000  # a .txt is cut into documents at the first blank line after so many characters
+)
+_TEXT_DOCUMENT_MAX_CHARS = (
+    4 * _TEXT_DOCUMENT_CHARS
+)  # and at a line end, or anywhere, where there is no blank line
 
 
 @dataclass(frozen=True)
 class InputSplit:
     """A piece of input that one task reads: units [start, stop) of a file.
 
-    The unit is a byte (.txt, .jsonl), a row group (.parquet), a part of the embedded corpus, or the file (.jsonl.zst).
-    A line belongs to the split in which it begins. `size` is the whole file's, to notice that it has changed.
+    The unit is a byte (.txt, .jsonl), a row group (.parquet), a part of the embedded corpus, or the
+    file (.jsonl.zst). A line belongs to the split in which it begins. `size` is the whole file's,
+    to notice that it has changed.
     """
 
     url: str
@@ -79,7 +105,8 @@ class Document:
 def plan_splits(config: DataConfig) -> tuple[InputSplit, ...]:
     """All input splits in the order that decides which of two equal documents stays.
 
-    Validation comes first: what is in both is validated on, not trained on. Raises InputError for what is not there.
+    Validation comes first: what is in both is validated on, not trained on. Raises InputError for
+    what is not there.
     """
     train_role: Role = "train" if config.validation_input else "both"
     validation = _plan(config.validation_input, "validation", config.split_bytes)
@@ -87,7 +114,9 @@ def plan_splits(config: DataConfig) -> tuple[InputSplit, ...]:
 
 
 def read_documents(split: InputSplit, *, text_field: str, source_field: str) -> Iterator[Document]:
-    """The documents of one split in file order. Raises InputError with file, byte and line of what is wrong."""
+    """The documents of one split in file order. Raises InputError with file, byte and line of what
+    is wrong.
+    """
     if split.kind == "embedded":
         records = ((row, text, EMBEDDED) for row, text in embedded_part(split.start))
     elif split.kind == "txt":
@@ -124,7 +153,10 @@ def _expand(pattern: str) -> Iterator[tuple[str, Kind, int]]:
             raise InputError(_nothing_there(pattern))
         for found in paths:
             if fs.isdir(found):
-                raise InputError(f"input {pattern!r} is a folder: name its files with a glob such as {pattern}/*.jsonl")
+                raise InputError(
+                    f"input {pattern!r} is a folder: name its files with a glob such as "
+                    f"{pattern}/*.jsonl"
+                )
             url = found if _is_local(fs) else str(fs.unstrip_protocol(found))
             yield url, _kind(url), _size(fs, found, url)
     except OSError as error:
@@ -139,7 +171,9 @@ def _filesystem(url: str) -> tuple[Any, str]:
         return fsspec.core.url_to_fs(url)
     except ImportError as error:
         package = _PACKAGES.get(protocol, protocol)
-        raise InputError(f"input {url!r} needs a package for {protocol}://: pip install {package}") from error
+        raise InputError(
+            f"input {url!r} needs a package for {protocol}://: pip install {package}"
+        ) from error
     except ValueError as error:
         raise InputError(
             f"input {url!r} cannot be opened: {error}; for a local file leave out {protocol}://"
@@ -149,7 +183,9 @@ def _filesystem(url: str) -> tuple[Any, str]:
 def _size(fs: Any, path: str, url: str) -> int:
     size = fs.info(path)["size"]
     if size is None:
-        raise InputError(f"{url}: the server does not tell the file's size: download the file and give its name")
+        raise InputError(
+            f"{url}: the server does not tell the file's size: download the file and give its name"
+        )
     return int(size)
 
 
@@ -167,10 +203,14 @@ def _kind(url: str) -> Kind:
     for suffix, kind in _SUFFIXES.items():
         if url.endswith(suffix):
             return kind
-    raise InputError(f"input {url!r} has an ending that is not read: give one of {', '.join(_SUFFIXES)}")
+    raise InputError(
+        f"input {url!r} has an ending that is not read: give one of {', '.join(_SUFFIXES)}"
+    )
 
 
-def _split_file(url: str, kind: Kind, size: int, role: Role, split_bytes: int) -> Iterator[InputSplit]:
+def _split_file(
+    url: str, kind: Kind, size: int, role: Role, split_bytes: int
+) -> Iterator[InputSplit]:
     if kind == "embedded":
         bounds = list(range(NUM_PARTS + 1))
     elif kind == "parquet":
@@ -186,7 +226,9 @@ def _split_file(url: str, kind: Kind, size: int, role: Role, split_bytes: int) -
 def _row_group_bounds(url: str, split_bytes: int) -> list[int]:
     with _opened(url) as file, _parquet_errors(url):
         metadata = pq.ParquetFile(file).metadata
-        sizes = [metadata.row_group(group).total_byte_size for group in range(metadata.num_row_groups)]
+        sizes = [
+            metadata.row_group(group).total_byte_size for group in range(metadata.num_row_groups)
+        ]
     bounds, filled = [0], 0
     for group, group_bytes in enumerate(sizes):
         if filled and filled + group_bytes > split_bytes:
@@ -213,7 +255,8 @@ def _opened(url: str, expected_size: int | None = None) -> Iterator[IO[bytes]]:
             yield file
     except OSError as error:
         raise InputError(
-            f"{url} cannot be read ({_reason(error)}): check that it exists and that you may read it"
+            f"{url} cannot be read ({_reason(error)}): check that it exists and that you may read "
+            "it"
         ) from error
 
 
@@ -244,7 +287,9 @@ def _chunks(file: IO[bytes]) -> Iterator[bytes]:
 
 
 def _decompressed(file: IO[bytes], url: str) -> Iterator[bytes]:
-    """zstd frames, one after the other; a frame that ends too early is an error, which zstd's own reader hides."""
+    """zstd frames, one after the other; a frame that ends too early is an error, which zstd's own
+    reader hides.
+    """
     frame = zstandard.ZstdDecompressor().decompressobj()
     pending = False
     for chunk in _chunks(file):
@@ -252,7 +297,9 @@ def _decompressed(file: IO[bytes], url: str) -> Iterator[bytes]:
             try:
                 text = frame.decompress(chunk)
             except zstandard.ZstdError as error:
-                raise InputError(f"{url} is not valid zstd ({error}): it is damaged, fetch it again") from error
+                raise InputError(
+                    f"{url} is not valid zstd ({error}): it is damaged, fetch it again"
+                ) from error
             if text:
                 yield text
             pending, chunk = not frame.eof, b""
@@ -260,7 +307,9 @@ def _decompressed(file: IO[bytes], url: str) -> Iterator[bytes]:
                 chunk = frame.unused_data
                 frame = zstandard.ZstdDecompressor().decompressobj()
     if pending:
-        raise InputError(f"{url} ends in the middle of a zstd frame: it is truncated, fetch it again")
+        raise InputError(
+            f"{url} ends in the middle of a zstd frame: it is truncated, fetch it again"
+        )
 
 
 def _lines(chunks: Iterable[bytes]) -> Iterator[bytes]:
@@ -315,13 +364,19 @@ def _pieces(text: str) -> Iterator[str]:
         yield text[start : start + _TEXT_DOCUMENT_MAX_CHARS]
 
 
-def _json_records(split: InputSplit, text_field: str, source_field: str) -> Iterator[tuple[int, str, str | None]]:
+def _json_records(
+    split: InputSplit, text_field: str, source_field: str
+) -> Iterator[tuple[int, str, str | None]]:
     row = 0
     for offset, number, line in _split_lines(split):
         text = _decoded(split, offset, number, line)
         if text.strip():
             record = _json_object(text, _where(split, offset, number))
-            yield row, _text_of(record, text_field, _where(split, offset, number)), _source_of(record, source_field)
+            yield (
+                row,
+                _text_of(record, text_field, _where(split, offset, number)),
+                _source_of(record, source_field),
+            )
             row += 1
 
 
@@ -329,19 +384,28 @@ def _json_object(text: str, where: str) -> dict[str, Any]:
     try:
         record = json.loads(text)
     except ValueError as error:
-        raise InputError(f"{where}: not valid JSON ({error}); each line must be one JSON object") from error
+        raise InputError(
+            f"{where}: not valid JSON ({error}); each line must be one JSON object"
+        ) from error
     if not isinstance(record, dict):
-        raise InputError(f"{where}: a JSON {type(record).__name__}; each line must be one JSON object")
+        raise InputError(
+            f"{where}: a JSON {type(record).__name__}; each line must be one JSON object"
+        )
     return record
 
 
 def _text_of(record: dict[str, Any], text_field: str, where: str) -> str:
     if text_field not in record:
         fields = ", ".join(map(repr, record)) or "none"
-        raise InputError(f"{where}: no field {text_field!r}; its fields are {fields}: set text_field to one of them")
+        raise InputError(
+            f"{where}: no field {text_field!r}; its fields are {fields}: set text_field to one of "
+            "them"
+        )
     text = record[text_field]
     if not isinstance(text, str):
-        raise InputError(f"{where}: field {text_field!r} holds a {type(text).__name__}, not text: set text_field")
+        raise InputError(
+            f"{where}: field {text_field!r} holds a {type(text).__name__}, not text: set text_field"
+        )
     return text
 
 
@@ -358,15 +422,21 @@ def _parquet_errors(url: str) -> Iterator[None]:
     try:
         yield
     except (pa.ArrowException, UnicodeDecodeError) as error:
-        raise InputError(f"{url} is not a readable Parquet file ({error}): check that it is whole") from error
+        raise InputError(
+            f"{url} is not a readable Parquet file ({error}): check that it is whole"
+        ) from error
 
 
-def _parquet_records(split: InputSplit, text_field: str, source_field: str) -> Iterator[tuple[int, str, str | None]]:
+def _parquet_records(
+    split: InputSplit, text_field: str, source_field: str
+) -> Iterator[tuple[int, str, str | None]]:
     with _opened(split.url, split.size) as file, _parquet_errors(split.url):
         parquet = pq.ParquetFile(file)
         columns = _parquet_columns(split.url, parquet.schema_arrow, text_field, source_field)
         row = 0
-        for batch in parquet.iter_batches(64, row_groups=range(split.start, split.stop), columns=columns):
+        for batch in parquet.iter_batches(
+            64, row_groups=range(split.start, split.stop), columns=columns
+        ):
             for record in batch.to_pylist():
                 # A missing value is an empty document: dropped and counted like one.
                 yield row, record[text_field] or "", _source_of(record, source_field)
@@ -376,8 +446,15 @@ def _parquet_records(split: InputSplit, text_field: str, source_field: str) -> I
 def _parquet_columns(url: str, schema: pa.Schema, text_field: str, source_field: str) -> list[str]:
     if text_field not in schema.names:
         names = ", ".join(map(repr, schema.names))
-        raise InputError(f"{url}: no column {text_field!r}; its columns are {names}: set text_field to one of them")
+        raise InputError(
+            f"{url}: no column {text_field!r}; its columns are {names}: set text_field to one of "
+            "them"
+        )
     column_type = schema.field(text_field).type
     if not (pa.types.is_string(column_type) or pa.types.is_large_string(column_type)):
-        raise InputError(f"{url}: column {text_field!r} holds {column_type}, not text: set text_field to another")
-    return [text_field] + ([source_field] if source_field in schema.names and source_field != text_field else [])
+        raise InputError(
+            f"{url}: column {text_field!r} holds {column_type}, not text: set text_field to another"
+        )
+    return [text_field] + (
+        [source_field] if source_field in schema.names and source_field != text_field else []
+    )

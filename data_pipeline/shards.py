@@ -1,13 +1,17 @@
-"""Token shards: Arrow IPC files of whole documents, and how one record batch is fetched, checked and decoded alone.
+"""Token shards: Arrow IPC files of whole documents, and how one record batch is fetched, checked
+and decoded alone.
 
-1. `ShardWriter` collects documents into record batches of about `batch_tokens` tokens and writes `*.tok.arrow` (zstd
-   level 3) and beside it `*.idx.arrow`: offset, length, counts and CRC32 of every compressed batch message.
-2. `TokenStore` reads a split of a prepared folder: batch number in, tokens out. The CRC is compared *before*
-   decoding, because Arrow over zstd returns wrong tokens without a word for 70 % of single flipped bits.
+1. `ShardWriter` collects documents into record batches of about `batch_tokens` tokens and writes
+   `*.tok.arrow` (zstd level 3) and beside it `*.idx.arrow`: offset, length, counts and CRC32 of
+   every compressed batch message.
+2. `TokenStore` reads a split of a prepared folder: batch number in, tokens out. The CRC is compared
+   *before* decoding, because Arrow over zstd returns wrong tokens without a word for 70 % of single
+   flipped bits.
 
-The schema is fixed by the format and the token width, so a batch needs nothing of its file but its own bytes: any
-(offset, length) can be read from any copy. The footer is only for other tools. Cost: 2.9 times smaller than uint16
-in memory, written at about 150 M tokens/s/core, read at about 400-700.
+The schema is fixed by the format and the token width, so a batch needs nothing of its file but its
+own bytes: any (offset, length) can be read from any copy. The footer is only for other tools. Cost:
+2.9 times smaller than uint16 in memory, written at about 150 M tokens/s/core, read at about
+400-700.
 
     tokens      list<uint16>, or uint32 above 65536 ids; the end of document is the last token of each document
     doc_id      blake2b-128 of the normalised text
@@ -60,7 +64,9 @@ def shard_schema(vocab_size: int, metadata: dict[str, str] | None = None) -> pa.
 
 
 def shard_metadata(tokenizer: Tokenizer, source: str) -> dict[str, str]:
-    """What a shard says about itself. No path and no time: the same documents give the same bytes anywhere."""
+    """What a shard says about itself. No path and no time: the same documents give the same bytes
+    anywhere.
+    """
     return {
         "moebius.format_version": str(FORMAT_VERSION),
         "moebius.tokenizer_sha256": tokenizer.sha256,
@@ -82,9 +88,11 @@ class TokenDocument:
 
 
 class ShardWriter:
-    """Writes documents into one shard file. A document longer than `batch_tokens` makes a record batch of its own size.
+    """Writes documents into one shard file. A document longer than `batch_tokens` makes a record
+    batch of its own size.
 
-    The caller owns the file (see `manifest.atomic_write`), so that a shard appears whole or not at all.
+    The caller owns the file (see `manifest.atomic_write`), so that a shard appears whole or not at
+    all.
     """
 
     def __init__(self, file: IO[bytes], *, schema: pa.Schema, batch_tokens: int):
@@ -96,7 +104,9 @@ class ShardWriter:
         self._blake2b = hashlib.blake2b(digest_size=32)
         self._captured = io.BytesIO()
         options = pa.ipc.IpcWriteOptions(compression=pa.Codec("zstd", 3), use_threads=False)
-        self._arrow = pa.ipc.new_file(pa.PythonFile(self._captured, mode="w"), schema, options=options)
+        self._arrow = pa.ipc.new_file(
+            pa.PythonFile(self._captured, mode="w"), schema, options=options
+        )
 
     def add(self, document: TokenDocument) -> None:
         self._pending.append(document)
@@ -106,7 +116,9 @@ class ShardWriter:
             self._write_batch()
 
     def close(self, *, name: str, split: Split, source: str, index_file: IO[bytes]) -> ShardEntry:
-        """Writes what is pending, the footer, and the index; returns the manifest's entry for this shard."""
+        """Writes what is pending, the footer, and the index; returns the manifest's entry for this
+        shard.
+        """
         if self._pending:
             self._write_batch()
         self._arrow.close()
@@ -132,7 +144,15 @@ class ShardWriter:
             prefix = _ARROW_MAGIC_BYTES + self._schema.serialize().size
             self._write(message[:prefix])
             message = message[prefix:]
-        self._index.append((self._num_bytes, len(message), self._pending_tokens, len(self._pending), crc32(message)))
+        self._index.append(
+            (
+                self._num_bytes,
+                len(message),
+                self._pending_tokens,
+                len(self._pending),
+                crc32(message),
+            )
+        )
         self._write(message)
         self._pending, self._pending_tokens = [], 0
 
@@ -166,7 +186,10 @@ def _record_batch(documents: list[TokenDocument], schema: pa.Schema) -> pa.Recor
 
 def _write_index(file: IO[bytes], rows: list[tuple[int, ...]]) -> str:
     columns = zip(*rows, strict=True) if rows else ((),) * len(_INDEX_SCHEMA)
-    arrays = [pa.array(column, type=field.type) for column, field in zip(columns, _INDEX_SCHEMA, strict=True)]
+    arrays = [
+        pa.array(column, type=field.type)
+        for column, field in zip(columns, _INDEX_SCHEMA, strict=True)
+    ]
     sink = pa.BufferOutputStream()
     with pa.ipc.new_file(sink, _INDEX_SCHEMA) as writer:
         writer.write_batch(pa.RecordBatch.from_arrays(arrays, schema=_INDEX_SCHEMA))
@@ -176,28 +199,36 @@ def _write_index(file: IO[bytes], rows: list[tuple[int, ...]]) -> str:
 
 
 def prepared_tokenizer(directory: str | Path) -> Tokenizer:
-    """The tokenizer that the shards of a prepared folder were made with. Raises ShardError if another lies there."""
+    """The tokenizer that the shards of a prepared folder were made with. Raises ShardError if
+    another lies there.
+    """
     return load_tokenizer(directory, sha256=read_manifest(directory).tokenizer_sha256)
 
 
 def verify_shard(directory: Path, entry: ShardEntry) -> None:
-    """Reads a shard and its index whole and compares both blake2b-256. Raises ShardError. About 1 GB/s."""
+    """Reads a shard and its index whole and compares both blake2b-256. Raises ShardError. About 1
+    GB/s.
+    """
     for name, expected in ((entry.name, entry.blake2b), (entry.index_name, entry.index_blake2b)):
         path = directory / name
         try:
             with open(path, "rb") as file:
-                found = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=32)).hexdigest()
+                found = hashlib.file_digest(
+                    file, lambda: hashlib.blake2b(digest_size=32)
+                ).hexdigest()
         except OSError as error:
             raise ShardError(f"{path} cannot be read ({error.strerror}): {_RESTORE}") from error
         if found != expected:
-            raise ShardError(f"{path} has blake2b {found[:12]}…, the manifest says {expected[:12]}…: {_RESTORE}")
+            raise ShardError(
+                f"{path} has blake2b {found[:12]}…, the manifest says {expected[:12]}…: {_RESTORE}"
+            )
 
 
 class TokenStore:
     """The token stream of one split of a prepared folder: all its shards in order, batch by batch.
 
-    Opening checks that every shard is there in its full size and that every index is intact; tokens are checked when
-    they are read. Threads may share a store.
+    Opening checks that every shard is there in its full size and that every index is intact; tokens
+    are checked when they are read. Threads may share a store.
     """
 
     def __init__(self, directory: str | Path, split: str, manifest: Manifest | None = None):
@@ -209,9 +240,14 @@ class TokenStore:
         self._lock = Lock()
         for entry in self.entries:
             _check_size(self.directory / entry.name, entry.num_bytes)
-        tables = [_read_index(self.directory / entry.index_name, entry.index_blake2b) for entry in self.entries]
+        tables = [
+            _read_index(self.directory / entry.index_name, entry.index_blake2b)
+            for entry in self.entries
+        ]
         self._index = {name: _joined(tables, name) for name in _INDEX_SCHEMA.names}
-        self._shard_of_batch = np.repeat(np.arange(len(tables)), [table.num_rows for table in tables])
+        self._shard_of_batch = np.repeat(
+            np.arange(len(tables)), [table.num_rows for table in tables]
+        )
         self.batch_starts = np.concatenate([[0], np.cumsum(self._index["n_tokens"])])
         """int64 [num_batches + 1]: batch b holds the stream's tokens batch_starts[b] up to batch_starts[b + 1]."""
 
@@ -228,14 +264,20 @@ class TokenStore:
         return self.read_documents(batch).column("tokens").flatten().to_numpy()
 
     def read_documents(self, batch: int) -> pa.RecordBatch:
-        """One record batch with all its columns. Raises ShardError when its bytes are not those that were written."""
+        """One record batch with all its columns. Raises ShardError when its bytes are not those
+        that were written.
+        """
         message, where = self._fetch(batch)
         expected = int(self._index["crc32"][batch])
         if (found := crc32(message)) != expected:
-            raise ShardError(f"{where}: CRC32 is {found:08x}, the index says {expected:08x}; {_RESTORE}")
+            raise ShardError(
+                f"{where}: CRC32 is {found:08x}, the index says {expected:08x}; {_RESTORE}"
+            )
         try:
             return pa.ipc.read_record_batch(pa.ipc.read_message(message), self._schema)
-        except pa.ArrowException as error:  # intact bytes of another format: a shard of another vocabulary width
+        except (
+            pa.ArrowException
+        ) as error:  # intact bytes of another format: a shard of another vocabulary width
             raise ShardError(f"{where}: cannot be decoded ({error}); {_RESTORE}") from error
 
     def close(self) -> None:
@@ -255,7 +297,9 @@ class TokenStore:
         except OSError as error:
             raise ShardError(f"{where}: cannot be read ({error.strerror}); {_RESTORE}") from error
         if len(message) != length:
-            raise ShardError(f"{where}: the file ends after {len(message)} of {length} bytes; {_RESTORE}")
+            raise ShardError(
+                f"{where}: the file ends after {len(message)} of {length} bytes; {_RESTORE}"
+            )
         return message, where
 
     def _handle(self, shard: int, path: Path) -> int:
@@ -271,7 +315,10 @@ def _check_size(path: Path, expected: int) -> None:
     except OSError as error:
         raise ShardError(f"{path} is missing ({error.strerror}): {_RESTORE}") from error
     if found != expected:
-        raise ShardError(f"{path} has {found} bytes, the manifest says {expected}: truncated or replaced; {_RESTORE}")
+        raise ShardError(
+            f"{path} has {found} bytes, the manifest says {expected}: truncated or replaced; "
+            f"{_RESTORE}"
+        )
 
 
 def _read_index(path: Path, expected: str) -> pa.Table:

@@ -1,14 +1,18 @@
-"""Gradients over the mesh: every reduction is a SUM, one norm, one clipping coefficient, one decision to skip.
+"""Gradients over the mesh: every reduction is a SUM, one norm, one clipping coefficient, one
+decision to skip.
 
-The loss is already divided by the number of tokens of the whole world, so nothing is averaged here: a dense gradient is
-summed over the world, an expert's over all ranks that hold it (expert_replicas); the all-to-all's backward has brought the
-gradients of the ep group's tokens to the expert already. What FSDP shards, it has summed itself (sharding.py).
+The loss is already divided by the number of tokens of the whole world, so nothing is averaged here:
+a dense gradient is summed over the world, an expert's over all ranks that hold it
+(expert_replicas); the all-to-all's backward has brought the gradients of the ep group's tokens to
+the expert already. What FSDP shards, it has summed itself (sharding.py).
 
-A parameter without a gradient on this rank counts as zeros, and after the reduction every parameter has a gradient. So all
-ranks issue the same collectives whatever their tokens did, and one rank treats a parameter as many do.
+A parameter without a gradient on this rank counts as zeros, and after the reduction every parameter
+has a gradient. So all ranks issue the same collectives whatever their tokens did, and one rank
+treats a parameter as many do.
 
-Cost per step: one copy of the gradients into flat buckets (kept; 4 bytes per parameter) and one all-reduce per 25 MB; the
-reduced gradients are views into the buckets, so nothing is copied back unless the parameters are narrower than float32.
+Cost per step: one copy of the gradients into flat buckets (kept; 4 bytes per parameter) and one
+all-reduce per 25 MB; the reduced gradients are views into the buckets, so nothing is copied back
+unless the parameters are narrower than float32.
 """
 
 from collections.abc import Iterator, Sequence
@@ -53,8 +57,8 @@ class _Bucket:
 class GradientReducer:
     """Sums gradients over the ranks, again and again, in the same buffers.
 
-    `dense` and `experts` must be the same, in the same order, on every rank. After `reduce()` the gradients are views into
-    this object's buffers: valid until the next `reduce()`.
+    `dense` and `experts` must be the same, in the same order, on every rank. After `reduce()` the
+    gradients are views into this object's buffers: valid until the next `reduce()`.
     """
 
     def __init__(
@@ -90,12 +94,16 @@ class GradientReducer:
             bucket.unpack()
 
 
-def global_grad_norm(parameters: Sequence[Parameter], mesh: Mesh, *, flag: bool = False) -> tuple[Tensor, bool]:
-    """The 2-norm of the whole model's reduced gradient (float64, no dimensions), and whether any rank raised its flag.
+def global_grad_norm(
+    parameters: Sequence[Parameter], mesh: Mesh, *, flag: bool = False
+) -> tuple[Tensor, bool]:
+    """The 2-norm of the whole model's reduced gradient (float64, no dimensions), and whether any
+    rank raised its flag.
 
-    A collective call; both answers have the same bits on every rank. Every element is counted once, by the first copy of its
-    tensor, so a non-finite gradient anywhere makes the norm non-finite everywhere. The flag rides on the same reduction: what
-    must be agreed at every step boundary costs no message of its own.
+    A collective call; both answers have the same bits on every rank. Every element is counted once,
+    by the first copy of its tensor, so a non-finite gradient anywhere makes the norm non-finite
+    everywhere. The flag rides on the same reduction: what must be agreed at every step boundary
+    costs no message of its own.
     """
     sums = torch.zeros(2, dtype=torch.float64, device=_device(parameters))
     sums[0] = _square_sum(list(_counted_here(parameters, mesh.rank)))
@@ -108,13 +116,16 @@ def global_grad_norm(parameters: Sequence[Parameter], mesh: Mesh, *, flag: bool 
 def clip_gradients(
     parameters: Sequence[Parameter], mesh: Mesh, *, max_norm: float, flag: bool = False
 ) -> tuple[Tensor, bool]:
-    """Scales all gradients by min(1, max_norm / norm); returns the norm before it and the flag, as global_grad_norm does.
+    """Scales all gradients by min(1, max_norm / norm); returns the norm before it and the flag, as
+    global_grad_norm does.
 
-    A collective call, after the reduction. If the norm is not finite the gradients are worthless: skip the step. All ranks
-    see the same norm, so all of them do.
+    A collective call, after the reduction. If the norm is not finite the gradients are worthless:
+    skip the step. All ranks see the same norm, so all of them do.
     """
     norm, raised = global_grad_norm(parameters, mesh, flag=flag)
-    gradients = [local_tensor(parameter.grad) for parameter in parameters if parameter.grad is not None]
+    gradients = [
+        local_tensor(parameter.grad) for parameter in parameters if parameter.grad is not None
+    ]
     if gradients:
         scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
         torch._foreach_mul_(gradients, scale)  # pyright: ignore[reportPrivateImportUsage]
@@ -129,7 +140,9 @@ def _counted_here(parameters: Sequence[Parameter], rank: int) -> Iterator[Tensor
 
 
 def _buckets(parameters: Sequence[Parameter], bucket_bytes: int) -> list[_Bucket]:
-    """Consecutive parameters of one device and sum type, about bucket_bytes together (one larger parameter is alone)."""
+    """Consecutive parameters of one device and sum type, about bucket_bytes together (one larger
+    parameter is alone).
+    """
     groups: list[list[Parameter]] = []
     kind, num_bytes = None, 0
     for parameter in parameters:
@@ -146,18 +159,26 @@ def _buckets(parameters: Sequence[Parameter], bucket_bytes: int) -> list[_Bucket
 def _bucket(parameters: list[Parameter]) -> _Bucket:
     sizes = [parameter.numel() for parameter in parameters]
     flat = torch.zeros(sum(sizes), dtype=_sum_dtype(parameters[0]), device=parameters[0].device)
-    views = [part.view(parameter.shape) for part, parameter in zip(flat.split(sizes), parameters, strict=True)]
+    views = [
+        part.view(parameter.shape)
+        for part, parameter in zip(flat.split(sizes), parameters, strict=True)
+    ]
     return _Bucket(parameters, flat, views)
 
 
 def _sum_dtype(parameter: Parameter) -> torch.dtype:
-    return torch.promote_types(parameter.dtype, torch.float32)  # bfloat16 sums over many ranks would lose small terms
+    return torch.promote_types(
+        parameter.dtype, torch.float32
+    )  # bfloat16 sums over many ranks would lose small terms
 
 
 def _square_sum(gradients: Sequence[Tensor]) -> Tensor | float:
     if not gradients:
         return 0.0
-    norms = [torch.linalg.vector_norm(grad, dtype=torch.promote_types(grad.dtype, torch.float32)) for grad in gradients]
+    norms = [
+        torch.linalg.vector_norm(grad, dtype=torch.promote_types(grad.dtype, torch.float32))
+        for grad in gradients
+    ]
     return torch.stack([norm.double() for norm in norms]).square().sum()
 
 

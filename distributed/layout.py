@@ -1,16 +1,20 @@
-"""Who sits where: from a mesh's sizes to tables of ranks, as pure functions without torch and without processes.
+"""Who sits where: from a mesh's sizes to tables of ranks, as pure functions without torch and
+without processes.
 
-The same ranks are seen in two ways, and a rank is its place in either, counted with the last axis innermost:
+The same ranks are seen in two ways, and a rank is its place in either, counted with the last axis
+innermost:
 
     dense view    world = pp × dp_replicate × dp_shard × cp × tp      attention, norms, embeddings
     sparse view   world = pp × dp_replicate × efsdp × ep              experts;  efsdp × ep = dp_shard × cp × tp
 
-So experts borrow the ranks of dp_shard × cp × tp and cost none of their own ("parallel folding": Megatron Core,
-arXiv 2504.14960; torchtitan draws the same two meshes). Expert parameters are cut along their expert dimension into `ep` nearly
-equal, contiguous blocks; every block exists on dp_replicate × efsdp ranks. ep is innermost so that the ranks of one ep group,
-which exchange tokens in every sparse layer, are neighbours and fit into one node whenever ep divides the ranks of a node.
+So experts borrow the ranks of dp_shard × cp × tp and cost none of their own ("parallel folding":
+Megatron Core, arXiv 2504.14960; torchtitan draws the same two meshes). Expert parameters are cut
+along their expert dimension into `ep` nearly equal, contiguous blocks; every block exists on
+dp_replicate × efsdp ranks. ep is innermost so that the ranks of one ep group, which exchange tokens
+in every sparse layer, are neighbours and fit into one node whenever ep divides the ranks of a node.
 
-Cost: all tables of a world of 10,240 ranks take 0.2 s; `group_of` makes one group without the others.
+Cost: all tables of a world of 10,240 ranks take 0.2 s; `group_of` makes one group without the
+others.
 """
 
 import itertools
@@ -24,8 +28,8 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 DENSE_AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")  # outermost first
 SPARSE_AXES = ("pp", "dp_replicate", "efsdp", "ep")
-# Axes of one view taken together: fsdp shards dense weights, batch has different samples, loss different tokens, and
-# expert_replicas hold the same block of experts.
+# Axes of one view taken together: fsdp shards dense weights, batch has different samples, loss
+# different tokens, and expert_replicas hold the same block of experts.
 FLATTENED = {
     "fsdp": ("dp_shard", "cp"),
     "batch": ("dp_replicate", "dp_shard"),
@@ -38,7 +42,9 @@ _MOST_SPANS = 8
 
 
 class MeshConfig(BaseModel):
-    """The sizes of the mesh, and how it is used. `dp_replicate = None` takes as many replicas as fill the world."""
+    """The sizes of the mesh, and how it is used. `dp_replicate = None` takes as many replicas as
+    fill the world.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -46,47 +52,67 @@ class MeshConfig(BaseModel):
     dp_shard: int | None = Field(
         default=None, ge=1, description="ranks that lend themselves to ep; None: as few as ep needs"
     )
-    dp_replicate: int | None = Field(default=None, ge=1, description="copies of all that; None fills the world")
-    # Pipeline, context and tensor parallelism: their places in the tables are kept, and a run refuses them (check_runnable).
+    dp_replicate: int | None = Field(
+        default=None, ge=1, description="copies of all that; None fills the world"
+    )
+    # Pipeline, context and tensor parallelism: their places in the tables are kept, and a run
+    # refuses them (check_runnable).
     pp: int = Field(default=1, ge=1)
     cp: int = Field(default=1, ge=1)
     tp: int = Field(default=1, ge=1)
-    # "none": dense weights whole on every rank, experts whole on every rank of their block. "fsdp": sharded over fsdp and efsdp.
+    # "none": dense weights whole on every rank, experts whole on every rank of their block. "fsdp":
+    # sharded over fsdp and efsdp.
     sharding: Literal["none", "fsdp"] = "none"
     # How rows reach their experts: "auto" is "local" where ep is 1 and "dedup" elsewhere.
     dispatcher: Literal["auto", "local", "allgather", "alltoall", "dedup", "hierarchical"] = "auto"
-    overlap_chunks: int = Field(default=1, ge=1, description="parts in which rows travel while others are computed")
-    # In a checked pass all ranks compare the full matrix of counts, and every row that arrives is verified by its source, its
-    # position and its bits; a difference ends the run on all ranks. Otherwise the senders' counts are believed.
-    check_every: int = Field(
-        default=0, ge=0, description="every n-th pass of a sparse layer checks its exchanges; 0: none, 1: each"
+    overlap_chunks: int = Field(
+        default=1, ge=1, description="parts in which rows travel while others are computed"
     )
-    # Experts move to where the load of the last n steps wants them, hot ones into several slots (docs/placement.md).
-    rebalance_every: int = Field(default=0, ge=0, description="experts move every so many steps; 0: never")
-    replicas: int = Field(default=0, ge=0, description="slots of every bank and rank for copies of hot experts")
+    # In a checked pass all ranks compare the full matrix of counts, and every row that arrives is
+    # verified by its source, its position and its bits; a difference ends the run on all ranks.
+    # Otherwise the senders' counts are believed.
+    check_every: int = Field(
+        default=0,
+        ge=0,
+        description="every n-th pass of a sparse layer checks its exchanges; 0: none, 1: each",
+    )
+    # Experts move to where the load of the last n steps wants them, hot ones into several slots
+    # (docs/placement.md).
+    rebalance_every: int = Field(
+        default=0, ge=0, description="experts move every so many steps; 0: never"
+    )
+    replicas: int = Field(
+        default=0, ge=0, description="slots of every bank and rank for copies of hot experts"
+    )
 
     @model_validator(mode="after")
     def _check_placement(self) -> Self:
         if self.replicas and not self.rebalance_every:
             raise ValueError(
-                f"mesh.replicas={self.replicas} with mesh.rebalance_every=0: experts get copies when they move; set "
+                f"mesh.replicas={self.replicas} with mesh.rebalance_every=0: experts get copies "
+                "when they move; set "
                 "mesh.rebalance_every to the number of steps between two moves"
             )
         if self.rebalance_every and self.sharding != "none":
             raise ValueError(
-                f"mesh.rebalance_every={self.rebalance_every} with mesh.sharding={self.sharding!r}: experts can move where "
-                'their weights are whole on their rank only; use mesh.sharding="none" or mesh.rebalance_every=0'
+                f"mesh.rebalance_every={self.rebalance_every} with "
+                f"mesh.sharding={self.sharding!r}: experts can move where "
+                'their weights are whole on their rank only; use mesh.sharding="none" or '
+                "mesh.rebalance_every=0"
             )
         return self
 
 
 @dataclass(frozen=True)
 class Layout:
-    """A mesh whose sizes fit each other; everything else about ranks is computed from these six numbers."""
+    """A mesh whose sizes fit each other; everything else about ranks is computed from these six
+    numbers.
+    """
 
     dp_replicate: int
     ep: int
-    dp_shard: int = 0  # 0: as few as ep needs, which is what layouts meant that were saved before they had this number
+    # 0: as few as ep needs, which is what layouts meant that were saved before they had this number
+    dp_shard: int = 0
     pp: int = 1
     cp: int = 1
     tp: int = 1
@@ -95,7 +121,10 @@ class Layout:
         if self.dp_shard == 0:
             object.__setattr__(self, "dp_shard", _least_dp_shard(self.ep, self.cp * self.tp))
         if self._lent % self.ep:
-            raise ValueError(f"ep {self.ep} does not divide dp_shard {self.dp_shard} × cp {self.cp} × tp {self.tp}")
+            raise ValueError(
+                f"ep {self.ep} does not divide dp_shard {self.dp_shard} × cp {self.cp} × tp "
+                f"{self.tp}"
+            )
 
     @property
     def _lent(self) -> int:
@@ -135,30 +164,42 @@ class Coordinates:
     tp: int
     efsdp: int
     ep: int
-    expert_replica: int  # among the ranks that hold the same block of experts; 0 where experts are counted once
+    expert_replica: (
+        int  # among the ranks that hold the same block of experts; 0 where experts are counted once
+    )
 
 
 def plan_layout(mesh: MeshConfig, world_size: int) -> Layout:
-    """The layout of `mesh` over `world_size` ranks; ValueError, with what would fit, if the sizes do not fit each other."""
+    """The layout of `mesh` over `world_size` ranks; ValueError, with what would fit, if the sizes
+    do not fit each other.
+    """
     if world_size < 1:
         raise ValueError(f"a world needs at least one rank, got world_size = {world_size}")
     layout = _fitting(mesh, world_size)
     if layout is None:
-        raise ValueError(f"the mesh does not fit the world: {_misfit(mesh, world_size)}; {_advice(mesh, world_size)}")
+        raise ValueError(
+            f"the mesh does not fit the world: {_misfit(mesh, world_size)}; "
+            f"{_advice(mesh, world_size)}"
+        )
     return layout
 
 
 def check_runnable(mesh: MeshConfig) -> None:
     """ValueError if the mesh asks for what has its place in the tables, but no code yet."""
-    if wanted := [f"mesh.{axis}={getattr(mesh, axis)}" for axis in _NOT_BUILT if getattr(mesh, axis) > 1]:
+    if wanted := [
+        f"mesh.{axis}={getattr(mesh, axis)}" for axis in _NOT_BUILT if getattr(mesh, axis) > 1
+    ]:
         raise ValueError(
-            f"{', '.join(wanted)}: pipeline, context and tensor parallelism (pp, cp, tp) cannot run yet and must be 1; "
+            f"{', '.join(wanted)}: pipeline, context and tensor parallelism (pp, cp, tp) cannot "
+            "run yet and must be 1; "
             "spread the run with mesh.ep, mesh.dp_shard and mesh.dp_replicate"
         )
 
 
 def legal_values(mesh: MeshConfig, world_size: int, key: str) -> list[int]:
-    """The values of `key` (one of MeshConfig's sizes) that fit `world_size` ranks while all else stays as it is."""
+    """The values of `key` (one of MeshConfig's sizes) that fit `world_size` ranks while all else
+    stays as it is.
+    """
     divisors = [size for size in range(1, world_size + 1) if world_size % size == 0]
     return [size for size in divisors if _fitting(mesh.model_copy(update={key: size}), world_size)]
 
@@ -167,21 +208,34 @@ def coordinates(layout: Layout, rank: int) -> Coordinates:
     """Where `rank` sits; ValueError if the layout has no such rank."""
     if not 0 <= rank < layout.world_size:
         raise ValueError(f"rank {rank} is not in 0..{layout.world_size - 1} ({layout})")
-    place = {axis: rank // stride % getattr(layout, axis) for axis, stride in _strides(layout).items()}
-    return Coordinates(**place, expert_replica=place["dp_replicate"] * layout.efsdp + place["efsdp"])
+    place = {
+        axis: rank // stride % getattr(layout, axis) for axis, stride in _strides(layout).items()
+    }
+    return Coordinates(
+        **place, expert_replica=place["dp_replicate"] * layout.efsdp + place["efsdp"]
+    )
 
 
 def offsets(layout: Layout, axis: str) -> list[int]:
-    """How far each rank of a group of `axis` is from the group's first; the same for all groups of the axis."""
+    """How far each rank of a group of `axis` is from the group's first; the same for all groups of
+    the axis.
+    """
     strides = _strides(layout)
-    steps = [range(0, getattr(layout, part) * strides[part], strides[part]) for part in FLATTENED.get(axis, (axis,))]
+    steps = [
+        range(0, getattr(layout, part) * strides[part], strides[part])
+        for part in FLATTENED.get(axis, (axis,))
+    ]
     return [sum(step) for step in itertools.product(*steps)]
 
 
 def group_of(layout: Layout, axis: str, rank: int) -> list[int]:
-    """The ranks that differ from `rank` in `axis` only, itself among them, in the order of their index on it."""
+    """The ranks that differ from `rank` in `axis` only, itself among them, in the order of their
+    index on it.
+    """
     place, strides = coordinates(layout, rank), _strides(layout)
-    first = rank - sum(getattr(place, part) * strides[part] for part in FLATTENED.get(axis, (axis,)))
+    first = rank - sum(
+        getattr(place, part) * strides[part] for part in FLATTENED.get(axis, (axis,))
+    )
     return [first + offset for offset in offsets(layout, axis)]
 
 
@@ -199,37 +253,48 @@ def rank_tables(layout: Layout) -> dict[str, list[list[int]]]:
 
 
 def check_experts(layout: Layout, num_experts: Mapping[str, int]) -> None:
-    """ValueError unless each of `num_experts` (name of a sparse layer -> how many experts it has) is enough for `ep` ranks."""
+    """ValueError unless each of `num_experts` (name of a sparse layer -> how many experts it has)
+    is enough for `ep` ranks.
+    """
     few = {name: count for name, count in num_experts.items() if count < layout.ep}
     if few:
         listed = ", ".join(f"{name} has {count}" for name, count in few.items())
         raise ValueError(
-            f"mesh.ep {layout.ep} is more than the experts: {listed}; every rank of an ep group holds at least one of each, "
+            f"mesh.ep {layout.ep} is more than the experts: {listed}; every rank of an ep group "
+            "holds at least one of each, "
             f"so choose a smaller mesh.ep, or at least {layout.ep} experts"
         )
 
 
 def expert_blocks(num_experts: int, num_ranks: int) -> list[range]:
-    """Contiguous blocks, nearly equal; where the ranks do not divide the experts the first ones have one more.
+    """Contiguous blocks, nearly equal; where the ranks do not divide the experts the first ones
+    have one more.
 
     Raises:
         ValueError: there are fewer experts than ranks.
     """
     if num_experts < num_ranks:
-        raise ValueError(f"{num_experts} experts are too few for {num_ranks} ranks: every rank holds at least one")
+        raise ValueError(
+            f"{num_experts} experts are too few for {num_ranks} ranks: every rank holds at least "
+            "one"
+        )
     share, more = divmod(num_experts, num_ranks)
     starts = [rank * share + min(rank, more) for rank in range(num_ranks + 1)]
     return [range(start, end) for start, end in itertools.pairwise(starts)]
 
 
 def local_experts(layout: Layout, rank: int, num_experts: int, name: str = "this layer") -> range:
-    """The global ids of the experts that `rank` holds before any are moved: its block of `expert_blocks`."""
+    """The global ids of the experts that `rank` holds before any are moved: its block of
+    `expert_blocks`.
+    """
     check_experts(layout, {name: num_experts})
     return expert_blocks(num_experts, layout.ep)[coordinates(layout, rank).ep]
 
 
 def spell_ranks(ranks: Sequence[int]) -> str:
-    """Ranks in short: "3", "0-7", "0, 8, … 56", "1-2, 5"; of many that have no pattern the first, and how many."""
+    """Ranks in short: "3", "0-7", "0, 8, … 56", "1-2, 5"; of many that have no pattern the first,
+    and how many.
+    """
     if (
         len(ranks) > 2
         and len(steps := {after - before for before, after in itertools.pairwise(ranks)}) == 1
@@ -238,7 +303,8 @@ def spell_ranks(ranks: Sequence[int]) -> str:
         return f"{ranks[0]}, {ranks[1]}, … {ranks[-1]}"
     breaks = [index for index in range(1, len(ranks)) if ranks[index] != ranks[index - 1] + 1]
     spans = [
-        (ranks[start], ranks[end - 1]) for start, end in itertools.pairwise([0, *breaks, len(ranks)] if ranks else [])
+        (ranks[start], ranks[end - 1])
+        for start, end in itertools.pairwise([0, *breaks, len(ranks)] if ranks else [])
     ]
     more = f", … ({len(ranks)} in all)" if len(spans) > _MOST_SPANS else ""
     return ", ".join(_span(*span) for span in spans[:_MOST_SPANS]) + more
@@ -261,13 +327,17 @@ def _fitting(mesh: MeshConfig, world_size: int) -> Layout | None:
     dp_replicate = mesh.dp_replicate or world_size // (mesh.pp * lent)
     if lent % mesh.ep or mesh.pp * dp_replicate * lent != world_size:
         return None
-    return Layout(dp_replicate=dp_replicate, ep=mesh.ep, dp_shard=dp_shard, pp=mesh.pp, cp=mesh.cp, tp=mesh.tp)
+    return Layout(
+        dp_replicate=dp_replicate, ep=mesh.ep, dp_shard=dp_shard, pp=mesh.pp, cp=mesh.cp, tp=mesh.tp
+    )
 
 
 def _needed_ranks(mesh: MeshConfig) -> int | None:
     """The one number of ranks that a mesh with all its sizes given fits; None if there is none."""
     lent = _dp_shard_of(mesh) * mesh.cp * mesh.tp
-    return None if lent % mesh.ep or mesh.dp_replicate is None else mesh.pp * mesh.dp_replicate * lent
+    return (
+        None if lent % mesh.ep or mesh.dp_replicate is None else mesh.pp * mesh.dp_replicate * lent
+    )
 
 
 def _misfit(mesh: MeshConfig, world_size: int) -> str:
@@ -275,7 +345,9 @@ def _misfit(mesh: MeshConfig, world_size: int) -> str:
     dp_shard = _dp_shard_of(mesh)
     if dp_shard * mesh.cp * mesh.tp % mesh.ep:
         lending = {"dp_shard": dp_shard, "cp": mesh.cp, "tp": mesh.tp}
-        return f"mesh.ep {mesh.ep} does not divide {_spell(lending)}; the world has {world_size} ranks"
+        return (
+            f"mesh.ep {mesh.ep} does not divide {_spell(lending)}; the world has {world_size} ranks"
+        )
     whole = mesh.cp * mesh.tp == 1 and mesh.dp_shard is None
     beside = "" if whole else f" (with mesh.ep {mesh.ep})"
     replicas = {} if mesh.dp_replicate is None else {"dp_replicate": mesh.dp_replicate}
@@ -289,7 +361,11 @@ def _misfit(mesh: MeshConfig, world_size: int) -> str:
 def _advice(mesh: MeshConfig, world_size: int) -> str:
     """What would fit: other values of what was asked for, or the number of ranks that it needs."""
     asked = [key for key in ("ep", "dp_shard", "dp_replicate") if getattr(mesh, key) is not None]
-    choices = [f"mesh.{key} may be one of {values}" for key in asked if (values := legal_values(mesh, world_size, key))]
+    choices = [
+        f"mesh.{key} may be one of {values}"
+        for key in asked
+        if (values := legal_values(mesh, world_size, key))
+    ]
     if mesh.dp_replicate is not None and (needed := _needed_ranks(mesh)):
         choices.append(f"start {needed} ranks")
     if choices:
@@ -298,11 +374,15 @@ def _advice(mesh: MeshConfig, world_size: int) -> str:
     if values := legal_values(free, world_size, "ep"):
         left_out = " and ".join(f"mesh.{key}" for key in asked if key != "ep")
         return f"without {left_out}, mesh.ep may be one of {values}"
-    return f"mesh.pp {mesh.pp} × mesh.cp {mesh.cp} × mesh.tp {mesh.tp} must divide the number of ranks"
+    return (
+        f"mesh.pp {mesh.pp} × mesh.cp {mesh.cp} × mesh.tp {mesh.tp} must divide the number of ranks"
+    )
 
 
 def _spell(sizes: Mapping[str, int]) -> str:
-    """ "mesh.dp_replicate 2 × mesh.ep 2 = 4"; axes that cannot be used yet are left out while they are 1."""
+    """ "mesh.dp_replicate 2 × mesh.ep 2 = 4"; axes that cannot be used yet are left out while they
+    are 1.
+    """
     shown = {key: size for key, size in sizes.items() if size > 1 or key not in _NOT_BUILT}
     product = f" = {math.prod(shown.values())}" if len(shown) > 1 else ""
     return " × ".join(f"mesh.{key} {size}" for key, size in shown.items()) + product
@@ -312,7 +392,9 @@ def _spell(sizes: Mapping[str, int]) -> str:
 
 
 def _strides(layout: Layout) -> dict[str, int]:
-    """How far apart neighbours on an axis are, in ranks. pp and dp_replicate are the same in both views."""
+    """How far apart neighbours on an axis are, in ranks. pp and dp_replicate are the same in both
+    views.
+    """
     strides: dict[str, int] = {}
     for view in (DENSE_AXES, SPARSE_AXES):
         stride = 1
@@ -336,8 +418,12 @@ def _groups(layout: Layout, axis: str) -> list[list[int]]:
 # For people ---------------------------------------------------------------------------------------------------------
 
 
-def render(layout: Layout, ranks_per_node: int, num_experts: Mapping[str, int] | None = None) -> str:
-    """Plain text for people: every rank's place in both views, its experts (if given), and the links of every group."""
+def render(
+    layout: Layout, ranks_per_node: int, num_experts: Mapping[str, int] | None = None
+) -> str:
+    """Plain text for people: every rank's place in both views, its experts (if given), and the
+    links of every group.
+    """
     if ranks_per_node < 1 or layout.world_size % ranks_per_node:
         raise ValueError(
             f"nodes of {ranks_per_node} ranks cannot make up a world of {layout.world_size}: "
@@ -367,13 +453,21 @@ def _shown(layout: Layout, names: Sequence[str]) -> list[str]:
 
 
 def _place_rows(layout: Layout, ranks_per_node: int) -> list[list[str]]:
-    """One row for a run of neighbours on a node of whom each index is the same or counts up with the rank."""
+    """One row for a run of neighbours on a node of whom each index is the same or counts up with
+    the rank.
+    """
     shown = _shown(layout, (*DENSE_AXES, "efsdp", "ep"))
     rows = [["node", "ranks", *shown]]
     for run in _runs(layout, shown, ranks_per_node):
         ends = [coordinates(layout, rank) for rank in (run[0], run[-1])]
         spans = [[getattr(place, axis) for place in ends] for axis in shown]
-        rows.append([str(run[0] // ranks_per_node), _span(run[0], run[-1]), *(_span(*span) for span in spans)])
+        rows.append(
+            [
+                str(run[0] // ranks_per_node),
+                _span(run[0], run[-1]),
+                *(_span(*span) for span in spans),
+            ]
+        )
     return rows
 
 
@@ -395,7 +489,9 @@ def _expert_rows(layout: Layout, num_experts: Mapping[str, int]) -> list[list[st
     for rank in group_of(layout, "ep", 0):
         blocks = [local_experts(layout, rank, count, name) for name, count in num_experts.items()]
         holders = group_of(layout, "expert_replicas", rank)
-        rows.append([str(rank), *(_span(block[0], block[-1]) for block in blocks), spell_ranks(holders)])
+        rows.append(
+            [str(rank), *(_span(block[0], block[-1]) for block in blocks), spell_ranks(holders)]
+        )
     return rows
 
 
@@ -418,7 +514,11 @@ def _links(groups: Sequence[Sequence[int]], ranks_per_node: int) -> str:
         return "inside a node"
     if crossing < len(groups):
         return f"{crossing} of {len(groups)} between nodes"
-    shares = {share for group in groups for share in Counter(rank // ranks_per_node for rank in group).values()}
+    shares = {
+        share
+        for group in groups
+        for share in Counter(rank // ranks_per_node for rank in group).values()
+    }
     per_node = f" ({len(nodes[0])} × {_plural(shares.pop(), 'rank')})" if len(shares) == 1 else ""
     return f"between nodes{per_node}"
 
@@ -429,7 +529,13 @@ def _columns(rows: Sequence[Sequence[str]]) -> list[str]:
     words = [title in ("axis", "links", "the first", "on ranks") for title in rows[0]]
     return [
         "  ".join(
-            ["", *(c.ljust(w) if word else c.rjust(w) for c, w, word in zip(row, widths, words, strict=True))]
+            [
+                "",
+                *(
+                    c.ljust(w) if word else c.rjust(w)
+                    for c, w, word in zip(row, widths, words, strict=True)
+                ),
+            ]
         ).rstrip()
         for row in rows
     ]

@@ -1,9 +1,11 @@
-"""Which part of a whole tensor a rank holds: what checkpoints, gradient norms and moves of experts must agree on.
+"""Which part of a whole tensor a rank holds: what checkpoints, gradient norms and moves of experts
+must agree on.
 
-A tensor has a global name and a whole shape. A rank holds boxes of it, wherever they lie in its own memory: a block of experts,
-the rows that FSDP left it, experts in any order. The ranks c·n … c·n + n − 1 hold the c-th copy of it, n being
-`ranks_per_copy`: 1 for what every rank holds whole, ep for experts, dp_shard for what FSDP shards. (All of these are runs of
-neighbours, because ep is the innermost axis.)
+A tensor has a global name and a whole shape. A rank holds boxes of it, wherever they lie in its own
+memory: a block of experts, the rows that FSDP left it, experts in any order. The ranks c·n … c·n +
+n − 1 hold the c-th copy of it, n being `ranks_per_copy`: 1 for what every rank holds whole, ep for
+experts, dp_shard for what FSDP shards. (All of these are runs of neighbours, because ep is the
+innermost axis.)
 """
 
 from collections.abc import Sequence
@@ -15,12 +17,15 @@ from torch.distributed.tensor import DTensor
 
 @dataclass(frozen=True)
 class Box:
-    """A block of a tensor: where it begins in the whole, its size, and where it begins in what the rank holds."""
+    """A block of a tensor: where it begins in the whole, its size, and where it begins in what the
+    rank holds.
+    """
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
     local: tuple[int, ...]
-    is_first: bool = True  # within its copy: a hot expert may live in several slots, and counts and is saved once
+    # within its copy: a hot expert may live in several slots, and counts and is saved once
+    is_first: bool = True
 
     def of(self, held: Tensor) -> Tensor:
         """Its view in the rank's tensor."""
@@ -74,7 +79,15 @@ def whole(shape: Sequence[int]) -> Held:
     return Held(size, (Box((0,) * len(size), size, (0,) * len(size)),))
 
 
-def block(shape: Sequence[int], dim: int, start: int, length: int, *, ranks_per_copy: int, has_experts: bool) -> Held:
+def block(
+    shape: Sequence[int],
+    dim: int,
+    start: int,
+    length: int,
+    *,
+    ranks_per_copy: int,
+    has_experts: bool,
+) -> Held:
     """One range along one dim; the rest whole. No range: nothing."""
     size = tuple(shape)
     boxes = (_range(whole(size).boxes[0], dim, start, length, 0),) if length else ()
@@ -82,7 +95,9 @@ def block(shape: Sequence[int], dim: int, start: int, length: int, *, ranks_per_
 
 
 def narrowed(held: Held, dim: int, start: int, length: int, *, ranks_per_copy: int) -> Held:
-    """Of what a group holds alike, the range `start` … of its own memory along `dim`: what FSDP leaves one of its ranks."""
+    """Of what a group holds alike, the range `start` … of its own memory along `dim`: what FSDP
+    leaves one of its ranks.
+    """
     boxes = []
     for box in held.boxes:
         first = max(start, box.local[dim])
@@ -93,7 +108,9 @@ def narrowed(held: Held, dim: int, start: int, length: int, *, ranks_per_copy: i
 
 
 def _range(box: Box, dim: int, start: int, length: int, local: int) -> Box:
-    """The part of a box from `start` (within it) along one dim, which lies at `local` in the rank's memory."""
+    """The part of a box from `start` (within it) along one dim, which lies at `local` in the rank's
+    memory.
+    """
     return Box(
         (*box.offsets[:dim], box.offsets[dim] + start, *box.offsets[dim + 1 :]),
         (*box.sizes[:dim], length, *box.sizes[dim + 1 :]),

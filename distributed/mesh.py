@@ -1,10 +1,12 @@
-"""The process groups and DeviceMeshes of a layout. Built once at start; about 2 ms for 4 ranks, 20 ms on a simulated 10,240.
+"""The process groups and DeviceMeshes of a layout. Built once at start; about 2 ms for 4 ranks, 20
+ms on a simulated 10,240.
 
-Groups are objects that are handed to whoever needs them; nothing here is global. Every group has a description (it stands in
-torch's error messages and in the flight recorder) and the process' timeout. A rank makes the groups that it is in and no
-others, so the cost does not grow with the number of groups. Axes that join the same ranks for the same use share a group
-(fsdp is dp_shard where cp is 1), and all axes of size 1 share one group of this rank alone: callers need no special case, and
-it costs nothing.
+Groups are objects that are handed to whoever needs them; nothing here is global. Every group has a
+description (it stands in torch's error messages and in the flight recorder) and the process'
+timeout. A rank makes the groups that it is in and no others, so the cost does not grow with the
+number of groups. Axes that join the same ranks for the same use share a group (fsdp is dp_shard
+where cp is 1), and all axes of size 1 share one group of this rank alone: callers need no special
+case, and it costs nothing.
 """
 
 from collections.abc import Mapping
@@ -15,16 +17,35 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from .layout import AXES, DENSE_AXES, SPARSE_AXES, Coordinates, Layout, coordinates, group_of, offsets, spell_ranks
+from .layout import (
+    AXES,
+    DENSE_AXES,
+    SPARSE_AXES,
+    Coordinates,
+    Layout,
+    coordinates,
+    group_of,
+    offsets,
+    spell_ranks,
+)
 from .process.process import Process
 
-# What a group is used for. Axes of one use never wait for each other's messages, so they may share a communicator; tokens,
-# weights and sums must not, for they travel at the same time.
+# What a group is used for. Axes of one use never wait for each other's messages, so they may share
+# a communicator; tokens, weights and sums must not, for they travel at the same time.
 _USE = {
-    "world": "sums", "loss": "sums", "batch": "sums", "dp_replicate": "sums", "expert_replicas": "sums",
-    "fsdp": "weights", "dp_shard": "weights", "efsdp": "weights", "ep": "tokens", "pp": "stages", "cp": "context",
+    "world": "sums",
+    "loss": "sums",
+    "batch": "sums",
+    "dp_replicate": "sums",
+    "expert_replicas": "sums",
+    "fsdp": "weights",
+    "dp_shard": "weights",
+    "efsdp": "weights",
+    "ep": "tokens",
+    "pp": "stages",
+    "cp": "context",
     "tp": "matrices",
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True)
@@ -65,7 +86,9 @@ class Mesh:
 
     @property
     def dense_mesh(self) -> DeviceMesh:
-        """The whole world as dense weights see it. Slices, as `dense_mesh["dp_replicate", "dp_shard"]`, have the same groups."""
+        """The whole world as dense weights see it. Slices, as `dense_mesh["dp_replicate",
+        "dp_shard"]`, have the same groups.
+        """
         return self.device_mesh(*DENSE_AXES)
 
     @property
@@ -74,29 +97,39 @@ class Mesh:
         return self.device_mesh(*SPARSE_AXES)
 
     def device_mesh(self, *axes: str, device_type: str | None = None) -> DeviceMesh:
-        """A DeviceMesh over existing groups, for DTensor and FSDP; the same object each time. Makes no new communicators.
+        """A DeviceMesh over existing groups, for DTensor and FSDP; the same object each time. Makes
+        no new communicators.
 
-        `axes` are of one view, outermost first, flattened ones included: ("expert_replicas", "ep"), ("dp_replicate", "fsdp").
+        `axes` are of one view, outermost first, flattened ones included: ("expert_replicas", "ep"),
+        ("dp_replicate", "fsdp").
         """
         key = (axes, device_type or self.device_type)
         if key not in self._device_meshes:
             groups = [self.groups[axis] for axis in axes]
             self._device_meshes[key] = DeviceMesh.from_group(
-                groups, key[1], mesh=_ranks_around(self.layout, axes, self.rank), mesh_dim_names=axes
+                groups,
+                key[1],
+                mesh=_ranks_around(self.layout, axes, self.rank),
+                mesh_dim_names=axes,
             )
         return self._device_meshes[key]
 
 
 def build_mesh(layout: Layout, process: Process) -> Mesh:
-    """The groups of `layout` around this rank. A collective call: every rank of the world must come.
+    """The groups of `layout` around this rank. A collective call: every rank of the world must
+    come.
 
     Raises ValueError if the layout is of another size than the world.
     """
     if layout.world_size != process.world_size:
-        raise ValueError(f"the layout ({layout}) is of another size than the world of {process.world_size} ranks")
+        raise ValueError(
+            f"the layout ({layout}) is of another size than the world of {process.world_size} ranks"
+        )
     world_group = dist.group.WORLD
     if world_group is None:
-        raise RuntimeError("start_process() comes before build_mesh(): there is no process group yet")
+        raise RuntimeError(
+            "start_process() comes before build_mesh(): there is no process group yet"
+        )
     made = {("sums", tuple(range(layout.world_size))): world_group}
     groups: dict[str, dist.ProcessGroup] = {}
     for axis in AXES:
@@ -111,7 +144,9 @@ def build_mesh(layout: Layout, process: Process) -> Mesh:
 
 
 def _new_group(name: str, ranks: tuple[int, ...], process: Process) -> dist.ProcessGroup:
-    """All ranks make their groups in the order of AXES, each axis parts the world, so nobody waits in a circle."""
+    """All ranks make their groups in the order of AXES, each axis parts the world, so nobody waits
+    in a circle.
+    """
     group = dist.new_group(
         list(ranks),
         timeout=timedelta(seconds=process.timeout_s),

@@ -1,7 +1,9 @@
-"""Takes a model and spreads it: every rank keeps its block of each bank of experts, and all of the rest, or its shard of both.
+"""Takes a model and spreads it: every rank keeps its block of each bank of experts, and all of the
+rest, or its shard of both.
 
-Everything is applied from outside; the model's code holds no rank. The model is built without storage, cut, and only then filled,
-tensor by tensor from streams that do not depend on the number of ranks: a rank never holds more than one whole tensor.
+Everything is applied from outside; the model's code holds no rank. The model is built without
+storage, cut, and only then filled, tensor by tensor from streams that do not depend on the number
+of ranks: a rank never holds more than one whole tensor.
 """
 
 from collections.abc import Mapping
@@ -40,13 +42,16 @@ def build_model(
     ranks_per_node: int | None = None,
     timeout_s: float = DEFAULT_TIMEOUT_S,
 ) -> Transformer:
-    """The model of `config` as this rank holds it, with its starting values, on `device`; on the meta device without values.
+    """The model of `config` as this rank holds it, with its starting values, on `device`; on the
+    meta device without values.
 
-    Collective for the hierarchical dispatcher, whose groups (with that timeout) are made here. `ranks_per_node` None: all ranks
-    are on one node. `precision`, of the products, matters to sharded weights only: they are cast when they are gathered.
+    Collective for the hierarchical dispatcher, whose groups (with that timeout) are made here.
+    `ranks_per_node` None: all ranks are on one node. `precision`, of the products, matters to
+    sharded weights only: they are cast when they are gathered.
 
     Raises:
-        ValueError: a layer has fewer experts than the EP degree, or the dispatcher does not fit the mesh.
+        ValueError: a layer has fewer experts than the EP degree, or the dispatcher does not fit the
+            mesh.
     """
     nodes = None
     if dispatcher == "hierarchical":
@@ -56,9 +61,13 @@ def build_model(
     for layer in model.modules():
         if isinstance(layer, SparseLayer):
             layer.dispatcher = make_dispatcher(
-                dispatcher, mesh.ep_group, overlap_chunks=overlap_chunks, check_every=check_every,
-                ranks_per_node=ranks_per_node, nodes=nodes,
-            )  # fmt: skip
+                dispatcher,
+                mesh.ep_group,
+                overlap_chunks=overlap_chunks,
+                check_every=check_every,
+                ranks_per_node=ranks_per_node,
+                nodes=nodes,
+            )
     if mesh.layout.world_size > 1:
         model.running = RunningSum(lambda local: _sum_over(mesh.world_group, local))
     specified = dict(model.named_parameters())
@@ -71,7 +80,9 @@ def build_model(
 
 
 def expert_names(model: nn.Module) -> frozenset[str]:
-    """Names of the parameters that are sharded over EP along dim 0; all others are the same on every rank."""
+    """Names of the parameters that are sharded over EP along dim 0; all others are the same on
+    every rank.
+    """
     return frozenset(
         f"{layer_name}.experts.{name}"
         for layer_name, layer in model.named_modules()
@@ -88,7 +99,7 @@ def _keep_own_experts(model: Transformer, mesh: Mesh) -> dict[str, Held]:
         experts = local_experts(mesh.layout, mesh.rank, shape[0])
         found[name] = block(
             shape, 0, experts.start, len(experts), ranks_per_copy=mesh.layout.ep, has_experts=True
-        )  # fmt: skip
+        )
         owner, _, attribute = name.rpartition(".")
         own = nn.Parameter(torch.empty(len(experts), *shape[1:], device="meta"))
         setattr(model.get_submodule(owner), attribute, own)
@@ -97,9 +108,15 @@ def _keep_own_experts(model: Transformer, mesh: Mesh) -> dict[str, Held]:
 
 @torch.no_grad()
 def _fill(
-    model: Transformer, specified: Mapping[str, nn.Parameter], experts: Mapping[str, Held], mesh: Mesh, seed: int
+    model: Transformer,
+    specified: Mapping[str, nn.Parameter],
+    experts: Mapping[str, Held],
+    mesh: Mesh,
+    seed: int,
 ) -> None:
-    """Draws every tensor whole, by the rule that it was specified with, and keeps of it what this rank holds."""
+    """Draws every tensor whole, by the rule that it was specified with, and keeps of it what this
+    rank holds.
+    """
     for name, parameter in model.named_parameters():
         held = what_is_left(experts.get(name) or whole(specified[name].shape), parameter, mesh)
         hold(parameter, held)

@@ -1,15 +1,19 @@
-"""Weights, gradients and optimizer state sharded over the ranks (FSDP2), fitted to a model that repeats its layers.
+"""Weights, gradients and optimizer state sharded over the ranks (FSDP2), fitted to a model that
+repeats its layers.
 
-Units, each gathered and freed as one: every layer of the group (its dense weights, over fsdp), every bank of experts in it
-(over efsdp: their ep group holds the other experts), the head, and the embedding with what is left. With dp_replicate > 1 a
-shard exists once per replica (HSDP) and its gradient is summed over them. Weights are kept, updated and reduced in float32;
-they are cast to the products' precision before they are gathered, which halves the bytes. What does not enter a matrix product
-(norms, routers, biases) is small and needed in float32: it stays whole on every rank, and gradients.py sums its gradients.
+Units, each gathered and freed as one: every layer of the group (its dense weights, over fsdp),
+every bank of experts in it (over efsdp: their ep group holds the other experts), the head, and the
+embedding with what is left. With dp_replicate > 1 a shard exists once per replica (HSDP) and its
+gradient is summed over them. Weights are kept, updated and reduced in float32; they are cast to the
+products' precision before they are gathered, which halves the bytes. What does not enter a matrix
+product (norms, routers, biases) is small and needed in float32: it stays whole on every rank, and
+gradients.py sums its gradients.
 
-FSDP would gather a unit at each of its calls: R times per pass for a layer that R depth steps use. Here a unit that is used
-more than once stays gathered from its first call of a forward pass to its last call of the backward pass, so each is gathered
-once per pass and its gradient reduced once. A layer that nothing repeats (R = 1) is freed after its forward call and gathered
-again for the backward, as FSDP does. While a unit computes, the next one's weights are on their way.
+FSDP would gather a unit at each of its calls: R times per pass for a layer that R depth steps use.
+Here a unit that is used more than once stays gathered from its first call of a forward pass to its
+last call of the backward pass, so each is gathered once per pass and its gradient reduced once. A
+layer that nothing repeats (R = 1) is freed after its forward call and gathered again for the
+backward, as FSDP does. While a unit computes, the next one's weights are on their way.
 
 Every reduction is a SUM: the loss is already divided by the number of tokens of the world.
 """
@@ -35,19 +39,24 @@ from .mesh import Mesh
 
 
 def shard_model(model: Transformer, mesh: Mesh, dtype: torch.dtype, *, chunks: int = 1) -> None:
-    """Spreads the weights of a model that has no values yet (on the meta device); products are computed in `dtype`.
+    """Spreads the weights of a model that has no values yet (on the meta device); products are
+    computed in `dtype`.
 
-    Its parameters are DTensors from here on, those that stay whole excepted. `chunks`: how often a bank is called per use.
+    Its parameters are DTensors from here on, those that stay whole excepted. `chunks`: how often a
+    bank is called per use.
     """
     whole = {parameter for name, parameter in model.named_parameters() if not is_sharded(name)}
-    products = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    products = MixedPrecisionPolicy(
+        param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
+    )
     exact = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
     dense, experts = _mesh_over(mesh, "fsdp"), _mesh_over(mesh, "efsdp")
     # It is true of the logits, to which nothing is added in place.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     repeated = model.config.num_repeats > 1
     banks_of = [
-        [layer.experts for layer in member.modules() if isinstance(layer, SparseLayer)] for member in model.group
+        [layer.experts for layer in member.modules() if isinstance(layer, SparseLayer)]
+        for member in model.group
     ]
     for member, banks in zip(model.group, banks_of, strict=True):
         for bank in banks:
@@ -74,7 +83,9 @@ def is_sharded(name: str) -> bool:
 
 
 def share_of(held: Held, shape: Sequence[int], layout: Layout, rank: int) -> Held:
-    """What FSDP leaves a rank of a parameter whose group holds `held`; `shape` is the parameter's before it is cut."""
+    """What FSDP leaves a rank of a parameter whose group holds `held`; `shape` is the parameter's
+    before it is cut.
+    """
     axis = "efsdp" if held.has_experts else "fsdp"
     ranks, place = layout.size(axis), index_in_group(layout, axis, rank)
     dim = dim_to_cut(shape, ranks)
@@ -90,25 +101,38 @@ def _mesh_over(mesh: Mesh, axis: str) -> DeviceMesh:
 
 
 def _shard(
-    module: nn.Module, over: DeviceMesh, policy: MixedPrecisionPolicy, whole: set[nn.Parameter], *, free: bool
+    module: nn.Module,
+    over: DeviceMesh,
+    policy: MixedPrecisionPolicy,
+    whole: set[nn.Parameter],
+    *,
+    free: bool,
 ) -> None:
     own = {
-        parameter for parameter in module.parameters() if parameter not in whole and not isinstance(parameter, DTensor)
+        parameter
+        for parameter in module.parameters()
+        if parameter not in whole and not isinstance(parameter, DTensor)
     }
     if not own:
         return
     num_ranks = over.size(over.ndim - 1)
     unit = fully_shard(
-        module, mesh=over, reshard_after_forward=free, mp_policy=policy, ignored_params=whole & set(module.parameters()),
+        module,
+        mesh=over,
+        reshard_after_forward=free,
+        mp_policy=policy,
+        ignored_params=whole & set(module.parameters()),
         shard_placement_fn=lambda parameter: Shard(dim_to_cut(parameter.shape, num_ranks)),
-    )  # fmt: skip
+    )
     # In this order: a divide factor alone becomes a scaled sum, which Gloo has not.
     unit.set_force_sum_reduction_for_comms(True)
     unit.set_gradient_divide_factor(1.0)
 
 
 def dim_to_cut(shape: Sequence[int], num_ranks: int) -> int:
-    """The first, or with fewer rows than ranks the first that can be cut evenly, which FSDP demands of all but the first."""
+    """The first, or with fewer rows than ranks the first that can be cut evenly, which FSDP demands
+    of all but the first.
+    """
     if shape[0] < num_ranks:
         for dim, size in enumerate(shape):
             if size % num_ranks == 0:
@@ -117,19 +141,25 @@ def dim_to_cut(shape: Sequence[int], num_ranks: int) -> int:
 
 
 def free_gathered(model: nn.Module) -> None:
-    """Frees what a pass without a backward has left gathered: those weights would be stale after an update, and no shards.
+    """Frees what a pass without a backward has left gathered: those weights would be stale after an
+    update, and no shards.
 
-    Nothing to do for a model that is not sharded. A backward pass that is still to come gathers again.
+    Nothing to do for a model that is not sharded. A backward pass that is still to come gathers
+    again.
 
     Raises:
-        RuntimeError: a forward pass ended by an error; FSDP takes it for one that still runs, and frees nothing.
+        RuntimeError: a forward pass ended by an error; FSDP takes it for one that still runs, and
+            frees nothing.
     """
     units = list(_units(model))
     for unit in units:
         unit.reshard()
-    if units and (left := [name for name, weight in model.named_parameters() if _is_gathered(name, weight)]):
+    if units and (
+        left := [name for name, weight in model.named_parameters() if _is_gathered(name, weight)]
+    ):
         raise RuntimeError(
-            f"{len(left)} sharded weights are still gathered ({left[0]}, …): a forward pass of this model was ended by an error "
+            f"{len(left)} sharded weights are still gathered ({left[0]}, …): a forward pass of "
+            "this model was ended by an error "
             "before; build the model anew, or continue from a checkpoint"
         )
 
@@ -143,8 +173,12 @@ def _units(model: nn.Module) -> Iterator[FSDPModule]:
 
 
 def _prefetch(model: Transformer, banks_of: list[list[Any]]) -> None:
-    """While a member of the group begins, its banks and the next member are gathered; in the backward, the one before."""
-    order = [[*banks, member] for member, banks in zip(model.group, banks_of, strict=True)] + [[model.head]]
+    """While a member of the group begins, its banks and the next member are gathered; in the
+    backward, the one before.
+    """
+    order = [[*banks, member] for member, banks in zip(model.group, banks_of, strict=True)] + [
+        [model.head]
+    ]
     sharded = [[unit for unit in stage if isinstance(unit, FSDPModule)] for stage in order]
     for stage, following in itertools.pairwise(sharded):
         if not stage:
@@ -157,9 +191,11 @@ def _prefetch(model: Transformer, banks_of: list[list[Any]]) -> None:
 
 
 class _Passes:
-    """Frees a unit when its last use of a backward pass is over, whatever the number of its calls, and after evaluation.
+    """Frees a unit when its last use of a backward pass is over, whatever the number of its calls,
+    and after evaluation.
 
-    FSDP asks, as the backward of a call begins, whether to free the unit after that; the answer is yes for the last only.
+    FSDP asks, as the backward of a call begins, whether to free the unit after that; the answer is
+    yes for the last only.
     """
 
     def __init__(self, model: Transformer, units: list[FSDPModule]) -> None:

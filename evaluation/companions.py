@@ -1,12 +1,13 @@
 """One sequence through a model that routes sequences together: it needs company.
 
-A Mixture of Tokens or an expert choice by position cannot be asked about one sequence alone. As its authors do (arXiv
-2310.15961, zero-shot protocol), a request is put into a uniformly random row of a group whose other rows are training text, all
-cut to the request's length; only the request's row is looked at. So a score is a random variable: it is drawn from a seed, and
-several draws give its spread. Cost: a whole group for every request and draw.
+A Mixture of Tokens or an expert choice by position cannot be asked about one sequence alone. As its
+authors do (arXiv 2310.15961, zero-shot protocol), a request is put into a uniformly random row of a
+group whose other rows are training text, all cut to the request's length; only the request's row is
+looked at. So a score is a random variable: it is drawn from a seed, and several draws give its
+spread. Cost: a whole group for every request and draw.
 
-Requests end at their last token, since padding on the right would change nothing: no position reads a later one. On the left
-nothing may be added, for a group meets position by position.
+Requests end at their last token, since padding on the right would change nothing: no position reads
+a later one. On the left nothing may be added, for a group meets position by position.
 
 Models that route every sequence by itself need no companions and are asked as they are.
 """
@@ -36,12 +37,15 @@ def refuse_future_readers(model: Transformer, purpose: str) -> None:
     config = model.config
     if not config.promises.causal:
         raise ValueError(
-            f"router.kind={config.router.kind!r} as configured lets a position read later ones: such a model cannot {purpose}"
+            f"router.kind={config.router.kind!r} as configured lets a position read later ones: "
+            f"such a model cannot {purpose}"
         )
 
 
 class CompanionText:
-    """Stretches of a prepared folder's training text, to stand beside requests. Use as a context manager, or call `close`."""
+    """Stretches of a prepared folder's training text, to stand beside requests. Use as a context
+    manager, or call `close`.
+    """
 
     def __init__(self, directory: str | Path, *, seq_len: int, seed: int = 0) -> None:
         """`seq_len` as in training: the stretches begin where training's rows do.
@@ -52,7 +56,8 @@ class CompanionText:
         self._store, self._seq_len, self.seed = TokenStore(directory, "train"), seq_len, seed
 
     def draw(self, count: int, length: int, *, key: Sequence[int] = (0,)) -> Tensor:
-        """(count, length) int64, the same for the same seed and key; different rows where the text has enough of them.
+        """(count, length) int64, the same for the same seed and key; different rows where the text
+        has enough of them.
 
         Raises:
             ValueError: the training text is shorter than one stretch.
@@ -60,10 +65,13 @@ class CompanionText:
         reader = RowReader(self._store, max(self._seq_len, length - 1))
         if reader.num_rows < 1:
             raise ValueError(
-                f"companions of {length} tokens need a longer training text than the {self._store.num_tokens} tokens of "
+                f"companions of {length} tokens need a longer training text than the "
+                f"{self._store.num_tokens} tokens of "
                 f"{self._store.directory}: ask for fewer tokens, or prepare more text"
             )
-        rows = _generator(self.seed, *key).choice(reader.num_rows, count, replace=reader.num_rows < count)
+        rows = _generator(self.seed, *key).choice(
+            reader.num_rows, count, replace=reader.num_rows < count
+        )
         return torch.from_numpy(reader.read(rows)[:, :length])
 
     def close(self) -> None:
@@ -74,7 +82,10 @@ class CompanionText:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        where: TracebackType | None,
     ) -> None:
         self.close()
 
@@ -92,42 +103,56 @@ class Score:
 
     @property
     def spread(self) -> float:
-        """Standard deviation of it over the draws; 0 for a single one and for a model that needs no companions."""
+        """Standard deviation of it over the draws; 0 for a single one and for a model that needs no
+        companions.
+        """
         totals_R = self.log_probability_RS.sum(1)
         return totals_R.std().item() if len(totals_R) > 1 else 0.0
 
 
 @torch.no_grad()
 def score(
-    model: Transformer, tokens: Sequence[int], text: CompanionText | None, *, end_of_document: int, context: int,
-    draws: int = 1, num_scored: int | None = None, key: int = 0,
-) -> Score:  # fmt: skip
+    model: Transformer,
+    tokens: Sequence[int],
+    text: CompanionText | None,
+    *,
+    end_of_document: int,
+    context: int,
+    draws: int = 1,
+    num_scored: int | None = None,
+    key: int = 0,
+) -> Score:
     """How likely a text is, after an end of document, for a model in evaluation mode.
 
     Args:
         tokens: the text; a request with a prompt has it in front and scores the rest.
         text: where companions come from; None will do for a model that needs none.
         context: the longest input; of longer ones the left is cut off, the end of document first.
-        draws: how often to draw companions; one is enough, and all that is done, where none are needed.
+        draws: how often to draw companions; one is enough, and all that is done, where none are
+            needed.
         num_scored: so many tokens at the end; None: all that remain after the cut.
         key: number of the request: each has companions of its own.
 
     Raises:
-        ValueError: nothing to score, fewer tokens remain than are to be scored, or there is nowhere to draw companions from.
+        ValueError: nothing to score, fewer tokens remain than are to be scored, or there is nowhere
+            to draw companions from.
     """
     line = [end_of_document, *tokens][-(context + 1) :]
     num_scored = len(line) - 1 if num_scored is None else num_scored
     refuse_future_readers(model, "be asked how likely a text is")
     if not 1 <= num_scored < len(line) or draws < 1:
         raise ValueError(
-            f"a score needs tokens: {len(tokens)} given, {len(line) - 1} of them fit into {context=}, {num_scored=}, {draws=}"
+            f"a score needs tokens: {len(tokens)} given, {len(line) - 1} of them fit into "
+            f"{context=}, {num_scored=}, {draws=}"
         )
     line_S = torch.tensor(line, dtype=torch.int64, device=model.embedding.device)
     found = []
     for draw in range(draws if companions_of(model) else 1):
         group_BS, row = _drawn_group(model, line_S[:-1], text, key=(key, draw))
         logits_SV = model(group_BS).logits_BSV[row]
-        found.append(logits_SV.double().log_softmax(-1).gather(1, line_S[1:, None])[-num_scored:, 0])
+        found.append(
+            logits_SV.double().log_softmax(-1).gather(1, line_S[1:, None])[-num_scored:, 0]
+        )
     return Score(torch.stack(found).cpu())
 
 
@@ -139,13 +164,18 @@ def _drawn_group(
         return request_S[None], 0
     if text is None:
         raise ValueError(
-            f"this model is asked beside {companions} companions: give the training text to draw them from"
+            f"this model is asked beside {companions} companions: give the training text to draw "
+            "them from"
         )
     companions_MS = text.draw(companions, len(request_S), key=key).to(request_S.device)
-    return in_company(request_S, companions_MS, key=(text.seed, *key, 1))  # not the draw's own stream
+    return in_company(
+        request_S, companions_MS, key=(text.seed, *key, 1)
+    )  # not the draw's own stream
 
 
-def in_company(request_S: Tensor, companions_MS: Tensor | None, *, key: Sequence[int]) -> tuple[Tensor, int]:
+def in_company(
+    request_S: Tensor, companions_MS: Tensor | None, *, key: Sequence[int]
+) -> tuple[Tensor, int]:
     """(M + 1, S), the request in a random row, and that row's number, the same for the same key."""
     if companions_MS is None:
         return request_S[None], 0

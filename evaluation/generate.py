@@ -1,7 +1,8 @@
 """Text from a model: one sequence, token by token, with the key-value cache.
 
-A model that routes sequences together gets companions (companions.py): given text, of which it sees one more token whenever it
-writes one itself. They are rows of the same batch, with keys and values of their own.
+A model that routes sequences together gets companions (companions.py): given text, of which it sees
+one more token whenever it writes one itself. They are rows of the same batch, with keys and values
+of their own.
 """
 
 from collections.abc import Iterator
@@ -28,15 +29,17 @@ def generate(
     Args:
         prompt_S: int64, at least one token.
         temperature: of the sampling; 0 takes the most likely token each time.
-        companions_MS: int64, as many rows as `companions_of(model)` and at least as long as prompt and answer without the last
-            token; None where there are none.
+        companions_MS: int64, as many rows as `companions_of(model)` and at least as long as prompt
+            and answer without the last token; None where there are none.
 
     Raises:
-        ValueError: an empty prompt, a negative temperature, companions that do not fit, or a model that reads whole sequences.
+        ValueError: an empty prompt, a negative temperature, companions that do not fit, or a model
+            that reads whole sequences.
     """
     if prompt_S.numel() == 0 or temperature < 0:
         raise ValueError(
-            f"generation needs a prompt of at least one token ({prompt_S.numel()}) and {temperature=} >= 0"
+            f"generation needs a prompt of at least one token ({prompt_S.numel()}) and "
+            f"{temperature=} >= 0"
         )
     _check_company(model, companions_MS, length=len(prompt_S) + num_tokens - 1)
     generator = torch.Generator(device=prompt_S.device).manual_seed(seed)
@@ -48,7 +51,9 @@ def generate(
         if temperature == 0:
             token = logits_V.argmax()
         else:
-            token = torch.multinomial((logits_V / temperature).softmax(-1), 1, generator=generator)[0]
+            token = torch.multinomial((logits_V / temperature).softmax(-1), 1, generator=generator)[
+                0
+            ]
         yield int(token.item())
         seen, new_S = seen + len(new_S), token.view(1)
 
@@ -57,13 +62,15 @@ def _check_company(model: Transformer, companions_MS: Tensor | None, *, length: 
     config = model.config
     if config.sparse_members and config.router.reads_whole_sequences:
         raise ValueError(
-            f"router.kind={config.router.kind!r} as configured reads whole sequences, later positions included: such a model "
+            f"router.kind={config.router.kind!r} as configured reads whole sequences, later "
+            "positions included: such a model "
             "cannot write, for at each token what comes later does not exist yet"
         )
     wanted = companions_of(model)
     given = (0, length) if companions_MS is None else tuple(companions_MS.shape)
     if given[0] != wanted or given[1] < length:
         raise ValueError(
-            f"this model routes {wanted + 1} sequences together, so it writes beside {wanted} companions of at least {length} "
+            f"this model routes {wanted + 1} sequences together, so it writes beside {wanted} "
+            f"companions of at least {length} "
             f"tokens; given: {given[0]} of {given[1]} (evaluation/companions.py draws them)"
         )

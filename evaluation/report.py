@@ -1,4 +1,6 @@
-"""What a trained run is worth: its loss on held-out text, how likely it finds a text, and text that it writes."""
+"""What a trained run is worth: its loss on held-out text, how likely it finds a text, and text that
+it writes.
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -30,8 +32,11 @@ class Measurement:
         )
 
 
-def measure(run_dir: Path, *, step: int | None = None, split: str = "validation", max_rows: int = 0) -> Measurement:
-    """Mean cross-entropy of a checkpoint over non-overlapping rows of a split; `max_rows` = 0 takes all of them.
+def measure(
+    run_dir: Path, *, step: int | None = None, split: str = "validation", max_rows: int = 0
+) -> Measurement:
+    """Mean cross-entropy of a checkpoint over non-overlapping rows of a split; `max_rows` = 0 takes
+    all of them.
 
     Raises:
         ValueError: the run, its checkpoint or its data cannot be read.
@@ -45,12 +50,18 @@ def measure(run_dir: Path, *, step: int | None = None, split: str = "validation"
 
 
 def write_text(
-    run_dir: Path, prompt: str, *, step: int | None = None, num_tokens: int, temperature: float, seed: int
+    run_dir: Path,
+    prompt: str,
+    *,
+    step: int | None = None,
+    num_tokens: int,
+    temperature: float,
+    seed: int,
 ) -> Iterator[str]:
     """Yields the prompt and then, piece by piece, the text that the model writes after it.
 
-    A piece may be held back while its last bytes are not a whole character yet. A model that routes sequences together
-    writes beside companions from its training text, drawn from the seed.
+    A piece may be held back while its last bytes are not a whole character yet. A model that routes
+    sequences together writes beside companions from its training text, drawn from the seed.
 
     Raises:
         ValueError: the run, its checkpoint or its data cannot be read, or the model cannot write.
@@ -64,9 +75,13 @@ def write_text(
         ids, shown = prompt_ids.tolist(), len(prompt)
         companions_MS = _companions(restored, len(ids) + num_tokens - 1, seed=seed)
         for token in generate(
-            restored.model, prompt_S, num_tokens=num_tokens, temperature=temperature, seed=seed,
+            restored.model,
+            prompt_S,
+            num_tokens=num_tokens,
+            temperature=temperature,
+            seed=seed,
             companions_MS=None if companions_MS is None else companions_MS.to(process.device),
-        ):  # fmt: skip
+        ):
             ids.append(token)
             text = tokenizer.decode(ids)
             if not text.endswith("\ufffd"):
@@ -84,21 +99,29 @@ class ScoredText:
 
     def __str__(self) -> str:
         tokens = self.result.log_probability_RS.shape[1]
-        beside = f" ± {self.result.spread:.4f} over {self.draws} draws of companions" if self.draws > 1 else ""
+        beside = (
+            f" ± {self.result.spread:.4f} over {self.draws} draws of companions"
+            if self.draws > 1
+            else ""
+        )
         return (
-            f"step {self.step}: log-probability {self.result.mean:.4f}{beside} nats, {self.result.mean / tokens:.4f} per token, "
+            f"step {self.step}: log-probability {self.result.mean:.4f}{beside} nats, "
+            f"{self.result.mean / tokens:.4f} per token, "
             f"over {tokens:,} tokens"
         )
 
 
-def score_text(run_dir: Path, text: str, *, step: int | None = None, draws: int = 1, seed: int = 0) -> ScoredText:
+def score_text(
+    run_dir: Path, text: str, *, step: int | None = None, draws: int = 1, seed: int = 0
+) -> ScoredText:
     """Log-probability of a text after an end of document, cut on the left to the trained length.
 
-    A model that routes sequences together is asked beside companions from its training text (arXiv 2310.15961); several draws
-    give the spread.
+    A model that routes sequences together is asked beside companions from its training text (arXiv
+    2310.15961); several draws give the spread.
 
     Raises:
-        ValueError: the run, its checkpoint or its data cannot be read, there is nothing to score, or the model reads the future.
+        ValueError: the run, its checkpoint or its data cannot be read, there is nothing to score,
+            or the model reads the future.
     """
     with start_process("auto") as process:
         restored = restore(run_dir, process, step=step)
@@ -107,9 +130,13 @@ def score_text(run_dir: Path, text: str, *, step: int | None = None, draws: int 
         tokens = tokenizer.encode_batch([text])[0].tolist()
         with CompanionText(data.directory, seq_len=data.seq_len, seed=seed) as companions:
             result = score(
-                restored.model, tokens, companions, end_of_document=tokenizer.end_of_document_id, context=data.seq_len,
+                restored.model,
+                tokens,
+                companions,
+                end_of_document=tokenizer.end_of_document_id,
+                context=data.seq_len,
                 draws=draws,
-            )  # fmt: skip
+            )
     return ScoredText(restored.step, len(result.log_probability_RS), result)
 
 

@@ -24,24 +24,36 @@ class Restored:
 
 
 def restore(run_dir: Path, process: Process, *, step: int | None = None) -> Restored:
-    """The weights of the newest checkpoint of a run, or of the one at `step`, with all experts on this rank.
+    """The weights of the newest checkpoint of a run, or of the one at `step`, with all experts on
+    this rank.
 
     Raises:
         ConfigError: the run or the checkpoint does not exist.
     """
     config_file = run_dir / "config.json"
     if not config_file.exists():
-        raise ConfigError(f"{run_dir}: is not a run folder (no config.json); `moebius status` lists the runs here")
+        raise ConfigError(
+            f"{run_dir}: is not a run folder (no config.json); `moebius status` lists the runs here"
+        )
     config = Config.load(config_file)
     mesh = build_mesh(plan_layout(MeshConfig(), process.world_size), process)
     model = build_model(
-        config.model, mesh, dispatcher="auto", backend=config.kernels.name, seed=config.train.seed,
+        config.model,
+        mesh,
+        dispatcher="auto",
+        backend=config.kernels.name,
+        seed=config.train.seed,
         device=process.device,
-    )  # fmt: skip
-    path = latest(run_dir / "checkpoints") if step is None else run_dir / "checkpoints" / f"step_{step:08d}"
+    )
+    path = (
+        latest(run_dir / "checkpoints")
+        if step is None
+        else run_dir / "checkpoints" / f"step_{step:08d}"
+    )
     if path is None or not path.is_dir():
         raise ConfigError(
-            f"{run_dir}: has no checkpoint{'' if step is None else f' at step {step}'}; `moebius ckpt ls` lists them"
+            f"{run_dir}: has no checkpoint{'' if step is None else f' at step {step}'}; `moebius "
+            "ckpt ls` lists them"
         )
     meta = load(path, *model_tensors(model), mesh=mesh, allow_unexpected=True)
     model.before_step(meta["progress"]["step"])

@@ -1,11 +1,13 @@
-"""A router of one's own: as many experts as a token needs, instead of K (arXiv 2403.07652). docs/extending.md explains it.
+"""A router of one's own: as many experts as a token needs, instead of K (arXiv 2403.07652).
+docs/extending.md explains it.
 
     python examples/add_a_router.py
 
-trains a small model with it on the prose that Python carries, and prints the loss, how many experts a token gets and how evenly
-they are used. Every token takes its likeliest experts until their probabilities add up to p: one where the router is sure, many
-where it is not. Two losses keep it honest: the usual balancing loss, and the entropy of the router, without which a token could
-have all experts by being unsure.
+trains a small model with it on the prose that Python carries, and prints the loss, how many experts
+a token gets and how evenly they are used. Every token takes its likeliest experts until their
+probabilities add up to p: one where the router is sure, many where it is not. Two losses keep it
+honest: the usual balancing loss, and the entropy of the router, without which a token could have
+all experts by being unsure.
 
 Legend: B sequences, T rows (B·S), E experts, N routes.
 """
@@ -32,7 +34,9 @@ from moebius.train.loss import micro_batch_loss
 
 
 class TopPConfig(ChoiceConfig):
-    """What a configuration may say under `model.router`; balance, balance_scope and z_loss come with ChoiceConfig."""
+    """What a configuration may say under `model.router`; balance, balance_scope and z_loss come
+    with ChoiceConfig.
+    """
 
     kind: Literal["top_p"] = "top_p"
     p: float = Field(default=0.4, gt=0, le=1)
@@ -52,7 +56,9 @@ class TopPConfig(ChoiceConfig):
 
 
 class TopPRouter(ChoiceRouter):
-    """Experts in the order of their probability, until those ahead have p together; weighted by their probabilities."""
+    """Experts in the order of their probability, until those ahead have p together; weighted by
+    their probabilities.
+    """
 
     Config = TopPConfig
     config: TopPConfig
@@ -62,10 +68,14 @@ class TopPRouter(ChoiceRouter):
         self.weight = parameter(num_experts, d_row, start=start)
 
     def forward(self, x_TD: Tensor, *, batch_size: int) -> Routing:
-        dtype = wide_dtype(x_TD)  # float32 whatever the experts compute in: a choice must not flip with it
+        dtype = wide_dtype(
+            x_TD
+        )  # float32 whatever the experts compute in: a choice must not flip with it
         logits_TE = x_TD.to(dtype) @ self.weight.to(dtype).T
         any_order_TE = logits_TE.softmax(-1)
-        expert_TE = once(lambda: any_order_TE.detach().argsort(dim=-1, descending=True, stable=True))
+        expert_TE = once(
+            lambda: any_order_TE.detach().argsort(dim=-1, descending=True, stable=True)
+        )
         probability_TE = take(any_order_TE, expert_TE)
         ahead_TE = probability_TE.cumsum(-1) - probability_TE
         all_routes = token_routes(expert_TE, probability_TE, num_experts=self.num_experts)
@@ -75,7 +85,9 @@ class TopPRouter(ChoiceRouter):
     def statistics(self, routing: Routing, batch_size: int) -> dict[str, Tensor]:
         log_p_TE = routing.logits_THA.squeeze(1).log_softmax(-1)
         entropy_T = -(log_p_TE.exp() * log_p_TE).sum(-1)
-        return super().statistics(routing, batch_size) | {"entropy": entropy_T.unflatten(0, (batch_size, -1)).sum(1)}
+        return super().statistics(routing, batch_size) | {
+            "entropy": entropy_T.unflatten(0, (batch_size, -1)).sum(1)
+        }
 
     def losses(self, sums: dict[str, Tensor], running: RunningSum) -> list[Loss]:
         entropy_B = sums["entropy"] / sums["rows"]
@@ -91,13 +103,24 @@ ROUTERS["top_p"] = TopPRouter
 def main(steps: int = 40) -> None:
     """Trains on bytes, eight sequences at a time."""
     config = ModelConfig(
-        vocab_size=256, d_model=64, num_layers=2, group_size=2, num_heads=4, d_head=16, norm="pre", attention="dense",
-        num_experts=8, d_expert=64, router=TopPConfig(p=0.4),
-    )  # fmt: skip
+        vocab_size=256,
+        d_model=64,
+        num_layers=2,
+        group_size=2,
+        num_heads=4,
+        d_head=16,
+        norm="pre",
+        attention="dense",
+        num_experts=8,
+        d_expert=64,
+        router=TopPConfig(p=0.4),
+    )
     model = Transformer(config)
     initialise(model, seed=0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    text = torch.frombuffer(bytearray("\n".join(embedded_documents()).encode()), dtype=torch.uint8).long()
+    text = torch.frombuffer(
+        bytearray("\n".join(embedded_documents()).encode()), dtype=torch.uint8
+    ).long()
     generator = torch.Generator().manual_seed(0)
     for step in range(1, steps + 1):
         first_B = torch.randint(len(text) - 65, (8,), generator=generator)

@@ -1,11 +1,14 @@
-"""A checkpoint's weights as safetensors with one key per expert, and back. docs/checkpoints.md has the map of the keys.
+"""A checkpoint's weights as safetensors with one key per expert, and back. docs/checkpoints.md has
+the map of the keys.
 
-Per expert, in torch.nn.Linear's [out, in], because that is how mixtures of experts are published: whoever serves a model on other
-ranks, converts it, or drops or merges experts, picks whole experts by name and knows nothing of our banks. The price: a few
-thousand keys, and a transposition on the way. Within a bank [E, in, out] is what the kernels want.
+Per expert, in torch.nn.Linear's [out, in], because that is how mixtures of experts are published:
+whoever serves a model on other ranks, converts it, or drops or merges experts, picks whole experts
+by name and knows nothing of our banks. The price: a few thousand keys, and a transposition on the
+way. Within a bank [E, in, out] is what the kernels want.
 
-What a run computes in lower precision may be stored in it (`dtype`); routers, norms, biases, embeddings and buffers stay as they
-are, as they do in training, so the export of a bfloat16 run answers with the same bits as the run.
+What a run computes in lower precision may be stored in it (`dtype`); routers, norms, biases,
+embeddings and buffers stay as they are, as they do in training, so the export of a bfloat16 run
+answers with the same bits as the run.
 
 Cost: three passes over the bytes; memory for one output file and the largest tensor.
 """
@@ -57,13 +60,19 @@ _UNITS = {
     "TIB": 2**40,
 }
 _NAMES_OF_EXPERTS = {  # a bank's attribute -> behind the expert's number
-    "w_up": "w_up.weight", "w_down": "w_down.weight", "b_up": "w_up.bias", "b_down": "w_down.bias", "weight": "weight",
-}  # fmt: skip
+    "w_up": "w_up.weight",
+    "w_down": "w_down.weight",
+    "b_up": "w_up.bias",
+    "b_down": "w_down.bias",
+    "weight": "weight",
+}
 
 
 @dataclass(frozen=True)
 class Piece:
-    """What stands under one exported key: a tensor of the model, or one expert of a bank, its matrix turned."""
+    """What stands under one exported key: a tensor of the model, or one expert of a bank, its
+    matrix turned.
+    """
 
     key: str
     name: str  # in the model
@@ -93,7 +102,9 @@ class Exported:
     tokenizer: str  # which, or why none
 
     def __str__(self) -> str:
-        files = self.files[0] if len(self.files) == 1 else f"{self.files[0]} … {len(self.files)} files"
+        files = (
+            self.files[0] if len(self.files) == 1 else f"{self.files[0]} … {len(self.files)} files"
+        )
         size = f"{self.num_keys:,} keys, {self.num_bytes / 10**6:,.1f} MB"
         return f"weights of step {self.step}, {size}\n  {files}\n  {self.tokenizer}"
 
@@ -101,7 +112,9 @@ class Exported:
 def pieces_of(name: str, shape: tuple[int, ...], *, has_experts: bool) -> Iterator[Piece]:
     """The exported keys of one tensor of the model."""
     if not has_experts:
-        yield Piece(f"{name}.weight" if name in ("embedding", "position_embedding") else name, name, shape)
+        yield Piece(
+            f"{name}.weight" if name in ("embedding", "position_embedding") else name, name, shape
+        )
         return
     bank, _, attribute = name.rpartition(".experts.")
     for expert in range(shape[0]):
@@ -117,12 +130,14 @@ def export(
     max_file_bytes: int = 5 * 10**9,
     watch: Watch = lambda what, num_bytes: lambda more: None,
 ) -> Exported:
-    """Writes the weights of the checkpoint `source`, and what routers learn without a gradient, into the directory `out`.
+    """Writes the weights of the checkpoint `source`, and what routers learn without a gradient,
+    into the directory `out`.
 
     `out` appears whole and compared with what was read, or not at all.
 
     Raises:
-        ValueError: the checkpoint is damaged or of no run, safetensors is missing, `out` exists, or the disk is full.
+        ValueError: the checkpoint is damaged or of no run, safetensors is missing, `out` exists, or
+            the disk is full.
     """
     _require_safetensors()
     refuse_name_of_another_step(out, None)
@@ -152,7 +167,8 @@ def export(
 
 
 def load_export(folder: Path, *, backend: str = "auto") -> Transformer:
-    """The model of an export, whole on the CPU in evaluation mode, its weights in the precision that they were exported in.
+    """The model of an export, whole on the CPU in evaluation mode, its weights in the precision
+    that they were exported in.
 
     Raises:
         ValueError: it is no export of ours, or keys or shapes are not those of its model.
@@ -163,7 +179,9 @@ def load_export(folder: Path, *, backend: str = "auto") -> Transformer:
         config, step = ModelConfig.model_validate(values["model"]), int(values["step"])
     except (KeyError, TypeError, ValueError) as error:
         told = f"it has no {error}" if isinstance(error, KeyError) else error
-        raise ConfigError(f"{folder / 'config.json'} describes no model of moebius: {told}") from error
+        raise ConfigError(
+            f"{folder / 'config.json'} describes no model of moebius: {told}"
+        ) from error
     weight_map = _weight_map_of(folder)
     with torch.device("meta"):
         model = Transformer(config, backend=backend)
@@ -175,7 +193,9 @@ def load_export(folder: Path, *, backend: str = "auto") -> Transformer:
     }
     if unlike := sorted(pieces.keys() ^ weight_map.keys()):
         kind = "lacks" if unlike[0] in pieces else "has, beside those of its model,"
-        raise ConfigError(f"{folder}: {kind} the key {unlike[0]} ({len(unlike)} such differences in all)")
+        raise ConfigError(
+            f"{folder}: {kind} the key {unlike[0]} ({len(unlike)} such differences in all)"
+        )
     model.to_empty(device="cpu")
     tensors = _tensors_of(model)
     for file in sorted(set(weight_map.values())):
@@ -202,8 +222,12 @@ def parse_size(text: str) -> int:
 # Planning and writing -----------------------------------------------------------------------------------------------
 
 
-def _dtypes_of(stored: StoredCheckpoint, config: Config, dtype: Precision) -> dict[str, torch.dtype]:
-    """How each tensor of the model is exported: what enters matrix products in `dtype`, everything else as it is stored."""
+def _dtypes_of(
+    stored: StoredCheckpoint, config: Config, dtype: Precision
+) -> dict[str, torch.dtype]:
+    """How each tensor of the model is exported: what enters matrix products in `dtype`, everything
+    else as it is stored.
+    """
     with torch.device("meta"):
         model = Transformer(config.model)
     cast = {name for name, _ in model.named_parameters() if enters_a_product(name)}
@@ -214,8 +238,12 @@ def _dtypes_of(stored: StoredCheckpoint, config: Config, dtype: Precision) -> di
     }
 
 
-def _plan(stored: StoredCheckpoint, dtypes: Mapping[str, torch.dtype], max_file_bytes: int) -> dict[str, list[Piece]]:
-    """Which pieces go into which file: in the order of the model's names, a new file where one would be too big."""
+def _plan(
+    stored: StoredCheckpoint, dtypes: Mapping[str, torch.dtype], max_file_bytes: int
+) -> dict[str, list[Piece]]:
+    """Which pieces go into which file: in the order of the model's names, a new file where one
+    would be too big.
+    """
     files: list[list[Piece]] = [[]]
     filled = 0
     for name, tensor in sorted(stored.index.tensors.items()):
@@ -223,7 +251,7 @@ def _plan(stored: StoredCheckpoint, dtypes: Mapping[str, torch.dtype], max_file_
             continue
         for piece in pieces_of(
             name.removeprefix("model."), tensor.shape, has_experts=name in stored.meta.num_experts
-        ):  # fmt: skip
+        ):
             size = _num_bytes(piece, dtypes)
             if files[-1] and filled + size > max_file_bytes:
                 files.append([])
@@ -232,12 +260,15 @@ def _plan(stored: StoredCheckpoint, dtypes: Mapping[str, torch.dtype], max_file_
             filled += size
     if len(files) == 1:
         return {"model.safetensors": files[0]}
-    return {f"model-{n:05}-of-{len(files):05}.safetensors": pieces for n, pieces in enumerate(files, start=1)}
+    return {
+        f"model-{n:05}-of-{len(files):05}.safetensors": pieces
+        for n, pieces in enumerate(files, start=1)
+    }
 
 
 def _cut(
     stored: StoredCheckpoint, plan: Mapping[str, list[Piece]], dtypes: Mapping[str, torch.dtype]
-) -> Iterator[tuple[str, dict[str, Tensor]]]:  # fmt: skip
+) -> Iterator[tuple[str, dict[str, Tensor]]]:
     name, tensor = "", torch.empty(0)
     for file, pieces in plan.items():
         tensors = {}
@@ -257,8 +288,12 @@ def _save(tensors: dict[str, Tensor], file: Path) -> None:
     try:
         library.torch.save_file(tensors, file, metadata={"format": "pt"})
     except library.SafetensorError as error:
-        raise CheckpointError(f"{file.name} could not be written: {error}; nothing was left there") from error
-    file.chmod(file.parent.stat().st_mode & 0o666)  # the library makes files that nobody else can read
+        raise CheckpointError(
+            f"{file.name} could not be written: {error}; nothing was left there"
+        ) from error
+    file.chmod(
+        file.parent.stat().st_mode & 0o666
+    )  # the library makes files that nobody else can read
     with open(file, "rb") as written:
         os.fsync(written.fileno())
 
@@ -270,12 +305,20 @@ def _compare(folder: Path, plan: Mapping[str, list[Piece]], sums: Mapping[str, s
         unlike = None
         try:
             with library.safe_open(folder / file, framework="pt") as opened:
-                unlike = next((own.key for own in pieces if sum_of(opened.get_tensor(own.key)) != sums[own.key]), None)
+                unlike = next(
+                    (
+                        own.key
+                        for own in pieces
+                        if sum_of(opened.get_tensor(own.key)) != sums[own.key]
+                    ),
+                    None,
+                )
         except library.SafetensorError as error:
             unlike = str(error)
         if unlike is not None:
             raise CheckpointError(
-                f"{file} does not read as it was written ({unlike}); is the disk sound? Nothing was left of the export"
+                f"{file} does not read as it was written ({unlike}); is the disk sound? Nothing "
+                "was left of the export"
             )
 
 
@@ -285,7 +328,9 @@ def _require_safetensors() -> Any:
         import safetensors
         import safetensors.torch
     except ImportError as error:
-        raise ConfigError("exports need safetensors, which is not installed: pip install 'moebius[export]'") from error
+        raise ConfigError(
+            "exports need safetensors, which is not installed: pip install 'moebius[export]'"
+        ) from error
     return safetensors
 
 
@@ -294,14 +339,18 @@ def _require_safetensors() -> Any:
 
 def _config_of(stored: StoredCheckpoint) -> Config:
     if not {"config", "progress"} <= stored.meta.meta.keys():
-        raise CheckpointError(f"{stored.path}: holds no configuration or no progress, so it was not written by a run")
+        raise CheckpointError(
+            f"{stored.path}: holds no configuration or no progress, so it was not written by a run"
+        )
     return build(stored.meta.meta["config"], origin=str(stored.path / "meta.json"))
 
 
 def _describe(
     stored: StoredCheckpoint, config: Config, tokenizer: Tokenizer | None, dtype: Precision
 ) -> dict[str, Any]:
-    """config.json: what tools look for under their names, and the model's own configuration, resolved."""
+    """config.json: what tools look for under their names, and the model's own configuration,
+    resolved.
+    """
     model = config.model
     return {
         "model_type": "moebius",
@@ -342,7 +391,10 @@ def _tokenizer_files(tokenizer: Tokenizer | None, config: Config) -> dict[str, s
         "eos_token": END_OF_DOCUMENT,
         "model_max_length": config.data.seq_len,
     }
-    return {TOKENIZER_FILE: tokenizer.to_json(), "tokenizer_config.json": json.dumps(described, indent=2) + "\n"}
+    return {
+        TOKENIZER_FILE: tokenizer.to_json(),
+        "tokenizer_config.json": json.dumps(described, indent=2) + "\n",
+    }
 
 
 # Reading ------------------------------------------------------------------------------------------------------------
@@ -367,11 +419,14 @@ def _fill(tensor: Tensor, piece: Piece, value: Tensor, folder: Path) -> None:
     """Puts one piece into its tensor of the model, which takes on its precision."""
     if tuple(value.shape) != piece.shape:
         raise ConfigError(
-            f"{folder}: {piece.key} has shape {list(value.shape)}, its model asks for {list(piece.shape)}"
+            f"{folder}: {piece.key} has shape {list(value.shape)}, its model asks for "
+            f"{list(piece.shape)}"
         )
     if tensor.dtype != value.dtype:
         if not (tensor.is_floating_point() and value.is_floating_point()):
-            raise ConfigError(f"{folder}: {piece.key} is {value.dtype}, its model asks for {tensor.dtype}")
+            raise ConfigError(
+                f"{folder}: {piece.key} is {value.dtype}, its model asks for {tensor.dtype}"
+            )
         tensor.data = tensor.data.to(value.dtype)
     piece.put(value, tensor)
 
@@ -380,11 +435,17 @@ def _weight_map_of(folder: Path) -> dict[str, str]:
     """Which key stands in which file."""
     found = _read_json(folder / INDEX_FILE).get("weight_map")
     if not isinstance(found, dict) or not all(isinstance(file, str) for file in found.values()):
-        raise ConfigError(f"{folder / INDEX_FILE}: has no weight_map of keys and files; is it the index of an export?")
+        raise ConfigError(
+            f"{folder / INDEX_FILE}: has no weight_map of keys and files; is it the index of an "
+            "export?"
+        )
     if outside := [file for file in found.values() if Path(file).name != file]:
         raise ConfigError(f"{folder / INDEX_FILE}: names files outside of its folder: {outside[0]}")
     if absent := sorted({file for file in found.values() if not (folder / file).is_file()}):
-        raise ConfigError(f"{folder}: {', '.join(absent)} missing, of {len(set(found.values()))} files with weights")
+        raise ConfigError(
+            f"{folder}: {', '.join(absent)} missing, of {len(set(found.values()))} files with "
+            "weights"
+        )
     return found
 
 

@@ -1,4 +1,6 @@
 """The expert layers' operations as functions of tensors, each behind a door with several backends."""
 
 if __name__ == "kernels":
-    raise ImportError("import moebius.kernels: the repository root is the package `moebius` (pip install -e .)")
+    raise ImportError(
+        "import moebius.kernels: the repository root is the package `moebius` (pip install -e .)"
+    )

@@ -1,11 +1,13 @@
 """Experts' activations: their names, their meaning under autograd, and value and slope by hand.
 
-By hand because a row must not depend on where in a tensor it lies (segments.py says why). On CPUs torch's own silu, gelu and
-sigmoid do: a loop's vectorised body and its scalar tail round differently, and the tail falls anywhere. exp and erf have no
-such tail, and single additions, products and quotients are exact in IEEE's sense; so here are only those. The price: five to
-ten passes over a segment's hidden rows in place of one, beside two products that cost more.
+By hand because a row must not depend on where in a tensor it lies (segments.py says why). On CPUs
+torch's own silu, gelu and sigmoid do: a loop's vectorised body and its scalar tail round
+differently, and the tail falls anywhere. exp and erf have no such tail, and single additions,
+products and quotients are exact in IEEE's sense; so here are only those. The price: five to ten
+passes over a segment's hidden rows in place of one, beside two products that cost more.
 
-Legend: R rows of one expert, F hidden width, W width before the activation: F, or 2F where it is gated.
+Legend: R rows of one expert, F hidden width, W width before the activation: F, or 2F where it is
+gated.
 """
 
 import math
@@ -15,7 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# Gated ones take the first F columns through the gate's activation, and multiply the last F by it (arXiv 2002.05202).
+# Gated ones take the first F columns through the gate's activation, and multiply the last F by it
+# (arXiv 2002.05202).
 GATES = {"swiglu": "silu", "geglu": "gelu"}
 _PLAIN: dict[str, Callable[[Tensor], Tensor]] = {"relu": torch.relu, "gelu": F.gelu, "silu": F.silu}
 ACTIVATIONS = (*_PLAIN, *GATES)
@@ -27,7 +30,9 @@ def columns_of(width: int, activation: str) -> int:
 
 
 def activate(z_RW: Tensor, activation: str) -> Tensor:
-    """(R, W) to (R, F), differentiated by autograd: what the names mean. gelu is the exact one, with erf."""
+    """(R, W) to (R, F), differentiated by autograd: what the names mean. gelu is the exact one,
+    with erf.
+    """
     if activation in GATES:
         gate, content = z_RW.chunk(2, dim=-1)
         return _PLAIN[GATES[activation]](gate) * content
@@ -35,16 +40,22 @@ def activate(z_RW: Tensor, activation: str) -> Tensor:
 
 
 def hidden_in_place(z_RW: Tensor, activation: str) -> Tensor:
-    """(R, W) to (R, F); leaves in `z_RW` what `hidden_and_pullback` wants: relu's hidden rows, else the rows as they came."""
+    """(R, W) to (R, F); leaves in `z_RW` what `hidden_and_pullback` wants: relu's hidden rows, else
+    the rows as they came.
+    """
     if activation == "relu":
         return z_RW.relu_()
     return hidden_and_pullback(z_RW, activation)[0]
 
 
-def hidden_and_pullback(kept_RW: Tensor, activation: str) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-    """The hidden rows (R, F) and how their gradient (R, F) becomes that of the rows before the activation (R, W).
+def hidden_and_pullback(
+    kept_RW: Tensor, activation: str
+) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+    """The hidden rows (R, F) and how their gradient (R, F) becomes that of the rows before the
+    activation (R, W).
 
-    The pullback may overwrite the gradient that it is given. Half precision is widened to float32 in between.
+    The pullback may overwrite the gradient that it is given. Half precision is widened to float32
+    in between.
     """
     if activation == "relu":
         return kept_RW, lambda grad: grad.masked_fill_(kept_RW <= 0, 0)
@@ -55,7 +66,9 @@ def hidden_and_pullback(kept_RW: Tensor, activation: str) -> tuple[Tensor, Calla
         return value.to(dtype), lambda grad: grad.mul_(slope())
     gate, content = z.chunk(2, dim=-1)
     value, slope = _SMOOTH[GATES[activation]](gate)
-    return (value * content).to(dtype), lambda grad: torch.cat((grad * content * slope(), grad * value), -1).to(dtype)
+    return (value * content).to(dtype), lambda grad: torch.cat(
+        (grad * content * slope(), grad * value), -1
+    ).to(dtype)
 
 
 def _silu(z: Tensor) -> tuple[Tensor, Callable[[], Tensor]]:

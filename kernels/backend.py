@@ -18,21 +18,28 @@ deferring: tuple[str, ...] = ("triton",)  # those that are `DefersWeightGradient
 
 
 class KernelConfig(BaseModel):
-    """The implementation of the expert layers: `auto` takes the fastest that this device and dtype have."""
+    """The implementation of the expert layers: `auto` takes the fastest that this device and dtype
+    have.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    backend: Literal["auto", "reference", "segments", "avx512", "triton", "grouped_mm", "megablocks"] = "auto"
-    onednn: bool = False  # on CPUs, float32 products through oneDNN (onednn.py); an error where that is not exact
-    # Of triton. tf32: float32 products in TensorFloat-32. scatter_add: answers are added by atomics, in another order each time,
-    # and no row per route is stored. fused: a perceptron's forward is one kernel.
+    backend: Literal[
+        "auto", "reference", "segments", "avx512", "triton", "grouped_mm", "megablocks"
+    ] = "auto"
+    # on CPUs, float32 products through oneDNN (onednn.py); an error where that is not exact
+    onednn: bool = False
+    # Of triton. tf32: float32 products in TensorFloat-32. scatter_add: answers are added by
+    # atomics, in another order each time, and no row per route is stored. fused: a perceptron's
+    # forward is one kernel.
     switches: tuple[Literal["tf32", "scatter_add", "fused"], ...] = ()
 
     @model_validator(mode="after")
     def _switches_belong_to_triton(self) -> Self:
         if self.switches and self.backend != "triton":
             raise ValueError(
-                f"kernels.switches={list(self.switches)} are of the Triton kernels, and kernels.backend={self.backend!r}: set "
+                f"kernels.switches={list(self.switches)} are of the Triton kernels, and "
+                f"kernels.backend={self.backend!r}: set "
                 "kernels.backend=triton, or leave the switches out"
             )
         return self
@@ -54,9 +61,13 @@ def resolve_backend(backend: str, device: torch.device, dtype: torch.dtype) -> s
         return _fastest(device.type, dtype)
     name, *switches = backend.split("+")
     if name not in BACKENDS or (switches and name != "triton"):
-        raise ValueError(f"kernels.backend={backend!r} is unknown: choose auto, {', '.join(BACKENDS)}")
+        raise ValueError(
+            f"kernels.backend={backend!r} is unknown: choose auto, {', '.join(BACKENDS)}"
+        )
     if reason := reason_against(name, device.type, dtype):
-        raise ValueError(f"kernels.backend={backend!r} cannot run here: {reason}; or set kernels.backend=auto")
+        raise ValueError(
+            f"kernels.backend={backend!r} cannot run here: {reason}; or set kernels.backend=auto"
+        )
     return backend
 
 
@@ -64,7 +75,9 @@ def resolve_backend(backend: str, device: torch.device, dtype: torch.dtype) -> s
 def _fastest(device_type: str, dtype: torch.dtype) -> str:
     """What `auto` is: the first that can run, by the figures of docs/kernels.md."""
     wanted = {"cpu": ("avx512",), "cuda": ("triton", "grouped_mm")}.get(device_type, ())
-    return next((name for name in wanted if reason_against(name, device_type, dtype) is None), "segments")
+    return next(
+        (name for name in wanted if reason_against(name, device_type, dtype) is None), "segments"
+    )
 
 
 @functools.cache
@@ -98,13 +111,17 @@ def defers(backend: str) -> bool:
 
 @functools.cache
 def implementation(backend: str) -> DefersWeightGradients:
-    """The functions of a backend that `resolve_backend` returned; of those that do not defer, a `Backend`'s only."""
+    """The functions of a backend that `resolve_backend` returned; of those that do not defer, a
+    `Backend`'s only.
+    """
     name, *switches = backend.split("+")
     module = import_module(f".{_MODULES.get(name, name)}", __package__)
     if switches:
         options = module.Options(**dict.fromkeys(switches, True))
         names = [name for name in dir(DefersWeightGradients) if not name.startswith("_")]
-        module = SimpleNamespace(**{name: functools.partial(getattr(module, name), options=options) for name in names})
+        module = SimpleNamespace(
+            **{name: functools.partial(getattr(module, name), options=options) for name in names}
+        )
     return cast(DefersWeightGradients, module)
 
 

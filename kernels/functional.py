@@ -1,8 +1,8 @@
 """The two doors through which every expert computation goes: `routed_mlp` and `routed_linear`.
 
-The `reference` backend is plain PyTorch under autograd. All others stand behind one op per door (ops.py): gather, matrix
-products, activation, gate weight and scatter-add together, with one backward, so that a backend may fuse them and save as little
-as it can.
+The `reference` backend is plain PyTorch under autograd. All others stand behind one op per door
+(ops.py): gather, matrix products, activation, gate weight and scatter-add together, with one
+backward, so that a backend may fuse them and save as little as it can.
 
 Legend: U source rows, N routes, E experts, D input width, F hidden width, O output width.
 """
@@ -27,29 +27,39 @@ def routed_mlp(
     backend: str = "auto",
     defer: bool = False,
 ) -> Tensor:
-    """y[target] += weight · (W_down[expert]ᵀ a(W_up[expert]ᵀ x[source] + b_up[expert]) + b_down[expert]) over all routes.
+    """y[target] += weight · (W_down[expert]ᵀ a(W_up[expert]ᵀ x[source] + b_up[expert]) +
+    b_down[expert]) over all routes.
 
     Args:
         x_UD: source rows, cast to the weights' dtype, as the biases are.
         w_up_EDF, w_down_EFO: one two-layer perceptron per expert.
-        routes: indices in range (experts 0 … E−1); weights float32, differentiable. Where `per_expert` is positive nothing is
-            sorted and no count is read from the device.
-        activation: a. "relu", "gelu" (with erf), "silu"; or gated, "swiglu" (silu) and "geglu" (gelu): `w_up` and `b_up` then
-            have 2F columns, and the hidden row is a(first half) · second half.
+        routes: indices in range (experts 0 … E−1); weights float32, differentiable. Where
+            `per_expert` is positive nothing is sorted and no count is read from the device.
+        activation: a. "relu", "gelu" (with erf), "silu"; or gated, "swiglu" (silu) and "geglu"
+            (gelu): `w_up` and `b_up` then have 2F columns, and the hidden row is a(first half) ·
+            second half.
         b_up_EF, b_down_EO: biases, each only if wanted.
-        backend: an entry of `BACKENDS`, or "auto": the fastest that there is for this device and dtype.
-        defer: within `gradients.one_pass`, a backend that can may make the weights' gradients of all calls in one product at
-            the end of the backward pass; their operands wait that long.
+        backend: an entry of `BACKENDS`, or "auto": the fastest that there is for this device and
+            dtype.
+        defer: within `gradients.one_pass`, a backend that can may make the weights' gradients of
+            all calls in one product at the end of the backward pass; their operands wait that long.
 
     Returns:
         (num_targets, O) in the weights' dtype. A target without a route is zero.
 
     Raises:
-        ValueError: an unknown activation or backend; shapes that do not fit; a `per_expert` that does not.
+        ValueError: an unknown activation or backend; shapes that do not fit; a `per_expert` that
+            does not.
     """
     dtype = w_up_EDF.dtype
-    x_UD, w_up_EDF, w_down_EFO = x_UD.to(dtype).contiguous(), w_up_EDF.contiguous(), w_down_EFO.contiguous()
-    b_up_EF, b_down_EO = (None if bias is None else bias.to(dtype).contiguous() for bias in (b_up_EF, b_down_EO))
+    x_UD, w_up_EDF, w_down_EFO = (
+        x_UD.to(dtype).contiguous(),
+        w_up_EDF.contiguous(),
+        w_down_EFO.contiguous(),
+    )
+    b_up_EF, b_down_EO = (
+        None if bias is None else bias.to(dtype).contiguous() for bias in (b_up_EF, b_down_EO)
+    )
     bank = MLPBank(w_up_EDF, w_down_EFO, b_up_EF, b_down_EO, activation)
     bank.check()
     check_counts(routes, w_up_EDF.shape[0])
@@ -59,14 +69,16 @@ def routed_mlp(
     (w_up_EDF, w_down_EFO), number = shared(w_up_EDF, w_down_EFO, defer=defer)
     y_TO, _ = ops.routed_mlp(
         x_UD, w_up_EDF, w_down_EFO, b_up_EF, b_down_EO, activation, *_flat(routes), backend, number
-    )  # fmt: skip
+    )
     return y_TO
 
 
 def routed_linear(
     x_UD: Tensor, w_EDO: Tensor, routes: RouteList, *, backend: str = "auto", defer: bool = False
 ) -> Tensor:
-    """y[target] += weight · W[expert]ᵀ x[source] over all routes; arguments, result and errors as in `routed_mlp`."""
+    """y[target] += weight · W[expert]ᵀ x[source] over all routes; arguments, result and errors as
+    in `routed_mlp`.
+    """
     x_UD, w_EDO = x_UD.to(w_EDO.dtype).contiguous(), w_EDO.contiguous()
     check_counts(routes, w_EDO.shape[0])
     backend = resolve_backend(backend, x_UD.device, x_UD.dtype)
@@ -81,7 +93,14 @@ def _flat(routes: RouteList) -> tuple:
     """An op takes tensors and numbers, no records; `SortedRoutes(*…)` is the way back."""
     sorting = routes.sorting
     return (
-        routes.weight_N.contiguous(), sorting.order_N, sorting.place_N, sorting.starts_E1,
-        None if routes.per_source else routes.source_N, None if routes.per_target else routes.target_N,
-        routes.num_targets, routes.per_source, routes.per_target, routes.per_expert,
-    )  # fmt: skip
+        routes.weight_N.contiguous(),
+        sorting.order_N,
+        sorting.place_N,
+        sorting.starts_E1,
+        None if routes.per_source else routes.source_N,
+        None if routes.per_target else routes.target_N,
+        routes.num_targets,
+        routes.per_source,
+        routes.per_target,
+        routes.per_expert,
+    )

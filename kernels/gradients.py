@@ -1,10 +1,12 @@
-"""Gradients of weights that several depth steps of one pass share: summed in one buffer, and handed out once.
+"""Gradients of weights that several depth steps of one pass share: summed in one buffer, and handed
+out once.
 
-Autograd would make a tensor of zeros for every use of a shared weight, fill it, and add it to the sum so far: for a bank of
-experts that costs as much memory traffic as the products themselves. Inside `one_pass` every call of a door on the same bank adds
-its gradient to the same buffer (or, where the backend defers, leaves its operands there, and all calls' gradients are one
-product); the sum enters the graph once, when the last of them has run. Outside of it, and in compiled code, each call returns
-its own gradient, and autograd adds them up.
+Autograd would make a tensor of zeros for every use of a shared weight, fill it, and add it to the
+sum so far: for a bank of experts that costs as much memory traffic as the products themselves.
+Inside `one_pass` every call of a door on the same bank adds its gradient to the same buffer (or,
+where the backend defers, leaves its operands there, and all calls' gradients are one product); the
+sum enters the graph once, when the last of them has run. Outside of it, and in compiled code, each
+call returns its own gradient, and autograd adds them up.
 """
 
 import itertools
@@ -33,8 +35,9 @@ class GradientSum:
         self._enter()
         if self._buffers is None:
             self._buffers = tuple(
-                torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in self._forms
-            )  # fmt: skip
+                torch.zeros(shape, dtype=dtype, device=device)
+                for shape, dtype, device in self._forms
+            )
         return self._buffers
 
     def leave(self, operands: Any, settle: Callable[[list[Any]], Sums]) -> None:
@@ -49,12 +52,18 @@ class GradientSum:
         sums = self._buffers
         if self._left and self._settle is not None:
             settled = self._settle(self._left)
-            sums = settled if sums is None else tuple(a.add_(b) for a, b in zip(sums, settled, strict=True))
+            sums = (
+                settled
+                if sums is None
+                else tuple(a.add_(b) for a, b in zip(sums, settled, strict=True))
+            )
         self._clear()
         return (None,) * len(self._forms) if sums is None else sums
 
     def _enter(self) -> None:
-        """What an earlier backward pass left behind, which broke off or did not ask for these weights, is nothing to this one."""
+        """What an earlier backward pass left behind, which broke off or did not ask for these
+        weights, is nothing to this one.
+        """
         task = torch._C._current_graph_task_id()  # there is no public name for it
         if task != self._task:
             self._clear()
@@ -68,8 +77,12 @@ class GradientSum:
 
 
 _number = itertools.count(1)
-_sums: weakref.WeakValueDictionary[int, GradientSum] = weakref.WeakValueDictionary()  # ops take numbers, no objects
-_pass: ContextVar[dict[tuple[int, ...], tuple[Sequence[Tensor], Sums, int]] | None] = ContextVar("pass", default=None)
+_sums: weakref.WeakValueDictionary[int, GradientSum] = (
+    weakref.WeakValueDictionary()
+)  # ops take numbers, no objects
+_pass: ContextVar[dict[tuple[int, ...], tuple[Sequence[Tensor], Sums, int]] | None] = ContextVar(
+    "pass", default=None
+)
 
 
 @contextmanager
@@ -83,7 +96,9 @@ def one_pass() -> Iterator[None]:
 
 
 def shared(*weights: Tensor, defer: bool) -> tuple[Sums, int]:
-    """The weights as a call is to use them, and the number of their sum: 0 outside of a pass, where there is none."""
+    """The weights as a call is to use them, and the number of their sum: 0 outside of a pass, where
+    there is none.
+    """
     known = None if torch.compiler.is_compiling() else _pass.get()
     if known is None or not torch.is_grad_enabled() or not all(w.requires_grad for w in weights):
         return weights, 0
@@ -103,7 +118,9 @@ def sum_of(number: int) -> GradientSum | None:
 
 
 class _Share(torch.autograd.Function):
-    """The weights again. In the backward pass it comes after all their calls, and brings the sum of what these have added."""
+    """The weights again. In the backward pass it comes after all their calls, and brings the sum of
+    what these have added.
+    """
 
     @staticmethod
     def forward(ctx: Any, total: GradientSum, *weights: Tensor) -> Sums:
@@ -114,4 +131,6 @@ class _Share(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple:
         sums = ctx.total.take()
-        return None, *(a if b is None else b if a is None else a + b for a, b in zip(sums, grads, strict=True))
+        return None, *(
+            a if b is None else b if a is None else a + b for a, b in zip(sums, grads, strict=True)
+        )

@@ -1,4 +1,6 @@
-"""What every backend of the expert layers implements, and what is agreed between the backends and their callers."""
+"""What every backend of the expert layers implements, and what is agreed between the backends and
+their callers.
+"""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -13,25 +15,46 @@ ROW_SLACK = 64  # rows that a backend's kept rows have past the end
 class Backend(Protocol):
     """What a backend's module has.
 
-    Rows, weights and gradients are of one dtype, gate weights of float32 or wider; all are contiguous.
+    Rows, weights and gradients are of one dtype, gate weights of float32 or wider; all are
+    contiguous.
     """
 
-    def mlp_forward(self, x_UD: Tensor, bank: MLPBank, routes: SortedRoutes) -> tuple[Tensor, Tensor]:
-        """y (num_targets, O), and the rows kept for the activation's backward, (N + ROW_SLACK, W), in sorted order."""
+    def mlp_forward(
+        self, x_UD: Tensor, bank: MLPBank, routes: SortedRoutes
+    ) -> tuple[Tensor, Tensor]:
+        """y (num_targets, O), and the rows kept for the activation's backward, (N + ROW_SLACK, W),
+        in sorted order.
+        """
         ...
 
     def mlp_backward(
-        self, grad_TO: Tensor, x_UD: Tensor, bank: MLPBank, routes: SortedRoutes, kept: Tensor, into: MLPGradients
+        self,
+        grad_TO: Tensor,
+        x_UD: Tensor,
+        bank: MLPBank,
+        routes: SortedRoutes,
+        kept: Tensor,
+        into: MLPGradients,
     ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-        """Gradients of x, the gate weights (in route order) and the biases; those of the weights are added to `into`."""
+        """Gradients of x, the gate weights (in route order) and the biases; those of the weights
+        are added to `into`.
+        """
         ...
 
-    def linear_forward(self, x_UD: Tensor, w_EDO: Tensor, routes: SortedRoutes) -> tuple[Tensor, Tensor]:
+    def linear_forward(
+        self, x_UD: Tensor, w_EDO: Tensor, routes: SortedRoutes
+    ) -> tuple[Tensor, Tensor]:
         """y (num_targets, O), and the ungated answers (N + ROW_SLACK, O) if O ≤ D, else empty."""
         ...
 
     def linear_backward(
-        self, grad_TO: Tensor, x_UD: Tensor, w_EDO: Tensor, routes: SortedRoutes, kept: Tensor, into_EDO: Tensor
+        self,
+        grad_TO: Tensor,
+        x_UD: Tensor,
+        w_EDO: Tensor,
+        routes: SortedRoutes,
+        kept: Tensor,
+        into_EDO: Tensor,
     ) -> tuple[Tensor, Tensor]:
         """Gradients of x and the gate weights; the weights' is added to `into_EDO`."""
         ...
@@ -43,7 +66,9 @@ class DefersWeightGradients(Backend, Protocol):
     def mlp_backward_rows(
         self, grad_TO: Tensor, x_UD: Tensor, bank: MLPBank, routes: SortedRoutes, kept: Tensor
     ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor]:
-        """As `mlp_backward` without the weights; beside it the gradient of the rows before the activation."""
+        """As `mlp_backward` without the weights; beside it the gradient of the rows before the
+        activation.
+        """
         ...
 
     def mlp_weight_gradients(self, calls: Sequence[MLPCall]) -> tuple[Tensor, Tensor]:

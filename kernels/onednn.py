@@ -1,9 +1,12 @@
-"""Float32 products through oneDNN instead of MKL: on some CPUs more than twice as fast, on others wrong.
+"""Float32 products through oneDNN instead of MKL: on some CPUs more than twice as fast, on others
+wrong.
 
-torch sends float32 products to MKL, which on CPUs that are not Intel's takes a slower path. Allowing oneDNN "bf16" for them
-sends them to oneDNN; a CPU without matrix units (AMX) then still computes in float32, one with them would round. So it is
-allowed only where a trial on this CPU finds it exact (`kernels.onednn`, off unless asked for: a run's bits must not hang on how
-fast a trial happened to be; benchmarks/step.py tries both). The setting is the process's: all its products follow it.
+torch sends float32 products to MKL, which on CPUs that are not Intel's takes a slower path.
+Allowing oneDNN "bf16" for them sends them to oneDNN; a CPU without matrix units (AMX) then still
+computes in float32, one with them would round. So it is allowed only where a trial on this CPU
+finds it exact (`kernels.onednn`, off unless asked for: a run's bits must not hang on how fast a
+trial happened to be; benchmarks/step.py tries both). The setting is the process's: all its products
+follow it.
 """
 
 from collections.abc import Iterator
@@ -11,7 +14,8 @@ from contextlib import contextmanager
 
 import torch
 
-EXACT = 1e-5  # relative error below which a float32 product is one; rounded operands would give some 2e-3
+# relative error below which a float32 product is one; rounded operands would give some 2e-3
+EXACT = 1e-5
 
 
 def float32_is_onednn() -> bool:
@@ -44,14 +48,17 @@ def allow_if_exact() -> None:
     """
     if (error := relative_error()) >= EXACT:
         raise ValueError(
-            f"kernels.onednn=true, and float32 products through oneDNN have a relative error of {error:.1e} on this CPU, whose "
+            "kernels.onednn=true, and float32 products through oneDNN have a relative error of "
+            f"{error:.1e} on this CPU, whose "
             "matrix units round the operands: set kernels.onednn=false"
         )
     allow(True)
 
 
 def relative_error() -> float:
-    """Of float32 products through oneDNN on this CPU, against float64, at worst: plain, with a transposed side, with odd rows."""
+    """Of float32 products through oneDNN on this CPU, against float64, at worst: plain, with a
+    transposed side, with odd rows.
+    """
     generator = torch.Generator().manual_seed(0)
     a, b = (torch.randn(512, 768, generator=generator) for _ in range(2))
     worst = 0.0

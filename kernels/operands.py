@@ -1,7 +1,8 @@
-"""What the doors read, as records: a list of routes, and a bank of perceptrons; and what a backend gets of them.
+"""What the doors read, as records: a list of routes, and a bank of perceptrons; and what a backend
+gets of them.
 
-Legend: U source rows, N routes, E experts, D input width, F hidden width, W columns before the activation (F, or 2F where it is
-gated), O output width.
+Legend: U source rows, N routes, E experts, D input width, F hidden width, W columns before the
+activation (F, or 2F where it is gated), O output width.
 """
 
 from dataclasses import dataclass
@@ -15,20 +16,24 @@ from .activations import ACTIVATIONS, columns_of
 
 @dataclass(frozen=True)
 class Sorting:
-    """N routes in order of their expert, and in their old order within an expert. Made once (permute.py), used by all.
+    """N routes in order of their expert, and in their old order within an expert. Made once
+    (permute.py), used by all.
 
     `order_N` and `place_N` are None where the routes stand in that order already.
     """
 
     order_N: Tensor | None  # int32: the route that stands at a sorted place
     place_N: Tensor | None  # int32: the sorted place of a route
-    starts_E1: Tensor  # int32, on the routes' device: expert e has the places starts[e] … starts[e+1] − 1
+    starts_E1: (
+        Tensor  # int32, on the routes' device: expert e has the places starts[e] … starts[e+1] − 1
+    )
 
 
 class RouteList(Protocol):
     """What a door reads of a list of routes (the model's `Routes` is one).
 
-    Route n reads row source_N[n], goes through expert_N[n], is weighed by weight_N[n] and added into row target_N[n].
+    Route n reads row source_N[n], goes through expert_N[n], is weighed by weight_N[n] and added
+    into row target_N[n].
     """
 
     @property
@@ -64,10 +69,12 @@ class RouteList(Protocol):
 
 @dataclass(frozen=True)
 class SortedRoutes:
-    """What a backend gets of a list of routes; behind an op, whose arguments are flat, put together again in their order.
+    """What a backend gets of a list of routes; behind an op, whose arguments are flat, put together
+    again in their order.
 
-    `weight_N`, `source_N` and `target_N` are in route order. The indices are None where a rule stands for them: route n then
-    belongs to source row n // per_source, or to target row n // per_target.
+    `weight_N`, `source_N` and `target_N` are in route order. The indices are None where a rule
+    stands for them: route n then belongs to source row n // per_source, or to target row n //
+    per_target.
     """
 
     weight_N: Tensor
@@ -99,7 +106,9 @@ class SortedRoutes:
         return self._sorted(self.weight_N).to(dtype)
 
     def starts(self) -> list[int]:
-        """`starts_E1` on the host. Known, or read from the device: the one synchronisation of backends that loop."""
+        """`starts_E1` on the host. Known, or read from the device: the one synchronisation of
+        backends that loop.
+        """
         if self.per_expert:
             return [expert * self.per_expert for expert in range(self.starts_E1.shape[0])]
         return self.starts_E1.tolist()
@@ -133,15 +142,21 @@ class MLPBank:
     def check(self) -> None:
         """Raises ValueError: an unknown activation, or weights whose shapes do not fit."""
         if self.activation not in ACTIVATIONS:
-            raise ValueError(f"activation={self.activation!r} is unknown: choose {', '.join(ACTIVATIONS)}")
+            raise ValueError(
+                f"activation={self.activation!r} is unknown: choose {', '.join(ACTIVATIONS)}"
+            )
         experts, hidden, out = self.w_down_EFO.shape
         columns = columns_of(hidden, self.activation)
         shapes = {"w_up": (self.w_up_EDW, (experts, self.w_up_EDW.shape[1], columns))}
-        shapes |= {"b_up": (self.b_up_EW, (experts, columns)), "b_down": (self.b_down_EO, (experts, out))}
+        shapes |= {
+            "b_up": (self.b_up_EW, (experts, columns)),
+            "b_down": (self.b_down_EO, (experts, out)),
+        }
         for name, (tensor, expected) in shapes.items():
             if tensor is not None and tensor.shape != expected:
                 raise ValueError(
-                    f"{name} has shape {tuple(tensor.shape)}; activation={self.activation!r} with w_down of shape "
+                    f"{name} has shape {tuple(tensor.shape)}; activation={self.activation!r} with "
+                    "w_down of shape "
                     f"{tuple(self.w_down_EFO.shape)} wants {tuple(expected)}"
                 )
 
@@ -156,7 +171,9 @@ class MLPGradients:
 
 @dataclass(frozen=True)
 class MLPCall:
-    """What the weights' gradients of one call are made of; left by a backward pass that defers them."""
+    """What the weights' gradients of one call are made of; left by a backward pass that defers
+    them.
+    """
 
     grad_TO: Tensor
     x_UD: Tensor
@@ -181,6 +198,7 @@ def check_counts(routes: RouteList, num_experts: int) -> None:
     num_routes = routes.expert_N.shape[0]
     if routes.per_expert and routes.per_expert * num_experts != num_routes:
         raise ValueError(
-            f"per_expert={routes.per_expert} is not that of {num_routes} routes over {num_experts} experts: "
+            f"per_expert={routes.per_expert} is not that of {num_routes} routes over {num_experts} "
+            "experts: "
             "give their quotient, or 0 where the counts differ"
         )

@@ -1,14 +1,16 @@
-"""The doors' operations as torch sees them: opaque steps with schemas, fake and autograd registrations, and FLOP formulas.
+"""The doors' operations as torch sees them: opaque steps with schemas, fake and autograd
+registrations, and FLOP formulas.
 
-So meta-device dry runs, torch.compile and torch's FlopCounterMode work, with or without data. Of each door there is
+So meta-device dry runs, torch.compile and torch's FlopCounterMode work, with or without data. Of
+each door there is
 
     NAME                 the result, and what the backward needs: hidden or ungated rows in sorted order
     NAME_backward        all gradients
     NAME_backward_into   those of the weights are added to the buffers of a pass (gradients.py)
     NAME_backward_rows   those of the weights come later, of all calls of a pass at once (backends that defer)
 
-Legend: U source rows, N routes, E experts, D input width, F hidden width, W columns before the activation (F or 2F), O output
-width.
+Legend: U source rows, N routes, E experts, D input width, F hidden width, W columns before the
+activation (F or 2F), O output width.
 """
 
 from collections.abc import Sequence
@@ -40,9 +42,13 @@ def _operator(name: str, schema: str, *, mutates: Sequence[str] = ()) -> Any:
 # Perceptrons ---------------------------------------------------------------------------------------------------------
 
 
-@_operator("routed_mlp", f"(Tensor x, {_BANK}, {_ROUTES}, str backend, int number) -> (Tensor, Tensor)")
+@_operator(
+    "routed_mlp", f"(Tensor x, {_BANK}, {_ROUTES}, str backend, int number) -> (Tensor, Tensor)"
+)
 def routed_mlp(x: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    """y (num_targets, O), and the kept rows (N + slack, W). `number`: of the weights' sum in a pass, or 0."""
+    """y (num_targets, O), and the kept rows (N + slack, W). `number`: of the weights' sum in a
+    pass, or 0.
+    """
     bank, routes, backend, _ = _mlp_records(*rest)
     return implementation(backend).mlp_forward(x, bank, routes)
 
@@ -69,12 +75,17 @@ def _mlp_backward(grad: Tensor, x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
 @_mlp_backward.register_fake
 def _(grad: Tensor, x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     bank = _mlp_records(*rest)[0]
-    return *_fake_row_gradients(x, *rest), torch.empty_like(bank.w_up_EDW), torch.empty_like(bank.w_down_EFO)
+    return (
+        *_fake_row_gradients(x, *rest),
+        torch.empty_like(bank.w_up_EDW),
+        torch.empty_like(bank.w_down_EFO),
+    )
 
 
 @_operator(
     "routed_mlp_backward_into",
-    f"(Tensor grad, Tensor x, {_BANK}, {_ROUTES}, str backend, Tensor kept, Tensor(a!) into_up, Tensor(b!) into_down) "
+    f"(Tensor grad, Tensor x, {_BANK}, {_ROUTES}, str backend, Tensor kept, Tensor(a!) into_up, "
+    "Tensor(b!) into_down) "
     "-> (Tensor, Tensor, Tensor, Tensor)",
     mutates=("into_up", "into_down"),
 )
@@ -91,7 +102,8 @@ def _(grad: Tensor, x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
 
 @_operator(
     "routed_mlp_backward_rows",
-    f"(Tensor grad, Tensor x, {_BANK}, {_ROUTES}, str backend, Tensor kept) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    f"(Tensor grad, Tensor x, {_BANK}, {_ROUTES}, str backend, Tensor kept) -> (Tensor, Tensor, "
+    "Tensor, Tensor, Tensor)",
 )
 def _mlp_backward_rows(grad: Tensor, x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     bank, routes, backend, kept = _mlp_records(*rest)
@@ -118,7 +130,10 @@ def _without_none(x: Tensor, rows: Sequence[Tensor | None]) -> tuple[Tensor, ...
 
 def _fake_row_gradients(x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     bank, routes, *_ = _mlp_records(*rest)
-    biases = (x.new_empty(0) if bias is None else torch.empty_like(bias) for bias in (bank.b_up_EW, bank.b_down_EO))
+    biases = (
+        x.new_empty(0) if bias is None else torch.empty_like(bias)
+        for bias in (bank.b_up_EW, bank.b_down_EO)
+    )
     return torch.empty_like(x), torch.empty_like(routes.weight_N), *biases
 
 
@@ -144,12 +159,22 @@ def _mlp_gradients(ctx: Any, grad: Tensor | None, *_unused: Tensor) -> tuple:
     elif _defers(total, ctx.backend):
         grad_x, gate, b_up, b_down, d_z = _mlp_backward_rows(*arguments)
         total.leave(
-            MLPCall(grad, x, SortedRoutes(*routes), kept, d_z, MLPBank(*weights, activation=ctx.activation)),
+            MLPCall(
+                grad,
+                x,
+                SortedRoutes(*routes),
+                kept,
+                d_z,
+                MLPBank(*weights, activation=ctx.activation),
+            ),
             implementation(ctx.backend).mlp_weight_gradients,
         )
     else:
         grad_x, gate, b_up, b_down = _mlp_backward_into(*arguments, *total.buffers())
-    biases = (None if bias is None else found for bias, found in zip(weights[2:], (b_up, b_down), strict=True))
+    biases = (
+        None if bias is None else found
+        for bias, found in zip(weights[2:], (b_up, b_down), strict=True)
+    )
     return grad_x, *grad_banks, *biases, None, gate, *none[_NUM_BANK + 2 :]
 
 
@@ -159,9 +184,13 @@ routed_mlp.register_autograd(_mlp_gradients, setup_context=_mlp_context)
 # Matrices ------------------------------------------------------------------------------------------------------------
 
 
-@_operator("routed_linear", f"(Tensor x, Tensor w, {_ROUTES}, str backend, int number) -> (Tensor, Tensor)")
+@_operator(
+    "routed_linear", f"(Tensor x, Tensor w, {_ROUTES}, str backend, int number) -> (Tensor, Tensor)"
+)
 def routed_linear(x: Tensor, w: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    """y (num_targets, O), and the answers before their gates where these are the narrow side (else empty)."""
+    """y (num_targets, O), and the answers before their gates where these are the narrow side (else
+    empty).
+    """
     *routes, backend, _ = rest
     return implementation(backend).linear_forward(x, w, SortedRoutes(*routes))
 
@@ -175,12 +204,15 @@ def _(x: Tensor, w: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
 
 @_operator(
     "routed_linear_backward",
-    f"(Tensor grad, Tensor x, Tensor w, {_ROUTES}, str backend, Tensor kept) -> (Tensor, Tensor, Tensor)",
+    f"(Tensor grad, Tensor x, Tensor w, {_ROUTES}, str backend, Tensor kept) -> (Tensor, Tensor, "
+    "Tensor)",
 )
 def _linear_backward(grad: Tensor, x: Tensor, w: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     *routes, backend, kept = rest
     into = torch.zeros_like(w)
-    return *implementation(backend).linear_backward(grad, x, w, SortedRoutes(*routes), kept, into), into
+    return *implementation(backend).linear_backward(
+        grad, x, w, SortedRoutes(*routes), kept, into
+    ), into
 
 
 @_linear_backward.register_fake
@@ -190,7 +222,8 @@ def _(grad: Tensor, x: Tensor, w: Tensor, weight: Tensor, *_unused: Any) -> tupl
 
 @_operator(
     "routed_linear_backward_into",
-    f"(Tensor grad, Tensor x, Tensor w, {_ROUTES}, str backend, Tensor kept, Tensor(a!) into) -> (Tensor, Tensor)",
+    f"(Tensor grad, Tensor x, Tensor w, {_ROUTES}, str backend, Tensor kept, Tensor(a!) into) -> "
+    "(Tensor, Tensor)",
     mutates=("into",),
 )
 def _linear_backward_into(grad: Tensor, x: Tensor, w: Tensor, *rest: Any) -> tuple[Tensor, ...]:
@@ -226,15 +259,21 @@ def _linear_gradients(ctx: Any, grad: Tensor | None, *_unused: Tensor) -> tuple:
     if grad is None:
         return none
     x, w, *index, kept = ctx.saved_tensors
-    grad, routes, total, grad_w = grad.contiguous(), (*index, *ctx.numbers), sum_of(ctx.number), None
+    grad, routes, total, grad_w = (
+        grad.contiguous(),
+        (*index, *ctx.numbers),
+        sum_of(ctx.number),
+        None,
+    )
     arguments = (grad, x, w, *routes, ctx.backend, kept)
     if total is None:
         grad_x, gate, grad_w = _linear_backward(*arguments)
     elif _defers(total, ctx.backend):
         grad_x, gate = _linear_backward_rows(*arguments)
         total.leave(
-            LinearCall(grad, x, SortedRoutes(*routes), w), implementation(ctx.backend).linear_weight_gradients
-        )  # fmt: skip
+            LinearCall(grad, x, SortedRoutes(*routes), w),
+            implementation(ctx.backend).linear_weight_gradients,
+        )
     else:
         grad_x, gate = _linear_backward_into(*arguments, *total.buffers())
     return grad_x, grad_w, gate, *none[3:]
@@ -247,18 +286,39 @@ def _defers(total: GradientSum, backend: str) -> bool:
     return total.defer and defers(backend)
 
 
-# FLOPs: of the products alone, two per multiply-accumulate, as torch counts its own. Arguments are shapes. What is deferred is
-# counted where it is left.
+# FLOPs: of the products alone, two per multiply-accumulate, as torch counts its own. Arguments are
+# shapes. What is deferred is counted where it is left.
 
 
 @register_flop_formula(torch.ops.moebius.routed_mlp)
-def _(x: Any, w_up: Any, w_down: Any, b_up: Any, b_down: Any, activation: str, weight: Any, *_: Any, **_kw: Any) -> int:
+def _(
+    x: Any,
+    w_up: Any,
+    w_down: Any,
+    b_up: Any,
+    b_down: Any,
+    activation: str,
+    weight: Any,
+    *_: Any,
+    **_kw: Any,
+) -> int:
     return 2 * weight[0] * (w_up[1] * w_up[2] + w_down[1] * w_down[2])
 
 
-@register_flop_formula([getattr(torch.ops.moebius, f"routed_mlp_backward{end}") for end in ("", "_into", "_rows")])
+@register_flop_formula(
+    [getattr(torch.ops.moebius, f"routed_mlp_backward{end}") for end in ("", "_into", "_rows")]
+)
 def _(
-    grad: Any, x: Any, w_up: Any, w_down: Any, b_up: Any, b_down: Any, act: str, weight: Any, *_: Any, **_kw: Any
+    grad: Any,
+    x: Any,
+    w_up: Any,
+    w_down: Any,
+    b_up: Any,
+    b_down: Any,
+    act: str,
+    weight: Any,
+    *_: Any,
+    **_kw: Any,
 ) -> int:
     return 4 * weight[0] * (w_up[1] * w_up[2] + w_down[1] * w_down[2])
 
@@ -268,6 +328,8 @@ def _(x: Any, w: Any, weight: Any, *_: Any, **_kw: Any) -> int:
     return 2 * weight[0] * w[1] * w[2]
 
 
-@register_flop_formula([getattr(torch.ops.moebius, f"routed_linear_backward{end}") for end in ("", "_into", "_rows")])
+@register_flop_formula(
+    [getattr(torch.ops.moebius, f"routed_linear_backward{end}") for end in ("", "_into", "_rows")]
+)
 def _(grad: Any, x: Any, w: Any, weight: Any, *_: Any, **_kw: Any) -> int:
     return 4 * weight[0] * w[1] * w[2]

@@ -1,9 +1,10 @@
 """Rows in and out of expert order: sort, gather, and the sum back in a fixed order.
 
-`gather_rows` and `sum_rows` are each other's transpose, and both add in route order. So the local kernels and an all-to-all
-dispatcher, which do the same sums in different places, agree bit for bit.
+`gather_rows` and `sum_rows` are each other's transpose, and both add in route order. So the local
+kernels and an all-to-all dispatcher, which do the same sums in different places, agree bit for bit.
 
-An order of None is the identity: the routes stand in expert order already (`per_expert` of a list of routes says so).
+An order of None is the identity: the routes stand in expert order already (`per_expert` of a list
+of routes says so).
 
 Legend: N routes, U source or target rows, D width.
 """
@@ -20,9 +21,13 @@ from .triton.available import reason_against
 
 
 def sort_routes(expert_N: Tensor, num_experts: int, *, per_expert: int = 0) -> Sorting:
-    """Sorts N routes by expert, 0 … num_experts − 1; `per_expert` > 0: they stand so already, that many for each."""
+    """Sorts N routes by expert, 0 … num_experts − 1; `per_expert` > 0: they stand so already, that
+    many for each.
+    """
     if per_expert:
-        starts_E1 = torch.arange(num_experts + 1, device=expert_N.device, dtype=torch.int32) * per_expert
+        starts_E1 = (
+            torch.arange(num_experts + 1, device=expert_N.device, dtype=torch.int32) * per_expert
+        )
         return Sorting(None, None, starts_E1)
     return Sorting(*_sort_routes(expert_N, num_experts))
 
@@ -75,11 +80,12 @@ def in_order(values_N: Tensor, order_N: Tensor | None) -> Tensor:
 
 def add_rows(
     rows: Tensor, place_N: Tensor | None, index_N: Tensor | None, num_rows: int, per_row: int
-) -> Tensor:  # fmt: skip
-    """out[index_N[n]] += rows[place_N[n]] in the order of n; `per_row` > 0: route n belongs to row n // per_row.
+) -> Tensor:
+    """out[index_N[n]] += rows[place_N[n]] in the order of n; `per_row` > 0: route n belongs to row
+    n // per_row.
 
-    (≥ N, D) to (num_rows, D). Without a rule (`per_row` = 0) rows are accumulated by index in the rows' own dtype; with one
-    the index is not needed. May be a view of `rows`.
+    (≥ N, D) to (num_rows, D). Without a rule (`per_row` = 0) rows are accumulated by index in the
+    rows' own dtype; with one the index is not needed. May be a view of `rows`.
     """
     if per_row > 1:
         if place_N is None:
@@ -94,7 +100,9 @@ def add_rows(
 
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_UD: Tensor, order_N: Tensor | None, index_N: Tensor, per_row: int) -> Tensor:
+    def forward(
+        ctx: Any, x_UD: Tensor, order_N: Tensor | None, index_N: Tensor, per_row: int
+    ) -> Tensor:
         ctx.save_for_backward(order_N, index_N)
         ctx.num_rows, ctx.per_row = x_UD.shape[0], per_row
         return x_UD.index_select(0, in_order(index_N, order_N))
@@ -103,14 +111,21 @@ class _Gather(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple:
         order_N, index_N = ctx.saved_tensors
         index_or_rule = None if ctx.per_row else index_N
-        grad = add_rows(grads[0].contiguous(), _inverse(order_N), index_or_rule, ctx.num_rows, ctx.per_row)
+        grad = add_rows(
+            grads[0].contiguous(), _inverse(order_N), index_or_rule, ctx.num_rows, ctx.per_row
+        )
         return grad, None, None, None
 
 
 class _Sum(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, rows_ND: Tensor, order_N: Tensor | None, index_N: Tensor, num_rows: int, per_row: int
+        ctx: Any,
+        rows_ND: Tensor,
+        order_N: Tensor | None,
+        index_N: Tensor,
+        num_rows: int,
+        per_row: int,
     ) -> Tensor:
         ctx.save_for_backward(order_N, index_N)
         return add_rows(rows_ND, _inverse(order_N), None if per_row else index_N, num_rows, per_row)
@@ -128,7 +143,9 @@ def gather_rows(x_UD: Tensor, order_N: Tensor | None, index_N: Tensor, *, per_ro
     return _Gather.apply(x_UD, order_N, index_N, per_row)  # pyright: ignore[reportReturnType]
 
 
-def sum_rows(rows_ND: Tensor, order_N: Tensor | None, index_N: Tensor, *, num_rows: int, per_row: int) -> Tensor:
+def sum_rows(
+    rows_ND: Tensor, order_N: Tensor | None, index_N: Tensor, *, num_rows: int, per_row: int
+) -> Tensor:
     """Adds sorted rows up where `index_N` says, in route order: (N, D) to (num_rows, D)."""
     if order_N is None and per_row == 1:
         return rows_ND

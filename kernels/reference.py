@@ -1,7 +1,8 @@
 """The meaning of the expert operations: loops that anyone believes.
 
-Every other backend is tested against these, in value and in every gradient. They take any dtype (float64 included) and are
-differentiated by autograd. Cost: one gather, two products and one scatter per expert; nothing is fused, all is kept.
+Every other backend is tested against these, in value and in every gradient. They take any dtype
+(float64 included) and are differentiated by autograd. Cost: one gather, two products and one
+scatter per expert; nothing is fused, all is kept.
 
 Legend: U source rows, N routes, E experts, D input width, O output width.
 """
@@ -13,12 +14,15 @@ from .operands import MLPBank, RouteList
 
 
 def routed_mlp(x_UD: Tensor, bank: MLPBank, routes: RouteList) -> Tensor:
-    """y[target] += weight · (W_down[expert]ᵀ a(W_up[expert]ᵀ x[source] + b_up[expert]) + b_down[expert]).
+    """y[target] += weight · (W_down[expert]ᵀ a(W_up[expert]ᵀ x[source] + b_up[expert]) +
+    b_down[expert]).
 
     σ-MoE has a = relu and no biases (arXiv 2310.10837, eq. 10), SUT has both (arXiv 2310.07096).
     """
     y_TO = x_UD.new_zeros(routes.num_targets, bank.w_down_EFO.shape[2])
-    for expert, (w_up_DW, w_down_FO) in enumerate(zip(bank.w_up_EDW.unbind(0), bank.w_down_EFO.unbind(0), strict=True)):
+    for expert, (w_up_DW, w_down_FO) in enumerate(
+        zip(bank.w_up_EDW.unbind(0), bank.w_down_EFO.unbind(0), strict=True)
+    ):
         chosen = (routes.expert_N == expert).nonzero().squeeze(1)
         z = x_UD[routes.source_N[chosen]] @ w_up_DW
         if bank.b_up_EW is not None:
@@ -32,10 +36,14 @@ def routed_mlp(x_UD: Tensor, bank: MLPBank, routes: RouteList) -> Tensor:
 
 
 def routed_linear(x_UD: Tensor, w_EDO: Tensor, routes: RouteList) -> Tensor:
-    """y[target] += weight · W[expert]ᵀ x[source] (SwitchHead's V and O, arXiv 2312.07987, eq. 7 to 9)."""
+    """y[target] += weight · W[expert]ᵀ x[source] (SwitchHead's V and O, arXiv 2312.07987, eq. 7 to
+    9).
+    """
     y_TO = x_UD.new_zeros(routes.num_targets, w_EDO.shape[2])
     for expert, w_DO in enumerate(w_EDO.unbind(0)):
         chosen = (routes.expert_N == expert).nonzero().squeeze(1)
-        answer = routes.weight_N[chosen, None].to(x_UD.dtype) * (x_UD[routes.source_N[chosen]] @ w_DO)
+        answer = routes.weight_N[chosen, None].to(x_UD.dtype) * (
+            x_UD[routes.source_N[chosen]] @ w_DO
+        )
         y_TO = y_TO.index_add(0, routes.target_N[chosen], answer)
     return y_TO

@@ -1,25 +1,30 @@
-"""The expert operations over rows sorted by expert: matrix products over one expert's rows at a time, backward by hand.
+"""The expert operations over rows sorted by expert: matrix products over one expert's rows at a
+time, backward by hand.
 
 Plain torch operations, for every device and dtype. Flow of a call:
-  1. the routes come sorted by expert (once per routing; the backward uses the same order). Their counts are read on the host,
-     unless the routes have `per_expert`;
-  2. per expert, in chunks of at most 512 rows: gather its rows, the products, the activation, the gate weight on the narrow side;
-  3. the answers of a target row are added in route order, so the result does not depend on how rows were grouped.
+  1. the routes come sorted by expert (once per routing; the backward uses the same order). Their
+     counts are read on the host, unless the routes have `per_expert`;
+  2. per expert, in chunks of at most 512 rows: gather its rows, the products, the activation, the
+     gate weight on the narrow side;
+  3. the answers of a target row are added in route order, so the result does not depend on how rows
+     were grouped.
 
-Saved for the backward: x, the index and the hidden rows (N × F); of an activation other than relu the rows before it, (N × F)
-or gated (N × 2F), from which the backward makes the hidden rows anew. No N × D tensor outlives the call: on CPUs such rows lie
-in a workspace that all calls share (workspace.py), for the first touch of fresh memory costs ten times the copy. The weights'
-gradients are added where the caller says, so a weight that serves many depth steps has one buffer.
+Saved for the backward: x, the index and the hidden rows (N × F); of an activation other than relu
+the rows before it, (N × F) or gated (N × 2F), from which the backward makes the hidden rows anew.
+No N × D tensor outlives the call: on CPUs such rows lie in a workspace that all calls share
+(workspace.py), for the first touch of fresh memory costs ten times the copy. The weights' gradients
+are added where the caller says, so a weight that serves many depth steps has one buffer.
 
-Row counts are quantised (`_padded`): a chunk's tail runs on into the next expert's rows, which that expert then overwrites.
-Two reasons. oneDNN compiles a kernel for every new row count (about 0.6 ms), and dropless routing makes new counts at every
-step, so bfloat16 is padded to multiples of 64, and so is float32 where it goes through oneDNN (onednn.py). MKL's float32 product
-gives another rounding to a thread's last 1 to 3 rows, so float32 is padded to multiples of 4: a row's result then never depends
-on its neighbours, which makes expert parallelism on CPUs bitwise equal to one rank. (A GPU's libraries choose their kernels by
-shape and promise nothing of the kind.)
+Row counts are quantised (`_padded`): a chunk's tail runs on into the next expert's rows, which that
+expert then overwrites. Two reasons. oneDNN compiles a kernel for every new row count (about 0.6
+ms), and dropless routing makes new counts at every step, so bfloat16 is padded to multiples of 64,
+and so is float32 where it goes through oneDNN (onednn.py). MKL's float32 product gives another
+rounding to a thread's last 1 to 3 rows, so float32 is padded to multiples of 4: a row's result then
+never depends on its neighbours, which makes expert parallelism on CPUs bitwise equal to one rank.
+(A GPU's libraries choose their kernels by shape and promise nothing of the kind.)
 
-Legend: U source rows, N routes, E experts, D input width, F hidden width, W columns before the activation (F or 2F), O output
-width.
+Legend: U source rows, N routes, E experts, D input width, F hidden width, W columns before the
+activation (F or 2F), O output width.
 """
 
 import itertools
@@ -49,24 +54,39 @@ def mlp_forward(x_UD: Tensor, bank: MLPBank, routes: SortedRoutes) -> tuple[Tens
         z = torch.mm(_gather("x", x_UD, source_rows[rows]), w_up[expert], out=kept[rows])
         if bank.b_up_EW is not None:
             z += bank.b_up_EW[expert]
-        answer = torch.mm(hidden_in_place(z, bank.activation) * g, w_down[expert], out=answers[rows])
+        answer = torch.mm(
+            hidden_in_place(z, bank.activation) * g, w_down[expert], out=answers[rows]
+        )
         if bank.b_down_EO is not None:
             answer += g * bank.b_down_EO[expert]
-    return add_rows(answers, routes.place_N, routes.target_N, routes.num_targets, routes.per_target), kept
+    return add_rows(
+        answers, routes.place_N, routes.target_N, routes.num_targets, routes.per_target
+    ), kept
 
 
 def mlp_backward(
-    grad_TO: Tensor, x_UD: Tensor, bank: MLPBank, routes: SortedRoutes, kept: Tensor, into: MLPGradients
+    grad_TO: Tensor,
+    x_UD: Tensor,
+    bank: MLPBank,
+    routes: SortedRoutes,
+    kept: Tensor,
+    into: MLPGradients,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """Backend.mlp_backward.
 
-    The gate's gradient is taken in the hidden space: d/dg (g·h·W) · dy = h · (dy·Wᵀ), so no answer row is kept for it.
+    The gate's gradient is taken in the hidden space: d/dg (g·h·W) · dy = h · (dy·Wᵀ), so no answer
+    row is kept for it.
     """
-    source_rows, target_rows = _padded_rows(routes.source_rows()), _padded_rows(routes.target_rows())
+    source_rows, target_rows = (
+        _padded_rows(routes.source_rows()),
+        _padded_rows(routes.target_rows()),
+    )
     gate = _padded_rows(routes.gates(x_UD.dtype))
     grad_rows = _answers(x_UD, x_UD.shape[1], routes.place_N, routes.per_source, len(gate))
     grad_gate = torch.zeros_like(gate)
-    grad_b_up, grad_b_down = (None if b is None else torch.zeros_like(b) for b in (bank.b_up_EW, bank.b_down_EO))
+    grad_b_up, grad_b_down = (
+        None if b is None else torch.zeros_like(b) for b in (bank.b_up_EW, bank.b_down_EO)
+    )
     w_up, w_down = bank.w_up_EDW.unbind(0), bank.w_down_EFO.unbind(0)
     grad_up, grad_down = into.w_up_EDW.unbind(0), into.w_down_EFO.unbind(0)
     for expert, rows, count in _chunks(routes, x_UD):
@@ -107,10 +127,18 @@ def linear_forward(x_UD: Tensor, w_EDO: Tensor, routes: SortedRoutes) -> tuple[T
 
 
 def linear_backward(
-    grad_TO: Tensor, x_UD: Tensor, w_EDO: Tensor, routes: SortedRoutes, kept: Tensor, into_EDO: Tensor
+    grad_TO: Tensor,
+    x_UD: Tensor,
+    w_EDO: Tensor,
+    routes: SortedRoutes,
+    kept: Tensor,
+    into_EDO: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """Backend.linear_backward; the gate's gradient on whichever side is narrow."""
-    source_rows, target_rows = _padded_rows(routes.source_rows()), _padded_rows(routes.target_rows())
+    source_rows, target_rows = (
+        _padded_rows(routes.source_rows()),
+        _padded_rows(routes.target_rows()),
+    )
     gate = _padded_rows(routes.gates(x_UD.dtype))
     grad_rows = _answers(x_UD, x_UD.shape[1], routes.place_N, routes.per_source, len(gate))
     grad_gate = torch.zeros_like(gate)
@@ -136,7 +164,9 @@ def linear_backward(
 
 
 def _chunks(routes: SortedRoutes, like: Tensor) -> Iterator[tuple[int, slice, int]]:
-    """(expert, rows with their padding, how many of these are its own) for every chunk of every expert that has any."""
+    """(expert, rows with their padding, how many of these are its own) for every chunk of every
+    expert that has any.
+    """
     quantum = _quantum(like)
     for expert, (start, end) in enumerate(itertools.pairwise(routes.starts())):
         for first in range(start, end, _CHUNK):
@@ -146,7 +176,9 @@ def _chunks(routes: SortedRoutes, like: Tensor) -> Iterator[tuple[int, slice, in
 
 def _quantum(like: Tensor) -> int:
     """Row counts are multiples of it."""
-    narrow = like.dtype in (torch.bfloat16, torch.float16) or (like.dtype == torch.float32 and float32_is_onednn())
+    narrow = like.dtype in (torch.bfloat16, torch.float16) or (
+        like.dtype == torch.float32 and float32_is_onednn()
+    )
     return ROW_SLACK if narrow else 4
 
 
@@ -161,10 +193,18 @@ def _gather(name: str, rows_UD: Tensor, index: Tensor) -> Tensor:
     return torch.index_select(rows_UD, 0, index, out=out)
 
 
-def _answers(like: Tensor, width: int, place_N: Tensor | None, per_row: int, num_rows: int) -> Tensor:
-    """Room for rows that are summed up at the end of the call; of their own where `add_rows` may return a view of them."""
+def _answers(
+    like: Tensor, width: int, place_N: Tensor | None, per_row: int, num_rows: int
+) -> Tensor:
+    """Room for rows that are summed up at the end of the call; of their own where `add_rows` may
+    return a view of them.
+    """
     shape = (num_rows, width)
-    return like.new_empty(shape) if place_N is None and per_row <= 1 else workspace("answers", shape, like)
+    return (
+        like.new_empty(shape)
+        if place_N is None and per_row <= 1
+        else workspace("answers", shape, like)
+    )
 
 
 def _grad_gate(grad_gate: Tensor, routes: SortedRoutes) -> Tensor:

@@ -1,7 +1,9 @@
-"""Memory for rows that live within one call: on CPUs kept from call to call, and grown when a call needs more.
+"""Memory for rows that live within one call: on CPUs kept from call to call, and grown when a call
+needs more.
 
-The first touch of a fresh page costs ten times what writing to a known one does, and a call's rows are tens of megabytes. A
-GPU's allocator keeps what it was given back, so there it is an ordinary allocation.
+The first touch of a fresh page costs ten times what writing to a known one does, and a call's rows
+are tens of megabytes. A GPU's allocator keeps what it was given back, so there it is an ordinary
+allocation.
 """
 
 import math
@@ -15,7 +17,9 @@ _held = threading.local()  # ranks may be threads
 
 
 def workspace(name: str, shape: Sequence[int], like: Tensor) -> Tensor:
-    """Uninitialised, in the dtype and on the device of `like`; the next call with that name gets the same memory."""
+    """Uninitialised, in the dtype and on the device of `like`; the next call with that name gets
+    the same memory.
+    """
     if like.device.type != "cpu":
         return like.new_empty(shape)
     held: dict[str, Tensor] = _held.__dict__

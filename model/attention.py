@@ -1,6 +1,8 @@
-"""Causal self-attention with rotary positions: SwitchHead (experts on V and O) and its dense relatives. MoMHA has its own file.
+"""Causal self-attention with rotary positions: SwitchHead (experts on V and O) and its dense
+relatives. MoMHA has its own file.
 
-Legend: B sequences, S positions, T = B·S tokens, D model width, H heads, C channels of a head, A experts of a head.
+Legend: B sequences, S positions, T = B·S tokens, D model width, H heads, C channels of a head, A
+experts of a head.
 """
 
 import torch
@@ -36,15 +38,20 @@ class Attention(nn.Module):
         """The routers inside, by the kind under which their routings are reported."""
         return {}
 
-    def attend(self, n_BSD: Tensor, v_BHSC: Tensor, cache: LayerCache | None, rotary: RotaryTable) -> Tensor:
+    def attend(
+        self, n_BSD: Tensor, v_BHSC: Tensor, cache: LayerCache | None, rotary: RotaryTable
+    ) -> Tensor:
         """softmax(rope(q)·rope(k)ᵀ / √C + causal)·v for every head, (B, H, S, C).
 
-        With a cache the new positions come after the cached ones: queries and keys are rotated by their absolute
-        positions (`rotary`, of the new ones), and every new query sees the whole past.
+        With a cache the new positions come after the cached ones: queries and keys are rotated by
+        their absolute positions (`rotary`, of the new ones), and every new query sees the whole
+        past.
         """
         config = self.config
         past, new = (0 if cache is None else cache.length), n_BSD.shape[1]
-        n_BSD = n_BSD.to(self.query.weight.dtype)  # once for both products, which keep it for the backward pass
+        n_BSD = n_BSD.to(
+            self.query.weight.dtype
+        )  # once for both products, which keep it for the backward pass
         scale = config.d_head**-0.25
         q_BHSC = rotate(self._heads(self.query(n_BSD)) * scale, rotary)
         k_BHSC = rotate(self._heads(self.key(n_BSD)) * scale, rotary)
@@ -61,10 +68,12 @@ class Attention(nn.Module):
 
 
 class SwitchHead(Attention):
-    """V and O are mixtures of experts, one independent mixture per head (arXiv 2312.07987, eq. 7 to 10).
+    """V and O are mixtures of experts, one independent mixture per head (arXiv 2312.07987, eq. 7 to
+    10).
 
-    The V router decides for the key/value token ("source side"), the O router for the query token ("destination side"); both,
-    with Q and K, read the normalised rows, while the V experts read `value_input`.
+    The V router decides for the key/value token ("source side"), the O router for the query token
+    ("destination side"); both, with Q and K, read the normalised rows, while the V experts read
+    `value_input`.
     """
 
     def __init__(self, config: ModelConfig, starts: Starts, *, backend: str) -> None:
@@ -75,11 +84,22 @@ class SwitchHead(Attention):
             SigmoidConfig(top_k=config.attention_top_k, balance=config.attention_balance),
             starts.attention_router(),
         )
-        self.value_router = SigmoidRouter(choice, d_model, self.num_experts, start=start, num_heads=heads)
-        self.output_router = SigmoidRouter(choice, d_model, self.num_experts, start=start, num_heads=heads)
-        value_start, output_start = starts.attention_experts(d_model), starts.attention_experts(heads * d_head)
-        self.value = SparseLayer(ExpertLinears(self.num_experts, d_model, d_head, backend=backend, start=value_start))
-        self.output = SparseLayer(ExpertLinears(self.num_experts, d_head, d_model, backend=backend, start=output_start))
+        self.value_router = SigmoidRouter(
+            choice, d_model, self.num_experts, start=start, num_heads=heads
+        )
+        self.output_router = SigmoidRouter(
+            choice, d_model, self.num_experts, start=start, num_heads=heads
+        )
+        value_start, output_start = (
+            starts.attention_experts(d_model),
+            starts.attention_experts(heads * d_head),
+        )
+        self.value = SparseLayer(
+            ExpertLinears(self.num_experts, d_model, d_head, backend=backend, start=value_start)
+        )
+        self.output = SparseLayer(
+            ExpertLinears(self.num_experts, d_head, d_model, backend=backend, start=output_start)
+        )
 
     def routers(self) -> dict[str, Router]:
         """V's and O's."""
@@ -100,12 +120,16 @@ class SwitchHead(Attention):
         experts_THK, weights_THK, output_logits = self.output_router.choose_per_head(n_TD)
         output_routes = head_to_token_routes(experts_THK, weights_THK, num_experts=self.num_experts)
         y_TD = self.output(attended_BHSC.transpose(1, 2).reshape(-1, channels), output_routes)
-        routings = {"value": Routing(value_routes, value_logits), "output": Routing(output_routes, output_logits)}
+        routings = {
+            "value": Routing(value_routes, value_logits),
+            "output": Routing(output_routes, output_logits),
+        }
         return y_TD.view(batch, length, -1), routings
 
 
 class DenseAttention(Attention):
-    """Dense V and O; for SwitchHead with one expert per head a sigmoid of the normalised row multiplies each head's result.
+    """Dense V and O; for SwitchHead with one expert per head a sigmoid of the normalised row
+    multiplies each head's result.
 
     The gated form is what the official MoEUT release makes of one attention expert per head.
     """
@@ -117,7 +141,9 @@ class DenseAttention(Attention):
         width = config.num_heads * config.d_head
         self.value = Linear(config.d_model, width, start=rule(config.d_model))
         self.output = Linear(width, config.d_model, start=rule(width))
-        self.head_gate = Linear(config.d_model, config.num_heads, start=rule(config.d_model)) if gated else None
+        self.head_gate = (
+            Linear(config.d_model, config.num_heads, start=rule(config.d_model)) if gated else None
+        )
 
     def forward(
         self, value_input_BSD: Tensor, n_BSD: Tensor, cache: LayerCache | None, rotary: RotaryTable
@@ -132,7 +158,9 @@ class DenseAttention(Attention):
         return self.output(attended_BSHC.flatten(2)), {}
 
 
-def make_attention(config: ModelConfig, starts: Starts, *, backend: str) -> SwitchHead | DenseAttention | MoMHA:
+def make_attention(
+    config: ModelConfig, starts: Starts, *, backend: str
+) -> SwitchHead | DenseAttention | MoMHA:
     """The attention that `config` names."""
     if config.attention == "momha":
         return MoMHA(config, starts, backend=backend)

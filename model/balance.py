@@ -1,17 +1,21 @@
 """Balancing losses, and what the monitor needs to know of a routing.
 
-Every balancing loss here has the form Σ_e P_e · c_e: P_e the mean probability of expert e, through which the router gets its
-gradient, and c_e a number taken from a scope's statistics without gradient:
+Every balancing loss here has the form Σ_e P_e · c_e: P_e the mean probability of expert e, through
+which the router gets its gradient, and c_e a number taken from a scope's statistics without
+gradient:
 
     entropy   c_e = ln P_e(scope)        (the derivative of P ln P is ln P + 1, and Σ_e dP_e = 0, so nothing is lost)
     load      c_e = E · f_e(scope)       f_e: fraction of all choices that fell on e
 
-So a loss over all ranks costs one all-reduce of a few numbers per router, and every sequence's share of it adds up to the whole.
+So a loss over all ranks costs one all-reduce of a few numbers per router, and every sequence's
+share of it adds up to the whole.
 
-A layer group's weights serve several depth steps. Each returns its sums; they are added up and the loss is computed once at the
-end of the forward pass, so recomputing a layer cannot count it twice (MoEUT, arXiv 2405.16039, eq. 8 to 10).
+A layer group's weights serve several depth steps. Each returns its sums; they are added up and the
+loss is computed once at the end of the forward pass, so recomputing a layer cannot count it twice
+(MoEUT, arXiv 2405.16039, eq. 8 to 10).
 
-Legend: B sequences, S positions, H heads (1 for the feed-forward), A experts of a head, N experts in all (H·A), L depth steps.
+Legend: B sequences, S positions, H heads (1 for the feed-forward), A experts of a head, N experts
+in all (H·A), L depth steps.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,10 +29,11 @@ from .routing import Mixture, Routes, Routing
 
 
 class RunningSum:
-    """Sums over the micro-batches of one optimizer step, and over ranks where `over_ranks` adds them up.
+    """Sums over the micro-batches of one optimizer step, and over ranks where `over_ranks` adds
+    them up.
 
-    A global balancing loss reads it: with gradient accumulation micro-batch j sees the choices of the micro-batches 1 … j, since
-    those after it have not been routed yet.
+    A global balancing loss reads it: with gradient accumulation micro-batch j sees the choices of
+    the micro-batches 1 … j, since those after it have not been routed yet.
     """
 
     def __init__(
@@ -47,7 +52,9 @@ class RunningSum:
         self._totals.clear()
 
     def add(self, name: str, local: Tensor) -> Tensor:
-        """Collective where there are ranks. Adds a detached tensor to the sum of that name; returns the sum so far."""
+        """Collective where there are ranks. Adds a detached tensor to the sum of that name; returns
+        the sum so far.
+        """
         key, added = self._prefix + name, self._over_ranks(local.detach())
         self._totals[key] = self._totals[key] + added if key in self._totals else added
         return self._totals[key]
@@ -58,24 +65,34 @@ class RunningSum:
 
 
 def count_per_sequence(index: Tensor, batch_size: int, num_experts: int) -> Tensor:
-    """(B, N) int64: how often each expert stands in `index`, whose first axis is sequence-major rows."""
+    """(B, N) int64: how often each expert stands in `index`, whose first axis is sequence-major
+    rows.
+    """
     flat_BX = index.reshape(batch_size, -1)
     counts_BN = torch.zeros(batch_size, num_experts, dtype=torch.int64, device=index.device)
     return counts_BN.scatter_add_(1, flat_BX, torch.ones_like(flat_BX))
 
 
 def count_routes(routes: Routes, batch_size: int) -> Tensor:
-    """(B, N) int64: how many routes of each sequence go to each expert, however many a row has. Targets are sequence-major."""
+    """(B, N) int64: how many routes of each sequence go to each expert, however many a row has.
+    Targets are sequence-major.
+    """
     sequence_N = routes.target_N // (routes.num_targets // batch_size)
     index_N = sequence_N * routes.num_experts + routes.expert_N
     counts = torch.zeros(batch_size * routes.num_experts, dtype=torch.int64, device=index_N.device)
-    return counts.scatter_add_(0, index_N, torch.ones_like(index_N)).view(batch_size, routes.num_experts)
+    return counts.scatter_add_(0, index_N, torch.ones_like(index_N)).view(
+        batch_size, routes.num_experts
+    )
 
 
 def choice_sums(routing: Routing, batch_size: int, *, with_z: bool = False) -> dict[str, Tensor]:
-    """Per sequence: `probability` (B, H, A), `load` (B, N) int64 choices, `rows` (B,), and with `with_z` `z` (B,)."""
+    """Per sequence: `probability` (B, H, A), `load` (B, N) int64 choices, `rows` (B,), and with
+    `with_z` `z` (B,).
+    """
     logits_THA = routing.logits_THA
-    probabilities_THA = logits_THA.softmax(-1) if routing.probabilities_THA is None else routing.probabilities_THA
+    probabilities_THA = (
+        logits_THA.softmax(-1) if routing.probabilities_THA is None else routing.probabilities_THA
+    )
     rows_per_sequence = logits_THA.shape[0] // batch_size
     routes, wanted_TK = routing.routes, routing.wanted_TK
     load_BN = (
@@ -95,12 +112,13 @@ def choice_sums(routing: Routing, batch_size: int, *, with_z: bool = False) -> d
 
 
 def balance_value(sums: dict[str, Tensor], form: str, scope: str, running: RunningSum) -> Tensor:
-    """The balancing loss, (B,): each sequence's share, so that its mean over the batch is the loss over the scope.
+    """The balancing loss, (B,): each sequence's share, so that its mean over the batch is the loss
+    over the scope.
 
     Args:
         sums: of `choice_sums`, added up over repeats.
-        form: "load", 1 at perfect balance and E where all choices and all probability fall on one expert; or "entropy",
-            negative, −ln A at perfect balance, averaged over heads.
+        form: "load", 1 at perfect balance and E where all choices and all probability fall on one
+            expert; or "entropy", negative, −ln A at perfect balance, averaged over heads.
         scope: "sequence", "micro_batch" or "global_batch".
         running: sums over the global batch so far.
     """
@@ -109,7 +127,9 @@ def balance_value(sums: dict[str, Tensor], form: str, scope: str, running: Runni
         mean_HA = _in_scope(sums["probability"], "probability", scope, running) / _in_scope(
             sums["rows"], "rows", scope, running
         ).view(-1, 1, 1)
-        tiny = torch.finfo(p_BHA.dtype).tiny  # an expert whose softmax underflows everywhere adds 0, and no NaN
+        tiny = torch.finfo(
+            p_BHA.dtype
+        ).tiny  # an expert whose softmax underflows everywhere adds 0, and no NaN
         return (p_BHA * mean_HA.clamp_min(tiny).log()).sum(-1).mean(-1)
     load_BHA = _in_scope(sums["load"], "load", scope, running).unflatten(1, p_BHA.shape[1:])
     fraction_BHA = load_BHA / load_BHA.sum(-1, keepdim=True).clamp_min(1)
@@ -119,14 +139,16 @@ def balance_value(sums: dict[str, Tensor], form: str, scope: str, running: Runni
 def normalised_coefficient(
     published: float, *, choices: Literal["first", "all"], top_k: int = 1, summed_layers: int = 1
 ) -> float:
-    """A published coefficient of the load balancing loss, for the loss here: 1 at perfect balance, mean over layers.
+    """A published coefficient of the load balancing loss, for the loss here: 1 at perfect balance,
+    mean over layers.
 
     Args:
         published: the coefficient of E·Σ_e (n_e/T)·P_e.
-        choices: what n_e counts: "first" choices only (Switch, GShard, torchscale; 1 at perfect balance) or "all" choices
-            (flaxformer, llm-random; K at perfect balance).
+        choices: what n_e counts: "first" choices only (Switch, GShard, torchscale; 1 at perfect
+            balance) or "all" choices (flaxformer, llm-random; K at perfect balance).
         top_k: K.
-        summed_layers: the number of sparse layers where the published loss adds them up; 1 where it takes their mean.
+        summed_layers: the number of sparse layers where the published loss adds them up; 1 where it
+            takes their mean.
     """
     return published * (top_k if choices == "all" else 1) * summed_layers
 
@@ -146,7 +168,8 @@ class RouterReport:
     sums: dict[str, Tensor]  # the router's own statistics, per sequence, differentiable
     load_N: Tensor  # int64: routes per expert that were served
     wanted: Tensor  # int64 scalar: routes that were asked for
-    gate_sum: Tensor  # float32 scalar: Σ of gate weights; for a mixture of every slot's largest merge weight
+    # float32 scalar: Σ of gate weights; for a mixture of every slot's largest merge weight
+    gate_sum: Tensor
 
 
 def report_routing(routing: Routing, sums: dict[str, Tensor]) -> RouterReport:
@@ -156,10 +179,16 @@ def report_routing(routing: Routing, sums: dict[str, Tensor]) -> RouterReport:
         groups, _, slots = routing.plan.merge_GMP.shape
         served = groups * slots // routing.plan.num_experts
         load_N = torch.full((routing.plan.num_experts,), served, dtype=torch.int64, device=device)
-        return RouterReport(sums, load_N, load_N.sum(), routing.plan.merge_GMP.detach().amax(1).sum())
+        return RouterReport(
+            sums, load_N, load_N.sum(), routing.plan.merge_GMP.detach().amax(1).sum()
+        )
     routes = routing.plan
     load_N = routes.counts()
-    wanted = load_N.sum() if routing.wanted_TK is None else torch.tensor(routing.wanted_TK.numel(), device=device)
+    wanted = (
+        load_N.sum()
+        if routing.wanted_TK is None
+        else torch.tensor(routing.wanted_TK.numel(), device=device)
+    )
     return RouterReport(sums, load_N, wanted, routes.weight_N.detach().sum())
 
 
@@ -178,7 +207,9 @@ class DepthLoad:
 
 
 def collect_loads(steps: Sequence[dict[str, RouterReport]]) -> dict[str, DepthLoad]:
-    """Stacks the reports of all depth steps, per kind of router; depth steps without that kind are left out."""
+    """Stacks the reports of all depth steps, per kind of router; depth steps without that kind are
+    left out.
+    """
     kinds = {kind: None for step in steps for kind in step}
     found = {kind: [step[kind] for step in steps if kind in step] for kind in kinds}
     return {
@@ -188,4 +219,4 @@ def collect_loads(steps: Sequence[dict[str, RouterReport]]) -> dict[str, DepthLo
             torch.stack([report.gate_sum for report in reports]),
         )
         for kind, reports in found.items()
-    }  # fmt: skip
+    }

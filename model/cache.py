@@ -11,7 +11,9 @@ from torch import Tensor
 
 @dataclass
 class LayerCache:
-    """Keys (rotated, where positions rotate, so that they keep their own) and values of one depth step: each (B, H, past, C)."""
+    """Keys (rotated, where positions rotate, so that they keep their own) and values of one depth
+    step: each (B, H, past, C).
+    """
 
     keys: Tensor | None = None
     values: Tensor | None = None

@@ -1,16 +1,20 @@
-"""What a model costs: its parameters, its FLOPs per token by formula and as torch counts them, and equal cost for Multi-Head MoE.
+"""What a model costs: its parameters, its FLOPs per token by formula and as torch counts them, and
+equal cost for Multi-Head MoE.
 
-A multiply-accumulate is two FLOPs; only matrix products count, as in torch's FlopCounterMode, with which `forward_flops` agrees
-to the last one. Attention counts all S × S scores, masked or not, which is what the plain product computes. The backward pass
-is two products for each of the forward's, so training costs three times the forward; what recomputation adds is not counted.
+A multiply-accumulate is two FLOPs; only matrix products count, as in torch's FlopCounterMode, with
+which `forward_flops` agrees to the last one. Attention counts all S × S scores, masked or not,
+which is what the plain product computes. The backward pass is two products for each of the
+forward's, so training costs three times the forward; what recomputation adds is not counted.
 
-Where a capacity may refuse rows or a token may halt early, the formula and the counter both take all of them: an upper bound.
-A transition costs what it does while it mixes.
+Where a capacity may refuse rows or a token may halt early, the formula and the counter both take
+all of them: an upper bound. A transition costs what it does while it mixes.
 
-Parameters are counted on the model itself, built on the meta device in milliseconds: nothing is allocated. FLOPs by formula take
-no time; counting runs forward and backward on the meta device, about 0.03 s for a depth step.
+Parameters are counted on the model itself, built on the meta device in milliseconds: nothing is
+allocated. FLOPs by formula take no time; counting runs forward and backward on the meta device,
+about 0.03 s for a depth step.
 
-Legend: S positions, D model width, W heads × their channels, F hidden width of an expert, E experts, K of them chosen.
+Legend: S positions, D model width, W heads × their channels, F hidden width of an expert, E
+experts, K of them chosen.
 """
 
 from dataclasses import dataclass, fields
@@ -31,8 +35,9 @@ from .transformer import Layer, Transformer
 class Parameters:
     """How many there are.
 
-    Active are those that serve one token in one pass over the distinct layers: all that is dense (the embedding's whole table
-    included, as published figures have it) and the experts of one token. Further repeats may choose others.
+    Active are those that serve one token in one pass over the distinct layers: all that is dense
+    (the embedding's whole table included, as published figures have it) and the experts of one
+    token. Further repeats may choose others.
     """
 
     total: int
@@ -48,7 +53,9 @@ class Flops:
     attention_scores: float  # and the results that they weigh
     feed_forward: float  # routed and shared experts, and dense layers
     sub_tokens: float  # head and merge maps of Multi-Head MoE
-    routing: float  # routers of feed-forward and attention, merging and emitting of mixtures, halting
+    routing: (
+        float  # routers of feed-forward and attention, merging and emitting of mixtures, halting
+    )
     read_out: float
 
     @property
@@ -62,14 +69,19 @@ class Flops:
         return 3 * self.forward
 
     def __add__(self, other: "Flops") -> "Flops":
-        return Flops(*(getattr(self, field.name) + getattr(other, field.name) for field in fields(self)))
+        return Flops(
+            *(getattr(self, field.name) + getattr(other, field.name) for field in fields(self))
+        )
 
 
 def count_parameters(config: ModelConfig, seq_len: int) -> Parameters:
     """The model's parameters; for Soft MoE the active ones depend on the sequence length."""
     with torch.device("meta"):
         model = Transformer(config)
-    total, idle = _numel(model), sum(_idle(config, cast(Layer, layer), seq_len) for layer in model.group)
+    total, idle = (
+        _numel(model),
+        sum(_idle(config, cast(Layer, layer), seq_len) for layer in model.group),
+    )
     return Parameters(total, _numel(model.group), round(total - idle))
 
 
@@ -77,19 +89,27 @@ def forward_flops(config: ModelConfig, seq_len: int) -> Flops:
     """FLOPs of one token by formula, in sequences of `seq_len` positions."""
     sparse = [config.has_experts(member) for member in config.schedule]
     parts = [_attention(config, seq_len)] * config.num_layers
-    parts += [_experts(config, seq_len)] * sum(sparse) + [_dense(config)] * (len(sparse) - sum(sparse))
+    parts += [_experts(config, seq_len)] * sum(sparse) + [_dense(config)] * (
+        len(sparse) - sum(sparse)
+    )
     if config.halting is not None:
-        parts += [_flops(routing=2 * config.d_model * (config.d_model + 2))] * (config.num_layers - 1)
+        parts += [_flops(routing=2 * config.d_model * (config.d_model + 2))] * (
+            config.num_layers - 1
+        )
     return sum(parts, _flops(read_out=2 * config.d_model * config.vocab_size))
 
 
 def is_upper_bound(config: ModelConfig) -> bool:
     """Whether some tokens may cost less than the formula says: refused by an expert, or halted."""
-    return config.halting is not None or (bool(config.sparse_members) and config.router.may_serve_fewer)
+    return config.halting is not None or (
+        bool(config.sparse_members) and config.router.may_serve_fewer
+    )
 
 
 def counted_flops(config: ModelConfig, seq_len: int) -> float:
-    """Training FLOPs of one token as torch counts them: forward and backward of one group of sequences on the meta device."""
+    """Training FLOPs of one token as torch counts them: forward and backward of one group of
+    sequences on the meta device.
+    """
     batch = config.group_sequences
     with torch.device("meta"):
         model = Transformer(config, backend="segments")
@@ -128,7 +148,9 @@ def _attention(config: ModelConfig, seq_len: int) -> Flops:
     """One layer's attention."""
     d_model, width, top_k = config.d_model, config.num_heads * config.d_head, config.attention_top_k
     projection, scores = 2 * d_model * width, 4 * seq_len * width
-    if config.attention == "momha":  # K and V are dense; the router has two layers; every expert has its own scores
+    if (
+        config.attention == "momha"
+    ):  # K and V are dense; the router has two layers; every expert has its own scores
         router = 2 * d_model * (d_model + config.num_attention_experts)
         relative = 2 * width * config.max_distance
         return _flops(
@@ -138,7 +160,11 @@ def _attention(config: ModelConfig, seq_len: int) -> Flops:
         )
     if config.has_attention_experts:  # Q and K are dense
         routers = 2 * 2 * d_model * config.num_heads * config.num_attention_experts
-        return _flops(attention_projections=2 * (1 + top_k) * projection, attention_scores=scores, routing=routers)
+        return _flops(
+            attention_projections=2 * (1 + top_k) * projection,
+            attention_scores=scores,
+            routing=routers,
+        )
     gates = 2 * d_model * config.num_heads if config.attention == "switchhead" else 0
     return _flops(attention_projections=4 * projection, attention_scores=scores, routing=gates)
 
@@ -168,7 +194,8 @@ def _mlp(config: ModelConfig, d_row: int, width: int) -> int:
 
 @dataclass(frozen=True)
 class ExpertLayer:
-    """A layer of experts, reduced to what Multi-Head MoE's comparisons are about (arXiv 2411.16205).
+    """A layer of experts, reduced to what Multi-Head MoE's comparisons are about (arXiv
+    2411.16205).
 
     Routers and biases are left out, as the papers do.
     """
@@ -188,7 +215,10 @@ class ExpertLayer:
     @property
     def parameters(self) -> int:
         """All experts, head and merge."""
-        return self.num_experts * _matrices(self) * self.d_model // self.sub_tokens * self.d_expert + self._maps
+        return (
+            self.num_experts * _matrices(self) * self.d_model // self.sub_tokens * self.d_expert
+            + self._maps
+        )
 
     @property
     def _maps(self) -> int:
@@ -201,27 +231,37 @@ def _matrices(layer: ExpertLayer) -> int:
 
 
 def parity_width(base: ExpertLayer, *, top_k: int) -> Fraction:
-    """The width of a Multi-Head MoE's experts that costs as many FLOPs as `base`: (k₀/k)·f − d/k, gated − 2d/(3k).
+    """The width of a Multi-Head MoE's experts that costs as many FLOPs as `base`: (k₀/k)·f − d/k,
+    gated − 2d/(3k).
 
-    2·k₀·c·d·f = 2·k·c·d·f' + 4·d², with c matrices per expert; the number of heads does not matter (arXiv 2411.16205).
+    2·k₀·c·d·f = 2·k·c·d·f' + 4·d², with c matrices per expert; the number of heads does not matter
+    (arXiv 2411.16205).
     """
-    return Fraction(base.top_k * base.d_expert, top_k) - Fraction(2 * base.d_model, _matrices(base) * top_k)
+    return Fraction(base.top_k * base.d_expert, top_k) - Fraction(
+        2 * base.d_model, _matrices(base) * top_k
+    )
 
 
 def parity_experts(base: ExpertLayer, *, sub_tokens: int, d_expert: int) -> Fraction:
-    """How many experts of that width, for rows of d/h, have as many parameters as `base`, head and merge included.
+    """How many experts of that width, for rows of d/h, have as many parameters as `base`, head and
+    merge included.
 
     The papers round: 41⅓ to 40 for two heads, 93 to 96 for three.
     """
     maps = 2 * base.d_model**2
-    return Fraction((base.parameters - maps) * sub_tokens, _matrices(base) * base.d_model * d_expert)
+    return Fraction(
+        (base.parameters - maps) * sub_tokens, _matrices(base) * base.d_model * d_expert
+    )
 
 
 def matched_width(base: ExpertLayer, *, sub_tokens: int) -> Fraction:
-    """The first paper's comparison (arXiv 2404.15045): as many experts as `base`, and as many parameters.
+    """The first paper's comparison (arXiv 2404.15045): as many experts as `base`, and as many
+    parameters.
 
-    An expert for rows of d/h is then about h times as wide, and every sub-token costs as much as a whole token: about h times
-    the FLOPs of `base`.
+    An expert for rows of d/h is then about h times as wide, and every sub-token costs as much as a
+    whole token: about h times the FLOPs of `base`.
     """
     maps = 2 * base.d_model**2
-    return Fraction((base.parameters - maps) * sub_tokens, _matrices(base) * base.d_model * base.num_experts)
+    return Fraction(
+        (base.parameters - maps) * sub_tokens, _matrices(base) * base.d_model * base.num_experts
+    )

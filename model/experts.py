@@ -1,4 +1,6 @@
-"""Banks of experts: weights and the kernel door they go through. They never ask which rank they are on."""
+"""Banks of experts: weights and the kernel door they go through. They never ask which rank they are
+on.
+"""
 
 import torch
 from torch import Tensor, nn
@@ -10,7 +12,9 @@ from .routing import Routes
 
 
 class ExpertMLPs(nn.Module):
-    """E two-layer perceptrons: W_down[e]ᵀ a(W_up[e]ᵀ x + b_up[e]) + b_down[e], the biases only where asked for."""
+    """E two-layer perceptrons: W_down[e]ᵀ a(W_up[e]ᵀ x + b_up[e]) + b_down[e], the biases only
+    where asked for.
+    """
 
     def __init__(
         self,
@@ -27,12 +31,17 @@ class ExpertMLPs(nn.Module):
         super().__init__()
         self.backend, self.activation = backend, activation
         self.products_dtype: torch.dtype | None = None
-        self.defer = True  # weight gradients may wait for all repeats; set from outside where that would keep too much
+        # weight gradients may wait for all repeats; set from outside where that would keep too much
+        self.defer = True
         columns = columns_of(d_expert, activation)
         self.w_up = parameter(num_experts, d_model, columns, start=up_start)
         self.w_down = parameter(num_experts, d_expert, d_model, start=down_start)
-        self.b_up = None if bias_starts is None else parameter(num_experts, columns, start=bias_starts[0])
-        self.b_down = None if bias_starts is None else parameter(num_experts, d_model, start=bias_starts[1])
+        self.b_up = (
+            None if bias_starts is None else parameter(num_experts, columns, start=bias_starts[0])
+        )
+        self.b_down = (
+            None if bias_starts is None else parameter(num_experts, d_model, start=bias_starts[1])
+        )
 
     @property
     def dtype(self) -> torch.dtype:
@@ -42,19 +51,29 @@ class ExpertMLPs(nn.Module):
     def forward(self, x_UD: Tensor, routes: Routes) -> Tensor:
         """(U, D) rows to (num_targets, D) sums of weighted answers."""
         return routed_mlp(
-            x_UD, self.w_up, self.w_down, routes, activation=self.activation, b_up_EF=self.b_up, b_down_EO=self.b_down,
-            backend=self.backend, defer=self.defer,
-        )  # fmt: skip
+            x_UD,
+            self.w_up,
+            self.w_down,
+            routes,
+            activation=self.activation,
+            b_up_EF=self.b_up,
+            b_down_EO=self.b_down,
+            backend=self.backend,
+            defer=self.defer,
+        )
 
 
 class ExpertLinears(nn.Module):
     """E matrices without bias: W[e]ᵀ x."""
 
-    def __init__(self, num_experts: int, d_in: int, d_out: int, *, backend: str, start: Start) -> None:
+    def __init__(
+        self, num_experts: int, d_in: int, d_out: int, *, backend: str, start: Start
+    ) -> None:
         super().__init__()
         self.backend = backend
         self.products_dtype: torch.dtype | None = None
-        self.defer = True  # weight gradients may wait for all repeats; set from outside where that would keep too much
+        # weight gradients may wait for all repeats; set from outside where that would keep too much
+        self.defer = True
         self.weight = parameter(num_experts, d_in, d_out, start=start)
 
     @property

@@ -1,9 +1,10 @@
 """Stick-breaking adaptive computation time of the Sparse Universal Transformer (arXiv 2310.07096).
 
-Every token has a stick of length 1. After each depth step a gate breaks off a share of what is left, and the token's answer is
-the sum of its states, weighed by the pieces. Once less than 1 − τ is left the token has halted: no expert computes for it any
-more, and what it has by then is its answer, which the other tokens go on reading. f is the shared layer, and with
-y⁰ = f(x, x), s⁰ = y⁰, v⁰ = 1, a⁰ = 0, D⁰ = 0 for l = 1 … L − 1:
+Every token has a stick of length 1. After each depth step a gate breaks off a share of what is
+left, and the token's answer is the sum of its states, weighed by the pieces. Once less than 1 − τ
+is left the token has halted: no expert computes for it any more, and what it has by then is its
+answer, which the other tokens go on reading. f is the shared layer, and with y⁰ = f(x, x), s⁰ = y⁰,
+v⁰ = 1, a⁰ = 0, D⁰ = 0 for l = 1 … L − 1:
 
     p   = vˡ⁻¹·halt(yˡ⁻¹)            vˡ = vˡ⁻¹·continue(yˡ⁻¹)         what is broken off, and what is left
     aˡ  = aˡ⁻¹ + p·yˡ⁻¹              Dˡ = Dˡ⁻¹ + (l − 1)·p            answer so far, and its expected depth
@@ -11,9 +12,10 @@ y⁰ = f(x, x), s⁰ = y⁰, v⁰ = 1, a⁰ = 0, D⁰ = 0 for l = 1 … L − 1:
     yˡ  = f(yˡ⁻¹, keys and values of sˡ⁻¹; no routes where w = 0)
     sˡ  = aˡ + w·yˡ where w > 0, else sˡ⁻¹
 
-The answer is s of the last step. The loss is the mean over tokens of Dˡ + w·l, of the last step only (the SUT authors' code) or
-summed over all steps (the port by the MoEUT authors, arXiv 2405.16039, which weighs shallow steps more). At the start every gate
-says ½: with τ = 0.999 every token has halted by depth step 10, so 18 steps cost 10.
+The answer is s of the last step. The loss is the mean over tokens of Dˡ + w·l, of the last step
+only (the SUT authors' code) or summed over all steps (the port by the MoEUT authors, arXiv
+2405.16039, which weighs shallow steps more). At the start every gate says ½: with τ = 0.999 every
+token has halted by depth step 10, so 18 steps cost 10.
 
 Legend: B sequences, S positions, D model width, L depth steps.
 """
@@ -47,14 +49,16 @@ class Halted:
     """What became of the tokens."""
 
     answer_BSD: Tensor
-    loss_B: Tensor  # the expected depth, or its sum over the steps, per sequence, without its coefficient
+    # the expected depth, or its sum over the steps, per sequence, without its coefficient
+    loss_B: Tensor
     depth_B: Tensor  # detached: depth steps that were computed for a token, on average
 
 
 class Halting(nn.Module):
     """The gate, and the loop over depth steps that it drives.
 
-    The gate's second layer starts at zero, so that every token halts with probability ½ at every step.
+    The gate's second layer starts at zero, so that every token halts with probability ½ at every
+    step.
     """
 
     def __init__(self, config: HaltingConfig, d_model: int) -> None:
@@ -69,7 +73,9 @@ class Halting(nn.Module):
         probability_BS2 = self.output(F.gelu(self.hidden(y_BSD))).softmax(-1)
         return probability_BS2[..., 0], probability_BS2[..., 1]
 
-    def forward(self, layer: Callable[[int, Tensor, Unhalted], Tensor], x_BSD: Tensor, num_layers: int) -> Halted:
+    def forward(
+        self, layer: Callable[[int, Tensor, Unhalted], Tensor], x_BSD: Tensor, num_layers: int
+    ) -> Halted:
         """Applies `layer(depth step, state, unhalted)` `num_layers` times.
 
         Args:
@@ -87,7 +93,9 @@ class Halting(nn.Module):
             weight_BS = torch.where(left_BS >= 1 - self.config.threshold, left_BS, 0.0)
             y_BSD = layer(step, y_BSD, Unhalted(memory_BSD, weight_BS))
             active_BS = weight_BS > 0
-            memory_BSD = torch.where(active_BS[..., None], answer_BSD + weight_BS[..., None] * y_BSD, memory_BSD)
+            memory_BSD = torch.where(
+                active_BS[..., None], answer_BSD + weight_BS[..., None] * y_BSD, memory_BSD
+            )
             last_BS = expected_BS + step * weight_BS
             total_BS, depth_BS = total_BS + last_BS, depth_BS + active_BS
         loss_BS = last_BS if self.config.loss_sum == "last" else total_BS

@@ -1,17 +1,21 @@
 """The read-out, and its cross-entropy without all logits at once.
 
-Logits are by far the widest rows of a model: V columns, where the residual stream has D. Kept whole they cost a training step
-T·V numbers four times over (logits, their log-softmax in float32, two gradients), and none of them is wanted once the gradients
-of hidden rows, weight and bias are known. So the loss goes through the tokens chunk by chunk: logits, log-softmax, loss, gradient
-of the logits, and from it at once the chunk's share of all three gradients. What waits for the backward pass are these: T·D and
-V·D numbers. The backward pass only multiplies them by the gradient of the loss.
+Logits are by far the widest rows of a model: V columns, where the residual stream has D. Kept whole
+they cost a training step T·V numbers four times over (logits, their log-softmax in float32, two
+gradients), and none of them is wanted once the gradients of hidden rows, weight and bias are known.
+So the loss goes through the tokens chunk by chunk: logits, log-softmax, loss, gradient of the
+logits, and from it at once the chunk's share of all three gradients. What waits for the backward
+pass are these: T·D and V·D numbers. The backward pass only multiplies them by the gradient of the
+loss.
 
-Chunks are of tokens, not of the vocabulary. Both bound the memory; but a row's softmax needs the whole row, so with pieces of the
-vocabulary every logit must be computed twice (a fourth product beside the three), while with chunks of tokens the formulas are
-those of the plain loss and each row's loss has its bits. The price is that V·D sums are read and written once per chunk, so
-chunks are as large as the cache (CPU) or the products (GPU) like; `benchmarks/head_loss.py` measures both.
+Chunks are of tokens, not of the vocabulary. Both bound the memory; but a row's softmax needs the
+whole row, so with pieces of the vocabulary every logit must be computed twice (a fourth product
+beside the three), while with chunks of tokens the formulas are those of the plain loss and each
+row's loss has its bits. The price is that V·D sums are read and written once per chunk, so chunks
+are as large as the cache (CPU) or the products (GPU) like; `benchmarks/head_loss.py` measures both.
 
-One op for the device and for torch.compile: the compiler could put the chunks side by side and undo what they are for.
+One op for the device and for torch.compile: the compiler could put the chunks side by side and undo
+what they are for.
 
 Legend: B sequences, S positions, T = B·S tokens, D model width, V vocabulary.
 """
@@ -26,7 +30,8 @@ from torch.utils.flop_counter import register_flop_formula
 
 from .layers import Linear, wide_dtype
 
-_LEAST_ROWS = 256  # of a chunk: with fewer the sums of the weight's gradient cost too much beside its products
+# of a chunk: with fewer the sums of the weight's gradient cost too much beside its products
+_LEAST_ROWS = 256
 _TILE = 128
 _LOGITS_ON_CPU, _LOGITS_ELSEWHERE = 2**22, 2**25  # of a chunk: 16 and 128 MiB in float32
 
@@ -35,16 +40,24 @@ class ReadOut(Linear):
     """Logits of the next token, or their summed cross-entropy."""
 
     def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
-        """(B, S, D) to (B, S, V) in the weight's dtype; with (B, S) int64 targets to a scalar, nats, float32 or float64."""
+        """(B, S, D) to (B, S, V) in the weight's dtype; with (B, S) int64 targets to a scalar,
+        nats, float32 or float64.
+        """
         if targets is None:
             return super().forward(x)
         return head_loss(x.flatten(0, -2), self.weight, self.bias, targets.flatten())
 
 
 def head_loss(
-    x_TD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, targets_T: Tensor, *, rows: int | None = None
+    x_TD: Tensor,
+    weight_VD: Tensor,
+    bias_V: Tensor | None,
+    targets_T: Tensor,
+    *,
+    rows: int | None = None,
 ) -> Tensor:
-    """Σ over tokens of cross_entropy(W·x + b, target), with logits computed in the weight's dtype and the rest in float32.
+    """Σ over tokens of cross_entropy(W·x + b, target), with logits computed in the weight's dtype
+    and the rest in float32.
 
     Args:
         x_TD: in any precision, as the bias is; their gradients have it too.
@@ -53,7 +66,7 @@ def head_loss(
     """
     wanted = torch.is_grad_enabled() and any(
         t is not None and t.requires_grad for t in (x_TD, weight_VD, bias_V)
-    )  # fmt: skip
+    )
     if rows is None:
         rows = rows_of_chunk(weight_VD.shape[0], weight_VD.device.type)
     loss, *_ = _head_loss(x_TD, weight_VD, bias_V, targets_T, rows, wanted)
@@ -66,7 +79,8 @@ def rows_of_chunk(vocab_size: int, device_type: str) -> int:
     return max(_LEAST_ROWS, logits // vocab_size // _TILE * _TILE)
 
 
-# The op returns, beside the loss, its gradients: of x in its dtype, of weight and bias summed in float32. Empty if not wanted.
+# The op returns, beside the loss, its gradients: of x in its dtype, of weight and bias summed in
+# float32. Empty if not wanted.
 
 
 @torch.library.custom_op("moebius::head_loss", mutates_args=())
@@ -87,8 +101,12 @@ def _head_loss(
     return outputs
 
 
-def _outputs(x: Tensor, weight: Tensor, bias: Tensor | None, wanted: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The loss, and the gradients of x, weight and bias: sums over chunks, but for that of x, which begin at 0."""
+def _outputs(
+    x: Tensor, weight: Tensor, bias: Tensor | None, wanted: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The loss, and the gradients of x, weight and bias: sums over chunks, but for that of x, which
+    begin at 0.
+    """
     wide = wide_dtype(weight)
     return (
         weight.new_zeros((), dtype=wide),
@@ -98,8 +116,12 @@ def _outputs(x: Tensor, weight: Tensor, bias: Tensor | None, wanted: bool) -> tu
     )
 
 
-def _add_gradients(grads: list[Tensor], part: slice, grad_RV: Tensor, x_RD: Tensor, weight: Tensor) -> None:
-    """A chunk's share: its rows of x have their gradient from it alone. Products are in the weight's dtype."""
+def _add_gradients(
+    grads: list[Tensor], part: slice, grad_RV: Tensor, x_RD: Tensor, weight: Tensor
+) -> None:
+    """A chunk's share: its rows of x have their gradient from it alone. Products are in the
+    weight's dtype.
+    """
     grad_x, grad_weight, grad_bias = grads
     if len(grad_bias):
         grad_bias += grad_RV.sum(0)
@@ -132,7 +154,14 @@ def _gradients(ctx: Any, grad: Tensor | None, *_unused: Tensor) -> tuple:
     grad_x, grad_weight, grad_bias = ctx.saved_tensors
     weight_dtype, bias_dtype = ctx.dtypes
     bias = None if bias_dtype is None else (grad_bias * grad).to(bias_dtype)
-    return (grad_x * grad).to(grad_x.dtype), (grad_weight * grad).to(weight_dtype), bias, None, None, None
+    return (
+        (grad_x * grad).to(grad_x.dtype),
+        (grad_weight * grad).to(weight_dtype),
+        bias,
+        None,
+        None,
+        None,
+    )
 
 
 _head_loss.register_autograd(_gradients, setup_context=_context)

@@ -1,9 +1,12 @@
-"""Starting values. Every parameter is made together with the rule that it starts by, so a new layer or router says it itself.
+"""Starting values. Every parameter is made together with the rule that it starts by, so a new layer
+or router says it itself.
 
-Every tensor has its own random stream, keyed by (seed, name), and is drawn whole before a rank keeps its share: so the start is
-the same for every number of ranks, and no rank ever holds more than one full tensor beyond its own.
+Every tensor has its own random stream, keyed by (seed, name), and is drawn whole before a rank
+keeps its share: so the start is the same for every number of ranks, and no rank ever holds more
+than one full tensor beyond its own.
 
-`Starts` gathers the published rules. With c = √(2/L), L the depth *steps* (not the distinct layers); c = 1 in post-norm:
+`Starts` gathers the published rules. With c = √(2/L), L the depth *steps* (not the distinct
+layers); c = 1 in post-norm:
   paper, release   up-projections, routers, Q, K, V   N(0, c/√D)
                    down-projections                   N(0, c/√(E·F)), all experts counted as fan-in
                    O                                  N(0, c/√(H·C))
@@ -12,7 +15,8 @@ the same for every number of ranks, and no rank ever holds more than one full te
   sut              expert tensors U(±1/fan-in), not of its root; expert biases U(±1/√fan-out); routers and the halting gate
                    torch's default U(±1/√fan-in), weight and bias; K and V Xavier, gain 1/√2 (released code of arXiv 2310.07096)
   all              embedding N(0, 1/√D), head U(−1/√D, 1/√D), weight and bias; scaled: the embedding's fan-in is 1
-Dense layers beside `paper`: truncated normal, rescaled to a standard deviation of exactly √(2/(L·fan-in)); biases 0.
+Dense layers beside `paper`: truncated normal, rescaled to a standard deviation of exactly
+√(2/(L·fan-in)); biases 0.
 """
 
 import hashlib
@@ -42,7 +46,8 @@ def draw(name: str, parameter: nn.Parameter, seed: int) -> Tensor:
     start: Start | None = getattr(parameter, "start", None)
     if start is None:
         raise ValueError(
-            f"no starting value is known for {name!r} of shape {tuple(parameter.shape)}: make it with "
+            f"no starting value is known for {name!r} of shape {tuple(parameter.shape)}: make it "
+            "with "
             "`parameter(..., start=...)`"
         )
     return start(parameter.shape, torch.Generator().manual_seed(_stream(seed, name)))
@@ -56,7 +61,10 @@ def initialise(model: nn.Module, seed: int) -> None:
 
 
 def _stream(seed: int, name: str) -> int:
-    return int.from_bytes(hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest(), "little") >> 1
+    return (
+        int.from_bytes(hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest(), "little")
+        >> 1
+    )
 
 
 def zeros(shape: torch.Size, generator: torch.Generator) -> Tensor:
@@ -86,7 +94,9 @@ def uniform(bound: float) -> Start:
 
 def xavier_uniform(gain: float = 1.0) -> Start:
     """U(−a, a) with a = gain·√(6 / (fan-in + fan-out)), of a matrix."""
-    return lambda shape, generator: torch.nn.init.xavier_uniform_(torch.empty(shape), gain, generator=generator)
+    return lambda shape, generator: torch.nn.init.xavier_uniform_(
+        torch.empty(shape), gain, generator=generator
+    )
 
 
 def truncated_normal(std: float, cut: float) -> Start:
@@ -107,7 +117,9 @@ def exact_std(std: float) -> Start:
 
 
 def equal_rows(start: Start) -> Start:
-    """Every row of equal norm, the global standard deviation kept: no expert starts ahead of the others."""
+    """Every row of equal norm, the global standard deviation kept: no expert starts ahead of the
+    others.
+    """
 
     def equal(shape: torch.Size, generator: torch.Generator) -> Tensor:
         weight = start(shape, generator)
@@ -167,7 +179,9 @@ class Starts:
         return self._sparse(d_expert if self.rule == "scaled" else num_experts * d_expert)
 
     def expert_biases(self, d_out: int, d_expert: int) -> tuple[Start, Start]:
-        """Of the up- and the down-projection; SUT asks for the fan-in of an [in, out] matrix and so gets the output width."""
+        """Of the up- and the down-projection; SUT asks for the fan-in of an [in, out] matrix and so
+        gets the output width.
+        """
         if self.rule == "sut":
             return uniform(d_expert**-0.5), uniform(d_out**-0.5)
         return zeros, zeros

@@ -12,7 +12,9 @@ from .initialise import Start, ones, parameter, zeros
 
 
 class LayerNorm(nn.Module):
-    """eps 1e-5, always in float32 (float64 where the input is); affine with bias unless told otherwise."""
+    """eps 1e-5, always in float32 (float64 where the input is); affine with bias unless told
+    otherwise.
+    """
 
     def __init__(self, width: int, *, affine: bool = True) -> None:
         super().__init__()
@@ -25,23 +27,31 @@ class LayerNorm(nn.Module):
         dtype = wide_dtype(x)
         weight, bias = self.weight, self.bias
         return F.layer_norm(
-            x.to(dtype), (self.width,), None if weight is None else weight.to(dtype),
-            None if bias is None else bias.to(dtype), 1e-5,
-        )  # fmt: skip
+            x.to(dtype),
+            (self.width,),
+            None if weight is None else weight.to(dtype),
+            None if bias is None else bias.to(dtype),
+            1e-5,
+        )
 
 
 def wide_dtype(x: Tensor) -> torch.dtype:
-    """The precision of norms, routers and the residual stream: float32, or float64 where the weights are."""
+    """The precision of norms, routers and the residual stream: float32, or float64 where the
+    weights are.
+    """
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
 class Linear(nn.Module):
-    """y = W x (+ b), computed in the weight's dtype whatever the input's: precision is a property of the weights.
+    """y = W x (+ b), computed in the weight's dtype whatever the input's: precision is a property
+    of the weights.
 
     `start` gives the weight's values; the bias starts by `bias_start`, at 0 unless told otherwise.
     """
 
-    def __init__(self, d_in: int, d_out: int, *, start: Start, bias: bool = False, bias_start: Start = zeros) -> None:
+    def __init__(
+        self, d_in: int, d_out: int, *, start: Start, bias: bool = False, bias_start: Start = zeros
+    ) -> None:
         super().__init__()
         self.weight = parameter(d_out, d_in, start=start)
         self.bias = parameter(d_out, start=bias_start) if bias else None
@@ -56,7 +66,14 @@ class DenseMLP(nn.Module):
     """W_down a(W_up x + b) + b': the baseline's feed-forward, and a shared expert."""
 
     def __init__(
-        self, d_model: int, d_hidden: int, *, activation: str, bias: bool, up_start: Start, down_start: Start
+        self,
+        d_model: int,
+        d_hidden: int,
+        *,
+        activation: str,
+        bias: bool,
+        up_start: Start,
+        down_start: Start,
     ) -> None:
         super().__init__()
         self.activation = activation
@@ -71,13 +88,19 @@ class DenseMLP(nn.Module):
 RotaryTable = tuple[Tensor, Tensor]
 
 
-def rotary_table(first: int, count: int, width: int, base: float, device: torch.device) -> RotaryTable:
-    """Cosine and sine, each (count, width), of positions first … first + count − 1 (RoFormer, arXiv 2104.09864, eq. 15).
+def rotary_table(
+    first: int, count: int, width: int, base: float, device: torch.device
+) -> RotaryTable:
+    """Cosine and sine, each (count, width), of positions first … first + count − 1 (RoFormer, arXiv
+    2104.09864, eq. 15).
 
-    inv_freq_i = base^(−2i/width); the angles of the first half of the rotated channels are repeated for the second. The first
-    half's sines are negative: what is added to a channel is its partner in the other half times this.
+    inv_freq_i = base^(−2i/width); the angles of the first half of the rotated channels are repeated
+    for the second. The first half's sines are negative: what is added to a channel is its partner
+    in the other half times this.
     """
-    inv_freq = base ** (-torch.arange(0, width, 2, device=device, dtype=torch.float32) / max(width, 1))
+    inv_freq = base ** (
+        -torch.arange(0, width, 2, device=device, dtype=torch.float32) / max(width, 1)
+    )
     positions = torch.arange(first, first + count, device=device, dtype=torch.float32)
     angles = positions[:, None] * inv_freq
     cos, sin = angles.cos(), angles.sin()
@@ -85,7 +108,9 @@ def rotary_table(first: int, count: int, width: int, base: float, device: torch.
 
 
 def rotate(x_BHSC: Tensor, table: RotaryTable) -> Tensor:
-    """Rotates the first channels of every head in "half-split" form; the rest pass. Computed in float32."""
+    """Rotates the first channels of every head in "half-split" form; the rest pass. Computed in
+    float32.
+    """
     return x_BHSC if table[0].shape[1] == 0 else _Rotate.apply(x_BHSC, *table)  # pyright: ignore[reportReturnType]
 
 

@@ -1,9 +1,11 @@
-"""One sparse layer: token view → router → dispatch → experts → combine (+ shared). One rank or a thousand, these are the lines.
+"""One sparse layer: token view → router → dispatch → experts → combine (+ shared). One rank or a
+thousand, these are the lines.
 
-A router returns routes, or a mixture; a mixture's rows are merged here, travel as routes of known counts, and are emitted here.
+A router returns routes, or a mixture; a mixture's rows are merged here, travel as routes of known
+counts, and are emitted here.
 
-On one rank `LocalDispatcher` hands back what it got: no copy, no sort. Across ranks another dispatcher (distributed/) takes its
-place; the layer, its experts and their kernels stay the same.
+On one rank `LocalDispatcher` hands back what it got: no copy, no sort. Across ranks another
+dispatcher (distributed/) takes its place; the layer, its experts and their kernels stay the same.
 """
 
 from collections.abc import Callable, Sequence
@@ -40,7 +42,9 @@ class Part(Protocol):
 
 @dataclass(frozen=True)
 class Sent:
-    """What a rank must serve after dispatch: one part, or several, each under way while the experts answer the one before."""
+    """What a rank must serve after dispatch: one part, or several, each under way while the experts
+    answer the one before.
+    """
 
     parts: Sequence[Part]
     way_home: Any = None  # the dispatcher's own
@@ -73,7 +77,8 @@ class Dispatcher(Protocol):
         ...
 
     def combine(self, y: Tensor | Sequence[Any], sent: Sent) -> Tensor:
-        """(num_targets, D): the answers of all experts, weighted and added up where their routes say.
+        """(num_targets, D): the answers of all experts, weighted and added up where their routes
+        say.
 
         Args:
             y: what `answer` gave for every part, in order; or the only part's answers (U, D).
@@ -114,10 +119,12 @@ class SparseLayer(nn.Module):
         self.experts = experts
         self.dispatcher: Dispatcher = LocalDispatcher()
 
-    def forward(self, x_UD: Tensor, routes: Routes, beside: Callable[[], None] | None = None) -> Tensor:
+    def forward(
+        self, x_UD: Tensor, routes: Routes, beside: Callable[[], None] | None = None
+    ) -> Tensor:
         """(U, D_in) source rows to (num_targets, D_out). `beside` is called while the rows travel."""
-        # In the experts' own precision before they travel: half the bytes in bfloat16, and sums of the same rounding on
-        # one rank and on many.
+        # In the experts' own precision before they travel: half the bytes in bfloat16, and sums of
+        # the same rounding on one rank and on many.
         sent = self.dispatcher.dispatch(x_UD.to(self.experts.dtype), routes)
         if beside is not None:
             beside()
@@ -126,17 +133,23 @@ class SparseLayer(nn.Module):
 
 
 class SubTokens(nn.Module):
-    """The token view of Multi-Head MoE (arXiv 2404.15045): a row becomes h rows of width D/h, and one again.
+    """The token view of Multi-Head MoE (arXiv 2404.15045): a row becomes h rows of width D/h, and
+    one again.
 
-    The sub-tokens of a row are neighbours. Rows stay sequence-major, so to a router it looks like h times as many positions.
-    With `residual` a sub-token is added to its experts' answer, as the paper writes it; its released code does not.
+    The sub-tokens of a row are neighbours. Rows stay sequence-major, so to a router it looks like h
+    times as many positions. With `residual` a sub-token is added to its experts' answer, as the
+    paper writes it; its released code does not.
     """
 
     def __init__(self, d_model: int, num_heads: int, *, residual: bool) -> None:
         super().__init__()
         self.num_heads, self.residual = num_heads, residual
         self.head = Linear(
-            d_model, d_model, start=xavier_uniform(2**-0.5), bias=True, bias_start=uniform(d_model**-0.5)
+            d_model,
+            d_model,
+            start=xavier_uniform(2**-0.5),
+            bias=True,
+            bias_start=uniform(d_model**-0.5),
         )
         self.merge = Linear(d_model, d_model, start=xavier_uniform(), bias=True)
 
@@ -153,7 +166,8 @@ class SubTokens(nn.Module):
 class SparseFeedForward(nn.Module):
     """The feed-forward of every architecture here that has experts.
 
-    Router and experts may read different inputs: in peri-layernorm the router sees the normalised row, the experts the raw one.
+    Router and experts may read different inputs: in peri-layernorm the router sees the normalised
+    row, the experts the raw one.
     """
 
     def __init__(self, config: ModelConfig, starts: Starts, *, backend: str) -> None:
@@ -161,30 +175,49 @@ class SparseFeedForward(nn.Module):
         width = config.d_model // config.sub_tokens
         self.view = None
         if config.sub_tokens > 1:
-            self.view = SubTokens(config.d_model, config.sub_tokens, residual=config.sub_token_residual)
-        self.router = make_router(config.router, width, config.num_experts, start=starts.router(width))
-        up_start, down_start = starts.expert_up(width), starts.expert_down(config.num_experts, config.d_expert)
+            self.view = SubTokens(
+                config.d_model, config.sub_tokens, residual=config.sub_token_residual
+            )
+        self.router = make_router(
+            config.router, width, config.num_experts, start=starts.router(width)
+        )
+        up_start, down_start = (
+            starts.expert_up(width),
+            starts.expert_down(config.num_experts, config.d_expert),
+        )
         bias_starts = starts.expert_biases(width, config.d_expert) if config.expert_bias else None
         self.sparse = SparseLayer(
             ExpertMLPs(
-                config.num_experts, width, config.d_expert, backend=backend, up_start=up_start, down_start=down_start,
-                activation=config.activation, bias_starts=bias_starts,
+                config.num_experts,
+                width,
+                config.d_expert,
+                backend=backend,
+                up_start=up_start,
+                down_start=down_start,
+                activation=config.activation,
+                bias_starts=bias_starts,
             )
-        )  # fmt: skip
+        )
         d_shared = config.num_shared_experts * config.d_expert
         self.shared = None
         if d_shared:
             self.shared = DenseMLP(
-                config.d_model, d_shared, activation=config.activation, bias=config.expert_bias,
-                up_start=starts.dense(config.d_model), down_start=starts.dense(d_shared),
-            )  # fmt: skip
+                config.d_model,
+                d_shared,
+                activation=config.activation,
+                bias=config.expert_bias,
+                up_start=starts.dense(config.d_model),
+                down_start=starts.dense(d_shared),
+            )
         self.routed_weight, self.shared_weight = _sum_weights(config)
         self.output_norm = LayerNorm(config.d_model) if config.output_norm else None
 
     def forward(
         self, x_BSD: Tensor, router_input_BSD: Tensor, unhalted: Unhalted | None = None
     ) -> tuple[Tensor, Routing]:
-        """(B, S, D) to (B, S, D), with the routing for losses and metrics. Tokens that have halted cost no expert."""
+        """(B, S, D) to (B, S, D), with the routing for losses and metrics. Tokens that have halted
+        cost no expert.
+        """
         batch = x_BSD.shape[0]
         x_TD, router_input_TD = x_BSD.flatten(0, 1), router_input_BSD.flatten(0, 1)
         same_input = router_input_BSD is x_BSD
@@ -210,7 +243,9 @@ class SparseFeedForward(nn.Module):
         if self.shared is not None:
             out.append(self.shared(x_BSD))
 
-    def answers(self, x_TD: Tensor, plan: Routes | Mixture, *, beside: Callable[[], None] | None = None) -> Tensor:
+    def answers(
+        self, x_TD: Tensor, plan: Routes | Mixture, *, beside: Callable[[], None] | None = None
+    ) -> Tensor:
         """The experts' answers to T rows, as the plan says."""
         if isinstance(plan, Routes):
             return self.sparse(x_TD, plan, beside)
@@ -218,8 +253,10 @@ class SparseFeedForward(nn.Module):
         members_GMD = x_TD.to(dtype)[plan.rows_GM]
         mixed_PGD = torch.einsum("gmp,gmd->pgd", plan.merge_GMP.to(dtype), members_GMD)
         routes = slot_routes(
-            mixed_PGD.shape[0] * mixed_PGD.shape[1], num_experts=plan.num_experts, device=x_TD.device
-        )  # fmt: skip
+            mixed_PGD.shape[0] * mixed_PGD.shape[1],
+            num_experts=plan.num_experts,
+            device=x_TD.device,
+        )
         answers_PGD = self.sparse(mixed_PGD.flatten(0, 1), routes, beside).view_as(mixed_PGD)
         emitted_GMD = torch.einsum("gmp,pgd->gmd", plan.emit_GMP.to(dtype), answers_PGD)
         return torch.empty_like(emitted_GMD.flatten(0, 1)).index_copy(

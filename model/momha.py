@@ -1,18 +1,22 @@
-"""MoMHA, the Mixture of Multi-Head Attention of the Sparse Universal Transformer (arXiv 2310.07096; after MoA, arXiv 2210.05144).
+"""MoMHA, the Mixture of Multi-Head Attention of the Sparse Universal Transformer (arXiv 2310.07096;
+after MoA, arXiv 2210.05144).
 
-An attention expert is a pair of matrices: Q_e, which makes the queries of H heads, and O_e, which reads those heads' results.
-Every token picks K of them. Keys and values are dense and shared by all experts, so a cache costs as much as one expert's would.
+An attention expert is a pair of matrices: Q_e, which makes the queries of H heads, and O_e, which
+reads those heads' results. Every token picks K of them. Keys and values are dense and shared by all
+experts, so a cache costs as much as one expert's would.
 
     q_j  = Q_jᵀ x                                      for each picked expert j
     k, v = W_k m, W_v m                                m: the rows themselves, or what they have halted with
     out  = Σ_j g_j · O_jᵀ concat_heads(softmax(q_j·k / √C + rel) v)
     rel  = (q_j·C^(−¼)) · P[head, clip(key position − query position)]     learned, zero at the start, shared by all experts
 
-As published the scale is split over q and k and the relative term sees only q's share, and P has columns for later positions
-too, which a causal model never reads. Cost per token: K·H rows of scores, as much as K·H heads.
+As published the scale is split over q and k and the relative term sees only q's share, and P has
+columns for later positions too, which a causal model never reads. Cost per token: K·H rows of
+scores, as much as K·H heads.
 
-Legend: B sequences, S new positions, M all positions (S and the cached ones), T = B·S tokens, D model width, E experts, K experts
-of a token, H heads of an expert, C channels of a head, R distances.
+Legend: B sequences, S new positions, M all positions (S and the cached ones), T = B·S tokens, D
+model width, E experts, K experts of a token, H heads of an expert, C channels of a head, R
+distances.
 """
 
 import torch
@@ -38,29 +42,53 @@ class MoMHA(nn.Module):
         super().__init__()
         self.config, self.num_experts = config, config.num_attention_experts
         d_model, width = config.d_model, config.num_heads * config.d_head
-        self.router = SutRouter(_choice(config), d_model, self.num_experts, start=starts.router(d_model))
+        self.router = SutRouter(
+            _choice(config), d_model, self.num_experts, start=starts.router(d_model)
+        )
         self.query = SparseLayer(
-            ExpertLinears(self.num_experts, d_model, width, backend=backend, start=starts.attention_experts(d_model))
+            ExpertLinears(
+                self.num_experts,
+                d_model,
+                width,
+                backend=backend,
+                start=starts.attention_experts(d_model),
+            )
         )
         self.output = SparseLayer(
-            ExpertLinears(self.num_experts, width, d_model, backend=backend, start=starts.attention_experts(width))
+            ExpertLinears(
+                self.num_experts,
+                width,
+                d_model,
+                backend=backend,
+                start=starts.attention_experts(width),
+            )
         )
         self.key = Linear(d_model, width, start=starts.momha_dense(d_model))
         self.value = Linear(d_model, width, start=starts.momha_dense(d_model))
-        self.relative = parameter(config.num_heads, config.d_head, 2 * config.max_distance + 1, start=zeros)
+        self.relative = parameter(
+            config.num_heads, config.d_head, 2 * config.max_distance + 1, start=zeros
+        )
 
     def routers(self) -> dict[str, Router]:
         """One."""
         return {"attention": self.router}
 
     def forward(
-        self, value_input_BSD: Tensor, n_BSD: Tensor, cache: LayerCache | None, unhalted: Unhalted | None = None
+        self,
+        value_input_BSD: Tensor,
+        n_BSD: Tensor,
+        cache: LayerCache | None,
+        unhalted: Unhalted | None = None,
     ) -> tuple[Tensor, dict[str, Routing]]:
-        """(B, S, D) to (B, S, D), with the routing of Q and O. Tokens that have halted get 0 and cost no expert."""
+        """(B, S, D) to (B, S, D), with the routing of Q and O. Tokens that have halted get 0 and
+        cost no expert.
+        """
         batch, length, _ = n_BSD.shape
         experts_TK, weights_TK, logits_TE = self.router.choose(n_BSD.flatten(0, 1))
         experts_TK1, weights_TK1 = experts_TK[..., None], weights_TK[..., None]
-        query_routes = token_to_head_routes(experts_TK1, torch.ones_like(weights_TK1), num_experts=self.num_experts)
+        query_routes = token_to_head_routes(
+            experts_TK1, torch.ones_like(weights_TK1), num_experts=self.num_experts
+        )
         output_routes = head_to_token_routes(experts_TK1, weights_TK1, num_experts=self.num_experts)
         routing = Routing(output_routes, logits_TE[:, None], wanted_TK=experts_TK)
         if unhalted is not None:
@@ -68,13 +96,17 @@ class MoMHA(nn.Module):
             routing = routing.of_weighted_rows(weight_T)
             query_routes = query_routes.kept(weight_T[query_routes.source_N] > 0)
         q_UW = self.query(n_BSD.flatten(0, 1), query_routes)
-        q_BHKSC = q_UW.view(batch, length, -1, self.config.num_heads, self.config.d_head).permute(0, 3, 2, 1, 4)
+        q_BHKSC = q_UW.view(batch, length, -1, self.config.num_heads, self.config.d_head).permute(
+            0, 3, 2, 1, 4
+        )
         attended_BHKSC = self.attend(q_BHKSC, value_input_BSD, cache)
         attended_UW = attended_BHKSC.permute(0, 3, 2, 1, 4).reshape(q_UW.shape)
         return self.output(attended_UW, routing.routes).view(n_BSD.shape), {"attention": routing}
 
     def attend(self, q_BHKSC: Tensor, memory_BSD: Tensor, cache: LayerCache | None) -> Tensor:
-        """Every expert's queries over the same keys and values, as if they were more positions of one head."""
+        """Every expert's queries over the same keys and values, as if they were more positions of
+        one head.
+        """
         scale = self.config.d_head**-0.25
         q_BHKSC, k_BHSC, v_BHSC = (
             q_BHKSC * scale,
@@ -92,8 +124,9 @@ class MoMHA(nn.Module):
     def _relative_scores(self, q_BHKSC: Tensor, total: int) -> Tensor:
         """What the distance adds to every score, and −∞ where the key is later than the query.
 
-        The scores of all distances are laid out from far to near, and each row is shifted by its position (Transformer-XL,
-        arXiv 1901.02860, appendix B): no index, so the backward is deterministic.
+        The scores of all distances are laid out from far to near, and each row is shifted by its
+        position (Transformer-XL, arXiv 1901.02860, appendix B): no index, so the backward is
+        deterministic.
         """
         new, farthest = q_BHKSC.shape[3], self.config.max_distance - 1
         seen_HCR = self.relative[..., 1 : farthest + 2]  # from −farthest to 0
@@ -104,8 +137,12 @@ class MoMHA(nn.Module):
                 (scores_BHKSR[..., :1].expand(*scores_BHKSR.shape[:-1], missing), scores_BHKSR), -1
             )
         scores_BHKSM = scores_BHKSR[..., scores_BHKSR.shape[-1] - total :]
-        shifted_BHKSM = F.pad(scores_BHKSM, (1, 0)).flatten(-2)[..., new:].unflatten(-1, (new, total))
-        later_SM = torch.ones(new, total, dtype=torch.bool, device=q_BHKSC.device).triu(total - new + 1)
+        shifted_BHKSM = (
+            F.pad(scores_BHKSM, (1, 0)).flatten(-2)[..., new:].unflatten(-1, (new, total))
+        )
+        later_SM = torch.ones(new, total, dtype=torch.bool, device=q_BHKSC.device).triu(
+            total - new + 1
+        )
         return shifted_BHKSM.masked_fill(later_SM, float("-inf"))
 
     def _heads(self, x_BSW: Tensor) -> Tensor:
@@ -116,5 +153,8 @@ def _choice(config: ModelConfig) -> SutConfig:
     """How tokens choose attention experts; the sign of the loss is the feed-forward's."""
     sign = config.router.mi_sign if isinstance(config.router, SutConfig) else "corrected"
     return SutConfig(
-        top_k=config.attention_top_k, sampled=config.attention_sampled, mi_loss=config.attention_balance, mi_sign=sign
+        top_k=config.attention_top_k,
+        sampled=config.attention_sampled,
+        mi_loss=config.attention_balance,
+        mi_sign=sign,
     )

@@ -1,22 +1,26 @@
-"""Activation recomputation: a depth step keeps its input, and is run again when its backward pass comes.
+"""Activation recomputation: a depth step keeps its input, and is run again when its backward pass
+comes.
 
     none        all that the backward pass needs waits for it
     selective   a step keeps its input, its routing decisions and what travelled: the rows that came, the sum of the answers
     full        a step keeps its input and its routing decisions; rows travel once more
 
-The second run must decide as the first did, whatever the rounding: one token at another expert, and ranks would disagree about
-how many rows pass between them. So every decision is made with `once`, which returns in the second run what it gave in the first.
-Tensors that travel between ranks go through `travel`, `come_home` and `keep_sum`. Side effects (counters, checks) ask
-`recomputing`. Without recomputation all of these only call what they are given.
+The second run must decide as the first did, whatever the rounding: one token at another expert, and
+ranks would disagree about how many rows pass between them. So every decision is made with `once`,
+which returns in the second run what it gave in the first. Tensors that travel between ranks go
+through `travel`, `come_home` and `keep_sum`. Side effects (counters, checks) ask `recomputing`.
+Without recomputation all of these only call what they are given.
 
-The second run sees the same random numbers, for the generators are set back. That holds only while both runs draw equally many:
-numbers are drawn beside `once`, never inside.
+The second run sees the same random numbers, for the generators are set back. That holds only while
+both runs draw equally many: numbers are drawn beside `once`, never inside.
 
-The second run begins where the backward pass enters the step, and not where the first tensor happens to be missing: with `full`
-it exchanges rows, so its place among the exchanges of the backward pass must not depend on which rows a rank has.
+The second run begins where the backward pass enters the step, and not where the first tensor
+happens to be missing: with `full` it exchanges rows, so its place among the exchanges of the
+backward pass must not depend on which rows a rank has.
 
-Cost: `selective` and `full` do every layer's forward pass twice. Per token and depth step remain the 4·D bytes of the residual
-stream and 8 of every route; with `selective`, across ranks, also the rows that came and one answer per target row.
+Cost: `selective` and `full` do every layer's forward pass twice. Per token and depth step remain
+the 4·D bytes of the residual stream and 8 of every route; with `selective`, across ranks, also the
+rows that came and one answer per target row.
 """
 
 from collections.abc import Callable
@@ -44,13 +48,17 @@ def recomputing() -> bool:
 
 
 def once(make: Callable[[], T]) -> T:
-    """make(); in a second run what it gave in the first. For decisions: without gradient, and without random draws."""
+    """make(); in a second run what it gave in the first. For decisions: without gradient, and
+    without random draws.
+    """
     tape = _tape.get()
     return make() if tape is None else tape.once(make)
 
 
 def best(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The `count` largest scores along the last axis, differentiable, and where they stand: a decision."""
+    """The `count` largest scores along the last axis, differentiable, and where they stand: a
+    decision.
+    """
     if _tape.get() is None:
         found = scores.topk(count, dim=-1)
         return found.values, found.indices
@@ -59,7 +67,9 @@ def best(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 
 def take(scores: Tensor, index: Tensor) -> Tensor:
-    """Entries along the last axis, none twice. Unlike `gather` it does not keep the scores for the backward pass."""
+    """Entries along the last axis, none twice. Unlike `gather` it does not keep the scores for the
+    backward pass.
+    """
     return _Take.apply(scores, index)  # pyright: ignore[reportReturnType]
 
 
@@ -70,7 +80,8 @@ def travel(start: Callable[[], Tensor]) -> Tensor:
 
 
 def come_home(start: Callable[[], Tensor]) -> Tensor:
-    """Starts an exchange of answers; in a second run with `selective` zeros of that shape without memory.
+    """Starts an exchange of answers; in a second run with `selective` zeros of that shape without
+    memory.
 
     Their values do not matter there: what is made of them goes through `keep_sum`.
     """
@@ -85,7 +96,9 @@ def come_home(start: Callable[[], Tensor]) -> Tensor:
 
 
 def keep_sum(answers: Tensor) -> Tensor:
-    """Answers that came home and were added up; in a second run with `selective` their first values."""
+    """Answers that came home and were added up; in a second run with `selective` their first
+    values.
+    """
     tape = _tape.get()
     if tape is None or not tape.keeps_travelled:
         return answers
@@ -96,15 +109,21 @@ def keep_sum(answers: Tensor) -> Tensor:
 
 
 def run_recomputed(
-    mode: Recompute, layer: nn.Module, step: Callable[..., tuple[Tensor, T]], x: Tensor, *others: Tensor
+    mode: Recompute,
+    layer: nn.Module,
+    step: Callable[..., tuple[Tensor, T]],
+    x: Tensor,
+    *others: Tensor,
 ) -> tuple[Tensor, T]:
     """step(x, *others), a method of `layer`, whose activations are made again in the backward pass.
 
-    The second run sees the weights of the first, where these were put in from outside (copies in low precision).
-    Hooks on `layer` itself run once, since this happens inside of it.
+    The second run sees the weights of the first, where these were put in from outside (copies in
+    low precision). Hooks on `layer` itself run once, since this happens inside of it.
     """
     borrowed: dict[str, Tensor] = {
-        f"layer.{name}": weight for name, weight in layer.named_parameters() if not isinstance(weight, nn.Parameter)
+        f"layer.{name}": weight
+        for name, weight in layer.named_parameters()
+        if not isinstance(weight, nn.Parameter)
     }
     tape = _Tape(keeps_travelled=mode == "selective")
 
@@ -164,17 +183,23 @@ class _Tape:
             self._kept.append(_apart(value))
             return value
         if self._next == len(self._kept):
-            raise AssertionError(f"a second run asked for more than the {len(self._kept)} values of the first")
+            raise AssertionError(
+                f"a second run asked for more than the {len(self._kept)} values of the first"
+            )
         self._next += 1
         return _apart(self._kept[self._next - 1])
 
 
 def _apart(value: Any) -> Any:
-    """The same memory as another tensor: autograd writes a history into the one that a function returns."""
+    """The same memory as another tensor: autograd writes a history into the one that a function
+    returns.
+    """
     return value.detach() if isinstance(value, Tensor) else value
 
 
-_tape: ContextVar[_Tape | None] = ContextVar("tape", default=None)  # of one thread: ranks may be threads
+_tape: ContextVar[_Tape | None] = ContextVar(
+    "tape", default=None
+)  # of one thread: ranks may be threads
 
 
 class _Turn:
@@ -218,7 +243,9 @@ class _Keep(torch.autograd.Function):
 
 
 class _Enter(torch.autograd.Function):
-    """The last operation of a step and so the first of its backward pass: asks for a tensor, and the second run begins."""
+    """The last operation of a step and so the first of its backward pass: asks for a tensor, and
+    the second run begins.
+    """
 
     @staticmethod
     def forward(ctx: Any, y: Tensor) -> Tensor:

@@ -1,7 +1,8 @@
 """What a router decides: a list of routes, or a soft mixture.
 
-A route says: read this source row, send it through this expert, weigh the answer so much, add it into this target row. Every
-sparse layer is such a list, so one dispatcher and one set of kernels serve them all:
+A route says: read this source row, send it through this expert, weigh the answer so much, add it
+into this target row. Every sparse layer is such a list, so one dispatcher and one set of kernels
+serve them all:
 
 | layer | source row | experts | target row |
 |---|---|---|---|
@@ -12,12 +13,12 @@ sparse layer is such a list, so one dispatcher and one set of kernels serve them
 | O projection of MoMHA | (token, slot) | N_A | token: slots add up |
 | expert choice | token | E | the same token; some tokens have no route |
 
-A mixture (Mixture of Tokens, Soft MoE) is not such a list: every expert slot reads a weighted sum of the rows of a group, and
-every row gets a weighted sum of the slots' answers. Between the two stands again a list of routes, one per mixed row
-(`slot_routes`).
+A mixture (Mixture of Tokens, Soft MoE) is not such a list: every expert slot reads a weighted sum
+of the rows of a group, and every row gets a weighted sum of the slots' answers. Between the two
+stands again a list of routes, one per mixed row (`slot_routes`).
 
-Legend: T tokens, H heads, A experts of one head, K experts chosen, N routes, G groups of M members, P slots (equally many for
-each of E experts).
+Legend: T tokens, H heads, A experts of one head, K experts chosen, N routes, G groups of M members,
+P slots (equally many for each of E experts).
 """
 
 from dataclasses import dataclass, replace
@@ -32,11 +33,13 @@ from .recompute import once
 
 @dataclass(frozen=True)
 class Routes:
-    """N routes over `num_experts` experts, in the order in which a target row's answers are added up.
+    """N routes over `num_experts` experts, in the order in which a target row's answers are added
+    up.
 
-    `per_source` and `per_target` are positive where route n belongs to source row n // per_source and target row
-    n // per_target, which lets a backend sum without an index; 0 where there is no such rule. `per_expert` is positive where
-    route n goes through expert n // per_expert, on every rank alike: counts are known without asking, and nothing is sorted.
+    `per_source` and `per_target` are positive where route n belongs to source row n // per_source
+    and target row n // per_target, which lets a backend sum without an index; 0 where there is no
+    such rule. `per_expert` is positive where route n goes through expert n // per_expert, on every
+    rank alike: counts are known without asking, and nothing is sorted.
     """
 
     source_N: Tensor  # int64
@@ -52,7 +55,9 @@ class Routes:
     @property
     def sorting(self) -> Sorting:
         """The routes sorted by expert: once, when first asked for."""
-        known = None if torch.compiler.is_compiling() else self.__dict__.get("_sorting")  # the compiler keeps its own
+        known = (
+            None if torch.compiler.is_compiling() else self.__dict__.get("_sorting")
+        )  # the compiler keeps its own
         if known is None:
             known = sort_routes(self.expert_N, self.num_experts, per_expert=self.per_expert)
             if not torch.compiler.is_compiling():
@@ -71,25 +76,34 @@ class Routes:
         return replace(self, weight_N=weight_N)
 
     def kept(self, keep_N: Tensor) -> "Routes":
-        """Only the routes where `keep_N` is true, in the same order. Their number is read from the device.
+        """Only the routes where `keep_N` is true, in the same order. Their number is read from the
+        device.
 
-        On the meta device, where nothing can be read, all stay: shapes and costs are then those of the full list.
+        On the meta device, where nothing can be read, all stay: shapes and costs are then those of
+        the full list.
         """
         if keep_N.is_meta:
             return self
         index = once(lambda: keep_N.nonzero().squeeze(1))
         return Routes(
-            self.source_N[index], self.expert_N[index], self.weight_N[index], self.target_N[index], self.num_experts,
-            self.num_targets, per_source=0, per_target=0,
-        )  # fmt: skip
+            self.source_N[index],
+            self.expert_N[index],
+            self.weight_N[index],
+            self.target_N[index],
+            self.num_experts,
+            self.num_targets,
+            per_source=0,
+            per_target=0,
+        )
 
 
 @dataclass(frozen=True)
 class Mixture:
-    """Soft routing: no choice is made, rows are mixed (Mixture of Tokens, arXiv 2310.15961; Soft MoE, arXiv 2308.00951).
+    """Soft routing: no choice is made, rows are mixed (Mixture of Tokens, arXiv 2310.15961; Soft
+    MoE, arXiv 2308.00951).
 
-    Slot p of a group reads Σ_m merge[m, p] · row m; row m gets Σ_p emit[m, p] · (the answer of slot p). Slot p belongs to expert
-    p // (P / E).
+    Slot p of a group reads Σ_m merge[m, p] · row m; row m gets Σ_p emit[m, p] · (the answer of slot
+    p). Slot p belongs to expert p // (P / E).
     """
 
     rows_GM: Tensor  # int64: which rows form a group; every row is a member of exactly one
@@ -106,9 +120,11 @@ class Routing:
     logits_THA: Tensor  # float32, before the gate's nonlinearity; the feed-forward has H = 1
     # What a balancing loss averages, (T, H, A), summing to 1 over A; None: softmax of the logits.
     probabilities_THA: Tensor | None = None
-    # The experts that the rows asked for, before any was refused, (T, K'); None: those of the routes.
+    # The experts that the rows asked for, before any was refused, (T, K'); None: those of the
+    # routes.
     wanted_TK: Tensor | None = None
-    # Under halting (T,): how much each row counts in the losses; rows of weight 0 are skipped. None: all count alike.
+    # Under halting (T,): how much each row counts in the losses; rows of weight 0 are skipped.
+    # None: all count alike.
     row_weight_T: Tensor | None = None
 
     @property
@@ -119,11 +135,15 @@ class Routing:
             TypeError: the router mixes.
         """
         if isinstance(self.plan, Mixture):
-            raise TypeError("a soft mixture has no routes of its rows; `slot_routes` lists those of its slots")
+            raise TypeError(
+                "a soft mixture has no routes of its rows; `slot_routes` lists those of its slots"
+            )
         return self.plan
 
     def of_weighted_rows(self, weight_T: Tensor) -> "Routing":
-        """The same decisions where rows count by their weight, and rows of weight 0 ask for nothing."""
+        """The same decisions where rows count by their weight, and rows of weight 0 ask for
+        nothing.
+        """
         routes = self.routes
         kept = routes.kept(weight_T[routes.target_N] > 0)
         return replace(self, plan=kept, wanted_TK=None, row_weight_T=weight_T)
@@ -134,35 +154,71 @@ def token_routes(experts_TK: Tensor, weights_TK: Tensor, *, num_experts: int) ->
     num_tokens, top_k = experts_TK.shape
     token_N = torch.arange(num_tokens, device=experts_TK.device).repeat_interleave(top_k)
     return Routes(
-        token_N, experts_TK.reshape(-1), weights_TK.reshape(-1), token_N, num_experts, num_tokens, top_k, top_k
-    )  # fmt: skip
+        token_N,
+        experts_TK.reshape(-1),
+        weights_TK.reshape(-1),
+        token_N,
+        num_experts,
+        num_tokens,
+        top_k,
+        top_k,
+    )
 
 
 def token_to_head_routes(experts_THK: Tensor, weights_THK: Tensor, *, num_experts: int) -> Routes:
-    """Every token into each of its H heads: K experts for each (token, head). Experts are numbered over all heads."""
+    """Every token into each of its H heads: K experts for each (token, head). Experts are numbered
+    over all heads.
+    """
     num_tokens, num_heads, top_k = experts_THK.shape
-    head_row_N = torch.arange(num_tokens * num_heads, device=experts_THK.device).repeat_interleave(top_k)
+    head_row_N = torch.arange(num_tokens * num_heads, device=experts_THK.device).repeat_interleave(
+        top_k
+    )
     return Routes(
-        head_row_N // num_heads, experts_THK.reshape(-1), weights_THK.reshape(-1), head_row_N,
-        num_experts, num_tokens * num_heads, num_heads * top_k, top_k,
-    )  # fmt: skip
+        head_row_N // num_heads,
+        experts_THK.reshape(-1),
+        weights_THK.reshape(-1),
+        head_row_N,
+        num_experts,
+        num_tokens * num_heads,
+        num_heads * top_k,
+        top_k,
+    )
 
 
 def head_to_token_routes(experts_THK: Tensor, weights_THK: Tensor, *, num_experts: int) -> Routes:
-    """Every (token, head) row through its K experts into the token: heads and slots are summed in one go."""
+    """Every (token, head) row through its K experts into the token: heads and slots are summed in
+    one go.
+    """
     num_tokens, num_heads, top_k = experts_THK.shape
-    head_row_N = torch.arange(num_tokens * num_heads, device=experts_THK.device).repeat_interleave(top_k)
+    head_row_N = torch.arange(num_tokens * num_heads, device=experts_THK.device).repeat_interleave(
+        top_k
+    )
     return Routes(
-        head_row_N, experts_THK.reshape(-1), weights_THK.reshape(-1), head_row_N // num_heads,
-        num_experts, num_tokens, top_k, num_heads * top_k,
-    )  # fmt: skip
+        head_row_N,
+        experts_THK.reshape(-1),
+        weights_THK.reshape(-1),
+        head_row_N // num_heads,
+        num_experts,
+        num_tokens,
+        top_k,
+        num_heads * top_k,
+    )
 
 
 def slot_routes(num_rows: int, *, num_experts: int, device: torch.device) -> Routes:
-    """Rows that are already sorted by expert, equally many for each: every row through its own expert and back in place."""
+    """Rows that are already sorted by expert, equally many for each: every row through its own
+    expert and back in place.
+    """
     row_N = torch.arange(num_rows, device=device)
     per_expert = num_rows // num_experts
     return Routes(
-        row_N, row_N // per_expert, torch.ones(num_rows, device=device), row_N, num_experts, num_rows,
-        per_source=1, per_target=1, per_expert=per_expert,
-    )  # fmt: skip
+        row_N,
+        row_N // per_expert,
+        torch.ones(num_rows, device=device),
+        row_N,
+        num_experts,
+        num_rows,
+        per_source=1,
+        per_target=1,
+        per_expert=per_expert,
+    )

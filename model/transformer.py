@@ -6,12 +6,15 @@
             x = layer(x)
     logits = W_out · LN(x) + b    # untied from the embedding
 
-MoEUT (arXiv 2405.16039) has nothing step-dependent: no layer embedding, no halting, no residual scaling. SUT halts, and
-model/halting.py drives its depth steps. With G = L nothing is shared and this is an ordinary Transformer; with G = 1 and a dense
-feed-forward a naive Universal Transformer. The residual stream is float32 in every precision. Cost of one token and depth step of
-MoEUT, in multiply-accumulates: attention (2 k_A + 2)·D·H·C plus the scores, feed-forward 2·K·F·D, routers (E + 2·H·N_A)·D.
+MoEUT (arXiv 2405.16039) has nothing step-dependent: no layer embedding, no halting, no residual
+scaling. SUT halts, and model/halting.py drives its depth steps. With G = L nothing is shared and
+this is an ordinary Transformer; with G = 1 and a dense feed-forward a naive Universal Transformer.
+The residual stream is float32 in every precision. Cost of one token and depth step of MoEUT, in
+multiply-accumulates: attention (2 k_A + 2)·D·H·C plus the scores, feed-forward 2·K·F·D, routers (E
++ 2·H·N_A)·D.
 
-Legend: B sequences, S positions, D model width, V vocabulary, L depth steps, G layers in a group, R = L/G repeats.
+Legend: B sequences, S positions, D model width, V vocabulary, L depth steps, G layers in a group, R
+= L/G repeats.
 """
 
 from collections.abc import Iterator
@@ -43,14 +46,17 @@ from .routing import Routing
 class Routed:
     """What the routers of all depth steps did."""
 
-    regularisation_B: (
-        Tensor  # float32, per sequence: all auxiliary losses with their coefficients; zero in evaluation mode
-    )
+    # float32, per sequence: all auxiliary losses with their coefficients; zero in evaluation mode
+    regularisation_B: Tensor
     auxiliary: dict[
         str, Tensor
     ]  # detached, per sequence: every auxiliary loss without its coefficient; with halting also the depth
-    loads: dict[str, DepthLoad]  # by kind of router: feed_forward, value and output (SwitchHead), attention (MoMHA)
-    carried: dict[str, Tensor]  # detached: what `after_step` is to be told, once summed over the whole step
+    loads: dict[
+        str, DepthLoad
+    ]  # by kind of router: feed_forward, value and output (SwitchHead), attention (MoMHA)
+    carried: dict[
+        str, Tensor
+    ]  # detached: what `after_step` is to be told, once summed over the whole step
 
 
 @dataclass(frozen=True)
@@ -62,7 +68,9 @@ class ModelOutput(Routed):
 
 @dataclass(frozen=True)
 class ModelLoss(Routed):
-    """The loss without the logits, which never exist all at once (model/head_loss.py), and what the routers did."""
+    """The loss without the logits, which never exist all at once (model/head_loss.py), and what the
+    routers did.
+    """
 
     cross_entropy: Tensor  # scalar: the sum over all positions, nats
 
@@ -70,9 +78,10 @@ class ModelLoss(Routed):
 class Layer(nn.Module):
     """Attention and feed-forward with their residual connections.
 
-    Peri-layernorm: a norm stands only before a map whose result goes into a softmax or sigmoid (queries, keys, routers);
-    values and experts read the raw residual, so an update scales with the residual it is added to. Pre-layernorm: all read
-    the normalised rows. Post-layernorm: all read the residual, and the norm follows the addition.
+    Peri-layernorm: a norm stands only before a map whose result goes into a softmax or sigmoid
+    (queries, keys, routers); values and experts read the raw residual, so an update scales with the
+    residual it is added to. Pre-layernorm: all read the normalised rows. Post-layernorm: all read
+    the residual, and the norm follows the addition.
     """
 
     def __init__(self, config: ModelConfig, starts: Starts, member: int, *, backend: str) -> None:
@@ -82,15 +91,22 @@ class Layer(nn.Module):
         self.attention_norm = LayerNorm(config.d_model)
         self.attention = make_attention(config, starts, backend=backend)
         sparse = config.has_experts(member)
-        # Peri-layernorm in front of a dense feed-forward is none at all: nothing there ends in a softmax or sigmoid.
-        self.feed_forward_norm = LayerNorm(config.d_model) if sparse or config.norm != "peri" else None
+        # Peri-layernorm in front of a dense feed-forward is none at all: nothing there ends in a
+        # softmax or sigmoid.
+        self.feed_forward_norm = (
+            LayerNorm(config.d_model) if sparse or config.norm != "peri" else None
+        )
         if sparse:
             self.feed_forward = SparseFeedForward(config, starts, backend=backend)
         else:
             self.feed_forward = DenseMLP(
-                config.d_model, config.d_feed_forward, activation=config.activation, bias=config.dense_bias,
-                up_start=starts.dense(config.d_model), down_start=starts.dense(config.d_feed_forward),
-            )  # fmt: skip
+                config.d_model,
+                config.d_feed_forward,
+                activation=config.activation,
+                bias=config.dense_bias,
+                up_start=starts.dense(config.d_model),
+                down_start=starts.dense(config.d_feed_forward),
+            )
 
     def routers(self) -> dict[str, Router]:
         """All routers of this layer, by the kind under which they report."""
@@ -100,13 +116,21 @@ class Layer(nn.Module):
         return found
 
     def forward(
-        self, x_BSD: Tensor, cache: LayerCache | None, rotary: RotaryTable | None, unhalted: Unhalted | None = None
+        self,
+        x_BSD: Tensor,
+        cache: LayerCache | None,
+        rotary: RotaryTable | None,
+        unhalted: Unhalted | None = None,
     ) -> tuple[Tensor, dict[str, RouterReport]]:
-        """(B, S, D) float32 to (B, S, D) float32. Only MoMHA takes no `rotary`, and only the layer of SUT takes `unhalted`."""
+        """(B, S, D) float32 to (B, S, D) float32. Only MoMHA takes no `rotary`, and only the layer
+        of SUT takes `unhalted`.
+        """
         if self.recompute == "none" or cache is not None or not torch.is_grad_enabled():
             return self._step(x_BSD, cache, rotary, unhalted)
         halting = () if unhalted is None else (unhalted.memory_BSD, unhalted.weight_BS)
-        return run_recomputed(self.recompute, self, partial(self._cacheless, rotary), x_BSD, *halting)
+        return run_recomputed(
+            self.recompute, self, partial(self._cacheless, rotary), x_BSD, *halting
+        )
 
     def _cacheless(
         self, rotary: RotaryTable | None, x_BSD: Tensor, *halting: Tensor
@@ -114,7 +138,11 @@ class Layer(nn.Module):
         return self._step(x_BSD, None, rotary, Unhalted(*halting) if halting else None)
 
     def _step(
-        self, x_BSD: Tensor, cache: LayerCache | None, rotary: RotaryTable | None, unhalted: Unhalted | None
+        self,
+        x_BSD: Tensor,
+        cache: LayerCache | None,
+        rotary: RotaryTable | None,
+        unhalted: Unhalted | None,
     ) -> tuple[Tensor, dict[str, RouterReport]]:
         halting = () if unhalted is None else (unhalted,)
         positions = () if rotary is None else (rotary,)
@@ -126,7 +154,9 @@ class Layer(nn.Module):
             y_BSD, routings["feed_forward"] = self.feed_forward(values_BSD, n_BSD, *halting)
         else:
             y_BSD = self.feed_forward(values_BSD)
-        return self._add(x_BSD, y_BSD, self.feed_forward_norm), self._reports(routings, x_BSD.shape[0])
+        return self._add(x_BSD, y_BSD, self.feed_forward_norm), self._reports(
+            routings, x_BSD.shape[0]
+        )
 
     def _inputs(self, x_BSD: Tensor, norm: LayerNorm | None) -> tuple[Tensor, Tensor]:
         """What queries, keys and routers read, and what values and experts read."""
@@ -141,9 +171,11 @@ class Layer(nn.Module):
     def _reports(self, routings: dict[str, Routing], batch_size: int) -> dict[str, RouterReport]:
         routers = self.routers()
         return {
-            kind: report_routing(routing, routers[kind].statistics(routing, batch_size) if self.training else {})
+            kind: report_routing(
+                routing, routers[kind].statistics(routing, batch_size) if self.training else {}
+            )
             for kind, routing in routings.items()
-        }  # fmt: skip
+        }
 
 
 class Transformer(nn.Module):
@@ -156,24 +188,38 @@ class Transformer(nn.Module):
         super().__init__()
         self.config = config
         self.running = RunningSum()
-        self.casts_weights = True  # for a pass in lower precision; sharded weights are cast where they are gathered
+        self.casts_weights = (
+            True  # for a pass in lower precision; sharded weights are cast where they are gathered
+        )
         starts = _starts(config)
         self.embedding = parameter(config.vocab_size, config.d_model, start=starts.embedding())
         self.position_embedding = None
         if config.positions == "learned":
-            self.position_embedding = parameter(config.max_positions, config.d_model, start=starts.embedding())
-        self.embedding_norm = LayerNorm(config.d_model, affine=False) if config.norm == "post" else None
+            self.position_embedding = parameter(
+                config.max_positions, config.d_model, start=starts.embedding()
+            )
+        self.embedding_norm = (
+            LayerNorm(config.d_model, affine=False) if config.norm == "post" else None
+        )
         self.group = nn.ModuleList(
             Layer(config, starts, member, backend=backend) for member in range(config.group_size)
-        )  # fmt: skip
+        )
         self.halting = None if config.halting is None else Halting(config.halting, config.d_model)
         self.final_norm = None if config.norm == "post" else LayerNorm(config.d_model)
         self.head = ReadOut(
-            config.d_model, config.vocab_size, start=starts.head(), bias=config.head_bias, bias_start=starts.head()
-        )  # fmt: skip
+            config.d_model,
+            config.vocab_size,
+            start=starts.head(),
+            bias=config.head_bias,
+            bias_start=starts.head(),
+        )
 
     def forward(
-        self, tokens_BS: Tensor, cache: list[LayerCache] | None = None, *, targets_BS: Tensor | None = None
+        self,
+        tokens_BS: Tensor,
+        cache: list[LayerCache] | None = None,
+        *,
+        targets_BS: Tensor | None = None,
     ) -> ModelOutput | ModelLoss:
         """Next-token logits of every position; with targets their cross-entropy.
 
@@ -211,7 +257,9 @@ class Transformer(nn.Module):
         return ModelLoss(**vars(routed), cross_entropy=read_out)
 
     def new_cache(self) -> list[LayerCache]:
-        """An empty cache: one entry per depth step, not per layer, for a shared layer sees new keys at every repeat."""
+        """An empty cache: one entry per depth step, not per layer, for a shared layer sees new keys
+        at every repeat.
+        """
         return [LayerCache() for _ in range(self.config.num_layers)]
 
     def routers(self) -> Iterator[tuple[int, str, Router]]:
@@ -248,7 +296,8 @@ class Transformer(nn.Module):
             last = past + tokens_BS.shape[1]
             if last > self.config.max_positions:
                 raise ValueError(
-                    f"{last} positions are more than max_positions={self.config.max_positions} that this model has learned"
+                    f"{last} positions are more than max_positions={self.config.max_positions} "
+                    "that this model has learned"
                 )
             x_BSD = x_BSD + self.position_embedding[past:last]
         if self.embedding_norm is not None:
@@ -260,14 +309,18 @@ class Transformer(nn.Module):
         config = self.config
         if config.attention == "momha":
             return None
-        return rotary_table(past, x_BSD.shape[1], config.rotary_channels, config.rotary_base, x_BSD.device)
+        return rotary_table(
+            past, x_BSD.shape[1], config.rotary_channels, config.rotary_base, x_BSD.device
+        )
 
     def _losses(
         self, reports: list[dict[str, RouterReport]], halted: Halted | None, tokens_BS: Tensor
     ) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
-        """The auxiliary losses of all routers, each over all repeats of its weights, and of halting; nothing in evaluation mode.
+        """The auxiliary losses of all routers, each over all repeats of its weights, and of
+        halting; nothing in evaluation mode.
 
-        MoEUT: Σ over group members of γ·ℓ_FF + δ·(ℓ_V + ℓ_O), per sequence (arXiv 2405.16039, §2.2).
+        MoEUT: Σ over group members of γ·ℓ_FF + δ·(ℓ_V + ℓ_O), per sequence (arXiv 2405.16039,
+        §2.2).
         """
         config = self.config
         regularisation_B = torch.zeros(tokens_BS.shape[0], device=tokens_BS.device)
@@ -276,7 +329,11 @@ class Transformer(nn.Module):
         if not self.training:
             return regularisation_B, auxiliary, carried
         for member, kind, router in self.routers():
-            repeats = [reports[step][kind].sums for step, used in enumerate(config.schedule) if used == member]
+            repeats = [
+                reports[step][kind].sums
+                for step, used in enumerate(config.schedule)
+                if used == member
+            ]
             sums = add_sums(repeats)
             for name in router.carried:
                 carried[f"{member}/{kind}/{name}"] = sums[name].detach().sum(0)
@@ -294,4 +351,6 @@ class Transformer(nn.Module):
 def _starts(config: ModelConfig) -> Starts:
     """Post-norm layers start at full size: the norm after the addition keeps the residual's."""
     depth = 2 if config.norm == "post" else config.num_layers
-    return Starts(config.initialisation, config.d_model, depth, config.init_scale, config.expert_axis_norm)
+    return Starts(
+        config.initialisation, config.d_model, depth, config.init_scale, config.expert_axis_norm
+    )

@@ -4,17 +4,19 @@ Rows that travel to experts. With P ranks in contiguous blocks, K of E experts c
 
     distinct(n) = Σ over n blocks (1 − C(E − E/n, K) / C(E, K))
 
-destinations among n equal blocks of ranks, exactly, if choices are spread evenly. Four ways to send it (a node: G ranks):
+destinations among n equal blocks of ranks, exactly, if choices are spread evenly. Four ways to send
+it (a node: G ranks):
 
     alltoall       one row per route
     dedup          one row per destination rank
     hierarchical   one row per destination node, then one per rank inside it: slow bytes distinct(N)·(N − 1)/N
     allgather      every row to every rank
 
-Time of an exchange: start + Σ posting to every peer + λ · max(fast bytes / fast bandwidth, slow bytes / slow bandwidth), λ the
-hottest rank's factor. Posting per peer is Hockney's latency: a message of m bytes reaches B·m / (m + α·B). Dense collectives:
-(n − 1)/n · bytes / B and the latency of n − 1 hops (ring), or of 2·log2 n (tree, all-reduce only): at 1,250 ranks of as many
-nodes 12 ms against 0.2 ms.
+Time of an exchange: start + Σ posting to every peer + λ · max(fast bytes / fast bandwidth, slow
+bytes / slow bandwidth), λ the hottest rank's factor. Posting per peer is Hockney's latency: a
+message of m bytes reaches B·m / (m + α·B). Dense collectives: (n − 1)/n · bytes / B and the latency
+of n − 1 hops (ring), or of 2·log2 n (tree, all-reduce only): at 1,250 ranks of as many nodes 12 ms
+against 0.2 ms.
 """
 
 from dataclasses import dataclass, replace
@@ -32,12 +34,18 @@ DISPATCHERS = ("allgather", "alltoall", "dedup", "hierarchical")
 
 
 def missed(num_experts: int, block: float, top_k: float) -> float:
-    """The probability that none of `top_k` out of `num_experts` is one of `block` of them; a broken top_k is a mixture of two."""
+    """The probability that none of `top_k` out of `num_experts` is one of `block` of them; a broken
+    top_k is a mixture of two.
+    """
     whole = int(top_k)
     if whole != top_k:
         share = top_k - whole
-        return (1 - share) * missed(num_experts, block, whole) + share * missed(num_experts, block, whole + 1)
-    return prod(max(0.0, num_experts - block - chosen) / (num_experts - chosen) for chosen in range(whole))
+        return (1 - share) * missed(num_experts, block, whole) + share * missed(
+            num_experts, block, whole + 1
+        )
+    return prod(
+        max(0.0, num_experts - block - chosen) / (num_experts - chosen) for chosen in range(whole)
+    )
 
 
 def distinct(num_groups: int, *, num_experts: int, top_k: float) -> float:
@@ -118,9 +126,17 @@ def home(bank: Bank, bytes_per_element: int) -> Direction:
 
 
 def exchange_traffic(
-    direction: Direction, *, tokens: int, ep: int, ranks_per_node: int, dispatcher: str, node_limit: int | None = None
+    direction: Direction,
+    *,
+    tokens: int,
+    ep: int,
+    ranks_per_node: int,
+    dispatcher: str,
+    node_limit: int | None = None,
 ) -> Traffic:
-    """Mean traffic of one rank under balanced routing; `node_limit`: nodes that a token may be sent to, at most."""
+    """Mean traffic of one rank under balanced routing; `node_limit`: nodes that a token may be sent
+    to, at most.
+    """
     local = neighbours(ep, ranks_per_node)
     bank, unit, nodes = direction.bank, direction.unit, ep // local
     routes = dispatcher == "alltoall"
@@ -131,19 +147,27 @@ def exchange_traffic(
         reached = min(reached, bank.units(unit) * node_limit) if node_limit else reached
         slow = tokens * direction.tokens_bytes(reached) * (nodes - 1) / nodes
         return Traffic(held * (local - 1) / local, slow, local - 1, nodes - 1, held, pairs.cap)
-    return Traffic(held * (local - 1) / ep, held * (ep - local) / ep, local - 1, ep - local, held, pairs.cap)
+    return Traffic(
+        held * (local - 1) / ep, held * (ep - local) / ep, local - 1, ep - local, held, pairs.cap
+    )
 
 
 def exchange_s(
-    traffic: Traffic, hardware: Hardware, *, dispatcher: str, skew: float = 1.0, staged: bool = False,
-    table: MeasuredTable | None = None, chunks: int = 1,
-) -> float:  # fmt: skip
+    traffic: Traffic,
+    hardware: Hardware,
+    *,
+    dispatcher: str,
+    skew: float = 1.0,
+    staged: bool = False,
+    table: MeasuredTable | None = None,
+    chunks: int = 1,
+) -> float:
     """Seconds of one direction of an exchange of rows; nothing where one rank is alone.
 
     Args:
         skew: λ, the hottest rank's factor.
-        staged: `hierarchical` sends between nodes first and inside them afterwards, with a copy between, as ours does; else the
-            two overlap, as in DeepEP.
+        staged: `hierarchical` sends between nodes first and inside them afterwards, with a copy
+            between, as ours does; else the two overlap, as in DeepEP.
         chunks: pieces that are sent one after the other.
     """
     ranks = 1 + traffic.fast_peers + traffic.slow_peers
@@ -159,12 +183,19 @@ def exchange_s(
         )
         if found is not None:
             return chunks * found
-    fast, slow = load * traffic.fast_bytes / hardware.fast, load * traffic.slow_bytes / hardware.slow
+    fast, slow = (
+        load * traffic.fast_bytes / hardware.fast,
+        load * traffic.slow_bytes / hardware.slow,
+    )
     fixed = hardware.exchange_start_s + traffic.fast_peers * hardware.fast_post_s
     if dispatcher != "hierarchical":
         return chunks * (fixed + traffic.slow_peers * hardware.slow_post_s) + max(fast, slow)
     fixed += log2(1 + traffic.slow_peers) * hardware.slow_hop_s
-    copies = 2 * load * traffic.held_bytes / hardware.memory_bandwidth if staged and traffic.slow_peers else 0.0
+    copies = (
+        2 * load * traffic.held_bytes / hardware.memory_bandwidth
+        if staged and traffic.slow_peers
+        else 0.0
+    )
     return chunks * fixed + (fast + slow if staged else max(fast, slow)) + copies
 
 
@@ -178,7 +209,9 @@ def effective_bandwidth(message_bytes: float, *, latency_s: float, bandwidth: fl
 
 @dataclass(frozen=True)
 class Group:
-    """Ranks of a collective: how many, how many of them share a node at least, and on how many nodes they are."""
+    """Ranks of a collective: how many, how many of them share a node at least, and on how many
+    nodes they are.
+    """
 
     size: int
     per_node: int
@@ -187,7 +220,9 @@ class Group:
 
 
 def strided(size: int, stride: int, ranks_per_node: int) -> Group:
-    """`size` ranks, every `stride`-th one. Of groups that begin in the middle of a node, the one with the fewest neighbours."""
+    """`size` ranks, every `stride`-th one. Of groups that begin in the middle of a node, the one
+    with the fewest neighbours.
+    """
     block = size * stride
     per_node = min(size, max(1, neighbours(block, ranks_per_node) // stride))
     span = ceil(block / ranks_per_node) + (block > ranks_per_node and block % ranks_per_node > 0)
@@ -202,11 +237,15 @@ def neighbours(size: int, ranks_per_node: int) -> int:
 def collective_s(
     op: str, num_bytes: float, group: Group, hardware: Hardware, table: MeasuredTable | None = None
 ) -> float:
-    """Seconds of all_gather, reduce_scatter or all_reduce; `num_bytes` of the whole tensor on one rank."""
+    """Seconds of all_gather, reduce_scatter or all_reduce; `num_bytes` of the whole tensor on one
+    rank.
+    """
     if group.size == 1 or num_bytes == 0:
         return 0.0
     if table is not None:
-        found = table.seconds(op, world=group.size, ranks_per_node=group.per_node, num_bytes=num_bytes)
+        found = table.seconds(
+            op, world=group.size, ranks_per_node=group.per_node, num_bytes=num_bytes
+        )
         if found is not None:
             return found
     rounds = 2 if op == "all_reduce" else 1
@@ -221,13 +260,17 @@ def bandwidth_of(group: Group, hardware: Hardware) -> float:
     """Bytes/s per rank of a ring: between nodes every rank of the group brings its own adapter."""
     if group.nodes == 1:
         return hardware.fast
-    slow = hardware.slow / (hardware.oversubscription if group.span_nodes > hardware.pod_nodes else 1)
+    slow = hardware.slow / (
+        hardware.oversubscription if group.span_nodes > hardware.pod_nodes else 1
+    )
     return min(hardware.fast, group.per_node * slow)
 
 
 def ring_latency_s(group: Group, hardware: Hardware) -> float:
     """n − 1 hops, one of them slow for every further node."""
-    return (group.nodes - 1) * hardware.slow_hop_s + (group.size - group.nodes) * hardware.fast_hop_s
+    return (group.nodes - 1) * hardware.slow_hop_s + (
+        group.size - group.nodes
+    ) * hardware.fast_hop_s
 
 
 def tree_latency_s(group: Group, hardware: Hardware) -> float:
@@ -237,7 +280,9 @@ def tree_latency_s(group: Group, hardware: Hardware) -> float:
 
 
 def leaving_pod(hardware: Hardware, ep: int) -> Hardware:
-    """What an exchange of `ep` neighbours meets: oversubscribed links where they do not fit into a pod."""
+    """What an exchange of `ep` neighbours meets: oversubscribed links where they do not fit into a
+    pod.
+    """
     if ceil(ep / hardware.ranks_per_node) <= hardware.pod_nodes:
         return hardware
     return replace(hardware, slow_bandwidth=hardware.slow_bandwidth / hardware.oversubscription)

@@ -1,6 +1,8 @@
-"""What a step costs on a given layout: memory of a rank, bytes of every collective, seconds by part.
+"""What a step costs on a given layout: memory of a rank, bytes of every collective, seconds by
+part.
 
-A model whose layers repeat can pay for its experts in two ways, and this module puts both into the same units:
+A model whose layers repeat can pay for its experts in two ways, and this module puts both into the
+same units:
 
     move tokens   (EP)     every depth step exchanges rows: traffic ∝ tokens × depth steps, weights stay where they are
     move weights  (FSDP)   a group member is gathered once for the forward and backward passes together, however often it
@@ -9,15 +11,18 @@ A model whose layers repeat can pay for its experts in two ways, and this module
     step = max(core, g·gathers) + (1 − g)·gathers + gradients + optimizer, and σ·√(2 ln n) of it for the slowest of n ranks
     core = computation + exchanges, each exchange hidden behind its experts' computation as far as chunks allow
 
-What the host needs to launch a step's operations one by one (`host_s`) is not in it: compiled graphs need less of it.
+What the host needs to launch a step's operations one by one (`host_s`) is not in it: compiled
+graphs need less of it.
 
-Assumed of the trainer, as it is built: gradients of unsharded weights are summed after the backward pass, in float32, and
-nothing hides that; rows travel in the precision of the products; one exchange in each direction per bank and use, in the
-forward and again in the backward pass. Recomputation (model/recompute.py) keeps decisions; selective keeps also what travelled,
-and full sends it once more.
+Assumed of the trainer, as it is built: gradients of unsharded weights are summed after the backward
+pass, in float32, and nothing hides that; rows travel in the precision of the products; one exchange
+in each direction per bank and use, in the forward and again in the backward pass. Recomputation
+(model/recompute.py) keeps decisions; selective keeps also what travelled, and full sends it once
+more.
 
-Bytes per weight: 4 of its float32 master, 8 of Adam's moments, 4 of its gradient, and of what the products read and leave
-behind 2 + 2 in bfloat16: 18 or 20 before sharding. Unsharded gradients have a second copy in the buckets that are summed.
+Bytes per weight: 4 of its float32 master, 8 of Adam's moments, 4 of its gradient, and of what the
+products read and leave behind 2 + 2 in bfloat16: 18 or 20 before sharding. Unsharded gradients have
+a second copy in the buckets that are summed.
 """
 
 from collections.abc import Callable, Iterator
@@ -36,7 +41,7 @@ from .communication import (
     neighbours,
     strided,
     to_experts,
-)  # fmt: skip
+)
 from .hardware import Hardware
 from .measured import MeasuredTable
 from .routing_skew import RoutingSkew
@@ -45,7 +50,9 @@ from .workload import Bank, Workload, kept_by_bank
 RECOMPUTATION = ("none", "selective", "full")  # from the fastest to the smallest
 SHARDINGS = ("none", "fsdp")
 MASTER_BYTES, MOMENTS_BYTES, GRADIENT_BYTES = 4, 8, 4
-OPTIMIZER_PASSES_BYTES = 28  # per weight: master, gradient and moments are read, master and moments written
+OPTIMIZER_PASSES_BYTES = (
+    28  # per weight: master, gradient and moments are read, master and moments written
+)
 
 
 @dataclass(frozen=True)
@@ -151,7 +158,9 @@ class Prediction:
 
 
 def predict(setting: Setting, choice: Choice, *, quantile: str = "p50") -> Prediction:
-    """The cost of one choice. Time takes the hottest rank's factor at `quantile`, memory always at p99."""
+    """The cost of one choice. Time takes the hottest rank's factor at `quantile`, memory always at
+    p99.
+    """
     hardware, work = setting.hardware, setting.workload
     exchanges = list(_exchanges(setting, choice, quantile))
     gathers, sums = list(_gathers(setting, choice)), list(_gradient_sums(setting, choice))
@@ -159,11 +168,14 @@ def predict(setting: Setting, choice: Choice, *, quantile: str = "p50") -> Predi
     memory = predict_memory(setting, choice)
     rate = setting.tokens / time.total
     return Prediction(
-        choice, memory, time, (*exchanges, *gathers, *sums),
+        choice,
+        memory,
+        time,
+        (*exchanges, *gathers, *sums),
         fits=memory.total <= hardware.usable_memory * hardware.memory_bytes,
         tokens_per_s=rate * choice.world_size,
         mfu=3 * work.forward_flops * rate / hardware.peak(work.precision),
-    )  # fmt: skip
+    )
 
 
 # Time ---------------------------------------------------------------------------------------------------------------
@@ -197,7 +209,9 @@ def _step_time(
 
 
 def host_s(setting: Setting, recompute: str) -> float:
-    """What the host needs to launch every operation of a step eagerly; a step that is shorter waits for the host."""
+    """What the host needs to launch every operation of a step eagerly; a step that is shorter waits
+    for the host.
+    """
     return (3 if recompute == "none" else 4) * setting.hardware.launch_s * setting.workload.launches
 
 
@@ -208,13 +222,17 @@ def dense_s(setting: Setting) -> float:
 
 
 def elementwise_s(setting: Setting, passes: int) -> float:
-    """Norms, residuals, gates and all else that is bound by the memory bus: what is kept, so often to and fro."""
+    """Norms, residuals, gates and all else that is bound by the memory bus: what is kept, so often
+    to and fro.
+    """
     kept = setting.tokens * setting.workload.saved_bytes
     return kept * setting.hardware.memory_passes * passes / 3 / setting.hardware.memory_bandwidth
 
 
 def expert_s(setting: Setting, bank: Bank, ep: int, skew: float) -> float:
-    """One forward use of a bank on the hottest rank: its products, or where they are thin the bytes they read and write."""
+    """One forward use of a bank on the hottest rank: its products, or where they are thin the bytes
+    they read and write.
+    """
     work, hardware = setting.workload, setting.hardware
     routes = setting.tokens * bank.routes * skew
     rows_per_expert = setting.tokens * ep * bank.routes / bank.total_experts
@@ -234,27 +252,41 @@ def _flops_per_s(setting: Setting, rows: float) -> float:
 
 
 def _exchanges(setting: Setting, choice: Choice, quantile: str) -> Iterator[Collective]:
-    """Rows to experts and answers home, per bank: forward, backward, and once more under full recomputation."""
+    """Rows to experts and answers home, per bank: forward, backward, and once more under full
+    recomputation.
+    """
     if choice.ep == 1:
         return
     again = 3 if choice.recompute == "full" else 2
     crosses = neighbours(choice.ep, setting.hardware.ranks_per_node) < choice.ep
     for bank, uses in setting.workload.uses:
         skew = setting.skew.factor(bank, choice.ep).at(quantile)
-        counted = 0.0 if bank.balanced else setting.hardware.host_sync_s + _counts_s(setting, choice)
+        counted = (
+            0.0 if bank.balanced else setting.hardware.host_sync_s + _counts_s(setting, choice)
+        )
         for number, direction in enumerate((to_experts, home)):
             num_bytes, seconds = exchange_cost(
                 setting, choice, bank, direction(bank, setting.workload.bytes_per_element), skew
             )
             yield Collective(
-                f"{bank.kind} {('dispatch', 'combine')[number]}", choice.dispatcher, choice.ep,
-                crosses, uses * again, num_bytes, seconds,
-            )  # fmt: skip
+                f"{bank.kind} {('dispatch', 'combine')[number]}",
+                choice.dispatcher,
+                choice.ep,
+                crosses,
+                uses * again,
+                num_bytes,
+                seconds,
+            )
         if counted:
             yield Collective(
-                f"{bank.kind} counts", "all_to_all", choice.ep, crosses,
-                uses, 8.0 * bank.total_experts, counted,
-            )  # fmt: skip
+                f"{bank.kind} counts",
+                "all_to_all",
+                choice.ep,
+                crosses,
+                uses,
+                8.0 * bank.total_experts,
+                counted,
+            )
 
 
 def exchange_cost(
@@ -266,7 +298,9 @@ def exchange_cost(
         op = "all_gather" if direction.unit == bank.source else "reduce_scatter"
         whole = choice.ep * setting.tokens * direction.tokens_bytes(bank.units(direction.unit))
         group = strided(choice.ep, 1, hardware.ranks_per_node)
-        return whole * (choice.ep - 1) / choice.ep, collective_s(op, whole, group, hardware, setting.table)
+        return whole * (choice.ep - 1) / choice.ep, collective_s(
+            op, whole, group, hardware, setting.table
+        )
     traffic = exchange_traffic(
         direction,
         tokens=setting.tokens,
@@ -308,7 +342,11 @@ class _Weights:
 def _units(work: Workload, ep: int) -> list[_Weights]:
     layers = [
         _Weights(
-            "layer", member.dense_parameters, member.expert_parameters / ep, member.copies, _gathers_per_pass(work)
+            "layer",
+            member.dense_parameters,
+            member.expert_parameters / ep,
+            member.copies,
+            _gathers_per_pass(work),
         )
         for member in work.members
     ]
@@ -316,12 +354,16 @@ def _units(work: Workload, ep: int) -> list[_Weights]:
 
 
 def _gathers_per_pass(work: Workload) -> int:
-    """Layers that repeat stay gathered until their last use in the backward pass; others are freed after the forward."""
+    """Layers that repeat stay gathered until their last use in the backward pass; others are freed
+    after the forward.
+    """
     return 1 if work.repeats > 1 else 2
 
 
 def _gathers(setting: Setting, choice: Choice) -> Iterator[Collective]:
-    """FSDP: every unit gathered, its gradient scattered, and then summed over replicas; as sharding.py does it."""
+    """FSDP: every unit gathered, its gradient scattered, and then summed over replicas; as
+    sharding.py does it.
+    """
     if choice.sharding != "fsdp":
         return
     work, hardware = setting.workload, setting.hardware
@@ -344,30 +386,56 @@ def _gathers(setting: Setting, choice: Choice) -> Iterator[Collective]:
                 weights * work.bytes_per_element,
                 group,
             )
-            yield from _call(setting, f"scatter {name}", "reduce_scatter", unit.times, weights * GRADIENT_BYTES, group)
+            yield from _call(
+                setting,
+                f"scatter {name}",
+                "reduce_scatter",
+                unit.times,
+                weights * GRADIENT_BYTES,
+                group,
+            )
             shard = weights * GRADIENT_BYTES / group.size
             yield from _call(setting, f"sum {name}", "all_reduce", unit.times, shard, replicas)
 
 
 def _gradient_sums(setting: Setting, choice: Choice) -> Iterator[Collective]:
-    """Whole weights: one sum per step, of the dense ones over the world, of the experts over those that hold the same."""
+    """Whole weights: one sum per step, of the dense ones over the world, of the experts over those
+    that hold the same.
+    """
     if choice.sharding == "fsdp":
         return
     work, per_node = setting.workload, setting.hardware.ranks_per_node
-    world, same = strided(choice.world_size, 1, per_node), strided(choice.world_size // choice.ep, choice.ep, per_node)
-    yield from _call(setting, "sum dense gradients", "all_reduce", 1, work.dense_parameters * GRADIENT_BYTES, world)
+    world, same = (
+        strided(choice.world_size, 1, per_node),
+        strided(choice.world_size // choice.ep, choice.ep, per_node),
+    )
+    yield from _call(
+        setting,
+        "sum dense gradients",
+        "all_reduce",
+        1,
+        work.dense_parameters * GRADIENT_BYTES,
+        world,
+    )
     experts = work.expert_parameters / choice.ep * GRADIENT_BYTES
     yield from _call(setting, "sum expert gradients", "all_reduce", 1, experts, same)
 
 
-def _call(setting: Setting, name: str, op: str, calls: float, num_bytes: float, group: Group) -> Iterator[Collective]:
+def _call(
+    setting: Setting, name: str, op: str, calls: float, num_bytes: float, group: Group
+) -> Iterator[Collective]:
     if group.size == 1 or num_bytes == 0:
         return
     rounds = 2 if op == "all_reduce" else 1
     yield Collective(
-        name, op, group.size, group.nodes > 1, calls, rounds * num_bytes * (group.size - 1) / group.size,
+        name,
+        op,
+        group.size,
+        group.nodes > 1,
+        calls,
+        rounds * num_bytes * (group.size - 1) / group.size,
         collective_s(op, num_bytes, group, setting.hardware, setting.table),
-    )  # fmt: skip
+    )
 
 
 # Memory -------------------------------------------------------------------------------------------------------------
@@ -380,10 +448,18 @@ def predict_memory(setting: Setting, choice: Choice) -> Memory:
     weights, gradients = _weights_in_use(work, choice)
     activations, routed = _activations(setting, choice)
     return Memory(
-        weights, gradients, MASTER_BYTES * held, MOMENTS_BYTES * held, activations, routed,
-        # Of one chunk of tokens, with their log-softmax and gradient in float32 (model/head_loss.py).
-        logits=min(setting.tokens, rows_of_chunk(work.vocab_size, "cuda")) * work.vocab_size * (work.bytes_per_element + 8),
-    )  # fmt: skip
+        weights,
+        gradients,
+        MASTER_BYTES * held,
+        MOMENTS_BYTES * held,
+        activations,
+        routed,
+        # Of one chunk of tokens, with their log-softmax and gradient in float32
+        # (model/head_loss.py).
+        logits=min(setting.tokens, rows_of_chunk(work.vocab_size, "cuda"))
+        * work.vocab_size
+        * (work.bytes_per_element + 8),
+    )
 
 
 def _weights_held(work: Workload, choice: Choice) -> float:
@@ -396,53 +472,74 @@ def _weights_held(work: Workload, choice: Choice) -> float:
 def _weights_in_use(work: Workload, choice: Choice) -> tuple[float, float]:
     """Bytes of weights as the products read them, and of gradients.
 
-    Unsharded: a copy in low precision for a pass, its gradient, the float32 gradient, and the bucket in which it is summed.
-    FSDP: what is gathered at a time. Members that repeat stay until the pass ends, and so do their gradients; of layers that
-    do not there are two at a time, the one at work and the next, and the embedding with the head.
+    Unsharded: a copy in low precision for a pass, its gradient, the float32 gradient, and the
+    bucket in which it is summed. FSDP: what is gathered at a time. Members that repeat stay until
+    the pass ends, and so do their gradients; of layers that do not there are two at a time, the one
+    at work and the next, and the embedding with the head.
     """
     held = _weights_held(work, choice)
     low = work.bytes_per_element if work.bytes_per_element < MASTER_BYTES else 0
     if choice.sharding == "none":
         buckets = GRADIENT_BYTES if choice.world_size > 1 else 0
         return low * held, (GRADIENT_BYTES + low + buckets) * held
-    layers = [unit.dense + unit.experts for unit in _units(work, choice.ep)[1:] for _ in range(unit.times)]
+    layers = [
+        unit.dense + unit.experts for unit in _units(work, choice.ep)[1:] for _ in range(unit.times)
+    ]
     gathered = work.root_parameters + sum(layers if work.repeats > 1 else sorted(layers)[-2:])
-    return work.bytes_per_element * gathered, work.bytes_per_element * gathered + GRADIENT_BYTES * held
+    return (
+        work.bytes_per_element * gathered,
+        work.bytes_per_element * gathered + GRADIENT_BYTES * held,
+    )
 
 
 def _activations(setting: Setting, choice: Choice) -> tuple[float, float]:
     """Bytes that wait for the backward pass: outside of the experts, and of routed rows."""
     work, tokens = setting.workload, setting.tokens
-    dense, routed = work.saved_bytes, sum(uses * _routed_bytes(setting, choice, bank) for bank, uses in work.uses)
+    dense, routed = (
+        work.saved_bytes,
+        sum(uses * _routed_bytes(setting, choice, bank) for bank, uses in work.uses),
+    )
     buffers = max((_buffer_bytes(setting, choice, bank) for bank, _ in work.uses), default=0.0)
     if choice.recompute == "none":
         return tokens * dense, tokens * (routed + buffers)
-    kept = work.num_layers * 4 * work.d_model  # the residual stream, float32, in front of every depth step
+    kept = (
+        work.num_layers * 4 * work.d_model
+    )  # the residual stream, float32, in front of every depth step
     kept_routed = sum(uses * _kept_bytes(setting, choice, bank) for bank, uses in work.uses)
     one = 1 / work.num_layers  # the depth step that is being recomputed
     return tokens * (kept + one * dense), tokens * (kept_routed + one * routed + buffers)
 
 
-def _received(setting: Setting, choice: Choice, bank: Bank, way: Callable[[Bank, int], Direction]) -> float:
+def _received(
+    setting: Setting, choice: Choice, bank: Bank, way: Callable[[Bank, int], Direction]
+) -> float:
     """Bytes per token of rows on the hottest rank's side of an exchange."""
     direction = way(bank, setting.workload.bytes_per_element)
     if choice.dispatcher == "allgather":
         return choice.ep * direction.tokens_bytes(bank.units(direction.unit))
     traffic = exchange_traffic(
-        direction, tokens=1, ep=choice.ep, ranks_per_node=setting.hardware.ranks_per_node, dispatcher=choice.dispatcher
+        direction,
+        tokens=1,
+        ep=choice.ep,
+        ranks_per_node=setting.hardware.ranks_per_node,
+        dispatcher=choice.dispatcher,
     )
     return min(setting.skew.factor(bank, choice.ep).p99, traffic.cap) * traffic.held_bytes
 
 
 def _routed_bytes(setting: Setting, choice: Choice, bank: Bank) -> float:
-    """Hidden rows and indices of what this rank serves and, if they came from elsewhere, the rows themselves."""
+    """Hidden rows and indices of what this rank serves and, if they came from elsewhere, the rows
+    themselves.
+    """
     hottest = setting.skew.factor(bank, choice.ep).p99
     kept = hottest * kept_by_bank(bank, setting.workload.bytes_per_element)
     return kept + (_received(setting, choice, bank, to_experts) if choice.ep > 1 else 0.0)
 
 
 def _kept_bytes(setting: Setting, choice: Choice, bank: Bank) -> float:
-    """What recomputation keeps: decisions; selective also what came from elsewhere, rows and sums of answers."""
+    """What recomputation keeps: decisions; selective also what came from elsewhere, rows and sums
+    of answers.
+    """
     decisions = 8 * bank.routes  # the expert
     if choice.recompute == "full" or choice.ep == 1:
         return decisions
@@ -462,12 +559,18 @@ def _buffer_bytes(setting: Setting, choice: Choice, bank: Bank) -> float:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Bytes that leave one rank in a step, if the experts' work is shared by moving tokens or by moving weights."""
+    """Bytes that leave one rank in a step, if the experts' work is shared by moving tokens or by
+    moving weights.
+    """
 
     ep: int
     tokens_bytes: float  # EP: every depth step's exchanges, forward and backward
-    weights_bytes: float  # FSDP over the same ranks: its gathers and a scatter of every group member
-    weights_bytes_per_use: float  # the same, if weights were gathered anew for every depth step, forward and backward
+    weights_bytes: (
+        float  # FSDP over the same ranks: its gathers and a scatter of every group member
+    )
+    weights_bytes_per_use: (
+        float  # the same, if weights were gathered anew for every depth step, forward and backward
+    )
     break_even_tokens: float  # per rank and step: with fewer, tokens are less to move
     tokens_s: float
     weights_s: float
@@ -487,8 +590,15 @@ def compare(setting: Setting, *, ep: int, dispatcher: str) -> Comparison:
     tokens_bytes = sum(call.num_bytes for call in exchanges)
     gathered = work.expert_parameters * work.bytes_per_element
     weights_s = gathers * collective_s("all_gather", gathered, group, hardware, setting.table)
-    weights_s += collective_s("reduce_scatter", work.expert_parameters * GRADIENT_BYTES, group, hardware, setting.table)
+    weights_s += collective_s(
+        "reduce_scatter", work.expert_parameters * GRADIENT_BYTES, group, hardware, setting.table
+    )
     return Comparison(
-        ep, tokens_bytes, once, anew, setting.tokens * once / tokens_bytes,
-        sum(call.seconds for call in exchanges), weights_s,
-    )  # fmt: skip
+        ep,
+        tokens_bytes,
+        once,
+        anew,
+        setting.tokens * once / tokens_bytes,
+        sum(call.seconds for call in exchanges),
+        weights_s,
+    )

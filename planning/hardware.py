@@ -1,8 +1,10 @@
-"""What machines can do, as data: every figure with where it comes from. None was measured by this project unless it says so.
+"""What machines can do, as data: every figure with where it comes from. None was measured by this
+project unless it says so.
 
-A node is the set of ranks that the fast links join: 8 GPUs of a server, 72 of an NVL72 rack. Bandwidths are of one GPU in one
-direction; what a transfer reaches of them is their efficiency. Change single figures in a TOML file (`base = "h200"`, then
-`slow_bandwidth = 25e9`), or measure: `--measured` (planning/measured.py) takes the place of links and latencies.
+A node is the set of ranks that the fast links join: 8 GPUs of a server, 72 of an NVL72 rack.
+Bandwidths are of one GPU in one direction; what a transfer reaches of them is their efficiency.
+Change single figures in a TOML file (`base = "h200"`, then `slow_bandwidth = 25e9`), or measure:
+`--measured` (planning/measured.py) takes the place of links and latencies.
 """
 
 import tomllib
@@ -14,7 +16,9 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Hardware:
-    """Ranks, their links, and what software makes of them. `sources` says of every figure where it is from."""
+    """Ranks, their links, and what software makes of them. `sources` says of every figure where it
+    is from.
+    """
 
     name: str
     ranks_per_node: int
@@ -107,8 +111,12 @@ _GPU: dict[str, Fact] = {
 }  # fmt: skip
 _HOPPER = _GPU | {
     "peak_bf16": Fact(989e12, _data_sheet("H100 SXM and H200 SXM")),
-    "peak_fp32": Fact(67e12, f"{_data_sheet('H100 SXM and H200 SXM')}; without TF32, as training in float32 is"),
-    "fast_bandwidth": Fact(450e9, f"{_data_sheet('H100 SXM and H200 SXM')}: NVLink4, 900 GB/s both ways"),
+    "peak_fp32": Fact(
+        67e12, f"{_data_sheet('H100 SXM and H200 SXM')}; without TF32, as training in float32 is"
+    ),
+    "fast_bandwidth": Fact(
+        450e9, f"{_data_sheet('H100 SXM and H200 SXM')}: NVLink4, 900 GB/s both ways"
+    ),
 }
 _BLACKWELL = _GPU | {
     "peak_bf16": Fact(2.25e15, _UNCHECKED),
@@ -141,12 +149,14 @@ def find_hardware(name_or_file: str) -> Hardware:
     """The hardware of that name, or a TOML file's: a `base` and the figures that differ.
 
     Raises:
-        ValueError: there is no such hardware or file, or the file has a key that is none, or a figure that is not positive.
+        ValueError: there is no such hardware or file, or the file has a key that is none, or a
+            figure that is not positive.
     """
     if not name_or_file.endswith(".toml"):
         if name_or_file not in HARDWARE:
             raise ValueError(
-                f"there is no hardware {name_or_file!r}: choose {', '.join(HARDWARE)}, or name a .toml file with a `base` and "
+                f"there is no hardware {name_or_file!r}: choose {', '.join(HARDWARE)}, or name a "
+                ".toml file with a `base` and "
                 "the figures that differ"
             )
         return HARDWARE[name_or_file]
@@ -169,8 +179,15 @@ def _changed(base: Hardware, values: Mapping[str, Any], path: Path) -> Hardware:
         if key not in known:
             raise ValueError(f"{path}: {key} is no figure of a machine; known: {', '.join(known)}")
         whole = key in ("ranks_per_node", "pod_nodes")
-        if isinstance(value, bool) or not isinstance(value, int if whole else int | float) or value <= 0:
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, int if whole else int | float)
+            or value <= 0
+        ):
             raise ValueError(
-                f"{path}: {key} = {value!r}: {'a whole number' if whole else 'a number'} above 0 is needed"
+                f"{path}: {key} = {value!r}: {'a whole number' if whole else 'a number'} above 0 "
+                "is needed"
             )
-    return replace(base, name=path.stem, **values, sources={**base.sources, **dict.fromkeys(values, str(path))})
+    return replace(
+        base, name=path.stem, **values, sources={**base.sources, **dict.fromkeys(values, str(path))}
+    )

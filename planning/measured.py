@@ -2,9 +2,10 @@
 
     t = α + β·bytes         α: latency, 1/β: bandwidth, α/β: the message size at which half of the bandwidth is reached
 
-The file is what benchmarks/gloo_table.py writes: {"rows": [{"op", "world", "bytes", "seconds"} …]}, bytes being those of the
-whole tensor on one rank. `ranks_per_node` beside the rows says how the world was placed; without it all ranks shared a node.
-A table speaks only for groups that are placed as it was measured; elsewhere the formulas of communication_cost.py hold.
+The file is what benchmarks/gloo_table.py writes: {"rows": [{"op", "world", "bytes", "seconds"} …]},
+bytes being those of the whole tensor on one rank. `ranks_per_node` beside the rows says how the
+world was placed; without it all ranks shared a node. A table speaks only for groups that are placed
+as it was measured; elsewhere the formulas of communication_cost.py hold.
 """
 
 import json
@@ -35,13 +36,16 @@ class Hockney:
 
 
 def fit_hockney(points: Sequence[tuple[float, float]]) -> Hockney:
-    """α and β ≥ 0 with the least sum of squared relative errors, so that small messages count as much as large ones.
+    """α and β ≥ 0 with the least sum of squared relative errors, so that small messages count as
+    much as large ones.
 
     Raises:
         ValueError: fewer than two sizes, or a time that is not positive.
     """
     if len({size for size, _ in points}) < 2 or any(seconds <= 0 for _, seconds in points):
-        raise ValueError(f"two message sizes with positive times are needed to fit α and β, got {list(points)}")
+        raise ValueError(
+            f"two message sizes with positive times are needed to fit α and β, got {list(points)}"
+        )
     sizes, seconds = np.array(points, dtype=float).T
     rows = np.stack((1 / seconds, sizes / seconds), axis=1)
     (alpha, beta), *_ = np.linalg.lstsq(rows, np.ones(len(rows)), rcond=None)
@@ -54,7 +58,9 @@ def fit_hockney(points: Sequence[tuple[float, float]]) -> Hockney:
 
 @dataclass(frozen=True)
 class MeasuredTable:
-    """Times by operation and world; more bytes never take less time, whatever the noise of the measurement."""
+    """Times by operation and world; more bytes never take less time, whatever the noise of the
+    measurement.
+    """
 
     points: Mapping[tuple[str, int], Points]
     ranks_per_node: int | None = None
@@ -64,10 +70,14 @@ class MeasuredTable:
         """In which the operation was measured."""
         return sorted(world for measured, world in self.points if measured == op)
 
-    def seconds(self, op: str, *, world: int, ranks_per_node: int, num_bytes: float) -> float | None:
-        """Of one call, between measured sizes and worlds on straight lines in logarithms; None where the table says nothing.
+    def seconds(
+        self, op: str, *, world: int, ranks_per_node: int, num_bytes: float
+    ) -> float | None:
+        """Of one call, between measured sizes and worlds on straight lines in logarithms; None
+        where the table says nothing.
 
-        Below the smallest size the time is that size's; beyond the largest it grows as between the last two.
+        Below the smallest size the time is that size's; beyond the largest it grows as between the
+        last two.
         """
         worlds = self.worlds(op)
         if (
@@ -96,7 +106,10 @@ class MeasuredTable:
             before = points[-2]
             return seconds + (num_bytes - size) * (seconds - before[1]) / (size - before[0])
         next_size, next_seconds = points[above]
-        return exp(log(seconds) + log(num_bytes / size) / log(next_size / size) * log(next_seconds / seconds))
+        return exp(
+            log(seconds)
+            + log(num_bytes / size) / log(next_size / size) * log(next_seconds / seconds)
+        )
 
 
 def read_table(path: Path) -> MeasuredTable:
@@ -130,7 +143,9 @@ def make_table(
     points = {}
     for key, of_size in times.items():
         sizes = sorted(of_size)
-        points[key] = tuple(zip(sizes, accumulate((of_size[size] for size in sizes), max), strict=True))
+        points[key] = tuple(
+            zip(sizes, accumulate((of_size[size] for size in sizes), max), strict=True)
+        )
     return MeasuredTable(points, ranks_per_node, source)
 
 
@@ -147,5 +162,8 @@ def _checked(row: Any, path: Path) -> _Row:
     try:
         return _Row.model_validate(row)
     except ValidationError as error:
-        why = "; ".join(f"{'.'.join(map(str, entry['loc'])) or 'row'}: {entry['msg']}" for entry in error.errors())
+        why = "; ".join(
+            f"{'.'.join(map(str, entry['loc'])) or 'row'}: {entry['msg']}"
+            for entry in error.errors()
+        )
         raise ValueError(f"{path}: {row!r} is no measurement: {why}") from None

@@ -1,11 +1,15 @@
-"""Which layout for so many machines: every legal one predicted, ranked, and compared with doing without expert parallelism.
+"""Which layout for so many machines: every legal one predicted, ranked, and compared with doing
+without expert parallelism.
 
-A layout is legal if ep divides dp_shard, dp_shard the world, and ep every bank of experts. Published MoEUTs have banks that
-hardly anything divides (387 feed-forward experts, 40 of attention): such a layout is offered with the bank rounded up, and says
-so. (The bank as it is runs too, the first ranks holding one expert more; that costs what the rounded one costs.) Where the
-world's own divisors are poor (1,249 nodes are a prime number) worlds that leave a few nodes out are tried as well.
+A layout is legal if ep divides dp_shard, dp_shard the world, and ep every bank of experts.
+Published MoEUTs have banks that hardly anything divides (387 feed-forward experts, 40 of
+attention): such a layout is offered with the bank rounded up, and says so. (The bank as it is runs
+too, the first ranks holding one expert more; that costs what the rounded one costs.) Where the
+world's own divisors are poor (1,249 nodes are a prime number) worlds that leave a few nodes out are
+tried as well.
 
-Of every layout the fastest dispatcher is taken, with as little recomputation as fits into memory. About 0.5 ms per layout.
+Of every layout the fastest dispatcher is taken, with as little recomputation as fits into memory.
+About 0.5 ms per layout.
 """
 
 from collections.abc import Iterator, Sequence
@@ -38,7 +42,9 @@ class Planned:
     prediction: Prediction
     setting: Setting  # with the experts rounded up, where they had to be
     unused_ranks: int
-    changes: tuple[tuple[str, int], ...] = ()  # banks that had to be rounded up: kind, experts of a head
+    changes: tuple[
+        tuple[str, int], ...
+    ] = ()  # banks that had to be rounded up: kind, experts of a head
 
     @property
     def choice(self) -> Choice:
@@ -58,7 +64,9 @@ class Plan:
 
     def best(self, *, with_ep: bool) -> Planned | None:
         """The fastest that fits, with or without expert parallelism."""
-        return next((planned for planned in self.fitting if (planned.choice.ep > 1) == with_ep), None)
+        return next(
+            (planned for planned in self.fitting if (planned.choice.ep > 1) == with_ep), None
+        )
 
 
 def plan(setting: Setting, nodes: int, wishes: Wishes = ANYTHING) -> Plan:
@@ -75,33 +83,48 @@ def plan(setting: Setting, nodes: int, wishes: Wishes = ANYTHING) -> Plan:
             found[choice.dp_replicate, choice.dp_shard, choice.ep, choice.sharding] = planned
     if not found:
         raise ValueError(_nothing_legal(setting, ranks, wishes))
-    ranked = sorted(found.values(), key=lambda planned: (not planned.prediction.fits, -planned.prediction.tokens_per_s))
+    ranked = sorted(
+        found.values(),
+        key=lambda planned: (not planned.prediction.fits, -planned.prediction.tokens_per_s),
+    )
     if not ranked[0].prediction.fits:
         raise ValueError(_nothing_fits(setting, nodes, ranked))
     return Plan(nodes, tuple(ranked))
 
 
 def _worlds(nodes: int, ranks_per_node: int, ep: int | None) -> list[int]:
-    """The whole world, and smaller ones whose number of nodes has more divisors; of a given ep the largest multiple."""
+    """The whole world, and smaller ones whose number of nodes has more divisors; of a given ep the
+    largest multiple.
+    """
     whole = nodes * ranks_per_node
     if ep is not None and whole % ep:
         return [whole // ep * ep] if whole >= ep else []
     rounder = {nodes - nodes % 2**power for power in range(7)}
-    return [count * ranks_per_node for count in sorted(rounder, reverse=True) if count >= (1 - MOST_UNUSED) * nodes]
+    return [
+        count * ranks_per_node
+        for count in sorted(rounder, reverse=True)
+        if count >= (1 - MOST_UNUSED) * nodes
+    ]
 
 
 def _of_world(setting: Setting, world: int, unused: int, wishes: Wishes) -> Iterator[Planned]:
     for ep in _divisors(world):
         if wishes.ep not in (None, ep):
             continue
-        fitted = rounded(setting.workload, ep) if ep > 1 and setting.workload.uses else (setting.workload, {})
+        fitted = (
+            rounded(setting.workload, ep)
+            if ep > 1 and setting.workload.uses
+            else (setting.workload, {})
+        )
         if fitted is None or (ep > 1 and not setting.workload.uses):
             continue
         workload, changes = fitted
         changed = replace(setting, workload=workload)
         for sharding, dp_shard in _shardings(world, ep, wishes.sharding):
             layout = Choice(world // dp_shard, dp_shard, ep, sharding, "local")
-            yield Planned(best_way(changed, layout, wishes), changed, unused, tuple(sorted(changes.items())))
+            yield Planned(
+                best_way(changed, layout, wishes), changed, unused, tuple(sorted(changes.items()))
+            )
 
 
 def _shardings(world: int, ep: int, wanted: str | None) -> Iterator[tuple[str, int]]:
@@ -113,7 +136,9 @@ def _shardings(world: int, ep: int, wanted: str | None) -> Iterator[tuple[str, i
 
 
 def best_way(setting: Setting, layout: Choice, wishes: Wishes = ANYTHING) -> Prediction:
-    """The fastest dispatcher and the least recomputation that fits; if nothing does, what needs the least memory."""
+    """The fastest dispatcher and the least recomputation that fits; if nothing does, what needs the
+    least memory.
+    """
     one_node = neighbours(layout.ep, setting.hardware.ranks_per_node) == layout.ep
     usual = [name for name in DISPATCHERS if not one_node or name != "hierarchical"]
     ways = ["local"] if layout.ep == 1 else [wishes.dispatcher] if wishes.dispatcher else usual
@@ -121,7 +146,9 @@ def best_way(setting: Setting, layout: Choice, wishes: Wishes = ANYTHING) -> Pre
     tried: list[Prediction] = []
     for dispatcher in ways:
         for recompute in ways_back:
-            tried.append(predict(setting, replace(layout, dispatcher=dispatcher, recompute=recompute)))
+            tried.append(
+                predict(setting, replace(layout, dispatcher=dispatcher, recompute=recompute))
+            )
             if tried[-1].fits:
                 break
     fitting = [prediction for prediction in tried if prediction.fits]
@@ -136,38 +163,47 @@ def _divisors(number: int) -> list[int]:
 
 
 def _nothing_legal(setting: Setting, ranks: int, wishes: Wishes) -> str:
-    banks = ", ".join(f"{bank.kind} {bank.total_experts}" for bank, _ in setting.workload.uses) or "none"
+    banks = (
+        ", ".join(f"{bank.kind} {bank.total_experts}" for bank, _ in setting.workload.uses)
+        or "none"
+    )
     ep = wishes.ep or 1
     if ep > ranks:
         per_node = setting.hardware.ranks_per_node
         return (
-            f"no layout: ep {ep} needs {ep} ranks, and there are {ranks}, all of which would be unused; "
+            f"no layout: ep {ep} needs {ep} ranks, and there are {ranks}, all of which would be "
+            "unused; "
             f"take {-(-ep // per_node)} nodes or a smaller ep"
         )
     return (
-        f"no layout of {ranks} ranks has ep {ep}: every rank of an ep group holds equally many of each bank's experts "
+        f"no layout of {ranks} ranks has ep {ep}: every rank of an ep group holds equally many of "
+        "each bank's experts "
         f"({banks}), at least one, and banks are rounded up by a quarter at most; choose another ep"
     )
 
 
 def _nothing_fits(setting: Setting, nodes: int, ranked: Sequence[Planned]) -> str:
     least = min(ranked, key=lambda planned: planned.prediction.memory.total)
-    memory, room = least.prediction.memory, setting.hardware.usable_memory * setting.hardware.memory_bytes
+    memory, room = (
+        least.prediction.memory,
+        setting.hardware.usable_memory * setting.hardware.memory_bytes,
+    )
     parts = sorted(vars(memory).items(), key=lambda part: -part[1])[:3]
     return (
-        f"the model fits on no layout of {nodes} {'node' if nodes == 1 else 'nodes'} of {setting.hardware.name}: the smallest, "
-        f"{describe_choice(least.choice)} with {least.choice.recompute} recomputation, needs {memory.total / 1e9:.1f} GB of "
+        f"the model fits on no layout of {nodes} {'node' if nodes == 1 else 'nodes'} of "
+        f"{setting.hardware.name}: the smallest, "
+        f"{describe_choice(least.choice)} with {least.choice.recompute} recomputation, needs "
+        f"{memory.total / 1e9:.1f} GB of "
         f"{room / 1e9:.1f} GB per rank, {(memory.total - room) / 1e9:.1f} GB too many; most of it "
         f"{', '.join(f'{name} {size / 1e9:.1f} GB' for name, size in parts)}. "
-        "More nodes share weights further, fewer --tokens-per-rank need less for activations and logits"
+        "More nodes share weights further, fewer --tokens-per-rank need less for activations and "
+        "logits"
     )
 
 
 def describe_choice(choice: Choice) -> str:
     """dp_replicate × dp_shard × ep, as the mesh has them."""
-    return (
-        f"dp_replicate {choice.dp_replicate} × dp_shard {choice.dp_shard}, ep {choice.ep}, sharding {choice.sharding}"
-    )
+    return f"dp_replicate {choice.dp_replicate} × dp_shard {choice.dp_shard}, ep {choice.ep}, sharding {choice.sharding}"
 
 
 # From which size expert parallelism pays ----------------------------------------------------------------------------
@@ -183,7 +219,9 @@ class Stretch:
 
 
 def ep_pays(plan_of: Plan) -> bool | None:
-    """Whether the best layout with expert parallelism is faster than the best without; None if there is none with."""
+    """Whether the best layout with expert parallelism is faster than the best without; None if
+    there is none with.
+    """
     tokens, weights = plan_of.best(with_ep=True), plan_of.best(with_ep=False)
     if tokens is None:
         return None
@@ -206,7 +244,9 @@ def stretches(plans: Sequence[Plan], ranks_per_node: int) -> list[Stretch]:
 
 
 def experts_at_break_even(setting: Setting, nodes: int, *, limit: int = 256) -> int | None:
-    """The smallest power of two by which the experts must grow in number, top_k as it is, for EP to pay; None up to `limit`."""
+    """The smallest power of two by which the experts must grow in number, top_k as it is, for EP to
+    pay; None up to `limit`.
+    """
     factor = 1
     while factor <= limit:
         counts = {bank: bank.num_experts * factor for bank, _ in setting.workload.uses}

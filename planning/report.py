@@ -1,4 +1,6 @@
-"""`moebius plan` for people: which layout, how fast, and whether to move tokens or weights: table, words, JSON and picture."""
+"""`moebius plan` for people: which layout, how fast, and whether to move tokens or weights: table,
+words, JSON and picture.
+"""
 
 import itertools
 import math
@@ -12,7 +14,16 @@ from rich.table import Table
 from rich.text import Text
 
 from .cost_model import Comparison, Prediction, Setting, compare, host_s, predict
-from .planner import ANYTHING, Plan, Planned, Stretch, Wishes, experts_at_break_even, plan, stretches
+from .planner import (
+    ANYTHING,
+    Plan,
+    Planned,
+    Stretch,
+    Wishes,
+    experts_at_break_even,
+    plan,
+    stretches,
+)
 from .routing_skew import CONCENTRATION, CONCENTRATION_SOURCE
 
 SKIPS = ("…", "...", "..")
@@ -28,11 +39,14 @@ class Report:
     impossible: dict[int, str]  # nodes → why not
     comparison: Comparison | None  # None: the model has no experts, or no node could share them
     stretches: tuple[Stretch, ...]
-    growth: int | None  # by how much the experts must grow in number until EP pays at the largest size; None: not found
+    growth: (
+        int | None
+    )  # by how much the experts must grow in number until EP pays at the largest size; None: not found
 
 
 def parse_nodes(words: Sequence[str]) -> list[int]:
-    """Numbers of nodes; "…" (or "..") between two doubles the first until the second is reached: 1 … 6 is 1 2 4 6.
+    """Numbers of nodes; "…" (or "..") between two doubles the first until the second is reached: 1
+    … 6 is 1 2 4 6.
 
     Raises:
         ValueError: a word is no number of nodes, or nothing stands before or after "…".
@@ -42,11 +56,16 @@ def parse_nodes(words: Sequence[str]) -> list[int]:
     for word in words:
         if word in SKIPS:
             if skip or not nodes:
-                raise ValueError(f"--nodes {' '.join(words)}: {word} must stand between two numbers")
+                raise ValueError(
+                    f"--nodes {' '.join(words)}: {word} must stand between two numbers"
+                )
             skip = True
             continue
         if not word.isdecimal() or int(word) < 1:
-            raise ValueError(f"--nodes {' '.join(words)}: {word!r} is no number of nodes; write 1 2 8, or 1 … 1250")
+            raise ValueError(
+                f"--nodes {' '.join(words)}: {word!r} is no number of nodes; write 1 2 8, or 1 … "
+                "1250"
+            )
         last = int(word)
         while skip and nodes[-1] * 2 < last:
             nodes.append(nodes[-1] * 2)
@@ -79,7 +98,11 @@ def make_report(setting: Setting, nodes: Sequence[int], wishes: Wishes = ANYTHIN
 def _comparison(plans: Sequence[Plan]) -> Comparison | None:
     """Over the ranks of the best layout with experts spread, at the largest size that has one."""
     best = _largest_spread(plans)
-    return None if best is None else compare(best.setting, ep=best.choice.ep, dispatcher=best.choice.dispatcher)
+    return (
+        None
+        if best is None
+        else compare(best.setting, ep=best.choice.ep, dispatcher=best.choice.dispatcher)
+    )
 
 
 def host_words(report: Report) -> list[str]:
@@ -103,8 +126,22 @@ def _largest_spread(plans: Sequence[Plan]) -> Planned | None:
 
 
 def show(report: Report, *, top: int) -> Group:
-    """One line per layout, the best `top` of every size and the best of the other kind; below it what they mean."""
-    headings = ("GPUs", "layout", "ep", "shard", "dispatcher", "recompute", "GB", "ms", "c+x+w %", "tokens/s", "MFU")
+    """One line per layout, the best `top` of every size and the best of the other kind; below it
+    what they mean.
+    """
+    headings = (
+        "GPUs",
+        "layout",
+        "ep",
+        "shard",
+        "dispatcher",
+        "recompute",
+        "GB",
+        "ms",
+        "c+x+w %",
+        "tokens/s",
+        "MFU",
+    )
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
     for heading in headings:
         left = heading in ("shard", "dispatcher", "recompute")
@@ -135,10 +172,15 @@ def _cells(entry: Planned) -> tuple[str, ...]:
         f"{world:,}" if not entry.unused_ranks else f"{world:,}/{world + entry.unused_ranks:,}",
         f"{choice.dp_replicate}×{choice.dp_shard}",
         f"{choice.ep}{'~' if entry.changes else ''}",
-        choice.sharding, choice.dispatcher, choice.recompute,
-        f"{found.memory.total / 1e9:.1f}", f"{1e3 * found.time.total:.1f}", _shares(found),
-        _large(found.tokens_per_s), f"{100 * found.mfu:.1f}%",
-    )  # fmt: skip
+        choice.sharding,
+        choice.dispatcher,
+        choice.recompute,
+        f"{found.memory.total / 1e9:.1f}",
+        f"{1e3 * found.time.total:.1f}",
+        _shares(found),
+        _large(found.tokens_per_s),
+        f"{100 * found.mfu:.1f}%",
+    )
 
 
 def _shares(found: Prediction) -> str:
@@ -160,7 +202,8 @@ def _large(number: float) -> str:
 def _words(report: Report, shown: Sequence[Planned]) -> list[tuple[str, str]]:
     lines = [(line, "") for line in (*verdict(report), *skew_words(report))]
     lines += [
-        (f"{count} {'node' if count == 1 else 'nodes'}: {why}", "yellow") for count, why in report.impossible.items()
+        (f"{count} {'node' if count == 1 else 'nodes'}: {why}", "yellow")
+        for count, why in report.impossible.items()
     ]
     lines += [(line, "yellow") for line in host_words(report)]
     return [*lines, ("", ""), *((line, "dim") for line in _legend(report, shown))]
@@ -174,12 +217,16 @@ def verdict(report: Report) -> list[str]:
         return ["tokens or weights: no layout spreads the experts over several ranks"]
     found, repeats = report.comparison, report.setting.workload.repeats
     once = (
-        f"; gathered anew for each of {repeats} repeats: {_bytes(found.weights_bytes_per_use)}" if repeats > 1 else ""
+        f"; gathered anew for each of {repeats} repeats: {_bytes(found.weights_bytes_per_use)}"
+        if repeats > 1
+        else ""
     )
     return [
         f"tokens or weights: among {found.ep} ranks, moving tokens sends {_bytes(found.tokens_bytes)} per rank and step "
-        f"({_ms(found.tokens_s)}), moving the experts' weights {_bytes(found.weights_bytes)} ({_ms(found.weights_s)}{once})",
-        f"below {_large(found.break_even_tokens)} tokens per rank and step tokens are less to move, above it weights; "
+        f"({_ms(found.tokens_s)}), moving the experts' weights {_bytes(found.weights_bytes)} "
+        f"({_ms(found.weights_s)}{once})",
+        f"below {_large(found.break_even_tokens)} tokens per rank and step tokens are less to "
+        "move, above it weights; "
         f"planned: {report.setting.tokens:,}",
         f"expert parallelism {_where_it_pays(report)}",
     ]
@@ -187,18 +234,25 @@ def verdict(report: Report) -> list[str]:
 
 def _where_it_pays(report: Report) -> str:
     if not report.stretches:
-        return "cannot be compared: only layouts without it, or only ones with it, were planned or fit"
+        return (
+            "cannot be compared: only layouts without it, or only ones with it, were planned or fit"
+        )
     paying = [stretch for stretch in report.stretches if stretch.ep_pays]
     if not paying:
         first, last = report.stretches[0].first_ranks, report.stretches[-1].last_ranks
         sizes = f"{first:,}" if first == last else f"{first:,} to {last:,}"
-        grown = f"; at {last:,} it would with {report.growth} times as many experts" if report.growth else ""
+        grown = (
+            f"; at {last:,} it would with {report.growth} times as many experts"
+            if report.growth
+            else ""
+        )
         return f"pays at none of the sizes planned ({sizes} GPUs){grown}"
     spans = [
-        f"{stretch.first_ranks:,} GPUs" if stretch.first_ranks == stretch.last_ranks
+        f"{stretch.first_ranks:,} GPUs"
+        if stretch.first_ranks == stretch.last_ranks
         else f"{stretch.first_ranks:,} to {stretch.last_ranks:,} GPUs"
         for stretch in paying
-    ]  # fmt: skip
+    ]
     if paying[-1] is report.stretches[-1] and len(paying) == 1:
         return f"pays from {paying[0].first_ranks:,} GPUs on, as far as planned"
     return f"pays at {', '.join(spans)}"
@@ -210,11 +264,14 @@ def skew_words(report: Report) -> list[str]:
     if best is None:
         return []
     factors = hottest_factors(best).items()
-    named = "; ".join(f"{kind} {' / '.join(f'{factor:.2f}' for factor in at.values())}" for kind, at in factors)
+    named = "; ".join(
+        f"{kind} {' / '.join(f'{factor:.2f}' for factor in at.values())}" for kind, at in factors
+    )
     times = " / ".join(_ms(seconds) for seconds in step_quantiles(best).values())
     return [
         f"hottest of {best.choice.ep} ranks over their mean, {' / '.join(QUANTILES)}: {named} ({report.setting.skew.source})",
-        f"a step of the best layout with ep {best.choice.ep} on {best.choice.world_size:,} GPUs: {times}",
+        f"a step of the best layout with ep {best.choice.ep} on {best.choice.world_size:,} GPUs: "
+        f"{times}",
     ]
 
 
@@ -229,14 +286,19 @@ def hottest_factors(planned: Planned) -> dict[str, dict[str, float]]:
 
 def step_quantiles(planned: Planned) -> dict[str, float]:
     """Seconds of a step at the quantiles of the hottest rank's factor."""
-    return {name: predict(planned.setting, planned.choice, quantile=name).time.total for name in QUANTILES}
+    return {
+        name: predict(planned.setting, planned.choice, quantile=name).time.total
+        for name in QUANTILES
+    }
 
 
 def _legend(report: Report, shown: Sequence[Planned]) -> list[str]:
     lines = [
         "layout: dp_replicate×dp_shard; shard: fsdp shards weights over dp_shard, none keeps dense ones whole",
-        "GB: of the fullest rank; c+x+w %: of the step for computation, exchanges of rows, gathers and sums of weights",
-        f"{report.setting.tokens:,} tokens per rank and step, {report.setting.workload.precision}; MFU without recomputation",
+        "GB: of the fullest rank; c+x+w %: of the step for computation, exchanges of rows, gathers "
+        "and sums of weights",
+        f"{report.setting.tokens:,} tokens per rank and step, {report.setting.workload.precision}; "
+        "MFU without recomputation",
     ]
     if any(entry.unused_ranks for entry in shown):
         lines.append("GPUs a/b: b − a ranks stay unused, because the rest divides better")
@@ -249,8 +311,13 @@ def _legend(report: Report, shown: Sequence[Planned]) -> list[str]:
             f"{', '.join(str(count) for other, count in sorted(changes) if other == kind)}"
             for kind in kinds
         )
-        lines.append(f"~: ep must divide every bank of experts, so this is planned with more of them: {asked}")
-    lines.append("--sources says where every figure comes from; speeds are predictions, not measurements")
+        lines.append(
+            "~: ep must divide every bank of experts, so this is planned with more of them: "
+            f"{asked}"
+        )
+    lines.append(
+        "--sources says where every figure comes from; speeds are predictions, not measurements"
+    )
     return lines
 
 
@@ -265,22 +332,41 @@ def _ms(seconds: float) -> str:
 def show_detail(planned: Planned) -> Group:
     """Where a layout's memory and time go, and every kind of collective of a step."""
     choice, found = planned.choice, planned.prediction
-    memory = ", ".join(f"{name} {_bytes(size)}" for name, size in asdict(found.memory).items() if size)
-    time = ", ".join(f"{name} {_ms(seconds)}" for name, seconds in asdict(found.time).items() if seconds)
+    memory = ", ".join(
+        f"{name} {_bytes(size)}" for name, size in asdict(found.memory).items() if size
+    )
+    time = ", ".join(
+        f"{name} {_ms(seconds)}" for name, seconds in asdict(found.time).items() if seconds
+    )
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
-    for heading in ("collective", "operation", "ranks", "links", "calls", "each", "each takes", "all"):
+    for heading in (
+        "collective",
+        "operation",
+        "ranks",
+        "links",
+        "calls",
+        "each",
+        "each takes",
+        "all",
+    ):
         left = heading in ("collective", "operation", "links")
         table.add_column(heading, justify="left" if left else "right", no_wrap=True)
     for call in found.collectives:
         links = "between nodes" if call.crosses_nodes else "inside"
         table.add_row(
-            call.name, call.op, str(call.group_size), links, f"{call.calls:g}", _bytes(call.bytes_per_call),
-            f"{1e6 * call.seconds_per_call:,.0f} µs", _ms(call.seconds),
-        )  # fmt: skip
-    title = (
-        f"dp_replicate {choice.dp_replicate} × dp_shard {choice.dp_shard}, ep {choice.ep}, {choice.world_size:,} GPUs"
+            call.name,
+            call.op,
+            str(call.group_size),
+            links,
+            f"{call.calls:g}",
+            _bytes(call.bytes_per_call),
+            f"{1e6 * call.seconds_per_call:,.0f} µs",
+            _ms(call.seconds),
+        )
+    title = f"dp_replicate {choice.dp_replicate} × dp_shard {choice.dp_shard}, ep {choice.ep}, {choice.world_size:,} GPUs"
+    return Group(
+        Text(""), Text(title, style="bold"), Text(f"memory: {memory}"), Text(f"step: {time}"), table
     )
-    return Group(Text(""), Text(title, style="bold"), Text(f"memory: {memory}"), Text(f"step: {time}"), table)
 
 
 def show_sources(setting: Setting) -> Table:
@@ -298,7 +384,11 @@ def show_sources(setting: Setting) -> Table:
         Text("counted on the meta device, autograd's own"),
     )
     if setting.table is not None:
-        table.add_row("collectives", "", Text(f"{setting.table.source}, where groups of that size were measured"))
+        table.add_row(
+            "collectives",
+            "",
+            Text(f"{setting.table.source}, where groups of that size were measured"),
+        )
     return table
 
 
@@ -309,11 +399,15 @@ def plain(report: Report) -> dict[str, Any]:
     """Everything as JSON knows it."""
     setting, best = report.setting, _largest_spread(report.plans)
     return {
-        "hardware": {key: getattr(setting.hardware, key) for key in ("name", *setting.hardware.sources)},
+        "hardware": {
+            key: getattr(setting.hardware, key) for key in ("name", *setting.hardware.sources)
+        },
         "sources": {**setting.hardware.sources, "routing skew": setting.skew.source},
         "tokens_per_rank": setting.tokens,
         "precision": setting.workload.precision,
-        "plans": [_plain_plan(planned, setting.hardware.ranks_per_node) for planned in report.plans],
+        "plans": [
+            _plain_plan(planned, setting.hardware.ranks_per_node) for planned in report.plans
+        ],
         "impossible": {str(count): why for count, why in report.impossible.items()},
         "tokens_or_weights": None if report.comparison is None else asdict(report.comparison),
         "hottest_rank": None
@@ -332,13 +426,20 @@ def _plain_plan(planned: Plan, ranks_per_node: int) -> dict[str, Any]:
             {**asdict(call), "bytes_per_step": call.num_bytes, "seconds_per_step": call.seconds}
             for call in found.collectives
         ]
-        layouts.append({
-            **asdict(entry.choice), "world_size": entry.choice.world_size, "unused_ranks": entry.unused_ranks,
-            "rounded_up": dict(entry.changes), "fits": found.fits,
-            "memory_bytes": {**asdict(found.memory), "total": found.memory.total},
-            "seconds": {**asdict(found.time), "total": found.time.total},
-            "tokens_per_s": found.tokens_per_s, "mfu": found.mfu, "collectives": calls,
-        })  # fmt: skip
+        layouts.append(
+            {
+                **asdict(entry.choice),
+                "world_size": entry.choice.world_size,
+                "unused_ranks": entry.unused_ranks,
+                "rounded_up": dict(entry.changes),
+                "fits": found.fits,
+                "memory_bytes": {**asdict(found.memory), "total": found.memory.total},
+                "seconds": {**asdict(found.time), "total": found.time.total},
+                "tokens_per_s": found.tokens_per_s,
+                "mfu": found.mfu,
+                "collectives": calls,
+            }
+        )
     return {"nodes": planned.nodes, "ranks": planned.nodes * ranks_per_node, "layouts": layouts}
 
 
@@ -348,14 +449,21 @@ _INK, _TOKENS, _WEIGHTS, _CROSSING = "#22313f", "#d1495b", "#2e6f95", "#8d6a9f"
 
 
 def draw(report: Report, path: Path, *, title: str) -> Path:
-    """Step time and MFU against the number of GPUs, with and without expert parallelism, and where one overtakes the other."""
+    """Step time and MFU against the number of GPUs, with and without expert parallelism, and where
+    one overtakes the other.
+    """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure: Any = Figure(figsize=(12, 5.2), dpi=110, layout="constrained")
     FigureCanvasAgg(figure)  # no window, no global state
     panels = figure.subplots(1, 2)
-    _draw_lines(panels[0], report, "milliseconds per step", lambda planned: 1e3 * planned.prediction.time.total)
+    _draw_lines(
+        panels[0],
+        report,
+        "milliseconds per step",
+        lambda planned: 1e3 * planned.prediction.time.total,
+    )
     _draw_band(panels[0], report)
     _draw_lines(panels[1], report, "MFU in %", lambda planned: 100 * planned.prediction.mfu)
     for panel in panels:
@@ -364,9 +472,13 @@ def draw(report: Report, path: Path, *, title: str) -> Path:
     panels[0].legend(frameon=False, fontsize=10.5, loc="best")
     hardware, tokens = report.setting.hardware.name, report.setting.tokens
     figure.suptitle(
-        f"{title} on {hardware}, {tokens:,} tokens per rank and step: predicted", x=0.01, ha="left", fontsize=14,
-        fontweight="bold", color=_INK,
-    )  # fmt: skip
+        f"{title} on {hardware}, {tokens:,} tokens per rank and step: predicted",
+        x=0.01,
+        ha="left",
+        fontsize=14,
+        fontweight="bold",
+        color=_INK,
+    )
     figure.savefig(path)
     return path
 
@@ -385,11 +497,17 @@ def _draw_lines(panel: Any, report: Report, label: str, value: Any) -> None:
             if (best := planned.best(with_ep=with_ep)) is not None
         ]
         if points:
-            panel.plot(*zip(*points, strict=True), "o-", color=color, linewidth=2, markersize=5, label=name)
+            panel.plot(
+                *zip(*points, strict=True), "o-", color=color, linewidth=2, markersize=5, label=name
+            )
     ranks = [planned.nodes * report.setting.hardware.ranks_per_node for planned in report.plans]
     if len(ranks) > 1:
         panel.set_xscale("log", base=2)
-    named = [count for count, after in zip(ranks, [*ranks[1:], math.inf], strict=True) if after > 1.4 * count]
+    named = [
+        count
+        for count, after in zip(ranks, [*ranks[1:], math.inf], strict=True)
+        if after > 1.4 * count
+    ]
     panel.set_xticks(named, [f"{count:,}" for count in named], rotation=45 if len(named) > 6 else 0)
     panel.minorticks_off()
     panel.set_xlabel("GPUs", fontsize=11)
@@ -404,7 +522,15 @@ def _draw_band(panel: Any, report: Report) -> None:
         return
     ranks = [nodes * report.setting.hardware.ranks_per_node for nodes, _ in bands]
     low, high = ([1e3 * band[name] for _, band in bands] for name in ("p50", "p99"))
-    panel.fill_between(ranks, low, high, color=_TOKENS, alpha=0.18, linewidth=0, label="its routing skew, p50 to p99")
+    panel.fill_between(
+        ranks,
+        low,
+        high,
+        color=_TOKENS,
+        alpha=0.18,
+        linewidth=0,
+        label="its routing skew, p50 to p99",
+    )
 
 
 def _draw_crossings(panel: Any, report: Report) -> None:
@@ -414,9 +540,18 @@ def _draw_crossings(panel: Any, report: Report) -> None:
         panel.axvline(at, color=_CROSSING, linestyle="--", linewidth=1.4)
         words = "EP pays" if after.ep_pays else "EP no longer pays"
         panel.annotate(
-            f"{words}\nfrom {after.first_ranks:,} GPUs", (at, 0.06), xycoords=("data", "axes fraction"),
-            textcoords="offset points", xytext=(5, 0), color=_CROSSING, fontsize=10,
-        )  # fmt: skip
+            f"{words}\nfrom {after.first_ranks:,} GPUs",
+            (at, 0.06),
+            xycoords=("data", "axes fraction"),
+            textcoords="offset points",
+            xytext=(5, 0),
+            color=_CROSSING,
+            fontsize=10,
+        )
     if len(spans) == 1:
-        always = "EP pays at all of these sizes" if spans[0].ep_pays else "no crossover: EP pays at none of these sizes"
+        always = (
+            "EP pays at all of these sizes"
+            if spans[0].ep_pays
+            else "no crossover: EP pays at none of these sizes"
+        )
         panel.annotate(always, (0.03, 0.06), xycoords="axes fraction", color=_CROSSING, fontsize=10)

@@ -1,8 +1,10 @@
-"""How unevenly rows fall on ranks: the hottest rank's load over the mean, as a distribution and not as one number.
+"""How unevenly rows fall on ranks: the hottest rank's load over the mean, as a distribution and not
+as one number.
 
-Either recorded, from a run's metrics.jsonl (the load of every expert, per logged step and depth step), or drawn: the shares of a
-row's experts follow a symmetric Dirichlet distribution with `concentration` per expert, whose coefficient of variation is about
-1/√concentration. Ranks hold contiguous blocks, so the more experts a rank has, the more evens out by itself.
+Either recorded, from a run's metrics.jsonl (the load of every expert, per logged step and depth
+step), or drawn: the shares of a row's experts follow a symmetric Dirichlet distribution with
+`concentration` per expert, whose coefficient of variation is about 1/√concentration. Ranks hold
+contiguous blocks, so the more experts a rank has, the more evens out by itself.
 """
 
 import json
@@ -16,7 +18,8 @@ from .workload import Bank, blocks_of_heads
 DRAWS = 2000
 CONCENTRATION = 5.0
 CONCENTRATION_SOURCE = (
-    "measured in the second half of the recipe smoke (160 steps, 4 ranks, CPU): 14 for the feed-forward's routers, 6.7 and 5.0 "
+    "measured in the second half of the recipe smoke (160 steps, 4 ranks, CPU): 14 for the "
+    "feed-forward's routers, 6.7 and 5.0 "
     "for V's and O's; the least, for all of them. Larger models and other data differ: record yours"
 )
 _METRICS = {"feed_forward": "expert_load", "attention": "attention_expert_load"}
@@ -41,14 +44,18 @@ BALANCED = Quantiles(1.0, 1.0, 1.0, 1.0)
 
 @dataclass(frozen=True)
 class RoutingSkew:
-    """Where the loads come from: recorded ones, else draws of a Dirichlet distribution; neither: all ranks alike."""
+    """Where the loads come from: recorded ones, else draws of a Dirichlet distribution; neither:
+    all ranks alike.
+    """
 
     concentration: float | None = None
     recorded: dict[str, np.ndarray] = field(
         default_factory=dict, compare=False
     )  # kind of router → (observations, experts)
     source: str = "balanced"
-    _known: dict[tuple, Quantiles] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _known: dict[tuple, Quantiles] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     def factor(self, bank: Bank, num_ranks: int) -> Quantiles:
         """Of the ranks that share this bank in contiguous blocks."""
@@ -57,7 +64,9 @@ class RoutingSkew:
         key = (bank.router, bank.heads, bank.num_experts, num_ranks)
         if key not in self._known:
             self._known[key] = _quantiles(
-                self._recorded_loads(bank, num_ranks) if self.recorded else self._draw(bank, num_ranks)
+                self._recorded_loads(bank, num_ranks)
+                if self.recorded
+                else self._draw(bank, num_ranks)
             )
         return self._known[key]
 
@@ -67,26 +76,36 @@ class RoutingSkew:
             if self.recorded and not bank.balanced:
                 found = self.recorded.get(bank.router)
                 if found is None:
-                    raise ValueError(f"{self.source}: no loads of the {bank.router} experts were recorded there")
+                    raise ValueError(
+                        f"{self.source}: no loads of the {bank.router} experts were recorded there"
+                    )
                 if found.shape[1] != bank.total_experts:
                     raise ValueError(
-                        f"{self.source}: {found.shape[1]} {bank.router} experts were recorded, but the model has "
-                        f"{bank.total_experts}: take a run of this model, or a Dirichlet concentration"
+                        f"{self.source}: {found.shape[1]} {bank.router} experts were recorded, but "
+                        "the model has "
+                        f"{bank.total_experts}: take a run of this model, or a Dirichlet "
+                        "concentration"
                     )
 
     def _recorded_loads(self, bank: Bank, num_ranks: int) -> np.ndarray:
         """(observations, ranks)."""
-        loads = self.recorded[bank.router].reshape(-1, bank.heads, self.recorded[bank.router].shape[1] // bank.heads)
+        loads = self.recorded[bank.router].reshape(
+            -1, bank.heads, self.recorded[bank.router].shape[1] // bank.heads
+        )
         idle = bank.num_experts - loads.shape[2]  # experts that only a rounded-up bank has
         loads = np.pad(loads, ((0, 0), (0, 0), (0, max(0, idle)))).reshape(len(loads), -1)
         edges = np.linspace(0, loads.shape[1], num_ranks + 1).round().astype(int)
         return np.add.reduceat(loads, edges[:-1], axis=1)
 
     def _draw(self, bank: Bank, num_ranks: int) -> np.ndarray:
-        """(draws, ranks). A block of m experts of a Dirichlet distribution has the share of one component of m-fold weight."""
+        """(draws, ranks). A block of m experts of a Dirichlet distribution has the share of one
+        component of m-fold weight.
+        """
         draws, loads = np.random.default_rng(0), np.zeros((DRAWS, num_ranks))
         for head in range(bank.heads):
-            sizes = np.array([blocks_of_heads(bank, num_ranks, rank)[head] for rank in range(num_ranks)])
+            sizes = np.array(
+                [blocks_of_heads(bank, num_ranks, rank)[head] for rank in range(num_ranks)]
+            )
             held = np.flatnonzero(sizes)
             loads[:, held] += draws.dirichlet(self.concentration * sizes[held], DRAWS) / bank.heads
         return loads
@@ -102,9 +121,12 @@ def drawn(concentration: float) -> RoutingSkew:
     """Dirichlet loads; ValueError where the concentration is not positive."""
     if not concentration > 0:
         raise ValueError(
-            f"a Dirichlet concentration must be above 0, got {concentration:g}; large is even, 1 is very uneven"
+            f"a Dirichlet concentration must be above 0, got {concentration:g}; large is even, 1 "
+            "is very uneven"
         )
-    return RoutingSkew(concentration, source=f"Dirichlet loads of concentration {concentration:g} per expert")
+    return RoutingSkew(
+        concentration, source=f"Dirichlet loads of concentration {concentration:g} per expert"
+    )
 
 
 def recorded_in(run: Path) -> RoutingSkew:
@@ -115,9 +137,15 @@ def recorded_in(run: Path) -> RoutingSkew:
     """
     path = run / "metrics.jsonl" if run.is_dir() else run
     try:
-        lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+        lines = [
+            json.loads(line)
+            for line in path.read_text(encoding="utf-8").splitlines()
+            if line.strip()
+        ]
     except OSError as error:
-        raise ValueError(f"{path}: cannot be read ({error.strerror}); name a run folder or its metrics.jsonl") from None
+        raise ValueError(
+            f"{path}: cannot be read ({error.strerror}); name a run folder or its metrics.jsonl"
+        ) from None
     except ValueError as error:
         raise ValueError(f"{path}: is not JSON lines: {error}") from None
     found: dict[str, list[list[float]]] = {}
@@ -127,6 +155,9 @@ def recorded_in(run: Path) -> RoutingSkew:
             found.setdefault(router, []).extend(load for load in loads if sum(load) > 0)
     recorded = {router: np.array(loads) for router, loads in found.items() if loads}
     if not recorded:
-        raise ValueError(f"{path}: has no expert loads; a run of a model with experts writes them at every logged step")
+        raise ValueError(
+            f"{path}: has no expert loads; a run of a model with experts writes them at every "
+            "logged step"
+        )
     observations = len(next(iter(recorded.values())))
     return RoutingSkew(recorded=recorded, source=f"{observations} loads recorded in {path}")

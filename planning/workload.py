@@ -1,8 +1,10 @@
-"""What a model asks of a machine, per token: weights by where they are used, FLOPs, what the backward pass keeps, what is routed.
+"""What a model asks of a machine, per token: weights by where they are used, FLOPs, what the
+backward pass keeps, what is routed.
 
-Weights and FLOPs are those of model/cost.py. What autograd keeps is not estimated but counted: a forward pass on the meta device
-at three lengths, whose linear part is what every token adds (weights' copies are the constant part; attention scores, which a
-fused kernel keeps no more, the quadratic one). About 0.02 s per depth step.
+Weights and FLOPs are those of model/cost.py. What autograd keeps is not estimated but counted: a
+forward pass on the meta device at three lengths, whose linear part is what every token adds
+(weights' copies are the constant part; attention scores, which a fused kernel keeps no more, the
+quadratic one). About 0.02 s per depth step.
 
 Legend: R repeats of a layer group, H heads, E experts (of one head), K chosen.
 """
@@ -29,12 +31,15 @@ from ..model.routers.soft import SlotMixingConfig
 from ..model.routers.transition import TransitionConfig
 from ..model.transformer import Layer, Transformer
 
-ROUTE_BYTES = 16  # that travel with a row per route: expert, row, target (int32) and gate weight (float32)
+ROUTE_BYTES = (
+    16  # that travel with a row per route: expert, row, target (int32) and gate weight (float32)
+)
 KEPT_PER_ROUTE = 36  # source, expert, target and order (int64) and the gate weight (float32)
 
 _MIXING = (TokenMixingConfig, SlotMixingConfig, TransitionConfig)
 
-# What one travelling row stands for: a token (or sub-token) with all of its routes, one head of it, or one route.
+# What one travelling row stands for: a token (or sub-token) with all of its routes, one head of it,
+# or one route.
 Unit = Literal["row", "head", "route"]
 
 
@@ -54,7 +59,9 @@ class Bank:
     rows: float = 1.0  # per token that choose: sub-tokens, or a mixture's rows
     source: Unit = "row"  # what travels to the experts
     target: Unit = "row"  # and what comes home
-    group_limit: tuple[int, int] | None = None  # (groups of neighbouring experts, so many of them may be chosen from)
+    group_limit: tuple[int, int] | None = (
+        None  # (groups of neighbouring experts, so many of them may be chosen from)
+    )
     balanced: bool = False  # by construction
     route_bytes: float = ROUTE_BYTES
 
@@ -99,7 +106,9 @@ class Member:
 
 @dataclass(frozen=True)
 class Workload:
-    """A model, reduced to what costs time, memory and traffic. Quantities are per token unless they are weights."""
+    """A model, reduced to what costs time, memory and traffic. Quantities are per token unless they
+    are weights.
+    """
 
     members: tuple[Member, ...]
     repeats: int  # R
@@ -109,7 +118,9 @@ class Workload:
     d_model: int
     vocab_size: int
     precision: str  # of the products
-    launches: float = 0.0  # operations of a forward pass, which the host must launch, whatever they work on
+    launches: float = (
+        0.0  # operations of a forward pass, which the host must launch, whatever they work on
+    )
 
     @property
     def bytes_per_element(self) -> int:
@@ -138,7 +149,9 @@ class Workload:
     @cached_property
     def dense_parameters(self) -> float:
         """Of everything but the banks."""
-        return self.root_parameters + sum(member.copies * member.dense_parameters for member in self.members)
+        return self.root_parameters + sum(
+            member.copies * member.dense_parameters for member in self.members
+        )
 
     @cached_property
     def expert_parameters(self) -> float:
@@ -151,7 +164,8 @@ class Workload:
             replace(
                 member,
                 banks=tuple(
-                    replace(bank, num_experts=num_experts.get(bank, bank.num_experts)) for bank in member.banks
+                    replace(bank, num_experts=num_experts.get(bank, bank.num_experts))
+                    for bank in member.banks
                 ),
             )
             for member in self.members
@@ -168,7 +182,11 @@ def describe(config: ModelConfig, *, seq_len: int, precision: str = "bfloat16") 
     layers = [cast(Layer, layer) for layer in model.group]
     alike = Counter(_member(config, layer, seq_len) for layer in layers)
     members = tuple(replace(member, copies=copies) for member, copies in alike.items())
-    unused_positions = (longer.max_positions - config.max_positions) * config.d_model * (config.positions == "learned")
+    unused_positions = (
+        (longer.max_positions - config.max_positions)
+        * config.d_model
+        * (config.positions == "learned")
+    )
     root = _numel(model) - sum(map(_numel, layers)) - unused_positions
     plain = Workload(
         members,
@@ -181,7 +199,9 @@ def describe(config: ModelConfig, *, seq_len: int, precision: str = "bfloat16") 
         precision,
     )
     experts_flops = sum(uses * bank.flops for bank, uses in plain.uses)
-    experts_bytes = sum(uses * kept_by_bank(bank, plain.bytes_per_element) for bank, uses in plain.uses)
+    experts_bytes = sum(
+        uses * kept_by_bank(bank, plain.bytes_per_element) for bank, uses in plain.uses
+    )
     saved_bytes, launches = _count(model, longer, seq_len, precision)
     return replace(
         plain,
@@ -200,12 +220,18 @@ def blocks_of_heads(bank: Bank, num_groups: int, group: int) -> list[float]:
 
 
 def kept_by_bank(bank: Bank, bytes_per_element: int) -> float:
-    """What the kernels keep of a token's routes for the backward pass, on one rank: hidden rows and indices."""
+    """What the kernels keep of a token's routes for the backward pass, on one rank: hidden rows and
+    indices.
+    """
     return bank.routes * (bank.kept_columns * bytes_per_element + KEPT_PER_ROUTE)
 
 
-def _count(model: Transformer, config: ModelConfig, seq_len: int, precision: str) -> tuple[float, int]:
-    """Bytes that autograd keeps for every further token, from sequences once, twice and three times as long; operations."""
+def _count(
+    model: Transformer, config: ModelConfig, seq_len: int, precision: str
+) -> tuple[float, int]:
+    """Bytes that autograd keeps for every further token, from sequences once, twice and three times
+    as long; operations.
+    """
     with _Launches() as launches:
         first = _saved(model, config, seq_len, precision)
     second, third = (_saved(model, config, factor * seq_len, precision) for factor in (2, 3))
@@ -222,13 +248,17 @@ class _Launches(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         returns = func._schema.returns
-        self.count += not any(entry.alias_info is not None and not entry.alias_info.is_write for entry in returns)
+        self.count += not any(
+            entry.alias_info is not None and not entry.alias_info.is_write for entry in returns
+        )
         return func(*args, **(kwargs or {}))
 
 
 def _saved(model: Transformer, config: ModelConfig, seq_len: int, precision: str) -> float:
     """Bytes of all storages that a forward pass keeps, the parameters' own left out."""
-    kept: dict[int, torch.UntypedStorage] = {}  # holding them keeps their numbers from being given again
+    kept: dict[
+        int, torch.UntypedStorage
+    ] = {}  # holding them keeps their numbers from being given again
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
@@ -236,8 +266,15 @@ def _saved(model: Transformer, config: ModelConfig, seq_len: int, precision: str
         return tensor
 
     parameters = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
-    with torch.device("meta"), torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        forward_in(model, getattr(torch, precision), torch.zeros(config.group_sequences, seq_len, dtype=torch.int64))
+    with (
+        torch.device("meta"),
+        torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor),
+    ):
+        forward_in(
+            model,
+            getattr(torch, precision),
+            torch.zeros(config.group_sequences, seq_len, dtype=torch.int64),
+        )
     return sum(storage.nbytes() for number, storage in kept.items() if number not in parameters)
 
 
@@ -252,15 +289,24 @@ def _member(config: ModelConfig, layer: Layer, seq_len: int) -> Member:
 def _feed_forward_bank(config: ModelConfig, layer: SparseFeedForward, seq_len: int) -> Bank:
     router, d_row = config.router, config.d_model // config.sub_tokens
     active = router.active_experts(config.num_experts, seq_len * config.sub_tokens)
-    mixes = isinstance(router, _MIXING)  # then mixtures of rows travel, each to one expert, and not the rows
+    mixes = isinstance(
+        router, _MIXING
+    )  # then mixtures of rows travel, each to one expert, and not the rows
     groups = (getattr(router, "num_groups", 1), getattr(router, "kept_groups", 1))
     columns = columns_of(config.d_expert, config.activation)
     return Bank(
-        "feed_forward", "feed_forward", config.num_experts, 1.0 if mixes else active, d_row, d_row,
+        "feed_forward",
+        "feed_forward",
+        config.num_experts,
+        1.0 if mixes else active,
+        d_row,
+        d_row,
         _numel(layer.sparse) / config.num_experts,
-        columns, rows=config.sub_tokens * (active if mixes else 1.0), group_limit=groups if groups[0] > 1 else None,
+        columns,
+        rows=config.sub_tokens * (active if mixes else 1.0),
+        group_limit=groups if groups[0] > 1 else None,
         balanced=router.promises.balanced,
-    )  # fmt: skip
+    )
 
 
 def _attention_banks(config: ModelConfig, layer: Layer) -> list[Bank]:
@@ -277,18 +323,29 @@ def _linear_bank(config: ModelConfig, name: str, experts: ExpertLinears) -> Bank
     momha = config.attention == "momha"
     narrow: Unit = "route" if momha else "head"  # what stands on the heads' side of the projection
     return Bank(
-        name, "attention" if momha else name, config.num_attention_experts, config.attention_top_k, d_in, d_out,
-        d_in * d_out, d_out if d_out <= d_in else 0, heads=1 if momha else config.num_heads,
-        source=narrow if name == "output" else "row", target="row" if name == "output" else narrow,
-    )  # fmt: skip
+        name,
+        "attention" if momha else name,
+        config.num_attention_experts,
+        config.attention_top_k,
+        d_in,
+        d_out,
+        d_in * d_out,
+        d_out if d_out <= d_in else 0,
+        heads=1 if momha else config.num_heads,
+        source=narrow if name == "output" else "row",
+        target="row" if name == "output" else narrow,
+    )
 
 
 def _numel(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
 
 
-def rounded(workload: Workload, ep: int, *, limit: float = 1.25) -> tuple[Workload, dict[str, int]] | None:
-    """The model with as many experts as `ep` ranks can share equally, and what had to change: kind → experts of a head.
+def rounded(
+    workload: Workload, ep: int, *, limit: float = 1.25
+) -> tuple[Workload, dict[str, int]] | None:
+    """The model with as many experts as `ep` ranks can share equally, and what had to change: kind
+    → experts of a head.
 
     None where a bank has fewer experts than ranks, or would grow beyond `limit`.
     """
@@ -300,4 +357,6 @@ def rounded(workload: Workload, ep: int, *, limit: float = 1.25) -> tuple[Worklo
             return None
         if count != bank.num_experts:
             new[bank] = count
-    return (workload.with_experts(new) if new else workload), {bank.kind: count for bank, count in new.items()}
+    return (workload.with_experts(new) if new else workload), {
+        bank.kind: count for bank, count in new.items()
+    }

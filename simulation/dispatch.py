@@ -1,15 +1,20 @@
-"""Routing on a simulated cluster: real rows through the real dispatcher, every rank a thread, all that travels counted.
+"""Routing on a simulated cluster: real rows through the real dispatcher, every rank a thread, all
+that travels counted.
 
 Flow, for one pass of one sparse layer after the other:
-  1. the caller says what every rank routes (`RoutedCall`): rows, routes, and what one rank would have answered;
-  2. every rank dispatches rows that carry their own address, and notes which route reached which expert: *conservation*, every
-     route once at the rank and the expert that it names. Nothing of this is counted;
-  3. every rank runs the layer, as training runs it: `SparseLayer` with this dispatcher and the rank's own experts. The wire
-     counts; answers are compared with one rank's, bit for bit where the dispatcher promises it (`alltoall`), else up to rounding;
+  1. the caller says what every rank routes (`RoutedCall`): rows, routes, and what one rank would
+     have answered;
+  2. every rank dispatches rows that carry their own address, and notes which route reached which
+     expert: *conservation*, every route once at the rank and the expert that it names. Nothing of
+     this is counted;
+  3. every rank runs the layer, as training runs it: `SparseLayer` with this dispatcher and the
+     rank's own experts. The wire counts; answers are compared with one rank's, bit for bit where
+     the dispatcher promises it (`alltoall`), else up to rounding;
   4. loads and traffic are written down, and the next call is asked for.
 
-The backward pass is not run: it sends the same rows the other way. Experts are views of one model's weights, so 256 ranks hold no
-copies. Cost: about 10 ms per rank and call on one core, more where the rows are many.
+The backward pass is not run: it sends the same rows the other way. Experts are views of one model's
+weights, so 256 ranks hold no copies. Cost: about 10 ms per rank and call on one core, more where
+the rows are many.
 
 Legend: P ranks of the world, E experts, N routes, U source rows.
 """
@@ -34,7 +39,8 @@ from ..model.moe import Dispatcher, SparseLayer
 from ..model.routing import Routes
 from .threads import Wire, run_threads
 
-# Answers may differ from one rank's by so much of the largest: sums are grouped by rank, and rounding is all that may change.
+# Answers may differ from one rank's by so much of the largest: sums are grouped by rank, and
+# rounding is all that may change.
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 3e-2}
 EXACT = ("alltoall", "local")
 
@@ -47,8 +53,12 @@ class Cluster:
     dispatcher: str
     overlap_chunks: int = 1
     ranks_per_node: int | None = None  # None: all on one
-    homes: Mapping[str, Homes] = field(default_factory=dict)  # by layer; others hold contiguous blocks
-    timeout_s: float = 3600.0  # without any exchange: a large model routes for long between two of them
+    homes: Mapping[str, Homes] = field(
+        default_factory=dict
+    )  # by layer; others hold contiguous blocks
+    timeout_s: float = (
+        3600.0  # without any exchange: a large model routes for long between two of them
+    )
 
     def homes_of(self, call: "RoutedCall") -> Homes:
         """Where the experts of a call's layer live within an EP group."""
@@ -75,7 +85,9 @@ class RoutedCall:
 
 @dataclass(frozen=True)
 class CallRecord:
-    """What one call did. Rows and bytes are of the forward pass, there and back; what stays on its rank is left out."""
+    """What one call did. Rows and bytes are of the forward pass, there and back; what stays on its
+    rank is left out.
+    """
 
     step: int
     micro_batch: int
@@ -104,7 +116,9 @@ class CallRecord:
 
 @dataclass(frozen=True)
 class Simulation:
-    """All calls of one dispatcher. Matrices are [from rank, to rank], what a rank keeps on the diagonal."""
+    """All calls of one dispatcher. Matrices are [from rank, to rank], what a rank keeps on the
+    diagonal.
+    """
 
     cluster: Cluster
     dispatcher: str  # the one that "auto" means, where that was asked for
@@ -150,7 +164,9 @@ def name_of(cluster: Cluster) -> str:
     return automatic if cluster.dispatcher == "auto" else cluster.dispatcher
 
 
-def simulate(calls: Iterator[RoutedCall], bank: Callable[[str], nn.Module], cluster: Cluster) -> Simulation:
+def simulate(
+    calls: Iterator[RoutedCall], bank: Callable[[str], nn.Module], cluster: Cluster
+) -> Simulation:
     """Runs every call on all ranks. `bank(layer)` are all experts of a layer, on the CPU.
 
     Raises:
@@ -160,12 +176,18 @@ def simulate(calls: Iterator[RoutedCall], bank: Callable[[str], nn.Module], clus
     stage = _Stage(calls, bank, cluster)
     run_threads(stage.live, cluster.layout.world_size, wire=stage.wire, timeout_s=cluster.timeout_s)
     return Simulation(
-        cluster, stage.dispatcher, tuple(stage.records), stage.rows_PP, stage.bytes_PP, stage.one_per_route_PP
-    )  # fmt: skip
+        cluster,
+        stage.dispatcher,
+        tuple(stage.records),
+        stage.rows_PP,
+        stage.bytes_PP,
+        stage.one_per_route_PP,
+    )
 
 
 def unexplained(fault: BaseException) -> BaseException | None:
-    """What ended a simulated rank, if the fault's words do not tell a user what happened: then its traceback is needed.
+    """What ended a simulated rank, if the fault's words do not tell a user what happened: then its
+    traceback is needed.
 
     They do where ranks disagree about an exchange or wait in vain, or where memory has run out.
     """
@@ -179,8 +201,12 @@ def unexplained(fault: BaseException) -> BaseException | None:
 
 
 def experts_of(experts: nn.Module, homes: Homes, rank: int) -> nn.Module:
-    """Those that live on that rank of an EP group, in the order of its slots; views where they lie together."""
-    held = [homes.expert_S[slot] or 0 for slot in homes.own_slots(rank)]  # any expert may stand in an empty slot
+    """Those that live on that rank of an EP group, in the order of its slots; views where they lie
+    together.
+    """
+    held = [
+        homes.expert_S[slot] or 0 for slot in homes.own_slots(rank)
+    ]  # any expert may stand in an empty slot
     together = held == list(range(held[0], held[0] + len(held))) if held else False
     index: Any = slice(held[0], held[-1] + 1) if together else torch.tensor(held, dtype=torch.int64)
     own = copy.copy(experts)
@@ -192,9 +218,13 @@ def experts_of(experts: nn.Module, homes: Homes, rank: int) -> nn.Module:
 
 
 class _Stage:
-    """What the threads share: the call that is on, a place for every rank's findings, and the books."""
+    """What the threads share: the call that is on, a place for every rank's findings, and the
+    books.
+    """
 
-    def __init__(self, calls: Iterator[RoutedCall], bank: Callable[[str], nn.Module], cluster: Cluster) -> None:
+    def __init__(
+        self, calls: Iterator[RoutedCall], bank: Callable[[str], nn.Module], cluster: Cluster
+    ) -> None:
         self.calls, self.bank, self.cluster = calls, bank, cluster
         self.num_ranks = cluster.layout.world_size
         self.wire = Wire(self.num_ranks)
@@ -242,11 +272,22 @@ class _Stage:
         dtype = call.answers[0].dtype
         self.records.append(
             CallRecord(
-                call.step, call.micro_batch, call.depth, call.layer, call.kind, load_E, load_P, between(self.wire.rows_PP),
-                between(one_per_route_PP), intra, inter, _misrouted(self.arrivals, call), difference,
+                call.step,
+                call.micro_batch,
+                call.depth,
+                call.layer,
+                call.kind,
+                load_E,
+                load_P,
+                between(self.wire.rows_PP),
+                between(one_per_route_PP),
+                intra,
+                inter,
+                _misrouted(self.arrivals, call),
+                difference,
                 agrees=difference <= (0.0 if self.dispatcher in EXACT else TOLERANCE[dtype]),
             )
-        )  # fmt: skip
+        )
         self.rows_PP += self.wire.rows_PP
         self.bytes_PP += self.wire.bytes_PP
         self.one_per_route_PP += one_per_route_PP
@@ -259,19 +300,32 @@ class _Player:
     def __init__(self, stage: _Stage, rank: int) -> None:
         self.stage, self.rank, self.cluster = stage, rank, stage.cluster
         ranks, world = group_of(self.cluster.layout, "ep", rank), dist.group.WORLD
-        group = world if len(ranks) == stage.num_ranks else dist.new_group(ranks, use_local_synchronization=True)
+        group = (
+            world
+            if len(ranks) == stage.num_ranks
+            else dist.new_group(ranks, use_local_synchronization=True)
+        )
         if not isinstance(group, dist.ProcessGroup):
             raise AssertionError(f"simulated rank {rank} is not in its own group {ranks}")
         self.group, self.nodes = group, None
         if stage.dispatcher == "hierarchical":
-            self.nodes = build_node_groups(group, self.cluster.ranks_per_node, timeout_s=self.cluster.timeout_s)
+            self.nodes = build_node_groups(
+                group, self.cluster.ranks_per_node, timeout_s=self.cluster.timeout_s
+            )
         self._dispatchers: dict[str, Dispatcher] = {}
 
     def play(self, call: RoutedCall) -> None:
         """Collective. Leaves what was found on the stage."""
-        stage, rank, dispatcher, homes = self.stage, self.rank, self._dispatcher(call), self.cluster.homes_of(call)
+        stage, rank, dispatcher, homes = (
+            self.stage,
+            self.rank,
+            self._dispatcher(call),
+            self.cluster.homes_of(call),
+        )
         rows, routes, expected = call.rows[rank], call.routes[rank], call.answers[rank]
-        stage.arrivals[rank] = _arrivals(dispatcher, routes, len(rows), rank, homes, self.group.rank())
+        stage.arrivals[rank] = _arrivals(
+            dispatcher, routes, len(rows), rank, homes, self.group.rank()
+        )
         layer = SparseLayer(experts_of(stage.experts, homes, self.group.rank()))  # pyright: ignore[reportArgumentType]
         layer.dispatcher = dispatcher
         stage.wire.widths[rank] = frozenset({rows.shape[1], expected.shape[1]})
@@ -284,9 +338,13 @@ class _Player:
         cluster = self.cluster
         if call.layer not in self._dispatchers:
             self._dispatchers[call.layer] = make_dispatcher(
-                cluster.dispatcher, self.group, overlap_chunks=cluster.overlap_chunks,
-                ranks_per_node=cluster.ranks_per_node, homes=cluster.homes.get(call.layer), nodes=self.nodes,
-            )  # fmt: skip
+                cluster.dispatcher,
+                self.group,
+                overlap_chunks=cluster.overlap_chunks,
+                ranks_per_node=cluster.ranks_per_node,
+                homes=cluster.homes.get(call.layer),
+                nodes=self.nodes,
+            )
         return self._dispatchers[call.layer]
 
 
@@ -296,11 +354,17 @@ class _Player:
 def _arrivals(
     dispatcher: Dispatcher, routes: Routes, num_rows: int, rank: int, homes: Homes, ep_rank: int
 ) -> np.ndarray:
-    """Collective. The routes that reached this rank: (source rank, source row, expert) in one number each."""
-    addresses = torch.stack((torch.full((num_rows,), float(rank)), torch.arange(num_rows).double()), 1)
+    """Collective. The routes that reached this rank: (source rank, source row, expert) in one
+    number each.
+    """
+    addresses = torch.stack(
+        (torch.full((num_rows,), float(rank)), torch.arange(num_rows).double()), 1
+    )
     addresses = addresses.double()  # exact to 2⁵³, and as wide as no row that is counted
     held = [homes.expert_S[slot] for slot in homes.own_slots(ep_rank)]
-    expert_e = torch.tensor([-1 if expert is None else expert for expert in held], dtype=torch.int64)
+    expert_e = torch.tensor(
+        [-1 if expert is None else expert for expert in held], dtype=torch.int64
+    )
     found = []
     for part in dispatcher.dispatch(addresses, routes).parts:
         came, said = part.x_UD, part.routes
@@ -315,8 +379,12 @@ def _address(rank_N: Tensor | int, row_N: Tensor, expert_N: Tensor) -> Tensor:
 
 
 def _misrouted(arrivals: list[np.ndarray], call: RoutedCall) -> int:
-    """How many entries the lists of sent and of arrived routes do not share; a route at a wrong expert counts twice."""
-    expected = [_address(rank, routes.source_N, routes.expert_N) for rank, routes in enumerate(call.routes)]
+    """How many entries the lists of sent and of arrived routes do not share; a route at a wrong
+    expert counts twice.
+    """
+    expected = [
+        _address(rank, routes.source_N, routes.expert_N) for rank, routes in enumerate(call.routes)
+    ]
     sent, sent_times = np.unique(torch.cat(expected).numpy(), return_counts=True)
     came, came_times = np.unique(np.concatenate(arrivals), return_counts=True)
     every = np.union1d(sent, came)
@@ -327,7 +395,9 @@ def _misrouted(arrivals: list[np.ndarray], call: RoutedCall) -> int:
 
 
 def _difference(answers: Tensor, expected: Tensor) -> float:
-    """The largest; none where both are the same infinity or no number, infinite where only one of them is."""
+    """The largest; none where both are the same infinity or no number, infinite where only one of
+    them is.
+    """
     if answers.shape != expected.shape:
         return float("inf")
     differ = (answers != expected) & ~(answers.isnan() & expected.isnan())
@@ -347,9 +417,13 @@ def _faults(record: CallRecord) -> list[str]:
     where = f"step {record.step}, micro-batch {record.micro_batch}, depth step {record.depth}, {record.kind}"
     found = []
     if record.misrouted:
-        found.append(f"{where}: {record.misrouted} routes were lost, doubled, or at the wrong expert")
+        found.append(
+            f"{where}: {record.misrouted} routes were lost, doubled, or at the wrong expert"
+        )
     if not record.agrees:
-        found.append(f"{where}: answers differ from one rank's by {record.difference:.1e} of the largest")
+        found.append(
+            f"{where}: answers differ from one rank's by {record.difference:.1e} of the largest"
+        )
     return found
 
 
@@ -357,7 +431,9 @@ def _faults(record: CallRecord) -> list[str]:
 
 
 def _loads(call: RoutedCall, cluster: Cluster) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Routes per expert and per rank, and rows [from, to] of a dispatcher with a row and an answer for every route."""
+    """Routes per expert and per rank, and rows [from, to] of a dispatcher with a row and an answer
+    for every route.
+    """
     ranks, homes = cluster.layout.world_size, cluster.homes_of(call)
     load_E, there_PP = np.zeros(call.num_experts, np.int64), np.zeros((ranks, ranks), np.int64)
     for rank, routes in enumerate(call.routes):

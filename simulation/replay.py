@@ -1,10 +1,12 @@
 """Recorded routes, dealt out anew: the tokens of one step on any number of ranks.
 
-The micro-batches that the recorded ranks ran side by side make one pass: their tokens, in the order of ranks, are cut into as
-many nearly equal stretches as there are ranks now. A token takes all its routes with it, those of its heads and sub-tokens too,
-and so sits on the same rank in every layer. On as many ranks as were recorded every rank gets what it had.
+The micro-batches that the recorded ranks ran side by side make one pass: their tokens, in the order
+of ranks, are cut into as many nearly equal stretches as there are ranks now. A token takes all its
+routes with it, those of its heads and sub-tokens too, and so sits on the same rank in every layer.
+On as many ranks as were recorded every rank gets what it had.
 
-Mixtures and expert choice have equally many routes for every expert, whatever the tokens: each rank gets its share of them.
+Mixtures and expert choice have equally many routes for every expert, whatever the tokens: each rank
+gets its share of them.
 
 Legend: T tokens, U source rows, N routes, P ranks now.
 """
@@ -39,12 +41,16 @@ def replay(steps: dict[int, list[Path]], num_ranks: int) -> Iterator[DealtCall]:
     for step, files in sorted(steps.items()):
         recorded = [read_rank(path) for path in files]
         for calls in _side_by_side(recorded, step):
-            tokens = [rank.tokens[call.micro_batch] for rank, call in zip(recorded, calls, strict=True)]
+            tokens = [
+                rank.tokens[call.micro_batch] for rank, call in zip(recorded, calls, strict=True)
+            ]
             routes, rows = deal(calls, tokens, num_ranks)
             yield DealtCall(step, calls[0], routes, rows)
 
 
-def _side_by_side(recorded: Sequence[RecordedRank], step: int) -> Iterator[tuple[RecordedCall, ...]]:
+def _side_by_side(
+    recorded: Sequence[RecordedRank], step: int
+) -> Iterator[tuple[RecordedCall, ...]]:
     """The calls that the ranks made together."""
     for calls in zip(*(rank.calls for rank in recorded), strict=False):
         places = {(call.micro_batch, call.layer, call.depth, call.num_experts) for call in calls}
@@ -52,10 +58,14 @@ def _side_by_side(recorded: Sequence[RecordedRank], step: int) -> Iterator[tuple
             raise ValueError(f"step {step}: its ranks recorded different calls: {sorted(places)}")
         yield calls
     if len({len(rank.calls) for rank in recorded}) > 1:
-        raise ValueError(f"step {step}: its ranks recorded {[len(rank.calls) for rank in recorded]} calls")
+        raise ValueError(
+            f"step {step}: its ranks recorded {[len(rank.calls) for rank in recorded]} calls"
+        )
 
 
-def deal(calls: Sequence[RecordedCall], tokens: Sequence[int], num_ranks: int) -> tuple[list[Routes], list[int]]:
+def deal(
+    calls: Sequence[RecordedCall], tokens: Sequence[int], num_ranks: int
+) -> tuple[list[Routes], list[int]]:
     """The routes of every rank, and how many source rows it has.
 
     Args:
@@ -70,7 +80,9 @@ def deal(calls: Sequence[RecordedCall], tokens: Sequence[int], num_ranks: int) -
     joined = _join(calls, tokens)
     ends = cut(joined.num_tokens, num_ranks)
     rank_N = np.searchsorted(ends[1:], joined.token_N, side="right")
-    routes = [_own_routes(joined, rank_N == rank, ends[rank], ends[rank + 1]) for rank in range(num_ranks)]
+    routes = [
+        _own_routes(joined, rank_N == rank, ends[rank], ends[rank + 1]) for rank in range(num_ranks)
+    ]
     return routes, [int(length) * joined.rows_per_token for length in np.diff(ends)]
 
 
@@ -98,20 +110,32 @@ class _Joined:
 def _join(calls: Sequence[RecordedCall], tokens: Sequence[int]) -> _Joined:
     first = calls[0]
     rows, targets = (
-        _per_token([getattr(call, name) for call in calls], tokens) for name in ("num_rows", "num_targets")
+        _per_token([getattr(call, name) for call in calls], tokens)
+        for name in ("num_rows", "num_targets")
     )
     before = np.cumsum([0, *tokens[:-1]])
     sources = [_sources(call) + begin * rows for call, begin in zip(calls, before, strict=True)]
     ends = [_targets(call) + begin * targets for call, begin in zip(calls, before, strict=True)]
     source_N, target_N = np.concatenate(sources), np.concatenate(ends)
     if (source_N // rows != target_N // targets).any():
-        raise ValueError(f"{first.layer}: a recorded route leads from one token to another; it cannot be dealt out")
+        raise ValueError(
+            f"{first.layer}: a recorded route leads from one token to another; it cannot be dealt "
+            "out"
+        )
     rules = {(call.per_source, call.per_target) for call in calls}
     per_source, per_target = rules.pop() if len(rules) == 1 else (0, 0)
     return _Joined(
-        source_N // rows, source_N, target_N, np.concatenate([call.expert_N for call in calls]), sum(tokens), rows, targets,
-        first.num_experts, per_source, per_target,
-    )  # fmt: skip
+        source_N // rows,
+        source_N,
+        target_N,
+        np.concatenate([call.expert_N for call in calls]),
+        sum(tokens),
+        rows,
+        targets,
+        first.num_experts,
+        per_source,
+        per_target,
+    )
 
 
 def _per_token(rows: Sequence[int], tokens: Sequence[int]) -> int:
@@ -132,13 +156,19 @@ def _targets(call: RecordedCall) -> np.ndarray:
 def _own_routes(joined: _Joined, mine_N: np.ndarray, begin: int, end: int) -> Routes:
     """Those of the tokens `begin` … `end`, rows numbered from the first of them."""
     source, target, expert = (
-        torch.from_numpy(values[mine_N]) for values in (joined.source_N, joined.target_N, joined.expert_N)
+        torch.from_numpy(values[mine_N])
+        for values in (joined.source_N, joined.target_N, joined.expert_N)
     )
     return Routes(
-        source - int(begin) * joined.rows_per_token, expert, torch.ones(len(expert)),
-        target - int(begin) * joined.targets_per_token, joined.num_experts, int(end - begin) * joined.targets_per_token,
-        joined.per_source, joined.per_target,
-    )  # fmt: skip
+        source - int(begin) * joined.rows_per_token,
+        expert,
+        torch.ones(len(expert)),
+        target - int(begin) * joined.targets_per_token,
+        joined.num_experts,
+        int(end - begin) * joined.targets_per_token,
+        joined.per_source,
+        joined.per_target,
+    )
 
 
 def _deal_slots(calls: Sequence[RecordedCall], num_ranks: int) -> tuple[list[Routes], list[int]]:
@@ -146,7 +176,10 @@ def _deal_slots(calls: Sequence[RecordedCall], num_ranks: int) -> tuple[list[Rou
     experts = calls[0].num_experts
     shares = np.diff(cut(sum(call.per_expert for call in calls), num_ranks)).tolist()
     if len(set(shares)) == 1 and shares[0]:
-        routes = [slot_routes(experts * share, num_experts=experts, device=torch.device("cpu")) for share in shares]
+        routes = [
+            slot_routes(experts * share, num_experts=experts, device=torch.device("cpu"))
+            for share in shares
+        ]
     else:
         routes = [_uneven_slots(experts, share) for share in shares]
     return routes, [experts * share for share in shares]
@@ -156,4 +189,13 @@ def _uneven_slots(experts: int, share: int) -> Routes:
     """Where the ranks' shares differ no rank knows the others'."""
     row_N = torch.arange(experts * share)
     expert_N = torch.arange(experts).repeat_interleave(share)
-    return Routes(row_N, expert_N, torch.ones(len(row_N)), row_N, experts, len(row_N), per_source=1, per_target=1)
+    return Routes(
+        row_N,
+        expert_N,
+        torch.ones(len(row_N)),
+        row_N,
+        experts,
+        len(row_N),
+        per_source=1,
+        per_target=1,
+    )

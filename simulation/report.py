@@ -1,7 +1,8 @@
-"""`moebius simulate` for people: what was checked, what travelled, who was busy; words, JSON and a picture of the traffic.
+"""`moebius simulate` for people: what was checked, what travelled, who was busy; words, JSON and a
+picture of the traffic.
 
-Traffic is of forward passes, there and back, without what stays on its rank; the backward pass sends as much again. Loads do not
-depend on the dispatcher, so they are shown once.
+Traffic is of forward passes, there and back, without what stays on its rank; the backward pass
+sends as much again. Loads do not depend on the dispatcher, so they are shown once.
 """
 
 from collections.abc import Iterable, Sequence
@@ -20,7 +21,10 @@ from .dispatch import EXACT, CallRecord, Simulation, across_nodes, between, betw
 from .shapes import RankShapes, ShapeRequest
 
 _BARS, _SHADES = "▁▂▃▄▅▆▇█", " ░▒▓█"
-_MOST_BARS, _MOST_SHADES = 128, 32  # ranks whose load is drawn, and that fit into a matrix of characters
+_MOST_BARS, _MOST_SHADES = (
+    128,
+    32,
+)  # ranks whose load is drawn, and that fit into a matrix of characters
 _BARS_OF_A_LINE = 48
 _MOST_STEPS = 9  # factors in a line; all of this fits a terminal of 80 columns
 
@@ -63,15 +67,22 @@ def kinds_of(records: Sequence[CallRecord]) -> list[KindLoad]:
     """Sums over the calls of every kind."""
     found = []
     for kind, own in by_kind(records).items():
-        ranks, experts = ([getattr(record, name) for record in own] for name in ("hottest_rank", "hottest_expert"))
+        ranks, experts = (
+            [getattr(record, name) for record in own] for name in ("hottest_rank", "hottest_expert")
+        )
         load_P = np.sum([record.load_P for record in own], axis=0)
         idle = float(np.mean([(record.load_E == 0).sum() for record in own]))
         found.append(
             KindLoad(
-                kind, len(own), int(load_P.sum()), load_P, (float(np.mean(ranks)), max(ranks)),
-                (float(np.mean(experts)), max(experts)), idle,
+                kind,
+                len(own),
+                int(load_P.sum()),
+                load_P,
+                (float(np.mean(ranks)), max(ranks)),
+                (float(np.mean(experts)), max(experts)),
+                idle,
             )
-        )  # fmt: skip
+        )
     return found
 
 
@@ -105,7 +116,11 @@ def by_kind(records: Sequence[CallRecord]) -> dict[str, list[CallRecord]]:
 
 def show(report: Report) -> Group:
     """Everything that fits a terminal."""
-    parts: list[Any] = [Text(f"{report.title}: {_place(report)}", style="bold"), Text(report.tokens), Text("")]
+    parts: list[Any] = [
+        Text(f"{report.title}: {_place(report)}", style="bold"),
+        Text(report.tokens),
+        Text(""),
+    ]
     parts += [_verdict(report), Text(""), _traffic_table(report), Text(""), _load_table(report)]
     parts += [Text(line) for line in (*_bar_lines(report), *_time_lines(report))]
     if report.layout.world_size <= _MOST_SHADES:
@@ -114,17 +129,24 @@ def show(report: Report) -> Group:
 
 
 def _place(report: Report) -> str:
-    layout, per_node = report.layout, report.first.cluster.ranks_per_node or report.layout.world_size
+    layout, per_node = (
+        report.layout,
+        report.first.cluster.ranks_per_node or report.layout.world_size,
+    )
     groups = layout.num_expert_replicas
     nodes = -(-layout.world_size // per_node)
     sharing = f"{groups} ep groups of {layout.ep}" if groups > 1 else "one ep group"
-    return f"{layout.world_size} ranks, {sharing}, " + (f"{nodes} nodes of {per_node}" if nodes > 1 else "one node")
+    return f"{layout.world_size} ranks, {sharing}, " + (
+        f"{nodes} nodes of {per_node}" if nodes > 1 else "one node"
+    )
 
 
 def _verdict(report: Report) -> Text:
     if report.faults:
         more = len(report.faults) - 5
-        lines = [f"✗ {fault}" for fault in report.faults[:5]] + ([f"✗ and {more} more"] if more > 0 else [])
+        lines = [f"✗ {fault}" for fault in report.faults[:5]] + (
+            [f"✗ and {more} more"] if more > 0 else []
+        )
         return Text("\n".join(lines), style="bold red")
     records = report.first.records
     routes = sum(int(record.load_P.sum()) for record in records)
@@ -148,9 +170,14 @@ def _traffic_table(report: Report) -> Table:
         rows, one_per_route = between(each.rows_PP), between(each.one_per_route_PP)
         intra, inter = across_nodes(each.bytes_PP, per_node)
         table.add_row(
-            each.dispatcher, f"{rows:,}", f"{rows / one_per_route:.0%}" if one_per_route else "–", _mb(intra), _mb(inter),
-            *_pair(each.bytes_PP), *_pair(between_nodes(each.bytes_PP, per_node)),
-        )  # fmt: skip
+            each.dispatcher,
+            f"{rows:,}",
+            f"{rows / one_per_route:.0%}" if one_per_route else "–",
+            _mb(intra),
+            _mb(inter),
+            *_pair(each.bytes_PP),
+            *_pair(between_nodes(each.bytes_PP, per_node)),
+        )
     return table
 
 
@@ -171,9 +198,12 @@ def _load_table(report: Report) -> Table:
     for kind in kinds_of(report.first.records):
         factors = (*kind.hottest_rank, *kind.hottest_expert)
         table.add_row(
-            kind.kind, str(kind.calls), f"{kind.routes:,}", *(f"{value:.2f}" for value in factors),
+            kind.kind,
+            str(kind.calls),
+            f"{kind.routes:,}",
+            *(f"{value:.2f}" for value in factors),
             f"{kind.idle_experts:.1f}",
-        )  # fmt: skip
+        )
     return table
 
 
@@ -183,8 +213,12 @@ def _bar_lines(report: Report) -> list[str]:
     lines = ["", "load by rank"]
     for kind in kinds_of(report.first.records):
         bars = _bars(kind.load_P)
-        pieces = [bars[first : first + _BARS_OF_A_LINE] for first in range(0, len(bars), _BARS_OF_A_LINE)]
-        lines += [f"  {name:<20}{piece}" for name, piece in zip_longest([kind.kind], pieces, fillvalue="")]
+        pieces = [
+            bars[first : first + _BARS_OF_A_LINE] for first in range(0, len(bars), _BARS_OF_A_LINE)
+        ]
+        lines += [
+            f"  {name:<20}{piece}" for name, piece in zip_longest([kind.kind], pieces, fillvalue="")
+        ]
     return lines
 
 
@@ -199,11 +233,16 @@ def _time_lines(report: Report) -> list[str]:
     if len(moments) < 2:
         return []
     numbers = list(moments)
-    shown = np.unique(np.linspace(0, len(numbers) - 1, min(len(numbers), _MOST_STEPS)).round().astype(int))
+    shown = np.unique(
+        np.linspace(0, len(numbers) - 1, min(len(numbers), _MOST_STEPS)).round().astype(int)
+    )
     lines = ["", f"hottest rank by {axis:<6}" + "".join(f" {numbers[index]:>5}" for index in shown)]
     for kind, own in by_kind(report.first.records).items():
         factors = factors_by(own, axis)
-        words = (f" {factors[numbers[index]]:>5.2f}" if numbers[index] in factors else "     –" for index in shown)
+        words = (
+            f" {factors[numbers[index]]:>5.2f}" if numbers[index] in factors else "     –"
+            for index in shown
+        )
         lines.append(f"  {kind:<20}" + "".join(words))
     return lines
 
@@ -214,17 +253,21 @@ def _matrix_lines(simulation: Simulation) -> list[str]:
     most = max(int(matrix.max()), 1)
     level = np.maximum(np.round((len(_SHADES) - 1) * matrix / most), matrix > 0).astype(int)
     lines = ["".join(_SHADES[value] * 2 for value in row) for row in level]
-    title = f"bytes from rank (down) to rank (across), {simulation.dispatcher}; darkest: {_mb(most)} MB"
+    title = (
+        f"bytes from rank (down) to rank (across), {simulation.dispatcher}; darkest: {_mb(most)} MB"
+    )
     return [title, *(f"{rank:>4} {line}" for rank, line in enumerate(lines))]
 
 
 def _legend(report: Report) -> list[str]:
     return [
         "",
-        "rows, MB: forward pass, there and back, all that ranks hand to the network; the backward sends as much again",
+        "rows, MB: forward pass, there and back, all that ranks hand to the network; the backward "
+        "sends as much again",
         "share: of what a dispatcher would send that has a row for every route, and an answer",
         "inside, between: MB inside nodes and between them; pair, nodes: the busiest two",
-        "hottest rank, expert: load over the mean, on average over the calls, and at most; idle: experts without a route",
+        "hottest rank, expert: load over the mean, on average over the calls, and at most; idle: "
+        "experts without a route",
     ]
 
 
@@ -245,14 +288,24 @@ def _mb(number: float) -> str:
 
 
 def plain(report: Report) -> dict[str, Any]:
-    """Everything as JSON knows it; matrices are [from rank][to rank] and have what stays on its rank on the diagonal."""
+    """Everything as JSON knows it; matrices are [from rank][to rank] and have what stays on its
+    rank on the diagonal.
+    """
     layout, cluster = report.layout, report.first.cluster
     return {
-        "title": report.title, "tokens": report.tokens, "world_size": layout.world_size, "ep": layout.ep,
-        "ep_groups": layout.num_expert_replicas, "ranks_per_node": cluster.ranks_per_node, "faults": report.faults,
+        "title": report.title,
+        "tokens": report.tokens,
+        "world_size": layout.world_size,
+        "ep": layout.ep,
+        "ep_groups": layout.num_expert_replicas,
+        "ranks_per_node": cluster.ranks_per_node,
+        "faults": report.faults,
         "experts": [
             {
-                "kind": kind.kind, "calls": kind.calls, "routes": kind.routes, "load_per_rank": kind.load_P.tolist(),
+                "kind": kind.kind,
+                "calls": kind.calls,
+                "routes": kind.routes,
+                "load_per_rank": kind.load_P.tolist(),
                 "hottest_rank": dict(zip(("mean", "most"), kind.hottest_rank, strict=True)),
                 "hottest_expert": dict(zip(("mean", "most"), kind.hottest_expert, strict=True)),
                 "idle_experts": kind.idle_experts,
@@ -260,30 +313,48 @@ def plain(report: Report) -> dict[str, Any]:
             for kind in kinds_of(report.first.records)
         ],
         "dispatchers": [_plain_simulation(each) for each in report.simulations],
-    }  # fmt: skip
+    }
 
 
 def _plain_simulation(simulation: Simulation) -> dict[str, Any]:
     intra, inter = across_nodes(simulation.bytes_PP, simulation.cluster.ranks_per_node)
     return {
-        "dispatcher": simulation.dispatcher, "overlap_chunks": simulation.cluster.overlap_chunks,
-        "exact": simulation.dispatcher in EXACT, "faults": simulation.faults, "rows": between(simulation.rows_PP),
-        "rows_one_per_route": between(simulation.one_per_route_PP), "bytes_intra_node": intra, "bytes_inter_node": inter,
-        "bytes_by_nodes": between_nodes(simulation.bytes_PP, simulation.cluster.ranks_per_node).tolist(),
-        "rows_by_pair": simulation.rows_PP.tolist(), "bytes_by_pair": simulation.bytes_PP.tolist(),
+        "dispatcher": simulation.dispatcher,
+        "overlap_chunks": simulation.cluster.overlap_chunks,
+        "exact": simulation.dispatcher in EXACT,
+        "faults": simulation.faults,
+        "rows": between(simulation.rows_PP),
+        "rows_one_per_route": between(simulation.one_per_route_PP),
+        "bytes_intra_node": intra,
+        "bytes_inter_node": inter,
+        "bytes_by_nodes": between_nodes(
+            simulation.bytes_PP, simulation.cluster.ranks_per_node
+        ).tolist(),
+        "rows_by_pair": simulation.rows_PP.tolist(),
+        "bytes_by_pair": simulation.bytes_PP.tolist(),
         "rows_one_per_route_by_pair": simulation.one_per_route_PP.tolist(),
         "calls": [_plain_call(record) for record in simulation.records],
-    }  # fmt: skip
+    }
 
 
 def _plain_call(record: CallRecord) -> dict[str, Any]:
     return {
-        "step": record.step, "micro_batch": record.micro_batch, "depth": record.depth, "layer": record.layer,
-        "kind": record.kind, "load_per_expert": record.load_E.tolist(), "load_per_rank": record.load_P.tolist(),
-        "hottest_rank": record.hottest_rank, "hottest_expert": record.hottest_expert, "rows": record.rows,
-        "rows_one_per_route": record.rows_one_per_route, "bytes_intra_node": record.bytes_intra_node,
-        "bytes_inter_node": record.bytes_inter_node, "misrouted": record.misrouted, "difference": record.difference,
-    }  # fmt: skip
+        "step": record.step,
+        "micro_batch": record.micro_batch,
+        "depth": record.depth,
+        "layer": record.layer,
+        "kind": record.kind,
+        "load_per_expert": record.load_E.tolist(),
+        "load_per_rank": record.load_P.tolist(),
+        "hottest_rank": record.hottest_rank,
+        "hottest_expert": record.hottest_expert,
+        "rows": record.rows,
+        "rows_one_per_route": record.rows_one_per_route,
+        "bytes_intra_node": record.bytes_intra_node,
+        "bytes_inter_node": record.bytes_inter_node,
+        "misrouted": record.misrouted,
+        "difference": record.difference,
+    }
 
 
 # The picture --------------------------------------------------------------------------------------------------------
@@ -292,7 +363,8 @@ _INK, _LINES = "#22313f", ("#d1495b", "#2e6f95", "#8d6a9f", "#66a182")
 
 
 def draw(report: Report, path: Path) -> Path:
-    """Bytes from rank to rank, and loads over time: rank by step (or depth step), and the hottest rank of every kind.
+    """Bytes from rank to rank, and loads over time: rank by step (or depth step), and the hottest
+    rank of every kind.
 
     Raises:
         ValueError: the file cannot be written.
@@ -307,8 +379,13 @@ def draw(report: Report, path: Path) -> Path:
     _draw_loads(figure, panels["B"], report)
     _draw_factors(panels["C"], report)
     figure.suptitle(
-        f"{report.title}: {_place(report)}", x=0.01, ha="left", fontsize=13, fontweight="bold", color=_INK
-    )  # fmt: skip
+        f"{report.title}: {_place(report)}",
+        x=0.01,
+        ha="left",
+        fontsize=13,
+        fontweight="bold",
+        color=_INK,
+    )
     try:
         figure.savefig(path)
     except (OSError, ValueError) as error:
@@ -325,15 +402,21 @@ def _draw_matrix(figure: Any, panel: Any, simulation: Simulation) -> None:
         panel.axvline(edge, color="#7a8793", linewidth=0.7)
     panel.set_xlabel("to rank")
     panel.set_ylabel("from rank")
-    panel.set_title(f"MB between ranks, {simulation.dispatcher}; lines: nodes", fontsize=11, color=_INK)
+    panel.set_title(
+        f"MB between ranks, {simulation.dispatcher}; lines: nodes", fontsize=11, color=_INK
+    )
     figure.colorbar(image, ax=panel, fraction=0.046, pad=0.02)
 
 
 def _draw_loads(figure: Any, panel: Any, report: Report) -> None:
     axis, moments = over_time(report.first.records)
-    loads = np.stack([np.sum([record.load_P for record in own], axis=0) for own in moments.values()], axis=1)
+    loads = np.stack(
+        [np.sum([record.load_P for record in own], axis=0) for own in moments.values()], axis=1
+    )
     relative = loads / np.maximum(loads.mean(0), 1e-30)
-    image = panel.imshow(relative, aspect="auto", cmap="RdBu_r", norm=_around_one(relative), interpolation="nearest")
+    image = panel.imshow(
+        relative, aspect="auto", cmap="RdBu_r", norm=_around_one(relative), interpolation="nearest"
+    )
     _name_moments(panel, axis, list(moments))
     panel.set_ylabel("rank")
     panel.set_title("load over the mean, all experts", fontsize=11, color=_INK)
@@ -353,7 +436,9 @@ def _draw_factors(panel: Any, report: Report) -> None:
     for color, (kind, own) in zip(_LINES, by_kind(report.first.records).items(), strict=False):
         factors = factors_by(own, axis)
         at = [places[number] for number in factors]
-        panel.plot(at, list(factors.values()), "o-", color=color, linewidth=1.8, markersize=4, label=kind)
+        panel.plot(
+            at, list(factors.values()), "o-", color=color, linewidth=1.8, markersize=4, label=kind
+        )
     panel.axhline(1.0, color="#b8c0c8", linewidth=1)
     panel.set_xlim(-0.5, len(places) - 0.5)
     _name_moments(panel, axis, list(moments))
@@ -373,27 +458,57 @@ def _name_moments(panel: Any, axis: str, numbers: list[int]) -> None:
 
 def show_shapes(title: str, request: ShapeRequest, shapes: Sequence[RankShapes]) -> Group:
     """One line per rank."""
-    table = _table("rank", "replica", "shard", "efsdp", "ep", "dense", "experts", "weights", "state", "kept", "GB")
+    table = _table(
+        "rank",
+        "replica",
+        "shard",
+        "efsdp",
+        "ep",
+        "dense",
+        "experts",
+        "weights",
+        "state",
+        "kept",
+        "GB",
+    )
     for found in shapes:
         place, sizes = found.place, found.bytes
         state = sizes["weights"] + sizes["gradients"] + sizes["moments"] + sizes.get("copies", 0)
         table.add_row(
-            f"{found.rank:,}", *(str(getattr(place, axis)) for axis in ("dp_replicate", "dp_shard", "efsdp", "ep")),
-            *map(_mb, (found.dense_parameters, found.expert_parameters, sizes["weights"], state, sizes["kept"])),
+            f"{found.rank:,}",
+            *(str(getattr(place, axis)) for axis in ("dp_replicate", "dp_shard", "efsdp", "ep")),
+            *map(
+                _mb,
+                (
+                    found.dense_parameters,
+                    found.expert_parameters,
+                    sizes["weights"],
+                    state,
+                    sizes["kept"],
+                ),
+            ),
             f"{found.total_bytes / 1e9:.2f}",
-        )  # fmt: skip
+        )
     lines = [f"{title}: {request.layout}, sharding {request.sharding}, {request.precision}"]
     checked = "✓ groups as in the tables, every expert once per ep group, shapes of every tensor and of a forward pass"
     banks = [Text(f"  rank {found.rank:,}: {_bank_words(found)}") for found in shapes]
     words = (
-        "replica, shard: the rank's place on dp_replicate and dp_shard; dense, experts: millions of parameters held;",
+        "replica, shard: the rank's place on dp_replicate and dp_shard; dense, experts: millions "
+        "of parameters held;",
         "in MB: weights; state: with gradients, AdamW's moments and copies in low precision;",
-        f"kept: for the backward pass of {request.micro_batch} × {request.seq_len} tokens, balanced load, no recomputation",
+        f"kept: for the backward pass of {request.micro_batch} × {request.seq_len} tokens, "
+        "balanced load, no recomputation",
     )
     return Group(
-        Text(lines[0], style="bold"), Text(checked, style="green"), Text(""), table, Text(""), *banks, Text(""),
+        Text(lines[0], style="bold"),
+        Text(checked, style="green"),
+        Text(""),
+        table,
+        Text(""),
+        *banks,
+        Text(""),
         *(Text(line, style="dim") for line in words),
-    )  # fmt: skip
+    )
 
 
 def _bank_words(found: RankShapes) -> str:
@@ -409,15 +524,22 @@ def _bank_words(found: RankShapes) -> str:
 def plain_shapes(request: ShapeRequest, shapes: Iterable[RankShapes]) -> dict[str, Any]:
     """Everything as JSON knows it."""
     return {
-        "layout": str(request.layout), "sharding": request.sharding, "precision": request.precision,
+        "layout": str(request.layout),
+        "sharding": request.sharding,
+        "precision": request.precision,
         "ranks": [
             {
-                "rank": found.rank, "place": vars(found.place), "group_sizes": found.group_sizes,
-                "dense_parameters": found.dense_parameters, "expert_parameters": found.expert_parameters,
+                "rank": found.rank,
+                "place": vars(found.place),
+                "group_sizes": found.group_sizes,
+                "dense_parameters": found.dense_parameters,
+                "expert_parameters": found.expert_parameters,
                 "bytes": {**found.bytes, "total": found.total_bytes},
                 "banks": [
                     {
-                        "layer": bank.layer, "experts": list(bank.experts), "shape": list(bank.shape),
+                        "layer": bank.layer,
+                        "experts": list(bank.experts),
+                        "shape": list(bank.shape),
                         "whole": list(bank.whole),
                     }
                     for bank in found.banks
@@ -425,4 +547,4 @@ def plain_shapes(request: ShapeRequest, shapes: Iterable[RankShapes]) -> dict[st
             }
             for found in shapes
         ],
-    }  # fmt: skip
+    }

@@ -1,8 +1,10 @@
-"""What `moebius simulate` is asked: a model or a recorded run, made into calls for the simulated ranks.
+"""What `moebius simulate` is asked: a model or a recorded run, made into calls for the simulated
+ranks.
 
-A model routes tokens (random ones, or a trained run's validation text): every rank's micro-batch goes through the whole model on
-one rank, and what every sparse layer got, how it was routed and what came out is what the simulated ranks must carry and
-reproduce. A recorded run gives the routes alone; rows and gate weights are then drawn, for they do not decide what travels.
+A model routes tokens (random ones, or a trained run's validation text): every rank's micro-batch
+goes through the whole model on one rank, and what every sparse layer got, how it was routed and
+what came out is what the simulated ranks must carry and reproduce. A recorded run gives the routes
+alone; rows and gate weights are then drawn, for they do not decide what travels.
 """
 
 import copy
@@ -45,7 +47,9 @@ Tokens = Callable[[int, int], Tensor]  # (step, rank) → (B, S)
 
 @dataclass(frozen=True)
 class Ranks:
-    """How the ranks are asked for; None: as the configuration or the defaults say. Replicas fill the world."""
+    """How the ranks are asked for; None: as the configuration or the defaults say. Replicas fill
+    the world.
+    """
 
     ep: int | None = None
     world_size: int | None = None
@@ -72,12 +76,14 @@ def make_cluster(config: Config, asked: Ranks, dispatcher: str | None = None) ->
     """The simulated ranks: as asked, else as `mesh` says, else EP groups of 8, 8 ranks to a node.
 
     Raises:
-        ValueError: the sizes do not fit each other or the model's experts, or there are too many for real values.
+        ValueError: the sizes do not fit each other or the model's experts, or there are too many
+            for real values.
     """
     layout, per_node = layout_of(config, asked)
     if layout.world_size > MOST_THREADS:
         raise ValueError(
-            f"{layout.world_size:,} ranks: with real values there may be {MOST_THREADS} at most; --shapes-only looks at single "
+            f"{layout.world_size:,} ranks: with real values there may be {MOST_THREADS} at most; "
+            "--shapes-only looks at single "
             f"ranks of up to {MOST_PRETENDED:,}"
         )
     chunks = asked.overlap_chunks or config.mesh.overlap_chunks
@@ -85,33 +91,50 @@ def make_cluster(config: Config, asked: Ranks, dispatcher: str | None = None) ->
 
 
 def layout_of(config: Config, asked: Ranks) -> tuple[Layout, int]:
-    """The layout, and how many ranks a node has. `asked.ep` takes the place of the mesh's ep and replicas."""
+    """The layout, and how many ranks a node has. `asked.ep` takes the place of the mesh's ep and
+    replicas.
+    """
     mesh = config.mesh
     check_runnable(mesh)
-    ep = asked.ep or (mesh.ep if mesh.ep > 1 else min(DEFAULT_RANKS, asked.world_size or DEFAULT_RANKS))
+    ep = asked.ep or (
+        mesh.ep if mesh.ep > 1 else min(DEFAULT_RANKS, asked.world_size or DEFAULT_RANKS)
+    )
     wanted = MeshConfig(ep=ep, dp_shard=mesh.dp_shard)
     layout = plan_layout(
-        wanted, asked.world_size or (mesh.dp_shard or ep) * (1 if asked.ep else mesh.dp_replicate or 1)
+        wanted,
+        asked.world_size or (mesh.dp_shard or ep) * (1 if asked.ep else mesh.dp_replicate or 1),
     )
     check_experts(layout, _experts(config.model))
-    per_node = asked.ranks_per_node or (_NODE if layout.world_size % _NODE == 0 else layout.world_size)
+    per_node = asked.ranks_per_node or (
+        _NODE if layout.world_size % _NODE == 0 else layout.world_size
+    )
     if layout.world_size % per_node:
-        raise ValueError(f"--ranks-per-node {per_node} does not divide the {layout.world_size} ranks")
+        raise ValueError(
+            f"--ranks-per-node {per_node} does not divide the {layout.world_size} ranks"
+        )
     return layout, per_node
 
 
-def shape_request(config: Config, asked: Ranks, dispatcher: str | None = None) -> tuple[ShapeRequest, str | None]:
-    """What `--shapes-only` builds, and why training would refuse it on that world (None: it would not).
+def shape_request(
+    config: Config, asked: Ranks, dispatcher: str | None = None
+) -> tuple[ShapeRequest, str | None]:
+    """What `--shapes-only` builds, and why training would refuse it on that world (None: it would
+    not).
 
     Raises:
         ValueError: the sizes do not fit each other or the model's experts.
     """
     if config.mesh.replicas:
         raise ValueError(
-            f"mesh.replicas={config.mesh.replicas}: --shapes-only builds no slots for copies of experts; leave mesh.replicas out"
+            f"mesh.replicas={config.mesh.replicas}: --shapes-only builds no slots for copies of "
+            "experts; leave mesh.replicas out"
         )
     layout, per_node = layout_of(config, asked)
-    changes = {"ep": layout.ep, "dp_replicate": None, **({"dispatcher": dispatcher} if dispatcher else {})}
+    changes = {
+        "ep": layout.ep,
+        "dp_replicate": None,
+        **({"dispatcher": dispatcher} if dispatcher else {}),
+    }
     mesh = config.mesh.model_copy(update=changes)
     try:
         config.model_copy(update={"mesh": mesh}).check_world(layout.world_size)
@@ -120,9 +143,16 @@ def shape_request(config: Config, asked: Ranks, dispatcher: str | None = None) -
         refusal = str(error)
     chunks = asked.overlap_chunks or mesh.overlap_chunks
     return ShapeRequest(
-        config.model, layout, mesh.dispatcher, mesh.sharding, config.train.precision, config.data.seq_len,
-        config.train.micro_batch, per_node, chunks,
-    ), refusal  # fmt: skip
+        config.model,
+        layout,
+        mesh.dispatcher,
+        mesh.sharding,
+        config.train.precision,
+        config.data.seq_len,
+        config.train.micro_batch,
+        per_node,
+        chunks,
+    ), refusal
 
 
 def _experts(model: ModelConfig) -> dict[str, int]:
@@ -150,7 +180,9 @@ class Placement:
         return len(next(iter(self.homes.values())).slots_P)
 
 
-def find_placement(run_dir: Path | None, asked: str | None, *, default: int | None = None) -> Placement | None:
+def find_placement(
+    run_dir: Path | None, asked: str | None, *, default: int | None = None
+) -> Placement | None:
     """What `--homes` asks for; None: contiguous blocks.
 
     Args:
@@ -166,16 +198,24 @@ def find_placement(run_dir: Path | None, asked: str | None, *, default: int | No
     if asked is not None and not asked.isdecimal():
         raise ValueError(f"--homes {asked}: write the step of a checkpoint, or {CONTIGUOUS}")
     if run_dir is None:
-        raise ValueError(f"--homes {asked}: fresh weights have no checkpoint; name a run folder, or --trace RUN")
+        raise ValueError(
+            f"--homes {asked}: fresh weights have no checkpoint; name a run folder, or --trace RUN"
+        )
     meta = read_meta(find_checkpoint(run_dir, default if asked is None else int(asked)))
-    homes = {name: Homes.from_dict(bank["homes"]) for name, bank in meta.meta.get("experts", {}).items()}
+    homes = {
+        name: Homes.from_dict(bank["homes"]) for name, bank in meta.meta.get("experts", {}).items()
+    }
     if not homes and asked is not None:
-        raise ValueError(f"--homes {asked}: {run_dir.name} moved no experts up to there (mesh.rebalance_every was 0)")
+        raise ValueError(
+            f"--homes {asked}: {run_dir.name} moved no experts up to there (mesh.rebalance_every "
+            "was 0)"
+        )
     return Placement(meta.step, homes, asked is not None) if homes else None
 
 
 def place(cluster: Cluster, placement: Placement | None) -> Cluster:
-    """The same ranks with the experts there; in contiguous blocks where it was made for other EP groups.
+    """The same ranks with the experts there; in contiguous blocks where it was made for other EP
+    groups.
 
     Raises:
         ValueError: it was, but is wanted.
@@ -186,7 +226,8 @@ def place(cluster: Cluster, placement: Placement | None) -> Cluster:
         return replace(cluster, homes=placement.homes)
     if placement.wanted:
         raise ValueError(
-            f"--homes {placement.step}: its experts are spread over {placement.ep} ranks, and not over {cluster.layout.ep}; "
+            f"--homes {placement.step}: its experts are spread over {placement.ep} ranks, and not "
+            f"over {cluster.layout.ep}; "
             f"use --ep {placement.ep}, or --homes {CONTIGUOUS}"
         )
     return cluster
@@ -196,8 +237,16 @@ def _homes_words(config: Config, cluster: Cluster, placement: Placement | None) 
     """Nothing where no run has ever moved an expert."""
     if cluster.homes and placement is not None:
         return f"; experts where they were at step {placement.step}"
-    unused = f" (those of step {placement.step} are for ep {placement.ep})" if placement is not None else ""
-    return f"; experts in contiguous blocks, none moved{unused}" if config.mesh.rebalance_every or unused else ""
+    unused = (
+        f" (those of step {placement.step} are for ep {placement.ep})"
+        if placement is not None
+        else ""
+    )
+    return (
+        f"; experts in contiguous blocks, none moved{unused}"
+        if config.mesh.rebalance_every or unused
+        else ""
+    )
 
 
 # Sources ------------------------------------------------------------------------------------------------------------
@@ -205,7 +254,9 @@ def _homes_words(config: Config, cluster: Cluster, placement: Placement | None) 
 
 @dataclass(frozen=True)
 class Source:
-    """Where calls come from: as often as they are asked for, the same ones, for any number of ranks."""
+    """Where calls come from: as often as they are asked for, the same ones, for any number of
+    ranks.
+    """
 
     title: str
     config: Config
@@ -222,17 +273,29 @@ def run(source: Source, asked: Ranks, dispatchers: Sequence[str | None]) -> Repo
         ValueError: the request cannot be carried out.
         RankFailed: an exchange failed.
     """
-    clusters = [place(make_cluster(source.config, asked, each), source.placement) for each in dispatchers]
-    found = [simulate(source.calls(cluster.layout.world_size), source.bank, cluster) for cluster in clusters]
+    clusters = [
+        place(make_cluster(source.config, asked, each), source.placement) for each in dispatchers
+    ]
+    found = [
+        simulate(source.calls(cluster.layout.world_size), source.bank, cluster)
+        for cluster in clusters
+    ]
     words = source.tokens(clusters[0]) + _homes_words(source.config, clusters[0], source.placement)
     return Report(source.title, words, tuple(found))
 
 
 def source_of_model(
-    title: str, config: Config, trained: Transformer | None, *, tokens_per_rank: int, steps: int, seed: int,
+    title: str,
+    config: Config,
+    trained: Transformer | None,
+    *,
+    tokens_per_rank: int,
+    steps: int,
+    seed: int,
     placement: Placement | None = None,
-) -> Source:  # fmt: skip
-    """A model that routes tokens itself: a trained one its validation text, a fresh one random tokens.
+) -> Source:
+    """A model that routes tokens itself: a trained one its validation text, a fresh one random
+    tokens.
 
     Raises:
         ValueError: the router cannot take so few tokens, or the text cannot be read.
@@ -255,7 +318,9 @@ def source_of_model(
     return Source(title, config, words, bank_of_model(model, precision), calls, placement)
 
 
-def source_of_trace(run_dir: Path, *, steps: int | None, seed: int, homes: str | None = None) -> Source:
+def source_of_trace(
+    run_dir: Path, *, steps: int | None, seed: int, homes: str | None = None
+) -> Source:
     """A recorded run's routes; `homes` as for `find_placement`.
 
     Raises:
@@ -265,20 +330,26 @@ def source_of_trace(run_dir: Path, *, steps: int | None, seed: int, homes: str |
     _check_seed(seed)
     config = config_of_run(run_dir)
     files, precision = chosen_steps(recorded_steps(run_dir), steps), config.train.precision
-    bank = bank_of_config(config.model, precision, backend=config.kernels.name, seed=config.train.seed)
+    bank = bank_of_config(
+        config.model, precision, backend=config.kernels.name, seed=config.train.seed
+    )
     then = len(files[min(files)])
     tokens = sum(read_rank(files[min(files)][0]).tokens) * then
 
     def words(cluster: Cluster) -> str:
         recorded = (
-            f"{len(files)} recorded steps, {min(files)} to {max(files)}," if len(files) > 1 else f"step {min(files)}"
+            f"{len(files)} recorded steps, {min(files)} to {max(files)},"
+            if len(files) > 1
+            else f"step {min(files)}"
         )
         return f"{recorded} of {tokens:,} tokens; ranks: {then} then, {cluster.layout.world_size} now; {precision}"
 
     def calls(num_ranks: int) -> Iterator[RoutedCall]:
         return calls_of_trace(files, bank, precision, num_ranks, seed)
 
-    return Source(f"trace of {run_dir.name}", config, words, bank, calls, find_placement(run_dir, homes))
+    return Source(
+        f"trace of {run_dir.name}", config, words, bank, calls, find_placement(run_dir, homes)
+    )
 
 
 def config_of_run(run_dir: Path) -> Config:
@@ -317,14 +388,17 @@ def random_tokens(config: Config, batch: int, length: int, *, seed: int, num_ran
 
 
 def text_tokens(config: Config, batch: int, length: int, *, seed: int, num_ranks: int) -> Tokens:
-    """The validation rows of a run's data from row `seed` on, from the beginning again after the last.
+    """The validation rows of a run's data from row `seed` on, from the beginning again after the
+    last.
 
     Raises:
         ValueError: the data cannot be read.
     """
     reader = RowReader(TokenStore(Path(config.data.directory), "validation"), length)
     if reader.num_rows < 1:
-        raise ValueError(f"{config.data.directory}: its validation split has not one row of {length} tokens")
+        raise ValueError(
+            f"{config.data.directory}: its validation split has not one row of {length} tokens"
+        )
 
     def make(step: int, rank: int) -> Tensor:
         first = seed + ((step - 1) * num_ranks + rank) * batch
@@ -337,7 +411,9 @@ def batch_shape(config: Config, tokens_per_rank: int) -> tuple[int, int]:
     """(B, S): whole groups of sequences, as long as they may be."""
     group = config.model.group_sequences
     if tokens_per_rank < group:
-        raise ValueError(f"--tokens-per-rank {tokens_per_rank}: the router wants groups of {group} sequences")
+        raise ValueError(
+            f"--tokens-per-rank {tokens_per_rank}: the router wants groups of {group} sequences"
+        )
     length = min(config.data.seq_len, tokens_per_rank // group)
     if config.model.sparse_members:
         config.model.router.check_length(length * config.model.sub_tokens)
@@ -351,7 +427,9 @@ def fresh_model(config: Config) -> Transformer:
     return model
 
 
-def calls_of_model(model: Transformer, precision: str, scene: Scene, num_ranks: int) -> Iterator[RoutedCall]:
+def calls_of_model(
+    model: Transformer, precision: str, scene: Scene, num_ranks: int
+) -> Iterator[RoutedCall]:
     """What the model does with the ranks' tokens, call after call."""
     dtype = getattr(torch, precision)
     model.train()
@@ -360,14 +438,24 @@ def calls_of_model(model: Transformer, precision: str, scene: Scene, num_ranks: 
         for calls in zip(*heard, strict=True):
             first = calls[0]
             yield RoutedCall(
-                step, 0, first.depth, first.layer, first.kind, [_held(call.rows_UD) for call in calls],
-                [call.routes for call in calls], [_held(call.answers_TO) for call in calls],
-            )  # fmt: skip
+                step,
+                0,
+                first.depth,
+                first.layer,
+                first.kind,
+                [_held(call.rows_UD) for call in calls],
+                [call.routes for call in calls],
+                [_held(call.answers_TO) for call in calls],
+            )
 
 
 @torch.no_grad()
-def _hear(model: Transformer, dtype: torch.dtype, scene: Scene, step: int, rank: int) -> list[TappedCall]:
-    """One rank's micro-batch through all experts. Routers that sample draw from the micro-batch's own stream."""
+def _hear(
+    model: Transformer, dtype: torch.dtype, scene: Scene, step: int, rank: int
+) -> list[TappedCall]:
+    """One rank's micro-batch through all experts. Routers that sample draw from the micro-batch's
+    own stream.
+    """
     with torch.random.fork_rng(devices=[]), tap(model, with_rows=True) as heard:
         seed_micro_batch(scene.seed, step, rank)
         forward_in(model, dtype, scene.tokens(step, rank))
@@ -386,7 +474,10 @@ def bank_of_model(model: Transformer, precision: str) -> Bank:
 
     def bank(layer: str) -> nn.Module:
         experts = layers[layer].experts
-        values = {name: cast.get(f"{layer}.experts.{name}", value) for name, value in experts.named_parameters()}
+        values = {
+            name: cast.get(f"{layer}.experts.{name}", value)
+            for name, value in experts.named_parameters()
+        }
         return _with(experts, values)
 
     return bank
@@ -405,7 +496,9 @@ def _with(experts: nn.Module, values: dict[str, Tensor]) -> nn.Module:
 
 
 def bank_of_config(config: ModelConfig, precision: str, *, backend: str, seed: int) -> Bank:
-    """Experts with starting values, drawn layer by layer: a recorded routing needs no others, and none of the dense weights."""
+    """Experts with starting values, drawn layer by layer: a recorded routing needs no others, and
+    none of the dense weights.
+    """
     with torch.device("meta"):
         model = Transformer(config, backend=backend)
     layers, dtype, drawn = dict(sparse_layers(model)), getattr(torch, precision), {}
@@ -416,7 +509,9 @@ def bank_of_config(config: ModelConfig, precision: str, *, backend: str, seed: i
         if layer not in drawn:
             experts = layers[layer].experts
             values = {
-                name: draw(f"{layer}.experts.{name}", value, seed).to(value.dtype if name.startswith("b_") else dtype)
+                name: draw(f"{layer}.experts.{name}", value, seed).to(
+                    value.dtype if name.startswith("b_") else dtype
+                )
                 for name, value in experts.named_parameters()
             }
             drawn[layer] = _with(experts, values)
@@ -437,15 +532,22 @@ def calls_of_trace(
     for dealt in replay(steps, num_ranks):
         layer = SparseLayer(bank(dealt.call.layer))  # pyright: ignore[reportArgumentType]
         routes = [_weighted(own, generator) for own in dealt.routes]
-        rows = [torch.randn(count, dealt.call.width_in, generator=generator).to(dtype) for count in dealt.num_rows]
+        rows = [
+            torch.randn(count, dealt.call.width_in, generator=generator).to(dtype)
+            for count in dealt.num_rows
+        ]
         yield _routed(dealt, rows, routes, layer)
 
 
 @torch.no_grad()
-def _routed(dealt: DealtCall, rows: list[Tensor], routes: list[Routes], layer: SparseLayer) -> RoutedCall:
+def _routed(
+    dealt: DealtCall, rows: list[Tensor], routes: list[Routes], layer: SparseLayer
+) -> RoutedCall:
     call = dealt.call
     answers = [layer(own, its) for own, its in zip(rows, routes, strict=True)]
-    return RoutedCall(dealt.step, call.micro_batch, call.depth, call.layer, call.kind, rows, routes, answers)
+    return RoutedCall(
+        dealt.step, call.micro_batch, call.depth, call.layer, call.kind, rows, routes, answers
+    )
 
 
 def _weighted(routes: Routes, generator: torch.Generator) -> Routes:

@@ -1,13 +1,17 @@
-"""One rank of a world of up to 10,240, without the others and without values: does the configuration hold, what does it weigh?
+"""One rank of a world of up to 10,240, without the others and without values: does the
+configuration hold, what does it weigh?
 
-The rank's process groups are made on a pretended world, its model on the meta device as training would build it, sharded where
-the configuration says so. Then it is checked that
+The rank's process groups are made on a pretended world, its model on the meta device as training
+would build it, sharded where the configuration says so. Then it is checked that
   * every group joins the ranks of the layout's tables;
-  * the rank holds of every tensor what the tables say, and all ranks of its ep group together every expert once;
-  * the model with this rank's experts runs: a forward pass of shapes, each rank pretended to receive as many rows as it sends.
+  * the rank holds of every tensor what the tables say, and all ranks of its ep group together every
+    expert once;
+  * the model with this rank's experts runs: a forward pass of shapes, each rank pretended to
+    receive as many rows as it sends.
 
-Memory is exact for weights, gradients and AdamW's moments. What the backward pass keeps is counted on one rank at balanced load
-(workload.py), without recomputation. About 2 s for the first rank of a model of 24 depth steps, less for the next.
+Memory is exact for weights, gradients and AdamW's moments. What the backward pass keeps is counted
+on one rank at balanced load (workload.py), without recomputation. About 2 s for the first rank of a
+model of 24 depth steps, less for the next.
 """
 
 import itertools
@@ -112,21 +116,33 @@ def _shapes_of_rank(request: ShapeRequest, rank: int, kept: int) -> RankShapes:
         mesh = build_mesh(layout, _process(request, rank))
         _check_groups(mesh)
         build: Any = dict(
-            dispatcher=request.dispatcher, backend="segments", seed=0, device=torch.device("meta"), precision=precision,
-            overlap_chunks=request.overlap_chunks, ranks_per_node=request.ranks_per_node,
-        )  # fmt: skip
+            dispatcher=request.dispatcher,
+            backend="segments",
+            seed=0,
+            device=torch.device("meta"),
+            precision=precision,
+            overlap_chunks=request.overlap_chunks,
+            ranks_per_node=request.ranks_per_node,
+        )
         model = build_model(request.model, mesh, sharding=request.sharding, **build)
         _check_parameters(model, layout, rank)
-        unsharded = model if request.sharding == "none" else build_model(request.model, mesh, **build)
+        unsharded = (
+            model if request.sharding == "none" else build_model(request.model, mesh, **build)
+        )
         _check_forward(unsharded, request)
     return _measure(model, request, rank, kept)
 
 
 def _process(request: ShapeRequest, rank: int) -> Process:
     return Process(
-        rank=rank, world_size=request.layout.world_size, local_rank=rank % request.ranks_per_node,
-        device=torch.device("cpu"), backend="fake", timeout_s=DEFAULT_TIMEOUT_S, ranks_per_node=request.ranks_per_node,
-    )  # fmt: skip
+        rank=rank,
+        world_size=request.layout.world_size,
+        local_rank=rank % request.ranks_per_node,
+        device=torch.device("cpu"),
+        backend="fake",
+        timeout_s=DEFAULT_TIMEOUT_S,
+        ranks_per_node=request.ranks_per_node,
+    )
 
 
 # The checks ---------------------------------------------------------------------------------------------------------
@@ -134,18 +150,27 @@ def _process(request: ShapeRequest, rank: int) -> Process:
 
 def _check_groups(mesh: Mesh) -> None:
     for axis in AXES:
-        found, expected = dist.get_process_group_ranks(mesh.group(axis)), group_of(mesh.layout, axis, mesh.rank)
+        found, expected = (
+            dist.get_process_group_ranks(mesh.group(axis)),
+            group_of(mesh.layout, axis, mesh.rank),
+        )
         if found != expected:
-            raise ShapeFault(f"rank {mesh.rank}: its group {axis} joins {found}, the tables say {expected}")
+            raise ShapeFault(
+                f"rank {mesh.rank}: its group {axis} joins {found}, the tables say {expected}"
+            )
 
 
 def _check_parameters(model: Transformer, layout: Layout, rank: int) -> None:
     banks = expert_names(model)
     for name, parameter in model.named_parameters():
         held, local = held_of(parameter), tuple(local_tensor(parameter).shape)
-        sizes = tuple(held.boxes[0].sizes) if held.boxes else None  # None: FSDP had nothing left for this rank
+        sizes = (
+            tuple(held.boxes[0].sizes) if held.boxes else None
+        )  # None: FSDP had nothing left for this rank
         if (0 not in local) if sizes is None else (sizes != local):
-            raise ShapeFault(f"rank {rank}: holds {local} of {name}, its tables say {sizes} of {held.shape}")
+            raise ShapeFault(
+                f"rank {rank}: holds {local} of {name}, its tables say {sizes} of {held.shape}"
+            )
         if name in banks:
             _check_blocks(held.shape[0], layout, name)
             _check_own_experts(held, layout, rank, name)
@@ -156,7 +181,9 @@ def _check_own_experts(held: Held, layout: Layout, rank: int, name: str) -> None
     for box in held.boxes:
         first, end = box.offsets[0], box.offsets[0] + box.sizes[0]
         if not own.start <= first < end <= own.stop:
-            raise ShapeFault(f"rank {rank}: holds the experts {first}-{end - 1} of {name}, its tables say {own}")
+            raise ShapeFault(
+                f"rank {rank}: holds the experts {first}-{end - 1} of {name}, its tables say {own}"
+            )
 
 
 def _check_blocks(num_experts: int, layout: Layout, name: str) -> None:
@@ -198,15 +225,28 @@ def _check_forward(model: Transformer, request: ShapeRequest) -> None:
 def _measure(model: Transformer, request: ShapeRequest, rank: int, kept: int) -> RankShapes:
     banks, layout = expert_names(model), request.layout
     counts = {name: local_tensor(parameter).numel() for name, parameter in model.named_parameters()}
-    dense, experts = (sum(n for name, n in counts.items() if (name in banks) is wanted) for wanted in (False, True))
+    dense, experts = (
+        sum(n for name, n in counts.items() if (name in banks) is wanted)
+        for wanted in (False, True)
+    )
     in_float32 = 4 * (dense + experts)
-    sizes = {"weights": in_float32, "gradients": in_float32, "moments": 2 * in_float32, "kept": kept}
+    sizes = {
+        "weights": in_float32,
+        "gradients": in_float32,
+        "moments": 2 * in_float32,
+        "kept": kept,
+    }
     if request.precision != "float32" and request.sharding == "none":
         sizes["copies"] = 2 * sum(n for name, n in counts.items() if enters_a_product(name))
     return RankShapes(
-        rank, coordinates(layout, rank), {axis: layout.size(axis) for axis in AXES},
-        tuple(_banks(model, layout, rank)), dense, experts, sizes,
-    )  # fmt: skip
+        rank,
+        coordinates(layout, rank),
+        {axis: layout.size(axis) for axis in AXES},
+        tuple(_banks(model, layout, rank)),
+        dense,
+        experts,
+        sizes,
+    )
 
 
 def _banks(model: Transformer, layout: Layout, rank: int) -> list[BankShape]:
@@ -222,5 +262,7 @@ def _banks(model: Transformer, layout: Layout, rank: int) -> list[BankShape]:
 
 def _kept_bytes(request: ShapeRequest) -> int:
     workload = describe(request.model, seq_len=request.seq_len, precision=request.precision)
-    banks = sum(uses * kept_by_bank(bank, workload.bytes_per_element) for bank, uses in workload.uses)
+    banks = sum(
+        uses * kept_by_bank(bank, workload.bytes_per_element) for bank, uses in workload.uses
+    )
     return round(request.micro_batch * request.seq_len * (workload.saved_bytes + banks))

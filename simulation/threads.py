@@ -1,14 +1,17 @@
-"""Many ranks in one process: with real values on threads, or one of up to 10,240 ranks whose others are only pretended.
+"""Many ranks in one process: with real values on threads, or one of up to 10,240 ranks whose others
+are only pretended.
 
-The one module that touches torch's private parts (`torch.testing._internal.distributed` and the thread isolation of its process
-groups). Where a version of torch has them no more, `SimulationUnavailable` says so, and nothing else of the package suffers.
+The one module that touches torch's private parts (`torch.testing._internal.distributed` and the
+thread isolation of its process groups). Where a version of torch has them no more,
+`SimulationUnavailable` says so, and nothing else of the package suffers.
 
     run_threads      every rank is a thread; collectives carry real values. Starting 8 ranks takes 0.2 s, 256 ranks 0.6 s
     pretended_rank   this process is one rank of a world of any size; nobody answers, so only shapes mean something
 
-Everything that a rank hands to a collective passes its `Wire`, which counts rows and bytes for every pair of ranks: measured is
-what travels, whoever sends it and whatever its own counters say. Threads share the process' global state, torch's default
-random generator above all: what a rank draws must come from a generator of its own.
+Everything that a rank hands to a collective passes its `Wire`, which counts rows and bytes for
+every pair of ranks: measured is what travels, whoever sends it and whatever its own counters say.
+Threads share the process' global state, torch's default random generator above all: what a rank
+draws must come from a generator of its own.
 
 Legend: P ranks of the world.
 """
@@ -43,14 +46,18 @@ class SimulationUnavailable(ValueError):
 
 
 class RankFailed(RuntimeError):
-    """A simulated rank raised, or did not come; the first one's error is the cause, and there is none if one did not come."""
+    """A simulated rank raised, or did not come; the first one's error is the cause, and there is
+    none if one did not come.
+    """
 
 
 @dataclass
 class Wire:
-    """Rows and bytes that every rank gave to the network for every rank, itself included. Each rank writes its own line only.
+    """Rows and bytes that every rank gave to the network for every rank, itself included. Each rank
+    writes its own line only.
 
-    A row is a line of a matrix of floats that is as wide as one of the rank's `widths`; all else counts as bytes alone.
+    A row is a line of a matrix of floats that is as wide as one of the rank's `widths`; all else
+    counts as bytes alone.
     """
 
     num_ranks: int
@@ -65,24 +72,34 @@ class Wire:
 
     def clear(self) -> None:
         """Counts from zero again."""
-        self.rows_PP, self.bytes_PP = (np.zeros((self.num_ranks, self.num_ranks), np.int64) for _ in range(2))
+        self.rows_PP, self.bytes_PP = (
+            np.zeros((self.num_ranks, self.num_ranks), np.int64) for _ in range(2)
+        )
 
     def count(self, ranks: Sequence[int], rank: int, sent: Sequence[int], tensor: Tensor) -> None:
-        """`sent[p]` lines of `tensor` go from `rank` to `ranks[p]`; nothing is counted while the rank's wire is closed."""
+        """`sent[p]` lines of `tensor` go from `rank` to `ranks[p]`; nothing is counted while the
+        rank's wire is closed.
+        """
         if not self.is_open[rank]:
             return
         line_bytes = tensor[:1].numel() * tensor.element_size()
         np.add.at(self.bytes_PP[rank], np.asarray(ranks), np.asarray(sent, np.int64) * line_bytes)
-        if tensor.dim() == 2 and tensor.is_floating_point() and tensor.shape[1] in self.widths[rank]:
+        if (
+            tensor.dim() == 2
+            and tensor.is_floating_point()
+            and tensor.shape[1] in self.widths[rank]
+        ):
             np.add.at(self.rows_PP[rank], np.asarray(ranks), np.asarray(sent, np.int64))
 
 
 def run_threads(
     fn: Callable[[int], _T], num_ranks: int, *, wire: Wire | None = None, timeout_s: float = 600.0
 ) -> list[_T]:
-    """fn(rank) on threads that are the ranks of one world, torch's default group; their results by rank.
+    """fn(rank) on threads that are the ranks of one world, torch's default group; their results by
+    rank.
 
-    After `timeout_s` without a rank that enters an exchange or ends, those that still wait count as waiting in vain.
+    After `timeout_s` without a rank that enters an exchange or ends, those that still wait count as
+    waiting in vain.
 
     Raises:
         SimulationUnavailable: this torch has no threaded process group.
@@ -90,7 +107,9 @@ def run_threads(
         RankFailed: a rank raised, or ranks wait for each other in vain; the others are released.
     """
     if not 1 <= num_ranks <= MOST_THREADS:
-        raise ValueError(f"{num_ranks} simulated ranks: with real values there may be 1 to {MOST_THREADS}")
+        raise ValueError(
+            f"{num_ranks} simulated ranks: with real values there may be 1 to {MOST_THREADS}"
+        )
     threaded = _threaded()
     with _one_world:
         return _World(threaded, num_ranks, wire).run(fn, timeout_s)
@@ -98,7 +117,8 @@ def run_threads(
 
 @contextmanager
 def pretended_rank(rank: int, world_size: int) -> Iterator[None]:
-    """This process is `rank` of `world_size` while the context lasts. Its collectives return at once and mean nothing.
+    """This process is `rank` of `world_size` while the context lasts. Its collectives return at
+    once and mean nothing.
 
     Raises:
         SimulationUnavailable: this torch has no fake process group.
@@ -111,7 +131,9 @@ def pretended_rank(rank: int, world_size: int) -> Iterator[None]:
     try:
         from torch.testing._internal.distributed.fake_pg import FakeStore
     except ImportError as error:
-        raise _unavailable("fake process group (torch.testing._internal.distributed.fake_pg)", error) from None
+        raise _unavailable(
+            "fake process group (torch.testing._internal.distributed.fake_pg)", error
+        ) from None
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     try:
         yield
@@ -121,7 +143,8 @@ def pretended_rank(rank: int, world_size: int) -> Iterator[None]:
 
 def _unavailable(what: str, error: Exception) -> SimulationUnavailable:
     return SimulationUnavailable(
-        f"torch {torch.__version__} has no {what}, which simulated ranks need ({error}); install a torch that this project is "
+        f"torch {torch.__version__} has no {what}, which simulated ranks need ({error}); install a "
+        "torch that this project is "
         "tested with (constraints.txt)"
     )
 
@@ -148,7 +171,9 @@ class _World:
     def run(self, fn: Callable[[int], _T], timeout_s: float) -> list[_T]:
         results: list[Any] = [None] * self.num_ranks
         lives = [
-            threading.Thread(target=self._live, args=(rank, fn, results), name=f"rank {rank}", daemon=True)
+            threading.Thread(
+                target=self._live, args=(rank, fn, results), name=f"rank {rank}", daemon=True
+            )
             for rank in range(self.num_ranks)
         ]
         with _isolated(self.threaded, self.wire):
@@ -159,10 +184,13 @@ class _World:
             rank, error = self.failures[0]
             if isinstance(error, ValueError):  # the request was wrong, and its message says so
                 raise error
-            raise RankFailed(f"simulated rank {rank} of {self.num_ranks}: {type(error).__name__}: {error}") from error
+            raise RankFailed(
+                f"simulated rank {rank} of {self.num_ranks}: {type(error).__name__}: {error}"
+            ) from error
         if late:
             raise RankFailed(
-                f"for {timeout_s:g} s nothing moved: the simulated ranks {spell_ranks(late)} still wait for others"
+                f"for {timeout_s:g} s nothing moved: the simulated ranks {spell_ranks(late)} still "
+                "wait for others"
             )
         return results
 
@@ -180,7 +208,9 @@ class _World:
                 dist.destroy_process_group()
 
     def _wait(self, lives: list[threading.Thread], timeout_s: float) -> list[int]:
-        """Joins all. Returns the ranks that had to be released, because for that long none entered a collective or ended."""
+        """Joins all. Returns the ranks that had to be released, because for that long none entered
+        a collective or ended.
+        """
         heard, since = None, time.monotonic()
         for life in lives:
             while life.is_alive():
@@ -220,7 +250,11 @@ def _threaded() -> _Threaded:
         barrier: Any = found._store_based_barrier  # pyright: ignore[reportPrivateImportUsage]
         isolate = torch._C._distributed_c10d._set_thread_isolation_mode  # pyright: ignore[reportAttributeAccessIssue]
         parts = _Threaded(
-            found.ProcessLocalGroup, metered, found._install_threaded_pg, found._uninstall_threaded_pg, isolate
+            found.ProcessLocalGroup,
+            metered,
+            found._install_threaded_pg,
+            found._uninstall_threaded_pg,
+            isolate,
         )
     except (ImportError, AttributeError) as error:
         raise _unavailable("threaded process group as this module knows it", error) from None
@@ -235,7 +269,9 @@ def _threaded() -> _Threaded:
 
 
 class _AllToAll:
-    """What the first rank of a group does for all once they have come. torch's own takes P³ steps: a minute on 256 ranks."""
+    """What the first rank of a group does for all once they have come. torch's own takes P³ steps:
+    a minute on 256 ranks.
+    """
 
     @torch.no_grad()
     def work(self, data: Sequence[tuple[Tensor, Tensor, list[int], list[int]]]) -> None:
@@ -245,7 +281,8 @@ class _AllToAll:
             for source, (piece, expected) in enumerate(zip(came, received, strict=True)):
                 if len(piece) != expected:
                     raise ExchangeMismatch(
-                        f"rank {source} of the group sends {len(piece)} rows to rank {target}, which expects {expected}"
+                        f"rank {source} of the group sends {len(piece)} rows to rank {target}, "
+                        f"which expects {expected}"
                     )
             output.detach().copy_(torch.cat(came))
 
@@ -271,7 +308,9 @@ def _metered(base: Any) -> type:
                 ranks = dist.get_process_group_ranks(self)  # pyright: ignore[reportArgumentType]
                 self.wire.count(ranks, ranks[self.rank()], sent, rows)
 
-    def all_to_all(self: Any, output: Tensor, rows: Tensor, received: Any, sent: Any, *options: Any) -> Any:
+    def all_to_all(
+        self: Any, output: Tensor, rows: Tensor, received: Any, sent: Any, *options: Any
+    ) -> Any:
         equal = [len(rows) // self.size()] * self.size()
         received, sent = list(received or equal), list(sent or equal)
         self.count(rows, sent)
@@ -281,7 +320,11 @@ def _metered(base: Any) -> type:
         return work
 
     # Its name since torch 2.13, and before.
-    setattr(Metered, "all_to_all_single" if hasattr(base, "all_to_all_single") else "alltoall_base", all_to_all)
+    setattr(
+        Metered,
+        "all_to_all_single" if hasattr(base, "all_to_all_single") else "alltoall_base",
+        all_to_all,
+    )
     return Metered
 
 
@@ -295,7 +338,9 @@ def _isolated(threaded: _Threaded, wire: Wire | None) -> Iterator[None]:
     try:
         yield
     finally:
-        sys.excepthook = hook  # every rank has wrapped it to put its number before what this process prints
+        sys.excepthook = (
+            hook  # every rank has wrapped it to put its number before what this process prints
+        )
         threaded.metered.wire = None
         threaded.isolate(False)
         threaded.uninstall()

@@ -1,9 +1,10 @@
-"""What every test shares: one thread per process, reproducible examples, kernels that are compiled already, and a session
-that leaves no process behind.
+"""What every test shares: one thread per process, reproducible examples, kernels that are compiled
+already, and a session that leaves no process behind.
 
-The guard: each process that a test starts inherits a mark in its environment, so an orphan is found as well as a child
-(/proc/*/environ). What still lives when the last test is done is shown with its command line, ended, and the
-session fails. The fork server of world.py is let off: it serves the whole session and ends with this process.
+The guard: each process that a test starts inherits a mark in its environment, so an orphan is found
+as well as a child (/proc/*/environ). What still lives when the last test is done is shown with its
+command line, ended, and the session fails. The fork server of world.py is let off: it serves the
+whole session and ends with this process.
 """
 
 import contextlib
@@ -49,16 +50,22 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
     if left := config.stash.get(LEFT_BEHIND, {}):
         terminalreporter.section("processes left behind by the tests", red=True, bold=True)
         for pid, command in left.items():
             terminalreporter.line(f"{pid}  {command}")
-        terminalreporter.line("the session fails: whoever starts a process ends it (they have been killed now)")
+        terminalreporter.line(
+            "the session fails: whoever starts a process ends it (they have been killed now)"
+        )
 
 
 def _left_behind() -> dict[int, str]:
-    """Living processes of this session but this one and multiprocessing's own two: pid -> command line."""
+    """Living processes of this session but this one and multiprocessing's own two: pid -> command
+    line.
+    """
     fork_server: Any = forkserver._forkserver
     tracker: Any = resource_tracker._resource_tracker
     own = {os.getpid(), fork_server._forkserver_pid, tracker._pid}
@@ -67,7 +74,9 @@ def _left_behind() -> dict[int, str]:
     for entry in Path("/proc").glob("[0-9]*"):
         try:
             if mark in (entry / "environ").read_bytes().split(b"\0") and int(entry.name) not in own:
-                left[int(entry.name)] = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode().strip()
+                left[int(entry.name)] = (
+                    (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode().strip()
+                )
         except (FileNotFoundError, ProcessLookupError, PermissionError):
             continue  # gone meanwhile, or another user's
     return left

@@ -1,4 +1,6 @@
-"""Layers of experts for the dispatchers' tests: scenes that nobody would choose, banks with fixed weights, one-rank results."""
+"""Layers of experts for the dispatchers' tests: scenes that nobody would choose, banks with fixed
+weights, one-rank results.
+"""
 
 from dataclasses import dataclass
 
@@ -34,7 +36,9 @@ SCENES = {
 
 
 def choose(scene: Scene, tokens: int, ranks: int, generator: torch.Generator) -> Tensor:
-    """(tokens, TOP_K) experts; the rank-based choices speak of EP = `ranks` = 4, and stay what they are for others."""
+    """(tokens, TOP_K) experts; the rank-based choices speak of EP = `ranks` = 4, and stay what they
+    are for others.
+    """
     if scene.choice == "first":
         return torch.zeros(tokens, TOP_K, dtype=torch.int64)
     scores = torch.rand(tokens, EXPERTS, generator=generator)
@@ -61,25 +65,42 @@ def parts(scene: Scene, dtype: torch.dtype) -> list[tuple[Tensor, Tensor, Tensor
 class Bank(nn.Module):
     """Perceptrons with the fixed weights of experts `first` and following."""
 
-    def __init__(self, dtype: torch.dtype, first: int, count: int, *, activation: str, bias: bool) -> None:
+    def __init__(
+        self, dtype: torch.dtype, first: int, count: int, *, activation: str, bias: bool
+    ) -> None:
         super().__init__()
         self.dtype, self.activation = dtype, activation
         columns = 2 * HIDDEN if activation == "swiglu" else HIDDEN
         generator = torch.Generator().manual_seed(12)
-        shapes = {"w_up": (WIDTH, columns), "w_down": (HIDDEN, WIDTH), "b_up": (columns,), "b_down": (WIDTH,)}
+        shapes = {
+            "w_up": (WIDTH, columns),
+            "w_down": (HIDDEN, WIDTH),
+            "b_up": (columns,),
+            "b_down": (WIDTH,),
+        }
         for name, shape in shapes.items():
             full = torch.randn(EXPERTS, *shape, generator=generator).to(dtype)
             wanted = bias or name.startswith("w")
-            self.register_parameter(name, nn.Parameter(full[first : first + count].clone()) if wanted else None)
+            self.register_parameter(
+                name, nn.Parameter(full[first : first + count].clone()) if wanted else None
+            )
 
     def forward(self, x: Tensor, routes: Routes) -> Tensor:
         return routed_mlp(
-            x, self.w_up, self.w_down, routes, activation=self.activation, b_up_EF=self.b_up, b_down_EO=self.b_down,
+            x,
+            self.w_up,
+            self.w_down,
+            routes,
+            activation=self.activation,
+            b_up_EF=self.b_up,
+            b_down_EO=self.b_down,
             backend="segments",
-        )  # fmt: skip
+        )
 
 
-def bank(dtype: torch.dtype, first: int = 0, count: int = EXPERTS, *, activation="relu", bias=False) -> Bank:
+def bank(
+    dtype: torch.dtype, first: int = 0, count: int = EXPERTS, *, activation="relu", bias=False
+) -> Bank:
     return Bank(dtype, first, count, activation=activation, bias=bias)
 
 
@@ -91,7 +112,9 @@ def forward_backward(
     return results_of(layer, y, x, weights, grad)
 
 
-def results_of(layer: SparseLayer, y: Tensor, x: Tensor, weights: Tensor, grad: Tensor) -> dict[str, Tensor]:
+def results_of(
+    layer: SparseLayer, y: Tensor, x: Tensor, weights: Tensor, grad: Tensor
+) -> dict[str, Tensor]:
     """The output and all gradients."""
     y.backward(grad)
     assert x.grad is not None

@@ -16,11 +16,19 @@ VOCABULARY = 61
 def tiny_config(name: str, **changes: Any) -> ModelConfig:
     """The recipe's model with small widths and everything that makes it what it is."""
     model = FAMILY[name][1]().model
-    small = {"vocab_size": VOCABULARY, "d_model": 24, "d_head": 6, "d_feed_forward": 20, "d_expert": 8}
+    small = {
+        "vocab_size": VOCABULARY,
+        "d_model": 24,
+        "d_head": 6,
+        "d_feed_forward": 20,
+        "d_expert": 8,
+    }
     return ModelConfig.model_validate(model.model_dump() | small | changes)
 
 
-def tiny_model(name: str, *, dtype: torch.dtype = torch.float32, seed: int = 0, **changes: Any) -> Transformer:
+def tiny_model(
+    name: str, *, dtype: torch.dtype = torch.float32, seed: int = 0, **changes: Any
+) -> Transformer:
     """With starting values."""
     model = Transformer(tiny_config(name, **changes))
     initialise(model, seed)
@@ -29,7 +37,9 @@ def tiny_model(name: str, *, dtype: torch.dtype = torch.float32, seed: int = 0, 
 
 @torch.no_grad()
 def make_uneven(model: Transformer, *, common: float = 1.0, seed: int = 0) -> Transformer:
-    """Opinionated routers on rows with something in common: loads become uneven, capacities overflow, tokens halt anywhere."""
+    """Opinionated routers on rows with something in common: loads become uneven, capacities
+    overflow, tokens halt anywhere.
+    """
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
         if "router" in name or "halting" in name:

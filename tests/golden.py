@@ -110,7 +110,10 @@ class Golden:
                 member, _, rest = name.removeprefix(layers).partition(".")
                 if self.config.attention == "momha":
                     return [(_rename(rest, SUT_NAMES), value)]
-                return [(f"group.{member}.{new}", tensor) for new, tensor in self._translate_part(rest, value)]
+                return [
+                    (f"group.{member}.{new}", tensor)
+                    for new, tensor in self._translate_part(rest, value)
+                ]
         return [(_rename(name, OUTER_NAMES), value)]
 
     def _translate_part(self, part: str, value: Tensor) -> list[tuple[str, Tensor]]:
@@ -134,7 +137,9 @@ def load_golden(name: str) -> Golden:
     """Reads one recorded run, or skips the test where the records are absent."""
     folder = shared_folder()
     if folder is None:
-        pytest.skip("the recorded runs of the official code are not beside the project (set MOEBIUS_SHARED)")
+        pytest.skip(
+            "the recorded runs of the official code are not beside the project (set MOEBIUS_SHARED)"
+        )
     with np.load(Path(folder) / "golden" / f"{name}.npz", allow_pickle=False) as file:
         arrays = {key: file[key] for key in file.files}
     recorded = json.loads(str(arrays.pop("config_json")))
@@ -144,11 +149,18 @@ def load_golden(name: str) -> Golden:
 
 def _release_config(r: dict) -> ModelConfig:
     return ModelConfig(
-        vocab_size=r["n_tokens"], d_model=r["d_model"], num_layers=r["n_layers"], group_size=r["group_size"],
-        num_heads=r["n_heads"], d_head=r["d_head"], num_attention_experts=r["att_n_experts"],
-        attention_top_k=r["att_k"], num_experts=r["ff_n_experts"], router=SigmoidConfig(top_k=r["ff_k"]),
+        vocab_size=r["n_tokens"],
+        d_model=r["d_model"],
+        num_layers=r["n_layers"],
+        group_size=r["group_size"],
+        num_heads=r["n_heads"],
+        d_head=r["d_head"],
+        num_attention_experts=r["att_n_experts"],
+        attention_top_k=r["att_k"],
+        num_experts=r["ff_n_experts"],
+        router=SigmoidConfig(top_k=r["ff_k"]),
         d_expert=r["ff_expert_size"],
-    )  # fmt: skip
+    )
 
 
 def _training_config(r: dict) -> ModelConfig:
@@ -156,28 +168,52 @@ def _training_config(r: dict) -> ModelConfig:
         return _sut_config(r)
     layers, width = r["transformer.encoder_n_layers"], r["state_size"]
     common = {
-        "vocab_size": r["n_tokens"], "d_model": width, "num_layers": layers, "num_heads": r["transformer.n_heads"],
+        "vocab_size": r["n_tokens"],
+        "d_model": width,
+        "num_layers": layers,
+        "num_heads": r["transformer.n_heads"],
         "d_head": r["transformer.head_projection_size"],
-    }  # fmt: skip
+    }
     if r["transformer.variant"] == "preln_rope":
         return ModelConfig(
-            **common, group_size=layers, norm="pre", attention="dense", feed_forward="dense",
+            **common,
+            group_size=layers,
+            norm="pre",
+            attention="dense",
+            feed_forward="dense",
             d_feed_forward=int(width * r["transformer.ff_multiplier"]),
-        )  # fmt: skip
+        )
     return ModelConfig(
-        **common, group_size=r["transformer.universal.group_size"], norm="peri" if r.get("moe.nonorm") else "pre",
-        num_attention_experts=r["moe.att.n_experts"], attention_top_k=r["moe.att.k"], single_expert="gated_experts",
-        num_experts=r["moe.n_experts"], router=SigmoidConfig(top_k=r["pkm.n_heads"]), d_expert=r["moe.expert_size"],
-    )  # fmt: skip
+        **common,
+        group_size=r["transformer.universal.group_size"],
+        norm="peri" if r.get("moe.nonorm") else "pre",
+        num_attention_experts=r["moe.att.n_experts"],
+        attention_top_k=r["moe.att.k"],
+        single_expert="gated_experts",
+        num_experts=r["moe.n_experts"],
+        router=SigmoidConfig(top_k=r["pkm.n_heads"]),
+        d_expert=r["moe.expert_size"],
+    )
 
 
 def _sut_config(r: dict) -> ModelConfig:
     return ModelConfig(
-        vocab_size=r["n_tokens"], d_model=r["state_size"], num_layers=r["transformer.encoder_n_layers"], group_size=1,
-        norm="post", positions="none", attention="momha", num_attention_experts=r["moe.att.n_experts"],
-        attention_top_k=r["moe.att.k"], d_head=r["transformer.head_projection_size"],
-        num_heads=r["moe.att.expert_size"] // r["transformer.head_projection_size"], attention_balance=r["moa.miloss"],
-        num_experts=r["moe.n_experts"], d_expert=r["moe.expert_size"], expert_bias=True, initialisation="sut",
+        vocab_size=r["n_tokens"],
+        d_model=r["state_size"],
+        num_layers=r["transformer.encoder_n_layers"],
+        group_size=1,
+        norm="post",
+        positions="none",
+        attention="momha",
+        num_attention_experts=r["moe.att.n_experts"],
+        attention_top_k=r["moe.att.k"],
+        d_head=r["transformer.head_projection_size"],
+        num_heads=r["moe.att.expert_size"] // r["transformer.head_projection_size"],
+        attention_balance=r["moa.miloss"],
+        num_experts=r["moe.n_experts"],
+        d_expert=r["moe.expert_size"],
+        expert_bias=True,
+        initialisation="sut",
         router=SutConfig(top_k=r["pkm.n_heads"], mi_loss=r["moa.miloss"], mi_sign="as_published"),
         halting=HaltingConfig(loss=r["transformer.act_loss"], loss_sum="all"),
-    )  # fmt: skip
+    )

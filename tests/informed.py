@@ -1,4 +1,6 @@
-"""How much of a router learns from its experts: "gradient reaches every logit" is true of any softmax, and says nothing."""
+"""How much of a router learns from its experts: "gradient reaches every logit" is true of any
+softmax, and says nothing.
+"""
 
 import torch
 from torch import Tensor
@@ -9,7 +11,8 @@ from moebius.model.moe import SparseFeedForward
 def informed_gradient_fraction(feed_forward: SparseFeedForward, x_BSD: Tensor) -> float:
     """Share of (row, expert) logits whose gradient changes when that expert's weights change.
 
-    K/E for softmax top-K without drops, 1 for soft mixtures. Use float64 and evaluation mode: nothing may be drawn at random.
+    K/E for softmax top-K without drops, 1 for soft mixtures. Use float64 and evaluation mode:
+    nothing may be drawn at random.
     """
     generator = torch.Generator().manual_seed(11)
     direction_BSD = torch.randn(x_BSD.shape, generator=generator, dtype=x_BSD.dtype)
@@ -27,14 +30,17 @@ def informed_gradient_fraction(feed_forward: SparseFeedForward, x_BSD: Tensor) -
     return changed / before.numel()
 
 
-def _logit_gradients(feed_forward: SparseFeedForward, x_BSD: Tensor, direction_BSD: Tensor) -> Tensor:
+def _logit_gradients(
+    feed_forward: SparseFeedForward, x_BSD: Tensor, direction_BSD: Tensor
+) -> Tensor:
     """(T, E): d⟨answers, direction⟩ / d logits."""
     y_BSD, routing = feed_forward(x_BSD, x_BSD)
     logits_THA = routing.logits_THA
-    # The reported logits are a view of those that the gate read; only the latter stand between the weights and the answers.
+    # The reported logits are a view of those that the gate read; only the latter stand between the
+    # weights and the answers.
     read = logits_THA if logits_THA._base is None else logits_THA._base
     (gradient,) = torch.autograd.grad((y_BSD * direction_BSD).sum(), read)
     gradient = gradient.contiguous().as_strided(
         logits_THA.shape, logits_THA.stride(), logits_THA.storage_offset()
-    )  # fmt: skip
+    )
     return gradient.flatten(1)

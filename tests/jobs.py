@@ -15,7 +15,9 @@ FAKE_RANK = Path(__file__).parent / "cluster" / "fake_rank.py"
 
 def fake_launch(run_dir: Path, *options: str, **values) -> Launch:
     """A launch whose ranks are fake_rank.py."""
-    return Launch(str(run_dir), command=(sys.executable, str(FAKE_RANK), str(run_dir), *options), **values)
+    return Launch(
+        str(run_dir), command=(sys.executable, str(FAKE_RANK), str(run_dir), *options), **values
+    )
 
 
 def run_here(launch: Launch) -> JobStatus:
@@ -25,7 +27,9 @@ def run_here(launch: Launch) -> JobStatus:
     return read_status(Path(launch.run_dir))
 
 
-def wait_for(condition: Callable[[], object], *, timeout_s: float = 60.0, what: str = "the condition"):
+def wait_for(
+    condition: Callable[[], object], *, timeout_s: float = 60.0, what: str = "the condition"
+):
     """Polls until the condition is true; returns its value."""
     deadline = time.monotonic() + timeout_s
     while not (value := condition()):
@@ -37,7 +41,9 @@ def wait_for(condition: Callable[[], object], *, timeout_s: float = 60.0, what: 
 def wait_for_step(run_dir: Path, step: int, *, timeout_s: float = 60.0) -> JobStatus:
     wait_for((run_dir / JOURNAL).exists, what="the journal")
     return wait_for(
-        lambda: (status := read_status(run_dir)).step is not None and status.step >= step and status,
+        lambda: (
+            (status := read_status(run_dir)).step is not None and status.step >= step and status
+        ),
         timeout_s=timeout_s,
         what=f"step {step} in {run_dir}",
     )
@@ -60,12 +66,18 @@ def rank_pids(run_dir: Path) -> dict[int, int]:
 def agent_pids(run_dir: Path) -> dict[int, int]:
     """Living agent processes of a run: their pid -> the pid of what holds them."""
     found = processes.find(str(run_dir)).items()
-    return {pid: int(environment[processes.PARENT]) for pid, environment in found if "RANK" not in environment}
+    return {
+        pid: int(environment[processes.PARENT])
+        for pid, environment in found
+        if "RANK" not in environment
+    }
 
 
 def assert_nothing_left(run_dir: Path, *, within_s: float = 5.0) -> None:
     wait_for(
-        lambda: not processes.find(str(run_dir)), timeout_s=within_s, what=f"the processes of {run_dir} to be gone"
+        lambda: not processes.find(str(run_dir)),
+        timeout_s=within_s,
+        what=f"the processes of {run_dir} to be gone",
     )
 
 

@@ -1,4 +1,6 @@
-"""Routings that nobody would choose, and how a backend of the doors is compared with the reference: values and all gradients."""
+"""Routings that nobody would choose, and how a backend of the doors is compared with the reference:
+values and all gradients.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -8,9 +10,20 @@ from torch import Tensor
 
 from moebius.kernels.activations import ACTIVATIONS, GATES
 from moebius.kernels.functional import routed_linear, routed_mlp
-from moebius.model.routing import Routes, head_to_token_routes, slot_routes, token_routes, token_to_head_routes
+from moebius.model.routing import (
+    Routes,
+    head_to_token_routes,
+    slot_routes,
+    token_routes,
+    token_to_head_routes,
+)
 
-BIASES = {"no bias": (), "bias up": ("b_up_EF",), "bias down": ("b_down_EO",), "both biases": ("b_up_EF", "b_down_EO")}
+BIASES = {
+    "no bias": (),
+    "bias up": ("b_up_EF",),
+    "bias down": ("b_down_EO",),
+    "both biases": ("b_up_EF", "b_down_EO"),
+}
 
 
 @dataclass(frozen=True)
@@ -55,25 +68,38 @@ def _choose(case: Case, generator: torch.Generator) -> Tensor:
 
 
 def head_routes(direction: str, generator: torch.Generator) -> tuple[Routes, int]:
-    """29 tokens and 3 heads, 2 of 5 experts each: SwitchHead's two directions; and the number of source rows."""
+    """29 tokens and 3 heads, 2 of 5 experts each: SwitchHead's two directions; and the number of
+    source rows.
+    """
     tokens, heads, top_k, per_head = 29, 3, 2, 5
     choice = torch.rand(tokens, heads, per_head, generator=generator).argsort(-1)[..., :top_k]
     experts = choice + torch.arange(heads)[:, None] * per_head
     weights = torch.rand(tokens, heads, top_k, generator=generator)
     into_heads = direction == "token to head"
     make = token_to_head_routes if into_heads else head_to_token_routes
-    return make(experts, weights, num_experts=heads * per_head), tokens if into_heads else tokens * heads
+    return make(
+        experts, weights, num_experts=heads * per_head
+    ), tokens if into_heads else tokens * heads
 
 
 def irregular(routes: Routes) -> Routes:
     """The same routes without the rule that says which rows they belong to."""
     return Routes(
-        routes.source_N, routes.expert_N, routes.weight_N, routes.target_N, routes.num_experts, routes.num_targets, 0, 0
-    )  # fmt: skip
+        routes.source_N,
+        routes.expert_N,
+        routes.weight_N,
+        routes.target_N,
+        routes.num_experts,
+        routes.num_targets,
+        0,
+        0,
+    )
 
 
 def equal_counts(kind: str) -> tuple[Routes, int]:
-    """Routes of 5 experts with 6 each, in the order of their experts; and the number of source rows."""
+    """Routes of 5 experts with 6 each, in the order of their experts; and the number of source
+    rows.
+    """
     if kind == "slots":
         return slot_routes(30, num_experts=5, device=torch.device("cpu")), 30
     generator = torch.Generator().manual_seed(14)
@@ -81,7 +107,9 @@ def equal_counts(kind: str) -> tuple[Routes, int]:
     if kind == "two slots of a row":
         rows = torch.arange(15).repeat_interleave(2)
         return Routes(rows, torch.arange(30) // 6, weights, rows, 5, 15, 2, 2, per_expert=6), 15
-    chosen = torch.rand(5, 11, generator=generator).argsort(-1)[:, :6].flatten() % 9  # some rows are not chosen
+    chosen = (
+        torch.rand(5, 11, generator=generator).argsort(-1)[:, :6].flatten() % 9
+    )  # some rows are not chosen
     return Routes(chosen, torch.arange(30) // 6, weights, chosen, 5, 11, 0, 0, per_expert=6), 11
 
 
@@ -95,18 +123,28 @@ class Perceptrons:
     def __call__(self, x: Tensor, w_up: Tensor, w_down: Tensor, *rest, backend: str) -> Tensor:
         *biases, routes = rest
         named = dict(zip(self.biases, biases, strict=True))
-        return routed_mlp(x, w_up, w_down, routes, activation=self.activation, backend=backend, **named)
+        return routed_mlp(
+            x, w_up, w_down, routes, activation=self.activation, backend=backend, **named
+        )
 
     def weights(self, case: Case, generator: torch.Generator) -> list[Tensor]:
         """Of a bank whose output is one column wider than its input."""
         columns = case.d_hidden * (2 if self.activation in GATES else 1)
         shapes = {"b_up_EF": (columns,), "b_down_EO": (case.d_in + 1,)}
-        all_shapes = [(case.d_in, columns), (case.d_hidden, case.d_in + 1), *(shapes[name] for name in self.biases)]
+        all_shapes = [
+            (case.d_in, columns),
+            (case.d_hidden, case.d_in + 1),
+            *(shapes[name] for name in self.biases),
+        ]
         return [torch.randn(case.experts, *shape, generator=generator) for shape in all_shapes]
 
 
-def away_from_the_kink(x: Tensor, weights: Sequence[Tensor], door: Perceptrons) -> tuple[Tensor, list[Tensor]]:
-    """Positive inputs and columns of one sign: rounding then never flips a ReLU, which would be no error of the kernel."""
+def away_from_the_kink(
+    x: Tensor, weights: Sequence[Tensor], door: Perceptrons
+) -> tuple[Tensor, list[Tensor]]:
+    """Positive inputs and columns of one sign: rounding then never flips a ReLU, which would be no
+    error of the kernel.
+    """
     w_up, *rest = weights
     signs = torch.ones(w_up.shape[2])
     signs[::3] = -1
@@ -117,8 +155,13 @@ def away_from_the_kink(x: Tensor, weights: Sequence[Tensor], door: Perceptrons) 
 
 
 def values_and_gradients(
-    door: Callable[..., Tensor], x: Tensor, weights: Sequence[Tensor], routes: Routes, grad: Tensor, backend: str
-) -> list[Tensor]:  # fmt: skip
+    door: Callable[..., Tensor],
+    x: Tensor,
+    weights: Sequence[Tensor],
+    routes: Routes,
+    grad: Tensor,
+    backend: str,
+) -> list[Tensor]:
     """The answer, and the gradients of x, the weights and the gate weights."""
     leaves = [value.detach().clone().requires_grad_() for value in (x, *weights, routes.weight_N)]
     y = door(*leaves[:-1], routes.with_weights(leaves[-1]), backend=backend)
@@ -127,11 +170,15 @@ def values_and_gradients(
 
 def expected_and_grad(
     door: Callable[..., Tensor], x: Tensor, weights: Sequence[Tensor], routes: Routes
-) -> tuple[list[Tensor], Tensor]:  # fmt: skip
-    """The reference's answer and gradients in float64, and the gradient of the answer that they are for."""
+) -> tuple[list[Tensor], Tensor]:
+    """The reference's answer and gradients in float64, and the gradient of the answer that they are
+    for.
+    """
     exact = [value.double() for value in (x, *weights)]
     d_out = weights[1 if len(weights) > 1 else 0].shape[2]
-    grad = torch.randint(-3, 4, (routes.num_targets, d_out), generator=torch.Generator().manual_seed(5)).to(x.dtype)
+    grad = torch.randint(
+        -3, 4, (routes.num_targets, d_out), generator=torch.Generator().manual_seed(5)
+    ).to(x.dtype)
     routes = routes.with_weights(routes.weight_N.double())
     return values_and_gradients(door, exact[0], exact[1:], routes, grad, "reference"), grad
 
@@ -143,26 +190,47 @@ def on_device(routes: Routes, device: str) -> Routes:
 
 
 def check(
-    door: Callable[..., Tensor], x: Tensor, weights: Sequence[Tensor], routes: Routes, tolerance: float, backend: str,
+    door: Callable[..., Tensor],
+    x: Tensor,
+    weights: Sequence[Tensor],
+    routes: Routes,
+    tolerance: float,
+    backend: str,
     device: str = "cpu",
-) -> None:  # fmt: skip
+) -> None:
     """Relative norms: of the answer, and of the gradients of x, every weight and the gate weights."""
     expected, grad = expected_and_grad(door, x, weights, routes)
     own_gate = routes.weight_N.to(torch.promote_types(x.dtype, torch.float32))
     routes = on_device(routes.with_weights(own_gate), device)
     weights = [w.to(device) for w in weights]
-    compare(values_and_gradients(door, x.to(device), weights, routes, grad.to(device), backend), expected, tolerance)
+    compare(
+        values_and_gradients(door, x.to(device), weights, routes, grad.to(device), backend),
+        expected,
+        tolerance,
+    )
 
 
 def check_on_a_gpu(case: Case, backend: str) -> None:
-    """Both doors there in bfloat16: every activation with biases, wide and narrow outputs, with a rule and without."""
+    """Both doors there in bfloat16: every activation with biases, wide and narrow outputs, with a
+    rule and without.
+    """
     for activation in ACTIVATIONS:
-        door, generator = Perceptrons(activation, BIASES["both biases"]), torch.Generator().manual_seed(1)
-        routes, x = make_routes(case, generator), torch.randn(case.tokens, case.d_in, generator=generator)
+        door, generator = (
+            Perceptrons(activation, BIASES["both biases"]),
+            torch.Generator().manual_seed(1),
+        )
+        routes, x = (
+            make_routes(case, generator),
+            torch.randn(case.tokens, case.d_in, generator=generator),
+        )
         x, weights = away_from_the_kink(x, door.weights(case, generator), door)
         x, weights = x.bfloat16(), [w.bfloat16() for w in weights]
         narrow_rows = x[:, :1].repeat(1, weights[0].shape[2])
-        calls = ((door, x, weights), (routed_linear, x, weights[:1]), (routed_linear, narrow_rows, [weights[0].mT]))
+        calls = (
+            (door, x, weights),
+            (routed_linear, x, weights[:1]),
+            (routed_linear, narrow_rows, [weights[0].mT]),
+        )
         for kind in (routes, irregular(routes)):
             for call, rows, leaves in calls:
                 check(call, rows, leaves, kind, 2e-2, backend, device="cuda")
@@ -179,4 +247,6 @@ def compare(ours: Sequence[Tensor], expected: Sequence[Tensor], tolerance: float
 def relative(ours: Tensor, expected: Tensor) -> float:
     """The norm of the difference by that of what is expected."""
     size = expected.double().norm()
-    return ((ours.double().cpu() - expected.double().cpu()).norm() / (size if size > 0 else 1)).item()
+    return (
+        (ours.double().cpu() - expected.double().cpu()).norm() / (size if size > 0 else 1)
+    ).item()

@@ -1,4 +1,6 @@
-"""Bytes that a piece of code leaves behind: what was allocated inside and is still referred to, by whomever."""
+"""Bytes that a piece of code leaves behind: what was allocated inside and is still referred to, by
+whomever.
+"""
 
 from typing import Any
 
@@ -18,7 +20,9 @@ class LiveMemory(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         given = {
-            leaf.untyped_storage()._cdata for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)
+            leaf.untyped_storage()._cdata
+            for leaf in tree_leaves((args, kwargs))
+            if isinstance(leaf, torch.Tensor)
         }
         for leaf in tree_leaves(result):
             if isinstance(leaf, torch.Tensor) and leaf.untyped_storage()._cdata not in given:
@@ -29,4 +33,6 @@ class LiveMemory(TorchDispatchMode):
     @property
     def num_bytes(self) -> int:
         """Now."""
-        return sum(num_bytes for reference, num_bytes in self._seen.values() if not reference.expired())
+        return sum(
+            num_bytes for reference, num_bytes in self._seen.values() if not reference.expired()
+        )

@@ -2,10 +2,11 @@
 
     python tests/mutants.py [--only WORD] [--list]
 
-A mutant is a change that a hand might make: a lost reduction, swapped splits, a sort that is not stable. Each is made in a
-copy of the tracked files, in which the tests that ought to see it are run; they must fail. Before that all of these tests
-must pass in the copy as it is. Exits with 1 if a mutant survives, with 2 if one does not fit the code any more or tests cannot
-be run at all. `tests/test_mutants.py` keeps the list fitting. Takes half a minute to three for each.
+A mutant is a change that a hand might make: a lost reduction, swapped splits, a sort that is not
+stable. Each is made in a copy of the tracked files, in which the tests that ought to see it are
+run; they must fail. Before that all of these tests must pass in the copy as it is. Exits with 1 if
+a mutant survives, with 2 if one does not fit the code any more or tests cannot be run at all.
+`tests/test_mutants.py` keeps the list fitting. Takes half a minute to three for each.
 """
 
 import argparse
@@ -33,21 +34,29 @@ class Mutant:
     tests: tuple[str, ...]
 
 
-DISPATCH, DISPATCHERS = "tests/distributed/dispatch/test_dispatch.py", "tests/distributed/dispatch/test_dispatchers.py"
+DISPATCH, DISPATCHERS = (
+    "tests/distributed/dispatch/test_dispatch.py",
+    "tests/distributed/dispatch/test_dispatchers.py",
+)
 EVERY_KIND = f"{DISPATCHERS}::test_every_dispatcher_equals_one_rank_on_every_kind_of_routes[fp64]"
 ON_FOUR_RANKS = f"{DISPATCH}::test_alltoall_equals_one_rank_bitwise[4]"
-GRADIENTS, CHECKPOINT = "tests/distributed/test_gradients.py", "tests/distributed/checkpoint/test_checkpointer.py"
+GRADIENTS, CHECKPOINT = (
+    "tests/distributed/test_gradients.py",
+    "tests/distributed/checkpoint/test_checkpointer.py",
+)
 SHARDING, MOVING = "tests/train/test_sharding.py", "tests/distributed/placement/test_move.py"
 
 MUTANTS = (
     Mutant(
         "the loss is divided by this rank's sequences, not by all ranks'", "train/loss.py",
-        "output.cross_entropy / (global_sequences * inputs_BS.shape[1])", "output.cross_entropy / inputs_BS.numel()",
+        "output.cross_entropy / (global_sequences * "
+        "inputs_BS.shape[1])", "output.cross_entropy / inputs_BS.numel()",
         ("tests/train/test_parity.py::test_a_step_is_what_the_formulas_say",),
     ),
     Mutant(
         "gradients are averaged, not summed", "distributed/gradients.py",
-        "            bucket.unpack()\n", "            bucket.flat /= dist.get_world_size()\n            bucket.unpack()\n",
+        "            "
+        "bucket.unpack()\n", "            bucket.flat /= dist.get_world_size()\n            bucket.unpack()\n",
         (f"{GRADIENTS}::test_sums_norm_and_clipping_equal_one_process",),
     ),
     Mutant(
@@ -57,7 +66,8 @@ MUTANTS = (
     ),
     Mutant(
         "the norm counts every copy of an expert", "distributed/gradients.py",
-        "held.copy_of(rank) == 0", "True", (f"{GRADIENTS}::test_sums_norm_and_clipping_equal_one_process",),
+        "held.copy_of(rank) == "
+        "0", "True", (f"{GRADIENTS}::test_sums_norm_and_clipping_equal_one_process",),
     ),
     Mutant(
         "what is sent and what is received change places", "distributed/dispatch/exchange.py",
@@ -66,7 +76,8 @@ MUTANTS = (
     ),
     Mutant(
         "the backward pass sends as the forward pass did", "distributed/dispatch/exchange.py",
-        "return AllToAll(self.group, self.received, self.sent)", "return AllToAll(self.group, self.sent, self.received)",
+        "return AllToAll(self.group, self.received, "
+        "self.sent)", "return AllToAll(self.group, self.sent, self.received)",
         (ON_FOUR_RANKS,),
     ),
     Mutant(
@@ -75,7 +86,8 @@ MUTANTS = (
         ("tests/kernels/test_functional.py::test_mlp_equals_the_reference[random-relu-no bias-avx512-float32]",),
     ),
     Mutant(
-        "the last of an odd number of columns is forgotten in bfloat16", "kernels/avx512/avx512.cpp",
+        "the last of an odd number of columns is forgotten in "
+        "bfloat16", "kernels/avx512/avx512.cpp",
         "if (wide * whole < k) {", "if (false) {",
         ("tests/kernels/test_functional.py::test_mlp_equals_the_reference[odd widths-relu-no bias-avx512-bfloat16]",),
     ),
@@ -94,8 +106,10 @@ MUTANTS = (
         "if task != self._task:", "if self._task == -1:", ("tests/kernels/test_gradients.py",),
     ),
     Mutant(
-        "a gate's gradient is taken before the activation in Triton", "kernels/triton/grouped_gemm.py",
-        "d_gate = tl.sum(value * d_hidden, 1)", "d_gate = tl.sum(z * d_hidden, 1)", ("tests/kernels/triton/test_interpreted.py",),
+        "a gate's gradient is taken before the activation in "
+        "Triton", "kernels/triton/grouped_gemm.py",
+        "d_gate = tl.sum(value * d_hidden, "
+        "1)", "d_gate = tl.sum(z * d_hidden, 1)", ("tests/kernels/triton/test_interpreted.py",),
     ),
     Mutant(
         "sorting by expert is not stable", "kernels/permute.py",
@@ -104,52 +118,62 @@ MUTANTS = (
         (ON_FOUR_RANKS, "tests/kernels/test_functional.py"),
     ),
     Mutant(
-        "answers are not brought back into the order of the routes", "distributed/dispatch/alltoall.py",
+        "answers are not brought back into the order of the "
+        "routes", "distributed/dispatch/alltoall.py",
         "sum_rows(rows, home.order_N,", "sum_rows(rows, None,", (ON_FOUR_RANKS,),
     ),
     Mutant(
-        "dedup adds answers up as they came, not by their rows", "distributed/dispatch/dedup_hop.py",
+        "dedup adds answers up as they came, not by their "
+        "rows", "distributed/dispatch/dedup_hop.py",
         "return _sum_by_row(rows_MD, pairs.by_row_M, pairs.first_U)",
         "return _sum_by_row(rows_MD, torch.arange(len(rows_MD)), pairs.first_U)", (EVERY_KIND,),
     ),
     Mutant(
         "dedup takes source rows for target rows", "distributed/dispatch/dedup_hop.py",
-        "self.targets.position(destination_N, routes.target_N)", "self.sources.position(destination_N, routes.source_N)",
+        "self.targets.position(destination_N, "
+        "routes.target_N)", "self.sources.position(destination_N, routes.source_N)",
         (EVERY_KIND,),
     ),
     Mutant(
         "gate weights lose their gradient on the way", "distributed/dispatch/dedup_hop.py",
-        "routes.weight_N.index_select(0, order_N)[:, None]", "routes.weight_N.detach().index_select(0, order_N)[:, None]",
+        "routes.weight_N.index_select(0, order_N)[:, "
+        "None]", "routes.weight_N.detach().index_select(0, order_N)[:, None]",
         (EVERY_KIND,),
     ),
     Mutant(
         "dedup sends one row per route", "distributed/dispatch/dedup_hop.py",
-        "        sources = mask_of(routes.destination_N, routes.source_N, self._num_destinations, routes.num_sources)\n",
-        "        sources = torch.ones(self._num_destinations, routes.num_sources, dtype=torch.bool)\n",
+        "        sources = mask_of(routes.destination_N, routes.source_N, self._num_destinations, "
+        "routes.num_sources)\n",
+        "        sources = torch.ones(self._num_destinations, routes.num_sources, "
+        "dtype=torch.bool)\n",
         (f"{DISPATCHERS}::test_dedup_sends_every_row_once_to_every_rank_that_serves_it_and_not_once_more[token]",),
     ),
     Mutant(
         "a rank that sends and gets nothing stays away", "distributed/dispatch/exchange.py",
         "        sent, came = rows.detach(), rows.new_empty(sum(self.received)",
-        "        if not sum(self.sent) + sum(self.received):\n            return Pending(rows.clone(), None, None)\n"
+        "        if not sum(self.sent) + sum(self.received):\n            return "
+        "Pending(rows.clone(), None, None)\n"
         "        sent, came = rows.detach(), rows.new_empty(sum(self.received)",
         ("tests/distributed/dispatch/test_promises.py::"
          "test_no_rank_stays_away_from_an_exchange_in_which_it_has_nothing_to_say",),
     ),
     Mutant(
-        "what arrives empty leaves the graph, and so this rank leaves the backward exchange", "distributed/dispatch/exchange.py",
+        "what arrives empty leaves the graph, and so this rank leaves the backward "
+        "exchange", "distributed/dispatch/exchange.py",
         "        return self._landed  # pyright",
         "        return self._landed if len(self._landed) else self._landed.detach()  # pyright",
         (ON_FOUR_RANKS,),
     ),
     Mutant(
-        "checks do not compare what is sent with what is expected", "distributed/dispatch/exchange.py",
+        "checks do not compare what is sent with what is "
+        "expected", "distributed/dispatch/exchange.py",
         "if sends[pair] != expects[pair]", "if False",
         (f"{DISPATCHERS}::test_ranks_that_disagree_about_a_split_all_say_so[dedup-1]",),
     ),
     Mutant(
         "checks do not look at the rows", "distributed/dispatch/exchange.py",
-        "wrong = (expected != marks).any(1).nonzero()", "wrong = (expected != expected).any(1).nonzero()",
+        "wrong = (expected != "
+        "marks).any(1).nonzero()", "wrong = (expected != expected).any(1).nonzero()",
         (f"{DISPATCHERS}::test_rows_that_change_under_way_are_noticed_on_all_ranks",),
     ),
     Mutant(
@@ -159,7 +183,8 @@ MUTANTS = (
     ),
     Mutant(
         "checksums of a checkpoint are not compared", "distributed/checkpoint/files.py",
-        "if found != expected.blake2b:", "if False:", (f"{CHECKPOINT}::test_a_flipped_byte_is_found",),
+        "if found != "
+        "expected.blake2b:", "if False:", (f"{CHECKPOINT}::test_a_flipped_byte_is_found",),
     ),
     Mutant(
         "a resumed optimizer forgets how many steps it made", "train/state.py",
@@ -168,7 +193,8 @@ MUTANTS = (
     ),
     Mutant(
         "sharded gradients are not summed over replicas", "distributed/sharding.py",
-        'axes = (axis,) if mesh.layout.dp_replicate == 1 else ("dp_replicate", axis)', "axes = (axis,)",
+        'axes = (axis,) if mesh.layout.dp_replicate == 1 else ("dp_replicate", '
+        'axis)', "axes = (axis,)",
         (f"{SHARDING}::test_sharded_weights_make_the_same_steps[4-mesh1]",),
     ),
     Mutant(
@@ -189,12 +215,15 @@ MUTANTS = (
     ),
     Mutant(
         "copies of an expert keep their own gradients", "distributed/placement/replicas.py",
-        "pending.append(dist.all_reduce(shared.sum_X, group=self._group, async_op=True))", "pending.append(None)",
+        "pending.append(dist.all_reduce(shared.sum_X, group=self._group, "
+        "async_op=True))", "pending.append(None)",
         (f"{MOVING}::test_copies_answer_as_the_one_expert_would[dedup]",),
     ),
     Mutant(
-        "two ranks get each other's boxes of a rewritten checkpoint", "distributed/checkpoint/reshard.py",
-        "for rank, box in mine:", "for (rank, _), (_, box) in zip(mine, reversed(mine), strict=True):",
+        "two ranks get each other's boxes of a rewritten "
+        "checkpoint", "distributed/checkpoint/reshard.py",
+        "for rank, box in "
+        "mine:", "for (rank, _), (_, box) in zip(mine, reversed(mine), strict=True):",
         ("tests/distributed/checkpoint/test_reshard.py::test_the_files_are_those_that_its_ranks_would_have_written[alone-ep4]",),
     ),
 )  # fmt: skip
@@ -207,7 +236,10 @@ def main() -> None:
     options = parser.parse_args()
     chosen = [mutant for mutant in MUTANTS if options.only in mutant.name]
     if options.list or not chosen:
-        print("\n".join(mutant.name for mutant in chosen) or f"no mutant has {options.only!r} in its name")
+        print(
+            "\n".join(mutant.name for mutant in chosen)
+            or f"no mutant has {options.only!r} in its name"
+        )
         raise SystemExit(0 if options.list else 2)
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
         raise SystemExit(try_all(chosen, copy_to(Path(folder) / "moebius")))
@@ -218,7 +250,9 @@ def try_all(mutants: list[Mutant], copy: Path) -> int:
     if misfits := [problem for mutant in mutants if (problem := misfit(mutant, copy))]:
         print("\n".join(misfits))
         return 2
-    if (code := run_tests(sorted({test for mutant in mutants for test in mutant.tests}), copy)) != 0:
+    if (
+        code := run_tests(sorted({test for mutant in mutants for test in mutant.tests}), copy)
+    ) != 0:
         print(f"the tests do not pass without a mutant (exit code {code})")
         return 2
     worst = 0
@@ -228,7 +262,9 @@ def try_all(mutants: list[Mutant], copy: Path) -> int:
         file.write_text(whole.replace(mutant.old, mutant.new), encoding="utf-8")
         code = run_tests(mutant.tests, copy, stop_early=True)
         file.write_text(whole, encoding="utf-8")
-        verdict = {TESTS_FAILED: "killed", 0: "SURVIVED"}.get(code, f"tests cannot be run (exit code {code})")
+        verdict = {TESTS_FAILED: "killed", 0: "SURVIVED"}.get(
+            code, f"tests cannot be run (exit code {code})"
+        )
         worst = max(worst, {TESTS_FAILED: 0, 0: 1}.get(code, 2))
         print(f"{verdict:<9} {mutant.name}  ({time.monotonic() - started:.0f} s)", flush=True)
     print(f"{len(mutants)} mutants: " + ("all killed" if worst == 0 else "see above"))
@@ -238,12 +274,18 @@ def try_all(mutants: list[Mutant], copy: Path) -> int:
 def misfit(mutant: Mutant, root: Path) -> str | None:
     """Why the mutant cannot be made, if it cannot."""
     count = (root / mutant.file).read_text(encoding="utf-8").count(mutant.old)
-    return None if count == 1 else f"{mutant.name}: {mutant.old!r} is {count} times in {mutant.file}, not once"
+    return (
+        None
+        if count == 1
+        else f"{mutant.name}: {mutant.old!r} is {count} times in {mutant.file}, not once"
+    )
 
 
 def copy_to(copy: Path) -> Path:
     """The tracked files as they are now."""
-    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True).stdout
+    listed = subprocess.run(
+        ["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True
+    ).stdout
     for name in filter(None, listed.decode().split("\0")):
         if (ROOT / name).is_file():
             (copy / name).parent.mkdir(parents=True, exist_ok=True)
@@ -268,7 +310,13 @@ def run_tests(tests: tuple[str, ...] | list[str], copy: Path, *, stop_early: boo
     ]
     environment = os.environ | {"PYTHONPATH": str(copy.parent), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        command, cwd=copy, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
+        command,
+        cwd=copy,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     if done.returncode not in (0, TESTS_FAILED) or (done.returncode and not stop_early):
         print(done.stdout[-3000:], done.stderr[-2000:])

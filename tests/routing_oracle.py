@@ -1,4 +1,6 @@
-"""A sparse feed-forward as a loop over rows that anyone believes, and a small one to hold against it."""
+"""A sparse feed-forward as a loop over rows that anyone believes, and a small one to hold against
+it.
+"""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -15,19 +17,34 @@ Gates = list[tuple[int, Tensor]]  # of one row: (expert, gate weight), first cho
 
 
 def make_layer(
-    router: dict[str, Any], *, num_experts: int = 8, skew: float = 0.0, d_expert: int = 12, seed: int = 0
+    router: dict[str, Any],
+    *,
+    num_experts: int = 8,
+    skew: float = 0.0,
+    d_expert: int = 12,
+    seed: int = 0,
 ) -> SparseFeedForward:
-    """A float64 layer. With `skew` the router leans: rows that have much in common ask for the same experts."""
+    """A float64 layer. With `skew` the router leans: rows that have much in common ask for the same
+    experts.
+    """
     config = ModelConfig(
-        d_model=WIDTH, num_experts=num_experts, d_expert=d_expert, router=router, allow_future_leak=True
-    )  # fmt: skip
-    layer = SparseFeedForward(config, Starts("paper", WIDTH, 2, 0.1, False), backend="auto").double()
+        d_model=WIDTH,
+        num_experts=num_experts,
+        d_expert=d_expert,
+        router=router,
+        allow_future_leak=True,
+    )
+    layer = SparseFeedForward(
+        config, Starts("paper", WIDTH, 2, 0.1, False), backend="auto"
+    ).double()
     initialise(layer, seed)
     with torch.no_grad():
         for parameter in layer.router.parameters():
             if skew and parameter.dim() == 2:
                 generator = torch.Generator().manual_seed(seed + 1)
-                parameter += skew * torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+                parameter += skew * torch.randn(
+                    parameter.shape, generator=generator, dtype=torch.float64
+                )
     return layer
 
 
@@ -38,18 +55,27 @@ def rows(batch: int, positions: int, *, common: float = 0.0, seed: int = 0) -> T
     return x_BSD + common * torch.randn(WIDTH, generator=generator, dtype=torch.float64)
 
 
-def slow_layer(layer: SparseFeedForward, x_BSD: Tensor, served: Iterable[tuple[int, int, Tensor]]) -> Tensor:
+def slow_layer(
+    layer: SparseFeedForward, x_BSD: Tensor, served: Iterable[tuple[int, int, Tensor]]
+) -> Tensor:
     """Σ of weight · W_downᵀ relu(W_upᵀ x) over (row, expert, weight)."""
     w_up, w_down = layer.sparse.experts.w_up, layer.sparse.experts.w_down
-    answers = [torch.zeros(x_BSD.shape[2], dtype=x_BSD.dtype) for _ in range(x_BSD.shape[0] * x_BSD.shape[1])]
+    answers = [
+        torch.zeros(x_BSD.shape[2], dtype=x_BSD.dtype)
+        for _ in range(x_BSD.shape[0] * x_BSD.shape[1])
+    ]
     for row, expert, weight in served:
         x_D = x_BSD.flatten(0, 1)[row]
         answers[row] = answers[row] + weight * ((x_D @ w_up[expert]).relu() @ w_down[expert])
     return torch.stack(answers).view_as(x_BSD)
 
 
-def serve(gates: list[Gates], order: list[tuple[int, int]], capacity: int) -> list[tuple[int, int, Tensor]]:
-    """Who finds a place: (row, choice) ask one after the other, and an expert that has `capacity` rows refuses."""
+def serve(
+    gates: list[Gates], order: list[tuple[int, int]], capacity: int
+) -> list[tuple[int, int, Tensor]]:
+    """Who finds a place: (row, choice) ask one after the other, and an expert that has `capacity`
+    rows refuses.
+    """
     taken: dict[int, int] = {}
     served = []
     for row, choice in order:
@@ -71,9 +97,15 @@ def assert_same(layer: SparseFeedForward, x_BSD: Tensor, slow: Callable[[Tensor]
     ours, theirs = layer(x_BSD, x_BSD)[0], slow(x_BSD)
     torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
     assert theirs.abs().max() > 0
-    direction = torch.randn(x_BSD.shape, generator=torch.Generator().manual_seed(5), dtype=x_BSD.dtype)
+    direction = torch.randn(
+        x_BSD.shape, generator=torch.Generator().manual_seed(5), dtype=x_BSD.dtype
+    )
     wanted = {"input": x_BSD} | dict(layer.named_parameters())
-    found = [torch.autograd.grad((y * direction).sum(), list(wanted.values())) for y in (ours, theirs)]
+    found = [
+        torch.autograd.grad((y * direction).sum(), list(wanted.values())) for y in (ours, theirs)
+    ]
     for name, our, their in zip(wanted, *found, strict=True):
-        torch.testing.assert_close(our, their, rtol=1e-8, atol=1e-11, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(
+            our, their, rtol=1e-8, atol=1e-11, msg=lambda text, name=name: f"{name}: {text}"
+        )
         assert their.abs().max() > 0, name

@@ -1,4 +1,6 @@
-"""Documents that tests can afford: a few kB, the same for the same seed, with more than ASCII in them."""
+"""Documents that tests can afford: a few kB, the same for the same seed, with more than ASCII in
+them.
+"""
 
 import json
 import random
@@ -9,26 +11,51 @@ import numpy as np
 from moebius.data_pipeline.config import DataConfig
 from moebius.data_pipeline.prepare import prepare
 
-WORDS = ["router", "expert", "token", "gate", "naïve", "Zürich", "日本語", "😀", "depth", "step", "17", "2048", "the"]
+WORDS = [
+    "router",
+    "expert",
+    "token",
+    "gate",
+    "naïve",
+    "Zürich",
+    "日本語",
+    "😀",
+    "depth",
+    "step",
+    "17",
+    "2048",
+    "the",
+]
 
 
 def sentences(seed: int, count: int) -> list[str]:
     """Documents of a few to a few hundred words, the same for the same seed."""
     rng = random.Random(seed)
-    return [" ".join(rng.choices(WORDS, k=rng.choice([3, 20, 60, 200]))) + f" ({seed}-{n})." for n in range(count)]
+    return [
+        " ".join(rng.choices(WORDS, k=rng.choice([3, 20, 60, 200]))) + f" ({seed}-{n})."
+        for n in range(count)
+    ]
 
 
 def write_jsonl(path: Path, texts: list[str]) -> Path:
-    path.write_text("".join(json.dumps({"text": text, "source": path.stem}) + "\n" for text in texts))
+    path.write_text(
+        "".join(json.dumps({"text": text, "source": path.stem}) + "\n" for text in texts)
+    )
     return path
 
 
 def shards_of_words(folder: Path, num_documents: int) -> Path:
-    """A folder of token shards: documents of thirty of seven words, as bytes; a fifth of them for validation."""
+    """A folder of token shards: documents of thirty of seven words, as bytes; a fifth of them for
+    validation.
+    """
     words = ["one", "two", "three", "many", "band", "expert", "route"]
     documents = np.random.default_rng(0).choice(words, size=(num_documents, 30))
     text = folder / "text.jsonl"
-    text.write_text("".join(json.dumps({"text": " ".join(line)}) + "\n" for line in documents), encoding="utf-8")
-    config = DataConfig(input=(str(text),), tokenizer="bytes", vocab_size=257, validation_fraction=0.2)
+    text.write_text(
+        "".join(json.dumps({"text": " ".join(line)}) + "\n" for line in documents), encoding="utf-8"
+    )
+    config = DataConfig(
+        input=(str(text),), tokenizer="bytes", vocab_size=257, validation_fraction=0.2
+    )
     prepare(config, folder / "shards")
     return folder / "shards"

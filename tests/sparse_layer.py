@@ -15,16 +15,29 @@ from moebius.model.transformer import Transformer
 def make_model(router: dict[str, Any], *, seed: int = 0, **sizes: Any) -> Transformer:
     """Two pre-norm layers with causal attention, float64, on the reference backend."""
     small: dict[str, Any] = {
-        "vocab_size": 31, "d_model": 12, "num_layers": 2, "group_size": 2, "num_heads": 2, "d_head": 6, "norm": "pre",
-        "attention": "dense", "num_experts": 6, "d_expert": 10, "allow_future_leak": True,
-    }  # fmt: skip
-    model = Transformer(ModelConfig.model_validate(small | sizes | {"router": router}), backend="reference")
+        "vocab_size": 31,
+        "d_model": 12,
+        "num_layers": 2,
+        "group_size": 2,
+        "num_heads": 2,
+        "d_head": 6,
+        "norm": "pre",
+        "attention": "dense",
+        "num_experts": 6,
+        "d_expert": 10,
+        "allow_future_leak": True,
+    }
+    model = Transformer(
+        ModelConfig.model_validate(small | sizes | {"router": router}), backend="reference"
+    )
     initialise(model, seed)
     return model.double()
 
 
 def make_layer(router: dict[str, Any], *, spread: float = 1.0, **sizes: Any) -> SparseFeedForward:
-    """Its feed-forward, with router weights of standard deviation `spread`: opinionated, unlike at the start."""
+    """Its feed-forward, with router weights of standard deviation `spread`: opinionated, unlike at
+    the start.
+    """
     layer = make_model(router, **sizes).group[0].feed_forward  # pyright: ignore[reportAttributeAccessIssue]
     with torch.no_grad():
         layer.router.weight.normal_(0, spread, generator=torch.Generator().manual_seed(1))
@@ -38,8 +51,12 @@ def rows(batch: int, length: int, width: int = 12, *, seed: int = 0) -> Tensor:
     return torch.randn(batch, length, width, dtype=torch.float64, generator=generator) + common
 
 
-def temporal_leak(forward: Callable[[Tensor], Tensor], x_BS: Tensor, other_BS: Tensor, cuts: range) -> float:
-    """The largest change of an output before a cut when inputs change after it: in all sequences, in the last, in the first."""
+def temporal_leak(
+    forward: Callable[[Tensor], Tensor], x_BS: Tensor, other_BS: Tensor, cuts: range
+) -> float:
+    """The largest change of an output before a cut when inputs change after it: in all sequences,
+    in the last, in the first.
+    """
     before, leak = forward(x_BS), 0.0
     for cut in cuts:
         for changed in (slice(None), slice(-1, None), slice(1)):

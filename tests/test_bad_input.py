@@ -1,4 +1,6 @@
-"""Every mistake on the list is answered with one clear error, through the command itself: exit code 2, nothing left behind."""
+"""Every mistake on the list is answered with one clear error, through the command itself: exit code
+2, nothing left behind.
+"""
 
 import contextlib
 import json
@@ -18,12 +20,31 @@ from moebius.data_pipeline.prepare import prepare
 from moebius.distributed.checkpoint.files import FileSum, Manifest, blake2b, digest_of_sums
 
 TINY = (
-    "model.vocab_size=257", "data.tokenizer=bytes", "data.vocab_size=257", "data.seq_len=16", "data.validation_fraction=0.2",
-    "model.d_model=16", "model.num_layers=2", "model.num_heads=2", "model.d_head=8", "model.num_experts=4",
-    "model.router.top_k=2", "model.num_attention_experts=2", "model.d_expert=8", "train.steps=2", "train.global_batch=2",
-    "train.micro_batch=1", "train.eval_rows=4", "mesh.ep=1", "mesh.dp_replicate=none", "job.num_nodes=1",
-    "job.ranks_per_node=1", "job.max_restarts=0", "job.rehearse_failure_at_step=none", "job.start_timeout_s=60",
-)  # fmt: skip
+    "model.vocab_size=257",
+    "data.tokenizer=bytes",
+    "data.vocab_size=257",
+    "data.seq_len=16",
+    "data.validation_fraction=0.2",
+    "model.d_model=16",
+    "model.num_layers=2",
+    "model.num_heads=2",
+    "model.d_head=8",
+    "model.num_experts=4",
+    "model.router.top_k=2",
+    "model.num_attention_experts=2",
+    "model.d_expert=8",
+    "train.steps=2",
+    "train.global_batch=2",
+    "train.micro_batch=1",
+    "train.eval_rows=4",
+    "mesh.ep=1",
+    "mesh.dp_replicate=none",
+    "job.num_nodes=1",
+    "job.ranks_per_node=1",
+    "job.max_restarts=0",
+    "job.rehearse_failure_at_step=none",
+    "job.start_timeout_s=60",
+)
 
 
 @pytest.fixture
@@ -35,7 +56,9 @@ def text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def write_text(folder: Path) -> Path:
     file = folder / "text.jsonl"
-    lines = [json.dumps({"text": f"document {n} says: " + "one two three many " * 8}) for n in range(40)]
+    lines = [
+        json.dumps({"text": f"document {n} says: " + "one two three many " * 8}) for n in range(40)
+    ]
     file.write_text("\n".join(lines) + "\n", encoding="utf-8")
     return file
 
@@ -59,16 +82,28 @@ CONFIG_MISTAKES = {
         r"mesh\.ep 5 is more than the experts: feed_forward has 4, attention has 4",
     ),
     "the world does not fit the mesh": (
-        ["mesh.ep=2", "mesh.dp_replicate=2", "job.ranks_per_node=3"], r"= 4 ranks, but the world has 3",
+        ["mesh.ep=2", "mesh.dp_replicate=2", "job.ranks_per_node=3"],
+        r"= 4 ranks, but the world has 3",
     ),
-    "depth not divisible by G": (["model.num_layers=5"], r"num_layers=5 is not divisible by group_size=2"),
-    "odd rotary width": (["model.rotary_width=5"], r"rotary_width=5 with d_head=8: channels rotate in pairs"),
-    "unknown key": (["model.num_layer=5"], r"model\.num_layer: unknown key; did you mean model\.num_layers\?"),
-}  # fmt: skip
+    "depth not divisible by G": (
+        ["model.num_layers=5"],
+        r"num_layers=5 is not divisible by group_size=2",
+    ),
+    "odd rotary width": (
+        ["model.rotary_width=5"],
+        r"rotary_width=5 with d_head=8: channels rotate in pairs",
+    ),
+    "unknown key": (
+        ["model.num_layer=5"],
+        r"model\.num_layer: unknown key; did you mean model\.num_layers\?",
+    ),
+}
 
 
 @pytest.mark.parametrize("mistake", CONFIG_MISTAKES)
-def test_a_configuration_that_cannot_run(mistake: str, text: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_configuration_that_cannot_run(
+    mistake: str, text: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     changes, message = CONFIG_MISTAKES[mistake]
     code, said = run(capfd, *train_arguments(text, *changes))
     assert code == 2
@@ -77,7 +112,9 @@ def test_a_configuration_that_cannot_run(mistake: str, text: Path, capfd: pytest
 
 
 def test_a_typo_in_a_toml_file(text: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    (text.parent / "mine.toml").write_text('recipe = "smoke"\n[optim]\nlearning_rat = 0.1\n', encoding="utf-8")
+    (text.parent / "mine.toml").write_text(
+        'recipe = "smoke"\n[optim]\nlearning_rat = 0.1\n', encoding="utf-8"
+    )
     code, said = run(capfd, "train", "mine.toml")
     assert code == 2
     assert "optim.learning_rat: unknown key; did you mean optim.learning_rate?" in said
@@ -101,7 +138,10 @@ def not_json(text: Path) -> None:
 
 
 INPUT_MISTAKES: dict[str, tuple[Callable[[Path], object], str]] = {
-    "empty corpus": (empty, r"text\.jsonl.*(no|empty).*(document|text)|(no|empty).*(document|text).*text\.jsonl"),
+    "empty corpus": (
+        empty,
+        r"text\.jsonl.*(no|empty).*(document|text)|(no|empty).*(document|text).*text\.jsonl",
+    ),
     "missing file": (Path.unlink, r"text\.jsonl"),
     "unreadable": (a_folder, r"text\.jsonl"),
     "not UTF-8": (not_utf8, r"text\.jsonl.*UTF-8"),
@@ -113,7 +153,7 @@ INPUT_MISTAKES: dict[str, tuple[Callable[[Path], object], str]] = {
 @pytest.mark.parametrize("command", ["prepare", "train"])
 def test_input_that_cannot_be_read(
     mistake: str, command: str, text: Path, capfd: pytest.CaptureFixture[str]
-) -> None:  # fmt: skip
+) -> None:
     spoil, message = INPUT_MISTAKES[mistake]
     spoil(text)
     arguments = {
@@ -129,7 +169,7 @@ def test_input_that_cannot_be_read(
 @pytest.mark.parametrize("damage", ["flipped byte", "truncated"])
 def test_a_damaged_shard_ends_the_run_with_its_name(
     damage: str, text: Path, capfd: pytest.CaptureFixture[str]
-) -> None:  # fmt: skip
+) -> None:
     data = DataConfig(input=(str(text),), tokenizer="bytes", validation_fraction=0.2)
     prepare(data, "shards")
     shard = next(Path("shards").glob("train-*.tok.arrow"))
@@ -157,7 +197,10 @@ def test_a_run_folder_without_write_permission(
         monkeypatch.setattr(tempfile, "NamedTemporaryFile", refuse)
     code, said = run(capfd, *train_arguments(text, "--run-dir", str(locked)))
     assert code == 2
-    assert "the run folder cannot be written (Permission denied); choose another with --run-dir" in said
+    assert (
+        "the run folder cannot be written (Permission denied); choose another with --run-dir"
+        in said
+    )
 
 
 @pytest.fixture(scope="module")
@@ -178,7 +221,9 @@ def trained(trained_once: Path, text: Path) -> Path:
 
 
 def test_a_checkpoint_that_lacks_an_expert(text: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """The index loses the block of an expert tensor: loading must say which, and resuming must not start."""
+    """The index loses the block of an expert tensor: loading must say which, and resuming must not
+    start.
+    """
     run(capfd, *train_arguments(text, "--run-dir", "done"))
     checkpoint = next((text.parent / "done" / "checkpoints").glob("step_*"))
     remove_a_chunk(checkpoint)
@@ -192,14 +237,21 @@ def test_a_checkpoint_that_lacks_an_expert(text: Path, capfd: pytest.CaptureFixt
 
 
 def remove_a_chunk(checkpoint: Path) -> None:
-    """As if the rank that held it had never written, with every checksum made good: the audit alone can notice."""
+    """As if the rank that held it had never written, with every checksum made good: the audit alone
+    can notice.
+    """
     index_file = checkpoint / "index.json"
     index = json.loads(index_file.read_text())
-    name = next(name for name in index["tensors"] if name.startswith("model.") and name.endswith("w_up"))
+    name = next(
+        name for name in index["tensors"] if name.startswith("model.") and name.endswith("w_up")
+    )
     index["tensors"][name]["chunks"].clear()
     index_file.write_text(json.dumps(index))
     files = [file for file in checkpoint.iterdir() if file.name != "manifest.json"]
-    sums = {file.name: FileSum(num_bytes=file.stat().st_size, blake2b=blake2b(file.read_bytes())) for file in files}
+    sums = {
+        file.name: FileSum(num_bytes=file.stat().st_size, blake2b=blake2b(file.read_bytes()))
+        for file in files
+    }
     manifest = Manifest(format=1, files=sums, digest=digest_of_sums(sums))
     (checkpoint / "manifest.json").write_text(manifest.model_dump_json())
 
@@ -214,7 +266,9 @@ def test_a_damaged_checkpoint_is_named(trained: Path, capfd: pytest.CaptureFixtu
     assert file.name in said, said
 
 
-def test_what_is_not_there(tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_not_there(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     for arguments, message in [
         (["status"], "no runs under"),
@@ -226,7 +280,10 @@ def test_what_is_not_there(tmp_path: Path, capfd: pytest.CaptureFixture[str], mo
         (["train", "smokee"], "did you mean smoke?"),
         (["models", "smokee"], "did you mean smoke?"),
         (["models", "nowhere.toml"], "nowhere.toml: cannot be read"),
-        (["layout", "--world-size", "6", "--ep", "4"], "mesh.ep 4 does not divide the world's 6 ranks"),
+        (
+            ["layout", "--world-size", "6", "--ep", "4"],
+            "mesh.ep 4 does not divide the world's 6 ranks",
+        ),
         (["submit", "smoke", "--detach"], "--address|address of a real one"),
     ]:
         code, said = run(capfd, *arguments)
@@ -241,10 +298,16 @@ def test_a_prompt_that_is_empty(trained: Path, capfd: pytest.CaptureFixture[str]
     assert "prompt of at least one token" in said
 
 
-def test_a_text_is_scored_and_an_empty_one_is_not(trained: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    code, said = run(capfd, "eval", str(trained), "--score", "the band closes upon itself", "--draws", "3")
+def test_a_text_is_scored_and_an_empty_one_is_not(
+    trained: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    code, said = run(
+        capfd, "eval", str(trained), "--score", "the band closes upon itself", "--draws", "3"
+    )
     assert code == 0
-    found = re.search(r"log-probability (-[\d.]+) nats, (-[\d.]+) per token, over (\d+) tokens", said)
+    found = re.search(
+        r"log-probability (-[\d.]+) nats, (-[\d.]+) per token, over (\d+) tokens", said
+    )
     assert found, said
     total, per_token, tokens = map(float, found.groups())
     assert total / tokens == pytest.approx(per_token, abs=1e-3)

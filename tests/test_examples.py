@@ -47,10 +47,19 @@ def example():
 def config_of(p: float) -> ModelConfig:
     return ModelConfig.model_validate(
         dict(
-            vocab_size=31, d_model=16, num_layers=2, group_size=2, num_heads=2, d_head=8, norm="pre", attention="dense",
-            num_experts=6, d_expert=10, router={"kind": "top_p", "p": p},
+            vocab_size=31,
+            d_model=16,
+            num_layers=2,
+            group_size=2,
+            num_heads=2,
+            d_head=8,
+            norm="pre",
+            attention="dense",
+            num_experts=6,
+            d_expert=10,
+            router={"kind": "top_p", "p": p},
         )
-    )  # fmt: skip
+    )
 
 
 def tokens_of(rank: int) -> Tensor:
@@ -58,8 +67,13 @@ def tokens_of(rank: int) -> Tensor:
 
 
 def test_the_example_learns_and_says_so() -> None:
-    done = subprocess.run([sys.executable, ROUTER], capture_output=True, text=True, timeout=60, check=True)
-    lines = re.findall(r"step (\d+)  loss ([\d.]+)  experts per token ([\d.]+)  load max/mean ([\d.]+)", done.stdout)
+    done = subprocess.run(
+        [sys.executable, ROUTER], capture_output=True, text=True, timeout=60, check=True
+    )
+    lines = re.findall(
+        r"step (\d+)  loss ([\d.]+)  experts per token ([\d.]+)  load max/mean ([\d.]+)",
+        done.stdout,
+    )
     assert [int(step) for step, *_ in lines] == [10, 20, 30, 40]
     losses, experts, loads = ([float(line[i]) for line in lines] for i in (1, 2, 3))
     assert losses[-1] < losses[0] < 5.6  # ln 256 = 5.55
@@ -69,7 +83,9 @@ def test_the_example_learns_and_says_so() -> None:
 
 def test_a_row_gets_as_many_experts_as_it_takes(example: ModuleType) -> None:
     """A loop over rows: experts are added until the probability of those before reaches p."""
-    router = example.TopPRouter(example.TopPConfig(p=0.6), 5, 6, start=lambda shape, generator: torch.randn(shape))
+    router = example.TopPRouter(
+        example.TopPConfig(p=0.6), 5, 6, start=lambda shape, generator: torch.randn(shape)
+    )
     torch.nn.init.normal_(router.weight, generator=torch.Generator().manual_seed(0))
     x_TD = torch.randn(40, 5, generator=torch.Generator().manual_seed(1))
     routes = router(x_TD, batch_size=4).routes
@@ -89,14 +105,20 @@ def test_a_row_gets_as_many_experts_as_it_takes(example: ModuleType) -> None:
 
 
 def test_its_losses_count_what_was_served(example: ModuleType) -> None:
-    """Against a loop: the load of every sequence, and E·Σ_e f_e·P_e with f the share of all choices of the micro-batch."""
-    router = example.TopPRouter(example.TopPConfig(p=0.6), 5, 6, start=lambda shape, generator: torch.randn(shape))
+    """Against a loop: the load of every sequence, and E·Σ_e f_e·P_e with f the share of all choices
+    of the micro-batch.
+    """
+    router = example.TopPRouter(
+        example.TopPConfig(p=0.6), 5, 6, start=lambda shape, generator: torch.randn(shape)
+    )
     torch.nn.init.normal_(router.weight, generator=torch.Generator().manual_seed(0))
     x_TD = torch.randn(40, 5, generator=torch.Generator().manual_seed(1))
     routing = router(x_TD, batch_size=4)
     sums = router.statistics(routing, 4)
     load_BE = torch.zeros(4, 6, dtype=torch.int64)
-    for row, expert in zip(routing.routes.source_N.tolist(), routing.routes.expert_N.tolist(), strict=True):
+    for row, expert in zip(
+        routing.routes.source_N.tolist(), routing.routes.expert_N.tolist(), strict=True
+    ):
         load_BE[row // 10, expert] += 1
     assert torch.equal(sums["load"], load_BE)
     p_TE = (x_TD @ router.weight.T).softmax(-1)
@@ -128,7 +150,9 @@ def logits_on_ranks() -> Tensor:
     load_example()
     with start_process("cpu", timeout_s=30) as process:
         mesh = build_mesh(plan_layout(MeshConfig(ep=2), 2), process)
-        model = build_model(config_of(0.5), mesh, dispatcher="auto", backend="auto", seed=0, device=process.device)
+        model = build_model(
+            config_of(0.5), mesh, dispatcher="auto", backend="auto", seed=0, device=process.device
+        )
         return model(tokens_of(process.rank)).logits_BSV.detach()
 
 
@@ -143,7 +167,9 @@ def test_it_is_spread_over_ranks_without_another_line(example: ModuleType) -> No
 
 
 def quotations(text: str) -> list[tuple[str, str]]:
-    """(file, code) of every Python block: the file is the last one that was named in brackets at the end of a sentence."""
+    """(file, code) of every Python block: the file is the last one that was named in brackets at
+    the end of a sentence.
+    """
     found, file = [], ""
     pattern = r"\(`([\w/]+\.py)`\):?|`([\w/]+\.py)`:\n|```python\n(.*?)```"
     for named, chosen, code in re.findall(pattern, text, flags=re.DOTALL):
@@ -157,20 +183,27 @@ def test_the_documentation_quotes_the_files() -> None:
     found = quotations(EXTENDING.read_text(encoding="utf-8"))
     assert len(found) == 7
     for file, code in found:
-        assert code in (ROOT / file).read_text(encoding="utf-8"), f"{EXTENDING.name} differs from {file}:\n{code}"
+        assert code in (ROOT / file).read_text(encoding="utf-8"), (
+            f"{EXTENDING.name} differs from {file}:\n{code}"
+        )
 
 
 def test_the_documentation_shows_the_whole_router() -> None:
     """Nothing but the docstring of the class is left out."""
     quoted = "".join(
-        code for file, code in quotations(EXTENDING.read_text(encoding="utf-8")) if file.startswith("examples")
+        code
+        for file, code in quotations(EXTENDING.read_text(encoding="utf-8"))
+        if file.startswith("examples")
     )
     source = ROUTER.read_text(encoding="utf-8")
     router = source[source.index("class TopPConfig") : source.index('ROUTERS["top_p"]')]
     missing = {line for line in router.splitlines() if line.strip()} - set(quoted.splitlines())
     assert {line.strip()[:20] for line in missing} == {
-        "class TopPRouter(Cho", '"""Experts in the or', "Config = TopPConfig", "config: TopPConfig",
-    }  # fmt: skip
+        "class TopPRouter(Cho",
+        '"""Experts in the or',
+        "Config = TopPConfig",
+        "config: TopPConfig",
+    }
 
 
 def test_every_file_that_the_documentation_names_is_there() -> None:

@@ -1,7 +1,8 @@
 """The whole family under expert parallelism and through a training run: no architecture is a guest.
 
-Every recipe: loss and every gradient on 4 ranks against one process, with EP 1, 2 and 4 in float32 and with EP 2 in bfloat16
-(EP 1 and 4 are marked slow); a run that goes on from a checkpoint against one that never stopped, bit for bit.
+Every recipe: loss and every gradient on 4 ranks against one process, with EP 1, 2 and 4 in float32
+and with EP 2 in bfloat16 (EP 1 and 4 are marked slow); a run that goes on from a checkpoint against
+one that never stopped, bit for bit.
 """
 
 import json
@@ -33,7 +34,11 @@ from moebius.train.run import whole_parameters
 
 RANKS, MICRO_BATCH, POSITIONS = 4, 8, 10
 # Drawn per rank or summed in another order of micro-batches: no two layouts would agree.
-WITHOUT_CHANCE = {"sigma_moe_original": {"router": {"kind": "sigmoid", "top_k": 4, "balance_scope": "global_batch"}}}
+WITHOUT_CHANCE = {
+    "sigma_moe_original": {
+        "router": {"kind": "sigmoid", "top_k": 4, "balance_scope": "global_batch"}
+    }
+}
 
 
 def rows_of(rank: int) -> Tensor:
@@ -50,7 +55,9 @@ def at(name: str) -> tuple[str, int]:
 
 
 def one_process(name: str, dtype: torch.dtype) -> tuple[float, dict[str, Tensor]]:
-    """Loss and gradients of all ranks' rows, one micro-batch per rank; a loss over the global batch sees them as one."""
+    """Loss and gradients of all ranks' rows, one micro-batch per rank; a loss over the global batch
+    sees them as one.
+    """
     recipe, step = at(name)
     model = make_uneven(tiny_model(recipe, **WITHOUT_CHANCE.get(name, {})))
     model.before_step(step)
@@ -60,16 +67,22 @@ def one_process(name: str, dtype: torch.dtype) -> tuple[float, dict[str, Tensor]
     total = 0.0
     for rank, rows in enumerate(batches):
         torch.manual_seed(rank)
-        result = micro_batch_loss(partial(forward_in, model, dtype), rows, global_sequences=RANKS * MICRO_BATCH)
+        result = micro_batch_loss(
+            partial(forward_in, model, dtype), rows, global_sequences=RANKS * MICRO_BATCH
+        )
         result.loss.backward()
         total += result.loss.item()
-    return total, {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in model.named_parameters()}
+    return total, {
+        n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in model.named_parameters()
+    }
 
 
 def difference_on_ranks(
     folder: Path, names: tuple[str, ...], degrees: tuple[int, ...], dtype: torch.dtype
 ) -> dict[tuple[str, int], float]:
-    """For every recipe and EP degree the largest relative difference of the loss or of a gradient on this rank."""
+    """For every recipe and EP degree the largest relative difference of the loss or of a gradient
+    on this rank.
+    """
     found = {}
     with start_process("cpu", timeout_s=60) as process:
         meshes = {ep: build_mesh(plan_layout(MeshConfig(ep=ep), RANKS), process) for ep in degrees}
@@ -79,11 +92,17 @@ def difference_on_ranks(
             whole_norm = torch.stack([gradient.norm() for gradient in expected.values()]).norm()
             for ep, mesh in meshes.items():
                 config = tiny_config(recipe, **WITHOUT_CHANCE.get(name, {}))
-                # In bfloat16 a sum in another order flips choices, as any rounding would; alltoall adds in the same order.
+                # In bfloat16 a sum in another order flips choices, as any rounding would; alltoall
+                # adds in the same order.
                 dispatcher = "auto" if dtype is torch.float32 or ep == 1 else "alltoall"
                 model = build_model(
-                    config, mesh, dispatcher=dispatcher, backend="auto", seed=0, device=process.device
-                )  # fmt: skip
+                    config,
+                    mesh,
+                    dispatcher=dispatcher,
+                    backend="auto",
+                    seed=0,
+                    device=process.device,
+                )
                 sharded = expert_names(model)
 
                 def own(whole: Tensor, name: str, mesh=mesh, sharded=sharded) -> Tensor:
@@ -98,7 +117,9 @@ def difference_on_ranks(
                 model.before_step(step)
                 torch.manual_seed(process.rank)
                 result = micro_batch_loss(
-                    partial(forward_in, model, dtype), rows_of(process.rank), global_sequences=RANKS * MICRO_BATCH
+                    partial(forward_in, model, dtype),
+                    rows_of(process.rank),
+                    global_sequences=RANKS * MICRO_BATCH,
                 )
                 result.loss.backward()
                 GradientReducer(*whole_parameters(model), mesh).reduce()
@@ -108,8 +129,9 @@ def difference_on_ranks(
                 for parameter_name, parameter in model.named_parameters():
                     assert parameter.grad is not None
                     theirs = own(expected[parameter_name], parameter_name)
-                    # Relative to the whole tensor, since a block of experts that nobody chose has no size of its own; what is
-                    # a millionth of the whole gradient is rounding of the rest.
+                    # Relative to the whole tensor, since a block of experts that nobody chose has
+                    # no size of its own; what is a millionth of the whole gradient is rounding of
+                    # the rest.
                     size = expected[parameter_name].norm() + 1e-6 * whole_norm
                     worst = max(worst, ((parameter.grad - theirs).norm() / size).item())
                 found[name, ep] = worst
@@ -120,7 +142,9 @@ def difference_on_ranks(
     ("dtype", "degrees", "tolerance"),
     [
         pytest.param(torch.float32, (1, 2, 4), 1e-5, id="fp32"),
-        pytest.param(torch.bfloat16, (2,), 3e-2, id="bf16"),  # 2: both kinds of sums, over ep and over replicas
+        pytest.param(
+            torch.bfloat16, (2,), 3e-2, id="bf16"
+        ),  # 2: both kinds of sums, over ep and over replicas
         pytest.param(torch.bfloat16, (1, 4), 3e-2, id="bf16-1-and-4", marks=pytest.mark.slow),
     ],
 )
@@ -131,7 +155,9 @@ def test_expert_parallelism_changes_no_loss_and_no_gradient(
     for name in names:
         start = make_uneven(tiny_model(at(name)[0], **WITHOUT_CHANCE.get(name, {}))).state_dict()
         torch.save((*one_process(name, dtype), start), tmp_path / f"{name}.pt")
-    for found in run_ranks(difference_on_ranks, RANKS, tmp_path, names, degrees, dtype, timeout_s=240):
+    for found in run_ranks(
+        difference_on_ranks, RANKS, tmp_path, names, degrees, dtype, timeout_s=240
+    ):
         assert found.keys() == {(name, ep) for name in names for ep in degrees}
         assert {key: worst for key, worst in found.items() if worst > tolerance} == {}
 
@@ -144,28 +170,47 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run_config(name: str, data: Path, *, steps: int, precision: str) -> Config:
     model = tiny_config(name, vocab_size=257)
     if name == "transition":
-        model = tiny_config(name, vocab_size=257, router=model.router.model_dump() | {"switch_step": 3})
+        model = tiny_config(
+            name, vocab_size=257, router=model.router.model_dump() | {"switch_step": 3}
+        )
     return Config(
         model=model,
-        data=DataConfig(tokenizer="bytes", vocab_size=257, seq_len=16, validation_fraction=0.2, directory=str(data)),
+        data=DataConfig(
+            tokenizer="bytes",
+            vocab_size=257,
+            seq_len=16,
+            validation_fraction=0.2,
+            directory=str(data),
+        ),
         optim=OptimConfig(learning_rate=3e-3, decay_steps=20, clip_norm=1.0),
-        train=TrainConfig(steps=steps, global_batch=16, micro_batch=8, eval_rows=16, precision=precision),
+        train=TrainConfig(
+            steps=steps, global_batch=16, micro_batch=8, eval_rows=16, precision=precision
+        ),
         checkpoint=CheckpointConfig(every=2),
-    )  # fmt: skip
+    )
 
 
 def logged(run_dir: Path) -> dict[int, tuple]:
     """What a step's line says of the model."""
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     kept = ("loss", "regularisation", "grad_norm", "auxiliary_losses", "expert_load")
-    return {line["step"]: tuple(str(line.get(key)) for key in kept) for line in lines if line["kind"] == "train"}
+    return {
+        line["step"]: tuple(str(line.get(key)) for key in kept)
+        for line in lines
+        if line["kind"] == "train"
+    }
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_run_that_is_resumed_equals_one_that_is_not(name: str, data: Path, tmp_path: Path) -> None:
+def test_a_run_that_is_resumed_equals_one_that_is_not(
+    name: str, data: Path, tmp_path: Path
+) -> None:
     precision = "bfloat16" if NAMES.index(name) % 2 else "float32"
     whole, parted = tmp_path / "whole", tmp_path / "parted"
-    config, midway = run_config(name, data, steps=4, precision=precision), "checkpoints/step_00000002"
+    config, midway = (
+        run_config(name, data, steps=4, precision=precision),
+        "checkpoints/step_00000002",
+    )
     whole.mkdir()
     assert train(config, whole) == "finished"
     shutil.copytree(whole / midway, parted / midway)
@@ -183,4 +228,6 @@ def test_every_recipe_of_the_family_can_be_placed_on_four_ranks() -> None:
             config.check_world(4)
             with torch.device("meta"):
                 model = Transformer(config.model)
-            assert all(model.get_parameter(tensor).shape[0] % ep == 0 for tensor in expert_names(model)), name
+            assert all(
+                model.get_parameter(tensor).shape[0] % ep == 0 for tensor in expert_names(model)
+            ), name

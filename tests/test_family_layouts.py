@@ -1,4 +1,6 @@
-"""Routers with something to remember, or something to draw, across layouts: saved on one, taken up on another."""
+"""Routers with something to remember, or something to draw, across layouts: saved on one, taken up
+on another.
+"""
 
 import json
 from pathlib import Path
@@ -12,7 +14,8 @@ from moebius.train.loop import train
 
 __all__ = ["data"]  # the fixture
 
-# A selection bias, mean logits of a transition, halting, groups of sequences, a random second expert, dropout.
+# A selection bias, mean logits of a transition, halting, groups of sequences, a random second
+# expert, dropout.
 NAMES = ["deepseek", "transition", "sut", "expert_choice", "gshard", "sigma_moe_original"]
 
 
@@ -27,7 +30,9 @@ def losses(run_dir: Path) -> dict[int, float]:
 
 
 def placed(name: str, data: Path, *, steps: int, ep: int) -> Config:
-    """What a capacity refuses depends on float rounding, which differs between layouts: here there is room for all."""
+    """What a capacity refuses depends on float rounding, which differs between layouts: here there
+    is room for all.
+    """
     config = run_config(name, data, steps=steps, precision="float32").model_dump()
     for factor in ("capacity_factor", "evaluation_capacity_factor"):
         if factor in config["model"]["router"]:
@@ -38,7 +43,9 @@ def placed(name: str, data: Path, *, steps: int, ep: int) -> Config:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_saved_on_two_ranks_with_ep_2_and_taken_up_on_one(name: str, data: Path, tmp_path: Path) -> None:
+def test_saved_on_two_ranks_with_ep_2_and_taken_up_on_one(
+    name: str, data: Path, tmp_path: Path
+) -> None:
     run_ranks(run, 1, placed(name, data, steps=4, ep=1), tmp_path / "one")
     run_ranks(run, 2, placed(name, data, steps=2, ep=2), tmp_path / "two")
     run_ranks(run, 1, placed(name, data, steps=4, ep=1), tmp_path / "two")

@@ -1,4 +1,6 @@
-"""The same code on a GPU: run where there is one. One call on such a machine: `python -m pytest tests/test_gpu.py`."""
+"""The same code on a GPU: run where there is one. One call on such a machine: `python -m pytest
+tests/test_gpu.py`.
+"""
 
 import json
 from pathlib import Path
@@ -22,9 +24,18 @@ from moebius.train.loop import train
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")
 
 MODEL = ModelConfig(
-    vocab_size=257, d_model=64, num_layers=4, group_size=2, num_heads=2, d_head=32, num_attention_experts=4,
-    attention_top_k=2, num_experts=8, router=SigmoidConfig(top_k=3), d_expert=32,
-)  # fmt: skip
+    vocab_size=257,
+    d_model=64,
+    num_layers=4,
+    group_size=2,
+    num_heads=2,
+    d_head=32,
+    num_attention_experts=4,
+    attention_top_k=2,
+    num_experts=8,
+    router=SigmoidConfig(top_k=3),
+    d_expert=32,
+)
 
 
 def loss_and_gradients(device: str, dtype: torch.dtype) -> tuple[float, dict[str, torch.Tensor]]:
@@ -35,7 +46,9 @@ def loss_and_gradients(device: str, dtype: torch.dtype) -> tuple[float, dict[str
     output = forward_in(model, dtype, tokens)
     loss = output.logits_BSV.logsumexp(-1).mean() + output.regularisation_B.mean()
     loss.backward()
-    return loss.item(), {name: p.grad.cpu() for name, p in model.named_parameters() if p.grad is not None}
+    return loss.item(), {
+        name: p.grad.cpu() for name, p in model.named_parameters() if p.grad is not None
+    }
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 3e-2)])
@@ -73,17 +86,27 @@ def run_training(config: Config, run_dir: Path) -> list[float]:
 
 
 def test_a_run_over_nccl_with_the_all_to_all_resumes_and_follows_the_cpu(tmp_path: Path) -> None:
-    words = np.random.default_rng(0).choice(["one", "two", "three", "band", "expert"], size=(60, 40))
-    (tmp_path / "text.txt").write_text("\n\n".join(" ".join(line) for line in words), encoding="utf-8")
-    data = DataConfig(input=(str(tmp_path / "text.txt"),), tokenizer="bytes", validation_fraction=0.2, seq_len=32)
+    words = np.random.default_rng(0).choice(
+        ["one", "two", "three", "band", "expert"], size=(60, 40)
+    )
+    (tmp_path / "text.txt").write_text(
+        "\n\n".join(" ".join(line) for line in words), encoding="utf-8"
+    )
+    data = DataConfig(
+        input=(str(tmp_path / "text.txt"),), tokenizer="bytes", validation_fraction=0.2, seq_len=32
+    )
     prepare(data, tmp_path / "shards")
 
     def config(device: str, steps: int) -> Config:
         return Config(
-            model=MODEL, data=data.model_copy(update={"directory": str(tmp_path / "shards")}),
-            mesh=MeshConfig(dispatcher="alltoall"), checkpoint=CheckpointConfig(every=3),
-            train=TrainConfig(steps=steps, global_batch=4, micro_batch=2, device=device, eval_rows=8),
-        )  # fmt: skip
+            model=MODEL,
+            data=data.model_copy(update={"directory": str(tmp_path / "shards")}),
+            mesh=MeshConfig(dispatcher="alltoall"),
+            checkpoint=CheckpointConfig(every=3),
+            train=TrainConfig(
+                steps=steps, global_batch=4, micro_batch=2, device=device, eval_rows=8
+            ),
+        )
 
     [on_cpu] = run_ranks(run_training, 1, config("cpu", 6), tmp_path / "cpu")
     run_ranks(run_training, 1, config("cuda", 3), tmp_path / "gpu", timeout_s=120)

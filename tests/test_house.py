@@ -1,7 +1,9 @@
-"""The rules of the house (docs/architecture.md), read off the sources: floors, rooms, names, packaging.
+"""The rules of the house (docs/architecture.md), read off the sources: floors, rooms, names,
+packaging.
 
-Every rule is a function from sources (path -> text) to violations, each one line `path:line: what and why`. It must find
-none in the tree, and must find the fault that `FAULTS` plants in a made-up tree: a rule that cannot fail proves nothing.
+Every rule is a function from sources (path -> text) to violations, each one line `path:line: what
+and why`. It must find none in the tree, and must find the fault that `FAULTS` plants in a made-up
+tree: a rule that cannot fail proves nothing.
 """
 
 import ast
@@ -47,12 +49,19 @@ MAY_IMPORT = {
 MAY_IMPORT_MODULE = {"planning": f"{PACKAGE}.distributed.layout"}
 NOTHING_OF_OURS = {room for room, allowed in MAY_IMPORT.items() if not allowed}
 # What only one room of the package may import.
-HELD_BY = {"ray": "cluster", "triton": "kernels", "megablocks": "kernels", "pyarrow": "data_pipeline"}
+HELD_BY = {
+    "ray": "cluster",
+    "triton": "kernels",
+    "megablocks": "kernels",
+    "pyarrow": "data_pipeline",
+}
 BESIDE_THE_PACKAGE = {"tests", "benchmarks", "examples", "docs", ".ci"}
 EMPTY_NAMES = {"util", "utils", "helper", "helpers", "manager", "managers"}
 
 # The patterns must not match themselves: this file is one of the sources.
-MACHINE_PATH = re.compile(r"(?<![\w.~/-])(?:/(?:[r]oot|[h]ome|[w]ork|[U]sers|[m]nt)/|[A-Z]:\\\\?[U]sers)")
+MACHINE_PATH = re.compile(
+    r"(?<![\w.~/-])(?:/(?:[r]oot|[h]ome|[w]ork|[U]sers|[m]nt)/|[A-Z]:\\\\?[U]sers)"
+)
 UNFINISHED = re.compile(r"\b(?:[T]ODO|[F]IXME|[X]XX)\b")
 
 
@@ -81,7 +90,9 @@ class Import:
 def tracked_files(root: Path) -> list[str]:
     """What git tracks and is there; without a repository, all that is not hidden, built or run."""
     if (root / ".git").exists():
-        listed = subprocess.run(["git", "ls-files", "-z"], cwd=root, check=True, capture_output=True, text=True)
+        listed = subprocess.run(
+            ["git", "ls-files", "-z"], cwd=root, check=True, capture_output=True, text=True
+        )
         return [path for path in listed.stdout.split("\0") if path and (root / path).is_file()]
     found = []
     for folder, subfolders, files in os.walk(root):
@@ -91,7 +102,11 @@ def tracked_files(root: Path) -> list[str]:
 
 
 def _is_made(folder: str) -> bool:
-    return folder.startswith(".") or folder in ("__pycache__", "build", "dist", "runs") or folder.endswith(".egg-info")
+    return (
+        folder.startswith(".")
+        or folder in ("__pycache__", "build", "dist", "runs")
+        or folder.endswith(".egg-info")
+    )
 
 
 def read_sources(root: Path) -> Sources:
@@ -119,7 +134,11 @@ def python(sources: Sources) -> Sources:
 
 def package(sources: Sources) -> Sources:
     """The modules of the package: those in its rooms, and those at the root."""
-    return {path: text for path, text in python(sources).items() if path.split("/")[0] not in BESIDE_THE_PACKAGE}
+    return {
+        path: text
+        for path, text in python(sources).items()
+        if path.split("/")[0] not in BESIDE_THE_PACKAGE
+    }
 
 
 def module_name(path: str) -> str:
@@ -149,7 +168,9 @@ def _imports_of(path: str, text: str) -> Iterator[Import]:
         elif isinstance(node, ast.ImportFrom):
             origin = _origin(path, node)
             for alias in node.names:
-                yield Import(name, f"{origin}.{alias.name}" if origin else alias.name, node.level > 0, where)
+                yield Import(
+                    name, f"{origin}.{alias.name}" if origin else alias.name, node.level > 0, where
+                )
         elif isinstance(node, ast.Call) and (target := _imported_by_call(node)):
             yield Import(name, target, False, where)
 
@@ -164,7 +185,9 @@ def _origin(path: str, node: ast.ImportFrom) -> str:
 
 
 def _imported_by_call(node: ast.Call) -> str | None:
-    called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+    called = (
+        node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+    )
     first = node.args[0] if node.args else None
     is_import = called in ("import_module", "__import__") and isinstance(first, ast.Constant)
     return str(first.value) if is_import and isinstance(first, ast.Constant) else None
@@ -180,7 +203,9 @@ def package_imports(sources: Sources) -> Iterator[tuple[str, Import]]:
 
 
 def imports_go_down(sources: Sources) -> list[str]:
-    """The floors; `__version__` of the root belongs to no room and may be read from floor 1 upwards."""
+    """The floors; `__version__` of the root belongs to no room and may be read from floor 1
+    upwards.
+    """
     violations = []
     for path, found in package_imports(sources):
         room, target = room_of(path), found.target_room
@@ -188,11 +213,15 @@ def imports_go_down(sources: Sources) -> list[str]:
             continue
         if target == "__version__" and room not in NOTHING_OF_OURS:
             continue
-        if room in MAY_IMPORT_MODULE and f"{found.target}.".startswith(f"{MAY_IMPORT_MODULE[room]}."):
+        if room in MAY_IMPORT_MODULE and f"{found.target}.".startswith(
+            f"{MAY_IMPORT_MODULE[room]}."
+        ):
             continue
         if target not in MAY_IMPORT.get(room, set()):
             allowed = ", ".join(sorted(MAY_IMPORT.get(room, set()))) or "nothing of ours"
-            violations.append(f"{found.where}: {room} imports {found.target}; it may import {allowed}")
+            violations.append(
+                f"{found.where}: {room} imports {found.target}; it may import {allowed}"
+            )
     return violations
 
 
@@ -215,11 +244,17 @@ def imports_make_no_circle(sources: Sources) -> list[str]:
         if found.target_room in MAY_IMPORT and found.target_room != room_of(path):
             between_rooms.setdefault(room_of(path), set()).add(found.target_room)
     graphs = {"rooms": between_rooms, "modules": between_modules}
-    return [f"{kind} import each other: {circle}" for kind, graph in graphs.items() if (circle := _circle(graph))]
+    return [
+        f"{kind} import each other: {circle}"
+        for kind, graph in graphs.items()
+        if (circle := _circle(graph))
+    ]
 
 
 def _module_of(target: str, modules: set[str]) -> str | None:
-    """The longest known module that a dotted name begins with; a package's own __init__ only if nothing below it."""
+    """The longest known module that a dotted name begins with; a package's own __init__ only if
+    nothing below it.
+    """
     parts = target.split(".")
     names = (".".join(parts[:length]) for length in range(len(parts), 1, -1))
     return next((name for name in names if name in modules), None)
@@ -240,28 +275,44 @@ def imports_are_relative_inside_and_absolute_outside(sources: Sources) -> list[s
         for found in imports_of(path, text):
             if found.top in MAY_IMPORT and not found.is_relative:
                 violations.append(
-                    f"{found.where}: {found.target} is no top-level module; it is {PACKAGE}.{found.target}"
+                    f"{found.where}: {found.target} is no top-level module; it is "
+                    f"{PACKAGE}.{found.target}"
                 )
             elif inside and found.top == PACKAGE and not found.is_relative:
-                violations.append(f"{found.where}: {found.target} must be imported relatively inside the package")
+                violations.append(
+                    f"{found.where}: {found.target} must be imported relatively inside the package"
+                )
             elif not inside and found.is_relative:
-                violations.append(f"{found.where}: only the package imports relatively; write {PACKAGE}.…")
+                violations.append(
+                    f"{found.where}: only the package imports relatively; write {PACKAGE}.…"
+                )
     return violations
 
 
 def folders_are_two_levels_deep(sources: Sources) -> list[str]:
-    """Every module lies in a known room or in a folder of one; each folder is a package; tests and examples are none."""
+    """Every module lies in a known room or in a folder of one; each folder is a package; tests and
+    examples are none.
+    """
     violations = []
     for path in package(sources):
-        if path != "__init__.py" and (path.count("/") not in (1, 2) or room_of(path) not in MAY_IMPORT):
+        if path != "__init__.py" and (
+            path.count("/") not in (1, 2) or room_of(path) not in MAY_IMPORT
+        ):
             violations.append(
-                f"{path}: a module lies in one of the rooms {', '.join(MAY_IMPORT)}, two levels deep at most"
+                f"{path}: a module lies in one of the rooms {', '.join(MAY_IMPORT)}, two levels "
+                "deep at most"
             )
         for folder in PurePosixPath(path).parents:
             if folder.name and f"{folder}/__init__.py" not in sources:
-                violations.append(f"{path}: its folder {folder}/ has no __init__.py, so no wheel would hold it")
+                violations.append(
+                    f"{path}: its folder {folder}/ has no __init__.py, so no wheel would hold it"
+                )
     no_packages = ("tests/", "examples/", "docs/")
-    packages = [path for path in python(sources) if path.endswith("__init__.py") and path.startswith(no_packages)]
+    packages = [
+        path
+        for path in python(sources)
+        if path.endswith("__init__.py") and path.startswith(no_packages)
+    ]
     return violations + [f"{path}: tests and examples are no packages" for path in packages]
 
 
@@ -270,7 +321,8 @@ def packages_are_listed(sources: Sources) -> list[str]:
     listed = set(tomllib.loads(sources["pyproject.toml"])["tool"]["setuptools"]["packages"])
     present = {module_name(path) for path in package(sources) if path.endswith("__init__.py")}
     return [f"pyproject.toml: packages lacks {name}" for name in sorted(present - listed)] + [
-        f"pyproject.toml: packages names {name}, which does not exist" for name in sorted(listed - present)
+        f"pyproject.toml: packages names {name}, which does not exist"
+        for name in sorted(listed - present)
     ]
 
 
@@ -284,7 +336,9 @@ def names_say_something(sources: Sources) -> list[str]:
 
 
 def dependencies_are_pinned(sources: Sources) -> list[str]:
-    """Each requirement of pyproject.toml has one version in constraints.txt, and that version satisfies it."""
+    """Each requirement of pyproject.toml has one version in constraints.txt, and that version
+    satisfies it.
+    """
     violations, pins = [], {}
     for number, line in enumerate(sources["constraints.txt"].splitlines(), 1):
         name, equals, version = line.partition("==")
@@ -299,7 +353,9 @@ def dependencies_are_pinned(sources: Sources) -> list[str]:
         if pin is None:
             violations.append(f"pyproject.toml: {text} is not pinned in constraints.txt")
         elif not requirement.specifier.contains(pin, prereleases=True):
-            violations.append(f"constraints.txt: {requirement.name}=={pin} is outside {requirement.specifier}")
+            violations.append(
+                f"constraints.txt: {requirement.name}=={pin} is outside {requirement.specifier}"
+            )
     return violations
 
 
@@ -436,7 +492,8 @@ def test_without_git_the_same_modules_are_found(tmp_path: Path, sources: Sources
 
 # The wheel ----------------------------------------------------------------------------------------------------------
 
-# What setuptools would put into the wheel, without building one: its own command, asked for its list.
+# What setuptools would put into the wheel, without building one: its own command, asked for its
+# list.
 ASK_SETUPTOOLS = """
 import json
 from setuptools.dist import Distribution
@@ -450,7 +507,11 @@ print(json.dumps([path for _, _, path in build.find_all_modules()]))
 
 def modules_of_the_wheel(root: Path) -> set[str]:
     asked = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", ASK_SETUPTOOLS], cwd=root, check=True, capture_output=True, text=True
+        [sys.executable, "-W", "ignore", "-c", ASK_SETUPTOOLS],
+        cwd=root,
+        check=True,
+        capture_output=True,
+        text=True,
     )
     return {PurePosixPath(path).as_posix() for path in json.loads(asked.stdout)}
 
@@ -463,7 +524,9 @@ def test_a_module_that_the_wheel_lacks_is_found(tmp_path: Path) -> None:
     for path, text in (SOUND | {"kernels/__init__.py": "", "kernels/functional.py": ""}).items():
         (tmp_path / path).parent.mkdir(exist_ok=True)
         (tmp_path / path).write_text(text)
-    settings = '[project]\nname = "moebius"\nversion = "0"\n' + PYPROJECT.partition("[project]\n")[2]
+    settings = (
+        '[project]\nname = "moebius"\nversion = "0"\n' + PYPROJECT.partition("[project]\n")[2]
+    )
     (tmp_path / "pyproject.toml").write_text(settings + 'package-dir = { moebius = "." }\n')
     held = modules_of_the_wheel(tmp_path)
     assert held == {"__init__.py", "model/__init__.py", "model/moe.py", "model/routing.py"}
@@ -471,7 +534,9 @@ def test_a_module_that_the_wheel_lacks_is_found(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("room", ["kernels", "data_pipeline"])
 def test_a_room_refuses_to_be_a_top_level_package(room: str) -> None:
-    tried = subprocess.run([sys.executable, "-c", f"import {room}"], cwd=ROOT, capture_output=True, text=True)
+    tried = subprocess.run(
+        [sys.executable, "-c", f"import {room}"], cwd=ROOT, capture_output=True, text=True
+    )
     assert tried.returncode == 1
     assert f"ImportError: import moebius.{room}: the repository root is the package" in tried.stderr
 

@@ -1,4 +1,6 @@
-"""The main job end to end, small: text → shards → 2 pretended nodes × 2 ranks, EP 2 × DP 2 → killed, restarted → finished."""
+"""The main job end to end, small: text → shards → 2 pretended nodes × 2 ranks, EP 2 × DP 2 →
+killed, restarted → finished.
+"""
 
 import io
 import json
@@ -20,24 +22,44 @@ from moebius.train.recipes.smoke import RECIPES
 from moebius.train.run_folder import open_run, place_data
 
 SMALL = (
-    "model.vocab_size=257", "data.tokenizer=bytes", "data.vocab_size=257", "data.seq_len=32", "data.validation_fraction=0.1",
-    "model.d_model=32", "model.d_head=8", "model.num_experts=8", "model.router.top_k=2", "model.d_expert=16",
-    "train.steps=24", "train.log_every=1",
-    "train.global_batch=8", "train.micro_batch=2", "train.eval_every=12", "train.eval_rows=16",
-    "checkpoint.every=5", "optim.warmup_steps=4", "job.rehearse_failure_at_step=13",
-)  # fmt: skip
+    "model.vocab_size=257",
+    "data.tokenizer=bytes",
+    "data.vocab_size=257",
+    "data.seq_len=32",
+    "data.validation_fraction=0.1",
+    "model.d_model=32",
+    "model.d_head=8",
+    "model.num_experts=8",
+    "model.router.top_k=2",
+    "model.d_expert=16",
+    "train.steps=24",
+    "train.log_every=1",
+    "train.global_batch=8",
+    "train.micro_batch=2",
+    "train.eval_every=12",
+    "train.eval_rows=16",
+    "checkpoint.every=5",
+    "optim.warmup_steps=4",
+    "job.rehearse_failure_at_step=13",
+)
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("main-job")
-    words = np.random.default_rng(1).choice(["one", "two", "three", "band", "expert", "route"], size=(80, 60))
-    (folder / "text.txt").write_text("\n\n".join(" ".join(line) for line in words), encoding="utf-8")
+    words = np.random.default_rng(1).choice(
+        ["one", "two", "three", "band", "expert", "route"], size=(80, 60)
+    )
+    (folder / "text.txt").write_text(
+        "\n\n".join(" ".join(line) for line in words), encoding="utf-8"
+    )
     return folder
 
 
 def make_config(folder: Path, *changes: str) -> Config:
-    return place_data(resolve("smoke", [*SMALL, f"data.input=['{folder}/text.txt']", *changes], RECIPES), folder)
+    return place_data(
+        resolve("smoke", [*SMALL, f"data.input=['{folder}/text.txt']", *changes], RECIPES), folder
+    )
 
 
 def losses(run_dir: Path) -> dict[int, float]:
@@ -61,16 +83,29 @@ def disturbed(folder: Path) -> tuple[Path, str]:
     """Through the command, as a user would: `moebius submit`, without a terminal."""
     run_dir = folder / "disturbed"
     changes = [*SMALL, f"data.input=['{folder}/text.txt']", f"data.directory={folder}/submitted"]
-    command = [sys.executable, "-c", "from moebius.cli.main import main; main()", "submit", "smoke", *changes]
+    command = [
+        sys.executable,
+        "-c",
+        "from moebius.cli.main import main; main()",
+        "submit",
+        "smoke",
+        *changes,
+    ]
     ended = subprocess.run(
-        [*command, "--run-dir", str(run_dir)], cwd=folder, stdin=subprocess.DEVNULL, capture_output=True, text=True,
+        [*command, "--run-dir", str(run_dir)],
+        cwd=folder,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
         env=os.environ | {"COLUMNS": "120"},
-    )  # fmt: skip
+    )
     assert ended.returncode == 0, ended.stdout + ended.stderr
     return run_dir, ended.stdout
 
 
-def test_a_killed_rank_leaves_no_trace_in_the_curve(undisturbed: Path, disturbed: tuple[Path, str]) -> None:
+def test_a_killed_rank_leaves_no_trace_in_the_curve(
+    undisturbed: Path, disturbed: tuple[Path, str]
+) -> None:
     run_dir, said = disturbed
     assert sorted(losses(run_dir)) == list(range(1, 25))
     assert losses(run_dir) == losses(undisturbed)  # bit for bit
@@ -110,7 +145,9 @@ def test_it_has_learned_and_can_be_measured_and_write(disturbed: tuple[Path, str
     assert evals[24] < evals[0] - 0.5
     measured = measure(run_dir, max_rows=16)
     assert measured.step == 24
-    assert measured.result.loss == pytest.approx(evals[24], rel=1e-6)  # one rank with all experts, not four
+    assert measured.result.loss == pytest.approx(
+        evals[24], rel=1e-6
+    )  # one rank with all experts, not four
     text = "".join(write_text(run_dir, "one two", num_tokens=20, temperature=0.8, seed=1))
     assert text.startswith("one two")
     assert text == "".join(write_text(run_dir, "one two", num_tokens=20, temperature=0.8, seed=1))

@@ -65,13 +65,17 @@ def test_the_first_failure_brings_its_traceback():
 
 
 def test_a_rank_that_dies_is_named():
-    with pytest.raises(RankFailed, match=r"rank 1 of 2 failed:\nthe process died without a word .exit code 7"):
+    with pytest.raises(
+        RankFailed, match=r"rank 1 of 2 failed:\nthe process died without a word .exit code 7"
+    ):
         run_ranks(one_dies, 2)
 
 
 def test_a_late_rank_is_named_with_its_stack_and_killed():
     started = time.monotonic()
-    with pytest.raises(RankFailed, match=r"(?s)ranks \[1\] did not come back \(ranks \[0\] did\).*in one_is_late"):
+    with pytest.raises(
+        RankFailed, match=r"(?s)ranks \[1\] did not come back \(ranks \[0\] did\).*in one_is_late"
+    ):
         run_ranks(one_is_late, 2, timeout_s=1)
     assert time.monotonic() - started < 5
 

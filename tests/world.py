@@ -1,4 +1,5 @@
-"""Runs a function of a test file on N real processes, as torchrun would start them, and brings back what they return.
+"""Runs a function of a test file on N real processes, as torchrun would start them, and brings back
+what they return.
 
     from world import run_ranks
 
@@ -11,14 +12,17 @@
     def test_sum():
         assert run_ranks(sum_of_ranks, 4, 10) == [46.0] * 4    # one result per rank, in the order of ranks
 
-The function is called as fn(*args), with torchrun's variables in its environment (RANK, WORLD_SIZE, LOCAL_RANK, …), one
-thread for torch, and no process group: it starts one itself if it wants one. Arguments and results travel by pickle.
+The function is called as fn(*args), with torchrun's variables in its environment (RANK, WORLD_SIZE,
+LOCAL_RANK, …), one thread for torch, and no process group: it starts one itself if it wants one.
+Arguments and results travel by pickle.
 
-How: a fork server that has imported torch and most of moebius once forks the ranks, so four of them cost 0.15 s (4 s the
-first time). The test file is loaded in each rank from its path under the name that pytest gave it, for in importlib mode no
-import would find it. The store for the rendezvous lives in this process, as torchrun's agent keeps it, so no port is ever
-guessed. A rank that raises ends the world and its traceback becomes the test's error; a rank that does not come is shown with
-its stacks. Ranks die with the fork server (PR_SET_PDEATHSIG), and the fork server with this process.
+How: a fork server that has imported torch and most of moebius once forks the ranks, so four of them
+cost 0.15 s (4 s the first time). The test file is loaded in each rank from its path under the name
+that pytest gave it, for in importlib mode no import would find it. The store for the rendezvous
+lives in this process, as torchrun's agent keeps it, so no port is ever guessed. A rank that raises
+ends the world and its traceback becomes the test's error; a rank that does not come is shown with
+its stacks. Ranks die with the fork server (PR_SET_PDEATHSIG), and the fork server with this
+process.
 """
 
 import atexit
@@ -45,9 +49,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
-_AFTERMATH_S = 0.3  # how long the other ranks may still report after the first failure, so that the cause is among them
-# Half a second per rank of what every test would import anew. Nothing that starts a thread, since a fork takes none along:
-# pyarrow's allocator does.
+# how long the other ranks may still report after the first failure, so that the cause is among them
+_AFTERMATH_S = 0.3
+# Half a second per rank of what every test would import anew. Nothing that starts a thread, since a
+# fork takes none along: pyarrow's allocator does.
 _PRELOAD = [
     "hypothesis",
     "pytest",
@@ -72,7 +77,9 @@ class RankFailed(AssertionError):
 
 @dataclass(frozen=True)
 class _Task:
-    """What a rank needs to find the function; `payload` is unpickled only after the test file is loaded."""
+    """What a rank needs to find the function; `payload` is unpickled only after the test file is
+    loaded.
+    """
 
     file: str
     module: str
@@ -97,13 +104,17 @@ def run_ranks(
     timeout_s: float = 60,
     environment: Mapping[str, str] | None = None,
 ) -> list[Any]:
-    """fn(*args) on `world_size` processes; their results by rank. RankFailed if one raises, dies or is late.
+    """fn(*args) on `world_size` processes; their results by rank. RankFailed if one raises, dies or
+    is late.
 
     `environment` adds to torchrun's variables, for example {"MOEBIUS_GENERATION": "3"}.
     """
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with tempfile.TemporaryDirectory(prefix="world-") as folder:
-        tasks = [_task(fn, args, rank, world_size, store.port, environment or {}, folder) for rank in range(world_size)]
+        tasks = [
+            _task(fn, args, rank, world_size, store.port, environment or {}, folder)
+            for rank in range(world_size)
+        ]
         ranks: list[_Rank] = []
         try:
             ranks.extend(_start(task) for task in tasks)
@@ -124,7 +135,10 @@ def _task(
 ) -> _Task:
     module = sys.modules[fn.__module__]
     if "<" in fn.__qualname__ or module.__file__ is None:
-        raise ValueError(f"{fn.__qualname__} must be a module-level function of a file: a rank finds it by its name")
+        raise ValueError(
+            f"{fn.__qualname__} must be a module-level function of a file: a rank finds it by its "
+            "name"
+        )
     torchrun = {
         "RANK": rank,
         "WORLD_SIZE": world_size,
@@ -160,15 +174,21 @@ def _start(task: _Task) -> _Rank:
 def _stop_fork_server() -> None:
     """By itself it would outlive us by half a second."""
     for pid in _fork_servers:
-        os.kill(pid, signal.SIGKILL)  # still our child, if only a dead one: the number cannot be another's
+        os.kill(
+            pid, signal.SIGKILL
+        )  # still our child, if only a dead one: the number cannot be another's
         os.waitpid(pid, 0)
 
 
 def _collect(ranks: list[_Rank], deadline: float, timeout_s: float) -> None:
-    """Waits for every rank's outcome; raises RankFailed at the first failure (and its aftermath) or the deadline."""
+    """Waits for every rank's outcome; raises RankFailed at the first failure (and its aftermath) or
+    the deadline.
+    """
     failed = False
     while pending := [rank for rank in ranks if rank.outcome is None]:
-        ready = wait([rank.results for rank in pending], timeout=max(0.0, deadline - time.monotonic()))
+        ready = wait(
+            [rank.results for rank in pending], timeout=max(0.0, deadline - time.monotonic())
+        )
         if not ready:
             break
         for rank in pending:
@@ -176,13 +196,21 @@ def _collect(ranks: list[_Rank], deadline: float, timeout_s: float) -> None:
                 rank.outcome = _outcome(rank)
                 if not rank.outcome[0] and not failed:
                     failed, deadline = True, min(deadline, time.monotonic() + _AFTERMATH_S)
-    failures = [(index, rank.outcome[1]) for index, rank in enumerate(ranks) if rank.outcome and not rank.outcome[0]]
+    failures = [
+        (index, rank.outcome[1])
+        for index, rank in enumerate(ranks)
+        if rank.outcome and not rank.outcome[0]
+    ]
     if failures:
-        raise RankFailed("\n".join(f"rank {index} of {len(ranks)} failed:\n{trace}" for index, trace in failures))
+        raise RankFailed(
+            "\n".join(f"rank {index} of {len(ranks)} failed:\n{trace}" for index, trace in failures)
+        )
     if late := [index for index, rank in enumerate(ranks) if rank.outcome is None]:
         came = [index for index in range(len(ranks)) if index not in late]
         stacks = "\n".join(f"rank {index} stands at:\n{_stacks(ranks[index])}" for index in late)
-        raise RankFailed(f"after {timeout_s:g} s ranks {late} did not come back (ranks {came} did)\n{stacks}")
+        raise RankFailed(
+            f"after {timeout_s:g} s ranks {late} did not come back (ranks {came} did)\n{stacks}"
+        )
 
 
 def _outcome(rank: _Rank) -> tuple[bool, Any]:
@@ -201,7 +229,11 @@ def _outcome(rank: _Rank) -> tuple[bool, Any]:
 def _stacks(rank: _Rank) -> str:
     os.kill(rank.process.pid, signal.SIGUSR1)
     time.sleep(0.2)  # faulthandler writes at once; nothing tells us when
-    return Path(rank.stacks_file).read_text() if Path(rank.stacks_file).exists() else "(not started yet)"
+    return (
+        Path(rank.stacks_file).read_text()
+        if Path(rank.stacks_file).exists()
+        else "(not started yet)"
+    )
 
 
 def _end(ranks: list[_Rank]) -> None:
@@ -236,14 +268,20 @@ def _serve(task: _Task, results: Connection) -> None:
 
 
 def _find(task: _Task) -> Callable[..., Any]:
-    """Loads the test file under pytest's name for it, so that its classes pickle in both directions."""
+    """Loads the test file under pytest's name for it, so that its classes pickle in both
+    directions.
+    """
     if task.module not in sys.modules:
         spec = importlib.util.spec_from_file_location(task.module, task.file)
         if spec is None or spec.loader is None:
             raise ImportError(f"cannot load {task.file}")
         module = importlib.util.module_from_spec(spec)
-        for parent in itertools.accumulate(task.module.split(".")[:-1], lambda path, name: f"{path}.{name}"):
-            sys.modules.setdefault(parent, types.ModuleType(parent))  # pickle imports a module's parents first
+        for parent in itertools.accumulate(
+            task.module.split(".")[:-1], lambda path, name: f"{path}.{name}"
+        ):
+            sys.modules.setdefault(
+                parent, types.ModuleType(parent)
+            )  # pickle imports a module's parents first
         sys.modules[task.module] = module
         spec.loader.exec_module(module)
     found: Any = sys.modules[task.module]

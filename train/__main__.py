@@ -12,10 +12,16 @@ from .loop import train
 
 @record
 def main() -> None:
-    """Trains the run whose folder is the only argument; torchrun's agent learns of any exception from its error file."""
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    """Trains the run whose folder is the only argument; torchrun's agent learns of any exception
+    from its error file.
+    """
+    logging.basicConfig(
+        level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
     if len(sys.argv) != 2:
-        raise SystemExit("usage: python -m moebius.train RUN_DIR (the folder that holds config.json)")
+        raise SystemExit(
+            "usage: python -m moebius.train RUN_DIR (the folder that holds config.json)"
+        )
     run_dir = Path(sys.argv[1])
     state = train(Config.load(run_dir / "config.json"), run_dir)
     logging.getLogger(__name__).info("%s", state)

@@ -1,7 +1,9 @@
-"""A run, fully described: the sections that live beside their code, joined and checked against each other.
+"""A run, fully described: the sections that live beside their code, joined and checked against each
+other.
 
-A run is named by a recipe (train/recipes/smoke.py) or a TOML file and changed with dotted overrides:
-`moebius train smoke model.num_experts=64 mesh.ep=2`. The resolved form is written into the run folder as config.json.
+A run is named by a recipe (train/recipes/smoke.py) or a TOML file and changed with dotted
+overrides: `moebius train smoke model.num_experts=64 mesh.ep=2`. The resolved form is written into
+the run folder as config.json.
 """
 
 import difflib
@@ -11,17 +13,34 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Self, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeInt,
+    PositiveInt,
+    ValidationError,
+    model_validator,
+)
 
 from ..data_pipeline.config import DataConfig
-from ..distributed.layout import MeshConfig, check_experts, check_runnable, legal_values, plan_layout
+from ..distributed.layout import (
+    MeshConfig,
+    check_experts,
+    check_runnable,
+    legal_values,
+    plan_layout,
+)
 from ..kernels.backend import KernelConfig
 from ..model.config import HaltingConfig, ModelConfig
 from ..model.recompute import Recompute
 from ..model.routers.table import ROUTERS
 from .optim import OptimConfig
 
-_RENAMED = {"model.top_k": "model.router.top_k", "model.feed_forward_balance": "model.router.balance"}
+_RENAMED = {
+    "model.top_k": "model.router.top_k",
+    "model.feed_forward_balance": "model.router.balance",
+}
 
 
 class ConfigError(ValueError):
@@ -39,7 +58,8 @@ class TrainConfig(BaseModel):
     precision: Literal["float32", "bfloat16"] = (
         "float32"  # of the matrix products; model/precision.py says what stays float32
     )
-    # Activations of every depth step that are made again in the backward pass instead of being kept (model/recompute.py).
+    # Activations of every depth step that are made again in the backward pass instead of being kept
+    # (model/recompute.py).
     recompute: Recompute = "none"
     compile: bool = False  # the dense parts, with torch.compile (model/compiled.py)
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -47,7 +67,9 @@ class TrainConfig(BaseModel):
     log_every: PositiveInt = 1
     eval_every: NonNegativeInt = 0  # 0: at the start and at the end only
     eval_rows: NonNegativeInt = 0  # at most so many validation rows; 0: all of them
-    record_routing: NonNegativeInt = 0  # the first and every n-th step's routes go into the run folder; 0: none
+    record_routing: NonNegativeInt = (
+        0  # the first and every n-th step's routes go into the run folder; 0: none
+    )
     threads: NonNegativeInt = 1  # of one rank's CPU work; 0: torch's default
     timeout_s: float = Field(default=600.0, gt=0)  # of a collective
 
@@ -62,7 +84,9 @@ class CheckpointConfig(BaseModel):
 
 
 class JobConfig(BaseModel):
-    """Where a run is placed. Here and not in cluster/, because a recipe describes a run whole, placement included."""
+    """Where a run is placed. Here and not in cluster/, because a recipe describes a run whole,
+    placement included.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -70,8 +94,11 @@ class JobConfig(BaseModel):
     num_nodes: PositiveInt = 1
     ranks_per_node: PositiveInt = 1
     max_restarts: NonNegativeInt = 3
-    start_timeout_s: float = Field(default=120.0, gt=0)  # from a generation's start to its first evaluation or step
-    # Fault drill: one rank is killed, once, when the run has reached this step. The run must not notice.
+    start_timeout_s: float = Field(
+        default=120.0, gt=0
+    )  # from a generation's start to its first evaluation or step
+    # Fault drill: one rank is killed, once, when the run has reached this step. The run must not
+    # notice.
     rehearse_failure_at_step: PositiveInt | None = None
 
 
@@ -98,8 +125,10 @@ class Config(BaseModel):
     def _check_vocabulary(self) -> Self:
         if self.model.vocab_size < self.data.num_token_ids:
             raise ValueError(
-                f"model.vocab_size={self.model.vocab_size} is smaller than the {self.data.num_token_ids} token ids of "
-                f"data.tokenizer={self.data.tokenizer!r} (data.vocab_size={self.data.vocab_size}): make them equal"
+                f"model.vocab_size={self.model.vocab_size} is smaller than the "
+                f"{self.data.num_token_ids} token ids of "
+                f"data.tokenizer={self.data.tokenizer!r} (data.vocab_size={self.data.vocab_size}): "
+                "make them equal"
             )
         return self
 
@@ -107,7 +136,8 @@ class Config(BaseModel):
     def _check_positions(self) -> Self:
         if self.model.positions == "learned" and self.data.seq_len > self.model.max_positions:
             raise ValueError(
-                f"data.seq_len={self.data.seq_len} is more than the model.max_positions={self.model.max_positions} positions "
+                f"data.seq_len={self.data.seq_len} is more than the "
+                f"model.max_positions={self.model.max_positions} positions "
                 "that are learned: make them equal"
             )
         return self
@@ -120,12 +150,16 @@ class Config(BaseModel):
 
     @model_validator(mode="after")
     def _check_groups(self) -> Self:
-        """Groups are blocks of consecutive samples, so a micro-batch of whole groups keeps them whatever the layout."""
+        """Groups are blocks of consecutive samples, so a micro-batch of whole groups keeps them
+        whatever the layout.
+        """
         group = self.model.group_sequences
         if self.train.micro_batch % group:
             raise ValueError(
-                f"train.micro_batch={self.train.micro_batch} is not a multiple of {group}, the sequences that "
-                f"model.router.kind={self.model.router.kind!r} routes together: use {-(-self.train.micro_batch // group) * group}"
+                f"train.micro_batch={self.train.micro_batch} is not a multiple of {group}, the "
+                "sequences that "
+                f"model.router.kind={self.model.router.kind!r} routes together: use "
+                f"{-(-self.train.micro_batch // group) * group}"
             )
         return self
 
@@ -139,26 +173,36 @@ class Config(BaseModel):
         layout = plan_layout(self.mesh, world_size)
         check_experts(layout, self.model.expert_counts())
         if self.mesh.sharding == "fsdp" and layout.dp_shard == 1 < world_size:
-            sizes = legal_values(self.mesh.model_copy(update={"dp_replicate": None}), world_size, "dp_shard")[1:]
+            sizes = legal_values(
+                self.mesh.model_copy(update={"dp_replicate": None}), world_size, "dp_shard"
+            )[1:]
             raise ConfigError(
-                f'mesh.sharding="fsdp" with mesh.dp_shard=1 on {world_size} ranks shards nothing: set mesh.dp_shard to one of '
+                f'mesh.sharding="fsdp" with mesh.dp_shard=1 on {world_size} ranks shards nothing: '
+                "set mesh.dp_shard to one of "
                 f'{sizes} (mesh.dp_replicate=none fills the world), or use mesh.sharding="none"'
             )
         if self.mesh.rebalance_every and layout.ep == 1:
             sizes = legal_values(self.mesh, world_size, "ep")[1:]
             instead = (
-                f", or mesh.ep to one of {sizes}" if sizes else f" (a world of {world_size} allows no other mesh.ep)"
+                f", or mesh.ep to one of {sizes}"
+                if sizes
+                else f" (a world of {world_size} allows no other mesh.ep)"
             )
             raise ConfigError(
-                f"mesh.rebalance_every={self.mesh.rebalance_every}, mesh.replicas={self.mesh.replicas} with mesh.ep=1: every "
-                f"rank holds all experts, so none can move and none needs a copy; set both to 0{instead}"
+                f"mesh.rebalance_every={self.mesh.rebalance_every}, "
+                f"mesh.replicas={self.mesh.replicas} with mesh.ep=1: every "
+                "rank holds all experts, so none can move and none needs a copy; set both to "
+                f"0{instead}"
             )
         per_pass = world_size * self.train.micro_batch
         if self.train.global_batch % per_pass:
             raise ConfigError(
-                f"train.global_batch={self.train.global_batch} is not a multiple of {world_size} ranks × "
-                f"train.micro_batch={self.train.micro_batch} = {per_pass}: every rank takes whole micro-batches; "
-                f"use {max(1, self.train.global_batch // per_pass) * per_pass} or change train.micro_batch"
+                f"train.global_batch={self.train.global_batch} is not a multiple of {world_size} "
+                "ranks × "
+                f"train.micro_batch={self.train.micro_batch} = {per_pass}: every rank takes whole "
+                "micro-batches; "
+                f"use {max(1, self.train.global_batch // per_pass) * per_pass} or change "
+                "train.micro_batch"
             )
 
     def save(self, path: Path) -> None:
@@ -171,11 +215,14 @@ class Config(BaseModel):
         return build(json.loads(path.read_text(encoding="utf-8")), origin=str(path))
 
 
-def resolve(name_or_file: str, overrides: Sequence[str], recipes: Mapping[str, Callable[[], Config]]) -> Config:
+def resolve(
+    name_or_file: str, overrides: Sequence[str], recipes: Mapping[str, Callable[[], Config]]
+) -> Config:
     """The configuration named by a recipe or a TOML file, with dotted overrides applied.
 
     Raises:
-        ConfigError: no such recipe or file, or a bad override; unknown keys are answered with the nearest known one.
+        ConfigError: no such recipe or file, or a bad override; unknown keys are answered with the
+            nearest known one.
     """
     if name_or_file.endswith(".toml"):
         values = _read_toml(Path(name_or_file), recipes)
@@ -183,10 +230,13 @@ def resolve(name_or_file: str, overrides: Sequence[str], recipes: Mapping[str, C
         values = recipes[name_or_file]().model_dump(mode="json")
     else:
         raise ConfigError(
-            f"there is no recipe {name_or_file!r}{_nearest(name_or_file, recipes)}; recipes: {', '.join(recipes)}; "
+            f"there is no recipe {name_or_file!r}{_nearest(name_or_file, recipes)}; recipes: "
+            f"{', '.join(recipes)}; "
             "a file must end in .toml"
         )
-    for override in sorted(overrides, key=lambda text: ".kind=" not in text):  # a new kind first, then its keys
+    for override in sorted(
+        overrides, key=lambda text: ".kind=" not in text
+    ):  # a new kind first, then its keys
         _apply(values, override)
     return build(values, origin=name_or_file)
 
@@ -196,7 +246,9 @@ def build(values: dict[str, Any], *, origin: str) -> Config:
     try:
         return Config.model_validate(values)
     except ValidationError as error:
-        raise ConfigError("\n".join([f"{origin}: the configuration is not valid", *_explain(error)])) from None
+        raise ConfigError(
+            "\n".join([f"{origin}: the configuration is not valid", *_explain(error)])
+        ) from None
 
 
 def _read_toml(path: Path, recipes: Mapping[str, Callable[[], Config]]) -> dict[str, Any]:
@@ -211,13 +263,16 @@ def _read_toml(path: Path, recipes: Mapping[str, Callable[[], Config]]) -> dict[
         return values
     if base not in recipes:
         raise ConfigError(
-            f"{path}: recipe = {base!r} is unknown{_nearest(str(base), recipes)}; recipes: {', '.join(recipes)}"
+            f"{path}: recipe = {base!r} is unknown{_nearest(str(base), recipes)}; recipes: "
+            f"{', '.join(recipes)}"
         )
     return _merge(recipes[base]().model_dump(mode="json"), values)
 
 
 def _merge(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
-    """`base` with single values changed; a table of another kind takes the place of the old one, whose keys it has not."""
+    """`base` with single values changed; a table of another kind takes the place of the old one,
+    whose keys it has not.
+    """
     if "kind" in changes and changes["kind"] != base.get("kind"):
         return changes
     merged = dict(base)
@@ -228,14 +283,18 @@ def _merge(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
 
 
 def _apply(values: dict[str, Any], override: str) -> None:
-    """Applies one `section.key=value`; the value is read as TOML, and as plain text where it is not TOML.
+    """Applies one `section.key=value`; the value is read as TOML, and as plain text where it is not
+    TOML.
 
-    Sections may lie in each other: `model.router.top_k=2`. Another `kind` drops the keys of the old one.
+    Sections may lie in each other: `model.router.top_k=2`. Another `kind` drops the keys of the old
+    one.
     """
     path, equals, text = override.partition("=")
     *sections, key = path.split(".")
     if not equals or not sections or not all((*sections, key)):
-        raise ConfigError(f"override {override!r}: write section.key=value, for example train.steps=200")
+        raise ConfigError(
+            f"override {override!r}: write section.key=value, for example train.steps=200"
+        )
     try:
         value = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
@@ -246,7 +305,9 @@ def _apply(values: dict[str, Any], override: str) -> None:
             entries[section] = {}
         entries = entries[section]
         if not isinstance(entries, dict):
-            raise ConfigError(f"override {override!r}: {'.'.join(sections[:depth])} is not a section")
+            raise ConfigError(
+                f"override {override!r}: {'.'.join(sections[:depth])} is not a section"
+            )
     if key == "kind" and value != entries.get("kind"):
         entries.clear()
     entries[key] = value
@@ -260,7 +321,9 @@ def _explain_one(entry: Any) -> str:
     where = ".".join(str(part) for part in entry["loc"])
     if entry["type"] == "extra_forbidden":
         renamed = _RENAMED.get(where)
-        return f"  {where}: unknown key" + (f"; it is now {renamed}" if renamed else _nearest(where, _known_keys()))
+        return f"  {where}: unknown key" + (
+            f"; it is now {renamed}" if renamed else _nearest(where, _known_keys())
+        )
     message = str(entry["msg"]).removeprefix("Value error, ")
     given = "" if isinstance(entry["input"], dict) or not where else f" (given: {entry['input']!r})"
     return f"  {where}: {message}{given}" if where else f"  {message}"

@@ -29,22 +29,30 @@ class Evaluation:
 
 
 @torch.no_grad()
-def evaluate(model: Transformer, config: Config, process: Process, *, split: str = "validation") -> Evaluation:
+def evaluate(
+    model: Transformer, config: Config, process: Process, *, split: str = "validation"
+) -> Evaluation:
     """Collective. Every rank runs the same number of passes, so that expert exchanges always meet.
 
-    Rows do not overlap; each counts once, on one rank. Evaluation mode: no regularisation. A model that routes sequences
-    together sees the same groups on every layout. Copies that fill up the last batch do not count, but where there is a
-    capacity in evaluation they take places like other rows.
+    Rows do not overlap; each counts once, on one rank. Evaluation mode: no regularisation. A model
+    that routes sequences together sees the same groups on every layout. Copies that fill up the
+    last batch do not count, but where there is a capacity in evaluation they take places like other
+    rows.
     """
     dtype = getattr(torch, config.train.precision)
     sums = torch.zeros(2, dtype=torch.float64, device=process.device)
     model.eval()
     group = config.model.evaluation_group_sequences
     for rows, valid in validation_batches(
-        Path(config.data.directory), split=split, seq_len=config.data.seq_len,
-        batch_size=-(-config.train.micro_batch // group) * group, group=group,
-        rank=process.rank, num_ranks=process.world_size, max_rows=config.train.eval_rows or None,
-    ):  # fmt: skip
+        Path(config.data.directory),
+        split=split,
+        seq_len=config.data.seq_len,
+        batch_size=-(-config.train.micro_batch // group) * group,
+        group=group,
+        rank=process.rank,
+        num_ranks=process.world_size,
+        max_rows=config.train.eval_rows or None,
+    ):
         rows_BS1 = torch.from_numpy(rows).to(process.device)
         valid_B = torch.from_numpy(valid).to(process.device)
         logits_BSV = forward_in(model, dtype, rows_BS1[:, :-1]).logits_BSV

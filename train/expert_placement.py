@@ -1,12 +1,14 @@
-"""When experts move: a run counts what is routed to them, and every n steps all ranks decide alike where they live next.
+"""When experts move: a run counts what is routed to them, and every n steps all ranks decide alike
+where they live next.
 
-`mesh.rebalance_every` = n; the loads are those of the n steps before. `mesh.replicas` = r gives every rank r slots of each bank
-beyond its share, for copies of the hottest experts. A move changes where sums are made and not what is computed; homes and the
-counts since the last move are saved with a checkpoint, so a resumed run moves what an uninterrupted one would have moved. On
-another EP degree a resumed run starts with contiguous blocks.
+`mesh.rebalance_every` = n; the loads are those of the n steps before. `mesh.replicas` = r gives
+every rank r slots of each bank beyond its share, for copies of the hottest experts. A move changes
+where sums are made and not what is computed; homes and the counts since the last move are saved
+with a checkpoint, so a resumed run moves what an uninterrupted one would have moved. On another EP
+degree a resumed run starts with contiguous blocks.
 
-Cost: one addition per step and kind of router; every n steps one all-reduce of a number per expert, the packing (placement.py)
-and the move (moving.py).
+Cost: one addition per step and kind of router; every n steps one all-reduce of a number per expert,
+the packing (placement.py) and the move (moving.py).
 
 Legend: E experts of a bank, G group members, L depth steps.
 """
@@ -53,59 +55,79 @@ class Rebalanced:
 class ExpertPlacement:
     """Where the experts of one run live, and what they had to do since it was last decided."""
 
-    def __init__(self, config: MeshConfig, model: Transformer, optimizer: torch.optim.Optimizer, mesh: Mesh) -> None:
+    def __init__(
+        self, config: MeshConfig, model: Transformer, optimizer: torch.optim.Optimizer, mesh: Mesh
+    ) -> None:
         self._config, self._model, self._optimizer, self._mesh = config, model, optimizer, mesh
         self._routed = sorted((member, kind) for member, kind, _ in model.routers())
         self.active = config.rebalance_every > 0 and mesh.layout.ep > 1
         self._loads = self._no_loads() if self.active else {}
 
-    def make_reducer(self, dense: Sequence[Parameter], experts: Sequence[Parameter]) -> GradientReducer | CopyReducer:
+    def make_reducer(
+        self, dense: Sequence[Parameter], experts: Sequence[Parameter]
+    ) -> GradientReducer | CopyReducer:
         """For the parameters as they are now; after a move another one is needed."""
         reducer = GradientReducer(dense, experts, self._mesh)
         homes, banks = homes_of(self._model), banks_of(self._model)
         if not any(own.copies for own in homes.values()):
             return reducer
         return CopyReducer(
-            reducer, [(homes[name], bank.experts.parameters()) for name, bank in banks.items()], self._mesh
+            reducer,
+            [(homes[name], bank.experts.parameters()) for name, bank in banks.items()],
+            self._mesh,
         )
 
     def count(self, loads: Mapping[str, Tensor]) -> None:
-        """Takes in one step's routes of this rank: (L, E) by kind of router, over the depth steps that have it."""
+        """Takes in one step's routes of this rank: (L, E) by kind of router, over the depth steps
+        that have it.
+        """
         if not self.active:
             return
         schedule = self._model.config.schedule
         for kind, load_LE in loads.items():
-            members = [member for member in schedule if (member, kind) in self._routed][: len(load_LE)]
+            members = [member for member in schedule if (member, kind) in self._routed][
+                : len(load_LE)
+            ]
             self._loads[kind].index_add_(0, torch.tensor(members, device=load_LE.device), load_LE)
 
     def decide(self, step: int) -> Rebalanced | None:
-        """After every n-th step: moves the experts where the counted load wants them. Collective then; else None."""
+        """After every n-th step: moves the experts where the counted load wants them. Collective
+        then; else None.
+        """
         if not self.active or step % self._config.rebalance_every:
             return None
         started, before, loads = time.perf_counter(), homes_of(self._model), self._all_loads()
         after = {
-            name: rebalanced(before[name], load_E, replicas=self._config.replicas) for name, load_E in loads.items()
-        }  # fmt: skip
+            name: rebalanced(before[name], load_E, replicas=self._config.replicas)
+            for name, load_E in loads.items()
+        }
         moved = move_experts(self._model, self._optimizer, self._mesh, after)
         self._loads = self._no_loads()
         return Rebalanced(
             max(hottest_factor(before[name], load_E) for name, load_E in loads.items()),
             max(hottest_factor(after[name], load_E) for name, load_E in loads.items()),
-            moved.experts, moved.num_bytes, time.perf_counter() - started,
-        )  # fmt: skip
+            moved.experts,
+            moved.num_bytes,
+            time.perf_counter() - started,
+        )
 
     def as_dict(self) -> dict[str, Any]:
         """For a checkpoint's meta. Collective where experts move."""
         if not self.active:
             return {}
         loads = self._all_loads()
-        return {name: {"homes": homes.as_dict(), "load": loads[name]} for name, homes in homes_of(self._model).items()}
+        return {
+            name: {"homes": homes.as_dict(), "load": loads[name]}
+            for name, homes in homes_of(self._model).items()
+        }
 
     def restore(self, saved: Mapping[str, Any]) -> None:
-        """Moves the experts to where they were saved, before their values are read. Collective where experts move.
+        """Moves the experts to where they were saved, before their values are read. Collective
+        where experts move.
 
         Raises:
-            ValueError: the checkpoint is of another model; on all ranks, for all are given the same.
+            ValueError: the checkpoint is of another model; on all ranks, for all are given the
+                same.
         """
         if not self.active or not saved:
             return
@@ -122,10 +144,16 @@ class ExpertPlacement:
         """Before any rank moves or keeps anything."""
         ours = {name: homes.num_experts for name, homes in homes_of(self._model).items()}
         theirs = {name: len(bank["load"]) for name, bank in saved.items()}
-        if unlike := sorted(name for name in {*ours, *theirs} if ours.get(name) != theirs.get(name)):
-            listed = ", ".join(f"{name}: {theirs.get(name, 0)} in it, {ours.get(name, 0)} here" for name in unlike[:3])
+        if unlike := sorted(
+            name for name in {*ours, *theirs} if ours.get(name) != theirs.get(name)
+        ):
+            listed = ", ".join(
+                f"{name}: {theirs.get(name, 0)} in it, {ours.get(name, 0)} here"
+                for name in unlike[:3]
+            )
             raise ValueError(
-                f"the checkpoint says where other experts live than this model has ({listed}{', …' if unlike[3:] else ''}): it "
+                "the checkpoint says where other experts live than this model has "
+                f"({listed}{', …' if unlike[3:] else ''}): it "
                 "is of another model; continue it with the configuration that it was saved with"
             )
 
@@ -134,9 +162,14 @@ class ExpertPlacement:
         flat = torch.cat([loads_GE.flatten() for loads_GE in self._loads.values()])
         dist.all_reduce(flat, group=self._mesh.world_group)
         parts = flat.cpu().split([loads_GE.numel() for loads_GE in self._loads.values()])
-        summed = {kind: part.view_as(self._loads[kind]) for kind, part in zip(self._loads, parts, strict=True)}
+        summed = {
+            kind: part.view_as(self._loads[kind])
+            for kind, part in zip(self._loads, parts, strict=True)
+        }
         return {
-            name: summed[kind][member].tolist() for member, kind in self._routed for name in _bank_names(member, kind)
+            name: summed[kind][member].tolist()
+            for member, kind in self._routed
+            for name in _bank_names(member, kind)
         }
 
     def _no_loads(self) -> dict[str, Tensor]:

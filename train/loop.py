@@ -2,8 +2,9 @@
 
     start → data → model → resume? → [batch → loss → gradients → clip → update → log → evaluate? → save?] × steps → end
 
-Every rank runs this same code. What is decided (skip a step, stop, evaluate, save) is decided from numbers that are equal on all
-ranks, so no rank ever takes part in a collective alone. `cluster/` starts it, on one machine or on many nodes.
+Every rank runs this same code. What is decided (skip a step, stop, evaluate, save) is decided from
+numbers that are equal on all ranks, so no rank ever takes part in a collective alone. `cluster/`
+starts it, on one machine or on many nodes.
 """
 
 import math
@@ -36,7 +37,8 @@ def train(config: Config, run_dir: Path) -> str:
         "finished" or "stopped"; the same is in the run folder's result.json.
 
     Raises:
-        ValueError: the configuration, the data or a checkpoint cannot be used; the message says what to do.
+        ValueError: the configuration, the data or a checkpoint cannot be used; the message says
+            what to do.
     """
     if config.train.threads:
         torch.set_num_threads(config.train.threads)
@@ -91,7 +93,9 @@ class Taken:
 
 
 def step(run: Run, batch: Batch, rate: float) -> Taken:
-    """One optimizer step over this rank's micro-batches. A gradient that is not finite anywhere skips it everywhere."""
+    """One optimizer step over this rank's micro-batches. A gradient that is not finite anywhere
+    skips it everywhere.
+    """
     config, meter = run.config, StepMeter()
     forward = partial(forward_in, run.model, getattr(torch, config.train.precision))
     before = counters_of(run.model)
@@ -109,7 +113,9 @@ def step(run: Run, batch: Batch, rate: float) -> Taken:
     routing.save()
     run.reducer.reduce()
     asked = run.process.rank == 0 and (run.run_dir / "stop").exists()
-    norm, stop = clip_gradients(run.parameters, run.mesh, max_norm=config.optim.clip_norm, flag=asked)
+    norm, stop = clip_gradients(
+        run.parameters, run.mesh, max_norm=config.optim.clip_norm, flag=asked
+    )
     finite = math.isfinite(norm.item())
     totals = meter.reduce_carried()  # what routers learn from without a gradient, from all ranks
     if finite:
@@ -120,7 +126,7 @@ def step(run: Run, batch: Batch, rate: float) -> Taken:
     sequences = config.train.global_batch
     run.progress = run.progress.after_step(
         sequences=sequences, tokens=sequences * config.data.seq_len, updated=finite
-    )  # fmt: skip
+    )
     run.refuse_endless_skipping(norm.item())
     return Taken(meter, rate, norm.item(), stop)
 
@@ -128,13 +134,19 @@ def step(run: Run, batch: Batch, rate: float) -> Taken:
 def trace_of(run: Run) -> StepTrace:
     """Records the coming step's routes, if `train.record_routing` wants them."""
     return StepTrace(
-        run.model, run.run_dir, step=run.progress.step + 1, every=run.config.train.record_routing, rank=run.process.rank,
+        run.model,
+        run.run_dir,
+        step=run.progress.step + 1,
+        every=run.config.train.record_routing,
+        rank=run.process.rank,
         num_ranks=run.process.world_size,
-    )  # fmt: skip
+    )
 
 
 class Clock:
-    """Time from one log line to the next, evaluations left out: what a step costs with all that goes on beside it."""
+    """Time from one log line to the next, evaluations left out: what a step costs with all that
+    goes on beside it.
+    """
 
     def __init__(self, *, waited_s: float = 0.0) -> None:
         self._started, self._waited_s, self._steps = time.perf_counter(), waited_s, 0
@@ -149,18 +161,31 @@ class Clock:
         return (time.perf_counter() - self._started) / steps, (waited_s - self._waited_s) / steps
 
 
-def log_step(run: Run, log: MetricsLog, taken: Taken, batch: Batch, times: tuple[float, float]) -> None:
-    """Collective: sums the step's statistics over the ranks and writes them; `data_wait_s` is of all ranks together."""
+def log_step(
+    run: Run, log: MetricsLog, taken: Taken, batch: Batch, times: tuple[float, float]
+) -> None:
+    """Collective: sums the step's statistics over the ranks and writes them; `data_wait_s` is of
+    all ranks together.
+    """
     step_s, data_wait_s = times
     sums = taken.meter.reduce(digest=batch.digest, data_wait_s=data_wait_s)
     tokens = run.config.train.global_batch * run.config.data.seq_len
     log.write(
-        "train", run.progress.step, loss=sums["loss"].item(), regularisation=sums["regularisation"].item(),
-        learning_rate=taken.learning_rate, grad_norm=taken.grad_norm, skipped=run.progress.step - run.progress.updates,
-        tokens=run.progress.tokens, tokens_per_s=round(tokens / step_s, 1), step_s=round(step_s, 5),
-        data_wait_s=round(sums["data_wait_s"].item(), 5), digest=int(sums["digest"].item()) % 2**31,
-        **expert_metrics(sums), **exchange_metrics(sums, ep=run.mesh.layout.ep),
-    )  # fmt: skip
+        "train",
+        run.progress.step,
+        loss=sums["loss"].item(),
+        regularisation=sums["regularisation"].item(),
+        learning_rate=taken.learning_rate,
+        grad_norm=taken.grad_norm,
+        skipped=run.progress.step - run.progress.updates,
+        tokens=run.progress.tokens,
+        tokens_per_s=round(tokens / step_s, 1),
+        step_s=round(step_s, 5),
+        data_wait_s=round(sums["data_wait_s"].item(), 5),
+        digest=int(sums["digest"].item()) % 2**31,
+        **expert_metrics(sums),
+        **exchange_metrics(sums, ep=run.mesh.layout.ep),
+    )
 
 
 def move_experts(run: Run, taken: Taken, log: MetricsLog) -> None:
@@ -174,9 +199,17 @@ def move_experts(run: Run, taken: Taken, log: MetricsLog) -> None:
 
 def log_evaluation(run: Run, log: MetricsLog) -> None:
     """Validation loss now."""
-    run.model.before_step(run.progress.step)  # a router that follows a schedule is judged as the next step would use it
+    run.model.before_step(
+        run.progress.step
+    )  # a router that follows a schedule is judged as the next step would use it
     result = evaluate(run.model, run.config, run.process)
-    log.write("eval", run.progress.step, loss=result.loss, perplexity=result.perplexity, tokens=result.tokens)
+    log.write(
+        "eval",
+        run.progress.step,
+        loss=result.loss,
+        perplexity=result.perplexity,
+        tokens=result.tokens,
+    )
 
 
 def save(run: Run, loader: Loader) -> None:
@@ -194,9 +227,13 @@ def log_saved(run: Run, log: MetricsLog) -> None:
     """Reports the checkpoints that were completed since the last call."""
     for record in run.checkpoints.poll():
         log.write(
-            "checkpoint", record.step, seconds=round(record.seconds, 3), blocked_s=round(record.blocked_s, 5),
-            bytes=record.num_bytes, error=record.error,
-        )  # fmt: skip
+            "checkpoint",
+            record.step,
+            seconds=round(record.seconds, 3),
+            blocked_s=round(record.blocked_s, 5),
+            bytes=record.num_bytes,
+            error=record.error,
+        )
 
 
 def due(step: int, every: int) -> bool:

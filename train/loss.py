@@ -1,7 +1,8 @@
 """The loss of one micro-batch as this rank's contribution to one global scalar.
 
-loss = Σ over local tokens of cross-entropy ÷ global tokens + Σ over local sequences of regularisation ÷ global sequences, both
-over all ranks and accumulation steps. So every reduction of gradients is a plain sum: no 1/dp, no 1/ep, no 1/steps anywhere.
+loss = Σ over local tokens of cross-entropy ÷ global tokens + Σ over local sequences of
+regularisation ÷ global sequences, both over all ranks and accumulation steps. So every reduction of
+gradients is a plain sum: no 1/dp, no 1/ep, no 1/steps anywhere.
 """
 
 from dataclasses import dataclass
@@ -27,15 +28,18 @@ class MicroBatchLoss:
 
     loss: Tensor  # scalar, to be differentiated
     cross_entropy: Tensor  # detached: this micro-batch's share of the global mean, nats per token
-    regularisation: (
-        Tensor  # detached: its share of the mean over sequences, all auxiliary losses with their coefficients
-    )
-    auxiliary: dict[str, Tensor]  # detached: the same of every auxiliary loss, without its coefficient
+    # detached: its share of the mean over sequences, all auxiliary losses with their coefficients
+    regularisation: Tensor
+    auxiliary: dict[
+        str, Tensor
+    ]  # detached: the same of every auxiliary loss, without its coefficient
     loads: dict[str, DepthLoad]
     carried: dict[str, Tensor]  # sums of this micro-batch that routers want of the whole step
 
 
-def micro_batch_loss(forward: Forward, rows_BS1: Tensor, *, global_sequences: int) -> MicroBatchLoss:
+def micro_batch_loss(
+    forward: Forward, rows_BS1: Tensor, *, global_sequences: int
+) -> MicroBatchLoss:
     """Runs the model on rows of S + 1 tokens: the first S are the input, the last S the targets.
 
     Args:
@@ -46,8 +50,14 @@ def micro_batch_loss(forward: Forward, rows_BS1: Tensor, *, global_sequences: in
     output = forward(inputs_BS, targets_BS=targets_BS)
     cross_entropy = output.cross_entropy / (global_sequences * inputs_BS.shape[1])
     regularisation = output.regularisation_B.sum() / global_sequences
-    auxiliary = {name: value_B.sum() / global_sequences for name, value_B in output.auxiliary.items()}
+    auxiliary = {
+        name: value_B.sum() / global_sequences for name, value_B in output.auxiliary.items()
+    }
     return MicroBatchLoss(
-        cross_entropy + regularisation, cross_entropy.detach(), regularisation.detach(), auxiliary, output.loads,
+        cross_entropy + regularisation,
+        cross_entropy.detach(),
+        regularisation.detach(),
+        auxiliary,
+        output.loads,
         output.carried,
-    )  # fmt: skip
+    )

@@ -1,4 +1,6 @@
-"""What a step reports: sums over micro-batches on every rank, one reduction, JSON lines and TensorBoard on rank 0."""
+"""What a step reports: sums over micro-batches on every rank, one reduction, JSON lines and
+TensorBoard on rank 0.
+"""
 
 import json
 import math
@@ -14,9 +16,17 @@ from torch.utils.tensorboard import SummaryWriter
 from ..distributed.dispatch.exchange import Counters, hottest_factor
 from .loss import MicroBatchLoss
 
-_BOARD_EVERY = 10  # lines between two of the lists that TensorBoard gets: one scalar each would cost more than the line
+# lines between two of the lists that TensorBoard gets: one scalar each would cost more than the
+# line
+_BOARD_EVERY = 10
 LOAD_KINDS = ("feed_forward", "value", "output", "attention")
-_SUMMED = ("rows_sent", "rows_one_per_route", "bytes_intra_node", "bytes_inter_node", "waited_s")  # of `Counters`
+_SUMMED = (
+    "rows_sent",
+    "rows_one_per_route",
+    "bytes_intra_node",
+    "bytes_inter_node",
+    "waited_s",
+)  # of `Counters`
 
 
 class StepMeter:
@@ -42,15 +52,21 @@ class StepMeter:
 
     def loads(self) -> dict[str, Tensor]:
         """(L, E) routes of this rank so far, by kind of router."""
-        return {kind: self._sums[f"{kind}/load"] for kind in LOAD_KINDS if f"{kind}/load" in self._sums}
+        return {
+            kind: self._sums[f"{kind}/load"] for kind in LOAD_KINDS if f"{kind}/load" in self._sums
+        }
 
     def count_exchanges(self, before: dict[str, Counters], after: dict[str, Counters]) -> None:
         """Takes in what travelled in the step, by the names of the sparse layers."""
         self._exchanges = {name: counters.since(before[name]) for name, counters in after.items()}
 
     def reduce(self, **scalars: float) -> dict[str, Tensor]:
-        """Collective: sums over all ranks of everything added and of the given scalars, float64, on the CPU."""
-        values = self._sums | {name: torch.tensor(float(value), dtype=torch.float64) for name, value in scalars.items()}
+        """Collective: sums over all ranks of everything added and of the given scalars, float64, on
+        the CPU.
+        """
+        values = self._sums | {
+            name: torch.tensor(float(value), dtype=torch.float64) for name, value in scalars.items()
+        }
         for name, counters in self._exchanges.items():
             values[f"exchange/{name}"] = torch.tensor(
                 [getattr(counters, each) for each in _SUMMED], dtype=torch.float64
@@ -58,10 +74,15 @@ class StepMeter:
             served_P = torch.zeros(dist.get_world_size())
             served_P[dist.get_rank()] = counters.routes_served
             values[f"served/{name}"] = served_P
-        return {name: total.cpu() for name, total in _sum_over_ranks(values, self._sums["loss"].device).items()}
+        return {
+            name: total.cpu()
+            for name, total in _sum_over_ranks(values, self._sums["loss"].device).items()
+        }
 
     def reduce_carried(self) -> dict[str, Tensor]:
-        """Collective where any router carries statistics: their sums over the whole step and all ranks, float64."""
+        """Collective where any router carries statistics: their sums over the whole step and all
+        ranks, float64.
+        """
         return _sum_over_ranks(self._carried, self._sums["loss"].device) if self._carried else {}
 
     def _accumulate(self, name: str, value: Tensor) -> None:
@@ -79,16 +100,21 @@ def _sum_over_ranks(values: dict[str, Tensor], device: torch.device) -> dict[str
 def expert_metrics(sums: dict[str, Tensor]) -> dict[str, Any]:
     """Load statistics per depth step, of every kind of router that took part.
 
-    For the feed-forward under plain names, for V and O with the kind as prefix: `expert_load` (fraction of the routes),
-    `max_violation` (largest load over mean load, minus 1), `effective_experts` (exp of the load's entropy), `gate_mean`, and
-    where a capacity refused routes `drop_fraction`. `auxiliary_losses`: every auxiliary loss without its coefficient.
+    For the feed-forward under plain names, for V and O with the kind as prefix: `expert_load`
+    (fraction of the routes), `max_violation` (largest load over mean load, minus 1),
+    `effective_experts` (exp of the load's entropy), `gate_mean`, and where a capacity refused
+    routes `drop_fraction`. `auxiliary_losses`: every auxiliary loss without its coefficient.
     """
     record: dict[str, Any] = {}
     auxiliary = {
-        name.removeprefix("auxiliary/"): value for name, value in sums.items() if name.startswith("auxiliary/")
+        name.removeprefix("auxiliary/"): value
+        for name, value in sums.items()
+        if name.startswith("auxiliary/")
     }
     if auxiliary:
-        record["auxiliary_losses"] = {name: round(value.item(), 6) for name, value in auxiliary.items()}
+        record["auxiliary_losses"] = {
+            name: round(value.item(), 6) for name, value in auxiliary.items()
+        }
     for kind in LOAD_KINDS:
         if f"{kind}/load" not in sums:
             continue
@@ -97,9 +123,15 @@ def expert_metrics(sums: dict[str, Tensor]) -> dict[str, Any]:
         fraction_LN = load_LN / served_L.clamp_min(1)[:, None]
         prefix = "" if kind == "feed_forward" else f"{kind}_"
         record[f"{prefix}expert_load"] = _rounded(fraction_LN)
-        used_L = (served_L > 0).double()  # of a depth step that nobody reaches any more: no violation, no expert
-        record[f"{prefix}max_violation"] = _rounded((fraction_LN.amax(1) * fraction_LN.shape[1] - 1) * used_L)
-        record[f"{prefix}effective_experts"] = _rounded(torch.special.entr(fraction_LN).sum(1).exp() * used_L)
+        used_L = (
+            served_L > 0
+        ).double()  # of a depth step that nobody reaches any more: no violation, no expert
+        record[f"{prefix}max_violation"] = _rounded(
+            (fraction_LN.amax(1) * fraction_LN.shape[1] - 1) * used_L
+        )
+        record[f"{prefix}effective_experts"] = _rounded(
+            torch.special.entr(fraction_LN).sum(1).exp() * used_L
+        )
         record[f"{prefix}gate_mean"] = _rounded(sums[f"{kind}/gates"] / served_L.clamp_min(1))
         if bool((served_L < wanted_L).any()):
             record[f"{prefix}drop_fraction"] = _rounded(1 - served_L / wanted_L)
@@ -107,11 +139,13 @@ def expert_metrics(sums: dict[str, Tensor]) -> dict[str, Any]:
 
 
 def exchange_metrics(sums: dict[str, Tensor], *, ep: int) -> dict[str, Any]:
-    """What travelled to the experts and back in the step, by "group member/kind"; nothing where every expert is at home.
+    """What travelled to the experts and back in the step, by "group member/kind"; nothing where
+    every expert is at home.
 
-    Sums over all ranks, micro-batches and depth steps, of forward passes: `rows_sent`, `rows_one_per_route` (what `alltoall`
-    would have sent), `bytes_intra_node`, `bytes_inter_node`; a row that stays on its rank is a row and no bytes. `waited_s`: the
-    time, backward included, in which hosts stood still for an exchange or for the counts. `hottest_rank`: routes that the
+    Sums over all ranks, micro-batches and depth steps, of forward passes: `rows_sent`,
+    `rows_one_per_route` (what `alltoall` would have sent), `bytes_intra_node`, `bytes_inter_node`;
+    a row that stays on its rank is a row and no bytes. `waited_s`: the time, backward included, in
+    which hosts stood still for an exchange or for the counts. `hottest_rank`: routes that the
     busiest rank served over the mean of its EP group, of the EP group where that is largest.
     """
     found = {}
@@ -141,9 +175,13 @@ class MetricsLog:
     """metrics.jsonl and TensorBoard events in the run folder; silent on every rank but 0."""
 
     def __init__(self, run_dir: Path, *, active: bool, first_step: int) -> None:
-        """`first_step` is the one after a resumed checkpoint: TensorBoard forgets what a lost generation wrote beyond it."""
+        """`first_step` is the one after a resumed checkpoint: TensorBoard forgets what a lost
+        generation wrote beyond it.
+        """
         self._file = (run_dir / "metrics.jsonl").open("a", encoding="utf-8") if active else None
-        self._board = SummaryWriter(str(run_dir / "tensorboard"), purge_step=first_step) if active else None
+        self._board = (
+            SummaryWriter(str(run_dir / "tensorboard"), purge_step=first_step) if active else None
+        )
         self._lines = 0
 
     def write(self, kind: str, step: int, **values: Any) -> None:
@@ -157,7 +195,12 @@ class MetricsLog:
         for name, value in values.items():
             if isinstance(value, int | float) and not isinstance(value, bool):
                 self._board.add_scalar(f"{kind}/{name}", value, step)
-            elif isinstance(value, list) and value and isinstance(value[0], float) and self._lines % _BOARD_EVERY == 0:
+            elif (
+                isinstance(value, list)
+                and value
+                and isinstance(value[0], float)
+                and self._lines % _BOARD_EVERY == 0
+            ):
                 for depth, entry in enumerate(value):
                     self._board.add_scalar(f"{kind}/{name}/depth_{depth:02d}", entry, step)
 

@@ -57,13 +57,16 @@ class Run:
         """Ends a run whose gradients stay not finite; every rank counts the same.
 
         Raises:
-            ValueError: after so many skipped steps in a row the weights will not recover by themselves.
+            ValueError: after so many skipped steps in a row the weights will not recover by
+                themselves.
         """
         self.skipped_in_a_row = 0 if math.isfinite(grad_norm) else self.skipped_in_a_row + 1
         if self.skipped_in_a_row == _MOST_SKIPS:
             raise ValueError(
-                f"{_MOST_SKIPS} steps in a row up to step {self.progress.step} had gradients that are not finite and were "
-                "skipped: lower optim.learning_rate or optim.clip_norm, or train in float32, and continue from a checkpoint"
+                f"{_MOST_SKIPS} steps in a row up to step {self.progress.step} had gradients that "
+                "are not finite and were "
+                "skipped: lower optim.learning_rate or optim.clip_norm, or train in float32, and "
+                "continue from a checkpoint"
             )
 
 
@@ -71,10 +74,15 @@ def assemble(config: Config, run_dir: Path, process: Process) -> Run:
     """Builds everything that exists once per rank; no data has been read and nothing resumed yet.
 
     Raises:
-        ValueError: the configuration does not fit the world, or the ranks differ in it, in their code or in their parameters.
+        ValueError: the configuration does not fit the world, or the ranks differ in it, in their
+            code or in their parameters.
     """
     compare_s = min(_COMPARE_S, process.timeout_s)
-    process.agree("run", flat_facts("config", config.model_dump(mode="json")) | code_facts(), timeout_s=compare_s)
+    process.agree(
+        "run",
+        flat_facts("config", config.model_dump(mode="json")) | code_facts(),
+        timeout_s=compare_s,
+    )
     config.check_world(process.world_size)
     backend = choose_kernels(config, process)
     layout = plan_layout(config.mesh, process.world_size)
@@ -82,11 +90,19 @@ def assemble(config: Config, run_dir: Path, process: Process) -> Run:
     generation = check_generation(run_dir)
     mesh = build_mesh(layout, process)
     model = build_model(
-        config.model, mesh, dispatcher=config.mesh.dispatcher, backend=backend,
-        seed=config.train.seed, device=process.device, overlap_chunks=config.mesh.overlap_chunks,
-        check_every=config.mesh.check_every, ranks_per_node=process.ranks_per_node, timeout_s=process.timeout_s,
-        sharding=config.mesh.sharding, precision=getattr(torch, config.train.precision),
-    )  # fmt: skip
+        config.model,
+        mesh,
+        dispatcher=config.mesh.dispatcher,
+        backend=backend,
+        seed=config.train.seed,
+        device=process.device,
+        overlap_chunks=config.mesh.overlap_chunks,
+        check_every=config.mesh.check_every,
+        ranks_per_node=process.ranks_per_node,
+        timeout_s=process.timeout_s,
+        sharding=config.mesh.sharding,
+        precision=getattr(torch, config.train.precision),
+    )
     model.recompute_layers(config.train.recompute)
     if config.train.compile:
         compile_dense_parts(model)
@@ -94,26 +110,44 @@ def assemble(config: Config, run_dir: Path, process: Process) -> Run:
     optimizer = make_optimizer(config.optim, model.parameters())
     allocate_moments(model, optimizer)
     checkpoints = Checkpointer(
-        run_dir / "checkpoints", mesh=mesh, process=process, keep_last=config.checkpoint.keep_last,
-        generation=generation, generation_file=run_dir / "generation",
-    )  # fmt: skip
+        run_dir / "checkpoints",
+        mesh=mesh,
+        process=process,
+        keep_last=config.checkpoint.keep_last,
+        generation=generation,
+        generation_file=run_dir / "generation",
+    )
     placement = ExpertPlacement(config.mesh, model, optimizer, mesh)
     reducer = placement.make_reducer(*whole_parameters(model))
     return Run(
-        config, run_dir, process, mesh, model, list(model.parameters()), optimizer, placement, reducer, checkpoints,
-        generation, backend,
-    )  # fmt: skip
+        config,
+        run_dir,
+        process,
+        mesh,
+        model,
+        list(model.parameters()),
+        optimizer,
+        placement,
+        reducer,
+        checkpoints,
+        generation,
+        backend,
+    )
 
 
 def choose_kernels(config: Config, process: Process) -> str:
-    """The backend of the experts' products on this machine, which is the same on every rank; sets how float32 is multiplied.
+    """The backend of the experts' products on this machine, which is the same on every rank; sets
+    how float32 is multiplied.
 
     Raises:
-        ValueError: it cannot run here, or the ranks' machines differ; or float32 through oneDNN is asked for and not exact here.
+        ValueError: it cannot run here, or the ranks' machines differ; or float32 through oneDNN is
+            asked for and not exact here.
     """
     refused: ValueError | None = None
     try:
-        backend = resolve_backend(config.kernels.name, process.device, getattr(torch, config.train.precision))
+        backend = resolve_backend(
+            config.kernels.name, process.device, getattr(torch, config.train.precision)
+        )
         prepare(backend)
         if config.kernels.onednn:
             onednn.allow_if_exact()
@@ -129,19 +163,23 @@ def check_generation(run_dir: Path) -> int:
     """This process's generation; 0 where no supervisor started it.
 
     Raises:
-        ConfigError: a supervisor has numbered the generations of this folder, and this process is none of them.
+        ConfigError: a supervisor has numbered the generations of this folder, and this process is
+            none of them.
     """
     mine = os.environ.get("MOEBIUS_GENERATION")
     if mine is None and (run_dir / "generation").exists():
         raise ConfigError(
-            f"{run_dir}: belongs to a job, whose supervisor alone starts its ranks; continue it with `moebius train` or "
+            f"{run_dir}: belongs to a job, whose supervisor alone starts its ranks; continue it "
+            "with `moebius train` or "
             "`moebius submit` and --run-dir, or use a folder of its own"
         )
     return int(mine or 0)
 
 
 def resume(run: Run) -> dict[str, Any] | None:
-    """Continues from the newest checkpoint of the run folder, if there is one; returns its position in the data."""
+    """Continues from the newest checkpoint of the run folder, if there is one; returns its position
+    in the data.
+    """
     newest, position = latest_for_all(run.run_dir / "checkpoints", run.mesh), None
     if newest is not None:
         run.placement.restore(meta_for_all(newest, run.mesh).get("experts", {}))
@@ -156,11 +194,18 @@ def open_log(run: Run, *, resumed: bool) -> MetricsLog:
     """The run's metrics, with a first line that says what runs where."""
     log = MetricsLog(run.run_dir, active=run.process.rank == 0, first_step=run.progress.step + 1)
     log.write(
-        "start", run.progress.step, generation=run.generation, world_size=run.process.world_size,
-        resumed_from_step=run.progress.step if resumed else None, layout=str(run.mesh.layout),
-        device=str(run.process.device), steps=run.config.train.steps, parameters=count_parameters(run),
-        expert_depths=run.config.model.expert_depths, kernels=run.backend,
-    )  # fmt: skip
+        "start",
+        run.progress.step,
+        generation=run.generation,
+        world_size=run.process.world_size,
+        resumed_from_step=run.progress.step if resumed else None,
+        layout=str(run.mesh.layout),
+        device=str(run.process.device),
+        steps=run.config.train.steps,
+        parameters=count_parameters(run),
+        expert_depths=run.config.model.expert_depths,
+        kernels=run.backend,
+    )
     return log
 
 
@@ -168,10 +213,15 @@ def open_loader(run: Run, position: dict[str, Any] | None) -> Loader:
     """The data from where the run stands: a seek, whatever the number of ranks was before."""
     config = run.config
     loader = Loader(
-        Path(config.data.directory), seq_len=config.data.seq_len, global_batch=config.train.global_batch,
-        micro_batch=config.train.micro_batch, rank=run.process.rank, num_ranks=run.process.world_size,
-        seed=config.data.seed, start_sample=run.progress.samples,
-    )  # fmt: skip
+        Path(config.data.directory),
+        seq_len=config.data.seq_len,
+        global_batch=config.train.global_batch,
+        micro_batch=config.train.micro_batch,
+        rank=run.process.rank,
+        num_ranks=run.process.world_size,
+        seed=config.data.seed,
+        start_sample=run.progress.samples,
+    )
     if position is not None:
         loader.check_position(position["spec_hash"], position["spec"])
     return loader
@@ -181,12 +231,18 @@ def write_result(run: Run, state: str) -> None:
     """Rank 0's last word: without it an exit code of 0 is not believed."""
     if run.process.rank == 0:
         partial_file = run.run_dir / "result.json.tmp"
-        partial_file.write_text(json.dumps({"state": state, "step": run.progress.step}) + "\n", encoding="utf-8")
+        partial_file.write_text(
+            json.dumps({"state": state, "step": run.progress.step}) + "\n", encoding="utf-8"
+        )
         partial_file.replace(run.run_dir / "result.json")
 
 
-def whole_parameters(model: Transformer) -> tuple[list[torch.nn.Parameter], list[torch.nn.Parameter]]:
-    """Dense parameters and expert parameters, in the model's order, without those that FSDP shards and reduces itself."""
+def whole_parameters(
+    model: Transformer,
+) -> tuple[list[torch.nn.Parameter], list[torch.nn.Parameter]]:
+    """Dense parameters and expert parameters, in the model's order, without those that FSDP shards
+    and reduces itself.
+    """
     dense: list[torch.nn.Parameter] = []
     experts: list[torch.nn.Parameter] = []
     banks = expert_names(model)

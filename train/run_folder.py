@@ -1,6 +1,7 @@
 """The run folder: everything about one run in one place, reachable from every node.
 
-config.json · journal.jsonl · metrics.jsonl · checkpoints/ · logs/ · routing/ · tensorboard/ · result.json · summary.png
+config.json · journal.jsonl · metrics.jsonl · checkpoints/ · logs/ · routing/ · tensorboard/ ·
+result.json · summary.png
 """
 
 import os
@@ -10,17 +11,44 @@ from pathlib import Path
 
 from .config import Config, ConfigError
 
-# What may change when a run is continued: where it runs, how long, and what it reports. The rest decides what is computed.
+# What may change when a run is continued: where it runs, how long, and what it reports. The rest
+# decides what is computed.
 _MAY_CHANGE = frozenset(
     {
-        "mesh.ep", "mesh.dp_shard", "mesh.dp_replicate", "mesh.pp", "mesh.cp", "mesh.tp", "mesh.sharding",
-        "mesh.dispatcher", "mesh.overlap_chunks", "mesh.check_every", "mesh.rebalance_every", "mesh.replicas",
-        "kernels.backend", "data.directory", "train.steps", "train.micro_batch", "train.device", "train.log_every",
-        "train.eval_every", "train.eval_rows", "train.threads", "train.record_routing", "train.recompute", "train.timeout_s",
-        "checkpoint.every", "checkpoint.keep_last", "job.name", "job.num_nodes", "job.ranks_per_node",
-        "job.max_restarts", "job.start_timeout_s", "job.rehearse_failure_at_step",
+        "mesh.ep",
+        "mesh.dp_shard",
+        "mesh.dp_replicate",
+        "mesh.pp",
+        "mesh.cp",
+        "mesh.tp",
+        "mesh.sharding",
+        "mesh.dispatcher",
+        "mesh.overlap_chunks",
+        "mesh.check_every",
+        "mesh.rebalance_every",
+        "mesh.replicas",
+        "kernels.backend",
+        "data.directory",
+        "train.steps",
+        "train.micro_batch",
+        "train.device",
+        "train.log_every",
+        "train.eval_every",
+        "train.eval_rows",
+        "train.threads",
+        "train.record_routing",
+        "train.recompute",
+        "train.timeout_s",
+        "checkpoint.every",
+        "checkpoint.keep_last",
+        "job.name",
+        "job.num_nodes",
+        "job.ranks_per_node",
+        "job.max_restarts",
+        "job.start_timeout_s",
+        "job.rehearse_failure_at_step",
     }
-)  # fmt: skip
+)
 
 
 def default_run_dir(config: Config, root: Path) -> Path:
@@ -29,23 +57,30 @@ def default_run_dir(config: Config, root: Path) -> Path:
 
 
 def place_data(config: Config, root: Path) -> Config:
-    """Fills in data.directory, absolute: runs with equal input and tokenizer share one prepared folder."""
+    """Fills in data.directory, absolute: runs with equal input and tokenizer share one prepared
+    folder.
+    """
     directory = Path(config.data.directory or root / "data" / config.data.spec_hash[:12]).absolute()
-    return config.model_copy(update={"data": config.data.model_copy(update={"directory": str(directory)})})
+    return config.model_copy(
+        update={"data": config.data.model_copy(update={"directory": str(directory)})}
+    )
 
 
 def open_run(config: Config, run_dir: Path) -> None:
     """Creates the run folder with its config.json, or takes up an existing one.
 
     Raises:
-        ConfigError: the folder cannot be written, holds something else, or holds a run whose settings differ in what is computed.
+        ConfigError: the folder cannot be written, holds something else, or holds a run whose
+            settings differ in what is computed.
     """
     _make_writable(run_dir)
     saved = run_dir / "config.json"
     if saved.exists():
         _check_same_run(Config.load(saved), config, run_dir)
     elif any(run_dir.iterdir()):
-        raise ConfigError(f"{run_dir}: is not empty and holds no run (no config.json); choose a new folder")
+        raise ConfigError(
+            f"{run_dir}: is not empty and holds no run (no config.json); choose a new folder"
+        )
     config.save(saved)
 
 

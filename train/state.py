@@ -1,6 +1,8 @@
-"""What must survive of a run, as a flat dict of tensors under global names and a plain dict of values.
+"""What must survive of a run, as a flat dict of tensors under global names and a plain dict of
+values.
 
-There is no random state in it: every micro-batch draws from a stream of its own, so the state is the step's number.
+There is no random state in it: every micro-batch draws from a stream of its own, so the state is
+the step's number.
 """
 
 import hashlib
@@ -27,7 +29,9 @@ class Progress:
 
     def after_step(self, *, sequences: int, tokens: int, updated: bool) -> "Progress":
         """One step later."""
-        return Progress(self.step + 1, self.updates + updated, self.samples + sequences, self.tokens + tokens)
+        return Progress(
+            self.step + 1, self.updates + updated, self.samples + sequences, self.tokens + tokens
+        )
 
     def as_dict(self) -> dict[str, int]:
         """For a checkpoint's meta.json."""
@@ -35,7 +39,9 @@ class Progress:
 
 
 def allocate_moments(model: Transformer, optimizer: torch.optim.AdamW) -> None:
-    """Gives AdamW its state now instead of at the first step, so that saving and loading know every tensor."""
+    """Gives AdamW its state now instead of at the first step, so that saving and loading know every
+    tensor.
+    """
     for parameter in model.parameters():
         optimizer.state[parameter] = {
             "step": torch.tensor(0.0),
@@ -49,7 +55,9 @@ def set_updates(model: Transformer, optimizer: torch.optim.AdamW, updates: int) 
         optimizer.state[parameter]["step"].fill_(float(updates))
 
 
-def state_tensors(model: Transformer, optimizer: torch.optim.AdamW) -> tuple[dict[str, Tensor], dict[str, Held]]:
+def state_tensors(
+    model: Transformer, optimizer: torch.optim.AdamW
+) -> tuple[dict[str, Tensor], dict[str, Held]]:
     """All tensors of the state, as much of them as this rank holds, and what that is of each."""
     tensors, held = model_tensors(model)
     for name, parameter in model.named_parameters():
@@ -62,10 +70,14 @@ def state_tensors(model: Transformer, optimizer: torch.optim.AdamW) -> tuple[dic
 def model_tensors(model: Transformer) -> tuple[dict[str, Tensor], dict[str, Held]]:
     """The weights, and what routers learn without a gradient, as `state_tensors` gives them.
 
-    Weights that a pass without a backward has left gathered are freed first, for what is saved is each rank's shard.
+    Weights that a pass without a backward has left gathered are freed first, for what is saved is
+    each rank's shard.
     """
     free_gathered(model)
-    tensors = {f"model.{name}": local_tensor(parameter.detach()) for name, parameter in model.named_parameters()}
+    tensors = {
+        f"model.{name}": local_tensor(parameter.detach())
+        for name, parameter in model.named_parameters()
+    }
     held = {f"model.{name}": held_of(parameter) for name, parameter in model.named_parameters()}
     return tensors | {f"model.{name}": buffer for name, buffer in model.named_buffers()}, held
 
@@ -73,8 +85,8 @@ def model_tensors(model: Transformer) -> tuple[dict[str, Tensor], dict[str, Held
 def seed_micro_batch(seed: int, step: int, index: int) -> None:
     """Starts a micro-batch's own random stream on every device.
 
-    `index` counts the step's micro-batches over all ranks in the order of their samples, so the same sequences draw the same
-    numbers on any number of ranks.
+    `index` counts the step's micro-batches over all ranks in the order of their samples, so the
+    same sequences draw the same numbers on any number of ranks.
     """
     key = hashlib.blake2b(f"{seed}/{step}/{index}".encode(), digest_size=8).digest()
     torch.manual_seed(int.from_bytes(key, "little") >> 1)

@@ -10,13 +10,15 @@
     H3   Multi-Head MoE activates more experts than its draws alone explain, against SMoE and fine-grained experts of equal cost
     G1   finer experts lower the loss with an output norm; without it the gain vanishes
 
-The toys (claims_toys.py) are trained by the ordinary loop, one thread each; arms that claims share are trained once. The rule
-(claims_judge.py): with three seeds or more, all on the claimed side of the bound: holds; all on the other: does not hold; else
-undecided. "Does not hold" means: not at this size, not in so few steps. Nothing was tuned for a verdict. The spread is from the
-smallest to the largest seed.
+The toys (claims_toys.py) are trained by the ordinary loop, one thread each; arms that claims share
+are trained once. The rule (claims_judge.py): with three seeds or more, all on the claimed side of
+the bound: holds; all on the other: does not hold; else undecided. "Does not hold" means: not at
+this size, not in so few steps. Nothing was tuned for a verdict. The spread is from the smallest to
+the largest seed.
 
-Takes about 24 minutes on 2 cores. Writes results/claims.json and one results/claims_*.png per claim; a choice of claims writes
-results/claims_<choice>.json; --results DIR keeps trials apart. Exit code 0 whatever the verdicts.
+Takes about 24 minutes on 2 cores. Writes results/claims.json and one results/claims_*.png per
+claim; a choice of claims writes results/claims_<choice>.json; --results DIR keeps trials apart.
+Exit code 0 whatever the verdicts.
 """
 
 import argparse
@@ -34,7 +36,14 @@ from statistics import fmean
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.table import Table
 
 from benchmarks import report
@@ -53,7 +62,11 @@ def main() -> None:
     if options.judge is not None:
         judge_again(options)
         return
-    console, began, environment = Console(), time.perf_counter(), report.environment()  # the commit that trains
+    console, began, environment = (
+        Console(),
+        time.perf_counter(),
+        report.environment(),
+    )  # the commit that trains
     arms = list(dict.fromkeys(arm for claim in options.claims for arm in CLAIMS[claim].arms))
     with tempfile.TemporaryDirectory(prefix="claims-") as scratch:
         data = Path(scratch) / "data"
@@ -62,17 +75,26 @@ def main() -> None:
         records = run_all(jobs, options.jobs, console)
         configs = {job.arm.name: configuration(job) for job in jobs if job.seed == 0}
     minutes = (time.perf_counter() - began) / 60
-    settings = {"seeds": options.seeds, "jobs": options.jobs, "minutes": round(minutes, 1), "configurations": configs}
+    settings = {
+        "seeds": options.seeds,
+        "jobs": options.jobs,
+        "minutes": round(minutes, 1),
+        "configurations": configs,
+    }
     chosen = "" if list(options.claims) == list(CLAIMS) else "_" + "_".join(options.claims)
     options.results.mkdir(parents=True, exist_ok=True)
     file = options.results / f"claims{chosen}.json"
-    settle(options.claims, {"environment": environment, "settings": settings}, records, file, console)
+    settle(
+        options.claims, {"environment": environment, "settings": settings}, records, file, console
+    )
 
 
 def judge_again(options: argparse.Namespace) -> None:
-    """Findings and pictures from a results file: the record says which commit trained and which one judged.
+    """Findings and pictures from a results file: the record says which commit trained and which one
+    judged.
 
-    Curves are recorded with at most 100 points and five decimals; those of the toys have fewer points.
+    Curves are recorded with at most 100 points and five decimals; those of the toys have fewer
+    points.
     """
     recorded = json.loads(options.judge.read_text(encoding="utf-8"))
     records = _numbers(recorded["runs"])
@@ -84,7 +106,11 @@ def judge_again(options: argparse.Namespace) -> None:
 
 
 def settle(
-    claims: Sequence[str], source: dict[str, Any], records: Sequence[dict[str, Any]], file: Path, console: Console
+    claims: Sequence[str],
+    source: dict[str, Any],
+    records: Sequence[dict[str, Any]],
+    file: Path,
+    console: Console,
 ) -> None:
     """Judges, tells and writes: the results file, and the pictures beside it."""
     runs: dict[str, list[dict[str, Any]]] = defaultdict(list)
@@ -109,28 +135,48 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     parser.add_argument("--claims", nargs="+", choices=list(CLAIMS), default=list(CLAIMS))
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--steps", type=int, help="of every run; without it those of claims_toys.py, 250 to 500")
+    parser.add_argument(
+        "--steps", type=int, help="of every run; without it those of claims_toys.py, 250 to 500"
+    )
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    parser.add_argument("--text", default="embedded", help="a file to train on instead of the embedded corpus")
+    parser.add_argument(
+        "--text", default="embedded", help="a file to train on instead of the embedded corpus"
+    )
     parser.add_argument("--results", type=Path, default=report.RESULTS)
-    parser.add_argument("--judge", type=Path, metavar="FILE", help="recorded runs to judge again, instead of training")
+    parser.add_argument(
+        "--judge",
+        type=Path,
+        metavar="FILE",
+        help="recorded runs to judge again, instead of training",
+    )
     return parser.parse_args(words)
 
 
 def make_jobs(arms: Iterable[str], options: argparse.Namespace, scratch: Path) -> list[Job]:
-    """Every arm with every seed, seed by seed: so that what is left resembles what is done, and the time left is right."""
+    """Every arm with every seed, seed by seed: so that what is left resembles what is done, and the
+    time left is right.
+    """
     return [
-        Job(ARMS[arm], seed, options.steps or ARMS[arm].steps, options.text, scratch / "data", scratch / f"run-{seed}-{n}",
-            options.device)
+        Job(
+            ARMS[arm],
+            seed,
+            options.steps or ARMS[arm].steps,
+            options.text,
+            scratch / "data",
+            scratch / f"run-{seed}-{n}",
+            options.device,
+        )
         for seed in range(options.seeds)
         for n, arm in enumerate(arms)
-    ]  # fmt: skip
+    ]
 
 
 def configuration(job: Job) -> dict[str, Any]:
     """The whole configuration of a run with seed 0; the scratch folder left out."""
-    config = toy(job.arm, seed=job.seed, steps=job.steps, text=job.text, data=job.data, device=job.device)
+    config = toy(
+        job.arm, seed=job.seed, steps=job.steps, text=job.text, data=job.data, device=job.device
+    )
     values = config.model_dump(mode="json", exclude={"job": True, "mesh": True})
     return values | {"data": values["data"] | {"directory": ""}}
 
@@ -138,8 +184,15 @@ def configuration(job: Job) -> dict[str, Any]:
 def run_all(jobs: Sequence[Job], at_once: int, console: Console) -> list[dict[str, Any]]:
     """Records in the order of the jobs."""
     os.environ["OMP_NUM_THREADS"] = "1"  # read by the workers when they load torch
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("steps"),
-               TimeElapsedColumn(), TextColumn("left:"), TimeRemainingColumn())  # fmt: skip
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("steps"),
+        TimeElapsedColumn(),
+        TextColumn("left:"),
+        TimeRemainingColumn(),
+    )
     pool = ProcessPoolExecutor(at_once, mp_context=get_context("spawn"), initializer=bind_to_parent)
     with pool, Progress(*columns, console=console, speed_estimate_period=600) as progress:
         bar = progress.add_task("training", total=sum(job.steps for job in jobs))
@@ -149,7 +202,9 @@ def run_all(jobs: Sequence[Job], at_once: int, console: Console) -> list[dict[st
                 done, _ = wait(left, timeout=0.5, return_when=FIRST_COMPLETED)
                 for future in done:
                     announce(future.result(), progress)
-                progress.update(bar, completed=sum(steps_done(future, job) for future, job in futures.items()))
+                progress.update(
+                    bar, completed=sum(steps_done(future, job) for future, job in futures.items())
+                )
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
@@ -159,7 +214,8 @@ def run_all(jobs: Sequence[Job], at_once: int, console: Console) -> list[dict[st
 def announce(record: dict[str, Any], progress: Progress) -> None:
     step, loss = record["validation_loss"][-1]
     progress.console.print(
-        f"{record['arm']}, seed {record['seed']}: validation loss {loss:.3f} after {step} steps, {record['seconds']:.0f} s"
+        f"{record['arm']}, seed {record['seed']}: validation loss {loss:.3f} after {step} steps, "
+        f"{record['seconds']:.0f} s"
     )
 
 
@@ -180,14 +236,24 @@ def steps_done(future: "Future[dict[str, Any]]", job: Job) -> int:
 def table(findings: Sequence[Finding]) -> Table:
     """One line per finding; 80 columns hold it."""
     found = Table(
-        "claim", "figure", "mean", "min … max", "holds if", "verdict", title="claims on toys, spread over seeds"
+        "claim",
+        "figure",
+        "mean",
+        "min … max",
+        "holds if",
+        "verdict",
+        title="claims on toys, spread over seeds",
     )
     for finding in findings:
         mean, least, most = fmean(finding.values), min(finding.values), max(finding.values)
         found.add_row(
-            finding.claim, finding.figure, f"{mean:.3g}", f"{least:.3g} … {most:.3g}", f"{finding.side} {finding.bound:g}",
+            finding.claim,
+            finding.figure,
+            f"{mean:.3g}",
+            f"{least:.3g} … {most:.3g}",
+            f"{finding.side} {finding.bound:g}",
             finding.verdict,
-        )  # fmt: skip
+        )
     return found
 
 
@@ -203,7 +269,11 @@ def explain(findings: Sequence[Finding], console: Console) -> None:
 def compact(figures: dict[str, Any]) -> str:
     """JSON for people and for git: one run on one line, the rest indented; curves to five decimals."""
     runs = [json.dumps(_rounded(record), allow_nan=False) for record in figures["runs"]]
-    rest = json.dumps({name: value for name, value in figures.items() if name != "runs"}, indent=1, allow_nan=False)
+    rest = json.dumps(
+        {name: value for name, value in figures.items() if name != "runs"},
+        indent=1,
+        allow_nan=False,
+    )
     return rest[: rest.rindex("\n}")] + ',\n "runs": [\n  ' + ",\n  ".join(runs) + "\n ]\n}\n"
 
 

@@ -1,9 +1,11 @@
 """Claims and verdicts: what the papers say, as one number per seed and a bound for it.
 
-The rule: with at least three seeds, a claim *holds* if every seed's number is on the claimed side of the bound, *does not hold*
-if every seed's is on the other side, and is *undecided* otherwise, or where a number does not exist. Arms of one seed have the
-same data in the same order, so their differences are paired. Were there nothing in a claim, three fair coins would still let it
-hold in one case of eight at most, so of eight findings one may hold by chance: read the numbers, not only the word.
+The rule: with at least three seeds, a claim *holds* if every seed's number is on the claimed side
+of the bound, *does not hold* if every seed's is on the other side, and is *undecided* otherwise, or
+where a number does not exist. Arms of one seed have the same data in the same order, so their
+differences are paired. Were there nothing in a claim, three fair coins would still let it hold in
+one case of eight at most, so of eight findings one may hold by chance: read the numbers, not only
+the word.
 """
 
 import math
@@ -17,7 +19,9 @@ from benchmarks.claims.toys import GRANULARITIES, WINDOWS, granular
 
 Verdict = Literal["holds", "does not hold", "undecided"]
 FEWEST_SEEDS = 3
-Runs = Mapping[str, Sequence[Mapping[str, Any]]]  # arm -> records, by seed, the same seeds for every arm
+Runs = Mapping[
+    str, Sequence[Mapping[str, Any]]
+]  # arm -> records, by seed, the same seeds for every arm
 MOST_STEPS = 0.6  # of the dense model's
 MAXVIO_FALL = 2.0
 VANISHED = 0.25  # of the gain with the norm
@@ -40,7 +44,10 @@ class Finding:
         """By the rule above."""
         if len(self.values) < FEWEST_SEEDS or any(math.isnan(value) for value in self.values):
             return "undecided"
-        met = [value <= self.bound if self.side == "at most" else value > self.bound for value in self.values]
+        met = [
+            value <= self.bound if self.side == "at most" else value > self.bound
+            for value in self.values
+        ]
         return "holds" if all(met) else "undecided" if any(met) else "does not hold"
 
     def as_dict(self) -> dict[str, Any]:
@@ -58,20 +65,26 @@ class Claim:
 
 
 def faster_than_dense(runs: Runs) -> list[Finding]:
-    """M8. Mixture of Tokens (arXiv 2310.15961) against the dense model, both for the same number of steps."""
+    """M8. Mixture of Tokens (arXiv 2310.15961) against the dense model, both for the same number of
+    steps.
+    """
     shares = [
         steps_to_reach(mixed["validation_loss"], final_loss(dense)) / dense["steps"]
         for dense, mixed in zip(runs["dense"], runs["MoT"], strict=True)
     ]
     dense, mixed = runs["dense"][0], runs["MoT"][0]
     flops = mixed["training_flops_per_token"] / dense["training_flops_per_token"]
-    times = fmean(run["step_s"] for run in runs["MoT"]) / fmean(run["step_s"] for run in runs["dense"])
+    times = fmean(run["step_s"] for run in runs["MoT"]) / fmean(
+        run["step_s"] for run in runs["dense"]
+    )
     says = f"MoT reaches the dense model's final validation loss in at most {MOST_STEPS:.0%} of its steps"
     detail = (
         f"final loss dense {mean_loss(runs['dense']):.3f}, MoT {mean_loss(runs['MoT']):.3f}; "
         f"a step of MoT has {flops:.2f} times the FLOPs and takes {times:.2f} times as long"
     )
-    return [Finding("M8", says, "steps needed ÷ steps", tuple(shares), "at most", MOST_STEPS, detail)]
+    return [
+        Finding("M8", says, "steps needed ÷ steps", tuple(shares), "at most", MOST_STEPS, detail)
+    ]
 
 
 def mixing_is_learned(runs: Runs) -> list[Finding]:
@@ -84,25 +97,33 @@ def mixing_is_learned(runs: Runs) -> list[Finding]:
 
 
 def balance_loss_works(runs: Runs) -> list[Finding]:
-    """T3. Largest load over mean load, minus 1, averaged over layers and over the last tenth of training."""
+    """T3. Largest load over mean load, minus 1, averaged over layers and over the last tenth of
+    training.
+    """
     without = [last_tenth(run["max_violation"]) for run in runs["top-1, balance 0"]]
     balanced = [last_tenth(run["max_violation"]) for run in runs["top-1, balance 0.01"]]
     falls = tuple(before / after for before, after in zip(without, balanced, strict=True))
     says = f"the balance loss (0.01) lets MaxVio fall more than {MAXVIO_FALL:g} times"
     detail = (
         f"MaxVio {fmean(without):.2f} without, {fmean(balanced):.2f} with; "
-        f"final loss {mean_loss(runs['top-1, balance 0']):.3f}, {mean_loss(runs['top-1, balance 0.01']):.3f}"
+        f"final loss {mean_loss(runs['top-1, balance 0']):.3f}, "
+        f"{mean_loss(runs['top-1, balance 0.01']):.3f}"
     )
     return [Finding("T3", says, "MaxVio without ÷ with", falls, "above", MAXVIO_FALL, detail)]
 
 
 def less_collapse(runs: Runs) -> list[Finding]:
-    """X2. Slopes of ln RC over training: X-MoE (arXiv 2204.09179) against a linear router with the same balance loss."""
+    """X2. Slopes of ln RC over training: X-MoE (arXiv 2204.09179) against a linear router with the
+    same balance loss.
+    """
     linear = [log_slope(collapse_curve(run)) for run in runs["top-1, balance 0.01"]]
     sphere = [log_slope(collapse_curve(run)) for run in runs["X-MoE"]]
     says = "representations collapse less under X-MoE's router: the slope of ln RC is larger than under a linear router"
     ends = [fmean(collapse_curve(run)[-1][1] for run in runs[arm]) for arm in LINEAR_AND_SPHERE]
-    later = [[log_slope(second_half(collapse_curve(run))) for run in runs[arm]] for arm in LINEAR_AND_SPHERE]
+    later = [
+        [log_slope(second_half(collapse_curve(run))) for run in runs[arm]]
+        for arm in LINEAR_AND_SPHERE
+    ]
     later_differences = [ours - theirs for theirs, ours in zip(*later, strict=True)]
     used, effective = (
         [fmean(size(run) for run in runs[arm]) for arm in LINEAR_AND_SPHERE]
@@ -110,25 +131,32 @@ def less_collapse(runs: Runs) -> list[Finding]:
     )
     detail = (
         f"slope of ln RC per 1000 steps linear {fmean(linear):.2f}, X-MoE {fmean(sphere):.2f}; "
-        f"over the second half of the probes {fmean(later[0]):.2f}, {fmean(later[1]):.2f} (differences "
+        f"over the second half of the probes {fmean(later[0]):.2f}, {fmean(later[1]):.2f} "
+        "(differences "
         f"{by_seed(later_differences)}); last RC {ends[0]:.3g}, {ends[1]:.3g}; "
-        f"experts used {used[0]:.0%}, {used[1]:.0%} of all (effective {effective[0]:.0%}, {effective[1]:.0%}); "
+        f"experts used {used[0]:.0%}, {used[1]:.0%} of all (effective {effective[0]:.0%}, "
+        f"{effective[1]:.0%}); "
         f"final loss {mean_loss(runs['top-1, balance 0.01']):.3f}, {mean_loss(runs['X-MoE']):.3f}"
     )
     difference = tuple(ours - theirs for ours, theirs in zip(sphere, linear, strict=True))
-    return [Finding("X2", says, "slope of X-MoE − slope of linear", difference, "above", 0.0, detail)]
+    return [
+        Finding("X2", says, "slope of X-MoE − slope of linear", difference, "above", 0.0, detail)
+    ]
 
 
 def more_experts_active(runs: Runs) -> list[Finding]:
-    """H3. Activated experts in a window over what random routing would activate; the better of the two controls counts.
+    """H3. Activated experts in a window over what random routing would activate; the better of the
+    two controls counts.
 
-    More and narrower draws activate more experts by themselves, so the plain fraction (arXiv 2404.15045) proves nothing.
+    More and narrower draws activate more experts by themselves, so the plain fraction (arXiv
+    2404.15045) proves nothing.
     """
     findings = []
     ratios = {arm: [activation_ratio(run) for run in runs[arm]] for arm in ACTIVATION_ARMS}
     spread = {arm: fmean(share_of_experts(run) for run in runs[arm]) for arm in ACTIVATION_ARMS}
     detail = "; ".join(
-        f"{arm}: ratio {fmean(ratios[arm]):.3f}, effective experts {spread[arm]:.0%} of all" for arm in ACTIVATION_ARMS
+        f"{arm}: ratio {fmean(ratios[arm]):.3f}, effective experts {spread[arm]:.0%} of all"
+        for arm in ACTIVATION_ARMS
     )
     for heads in (2, 3):
         ours = ratios[f"MH-MoE h={heads}"]
@@ -138,43 +166,71 @@ def more_experts_active(runs: Runs) -> list[Finding]:
         )
         says = f"MH-MoE h={heads} activates more experts, measured ÷ random, than SMoE and fine-grained at equal cost"
         findings.append(
-            Finding(f"H3, h={heads}", says, "ratio − better control's ratio", margins, "above", 0.0, detail)
+            Finding(
+                f"H3, h={heads}",
+                says,
+                "ratio − better control's ratio",
+                margins,
+                "above",
+                0.0,
+                detail,
+            )
         )
     return findings
 
 
 def granularity_helps(runs: Runs) -> list[Finding]:
-    """G1. Final losses of expert choice by position with G = 1, 4, 8 (arXiv 2402.07871), with and without an output norm."""
+    """G1. Final losses of expert choice by position with G = 1, 4, 8 (arXiv 2402.07871), with and
+    without an output norm.
+    """
     with_norm, without = granular_losses(runs, norm=True), granular_losses(runs, norm=False)
     smallest = tuple(min(one - four, four - eight) for one, four, eight in with_norm)
     kept = tuple(map(share_kept, without, with_norm))
     means = [
-        ", ".join(f"{fmean(column):.3f}" for column in zip(*losses, strict=True)) for losses in (with_norm, without)
+        ", ".join(f"{fmean(column):.3f}" for column in zip(*losses, strict=True))
+        for losses in (with_norm, without)
     ]
     detail = f"final loss at G = 1, 4, 8: with the norm {means[0]}; without {means[1]}"
     falls = Finding(
-        "G1, norm", "with an output norm the loss falls with G", "smaller of the falls G 1 → 4, 4 → 8, nats", smallest,
-        "above", 0.0, detail,
-    )  # fmt: skip
+        "G1, norm",
+        "with an output norm the loss falls with G",
+        "smaller of the falls G 1 → 4, 4 → 8, nats",
+        smallest,
+        "above",
+        0.0,
+        detail,
+    )
     vanishes = f"without the norm the gain of G > 1 vanishes (to {VANISHED:.0%}, a bound of ours)"
     if falls.verdict != "holds":  # without a gain that is sure there is none to vanish
         detail += f"; not judged, since G1, norm: {falls.verdict}; shares {by_seed(kept)}"
         kept = (math.nan,) * len(kept)
     return [
         falls,
-        Finding("G1, no norm", vanishes, "gain without ÷ gain with the norm", kept, "at most", VANISHED, detail),
+        Finding(
+            "G1, no norm",
+            vanishes,
+            "gain without ÷ gain with the norm",
+            kept,
+            "at most",
+            VANISHED,
+            detail,
+        ),
     ]
 
 
 def share_kept(without: tuple[float, ...], with_norm: tuple[float, ...]) -> float:
-    """Of the gain of G > 1 (the mean over them); not a number where the norm brings none, so that none can vanish."""
+    """Of the gain of G > 1 (the mean over them); not a number where the norm brings none, so that
+    none can vanish.
+    """
     gain_without, gain = without[0] - fmean(without[1:]), with_norm[0] - fmean(with_norm[1:])
     return gain_without / gain if gain > 0 else math.nan
 
 
 def granular_losses(runs: Runs, *, norm: bool) -> list[tuple[float, ...]]:
     """Final losses at G = 1, 4, 8, one tuple per seed."""
-    columns = [[final_loss(run) for run in runs[granular(value, norm=norm)]] for value in GRANULARITIES]
+    columns = [
+        [final_loss(run) for run in runs[granular(value, norm=norm)]] for value in GRANULARITIES
+    ]
     return list(zip(*columns, strict=True))
 
 
@@ -237,5 +293,8 @@ CLAIMS = {
     "T3": Claim(("top-1, balance 0", "top-1, balance 0.01"), balance_loss_works),
     "X2": Claim(("top-1, balance 0.01", "X-MoE"), less_collapse),
     "H3": Claim(ACTIVATION_ARMS, more_experts_active),
-    "G1": Claim(tuple(granular(g, norm=norm) for norm in (True, False) for g in GRANULARITIES), granularity_helps),
+    "G1": Claim(
+        tuple(granular(g, norm=norm) for norm in (True, False) for g in GRANULARITIES),
+        granularity_helps,
+    ),
 }

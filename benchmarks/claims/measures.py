@@ -1,4 +1,5 @@
-"""What the claims are judged by: figures of routings and of loss curves, as functions of tensors and numbers.
+"""What the claims are judged by: figures of routings and of loss curves, as functions of tensors
+and numbers.
 
 Legend: T rows, D their width, E experts, K experts chosen per row, N classes.
 """
@@ -13,7 +14,9 @@ Curve = Sequence[tuple[int, float]]  # (step, value), by rising step
 
 
 def steps_to_reach(curve: Curve, target: float) -> float:
-    """The first step at which the curve is at or below `target`, on straight lines between its points; infinite if never."""
+    """The first step at which the curve is at or below `target`, on straight lines between its
+    points; infinite if never.
+    """
     step, value = curve[0]
     if value <= target:
         return float(step)
@@ -25,12 +28,13 @@ def steps_to_reach(curve: Curve, target: float) -> float:
 
 
 def representation_collapse(x_TD: Tensor, class_T: Tensor) -> float:
-    """RC = Tr(Σ_W · pinv(Σ_B)) of X-MoE (arXiv 2204.09179, §3.4), small where the rows of one expert lie together and apart
-    from the others'; not a number with fewer than two classes.
+    """RC = Tr(Σ_W · pinv(Σ_B)) of X-MoE (arXiv 2204.09179, §3.4), small where the rows of one
+    expert lie together and apart from the others'; not a number with fewer than two classes.
 
-    Σ_W is the covariance of rows about their own class's mean, averaged over rows; Σ_B that of the class means about their
-    mean, averaged over the classes that have rows. In the paper all classes are equally large; here a rare expert counts as
-    one of the classes, so that its mean does not vanish beside those of busy ones.
+    Σ_W is the covariance of rows about their own class's mean, averaged over rows; Σ_B that of the
+    class means about their mean, averaged over the classes that have rows. In the paper all classes
+    are equally large; here a rare expert counts as one of the classes, so that its mean does not
+    vanish beside those of busy ones.
     """
     x_TD = x_TD.double()
     _, index_T, count_N = class_T.unique(return_inverse=True, return_counts=True)
@@ -46,18 +50,23 @@ def representation_collapse(x_TD: Tensor, class_T: Tensor) -> float:
 
 
 def activated_fraction(experts_TK: Tensor, *, window_rows: int, num_experts: int) -> float:
-    """The share of all experts that serve at least one row of a window, averaged over windows of consecutive rows.
+    """The share of all experts that serve at least one row of a window, averaged over windows of
+    consecutive rows.
 
     Args:
         experts_TK: int64; whole windows, so that none spans two sequences.
     """
     windows_WN = experts_TK.reshape(-1, window_rows * experts_TK.shape[1])
-    used_WE = torch.zeros(len(windows_WN), num_experts, device=experts_TK.device).scatter_(1, windows_WN, 1.0)
+    used_WE = torch.zeros(len(windows_WN), num_experts, device=experts_TK.device).scatter_(
+        1, windows_WN, 1.0
+    )
     return used_WE.mean(dtype=torch.float64).item()
 
 
 def random_activated_fraction(top_k: int, num_experts: int, window_rows: int) -> float:
-    """What `activated_fraction` is on average where every row draws its K different experts at random: 1 − (1 − K/E)^rows."""
+    """What `activated_fraction` is on average where every row draws its K different experts at
+    random: 1 − (1 − K/E)^rows.
+    """
     return 1 - (1 - top_k / num_experts) ** window_rows
 
 
@@ -67,7 +76,9 @@ def effective_experts(load_E: Tensor) -> float:
 
 
 def log_slope(curve: Curve) -> float:
-    """Least-squares slope of ln(value) against thousands of steps; not a number with fewer than two points."""
+    """Least-squares slope of ln(value) against thousands of steps; not a number with fewer than two
+    points.
+    """
     if len(curve) < 2:
         return math.nan
     steps = torch.tensor([step / 1000 for step, _ in curve], dtype=torch.float64)

@@ -1,4 +1,6 @@
-"""One picture per claim: the mean over seeds as a line, the smallest and the largest seed as a band; or a line for every seed."""
+"""One picture per claim: the mean over seeds as a line, the smallest and the largest seed as a
+band; or a line for every seed.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -45,27 +47,41 @@ def band(axes: Axes, label: str, curves: Sequence[Curve], style: str = "-") -> N
     at = [x for x, _ in curves[0]]
     columns = list(zip(*([value for _, value in curve] for curve in curves), strict=True))
     (line,) = axes.plot(at, [fmean(column) for column in columns], style, label=label)
-    axes.fill_between(at, [min(c) for c in columns], [max(c) for c in columns], alpha=0.2, color=line.get_color())
+    axes.fill_between(
+        at, [min(c) for c in columns], [max(c) for c in columns], alpha=0.2, color=line.get_color()
+    )
 
 
 def _losses(axes: Axes, runs: Runs, arms: Sequence[str]) -> None:
     """From the first fifth on: what comes before would flatten the rest."""
     for arm in arms:
         curves = [run["validation_loss"] for run in runs[arm]]
-        band(axes, arm, [[point for point in curve if point[0] >= curve[-1][0] / 5] for curve in curves])
+        band(
+            axes,
+            arm,
+            [[point for point in curve if point[0] >= curve[-1][0] / 5] for curve in curves],
+        )
     axes.set_xlabel("optimizer steps")
     axes.set_ylabel("validation loss, nats per token")
 
 
 def _faster_than_dense(axes: Axes, runs: Runs) -> None:
     _losses(axes, runs, CLAIMS["M8"].arms)
-    axes.axhline(mean_loss(runs["dense"]), linestyle=":", color="black", linewidth=1, label="dense, last (mean)")
+    axes.axhline(
+        mean_loss(runs["dense"]),
+        linestyle=":",
+        color="black",
+        linewidth=1,
+        label="dense, last (mean)",
+    )
 
 
 def _mixing_is_learned(axes: Axes, runs: Runs) -> None:
     for seed, (learned, uniform) in enumerate(zip(runs["MoT"], runs["MoT, uniform"], strict=True)):
         pairs = zip(uniform["validation_loss"], learned["validation_loss"], strict=True)
-        steps, excess = zip(*((step, theirs - ours) for (step, theirs), (_, ours) in pairs), strict=True)
+        steps, excess = zip(
+            *((step, theirs - ours) for (step, theirs), (_, ours) in pairs), strict=True
+        )
         axes.plot(steps, excess, "o-", markersize=3, label=f"seed {seed}")
     axes.axhline(0, linestyle=":", color="black", linewidth=1, label="no difference")
     axes.set_xlabel("optimizer steps")
@@ -91,7 +107,9 @@ def _collapse(axes: Axes, runs: Runs) -> None:
 
 def _activation(axes: Axes, runs: Runs) -> None:
     for arm in ACTIVATION_ARMS:
-        curves = [[(window, activation_ratio(run, [window])) for window in WINDOWS] for run in runs[arm]]
+        curves = [
+            [(window, activation_ratio(run, [window])) for window in WINDOWS] for run in runs[arm]
+        ]
         effective = fmean(share_of_experts(run) for run in runs[arm])
         band(axes, f"{arm} (effective experts {effective:.0%})", curves, "o-")
     axes.set_xticks(WINDOWS)
@@ -109,6 +127,10 @@ def _granularity(axes: Axes, runs: Runs) -> None:
 
 
 PICTURES: Mapping[str, Picture] = {
-    "M8": _faster_than_dense, "M11": _mixing_is_learned, "T3": _balance, "X2": _collapse, "H3": _activation,
+    "M8": _faster_than_dense,
+    "M11": _mixing_is_learned,
+    "T3": _balance,
+    "X2": _collapse,
+    "H3": _activation,
     "G1": _granularity,
-}  # fmt: skip
+}

@@ -1,6 +1,8 @@
-"""One run of a claim: train a toy through the real loop, then look at its routings on held-out text.
+"""One run of a claim: train a toy through the real loop, then look at its routings on held-out
+text.
 
-Everything about training is read from the run folder (metrics.jsonl, checkpoints); a routing is caught where a router answers.
+Everything about training is read from the run folder (metrics.jsonl, checkpoints); a routing is
+caught where a router answers.
 """
 
 import json
@@ -48,11 +50,18 @@ class Job:
 
 def run(job: Job) -> dict[str, Any]:
     """Trains one arm with one seed; a record of plain values. The run folder is removed."""
-    config = toy(job.arm, seed=job.seed, steps=job.steps, text=job.text, data=job.data, device=job.device)
+    config = toy(
+        job.arm, seed=job.seed, steps=job.steps, text=job.text, data=job.data, device=job.device
+    )
     job.run_dir.mkdir(parents=True)
     config.save(job.run_dir / "config.json")
     train(config, job.run_dir)
-    record = {"arm": job.arm.name, "seed": job.seed, "steps": job.steps, **read_metrics(job.run_dir / "metrics.jsonl")}
+    record = {
+        "arm": job.arm.name,
+        "seed": job.seed,
+        "steps": job.steps,
+        **read_metrics(job.run_dir / "metrics.jsonl"),
+    }
     record |= {
         "parameters": count_parameters(config.model, config.data.seq_len).total,
         "training_flops_per_token": forward_flops(config.model, config.data.seq_len).training,
@@ -71,21 +80,29 @@ def read_metrics(file: Path) -> dict[str, Any]:
         "seconds": round(lines[-1]["time"] - lines[0]["time"], 1),
         "step_s": statistics.median(line["step_s"] for line in steps),
         "train_loss": [(line["step"], line["loss"]) for line in steps],
-        "validation_loss": [(line["step"], line["loss"]) for line in lines if line["kind"] == "eval"],
+        "validation_loss": [
+            (line["step"], line["loss"]) for line in lines if line["kind"] == "eval"
+        ],
     }
     if "max_violation" in steps[0]:
-        record["max_violation"] = [(line["step"], statistics.fmean(line["max_violation"])) for line in steps]
+        record["max_violation"] = [
+            (line["step"], statistics.fmean(line["max_violation"])) for line in steps
+        ]
     return record
 
 
 def probe(run_dir: Path, config: Config, arm: Arm) -> list[dict[str, Any]]:
     """Figures of the routings of all checkpoints, each a list over the layers that have experts."""
-    steps = sorted(int(path.name.removeprefix("step_")) for path in (run_dir / "checkpoints").glob("step_*"))
+    steps = sorted(
+        int(path.name.removeprefix("step_")) for path in (run_dir / "checkpoints").glob("step_*")
+    )
     found = []
     with start_process(config.train.device) as process:
         for step in steps:
             layers = routings(restore(run_dir, process, step=step).model, config, process.device)
-            found.append({"step": step, "layers": [figures(layer, config, arm) for layer in layers]})
+            found.append(
+                {"step": step, "layers": [figures(layer, config, arm) for layer in layers]}
+            )
     return found
 
 
@@ -110,7 +127,9 @@ class Catcher:
         return Caught(torch.cat(self._x), torch.cat(self._experts))
 
     def _catch(self, router: nn.Module, given: tuple[Tensor, ...], routing: Routing) -> None:
-        assert routing.wanted_TK is not None, "only a router that chooses experts for rows can be probed"
+        assert routing.wanted_TK is not None, (
+            "only a router that chooses experts for rows can be probed"
+        )
         self._x.append(given[0])
         self._experts.append(routing.wanted_TK)
 
@@ -120,9 +139,13 @@ def routings(model: Transformer, config: Config, device: torch.device) -> list[C
     """What every router of the feed-forward layers does with the validation rows."""
     catchers = [Catcher(router) for _, kind, router in model.routers() if kind == "feed_forward"]
     batches = validation_batches(
-        config.data.directory, seq_len=config.data.seq_len, batch_size=config.train.micro_batch, rank=0, num_ranks=1,
+        config.data.directory,
+        seq_len=config.data.seq_len,
+        batch_size=config.train.micro_batch,
+        rank=0,
+        num_ranks=1,
         max_rows=EVALUATION_ROWS,
-    )  # fmt: skip
+    )
     for rows_BS1, valid_B in batches:
         model(torch.from_numpy(rows_BS1[valid_B][:, :-1]).to(device))
     return [catcher.caught() for catcher in catchers]
@@ -130,7 +153,11 @@ def routings(model: Transformer, config: Config, device: torch.device) -> list[C
 
 def figures(layer: Caught, config: Config, arm: Arm) -> dict[str, Any]:
     """Of one layer; collapse only where every token has one expert, which then is its class."""
-    num_experts, heads, top_k = config.model.num_experts, config.model.sub_tokens, layer.experts_TK.shape[1]
+    num_experts, heads, top_k = (
+        config.model.num_experts,
+        config.model.sub_tokens,
+        layer.experts_TK.shape[1],
+    )
     load_E = torch.bincount(layer.experts_TK.flatten(), minlength=num_experts)
     found: dict[str, Any] = {
         "num_experts": num_experts,
@@ -144,7 +171,9 @@ def figures(layer: Caught, config: Config, arm: Arm) -> dict[str, Any]:
         rows = window * heads
         measured = activated_fraction(layer.experts_TK, window_rows=rows, num_experts=num_experts)
         found[f"activated_{window}"] = measured
-        found[f"activated_{window}_ratio"] = measured / random_activated_fraction(top_k, num_experts, rows)
+        found[f"activated_{window}_ratio"] = measured / random_activated_fraction(
+            top_k, num_experts, rows
+        )
     return found
 
 

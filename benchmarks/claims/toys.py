@@ -1,12 +1,15 @@
-"""The toys of the claims: one small model per arm, all on the same text, width, depth, batch and schedule.
+"""The toys of the claims: one small model per arm, all on the same text, width, depth, batch and
+schedule.
 
-d 96, four blocks of which the last two have experts, 64 tokens × 32 sequences, AdamW with peak rate 1e-3, 5 % warm-up and a
-cosine to a tenth. The embedded corpus with 512 BPE tokens has 0.95M tokens for training: at most 1.1 epochs. All start by one
-rule (truncated normals of variance 0.1 / fan-in). The seed draws the weights and the order of the data, so arms of one seed
-differ in nothing but the model.
+d 96, four blocks of which the last two have experts, 64 tokens × 32 sequences, AdamW with peak rate
+1e-3, 5 % warm-up and a cosine to a tenth. The embedded corpus with 512 BPE tokens has 0.95M tokens
+for training: at most 1.1 epochs. All start by one rule (truncated normals of variance 0.1 /
+fan-in). The seed draws the weights and the order of the data, so arms of one seed differ in nothing
+but the model.
 
-Active width is 256 everywhere: a token costs as much in the experts of an arm as in the dense layer, or, where the gated experts
-of the Multi-Head MoE comparison are used, as in the other arms of that comparison.
+Active width is 256 everywhere: a token costs as much in the experts of an arm as in the dense
+layer, or, where the gated experts of the Multi-Head MoE comparison are used, as in the other arms
+of that comparison.
 """
 
 from dataclasses import dataclass
@@ -20,9 +23,9 @@ from moebius.train.optim import OptimConfig
 
 VOCABULARY, WIDTH, SEQ_LEN, BATCH, PEAK_RATE = 512, 96, 64, 32, 1e-3
 EVALUATION_ROWS = 256
-UNIFORM_TEMPERATURE = (
-    1e9  # logits divided by it change no float32 weight: every token gets 1/group, as with a router frozen at 0
-)
+# logits divided by it change no float32 weight: every token gets 1/group, as with a router frozen
+# at 0
+UNIFORM_TEMPERATURE = 1e9
 GRANULARITIES = (1, 4, 8)
 WINDOWS = (4, 8, 16)  # tokens in which activated experts are counted
 
@@ -36,21 +39,34 @@ class Arm:
     model: dict[str, Any]
     evaluations: int = 5  # of the validation loss, after that of the start
     probes: int = 0  # held-out routings looked at, evenly spaced, the last after the last step
-    windows: tuple[int, ...] = ()  # tokens; in which activated experts are counted, after the last step
+    windows: tuple[
+        int, ...
+    ] = ()  # tokens; in which activated experts are counted, after the last step
 
 
 _COMMON: dict[str, Any] = {
-    "vocab_size": VOCABULARY, "d_model": WIDTH, "num_layers": 4, "group_size": 4, "num_heads": 4, "d_head": 24, "norm": "pre",
-    "attention": "dense", "feed_forward": "experts", "placement": "last_half", "d_feed_forward": 256,
+    "vocab_size": VOCABULARY,
+    "d_model": WIDTH,
+    "num_layers": 4,
+    "group_size": 4,
+    "num_heads": 4,
+    "d_head": 24,
+    "norm": "pre",
+    "attention": "dense",
+    "feed_forward": "experts",
+    "placement": "last_half",
+    "d_feed_forward": 256,
     "initialisation": "scaled",
-}  # fmt: skip
+}
 
 
 def _mixture(**router: Any) -> dict[str, Any]:
     """MoT 32E/8: groups of 32, eight experts of an eighth of the width for each full one."""
     return {
-        "num_experts": 256, "d_expert": 32, "router": {"kind": "mixture_of_tokens", "group_size": 32, **router},
-    }  # fmt: skip
+        "num_experts": 256,
+        "d_expert": 32,
+        "router": {"kind": "mixture_of_tokens", "group_size": 32, **router},
+    }
 
 
 def _top1(**router: Any) -> dict[str, Any]:
@@ -58,11 +74,16 @@ def _top1(**router: Any) -> dict[str, Any]:
 
 
 def _gated(num_experts: int, d_expert: int, top_k: int, sub_tokens: int = 1) -> dict[str, Any]:
-    """Equal FLOPs of the experts and parameters within 3 % (arXiv 2411.16205, at an eighth of its width)."""
+    """Equal FLOPs of the experts and parameters within 3 % (arXiv 2411.16205, at an eighth of its
+    width).
+    """
     return {
-        "activation": "swiglu", "num_experts": num_experts, "d_expert": d_expert, "sub_tokens": sub_tokens,
+        "activation": "swiglu",
+        "num_experts": num_experts,
+        "d_expert": d_expert,
+        "sub_tokens": sub_tokens,
         "router": {"kind": "token_choice", "top_k": top_k, "renormalise": top_k > 1},
-    }  # fmt: skip
+    }
 
 
 def granular(granularity: int, *, norm: bool) -> str:
@@ -72,7 +93,12 @@ def granular(granularity: int, *, norm: bool) -> str:
 
 def _granular(granularity: int, *, norm: bool) -> Arm:
     router = {"kind": "expert_choice", "group_size": 32, "mean_experts": float(granularity)}
-    sizes = {"num_experts": 8 * granularity, "d_expert": 256 // granularity, "output_norm": norm, "router": router}
+    sizes = {
+        "num_experts": 8 * granularity,
+        "d_expert": 256 // granularity,
+        "output_norm": norm,
+        "router": router,
+    }
     return Arm(granular(granularity, norm=norm), 350, sizes)
 
 
@@ -94,21 +120,39 @@ ARMS = {arm.name: arm for arm in _ALL}
 
 def data_config(text: str) -> DataConfig:
     """The text of all toys; `text` is a file, or "embedded"."""
-    return DataConfig(input=(text,), vocab_size=VOCABULARY, validation_fraction=0.05, seq_len=SEQ_LEN)
+    return DataConfig(
+        input=(text,), vocab_size=VOCABULARY, validation_fraction=0.05, seq_len=SEQ_LEN
+    )
 
 
 def toy(arm: Arm, *, seed: int, steps: int, text: str, data: Path, device: str) -> Config:
     """The run of one arm with one seed."""
     warmup = steps // 20
-    values = {"steps": steps, "global_batch": BATCH, "micro_batch": BATCH, "device": device, "seed": seed}
+    values = {
+        "steps": steps,
+        "global_batch": BATCH,
+        "micro_batch": BATCH,
+        "device": device,
+        "seed": seed,
+    }
     return Config(
         model=ModelConfig.model_validate(_COMMON | arm.model),
         data=data_config(text).model_copy(update={"directory": str(data), "seed": seed}),
         optim=OptimConfig(
-            learning_rate=PEAK_RATE, warmup_steps=warmup, decay_steps=max(1, steps - warmup), clip_norm=1.0
+            learning_rate=PEAK_RATE,
+            warmup_steps=warmup,
+            decay_steps=max(1, steps - warmup),
+            clip_norm=1.0,
         ),
         train=TrainConfig.model_validate(
-            values | {"log_every": 5, "eval_every": max(1, steps // arm.evaluations), "eval_rows": EVALUATION_ROWS}
+            values
+            | {
+                "log_every": 5,
+                "eval_every": max(1, steps // arm.evaluations),
+                "eval_rows": EVALUATION_ROWS,
+            }
         ),
-        checkpoint=CheckpointConfig(every=max(1, steps // arm.probes) if arm.probes else 0, keep_last=2 * steps),
-    )  # fmt: skip
+        checkpoint=CheckpointConfig(
+            every=max(1, steps // arm.probes) if arm.probes else 0, keep_last=2 * steps
+        ),
+    )

@@ -1,12 +1,14 @@
-"""Everything that wants a GPU, in one call of less than ten minutes: ceilings, tests, tuning, the layer of experts, whole steps.
+"""Everything that wants a GPU, in one call of less than ten minutes: ceilings, tests, tuning, the
+layer of experts, whole steps.
 
     pip install --no-deps --no-build-isolation -e . && python -m benchmarks.gpu --out FOLDER
 
-Made for a machine with one H100 or H200, torch ≥ 2.11 and Triton ≥ 3.6, and no network. Every part is a process of its own with a
-time limit, and figures are written as they come, so a part that fails or hangs costs the others nothing. Into FOLDER go
-gpu_ceilings.json, tune_tiles.json and the triton_tiles.py that follows from it, expert_layer_gpu.json and .png, step_gpu.json and
-.png, and gpu_log.txt: all that the parts said, and how each ended. The parts after the tuning run with its tiles. Last comes a
-short table: measured beside expected (results/expert_layer_gpu_expected.json).
+Made for a machine with one H100 or H200, torch ≥ 2.11 and Triton ≥ 3.6, and no network. Every part
+is a process of its own with a time limit, and figures are written as they come, so a part that
+fails or hangs costs the others nothing. Into FOLDER go gpu_ceilings.json, tune_tiles.json and the
+triton_tiles.py that follows from it, expert_layer_gpu.json and .png, step_gpu.json and .png, and
+gpu_log.txt: all that the parts said, and how each ended. The parts after the tuning run with its
+tiles. Last comes a short table: measured beside expected (results/expert_layer_gpu_expected.json).
 """
 
 import argparse
@@ -80,7 +82,9 @@ def parts(out: Path) -> list[Part]:
         Part("ceilings", script("gpu.ceilings"), 50),
         Part("tests", (python, "-m", "pytest", "-q", "-p", "no:cacheprovider", *gpu_tests()), 110),
         Part("tuning", script("gpu.tune_tiles", "--seconds", TIME), 95),
-        Part("expert layer", script("kernels.expert_layer", "--device", "cuda", "--limit", TIME), 125),
+        Part(
+            "expert layer", script("kernels.expert_layer", "--device", "cuda", "--limit", TIME), 125
+        ),
         Part("whole step", script("step", "--device", "cuda", "--limit", TIME), 200),
     ]
 
@@ -95,7 +99,10 @@ def gpu_tests() -> list[str]:
 def chosen(every: Sequence[Part], names: Sequence[str] | None) -> list[Part]:
     unknown = set(names or ()) - {part.name for part in every}
     if unknown:
-        raise SystemExit(f"no part {', '.join(sorted(unknown))}: choose from {', '.join(part.name for part in every)}")
+        raise SystemExit(
+            f"no part {', '.join(sorted(unknown))}: choose from "
+            f"{', '.join(part.name for part in every)}"
+        )
     return [part for part in every if not names or part.name in names]
 
 
@@ -119,8 +126,13 @@ def run_part(part: Part, limit_s: float, log: TextIO) -> Ended:
     log.flush()
     started = time.monotonic()
     process = subprocess.Popen(
-        command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
-    )  # fmt: skip
+        command,
+        cwd=ROOT,
+        stdin=subprocess.DEVNULL,
+        stdout=log,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
     try:
         code = process.wait(timeout=limit_s)
         state = "ok" if code == 0 else f"exit code {code}"
@@ -163,25 +175,40 @@ def load(path: Path) -> dict[str, Any] | None:
 
 
 def layer_table(figures: dict[str, Any], expected: dict[str, Any]) -> Table:
-    """Fastest milliseconds under skewed routing: everybody in setting 244M and bfloat16, ours and dense layers elsewhere."""
+    """Fastest milliseconds under skewed routing: everybody in setting 244M and bfloat16, ours and
+    dense layers elsewhere.
+    """
     table = Table(
-        "", "setting", "dtype", "ms", "expected ms", "of ceiling", "saved ÷ ideal", "error",
+        "",
+        "setting",
+        "dtype",
+        "ms",
+        "expected ms",
+        "of ceiling",
+        "saved ÷ ideal",
+        "error",
         title=f"a layer of experts; goal: feed-forward ≤ {expected['goals']['feed_forward_ms']} ms, × best peer ≥ "
         f"{expected['goals']['times_the_best_peer']}",
-    )  # fmt: skip
+    )
     for entry in figures["entries"]:
         cells = [cell for cell in entry["cells"] if cell["skew"] > 0]
         expectable = (entry["setting"], entry["dtype"]) == ("244M", "bfloat16")
         if not expectable and (entry["role"] == "peer" or not cells):
             continue
         wanted = expected["expected_ms"].get(entry["name"]) if expectable else None
-        time_text = f"{cells[0]['fastest_ms']:.3f}" if cells else (entry["why_not"] or "not reached")[:40]
+        time_text = (
+            f"{cells[0]['fastest_ms']:.3f}" if cells else (entry["why_not"] or "not reached")[:40]
+        )
         table.add_row(
-            entry["name"], entry["setting"], entry["dtype"], time_text, range_text(wanted),
+            entry["name"],
+            entry["setting"],
+            entry["dtype"],
+            time_text,
+            range_text(wanted),
             f"{cells[0]['of_ceiling']:.2f}" if cells else "",
             "" if entry["saved_over_ideal"] is None else f"{1 + entry['saved_over_ideal']:.2f}",
             "" if entry["error"] is None else f"{entry['error']:.0e}",
-        )  # fmt: skip
+        )
     return table
 
 
@@ -190,7 +217,11 @@ def range_text(wanted: dict[str, Any] | None) -> str:
         return ""
     if wanted["high"] is None:
         return f"≥ {wanted['low']:g}"
-    return f"{wanted['low']:g}" if wanted["low"] == wanted["high"] else f"{wanted['low']:g} to {wanted['high']:g}"
+    return (
+        f"{wanted['low']:g}"
+        if wanted["low"] == wanted["high"]
+        else f"{wanted['low']:g} to {wanted['high']:g}"
+    )
 
 
 def step_table(figures: dict[str, Any], goal: float) -> Table:
@@ -202,10 +233,13 @@ def step_table(figures: dict[str, Any], goal: float) -> Table:
             continue
         best = case["sides"]["moeut"]["best"]
         table.add_row(
-            name, *(f"{case['seconds'][side] * 1e3:.1f}" for side in ("moeut", "dense")), f"{case['ratio']:.2f}",
-            f"≤ {goal:g}" if case["size"] == "244m" else "", f"{case['tokens_per_s']['moeut']:,.0f}",
+            name,
+            *(f"{case['seconds'][side] * 1e3:.1f}" for side in ("moeut", "dense")),
+            f"{case['ratio']:.2f}",
+            f"≤ {goal:g}" if case["size"] == "244m" else "",
+            f"{case['tokens_per_s']['moeut']:,.0f}",
             f"{best['backend']}{', compiled' * best['compiled']}",
-        )  # fmt: skip
+        )
     return table
 
 

@@ -1,4 +1,5 @@
-"""What a GPU can do at best, in the four motions that expert kernels are made of. Run by benchmarks/gpu; alone:
+"""What a GPU can do at best, in the four motions that expert kernels are made of. Run by
+benchmarks/gpu; alone:
 
     python -m benchmarks.gpu.ceilings [--out FOLDER]
 
@@ -7,8 +8,9 @@
   gather    rows of 2 KiB by a random index out of 33 MB, which the second-level cache holds; summed, so nothing is written
   add       atomic additions of bfloat16 and float32 into random rows of 33 MB or 67 MB, 16 to every row
 
-The third bounds kernels that gather as they multiply, the fourth decides whether answers are added into the tokens' rows
-where they are made, or stored and summed by another kernel. Half a minute, most of it compiling.
+The third bounds kernels that gather as they multiply, the fourth decides whether answers are added
+into the tokens' rows where they are made, or stored and summed by another kernel. Half a minute,
+most of it compiling.
 """
 
 import argparse
@@ -34,7 +36,9 @@ def gather_kernel(x, index, out, width: tl.constexpr, rows: tl.constexpr, column
     row = tl.load(index + program * rows + tl.arange(0, rows))
     total = tl.zeros((rows, columns), tl.float32)
     for start in range(0, width, columns):
-        total += tl.load(x + row[:, None] * width + start + tl.arange(0, columns)[None, :]).to(tl.float32)
+        total += tl.load(x + row[:, None] * width + start + tl.arange(0, columns)[None, :]).to(
+            tl.float32
+        )
     tl.store(out + program * columns + tl.arange(0, columns), tl.sum(total, 0))
 
 
@@ -44,7 +48,9 @@ def add_kernel(out, index, width: tl.constexpr, rows: tl.constexpr, columns: tl.
     row = tl.load(index + program * rows + tl.arange(0, rows))
     ones = tl.full((rows, columns), 1, out.dtype.element_ty)
     for start in range(0, width, columns):
-        tl.atomic_add(out + row[:, None] * width + start + tl.arange(0, columns)[None, :], ones, sem="relaxed")
+        tl.atomic_add(
+            out + row[:, None] * width + start + tl.arange(0, columns)[None, :], ones, sem="relaxed"
+        )
 
 
 def main() -> None:
@@ -61,11 +67,19 @@ def measure() -> dict[str, float]:
     found = {"copy_tb_per_s": copy_rate(), "product_tflop_per_s": product_rate()}
     for warps in (4, 8):
         for columns in (128, 256):
-            gather, adds = gather_rate(columns, warps), {t: add_rate(t, columns, warps) for t in ADDED}
+            gather, adds = (
+                gather_rate(columns, warps),
+                {t: add_rate(t, columns, warps) for t in ADDED},
+            )
             found[f"gather_tb_per_s_{columns}_columns_{warps}_warps"] = gather
-            found |= {f"add_{name_of(t)}_tb_per_s_{columns}_columns_{warps}_warps": rate for t, rate in adds.items()}
+            found |= {
+                f"add_{name_of(t)}_tb_per_s_{columns}_columns_{warps}_warps": rate
+                for t, rate in adds.items()
+            }
     for start in ("gather", *(f"add_{name_of(dtype)}" for dtype in ADDED)):
-        found[f"{start}_tb_per_s"] = max(rate for name, rate in found.items() if name.startswith(f"{start}_tb_per_s_"))
+        found[f"{start}_tb_per_s"] = max(
+            rate for name, rate in found.items() if name.startswith(f"{start}_tb_per_s_")
+        )
     return found
 
 

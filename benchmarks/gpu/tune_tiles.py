@@ -1,14 +1,18 @@
-"""Measures tiles of the Triton kernels on this GPU, and writes the table of kernels/triton/tiles.py anew.
+"""Measures tiles of the Triton kernels on this GPU, and writes the table of kernels/triton/tiles.py
+anew.
 
     python -m benchmarks.gpu.tune_tiles [--seconds 90] [--kernels gather rows …] [--precision bf16] [--out FOLDER]
 
-Entry by entry, in the order of what an expert layer costs: the call of the backend that uses it (forward, backward of the rows,
-or weight gradients of a layer of the 244M model: D 1024, F 128, E 387, K 16, at 16,384 tokens for "many" rows per expert and
-4,096 for "few") is captured in a CUDA graph with each candidate, so that only the GPU's time counts, and replayed. All else stays
-the same, so the fastest call has the fastest tile. A candidate that does not fit the chip, or whose answer is not that of the
-present tile, is out. When the time is over, what was not measured stays as it was.
+Entry by entry, in the order of what an expert layer costs: the call of the backend that uses it
+(forward, backward of the rows, or weight gradients of a layer of the 244M model: D 1024, F 128, E
+387, K 16, at 16,384 tokens for "many" rows per expert and 4,096 for "few") is captured in a CUDA
+graph with each candidate, so that only the GPU's time counts, and replayed. All else stays the
+same, so the fastest call has the fastest tile. A candidate that does not fit the chip, or whose
+answer is not that of the present tile, is out. When the time is over, what was not measured stays
+as it was.
 
-Writes kernels/triton/tiles.py; and into FOLDER (results/) tune_tiles.json with every time, and with --out a copy of that module.
+Writes kernels/triton/tiles.py; and into FOLDER (results/) tune_tiles.json with every time, and with
+--out a copy of that module.
 """
 
 import argparse
@@ -63,8 +67,13 @@ def main() -> None:
         raise SystemExit("there is no GPU here: a tile is only as good as its time on one")
     keys = [(kernel, options.precision, load) for kernel in options.kernels for load in TOKENS]
     measured = measure_all(keys, time.monotonic() + options.seconds, Console())
-    table = TILES | {key: best for key, times in measured.items() if (best := fastest(times)) is not None}
-    figures = {"/".join(key): [[*astuple(tile), ms] for tile, ms in times.items()] for key, times in measured.items()}
+    table = TILES | {
+        key: best for key, times in measured.items() if (best := fastest(times)) is not None
+    }
+    figures = {
+        "/".join(key): [[*astuple(tile), ms] for tile, ms in times.items()]
+        for key, times in measured.items()
+    }
     columns = ["rows", "columns", "depth", "warps", "stages", "ms"]
     save("tune_tiles", {"columns": columns, "measured": figures}, folder=options.out or RESULTS)
     facts, path = environment(), Path(triton_tiles.__file__)
@@ -75,7 +84,9 @@ def main() -> None:
 
 
 def measure_all(keys: Sequence[Key], deadline: float, console: Console) -> Measured:
-    """Of each entry the present tile first; an entry that the time does not suffice for is left out."""
+    """Of each entry the present tile first; an entry that the time does not suffice for is left
+    out.
+    """
     measured: Measured = {}
     for key in keys:
         present, times = TILES[key], {}
@@ -88,16 +99,24 @@ def measure_all(keys: Sequence[Key], deadline: float, console: Console) -> Measu
             measured[key] = times
         TILES[key] = present
         if (best := fastest(times)) is not None:
-            console.print(f"{'/'.join(key)}: {best} {times[best]:.3f} ms; {present} {times[present]}")
+            console.print(
+                f"{'/'.join(key)}: {best} {times[best]:.3f} ms; {present} {times[present]}"
+            )
             TILES[key] = best if key in measured else present
     return measured
 
 
 def candidates(key: Key) -> Iterator[Tile]:
-    """The present tile; it with a stage fewer and more; then other sides and numbers of warps, some ten in all."""
+    """The present tile; it with a stage fewer and more; then other sides and numbers of warps, some
+    ten in all.
+    """
     present = TILES[key]
     yield present
-    yield from (replace(present, stages=stages) for stages in (present.stages - 1, present.stages + 1) if stages > 1)
+    yield from (
+        replace(present, stages=stages)
+        for stages in (present.stages - 1, present.stages + 1)
+        if stages > 1
+    )
     longest = 256 if key[0].startswith("ragged") else 128
     for rows, columns, warps in itertools.product((64, 128, 256), (64, 128, 256), (4, 8)):
         tile = replace(present, rows=rows, columns=columns, warps=warps)
@@ -117,7 +136,10 @@ def rewritten(source: str, table: dict[Key, Tile], origin: str) -> str:
     head, rest = source.split("TILES: dict[tuple[str, str, str], Tile] = {\n")
     before, after = head.split("ORIGIN = ", 1)
     keys = [", ".join(f'"{part}"' for part in key) for key in table]
-    lines = [f"    ({key}): Tile{astuple(tile)},\n" for key, tile in zip(keys, table.values(), strict=True)]
+    lines = [
+        f"    ({key}): Tile{astuple(tile)},\n"
+        for key, tile in zip(keys, table.values(), strict=True)
+    ]
     tail = rest[rest.index("}\n") :]
     head = f'{before}ORIGIN = "{origin.replace(chr(34), chr(39))}"\n{after.partition(chr(10))[2]}'
     return f"{head}TILES: dict[tuple[str, str, str], Tile] = {{\n{''.join(lines)}{tail}"
@@ -157,10 +179,16 @@ def _graph_ms(call: Callable[[], Tensor]) -> float:
 def _call(key: Key) -> Callable[[], Tensor]:
     kernel, precision, load = key
     options = triton_routed.Options(fused=kernel.startswith("fused"), tf32=precision == "fp32")
-    activation = {"gather_two": "swiglu", "fused_two": "swiglu", "gather_back_smooth": "gelu"}.get(kernel, "relu")
+    activation = {"gather_two": "swiglu", "fused_two": "swiglu", "gather_back_smooth": "gelu"}.get(
+        kernel, "relu"
+    )
     routes, new = _routes(load), _drawn(DTYPES[precision])
     if kernel == "ragged_small":
-        x, w, grad = new(TOKENS[load], ODD_WIDTH), new(EXPERTS, ODD_WIDTH, ODD_HEAD), new(TOKENS[load], ODD_HEAD)
+        x, w, grad = (
+            new(TOKENS[load], ODD_WIDTH),
+            new(EXPERTS, ODD_WIDTH, ODD_HEAD),
+            new(TOKENS[load], ODD_HEAD),
+        )
         call = LinearCall(grad, x, routes, w)
         return lambda: triton_routed.linear_weight_gradients([call], options=options)[0]
     w_up, w_down = new(EXPERTS, WIDTH, columns_of(HIDDEN, activation)), new(EXPERTS, HIDDEN, WIDTH)
@@ -171,12 +199,16 @@ def _call(key: Key) -> Callable[[], Tensor]:
         return lambda: forward()[0]
     _, kept = forward()
     if kernel.startswith("gather_back"):
-        return lambda: triton_routed.mlp_backward_rows(grad, x, bank, routes, kept, options=options)[0]
+        return lambda: triton_routed.mlp_backward_rows(
+            grad, x, bank, routes, kept, options=options
+        )[0]
     deferred = MLPCall(grad, x, routes, kept, new(*kept.shape), bank)
     return lambda: triton_routed.mlp_weight_gradients([deferred], options=options)[0]
 
 
-def _forward(x: Tensor, bank: MLPBank, routes: SortedRoutes, options: Any) -> Callable[[], tuple[Tensor, Tensor]]:
+def _forward(
+    x: Tensor, bank: MLPBank, routes: SortedRoutes, options: Any
+) -> Callable[[], tuple[Tensor, Tensor]]:
     return lambda: triton_routed.mlp_forward(x, bank, routes, options=options)
 
 
@@ -194,8 +226,17 @@ def _routes(load: str) -> SortedRoutes:
     weights = torch.rand(tokens * TOP_K, generator=generator, device=DEVICE)
     sorting = sort_routes(experts, EXPERTS)
     return SortedRoutes(
-        weights, sorting.order_N, sorting.place_N, sorting.starts_E1, None, None, tokens, TOP_K, TOP_K, 0
-    )  # fmt: skip
+        weights,
+        sorting.order_N,
+        sorting.place_N,
+        sorting.starts_E1,
+        None,
+        None,
+        tokens,
+        TOP_K,
+        TOP_K,
+        0,
+    )
 
 
 if __name__ == "__main__":

@@ -1,13 +1,15 @@
-"""Who runs in expert_layer.py: dense layers, what others write or have, and our backends, all as one kind of record.
+"""Who runs in expert_layer.py: dense layers, what others write or have, and our backends, all as
+one kind of record.
 
     ceiling   a dense MLP of equal active multiply-accumulates: no routing, one product of full size
     dense     the same layer of the dense model of equal parameters: what a MoEUT layer has to be as fast as
     peer      the same sum over experts, written with plain torch or run by an installed package
     ours      the doors of moebius.kernels, one contender per backend
 
-On CPUs float32 products of torch run in every mode that is numerically exact on this machine: through MKL,
-torch's default, and through oneDNN, which torch takes with `fp32_precision = "bf16"` and which computes in full float32 on a CPU
-without bfloat16 tiles (`kernels/onednn.py` measures it). The setting is the process's.
+On CPUs float32 products of torch run in every mode that is numerically exact on this machine:
+through MKL, torch's default, and through oneDNN, which torch takes with `fp32_precision = "bf16"`
+and which computes in full float32 on a CPU without bfloat16 tiles (`kernels/onednn.py` measures
+it). The setting is the process's.
 
 Legend: T tokens, D model width, F expert width, E experts, H heads, K experts chosen, N routes.
 """
@@ -49,7 +51,9 @@ class Contender:
     build: Callable[[Bank], Layer]
     mode: Mode = "default"
     activation: str = "relu"  # what its experts do between their products
-    work: float = 1.0  # multiply-accumulates ÷ those of the setting, where it cannot do the setting itself
+    work: float = (
+        1.0  # multiply-accumulates ÷ those of the setting, where it cannot do the setting itself
+    )
 
     @property
     def label(self) -> str:
@@ -59,16 +63,33 @@ class Contender:
 def contenders(bank: Bank, modes: Sequence[Mode]) -> list[Contender]:
     """All that a setting has, whether or not they can run here: that is found out by trying."""
     setting = bank.setting
-    found = [Contender("dense, equal MACs", "ceiling", dense(setting.active_width), mode) for mode in modes]
+    found = [
+        Contender("dense, equal MACs", "ceiling", dense(setting.active_width), mode)
+        for mode in modes
+    ]
     if setting.d_dense is not None:
-        found += [Contender("dense baseline", "dense", dense(setting.d_dense), mode) for mode in modes]
+        found += [
+            Contender("dense baseline", "dense", dense(setting.d_dense), mode) for mode in modes
+        ]
     if not setting.is_switchhead:
         found.append(Contender("loop, where + index_add", "peer", weights_and(where_loop)))
     for mode in modes:
         found += [
-            Contender("loop, sorted + unbind", "peer", weights_and(sorted_peer(unbound, gate="answers")), mode),
-            Contender("grouped_mm", "peer", weights_and(sorted_peer(grouped, gate="answers")), mode),
-            Contender("grouped_mm, gate in h", "peer", weights_and(sorted_peer(grouped, gate="narrow")), mode),
+            Contender(
+                "loop, sorted + unbind",
+                "peer",
+                weights_and(sorted_peer(unbound, gate="answers")),
+                mode,
+            ),
+            Contender(
+                "grouped_mm", "peer", weights_and(sorted_peer(grouped, gate="answers")), mode
+            ),
+            Contender(
+                "grouped_mm, gate in h",
+                "peer",
+                weights_and(sorted_peer(grouped, gate="narrow")),
+                mode,
+            ),
         ]
     if bank.x_TD.is_cuda and not setting.is_switchhead:
         found += packages(bank)
@@ -108,7 +129,10 @@ def dense(width: int) -> Callable[[Bank], DenseLayer]:
     def build(bank: Bank) -> DenseLayer:
         d_model, x = bank.setting.d_model, bank.x_TD
         shapes = ((d_model, width), (width, d_model))
-        up, down = (torch.randn(s, device=x.device).mul_(s[0] ** -0.5).to(x.dtype).requires_grad_() for s in shapes)
+        up, down = (
+            torch.randn(s, device=x.device).mul_(s[0] ** -0.5).to(x.dtype).requires_grad_()
+            for s in shapes
+        )
         return DenseLayer(up, down, not bank.setting.is_switchhead)
 
     return build
@@ -116,7 +140,9 @@ def dense(width: int) -> Callable[[Bank], DenseLayer]:
 
 # Of experts ----------------------------------------------------------------------------------------------------------
 
-Experts = Callable[[Tensor, Tensor, Tensor, Sequence[Choice]], Tensor]  # rows, both weights, choices → answers
+Experts = Callable[
+    [Tensor, Tensor, Tensor, Sequence[Choice]], Tensor
+]  # rows, both weights, choices → answers
 
 
 @dataclass(frozen=True)
@@ -147,7 +173,9 @@ def ours(backend: str) -> Experts:
 
 
 def where_loop(x_TD: Tensor, w_up: Tensor, w_down: Tensor, choices: Sequence[Choice]) -> Tensor:
-    """The loop that everyone writes, as in Transformers: find an expert's tokens, index its weights, add in place."""
+    """The loop that everyone writes, as in Transformers: find an expert's tokens, index its
+    weights, add in place.
+    """
     [choice] = choices
     experts_TK, gates_TK = choice.experts_THK[:, 0], choice.gates_THK[:, 0].to(x_TD.dtype)
     chosen_EKT = F.one_hot(experts_TK, len(w_up)).permute(2, 1, 0)
@@ -159,13 +187,17 @@ def where_loop(x_TD: Tensor, w_up: Tensor, w_down: Tensor, choices: Sequence[Cho
     return y_TD
 
 
-Product = Callable[[Tensor, Tensor, Tensor], Tensor]  # sorted rows, weights, where each expert's rows end → rows
+Product = Callable[
+    [Tensor, Tensor, Tensor], Tensor
+]  # sorted rows, weights, where each expert's rows end → rows
 
 
 def unbound(rows: Tensor, w: Tensor, ends_E: Tensor) -> Tensor:
     """A loop over split rows and unbound weights, whose gradients are written once."""
     counts = ends_E.diff(prepend=ends_E.new_zeros(1)).tolist()
-    return torch.cat([some @ one for some, one in zip(rows.split(counts), w.unbind(0), strict=True)])
+    return torch.cat(
+        [some @ one for some, one in zip(rows.split(counts), w.unbind(0), strict=True)]
+    )
 
 
 def grouped(rows: Tensor, w: Tensor, ends_E: Tensor) -> Tensor:
@@ -174,10 +206,17 @@ def grouped(rows: Tensor, w: Tensor, ends_E: Tensor) -> Tensor:
 
 
 def sorted_peer(product: Product, *, gate: Literal["answers", "narrow"]) -> Experts:
-    """Sort the routes, gather, products, add up. The gate weighs the answers, or wherever rows are narrow."""
+    """Sort the routes, gather, products, add up. The gate weighs the answers, or wherever rows are
+    narrow.
+    """
 
     def projection(
-        rows: Tensor, w: Tensor, choice: Choice, source_N: Tensor, target_N: Tensor, num_targets: int
+        rows: Tensor,
+        w: Tensor,
+        choice: Choice,
+        source_N: Tensor,
+        target_N: Tensor,
+        num_targets: int,
     ) -> Tensor:
         order_N, ends_E = _sorted(choice, len(w))
         gate_N1 = choice.gates_THK.flatten()[order_N, None].to(rows.dtype)
@@ -199,14 +238,20 @@ def sorted_peer(product: Product, *, gate: Literal["answers", "narrow"]) -> Expe
         source_N = token_N[order_N]
         gate_N1 = choices[0].gates_THK.flatten()[order_N, None].to(x_TD.dtype)
         h = product(x_TD.index_select(0, source_N), w_up, ends_E).relu()
-        answers = product(h * gate_N1, w_down, ends_E) if gate == "narrow" else product(h, w_down, ends_E) * gate_N1
+        answers = (
+            product(h * gate_N1, w_down, ends_E)
+            if gate == "narrow"
+            else product(h, w_down, ends_E) * gate_N1
+        )
         return torch.zeros_like(x_TD).index_add(0, source_N, answers)
 
     return run
 
 
 def _sorted(choice: Choice, num_experts: int) -> tuple[Tensor, Tensor]:
-    """The routes in order of their expert, and where each expert's end (int32, as grouped_mm wants it). No synchronisation."""
+    """The routes in order of their expert, and where each expert's end (int32, as grouped_mm wants
+    it). No synchronisation.
+    """
     sorted_N, order_N = choice.experts_THK.flatten().sort(stable=True)
     every_E = torch.arange(num_experts, device=sorted_N.device)
     return order_N, torch.searchsorted(sorted_N, every_E, right=True).to(torch.int32)
@@ -219,7 +264,8 @@ def packages(bank: Bank) -> list[Contender]:
     """Those that can be installed from elsewhere: none is needed, and none of their code is here."""
     return [
         Contender("ScatterMoE", "peer", scattermoe),
-        # Its experts are SwiGLU ones: three matrices, so a layer of equal width has 1.5 times the work.
+        # Its experts are SwiGLU ones: three matrices, so a layer of equal width has 1.5 times the
+        # work.
         Contender("Liger fused MoE, SwiGLU", "peer", liger, activation="swiglu", work=1.5),
     ]
 
@@ -229,7 +275,10 @@ def scattermoe(bank: Bank) -> Layer:
     from scattermoe.parallel_experts import flatten_sort_count, parallel_linear
 
     def run(x_TD: Tensor, w_up: Tensor, w_down: Tensor, choices: Sequence[Choice]) -> Tensor:
-        experts_TK, gates_TK = choices[0].experts_THK[:, 0], choices[0].gates_THK[:, 0].to(x_TD.dtype)
+        experts_TK, gates_TK = (
+            choices[0].experts_THK[:, 0],
+            choices[0].gates_THK[:, 0].to(x_TD.dtype),
+        )
         order = flatten_sort_count(experts_TK, len(w_up))
         h = parallel_linear(x_TD, w_up, experts_TK.shape[1], *order, grouped_out=True).relu()
         return parallel_linear(h, w_down, 1, *order, gates=gates_TK, grouped_in=True)
@@ -253,7 +302,9 @@ class LigerLayer:
 
         [choice] = choices
         experts_TK, gates_TK = choice.experts_THK[:, 0].to(torch.int32), choice.gates_THK[:, 0]
-        return LigerFusedMoEFunction.apply(x_TD, self.gate_up_EWD, self.down_EDF, experts_TK, gates_TK)
+        return LigerFusedMoEFunction.apply(
+            x_TD, self.gate_up_EWD, self.down_EDF, experts_TK, gates_TK
+        )
 
 
 def liger(bank: Bank) -> Layer:

@@ -1,4 +1,6 @@
-"""The picture of expert_layer.py: how fast each is beside the dense layer of equal active work; ours in colour."""
+"""The picture of expert_layer.py: how fast each is beside the dense layer of equal active work;
+ours in colour.
+"""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -26,21 +28,38 @@ OURS = ("#1b9e77", "#7fd0b5", "#0b5d46", "#52b788", "#2d6a4f", "#95d5b2", "#4091
 
 
 def draw(figures: Mapping[str, Any], path: Path) -> Path:
-    """One panel per dtype and number of threads, a group of bars per setting; skewed routing. Returns the path."""
+    """One panel per dtype and number of threads, a group of bars per setting; skewed routing.
+    Returns the path.
+    """
     panels = sorted(
-        {(e["dtype"], c["threads"]) for e in figures["entries"] for c in e["cells"]}, key=lambda p: (p[0] != "float32", p[1])
-    )  # fmt: skip
+        {(e["dtype"], c["threads"]) for e in figures["entries"] for c in e["cells"]},
+        key=lambda p: (p[0] != "float32", p[1]),
+    )
     dtypes, threads = list(dict.fromkeys(p[0] for p in panels)), sorted({p[1] for p in panels})
     figure, axes = plt.subplots(
-        max(1, len(dtypes)), max(1, len(threads)), squeeze=False, sharey=True, layout="constrained",
+        max(1, len(dtypes)),
+        max(1, len(threads)),
+        squeeze=False,
+        sharey=True,
+        layout="constrained",
         figsize=(3 + 5 * max(1, len(threads)), 1.2 + 3 * max(1, len(dtypes))),
-    )  # fmt: skip
+    )
     colours = colours_of(figures)
     for dtype, thread_count in panels:
-        _panel(axes[dtypes.index(dtype)][threads.index(thread_count)], figures, dtype, thread_count, colours)
+        _panel(
+            axes[dtypes.index(dtype)][threads.index(thread_count)],
+            figures,
+            dtype,
+            thread_count,
+            colours,
+        )
     handles = [Rectangle((0, 0), 1, 1, color=colour) for colour in colours.values()]
-    figure.legend(handles, list(colours), loc="outside lower center", ncols=4, fontsize=8, frameon=False)
-    where = figures.get("environment", {}).get("gpu") or figures.get("environment", {}).get("cpu", "")
+    figure.legend(
+        handles, list(colours), loc="outside lower center", ncols=4, fontsize=8, frameon=False
+    )
+    where = figures.get("environment", {}).get("gpu") or figures.get("environment", {}).get(
+        "cpu", ""
+    )
     title = "Experts, forward + backward, new routing in every run: speed ÷ dense MLP of equal active work"
     figure.suptitle(f"{title}\n{where}", fontsize=10)
     figure.savefig(path, dpi=120)
@@ -50,7 +69,11 @@ def draw(figures: Mapping[str, Any], path: Path) -> Path:
 
 def colours_of(figures: Mapping[str, Any]) -> dict[str, str]:
     """Every contender that was timed, but the ceiling, in the order of the bars."""
-    timed = list(dict.fromkeys(e["name"] for e in figures["entries"] if e["cells"] and e["role"] != "ceiling"))
+    timed = list(
+        dict.fromkeys(
+            e["name"] for e in figures["entries"] if e["cells"] and e["role"] != "ceiling"
+        )
+    )
     roles = {e["name"]: e["role"] for e in figures["entries"]}
     own = [name for name in timed if roles[name] == "ours"]
     # The meaning of the operation is not meant to be fast.
@@ -58,11 +81,14 @@ def colours_of(figures: Mapping[str, Any]) -> dict[str, str]:
     colours = {name: DENSE for name in timed if roles[name] == "dense"}
     colours |= {name: PEERS.get(name, "#aaaaaa") for name in timed if roles[name] == "peer"}
     return colours | {
-        name: "#cfe8df" if "reference" in name else OURS[i % len(OURS)] for i, name in enumerate(own)
-    }  # fmt: skip
+        name: "#cfe8df" if "reference" in name else OURS[i % len(OURS)]
+        for i, name in enumerate(own)
+    }
 
 
-def best_of(figures: Mapping[str, Any], name: str, setting: str, dtype: str, threads: int) -> dict[str, Any] | None:
+def best_of(
+    figures: Mapping[str, Any], name: str, setting: str, dtype: str, threads: int
+) -> dict[str, Any] | None:
     """The better of a contender's modes, under skewed routing."""
     cells = [
         cell
@@ -74,7 +100,9 @@ def best_of(figures: Mapping[str, Any], name: str, setting: str, dtype: str, thr
     return max(cells, key=lambda cell: cell["of_ceiling"], default=None)
 
 
-def _panel(axes: Axes, figures: Mapping[str, Any], dtype: str, threads: int, colours: Mapping[str, str]) -> None:
+def _panel(
+    axes: Axes, figures: Mapping[str, Any], dtype: str, threads: int, colours: Mapping[str, str]
+) -> None:
     settings = [setting["name"] for setting in figures["settings"]]
     width = 0.85 / max(1, len(colours))
     for group, setting in enumerate(settings):
@@ -85,11 +113,21 @@ def _panel(axes: Axes, figures: Mapping[str, Any], dtype: str, threads: int, col
             x = group + (place - (len(colours) - 1) / 2) * width
             axes.bar(x, cell["of_ceiling"], width, color=colour)
             if name.startswith("ours") and "reference" not in name:
-                axes.text(x, cell["of_ceiling"] + 0.01, f"{cell['of_ceiling']:.2f}", ha="center", fontsize=7)
+                axes.text(
+                    x,
+                    cell["of_ceiling"] + 0.01,
+                    f"{cell['of_ceiling']:.2f}",
+                    ha="center",
+                    fontsize=7,
+                )
     axes.axhline(1, color="black", linewidth=1)
     axes.axhline(GOAL, color="#1b9e77", linewidth=0.8, linestyle=":")
-    axes.set_xticks(range(len(settings)), [_tick(figures, s, dtype, threads) for s in settings], fontsize=8)
-    axes.set_title(f"{dtype}" + (f", {threads} thread{'s' * (threads > 1)}" if threads else ""), fontsize=10)
+    axes.set_xticks(
+        range(len(settings)), [_tick(figures, s, dtype, threads) for s in settings], fontsize=8
+    )
+    axes.set_title(
+        f"{dtype}" + (f", {threads} thread{'s' * (threads > 1)}" if threads else ""), fontsize=10
+    )
     axes.spines[["top", "right"]].set_visible(False)
     axes.set_ylabel("of the ceiling (1 = dense; dotted: goal)", fontsize=8)
 

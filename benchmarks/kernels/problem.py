@@ -1,14 +1,18 @@
-"""The layers that benchmarks/kernels/expert_layer.py times: their shapes, their data, their meaning in float64.
+"""The layers that benchmarks/kernels/expert_layer.py times: their shapes, their data, their meaning
+in float64.
 
-A setting is one feed-forward of experts (y = Σ g·relu(x W_up[e]) W_down[e]), or the V and O projections of a SwitchHead, one
-after the other (`heads` > 1: every token has `top_k` routes for each head). Both take 12·T·K·D·F floating-point operations for a
-forward and a backward pass, where K counts the routes of a token.
+A setting is one feed-forward of experts (y = Σ g·relu(x W_up[e]) W_down[e]), or the V and O
+projections of a SwitchHead, one after the other (`heads` > 1: every token has `top_k` routes for
+each head). Both take 12·T·K·D·F floating-point operations for a forward and a backward pass, where
+K counts the routes of a token.
 
-Data for timing are drawn from a normal distribution. Data for checking are small multiples of 1/8 where they enter the first
-product: its sums are then exact in float32 in every order of addition, so no sign changes from one implementation to the next and
-a ReLU's gradient can be compared (with one changed sign in a million the gradients of two correct ones differ by 5e-4).
+Data for timing are drawn from a normal distribution. Data for checking are small multiples of 1/8
+where they enter the first product: its sums are then exact in float32 in every order of addition,
+so no sign changes from one implementation to the next and a ReLU's gradient can be compared (with
+one changed sign in a million the gradients of two correct ones differ by 5e-4).
 
-Legend: T tokens, D model width, F expert width, E experts, H heads, K experts chosen (of a head), N = T·H·K routes.
+Legend: T tokens, D model width, F expert width, E experts, H heads, K experts chosen (of a head), N
+= T·H·K routes.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,9 +24,9 @@ from torch import Tensor
 from moebius.kernels.functional import routed_linear, routed_mlp
 from moebius.model.routing import head_to_token_routes, token_routes, token_to_head_routes
 
-SKEW = (
-    0.5  # standard deviation of what every token's logits have in common: the fullest expert gets 3 to 6 times the mean
-)
+# standard deviation of what every token's logits have in common: the fullest expert gets 3 to 6
+# times the mean
+SKEW = 0.5
 
 
 @dataclass(frozen=True)
@@ -36,7 +40,9 @@ class Setting:
     num_experts: int  # of all heads
     top_k: int
     heads: int = 1
-    d_dense: int | None = None  # hidden width of the same layer in the dense model of equal parameters
+    d_dense: int | None = (
+        None  # hidden width of the same layer in the dense model of equal parameters
+    )
     what: str = ""
 
     @property
@@ -59,7 +65,8 @@ class Setting:
         return self.heads > 1
 
     def ideal_bytes(self, itemsize: int) -> int:
-        """The least that a backward pass needs besides the weights: x, hidden rows, gates, sorted order and its inverse.
+        """The least that a backward pass needs besides the weights: x, hidden rows, gates, sorted
+        order and its inverse.
 
         A SwitchHead: x, the ungated answers of V, the rows of O, and both lists of routes.
         """
@@ -96,7 +103,9 @@ class Choice:
 
 @dataclass(frozen=True)
 class Bank:
-    """The weights that all contenders share, and what they read and get back. Weights and rows are leaves in the dtype timed."""
+    """The weights that all contenders share, and what they read and get back. Weights and rows are
+    leaves in the dtype timed.
+    """
 
     setting: Setting
     x_TD: Tensor
@@ -110,12 +119,18 @@ class Bank:
 
     def to(self, dtype: torch.dtype) -> "Bank":
         """The same values in another dtype, as new leaves."""
-        x, w_up, w_down = (t.detach().to(dtype).requires_grad_() for t in (self.x_TD, *self.weights))
+        x, w_up, w_down = (
+            t.detach().to(dtype).requires_grad_() for t in (self.x_TD, *self.weights)
+        )
         return Bank(self.setting, x, w_up, w_down, self.grad_TD.to(dtype))
 
 
-def draw_bank(setting: Setting, dtype: torch.dtype, generator: torch.Generator, *, exact: bool = False) -> Bank:
-    """Weights, rows and the answers' gradient, of bfloat16's grid in every dtype; `exact`: for checking."""
+def draw_bank(
+    setting: Setting, dtype: torch.dtype, generator: torch.Generator, *, exact: bool = False
+) -> Bank:
+    """Weights, rows and the answers' gradient, of bfloat16's grid in every dtype; `exact`: for
+    checking.
+    """
     experts, width, hidden = setting.num_experts, setting.d_model, setting.d_expert
 
     def normal(*shape: int, scale: float = 1.0) -> Tensor:
@@ -123,10 +138,16 @@ def draw_bank(setting: Setting, dtype: torch.dtype, generator: torch.Generator, 
         return drawn.to(torch.bfloat16).to(dtype)
 
     def eighths(*shape: int) -> Tensor:
-        return torch.randint(-8, 9, shape, generator=generator, device=generator.device).to(dtype) / 8
+        return (
+            torch.randint(-8, 9, shape, generator=generator, device=generator.device).to(dtype) / 8
+        )
 
     x = eighths(setting.tokens, width) if exact else normal(setting.tokens, width)
-    w_up = eighths(experts, width, hidden) if exact else normal(experts, width, hidden, scale=width**-0.5)
+    w_up = (
+        eighths(experts, width, hidden)
+        if exact
+        else normal(experts, width, hidden, scale=width**-0.5)
+    )
     w_down = normal(experts, hidden, width, scale=hidden**-0.5)
     return Bank(
         setting, x.requires_grad_(), w_up.requires_grad_(), w_down.requires_grad_(), normal(setting.tokens, width)
@@ -155,12 +176,19 @@ def through_the_door(
     """The layer as the model runs it."""
     first, last, num_experts = choices[0], choices[-1], w_up_EDF.shape[0]
     if len(choices) == 1:
-        routes = token_routes(first.experts_THK[:, 0], first.gates_THK[:, 0], num_experts=num_experts)
-        return routed_mlp(x_TD, w_up_EDF, w_down_EFD, routes, activation=activation, backend=backend)
+        routes = token_routes(
+            first.experts_THK[:, 0], first.gates_THK[:, 0], num_experts=num_experts
+        )
+        return routed_mlp(
+            x_TD, w_up_EDF, w_down_EFD, routes, activation=activation, backend=backend
+        )
     to_heads = token_to_head_routes(first.experts_THK, first.gates_THK, num_experts=num_experts)
     to_tokens = head_to_token_routes(last.experts_THK, last.gates_THK, num_experts=num_experts)
     return routed_linear(
-        routed_linear(x_TD, w_up_EDF, to_heads, backend=backend), w_down_EFD, to_tokens, backend=backend
+        routed_linear(x_TD, w_up_EDF, to_heads, backend=backend),
+        w_down_EFD,
+        to_tokens,
+        backend=backend,
     )
 
 
@@ -172,7 +200,9 @@ class Answer:
     grads: tuple[Tensor, ...]
 
     def error(self, expected: "Answer") -> float:
-        """The largest relative norm of a difference; of gradients that this answer does not have, none."""
+        """The largest relative norm of a difference; of gradients that this answer does not have,
+        none.
+        """
         pairs = [(self.y_TD, expected.y_TD), *zip(self.grads, expected.grads, strict=False)]
         return max(float((ours.double() - theirs).norm() / theirs.norm()) for ours, theirs in pairs)
 
@@ -185,14 +215,18 @@ def answer_of(forward: Callable[[], Tensor], grad_TD: Tensor, leaves: Sequence[T
     return Answer(y.detach(), grads)
 
 
-def meaning(bank: Bank, choices: Sequence[Choice], *, activation: str = "relu", chunk: int = 4096) -> Answer:
+def meaning(
+    bank: Bank, choices: Sequence[Choice], *, activation: str = "relu", chunk: int = 4096
+) -> Answer:
     """What the reference says in float64, some tokens at a time for the memory's sake."""
     wide = bank.to(torch.float64)
     parts, gates = [], [choice.gates_THK.detach().double().requires_grad_() for choice in choices]
     for start in range(0, bank.setting.tokens, chunk):
         rows = slice(start, start + chunk)
         some = [Choice(c.experts_THK[rows], g[rows]) for c, g in zip(choices, gates, strict=True)]
-        y = through_the_door(wide.x_TD[rows], *wide.weights, some, backend="reference", activation=activation)
+        y = through_the_door(
+            wide.x_TD[rows], *wide.weights, some, backend="reference", activation=activation
+        )
         y.backward(wide.grad_TD[rows])
         parts.append(y.detach())
     leaves = (wide.x_TD, *gates, *wide.weights)

@@ -1,15 +1,20 @@
-"""Checkpoints: written in the background, committed by one rename, readable by any layout, never executed.
+"""Checkpoints: written in the background, committed by one rename, readable by any layout, never
+executed.
 
-A checkpoint is a torch.distributed.checkpoint directory under global names and whole shapes, experts as [E, ...];
-checkpoint_files.py says what stands in it. What a rank holds of a tensor, its `Held` says (shards.py).
+A checkpoint is a torch.distributed.checkpoint directory under global names and whole shapes,
+experts as [E, ...]; checkpoint_files.py says what stands in it. What a rank holds of a tensor, its
+`Held` says (shards.py).
 
-Saving: 1. ranks compare what they hold. 2. Each copies its part into buffers that it keeps (all that training waits for).
-3. In a thread, over a process group of its own, the ranks write `step_00000050.g3.tmp`, summing while they write. 4. Rank 0
-checks that its generation is still the current one, and renames. 5. Old checkpoints go. If anything fails on any rank, the
-temporary directory goes, what was there before stays, and all ranks raise the same error at the next `save` or `wait`.
+Saving: 1. ranks compare what they hold. 2. Each copies its part into buffers that it keeps (all
+that training waits for).
+3. In a thread, over a process group of its own, the ranks write `step_00000050.g3.tmp`, summing
+   while they write. 4. Rank 0
+checks that its generation is still the current one, and renames. 5. Old checkpoints go. If anything
+fails on any rank, the temporary directory goes, what was there before stays, and all ranks raise
+the same error at the next `save` or `wait`.
 
-Cost: one copy of each tensor is staged and written, so a rank stages about 1/world of the dense state and 1/replicas of its
-experts: that much memory, and one copy of it per save.
+Cost: one copy of each tensor is staged and written, so a rank stages about 1/world of the dense
+state and 1/replicas of its experts: that much memory, and one copy of it per save.
 """
 
 import heapq
@@ -86,7 +91,9 @@ __all__ = [
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
-_WRITE_TIMEOUT_S = 3600.0  # one rank may wait this long for another's disk; a rank that died is noticed at once
+_WRITE_TIMEOUT_S = (
+    3600.0  # one rank may wait this long for another's disk; a rank that died is noticed at once
+)
 _TEMPORARY_NAME = re.compile(r"(step_\d{8,})\.(?:g(?P<generation>\d+)|old|deleted)\.tmp")
 
 
@@ -105,14 +112,16 @@ class SaveRecord:
 def latest_for_all(directory: Path, mesh: Mesh) -> Path | None:
     """The committed checkpoint of the highest step as rank 0 sees it: the same answer on all ranks.
 
-    A collective call. Every rank looking for itself could find another one, or none, while a network file system still
-    shows some of them an old listing.
+    A collective call. Every rank looking for itself could find another one, or none, while a
+    network file system still shows some of them an old listing.
     """
     return _gathered(mesh.world_group, lambda: latest(directory) if mesh.rank == 0 else None)[0]
 
 
 def meta_for_all(path: Path, mesh: Mesh) -> dict[str, Any]:
-    """What was saved with a checkpoint, as rank 0 reads it: the same, or the same error, on all ranks. A collective call."""
+    """What was saved with a checkpoint, as rank 0 reads it: the same, or the same error, on all
+    ranks. A collective call.
+    """
     return _gathered(mesh.world_group, lambda: read_meta(path).meta if mesh.rank == 0 else {})[0]
 
 
@@ -128,12 +137,14 @@ def load(
     check_bytes: bool = True,
     allow_unexpected: bool = False,
 ) -> dict[str, Any]:
-    """Fills `tensors` in place from a checkpoint of any layout and returns the meta that was saved with it.
+    """Fills `tensors` in place from a checkpoint of any layout and returns the meta that was saved
+    with it.
 
-    `held` says of each what this rank holds of it; those without are whole. Without a mesh nothing is communicated; with one
-    it is a collective call, and an error is raised on all ranks. Nothing is overwritten unless everything fits: names,
-    shapes, dtypes, every element once, and (with `check_bytes`) the checksum of every file. `allow_unexpected` lets the
-    checkpoint hold more than is asked for (weights without the optimizer's state).
+    `held` says of each what this rank holds of it; those without are whole. Without a mesh nothing
+    is communicated; with one it is a collective call, and an error is raised on all ranks. Nothing
+    is overwritten unless everything fits: names, shapes, dtypes, every element once, and (with
+    `check_bytes`) the checksum of every file. `allow_unexpected` lets the checkpoint hold more than
+    is asked for (weights without the optimizer's state).
 
     Safe on files of unknown origin: JSON and torch's weights_only loader are all that reads them.
     """
@@ -151,39 +162,57 @@ def load(
 
     stored = _together(group, check)
     state = {
-        name: Part(tensor.detach(), held[name]) if name in held else tensor.detach() for name, tensor in tensors.items()
+        name: Part(tensor.detach(), held[name]) if name in held else tensor.detach()
+        for name, tensor in tensors.items()
     }
     _read_into(state, stored, group)
     return stored.meta.meta
 
 
 def _differences(
-    stored: StoredCheckpoint, tensors: Mapping[str, Tensor], held: Mapping[str, Held], allow_unexpected: bool
+    stored: StoredCheckpoint,
+    tensors: Mapping[str, Tensor],
+    held: Mapping[str, Held],
+    allow_unexpected: bool,
 ) -> list[str]:
     """Where the checkpoint and what is asked for do not fit, in words."""
     found = stored.index.tensors
     problems = [f"missing in the checkpoint: {name}" for name in tensors if name not in found]
     if not allow_unexpected:
-        problems += [f"in the checkpoint but not asked for: {name}" for name in found if name not in tensors]
-    problems += [text for name, part in held.items() for text in _misfits(name, tensors[name], part)]
+        problems += [
+            f"in the checkpoint but not asked for: {name}" for name in found if name not in tensors
+        ]
+    problems += [
+        text for name, part in held.items() for text in _misfits(name, tensors[name], part)
+    ]
     for name, tensor in tensors.items():
         if name not in found:
             continue
         shape = held[name].shape if name in held else tuple(tensor.shape)
         if found[name].shape != shape:
-            problems.append(f"{name}: shape {list(found[name].shape)} in the checkpoint, {list(shape)} here")
+            problems.append(
+                f"{name}: shape {list(found[name].shape)} in the checkpoint, {list(shape)} here"
+            )
         elif found[name].dtype != dtype_name(tensor.dtype):
-            problems.append(f"{name}: {found[name].dtype} in the checkpoint, {dtype_name(tensor.dtype)} here")
+            problems.append(
+                f"{name}: {found[name].dtype} in the checkpoint, {dtype_name(tensor.dtype)} here"
+            )
     return problems
 
 
-def _read_into(state: dict[str, Any], stored: StoredCheckpoint, group: dist.ProcessGroup | None) -> None:
+def _read_into(
+    state: dict[str, Any], stored: StoredCheckpoint, group: dist.ProcessGroup | None
+) -> None:
     planner = PartLoadPlanner(flatten_state_dict=False)
     try:
         with warnings.catch_warnings():  # it warns that a world of one is one
             warnings.filterwarnings("ignore", message="torch.distributed is")
             dcp_load(
-                state, storage_reader=SafeReader(stored), planner=planner, process_group=group, no_dist=group is None
+                state,
+                storage_reader=SafeReader(stored),
+                planner=planner,
+                process_group=group,
+                no_dist=group is None,
             )
     except CheckpointException as error:
         raise CheckpointError(f"{stored.path} cannot be read: {_causes(error)}") from None
@@ -204,14 +233,18 @@ class _Job:
     blocked_s: float
 
 
-Signature = dict[str, tuple[tuple[int, ...], str, int, bool]]  # name -> whole shape, dtype, ranks per copy, experts?
+Signature = dict[
+    str, tuple[tuple[int, ...], str, int, bool]
+]  # name -> whole shape, dtype, ranks per copy, experts?
 
 
 class Checkpointer:
-    """Saves checkpoints of one run, one at a time, in the background. Call `wait` before the process ends.
+    """Saves checkpoints of one run, one at a time, in the background. Call `wait` before the
+    process ends.
 
-    `generation_file` is the supervisor's fence: where it exists, only the generation whose number it holds commits.
-    Making one is a collective call; it removes what dead generations left unfinished.
+    `generation_file` is the supervisor's fence: where it exists, only the generation whose number
+    it holds commits. Making one is a collective call; it removes what dead generations left
+    unfinished.
     """
 
     def __init__(
@@ -225,7 +258,9 @@ class Checkpointer:
         generation_file: Path | None,
     ) -> None:
         if keep_last < 1:
-            raise ValueError(f"keep_last must be at least 1, got {keep_last}: the newest checkpoint always stays")
+            raise ValueError(
+                f"keep_last must be at least 1, got {keep_last}: the newest checkpoint always stays"
+            )
         self._directory = directory
         self._rank = process.rank
         self._device = process.device
@@ -241,25 +276,40 @@ class Checkpointer:
         self._records: deque[SaveRecord] = deque()
         self._on_rank_0(self._prepare_directory)
 
-    def save(self, step: int, tensors: Mapping[str, Tensor], held: Mapping[str, Held], meta: dict[str, Any]) -> None:
+    def save(
+        self,
+        step: int,
+        tensors: Mapping[str, Tensor],
+        held: Mapping[str, Held],
+        meta: dict[str, Any],
+    ) -> None:
         """Takes a copy of `tensors` and returns; the copy is written meanwhile. A collective call.
 
-        All ranks give the same names. `held` says of each what this rank holds of it; those without are whole, and the same on
-        every rank. `meta` must be JSON; rank 0's is kept. Waits for the save before, and raises its error.
+        All ranks give the same names. `held` says of each what this rank holds of it; those without
+        are whole, and the same on every rank. `meta` must be JSON; rank 0's is kept. Waits for the
+        save before, and raises its error.
         """
         started_s = time.monotonic()
         self.wait()
-        signature, encoded_meta = _together(self._group, lambda: (self._signature(tensors, held), _as_json(meta)))
+        signature, encoded_meta = _together(
+            self._group, lambda: (self._signature(tensors, held), _as_json(meta))
+        )
         self._compare(signature)
         job = _Job(
             step=step,
             tensors=self._stage(signature, tensors, held),
-            num_experts={name: shape[0] for name, (shape, *_, has_experts) in signature.items() if has_experts},
+            num_experts={
+                name: shape[0]
+                for name, (shape, *_, has_experts) in signature.items()
+                if has_experts
+            },
             meta=json.loads(encoded_meta),
             started_s=started_s,
             blocked_s=time.monotonic() - started_s,
         )
-        self._thread = threading.Thread(target=self._run, args=(job,), name=f"checkpoint-{step}", daemon=True)
+        self._thread = threading.Thread(
+            target=self._run, args=(job,), name=f"checkpoint-{step}", daemon=True
+        )
         self._thread.start()
 
     def wait(self) -> None:
@@ -272,10 +322,14 @@ class Checkpointer:
             raise failure
 
     def poll(self) -> list[SaveRecord]:
-        """The saves that ended since the last call, failed ones included. Never waits, never raises."""
+        """The saves that ended since the last call, failed ones included. Never waits, never
+        raises.
+        """
         return [self._records.popleft() for _ in range(len(self._records))]
 
-    def _stage(self, signature: Signature, tensors: Mapping[str, Tensor], held: Mapping[str, Held]) -> dict[str, Any]:
+    def _stage(
+        self, signature: Signature, tensors: Mapping[str, Tensor], held: Mapping[str, Held]
+    ) -> dict[str, Any]:
         """Copies what this rank will write into its buffers."""
         owners = owners_of(signature, self._layout.world_size)
         mine = [
@@ -292,22 +346,32 @@ class Checkpointer:
         if any(tensors[name].is_cuda for name in mine):
             torch.cuda.current_stream().synchronize()
         return {
-            name: Part(self._buffers[name], held[name]) if name in held else self._buffers[name] for name in mine
-        }  # fmt: skip
+            name: Part(self._buffers[name], held[name]) if name in held else self._buffers[name]
+            for name in mine
+        }
 
     def _signature(self, tensors: Mapping[str, Tensor], held: Mapping[str, Held]) -> Signature:
         if unknown := sorted(set(held) - set(tensors)):
             raise CheckpointError(f"said to be held in part, but not among the tensors: {unknown}")
         parts = {name: held.get(name) or whole(tensor.shape) for name, tensor in tensors.items()}
-        if misfits := [text for name, part in held.items() for text in _misfits(name, tensors[name], part)]:
+        if misfits := [
+            text for name, part in held.items() for text in _misfits(name, tensors[name], part)
+        ]:
             raise CheckpointError("\n  ".join(misfits))
         return {
-            name: (part.shape, dtype_name(tensors[name].dtype), part.ranks_per_copy, part.has_experts)
+            name: (
+                part.shape,
+                dtype_name(tensors[name].dtype),
+                part.ranks_per_copy,
+                part.has_experts,
+            )
             for name, part in parts.items()
         }
 
     def _compare(self, signature: Signature) -> None:
-        """Every rank must hold the same names, shapes and dtypes; a checksum suffices unless they do not."""
+        """Every rank must hold the same names, shapes and dtypes; a checksum suffices unless they
+        do not.
+        """
         digest = blake2b(json.dumps(signature, sort_keys=True).encode())
         if len(set(_gathered(self._group, lambda: digest))) == 1:
             return
@@ -316,8 +380,10 @@ class Checkpointer:
             unlike = [name for name in {**first, **other} if first.get(name) != other.get(name)]
             if unlike:
                 raise CheckpointError(
-                    f"ranks hold different tensors: {unlike[0]!r} is {first.get(unlike[0], 'absent')} on rank 0 and "
-                    f"{other.get(unlike[0], 'absent')} on rank {rank} ({len(unlike)} differ in all); every rank must save "
+                    f"ranks hold different tensors: {unlike[0]!r} is "
+                    f"{first.get(unlike[0], 'absent')} on rank 0 and "
+                    f"{other.get(unlike[0], 'absent')} on rank {rank} ({len(unlike)} differ in "
+                    "all); every rank must save "
                     "the same names, shapes and dtypes"
                 )
 
@@ -328,14 +394,14 @@ class Checkpointer:
         temporary = self._directory / f"{final.name}.g{self._generation}.tmp"
         num_bytes, error = 0, None
         if self._device.type == "cuda":
-            torch.cuda.set_device(self._device)  # a new thread begins on the first GPU, which is another rank's
+            torch.cuda.set_device(
+                self._device
+            )  # a new thread begins on the first GPU, which is another rank's
         try:
             num_bytes = self._write_and_commit(job, temporary, final)
         except (Exception, CheckpointException) as cause:  # noqa: BLE001 - a thread has nobody to raise to: `wait` does
             kind = type(cause) if isinstance(cause, CheckpointError) else CheckpointError
-            error = (
-                f"the checkpoint of step {job.step} was not saved: {_causes(cause)}; {_what_remains(self._directory)}"
-            )
+            error = f"the checkpoint of step {job.step} was not saved: {_causes(cause)}; {_what_remains(self._directory)}"
             self._failure = kind(error)
             if self._rank == 0:
                 discard(temporary)
@@ -353,13 +419,21 @@ class Checkpointer:
             process_group=self._group,
         )
         sums = {
-            name: found for part in _gathered(self._group, lambda: writer.files.sums) for name, found in part.items()
+            name: found
+            for part in _gathered(self._group, lambda: writer.files.sums)
+            for name, found in part.items()
         }
         return self._on_rank_0(lambda: self._commit(job, temporary, final, writer.index, sums)) or 0
 
-    def _commit(self, job: _Job, temporary: Path, final: Path, index: Index, sums: dict[str, FileSum]) -> int:
-        """Rank 0: describes what all ranks wrote and makes it visible in one step. Returns its size in bytes."""
-        unseen = [name for name, sum_ in sums.items() if not _has_size(temporary / name, sum_.num_bytes)]
+    def _commit(
+        self, job: _Job, temporary: Path, final: Path, index: Index, sums: dict[str, FileSum]
+    ) -> int:
+        """Rank 0: describes what all ranks wrote and makes it visible in one step. Returns its size
+        in bytes.
+        """
+        unseen = [
+            name for name, sum_ in sums.items() if not _has_size(temporary / name, sum_.num_bytes)
+        ]
         if unseen:
             raise CheckpointError(
                 f"rank 0 does not see {unseen[0]} ({len(unseen)} such files) as its rank wrote it: "
@@ -387,13 +461,16 @@ class Checkpointer:
         temporary.mkdir(parents=True)
 
     def _refuse_if_stale(self) -> None:
-        """The fence. (A rename right after it could still be late; by then the state is the same run's all the same.)"""
+        """The fence. (A rename right after it could still be late; by then the state is the same
+        run's all the same.)
+        """
         if self._generation_file is None or not self._generation_file.exists():
             return
         current = self._generation_file.read_text().strip()
         if current != str(self._generation):
             raise StaleGenerationError(
-                f"generation {self._generation} may not commit: {self._generation_file} says {current or 'nothing'}; "
+                f"generation {self._generation} may not commit: {self._generation_file} says "
+                f"{current or 'nothing'}; "
                 "the job was started anew and this process is a leftover that must end"
             )
 
@@ -420,14 +497,18 @@ class Checkpointer:
                 discard(path)
 
     def _delete_old(self, step: int) -> None:
-        """Keeps the last n up to the one just written. A later one (we fell back behind it) is not judged here."""
+        """Keeps the last n up to the one just written. A later one (we fell back behind it) is not
+        judged here.
+        """
         past = [found for found in list_checkpoints(self._directory) if found.step <= step]
         for checkpoint in past[: -self._keep_last]:
             doomed = checkpoint.path.with_name(f"{checkpoint.path.name}.deleted.tmp")
             try:
                 checkpoint.path.rename(doomed)  # half a directory must never look like a checkpoint
             except OSError as error:
-                logger.warning("the old checkpoint %s could not be deleted: %s", checkpoint.path, error)
+                logger.warning(
+                    "the old checkpoint %s could not be deleted: %s", checkpoint.path, error
+                )
             else:
                 discard(doomed)
 
@@ -437,10 +518,11 @@ class Checkpointer:
 
 
 def owners_of(signature: Signature, world_size: int) -> dict[str, int]:
-    """Which copy of every tensor is written, the same on every rank: largest first, to the ranks with the least bytes so far.
+    """Which copy of every tensor is written, the same on every rank: largest first, to the ranks
+    with the least bytes so far.
 
-    Tensors that many ranks share go first, so the ranks of a later, smaller copy have the same load; 10,240 ranks and 1,000
-    tensors take 30 ms, in every save.
+    Tensors that many ranks share go first, so the ranks of a later, smaller copy have the same
+    load; 10,240 ranks and 1,000 tensors take 30 ms, in every save.
     """
     owners: dict[str, int] = {}
     sizes = {name: _num_bytes(shape, dtype) for name, (shape, dtype, *_) in signature.items()}
@@ -449,7 +531,11 @@ def owners_of(signature: Signature, world_size: int) -> dict[str, int]:
     for name in sorted(signature, key=lambda name: (-signature[name][2], -sizes[name], name)):
         ranks_per_copy = signature[name][2]
         if ranks_per_copy != before:
-            least = [(load, rank) for load, first in least for rank in range(first, first + before, ranks_per_copy)]
+            least = [
+                (load, rank)
+                for load, first in least
+                for rank in range(first, first + before, ranks_per_copy)
+            ]
             heapq.heapify(least)
             before = ranks_per_copy
         load, first = least[0]
@@ -466,7 +552,9 @@ def _num_bytes(shape: tuple[int, ...], dtype: str) -> int:
 
 
 def _gathered(group: dist.ProcessGroup | None, act: Callable[[], T]) -> list[T]:
-    """What `act` returned on every rank; if it raised on one, all ranks raise. A collective call unless group is None."""
+    """What `act` returned on every rank; if it raised on one, all ranks raise. A collective call
+    unless group is None.
+    """
     if group is None:
         return [act()]
     value, error = None, None
@@ -483,7 +571,9 @@ def _gathered(group: dist.ProcessGroup | None, act: Callable[[], T]) -> list[T]:
 
 
 def _together(group: dist.ProcessGroup | None, act: Callable[[], T]) -> T:
-    """What `act` returned here; if it raised on one rank, all ranks raise. A collective call unless group is None."""
+    """What `act` returned here; if it raised on one rank, all ranks raise. A collective call unless
+    group is None.
+    """
     own: list[T] = []
     _gathered(group, lambda: own.append(act()))
     return own[0]
@@ -497,14 +587,22 @@ def _joined(failures: Mapping[int, CheckpointError]) -> CheckpointError:
     kind = type(next(iter(failures.values())))
     if len(ranks) == 1:
         return kind(next(iter(ranks)))
-    return kind("\n".join(f"rank {', '.join(map(str, who))}: {text}" for text, who in ranks.items()))
+    return kind(
+        "\n".join(f"rank {', '.join(map(str, who))}: {text}" for text, who in ranks.items())
+    )
 
 
 def _causes(error: BaseException) -> str:
     """An error in words; for DCP's, the words of each rank."""
     if isinstance(error, CheckpointException):
-        return "; ".join(f"rank {rank}: {_causes(cause)}" for rank, (cause, _) in sorted(error.failures.items()))
-    return str(error) if isinstance(error, CheckpointError | OSError) else f"{type(error).__name__}: {error}"
+        return "; ".join(
+            f"rank {rank}: {_causes(cause)}" for rank, (cause, _) in sorted(error.failures.items())
+        )
+    return (
+        str(error)
+        if isinstance(error, CheckpointError | OSError)
+        else f"{type(error).__name__}: {error}"
+    )
 
 
 def _gloo_group(timeout: timedelta) -> dist.ProcessGroup:
@@ -519,14 +617,17 @@ def _misfits(name: str, tensor: Tensor, held: Held) -> Iterator[str]:
     """Boxes that do not lie in the tensor that should hold them."""
     for box in held.boxes:
         if len(box.local) != tensor.dim() or any(
-            start + size > end for start, size, end in zip(box.local, box.sizes, tensor.shape, strict=True)
+            start + size > end
+            for start, size, end in zip(box.local, box.sizes, tensor.shape, strict=True)
         ):
             yield f"{name} has shape {list(tensor.shape)} here, in which there is no block of {box.sizes} at {box.local}"
             return
 
 
 def _publish(temporary: Path, final: Path) -> None:
-    """Makes the checkpoint visible by a rename; one of the same step that is there already steps aside for it."""
+    """Makes the checkpoint visible by a rename; one of the same step that is there already steps
+    aside for it.
+    """
     aside = final.with_name(f"{final.name}.old.tmp")
     if final.exists():
         final.rename(aside)
@@ -559,7 +660,9 @@ def _as_json(meta: dict[str, Any]) -> str:
     try:
         return json.dumps(meta)
     except TypeError as error:
-        raise CheckpointError(f"meta must be JSON: {error}; tensors belong among the tensors") from error
+        raise CheckpointError(
+            f"meta must be JSON: {error}; tensors belong among the tensors"
+        ) from error
 
 
 def _versions() -> dict[str, str]:

@@ -1,4 +1,5 @@
-"""What stands in a checkpoint's directory: its small files, finding it, checking it. No processes, nothing executed.
+"""What stands in a checkpoint's directory: its small files, finding it, checking it. No processes,
+nothing executed.
 
     step_00000050/  __<rank>_0.distcp   the tensors that this rank wrote (torch.save, read with weights_only)
                     .metadata           DCP's own index, a pickle: for other readers; never opened here
@@ -42,14 +43,25 @@ from ..layout import Layout
 
 SUM_BYTES = 16
 _READ_BYTES = 2**22
-# What torch.load raises on bytes that are no tensor: from its zip reader, its unpickler, and what calls those with nonsense.
+# What torch.load raises on bytes that are no tensor: from its zip reader, its unpickler, and what
+# calls those with nonsense.
 _DECODING_ERRORS = (
-    RuntimeError, pickle.UnpicklingError, struct.error, EOFError, ValueError, TypeError, LookupError, AttributeError,
-    AssertionError, OverflowError,
-)  # fmt: skip
+    RuntimeError,
+    pickle.UnpicklingError,
+    struct.error,
+    EOFError,
+    ValueError,
+    TypeError,
+    LookupError,
+    AttributeError,
+    AssertionError,
+    OverflowError,
+)
 _STEP_NAME = re.compile(r"step_(\d{8,})")
 Model = TypeVar("Model", bound=BaseModel)
-_Column = tuple[tuple[int, ...], tuple[int, ...]]  # of a part, in all dims but the first: offsets and sizes
+_Column = tuple[
+    tuple[int, ...], tuple[int, ...]
+]  # of a part, in all dims but the first: offsets and sizes
 _Columns = tuple[_Column, ...]
 OnBytes = Callable[[int], None]  # hears of bytes that were read or written since it was last called
 
@@ -136,16 +148,23 @@ def step_name(step: int) -> str:
 
 
 def refuse_name_of_another_step(path: Path, step: int | None) -> None:
-    """CheckpointError if a directory of that name would be taken for a checkpoint that it is not; None: it is none at all.
+    """CheckpointError if a directory of that name would be taken for a checkpoint that it is not;
+    None: it is none at all.
 
-    Runs find their checkpoints by name: one of another step is resumed from in place of the newest, or never.
+    Runs find their checkpoints by name: one of another step is resumed from in place of the newest,
+    or never.
     """
-    if re.fullmatch(r"step_\d+", path.name) is None or (step is not None and path.name == step_name(step)):
+    if re.fullmatch(r"step_\d+", path.name) is None or (
+        step is not None and path.name == step_name(step)
+    ):
         return
     if step is None:
-        raise CheckpointError(f"{path}: only a checkpoint may be called step_<number>; choose another name")
+        raise CheckpointError(
+            f"{path}: only a checkpoint may be called step_<number>; choose another name"
+        )
     raise CheckpointError(
-        f"{path}: the checkpoint is of step {step}, and runs go by the name: call it {step_name(step)}, or something that does "
+        f"{path}: the checkpoint is of step {step}, and runs go by the name: call it "
+        f"{step_name(step)}, or something that does "
         "not look like another step"
     )
 
@@ -155,7 +174,10 @@ def list_checkpoints(directory: Path) -> list[Checkpoint]:
     if not directory.is_dir():
         return []
     matches = ((_STEP_NAME.fullmatch(path.name), path) for path in directory.iterdir())
-    return sorted((Checkpoint(int(match[1]), path) for match, path in matches if match), key=lambda found: found.step)
+    return sorted(
+        (Checkpoint(int(match[1]), path) for match, path in matches if match),
+        key=lambda found: found.step,
+    )
 
 
 def latest(directory: Path) -> Path | None:
@@ -169,22 +191,29 @@ def read_meta(path: Path) -> CheckpointMeta:
 
 
 def find_checkpoint(path: Path, step: int | None = None) -> Path:
-    """The checkpoint that `path` is, or of the run that `path` is the newest one or that of `step`. Unchecked.
+    """The checkpoint that `path` is, or of the run that `path` is the newest one or that of `step`.
+    Unchecked.
 
     Raises:
         CheckpointError: there is none; the message names what is there.
     """
     if any((path / name).exists() for name in ("manifest.json", "index.json", "meta.json")):
         if step is not None:
-            raise CheckpointError(f"{path} is one checkpoint: a step can be chosen of a run folder only")
+            raise CheckpointError(
+                f"{path} is one checkpoint: a step can be chosen of a run folder only"
+            )
         return path
     found = list_checkpoints(path / "checkpoints")
     if not found:
-        raise CheckpointError(f"{path}: has no checkpoint (of a run they would be in {path / 'checkpoints'})")
+        raise CheckpointError(
+            f"{path}: has no checkpoint (of a run they would be in {path / 'checkpoints'})"
+        )
     chosen = [checkpoint.path for checkpoint in found if step in (None, checkpoint.step)]
     if not chosen:
         steps = ", ".join(str(checkpoint.step) for checkpoint in found)
-        raise CheckpointError(f"{path}: has no checkpoint of step {step}; there are those of {steps}")
+        raise CheckpointError(
+            f"{path}: has no checkpoint of step {step}; there are those of {steps}"
+        )
     return chosen[-1]
 
 
@@ -198,7 +227,9 @@ def missing_files(path: Path) -> list[str]:
 
 
 def verify(path: Path, on_bytes: OnBytes | None = None) -> CheckpointMeta:
-    """Reads every byte: sums, and every expert exactly once. CorruptCheckpointError tells all that is wrong."""
+    """Reads every byte: sums, and every expert exactly once. CorruptCheckpointError tells all that
+    is wrong.
+    """
     return open_verified(path, on_bytes).meta
 
 
@@ -208,7 +239,10 @@ def open_verified(path: Path, on_bytes: OnBytes | None = None) -> StoredCheckpoi
     try:
         stored = open_checkpoint(path)
     except CorruptCheckpointError:
-        refuse(path, [f"{name} {problem}" for name, problem in _damages(path, manifest.files, on_bytes)])
+        refuse(
+            path,
+            [f"{name} {problem}" for name, problem in _damages(path, manifest.files, on_bytes)],
+        )
         raise
     refuse(path, audit(stored) + damaged_files(stored, sorted(manifest.files), on_bytes))
     return stored
@@ -217,7 +251,9 @@ def open_verified(path: Path, on_bytes: OnBytes | None = None) -> StoredCheckpoi
 def open_checkpoint(path: Path) -> StoredCheckpoint:
     """Reads and checks the small files; the tensors' bytes are not looked at."""
     manifest = _manifest_of(path)
-    small = {name: manifest.files[name] for name in ("index.json", "meta.json") if name in manifest.files}
+    small = {
+        name: manifest.files[name] for name in ("index.json", "meta.json") if name in manifest.files
+    }
     refuse(path, [f"{name} {problem}" for name, problem in _damages(path, small)])
     index = _read(path, "index.json", Index)
     named = {chunk.file for tensor in index.tensors.values() for chunk in tensor.chunks}
@@ -241,21 +277,31 @@ def refuse(path: Path, problems: Sequence[str]) -> None:
         listed = "\n  ".join(problems)
         raise CorruptCheckpointError(
             f"{path} is damaged:\n  {listed}\n"
-            "restore it from a copy, or delete the directory and resume from the checkpoint before it"
+            "restore it from a copy, or delete the directory and resume from the checkpoint before "
+            "it"
         )
 
 
-def damaged_files(stored: StoredCheckpoint, names: Sequence[str], on_bytes: OnBytes | None = None) -> list[str]:
+def damaged_files(
+    stored: StoredCheckpoint, names: Sequence[str], on_bytes: OnBytes | None = None
+) -> list[str]:
     """What is wrong with the bytes of the files `names`, and which tensors and experts they held."""
     sums = {name: stored.manifest.files[name] for name in names}
-    return [f"{name} {problem}{_contents(stored, name)}" for name, problem in _damages(stored.path, sums, on_bytes)]
+    return [
+        f"{name} {problem}{_contents(stored, name)}"
+        for name, problem in _damages(stored.path, sums, on_bytes)
+    ]
 
 
 def audit(stored: StoredCheckpoint) -> list[str]:
-    """Whether the index holds every part of every tensor once; tells what is missing, for sharded tensors in experts."""
+    """Whether the index holds every part of every tensor once; tells what is missing, for sharded
+    tensors in experts.
+    """
     tensors, num_experts = stored.index.tensors, stored.meta.num_experts
     problems = [
-        f"{name}: all {count} experts are missing" for name, count in num_experts.items() if name not in tensors
+        f"{name}: all {count} experts are missing"
+        for name, count in num_experts.items()
+        if name not in tensors
     ]
     for name, tensor in tensors.items():
         if any(
@@ -263,19 +309,28 @@ def audit(stored: StoredCheckpoint) -> list[str]:
             or min((*chunk.offsets, *chunk.sizes), default=0) < 0
             for chunk in tensor.chunks
         ):
-            problems.append(f"{name} has shape {list(tensor.shape)}, and parts that are no blocks of such a tensor")
+            problems.append(
+                f"{name} has shape {list(tensor.shape)}, and parts that are no blocks of such a "
+                "tensor"
+            )
         elif name in num_experts and tensor.shape[:1] != (num_experts[name],):
-            problems.append(f"{name} has shape {list(tensor.shape)}, but {num_experts[name]} experts")
+            problems.append(
+                f"{name} has shape {list(tensor.shape)}, but {num_experts[name]} experts"
+            )
         else:
-            problems += [f"{name}: {gap}" for gap in _gaps(tensor, "experts" if name in num_experts else "rows")]
+            problems += [
+                f"{name}: {gap}"
+                for gap in _gaps(tensor, "experts" if name in num_experts else "rows")
+            ]
     return problems
 
 
 def _gaps(tensor: StoredTensor, unit: str) -> list[str]:
     """Elements that no part holds, or more than one, said in rows.
 
-    Between two rows where parts begin or end the same parts hold every row, so one row is judged for all of them. FSDP may cut
-    one bank in two ways: a rank's experts are dealt whole where they suffice for its group, and cut through where they do not.
+    Between two rows where parts begin or end the same parts hold every row, so one row is judged
+    for all of them. FSDP may cut one bank in two ways: a rank's experts are dealt whole where they
+    suffice for its group, and cut through where they do not.
     """
     if not tensor.shape:
         return [] if len(tensor.chunks) == 1 else [f"stored {len(tensor.chunks)} times"]
@@ -313,7 +368,9 @@ def _row_gap(columns: _Columns, inner: int) -> str | None:
     if len(set(columns)) < len(columns):
         return "are stored more than once"
     stored = sum(math.prod(sizes) for _, sizes in columns)
-    if stored != inner or any(_meet(one, other) for one, other in itertools.combinations(columns, 2)):
+    if stored != inner or any(
+        _meet(one, other) for one, other in itertools.combinations(columns, 2)
+    ):
         return f"have {stored} of {inner} elements each, some missing or more than once"
     return None
 
@@ -322,12 +379,12 @@ def _meet(one: _Column, other: _Column) -> bool:
     """Whether two boxes, given as offsets and sizes, have elements in common."""
     return all(
         a < b + size_b and b < a + size_a for a, size_a, b, size_b in zip(*one, *other, strict=True)
-    )  # fmt: skip
+    )
 
 
 def _damages(
     path: Path, sums: Mapping[str, FileSum], on_bytes: OnBytes | None = None
-) -> Iterator[tuple[str, str]]:  # fmt: skip
+) -> Iterator[tuple[str, str]]:
     for name, expected in sums.items():
         if (problem := _misfit(path / name, expected)) is not None:
             yield name, problem
@@ -352,7 +409,9 @@ def _misfit(file: Path, expected: FileSum) -> str | None:
     if not stat.S_ISREG(status.st_mode):
         return "is no file"
     size = status.st_size
-    return None if size == expected.num_bytes else f"has {size} bytes instead of {expected.num_bytes}"
+    return (
+        None if size == expected.num_bytes else f"has {size} bytes instead of {expected.num_bytes}"
+    )
 
 
 def _contents(stored: StoredCheckpoint, file: str) -> str:
@@ -360,7 +419,10 @@ def _contents(stored: StoredCheckpoint, file: str) -> str:
     for name, tensor in stored.index.tensors.items():
         for chunk in tensor.chunks:
             if chunk.file == file and name in stored.meta.num_experts:
-                held.append(f"experts {_span(chunk.offsets[0], chunk.offsets[0] + chunk.sizes[0])} of {name}")
+                held.append(
+                    f"experts {_span(chunk.offsets[0], chunk.offsets[0] + chunk.sizes[0])} of "
+                    f"{name}"
+                )
             elif chunk.file == file:
                 held.append(name)
     more = f" and {len(held) - 3} more" if len(held) > 3 else ""
@@ -375,9 +437,13 @@ def _read(path: Path, name: str, kind: type[Model]) -> Model:
     try:
         return kind.model_validate_json((path / name).read_bytes())
     except OSError as error:
-        raise CorruptCheckpointError(f"{path} is no whole checkpoint: cannot read {name}: {error.strerror}") from error
+        raise CorruptCheckpointError(
+            f"{path} is no whole checkpoint: cannot read {name}: {error.strerror}"
+        ) from error
     except ValueError as error:
-        raise CorruptCheckpointError(f"{path}: {name} is damaged or of another format: {error}") from error
+        raise CorruptCheckpointError(
+            f"{path}: {name} is damaged or of another format: {error}"
+        ) from error
 
 
 # The tensors' bytes ------------------------------------------------------------------------------------------------
@@ -407,21 +473,33 @@ def _read_chunk(stored: StoredCheckpoint, name: str, chunk: Chunk) -> Tensor:
         raise CorruptCheckpointError(f"{path} cannot be read: {error.strerror}") from error
     if len(data) != chunk.length:
         raise CorruptCheckpointError(
-            f"{path} at byte {chunk.start}: has {len(data)} of the {chunk.length} bytes that index.json promises"
+            f"{path} at byte {chunk.start}: has {len(data)} of the {chunk.length} bytes that "
+            "index.json promises"
         )
     try:
         tensor = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     except _DECODING_ERRORS as error:
-        if "can't allocate memory" in str(error):  # torch has no error of its own for that; the file may well be whole
+        if "can't allocate memory" in str(
+            error
+        ):  # torch has no error of its own for that; the file may well be whole
             raise
-        raise CorruptCheckpointError(f"{path} at byte {chunk.start}: holds no tensor ({error})") from error
-    if not isinstance(tensor, Tensor) or (tuple(tensor.shape), tensor.dtype) != (chunk.sizes, dtype):
-        raise CorruptCheckpointError(f"{path} at byte {chunk.start}: not the tensor that index.json promises")
+        raise CorruptCheckpointError(
+            f"{path} at byte {chunk.start}: holds no tensor ({error})"
+        ) from error
+    if not isinstance(tensor, Tensor) or (tuple(tensor.shape), tensor.dtype) != (
+        chunk.sizes,
+        dtype,
+    ):
+        raise CorruptCheckpointError(
+            f"{path} at byte {chunk.start}: not the tensor that index.json promises"
+        )
     return tensor
 
 
 class SafeReader(StorageReader):
-    """Reads by index.json instead of the pickle `.metadata`, and tensors with weights_only: nothing can be executed."""
+    """Reads by index.json instead of the pickle `.metadata`, and tensors with weights_only: nothing
+    can be executed.
+    """
 
     def __init__(self, stored: StoredCheckpoint) -> None:
         self._stored = stored
@@ -440,7 +518,9 @@ class SafeReader(StorageReader):
         return True
 
     def read_metadata(self) -> Metadata:
-        return Metadata({name: storage_metadata(tensor) for name, tensor in self._stored.index.tensors.items()})
+        return Metadata(
+            {name: storage_metadata(tensor) for name, tensor in self._stored.index.tensors.items()}
+        )
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool) -> None:
         """The index is known already."""
@@ -458,7 +538,9 @@ class SafeReader(StorageReader):
             chunk = _read_chunk(self._stored, index.fqn, self._chunks[index])
             for item in wanted:
                 part = chunk
-                for dim, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
+                for dim, (start, length) in enumerate(
+                    zip(item.storage_offsets, item.lengths, strict=True)
+                ):
                     part = part.narrow(dim, start, length)
                 target = planner.resolve_tensor(item)
                 target.copy_(part)
@@ -473,8 +555,13 @@ class SafeReader(StorageReader):
 
 def storage_metadata(tensor: StoredTensor) -> TensorStorageMetadata:
     """As DCP describes it."""
-    chunks = [ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes)) for chunk in tensor.chunks]
-    return TensorStorageMetadata(TensorProperties(dtype=dtype_named(tensor.dtype)), torch.Size(tensor.shape), chunks)
+    chunks = [
+        ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes))
+        for chunk in tensor.chunks
+    ]
+    return TensorStorageMetadata(
+        TensorProperties(dtype=dtype_named(tensor.dtype)), torch.Size(tensor.shape), chunks
+    )
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -499,13 +586,17 @@ def blake2b(data: bytes) -> str:
 
 def sum_of(tensor: Tensor) -> str:
     """Checksum of a tensor's bytes, on the CPU."""
-    return hashlib.blake2b(tensor.reshape(-1).view(torch.uint8).numpy().data, digest_size=SUM_BYTES).hexdigest()
+    return hashlib.blake2b(
+        tensor.reshape(-1).view(torch.uint8).numpy().data, digest_size=SUM_BYTES
+    ).hexdigest()
 
 
 def digest_of_sums(sums: Mapping[str, FileSum]) -> str:
     """One checksum over all checksums."""
     return blake2b(
-        json.dumps([(name, found.num_bytes, found.blake2b) for name, found in sorted(sums.items())]).encode()
+        json.dumps(
+            [(name, found.num_bytes, found.blake2b) for name, found in sorted(sums.items())]
+        ).encode()
     )
 
 

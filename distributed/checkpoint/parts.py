@@ -1,4 +1,6 @@
-"""Boxes of tensors, as torch.distributed.checkpoint asks after them: what `Held` says, in DCP's words."""
+"""Boxes of tensors, as torch.distributed.checkpoint asks after them: what `Held` says, in DCP's
+words.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -6,7 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+)
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from ..local_shard import Held
@@ -23,7 +30,10 @@ class Part:
         return torch.Size(self.held.shape)
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return [ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)) for box in self.held.boxes]
+        return [
+            ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
+            for box in self.held.boxes
+        ]
 
     def __create_write_items__(self, name: str, part: object) -> list[WriteItem]:
         return [
@@ -56,16 +66,23 @@ class PartLoadPlanner(DefaultLoadPlanner):
     """Finds the boxes of `Part`s."""
 
     def set_up_planner(
-        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
+        self,
+        state_dict: dict[str, Any],
+        metadata: Metadata | None = None,
+        is_coordinator: bool = False,
     ) -> None:
-        super().set_up_planner({}, metadata, is_coordinator)  # it would put None in the place of what it does not know
+        super().set_up_planner(
+            {}, metadata, is_coordinator
+        )  # it would put None in the place of what it does not know
         self.state_dict = state_dict
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
         return _looked_up(self.state_dict, index, super().lookup_tensor)
 
 
-def _looked_up(state: Mapping[str, Any], index: MetadataIndex, otherwise: Callable[[MetadataIndex], Any]) -> Any:
+def _looked_up(
+    state: Mapping[str, Any], index: MetadataIndex, otherwise: Callable[[MetadataIndex], Any]
+) -> Any:
     """DCP finds parts of tensors in tensors only."""
     part = state[index.fqn]
     return part.at(index.offset or ()) if isinstance(part, Part) else otherwise(index)

@@ -1,18 +1,22 @@
-"""Rewrites a checkpoint as the ranks of another layout would have written it. One process, no process group.
+"""Rewrites a checkpoint as the ranks of another layout would have written it. One process, no
+process group.
 
-Any layout loads any checkpoint, so this is never needed. But a rank reads whole chunks and keeps what it wants of them: 64 ranks
-that start from a checkpoint of one rank read all of it 64 times. Rewritten, no byte is read by a rank that does not keep it;
-every byte is checked on the way; and it can be done before the big machine is there.
+Any layout loads any checkpoint, so this is never needed. But a rank reads whole chunks and keeps
+what it wants of them: 64 ranks that start from a checkpoint of one rank read all of it 64 times.
+Rewritten, no byte is read by a rank that does not keep it; every byte is checked on the way; and it
+can be done before the big machine is there.
 
     1. every byte of the source is summed, and every expert counted
     2. who writes what: the same `owners_of`, blocks of experts and FSDP shares as in a run
     3. tensor by tensor: read whole, cut, appended to the files of the ranks that own it
-    4. the copy is summed and counted like the source, and every tensor of it compared with what was read
+    4. the copy is summed and counted like the source, and every tensor of it compared with what was
+       read
     5. one rename
 
-Cost: four passes over the bytes, two of them of sums at about 0.8 GB/s (768 MiB for 128 ranks: 41 s on two busy cores); memory
-for the largest tensor two to three times, and 1 MiB per open file. At most `_FILES_AT_ONCE` files are open, so a tensor that
-more ranks share is read once per that many of them.
+Cost: four passes over the bytes, two of them of sums at about 0.8 GB/s (768 MiB for 128 ranks: 41 s
+on two busy cores); memory for the largest tensor two to three times, and 1 MiB per open file. At
+most `_FILES_AT_ONCE` files are open, so a tensor that more ranks share is read once per that many
+of them.
 """
 
 import os
@@ -54,7 +58,9 @@ from .files import (
 from .writing import SummingWriter, appearing, refuse_existing, seal
 
 Sharding = Literal["none", "fsdp"]
-Watch = Callable[[str, int], OnBytes]  # told what begins and how many bytes it is about, gives who hears of them
+Watch = Callable[
+    [str, int], OnBytes
+]  # told what begins and how many bytes it is about, gives who hears of them
 _FILES_AT_ONCE = 64
 _Writes = dict[str, list[tuple[int, Box]]]  # tensor -> which rank writes which box of it
 
@@ -68,14 +74,16 @@ def reshard(
     homes: Mapping[str, Homes] = MappingProxyType({}),
     watch: Watch = lambda what, num_bytes: lambda more: None,
 ) -> CheckpointMeta:
-    """Writes the checkpoint `source` anew into the directory `out`, in files as the ranks of `layout` would write them.
+    """Writes the checkpoint `source` anew into the directory `out`, in files as the ranks of
+    `layout` would write them.
 
-    `homes` says of banks of experts, by the name of their layer, where their experts live; those without are cut into
-    contiguous blocks. `out` appears whole and verified, or not at all. The state is the same, bit for bit.
+    `homes` says of banks of experts, by the name of their layer, where their experts live; those
+    without are cut into contiguous blocks. `out` appears whole and verified, or not at all. The
+    state is the same, bit for bit.
 
     Raises:
-        CheckpointError: the source is damaged, a bank has fewer experts than `layout.ep`, `out` exists or is called as another
-            step's checkpoint, or the disk is full.
+        CheckpointError: the source is damaged, a bank has fewer experts than `layout.ep`, `out`
+            exists or is called as another step's checkpoint, or the disk is full.
     """
     unchecked = open_checkpoint(source)
     refuse_name_of_another_step(out, unchecked.meta.step)
@@ -87,7 +95,9 @@ def reshard(
     with appearing(out, needed_bytes=size) as temporary:
         writer = SummingWriter(temporary)
         writer.set_up_storage_writer(is_coordinator=True)
-        results, sums = _write(stored, writes, writer, layout.world_size, watch("writing the files", size))
+        results, sums = _write(
+            stored, writes, writer, layout.world_size, watch("writing the files", size)
+        )
         writer.finish(_metadata(stored, writes), [results])
         meta = stored.meta.model_copy(update={"layout": layout})
         seal(temporary, writer.index, meta, writer.files.sums)
@@ -95,8 +105,12 @@ def reshard(
     return meta
 
 
-def plan_writes(stored: StoredCheckpoint, layout: Layout, sharding: Sharding, homes: Mapping[str, Homes]) -> _Writes:
-    """Of every tensor, which rank writes which box of it. Tensors that are cut alike are cut once: layers are."""
+def plan_writes(
+    stored: StoredCheckpoint, layout: Layout, sharding: Sharding, homes: Mapping[str, Homes]
+) -> _Writes:
+    """Of every tensor, which rank writes which box of it. Tensors that are cut alike are cut once:
+    layers are.
+    """
     cuts = {
         name: _cut_of(name, tensor.shape, name in stored.meta.num_experts, sharding, homes)
         for name, tensor in stored.index.tensors.items()
@@ -119,10 +133,17 @@ def plan_writes(stored: StoredCheckpoint, layout: Layout, sharding: Sharding, ho
 
 
 def held_by(
-    rank: int, name: str, shape: tuple[int, ...], has_experts: bool, layout: Layout, sharding: Sharding,
+    rank: int,
+    name: str,
+    shape: tuple[int, ...],
+    has_experts: bool,
+    layout: Layout,
+    sharding: Sharding,
     homes: Mapping[str, Homes],
-) -> Held:  # fmt: skip
-    """What a rank of that layout holds of the tensor of that name, as parallelize.py cuts the model."""
+) -> Held:
+    """What a rank of that layout holds of the tensor of that name, as parallelize.py cuts the
+    model.
+    """
     return _held(rank, _cut_of(name, shape, has_experts, sharding, homes), layout)
 
 
@@ -137,11 +158,20 @@ class _Cut:
 
 
 def _cut_of(
-    name: str, shape: tuple[int, ...], has_experts: bool, sharding: Sharding, homes: Mapping[str, Homes]
+    name: str,
+    shape: tuple[int, ...],
+    has_experts: bool,
+    sharding: Sharding,
+    homes: Mapping[str, Homes],
 ) -> _Cut:
     parameter = _parameter_of(name)
     bank = parameter.rpartition(".experts.")[0] if has_experts and sharding == "none" else None
-    return _Cut(shape, has_experts, sharding == "fsdp" and is_sharded(parameter), homes.get(bank) if bank else None)
+    return _Cut(
+        shape,
+        has_experts,
+        sharding == "fsdp" and is_sharded(parameter),
+        homes.get(bank) if bank else None,
+    )
 
 
 def _copy(cut: _Cut, layout: Layout) -> list[Held]:
@@ -157,7 +187,9 @@ def _held(rank: int, cut: _Cut, layout: Layout) -> Held:
         if cut.homes is not None:
             return held_experts(shape, cut.homes, ep_rank)
         experts = expert_blocks(shape[0], layout.ep)[ep_rank]
-        held = block(shape, 0, experts.start, len(experts), ranks_per_copy=layout.ep, has_experts=True)
+        held = block(
+            shape, 0, experts.start, len(experts), ranks_per_copy=layout.ep, has_experts=True
+        )
         shape = (len(experts), *shape[1:])
     return share_of(held, shape, layout, rank) if cut.is_sharded else held
 
@@ -174,15 +206,22 @@ def _check_experts(num_experts: Mapping[str, int], layout: Layout) -> None:
     if few := {name: count for name, count in num_experts.items() if count < layout.ep}:
         name, count = min(few.items(), key=lambda item: item[1])
         raise CheckpointError(
-            f"ep {layout.ep} is more than the experts: {name} has {count}; every rank of an ep group holds at least one of "
+            f"ep {layout.ep} is more than the experts: {name} has {count}; every rank of an ep "
+            "group holds at least one of "
             f"each bank, so choose an ep of at most {count}"
         )
 
 
 def _write(
-    stored: StoredCheckpoint, writes: _Writes, writer: SummingWriter, world_size: int, on_bytes: OnBytes
+    stored: StoredCheckpoint,
+    writes: _Writes,
+    writer: SummingWriter,
+    world_size: int,
+    on_bytes: OnBytes,
 ) -> tuple[list[WriteResult], dict[str, str]]:
-    """Writes all files. Returns where everything is, and a checksum of every whole tensor that was read."""
+    """Writes all files. Returns where everything is, and a checksum of every whole tensor that was
+    read.
+    """
     results: list[WriteResult] = []
     sums: dict[str, str] = {}
     for first in range(0, world_size, _FILES_AT_ONCE):
@@ -190,7 +229,9 @@ def _write(
         with ExitStack() as stack:
             files = {rank: f"__{rank}_0.distcp" for rank in ranks}
             streams = {
-                rank: stack.enter_context(writer.files.create_stream(Path(writer.path) / file, "wb"))
+                rank: stack.enter_context(
+                    writer.files.create_stream(Path(writer.path) / file, "wb")
+                )
                 for rank, file in files.items()
             }
             for name, of_tensor in writes.items():
@@ -213,7 +254,9 @@ def _append(tensor: Tensor, name: str, box: Box, stream: Any, file: str) -> Writ
     start = stream.tell()
     torch.save(tensor if box.sizes == tuple(tensor.shape) else box.cut(tensor), stream)
     length = stream.tell() - start
-    return WriteResult(MetadataIndex(name, torch.Size(box.offsets)), length, _StorageInfo(file, start, length))
+    return WriteResult(
+        MetadataIndex(name, torch.Size(box.offsets)), length, _StorageInfo(file, start, length)
+    )
 
 
 def _metadata(stored: StoredCheckpoint, writes: _Writes) -> Metadata:
@@ -225,7 +268,8 @@ def _metadata(stored: StoredCheckpoint, writes: _Writes) -> Metadata:
                     dtype=tensor.dtype,
                     shape=tensor.shape,
                     chunks=[
-                        Chunk(offsets=b.offsets, sizes=b.sizes, file="", start=0, length=0) for _, b in writes[name]
+                        Chunk(offsets=b.offsets, sizes=b.sizes, file="", start=0, length=0)
+                        for _, b in writes[name]
                     ],
                 )
             )
@@ -235,10 +279,14 @@ def _metadata(stored: StoredCheckpoint, writes: _Writes) -> Metadata:
 
 
 def _compare(path: Path, out: Path, sums: Mapping[str, str], watch: Watch, size: int) -> None:
-    """Checks the copy as any checkpoint is checked, and then every tensor against what was read from the source."""
+    """Checks the copy as any checkpoint is checked, and then every tensor against what was read
+    from the source.
+    """
     stored = open_checkpoint(path)
     problems = audit(stored)
-    problems += damaged_files(stored, sorted(stored.manifest.files), watch("checking the copy", size))
+    problems += damaged_files(
+        stored, sorted(stored.manifest.files), watch("checking the copy", size)
+    )
     on_bytes = watch("comparing the tensors", size)
     for name, expected in () if problems else sums.items():
         tensor = read_tensor(stored, name)
@@ -248,6 +296,7 @@ def _compare(path: Path, out: Path, sums: Mapping[str, str], watch: Watch, size:
     if problems:
         listed = "\n  ".join(problems)
         raise CheckpointError(
-            f"{out} does not read as it was written; is the disk sound? Nothing was left of it, and the source is whole:\n"
+            f"{out} does not read as it was written; is the disk sound? Nothing was left of it, "
+            "and the source is whole:\n"
             f"  {listed}"
         )

@@ -1,6 +1,8 @@
-"""How a checkpoint's files are written: summed on the way, synced, and in a directory that is there whole or not at all.
+"""How a checkpoint's files are written: summed on the way, synced, and in a directory that is there
+whole or not at all.
 
-What stands in the files says checkpoint_files.py. Cost: one pass over the bytes, since the checksums are taken while writing.
+What stands in the files says checkpoint_files.py. Cost: one pass over the bytes, since the
+checksums are taken while writing.
 """
 
 import fcntl
@@ -37,7 +39,8 @@ from .files import (
 
 logger = logging.getLogger(__name__)
 
-_JUST_BEGUN_S = 60.0  # between making its directory and locking it an attempt needs far less, on a slow disk too
+# between making its directory and locking it an attempt needs far less, on a slow disk too
+_JUST_BEGUN_S = 60.0
 _MADE_BY_MKDTEMP = "[a-z0-9_]{8}"
 
 # The tensors' files -------------------------------------------------------------------------------------------------
@@ -92,13 +95,16 @@ class _SummingFiles(FileSystem):
 
 
 class SummingWriter(FileSystemWriter):
-    """DCP's writer: one file per rank, synced, summed, and without the path of the machine in its metadata.
+    """DCP's writer: one file per rank, synced, summed, and without the path of the machine in its
+    metadata.
 
-    After the save `files.sums` has this rank's checksums, and `index` on rank 0 says where everything is.
+    After the save `files.sums` has this rank's checksums, and `index` on rank 0 says where
+    everything is.
     """
 
     def __init__(self, path: Path) -> None:
-        # Copying ahead would touch the first GPU from this thread; the staged tensors are in main memory already.
+        # Copying ahead would touch the first GPU from this thread; the staged tensors are in main
+        # memory already.
         super().__init__(path, per_thread_copy_ahead=0)
         self.files = _SummingFiles()
         self.fs = self.files
@@ -106,7 +112,9 @@ class SummingWriter(FileSystemWriter):
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         super().finish(metadata, results)
-        self.index = _index_of(metadata, {result.index: result.storage_data for part in results for result in part})
+        self.index = _index_of(
+            metadata, {result.index: result.storage_data for part in results for result in part}
+        )
 
     def storage_meta(self) -> None:
         return None
@@ -129,7 +137,9 @@ def _index_of(metadata: Metadata, places: Mapping[MetadataIndex, Any]) -> Index:
                     length=place.length,
                 )
             )
-        tensors[name] = StoredTensor(dtype=dtype_name(stored.properties.dtype), shape=tuple(stored.size), chunks=chunks)
+        tensors[name] = StoredTensor(
+            dtype=dtype_name(stored.properties.dtype), shape=tuple(stored.size), chunks=chunks
+        )
     return Index(tensors=tensors)
 
 
@@ -138,14 +148,17 @@ def _index_of(metadata: Metadata, places: Mapping[MetadataIndex, Any]) -> Index:
 
 @contextmanager
 def appearing(out: Path, *, needed_bytes: int) -> Iterator[Path]:
-    """A new directory, of some other name, that is called `out` when all went well; else nothing stays of it.
+    """A new directory, of some other name, that is called `out` when all went well; else nothing
+    stays of it.
 
-    It is made beside `out` in one of this attempt's own, `out`.part-<eight letters>.tmp, so attempts do not meet until the last,
-    which is the first's to win. What earlier attempts left that were killed is removed, and so told.
+    It is made beside `out` in one of this attempt's own, `out`.part-<eight letters>.tmp, so
+    attempts do not meet until the last, which is the first's to win. What earlier attempts left
+    that were killed is removed, and so told.
 
     Raises:
-        CheckpointError: `out` exists, its disk has less than `needed_bytes` left, or what is in it cannot be written; or it is
-            there, whole, but its name could not be synced. An OSError about a file elsewhere is raised as it is.
+        CheckpointError: `out` exists, its disk has less than `needed_bytes` left, or what is in it
+            cannot be written; or it is there, whole, but its name could not be synced. An OSError
+            about a file elsewhere is raised as it is.
     """
     refuse_existing(out)
     with ExitStack() as stack:
@@ -167,43 +180,58 @@ def appearing(out: Path, *, needed_bytes: int) -> Iterator[Path]:
 def refuse_existing(out: Path) -> None:
     """CheckpointError if there is anything of that name, a link to nothing too."""
     if os.path.lexists(out):
-        raise CheckpointError(f"{out} exists already and is not overwritten: choose another name, or remove it first")
+        raise CheckpointError(
+            f"{out} exists already and is not overwritten: choose another name, or remove it first"
+        )
 
 
 @contextmanager
 def _blamed_on(out: Path, *, within: Path | None = None) -> Iterator[None]:
-    """An OSError becomes a CheckpointError about `out`; with `within` only if it is about a file in there, or about none."""
+    """An OSError becomes a CheckpointError about `out`; with `within` only if it is about a file in
+    there, or about none.
+    """
     try:
         yield
     except OSError as error:
-        if within is not None and error.filename is not None and within not in Path(error.filename).parents:
+        if (
+            within is not None
+            and error.filename is not None
+            and within not in Path(error.filename).parents
+        ):
             raise
         raise CheckpointError(
-            f"{out} could not be written: {error.strerror or error} ({error.filename or out}); nothing was left there"
+            f"{out} could not be written: {error.strerror or error} ({error.filename or out}); "
+            "nothing was left there"
         ) from error
 
 
 def _sync_name(out: Path) -> None:
-    """Makes the name of a complete `out` last. It is not taken back if that fails: whoever wants it has it."""
+    """Makes the name of a complete `out` last. It is not taken back if that fails: whoever wants it
+    has it.
+    """
     try:
         sync_directory(out.parent)
     except OSError as error:
         raise CheckpointError(
-            f"{out} is complete, but its name may not survive a power cut: {error.strerror or error} ({out.parent})"
+            f"{out} is complete, but its name may not survive a power cut: "
+            f"{error.strerror or error} ({out.parent})"
         ) from error
 
 
 def _refuse_small_disk(out: Path, needed_bytes: int) -> None:
     if (free_bytes := shutil.disk_usage(out.parent).free) < needed_bytes:
         raise CheckpointError(
-            f"{out}: needs {needed_bytes / 2**20:,.0f} MiB, but its disk has {free_bytes / 2**20:,.0f} MiB left; nothing "
+            f"{out}: needs {needed_bytes / 2**20:,.0f} MiB, but its disk has "
+            f"{free_bytes / 2**20:,.0f} MiB left; nothing "
             "was written"
         )
 
 
 @contextmanager
 def _attempt_at(out: Path) -> Iterator[Path]:
-    """A directory for this attempt alone, locked as long as it lives, and removed whatever happens but a kill."""
+    """A directory for this attempt alone, locked as long as it lives, and removed whatever happens
+    but a kill.
+    """
     attempt = Path(tempfile.mkdtemp(prefix=f"{out.name}.part-", suffix=".tmp", dir=out.parent))
     try:
         with open(attempt / "lock", "wb") as lock:
@@ -223,15 +251,20 @@ def _remove_abandoned(out: Path) -> None:
             discard(path)
         elif abandoned is None:
             logger.warning(
-                "%s is being written, or was left by an attempt that was killed; its lock, which would tell, is missing or "
-                "cannot be used: remove it if nothing writes %s", path, out,
-            )  # fmt: skip
+                "%s is being written, or was left by an attempt that was killed; its lock, which "
+                "would tell, is missing or "
+                "cannot be used: remove it if nothing writes %s",
+                path,
+                out,
+            )
 
 
 def _is_abandoned(attempt: Path) -> bool | None:
-    """Whether its process is gone; None if that cannot be told. One that just began may not have locked it yet.
+    """Whether its process is gone; None if that cannot be told. One that just began may not have
+    locked it yet.
 
-    The lock is never made here: who makes it holds it, and a directory without one may be somebody's own.
+    The lock is never made here: who makes it holds it, and a directory without one may be
+    somebody's own.
     """
     try:
         if time.time() - attempt.stat().st_mtime < _JUST_BEGUN_S:
@@ -256,7 +289,9 @@ def _try_lock(file: IO[bytes]) -> bool | None:
 
 
 def discard(path: Path) -> None:
-    """Deletes a directory, or what is left of it: its own writer may be deleting it too. Says if it cannot."""
+    """Deletes a directory, or what is left of it: its own writer may be deleting it too. Says if it
+    cannot.
+    """
     shutil.rmtree(path, ignore_errors=True)
     if path.exists():
         logger.warning("%s could not be deleted; it holds nothing that is needed", path)
@@ -272,7 +307,9 @@ def _rename_to_new(path: Path, out: Path) -> None:
 
 
 def seal(path: Path, index: Index, meta: CheckpointMeta, sums: Mapping[str, FileSum]) -> int:
-    """Writes the small files beside the tensors' files, whose sums are given. Returns the bytes of all but the manifest."""
+    """Writes the small files beside the tensors' files, whose sums are given. Returns the bytes of
+    all but the manifest.
+    """
     all_sums = dict(sums)
     for name, record in {"index.json": index, "meta.json": meta}.items():
         all_sums[name] = write_synced(path / name, record.model_dump_json())

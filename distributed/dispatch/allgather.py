@@ -1,17 +1,22 @@
-"""Every row to every rank: each computes what its experts have to say to it, and the answers are summed on the way home.
+"""Every row to every rank: each computes what its experts have to say to it, and the answers are
+summed on the way home.
 
-The simplest of the dispatchers, and so the oracle of the others; also the best where nearly every rank serves every row (K ≥ P).
+The simplest of the dispatchers, and so the oracle of the others; also the best where nearly every
+rank serves every row (K ≥ P).
 
 Flow of one sparse layer and pass:
-  1. gather from all ranks how many rows, targets and routes (per destination) they have, and read it on the host;
+  1. gather from all ranks how many rows, targets and routes (per destination) they have, and read
+     it on the host;
   2. gather all rows and all routes, padded to the largest number;
-  3. the experts of this rank answer their routes: of all, those that are theirs, in order of source rank;
+  3. the experts of this rank answer their routes: of all, those that are theirs, in order of source
+     rank;
   4. reduce-scatter the sums of answers over the ranks.
 
-Cost per rank and direction: (P − 1) · U rows of the fullest rank, whatever the routing. The backward does 4 and 2 in reverse.
+Cost per rank and direction: (P − 1) · U rows of the fullest rank, whatever the routing. The
+backward does 4 and 2 in reverse.
 
-Routes with `per_expert` go one row per route (dispatch_alltoall.py): counts known to all, and no copies for those who want none.
-There are no chunks.
+Routes with `per_expert` go one row per route (dispatch_alltoall.py): counts known to all, and no
+copies for those who want none. There are no chunks.
 
 Legend: U source rows, T target rows, N routes (of the fullest rank), P ranks, D width.
 """
@@ -61,10 +66,15 @@ class _Part:
         chosen = torch.nonzero_static(mine_N, size=self.num_routes).squeeze(1)
         rank_N = chosen // max(1, marks_PN3.shape[1])
         return Routes(
-            source_N[chosen] + rank_N * self.num_rows, tables.local_S[slot_N[chosen]], self.weights.land()[chosen],
-            target_N[chosen] + rank_N * self.num_targets, self.homes.slots_P[self.channel.rank],
-            self.num_targets * self.channel.num_ranks, per_source=0, per_target=0,
-        )  # fmt: skip
+            source_N[chosen] + rank_N * self.num_rows,
+            tables.local_S[slot_N[chosen]],
+            self.weights.land()[chosen],
+            target_N[chosen] + rank_N * self.num_targets,
+            self.homes.slots_P[self.channel.rank],
+            self.num_targets * self.channel.num_ranks,
+            per_source=0,
+            per_target=0,
+        )
 
     def answer(self, y_UD: Tensor) -> Flight:
         return self.channel.reduce_scatter(y_UD)
@@ -76,7 +86,8 @@ class AllGatherDispatcher:
     def __init__(self, setup: Setup) -> None:
         if setup.overlap_chunks > 1:
             raise ValueError(
-                f"the allgather dispatcher has no chunks (overlap_chunks={setup.overlap_chunks}): choose alltoall, dedup or "
+                f"the allgather dispatcher has no chunks (overlap_chunks={setup.overlap_chunks}): "
+                "choose alltoall, dedup or "
                 "hierarchical, or overlap_chunks=1"
             )
         self.setup, self._known = setup, AllToAllDispatcher(setup)
@@ -90,7 +101,8 @@ class AllGatherDispatcher:
         """Collective. Returns all ranks' rows, and the routes of this rank's experts.
 
         Raises:
-            ValueError: the routes' `per_expert` is not theirs, or the ranks cannot share their experts.
+            ValueError: the routes' `per_expert` is not theirs, or the ranks cannot share their
+                experts.
         """
         if routes.per_expert:
             return self._known.dispatch(x_UD, routes)
@@ -105,7 +117,9 @@ class AllGatherDispatcher:
         said_N3 = F.pad(said_N3, (0, 0, 0, num_routes - len(said_N3)), value=-1)
         marks = Flight(said_N3[None], AllGather(self.channel.group), counters)
         counters.add(rows_sent=len(x_UD) * self.channel.num_ranks, routes_served=served)
-        part = _Part(self.channel, homes, rows, weights, marks, counters, served, num_rows, num_targets)
+        part = _Part(
+            self.channel, homes, rows, weights, marks, counters, served, num_rows, num_targets
+        )
         return Sent([part], routes.num_targets)
 
     def combine(self, y: Tensor | Sequence[Any], sent: Sent) -> Tensor:
@@ -117,7 +131,12 @@ class AllGatherDispatcher:
 
     def _sizes(self, x_UD: Tensor, routes: Routes, rank_N: Tensor) -> list[list[int]]:
         """Of every rank: rows, targets, routes, and the routes of every destination."""
-        mine = torch.cat((rank_N.new_tensor([len(x_UD), routes.num_targets, len(rank_N)]), self._per_rank(rank_N)))
+        mine = torch.cat(
+            (
+                rank_N.new_tensor([len(x_UD), routes.num_targets, len(rank_N)]),
+                self._per_rank(rank_N),
+            )
+        )
         told = AllGather(self.channel.group).start(mine[None])
         return self.setup.counters.read(self.setup.counters.wait(told))
 

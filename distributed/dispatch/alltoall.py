@@ -2,23 +2,26 @@
 
 Flow of one sparse layer and pass:
   1. count the routes of every slot and launch the exchange of counts (P ranks × their slots);
-  2. meanwhile sort the routes by slot (stable: the canonical order expert, source rank, source position) and gather their rows;
+  2. meanwhile sort the routes by slot (stable: the canonical order expert, source rank, source
+     position) and gather their rows;
   3. read the counts on the host: the one synchronisation;
   4. launch rows and gate weights; the receiver knows every row's expert from the counts;
   5. the experts run on what came, as on one rank;
   6. launch the answers home, and add them up in route order.
 
-Where the routes have `per_expert` (a mixture's slots, expert choice) every rank has the same counts, and 1 to 3 fall away:
-nothing is sorted, no counts travel, the host never waits for the device, and all splits are equal. Rows come as (source rank,
-expert, position) in either case; here they are brought into canonical order by one transposed copy each way.
+Where the routes have `per_expert` (a mixture's slots, expert choice) every rank has the same
+counts, and 1 to 3 fall away: nothing is sorted, no counts travel, the host never waits for the
+device, and all splits are equal. Rows come as (source rank, expert, position) in either case; here
+they are brought into canonical order by one transposed copy each way.
 
-In canonical order an expert sees the same rows in the same order on 1 or on P ranks, so outputs, input gradients and expert
-gradients are bitwise equal (on CPUs: kernels/segments.py says why). Chunks are ranges of experts: each expert still sees all its
-rows at once, so chunks change no bit either. A rank has as many chunks that are not empty as it has experts, at most.
+In canonical order an expert sees the same rows in the same order on 1 or on P ranks, so outputs,
+input gradients and expert gradients are bitwise equal (on CPUs: kernels/segments.py says why).
+Chunks are ranges of experts: each expert still sees all its rows at once, so chunks change no bit
+either. A rank has as many chunks that are not empty as it has experts, at most.
 
-Cost per rank and direction: N·D elements and N gate weights, N the number of routes, minus what stays home. The backward sends
-the same amount the other way. A rank without rows takes part in every exchange: its empty tensors come out of the exchange
-itself, so its backward does too.
+Cost per rank and direction: N·D elements and N gate weights, N the number of routes, minus what
+stays home. The backward sends the same amount the other way. A rank without rows takes part in
+every exchange: its empty tensors come out of the exchange itself, so its backward does too.
 
 Legend: U rows, N routes, D width, P ranks, S slots, e slots of one rank, V = chunks · P.
 """
@@ -44,7 +47,9 @@ from .setup import Setup
 
 @dataclass(frozen=True)
 class _Chunks:
-    """The order in which slots travel: by chunk, then by rank, then as they stand. A chunk is a range of every rank's slots."""
+    """The order in which slots travel: by chunk, then by rank, then as they stand. A chunk is a
+    range of every rank's slots.
+    """
 
     key_S: Tensor  # place of every slot in the order of travel
     slot_S: Tensor  # the slot in each place
@@ -68,7 +73,9 @@ class _WayHome:
 
 @dataclass(frozen=True)
 class _CountedPart:
-    """Rows under way as (source rank, slot, position), with the counts that say where each slot's begin."""
+    """Rows under way as (source rank, slot, position), with the counts that say where each slot's
+    begin.
+    """
 
     channel: Channel
     splits: _Splits
@@ -87,10 +94,14 @@ class _CountedPart:
         """One route per row."""
         weights, counts_Pe = self.weights.land(), self.counts_Pe
         num_rows = len(weights)
-        slots_Pe = (torch.arange(counts_Pe.shape[1], device=counts_Pe.device) + self.first_slot).repeat(len(counts_Pe))
+        slots_Pe = (
+            torch.arange(counts_Pe.shape[1], device=counts_Pe.device) + self.first_slot
+        ).repeat(len(counts_Pe))
         slot_U = slots_Pe.repeat_interleave(counts_Pe.reshape(-1), output_size=num_rows)
         row_U = torch.arange(num_rows, device=counts_Pe.device)
-        return Routes(row_U, slot_U, weights, row_U, self.num_slots, num_rows, per_source=1, per_target=1)
+        return Routes(
+            row_U, slot_U, weights, row_U, self.num_slots, num_rows, per_source=1, per_target=1
+        )
 
     def answer(self, y_UD: Tensor) -> Flight:
         return self.channel.launch(y_UD, self.splits.received, self.splits.sent, homeward=True)
@@ -117,10 +128,14 @@ class _KnownPart:
         """One route per row, sorted; of known counts where the part has all slots."""
         weights = _transpose(self.weights.land(), self.channel.num_ranks, len(self.own))
         if len(self.own) == self.num_slots > 0:
-            return slot_routes(len(weights), num_experts=self.num_slots, device=weights.device).with_weights(weights)
+            return slot_routes(
+                len(weights), num_experts=self.num_slots, device=weights.device
+            ).with_weights(weights)
         row_U = torch.arange(len(weights), device=weights.device)
         slot_U = row_U // max(1, len(weights) // max(1, len(self.own))) + self.own.start
-        return Routes(row_U, slot_U, weights, row_U, self.num_slots, len(weights), per_source=1, per_target=1)
+        return Routes(
+            row_U, slot_U, weights, row_U, self.num_slots, len(weights), per_source=1, per_target=1
+        )
 
     def answer(self, y_UD: Tensor) -> Flight:
         rows = _transpose(y_UD, len(self.own), self.channel.num_ranks)
@@ -138,10 +153,12 @@ class AllToAllDispatcher:
         return self.setup.counters.copy()
 
     def dispatch(self, x_UD: Tensor, routes: Routes) -> Sent:
-        """Collective. Returns the rows for this rank's experts, one route per row, experts numbered from 0.
+        """Collective. Returns the rows for this rank's experts, one route per row, experts numbered
+        from 0.
 
         Raises:
-            ValueError: the routes' `per_expert` is not theirs, or the ranks cannot share their experts.
+            ValueError: the routes' `per_expert` is not theirs, or the ranks cannot share their
+                experts.
         """
         check_counts(routes, routes.num_experts)
         homes = self.setup.begin(x_UD, routes, [self.channel])
@@ -156,7 +173,13 @@ class AllToAllDispatcher:
         landed = [flight.land() for flight in sent.answers(y)]
         rows, routes = landed[0] if len(landed) == 1 else torch.cat(landed), home.routes
         return keep_sum(
-            sum_rows(rows, home.order_N, routes.target_N, num_rows=routes.num_targets, per_row=routes.per_target)
+            sum_rows(
+                rows,
+                home.order_N,
+                routes.target_N,
+                num_rows=routes.num_targets,
+                per_row=routes.per_target,
+            )
         )
 
     def _dispatch_known(self, x_UD: Tensor, routes: Routes, homes: Homes) -> Sent:
@@ -167,11 +190,14 @@ class AllToAllDispatcher:
             order_N = _known_order(chunks, homes, routes.per_expert)
         splits = [
             _Splits(
-                [routes.per_expert * len(own) for own in _ranges(homes, self.setup.overlap_chunks)[chunk]],
+                [
+                    routes.per_expert * len(own)
+                    for own in _ranges(homes, self.setup.overlap_chunks)[chunk]
+                ],
                 [routes.per_expert * len(chunks.own[chunk])] * channel.num_ranks,
             )
             for chunk in range(self.setup.overlap_chunks)
-        ]  # fmt: skip
+        ]
         flights = self._launch(x_UD, routes, order_N, splits)
         num_slots = homes.slots_P[channel.rank]
         self.setup.counters.add(routes_served=sum(sum(split.received) for split in splits))
@@ -182,19 +208,31 @@ class AllToAllDispatcher:
         return Sent(parts, _WayHome(routes, order_N))
 
     def _dispatch_counted(self, x_UD: Tensor, routes: Routes, homes: Homes) -> Sent:
-        chunks, channel, counters = self._chunks(homes, x_UD.device), self.channel, self.setup.counters
+        chunks, channel, counters = (
+            self._chunks(homes, x_UD.device),
+            self.channel,
+            self.setup.counters,
+        )
         slot_N = homes.slots_of(routes.expert_N)
         sent_S = count_of(slot_N, homes.num_slots)
         own = homes.slots_P[channel.rank]
-        asked = once(lambda: AllToAll(channel.group, list(homes.slots_P), [own] * channel.num_ranks).start(sent_S))
-        order_N = sort_by_expert(slot_N if len(chunks.own) == 1 else chunks.key_S[slot_N], homes.num_slots)
+        asked = once(
+            lambda: AllToAll(channel.group, list(homes.slots_P), [own] * channel.num_ranks).start(
+                sent_S
+            )
+        )
+        order_N = sort_by_expert(
+            slot_N if len(chunks.own) == 1 else chunks.key_S[slot_N], homes.num_slots
+        )
         rows = gather_rows(x_UD, order_N, routes.source_N, per_row=routes.per_source)
         received_Pe = counters.wait(asked).view(channel.num_ranks, own)
         splits = once(lambda: self._read(sent_S, received_Pe, chunks))
         flights = self._launch(rows, routes, order_N, splits, gathered=True)
         counters.add(routes_served=sum(sum(split.received) for split in splits))
         parts = [
-            _CountedPart(channel, split, *flight, received_Pe[:, part.start : part.stop], part.start, own)
+            _CountedPart(
+                channel, split, *flight, received_Pe[:, part.start : part.stop], part.start, own
+            )
             for split, flight, part in zip(splits, flights, chunks.own, strict=True)
         ]
         return Sent(parts, _WayHome(routes, order_N))
@@ -202,35 +240,50 @@ class AllToAllDispatcher:
     def _read(self, sent_S: Tensor, received_Pe: Tensor, chunks: _Chunks) -> list[_Splits]:
         """Every chunk's splits."""
         num_ranks, num_chunks = self.channel.num_ranks, len(chunks.own)
-        sent_V = sent_S.new_zeros(num_chunks * num_ranks).index_add_(0, chunks.destination_S, sent_S)
+        sent_V = sent_S.new_zeros(num_chunks * num_ranks).index_add_(
+            0, chunks.destination_S, sent_S
+        )
         received_V = torch.cat([received_Pe[:, own.start : own.stop].sum(1) for own in chunks.own])
-        both = self.setup.counters.read(torch.stack((sent_V, received_V)).view(2, num_chunks, num_ranks))
+        both = self.setup.counters.read(
+            torch.stack((sent_V, received_V)).view(2, num_chunks, num_ranks)
+        )
         return [_Splits(sent, received) for sent, received in zip(*both, strict=True)]
 
     def _launch(
-        self, x_UD: Tensor, routes: Routes, order_N: Tensor | None, splits: list[_Splits], *, gathered: bool = False
+        self,
+        x_UD: Tensor,
+        routes: Routes,
+        order_N: Tensor | None,
+        splits: list[_Splits],
+        *,
+        gathered: bool = False,
     ) -> list[tuple[Flight, Flight]]:
         rows_ND = x_UD
         if not gathered:
             rows_ND = gather_rows(x_UD, order_N, routes.source_N, per_row=routes.per_source)
         sizes = [sum(split.sent) for split in splits]
         pieces = zip(
-            split_rows(rows_ND, sizes), split_rows(in_order(routes.weight_N, order_N), sizes), splits, strict=True
-        )  # fmt: skip
+            split_rows(rows_ND, sizes),
+            split_rows(in_order(routes.weight_N, order_N), sizes),
+            splits,
+            strict=True,
+        )
         return [
             (
                 self.channel.launch(rows, split.sent, split.received),
                 self.channel.launch(weights, split.sent, split.received),
             )
             for rows, weights, split in pieces
-        ]  # fmt: skip
+        ]
 
     def _chunks(self, homes: Homes, device: torch.device) -> _Chunks:
         return _chunks(homes, self.setup.overlap_chunks, self.channel.rank, device)
 
 
 def _transpose(rows: Tensor, num_outer: int, num_inner: int) -> Tensor:
-    """Rows in order (outer, inner, position) to (inner, outer, position). A view where there is one of either."""
+    """Rows in order (outer, inner, position) to (inner, outer, position). A view where there is one
+    of either.
+    """
     if not len(rows):
         return rows
     return rows.reshape(num_outer, num_inner, -1, *rows.shape[1:]).transpose(0, 1).flatten(0, 2)
@@ -239,7 +292,10 @@ def _transpose(rows: Tensor, num_outer: int, num_inner: int) -> Tensor:
 def _ranges(homes: Homes, num_chunks: int) -> list[list[range]]:
     """The local slots of every chunk and rank: nearly equal neighbouring ranges."""
     return [
-        [range(count * chunk // num_chunks, count * (chunk + 1) // num_chunks) for count in homes.slots_P]
+        [
+            range(count * chunk // num_chunks, count * (chunk + 1) // num_chunks)
+            for count in homes.slots_P
+        ]
         for chunk in range(num_chunks)
     ]
 
@@ -258,8 +314,11 @@ def _chunks(homes: Homes, num_chunks: int, rank: int, device: torch.device) -> _
     key_S = torch.empty_like(slot_S)
     key_S[slot_S] = torch.arange(len(slots), device=device)
     return _Chunks(
-        key_S, slot_S, torch.tensor(destinations, dtype=torch.int64, device=device), tuple(own[rank] for own in ranges)
-    )  # fmt: skip
+        key_S,
+        slot_S,
+        torch.tensor(destinations, dtype=torch.int64, device=device),
+        tuple(own[rank] for own in ranges),
+    )
 
 
 def _known_order(chunks: _Chunks, homes: Homes, per_expert: int) -> Tensor:
@@ -267,6 +326,10 @@ def _known_order(chunks: _Chunks, homes: Homes, per_expert: int) -> Tensor:
     expert_S = chunks.slot_S
     slot_E = homes.tables(chunks.slot_S.device).slot_E
     if slot_E is not None:
-        expert_S = torch.empty_like(slot_E).index_copy_(0, slot_E, torch.arange(len(slot_E), device=slot_E.device))
+        expert_S = torch.empty_like(slot_E).index_copy_(
+            0, slot_E, torch.arange(len(slot_E), device=slot_E.device)
+        )
         expert_S = expert_S[chunks.slot_S]
-    return (expert_S[:, None] * per_expert + torch.arange(per_expert, device=expert_S.device)).flatten()
+    return (
+        expert_S[:, None] * per_expert + torch.arange(per_expert, device=expert_S.device)
+    ).flatten()

@@ -1,4 +1,5 @@
-"""Dispatchers across ranks: rows to their experts, answers home. Chosen by name; all take any list of routes.
+"""Dispatchers across ranks: rows to their experts, answers home. Chosen by name; all take any list
+of routes.
 
 | name | what travels | equals one rank | best where |
 |---|---|---|---|
@@ -8,9 +9,9 @@
 | `dedup` | one row per (row, rank) | up to rounding | everywhere else |
 | `hierarchical` | one row per (row, node), then per rank | up to rounding | EP groups wider than a node |
 
-A pass is: dispatch (plan, read the counts, launch), experts part by part, combine (land and add up); see exchange.py for how
-launches and landings overlap with what stands between them. Each dispatcher's own module says its flow and its cost. Measured:
-benchmarks/dispatch.py.
+A pass is: dispatch (plan, read the counts, launch), experts part by part, combine (land and add
+up); see exchange.py for how launches and landings overlap with what stands between them. Each
+dispatcher's own module says its flow and its cost. Measured: benchmarks/dispatch.py.
 """
 
 import torch.distributed as dist
@@ -44,29 +45,41 @@ def make_dispatcher(
     homes: Homes | None = None,
     nodes: NodeGroups | None = None,
 ) -> Dispatcher:
-    """The dispatcher of that name over one EP group; one for every layer, for it counts. Settings as in `Setup`.
+    """The dispatcher of that name over one EP group; one for every layer, for it counts. Settings
+    as in `Setup`.
 
     Raises:
-        ValueError: an unknown name; `local` although the experts are spread over several ranks; settings that do not fit.
+        ValueError: an unknown name; `local` although the experts are spread over several ranks;
+            settings that do not fit.
     """
     num_ranks = dist.get_world_size(group)
     if name == "local" or (name == "auto" and num_ranks == 1):
         if num_ranks > 1:
             raise ValueError(
-                f'mesh.dispatcher="local" with mesh.ep={num_ranks}: the experts are on several ranks; use "auto"'
+                f'mesh.dispatcher="local" with mesh.ep={num_ranks}: the experts are on several '
+                'ranks; use "auto"'
             )
         return LocalDispatcher()
     chosen = DEFAULT if name == "auto" else name
     if chosen not in DISPATCHERS:
-        raise ValueError(f"dispatcher {name!r} is unknown: choose auto, local, {', '.join(DISPATCHERS)}")
-    return DISPATCHERS[chosen](Setup(group, overlap_chunks, check_every, ranks_per_node, homes, nodes))
+        raise ValueError(
+            f"dispatcher {name!r} is unknown: choose auto, local, {', '.join(DISPATCHERS)}"
+        )
+    return DISPATCHERS[chosen](
+        Setup(group, overlap_chunks, check_every, ranks_per_node, homes, nodes)
+    )
 
 
 def counters_of(model: nn.Module) -> dict[str, Counters]:
-    """What has travelled for every sparse layer so far, by the layer's name; empty where every expert is here."""
+    """What has travelled for every sparse layer so far, by the layer's name; empty where every
+    expert is here.
+    """
     found = {}
     for name, layer in model.named_modules():
         dispatcher = layer.dispatcher if isinstance(layer, SparseLayer) else None
-        if isinstance(dispatcher, AllGatherDispatcher | AllToAllDispatcher | DedupDispatcher | HierarchicalDispatcher):
+        if isinstance(
+            dispatcher,
+            AllGatherDispatcher | AllToAllDispatcher | DedupDispatcher | HierarchicalDispatcher,
+        ):
             found[name] = dispatcher.stats()
     return found

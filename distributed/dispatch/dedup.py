@@ -1,21 +1,23 @@
 """One row per destination rank, however many of its experts a token chose; and one answer row back.
 
 Flow of one sparse layer and pass:
-  1. mark which rank wants which row, and which target row gets something from which rank; launch the exchange of the counts;
-  2. meanwhile write down every route for its rank; then read the counts on the host: the one synchronisation;
+  1. mark which rank wants which row, and which target row gets something from which rank; launch
+     the exchange of the counts;
+  2. meanwhile write down every route for its rank; then read the counts on the host: the one
+     synchronisation;
   3. launch the distinct rows, and the routes (expert, row, target, gate weight: 16 bytes each);
   4. the destination's experts answer, weigh, and sum for every (source rank, target row);
   5. launch the sums home, where those of different ranks are added in the order of ranks.
 
-Exactly Σ over rows of the distinct ranks that serve them are sent, and Σ over target rows of the distinct ranks that have
-something for them come back: never more than one per route, and with K experts per token on P ranks P·(1 − (1 − 1/P)^K) of K on
-average where the choice is even (8 experts of 8 ranks: 5.25 of 8). Sums are grouped by rank, so results equal one rank's up to
-rounding.
+Exactly Σ over rows of the distinct ranks that serve them are sent, and Σ over target rows of the
+distinct ranks that have something for them come back: never more than one per route, and with K
+experts per token on P ranks P·(1 − (1 − 1/P)^K) of K on average where the choice is even (8 experts
+of 8 ranks: 5.25 of 8). Sums are grouped by rank, so results equal one rank's up to rounding.
 
 Chunks are ranges of tokens, of rows and targets together, so chunks send no row twice.
 
-Routes with `per_expert` go one row per route (dispatch_alltoall.py): a mixture's slots share no row, and what expert choice could
-save is little against knowing all counts beforehand.
+Routes with `per_expert` go one row per route (dispatch_alltoall.py): a mixture's slots share no
+row, and what expert choice could save is little against knowing all counts beforehand.
 
 Legend: U source rows, N routes, P ranks, V = chunks · P.
 """
@@ -68,10 +70,12 @@ class DedupDispatcher:
         return self.setup.counters.copy()
 
     def dispatch(self, x_UD: Tensor, routes: Routes) -> Sent:
-        """Collective. Returns the distinct rows for this rank's experts, and the routes that read them.
+        """Collective. Returns the distinct rows for this rank's experts, and the routes that read
+        them.
 
         Raises:
-            ValueError: the routes' `per_expert` is not theirs, or the ranks cannot share their experts.
+            ValueError: the routes' `per_expert` is not theirs, or the ranks cannot share their
+                experts.
         """
         if routes.per_expert:
             return self._known.dispatch(x_UD, routes)
@@ -88,21 +92,36 @@ class DedupDispatcher:
     def combine(self, y: Tensor | Sequence[Any], sent: Sent) -> Tensor:
         """Collective. The answers to (num_targets, D) at home, added up in the order of ranks."""
         leg = sent.way_home
-        return keep_sum(leg.collect(sent.answers(y))) if isinstance(leg, Leg) else self._known.combine(y, sent)
+        return (
+            keep_sum(leg.collect(sent.answers(y)))
+            if isinstance(leg, Leg)
+            else self._known.combine(y, sent)
+        )
 
     def _addressed(self, x_UD: Tensor, routes: Routes, homes: Homes) -> Addressed:
         tables, slot_N = homes.tables(x_UD.device), homes.slots_of(routes.expert_N)
         destination_N = tables.rank_S[slot_N]
         if self.setup.overlap_chunks > 1:
-            destination_N = self.setup.chunk_of(routes, len(x_UD)) * self.channel.num_ranks + destination_N
+            destination_N = (
+                self.setup.chunk_of(routes, len(x_UD)) * self.channel.num_ranks + destination_N
+            )
         return Addressed(
-            routes.source_N, routes.target_N, destination_N, tables.local_S[slot_N], routes.weight_N, len(x_UD),
+            routes.source_N,
+            routes.target_N,
+            destination_N,
+            tables.local_S[slot_N],
+            routes.weight_N,
+            len(x_UD),
             routes.num_targets,
-        )  # fmt: skip
+        )
 
     def _ask(self, leg: Leg) -> Pending:
         """(P, chunks, 3), on their way: what every rank has for this one."""
-        asked_Pc3 = leg.counts_V3.view(leg.num_chunks, self.channel.num_ranks, 3).transpose(0, 1).contiguous()
+        asked_Pc3 = (
+            leg.counts_V3.view(leg.num_chunks, self.channel.num_ranks, 3)
+            .transpose(0, 1)
+            .contiguous()
+        )
         equal = [1] * self.channel.num_ranks
         return AllToAll(self.channel.group, equal, equal).start(asked_Pc3)
 
@@ -115,9 +134,15 @@ class DedupDispatcher:
 def routes_of(arrival: Arrival, num_slots: int) -> Routes:
     """What the experts of a rank must do; the load of a route is its expert's local number."""
     return Routes(
-        arrival.source_N, arrival.load_N, arrival.weight_N, arrival.target_N, num_slots, arrival.num_targets,
-        per_source=0, per_target=0,
-    )  # fmt: skip
+        arrival.source_N,
+        arrival.load_N,
+        arrival.weight_N,
+        arrival.target_N,
+        num_slots,
+        arrival.num_targets,
+        per_source=0,
+        per_target=0,
+    )
 
 
 def read_sizes(counters: Counters, *tables_V3: Tensor) -> list[LegSizes]:

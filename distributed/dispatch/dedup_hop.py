@@ -1,17 +1,21 @@
-"""One deduplicated leg: a row goes once to every destination that wants it, and one answer row comes back for every target.
+"""One deduplicated leg: a row goes once to every destination that wants it, and one answer row
+comes back for every target.
 
-A route says which source row it reads, to which destination it goes, what it carries there (`load`: the slot of its expert) and
-which target row its answer belongs to. On the way out travel
+A route says which source row it reads, to which destination it goes, what it carries there (`load`:
+the slot of its expert) and which target row its answer belongs to. On the way out travel
   1. the rows: one for every distinct (destination, source row), in that order;
-  2. the routes: load, position of the row, position of the target row among those of the destination, and the gate weight, as
-     four columns of one exchange; integers travel as the bits of floats, so that the weight's gradient comes back the same way;
-and on the way home one row for every distinct (destination, target row), which the destination has summed over its own experts.
-Home adds them up in the order of destinations: a fixed order.
+  2. the routes: load, position of the row, position of the target row among those of the
+     destination, and the gate weight, as four columns of one exchange; integers travel as the bits
+     of floats, so that the weight's gradient comes back the same way;
+and on the way home one row for every distinct (destination, target row), which the destination has
+summed over its own experts. Home adds them up in the order of destinations: a fixed order.
 
-Destinations are (chunk, rank), chunk-major: a chunk is a set of tokens whose routes travel together, and is a slice of everything
-that was laid out here. No step reads a number from the device; the sizes come from outside (`LegSizes`), read once.
+Destinations are (chunk, rank), chunk-major: a chunk is a set of tokens whose routes travel
+together, and is a slice of everything that was laid out here. No step reads a number from the
+device; the sizes come from outside (`LegSizes`), read once.
 
-Legend: U source rows, T target rows, N routes, P ranks of the channel, V = chunks · P destinations, M distinct pairs, D width.
+Legend: U source rows, T target rows, N routes, P ranks of the channel, V = chunks · P destinations,
+M distinct pairs, D width.
 """
 
 from collections.abc import Sequence
@@ -46,7 +50,9 @@ class Addressed:
 
 @dataclass(frozen=True)
 class LegSizes:
-    """Rows, routes and targets of every destination, and of every (chunk, source rank) that comes here; (V, 3) each."""
+    """Rows, routes and targets of every destination, and of every (chunk, source rank) that comes
+    here; (V, 3) each.
+    """
 
     sent: list[list[int]]
     received: list[list[int]]
@@ -54,12 +60,16 @@ class LegSizes:
 
     def of(self, chunk: slice, column: int) -> tuple[list[int], list[int]]:
         """What goes to every rank and what comes from it in one chunk."""
-        return [row[column] for row in self.sent[chunk]], [row[column] for row in self.received[chunk]]
+        return [row[column] for row in self.sent[chunk]], [
+            row[column] for row in self.received[chunk]
+        ]
 
 
 @dataclass(frozen=True)
 class Arrival:
-    """What came in a chunk: distinct rows, and the routes that read them. Rows and targets are numbered as they came."""
+    """What came in a chunk: distinct rows, and the routes that read them. Rows and targets are
+    numbered as they came.
+    """
 
     x_UD: Tensor
     source_N: Tensor
@@ -75,22 +85,32 @@ class Leg:
     def __init__(self, channel: Channel, routes: Addressed, num_chunks: int = 1) -> None:
         self.channel, self.routes, self.num_chunks = channel, routes, num_chunks
         self._num_destinations = num_chunks * channel.num_ranks
-        sources = mask_of(routes.destination_N, routes.source_N, self._num_destinations, routes.num_sources)
+        sources = mask_of(
+            routes.destination_N, routes.source_N, self._num_destinations, routes.num_sources
+        )
         self.sources = self.targets = Places(sources)
-        tokens_into_tokens = routes.target_N is routes.source_N and routes.num_targets == routes.num_sources
+        tokens_into_tokens = (
+            routes.target_N is routes.source_N and routes.num_targets == routes.num_sources
+        )
         if not tokens_into_tokens:
-            targets = mask_of(routes.destination_N, routes.target_N, self._num_destinations, routes.num_targets)
+            targets = mask_of(
+                routes.destination_N, routes.target_N, self._num_destinations, routes.num_targets
+            )
             self.targets = Places(targets)
         routes_V = count_of(routes.destination_N, self._num_destinations)
         self.counts_V3 = torch.stack((self.sources.counts_V, routes_V, self.targets.counts_V), 1)
 
     def plan(self) -> None:
-        """Whatever can be done before the sizes are known: for the time in which the counts travel. `launch` catches it up."""
+        """Whatever can be done before the sizes are known: for the time in which the counts travel.
+        `launch` catches it up.
+        """
         _ = self.bills_N4
 
     def launch(self, x_UD: Tensor, sizes: LegSizes) -> list["LegChunk"]:
         """Collective. Every chunk of rows and routes on its way."""
-        num_rows, num_targets = (sum(row[column] for row in sizes.sent) for column in (ROWS, TARGETS))
+        num_rows, num_targets = (
+            sum(row[column] for row in sizes.sent) for column in (ROWS, TARGETS)
+        )
         pairs = self.sources.pairs(num_rows)
         rows_MD = _GatherPairs.apply(x_UD, pairs)
         chunks = self._launch_chunks(rows_MD, self.bills_N4, sizes)  # pyright: ignore[reportArgumentType]
@@ -116,19 +136,23 @@ class Leg:
         bits_N3 = said_N3.index_select(0, order_N).view(routes.weight_N.dtype)
         return torch.cat((bits_N3, routes.weight_N.index_select(0, order_N)[:, None]), 1)
 
-    def _launch_chunks(self, rows_MD: Tensor, bills_N4: Tensor, sizes: LegSizes) -> list["LegChunk"]:
+    def _launch_chunks(
+        self, rows_MD: Tensor, bills_N4: Tensor, sizes: LegSizes
+    ) -> list["LegChunk"]:
         num_ranks, channel = self.channel.num_ranks, self.channel
         slices = [slice(i * num_ranks, (i + 1) * num_ranks) for i in range(self.num_chunks)]
         rows = split_rows(rows_MD, [sum(sizes.of(chunk, ROWS)[0]) for chunk in slices])
         bills = split_rows(bills_N4, [sum(sizes.of(chunk, ROUTES)[0]) for chunk in slices])
         return [
             LegChunk(
-                self, chunk, sizes,
+                self,
+                chunk,
+                sizes,
                 channel.launch(rows[i], *sizes.of(chunk, ROWS)),
                 channel.launch(bills[i], *sizes.of(chunk, ROUTES)),
             )
             for i, chunk in enumerate(slices)
-        ]  # fmt: skip
+        ]
 
 
 @dataclass(frozen=True)
@@ -145,14 +169,21 @@ class LegChunk:
         """Waits for rows and routes."""
         x_UD, bills_N4 = self.rows.land(), self.bills.land()
         integers = _INTEGERS[bills_N4.dtype]
-        load_N, source_N, target_N = bills_N4[:, :3].detach().contiguous().view(integers).long().unbind(1)
+        load_N, source_N, target_N = (
+            bills_N4[:, :3].detach().contiguous().view(integers).long().unbind(1)
+        )
         received_P3 = self.sizes.received_V3[self.destinations]
         first_P3 = received_P3.cumsum(0) - received_P3
         first_N3 = first_P3.repeat_interleave(received_P3[:, ROUTES], 0, output_size=len(bills_N4))
         num_targets = sum(self.sizes.of(self.destinations, TARGETS)[1])
         return Arrival(
-            x_UD, source_N + first_N3[:, ROWS], target_N + first_N3[:, TARGETS], load_N, bills_N4[:, 3], num_targets
-        )  # fmt: skip
+            x_UD,
+            source_N + first_N3[:, ROWS],
+            target_N + first_N3[:, TARGETS],
+            load_N,
+            bills_N4[:, 3],
+            num_targets,
+        )
 
     def answer(self, y_TD: Tensor) -> Flight:
         """One row for every target that came, on its way home."""
@@ -170,7 +201,9 @@ class Pairs:
 
 
 class Places:
-    """The true entries of a mask (V, U), numbered in its order. All but `pairs` is known before their number is."""
+    """The true entries of a mask (V, U), numbered in its order. All but `pairs` is known before
+    their number is.
+    """
 
     def __init__(self, mask_VU: Tensor) -> None:
         self.mask_VU, self.counts_V = mask_VU, mask_VU.sum(1)
@@ -185,9 +218,16 @@ class Places:
         num_destinations, num_rows = self.mask_VU.shape
         entry_M = torch.nonzero_static(self.mask_VU.flatten(), size=num_pairs).squeeze(1)
         across_M = torch.nonzero_static(self.mask_VU.T.flatten(), size=num_pairs).squeeze(1)
-        row_M, destination_M = across_M // max(num_destinations, 1), across_M % max(num_destinations, 1)
+        row_M, destination_M = (
+            across_M // max(num_destinations, 1),
+            across_M % max(num_destinations, 1),
+        )
         counts_U = self.mask_VU.sum(0)
-        return Pairs(entry_M % max(num_rows, 1), self._number_VU[destination_M, row_M], counts_U.cumsum(0) - counts_U)
+        return Pairs(
+            entry_M % max(num_rows, 1),
+            self._number_VU[destination_M, row_M],
+            counts_U.cumsum(0) - counts_U,
+        )
 
     @cached_property
     def _number_VU(self) -> Tensor:
@@ -197,7 +237,9 @@ class Places:
 def mask_of(destination_N: Tensor, row_N: Tensor, num_destinations: int, num_rows: int) -> Tensor:
     """(V, U): which destination wants which row."""
     mask = torch.zeros(num_destinations * num_rows, dtype=torch.bool, device=row_N.device)
-    return mask.index_fill_(0, destination_N * num_rows + row_N, True).view(num_destinations, num_rows)
+    return mask.index_fill_(0, destination_N * num_rows + row_N, True).view(
+        num_destinations, num_rows
+    )
 
 
 def count_of(values_N: Tensor, num_values: int) -> Tensor:

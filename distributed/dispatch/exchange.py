@@ -1,17 +1,21 @@
-"""Exchanges between the ranks of one group: launched now, waited for where they are first read, differentiable both ways.
+"""Exchanges between the ranks of one group: launched now, waited for where they are first read,
+differentiable both ways.
 
-`Channel.launch` starts a motion (an all-to-all, an all-gather, a reduce-scatter) and returns a `Flight`; `Flight.land` waits for
-it and returns the rows. Two autograd nodes stand for one flight, and in the backward they change roles: what landed last is
-launched back first, and is waited for where the flight was launched. So whatever was computed between launch and landing is
-computed between them in the backward too, and overlaps there without further words.
+`Channel.launch` starts a motion (an all-to-all, an all-gather, a reduce-scatter) and returns a
+`Flight`; `Flight.land` waits for it and returns the rows. Two autograd nodes stand for one flight,
+and in the backward they change roles: what landed last is launched back first, and is waited for
+where the flight was launched. So whatever was computed between launch and landing is computed
+between them in the backward too, and overlaps there without further words.
 
-What is sent is held until it has landed, and what torch's collectives get has no history. Otherwise a thread of Gloo would
-mostly be the last to hold it, and would free Python's objects, and the graph behind them, at any time: also while Python ends,
-which aborts the process. (It can still be the last, for a moment after landing: `stop_process` gives it time.)
+What is sent is held until it has landed, and what torch's collectives get has no history. Otherwise
+a thread of Gloo would mostly be the last to hold it, and would free Python's objects, and the graph
+behind them, at any time: also while Python ends, which aborts the process. (It can still be the
+last, for a moment after landing: `stop_process` gives it time.)
 
-With `Channel.checking` every all-to-all is checked: the splits of all ranks are compared before, and every row carries (source
-rank, position, checksum of its bits) and is compared after. Gloo does not notice when sender and receiver disagree: it hands out
-uninitialised rows. Costs one small all-gather before, one exchange of 24 bytes per row and one all-gather of verdicts after.
+With `Channel.checking` every all-to-all is checked: the splits of all ranks are compared before,
+and every row carries (source rank, position, checksum of its bits) and is compared after. Gloo does
+not notice when sender and receiver disagree: it hands out uninitialised rows. Costs one small
+all-gather before, one exchange of 24 bytes per row and one all-gather of verdicts after.
 
 Legend: P ranks of the group, R rows.
 """
@@ -73,7 +77,9 @@ class AllToAll:
 
     def start(self, rows: Tensor) -> Pending:
         sent, came = rows.detach(), rows.new_empty(sum(self.received), *rows.shape[1:])
-        work = dist.all_to_all_single(came, sent, self.received, self.sent, group=self.group, async_op=True)
+        work = dist.all_to_all_single(
+            came, sent, self.received, self.sent, group=self.group, async_op=True
+        )
         return Pending(came, sent, work)
 
     @property
@@ -113,7 +119,8 @@ class ReduceScatter:
 
 @dataclass
 class Counters:
-    """What one dispatcher has done since it was made: plain numbers of this rank, forward passes only but for the waiting.
+    """What one dispatcher has done since it was made: plain numbers of this rank, forward passes
+    only but for the waiting.
 
     A row that stays on its rank counts as a row and not as bytes.
     """
@@ -124,7 +131,8 @@ class Counters:
     routes_served: int = 0  # routes that this rank's experts answered
     bytes_intra_node: int = 0
     bytes_inter_node: int = 0
-    waited_s: float = 0.0  # time in which the host stood still for an exchange or for the counts, backward included
+    # time in which the host stood still for an exchange or for the counts, backward included
+    waited_s: float = 0.0
 
     def copy(self) -> "Counters":
         """As they are now."""
@@ -132,7 +140,9 @@ class Counters:
 
     def since(self, earlier: "Counters") -> "Counters":
         """What was done after `earlier`, which is a copy of these."""
-        return Counters(*(getattr(self, each.name) - getattr(earlier, each.name) for each in fields(self)))
+        return Counters(
+            *(getattr(self, each.name) - getattr(earlier, each.name) for each in fields(self))
+        )
 
     def add(self, **amounts: int) -> None:
         """Counts. Not in a recomputation: it belongs to a pass that was counted."""
@@ -157,7 +167,9 @@ class Counters:
 
 @dataclass
 class _Ways:
-    """What is under way between the two nodes of a flight: out in the forward, back in the backward."""
+    """What is under way between the two nodes of a flight: out in the forward, back in the
+    backward.
+    """
 
     out: Pending | None = None
     back: Pending | None = None
@@ -165,7 +177,9 @@ class _Ways:
 
 class _Launch(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, motion: Motion, counters: Counters, ways: _Ways, homeward: bool) -> Tensor:
+    def forward(
+        ctx: Any, rows: Tensor, motion: Motion, counters: Counters, ways: _Ways, homeward: bool
+    ) -> Tensor:
         def start() -> Tensor:
             ways.out = motion.start(rows.contiguous())
             return ways.out.rows.detach()
@@ -184,7 +198,9 @@ class _Land(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, motion: Motion, counters: Counters, ways: _Ways) -> Tensor:
         ctx.motion, ctx.ways = motion, ways
-        if ways.out is not None:  # else nothing was launched: the rows are those of a first run (model/recompute.py)
+        if (
+            ways.out is not None
+        ):  # else nothing was launched: the rows are those of a first run (model/recompute.py)
             counters.wait(ways.out)
             ways.out = None
         return rows
@@ -193,7 +209,12 @@ class _Land(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple:  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx.ways.back = ctx.motion.reverse.start(grads[0].contiguous())
-        return grads[0], None, None, None  # of the shape that autograd expects; `_Launch` reads what was launched
+        return (
+            grads[0],
+            None,
+            None,
+            None,
+        )  # of the shape that autograd expects; `_Launch` reads what was launched
 
 
 class Flight:
@@ -202,7 +223,9 @@ class Flight:
     `homeward`: answers, of which `keep_sum` keeps what becomes of them (model/recompute.py).
     """
 
-    def __init__(self, rows: Tensor, motion: Motion, counters: Counters, *, homeward: bool = False) -> None:
+    def __init__(
+        self, rows: Tensor, motion: Motion, counters: Counters, *, homeward: bool = False
+    ) -> None:
         self._motion, self._counters, self._ways = motion, counters, _Ways()
         self._pending: Tensor = _Launch.apply(rows, motion, counters, self._ways, homeward)  # pyright: ignore[reportAttributeAccessIssue]
         self._landed: Tensor | None = None
@@ -218,7 +241,13 @@ class CheckedFlight(Flight):
     """A flight that is followed by marks of its rows, and verified when it lands."""
 
     def __init__(
-        self, rows: Tensor, motion: AllToAll, counters: Counters, everyone: dist.ProcessGroup, *, homeward: bool = False
+        self,
+        rows: Tensor,
+        motion: AllToAll,
+        counters: Counters,
+        everyone: dist.ProcessGroup,
+        *,
+        homeward: bool = False,
     ) -> None:
         _check_splits(rows, motion, everyone)
         super().__init__(rows, motion, counters, homeward=homeward)
@@ -235,7 +264,9 @@ class CheckedFlight(Flight):
 
 @dataclass
 class Channel:
-    """Exchanges over one group, and what they cost. All ranks of `everyone` take the same steps, and hear of a mismatch."""
+    """Exchanges over one group, and what they cost. All ranks of `everyone` take the same steps,
+    and hear of a mismatch.
+    """
 
     group: dist.ProcessGroup
     everyone: dist.ProcessGroup
@@ -248,11 +279,15 @@ class Channel:
     def __post_init__(self) -> None:
         self.num_ranks, self.rank = self.group.size(), self.group.rank()
 
-    def launch(self, rows: Tensor, sent: list[int], received: list[int], *, homeward: bool = False) -> Flight:
-        """Collective. An all-to-all of rows along dim 0, on its way; `homeward` where they are answers.
+    def launch(
+        self, rows: Tensor, sent: list[int], received: list[int], *, homeward: bool = False
+    ) -> Flight:
+        """Collective. An all-to-all of rows along dim 0, on its way; `homeward` where they are
+        answers.
 
         Raises:
-            ExchangeMismatch: while `checking`, on all ranks: two of them disagree about how many rows pass between them.
+            ExchangeMismatch: while `checking`, on all ranks: two of them disagree about how many
+                rows pass between them.
         """
         motion = AllToAll(self.group, sent, received)
         self._count(sent, rows)
@@ -273,14 +308,19 @@ class Channel:
     def _count(self, sent: list[int], rows: Tensor) -> None:
         row_bytes = rows[:1].numel() * rows.element_size() if len(rows) else 0
         here = self.node_of_P[self.rank]
-        on_node = sum(count for node, count in zip(self.node_of_P, sent, strict=True) if node == here)
+        on_node = sum(
+            count for node, count in zip(self.node_of_P, sent, strict=True) if node == here
+        )
         self.counters.add(
-            bytes_inter_node=(sum(sent) - on_node) * row_bytes, bytes_intra_node=(on_node - sent[self.rank]) * row_bytes
+            bytes_inter_node=(sum(sent) - on_node) * row_bytes,
+            bytes_intra_node=(on_node - sent[self.rank]) * row_bytes,
         )
 
 
 def hottest_factor(served_GP: Tensor) -> float:
-    """Of the `routes_served` of EP groups and their ranks: the busiest rank's ÷ its group's mean, where that is largest."""
+    """Of the `routes_served` of EP groups and their ranks: the busiest rank's ÷ its group's mean,
+    where that is largest.
+    """
     mean_G = served_GP.double().mean(1)
     return torch.where(mean_G > 0, served_GP.amax(1) / mean_G.clamp(min=1e-30), 1.0).max().item()
 
@@ -297,7 +337,9 @@ def _check_splits(rows: Tensor, motion: AllToAll, everyone: dist.ProcessGroup) -
     sends, expects, faults = {}, {}, []
     ranks = dist.get_process_group_ranks(everyone)
     for rank, (num_rows, *lists) in zip(ranks, gathered(mine, everyone).tolist(), strict=True):
-        others, sent, received = (lists[i * len(partners) : (i + 1) * len(partners)] for i in range(3))
+        others, sent, received = (
+            lists[i * len(partners) : (i + 1) * len(partners)] for i in range(3)
+        )
         sends |= {(rank, other): count for other, count in zip(others, sent, strict=True)}
         expects |= {(other, rank): count for other, count in zip(others, received, strict=True)}
         if num_rows != sum(sent):
@@ -328,7 +370,9 @@ def _marks(rows: Tensor, splits: list[int], source: int | None) -> Tensor:
     return torch.stack((who, position, checksum), 1)
 
 
-def _check_marks(rows: Tensor, marks: Tensor, motion: AllToAll, everyone: dist.ProcessGroup) -> None:
+def _check_marks(
+    rows: Tensor, marks: Tensor, motion: AllToAll, everyone: dist.ProcessGroup
+) -> None:
     expected = _marks(rows, motion.received, None)
     wrong = (expected != marks).any(1).nonzero().flatten().tolist()
     first = [0, 0, 0, 0, 0]
@@ -341,7 +385,11 @@ def _check_marks(rows: Tensor, marks: Tensor, motion: AllToAll, everyone: dist.P
     verdicts = gathered(torch.tensor(first, device=rows.device), everyone).tolist()
     faults = [
         f"rank {here} got {count} wrong rows, the first at position {position} of those of rank {source}: it is "
-        + (f"row {marked} of rank {marker}" if (marker, marked) != (source, position) else "another in its bits")
+        + (
+            f"row {marked} of rank {marker}"
+            if (marker, marked) != (source, position)
+            else "another in its bits"
+        )
         for here, (count, source, position, marker, marked) in zip(
             dist.get_process_group_ranks(everyone), verdicts, strict=True
         )

@@ -1,10 +1,12 @@
 """Where every expert lives: a table from experts to slots, and from slots to ranks.
 
-Slots are numbered rank after rank. Without a table expert e is in slot e. Dispatchers know experts by their slots only, so a
-bank may be placed in any way, unevenly and with copies of hot experts too, and nothing but this table changes.
+Slots are numbered rank after rank. Without a table expert e is in slot e. Dispatchers know experts
+by their slots only, so a bank may be placed in any way, unevenly and with copies of hot experts
+too, and nothing but this table changes.
 
-An expert with several slots is served by the copy on the source's own rank, else by its copies in turn, one source rank after
-another: so every rank sees one slot per expert (`seen_from`), and which one it is depends on nothing but the table.
+An expert with several slots is served by the copy on the source's own rank, else by its copies in
+turn, one source rank after another: so every rank sees one slot per expert (`seen_from`), and which
+one it is depends on nothing but the table.
 
 Legend: E experts, S slots, P ranks, N routes.
 """
@@ -42,9 +44,11 @@ class Piece:
 
 @dataclass(frozen=True)
 class Homes:
-    """`slots_P[p]` slots on rank p; expert e is in slot `slot_E[e]`, or in slot e where that is None.
+    """`slots_P[p]` slots on rank p; expert e is in slot `slot_E[e]`, or in slot e where that is
+    None.
 
-    `copies` are further slots of some experts, as (expert, slot). A slot that is nowhere named is empty.
+    `copies` are further slots of some experts, as (expert, slot). A slot that is nowhere named is
+    empty.
     """
 
     slots_P: tuple[int, ...]
@@ -54,14 +58,23 @@ class Homes:
     def __post_init__(self) -> None:
         named = [*(self.slot_E or ()), *(slot for _, slot in self.copies)]
         if not set(named) <= set(range(self.num_slots)):
-            raise ValueError(f"experts in slots {named}, but the ranks hold {self.slots_P} = {self.num_slots}")
+            raise ValueError(
+                f"experts in slots {named}, but the ranks hold {self.slots_P} = {self.num_slots}"
+            )
         if self.copies and self.slot_E is None:
-            raise ValueError(f"copies {self.copies} of experts, but every slot has an expert of its own")
+            raise ValueError(
+                f"copies {self.copies} of experts, but every slot has an expert of its own"
+            )
         if len(set(named)) < len(named):
-            raise ValueError(f"slots {sorted({slot for slot in named if named.count(slot) > 1})} have two experts")
+            raise ValueError(
+                f"slots {sorted({slot for slot in named if named.count(slot) > 1})} have two "
+                "experts"
+            )
         for expert, slots in enumerate(self.slots_E if self.copies else ()):
             if len({self.rank_S[slot] for slot in slots}) < len(slots):
-                raise ValueError(f"expert {expert} is twice on one rank: in slots {slots} of {self.slots_P}")
+                raise ValueError(
+                    f"expert {expert} is twice on one rank: in slots {slots} of {self.slots_P}"
+                )
 
     @property
     def num_slots(self) -> int:
@@ -73,7 +86,9 @@ class Homes:
 
     @property
     def filled_once(self) -> bool:
-        """Every slot has exactly one expert: what a rank knows of the experts' counts, it knows of the slots'."""
+        """Every slot has exactly one expert: what a rank knows of the experts' counts, it knows of
+        the slots'.
+        """
         return self.slot_E is None or sorted(self.slot_E) == list(range(self.num_slots))
 
     @cached_property
@@ -116,8 +131,10 @@ class Homes:
                 continue
             is_first, last = self.slots_E[expert][0] == slot, pieces[-1] if pieces else None
             if last and (last.expert + last.length, last.slot + last.length, last.is_first) == (
-                expert, local, is_first,
-            ):  # fmt: skip
+                expert,
+                local,
+                is_first,
+            ):
                 pieces[-1] = Piece(last.expert, last.slot, last.length + 1, is_first)
             else:
                 pieces.append(Piece(expert, local, 1, is_first))
@@ -153,7 +170,8 @@ class Homes:
 
 @lru_cache(maxsize=256)
 def contiguous_homes(num_experts: int, num_ranks: int) -> Homes:
-    """Contiguous blocks in the order of ranks, nearly equal: where the ranks do not divide the experts the first have one more.
+    """Contiguous blocks in the order of ranks, nearly equal: where the ranks do not divide the
+    experts the first have one more.
 
     Raises:
         ValueError: there are fewer experts than ranks.
@@ -165,17 +183,25 @@ def contiguous_homes(num_experts: int, num_ranks: int) -> Homes:
 def _tables(homes: Homes, device: torch.device) -> SlotTables:
     local_S = [slot for count in homes.slots_P for slot in range(count)]
     slot_E = None if homes.slot_E is None else torch.tensor(homes.slot_E, device=device)
-    return SlotTables(torch.tensor(homes.rank_S, device=device), torch.tensor(local_S, device=device), slot_E)
+    return SlotTables(
+        torch.tensor(homes.rank_S, device=device), torch.tensor(local_S, device=device), slot_E
+    )
 
 
 @lru_cache(maxsize=256)
 def _seen_from(homes: Homes, rank: int) -> Homes:
-    return Homes(homes.slots_P, tuple(_serving(homes, expert, rank) for expert in range(homes.num_experts)))
+    return Homes(
+        homes.slots_P, tuple(_serving(homes, expert, rank) for expert in range(homes.num_experts))
+    )
 
 
 def _serving(homes: Homes, expert: int, source: int) -> int:
-    """The slot that serves a source rank: its own copy, else the copies in turn, beginning with another for every expert."""
+    """The slot that serves a source rank: its own copy, else the copies in turn, beginning with
+    another for every expert.
+    """
     slots = homes.slots_E[expert]
     holders = {homes.rank_S[slot]: slot for slot in slots}
-    turn = source - sum(holder < source for holder in holders)  # how many ranks without a copy come before
+    turn = source - sum(
+        holder < source for holder in holders
+    )  # how many ranks without a copy come before
     return holders[source] if source in holders else slots[(turn + expert) % len(slots)]

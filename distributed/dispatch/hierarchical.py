@@ -1,13 +1,17 @@
-"""Two legs: one row per node, then inside the node one row per rank; answers are summed inside the node before they go back.
+"""Two legs: one row per node, then inside the node one row per rank; answers are summed inside the
+node before they go back.
 
-Rank i of a node speaks to rank i of the others (the inter leg), and what comes in is spread among the ranks of the own node (the
-intra leg), both as in dispatch_dedup.py. So between nodes exactly Σ over rows of the distinct nodes that serve them travel,
-which is what the slow links carry; for 8 experts per token on 2 nodes of 8 ranks 1.99 rows where `dedup` sends 6.5 on average.
+Rank i of a node speaks to rank i of the others (the inter leg), and what comes in is spread among
+the ranks of the own node (the intra leg), both as in dispatch_dedup.py. So between nodes exactly Σ
+over rows of the distinct nodes that serve them travel, which is what the slow links carry; for 8
+experts per token on 2 nodes of 8 ranks 1.99 rows where `dedup` sends 6.5 on average.
 
-The sizes of both legs follow from one table, which all ranks gather: how many rows, routes and targets every rank has for every
-rank and for every node. So there is one read on the host per pass, as with the others. Costs P · (P + M) · 24 bytes per chunk.
+The sizes of both legs follow from one table, which all ranks gather: how many rows, routes and
+targets every rank has for every rank and for every node. So there is one read on the host per pass,
+as with the others. Costs P · (P + M) · 24 bytes per chunk.
 
-While the experts answer one chunk, the next one's rows travel between the ranks and the one after that between the nodes.
+While the experts answer one chunk, the next one's rows travel between the ranks and the one after
+that between the nodes.
 
 Legend: P ranks = M nodes · G ranks of a node, c chunks, U source rows, T target rows, N routes.
 """
@@ -47,10 +51,18 @@ class _Pass:
             came = self.chunks[chunk].land()
             tables = self.homes.tables(came.x_UD.device)
             destination_N = tables.rank_S[came.load_N] % self.intra.num_ranks
-            leg = Leg(self.intra, Addressed(
-                came.source_N, came.target_N, destination_N, tables.local_S[came.load_N], came.weight_N, len(came.x_UD),
-                came.num_targets,
-            ))  # fmt: skip
+            leg = Leg(
+                self.intra,
+                Addressed(
+                    came.source_N,
+                    came.target_N,
+                    destination_N,
+                    tables.local_S[came.load_N],
+                    came.weight_N,
+                    len(came.x_UD),
+                    came.num_targets,
+                ),
+            )
             [inner] = leg.launch(came.x_UD, self.inner_sizes[chunk])
             self.inner[chunk] = (leg, inner)
         return self.inner[chunk]
@@ -84,19 +96,23 @@ class _Part:
 
 
 class HierarchicalDispatcher:
-    """Dedup between nodes, then inside the node; equal to `LocalDispatcher` up to the order of sums."""
+    """Dedup between nodes, then inside the node; equal to `LocalDispatcher` up to the order of
+    sums.
+    """
 
     def __init__(self, setup: Setup) -> None:
         if setup.nodes is None:
             raise ValueError(
-                "the hierarchical dispatcher needs the groups between and inside nodes (build_node_groups)"
+                "the hierarchical dispatcher needs the groups between and inside nodes "
+                "(build_node_groups)"
             )
         self.setup, self._known = setup, AllToAllDispatcher(setup)
         self.inter, self.intra = setup.channel(setup.nodes.inter), setup.channel(setup.nodes.intra)
         self.channel = self._known.channel
         if self.inter.num_ranks * self.intra.num_ranks != self.channel.num_ranks:
             raise ValueError(
-                f"{self.inter.num_ranks} nodes × {self.intra.num_ranks} ranks are not the EP group's {self.channel.num_ranks}"
+                f"{self.inter.num_ranks} nodes × {self.intra.num_ranks} ranks are not the EP "
+                f"group's {self.channel.num_ranks}"
             )
 
     def stats(self) -> Counters:
@@ -104,10 +120,12 @@ class HierarchicalDispatcher:
         return self.setup.counters.copy()
 
     def dispatch(self, x_UD: Tensor, routes: Routes) -> Sent:
-        """Collective. Returns the distinct rows for this rank's experts, and the routes that read them.
+        """Collective. Returns the distinct rows for this rank's experts, and the routes that read
+        them.
 
         Raises:
-            ValueError: the routes' `per_expert` is not theirs, or the ranks cannot share their experts.
+            ValueError: the routes' `per_expert` is not theirs, or the ranks cannot share their
+                experts.
         """
         if routes.per_expert:
             return self._known.dispatch(x_UD, routes)
@@ -116,21 +134,35 @@ class HierarchicalDispatcher:
         slot_N = homes.slots_of(routes.expert_N)
         rank_N, chunk_N = tables.rank_S[slot_N], self.setup.chunk_of(routes, len(x_UD))
         destination_N = chunk_N * self.inter.num_ranks + rank_N // self.intra.num_ranks
-        leg = Leg(self.inter, Addressed(
-            routes.source_N, routes.target_N, destination_N, slot_N, routes.weight_N, len(x_UD), routes.num_targets
-        ), num_chunks)  # fmt: skip
+        leg = Leg(
+            self.inter,
+            Addressed(
+                routes.source_N,
+                routes.target_N,
+                destination_N,
+                slot_N,
+                routes.weight_N,
+                len(x_UD),
+                routes.num_targets,
+            ),
+            num_chunks,
+        )
         asked = once(lambda: self._ask(leg, chunk_N * self.channel.num_ranks + rank_N))
         leg.plan()
         outer, inner = once(lambda: self._sizes(leg, asked))
         under_way = _Pass(homes, leg, leg.launch(x_UD, outer), inner, self.intra, {})
         for sizes in (outer, *inner):
             count_leg(self.setup.counters, sizes)
-        self.setup.counters.add(routes_served=sum(row[ROUTES] for sizes in inner for row in sizes.received))
+        self.setup.counters.add(
+            routes_served=sum(row[ROUTES] for sizes in inner for row in sizes.received)
+        )
         own = homes.slots_P[self.channel.rank]
         return Sent([_Part(under_way, chunk, own) for chunk in range(num_chunks)], under_way)
 
     def combine(self, y: Tensor | Sequence[Any], sent: Sent) -> Tensor:
-        """Collective. Sums inside the nodes, then (num_targets, D) at home, added up in the order of nodes."""
+        """Collective. Sums inside the nodes, then (num_targets, D) at home, added up in the order
+        of nodes.
+        """
         under_way = sent.way_home
         if not isinstance(under_way, _Pass):
             return self._known.combine(y, sent)
@@ -148,14 +180,23 @@ class HierarchicalDispatcher:
 
     def _sizes(self, leg: Leg, asked: Pending) -> tuple[LegSizes, list[LegSizes]]:
         """Of the inter leg, and of every chunk's intra leg."""
-        num_nodes, node_size, num_chunks = self.inter.num_ranks, self.intra.num_ranks, leg.num_chunks
+        num_nodes, node_size, num_chunks = (
+            self.inter.num_ranks,
+            self.intra.num_ranks,
+            leg.num_chunks,
+        )
         here, local = self.inter.rank, self.intra.rank
-        told = self.setup.counters.wait(asked).view(num_nodes, node_size, -1, 3)  # of source node and source rank
+        told = self.setup.counters.wait(asked).view(
+            num_nodes, node_size, -1, 3
+        )  # of source node and source rank
         by_rank = told[:, :, : num_chunks * self.channel.num_ranks]
         by_rank = by_rank.reshape(num_nodes, node_size, num_chunks, num_nodes, node_size, 3)
-        by_node = told[:, local, num_chunks * self.channel.num_ranks :].reshape(num_nodes, num_chunks, num_nodes, 3)
+        by_node = told[:, local, num_chunks * self.channel.num_ranks :].reshape(
+            num_nodes, num_chunks, num_nodes, 3
+        )
         outer_received = by_node[:, :, here].transpose(0, 1).reshape(-1, 3)
-        # What reaches this node through its rank i, whatever node it comes from, goes on from rank i.
+        # What reaches this node through its rank i, whatever node it comes from, goes on from rank
+        # i.
         inner_sent = by_rank[:, local, :, here].sum(0)
         inner_received = by_rank[:, :, :, here, local].sum(0).transpose(0, 1).contiguous()
         tables = [table for pair in zip(inner_sent, inner_received, strict=True) for table in pair]

@@ -1,4 +1,6 @@
-"""What every dispatcher is built from: its group, how it cuts and checks, where the experts live, and what it counts."""
+"""What every dispatcher is built from: its group, how it cuts and checks, where the experts live,
+and what it counts.
+"""
 
 import math
 from collections.abc import Sequence
@@ -17,7 +19,9 @@ from .expert_map import Homes, contiguous_homes
 
 @dataclass(frozen=True)
 class NodeGroups:
-    """A rank's groups for dispatch in two legs. Rank i of every node's intra group is in the i-th inter group."""
+    """A rank's groups for dispatch in two legs. Rank i of every node's intra group is in the i-th
+    inter group.
+    """
 
     inter: dist.ProcessGroup  # one rank of every node, in order of nodes
     intra: dist.ProcessGroup  # the EP group's ranks of this node
@@ -27,8 +31,8 @@ class NodeGroups:
 class Setup:
     """One dispatcher's settings and counters; every rank of the group must choose the same.
 
-    `check_every` n: every n-th pass compares the counts of all ranks and verifies every row that travels (1: each; 0: never).
-    `homes` None: equal contiguous blocks of every bank.
+    `check_every` n: every n-th pass compares the counts of all ranks and verifies every row that
+    travels (1: each; 0: never). `homes` None: equal contiguous blocks of every bank.
     """
 
     group: dist.ProcessGroup
@@ -42,10 +46,13 @@ class Setup:
     def __post_init__(self) -> None:
         if self.overlap_chunks < 1 or self.check_every < 0:
             raise ValueError(
-                f"overlap_chunks={self.overlap_chunks} must be at least 1, check_every={self.check_every} at least 0"
+                f"overlap_chunks={self.overlap_chunks} must be at least 1, "
+                f"check_every={self.check_every} at least 0"
             )
         if self.homes is not None and len(self.homes.slots_P) != self.group.size():
-            raise ValueError(f"homes for {len(self.homes.slots_P)} ranks, but the group has {self.group.size()}")
+            raise ValueError(
+                f"homes for {len(self.homes.slots_P)} ranks, but the group has {self.group.size()}"
+            )
 
     def channel(self, group: dist.ProcessGroup) -> Channel:
         """Exchanges over that group, counted here."""
@@ -55,20 +62,26 @@ class Setup:
     def begin(self, x_UD: Tensor, routes: Routes, channels: Sequence[Channel]) -> Homes:
         """Opens a pass: counts it, checks it if its turn has come, and says where the experts live."""
         self.counters.add(passes=1, rows_one_per_route=len(routes.expert_N))
-        checking = self.check_every > 0 and self.counters.passes % self.check_every == 0 and not recomputing()
+        checking = (
+            self.check_every > 0
+            and self.counters.passes % self.check_every == 0
+            and not recomputing()
+        )
         for channel in channels:
             channel.checking = checking
         if checking:
             check_routes(x_UD, routes, self.group)
         num_ranks = self.group.size()
-        homes = contiguous_homes(routes.num_experts, num_ranks) if self.homes is None else self.homes
+        homes = (
+            contiguous_homes(routes.num_experts, num_ranks) if self.homes is None else self.homes
+        )
         return homes.seen_from(self.group.rank())
 
     def chunk_of(self, routes: Routes, num_sources: int) -> Tensor:
         """The chunk in which every route travels: nearly equal ranges of tokens.
 
-        A token is a block of source rows and the block of target rows that belongs to it: as many as divide both numbers. So
-        no row travels in two chunks.
+        A token is a block of source rows and the block of target rows that belongs to it: as many
+        as divide both numbers. So no row travels in two chunks.
         """
         num_tokens = max(1, math.gcd(num_sources, routes.num_targets))
         token_N = routes.source_N // max(1, num_sources // num_tokens)
@@ -77,7 +90,10 @@ class Setup:
 
 def check_routes(x_UD: Tensor, routes: Routes, group: dist.ProcessGroup) -> None:
     """Collective. Raises ValueError on all ranks if one has a route out of range."""
-    bounds = {"expert": (routes.expert_N, routes.num_experts), "source row": (routes.source_N, len(x_UD))}
+    bounds = {
+        "expert": (routes.expert_N, routes.num_experts),
+        "source row": (routes.source_N, len(x_UD)),
+    }
     bounds["target row"] = (routes.target_N, routes.num_targets)
     mine = torch.stack([((index < 0) | (index >= end)).sum() for index, end in bounds.values()])
     ranks = dist.get_process_group_ranks(group)
@@ -91,7 +107,9 @@ def check_routes(x_UD: Tensor, routes: Routes, group: dist.ProcessGroup) -> None
         raise ValueError(f"routes out of range: {'; '.join(faults)} ({routes.num_experts} experts)")
 
 
-def build_node_groups(group: dist.ProcessGroup, ranks_per_node: int | None, *, timeout_s: float) -> NodeGroups:
+def build_node_groups(
+    group: dist.ProcessGroup, ranks_per_node: int | None, *, timeout_s: float
+) -> NodeGroups:
     """This rank's groups between and inside the nodes of an EP group. Collective over the group.
 
     Raises:
@@ -104,7 +122,8 @@ def build_node_groups(group: dist.ProcessGroup, ranks_per_node: int | None, *, t
     blocks = list(by_node.values())
     if len({len(block) for block in blocks}) > 1:
         raise ValueError(
-            f"the hierarchical dispatcher wants equally many ranks of an EP group on each node; of {ranks} "
+            "the hierarchical dispatcher wants equally many ranks of an EP group on each node; of "
+            f"{ranks} "
             f"with {ranks_per_node} ranks per node there are {[len(block) for block in blocks]}"
         )
     columns = [list(column) for column in zip(*blocks, strict=True)]
@@ -120,10 +139,15 @@ def nodes_of(ranks: Sequence[int], ranks_per_node: int | None) -> tuple[int, ...
 
 
 def _own_group(name: str, tables: Sequence[list[int]], timeout_s: float) -> dist.ProcessGroup:
-    """Makes the one group that this rank is in; the tables part the ranks, so nobody waits in a circle."""
+    """Makes the one group that this rank is in; the tables part the ranks, so nobody waits in a
+    circle.
+    """
     [own] = [table for table in tables if dist.get_rank() in table]
     group = dist.new_group(
-        own, timeout=timedelta(seconds=timeout_s), group_desc=f"{name}, ranks {own}", use_local_synchronization=True
+        own,
+        timeout=timedelta(seconds=timeout_s),
+        group_desc=f"{name}, ranks {own}",
+        use_local_synchronization=True,
     )
     if not isinstance(group, dist.ProcessGroup):
         raise AssertionError(f"rank {dist.get_rank()} is not in its own group {name}: {own}")

@@ -1,11 +1,17 @@
-"""From the load of a bank's experts to homes that even out the ranks. Pure arithmetic: who has the counts has the answer.
+"""From the load of a bank's experts to homes that even out the ranks. Pure arithmetic: who has the
+counts has the answer.
 
-A step waits for the rank with the most routes, so what counts is the hottest rank's factor: its load over the mean of all ranks.
-    1. copies: while slots are left the expert with the most load per copy gets one more, at most one per rank;
-    2. packing: copies go, the heaviest first, each to the rank with the least load that has a free slot and no copy of it;
-    3. the new homes are taken if they are better than the old ones by 1 % at least, for a move costs something too.
-Steps 1 and 2 are those of EPLB, DeepSeek's balancer for serving (github.com/deepseek-ai/EPLB); heaviest first is Graham's LPT
-rule. An expert's copies share its load as `Homes.seen_from` says, with source ranks taken to be alike.
+A step waits for the rank with the most routes, so what counts is the hottest rank's factor: its
+load over the mean of all ranks.
+    1. copies: while slots are left the expert with the most load per copy gets one more, at most
+       one per rank;
+    2. packing: copies go, the heaviest first, each to the rank with the least load that has a free
+       slot and no copy of it;
+    3. the new homes are taken if they are better than the old ones by 1 % at least, for a move
+       costs something too.
+Steps 1 and 2 are those of EPLB, DeepSeek's balancer for serving (github.com/deepseek-ai/EPLB);
+heaviest first is Graham's LPT rule. An expert's copies share its load as `Homes.seen_from` says,
+with source ranks taken to be alike.
 
 Cost: 3 ms for 155 experts on 8 ranks, 20 ms on 64. What replicas cost in a run: replicas.py.
 
@@ -44,7 +50,8 @@ def hottest_factor(homes: Homes, load_E: Sequence[float]) -> float:
 
 
 def rebalanced(homes: Homes, load_E: Sequence[float], *, replicas: int = 0) -> Homes:
-    """Homes that even out this load, with `replicas` slots per rank beyond the equal share; `homes` if nothing is gained.
+    """Homes that even out this load, with `replicas` slots per rank beyond the equal share; `homes`
+    if nothing is gained.
 
     No rank gets more slots than there are experts. Deterministic: ties go to the lower number.
     """
@@ -58,12 +65,13 @@ def packed(load_E: Sequence[float], slots_P: Sequence[int]) -> Homes:
     """Every slot filled: copies chosen by load, then packed, the heaviest first.
 
     Raises:
-        ValueError: fewer slots than experts, or a rank with more slots than there are experts, or slots so uneven that
-            copies of one expert would meet on a rank.
+        ValueError: fewer slots than experts, or a rank with more slots than there are experts, or
+            slots so uneven that copies of one expert would meet on a rank.
     """
     if sum(slots_P) < len(load_E) or max(slots_P) > len(load_E):
         raise ValueError(
-            f"{list(slots_P)} slots for {len(load_E)} experts: at least as many in all, at most so many per rank"
+            f"{list(slots_P)} slots for {len(load_E)} experts: at least as many in all, at most so "
+            "many per rank"
         )
     copies_E = num_copies(load_E, sum(slots_P), len(slots_P))
     weight_E = [load / count for load, count in zip(load_E, copies_E, strict=True)]
@@ -75,7 +83,9 @@ def packed(load_E: Sequence[float], slots_P: Sequence[int]) -> Homes:
 
 
 def num_copies(load_E: Sequence[float], num_slots: int, num_ranks: int) -> list[int]:
-    """How many slots every expert gets: one each, and the rest one by one to the most load per copy."""
+    """How many slots every expert gets: one each, and the rest one by one to the most load per
+    copy.
+    """
     copies_E = [1] * len(load_E)
     heap = [(-load, expert) for expert, load in enumerate(load_E)] if num_ranks > 1 else []
     heapq.heapify(heap)
@@ -87,9 +97,12 @@ def num_copies(load_E: Sequence[float], num_slots: int, num_ranks: int) -> list[
     return copies_E
 
 
-def _free_rank(expert: int, held_P: Sequence[set[int]], slots_P: Sequence[int], weight_E: Sequence[float]) -> int:
-    """The rank with the least load that can take a copy. Where only ranks are free that have one already, one of them takes
-    another expert from a full rank, whose place becomes free."""
+def _free_rank(
+    expert: int, held_P: Sequence[set[int]], slots_P: Sequence[int], weight_E: Sequence[float]
+) -> int:
+    """The rank with the least load that can take a copy. Where only ranks are free that have one
+    already, one of them takes another expert from a full rank, whose place becomes free.
+    """
     load_P = [sum(weight_E[other] for other in sorted(held)) for held in held_P]
     free = [rank for rank, held in enumerate(held_P) if len(held) < slots_P[rank]]
     if fitting := [rank for rank in free if expert not in held_P[rank]]:
@@ -102,7 +115,9 @@ def _free_rank(expert: int, held_P: Sequence[set[int]], slots_P: Sequence[int], 
         for other in sorted(held - held_P[taker])
     ]
     if not exchanges:
-        raise ValueError(f"no rank can take a copy of expert {expert}: {list(slots_P)} slots are too uneven")
+        raise ValueError(
+            f"no rank can take a copy of expert {expert}: {list(slots_P)} slots are too uneven"
+        )
     _, giver, taker, other = min(exchanges)
     held_P[giver].remove(other)
     held_P[taker].add(other)

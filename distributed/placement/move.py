@@ -1,12 +1,16 @@
-"""Moves experts to other homes: weights and both of AdamW's moments, whole experts by all-to-all inside every EP group.
+"""Moves experts to other homes: weights and both of AdamW's moments, whole experts by all-to-all
+inside every EP group.
 
-Parameters stay the same objects, so the optimizer, the model and whoever else holds them keep them; their data is replaced, and
-grows or shrinks where the number of slots changes. Gradients are dropped: experts move between two steps. A new copy of an expert
-gets the moments of the old one, so copies that start equal and get equal gradients stay equal.
+Parameters stay the same objects, so the optimizer, the model and whoever else holds them keep them;
+their data is replaced, and grows or shrinks where the number of slots changes. Gradients are
+dropped: experts move between two steps. A new copy of an expert gets the moments of the old one, so
+copies that start equal and get equal gradients stay equal.
 
-The homes of a bank are those in its dispatcher: there is no second place that could say something else.
+The homes of a bank are those in its dispatcher: there is no second place that could say something
+else.
 
-Cost: three times the bytes of the experts that change their rank, once; beside it, one bank's tensor at a time in memory.
+Cost: three times the bytes of the experts that change their rank, once; beside it, one bank's
+tensor at a time in memory.
 
 Legend: S slots, P ranks of an EP group.
 """
@@ -62,8 +66,11 @@ def held_experts(shape: tuple[int, ...], homes: Homes, ep_rank: int) -> Held:
 
 
 @torch.no_grad()
-def move_experts(model: nn.Module, optimizer: torch.optim.Optimizer, mesh: Mesh, homes: Mapping[str, Homes]) -> Moved:
-    """Brings the banks that are named to these homes. A collective call with the same homes on every rank.
+def move_experts(
+    model: nn.Module, optimizer: torch.optim.Optimizer, mesh: Mesh, homes: Mapping[str, Homes]
+) -> Moved:
+    """Brings the banks that are named to these homes. A collective call with the same homes on
+    every rank.
 
     Raises:
         ValueError: a table does not fit its bank or the EP group; nothing was moved.
@@ -80,14 +87,18 @@ def move_experts(model: nn.Module, optimizer: torch.optim.Optimizer, mesh: Mesh,
         for parameter in layer.experts.parameters():
             total += _move(parameter, optimizer, journey)
         total += Moved(journey.num_arrivals)
-        layer.dispatcher = type(layer.dispatcher)(replace(layer.dispatcher.setup, homes=new))  # its counters go on
+        layer.dispatcher = type(layer.dispatcher)(
+            replace(layer.dispatcher.setup, homes=new)
+        )  # its counters go on
     return total
 
 
 def _move(parameter: nn.Parameter, optimizer: torch.optim.Optimizer, journey: "_Journey") -> Moved:
     shape, whole = parameter.shape, held_of(parameter).shape
     state = optimizer.state.get(parameter, {})
-    moments = [key for key, value in state.items() if isinstance(value, Tensor) and value.shape == shape]
+    moments = [
+        key for key, value in state.items() if isinstance(value, Tensor) and value.shape == shape
+    ]
     expert_bytes = parameter[:1].numel() * parameter.element_size() * (1 + len(moments))
     parameter.grad = None
     parameter.data = journey.carry(parameter.data)
@@ -98,7 +109,9 @@ def _move(parameter: nn.Parameter, optimizer: torch.optim.Optimizer, journey: "_
 
 
 class _Journey:
-    """Who sends what to whom. A slot is filled from the rank's own old copy, else from the one that served the rank."""
+    """Who sends what to whom. A slot is filled from the rank's own old copy, else from the one that
+    served the rank.
+    """
 
     def __init__(self, old: Homes, new: Homes, group: dist.ProcessGroup) -> None:
         self.new, self.group, self.rank = new, group, group.rank()
@@ -110,19 +123,30 @@ class _Journey:
         slots = [(slot, source) for slot, source in enumerate(source_S) if source is not None]
         self.num_arrivals = sum(new.rank_S[slot] != old.rank_S[source] for slot, source in slots)
         own_old, own_new = old.own_slots(self.rank), new.own_slots(self.rank)
-        sent = [(new.rank_S[slot], source - own_old.start) for slot, source in slots if source in own_old]
-        received = sorted((old.rank_S[source], slot - own_new.start) for slot, source in slots if slot in own_new)
-        self.sent_slots, self.received_slots = ([slot for _, slot in pairs] for pairs in (sent, received))
+        sent = [
+            (new.rank_S[slot], source - own_old.start)
+            for slot, source in slots
+            if source in own_old
+        ]
+        received = sorted(
+            (old.rank_S[source], slot - own_new.start) for slot, source in slots if slot in own_new
+        )
+        self.sent_slots, self.received_slots = (
+            [slot for _, slot in pairs] for pairs in (sent, received)
+        )
         self.sent, self.received = (
-            [sum(partner == rank for partner, _ in pairs) for rank in range(group.size())] for pairs in (sent, received)
+            [sum(partner == rank for partner, _ in pairs) for rank in range(group.size())]
+            for pairs in (sent, received)
         )
 
     def carry(self, rows: Tensor) -> Tensor:
-        """Collective. One row per slot, from the old slots to the new ones; zeros in slots that stay empty."""
+        """Collective. One row per slot, from the old slots to the new ones; zeros in slots that
+        stay empty.
+        """
         arrived = rows.new_empty(len(self.received_slots), *rows.shape[1:])
         dist.all_to_all_single(
             arrived, rows[self.sent_slots].contiguous(), self.received, self.sent, group=self.group
-        )  # fmt: skip
+        )
         placed = rows.new_zeros(self.new.slots_P[self.rank], *rows.shape[1:])
         placed[self.received_slots] = arrived
         return placed
@@ -141,6 +165,7 @@ def _check(name: str, old: Homes | None, new: Homes) -> None:
         raise ValueError(f"there is no bank {name!r} of experts in this model")
     if (old.num_experts, len(old.slots_P)) != (new.num_experts, len(new.slots_P)):
         raise ValueError(
-            f"{name} has {old.num_experts} experts on {len(old.slots_P)} ranks, but the new homes are for {new.num_experts} on "
+            f"{name} has {old.num_experts} experts on {len(old.slots_P)} ranks, but the new homes "
+            f"are for {new.num_experts} on "
             f"{len(new.slots_P)}"
         )

@@ -1,11 +1,13 @@
-"""Gradients of experts that live in several slots: all copies get the same sum, bit for bit, and so stay equal.
+"""Gradients of experts that live in several slots: all copies get the same sum, bit for bit, and so
+stay equal.
 
-Every copy has seen other tokens. Before the usual reduction the gradients of all copies are laid into one tensor per parameter,
-zeros where a rank has none, and summed over the whole world in float32: the same bits everywhere, whatever the groups are. They
-then take the place of what the usual reduction made of them.
+Every copy has seen other tokens. Before the usual reduction the gradients of all copies are laid
+into one tensor per parameter, zeros where a rank has none, and summed over the whole world in
+float32: the same bits everywhere, whatever the groups are. They then take the place of what the
+usual reduction made of them.
 
-Cost per step: one all-reduce over the world of as many experts as have copies (at most half the slots); its buffers stay beside
-the gradients.
+Cost per step: one all-reduce over the world of as many experts as have copies (at most half the
+slots); its buffers stay beside the gradients.
 
 Legend: X experts with copies.
 """
@@ -47,14 +49,19 @@ class CopyReducer:
     """A `GradientReducer` that gives the copies of an expert the sum of all their gradients."""
 
     def __init__(
-        self, reducer: GradientReducer, banks: Iterable[tuple[Homes, Iterable[Parameter]]], mesh: Mesh
+        self,
+        reducer: GradientReducer,
+        banks: Iterable[tuple[Homes, Iterable[Parameter]]],
+        mesh: Mesh,
     ) -> None:
         self._reducer, self._group = reducer, mesh.world_group
         self._shared = [
             shared
             for homes, parameters in banks
             if homes.copies
-            for shared in _shared(homes, [each for each in parameters if each.requires_grad], mesh.coordinates.ep)
+            for shared in _shared(
+                homes, [each for each in parameters if each.requires_grad], mesh.coordinates.ep
+            )
         ]
 
     def reduce(self) -> None:
@@ -76,9 +83,16 @@ def _shared(homes: Homes, parameters: Iterable[Parameter], ep_rank: int) -> list
     places = [place for place, expert in enumerate(copied) if expert in held]
     slots = [held[copied[place]] for place in places]
     return [
-        _Shared(parameter, slots, places, torch.zeros(
-            len(copied), *parameter.shape[1:], dtype=torch.promote_types(parameter.dtype, torch.float32),
-            device=parameter.device,
-        ))
+        _Shared(
+            parameter,
+            slots,
+            places,
+            torch.zeros(
+                len(copied),
+                *parameter.shape[1:],
+                dtype=torch.promote_types(parameter.dtype, torch.float32),
+                device=parameter.device,
+            ),
+        )
         for parameter in parameters
-    ]  # fmt: skip
+    ]

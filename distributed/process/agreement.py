@@ -1,10 +1,13 @@
-"""Do all ranks mean the same? They compare what they are about to do before they do it together, through the rendezvous store.
+"""Do all ranks mean the same? They compare what they are about to do before they do it together,
+through the rendezvous store.
 
-Ranks that differ would wait for each other for ever, or train something that nobody asked for. So each leaves a digest of its
-facts (key -> value, all text) in the store; rank 0 compares, and if one differs all facts are laid side by side and every rank
-raises the same AgreementError, which says who has what. A rank that does not come is named after the timeout.
+Ranks that differ would wait for each other for ever, or train something that nobody asked for. So
+each leaves a digest of its facts (key -> value, all text) in the store; rank 0 compares, and if one
+differs all facts are laid side by side and every rank raises the same AgreementError, which says
+who has what. A rank that does not come is named after the timeout.
 
-Cost where all agree: four small messages per rank and one wait, 2 ms on one machine. No process group is needed.
+Cost where all agree: four small messages per rank and one wait, 2 ms on one machine. No process
+group is needed.
 """
 
 import hashlib
@@ -28,14 +31,26 @@ _ROOT = Path(__file__).resolve().parents[2]
 
 
 class AgreementError(ValueError):
-    """The ranks cannot run together: some differ, or some did not come. The same text on every rank."""
+    """The ranks cannot run together: some differ, or some did not come. The same text on every
+    rank.
+    """
 
 
-def agree(what: str, facts: Mapping[str, str], *, store: Store, rank: int, world_size: int, timeout_s: float) -> None:
-    """Returns if all ranks have the same facts. Every rank must call it, with the same `what` ("run", "parameters").
+def agree(
+    what: str,
+    facts: Mapping[str, str],
+    *,
+    store: Store,
+    rank: int,
+    world_size: int,
+    timeout_s: float,
+) -> None:
+    """Returns if all ranks have the same facts. Every rank must call it, with the same `what`
+    ("run", "parameters").
 
     Raises:
-        AgreementError: which key has which value on which ranks; or which ranks did not come within `timeout_s`.
+        AgreementError: which key has which value on which ranks; or which ranks did not come within
+            `timeout_s`.
     """
     if world_size == 1:
         return
@@ -52,9 +67,16 @@ def agree(what: str, facts: Mapping[str, str], *, store: Store, rank: int, world
 
 def code_facts() -> dict[str, str]:
     """A digest of every module of the package that this process runs, those in C++ too."""
-    in_rooms = (file for room in _rooms() for end in ("py", "cpp") for file in (_ROOT / room).rglob(f"*.{end}"))
+    in_rooms = (
+        file
+        for room in _rooms()
+        for end in ("py", "cpp")
+        for file in (_ROOT / room).rglob(f"*.{end}")
+    )
     files = sorted([*_ROOT.glob("*.py"), *in_rooms])
-    return {f"code {file.relative_to(_ROOT).as_posix()}": _digest(file.read_bytes()) for file in files}
+    return {
+        f"code {file.relative_to(_ROOT).as_posix()}": _digest(file.read_bytes()) for file in files
+    }
 
 
 def layout_facts(layout: Layout) -> dict[str, str]:
@@ -71,7 +93,9 @@ def parameter_facts(model: nn.Module) -> dict[str, str]:
 
 
 def flat_facts(prefix: str, values: Mapping[str, Any]) -> dict[str, str]:
-    """Nested plain values, as of a configuration, as one level: {"config": {"train": {"seed": 0}}} -> "config train.seed"."""
+    """Nested plain values, as of a configuration, as one level: {"config": {"train": {"seed": 0}}}
+    -> "config train.seed".
+    """
     return {f"{prefix} {'.'.join(path)}": json.dumps(value) for path, value in _leaves(values, ())}
 
 
@@ -86,7 +110,12 @@ class _Board:
     """Where the ranks of one question leave their answers."""
 
     def __init__(self, store: Store, prefix: str, world_size: int, timeout_s: float) -> None:
-        self._store, self._prefix, self._world_size, self._timeout_s = store, prefix, world_size, timeout_s
+        self._store, self._prefix, self._world_size, self._timeout_s = (
+            store,
+            prefix,
+            world_size,
+            timeout_s,
+        )
 
     def post(self, kind: str, rank: int, text: str) -> None:
         self._store.set(f"{self._prefix}/{kind}/{rank}", text)
@@ -103,7 +132,8 @@ class _Board:
         if missing := self._missing("facts"):
             return self._publish("difference", self._absence(missing, what))
         return self._publish(
-            "difference", spell_difference(what, [json.loads(text) for text in self._collect("facts")])
+            "difference",
+            spell_difference(what, [json.loads(text) for text in self._collect("facts")]),
         )
 
     def read(self, kind: str, what: str) -> str:
@@ -133,8 +163,10 @@ class _Board:
     def _absence(self, missing: list[int], what: str) -> str:
         who = f"rank {missing[0]}" if len(missing) == 1 else f"ranks {spell_ranks(missing)}"
         return (
-            f"{who} of {self._world_size} did not come within {self._timeout_s:g} s to compare the {what}: see the logs of "
-            f"{'it' if len(missing) == 1 else 'these'} first (train.timeout_s is how long the others wait)"
+            f"{who} of {self._world_size} did not come within {self._timeout_s:g} s to compare the "
+            f"{what}: see the logs of "
+            f"{'it' if len(missing) == 1 else 'these'} first (train.timeout_s is how long the "
+            "others wait)"
         )
 
 
@@ -147,7 +179,9 @@ def spell_difference(what: str, facts: list[dict[str, str]]) -> str:
         ranks: dict[str, list[int]] = {}
         for rank, own in enumerate(facts):
             ranks.setdefault(_short(own.get(key, "absent")), []).append(rank)
-        lines.append(f"  {key}: " + "; ".join(f"{value} on {_spell(who)}" for value, who in ranks.items()))
+        lines.append(
+            f"  {key}: " + "; ".join(f"{value} on {_spell(who)}" for value, who in ranks.items())
+        )
     if len(unlike) > _MOST_KEYS:
         lines.append(f"  and {len(unlike) - _MOST_KEYS} more")
     return "\n".join([*lines, "start all ranks with the same run folder, code and environment"])
@@ -167,7 +201,9 @@ def _rooms() -> Iterable[str]:
     return sorted(folders - {"benchmarks"})
 
 
-def _leaves(values: Mapping[str, Any], path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
+def _leaves(
+    values: Mapping[str, Any], path: tuple[str, ...]
+) -> Iterator[tuple[tuple[str, ...], Any]]:
     for key, value in values.items():
         if isinstance(value, Mapping):
             yield from _leaves(value, (*path, key))

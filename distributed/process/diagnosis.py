@@ -1,18 +1,22 @@
-"""Why did a collective not end? Names the operation, its number in its group, the group, and the ranks that did not come.
+"""Why did a collective not end? Names the operation, its number in its group, the group, and the
+ranks that did not come.
 
-torch records every collective that a rank issues (the flight recorder: group, number, operation, sizes; 2 µs each). Here is what
-makes an answer of it:
-  1. every rank has a thread that looks at one key of the store each second, over a connection of its own;
-  2. a rank whose collective failed sets the key; the threads leave in the store what their ranks called last, even where the
-     rank itself hangs, sleeps or waits in another group;
-  3. the first that asked compares, and all that failed raise what it found. A rank that died gives no answer, and one that
-     ended with an exception has left that in the store: both are said.
-So the diagnosis comes ANSWER_S after the timeout of the collective at the latest. While all goes well it costs one small
-message per rank and second. (A thread that waits in the store instead cannot be ended in good order, and aborts its process.)
+torch records every collective that a rank issues (the flight recorder: group, number, operation,
+sizes; 2 µs each). Here is what makes an answer of it:
+  1. every rank has a thread that looks at one key of the store each second, over a connection of
+     its own;
+  2. a rank whose collective failed sets the key; the threads leave in the store what their ranks
+     called last, even where the rank itself hangs, sleeps or waits in another group;
+  3. the first that asked compares, and all that failed raise what it found. A rank that died gives
+     no answer, and one that ended with an exception has left that in the store: both are said.
+So the diagnosis comes ANSWER_S after the timeout of the collective at the latest. While all goes
+well it costs one small message per rank and second. (A thread that waits in the store instead
+cannot be ended in good order, and aborts its process.)
 
-Gloo raises its timeouts in the rank's own code, where `Process` asks. NCCL's watchdog ends the process instead, prints the
-number, operation and group, and leaves every rank's record in a file (torch's `torchfrtrace` reads them and names who did not
-come). An NCCL error that reaches Python is explained here as Gloo's are.
+Gloo raises its timeouts in the rank's own code, where `Process` asks. NCCL's watchdog ends the
+process instead, prints the number, operation and group, and leaves every rank's record in a file
+(torch's `torchfrtrace` reads them and names who did not come). An NCCL error that reaches Python is
+explained here as Gloo's are.
 """
 
 import atexit
@@ -39,7 +43,11 @@ _ASKED = "trouble/asked"
 _FOUND = "trouble/found"
 _RECENT = 16  # collectives of each group that a rank tells of
 _OVERDUE = 0.9  # of its timeout: a collective as old as that may be the one that timed out
-_EQUAL_SIZES = ("all_reduce", "reduce_scatter", "broadcast")  # operations whose tensors are alike on all ranks
+_EQUAL_SIZES = (
+    "all_reduce",
+    "reduce_scatter",
+    "broadcast",
+)  # operations whose tensors are alike on all ranks
 
 
 class CollectiveError(RuntimeError):
@@ -50,7 +58,9 @@ class CollectiveError(RuntimeError):
 class Call:
     """One collective that a rank issued."""
 
-    group: str  # the backend and torch's name of the group, the same on all its ranks: each backend counts for itself
+    # the backend and torch's name of the group, the same on all its ranks: each backend counts for
+    # itself
+    group: str
     description: str
     number: int  # 1 is the group's first
     operation: str
@@ -73,7 +83,10 @@ class Answer:
         return max((call.number for call in self.calls if call.group == group), default=0)
 
     def find(self, call: Call) -> Call | None:
-        return next((own for own in self.calls if (own.group, own.number) == (call.group, call.number)), None)
+        return next(
+            (own for own in self.calls if (own.group, own.number) == (call.group, call.number)),
+            None,
+        )
 
 
 @dataclass(frozen=True)
@@ -93,14 +106,18 @@ class Absence:
 
 
 class Reporter:
-    """The thread that answers for this rank, whatever the rank itself is doing, until `stop` or the process' end."""
+    """The thread that answers for this rank, whatever the rank itself is doing, until `stop` or the
+    process' end.
+    """
 
     def __init__(self, store: Store, rank: int) -> None:
         self._store, self._rank = _own_connection(store), rank
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="trouble", daemon=True)
         self._thread.start()
-        atexit.register(self.stop)  # a thread that is inside torch when Python ends aborts the process
+        atexit.register(
+            self.stop
+        )  # a thread that is inside torch when Python ends aborts the process
 
     def stop(self) -> None:
         """Ends the thread. Twice is harmless."""
@@ -128,23 +145,37 @@ def leave_word(store: Store, rank: int, error: BaseException) -> None:
 
 
 def explain(error: BaseException, *, store: Store, rank: int, world_size: int) -> str | None:
-    """What kept a failed collective from completing; None if `error` is none. Takes at most 2 × ANSWER_S."""
-    if not isinstance(error, RuntimeError) or not any(word in str(error).lower() for word in ("gloo", "nccl")):
+    """What kept a failed collective from completing; None if `error` is none. Takes at most 2 ×
+    ANSWER_S.
+    """
+    if not isinstance(error, RuntimeError) or not any(
+        word in str(error).lower() for word in ("gloo", "nccl")
+    ):
         return None
     own = recorded_calls()
     try:
         found = _collect(store, rank, world_size, own)
     except dist.DistError as problem:
-        logger.warning("rank %d could not ask the others why a collective failed: %s", rank, problem)
+        logger.warning(
+            "rank %d could not ask the others why a collective failed: %s", rank, problem
+        )
         return None
     return f"{found} ({_first_line(error)})"
 
 
 def recorded_calls() -> list[Call]:
-    """The last collectives of this process by torch's flight recorder, oldest first, at most _RECENT of each group."""
-    # Two recorders: torch's general one, which Gloo writes, and one in ProcessGroupNCCL, which only CUDA builds have.
+    """The last collectives of this process by torch's flight recorder, oldest first, at most
+    _RECENT of each group.
+    """
+    # Two recorders: torch's general one, which Gloo writes, and one in ProcessGroupNCCL, which only
+    # CUDA builds have.
     dumps = [getattr(c10d, name, None) for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json")]
-    entries = [entry for dump in dumps if dump for entry in json.loads(dump(True, False)).get("entries", [])]
+    entries = [
+        entry
+        for dump in dumps
+        if dump
+        for entry in json.loads(dump(True, False)).get("entries", [])
+    ]
     now_ns = time.time_ns()
     kept: dict[str, int] = {}
     calls = []
@@ -156,8 +187,12 @@ def recorded_calls() -> list[Call]:
     return calls[::-1]
 
 
-def find_absence(rank: int, answers: Mapping[int, Answer], members: Mapping[str, Sequence[int]]) -> Absence | None:
-    """The collective of `rank` that others keep from completing: the oldest overdue one, else the last that is certain."""
+def find_absence(
+    rank: int, answers: Mapping[int, Answer], members: Mapping[str, Sequence[int]]
+) -> Absence | None:
+    """The collective of `rank` that others keep from completing: the oldest overdue one, else the
+    last that is certain.
+    """
     own = [call for call in answers[rank].calls if call.group in members]
     overdue = [call for call in own if call.age_s >= _OVERDUE * call.timeout_s]
     for call in overdue:
@@ -172,18 +207,29 @@ def spell_absence(absence: Absence, answers: Mapping[int, Answer]) -> str:
     """In words, on one line."""
     parts = []
     if absence.behind:
-        where = "; ".join(f"rank {rank} {_whereabouts(absence.call, answers[rank])}" for rank in absence.behind[:4])
-        parts.append(f"{_ranks(absence.behind)} did not come ({where}{'; …' if len(absence.behind) > 4 else ''})")
+        where = "; ".join(
+            f"rank {rank} {_whereabouts(absence.call, answers[rank])}"
+            for rank in absence.behind[:4]
+        )
+        parts.append(
+            f"{_ranks(absence.behind)} did not come "
+            f"({where}{'; …' if len(absence.behind) > 4 else ''})"
+        )
     parts += [f"rank {rank} had ended with {answers[rank].ended}" for rank in absence.ended[:4]]
     if absence.silent:
         parts.append(
-            f"{_ranks(absence.silent)} gave no answer (its process has died or is stopped, or its node is gone)"
+            f"{_ranks(absence.silent)} gave no answer (its process has died or is stopped, or its "
+            "node is gone)"
         )
     for rank in absence.unlike[:4]:
         other = answers[rank].find(absence.call)
         if other is not None:
-            parts.append(f"rank {rank} came with {other.operation} of {_spell_sizes(other)} instead")
-    return f"{absence.call}, of {_spell_sizes(absence.call)}, did not complete: {', and '.join(parts)}"
+            parts.append(
+                f"rank {rank} came with {other.operation} of {_spell_sizes(other)} instead"
+            )
+    return (
+        f"{absence.call}, of {_spell_sizes(absence.call)}, did not complete: {', and '.join(parts)}"
+    )
 
 
 # Asking and answering -----------------------------------------------------------------------------------------------
@@ -229,7 +275,8 @@ def _absence(call: Call, answers: Mapping[int, Answer], members: Sequence[int]) 
         elif answer.last_in(call.group) < call.number:
             (absence.ended if answer.ended else absence.behind).append(rank)
         elif other and (
-            other.operation != call.operation or (call.operation in _EQUAL_SIZES and other.sizes != call.sizes)
+            other.operation != call.operation
+            or (call.operation in _EQUAL_SIZES and other.sizes != call.sizes)
         ):
             absence.unlike.append(rank)
     return absence
@@ -250,7 +297,9 @@ def _own_connection(store: Store) -> Store:
 
 
 def _members(group: str) -> list[int]:
-    return dist.get_process_group_ranks(dist.distributed_c10d._resolve_process_group(group.partition(":")[2]))  # pyright: ignore
+    return dist.get_process_group_ranks(
+        dist.distributed_c10d._resolve_process_group(group.partition(":")[2])
+    )  # pyright: ignore
 
 
 # Reading and writing ------------------------------------------------------------------------------------------------
@@ -271,7 +320,10 @@ def _call_of(entry: Mapping[str, Any], now_ns: int) -> Call:
 
 
 def _encoded(answer: Answer) -> str:
-    calls = [(call.group, call.description, call.number, call.operation, call.sizes) for call in answer.calls]
+    calls = [
+        (call.group, call.description, call.number, call.operation, call.sizes)
+        for call in answer.calls
+    ]
     return json.dumps({"calls": calls, "ended": answer.ended})
 
 

@@ -1,11 +1,14 @@
-"""One rank's life: from torchrun's environment to a process group, and out again. Costs 30-100 ms on Gloo.
+"""One rank's life: from torchrun's environment to a process group, and out again. Costs 30-100 ms
+on Gloo.
 
-The rendezvous store is always wrapped in a PrefixStore named after the job's generation and torchrun's restart attempt.
-Without it a restarted rank reads the addresses that its dead predecessors left in the agent's store, which outlives
-them, and most restarts fail with "failed to connect" (seen with torch 2.13).
+The rendezvous store is always wrapped in a PrefixStore named after the job's generation and
+torchrun's restart attempt. Without it a restarted rank reads the addresses that its dead
+predecessors left in the agent's store, which outlives them, and most restarts fail with "failed to
+connect" (seen with torch 2.13).
 
-Before the process group exists the ranks compare their versions and devices (agreement.py). A collective that fails inside
-`with start_process(…)` is explained before the error leaves (diagnosis.py): which one, and which ranks did not come.
+Before the process group exists the ranks compare their versions and devices (agreement.py). A
+collective that fails inside `with start_process(…)` is explained before the error leaves
+(diagnosis.py): which one, and which ranks did not come.
 
 A process without torchrun's environment is a world of one, with a store in its own memory.
 """
@@ -48,26 +51,36 @@ class Process:
     ranks_per_node: int = 1
     # Where ranks leave each other short notes; this generation's own.
     store: Store = field(default_factory=HashStore, repr=False, compare=False)
-    reporter: Reporter | None = field(default=None, repr=False, compare=False)  # tells the others where this rank is
+    reporter: Reporter | None = field(
+        default=None, repr=False, compare=False
+    )  # tells the others where this rank is
 
     def agree(self, what: str, facts: Mapping[str, str], *, timeout_s: float | None = None) -> None:
-        """Returns if all ranks have the same facts; else every rank raises AgreementError, which says who differs.
+        """Returns if all ranks have the same facts; else every rank raises AgreementError, which
+        says who differs.
 
         Waits `timeout_s` (None: as long as for a collective) for the others.
         """
         agree(
-            what, facts, store=self.store, rank=self.rank, world_size=self.world_size,
+            what,
+            facts,
+            store=self.store,
+            rank=self.rank,
+            world_size=self.world_size,
             timeout_s=self.timeout_s if timeout_s is None else timeout_s,
-        )  # fmt: skip
+        )
 
     def __enter__(self) -> "Process":
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
-        # After an error other ranks may wait in a collective, and leaving the groups in good order could wait for them: the
-        # process ends without, so that its agent learns of the error soon.
+        # After an error other ranks may wait in a collective, and leaving the groups in good order
+        # could wait for them: the process ends without, so that its agent learns of the error soon.
         if error is None or self.world_size == 1:
             if self.reporter is not None:
                 self.reporter.stop()
@@ -89,14 +102,19 @@ class _Place:
     local_world_size: int
 
 
-def start_process(device: Literal["auto", "cpu", "cuda"] = "auto", *, timeout_s: float = DEFAULT_TIMEOUT_S) -> Process:
+def start_process(
+    device: Literal["auto", "cpu", "cuda"] = "auto", *, timeout_s: float = DEFAULT_TIMEOUT_S
+) -> Process:
     """Joins the world that the environment describes and returns this rank's place in it.
 
-    `auto` takes CUDA if this node has a GPU for each of its ranks, else the CPU. Every rank must choose the same kind.
-    Raises ValueError if the environment is incomplete, if CUDA is asked for and cannot be had, or if ranks disagree.
+    `auto` takes CUDA if this node has a GPU for each of its ranks, else the CPU. Every rank must
+    choose the same kind. Raises ValueError if the environment is incomplete, if CUDA is asked for
+    and cannot be had, or if ranks disagree.
     """
     if dist.is_initialized():
-        raise RuntimeError("this process is in a world already: call stop_process() before start_process()")
+        raise RuntimeError(
+            "this process is in a world already: call stop_process() before start_process()"
+        )
     place = _place_of(os.environ)
     chosen = _choose_device(device, place)
     store = _store(os.environ, place, timeout_s)
@@ -104,15 +122,28 @@ def start_process(device: Literal["auto", "cpu", "cuda"] = "auto", *, timeout_s:
         "device": chosen.type,
         **version_facts(),
     }  # with different backends they would wait for each other for ever
-    agree("start", facts, store=store, rank=place.rank, world_size=place.world_size, timeout_s=timeout_s)
+    agree(
+        "start",
+        facts,
+        store=store,
+        rank=place.rank,
+        world_size=place.world_size,
+        timeout_s=timeout_s,
+    )
     backend = "gloo" if chosen.type == "cpu" else "cpu:gloo,cuda:nccl"
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
     else:
         keep_freed_memory()
-    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # torch's flight recorder, which diagnosis.py reads
+    os.environ.setdefault(
+        "TORCH_FR_BUFFER_SIZE", "2000"
+    )  # torch's flight recorder, which diagnosis.py reads
     dist.init_process_group(
-        backend, store=store, rank=place.rank, world_size=place.world_size, timeout=timedelta(seconds=timeout_s)
+        backend,
+        store=store,
+        rank=place.rank,
+        world_size=place.world_size,
+        timeout=timedelta(seconds=timeout_s),
     )
     return Process(
         rank=place.rank,
@@ -130,9 +161,10 @@ def start_process(device: Literal["auto", "cpu", "cuda"] = "auto", *, timeout_s:
 def stop_process() -> None:
     """Leaves all process groups. Harmless if there are none."""
     if dist.is_initialized():
-        # A Gloo thread lets go of a collective's tensors after the rank has gone on, and wants Python's lock for that. Where a
-        # group outlives this function (a model's dispatchers hold it) the thread may still wait for the lock while Python ends,
-        # which aborts the process (pytorch/pytorch#190489). So it is given time for it now.
+        # A Gloo thread lets go of a collective's tensors after the rank has gone on, and wants
+        # Python's lock for that. Where a group outlives this function (a model's dispatchers hold
+        # it) the thread may still wait for the lock while Python ends, which aborts the process
+        # (pytorch/pytorch#190489). So it is given time for it now.
         time.sleep(_LET_GO_S)
         dist.destroy_process_group()
 
@@ -158,7 +190,9 @@ def _place_of(environment: Mapping[str, str]) -> _Place:
         rank=int(environment["RANK"]),
         world_size=int(environment["WORLD_SIZE"]),
         local_rank=int(environment["LOCAL_RANK"]),
-        local_world_size=int(environment.get("LOCAL_WORLD_SIZE", int(environment["LOCAL_RANK"]) + 1)),
+        local_world_size=int(
+            environment.get("LOCAL_WORLD_SIZE", int(environment["LOCAL_RANK"]) + 1)
+        ),
     )
     if not 0 <= place.rank < place.world_size:
         raise ValueError(f"RANK {place.rank} is not in a world of WORLD_SIZE {place.world_size}")
@@ -171,7 +205,8 @@ def _choose_device(wanted: str, place: _Place) -> torch.device:
     if wanted == "auto":
         if num_gpus and not enough:
             logger.warning(
-                "training on the CPU: this node has %d GPUs for %d ranks, and each rank needs its own",
+                "training on the CPU: this node has %d GPUs for %d ranks, and each rank needs its "
+                "own",
                 num_gpus,
                 place.local_world_size,
             )
@@ -182,8 +217,10 @@ def _choose_device(wanted: str, place: _Place) -> torch.device:
         raise ValueError(f"device must be 'auto', 'cpu' or 'cuda', got {wanted!r}")
     if not enough:
         raise ValueError(
-            f"device 'cuda' was asked for, but rank {place.rank} sees {num_gpus} GPUs and its node has "
-            f"{place.local_world_size} ranks (torch {torch.__version__}, built for CUDA {torch.version.cuda}); "
+            f"device 'cuda' was asked for, but rank {place.rank} sees {num_gpus} GPUs and its node "
+            "has "
+            f"{place.local_world_size} ranks (torch {torch.__version__}, built for CUDA "
+            f"{torch.version.cuda}); "
             "use device 'auto' or 'cpu', fewer ranks per node, or a torch that is built for CUDA"
         )
     return torch.device("cuda", place.local_rank)

@@ -1,12 +1,14 @@
-"""The expert operations in C++ for CPUs with AVX-512: rows are read through their index, and nothing is gathered (avx512.cpp).
+"""The expert operations in C++ for CPUs with AVX-512: rows are read through their index, and
+nothing is gathered (avx512.cpp).
 
-Float32 everywhere AVX-512 is, bfloat16 where AVX512_BF16 is too. Forward and backward of both doors are three products of two
-kinds: rows times a bank's matrices, and a bank's gradient; ReLU, gate weights and their gradients happen in registers. Other
-activations and biases are torch operations on the hidden rows between the products. Answers of a target row are added in route
-order, as in the other backends. Saved for the backward is what segments.py saves.
+Float32 everywhere AVX-512 is, bfloat16 where AVX512_BF16 is too. Forward and backward of both doors
+are three products of two kinds: rows times a bank's matrices, and a bank's gradient; ReLU, gate
+weights and their gradients happen in registers. Other activations and biases are torch operations
+on the hidden rows between the products. Answers of a target row are added in route order, as in the
+other backends. Saved for the backward is what segments.py saves.
 
-Legend: U source rows, N routes, E experts, D input width, F hidden width, W columns before the activation (F or 2F), O output
-width.
+Legend: U source rows, N routes, E experts, D input width, F hidden width, W columns before the
+activation (F or 2F), O output width.
 """
 
 import ctypes
@@ -29,31 +31,55 @@ _PANEL = 32  # columns
 
 class _Epilogue(ctypes.Structure):
     _fields_ = (
-        ("mode", c_int32), ("gate", c_void_p), ("wide_stride", c_int64), ("hidden", c_void_p), ("hidden_rows", c_void_p),
-        ("hidden_stride", c_int64), ("gated", c_void_p), ("gate_gradient", c_void_p),
-    )  # fmt: skip
+        ("mode", c_int32),
+        ("gate", c_void_p),
+        ("wide_stride", c_int64),
+        ("hidden", c_void_p),
+        ("hidden_rows", c_void_p),
+        ("hidden_stride", c_int64),
+        ("gated", c_void_p),
+        ("gate_gradient", c_void_p),
+    )
 
 
 def mlp_forward(x_UD: Tensor, bank: MLPBank, routes: SortedRoutes) -> tuple[Tensor, Tensor]:
     """Backend.mlp_forward."""
     num_routes = routes.num_routes
     kept = x_UD.new_empty(num_routes + ROW_SLACK, bank.w_up_EDW.shape[2])
-    z, source_rows, gate = kept[:num_routes], _int32(routes.source_rows()), routes.gates(torch.float32)
+    z, source_rows, gate = (
+        kept[:num_routes],
+        _int32(routes.source_rows()),
+        routes.gates(torch.float32),
+    )
     fused = bank.activation == "relu" and bank.b_up_EW is None
-    _rows_times_bank(x_UD, source_rows, bank.w_up_EDW, routes, z, _Epilogue(mode=_RELU if fused else _PLAIN))
+    _rows_times_bank(
+        x_UD, source_rows, bank.w_up_EDW, routes, z, _Epilogue(mode=_RELU if fused else _PLAIN)
+    )
     if bank.b_up_EW is not None:
         z += _of_rows(bank.b_up_EW, routes)
     hidden = z if fused else hidden_in_place(z, bank.activation)
     answers = _wide_rows_times_bank(hidden, None, bank.w_down_EFO, routes, gate)
     if bank.b_down_EO is not None:
-        answers[:, : bank.b_down_EO.shape[1]] += _of_rows(bank.b_down_EO, routes) * gate[:, None].to(answers.dtype)
+        answers[:, : bank.b_down_EO.shape[1]] += _of_rows(bank.b_down_EO, routes) * gate[
+            :, None
+        ].to(answers.dtype)
     return _sum_up(
-        answers, bank.w_down_EFO.shape[2], routes, routes.target_N, routes.num_targets, routes.per_target
+        answers,
+        bank.w_down_EFO.shape[2],
+        routes,
+        routes.target_N,
+        routes.num_targets,
+        routes.per_target,
     ), kept
 
 
 def mlp_backward(
-    grad_TO: Tensor, x_UD: Tensor, bank: MLPBank, routes: SortedRoutes, kept: Tensor, into: MLPGradients
+    grad_TO: Tensor,
+    x_UD: Tensor,
+    bank: MLPBank,
+    routes: SortedRoutes,
+    kept: Tensor,
+    into: MLPGradients,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """Backend.mlp_backward. The gate's gradient is taken in the hidden space: h · (dy·Wᵀ)."""
     num_routes = routes.num_routes
@@ -64,7 +90,9 @@ def mlp_backward(
     grad_gate = torch.empty_like(gate)
     mode = _RELU_GRADIENT if bank.activation == "relu" else _GRADIENT
     epilogue = _gradient_epilogue(mode, gate, hidden, None, gated, grad_gate)
-    _rows_times_bank(grad_TO, target_rows, bank.w_down_EFO, routes, d_hidden, epilogue, transposed=True)
+    _rows_times_bank(
+        grad_TO, target_rows, bank.w_down_EFO, routes, d_hidden, epilogue, transposed=True
+    )
     d_z = d_hidden if bank.activation == "relu" else pullback(d_hidden)
     grad_b_up = grad_b_down = None
     if bank.b_down_EO is not None:
@@ -76,7 +104,9 @@ def mlp_backward(
     _bank_gradient(gated, None, grad_TO, target_rows, routes, into.w_down_EFO)
     _bank_gradient(x_UD, source_rows, d_z, None, routes, into.w_up_EDW)
     grad_rows = _wide_rows_times_bank(d_z, None, bank.w_up_EDW, routes, None, transposed=True)
-    grad_x = _sum_up(grad_rows, x_UD.shape[1], routes, routes.source_N, x_UD.shape[0], routes.per_source)
+    grad_x = _sum_up(
+        grad_rows, x_UD.shape[1], routes, routes.source_N, x_UD.shape[0], routes.per_source
+    )
     return grad_x, _grad_gate(grad_gate, routes), grad_b_up, grad_b_down
 
 
@@ -86,16 +116,25 @@ def linear_forward(x_UD: Tensor, w_EDO: Tensor, routes: SortedRoutes) -> tuple[T
     source_rows, gate = _int32(routes.source_rows()), routes.gates(torch.float32)
     if width <= w_EDO.shape[1]:
         kept = x_UD.new_empty(num_routes + ROW_SLACK, width)
-        _rows_times_bank(x_UD, source_rows, w_EDO, routes, kept[:num_routes], _Epilogue(mode=_PLAIN))
+        _rows_times_bank(
+            x_UD, source_rows, w_EDO, routes, kept[:num_routes], _Epilogue(mode=_PLAIN)
+        )
         answers = kept[:num_routes] * gate[:, None].to(x_UD.dtype)
     else:
         kept = x_UD.new_empty(0)
         answers = _wide_rows_times_bank(x_UD, source_rows, w_EDO, routes, gate)
-    return _sum_up(answers, width, routes, routes.target_N, routes.num_targets, routes.per_target), kept
+    return _sum_up(
+        answers, width, routes, routes.target_N, routes.num_targets, routes.per_target
+    ), kept
 
 
 def linear_backward(
-    grad_TO: Tensor, x_UD: Tensor, w_EDO: Tensor, routes: SortedRoutes, kept: Tensor, into_EDO: Tensor
+    grad_TO: Tensor,
+    x_UD: Tensor,
+    w_EDO: Tensor,
+    routes: SortedRoutes,
+    kept: Tensor,
+    into_EDO: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """Backend.linear_backward; the gate's gradient on whichever side is narrow."""
     num_routes, width = routes.num_routes, x_UD.shape[1]
@@ -104,7 +143,7 @@ def linear_backward(
     if w_EDO.shape[2] <= w_EDO.shape[1]:
         dy = torch.index_select(
             grad_TO, 0, target_rows, out=workspace("dy", (num_routes, grad_TO.shape[1]), grad_TO)
-        )  # fmt: skip
+        )
         grad_gate = (kept[:num_routes] * dy).sum(-1, dtype=torch.float32)
         dy.mul_(gate[:, None].to(dy.dtype))
         grad_rows = _wide_rows_times_bank(dy, None, w_EDO, routes, None, transposed=True)
@@ -120,25 +159,51 @@ def linear_backward(
 
 
 def _rows_times_bank(
-    rows: Tensor, index_N: Tensor | None, bank_EKC: Tensor, routes: SortedRoutes, out_NC: Tensor, epilogue: _Epilogue,
-    *, transposed: bool = False,
-) -> None:  # fmt: skip
-    """out[n] = epilogue(rows[index[n]] · bank[e]) for all sorted places n; `transposed`: by bank[e]ᵀ."""
+    rows: Tensor,
+    index_N: Tensor | None,
+    bank_EKC: Tensor,
+    routes: SortedRoutes,
+    out_NC: Tensor,
+    epilogue: _Epilogue,
+    *,
+    transposed: bool = False,
+) -> None:
+    """out[n] = epilogue(rows[index[n]] · bank[e]) for all sorted places n; `transposed`: by
+    bank[e]ᵀ.
+    """
     num_experts, k, columns = bank_EKC.shape
     k, columns = (columns, k) if transposed else (k, columns)
     _call(
-        "rows_times_bank", rows, rows.data_ptr(), rows.stride(0), _pointer(index_N), bank_EKC.data_ptr(), k, columns,
-        transposed, routes.starts_E1.data_ptr(), num_experts, ctypes.byref(epilogue), out_NC.data_ptr(),
-    )  # fmt: skip
+        "rows_times_bank",
+        rows,
+        rows.data_ptr(),
+        rows.stride(0),
+        _pointer(index_N),
+        bank_EKC.data_ptr(),
+        k,
+        columns,
+        transposed,
+        routes.starts_E1.data_ptr(),
+        num_experts,
+        ctypes.byref(epilogue),
+        out_NC.data_ptr(),
+    )
 
 
 def _wide_rows_times_bank(
-    rows: Tensor, index_N: Tensor | None, bank_EKC: Tensor, routes: SortedRoutes, gate_N: Tensor | None,
-    *, transposed: bool = False,
-) -> Tensor:  # fmt: skip
-    """gate[n] · rows[index[n]] · bank[e] for all sorted places, in a workspace; past the columns is room to a full panel.
+    rows: Tensor,
+    index_N: Tensor | None,
+    bank_EKC: Tensor,
+    routes: SortedRoutes,
+    gate_N: Tensor | None,
+    *,
+    transposed: bool = False,
+) -> Tensor:
+    """gate[n] · rows[index[n]] · bank[e] for all sorted places, in a workspace; past the columns is
+    room to a full panel.
 
-    Of whole cache lines, so that they can be written without being read first: they are the most memory that a call touches.
+    Of whole cache lines, so that they can be written without being read first: they are the most
+    memory that a call touches.
     """
     columns = bank_EKC.shape[1 if transposed else 2]
     stride = -(-columns // _PANEL) * _PANEL
@@ -149,13 +214,27 @@ def _wide_rows_times_bank(
 
 
 def _bank_gradient(
-    a: Tensor, a_index_N: Tensor | None, b: Tensor, b_index_N: Tensor | None, routes: SortedRoutes, into: Tensor
+    a: Tensor,
+    a_index_N: Tensor | None,
+    b: Tensor,
+    b_index_N: Tensor | None,
+    routes: SortedRoutes,
+    into: Tensor,
 ) -> None:
     """into[e] += Σ over the places n of expert e of a[a_index[n]]ᵀ · b[b_index[n]]."""
     _call(
-        "bank_gradient", a, a.data_ptr(), a.shape[1], _pointer(a_index_N), b.data_ptr(), b.shape[1], _pointer(b_index_N),
-        routes.starts_E1.data_ptr(), into.shape[0], into.data_ptr(),
-    )  # fmt: skip
+        "bank_gradient",
+        a,
+        a.data_ptr(),
+        a.shape[1],
+        _pointer(a_index_N),
+        b.data_ptr(),
+        b.shape[1],
+        _pointer(b_index_N),
+        routes.starts_E1.data_ptr(),
+        into.shape[0],
+        into.data_ptr(),
+    )
 
 
 def _call(name: str, like: Tensor, *arguments: object) -> None:
@@ -164,12 +243,22 @@ def _call(name: str, like: Tensor, *arguments: object) -> None:
 
 
 def _gradient_epilogue(
-    mode: int, gate: Tensor, hidden: Tensor, hidden_rows: Tensor | None, gated: Tensor, grad_gate: Tensor
+    mode: int,
+    gate: Tensor,
+    hidden: Tensor,
+    hidden_rows: Tensor | None,
+    gated: Tensor,
+    grad_gate: Tensor,
 ) -> _Epilogue:
     return _Epilogue(
-        mode=mode, gate=gate.data_ptr(), hidden=hidden.data_ptr(), hidden_rows=_pointer(hidden_rows),
-        hidden_stride=hidden.stride(0), gated=gated.data_ptr(), gate_gradient=grad_gate.data_ptr(),
-    )  # fmt: skip
+        mode=mode,
+        gate=gate.data_ptr(),
+        hidden=hidden.data_ptr(),
+        hidden_rows=_pointer(hidden_rows),
+        hidden_stride=hidden.stride(0),
+        gated=gated.data_ptr(),
+        gate_gradient=grad_gate.data_ptr(),
+    )
 
 
 def _pointer(tensor: Tensor | None) -> int | None:
@@ -194,11 +283,22 @@ def _sum_of_experts(rows_NW: Tensor, bias_EW: Tensor, routes: SortedRoutes) -> T
 
 
 def _sum_up(
-    rows: Tensor, width: int, routes: SortedRoutes, index_N: Tensor | None, num_rows: int, per_row: int
+    rows: Tensor,
+    width: int,
+    routes: SortedRoutes,
+    index_N: Tensor | None,
+    num_rows: int,
+    per_row: int,
 ) -> Tensor:
-    """(num_rows, width): the first columns of sorted rows, added up in route order; no view of a workspace."""
+    """(num_rows, width): the first columns of sorted rows, added up in route order; no view of a
+    workspace.
+    """
     summed = add_rows(rows, routes.place_N, index_N, num_rows, per_row)[:, :width]
-    return summed.clone(memory_format=torch.contiguous_format) if routes.place_N is None else summed.contiguous()
+    return (
+        summed.clone(memory_format=torch.contiguous_format)
+        if routes.place_N is None
+        else summed.contiguous()
+    )
 
 
 def _grad_gate(grad_gate: Tensor, routes: SortedRoutes) -> Tensor:

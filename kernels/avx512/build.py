@@ -1,8 +1,10 @@
-"""The compiled avx512.cpp: made when first asked for, by torch's extension loader, and kept for all later processes.
+"""The compiled avx512.cpp: made when first asked for, by torch's extension loader, and kept for all
+later processes.
 
-It is compiled in a folder of this process's own and then put in place by one rename, so nobody sees half a file. Processes that
-start together wait for the first of them by a lock of the kernel's, which is free again when its holder dies; torch's own is a
-file that a killed process leaves behind, and for which everybody waits for ever.
+It is compiled in a folder of this process's own and then put in place by one rename, so nobody sees
+half a file. Processes that start together wait for the first of them by a lock of the kernel's,
+which is free again when its holder dies; torch's own is a file that a killed process leaves behind,
+and for which everybody waits for ever.
 """
 
 import ctypes
@@ -24,10 +26,20 @@ from torch.utils import cpp_extension
 
 _SOURCE = Path(__file__).with_name("avx512.cpp")
 _NAME = "moebius_avx512"
-# Only what the run-time check below asks the CPU for: no -march=native, for the file may lie on a folder that machines share.
+# Only what the run-time check below asks the CPU for: no -march=native, for the file may lie on a
+# folder that machines share.
 _FLAGS = [
-    "-O3", "-std=c++17", "-fopenmp", "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512bf16", "-mfma", "-mbmi2",
-]  # fmt: skip
+    "-O3",
+    "-std=c++17",
+    "-fopenmp",
+    "-mavx512f",
+    "-mavx512bw",
+    "-mavx512vl",
+    "-mavx512dq",
+    "-mavx512bf16",
+    "-mfma",
+    "-mbmi2",
+]
 _ROWS = [
     c_void_p,
     c_int64,
@@ -42,7 +54,18 @@ _ROWS = [
     c_void_p,
     c_int32,
 ]
-_BANK = [c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_void_p, c_int32]
+_BANK = [
+    c_void_p,
+    c_int64,
+    c_void_p,
+    c_void_p,
+    c_int64,
+    c_void_p,
+    c_void_p,
+    c_int64,
+    c_void_p,
+    c_int32,
+]
 
 
 def reason_against(dtype: torch.dtype) -> str | None:
@@ -65,9 +88,7 @@ def reason_against(dtype: torch.dtype) -> str | None:
         return "torch builds extensions with ninja, which is not here: pip install ninja"
     nearest = next(folder for folder in library_file().parents if folder.exists())
     if not os.access(nearest, os.W_OK):
-        return (
-            f"nothing can be compiled into {nearest}, which is not yours to write: name another in TORCH_EXTENSIONS_DIR"
-        )
+        return f"nothing can be compiled into {nearest}, which is not yours to write: name another in TORCH_EXTENSIONS_DIR"
     return None
 
 
@@ -93,7 +114,8 @@ def library() -> ctypes.CDLL:
             _build(path)
         except (OSError, RuntimeError) as error:
             raise ValueError(
-                f"{_SOURCE.name} could not be compiled; set kernels.backend=segments to do without it. It was said:\n{error}"
+                f"{_SOURCE.name} could not be compiled; set kernels.backend=segments to do without "
+                f"it. It was said:\n{error}"
             ) from error
     found = ctypes.CDLL(str(path))
     for dtype in ("float32", "bfloat16"):
@@ -109,13 +131,23 @@ def _build(path: Path) -> None:
         fcntl.flock(lock, fcntl.LOCK_EX)  # let go by the kernel, however its holder ends
         if path.exists():
             return
-        print(f"compiling {_SOURCE.name}, once on this machine: some ten seconds", file=sys.stderr, flush=True)
+        print(
+            f"compiling {_SOURCE.name}, once on this machine: some ten seconds",
+            file=sys.stderr,
+            flush=True,
+        )
         with tempfile.TemporaryDirectory(dir=path.parent) as folder, _scripts_on_path():
             cpp_extension.load(
-                _NAME, [str(_SOURCE)], extra_cflags=_FLAGS, extra_ldflags=["-fopenmp"], build_directory=folder,
+                _NAME,
+                [str(_SOURCE)],
+                extra_cflags=_FLAGS,
+                extra_ldflags=["-fopenmp"],
+                build_directory=folder,
                 is_python_module=False,
-            )  # fmt: skip
-            [built] = Path(folder).glob("*.so")  # torch adds a number to the name of a second one in a process
+            )
+            [built] = Path(folder).glob(
+                "*.so"
+            )  # torch adds a number to the name of a second one in a process
             os.replace(built, path)
 
 
@@ -137,4 +169,7 @@ def _cpu_flags() -> frozenset[str]:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
         return frozenset()
-    return next((frozenset(line.partition(":")[2].split()) for line in lines if line.startswith("flags")), frozenset())
+    return next(
+        (frozenset(line.partition(":")[2].split()) for line in lines if line.startswith("flags")),
+        frozenset(),
+    )

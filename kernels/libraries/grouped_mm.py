@@ -1,15 +1,19 @@
-"""The expert operations on torch's own grouped product, `torch.nn.functional.grouped_mm`: nothing to install, on CUDA and CPU.
+"""The expert operations on torch's own grouped product, `torch.nn.functional.grouped_mm`: nothing
+to install, on CUDA and CPU.
 
-What is done is in grouped_products.py. On CUDA in bfloat16 the operator is one kernel for all experts (from capability 9.0
-on; below it is a loop that reads the counts), and nothing here waits for the device. On CPUs, in float32 and bfloat16, it is a
-loop over the experts inside torch: there it serves as a second opinion, not for speed.
+What is done is in grouped_products.py. On CUDA in bfloat16 the operator is one kernel for all
+experts (from capability 9.0 on; below it is a loop that reads the counts), and nothing here waits
+for the device. On CPUs, in float32 and bfloat16, it is a loop over the experts inside torch: there
+it serves as a second opinion, not for speed.
 
 What the operator asks for, and how it is met:
-  * rows and columns that begin at multiples of 16 bytes: widths that are not such (412 or 82 columns of bfloat16) are filled with
-    zero columns in copies of the rows and the weights; the weights' copy costs a pass over them per product;
-  * on CUDA bfloat16 and fewer than 1,024 experts; float64 nowhere (backend.py refuses what cannot be);
-  * what it leaves unwritten is not read: rows past the last expert's, and weight gradients of experts without rows, which on some
-    GPUs are whatever the memory held (pytorch issue 172439).
+  * rows and columns that begin at multiples of 16 bytes: widths that are not such (412 or 82
+    columns of bfloat16) are filled with zero columns in copies of the rows and the weights; the
+    weights' copy costs a pass over them per product;
+  * on CUDA bfloat16 and fewer than 1,024 experts; float64 nowhere (backend.py refuses what cannot
+    be);
+  * what it leaves unwritten is not read: rows past the last expert's, and weight gradients of
+    experts without rows, which on some GPUs are whatever the memory held (pytorch issue 172439).
 
 Legend: U source rows, T targets, N routes, E experts, D input width, O output width.
 """
@@ -34,10 +38,17 @@ def mlp_forward(x_UD: Tensor, bank: MLPBank, routes: SortedRoutes) -> tuple[Tens
 
 
 def mlp_backward(
-    grad_TO: Tensor, x_UD: Tensor, bank: MLPBank, routes: SortedRoutes, kept: Tensor, into: MLPGradients
+    grad_TO: Tensor,
+    x_UD: Tensor,
+    bank: MLPBank,
+    routes: SortedRoutes,
+    kept: Tensor,
+    into: MLPGradients,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """Backend.mlp_backward."""
-    return grouped_products.mlp_backward(_GroupedMM(routes), grad_TO, x_UD, bank, routes, kept, into)
+    return grouped_products.mlp_backward(
+        _GroupedMM(routes), grad_TO, x_UD, bank, routes, kept, into
+    )
 
 
 def linear_forward(x_UD: Tensor, w_EDO: Tensor, routes: SortedRoutes) -> tuple[Tensor, Tensor]:
@@ -46,10 +57,17 @@ def linear_forward(x_UD: Tensor, w_EDO: Tensor, routes: SortedRoutes) -> tuple[T
 
 
 def linear_backward(
-    grad_TO: Tensor, x_UD: Tensor, w_EDO: Tensor, routes: SortedRoutes, kept: Tensor, into_EDO: Tensor
+    grad_TO: Tensor,
+    x_UD: Tensor,
+    w_EDO: Tensor,
+    routes: SortedRoutes,
+    kept: Tensor,
+    into_EDO: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """Backend.linear_backward."""
-    return grouped_products.linear_backward(_GroupedMM(routes), grad_TO, x_UD, w_EDO, routes, kept, into_EDO)
+    return grouped_products.linear_backward(
+        _GroupedMM(routes), grad_TO, x_UD, w_EDO, routes, kept, into_EDO
+    )
 
 
 class _GroupedMM:
@@ -61,8 +79,10 @@ class _GroupedMM:
         self._ends_E = routes.starts_E1[1:]
         if self._ends_E.is_cuda and self._ends_E.shape[0] > _MAX_GROUPS_ON_CUDA:
             raise ValueError(
-                f"kernels.backend='grouped_mm' takes at most {_MAX_GROUPS_ON_CUDA} experts on CUDA, and these are "
-                f"{self._ends_E.shape[0]}: choose segments or triton, or spread them over more ranks"
+                f"kernels.backend='grouped_mm' takes at most {_MAX_GROUPS_ON_CUDA} experts on "
+                "CUDA, and these are "
+                f"{self._ends_E.shape[0]}: choose segments or triton, or spread them over more "
+                "ranks"
             )
 
     def gather_sources(self, x_UD: Tensor) -> Tensor:
@@ -73,18 +93,24 @@ class _GroupedMM:
 
     def add_to_targets(self, rows_NO: Tensor) -> Tensor:
         routes = self._routes
-        y_TO = add_rows(rows_NO, routes.place_N, routes.target_N, routes.num_targets, routes.per_target)
+        y_TO = add_rows(
+            rows_NO, routes.place_N, routes.target_N, routes.num_targets, routes.per_target
+        )
         return y_TO.contiguous()
 
     def add_to_sources(self, rows_ND: Tensor, num_sources: int) -> Tensor:
         routes = self._routes
-        return add_rows(rows_ND, routes.place_N, routes.source_N, num_sources, routes.per_source).contiguous()
+        return add_rows(
+            rows_ND, routes.place_N, routes.source_N, num_sources, routes.per_source
+        ).contiguous()
 
     def product(self, rows_ND: Tensor, w_EDO: Tensor) -> Tensor:
         num_rows, width = rows_ND.shape[0], w_EDO.shape[2]
         if self._routes.num_routes == 0:
             return rows_ND.new_empty(num_rows, width)
-        return F.grouped_mm(_aligned(rows_ND), _aligned(w_EDO, rows=True), offs=self._ends_E)[:, :width]
+        return F.grouped_mm(_aligned(rows_ND), _aligned(w_EDO, rows=True), offs=self._ends_E)[
+            :, :width
+        ]
 
     def product_transposed(self, rows_NO: Tensor, w_EDO: Tensor) -> Tensor:
         num_rows, width = rows_NO.shape[0], w_EDO.shape[1]
@@ -111,9 +137,14 @@ class _GroupedMM:
 
 
 def _aligned(tensor: Tensor, *, rows: bool = False) -> Tensor:
-    """The tensor, or a copy with zero columns up to a multiple of 16 bytes; `rows`: as many zero rows as well."""
+    """The tensor, or a copy with zero columns up to a multiple of 16 bytes; `rows`: as many zero
+    rows as well.
+    """
     step = _ALIGNMENT_BYTES // tensor.element_size()
-    columns_to_fill, rows_to_fill = -tensor.shape[-1] % step, -tensor.shape[-2] % step if rows else 0
+    columns_to_fill, rows_to_fill = (
+        -tensor.shape[-1] % step,
+        -tensor.shape[-2] % step if rows else 0,
+    )
     if columns_to_fill or rows_to_fill:
         return F.pad(tensor, (0, columns_to_fill, 0, rows_to_fill))
     if not tensor.is_contiguous() or tensor.data_ptr() % _ALIGNMENT_BYTES:

@@ -1,17 +1,19 @@
-"""The expert operations over all sorted rows at once, on a library's grouped matrix product; backward by hand.
+"""The expert operations over all sorted rows at once, on a library's grouped matrix product;
+backward by hand.
 
-What a library has are `Operators`; what is done with them is here, once, for torch's own operator (grouped_mm.py)
-and for MegaBlocks' (megablocks.py). Flow of a call:
+What a library has are `Operators`; what is done with them is here, once, for torch's own operator
+(grouped_mm.py) and for MegaBlocks' (megablocks.py). Flow of a call:
   1. all routes' rows are gathered in the order of their experts;
   2. one grouped product per matrix; the activation, and the gate weight on the narrow side;
   3. the answers of a target row are added in route order.
 
-Saved for the backward: x, the index and the hidden rows (N × F), or the rows before the activation where it is not relu. Two
-N × D tensors live within a call (the gathered rows and the answers): they cost memory traffic that a kernel which gathers as it
-multiplies does not have, about half of the time on a GPU with hidden layers as narrow as 128.
+Saved for the backward: x, the index and the hidden rows (N × F), or the rows before the activation
+where it is not relu. Two N × D tensors live within a call (the gathered rows and the answers): they
+cost memory traffic that a kernel which gathers as it multiplies does not have, about half of the
+time on a GPU with hidden layers as narrow as 128.
 
-Legend: U source rows, T targets, N routes, E experts, D input width, F hidden width, W columns before the activation (F or 2F),
-O output width.
+Legend: U source rows, T targets, N routes, E experts, D input width, F hidden width, W columns
+before the activation (F or 2F), O output width.
 """
 
 from typing import Protocol
@@ -26,7 +28,8 @@ from ..operands import MLPBank, MLPGradients, SortedRoutes
 class Operators(Protocol):
     """A library's operations on the rows of one list of routes.
 
-    Tensors of sorted rows have at least N rows and at least their columns: what lies beyond is nobody's.
+    Tensors of sorted rows have at least N rows and at least their columns: what lies beyond is
+    nobody's.
     """
 
     def gather_sources(self, x_UD: Tensor) -> Tensor:
@@ -46,7 +49,9 @@ class Operators(Protocol):
         ...
 
     def product(self, rows_ND: Tensor, w_EDO: Tensor) -> Tensor:
-        """Every row by its expert's matrix: O columns, and N + ROW_SLACK rows where the rows come from a gather."""
+        """Every row by its expert's matrix: O columns, and N + ROW_SLACK rows where the rows come
+        from a gather.
+        """
         ...
 
     def product_transposed(self, rows_NO: Tensor, w_EDO: Tensor) -> Tensor:
@@ -54,11 +59,15 @@ class Operators(Protocol):
         ...
 
     def add_weight_gradient(self, into_EDO: Tensor, rows_ND: Tensor, rows_NO: Tensor) -> None:
-        """into[e] += Σ over the expert's rows of rows_NDᵀ · rows_NO; nothing for an expert without rows."""
+        """into[e] += Σ over the expert's rows of rows_NDᵀ · rows_NO; nothing for an expert without
+        rows.
+        """
         ...
 
 
-def mlp_forward(ops: Operators, x_UD: Tensor, bank: MLPBank, routes: SortedRoutes) -> tuple[Tensor, Tensor]:
+def mlp_forward(
+    ops: Operators, x_UD: Tensor, bank: MLPBank, routes: SortedRoutes
+) -> tuple[Tensor, Tensor]:
     """Backend.mlp_forward."""
     num_routes, gate = routes.num_routes, routes.gates(x_UD.dtype)[:, None]
     kept = ops.product(ops.gather_sources(x_UD), bank.w_up_EDW).contiguous()
@@ -72,15 +81,24 @@ def mlp_forward(ops: Operators, x_UD: Tensor, bank: MLPBank, routes: SortedRoute
 
 
 def mlp_backward(
-    ops: Operators, grad_TO: Tensor, x_UD: Tensor, bank: MLPBank, routes: SortedRoutes, kept: Tensor, into: MLPGradients
+    ops: Operators,
+    grad_TO: Tensor,
+    x_UD: Tensor,
+    bank: MLPBank,
+    routes: SortedRoutes,
+    kept: Tensor,
+    into: MLPGradients,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """Backend.mlp_backward.
 
-    The gate's gradient is taken in the hidden space: d/dg (g·h·W) · dy = h · (dy·Wᵀ), so no answer row is kept for it. Sums over
-    an expert's rows (the biases' gradients) are grouped products as well, with one column: no atomics, so no run differs.
+    The gate's gradient is taken in the hidden space: d/dg (g·h·W) · dy = h · (dy·Wᵀ), so no answer
+    row is kept for it. Sums over an expert's rows (the biases' gradients) are grouped products as
+    well, with one column: no atomics, so no run differs.
     """
     num_routes, gate = routes.num_routes, routes.gates(x_UD.dtype)[:, None]
-    grad_b_up, grad_b_down = (None if b is None else torch.zeros_like(b) for b in (bank.b_up_EW, bank.b_down_EO))
+    grad_b_up, grad_b_down = (
+        None if b is None else torch.zeros_like(b) for b in (bank.b_up_EW, bank.b_down_EO)
+    )
     dy = ops.gather_targets(grad_TO)
     h, pullback = hidden_and_pullback(kept[:num_routes], bank.activation)
     d_gated = ops.product_transposed(dy, bank.w_down_EFO)[:num_routes]
@@ -97,7 +115,9 @@ def mlp_backward(
     return grad_x, routes.unsorted(grad_gate), grad_b_up, grad_b_down
 
 
-def linear_forward(ops: Operators, x_UD: Tensor, w_EDO: Tensor, routes: SortedRoutes) -> tuple[Tensor, Tensor]:
+def linear_forward(
+    ops: Operators, x_UD: Tensor, w_EDO: Tensor, routes: SortedRoutes
+) -> tuple[Tensor, Tensor]:
     """Backend.linear_forward."""
     num_routes, gate = routes.num_routes, routes.gates(x_UD.dtype)[:, None]
     x = ops.gather_sources(x_UD)
@@ -108,7 +128,13 @@ def linear_forward(ops: Operators, x_UD: Tensor, w_EDO: Tensor, routes: SortedRo
 
 
 def linear_backward(
-    ops: Operators, grad_TO: Tensor, x_UD: Tensor, w_EDO: Tensor, routes: SortedRoutes, kept: Tensor, into_EDO: Tensor
+    ops: Operators,
+    grad_TO: Tensor,
+    x_UD: Tensor,
+    w_EDO: Tensor,
+    routes: SortedRoutes,
+    kept: Tensor,
+    into_EDO: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """Backend.linear_backward; the gate's gradient on whichever side is narrow."""
     num_routes, gate = routes.num_routes, routes.gates(x_UD.dtype)[:, None]
@@ -120,7 +146,9 @@ def linear_backward(
         grad_gate = (x[:, : d_x.shape[1]] * d_x).sum(-1, dtype=routes.weight_N.dtype)
         d_x, x = d_x * gate, x * gate
     else:
-        grad_gate = (kept[:num_routes] * dy[:, : kept.shape[1]]).sum(-1, dtype=routes.weight_N.dtype)
+        grad_gate = (kept[:num_routes] * dy[:, : kept.shape[1]]).sum(
+            -1, dtype=routes.weight_N.dtype
+        )
         dy = dy * gate
         d_x = ops.product_transposed(dy, w_EDO)
     ops.add_weight_gradient(into_EDO, x, dy)

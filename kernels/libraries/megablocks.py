@@ -1,14 +1,17 @@
-"""The expert operations on MegaBlocks' operators (arXiv 2211.15841): its permutation kernels and its grouped products, on CUDA.
+"""The expert operations on MegaBlocks' operators (arXiv 2211.15841): its permutation kernels and
+its grouped products, on CUDA.
 
-MegaBlocks is no dependency: its release asks for one torch version, older than ours. Where it is installed (docs/kernels.md
-has the line, and what it was tried on), this backend drives
+MegaBlocks is no dependency: its release asks for one torch version, older than ours. Where it is
+installed (docs/kernels.md has the line, and what it was tried on), this backend drives
     megablocks.ops.gather, megablocks.ops.scatter      rows into the order of their experts, and summed back
     grouped_gemm.backend.gmm                           the products; trans_b for rows' gradients, trans_a for the weights'
-which is what its own "grouped" layer is made of (its block-sparse one refuses current Triton releases). What is done with them is
-in grouped_products.py. The sort is the doors' own, once per routing, so forward and backward share it.
+which is what its own "grouped" layer is made of (its block-sparse one refuses current Triton
+releases). What is done with them is in grouped_products.py. The sort is the doors' own, once per
+routing, so forward and backward share it.
 
-Cost: a product takes its row counts from the host, so every call waits for the device once, unless the routes have `per_expert`;
-and the released library makes one call of cuBLAS per expert and product. bfloat16 only.
+Cost: a product takes its row counts from the host, so every call waits for the device once, unless
+the routes have `per_expert`; and the released library makes one call of cuBLAS per expert and
+product. bfloat16 only.
 
 Legend: U source rows, T targets, N routes, E experts, D input width, O output width.
 """
@@ -29,10 +32,17 @@ def mlp_forward(x_UD: Tensor, bank: MLPBank, routes: SortedRoutes) -> tuple[Tens
 
 
 def mlp_backward(
-    grad_TO: Tensor, x_UD: Tensor, bank: MLPBank, routes: SortedRoutes, kept: Tensor, into: MLPGradients
+    grad_TO: Tensor,
+    x_UD: Tensor,
+    bank: MLPBank,
+    routes: SortedRoutes,
+    kept: Tensor,
+    into: MLPGradients,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """Backend.mlp_backward."""
-    return grouped_products.mlp_backward(_MegaBlocks(routes), grad_TO, x_UD, bank, routes, kept, into)
+    return grouped_products.mlp_backward(
+        _MegaBlocks(routes), grad_TO, x_UD, bank, routes, kept, into
+    )
 
 
 def linear_forward(x_UD: Tensor, w_EDO: Tensor, routes: SortedRoutes) -> tuple[Tensor, Tensor]:
@@ -41,17 +51,25 @@ def linear_forward(x_UD: Tensor, w_EDO: Tensor, routes: SortedRoutes) -> tuple[T
 
 
 def linear_backward(
-    grad_TO: Tensor, x_UD: Tensor, w_EDO: Tensor, routes: SortedRoutes, kept: Tensor, into_EDO: Tensor
+    grad_TO: Tensor,
+    x_UD: Tensor,
+    w_EDO: Tensor,
+    routes: SortedRoutes,
+    kept: Tensor,
+    into_EDO: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """Backend.linear_backward."""
-    return grouped_products.linear_backward(_MegaBlocks(routes), grad_TO, x_UD, w_EDO, routes, kept, into_EDO)
+    return grouped_products.linear_backward(
+        _MegaBlocks(routes), grad_TO, x_UD, w_EDO, routes, kept, into_EDO
+    )
 
 
 class _MegaBlocks:
     """grouped_products.Operators on MegaBlocks'.
 
-    To MegaBlocks a route's place is its "bin id" (the expert) and the expert's "bin" (where it ends); `indices` are the routes in
-    sorted order, and a route belongs to row index // top_k. Routes without such a rule are handed over as rows of their own.
+    To MegaBlocks a route's place is its "bin id" (the expert) and the expert's "bin" (where it
+    ends); `indices` are the routes in sorted order, and a route belongs to row index // top_k.
+    Routes without such a rule are handed over as rows of their own.
     """
 
     def __init__(self, routes: SortedRoutes) -> None:
@@ -104,15 +122,21 @@ class _MegaBlocks:
             return rows_UD.new_empty(0, rows_UD.shape[1])
         if index_N is not None:
             rows_UD, per_row = rows_UD.index_select(0, index_N), 1
-        rows_UD = rows_UD[: num_routes // per_row].contiguous()  # rows that no route reads would not be accepted
-        return self._library.gather(rows_UD, self._indices_N, self._bin_ids_N, self._bins_E, per_row)
+        rows_UD = rows_UD[
+            : num_routes // per_row
+        ].contiguous()  # rows that no route reads would not be accepted
+        return self._library.gather(
+            rows_UD, self._indices_N, self._bin_ids_N, self._bins_E, per_row
+        )
 
     def _add(self, rows_ND: Tensor, index_N: Tensor | None, num_rows: int, per_row: int) -> Tensor:
         if self._routes.num_routes == 0:
             return rows_ND.new_zeros(num_rows, rows_ND.shape[1])
         top_k = 1 if index_N is not None else per_row
         rows_ND = rows_ND.contiguous()
-        summed = self._library.scatter(rows_ND, self._indices_N, self._bin_ids_N, None, self._bins_E, top_k)
+        summed = self._library.scatter(
+            rows_ND, self._indices_N, self._bin_ids_N, None, self._bins_E, top_k
+        )
         return summed if index_N is None else add_rows(summed, None, index_N, num_rows, 0)
 
 

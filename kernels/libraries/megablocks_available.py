@@ -8,7 +8,8 @@ from importlib import import_module
 import torch
 from torch import Tensor
 
-# Without pip's cache: it would give a wheel that was compiled against one torch to an environment with another.
+# Without pip's cache: it would give a wheel that was compiled against one torch to an environment
+# with another.
 INSTALL_LINE = (
     "pip install --no-cache-dir --no-deps --no-build-isolation "
     "stanford-stk==0.7.1 grouped_gemm==0.3.0 megablocks==0.10.0"
@@ -41,7 +42,8 @@ def reason_against(device_type: str, dtype: torch.dtype) -> str | None:
         library()
     except ImportError as error:
         return (
-            f"MegaBlocks cannot be imported ({error}); it is compiled against the torch that is there: `{INSTALL_LINE}`; "
+            f"MegaBlocks cannot be imported ({error}); it is compiled against the torch that is "
+            f"there: `{INSTALL_LINE}`; "
             "docs/kernels.md says what that needs"
         )
     return None

@@ -9,10 +9,12 @@ INSTALL_LINE = 'pip install "triton>=3.6,<3.9"'
 
 
 def reason_against(device_type: str, dtype: torch.dtype) -> str | None:
-    """Why Triton's kernels cannot run on such a device in such a dtype, and what to do; None: they can.
+    """Why Triton's kernels cannot run on such a device in such a dtype, and what to do; None: they
+    can.
 
-    Its interpreter (TRITON_INTERPRET=1, set before the kernels are imported) runs them on CPUs, slowly, for tests. Its bfloat16
-    arithmetic is silently wrong in all releases up to 3.9 (casts truncate, products are off by powers of ten): refused.
+    Its interpreter (TRITON_INTERPRET=1, set before the kernels are imported) runs them on CPUs,
+    slowly, for tests. Its bfloat16 arithmetic is silently wrong in all releases up to 3.9 (casts
+    truncate, products are off by powers of ten): refused.
     """
     if find_spec("triton") is None:
         return f"Triton is not installed: {INSTALL_LINE}"
@@ -22,10 +24,14 @@ def reason_against(device_type: str, dtype: torch.dtype) -> str | None:
         return None
     if interpreted():
         if dtype is torch.bfloat16:
-            return "Triton's interpreter computes bfloat16 wrongly without saying so: give it float32"
+            return (
+                "Triton's interpreter computes bfloat16 wrongly without saying so: give it float32"
+            )
         return None
     if device_type != "cuda":
-        return f"Triton's kernels are for CUDA, and the weights are on {device_type}: choose segments"
+        return (
+            f"Triton's kernels are for CUDA, and the weights are on {device_type}: choose segments"
+        )
     return None
 
 

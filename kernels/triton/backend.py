@@ -3,11 +3,12 @@
     forward     tile table, sorted rows; K1 (activation); K2 in route order; Rd over each target's answers
     backward    the same two; K1 (hidden gradient, gate's gradient); K2 with w_up transposed; Rd over each source's; K3 twice
 
-Nothing is read from the device: grids follow from the number of routes alone, so a call may be captured in a CUDA graph. What
-lives longer than a call is `kept`. In between there is one N × D tensor of answers; `Options.scatter_add` avoids it.
+Nothing is read from the device: grids follow from the number of routes alone, so a call may be
+captured in a CUDA graph. What lives longer than a call is `kept`. In between there is one N × D
+tensor of answers; `Options.scatter_add` avoids it.
 
-Legend: U source rows, T targets, N routes, E experts, D input width, F hidden width, W columns before the activation (F or 2F), O
-output width.
+Legend: U source rows, T targets, N routes, E experts, D input width, F hidden width, W columns
+before the activation (F or 2F), O output width.
 """
 
 from collections.abc import Sequence
@@ -38,10 +39,11 @@ from .weight_gradients import Operands, Work, cut_work, ragged_gradient, segment
 
 @dataclass(frozen=True)
 class Options:
-    """What may be asked of the kernels beyond their defaults, which are deterministic and exact in float32.
+    """What may be asked of the kernels beyond their defaults, which are deterministic and exact in
+    float32.
 
-    tf32: float32 products in TensorFloat-32.
-    scatter_add: answers are added to their targets by float32 atomics, not stored and summed: no N × O tensor, but another
+    tf32: float32 products in TensorFloat-32. scatter_add: answers are added to their targets by
+    float32 atomics, not stored and summed: no N × O tensor, but another
         order of the sum each time.
     fused: the perceptron's forward is one kernel (K12), where its hidden rows are narrow enough.
     """
@@ -55,7 +57,9 @@ DEFAULT = Options()
 
 
 class _Pass:
-    """What the launches of one call share: sorted rows, tile tables (made when first asked for), tiles."""
+    """What the launches of one call share: sorted rows, tile tables (made when first asked for),
+    tiles.
+    """
 
     def __init__(self, routes: SortedRoutes, rows: Tensor, options: Options) -> None:
         check_tensor(rows)
@@ -71,25 +75,42 @@ class _Pass:
     def tile(self, kernel: str, **widths: int) -> Tile:
         return choose(kernel, self.dtype, self.routes.num_routes, self.num_experts).fit(**widths)
 
-    def launch(self, kernel: Any, tile: Tile, column_tiles: int, *args: Any, **constants: Any) -> None:
-        """One program per row tile and column tile; the row tiles' table goes last among the arguments."""
+    def launch(
+        self, kernel: Any, tile: Tile, column_tiles: int, *args: Any, **constants: Any
+    ) -> None:
+        """One program per row tile and column tile; the row tiles' table goes last among the
+        arguments.
+        """
         table = self._table(tile.rows)
         index = (table.expert_L, table.first_L, table.starts_E1)
         numbers = constants.pop("numbers", ())
         launch(
-            kernel, table.length * column_tiles if self.routes.num_routes else 0, *args, *index, *numbers, **constants,
-            ROWS=tile.rows, COLUMNS=tile.columns, DEPTH=tile.depth, PRECISION=self.precision, **tile.options(),
-        )  # fmt: skip
+            kernel,
+            table.length * column_tiles if self.routes.num_routes else 0,
+            *args,
+            *index,
+            *numbers,
+            **constants,
+            ROWS=tile.rows,
+            COLUMNS=tile.columns,
+            DEPTH=tile.depth,
+            PRECISION=self.precision,
+            **tile.options(),
+        )
 
     def _table(self, rows: int) -> TileTable:
         if rows not in self._tables:
-            self._tables[rows] = tile_table(self.routes.starts_E1, self.routes.num_routes, rows=rows)
+            self._tables[rows] = tile_table(
+                self.routes.starts_E1, self.routes.num_routes, rows=rows
+            )
         return self._tables[rows]
 
 
 @dataclass(frozen=True)
 class _Destination:
-    """Where the answers of a product go: rows of their own in route order, or added to the rows of targets."""
+    """Where the answers of a product go: rows of their own in route order, or added to the rows of
+    targets.
+    """
 
     out: Tensor
     out_rows: Tensor | None
@@ -101,15 +122,21 @@ class _Destination:
 
     def result(self) -> Tensor:
         """(num_rows, O)."""
-        return self.out.to(self.dtype) if self.add else sum_rows(self.out, self.index_N, self.num_rows, self.per_row)
+        return (
+            self.out.to(self.dtype)
+            if self.add
+            else sum_rows(self.out, self.index_N, self.num_rows, self.per_row)
+        )
 
 
 def _towards(
     p: _Pass, like: Tensor, width: int, *, targets: bool, num_rows: int, stored: bool = False
-) -> _Destination:  # fmt: skip
+) -> _Destination:
     """`stored`: whatever the options say; K1 has no other way to write, and its answers are narrow."""
     routes = p.routes
-    index_N, per_row = (routes.target_N, routes.per_target) if targets else (routes.source_N, routes.per_source)
+    index_N, per_row = (
+        (routes.target_N, routes.per_target) if targets else (routes.source_N, routes.per_source)
+    )
     if p.options.scatter_add and not stored:
         out = torch.zeros(num_rows, width, dtype=torch.float32, device=like.device)
         out_rows = p.rows.target_N if targets else p.rows.source_N
@@ -121,36 +148,72 @@ def _towards(
 def mlp_forward(
     x_UD: Tensor, bank: MLPBank, routes: SortedRoutes, *, options: Options = DEFAULT
 ) -> tuple[Tensor, Tensor]:
-    """y (T, O), and kept (N + slack, W) in sorted order: relu's hidden rows, of others the rows before the activation."""
+    """y (T, O), and kept (N + slack, W) in sorted order: relu's hidden rows, of others the rows
+    before the activation.
+    """
     p, x_UD, bank = _Pass(routes, x_UD, options), x_UD.contiguous(), _contiguous(bank)
     w_up, w_down = bank.w_up_EDW, bank.w_down_EFO
     (_, width_in, columns), (_, hidden_width, width_out) = w_up.shape, w_down.shape
     kept = x_UD.new_empty(routes.num_routes + ROW_SLACK, columns)
     to = _towards(p, x_UD, width_out, targets=True, num_rows=routes.num_targets)
     if options.fused and hidden_width <= WIDEST_HIDDEN:
-        tile = p.tile("fused_two" if bank.activation in GATES else "fused", columns=width_out, depth=width_in)
+        tile = p.tile(
+            "fused_two" if bank.activation in GATES else "fused", columns=width_out, depth=width_in
+        )
         p.launch(
-            fused_mlp, tile, 1, x_UD, p.rows.source_N, w_up, bank.b_up_EW, kept, w_down, bank.b_down_EO, p.rows.gate_N,
-            to.out, to.out_rows, D=width_in, F=hidden_width, OUT=width_out, ACT=bank.activation, ADD=to.add,
+            fused_mlp,
+            tile,
+            1,
+            x_UD,
+            p.rows.source_N,
+            w_up,
+            bank.b_up_EW,
+            kept,
+            w_down,
+            bank.b_down_EO,
+            p.rows.gate_N,
+            to.out,
+            to.out_rows,
+            D=width_in,
+            F=hidden_width,
+            OUT=width_out,
+            ACT=bank.activation,
+            ADD=to.add,
             HIDDEN=max(16, triton.next_power_of_2(hidden_width)),
-        )  # fmt: skip
+        )
         return to.result(), kept
     hidden = None if bank.activation == "relu" else x_UD.new_empty(routes.num_routes, hidden_width)
     kind = "gather_two" if bank.activation in GATES else "gather"
     tile = p.tile(kind, columns=hidden_width, depth=width_in)
     p.launch(
-        gathered_activation, tile, triton.cdiv(hidden_width, tile.columns),
-        x_UD, p.rows.source_N, w_up, bank.b_up_EW, kept, hidden, D=width_in, F=hidden_width, ACT=bank.activation,
-    )  # fmt: skip
+        gathered_activation,
+        tile,
+        triton.cdiv(hidden_width, tile.columns),
+        x_UD,
+        p.rows.source_N,
+        w_up,
+        bank.b_up_EW,
+        kept,
+        hidden,
+        D=width_in,
+        F=hidden_width,
+        ACT=bank.activation,
+    )
     rows = kept if hidden is None else hidden
     _rows_product(p, rows, None, w_down, to, transposed=False, gated=True, bias=bank.b_down_EO)
     return to.result(), kept
 
 
 def mlp_backward(
-    grad_TO: Tensor, x_UD: Tensor, bank: MLPBank, routes: SortedRoutes, kept: Tensor, into: MLPGradients,
-    *, options: Options = DEFAULT,
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:  # fmt: skip
+    grad_TO: Tensor,
+    x_UD: Tensor,
+    bank: MLPBank,
+    routes: SortedRoutes,
+    kept: Tensor,
+    into: MLPGradients,
+    *,
+    options: Options = DEFAULT,
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """Gradients of x, the gate weights and the biases; the weights' are added to `into`."""
     p = _Pass(routes, grad_TO, options)
     grad_x, grad_weight_N, b_up, b_down, d_z = _mlp_rows(p, grad_TO, x_UD, bank, kept)
@@ -159,28 +222,51 @@ def mlp_backward(
 
 
 def mlp_backward_rows(
-    grad_TO: Tensor, x_UD: Tensor, bank: MLPBank, routes: SortedRoutes, kept: Tensor, *, options: Options = DEFAULT
+    grad_TO: Tensor,
+    x_UD: Tensor,
+    bank: MLPBank,
+    routes: SortedRoutes,
+    kept: Tensor,
+    *,
+    options: Options = DEFAULT,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor]:
-    """The same without the weights'; beside them d_z (N + slack, W), the gradient of the rows before the activation."""
+    """The same without the weights'; beside them d_z (N + slack, W), the gradient of the rows
+    before the activation.
+    """
     return _mlp_rows(_Pass(routes, grad_TO, options), grad_TO, x_UD, bank, kept)
 
 
 def _mlp_rows(
     p: _Pass, grad_TO: Tensor, x_UD: Tensor, bank: MLPBank, kept: Tensor
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor]:
     routes, grad_TO, bank = p.routes, grad_TO.contiguous(), _contiguous(bank)
     width_in, (_, hidden_width, width_out) = bank.w_up_EDW.shape[1], bank.w_down_EFO.shape
     d_z = torch.empty_like(kept)
     tile = p.tile(
-        "gather_back" if bank.activation == "relu" else "gather_back_smooth", columns=hidden_width, depth=width_out
+        "gather_back" if bank.activation == "relu" else "gather_back_smooth",
+        columns=hidden_width,
+        depth=width_out,
     )
     parts = triton.cdiv(hidden_width, tile.columns)
     grad_gate = torch.empty(parts, routes.num_routes, dtype=torch.float32, device=kept.device)
     p.launch(
-        gathered_hidden_gradient, tile, parts,
-        grad_TO, p.rows.target_N, bank.w_down_EFO, bank.b_down_EO, kept, p.rows.gate_N, d_z, grad_gate, routes.order_N,
-        numbers=(routes.num_routes,), OUT=width_out, F=hidden_width, ACT=bank.activation,
-    )  # fmt: skip
+        gathered_hidden_gradient,
+        tile,
+        parts,
+        grad_TO,
+        p.rows.target_N,
+        bank.w_down_EFO,
+        bank.b_down_EO,
+        kept,
+        p.rows.gate_N,
+        d_z,
+        grad_gate,
+        routes.order_N,
+        numbers=(routes.num_routes,),
+        OUT=width_out,
+        F=hidden_width,
+        ACT=bank.activation,
+    )
     to = _towards(p, grad_TO, width_in, targets=False, num_rows=x_UD.shape[0])
     _rows_product(p, d_z, None, bank.w_up_EDW, to, transposed=True, gated=False)
     b_up = None if bank.b_up_EW is None else segment_sums(d_z, None, None, routes.starts_E1)
@@ -190,19 +276,23 @@ def _mlp_rows(
     return to.result(), _sum_parts(p, grad_gate), b_up, b_down, d_z
 
 
-def mlp_weight_gradients(calls: Sequence[MLPCall], *, options: Options = DEFAULT) -> tuple[Tensor, Tensor]:
+def mlp_weight_gradients(
+    calls: Sequence[MLPCall], *, options: Options = DEFAULT
+) -> tuple[Tensor, Tensor]:
     """Of w_up and w_down, over all calls: one product each, added up in float32."""
     return _mlp_weights(calls, [_Pass(call.routes, call.x_UD, options) for call in calls], None)
 
 
 def _mlp_weights(
     calls: Sequence[MLPCall], passes: Sequence[_Pass], into: MLPGradients | None
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:
     bank, up, down = calls[0].bank, [], []
     for call, p in zip(calls, passes, strict=True):
         starts_E1, rows = call.routes.starts_E1, p.rows
         up.append(Operands(_aligned(call.x_UD), call.d_z, rows.source_N, None, None, starts_E1))
-        down.append(Operands(call.kept, _aligned(call.grad_TO), None, rows.target_N, rows.gate_N, starts_E1))
+        down.append(
+            Operands(call.kept, _aligned(call.grad_TO), None, rows.target_N, rows.gate_N, starts_E1)
+        )
     activation = None if bank.activation == "relu" else bank.activation
     into_up, into_down = (None, None) if into is None else (into.w_up_EDW, into.w_down_EFO)
     common = _ragged(passes)
@@ -225,16 +315,32 @@ def linear_forward(
     to = _towards(p, x_UD, width_out, targets=True, num_rows=routes.num_targets, stored=True)
     tile = p.tile("gather", columns=width_out, depth=width_in)
     p.launch(
-        gathered_gate, tile, triton.cdiv(width_out, tile.columns),
-        x_UD, p.rows.source_N, w_EDO, p.rows.gate_N, kept, to.out, to.out_rows, D=width_in, OUT=width_out,
-    )  # fmt: skip
+        gathered_gate,
+        tile,
+        triton.cdiv(width_out, tile.columns),
+        x_UD,
+        p.rows.source_N,
+        w_EDO,
+        p.rows.gate_N,
+        kept,
+        to.out,
+        to.out_rows,
+        D=width_in,
+        OUT=width_out,
+    )
     return to.result(), kept
 
 
 def linear_backward(
-    grad_TO: Tensor, x_UD: Tensor, w_EDO: Tensor, routes: SortedRoutes, kept: Tensor, into_EDO: Tensor,
-    *, options: Options = DEFAULT,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    grad_TO: Tensor,
+    x_UD: Tensor,
+    w_EDO: Tensor,
+    routes: SortedRoutes,
+    kept: Tensor,
+    into_EDO: Tensor,
+    *,
+    options: Options = DEFAULT,
+) -> tuple[Tensor, Tensor]:
     """Gradients of x and the gate weights; the weights' is added to `into_EDO`."""
     p = _Pass(routes, grad_TO, options)
     rows = _linear_rows(p, grad_TO, x_UD, w_EDO, kept)
@@ -243,13 +349,21 @@ def linear_backward(
 
 
 def linear_backward_rows(
-    grad_TO: Tensor, x_UD: Tensor, w_EDO: Tensor, routes: SortedRoutes, kept: Tensor, *, options: Options = DEFAULT
+    grad_TO: Tensor,
+    x_UD: Tensor,
+    w_EDO: Tensor,
+    routes: SortedRoutes,
+    kept: Tensor,
+    *,
+    options: Options = DEFAULT,
 ) -> tuple[Tensor, Tensor]:
     """The same without the weights'. The gate's is taken on whichever side is narrow."""
     return _linear_rows(_Pass(routes, grad_TO, options), grad_TO, x_UD, w_EDO, kept)
 
 
-def _linear_rows(p: _Pass, grad_TO: Tensor, x_UD: Tensor, w_EDO: Tensor, kept: Tensor) -> tuple[Tensor, Tensor]:
+def _linear_rows(
+    p: _Pass, grad_TO: Tensor, x_UD: Tensor, w_EDO: Tensor, kept: Tensor
+) -> tuple[Tensor, Tensor]:
     routes, grad_TO, w_EDO = p.routes, grad_TO.contiguous(), w_EDO.contiguous()
     _, width_in, width_out = w_EDO.shape
     device = grad_TO.device
@@ -257,35 +371,65 @@ def _linear_rows(p: _Pass, grad_TO: Tensor, x_UD: Tensor, w_EDO: Tensor, kept: T
         to = _towards(p, grad_TO, width_in, targets=False, num_rows=x_UD.shape[0])
         grad_gate = torch.empty(1, routes.num_routes, dtype=torch.float32, device=device)
         _rows_product(
-            p, grad_TO, p.rows.target_N, w_EDO, to, transposed=True, gated=True, kept=kept, grad_gate=grad_gate
-        )  # fmt: skip
+            p,
+            grad_TO,
+            p.rows.target_N,
+            w_EDO,
+            to,
+            transposed=True,
+            gated=True,
+            kept=kept,
+            grad_gate=grad_gate,
+        )
         return to.result(), _sum_parts(p, grad_gate)
     to = _towards(p, grad_TO, width_in, targets=False, num_rows=x_UD.shape[0], stored=True)
     tile = p.tile("gather_back", columns=width_in, depth=width_out)
     parts = triton.cdiv(width_in, tile.columns)
     grad_gate = torch.empty(parts, routes.num_routes, dtype=torch.float32, device=device)
     p.launch(
-        gathered_input_gradient, tile, parts,
-        grad_TO, p.rows.target_N, w_EDO, x_UD.contiguous(), p.rows.source_N, p.rows.gate_N, to.out, grad_gate,
-        to.out_rows, numbers=(routes.num_routes,), OUT=width_out, D=width_in,
-    )  # fmt: skip
+        gathered_input_gradient,
+        tile,
+        parts,
+        grad_TO,
+        p.rows.target_N,
+        w_EDO,
+        x_UD.contiguous(),
+        p.rows.source_N,
+        p.rows.gate_N,
+        to.out,
+        grad_gate,
+        to.out_rows,
+        numbers=(routes.num_routes,),
+        OUT=width_out,
+        D=width_in,
+    )
     return to.result(), _sum_parts(p, grad_gate)
 
 
-def linear_weight_gradients(calls: Sequence[LinearCall], *, options: Options = DEFAULT) -> tuple[Tensor]:
+def linear_weight_gradients(
+    calls: Sequence[LinearCall], *, options: Options = DEFAULT
+) -> tuple[Tensor]:
     """Of w, over all calls: one product, added up in float32."""
-    return (_linear_weights(calls, [_Pass(call.routes, call.x_UD, options) for call in calls], None),)
+    return (
+        _linear_weights(calls, [_Pass(call.routes, call.x_UD, options) for call in calls], None),
+    )
 
 
-def _linear_weights(calls: Sequence[LinearCall], passes: Sequence[_Pass], into: Tensor | None) -> Tensor:
+def _linear_weights(
+    calls: Sequence[LinearCall], passes: Sequence[_Pass], into: Tensor | None
+) -> Tensor:
     w_EDO = calls[0].w_EDO
     operands = [
         Operands(
-            _aligned(call.x_UD), _aligned(call.grad_TO), p.rows.source_N, p.rows.target_N, p.rows.gate_N,
+            _aligned(call.x_UD),
+            _aligned(call.grad_TO),
+            p.rows.source_N,
+            p.rows.target_N,
+            p.rows.gate_N,
             call.routes.starts_E1,
         )
         for call, p in zip(calls, passes, strict=True)
-    ]  # fmt: skip
+    ]
     return ragged_gradient(operands, *_ragged(passes), w_EDO, into=into)
 
 
@@ -296,16 +440,40 @@ def _ragged(passes: Sequence[_Pass]) -> tuple[Work, str]:
 
 
 def _rows_product(
-    p: _Pass, rows: Tensor, row_index: Tensor | None, w: Tensor, to: _Destination,
-    *, transposed: bool, gated: bool, bias: Tensor | None = None, kept: Tensor | None = None, grad_gate: Tensor | None = None,
-) -> None:  # fmt: skip
+    p: _Pass,
+    rows: Tensor,
+    row_index: Tensor | None,
+    w: Tensor,
+    to: _Destination,
+    *,
+    transposed: bool,
+    gated: bool,
+    bias: Tensor | None = None,
+    kept: Tensor | None = None,
+    grad_gate: Tensor | None = None,
+) -> None:
     """K2, towards `to`."""
     inner, out = (w.shape[2], w.shape[1]) if transposed else w.shape[1:]
     tile = p.tile("rows", columns=out, depth=inner)
     p.launch(
-        rows_product, tile, 1, rows, row_index, w, bias, p.rows.gate_N if gated else None, to.out, to.out_rows,
-        kept, grad_gate, None if kept is None else p.routes.order_N, K=inner, OUT=out, TRANSPOSED=transposed, ADD=to.add,
-    )  # fmt: skip
+        rows_product,
+        tile,
+        1,
+        rows,
+        row_index,
+        w,
+        bias,
+        p.rows.gate_N if gated else None,
+        to.out,
+        to.out_rows,
+        kept,
+        grad_gate,
+        None if kept is None else p.routes.order_N,
+        K=inner,
+        OUT=out,
+        TRANSPOSED=transposed,
+        ADD=to.add,
+    )
 
 
 def _sum_parts(p: _Pass, parts: Tensor) -> Tensor:
@@ -314,8 +482,12 @@ def _sum_parts(p: _Pass, parts: Tensor) -> Tensor:
 
 
 def _contiguous(bank: MLPBank) -> MLPBank:
-    b_up, b_down = (None if bias is None else bias.contiguous() for bias in (bank.b_up_EW, bank.b_down_EO))
-    return MLPBank(bank.w_up_EDW.contiguous(), bank.w_down_EFO.contiguous(), b_up, b_down, bank.activation)
+    b_up, b_down = (
+        None if bias is None else bias.contiguous() for bias in (bank.b_up_EW, bank.b_down_EO)
+    )
+    return MLPBank(
+        bank.w_up_EDW.contiguous(), bank.w_down_EFO.contiguous(), b_up, b_down, bank.activation
+    )
 
 
 def _aligned(rows: Tensor) -> Tensor:

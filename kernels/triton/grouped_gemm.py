@@ -8,13 +8,14 @@ K2  `rows_product`: narrow rows times W[e], to wide rows. The narrow tile is rea
     answers one after another (deterministic); or added to the targets' rows by float32 atomics.
 K12 `fused_mlp`: both, the hidden tile handed on in registers.
 
-With F = 128 every product has 128 FLOP per byte gathered, less than an H200's memory wants: it is the bytes that count. Rows
-are read through pointers (cp.async on the GPU). All widths are compile-time constants, and alignment and masks follow from
-them: widths that no tile divides are masked, not padded in memory, and no packed copy of the weights has to be kept in step
-with them. A width that is no multiple of 16 bytes (412 or 82 columns in bfloat16) pays by narrower copies.
+With F = 128 every product has 128 FLOP per byte gathered, less than an H200's memory wants: it is
+the bytes that count. Rows are read through pointers (cp.async on the GPU). All widths are
+compile-time constants, and alignment and masks follow from them: widths that no tile divides are
+masked, not padded in memory, and no packed copy of the weights has to be kept in step with them. A
+width that is no multiple of 16 bytes (412 or 82 columns in bfloat16) pays by narrower copies.
 
-Legend: N routes in sorted order, D, K inner width, W columns of the first bank (F, or 2F where gated), O output width; tiles
-ROWS × COLUMNS, DEPTH of the inner width at a time.
+Legend: N routes in sorted order, D, K inner width, W columns of the first bank (F, or 2F where
+gated), O output width; tiles ROWS × COLUMNS, DEPTH of the inner width at a time.
 """
 
 from .guard import tl, triton
@@ -44,10 +45,22 @@ def _tile(tile_expert, tile_first, starts, tile, ROWS: tl.constexpr):
 
 @triton.jit
 def _product(
-    a, a_rows, w, cols, K: tl.constexpr, N: tl.constexpr, W_K: tl.constexpr, W_N: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """a[a_rows] (ROWS, K) times one expert's w (K, N), its columns `cols`: float32. w's strides say whether it is transposed."""
+    a,
+    a_rows,
+    w,
+    cols,
+    K: tl.constexpr,
+    N: tl.constexpr,
+    W_K: tl.constexpr,
+    W_N: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """a[a_rows] (ROWS, K) times one expert's w (K, N), its columns `cols`: float32. w's strides say
+    whether it is transposed.
+    """
     depth = tl.arange(0, DEPTH)
     a_at = a + a_rows[:, None] * K + depth[None, :]
     w_at = w + depth[:, None] * W_K + cols[None, :] * W_N
@@ -62,10 +75,21 @@ def _product(
 
 @triton.jit
 def _two_products(
-    a, a_rows, w, cols, K: tl.constexpr, N: tl.constexpr, W_K: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """The same with the columns `cols` and `cols` + N of w (K, 2N): the rows are gathered once for both."""
+    a,
+    a_rows,
+    w,
+    cols,
+    K: tl.constexpr,
+    N: tl.constexpr,
+    W_K: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """The same with the columns `cols` and `cols` + N of w (K, 2N): the rows are gathered once for
+    both.
+    """
     depth = tl.arange(0, DEPTH)
     a_at = a + a_rows[:, None] * K + depth[None, :]
     w_at = w + depth[:, None] * W_K + cols[None, :]
@@ -75,17 +99,43 @@ def _two_products(
         left = depth < K - k
         w_mask = left[:, None] & (cols < N)[None, :]
         a_tile = tl.load(a_at + k, mask=left[None, :], other=0.0)
-        first = tl.dot(a_tile, tl.load(w_at + k * W_K, mask=w_mask, other=0.0), first, input_precision=PRECISION)
-        second = tl.dot(a_tile, tl.load(w_at + k * W_K + N, mask=w_mask, other=0.0), second, input_precision=PRECISION)
+        first = tl.dot(
+            a_tile,
+            tl.load(w_at + k * W_K, mask=w_mask, other=0.0),
+            first,
+            input_precision=PRECISION,
+        )
+        second = tl.dot(
+            a_tile,
+            tl.load(w_at + k * W_K + N, mask=w_mask, other=0.0),
+            second,
+            input_precision=PRECISION,
+        )
     return first, second
 
 
 @triton.jit
 def _activated(
-    x, sources, w, bias, kept, expert, rows, live, cols, D: tl.constexpr, F: tl.constexpr, ACT: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """A tile of hidden rows in float32; stores in `kept` what the backward wants: relu's hidden rows, else those before."""
+    x,
+    sources,
+    w,
+    bias,
+    kept,
+    expert,
+    rows,
+    live,
+    cols,
+    D: tl.constexpr,
+    F: tl.constexpr,
+    ACT: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """A tile of hidden rows in float32; stores in `kept` what the backward wants: relu's hidden
+    rows, else those before.
+    """
     GATED: tl.constexpr = ACT == "swiglu" or ACT == "geglu"
     W: tl.constexpr = 2 * F if GATED else F
     dtype: tl.constexpr = kept.dtype.element_ty
@@ -95,7 +145,9 @@ def _activated(
     if GATED:
         z, content = _two_products(x, sources, w, cols, D, F, W, ROWS, COLUMNS, DEPTH, PRECISION)
         if bias is not None:
-            content += tl.load(bias + expert * W + F + cols, mask=cols < F, other=0.0).to(tl.float32)[None, :]
+            content += tl.load(bias + expert * W + F + cols, mask=cols < F, other=0.0).to(
+                tl.float32
+            )[None, :]
         content = content.to(dtype)
         tl.store(kept_at + F, content, mask=mask)
     else:
@@ -117,10 +169,23 @@ def _activated(
 
 @triton.jit
 def gathered_activation(
-    x, source_rows, w, bias, kept, hidden, tile_expert, tile_first, starts,
-    D: tl.constexpr, F: tl.constexpr, ACT: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+    x,
+    source_rows,
+    w,
+    bias,
+    kept,
+    hidden,
+    tile_expert,
+    tile_first,
+    starts,
+    D: tl.constexpr,
+    F: tl.constexpr,
+    ACT: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
     """hidden = a(x[source] · w[e] + bias[e]), (N, F). relu's stand in `kept`, and `hidden` is None."""
     TILES: tl.constexpr = (F + COLUMNS - 1) // COLUMNS
     expert, rows, live = _tile(tile_expert, tile_first, starts, tl.program_id(0) // TILES, ROWS)
@@ -129,8 +194,23 @@ def gathered_activation(
     cols = (tl.program_id(0) % TILES) * COLUMNS + tl.arange(0, COLUMNS)
     sources = tl.load(source_rows + rows, mask=live, other=0).to(tl.int64)
     values = _activated(
-        x, sources, w, bias, kept, expert, rows, live, cols, D, F, ACT, ROWS, COLUMNS, DEPTH, PRECISION
-    )  # fmt: skip
+        x,
+        sources,
+        w,
+        bias,
+        kept,
+        expert,
+        rows,
+        live,
+        cols,
+        D,
+        F,
+        ACT,
+        ROWS,
+        COLUMNS,
+        DEPTH,
+        PRECISION,
+    )
     if hidden is not None:
         at = hidden + rows.to(tl.int64)[:, None] * F + cols[None, :]
         tl.store(at, values.to(hidden.dtype.element_ty), mask=live[:, None] & (cols < F)[None, :])
@@ -138,10 +218,23 @@ def gathered_activation(
 
 @triton.jit
 def gathered_gate(
-    x, source_rows, w, gate_rows, kept, out, out_rows, tile_expert, tile_first, starts,
-    D: tl.constexpr, OUT: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+    x,
+    source_rows,
+    w,
+    gate_rows,
+    kept,
+    out,
+    out_rows,
+    tile_expert,
+    tile_first,
+    starts,
+    D: tl.constexpr,
+    OUT: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
     """kept = x[source] · w[e], (N, O) in sorted order; out[out_rows] = gate · kept."""
     TILES: tl.constexpr = (OUT + COLUMNS - 1) // COLUMNS
     expert, rows, live = _tile(tile_expert, tile_first, starts, tl.program_id(0) // TILES, ROWS)
@@ -152,37 +245,66 @@ def gathered_gate(
     w += expert.to(tl.int64) * D * OUT
     answer = _product(x, sources, w, cols, D, OUT, OUT, 1, ROWS, COLUMNS, DEPTH, PRECISION)
     mask = live[:, None] & (cols < OUT)[None, :]
-    tl.store(kept + rows.to(tl.int64)[:, None] * OUT + cols[None, :], answer.to(kept.dtype.element_ty), mask=mask)
+    tl.store(
+        kept + rows.to(tl.int64)[:, None] * OUT + cols[None, :],
+        answer.to(kept.dtype.element_ty),
+        mask=mask,
+    )
     answer *= tl.load(gate_rows + rows, mask=live, other=0.0)[:, None]
     places = rows
     if out_rows is not None:
         places = tl.load(out_rows + rows, mask=live, other=0)
-    tl.store(out + places.to(tl.int64)[:, None] * OUT + cols[None, :], answer.to(out.dtype.element_ty), mask=mask)
+    tl.store(
+        out + places.to(tl.int64)[:, None] * OUT + cols[None, :],
+        answer.to(out.dtype.element_ty),
+        mask=mask,
+    )
 
 
 @triton.jit
-def _bias_products(
-    a, a_rows, bias, K: tl.constexpr, ROWS: tl.constexpr, DEPTH: tl.constexpr
-):  # fmt: skip
+def _bias_products(a, a_rows, bias, K: tl.constexpr, ROWS: tl.constexpr, DEPTH: tl.constexpr):
     """(ROWS,): the gathered rows times one expert's bias (K,)."""
     depth = tl.arange(0, DEPTH)
     total = tl.zeros((ROWS,), tl.float32)
     for k in range(0, K, DEPTH):
         left = depth < K - k
-        a_tile = tl.load(a + a_rows[:, None] * K + depth[None, :] + k, mask=left[None, :], other=0.0).to(tl.float32)
-        total += tl.sum(a_tile * tl.load(bias + depth + k, mask=left, other=0.0).to(tl.float32)[None, :], 1)
+        a_tile = tl.load(
+            a + a_rows[:, None] * K + depth[None, :] + k, mask=left[None, :], other=0.0
+        ).to(tl.float32)
+        total += tl.sum(
+            a_tile * tl.load(bias + depth + k, mask=left, other=0.0).to(tl.float32)[None, :], 1
+        )
     return total
 
 
 @triton.jit
 def gathered_hidden_gradient(
-    grad, target_rows, w, bias, kept, gate_rows, d_z, grad_gate, out_rows, tile_expert, tile_first, starts, num_routes,
-    OUT: tl.constexpr, F: tl.constexpr, ACT: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Of a perceptron: d_h = grad[target] · w_down[e]ᵀ; the gate's gradient is Σ h · d_h, and d_z that of gate · d_h.
+    grad,
+    target_rows,
+    w,
+    bias,
+    kept,
+    gate_rows,
+    d_z,
+    grad_gate,
+    out_rows,
+    tile_expert,
+    tile_first,
+    starts,
+    num_routes,
+    OUT: tl.constexpr,
+    F: tl.constexpr,
+    ACT: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Of a perceptron: d_h = grad[target] · w_down[e]ᵀ; the gate's gradient is Σ h · d_h, and d_z
+    that of gate · d_h.
 
-    `grad_gate` (column tiles, N) gets a partial sum per column tile, in route order. With a bias the gate has its share of it.
+    `grad_gate` (column tiles, N) gets a partial sum per column tile, in route order. With a bias
+    the gate has its share of it.
     """
     GATED: tl.constexpr = ACT == "swiglu" or ACT == "geglu"
     W: tl.constexpr = 2 * F if GATED else F
@@ -196,8 +318,19 @@ def gathered_hidden_gradient(
     cols = column_tile * COLUMNS + tl.arange(0, COLUMNS)
     targets = tl.load(target_rows + rows, mask=live, other=0).to(tl.int64)
     d_hidden = _product(
-        grad, targets, w + expert.to(tl.int64) * F * OUT, cols, OUT, F, 1, OUT, ROWS, COLUMNS, DEPTH, PRECISION
-    )  # fmt: skip
+        grad,
+        targets,
+        w + expert.to(tl.int64) * F * OUT,
+        cols,
+        OUT,
+        F,
+        1,
+        OUT,
+        ROWS,
+        COLUMNS,
+        DEPTH,
+        PRECISION,
+    )
     mask = live[:, None] & (cols < F)[None, :]
     at = rows.to(tl.int64)[:, None] * W + cols[None, :]
     gate = tl.load(gate_rows + rows, mask=live, other=0.0)
@@ -225,11 +358,29 @@ def gathered_hidden_gradient(
 
 @triton.jit
 def gathered_input_gradient(
-    grad, target_rows, w, x, source_rows, gate_rows, out, grad_gate, out_rows, tile_expert, tile_first, starts, num_routes,
-    OUT: tl.constexpr, D: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Of a matrix whose input is narrow: d_x = grad[target] · w[e]ᵀ; gate's gradient Σ x · d_x; out[out_rows] = gate · d_x."""
+    grad,
+    target_rows,
+    w,
+    x,
+    source_rows,
+    gate_rows,
+    out,
+    grad_gate,
+    out_rows,
+    tile_expert,
+    tile_first,
+    starts,
+    num_routes,
+    OUT: tl.constexpr,
+    D: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Of a matrix whose input is narrow: d_x = grad[target] · w[e]ᵀ; gate's gradient Σ x · d_x;
+    out[out_rows] = gate · d_x.
+    """
     TILES: tl.constexpr = (D + COLUMNS - 1) // COLUMNS
     expert, rows, live = _tile(tile_expert, tile_first, starts, tl.program_id(0) // TILES, ROWS)
     if expert < 0:
@@ -239,8 +390,19 @@ def gathered_input_gradient(
     cols = column_tile * COLUMNS + tl.arange(0, COLUMNS)
     targets = tl.load(target_rows + rows, mask=live, other=0).to(tl.int64)
     d_x = _product(
-        grad, targets, w + expert.to(tl.int64) * D * OUT, cols, OUT, D, 1, OUT, ROWS, COLUMNS, DEPTH, PRECISION
-    )  # fmt: skip
+        grad,
+        targets,
+        w + expert.to(tl.int64) * D * OUT,
+        cols,
+        OUT,
+        D,
+        1,
+        OUT,
+        ROWS,
+        COLUMNS,
+        DEPTH,
+        PRECISION,
+    )
     mask = live[:, None] & (cols < D)[None, :]
     sources = tl.load(source_rows + rows, mask=live, other=0).to(tl.int64)
     inputs = tl.load(x + sources[:, None] * D + cols[None, :], mask=mask, other=0.0).to(tl.float32)
@@ -249,7 +411,11 @@ def gathered_input_gradient(
         places = tl.load(out_rows + rows, mask=live, other=0)
     tl.store(grad_gate + places, tl.sum(inputs * d_x, 1), mask=live)
     d_x *= tl.load(gate_rows + rows, mask=live, other=0.0)[:, None]
-    tl.store(out + places.to(tl.int64)[:, None] * D + cols[None, :], d_x.to(out.dtype.element_ty), mask=mask)
+    tl.store(
+        out + places.to(tl.int64)[:, None] * D + cols[None, :],
+        d_x.to(out.dtype.element_ty),
+        mask=mask,
+    )
 
 
 @triton.jit
@@ -257,7 +423,9 @@ def _put(answer, bias, gate, out, places, live, cols, expert, OUT: tl.constexpr,
     """gate · (answer + bias), stored in rows of their own or added to the targets' rows."""
     mask = live[:, None] & (cols < OUT)[None, :]
     if bias is not None:
-        answer += tl.load(bias + expert * OUT + cols, mask=cols < OUT, other=0.0).to(tl.float32)[None, :]
+        answer += tl.load(bias + expert * OUT + cols, mask=cols < OUT, other=0.0).to(tl.float32)[
+            None, :
+        ]
     if gate is not None:
         answer *= gate[:, None]
     at = out + places[:, None] * OUT + cols[None, :]
@@ -269,13 +437,33 @@ def _put(answer, bias, gate, out, places, live, cols, expert, OUT: tl.constexpr,
 
 @triton.jit
 def rows_product(
-    a, a_rows, w, bias, gate_rows, out, out_rows, kept, grad_gate, gate_places, tile_expert, tile_first, starts,
-    K: tl.constexpr, OUT: tl.constexpr, TRANSPOSED: tl.constexpr, ADD: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """out[out_rows] = (or +=) gate · (a[a_rows] · w[e] + bias[e]), (…, O). Rows of None are the sorted rows themselves.
+    a,
+    a_rows,
+    w,
+    bias,
+    gate_rows,
+    out,
+    out_rows,
+    kept,
+    grad_gate,
+    gate_places,
+    tile_expert,
+    tile_first,
+    starts,
+    K: tl.constexpr,
+    OUT: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+    ADD: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """out[out_rows] = (or +=) gate · (a[a_rows] · w[e] + bias[e]), (…, O). Rows of None are the
+    sorted rows themselves.
 
-    `w` (E, K, O), or (E, O, K) if TRANSPOSED. With `kept` (N, K) in sorted order, grad_gate[gate_places] = Σ kept · a[a_rows].
+    `w` (E, K, O), or (E, O, K) if TRANSPOSED. With `kept` (N, K) in sorted order,
+    grad_gate[gate_places] = Σ kept · a[a_rows].
     """
     W_K: tl.constexpr = 1 if TRANSPOSED else OUT
     W_N: tl.constexpr = K if TRANSPOSED else 1
@@ -297,7 +485,9 @@ def rows_product(
         d_gate = tl.zeros((ROWS,), tl.float32)
         for k in range(0, K, DEPTH):
             mask = live[:, None] & (depth < K - k)[None, :]
-            answers = tl.load(kept + rows.to(tl.int64)[:, None] * K + depth[None, :] + k, mask=mask, other=0.0)
+            answers = tl.load(
+                kept + rows.to(tl.int64)[:, None] * K + depth[None, :] + k, mask=mask, other=0.0
+            )
             grads = tl.load(a + sources[:, None] * K + depth[None, :] + k, mask=mask, other=0.0)
             d_gate += tl.sum(answers.to(tl.float32) * grads.to(tl.float32), 1)
         gates = rows
@@ -305,7 +495,9 @@ def rows_product(
             gates = tl.load(gate_places + rows, mask=live, other=0)
         tl.store(grad_gate + gates, d_gate, mask=live)
     if K <= DEPTH:
-        a_tile = tl.load(a + sources[:, None] * K + depth[None, :], mask=(depth < K)[None, :], other=0.0)
+        a_tile = tl.load(
+            a + sources[:, None] * K + depth[None, :], mask=(depth < K)[None, :], other=0.0
+        )
         for n in range(0, OUT, COLUMNS):
             cols = n + tl.arange(0, COLUMNS)
             w_mask = (depth < K)[:, None] & (cols < OUT)[None, :]
@@ -315,25 +507,64 @@ def rows_product(
     else:
         for n in range(0, OUT, COLUMNS):
             cols = n + tl.arange(0, COLUMNS)
-            answer = _product(a, sources, w, cols, K, OUT, W_K, W_N, ROWS, COLUMNS, DEPTH, PRECISION)
+            answer = _product(
+                a, sources, w, cols, K, OUT, W_K, W_N, ROWS, COLUMNS, DEPTH, PRECISION
+            )
             _put(answer, bias, gate, out, places, live, cols, expert, OUT, ADD)
 
 
 @triton.jit
 def fused_mlp(
-    x, source_rows, w_up, b_up, kept, w_down, b_down, gate_rows, out, out_rows, tile_expert, tile_first, starts,
-    D: tl.constexpr, F: tl.constexpr, OUT: tl.constexpr, ACT: tl.constexpr, ADD: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, HIDDEN: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """out[out_rows] = (or +=) gate · (a(x[source] · w_up[e] + b_up[e]) · w_down[e] + b_down[e]), and `kept`. F ≤ HIDDEN."""
+    x,
+    source_rows,
+    w_up,
+    b_up,
+    kept,
+    w_down,
+    b_down,
+    gate_rows,
+    out,
+    out_rows,
+    tile_expert,
+    tile_first,
+    starts,
+    D: tl.constexpr,
+    F: tl.constexpr,
+    OUT: tl.constexpr,
+    ACT: tl.constexpr,
+    ADD: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    HIDDEN: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """out[out_rows] = (or +=) gate · (a(x[source] · w_up[e] + b_up[e]) · w_down[e] + b_down[e]),
+    and `kept`. F ≤ HIDDEN.
+    """
     expert, rows, live = _tile(tile_expert, tile_first, starts, tl.program_id(0), ROWS)
     if expert < 0:
         return
     sources = tl.load(source_rows + rows, mask=live, other=0).to(tl.int64)
     inner = tl.arange(0, HIDDEN)
     hidden = _activated(
-        x, sources, w_up, b_up, kept, expert, rows, live, inner, D, F, ACT, ROWS, HIDDEN, DEPTH, PRECISION
-    ).to(w_down.dtype.element_ty)  # fmt: skip
+        x,
+        sources,
+        w_up,
+        b_up,
+        kept,
+        expert,
+        rows,
+        live,
+        inner,
+        D,
+        F,
+        ACT,
+        ROWS,
+        HIDDEN,
+        DEPTH,
+        PRECISION,
+    ).to(w_down.dtype.element_ty)
     gate = tl.load(gate_rows + rows, mask=live, other=0.0)
     places = rows
     if out_rows is not None:

@@ -1,4 +1,6 @@
-"""Triton's one door into this package: the import with its pip line, what the kernels refuse, and how they are started."""
+"""Triton's one door into this package: the import with its pip line, what the kernels refuse, and
+how they are started.
+"""
 
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -7,7 +9,9 @@ from torch import Tensor
 
 from .available import INSTALL_LINE, interpreted, reason_against
 
-if TYPE_CHECKING:  # Triton's own types say `constexpr` of what its functions take and give as plain numbers
+if (
+    TYPE_CHECKING
+):  # Triton's own types say `constexpr` of what its functions take and give as plain numbers
 
     class _Anything(type):
         def __getattr__(cls, name: str) -> Any: ...
@@ -21,7 +25,9 @@ else:
         import triton
         import triton.language as tl
     except ImportError as error:
-        raise ImportError(f'kernels.backend="triton" needs Triton, which is not installed: {INSTALL_LINE}') from error
+        raise ImportError(
+            f'kernels.backend="triton" needs Triton, which is not installed: {INSTALL_LINE}'
+        ) from error
 
 __all__ = ["INTERPRETED", "check_tensor", "launch", "tl", "triton"]
 

@@ -1,9 +1,13 @@
-"""Sorting routes by expert, and what the grouped products read of that order: without a word to the host.
+"""Sorting routes by expert, and what the grouped products read of that order: without a word to the
+host.
 
-  1. `sort_routes`: a histogram per block of routes; one scan per expert over the blocks; a stable scatter. Three small kernels.
-  2. `TileTable`: which expert and which first row a program of a grouped product has. Its length is fixed, ceil(N/rows) + E, so
-     grids are static and the whole may be captured in a CUDA graph; the programs left over find expert −1 and end.
-  3. `sorted_rows`: source row, target row and gate weight of every sorted place, so that a product reads one index per row.
+  1. `sort_routes`: a histogram per block of routes; one scan per expert over the blocks; a stable
+     scatter. Three small kernels.
+  2. `TileTable`: which expert and which first row a program of a grouped product has. Its length is
+     fixed, ceil(N/rows) + E, so grids are static and the whole may be captured in a CUDA graph; the
+     programs left over find expert −1 and end.
+  3. `sorted_rows`: source row, target row and gate weight of every sorted place, so that a product
+     reads one index per row.
 
 Integers all through, and integer atomics alone: two runs agree bit for bit.
 
@@ -18,7 +22,8 @@ from torch import Tensor
 from ..operands import SortedRoutes
 from .guard import launch, tl, triton
 
-_BLOCK = 256  # routes per program of the sort: the comparison of all with all in a block stays in registers
+# routes per program of the sort: the comparison of all with all in a block stays in registers
+_BLOCK = 256
 _COMPARED = 32
 _SCAN = 1024
 _LEAST_BINS = 128
@@ -27,7 +32,14 @@ _COMPARISONS = 8192  # of a program of the tile table: more would not stay in re
 
 @triton.jit(do_not_specialize=["num_routes", "num_blocks"])
 def _histogram(
-    expert_N, counts_EB, totals_E, num_routes, num_blocks, E: tl.constexpr, BINS: tl.constexpr, BLOCK: tl.constexpr
+    expert_N,
+    counts_EB,
+    totals_E,
+    num_routes,
+    num_blocks,
+    E: tl.constexpr,
+    BINS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     block = tl.program_id(0)
     route = block * BLOCK + tl.arange(0, BLOCK)
@@ -39,8 +51,18 @@ def _histogram(
 
 
 @triton.jit(do_not_specialize=["num_blocks"])
-def _scan(counts_EB, totals_E, starts_E1, num_blocks, E: tl.constexpr, BINS: tl.constexpr, SCAN: tl.constexpr):
-    """Program e: where expert e's rows start, and (in place of its counts) where those of each block start."""
+def _scan(
+    counts_EB,
+    totals_E,
+    starts_E1,
+    num_blocks,
+    E: tl.constexpr,
+    BINS: tl.constexpr,
+    SCAN: tl.constexpr,
+):
+    """Program e: where expert e's rows start, and (in place of its counts) where those of each
+    block start.
+    """
     expert = tl.program_id(0)
     bins = tl.arange(0, BINS)
     base = tl.sum(tl.load(totals_E + bins, mask=bins < expert, other=0))
@@ -67,7 +89,9 @@ def _scatter(
     BLOCK: tl.constexpr,
     COMPARED: tl.constexpr,
 ):
-    """A route's place: its expert's base for this block, and how many before it in the block have the same expert."""
+    """A route's place: its expert's base for this block, and how many before it in the block have
+    the same expert.
+    """
     block = tl.program_id(0)
     lane = tl.arange(0, BLOCK)
     route = block * BLOCK + lane
@@ -86,18 +110,46 @@ def _scatter(
 
 
 def sort_routes(expert_N: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    """(N,) experts to order (N,), place (N,) and starts (E + 1,) of a `Sorting`; stable, without host synchronisation."""
+    """(N,) experts to order (N,), place (N,) and starts (E + 1,) of a `Sorting`; stable, without
+    host synchronisation.
+    """
     expert_N, num_routes = expert_N.contiguous(), expert_N.shape[0]
     num_blocks = max(1, triton.cdiv(num_routes, _BLOCK))
     order_N, place_N, starts_E1, counts_EB, totals_E = (
         torch.empty(shape, dtype=torch.int32, device=expert_N.device)
-        for shape in (num_routes, num_routes, num_experts + 1, (num_experts, num_blocks), num_experts)
+        for shape in (
+            num_routes,
+            num_routes,
+            num_experts + 1,
+            (num_experts, num_blocks),
+            num_experts,
+        )
     )
     totals_E.zero_()
     bins = max(_LEAST_BINS, triton.next_power_of_2(num_experts + 1))
     numbers = (num_routes, num_blocks)
-    launch(_histogram, num_blocks, expert_N, counts_EB, totals_E, *numbers, E=num_experts, BINS=bins, BLOCK=_BLOCK)
-    launch(_scan, num_experts, counts_EB, totals_E, starts_E1, num_blocks, E=num_experts, BINS=bins, SCAN=_SCAN)
+    launch(
+        _histogram,
+        num_blocks,
+        expert_N,
+        counts_EB,
+        totals_E,
+        *numbers,
+        E=num_experts,
+        BINS=bins,
+        BLOCK=_BLOCK,
+    )
+    launch(
+        _scan,
+        num_experts,
+        counts_EB,
+        totals_E,
+        starts_E1,
+        num_blocks,
+        E=num_experts,
+        BINS=bins,
+        SCAN=_SCAN,
+    )
     constants = {"E": num_experts, "BLOCK": _BLOCK, "COMPARED": _COMPARED}
     launch(_scatter, num_blocks, expert_N, counts_EB, order_N, place_N, *numbers, **constants)
     return order_N, place_N, starts_E1
@@ -107,7 +159,8 @@ def sort_routes(expert_N: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Ten
 class TileTable:
     """Row tiles in expert order; entries past the last tile have expert −1.
 
-    A tile that is not its expert's first has a `slot`, counted over all experts; expert e's are slots_E1[e] … slots_E1[e+1]−1.
+    A tile that is not its expert's first has a `slot`, counted over all experts; expert e's are
+    slots_E1[e] … slots_E1[e+1]−1.
     """
 
     expert_L: Tensor
@@ -123,16 +176,27 @@ class TileTable:
 
 @triton.jit
 def _tile_table(
-    starts_E1, expert_L, first_L, slot_L, slots_E1, length,
-    E: tl.constexpr, BINS: tl.constexpr, ROWS: tl.constexpr, LEAST: tl.constexpr, ENTRIES: tl.constexpr,
-):  # fmt: skip
+    starts_E1,
+    expert_L,
+    first_L,
+    slot_L,
+    slots_E1,
+    length,
+    E: tl.constexpr,
+    BINS: tl.constexpr,
+    ROWS: tl.constexpr,
+    LEAST: tl.constexpr,
+    ENTRIES: tl.constexpr,
+):
     bins = tl.arange(0, BINS)
     starts = tl.load(starts_E1 + bins, mask=bins < E, other=0)
     counts = tl.load(starts_E1 + bins + 1, mask=bins < E, other=0) - starts
     tiles = tl.where(bins < E, tl.maximum((counts + ROWS - 1) // ROWS, LEAST), 0)
     ends = tl.cumsum(tiles, 0)
     entry = tl.program_id(0) * ENTRIES + tl.arange(0, ENTRIES)
-    expert = tl.sum((ends[None, :] <= entry[:, None]).to(tl.int32), 1)  # how many experts end before this entry
+    expert = tl.sum(
+        (ends[None, :] <= entry[:, None]).to(tl.int32), 1
+    )  # how many experts end before this entry
     here = bins[None, :] == expert[:, None]
     tile = entry - tl.sum(tl.where(here, (ends - tiles)[None, :], 0), 1)
     first = tl.sum(tl.where(here, starts[None, :], 0), 1) + tile * ROWS
@@ -148,22 +212,39 @@ def _tile_table(
 
 
 def tile_table(starts_E1: Tensor, num_rows: int, *, rows: int, least: int = 0) -> TileTable:
-    """Cuts every expert's rows into tiles of `rows`; `least`=1 gives an expert without rows one (empty) tile."""
+    """Cuts every expert's rows into tiles of `rows`; `least`=1 gives an expert without rows one
+    (empty) tile.
+    """
     num_experts = starts_E1.shape[0] - 1
     length = triton.cdiv(num_rows, rows) + num_experts
-    expert_L, first_L, slot_L, slots_E1 = (starts_E1.new_empty(n) for n in (length, length, length, num_experts + 1))
+    expert_L, first_L, slot_L, slots_E1 = (
+        starts_E1.new_empty(n) for n in (length, length, length, num_experts + 1)
+    )
     bins = max(_LEAST_BINS, triton.next_power_of_2(num_experts))
     entries = max(1, min(64, _COMPARISONS // bins))
     launch(
-        _tile_table, triton.cdiv(length, entries), starts_E1, expert_L, first_L, slot_L, slots_E1, length,
-        E=num_experts, BINS=bins, ROWS=rows, LEAST=least, ENTRIES=entries,
-    )  # fmt: skip
+        _tile_table,
+        triton.cdiv(length, entries),
+        starts_E1,
+        expert_L,
+        first_L,
+        slot_L,
+        slots_E1,
+        length,
+        E=num_experts,
+        BINS=bins,
+        ROWS=rows,
+        LEAST=least,
+        ENTRIES=entries,
+    )
     return TileTable(expert_L, first_L, slot_L, slots_E1, starts_E1)
 
 
 @dataclass(frozen=True)
 class SortedRows:
-    """What the sorted places read and write: rows of the source and of the target (int32), and the gate weights."""
+    """What the sorted places read and write: rows of the source and of the target (int32), and the
+    gate weights.
+    """
 
     source_N: Tensor
     target_N: Tensor
@@ -172,9 +253,18 @@ class SortedRows:
 
 @triton.jit(do_not_specialize=["num_routes"])
 def _sorted_rows(
-    order_N, source_N, target_N, weight_N, source_rows, target_rows, gate_rows, num_routes,
-    PER_SOURCE: tl.constexpr, PER_TARGET: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    order_N,
+    source_N,
+    target_N,
+    weight_N,
+    source_rows,
+    target_rows,
+    gate_rows,
+    num_routes,
+    PER_SOURCE: tl.constexpr,
+    PER_TARGET: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     live = row < num_routes
     route = row
@@ -194,12 +284,21 @@ def _sorted_rows(
 def sorted_rows(routes: SortedRoutes) -> SortedRows:
     """One pass over the indices of N routes: 12 bytes written for each."""
     num_routes, device = routes.weight_N.shape[0], routes.weight_N.device
-    source_N, target_N = (torch.empty(num_routes, dtype=torch.int32, device=device) for _ in range(2))
+    source_N, target_N = (
+        torch.empty(num_routes, dtype=torch.int32, device=device) for _ in range(2)
+    )
     gate_N = torch.empty(num_routes, dtype=torch.float32, device=device)
     given = (routes.order_N, routes.source_N, routes.target_N, routes.weight_N)
     launch(
-        _sorted_rows, triton.cdiv(num_routes, _SCAN),
-        *(None if values is None else values.contiguous() for values in given), source_N, target_N, gate_N, num_routes,
-        PER_SOURCE=routes.per_source, PER_TARGET=routes.per_target, BLOCK=_SCAN,
-    )  # fmt: skip
+        _sorted_rows,
+        triton.cdiv(num_routes, _SCAN),
+        *(None if values is None else values.contiguous() for values in given),
+        source_N,
+        target_N,
+        gate_N,
+        num_routes,
+        PER_SOURCE=routes.per_source,
+        PER_TARGET=routes.per_target,
+        BLOCK=_SCAN,
+    )
     return SortedRows(source_N, target_N, gate_N)

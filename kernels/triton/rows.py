@@ -1,7 +1,9 @@
-"""Rd: a target's answers added up, in route order and float32, rounded once. Bound by memory: every answer is read once.
+"""Rd: a target's answers added up, in route order and float32, rounded once. Bound by memory: every
+answer is read once.
 
-The answers stand in route order (a grouped product stores them so), hence where each target has equally many routes, one after
-another, they are one stream and no index is read. Otherwise the routes are listed by target first.
+The answers stand in route order (a grouped product stores them so), hence where each target has
+equally many routes, one after another, they are one stream and no index is read. Otherwise the
+routes are listed by target first.
 
 Legend: N routes, U target rows, O columns.
 """
@@ -16,14 +18,24 @@ _ELEMENTS = 4096  # of a program's tile
 
 
 @triton.jit(do_not_specialize=["num_rows"])
-def _sum_equal(answers, out, num_rows, PER: tl.constexpr, OUT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def _sum_equal(
+    answers,
+    out,
+    num_rows,
+    PER: tl.constexpr,
+    OUT: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
     TILES: tl.constexpr = (OUT + COLUMNS - 1) // COLUMNS
     row = ((tl.program_id(0) // TILES) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     cols = (tl.program_id(0) % TILES) * COLUMNS + tl.arange(0, COLUMNS)
     mask = (row < num_rows)[:, None] & (cols < OUT)[None, :]
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
     for k in range(PER):
-        total += tl.load(answers + (row * PER + k)[:, None] * OUT + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+        total += tl.load(
+            answers + (row * PER + k)[:, None] * OUT + cols[None, :], mask=mask, other=0.0
+        ).to(tl.float32)
     tl.store(out + row[:, None] * OUT + cols[None, :], total.to(out.dtype.element_ty), mask=mask)
 
 
@@ -40,7 +52,8 @@ def _sum_listed(answers, routes, starts, out, OUT: tl.constexpr, COLUMNS: tl.con
 
 
 def sum_rows(answers_NO: Tensor, index_N: Tensor | None, num_rows: int, per_row: int) -> Tensor:
-    """(num_rows, O): row u is the sum of the answers of its routes, those with index u or, by the rule, n // per_row = u.
+    """(num_rows, O): row u is the sum of the answers of its routes, those with index u or, by the
+    rule, n // per_row = u.
 
     A row without a route is zero. With one route for each row it is the answers themselves.
     """
@@ -53,12 +66,28 @@ def sum_rows(answers_NO: Tensor, index_N: Tensor | None, num_rows: int, per_row:
     if per_row:
         rows = max(1, _ELEMENTS // columns)
         launch(
-            _sum_equal, triton.cdiv(num_rows, rows) * tiles, answers_NO, out_UO, num_rows,
-            PER=per_row, OUT=width, ROWS=rows, COLUMNS=columns,
-        )  # fmt: skip
+            _sum_equal,
+            triton.cdiv(num_rows, rows) * tiles,
+            answers_NO,
+            out_UO,
+            num_rows,
+            PER=per_row,
+            OUT=width,
+            ROWS=rows,
+            COLUMNS=columns,
+        )
         return out_UO
     assert index_N is not None
     index_N, routes_N = torch.sort(index_N, stable=True)
     starts_U1 = torch.searchsorted(index_N, torch.arange(num_rows + 1, device=index_N.device))
-    launch(_sum_listed, num_rows * tiles, answers_NO, routes_N, starts_U1, out_UO, OUT=width, COLUMNS=columns)
+    launch(
+        _sum_listed,
+        num_rows * tiles,
+        answers_NO,
+        routes_N,
+        starts_U1,
+        out_UO,
+        OUT=width,
+        COLUMNS=columns,
+    )
     return out_UO

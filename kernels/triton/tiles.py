@@ -1,10 +1,13 @@
-"""Tiles of the grouped products: a plain table {kernel, precision, load} -> tile, chosen by shape, never while a model runs.
+"""Tiles of the grouped products: a plain table {kernel, precision, load} -> tile, chosen by shape,
+never while a model runs.
 
-No autotuning at import or first use: it would try configurations on every rank of a job, at every new shape, and two ranks may
-choose differently. `benchmarks/gpu/tune_tiles.py` measures on a GPU and writes the table anew; `ORIGIN` says where its entries
-come from. What the compiler says of each for sm_90 (wgmma, no spills, shared memory) is tested without a GPU.
+No autotuning at import or first use: it would try configurations on every rank of a job, at every
+new shape, and two ranks may choose differently. `benchmarks/gpu/tune_tiles.py` measures on a GPU
+and writes the table anew; `ORIGIN` says where its entries come from. What the compiler says of each
+for sm_90 (wgmma, no spills, shared memory) is tested without a GPU.
 
-Load: "few" rows per expert on average (below 300; a tile of 128 rows would be a third empty), or "many".
+Load: "few" rows per expert on average (below 300; a tile of 128 rows would be a third empty), or
+"many".
 """
 
 from dataclasses import dataclass, replace
@@ -17,7 +20,9 @@ from .guard import INTERPRETED, triton
 
 @dataclass(frozen=True)
 class Tile:
-    """Rows and columns of a program's result, the step along the inner width; warps and stages of the pipeline."""
+    """Rows and columns of a program's result, the step along the inner width; warps and stages of
+    the pipeline.
+    """
 
     rows: int
     columns: int
@@ -26,8 +31,13 @@ class Tile:
     stages: int
 
     def fit(self, **widths: int) -> "Tile":
-        """No side longer than the next power of two of what there is (16 at least: what the tensor cores take)."""
-        return replace(self, **{side: min(getattr(self, side), _power(width)) for side, width in widths.items()})
+        """No side longer than the next power of two of what there is (16 at least: what the tensor
+        cores take).
+        """
+        return replace(
+            self,
+            **{side: min(getattr(self, side), _power(width)) for side, width in widths.items()},
+        )
 
     def options(self) -> dict[str, Any]:
         """What Triton calls them."""
@@ -36,8 +46,8 @@ class Tile:
 
 FEW = 300  # rows per expert
 ORIGIN = "chosen by hand for an H200, from bytes and registers; not measured"
-# gather: K1 forward; gather_back: K1 backward; …_two: of a gated activation; rows: K2; fused: K12; ragged: K3
-# (_small: with an activation, or widths of no multiple of 16 bytes).
+# gather: K1 forward; gather_back: K1 backward; …_two: of a gated activation; rows: K2; fused: K12;
+# ragged: K3 (_small: with an activation, or widths of no multiple of 16 bytes).
 TILES: dict[tuple[str, str, str], Tile] = {
     ("gather", "bf16", "many"): Tile(128, 128, 64, 8, 4),
     ("gather", "bf16", "few"): Tile(64, 128, 64, 4, 4),
@@ -77,7 +87,8 @@ TILES: dict[tuple[str, str, str], Tile] = {
     ("ragged", "fp32", "few"): Tile(64, 64, 32, 4, 3),
 }
 WIDEST_HIDDEN = 128  # columns of hidden rows that the fused kernel holds in registers
-# The interpreter pays for programs and for elements alike; small tiles give small cases several tiles.
+# The interpreter pays for programs and for elements alike; small tiles give small cases several
+# tiles.
 _INTERPRETED = Tile(16, 32, 32, 4, 1)
 
 

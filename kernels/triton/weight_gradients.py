@@ -1,15 +1,19 @@
-"""K3: the weights' gradients, ragged products dW[e] = Σ u[rows of e]ᵀ · v[rows of e], over one call or several at once.
+"""K3: the weights' gradients, ragged products dW[e] = Σ u[rows of e]ᵀ · v[rows of e], over one call
+or several at once.
 
-Work is cut into (expert, chunk of its rows, tile of dW), so that an expert with many rows does not hold up the rest. The first
-chunk of an expert writes dW; later ones write tiles of their own, which `_add_chunks` adds in order: deterministic, and no
-traffic at all where no expert has more than one chunk.
+Work is cut into (expert, chunk of its rows, tile of dW), so that an expert with many rows does not
+hold up the rest. The first chunk of an expert writes dW; later ones write tiles of their own, which
+`_add_chunks` adds in order: deterministic, and no traffic at all where no expert has more than one
+chunk.
 
-Several calls (the repeats of a layer group in a Universal Transformer) are one launch: an expert's rows are those of the
-first call, then those of the second …; a table of addresses says where each has its operands. dW is then read and written once
-for all of them, not once for each. The activation is applied to u, and the gate to the narrower of both, on their way to the
-tensor cores, so nothing but what the forward kept is wanted.
+Several calls (the repeats of a layer group in a Universal Transformer) are one launch: an expert's
+rows are those of the first call, then those of the second …; a table of addresses says where each
+has its operands. dW is then read and written once for all of them, not once for each. The
+activation is applied to u, and the gate to the narrower of both, on their way to the tensor cores,
+so nothing but what the forward kept is wanted.
 
-Legend: C calls, N routes, E experts, M columns of u, K of v; tiles TALL × WIDE, DEPTH rows at a time; CHUNK rows of an expert.
+Legend: C calls, N routes, E experts, M columns of u, K of v; tiles TALL × WIDE, DEPTH rows at a
+time; CHUNK rows of an expert.
 """
 
 from collections.abc import Sequence
@@ -29,7 +33,9 @@ _FIELDS = 6
 
 @dataclass(frozen=True)
 class Operands:
-    """One call's: dW[e] += Σ over e's sorted rows n of gate[n] · a(u[u_rows[n]])ᵀ · v[v_rows[n]]. Rows of None are n itself."""
+    """One call's: dW[e] += Σ over e's sorted rows n of gate[n] · a(u[u_rows[n]])ᵀ · v[v_rows[n]].
+    Rows of None are n itself.
+    """
 
     u: Tensor
     v: Tensor
@@ -61,7 +67,9 @@ def _pointer(at, DTYPE: tl.constexpr):
 
 @triton.jit
 def _operand(base, rows, live, cols, gate, WIDTH: tl.constexpr, ACT: tl.constexpr):
-    """(DEPTH, columns): gate · a(base[rows]), zero where not live: what has no activation and no gate goes as it came."""
+    """(DEPTH, columns): gate · a(base[rows]), zero where not live: what has no activation and no
+    gate goes as it came.
+    """
     STRIDE: tl.constexpr = 2 * WIDTH if ACT == "swiglu" or ACT == "geglu" else WIDTH
     mask = live[:, None] & (cols < WIDTH)[None, :]
     at = base + rows.to(tl.int64)[:, None] * STRIDE + cols[None, :]
@@ -80,11 +88,29 @@ def _operand(base, rows, live, cols, gate, WIDTH: tl.constexpr, ACT: tl.constexp
 
 @triton.jit
 def ragged_product(
-    table, out, chunks, total_starts, chunk_expert, chunk_first, chunk_slot, num_calls, chunk_rows,
-    M: tl.constexpr, K: tl.constexpr, U_GATHERED: tl.constexpr, V_GATHERED: tl.constexpr, GATED: tl.constexpr,
-    ACT: tl.constexpr, DTYPE: tl.constexpr, FIELDS: tl.constexpr, ACCUMULATE: tl.constexpr,
-    TALL: tl.constexpr, WIDE: tl.constexpr, DEPTH: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+    table,
+    out,
+    chunks,
+    total_starts,
+    chunk_expert,
+    chunk_first,
+    chunk_slot,
+    num_calls,
+    chunk_rows,
+    M: tl.constexpr,
+    K: tl.constexpr,
+    U_GATHERED: tl.constexpr,
+    V_GATHERED: tl.constexpr,
+    GATED: tl.constexpr,
+    ACT: tl.constexpr,
+    DTYPE: tl.constexpr,
+    FIELDS: tl.constexpr,
+    ACCUMULATE: tl.constexpr,
+    TALL: tl.constexpr,
+    WIDE: tl.constexpr,
+    DEPTH: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
     TILES_K: tl.constexpr = (K + WIDE - 1) // WIDE
     TILES: tl.constexpr = (M + TALL - 1) // TALL * TILES_K
     entry = tl.program_id(0) // TILES
@@ -168,59 +194,114 @@ class Work:
 
 
 def cut_work(starts_CE1: Sequence[Tensor], num_rows: int) -> Work:
-    """Chunks of twice an expert's mean load, and of 2048 rows at least: few experts have a second one."""
-    total_starts = starts_CE1[0] if len(starts_CE1) == 1 else torch.stack(list(starts_CE1)).sum(0, dtype=torch.int32)
+    """Chunks of twice an expert's mean load, and of 2048 rows at least: few experts have a second
+    one.
+    """
+    total_starts = (
+        starts_CE1[0]
+        if len(starts_CE1) == 1
+        else torch.stack(list(starts_CE1)).sum(0, dtype=torch.int32)
+    )
     num_experts = total_starts.shape[0] - 1
     chunk = max(_LEAST_CHUNK, triton.next_power_of_2(2 * triton.cdiv(num_rows, num_experts)))
     return Work(tile_table(total_starts, num_rows, rows=chunk, least=1), chunk, num_rows)
 
 
 def ragged_gradient(
-    calls: Sequence[Operands], work: Work, precision: str, weights: Tensor, *,
-    into: Tensor | None = None, activation: str | None = None,
-) -> Tensor:  # fmt: skip
-    """(E, M, K) as the weights are: Σ over the calls, added to `into` where given. `activation`: of u; None: rows as they are."""
+    calls: Sequence[Operands],
+    work: Work,
+    precision: str,
+    weights: Tensor,
+    *,
+    into: Tensor | None = None,
+    activation: str | None = None,
+) -> Tensor:
+    """(E, M, K) as the weights are: Σ over the calls, added to `into` where given. `activation`: of
+    u; None: rows as they are.
+    """
     if into is not None and not into.is_contiguous():
         return into.add_(ragged_gradient(calls, work, precision, weights, activation=activation))
     (num_experts, tall, wide), sample = weights.shape, calls[0]
     out = weights.new_empty(weights.shape) if into is None else into
     chunks = sample.u.new_empty(work.most_slots, tall, wide, dtype=torch.float32)
     element = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16}[sample.u.dtype]
-    # narrow copies want more addresses, an activation more values: neither leaves the registers for large tiles
-    small = activation is not None or any(width * weights.element_size() % 16 for width in (tall, wide))
+    # narrow copies want more addresses, an activation more values: neither leaves the registers for
+    # large tiles
+    small = activation is not None or any(
+        width * weights.element_size() % 16 for width in (tall, wide)
+    )
     tile = choose("ragged_small" if small else "ragged", weights.dtype, work.num_rows, num_experts)
     if tall < wide:
-        tile = replace(tile, rows=tile.columns, columns=tile.rows)  # the longer side along the wider operand
+        tile = replace(
+            tile, rows=tile.columns, columns=tile.rows
+        )  # the longer side along the wider operand
     tile, table = tile.fit(rows=tall, columns=wide), work.table
     tiles = triton.cdiv(tall, tile.rows) * triton.cdiv(wide, tile.columns)
     launch(
-        ragged_product, table.length * tiles,
-        _addresses(calls), out, chunks, table.starts_E1, table.expert_L, table.first_L, table.slot_L, len(calls), work.chunk,
-        M=tall, K=wide, U_GATHERED=sample.u_rows_N is not None, V_GATHERED=sample.v_rows_N is not None,
-        GATED=sample.gate_N is not None, ACT=activation, DTYPE=element, FIELDS=_FIELDS, ACCUMULATE=into is not None,
-        TALL=tile.rows, WIDE=tile.columns, DEPTH=tile.depth, PRECISION=precision, **tile.options(),
-    )  # fmt: skip
+        ragged_product,
+        table.length * tiles,
+        _addresses(calls),
+        out,
+        chunks,
+        table.starts_E1,
+        table.expert_L,
+        table.first_L,
+        table.slot_L,
+        len(calls),
+        work.chunk,
+        M=tall,
+        K=wide,
+        U_GATHERED=sample.u_rows_N is not None,
+        V_GATHERED=sample.v_rows_N is not None,
+        GATED=sample.gate_N is not None,
+        ACT=activation,
+        DTYPE=element,
+        FIELDS=_FIELDS,
+        ACCUMULATE=into is not None,
+        TALL=tile.rows,
+        WIDE=tile.columns,
+        DEPTH=tile.depth,
+        PRECISION=precision,
+        **tile.options(),
+    )
     if work.most_slots:
         size = tall * wide
         launch(
-            _add_chunks, num_experts * triton.cdiv(size, 1024), chunks, out, table.slots_E1, SIZE=size, BLOCK=1024
-        )  # fmt: skip
+            _add_chunks,
+            num_experts * triton.cdiv(size, 1024),
+            chunks,
+            out,
+            table.slots_E1,
+            SIZE=size,
+            BLOCK=1024,
+        )
     return out
 
 
 def _addresses(calls: Sequence[Operands]) -> Tensor:
-    """(C, fields) int64. Written by a kernel: a copy from the host could not be captured in a CUDA graph."""
+    """(C, fields) int64. Written by a kernel: a copy from the host could not be captured in a CUDA
+    graph.
+    """
     table = torch.empty(len(calls), _FIELDS, dtype=torch.int64, device=calls[0].u.device)
     for number, call in enumerate(calls):
         tensors = (call.u, call.v, call.u_rows_N, call.v_rows_N, call.gate_N, call.starts_E1)
-        assert not any(tensor.data_ptr() % 16 for tensor in tensors if tensor is not None)  # `_pointer` counts on it
+        assert not any(
+            tensor.data_ptr() % 16 for tensor in tensors if tensor is not None
+        )  # `_pointer` counts on it
         launch(_write_addresses, 1, table, number, *tensors, FIELDS=_FIELDS)
     return table
 
 
 @triton.jit
 def _sum_segments(
-    rows, row_index, gate_rows, starts, out, OUT: tl.constexpr, DEPTH: tl.constexpr, COLUMNS: tl.constexpr
+    rows,
+    row_index,
+    gate_rows,
+    starts,
+    out,
+    OUT: tl.constexpr,
+    DEPTH: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):
     TILES: tl.constexpr = (OUT + COLUMNS - 1) // COLUMNS
     expert = tl.program_id(0) // TILES
@@ -234,20 +315,34 @@ def _sum_segments(
         if row_index is not None:
             at = tl.load(row_index + place, mask=live, other=0)
         mask = live[:, None] & (cols < OUT)[None, :]
-        values = tl.load(rows + at.to(tl.int64)[:, None] * OUT + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+        values = tl.load(
+            rows + at.to(tl.int64)[:, None] * OUT + cols[None, :], mask=mask, other=0.0
+        ).to(tl.float32)
         if gate_rows is not None:
             values *= tl.load(gate_rows + place, mask=live, other=0.0)[:, None]
         total += values
     tl.store(out + expert * OUT + cols, tl.sum(total, 0).to(out.dtype.element_ty), mask=cols < OUT)
 
 
-def segment_sums(rows: Tensor, row_index_N: Tensor | None, gate_N: Tensor | None, starts_E1: Tensor) -> Tensor:
-    """(E, O): a bias's gradient, Σ over an expert's rows of gate · rows. For the few models whose experts have biases."""
+def segment_sums(
+    rows: Tensor, row_index_N: Tensor | None, gate_N: Tensor | None, starts_E1: Tensor
+) -> Tensor:
+    """(E, O): a bias's gradient, Σ over an expert's rows of gate · rows. For the few models whose
+    experts have biases.
+    """
     width, num_experts = rows.shape[1], starts_E1.shape[0] - 1
     out = rows.new_empty(num_experts, width)
     columns = min(128, max(16, triton.next_power_of_2(width)))
     launch(
-        _sum_segments, num_experts * triton.cdiv(width, columns), rows, row_index_N, gate_N, starts_E1, out,
-        OUT=width, DEPTH=32, COLUMNS=columns,
-    )  # fmt: skip
+        _sum_segments,
+        num_experts * triton.cdiv(width, columns),
+        rows,
+        row_index_N,
+        gate_N,
+        starts_E1,
+        out,
+        OUT=width,
+        DEPTH=32,
+        COLUMNS=columns,
+    )
     return out

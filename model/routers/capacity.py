@@ -1,9 +1,11 @@
 """Capacity: how many rows an expert serves at most, and who is refused when more want it.
 
-The routing group is one rank's micro-batch of n rows. An expert serves C = ⌈f·K·n/E⌉ routes, at least 1, f the capacity factor
-(GShard, arXiv 2006.16668, §3.2; Switch, arXiv 2101.03961, eq. 3). A refused route is no route: the row keeps its residual, and
-the other gate weights stay as they were, renormalised before anything was refused. Rounding differs between code bases: up
-(V-MoE), down after rounding n/E up (torchscale, Tutel); here up, in exact arithmetic, so that f = 1.1 means 11 of 10.
+The routing group is one rank's micro-batch of n rows. An expert serves C = ⌈f·K·n/E⌉ routes, at
+least 1, f the capacity factor (GShard, arXiv 2006.16668, §3.2; Switch, arXiv 2101.03961, eq. 3). A
+refused route is no route: the row keeps its residual, and the other gate weights stay as they were,
+renormalised before anything was refused. Rounding differs between code bases: up (V-MoE), down
+after rounding n/E up (torchscale, Tutel); here up, in exact arithmetic, so that f = 1.1 means 11 of
+10.
 
 Who is refused depends on the order in which routes ask:
 
@@ -12,10 +14,11 @@ Who is refused depends on the order in which routes ask:
     slot_major       all first choices, then all second ones (GShard): a later first choice evicts an earlier second choice
     priority         as slot_major, but rows with the largest probability ask first (V-MoE, arXiv 2106.05974, algorithm 2)
 
-With a capacity, an answer depends on the other rows of the micro-batch, and so on its size and on the length of its sequences:
-a text that is cut short gets a smaller capacity, and one that is written token by token another one at each token. In
-`position_major` nothing that stands at a later position matters, but how many there are does. Cost: two
-sorts of N = T·K small integers, and one number read from the device (how many routes are left). Nothing of size T·E·C exists.
+With a capacity, an answer depends on the other rows of the micro-batch, and so on its size and on
+the length of its sequences: a text that is cut short gets a smaller capacity, and one that is
+written token by token another one at each token. In `position_major` nothing that stands at a later
+position matters, but how many there are does. Cost: two sorts of N = T·K small integers, and one
+number read from the device (how many routes are left). Nothing of size T·E·C exists.
 
 Legend: T rows, E experts, K experts chosen, N routes (T·K, row-major), C capacity.
 """
@@ -43,20 +46,26 @@ class CapacityConfig(TopKConfig, ChoiceConfig):
 
     @property
     def random_second(self) -> bool:
-        """Whether a row's second expert is asked with probability min(1, 2·its gate weight) only, in training."""
+        """Whether a row's second expert is asked with probability min(1, 2·its gate weight) only,
+        in training.
+        """
         return False
 
     @property
     def promises(self) -> Promises:
         unlimited = self.capacity_factor is None and self.evaluation_capacity_factor is None
         return Promises(
-            causal=unlimited or self.drop_order == "position_major", batch_invariant=unlimited,
-            dropless=unlimited and not self.random_second, balanced=False,
-        )  # fmt: skip
+            causal=unlimited or self.drop_order == "position_major",
+            batch_invariant=unlimited,
+            dropless=unlimited and not self.random_second,
+            balanced=False,
+        )
 
 
 class CapacityRouter(ChoiceRouter):
-    """A router that chooses, and whose experts may be full. A subclass implements `choose`, first choice first."""
+    """A router that chooses, and whose experts may be full. A subclass implements `choose`, first
+    choice first.
+    """
 
     config: CapacityConfig
 
@@ -72,7 +81,9 @@ class CapacityRouter(ChoiceRouter):
         if asked_TK is not None:  # those who do not ask queue at an expert that does not exist
             expert_N = expert_N.where(asked_TK.flatten(), self.num_experts)
         turn_N = serving_order(choice, config.drop_order, batch_size)
-        return routes.kept(has_place(expert_N, turn_N, capacity=capacity) & (expert_N < self.num_experts))
+        return routes.kept(
+            has_place(expert_N, turn_N, capacity=capacity) & (expert_N < self.num_experts)
+        )
 
     def _asked(self, choice: Choice) -> Tensor | None:
         """GShard's random second expert (arXiv 2006.16668, algorithm 1); None where all are asked."""
@@ -84,7 +95,9 @@ class CapacityRouter(ChoiceRouter):
 
 
 def expert_capacity(factor: float, num_routes: int, *, num_experts: int) -> int:
-    """C: ⌈factor · routes / experts⌉, at least 1. The factor counts as the decimal number that was written."""
+    """C: ⌈factor · routes / experts⌉, at least 1. The factor counts as the decimal number that was
+    written.
+    """
     return max(1, math.ceil(Fraction(str(factor)) * num_routes / num_experts))
 
 
@@ -105,7 +118,13 @@ def serving_order(choice: Choice, order: DropOrder, batch_size: int) -> Tensor:
 
 
 def has_place(expert_N: Tensor, turn_N: Tensor, *, capacity: int) -> Tensor:
-    """(N,) bool: whether a route is among the first `capacity` of its expert, when route turn_N[i] asks as the i-th."""
+    """(N,) bool: whether a route is among the first `capacity` of its expert, when route turn_N[i]
+    asks as the i-th.
+    """
     queue_N, index_N = expert_N[turn_N].sort(stable=True)
-    place_N = torch.arange(len(queue_N), device=queue_N.device) - torch.searchsorted(queue_N, queue_N)
-    return torch.empty_like(queue_N, dtype=torch.bool).scatter_(0, turn_N[index_N], place_N < capacity)
+    place_N = torch.arange(len(queue_N), device=queue_N.device) - torch.searchsorted(
+        queue_N, queue_N
+    )
+    return torch.empty_like(queue_N, dtype=torch.bool).scatter_(
+        0, turn_N[index_N], place_N < capacity
+    )

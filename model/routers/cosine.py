@@ -1,20 +1,24 @@
 """X-MoE: rows and experts meet on a sphere of few dimensions (arXiv 2204.09179).
 
-A linear router's gradient pulls rows into the span of the expert embeddings (rank E − 1), and so together. Here a row is
-projected to d_e = E/2 dimensions, both sides are L2-normalised, and a learnable temperature makes up for the bounded scores:
+A linear router's gradient pulls rows into the span of the expert embeddings (rank E − 1), and so
+together. Here a row is projected to d_e = E/2 dimensions, both sides are L2-normalised, and a
+learnable temperature makes up for the bounded scores:
 
     s_e = cos(W h, e_e),   gate softmax(s/τ) or sigmoid(s/τ), not renormalised
     balancing loss over softmax(s/τ₀) with fixed τ₀ = 0.3 (softmax gate), 0.07 (sigmoid gate)
 
-τ is kept as its logarithm, so that no step can make it negative; it starts at τ₀, as the paper names no other value. The gradient
-into a row then has rank d_e at most.
+τ is kept as its logarithm, so that no step can make it negative; it starts at τ₀, as the paper
+names no other value. The gradient into a row then has rank d_e at most.
 
-The released code (torchscale) does something else, and `behaviour="torchscale"` does it too: width 16 whatever E, expert
-embeddings that are rescaled in place to norm 1.5, rows that are *not* normalised (their norm is the temperature), no τ, no τ₀,
-softmax only, and with two experts GShard's renormalised gates and random second expert. It rescales in every forward pass; here
-that happens in `before_step`, which is the same, since only the optimizer changes a norm and the scores do not depend on it.
+The released code (torchscale) does something else, and `behaviour="torchscale"` does it too: width
+16 whatever E, expert embeddings that are rescaled in place to norm 1.5, rows that are *not*
+normalised (their norm is the temperature), no τ, no τ₀, softmax only, and with two experts GShard's
+renormalised gates and random second expert. It rescales in every forward pass; here that happens in
+`before_step`, which is the same, since only the optimizer changes a norm and the scores do not
+depend on it.
 
-Cost of a row: 2·D·d_e + 2·d_e·E FLOPs. Legend: T rows, D their width, E experts, K experts chosen, R dimensions of the sphere.
+Cost of a row: 2·D·d_e + 2·d_e·E FLOPs. Legend: T rows, D their width, E experts, K experts chosen,
+R dimensions of the sphere.
 """
 
 import math
@@ -43,7 +47,9 @@ class CosineConfig(CapacityConfig):
     gate: Literal["softmax", "sigmoid"] = "softmax"
     d_routing: PositiveInt | None = None  # d_e; None: half the number of experts
     behaviour: Literal["paper", "torchscale"] = "paper"
-    initial_temperature: PositiveFloat | None = None  # of τ; None: 0.3 for softmax, 0.07 for sigmoid gates
+    initial_temperature: PositiveFloat | None = (
+        None  # of τ; None: 0.3 for softmax, 0.07 for sigmoid gates
+    )
     balance_temperature: PositiveFloat | None = None  # τ₀, fixed; None: the same
 
     @property
@@ -52,7 +58,11 @@ class CosineConfig(CapacityConfig):
 
     def width(self, num_experts: int) -> int:
         """d_e: dimensions in which rows and experts are compared."""
-        return _RELEASED_WIDTH if self.behaviour == "torchscale" else self.d_routing or max(1, num_experts // 2)
+        return (
+            _RELEASED_WIDTH
+            if self.behaviour == "torchscale"
+            else self.d_routing or max(1, num_experts // 2)
+        )
 
     def router_flops(self, d_row: int, num_experts: int) -> int:
         return 2 * self.width(num_experts) * (d_row + num_experts)
@@ -62,11 +72,15 @@ class CosineConfig(CapacityConfig):
         if self.behaviour == "paper":
             return self
         fixed = ("d_routing", "initial_temperature", "balance_temperature")
-        given = ", ".join(f"{name}={getattr(self, name)}" for name in fixed if getattr(self, name) is not None)
+        given = ", ".join(
+            f"{name}={getattr(self, name)}" for name in fixed if getattr(self, name) is not None
+        )
         if given or self.gate != "softmax" or self.top_k > 2:
             raise ValueError(
-                f'behaviour="torchscale" with gate={self.gate!r}, top_k={self.top_k}{", " + given if given else ""}: '
-                f"the released code has softmax gates, one or two experts, width {_RELEASED_WIDTH} and no temperature; leave "
+                f'behaviour="torchscale" with gate={self.gate!r}, '
+                f"top_k={self.top_k}{', ' + given if given else ''}: "
+                f"the released code has softmax gates, one or two experts, width {_RELEASED_WIDTH} "
+                "and no temperature; leave "
                 'these out or use behaviour="paper"'
             )
         return self
@@ -81,10 +95,13 @@ class CosineRouter(CapacityRouter):
     def __init__(self, config: CosineConfig, d_row: int, num_experts: int, *, start: Start) -> None:
         super().__init__(config, d_row, num_experts, start=start)
         width, released = config.width(num_experts), config.behaviour == "torchscale"
-        # The length of a released row is its temperature, so there the projection starts as published.
+        # The length of a released row is its temperature, so there the projection starts as
+        # published.
         self.projection = parameter(width, d_row, start=uniform(d_row**-0.5) if released else start)
         self.expert_embedding = parameter(
-            num_experts, width, start=orthogonal(_RELEASED_GAIN) if released else normal(width**-0.5)
+            num_experts,
+            width,
+            start=orthogonal(_RELEASED_GAIN) if released else normal(width**-0.5),
         )
         usual = _PAPER_TEMPERATURE[config.gate]
         log_temperature = math.log(config.initial_temperature or usual)
@@ -94,7 +111,10 @@ class CosineRouter(CapacityRouter):
     def choose(self, x_TD: Tensor) -> Choice:
         """The K nearest experts on the sphere."""
         config, dtype = self.config, wide_dtype(x_TD)
-        z_TR, embedding_ER = x_TD.to(dtype) @ self.projection.to(dtype).T, self.expert_embedding.to(dtype)
+        z_TR, embedding_ER = (
+            x_TD.to(dtype) @ self.projection.to(dtype).T,
+            self.expert_embedding.to(dtype),
+        )
         if self.log_temperature is None:
             logits_TE = finite(z_TR @ F.normalize(embedding_ER, dim=-1, eps=_RELEASED_EPS).T)
             chosen_TK, experts_TK = best(logits_TE, config.top_k)
@@ -104,16 +124,26 @@ class CosineRouter(CapacityRouter):
         logits_TE = cosine_TE * torch.exp(-self.log_temperature.to(dtype))
         chosen_TK, experts_TK = best(logits_TE, config.top_k)
         sigmoid = config.gate == "sigmoid"
-        weights_TK = chosen_TK.sigmoid() if sigmoid else softmax_gates(chosen_TK, logits_TE, renormalise=False)
-        return Choice(experts_TK, weights_TK, logits_TE, (cosine_TE / self.balance_temperature).softmax(-1))
+        weights_TK = (
+            chosen_TK.sigmoid()
+            if sigmoid
+            else softmax_gates(chosen_TK, logits_TE, renormalise=False)
+        )
+        return Choice(
+            experts_TK, weights_TK, logits_TE, (cosine_TE / self.balance_temperature).softmax(-1)
+        )
 
     @torch.no_grad()
     def before_step(self, step: int) -> None:
-        """torchscale: every expert embedding to norm 1.5. A second call changes no bit, so an evaluation leaves no trace."""
+        """torchscale: every expert embedding to norm 1.5. A second call changes no bit, so an
+        evaluation leaves no trace.
+        """
         if self.config.behaviour == "torchscale":
             norm_E1 = self.expert_embedding.double().norm(dim=1, keepdim=True)
             factor_E1 = _RELEASED_NORM / norm_E1
-            factor_E1 = torch.where((factor_E1 - 1).abs() < 1e-6, torch.ones_like(factor_E1), factor_E1)
+            factor_E1 = torch.where(
+                (factor_E1 - 1).abs() < 1e-6, torch.ones_like(factor_E1), factor_E1
+            )
             self.expert_embedding.mul_(factor_E1.to(self.expert_embedding.dtype))
 
 
@@ -126,4 +156,6 @@ def finite(scores_TE: Tensor) -> Tensor:
 
 def orthogonal(gain: float) -> Start:
     """Orthonormal columns (or rows, if they are fewer) times `gain`."""
-    return lambda shape, generator: torch.nn.init.orthogonal_(torch.empty(shape), gain, generator=generator)
+    return lambda shape, generator: torch.nn.init.orthogonal_(
+        torch.empty(shape), gain, generator=generator
+    )

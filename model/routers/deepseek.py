@@ -1,14 +1,16 @@
-"""DeepSeek's gate: balanced by a bias that only selects, with a limit on the groups of experts that a row may use.
+"""DeepSeek's gate: balanced by a bias that only selects, with a limit on the groups of experts that
+a row may use.
 
     s = sigmoid(x W)                          V2: softmax
     selected by s + b                         from the best `kept_groups` of `num_groups` groups of neighbouring experts
     gate weight = route_scale · s / Σ s       over the selected; the bias b never weighs. V2: not renormalised
     b ← b + γ·sign(mean n − n_e)              after each step, n the choices of the whole global batch (arXiv 2408.15664, alg. 1)
 
-DeepSeek-V3 (arXiv 2412.19437, eq. 12 to 20) has 256 experts in 8 groups, keeps 4, chooses 8, γ = 0.001 and 0 for the last 3 %
-of the tokens, a sequence-wise loss of 1e-4 and no capacity. V2 (arXiv 2405.04434, eq. 20 to 22): softmax, group_score="max", no
-renormalisation, no bias. The bias is a buffer: no gradient, no weight decay, float32, saved with the weights. It comes from
-earlier steps, so it tells a row nothing of its own future.
+DeepSeek-V3 (arXiv 2412.19437, eq. 12 to 20) has 256 experts in 8 groups, keeps 4, chooses 8, γ =
+0.001 and 0 for the last 3 % of the tokens, a sequence-wise loss of 1e-4 and no capacity. V2 (arXiv
+2405.04434, eq. 20 to 22): softmax, group_score="max", no renormalisation, no bias. The bias is a
+buffer: no gradient, no weight decay, float32, saved with the weights. It comes from earlier steps,
+so it tells a row nothing of its own future.
 
 Legend: T rows, D their width, E experts, K experts chosen, G groups of experts, B sequences.
 """
@@ -36,11 +38,15 @@ class DeepSeekConfig(TopKConfig, ChoiceConfig):
     scores: Literal["sigmoid", "softmax"] = "sigmoid"
     num_groups: PositiveInt = 1
     kept_groups: PositiveInt = 1
-    group_score: Literal["top2", "max"] = "top2"  # of the biased scores: sum of the best two, or the best
+    group_score: Literal["top2", "max"] = (
+        "top2"  # of the biased scores: sum of the best two, or the best
+    )
     renormalise: bool = True
     route_scale: PositiveFloat = 1.0
     bias_rate: NonNegativeFloat = 0.001  # γ; 0: the bias stays 0
-    bias_until_step: NonNegativeInt | None = None  # the bias moves in steps 0 … bias_until_step − 1 only
+    bias_until_step: NonNegativeInt | None = (
+        None  # the bias moves in steps 0 … bias_until_step − 1 only
+    )
     balance: NonNegativeFloat = 1e-4
     balance_scope: Literal["sequence", "micro_batch", "global_batch"] = "sequence"
 
@@ -52,25 +58,32 @@ class DeepSeekConfig(TopKConfig, ChoiceConfig):
     def _check_gate(self) -> Self:
         if self.top_k == 1 and self.renormalise:
             raise ValueError(
-                "top_k=1 with renormalise=true makes every gate weight the same, and the router learns nothing from the "
+                "top_k=1 with renormalise=true makes every gate weight the same, and the router "
+                "learns nothing from the "
                 "experts; set renormalise=false, or choose more experts"
             )
         if self.kept_groups > self.num_groups:
-            raise ValueError(f"kept_groups={self.kept_groups} is more than num_groups={self.num_groups}")
+            raise ValueError(
+                f"kept_groups={self.kept_groups} is more than num_groups={self.num_groups}"
+            )
         return self
 
     def check(self, num_experts: int) -> None:
         groups, kept = self.num_groups, self.kept_groups
         if num_experts % groups:
-            raise ValueError(f"router.num_groups={groups} does not divide num_experts={num_experts}")
+            raise ValueError(
+                f"router.num_groups={groups} does not divide num_experts={num_experts}"
+            )
         members = num_experts // groups
         if self.top_k > kept * members:
             raise ValueError(
-                f"router.top_k={self.top_k} is more than the {kept * members} experts of kept_groups={kept} groups of {members}"
+                f"router.top_k={self.top_k} is more than the {kept * members} experts of "
+                f"kept_groups={kept} groups of {members}"
             )
         if groups > 1 and self.group_score == "top2" and members < 2:
             raise ValueError(
-                f'router.group_score="top2" needs groups of at least two experts, and num_groups={groups} of '
+                'router.group_score="top2" needs groups of at least two experts, and '
+                f"num_groups={groups} of "
                 f'num_experts={num_experts} have one; use fewer groups or group_score="max"'
             )
 
@@ -83,7 +96,9 @@ class DeepSeekRouter(ChoiceRouter):
     carried: ClassVar[tuple[str, ...]] = ("load",)
     selection_bias: Tensor  # (E,) float32
 
-    def __init__(self, config: DeepSeekConfig, d_row: int, num_experts: int, *, start: Start) -> None:
+    def __init__(
+        self, config: DeepSeekConfig, d_row: int, num_experts: int, *, start: Start
+    ) -> None:
         super().__init__(config, d_row, num_experts, start=start)
         self.weight = parameter(num_experts, d_row, start=start)
         self.register_buffer("selection_bias", torch.zeros(num_experts))
@@ -92,13 +107,18 @@ class DeepSeekRouter(ChoiceRouter):
         """The K largest biased scores of the kept groups, weighed by their unbiased scores."""
         config, dtype = self.config, wide_dtype(x_TD)
         logits_TE = x_TD.to(dtype) @ self.weight.to(dtype).T
-        # In logarithms: renormalising is then a softmax, which has no 0/0 where all scores underflow.
-        log_scores_TE = F.logsigmoid(logits_TE) if config.scores == "sigmoid" else logits_TE.log_softmax(-1)
+        # In logarithms: renormalising is then a softmax, which has no 0/0 where all scores
+        # underflow.
+        log_scores_TE = (
+            F.logsigmoid(logits_TE) if config.scores == "sigmoid" else logits_TE.log_softmax(-1)
+        )
         biased_TE = log_scores_TE.detach().exp() + self.selection_bias.to(dtype)
         experts_TK = once(lambda: self._within_groups(biased_TE).topk(config.top_k, dim=-1).indices)
         chosen_TK = log_scores_TE.gather(1, experts_TK)
         weights_TK = chosen_TK.softmax(-1) if config.renormalise else chosen_TK.exp()
-        return Choice(experts_TK, config.route_scale * weights_TK, logits_TE, log_scores_TE.softmax(-1))
+        return Choice(
+            experts_TK, config.route_scale * weights_TK, logits_TE, log_scores_TE.softmax(-1)
+        )
 
     def _within_groups(self, biased_TE: Tensor) -> Tensor:
         """Minus infinity for every expert outside the row's best groups."""
@@ -112,13 +132,17 @@ class DeepSeekRouter(ChoiceRouter):
         return grouped_TGA.masked_fill(closed_TG[..., None], float("-inf")).flatten(1)
 
     def statistics(self, routing: Routing, batch_size: int) -> dict[str, Tensor]:
-        """Also `preferred`: the K largest unbiased scores, which the loss counts (V3, eq. 18); the bias learns from `load`."""
+        """Also `preferred`: the K largest unbiased scores, which the loss counts (V3, eq. 18); the
+        bias learns from `load`.
+        """
         preferred = routing.logits_THA.topk(self.config.top_k, dim=-1).indices
         counted = count_per_sequence(preferred, batch_size, self.num_experts)
         return super().statistics(routing, batch_size) | {"preferred": counted}
 
     def losses(self, sums: dict[str, Tensor], running: RunningSum) -> list[Loss]:
-        """The balancing loss over the experts that rows prefer, whatever the bias and the groups made of it."""
+        """The balancing loss over the experts that rows prefer, whatever the bias and the groups
+        made of it.
+        """
         return super().losses(sums | {"load": sums["preferred"]}, running)
 
     @torch.no_grad()
@@ -127,4 +151,6 @@ class DeepSeekRouter(ChoiceRouter):
         until = self.config.bias_until_step
         if until is None or step < until:
             load_E = totals["load"]
-            self.selection_bias += self.config.bias_rate * (load_E.mean() - load_E).sign().to(self.selection_bias.dtype)
+            self.selection_bias += self.config.bias_rate * (load_E.mean() - load_E).sign().to(
+                self.selection_bias.dtype
+            )

@@ -1,16 +1,19 @@
-"""Expert choice: every expert takes the tokens that suit it best, equally many for each (Zhou et al., arXiv 2202.09368).
+"""Expert choice: every expert takes the tokens that suit it best, equally many for each (Zhou et
+al., arXiv 2202.09368).
 
     p = softmax over experts of x Wᵀ
     expert e takes the C tokens of a group with the largest p[·, e];  C = round(k/E · group size)
     y_t = Σ over the experts that took t of p[t, e] · expert_e(x_t)
 
-Balanced without a loss, and its counts are known in advance; but a token may be taken by many experts or by none, and then only
-the residual carries it. A choice among all tokens of a batch reads their future: a language model would learn to use that. The
-causal form, of the granularity study (arXiv 2402.07871) and of Mixture of Tokens' comparison, chooses among the tokens at one
-position of `group_size` sequences. Those authors put a LayerNorm on the layer's answer (`output_norm` of the model), which
-matters for experts smaller than a dense layer.
+Balanced without a loss, and its counts are known in advance; but a token may be taken by many
+experts or by none, and then only the residual carries it. A choice among all tokens of a batch
+reads their future: a language model would learn to use that. The causal form, of the granularity
+study (arXiv 2402.07871) and of Mixture of Tokens' comparison, chooses among the tokens at one
+position of `group_size` sequences. Those authors put a LayerNorm on the layer's answer
+(`output_norm` of the model), which matters for experts smaller than a dense layer.
 
-Legend: B sequences, T rows, D their width, G groups of M members, C members that an expert takes, E experts, N = E·G·C routes.
+Legend: B sequences, T rows, D their width, G groups of M members, C members that an expert takes, E
+experts, N = E·G·C routes.
 """
 
 from typing import Literal
@@ -33,11 +36,15 @@ class ExpertChoiceConfig(RouterConfig):
     kind: Literal["expert_choice"] = "expert_choice"
     group_size: PositiveInt = 32  # M, in sequences; not used by scope "flat"
     mean_experts: PositiveFloat = 1.0  # k: experts per token, on average
-    scope: Literal["position", "flat"] = "position"  # "flat": among all tokens of a micro-batch, which reads the future
+    scope: Literal["position", "flat"] = (
+        "position"  # "flat": among all tokens of a micro-batch, which reads the future
+    )
 
     @property
     def promises(self) -> Promises:
-        return Promises(causal=self.scope == "position", batch_invariant=False, dropless=False, balanced=True)
+        return Promises(
+            causal=self.scope == "position", batch_invariant=False, dropless=False, balanced=True
+        )
 
     @property
     def group_sequences(self) -> int:
@@ -63,7 +70,9 @@ class ExpertChoiceConfig(RouterConfig):
 
     def check(self, num_experts: int) -> None:
         if self.mean_experts > num_experts:
-            raise ValueError(f"router.mean_experts={self.mean_experts} is more than num_experts={num_experts}")
+            raise ValueError(
+                f"router.mean_experts={self.mean_experts} is more than num_experts={num_experts}"
+            )
         if self.scope == "position":
             self.taken(num_experts, self.group_size)
 
@@ -76,9 +85,12 @@ class ExpertChoiceConfig(RouterConfig):
         wanted = self.mean_experts * members / num_experts
         if wanted < 0.5:
             raise ValueError(
-                f"an expert would take round(router.mean_experts={self.mean_experts} · {members} rows of a group / "
-                f"num_experts={num_experts}) = 0 rows: make groups of at least {-(-num_experts // (2 * self.mean_experts)):.0f}"
-                f"{' sequences (router.group_size)' if self.scope == 'position' else ' rows'}, or raise router.mean_experts"
+                f"an expert would take round(router.mean_experts={self.mean_experts} · {members} "
+                "rows of a group / "
+                f"num_experts={num_experts}) = 0 rows: make groups of at least "
+                f"{-(-num_experts // (2 * self.mean_experts)):.0f}"
+                f"{' sequences (router.group_size)' if self.scope == 'position' else ' rows'}, or "
+                "raise router.mean_experts"
             )
         return min(members, max(1, round(wanted)))
 
@@ -89,7 +101,9 @@ class ExpertChoiceRouter(Router):
     Config = ExpertChoiceConfig
     config: ExpertChoiceConfig
 
-    def __init__(self, config: ExpertChoiceConfig, d_row: int, num_experts: int, *, start: Start) -> None:
+    def __init__(
+        self, config: ExpertChoiceConfig, d_row: int, num_experts: int, *, start: Start
+    ) -> None:
         super().__init__(config, d_row, num_experts, start=start)
         self.weight = parameter(num_experts, d_row, start=start)
 
@@ -104,9 +118,15 @@ class ExpertChoiceRouter(Router):
         rows_GM = self._groups(x_TD.shape[0], batch_size, x_TD.device)
         taken = self.config.taken(self.num_experts, rows_GM.shape[1])
         p_EGM = logits_TE.softmax(-1).T[:, rows_GM]
-        # Sorted and cut, not compared with a threshold: among equals exactly C are taken, the first ones.
+        # Sorted and cut, not compared with a threshold: among equals exactly C are taken, the first
+        # ones.
         members_EGC = once(
-            lambda: p_EGM.detach().sort(dim=-1, descending=True, stable=True).indices[..., :taken].clone()
+            lambda: (
+                p_EGM.detach()
+                .sort(dim=-1, descending=True, stable=True)
+                .indices[..., :taken]
+                .clone()
+            )
         )
         weights_EGC = take(p_EGM, members_EGC)
         source_EGC = rows_GM.expand(self.num_experts, -1, -1).gather(2, members_EGC)
@@ -120,8 +140,17 @@ class ExpertChoiceRouter(Router):
 
     def _routes(self, source_N: Tensor, weight_N: Tensor, num_rows: int) -> Routes:
         per_expert = source_N.shape[0] // self.num_experts
-        expert_N = torch.arange(self.num_experts, device=source_N.device).repeat_interleave(per_expert)
+        expert_N = torch.arange(self.num_experts, device=source_N.device).repeat_interleave(
+            per_expert
+        )
         return Routes(
-            source_N, expert_N, weight_N, source_N, self.num_experts, num_rows, per_source=0, per_target=0,
+            source_N,
+            expert_N,
+            weight_N,
+            source_N,
+            self.num_experts,
+            num_rows,
+            per_source=0,
+            per_target=0,
             per_expert=per_expert,
-        )  # fmt: skip
+        )

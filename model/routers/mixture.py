@@ -1,21 +1,26 @@
-"""Mixture of Tokens: no choice is made; every expert reads one mixture of the tokens of a group (arXiv 2310.15961).
+"""Mixture of Tokens: no choice is made; every expert reads one mixture of the tokens of a group
+(arXiv 2310.15961).
 
-A group holds M consecutive sequences, taken at the same position. So a token reads other sequences up to its own position, and
-never a later one: a language model stays causal, but no sequence is independent of its companions. For tokens x_m of a group,
+A group holds M consecutive sequences, taken at the same position. So a token reads other sequences
+up to its own position, and never a later one: a language model stays causal, but no sequence is
+independent of its companions. For tokens x_m of a group,
 
     L = x Cᵀ                        logits of every token and expert, no bias
     W[m, e] = softmax_m(L[m, e]/τ)  over the tokens, for every expert separately
     y_m = Σ_e W[m, e] · expert_e(Σ_i W[i, e] · x_i)
 
-with the same W merging and emitting. Every token learns from every expert; the load is equal and known in advance. With
-E = M·m experts of width F/m a token costs as much as in a dense layer of width F, and mixing adds 6·D·E FLOPs per token: 2 % of
-the experts' for m = 1 at D = 512, 37 % for m = 16. W takes T·E numbers per layer.
+with the same W merging and emitting. Every token learns from every expert; the load is equal and
+known in advance. With E = M·m experts of width F/m a token costs as much as in a dense layer of
+width F, and mixing adds 6·D·E FLOPs per token: 2 % of the experts' for m = 1 at D = 512, 37 % for m
+= 16. W takes T·E numbers per layer.
 
-A group of one is refused: a softmax over one token is 1 for every expert, so the token would get the plain sum of all E answers
-(for 32 experts at the start, outputs up to 32·√32 = 181 times as large as in a group of 32; measured 155).
+A group of one is refused: a softmax over one token is 1 for every expert, so the token would get
+the plain sum of all E answers (for 32 experts at the start, outputs up to 32·√32 = 181 times as
+large as in a group of 32; measured 155).
 
-Beside the published layer the authors' code has switches that are off here by default. Its learnable temperature does not reach
-the softmax in the current version unless the positive form is chosen; here both forms do.
+Beside the published layer the authors' code has switches that are off here by default. Its
+learnable temperature does not reach the softmax in the current version unless the positive form is
+chosen; here both forms do.
 
 Legend: B sequences, S positions, T = B·S rows, D their width, G groups of M members, E experts.
 """
@@ -42,15 +47,23 @@ class TokenMixingConfig(RouterConfig):
     # A learned factor t of the temperature starts at 1: τ·t, or τ·exp(t − 1), which stays positive.
     temperature_form: Literal["direct", "positive"] = "direct"
     separate_emit_temperature: bool = False  # emission learns a temperature of its own
-    emit: Literal["merge", "softmax_over_experts"] = "merge"  # the latter: over a token's experts, as in Soft MoE
-    axis: Literal["position", "sequence"] = "position"  # "sequence": neighbours in one sequence, which reads the future
-    discrete_evaluation: bool = False  # only the largest weight counts, as 1: how far from a sparse layer is it?
+    emit: Literal["merge", "softmax_over_experts"] = (
+        "merge"  # the latter: over a token's experts, as in Soft MoE
+    )
+    axis: Literal["position", "sequence"] = (
+        "position"  # "sequence": neighbours in one sequence, which reads the future
+    )
+    discrete_evaluation: bool = (
+        False  # only the largest weight counts, as 1: how far from a sparse layer is it?
+    )
     evaluation_group_size: int | None = Field(default=None, gt=0)  # None: as in training
 
     @property
     def promises(self) -> Promises:
         by_position = self.axis == "position"
-        return Promises(causal=by_position, batch_invariant=not by_position, dropless=True, balanced=True)
+        return Promises(
+            causal=by_position, batch_invariant=not by_position, dropless=True, balanced=True
+        )
 
     @property
     def group_sequences(self) -> int:
@@ -69,13 +82,18 @@ class TokenMixingConfig(RouterConfig):
             members = getattr(self, name)
             if members is not None and sequence_rows % members:
                 raise ValueError(
-                    f'router.{name}={members} with axis="sequence" does not divide the {sequence_rows} rows of a sequence: '
+                    f'router.{name}={members} with axis="sequence" does not divide the '
+                    f"{sequence_rows} rows of a sequence: "
                     "groups are stretches of one sequence; choose a divisor"
                 )
 
     def members(self, *, training: bool) -> int:
         """M."""
-        return self.group_size if training or self.evaluation_group_size is None else self.evaluation_group_size
+        return (
+            self.group_size
+            if training or self.evaluation_group_size is None
+            else self.evaluation_group_size
+        )
 
     def active_experts(self, num_experts: int, sequence_rows: int) -> float:
         """Mixtures computed for a group of M rows: one by every expert."""
@@ -96,7 +114,8 @@ class TokenMixingConfig(RouterConfig):
     def _check_temperature(self) -> Self:
         if self.separate_emit_temperature and self.learnable_temperature == "none":
             raise ValueError(
-                'separate_emit_temperature=True with learnable_temperature="none": there is no learned temperature to '
+                'separate_emit_temperature=True with learnable_temperature="none": there is no '
+                "learned temperature to "
                 'separate; choose "scalar" or "per_expert"'
             )
         return self
@@ -105,7 +124,8 @@ class TokenMixingConfig(RouterConfig):
 def group_of_one(name: str) -> str:
     """Why a group of one cannot be."""
     return (
-        f"{name}=1: a softmax over a group of one token is 1 for every expert, so the token would get the plain sum of all "
+        f"{name}=1: a softmax over a group of one token is 1 for every expert, so the token would "
+        "get the plain sum of all "
         "experts' answers, tens of times too large; use 2 or more (the published models: 8 to 128)"
     )
 
@@ -116,13 +136,17 @@ class TokenMixingRouter(Router):
     Config = TokenMixingConfig
     config: TokenMixingConfig
 
-    def __init__(self, config: TokenMixingConfig, d_row: int, num_experts: int, *, start: Start) -> None:
+    def __init__(
+        self, config: TokenMixingConfig, d_row: int, num_experts: int, *, start: Start
+    ) -> None:
         super().__init__(config, d_row, num_experts, start=start)
         self.weight = parameter(num_experts, d_row, start=start)
         sizes = {"none": None, "scalar": (1,), "per_expert": (num_experts,)}
         size = sizes[config.learnable_temperature]
         self.merge_temperature = None if size is None else parameter(*size, start=ones)
-        self.emit_temperature = parameter(*size, start=ones) if size and config.separate_emit_temperature else None
+        self.emit_temperature = (
+            parameter(*size, start=ones) if size and config.separate_emit_temperature else None
+        )
 
     def forward(self, x_TD: Tensor, *, batch_size: int) -> Routing:
         """The mixtures of T sequence-major rows.
@@ -145,22 +169,30 @@ class TokenMixingRouter(Router):
         emit_axis = 2 if self.config.emit == "softmax_over_experts" else 1
         shared = emit_axis == 1 and self.emit_temperature is None
         merge_GME = self._weights(logits_GME, self.merge_temperature, axis=1)
-        emit_temperature = self.merge_temperature if self.emit_temperature is None else self.emit_temperature
-        emit_GME = merge_GME if shared else self._weights(logits_GME, emit_temperature, axis=emit_axis)
+        emit_temperature = (
+            self.merge_temperature if self.emit_temperature is None else self.emit_temperature
+        )
+        emit_GME = (
+            merge_GME if shared else self._weights(logits_GME, emit_temperature, axis=emit_axis)
+        )
         return Mixture(rows_GM, merge_GME, emit_GME, self.num_experts)
 
     def _weights(self, logits_GME: Tensor, learned: Tensor | None, *, axis: int) -> Tensor:
         scaled_GME = logits_GME / self.config.temperature
         if learned is not None:
             factor = learned.to(logits_GME.dtype)
-            scaled_GME = scaled_GME / (factor if self.config.temperature_form == "direct" else (factor - 1).exp())
+            scaled_GME = scaled_GME / (
+                factor if self.config.temperature_form == "direct" else (factor - 1).exp()
+            )
         weights_GME = scaled_GME.softmax(axis)
         if self.config.discrete_evaluation and not self.training:
             return one_hot_of_largest(weights_GME, axis=axis)
         return weights_GME
 
 
-def rows_by_position(num_rows: int, batch_size: int, members: int, *, device: torch.device) -> Tensor:
+def rows_by_position(
+    num_rows: int, batch_size: int, members: int, *, device: torch.device
+) -> Tensor:
     """(G, M): group (s, j) holds the rows at position s of the sequences j·M … j·M + M − 1.
 
     Raises:
@@ -168,15 +200,20 @@ def rows_by_position(num_rows: int, batch_size: int, members: int, *, device: to
     """
     if batch_size % members:
         raise ValueError(
-            f"{batch_size} sequences are not whole groups of {members}: train with micro-batches that are multiples of "
-            f"{members}, and evaluate a single sequence with {members - 1} companions (evaluation/companions.py)"
+            f"{batch_size} sequences are not whole groups of {members}: train with micro-batches "
+            "that are multiples of "
+            f"{members}, and evaluate a single sequence with {members - 1} companions "
+            "(evaluation/companions.py)"
         )
-    # Rows are sequence-major: cutting them up as they lie would put neighbours of one sequence into a group.
+    # Rows are sequence-major: cutting them up as they lie would put neighbours of one sequence into
+    # a group.
     rows_jMS = torch.arange(num_rows, device=device).view(batch_size // members, members, -1)
     return rows_jMS.permute(2, 0, 1).reshape(-1, members)
 
 
-def rows_by_neighbourhood(num_rows: int, batch_size: int, members: int, *, device: torch.device) -> Tensor:
+def rows_by_neighbourhood(
+    num_rows: int, batch_size: int, members: int, *, device: torch.device
+) -> Tensor:
     """(G, M): every sequence cut into stretches of M positions.
 
     Raises:
@@ -185,7 +222,8 @@ def rows_by_neighbourhood(num_rows: int, batch_size: int, members: int, *, devic
     length = num_rows // batch_size
     if length % members:
         raise ValueError(
-            f'axis="sequence" with groups of {members}: does not divide the {length} positions of a sequence'
+            f'axis="sequence" with groups of {members}: does not divide the {length} positions of '
+            "a sequence"
         )
     return torch.arange(num_rows, device=device).view(-1, members)
 

@@ -1,8 +1,9 @@
-"""What a router is. Each router is one file beside this one (`router_*.py`) and one line in the table of `routers.py`.
+"""What a router is. Each router is one file beside this one (`router_*.py`) and one line in the
+table of `routers.py`.
 
-A router reads rows and returns a plan: routes, or a mixture. It never moves data, knows no rank, and decides in float32 whatever
-the compute dtype. It also owns what belongs to its decisions: the statistics that its losses need, those losses, and whatever
-changes from step to step.
+A router reads rows and returns a plan: routes, or a mixture. It never moves data, knows no rank,
+and decides in float32 whatever the compute dtype. It also owns what belongs to its decisions: the
+statistics that its losses need, those losses, and whatever changes from step to step.
 
     forward        rows → plan
     statistics     plan → sums per sequence, added up over the repeats of a shared layer
@@ -10,8 +11,8 @@ changes from step to step.
     before_step    the step's number, for what follows a schedule
     after_step     sums over the whole step and all ranks, for what is learned without a gradient
 
-Legend: B sequences, T rows (B·S, sequence-major), D their width, E experts, H heads (1 for the feed-forward), A experts of a
-head, K experts chosen, N routes.
+Legend: B sequences, T rows (B·S, sequence-major), D their width, E experts, H heads (1 for the
+feed-forward), A experts of a head, K experts chosen, N routes.
 """
 
 from dataclasses import dataclass
@@ -27,9 +28,13 @@ from ..routing import Routes, Routing, token_routes
 
 @dataclass(frozen=True)
 class Promises:
-    """What a router guarantees, whatever its weights; tests/model/test_promises.py holds every model to it."""
+    """What a router guarantees, whatever its weights; tests/model/test_promises.py holds every
+    model to it.
+    """
 
-    causal: bool  # no output at a position depends on what stands at a later position, of any sequence
+    causal: (
+        bool  # no output at a position depends on what stands at a later position, of any sequence
+    )
     batch_invariant: bool  # no sequence's output depends on the other sequences of the batch
     dropless: bool  # every row gets the answers of all experts it asked for
     balanced: bool  # every expert serves equally many rows, by construction
@@ -49,7 +54,9 @@ class RouterConfig(BaseModel):
 
     @property
     def group_sequences(self) -> int:
-        """Sequences that are routed together: every micro-batch holds whole groups of consecutive samples."""
+        """Sequences that are routed together: every micro-batch holds whole groups of consecutive
+        samples.
+        """
         return 1
 
     @property
@@ -72,16 +79,24 @@ class RouterConfig(BaseModel):
 
     @property
     def experts_per_row(self) -> float:
-        """Experts that serve one row, on average and before any is refused: what the FLOPs of a row follow from."""
-        raise NotImplementedError(f"the router {self.kind!r} does not say how many experts serve a row")
+        """Experts that serve one row, on average and before any is refused: what the FLOPs of a row
+        follow from.
+        """
+        raise NotImplementedError(
+            f"the router {self.kind!r} does not say how many experts serve a row"
+        )
 
     def active_experts(self, num_experts: int, sequence_rows: int) -> float:
-        """`experts_per_row`, for routers where it follows from the number of experts and of rows in a sequence."""
+        """`experts_per_row`, for routers where it follows from the number of experts and of rows in
+        a sequence.
+        """
         return self.experts_per_row
 
     @property
     def may_serve_fewer(self) -> bool:
-        """Whether some rows are served by fewer experts than `active_experts` says, so that costs are an upper bound."""
+        """Whether some rows are served by fewer experts than `active_experts` says, so that costs
+        are an upper bound.
+        """
         return not (self.promises.dropless or self.promises.balanced)
 
     def check(self, num_experts: int) -> None:
@@ -113,7 +128,9 @@ class Router(nn.Module):
     """
 
     Config: ClassVar[type[RouterConfig]]
-    carried: tuple[str, ...] = ()  # names of statistics that `after_step` wants, summed over the whole step
+    carried: tuple[
+        str, ...
+    ] = ()  # names of statistics that `after_step` wants, summed over the whole step
 
     def __init__(self, config: Any, d_row: int, num_experts: int, *, start: Start) -> None:
         super().__init__()
@@ -133,14 +150,18 @@ class Router(nn.Module):
         return {}
 
     def losses(self, sums: dict[str, Tensor], running: RunningSum) -> list[Loss]:
-        """The auxiliary losses, from statistics that were added up over the repeats of this router's weights."""
+        """The auxiliary losses, from statistics that were added up over the repeats of this
+        router's weights.
+        """
         return []
 
     def before_step(self, step: int) -> None:
         """Told the number of optimizer steps done, before every training step and every evaluation."""
 
     def after_step(self, step: int, totals: dict[str, Tensor]) -> None:
-        """Told the `carried` statistics of one optimizer step, summed over sequences, micro-batches, repeats and ranks."""
+        """Told the `carried` statistics of one optimizer step, summed over sequences,
+        micro-batches, repeats and ranks.
+        """
 
 
 class TopKConfig(RouterConfig):
@@ -160,17 +181,18 @@ class TopKConfig(RouterConfig):
 class ChoiceConfig(RouterConfig):
     """What every router that chooses experts for a row has in common: its losses."""
 
-    # "load": E·Σ_e f_e·P_e with f_e the fraction of all choices and P_e the mean probability, 1 at perfect balance, mean over
-    # layers (Switch, arXiv 2101.03961, eq. 4; for K > 1 the sum over all choices divided by K). "entropy": minus the entropy of
-    # the mean probability, at least −ln E, summed over layers (σ-MoE, arXiv 2310.10837, §5; MoEUT, arXiv 2405.16039, eq. 8).
+    # "load": E·Σ_e f_e·P_e with f_e the fraction of all choices and P_e the mean probability, 1 at
+    # perfect balance, mean over layers (Switch, arXiv 2101.03961, eq. 4; for K > 1 the sum over all
+    # choices divided by K). "entropy": minus the entropy of the mean probability, at least −ln E,
+    # summed over layers (σ-MoE, arXiv 2310.10837, §5; MoEUT, arXiv 2405.16039, eq. 8).
     balance: NonNegativeFloat = 0.01
     balance_form: Literal["load", "entropy"] = "load"
-    # Over which rows f and, for the entropy, P are taken. "global_batch": all ranks and the step's micro-batches so far, and
-    # so with gradient accumulation not quite the same on another number of ranks.
+    # Over which rows f and, for the entropy, P are taken. "global_batch": all ranks and the step's
+    # micro-batches so far, and so with gradient accumulation not quite the same on another number
+    # of ranks.
     balance_scope: Literal["sequence", "micro_batch", "global_batch"] = "micro_batch"
-    z_loss: NonNegativeFloat = (
-        0.0  # mean over rows of logsumexp(logits)², mean over layers (ST-MoE, arXiv 2202.08906, eq. 5)
-    )
+    # mean over rows of logsumexp(logits)², mean over layers (ST-MoE, arXiv 2202.08906, eq. 5)
+    z_loss: NonNegativeFloat = 0.0
 
 
 @dataclass(frozen=True)
@@ -180,7 +202,9 @@ class Choice:
     experts_TK: Tensor  # int64
     weights_TK: Tensor  # float32, differentiable
     logits_TE: Tensor  # float32, before the gate's nonlinearity
-    probabilities_TE: Tensor | None = None  # what the balancing loss averages; None: softmax of the logits
+    probabilities_TE: Tensor | None = (
+        None  # what the balancing loss averages; None: softmax of the logits
+    )
 
 
 class ChoiceRouter(Router):
@@ -200,10 +224,15 @@ class ChoiceRouter(Router):
         """Every row through the experts it chose and back into itself."""
         choice = self.choose(x_TD)
         wanted = token_routes(choice.experts_TK, choice.weights_TK, num_experts=self.num_experts)
-        probabilities = None if choice.probabilities_TE is None else choice.probabilities_TE[:, None]
+        probabilities = (
+            None if choice.probabilities_TE is None else choice.probabilities_TE[:, None]
+        )
         return Routing(
-            self.admit(choice, wanted, batch_size), choice.logits_TE[:, None], probabilities, choice.experts_TK
-        )  # fmt: skip
+            self.admit(choice, wanted, batch_size),
+            choice.logits_TE[:, None],
+            probabilities,
+            choice.experts_TK,
+        )
 
     def statistics(self, routing: Routing, batch_size: int) -> dict[str, Tensor]:
         """Probabilities, choices and squared log-partition functions, summed per sequence."""
@@ -215,7 +244,11 @@ class ChoiceRouter(Router):
         if config.balance:
             value_B = balance_value(sums, config.balance_form, config.balance_scope, running)
             name = "load_balancing" if config.balance_form == "load" else "negative_entropy"
-            found.append(Loss(name, value_B, config.balance, mean_over_layers=config.balance_form == "load"))
+            found.append(
+                Loss(name, value_B, config.balance, mean_over_layers=config.balance_form == "load")
+            )
         if config.z_loss:
-            found.append(Loss("router_z", sums["z"] / sums["rows"], config.z_loss, mean_over_layers=True))
+            found.append(
+                Loss("router_z", sums["z"] / sums["rows"], config.z_loss, mean_over_layers=True)
+            )
         return found

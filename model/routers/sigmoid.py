@@ -1,4 +1,5 @@
-"""Sigmoid gates: every expert is judged alone, so experts do not compete for one unit of probability.
+"""Sigmoid gates: every expert is judged alone, so experts do not compete for one unit of
+probability.
 
 Legend: T rows, D their width, H heads, A experts of a head, K experts chosen.
 """
@@ -22,7 +23,9 @@ class SigmoidConfig(TopKConfig, ChoiceConfig):
     top_k: PositiveInt = 4
     balance_form: Literal["load", "entropy"] = "entropy"
     balance_scope: Literal["sequence", "micro_batch", "global_batch"] = "sequence"
-    expert_dropout: float = Field(default=0.0, ge=0, lt=1)  # chance that an expert may not be chosen, in training
+    expert_dropout: float = Field(
+        default=0.0, ge=0, lt=1
+    )  # chance that an expert may not be chosen, in training
 
     @property
     def promises(self) -> Promises:
@@ -30,17 +33,25 @@ class SigmoidConfig(TopKConfig, ChoiceConfig):
 
 
 class SigmoidRouter(ChoiceRouter):
-    """Sigmoid gates, top-k, no renormalisation (σ-MoE, arXiv 2310.10837 §5; SwitchHead, arXiv 2312.07987 §2).
+    """Sigmoid gates, top-k, no renormalisation (σ-MoE, arXiv 2310.10837 §5; SwitchHead, arXiv
+    2312.07987 §2).
 
-    One independent choice per head; the feed-forward has one head. Experts are numbered head · A + choice. The router gets
-    gradient through the gate weights and, from the balancing term, through the logits.
+    One independent choice per head; the feed-forward has one head. Experts are numbered head · A +
+    choice. The router gets gradient through the gate weights and, from the balancing term, through
+    the logits.
     """
 
     Config = SigmoidConfig
     config: SigmoidConfig
 
     def __init__(
-        self, config: SigmoidConfig, d_row: int, num_experts: int, *, start: Start, num_heads: int = 1
+        self,
+        config: SigmoidConfig,
+        d_row: int,
+        num_experts: int,
+        *,
+        start: Start,
+        num_heads: int = 1,
     ) -> None:
         super().__init__(config, d_row, num_experts, start=start)
         self.num_heads = num_heads
@@ -49,12 +60,14 @@ class SigmoidRouter(ChoiceRouter):
     def choose_per_head(self, x_TD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Experts (T, H, K) int64, gate weights (T, H, K) float32, and logits (T, H, A) float32.
 
-        Float32 whatever the compute dtype: a choice must not flip with it. The choice is made on the logits, which do
-        not saturate as their sigmoids do.
+        Float32 whatever the compute dtype: a choice must not flip with it. The choice is made on
+        the logits, which do not saturate as their sigmoids do.
         """
         dtype = wide_dtype(x_TD)
         per_head = self.num_experts // self.num_heads
-        logits_THA = (x_TD.to(dtype) @ self.weight.to(dtype).T).unflatten(1, (self.num_heads, per_head))
+        logits_THA = (x_TD.to(dtype) @ self.weight.to(dtype).T).unflatten(
+            1, (self.num_heads, per_head)
+        )
         values_THK, chosen_THK = best(self._eligible(logits_THA), self.config.top_k)
         first_H1 = torch.arange(self.num_heads, device=x_TD.device)[:, None] * per_head
         return chosen_THK + first_H1, torch.sigmoid(values_THK), logits_THA
@@ -65,7 +78,9 @@ class SigmoidRouter(ChoiceRouter):
         return Choice(experts_T1K.squeeze(1), weights_T1K.squeeze(1), logits_T1E.squeeze(1))
 
     def _eligible(self, logits_THA: Tensor) -> Tensor:
-        """Drops experts for the choice only; the balancing term sees the raw logits (arXiv 2310.10837, §5.1)."""
+        """Drops experts for the choice only; the balancing term sees the raw logits (arXiv
+        2310.10837, §5.1).
+        """
         rate = self.config.expert_dropout
         if not self.training or rate == 0:
             return logits_THA

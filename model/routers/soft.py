@@ -1,14 +1,17 @@
-"""Soft MoE: every expert has slots, every slot reads a mixture of all tokens of its sequence (arXiv 2308.00951).
+"""Soft MoE: every expert has slots, every slot reads a mixture of all tokens of its sequence (arXiv
+2308.00951).
 
-With X the m tokens of one sequence and Φ the slots' parameters, both normalised to length 1, and α one learned number,
+With X the m tokens of one sequence and Φ the slots' parameters, both normalised to length 1, and α
+one learned number,
 
     L = α · X̂ Φ̂                    logits of every token and slot
     D = softmax of L over tokens    what a slot reads: Dᵀ X
     C = softmax of L over slots     what a token gets: C Y
 
-Continuous, balanced by construction, and each sequence for itself; but a slot reads all positions, so a language model would see
-its own future. It is here as the non-causal sibling of Mixture of Tokens, which is this layer with one slot per expert, groups
-across sequences, no normalisation and D in the place of C. Mixing costs 6·D·E·P FLOPs per token.
+Continuous, balanced by construction, and each sequence for itself; but a slot reads all positions,
+so a language model would see its own future. It is here as the non-causal sibling of Mixture of
+Tokens, which is this layer with one slot per expert, groups across sequences, no normalisation and
+D in the place of C. Mixing costs 6·D·E·P FLOPs per token.
 
 Legend: B sequences, M tokens of one, D their width, E experts, P slots of each, N = E·P slots.
 """
@@ -27,10 +30,14 @@ from .router import Promises, Router, RouterConfig
 
 
 class SlotMixingConfig(RouterConfig):
-    """Soft MoE; published with as many slots in all as tokens: slots_per_expert = round(tokens / E)."""
+    """Soft MoE; published with as many slots in all as tokens: slots_per_expert = round(tokens /
+    E).
+    """
 
     kind: Literal["soft_moe"] = "soft_moe"
-    slots_per_expert: PositiveInt | None = None  # P; must be given, for the weights have a row per slot
+    slots_per_expert: PositiveInt | None = (
+        None  # P; must be given, for the weights have a row per slot
+    )
 
     @property
     def promises(self) -> Promises:
@@ -59,12 +66,15 @@ class SlotMixingConfig(RouterConfig):
         """P.
 
         Raises:
-            ValueError: it was not given; the length of a sequence, from which it would follow, is not the model's to know.
+            ValueError: it was not given; the length of a sequence, from which it would follow, is
+                not the model's to know.
         """
         if self.slots_per_expert is None:
             raise ValueError(
-                f"router.slots_per_expert is not given: set it to the sequence length divided by num_experts={num_experts}, "
-                f"rounded, to compute as many slots as tokens (for 128 positions: {max(1, round(128 / num_experts))})"
+                "router.slots_per_expert is not given: set it to the sequence length divided by "
+                f"num_experts={num_experts}, "
+                "rounded, to compute as many slots as tokens (for 128 positions: "
+                f"{max(1, round(128 / num_experts))})"
             )
         return self.slots_per_expert
 
@@ -75,7 +85,9 @@ class SlotMixingRouter(Router):
     Config = SlotMixingConfig
     config: SlotMixingConfig
 
-    def __init__(self, config: SlotMixingConfig, d_row: int, num_experts: int, *, start: Start) -> None:
+    def __init__(
+        self, config: SlotMixingConfig, d_row: int, num_experts: int, *, start: Start
+    ) -> None:
         super().__init__(config, d_row, num_experts, start=start)
         num_slots = num_experts * config.slots(num_experts)
         self.weight = parameter(num_slots, d_row, start=normal(d_row**-0.5))  # LeCun, as published
@@ -84,9 +96,13 @@ class SlotMixingRouter(Router):
     def forward(self, x_TD: Tensor, *, batch_size: int) -> Routing:
         """One group per sequence."""
         dtype = wide_dtype(x_TD)
-        x_TD, slots_ND = (F.normalize(rows.to(dtype), dim=-1, eps=1e-6) for rows in (x_TD, self.weight))
+        x_TD, slots_ND = (
+            F.normalize(rows.to(dtype), dim=-1, eps=1e-6) for rows in (x_TD, self.weight)
+        )
         scale = self.scale.to(dtype)
-        if x_TD.numel() < slots_ND.numel():  # the same product either way: fewer numbers to multiply
+        if (
+            x_TD.numel() < slots_ND.numel()
+        ):  # the same product either way: fewer numbers to multiply
             x_TD = x_TD * scale
         else:
             slots_ND = slots_ND * scale

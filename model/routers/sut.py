@@ -1,17 +1,21 @@
-"""The router of the Sparse Universal Transformer (arXiv 2310.07096): a small network, softmax, top-k, gates that sum to 1.
+"""The router of the Sparse Universal Transformer (arXiv 2310.07096): a small network, softmax,
+top-k, gates that sum to 1.
 
-Its loss asks for much mutual information between rows x and experts e, I(e; x) = H(e) − H(e|x) (after Mod-Squad, arXiv
-2212.08066): many experts in use, and every row sure of its own. With q the weights of the rows, Σ q = 1, over all rows of a
-micro-batch and all depth steps of the shared layer together, and P_e = Σ q·p_e,
+Its loss asks for much mutual information between rows x and experts e, I(e; x) = H(e) − H(e|x)
+(after Mod-Squad, arXiv 2212.08066): many experts in use, and every row sure of its own. With q the
+weights of the rows, Σ q = 1, over all rows of a micro-batch and all depth steps of the shared layer
+together, and P_e = Σ q·p_e,
 
     corrected      H(e|x) − H(e) = −Σ q·p ln p + Σ_e P_e ln P_e         −ln E at best, 0 at worst
     as_published   H(e|x) + H(e) = −Σ q·p ln p − Σ_e P_e ln P_e         0 when all rows share one expert
 
-The released code of SUT, and the port of it that the MoEUT authors ran (arXiv 2405.16039), compute the second: the sign of the
-marginal term is the opposite of the stated aim, and rewards collapse. Where nothing halts the port also divides by the number of
-probabilities, T·E, instead of rows, T. "as_published" keeps both, to reproduce those runs.
+The released code of SUT, and the port of it that the MoEUT authors ran (arXiv 2405.16039), compute
+the second: the sign of the marginal term is the opposite of the stated aim, and rewards collapse.
+Where nothing halts the port also divides by the number of probabilities, T·E, instead of rows, T.
+"as_published" keeps both, to reproduce those runs.
 
-With halting, q is the probability that a row has not halted (model/halting.py), and the loss has a gradient through it.
+With halting, q is the probability that a row has not halted (model/halting.py), and the loss has a
+gradient through it.
 
 Legend: B sequences, T rows (B·S, sequence-major), D their width, E experts, K experts chosen.
 """
@@ -31,11 +35,15 @@ from .router import Loss, Promises, Router, TopKConfig
 
 
 class SutConfig(TopKConfig):
-    """Softmax of a two-layer network, top-k, renormalised; a loss on the mutual information of rows and experts."""
+    """Softmax of a two-layer network, top-k, renormalised; a loss on the mutual information of rows
+    and experts.
+    """
 
     kind: Literal["sut"] = "sut"
     top_k: PositiveInt = 2
-    sampled: NonNegativeInt = 0  # so many of the K are drawn by their probability, in training; the others are the best
+    sampled: NonNegativeInt = (
+        0  # so many of the K are drawn by their probability, in training; the others are the best
+    )
     mi_loss: NonNegativeFloat = 0.001
     mi_sign: Literal["corrected", "as_published"] = "corrected"  # of MoMHA's loss too
 
@@ -50,7 +58,8 @@ class SutConfig(TopKConfig):
         super().check(num_experts)
         if self.sampled > self.top_k:
             raise ValueError(
-                f"router.sampled={self.sampled} is more than router.top_k={self.top_k}: so many of the chosen experts are drawn"
+                f"router.sampled={self.sampled} is more than router.top_k={self.top_k}: so many of "
+                "the chosen experts are drawn"
             )
 
 
@@ -66,7 +75,9 @@ class SutRouter(Router):
         self.output = Linear(d_row, num_experts, start=start)
 
     def choose(self, x_TD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Experts (T, K) int64, gate weights (T, K) and logits (T, E) float32, whatever the compute dtype."""
+        """Experts (T, K) int64, gate weights (T, K) and logits (T, E) float32, whatever the compute
+        dtype.
+        """
         logits_TE = self.output(torch.tanh(self.hidden(x_TD)))
         probabilities_TE = logits_TE.softmax(-1)
         chosen_TK = self._chosen(probabilities_TE.detach())
@@ -81,7 +92,9 @@ class SutRouter(Router):
         return Routing(routes, logits_TE[:, None], wanted_TK=experts_TK)
 
     def statistics(self, routing: Routing, batch_size: int) -> dict[str, Tensor]:
-        """Per sequence: `probability` Σ q·p (B, E), `certainty` Σ q·p ln p (B,) and `mass` Σ q (B,), q not normalised yet."""
+        """Per sequence: `probability` Σ q·p (B, E), `certainty` Σ q·p ln p (B,) and `mass` Σ q
+        (B,), q not normalised yet.
+        """
         logits_TE = routing.logits_THA.squeeze(1)
         log_p_BSE = logits_TE.log_softmax(-1).unflatten(0, (batch_size, -1))
         p_BSE = log_p_BSE.exp()
@@ -90,7 +103,11 @@ class SutRouter(Router):
             if routing.row_weight_T is None
             else routing.row_weight_T.view(batch_size, -1)
         )
-        quirk = self.num_experts if routing.row_weight_T is None and self.config.mi_sign == "as_published" else 1
+        quirk = (
+            self.num_experts
+            if routing.row_weight_T is None and self.config.mi_sign == "as_published"
+            else 1
+        )
         return {
             "probability": (q_BS[..., None] * p_BSE).sum(1),
             "certainty": (q_BS * (p_BSE * log_p_BSE).sum(-1)).sum(1),
@@ -103,14 +120,18 @@ class SutRouter(Router):
             return []
         p_BE = sums["probability"] / sums["mass"].sum()
         # An expert whose softmax underflows everywhere adds 0, and no NaN.
-        negative_marginal_B = (p_BE * p_BE.sum(0).clamp_min(torch.finfo(p_BE.dtype).tiny).log()).sum(1)
+        negative_marginal_B = (
+            p_BE * p_BE.sum(0).clamp_min(torch.finfo(p_BE.dtype).tiny).log()
+        ).sum(1)
         conditional_B = -sums["certainty"] / sums["mass"].sum()
         sign = 1 if self.config.mi_sign == "corrected" else -1
         value_B = len(p_BE) * (conditional_B + sign * negative_marginal_B)
         return [Loss("mutual_information", value_B, self.config.mi_loss, mean_over_layers=False)]
 
     def _chosen(self, probabilities_TE: Tensor) -> Tensor:
-        """The K best; in training the last `sampled` of them are drawn instead, from p + 1e-6 of the experts that are left."""
+        """The K best; in training the last `sampled` of them are drawn instead, from p + 1e-6 of
+        the experts that are left.
+        """
         top_k, sampled = self.config.top_k, self.config.sampled if self.training else 0
         best_TK = probabilities_TE.topk(top_k - sampled, dim=1).indices
         if not sampled:

@@ -44,10 +44,13 @@ def read_router_config(value: Any) -> RouterConfig:
         return value
     if not isinstance(value, dict):
         raise ValueError(
-            f"router={value!r}: the router is a section; write its kind, for example model.router.kind={value}"
+            f"router={value!r}: the router is a section; write its kind, for example "
+            f"model.router.kind={value}"
         )
     if "kind" not in value:
-        raise ValueError(f"the router has no kind (keys: {', '.join(value)}); there are {', '.join(ROUTERS)}")
+        raise ValueError(
+            f"the router has no kind (keys: {', '.join(value)}); there are {', '.join(ROUTERS)}"
+        )
     if not isinstance(value["kind"], str) or value["kind"] not in ROUTERS:
         raise ValueError(f"kind={value['kind']!r} is no router; there are {', '.join(ROUTERS)}")
     config = ROUTERS[value["kind"]].Config
@@ -55,7 +58,9 @@ def read_router_config(value: Any) -> RouterConfig:
         return config.model_validate(value)
     except ValidationError as error:
         known = ", ".join(name for name in config.model_fields if name != "kind")
-        raise ValueError("; ".join(_explain(entry, value["kind"], known) for entry in error.errors())) from None
+        raise ValueError(
+            "; ".join(_explain(entry, value["kind"], known) for entry in error.errors())
+        ) from None
 
 
 def _explain(entry: Any, kind: str, known: str) -> str:

@@ -1,12 +1,14 @@
-"""Token choice: softmax over the experts, every row takes the best K. Switch, GShard, OLMoE and Mixtral are settings of it.
+"""Token choice: softmax over the experts, every row takes the best K. Switch, GShard, OLMoE and
+Mixtral are settings of it.
 
     Switch    top_k=1, a capacity factor (arXiv 2101.03961, eq. 1 to 6)
     GShard    top_k=2, renormalise, second_expert="random", a capacity factor, slot_major (arXiv 2006.16668, algorithm 1)
     OLMoE     top_k=8, z_loss=0.001, dropless (arXiv 2409.02060, §2)
     Mixtral   top_k=2, renormalise, dropless (arXiv 2401.04088, §2.1)
 
-The balancing loss counts all choices; GShard and Switch as published count first choices only (`balance.normalised_coefficient`
-converts a coefficient). An expert's answer moves the logits only of those rows that chose it: a share K/E of all logits.
+The balancing loss counts all choices; GShard and Switch as published count first choices only
+(`balance.normalised_coefficient` converts a coefficient). An expert's answer moves the logits only
+of those rows that chose it: a share K/E of all logits.
 
 Legend: T rows, D their width, E experts, K experts chosen.
 """
@@ -29,9 +31,12 @@ class TokenChoiceConfig(CapacityConfig):
 
     kind: Literal["token_choice"] = "token_choice"
     renormalise: bool = False  # the K gate weights sum to 1: a softmax over the chosen logits
-    # "random": the second expert is asked with probability min(1, 2·its renormalised weight), in training; in evaluation always.
+    # "random": the second expert is asked with probability min(1, 2·its renormalised weight), in
+    # training; in evaluation always.
     second_expert: Literal["always", "random"] = "always"
-    jitter: float = Field(default=0.0, ge=0, lt=1)  # the router's input times U(1 − jitter, 1 + jitter), in training
+    jitter: float = Field(
+        default=0.0, ge=0, lt=1
+    )  # the router's input times U(1 − jitter, 1 + jitter), in training
 
     @property
     def random_second(self) -> bool:
@@ -41,13 +46,16 @@ class TokenChoiceConfig(CapacityConfig):
     def _check_choice(self) -> Self:
         if self.top_k == 1 and self.renormalise:
             raise ValueError(
-                "top_k=1 with renormalise=true makes every gate weight 1, and the router learns nothing from the experts; "
+                "top_k=1 with renormalise=true makes every gate weight 1, and the router learns "
+                "nothing from the experts; "
                 "set renormalise=false, or choose more experts"
             )
         if self.random_second and not (self.top_k == 2 and self.renormalise):
             raise ValueError(
-                f'second_expert="random" with top_k={self.top_k}, renormalise={str(self.renormalise).lower()}: it is asked '
-                "with twice its share of two renormalised gate weights; set top_k=2 and renormalise=true"
+                f'second_expert="random" with top_k={self.top_k}, '
+                f"renormalise={str(self.renormalise).lower()}: it is asked "
+                "with twice its share of two renormalised gate weights; set top_k=2 and "
+                "renormalise=true"
             )
         return self
 
@@ -58,7 +66,9 @@ class TokenChoiceRouter(CapacityRouter):
     Config = TokenChoiceConfig
     config: TokenChoiceConfig
 
-    def __init__(self, config: TokenChoiceConfig, d_row: int, num_experts: int, *, start: Start) -> None:
+    def __init__(
+        self, config: TokenChoiceConfig, d_row: int, num_experts: int, *, start: Start
+    ) -> None:
         super().__init__(config, d_row, num_experts, start=start)
         self.weight = parameter(num_experts, d_row, start=start)
 

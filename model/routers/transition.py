@@ -1,17 +1,21 @@
-"""Transition tuning: a Mixture of Tokens that goes on as a Switch, in one run and with the same weights (arXiv 2310.15961).
+"""Transition tuning: a Mixture of Tokens that goes on as a Switch, in one run and with the same
+weights (arXiv 2310.15961).
 
-Until `switch_step` optimizer steps are done the router mixes (mixture.py); from then on every token takes the expert of
-its largest softmax, weighted by it, with a capacity if one is given and the balancing loss (Switch, arXiv 2101.03961, eq. 1 to
-6). Router weight, experts, optimizer state, learning rate and data go on untouched. The result needs no companions.
+Until `switch_step` optimizer steps are done the router mixes (mixture.py); from then on every token
+takes the expert of its largest softmax, weighted by it, with a capacity if one is given and the
+balancing loss (Switch, arXiv 2101.03961, eq. 1 to 6). Router weight, experts, optimizer state,
+learning rate and data go on untouched. The result needs no companions.
 
-The loss jumps at the switch, for two reasons. Mixing normalises over tokens and choosing over experts: an offset that all
-tokens' logits for one expert share is invisible to the first and decides the load of the second. And an expert's answers are
-weighted by 1/E to 1 where the mixture's weights were 1/M to 1. `calibrate` removes the first: the mean logit of every expert over
-the last mixing step's global batch is kept, and subtracted once the router chooses. Not part of the published method.
+The loss jumps at the switch, for two reasons. Mixing normalises over tokens and choosing over
+experts: an offset that all tokens' logits for one expert share is invisible to the first and
+decides the load of the second. And an expert's answers are weighted by 1/E to 1 where the mixture's
+weights were 1/M to 1. `calibrate` removes the first: the mean logit of every expert over the last
+mixing step's global batch is kept, and subtracted once the router chooses. Not part of the
+published method.
 
-The authors switch from E = M experts to one expert per token. With E = M·m smaller experts, top_k = m keeps a token's cost. Their
-capacity is given out sequence by sequence (`token_major`), which lets a token lose its expert to later positions of other
-sequences; here `position_major` is the default.
+The authors switch from E = M experts to one expert per token. With E = M·m smaller experts, top_k =
+m keeps a token's cost. Their capacity is given out sequence by sequence (`token_major`), which lets
+a token lose its expert to later positions of other sequences; here `position_major` is the default.
 
 Legend: B sequences, T rows, D their width, G groups of M members, E experts.
 """
@@ -63,8 +67,10 @@ class TransitionConfig(CapacityConfig):
         super().check(num_experts)
         if num_experts != self.group_size * self.top_k:
             raise ValueError(
-                f"a transition keeps its cost: num_experts={num_experts} must be router.group_size={self.group_size} × "
-                f"router.top_k={self.top_k} = {self.group_size * self.top_k}, so that a token is served by as many experts "
+                f"a transition keeps its cost: num_experts={num_experts} must be "
+                f"router.group_size={self.group_size} × "
+                f"router.top_k={self.top_k} = {self.group_size * self.top_k}, so that a token is "
+                "served by as many experts "
                 "before as after"
             )
 
@@ -82,7 +88,9 @@ class TransitionRouter(CapacityRouter):
     config: TransitionConfig
     mean_logit: Tensor
 
-    def __init__(self, config: TransitionConfig, d_row: int, num_experts: int, *, start: Start) -> None:
+    def __init__(
+        self, config: TransitionConfig, d_row: int, num_experts: int, *, start: Start
+    ) -> None:
         super().__init__(config, d_row, num_experts, start=start)
         self.weight = parameter(num_experts, d_row, start=start)
         self.register_buffer("mean_logit", torch.zeros(num_experts))
@@ -99,7 +107,9 @@ class TransitionRouter(CapacityRouter):
         self.carried = ("logits", "rows") if self.mixes and self.config.calibrate else ()
 
     def after_step(self, step: int, totals: dict[str, Tensor]) -> None:
-        """Keeps the mean logits of this step; the last mixing step's stay, and a skipped step has none."""
+        """Keeps the mean logits of this step; the last mixing step's stay, and a skipped step has
+        none.
+        """
         self.mean_logit.copy_(totals["logits"] / totals["rows"])
 
     def forward(self, x_TD: Tensor, *, batch_size: int) -> Routing:
@@ -111,9 +121,13 @@ class TransitionRouter(CapacityRouter):
         if not self.mixes:
             return super().forward(x_TD, batch_size=batch_size)
         logits_TE = self._logits(x_TD)
-        rows_GM = rows_by_position(x_TD.shape[0], batch_size, self.config.group_size, device=x_TD.device)
+        rows_GM = rows_by_position(
+            x_TD.shape[0], batch_size, self.config.group_size, device=x_TD.device
+        )
         weights_GME = logits_TE[rows_GM].softmax(1)
-        return Routing(Mixture(rows_GM, weights_GME, weights_GME, self.num_experts), logits_TE[:, None])
+        return Routing(
+            Mixture(rows_GM, weights_GME, weights_GME, self.num_experts), logits_TE[:, None]
+        )
 
     def choose(self, x_TD: Tensor) -> Choice:
         """The best experts, weighted by their probabilities."""

@@ -36,8 +36,9 @@ from moebius.model.transformer import Transformer  # noqa: E402
 
 
 def test_collapse_of_three_clusters_equals_the_hand_computation() -> None:
-    # About the mean of the means the between covariance is diag(6, 2, 0); every cluster is a cross of arms 1 and 2, so
-    # the within covariance is diag(1/2, 2). RC = 0.5/6 + 2/2; the third dimension, in which means agree, is left out.
+    # About the mean of the means the between covariance is diag(6, 2, 0); every cluster is a cross
+    # of arms 1 and 2, so the within covariance is diag(1/2, 2). RC = 0.5/6 + 2/2; the third
+    # dimension, in which means agree, is left out.
     means = torch.tensor([[3.0, 0, 5], [-3.0, 0, 5], [0.0, 3, 5]])
     cross = torch.tensor([[1.0, 0, 0], [-1.0, 0, 0], [0, 2.0, 0], [0, -2.0, 0]])
     rows = (means[:, None] + cross).flatten(0, 1)
@@ -45,12 +46,17 @@ def test_collapse_of_three_clusters_equals_the_hand_computation() -> None:
     expected = 0.5 / 6 + 2 / 2
     assert representation_collapse(rows, labels) == pytest.approx(expected, rel=1e-12)
     order = torch.randperm(12, generator=torch.Generator().manual_seed(0))
-    assert representation_collapse(rows[order] + 100, labels[order]) == pytest.approx(expected, rel=1e-9)
+    assert representation_collapse(rows[order] + 100, labels[order]) == pytest.approx(
+        expected, rel=1e-9
+    )
 
 
 def test_tighter_clusters_have_a_smaller_collapse_figure_and_one_class_has_none() -> None:
     generator = torch.Generator().manual_seed(0)
-    means, noise = torch.randn(5, 1, 8, generator=generator), torch.randn(5, 40, 8, generator=generator)
+    means, noise = (
+        torch.randn(5, 1, 8, generator=generator),
+        torch.randn(5, 40, 8, generator=generator),
+    )
     labels = torch.arange(5).repeat_interleave(40)
     wide, tight = ((means + width * noise).flatten(0, 1) for width in (1.0, 0.1))
     assert representation_collapse(tight, labels) < 0.05 * representation_collapse(wide, labels)
@@ -59,18 +65,27 @@ def test_tighter_clusters_have_a_smaller_collapse_figure_and_one_class_has_none(
 
 def test_activated_fraction_by_hand() -> None:
     experts = torch.tensor([[0, 1], [0, 1], [2, 3], [0, 3]])
-    assert activated_fraction(experts, window_rows=2, num_experts=8) == pytest.approx((2 + 3) / 2 / 8)
+    assert activated_fraction(experts, window_rows=2, num_experts=8) == pytest.approx(
+        (2 + 3) / 2 / 8
+    )
     assert activated_fraction(experts, window_rows=4, num_experts=8) == pytest.approx(4 / 8)
 
 
 @pytest.mark.parametrize(("num_experts", "top_k", "rows"), [(8, 1, 4), (40, 2, 16), (96, 3, 48)])
-def test_random_routing_activates_what_the_expectation_says(num_experts: int, top_k: int, rows: int) -> None:
+def test_random_routing_activates_what_the_expectation_says(
+    num_experts: int, top_k: int, rows: int
+) -> None:
     windows = 3000
     scores = torch.rand(windows * rows, num_experts, generator=torch.Generator().manual_seed(0))
-    measured = activated_fraction(scores.topk(top_k).indices, window_rows=rows, num_experts=num_experts)
-    # A window's fraction deviates by less than sqrt(p(1 − p)/E), for which experts are used is negatively correlated.
+    measured = activated_fraction(
+        scores.topk(top_k).indices, window_rows=rows, num_experts=num_experts
+    )
+    # A window's fraction deviates by less than sqrt(p(1 − p)/E), for which experts are used is
+    # negatively correlated.
     expected = random_activated_fraction(top_k, num_experts, rows)
-    assert abs(measured - expected) < 4 * math.sqrt(expected * (1 - expected) / num_experts / windows)
+    assert abs(measured - expected) < 4 * math.sqrt(
+        expected * (1 - expected) / num_experts / windows
+    )
 
 
 def test_effective_experts() -> None:
@@ -89,7 +104,9 @@ def test_steps_to_reach_lies_on_straight_lines_and_takes_the_first_crossing() ->
 
 
 def test_log_slope_of_an_exponential_is_its_rate_per_thousand_steps() -> None:
-    assert log_slope([(step, 3 * math.exp(-0.7 * step / 1000)) for step in (0, 50, 300, 1000)]) == pytest.approx(-0.7)
+    assert log_slope(
+        [(step, 3 * math.exp(-0.7 * step / 1000)) for step in (0, 50, 300, 1000)]
+    ) == pytest.approx(-0.7)
     assert math.isnan(log_slope([(10, 2.0)]))
 
 
@@ -117,7 +134,9 @@ def test_the_rule(values: tuple[float, ...], side: str, verdict: str) -> None:
     assert Finding("M8", "", "", values, side, 0.6, "").verdict == verdict  # pyright: ignore[reportArgumentType]
 
 
-def granular_runs(with_norm: tuple[float, ...], without: tuple[float, ...]) -> dict[str, list[dict]]:
+def granular_runs(
+    with_norm: tuple[float, ...], without: tuple[float, ...]
+) -> dict[str, list[dict]]:
     """Three equal seeds with the given final losses at G = 1, 4, 8."""
     losses = {True: with_norm, False: without}
     return {
@@ -133,43 +152,82 @@ def test_granularity_has_two_verdicts() -> None:
 
     assert verdicts((3.0, 2.8, 2.7), (3.0, 3.0, 2.99)) == ["holds", "holds"]
     assert verdicts((3.0, 2.8, 2.7), (3.0, 2.8, 2.7)) == ["holds", "does not hold"]
-    assert verdicts((3.0, 2.8, 2.8), (3.0, 3.0, 3.0)) == ["does not hold", "undecided"]  # no gain, so none can vanish
+    assert verdicts((3.0, 2.8, 2.8), (3.0, 3.0, 3.0)) == [
+        "does not hold",
+        "undecided",
+    ]  # no gain, so none can vanish
     assert verdicts((3.0, 3.1, 3.2), (3.0, 3.0, 3.0)) == ["does not hold", "undecided"]
     assert share_kept((3.0, 2.9, 2.9), (3.0, 2.8, 2.6)) == pytest.approx(1 / 3)
 
 
-def toy_run(*, curve=((0, 6.0), (50, 4.0), (100, 3.0)), violation=1.0, collapse=(1.0, 1.0), ratio=0.9) -> dict:
+def toy_run(
+    *, curve=((0, 6.0), (50, 4.0), (100, 3.0)), violation=1.0, collapse=(1.0, 1.0), ratio=0.9
+) -> dict:
     """A record as claims_runs.py makes them, with what the judges and the pictures read."""
 
     def layer(value: float) -> dict:
-        windows = {f"activated_{window}{kind}": ratio for window in WINDOWS for kind in ("", "_random", "_ratio")}
-        return {"collapse": value, "effective_experts": 4.0, "num_experts": 8, "experts_used": 8, **windows}
+        windows = {
+            f"activated_{window}{kind}": ratio
+            for window in WINDOWS
+            for kind in ("", "_random", "_ratio")
+        }
+        return {
+            "collapse": value,
+            "effective_experts": 4.0,
+            "num_experts": 8,
+            "experts_used": 8,
+            **windows,
+        }
 
     probes = [{"step": 10 * n, "layers": [layer(value)]} for n, value in enumerate(collapse)]
     return {
-        "validation_loss": list(curve), "steps": 100, "training_flops_per_token": 2.0, "step_s": 0.1,
-        "max_violation": [(step, violation) for step in range(20)], "routings": probes,
-    }  # fmt: skip
+        "validation_loss": list(curve),
+        "steps": 100,
+        "training_flops_per_token": 2.0,
+        "step_s": 0.1,
+        "max_violation": [(step, violation) for step in range(20)],
+        "routings": probes,
+    }
 
 
-# For each claim arms for which it holds, and arms for which it does not; what decides is in one place.
+# For each claim arms for which it holds, and arms for which it does not; what decides is in one
+# place.
 QUICK, SLOW = ((0, 6.0), (50, 2.9), (100, 2.5)), ((0, 6.0), (50, 5.0), (100, 3.5))
 JUDGED = {
     "M8": ({"dense": {}, "MoT": {"curve": QUICK}}, {"dense": {}, "MoT": {"curve": SLOW}}),
-    "M11": ({"MoT": {}, "MoT, uniform": {"curve": SLOW}}, {"MoT": {}, "MoT, uniform": {"curve": QUICK}}),
+    "M11": (
+        {"MoT": {}, "MoT, uniform": {"curve": SLOW}},
+        {"MoT": {}, "MoT, uniform": {"curve": QUICK}},
+    ),
     "T3": (
         {"top-1, balance 0": {"violation": 5.0}, "top-1, balance 0.01": {"violation": 2.0}},
         {"top-1, balance 0": {"violation": 3.0}, "top-1, balance 0.01": {"violation": 2.0}},
     ),
     "X2": (
-        {"top-1, balance 0.01": {"collapse": (4.0, 2.0, 1.0)}, "X-MoE": {"collapse": (4.0, 4.0, 5.0)}},
-        {"top-1, balance 0.01": {"collapse": (4.0, 4.0, 5.0)}, "X-MoE": {"collapse": (4.0, 2.0, 1.0)}},
+        {
+            "top-1, balance 0.01": {"collapse": (4.0, 2.0, 1.0)},
+            "X-MoE": {"collapse": (4.0, 4.0, 5.0)},
+        },
+        {
+            "top-1, balance 0.01": {"collapse": (4.0, 4.0, 5.0)},
+            "X-MoE": {"collapse": (4.0, 2.0, 1.0)},
+        },
     ),
     "H3": (
-        {"SMoE": {}, "fine-grained": {"ratio": 0.92}, "MH-MoE h=2": {"ratio": 0.95}, "MH-MoE h=3": {"ratio": 0.96}},
-        {"SMoE": {"ratio": 0.97}, "fine-grained": {}, "MH-MoE h=2": {"ratio": 0.95}, "MH-MoE h=3": {"ratio": 0.96}},
+        {
+            "SMoE": {},
+            "fine-grained": {"ratio": 0.92},
+            "MH-MoE h=2": {"ratio": 0.95},
+            "MH-MoE h=3": {"ratio": 0.96},
+        },
+        {
+            "SMoE": {"ratio": 0.97},
+            "fine-grained": {},
+            "MH-MoE h=2": {"ratio": 0.95},
+            "MH-MoE h=3": {"ratio": 0.96},
+        },
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("claim", JUDGED)
@@ -193,7 +251,10 @@ def test_uniform_mixing_is_compared_with_learned_mixing_of_its_own_seed() -> Non
     """Seeds differ by more than arms do; what decides is the difference within each."""
 
     def verdict(learned: tuple[float, ...], uniform: tuple[float, ...]) -> str:
-        runs = {"MoT": [ending(loss) for loss in learned], "MoT, uniform": [ending(loss) for loss in uniform]}
+        runs = {
+            "MoT": [ending(loss) for loss in learned],
+            "MoT, uniform": [ending(loss) for loss in uniform],
+        }
         return CLAIMS["M11"].judge(runs)[0].verdict
 
     assert verdict((3.0, 3.2, 3.1), (3.01, 3.21, 3.11)) == "holds"
@@ -203,18 +264,27 @@ def test_uniform_mixing_is_compared_with_learned_mixing_of_its_own_seed() -> Non
 
 def test_the_second_half_of_the_probes_is_told_and_does_not_decide() -> None:
     falling, rising = (1.0, 8.0, 4.0, 2.0), (8.0, 1.0, 2.0, 4.0)
-    runs = {"top-1, balance 0.01": [toy_run(collapse=falling)] * 3, "X-MoE": [toy_run(collapse=rising)] * 3}
+    runs = {
+        "top-1, balance 0.01": [toy_run(collapse=falling)] * 3,
+        "X-MoE": [toy_run(collapse=rising)] * 3,
+    }
     (finding,) = CLAIMS["X2"].judge(runs)
     halving = 100 * math.log(2)  # of ln RC per 1000 steps, at one probe in 10
     assert f"over the second half of the probes {-halving:.2f}, {halving:.2f}" in finding.detail
     assert "experts used 100%, 100% of all (effective 50%, 50%)" in finding.detail
-    assert finding.verdict == "does not hold"  # over all probes: falling 0.1 ln 2 a step, rising −0.1 ln 2
+    assert (
+        finding.verdict == "does not hold"
+    )  # over all probes: falling 0.1 ln 2 a step, rising −0.1 ln 2
 
 
 @pytest.mark.parametrize("claim", [*JUDGED, "G1"])
 def test_every_claim_has_a_picture(claim: str, tmp_path: Path) -> None:
     arms = {arm: JUDGED[claim][0][arm] if claim in JUDGED else {} for arm in CLAIMS[claim].arms}
-    draw(claim, {arm: [toy_run(**values)] * 3 for arm, values in arms.items()}, tmp_path / "picture.png")
+    draw(
+        claim,
+        {arm: [toy_run(**values)] * 3 for arm, values in arms.items()},
+        tmp_path / "picture.png",
+    )
     assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -224,7 +294,10 @@ def test_the_arms_of_a_claim_cost_what_they_should() -> None:
 
     for claim in ("M8", "M11", "T3", "X2", "G1"):
         assert {feed_forward(arm) for arm in CLAIMS[claim].arms} == {feed_forward("dense")}
-    costs = {arm: feed_forward(arm) + forward_flops(model_of(arm), 64).sub_tokens for arm in CLAIMS["H3"].arms}
+    costs = {
+        arm: feed_forward(arm) + forward_flops(model_of(arm), 64).sub_tokens
+        for arm in CLAIMS["H3"].arms
+    }
     assert len(set(costs.values())) == 1
 
 
@@ -237,14 +310,23 @@ def text_file(folder: Path) -> Path:
 
 
 def test_caught_routings_are_those_of_the_validation_rows_in_order(tmp_path: Path) -> None:
-    config = toy(ARMS["MH-MoE h=2"], seed=0, steps=10, text="embedded", data=tmp_path / "data", device="cpu")
-    data = DataConfig(input=(str(text_file(tmp_path)),), tokenizer="bytes", vocab_size=257, validation_fraction=0.1)
+    config = toy(
+        ARMS["MH-MoE h=2"], seed=0, steps=10, text="embedded", data=tmp_path / "data", device="cpu"
+    )
+    data = DataConfig(
+        input=(str(text_file(tmp_path)),),
+        tokenizer="bytes",
+        vocab_size=257,
+        validation_fraction=0.1,
+    )
     prepare(data, tmp_path / "data")
     model = Transformer(config.model).eval()
     initialise(model, 0)
     layers = routings(model, config, torch.device("cpu"))
     rows, valid = next(
-        validation_batches(tmp_path / "data", seq_len=64, batch_size=32, rank=0, num_ranks=1, max_rows=256)
+        validation_batches(
+            tmp_path / "data", seq_len=64, batch_size=32, rank=0, num_ranks=1, max_rows=256
+        )
     )
     assert len(layers) == 2
     assert valid[0]
@@ -252,7 +334,9 @@ def test_caught_routings_are_those_of_the_validation_rows_in_order(tmp_path: Pat
     with torch.no_grad():
         alone = torch.from_numpy(rows[:1, :-1])
         asked = []
-        hook = model.group[2].feed_forward.router.register_forward_hook(lambda _, given, out: asked.append(out))
+        hook = model.group[2].feed_forward.router.register_forward_hook(
+            lambda _, given, out: asked.append(out)
+        )
         model(alone)
         hook.remove()
     assert torch.equal(layers[0].experts_TK[: 64 * 2], asked[0].wanted_TK)
@@ -261,9 +345,24 @@ def test_caught_routings_are_those_of_the_validation_rows_in_order(tmp_path: Pat
 @pytest.mark.slow
 def test_the_script_runs_from_text_to_verdict(tmp_path: Path) -> None:
     command = [
-        sys.executable, "-m", "benchmarks.claims", "--claims", "X2", "--seeds", "1", "--steps", "2", "--jobs", "1",
-        "--text", str(text_file(tmp_path)), "--device", "cpu", "--results", str(tmp_path / "results"),
-    ]  # fmt: skip
+        sys.executable,
+        "-m",
+        "benchmarks.claims",
+        "--claims",
+        "X2",
+        "--seeds",
+        "1",
+        "--steps",
+        "2",
+        "--jobs",
+        "1",
+        "--text",
+        str(text_file(tmp_path)),
+        "--device",
+        "cpu",
+        "--results",
+        str(tmp_path / "results"),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "undecided" in done.stdout
@@ -278,16 +377,31 @@ def test_the_script_runs_from_text_to_verdict(tmp_path: Path) -> None:
 
 
 def test_recorded_runs_are_judged_again_without_training(tmp_path: Path) -> None:
-    holding = {arm: [toy_run(**values) | {"arm": arm}] * 3 for arm, values in JUDGED["X2"][0].items()}
-    holding["X-MoE"] = [*holding["X-MoE"][:2], {"arm": "X-MoE", **toy_run(collapse=(4.0, math.nan, 5.0))}]
-    file, trained = tmp_path / "claims_X2.json", {"environment": {"commit": "that trained"}, "settings": {"seeds": 3}}
+    holding = {
+        arm: [toy_run(**values) | {"arm": arm}] * 3 for arm, values in JUDGED["X2"][0].items()
+    }
+    holding["X-MoE"] = [
+        *holding["X-MoE"][:2],
+        {"arm": "X-MoE", **toy_run(collapse=(4.0, math.nan, 5.0))},
+    ]
+    file, trained = (
+        tmp_path / "claims_X2.json",
+        {"environment": {"commit": "that trained"}, "settings": {"seeds": 3}},
+    )
     runs = [record for records in holding.values() for record in records]
-    file.write_text(claims.compact(trained | {"findings": [{"verdict": "of an old rule"}], "runs": runs}))
+    file.write_text(
+        claims.compact(trained | {"findings": [{"verdict": "of an old rule"}], "runs": runs})
+    )
     recorded = json.loads(file.read_text())
     claims.judge_again(claims.parse(["--judge", str(file)]))
     judged = json.loads(file.read_text())
-    assert [finding["verdict"] for finding in judged["findings"]] == ["undecided"]  # a seed has no number
+    assert [finding["verdict"] for finding in judged["findings"]] == [
+        "undecided"
+    ]  # a seed has no number
     assert judged["findings"][0]["values"][2] == "nan"
-    assert [judged[name] for name in ("environment", "settings", "runs")] == [*trained.values(), recorded["runs"]]
+    assert [judged[name] for name in ("environment", "settings", "runs")] == [
+        *trained.values(),
+        recorded["runs"],
+    ]
     assert judged["judged_at"]["commit"] != "that trained"
     assert (tmp_path / "claims_X2.png").exists()

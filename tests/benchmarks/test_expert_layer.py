@@ -1,4 +1,6 @@
-"""The benchmarks of expert layers measure what they say: right answers, counted bytes, parts that end in time."""
+"""The benchmarks of expert layers measure what they say: right answers, counted bytes, parts that
+end in time.
+"""
 
 import gc
 import json
@@ -30,7 +32,10 @@ ATTENTION = Setting("attention", 24, 16, 8, 6, 2, heads=2, d_dense=16)
 @pytest.mark.parametrize("setting", [MLP, ATTENTION], ids=lambda setting: setting.name)
 def test_every_contender_means_the_same(setting: Setting) -> None:
     generator = torch.Generator().manual_seed(0)
-    bank, choices = draw_bank(setting, torch.float32, generator, exact=True), draw_choices(setting, 0.5, generator)
+    bank, choices = (
+        draw_bank(setting, torch.float32, generator, exact=True),
+        draw_choices(setting, 0.5, generator),
+    )
     expected, ran = meaning(bank, choices, chunk=11), []
     for contender in contenders(bank, ("default", "oneDNN")):
         if contender.role not in ("peer", "ours"):
@@ -41,15 +46,21 @@ def test_every_contender_means_the_same(setting: Setting) -> None:
             leaf.grad = None
         try:
             with exact_mode(contender.mode):
-                answer = answer_of(lambda layer=layer: layer(bank.x_TD, choices), bank.grad_TD, leaves)
+                answer = answer_of(
+                    lambda layer=layer: layer(bank.x_TD, choices), bank.grad_TD, leaves
+                )
         except expert_layer.CANNOT:
             assert contender.name.startswith("ours"), contender.label
             continue
         assert answer.error(expected) < 1e-5, contender.label
         ran.append(contender.label)
-    assert {"grouped_mm", "grouped_mm, gate in h", "loop, sorted + unbind", "ours: segments", "ours: reference"} <= set(
-        ran
-    )
+    assert {
+        "grouped_mm",
+        "grouped_mm, gate in h",
+        "loop, sorted + unbind",
+        "ours: segments",
+        "ours: reference",
+    } <= set(ran)
 
 
 def test_an_error_in_any_single_gradient_shows() -> None:
@@ -63,7 +74,12 @@ def test_an_error_in_any_single_gradient_shows() -> None:
 
 
 def test_data_for_checking_have_exact_sums_before_the_activation() -> None:
-    bank = draw_bank(Setting("wide", 64, 1024, 16, 2, 1), torch.float32, torch.Generator().manual_seed(0), exact=True)
+    bank = draw_bank(
+        Setting("wide", 64, 1024, 16, 2, 1),
+        torch.float32,
+        torch.Generator().manual_seed(0),
+        exact=True,
+    )
     z = bank.x_TD @ bank.w_up_EDF[0]
     assert torch.equal(z.double(), bank.x_TD.double() @ bank.w_up_EDF[0].double())
 
@@ -74,7 +90,12 @@ def test_routings_differ_and_are_skewed_as_told() -> None:
     assert not torch.equal(first, second)
 
     def fullest(skew: float) -> float:
-        counts = draw_choices(setting, skew, generator)[0].experts_THK.flatten().bincount(minlength=64).double()
+        counts = (
+            draw_choices(setting, skew, generator)[0]
+            .experts_THK.flatten()
+            .bincount(minlength=64)
+            .double()
+        )
         return float(counts.max() / counts.mean())
 
     assert fullest(0.0) < 1.4 < 2.5 < fullest(0.5) < 8
@@ -82,7 +103,9 @@ def test_routings_differ_and_are_skewed_as_told() -> None:
 
 def test_saved_bytes_count_every_storage_once_and_no_weight() -> None:
     x, w = torch.randn(6, 5, requires_grad=True), torch.randn(5, 7, requires_grad=True)
-    y, found = saved_bytes(lambda: ((x @ w).relu() * (x @ w).view(-1).view(6, 7)).sum(), beside=(w,))
+    y, found = saved_bytes(
+        lambda: ((x @ w).relu() * (x @ w).view(-1).view(6, 7)).sum(), beside=(w,)
+    )
     y.backward()
     # x once for both products, the hidden rows (relu's result, a factor too), and the other factor.
     assert found == 4 * (6 * 5 + 6 * 7 + 6 * 7)
@@ -103,22 +126,32 @@ def test_onednn_mode_is_put_back() -> None:
 
 def test_the_layer_benchmark_runs_from_settings_to_picture(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:  # fmt: skip
+) -> None:
     monkeypatch.setattr(expert_layer, "CPU_SETTINGS", (MLP, ATTENTION))
-    monkeypatch.setattr(expert_layer, "keep_freed_memory", lambda: False)  # this process has other tests
+    monkeypatch.setattr(
+        expert_layer, "keep_freed_memory", lambda: False
+    )  # this process has other tests
     command = f"x --threads 1 --rounds 2 --seconds 0 --balanced mlp --out {tmp_path}"
     monkeypatch.setattr(sys, "argv", command.split())
     expert_layer.main()
     gc.unfreeze()
     figures = json.loads((tmp_path / "expert_layer_cpu.json").read_text())
     wanted = ("mlp", "float32", "ours: segments", "default")
-    [segments] = [e for e in figures["entries"] if (e["setting"], e["dtype"], e["name"], e["mode"]) == wanted]
-    assert {(cell["threads"], cell["skew"], cell["rounds"]) for cell in segments["cells"]} == {(1, 0.5, 2), (1, 0.0, 2)}
+    [segments] = [
+        e for e in figures["entries"] if (e["setting"], e["dtype"], e["name"], e["mode"]) == wanted
+    ]
+    assert {(cell["threads"], cell["skew"], cell["rounds"]) for cell in segments["cells"]} == {
+        (1, 0.5, 2),
+        (1, 0.0, 2),
+    }
     assert segments["error"] < 1e-5
     assert segments["saved_bytes"] > 0
     best = max(
-        cell["of_ceiling"] for e in figures["entries"] if e["role"] == "ceiling" for cell in e["cells"]
-    )  # fmt: skip
+        cell["of_ceiling"]
+        for e in figures["entries"]
+        if e["role"] == "ceiling"
+        for cell in e["cells"]
+    )
     assert best == 1
     assert (tmp_path / "expert_layer_cpu.png").stat().st_size > 5000
 
@@ -140,7 +173,7 @@ print(json.dumps(step.compare(step.Case("tiny", "cpu", "float32", 1, 32, 2, 1, 2
 def test_the_step_benchmark_compares_two_models_and_parts_their_time() -> None:
     ended = subprocess.run(
         [sys.executable, "-c", TINY_STEP], capture_output=True, text=True, check=False, cwd=ROOT
-    )  # fmt: skip
+    )
     assert ended.returncode == 0, ended.stderr
     found = json.loads(ended.stdout.splitlines()[-1])
     assert len(found["all_s"]["moeut"]) == len(found["all_s"]["dense"]) == 2
@@ -161,7 +194,9 @@ def test_the_backward_pass_belongs_to_the_part_that_made_its_nodes() -> None:
         outer(x).sum().backward()
     assert [parts.of(first) for first, _, _ in parts.ranges] == ["heavy", "heavy"]
     spent = add_up(list(recorded.events() or ()), parts, on_gpu=False)
-    forward = sum(e.cpu_time_total for e in recorded.events() or () if e.name == "part: heavy") / 1e3
+    forward = (
+        sum(e.cpu_time_total for e in recorded.events() or () if e.name == "part: heavy") / 1e3
+    )
     assert spent["heavy"] > 1.3 * forward
     assert spent["heavy"] > spent["outer"]
 

@@ -46,8 +46,18 @@ def test_a_recipe_is_one_line_however_narrow_the_terminal(
 
 
 def test_a_line_says_what_the_model_costs_and_promises(capsys: pytest.CaptureFixture[str]) -> None:
-    header, moeut, dense, switch, *_ = printed(capsys, "moeut_44m", "dense_1b", "switch_causal").splitlines()
-    assert header.split() == ["recipe", "parameters", "active", "FLOPs/token", "g", "promises", "architecture"]
+    header, moeut, dense, switch, *_ = printed(
+        capsys, "moeut_44m", "dense_1b", "switch_causal"
+    ).splitlines()
+    assert header.split() == [
+        "recipe",
+        "parameters",
+        "active",
+        "FLOPs/token",
+        "g",
+        "promises",
+        "architecture",
+    ]
     assert moeut.split()[1:9] == ["44.35M", "10.94M", "292.3M", "1", "C", "I", "D", "·"]
     assert dense.split()[1:9] == ["1.044B", "1.044B", "6.869G", "1", "C", "I", "D", "B"]
     assert switch.split()[3:10] == ["≤", "8.663M", "1", "C", "·", "·", "·"]
@@ -61,7 +71,14 @@ def test_json_is_exact(capsys: pytest.CaptureFixture[str]) -> None:
     assert found["parameters"]["total"] == count_parameters(model, length).total
     assert found["flops"]["training"] == 3 * sum(
         found["flops"][part]
-        for part in ("attention_projections", "attention_scores", "feed_forward", "sub_tokens", "routing", "read_out")
+        for part in (
+            "attention_projections",
+            "attention_scores",
+            "feed_forward",
+            "sub_tokens",
+            "routing",
+            "read_out",
+        )
     )
     assert found["counted"] == found["flops"]["training"] == flops.training
     assert Promises(**found["promises"]) == model.promises
@@ -93,7 +110,14 @@ def test_a_file_is_a_model_too(tmp_path, capsys: pytest.CaptureFixture[str]) -> 
 
 @pytest.mark.parametrize(
     ("number", "text"),
-    [(0, "0"), (999, "999"), (1000, "1.000K"), (44_345_792, "44.35M"), (727_424_320, "727.4M"), (4.216e9, "4.216G")],
-)  # fmt: skip
+    [
+        (0, "0"),
+        (999, "999"),
+        (1000, "1.000K"),
+        (44_345_792, "44.35M"),
+        (727_424_320, "727.4M"),
+        (4.216e9, "4.216G"),
+    ],
+)
 def test_numbers_have_four_digits(number: float, text: str) -> None:
     assert short(number) == text

@@ -1,4 +1,6 @@
-"""`moebius ckpt ls`, `verify` and `reshard` on a run of two checkpoints: what is shown, what is wrong, and the exit codes."""
+"""`moebius ckpt ls`, `verify` and `reshard` on a run of two checkpoints: what is shown, what is
+wrong, and the exit codes.
+"""
 
 import os
 import re
@@ -11,7 +13,13 @@ from world import run_ranks
 
 from moebius.cli import checkpoint_report
 from moebius.cli.main import main
-from moebius.distributed.checkpoint.checkpointer import Checkpoint, Checkpointer, list_checkpoints, load, read_meta
+from moebius.distributed.checkpoint.checkpointer import (
+    Checkpoint,
+    Checkpointer,
+    list_checkpoints,
+    load,
+    read_meta,
+)
 from moebius.distributed.checkpoint.files import open_checkpoint
 from moebius.distributed.dispatch.expert_map import Homes
 from moebius.distributed.layout import MeshConfig, plan_layout
@@ -39,8 +47,13 @@ def save_run(run_dir: Path) -> None:
         name, *_ = tensors = state()
         held = {name: block((6, 4, 5), 0, 0, 6, ranks_per_copy=1, has_experts=True)}
         saver = Checkpointer(
-            run_dir / "checkpoints", mesh=mesh, process=process, keep_last=2, generation=0, generation_file=None
-        )  # fmt: skip
+            run_dir / "checkpoints",
+            mesh=mesh,
+            process=process,
+            keep_last=2,
+            generation=0,
+            generation_file=None,
+        )
         for step in (5, 10):
             saver.save(step, tensors, held, META)
         saver.wait()
@@ -81,13 +94,26 @@ def flip(file: Path) -> None:
 def test_a_line_per_checkpoint(run_dir: Path, capfd: pytest.CaptureFixture[str]) -> None:
     code, [header, first, second], _ = run(capfd, "ls", str(run_dir))
     assert code == 0
-    assert header.split() == ["step", "written", "MiB", "ranks", "ep", "shard", "replicate", "state"]
+    assert header.split() == [
+        "step",
+        "written",
+        "MiB",
+        "ranks",
+        "ep",
+        "shard",
+        "replicate",
+        "state",
+    ]
     for step, line in {5: first, 10: second}.items():
-        assert re.fullmatch(rf"\s*{step}  20\d\d-\d\d-\d\d \d\d:\d\d:\d\d  0\.0 +1 +1 +1 +1  complete\s*", line), line
+        assert re.fullmatch(
+            rf"\s*{step}  20\d\d-\d\d-\d\d \d\d:\d\d:\d\d  0\.0 +1 +1 +1 +1  complete\s*", line
+        ), line
     assert run(capfd, "ls", str(checkpoint(run_dir, 10)))[1] == [header, second]
 
 
-def test_what_is_not_whole_is_shown_as_such(run_dir: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_what_is_not_whole_is_shown_as_such(
+    run_dir: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     (checkpoint(run_dir, 5) / "__0_0.distcp").write_bytes(b"half")
     (checkpoint(run_dir, 10) / "manifest.json").unlink()
     (run_dir / "checkpoints" / "step_00000015.g0.tmp").mkdir()
@@ -105,13 +131,18 @@ def test_a_checkpoint_under_the_name_of_another_step_is_shown_as_such(
     code, [_, first, second], _ = run(capfd, "ls", str(run_dir))
     assert code == 0
     assert first.rstrip().endswith("complete")
-    assert re.match(r"\s*10 .*is called step_00000011, by which a run goes: was it renamed\?", second)
+    assert re.match(
+        r"\s*10 .*is called step_00000011, by which a run goes: was it renamed\?", second
+    )
 
 
 def test_verify_reads_all_of_a_run(run_dir: Path, capfd: pytest.CaptureFixture[str]) -> None:
     code, lines, _ = run(capfd, "verify", str(run_dir))
     words = "3 tensors, 1 of them by experts, each expert once"
-    assert (code, lines) == (0, [f"step_00000005: intact ({words})", f"step_00000010: intact ({words})"])
+    assert (code, lines) == (
+        0,
+        [f"step_00000005: intact ({words})", f"step_00000010: intact ({words})"],
+    )
     assert run(capfd, "verify", str(run_dir), "--step", "5")[1] == lines[:1]
     assert run(capfd, "verify", str(checkpoint(run_dir, 10)))[1] == lines[1:]
 
@@ -121,8 +152,10 @@ def test_what_the_run_deletes_meanwhile_is_passed_over(
 ) -> None:
     gone = checkpoint(run_dir, 1)
     monkeypatch.setattr(
-        checkpoint_report, "list_checkpoints", lambda folder: [Checkpoint(1, gone), *list_checkpoints(folder)]
-    )  # fmt: skip
+        checkpoint_report,
+        "list_checkpoints",
+        lambda folder: [Checkpoint(1, gone), *list_checkpoints(folder)],
+    )
     code, lines, _ = run(capfd, "ls", str(run_dir))
     assert (code, [line.split()[0] for line in lines[1:]]) == (0, ["5", "10"])
     code, lines, _ = run(capfd, "verify", str(run_dir))
@@ -132,7 +165,11 @@ def test_what_the_run_deletes_meanwhile_is_passed_over(
 @pytest.mark.parametrize("when", ["before its size is asked", "while it is read"])
 @pytest.mark.parametrize("asked", ["by its step", "by its path", "as all of a run"])
 def test_what_is_deleted_before_it_was_verified_is_not_called_intact(
-    when: str, asked: str, run_dir: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    when: str,
+    asked: str,
+    run_dir: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     at = "_size_of" if when == "before its size is asked" else "open_verified"
     then = getattr(checkpoint_report, at)
@@ -167,16 +204,24 @@ def test_verify_tells_all_that_is_wrong(run_dir: Path, capfd: pytest.CaptureFixt
     flip(checkpoint(run_dir, 5) / "index.json")
     code, lines, said = run(capfd, "verify", str(run_dir), "--step", "5")
     assert code == 2
-    assert "__0_0.distcp does not fit its checksum: bytes have changed (it holds experts 0-5 of model." in said
+    assert (
+        "__0_0.distcp does not fit its checksum: bytes have changed (it holds experts 0-5 of model."
+        in said
+    )
 
 
-def test_reshard_from_the_command_line(run_dir: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_reshard_from_the_command_line(
+    run_dir: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     out = tmp_path / "other" / "checkpoints" / "step_00000010"
     arguments = ["--world-size", "4", "--ep", "2", "--dp-shard", "4", "--sharding", "fsdp"]
     code, lines, said = run(capfd, "reshard", str(run_dir), "--out", str(out), *arguments)
     assert code == 0, said
     assert lines[0].endswith("step_00000010, bit for bit")
-    assert lines[2].split("rewritten")[1].strip() == "4 ranks: dp_replicate 1 × dp_shard 4, ep 2, sharding fsdp"
+    assert (
+        lines[2].split("rewritten")[1].strip()
+        == "4 ranks: dp_replicate 1 × dp_shard 4, ep 2, sharding fsdp"
+    )
     assert read_meta(out).layout == plan_layout(MeshConfig(ep=2, dp_shard=4), 4)
     assert run(capfd, "verify", str(tmp_path / "other"))[0] == 0
     loaded = {name: torch.zeros_like(tensor) for name, tensor in state().items()}
@@ -205,24 +250,41 @@ def test_experts_stay_where_they_were_moved_if_that_fits(
             (expert, "__1_0.distcp" if expert < 3 else "__0_0.distcp") for expert in range(6)
         }
     else:
-        assert {(chunk.offsets[0], chunk.offsets[0] + chunk.sizes[0]) for chunk in chunks} == {(0, 2), (2, 4), (4, 6)}
+        assert {(chunk.offsets[0], chunk.offsets[0] + chunk.sizes[0]) for chunk in chunks} == {
+            (0, 2),
+            (2, 4),
+            (4, 6),
+        }
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["nowhere", "--world-size", "2"], "nowhere: has no checkpoint"),
-        (["run", "--world-size", "2", "--step", "6"], "has no checkpoint of step 6; there are those of 5, 10"),
-        (["run", "--world-size", "6", "--ep", "4"], "mesh.ep 4 does not divide the world's 6 ranks"),
+        (
+            ["run", "--world-size", "2", "--step", "6"],
+            "has no checkpoint of step 6; there are those of 5, 10",
+        ),
+        (
+            ["run", "--world-size", "6", "--ep", "4"],
+            "mesh.ep 4 does not divide the world's 6 ranks",
+        ),
         (["run", "--world-size", "8", "--ep", "8"], "ep 8 is more than the experts"),
         (["run", "--world-size", "0"], "a world needs at least one rank"),
-        (["run", "--world-size", "2", "--ep", "0"], "the mesh is not valid: ep 0: Input should be greater than"),
+        (
+            ["run", "--world-size", "2", "--ep", "0"],
+            "the mesh is not valid: ep 0: Input should be greater than",
+        ),
         (["run", "--world-size", "2", "--out", "run"], "run exists already and is not overwritten"),
         (
             ["run", "--world-size", "2", "--out", "new/step_00000011"],
-            "new/step_00000011: the checkpoint is of step 10, and runs go by the name: call it step_00000010",
+            "new/step_00000011: the checkpoint is of step 10, and runs go by the name: call it "
+            "step_00000010",
         ),
-        (["run", "--world-size", "2", "--step", "5", "--out", "step_5"], "of step 5, and runs go by the name: call it"),
+        (
+            ["run", "--world-size", "2", "--step", "5", "--out", "step_5"],
+            "of step 5, and runs go by the name: call it",
+        ),
     ],
 )
 def test_what_cannot_be_resharded(

@@ -1,10 +1,12 @@
-"""A stand-in for the training loop that keeps its promises: what a rank of a run folder must do, without a model.
+"""A stand-in for the training loop that keeps its promises: what a rank of a run folder must do,
+without a model.
 
     python fake_rank.py RUN_DIR [name=value ...]
 
-Every step is an all-reduce over gloo; rank 0 writes metrics, a checkpoint every `every` steps and the result; all ranks
-agree on a stop at a step boundary. `steps`, `step_s` and `every` shape the run, `plain=1` leaves out torch and the other
-ranks, and `fail="RANK:STEP:GENERATION:how,…"` breaks it (how: raise, exit0, segv, hang; generation "*": every time).
+Every step is an all-reduce over gloo; rank 0 writes metrics, a checkpoint every `every` steps and
+the result; all ranks agree on a stop at a step boundary. `steps`, `step_s` and `every` shape the
+run, `plain=1` leaves out torch and the other ranks, and `fail="RANK:STEP:GENERATION:how,…"` breaks
+it (how: raise, exit0, segv, hang; generation "*": every time).
 """
 
 import datetime
@@ -29,11 +31,19 @@ def main() -> None:
     print(f"rank {rank} of {world_size}, generation {generation}", flush=True)
     add_up = plain_sum if options.get("plain") else gloo_sum()
     checkpoint = run_dir / "checkpoint.json"
-    state = json.loads(checkpoint.read_text()) if checkpoint.exists() else {"step": 0, "loss": 100.0}
+    state = (
+        json.loads(checkpoint.read_text()) if checkpoint.exists() else {"step": 0, "loss": 100.0}
+    )
     first = state["step"] + 1
     metrics = open(run_dir / "metrics.jsonl", "a") if rank == 0 else None  # noqa: SIM115 - open as long as the process
     write(
-        metrics, {"kind": "start", "generation": generation, "world_size": world_size, "resumed_from_step": first - 1}
+        metrics,
+        {
+            "kind": "start",
+            "generation": generation,
+            "world_size": world_size,
+            "resumed_from_step": first - 1,
+        },
     )
     for step in range(first, steps + 1):
         for order in filter(None, options.get("fail", "").split(",")):
@@ -43,7 +53,14 @@ def main() -> None:
         sees_flag = (rank == 0 or "plain" in options) and (run_dir / "stop").exists()
         stop = add_up(float(sees_flag)) > 0
         write(
-            metrics, {"kind": "train", "step": step, "loss": state["loss"], "tokens": step * 100, "tokens_per_s": 5.0}
+            metrics,
+            {
+                "kind": "train",
+                "step": step,
+                "loss": state["loss"],
+                "tokens": step * 100,
+                "tokens_per_s": 5.0,
+            },
         )
         if rank == 0 and (stop or step % every == 0 or step == steps):
             temporary = run_dir / "checkpoint.tmp"

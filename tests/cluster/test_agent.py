@@ -1,4 +1,6 @@
-"""The agent process: what it is told, what it leaves to its ranks, and that it dies with its parent."""
+"""The agent process: what it is told, what it leaves to its ranks, and that it dies with its
+parent.
+"""
 
 import json
 import os
@@ -19,18 +21,29 @@ def attempt_of(launch: Launch, *, generation: int = 1) -> Attempt:
 
 
 def test_attempt_is_told_through_a_file_that_holds_no_secrets(tmp_path):
-    launch = fake_launch(tmp_path, environment={"MOEBIUS_TOKEN": "secret"}, num_nodes=2, ranks_per_node=3)
+    launch = fake_launch(
+        tmp_path, environment={"MOEBIUS_TOKEN": "secret"}, num_nodes=2, ranks_per_node=3
+    )
     attempt = Attempt(launch, 7, 1, "10.0.0.1", 1234, "10.0.0.2")
     attempt.save(tmp_path / "attempt.json")
     assert "secret" not in (tmp_path / "attempt.json").read_text()
     loaded = Attempt.load(tmp_path / "attempt.json")
-    assert (loaded.launch.command, loaded.generation, loaded.master_port) == (launch.command, 7, 1234)
+    assert (loaded.launch.command, loaded.generation, loaded.master_port) == (
+        launch.command,
+        7,
+        1234,
+    )
     assert list(loaded.ranks) == [3, 4, 5]
     assert loaded.log_dir == tmp_path / "logs" / "g007" / "node1"
 
 
 def test_ranks_get_nothing_of_ray_and_everything_of_ours(tmp_path):
-    inherited = {"PATH": "/bin", "OMP_NUM_THREADS": "1", "RAY_AUTH_TOKEN_PATH": "/x", "CUDA_VISIBLE_DEVICES": "0,1"}
+    inherited = {
+        "PATH": "/bin",
+        "OMP_NUM_THREADS": "1",
+        "RAY_AUTH_TOKEN_PATH": "/x",
+        "CUDA_VISIBLE_DEVICES": "0,1",
+    }
     attempt = attempt_of(fake_launch(tmp_path, environment={"NCCL_DEBUG": "INFO"}), generation=3)
     environment = agent_environment(inherited, attempt)
     assert environment["PATH"] == "/bin"
@@ -44,7 +57,10 @@ def test_ranks_get_nothing_of_ray_and_everything_of_ours(tmp_path):
 @pytest.mark.parametrize(("gpus", "visible"), [(0, ""), (None, "0,1"), (2, "0,1")])
 def test_a_job_without_gpus_sees_none(tmp_path, gpus, visible):
     attempt = attempt_of(fake_launch(tmp_path, gpus_per_node=gpus))
-    assert agent_environment({"CUDA_VISIBLE_DEVICES": "0,1"}, attempt)["CUDA_VISIBLE_DEVICES"] == visible
+    assert (
+        agent_environment({"CUDA_VISIBLE_DEVICES": "0,1"}, attempt)["CUDA_VISIBLE_DEVICES"]
+        == visible
+    )
 
 
 def test_a_thread_count_that_the_user_set_is_kept(tmp_path):
@@ -66,7 +82,11 @@ def test_node_runs_its_ranks_keeps_their_logs_and_reports(tmp_path):
 
 def test_report_names_the_rank_its_exit_and_its_exception(tmp_path):
     node = Node()
-    node.start(attempt_of(fake_launch(tmp_path, "plain=1", "fail=1:2:*:raise", "step_s=0.5", ranks_per_node=2)))
+    node.start(
+        attempt_of(
+            fake_launch(tmp_path, "plain=1", "fail=1:2:*:raise", "step_s=0.5", ranks_per_node=2)
+        )
+    )
     report = wait_for(node.poll, what="the report")
     assert not report.ok
     [failure] = [failure for failure in report.failures if failure.exit_code == 1]
@@ -107,7 +127,9 @@ time.sleep(100)
 
 @pytest.mark.parametrize("victim", ["holder", "agent"])
 def test_every_layer_dies_with_the_one_above(tmp_path, victim):
-    attempt_of(fake_launch(tmp_path, "plain=1", "step_s=1", ranks_per_node=2)).save(tmp_path / "plan.json")
+    attempt_of(fake_launch(tmp_path, "plain=1", "step_s=1", ranks_per_node=2)).save(
+        tmp_path / "plan.json"
+    )
     holder = subprocess.Popen([sys.executable, "-c", HOLDER, str(tmp_path / "plan.json")])
     try:
         wait_for(lambda: len(rank_pids(tmp_path)) == 2, what="two ranks")

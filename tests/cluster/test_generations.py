@@ -1,4 +1,6 @@
-"""A job's life: what follows on what, first with nodes that only pretend, then with real processes on this machine."""
+"""A job's life: what follows on what, first with nodes that only pretend, then with real processes
+on this machine.
+"""
 
 import json
 import os
@@ -9,7 +11,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from jobs import assert_nothing_left, curve, fake_launch, run_here, undisturbed, wait_for_end, wait_for_step
+from jobs import (
+    assert_nothing_left,
+    curve,
+    fake_launch,
+    run_here,
+    undisturbed,
+    wait_for_end,
+    wait_for_step,
+)
 
 from moebius.cluster import generations
 from moebius.cluster.agent import AgentReport, Attempt, RankFailure
@@ -34,7 +44,9 @@ def failed(error: str = "ValueError: bad", *, exit_code: int = 1) -> AgentReport
 
 
 class PretendedNode:
-    """A node whose generations end as the script says: each entry is called with the run folder, and gives a report."""
+    """A node whose generations end as the script says: each entry is called with the run folder,
+    and gives a report.
+    """
 
     def __init__(self, run_dir: Path, script: Iterator[Callable[[Path], AgentReport | None]]):
         self.run_dir = run_dir
@@ -85,7 +97,9 @@ def finishes(run_dir: Path) -> AgentReport:
 def makes_steps(*steps: int, then: Callable[[Path], AgentReport | None]):
     def act(run_dir: Path) -> AgentReport | None:
         with open(run_dir / "metrics.jsonl", "a") as file:
-            file.writelines(json.dumps({"kind": "train", "step": step, "loss": 1.0}) + "\n" for step in steps)
+            file.writelines(
+                json.dumps({"kind": "train", "step": step, "loss": 1.0}) + "\n" for step in steps
+            )
         return then(run_dir)
 
     return act
@@ -121,7 +135,8 @@ def test_success_needs_a_result(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("result", "said"), [(None, "there is no result.json"), ('{"state": "diverged"}', "result.json says 'diverged'")]
+    ("result", "said"),
+    [(None, "there is no result.json"), ('{"state": "diverged"}', "result.json says 'diverged'")],
 )
 def test_exit_code_zero_without_a_good_result_is_a_failure(tmp_path, result, said):
     def ends_early(run_dir: Path) -> AgentReport:
@@ -251,7 +266,9 @@ def test_stop_now_ends_ranks_that_do_not(tmp_path):
 
 
 def test_the_fault_drill_is_on_purpose_free_and_happens_once(tmp_path):
-    answers = iter([None, failed("gloo: connection closed by peer")])  # first nothing, then what the kill did
+    answers = iter(
+        [None, failed("gloo: connection closed by peer")]
+    )  # first nothing, then what the kill did
     status, node = live(
         tmp_path,
         makes_steps(4, then=lambda run_dir: next(answers)),
@@ -279,22 +296,33 @@ def test_a_restarted_supervisor_goes_on_and_remembers_the_failures(tmp_path):
     launch = Launch(str(tmp_path), max_restarts=1, backoff_s=0.001)
     begin_submission(launch)
     journal = Journal(tmp_path)
-    journal.append(State.RECOVERING, generation=1, reason="x", details={"root_cause": {"summary": "x"}})
+    journal.append(
+        State.RECOVERING, generation=1, reason="x", details={"root_cause": {"summary": "x"}}
+    )
     journal.append(State.RUNNING, generation=2, reason="")
     (tmp_path / "generation").write_text("2")
     node = PretendedNode(tmp_path, iter([makes_steps(3, then=ends(failed()))]))
     supervise(launch, PretendedPlacement(node))
     assert node.attempts[0].generation == 3
     status = read_status(tmp_path)
-    assert status.state is State.FAILED, "one failure was before the supervisor was killed, max_restarts is 1"
-    assert "the supervisor was killed and has been restarted" in [entry.reason for entry in journal.entries()][3]
+    assert status.state is State.FAILED, (
+        "one failure was before the supervisor was killed, max_restarts is 1"
+    )
+    assert (
+        "the supervisor was killed and has been restarted"
+        in [entry.reason for entry in journal.entries()][3]
+    )
 
 
 # -- with real processes -------------------------------------------------------------------------------------------
 
 
-def test_a_rank_that_leaves_early_is_the_cause_and_the_curve_is_as_if_nothing_had_happened(tmp_path):
-    """Its exit code is 0, and its peer fails loudly with a lost connection: that one is not to blame."""
+def test_a_rank_that_leaves_early_is_the_cause_and_the_curve_is_as_if_nothing_had_happened(
+    tmp_path,
+):
+    """Its exit code is 0, and its peer fails loudly with a lost connection: that one is not to
+    blame.
+    """
     status = run_here(fake_launch(tmp_path, "fail=0:9:1:exit0", ranks_per_node=2))
     assert status.state is State.SUCCEEDED
     assert (status.generation, status.restarts) == (2, 1)
@@ -313,7 +341,9 @@ def test_a_segmentation_fault_is_named(tmp_path):
 
 
 def test_ranks_that_hang_at_the_start_are_ended(tmp_path):
-    status = run_here(fake_launch(tmp_path, "plain=1", "fail=0:1:*:hang", max_restarts=0, start_timeout_s=8.0))
+    status = run_here(
+        fake_launch(tmp_path, "plain=1", "fail=0:1:*:hang", max_restarts=0, start_timeout_s=8.0)
+    )
     assert status.state is State.FAILED
     assert "no step within start_timeout_s=8; ranks alive: [0]" in status.reason
     assert_nothing_left(tmp_path)
@@ -338,7 +368,9 @@ def test_ctrl_c_ends_a_run_at_a_step_boundary_and_the_next_one_goes_on(tmp_path)
     program = subprocess.Popen([sys.executable, "-c", INTERRUPTED, values], start_new_session=True)
     try:
         wait_for_step(tmp_path, 2)
-        os.killpg(program.pid, signal.SIGINT)  # what a terminal does: every process of the group gets it
+        os.killpg(
+            program.pid, signal.SIGINT
+        )  # what a terminal does: every process of the group gets it
         status = wait_for_end(tmp_path)
         assert program.wait(timeout=10) == 0
     finally:

@@ -11,9 +11,14 @@ from moebius.cluster.history import History, read_history
 def train(step: int, loss: float | str, num_experts: int = 2) -> dict:
     shares = [[1 / num_experts] * num_experts]
     return {
-        "kind": "train", "step": step, "loss": loss, "tokens_per_s": 10.0,
-        "expert_load": shares, "max_violation": [0.0], "effective_experts": [2.0],
-    }  # fmt: skip
+        "kind": "train",
+        "step": step,
+        "loss": loss,
+        "tokens_per_s": 10.0,
+        "expert_load": shares,
+        "max_violation": [0.0],
+        "effective_experts": [2.0],
+    }
 
 
 def test_of_a_repeated_step_the_last_line_counts(tmp_path):

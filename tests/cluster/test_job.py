@@ -34,10 +34,23 @@ def test_status_of_a_folder_without_a_job_is_an_error(tmp_path):
 
 def test_status_tells_step_loss_restarts_and_root_cause(tmp_path):
     journal = journal_of(tmp_path, State.SUBMITTED, State.RUNNING)
-    cause = RootCause("rank 3 was killed by SIGKILL", rank=3, node=1, exit_code=-9, log="logs/g001/node1/rank3.log")
-    journal.append(State.RECOVERING, generation=1, reason="rank 3", details={"root_cause": job.as_details(cause)})
+    cause = RootCause(
+        "rank 3 was killed by SIGKILL",
+        rank=3,
+        node=1,
+        exit_code=-9,
+        log="logs/g001/node1/rank3.log",
+    )
+    journal.append(
+        State.RECOVERING,
+        generation=1,
+        reason="rank 3",
+        details={"root_cause": job.as_details(cause)},
+    )
     journal.append(State.RUNNING, generation=2, reason="again")
-    (tmp_path / "metrics.jsonl").write_text('{"kind":"train","step":7,"loss":3.5}\n{"kind":"eval","step":7,"loss":9}\n')
+    (tmp_path / "metrics.jsonl").write_text(
+        '{"kind":"train","step":7,"loss":3.5}\n{"kind":"eval","step":7,"loss":9}\n'
+    )
     (tmp_path / "config.json").write_text('{"train": {"steps": 20}}')
     job.beat(tmp_path)
     status = job.read_status(tmp_path)
@@ -58,7 +71,9 @@ def test_a_job_whose_supervisor_is_silent_is_lost_not_running(tmp_path, has_beat
     if has_beaten:
         job.beat(tmp_path)
         os.utime(tmp_path / "heartbeat", (time.time() - 100,) * 2)
-    assert job.read_status(tmp_path).state is State.RUNNING  # the journal itself is a sign of life, seconds old
+    assert (
+        job.read_status(tmp_path).state is State.RUNNING
+    )  # the journal itself is a sign of life, seconds old
     later = time.time() + job.LOST_AFTER_S + 1
     monkeypatch.setattr(job.time, "time", lambda: later)
     status = job.read_status(tmp_path)
@@ -74,7 +89,9 @@ def test_a_job_that_has_ended_is_never_lost(tmp_path, monkeypatch):
 
 
 def test_status_concerns_the_last_submission_only(tmp_path):
-    journal_of(tmp_path, State.SUBMITTED, State.RECOVERING, State.FAILED, State.SUBMITTED, State.RUNNING)
+    journal_of(
+        tmp_path, State.SUBMITTED, State.RECOVERING, State.FAILED, State.SUBMITTED, State.RUNNING
+    )
     status = job.read_status(tmp_path)
     assert (status.state, status.restarts) == (State.RUNNING, 0)
 

@@ -26,7 +26,12 @@ def test_a_killed_rank_comes_before_its_peers_lost_connections_whatever_the_orde
 
 
 def test_an_exception_of_its_own_comes_before_a_lost_connection():
-    reports = {0: failed(RankFailure(0, 1, 99.0, error=RESET), RankFailure(1, 1, 100.0, "ValueError: bad", "x.py:3"))}
+    reports = {
+        0: failed(
+            RankFailure(0, 1, 99.0, error=RESET),
+            RankFailure(1, 1, 100.0, "ValueError: bad", "x.py:3"),
+        )
+    }
     cause = cause_of(reports)
     assert (cause.rank, cause.error, cause.where) == (1, "ValueError: bad", "x.py:3")
 
@@ -60,4 +65,6 @@ def test_an_agent_that_failed_itself_is_named_with_its_log():
 def test_a_taken_port_is_recognised():
     taken = AgentReport(ok=False, message="DistNetworkError: EADDRINUSE: address already in use")
     assert port_was_taken({0: taken})
-    assert not port_was_taken({0: failed(RankFailure(0, 1, 1.0, error="OSError: Address already in use"))})
+    assert not port_was_taken(
+        {0: failed(RankFailure(0, 1, 1.0, error="OSError: Address already in use"))}
+    )

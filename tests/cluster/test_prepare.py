@@ -101,9 +101,15 @@ def test_shards_have_the_same_bytes_as_without_ray(tmp_path):
     for number in range(6):
         words = " ".join(f"word{(number * 7 + index * index) % 91}" for index in range(400))
         (texts / f"{number}.txt").write_text(words)
-    config = DataConfig(input=(str(texts / "*.txt"),), tokenizer="bytes", vocab_size=257, validation_fraction=0.3)
+    config = DataConfig(
+        input=(str(texts / "*.txt"),), tokenizer="bytes", vocab_size=257, validation_fraction=0.3
+    )
     prepare(config, tmp_path / "serial")
     prepare(config, tmp_path / "ray", run=ray_runner())
-    files = {path.name: path.read_bytes() for path in (tmp_path / "serial").iterdir() if path.is_file()}
-    assert {path.name: path.read_bytes() for path in (tmp_path / "ray").iterdir() if path.is_file()} == files
+    files = {
+        path.name: path.read_bytes() for path in (tmp_path / "serial").iterdir() if path.is_file()
+    }
+    assert {
+        path.name: path.read_bytes() for path in (tmp_path / "ray").iterdir() if path.is_file()
+    } == files
     assert any(name.endswith(".arrow") for name in files)

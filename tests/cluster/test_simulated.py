@@ -1,4 +1,6 @@
-"""The simulated cluster: it comes up as asked, is protected, and is gone whatever happens to its user."""
+"""The simulated cluster: it comes up as asked, is protected, and is gone whatever happens to its
+user.
+"""
 
 import json
 import os
@@ -46,9 +48,13 @@ print("left", flush=True)
 def start_user(tmp_path: Path) -> tuple[subprocess.Popen[str], dict]:
     environment = os.environ | {"HOME": str(tmp_path), "RAY_ADDRESS": "10.255.255.1:1"}
     user = subprocess.Popen(
-        [sys.executable, "-c", USER], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment,
+        [sys.executable, "-c", USER],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
         start_new_session=True,
-    )  # fmt: skip
+    )
     assert user.stdout is not None
     line = user.stdout.readline()
     if not line:
@@ -64,7 +70,8 @@ def test_nothing_is_left_however_its_user_ends(tmp_path, end):
     os.kill(user.pid, end)
     output, errors = user.communicate(timeout=30)
     wait_for(
-        lambda: not [pid for pid in everything if Path(f"/proc/{pid}/exe").exists()], what="the cluster to be gone"
+        lambda: not [pid for pid in everything if Path(f"/proc/{pid}/exe").exists()],
+        what="the cluster to be gone",
     )
     wait_for(lambda: not Path(told["directory"]).exists(), what="its directory to be gone")
     assert told["nodes"] == [["127.0.0.2", 3.0], ["127.0.0.3", 3.0]]
@@ -115,21 +122,34 @@ except JobError as error:
 
 
 @pytest.mark.parametrize(
-    "credentials", [{"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0" * 64}, {"RAY_AUTH_MODE": "disabled"}]
+    "credentials",
+    [{"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0" * 64}, {"RAY_AUTH_MODE": "disabled"}],
 )
 def test_a_stranger_is_refused_and_told_what_to_set(tmp_path, cluster, credentials):
-    environment = {key: value for key, value in os.environ.items() if not key.startswith("RAY_AUTH")}
+    environment = {
+        key: value for key, value in os.environ.items() if not key.startswith("RAY_AUTH")
+    }
     stranger = subprocess.run(
-        [sys.executable, "-c", STRANGER, cluster.address], env=environment | credentials | {"HOME": str(tmp_path)},
-        capture_output=True, text=True, timeout=100, check=False,
-    )  # fmt: skip
-    assert f"the Ray cluster at {cluster.address} refused our credentials" in stranger.stdout, stranger.stderr
+        [sys.executable, "-c", STRANGER, cluster.address],
+        env=environment | credentials | {"HOME": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert f"the Ray cluster at {cluster.address} refused our credentials" in stranger.stdout, (
+        stranger.stderr
+    )
     assert f"RAY_AUTH_MODE is {credentials['RAY_AUTH_MODE']}" in stranger.stdout
     assert "RAY_AUTH_TOKEN_PATH" in stranger.stdout
 
 
 def test_who_has_the_token_is_let_in(cluster):
     stranger = subprocess.run(
-        [sys.executable, "-c", STRANGER, cluster.address], capture_output=True, text=True, timeout=100, check=False
+        [sys.executable, "-c", STRANGER, cluster.address],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
     )
     assert stranger.stdout == "connected\n", stranger.stderr

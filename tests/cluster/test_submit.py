@@ -27,7 +27,12 @@ def config_of(tmp_path: Path, **job) -> Config:
         "directory": str(tmp_path / "data"),
         "seq_len": 32,
     }
-    values = {"model": {"vocab_size": 257}, "data": data, "train": {"steps": 20}, "job": {"name": "small"} | job}
+    values = {
+        "model": {"vocab_size": 257},
+        "data": data,
+        "train": {"steps": 20},
+        "job": {"name": "small"} | job,
+    }
     return build(values, origin="test")
 
 
@@ -44,19 +49,26 @@ sys.exit(status.exit_code)
 """
 
 
-def start_submit(tmp_path: Path, config: Config, *options: str, address: str = "", detach: bool = False):
+def start_submit(
+    tmp_path: Path, config: Config, *options: str, address: str = "", detach: bool = False
+):
     config.save(tmp_path / "asked.json")
     run_dir = tmp_path / "run"
     command = [sys.executable, str(FAKE_RANK), str(run_dir), *options]
     return run_dir, subprocess.Popen(
         [sys.executable, "-c", SUBMIT, str(run_dir), address, "detach" if detach else "", *command],
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
-    )  # fmt: skip
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
 
 
 def test_a_job_from_text_to_the_picture_on_a_running_cluster(tmp_path, cluster):
     config = config_of(tmp_path, num_nodes=2, max_restarts=1)
-    run_dir, program = start_submit(tmp_path, config, "plain=1", "fail=1:7:1:raise", address=cluster.address)
+    run_dir, program = start_submit(
+        tmp_path, config, "plain=1", "fail=1:7:1:raise", address=cluster.address
+    )
     output, _ = program.communicate(timeout=120)
     assert program.returncode == 0, output
     for told in (
@@ -75,7 +87,13 @@ def test_a_job_from_text_to_the_picture_on_a_running_cluster(tmp_path, cluster):
 
 def test_a_detached_job_outlives_its_submitter_and_can_be_stopped(tmp_path, cluster):
     run_dir, program = start_submit(
-        tmp_path, config_of(tmp_path), "plain=1", "steps=9999", "every=9999", address=cluster.address, detach=True
+        tmp_path,
+        config_of(tmp_path),
+        "plain=1",
+        "steps=9999",
+        "every=9999",
+        address=cluster.address,
+        detach=True,
     )
     output, _ = program.communicate(timeout=60)
     assert program.returncode == 0, output
@@ -91,7 +109,9 @@ def test_a_detached_job_outlives_its_submitter_and_can_be_stopped(tmp_path, clus
 
 def test_ctrl_c_stops_a_job_on_a_simulated_cluster_and_everything_is_gone(tmp_path):
     config = config_of(tmp_path, num_nodes=2)
-    run_dir, program = start_submit(tmp_path, config, "plain=1", "step_s=0.1", "steps=9999", "every=9999")
+    run_dir, program = start_submit(
+        tmp_path, config, "plain=1", "step_s=0.1", "steps=9999", "every=9999"
+    )
     wait_for((run_dir / "metrics.jsonl").exists, timeout_s=120, what="the first step")
     wait_for_step(run_dir, 2)
     os.killpg(program.pid, signal.SIGINT)
@@ -101,7 +121,9 @@ def test_ctrl_c_stops_a_job_on_a_simulated_cluster_and_everything_is_gone(tmp_pa
     assert "STOPPING: a stop was asked for" in output
     assert "returned STOPPED" in output
     assert read_status(run_dir).state is State.STOPPED
-    assert json.loads((run_dir / "checkpoint.json").read_text())["step"] == read_status(run_dir).step
+    assert (
+        json.loads((run_dir / "checkpoint.json").read_text())["step"] == read_status(run_dir).step
+    )
     assert_nothing_left(run_dir)
 
 
@@ -120,7 +142,9 @@ def test_stopping_nothing_and_stopping_the_lost_are_errors(tmp_path, monkeypatch
     with pytest.raises(JobError, match="no job was ever started"):
         stop(tmp_path)
     Journal(tmp_path).append(State.RUNNING, generation=1, reason="")
-    with pytest.raises(JobError, match=r"still STOPPING|still RUNNING after 0 s; `moebius stop --now`"):
+    with pytest.raises(
+        JobError, match=r"still STOPPING|still RUNNING after 0 s; `moebius stop --now`"
+    ):
         stop(tmp_path, timeout_s=0.3)
     monkeypatch.setattr("moebius.cluster.job.LOST_AFTER_S", 0.0)
     with pytest.raises(JobError, match="nobody is there to stop it"):
@@ -128,7 +152,9 @@ def test_stopping_nothing_and_stopping_the_lost_are_errors(tmp_path, monkeypatch
 
 
 def test_stop_now_ends_ranks_in_the_middle_of_a_step(tmp_path):
-    stopper = threading.Thread(target=lambda: (wait_for_step(tmp_path, 1), stop(tmp_path, now=True)))
+    stopper = threading.Thread(
+        target=lambda: (wait_for_step(tmp_path, 1), stop(tmp_path, now=True))
+    )
     stopper.start()
     status = run_here(fake_launch(tmp_path, "plain=1", "step_s=600"))
     stopper.join(timeout=10)
@@ -140,7 +166,9 @@ def test_stop_now_ends_ranks_in_the_middle_of_a_step(tmp_path):
 def test_launch_says_what_the_configuration_says(tmp_path, monkeypatch):
     monkeypatch.setenv("NCCL_DEBUG", "INFO")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
-    config = config_of(tmp_path, num_nodes=2, ranks_per_node=2, max_restarts=7, rehearse_failure_at_step=9)
+    config = config_of(
+        tmp_path, num_nodes=2, ranks_per_node=2, max_restarts=7, rehearse_failure_at_step=9
+    )
     launch = make_launch(config, tmp_path, simulated=True)
     assert (launch.num_nodes, launch.ranks_per_node, launch.max_restarts) == (2, 2, 7)
     assert launch.rehearse_failure_at_step == 9

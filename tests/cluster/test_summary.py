@@ -12,22 +12,35 @@ from moebius.cluster.job import JobStatus, RootCause, State
 from moebius.cluster.summary import closing_words, draw_summary, duration, status_table
 
 
-def write_metrics(run_dir: Path, *, steps: int, experts: int = 4, depths: int = 2, loss: float | str = 5.0) -> None:
+def write_metrics(
+    run_dir: Path, *, steps: int, experts: int = 4, depths: int = 2, loss: float | str = 5.0
+) -> None:
     with open(run_dir / "metrics.jsonl", "w") as file:
         for line in [
             {"kind": "start", "generation": 1, "resumed_from_step": None},
             {"kind": "eval", "step": 0, "loss": 8.0},
             *(
-                {"kind": "train", "step": step, "loss": loss if step % 3 else 5.0, "tokens": step, "tokens_per_s": 9.0}
-                | ({
-                    "expert_load": [[1 / experts] * experts] * depths, "max_violation": [0.1] * depths,
-                    "effective_experts": [experts] * depths,
-                } if experts else {})
+                {
+                    "kind": "train",
+                    "step": step,
+                    "loss": loss if step % 3 else 5.0,
+                    "tokens": step,
+                    "tokens_per_s": 9.0,
+                }
+                | (
+                    {
+                        "expert_load": [[1 / experts] * experts] * depths,
+                        "max_violation": [0.1] * depths,
+                        "effective_experts": [experts] * depths,
+                    }
+                    if experts
+                    else {}
+                )
                 for step in range(1, steps + 1)
             ),
             {"kind": "start", "generation": 2, "resumed_from_step": steps // 2},
             {"kind": "eval", "step": steps, "loss": 4.0},
-        ]:  # fmt: skip
+        ]:
             file.write(json.dumps(line) + "\n")
 
 
@@ -54,7 +67,9 @@ def test_picture_of_runs_of_many_shapes(tmp_path, shape):
     pixels = read_pixels(path)
     height, width = pixels.shape[:2]
     assert width > 1000
-    assert (height > 1000) == (shape.get("experts", 4) > 0), "without experts only the loss is drawn"
+    assert (height > 1000) == (shape.get("experts", 4) > 0), (
+        "without experts only the loss is drawn"
+    )
     assert pixels[..., :3].std() > 0.05, "something is drawn"
 
 
@@ -79,9 +94,16 @@ def test_closing_words_of_a_success(tmp_path):
     write_metrics(tmp_path, steps=50)
     drill = RootCause("fault drill: rank 3 was killed on purpose at step 30", on_purpose=True)
     status = JobStatus(
-        tmp_path, State.SUCCEEDED, generation=2, restarts=1, step=50, reason="finished at step 50", root_cause=drill,
-        submitted_at=100.0, ended_at=165.0,
-    )  # fmt: skip
+        tmp_path,
+        State.SUCCEEDED,
+        generation=2,
+        restarts=1,
+        step=50,
+        reason="finished at step 50",
+        root_cause=drill,
+        submitted_at=100.0,
+        ended_at=165.0,
+    )
     text = words(status, picture=tmp_path / "summary.png")
     assert "SUCCEEDED  finished at step 50" in text
     assert f"8.0000 → 4.0000   (perplexity {math.exp(8):,.1f} → 54.6)" in text
@@ -96,9 +118,15 @@ def test_closing_words_of_a_success(tmp_path):
 
 def test_closing_words_of_a_failure_say_where_to_look(tmp_path):
     cause = RootCause(
-        "rank 3 on node 1 exited with code 1: ValueError: bad [x]", rank=3, node=1, exit_code=1, error="ValueError: bad [x]",
-        where="model.py:7", traceback="Traceback:\n  File\nValueError: bad [x]", log="logs/g001/node1/rank3.log",
-    )  # fmt: skip
+        "rank 3 on node 1 exited with code 1: ValueError: bad [x]",
+        rank=3,
+        node=1,
+        exit_code=1,
+        error="ValueError: bad [x]",
+        where="model.py:7",
+        traceback="Traceback:\n  File\nValueError: bad [x]",
+        log="logs/g001/node1/rank3.log",
+    )
     text = words(JobStatus(tmp_path, State.FAILED, reason="gave up", root_cause=cause))
     assert "root cause: rank 3 on node 1 exited with code 1: ValueError: bad [x]" in text
     assert "at model.py:7" in text
@@ -107,7 +135,9 @@ def test_closing_words_of_a_failure_say_where_to_look(tmp_path):
 
 def test_table_of_jobs(tmp_path):
     statuses = [
-        JobStatus(tmp_path / "a", State.RUNNING, step=3, total_steps=9, loss=1.5, reason="first step"),
+        JobStatus(
+            tmp_path / "a", State.RUNNING, step=3, total_steps=9, loss=1.5, reason="first step"
+        ),
         JobStatus(tmp_path / "b", State.FAILED, restarts=2, reason="gave up [x]"),
     ]
     console = Console(file=io.StringIO(), width=250)
@@ -119,6 +149,8 @@ def test_table_of_jobs(tmp_path):
     assert second.split()[1:] == ["FAILED", "2", "gave", "up", "[x]"]
 
 
-@pytest.mark.parametrize(("seconds", "told"), [(0.4, "0 s"), (59, "59 s"), (185, "3 min 05 s"), (7800, "2 h 10 min")])
+@pytest.mark.parametrize(
+    ("seconds", "told"), [(0.4, "0 s"), (59, "59 s"), (185, "3 min 05 s"), (7800, "2 h 10 min")]
+)
 def test_durations(seconds, told):
     assert duration(seconds) == told

@@ -1,4 +1,6 @@
-"""Jobs on a (simulated) Ray cluster: they end as they should, whoever is killed, and leave nothing behind."""
+"""Jobs on a (simulated) Ray cluster: they end as they should, whoever is killed, and leave nothing
+behind.
+"""
 
 import os
 import signal
@@ -20,7 +22,15 @@ from jobs import (
 
 from moebius.cluster import processes
 from moebius.cluster.generations import CannotPlace
-from moebius.cluster.job import JobError, JobStatus, Journal, Launch, State, begin_submission, request_stop
+from moebius.cluster.job import (
+    JobError,
+    JobStatus,
+    Journal,
+    Launch,
+    State,
+    begin_submission,
+    request_stop,
+)
 from moebius.cluster.ray_session import NAMESPACE
 
 pytestmark = pytest.mark.usefixtures("cluster")
@@ -44,26 +54,37 @@ def end_of(run_dir: Path) -> JobStatus:
     status = wait_for_end(run_dir)
     name = actor_name(str(run_dir))
     wait_for(
-        lambda: {"name": name, "namespace": NAMESPACE} not in list_named_actors(all_namespaces=True),
+        lambda: (
+            {"name": name, "namespace": NAMESPACE} not in list_named_actors(all_namespaces=True)
+        ),
         what="the end of the supervisor",
     )
     assert_nothing_left(run_dir)
     groups = ray.util.placement_group_table().values()
-    assert [group["state"] for group in groups if group["name"] == name and group["state"] != "REMOVED"] == []
+    assert [
+        group["state"] for group in groups if group["name"] == name and group["state"] != "REMOVED"
+    ] == []
     return status
 
 
 def wait_for_generation(run_dir: Path, generation: int) -> None:
     """Until this generation makes steps."""
     wait_for(
-        lambda: any(e.state is State.RUNNING and e.generation == generation for e in Journal(run_dir).entries()),
+        lambda: any(
+            e.state is State.RUNNING and e.generation == generation
+            for e in Journal(run_dir).entries()
+        ),
         what=f"generation {generation} of {run_dir}",
     )
 
 
 def processes_called(cluster, prefix: str) -> list[int]:
     """Ray's processes are named after their actors."""
-    return [pid for pid in processes.descendants(cluster.host_pid) if command_line(pid).startswith(prefix)]
+    return [
+        pid
+        for pid in processes.descendants(cluster.host_pid)
+        if command_line(pid).startswith(prefix)
+    ]
 
 
 def command_line(pid: int) -> str:
@@ -84,12 +105,18 @@ def test_a_killed_rank_is_recovered_from_and_the_curve_is_as_if_nothing_had_happ
     assert status.root_cause.summary == "rank 3 on node 1 was killed by SIGKILL"
     assert curve(run_dir) == undisturbed(4, 20)
     logs = {path.relative_to(run_dir).as_posix() for path in run_dir.glob("logs/*/*/rank*.log")}
-    assert logs == {f"logs/g00{g}/node{rank // 2}/rank{rank}.log" for g in (1, 2) for rank in range(4)}
+    assert logs == {
+        f"logs/g00{g}/node{rank // 2}/rank{rank}.log" for g in (1, 2) for rank in range(4)
+    }
 
 
 def test_whoever_is_killed_the_job_goes_on(tmp_path, cluster):
-    """One after the other: an agent process, a node agent's actor, the supervisor. Only the first two are failures."""
-    run_dir = begin(fake_launch(tmp_path, "plain=1", "step_s=0.1", "steps=100", num_nodes=2, max_restarts=2))
+    """One after the other: an agent process, a node agent's actor, the supervisor. Only the first
+    two are failures.
+    """
+    run_dir = begin(
+        fake_launch(tmp_path, "plain=1", "step_s=0.1", "steps=100", num_nodes=2, max_restarts=2)
+    )
     wait_for_step(run_dir, 3)
     agent, _ = next(iter(agent_pids(run_dir).items()))
     os.kill(agent, signal.SIGKILL)
@@ -102,7 +129,9 @@ def test_whoever_is_killed_the_job_goes_on(tmp_path, cluster):
     status = end_of(run_dir)
     assert status.state is State.SUCCEEDED
     assert status.generation == 4
-    reasons = [entry.reason for entry in Journal(run_dir).entries() if entry.state is State.RECOVERING]
+    reasons = [
+        entry.reason for entry in Journal(run_dir).entries() if entry.state is State.RECOVERING
+    ]
     assert "ended with exit code -9" in reasons[0]
     assert "was lost: its agent actor died" in reasons[1]
     assert "the supervisor was killed and has been restarted" in reasons[2]
@@ -113,15 +142,31 @@ def test_whoever_is_killed_the_job_goes_on(tmp_path, cluster):
 def test_two_jobs_share_a_cluster_and_the_failure_of_one_is_not_the_other_s(tmp_path):
     from moebius.cluster.supervisor import start_supervisor
 
-    good = begin(fake_launch(tmp_path / "good", "plain=1", "step_s=0.1", "steps=30", num_nodes=2, name="same"))
-    bad = begin(fake_launch(tmp_path / "bad", "plain=1", "fail=1:5:*:raise", num_nodes=2, max_restarts=0, name="same"))
+    good = begin(
+        fake_launch(
+            tmp_path / "good", "plain=1", "step_s=0.1", "steps=30", num_nodes=2, name="same"
+        )
+    )
+    bad = begin(
+        fake_launch(
+            tmp_path / "bad",
+            "plain=1",
+            "fail=1:5:*:raise",
+            num_nodes=2,
+            max_restarts=0,
+            name="same",
+        )
+    )
     with pytest.raises(JobError, match="a supervisor of this run folder is still at work"):
         start_supervisor(fake_launch(good))
     failed, succeeded = end_of(bad), end_of(good)
     assert (failed.state, succeeded.state) == (State.FAILED, State.SUCCEEDED)
     assert succeeded.generation == 1
     assert failed.root_cause is not None
-    assert (failed.root_cause.rank, failed.root_cause.error) == (1, "ArithmeticError: bad batch at step 5")
+    assert (failed.root_cause.rank, failed.root_cause.error) == (
+        1,
+        "ArithmeticError: bad batch at step 5",
+    )
     assert "fail_if_told" in (failed.root_cause.traceback or "")
 
 
@@ -133,7 +178,9 @@ def test_two_jobs_share_a_cluster_and_the_failure_of_one_is_not_the_other_s(tmp_
         ({"gpus_per_node": 8}, "needs 1 node(s) with 1 CPUs and 8 GPUs each, and 0 node(s)"),
     ],
 )
-def test_what_the_cluster_cannot_hold_fails_in_time_and_says_what_is_missing(tmp_path, wanted, told):
+def test_what_the_cluster_cannot_hold_fails_in_time_and_says_what_is_missing(
+    tmp_path, wanted, told
+):
     started = time.monotonic()
     status = end_of(begin(fake_launch(tmp_path, place_timeout_s=0.5, **wanted)))
     assert status.state is State.FAILED
@@ -149,7 +196,10 @@ def test_a_job_waits_while_others_hold_the_nodes_and_can_be_stopped_meanwhile(tm
     assert others.wait(timeout_seconds=10)
     try:
         run_dir = begin(fake_launch(tmp_path, num_nodes=2, ranks_per_node=3, place_timeout_s=0.2))
-        wait_for(lambda: any("busy with other work" in e.reason for e in Journal(run_dir).entries()), what="the reason")
+        wait_for(
+            lambda: any("busy with other work" in e.reason for e in Journal(run_dir).entries()),
+            what="the reason",
+        )
         request_stop(run_dir)
         assert end_of(run_dir).state is State.STOPPED
         assert not (run_dir / "logs").exists()
@@ -162,5 +212,9 @@ def test_nodes_must_run_the_same_software():
 
     same = {"moebius": "1", "torch": "2.13.0", "python": "3.11"}
     check_versions([{"host": "a", "versions": same}, {"host": "b", "versions": dict(same)}])
-    with pytest.raises(CannotPlace, match=r"torch: 2.13.0 on a, 2.11.0 on b\): install the same versions"):
-        check_versions([{"host": "a", "versions": same}, {"host": "b", "versions": same | {"torch": "2.11.0"}}])
+    with pytest.raises(
+        CannotPlace, match=r"torch: 2.13.0 on a, 2.11.0 on b\): install the same versions"
+    ):
+        check_versions(
+            [{"host": "a", "versions": same}, {"host": "b", "versions": same | {"torch": "2.11.0"}}]
+        )

@@ -9,7 +9,9 @@ from moebius.cluster.tracebacks import last_traceback, read_tail, summarise
 
 
 def output_of(program: str) -> str:
-    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False).stderr
+    return subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False
+    ).stderr
 
 
 def test_plain_exception():
@@ -32,7 +34,9 @@ def test_chained_exceptions_are_kept_and_named_by_the_last():
 
 
 def test_an_earlier_traceback_that_was_only_logged_is_not_the_cause():
-    text = output_of("raise KeyError('handled')") + "went on\n" + output_of("raise OSError('fatal')")
+    text = (
+        output_of("raise KeyError('handled')") + "went on\n" + output_of("raise OSError('fatal')")
+    )
     found = last_traceback(text)
     assert "handled" not in found
     assert summarise(found)[0] == "OSError: fatal"
@@ -48,11 +52,15 @@ def test_exceptions_ignored_at_exit_do_not_hide_the_cause():
 
 
 def test_message_of_several_lines_is_named_by_its_first():
-    assert summarise(last_traceback(output_of("raise ValueError('one\\ntwo')")))[0] == "ValueError: one"
+    assert (
+        summarise(last_traceback(output_of("raise ValueError('one\\ntwo')")))[0]
+        == "ValueError: one"
+    )
 
 
 @pytest.mark.parametrize(
-    ("text", "error"), [("", None), ("usage: x\nx: error: no such file\n", "x: error: no such file")]
+    ("text", "error"),
+    [("", None), ("usage: x\nx: error: no such file\n", "x: error: no such file")],
 )
 def test_text_without_traceback(text, error):
     assert summarise(last_traceback(text)) == (error, None)

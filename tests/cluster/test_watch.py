@@ -12,7 +12,14 @@ from rich.console import Console
 
 from moebius.cluster.history import ExpertLoad
 from moebius.cluster.job import Journal, State, beat
-from moebius.cluster.watch import View, expert_load_table, follow, follow_logs, render, show_preparation
+from moebius.cluster.watch import (
+    View,
+    expert_load_table,
+    follow,
+    follow_logs,
+    render,
+    show_preparation,
+)
 from moebius.data_pipeline.prepare import Progress
 
 
@@ -33,10 +40,20 @@ def printed(renderable: object, *, width: int = 120) -> str:
 
 def train_line(step: int, *, loss: float | str = 5.0) -> dict:
     return {
-        "kind": "train", "time": 1000.0 + step, "step": step, "loss": loss, "learning_rate": 2e-3, "grad_norm": 0.5,
-        "tokens": step * 64, "tokens_per_s": 12345.6, "step_s": 0.5, "data_wait_s": 0.0,
-        "expert_load": [[0.25] * 4, [0.7, 0.1, 0.1, 0.1]], "max_violation": [0.0, 1.8], "effective_experts": [4.0, 2.6],
-    }  # fmt: skip
+        "kind": "train",
+        "time": 1000.0 + step,
+        "step": step,
+        "loss": loss,
+        "learning_rate": 2e-3,
+        "grad_norm": 0.5,
+        "tokens": step * 64,
+        "tokens_per_s": 12345.6,
+        "step_s": 0.5,
+        "data_wait_s": 0.0,
+        "expert_load": [[0.25] * 4, [0.7, 0.1, 0.1, 0.1]],
+        "max_violation": [0.0, 1.8],
+        "effective_experts": [4.0, 2.6],
+    }
 
 
 def write_run(run_dir: Path, *, state: State = State.SUCCEEDED) -> None:
@@ -54,7 +71,9 @@ def write_run(run_dir: Path, *, state: State = State.SUCCEEDED) -> None:
     (run_dir / "config.json").write_text('{"train": {"steps": 10}}')
     journal = Journal(run_dir)
     journal.append(State.SUBMITTED, generation=0, reason="1 node(s) × 1 rank(s)")
-    journal.append(State.RECOVERING, generation=1, reason="fault drill: rank 0 was killed on purpose at step 7")
+    journal.append(
+        State.RECOVERING, generation=1, reason="fault drill: rank 0 was killed on purpose at step 7"
+    )
     journal.append(state, generation=2, reason="finished at step 10")
 
 
@@ -83,7 +102,15 @@ def test_live_view_shows_progress_figures_and_the_load_of_every_depth_step(tmp_p
     events = view.refresh()
     assert [event.time for event in events] == sorted(event.time for event in events)
     text = printed(render(view, width=120))
-    for told in ("RUNNING", "generation 2", "step 10/10", "loss 4", "8.0000 → 4.5000", "12,346", "2.00e-03"):
+    for told in (
+        "RUNNING",
+        "generation 2",
+        "step 10/10",
+        "loss 4",
+        "8.0000 → 4.5000",
+        "12,346",
+        "2.00e-03",
+    ):
         assert told in text
     assert "max/mean 1.00  in use 4.0 of 4" in text
     assert "max/mean 2.80  in use 2.6 of 4" in text
@@ -140,8 +167,11 @@ def test_following_a_lost_job_ends(tmp_path, monkeypatch):
 
 def write_logs(run_dir: Path) -> None:
     for generation, node, name, text in (
-        (1, 0, "rank0", "a0\na1\n"), (1, 1, "rank1", "b0\n"), (2, 0, "rank0", "c0\nunfinished"), (1, 0, "agent", "hello\n"),
-    ):  # fmt: skip
+        (1, 0, "rank0", "a0\na1\n"),
+        (1, 1, "rank1", "b0\n"),
+        (2, 0, "rank0", "c0\nunfinished"),
+        (1, 0, "agent", "hello\n"),
+    ):
         folder = run_dir / "logs" / f"g{generation:03d}" / f"node{node}"
         folder.mkdir(parents=True, exist_ok=True)
         (folder / f"{name}.log").write_text(text)
@@ -150,8 +180,13 @@ def write_logs(run_dir: Path) -> None:
 def test_logs_of_all_ranks_generation_by_generation(tmp_path):
     write_logs(tmp_path)
     assert list(follow_logs(tmp_path)) == [
-        "[g1 node0 agent] hello", "[g1 rank0] a0", "[g1 rank0] a1", "[g1 rank1] b0", "[g2 rank0] c0", "[g2 rank0] unfinished",
-    ]  # fmt: skip
+        "[g1 node0 agent] hello",
+        "[g1 rank0] a0",
+        "[g1 rank0] a1",
+        "[g1 rank1] b0",
+        "[g2 rank0] c0",
+        "[g2 rank0] unfinished",
+    ]
 
 
 def test_logs_of_one_rank(tmp_path):

@@ -11,7 +11,9 @@ from moebius.data_pipeline.prepare import prepare
 
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory) -> tuple[Path, ...]:
-    """Three .jsonl files of 40 documents; the last one repeats a document of the first and has an empty one."""
+    """Three .jsonl files of 40 documents; the last one repeats a document of the first and has an
+    empty one.
+    """
     folder = tmp_path_factory.mktemp("corpus")
     texts = [sentences(seed, 40) for seed in range(3)]
     texts[2][5] = texts[0][7]
@@ -23,7 +25,11 @@ def corpus(tmp_path_factory) -> tuple[Path, ...]:
 def config(corpus) -> DataConfig:
     """Small record batches, so that a few kB of text make many; one split per file."""
     return DataConfig(
-        input=tuple(map(str, corpus)), vocab_size=400, batch_tokens=500, validation_fraction=0.2, seq_len=16
+        input=tuple(map(str, corpus)),
+        vocab_size=400,
+        batch_tokens=500,
+        validation_fraction=0.2,
+        seq_len=16,
     )
 
 

@@ -31,9 +31,15 @@ def test_what_decides_the_bytes_is_in_the_spec_hash(change):
 
 
 def test_what_does_not_apply_is_not_in_the_spec_hash():
-    assert DataConfig(tokenizer="bytes").spec_hash == DataConfig(tokenizer="bytes", tokenizer_sample_bytes=9).spec_hash
+    assert (
+        DataConfig(tokenizer="bytes").spec_hash
+        == DataConfig(tokenizer="bytes", tokenizer_sample_bytes=9).spec_hash
+    )
     with_validation = DataConfig(validation_input=("v.txt",))
-    assert with_validation.spec_hash == with_validation.model_copy(update={"validation_fraction": 0.5}).spec_hash
+    assert (
+        with_validation.spec_hash
+        == with_validation.model_copy(update={"validation_fraction": 0.5}).spec_hash
+    )
 
 
 def test_num_token_ids():

@@ -21,8 +21,12 @@ def test_there_is_enough_of_it_in_documents_of_a_page():
 
 
 def test_every_process_reads_the_same():
-    other = subprocess.run([sys.executable, "-c", _FINGERPRINT], capture_output=True, text=True, check=True)
-    assert other.stdout.strip() == hashlib.sha256("|".join(embedded_documents()).encode()).hexdigest()
+    other = subprocess.run(
+        [sys.executable, "-c", _FINGERPRINT], capture_output=True, text=True, check=True
+    )
+    assert (
+        other.stdout.strip() == hashlib.sha256("|".join(embedded_documents()).encode()).hexdigest()
+    )
 
 
 def test_parts_hold_every_document_once():

@@ -1,4 +1,6 @@
-"""Batches against a slow reading of the same shards; the same samples for any layout, restart or cache."""
+"""Batches against a slow reading of the same shards; the same samples for any layout, restart or
+cache.
+"""
 
 import itertools
 import shutil
@@ -23,15 +25,22 @@ GLOBAL_BATCH = 8
 
 def _stream(folder: Path, split: str) -> np.ndarray:
     """All tokens of a split, read by Arrow through the files' own footers."""
-    tables = [pa.ipc.open_file(str(folder / entry.name)).read_all() for entry in read_manifest(folder).of(split)]
-    return np.array([token for table in tables for tokens in table["tokens"].to_pylist() for token in tokens])
+    tables = [
+        pa.ipc.open_file(str(folder / entry.name)).read_all()
+        for entry in read_manifest(folder).of(split)
+    ]
+    return np.array(
+        [token for table in tables for tokens in table["tokens"].to_pylist() for token in tokens]
+    )
 
 
 def _row(stream: np.ndarray, row: int) -> list[int]:
     return stream[S * row : S * row + S + 1].tolist()
 
 
-def _steps(folder: Path, count: int, *, num_ranks: int = 1, micro_batch: int = 2, **options) -> list[list[Batch]]:
+def _steps(
+    folder: Path, count: int, *, num_ranks: int = 1, micro_batch: int = 2, **options
+) -> list[list[Batch]]:
     """`count` steps, each with the batches of all ranks."""
     loaders = [
         Loader(
@@ -53,7 +62,9 @@ def _steps(folder: Path, count: int, *, num_ranks: int = 1, micro_batch: int = 2
 
 
 def _samples(step: list[Batch]) -> list[list[int]]:
-    """The global batch in order: ranks one after the other, each with its micro-batches one after the other."""
+    """The global batch in order: ranks one after the other, each with its micro-batches one after
+    the other.
+    """
     return np.concatenate([batch.tokens.reshape(-1, S + 1) for batch in step]).tolist()
 
 
@@ -62,7 +73,9 @@ def _digest(step: list[Batch]) -> int:
 
 
 @pytest.mark.parametrize("order_samples", [1, 20, 4096])
-def test_samples_are_the_rows_of_the_stream_in_the_given_order(prepared, monkeypatch, order_samples):
+def test_samples_are_the_rows_of_the_stream_in_the_given_order(
+    prepared, monkeypatch, order_samples
+):
     monkeypatch.setattr(loader_module, "_ORDER_SAMPLES", order_samples)
     stream = _stream(prepared, "train")
     num_rows = (len(stream) - 1) // S
@@ -109,7 +122,9 @@ def test_the_digest_tells_samples_apart(prepared):
     assert len(set(digests)) == 20
     assert digests != [_digest(step) for step in _steps(prepared, 20, seed=4)]
     first, second = _steps(prepared, 1)[0][0], _steps(prepared, 1, start_sample=1)[0][0]
-    assert _samples([first])[1:] == _samples([second])[:-1]  # shifted by one sample: seven of eight rows in common
+    assert (
+        _samples([first])[1:] == _samples([second])[:-1]
+    )  # shifted by one sample: seven of eight rows in common
     assert first.digest != second.digest
 
 
@@ -128,13 +143,17 @@ def test_what_is_kept_decoded_changes_nothing_but_the_number_of_reads(prepared, 
     reads = []
     read_tokens = TokenStore.read_tokens
     monkeypatch.setattr(
-        TokenStore, "read_tokens", lambda store, batch: reads.append(batch) or read_tokens(store, batch)
+        TokenStore,
+        "read_tokens",
+        lambda store, batch: reads.append(batch) or read_tokens(store, batch),
     )
     store = TokenStore(prepared, "train")
     reader = RowReader(store, S)
     _, rows = RowOrder(reader.num_rows, 500 // S, seed=3).rows_at(0, reader.num_rows)
     expected = reader.read(rows)
-    assert len(reads) == store.num_batches < 3 * WINDOW_CHUNKS  # all of it fits: each is decoded once
+    assert (
+        len(reads) == store.num_batches < 3 * WINDOW_CHUNKS
+    )  # all of it fits: each is decoded once
     forgetful = RowReader(store, S)
     forgetful._keep_bytes = 1
     assert np.array_equal(forgetful.read(rows), expected)
@@ -148,7 +167,14 @@ def test_the_position_does_not_depend_on_where_the_data_is(prepared, tmp_path):
 
 
 def _open(folder, **options) -> Loader:
-    defaults = {"seq_len": S, "global_batch": 4, "micro_batch": 1, "rank": 0, "num_ranks": 1, "seed": 3}
+    defaults = {
+        "seq_len": S,
+        "global_batch": 4,
+        "micro_batch": 1,
+        "rank": 0,
+        "num_ranks": 1,
+        "seed": 3,
+    }
     return Loader(folder, **(defaults | options))
 
 
@@ -159,7 +185,9 @@ def _spec_hash(folder, **options) -> str:
 
 def test_a_position_of_the_same_order_is_accepted_whatever_the_layout(prepared):
     with _open(prepared) as loader:
-        loader.check_position(_spec_hash(prepared, global_batch=8, micro_batch=2, rank=1, num_ranks=2, start_sample=9))
+        loader.check_position(
+            _spec_hash(prepared, global_batch=8, micro_batch=2, rank=1, num_ranks=2, start_sample=9)
+        )
 
 
 @pytest.mark.parametrize("change", [{"seed": 4}, {"seq_len": 17}, {"split": "validation"}])
@@ -167,7 +195,8 @@ def test_a_position_of_another_order_is_refused_with_the_difference(prepared, ch
     with _open(prepared, **change) as other, _open(prepared) as loader:
         name, value = next(iter(change.items()))
         with pytest.raises(
-            DataError, match=rf"{name}: saved {value!r}, now {loader.spec[name]!r}.*Resume with the same"
+            DataError,
+            match=rf"{name}: saved {value!r}, now {loader.spec[name]!r}.*Resume with the same",
         ):
             loader.check_position(other.spec_hash, other.spec)
         with pytest.raises(DataError, match=rf"this run has .*{name}={loader.spec[name]}"):
@@ -177,13 +206,19 @@ def test_a_position_of_another_order_is_refused_with_the_difference(prepared, ch
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"global_batch": 6, "micro_batch": 4}, "global_batch=6 is not a multiple of num_ranks=1 x micro_batch=4 = 4"),
+        (
+            {"global_batch": 6, "micro_batch": 4},
+            "global_batch=6 is not a multiple of num_ranks=1 x micro_batch=4 = 4",
+        ),
         ({"num_ranks": 3}, "global_batch=4 is not a multiple of num_ranks=3"),
         ({"rank": 2, "num_ranks": 2}, "rank=2 < num_ranks=2"),
         ({"micro_batch": 0}, "micro_batch=0"),
         ({"start_sample": -1}, "start_sample=-1"),
         ({"prefetch": 0}, "prefetch=0"),
-        ({"seq_len": 10**6}, r"split 'train' of .* has \d+ tokens, fewer than the 1000001 of one row"),
+        (
+            {"seq_len": 10**6},
+            r"split 'train' of .* has \d+ tokens, fewer than the 1000001 of one row",
+        ),
         ({"split": "test"}, "split 'test' of .* has 0 tokens"),
     ],
 )
@@ -211,7 +246,11 @@ def test_waiting_is_measured(prepared, monkeypatch):
     import time
 
     read_tokens = TokenStore.read_tokens
-    monkeypatch.setattr(TokenStore, "read_tokens", lambda store, batch: time.sleep(0.02) or read_tokens(store, batch))
+    monkeypatch.setattr(
+        TokenStore,
+        "read_tokens",
+        lambda store, batch: time.sleep(0.02) or read_tokens(store, batch),
+    )
     with _open(prepared) as loader:
         next(loader)
         assert loader.wait_s >= 0.015
@@ -237,16 +276,24 @@ def test_an_error_of_the_thread_is_raised_by_next_every_time(prepared, tmp_path)
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 5])
 @pytest.mark.parametrize("batch_size", [1, 4, 7])
-def test_validation_has_every_row_once_and_as_many_batches_on_every_rank(prepared, num_ranks, batch_size):
+def test_validation_has_every_row_once_and_as_many_batches_on_every_rank(
+    prepared, num_ranks, batch_size
+):
     stream = _stream(prepared, "validation")
     num_rows = (len(stream) - 1) // S
     options = {"seq_len": S, "batch_size": batch_size, "num_ranks": num_ranks}
-    per_rank = [list(validation_batches(prepared, rank=rank, **options)) for rank in range(num_ranks)]
+    per_rank = [
+        list(validation_batches(prepared, rank=rank, **options)) for rank in range(num_ranks)
+    ]
     assert {len(batches) for batches in per_rank} == {-(-num_rows // (num_ranks * batch_size))}
     assert {tokens.shape for batches in per_rank for tokens, _ in batches} == {(batch_size, S + 1)}
-    rows = [row.tolist() for batches in per_rank for tokens, valid in batches for row in tokens[valid]]
+    rows = [
+        row.tolist() for batches in per_rank for tokens, valid in batches for row in tokens[valid]
+    ]
     assert sorted(rows) == sorted(_row(stream, row) for row in range(num_rows))
-    padding = [row.tolist() for batches in per_rank for tokens, valid in batches for row in tokens[~valid]]
+    padding = [
+        row.tolist() for batches in per_rank for tokens, valid in batches for row in tokens[~valid]
+    ]
     assert all(row == _row(stream, num_rows - 1) for row in padding)
 
 
@@ -254,15 +301,24 @@ def test_validation_has_every_row_once_and_as_many_batches_on_every_rank(prepare
 def test_validation_on_some_rows_spread_over_the_split(prepared, max_rows):
     stream = _stream(prepared, "validation")
     num_rows = (len(stream) - 1) // S
-    batches = validation_batches(prepared, seq_len=S, batch_size=3, rank=0, num_ranks=1, max_rows=max_rows)
+    batches = validation_batches(
+        prepared, seq_len=S, batch_size=3, rank=0, num_ranks=1, max_rows=max_rows
+    )
     rows = [row.tolist() for tokens, valid in batches for row in tokens[valid]]
     count = min(max_rows, num_rows)
     assert rows == [_row(stream, n * num_rows // count) for n in range(count)]
 
 
-def _groups(folder: Path, group: int, num_ranks: int, batch_size: int, **options) -> list[tuple[list, list[bool]]]:
+def _groups(
+    folder: Path, group: int, num_ranks: int, batch_size: int, **options
+) -> list[tuple[list, list[bool]]]:
     """Members and their validity of every group that has a valid member, in the order of the pass."""
-    options = {"seq_len": S, "batch_size": batch_size, "num_ranks": num_ranks, "group": group} | options
+    options = {
+        "seq_len": S,
+        "batch_size": batch_size,
+        "num_ranks": num_ranks,
+        "group": group,
+    } | options
     per_rank = [validation_batches(folder, rank=rank, **options) for rank in range(num_ranks)]
     found = []
     for batches in zip(*per_rank, strict=True):
@@ -274,7 +330,9 @@ def _groups(folder: Path, group: int, num_ranks: int, batch_size: int, **options
 
 
 @pytest.mark.parametrize("max_rows", [None, 13, 3])
-def test_members_of_a_validation_group_are_far_apart_and_the_same_on_every_layout(prepared, max_rows):
+def test_members_of_a_validation_group_are_far_apart_and_the_same_on_every_layout(
+    prepared, max_rows
+):
     stream = _stream(prepared, "validation")
     num_rows = (len(stream) - 1) // S
     count = min(max_rows or num_rows, num_rows)
@@ -302,7 +360,9 @@ def test_members_of_a_validation_group_are_far_apart_and_the_same_on_every_layou
 )
 def test_validation_that_cannot_be_is_refused_at_once(prepared, options, message):
     with pytest.raises(DataError, match=message):
-        validation_batches(prepared, **({"seq_len": S, "batch_size": 2, "rank": 0, "num_ranks": 1} | options))
+        validation_batches(
+            prepared, **({"seq_len": S, "batch_size": 2, "rank": 0, "num_ranks": 1} | options)
+        )
 
 
 def test_a_shard_is_checked_before_it_is_decoded(prepared, monkeypatch):

@@ -8,7 +8,12 @@ import shutil
 import pytest
 
 from moebius.data_pipeline.errors import InputError, PrepareError, ShardError
-from moebius.data_pipeline.manifest import MANIFEST_FILE, atomic_write, read_manifest, write_manifest
+from moebius.data_pipeline.manifest import (
+    MANIFEST_FILE,
+    atomic_write,
+    read_manifest,
+    write_manifest,
+)
 
 
 @pytest.fixture
@@ -27,7 +32,11 @@ def test_any_flipped_bit_is_found(folder):
     path = folder / MANIFEST_FILE
     intact = path.read_bytes()
     for position in range(0, len(intact), 7):
-        path.write_bytes(intact[:position] + bytes([intact[position] ^ (1 << position % 8)]) + intact[position + 1 :])
+        path.write_bytes(
+            intact[:position]
+            + bytes([intact[position] ^ (1 << position % 8)])
+            + intact[position + 1 :]
+        )
         with pytest.raises(ShardError, match="damaged"):
             read_manifest(folder)
 
@@ -40,7 +49,9 @@ def test_what_is_no_manifest_is_refused(folder, content):
 
 
 def test_no_manifest(tmp_path):
-    with pytest.raises(ShardError, match=r"manifest.json does not exist: this folder holds no prepared data"):
+    with pytest.raises(
+        ShardError, match=r"manifest.json does not exist: this folder holds no prepared data"
+    ):
         read_manifest(tmp_path)
 
 

@@ -1,4 +1,6 @@
-"""The order is a bijection per epoch, depends on nothing but (seed, g), and stays near the chunks it reads."""
+"""The order is a bijection per epoch, depends on nothing but (seed, g), and stays near the chunks
+it reads.
+"""
 
 import numpy as np
 import pytest
@@ -66,12 +68,17 @@ def test_any_way_of_asking_gives_the_same_rows(start, count, cut):
     order = RowOrder(977, 20, seed=3)
     whole = np.stack(order.rows_at(start, count))
     middle = int(count * cut)
-    parts = [np.stack(order.rows_at(start, middle)), np.stack(order.rows_at(start + middle, count - middle))]
+    parts = [
+        np.stack(order.rows_at(start, middle)),
+        np.stack(order.rows_at(start + middle, count - middle)),
+    ]
     assert np.array_equal(whole, np.concatenate(parts, axis=1))
 
 
 def test_seeds_and_epochs_shuffle_differently():
-    orders = [RowOrder(500, 10, seed).rows_at(epoch * 500, 500)[1] for seed in (0, 1) for epoch in (0, 1)]
+    orders = [
+        RowOrder(500, 10, seed).rows_at(epoch * 500, 500)[1] for seed in (0, 1) for epoch in (0, 1)
+    ]
     orders.append(np.arange(500))
     for i, one in enumerate(orders):
         for other in orders[:i]:
@@ -87,7 +94,9 @@ def test_a_window_of_samples_touches_a_window_of_chunks():
 
 
 def test_rows_of_a_window_are_well_mixed():
-    _, rows = RowOrder(num_rows=16 * WINDOW_CHUNKS, rows_per_chunk=16, seed=1).rows_at(0, 16 * WINDOW_CHUNKS)
+    _, rows = RowOrder(num_rows=16 * WINDOW_CHUNKS, rows_per_chunk=16, seed=1).rows_at(
+        0, 16 * WINDOW_CHUNKS
+    )
     assert abs(np.corrcoef(np.arange(len(rows)), rows)[0, 1]) < 0.15
     assert np.mean(np.abs(np.diff(rows)) == 1) < 0.02
 
@@ -99,6 +108,8 @@ def test_the_order_of_version_1_is_this_one():
     assert rows.tolist() == [748, 137, 979, 244, 587, 130, 86, 345]
 
 
-@pytest.mark.parametrize(("tokens", "seq_len", "rows"), [(0, 4, 0), (4, 4, 0), (5, 4, 1), (8, 4, 1), (9, 4, 2)])
+@pytest.mark.parametrize(
+    ("tokens", "seq_len", "rows"), [(0, 4, 0), (4, 4, 0), (5, 4, 1), (8, 4, 1), (9, 4, 2)]
+)
 def test_rows_share_their_border_token(tokens, seq_len, rows):
     assert num_rows(tokens, seq_len) == rows

@@ -1,4 +1,6 @@
-"""The same bytes for any number of workers, any order of completion and after any interruption; one clear error each."""
+"""The same bytes for any number of workers, any order of completion and after any interruption; one
+clear error each.
+"""
 
 import errno
 import fcntl
@@ -25,20 +27,32 @@ from moebius.data_pipeline.tokenizer import load_tokenizer
 
 
 def _files(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
 
 
 def _texts(folder: Path, split: str) -> list[str]:
     """All documents of a split, decoded, in order."""
     tokenizer = load_tokenizer(folder)
     store = TokenStore(folder, split)
-    rows = [row for batch in range(store.num_batches) for row in store.read_documents(batch)["tokens"].to_pylist()]
+    rows = [
+        row
+        for batch in range(store.num_batches)
+        for row in store.read_documents(batch)["tokens"].to_pylist()
+    ]
     assert all(row[-1] == tokenizer.end_of_document_id for row in rows)
     return [tokenizer.decode(row) for row in rows]
 
 
 def _expected(corpus) -> list[str]:
-    texts = [json.loads(line)["text"].strip() for path in corpus for line in path.read_text().splitlines()]
+    texts = [
+        json.loads(line)["text"].strip()
+        for path in corpus
+        for line in path.read_text().splitlines()
+    ]
     return [text for text in dict.fromkeys(texts) if text]
 
 
@@ -57,7 +71,9 @@ def test_the_manifest_counts(prepared, corpus):
     manifest = read_manifest(prepared)
     assert manifest.dropped == {"duplicate": 1, "empty": 1}
     assert manifest.num_documents("train") + manifest.num_documents("validation") == 3 * 40 - 2
-    assert manifest.num_text_bytes("train") == sum(len(text.encode()) for text in _texts(prepared, "train"))
+    assert manifest.num_text_bytes("train") == sum(
+        len(text.encode()) for text in _texts(prepared, "train")
+    )
     assert manifest.num_tokens("train") == TokenStore(prepared, "train").num_tokens
     assert manifest.inputs == {str(path): path.stat().st_size for path in corpus}
     assert load_tokenizer(prepared).sha256 == manifest.tokenizer_sha256
@@ -67,7 +83,10 @@ def test_the_manifest_counts(prepared, corpus):
 def test_only_the_result_is_left(prepared):
     names = {path.name for path in prepared.iterdir()}
     shards = {
-        f"{side}-0000{n}.{kind}.arrow" for side in ("train", "validation") for n in range(3) for kind in ("tok", "idx")
+        f"{side}-0000{n}.{kind}.arrow"
+        for side in ("train", "validation")
+        for n in range(3)
+        for kind in ("tok", "idx")
     }
     assert names == shards | {MANIFEST_FILE, "tokenizer.json"}
 
@@ -79,7 +98,9 @@ def test_the_second_time_nothing_is_done(prepared, config):
         raise AssertionError("prepared data was prepared again")
 
     assert prepare(config, prepared, run=nothing_to_run) == read_manifest(prepared)
-    moved_elsewhere = config.model_copy(update={"seq_len": 99, "seed": 8, "directory": str(prepared)})
+    moved_elsewhere = config.model_copy(
+        update={"seq_len": 99, "seed": 8, "directory": str(prepared)}
+    )
     assert prepare(moved_elsewhere, prepared, run=nothing_to_run) == read_manifest(prepared)
     assert {path: path.stat().st_mtime_ns for path in prepared.iterdir()} == before
 
@@ -88,13 +109,21 @@ def test_bytes_tokenizer(config, corpus, tmp_path):
     raw = DataConfig(**config.model_dump(exclude={"tokenizer", "vocab_size"}), tokenizer="bytes")
     manifest = prepare(raw, tmp_path / "d")
     assert manifest.vocab_size == 257
-    assert sorted(_texts(tmp_path / "d", "train") + _texts(tmp_path / "d", "validation")) == sorted(_expected(corpus))
-    assert manifest.num_tokens("train") == manifest.num_text_bytes("train") + manifest.num_documents("train")
+    assert sorted(_texts(tmp_path / "d", "train") + _texts(tmp_path / "d", "validation")) == sorted(
+        _expected(corpus)
+    )
+    assert manifest.num_tokens("train") == manifest.num_text_bytes(
+        "train"
+    ) + manifest.num_documents("train")
 
 
 def test_text_is_normalised_before_it_is_compared(tmp_path):
-    path = write_jsonl(tmp_path / "a.jsonl", ["cafe\u0301\r\nx ", "  café\nx", "other", "\ud800 half", "third"])
-    manifest = prepare(DataConfig(input=(str(path),), tokenizer="bytes", validation_fraction=0.0), tmp_path / "d")
+    path = write_jsonl(
+        tmp_path / "a.jsonl", ["cafe\u0301\r\nx ", "  café\nx", "other", "\ud800 half", "third"]
+    )
+    manifest = prepare(
+        DataConfig(input=(str(path),), tokenizer="bytes", validation_fraction=0.0), tmp_path / "d"
+    )
     assert _texts(tmp_path / "d", "train") == ["café\nx", "other", "third"]
     assert manifest.dropped == {"duplicate": 1, "not Unicode (lone surrogates)": 1}
 
@@ -103,10 +132,16 @@ def test_validation_input_wins_over_train(tmp_path):
     train = write_jsonl(tmp_path / "t.jsonl", ["a", "b", "c"])
     validation = write_jsonl(tmp_path / "v.jsonl", ["b", "d"])
     config = DataConfig(
-        input=(str(train),), validation_input=(str(validation),), validation_fraction=0.99, tokenizer="bytes"
+        input=(str(train),),
+        validation_input=(str(validation),),
+        validation_fraction=0.99,
+        tokenizer="bytes",
     )
     prepare(config, tmp_path / "d")
-    assert _texts(tmp_path / "d", "train") == ["a", "c"]  # the fraction is for input without validation_input
+    assert _texts(tmp_path / "d", "train") == [
+        "a",
+        "c",
+    ]  # the fraction is for input without validation_input
     assert _texts(tmp_path / "d", "validation") == ["b", "d"]
 
 
@@ -115,7 +150,10 @@ def test_a_document_keeps_its_side_when_others_come_and_go(tmp_path):
     sides = []
     for name, some in (("all", texts), ("half", texts[::2])):
         path = write_jsonl(tmp_path / f"{name}.jsonl", some)
-        prepare(DataConfig(input=(str(path),), tokenizer="bytes", validation_fraction=0.3), tmp_path / name)
+        prepare(
+            DataConfig(input=(str(path),), tokenizer="bytes", validation_fraction=0.3),
+            tmp_path / name,
+        )
         sides.append(set(_texts(tmp_path / name, "validation")))
     assert sides[1] == sides[0] & set(texts[::2])
     assert 35 < len(sides[0]) < 85
@@ -123,14 +161,18 @@ def test_a_document_keeps_its_side_when_others_come_and_go(tmp_path):
 
 def test_a_few_documents_still_give_one_to_validation(tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", ["one", "two", "three"])
-    prepare(DataConfig(input=(str(path),), tokenizer="bytes", validation_fraction=1e-9), tmp_path / "d")
+    prepare(
+        DataConfig(input=(str(path),), tokenizer="bytes", validation_fraction=1e-9), tmp_path / "d"
+    )
     assert len(_texts(tmp_path / "d", "validation")) == 1
     assert len(_texts(tmp_path / "d", "train")) == 2
 
 
 def test_the_tokenizer_sees_train_text_only(tmp_path):
     train = write_jsonl(tmp_path / "t.jsonl", sentences(1, 20))
-    validation = write_jsonl(tmp_path / "v.jsonl", [f"unmistakable {n} unmistakable" for n in range(200)])
+    validation = write_jsonl(
+        tmp_path / "v.jsonl", [f"unmistakable {n} unmistakable" for n in range(200)]
+    )
     config = DataConfig(input=(str(train),), validation_input=(str(validation),), vocab_size=600)
     prepare(config, tmp_path / "d")
     assert "mistak" not in (tmp_path / "d" / "tokenizer.json").read_text()
@@ -196,7 +238,9 @@ def test_a_task_that_runs_twice_at_once_gives_the_same_bytes(config, prepared, t
         with ThreadPoolExecutor(6) as pool:
             futures = [pool.submit(function, item) for item in items for _ in range(2)]
             yield from enumerate(future.result() for future in futures[::2])
-            assert [future.result() for future in futures[1::2]] == [future.result() for future in futures[::2]]
+            assert [future.result() for future in futures[1::2]] == [
+                future.result() for future in futures[::2]
+            ]
 
     prepare(config, tmp_path / "d", run=doubled)
     assert _files(tmp_path / "d") == _files(prepared)
@@ -277,7 +321,9 @@ def test_failing_at_any_write(config, prepared, tmp_path, monkeypatch, call):
             else:
                 break
         assert "free some space" in refusal
-        if not (folder / MANIFEST_FILE).exists():  # the last fsync is of the folder, after the manifest's rename
+        if not (
+            folder / MANIFEST_FILE
+        ).exists():  # the last fsync is of the folder, after the manifest's rename
             _check_nothing_is_half_valid(folder, reference)
         if survived % 5 == 0:
             prepare(config, folder)
@@ -335,7 +381,8 @@ def test_an_interruption_after_the_manifest_is_no_interruption(config, prepared,
 def test_a_folder_of_another_spec(config, prepared):
     other = config.model_copy(update={"vocab_size": 500, "text_field": "body"})
     with pytest.raises(
-        PrepareError, match=r"text_field: there 'text', asked for 'body'; vocab_size: there 400, asked for 500"
+        PrepareError,
+        match=r"text_field: there 'text', asked for 'body'; vocab_size: there 400, asked for 500",
     ):
         prepare(other, prepared)
 
@@ -343,7 +390,10 @@ def test_a_folder_of_another_spec(config, prepared):
 def test_an_unfinished_folder_of_another_spec(config, tmp_path):
     with pytest.raises(_StoppedError):
         prepare(config, tmp_path / "d", run=_stopping_after(1))
-    with pytest.raises(PrepareError, match=r"unfinished preparation of something else \(vocab_size: there 400, asked"):
+    with pytest.raises(
+        PrepareError,
+        match=r"unfinished preparation of something else \(vocab_size: there 400, asked",
+    ):
         prepare(config.model_copy(update={"vocab_size": 500}), tmp_path / "d")
 
 
@@ -372,7 +422,9 @@ def test_input_that_grew_after_it_was_prepared(tmp_path):
     path, config = _growing_input(tmp_path)
     prepare(config, tmp_path / "d")
     write_jsonl(path, sentences(0, 21))
-    with pytest.raises(PrepareError, match=r"was prepared from .*a.jsonl when it had \d+ bytes; it has \d+ now"):
+    with pytest.raises(
+        PrepareError, match=r"was prepared from .*a.jsonl when it had \d+ bytes; it has \d+ now"
+    ):
         prepare(config, tmp_path / "d")
     path.unlink()  # gone is not changed: shards may be carried to a machine without the text
     prepare(config, tmp_path / "d")
@@ -401,7 +453,9 @@ def test_input_that_changes_between_reading_and_tokenising(tmp_path, change):
             path.write_text("".join(lines))
         yield from run_serially(function, items)
 
-    with pytest.raises(InputError, match=r"a.jsonl\[0:\d+\] has changed while it was being prepared"):
+    with pytest.raises(
+        InputError, match=r"a.jsonl\[0:\d+\] has changed while it was being prepared"
+    ):
         prepare(config, tmp_path / "d", run=meddling)
     assert not list((tmp_path / "d").glob("*.arrow*"))
 
@@ -410,13 +464,17 @@ def test_input_that_changes_between_reading_and_tokenising(tmp_path, change):
 def test_an_empty_corpus(tmp_path, content):
     path = tmp_path / "a.jsonl"
     path.write_text(content)
-    with pytest.raises(InputError, match=r"a.jsonl is empty: \d documents were read .*give files with text"):
+    with pytest.raises(
+        InputError, match=r"a.jsonl is empty: \d documents were read .*give files with text"
+    ):
         prepare(DataConfig(input=(str(path),)), tmp_path / "d")
 
 
 def test_validation_that_is_all_of_train(tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", ["a", "b"])
-    with pytest.raises(InputError, match=r"all documents went to validation \(2 there; 2 duplicate\)"):
+    with pytest.raises(
+        InputError, match=r"all documents went to validation \(2 there; 2 duplicate\)"
+    ):
         prepare(DataConfig(input=(str(path),), validation_input=(str(path),)), tmp_path / "d")
 
 
@@ -437,7 +495,10 @@ def test_no_permission(config, tmp_path, monkeypatch):
         raise PermissionError(errno.EACCES, "Permission denied")
 
     monkeypatch.setattr(Path, "mkdir", denied)  # root may write anywhere, so chmod would not do
-    with pytest.raises(PrepareError, match=r"cannot write .*d \(Permission denied\): give yourself write permission"):
+    with pytest.raises(
+        PrepareError,
+        match=r"cannot write .*d \(Permission denied\): give yourself write permission",
+    ):
         prepare(config, tmp_path / "d")
 
 
@@ -446,7 +507,9 @@ def test_random_runners_agree_on_a_corpus_with_many_repeats(tmp_path):
     rng = random.Random(0)
     pool = sentences(1, 30)
     paths = [write_jsonl(tmp_path / f"{n}.jsonl", rng.choices(pool, k=25)) for n in range(6)]
-    config = DataConfig(input=tuple(map(str, paths)), tokenizer="bytes", batch_tokens=300, validation_fraction=0.2)
+    config = DataConfig(
+        input=tuple(map(str, paths)), tokenizer="bytes", batch_tokens=300, validation_fraction=0.2
+    )
 
     def shuffled(function, items):
         for index in random.sample(range(len(items)), len(items)):
@@ -456,6 +519,6 @@ def test_random_runners_agree_on_a_corpus_with_many_repeats(tmp_path):
     manifests = [prepare(config, folder, run=shuffled) for folder in folders]
     assert manifests[0] == manifests[1] == manifests[2]
     assert _files(folders[0]) == _files(folders[1]) == _files(folders[2])
-    assert manifests[0].dropped["duplicate"] == 150 - manifests[0].num_documents("train") - manifests[0].num_documents(
-        "validation"
-    )
+    assert manifests[0].dropped["duplicate"] == 150 - manifests[0].num_documents(
+        "train"
+    ) - manifests[0].num_documents("validation")

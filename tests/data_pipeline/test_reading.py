@@ -17,7 +17,8 @@ TEXTS = ["first\nwith two lines", "zwei – π", "", "x" * 500, "last 😀"]
 
 def _lines(texts) -> bytes:
     return "".join(
-        json.dumps({"text": text, "n": n}, ensure_ascii=False) + "\n" for n, text in enumerate(texts)
+        json.dumps({"text": text, "n": n}, ensure_ascii=False) + "\n"
+        for n, text in enumerate(texts)
     ).encode()
 
 
@@ -38,9 +39,15 @@ def _read(*inputs, **options):
     found = [
         document
         for split in splits
-        for document in read_documents(split, text_field=config.text_field, source_field=config.source_field)
+        for document in read_documents(
+            split, text_field=config.text_field, source_field=config.source_field
+        )
     ]
-    return [document.text for document in found], [document.source for document in found], len(splits)
+    return (
+        [document.text for document in found],
+        [document.source for document in found],
+        len(splits),
+    )
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.zst", "a.parquet"])
@@ -82,7 +89,9 @@ def test_a_text_file_is_cut_at_blank_lines_and_loses_nothing(tmp_path):
     assert set(sources) == {"a.txt"}
 
 
-@pytest.mark.parametrize("text", ["ä" * 100_000, "line\n" * 30_000], ids=["one line", "no blank line"])
+@pytest.mark.parametrize(
+    "text", ["ä" * 100_000, "line\n" * 30_000], ids=["one line", "no blank line"]
+)
 def test_a_text_file_without_paragraphs_is_cut_anyway(tmp_path, text):
     (tmp_path / "a.txt").write_text(text)
     texts, _, _ = _read(tmp_path / "a.txt")
@@ -125,7 +134,9 @@ def test_fsspec_urls_and_globs_of_them():
 
 
 def test_other_fields(tmp_path):
-    (tmp_path / "a.jsonl").write_text('{"content": "c", "from": "web", "text": 3}\n{"content": "d", "from": 7}')
+    (tmp_path / "a.jsonl").write_text(
+        '{"content": "c", "from": "web", "text": 3}\n{"content": "d", "from": 7}'
+    )
     texts, sources, _ = _read(tmp_path / "a.jsonl", text_field="content", source_field="from")
     assert texts == ["c", "d"]
     assert sources == ["web", "a.jsonl"]
@@ -134,7 +145,9 @@ def test_other_fields(tmp_path):
 def test_validation_comes_first_and_keeps_its_role(tmp_path):
     for name in "tv":
         (tmp_path / f"{name}.jsonl").write_text('{"text": "a"}')
-    config = DataConfig(input=(str(tmp_path / "t.jsonl"),), validation_input=(str(tmp_path / "v.jsonl"),))
+    config = DataConfig(
+        input=(str(tmp_path / "t.jsonl"),), validation_input=(str(tmp_path / "v.jsonl"),)
+    )
     assert [(split.source, split.role) for split in plan_splits(config)] == [
         ("v.jsonl", "validation"),
         ("t.jsonl", "train"),
@@ -154,7 +167,11 @@ def test_the_embedded_corpus_is_an_input():
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.jsonl", b'{"text": "a"}\n{"text": "\xff"}\n', r"a.jsonl, byte 24, line 2: not UTF-8 \(byte 0xff.*iconv"),
+        (
+            "a.jsonl",
+            b'{"text": "a"}\n{"text": "\xff"}\n',
+            r"a.jsonl, byte 24, line 2: not UTF-8 \(byte 0xff.*iconv",
+        ),
         ("a.txt", b"one\ntwo \xe4\xf6\n", r"a.txt, byte 8, line 2: not UTF-8 \(byte 0xe4"),
         ("a.txt", "utf-16".encode("utf-16"), r"a.txt, byte 0, line 1: not UTF-8 \(byte 0xff"),
         (
@@ -173,7 +190,11 @@ def test_the_embedded_corpus_is_an_input():
             r"ends in the middle of a zstd frame: it is truncated",
         ),
         ("a.parquet", b"PAR1 no", r"a.parquet is not a readable Parquet file"),
-        ("a.csv", b"a,b", r"a.csv' has an ending that is not read: give one of .txt, .jsonl, .jsonl.zst, .parquet"),
+        (
+            "a.csv",
+            b"a,b",
+            r"a.csv' has an ending that is not read: give one of .txt, .jsonl, .jsonl.zst, .parquet",
+        ),
     ],
 )
 def test_bad_content_is_named_with_its_place(tmp_path, name, content, message):
@@ -206,7 +227,9 @@ def test_a_parquet_file_without_text_is_refused(tmp_path, column, message):
 
 
 def test_nothing_there(tmp_path):
-    with pytest.raises(InputError, match=r"no.jsonl' does not exist: check the name, or give input=embedded"):
+    with pytest.raises(
+        InputError, match=r"no.jsonl' does not exist: check the name, or give input=embedded"
+    ):
         _read(tmp_path / "no.jsonl")
     with pytest.raises(InputError, match=r"\*.jsonl' matches no file"):
         _read(tmp_path / "*.jsonl")
@@ -227,7 +250,9 @@ def test_a_file_of_unknown_size(monkeypatch):
     memory = fsspec.filesystem("memory")
     memory.pipe("/test_reading/endless.jsonl", b'{"text": "a"}')
     info = type(memory).info
-    monkeypatch.setattr(type(memory), "info", lambda fs, path, **options: info(fs, path, **options) | {"size": None})
+    monkeypatch.setattr(
+        type(memory), "info", lambda fs, path, **options: info(fs, path, **options) | {"size": None}
+    )
     with pytest.raises(InputError, match="does not tell the file's size: download"):
         _read("memory://test_reading/endless.jsonl")
 
@@ -248,7 +273,9 @@ def test_an_unreadable_file(tmp_path, monkeypatch):
     monkeypatch.setattr(
         type(fsspec.filesystem("file")), "open", denied
     )  # root may read anything, so chmod would not do
-    with pytest.raises(InputError, match=r"a.jsonl cannot be read \(Permission denied\): check that it exists and"):
+    with pytest.raises(
+        InputError, match=r"a.jsonl cannot be read \(Permission denied\): check that it exists and"
+    ):
         list(read_documents(split, text_field="text", source_field="source"))
 
 

@@ -26,7 +26,9 @@ def copy(prepared, tmp_path) -> Path:
     return Path(shutil.copytree(prepared, tmp_path / "copy"))
 
 
-def _write(path: Path, documents: list[TokenDocument], *, vocab_size: int, batch_tokens: int) -> ShardEntry:
+def _write(
+    path: Path, documents: list[TokenDocument], *, vocab_size: int, batch_tokens: int
+) -> ShardEntry:
     with open(path, "wb") as file, open(path.parent / "index", "wb") as index_file:
         writer = ShardWriter(file, schema=shard_schema(vocab_size), batch_tokens=batch_tokens)
         for document in documents:
@@ -37,7 +39,13 @@ def _write(path: Path, documents: list[TokenDocument], *, vocab_size: int, batch
 def _documents(lengths: list[int], vocab_size: int) -> list[TokenDocument]:
     rng = np.random.default_rng(0)
     return [
-        TokenDocument(rng.integers(0, vocab_size, length), rng.bytes(16), 3 * length, f"source {n % 2}", 10 + n)
+        TokenDocument(
+            rng.integers(0, vocab_size, length),
+            rng.bytes(16),
+            3 * length,
+            f"source {n % 2}",
+            10 + n,
+        )
         for n, length in enumerate(lengths)
     ]
 
@@ -61,7 +69,10 @@ def test_batches_hold_whole_documents_of_about_the_asked_size(tmp_path):
     documents = _documents([30, 30, 30, 500, 1], 100)
     _write(tmp_path / "a", documents, vocab_size=100, batch_tokens=60)
     with pa.ipc.open_file(str(tmp_path / "a")) as file:
-        sizes = [[len(tokens) for tokens in file.get_batch(n)["tokens"]] for n in range(file.num_record_batches)]
+        sizes = [
+            [len(tokens) for tokens in file.get_batch(n)["tokens"]]
+            for n in range(file.num_record_batches)
+        ]
     assert sizes == [[30, 30], [30, 500], [1]]
 
 
@@ -92,12 +103,18 @@ def test_a_flipped_bit_anywhere_in_a_batch_is_found_before_decoding(copy):
     intact = path.read_bytes()
     rng = random.Random(1)
     for batch in (0, 1, store.entries[0].num_batches - 1):
-        positions = [0, int(lengths[batch]) - 1, *(rng.randrange(int(lengths[batch])) for _ in range(60))]
+        positions = [
+            0,
+            int(lengths[batch]) - 1,
+            *(rng.randrange(int(lengths[batch])) for _ in range(60)),
+        ]
         for position in positions:
             damaged = bytearray(intact)
             damaged[int(offsets[batch]) + position] ^= 1 << rng.randrange(8)
             path.write_bytes(damaged)
-            with pytest.raises(ShardError, match=rf"train-00000.tok.arrow, record batch {batch} .*CRC32.*restore"):
+            with pytest.raises(
+                ShardError, match=rf"train-00000.tok.arrow, record batch {batch} .*CRC32.*restore"
+            ):
                 TokenStore(copy, "train").read_tokens(batch)
     path.write_bytes(intact)
     TokenStore(copy, "train").read_tokens(0)
@@ -122,7 +139,9 @@ def test_every_flipped_byte_of_a_file_is_found_on_verification(copy, side):
     path = copy / getattr(entry, side)
     intact = path.read_bytes()
     for position in range(0, len(intact), len(intact) // 40):
-        path.write_bytes(intact[:position] + bytes([intact[position] ^ 255]) + intact[position + 1 :])
+        path.write_bytes(
+            intact[:position] + bytes([intact[position] ^ 255]) + intact[position + 1 :]
+        )
         with pytest.raises(ShardError, match=r"blake2b .* the manifest says"):
             verify_shard(copy, entry)
 
@@ -139,7 +158,9 @@ def test_a_flipped_byte_in_an_index_is_found_on_opening(copy):
 def test_a_truncated_shard_is_found_on_opening(copy):
     path = copy / "train-00002.tok.arrow"
     path.write_bytes(path.read_bytes()[:-1])
-    with pytest.raises(ShardError, match=r"train-00002.tok.arrow has \d+ bytes, the manifest says \d+: truncated"):
+    with pytest.raises(
+        ShardError, match=r"train-00002.tok.arrow has \d+ bytes, the manifest says \d+: truncated"
+    ):
         TokenStore(copy, "train")
 
 

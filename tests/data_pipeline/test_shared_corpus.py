@@ -34,12 +34,18 @@ def test_a_corpus_file_comes_back_document_by_document(corpus_file, tmp_path):
         store = TokenStore(tmp_path / "d", split)
         for batch in range(store.num_batches):
             for row in store.read_documents(batch).to_pylist():
-                found[row["source_row"]] = (tokenizer.decode(row["tokens"]), row["source"], row["n_bytes"])
+                found[row["source_row"]] = (
+                    tokenizer.decode(row["tokens"]),
+                    row["source"],
+                    row["n_bytes"],
+                )
     expected = {
         n: (text, record["source"], len(text.encode()))
         for n, record in enumerate(records)
         for text in [normalised(record["text"])]
     }
     assert found == expected
-    with Loader(tmp_path / "d", seq_len=256, global_batch=8, micro_batch=4, rank=0, num_ranks=1, seed=0) as loader:
+    with Loader(
+        tmp_path / "d", seq_len=256, global_batch=8, micro_batch=4, rank=0, num_ranks=1, seed=0
+    ) as loader:
         assert next(loader).tokens.max() < 2000

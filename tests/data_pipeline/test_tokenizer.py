@@ -1,4 +1,6 @@
-"""Every string comes back exactly, digits stand alone, training is reproducible, the wrong tokenizer is refused."""
+"""Every string comes back exactly, digits stand alone, training is reproducible, the wrong
+tokenizer is refused.
+"""
 
 import subprocess
 import sys
@@ -77,7 +79,10 @@ def test_digits_stand_alone_even_where_training_saw_them_together():
 
 
 def test_merges_were_learned():
-    long, short = BPE.encode_batch(["the expert chose"])[0], BytesTokenizer().encode_batch(["the expert chose"])[0]
+    long, short = (
+        BPE.encode_batch(["the expert chose"])[0],
+        BytesTokenizer().encode_batch(["the expert chose"])[0],
+    )
     assert len(long) < len(short) / 2
     assert BPE.vocab_size == 300
 
@@ -87,11 +92,11 @@ def test_a_small_corpus_yields_a_smaller_vocabulary():
 
 
 def test_training_twice_and_with_other_thread_counts_gives_the_same_bytes():
-    program = (
-        f"from moebius.data_pipeline.tokenizer import train_bpe;print(train_bpe({TEXTS!r}, vocab_size=300).sha256)"
-    )
+    program = f"from moebius.data_pipeline.tokenizer import train_bpe;print(train_bpe({TEXTS!r}, vocab_size=300).sha256)"
     environment = {"TOKENIZERS_PARALLELISM": "true", "RAYON_NUM_THREADS": "3"}
-    other = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, env=environment)
+    other = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, env=environment
+    )
     assert other.stdout.strip() == BPE.sha256 == train_bpe(iter(TEXTS), vocab_size=300).sha256
 
 
@@ -100,7 +105,9 @@ def test_a_saved_tokenizer_is_the_same(tokenizer, tmp_path):
     (tmp_path / TOKENIZER_FILE).write_text(tokenizer.to_json())
     loaded = load_tokenizer(tmp_path, sha256=tokenizer.sha256)
     assert type(loaded) is type(tokenizer)
-    assert [ids.tolist() for ids in loaded.encode_batch(ODD)] == [ids.tolist() for ids in tokenizer.encode_batch(ODD)]
+    assert [ids.tolist() for ids in loaded.encode_batch(ODD)] == [
+        ids.tolist() for ids in tokenizer.encode_batch(ODD)
+    ]
 
 
 def test_another_tokenizer_is_refused(tmp_path):
@@ -109,7 +116,9 @@ def test_another_tokenizer_is_refused(tmp_path):
         load_tokenizer(tmp_path, sha256=BytesTokenizer().sha256)
 
 
-@pytest.mark.parametrize("content", [b"", b"[]", b"{}", b"\xff", b'{"type": "other"}', BPE.to_json()[:-40].encode()])
+@pytest.mark.parametrize(
+    "content", [b"", b"[]", b"{}", b"\xff", b'{"type": "other"}', BPE.to_json()[:-40].encode()]
+)
 def test_what_is_no_tokenizer_is_refused(tmp_path, content):
     (tmp_path / TOKENIZER_FILE).write_bytes(content)
     with pytest.raises(ShardError, match=r"tokenizer.json is not a tokenizer"):

@@ -19,7 +19,10 @@ NUM_EXPERTS = 4
 DENSE_SHAPES = [(3, 5), (7,), (2, 3, 4), (1,)]
 EXPERT_SHAPES = [(NUM_EXPERTS, 3, 2), (NUM_EXPERTS, 5)]
 LAYOUTS = [(1, 1), (2, 1), (2, 2), (4, 1), (4, 2), (4, 4)]
-FOLDED = [(4, 2, 4), (4, 1, 2)]  # ep borrows from a larger dp_shard: blocks of experts exist dp_replicate × efsdp times
+FOLDED = [
+    (4, 2, 4),
+    (4, 1, 2),
+]  # ep borrows from a larger dp_shard: blocks of experts exist dp_replicate × efsdp times
 
 
 def gradient(shape, *key, dtype=torch.float32):
@@ -57,12 +60,21 @@ def hold_experts(parameters, mesh):
         shape = (NUM_EXPERTS, *rest)
         hold(
             parameter,
-            block(shape, 0, mesh.coordinates.ep * rows, rows, ranks_per_copy=mesh.layout.ep, has_experts=True),
+            block(
+                shape,
+                0,
+                mesh.coordinates.ep * rows,
+                rows,
+                ranks_per_copy=mesh.layout.ep,
+                has_experts=True,
+            ),
         )
 
 
 def expected(world_size, ep, dtype):
-    """What one process would have: sums over ranks (dense) and over replicas (experts), summed in float64."""
+    """What one process would have: sums over ranks (dense) and over replicas (experts), summed in
+    float64.
+    """
     dense = [torch.zeros(shape, dtype=torch.float64) for shape in DENSE_SHAPES]
     experts = [torch.zeros(shape, dtype=torch.float64) for shape in EXPERT_SHAPES]
     for rank in range(world_size):
@@ -78,7 +90,9 @@ def expected(world_size, ep, dtype):
 
 def reduced(ep, dtype, bucket_bytes, max_norm, dp_shard=None):
     with start_process("cpu", timeout_s=20) as process:
-        mesh = build_mesh(plan_layout(MeshConfig(ep=ep, dp_shard=dp_shard), process.world_size), process)
+        mesh = build_mesh(
+            plan_layout(MeshConfig(ep=ep, dp_shard=dp_shard), process.world_size), process
+        )
         dense, experts = local_parameters(process, mesh, dtype)
         GradientReducer(dense, experts, mesh, bucket_bytes=bucket_bytes).reduce()
         grads = [[parameter.grad.clone() for parameter in group] for group in (dense, experts)]
@@ -89,19 +103,28 @@ def reduced(ep, dtype, bucket_bytes, max_norm, dp_shard=None):
 
 
 def together(results, ep, which):
-    """Dense gradients of rank 0, and the experts of the first ep group joined; all ranks must agree bit for bit."""
+    """Dense gradients of rank 0, and the experts of the first ep group joined; all ranks must agree
+    bit for bit.
+    """
     dense = results[0][which][0]
     for result in results:
-        assert all(torch.equal(mine, first) for mine, first in zip(result[which][0], dense, strict=True))
+        assert all(
+            torch.equal(mine, first) for mine, first in zip(result[which][0], dense, strict=True)
+        )
     for start in range(0, len(results), ep):
         for offset in range(ep):
             mine, first = results[start + offset][which][1], results[offset][which][1]
             assert all(torch.equal(left, right) for left, right in zip(mine, first, strict=True))
-    experts = [torch.cat([results[rank][which][1][index] for rank in range(ep)]) for index in range(len(EXPERT_SHAPES))]
+    experts = [
+        torch.cat([results[rank][which][1][index] for rank in range(ep)])
+        for index in range(len(EXPERT_SHAPES))
+    ]
     return dense, experts
 
 
-@pytest.mark.parametrize(("world_size", "ep", "dp_shard"), [*((*layout, None) for layout in LAYOUTS), *FOLDED])
+@pytest.mark.parametrize(
+    ("world_size", "ep", "dp_shard"), [*((*layout, None) for layout in LAYOUTS), *FOLDED]
+)
 def test_sums_norm_and_clipping_equal_one_process(world_size, ep, dp_shard):
     results = run_ranks(
         reduced, world_size, ep, torch.float32, 64, 0.5, dp_shard
@@ -131,15 +154,21 @@ def test_other_precisions_are_summed_in_at_least_float32(dtype, tolerance):
         torch.testing.assert_close(mine.double(), true, rtol=tolerance, atol=tolerance)
     total = torch.cat([part.double().flatten() for part in (*found[0], *found[1])]).norm()
     torch.testing.assert_close(results[0][1], total, rtol=1e-6, atol=0)  # 1e9 clips nothing
-    assert all(torch.equal(*pair) for pair in zip(found[0], together(results, 2, 2)[0], strict=True))
+    assert all(
+        torch.equal(*pair) for pair in zip(found[0], together(results, 2, 2)[0], strict=True)
+    )
 
 
 def bfloat16_sum():
-    """1, e, -1, e with e = 2^-10: whichever neighbours are added first, a bfloat16 sum loses at least one e."""
+    """1, e, -1, e with e = 2^-10: whichever neighbours are added first, a bfloat16 sum loses at
+    least one e.
+    """
     with start_process("cpu", timeout_s=20) as process:
         mesh = build_mesh(plan_layout(MeshConfig(), process.world_size), process)
         parameter = Parameter(torch.zeros(1, dtype=torch.bfloat16))
-        parameter.grad = torch.tensor([[1.0, 2.0**-10, -1.0, 2.0**-10][process.rank]], dtype=torch.bfloat16)
+        parameter.grad = torch.tensor(
+            [[1.0, 2.0**-10, -1.0, 2.0**-10][process.rank]], dtype=torch.bfloat16
+        )
         GradientReducer([parameter], [], mesh).reduce()
         return parameter.grad.item()
 
@@ -149,18 +178,26 @@ def test_bfloat16_gradients_do_not_lose_small_terms():
 
 
 def train_steps(ep, set_to_none, num_steps):
-    """SGD on a sum over all rows, which are dealt to the ranks: a dense weight, experts, and one weight used once."""
+    """SGD on a sum over all rows, which are dealt to the ranks: a dense weight, experts, and one
+    weight used once.
+    """
     with start_process("cpu", timeout_s=20) as process:
         mesh = build_mesh(plan_layout(MeshConfig(ep=ep), process.world_size), process)
         place, block = mesh.coordinates, NUM_EXPERTS // ep
         dense = Parameter(gradient((6,), 7, dtype=torch.float64))
         once = Parameter(torch.ones(2, dtype=torch.float64))
         frozen = Parameter(torch.ones(2, dtype=torch.float64), requires_grad=False)
-        experts = Parameter(gradient((NUM_EXPERTS, 6), 8, dtype=torch.float64)[place.ep * block :][:block].clone())
+        experts = Parameter(
+            gradient((NUM_EXPERTS, 6), 8, dtype=torch.float64)[place.ep * block :][:block].clone()
+        )
         hold_experts([experts], mesh)
         rows = gradient((8, 6), 9, dtype=torch.float64)
-        mine = rows[process.rank * 8 // process.world_size : (process.rank + 1) * 8 // process.world_size]
-        replica = 8 * ep // process.world_size  # rows of an ep group: what the all-to-all would bring to its experts
+        mine = rows[
+            process.rank * 8 // process.world_size : (process.rank + 1) * 8 // process.world_size
+        ]
+        replica = (
+            8 * ep // process.world_size
+        )  # rows of an ep group: what the all-to-all would bring to its experts
         served = rows[place.expert_replica * replica : (place.expert_replica + 1) * replica]
         optimizer = torch.optim.SGD([dense, experts, once], lr=0.1)
         reducer = GradientReducer([dense, once, frozen], [experts], mesh)

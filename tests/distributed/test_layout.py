@@ -1,4 +1,6 @@
-"""Rank tables: the properties that make a mesh a mesh, for every legal mesh of up to 64 ranks, and of larger worlds by sample."""
+"""Rank tables: the properties that make a mesh a mesh, for every legal mesh of up to 64 ranks, and
+of larger worlds by sample.
+"""
 
 import itertools
 import json
@@ -67,14 +69,19 @@ def check_tables(layout):
     world, tables = range(layout.world_size), rank_tables(layout)
     assert tuple(tables) == AXES
     for axis, groups in tables.items():
-        assert sorted(itertools.chain(*groups)) == list(world), (layout, axis)  # a partition: each rank in one group
+        assert sorted(itertools.chain(*groups)) == list(world), (
+            layout,
+            axis,
+        )  # a partition: each rank in one group
         assert {len(group) for group in groups} == {layout.size(axis)}
         assert all(group == sorted(group) for group in groups)
         assert [group[0] for group in groups] == sorted(group[0] for group in groups)
     assert layout.efsdp * layout.ep == layout.dp_shard * layout.cp * layout.tp
     for view in (DENSE_AXES, SPARSE_AXES):  # the product of a view's axes is the world
         assert math.prod(getattr(layout, axis) for axis in view) == layout.world_size
-    assert all(group == list(range(group[0], group[0] + layout.ep)) for group in tables["ep"])  # innermost
+    assert all(
+        group == list(range(group[0], group[0] + layout.ep)) for group in tables["ep"]
+    )  # innermost
     return tables
 
 
@@ -101,7 +108,8 @@ def test_tables_with_all_axes(layout):
 def test_both_views_fold_the_same_ranks(layout):
     """The ranks of a stage and replica are dp_shard × cp × tp in one view, efsdp × ep in the other."""
     strides = {
-        axis: offsets(layout, axis)[1] if getattr(layout, axis) > 1 else 0 for axis in (*DENSE_AXES, *SPARSE_AXES)
+        axis: offsets(layout, axis)[1] if getattr(layout, axis) > 1 else 0
+        for axis in (*DENSE_AXES, *SPARSE_AXES)
     }
     for rank in range(layout.world_size):
         place = coordinates(layout, rank)
@@ -132,7 +140,9 @@ def test_axes_of_one_view_meet_in_one_rank(layout):
         for one, other in itertools.combinations(view, 2):
             holder = {rank: index for index, group in enumerate(tables[other]) for rank in group}
             for group in tables[one]:
-                assert len({holder[rank] for rank in group}) == len(group)  # no two of them in one group of the other
+                assert len({holder[rank] for rank in group}) == len(
+                    group
+                )  # no two of them in one group of the other
 
 
 @settings(max_examples=60)
@@ -169,29 +179,47 @@ def test_an_ep_group_holds_every_expert_once_and_replicas_hold_the_same(layout, 
         blocks = [local_experts(layout, rank, num_experts) for rank in group]
         held = [expert for own in blocks for expert in own]
         assert held == list(range(num_experts))  # contiguous, in the order of the ep index
-        assert [len(own) for own in blocks] == [block + (index < more % layout.ep) for index in range(layout.ep)]
+        assert [len(own) for own in blocks] == [
+            block + (index < more % layout.ep) for index in range(layout.ep)
+        ]
     for group in tables["expert_replicas"]:
         assert len({local_experts(layout, rank, num_experts) for rank in group}) == 1
-        assert [coordinates(layout, rank).expert_replica for rank in group] == list(range(layout.num_expert_replicas))
+        assert [coordinates(layout, rank).expert_replica for rank in group] == list(
+            range(layout.num_expert_replicas)
+        )
 
 
 def test_what_configurations_meant_before_dp_shard_they_mean_now():
-    """ep=2, dp_replicate=2 on 4 ranks; ep alone; nothing. Dense weights are whole everywhere; blocks exist dp_replicate times."""
+    """ep=2, dp_replicate=2 on 4 ranks; ep alone; nothing. Dense weights are whole everywhere;
+    blocks exist dp_replicate times.
+    """
     for mesh, world_size, replicas in [
-        (MeshConfig(ep=2, dp_replicate=2), 4, 2), (MeshConfig(ep=2), 8, 4), (MeshConfig(), 4, 4),
-        (MeshConfig(ep=4, dp_replicate=1), 4, 1), (MeshConfig(dp_replicate=3), 3, 3),
-    ]:  # fmt: skip
+        (MeshConfig(ep=2, dp_replicate=2), 4, 2),
+        (MeshConfig(ep=2), 8, 4),
+        (MeshConfig(), 4, 4),
+        (MeshConfig(ep=4, dp_replicate=1), 4, 1),
+        (MeshConfig(dp_replicate=3), 3, 3),
+    ]:
         layout = plan_layout(mesh, world_size)
-        assert (layout.dp_replicate, layout.dp_shard, layout.efsdp, layout.ep) == (replicas, mesh.ep, 1, mesh.ep)
+        assert (layout.dp_replicate, layout.dp_shard, layout.efsdp, layout.ep) == (
+            replicas,
+            mesh.ep,
+            1,
+            mesh.ep,
+        )
         tables = rank_tables(layout)
         assert tables["expert_replicas"] == tables["dp_replicate"]
-        assert tables["ep"] == [list(range(row * mesh.ep, (row + 1) * mesh.ep)) for row in range(replicas)]
+        assert tables["ep"] == [
+            list(range(row * mesh.ep, (row + 1) * mesh.ep)) for row in range(replicas)
+        ]
     assert plan_layout(MeshConfig(ep=4, tp=2), 16).dp_shard == 2  # as few as ep needs
 
 
 def test_layouts_in_old_checkpoints_are_read():
     adapter = TypeAdapter(Layout)
-    assert adapter.validate_python({"dp_replicate": 2, "ep": 4}) == Layout(dp_replicate=2, dp_shard=4, ep=4)
+    assert adapter.validate_python({"dp_replicate": 2, "ep": 4}) == Layout(
+        dp_replicate=2, dp_shard=4, ep=4
+    )
     folded = Layout(pp=2, dp_replicate=3, dp_shard=4, cp=2, tp=2, ep=8)
     assert adapter.validate_json(adapter.dump_json(folded)) == folded
     assert json.loads(adapter.dump_json(folded))["dp_shard"] == 4
@@ -215,16 +243,30 @@ def test_a_mesh_fits_exactly_or_is_refused_with_its_values_and_what_would_fit(
     least = dp_shard or ep // math.gcd(ep, tp)
     if fits and any(r * least * tp == world_size for r in replicas):
         layout = plan_layout(mesh, world_size)
-        assert (layout.world_size, layout.ep, layout.tp, layout.dp_shard) == (world_size, ep, tp, least)
+        assert (layout.world_size, layout.ep, layout.tp, layout.dp_shard) == (
+            world_size,
+            ep,
+            tp,
+            least,
+        )
         assert dp_replicate in (None, layout.dp_replicate)
         return
-    with pytest.raises(ValueError, match=rf"does not fit the world: .*mesh.ep {ep}\b.*\b{world_size}\b") as error:
+    with pytest.raises(
+        ValueError, match=rf"does not fit the world: .*mesh.ep {ep}\b.*\b{world_size}\b"
+    ) as error:
         plan_layout(mesh, world_size)
     _, advice = str(error.value).split(";")[0], str(error.value).rpartition("; ")[2]
-    free = mesh.model_copy(update={"dp_shard": None, "dp_replicate": None}) if "without" in advice else mesh
+    free = (
+        mesh.model_copy(update={"dp_shard": None, "dp_replicate": None})
+        if "without" in advice
+        else mesh
+    )
     for key, values in re.findall(r"mesh\.(\w+) may be one of (\[[\d, ]+\])", advice):
         for value in json.loads(values):
-            assert plan_layout(free.model_copy(update={key: value}), world_size).world_size == world_size
+            assert (
+                plan_layout(free.model_copy(update={key: value}), world_size).world_size
+                == world_size
+            )
     if started := re.search(r"start (\d+) ranks", advice):
         assert plan_layout(mesh, int(started[1])).dp_replicate == dp_replicate
     assert re.search(r"may be one of|start \d+ ranks|must divide", advice)
@@ -233,14 +275,30 @@ def test_a_mesh_fits_exactly_or_is_refused_with_its_values_and_what_would_fit(
 @pytest.mark.parametrize(
     ("mesh", "world_size", "message"),
     [
-        ({"ep": 4}, 6, r"mesh\.ep 4 does not divide the world's 6 ranks; mesh\.ep may be one of \[1, 2, 3, 6\]"),
-        ({"ep": 2, "dp_replicate": 2}, 3, r"mesh\.dp_replicate 2 × mesh\.ep 2 = 4 ranks, but the world has 3; start 4 ranks"),
-        ({"ep": 4, "dp_shard": 6}, 12, r"mesh\.ep 4 does not divide mesh\.dp_shard 6; the world has 12 ranks; "
-         r"mesh\.ep may be one of \[1, 2, 3, 6\], or mesh\.dp_shard may be one of \[4, 12\]"),
-        ({"ep": 4, "dp_shard": 6, "dp_replicate": 5}, 12, r"without mesh\.dp_shard and mesh\.dp_replicate, mesh\.ep may be"),
+        (
+            {"ep": 4},
+            6,
+            r"mesh\.ep 4 does not divide the world's 6 ranks; mesh\.ep may be one of \[1, 2, 3, 6\]",
+        ),
+        (
+            {"ep": 2, "dp_replicate": 2},
+            3,
+            r"mesh\.dp_replicate 2 × mesh\.ep 2 = 4 ranks, but the world has 3; start 4 ranks",
+        ),
+        (
+            {"ep": 4, "dp_shard": 6},
+            12,
+            r"mesh\.ep 4 does not divide mesh\.dp_shard 6; the world has 12 ranks; "
+            r"mesh\.ep may be one of \[1, 2, 3, 6\], or mesh\.dp_shard may be one of \[4, 12\]",
+        ),
+        (
+            {"ep": 4, "dp_shard": 6, "dp_replicate": 5},
+            12,
+            r"without mesh\.dp_shard and mesh\.dp_replicate, mesh\.ep may be",
+        ),
         ({"tp": 5}, 4, r"mesh\.tp 5 must divide the number of ranks"),
     ],
-)  # fmt: skip
+)
 def test_refusals_in_words(mesh, world_size, message):
     with pytest.raises(ValueError, match=message):
         plan_layout(MeshConfig(**mesh), world_size)
@@ -255,7 +313,9 @@ def test_legal_values_are_all_there_are():
 def test_what_cannot_run_yet_has_its_tables_but_is_refused():
     mesh = MeshConfig(ep=4, pp=2, tp=2)
     assert plan_layout(mesh, 16).world_size == 16
-    with pytest.raises(ValueError, match=r"mesh\.pp=2, mesh\.tp=2: .* cannot run yet and must be 1"):
+    with pytest.raises(
+        ValueError, match=r"mesh\.pp=2, mesh\.tp=2: .* cannot run yet and must be 1"
+    ):
         check_runnable(mesh)
     check_runnable(MeshConfig(ep=4, dp_shard=8, dp_replicate=2))
 
@@ -276,14 +336,24 @@ def test_experts_that_are_fewer_than_the_ranks_are_named():
 def test_a_rank_outside_is_refused():
     with pytest.raises(ValueError, match=r"rank 4 is not in 0\.\.3"):
         coordinates(Layout(dp_replicate=2, ep=2), 4)
-    expected = Coordinates(pp=0, dp_replicate=0, dp_shard=3, cp=0, tp=0, efsdp=1, ep=1, expert_replica=1)
+    expected = Coordinates(
+        pp=0, dp_replicate=0, dp_shard=3, cp=0, tp=0, efsdp=1, ep=1, expert_replica=1
+    )
     assert coordinates(Layout(dp_replicate=1, dp_shard=4, ep=2), 3) == expected
     with pytest.raises(ValueError, match="ep 4 does not divide dp_shard 2"):
         Layout(dp_replicate=1, dp_shard=2, ep=4)
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"ep": 0}, {"dp_replicate": 0}, {"tp": 0}, {"sharding": "zero"}, {"dispatcher": "mpi"}, {"x": 1}]
+    "wrong",
+    [
+        {"ep": 0},
+        {"dp_replicate": 0},
+        {"tp": 0},
+        {"sharding": "zero"},
+        {"dispatcher": "mpi"},
+        {"x": 1},
+    ],
 )
 def test_mesh_config_refuses(wrong):
     with pytest.raises(ValidationError):
@@ -291,14 +361,19 @@ def test_mesh_config_refuses(wrong):
 
 
 def test_ranks_in_short():
-    spelled = [spell_ranks(ranks) for ranks in ([3], range(8), [0, 8, 16, 24], [0, 1], [0, 2], [0, 1, 2, 5], [])]
+    spelled = [
+        spell_ranks(ranks)
+        for ranks in ([3], range(8), [0, 8, 16, 24], [0, 1], [0, 2], [0, 1, 2, 5], [])
+    ]
     assert spelled == ["3", "0-7", "0, 8, … 24", "0-1", "0, 2", "0-2, 5", ""]
     assert spell_ranks([rank**2 for rank in range(20)]).endswith("… (20 in all)")
 
 
 def test_render_shows_every_rank_and_the_links_of_its_groups():
     text = render(
-        plan_layout(MeshConfig(ep=2, dp_shard=4), 8), ranks_per_node=4, num_experts={"feed_forward": 8, "attention": 2}
+        plan_layout(MeshConfig(ep=2, dp_shard=4), 8),
+        ranks_per_node=4,
+        num_experts={"feed_forward": 8, "attention": 2},
     )
     assert text.splitlines() == [
         "world of 8 ranks: 2 nodes of 4 ranks",
@@ -335,7 +410,9 @@ def test_render_tells_links_that_only_some_groups_use():
     lines = render(Layout(dp_replicate=2, dp_shard=12, ep=6), ranks_per_node=8).splitlines()
     links = {line.split()[0]: line for line in lines[lines.index("groups") + 2 :]}
     assert "2 of 4 between nodes" in links["ep"]
-    assert re.search(r"between nodes +0-11", links["dp_shard"])  # 8 ranks on one node and 4 on another: no one number
+    assert re.search(
+        r"between nodes +0-11", links["dp_shard"]
+    )  # 8 ranks on one node and 4 on another: no one number
     assert "nothing to send" in render(Layout(dp_replicate=1, ep=1), ranks_per_node=1)
 
 
@@ -355,7 +432,9 @@ def test_render_puts_every_rank_where_it_sits(layout, data):
             assert int(cells["node"]) == rank // per_node
             for axis in header.split()[2:]:
                 low, high = (int(end) for end in (cells[axis].split("-") * 2)[:2])
-                assert getattr(coordinates(layout, rank), axis) == (low if low == high else low + rank - first)
+                assert getattr(coordinates(layout, rank), axis) == (
+                    low if low == high else low + rank - first
+                )
     assert seen == list(range(layout.world_size))
 
 

@@ -11,17 +11,28 @@ def gathered(shape, parts):
     """The whole tensor from every rank's (held, memory); and how often each element came."""
     out, counts = torch.full(shape, -1.0), torch.zeros(shape)
     for held, memory in parts:
-        for box, view in zip((box for box in held.boxes if box.is_first), held.first_boxes(memory), strict=True):
-            at = tuple(slice(start, start + size) for start, size in zip(box.offsets, box.sizes, strict=True))
+        for box, view in zip(
+            (box for box in held.boxes if box.is_first), held.first_boxes(memory), strict=True
+        ):
+            at = tuple(
+                slice(start, start + size)
+                for start, size in zip(box.offsets, box.sizes, strict=True)
+            )
             out[at] = view
             counts[at] += 1
     return out, counts
 
 
 @given(
-    experts=st.integers(1, 9), rows=st.integers(1, 9), ep=st.integers(1, 4), efsdp=st.integers(1, 4), dim=st.integers(0, 1)
-)  # fmt: skip
-def test_blocks_of_experts_cut_again_along_any_dim_are_everything_once(experts, rows, ep, efsdp, dim):
+    experts=st.integers(1, 9),
+    rows=st.integers(1, 9),
+    ep=st.integers(1, 4),
+    efsdp=st.integers(1, 4),
+    dim=st.integers(0, 1),
+)
+def test_blocks_of_experts_cut_again_along_any_dim_are_everything_once(
+    experts, rows, ep, efsdp, dim
+):
     value = torch.arange(float(experts * rows * 2)).view(experts, rows, 2)
     parts = []
     for place in range(ep):
@@ -51,7 +62,9 @@ def test_experts_in_any_order_of_slots_and_more_than_once():
     assert torch.equal(found, value)
     assert (counts == 1).all()
     assert torch.equal(first.boxes[0].cut(value), value[3:])
-    share = narrowed(second, 0, 1, 2, ranks_per_copy=4)  # FSDP leaves this rank the last two of its three slots
+    share = narrowed(
+        second, 0, 1, 2, ranks_per_copy=4
+    )  # FSDP leaves this rank the last two of its three slots
     assert [(box.offsets[0], box.sizes[0], box.local[0], box.is_first) for box in share.boxes] == [
         (0, 1, 1, False),
         (2, 1, 0, True),

@@ -1,4 +1,6 @@
-"""Groups of a mesh: they join the ranks that the tables say, on real, threaded and pretended ranks; DTensor works over them."""
+"""Groups of a mesh: they join the ranks that the tables say, on real, threaded and pretended ranks;
+DTensor works over them.
+"""
 
 import threading
 import time
@@ -8,7 +10,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.testing._internal.distributed.multi_threaded_pg import _install_threaded_pg, _uninstall_threaded_pg
+from torch.testing._internal.distributed.multi_threaded_pg import (
+    _install_threaded_pg,
+    _uninstall_threaded_pg,
+)
 from world import RankFailed, run_ranks
 
 from moebius.distributed.layout import (
@@ -36,7 +41,9 @@ SIZES = [
 
 
 def make_mesh(process, ep, dp_shard=None):
-    return build_mesh(plan_layout(MeshConfig(ep=ep, dp_shard=dp_shard), process.world_size), process)
+    return build_mesh(
+        plan_layout(MeshConfig(ep=ep, dp_shard=dp_shard), process.world_size), process
+    )
 
 
 def sum_of_ranks(group, rank):
@@ -52,7 +59,9 @@ def describe(ep, dp_shard):
         members = {axis: dist.get_process_group_ranks(mesh.group(axis)) for axis in AXES}
         for device_mesh, view in ((mesh.dense_mesh, DENSE_AXES), (mesh.sparse_mesh, SPARSE_AXES)):
             assert device_mesh.mesh_dim_names == view
-            assert list(device_mesh.get_coordinate()) == [getattr(mesh.coordinates, axis) for axis in view]
+            assert list(device_mesh.get_coordinate()) == [
+                getattr(mesh.coordinates, axis) for axis in view
+            ]
             assert all(device_mesh.get_group(axis) is mesh.group(axis) for axis in view)
         assert mesh.dense_mesh is mesh.dense_mesh
         assert mesh.sparse_mesh["efsdp"].get_group() is mesh.group("efsdp")
@@ -62,13 +71,21 @@ def describe(ep, dp_shard):
         assert mesh.ep_group is mesh.group("ep")
         assert mesh.expert_replica_group is mesh.group("expert_replicas")
         num_groups = len({id(mesh.group(axis)) for axis in AXES} | {id(mesh.world_group)})
-        return sums, members, mesh.ep_group.group_desc, sum_of_ranks(mesh.world_group, process.rank), num_groups
+        return (
+            sums,
+            members,
+            mesh.ep_group.group_desc,
+            sum_of_ranks(mesh.world_group, process.rank),
+            num_groups,
+        )
 
 
 @pytest.mark.parametrize(("world_size", "ep", "dp_shard"), SIZES)
 def test_groups_join_the_ranks_of_the_tables(world_size, ep, dp_shard):
     layout = plan_layout(MeshConfig(ep=ep, dp_shard=dp_shard), world_size)
-    for rank, (sums, members, description, total, _) in enumerate(run_ranks(describe, world_size, ep, dp_shard)):
+    for rank, (sums, members, description, total, _) in enumerate(
+        run_ranks(describe, world_size, ep, dp_shard)
+    ):
         for axis in AXES:
             own = group_of(layout, axis, rank)
             assert members[axis] == own
@@ -79,7 +96,9 @@ def test_groups_join_the_ranks_of_the_tables(world_size, ep, dp_shard):
 
 
 def test_axes_share_groups_where_they_may():
-    """Tokens, weights and sums have their own communicators; one group of itself serves all axes of size 1."""
+    """Tokens, weights and sums have their own communicators; one group of itself serves all axes of
+    size 1.
+    """
     assert {rank[-1] for rank in run_ranks(describe, 1, 1, None)} == {1}  # the world
     assert {rank[-1] for rank in run_ranks(describe, 4, 1, None)} == {2}  # the world, itself
     # the world, dp_replicate = expert_replicas, dp_shard = fsdp, ep, itself
@@ -87,13 +106,19 @@ def test_axes_share_groups_where_they_may():
 
 
 def full_experts(ep, dp_shard):
-    """Every rank holds its block of 8 experts as a local tensor; DTensor puts them together in global order."""
+    """Every rank holds its block of 8 experts as a local tensor; DTensor puts them together in
+    global order.
+    """
     with start_process("cpu", timeout_s=20) as process:
         mesh = make_mesh(process, ep, dp_shard)
         block = 8 // ep
         local = torch.arange(block) + mesh.coordinates.ep * block
-        whole = DTensor.from_local(local, mesh.device_mesh("expert_replicas", "ep"), [Replicate(), Shard(0)])
-        sharded = whole.redistribute(mesh.device_mesh("expert_replicas", "ep"), [Shard(0), Replicate()])
+        whole = DTensor.from_local(
+            local, mesh.device_mesh("expert_replicas", "ep"), [Replicate(), Shard(0)]
+        )
+        sharded = whole.redistribute(
+            mesh.device_mesh("expert_replicas", "ep"), [Shard(0), Replicate()]
+        )
         return whole.full_tensor(), sharded.to_local()
 
 
@@ -106,7 +131,9 @@ def test_dtensor_puts_experts_together_in_global_order(ep, dp_shard):
 
 
 def group_times_out(axis):
-    process = start_process("cpu", timeout_s=3)  # in which the groups must be made, on a busy machine too
+    process = start_process(
+        "cpu", timeout_s=3
+    )  # in which the groups must be made, on a busy machine too
     mesh = build_mesh(Layout(dp_replicate=2, ep=2), process)
     if process.rank == 3:
         time.sleep(4)
@@ -133,7 +160,8 @@ def wrong_world():
 
 def test_a_layout_of_another_size_is_refused():
     with pytest.raises(
-        RankFailed, match=r"dp_replicate 2 × efsdp 1 × ep 2\) is of another size than the world of 2 ranks"
+        RankFailed,
+        match=r"dp_replicate 2 × efsdp 1 × ep 2\) is of another size than the world of 2 ranks",
     ):
         run_ranks(wrong_world, 2)
 
@@ -180,16 +208,24 @@ def test_on_64_threads_groups_carry_real_values(threads):
 
     def live(rank):
         mesh = build_mesh(layout, simulated(rank, 64))
-        assert list(mesh.sparse_mesh.get_coordinate()) == [getattr(mesh.coordinates, axis) for axis in SPARSE_AXES]
+        assert list(mesh.sparse_mesh.get_coordinate()) == [
+            getattr(mesh.coordinates, axis) for axis in SPARSE_AXES
+        ]
         return {axis: sum_of_ranks(mesh.group(axis), rank) for axis in AXES}
 
     for rank, sums in enumerate(on_threads(live, 64)):
-        assert sums == {axis: float(sum(2**other for other in group_of(layout, axis, rank))) for axis in AXES}
+        assert sums == {
+            axis: float(sum(2**other for other in group_of(layout, axis, rank))) for axis in AXES
+        }
 
 
 @pytest.mark.parametrize("rank", [0, 5000, 10_239])
 @pytest.mark.parametrize(
-    "layout", [Layout(dp_replicate=160, dp_shard=64, ep=8), Layout(dp_replicate=2, dp_shard=160, ep=64, tp=8, pp=4)]
+    "layout",
+    [
+        Layout(dp_replicate=160, dp_shard=64, ep=8),
+        Layout(dp_replicate=2, dp_shard=160, ep=64, tp=8, pp=4),
+    ],
 )
 def test_one_rank_of_a_pretended_10_240(rank, layout):
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=10_240)
@@ -197,10 +233,17 @@ def test_one_rank_of_a_pretended_10_240(rank, layout):
         started = time.perf_counter()
         mesh = build_mesh(layout, simulated(rank, 10_240))
         shapes = mesh.dense_mesh.shape, mesh.sparse_mesh.shape
-        assert time.perf_counter() - started < 5  # it is 0.1 s; making every group of the world would take minutes
+        assert (
+            time.perf_counter() - started < 5
+        )  # it is 0.1 s; making every group of the world would take minutes
         for axis in (*AXES, *FLATTENED):
             assert dist.get_process_group_ranks(mesh.group(axis)) == group_of(layout, axis, rank)
-        assert shapes == tuple(tuple(getattr(layout, axis) for axis in view) for view in (DENSE_AXES, SPARSE_AXES))
-        assert mesh.device_mesh("expert_replicas", "ep").size() == layout.num_expert_replicas * layout.ep
+        assert shapes == tuple(
+            tuple(getattr(layout, axis) for axis in view) for view in (DENSE_AXES, SPARSE_AXES)
+        )
+        assert (
+            mesh.device_mesh("expert_replicas", "ep").size()
+            == layout.num_expert_replicas * layout.ep
+        )
     finally:
         stop_process()

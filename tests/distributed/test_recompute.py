@@ -1,4 +1,6 @@
-"""Recomputation across ranks: the same bits; `selective` sends nothing again and `full` everything; counted once."""
+"""Recomputation across ranks: the same bits; `selective` sends nothing again and `full` everything;
+counted once.
+"""
 
 from collections import Counter
 from dataclasses import asdict, dataclass
@@ -40,22 +42,42 @@ class Way:
     dtype: torch.dtype = torch.float32
 
 
-# Experts on V and O; a random second expert and a capacity; halting; routes of known counts of both kinds.
+# Experts on V and O; a random second expert and a capacity; halting; routes of known counts of both
+# kinds.
 RECIPES = {
-    "moeut": {"num_layers": 2}, "gshard": {}, "sut": {"num_layers": 3},
+    "moeut": {"num_layers": 2},
+    "gshard": {},
+    "sut": {"num_layers": 3},
     "mixture_of_tokens": {"router": {"kind": "mixture_of_tokens", "group_size": 4}},
     "expert_choice": {"router": {"kind": "expert_choice", "group_size": 4, "mean_experts": 2}},
-}  # fmt: skip
+}
 LOW = torch.bfloat16
 CASES = [
-    *(("moeut", way) for way in (
-        Way("allgather"), Way("alltoall"), Way("alltoall", 2), Way("dedup"), Way("dedup", 2), Way("hierarchical"),
-        Way("hierarchical", 2), Way("alltoall", 1, 2), Way("dedup", 2, 1), Way("dedup", 2, backend="reference"),
-        Way("alltoall", 2, dtype=LOW), Way("hierarchical", 2, dtype=LOW),
-    )),
-    *((name, way) for name in ("gshard", "sut") for way in (Way("alltoall", 2), Way("dedup", dtype=LOW))),
-    ("mixture_of_tokens", Way("dedup")), ("expert_choice", Way("alltoall", 2, dtype=LOW)),
-]  # fmt: skip
+    *(
+        ("moeut", way)
+        for way in (
+            Way("allgather"),
+            Way("alltoall"),
+            Way("alltoall", 2),
+            Way("dedup"),
+            Way("dedup", 2),
+            Way("hierarchical"),
+            Way("hierarchical", 2),
+            Way("alltoall", 1, 2),
+            Way("dedup", 2, 1),
+            Way("dedup", 2, backend="reference"),
+            Way("alltoall", 2, dtype=LOW),
+            Way("hierarchical", 2, dtype=LOW),
+        )
+    ),
+    *(
+        (name, way)
+        for name in ("gshard", "sut")
+        for way in (Way("alltoall", 2), Way("dedup", dtype=LOW))
+    ),
+    ("mixture_of_tokens", Way("dedup")),
+    ("expert_choice", Way("alltoall", 2, dtype=LOW)),
+]
 
 
 class Exchanges(TorchDispatchMode):
@@ -85,9 +107,16 @@ class Taken:
 
 def take(name: str, mode: Recompute, way: Way, mesh: Mesh) -> Taken:
     model = build_model(
-        tiny_config(name, **RECIPES[name]), mesh, dispatcher=way.dispatcher, backend=way.backend, seed=0,
-        device=torch.device("cpu"), overlap_chunks=way.overlap_chunks, check_every=way.check_every, ranks_per_node=2,
-    )  # fmt: skip
+        tiny_config(name, **RECIPES[name]),
+        mesh,
+        dispatcher=way.dispatcher,
+        backend=way.backend,
+        seed=0,
+        device=torch.device("cpu"),
+        overlap_chunks=way.overlap_chunks,
+        check_every=way.check_every,
+        ranks_per_node=2,
+    )
     make_uneven(model).recompute_layers(mode)
     model.before_step(0)
     generator = torch.Generator().manual_seed(mesh.rank)
@@ -96,7 +125,9 @@ def take(name: str, mode: Recompute, way: Way, mesh: Mesh) -> Taken:
         rows[:] = 7  # every token alike: some ranks get nothing of it
     torch.manual_seed(mesh.rank)
     with Exchanges() as forward:
-        result = micro_batch_loss(partial(forward_in, model, way.dtype), rows, global_sequences=MICRO_BATCH)
+        result = micro_batch_loss(
+            partial(forward_in, model, way.dtype), rows, global_sequences=MICRO_BATCH
+        )
     with Exchanges() as backward:
         result.loss.backward()
     values = {name: p.grad for name, p in model.named_parameters() if p.grad is not None} | {
@@ -113,13 +144,16 @@ def differences(name: str, way: Way, mesh: Mesh) -> list[str]:
     none, *others = (take(name, mode, way, mesh) for mode in MODES)
     found = []
     for mode, other in zip(MODES[1:], others, strict=True):
-        unequal = [key for key, value in none.values.items() if not torch.equal(value, other.values[key])]
+        unequal = [
+            key for key, value in none.values.items() if not torch.equal(value, other.values[key])
+        ]
         again = exchanged_again(none.forward, way) if mode == "full" else 0
         more = len(other.backward) - len(none.backward)
         checks = {
             f"other values of {unequal}": bool(unequal),
             f"counted {other.counted}, not {none.counted}": other.counted != none.counted,
-            f"exchanges of the forward pass {other.forward}, not {none.forward}": other.forward != none.forward,
+            f"exchanges of the forward pass {other.forward}, not {none.forward}": other.forward
+            != none.forward,
             f"{more} exchanges more in the backward pass, not {again}": more != again,
         }
         found += [f"{name}, {mode}, {way}: {text}" for text, wrong in checks.items() if wrong]
@@ -127,8 +161,12 @@ def differences(name: str, way: Way, mesh: Mesh) -> list[str]:
 
 
 def exchanged_again(forward: list[str], way: Way) -> int:
-    """All rows; counts and checks not; the routes of `allgather`, which sends one table of integers for each of counts, too."""
-    return forward.count("rows") + (forward.count("integers") // 2 if way.dispatcher == "allgather" else 0)
+    """All rows; counts and checks not; the routes of `allgather`, which sends one table of integers
+    for each of counts, too.
+    """
+    return forward.count("rows") + (
+        forward.count("integers") // 2 if way.dispatcher == "allgather" else 0
+    )
 
 
 def everything() -> list[str]:
@@ -152,7 +190,9 @@ def remaining_bytes(tokens: int) -> dict[str, float]:
         for mode in MODES:
             live = []
             for sequences in (tokens // POSITIONS, 2 * tokens // POSITIONS):
-                model = build_model(WIDE, mesh, dispatcher="dedup", backend="auto", seed=0, device=process.device)
+                model = build_model(
+                    WIDE, mesh, dispatcher="dedup", backend="auto", seed=0, device=process.device
+                )
                 model.recompute_layers(mode)
                 generator = torch.Generator().manual_seed(mesh.rank)
                 rows = torch.randint(VOCABULARY, (sequences, POSITIONS + 1), generator=generator)
@@ -167,28 +207,41 @@ def remaining_bytes(tokens: int) -> dict[str, float]:
 def test_the_planner_knows_what_remains() -> None:
     work = describe(WIDE, seq_len=POSITIONS, precision="bfloat16")
     setting = Setting(work, HARDWARE["h100"], 1, RoutingSkew())
-    memory = {mode: predict_memory(setting, Choice(1, 2, 2, "none", "dedup", mode)) for mode in MODES}
+    memory = {
+        mode: predict_memory(setting, Choice(1, 2, 2, "none", "dedup", mode)) for mode in MODES
+    }
     planned = {mode: each.activations + each.routed for mode, each in memory.items()}
     for found in run_ranks(remaining_bytes, 2, 600):
-        # Both with one step at work and its buffers, which the planner counts, and the read-out, which is there.
-        assert found["selective"] - found["full"] == pytest.approx(planned["selective"] - planned["full"], rel=0.05)
-        kept = work.num_layers * (4 * WIDE.d_model + 8 * sum(bank.routes for bank in work.members[0].banks))
+        # Both with one step at work and its buffers, which the planner counts, and the read-out,
+        # which is there.
+        assert found["selective"] - found["full"] == pytest.approx(
+            planned["selective"] - planned["full"], rel=0.05
+        )
+        kept = work.num_layers * (
+            4 * WIDE.d_model + 8 * sum(bank.routes for bank in work.members[0].banks)
+        )
         read_out = 8 * WIDE.d_model  # what the final norm reads, and the gradient of what it gives
         assert found["full"] == pytest.approx(kept + read_out, rel=0.2)
         assert found["none"] == pytest.approx(planned["none"], rel=0.2)
 
 
 def sharded_differences() -> list[str]:
-    """Gathers, scatters and gradients of sharded weights; layers that repeat, which stay gathered, and layers that do not."""
+    """Gathers, scatters and gradients of sharded weights; layers that repeat, which stay gathered,
+    and layers that do not.
+    """
     found = []
     with start_process("cpu", timeout_s=60) as process:
         for ep, group_size, dtype in ((1, 2, torch.float32), (2, 2, LOW), (2, 4, torch.float32)):
             mesh = build_mesh(plan_layout(MeshConfig(ep=ep, dp_shard=2), 2), process)
             none, *others = (sharded_pass(mode, group_size, dtype, mesh) for mode in MODES)
             for mode, other in zip(MODES[1:], others, strict=True):
-                wrong = [key for key, value in none[0].items() if not torch.equal(value, other[0][key])]
+                wrong = [
+                    key for key, value in none[0].items() if not torch.equal(value, other[0][key])
+                ]
                 found += [f"{mode}, ep {ep}, group of {group_size}: {wrong}"] * bool(wrong)
-                found += [f"{mode}, ep {ep}, group of {group_size}: {other[1]}, not {none[1]}"] * (other[1] != none[1])
+                found += [f"{mode}, ep {ep}, group of {group_size}: {other[1]}, not {none[1]}"] * (
+                    other[1] != none[1]
+                )
     return found
 
 
@@ -196,19 +249,31 @@ def sharded_pass(
     mode: Recompute, group_size: int, dtype: torch.dtype, mesh: Mesh
 ) -> tuple[dict[str, Tensor], dict[str, int]]:
     model = build_model(
-        tiny_config("moeut", group_size=group_size), mesh, dispatcher="auto", backend="auto", seed=0,
-        device=torch.device("cpu"), sharding="fsdp", precision=dtype,
-    )  # fmt: skip
+        tiny_config("moeut", group_size=group_size),
+        mesh,
+        dispatcher="auto",
+        backend="auto",
+        seed=0,
+        device=torch.device("cpu"),
+        sharding="fsdp",
+        precision=dtype,
+    )
     model.recompute_layers(mode)
     model.before_step(0)
-    rows = torch.randint(VOCABULARY, (MICRO_BATCH, POSITIONS), generator=torch.Generator().manual_seed(mesh.rank))
+    rows = torch.randint(
+        VOCABULARY, (MICRO_BATCH, POSITIONS), generator=torch.Generator().manual_seed(mesh.rank)
+    )
     gathers = Gathers()
     for _ in range(2):  # the first pass of sharded weights is another than all that follow
         with gathers:
-            micro_batch_loss(partial(forward_in, model, dtype), rows, global_sequences=8).loss.backward()
+            micro_batch_loss(
+                partial(forward_in, model, dtype), rows, global_sequences=8
+            ).loss.backward()
     assert gathers.count["c10d._allgather_base_.default"] > 0
     values = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    return {n: v.to_local() if isinstance(v, DTensor) else v for n, v in values.items()}, dict(gathers.count)
+    return {n: v.to_local() if isinstance(v, DTensor) else v for n, v in values.items()}, dict(
+        gathers.count
+    )
 
 
 class Gathers(TorchDispatchMode):

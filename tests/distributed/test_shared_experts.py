@@ -1,4 +1,6 @@
-"""In a whole model: shared experts work while rows travel, and every sparse layer reads its counts from the device once."""
+"""In a whole model: shared experts work while rows travel, and every sparse layer reads its counts
+from the device once.
+"""
 
 from typing import Any
 
@@ -16,16 +18,28 @@ from moebius.model.routers.sigmoid import SigmoidConfig
 
 WIDTH, DEPTH = 24, 4
 MODEL = ModelConfig(
-    vocab_size=31, d_model=WIDTH, num_layers=DEPTH, group_size=2, num_heads=2, d_head=8, num_attention_experts=4,
-    attention_top_k=2, num_experts=8, num_shared_experts=1, router=SigmoidConfig(top_k=3), d_expert=16,
-)  # fmt: skip
+    vocab_size=31,
+    d_model=WIDTH,
+    num_layers=DEPTH,
+    group_size=2,
+    num_heads=2,
+    d_head=8,
+    num_attention_experts=4,
+    attention_top_k=2,
+    num_experts=8,
+    num_shared_experts=1,
+    router=SigmoidConfig(top_k=3),
+    d_expert=16,
+)
 
 
 def events_of_a_pass() -> tuple[list[str], int]:
     """What one forward and backward pass did in this order, and how often it read counts."""
     with start_process("cpu", timeout_s=30) as process:
         mesh = build_mesh(plan_layout(MeshConfig(ep=2), 2), process)
-        model = build_model(MODEL, mesh, dispatcher="auto", backend="auto", seed=0, device=process.device)
+        model = build_model(
+            MODEL, mesh, dispatcher="auto", backend="auto", seed=0, device=process.device
+        )
         log: list[str] = []
         start, wait, read = AllToAll.start, Counters.wait, Counters.read
         wide: list[Pending] = []
@@ -46,7 +60,11 @@ def events_of_a_pass() -> tuple[list[str], int]:
             log.append("read")
             return read(self, counts)
 
-        AllToAll.start, Counters.wait, Counters.read = launch, land, note_read  # for this process's life: this call
+        AllToAll.start, Counters.wait, Counters.read = (
+            launch,
+            land,
+            note_read,
+        )  # for this process's life: this call
         for layer in model.group:
             layer.feed_forward.shared.register_forward_hook(lambda *_: log.append("shared"))  # type: ignore[union-attr]
         tokens = torch.randint(31, (2, 9), generator=torch.Generator().manual_seed(process.rank))
@@ -56,7 +74,9 @@ def events_of_a_pass() -> tuple[list[str], int]:
 
 def test_shared_experts_work_while_rows_travel_and_no_layer_reads_twice() -> None:
     for log, reads in run_ranks(events_of_a_pass, 2):
-        assert reads == 3 * DEPTH  # feed-forward, V and O of every depth step; none in the backward pass
+        assert (
+            reads == 3 * DEPTH
+        )  # feed-forward, V and O of every depth step; none in the backward pass
         places = [place for place, event in enumerate(log) if event == "shared"]
         assert len(places) == DEPTH
         for place in places:

@@ -1,4 +1,6 @@
-"""Scoring and writing with companions: the request's own numbers, drawn companions, caches in lock-step."""
+"""Scoring and writing with companions: the request's own numbers, drawn companions, caches in
+lock-step.
+"""
 
 import json
 from pathlib import Path
@@ -30,10 +32,21 @@ END, CONTEXT = 256, 16
 
 
 def config(kind: str) -> ModelConfig:
-    return ModelConfig.model_validate({
-        "vocab_size": 257, "d_model": 32, "num_layers": 2, "group_size": 2, "num_heads": 2, "d_head": 16, "norm": "pre",
-        "attention": "dense", "num_experts": 4, "d_expert": 16, "router": ROUTERS[kind],
-    })  # fmt: skip
+    return ModelConfig.model_validate(
+        {
+            "vocab_size": 257,
+            "d_model": 32,
+            "num_layers": 2,
+            "group_size": 2,
+            "num_heads": 2,
+            "d_head": 16,
+            "norm": "pre",
+            "attention": "dense",
+            "num_experts": 4,
+            "d_expert": 16,
+            "router": ROUTERS[kind],
+        }
+    )
 
 
 def make(kind: str) -> Transformer:
@@ -51,16 +64,21 @@ def make(kind: str) -> Transformer:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("companions")
     file = place / "text.jsonl"
-    file.write_text("".join(json.dumps({"text": text}) + "\n" for text in sentences(0, 60)), encoding="utf-8")
+    file.write_text(
+        "".join(json.dumps({"text": text}) + "\n" for text in sentences(0, 60)), encoding="utf-8"
+    )
     prepare(
-        DataConfig(input=(str(file),), tokenizer="bytes", vocab_size=257, validation_fraction=0.2), place / "shards"
+        DataConfig(input=(str(file),), tokenizer="bytes", vocab_size=257, validation_fraction=0.2),
+        place / "shards",
     )
     return place / "shards"
 
 
 def training_stream(folder: Path) -> np.ndarray:
     store = TokenStore(folder, "train")
-    stream = np.concatenate([store.read_tokens(batch) for batch in range(len(store.batch_starts) - 1)])
+    stream = np.concatenate(
+        [store.read_tokens(batch) for batch in range(len(store.batch_starts) - 1)]
+    )
     store.close()
     return stream
 
@@ -71,7 +89,9 @@ def test_companions_are_different_rows_of_the_training_text(folder: Path) -> Non
         drawn = text.draw(31, 41, key=(2, 0))
         starts = []
         for row in drawn.tolist():
-            places = [p for p in range(0, len(stream) - 40, 40) if stream[p : p + 41].tolist() == row]
+            places = [
+                p for p in range(0, len(stream) - 40, 40) if stream[p : p + 41].tolist() == row
+            ]
             assert len(places) == 1
             starts += places
         assert len(set(starts)) == 31
@@ -79,7 +99,9 @@ def test_companions_are_different_rows_of_the_training_text(folder: Path) -> Non
         assert drawn.equal(text.draw(31, 41, key=(2, 0)))
         assert not drawn.equal(text.draw(31, 41, key=(2, 1)))
         assert text.draw(3, 100).shape == (3, 100)  # longer than a row of training
-        with pytest.raises(ValueError, match=r"companions of 1000000 tokens need a longer training text"):
+        with pytest.raises(
+            ValueError, match=r"companions of 1000000 tokens need a longer training text"
+        ):
             text.draw(1, 10**6)
     with CompanionText(folder, seq_len=40, seed=6) as other:
         assert not drawn.equal(other.draw(31, 41, key=(2, 0)))
@@ -109,8 +131,12 @@ def test_a_score_is_the_log_probability_of_the_requests_row(kind: str, folder: P
     with CompanionText(folder, seq_len=CONTEXT, seed=5) as text:
         found = score(model, tokens, text, end_of_document=END, context=CONTEXT, draws=3, key=7)
         for draw in range(3):
-            group, row = in_company(torch.tensor(line[:-1]), text.draw(3, 7, key=(7, draw)), key=(5, 7, draw, 1))
-            torch.testing.assert_close(found.log_probability_RS[draw], by_hand(model, line, group, row))
+            group, row = in_company(
+                torch.tensor(line[:-1]), text.draw(3, 7, key=(7, draw)), key=(5, 7, draw, 1)
+            )
+            torch.testing.assert_close(
+                found.log_probability_RS[draw], by_hand(model, line, group, row)
+            )
         totals = found.log_probability_RS.sum(1)
         assert found.mean == pytest.approx(totals.mean().item())
         assert found.spread == pytest.approx(totals.std().item())
@@ -126,9 +152,14 @@ def test_padding_on_the_right_would_change_nothing(folder: Path) -> None:
     model, line = make("mixture"), [END, *b"expert"]
     with CompanionText(folder, seq_len=CONTEXT) as text:
         group, row = in_company(torch.tensor(line[:-1]), text.draw(3, 6), key=(0,))
-        padded = torch.cat((group, torch.randint(257, (4, 5), generator=torch.Generator().manual_seed(0))), 1)
+        padded = torch.cat(
+            (group, torch.randint(257, (4, 5), generator=torch.Generator().manual_seed(0))), 1
+        )
         torch.testing.assert_close(
-            by_hand(model, line, padded, row), by_hand(model, line, group, row), rtol=1e-5, atol=1e-4
+            by_hand(model, line, padded, row),
+            by_hand(model, line, group, row),
+            rtol=1e-5,
+            atol=1e-4,
         )
 
 
@@ -137,7 +168,9 @@ def test_long_requests_lose_their_left_end(folder: Path) -> None:
     found = score(model, tokens, None, end_of_document=END, context=CONTEXT, draws=5)
     line = tokens[-17:]
     assert found.log_probability_RS.shape == (1, 16)  # one pass: this model needs no company
-    torch.testing.assert_close(found.log_probability_RS[0], by_hand(model, line, torch.tensor([line[:-1]]), 0))
+    torch.testing.assert_close(
+        found.log_probability_RS[0], by_hand(model, line, torch.tensor([line[:-1]]), 0)
+    )
 
 
 @pytest.mark.parametrize(
@@ -150,40 +183,65 @@ def test_long_requests_lose_their_left_end(folder: Path) -> None:
     ],
 )
 def test_what_cannot_be_scored_is_refused(kind: str, changes: dict, message: str) -> None:
-    arguments = {"tokens": [1, 2, 3], "text": None, "end_of_document": END, "context": CONTEXT} | changes
+    arguments = {
+        "tokens": [1, 2, 3],
+        "text": None,
+        "end_of_document": END,
+        "context": CONTEXT,
+    } | changes
     with pytest.raises(ValueError, match=message):
         score(make(kind), **arguments)
 
 
 @pytest.mark.parametrize("kind", ["mixture", "expert choice"])
-def test_written_tokens_are_those_of_the_full_pass_beside_the_same_text(kind: str, folder: Path) -> None:
+def test_written_tokens_are_those_of_the_full_pass_beside_the_same_text(
+    kind: str, folder: Path
+) -> None:
     model, tokens = make(kind), [116, 104, 101]
     with CompanionText(folder, seq_len=CONTEXT, seed=1) as text:
         companions = text.draw(companions_of(model), 3 + 12 - 1)
         others = text.draw(companions_of(model), 3 + 12 - 1, key=(1,))
-    for token in generate(model, torch.tensor(tokens), num_tokens=12, temperature=0, seed=4, companions_MS=companions):
+    for token in generate(
+        model, torch.tensor(tokens), num_tokens=12, temperature=0, seed=4, companions_MS=companions
+    ):
         group, row = in_company(torch.tensor(tokens), companions[:, : len(tokens)], key=(4,))
         with torch.no_grad():
             assert token == model(group).logits_BSV[row, -1].argmax().item()
         tokens.append(token)
     assert len(tokens) == 15
-    beside_others = list(generate(model, torch.tensor(tokens[:3]), num_tokens=12, temperature=0, companions_MS=others))
+    beside_others = list(
+        generate(
+            model, torch.tensor(tokens[:3]), num_tokens=12, temperature=0, companions_MS=others
+        )
+    )
     assert beside_others != tokens[3:]
 
 
 def test_company_that_does_not_fit_is_refused() -> None:
     model, prompt = make("mixture"), torch.tensor([1, 2])
-    for companions in (None, torch.zeros(2, 9, dtype=torch.int64), torch.zeros(3, 4, dtype=torch.int64)):
+    for companions in (
+        None,
+        torch.zeros(2, 9, dtype=torch.int64),
+        torch.zeros(3, 4, dtype=torch.int64),
+    ):
         with pytest.raises(ValueError, match=r"beside 3 companions of at least 5 tokens; given: "):
             next(generate(model, prompt, num_tokens=4, companions_MS=companions))
     with pytest.raises(ValueError, match=r"beside 0 companions"):
-        next(generate(make("sigmoid"), prompt, num_tokens=4, companions_MS=torch.zeros(3, 9, dtype=torch.int64)))
+        next(
+            generate(
+                make("sigmoid"),
+                prompt,
+                num_tokens=4,
+                companions_MS=torch.zeros(3, 9, dtype=torch.int64),
+            )
+        )
 
 
 def test_a_model_that_reads_whole_sequences_cannot_write() -> None:
     soft = config("sigmoid").model_dump() | {
-        "router": {"kind": "soft_moe", "slots_per_expert": 1}, "allow_future_leak": True,
-    }  # fmt: skip
+        "router": {"kind": "soft_moe", "slots_per_expert": 1},
+        "allow_future_leak": True,
+    }
     model = Transformer(ModelConfig.model_validate(soft))
     with pytest.raises(ValueError, match=r"'soft_moe' as configured reads whole sequences"):
         next(generate(model, torch.tensor([1]), num_tokens=1))
@@ -191,14 +249,23 @@ def test_a_model_that_reads_whole_sequences_cannot_write() -> None:
 
 def test_a_trained_mixture_writes_from_its_run_folder(folder: Path, tmp_path: Path) -> None:
     data = DataConfig(
-        tokenizer="bytes", vocab_size=257, seq_len=CONTEXT, validation_fraction=0.2, directory=str(folder)
+        tokenizer="bytes",
+        vocab_size=257,
+        seq_len=CONTEXT,
+        validation_fraction=0.2,
+        directory=str(folder),
     )
     run = Config(
-        model=config("mixture"), data=data, train=TrainConfig(steps=2, global_batch=4, micro_batch=4, device="cpu")
+        model=config("mixture"),
+        data=data,
+        train=TrainConfig(steps=2, global_batch=4, micro_batch=4, device="cpu"),
     )
     run.save(tmp_path / "config.json")
     assert train(run, tmp_path) == "finished"
-    first, second = ("".join(write_text(tmp_path, "one", num_tokens=20, temperature=1.0, seed=seed)) for seed in (0, 1))
+    first, second = (
+        "".join(write_text(tmp_path, "one", num_tokens=20, temperature=1.0, seed=seed))
+        for seed in (0, 1)
+    )
     assert first.startswith("one")
     assert first != second
     assert first == "".join(write_text(tmp_path, "one", num_tokens=20, temperature=1.0, seed=0))

@@ -11,7 +11,9 @@ from moebius.model.transformer import Transformer
 
 @pytest.fixture(scope="module")
 def model() -> Transformer:
-    model = Transformer(ModelConfig(vocab_size=97, d_model=32, num_layers=4, group_size=2, num_heads=2, d_head=16))
+    model = Transformer(
+        ModelConfig(vocab_size=97, d_model=32, num_layers=4, group_size=2, num_heads=2, d_head=16)
+    )
     initialise(model, 3)
     with torch.no_grad():
         model.head.weight.mul_(20)  # clear winners: a rounding difference must not decide
@@ -32,8 +34,14 @@ def test_greedy_tokens_are_the_most_likely_ones_of_the_full_pass(model: Transfor
 
 
 def test_sampling_follows_the_distribution_and_its_seed(model: Transformer) -> None:
-    draws = [next(generate(model, PROMPT, num_tokens=1, temperature=2.0, seed=seed)) for seed in range(400)]
-    assert draws[:50] == [next(generate(model, PROMPT, num_tokens=1, temperature=2.0, seed=seed)) for seed in range(50)]
+    draws = [
+        next(generate(model, PROMPT, num_tokens=1, temperature=2.0, seed=seed))
+        for seed in range(400)
+    ]
+    assert draws[:50] == [
+        next(generate(model, PROMPT, num_tokens=1, temperature=2.0, seed=seed))
+        for seed in range(50)
+    ]
     with torch.no_grad():
         expected_V = (model(PROMPT[None]).logits_BSV[0, -1] / 2.0).softmax(-1)
     measured_V = torch.bincount(torch.tensor(draws), minlength=97) / 400

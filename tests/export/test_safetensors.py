@@ -1,4 +1,6 @@
-"""Exports: every architecture comes back with the same bits; keys, shapes and files are as documented; errors leave nothing."""
+"""Exports: every architecture comes back with the same bits; keys, shapes and files are as
+documented; errors leave nothing.
+"""
 
 import json
 import os
@@ -67,7 +69,8 @@ def save_models(folder: Path, names: list[str], data: str) -> None:
             }
             tensors, held = model_tensors(model_of(name))
             held = {
-                key: one.__class__(one.shape, one.boxes, 1, has_experts=".experts." in key) for key, one in held.items()
+                key: one.__class__(one.shape, one.boxes, 1, has_experts=".experts." in key)
+                for key, one in held.items()
             }
             tensors["optimizer.exp_avg.head.weight"] = torch.zeros(3)
             saver = Checkpointer(
@@ -87,8 +90,12 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """The checkpoint of every recipe; the first's tokenizer was trained."""
     folder = tmp_path_factory.mktemp("runs")
     text = folder / "text.jsonl"
-    text.write_text("".join(json.dumps({"text": f"the band number {n} closes"}) + "\n" for n in range(60)))
-    prepare(DataConfig(input=(str(text),), tokenizer="bpe", vocab_size=VOCABULARY), folder / "shards")
+    text.write_text(
+        "".join(json.dumps({"text": f"the band number {n} closes"}) + "\n" for n in range(60))
+    )
+    prepare(
+        DataConfig(input=(str(text),), tokenizer="bpe", vocab_size=VOCABULARY), folder / "shards"
+    )
     run_ranks(save_models, 1, folder, list(NAMES), str(folder / "shards"))
     return {name: folder / name / "checkpoints" / f"step_{STEP:08d}" for name in NAMES}
 
@@ -99,7 +106,9 @@ def logits(model: Transformer, dtype: torch.dtype | None = None) -> Tensor:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_every_architecture_comes_back_with_the_same_bits(name: str, runs: dict[str, Path], tmp_path: Path) -> None:
+def test_every_architecture_comes_back_with_the_same_bits(
+    name: str, runs: dict[str, Path], tmp_path: Path
+) -> None:
     for dtype, precision in {"fp32": torch.float32, "bf16": torch.bfloat16}.items():
         export(runs[name], tmp_path / dtype, dtype=dtype, max_file_bytes=40_000)
         loaded = load_export(tmp_path / dtype)
@@ -131,20 +140,30 @@ class Buffered(Transformer):
 def save_buffered(folder: Path) -> None:
     with start_process("cpu", timeout_s=60) as process:
         mesh = build_mesh(plan_layout(MeshConfig(), 1), process)
-        saver = Checkpointer(folder, mesh=mesh, process=process, keep_last=1, generation=0, generation_file=None)
+        saver = Checkpointer(
+            folder, mesh=mesh, process=process, keep_last=1, generation=0, generation_file=None
+        )
         model = Buffered(model_of(DENSE).config)
         initialise(model, 1)
-        meta = {"progress": Progress(STEP, STEP, 0, 1000).as_dict(), "config": config_of(DENSE).model_dump(mode="json")}
+        meta = {
+            "progress": Progress(STEP, STEP, 0, 1000).as_dict(),
+            "config": config_of(DENSE).model_dump(mode="json"),
+        }
         saver.save(STEP, *model_tensors(model), meta)
         saver.wait()
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_what_is_no_weight_is_kept_as_it_is(dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_no_weight_is_kept_as_it_is(
+    dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run_ranks(save_buffered, 1, tmp_path / "run")
     monkeypatch.setattr(module, "Transformer", Buffered)
     export(tmp_path / "run" / f"step_{STEP:08d}", tmp_path / "out", dtype=dtype)
-    stored, loaded = load_file(tmp_path / "out" / "model.safetensors"), load_export(tmp_path / "out").state_dict()
+    stored, loaded = (
+        load_file(tmp_path / "out" / "model.safetensors"),
+        load_export(tmp_path / "out").state_dict(),
+    )
     for name, buffer in BUFFERS.items():
         for found in (stored[name], loaded[name]):
             assert found.dtype == buffer.dtype, name
@@ -156,22 +175,33 @@ def test_the_keys_are_those_of_the_documents(runs: dict[str, Path], tmp_path: Pa
     export(runs[PAPER], tmp_path / "out")
     stored, model = load_file(tmp_path / "out" / "model.safetensors"), model_of(PAPER)
     group = dict(model.get_submodule("group.0").named_parameters())
-    up, down = group["feed_forward.sparse.experts.w_up"], group["feed_forward.sparse.experts.w_down"]
+    up, down = (
+        group["feed_forward.sparse.experts.w_up"],
+        group["feed_forward.sparse.experts.w_down"],
+    )
     value = group["attention.value.experts.weight"]
     for expert in range(up.shape[0]):
         prefix = f"group.0.feed_forward.sparse.experts.{expert}"
         assert torch.equal(stored.pop(f"{prefix}.w_up.weight"), up[expert].T)
         assert torch.equal(stored.pop(f"{prefix}.w_down.weight"), down[expert].T)
     for expert in range(value.shape[0]):
-        assert torch.equal(stored.pop(f"group.0.attention.value.experts.{expert}.weight"), value[expert].T)
+        assert torch.equal(
+            stored.pop(f"group.0.attention.value.experts.{expert}.weight"), value[expert].T
+        )
     assert torch.equal(stored.pop("embedding.weight"), model.embedding)
     assert torch.equal(stored.pop("head.weight"), model.head.weight)
-    assert torch.equal(stored.pop("group.0.feed_forward.router.weight"), group["feed_forward.router.weight"])
+    assert torch.equal(
+        stored.pop("group.0.feed_forward.router.weight"), group["feed_forward.router.weight"]
+    )
     assert not [key for key in stored if "optimizer" in key]
 
 
-def test_an_expert_is_a_linear_layer_as_others_have_it(runs: dict[str, Path], tmp_path: Path) -> None:
-    """x → down(relu(up(x))) with torch's own functions on the exported matrices is what the expert's kernel computes."""
+def test_an_expert_is_a_linear_layer_as_others_have_it(
+    runs: dict[str, Path], tmp_path: Path
+) -> None:
+    """x → down(relu(up(x))) with torch's own functions on the exported matrices is what the
+    expert's kernel computes.
+    """
     export(runs[PAPER], tmp_path / "out")
     stored, model = load_file(tmp_path / "out" / "model.safetensors"), model_of(PAPER)
     bank = model.get_submodule("group.1.feed_forward.sparse.experts")
@@ -183,12 +213,16 @@ def test_an_expert_is_a_linear_layer_as_others_have_it(runs: dict[str, Path], tm
     torch.testing.assert_close(answer, ours)
 
 
-def test_files_are_small_enough_and_the_index_says_where_everything_is(runs: dict[str, Path], tmp_path: Path) -> None:
+def test_files_are_small_enough_and_the_index_says_where_everything_is(
+    runs: dict[str, Path], tmp_path: Path
+) -> None:
     exported = export(runs[PAPER], tmp_path / "out", max_file_bytes=30_000)
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
     files = sorted(set(index["weight_map"].values()))
     assert files == exported.files
-    assert files == [f"model-{n:05}-of-{len(files):05}.safetensors" for n in range(1, len(files) + 1)]
+    assert files == [
+        f"model-{n:05}-of-{len(files):05}.safetensors" for n in range(1, len(files) + 1)
+    ]
     assert len(files) > 2
     total = 0
     for file in files:
@@ -206,7 +240,11 @@ def test_what_stands_beside_the_weights(runs: dict[str, Path], tmp_path: Path) -
     export(runs[PAPER], tmp_path / "out", dtype="bf16")
     described = json.loads((tmp_path / "out" / "config.json").read_text())
     assert described["model"] == model_of(PAPER).config.model_dump(mode="json")
-    assert (described["dtype"], described["vocab_size"], described["step"]) == ("bfloat16", VOCABULARY, STEP)
+    assert (described["dtype"], described["vocab_size"], described["step"]) == (
+        "bfloat16",
+        VOCABULARY,
+        STEP,
+    )
     assert (tmp_path / "out" / "tokenizer.json").read_bytes() == (
         runs[PAPER].parents[2] / "shards" / "tokenizer.json"
     ).read_bytes()
@@ -215,9 +253,13 @@ def test_what_stands_beside_the_weights(runs: dict[str, Path], tmp_path: Path) -
     assert described["eos_token_id"] == 0
 
 
-def test_from_the_command_line(runs: dict[str, Path], tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_from_the_command_line(
+    runs: dict[str, Path], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     run_dir = runs[PAPER].parents[1]
-    code, said = run(capfd, "export", str(run_dir), "--out", str(tmp_path / "out"), "--max-shard-size", "30KB")
+    code, said = run(
+        capfd, "export", str(run_dir), "--out", str(tmp_path / "out"), "--max-shard-size", "30KB"
+    )
     assert code == 0
     assert re.search(rf"weights of step {STEP}, \d+ keys, 0\.\d MB model-00001-of-\d+", said), said
     assert "tokenizer.json of 257 ids" in said
@@ -242,15 +284,25 @@ def run(capfd: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
             "only a checkpoint may be called step_<number>; choose another name",
         ),
         (["nowhere", "--out", "out"], "nowhere: has no checkpoint"),
-        (["RUN", "--out", "out", "--step", "3"], "has no checkpoint of step 3; there are those of 7"),
-        (["CHECKPOINT", "--out", "out", "--step", "7"], "is one checkpoint: a step can be chosen of a run folder only"),
+        (
+            ["RUN", "--out", "out", "--step", "3"],
+            "has no checkpoint of step 3; there are those of 7",
+        ),
+        (
+            ["CHECKPOINT", "--out", "out", "--step", "7"],
+            "is one checkpoint: a step can be chosen of a run folder only",
+        ),
         (["RUN", "--out", "out", "--max-shard-size", "much"], "'much' is no size: write 5GB"),
     ],
 )
 def test_what_cannot_be_exported(
-    arguments: list[str], message: str, runs: dict[str, Path], tmp_path: Path, capfd: pytest.CaptureFixture[str],
+    arguments: list[str],
+    message: str,
+    runs: dict[str, Path],
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+) -> None:
     monkeypatch.chdir(tmp_path)
     Path("taken").mkdir()
     places = {"CHECKPOINT": str(runs[PAPER]), "RUN": str(runs[PAPER].parents[1])}
@@ -270,7 +322,9 @@ def test_without_the_library_the_line_that_installs_it(
     assert os.listdir(tmp_path) == []
 
 
-def test_a_full_disk_leaves_nothing(runs: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_leaves_nothing(
+    runs: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     library = module._require_safetensors()
 
     def full(tensors, file, **_):
@@ -278,7 +332,9 @@ def test_a_full_disk_leaves_nothing(runs: dict[str, Path], tmp_path: Path, monke
         raise library.SafetensorError("I/O error: No space left on device (os error 28)")
 
     monkeypatch.setattr(library.torch, "save_file", full)
-    with pytest.raises(CheckpointError, match=r"model.safetensors could not be written: .*No space left"):
+    with pytest.raises(
+        CheckpointError, match=r"model.safetensors could not be written: .*No space left"
+    ):
         export(runs[PAPER], tmp_path / "out")
     assert os.listdir(tmp_path) == []
 
@@ -297,7 +353,8 @@ def test_a_disk_that_loses_bytes_is_noticed(
 
     monkeypatch.setattr(module, "_save", lossy)
     with pytest.raises(
-        CheckpointError, match=r"model.safetensors does not read as it was written \(.*is the disk sound"
+        CheckpointError,
+        match=r"model.safetensors does not read as it was written \(.*is the disk sound",
     ):
         export(runs[PAPER], tmp_path / "out")
     assert os.listdir(tmp_path) == []
@@ -325,7 +382,10 @@ EXPERT = "group.0.feed_forward.sparse.experts.3.w_up.weight"
     ("change", "message"),
     [
         (lambda tensors: tensors.pop(EXPERT), rf"lacks the key {EXPERT} \(1 such"),
-        (lambda tensors: tensors.update(more=torch.zeros(1)), "has, beside those of its model, the key more"),
+        (
+            lambda tensors: tensors.update(more=torch.zeros(1)),
+            "has, beside those of its model, the key more",
+        ),
         (
             lambda tensors: tensors.update({EXPERT: tensors[EXPERT].T.contiguous()}),
             rf"{EXPERT} has shape \[24, 8\], its model asks for \[8, 24\]",
@@ -352,7 +412,11 @@ INDEX = "model.safetensors.index.json"
         (INDEX, {"weight_map": [EXPERT]}, "has no weight_map of keys and files"),
         (INDEX, {"weight_map": {EXPERT: 3}}, "has no weight_map of keys and files"),
         (INDEX, [], "is no JSON object"),
-        (INDEX, {"weight_map": {EXPERT: "../model.safetensors"}}, "names files outside of its folder: ../model"),
+        (
+            INDEX,
+            {"weight_map": {EXPERT: "../model.safetensors"}},
+            "names files outside of its folder: ../model",
+        ),
         (
             INDEX,
             {"weight_map": {EXPERT: "model-1.safetensors", "b": "model.safetensors"}},
@@ -374,11 +438,15 @@ def test_a_key_that_its_file_has_not_is_named(exported: Path) -> None:
     tensors = load_file(exported / "model.safetensors")
     del tensors[EXPERT]
     save_file(tensors, exported / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ConfigError, match=rf"model.safetensors: cannot be read: .*{re.escape(EXPERT)}"):
+    with pytest.raises(
+        ConfigError, match=rf"model.safetensors: cannot be read: .*{re.escape(EXPERT)}"
+    ):
         load_export(exported)
 
 
-@pytest.mark.parametrize("file", ["config.json", "model.safetensors.index.json", "model.safetensors"])
+@pytest.mark.parametrize(
+    "file", ["config.json", "model.safetensors.index.json", "model.safetensors"]
+)
 def test_an_export_with_a_damaged_file_is_not_loaded(file: str, exported: Path) -> None:
     content = (exported / file).read_bytes()
     (exported / file).write_bytes(content[: len(content) // 3])
@@ -390,7 +458,8 @@ def test_an_export_with_a_damaged_file_is_not_loaded(file: str, exported: Path) 
 
 
 @pytest.mark.parametrize(
-    ("text", "size"), [("5GB", 5 * 10**9), ("500 mb", 5 * 10**8), ("2GiB", 2**31), ("1000", 1000), ("0.5KB", 500)]
+    ("text", "size"),
+    [("5GB", 5 * 10**9), ("500 mb", 5 * 10**8), ("2GiB", 2**31), ("1000", 1000), ("0.5KB", 500)],
 )
 def test_sizes(text: str, size: int) -> None:
     assert parse_size(text) == size

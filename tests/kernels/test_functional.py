@@ -1,4 +1,6 @@
-"""Every backend of the doors against the reference: values and all gradients, for routings that nobody would choose too."""
+"""Every backend of the doors against the reference: values and all gradients, for routings that
+nobody would choose too.
+"""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -20,7 +22,7 @@ from kernel_cases import (
     irregular,
     make_routes,
     values_and_gradients,
-)  # fmt: skip
+)
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -36,7 +38,10 @@ from moebius.model.routing import Routes, token_routes
 TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 2e-2}
 KINDS = [
     pytest.param(backend, dtype, id=f"{backend}-{str(dtype).removeprefix('torch.')}")
-    for backend, dtypes in {"segments": TOLERANCES, "avx512": (torch.float32, torch.bfloat16)}.items()
+    for backend, dtypes in {
+        "segments": TOLERANCES,
+        "avx512": (torch.float32, torch.bfloat16),
+    }.items()
     for dtype in dtypes
 ]
 every_kind = pytest.mark.parametrize(("backend", "dtype"), KINDS)
@@ -44,10 +49,14 @@ every_kind = pytest.mark.parametrize(("backend", "dtype"), KINDS)
 
 @pytest.fixture(autouse=True)
 def poison(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[None]:
-    """What nobody has written is not a number, in fresh memory and in workspaces. A backend that cannot run is no pass."""
+    """What nobody has written is not a number, in fresh memory and in workspaces. A backend that
+    cannot run is no pass.
+    """
     parameters = request.node.callspec.params if hasattr(request.node, "callspec") else {}
     if "backend" in parameters:
-        reason = reason_against(parameters["backend"], "cpu", parameters.get("dtype", torch.float32))
+        reason = reason_against(
+            parameters["backend"], "cpu", parameters.get("dtype", torch.float32)
+        )
         if reason is not None:
             pytest.skip(f"{parameters['backend']}: {reason}")
     for module in (segments, avx512):
@@ -64,9 +73,16 @@ def poison(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> I
 @pytest.mark.parametrize("name", CASES)
 def test_mlp_equals_the_reference(
     name: str, activation: str, biases: str, backend: str, dtype: torch.dtype
-) -> None:  # fmt: skip
-    door, case, generator = Perceptrons(activation, BIASES[biases]), CASES[name], torch.Generator().manual_seed(1)
-    routes, x = make_routes(case, generator), torch.randn(case.tokens, case.d_in, generator=generator)
+) -> None:
+    door, case, generator = (
+        Perceptrons(activation, BIASES[biases]),
+        CASES[name],
+        torch.Generator().manual_seed(1),
+    )
+    routes, x = (
+        make_routes(case, generator),
+        torch.randn(case.tokens, case.d_in, generator=generator),
+    )
     weights = door.weights(case, generator)
     if dtype is torch.bfloat16 and activation == "relu":
         x, weights = away_from_the_kink(x, weights, door)
@@ -79,7 +95,7 @@ def test_mlp_equals_the_reference(
 @pytest.mark.parametrize("direction", ["token to head", "head to token"])
 def test_linear_equals_the_reference(
     direction: str, widths: tuple[int, int], backend: str, dtype: torch.dtype
-) -> None:  # fmt: skip
+) -> None:
     generator = torch.Generator().manual_seed(2)
     routes, rows = head_routes(direction, generator)
     x = torch.randn(rows, widths[0], generator=generator).to(dtype)
@@ -92,7 +108,10 @@ def test_linear_equals_the_reference(
 def test_rows_and_weights_may_lie_in_any_way(backend: str) -> None:
     generator, case = torch.Generator().manual_seed(3), CASES["odd widths"]
     door, routes = Perceptrons("relu"), make_routes(case, generator)
-    x, weights = torch.randn(case.d_in, case.tokens, generator=generator).T, door.weights(case, generator)
+    x, weights = (
+        torch.randn(case.d_in, case.tokens, generator=generator).T,
+        door.weights(case, generator),
+    )
     turned = [w.mT.contiguous().mT for w in weights]
     routes = routes.with_weights(torch.rand(len(routes.weight_N), 2, generator=generator)[:, 1])
     assert not any(tensor.is_contiguous() for tensor in (x, *turned, routes.weight_N))
@@ -101,11 +120,19 @@ def test_rows_and_weights_may_lie_in_any_way(backend: str) -> None:
 
 
 @pytest.mark.parametrize("backend", ["segments", "avx512"])
-def test_a_target_without_a_route_is_zero_and_a_source_without_one_has_no_gradient(backend: str) -> None:
+def test_a_target_without_a_route_is_zero_and_a_source_without_one_has_no_gradient(
+    backend: str,
+) -> None:
     routes = Routes(
-        torch.tensor([3, 3, 0]), torch.tensor([1, 0, 1]), torch.tensor([0.5, 2.0, 1.0]), torch.tensor([4, 1, 4]),
-        num_experts=2, num_targets=6, per_source=0, per_target=0,
-    )  # fmt: skip
+        torch.tensor([3, 3, 0]),
+        torch.tensor([1, 0, 1]),
+        torch.tensor([0.5, 2.0, 1.0]),
+        torch.tensor([4, 1, 4]),
+        num_experts=2,
+        num_targets=6,
+        per_source=0,
+        per_target=0,
+    )
     x, w = torch.randn(5, 3, requires_grad=True), torch.randn(2, 3, 4)
     y = routed_linear(x, w, routes, backend=backend)
     assert torch.equal(y[[0, 2, 3, 5]], torch.zeros(4, 4))
@@ -116,13 +143,24 @@ def test_a_target_without_a_route_is_zero_and_a_source_without_one_has_no_gradie
 
 
 @every_kind
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(
-    tokens=st.integers(1, 150), experts=st.integers(1, 12), top_k=st.integers(1, 12), d_in=st.integers(1, 70),
-    d_hidden=st.integers(1, 70), seed=st.integers(0, 1000),
-)  # fmt: skip
-def test_mlp_equals_the_reference_for_any_shape(tokens, experts, top_k, d_in, d_hidden, seed, backend, dtype) -> None:
-    case, generator = Case(tokens, d_in, d_hidden, experts, min(top_k, experts)), torch.Generator().manual_seed(seed)
+    tokens=st.integers(1, 150),
+    experts=st.integers(1, 12),
+    top_k=st.integers(1, 12),
+    d_in=st.integers(1, 70),
+    d_hidden=st.integers(1, 70),
+    seed=st.integers(0, 1000),
+)
+def test_mlp_equals_the_reference_for_any_shape(
+    tokens, experts, top_k, d_in, d_hidden, seed, backend, dtype
+) -> None:
+    case, generator = (
+        Case(tokens, d_in, d_hidden, experts, min(top_k, experts)),
+        torch.Generator().manual_seed(seed),
+    )
     door, x = Perceptrons("relu"), torch.randn(tokens, d_in, generator=generator)
     x, weights = away_from_the_kink(x, door.weights(case, generator), door)
     routes = make_routes(case, generator)
@@ -132,10 +170,16 @@ def test_mlp_equals_the_reference_for_any_shape(tokens, experts, top_k, d_in, d_
 @pytest.mark.parametrize("backend", ["segments", "reference"])
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_gradcheck_of_perceptrons(activation: str, backend: str) -> None:
-    """Numerical derivatives by every argument; the same ones for the reference, which so is no oracle by decree."""
+    """Numerical derivatives by every argument; the same ones for the reference, which so is no
+    oracle by decree.
+    """
     case, generator = Case(7, 4, 3, 4, 2), torch.Generator().manual_seed(3)
     door, routes = Perceptrons(activation, BIASES["both biases"]), make_routes(case, generator)
-    leaves = [torch.randn(7, 4, generator=generator), *door.weights(case, generator), routes.weight_N]
+    leaves = [
+        torch.randn(7, 4, generator=generator),
+        *door.weights(case, generator),
+        routes.weight_N,
+    ]
     assert torch.autograd.gradcheck(
         lambda *leaves: door(*leaves[:-1], routes.with_weights(leaves[-1]), backend=backend),
         [leaf.double().requires_grad_() for leaf in leaves],
@@ -149,7 +193,8 @@ def test_gradcheck_of_linears() -> None:
     w = torch.randn(4, 4, 3, generator=generator, dtype=torch.float64, requires_grad=True)
     gate = routes.weight_N.double().requires_grad_()
     assert torch.autograd.gradcheck(
-        lambda x, u, g: routed_linear(x, u, routes.with_weights(g), backend="segments"), (x, w, gate)
+        lambda x, u, g: routed_linear(x, u, routes.with_weights(g), backend="segments"),
+        (x, w, gate),
     )
 
 
@@ -183,7 +228,8 @@ def threads(request: pytest.FixtureRequest) -> Iterator[None]:
 def test_a_row_does_not_depend_on_how_many_rows_share_its_expert(
     activation: str, backend: str, dtype: torch.dtype
 ) -> None:
-    """What makes expert parallelism bitwise: a row computed among 1, 2, 3, … or 600 others is the same, as its gradients are.
+    """What makes expert parallelism bitwise: a row computed among 1, 2, 3, … or 600 others is the
+    same, as its gradients are.
 
     Widths of 40, and of 13: no multiple of any vector's width.
     """
@@ -202,22 +248,30 @@ def test_a_row_does_not_depend_on_how_many_rows_share_its_expert(
 
 def run_one_expert(
     door: Perceptrons, x: Tensor, weights: list[Tensor], grad: Tensor, backend: str
-) -> list[Tensor]:  # fmt: skip
+) -> list[Tensor]:
     """The answer, and the gradients of rows and gate weights."""
-    routes = token_routes(torch.zeros(len(x), 1, dtype=torch.int64), torch.full((len(x), 1), 0.7), num_experts=1)
+    routes = token_routes(
+        torch.zeros(len(x), 1, dtype=torch.int64), torch.full((len(x), 1), 0.7), num_experts=1
+    )
     y, grad_x, *_, grad_gate = values_and_gradients(door, x, weights, routes, grad, backend)
     return [y, grad_x, grad_gate]
 
 
 @every_kind
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_the_next_experts_rows_are_not_in_a_bias_gradient(activation: str, backend: str, dtype: torch.dtype) -> None:
-    """Expert 0's padding reaches into expert 1's rows; were these huge, its bias gradients would tell."""
+def test_the_next_experts_rows_are_not_in_a_bias_gradient(
+    activation: str, backend: str, dtype: torch.dtype
+) -> None:
+    """Expert 0's padding reaches into expert 1's rows; were these huge, its bias gradients would
+    tell.
+    """
     door, case = Perceptrons(activation, BIASES["both biases"]), Case(7, 6, 5, 2, 1)
     generator = torch.Generator().manual_seed(12)
     x, grad = (torch.randn(7, width, generator=generator).to(dtype) for width in (6, 7))
     weights = [w.to(dtype) for w in door.weights(case, generator)]
-    routes = token_routes(torch.tensor([[0]] * 3 + [[1]] * 4), torch.rand(7, 1, generator=generator), num_experts=2)
+    routes = token_routes(
+        torch.tensor([[0]] * 3 + [[1]] * 4), torch.rand(7, 1, generator=generator), num_experts=2
+    )
     results = []
     for size in (1.0, 1e6, float("inf")):
         loud = torch.cat((x[:3], x[3:] * size)), torch.cat((grad[:3], grad[3:] * size))
@@ -233,12 +287,19 @@ def test_the_next_experts_rows_are_not_in_a_bias_gradient(activation: str, backe
 def test_what_is_saved_is_no_wider_than_the_hidden_rows(activation: str, backend: str) -> None:
     door, case = Perceptrons(activation), Case(50, 29, 5, 4, 2)
     generator = torch.Generator().manual_seed(13)
-    x, weights = torch.randn(50, 29, requires_grad=True), [w.requires_grad_() for w in door.weights(case, generator)]
+    x, weights = (
+        torch.randn(50, 29, requires_grad=True),
+        [w.requires_grad_() for w in door.weights(case, generator)],
+    )
     saved: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         door(x, *weights, make_routes(case, generator), backend=backend)
     given = {t.data_ptr() for t in (x, *weights)}
-    own = [tuple(t.shape) for t in saved if t.is_floating_point() and t.ndim == 2 and t.data_ptr() not in given]
+    own = [
+        tuple(t.shape)
+        for t in saved
+        if t.is_floating_point() and t.ndim == 2 and t.data_ptr() not in given
+    ]
     assert own == [(50 * 2 + ROW_SLACK, weights[0].shape[2])]
 
 
@@ -248,17 +309,25 @@ def test_known_counts_change_nothing_and_cost_no_sort_and_no_read(
     kind: str, backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (routes, rows), generator = equal_counts(kind), torch.Generator().manual_seed(15)
-    x, grad = torch.randn(rows, 12, generator=generator), torch.randn(routes.num_targets, 13, generator=generator)
+    x, grad = (
+        torch.randn(rows, 12, generator=generator),
+        torch.randn(routes.num_targets, 13, generator=generator),
+    )
     door = Perceptrons("swiglu", BIASES["both biases"])
     cases = [(door, door.weights(Case(rows, 12, 7, 5, 1), generator))]
     cases += [(routed_linear, [torch.randn(5, 12, 13, generator=generator)])]
     cases += [(routed_linear, [torch.randn(5, 12, 8, generator=generator)])]
     counted = replace(routes, per_expert=0)
-    expected = [values_and_gradients(d, x, w, counted, grad[:, : w[-1].shape[-1]], backend) for d, w in cases]
+    expected = [
+        values_and_gradients(d, x, w, counted, grad[:, : w[-1].shape[-1]], backend)
+        for d, w in cases
+    ]
     for name in ("argsort", "sort", "bincount"):
         monkeypatch.setattr(torch, name, partial(pytest.fail, f"torch.{name} is called"))
     monkeypatch.setattr(Tensor, "tolist", partial(pytest.fail, "counts are read"))
-    ours = [values_and_gradients(d, x, w, routes, grad[:, : w[-1].shape[-1]], backend) for d, w in cases]
+    ours = [
+        values_and_gradients(d, x, w, routes, grad[:, : w[-1].shape[-1]], backend) for d, w in cases
+    ]
     for mine, theirs in zip(ours, expected, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
 
@@ -277,11 +346,15 @@ def test_two_runs_are_bitwise_equal(backend: str, dtype: torch.dtype) -> None:
     door, routes = Perceptrons("relu"), make_routes(case, generator)
     x, grad = (torch.randn(case.tokens, width, generator=generator).to(dtype) for width in (41, 42))
     weights = [w.to(dtype) for w in door.weights(case, generator)]
-    first, second = (values_and_gradients(door, x, weights, routes, grad, backend) for _ in range(2))
+    first, second = (
+        values_and_gradients(door, x, weights, routes, grad, backend) for _ in range(2)
+    )
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
-def make_call(activation: str, biases: str, *, static: bool) -> tuple[Perceptrons, list[Tensor], Routes]:
+def make_call(
+    activation: str, biases: str, *, static: bool
+) -> tuple[Perceptrons, list[Tensor], Routes]:
     """A door, its leaves (x and weights) and routes: 9 tokens twice through 3 experts."""
     door, case = Perceptrons(activation, BIASES[biases]), Case(9, 6, 4, 3, 2)
     generator = torch.Generator().manual_seed(7)
@@ -301,10 +374,13 @@ def test_the_ops_are_well_behaved_custom_operators(activation: str, static: bool
         _, (x, w_up, w_down, *rest), r = make_call(activation, biases, static=static)
         r = r.with_weights(r.weight_N.detach().requires_grad_())
         torch.library.opcheck(
-            ops.routed_mlp, (x, w_up, w_down, *(rest or (None, None)), activation, *_flat(r), "segments", 0),
+            ops.routed_mlp,
+            (x, w_up, w_down, *(rest or (None, None)), activation, *_flat(r), "segments", 0),
             test_utils=checks,
-        )  # fmt: skip
-        torch.library.opcheck(ops.routed_linear, (x, w_up, *_flat(r), "segments", 0), test_utils=checks)
+        )
+        torch.library.opcheck(
+            ops.routed_linear, (x, w_up, *_flat(r), "segments", 0), test_utils=checks
+        )
 
 
 def to_meta(routes: Routes) -> Routes:
@@ -315,7 +391,9 @@ def to_meta(routes: Routes) -> Routes:
 @pytest.mark.parametrize("static", [False, True], ids=["counted", "known counts"])
 @pytest.mark.parametrize("biases", BIASES)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_doors_run_without_data_forward_and_backward(activation: str, biases: str, static: bool) -> None:
+def test_doors_run_without_data_forward_and_backward(
+    activation: str, biases: str, static: bool
+) -> None:
     door, leaves, routes = make_call(activation, biases, static=static)
     leaves = [leaf.detach().to("meta").requires_grad_() for leaf in leaves]
     y = door(*leaves, to_meta(routes), backend="auto")
@@ -340,9 +418,13 @@ def test_doors_compile_into_one_graph_forward_and_backward(activation: str) -> N
         compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
         ours, expected = compiled(*leaves), call(*leaves)
         assert torch.equal(ours, expected)
-        pairs = zip(*(torch.autograd.grad(y.square().sum(), leaves) for y in (ours, expected)), strict=True)
+        pairs = zip(
+            *(torch.autograd.grad(y.square().sum(), leaves) for y in (ours, expected)), strict=True
+        )
         assert all(torch.equal(mine, theirs) for mine, theirs in pairs)
-    compiled = torch.compile(lambda x, w: routed_linear(x, w, routes) + 1, backend="aot_eager", fullgraph=True)
+    compiled = torch.compile(
+        lambda x, w: routed_linear(x, w, routes) + 1, backend="aot_eager", fullgraph=True
+    )
     assert torch.equal(compiled(*leaves[:2]), routed_linear(*leaves[:2], routes) + 1)
 
 
@@ -372,9 +454,13 @@ def test_what_cannot_be_is_refused() -> None:
         resolve_backend("cuda9", torch.device("cpu"), torch.float32)
     routes = make_routes(Case(3, 4, 2, 2, 1), torch.Generator().manual_seed(9))
     x, w_up, w_down = torch.randn(3, 4), torch.randn(2, 4, 2), torch.randn(2, 2, 4)
-    with pytest.raises(ValueError, match="activation='tanh' is unknown: choose relu, gelu, silu, swiglu, geglu"):
+    with pytest.raises(
+        ValueError, match="activation='tanh' is unknown: choose relu, gelu, silu, swiglu, geglu"
+    ):
         routed_mlp(x, w_up, w_down, routes, activation="tanh")
-    with pytest.raises(ValueError, match=r"w_up has shape \(2, 4, 2\); activation='swiglu' .* wants \(2, 4, 4\)"):
+    with pytest.raises(
+        ValueError, match=r"w_up has shape \(2, 4, 2\); activation='swiglu' .* wants \(2, 4, 4\)"
+    ):
         routed_mlp(x, w_up, w_down, routes, activation="swiglu")
     with pytest.raises(ValueError, match=r"b_up has shape \(2, 3\); .* wants \(2, 2\)"):
         routed_mlp(x, w_up, w_down, routes, b_up_EF=torch.randn(2, 3))

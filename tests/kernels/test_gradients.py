@@ -1,4 +1,6 @@
-"""Gradients of weights that a pass uses several times: one sum, whoever asks for it, and whatever went wrong before."""
+"""Gradients of weights that a pass uses several times: one sum, whoever asks for it, and whatever
+went wrong before.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -18,7 +20,9 @@ REPEATS = 3
 
 @dataclass
 class Bank:
-    """A perceptron and a square matrix of the same experts, and rows that go through both again and again."""
+    """A perceptron and a square matrix of the same experts, and rows that go through both again and
+    again.
+    """
 
     leaves: list[Tensor] = field(default_factory=list)
 
@@ -26,7 +30,12 @@ class Bank:
         generator, case = torch.Generator().manual_seed(0), CASES["odd widths"]
         door = Perceptrons("swiglu", ("b_up_EF",))
         w_up, w_down, b_up = door.weights(case, generator)
-        shapes = (w_up / 6, w_down[..., :-1] / 4, b_up, torch.randn(case.experts, 41, 41, generator=generator) / 6)
+        shapes = (
+            w_up / 6,
+            w_down[..., :-1] / 4,
+            b_up,
+            torch.randn(case.experts, 41, 41, generator=generator) / 6,
+        )
         x = torch.randn(case.tokens, 41, generator=generator)
         self.leaves = [leaf.double().clone().requires_grad_() for leaf in (x, *shapes)]
         self.routes = [make_routes(case, generator) for _ in range(REPEATS)]
@@ -37,8 +46,15 @@ class Bank:
         for routes in self.routes:
             routes = routes.with_weights(routes.weight_N.double())
             x = x + routed_mlp(
-                x, w_up, w_down, routes, activation="swiglu", b_up_EF=b_up, backend="segments", defer=defer
-            )  # fmt: skip
+                x,
+                w_up,
+                w_down,
+                routes,
+                activation="swiglu",
+                b_up_EF=b_up,
+                backend="segments",
+                defer=defer,
+            )
             x = x + routed_linear(x, w, routes, backend="segments", defer=defer)
             self.between.append(x)
         return x.square().sum()
@@ -83,7 +99,10 @@ def test_all_calls_of_a_pass_add_to_one_buffer(bank: Bank, monkeypatch: pytest.M
     loss.backward()
     [(up, down)] = buffers
     weights = bank.leaves[1:3]
-    assert [w.grad.data_ptr() for w in weights if w.grad is not None] == [up, down]  # and it is the weights' gradient
+    assert [w.grad.data_ptr() for w in weights if w.grad is not None] == [
+        up,
+        down,
+    ]  # and it is the weights' gradient
 
 
 def test_a_graph_can_be_walked_twice(bank: Bank, expected: list[Tensor]) -> None:
@@ -101,7 +120,9 @@ def test_two_passes_before_one_backward_pass(bank: Bank, expected: list[Tensor])
     same(bank.gradients(losses[0] + losses[1]), [2 * gradient for gradient in expected])
 
 
-def test_a_backward_pass_that_did_not_ask_for_the_weights_leaves_nothing(bank: Bank, expected: list[Tensor]) -> None:
+def test_a_backward_pass_that_did_not_ask_for_the_weights_leaves_nothing(
+    bank: Bank, expected: list[Tensor]
+) -> None:
     with one_pass():
         loss = bank.forward()
     [grad_x] = torch.autograd.grad(loss, bank.leaves[:1], retain_graph=True)
@@ -164,7 +185,12 @@ def let_segments_defer(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         return (into,)
 
     monkeypatch.setattr(backend, "deferring", ("segments",))
-    for function in (mlp_backward_rows, mlp_weight_gradients, linear_backward_rows, linear_weight_gradients):
+    for function in (
+        mlp_backward_rows,
+        mlp_weight_gradients,
+        linear_backward_rows,
+        linear_weight_gradients,
+    ):
         monkeypatch.setattr(segments, function.__name__, function, raising=False)
     return settled
 

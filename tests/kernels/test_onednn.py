@@ -25,7 +25,10 @@ def test_a_trial_leaves_the_setting_as_it_was() -> None:
 
 
 def test_rounded_operands_are_not_exact() -> None:
-    a, b = (torch.randn(shape, generator=torch.Generator().manual_seed(0)) for shape in ((64, 512), (512, 64)))
+    a, b = (
+        torch.randn(shape, generator=torch.Generator().manual_seed(0))
+        for shape in ((64, 512), (512, 64))
+    )
 
     def error(product: Tensor) -> float:
         exact = a.double() @ b.double()
@@ -47,5 +50,8 @@ def test_the_experts_are_as_exact_with_it(name: str) -> None:
         pytest.skip(f"this CPU rounds: {error}")
     onednn.allow_if_exact()
     door, case, generator = Perceptrons("relu"), CASES[name], torch.Generator().manual_seed(1)
-    routes, x = make_routes(case, generator), torch.randn(case.tokens, case.d_in, generator=generator)
+    routes, x = (
+        make_routes(case, generator),
+        torch.randn(case.tokens, case.d_in, generator=generator),
+    )
     check(door, x, door.weights(case, generator), routes, 1e-5, "segments")

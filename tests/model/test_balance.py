@@ -1,4 +1,6 @@
-"""The balancing losses against their formulas written out, their conventions, their scopes and their limits."""
+"""The balancing losses against their formulas written out, their conventions, their scopes and
+their limits.
+"""
 
 import math
 
@@ -14,7 +16,10 @@ E = 7
 
 def routing(logits_T1E: Tensor, top_k: int = 2) -> Routing:
     experts = logits_T1E.squeeze(1).topk(top_k).indices
-    return Routing(token_routes(experts, torch.full(experts.shape, 0.25), num_experts=logits_T1E.shape[2]), logits_T1E)
+    return Routing(
+        token_routes(experts, torch.full(experts.shape, 0.25), num_experts=logits_T1E.shape[2]),
+        logits_T1E,
+    )
 
 
 def random_logits(rows: int, seed: int = 0, num_experts: int = E) -> Tensor:
@@ -22,25 +27,34 @@ def random_logits(rows: int, seed: int = 0, num_experts: int = E) -> Tensor:
 
 
 def test_the_entropy_is_that_of_the_average_over_time_and_repeats() -> None:
-    """log p = logsumexp over (r, t) of log_softmax(z) − ln(R·T); ℓ = Σ p ln p, per sequence; the gradient is its own."""
+    """log p = logsumexp over (r, t) of log_softmax(z) − ln(R·T); ℓ = Σ p ln p, per sequence; the
+    gradient is its own.
+    """
     batch, length, repeats = 3, 11, 4
-    z_RBTE = random_logits(repeats * batch * length).view(repeats, batch, length, E).requires_grad_()
+    z_RBTE = (
+        random_logits(repeats * batch * length).view(repeats, batch, length, E).requires_grad_()
+    )
     expected = []
     for b in range(batch):
-        log_p = torch.logsumexp(z_RBTE[:, b].reshape(-1, E).log_softmax(-1), 0) - math.log(repeats * length)
+        log_p = torch.logsumexp(z_RBTE[:, b].reshape(-1, E).log_softmax(-1), 0) - math.log(
+            repeats * length
+        )
         expected.append((log_p.exp() * log_p).sum())
     sums = add_sums([choice_sums(routing(z.reshape(-1, 1, E)), batch) for z in z_RBTE])
     value_B = balance_value(sums, "entropy", "sequence", RunningSum())
     torch.testing.assert_close(value_B, torch.stack(expected))
     ours, theirs = (
-        torch.autograd.grad(x.sum(), z_RBTE, retain_graph=True)[0] for x in (value_B, torch.stack(expected))
+        torch.autograd.grad(x.sum(), z_RBTE, retain_graph=True)[0]
+        for x in (value_B, torch.stack(expected))
     )
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-7)
 
 
 def test_bounds_and_no_nan_where_an_expert_is_never_likely() -> None:
     even = choice_sums(routing(torch.zeros(5, 1, E)), 1)
-    torch.testing.assert_close(balance_value(even, "entropy", "sequence", RunningSum()), torch.tensor([-math.log(E)]))
+    torch.testing.assert_close(
+        balance_value(even, "entropy", "sequence", RunningSum()), torch.tensor([-math.log(E)])
+    )
     logits = torch.full((4, 1, E), -1e4).index_fill(2, torch.tensor([2]), 1e4).requires_grad_()
     collapsed = balance_value(choice_sums(routing(logits), 1), "entropy", "sequence", RunningSum())
     assert collapsed.item() == 0.0
@@ -52,16 +66,22 @@ def test_bounds_and_no_nan_where_an_expert_is_never_likely() -> None:
 @pytest.mark.parametrize("top_k", [1, 2, 3])
 @pytest.mark.parametrize("scope", ["sequence", "micro_batch", "global_batch"])
 def test_the_load_balancing_loss_is_one_at_perfect_balance(top_k: int, scope: str) -> None:
-    """E/k Σ_e (n_e/T) P_e: 1 where all is even, E where one expert has every first choice and all probability (k = 1)."""
+    """E/k Σ_e (n_e/T) P_e: 1 where all is even, E where one expert has every first choice and all
+    probability (k = 1).
+    """
     experts = 6
-    rotated = torch.eye(experts).repeat(4, 1)  # every expert first equally often; the topk of ties is spread below
+    rotated = torch.eye(experts).repeat(
+        4, 1
+    )  # every expert first equally often; the topk of ties is spread below
     logits = sum(0.01 * (top_k - shift) * rotated.roll(shift, 1) for shift in range(top_k))
     even = choice_sums(routing(logits[:, None], top_k), 2)
     value = balance_value(even, "load", scope, RunningSum()).mean()
     torch.testing.assert_close(value, torch.tensor(1.0), rtol=1e-6, atol=0)
     if top_k == 1:
         collapsed = torch.zeros(8, 1, experts).index_fill(2, torch.tensor([0]), 50.0)
-        value = balance_value(choice_sums(routing(collapsed, 1), 2), "load", scope, RunningSum()).mean()
+        value = balance_value(
+            choice_sums(routing(collapsed, 1), 2), "load", scope, RunningSum()
+        ).mean()
         torch.testing.assert_close(value, torch.tensor(float(experts)))
 
 

@@ -28,7 +28,9 @@ extern "C" PyObject *none() { return Py_BuildValue(""); }
 
 @pytest.fixture(scope="module")
 def cannot_compile(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Why the compiler that torch would use makes no module for Python here, by trying; it makes one: an empty text."""
+    """Why the compiler that torch would use makes no module for Python here, by trying; it makes
+    one: an empty text.
+    """
     source = tmp_path_factory.mktemp("probe") / "probe.cpp"
     source.write_text(PROBE)
     try:
@@ -36,7 +38,15 @@ def cannot_compile(tmp_path_factory: pytest.TempPathFactory) -> str:
     except InvalidCxxCompiler as error:
         return str(error)
     folders = {sysconfig.get_path("include"), sysconfig.get_path("include", "posix_prefix")}
-    command = [compiler, "-shared", "-fPIC", *(f"-I{folder}" for folder in folders), "-o", f"{source}.so", str(source)]
+    command = [
+        compiler,
+        "-shared",
+        "-fPIC",
+        *(f"-I{folder}" for folder in folders),
+        "-o",
+        f"{source}.so",
+        str(source),
+    ]
     ended = subprocess.run(command, capture_output=True, text=True)
     return f"{compiler}: {ended.stderr}" if ended.returncode else ""
 
@@ -64,7 +74,9 @@ def gradients(model: Transformer, dtype: torch.dtype) -> dict[str, Tensor]:
     model.before_step(0)
     result = micro_batch_loss(partial(forward_in, model, dtype), rows, global_sequences=4)
     result.loss.backward()
-    return {"loss": result.loss.detach()} | {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    return {"loss": result.loss.detach()} | {
+        n: p.grad for n, p in model.named_parameters() if p.grad is not None
+    }
 
 
 @pytest.mark.parametrize("name", ["moeut", "sut"])  # SwitchHead's and MoMHA's attention; halting
@@ -80,7 +92,9 @@ def test_graphs_are_whole_few_and_right(name: str, dtype: torch.dtype) -> None:
         model.recompute_layers(mode)
         model.zero_grad()
         for key, value in gradients(model, dtype).items():
-            torch.testing.assert_close(value, expected[key], rtol=1e-4, atol=1e-6, msg=lambda m, k=key: f"{k}: {m}")
+            torch.testing.assert_close(
+                value, expected[key], rtol=1e-4, atol=1e-6, msg=lambda m, k=key: f"{k}: {m}"
+            )
     kinds = counters["stats"]["unique_graphs"]
     assert (
         3 <= kinds <= 5
@@ -107,20 +121,25 @@ def test_compiled_code_computes_the_same() -> None:
         model.recompute_layers(mode)
         model.zero_grad()
         for key, value in gradients(model, torch.float32).items():
-            torch.testing.assert_close(value, expected[key], rtol=1e-3, atol=1e-5, msg=lambda m, k=key: f"{k}: {m}")
+            torch.testing.assert_close(
+                value, expected[key], rtol=1e-3, atol=1e-5, msg=lambda m, k=key: f"{k}: {m}"
+            )
 
 
 def test_without_a_compiler_the_user_hears_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(
-        ValueError, match=r"C\+\+ compiler on CPU devices, and there is no 'no-such-compiler' here: install g\+\+"
+        ValueError,
+        match=r"C\+\+ compiler on CPU devices, and there is no 'no-such-compiler' here: install g\+\+",
     ):
         compile_dense_parts(tiny_model("dense"))
     check_compiler(torch.device("meta"))  # nothing is compiled for it
 
 
 def test_gpus_need_a_compiler_of_c_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Triton compiles a module in C, with CC, gcc or clang; it is not installed where there is no GPU."""
+    """Triton compiles a module in C, with CC, gcc or clang; it is not installed where there is no
+    GPU.
+    """
     gpu = torch.device("cuda")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match="needs Triton on GPUs: pip install triton"):
@@ -129,7 +148,8 @@ def test_gpus_need_a_compiler_of_c_too(monkeypatch: pytest.MonkeyPatch, tmp_path
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CC", raising=False)
     with pytest.raises(
-        ValueError, match=r"a C compiler on CUDA devices, and there is no 'gcc' and no 'clang' here: .* CC"
+        ValueError,
+        match=r"a C compiler on CUDA devices, and there is no 'gcc' and no 'clang' here: .* CC",
     ):
         check_compiler(gpu)
     (tmp_path / "clang").touch(mode=0o755)
@@ -141,7 +161,9 @@ def test_gpus_need_a_compiler_of_c_too(monkeypatch: pytest.MonkeyPatch, tmp_path
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_both_need_the_headers_of_python(device: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_both_need_the_headers_of_python(
+    device: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
     for variable in ("CC", "CXX"):
         monkeypatch.setenv(variable, "sh")

@@ -22,9 +22,18 @@ from moebius.model.transformer import Transformer
 from moebius.train.recipes.smoke import RECIPES
 
 TINY = ModelConfig(
-    vocab_size=61, d_model=24, num_layers=6, group_size=2, num_heads=3, d_head=10, num_attention_experts=5,
-    attention_top_k=2, num_experts=11, router=SigmoidConfig(top_k=4), d_expert=6,
-)  # fmt: skip
+    vocab_size=61,
+    d_model=24,
+    num_layers=6,
+    group_size=2,
+    num_heads=3,
+    d_head=10,
+    num_attention_experts=5,
+    attention_top_k=2,
+    num_experts=11,
+    router=SigmoidConfig(top_k=4),
+    d_expert=6,
+)
 VARIANTS = {
     "moeut": TINY,
     "sub-tokens, pre-norm": TINY.model_copy(update={"norm": "pre", "sub_tokens": 3}),
@@ -33,7 +42,9 @@ VARIANTS = {
     "one attention expert, release": TINY.model_copy(update={"num_attention_experts": 1}),
     "shared experts": TINY.model_copy(update={"num_shared_experts": 2, "activation": "swiglu"}),
     "biases": TINY.model_copy(update={"expert_bias": True, "activation": "gelu"}),
-    "half of the layers": TINY.model_copy(update={"group_size": 6, "placement": "last_half", "attention": "dense"}),
+    "half of the layers": TINY.model_copy(
+        update={"group_size": 6, "placement": "last_half", "attention": "dense"}
+    ),
     "one member of two": TINY.model_copy(update={"placement": 1, "order": "aabb"}),
     "a dense gated layer": TINY.model_copy(update={"feed_forward": "dense", "activation": "geglu"}),
     "learned positions": TINY.model_copy(update={"positions": "learned", "max_positions": 61}),
@@ -45,7 +56,9 @@ def shallow(config: ModelConfig) -> ModelConfig:
     if config.num_layers <= 4:
         return config
     group = 4 if config.group_size == config.num_layers else config.group_size
-    return ModelConfig.model_validate(config.model_dump() | {"group_size": group, "num_layers": -(-4 // group) * group})
+    return ModelConfig.model_validate(
+        config.model_dump() | {"group_size": group, "num_layers": -(-4 // group) * group}
+    )
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -53,7 +66,9 @@ def test_the_formula_agrees_with_torch_for_every_recipe(name: str) -> None:
     """To the last FLOP, where neither width nor length is a round number."""
     config, length = shallow(RECIPES[name]().model), 37
     tokens = config.group_sequences * length
-    assert round(forward_flops(config, length).training * tokens) == round(counted_flops(config, length) * tokens)
+    assert round(forward_flops(config, length).training * tokens) == round(
+        counted_flops(config, length) * tokens
+    )
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -62,20 +77,35 @@ def test_the_formula_agrees_with_torch_for_every_switch(variant: str) -> None:
 
 
 def test_a_loss_without_a_product_adds_nothing() -> None:
-    with_losses = TINY.model_copy(update={"router": SigmoidConfig(top_k=4, z_loss=0.1, balance_form="load")})
+    with_losses = TINY.model_copy(
+        update={"router": SigmoidConfig(top_k=4, z_loss=0.1, balance_form="load")}
+    )
     assert counted_flops(with_losses, 19) == counted_flops(TINY, 19)
 
 
-# Multiply-accumulates per token, in millions, of the MoEUT paper's own accounting: layers alone, forward.
+# Multiply-accumulates per token, in millions, of the MoEUT paper's own accounting: layers alone,
+# forward.
 PUBLISHED_MACS = {
-    "dense_44m": 51.3, "dense_126m": 138.4, "dense_244m": 264.8, "dense_319m": 353.0, "dense_728m": 802.2, "dense_1b": 1132.5,
-    "moeut_44m": 45.1, "moeut_126m": 92.3, "moeut_244m": 158.5, "moeut_319m": 210.2, "moeut_728m": 482.9, "moeut_1b": 683.8,
-}  # fmt: skip
+    "dense_44m": 51.3,
+    "dense_126m": 138.4,
+    "dense_244m": 264.8,
+    "dense_319m": 353.0,
+    "dense_728m": 802.2,
+    "dense_1b": 1132.5,
+    "moeut_44m": 45.1,
+    "moeut_126m": 92.3,
+    "moeut_244m": 158.5,
+    "moeut_319m": 210.2,
+    "moeut_728m": 482.9,
+    "moeut_1b": 683.8,
+}
 
 
 @pytest.mark.parametrize("name", PUBLISHED_MACS)
 def test_the_papers_own_accounting_comes_out(name: str) -> None:
-    """It counts V's and O's routers as if for one head, and the weighing of V's and O's answers, which is no product here."""
+    """It counts V's and O's routers as if for one head, and the weighing of V's and O's answers,
+    which is no product here.
+    """
     config = RECIPES[name]().model
     flops = forward_flops(config, 1024)
     macs = (flops.forward - flops.read_out) / 2
@@ -88,28 +118,42 @@ def test_the_papers_own_accounting_comes_out(name: str) -> None:
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_active_parameters_are_those_that_one_token_uses(name: str) -> None:
-    """All of a dense model, fewer of a sparse one; and where nothing is shared or mixed, as many as the products need."""
+    """All of a dense model, fewer of a sparse one; and where nothing is shared or mixed, as many as
+    the products need.
+    """
     config = RECIPES[name]().model
     found, flops = count_parameters(config, 128), forward_flops(config, 128)
     assert found.in_layers < found.total
     sparse = config.sparse_members or config.attention != "dense"
-    drawn = config.sub_tokens * config.router.active_experts(config.num_experts, 128) if config.sparse_members else 1
+    drawn = (
+        config.sub_tokens * config.router.active_experts(config.num_experts, 128)
+        if config.sparse_members
+        else 1
+    )
     assert (found.active < found.total) == (sparse and drawn < config.num_experts)
     chosen = isinstance(config.router, ChoiceConfig) or not config.sparse_members
     if config.group_size == config.num_layers and config.attention == "dense" and chosen:
-        used_in_products = found.active - config.vocab_size * config.d_model  # the embedding's table is looked up
+        used_in_products = (
+            found.active - config.vocab_size * config.d_model
+        )  # the embedding's table is looked up
         needed = (flops.forward - flops.attention_scores) / 2
-        assert used_in_products == pytest.approx(needed, rel=0.02)  # the difference: biases, norms, learned positions
+        assert used_in_products == pytest.approx(
+            needed, rel=0.02
+        )  # the difference: biases, norms, learned positions
 
 
 def test_active_parameters_by_hand() -> None:
-    """One of two layers dense: router, K of E experts, k of N attention experts per head, and all the rest."""
+    """One of two layers dense: router, K of E experts, k of N attention experts per head, and all
+    the rest.
+    """
     config = TINY.model_copy(update={"placement": 1})
     d, heads, channels = 24, 3, 10
     attention = 2 * d * heads * channels + 2 * heads * 2 * channels * d + 2 * heads * 5 * d
     dense = 2 * d * 512 + 512 + d
     sparse = 11 * d + 4 * 2 * d * 6
-    norms = 3 * 2 * d  # of both attentions and of the sparse feed-forward; peri-norm has none before a dense one
+    norms = (
+        3 * 2 * d
+    )  # of both attentions and of the sparse feed-forward; peri-norm has none before a dense one
     rest = 61 * d + 2 * d + 61 * d + 61
     assert count_parameters(config, 8).active == 2 * attention + dense + sparse + norms + rest
 
@@ -117,7 +161,9 @@ def test_active_parameters_by_hand() -> None:
 def test_sub_tokens_use_more_experts_but_never_more_than_there_are() -> None:
     total = count_parameters(TINY.model_copy(update={"sub_tokens": 3}), 8)
     assert total.active < total.total  # attention's
-    dense = TINY.model_copy(update={"attention": "dense", "sub_tokens": 3})  # 3 × 4 draws from 11 experts
+    dense = TINY.model_copy(
+        update={"attention": "dense", "sub_tokens": 3}
+    )  # 3 × 4 draws from 11 experts
     assert count_parameters(dense, 8).active == count_parameters(dense, 8).total
 
 
@@ -125,16 +171,30 @@ def test_sub_tokens_use_more_experts_but_never_more_than_there_are() -> None:
     ("bound", "names"),
     [
         (True, ("switch_causal", "gshard", "transition", "sut")),
-        (False, ("dense", "moeut", "top_k", "expert_choice", "soft_moe", "mixture_of_tokens", "sut_no_act")),
+        (
+            False,
+            (
+                "dense",
+                "moeut",
+                "top_k",
+                "expert_choice",
+                "soft_moe",
+                "mixture_of_tokens",
+                "sut_no_act",
+            ),
+        ),
     ],
 )
-def test_only_what_may_be_refused_or_halt_is_an_upper_bound(bound: bool, names: tuple[str, ...]) -> None:
+def test_only_what_may_be_refused_or_halt_is_an_upper_bound(
+    bound: bool, names: tuple[str, ...]
+) -> None:
     assert [is_upper_bound(RECIPES[name]().model) for name in names] == [bound] * len(names)
 
 
 # Multi-Head MoE -----------------------------------------------------------------------------------------------------
 
-# The sizes of arXiv 2411.16205 (d 768, SwiGLU), and an eighth of them: layer, FLOPs per token, parameters.
+# The sizes of arXiv 2411.16205 (d 768, SwiGLU), and an eighth of them: layer, FLOPs per token,
+# parameters.
 PARITY = {
     "SMoE": (ExpertLayer(768, 8, 1, 2048), 9_437_184, 37_748_736),
     "fine-grained": (ExpertLayer(768, 16, 2, 1024), 9_437_184, 37_748_736),
@@ -157,15 +217,26 @@ def test_the_parity_table_is_that_of_the_layers_themselves(row: str) -> None:
     """Counted on the model, less what the table leaves out: routers and biases."""
     layer, flops, parameters = PARITY[row]
     config = ModelConfig(
-        d_model=layer.d_model, num_layers=1, group_size=1, norm="pre", attention="dense", activation=layer.activation,
-        num_experts=layer.num_experts, d_expert=layer.d_expert, sub_tokens=layer.sub_tokens,
+        d_model=layer.d_model,
+        num_layers=1,
+        group_size=1,
+        norm="pre",
+        attention="dense",
+        activation=layer.activation,
+        num_experts=layer.num_experts,
+        d_expert=layer.d_expert,
+        sub_tokens=layer.sub_tokens,
         router=SigmoidConfig(top_k=layer.top_k),
-    )  # fmt: skip
+    )
     found = forward_flops(config, 8)
     assert found.feed_forward + found.sub_tokens == flops
     with torch.device("meta"):
         block = Transformer(config).group[0].feed_forward
-    names = [name for name, _ in block.named_parameters() if not name.startswith("router") and "bias" not in name]
+    names = [
+        name
+        for name, _ in block.named_parameters()
+        if not name.startswith("router") and "bias" not in name
+    ]
     assert sum(block.get_parameter(name).numel() for name in names) == parameters
 
 
@@ -177,7 +248,9 @@ def test_the_parity_rule() -> None:
         124, 3
     )  # 40 in the paper: 3.1 % fewer parameters
     assert parity_experts(smoe, sub_tokens=3, d_expert=512) == 93  # 96 in the paper: 3.1 % more
-    plain = ExpertLayer(768, 8, 1, 4 * 768, activation="gelu")  # the paper's example: f = 4d, k = 1, h = 3
+    plain = ExpertLayer(
+        768, 8, 1, 4 * 768, activation="gelu"
+    )  # the paper's example: f = 4d, k = 1, h = 3
     assert parity_width(plain, top_k=1) == 3 * 768
     assert parity_experts(plain, sub_tokens=3, d_expert=3 * 768) == 4 * 8 - 1
 
@@ -196,8 +269,12 @@ def test_the_parity_rule_gives_equal_cost(activation: str, sub_tokens: int, top_
 
 
 @pytest.mark.parametrize(("num_experts", "width"), [(8, 11_904), (128, 12_264)])
-def test_the_first_papers_form_has_equal_parameters_and_four_times_the_flops(num_experts: int, width: int) -> None:
-    """arXiv 2404.15045, four heads: the published parameter counts mean widths of 11,556 (8 experts) to 12,288 (128)."""
+def test_the_first_papers_form_has_equal_parameters_and_four_times_the_flops(
+    num_experts: int, width: int
+) -> None:
+    """arXiv 2404.15045, four heads: the published parameter counts mean widths of 11,556 (8
+    experts) to 12,288 (128).
+    """
     base = ExpertLayer(768, num_experts, 2, 3072, activation="gelu")
     assert matched_width(base, sub_tokens=4) == width
     assert 11_556 <= width <= 12_288

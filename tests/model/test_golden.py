@@ -42,7 +42,11 @@ def test_logits_losses_and_every_gradient_agree(name: str, backend: str) -> None
     for parameter_name, parameter in model.named_parameters():
         assert parameter.grad is not None, parameter_name
         torch.testing.assert_close(
-            parameter.grad, expected[parameter_name], rtol=0, atol=1e-6, msg=lambda m, n=parameter_name: f"{n}: {m}"
+            parameter.grad,
+            expected[parameter_name],
+            rtol=0,
+            atol=1e-6,
+            msg=lambda m, n=parameter_name: f"{n}: {m}",
         )
 
 
@@ -52,14 +56,19 @@ def test_the_same_experts_are_selected_at_every_depth_step(name: str) -> None:
     model = golden.model()
     seen: list[tuple[torch.Tensor, torch.Tensor]] = []
     for layer in model.group:
-        layer.feed_forward.router.register_forward_hook(lambda _, __, out: seen.append((out.wanted_TK, out.logits_THA)))
+        layer.feed_forward.router.register_forward_hook(
+            lambda _, __, out: seen.append((out.wanted_TK, out.logits_THA))
+        )
     run(golden, model)
     selected, logits = zip(*seen, strict=True)
     expected = golden["trace/ff_sel"]
     ours = torch.stack(selected).sort(-1).values.view(expected.shape)
     assert torch.equal(ours, expected)
     torch.testing.assert_close(
-        torch.stack(logits).view(golden["trace/ff_logits"].shape), golden["trace/ff_logits"], rtol=0, atol=1e-5
+        torch.stack(logits).view(golden["trace/ff_logits"].shape),
+        golden["trace/ff_logits"],
+        rtol=0,
+        atol=1e-5,
     )
 
 

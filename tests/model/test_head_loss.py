@@ -14,14 +14,24 @@ from moebius.model.head_loss import head_loss, rows_of_chunk
 from moebius.model.precision import forward_in
 
 TOKENS, WIDTH, WORDS = 23, 7, 11
-CHUNKS = (1, 4, 22, 23, 100)  # one token each, a rest, a rest of one, exactly all, more than there are
+CHUNKS = (
+    1,
+    4,
+    22,
+    23,
+    100,
+)  # one token each, a rest, a rest of one, exactly all, more than there are
 
 
-def operands(dtype: torch.dtype = torch.float64, *, size: float = 1.0, bias: bool = True) -> list[Tensor | None]:
+def operands(
+    dtype: torch.dtype = torch.float64, *, size: float = 1.0, bias: bool = True
+) -> list[Tensor | None]:
     generator = torch.Generator().manual_seed(0)
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     shapes = ((TOKENS, WIDTH), (WORDS, WIDTH), (WORDS,))
-    x, weight, offset = (size * torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)
+    x, weight, offset = (
+        size * torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes
+    )
     return [
         x.to(wide).requires_grad_(),
         weight.to(dtype).requires_grad_(),
@@ -45,7 +55,9 @@ def with_gradients(loss: Tensor, inputs: list[Tensor | None]) -> list[Tensor]:
 
 @pytest.mark.parametrize("rows", CHUNKS)
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
-@pytest.mark.parametrize("size", [1.0, 30.0])  # so large that most softmaxes are 0 or 1 and logits overflow exp
+@pytest.mark.parametrize(
+    "size", [1.0, 30.0]
+)  # so large that most softmaxes are 0 or 1 and logits overflow exp
 def test_it_equals_the_loss_on_full_logits(rows: int, bias: bool, size: float) -> None:
     inputs = operands(size=size, bias=bias)
     expected = with_gradients(plain(*inputs, targets()), inputs)
@@ -56,7 +68,9 @@ def test_it_equals_the_loss_on_full_logits(rows: int, bias: bool, size: float) -
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 8e-3)])
 @pytest.mark.parametrize("rows", [4, 100])
-def test_low_precision_keeps_to_its_rounding(dtype: torch.dtype, tolerance: float, rows: int) -> None:
+def test_low_precision_keeps_to_its_rounding(
+    dtype: torch.dtype, tolerance: float, rows: int
+) -> None:
     """Against float64 on the same values; gradients have the dtypes of what they belong to."""
     inputs = operands(dtype)
     exact = [t.detach().to(dtype).double().requires_grad_() for t in inputs]
@@ -69,16 +83,24 @@ def test_low_precision_keeps_to_its_rounding(dtype: torch.dtype, tolerance: floa
 
 def test_gradients_by_differences() -> None:
     x, weight, bias = operands()
-    assert torch.autograd.gradcheck(lambda *inputs: head_loss(*inputs, targets(), rows=5), (x, weight, bias))
-    [grad] = torch.autograd.grad(head_loss(x, weight, bias, targets()).square(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):  # and no second derivative without its terms
+    assert torch.autograd.gradcheck(
+        lambda *inputs: head_loss(*inputs, targets(), rows=5), (x, weight, bias)
+    )
+    [grad] = torch.autograd.grad(
+        head_loss(x, weight, bias, targets()).square(), x, create_graph=True
+    )
+    with pytest.raises(
+        RuntimeError, match="once_differentiable"
+    ):  # and no second derivative without its terms
         grad.sum().backward()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_it_repeats_bit_for_bit_and_again_from_one_graph(dtype: torch.dtype) -> None:
     inputs = operands(dtype)
-    first, second = (with_gradients(head_loss(*inputs, targets(), rows=4), inputs) for _ in range(2))
+    first, second = (
+        with_gradients(head_loss(*inputs, targets(), rows=4), inputs) for _ in range(2)
+    )
     assert all(map(torch.equal, first, second))
     loss = head_loss(*inputs, targets(), rows=4)
     once, twice = (torch.autograd.grad(loss, inputs, retain_graph=True) for _ in range(2))
@@ -119,12 +141,17 @@ def test_memory_does_not_grow_with_tokens_times_vocabulary() -> None:
     rows = rows_of_chunk(words, "cpu")
 
     def peak(tokens: int) -> int:
-        x, weight = torch.randn(tokens, width, requires_grad=True), torch.randn(words, width, requires_grad=True)
+        x, weight = (
+            torch.randn(tokens, width, requires_grad=True),
+            torch.randn(words, width, requires_grad=True),
+        )
         with Largest() as live:
             head_loss(x, weight, None, torch.zeros(tokens, dtype=torch.int64)).backward()
         return live.most
 
-    assert peak(4 * rows) - peak(2 * rows) < 2 * rows * 4 * 4 * width  # rows of x and their gradients, and no logits
+    assert (
+        peak(4 * rows) - peak(2 * rows) < 2 * rows * 4 * 4 * width
+    )  # rows of x and their gradients, and no logits
     assert peak(2 * rows) < 3 * 4 * rows * words
     with Largest() as live:
         plain(
@@ -143,14 +170,20 @@ def test_a_model_gives_the_loss_of_its_own_logits(name: str, dtype: torch.dtype)
     model = make_uneven(tiny_model(name))
     forward = partial(forward_in, model, dtype)
     logits = forward(rows[:, :-1])
-    F.cross_entropy(logits.logits_BSV.flatten(0, 1), rows[:, 1:].flatten(), reduction="sum").backward()
-    expected = {key: weight.grad for key, weight in model.named_parameters() if weight.grad is not None}
+    F.cross_entropy(
+        logits.logits_BSV.flatten(0, 1), rows[:, 1:].flatten(), reduction="sum"
+    ).backward()
+    expected = {
+        key: weight.grad for key, weight in model.named_parameters() if weight.grad is not None
+    }
     model.zero_grad()
     loss = forward(rows[:, :-1], targets_BS=rows[:, 1:])
     loss.cross_entropy.backward()
     assert torch.equal(loss.regularisation_B, logits.regularisation_B)
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2
-    found = {key: weight.grad for key, weight in model.named_parameters() if weight.grad is not None}
+    found = {
+        key: weight.grad for key, weight in model.named_parameters() if weight.grad is not None
+    }
     assert found.keys() == expected.keys()
     for key, grad in found.items():
         assert (grad - expected[key]).norm() <= tolerance * expected[key].norm(), key

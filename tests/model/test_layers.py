@@ -16,7 +16,9 @@ def table(width: int = WIDTH) -> RotaryTable:
 
 
 def rows(dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.randn(2, 3, POSITIONS, CHANNELS, generator=torch.Generator().manual_seed(0)).to(dtype)
+    return torch.randn(2, 3, POSITIONS, CHANNELS, generator=torch.Generator().manual_seed(0)).to(
+        dtype
+    )
 
 
 def by_hand(x_BHSC: Tensor, *, back: bool = False) -> Tensor:
@@ -38,7 +40,9 @@ def test_pairs_are_rotated_and_gradients_rotated_back(dtype: torch.dtype, tolera
     y.backward(grad)
     assert y.dtype == x.grad.dtype == dtype
     torch.testing.assert_close(y.double(), by_hand(x.detach()), rtol=tolerance, atol=tolerance)
-    torch.testing.assert_close(x.grad.double(), by_hand(grad, back=True), rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(
+        x.grad.double(), by_hand(grad, back=True), rtol=tolerance, atol=tolerance
+    )
     assert torch.equal(y[..., WIDTH:], x[..., WIDTH:])
 
 

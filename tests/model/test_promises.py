@@ -1,7 +1,8 @@
-"""What each model promises (causal? batch-invariant? dropless? balanced?), held against what it does, from embedding to logits.
+"""What each model promises (causal? batch-invariant? dropless? balanced?), held against what it
+does, from embedding to logits.
 
-Both directions: a promise that is made is kept exactly, at every cut, with uneven routers; one that is not made is seen broken
-(else the table would call a model worse than it is).
+Both directions: a promise that is made is kept exactly, at every cut, with uneven routers; one that
+is not made is seen broken (else the table would call a model worse than it is).
 """
 
 from collections.abc import Iterator
@@ -40,7 +41,9 @@ def measure(model: Transformer, tokens: Tensor) -> Leaks:
     for cut in range(1, POSITIONS):
         other = torch.randint(VOCABULARY, tokens.shape, generator=generator)
         changed = torch.cat((tokens[:, :cut], other[:, cut:]), 1)
-        leaks.past = max(leaks.past, difference(run(model, changed).logits_BSV, before, slice(None), slice(cut)))
+        leaks.past = max(
+            leaks.past, difference(run(model, changed).logits_BSV, before, slice(None), slice(cut))
+        )
         for sequence in (0, SEQUENCES - 1):
             one = tokens.clone()
             one[sequence, cut:] = other[sequence, cut:]
@@ -52,7 +55,9 @@ def measure(model: Transformer, tokens: Tensor) -> Leaks:
 
 
 def states(name: str, *, common: float) -> Iterator[Transformer]:
-    """In training and evaluation, and on either side of a transition: a promise holds for the whole run."""
+    """In training and evaluation, and on either side of a transition: a promise holds for the whole
+    run.
+    """
     model = make_uneven(tiny_model(name, dtype=torch.float64), common=common)
     for step in (0, getattr(model.config.router, "switch_step", 0)):
         model.before_step(step)
@@ -61,12 +66,19 @@ def states(name: str, *, common: float) -> Iterator[Transformer]:
 
 
 def largest(name: str, tokens: Tensor) -> tuple[float, float, float]:
-    """Leaks in training and evaluation, with rows that have much and rows that have little in common.
+    """Leaks in training and evaluation, with rows that have much and rows that have little in
+    common.
 
     A capacity that one position exhausts hides later ones, one that nobody exhausts hides all.
     """
-    leaks = [measure(model, tokens) for common in (3.0, 0.3) for model in states(name, common=common)]
-    return max(leak.past for leak in leaks), max(leak.own_past for leak in leaks), max(leak.others for leak in leaks)
+    leaks = [
+        measure(model, tokens) for common in (3.0, 0.3) for model in states(name, common=common)
+    ]
+    return (
+        max(leak.past for leak in leaks),
+        max(leak.own_past for leak in leaks),
+        max(leak.others for leak in leaks),
+    )
 
 
 def difference(after: Tensor, before: Tensor, sequences: object, positions: slice) -> float:
@@ -78,11 +90,18 @@ def draws_for_every_row(config: ModelConfig) -> bool:
 
 
 @pytest.mark.parametrize(
-    "name", [n for n in NAMES if tiny_config(n).promises.causal and not draws_for_every_row(tiny_config(n))]
+    "name",
+    [
+        n
+        for n in NAMES
+        if tiny_config(n).promises.causal and not draws_for_every_row(tiny_config(n))
+    ],
 )
 def test_a_causal_model_does_not_care_how_much_follows(name: str) -> None:
     """Unless it has a capacity, which is a share of the rows there are."""
-    tokens = torch.randint(VOCABULARY, (SEQUENCES, POSITIONS), generator=torch.Generator().manual_seed(3))
+    tokens = torch.randint(
+        VOCABULARY, (SEQUENCES, POSITIONS), generator=torch.Generator().manual_seed(3)
+    )
     config = tiny_config(name)
     changes = []
     for model in states(name, common=3.0):
@@ -90,7 +109,9 @@ def test_a_causal_model_does_not_care_how_much_follows(name: str) -> None:
             continue
         whole = run(model, tokens).logits_BSV
         changes += [
-            difference(run(model, tokens[:, :cut]).logits_BSV, whole[:, :cut], slice(None), slice(None))
+            difference(
+                run(model, tokens[:, :cut]).logits_BSV, whole[:, :cut], slice(None), slice(None)
+            )
             for cut in (1, 4)
         ]
     if getattr(config.router, "capacity_factor", None) is None:
@@ -102,7 +123,9 @@ def test_a_causal_model_does_not_care_how_much_follows(name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_every_promise_is_kept_and_every_other_is_seen_broken(name: str) -> None:
     promises = tiny_config(name).promises
-    tokens = torch.randint(VOCABULARY, (SEQUENCES, POSITIONS), generator=torch.Generator().manual_seed(3))
+    tokens = torch.randint(
+        VOCABULARY, (SEQUENCES, POSITIONS), generator=torch.Generator().manual_seed(3)
+    )
     past, own_past, others = largest(name, tokens)
     if promises.causal:
         assert past == own_past == 0.0

@@ -19,18 +19,40 @@ from moebius.train.loss import micro_batch_loss
 
 MICRO_BATCH, POSITIONS = 8, 6
 DRAWS = {  # what no recipe of the family has
-    "jitter": ("switch", {"router": {"kind": "token_choice", "top_k": 2, "jitter": 0.2, "capacity_factor": 0.7}}),
-    "jitter and a random second expert": (
-        "gshard", {"router": {
-            "kind": "token_choice", "top_k": 2, "renormalise": True, "second_expert": "random", "jitter": 0.2,
-            "capacity_factor": 1.0, "drop_order": "slot_major",
-        }},
+    "jitter": (
+        "switch",
+        {"router": {"kind": "token_choice", "top_k": 2, "jitter": 0.2, "capacity_factor": 0.7}},
     ),
-    "drawn experts": ("sut", {"router": {"kind": "sut", "top_k": 3, "sampled": 2}, "attention_sampled": 1}),
-    "priority": ("switch", {"router": {
-        "kind": "token_choice", "top_k": 2, "capacity_factor": 0.5, "drop_order": "priority",
-    }}),
-}  # fmt: skip
+    "jitter and a random second expert": (
+        "gshard",
+        {
+            "router": {
+                "kind": "token_choice",
+                "top_k": 2,
+                "renormalise": True,
+                "second_expert": "random",
+                "jitter": 0.2,
+                "capacity_factor": 1.0,
+                "drop_order": "slot_major",
+            }
+        },
+    ),
+    "drawn experts": (
+        "sut",
+        {"router": {"kind": "sut", "top_k": 3, "sampled": 2}, "attention_sampled": 1},
+    ),
+    "priority": (
+        "switch",
+        {
+            "router": {
+                "kind": "token_choice",
+                "top_k": 2,
+                "capacity_factor": 0.5,
+                "drop_order": "priority",
+            }
+        },
+    ),
+}
 
 
 def model_of(name: str, mode: Recompute) -> Transformer:
@@ -41,22 +63,35 @@ def model_of(name: str, mode: Recompute) -> Transformer:
 
 
 def rows() -> Tensor:
-    return torch.randint(VOCABULARY, (MICRO_BATCH, POSITIONS + 1), generator=torch.Generator().manual_seed(5))
+    return torch.randint(
+        VOCABULARY, (MICRO_BATCH, POSITIONS + 1), generator=torch.Generator().manual_seed(5)
+    )
 
 
-def loss_and_gradients(model: Transformer, dtype: torch.dtype, *, step: int = 0) -> dict[str, Tensor]:
+def loss_and_gradients(
+    model: Transformer, dtype: torch.dtype, *, step: int = 0
+) -> dict[str, Tensor]:
     model.before_step(step)
     torch.manual_seed(3)
-    result = micro_batch_loss(partial(forward_in, model, dtype), rows(), global_sequences=MICRO_BATCH)
+    result = micro_batch_loss(
+        partial(forward_in, model, dtype), rows(), global_sequences=MICRO_BATCH
+    )
     drawn_next = torch.rand(4)
     result.loss.backward()
     found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    return found | {"loss": result.loss, "regularisation": result.regularisation, "drawn next": drawn_next}
+    return found | {
+        "loss": result.loss,
+        "regularisation": result.regularisation,
+        "drawn next": drawn_next,
+    }
 
 
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    [(name, (torch.float32, torch.bfloat16)[index % 2]) for index, name in enumerate([*NAMES, *DRAWS])],
+    [
+        (name, (torch.float32, torch.bfloat16)[index % 2])
+        for index, name in enumerate([*NAMES, *DRAWS])
+    ],
 )
 def test_loss_and_every_gradient_keep_their_bits(name: str, dtype: torch.dtype) -> None:
     expected = loss_and_gradients(model_of(name, "none"), dtype)
@@ -79,19 +114,24 @@ def test_every_step_runs_twice_and_hooks_on_the_layer_once(name: str, mode: Reco
     model, calls, seconds = model_of(name, mode), [], []
     for layer in model.group:
         layer.register_forward_hook(lambda *_: calls.append("layer"))
-        layer.attention.register_forward_hook(lambda *_: (seconds if recomputing() else calls).append("step"))
+        layer.attention.register_forward_hook(
+            lambda *_: (seconds if recomputing() else calls).append("step")
+        )
     loss_and_gradients(model, torch.bfloat16)
     depth = model.config.num_layers
     assert (calls.count("layer"), calls.count("step"), len(seconds)) == (depth, depth, depth)
 
 
 @pytest.mark.parametrize(
-    ("name", "mode"), [(name, ("selective", "full")[index % 2]) for index, name in enumerate([*NAMES, *DRAWS])]
+    ("name", "mode"),
+    [(name, ("selective", "full")[index % 2]) for index, name in enumerate([*NAMES, *DRAWS])],
 )
 def test_a_second_run_that_rounds_otherwise_decides_as_the_first(
     name: str, mode: Recompute, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Noise far above rounding, in the second run only: where the routers decided anew, routes would differ."""
+    """Noise far above rounding, in the second run only: where the routers decided anew, routes
+    would differ.
+    """
     norm, dispatch = LayerNorm.forward, LocalDispatcher.dispatch
     noise = torch.Generator().manual_seed(8)
     first: list[tuple[Tensor, Tensor]] = []
@@ -102,14 +142,18 @@ def test_a_second_run_that_rounds_otherwise_decides_as_the_first(
         return normed + torch.randn(normed.shape, generator=noise) if recomputing() else normed
 
     def recorded(self: LocalDispatcher, x_UD: Tensor, routes: Routes) -> Sent:
-        (second if recomputing() else first).append((routes.source_N.clone(), routes.expert_N.clone()))
+        (second if recomputing() else first).append(
+            (routes.source_N.clone(), routes.expert_N.clone())
+        )
         return dispatch(self, x_UD, routes)
 
     monkeypatch.setattr(LayerNorm, "forward", noisy)
     monkeypatch.setattr(LocalDispatcher, "dispatch", recorded)
     model = model_of(name, mode)
     loss_and_gradients(model, torch.float32)
-    assert sorted(map(spelled, second)) == sorted(map(spelled, first))  # the second runs come in reverse
+    assert sorted(map(spelled, second)) == sorted(
+        map(spelled, first)
+    )  # the second runs come in reverse
 
 
 def spelled(routes: tuple[Tensor, Tensor]) -> str:
@@ -117,7 +161,9 @@ def spelled(routes: tuple[Tensor, Tensor]) -> str:
 
 
 def test_what_remains_shrinks_and_goes() -> None:
-    """Bytes after the forward pass, and after the backward pass nothing but gradients, without a garbage collector."""
+    """Bytes after the forward pass, and after the backward pass nothing but gradients, without a
+    garbage collector.
+    """
     found = {}
     gc.collect()
     gc.disable()
@@ -130,7 +176,9 @@ def test_what_remains_shrinks_and_goes() -> None:
                 found[mode] = live.num_bytes
                 output.logits_BSV.sum().backward()
                 del output
-            gradients = sum(p.grad.untyped_storage().nbytes() for p in model.parameters() if p.grad is not None)
+            gradients = sum(
+                p.grad.untyped_storage().nbytes() for p in model.parameters() if p.grad is not None
+            )
             assert live.num_bytes <= gradients + 4096, mode
     finally:
         gc.enable()
@@ -146,7 +194,9 @@ def test_without_gradients_or_with_a_cache_nothing_is_run_twice() -> None:
     with torch.no_grad():
         plain = model(tokens).logits_BSV
     cache = model.new_cache()
-    cached = torch.cat([model(tokens[:, :4], cache).logits_BSV, model(tokens[:, 4:], cache).logits_BSV], 1)
+    cached = torch.cat(
+        [model(tokens[:, :4], cache).logits_BSV, model(tokens[:, 4:], cache).logits_BSV], 1
+    )
     torch.testing.assert_close(cached, plain, rtol=1e-4, atol=1e-5)
     cached.sum().backward()
     assert calls
@@ -157,7 +207,9 @@ def test_a_retained_graph_is_run_again_for_every_backward_pass() -> None:
     model = model_of("moeut", "selective")
     loss = model(rows()).logits_BSV.square().sum()
     loss.backward(retain_graph=True)
-    once_through = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    once_through = {
+        name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None
+    }
     loss.backward()
     for name, parameter in model.named_parameters():
         if parameter.grad is not None:

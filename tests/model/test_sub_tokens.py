@@ -1,4 +1,6 @@
-"""Multi-Head MoE: what is split comes together again in the same order, whatever router stands in between."""
+"""Multi-Head MoE: what is split comes together again in the same order, whatever router stands in
+between.
+"""
 
 from typing import Any
 
@@ -21,7 +23,13 @@ from moebius.model.transformer import Transformer
 # Gates that add up to 1, so that identical answers add up to that answer.
 NORMALISED: dict[str, dict[str, Any]] = {
     "token_choice": {"kind": "token_choice", "top_k": 2, "renormalise": True},
-    "deepseek": {"kind": "deepseek", "top_k": 2, "num_groups": 1, "kept_groups": 1, "renormalise": True},
+    "deepseek": {
+        "kind": "deepseek",
+        "top_k": 2,
+        "num_groups": 1,
+        "kept_groups": 1,
+        "renormalise": True,
+    },
 }
 ROUTERS = NORMALISED | {
     "sigmoid": {"kind": "sigmoid", "top_k": 2},
@@ -33,9 +41,13 @@ ROUTERS = NORMALISED | {
 
 @torch.no_grad()
 def make_identity(layer: SparseFeedForward) -> SparseFeedForward:
-    """Orthogonal head, its transpose as merge, no biases, experts that hand back what they get: relu(x) − relu(−x)."""
+    """Orthogonal head, its transpose as merge, no biases, experts that hand back what they get:
+    relu(x) − relu(−x).
+    """
     assert layer.view is not None
-    head = torch.linalg.qr(torch.randn(12, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(3))).Q
+    head = torch.linalg.qr(
+        torch.randn(12, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    ).Q
     layer.view.head.weight.copy_(head)
     layer.view.merge.weight.copy_(head.T)
     for bias in (layer.view.head.bias, layer.view.merge.bias):
@@ -51,7 +63,9 @@ def make_identity(layer: SparseFeedForward) -> SparseFeedForward:
 @pytest.mark.parametrize("router", NORMALISED)
 @pytest.mark.parametrize("heads", [2, 3, 4, 6])
 def test_the_layer_is_the_identity_where_its_parts_are(router: str, heads: int) -> None:
-    layer = make_identity(make_layer(NORMALISED[router], sub_tokens=heads, d_expert=2 * 12 // heads))
+    layer = make_identity(
+        make_layer(NORMALISED[router], sub_tokens=heads, d_expert=2 * 12 // heads)
+    )
     x_BSD = rows(3, 5)
     y_BSD, routing = layer(x_BSD, x_BSD)
     torch.testing.assert_close(y_BSD, x_BSD, rtol=0, atol=1e-12)
@@ -59,7 +73,9 @@ def test_the_layer_is_the_identity_where_its_parts_are(router: str, heads: int) 
 
 
 @pytest.mark.parametrize("order", ["heads first", "tokens reversed"])
-def test_another_order_of_the_sub_tokens_is_noticed(order: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_order_of_the_sub_tokens_is_noticed(
+    order: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     layer = make_identity(make_layer(NORMALISED["token_choice"], sub_tokens=3, d_expert=8))
     assert layer.view is not None
     merge = layer.view.merge
@@ -76,9 +92,13 @@ def test_another_order_of_the_sub_tokens_is_noticed(order: str, monkeypatch: pyt
 
 @pytest.mark.parametrize("residual", [False, True])
 def test_the_layer_is_its_formula(residual: bool) -> None:
-    """arXiv 2404.15045, token by token and head by head; the residual as in the formula, or none, as released."""
+    """arXiv 2404.15045, token by token and head by head; the residual as in the formula, or none,
+    as released.
+    """
     heads, width = 3, 4
-    layer = make_layer(NORMALISED["token_choice"], sub_tokens=heads, sub_token_residual=residual, expert_bias=True)
+    layer = make_layer(
+        NORMALISED["token_choice"], sub_tokens=heads, sub_token_residual=residual, expert_bias=True
+    )
     x_BSD = rows(2, 5)
     assert layer.view is not None
     head, merge, experts = layer.view.head, layer.view.merge, layer.sparse.experts
@@ -93,7 +113,9 @@ def test_the_layer_is_its_formula(residual: bool) -> None:
             out_C = sub_C if residual else torch.zeros_like(sub_C)
             for e in (best, second):
                 hidden_F = (sub_C @ experts.w_up[e] + experts.b_up[e]).relu()
-                out_C = out_C + p_E[e] / (p_E[best] + p_E[second]) * (hidden_F @ experts.w_down[e] + experts.b_down[e])
+                out_C = out_C + p_E[e] / (p_E[best] + p_E[second]) * (
+                    hidden_F @ experts.w_down[e] + experts.b_down[e]
+                )
             parts.append(out_C)
         expected.append(merge.weight @ torch.cat(parts) + merge.bias)
     y_BSD, _ = layer(x_BSD, x_BSD)
@@ -112,7 +134,9 @@ def test_balance_is_that_of_the_sub_tokens() -> None:
 
 
 def test_head_and_merge_start_as_published() -> None:
-    """Xavier uniform with gains 1/√2 and 1; the head's bias keeps the framework's default, the merge's is 0."""
+    """Xavier uniform with gains 1/√2 and 1; the head's bias keeps the framework's default, the
+    merge's is 0.
+    """
     config = ModelConfig(d_model=96, sub_tokens=4, num_layers=1, group_size=1)
     with torch.device("meta"):
         model = Transformer(config)
@@ -120,8 +144,12 @@ def test_head_and_merge_start_as_published() -> None:
         name: draw(name, parameter, 0)
         for name, parameter in model.named_parameters()
         if ".view." in name
-    }  # fmt: skip
-    bounds = {"head.weight": (6 / 192 / 2) ** 0.5, "merge.weight": (6 / 192) ** 0.5, "head.bias": 96**-0.5}
+    }
+    bounds = {
+        "head.weight": (6 / 192 / 2) ** 0.5,
+        "merge.weight": (6 / 192) ** 0.5,
+        "head.bias": 96**-0.5,
+    }
     for name, bound in bounds.items():
         value = values.pop(f"group.0.feed_forward.view.{name}")
         assert 0.95 * bound < value.abs().max() <= bound
@@ -144,10 +172,20 @@ BATCH, LENGTH = 4, 6
 def config_of(router: str) -> ModelConfig:
     return ModelConfig.model_validate(
         dict(
-            vocab_size=31, d_model=24, num_layers=2, group_size=2, num_heads=2, d_head=12, norm="pre", attention="dense",
-            num_experts=6, d_expert=10, sub_tokens=3, router=ROUTERS[router],
+            vocab_size=31,
+            d_model=24,
+            num_layers=2,
+            group_size=2,
+            num_heads=2,
+            d_head=12,
+            norm="pre",
+            attention="dense",
+            num_experts=6,
+            d_expert=10,
+            sub_tokens=3,
+            router=ROUTERS[router],
         )
-    )  # fmt: skip
+    )
 
 
 def tokens_of(rank: int) -> Tensor:
@@ -158,7 +196,10 @@ def logits_and_gradients(model: Transformer, tokens_BS: Tensor) -> tuple[Tensor,
     model.before_step(0)
     logits_BSV = model(tokens_BS).logits_BSV
     logits_BSV.square().sum().backward()
-    gradients = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in model.named_parameters()}
+    gradients = {
+        name: torch.zeros_like(p) if p.grad is None else p.grad
+        for name, p in model.named_parameters()
+    }
     return logits_BSV.detach(), gradients
 
 
@@ -169,15 +210,22 @@ def on_ranks(routers: tuple[str, ...]) -> dict[str, tuple[Tensor, dict[str, Tens
         found = {}
         for router in routers:
             model = build_model(
-                config_of(router), mesh, dispatcher="alltoall", backend="auto", seed=0, device=process.device
-            )  # fmt: skip
+                config_of(router),
+                mesh,
+                dispatcher="alltoall",
+                backend="auto",
+                seed=0,
+                device=process.device,
+            )
             logits_BSV, gradients = logits_and_gradients(model, tokens_of(process.rank))
             found[router] = logits_BSV, {name: gradients[name] for name in expert_names(model)}
         return found
 
 
 def test_two_ranks_share_the_experts_of_sub_tokens() -> None:
-    """Any router inside: logits are those of one process, and an expert's gradient is the sum of what both ranks sent it."""
+    """Any router inside: logits are those of one process, and an expert's gradient is the sum of
+    what both ranks sent it.
+    """
     on_two = run_ranks(on_ranks, 2, tuple(ROUTERS))
     for router in ROUTERS:
         gradients = []
@@ -189,4 +237,6 @@ def test_two_ranks_share_the_experts_of_sub_tokens() -> None:
             gradients.append(own)
         for name in on_two[0][router][1]:
             blocks = torch.cat([on_two[rank][router][1][name] for rank in range(2)])
-            torch.testing.assert_close(blocks, gradients[0][name] + gradients[1][name], rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(
+                blocks, gradients[0][name] + gradients[1][name], rtol=1e-4, atol=1e-5
+            )

@@ -1,4 +1,6 @@
-"""The model as a whole: parameter counts, cached generation, order of layers, causality, precision, initialisation."""
+"""The model as a whole: parameter counts, cached generation, order of layers, causality, precision,
+initialisation.
+"""
 
 import pytest
 import torch
@@ -14,9 +16,18 @@ from moebius.train.recipes.published import PUBLISHED
 from moebius.train.recipes.smoke import RECIPES
 
 TINY = ModelConfig(
-    vocab_size=61, d_model=24, num_layers=6, group_size=2, num_heads=3, d_head=10, num_attention_experts=5,
-    attention_top_k=2, num_experts=11, router=SigmoidConfig(top_k=4), d_expert=6,
-)  # fmt: skip
+    vocab_size=61,
+    d_model=24,
+    num_layers=6,
+    group_size=2,
+    num_heads=3,
+    d_head=10,
+    num_attention_experts=5,
+    attention_top_k=2,
+    num_experts=11,
+    router=SigmoidConfig(top_k=4),
+    d_expert=6,
+)
 VARIANTS = {
     "moeut": TINY,
     "pre-norm": TINY.model_copy(update={"norm": "pre"}),
@@ -75,7 +86,7 @@ PUBLISHED_COUNTS |= {
     "sigma_moe_728m": (731_228_480, None),
     "sut_44m": (44_657_100, 38_057_100),
     "sut_244m": (244_521_280, 228_129_280),
-}  # fmt: skip
+}
 WITHOUT_A_PUBLISHED_COUNT = {"sut_44m_no_act", "sut_244m_no_act"}
 
 
@@ -92,7 +103,9 @@ def test_published_sizes_have_their_published_parameter_counts(name: str) -> Non
 
 
 def test_every_published_recipe_is_tested() -> None:
-    sized = {name for name in PUBLISHED if not name.startswith(("mot_", "gpt_"))}  # those: test_mixture.py
+    sized = {
+        name for name in PUBLISHED if not name.startswith(("mot_", "gpt_"))
+    }  # those: test_mixture.py
     assert sized == PUBLISHED_COUNTS.keys() | WITHOUT_A_PUBLISHED_COUNT
 
 
@@ -132,7 +145,9 @@ def test_layers_are_applied_in_the_order_abab() -> None:
 
 @pytest.mark.parametrize("order", ["abab", "aabb"])
 def test_post_norm_in_either_order_equals_its_formulas(order: str) -> None:
-    """Embeddings times √D and normalised, a = LN(x + Attention(x)), x = LN(a + FF(a)), no norm at the end."""
+    """Embeddings times √D and normalised, a = LN(x + Attention(x)), x = LN(a + FF(a)), no norm at
+    the end.
+    """
     model = make(TINY.model_copy(update={"norm": "post", "order": order})).double().eval()
     tokens = torch.arange(61)[None]
     x = torch.nn.functional.layer_norm(model.embedding[tokens] * 24**0.5, (24,))
@@ -196,7 +211,10 @@ def test_an_odd_rotary_width_is_refused_and_the_default_is_even() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"router": SigmoidConfig(top_k=17), "num_experts": 16}, "top_k=17 is more than num_experts=16"),
+        (
+            {"router": SigmoidConfig(top_k=17), "num_experts": 16},
+            "top_k=17 is more than num_experts=16",
+        ),
         ({"attention_top_k": 5, "num_attention_experts": 4}, "attention_top_k=5 is more than"),
         ({"single_expert": "gated_experts", "num_attention_experts": 1}, "set attention_top_k=1"),
         ({"d_model": 0}, "greater than 0"),
@@ -208,9 +226,17 @@ def test_sizes_that_do_not_fit_are_refused(changes: dict, message: str) -> None:
 
 
 WIDE = ModelConfig(
-    vocab_size=400, d_model=128, num_layers=18, group_size=2, num_heads=4, d_head=48, num_attention_experts=10,
-    num_experts=64, router=SigmoidConfig(top_k=8), d_expert=32,
-)  # fmt: skip
+    vocab_size=400,
+    d_model=128,
+    num_layers=18,
+    group_size=2,
+    num_heads=4,
+    d_head=48,
+    num_attention_experts=10,
+    num_experts=64,
+    router=SigmoidConfig(top_k=8),
+    d_expert=32,
+)
 
 
 def drawn(name: str, config: ModelConfig) -> torch.Tensor:
@@ -222,7 +248,9 @@ def drawn(name: str, config: ModelConfig) -> torch.Tensor:
 @pytest.mark.parametrize("initialisation", ["paper", "release"])
 @pytest.mark.parametrize("axis_norm", [False, True])
 def test_starting_values_have_the_published_spread(initialisation: str, axis_norm: bool) -> None:
-    config = WIDE.model_copy(update={"initialisation": initialisation, "expert_axis_norm": axis_norm})
+    config = WIDE.model_copy(
+        update={"initialisation": initialisation, "expert_axis_norm": axis_norm}
+    )
     std = {name: parameter.std().item() for name, parameter in make(config).named_parameters()}
     c = (2 / 18) ** 0.5
     expected = {
@@ -243,7 +271,8 @@ def test_starting_values_have_the_published_spread(initialisation: str, axis_nor
 def test_release_and_paper_differ_where_they_should() -> None:
     name = "group.0.feed_forward.router.weight"
     norms = {
-        kind: drawn(name, WIDE.model_copy(update={"initialisation": kind})).norm(dim=1) for kind in ("paper", "release")
+        kind: drawn(name, WIDE.model_copy(update={"initialisation": kind})).norm(dim=1)
+        for kind in ("paper", "release")
     }
     assert norms["release"].std() < 1e-6
     assert norms["paper"].std() > 1e-3
@@ -264,4 +293,6 @@ def test_every_tensor_has_its_own_stream_and_every_seed_another() -> None:
     assert all(torch.equal(first[name], again[name]) for name in first)
     random = [name for name in first if "norm" not in name]
     assert all(not torch.equal(first[name], other[name]) for name in random)
-    assert not torch.equal(first["group.0.attention.query.weight"], first["group.1.attention.query.weight"])
+    assert not torch.equal(
+        first["group.0.attention.query.weight"], first["group.1.attention.query.weight"]
+    )

@@ -1,4 +1,6 @@
-"""Bytes and seconds of collectives, against the figures that the closed forms were published with, and against drawn routes."""
+"""Bytes and seconds of collectives, against the figures that the closed forms were published with,
+and against drawn routes.
+"""
 
 import json
 from dataclasses import replace
@@ -34,9 +36,16 @@ QWEN3_30B = Bank("feed_forward", "feed_forward", 128, 8, 2048, 2048, 0, 0, route
 GLOO_TABLE = Path(__file__).parents[2] / "benchmarks" / "results" / "gloo_table.json"
 
 
-def dispatch_ms(bank: Bank, dispatcher: str, *, ep: int, tokens: int, node_limit: int | None = None) -> float:
+def dispatch_ms(
+    bank: Bank, dispatcher: str, *, ep: int, tokens: int, node_limit: int | None = None
+) -> float:
     traffic = exchange_traffic(
-        to_experts(bank, 2), tokens=tokens, ep=ep, ranks_per_node=8, dispatcher=dispatcher, node_limit=node_limit
+        to_experts(bank, 2),
+        tokens=tokens,
+        ep=ep,
+        ranks_per_node=8,
+        dispatcher=dispatcher,
+        node_limit=node_limit,
     )
     return 1e3 * exchange_s(traffic, H100, dispatcher=dispatcher)
 
@@ -44,7 +53,9 @@ def dispatch_ms(bank: Bank, dispatcher: str, *, ep: int, tokens: int, node_limit
 # Destinations -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("groups", "expected"), [(2, 1.99), (4, 3.61), (8, 5.29), (16, 6.52), (32, 7.27), (64, 7.68)])
+@pytest.mark.parametrize(
+    ("groups", "expected"), [(2, 1.99), (4, 3.61), (8, 5.29), (16, 6.52), (32, 7.27), (64, 7.68)]
+)
 def test_distinct_destinations_of_8_of_256(groups: int, expected: float) -> None:
     exact = groups * (1 - comb(256 - 256 // groups, 8) / comb(256, 8))
     assert distinct(groups, num_experts=256, top_k=8) == pytest.approx(exact, rel=1e-12)
@@ -53,15 +64,20 @@ def test_distinct_destinations_of_8_of_256(groups: int, expected: float) -> None
 
 
 def test_ranks_that_a_moeut_token_touches() -> None:
-    """K = 16: 3.96 of 4, 7.06 of 8, 10.3 of 16, 14.3 of 64, as with replacement; without, slightly more."""
+    """K = 16: 3.96 of 4, 7.06 of 8, 10.3 of 16, 14.3 of 64, as with replacement; without, slightly
+    more.
+    """
     for ranks, roughly in ((4, 3.96), (8, 7.06), (16, 10.3), (64, 14.3)):
         with_replacement = ranks * (1 - (1 - 1 / ranks) ** 16)
         assert with_replacement == pytest.approx(roughly, rel=0.005)
-        assert with_replacement < distinct(ranks, num_experts=384, top_k=16) < with_replacement * 1.03
+        assert (
+            with_replacement < distinct(ranks, num_experts=384, top_k=16) < with_replacement * 1.03
+        )
 
 
 @pytest.mark.parametrize(
-    ("heads", "experts", "top_k", "ranks"), [(1, 16, 4, 4), (4, 10, 2, 8), (4, 4, 2, 2), (2, 6, 3, 4)]
+    ("heads", "experts", "top_k", "ranks"),
+    [(1, 16, 4, 4), (4, 10, 2, 8), (4, 4, 2, 2), (2, 6, 3, 4)],
 )
 def test_spread_agrees_with_drawn_routes(heads: int, experts: int, top_k: int, ranks: int) -> None:
     """Every head chooses among its own experts; ranks hold contiguous blocks of all heads' experts."""
@@ -70,7 +86,10 @@ def test_spread_agrees_with_drawn_routes(heads: int, experts: int, top_k: int, r
     by_row = by_head = 0
     for _ in range(4000):
         ranks_of_heads = [
-            {(head * experts + int(expert)) // block for expert in draws.permutation(experts)[:top_k]}
+            {
+                (head * experts + int(expert)) // block
+                for expert in draws.permutation(experts)[:top_k]
+            }
             for head in range(heads)
         ]
         by_row += len(set().union(*ranks_of_heads))
@@ -97,17 +116,25 @@ def test_a_group_limit_caps_destinations() -> None:
 @pytest.mark.parametrize(
     ("ep", "flat", "dedup", "limited"),
     [
-        (8, 1.15, 0.77, 0.77), (16, 5.2, 1.3, 1.3), (32, 7.9, 3.6, 3.6), (64, 9.2, 6.1, 4.6), (128, 9.9, 8.0, 4.9),
+        (8, 1.15, 0.77, 0.77),
+        (16, 5.2, 1.3, 1.3),
+        (32, 7.9, 3.6, 3.6),
+        (64, 9.2, 6.1, 4.6),
+        (128, 9.9, 8.0, 4.9),
         (256, 10.4, 9.3, 5.1),
     ],
-)  # fmt: skip
+)
 def test_dispatch_of_deepseek_v3(ep: int, flat: float, dedup: float, limited: float) -> None:
     rounding = dict(abs=0.006) if ep == 8 else dict(abs=0.055)  # of the printed figures
-    assert dispatch_ms(DEEPSEEK_V3, "alltoall", ep=ep, tokens=4096) == pytest.approx(flat, **rounding)
-    assert dispatch_ms(DEEPSEEK_V3, "hierarchical", ep=ep, tokens=4096) == pytest.approx(dedup, **rounding)
-    assert dispatch_ms(DEEPSEEK_V3, "hierarchical", ep=ep, tokens=4096, node_limit=4) == pytest.approx(
-        limited, **rounding
+    assert dispatch_ms(DEEPSEEK_V3, "alltoall", ep=ep, tokens=4096) == pytest.approx(
+        flat, **rounding
     )
+    assert dispatch_ms(DEEPSEEK_V3, "hierarchical", ep=ep, tokens=4096) == pytest.approx(
+        dedup, **rounding
+    )
+    assert dispatch_ms(
+        DEEPSEEK_V3, "hierarchical", ep=ep, tokens=4096, node_limit=4
+    ) == pytest.approx(limited, **rounding)
 
 
 def test_dispatch_of_qwen3_30b() -> None:
@@ -116,22 +143,36 @@ def test_dispatch_of_qwen3_30b() -> None:
 
 
 def test_bytes_split_between_links() -> None:
-    """K = 2 rows of 8 bytes, 4 ranks on 2 nodes: one of 4 destinations is here, one a neighbour, two far away."""
+    """K = 2 rows of 8 bytes, 4 ranks on 2 nodes: one of 4 destinations is here, one a neighbour,
+    two far away.
+    """
     bank = Bank("feed_forward", "feed_forward", 4, 2, 4, 4, 0, 0, route_bytes=0)
-    traffic = exchange_traffic(to_experts(bank, 2), tokens=100, ep=4, ranks_per_node=2, dispatcher="alltoall")
+    traffic = exchange_traffic(
+        to_experts(bank, 2), tokens=100, ep=4, ranks_per_node=2, dispatcher="alltoall"
+    )
     assert (traffic.fast_bytes, traffic.slow_bytes) == (100 * 2 * 8 / 4, 100 * 2 * 8 / 2)
     assert (traffic.fast_peers, traffic.slow_peers) == (1, 2)
-    dedup = exchange_traffic(to_experts(bank, 2), tokens=100, ep=4, ranks_per_node=2, dispatcher="dedup")
-    assert dedup.num_bytes == pytest.approx(100 * 8 * 2 * 3 / 4)  # 2 of 4 experts on 4 ranks are 2 ranks
-    two = exchange_traffic(to_experts(bank, 2), tokens=100, ep=4, ranks_per_node=2, dispatcher="hierarchical")
-    assert two.slow_bytes == pytest.approx(100 * 8 * (2 * (1 - 1 / 6)) / 2)  # a node is missed once in C(4, 2)
+    dedup = exchange_traffic(
+        to_experts(bank, 2), tokens=100, ep=4, ranks_per_node=2, dispatcher="dedup"
+    )
+    assert dedup.num_bytes == pytest.approx(
+        100 * 8 * 2 * 3 / 4
+    )  # 2 of 4 experts on 4 ranks are 2 ranks
+    two = exchange_traffic(
+        to_experts(bank, 2), tokens=100, ep=4, ranks_per_node=2, dispatcher="hierarchical"
+    )
+    assert two.slow_bytes == pytest.approx(
+        100 * 8 * (2 * (1 - 1 / 6)) / 2
+    )  # a node is missed once in C(4, 2)
 
 
 def test_answers_of_heads_travel_one_by_one() -> None:
     """V of SwitchHead: one wide row out, per head a narrow one home; O the other way round."""
     value = Bank("value", "value", 10, 2, 1024, 128, 0, 0, heads=4, target="head", route_bytes=0)
     there, back = (
-        exchange_traffic(way(value, 2), tokens=1, ep=8, ranks_per_node=8, dispatcher="dedup").held_bytes
+        exchange_traffic(
+            way(value, 2), tokens=1, ep=8, ranks_per_node=8, dispatcher="dedup"
+        ).held_bytes
         for way in (to_experts, home)
     )
     per_head = 2 * (1 - comb(5, 2) / comb(10, 2))  # 5 of a head's 10 experts are on each of 2 ranks
@@ -140,7 +181,9 @@ def test_answers_of_heads_travel_one_by_one() -> None:
 
 
 def test_a_rank_gets_no_row_twice() -> None:
-    """With 16 of 32 experts on 2 ranks nearly every row goes everywhere: skew can add nothing to rows, only to routes."""
+    """With 16 of 32 experts on 2 ranks nearly every row goes everywhere: skew can add nothing to
+    rows, only to routes.
+    """
     bank = Bank("feed_forward", "feed_forward", 32, 16, 64, 64, 0, 0, route_bytes=0)
     dedup, routes = (
         exchange_traffic(to_experts(bank, 2), tokens=1000, ep=2, ranks_per_node=8, dispatcher=name)
@@ -156,7 +199,9 @@ def test_a_rank_gets_no_row_twice() -> None:
 
 
 def test_posting_to_peers_is_hockneys_latency() -> None:
-    traffic = exchange_traffic(to_experts(QWEN3_30B, 2), tokens=64, ep=8, ranks_per_node=8, dispatcher="alltoall")
+    traffic = exchange_traffic(
+        to_experts(QWEN3_30B, 2), tokens=64, ep=8, ranks_per_node=8, dispatcher="alltoall"
+    )
     message = traffic.fast_bytes / 7
     reached = effective_bandwidth(message, latency_s=H100.fast_post_s, bandwidth=H100.fast)
     assert exchange_s(traffic, H100, dispatcher="alltoall") == pytest.approx(
@@ -185,9 +230,13 @@ def test_a_ring_uses_every_adapter_of_its_ranks() -> None:
     assert fast == pytest.approx(gigabyte * 127 / 128 / 360e9, rel=0.3)
 
 
-@pytest.mark.parametrize(("size", "expected"), [(4, 4), (8, 8), (64, 8), (12, 4), (5, 1), (25, 1), (20, 4)])
+@pytest.mark.parametrize(
+    ("size", "expected"), [(4, 4), (8, 8), (64, 8), (12, 4), (5, 1), (25, 1), (20, 4)]
+)
 def test_groups_that_straddle_nodes_count_their_loneliest_rank(size: int, expected: int) -> None:
-    groups = ([rank // 8 for rank in range(start, start + size)] for start in range(0, 40 * size, size))
+    groups = (
+        [rank // 8 for rank in range(start, start + size)] for start in range(0, 40 * size, size)
+    )
     fewest = min(nodes.count(node) for nodes in groups for node in set(nodes))
     assert neighbours(size, 8) == fewest == expected
 
@@ -196,16 +245,28 @@ def test_groups_that_straddle_nodes_count_their_loneliest_rank(size: int, expect
 
 
 def test_a_measured_table_is_interpolated_and_goes_before_the_formula() -> None:
-    table = make_table({("all_to_all", world): {1e3: 1e-3 * world, 1e5: 4e-3 * world} for world in (2, 8)})
+    table = make_table(
+        {("all_to_all", world): {1e3: 1e-3 * world, 1e5: 4e-3 * world} for world in (2, 8)}
+    )
     ask = dict(ranks_per_node=8, world=8)
     assert table.seconds("all_to_all", num_bytes=10, **ask) == pytest.approx(8e-3)
-    assert table.seconds("all_to_all", num_bytes=1e4, **ask) == pytest.approx(16e-3)  # half way, in logarithms
-    assert table.seconds("all_to_all", num_bytes=2e5, **ask) == pytest.approx(32e-3 + 1e5 * 24e-3 / 99e3)
-    assert table.seconds("all_to_all", num_bytes=1e3, world=4, ranks_per_node=4) == pytest.approx(4e-3)
+    assert table.seconds("all_to_all", num_bytes=1e4, **ask) == pytest.approx(
+        16e-3
+    )  # half way, in logarithms
+    assert table.seconds("all_to_all", num_bytes=2e5, **ask) == pytest.approx(
+        32e-3 + 1e5 * 24e-3 / 99e3
+    )
+    assert table.seconds("all_to_all", num_bytes=1e3, world=4, ranks_per_node=4) == pytest.approx(
+        4e-3
+    )
     assert table.seconds("all_to_all", num_bytes=1e3, world=16, ranks_per_node=16) is None
-    assert table.seconds("all_to_all", num_bytes=1e3, world=8, ranks_per_node=1) is None  # another placement
+    assert (
+        table.seconds("all_to_all", num_bytes=1e3, world=8, ranks_per_node=1) is None
+    )  # another placement
     assert table.seconds("all_gather", num_bytes=1e3, **ask) is None
-    traffic = exchange_traffic(to_experts(QWEN3_30B, 2), tokens=1, ep=8, ranks_per_node=8, dispatcher="alltoall")
+    traffic = exchange_traffic(
+        to_experts(QWEN3_30B, 2), tokens=1, ep=8, ranks_per_node=8, dispatcher="alltoall"
+    )
     assert exchange_s(traffic, H100, dispatcher="alltoall", table=table) == table.seconds(
         "all_to_all", num_bytes=traffic.held_bytes, **ask
     )
@@ -213,7 +274,10 @@ def test_a_measured_table_is_interpolated_and_goes_before_the_formula() -> None:
 
 def test_noise_does_not_make_more_bytes_faster() -> None:
     table = make_table({("all_reduce", 2): {1e3: 2e-3, 2e3: 1e-3, 4e3: 3e-3}})
-    times = [table.seconds("all_reduce", world=2, ranks_per_node=2, num_bytes=size) for size in (1e3, 2e3, 4e3)]
+    times = [
+        table.seconds("all_reduce", world=2, ranks_per_node=2, num_bytes=size)
+        for size in (1e3, 2e3, 4e3)
+    ]
     assert times == pytest.approx([2e-3, 2e-3, 3e-3])
 
 
@@ -231,7 +295,9 @@ def test_our_own_gloo_times_are_predicted_within_30_per_cent() -> None:
     rows = json.loads(GLOO_TABLE.read_text())["rows"]
     errors = {}
     for key in {(row["op"], row["world"]) for row in rows}:
-        points = sorted((row["bytes"], row["seconds"]) for row in rows if (row["op"], row["world"]) == key)
+        points = sorted(
+            (row["bytes"], row["seconds"]) for row in rows if (row["op"], row["world"]) == key
+        )
         law = fit_hockney(points[::2])
         errors[key] = max(abs(law.seconds(size) / seconds - 1) for size, seconds in points[1::2])
     assert len(errors) == 12
@@ -244,11 +310,17 @@ def test_our_own_gloo_times_are_predicted_within_30_per_cent() -> None:
     [
         ("{", "is not valid JSON"),
         ("[]", 'has no "rows"'),
-        ('{"rows": [{"op": "broadcast", "world": 2, "bytes": 1, "seconds": 1}]}', "op: Input should be 'all_to_all'"),
-        ('{"rows": [{"op": "all_reduce", "world": 1, "bytes": 1, "seconds": 1}]}', "world: Input should be greater than"),
+        (
+            '{"rows": [{"op": "broadcast", "world": 2, "bytes": 1, "seconds": 1}]}',
+            "op: Input should be 'all_to_all'",
+        ),
+        (
+            '{"rows": [{"op": "all_reduce", "world": 1, "bytes": 1, "seconds": 1}]}',
+            "world: Input should be greater than",
+        ),
         ('{"rows": [{"op": "all_reduce", "world": 2, "bytes": 1}]}', "seconds: Field required"),
     ],
-)  # fmt: skip
+)
 def test_a_table_that_is_none_is_refused(tmp_path: Path, content: str, message: str) -> None:
     file = tmp_path / "table.json"
     file.write_text(content)

@@ -1,4 +1,6 @@
-"""A step's cost: published runs, hand-made arithmetic, and what must never get worse with better machines."""
+"""A step's cost: published runs, hand-made arithmetic, and what must never get worse with better
+machines.
+"""
 
 from dataclasses import replace
 
@@ -24,13 +26,30 @@ from moebius.train.recipes.smoke import RECIPES
 
 H100, H200 = HARDWARE["h100"], HARDWARE["h200"]
 FASTER = (
-    "memory_bandwidth", "peak_bf16", "fast_bandwidth", "fast_efficiency", "slow_bandwidth", "slow_efficiency",
-    "matmul_efficiency", "gather_overlap", "chunk_overlap", "pod_nodes",
-)  # fmt: skip
+    "memory_bandwidth",
+    "peak_bf16",
+    "fast_bandwidth",
+    "fast_efficiency",
+    "slow_bandwidth",
+    "slow_efficiency",
+    "matmul_efficiency",
+    "gather_overlap",
+    "chunk_overlap",
+    "pod_nodes",
+)
 SLOWER = (
-    "fast_hop_s", "slow_hop_s", "collective_start_s", "exchange_start_s", "fast_post_s", "slow_post_s", "host_sync_s",
-    "matmul_half_rows", "memory_passes", "straggler", "oversubscription",
-)  # fmt: skip
+    "fast_hop_s",
+    "slow_hop_s",
+    "collective_start_s",
+    "exchange_start_s",
+    "fast_post_s",
+    "slow_post_s",
+    "host_sync_s",
+    "matmul_half_rows",
+    "memory_passes",
+    "straggler",
+    "oversubscription",
+)
 
 
 @pytest.fixture(scope="module")
@@ -39,9 +58,19 @@ def moeut() -> Workload:
 
 
 def published(
-    *, layers: int, d_model: int, experts: int, d_expert: int, attention: float, shared: float = 0, scores: float, stages: int = 1
-) -> Workload:  # fmt: skip
-    """A sequence model with 8 experts chosen per token, gated, without repeats; 34·D kept bytes a layer (arXiv 2205.05198)."""
+    *,
+    layers: int,
+    d_model: int,
+    experts: int,
+    d_expert: int,
+    attention: float,
+    shared: float = 0,
+    scores: float,
+    stages: int = 1,
+) -> Workload:
+    """A sequence model with 8 experts chosen per token, gated, without repeats; 34·D kept bytes a
+    layer (arXiv 2205.05198).
+    """
     bank = Bank(
         "feed_forward",
         "feed_forward",
@@ -61,27 +90,46 @@ def published(
 
 
 QWEN3_30B = published(
-    layers=48, d_model=2048, experts=128, d_expert=768, attention=2 * 2048 * 4096 + 2 * 2048 * 512, scores=2 * 4096 * 4096
-)  # fmt: skip
+    layers=48,
+    d_model=2048,
+    experts=128,
+    d_expert=768,
+    attention=2 * 2048 * 4096 + 2 * 2048 * 512,
+    scores=2 * 4096 * 4096,
+)
 DEEPSEEK_V3_STAGE = published(  # a quarter of the model: 58 expert layers over 4 stages are 14.5
-    layers=15, d_model=7168, experts=256, d_expert=2048, attention=187e6, shared=3 * 7168 * 2048, scores=2 * 4096 * 20_480,
+    layers=15,
+    d_model=7168,
+    experts=256,
+    d_expert=2048,
+    attention=187e6,
+    shared=3 * 7168 * 2048,
+    scores=2 * 4096 * 20_480,
     stages=4,
-)  # fmt: skip
+)
 
 
 # Published runs: bf16, H100, forced balance --------------------------------------------------------------------------
 
 
 def test_qwen3_30b_on_8_gpus() -> None:
-    """12,040 tokens/s per GPU (NeMo Automodel): 16,384 tokens in 1.36 s. The bare sum of exchanges and products is 0.90 s."""
-    assert QWEN3_30B.dense_parameters + QWEN3_30B.expert_parameters == pytest.approx(30.5e9, rel=0.01)
+    """12,040 tokens/s per GPU (NeMo Automodel): 16,384 tokens in 1.36 s. The bare sum of exchanges
+    and products is 0.90 s.
+    """
+    assert QWEN3_30B.dense_parameters + QWEN3_30B.expert_parameters == pytest.approx(
+        30.5e9, rel=0.01
+    )
     setting = Setting(QWEN3_30B, H100, 16_384, RoutingSkew())
     none = predict(setting, Choice(1, 8, 8, "fsdp", "dedup"))
-    exchanged = sum(call.seconds for call in none.collectives if call.name.endswith(("dispatch", "combine")))
+    exchanged = sum(
+        call.seconds for call in none.collectives if call.name.endswith(("dispatch", "combine"))
+    )
     assert exchanged == pytest.approx(4 * 48 * 0.88e-3, rel=0.01)  # 0.17 s
     flat = predict(setting, Choice(1, 8, 8, "fsdp", "alltoall"))
     assert sum(
-        call.seconds for call in flat.collectives if "counts" not in call.name and "feed" in call.name
+        call.seconds
+        for call in flat.collectives
+        if "counts" not in call.name and "feed" in call.name
     ) == pytest.approx(0.25, abs=0.005)
     products = 6 * 3.3e9 * 16_384 / (0.45 * H100.peak_bf16)
     assert products == pytest.approx(0.73, abs=0.005)
@@ -92,12 +140,16 @@ def test_qwen3_30b_on_8_gpus() -> None:
 
 def test_deepseek_v3_on_256_gpus() -> None:
     """1,002 tokens/s per GPU (NeMo Automodel, 4 stages, EP 64): 4,096 tokens a stage in 1.02 s."""
-    assert 4 * (DEEPSEEK_V3_STAGE.dense_parameters + DEEPSEEK_V3_STAGE.expert_parameters) == pytest.approx(
-        671e9, rel=0.05
-    )
+    assert 4 * (
+        DEEPSEEK_V3_STAGE.dense_parameters + DEEPSEEK_V3_STAGE.expert_parameters
+    ) == pytest.approx(671e9, rel=0.05)
     products = 6 * 37e9 / 4 * 4096 / (0.45 * H100.peak_bf16)
     assert products == pytest.approx(0.51, abs=0.005)
-    for per_op_ms, exchanges in ((6.1, 0.35), (4.6, 0.27), (9.2, 0.53)):  # de-duplicated, node-limited, flat
+    for per_op_ms, exchanges in (
+        (6.1, 0.35),
+        (4.6, 0.27),
+        (9.2, 0.53),
+    ):  # de-duplicated, node-limited, flat
         assert 4 * 14.5 * per_op_ms / 1e3 == pytest.approx(exchanges, abs=0.006)
         assert 0.77 <= products + exchanges <= 1.05
     setting = Setting(DEEPSEEK_V3_STAGE, H100, 4096, RoutingSkew())
@@ -110,26 +162,43 @@ def test_deepseek_v3_on_256_gpus() -> None:
 # Arithmetic by hand -------------------------------------------------------------------------------------------------
 
 TINY = Workload(
-    (Member(1000.0, (Bank("feed_forward", "feed_forward", 8, 2, 16, 16, 500, 10, route_bytes=0),), copies=2),),
-    repeats=3, root_parameters=2000.0, dense_flops=6e4, saved_bytes=1e3, d_model=16, vocab_size=100,
+    (
+        Member(
+            1000.0,
+            (Bank("feed_forward", "feed_forward", 8, 2, 16, 16, 500, 10, route_bytes=0),),
+            copies=2,
+        ),
+    ),
+    repeats=3,
+    root_parameters=2000.0,
+    dense_flops=6e4,
+    saved_bytes=1e3,
+    d_model=16,
+    vocab_size=100,
     precision="bfloat16",
-)  # fmt: skip
+)
 
 
 def test_memory_of_whole_weights() -> None:
     held = 2000 + 2 * 1000 + 2 * 8 * 500 / 4
-    memory = predict_memory(Setting(TINY, H100, 10, RoutingSkew()), Choice(2, 4, 4, "none", "alltoall"))
+    memory = predict_memory(
+        Setting(TINY, H100, 10, RoutingSkew()), Choice(2, 4, 4, "none", "alltoall")
+    )
     assert (memory.master, memory.moments) == (4 * held, 8 * held)
     assert memory.weights == 2 * held
     assert memory.gradients == (4 + 2 + 4) * held
     assert memory.activations == 10 * 1e3
     assert memory.logits == 10 * 100 * 10
-    rows = 2 * 16 * 2  # both routes' rows; then hidden rows and indices of 6 uses, and what is in flight
+    rows = (
+        2 * 16 * 2
+    )  # both routes' rows; then hidden rows and indices of 6 uses, and what is in flight
     assert memory.routed == 10 * (6 * (rows + 2 * (10 * 2 + 36)) + 3 * rows)
 
 
 def test_memory_of_sharded_weights() -> None:
-    """16 bytes a weight over the shards, and what is gathered: all members of a group that repeats; else the root and two."""
+    """16 bytes a weight over the shards, and what is gathered: all members of a group that repeats;
+    else the root and two.
+    """
     total = 2000 + 2 * 1000 + 2 * 8 * 500
     setting = Setting(TINY, H100, 10, RoutingSkew())
     memory = predict_memory(setting, Choice(2, 4, 1, "fsdp", "local"))
@@ -172,7 +241,8 @@ def test_bytes_of_gradients() -> None:
 def test_recomputation_trades_time_for_memory(moeut: Workload) -> None:
     setting = Setting(moeut, H200, 8192, RoutingSkew())
     none, selective, full = (
-        predict(setting, Choice(1, 8, 4, "fsdp", "dedup", name)) for name in ("none", "selective", "full")
+        predict(setting, Choice(1, 8, 4, "fsdp", "dedup", name))
+        for name in ("none", "selective", "full")
     )
     assert none.memory.total > selective.memory.total > full.memory.total
     assert none.time.total < selective.time.total < full.time.total
@@ -196,11 +266,15 @@ def test_thin_products_are_bound_by_memory() -> None:
     setting = Setting(TINY, H100, 1, RoutingSkew())
     (bank, _), *_ = TINY.uses
     wide = replace(bank, weights_per_expert=1e9, d_in=30_000, d_out=30_000)
-    assert expert_s(setting, wide, 1, 1.0) == pytest.approx(8e9 * 2 / H100.memory_bandwidth, rel=1e-3)
+    assert expert_s(setting, wide, 1, 1.0) == pytest.approx(
+        8e9 * 2 / H100.memory_bandwidth, rel=1e-3
+    )
     many = replace(setting, tokens=10**6)
     flops = 2 * 2 * 10**6 * 1e9
     assert expert_s(many, wide, 1, 1.0) == pytest.approx(flops / (0.75 * H100.peak_bf16), rel=1e-3)
-    assert expert_s(many, wide, 1, 1.5) == pytest.approx(1.5 * expert_s(many, wide, 1, 1.0), rel=1e-3)
+    assert expert_s(many, wide, 1, 1.5) == pytest.approx(
+        1.5 * expert_s(many, wide, 1, 1.0), rel=1e-3
+    )
 
 
 def test_the_host_launches_every_operation_of_every_pass(moeut: Workload) -> None:
@@ -212,10 +286,16 @@ def test_the_host_launches_every_operation_of_every_pass(moeut: Workload) -> Non
 def test_moving_tokens_or_weights(moeut: Workload) -> None:
     setting = Setting(moeut, H200, 8192, RoutingSkew())
     found = compare(setting, ep=8, dispatcher="dedup")
-    assert found.weights_bytes_per_use == pytest.approx(moeut.expert_parameters * (2 * 9 * 2 + 4) * 7 / 8)
+    assert found.weights_bytes_per_use == pytest.approx(
+        moeut.expert_parameters * (2 * 9 * 2 + 4) * 7 / 8
+    )
     assert found.weights_bytes == pytest.approx(moeut.expert_parameters * (2 + 4) * 7 / 8)
-    assert found.tokens_bytes > found.weights_bytes  # 18 depth steps of 244M move more than its weights weigh
-    at_break_even = compare(replace(setting, tokens=round(found.break_even_tokens)), ep=8, dispatcher="dedup")
+    assert (
+        found.tokens_bytes > found.weights_bytes
+    )  # 18 depth steps of 244M move more than its weights weigh
+    at_break_even = compare(
+        replace(setting, tokens=round(found.break_even_tokens)), ep=8, dispatcher="dedup"
+    )
     assert at_break_even.tokens_bytes == pytest.approx(at_break_even.weights_bytes, rel=1e-2)
 
 
@@ -243,19 +323,29 @@ def test_time_takes_the_asked_quantile_and_memory_the_99th(moeut: Workload) -> N
 # What must never get worse ------------------------------------------------------------------------------------------
 
 choices = st.tuples(
-    st.sampled_from([1, 2, 16]), st.sampled_from([1, 2, 8]), st.sampled_from([1, 2, 4, 8, 16, 32]),
-    st.sampled_from(["none", "fsdp"]), st.sampled_from(["allgather", "alltoall", "dedup", "hierarchical"]),
+    st.sampled_from([1, 2, 16]),
+    st.sampled_from([1, 2, 8]),
+    st.sampled_from([1, 2, 4, 8, 16, 32]),
+    st.sampled_from(["none", "fsdp"]),
+    st.sampled_from(["allgather", "alltoall", "dedup", "hierarchical"]),
     st.sampled_from(["none", "selective", "full"]),
-).map(lambda drawn: Choice(drawn[0], drawn[1] * drawn[2], *drawn[2:]))  # fmt: skip
+).map(lambda drawn: Choice(drawn[0], drawn[1] * drawn[2], *drawn[2:]))
 few = settings(max_examples=60, deadline=None)
 
 
 def of(moeut: Workload, hardware: Hardware, choice: Choice, **changes: object) -> Prediction:
-    setting = Setting(moeut.with_experts({bank: 32 for bank, _ in moeut.uses}), hardware, 4096, drawn(3.0))
+    setting = Setting(
+        moeut.with_experts({bank: 32 for bank, _ in moeut.uses}), hardware, 4096, drawn(3.0)
+    )
     return predict(replace(setting, **changes), choice)
 
 
-@given(choice=choices, figure=st.sampled_from(FASTER), factor=st.floats(1, 50), chunks=st.sampled_from([1, 2]))
+@given(
+    choice=choices,
+    figure=st.sampled_from(FASTER),
+    factor=st.floats(1, 50),
+    chunks=st.sampled_from([1, 2]),
+)
 @few
 def test_better_machines_are_never_slower(
     moeut: Workload, choice: Choice, figure: str, factor: float, chunks: int
@@ -263,14 +353,16 @@ def test_better_machines_are_never_slower(
     limit = 1.0 if figure.endswith(("overlap", "efficiency")) else float("inf")
     value = min(limit, getattr(H200, figure) * factor)
     better = replace(H200, **{figure: value})
-    assert of(moeut, better, choice, chunks=chunks).time.total <= of(moeut, H200, choice, chunks=chunks).time.total * (
-        1 + 1e-9
-    )
+    assert of(moeut, better, choice, chunks=chunks).time.total <= of(
+        moeut, H200, choice, chunks=chunks
+    ).time.total * (1 + 1e-9)
 
 
 @given(choice=choices, figure=st.sampled_from(SLOWER), factor=st.floats(1, 50))
 @few
-def test_higher_latencies_are_never_faster(moeut: Workload, choice: Choice, figure: str, factor: float) -> None:
+def test_higher_latencies_are_never_faster(
+    moeut: Workload, choice: Choice, figure: str, factor: float
+) -> None:
     pods = replace(H200, pod_nodes=2)
     worse = replace(pods, **{figure: getattr(pods, figure) * factor})
     assert of(moeut, worse, choice).time.total >= of(moeut, pods, choice).time.total * (1 - 1e-9)
@@ -278,12 +370,19 @@ def test_higher_latencies_are_never_faster(moeut: Workload, choice: Choice, figu
 
 @given(choice=choices, tokens=st.integers(64, 65_536), more=st.integers(1, 65_536))
 @few
-def test_more_tokens_take_no_less_time_and_memory(moeut: Workload, choice: Choice, tokens: int, more: int) -> None:
-    less, greater = of(moeut, H200, choice, tokens=tokens), of(moeut, H200, choice, tokens=tokens + more)
+def test_more_tokens_take_no_less_time_and_memory(
+    moeut: Workload, choice: Choice, tokens: int, more: int
+) -> None:
+    less, greater = (
+        of(moeut, H200, choice, tokens=tokens),
+        of(moeut, H200, choice, tokens=tokens + more),
+    )
     assert greater.memory.total > less.memory.total
     # A product of more rows is more efficient: never so much that fewer take longer.
     assert greater.time.total >= less.time.total * (1 - 1e-9)
-    assert sum(call.num_bytes for call in greater.collectives) >= sum(call.num_bytes for call in less.collectives)
+    assert sum(call.num_bytes for call in greater.collectives) >= sum(
+        call.num_bytes for call in less.collectives
+    )
 
 
 @given(choice=choices)

@@ -10,7 +10,14 @@ from hypothesis import strategies as st
 from moebius.distributed.layout import MeshConfig, check_experts, plan_layout
 from moebius.planning.cost_model import Choice, Setting, predict
 from moebius.planning.hardware import HARDWARE
-from moebius.planning.planner import Stretch, Wishes, ep_pays, experts_at_break_even, plan, stretches
+from moebius.planning.planner import (
+    Stretch,
+    Wishes,
+    ep_pays,
+    experts_at_break_even,
+    plan,
+    stretches,
+)
 from moebius.planning.routing_skew import RoutingSkew
 from moebius.planning.workload import Bank, Member, Workload
 
@@ -18,12 +25,20 @@ H200 = HARDWARE["h200"]
 
 
 def model(experts: int, *, d_model: int = 512, repeats: int = 4) -> Workload:
-    bank = Bank("feed_forward", "feed_forward", experts, 2, d_model, d_model, 8 * d_model**2, 4 * d_model)
+    bank = Bank(
+        "feed_forward", "feed_forward", experts, 2, d_model, d_model, 8 * d_model**2, 4 * d_model
+    )
     dense = 4.0 * d_model**2
     return Workload(
-        (Member(dense, (bank,), copies=2),), repeats, 2 * 8000.0 * d_model, 2 * 2 * repeats * dense, 34.0 * d_model * 8,
-        d_model, 8000, "bfloat16",
-    )  # fmt: skip
+        (Member(dense, (bank,), copies=2),),
+        repeats,
+        2 * 8000.0 * d_model,
+        2 * 2 * repeats * dense,
+        34.0 * d_model * 8,
+        d_model,
+        8000,
+        "bfloat16",
+    )
 
 
 def setting(experts: int = 16, tokens: int = 4096, **changes: int) -> Setting:
@@ -41,7 +56,10 @@ def test_every_layout_is_legal(nodes: int, experts: int) -> None:
         assert choice.dp_shard % choice.ep == 0
         counts = {bank.kind: bank.total_experts for bank, _ in entry.setting.workload.uses}
         mesh = MeshConfig(
-            ep=choice.ep, dp_shard=choice.dp_shard, sharding=choice.sharding, dispatcher=choice.dispatcher
+            ep=choice.ep,
+            dp_shard=choice.dp_shard,
+            sharding=choice.sharding,
+            dispatcher=choice.dispatcher,
         )
         layout = plan_layout(mesh, choice.world_size)
         assert (layout.dp_replicate, layout.efsdp) == (choice.dp_replicate, choice.efsdp)
@@ -52,8 +70,13 @@ def test_every_layout_is_legal(nodes: int, experts: int) -> None:
 
 
 def test_every_layout_is_there() -> None:
-    """All pairs of ep and dp_shard, each sharded or not, counted by hand for one node and 16 experts."""
-    layouts = {(entry.choice.ep, entry.choice.dp_shard, entry.choice.sharding) for entry in plan(setting(), 1).ranked}
+    """All pairs of ep and dp_shard, each sharded or not, counted by hand for one node and 16
+    experts.
+    """
+    layouts = {
+        (entry.choice.ep, entry.choice.dp_shard, entry.choice.sharding)
+        for entry in plan(setting(), 1).ranked
+    }
     whole = {(ep, ep, "none") for ep in (1, 2, 4, 8)}
     sharded = {(ep, shard, "fsdp") for ep in (1, 2, 4, 8) for shard in (2, 4, 8) if shard % ep == 0}
     assert layouts == whole | sharded
@@ -65,7 +88,9 @@ def test_the_way_taken_is_the_fastest_that_fits() -> None:
         choice = entry.choice
         for name in ("allgather", "alltoall", "dedup", "hierarchical") if choice.ep > 1 else ():
             other = predict(base, replace(choice, dispatcher=name, recompute="none"))
-            assert not other.fits or other.tokens_per_s <= entry.prediction.tokens_per_s * (1 + 1e-9)
+            assert not other.fits or other.tokens_per_s <= entry.prediction.tokens_per_s * (
+                1 + 1e-9
+            )
 
 
 def test_recomputation_comes_when_memory_ends() -> None:
@@ -79,7 +104,9 @@ def test_recomputation_comes_when_memory_ends() -> None:
 
 
 def test_wishes_are_kept() -> None:
-    found = plan(setting(), 4, Wishes(ep=4, sharding="none", dispatcher="alltoall", recompute="full"))
+    found = plan(
+        setting(), 4, Wishes(ep=4, sharding="none", dispatcher="alltoall", recompute="full")
+    )
     assert [entry.choice for entry in found.ranked] == [Choice(8, 4, 4, "none", "alltoall", "full")]
 
 

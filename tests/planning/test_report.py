@@ -33,7 +33,17 @@ def test_one_line_per_layout_best_first_in_100_columns(capsys: pytest.CaptureFix
     lines = run(capsys, "smoke", "--nodes", "1", "--top", "100").splitlines()
     assert max(map(len, lines)) <= 100
     header, *rows = lines[: lines.index("")]
-    assert header.split()[:9] == ["GPUs", "layout", "ep", "shard", "dispatcher", "recompute", "GB", "ms", "c+x+w"]
+    assert header.split()[:9] == [
+        "GPUs",
+        "layout",
+        "ep",
+        "shard",
+        "dispatcher",
+        "recompute",
+        "GB",
+        "ms",
+        "c+x+w",
+    ]
     assert len(rows) == 4 + 9
     times = [float(row.split()[7]) for row in rows]
     assert times == sorted(times)
@@ -50,7 +60,9 @@ def test_json_says_what_the_table_says(capsys: pytest.CaptureFixture[str]) -> No
     assert best["memory_bytes"]["total"] == pytest.approx(
         sum(value for key, value in best["memory_bytes"].items() if key != "total")
     )
-    assert best["tokens_per_s"] == pytest.approx(16 * found["tokens_per_rank"] / best["seconds"]["total"])
+    assert best["tokens_per_s"] == pytest.approx(
+        16 * found["tokens_per_rank"] / best["seconds"]["total"]
+    )
     spread = next(layout for layout in found["plans"][0]["layouts"] if layout["ep"] == 4)
     names = {call["name"] for call in spread["collectives"]}
     assert {"feed_forward dispatch", "value dispatch", "output dispatch", "value combine"} <= names
@@ -66,13 +78,19 @@ def test_tokens_precision_and_overrides_reach_the_model(capsys: pytest.CaptureFi
     plain, more, wide, exact = (
         as_json(capsys, *arguments)["plans"][0]["layouts"][0]
         for arguments in (
-            base, [*base, "--tokens-per-rank", "1024"], ["smoke", "model.num_experts=64", *base[1:]],
+            base,
+            [*base, "--tokens-per-rank", "1024"],
+            ["smoke", "model.num_experts=64", *base[1:]],
             [*base, "--precision", "fp32"],
         )
-    )  # fmt: skip
-    assert more["memory_bytes"]["activations"] == pytest.approx(2 * plain["memory_bytes"]["activations"])
+    )
+    assert more["memory_bytes"]["activations"] == pytest.approx(
+        2 * plain["memory_bytes"]["activations"]
+    )
     assert wide["memory_bytes"]["master"] > plain["memory_bytes"]["master"]
-    assert exact["memory_bytes"]["weights"] == plain["memory_bytes"]["weights"] == 0  # the recipe itself is in float32
+    assert (
+        exact["memory_bytes"]["weights"] == plain["memory_bytes"]["weights"] == 0
+    )  # the recipe itself is in float32
     half = as_json(capsys, *base, "--precision", "bf16")["plans"][0]["layouts"][0]
     assert half["memory_bytes"]["weights"] == pytest.approx(plain["memory_bytes"]["master"] / 2)
 
@@ -80,7 +98,9 @@ def test_tokens_precision_and_overrides_reach_the_model(capsys: pytest.CaptureFi
 def test_the_words_compare_tokens_and_weights(capsys: pytest.CaptureFixture[str]) -> None:
     words = " ".join(run(capsys, "moeut_244m", "--nodes", "1").split())
     assert "gathered anew for each of 9 repeats" in words
-    assert "expert parallelism pays at none of the sizes planned (8 GPUs); at 8 it would with" in words
+    assert (
+        "expert parallelism pays at none of the sizes planned (8 GPUs); at 8 it would with" in words
+    )
     assert "feed_forward 387 → 388" in words
     assert "Dirichlet loads of concentration 5 per expert" in words
     many = " ".join(run(capsys, "moeut_244m", "model.num_experts=12288", "--nodes", "1").split())
@@ -89,8 +109,12 @@ def test_the_words_compare_tokens_and_weights(capsys: pytest.CaptureFixture[str]
     assert "the model has no experts" in dense
 
 
-def test_a_picture_has_lines_and_a_crossover(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """A slow network makes weights dear from the second node on: EP begins to pay between 8 and 16 GPUs."""
+def test_a_picture_has_lines_and_a_crossover(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """A slow network makes weights dear from the second node on: EP begins to pay between 8 and 16
+    GPUs.
+    """
     slow = tmp_path / "slow.toml"
     slow.write_text('base = "h200"\nslow_bandwidth = 1e9\n')
     words = [
@@ -108,9 +132,15 @@ def test_a_picture_has_lines_and_a_crossover(capsys: pytest.CaptureFixture[str],
     found = as_json(capsys, *words)["expert_parallelism"]
     assert [stretch["ep_pays"] for stretch in found] == [False, True]
     picture = tmp_path / "plan.png"
-    assert f"picture: {picture.name}" in run(capsys, *words, "--png", str(picture)).replace(f"{tmp_path}/", "")
+    assert f"picture: {picture.name}" in run(capsys, *words, "--png", str(picture)).replace(
+        f"{tmp_path}/", ""
+    )
     pixels = (255 * imread(picture)[..., :3]).round().astype(int).reshape(-1, 3)
-    for color in ((0xD1, 0x49, 0x5B), (0x2E, 0x6F, 0x95), (0x8D, 0x6A, 0x9F)):  # with EP, without, the crossover
+    for color in (
+        (0xD1, 0x49, 0x5B),
+        (0x2E, 0x6F, 0x95),
+        (0x8D, 0x6A, 0x9F),
+    ):  # with EP, without, the crossover
         assert (np.abs(pixels - color).sum(1) < 6).sum() > 100
 
 
@@ -149,7 +179,9 @@ def test_sources_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
     assert "measured in the second half of the recipe smoke" in words
 
 
-def test_measured_tables_and_recorded_loads_are_taken(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_measured_tables_and_recorded_loads_are_taken(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     table = tmp_path / "table.json"
     rows = [{"op": "all_to_all", "world": 4, "bytes": size, "seconds": 1.0} for size in (1e3, 1e9)]
     table.write_text(json.dumps({"rows": rows}))
@@ -157,10 +189,17 @@ def test_measured_tables_and_recorded_loads_are_taken(capsys: pytest.CaptureFixt
     uneven = [[0.4] + [0.04] * 15] * 4
     heads = [[0.0625] * 16] * 4
     loads.write_text(
-        json.dumps({
-            "kind": "train", "step": 1, "expert_load": uneven, "value_expert_load": heads, "output_expert_load": heads,
-        }) + "\n"
-    )  # fmt: skip
+        json.dumps(
+            {
+                "kind": "train",
+                "step": 1,
+                "expert_load": uneven,
+                "value_expert_load": heads,
+                "output_expert_load": heads,
+            }
+        )
+        + "\n"
+    )
     words = ["smoke", "--ep", "4", "--dispatcher", "alltoall"]
     plain = as_json(capsys, *words)["plans"][0]["layouts"][0]
     measured = as_json(capsys, *words, "--measured", str(table))["plans"][0]["layouts"][0]
@@ -181,21 +220,33 @@ def test_measured_tables_and_recorded_loads_are_taken(capsys: pytest.CaptureFixt
         (["smoke", "--skew", "-1"], "a Dirichlet concentration must be above 0"),
         (["smoke", "--measured", "missing.json"], "missing.json: cannot be read"),
         (["smok"], "there is no recipe 'smok'"),
-        (["smoke", "mesh.rebalance_every=5", "mesh.replicas=1"], "the planner counts neither the memory of copies"),
+        (
+            ["smoke", "mesh.rebalance_every=5", "mesh.replicas=1"],
+            "the planner counts neither the memory of copies",
+        ),
         (["smoke", "--ep", "64"], "ep 64 needs 64 ranks"),
-        (["smoke", "--tokens-per-rank", "90000000"], "the model fits on no layout of 1 node of h200"),
+        (
+            ["smoke", "--tokens-per-rank", "90000000"],
+            "the model fits on no layout of 1 node of h200",
+        ),
     ],
 )
-def test_what_is_wrong_is_said(capsys: pytest.CaptureFixture[str], arguments: list[str], message: str) -> None:
+def test_what_is_wrong_is_said(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
     assert message in " ".join(run(capsys, *arguments, code=2).split())
 
 
 @pytest.mark.parametrize(
     ("words", "nodes"),
     [
-        (["4"], [4]), (["8", "1", "2"], [1, 2, 8]), (["1", "…", "6"], [1, 2, 4, 6]), (["1", "...", "8", "10"], [1, 2, 4, 8, 10]),
-        (["3", "..", "3"], [3]), (["1", "…", "1250"], [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 1250]),
+        (["4"], [4]),
+        (["8", "1", "2"], [1, 2, 8]),
+        (["1", "…", "6"], [1, 2, 4, 6]),
+        (["1", "...", "8", "10"], [1, 2, 4, 8, 10]),
+        (["3", "..", "3"], [3]),
+        (["1", "…", "1250"], [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 1250]),
     ],
-)  # fmt: skip
+)
 def test_nodes_may_be_doubled(words: list[str], nodes: list[int]) -> None:
     assert parse_nodes(words) == nodes

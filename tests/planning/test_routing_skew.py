@@ -24,7 +24,9 @@ def test_drawn_factors_are_those_of_drawn_loads() -> None:
 
 def test_heads_are_drawn_apart() -> None:
     heads = Bank("value", "value", 4, 2, 8, 8, 1, 1, heads=4)
-    assert drawn(0.5).factor(heads, 4) == pytest.approx(BALANCED)  # a rank holds one head, and every head is as busy
+    assert drawn(0.5).factor(heads, 4) == pytest.approx(
+        BALANCED
+    )  # a rank holds one head, and every head is as busy
     assert drawn(0.5).factor(heads, 2).p99 == pytest.approx(1)
     assert drawn(0.5).factor(heads, 8).p50 > 1.1
 
@@ -52,7 +54,9 @@ def write_run(folder: Path, loads: list[list[list[float]]]) -> None:
 
 def test_recorded_loads_of_a_run(tmp_path: Path) -> None:
     """Two depth steps at two steps: four observations of 4 experts on 2 ranks."""
-    write_run(tmp_path, [[[0.4, 0.3, 0.2, 0.1], [0.25] * 4], [[0.1, 0.1, 0.4, 0.4], [0.0, 0.5, 0.5, 0.0]]])
+    write_run(
+        tmp_path, [[[0.4, 0.3, 0.2, 0.1], [0.25] * 4], [[0.1, 0.1, 0.4, 0.4], [0.0, 0.5, 0.5, 0.0]]]
+    )
     skew = recorded_in(tmp_path)
     bank = Bank("feed_forward", "feed_forward", 4, 2, 8, 8, 1, 1)
     skew.check([bank])
@@ -65,12 +69,16 @@ def test_recorded_loads_of_a_run(tmp_path: Path) -> None:
 def test_recorded_loads_of_a_bank_that_was_rounded_up(tmp_path: Path) -> None:
     write_run(tmp_path, [[[0.5, 0.25, 0.25]]])
     skew = recorded_in(tmp_path / "metrics.jsonl")
-    assert skew.factor(Bank("feed_forward", "feed_forward", 4, 2, 8, 8, 1, 1), 2).p50 == pytest.approx(1.5)
+    assert skew.factor(
+        Bank("feed_forward", "feed_forward", 4, 2, 8, 8, 1, 1), 2
+    ).p50 == pytest.approx(1.5)
 
 
 def test_loads_of_another_model_are_refused(tmp_path: Path) -> None:
     write_run(tmp_path, [[[0.5, 0.5]]])
-    with pytest.raises(ValueError, match=r"2 feed_forward experts were recorded, but the model has 16"):
+    with pytest.raises(
+        ValueError, match=r"2 feed_forward experts were recorded, but the model has 16"
+    ):
         recorded_in(tmp_path).check([BANK])
     with pytest.raises(ValueError, match="no loads of the value experts"):
         recorded_in(tmp_path).check([Bank("value", "value", 2, 1, 8, 8, 1, 1)])

@@ -14,19 +14,41 @@ from moebius.planning.workload import _Launches, describe, kept_by_bank, rounded
 from moebius.train.recipes.smoke import RECIPES
 
 SMALL = ModelConfig(
-    vocab_size=64, d_model=32, num_layers=4, group_size=2, num_heads=2, d_head=16, num_experts=8, d_expert=16,
+    vocab_size=64,
+    d_model=32,
+    num_layers=4,
+    group_size=2,
+    num_heads=2,
+    d_head=16,
+    num_experts=8,
+    d_expert=16,
     num_attention_experts=4,
-)  # fmt: skip
+)
 
 
 @pytest.mark.parametrize(
-    "name", ["moeut", "moeut_aabb", "sut", "deepseek", "mh_moe", "mixture_of_tokens", "expert_choice", "dense"]
+    "name",
+    [
+        "moeut",
+        "moeut_aabb",
+        "sut",
+        "deepseek",
+        "mh_moe",
+        "mixture_of_tokens",
+        "expert_choice",
+        "dense",
+    ],
 )
 def test_weights_and_flops_are_the_models(name: str) -> None:
     config = RECIPES[name]()
     work = describe(config.model, seq_len=config.data.seq_len)
-    assert work.dense_parameters + work.expert_parameters == count_parameters(config.model, config.data.seq_len).total
-    assert work.forward_flops == pytest.approx(forward_flops(config.model, config.data.seq_len).forward, rel=1e-12)
+    assert (
+        work.dense_parameters + work.expert_parameters
+        == count_parameters(config.model, config.data.seq_len).total
+    )
+    assert work.forward_flops == pytest.approx(
+        forward_flops(config.model, config.data.seq_len).forward, rel=1e-12
+    )
     assert work.num_layers == config.model.num_layers
     assert work.dense_flops > 0
     assert work.saved_bytes > 0
@@ -35,7 +57,11 @@ def test_weights_and_flops_are_the_models(name: str) -> None:
 def test_banks_of_a_moeut() -> None:
     work = describe(SMALL, seq_len=16)
     banks = {bank.kind: (bank, uses) for bank, uses in work.uses}
-    assert {kind: uses for kind, (_, uses) in banks.items()} == {"value": 4, "output": 4, "feed_forward": 4}
+    assert {kind: uses for kind, (_, uses) in banks.items()} == {
+        "value": 4,
+        "output": 4,
+        "feed_forward": 4,
+    }
     value, output, feed_forward = (banks[kind][0] for kind in ("value", "output", "feed_forward"))
     assert (value.heads, value.num_experts, value.source, value.target) == (2, 4, "row", "head")
     assert (output.d_in, output.d_out, output.source, output.target) == (16, 32, "head", "row")
@@ -52,9 +78,13 @@ def test_mixtures_travel_one_by_one() -> None:
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 def test_kept_bytes_are_what_autograd_keeps(precision: str) -> None:
-    """On the CPU, with data, between two lengths: what 16 more tokens add, attention's scores left out."""
+    """On the CPU, with data, between two lengths: what 16 more tokens add, attention's scores left
+    out.
+    """
     work = describe(SMALL, seq_len=16, precision=precision)
-    per_token = work.saved_bytes + sum(uses * kept_by_bank(bank, work.bytes_per_element) for bank, uses in work.uses)
+    per_token = work.saved_bytes + sum(
+        uses * kept_by_bank(bank, work.bytes_per_element) for bank, uses in work.uses
+    )
 
     def kept(num_sequences: int) -> float:
         torch.manual_seed(0)
@@ -67,22 +97,32 @@ def test_kept_bytes_are_what_autograd_keeps(precision: str) -> None:
 
         nn.init.normal_(model.embedding)
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            output = forward_in(model, getattr(torch, precision), torch.randint(64, (num_sequences, 16)))
+            output = forward_in(
+                model, getattr(torch, precision), torch.randint(64, (num_sequences, 16))
+            )
         assert output.logits_BSV.requires_grad
         return sum(storage.nbytes() for storage in storages.values())
 
-    # A CPU's attention keeps a row's log-sum-exp, the meta device's plain product keeps softmax(q·k) and copies of q and k.
+    # A CPU's attention keeps a row's log-sum-exp, the meta device's plain product keeps
+    # softmax(q·k) and copies of q and k.
     assert (kept(3) - kept(2)) / 16 == pytest.approx(per_token, rel=0.15)
 
 
 def test_wider_experts_keep_wider_hidden_rows() -> None:
-    narrow, wide = (describe(SMALL.model_copy(update={"d_expert": width}), seq_len=16) for width in (16, 48))
+    narrow, wide = (
+        describe(SMALL.model_copy(update={"d_expert": width}), seq_len=16) for width in (16, 48)
+    )
     assert wide.saved_bytes == pytest.approx(narrow.saved_bytes)  # all of the growth is the bank's
 
 
 def test_launches_grow_with_depth() -> None:
-    """Every further depth step of the same layer launches the same operations; a view launches none."""
-    counts = [describe(SMALL.model_copy(update={"num_layers": layers}), seq_len=16).launches for layers in (2, 4, 6)]
+    """Every further depth step of the same layer launches the same operations; a view launches
+    none.
+    """
+    counts = [
+        describe(SMALL.model_copy(update={"num_layers": layers}), seq_len=16).launches
+        for layers in (2, 4, 6)
+    ]
     assert counts[2] - counts[1] == counts[1] - counts[0] > 40
 
     with _Launches() as launches:
@@ -97,7 +137,9 @@ def test_layers_that_are_alike_are_counted() -> None:
 
 
 def test_banks_are_rounded_up_so_that_ranks_can_share_them() -> None:
-    work = describe(SMALL.model_copy(update={"num_experts": 15, "num_attention_experts": 7}), seq_len=16)
+    work = describe(
+        SMALL.model_copy(update={"num_experts": 15, "num_attention_experts": 7}), seq_len=16
+    )
     same = rounded(work, 1)
     assert same == (work, {})
     found, changes = rounded(work, 4) or (work, {})

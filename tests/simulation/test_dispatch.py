@@ -1,4 +1,6 @@
-"""The simulated cluster against slow loops: what travels, who is loaded, whether a fault of a dispatcher is seen."""
+"""The simulated cluster against slow loops: what travels, who is loaded, whether a fault of a
+dispatcher is seen.
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -36,7 +38,13 @@ WIDTH, HIDDEN, TOP_K = 12, 8, 3
 def bank_of(num_experts: int, seed: int = 5) -> ExpertMLPs:
     start: Start = normal(0.5)
     made = ExpertMLPs(
-        num_experts, WIDTH, HIDDEN, backend="segments", up_start=start, down_start=start, bias_starts=(start, start)
+        num_experts,
+        WIDTH,
+        HIDDEN,
+        backend="segments",
+        up_start=start,
+        down_start=start,
+        bias_starts=(start, start),
     )
     generator = torch.Generator().manual_seed(seed)
     for parameter in made.parameters():
@@ -44,8 +52,12 @@ def bank_of(num_experts: int, seed: int = 5) -> ExpertMLPs:
     return made
 
 
-def routed(tokens: list[int], num_experts: int, *, seed: int = 0, favourite: bool = False) -> RoutedCall:
-    """One call on as many ranks as there are numbers of tokens; what one rank answers is computed rank by rank."""
+def routed(
+    tokens: list[int], num_experts: int, *, seed: int = 0, favourite: bool = False
+) -> RoutedCall:
+    """One call on as many ranks as there are numbers of tokens; what one rank answers is computed
+    rank by rank.
+    """
     generator = torch.Generator().manual_seed(seed)
     rows, routes, bank = [], [], SparseLayer(bank_of(num_experts))
     for count in tokens:
@@ -54,7 +66,11 @@ def routed(tokens: list[int], num_experts: int, *, seed: int = 0, favourite: boo
             scores[:, 1] = 2
         experts = scores.argsort(-1, descending=True)[:, :TOP_K]
         rows.append(torch.randn(count, WIDTH, generator=generator))
-        routes.append(token_routes(experts, torch.rand(experts.shape, generator=generator), num_experts=num_experts))
+        routes.append(
+            token_routes(
+                experts, torch.rand(experts.shape, generator=generator), num_experts=num_experts
+            )
+        )
     with torch.no_grad():
         answers = [bank(own, its) for own, its in zip(rows, routes, strict=True)]
     return RoutedCall(1, 0, 1, "layer", "feed_forward", rows, routes, answers)
@@ -65,7 +81,11 @@ def run(call: RoutedCall, cluster: Cluster, seed: int = 5) -> Simulation:
 
 
 TOKENS = [5, 0, 9, 1, 16, 2, 7, 3]
-LAYOUTS = [Layout(dp_replicate=1, ep=8), Layout(dp_replicate=2, ep=4), Layout(dp_replicate=1, ep=4, dp_shard=8)]
+LAYOUTS = [
+    Layout(dp_replicate=1, ep=8),
+    Layout(dp_replicate=2, ep=4),
+    Layout(dp_replicate=1, ep=4, dp_shard=8),
+]
 
 
 def destinations(call: RoutedCall, layout: Layout) -> Iterator[tuple[int, int, int, int]]:
@@ -124,7 +144,9 @@ def test_the_rows_of_every_pair_are_those_of_a_slow_loop(dispatcher: str, layout
 
 
 def test_bytes_are_all_that_ranks_hand_over() -> None:
-    """One per route: 48 bytes of a row there and back, 4 of its gate weight, and 8 of the count of each of 2 experts a rank."""
+    """One per route: 48 bytes of a row there and back, 4 of its gate weight, and 8 of the count of
+    each of 2 experts a rank.
+    """
     call, layout = routed(TOKENS, 16), LAYOUTS[0]
     found = run(call, Cluster(layout, "alltoall", ranks_per_node=4))
     there = np.zeros((8, 8), int)
@@ -132,8 +154,12 @@ def test_bytes_are_all_that_ranks_hand_over() -> None:
         there[rank, server] += 1
     assert (found.bytes_PP == 48 * (there + there.T) + 4 * there + 8 * 2).all()
     intra, inter = across_nodes(found.bytes_PP, 4)
-    assert intra == sum(found.bytes_PP[a, b] for a in range(8) for b in range(8) if a // 4 == b // 4 and a != b)
-    assert inter == sum(found.bytes_PP[a, b] for a in range(8) for b in range(8) if a // 4 != b // 4)
+    assert intra == sum(
+        found.bytes_PP[a, b] for a in range(8) for b in range(8) if a // 4 == b // 4 and a != b
+    )
+    assert inter == sum(
+        found.bytes_PP[a, b] for a in range(8) for b in range(8) if a // 4 != b // 4
+    )
     assert (found.records[0].bytes_intra_node, found.records[0].bytes_inter_node) == (intra, inter)
 
 
@@ -143,7 +169,9 @@ def test_two_legs_send_a_row_once_to_a_node() -> None:
     found = run(call, Cluster(layout, "hierarchical", ranks_per_node=4))
     assert found.faults == []
     pairs = {
-        (rank, row, server // 4) for rank, row, _, server in destinations(call, layout) if server // 4 != rank // 4
+        (rank, row, server // 4)
+        for rank, row, _, server in destinations(call, layout)
+        if server // 4 != rank // 4
     }
     assert across_nodes(found.rows_PP, 4)[1] == 2 * len(pairs)
     assert across_nodes(found.rows_PP, 4)[1] < across_nodes(found.one_per_route_PP, 4)[1]
@@ -159,7 +187,9 @@ def test_chunks_change_no_row(dispatcher: str, chunks: int) -> None:
 
 
 def test_uneven_banks_placed_experts_and_copies() -> None:
-    """10 experts on 4 ranks; then in any slots, with an empty one and a copy of the favourite on another rank."""
+    """10 experts on 4 ranks; then in any slots, with an empty one and a copy of the favourite on
+    another rank.
+    """
     call = routed([6, 1, 0, 8], 10, favourite=True)
     layout = Layout(dp_replicate=1, ep=4)
     plain = run(call, Cluster(layout, "dedup"))
@@ -169,20 +199,29 @@ def test_uneven_banks_placed_experts_and_copies() -> None:
     placed = run(call, Cluster(layout, "alltoall", homes={"layer": homes}))
     assert placed.faults == []
     assert (placed.records[0].load_E == plain.records[0].load_E).all()
-    assert plain.records[0].load_E[1] == 15  # every token wants it: 6 of rank 0, 1 of rank 1, 8 of rank 3
+    assert (
+        plain.records[0].load_E[1] == 15
+    )  # every token wants it: 6 of rank 0, 1 of rank 1, 8 of rank 3
     served_P = placed.records[0].load_P
     assert served_P.sum() == 3 * 15
     cold = {
-        rank: sum(plain.records[0].load_E[expert] for expert in own) for rank, own in {0: (4, 8), 2: (2, 6)}.items()
+        rank: sum(plain.records[0].load_E[expert] for expert in own)
+        for rank, own in {0: (4, 8), 2: (2, 6)}.items()
     }
     assert served_P[0] - cold[0] + served_P[2] - cold[2] == 15  # the two copies share them:
-    assert served_P[0] - cold[0] in (6, 6 + 1, 6 + 8)  # rank 0 its own 6, and those of one of the ranks without a copy
+    assert served_P[0] - cold[0] in (
+        6,
+        6 + 1,
+        6 + 8,
+    )  # rank 0 its own 6, and those of one of the ranks without a copy
 
 
 def test_routes_with_known_counts() -> None:
     bank = SparseLayer(bank_of(8))
     routes = [slot_routes(16, num_experts=8, device=torch.device("cpu")) for _ in range(4)]
-    rows = [torch.randn(16, WIDTH, generator=torch.Generator().manual_seed(rank)) for rank in range(4)]
+    rows = [
+        torch.randn(16, WIDTH, generator=torch.Generator().manual_seed(rank)) for rank in range(4)
+    ]
     with torch.no_grad():
         answers = [bank(own, its) for own, its in zip(rows, routes, strict=True)]
     call = RoutedCall(1, 0, 1, "layer", "feed_forward", rows, routes, answers)
@@ -222,12 +261,20 @@ def lost(routes: Routes) -> Routes:
 
 def doubled(routes: Routes) -> Routes:
     first = torch.cat(
-        (torch.arange(len(routes.expert_N)), torch.zeros(min(1, len(routes.expert_N)), dtype=torch.int64))
+        (
+            torch.arange(len(routes.expert_N)),
+            torch.zeros(min(1, len(routes.expert_N)), dtype=torch.int64),
+        )
     )
     return replace(
-        routes, source_N=routes.source_N[first], expert_N=routes.expert_N[first], weight_N=routes.weight_N[first],
-        target_N=routes.target_N[first], per_source=0, per_target=0,
-    )  # fmt: skip
+        routes,
+        source_N=routes.source_N[first],
+        expert_N=routes.expert_N[first],
+        weight_N=routes.weight_N[first],
+        target_N=routes.target_N[first],
+        per_source=0,
+        per_target=0,
+    )
 
 
 def misled(routes: Routes) -> Routes:
@@ -246,19 +293,32 @@ def mixed_up(routes: Routes) -> Routes:
 
 @pytest.mark.parametrize(("harm", "entries"), [(lost, 1), (doubled, 1), (misled, 2)])
 @pytest.mark.parametrize("dispatcher", ["alltoall", "dedup"])
-def test_conservation_finds_routes_that_went_astray(dispatcher, harm, entries, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "make_dispatcher", lambda *a, **k: Saboteur(make_dispatcher(*a, **k), harm))
+def test_conservation_finds_routes_that_went_astray(
+    dispatcher, harm, entries, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        module, "make_dispatcher", lambda *a, **k: Saboteur(make_dispatcher(*a, **k), harm)
+    )
     found = run(routed([3, 0, 4, 2], 8), Cluster(Layout(dp_replicate=1, ep=4), dispatcher))
     assert found.records[0].misrouted == 3 * entries  # three ranks have routes
-    assert any(f"{3 * entries} routes were lost, doubled, or at the wrong expert" in fault for fault in found.faults)
+    assert any(
+        f"{3 * entries} routes were lost, doubled, or at the wrong expert" in fault
+        for fault in found.faults
+    )
 
 
 def test_conservation_finds_rows_that_were_mixed_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "make_dispatcher", lambda *a, **k: Saboteur(make_dispatcher(*a, **k), mixed_up))
+    monkeypatch.setattr(
+        module, "make_dispatcher", lambda *a, **k: Saboteur(make_dispatcher(*a, **k), mixed_up)
+    )
     call = routed([3, 0, 4, 2], 8)
     found = run(call, Cluster(Layout(dp_replicate=1, ep=4), "dedup"))
     swapped = [routes.expert_N for routes in call.routes if len(routes.expert_N) > TOP_K]
-    assert found.records[0].misrouted == 4 * sum(bool(experts[0] != experts[TOP_K]) for experts in swapped) > 0
+    assert (
+        found.records[0].misrouted
+        == 4 * sum(bool(experts[0] != experts[TOP_K]) for experts in swapped)
+        > 0
+    )
 
 
 def test_answers_are_compared_with_one_rank() -> None:
@@ -277,11 +337,16 @@ def test_one_bit_is_too_much_for_alltoall() -> None:
 
 
 def test_answers_that_are_no_numbers_on_one_rank_either_are_no_fault() -> None:
-    """Biases that are no numbers, or infinite, give such answers everywhere; the others still must agree."""
+    """Biases that are no numbers, or infinite, give such answers everywhere; the others still must
+    agree.
+    """
     bank, call = bank_of(8), routed([3, 0, 4, 2], 8)
     with torch.no_grad():
         bank.b_down[1, 0], bank.b_down[5, 1] = float("nan"), float("inf")
-        answers = [SparseLayer(bank)(rows, routes) for rows, routes in zip(call.rows, call.routes, strict=True)]
+        answers = [
+            SparseLayer(bank)(rows, routes)
+            for rows, routes in zip(call.rows, call.routes, strict=True)
+        ]
     assert torch.cat(answers).isnan().any()
     assert torch.cat(answers).isinf().any()
     for dispatcher in ("alltoall", "dedup"):
@@ -308,7 +373,9 @@ def test_what_does_not_fit_is_said_once() -> None:
 
 
 def whole_layer(num_ranks: int, tokens: list[int]) -> None:
-    """Forward and backward with uneven tokens, one expert per rank: everything bit for bit as on one rank with all tokens."""
+    """Forward and backward with uneven tokens, one expert per rank: everything bit for bit as on
+    one rank with all tokens.
+    """
     call = routed(tokens, num_ranks, seed=3)
     homes = contiguous_homes(num_ranks, num_ranks)
     bank = bank_of(num_ranks)
@@ -343,7 +410,11 @@ def gradients(layer: SparseLayer, rows: Tensor, routes: Routes) -> dict[str, Ten
     (y * torch.linspace(-1, 1, WIDTH)).sum().backward()
     assert rows.grad is not None
     assert weights.grad is not None
-    own = {name: parameter.grad for name, parameter in layer.experts.named_parameters() if parameter.grad is not None}
+    own = {
+        name: parameter.grad
+        for name, parameter in layer.experts.named_parameters()
+        if parameter.grad is not None
+    }
     return {"y": y.detach(), "x": rows.grad, "gates": weights.grad, **own}
 
 

@@ -12,7 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moebius.simulation.replay import cut, deal, replay
-from moebius.train.routing.trace import RecordedCall, RecordedRank, StepTrace, recorded_steps, write_rank
+from moebius.train.routing.trace import (
+    RecordedCall,
+    RecordedRank,
+    StepTrace,
+    recorded_steps,
+    write_rank,
+)
 
 EXPERTS = 6
 NONE = np.empty(0, np.int64)
@@ -24,19 +30,41 @@ def recorded(tokens: int, *, rows: int, targets: int, drop: float, seed: int) ->
     per_token = 2 * max(rows, targets)
     token = np.repeat(np.arange(tokens), per_token)
     within = np.tile(np.arange(per_token), tokens)
-    source, target = token * rows + within * rows // per_token, token * targets + within * targets // per_token
+    source, target = (
+        token * rows + within * rows // per_token,
+        token * targets + within * targets // per_token,
+    )
     expert = draws.integers(0, EXPERTS, len(token))
     plain = RecordedCall(
-        0, 1, "group.0.attention.value", "value", EXPERTS, tokens * rows, tokens * targets, per_token // rows,
-        per_token // targets, 0, 4, 4, len(token), expert, NONE, NONE,
-    )  # fmt: skip
+        0,
+        1,
+        "group.0.attention.value",
+        "value",
+        EXPERTS,
+        tokens * rows,
+        tokens * targets,
+        per_token // rows,
+        per_token // targets,
+        0,
+        4,
+        4,
+        len(token),
+        expert,
+        NONE,
+        NONE,
+    )
     if not drop:
         return plain
     keep = draws.random(len(token)) >= drop
     return dataclasses.replace(
-        plain, per_source=0, per_target=0, num_routes=int(keep.sum()), expert_N=expert[keep], source_N=source[keep],
+        plain,
+        per_source=0,
+        per_target=0,
+        num_routes=int(keep.sum()),
+        expert_N=expert[keep],
+        source_N=source[keep],
         target_N=target[keep],
-    )  # fmt: skip
+    )
 
 
 def addresses(calls: list[RecordedCall], tokens: list[int], rows: int, targets: int) -> Counter:
@@ -59,12 +87,20 @@ def addresses(calls: list[RecordedCall], tokens: list[int], rows: int, targets: 
 
 
 @given(
-    tokens=st.lists(st.integers(0, 9), min_size=1, max_size=4).filter(any), num_ranks=st.integers(1, 7),
-    sizes=st.sampled_from([(1, 1), (1, 3), (3, 1), (2, 2)]), drop=st.sampled_from([0.0, 0.4]), seed=st.integers(0, 99),
-)  # fmt: skip
-def test_every_route_is_dealt_to_the_rank_of_its_token(tokens, num_ranks, sizes, drop, seed) -> None:
+    tokens=st.lists(st.integers(0, 9), min_size=1, max_size=4).filter(any),
+    num_ranks=st.integers(1, 7),
+    sizes=st.sampled_from([(1, 1), (1, 3), (3, 1), (2, 2)]),
+    drop=st.sampled_from([0.0, 0.4]),
+    seed=st.integers(0, 99),
+)
+def test_every_route_is_dealt_to_the_rank_of_its_token(
+    tokens, num_ranks, sizes, drop, seed
+) -> None:
     rows, targets = sizes
-    calls = [recorded(count, rows=rows, targets=targets, drop=drop, seed=seed + i) for i, count in enumerate(tokens)]
+    calls = [
+        recorded(count, rows=rows, targets=targets, drop=drop, seed=seed + i)
+        for i, count in enumerate(tokens)
+    ]
     routes, num_rows = deal(calls, tokens, num_ranks)
     ends = cut(sum(tokens), num_ranks)
     dealt = Counter()
@@ -91,12 +127,15 @@ def test_every_route_is_dealt_to_the_rank_of_its_token(tokens, num_ranks, sizes,
 
 
 @pytest.mark.parametrize(
-    ("shares", "num_ranks", "known"), [([2, 2], 2, True), ([2, 2], 4, True), ([3, 3], 4, False), ([1], 3, False)]
+    ("shares", "num_ranks", "known"),
+    [([2, 2], 2, True), ([2, 2], 4, True), ([3, 3], 4, False), ([1], 3, False)],
 )
 def test_slots_are_shared_expert_by_expert(shares: list[int], num_ranks: int, known: bool) -> None:
     calls = [
         dataclasses.replace(
-            recorded(1, rows=1, targets=1, drop=0, seed=0), per_expert=share, num_routes=share * EXPERTS
+            recorded(1, rows=1, targets=1, drop=0, seed=0),
+            per_expert=share,
+            num_routes=share * EXPERTS,
         )
         for share in shares
     ]
@@ -113,7 +152,9 @@ def test_on_as_many_ranks_every_rank_gets_what_it_had(tmp_path: Path) -> None:
         model = tiny_model("moeut")
         trace = StepTrace(model, tmp_path, step=1, every=1, rank=rank, num_ranks=3)
         for micro_batch in range(2):
-            tokens = torch.randint(61, (2, 5), generator=torch.Generator().manual_seed(10 * rank + micro_batch))
+            tokens = torch.randint(
+                61, (2, 5), generator=torch.Generator().manual_seed(10 * rank + micro_batch)
+            )
             with trace.micro_batch(num_tokens=10):
                 model(tokens)
         trace.save()
@@ -136,7 +177,11 @@ def test_what_cannot_be_dealt_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="leads from one token to another"):
         deal([straying], [4], 2)
     with pytest.raises(ValueError, match=r"\[5\] recorded rows do not belong to \[4\] tokens"):
-        deal([dataclasses.replace(recorded(4, rows=1, targets=1, drop=0, seed=0), num_rows=5)], [4], 2)
+        deal(
+            [dataclasses.replace(recorded(4, rows=1, targets=1, drop=0, seed=0), num_rows=5)],
+            [4],
+            2,
+        )
     call = recorded(4, rows=1, targets=1, drop=0, seed=0)
     for rank, calls in enumerate([(call, call), (call,)]):
         write_rank(tmp_path, RecordedRank(1, rank, 2, (4,), calls))

@@ -1,4 +1,6 @@
-"""`moebius simulate` from the command line: fresh, trained and recorded models, shapes, and what it says to bad requests."""
+"""`moebius simulate` from the command line: fresh, trained and recorded models, shapes, and what it
+says to bad requests.
+"""
 
 import json
 import re
@@ -46,20 +48,37 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Four recorded steps of two micro-batches on one rank, with a checkpoint."""
     folder = tmp_path_factory.mktemp("trained")
     words = np.random.default_rng(0).choice(["one", "two", "three", "many", "band"], size=(60, 30))
-    (folder / "text.jsonl").write_text("".join(json.dumps({"text": " ".join(line)}) + "\n" for line in words))
+    (folder / "text.jsonl").write_text(
+        "".join(json.dumps({"text": " ".join(line)}) + "\n" for line in words)
+    )
     data = DataConfig(
-        input=(str(folder / "text.jsonl"),), tokenizer="bytes", vocab_size=257, seq_len=24, validation_fraction=0.2,
+        input=(str(folder / "text.jsonl"),),
+        tokenizer="bytes",
+        vocab_size=257,
+        seq_len=24,
+        validation_fraction=0.2,
         directory=str(folder / "shards"),
-    )  # fmt: skip
+    )
     prepare(data, folder / "shards")
     model = ModelConfig(
-        vocab_size=257, d_model=16, num_layers=4, group_size=2, num_heads=2, d_head=8, num_attention_experts=4,
-        attention_top_k=2, num_experts=8, router=SigmoidConfig(top_k=3), d_expert=8,
-    )  # fmt: skip
+        vocab_size=257,
+        d_model=16,
+        num_layers=4,
+        group_size=2,
+        num_heads=2,
+        d_head=8,
+        num_attention_experts=4,
+        attention_top_k=2,
+        num_experts=8,
+        router=SigmoidConfig(top_k=3),
+        d_expert=8,
+    )
     config = Config(
-        model=model, data=data, checkpoint=CheckpointConfig(every=0),
+        model=model,
+        data=data,
+        checkpoint=CheckpointConfig(every=0),
         train=TrainConfig(steps=4, global_batch=4, micro_batch=2, eval_rows=4, record_routing=1),
-    )  # fmt: skip
+    )
     run = folder / "run"
     run.mkdir()
     config.save(run / "config.json")
@@ -87,7 +106,18 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 )
 def test_every_kind_of_router_reaches_its_experts(name: str, capsys: pytest.CaptureFixture) -> None:
     tokens = "32" if name in ("expert_choice", "mixture_of_tokens") else "8"
-    found = result(capsys, name, "--ep", "2", "--world-size", "4", "--tokens-per-rank", tokens, "--ranks-per-node", "2")
+    found = result(
+        capsys,
+        name,
+        "--ep",
+        "2",
+        "--world-size",
+        "4",
+        "--tokens-per-rank",
+        tokens,
+        "--ranks-per-node",
+        "2",
+    )
     assert found["faults"] == []
     assert (found["world_size"], found["ep"], found["ep_groups"]) == (4, 2, 2)
     for kind in found["experts"]:
@@ -100,15 +130,27 @@ def test_every_kind_of_router_reaches_its_experts(name: str, capsys: pytest.Capt
 def test_dispatchers_carry_the_same_routes(capsys: pytest.CaptureFixture) -> None:
     names = ["alltoall", "dedup", "allgather", "hierarchical"]
     found = result(
-        capsys, "smoke", *SMALL, "--ep", "8", "--ranks-per-node", "4", "--tokens-per-rank", "16", "--dispatcher", *names
-    )  # fmt: skip
+        capsys,
+        "smoke",
+        *SMALL,
+        "--ep",
+        "8",
+        "--ranks-per-node",
+        "4",
+        "--tokens-per-rank",
+        "16",
+        "--dispatcher",
+        *names,
+    )
     assert [each["dispatcher"] for each in found["dispatchers"]] == names
     assert found["faults"] == []
     alltoall, dedup, _, hierarchical = found["dispatchers"]
     assert alltoall["rows"] == alltoall["rows_one_per_route"] == dedup["rows_one_per_route"]
     assert all(call["difference"] == 0 for call in alltoall["calls"])
     assert any(call["difference"] > 0 for call in dedup["calls"])
-    assert hierarchical["bytes_inter_node"] < dedup["bytes_inter_node"] < alltoall["bytes_inter_node"]
+    assert (
+        hierarchical["bytes_inter_node"] < dedup["bytes_inter_node"] < alltoall["bytes_inter_node"]
+    )
     for each in found["dispatchers"]:
         matrix = np.array(each["bytes_by_pair"])
         node = np.arange(8) // 4
@@ -132,17 +174,30 @@ def test_the_tokens_of_a_rank_do_not_depend_on_the_others() -> None:
     config = resolve("smoke", SMALL, RECIPES)
     few, many = (random_tokens(config, 2, 8, seed=3, num_ranks=count) for count in (2, 256))
     drawn = {(step, rank): many(step, rank) for step in (1, 2) for rank in (0, 1, 255)}
-    assert all(torch.equal(few(step, rank), drawn[step, rank]) for step in (1, 2) for rank in (0, 1))
+    assert all(
+        torch.equal(few(step, rank), drawn[step, rank]) for step in (1, 2) for rank in (0, 1)
+    )
     assert len({tuple(tokens.flatten().tolist()) for tokens in drawn.values()}) == len(drawn)
 
 
 def test_bfloat16(capsys: pytest.CaptureFixture) -> None:
     found = result(
-        capsys, "smoke", *SMALL, "train.precision=bfloat16", "--ep", "2", "--tokens-per-rank", "8",
-        "--dispatcher", "alltoall", "dedup",
-    )  # fmt: skip
+        capsys,
+        "smoke",
+        *SMALL,
+        "train.precision=bfloat16",
+        "--ep",
+        "2",
+        "--tokens-per-rank",
+        "8",
+        "--dispatcher",
+        "alltoall",
+        "dedup",
+    )
     assert found["faults"] == []
-    exact = result(capsys, "smoke", *SMALL, "--ep", "2", "--tokens-per-rank", "8", "--dispatcher", "alltoall")
+    exact = result(
+        capsys, "smoke", *SMALL, "--ep", "2", "--tokens-per-rank", "8", "--dispatcher", "alltoall"
+    )
     half, whole = found["dispatchers"][0], exact["dispatchers"][0]
     assert half["bytes_intra_node"] < 0.7 * whole["bytes_intra_node"]
 
@@ -150,28 +205,47 @@ def test_bfloat16(capsys: pytest.CaptureFixture) -> None:
 # A trained run ------------------------------------------------------------------------------------------------------
 
 
-def test_a_trained_run_routes_its_validation_text(run_dir: Path, capsys: pytest.CaptureFixture) -> None:
+def test_a_trained_run_routes_its_validation_text(
+    run_dir: Path, capsys: pytest.CaptureFixture
+) -> None:
     found = result(capsys, str(run_dir), "--ep", "4", "--tokens-per-rank", "24", "--steps", "2")
     assert found["title"] == "run, step 4"
     assert "1 × 24 tokens of the validation text" in found["tokens"]
     assert found["faults"] == []
 
 
-def test_a_trace_on_one_rank_is_what_was_recorded(run_dir: Path, capsys: pytest.CaptureFixture) -> None:
+def test_a_trace_on_one_rank_is_what_was_recorded(
+    run_dir: Path, capsys: pytest.CaptureFixture
+) -> None:
     found = result(capsys, "--trace", str(run_dir), "--ep", "1")
-    recorded = [call for files in recorded_steps(run_dir).values() for call in read_rank(files[0]).calls]
+    recorded = [
+        call for files in recorded_steps(run_dir).values() for call in read_rank(files[0]).calls
+    ]
     calls = found["dispatchers"][0]["calls"]
     assert len(calls) == len(recorded) == 4 * 2 * 12
     for call, then in zip(calls, recorded, strict=True):
         assert call["load_per_expert"] == np.bincount(then.expert_N, minlength=8).tolist()
-        assert (call["kind"], call["depth"], call["micro_batch"]) == (then.kind, then.depth, then.micro_batch)
+        assert (call["kind"], call["depth"], call["micro_batch"]) == (
+            then.kind,
+            then.depth,
+            then.micro_batch,
+        )
 
 
-@pytest.mark.parametrize("ranks", [("--ep", "8"), ("--ep", "4", "--world-size", "12"), ("--ep", "3")])
-def test_a_trace_is_dealt_to_any_number_of_ranks(ranks: tuple, run_dir: Path, capsys: pytest.CaptureFixture) -> None:
-    one, many = (result(capsys, "--trace", str(run_dir), "--steps", "2", *words) for words in (("--ep", "1"), ranks))
+@pytest.mark.parametrize(
+    "ranks", [("--ep", "8"), ("--ep", "4", "--world-size", "12"), ("--ep", "3")]
+)
+def test_a_trace_is_dealt_to_any_number_of_ranks(
+    ranks: tuple, run_dir: Path, capsys: pytest.CaptureFixture
+) -> None:
+    one, many = (
+        result(capsys, "--trace", str(run_dir), "--steps", "2", *words)
+        for words in (("--ep", "1"), ranks)
+    )
     assert many["faults"] == []
-    for then, now in zip(one["dispatchers"][0]["calls"], many["dispatchers"][0]["calls"], strict=True):
+    for then, now in zip(
+        one["dispatchers"][0]["calls"], many["dispatchers"][0]["calls"], strict=True
+    ):
         assert now["load_per_expert"] == then["load_per_expert"]
         assert sum(now["load_per_rank"]) == sum(then["load_per_rank"])
 
@@ -190,7 +264,9 @@ def train_on_ranks(config: Config, run: Path) -> str:
 
 @pytest.fixture(scope="module")
 def moving_run(run_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same on two ranks, whose experts move after every second step, with copies; checkpoints after every step."""
+    """The same on two ranks, whose experts move after every second step, with copies; checkpoints
+    after every step.
+    """
     run = tmp_path_factory.mktemp("moving")
     config = Config.load(run_dir / "config.json").model_copy(
         update={
@@ -233,28 +309,42 @@ def test_a_trace_with_the_homes_of_a_checkpoint_loads_ranks_as_training_did(
         assert hottest_at(placed, step) == served[step] != hottest_at(plain, step)
 
 
-def test_a_run_is_simulated_with_its_experts_where_they_are(moving_run: Path, capsys: pytest.CaptureFixture) -> None:
+def test_a_run_is_simulated_with_its_experts_where_they_are(
+    moving_run: Path, capsys: pytest.CaptureFixture
+) -> None:
     words = (str(moving_run), "--tokens-per-rank", "24")
-    placed, plain, other = (result(capsys, *words, *more) for more in ((), ("--homes", "contiguous"), ("--ep", "4")))
+    placed, plain, other = (
+        result(capsys, *words, *more) for more in ((), ("--homes", "contiguous"), ("--ep", "4"))
+    )
     assert placed["faults"] == plain["faults"] == other["faults"] == []
     assert placed["tokens"].endswith("; experts where they were at step 4")
     assert plain["tokens"].endswith("; experts in contiguous blocks, none moved")
     assert other["tokens"].endswith("none moved (those of step 4 are for ep 2)")
     assert hottest_at(placed, 1) != hottest_at(plain, 1)
-    for one, two in zip(placed["dispatchers"][0]["calls"], plain["dispatchers"][0]["calls"], strict=True):
+    for one, two in zip(
+        placed["dispatchers"][0]["calls"], plain["dispatchers"][0]["calls"], strict=True
+    ):
         assert one["load_per_expert"] == two["load_per_expert"]
 
 
-def test_homes_that_are_not_there(moving_run: Path, run_dir: Path, capsys: pytest.CaptureFixture) -> None:
+def test_homes_that_are_not_there(
+    moving_run: Path, run_dir: Path, capsys: pytest.CaptureFixture
+) -> None:
     for words, message in (
         (
             ("--trace", str(moving_run), "--homes", "2", "--ep", "4"),
             "--homes 2: its experts are spread over 2 ranks, and not",
         ),
-        (("--trace", str(moving_run), "--homes", "7"), "has no checkpoint of step 7; there are those of 1, 2, 3, 4"),
+        (
+            ("--trace", str(moving_run), "--homes", "7"),
+            "has no checkpoint of step 7; there are those of 1, 2, 3, 4",
+        ),
         (("--trace", str(run_dir), "--homes", "4"), "--homes 4: run moved no experts up to there"),
         (("smoke", "--homes", "4"), "--homes 4: fresh weights have no checkpoint"),
-        (("smoke", "--homes", "newest"), "--homes newest: write the step of a checkpoint, or contiguous"),
+        (
+            ("smoke", "--homes", "newest"),
+            "--homes newest: write the step of a checkpoint, or contiguous",
+        ),
         (("smoke", "--shapes-only", "--homes", "4"), "--homes 4: means nothing with --shapes-only"),
     ):
         moebius(*words, expect=2)
@@ -270,7 +360,11 @@ def test_homes_that_are_not_there(moving_run: Path, run_dir: Path, capsys: pytes
     ],
 )
 def test_bad_homes_are_refused_before_the_model_is_read(
-    homes: str, message: str, moving_run: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+    homes: str,
+    message: str,
+    moving_run: Path,
+    capsys: pytest.CaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def too_early(*_: Any) -> None:
         raise AssertionError("the model was restored")
@@ -290,7 +384,18 @@ def test_words_and_picture(
     monkeypatch.setenv("COLUMNS", "80")
     picture = tmp_path / "traffic.png"
     names = ("alltoall", "dedup")
-    moebius("--trace", str(run_dir), "--steps", "2", "--ep", "4", "--png", str(picture), "--dispatcher", *names)
+    moebius(
+        "--trace",
+        str(run_dir),
+        "--steps",
+        "2",
+        "--ep",
+        "4",
+        "--png",
+        str(picture),
+        "--dispatcher",
+        *names,
+    )
     said = capsys.readouterr().out
     assert "trace of run: 4 ranks, one ep group, one node" in said
     assert "2 recorded steps, 1 to 4, of 96 tokens; ranks: 1 then, 4 now; float32" in said
@@ -299,17 +404,21 @@ def test_words_and_picture(
     assert "hottest rank by step" in said
     assert "load by rank" in said
     assert "…" not in said  # nothing is cut at 80 columns
-    assert [line.split()[0] for line in said.splitlines() if line.strip() and line.strip()[0].isdigit()][-4:] == list(
-        "0123"
-    )
+    assert [
+        line.split()[0] for line in said.splitlines() if line.strip() and line.strip()[0].isdigit()
+    ][-4:] == list("0123")
     header = picture.read_bytes()[:24]
     assert header[:8] == b"\x89PNG\r\n\x1a\n"
     assert struct.unpack(">II", header[16:24]) > (800, 400)
 
 
-def test_a_fault_is_shown_and_ends_with_1(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fault_is_shown_and_ends_with_1(
+    capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(simulate, "TOLERANCE", {torch.float32: 0.0})
-    moebius("smoke", *SMALL, "--ep", "4", "--tokens-per-rank", "8", "--dispatcher", "dedup", expect=1)
+    moebius(
+        "smoke", *SMALL, "--ep", "4", "--tokens-per-rank", "8", "--dispatcher", "dedup", expect=1
+    )
     said = capsys.readouterr().out
     assert "✗ dedup: step 1, micro-batch 0, depth step" in said
     assert "✓" not in said
@@ -325,7 +434,10 @@ def disagree(*_: Any) -> None:
     ("fail", "said"),
     [
         (disagree, "ExchangeMismatch: rank 1 of the group sends 1 rows to rank 0, which expects 2"),
-        (lambda *_: torch.empty(2**50), r"RuntimeError: .*you tried to allocate 4503599627370496 bytes.*"),
+        (
+            lambda *_: torch.empty(2**50),
+            r"RuntimeError: .*you tried to allocate 4503599627370496 bytes.*",
+        ),
         (lambda *_: np.empty(2**50), r"MemoryError: Unable to allocate 8\.00 PiB .*"),
     ],
     ids=["mismatch", "memory of torch", "memory of numpy"],
@@ -339,7 +451,9 @@ def test_what_a_user_understands_is_told_in_one_line(
     assert re.fullmatch(rf"fault: simulated rank \d of 2: {said}", line)
 
 
-def test_a_late_rank_is_told_in_one_line(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_late_rank_is_told_in_one_line(
+    capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def wait_in_vain(*_: Any, **__: Any) -> None:
         run_threads(lambda rank: rank == 1 or dist.all_reduce(torch.zeros(1)), 2, timeout_s=0.3)
 
@@ -362,7 +476,10 @@ def test_a_mistake_of_ours_is_told_with_its_traceback(
     assert said.startswith("Traceback (most recent call last):")
     assert re.search(r'File ".*dispatch\.py", line \d+, in play\n', said)
     assert re.search(r'File ".*test_dispatch\.py", line \d+, in fail_here\n', said)
-    assert re.match(rf"fault: simulated rank \d of 2: {error.__name__}: .?rows do not fit", said.splitlines()[-1])
+    assert re.match(
+        rf"fault: simulated rank \d of 2: {error.__name__}: .?rows do not fit",
+        said.splitlines()[-1],
+    )
 
 
 def test_a_rank_without_what_its_tables_say_is_told_in_one_line(
@@ -377,7 +494,9 @@ def test_a_rank_without_what_its_tables_say_is_told_in_one_line(
     assert said.endswith("the ranks of an ep group hold the experts [0, 1, 2]")
 
 
-def test_shapes_of_a_large_world(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shapes_of_a_large_world(
+    capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     batch = "train.global_batch=40960"
     moebius("smoke", batch, "--shapes-only", "--ep", "8", "--world-size", "10240")
@@ -385,7 +504,9 @@ def test_shapes_of_a_large_world(capsys: pytest.CaptureFixture, monkeypatch: pyt
     assert "world 10240 = dp_replicate 1280" in said
     assert "rank 10,239: value experts 14-15 of 16, 2×128×32" in said
     assert "…" not in said
-    moebius("smoke", batch, "--shapes-only", "--ep", "8", "--world-size", "1024", "--json", expect=0)
+    moebius(
+        "smoke", batch, "--shapes-only", "--ep", "8", "--world-size", "1024", "--json", expect=0
+    )
     found = json.loads(capsys.readouterr().out)
     assert [rank["rank"] for rank in found["ranks"]] == [0, 512, 1023]
     assert found["refused"] is None
@@ -393,7 +514,10 @@ def test_shapes_of_a_large_world(capsys: pytest.CaptureFixture, monkeypatch: pyt
 
 def test_shapes_that_training_would_refuse(capsys: pytest.CaptureFixture) -> None:
     moebius("smoke", "--shapes-only", "--ep", "8", "--world-size", "1024", expect=1)
-    assert "training would refuse it: train.global_batch=16 is not a multiple of 1024 ranks" in capsys.readouterr().err
+    assert (
+        "training would refuse it: train.global_batch=16 is not a multiple of 1024 ranks"
+        in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize(
@@ -407,7 +531,9 @@ def test_shapes_that_training_would_refuse(capsys: pytest.CaptureFixture) -> Non
         (["mesh.dp_shard=8"], Ranks(ep=4), (8, 4)),
     ],
 )
-def test_ranks_are_as_asked_or_as_the_mesh_says(overrides: list[str], ranks: Ranks, expected: tuple[int, int]) -> None:
+def test_ranks_are_as_asked_or_as_the_mesh_says(
+    overrides: list[str], ranks: Ranks, expected: tuple[int, int]
+) -> None:
     layout, _ = layout_of(resolve("smoke", overrides, RECIPES), ranks)
     assert (layout.world_size, layout.ep) == expected
 
@@ -421,26 +547,55 @@ def test_ranks_are_as_asked_or_as_the_mesh_says(overrides: list[str], ranks: Ran
         (("smoke", "--ep", "32"), "mesh.ep 32 is more than the experts"),
         (("smoke", "--ep", "0"), "--ep 0: at least 1"),
         (("smoke", "--ep", "8", "--world-size", "12"), "the mesh does not fit the world"),
-        (("smoke", "--ep", "8", "--world-size", "1024"), "with real values there may be 256 at most; --shapes-only"),
-        (("smoke", "--ep", "8", "--ranks-per-node", "3"), "--ranks-per-node 3 does not divide the 8 ranks"),
+        (
+            ("smoke", "--ep", "8", "--world-size", "1024"),
+            "with real values there may be 256 at most; --shapes-only",
+        ),
+        (
+            ("smoke", "--ep", "8", "--ranks-per-node", "3"),
+            "--ranks-per-node 3 does not divide the 8 ranks",
+        ),
         (("smoke", "--ep", "4", "--dispatcher", "local"), "the experts are on several ranks"),
-        (("smoke", "--ep", "4", "--dispatcher", "allgather", "--overlap-chunks", "2"), "allgather dispatcher has no chunks"),
+        (
+            ("smoke", "--ep", "4", "--dispatcher", "allgather", "--overlap-chunks", "2"),
+            "allgather dispatcher has no chunks",
+        ),
         (("smoke", "--steps", "0"), "--steps 0: at least 1"),
         (("smoke", "--seed", "-1"), "--seed -1: from 0 to"),
-        (("smoke", "--ep", "2", "mesh.tp=2"), "pipeline, context and tensor parallelism (pp, cp, tp) cannot run yet"),
-        (("smoke", "--shapes-only", "mesh.rebalance_every=5", "mesh.replicas=1"), "builds no slots for copies of experts"),
-        (("smoke", "--shapes-only", "--png", "x.png"), "--png x.png: means nothing with --shapes-only"),
-        (("smoke", "--shapes-only", "--dispatcher", "dedup", "alltoall"), "builds a model with one dispatcher"),
-        (("--trace", "x", "--tokens-per-rank", "8"), "--tokens-per-rank 8: means nothing with --trace"),
+        (
+            ("smoke", "--ep", "2", "mesh.tp=2"),
+            "pipeline, context and tensor parallelism (pp, cp, tp) cannot run yet",
+        ),
+        (
+            ("smoke", "--shapes-only", "mesh.rebalance_every=5", "mesh.replicas=1"),
+            "builds no slots for copies of experts",
+        ),
+        (
+            ("smoke", "--shapes-only", "--png", "x.png"),
+            "--png x.png: means nothing with --shapes-only",
+        ),
+        (
+            ("smoke", "--shapes-only", "--dispatcher", "dedup", "alltoall"),
+            "builds a model with one dispatcher",
+        ),
+        (
+            ("--trace", "x", "--tokens-per-rank", "8"),
+            "--tokens-per-rank 8: means nothing with --trace",
+        ),
         (("smoke", "--tokens-per-rank", "0"), "--tokens-per-rank 0: at least 1"),
         (("dense", "--ep", "2"), "the model has no experts: there is nothing to route"),
         (("mixture_of_tokens", "--tokens-per-rank", "4"), "the router wants groups of"),
         (("--trace", "nowhere"), "is not a run folder"),
         (("--shapes-only", "--trace", "x"), "--shapes-only builds a model"),
-        (("smoke", "--shapes-only", "--ep", "8", "--world-size", "20480"), "20480 pretended ranks: there may be 1 to 10,240"),
+        (
+            ("smoke", "--shapes-only", "--ep", "8", "--world-size", "20480"),
+            "20480 pretended ranks: there may be 1 to 10,240",
+        ),
     ],
-)  # fmt: skip
-def test_bad_requests_are_answered_in_one_line(words: tuple, message: str, capsys: pytest.CaptureFixture) -> None:
+)
+def test_bad_requests_are_answered_in_one_line(
+    words: tuple, message: str, capsys: pytest.CaptureFixture
+) -> None:
     moebius(*words, expect=2)
     said = capsys.readouterr().err.strip().splitlines()
     assert message in said[-1]
@@ -451,7 +606,10 @@ def test_bad_requests_are_answered_in_one_line(words: tuple, message: str, capsy
 def test_a_run_is_simulated_as_it_is(run_dir: Path, capsys: pytest.CaptureFixture) -> None:
     for words in (("model.num_experts=4",), ("--shapes-only", "model.num_experts=4")):
         moebius(str(run_dir), *words, expect=2)
-        assert "is a run and is simulated as it is: leave out model.num_experts=4" in capsys.readouterr().err
+        assert (
+            "is a run and is simulated as it is: leave out model.num_experts=4"
+            in capsys.readouterr().err
+        )
 
 
 def test_a_run_without_a_recording_is_told_how_to_record(
@@ -463,5 +621,15 @@ def test_a_run_without_a_recording_is_told_how_to_record(
 
 
 def test_a_picture_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    moebius("smoke", *SMALL, "--ep", "2", "--tokens-per-rank", "4", "--png", str(tmp_path / "no" / "a.png"), expect=2)
+    moebius(
+        "smoke",
+        *SMALL,
+        "--ep",
+        "2",
+        "--tokens-per-rank",
+        "4",
+        "--png",
+        str(tmp_path / "no" / "a.png"),
+        expect=2,
+    )
     assert "cannot be written" in capsys.readouterr().err

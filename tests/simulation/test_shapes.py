@@ -20,9 +20,18 @@ from moebius.simulation.shapes import (
 )
 
 MODEL = ModelConfig(
-    vocab_size=64, d_model=32, num_layers=4, group_size=2, num_heads=4, d_head=8, num_attention_experts=16,
-    attention_top_k=2, num_experts=128, router=SigmoidConfig(top_k=4), d_expert=16,
-)  # fmt: skip
+    vocab_size=64,
+    d_model=32,
+    num_layers=4,
+    group_size=2,
+    num_heads=4,
+    d_head=8,
+    num_attention_experts=16,
+    attention_top_k=2,
+    num_experts=128,
+    router=SigmoidConfig(top_k=4),
+    d_expert=16,
+)
 REQUEST = ShapeRequest(MODEL, Layout(dp_replicate=16, ep=64), "dedup", "none", "float32", 16, 2, 8)
 
 
@@ -37,9 +46,15 @@ def numel(name: str = "") -> int:
     return experts if name == "experts" else sum(p.numel() for p in model.parameters()) - experts
 
 
-@pytest.mark.parametrize(("world", "ep", "dispatcher"), [
-    (1024, 64, "dedup"), (8192, 64, "hierarchical"), (10_240, 64, "alltoall"), (10_240, 1, "auto"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("world", "ep", "dispatcher"),
+    [
+        (1024, 64, "dedup"),
+        (8192, 64, "hierarchical"),
+        (10_240, 64, "alltoall"),
+        (10_240, 1, "auto"),
+    ],
+)
 def test_the_first_the_middle_and_the_last_rank(world: int, ep: int, dispatcher: str) -> None:
     shapes = shapes_of(request(world, ep, dispatcher=dispatcher), ends_and_middle(world))
     assert [found.rank for found in shapes] == [0, world // 2, world - 1]
@@ -66,18 +81,26 @@ def check(found: RankShapes, ep: int) -> None:
     assert found.bytes["weights"] == found.bytes["gradients"] == 4 * held
     assert found.bytes["moments"] == 8 * held
     assert found.total_bytes == 16 * held + found.bytes["kept"]
-    assert found.bytes["kept"] > 2 * 16 * 4 * 32 * 4  # at least the residual stream of 4 depth steps
+    assert (
+        found.bytes["kept"] > 2 * 16 * 4 * 32 * 4
+    )  # at least the residual stream of 4 depth steps
 
 
 def test_sharded_weights_are_spread_over_the_ranks_that_share_them() -> None:
     layout = Layout(dp_replicate=320, dp_shard=32, ep=8)
     plain, sharded = (
-        shapes_of(dataclasses.replace(REQUEST, layout=layout, sharding=sharding), ends_and_middle(10_240))
+        shapes_of(
+            dataclasses.replace(REQUEST, layout=layout, sharding=sharding), ends_and_middle(10_240)
+        )
         for sharding in ("none", "fsdp")
     )
     with torch.device("meta"):
         named = dict(Transformer(MODEL).named_parameters())
-    small = sum(p.numel() for name, p in named.items() if any(part in name for part in ("router", "norm", "bias")))
+    small = sum(
+        p.numel()
+        for name, p in named.items()
+        if any(part in name for part in ("router", "norm", "bias"))
+    )
     for whole, own in zip(plain, sharded, strict=True):
         assert own.expert_parameters * 4 == whole.expert_parameters  # efsdp
         assert own.dense_parameters == small + (whole.dense_parameters - small) // 32
@@ -85,7 +108,10 @@ def test_sharded_weights_are_spread_over_the_ranks_that_share_them() -> None:
 
 
 def test_low_precision_keeps_copies_of_what_enters_products() -> None:
-    exact, rough = (shapes_of(request(64, 8, precision=precision), [63])[0] for precision in ("float32", "bfloat16"))
+    exact, rough = (
+        shapes_of(request(64, 8, precision=precision), [63])[0]
+        for precision in ("float32", "bfloat16")
+    )
     assert "copies" not in exact.bytes
     assert 0 < rough.bytes["copies"] < rough.bytes["weights"] / 2
     assert rough.bytes["weights"] == exact.bytes["weights"]
@@ -94,7 +120,11 @@ def test_low_precision_keeps_copies_of_what_enters_products() -> None:
 
 def test_experts_that_no_rank_number_divides() -> None:
     shapes = shapes_of(request(1020, 60), ends_and_middle(1020))
-    assert [len(found.banks[0].experts) for found in shapes] == [2, 1, 1]  # 64 experts of V on 60 ranks
+    assert [len(found.banks[0].experts) for found in shapes] == [
+        2,
+        1,
+        1,
+    ]  # 64 experts of V on 60 ranks
     assert [found.banks[0].experts.start for found in shapes] == [0, 34, 63]
 
 
@@ -116,7 +146,9 @@ def test_wrong_groups_and_wrong_shapes_are_faults(monkeypatch: pytest.MonkeyPatc
             shapes_of(request(64, 8), [3])
     with monkeypatch.context() as patch:
         patch.setattr(module, "local_tensor", lambda parameter: parameter[:1])
-        with pytest.raises(ShapeFault, match=r"rank 3: holds \(1, 32\) of embedding, its tables say \(64, 32\)"):
+        with pytest.raises(
+            ShapeFault, match=r"rank 3: holds \(1, 32\) of embedding, its tables say \(64, 32\)"
+        ):
             shapes_of(request(64, 8), [3])
     with monkeypatch.context() as patch:
         patch.setattr(module, "expert_blocks", lambda count, ranks: [range(count), range(1)])
@@ -124,7 +156,9 @@ def test_wrong_groups_and_wrong_shapes_are_faults(monkeypatch: pytest.MonkeyPatc
             shapes_of(request(64, 8), [3])
     with monkeypatch.context() as patch:
         patch.setattr(module, "local_experts", lambda layout, rank, count, name: range(8))
-        with pytest.raises(ShapeFault, match=r"rank 3: holds the experts 24-31 of .*, its tables say range\(0, 8\)"):
+        with pytest.raises(
+            ShapeFault, match=r"rank 3: holds the experts 24-31 of .*, its tables say range\(0, 8\)"
+        ):
             shapes_of(request(64, 8), [3])
     assert not dist.is_initialized()
 

@@ -1,4 +1,6 @@
-"""Ranks on threads: collectives with real values on up to 256 of them, what the wire counts, and worlds that go wrong."""
+"""Ranks on threads: collectives with real values on up to 256 of them, what the wire counts, and
+worlds that go wrong.
+"""
 
 import sys
 import threading
@@ -10,10 +12,22 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moebius.distributed.dispatch.exchange import AllGather, AllToAll, Counters, Flight, ReduceScatter
+from moebius.distributed.dispatch.exchange import (
+    AllGather,
+    AllToAll,
+    Counters,
+    Flight,
+    ReduceScatter,
+)
 from moebius.distributed.layout import Layout, group_of
 from moebius.simulation import threads as simulated_world
-from moebius.simulation.threads import RankFailed, SimulationUnavailable, Wire, pretended_rank, run_threads
+from moebius.simulation.threads import (
+    RankFailed,
+    SimulationUnavailable,
+    Wire,
+    pretended_rank,
+    run_threads,
+)
 
 
 def world() -> dist.ProcessGroup:
@@ -23,7 +37,9 @@ def world() -> dist.ProcessGroup:
 
 
 def lengths(num_ranks: int) -> np.ndarray:
-    """[from, to]: how many rows; some ranks send nothing, some get nothing, some pairs exchange nothing."""
+    """[from, to]: how many rows; some ranks send nothing, some get nothing, some pairs exchange
+    nothing.
+    """
     counts = np.random.default_rng(num_ranks).integers(0, 3, (num_ranks, num_ranks))
     counts[1], counts[:, num_ranks // 2] = 0, 0
     return counts
@@ -40,7 +56,9 @@ def test_uneven_exchanges_bring_every_row_where_it_belongs(num_ranks: int) -> No
 
     def live(rank: int) -> tuple[Tensor, Tensor]:
         wire.widths[rank], wire.is_open[rank] = frozenset({3}), True
-        sent = torch.cat([rows_between(rank, to, int(count)) for to, count in enumerate(counts[rank])]).requires_grad_()
+        sent = torch.cat(
+            [rows_between(rank, to, int(count)) for to, count in enumerate(counts[rank])]
+        ).requires_grad_()
         motion = AllToAll(world(), counts[rank].tolist(), counts[:, rank].tolist())
         came = Flight(sent, motion, Counters()).land()
         wire.is_open[rank] = False
@@ -49,7 +67,9 @@ def test_uneven_exchanges_bring_every_row_where_it_belongs(num_ranks: int) -> No
         return came.detach(), sent.grad
 
     for rank, (came, grad) in enumerate(run_threads(live, num_ranks, wire=wire)):
-        expected = [rows_between(source, rank, int(count)) for source, count in enumerate(counts[:, rank])]
+        expected = [
+            rows_between(source, rank, int(count)) for source, count in enumerate(counts[:, rank])
+        ]
         assert torch.equal(came, torch.cat(expected))
         back = [torch.full((int(count), 3), to + 1.0) for to, count in enumerate(counts[rank])]
         assert torch.equal(grad, torch.cat(back))
@@ -64,14 +84,20 @@ def test_the_wire_counts_gathers_and_reductions_and_tells_rows_from_all_else() -
         group = dist.new_group(group_of(layout, "ep", rank), use_local_synchronization=True)
         assert isinstance(group, dist.ProcessGroup)
         wire.widths[rank], wire.is_open[rank] = frozenset({5}), True
-        for motion, shape in ((AllGather(group), (4, 5)), (ReduceScatter(group), (6, 5)), (AllGather(group), (2, 7))):
+        for motion, shape in (
+            (AllGather(group), (4, 5)),
+            (ReduceScatter(group), (6, 5)),
+            (AllGather(group), (2, 7)),
+        ):
             motion.start(torch.ones(shape)).wait()
         wire.is_open[rank] = False
         AllGather(group).start(torch.ones(4, 5)).wait()
 
     run_threads(live, 6, wire=wire)
     same_group = np.kron(np.eye(2, dtype=int), np.ones((3, 3), int))
-    assert (wire.rows_PP == same_group * (4 + 2)).all()  # gathered, and a third of six reduced; 7 wide is no row
+    assert (
+        wire.rows_PP == same_group * (4 + 2)
+    ).all()  # gathered, and a third of six reduced; 7 wide is no row
     assert (wire.bytes_PP == same_group * 4 * (4 * 5 + 2 * 5 + 2 * 7)).all()
 
 
@@ -84,7 +110,9 @@ def test_one_failure_ends_the_world_and_the_next_one_is_sound() -> None:
         dist.all_reduce(torch.zeros(1))
         return rank
 
-    with pytest.raises(RankFailed, match="simulated rank 3 of 8: RuntimeError: a dispatcher's fault"):
+    with pytest.raises(
+        RankFailed, match="simulated rank 3 of 8: RuntimeError: a dispatcher's fault"
+    ):
         run_threads(live, 8)
     assert threading.active_count() == before
     assert not dist.is_initialized()
@@ -97,13 +125,18 @@ def test_ranks_that_disagree_about_an_exchange_are_named() -> None:
         received = [1, 1] if rank == 0 else [2, 1]
         Flight(torch.ones(2, 3), AllToAll(world(), [1, 1], received), Counters()).land()
 
-    with pytest.raises(RankFailed, match="rank 0 of the group sends 1 rows to rank 1, which expects 2"):
+    with pytest.raises(
+        RankFailed, match="rank 0 of the group sends 1 rows to rank 1, which expects 2"
+    ):
         run_threads(live, 2)
 
 
 def test_a_rank_that_does_not_come_is_found() -> None:
     before = threading.active_count()
-    with pytest.raises(RankFailed, match=r"for 0\.5 s nothing moved: the simulated ranks 0-1, 3 still wait for others"):
+    with pytest.raises(
+        RankFailed,
+        match=r"for 0\.5 s nothing moved: the simulated ranks 0-1, 3 still wait for others",
+    ):
         run_threads(lambda rank: rank == 2 or dist.all_reduce(torch.zeros(1)), 4, timeout_s=0.5)
     assert threading.active_count() == before
 
@@ -128,20 +161,28 @@ def test_a_mistake_of_the_user_stays_a_value_error() -> None:
 
 @pytest.mark.parametrize("num_ranks", [0, 257])
 def test_there_are_only_so_many_threads(num_ranks: int) -> None:
-    with pytest.raises(ValueError, match=f"{num_ranks} simulated ranks: with real values there may be 1 to 256"):
+    with pytest.raises(
+        ValueError, match=f"{num_ranks} simulated ranks: with real values there may be 1 to 256"
+    ):
         run_threads(lambda rank: rank, num_ranks)
 
 
 @pytest.mark.parametrize(
     ("module", "call"),
-    [("multi_threaded_pg", lambda: run_threads(lambda rank: rank, 2)), ("fake_pg", lambda: pretended_rank(0, 2).__enter__())],
-)  # fmt: skip
-def test_a_torch_without_the_private_parts_is_named(module: str, call, monkeypatch: pytest.MonkeyPatch) -> None:
+    [
+        ("multi_threaded_pg", lambda: run_threads(lambda rank: rank, 2)),
+        ("fake_pg", lambda: pretended_rank(0, 2).__enter__()),
+    ],
+)
+def test_a_torch_without_the_private_parts_is_named(
+    module: str, call, monkeypatch: pytest.MonkeyPatch
+) -> None:
     simulated_world._threaded.cache_clear()
     monkeypatch.setitem(sys.modules, f"torch.testing._internal.distributed.{module}", None)
     monkeypatch.delattr(f"torch.testing._internal.distributed.{module}", raising=False)
     with pytest.raises(
-        SimulationUnavailable, match=rf"torch {torch.__version__.split('+')[0]}.* has no .*install a torch"
+        SimulationUnavailable,
+        match=rf"torch {torch.__version__.split('+')[0]}.* has no .*install a torch",
     ):
         call()
     assert not dist.is_initialized()
@@ -149,7 +190,10 @@ def test_a_torch_without_the_private_parts_is_named(module: str, call, monkeypat
 
 @pytest.mark.parametrize(("rank", "world_size"), [(4, 4), (-1, 4), (0, 10_241), (0, 0)])
 def test_a_pretended_rank_must_be_in_its_world(rank: int, world_size: int) -> None:
-    with pytest.raises(ValueError, match=r"is not in a world of|pretended ranks"), pretended_rank(rank, world_size):
+    with (
+        pytest.raises(ValueError, match=r"is not in a world of|pretended ranks"),
+        pretended_rank(rank, world_size),
+    ):
         pass
 
 

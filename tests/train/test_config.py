@@ -24,8 +24,15 @@ def test_every_recipe_survives_its_json_and_fits_its_world(name: str, tmp_path: 
 
 
 def test_overrides_are_typed() -> None:
-    config = make("train.steps=7", "optim.learning_rate=3e-4", "data.input=['a.txt', 'b.txt']", "data.tokenizer=bytes",
-                  "data.vocab_size=257", "job.rehearse_failure_at_step=none", "job.name=x-1")  # fmt: skip
+    config = make(
+        "train.steps=7",
+        "optim.learning_rate=3e-4",
+        "data.input=['a.txt', 'b.txt']",
+        "data.tokenizer=bytes",
+        "data.vocab_size=257",
+        "job.rehearse_failure_at_step=none",
+        "job.name=x-1",
+    )
     assert (config.train.steps, config.optim.learning_rate) == (7, 3e-4)
     assert config.data.input == ("a.txt", "b.txt")
     assert config.data.tokenizer == "bytes"
@@ -35,7 +42,9 @@ def test_overrides_are_typed() -> None:
 
 def test_a_toml_file_may_build_on_a_recipe(tmp_path: Path) -> None:
     file = tmp_path / "mine.toml"
-    file.write_text('recipe = "smoke"\n[model]\nnum_experts = 32\n[train]\nsteps = 5\n', encoding="utf-8")
+    file.write_text(
+        'recipe = "smoke"\n[model]\nnum_experts = 32\n[train]\nsteps = 5\n', encoding="utf-8"
+    )
     config = make("train.steps=6", name=str(file))
     assert (config.model.num_experts, config.train.steps, config.model.d_model) == (32, 6, 128)
 
@@ -43,7 +52,10 @@ def test_a_toml_file_may_build_on_a_recipe(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["model.num_expert=3"], r"model.num_expert: unknown key; did you mean model.num_experts\?"),
+        (
+            ["model.num_expert=3"],
+            r"model.num_expert: unknown key; did you mean model.num_experts\?",
+        ),
         (["modle.num_experts=3"], r"modle: unknown key; did you mean model\?"),
         (["train.steps=many"], r"train.steps: .*valid integer.*\(given: 'many'\)"),
         (["train.steps=0"], r"train.steps: .*greater than 0 \(given: 0\)"),
@@ -76,27 +88,35 @@ def test_unknown_recipes_and_broken_files(tmp_path: Path) -> None:
 
 
 def test_what_does_not_fit_the_world_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"mesh.dp_replicate 2 × mesh.ep 2 = 4 ranks, but the world has 3"):
+    with pytest.raises(
+        ValueError, match=r"mesh.dp_replicate 2 × mesh.ep 2 = 4 ranks, but the world has 3"
+    ):
         make().check_world(3)
     with pytest.raises(ValueError, match=r"16.*3|3.*16"):
         make("mesh.ep=3", "mesh.dp_replicate=1").check_world(3)
     with pytest.raises(
-        ConfigError, match=r"train.global_batch=18 is not a multiple of 4 ranks × train.micro_batch=4 = 16"
+        ConfigError,
+        match=r"train.global_batch=18 is not a multiple of 4 ranks × train.micro_batch=4 = 16",
     ):
         make("train.global_batch=18").check_world(4)
     whole = ("mesh.sharding=fsdp", "mesh.ep=1", "mesh.dp_replicate=none")
     with pytest.raises(
-        ConfigError, match=r"mesh.dp_shard=1 on 4 ranks shards nothing: set mesh.dp_shard to one of \[2, 4\]"
+        ConfigError,
+        match=r"mesh.dp_shard=1 on 4 ranks shards nothing: set mesh.dp_shard to one of \[2, 4\]",
     ):
         make(*whole).check_world(4)
     make(*whole).check_world(1)
     make(*whole, "mesh.dp_shard=4").check_world(4)
     still = ("mesh.rebalance_every=5", "mesh.replicas=1", "mesh.ep=1", "mesh.dp_replicate=none")
     with pytest.raises(
-        ConfigError, match=r"mesh.rebalance_every=5, mesh.replicas=1 with mesh.ep=1: .* or mesh.ep to one of \[2, 4\]"
+        ConfigError,
+        match=r"mesh.rebalance_every=5, mesh.replicas=1 with mesh.ep=1: .* or mesh.ep to one of \[2, 4\]",
     ):
         make(*still).check_world(4)
-    with pytest.raises(ConfigError, match=r"none can move .* set both to 0 \(a world of 1 allows no other mesh.ep\)"):
+    with pytest.raises(
+        ConfigError,
+        match=r"none can move .* set both to 0 \(a world of 1 allows no other mesh.ep\)",
+    ):
         make(*still).check_world(1)
     make(*still, "mesh.ep=2").check_world(4)
 
@@ -106,9 +126,13 @@ def test_an_existing_run_is_continued_only_with_its_own_settings(tmp_path: Path)
     assert Path(config.data.directory).is_absolute()
     run_dir = tmp_path / "run"
     open_run(config, run_dir)
-    open_run(place_data(make("train.steps=900", "mesh.ep=4", "mesh.dp_replicate=1"), tmp_path), run_dir)
+    open_run(
+        place_data(make("train.steps=900", "mesh.ep=4", "mesh.dp_replicate=1"), tmp_path), run_dir
+    )
     assert Config.load(run_dir / "config.json").train.steps == 900
-    with pytest.raises(ConfigError, match=r"(?s)holds another run.*model.d_model: the run has 128, now 64"):
+    with pytest.raises(
+        ConfigError, match=r"(?s)holds another run.*model.d_model: the run has 128, now 64"
+    ):
         open_run(place_data(make("model.d_model=64"), tmp_path), run_dir)
     other = tmp_path / "other"
     other.mkdir()
@@ -121,7 +145,8 @@ def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.write_text("")
     with pytest.raises(
-        ConfigError, match=r"the run folder cannot be written \(Not a directory\); choose another with --run-dir"
+        ConfigError,
+        match=r"the run folder cannot be written \(Not a directory\); choose another with --run-dir",
     ):
         open_run(make(), file / "run")
 
@@ -145,14 +170,20 @@ def test_the_example_files_can_be_run() -> None:
 def test_the_commands_of_the_readme_can_be_run() -> None:
     readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
     commands = [
-        line.split()[2:] for line in re.findall(r"moebius (?:train|submit) .*", readme) for line in [f"x {line}"]
+        line.split()[2:]
+        for line in re.findall(r"moebius (?:train|submit) .*", readme)
+        for line in [f"x {line}"]
     ]
     checked = 0
     for words in commands:
         name, *rest = [word.strip("`") for word in words[1:]]
         if name not in RECIPES:
             continue
-        overrides = [word.rstrip("`.:") for word in rest if "=" in word and "'" not in word and "$" not in word]
+        overrides = [
+            word.rstrip("`.:")
+            for word in rest
+            if "=" in word and "'" not in word and "$" not in word
+        ]
         config = make(*overrides, name=name)
         config.check_world(config.world_size)
         checked += 1
@@ -166,7 +197,12 @@ def test_the_published_sizes_can_be_split_as_the_readme_says() -> None:
             counts = RECIPES[name]().model.expert_counts().values()
             splits[name] = math.gcd(*counts)
     assert splits == {
-        "moeut_44m": 1, "moeut_126m": 2, "moeut_244m": 1, "moeut_319m": 2, "moeut_728m": 1, "moeut_1b": 1,
-    }  # fmt: skip
+        "moeut_44m": 1,
+        "moeut_126m": 2,
+        "moeut_244m": 1,
+        "moeut_319m": 2,
+        "moeut_728m": 1,
+        "moeut_1b": 1,
+    }
     counts = make("model.num_experts=384", name="moeut_244m").model.expert_counts().values()
     assert math.gcd(*counts) == 8

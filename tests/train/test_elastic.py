@@ -1,4 +1,6 @@
-"""Any layout's checkpoint is any other's: model and optimizer bit for bit, over EP, FSDP and replicas."""
+"""Any layout's checkpoint is any other's: model and optimizer bit for bit, over EP, FSDP and
+replicas.
+"""
 
 import json
 import math
@@ -22,10 +24,21 @@ from moebius.train.config import MeshConfig
 from moebius.train.optim import OptimConfig, make_optimizer
 from moebius.train.state import allocate_moments, state_tensors
 
-MODEL = ModelConfig(  # odd sizes: rows and experts that no number of ranks divides; a router with a buffer
-    vocab_size=67, d_model=20, num_layers=4, group_size=2, num_heads=2, d_head=10, num_attention_experts=4,
-    attention_top_k=2, num_experts=12, router=DeepSeekConfig(top_k=3), d_expert=9, num_shared_experts=1,
-)  # fmt: skip
+# odd sizes: rows and experts that no number of ranks divides; a router with a buffer
+MODEL = ModelConfig(
+    vocab_size=67,
+    d_model=20,
+    num_layers=4,
+    group_size=2,
+    num_heads=2,
+    d_head=10,
+    num_attention_experts=4,
+    attention_top_k=2,
+    num_experts=12,
+    router=DeepSeekConfig(top_k=3),
+    d_expert=9,
+    num_shared_experts=1,
+)
 FEW = MODEL.model_copy(
     update={"num_experts": 2, "router": DeepSeekConfig(top_k=1, renormalise=False)}
 )  # FSDP must cut through the experts
@@ -49,7 +62,13 @@ def state(process, mesh_config: dict, model_config: ModelConfig):
     config = MeshConfig(**mesh_config)
     mesh = build_mesh(plan_layout(config, process.world_size), process)
     model = build_model(
-        model_config, mesh, dispatcher="auto", backend="auto", seed=0, device=process.device, sharding=config.sharding
+        model_config,
+        mesh,
+        dispatcher="auto",
+        backend="auto",
+        seed=0,
+        device=process.device,
+        sharding=config.sharding,
     )
     optimizer = make_optimizer(OptimConfig(), model.parameters())
     allocate_moments(model, optimizer)
@@ -72,7 +91,7 @@ def save_state(directory: Path, mesh_config: dict, model: ModelConfig = MODEL) -
         mesh, tensors, held = state(process, mesh_config, model)
         saver = Checkpointer(
             directory, mesh=mesh, process=process, keep_last=1, generation=0, generation_file=None
-        )  # fmt: skip
+        )
         saver.save(7, tensors, held, {"layout": mesh_config})
         saver.wait()
 
@@ -91,8 +110,10 @@ def load_states(
                     tensor.fill_(77)
                 load(folder / "step_00000007", tensors, held, mesh=mesh)
                 wrong += [
-                    (origin, mesh_config, name) for name in expected if not torch.equal(expected[name], tensors[name])
-                ]  # fmt: skip
+                    (origin, mesh_config, name)
+                    for name in expected
+                    if not torch.equal(expected[name], tensors[name])
+                ]
     return wrong
 
 
@@ -123,18 +144,24 @@ def test_experts_that_are_cut_through_are_joined_again(tmp_path: Path) -> None:
     assert run_ranks(load_states, 4, folders, meshes, FEW) == [[]] * 4
     assert audit(stored) == []
     taken = chunks.pop()
-    assert audit(stored) == [f"{CUT}: experts 0-1 of 2 have 135 of 180 elements each, some missing or more than once"]
+    assert audit(stored) == [
+        f"{CUT}: experts 0-1 of 2 have 135 of 180 elements each, some missing or more than once"
+    ]
     chunks += [taken, taken]
     assert audit(stored) == [f"{CUT}: experts 0-1 of 2 are stored more than once"]
 
 
-def test_checkpoints_of_all_layouts_have_the_same_tensors_and_every_expert_once(saved: dict[str, Path]) -> None:
+def test_checkpoints_of_all_layouts_have_the_same_tensors_and_every_expert_once(
+    saved: dict[str, Path],
+) -> None:
     shapes = []
     for folder in saved.values():
         path = folder / "step_00000007"
         assert set(verify(path).num_experts.values()) == {12, 8}
         tensors = json.loads((path / "index.json").read_text())["tensors"]
-        shapes.append({name: (stored["dtype"], stored["shape"]) for name, stored in tensors.items()})
+        shapes.append(
+            {name: (stored["dtype"], stored["shape"]) for name, stored in tensors.items()}
+        )
         assert read_meta(path).num_experts.keys() < tensors.keys()
     assert all(other == shapes[0] for other in shapes)
 

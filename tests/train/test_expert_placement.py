@@ -1,4 +1,6 @@
-"""Experts that move while a run trains: the same losses and weights, copies stay equal, and resume as if nothing had moved."""
+"""Experts that move while a run trains: the same losses and weights, copies stay equal, and resume
+as if nothing had moved.
+"""
 
 import json
 import shutil
@@ -27,18 +29,37 @@ from moebius.train.optim import OptimConfig
 from moebius.train.run import assemble, open_loader
 from moebius.train.state import allocate_moments, state_tensors
 
-# Seven and six experts: no EP degree but 1 divides both. No balancing loss, so that some experts get hot.
+# Seven and six experts: no EP degree but 1 divides both. No balancing loss, so that some experts
+# get hot.
 MODEL = ModelConfig(
-    vocab_size=257, d_model=24, num_layers=4, group_size=2, num_heads=2, d_head=12, num_attention_experts=3,
-    attention_top_k=2, num_experts=7, router=SigmoidConfig(top_k=3, balance=0.0), d_expert=16, attention_balance=0.0,
-)  # fmt: skip
+    vocab_size=257,
+    d_model=24,
+    num_layers=4,
+    group_size=2,
+    num_heads=2,
+    d_head=12,
+    num_attention_experts=3,
+    attention_top_k=2,
+    num_experts=7,
+    router=SigmoidConfig(top_k=3, balance=0.0),
+    d_expert=16,
+    attention_balance=0.0,
+)
 STEPS = 7
 
 
-def make_config(data: Path, *, steps: int = STEPS, clip_norm: float = 0.5, **mesh: object) -> Config:
+def make_config(
+    data: Path, *, steps: int = STEPS, clip_norm: float = 0.5, **mesh: object
+) -> Config:
     return Config(
         model=MODEL,
-        data=DataConfig(tokenizer="bytes", vocab_size=257, seq_len=24, validation_fraction=0.2, directory=str(data)),
+        data=DataConfig(
+            tokenizer="bytes",
+            vocab_size=257,
+            seq_len=24,
+            validation_fraction=0.2,
+            directory=str(data),
+        ),
         optim=OptimConfig(learning_rate=3e-3, warmup_steps=3, decay_steps=20, clip_norm=clip_norm),
         train=TrainConfig(steps=steps, global_batch=8, micro_batch=2, eval_rows=10),
         checkpoint=CheckpointConfig(every=0),
@@ -55,7 +76,10 @@ def run_of(config: Config, world: int, run_dir: Path) -> dict[str, list]:
     """A column per figure of the train lines, and of the moves."""
     assert run_ranks(run_training, world, config, run_dir) == ["finished"] * world
     found = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    columns = {name: [line[name] for line in found if line["kind"] == "train"] for name in ("loss", "grad_norm")}
+    columns = {
+        name: [line[name] for line in found if line["kind"] == "train"]
+        for name in ("loss", "grad_norm")
+    }
     return columns | {"moves": [line for line in found if line["kind"] == "placement"]}
 
 
@@ -86,10 +110,14 @@ def alone(data: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[st
 
 @pytest.mark.parametrize("ep", [pytest.param(2, marks=pytest.mark.slow), 4])
 def test_moving_experts_changes_no_bit(ep: int, data: Path, tmp_path: Path) -> None:
-    """Unless gradients are clipped: their norm is a sum over ranks, whose rounding depends on who holds what."""
+    """Unless gradients are clipped: their norm is a sum over ranks, whose rounding depends on who
+    holds what.
+    """
     mesh = {"ep": ep, "dispatcher": "alltoall"}
     still = run_of(make_config(data, clip_norm=1e9, **mesh), 4, tmp_path / "still")
-    moving = run_of(make_config(data, clip_norm=1e9, rebalance_every=2, **mesh), 4, tmp_path / "moving")
+    moving = run_of(
+        make_config(data, clip_norm=1e9, rebalance_every=2, **mesh), 4, tmp_path / "moving"
+    )
     assert still["moves"] == []
     assert [line["step"] for line in moving["moves"]] == [2, 4, 6]
     assert sum(line["moved_experts"] for line in moving["moves"]) > 5
@@ -103,7 +131,9 @@ def test_moving_experts_changes_no_bit(ep: int, data: Path, tmp_path: Path) -> N
     assert any(bank["homes"]["slot_of_expert"] is not None for bank in homes.values())
 
 
-@pytest.mark.parametrize(("ep", "dispatcher"), [(2, "dedup"), pytest.param(4, "alltoall", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("ep", "dispatcher"), [(2, "dedup"), pytest.param(4, "alltoall", marks=pytest.mark.slow)]
+)
 def test_copies_change_losses_by_rounding_alone(
     ep: int, dispatcher: str, alone: tuple, data: Path, tmp_path: Path
 ) -> None:
@@ -112,14 +142,18 @@ def test_copies_change_losses_by_rounding_alone(
     moving = run_of(config, 4, tmp_path)
     assert moving["moves"][0]["moved_experts"] > 0
     assert moving["loss"] == pytest.approx(still["loss"], rel=1e-5)
-    assert moving["grad_norm"] == pytest.approx(still["grad_norm"], rel=1e-4)  # each expert counted once
+    assert moving["grad_norm"] == pytest.approx(
+        still["grad_norm"], rel=1e-4
+    )  # each expert counted once
     first, second = final_state(folder), final_state(tmp_path)
     for name, tensor in first.items():
         assert (tensor - second[name]).norm() <= 2e-3 * tensor.norm(), name
 
 
 def copies_after_steps(config: Config, run_dir: Path) -> tuple[int, list[str]]:
-    """How many copies of experts there are, and which tensors are not the same in all copies and replicas, in any bit."""
+    """How many copies of experts there are, and which tensors are not the same in all copies and
+    replicas, in any bit.
+    """
     with start_process("cpu", timeout_s=30) as process:
         run = assemble(config, run_dir, process)
         log = MetricsLog(run_dir, active=False, first_step=1)
@@ -127,13 +161,20 @@ def copies_after_steps(config: Config, run_dir: Path) -> tuple[int, list[str]]:
         with open_loader(run, None) as loader:
             for _ in range(STEPS):
                 move_experts(run, step(run, next(loader), 1e-3), log)
-        assert {id(parameter) for parameter in run.model.parameters()} == before == set(map(id, run.optimizer.state))
+        assert (
+            {id(parameter) for parameter in run.model.parameters()}
+            == before
+            == set(map(id, run.optimizer.state))
+        )
         homes, unlike, copies = homes_of(run.model), [], 0
         for name, bank in banks_of(run.model).items():
             copies += len(homes[name].copies)
             for parameter_name, parameter in bank.experts.named_parameters():
                 state = run.optimizer.state[parameter]
-                own = {"weight": parameter.detach(), **{key: state[key] for key in ("exp_avg", "exp_avg_sq")}}
+                own = {
+                    "weight": parameter.detach(),
+                    **{key: state[key] for key in ("exp_avg", "exp_avg_sq")},
+                }
                 everywhere: list = [None] * process.world_size
                 dist.all_gather_object(everywhere, own)
                 for expert, slots in enumerate(homes[name].slots_E):
@@ -165,9 +206,13 @@ PLACED = {"ep": 4, "rebalance_every": 3, "replicas": 1}
 
 @pytest.fixture(scope="module")
 def placed(data: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, list], Path]:
-    """A run on 4 ranks with moves after the steps 3 and 6 and a checkpoint of step 4, and its folder."""
+    """A run on 4 ranks with moves after the steps 3 and 6 and a checkpoint of step 4, and its
+    folder.
+    """
     folder = tmp_path_factory.mktemp("placed")
-    config = make_config(data, **PLACED).model_copy(update={"checkpoint": CheckpointConfig(every=4)})
+    config = make_config(data, **PLACED).model_copy(
+        update={"checkpoint": CheckpointConfig(every=4)}
+    )
     return run_of(config, 4, folder), folder
 
 
@@ -177,13 +222,17 @@ def go_on_from_step_4(run: Path, config: Config, world: int, folder: Path) -> di
     return run_of(config, world, folder)
 
 
-def test_resumed_equals_uninterrupted_bit_for_bit(placed: tuple, data: Path, tmp_path: Path) -> None:
+def test_resumed_equals_uninterrupted_bit_for_bit(
+    placed: tuple, data: Path, tmp_path: Path
+) -> None:
     """From between two moves: the homes come back, and with them the counts for the next move."""
     whole, folder = placed
     resumed = go_on_from_step_4(folder, make_config(data, **PLACED), 4, tmp_path)
     assert len(whole["loss"]) == STEPS
     assert resumed["loss"] == whole["loss"][4:]
-    before, after = ([{**line, "time": 0, "seconds": 0} for line in run["moves"]] for run in (whole, resumed))
+    before, after = (
+        [{**line, "time": 0, "seconds": 0} for line in run["moves"]] for run in (whole, resumed)
+    )
     assert [line["step"] for line in before] == [3, 6]
     assert after == before[1:]
     assert same_state(folder, tmp_path) == []
@@ -231,17 +280,22 @@ def test_a_checkpoint_of_another_model_is_refused_by_every_rank(data: Path, tmp_
 
 
 @pytest.mark.parametrize("mesh", [{"ep": 4}, {"ep": 2, "dp_shard": 4, "sharding": "fsdp"}])
-def test_ranks_need_not_divide_the_experts(mesh: dict, alone: tuple, data: Path, tmp_path: Path) -> None:
+def test_ranks_need_not_divide_the_experts(
+    mesh: dict, alone: tuple, data: Path, tmp_path: Path
+) -> None:
     shared = run_of(make_config(data, dispatcher="alltoall", **mesh), 4, tmp_path)
     assert shared["loss"] == pytest.approx(alone[0]["loss"], rel=1e-6)
     assert shared["grad_norm"] == pytest.approx(alone[0]["grad_norm"], rel=1e-5)
     start = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[0])
-    assert start["parameters"] == sum(parameter.numel() for parameter in Transformer(MODEL).parameters())
+    assert start["parameters"] == sum(
+        parameter.numel() for parameter in Transformer(MODEL).parameters()
+    )
 
 
 def test_what_cannot_be_placed_is_refused() -> None:
     with pytest.raises(
-        ValueError, match=r"mesh.replicas=1 with mesh.rebalance_every=0: experts get copies when they move"
+        ValueError,
+        match=r"mesh.replicas=1 with mesh.rebalance_every=0: experts get copies when they move",
     ):
         MeshConfig(ep=2, replicas=1)
     with pytest.raises(ValueError, match=r"mesh.rebalance_every=5 with mesh.sharding='fsdp'"):

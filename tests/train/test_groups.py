@@ -1,4 +1,6 @@
-"""Groups are blocks of the global sample index: no layout changes who is routed with whom, in training or in evaluation."""
+"""Groups are blocks of the global sample index: no layout changes who is routed with whom, in
+training or in evaluation.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -26,13 +28,30 @@ ROUTERS: dict[str, dict[str, Any]] = {
 
 
 def make_config(data: Path, router: dict[str, Any], micro_batch: int) -> Config:
-    model = ModelConfig.model_validate({
-        "vocab_size": 257, "d_model": 24, "num_layers": 2, "group_size": 2, "num_heads": 2, "d_head": 12, "norm": "pre",
-        "attention": "dense", "num_experts": router["group_size"], "d_expert": 16, "router": router,
-    })  # fmt: skip
+    model = ModelConfig.model_validate(
+        {
+            "vocab_size": 257,
+            "d_model": 24,
+            "num_layers": 2,
+            "group_size": 2,
+            "num_heads": 2,
+            "d_head": 12,
+            "norm": "pre",
+            "attention": "dense",
+            "num_experts": router["group_size"],
+            "d_expert": 16,
+            "router": router,
+        }
+    )
     return Config(
         model=model,
-        data=DataConfig(tokenizer="bytes", vocab_size=257, seq_len=24, validation_fraction=0.2, directory=str(data)),
+        data=DataConfig(
+            tokenizer="bytes",
+            vocab_size=257,
+            seq_len=24,
+            validation_fraction=0.2,
+            directory=str(data),
+        ),
         optim=OptimConfig(clip_norm=1e9),
         train=TrainConfig(global_batch=16, micro_batch=micro_batch, eval_rows=26, device="cpu"),
     )
@@ -42,19 +61,25 @@ def step_and_evaluation(config: Config, run_dir: Path) -> tuple[float, float, di
     """Validation loss before, and loss and gradients of one step."""
     with start_process("cpu", timeout_s=30) as process:
         run = assemble(config, run_dir, process)
-        with torch.no_grad():  # at the start all rows of a group weigh nearly alike, whatever the group
+        with (
+            torch.no_grad()
+        ):  # at the start all rows of a group weigh nearly alike, whatever the group
             for layer in run.model.group:
                 layer.feed_forward.router.weight.mul_(30)
                 layer.feed_forward.sparse.experts.w_down.mul_(10)
         validation = evaluate(run.model, config, process).loss
         with open_loader(run, None) as loader:
             taken = step(run, next(loader), 0.0)
-        gradients = {name: p.grad.clone() for name, p in run.model.named_parameters() if p.grad is not None}
+        gradients = {
+            name: p.grad.clone() for name, p in run.model.named_parameters() if p.grad is not None
+        }
         return taken.meter.reduce()["loss"].item(), validation, gradients
 
 
 @pytest.mark.parametrize("kind", ROUTERS)
-def test_no_layout_changes_loss_gradients_or_validation(kind: str, data: Path, tmp_path: Path) -> None:
+def test_no_layout_changes_loss_gradients_or_validation(
+    kind: str, data: Path, tmp_path: Path
+) -> None:
     expected = None
     for world, micro_batch in ((1, 16), (1, 4), (2, 4), (4, 4)):
         config = make_config(data, ROUTERS[kind], micro_batch)
@@ -69,7 +94,10 @@ def test_no_layout_changes_loss_gradients_or_validation(kind: str, data: Path, t
                 assert difference < 2e-6, (name, world, micro_batch, difference)
     assert expected is not None
     other = run_ranks(
-        step_and_evaluation, 1, make_config(data, ROUTERS[kind] | {"group_size": 8}, 8), tmp_path / "other"
+        step_and_evaluation,
+        1,
+        make_config(data, ROUTERS[kind] | {"group_size": 8}, 8),
+        tmp_path / "other",
     )[0]
     assert abs(other[0] - expected[0]) > 1e-5 * expected[0]  # who is in a group does matter
     assert abs(other[1] - expected[1]) > 1e-5 * expected[1]
@@ -78,9 +106,15 @@ def test_no_layout_changes_loss_gradients_or_validation(kind: str, data: Path, t
 def test_evaluation_may_have_groups_of_its_own(data: Path, tmp_path: Path) -> None:
     """Micro-batches of 4 sequences, evaluated in groups of 8: the batch grows to whole groups."""
     losses = []
-    for world, options in ((1, {"evaluation_group_size": 8}), (2, {"evaluation_group_size": 8}), (1, {})):
+    for world, options in (
+        (1, {"evaluation_group_size": 8}),
+        (2, {"evaluation_group_size": 8}),
+        (1, {}),
+    ):
         config = make_config(data, ROUTERS["mixture"] | options, 4)
-        losses.append(run_ranks(step_and_evaluation, world, config, tmp_path / f"{len(losses)}")[0][:2])
+        losses.append(
+            run_ranks(step_and_evaluation, world, config, tmp_path / f"{len(losses)}")[0][:2]
+        )
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
     assert losses[0][0] == pytest.approx(losses[2][0], rel=1e-6)
     assert abs(losses[0][1] - losses[2][1]) > 1e-5
@@ -88,6 +122,7 @@ def test_evaluation_may_have_groups_of_its_own(data: Path, tmp_path: Path) -> No
 
 def test_a_micro_batch_that_would_cut_a_group_is_refused(data: Path) -> None:
     with pytest.raises(
-        ValueError, match=r"micro_batch=6 is not a multiple of 4, .*'mixture_of_tokens' routes together: use 8"
+        ValueError,
+        match=r"micro_batch=6 is not a multiple of 4, .*'mixture_of_tokens' routes together: use 8",
     ):
         make_config(data, ROUTERS["mixture"], 6)

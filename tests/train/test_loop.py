@@ -1,4 +1,6 @@
-"""What a run on several ranks reports about its exchanges, and how it checks them when it is told to."""
+"""What a run on several ranks reports about its exchanges, and how it checks them when it is told
+to.
+"""
 
 import hashlib
 import json
@@ -23,23 +25,44 @@ from moebius.train.run import assemble, open_loader
 
 WIDTH, REPEATS, SEQUENCES, POSITIONS = 24, 2, 8, 16
 MODEL = ModelConfig(
-    vocab_size=257, d_model=WIDTH, num_layers=2 * REPEATS, group_size=2, num_heads=2, d_head=12, num_attention_experts=4,
-    attention_top_k=2, num_experts=8, router=SigmoidConfig(top_k=3), d_expert=16,
-)  # fmt: skip
+    vocab_size=257,
+    d_model=WIDTH,
+    num_layers=2 * REPEATS,
+    group_size=2,
+    num_heads=2,
+    d_head=12,
+    num_attention_experts=4,
+    attention_top_k=2,
+    num_experts=8,
+    router=SigmoidConfig(top_k=3),
+    d_expert=16,
+)
 LAYERS = {f"{member}/{kind}" for member in (0, 1) for kind in ("feed_forward", "value", "output")}
 ROUTES_PER_TOKEN = {"feed_forward": 3, "value": 2 * 2, "output": 2 * 2}
 
 
 def make_config(data: Path, *, micro_batch: int = 2, steps: int = 2, **mesh: object) -> Config:
     source = DataConfig(
-        tokenizer="bytes", vocab_size=257, seq_len=POSITIONS, validation_fraction=0.2, directory=str(data)
+        tokenizer="bytes",
+        vocab_size=257,
+        seq_len=POSITIONS,
+        validation_fraction=0.2,
+        directory=str(data),
     )
     return Config(
-        model=MODEL, data=source, mesh=MeshConfig.model_validate(mesh), checkpoint=CheckpointConfig(every=0),
+        model=MODEL,
+        data=source,
+        mesh=MeshConfig.model_validate(mesh),
+        checkpoint=CheckpointConfig(every=0),
         train=TrainConfig(
-            steps=steps, global_batch=SEQUENCES, micro_batch=micro_batch, eval_every=0, eval_rows=8, log_every=1
+            steps=steps,
+            global_batch=SEQUENCES,
+            micro_batch=micro_batch,
+            eval_every=0,
+            eval_rows=8,
+            log_every=1,
         ),
-    )  # fmt: skip
+    )
 
 
 def run_training(config: Config, run_dir: Path) -> str:
@@ -60,7 +83,8 @@ def exchanges(config: Config, world: int, run_dir: Path, **environment: str) -> 
 
 def test_every_train_line_tells_what_travelled(data: Path, tmp_path: Path) -> None:
     found = {
-        name: exchanges(make_config(data, ep=2, dispatcher=name), 4, tmp_path / name) for name in ("alltoall", "dedup")
+        name: exchanges(make_config(data, ep=2, dispatcher=name), 4, tmp_path / name)
+        for name in ("alltoall", "dedup")
     }
     for name, steps in found.items():
         assert [set(layers) for layers in steps] == [LAYERS, LAYERS]
@@ -68,7 +92,9 @@ def test_every_train_line_tells_what_travelled(data: Path, tmp_path: Path) -> No
             for layer, figures in layers.items():
                 kind = layer.partition("/")[2]
                 routes = SEQUENCES * POSITIONS * REPEATS * ROUTES_PER_TOKEN[kind]
-                rows = SEQUENCES * POSITIONS * REPEATS * (2 if kind == "output" else 1)  # an output's rows are heads
+                rows = (
+                    SEQUENCES * POSITIONS * REPEATS * (2 if kind == "output" else 1)
+                )  # an output's rows are heads
                 assert figures["rows_one_per_route"] == routes
                 if name == "alltoall":
                     assert figures["rows_sent"] == routes
@@ -78,13 +104,17 @@ def test_every_train_line_tells_what_travelled(data: Path, tmp_path: Path) -> No
                 assert figures["bytes_intra_node"] > 0
                 assert figures["bytes_inter_node"] == 0
                 assert figures["waited_s"] > 0
-    sent = [sum(figures["rows_sent"] for figures in found[name][0].values()) for name in ("dedup", "alltoall")]
+    sent = [
+        sum(figures["rows_sent"] for figures in found[name][0].values())
+        for name in ("dedup", "alltoall")
+    ]
     assert sent[0] < sent[1]
 
 
 def test_what_travelled_does_not_depend_on_how_the_batch_is_cut(data: Path, tmp_path: Path) -> None:
     whole, parts = (
-        exchanges(make_config(data, ep=2, micro_batch=size, steps=1), 2, tmp_path / str(size))[0] for size in (4, 1)
+        exchanges(make_config(data, ep=2, micro_batch=size, steps=1), 2, tmp_path / str(size))[0]
+        for size in (4, 1)
     )
     for layer in LAYERS:
         for name in ("rows_sent", "rows_one_per_route", "bytes_intra_node", "hottest_rank"):
@@ -92,7 +122,9 @@ def test_what_travelled_does_not_depend_on_how_the_batch_is_cut(data: Path, tmp_
 
 
 def test_bytes_between_nodes_are_told_apart(data: Path, tmp_path: Path) -> None:
-    [layers] = exchanges(make_config(data, ep=2, steps=1), 2, tmp_path, LOCAL_WORLD_SIZE="1", LOCAL_RANK="0")
+    [layers] = exchanges(
+        make_config(data, ep=2, steps=1), 2, tmp_path, LOCAL_WORLD_SIZE="1", LOCAL_RANK="0"
+    )
     for figures in layers.values():
         assert figures["bytes_inter_node"] > 0
         assert figures["bytes_intra_node"] == 0
@@ -108,7 +140,9 @@ def test_a_run_whose_experts_are_all_here_says_nothing(data: Path, tmp_path: Pat
 
 @dataclass(frozen=True)
 class Made:
-    """What some steps left: losses, auxiliary losses, what routers learned without a gradient, a digest of all weights."""
+    """What some steps left: losses, auxiliary losses, what routers learned without a gradient, a
+    digest of all weights.
+    """
 
     losses: list[float]
     auxiliary: list[dict[str, float]]
@@ -124,7 +158,13 @@ def make_steps(config: Config, run_dir: Path) -> Made:
             for _ in range(config.train.steps):
                 sums = step(run, next(loader), 1e-2).meter.reduce()
                 losses.append(sums["loss"].item())
-                auxiliary.append({name: value.item() for name, value in sums.items() if name.startswith("auxiliary/")})
+                auxiliary.append(
+                    {
+                        name: value.item()
+                        for name, value in sums.items()
+                        if name.startswith("auxiliary/")
+                    }
+                )
         digest = hashlib.sha256()
         for _, parameter in sorted(run.model.named_parameters()):
             digest.update(parameter.detach().numpy().tobytes())
@@ -134,7 +174,9 @@ def make_steps(config: Config, run_dir: Path) -> Made:
 
 def test_three_runs_are_the_same_bit_for_bit(data: Path, tmp_path: Path) -> None:
     config = make_config(data, ep=2, steps=3)
-    first, *others = [run_ranks(make_steps, 4, config, tmp_path / str(number)) for number in range(3)]
+    first, *others = [
+        run_ranks(make_steps, 4, config, tmp_path / str(number)) for number in range(3)
+    ]
     for other in others:
         assert [made.losses for made in other] == [made.losses for made in first]
         assert [made.digest for made in other] == [made.digest for made in first]
@@ -189,7 +231,12 @@ def test_a_run_that_checks_ends_where_rows_are_mixed_up_and_one_that_does_not_go
     trusting = run_ranks(run_spoiled, 2, make_config(data, ep=2, steps=3), tmp_path / "0")
     assert [ended for ended, _ in trusting] == ["finished", "finished"]
     for every in (1, 5):
-        found = run_ranks(run_spoiled, 2, make_config(data, ep=2, steps=3, check_every=every), tmp_path / str(every))
+        found = run_ranks(
+            run_spoiled,
+            2,
+            make_config(data, ep=2, steps=3, check_every=every),
+            tmp_path / str(every),
+        )
         assert found[0][0] == found[1][0]
         assert found[0][0].startswith("rows were changed or exchanged under way: rank 0 got")
         spoiled = found[0][1]
@@ -199,6 +246,8 @@ def test_a_run_that_checks_ends_where_rows_are_mixed_up_and_one_that_does_not_go
 
 def test_checks_change_no_number(data: Path, tmp_path: Path) -> None:
     for every in (0, 1):
-        run_ranks(run_training, 2, make_config(data, ep=2, check_every=every), tmp_path / str(every))
+        run_ranks(
+            run_training, 2, make_config(data, ep=2, check_every=every), tmp_path / str(every)
+        )
     plain, checked = ([line["loss"] for line in lines(tmp_path / str(every))] for every in (0, 1))
     assert plain == checked

@@ -1,4 +1,6 @@
-"""One run, many layouts: the same loss, gradients and weights on 1, 2 and 4 ranks; stopped and resumed equals uninterrupted."""
+"""One run, many layouts: the same loss, gradients and weights on 1, 2 and 4 ranks; stopped and
+resumed equals uninterrupted.
+"""
 
 import json
 import shutil
@@ -26,38 +28,69 @@ from moebius.train.run import assemble, open_loader
 from moebius.train.state import state_tensors
 
 MODEL = ModelConfig(
-    vocab_size=257, d_model=24, num_layers=4, group_size=2, num_heads=2, d_head=12, num_attention_experts=4,
-    attention_top_k=2, num_experts=8, router=SigmoidConfig(top_k=3), d_expert=16,
-)  # fmt: skip
+    vocab_size=257,
+    d_model=24,
+    num_layers=4,
+    group_size=2,
+    num_heads=2,
+    d_head=12,
+    num_attention_experts=4,
+    attention_top_k=2,
+    num_experts=8,
+    router=SigmoidConfig(top_k=3),
+    d_expert=16,
+)
 
 
 def make_config(data: Path, **sections: dict) -> Config:
     values = {
         "model": MODEL,
-        "data": DataConfig(tokenizer="bytes", vocab_size=257, seq_len=24, validation_fraction=0.2, directory=str(data)),
+        "data": DataConfig(
+            tokenizer="bytes",
+            vocab_size=257,
+            seq_len=24,
+            validation_fraction=0.2,
+            directory=str(data),
+        ),
         "optim": OptimConfig(learning_rate=3e-3, warmup_steps=3, decay_steps=20, clip_norm=1.0),
-        "train": {"steps": 8, "global_batch": 8, "micro_batch": 2, "eval_every": 4, "eval_rows": 10},
+        "train": {
+            "steps": 8,
+            "global_batch": 8,
+            "micro_batch": 2,
+            "eval_every": 4,
+            "eval_rows": 10,
+        },
         "checkpoint": {"every": 4},
         "mesh": {},
     }
     for name, changes in sections.items():
         before = values[name]
-        values[name] = before | changes if isinstance(before, dict) else before.model_copy(update=changes)
+        values[name] = (
+            before | changes if isinstance(before, dict) else before.model_copy(update=changes)
+        )
     return Config(
-        model=values["model"], data=values["data"], optim=values["optim"], train=TrainConfig(**values["train"]),
-        checkpoint=CheckpointConfig(**values["checkpoint"]), mesh=MeshConfig(**values["mesh"]),
-    )  # fmt: skip
+        model=values["model"],
+        data=values["data"],
+        optim=values["optim"],
+        train=TrainConfig(**values["train"]),
+        checkpoint=CheckpointConfig(**values["checkpoint"]),
+        mesh=MeshConfig(**values["mesh"]),
+    )
 
 
 def sgd_step(config: Config, run_dir: Path) -> tuple[float, dict[str, Tensor], dict[str, Tensor]]:
-    """Loss, gradients and weights after one step of SGD with rate 1: what Adam would hide, a wrong scale, shows here."""
+    """Loss, gradients and weights after one step of SGD with rate 1: what Adam would hide, a wrong
+    scale, shows here.
+    """
     with start_process("cpu", timeout_s=30) as process:
         run = assemble(config, run_dir, process)
         run.optimizer = torch.optim.SGD(run.model.parameters(), lr=1.0)  # type: ignore[assignment]
         with open_loader(run, None) as loader:
             taken = step(run, next(loader), 1.0)
         loss = taken.meter.reduce()["loss"].item()
-        gradients = {name: p.grad.clone() for name, p in run.model.named_parameters() if p.grad is not None}
+        gradients = {
+            name: p.grad.clone() for name, p in run.model.named_parameters() if p.grad is not None
+        }
         weights = {name: p.detach().clone() for name, p in run.model.named_parameters()}
         return loss, whole(gradients, run.mesh.layout.ep), whole(weights, run.mesh.layout.ep)
 
@@ -76,20 +109,38 @@ def whole(tensors: dict[str, Tensor], ep: int) -> dict[str, Tensor]:
     return out
 
 
-# world, ep, micro-batch, accumulation follows; and dp_shard where it is larger than ep, so that efsdp ranks hold a block
+# world, ep, micro-batch, accumulation follows; and dp_shard where it is larger than ep, so that
+# efsdp ranks hold a block
 LAYOUTS = [
-    (1, 1, 8), (1, 1, 2), (2, 1, 2), (2, 2, 4), (4, 1, 2), (4, 2, 1), (4, 4, 2), (4, 2, 2, 4),
-    (8, 4, 1), (8, 2, 1, 4),  # dp × ep: 2 × 4 and 2 × 2 × 2
-]  # fmt: skip
+    (1, 1, 8),
+    (1, 1, 2),
+    (2, 1, 2),
+    (2, 2, 4),
+    (4, 1, 2),
+    (4, 2, 1),
+    (4, 4, 2),
+    (4, 2, 2, 4),
+    (8, 4, 1),
+    (8, 2, 1, 4),  # dp × ep: 2 × 4 and 2 × 2 × 2
+]
 
 
-@pytest.mark.parametrize(("precision", "layouts"), [("float32", LAYOUTS), ("bfloat16", [(1, 1, 8), (4, 2, 2)])])
-def test_every_layout_makes_the_same_step(precision: str, layouts: list, data: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("precision", "layouts"), [("float32", LAYOUTS), ("bfloat16", [(1, 1, 8), (4, 2, 2)])]
+)
+def test_every_layout_makes_the_same_step(
+    precision: str, layouts: list, data: Path, tmp_path: Path
+) -> None:
     tolerance = 1e-6 if precision == "float32" else 3e-2
     expected = None
     if precision == "bfloat16":  # it is another computation than float32, and not a far one
         exact, rough = (
-            run_ranks(sgd_step, 1, make_config(data, train={"micro_batch": 8, "precision": p}), tmp_path / p)[0]
+            run_ranks(
+                sgd_step,
+                1,
+                make_config(data, train={"micro_batch": 8, "precision": p}),
+                tmp_path / p,
+            )[0]
             for p in ("float32", "bfloat16")
         )
         name = "group.0.feed_forward.sparse.experts.w_up"
@@ -98,45 +149,72 @@ def test_every_layout_makes_the_same_step(precision: str, layouts: list, data: P
         assert 0 < abs(rough[0] - exact[0]) < 2e-2 * exact[0]
     for world, ep, micro, *dp_shard in layouts:
         config = make_config(
-            data, train={"micro_batch": micro, "precision": precision}, optim={"clip_norm": 1e9},
-            # In bfloat16 another order of sums flips choices, as any rounding would; alltoall adds in the same order.
-            mesh={"ep": ep, "dp_shard": dp_shard[0] if dp_shard else None,
-                  "dispatcher": "auto" if precision == "float32" or ep == 1 else "alltoall"},
-        )  # fmt: skip
+            data,
+            train={"micro_batch": micro, "precision": precision},
+            optim={"clip_norm": 1e9},
+            # In bfloat16 another order of sums flips choices, as any rounding would; alltoall adds
+            # in the same order.
+            mesh={
+                "ep": ep,
+                "dp_shard": dp_shard[0] if dp_shard else None,
+                "dispatcher": "auto" if precision == "float32" or ep == 1 else "alltoall",
+            },
+        )
         results = run_ranks(sgd_step, world, config, tmp_path / f"{world}-{ep}-{micro}-{dp_shard}")
         for loss, gradients, weights in results:
             expected = expected or (loss, gradients, weights)
             assert loss == pytest.approx(expected[0], rel=tolerance), (world, ep, micro)
             for name in expected[1]:
-                for kind, ours, theirs in (("grad", gradients, expected[1]), ("weight", weights, expected[2])):
+                for kind, ours, theirs in (
+                    ("grad", gradients, expected[1]),
+                    ("weight", weights, expected[2]),
+                ):
                     size = theirs[name].norm() + 1e-3 * expected[1][name].norm()
                     difference = ((ours[name] - theirs[name]).norm() / size).item()
                     assert difference < tolerance, (kind, name, world, ep, micro, difference)
 
 
-def uneven_step(config: Config, run_dir: Path, shares: list[int]) -> tuple[float, dict[str, Tensor]]:
-    """Loss and gradients of one step in which rank r has `shares[r]` rows of every micro-batch of eight."""
+def uneven_step(
+    config: Config, run_dir: Path, shares: list[int]
+) -> tuple[float, dict[str, Tensor]]:
+    """Loss and gradients of one step in which rank r has `shares[r]` rows of every micro-batch of
+    eight.
+    """
     with start_process("cpu", timeout_s=30) as process:
         run = assemble(config, run_dir, process)
         rows = np.random.default_rng(0).integers(0, 257, (2, 8, 25))
         first = sum(shares[: process.rank])
         taken = step(run, Batch(rows[:, first : first + shares[process.rank]], 0, 0), 0.0)
-        gradients = {name: p.grad.clone() for name, p in run.model.named_parameters() if p.grad is not None}
+        gradients = {
+            name: p.grad.clone() for name, p in run.model.named_parameters() if p.grad is not None
+        }
         return taken.meter.reduce()["loss"].item(), whole(gradients, run.mesh.layout.ep)
 
 
-def test_ranks_with_different_numbers_of_tokens_make_the_same_step(data: Path, tmp_path: Path) -> None:
-    """A mean over each rank's own tokens, averaged over ranks, would weigh a lonely token as much as many."""
+def test_ranks_with_different_numbers_of_tokens_make_the_same_step(
+    data: Path, tmp_path: Path
+) -> None:
+    """A mean over each rank's own tokens, averaged over ranks, would weigh a lonely token as much
+    as many.
+    """
     expected = None
     for shares, ep in (([8], 1), ([1, 7], 2), ([4, 1, 1, 2], 2)):
         config = make_config(
-            data, train={"global_batch": 16, "micro_batch": 2}, optim={"clip_norm": 1e9}, mesh={"ep": ep}
-        )  # fmt: skip
-        for loss, gradients in run_ranks(uneven_step, len(shares), config, tmp_path / f"{shares}", shares):
+            data,
+            train={"global_batch": 16, "micro_batch": 2},
+            optim={"clip_norm": 1e9},
+            mesh={"ep": ep},
+        )
+        for loss, gradients in run_ranks(
+            uneven_step, len(shares), config, tmp_path / f"{shares}", shares
+        ):
             expected = expected or (loss, gradients)
             assert loss == pytest.approx(expected[0], rel=1e-6), shares
             for name, theirs in expected[1].items():
-                assert ((gradients[name] - theirs).norm() / theirs.norm()).item() < 2e-6, (name, shares)
+                assert ((gradients[name] - theirs).norm() / theirs.norm()).item() < 2e-6, (
+                    name,
+                    shares,
+                )
 
 
 def run_training(config: Config, run_dir: Path) -> str:
@@ -159,7 +237,7 @@ def final_state(run_dir: Path, config: Config) -> dict[str, Tensor]:
     for parameter in model.parameters():
         optimizer.state[parameter] = {
             name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")
-        }  # fmt: skip
+        }
     path = latest(run_dir / "checkpoints")
     assert path is not None
     tensors, held = state_tensors(model, optimizer)
@@ -178,7 +256,9 @@ def test_resumed_equals_uninterrupted_bit_for_bit(data: Path, tmp_path: Path) ->
     assert records(cut_run, "start")[5]["resumed_from_step"] == 5
     before, after = (final_state(folder, make_config(data)) for folder in (whole_run, cut_run))
     assert all(torch.equal(before[name], after[name]) for name in before)
-    digests = [[r["digest"] for _, r in sorted(records(d, "train").items())] for d in (whole_run, cut_run)]
+    digests = [
+        [r["digest"] for _, r in sorted(records(d, "train").items())] for d in (whole_run, cut_run)
+    ]
     assert digests[0] == digests[1]
 
 
@@ -193,7 +273,9 @@ def test_resumed_on_another_layout_gives_the_same_losses(data: Path, tmp_path: P
         assert losses(moved) == pytest.approx(losses(straight)[4:], rel=1e-6), (world, ep)
         evals = [records(folder, "eval")[8]["loss"] for folder in (straight, moved)]
         assert evals[0] == pytest.approx(evals[1], rel=1e-6), (world, ep)
-        digests = [[r["digest"] for _, r in sorted(records(d, "train").items())] for d in (straight, moved)]
+        digests = [
+            [r["digest"] for _, r in sorted(records(d, "train").items())] for d in (straight, moved)
+        ]
         assert digests[0][4:] == digests[1]
 
 
@@ -222,7 +304,9 @@ def test_a_stop_ends_all_ranks_at_one_step_with_a_checkpoint(data: Path, tmp_pat
 
 
 def poison(config: Config, run_dir: Path, bad_rank: int, name: str) -> list[int]:
-    """A gradient that is not finite on one rank, at the second of three steps: how many updates follow each step."""
+    """A gradient that is not finite on one rank, at the second of three steps: how many updates
+    follow each step.
+    """
     with start_process("cpu", timeout_s=30) as process:
         run = assemble(config, run_dir, process)
         updates = []
@@ -236,7 +320,10 @@ def poison(config: Config, run_dir: Path, bad_rank: int, name: str) -> list[int]
                 step(run, next(loader), 1e-3)
                 if hook is not None:
                     hook.remove()
-                changed = any(not torch.equal(a, b) for a, b in zip(before, run.model.parameters(), strict=True))
+                changed = any(
+                    not torch.equal(a, b)
+                    for a, b in zip(before, run.model.parameters(), strict=True)
+                )
                 assert changed == (number != 1)
                 updates.append(run.progress.updates)
         assert run.progress.step == 3
@@ -244,8 +331,13 @@ def poison(config: Config, run_dir: Path, bad_rank: int, name: str) -> list[int]
 
 
 @pytest.mark.parametrize("name", ["head.weight", "group.0.feed_forward.sparse.experts.w_up"])
-def test_a_gradient_that_is_not_finite_skips_the_step_on_all_ranks(name: str, data: Path, tmp_path: Path) -> None:
-    assert run_ranks(poison, 2, make_config(data, mesh={"ep": 2}), tmp_path, 1, name) == [[1, 1, 2], [1, 1, 2]]
+def test_a_gradient_that_is_not_finite_skips_the_step_on_all_ranks(
+    name: str, data: Path, tmp_path: Path
+) -> None:
+    assert run_ranks(poison, 2, make_config(data, mesh={"ep": 2}), tmp_path, 1, name) == [
+        [1, 1, 2],
+        [1, 1, 2],
+    ]
 
 
 def diverge(config: Config, run_dir: Path) -> str:
@@ -264,22 +356,32 @@ def test_a_run_that_only_skips_ends_with_a_reason(data: Path, tmp_path: Path) ->
         model={"num_layers": 2, "num_experts": 2, "router": SigmoidConfig(top_k=1)},
         train={"global_batch": 1, "micro_batch": 1},
     )
-    with pytest.raises(AssertionError, match=r"100 steps in a row up to step 100 had gradients that are not finite"):
+    with pytest.raises(
+        AssertionError, match=r"100 steps in a row up to step 100 had gradients that are not finite"
+    ):
         run_ranks(diverge, 1, config, tmp_path)
 
 
-def test_a_folder_that_belongs_to_a_job_is_not_trained_beside_its_supervisor(data: Path, tmp_path: Path) -> None:
+def test_a_folder_that_belongs_to_a_job_is_not_trained_beside_its_supervisor(
+    data: Path, tmp_path: Path
+) -> None:
     (tmp_path / "generation").write_text("3")
-    with pytest.raises(AssertionError, match=r"belongs to a job, whose supervisor alone starts its ranks"):
+    with pytest.raises(
+        AssertionError, match=r"belongs to a job, whose supervisor alone starts its ranks"
+    ):
         run_ranks(run_training, 1, make_config(data), tmp_path)
 
 
 def adamw_by_hand(config: Config, run_dir: Path) -> float:
-    """Two steps of the loop against the formulas: loss, clipping, schedule and AdamW (Loshchilov and Hutter, algorithm 2)."""
+    """Two steps of the loop against the formulas: loss, clipping, schedule and AdamW (Loshchilov
+    and Hutter, algorithm 2).
+    """
     with start_process("cpu", timeout_s=30) as process:
         run, optim = assemble(config, run_dir, process), config.optim
         weights = {name: p.detach().double().clone() for name, p in run.model.named_parameters()}
-        first, second = ({name: torch.zeros_like(w) for name, w in weights.items()} for _ in range(2))
+        first, second = (
+            {name: torch.zeros_like(w) for name, w in weights.items()} for _ in range(2)
+        )
         worst = 0.0
         with open_loader(run, None) as loader:
             for number in range(2):
@@ -290,13 +392,17 @@ def adamw_by_hand(config: Config, run_dir: Path) -> float:
                 output = oracle(rows[:, :-1])
                 log_p = output.logits_BSV.log_softmax(-1).gather(-1, rows[:, 1:, None])
                 (output.regularisation_B.mean() - log_p.mean()).backward()
-                grads = {name: p.grad for name, p in oracle.named_parameters() if p.grad is not None}
+                grads = {
+                    name: p.grad for name, p in oracle.named_parameters() if p.grad is not None
+                }
                 norm = torch.stack([grad.square().sum() for grad in grads.values()]).sum().sqrt()
                 rate = learning_rate_at(optim, number)
                 taken = step(run, batch, rate)
                 assert taken.grad_norm == pytest.approx(norm.item(), rel=1e-4)
                 assert norm > 2 * optim.clip_norm  # clipping is at work
-                assert taken.meter.reduce()["loss"].item() == pytest.approx(-log_p.mean().item(), rel=1e-5)
+                assert taken.meter.reduce()["loss"].item() == pytest.approx(
+                    -log_p.mean().item(), rel=1e-5
+                )
                 for name, grad in grads.items():
                     grad = grad * optim.clip_norm / norm
                     first[name] = optim.beta1 * first[name] + (1 - optim.beta1) * grad
@@ -307,7 +413,9 @@ def adamw_by_hand(config: Config, run_dir: Path) -> float:
                         v.sqrt() + optim.epsilon
                     )
                 for name, parameter in run.model.named_parameters():
-                    moved = (weights[name] - parameter.detach().double()).norm() / weights[name].norm()
+                    moved = (weights[name] - parameter.detach().double()).norm() / weights[
+                        name
+                    ].norm()
                     worst = max(worst, moved.item())
         return worst
 
@@ -318,7 +426,9 @@ def test_a_step_is_what_the_formulas_say(data: Path, tmp_path: Path) -> None:
 
 
 def test_it_learns_and_logs_what_it_should(data: Path, tmp_path: Path) -> None:
-    config = make_config(data, train={"steps": 40, "eval_every": 20, "micro_batch": 8}, optim={"decay_steps": 60})
+    config = make_config(
+        data, train={"steps": 40, "eval_every": 20, "micro_batch": 8}, optim={"decay_steps": 60}
+    )
     assert run_ranks(run_training, 1, config, tmp_path) == ["finished"]
     evals, steps = records(tmp_path, "eval"), records(tmp_path, "train")
     assert sorted(evals) == [0, 20, 40]
@@ -336,7 +446,9 @@ def test_it_learns_and_logs_what_it_should(data: Path, tmp_path: Path) -> None:
     assert record["tokens"] == 40 * 8 * 24
     assert record["skipped"] == 0
     for number in (1, 2, 30):
-        assert steps[number]["learning_rate"] == pytest.approx(learning_rate_at(config.optim, number - 1))
+        assert steps[number]["learning_rate"] == pytest.approx(
+            learning_rate_at(config.optim, number - 1)
+        )
     assert (tmp_path / "tensorboard").is_dir()
 
 

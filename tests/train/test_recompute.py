@@ -1,4 +1,6 @@
-"""A run that recomputes is the run that does not, step by step, and with compiled parts up to rounding."""
+"""A run that recomputes is the run that does not, step by step, and with compiled parts up to
+rounding.
+"""
 
 import json
 from pathlib import Path
@@ -16,21 +18,38 @@ from moebius.train.config import CheckpointConfig, Config, TrainConfig
 from moebius.train.loop import train
 
 MODEL = ModelConfig(
-    vocab_size=257, d_model=24, num_layers=4, group_size=2, num_heads=2, d_head=12, num_attention_experts=4,
-    attention_top_k=2, num_experts=8, router=SigmoidConfig(top_k=3, expert_dropout=0.2), d_expert=16,
-)  # fmt: skip
+    vocab_size=257,
+    d_model=24,
+    num_layers=4,
+    group_size=2,
+    num_heads=2,
+    d_head=12,
+    num_attention_experts=4,
+    attention_top_k=2,
+    num_experts=8,
+    router=SigmoidConfig(top_k=3, expert_dropout=0.2),
+    d_expert=16,
+)
 
 
 def losses(data: Path, run_dir: Path, settings: dict[str, Any]) -> list[float]:
-    """Of the steps and evaluations; with the names of compiled parts, if there are any, in a file of the run's folder."""
+    """Of the steps and evaluations; with the names of compiled parts, if there are any, in a file
+    of the run's folder.
+    """
     run_dir.mkdir()
     config = Config(
-        model=MODEL, mesh=MeshConfig(ep=2), checkpoint=CheckpointConfig(every=0),
+        model=MODEL,
+        mesh=MeshConfig(ep=2),
+        checkpoint=CheckpointConfig(every=0),
         data=DataConfig(
-            tokenizer="bytes", vocab_size=257, seq_len=16, validation_fraction=0.2, directory=str(data)
+            tokenizer="bytes",
+            vocab_size=257,
+            seq_len=16,
+            validation_fraction=0.2,
+            directory=str(data),
         ),
         train=TrainConfig(steps=3, global_batch=8, micro_batch=2, eval_rows=8, **settings),
-    )  # fmt: skip
+    )
     run_ranks(start, 2, config, run_dir)
     entries = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     return [entry["loss"] for entry in entries if "loss" in entry]
@@ -43,7 +62,9 @@ def start(config: Config, run_dir: Path) -> None:
         compile_whole(model, backend="aot_eager")
         (run_dir / "compiled").touch()
 
-    parts_of_a_run.compile_dense_parts = compile_quickly  # a process of its own: nothing is to be put back
+    parts_of_a_run.compile_dense_parts = (
+        compile_quickly  # a process of its own: nothing is to be put back
+    )
     train(config, run_dir)
 
 

@@ -1,4 +1,6 @@
-"""FSDP: sharded weights make the same steps as whole ones, each is gathered once per pass, and checkpoints fit every layout."""
+"""FSDP: sharded weights make the same steps as whole ones, each is gathered once per pass, and
+checkpoints fit every layout.
+"""
 
 import json
 import shutil
@@ -31,21 +33,47 @@ from moebius.train.run import assemble, open_loader
 from moebius.train.state import state_tensors
 
 MODEL = ModelConfig(
-    vocab_size=257, d_model=24, num_layers=4, group_size=2, num_heads=2, d_head=12, num_attention_experts=4,
-    attention_top_k=2, num_experts=8, router=SigmoidConfig(top_k=3), d_expert=16,
-)  # fmt: skip
+    vocab_size=257,
+    d_model=24,
+    num_layers=4,
+    group_size=2,
+    num_heads=2,
+    d_head=12,
+    num_attention_experts=4,
+    attention_top_k=2,
+    num_experts=8,
+    router=SigmoidConfig(top_k=3),
+    d_expert=16,
+)
 MODELS = {
     "repeated": MODEL,
     "not_repeated": MODEL.model_copy(update={"group_size": 4}),
     "dense": ModelConfig(
-        vocab_size=257, d_model=24, num_layers=2, group_size=2, num_heads=2, d_head=12, feed_forward="dense", attention="dense",
-        d_feed_forward=40, norm="pre",
+        vocab_size=257,
+        d_model=24,
+        num_layers=2,
+        group_size=2,
+        num_heads=2,
+        d_head=12,
+        feed_forward="dense",
+        attention="dense",
+        d_feed_forward=40,
+        norm="pre",
     ),
     "halting": FAMILY["sut"][1]().model.model_copy(
-        update={"vocab_size": 257, "d_model": 24, "num_layers": 3, "num_heads": 2, "d_head": 12, "d_expert": 16}
+        update={
+            "vocab_size": 257,
+            "d_model": 24,
+            "num_layers": 3,
+            "num_heads": 2,
+            "d_head": 12,
+            "d_expert": 16,
+        }
     ),
-    "few_experts": MODEL.model_copy(update={"num_experts": 2, "num_attention_experts": 2, "router": SigmoidConfig(top_k=1)}),
-}  # fmt: skip
+    "few_experts": MODEL.model_copy(
+        update={"num_experts": 2, "num_attention_experts": 2, "router": SigmoidConfig(top_k=1)}
+    ),
+}
 # world, mesh: experts over efsdp 2 and 1; with and without replicas. (Over 4: the models below.)
 SHARDED = [
     (4, {"ep": 2, "dp_shard": 4}),
@@ -57,24 +85,40 @@ SHARDED = [
 
 def make_config(data: Path, model: str = "repeated", **changes: dict) -> Config:
     sections: dict[str, dict] = {
-        "train": {"steps": 6, "global_batch": 8, "micro_batch": 2, "eval_every": 3, "eval_rows": 10},
+        "train": {
+            "steps": 6,
+            "global_batch": 8,
+            "micro_batch": 2,
+            "eval_every": 3,
+            "eval_rows": 10,
+        },
         "checkpoint": {"every": 3},
         "mesh": {},
     }
     sections = {name: values | changes.get(name, {}) for name, values in sections.items()}
     return Config(
-        model=MODELS[model], mesh=MeshConfig(**sections["mesh"]), checkpoint=CheckpointConfig(**sections["checkpoint"]),
-        data=DataConfig(tokenizer="bytes", vocab_size=257, seq_len=16, validation_fraction=0.2, directory=str(data)),
+        model=MODELS[model],
+        mesh=MeshConfig(**sections["mesh"]),
+        checkpoint=CheckpointConfig(**sections["checkpoint"]),
+        data=DataConfig(
+            tokenizer="bytes",
+            vocab_size=257,
+            seq_len=16,
+            validation_fraction=0.2,
+            directory=str(data),
+        ),
         optim=OptimConfig(learning_rate=3e-3, warmup_steps=3, decay_steps=20, clip_norm=1.0),
         train=TrainConfig(**sections["train"]),
-    )  # fmt: skip
+    )
 
 
 Parts = dict[str, tuple[Held, Tensor]]
 
 
 def sgd_steps(config: Config, run_dir: Path) -> tuple[list[float], float, Parts, Parts]:
-    """Losses, validation loss, first gradients and weights of two steps of SGD with rate 1: a wrong scale shows."""
+    """Losses, validation loss, first gradients and weights of two steps of SGD with rate 1: a wrong
+    scale shows.
+    """
     with start_process("cpu", timeout_s=30) as process:
         run = assemble(config, run_dir, process)
         run.optimizer = torch.optim.SGD(run.model.parameters(), lr=1.0, foreach=False)  # type: ignore[assignment]
@@ -92,18 +136,23 @@ def parts(model: torch.nn.Module, *, gradient: bool = False) -> Parts:
     return {
         name: (held_of(p), local_tensor(p.grad if gradient else p.detach()).clone())  # type: ignore[arg-type]
         for name, p in model.named_parameters()
-    }  # fmt: skip
+    }
 
 
 def joined(ranks: list[Parts]) -> dict[str, Tensor]:
-    """Whole tensors from what the ranks hold; every element must have come, and all copies be the same."""
+    """Whole tensors from what the ranks hold; every element must have come, and all copies be the
+    same.
+    """
     out = {}
     for name, (first, _) in ranks[0].items():
         whole, counts = torch.full(first.shape, torch.nan), torch.zeros(first.shape)
         for held, memory in (parts[name] for parts in ranks):
             assert memory.numel() == sum(np.prod(box.sizes) for box in held.boxes)
             for box in held.boxes:
-                at = tuple(slice(start, start + size) for start, size in zip(box.offsets, box.sizes, strict=True))
+                at = tuple(
+                    slice(start, start + size)
+                    for start, size in zip(box.offsets, box.sizes, strict=True)
+                )
                 view = box.of(memory)
                 assert torch.equal(torch.where(counts[at] > 0, whole[at], view), view), name
                 whole[at] = view
@@ -114,7 +163,9 @@ def joined(ranks: list[Parts]) -> dict[str, Tensor]:
 
 
 @pytest.fixture(scope="module")
-def on_one_rank(data: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], tuple]:
+def on_one_rank(
+    data: Path, tmp_path_factory: pytest.TempPathFactory
+) -> dict[tuple[str, str], tuple]:
     """What one rank finds, for every model and precision asked for."""
     found: dict[tuple[str, str], tuple] = {}
 
@@ -153,26 +204,41 @@ def test_sharded_weights_make_the_same_steps(
 
 
 @pytest.mark.parametrize("model", ["not_repeated", "dense", "halting", "few_experts"])
-def test_every_kind_of_model_can_be_sharded(model: str, data: Path, tmp_path: Path, on_one_rank: dict) -> None:
+def test_every_kind_of_model_can_be_sharded(
+    model: str, data: Path, tmp_path: Path, on_one_rank: dict
+) -> None:
     mesh = {"dp_shard": 4, "ep": 1 if model in ("dense", "few_experts") else 2}
-    config = make_config(data, model, mesh=mesh | {"sharding": "fsdp", "overlap_chunks": 1 + (model == "not_repeated")})
-    # The gradient of SUT's routers is small beside its terms: another order of sums shows, sharded or not.
-    compare(config, 4, tmp_path, on_one_rank[model, "float32"], 1e-4 if model == "halting" else 1e-5)
+    config = make_config(
+        data,
+        model,
+        mesh=mesh | {"sharding": "fsdp", "overlap_chunks": 1 + (model == "not_repeated")},
+    )
+    # The gradient of SUT's routers is small beside its terms: another order of sums shows, sharded
+    # or not.
+    compare(
+        config, 4, tmp_path, on_one_rank[model, "float32"], 1e-4 if model == "halting" else 1e-5
+    )
 
 
 def test_in_bfloat16_too(data: Path, tmp_path: Path, on_one_rank: dict) -> None:
     mesh = {"sharding": "fsdp", "ep": 2, "dp_shard": 4, "dispatcher": "alltoall"}
     config = make_config(data, mesh=mesh, train={"precision": "bfloat16"})
     compare(config, 4, tmp_path, on_one_rank["repeated", "bfloat16"], 3e-2)
-    exact, rough = (joined([on_one_rank["repeated", precision][2]]) for precision in ("float32", "bfloat16"))
+    exact, rough = (
+        joined([on_one_rank["repeated", precision][2]]) for precision in ("float32", "bfloat16")
+    )
     name = "group.0.feed_forward.sparse.experts.w_up"
     assert not torch.equal(exact[name], rough[name])
 
 
 def compiled_steps(config: Config, run_dir: Path) -> tuple:
-    """As `sgd_steps`, with a backend that makes no code; and how many graphs there were, and how many breaks."""
+    """As `sgd_steps`, with a backend that makes no code; and how many graphs there were, and how
+    many breaks.
+    """
     make_code = parts_of_a_run.compile_dense_parts
-    parts_of_a_run.compile_dense_parts = partial(make_code, backend="aot_eager")  # a process of its own
+    parts_of_a_run.compile_dense_parts = partial(
+        make_code, backend="aot_eager"
+    )  # a process of its own
     torch._dynamo.reset()
     counters.clear()
     found = sgd_steps(config, run_dir)
@@ -200,13 +266,17 @@ def test_compiled_parts_read_sharded_weights(
 
 
 COLLECTIVES = {  # as FSDP calls them in torch 2.11 and in 2.13
-    "all_gather_into_tensor": "gathered", "all_gather_single": "gathered",
-    "reduce_scatter_tensor": "scattered", "reduce_scatter_single": "scattered",
-}  # fmt: skip
+    "all_gather_into_tensor": "gathered",
+    "all_gather_single": "gathered",
+    "reduce_scatter_tensor": "scattered",
+    "reduce_scatter_single": "scattered",
+}
 
 
 def collectives(config: Config, run_dir: Path) -> tuple[Counter, Counter, bool]:
-    """How often weights were gathered and gradients scattered in one step and one evaluation, and what is left gathered."""
+    """How often weights were gathered and gradients scattered in one step and one evaluation, and
+    what is left gathered.
+    """
     with start_process("cpu", timeout_s=30) as process:
         run = assemble(config, run_dir, process)
         counts: Counter = Counter()
@@ -224,7 +294,11 @@ def collectives(config: Config, run_dir: Path) -> tuple[Counter, Counter, bool]:
         counts.clear()
         evaluate(run.model, config.model_copy(), process)
         all_sharded = [isinstance(p, DTensor) for p in run.model.parameters()].count(True)
-        return in_step, counts, all_sharded == len([n for n, _ in run.model.named_parameters() if is_sharded(n)])
+        return (
+            in_step,
+            counts,
+            all_sharded == len([n for n, _ in run.model.named_parameters() if is_sharded(n)]),
+        )
 
 
 def is_sharded(name: str) -> bool:
@@ -238,9 +312,11 @@ def test_a_unit_is_gathered_once_per_pass_and_its_gradient_reduced_once(
     """Repeated members: once for forward and backward together; else once for each."""
     config = make_config(
         data, model, mesh={"dp_shard": 4, "sharding": "fsdp"}, train={"eval_rows": 4}
-    )  # fmt: skip
+    )
     members = MODELS[model].group_size
-    units = members * 4 + 2  # of each member its dense weights and three banks; the head; the embedding
+    units = (
+        members * 4 + 2
+    )  # of each member its dense weights and three banks; the head; the embedding
     for in_step, in_evaluation, all_sharded in run_ranks(collectives, 4, config, tmp_path):
         assert in_step == {"gathered": per_member * members * 4 + 2, "scattered": units}
         assert in_evaluation["gathered"] == units
@@ -254,7 +330,12 @@ def run_training(config: Config, run_dir: Path) -> str:
 
 def losses(run_dir: Path) -> list[float]:
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    return [loss for _, loss in sorted((line["step"], line["loss"]) for line in lines if line["kind"] == "train")]
+    return [
+        loss
+        for _, loss in sorted(
+            (line["step"], line["loss"]) for line in lines if line["kind"] == "train"
+        )
+    ]
 
 
 def test_a_sharded_run_resumes_bit_for_bit_and_on_other_layouts(data: Path, tmp_path: Path) -> None:
@@ -275,14 +356,19 @@ class Interrupted(Exception):
 
 
 def saved_after_a_lost_pass(config: Config, run_dir: Path) -> list[bool]:
-    """That a pass without a backward gathers, leaves the state to save as it was, and nothing stale for the next pass."""
+    """That a pass without a backward gathers, leaves the state to save as it was, and nothing stale
+    for the next pass.
+    """
     with start_process("cpu", timeout_s=30) as process:
         run = assemble(config, run_dir, process)
         before, held_before = state_tensors(run.model, run.optimizer)
         before = {name: tensor.clone() for name, tensor in before.items()}
         rows = torch.arange(34).view(2, 17)
         expected = run.model(rows).logits_BSV.detach()
-        gathered = [is_sharded(name) and not isinstance(p, DTensor) for name, p in run.model.named_parameters()]
+        gathered = [
+            is_sharded(name) and not isinstance(p, DTensor)
+            for name, p in run.model.named_parameters()
+        ]
         after, held_after = state_tensors(run.model, run.optimizer)
         same = [any(gathered), held_before == held_after, before.keys() == after.keys()]
         same += [torch.equal(before[name], after[name]) for name in before]
@@ -323,9 +409,14 @@ def interrupt(*_: object) -> None:
     raise Interrupted
 
 
-def test_after_a_pass_that_an_error_ended_nothing_is_saved_nor_computed(data: Path, tmp_path: Path) -> None:
+def test_after_a_pass_that_an_error_ended_nothing_is_saved_nor_computed(
+    data: Path, tmp_path: Path
+) -> None:
     """FSDP would go on with weights that no update reaches any more."""
     config = make_config(data, mesh={"dp_shard": 2, "sharding": "fsdp"})
     for said in run_ranks(refusals_after_an_error, 2, config, tmp_path):
         assert len(said) == 2
-        assert all("sharded weights are still gathered" in one and "ended by an error" in one for one in said)
+        assert all(
+            "sharded weights are still gathered" in one and "ended by an error" in one
+            for one in said
+        )

@@ -17,17 +17,28 @@ from moebius.train.config import Config, MeshConfig, TrainConfig
 from moebius.train.run import assemble
 
 MODEL = ModelConfig(
-    vocab_size=8000, d_model=16, num_layers=2, group_size=1, num_heads=2, d_head=8, num_attention_experts=2,
-    attention_top_k=1, router=SigmoidConfig(top_k=2), num_experts=4, d_expert=8,
-)  # fmt: skip
+    vocab_size=8000,
+    d_model=16,
+    num_layers=2,
+    group_size=1,
+    num_heads=2,
+    d_head=8,
+    num_attention_experts=2,
+    attention_top_k=1,
+    router=SigmoidConfig(top_k=2),
+    num_experts=4,
+    d_expert=8,
+)
 
 
 def assembled(run_dir: Path, difference: str) -> str:
     """Rank 1 of 2 differs."""
     config = Config(
-        model=MODEL, train=TrainConfig(global_batch=8, micro_batch=2, timeout_s=10), mesh=MeshConfig(ep=2),
+        model=MODEL,
+        train=TrainConfig(global_batch=8, micro_batch=2, timeout_s=10),
+        mesh=MeshConfig(ep=2),
         kernels=KernelConfig(backend="segments"),
-    )  # fmt: skip
+    )
     with start_process("cpu", timeout_s=10) as process:
         if process.rank == 1:
             config = differ(config, difference)
@@ -40,9 +51,13 @@ def assembled(run_dir: Path, difference: str) -> str:
 
 def differ(config: Config, difference: str) -> Config:
     if difference == "config":
-        return config.model_copy(update={"mesh": MeshConfig(ep=1)})  # its groups would wait for each other for ever
+        return config.model_copy(
+            update={"mesh": MeshConfig(ep=1)}
+        )  # its groups would wait for each other for ever
     if difference == "code":
-        run_module.code_facts = lambda: agreement.code_facts() | {"code model/moe.py": "0123456789abcdef"}  # type: ignore[assignment]
+        run_module.code_facts = lambda: (
+            agreement.code_facts() | {"code model/moe.py": "0123456789abcdef"}
+        )  # type: ignore[assignment]
     if difference == "machine":
 
         def cannot(*_args):
@@ -64,11 +79,17 @@ def differ(config: Config, difference: str) -> Config:
     [
         ("config", "config mesh.ep: 2 on rank 0; 1 on rank 1"),
         ("code", "0123456789abcdef on rank 1"),
-        ("machine", "kernels.backend on the rank's machine: segments on rank 0; there is no C++ compiler on rank 1"),
+        (
+            "machine",
+            "kernels.backend on the rank's machine: segments on rank 0; there is no C++ compiler "
+            "on rank 1",
+        ),
         ("model", "w_up: [4, 16, 8] float32 on rank 0; [4, 16, 16] float32 on rank 1"),
     ],
 )
-def test_a_rank_that_differs_ends_all_of_them_with_the_difference(difference: str, told: str, tmp_path: Path) -> None:
+def test_a_rank_that_differs_ends_all_of_them_with_the_difference(
+    difference: str, told: str, tmp_path: Path
+) -> None:
     first, second = run_ranks(assembled, 2, tmp_path, difference, timeout_s=30)
     assert first == second
     assert told in first
@@ -80,7 +101,9 @@ def test_ranks_that_agree_are_assembled(tmp_path: Path) -> None:
 
 def left_alone(run_dir: Path) -> str:
     with start_process("cpu", timeout_s=1) as process:
-        config = Config(model=MODEL, train=TrainConfig(global_batch=8, micro_batch=2), mesh=MeshConfig(ep=2))
+        config = Config(
+            model=MODEL, train=TrainConfig(global_batch=8, micro_batch=2), mesh=MeshConfig(ep=2)
+        )
         if os.environ["RANK"] == "1":
             return "elsewhere"
         try:

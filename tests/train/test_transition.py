@@ -1,4 +1,6 @@
-"""A training run over the switch from mixing to choosing: nothing else changes, and stopping there changes nothing."""
+"""A training run over the switch from mixing to choosing: nothing else changes, and stopping there
+changes nothing.
+"""
 
 import json
 from pathlib import Path
@@ -26,28 +28,56 @@ SWITCH, STEPS = 4, 8
 
 
 def make_config(data: Path, *, steps: int = STEPS, **router: Any) -> Config:
-    kind = {"kind": "transition", "group_size": 4, "switch_step": SWITCH, "capacity_factor": 1.25, "calibrate": True}
-    model = ModelConfig.model_validate({
-        "vocab_size": 257, "d_model": 24, "num_layers": 2, "group_size": 2, "num_heads": 2, "d_head": 12, "norm": "pre",
-        "attention": "dense", "num_experts": 4, "d_expert": 16, "router": kind | router,
-    })  # fmt: skip
+    kind = {
+        "kind": "transition",
+        "group_size": 4,
+        "switch_step": SWITCH,
+        "capacity_factor": 1.25,
+        "calibrate": True,
+    }
+    model = ModelConfig.model_validate(
+        {
+            "vocab_size": 257,
+            "d_model": 24,
+            "num_layers": 2,
+            "group_size": 2,
+            "num_heads": 2,
+            "d_head": 12,
+            "norm": "pre",
+            "attention": "dense",
+            "num_experts": 4,
+            "d_expert": 16,
+            "router": kind | router,
+        }
+    )
     return Config(
         model=model,
-        data=DataConfig(tokenizer="bytes", vocab_size=257, seq_len=24, validation_fraction=0.2, directory=str(data)),
+        data=DataConfig(
+            tokenizer="bytes",
+            vocab_size=257,
+            seq_len=24,
+            validation_fraction=0.2,
+            directory=str(data),
+        ),
         optim=OptimConfig(learning_rate=3e-3, warmup_steps=3, decay_steps=20),
         train=TrainConfig(steps=steps, global_batch=16, micro_batch=4, eval_rows=10, device="cpu"),
-        checkpoint=CheckpointConfig(every=0), mesh=MeshConfig(),
-    )  # fmt: skip
+        checkpoint=CheckpointConfig(every=0),
+        mesh=MeshConfig(),
+    )
 
 
 def watch_the_switch(config: Config, run_dir: Path) -> list[dict[str, Any]]:
-    """What each step routed by, and whether AdamW kept its state: the same tensors, changed by one update of the formula."""
+    """What each step routed by, and whether AdamW kept its state: the same tensors, changed by one
+    update of the formula.
+    """
     seen: list[dict[str, Any]] = []
     with start_process("cpu", timeout_s=30) as process:
         run = assemble(config, run_dir, process)
         plans: list[type] = []
         for layer in run.model.group:
-            layer.feed_forward.router.register_forward_hook(lambda _m, _i, routing: plans.append(type(routing.plan)))
+            layer.feed_forward.router.register_forward_hook(
+                lambda _m, _i, routing: plans.append(type(routing.plan))
+            )
         state = {p: run.optimizer.state[p]["exp_avg"] for p in run.model.parameters()}
         with open_loader(run, None) as loader:
             for _ in range(config.train.steps):
@@ -60,17 +90,24 @@ def watch_the_switch(config: Config, run_dir: Path) -> list[dict[str, Any]]:
                     / (1e-12 + p.grad.abs().max().item())
                     for p, moment in state.items()
                 )
-                seen.append({
-                    "mixes": {plan is Mixture for plan in plans},
-                    "same": all(run.optimizer.state[p]["exp_avg"] is moment for p, moment in state.items()),
-                    "moment": worst,
-                    "auxiliary": "auxiliary/load_balancing" in taken.meter.reduce(),
-                    "mean": run.model.group[0].feed_forward.router.mean_logit.tolist(),
-                })  # fmt: skip
+                seen.append(
+                    {
+                        "mixes": {plan is Mixture for plan in plans},
+                        "same": all(
+                            run.optimizer.state[p]["exp_avg"] is moment
+                            for p, moment in state.items()
+                        ),
+                        "moment": worst,
+                        "auxiliary": "auxiliary/load_balancing" in taken.meter.reduce(),
+                        "mean": run.model.group[0].feed_forward.router.mean_logit.tolist(),
+                    }
+                )
     return seen
 
 
-def test_the_route_changes_at_the_step_and_the_optimizer_does_not(data: Path, tmp_path: Path) -> None:
+def test_the_route_changes_at_the_step_and_the_optimizer_does_not(
+    data: Path, tmp_path: Path
+) -> None:
     seen = run_ranks(watch_the_switch, 1, make_config(data), tmp_path)[0]
     assert [entry["mixes"] for entry in seen] == [{True}] * SWITCH + [{False}] * (STEPS - SWITCH)
     assert [entry["auxiliary"] for entry in seen] == [False] * SWITCH + [True] * (STEPS - SWITCH)
@@ -78,7 +115,9 @@ def test_the_route_changes_at_the_step_and_the_optimizer_does_not(data: Path, tm
     assert max(entry["moment"] for entry in seen) < 1e-5
     means = [entry["mean"] for entry in seen]
     assert len({tuple(mean) for mean in means[:SWITCH]}) == SWITCH  # of the latest mixing step …
-    assert all(mean == means[SWITCH - 1] for mean in means[SWITCH:])  # … and at last of the last one
+    assert all(
+        mean == means[SWITCH - 1] for mean in means[SWITCH:]
+    )  # … and at last of the last one
     assert any(means[-1])
 
 
@@ -109,7 +148,9 @@ def restored_router(run_dir: Path) -> tuple[bool, int]:
         return router.mixes, router.companions
 
 
-def test_a_run_cut_before_or_after_the_switch_ends_as_if_it_had_not_been(data: Path, tmp_path: Path) -> None:
+def test_a_run_cut_before_or_after_the_switch_ends_as_if_it_had_not_been(
+    data: Path, tmp_path: Path
+) -> None:
     config, whole = make_config(data), tmp_path / "whole"
     run_ranks(run_training, 2, config, whole)
     expected, losses = final_state(whole, config), records(whole, "train")
@@ -117,7 +158,9 @@ def test_a_run_cut_before_or_after_the_switch_ends_as_if_it_had_not_been(data: P
     for cut in (SWITCH - 1, SWITCH, SWITCH + 1):
         folder = tmp_path / str(cut)
         run_ranks(run_training, 2, make_config(data, steps=cut), folder)
-        assert run_ranks(restored_router, 1, _saved(config, folder))[0] == ((True, 3) if cut < SWITCH else (False, 0))
+        assert run_ranks(restored_router, 1, _saved(config, folder))[0] == (
+            (True, 3) if cut < SWITCH else (False, 0)
+        )
         run_ranks(run_training, 2, config, folder)
         assert records(folder, "train") == losses
         found = final_state(folder, config)

@@ -1,4 +1,5 @@
-"""The family at one small size: every architecture on the embedded corpus, with the same width, depth, batch and data.
+"""The family at one small size: every architecture on the embedded corpus, with the same width,
+depth, batch and data.
 
 Two comparisons are fair here, and a recipe takes part in one of them:
   equal parameters   the dense baseline, Universal Transformers, MoEUT, σ-MoE, SwitchHead, SUT: about 1.84M parameters
@@ -44,7 +45,8 @@ _MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "naive_ut": ("Universal Transformer: one dense layer, shared by all depth steps", {"group_size": 1, "d_feed_forward": 2816}),
     "moeut": ("MoEUT: two layers of experts, repeated", _MOEUT),
     "moeut_g1": (
-        "MoEUT with one shared layer", _MOEUT | {"group_size": 1, "num_attention_experts": 8, "num_experts": 56},
+        "MoEUT with one shared "
+        "layer", _MOEUT | {"group_size": 1, "num_attention_experts": 8, "num_experts": 56},
     ),
     "moeut_aabb": ("MoEUT, all repeats of one layer before the next", _MOEUT | {"order": "aabb"}),
     "moeut_pre": ("MoEUT with pre-norm", _MOEUT | {"norm": "pre"}),

@@ -1,14 +1,16 @@
 """The sizes that the papers trained, with their protocols.
 
-MoEUT (arXiv 2405.16039), its dense baselines, σ-MoE controls and SUT baselines: sizes as in the authors' training code.
-SUT has the corrected sign of its mutual-information loss; model.router.mi_sign=as_published reproduces theirs.
-Corrections of the published release profiles, which do not run or do not match the paper as shipped:
+MoEUT (arXiv 2405.16039), its dense baselines, σ-MoE controls and SUT baselines: sizes as in the
+authors' training code. SUT has the corrected sign of its mutual-information loss;
+model.router.mi_sign=as_published reproduces theirs. Corrections of the published release profiles,
+which do not run or do not match the paper as shipped:
   * 728M: d_model 1280, as trained; the released profile says 1024 and gives 581.9M parameters.
   * 44M: d_head 82 rotates 40 channels; the release computes 41, an odd number, and stops.
   * 319M and 728M are called 318M and 727M in the release.
 
-Mixture of Tokens (arXiv 2310.15961): experts in the last half of the blocks, E = g·m experts of width f/m. Base/64E/16 is
-built by that rule, with E = 1024, which also gives the 1.95B parameters reported; the authors' file has E = 2048, so m = 32.
+Mixture of Tokens (arXiv 2310.15961): experts in the last half of the blocks, E = g·m experts of
+width f/m. Base/64E/16 is built by that rule, with E = 1024, which also gives the 1.95B parameters
+reported; the authors' file has E = 2048, so m = 32.
 """
 
 from collections.abc import Callable
@@ -52,7 +54,9 @@ def _moeut(
     return _sized(name, model | changes)
 
 
-def _dense(name: str, *, layers: int, d_model: int, d_feed_forward: int, heads: int, d_head: int) -> Config:
+def _dense(
+    name: str, *, layers: int, d_model: int, d_feed_forward: int, heads: int, d_head: int
+) -> Config:
     model = dict(
         num_layers=layers, group_size=layers, d_model=d_model, num_heads=heads, d_head=d_head,
         d_feed_forward=d_feed_forward, norm="pre", attention="dense", feed_forward="dense",
@@ -78,7 +82,9 @@ def _mixture(
     name: str, *, d_model: int, blocks: int, heads: int, width: int, group: int, experts: int, rate: float,
     placement: str = "last_half", steps: int = 150_000, warmup: int = 2500, init_scale: float = 0.1,
 ) -> Config:  # fmt: skip
-    """C4, 256 sequences of 256 tokens a step, so groups of 128 leave room for two ranks. `experts` 0: the dense baseline."""
+    """C4, 256 sequences of 256 tokens a step, so groups of 128 leave room for two ranks. `experts`
+    0: the dense baseline.
+    """
     model: dict[str, Any] = dict(
         vocab_size=50257, num_layers=blocks, group_size=blocks, d_model=d_model, num_heads=heads, d_head=d_model // heads,
         norm="pre", attention="dense", positions="learned", max_positions=256, d_feed_forward=width, activation="relu",

@@ -1,7 +1,8 @@
-"""Named runs. A recipe is a function that returns a whole Config; `moebius train NAME key=value …` changes single values.
+"""Named runs. A recipe is a function that returns a whole Config; `moebius train NAME key=value …`
+changes single values.
 
-Here are the runs to start with; family.py has every architecture at one small size, published.py the sizes of
-the papers.
+Here are the runs to start with; family.py has every architecture at one small size, published.py
+the sizes of the papers.
 """
 
 from collections.abc import Callable
@@ -17,7 +18,9 @@ from .published import PUBLISHED
 
 
 def smoke() -> Config:
-    """The main job: a tiny MoEUT on the embedded corpus, 2 pretended nodes × 2 ranks, EP 2 × DP 2, one rank killed."""
+    """The main job: a tiny MoEUT on the embedded corpus, 2 pretended nodes × 2 ranks, EP 2 × DP 2,
+    one rank killed.
+    """
     return Config(
         model=ModelConfig(
             vocab_size=4096, d_model=128, num_layers=4, group_size=2, num_heads=4, d_head=32,

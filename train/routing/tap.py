@@ -1,7 +1,9 @@
-"""Listens to a model's sparse layers: which routes went through them, and on demand the rows and the answers.
+"""Listens to a model's sparse layers: which routes went through them, and on demand the rows and
+the answers.
 
-Forward hooks that only look: nothing is computed, no random number is drawn, nothing is kept that autograd would follow. They are
-there while `tap` is open and not a moment longer, so neither a backward pass that recomputes nor an evaluation is heard.
+Forward hooks that only look: nothing is computed, no random number is drawn, nothing is kept that
+autograd would follow. They are there while `tap` is open and not a moment longer, so neither a
+backward pass that recomputes nor an evaluation is heard.
 """
 
 from collections.abc import Iterator
@@ -33,7 +35,9 @@ class TappedCall:
 
 @contextmanager
 def tap(model: Transformer, *, with_rows: bool = False) -> Iterator[list[TappedCall]]:
-    """The list fills while the model runs, in the order of the calls; several forward passes follow each other in it."""
+    """The list fills while the model runs, in the order of the calls; several forward passes follow
+    each other in it.
+    """
     heard: list[TappedCall] = []
     times: dict[str, int] = {}
 
@@ -46,10 +50,17 @@ def tap(model: Transformer, *, with_rows: bool = False) -> Iterator[list[TappedC
             times[name] = times.get(name, 0) + 1
             heard.append(
                 TappedCall(
-                    name, kind_of(name), depth, _detached(routes), rows_UD.shape[0], rows_UD.shape[1], answers_TO.shape[1],
-                    rows_UD.detach() if with_rows else None, answers_TO.detach() if with_rows else None,
+                    name,
+                    kind_of(name),
+                    depth,
+                    _detached(routes),
+                    rows_UD.shape[0],
+                    rows_UD.shape[1],
+                    answers_TO.shape[1],
+                    rows_UD.detach() if with_rows else None,
+                    answers_TO.detach() if with_rows else None,
                 )
-            )  # fmt: skip
+            )
 
         return hear
 
@@ -63,7 +74,9 @@ def tap(model: Transformer, *, with_rows: bool = False) -> Iterator[list[TappedC
 
 def sparse_layers(model: Transformer) -> list[tuple[str, SparseLayer]]:
     """By the modules' names."""
-    return [(name, layer) for name, layer in model.named_modules() if isinstance(layer, SparseLayer)]
+    return [
+        (name, layer) for name, layer in model.named_modules() if isinstance(layer, SparseLayer)
+    ]
 
 
 def kind_of(layer: str) -> str:

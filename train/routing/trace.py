@@ -1,19 +1,23 @@
-"""Routes that were recorded in training, for `moebius simulate --trace`: written by every rank, read back for any number of them.
+"""Routes that were recorded in training, for `moebius simulate --trace`: written by every rank,
+read back for any number of them.
 
     RUN/routing/step_00000040-rank_0003_of_0004.npz       one file per recorded step and rank
 
-Written are the first step of a run and every n-th (`train.record_routing`). A file has four arrays and no pickle:
+Written are the first step of a run and every n-th (`train.record_routing`). A file has four arrays
+and no pickle:
 
     meta      JSON in bytes: step, rank, ranks, tokens of every micro-batch, and of every call its layer, sizes and rule
     expert    uint16, or uint32 where that is too narrow: the experts of all routes, call after call
     source    int32: source rows of the calls whose routes follow no rule (where some were dropped); else nothing
     target    int32: the same of target rows
 
-Calls with `per_expert` (mixtures, expert choice) store nothing but their sizes, for nothing else decides what travels. Gate
-weights and rows are not recorded. A MoEUT's route costs 2 bytes before compression, about 1.5 after.
+Calls with `per_expert` (mixtures, expert choice) store nothing but their sizes, for nothing else
+decides what travels. Gate weights and rows are not recorded. A MoEUT's route costs 2 bytes before
+compression, about 1.5 after.
 
-Recording changes nothing: no collective, no random number, the same loss bit for bit. The host waits for the device once in a
-recorded step, and if a file cannot be written the run goes on with a warning.
+Recording changes nothing: no collective, no random number, the same loss bit for bit. The host
+waits for the device once in a recorded step, and if a file cannot be written the run goes on with a
+warning.
 """
 
 import json
@@ -42,7 +46,9 @@ _NAME = re.compile(r"step_(\d{8})-rank_(\d{4,})_of_(\d{4,})\.npz")
 
 @dataclass(frozen=True)
 class RecordedCall:
-    """One pass of one rank through one sparse layer; T tokens of a micro-batch have U source and V target rows."""
+    """One pass of one rank through one sparse layer; T tokens of a micro-batch have U source and V
+    target rows.
+    """
 
     micro_batch: int
     depth: int
@@ -88,10 +94,18 @@ _PLAIN = tuple(entry.name for entry in fields(RecordedCall) if entry.name not in
 class StepTrace:
     """Records one optimizer step of one rank, or does nothing where the step is not wanted."""
 
-    def __init__(self, model: Transformer, run_dir: Path, *, step: int, every: int, rank: int, num_ranks: int) -> None:
+    def __init__(
+        self, model: Transformer, run_dir: Path, *, step: int, every: int, rank: int, num_ranks: int
+    ) -> None:
         """`step` counts from 1; `every` 0: never."""
         self.wanted = every > 0 and (step == 1 or step % every == 0)
-        self._model, self._run_dir, self._step, self._rank, self._num_ranks = model, run_dir, step, rank, num_ranks
+        self._model, self._run_dir, self._step, self._rank, self._num_ranks = (
+            model,
+            run_dir,
+            step,
+            rank,
+            num_ranks,
+        )
         self._passes: list[tuple[int, list[TappedCall]]] = []
 
     def micro_batch(self, num_tokens: int) -> AbstractContextManager[None]:
@@ -108,27 +122,45 @@ class StepTrace:
         """Writes what was heard."""
         if not self.wanted:
             return
-        calls = [_record(index, call) for index, (_, heard) in enumerate(self._passes) for call in heard]
+        calls = [
+            _record(index, call) for index, (_, heard) in enumerate(self._passes) for call in heard
+        ]
         tokens = tuple(count for count, _ in self._passes)
         try:
-            write_rank(self._run_dir, RecordedRank(self._step, self._rank, self._num_ranks, tokens, tuple(calls)))
+            write_rank(
+                self._run_dir,
+                RecordedRank(self._step, self._rank, self._num_ranks, tokens, tuple(calls)),
+            )
         except OSError as error:
-            logger.warning("step %d: its routing could not be recorded (%s); the run goes on", self._step, error)
+            logger.warning(
+                "step %d: its routing could not be recorded (%s); the run goes on",
+                self._step,
+                error,
+            )
 
 
 def write_rank(run_dir: Path, recorded: RecordedRank) -> Path:
     """One file, whole or not at all."""
     folder = run_dir / _FOLDER
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"step_{recorded.step:08d}-rank_{recorded.rank:04d}_of_{recorded.num_ranks:04d}.npz"
+    path = (
+        folder
+        / f"step_{recorded.step:08d}-rank_{recorded.rank:04d}_of_{recorded.num_ranks:04d}.npz"
+    )
     meta = {
-        "format": FORMAT, "step": recorded.step, "rank": recorded.rank, "ranks": recorded.num_ranks,
-        "tokens": recorded.tokens, "calls": [{name: getattr(call, name) for name in _PLAIN} for call in recorded.calls],
-    }  # fmt: skip
+        "format": FORMAT,
+        "step": recorded.step,
+        "rank": recorded.rank,
+        "ranks": recorded.num_ranks,
+        "tokens": recorded.tokens,
+        "calls": [{name: getattr(call, name) for name in _PLAIN} for call in recorded.calls],
+    }
     most = max((call.num_experts for call in recorded.calls), default=0)
     arrays = {
         "meta": np.frombuffer(json.dumps(meta).encode(), np.uint8),
-        "expert": _joined((call.expert_N for call in recorded.calls), np.uint16 if most <= 2**16 else np.uint32),
+        "expert": _joined(
+            (call.expert_N for call in recorded.calls), np.uint16 if most <= 2**16 else np.uint32
+        ),
         "source": _joined((call.source_N for call in recorded.calls), np.int32),
         "target": _joined((call.target_N for call in recorded.calls), np.int32),
     }
@@ -147,12 +179,23 @@ def _record(micro_batch: int, call: TappedCall) -> RecordedCall:
     routes, none = call.routes, np.empty(0, np.int64)
     has_rule = routes.per_source > 0 and routes.per_target > 0
     return RecordedCall(
-        micro_batch, call.depth, call.layer, call.kind, routes.num_experts, call.num_rows, routes.num_targets,
-        routes.per_source, routes.per_target, routes.per_expert, call.width_in, call.width_out, len(routes.expert_N),
+        micro_batch,
+        call.depth,
+        call.layer,
+        call.kind,
+        routes.num_experts,
+        call.num_rows,
+        routes.num_targets,
+        routes.per_source,
+        routes.per_target,
+        routes.per_expert,
+        call.width_in,
+        call.width_out,
+        len(routes.expert_N),
         none if routes.per_expert else routes.expert_N.cpu().numpy(),
         none if routes.per_expert or has_rule else routes.source_N.cpu().numpy(),
         none if routes.per_expert or has_rule else routes.target_N.cpu().numpy(),
-    )  # fmt: skip
+    )
 
 
 # Reading ------------------------------------------------------------------------------------------------------------
@@ -161,7 +204,8 @@ def _record(micro_batch: int, call: TappedCall) -> RecordedCall:
 def recorded_steps(run_dir: Path) -> dict[int, list[Path]]:
     """The files of every step of which all ranks are there, in the order of ranks.
 
-    A step that was recorded on several worlds (before and after a run was continued on another) is taken from the newest.
+    A step that was recorded on several worlds (before and after a run was continued on another) is
+    taken from the newest.
 
     Raises:
         ValueError: there is no such step.
@@ -171,14 +215,21 @@ def recorded_steps(run_dir: Path) -> dict[int, list[Path]]:
         if match := _NAME.fullmatch(path.name):
             step, rank, ranks = map(int, match.groups())
             found.setdefault((step, ranks), {})[rank] = path
-    whole = {key: [files[rank] for rank in range(key[1])] for key, files in found.items() if len(files) == key[1]}
+    whole = {
+        key: [files[rank] for rank in range(key[1])]
+        for key, files in found.items()
+        if len(files) == key[1]
+    }
     steps: dict[int, list[Path]] = {}
-    for (step, _), files in sorted(whole.items(), key=lambda entry: (entry[0][0], entry[1][0].stat().st_mtime)):
+    for (step, _), files in sorted(
+        whole.items(), key=lambda entry: (entry[0][0], entry[1][0].stat().st_mtime)
+    ):
         steps[step] = files
     if not steps:
         missing = f": {len(found)} steps lack the files of some ranks" if found else ""
         raise ValueError(
-            f"{run_dir}: has no recorded routing{missing}; train with train.record_routing=N, which records every N-th step"
+            f"{run_dir}: has no recorded routing{missing}; train with train.record_routing=N, "
+            "which records every N-th step"
         )
     return steps
 
@@ -193,19 +244,33 @@ def read_rank(path: Path) -> RecordedRank:
         with np.load(path, allow_pickle=False) as held:
             arrays = {name: held[name] for name in ("meta", "expert", "source", "target")}
         meta = json.loads(arrays["meta"].tobytes())
-    except (OSError, EOFError, KeyError, ValueError, NotImplementedError, zipfile.BadZipFile, zlib.error) as error:
+    except (
+        OSError,
+        EOFError,
+        KeyError,
+        ValueError,
+        NotImplementedError,
+        zipfile.BadZipFile,
+        zlib.error,
+    ) as error:
         raise ValueError(f"{path}: is no recorded routing ({error})") from None
     if not isinstance(meta, dict) or meta.get("format") != FORMAT:
         raise ValueError(f"{path}: is not of format {FORMAT}: it was recorded by another version")
     try:
         return RecordedRank(
-            meta["step"], meta["rank"], meta["ranks"], tuple(meta["tokens"]), tuple(_split(meta["calls"], arrays))
-        )  # fmt: skip
+            meta["step"],
+            meta["rank"],
+            meta["ranks"],
+            tuple(meta["tokens"]),
+            tuple(_split(meta["calls"], arrays)),
+        )
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path}: is damaged ({error})") from None
 
 
-def _split(plain: Sequence[dict[str, Any]], arrays: dict[str, np.ndarray]) -> Iterator[RecordedCall]:
+def _split(
+    plain: Sequence[dict[str, Any]], arrays: dict[str, np.ndarray]
+) -> Iterator[RecordedCall]:
     read = {"expert": 0, "source": 0, "target": 0}
 
     def take(name: str, count: int, end: int) -> np.ndarray:
@@ -224,6 +289,10 @@ def _split(plain: Sequence[dict[str, Any]], arrays: dict[str, np.ndarray]) -> It
             source_N=take("source", listed, call.num_rows),
             target_N=take("target", listed, call.num_targets),
         )
-    left = {name: len(arrays[name]) - count for name, count in read.items() if len(arrays[name]) != count}
+    left = {
+        name: len(arrays[name]) - count
+        for name, count in read.items()
+        if len(arrays[name]) != count
+    }
     if left:
         raise ValueError(f"numbers that belong to no call: {left}")

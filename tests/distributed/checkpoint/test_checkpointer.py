@@ -1,4 +1,6 @@
-"""Checkpoints: any layout loads any other bit for bit; a failing, stale or damaged one never does harm."""
+"""Checkpoints: any layout loads any other bit for bit; a failing, stale or damaged one never does
+harm.
+"""
 
 import errno
 import json
@@ -45,14 +47,18 @@ META = {"step": 50, "cursor": {"samples": 1234}, "history": [1.5, None, "ä"]}
 
 
 def whole_state(seed=0):
-    """The state of one process that holds everything: many dtypes, a number, an empty tensor, 8 experts."""
+    """The state of one process that holds everything: many dtypes, a number, an empty tensor, 8
+    experts.
+    """
     generator = torch.Generator().manual_seed(seed)
     return {
         "embed.weight": torch.randn(11, 4, generator=generator),
         "norm.scale": torch.randn(5, generator=generator).bfloat16(),
         "optimizer.step": torch.tensor(50 + seed),
         "rng": torch.randint(0, 255, (16,), generator=generator, dtype=torch.uint8),
-        "double": torch.randn(2, 3, 2, generator=generator, dtype=torch.float64).transpose(0, 1),  # not contiguous
+        "double": torch.randn(2, 3, 2, generator=generator, dtype=torch.float64).transpose(
+            0, 1
+        ),  # not contiguous
         "empty": torch.zeros(0, 3),
         "experts.w_up": torch.randn(8, 3, 2, generator=generator),
         "optimizer.exp_avg.experts.w_up": torch.randn(8, 3, 2, generator=generator).half(),
@@ -64,7 +70,8 @@ def local_part(state, mesh):
     block = 8 // mesh.layout.ep
     first = mesh.coordinates.ep * block
     return {
-        name: tensor[first : first + block].clone() if name in SHARDED else tensor for name, tensor in state.items()
+        name: tensor[first : first + block].clone() if name in SHARDED else tensor
+        for name, tensor in state.items()
     }
 
 
@@ -73,11 +80,15 @@ def held(mesh, num_experts=8):
     experts = num_experts // mesh.layout.ep
     return {
         name: block(
-            (num_experts, 3, 2), 0, mesh.coordinates.ep * experts, experts, ranks_per_copy=mesh.layout.ep,
+            (num_experts, 3, 2),
+            0,
+            mesh.coordinates.ep * experts,
+            experts,
+            ranks_per_copy=mesh.layout.ep,
             has_experts=True,
         )
         for name in SHARDED
-    }  # fmt: skip
+    }
 
 
 def blank(state):
@@ -85,7 +96,10 @@ def blank(state):
 
 
 def equal(left, right):
-    return all(torch.equal(left[name], right[name]) and left[name].dtype == right[name].dtype for name in right)
+    return all(
+        torch.equal(left[name], right[name]) and left[name].dtype == right[name].dtype
+        for name in right
+    )
 
 
 class Rank:
@@ -93,7 +107,9 @@ class Rank:
 
     def __init__(self, directory, ep=1, *, keep_last=2, generation=3, generation_file=None):
         self.process = start_process("cpu", timeout_s=20)
-        self.mesh = build_mesh(plan_layout(MeshConfig(ep=ep), self.process.world_size), self.process)
+        self.mesh = build_mesh(
+            plan_layout(MeshConfig(ep=ep), self.process.world_size), self.process
+        )
         self.checkpointer = Checkpointer(
             directory,
             mesh=self.mesh,
@@ -110,7 +126,9 @@ class Rank:
         self.process.__exit__(*error)
 
     def save(self, step, seed=0):
-        self.checkpointer.save(step, local_part(whole_state(seed), self.mesh), held(self.mesh), META)
+        self.checkpointer.save(
+            step, local_part(whole_state(seed), self.mesh), held(self.mesh), META
+        )
 
     def load(self, path, **options):
         part = blank(local_part(whole_state(), self.mesh))
@@ -126,7 +144,9 @@ def save_steps(directory, ep, steps, options=None):
 
 
 def load_everything(paths, eps):
-    """Loads every checkpoint into every ep degree that this world can have; which of them came out wrong."""
+    """Loads every checkpoint into every ep degree that this world can have; which of them came out
+    wrong.
+    """
     wrong = []
     with start_process("cpu", timeout_s=20) as process:
         for ep in eps:
@@ -175,7 +195,9 @@ def reseal(path):
         for file in path.iterdir()
         if file.name != "manifest.json"
     }
-    (path / "manifest.json").write_text(Manifest(format=1, files=sums, digest=digest_of_sums(sums)).model_dump_json())
+    (path / "manifest.json").write_text(
+        Manifest(format=1, files=sums, digest=digest_of_sums(sums)).model_dump_json()
+    )
 
 
 # Any layout loads any other ----------------------------------------------------------------------------------------
@@ -183,7 +205,9 @@ def reseal(path):
 
 @pytest.fixture(scope="module")
 def saved_by_every_layout(tmp_path_factory):
-    """(world size, ep) -> the checkpoint of the same state that it wrote, and what its ranks reported."""
+    """(world size, ep) -> the checkpoint of the same state that it wrote, and what its ranks
+    reported.
+    """
     found = {}
     for world_size, ep in LAYOUTS:
         directory = tmp_path_factory.mktemp(f"world{world_size}ep{ep}")
@@ -205,7 +229,9 @@ def test_a_save_commits_and_reports(saved_by_every_layout, world_size, ep):
     for [record] in records:
         assert (record.step, record.path, record.error) == (50, path, None)
         assert 0 < record.blocked_s <= record.seconds
-        assert record.num_bytes == sum(file.stat().st_size for file in path.iterdir() if file.name != "manifest.json")
+        assert record.num_bytes == sum(
+            file.stat().st_size for file in path.iterdir() if file.name != "manifest.json"
+        )
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
@@ -223,7 +249,9 @@ def test_without_processes_everything_is_whole(saved):
 
 def test_parameters_that_need_gradients_are_filled(saved):
     part = {
-        name: torch.nn.Parameter(tensor) for name, tensor in blank(whole_state()).items() if tensor.is_floating_point()
+        name: torch.nn.Parameter(tensor)
+        for name, tensor in blank(whole_state()).items()
+        if tensor.is_floating_point()
     }
     load(saved, part, allow_unexpected=True)
     assert equal(part, {name: whole_state(50)[name] for name in part})
@@ -233,7 +261,12 @@ def test_parameters_that_need_gradients_are_filled(saved):
 def test_plain_dcp_reads_it_too(saved):
     """It is a torch.distributed.checkpoint directory like any other."""
     part = blank(whole_state())
-    plain_dcp_load(part, checkpoint_id=saved, planner=DefaultLoadPlanner(flatten_state_dict=False), no_dist=True)
+    plain_dcp_load(
+        part,
+        checkpoint_id=saved,
+        planner=DefaultLoadPlanner(flatten_state_dict=False),
+        no_dist=True,
+    )
     assert equal(part, whole_state(50))
 
 
@@ -265,17 +298,26 @@ def test_owners_share_the_bytes_evenly():
 
 @pytest.mark.parametrize("seed", range(5))
 def test_the_owners_are_those_of_the_slow_loop(seed):
-    """For every tensor, look at all copies, and take the first of those whose ranks have the least to write."""
+    """For every tensor, look at all copies, and take the first of those whose ranks have the least
+    to write.
+    """
     random = Random(seed)
     ep = random.choice([1, 2, 3, 4])
     shard = ep * random.choice([1, 2, 3])
     world_size = shard * random.choice([1, 2, 5])
     signature = {
-        f"tensor{index}": ((random.randint(1, 20) * 24,), "float32", random.choice([1, ep, shard]), False)
+        f"tensor{index}": (
+            (random.randint(1, 20) * 24,),
+            "float32",
+            random.choice([1, ep, shard]),
+            False,
+        )
         for index in range(60)
     }
     load, expected = [0.0] * world_size, {}
-    for name in sorted(signature, key=lambda name: (-signature[name][2], -signature[name][0][0], name)):
+    for name in sorted(
+        signature, key=lambda name: (-signature[name][2], -signature[name][0][0], name)
+    ):
         (size,), _, ranks, _ = signature[name]
         first = min(range(0, world_size, ranks), key=lambda rank: max(load[rank : rank + ranks]))
         expected[name] = first // ranks
@@ -330,10 +372,16 @@ def save_twice_quickly(directory):
         rank.save(1, seed=1)
         buffers = {name: tensor.data_ptr() for name, tensor in rank.checkpointer._buffers.items()}
         rank.save(2, seed=2)
-        assert {name: tensor.data_ptr() for name, tensor in rank.checkpointer._buffers.items()} == buffers
+        assert {
+            name: tensor.data_ptr() for name, tensor in rank.checkpointer._buffers.items()
+        } == buffers
         rank.checkpointer.wait()
         records = rank.checkpointer.poll()
-    return running, [record.step for record in records], [record.blocked_s > 0.09 for record in records]
+    return (
+        running,
+        [record.step for record in records],
+        [record.blocked_s > 0.09 for record in records],
+    )
 
 
 def test_a_second_save_waits_for_the_first_and_uses_its_buffers(tmp_path):
@@ -370,7 +418,9 @@ def save_and_load_on_gpu(directory):
     process = start_process("cuda", timeout_s=60)
     with process:
         mesh = build_mesh(plan_layout(MeshConfig(), 1), process)
-        saver = Checkpointer(directory, mesh=mesh, process=process, keep_last=1, generation=0, generation_file=None)
+        saver = Checkpointer(
+            directory, mesh=mesh, process=process, keep_last=1, generation=0, generation_file=None
+        )
         state = {name: tensor.to(process.device) for name, tensor in whole_state().items()}
         saver.save(50, state, held(mesh), META)
         for tensor in state.values():
@@ -401,13 +451,20 @@ def die_while_saving(directory, where, victim):
             rank.checkpointer.wait()
         except CheckpointError:
             if victim == 1:
-                assert [path.name for path in directory.iterdir()] == ["step_00000050"]  # rank 0 could still clean up
+                assert [path.name for path in directory.iterdir()] == [
+                    "step_00000050"
+                ]  # rank 0 could still clean up
             raise
 
 
-@pytest.mark.parametrize(("where", "victim"), [("write_data", 0), ("write_data", 1), ("_publish", 0)])
+@pytest.mark.parametrize(
+    ("where", "victim"), [("write_data", 0), ("write_data", 1), ("_publish", 0)]
+)
 def test_a_crash_leaves_the_last_good_one(saved, where, victim):
-    with pytest.raises(RankFailed, match=f"rank {victim} of 2 failed:\nthe process died without a word .exit code 9"):
+    with pytest.raises(
+        RankFailed,
+        match=f"rank {victim} of 2 failed:\nthe process died without a word .exit code 9",
+    ):
         run_ranks(die_while_saving, 2, saved.parent, where, victim, timeout_s=20)
     assert latest(saved.parent) == saved
     verify(saved)
@@ -419,7 +476,12 @@ def test_a_crash_leaves_the_last_good_one(saved, where, victim):
 
 def test_leftovers_are_cleaned_but_not_those_of_a_later_generation(saved):
     directory = saved.parent
-    for name in ("step_00000060.g2.tmp", "step_00000060.g9.tmp", "step_00000010.deleted.tmp", "step_00000050.old.tmp"):
+    for name in (
+        "step_00000060.g2.tmp",
+        "step_00000060.g9.tmp",
+        "step_00000010.deleted.tmp",
+        "step_00000050.old.tmp",
+    ):
         (directory / name).mkdir()
     (directory / "notes.tmp").write_text("somebody's own")
     run_ranks(save_steps, 1, directory, 1, [])
@@ -445,7 +507,9 @@ def test_a_replacement_that_fails_puts_the_old_one_back(saved):
 
 
 def run_out_of_disk(directory, how):
-    """Rank 1 cannot write; the error comes at the next save, on both ranks, and a later save works again."""
+    """Rank 1 cannot write; the error comes at the next save, on both ranks, and a later save works
+    again.
+    """
     with Rank(directory, 2) as rank:
         if rank.process.rank == 1 and how == "limit":
             unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -460,10 +524,16 @@ def run_out_of_disk(directory, how):
             resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
         elif rank.process.rank == 1:
             file.write = original
-        names = sorted(path.name for path in directory.iterdir()) if rank.process.rank == 0 else None
+        names = (
+            sorted(path.name for path in directory.iterdir()) if rank.process.rank == 0 else None
+        )
         rank.save(80, seed=80)
         rank.checkpointer.wait()
-        return str(caught.value), names, [(record.step, record.error is None) for record in rank.checkpointer.poll()]
+        return (
+            str(caught.value),
+            names,
+            [(record.step, record.error is None) for record in rank.checkpointer.poll()],
+        )
 
 
 def full_disk(file, data):
@@ -471,7 +541,9 @@ def full_disk(file, data):
     raise file.failure
 
 
-@pytest.mark.parametrize(("how", "words"), [("limit", "File too large"), ("full", "No space left on device")])
+@pytest.mark.parametrize(
+    ("how", "words"), [("limit", "File too large"), ("full", "No space left on device")]
+)
 def test_a_full_disk_spares_the_previous_one_and_all_ranks_hear(saved, how, words):
     results = run_ranks(run_out_of_disk, 2, saved.parent, how, timeout_s=30)
     assert results[0][1] == ["step_00000050"]  # rank 0 had removed the rest before it raised
@@ -556,7 +628,9 @@ def test_a_stale_generation_cleans_nothing_up(tmp_path):
 
 
 def test_without_a_supervisor_there_is_no_fence(tmp_path):
-    run_ranks(save_steps, 1, tmp_path / "checkpoints", 1, [1], {"generation_file": tmp_path / "absent"})
+    run_ranks(
+        save_steps, 1, tmp_path / "checkpoints", 1, [1], {"generation_file": tmp_path / "absent"}
+    )
     assert verify(tmp_path / "checkpoints" / "step_00000001").step == 1
 
 
@@ -587,11 +661,15 @@ def wrong_call(directory, which):
         ("meta", "meta must be JSON: Object of type Tensor is not JSON serializable"),
         (
             "shape",
-            "'embed.weight' is ((11, 4), 'float32', 1, False) on rank 0 and ((11, 5), 'float32', 1, False) on rank 1",
+            "'embed.weight' is ((11, 4), 'float32', 1, False) on rank 0 and ((11, 5), 'float32', "
+            "1, False) on rank 1",
         ),
         ("name", "'embed.weight' is ((11, 4), 'float32', 1, False) on rank 0 and absent on rank 1"),
         ("unknown", "said to be held in part, but not among the tensors: ['experts.w_down']"),
-        ("outside", "embed.weight has shape [11, 4] here, in which there is no block of (12, 4) at (0, 0)"),
+        (
+            "outside",
+            "embed.weight has shape [11, 4] here, in which there is no block of (12, 4) at (0, 0)",
+        ),
     ],
 )
 def test_wrong_calls_are_told_on_all_ranks_before_anything_is_written(tmp_path, which, words):
@@ -603,7 +681,10 @@ def test_wrong_calls_are_told_on_all_ranks_before_anything_is_written(tmp_path, 
 
 def test_a_folder_that_cannot_be_written_is_told(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(RankFailed, match=r"cannot write checkpoints into .*/file/checkpoints: Not a directory; choose"):
+    with pytest.raises(
+        RankFailed,
+        match=r"cannot write checkpoints into .*/file/checkpoints: Not a directory; choose",
+    ):
         run_ranks(save_steps, 2, tmp_path / "file" / "checkpoints", 1, [])
     with pytest.raises(RankFailed, match="keep_last must be at least 1, got 0"):
         run_ranks(save_steps, 1, tmp_path, 1, [], {"keep_last": 0})
@@ -681,7 +762,10 @@ def other_names(part):
 def test_what_does_not_fit_is_listed_on_all_ranks_before_anything_is_overwritten(saved):
     for kind, message in run_ranks(error_of_load, 2, saved, 2, fewer_experts):
         assert kind == "CheckpointError"
-        assert "experts.w_up has shape [3, 3, 2] here, in which there is no block of (4, 3, 2) at (0, 0, 0)" in message
+        assert (
+            "experts.w_up has shape [3, 3, 2] here, in which there is no block of (4, 3, 2) at (0, 0, 0)"
+            in message
+        )
     for kind, message in run_ranks(error_of_load, 2, saved, 2, fewer_experts, {}, 6):
         assert kind == "CheckpointError"
         assert "experts.w_up: shape [8, 3, 2] in the checkpoint, [6, 3, 2] here" in message
@@ -700,14 +784,17 @@ def test_a_part_can_be_asked_for(saved):
     assert torch.equal(part["embed.weight"], whole_state(50)["embed.weight"])
 
 
-@pytest.mark.parametrize("part", [{"offsets": [0]}, {"sizes": [4, 3]}, {"offsets": [-4, 0, 0]}, {"sizes": [4, 3, -2]}])
+@pytest.mark.parametrize(
+    "part", [{"offsets": [0]}, {"sizes": [4, 3]}, {"offsets": [-4, 0, 0]}, {"sizes": [4, 3, -2]}]
+)
 def test_an_index_with_parts_that_are_no_blocks_is_refused(saved, part):
     index = json.loads((saved / "index.json").read_text())
     index["tensors"]["experts.w_up"]["chunks"][0].update(part)
     (saved / "index.json").write_text(json.dumps(index))
     reseal(saved)
     with pytest.raises(
-        CorruptCheckpointError, match=r"experts.w_up has shape \[8, 3, 2\], and parts that are no blocks"
+        CorruptCheckpointError,
+        match=r"experts.w_up has shape \[8, 3, 2\], and parts that are no blocks",
     ):
         verify(saved)
 
@@ -735,7 +822,9 @@ def test_a_chunk_that_ends_early_is_told_in_bytes(saved, monkeypatch):
     [chunk] = stored.index.tensors["embed.weight"].chunks
     os.truncate(saved / chunk.file, chunk.start + chunk.length - 7)
     monkeypatch.setattr(torch, "load", lambda *_, **__: pytest.fail("it was decoded"))
-    with pytest.raises(CorruptCheckpointError, match=f"has {chunk.length - 7} of the {chunk.length} bytes"):
+    with pytest.raises(
+        CorruptCheckpointError, match=f"has {chunk.length - 7} of the {chunk.length} bytes"
+    ):
         checkpoint_files.read_tensor(stored, "embed.weight")
 
 
@@ -758,7 +847,9 @@ def test_bytes_that_are_no_tensor_are_told(saved):
     assert refused > 100
 
 
-@pytest.mark.parametrize("lack", [lambda *_, **__: torch.empty(2**45), lambda *_, **__: bytearray(2**62)])
+@pytest.mark.parametrize(
+    "lack", [lambda *_, **__: torch.empty(2**45), lambda *_, **__: bytearray(2**62)]
+)
 def test_lack_of_memory_is_not_called_damage(saved, monkeypatch, lack):
     stored = checkpoint_files.open_checkpoint(saved)
     monkeypatch.setattr(torch, "load", lack)
@@ -770,10 +861,17 @@ def test_lack_of_memory_is_not_called_damage(saved, monkeypatch, lack):
 def test_many_boxes_of_one_chunk_read_it_once(saved, monkeypatch):
     """Experts that were moved lie one by one."""
     read, read_chunk = [], checkpoint_files._read_chunk
-    monkeypatch.setattr(checkpoint_files, "_read_chunk", lambda *args: read.append(args[1:]) or read_chunk(*args))
+    monkeypatch.setattr(
+        checkpoint_files, "_read_chunk", lambda *args: read.append(args[1:]) or read_chunk(*args)
+    )
     boxes = tuple(Box((7 - slot, 0, 0), (1, 3, 2), (slot, 0, 0)) for slot in range(8))
     part = {"experts.w_up": torch.zeros(8, 3, 2)}
-    load(saved, part, {"experts.w_up": Held((8, 3, 2), boxes, 1, has_experts=True)}, allow_unexpected=True)
+    load(
+        saved,
+        part,
+        {"experts.w_up": Held((8, 3, 2), boxes, 1, has_experts=True)},
+        allow_unexpected=True,
+    )
     assert torch.equal(part["experts.w_up"], whole_state(50)["experts.w_up"].flip(0))
     assert len(read) == 2
 
@@ -781,13 +879,18 @@ def test_many_boxes_of_one_chunk_read_it_once(saved, monkeypatch):
 def test_numbers_that_json_has_not_come_back():
     """A loss may be NaN."""
     meta = {"nan": float("nan"), "numbers": [float("inf"), -float("inf"), 0.1]}
-    written = CheckpointMeta(step=1, generation=0, layout=Layout(1, 1), num_experts={}, versions={}, meta=meta)
+    written = CheckpointMeta(
+        step=1, generation=0, layout=Layout(1, 1), num_experts={}, versions={}, meta=meta
+    )
     assert repr(CheckpointMeta.model_validate_json(written.model_dump_json()).meta) == repr(meta)
 
 
 def test_what_is_no_checkpoint_is_told(tmp_path):
     (tmp_path / "step_00000001").mkdir()
-    with pytest.raises(CorruptCheckpointError, match=r"no whole checkpoint: cannot read manifest.json: No such file"):
+    with pytest.raises(
+        CorruptCheckpointError,
+        match=r"no whole checkpoint: cannot read manifest.json: No such file",
+    ):
         read_meta_and_load(tmp_path / "step_00000001")
     assert latest(tmp_path / "absent") is None
     assert list_checkpoints(tmp_path / "absent") == []
@@ -825,7 +928,9 @@ class Payload:
         return Path.touch, (self.mark,)
 
 
-@pytest.mark.parametrize("name", [".metadata", "__0_0.distcp", "__1_0.distcp", "index.json", "meta.json"])
+@pytest.mark.parametrize(
+    "name", [".metadata", "__0_0.distcp", "__1_0.distcp", "index.json", "meta.json"]
+)
 @pytest.mark.parametrize("how", ["pickle", "torch.save"])
 def test_a_forged_file_executes_nothing(saved, tmp_path, name, how):
     mark = tmp_path / "executed"

@@ -1,4 +1,6 @@
-"""Resharding: the same state, bit for bit, in the files that ranks of the other layout write; or an error, and nothing stays."""
+"""Resharding: the same state, bit for bit, in the files that ranks of the other layout write; or an
+error, and nothing stays.
+"""
 
 import os
 import shutil
@@ -18,7 +20,13 @@ from moebius.distributed.checkpoint.checkpointer import (
     load,
     verify,
 )
-from moebius.distributed.checkpoint.files import Chunk, StoredTensor, find_checkpoint, open_checkpoint, read_tensor
+from moebius.distributed.checkpoint.files import (
+    Chunk,
+    StoredTensor,
+    find_checkpoint,
+    open_checkpoint,
+    read_tensor,
+)
 from moebius.distributed.checkpoint.reshard import reshard
 from moebius.distributed.dispatch.expert_map import Homes
 from moebius.distributed.layout import MeshConfig, plan_layout
@@ -34,13 +42,25 @@ from moebius.train.optim import OptimConfig, make_optimizer
 from moebius.train.state import allocate_moments, state_tensors
 
 SIZES = {
-    "vocab_size": 67, "d_model": 20, "num_layers": 2, "group_size": 1, "num_heads": 2, "d_head": 10,
-    "num_attention_experts": 4, "attention_top_k": 2, "num_experts": 11, "d_expert": 9,
-}  # fmt: skip  # experts and rows that no number of ranks divides
+    "vocab_size": 67,
+    "d_model": 20,
+    "num_layers": 2,
+    "group_size": 1,
+    "num_heads": 2,
+    "d_head": 10,
+    "num_attention_experts": 4,
+    "attention_top_k": 2,
+    "num_experts": 11,
+    "d_expert": 9,
+}  # experts and rows that no number of ranks divides
 MODELS = {
-    "buffers": ModelConfig(**SIZES, router=DeepSeekConfig(top_k=3), num_shared_experts=1, positions="learned"),
+    "buffers": ModelConfig(
+        **SIZES, router=DeepSeekConfig(top_k=3), num_shared_experts=1, positions="learned"
+    ),
     "embedding": ModelConfig(**SIZES, router=CosineConfig(top_k=2), activation="swiglu"),
-    "few": ModelConfig(**SIZES | {"num_experts": 2}, router=DeepSeekConfig(top_k=1, renormalise=False)),
+    "few": ModelConfig(
+        **SIZES | {"num_experts": 2}, router=DeepSeekConfig(top_k=1, renormalise=False)
+    ),
 }
 LAYOUTS = {  # name: ranks, model, mesh
     "alone": (1, "buffers", {}),
@@ -66,16 +86,23 @@ def homes(num_experts: int) -> Homes:
 
 
 def save_states(folder: Path, names: list[str]) -> None:
-    """The same state, saved by every layout of so many ranks; the moments are the weights' halves and thirds."""
+    """The same state, saved by every layout of so many ranks; the moments are the weights' halves
+    and thirds.
+    """
     with start_process("cpu", timeout_s=30) as process:
         for name in names:
             _, model_name, mesh_config = LAYOUTS["ep4" if name == MOVED else name]
             config = MeshConfig(**mesh_config)
             mesh = build_mesh(plan_layout(config, process.world_size), process)
             model = build_model(
-                MODELS[model_name], mesh, dispatcher="auto", backend="auto", seed=3, device=process.device,
+                MODELS[model_name],
+                mesh,
+                dispatcher="auto",
+                backend="auto",
+                seed=3,
+                device=process.device,
                 sharding=config.sharding,
-            )  # fmt: skip
+            )
             optimizer = make_optimizer(OptimConfig(), model.parameters())
             allocate_moments(model, optimizer)
             for parameter in model.parameters():
@@ -83,11 +110,19 @@ def save_states(folder: Path, names: list[str]) -> None:
                     optimizer.state[parameter][moment].copy_(parameter.detach() / part)
             if name == MOVED:
                 move_experts(
-                    model, optimizer, mesh, {bank: homes(own.num_experts) for bank, own in homes_of(model).items()}
+                    model,
+                    optimizer,
+                    mesh,
+                    {bank: homes(own.num_experts) for bank, own in homes_of(model).items()},
                 )
             saver = Checkpointer(
-                folder / name, mesh=mesh, process=process, keep_last=1, generation=0, generation_file=None
-            )  # fmt: skip
+                folder / name,
+                mesh=mesh,
+                process=process,
+                keep_last=1,
+                generation=0,
+                generation_file=None,
+            )
             saver.save(7, *state_tensors(model, optimizer), META)
             saver.wait()
 
@@ -101,9 +136,14 @@ def load_states(names: list[str], paths: dict[str, Path]) -> list[tuple[str, str
             config = MeshConfig(**mesh_config)
             mesh = build_mesh(plan_layout(config, process.world_size), process)
             model = build_model(
-                MODELS[model_name], mesh, dispatcher="auto", backend="auto", seed=0, device=process.device,
+                MODELS[model_name],
+                mesh,
+                dispatcher="auto",
+                backend="auto",
+                seed=0,
+                device=process.device,
                 sharding=config.sharding,
-            )  # fmt: skip
+            )
             optimizer = make_optimizer(OptimConfig(), model.parameters())
             allocate_moments(model, optimizer)
             tensors, held = state_tensors(model, optimizer)
@@ -114,8 +154,11 @@ def load_states(names: list[str], paths: dict[str, Path]) -> list[tuple[str, str
                 assert load(path, tensors, held, mesh=mesh) == META
                 found.append({key: tensor.clone() for key, tensor in tensors.items()})
             wrong += [
-                (name, key) for one in found[1:] for key in one if not torch.equal(found[0][key], one[key])
-            ]  # fmt: skip
+                (name, key)
+                for one in found[1:]
+                for key in one
+                if not torch.equal(found[0][key], one[key])
+            ]
     return wrong
 
 
@@ -166,15 +209,21 @@ def test_the_files_are_those_that_its_ranks_would_have_written(
 
 
 def test_of_a_routers_weights_fsdp_cuts_none(saved: dict[str, Path]) -> None:
-    """They must be float32 in every precision, an embedding of experts too; the model's own embedding is cut."""
+    """They must be float32 in every precision, an embedding of experts too; the model's own
+    embedding is cut.
+    """
     tensors = open_checkpoint(saved["fsdp, embedding"]).index.tensors
     assert len(tensors["model.group.0.feed_forward.router.expert_embedding"].chunks) == 1
     assert len(tensors["model.embedding"].chunks) == 4
 
 
 @pytest.mark.parametrize("name", ["fsdp", "hsdp", "ep2"])
-def test_a_rank_reads_nothing_that_it_does_not_keep(name: str, saved: dict[str, Path], tmp_path: Path) -> None:
-    """A chunk is read whole: of the copy all that meet what a rank holds lie in it, of the original they do not."""
+def test_a_rank_reads_nothing_that_it_does_not_keep(
+    name: str, saved: dict[str, Path], tmp_path: Path
+) -> None:
+    """A chunk is read whole: of the copy all that meet what a rank holds lie in it, of the original
+    they do not.
+    """
     ranks, _, mesh = LAYOUTS[name]
     config = MeshConfig(**mesh)
     layout, experts = plan_layout(config, ranks), open_checkpoint(saved["alone"]).meta.num_experts
@@ -183,9 +232,13 @@ def test_a_rank_reads_nothing_that_it_does_not_keep(name: str, saved: dict[str, 
         total = 0
         for key, tensor in open_checkpoint(path).index.tensors.items():
             for rank in range(ranks):
-                held = module.held_by(rank, key, tensor.shape, key in experts, layout, config.sharding, {})
+                held = module.held_by(
+                    rank, key, tensor.shape, key in experts, layout, config.sharding, {}
+                )
                 kept = sum(torch.Size(box.sizes).numel() for box in held.boxes)
-                read = [chunk for chunk in tensor.chunks if any(meet(chunk, box) for box in held.boxes)]
+                read = [
+                    chunk for chunk in tensor.chunks if any(meet(chunk, box) for box in held.boxes)
+                ]
                 total += sum(torch.Size(chunk.sizes).numel() for chunk in read) - kept
         return total
 
@@ -194,8 +247,14 @@ def test_a_rank_reads_nothing_that_it_does_not_keep(name: str, saved: dict[str, 
 
 
 def test_an_uneven_bank_that_fsdp_cuts_in_two_ways_is_whole() -> None:
-    """5 experts on 2 EP ranks, each over 3 ranks: three experts are dealt whole, the other two are cut through."""
-    shape, layout, name = (5, 24, 16), plan_layout(MeshConfig(ep=2, dp_shard=6), 6), "model.group.0.sparse.experts.w_up"
+    """5 experts on 2 EP ranks, each over 3 ranks: three experts are dealt whole, the other two are
+    cut through.
+    """
+    shape, layout, name = (
+        (5, 24, 16),
+        plan_layout(MeshConfig(ep=2, dp_shard=6), 6),
+        "model.group.0.sparse.experts.w_up",
+    )
     chunks = [
         Chunk(offsets=box.offsets, sizes=box.sizes, file=f"{rank}", start=0, length=0)
         for rank in range(6)
@@ -204,7 +263,9 @@ def test_an_uneven_bank_that_fsdp_cuts_in_two_ways_is_whole() -> None:
     assert {chunk.sizes for chunk in chunks} == {(1, 24, 16), (2, 8, 16)}
 
     def gaps(chunks: list[Chunk]) -> list[str]:
-        return checkpoint_files._gaps(StoredTensor(dtype="float32", shape=shape, chunks=chunks), "experts")
+        return checkpoint_files._gaps(
+            StoredTensor(dtype="float32", shape=shape, chunks=chunks), "experts"
+        )
 
     assert gaps(chunks) == []
     whole, through = chunks[0], chunks[1]
@@ -228,22 +289,39 @@ def test_an_uneven_bank_that_fsdp_cuts_in_two_ways_is_whole() -> None:
         (10, {"dp_shard": 5, "sharding": "fsdp"}, False),
     ],
 )
-def test_every_copy_is_cut_as_the_first(world_size: int, mesh: dict, moved: bool, saved: dict[str, Path]) -> None:
-    """The plan asks what the ranks of the first copy hold, and gives it to those of the copy that is written."""
+def test_every_copy_is_cut_as_the_first(
+    world_size: int, mesh: dict, moved: bool, saved: dict[str, Path]
+) -> None:
+    """The plan asks what the ranks of the first copy hold, and gives it to those of the copy that
+    is written.
+    """
     stored, config = open_checkpoint(saved["alone"]), MeshConfig(**mesh)
     layout, counts = plan_layout(config, world_size), stored.meta.num_experts
-    banks = {key.removeprefix("model.").rpartition(".experts.")[0]: homes(counts[key]) for key in counts if moved}
+    banks = {
+        key.removeprefix("model.").rpartition(".experts.")[0]: homes(counts[key])
+        for key in counts
+        if moved
+    }
     for key, writes in module.plan_writes(stored, layout, config.sharding, banks).items():
         shape = stored.index.tensors[key].shape
         for rank, box in writes:
-            assert box in module.held_by(rank, key, shape, key in counts, layout, config.sharding, banks).boxes
+            assert (
+                box
+                in module.held_by(
+                    rank, key, shape, key in counts, layout, config.sharding, banks
+                ).boxes
+            )
         assert sum(torch.Size(box.sizes).numel() for _, box in writes) == torch.Size(shape).numel()
 
 
-def test_layers_that_are_cut_alike_are_cut_once(saved: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_that_are_cut_alike_are_cut_once(
+    saved: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The cut of each rank costs the same for every layer: it is paid per shape, not per tensor."""
     asked, share_of = [], module.share_of
-    monkeypatch.setattr(module, "share_of", lambda held, *rest: asked.append(held.shape) or share_of(held, *rest))
+    monkeypatch.setattr(
+        module, "share_of", lambda held, *rest: asked.append(held.shape) or share_of(held, *rest)
+    )
     stored = open_checkpoint(saved["alone"])
     module.plan_writes(stored, plan_layout(MeshConfig(dp_shard=64), 64), "fsdp", {})
     shapes = {tensor.shape for tensor in stored.index.tensors.values()}
@@ -254,7 +332,9 @@ def test_layers_that_are_cut_alike_are_cut_once(saved: dict[str, Path], monkeypa
 def meet(one, other) -> bool:
     return all(
         a < b + size_b and b < a + size_a
-        for a, size_a, b, size_b in zip(one.offsets, one.sizes, other.offsets, other.sizes, strict=True)
+        for a, size_a, b, size_b in zip(
+            one.offsets, one.sizes, other.offsets, other.sizes, strict=True
+        )
     )
 
 
@@ -264,7 +344,10 @@ def test_experts_stay_where_a_run_has_placed_them(saved: dict[str, Path], tmp_pa
         for name, count in open_checkpoint(saved["alone"]).meta.num_experts.items()
     }
     out = resharded(
-        saved["alone"], tmp_path / "out", "ep4", homes={bank: homes(count) for bank, count in counts.items()}
+        saved["alone"],
+        tmp_path / "out",
+        "ep4",
+        homes={bank: homes(count) for bank, count in counts.items()},
     )
     assert files_of(out) == files_of(saved[MOVED])
     assert files_of(out) != files_of(saved["ep4"])
@@ -285,7 +368,9 @@ def test_a_damaged_checkpoint_is_not_copied(saved: dict[str, Path], tmp_path: Pa
         content = bytearray(file.read_bytes())
         content[len(content) // 2] ^= 1
         file.write_bytes(content)
-    with pytest.raises(CorruptCheckpointError, match=r"(?s)__1_0.distcp does not fit.*__2_0.distcp does not fit"):
+    with pytest.raises(
+        CorruptCheckpointError, match=r"(?s)__1_0.distcp does not fit.*__2_0.distcp does not fit"
+    ):
         resharded(source, tmp_path / "out", "alone")
     assert os.listdir(tmp_path) == ["step_00000007"]
 
@@ -299,11 +384,18 @@ def test_a_damaged_checkpoint_is_not_copied(saved: dict[str, Path], tmp_path: Pa
         ("full on the way", r"could not be written: No space left on device"),
         ("full at the end", r"could not be written: No space left on device"),
         ("wrong", r"out does not read as it was written; .*\n  .* is not what was read"),
-        ("flipped", r"out does not read as it was written; .*\n  __1_0.distcp does not fit its checksum"),
+        (
+            "flipped",
+            r"out does not read as it was written; .*\n  __1_0.distcp does not fit its checksum",
+        ),
     ],
 )
 def test_what_goes_wrong_leaves_nothing(
-    failure: str, message: str, saved: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    failure: str,
+    message: str,
+    saved: dict[str, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     layout, out = plan_layout(MeshConfig(ep=2), 2), tmp_path / "deep" / "out"
     if failure == "exists":
@@ -319,15 +411,24 @@ def test_what_goes_wrong_leaves_nothing(
         monkeypatch.setattr(checkpoint_writing, "write_synced", no_space)
     elif failure == "flipped":
         write_small = checkpoint_writing.write_synced
-        monkeypatch.setattr(checkpoint_writing, "write_synced", lambda *args: flip_of(*args) or write_small(*args))
+        monkeypatch.setattr(
+            checkpoint_writing, "write_synced", lambda *args: flip_of(*args) or write_small(*args)
+        )
     else:  # a fault of our own: what was read is not what is written
         original = module._append
         monkeypatch.setattr(
-            module, "_append", lambda tensor, *rest: original(tensor + 1 if tensor.numel() == 20 else tensor, *rest)
+            module,
+            "_append",
+            lambda tensor, *rest: original(tensor + 1 if tensor.numel() == 20 else tensor, *rest),
         )
     passes: list[str] = []
     with pytest.raises(CheckpointError, match=message):
-        reshard(saved["alone"], out, layout, watch=lambda what, size: passes.append(what) or (lambda more: None))
+        reshard(
+            saved["alone"],
+            out,
+            layout,
+            watch=lambda what, size: passes.append(what) or (lambda more: None),
+        )
     assert bool(passes) == (
         failure not in ("exists", "too few experts")
     )  # hours of verifying come after what can be told at once
@@ -351,7 +452,9 @@ def test_a_source_that_cannot_be_read_any_more_is_blamed_itself(
         return stored
 
     monkeypatch.setattr(module, "open_verified", then_lost)
-    with pytest.raises(CorruptCheckpointError, match=r"source/__0_0.distcp cannot be read: (No such|Is a dir)") as told:
+    with pytest.raises(
+        CorruptCheckpointError, match=r"source/__0_0.distcp cannot be read: (No such|Is a dir)"
+    ) as told:
         reshard(source, tmp_path / "out", plan_layout(MeshConfig(), 1))
     assert "out" not in str(told.value)
     assert os.listdir(tmp_path) == ["source"]

@@ -1,4 +1,6 @@
-"""A directory that appears: whole or not at all, whoever else is at it, and whoever was killed at it before."""
+"""A directory that appears: whole or not at all, whoever else is at it, and whoever was killed at
+it before.
+"""
 
 import errno
 import fcntl
@@ -18,7 +20,9 @@ from moebius.distributed.checkpoint.writing import appearing
 LONG_AGO_S = 120
 
 
-def write(out: Path, text: str = "all", then: Callable[[Path], object] = lambda folder: None) -> None:
+def write(
+    out: Path, text: str = "all", then: Callable[[Path], object] = lambda folder: None
+) -> None:
     with appearing(out, needed_bytes=1) as folder:
         (folder / "file").write_text(text)
         then(folder)
@@ -91,7 +95,9 @@ def test_a_link_to_nothing_is_not_overwritten(tmp_path: Path) -> None:
         write(tmp_path / "out")
 
 
-def test_what_a_killed_attempt_left_is_removed_and_told(abandoned: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_a_killed_attempt_left_is_removed_and_told(
+    abandoned: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     out = abandoned.with_name("out")
     with caplog.at_level(logging.WARNING):
         write(out)
@@ -105,7 +111,9 @@ def test_what_belongs_to_another_directory_stays(abandoned: Path) -> None:
     assert (abandoned / "whole" / "file").read_text() == "half"
 
 
-@pytest.mark.parametrize("name", ["out.part-old.tmp", "out.part-OLDCOPY.tmp", "out.part-old_copy.1.tmp"])
+@pytest.mark.parametrize(
+    "name", ["out.part-old.tmp", "out.part-OLDCOPY.tmp", "out.part-old_copy.1.tmp"]
+)
 def test_a_name_that_no_attempt_has_is_somebodys_own(
     name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -120,7 +128,9 @@ def test_a_name_that_no_attempt_has_is_somebodys_own(
     assert caplog.text == ""
 
 
-def test_a_folder_without_a_lock_gets_none_and_stays(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_folder_without_a_lock_gets_none_and_stays(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """By its name it could be an attempt's; that alone does not make it one."""
     own = tmp_path / "out.part-old_copy.tmp"
     own.mkdir()
@@ -128,10 +138,15 @@ def test_a_folder_without_a_lock_gets_none_and_stays(tmp_path: Path, caplog: pyt
     age(own)
     write(tmp_path / "out")
     assert os.listdir(own) == ["precious"]
-    assert f"{own} is being written, or was left by an attempt that was killed; its lock" in caplog.text
+    assert (
+        f"{own} is being written, or was left by an attempt that was killed; its lock"
+        in caplog.text
+    )
 
 
-def test_an_attempt_that_lives_is_not_removed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_attempt_that_lives_is_not_removed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """However long it takes."""
     out = tmp_path / "out"
 
@@ -167,7 +182,10 @@ def test_without_a_lock_to_ask_it_stays_and_is_told(
         age(abandoned)
     write(abandoned.with_name("out"))
     assert sorted(os.listdir(abandoned.parent)) == ["out", abandoned.name]
-    assert f"{abandoned} is being written, or was left by an attempt that was killed; its lock" in caplog.text
+    assert (
+        f"{abandoned} is being written, or was left by an attempt that was killed; its lock"
+        in caplog.text
+    )
 
 
 def test_what_is_complete_is_not_called_unwritten_when_its_name_cannot_be_synced(
@@ -194,9 +212,12 @@ def test_an_error_is_blamed_on_the_file_that_it_is_about(tmp_path: Path) -> None
     with pytest.raises(FileNotFoundError, match=r"nowhere/source"):
         write(tmp_path / "out", then=lambda folder: (tmp_path / "nowhere" / "source").read_text())
     with pytest.raises(
-        CheckpointError, match=r"out could not be written: No such file or directory \(.*whole/absent\)"
+        CheckpointError,
+        match=r"out could not be written: No such file or directory \(.*whole/absent\)",
     ):
         write(tmp_path / "out", then=lambda folder: (folder / "absent").read_text())
-    with pytest.raises(CheckpointError, match=r"out could not be written: Bad file descriptor \(.*/out\)"):
+    with pytest.raises(
+        CheckpointError, match=r"out could not be written: Bad file descriptor \(.*/out\)"
+    ):
         write(tmp_path / "out", then=lambda folder: os.fsync(2**20))
     assert os.listdir(tmp_path) == []

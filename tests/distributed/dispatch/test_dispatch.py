@@ -1,4 +1,5 @@
-"""The all-to-all dispatcher against one rank, on real processes: bitwise, for routings that nobody would choose too.
+"""The all-to-all dispatcher against one rank, on real processes: bitwise, for routings that nobody
+would choose too.
 
 One world serves many cases, for starting it costs more than they do.
 """
@@ -30,7 +31,13 @@ from moebius.distributed.layout import MeshConfig, plan_layout
 from moebius.distributed.mesh import Mesh, build_mesh
 from moebius.distributed.process.process import start_process
 from moebius.model.moe import LocalDispatcher, SparseLayer
-from moebius.model.routing import Routes, head_to_token_routes, slot_routes, token_routes, token_to_head_routes
+from moebius.model.routing import (
+    Routes,
+    head_to_token_routes,
+    slot_routes,
+    token_routes,
+    token_to_head_routes,
+)
 
 
 def on_ranks(cases: list[tuple[Scene, torch.dtype]]) -> list[dict[str, Tensor]]:
@@ -57,7 +64,9 @@ def on_ranks_with_float32_rows(scene: Scene) -> dict[str, Tensor]:
         share = EXPERTS // process.world_size
         layer = SparseLayer(bank(torch.bfloat16, process.rank * share, share))
         layer.dispatcher = make_dispatcher("alltoall", mesh.ep_group)
-        x, experts, weights, grad = merge_for(parts(scene, torch.float32), process.world_size)[process.rank]
+        x, experts, weights, grad = merge_for(parts(scene, torch.float32), process.world_size)[
+            process.rank
+        ]
         return forward_backward(layer, x, experts, weights, grad.bfloat16())
 
 
@@ -83,7 +92,9 @@ def compare_with_one_rank(world_size: int, cases: list[tuple[Scene, torch.dtype]
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_alltoall_equals_one_rank_bitwise(world_size: int) -> None:
     dtypes = DTYPES if world_size == 4 else DTYPES[:1]
-    compare_with_one_rank(world_size, [(scene, dtype) for scene in SCENES.values() for dtype in dtypes])
+    compare_with_one_rank(
+        world_size, [(scene, dtype) for scene in SCENES.values() for dtype in dtypes]
+    )
 
 
 def test_one_expert_per_rank_on_eight_ranks_is_bitwise_too() -> None:
@@ -95,7 +106,9 @@ PER_EXPERT = 3  # rows of every rank for every expert
 
 @dataclass(frozen=True)
 class EqualScene:
-    """Routes of known counts: a mixture's slots, or expert choice, where a rank's row may have many routes or none."""
+    """Routes of known counts: a mixture's slots, or expert choice, where a rank's row may have many
+    routes or none.
+    """
 
     kind: str
     dtype: torch.dtype
@@ -118,16 +131,27 @@ def equal_part(scene: EqualScene, rank: int) -> tuple[Tensor, Tensor, Routes, Te
     rows = num_routes
     if scene.kind == "expert choice":
         rows = 6 + rank  # ranks need not have equally many rows, only equally many routes
-        chosen = torch.rand(EXPERTS, rows - 1, generator=generator).argsort(-1)[:, :PER_EXPERT].flatten()
+        chosen = (
+            torch.rand(EXPERTS, rows - 1, generator=generator).argsort(-1)[:, :PER_EXPERT].flatten()
+        )
         routes = Routes(
-            chosen, routes.expert_N, routes.weight_N, chosen, EXPERTS, rows, per_source=0, per_target=0,
+            chosen,
+            routes.expert_N,
+            routes.weight_N,
+            chosen,
+            EXPERTS,
+            rows,
+            per_source=0,
+            per_target=0,
             per_expert=PER_EXPERT,
-        )  # fmt: skip
+        )
     x, grad = (torch.randn(rows, WIDTH, generator=generator).to(scene.dtype) for _ in range(2))
     return x, torch.rand(num_routes, generator=generator), routes, grad
 
 
-def equal_forward_backward(scenes: list[EqualScene]) -> list[tuple[dict[str, Tensor], list[tuple[torch.dtype, bool]]]]:
+def equal_forward_backward(
+    scenes: list[EqualScene],
+) -> list[tuple[dict[str, Tensor], list[tuple[torch.dtype, bool]]]]:
     """This rank's results, and of every exchange its rows' dtype and whether its splits are uneven."""
     found = []
     with start_process("cpu", timeout_s=20) as process:
@@ -172,7 +196,9 @@ def forbid_reading_counts() -> None:
 
 
 def merged(parts: list[tuple[Tensor, Tensor, Routes, Tensor]]) -> Routes:
-    """All ranks' routes as those of one: (expert, source rank, position); their weights are positions in the joined ones."""
+    """All ranks' routes as those of one: (expert, source rank, position); their weights are
+    positions in the joined ones.
+    """
     first = [0]
     for x, _, _, _ in parts:
         first.append(first[-1] + len(x))
@@ -186,8 +212,12 @@ def merged(parts: list[tuple[Tensor, Tensor, Routes, Tensor]]) -> Routes:
         by_expert([part[2].expert_N for part in parts]),
         by_expert([torch.arange(num_routes) + rank * num_routes for rank in range(len(parts))]),
         by_expert([part[2].target_N + start for part, start in zip(parts, first, strict=False)]),
-        EXPERTS, first[-1], per_source=0, per_target=0, per_expert=PER_EXPERT * len(parts),
-    )  # fmt: skip
+        EXPERTS,
+        first[-1],
+        per_source=0,
+        per_target=0,
+        per_expert=PER_EXPERT * len(parts),
+    )
 
 
 def on_one_rank(scene: EqualScene, num_ranks: int, *, counted: bool) -> dict[str, Tensor]:
@@ -200,7 +230,9 @@ def on_one_rank(scene: EqualScene, num_ranks: int, *, counted: bool) -> dict[str
     layer = SparseLayer(scene.bank())  # pyright: ignore[reportArgumentType]
     assert isinstance(layer.dispatcher, LocalDispatcher)
     x, weights = x.requires_grad_(), weights.requires_grad_()
-    return results_of(layer, layer(x, routes.with_weights(weights[routes.weight_N])), x, weights, grad)
+    return results_of(
+        layer, layer(x, routes.with_weights(weights[routes.weight_N])), x, weights, grad
+    )
 
 
 EQUAL_SCENES = [
@@ -218,8 +250,14 @@ def test_known_counts_travel_unasked_and_equal_one_rank_bitwise(world_size: int)
         for counted in (False, True):
             for key, value in on_one_rank(scene, world_size, counted=counted).items():
                 joined = torch.cat([results[key] for results, _ in ranks])
-                assert torch.equal(joined, value), (scene, key, counted, (joined - value).abs().max())
-        # Forward: rows, gate weights, answers. Backward: the same in the other direction. Never a count, never uneven splits.
+                assert torch.equal(joined, value), (
+                    scene,
+                    key,
+                    counted,
+                    (joined - value).abs().max(),
+                )
+        # Forward: rows, gate weights, answers. Backward: the same in the other direction. Never a
+        # count, never uneven splits.
         rows, gates = (scene.dtype, False), (torch.float32, False)
         for _, exchanges in ranks:
             assert exchanges[:3] == [rows, gates, rows]
@@ -248,7 +286,9 @@ def wrong_count() -> str:
     with start_process("cpu", timeout_s=20) as process:
         dispatcher = make_dispatcher("alltoall", one_group(process.world_size, process).ep_group)
         routes = slot_routes(16, num_experts=EXPERTS, device=torch.device("cpu"))
-        with pytest.raises(ValueError, match="per_expert=3 is not that of 16 routes over 8 experts"):
+        with pytest.raises(
+            ValueError, match="per_expert=3 is not that of 16 routes over 8 experts"
+        ):
             dispatcher.dispatch(torch.zeros(16, WIDTH), replace(routes, per_expert=3))
         return "refused"
 
@@ -258,7 +298,9 @@ def test_a_count_that_is_not_theirs_is_refused_before_anything_is_sent() -> None
 
 
 def identity_round_trips() -> dict[str, tuple[Tensor, Tensor]]:
-    """combine(dispatch(x)) with experts that answer their row, and the sum of weights that it must be."""
+    """combine(dispatch(x)) with experts that answer their row, and the sum of weights that it must
+    be.
+    """
     with start_process("cpu", timeout_s=20) as process:
         mesh = one_group(process.world_size, process)
         return {kind: identity_round_trip(kind, process.rank, mesh) for kind in ROUTES}
@@ -267,7 +309,9 @@ def identity_round_trips() -> dict[str, tuple[Tensor, Tensor]]:
 def identity_round_trip(kind: str, rank: int, mesh: Mesh) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(rank)
     tokens, heads, top_k = 7 + rank, 2, 2
-    choice = torch.rand(tokens, heads, EXPERTS // heads, generator=generator).argsort(-1)[..., :top_k]
+    choice = torch.rand(tokens, heads, EXPERTS // heads, generator=generator).argsort(-1)[
+        ..., :top_k
+    ]
     experts = choice + torch.arange(heads)[:, None] * (EXPERTS // heads)
     weights = torch.rand(tokens, heads, top_k, generator=generator)
     routes = ROUTES[kind](experts, weights)
@@ -293,9 +337,15 @@ ROUTES = {
 def without_rule(routes: Routes) -> Routes:
     shuffled = torch.randperm(len(routes.source_N), generator=torch.Generator().manual_seed(3))
     return Routes(
-        routes.source_N[shuffled], routes.expert_N[shuffled], routes.weight_N[shuffled], routes.target_N[shuffled],
-        routes.num_experts, routes.num_targets, 0, 0,
-    )  # fmt: skip
+        routes.source_N[shuffled],
+        routes.expert_N[shuffled],
+        routes.weight_N[shuffled],
+        routes.target_N[shuffled],
+        routes.num_experts,
+        routes.num_targets,
+        0,
+        0,
+    )
 
 
 def test_every_row_comes_home_weighted_and_added_up() -> None:
@@ -309,8 +359,13 @@ def row_conservation() -> list[tuple[int, int, int]]:
     """(source rank, route, expert) of every row that arrived here."""
     with start_process("cpu", timeout_s=20) as process:
         mesh = one_group(process.world_size, process)
-        experts = choose(SCENES["uneven"], 10 + process.rank, 4, torch.Generator().manual_seed(process.rank))
-        marks = torch.stack((torch.full((len(experts),), float(process.rank)), torch.arange(len(experts)).double()), 1)
+        experts = choose(
+            SCENES["uneven"], 10 + process.rank, 4, torch.Generator().manual_seed(process.rank)
+        )
+        marks = torch.stack(
+            (torch.full((len(experts),), float(process.rank)), torch.arange(len(experts)).double()),
+            1,
+        )
         sent = make_dispatcher("alltoall", mesh.ep_group).dispatch(
             marks, token_routes(experts, torch.ones(experts.shape), num_experts=EXPERTS)
         )

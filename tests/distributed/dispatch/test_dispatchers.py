@@ -1,4 +1,5 @@
-"""Every dispatcher against one rank: all kinds of routes, scenes that nobody would choose, what is sent, and in which order.
+"""Every dispatcher against one rank: all kinds of routes, scenes that nobody would choose, what is
+sent, and in which order.
 
 One world serves many cases, for starting it costs more than they do.
 """
@@ -37,7 +38,13 @@ from moebius.distributed.dispatch.setup import NodeGroups, build_node_groups
 from moebius.distributed.process.process import Process, start_process
 from moebius.kernels.functional import routed_mlp
 from moebius.model.moe import Dispatcher, SparseLayer
-from moebius.model.routing import Routes, head_to_token_routes, slot_routes, token_routes, token_to_head_routes
+from moebius.model.routing import (
+    Routes,
+    head_to_token_routes,
+    slot_routes,
+    token_routes,
+    token_to_head_routes,
+)
 
 HEADS = 2
 PER_NODE = 2  # pretended: ranks 0 and 1 on one node, 2 and 3 on the next
@@ -64,16 +71,26 @@ def case(kind: str, experts: Tensor, seed: int, dtype: torch.dtype = torch.float
     elif kind == "expert choice":
         per_expert = 2
         rows = tokens + 3  # equally many routes on every rank, of any number of rows
-        chosen = torch.rand(EXPERTS, rows, generator=generator).argsort(-1)[:, :per_expert].flatten()
+        chosen = (
+            torch.rand(EXPERTS, rows, generator=generator).argsort(-1)[:, :per_expert].flatten()
+        )
         slots = slot_routes(EXPERTS * per_expert, num_experts=EXPERTS, device=torch.device("cpu"))
         weights = torch.rand(len(chosen), generator=generator)
         routes = replace(
-            slots, source_N=chosen, target_N=chosen, weight_N=weights, num_targets=rows, per_source=0, per_target=0
+            slots,
+            source_N=chosen,
+            target_N=chosen,
+            weight_N=weights,
+            num_targets=rows,
+            per_source=0,
+            per_target=0,
         )
     else:
         routes = token_routes(experts, weights, num_experts=EXPERTS)
     if kind in ("dropped", "irregular"):
-        keep = torch.rand(len(routes.expert_N), generator=generator) < (0.6 if kind == "dropped" else 2)
+        keep = torch.rand(len(routes.expert_N), generator=generator) < (
+            0.6 if kind == "dropped" else 2
+        )
         routes = routes.kept(keep)
     if kind == "irregular":
         routes = shuffled(routes, generator)
@@ -88,9 +105,12 @@ def shuffled(routes: Routes, generator: torch.Generator) -> Routes:
     order = torch.randperm(len(routes.expert_N), generator=generator)
     target = torch.randint(max(1, routes.num_targets), (len(order),), generator=generator)
     return replace(
-        routes, source_N=routes.source_N[order], expert_N=routes.expert_N[order], weight_N=routes.weight_N[order],
+        routes,
+        source_N=routes.source_N[order],
+        expert_N=routes.expert_N[order],
+        weight_N=routes.weight_N[order],
         target_N=target,
-    )  # fmt: skip
+    )
 
 
 KINDS = ("token", "token to head", "head to token", "dropped", "irregular", "expert choice")
@@ -128,17 +148,27 @@ def world(timeout_s: float = 20) -> Iterator[tuple[Process, dist.ProcessGroup, N
     with start_process("cpu", timeout_s=timeout_s) as process:
         size = process.world_size
         assert dist.group.WORLD is not None
-        nodes = build_node_groups(dist.group.WORLD, PER_NODE if size == 4 else 1, timeout_s=timeout_s)
+        nodes = build_node_groups(
+            dist.group.WORLD, PER_NODE if size == 4 else 1, timeout_s=timeout_s
+        )
         yield process, dist.group.WORLD, nodes
 
 
-def dispatcher_of(name: str, group: dist.ProcessGroup, nodes: NodeGroups, **options: Any) -> Dispatcher:
+def dispatcher_of(
+    name: str, group: dist.ProcessGroup, nodes: NodeGroups, **options: Any
+) -> Dispatcher:
     return make_dispatcher(
-        name, group, nodes=nodes if name == "hierarchical" else None, ranks_per_node=PER_NODE, **options
+        name,
+        group,
+        nodes=nodes if name == "hierarchical" else None,
+        ranks_per_node=PER_NODE,
+        **options,
     )
 
 
-def own_layer(process: Process, dispatcher: Dispatcher, dtype: torch.dtype = torch.float32) -> SparseLayer:
+def own_layer(
+    process: Process, dispatcher: Dispatcher, dtype: torch.dtype = torch.float32
+) -> SparseLayer:
     share = EXPERTS // process.world_size
     layer = SparseLayer(bank(dtype, process.rank * share, share))  # pyright: ignore[reportArgumentType]
     layer.dispatcher = dispatcher
@@ -165,7 +195,9 @@ VARIANTS = [
 
 
 def all_cases(dtype: torch.dtype, scenes: tuple[str, ...]) -> dict[tuple, float]:
-    """Of every (scene, kind, dispatcher, chunks) how far this rank's results are from one rank's; 1 where two runs differ."""
+    """Of every (scene, kind, dispatcher, chunks) how far this rank's results are from one rank's; 1
+    where two runs differ.
+    """
     found = {}
     with world() as (process, group, nodes):
         for scene in scenes:
@@ -173,7 +205,9 @@ def all_cases(dtype: torch.dtype, scenes: tuple[str, ...]) -> dict[tuple, float]
                 cases = [scene_case(scene, kind, rank, dtype) for rank in range(4)]
                 expected, given = local_results(cases, dtype)[process.rank], cases[process.rank]
                 for name, chunks in VARIANTS:
-                    layer = own_layer(process, dispatcher_of(name, group, nodes, overlap_chunks=chunks), dtype)
+                    layer = own_layer(
+                        process, dispatcher_of(name, group, nodes, overlap_chunks=chunks), dtype
+                    )
                     result = run_layer(layer, given)
                     found[scene, kind, name, chunks] = worst(result, expected, process.rank, 4)
                     if scene == "uneven":
@@ -190,7 +224,9 @@ PRECISIONS = {
 }
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16", pytest.param("fp64", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "precision", ["fp32", "bf16", pytest.param("fp64", marks=pytest.mark.slow)]
+)
 def test_every_dispatcher_equals_one_rank_on_every_kind_of_routes(precision: str) -> None:
     dtype, tolerance, scenes = PRECISIONS[precision]
     for found in run_ranks(all_cases, 4, dtype, scenes, timeout_s=240):
@@ -205,11 +241,15 @@ def alltoall_in_chunks() -> dict[tuple, list[str]]:
         for scene in SCENES:
             for kind in KINDS:
                 given = scene_case(scene, kind, process.rank)
-                first = run_layer(own_layer(process, dispatcher_of("alltoall", group, nodes)), given)
+                first = run_layer(
+                    own_layer(process, dispatcher_of("alltoall", group, nodes)), given
+                )
                 for chunks in (2, 3):  # 2 experts per rank: the third chunk is empty
                     dispatcher = dispatcher_of("alltoall", group, nodes, overlap_chunks=chunks)
                     result = run_layer(own_layer(process, dispatcher), given)
-                    found[scene, kind, chunks] = [k for k, v in result.items() if not torch.equal(v, first[k])]
+                    found[scene, kind, chunks] = [
+                        k for k, v in result.items() if not torch.equal(v, first[k])
+                    ]
     return found
 
 
@@ -224,7 +264,9 @@ def test_chunks_of_alltoall_change_no_bit() -> None:
 
 def distinct(routes: Routes, place: Callable[[int], int], index: Tensor) -> int:
     """Distinct (place of the expert, row) pairs, by a loop."""
-    return len({(place(e), u) for e, u in zip(routes.expert_N.tolist(), index.tolist(), strict=True)})
+    return len(
+        {(place(e), u) for e, u in zip(routes.expert_N.tolist(), index.tolist(), strict=True)}
+    )
 
 
 def rows_on_the_way(kind: str) -> dict[str, Any]:
@@ -253,7 +295,11 @@ def rows_on_the_way(kind: str) -> dict[str, Any]:
             dist.all_reduce(back)
             came_back = torch.tensor(distinct(routes, lambda e: e // share, routes.target_N))
             dist.all_reduce(came_back)
-            out[f"dedup {chunks}"] = (stats.rows_sent, sum(sent for _, sent in launched[:chunks]), back.item())
+            out[f"dedup {chunks}"] = (
+                stats.rows_sent,
+                sum(sent for _, sent in launched[:chunks]),
+                back.item(),
+            )
             out[f"dedup {chunks} expected"] = (
                 distinct(routes, lambda e: e // share, routes.source_N),
                 distinct(routes, lambda e: e // share, routes.source_N),
@@ -268,20 +314,40 @@ def rows_on_the_way(kind: str) -> dict[str, Any]:
         node = share * PER_NODE
         out["nodes"] = between[1]
         out["nodes expected"] = distinct(routes, lambda e: e // node, routes.source_N)
-        totals = torch.tensor([
-            inside[1], back[1],
-            distinct(routes, lambda e: e // share, routes.source_N), distinct(routes, lambda e: e // node, routes.target_N),
-        ])  # fmt: skip
+        totals = torch.tensor(
+            [
+                inside[1],
+                back[1],
+                distinct(routes, lambda e: e // share, routes.source_N),
+                distinct(routes, lambda e: e // node, routes.target_N),
+            ]
+        )
         dist.all_reduce(totals)
-        out["inside and back"], out["inside and back expected"] = totals[:2].tolist(), totals[2:].tolist()
-        remote = [i for i, e in enumerate(routes.expert_N.tolist()) if e // node != process.rank // PER_NODE]
+        out["inside and back"], out["inside and back expected"] = (
+            totals[:2].tolist(),
+            totals[2:].tolist(),
+        )
+        remote = [
+            i
+            for i, e in enumerate(routes.expert_N.tolist())
+            if e // node != process.rank // PER_NODE
+        ]
         away = Routes(
-            *(t[remote] for t in (routes.source_N, routes.expert_N, routes.weight_N, routes.target_N)), EXPERTS,
-            routes.num_targets, 0, 0,
-        )  # fmt: skip
+            *(
+                t[remote]
+                for t in (routes.source_N, routes.expert_N, routes.weight_N, routes.target_N)
+            ),
+            EXPERTS,
+            routes.num_targets,
+            0,
+            0,
+        )
         sent_bytes = 4 * WIDTH * distinct(away, lambda _: 0, away.source_N) + 16 * len(remote)
         answered = torch.tensor(4 * WIDTH * distinct(away, lambda _: 0, away.target_N))
-        out["bytes"], out["bytes expected"] = torch.tensor(hierarchical.stats().bytes_inter_node), answered + sent_bytes
+        out["bytes"], out["bytes expected"] = (
+            torch.tensor(hierarchical.stats().bytes_inter_node),
+            answered + sent_bytes,
+        )
         for name in ("bytes", "bytes expected"):
             dist.all_reduce(out[name])
             out[name] = out[name].item()
@@ -289,7 +355,9 @@ def rows_on_the_way(kind: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("kind", ["token", "token to head", "head to token", "dropped"])
-def test_dedup_sends_every_row_once_to_every_rank_that_serves_it_and_not_once_more(kind: str) -> None:
+def test_dedup_sends_every_row_once_to_every_rank_that_serves_it_and_not_once_more(
+    kind: str,
+) -> None:
     for found in run_ranks(rows_on_the_way, 4, kind):
         for name in [name for name in found if name.endswith("expected")]:
             assert found[name.removesuffix(" expected")] == found[name], name
@@ -299,13 +367,21 @@ def test_dedup_sends_every_row_once_to_every_rank_that_serves_it_and_not_once_mo
 
 def test_places_of_pairs_by_a_loop() -> None:
     generator = torch.Generator().manual_seed(0)
-    for destinations, rows, density in ((3, 7, 0.5), (1, 4, 1.0), (5, 1, 0.4), (2, 0, 0.5), (4, 6, 0.0)):
+    for destinations, rows, density in (
+        (3, 7, 0.5),
+        (1, 4, 1.0),
+        (5, 1, 0.4),
+        (2, 0, 0.5),
+        (4, 6, 0.0),
+    ):
         mask = torch.rand(destinations, rows, generator=generator) < density
         wanted = [(v, u) for v in range(destinations) for u in range(rows) if mask[v, u]]
         places = dispatch_leg.Places(mask)
         pairs = places.pairs(len(wanted))
         assert pairs.row_M.tolist() == [u for _, u in wanted]
-        assert [wanted[i][::-1] for i in pairs.by_row_M.tolist()] == sorted((u, v) for v, u in wanted)
+        assert [wanted[i][::-1] for i in pairs.by_row_M.tolist()] == sorted(
+            (u, v) for v, u in wanted
+        )
         assert pairs.first_U.tolist() == [sum(w[1] < u for w in wanted) for u in range(rows)]
         for v, u in wanted:
             position = places.position(torch.tensor([v]), torch.tensor([u])).item()
@@ -316,11 +392,15 @@ def test_places_of_pairs_by_a_loop() -> None:
 
 
 def order_of_events(name: str, chunks: int) -> tuple[list[str], int]:
-    """What this rank did in one pass forward and backward, and how often it read a number from a tensor."""
+    """What this rank did in one pass forward and backward, and how often it read a number from a
+    tensor.
+    """
     with world() as (process, group, nodes):
         given = scene_case("even", "token", process.rank)
         layer = own_layer(process, dispatcher_of(name, group, nodes, overlap_chunks=chunks))
-        layer.experts = torch.nn.Module()  # its kernels read counts themselves: not the dispatcher's
+        layer.experts = (
+            torch.nn.Module()
+        )  # its kernels read counts themselves: not the dispatcher's
         layer.experts.dtype = torch.float32  # pyright: ignore[reportAttributeAccessIssue]
         log: list[str] = []
         layer.experts.forward = lambda x, routes: answer_all(x, routes, log)
@@ -418,9 +498,13 @@ def count_reads() -> dict[str, int]:
 
 
 @pytest.mark.parametrize(("name", "chunks"), [variant for variant in VARIANTS if variant[1] < 3])
-def test_rows_travel_while_other_work_is_done_and_the_host_reads_once(name: str, chunks: int) -> None:
+def test_rows_travel_while_other_work_is_done_and_the_host_reads_once(
+    name: str, chunks: int
+) -> None:
     results = run_ranks(order_of_events, 4, name, chunks)
-    assert all(log == results[0][0] for log, _ in results), "the ranks' collectives are not in the same order"
+    assert all(log == results[0][0] for log, _ in results), (
+        "the ranks' collectives are not in the same order"
+    )
     log, reads = results[0]
     assert reads == 1
     forward, backward = log[: log.index("backward")], log[log.index("backward") :]
@@ -431,16 +515,29 @@ def test_rows_travel_while_other_work_is_done_and_the_host_reads_once(name: str,
         "launch rows"
     ] * chunks
     assert "land rows" not in forward[: forward.index("beside")]
-    assert rows_launched[0] < forward.index("beside") < forward.index("land rows") < forward.index("experts")
+    assert (
+        rows_launched[0]
+        < forward.index("beside")
+        < forward.index("land rows")
+        < forward.index("experts")
+    )
     if chunks == 2 and name != "hierarchical":
         first = forward.index("experts")
-        # Between the first and the second chunk's experts the first one's answers set out, and nobody waits for them.
+        # Between the first and the second chunk's experts the first one's answers set out, and
+        # nobody waits for them.
         second = forward.index("experts", first + 1)
         assert forward[first + 1 : second].count("launch rows") == 1
         # Backward: both chunks' gradients set out before the first is waited for.
-        assert backward.index("land rows") > [i for i, e in enumerate(backward) if e == "launch rows"][1]
+        assert (
+            backward.index("land rows")
+            > [i for i, e in enumerate(backward) if e == "launch rows"][1]
+        )
     if name != "allgather":  # which can do nothing before it knows how far to pad
-        assert forward[: forward.index("launch rows")] == ["launch counts", "meanwhile", "land counts"]
+        assert forward[: forward.index("launch rows")] == [
+            "launch counts",
+            "meanwhile",
+            "land counts",
+        ]
 
 
 def test_no_exchange_escapes_the_order() -> None:
@@ -556,7 +653,9 @@ def test_a_route_out_of_range_on_one_rank_is_an_error_on_all() -> None:
 
 
 def not_a_number() -> dict[str, tuple[bool, bool]]:
-    """Rank 0's first token has gate weights of NaN, as from NaN logits: it alone is lost, everywhere."""
+    """Rank 0's first token has gate weights of NaN, as from NaN logits: it alone is lost,
+    everywhere.
+    """
     out = {}
     with world() as (process, group, nodes):
         cases = [scene_case("even", "token", rank) for rank in range(4)]
@@ -595,11 +694,13 @@ class Drawn:
 def drawn_cases(draw: st.DrawFn) -> Drawn:
     share = draw(st.integers(1, 3))
     return Drawn(
-        tokens=tuple(draw(st.lists(st.integers(0, 9), min_size=3, max_size=3))), share=share,
+        tokens=tuple(draw(st.lists(st.integers(0, 9), min_size=3, max_size=3))),
+        share=share,
         top_k=draw(st.integers(1, 3 * share)),  # K = E and E = ep among them
-        skew=draw(st.sampled_from([0.0, 1.0, 8.0])), seed=draw(st.integers(0, 10**6)),
+        skew=draw(st.sampled_from([0.0, 1.0, 8.0])),
+        seed=draw(st.integers(0, 10**6)),
         kind=draw(st.sampled_from(["token", "dropped", "irregular"])),
-    )  # fmt: skip
+    )
 
 
 def drawn_case(drawn: Drawn, rank: int) -> Case:
@@ -614,11 +715,15 @@ def drawn_case(drawn: Drawn, rank: int) -> Case:
         routes = routes.kept(torch.rand(len(routes.expert_N), generator=generator) < 0.5)
     if drawn.kind == "irregular" and tokens:
         routes = shuffled(replace(routes, per_source=0, per_target=0), generator)
-    return Case(torch.randn(tokens, 4, generator=generator).double(), routes, torch.ones(tokens, 4).double())
+    return Case(
+        torch.randn(tokens, 4, generator=generator).double(), routes, torch.ones(tokens, 4).double()
+    )
 
 
 def drawn_on_ranks(batch: list[Drawn]) -> list[dict[str, float]]:
-    """Of every case and dispatcher the difference from a loop over routes with experts that multiply by (expert + 1)."""
+    """Of every case and dispatcher the difference from a loop over routes with experts that
+    multiply by (expert + 1).
+    """
     out = []
     with world() as (process, group, node_groups):
         for drawn in batch:
@@ -629,16 +734,24 @@ def drawn_on_ranks(batch: list[Drawn]) -> list[dict[str, float]]:
                 expected[given.routes.target_N[n]] += answer
             for name, chunks in VARIANTS:
                 nodes = node_groups if name == "hierarchical" else None
-                dispatcher: Any = make_dispatcher(name, group, nodes=nodes, overlap_chunks=chunks, check_every=1)
+                dispatcher: Any = make_dispatcher(
+                    name, group, nodes=nodes, overlap_chunks=chunks, check_every=1
+                )
                 sent = dispatcher.dispatch(given.x, given.routes)
                 first = process.rank * drawn.share
-                answers = [part.answer(scaled(part.x_UD, part.routes, first)) for part in sent.parts]
+                answers = [
+                    part.answer(scaled(part.x_UD, part.routes, first)) for part in sent.parts
+                ]
                 y = dispatcher.combine(answers, sent)
-                served = torch.tensor([dispatcher.stats().routes_served, -len(given.routes.expert_N)])
+                served = torch.tensor(
+                    [dispatcher.stats().routes_served, -len(given.routes.expert_N)]
+                )
                 dist.all_reduce(served)
                 conserved = served.sum().item() == 0
                 found[f"{name} {chunks}"] = (
-                    (y - expected).abs().max().item() if conserved and len(y) else float(not conserved)
+                    (y - expected).abs().max().item()
+                    if conserved and len(y)
+                    else float(not conserved)
                 )
             out.append(found)
     return out
@@ -694,17 +807,23 @@ def relabelled() -> dict[tuple, list[str]]:
             straight = run_layer(own_layer(process, dispatcher_of("alltoall", group, nodes)), given)
             for table, homes in tables.items():
                 for name, chunks in VARIANTS:
-                    dispatcher = dispatcher_of(name, group, nodes, homes=homes, overlap_chunks=chunks)
+                    dispatcher = dispatcher_of(
+                        name, group, nodes, homes=homes, overlap_chunks=chunks
+                    )
                     layer = placed_layer(process, dispatcher, homes)
                     result = run_layer(layer, given)
                     same = torch.equal if name == "alltoall" else nearly
-                    wrong = [key for key in ("y", "x", "gates") if not same(result[key], straight[key])]
+                    wrong = [
+                        key for key in ("y", "x", "gates") if not same(result[key], straight[key])
+                    ]
                     wrong += wrong_weights(result, straight, homes, same)
                     found[kind, table, name, chunks] = wrong
     return found
 
 
-def wrong_weights(result: dict[str, Tensor], straight: dict[str, Tensor], homes: Homes, same: Callable) -> list[str]:
+def wrong_weights(
+    result: dict[str, Tensor], straight: dict[str, Tensor], homes: Homes, same: Callable
+) -> list[str]:
     """Compares the gathered gradients of all ranks."""
     wrong = []
     assert homes.slot_E is not None
@@ -730,7 +849,9 @@ def permuted_ranks(order: list[int]) -> tuple[dict[str, Tensor], int]:
     """This rank takes the tokens of another."""
     with world() as (process, group, nodes):
         given = scene_case("uneven", "token", order[process.rank])
-        return run_layer(own_layer(process, dispatcher_of("alltoall", group, nodes)), given), order[process.rank]
+        return run_layer(own_layer(process, dispatcher_of("alltoall", group, nodes)), given), order[
+            process.rank
+        ]
 
 
 def test_it_does_not_matter_which_rank_has_which_tokens() -> None:
@@ -763,7 +884,14 @@ def gradients_by_differences() -> dict[str, bool]:
                 sent = dispatcher.dispatch(x, routes.with_weights(weights))
                 answers = [
                     part.answer(
-                        routed_mlp(part.x_UD, w_up, w_down, part.routes, activation="silu", backend="reference")
+                        routed_mlp(
+                            part.x_UD,
+                            w_up,
+                            w_down,
+                            part.routes,
+                            activation="silu",
+                            backend="reference",
+                        )
                     )
                     for part in sent.parts
                 ]
@@ -805,7 +933,9 @@ def tensors_alive() -> dict[str, tuple[int, int]]:
 
 
 def test_a_pass_leaves_nothing_behind() -> None:
-    """A torch thread may still hold the last pass, 12 tensors or so; one for each of 40 passes would be a leak."""
+    """A torch thread may still hold the last pass, 12 tensors or so; one for each of 40 passes
+    would be a leak.
+    """
     for found in run_ranks(tensors_alive, 2, timeout_s=120):
         assert {name: counts for name, counts in found.items() if counts[1] - counts[0] >= 40} == {}
 
@@ -854,9 +984,12 @@ def refused() -> list[str]:
     messages = []
     with world() as (_, group, _):
         for options in (
-            {"name": "fastest"}, {"name": "allgather", "overlap_chunks": 2}, {"name": "hierarchical"},
-            {"name": "dedup", "overlap_chunks": 0}, {"name": "dedup", "homes": contiguous_homes(8, 4)},
-        ):  # fmt: skip
+            {"name": "fastest"},
+            {"name": "allgather", "overlap_chunks": 2},
+            {"name": "hierarchical"},
+            {"name": "dedup", "overlap_chunks": 0},
+            {"name": "dedup", "homes": contiguous_homes(8, 4)},
+        ):
             with pytest.raises(ValueError, match=r".") as caught:
                 make_dispatcher(group=group, **options)  # pyright: ignore[reportArgumentType]
             messages.append(str(caught.value))
@@ -872,10 +1005,14 @@ def refused() -> list[str]:
 
 def test_what_does_not_fit_is_refused_with_a_reason() -> None:
     parts = (
-        "'fastest' is unknown: choose auto, local, allgather", "has no chunks", "groups between and inside nodes",
-        "overlap_chunks=0", "homes for 4 ranks, but the group has 3", "2 experts are too few for 3 ranks",
+        "'fastest' is unknown: choose auto, local, allgather",
+        "has no chunks",
+        "groups between and inside nodes",
+        "overlap_chunks=0",
+        "homes for 4 ranks, but the group has 3",
+        "2 experts are too few for 3 ranks",
         "[2, 1]",
-    )  # fmt: skip
+    )
     for messages in run_ranks(refused, 3):
         for message, part in zip(messages, parts, strict=True):
             assert part in message

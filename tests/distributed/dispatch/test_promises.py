@@ -1,4 +1,6 @@
-"""What every dispatcher promises whatever is asked of it: identity, memory, and no trace of the pass before."""
+"""What every dispatcher promises whatever is asked of it: identity, memory, and no trace of the
+pass before.
+"""
 
 import os
 import resource
@@ -23,7 +25,9 @@ VARIANTS = [
 ]
 
 
-def dispatchers(process: Process, variants: list[tuple[str, int]] = VARIANTS) -> dict[tuple[str, int], Dispatcher]:
+def dispatchers(
+    process: Process, variants: list[tuple[str, int]] = VARIANTS
+) -> dict[tuple[str, int], Dispatcher]:
     group = dist.group.WORLD
     assert group is not None
     nodes = build_node_groups(group, PER_NODE if process.world_size == 4 else 1, timeout_s=20)
@@ -47,12 +51,16 @@ def identity(scene_name: str) -> dict[tuple[str, int], bool]:
         generator = torch.Generator().manual_seed(process.rank)
         scene = SCENES[scene_name]
         experts = choose(scene, scene.tokens[process.rank], 4, generator)
-        x = torch.randint(-1000, 1000, (len(experts), WIDTH), generator=generator) / 8  # exact in any order of sums
+        x = (
+            torch.randint(-1000, 1000, (len(experts), WIDTH), generator=generator) / 8
+        )  # exact in any order of sums
         routes = token_routes(experts, torch.ones(experts.shape), num_experts=EXPERTS)
         found = {}
         for variant, dispatcher in dispatchers(process).items():
             sent = dispatcher.dispatch(x, routes)
-            y = dispatcher.combine([part.answer(echo(part.x_UD, part.routes)) for part in sent.parts], sent)
+            y = dispatcher.combine(
+                [part.answer(echo(part.x_UD, part.routes)) for part in sent.parts], sent
+            )
             found[variant] = torch.equal(y, experts.shape[1] * x)
         return found
 
@@ -65,7 +73,9 @@ def test_identity_experts_return_every_row_k_times() -> None:
 
 
 def one_after_the_other() -> dict[tuple, float]:
-    """Every scene through the same dispatchers: the largest difference from one rank, relative to the largest value."""
+    """Every scene through the same dispatchers: the largest difference from one rank, relative to
+    the largest value.
+    """
     found = {}
     with start_process("cpu", timeout_s=20) as process:
         share = EXPERTS // process.world_size
@@ -80,7 +90,9 @@ def one_after_the_other() -> dict[tuple, float]:
                 layer = SparseLayer(bank(torch.float32, process.rank * share, share))
                 layer.dispatcher = dispatcher
                 result = forward_backward(layer, *drawn[name][process.rank])
-                rows = slice(sum(scene.tokens[: process.rank]), sum(scene.tokens[: process.rank + 1]))
+                rows = slice(
+                    sum(scene.tokens[: process.rank]), sum(scene.tokens[: process.rank + 1])
+                )
                 own = slice(process.rank * share, (process.rank + 1) * share)
                 for key, value in result.items():
                     if not isinstance(value, Tensor) or not value.numel():
@@ -96,10 +108,17 @@ def test_a_dispatcher_remembers_nothing_of_the_pass_before() -> None:
     results = run_ranks(one_after_the_other, 4, timeout_s=120)
     weights = [name for name, _ in bank(torch.float32).named_parameters()]
     for rank, found in enumerate(results):
-        for name, scene in SCENES.items():  # a rank without tokens has experts still, and gradients of their weights
+        for (
+            name,
+            scene,
+        ) in (
+            SCENES.items()
+        ):  # a rank without tokens has experts still, and gradients of their weights
             expected = {*weights, *(("y", "x", "gates") if scene.tokens[rank] else ())}
             for variant in VARIANTS:
-                assert {key for made, of, key in found if (made, of) == (variant, name)} == expected, (
+                assert {
+                    key for made, of, key in found if (made, of) == (variant, name)
+                } == expected, (
                     variant,
                     name,
                     rank,
@@ -145,7 +164,11 @@ def rows_held() -> dict[str, tuple[int, int, int]]:
                 held = len(sent.x_UD)
                 dispatcher.combine(echo(sent.x_UD, sent.routes), sent)
                 wanted = sum(int(here.sum()) for here in must)
-                out[f"{kind} {name}"] = (held, wanted, counters.stats().routes_served - sum(int(h.sum()) for h in mine))
+                out[f"{kind} {name}"] = (
+                    held,
+                    wanted,
+                    counters.stats().routes_served - sum(int(h.sum()) for h in mine),
+                )
     return out
 
 

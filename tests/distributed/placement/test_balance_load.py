@@ -1,4 +1,6 @@
-"""Homes and packing as pure tables: every expert somewhere, slots respected, never hotter than before; answers by exhaustion."""
+"""Homes and packing as pure tables: every expert somewhere, slots respected, never hotter than
+before; answers by exhaustion.
+"""
 
 import itertools
 import json
@@ -9,7 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moebius.distributed.dispatch.expert_map import Homes, Piece, contiguous_homes
-from moebius.distributed.placement.balance_load import hottest_factor, num_copies, packed, rank_loads, rebalanced
+from moebius.distributed.placement.balance_load import (
+    hottest_factor,
+    num_copies,
+    packed,
+    rank_loads,
+    rebalanced,
+)
 
 
 @st.composite
@@ -17,7 +25,11 @@ def problems(draw):
     """(loads, ranks, replicas)"""
     num_ranks = draw(st.integers(1, 8))
     num_experts = draw(st.integers(num_ranks, 40))
-    loads = draw(st.lists(st.one_of(st.just(0), st.integers(0, 10**6)), min_size=num_experts, max_size=num_experts))
+    loads = draw(
+        st.lists(
+            st.one_of(st.just(0), st.integers(0, 10**6)), min_size=num_experts, max_size=num_experts
+        )
+    )
     return loads, num_ranks, draw(st.integers(0, 4))
 
 
@@ -48,7 +60,11 @@ def test_a_packing_is_whole_fits_and_is_never_hotter(problem):
 def test_every_rank_sees_one_slot_per_expert_and_its_own_copy_first(problem):
     loads, num_ranks, replicas = problem
     homes = packed(
-        loads, [min(len_ + replicas, len(loads)) for len_ in contiguous_homes(len(loads), num_ranks).slots_P]
+        loads,
+        [
+            min(len_ + replicas, len(loads))
+            for len_ in contiguous_homes(len(loads), num_ranks).slots_P
+        ],
     )
     seen = [homes.seen_from(rank) for rank in range(num_ranks)]
     for expert, slots in enumerate(homes.slots_E):
@@ -70,7 +86,11 @@ def test_every_rank_sees_one_slot_per_expert_and_its_own_copy_first(problem):
 def test_the_pieces_of_the_ranks_are_the_bank(problem):
     loads, num_ranks, replicas = problem
     homes = packed(
-        loads, [min(len_ + replicas, len(loads)) for len_ in contiguous_homes(len(loads), num_ranks).slots_P]
+        loads,
+        [
+            min(len_ + replicas, len(loads))
+            for len_ in contiguous_homes(len(loads), num_ranks).slots_P
+        ],
     )
     first, all_of = [], 0
     for rank in range(num_ranks):
@@ -87,10 +107,16 @@ def test_the_pieces_of_the_ranks_are_the_bank(problem):
 def test_a_block_is_one_piece():
     homes = contiguous_homes(155, 4)
     assert [homes.pieces_of(rank) for rank in range(4)] == [
-        [Piece(0, 0, 39, True)], [Piece(39, 0, 39, True)], [Piece(78, 0, 39, True)], [Piece(117, 0, 38, True)],
-    ]  # fmt: skip
+        [Piece(0, 0, 39, True)],
+        [Piece(39, 0, 39, True)],
+        [Piece(78, 0, 39, True)],
+        [Piece(117, 0, 38, True)],
+    ]
     assert Homes((3, 2), (0, 3, 4)).pieces_of(0) == [Piece(0, 0, 1, True)]  # two empty slots
-    assert Homes((2, 2), (0, 1, 3), ((0, 2),)).pieces_of(1) == [Piece(0, 0, 1, False), Piece(2, 1, 1, True)]
+    assert Homes((2, 2), (0, 1, 3), ((0, 2),)).pieces_of(1) == [
+        Piece(0, 0, 1, False),
+        Piece(2, 1, 1, True),
+    ]
 
 
 def test_copies_go_where_a_copy_carries_most():
@@ -105,13 +131,18 @@ def best_factor(loads, num_ranks):
     share = len(loads) // num_ranks
     best = float("inf")
     for order in itertools.permutations(range(len(loads))):
-        sums = [sum(loads[e] for e in order[rank * share : rank * share + share]) for rank in range(num_ranks)]
+        sums = [
+            sum(loads[e] for e in order[rank * share : rank * share + share])
+            for rank in range(num_ranks)
+        ]
         best = min(best, max(sums))
     return best * num_ranks / sum(loads)
 
 
 def test_packing_is_within_a_third_of_the_best():
-    """Graham's bound for LPT, 4/3 − 1/(3P); with as many experts as slots it is not proven, so it is tried."""
+    """Graham's bound for LPT, 4/3 − 1/(3P); with as many experts as slots it is not proven, so it
+    is tried.
+    """
     generator = random.Random(3)
     for _ in range(20):
         loads = [generator.randint(1, 50) for _ in range(6)]
@@ -139,7 +170,9 @@ def test_what_is_even_already_stays():
 
 
 def test_a_last_copy_whose_ranks_are_taken_makes_room():
-    """Two slots on each of three ranks, loads so that greed leaves only ranks that have the expert already."""
+    """Two slots on each of three ranks, loads so that greed leaves only ranks that have the expert
+    already.
+    """
     for loads in itertools.product(range(4), repeat=4):
         homes = packed(loads, (3, 3, 2))
         assert sorted(slot for slots in homes.slots_E for slot in slots) == list(range(8))

@@ -1,4 +1,6 @@
-"""Experts on their way: weights and moments arrive whole, copies answer as one, gradients of copies are one sum."""
+"""Experts on their way: weights and moments arrive whole, copies answer as one, gradients of copies
+are one sum.
+"""
 
 import random
 from collections.abc import Iterator
@@ -31,9 +33,19 @@ from moebius.model.transformer import Transformer
 from moebius.train.state import allocate_moments
 
 MODEL = ModelConfig(
-    vocab_size=31, d_model=12, num_layers=2, group_size=2, num_heads=2, d_head=6, num_attention_experts=3,
-    attention_top_k=1, num_experts=7, router=SigmoidConfig(top_k=2), d_expert=8, expert_bias=True,
-)  # fmt: skip
+    vocab_size=31,
+    d_model=12,
+    num_layers=2,
+    group_size=2,
+    num_heads=2,
+    d_head=6,
+    num_attention_experts=3,
+    attention_top_k=1,
+    num_experts=7,
+    router=SigmoidConfig(top_k=2),
+    d_expert=8,
+    expert_bias=True,
+)
 
 
 @contextmanager
@@ -59,7 +71,7 @@ def there_and_back(ep: int) -> list[str]:
     with meshed(ep) as mesh:
         model = build_model(
             MODEL, mesh, dispatcher="auto", backend="auto", seed=5, device=torch.device("cpu")
-        )  # fmt: skip
+        )
         whole = Transformer(MODEL)
         initialise(whole, 5)
         optimizer = torch.optim.AdamW(model.parameters())
@@ -93,7 +105,10 @@ def there_and_back(ep: int) -> list[str]:
         assert {id(p) for p in model.parameters()} == objects == {id(p) for p in optimizer.state}
         assert all(len(homes.copies) == 0 for homes in homes_of(model).values())
         for names, words in (
-            ({"group.7.attention.value": contiguous_homes(6, ep)}, "no bank 'group.7.attention.value'"),
+            (
+                {"group.7.attention.value": contiguous_homes(6, ep)},
+                "no bank 'group.7.attention.value'",
+            ),
             ({"group.0.attention.value": contiguous_homes(8, ep)}, "6 experts on"),
         ):
             with pytest.raises(ValueError, match=words):
@@ -109,7 +124,9 @@ def test_weights_and_moments_go_together_wherever_they_go(ep: int) -> None:
 # Copies that answer.
 
 COPIED = packed([40, 3, 20, 1, 5, 30, 2, 9], (3, 4, 2, 3))  # four slots more than experts
-LONE = Homes((2, 5, 0, 4), (10, 0, 2, 3, 4, 7, 8, 9), ((0, 6), (6, 1), (5, 5)))  # a rank without experts
+LONE = Homes(
+    (2, 5, 0, 4), (10, 0, 2, 3, 4, 7, 8, 9), ((0, 6), (6, 1), (5, 5))
+)  # a rank without experts
 
 
 def placed_layer(homes: Homes, rank: int) -> SparseLayer:
@@ -122,22 +139,37 @@ def placed_layer(homes: Homes, rank: int) -> SparseLayer:
     return SparseLayer(own)  # pyright: ignore[reportArgumentType]
 
 
-def answers(name: str, cases: list[tuple[Homes, str]], order: list[int] | None = None) -> list[dict[str, Tensor]]:
-    """Results of this rank, gradients of the slots after the reduction; experts renumbered by `order`."""
+def answers(
+    name: str, cases: list[tuple[Homes, str]], order: list[int] | None = None
+) -> list[dict[str, Tensor]]:
+    """Results of this rank, gradients of the slots after the reduction; experts renumbered by
+    `order`.
+    """
     with meshed(4) as mesh:
-        nodes = build_node_groups(mesh.ep_group, 2, timeout_s=20) if name == "hierarchical" else None
+        nodes = (
+            build_node_groups(mesh.ep_group, 2, timeout_s=20) if name == "hierarchical" else None
+        )
         labels, found = torch.tensor(order or list(range(EXPERTS))), []
         for homes, scene in cases:
-            layer, seen = placed_layer(homes, mesh.rank), relabelled(homes, order) if order else homes
+            layer, seen = (
+                placed_layer(homes, mesh.rank),
+                relabelled(homes, order) if order else homes,
+            )
             layer.dispatcher = make_dispatcher(name, mesh.ep_group, homes=seen, nodes=nodes)
             x, experts, weights, grad = parts(SCENES[scene], torch.float32)[mesh.rank]
             result = forward_backward(layer, x, labels[experts], weights, grad)
             parameters = dict(layer.experts.named_parameters())
             CopyReducer(
-                GradientReducer([], list(parameters.values()), mesh), [(seen, parameters.values())], mesh
+                GradientReducer([], list(parameters.values()), mesh),
+                [(seen, parameters.values())],
+                mesh,
             ).reduce()
             served = torch.tensor(counters_of(nn.ModuleDict({"bank": layer}))["bank"].routes_served)
-            found.append(result | {key: parameter.grad for key, parameter in parameters.items()} | {"served": served})
+            found.append(
+                result
+                | {key: parameter.grad for key, parameter in parameters.items()}
+                | {"served": served}
+            )
         return found
 
 
@@ -151,8 +183,13 @@ def relabelled(homes: Homes, order: list[int]) -> Homes:
 def alone(scene: str) -> tuple[list[dict[str, Tensor]], dict[str, Tensor]]:
     """Every rank's results with all experts at home, and the sums of the experts' gradients."""
     at_home = contiguous_homes(EXPERTS, 1)
-    results = [forward_backward(placed_layer(at_home, 0), *given) for given in parts(SCENES[scene], torch.float32)]
-    return results, {name: torch.stack([own[name] for own in results]).sum(0) for name in ("w_up", "w_down")}
+    results = [
+        forward_backward(placed_layer(at_home, 0), *given)
+        for given in parts(SCENES[scene], torch.float32)
+    ]
+    return results, {
+        name: torch.stack([own[name] for own in results]).sum(0) for name in ("w_up", "w_down")
+    }
 
 
 def served_by(homes: Homes, scene: str) -> list[int]:
@@ -178,19 +215,28 @@ def test_copies_answer_as_the_one_expert_would(name: str) -> None:
         for own, wanted in zip(found, expected, strict=True):
             for key in ("y", "x", "gates"):
                 exact = name == "alltoall"
-                same = torch.equal(own[key], wanted[key]) if exact else torch.allclose(own[key], wanted[key], atol=1e-5)
+                same = (
+                    torch.equal(own[key], wanted[key])
+                    if exact
+                    else torch.allclose(own[key], wanted[key], atol=1e-5)
+                )
                 assert same, (scene, key)
         for key, total in sums.items():
             slots = torch.cat([own[key] for own in found])
             for expert, copies in enumerate(homes.slots_E):
-                assert torch.allclose(slots[copies[0]], total[expert], atol=1e-4 * total.abs().max().item())
+                assert torch.allclose(
+                    slots[copies[0]], total[expert], atol=1e-4 * total.abs().max().item()
+                )
                 assert all(torch.equal(slots[copies[0]], slots[other]) for other in copies[1:])
 
 
 def test_names_of_experts_mean_nothing() -> None:
     """Experts renumbered, in routes and homes alike: every bit stays."""
     order = [5, 2, 7, 0, 1, 6, 3, 4]
-    cases = [(contiguous_homes(EXPERTS, 4), "uneven"), (Homes((2, 2, 2, 2), (6, 1, 3, 0, 7, 5, 2, 4)), "uneven")]
+    cases = [
+        (contiguous_homes(EXPERTS, 4), "uneven"),
+        (Homes((2, 2, 2, 2), (6, 1, 3, 0, 7, 5, 2, 4)), "uneven"),
+    ]
     straight, renamed = (run_ranks(answers, 4, "alltoall", cases, each) for each in (None, order))
     for rank in range(4):
         for one, other in zip(straight[rank], renamed[rank], strict=True):
@@ -199,11 +245,14 @@ def test_names_of_experts_mean_nothing() -> None:
 
 
 def test_names_of_ranks_mean_nothing() -> None:
-    """The ranks' blocks of slots exchanged: outputs and the gradient of every expert keep every bit."""
+    """The ranks' blocks of slots exchanged: outputs and the gradient of every expert keep every
+    bit.
+    """
     order, first = [2, 0, 3, 1], Homes((3, 1, 2, 2), (6, 1, 3, 0, 7, 5, 2, 4))
     slots = [slot for rank in order for slot in first.own_slots(rank)]
     second = Homes(
-        tuple(first.slots_P[rank] for rank in order), tuple(slots.index(slot) for slot in first.slot_E or ())
+        tuple(first.slots_P[rank] for rank in order),
+        tuple(slots.index(slot) for slot in first.slot_E or ()),
     )
     by_rank = run_ranks(answers, 4, "alltoall", [(first, "uneven"), (second, "uneven")])
     for one, other in by_rank:
@@ -221,5 +270,7 @@ def nothing_shared() -> bool:
     with meshed(2) as mesh:
         parameter = nn.Parameter(torch.ones(2, 3))
         parameter.grad = torch.full((2, 3), float(mesh.rank))
-        CopyReducer(GradientReducer([], [parameter], mesh), [(contiguous_homes(4, 2), [parameter])], mesh).reduce()
+        CopyReducer(
+            GradientReducer([], [parameter], mesh), [(contiguous_homes(4, 2), [parameter])], mesh
+        ).reduce()
         return bool((parameter.grad == mesh.rank).all()) and dist.get_world_size() == 2

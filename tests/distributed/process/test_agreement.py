@@ -1,4 +1,6 @@
-"""Ranks compare what they are about to do: a difference, or a rank that does not come, is told to all of them in words."""
+"""Ranks compare what they are about to do: a difference, or a rank that does not come, is told to
+all of them in words.
+"""
 
 import os
 import threading
@@ -40,7 +42,11 @@ def together(facts_of_rank, *, timeout_s=10.0, absent=(), late=()):
         except AgreementError as error:
             heard[rank] = str(error)
 
-    lives = [threading.Thread(target=live, args=place) for place in enumerate(facts_of_rank) if place[0] not in absent]
+    lives = [
+        threading.Thread(target=live, args=place)
+        for place in enumerate(facts_of_rank)
+        if place[0] not in absent
+    ]
     for life in lives:
         life.start()
     for life in lives:
@@ -57,7 +63,9 @@ def test_equal_facts_pass_as_often_as_asked():
 
 
 def changed_config():
-    return flat_facts("config", CONFIG | {"train": {"seed": 1, "steps": 10}}), flat_facts("config", CONFIG)
+    return flat_facts("config", CONFIG | {"train": {"seed": 1, "steps": 10}}), flat_facts(
+        "config", CONFIG
+    )
 
 
 def changed_code():
@@ -91,7 +99,10 @@ def more_parameters():
         (changed_code, ["code model/moe.py: ", "of another commit on rank 2"]),
         (changed_torch, [f"torch version: {torch.__version__} on ranks 0-1, 3; 2.11.0 on rank 2"]),
         (changed_layout, ["layout: world 4 = dp_replicate 2 × dp_shard 2", "rank tables: "]),
-        (changed_parameters, ["parameter weight: [4, 3] float32 on ranks 0-1, 3; [5, 3] float32 on rank 2"]),
+        (
+            changed_parameters,
+            ["parameter weight: [4, 3] float32 on ranks 0-1, 3; [5, 3] float32 on rank 2"],
+        ),
         (more_parameters, ["parameter bias: [4] float32 on ranks 0-1, 3; absent on rank 2"]),
     ],
 )
@@ -105,7 +116,9 @@ def test_every_rank_is_told_who_differs(make, told):
     assert "train.steps" not in heard[0]  # what is equal is left out
 
 
-@pytest.mark.parametrize(("absent", "named"), [([3], "rank 3"), ([1, 2], "ranks 1-2"), ([0], "rank 0")])
+@pytest.mark.parametrize(
+    ("absent", "named"), [([3], "rank 3"), ([1, 2], "ranks 1-2"), ([0], "rank 0")]
+)
 def test_a_rank_that_does_not_come_is_named_on_all_others(absent, named, monkeypatch):
     monkeypatch.setattr(agreement, "_GRACE_S", 0.2)
     started = time.monotonic()
@@ -113,7 +126,9 @@ def test_a_rank_that_does_not_come_is_named_on_all_others(absent, named, monkeyp
     assert time.monotonic() - started < 3
     for rank, text in enumerate(heard):
         assert (text is None) == (rank in absent)
-        assert rank in absent or text.startswith(f"{named} of 4 did not come within 0.5 s to compare the run")
+        assert rank in absent or text.startswith(
+            f"{named} of 4 did not come within 0.5 s to compare the run"
+        )
 
 
 def test_a_late_leader_is_waited_for(monkeypatch):
@@ -146,11 +161,17 @@ def test_the_code_is_what_the_package_runs():
 
 def test_settings_are_flattened_whatever_their_type():
     values = {"a": {"b": None, "c": [1, 2]}, "d": 0.5}
-    assert flat_facts("config", values) == {"config a.b": "null", "config a.c": "[1, 2]", "config d": "0.5"}
+    assert flat_facts("config", values) == {
+        "config a.b": "null",
+        "config a.c": "[1, 2]",
+        "config d": "0.5",
+    }
 
 
 def on_processes():
-    """Seeds differ on real ranks, over torchrun's store; afterwards they may agree on something else."""
+    """Seeds differ on real ranks, over torchrun's store; afterwards they may agree on something
+    else.
+    """
     rank = int(os.environ["RANK"])
     with start_process("cpu", timeout_s=10) as process:
         try:

@@ -1,4 +1,6 @@
-"""A collective that does not complete is explained: operation, number, group, and the ranks that did not come, on all ranks."""
+"""A collective that does not complete is explained: operation, number, group, and the ranks that
+did not come, on all ranks.
+"""
 
 import os
 import signal
@@ -34,7 +36,10 @@ def told(act, *args):
             started = time.monotonic()
             act(mesh, *args)
     except CollectiveError as error:
-        return f"{error}{'' if error.__cause__ else ' (without a cause)'}", time.monotonic() - started
+        return (
+            f"{error}{'' if error.__cause__ else ' (without a cause)'}",
+            time.monotonic() - started,
+        )
     except ZeroDivisionError as error:
         time.sleep(TIMEOUT_S + 1)  # the process lives on: the others hear of its end all the same
         return repr(error), 0.0
@@ -42,7 +47,9 @@ def told(act, *args):
 
 
 def one_skips(mesh, skipper):
-    """Three sums and an all-to-all that all make, then a sum of the ep group that one rank leaves out."""
+    """Three sums and an all-to-all that all make, then a sum of the ep group that one rank leaves
+    out.
+    """
     for _ in range(3):
         dist.all_reduce(torch.zeros(4), group=mesh.ep_group)
     dist.all_to_all_single(torch.zeros(2), torch.zeros(2), group=mesh.ep_group)
@@ -59,7 +66,9 @@ def test_a_rank_that_skips_a_collective_is_named_with_the_collective():
         "all_reduce no. 5 of group 'ep of ranks 0-1', of 2 × 3, did not complete: "
         "rank 1 did not come (rank 1 last called all_to_all no. 4 there)"
     )
-    assert "Timed out waiting 1000ms" in text  # the backend's words, by which the job's report ranks failures
+    assert (
+        "Timed out waiting 1000ms" in text
+    )  # the backend's words, by which the job's report ranks failures
     assert "without a cause" not in text
     assert TIMEOUT_S * 0.9 <= after_s < TIMEOUT_S + diagnosis.ANSWER_S
     assert answers[1] == ("went through", 0.0)
@@ -84,9 +93,13 @@ def test_all_ranks_that_wait_in_a_circle_hear_the_same_cause():
 
 
 def async_sums(mesh):
-    """Many sums are under way when one of them is never joined: the oldest is named, not the newest."""
+    """Many sums are under way when one of them is never joined: the oldest is named, not the
+    newest.
+    """
     if mesh.rank == 0:
-        sums = [dist.all_reduce(torch.zeros(1), group=mesh.world_group, async_op=True) for _ in range(5)]
+        sums = [
+            dist.all_reduce(torch.zeros(1), group=mesh.world_group, async_op=True) for _ in range(5)
+        ]
         for work in sums:
             work.wait()
     else:
@@ -145,7 +158,8 @@ def one_calls_another(mesh):
 def test_a_rank_that_calls_another_operation_is_named():
     texts = [text for text, _ in run_ranks(told, 2, one_calls_another, timeout_s=20)]
     assert any(
-        "no. 2 of group 'ep of ranks 0-1'" in text and "came with" in text and "instead" in text for text in texts
+        "no. 2 of group 'ep of ranks 0-1'" in text and "came with" in text and "instead" in text
+        for text in texts
     )
 
 
@@ -184,9 +198,15 @@ def records():
 def test_the_record_tells_the_last_calls_of_each_group():
     for calls, ep in run_ranks(records, 2):
         mine = [call for call in calls if call.group == f"gloo:{ep}"]
-        assert [(call.number, call.operation) for call in mine] == [(number, "all_reduce") for number in range(25, 41)]
+        assert [(call.number, call.operation) for call in mine] == [
+            (number, "all_reduce") for number in range(25, 41)
+        ]
         assert mine[-1].sizes == ((2, 3),)
-        assert (calls[-1].description, calls[-1].operation, calls[-1].number) == ("world", "all_to_all", 1)
+        assert (calls[-1].description, calls[-1].operation, calls[-1].number) == (
+            "world",
+            "all_to_all",
+            1,
+        )
         assert 0 <= calls[-1].age_s < 5
         assert calls[-1].timeout_s == 5
 
@@ -196,7 +216,9 @@ def call(number, *, group="g", operation="all_reduce", sizes=((4,),), age_s=0.0)
 
 
 def test_who_keeps_a_collective_from_completing():
-    """Rank 0 waits in no. 3: rank 1 is behind, rank 2 ended, rank 3 is silent; other groups are as they should be."""
+    """Rank 0 waits in no. 3: rank 1 is behind, rank 2 ended, rank 3 is silent; other groups are as
+    they should be.
+    """
     answers = {
         0: Answer([call(7, group="far"), call(2), call(3, age_s=9.9)]),
         1: Answer([call(2), call(9, group="far")]),
@@ -204,9 +226,17 @@ def test_who_keeps_a_collective_from_completing():
     }
     absence = find_absence(0, answers, {"g": [0, 1, 2, 3], "far": [0]})
     assert absence is not None
-    assert (absence.call.number, absence.behind, absence.ended, absence.silent) == (3, [1], [2], [3])
+    assert (absence.call.number, absence.behind, absence.ended, absence.silent) == (
+        3,
+        [1],
+        [2],
+        [3],
+    )
     text = spell_absence(absence, answers)
-    assert "rank 1 did not come (rank 1 last called all_reduce no. 9 of group 'far of ranks 0-3')" in text
+    assert (
+        "rank 1 did not come (rank 1 last called all_reduce no. 9 of group 'far of ranks 0-3')"
+        in text
+    )
     assert "rank 2 had ended with ValueError: no" in text
     assert "rank 3 gave no answer" in text
 
@@ -230,5 +260,7 @@ def test_another_operation_or_size_under_the_same_number(other, blamed):
 
 
 def test_uneven_all_to_alls_are_alike():
-    answers = {rank: Answer([call(3, operation="all_to_all", sizes=((rank,),))]) for rank in range(2)}
+    answers = {
+        rank: Answer([call(3, operation="all_to_all", sizes=((rank,),))]) for rank in range(2)
+    }
     assert find_absence(0, answers, {"g": [0, 1]}) is None

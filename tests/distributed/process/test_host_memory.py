@@ -53,7 +53,9 @@ def output_of(program: str, *arguments: str) -> str:
 def test_freed_memory_is_not_asked_for_again() -> None:
     faults = {
         way: int(
-            subprocess.run([sys.executable, "-c", PROGRAM, way], capture_output=True, text=True, check=True).stdout
+            subprocess.run(
+                [sys.executable, "-c", PROGRAM, way], capture_output=True, text=True, check=True
+            ).stdout
         )
         for way in ("keep", "leave")
     }

@@ -20,15 +20,24 @@ from moebius.distributed.process.process import Process, start_process, stop_pro
 
 def describe():
     with start_process("cpu", timeout_s=20) as process:
-        return (process.rank, process.local_rank, process.world_size, process.ranks_per_node), dist.get_backend()
+        return (
+            process.rank,
+            process.local_rank,
+            process.world_size,
+            process.ranks_per_node,
+        ), dist.get_backend()
 
 
 def restart_after(death):
-    """Attempt 0 in a child process, attempt 1 here on the same store; the ranks are dealt anew, as torchrun may."""
+    """Attempt 0 in a child process, attempt 1 here on the same store; the ranks are dealt anew, as
+    torchrun may.
+    """
     child = os.fork()
     if child == 0:
         start_process("cpu", timeout_s=15)
-        with contextlib.suppress(RuntimeError):  # a peer that has passed the barrier may be dead before we have
+        with contextlib.suppress(
+            RuntimeError
+        ):  # a peer that has passed the barrier may be dead before we have
             dist.barrier()
         os._exit(0) if death == "exit" else os.kill(os.getpid(), signal.SIGKILL)
     os.waitpid(child, 0)
@@ -63,7 +72,14 @@ def late_rank():
 
 @pytest.fixture
 def alone(monkeypatch):
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+    for name in (
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_RANK",
+        "LOCAL_WORLD_SIZE",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+    ):
         monkeypatch.delenv(name, raising=False)
     yield monkeypatch
     stop_process()
@@ -136,14 +152,21 @@ def test_ranks_without_an_agent_end_in_good_order():
     server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     port = server.port
     del server
-    variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
+    variables = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "WORLD_SIZE": "2",
+        "OMP_NUM_THREADS": "1",
+    }
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-c", ALONE], text=True, stderr=subprocess.PIPE,
+            [sys.executable, "-c", ALONE],
+            text=True,
+            stderr=subprocess.PIPE,
             env=os.environ | variables | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
         )
         for rank in range(2)
-    ]  # fmt: skip
+    ]
     ends = [(rank.communicate(timeout=60)[1], rank.returncode) for rank in ranks]
     assert [code for _, code in ends] == [0, 0], ends
 
@@ -157,7 +180,9 @@ def test_a_rank_that_does_not_come_ends_the_wait_after_the_timeout():
 def test_an_incomplete_environment_is_explained(alone):
     alone.setenv("RANK", "0")
     alone.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ValueError, match=r"LOCAL_RANK, MASTER_ADDR, MASTER_PORT missing.*'RANK': '0'"):
+    with pytest.raises(
+        ValueError, match=r"LOCAL_RANK, MASTER_ADDR, MASTER_PORT missing.*'RANK': '0'"
+    ):
         start_process("cpu")
 
 
@@ -184,16 +209,22 @@ def test_a_rank_beyond_the_world_is_explained(alone):
         ("cuda", 2, 2, "cuda:0"),
     ],
 )
-def test_the_device_is_chosen_for_the_whole_node(monkeypatch, wanted, num_gpus, local_world_size, chosen):
+def test_the_device_is_chosen_for_the_whole_node(
+    monkeypatch, wanted, num_gpus, local_world_size, chosen
+):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: num_gpus > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
-    place = process_module._Place(rank=0, world_size=8, local_rank=0, local_world_size=local_world_size)
+    place = process_module._Place(
+        rank=0, world_size=8, local_rank=0, local_world_size=local_world_size
+    )
     assert str(process_module._choose_device(wanted, place)) == chosen
 
 
 def test_cuda_without_a_gpu_is_a_clear_error(alone):
     alone.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(ValueError, match="'cuda' was asked for, but rank 0 sees 0 GPUs and its node has 1 ranks"):
+    with pytest.raises(
+        ValueError, match="'cuda' was asked for, but rank 0 sees 0 GPUs and its node has 1 ranks"
+    ):
         start_process("cuda")
 
 

@@ -12,7 +12,9 @@ from moebius.kernels.avx512 import build as ours
 from moebius.kernels.backend import resolve_backend
 
 CPU = torch.device("cpu")
-EVERY_FLAG = frozenset({"avx512f", "avx512bw", "avx512vl", "avx512dq", "fma", "bmi2", "avx512_bf16"})
+EVERY_FLAG = frozenset(
+    {"avx512f", "avx512bw", "avx512vl", "avx512dq", "fma", "bmi2", "avx512_bf16"}
+)
 
 
 @pytest.fixture(autouse=True)
@@ -25,18 +27,25 @@ def elsewhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.skipif(ours.reason_against(torch.float32) is not None, reason=f"{ours.reason_against(torch.float32)}")
-def test_it_is_compiled_once_and_nothing_else_is_left(elsewhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.skipif(
+    ours.reason_against(torch.float32) is not None, reason=f"{ours.reason_against(torch.float32)}"
+)
+def test_it_is_compiled_once_and_nothing_else_is_left(
+    elsewhere: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = ours.library_file()
     assert ours.library.__wrapped__() is not None
-    assert {file for file in elsewhere.rglob("*") if file.is_file()} == {path, path.with_name("lock")}
+    assert {file for file in elsewhere.rglob("*") if file.is_file()} == {
+        path,
+        path.with_name("lock"),
+    }
     monkeypatch.setattr(ours, "_build", pytest.fail)
     assert ours.library.__wrapped__() is not None
 
 
 def test_processes_that_start_together_compile_it_once(
     elsewhere: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:  # fmt: skip
+) -> None:
     compiled = []
 
     def load(name: str, *_args: object, build_directory: str, **_options: object) -> None:
@@ -69,7 +78,9 @@ def test_a_source_that_does_not_compile_says_what_the_compiler_says(
     broken = tmp_path / "broken.cpp"
     broken.write_text("int answer = forty_two;")
     monkeypatch.setattr(ours, "_SOURCE", broken)
-    with pytest.raises(ValueError, match=r"could not be compiled; set kernels.backend=segments(.|\n)*forty_two"):
+    with pytest.raises(
+        ValueError, match=r"could not be compiled; set kernels.backend=segments(.|\n)*forty_two"
+    ):
         ours.library.__wrapped__()
     assert not ours.library_file().exists()
     assert [file.name for file in ours.library_file().parent.iterdir()] == ["lock"]
@@ -99,10 +110,13 @@ def test_bfloat16_alone_may_be_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ours.reason_against(torch.float32) is None
 
 
-def test_without_a_compiler_or_ninja_one_is_told_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_compiler_or_ninja_one_is_told_what_to_do(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(
-        ValueError, match=r"no C\+\+ compiler 'no-such-compiler': install g\+\+, or name another in .* CXX"
+        ValueError,
+        match=r"no C\+\+ compiler 'no-such-compiler': install g\+\+, or name another in .* CXX",
     ):
         resolve_backend("avx512", CPU, torch.float32)
     monkeypatch.setenv("CXX", "true")
@@ -111,16 +125,21 @@ def test_without_a_compiler_or_ninja_one_is_told_what_to_do(monkeypatch: pytest.
         resolve_backend("avx512", CPU, torch.float32)
 
 
-def test_a_folder_that_cannot_be_written_is_told(monkeypatch: pytest.MonkeyPatch, elsewhere: Path) -> None:
+def test_a_folder_that_cannot_be_written_is_told(
+    monkeypatch: pytest.MonkeyPatch, elsewhere: Path
+) -> None:
     monkeypatch.setenv("CXX", "true")
     monkeypatch.setattr(ours.os, "access", lambda folder, _mode: folder != elsewhere)
     with pytest.raises(
-        ValueError, match=f"nothing can be compiled into {elsewhere}, .* another in TORCH_EXTENSIONS_DIR"
+        ValueError,
+        match=f"nothing can be compiled into {elsewhere}, .* another in TORCH_EXTENSIONS_DIR",
     ):
         resolve_backend("avx512", CPU, torch.float32)
 
 
-def test_ninja_is_found_beside_python_where_the_environment_is_not_activated(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ninja_is_found_beside_python_where_the_environment_is_not_activated(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("CXX", "/bin/true")
     monkeypatch.setenv("PATH", "/nowhere")
     assert ours.reason_against(torch.float32) is None

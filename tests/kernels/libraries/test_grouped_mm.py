@@ -31,7 +31,8 @@ TOLERANCES = [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)]
 
 @pytest.fixture(autouse=True)
 def product(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Tensor]:
-    """What the operator leaves unwritten is not a number: rows past the last expert's, sums of experts without rows.
+    """What the operator leaves unwritten is not a number: rows past the last expert's, sums of
+    experts without rows.
 
     Beside it the operator itself.
     """
@@ -60,9 +61,16 @@ def product(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Tensor]:
 def test_mlp_equals_the_reference(
     name: str, activation: str, biases: str, dtype: torch.dtype, tolerance: float
 ) -> None:
-    case, door, generator = CASES[name], Perceptrons(activation, BIASES[biases]), torch.Generator().manual_seed(1)
+    case, door, generator = (
+        CASES[name],
+        Perceptrons(activation, BIASES[biases]),
+        torch.Generator().manual_seed(1),
+    )
     routes = make_routes(case, generator)
-    x, weights = torch.randn(case.tokens, case.d_in, generator=generator), door.weights(case, generator)
+    x, weights = (
+        torch.randn(case.tokens, case.d_in, generator=generator),
+        door.weights(case, generator),
+    )
     if activation == "relu":
         x, weights = kernel_cases.away_from_the_kink(x, weights, door)
     x, weights = x.to(dtype), [w.to(dtype) for w in weights]
@@ -72,8 +80,15 @@ def test_mlp_equals_the_reference(
 
 @pytest.mark.parametrize("biases", ["bias up", "bias down"])
 def test_one_bias_alone(biases: str) -> None:
-    case, door, generator = CASES["random"], Perceptrons("swiglu", BIASES[biases]), torch.Generator().manual_seed(2)
-    routes, x = make_routes(case, generator), torch.randn(case.tokens, case.d_in, generator=generator)
+    case, door, generator = (
+        CASES["random"],
+        Perceptrons("swiglu", BIASES[biases]),
+        torch.Generator().manual_seed(2),
+    )
+    routes, x = (
+        make_routes(case, generator),
+        torch.randn(case.tokens, case.d_in, generator=generator),
+    )
     check(door, x, door.weights(case, generator), routes, 1e-5)
 
 
@@ -94,7 +109,10 @@ def test_linear_equals_the_reference(
 @pytest.mark.parametrize("kind", ["slots", "expert choice", "two slots of a row"])
 def test_routes_that_stand_in_order(kind: str) -> None:
     (routes, rows), generator = kernel_cases.equal_counts(kind), torch.Generator().manual_seed(15)
-    x, door = torch.randn(rows, 12, generator=generator), Perceptrons("swiglu", BIASES["both biases"])
+    x, door = (
+        torch.randn(rows, 12, generator=generator),
+        Perceptrons("swiglu", BIASES["both biases"]),
+    )
     check(door, x, door.weights(Case(rows, 12, 7, 5, 1), generator), routes, 1e-5)
     for d_out in (13, 8):
         check(routed_linear, x, [torch.randn(5, 12, d_out, generator=generator)], routes, 1e-5)
@@ -102,15 +120,27 @@ def test_routes_that_stand_in_order(kind: str) -> None:
 
 @settings(max_examples=25)
 @given(
-    tokens=st.integers(0, 90), experts=st.integers(1, 12), top_k=st.integers(1, 12), d_in=st.integers(1, 20),
-    d_hidden=st.integers(1, 20), seed=st.integers(0, 1000),
-)  # fmt: skip
-def test_any_shape(tokens: int, experts: int, top_k: int, d_in: int, d_hidden: int, seed: int) -> None:
+    tokens=st.integers(0, 90),
+    experts=st.integers(1, 12),
+    top_k=st.integers(1, 12),
+    d_in=st.integers(1, 20),
+    d_hidden=st.integers(1, 20),
+    seed=st.integers(0, 1000),
+)
+def test_any_shape(
+    tokens: int, experts: int, top_k: int, d_in: int, d_hidden: int, seed: int
+) -> None:
     """Of small whole numbers, so that no sum is rounded and every difference is an error."""
-    case, generator = Case(tokens, d_in, d_hidden, experts, min(top_k, experts)), torch.Generator().manual_seed(seed)
+    case, generator = (
+        Case(tokens, d_in, d_hidden, experts, min(top_k, experts)),
+        torch.Generator().manual_seed(seed),
+    )
     routes, door = make_routes(case, generator), Perceptrons("relu", BIASES["both biases"])
     routes = routes.with_weights((routes.weight_N * 4).ceil() / 4)
-    x, weights = torch.randn(tokens, d_in, generator=generator).round(), door.weights(case, generator)
+    x, weights = (
+        torch.randn(tokens, d_in, generator=generator).round(),
+        door.weights(case, generator),
+    )
     weights = [w.round() for w in weights]
     for kind in (routes, irregular(routes)):
         check(door, x, weights, kind, 1e-12)
@@ -118,9 +148,14 @@ def test_any_shape(tokens: int, experts: int, top_k: int, d_in: int, d_hidden: i
 
 
 def odd_call() -> tuple[Tensor, list[Tensor], Routes, Tensor]:
-    """x, weights, routes and the answer's gradient of a layer with widths that are no multiple of anything."""
+    """x, weights, routes and the answer's gradient of a layer with widths that are no multiple of
+    anything.
+    """
     case, generator = CASES["odd widths"], torch.Generator().manual_seed(6)
-    routes, x = make_routes(case, generator), torch.randn(case.tokens, case.d_in, generator=generator)
+    routes, x = (
+        make_routes(case, generator),
+        torch.randn(case.tokens, case.d_in, generator=generator),
+    )
     weights = Perceptrons("gelu", BIASES["both biases"]).weights(case, generator)
     return x, weights, routes, torch.randn(case.tokens, case.d_in + 1, generator=generator)
 
@@ -128,13 +163,19 @@ def odd_call() -> tuple[Tensor, list[Tensor], Routes, Tensor]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_two_runs_are_bitwise_equal(dtype: torch.dtype) -> None:
     x, weights, routes, grad = odd_call()
-    door, x, weights = Perceptrons("gelu", BIASES["both biases"]), x.to(dtype), [w.to(dtype) for w in weights]
+    door, x, weights = (
+        Perceptrons("gelu", BIASES["both biases"]),
+        x.to(dtype),
+        [w.to(dtype) for w in weights],
+    )
     first, second = (values_and_gradients(door, x, weights, routes, grad) for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
 def test_weights_that_begin_anywhere_in_memory_and_have_any_strides() -> None:
-    """A shard's slice of a flat buffer begins where it begins; a transposed view has no contiguous rows."""
+    """A shard's slice of a flat buffer begins where it begins; a transposed view has no contiguous
+    rows.
+    """
     case, generator = Case(30, 16, 8, 4, 2), torch.Generator().manual_seed(8)
     routes, x = make_routes(case, generator), torch.randn(30, 16, generator=generator)
     w_up = torch.randn(4 * 16 * 8 + 1, generator=generator)[1:].view(4, 16, 8)
@@ -152,7 +193,10 @@ def test_repeats_add_up_in_one_buffer() -> None:
     for backend in ("reference", "grouped_mm"):
         leaves = [w.clone().requires_grad_() for w in weights[:2]]
         with one_pass():
-            answers = [routed_mlp(x * n, *leaves, routes, activation="gelu", backend=backend) for n in (1, 2, 3)]
+            answers = [
+                routed_mlp(x * n, *leaves, routes, activation="gelu", backend=backend)
+                for n in (1, 2, 3)
+            ]
         gradients[backend] = torch.autograd.grad(answers, leaves, [grad] * 3)
     for mine, theirs in zip(gradients["grouped_mm"], gradients["reference"], strict=True):
         assert kernel_cases.relative(mine, theirs) < 1e-5
@@ -160,8 +204,15 @@ def test_repeats_add_up_in_one_buffer() -> None:
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_what_is_saved_is_no_wider_than_the_hidden_rows(activation: str) -> None:
-    door, case, generator = Perceptrons(activation), Case(50, 29, 5, 4, 2), torch.Generator().manual_seed(13)
-    x, weights = torch.randn(50, 29, requires_grad=True), [w.requires_grad_() for w in door.weights(case, generator)]
+    door, case, generator = (
+        Perceptrons(activation),
+        Case(50, 29, 5, 4, 2),
+        torch.Generator().manual_seed(13),
+    )
+    x, weights = (
+        torch.randn(50, 29, requires_grad=True),
+        [w.requires_grad_() for w in door.weights(case, generator)],
+    )
     saved: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         door(x, *weights, make_routes(case, generator), backend="grouped_mm")
@@ -171,7 +222,9 @@ def test_what_is_saved_is_no_wider_than_the_hidden_rows(activation: str) -> None
     assert own[0].untyped_storage().nbytes() == own[0].nbytes
 
 
-def test_nothing_is_read_on_the_host(product: Callable[..., Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_read_on_the_host(
+    product: Callable[..., Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """On CUDA each of these would wait for the device."""
     x, weights, routes, grad = odd_call()
     door = Perceptrons("gelu", BIASES["both biases"])
@@ -207,9 +260,15 @@ def test_it_compiles_into_one_graph() -> None:
 
 def test_what_cannot_be_is_refused() -> None:
     for device, dtype in (("cpu", torch.float64), ("cuda", torch.float32), ("cuda", torch.float16)):
-        with pytest.raises(ValueError, match=rf"backend='grouped_mm' cannot run here: .*{dtype}: choose segments"):
+        with pytest.raises(
+            ValueError, match=rf"backend='grouped_mm' cannot run here: .*{dtype}: choose segments"
+        ):
             resolve_backend("grouped_mm", torch.device(device), dtype)
-    for device, dtype in (("cpu", torch.float32), ("cpu", torch.bfloat16), ("cuda", torch.bfloat16)):
+    for device, dtype in (
+        ("cpu", torch.float32),
+        ("cpu", torch.bfloat16),
+        ("cuda", torch.bfloat16),
+    ):
         assert resolve_backend("grouped_mm", torch.device(device), dtype) == "grouped_mm"
 
 
@@ -219,7 +278,9 @@ def test_on_a_gpu_it_equals_the_reference(name: str) -> None:
     kernel_cases.check_on_a_gpu(CASES[name], backend="grouped_mm")
 
 
-def test_more_experts_than_one_kernel_takes_are_refused_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_experts_than_one_kernel_takes_are_refused_on_cuda(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """As on CUDA, pretended: the operator itself has no such limit on CPUs."""
     starts = torch.arange(1025, dtype=torch.int32)
     routes = SortedRoutes(torch.ones(1024), None, None, starts, None, None, 1024, 1, 1, 1)

@@ -1,8 +1,9 @@
 """Every Triton kernel, with every tile of the table, compiled for sm_90 by a machine without a GPU.
 
-What a call of the backend would launch is written down instead, and compiled as it would have been there. Asked of the result:
-tensor cores (wgmma) in every product, no spilled register, registers and shared memory that the chip has, rows that come by
-asynchronous copies, and no atomics where the answer is to be deterministic. Speed is not asked: that needs the GPU.
+What a call of the backend would launch is written down instead, and compiled as it would have been
+there. Asked of the result: tensor cores (wgmma) in every product, no spilled register, registers
+and shared memory that the chip has, rows that come by asynchronous copies, and no atomics where the
+answer is to be deterministic. Speed is not asked: that needs the GPU.
 """
 
 import functools
@@ -37,11 +38,20 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 BF16, FP32 = torch.bfloat16, torch.float32
 SHARED_BYTES, REGISTERS = 227 * 1024, 64 * 1024  # of one block, of one multiprocessor
 PRODUCTS = {
-    "gathered_activation", "gathered_gate", "gathered_hidden_gradient", "gathered_input_gradient", "rows_product", "fused_mlp",
+    "gathered_activation",
+    "gathered_gate",
+    "gathered_hidden_gradient",
+    "gathered_input_gradient",
+    "rows_product",
+    "fused_mlp",
     "ragged_product",
-}  # fmt: skip
+}
 POINTERS = {BF16: "*bf16", FP32: "*fp32", torch.int32: "*i32", torch.int64: "*i64"}
-TOKENS_AND_EXPERTS = {"many": (4096, 16), "few": (1024, 128), "one": (1, 1)}  # at 16 routes per token
+TOKENS_AND_EXPERTS = {
+    "many": (4096, 16),
+    "few": (1024, 128),
+    "one": (1, 1),
+}  # at 16 routes per token
 LOADS = ("many", "few")
 Launch = tuple[Any, tuple, dict[str, Any]]
 
@@ -57,14 +67,18 @@ def launches(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Launch]:
     def note(self: Any, *args: Any, grid: Any, warmup: bool, **constants: Any) -> None:
         found.append((self, args, constants))
 
-    def choose(kernel: str, dtype: torch.dtype, num_rows: int, num_experts: int) -> triton_tiles.Tile:
+    def choose(
+        kernel: str, dtype: torch.dtype, num_rows: int, num_experts: int
+    ) -> triton_tiles.Tile:
         load = "few" if num_rows < triton_tiles.FEW * num_experts else "many"
         _used.add((kernel, "bf16" if dtype is BF16 else "fp32", load))
         return triton_tiles.choose(kernel, dtype, num_rows, num_experts)
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(JITFunction, "run", note)
-    monkeypatch.setattr(ours, "check_tensor", lambda rows: None)  # rows of a CPU do here: nothing is read
+    monkeypatch.setattr(
+        ours, "check_tensor", lambda rows: None
+    )  # rows of a CPU do here: nothing is read
     monkeypatch.setattr(ours, "choose", choose)
     monkeypatch.setattr(triton_weight_gradients, "choose", choose)
     return found
@@ -78,14 +92,22 @@ def make_routes(load: str) -> SortedRoutes:
 
 
 def call_mlp(
-    load: str, widths: tuple[int, int], dtype: torch.dtype, activation: str = "relu", *,
-    biased: bool = False, options: ours.Options = ours.DEFAULT, deferred: bool = False,
-) -> None:  # fmt: skip
+    load: str,
+    widths: tuple[int, int],
+    dtype: torch.dtype,
+    activation: str = "relu",
+    *,
+    biased: bool = False,
+    options: ours.Options = ours.DEFAULT,
+    deferred: bool = False,
+) -> None:
     routes, (width, hidden), columns = make_routes(load), widths, columns_of(widths[1], activation)
     new = functools.partial(torch.empty, dtype=dtype)
     num_experts = routes.starts_E1.shape[0] - 1
     biases = (new(num_experts, columns), new(num_experts, width)) if biased else (None, None)
-    bank = MLPBank(new(num_experts, width, columns), new(num_experts, hidden, width), *biases, activation)
+    bank = MLPBank(
+        new(num_experts, width, columns), new(num_experts, hidden, width), *biases, activation
+    )
     x, grad = new(routes.num_targets, width), new(routes.num_targets, width)
     _, kept = ours.mlp_forward(x, bank, routes, options=options)
     if deferred:
@@ -96,7 +118,9 @@ def call_mlp(
         ours.mlp_backward(grad, x, bank, routes, kept, into, options=options)
 
 
-def call_linear(load: str, widths: tuple[int, int], dtype: torch.dtype, options: ours.Options = ours.DEFAULT) -> None:
+def call_linear(
+    load: str, widths: tuple[int, int], dtype: torch.dtype, options: ours.Options = ours.DEFAULT
+) -> None:
     routes, new = make_routes(load), functools.partial(torch.empty, dtype=dtype)
     w, x = new(routes.starts_E1.shape[0] - 1, *widths), new(routes.num_targets, widths[0])
     _, kept = ours.linear_forward(x, w, routes, options=options)
@@ -106,7 +130,9 @@ def call_linear(load: str, widths: tuple[int, int], dtype: torch.dtype, options:
 def compiled(launch: Launch) -> Any:
     """What the runtime would make of a launch on sm_90, tensors lying at multiples of 16 bytes."""
     kernel, args, constants = launch
-    options = {name: constants.pop(name) for name in ("num_warps", "num_stages") if name in constants}
+    options = {
+        name: constants.pop(name) for name in ("num_warps", "num_stages") if name in constants
+    }
     values = dict(zip(kernel.arg_names, args, strict=False)) | constants
     signature, fixed, attributes = {}, {}, {}
     for place, parameter in enumerate(kernel.params):
@@ -126,7 +152,9 @@ def compiled(launch: Launch) -> Any:
             if not parameter.do_not_specialize and value % 16 == 0:
                 attributes[place,] = [["tt.divisibility", 16]]
     return triton.compile(
-        ASTSource(kernel, signature, fixed, attributes), target=GPUTarget("cuda", 90, 32), options=options
+        ASTSource(kernel, signature, fixed, attributes),
+        target=GPUTarget("cuda", 90, 32),
+        options=options,
     )
 
 
@@ -136,7 +164,9 @@ def resources(cubin: bytes) -> tuple[int, int]:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        shown = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+        shown = subprocess.run(
+            [tool, "-res-usage", file.name], capture_output=True, text=True, check=True
+        ).stdout
     found = re.search(r"REG:(\d+) STACK:(\d+)", shown)
     assert found, shown
     return int(found[1]), int(found[2])
@@ -172,7 +202,12 @@ def check(launches: list[Launch], *, exact: bool = False) -> None:
 def test_routing(launches: list[Launch]) -> None:
     sort_routes(torch.empty(4096 * 16, dtype=torch.int64), 565)
     tile_table(torch.empty(566, dtype=torch.int32), 4096 * 16, rows=128)
-    assert [kernel.fn.__name__ for kernel, *_ in launches] == ["_histogram", "_scan", "_scatter", "_tile_table"]
+    assert [kernel.fn.__name__ for kernel, *_ in launches] == [
+        "_histogram",
+        "_scan",
+        "_scatter",
+        "_tile_table",
+    ]
     check(launches)
 
 
@@ -186,7 +221,14 @@ def test_perceptrons(activation: str, load: str, launches: list[Launch]) -> None
 @pytest.mark.parametrize("load", LOADS)
 @pytest.mark.parametrize("activation", ["relu", "swiglu"])
 def test_perceptrons_with_all_options(activation: str, load: str, launches: list[Launch]) -> None:
-    call_mlp(load, (1024, 128), BF16, activation, options=ours.Options(fused=True, scatter_add=True), deferred=True)
+    call_mlp(
+        load,
+        (1024, 128),
+        BF16,
+        activation,
+        options=ours.Options(fused=True, scatter_add=True),
+        deferred=True,
+    )
     check(launches)
 
 

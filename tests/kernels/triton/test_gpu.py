@@ -1,4 +1,6 @@
-"""The Triton backend on a GPU: values and gradients in both precisions, CUDA graphs, no word to the host, equal bits."""
+"""The Triton backend on a GPU: values and gradients in both precisions, CUDA graphs, no word to the
+host, equal bits.
+"""
 
 from dataclasses import replace
 
@@ -32,11 +34,16 @@ from moebius.model.routing import Routes
 
 BF16, FP32 = torch.bfloat16, torch.float32
 TOLERANCES = {FP32: 1e-5, BF16: 2e-2}
-LARGE = {"few rows per expert": Case(512, 1024, 128, 32, 4), "many rows per expert": Case(2048, 412, 128, 8, 2)}
+LARGE = {
+    "few rows per expert": Case(512, 1024, 128, 32, 4),
+    "many rows per expert": Case(2048, 412, 128, 8, 2),
+}
 OPTIONS = {
-    "default": ours.DEFAULT, "fused": ours.Options(fused=True), "scattered": ours.Options(scatter_add=True),
+    "default": ours.DEFAULT,
+    "fused": ours.Options(fused=True),
+    "scattered": ours.Options(scatter_add=True),
     "fused and scattered": ours.Options(fused=True, scatter_add=True),
-}  # fmt: skip
+}
 
 
 def on_gpu(routes: Routes) -> Routes:
@@ -45,7 +52,9 @@ def on_gpu(routes: Routes) -> Routes:
 
 
 def make_problem(case: Case, activation: str, dtype: torch.dtype, *, biased: bool = False):
-    """grad, x, bank, routes. relu's inputs are away from its kink, where rounding would change more than a rounding."""
+    """grad, x, bank, routes. relu's inputs are away from its kink, where rounding would change more
+    than a rounding.
+    """
     generator = torch.Generator().manual_seed(1)
     routes, bank = make_routes(case, generator), make_bank(case, activation, biased, generator)
     x, grad = (torch.randn(case.tokens, case.d_in, generator=generator) for _ in range(2))
@@ -54,7 +63,9 @@ def make_problem(case: Case, activation: str, dtype: torch.dtype, *, biased: boo
         signs = torch.ones(w_up.shape[2])
         signs[::3] = -1
         x, w_up = x.abs() + 0.1, (w_up.abs() + 0.1) * signs
-    biases = (None if bias is None else bias.cuda().to(dtype) for bias in (bank.b_up_EW, bank.b_down_EO))
+    biases = (
+        None if bias is None else bias.cuda().to(dtype) for bias in (bank.b_up_EW, bank.b_down_EO)
+    )
     bank = MLPBank(w_up.cuda().to(dtype), w_down.cuda().to(dtype), *biases, activation)
     return grad.cuda().to(dtype), x.cuda().to(dtype), bank, on_gpu(routes)
 
@@ -93,12 +104,21 @@ def test_tensorfloat32_is_near() -> None:
 @pytest.mark.parametrize("dtype", TOLERANCES)
 @pytest.mark.parametrize("widths", [(1024, 128), (128, 1024), (412, 82), (82, 412)])
 @pytest.mark.parametrize("direction", ["token to head", "head to token"])
-def test_linear_equals_the_reference(direction: str, widths: tuple[int, int], dtype: torch.dtype) -> None:
+def test_linear_equals_the_reference(
+    direction: str, widths: tuple[int, int], dtype: torch.dtype
+) -> None:
     generator = torch.Generator().manual_seed(2)
-    routes, tokens = on_gpu(head_routes(direction, 100, generator)), 100 if direction == "token to head" else 300
+    routes, tokens = (
+        on_gpu(head_routes(direction, 100, generator)),
+        100 if direction == "token to head" else 300,
+    )
     x, w, grad = (
         torch.randn(*shape, generator=generator).cuda().to(dtype)
-        for shape in ((tokens, widths[0]), (routes.num_experts, *widths), (routes.num_targets, widths[1]))
+        for shape in (
+            (tokens, widths[0]),
+            (routes.num_experts, *widths),
+            (routes.num_targets, widths[1]),
+        )
     )
     check(our_linear(grad, x, w, routes), expected_linear(grad, x, w, routes), TOLERANCES[dtype])
     irregular = replace(routes, per_source=0, per_target=0)
@@ -118,7 +138,11 @@ def test_deferred_weight_gradients_are_the_sum_of_all_calls() -> None:
     found = ours.mlp_weight_gradients([MLPCall(grad, x, places, kept, d_z, bank)] * 3)
     expected = expected_mlp(grad, x, bank, routes)
     names = ("w_up", "w_down")
-    check(dict(zip(names, found, strict=True)), {name: 3 * times(expected, name) for name in names}, TOLERANCES[BF16])
+    check(
+        dict(zip(names, found, strict=True)),
+        {name: 3 * times(expected, name) for name in names},
+        TOLERANCES[BF16],
+    )
 
 
 def times(values: Values, name: str) -> Tensor:
@@ -131,7 +155,9 @@ def times(values: Values, name: str) -> Tensor:
 def test_two_runs_are_equal_bit_for_bit(dtype: torch.dtype) -> None:
     problem = make_problem(LARGE["few rows per expert"], "relu", dtype)
     first, second = our_mlp(*problem), our_mlp(*problem)
-    assert all(value is None or torch.equal(value, times(second, name)) for name, value in first.items())
+    assert all(
+        value is None or torch.equal(value, times(second, name)) for name, value in first.items()
+    )
 
 
 def test_a_call_is_captured_in_a_cuda_graph_and_asks_the_gpu_nothing() -> None:
@@ -150,4 +176,6 @@ def test_a_call_is_captured_in_a_cuda_graph_and_asks_the_gpu_nothing() -> None:
         if value is not None:
             value.fill_(torch.nan)
     graph.replay()
-    assert all(value is None or torch.equal(value, times(expected, name)) for name, value in found.items())
+    assert all(
+        value is None or torch.equal(value, times(expected, name)) for name, value in found.items()
+    )

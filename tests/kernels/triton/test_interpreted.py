@@ -1,4 +1,6 @@
-"""Runs the tests of the Triton kernels in its interpreter: a session of its own, for that must be chosen before any import."""
+"""Runs the tests of the Triton kernels in its interpreter: a session of its own, for that must be
+chosen before any import.
+"""
 
 import os
 import subprocess
@@ -14,14 +16,29 @@ HERE = Path(__file__).parent
 @pytest.mark.timeout(600)
 @pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
 def test_the_kernels_in_the_interpreter() -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(HERE / "interpreted")]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        str(HERE / "interpreted"),
+    ]
     ended = subprocess.run(
-        command, cwd=HERE.parents[2], env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True, check=False
-    )  # fmt: skip
+        command,
+        cwd=HERE.parents[2],
+        env=os.environ | {"TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert ended.returncode == 0, ended.stdout[-20_000:] + ended.stderr[-5_000:]
 
 
 def test_without_triton_the_backend_says_how_to_get_it() -> None:
     code = "import sys; sys.modules['triton'] = None; import moebius.kernels.triton.backend"
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    ended = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False
+    )
     assert 'pip install "triton>=3.6,<3.9"' in ended.stderr.splitlines()[-1]

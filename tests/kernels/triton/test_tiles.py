@@ -29,7 +29,10 @@ def test_a_tile_is_no_longer_than_what_there_is() -> None:
 def test_every_kernel_has_a_tile_for_each_precision_and_load() -> None:
     kernels = set(tune_tiles.ORDER)
     assert set(TILES) == {
-        (kernel, precision, load) for kernel in kernels for precision in ("bf16", "fp32") for load in ("many", "few")
+        (kernel, precision, load)
+        for kernel in kernels
+        for precision in ("bf16", "fp32")
+        for load in ("many", "few")
     }
 
 
@@ -47,9 +50,14 @@ def test_the_new_table_is_the_module_with_other_entries(tmp_path: Path) -> None:
     written = tune_tiles.rewritten(source, table, 'on a "GPU"')
     again = tune_tiles.rewritten(written, TILES, triton_tiles.ORIGIN)
     assert again == source
-    parts: dict = {"__package__": "moebius.kernels.triton", "__name__": "moebius.kernels.triton.other_tiles"}
+    parts: dict = {
+        "__package__": "moebius.kernels.triton",
+        "__name__": "moebius.kernels.triton.other_tiles",
+    }
     exec(compile(written, "triton_tiles.py", "exec", dont_inherit=True), parts)
-    assert {key: str(tile) for key, tile in parts["TILES"].items()} == {key: str(tile) for key, tile in table.items()}
+    assert {key: str(tile) for key, tile in parts["TILES"].items()} == {
+        key: str(tile) for key, tile in table.items()
+    }
     assert parts["ORIGIN"] == "on a 'GPU'"
 
 

@@ -1,4 +1,6 @@
-"""X-MoE's cosine router, as in the paper and as released: scores and gates against the formulas, and the rank of its gradient."""
+"""X-MoE's cosine router, as in the paper and as released: scores and gates against the formulas,
+and the rank of its gradient.
+"""
 
 import math
 from typing import Any
@@ -20,15 +22,21 @@ from moebius.model.routers.token_choice import TokenChoiceConfig, TokenChoiceRou
 from moebius.model.transformer import Transformer
 
 
-def make_router(num_experts: int = 8, d_row: int = 16, seed: int = 0, **fields: Any) -> CosineRouter:
-    router = CosineRouter(CosineConfig(**fields), d_row, num_experts, start=normal(d_row**-0.5)).double()
+def make_router(
+    num_experts: int = 8, d_row: int = 16, seed: int = 0, **fields: Any
+) -> CosineRouter:
+    router = CosineRouter(
+        CosineConfig(**fields), d_row, num_experts, start=normal(d_row**-0.5)
+    ).double()
     initialise(router, seed)
     router.before_step(0)
     return router
 
 
 def slow_scores(router: Any, x_D: Tensor) -> list[Tensor]:
-    """Of one row: cosines, or the released code's product of a row as it is and an expert of unit norm."""
+    """Of one row: cosines, or the released code's product of a row as it is and an expert of unit
+    norm.
+    """
     z = torch.stack([(w * x_D).sum() for w in router.projection])
     length = (z * z).sum().sqrt() if router.config.behaviour == "paper" else 1.0
     return [(z * e).sum() / length / (e * e).sum().sqrt() for e in router.expert_embedding]
@@ -42,7 +50,10 @@ def slow_gates(layer: SparseFeedForward, x_BSD: Tensor) -> list[Gates]:
             s = [value / router.log_temperature.exp()[0] for value in s]
         best = sorted(range(len(s)), key=lambda e: -s[e].item())[: router.config.top_k]
         total = sum(value.exp() for value in s)
-        gates = [1 / (1 + (-s[e]).exp()) if router.config.gate == "sigmoid" else s[e].exp() / total for e in best]
+        gates = [
+            1 / (1 + (-s[e]).exp()) if router.config.gate == "sigmoid" else s[e].exp() / total
+            for e in best
+        ]
         if router.config.behaviour == "torchscale" and len(best) > 1:
             gates = [gate / sum(gates) for gate in gates]
         found.append(list(zip(best, gates, strict=True)))
@@ -77,9 +88,12 @@ def test_the_temperature_starts_where_the_paper_fixes_the_loss_and_learns() -> N
 
 
 @pytest.mark.parametrize(
-    ("fields", "temperature"), [({}, 0.3), ({"gate": "sigmoid"}, 0.07), ({"balance_temperature": 1.5}, 1.5)]
+    ("fields", "temperature"),
+    [({}, 0.3), ({"gate": "sigmoid"}, 0.07), ({"balance_temperature": 1.5}, 1.5)],
 )
-def test_the_balancing_loss_has_a_fixed_temperature(fields: dict[str, Any], temperature: float) -> None:
+def test_the_balancing_loss_has_a_fixed_temperature(
+    fields: dict[str, Any], temperature: float
+) -> None:
     """E/T·Σ_e n_e·Σ_t softmax(s_t/τ₀)_e, which the learned temperature does not enter."""
     router, x_TD = make_router(**fields), rows(4, 5).flatten(0, 1)
     with torch.no_grad():
@@ -91,22 +105,32 @@ def test_the_balancing_loss_has_a_fixed_temperature(fields: dict[str, Any], temp
     expected = 8 / 20 * (n_E * (s_TE / temperature).softmax(1).mean(0)).sum()
     torch.testing.assert_close(loss.value_B.mean(), expected)
     assert torch.autograd.grad(expected, router.projection, retain_graph=True)[0].abs().max() > 0
-    assert torch.autograd.grad(loss.value_B.mean(), router.log_temperature, allow_unused=True) == (None,)
+    assert torch.autograd.grad(loss.value_B.mean(), router.log_temperature, allow_unused=True) == (
+        None,
+    )
 
 
 # Representation collapse: how many dimensions the gate's gradient can pull rows into
 
 
 def gradient_rank(router: ChoiceRouter, d_row: int) -> int:
-    """Rank of d gates / d row, over many rows: of the span of all the directions into which gates pull."""
+    """Rank of d gates / d row, over many rows: of the span of all the directions into which gates
+    pull.
+    """
     directions = []
-    for x_D in torch.randn(40, d_row, generator=torch.Generator().manual_seed(2), dtype=torch.float64):
-        jacobian = torch.func.jacrev(lambda x_D: router.choose(x_D[None]).logits_TE.softmax(-1)[0])(x_D)
+    for x_D in torch.randn(
+        40, d_row, generator=torch.Generator().manual_seed(2), dtype=torch.float64
+    ):
+        jacobian = torch.func.jacrev(lambda x_D: router.choose(x_D[None]).logits_TE.softmax(-1)[0])(
+            x_D
+        )
         directions.append(jacobian)
     return int(torch.linalg.matrix_rank(torch.cat(directions), rtol=1e-9))
 
 
-def test_the_linear_router_pulls_into_one_dimension_less_than_experts_and_the_cosine_router_into_half() -> None:
+def test_the_linear_router_pulls_into_one_dimension_less_than_experts_and_the_cosine_router_into_half() -> (
+    None
+):
     """E = 16: 15 for the linear router, 8 for X-MoE."""
     linear = TokenChoiceRouter(TokenChoiceConfig(top_k=1), 48, 16, start=normal(48**-0.5)).double()
     initialise(linear, 0)
@@ -119,7 +143,9 @@ def test_scores_know_the_direction_of_a_row_and_as_released_also_its_length() ->
     x_TD = rows(2, 3).flatten(0, 1)
     paper, released = make_router(), make_router(behaviour="torchscale")
     torch.testing.assert_close(paper.choose(7 * x_TD).logits_TE, paper.choose(x_TD).logits_TE)
-    torch.testing.assert_close(released.choose(7 * x_TD).logits_TE, 7 * released.choose(x_TD).logits_TE)
+    torch.testing.assert_close(
+        released.choose(7 * x_TD).logits_TE, 7 * released.choose(x_TD).logits_TE
+    )
     assert paper.choose(x_TD).logits_TE.abs().max() <= 1 / 0.3
 
 
@@ -128,7 +154,9 @@ def test_scores_know_the_direction_of_a_row_and_as_released_also_its_length() ->
 
 def test_released_sizes_and_starting_values() -> None:
     for num_experts in (8, 64):
-        router = CosineRouter(CosineConfig(behaviour="torchscale"), 24, num_experts, start=normal(1.0))
+        router = CosineRouter(
+            CosineConfig(behaviour="torchscale"), 24, num_experts, start=normal(1.0)
+        )
         initialise(router, 0)
         e = router.expert_embedding.detach()
         assert e.shape == (num_experts, 16)
@@ -144,8 +172,12 @@ def test_expert_embeddings_are_rescaled_once_a_step_and_a_second_time_changes_no
     router = make_router(32, behaviour="torchscale").float()
     for seed in range(20):
         with torch.no_grad():
-            router.expert_embedding += 0.3 * torch.randn(32, 16, generator=torch.Generator().manual_seed(seed))
-        direction = router.expert_embedding.detach() / router.expert_embedding.detach().norm(dim=1, keepdim=True)
+            router.expert_embedding += 0.3 * torch.randn(
+                32, 16, generator=torch.Generator().manual_seed(seed)
+            )
+        direction = router.expert_embedding.detach() / router.expert_embedding.detach().norm(
+            dim=1, keepdim=True
+        )
         router.before_step(seed)
         once = router.expert_embedding.detach().clone()
         torch.testing.assert_close(once, 1.5 * direction)
@@ -159,7 +191,9 @@ def test_scores_that_are_no_numbers_become_the_smallest() -> None:
     router = make_router(behaviour="torchscale")
     x_TD = rows(1, 4).flatten(0, 1)
     clean = router.choose(x_TD).logits_TE
-    logits = router.choose(torch.cat((x_TD, torch.full((1, 16), math.inf, dtype=torch.float64)))).logits_TE
+    logits = router.choose(
+        torch.cat((x_TD, torch.full((1, 16), math.inf, dtype=torch.float64)))
+    ).logits_TE
     torch.testing.assert_close(logits, torch.cat((clean, clean.min().expand(1, 8))))
 
 
@@ -177,12 +211,29 @@ def test_released_gates_force_a_random_second_expert_in_training() -> None:
 
 
 @pytest.mark.parametrize("behaviour", ["paper", "torchscale"])
-def test_it_trains_in_both_precisions_repeats_its_layers_and_comes_back_from_a_state(behaviour: str) -> None:
-    """The rescaling happens outside the forward pass, so no repeat changes what an earlier one keeps for its gradient."""
+def test_it_trains_in_both_precisions_repeats_its_layers_and_comes_back_from_a_state(
+    behaviour: str,
+) -> None:
+    """The rescaling happens outside the forward pass, so no repeat changes what an earlier one
+    keeps for its gradient.
+    """
     config = ModelConfig(
-        vocab_size=50, d_model=16, num_layers=4, group_size=1, num_heads=2, d_head=8, num_experts=8, d_expert=4,
-        router={"kind": "cosine", "top_k": 2, "behaviour": behaviour, "capacity_factor": 2.0, "z_loss": 0.001},
-    )  # fmt: skip
+        vocab_size=50,
+        d_model=16,
+        num_layers=4,
+        group_size=1,
+        num_heads=2,
+        d_head=8,
+        num_experts=8,
+        d_expert=4,
+        router={
+            "kind": "cosine",
+            "top_k": 2,
+            "behaviour": behaviour,
+            "capacity_factor": 2.0,
+            "z_loss": 0.001,
+        },
+    )
     model = Transformer(config)
     initialise(model, 0)
     tokens_BS = torch.randint(50, (3, 7), generator=torch.Generator().manual_seed(0))
@@ -220,7 +271,8 @@ def test_low_precision_rows_are_judged_in_float32() -> None:
 
 
 @pytest.mark.parametrize(
-    "fields", [{"top_k": 2}, {"top_k": 2, "gate": "sigmoid"}, {"top_k": 2, "behaviour": "torchscale"}]
+    "fields",
+    [{"top_k": 2}, {"top_k": 2, "gate": "sigmoid"}, {"top_k": 2, "behaviour": "torchscale"}],
 )
 def test_a_row_learns_about_the_experts_that_it_chose(fields: dict[str, Any]) -> None:
     layer = make_layer({"kind": "cosine"} | fields).eval()

@@ -1,4 +1,6 @@
-"""DeepSeek's gate: scores, bias, groups and the sequence-wise loss against the equations, and balance without a gradient."""
+"""DeepSeek's gate: scores, bias, groups and the sequence-wise loss against the equations, and
+balance without a gradient.
+"""
 
 from typing import Any
 
@@ -19,24 +21,38 @@ from moebius.model.transformer import Transformer
 V2 = {"scores": "softmax", "group_score": "max", "renormalise": False, "bias_rate": 0.0}
 
 
-def make_router(num_experts: int = 16, d_row: int = 16, seed: int = 0, **fields: Any) -> DeepSeekRouter:
-    router = DeepSeekRouter(DeepSeekConfig(**fields), d_row, num_experts, start=normal(d_row**-0.5)).double()
+def make_router(
+    num_experts: int = 16, d_row: int = 16, seed: int = 0, **fields: Any
+) -> DeepSeekRouter:
+    router = DeepSeekRouter(
+        DeepSeekConfig(**fields), d_row, num_experts, start=normal(d_row**-0.5)
+    ).double()
     initialise(router, seed)
     return router
 
 
 def spread_bias(router: Any, seed: int = 3) -> None:
-    router.selection_bias.copy_(0.2 * torch.randn(router.num_experts, generator=torch.Generator().manual_seed(seed)))
+    router.selection_bias.copy_(
+        0.2 * torch.randn(router.num_experts, generator=torch.Generator().manual_seed(seed))
+    )
 
 
 def slow_gates(layer: SparseFeedForward, x_BSD: Tensor) -> list[Gates]:
-    """Row by row: the scores, the best groups by biased scores, the best experts of these, their unbiased scores as weights."""
+    """Row by row: the scores, the best groups by biased scores, the best experts of these, their
+    unbiased scores as weights.
+    """
     config, found = layer.router.config, []
     for x_D in x_BSD.flatten(0, 1):
         z = [x_D @ w for w in layer.router.weight]
         total = sum(value.exp() for value in z)
-        s = [1 / (1 + (-value).exp()) if config.scores == "sigmoid" else value.exp() / total for value in z]
-        biased = [value.item() + b for value, b in zip(s, layer.router.selection_bias.tolist(), strict=True)]
+        s = [
+            1 / (1 + (-value).exp()) if config.scores == "sigmoid" else value.exp() / total
+            for value in z
+        ]
+        biased = [
+            value.item() + b
+            for value, b in zip(s, layer.router.selection_bias.tolist(), strict=True)
+        ]
         members = len(s) // config.num_groups
         counted = 2 if config.group_score == "top2" else 1
         score = [
@@ -81,13 +97,18 @@ def test_no_row_uses_more_groups_than_are_kept(group_score: str) -> None:
 
 
 def test_the_bias_selects_and_does_not_weigh() -> None:
-    """The same experts, whatever the bias that selected them: the same weights, and a gradient that does not know it."""
+    """The same experts, whatever the bias that selected them: the same weights, and a gradient that
+    does not know it.
+    """
     router, x_TD = make_router(top_k=16), rows(2, 8).flatten(0, 1)
     before = router.choose(x_TD)
     spread_bias(router)
     after = router.choose(x_TD)
     order = [choice.experts_TK.argsort(1) for choice in (before, after)]
-    weights = [choice.weights_TK.gather(1, index) for choice, index in zip((before, after), order, strict=True)]
+    weights = [
+        choice.weights_TK.gather(1, index)
+        for choice, index in zip((before, after), order, strict=True)
+    ]
     assert not torch.equal(before.experts_TK, after.experts_TK)
     torch.testing.assert_close(*weights)
     gradients = [torch.autograd.grad((w**2).sum(), router.weight)[0] for w in weights]
@@ -104,7 +125,9 @@ def test_weights_stay_numbers_where_all_scores_underflow() -> None:
 
 
 def test_the_bias_balances_skewed_rows_without_a_gradient() -> None:
-    """Frozen router, rows with much in common: MaxVio falls more than fivefold within 300 updates of 0.001."""
+    """Frozen router, rows with much in common: MaxVio falls more than fivefold within 300 updates
+    of 0.001.
+    """
     router = make_router(top_k=4, bias_rate=0.001)
     x_TD = rows(64, 64, common=0.3).flatten(0, 1)
     violation = []
@@ -125,9 +148,23 @@ def test_one_update_follows_the_sign_of_the_missing_load_until_it_is_told_to_sto
 
 def test_the_model_hands_the_choices_of_all_repeats_to_the_bias() -> None:
     config = ModelConfig(
-        vocab_size=50, d_model=16, num_layers=4, group_size=2, num_heads=2, d_head=8, num_experts=8, d_expert=4,
-        router={"kind": "deepseek", "top_k": 2, "num_groups": 4, "kept_groups": 2, "bias_rate": 0.5}, num_shared_experts=1,
-    )  # fmt: skip
+        vocab_size=50,
+        d_model=16,
+        num_layers=4,
+        group_size=2,
+        num_heads=2,
+        d_head=8,
+        num_experts=8,
+        d_expert=4,
+        router={
+            "kind": "deepseek",
+            "top_k": 2,
+            "num_groups": 4,
+            "kept_groups": 2,
+            "bias_rate": 0.5,
+        },
+        num_shared_experts=1,
+    )
     model = Transformer(config)
     initialise(model, 0)
     tokens_BS = torch.randint(50, (3, 7), generator=torch.Generator().manual_seed(0))
@@ -148,7 +185,9 @@ def test_the_model_hands_the_choices_of_all_repeats_to_the_bias() -> None:
 
 @pytest.mark.parametrize("scores", ["sigmoid", "softmax"])
 def test_the_sequence_wise_loss_counts_unbiased_preferences(scores: str) -> None:
-    """α·Σ_e f_e P_e, f_e = E/(K·S)·#{t: e among the K largest s_t}, P_e = mean s_te / Σ_j s_tj; per sequence, over repeats."""
+    """α·Σ_e f_e P_e, f_e = E/(K·S)·#{t: e among the K largest s_t}, P_e = mean s_te / Σ_j s_tj; per
+    sequence, over repeats.
+    """
     router = make_router(top_k=3, scores=scores, num_groups=4, kept_groups=2)
     spread_bias(router)
     repeats = [rows(3, 5, common=1.0, seed=seed) for seed in (0, 1)]
@@ -166,10 +205,13 @@ def test_the_sequence_wise_loss_counts_unbiased_preferences(scores: str) -> None
         expected.append((f * (s / s.sum(1, keepdim=True)).mean(0)).sum())
     torch.testing.assert_close(loss.value_B, torch.stack(expected))
     ours, theirs = (
-        torch.autograd.grad(x.sum(), router.weight, retain_graph=True)[0] for x in (loss.value_B, torch.stack(expected))
+        torch.autograd.grad(x.sum(), router.weight, retain_graph=True)[0]
+        for x in (loss.value_B, torch.stack(expected))
     )
     torch.testing.assert_close(ours, theirs)
-    assert not torch.equal(sums["preferred"], sums["load"])  # the bias and the groups chose otherwise
+    assert not torch.equal(
+        sums["preferred"], sums["load"]
+    )  # the bias and the groups chose otherwise
 
 
 def test_a_row_learns_about_the_experts_that_it_chose() -> None:
@@ -183,7 +225,10 @@ def test_a_row_learns_about_the_experts_that_it_chose() -> None:
         ({"top_k": 1}, "learns nothing"),
         ({"num_groups": 3}, "num_groups=3 does not divide num_experts=16"),
         ({"kept_groups": 2}, "kept_groups=2 is more than num_groups=1"),
-        ({"top_k": 9, "num_groups": 4, "kept_groups": 2}, "more than the 8 experts of kept_groups=2 groups of 4"),
+        (
+            {"top_k": 9, "num_groups": 4, "kept_groups": 2},
+            "more than the 8 experts of kept_groups=2 groups of 4",
+        ),
         ({"top_k": 17}, "top_k=17 is more than the 16 experts"),
         ({"top_k": 2, "num_groups": 16, "kept_groups": 4}, "at least two experts"),
         ({"capacity_factor": 1.0}, "no key 'capacity_factor'"),

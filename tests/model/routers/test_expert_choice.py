@@ -1,4 +1,6 @@
-"""Expert choice: values and gradients against a loop, equal loads whatever the logits, and why it must be grouped by position."""
+"""Expert choice: values and gradients against a loop, equal loads whatever the logits, and why it
+must be grouped by position.
+"""
 
 from typing import Any
 
@@ -18,7 +20,9 @@ GROUPED = {"kind": "expert_choice", "group_size": 4, "mean_experts": 1.5}  # C =
 FLAT = {"kind": "expert_choice", "scope": "flat", "mean_experts": 1.0}
 
 
-def loop(layer: SparseFeedForward, x_BSD: Tensor, groups: list[list[tuple[int, int]]], taken: int) -> Tensor:
+def loop(
+    layer: SparseFeedForward, x_BSD: Tensor, groups: list[list[tuple[int, int]]], taken: int
+) -> Tensor:
     """One group and one expert at a time: sort the members by probability, take the first ones."""
     out, bank = torch.zeros_like(x_BSD), layer.sparse.experts
     for group in groups:
@@ -39,7 +43,9 @@ def loop(layer: SparseFeedForward, x_BSD: Tensor, groups: list[list[tuple[int, i
     ],
     ids=["position", "flat"],
 )
-def test_values_and_gradients_are_those_of_a_loop(router: dict[str, Any], groups: list, taken: int) -> None:
+def test_values_and_gradients_are_those_of_a_loop(
+    router: dict[str, Any], groups: list, taken: int
+) -> None:
     layer = make_layer(router)
     x_BSD = rows(8, 3).requires_grad_()
     fixed = rows(8, 3, seed=5)
@@ -58,7 +64,9 @@ def test_values_and_gradients_are_those_of_a_loop(router: dict[str, Any], groups
 
 @pytest.mark.parametrize("logits", ["opinionated", "all equal", "one favourite"])
 @pytest.mark.parametrize("router", [GROUPED, FLAT])
-def test_every_expert_takes_equally_many_of_every_group(router: dict[str, Any], logits: str) -> None:
+def test_every_expert_takes_equally_many_of_every_group(
+    router: dict[str, Any], logits: str
+) -> None:
     layer, x_BSD = make_layer(router), rows(8, 3)
     with torch.no_grad():
         if logits != "opinionated":
@@ -89,20 +97,28 @@ def test_the_load_is_reported_even() -> None:
 
 def test_flat_choice_reads_the_future_and_grouped_choice_does_not() -> None:
     x_BSD, other_BSD = rows(8, 6), rows(8, 6, seed=1)
-    tokens_BS, other_BS = (torch.randint(31, (8, 6), generator=torch.Generator().manual_seed(n)) for n in (1, 2))
+    tokens_BS, other_BS = (
+        torch.randint(31, (8, 6), generator=torch.Generator().manual_seed(n)) for n in (1, 2)
+    )
     for router, causal in ((GROUPED, True), (FLAT, False)):
         layer, model = make_layer(router), make_model(router)
         with torch.no_grad():
-            model.group[0].feed_forward.router.weight.normal_(generator=torch.Generator().manual_seed(0))
+            model.group[0].feed_forward.router.weight.normal_(
+                generator=torch.Generator().manual_seed(0)
+            )
             in_layer = temporal_leak(lambda x, f=layer: f(x, x)[0], x_BSD, other_BSD, range(1, 6))
-            in_model = temporal_leak(lambda x, f=model: f(x).logits_BSV, tokens_BS, other_BS, range(1, 6))
+            in_model = temporal_leak(
+                lambda x, f=model: f(x).logits_BSV, tokens_BS, other_BS, range(1, 6)
+            )
         assert (in_layer == 0.0, in_model == 0.0) == (causal, causal)
         expected = Promises(causal=causal, batch_invariant=False, dropless=False, balanced=True)
         assert layer.router.config.promises == expected
 
 
 def test_a_token_learns_only_from_experts_that_took_it() -> None:
-    assert informed_gradient_fraction(make_layer(GROUPED), rows(8, 3)) == pytest.approx(1 / 4)  # C / group size
+    assert informed_gradient_fraction(make_layer(GROUPED), rows(8, 3)) == pytest.approx(
+        1 / 4
+    )  # C / group size
 
 
 def test_an_answer_can_be_normalised() -> None:
@@ -110,17 +126,24 @@ def test_an_answer_can_be_normalised() -> None:
     y_BSD, routing = layer(x_BSD, x_BSD)
     raw_BSD = layer.answers(x_BSD.flatten(0, 1), routing.plan).view_as(x_BSD)
     centred = raw_BSD - raw_BSD.mean(-1, keepdim=True)
-    torch.testing.assert_close(y_BSD, centred / (centred.square().mean(-1, keepdim=True) + 1e-5).sqrt())
+    torch.testing.assert_close(
+        y_BSD, centred / (centred.square().mean(-1, keepdim=True) + 1e-5).sqrt()
+    )
 
 
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [
-        ({"group_size": 8, "mean_experts": 1.0}, r"=1.0 · 8 rows of a group / num_experts=32\) = 0 rows.*at least 16"),
+        (
+            {"group_size": 8, "mean_experts": 1.0},
+            r"=1.0 · 8 rows of a group / num_experts=32\) = 0 rows.*at least 16",
+        ),
         ({"group_size": 8, "mean_experts": 40.0}, r"mean_experts=40.0 is more than num_experts=32"),
     ],
-)  # fmt: skip
-def test_what_cannot_be_is_refused_when_it_is_configured(sizes: dict[str, Any], message: str) -> None:
+)
+def test_what_cannot_be_is_refused_when_it_is_configured(
+    sizes: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         ModelConfig.model_validate({"num_experts": 32, "router": {"kind": "expert_choice"} | sizes})
 

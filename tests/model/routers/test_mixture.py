@@ -1,4 +1,6 @@
-"""Mixture of Tokens: values and gradients against a loop, no look into the future, continuity, cost, and why one is no group."""
+"""Mixture of Tokens: values and gradients against a loop, no look into the future, continuity,
+cost, and why one is no group.
+"""
 
 import math
 from itertools import pairwise
@@ -38,14 +40,23 @@ def expert(layer: SparseFeedForward, e: int, row_D: Tensor) -> Tensor:
 
 
 def loop(
-    layer: SparseFeedForward, x_BSD: Tensor, members: list[list[tuple[int, int]]], config: TokenMixingConfig
+    layer: SparseFeedForward,
+    x_BSD: Tensor,
+    members: list[list[tuple[int, int]]],
+    config: TokenMixingConfig,
 ) -> Tensor:
-    """The layer one group, one expert and one token at a time; `members` lists every group's (sequence, position)."""
+    """The layer one group, one expert and one token at a time; `members` lists every group's
+    (sequence, position).
+    """
     out = torch.zeros_like(x_BSD)
     for group in members:
         logits = torch.stack([layer.router.weight @ x_BSD[place] for place in group])  # (M, E)
         merge = temperature(layer, config, "merge_temperature")
-        emit = temperature(layer, config, "emit_temperature") if config.separate_emit_temperature else merge
+        emit = (
+            temperature(layer, config, "emit_temperature")
+            if config.separate_emit_temperature
+            else merge
+        )
         for e in range(logits.shape[1]):
             w_merge = (logits[:, e] / merge[e]).exp() / (logits[:, e] / merge[e]).exp().sum()
             mixed = sum(w * x_BSD[place] for w, place in zip(w_merge, group, strict=True))
@@ -62,7 +73,9 @@ def loop(
 def temperature(layer: SparseFeedForward, config: TokenMixingConfig, name: str) -> Tensor:
     learned = getattr(layer.router, name)
     value = torch.ones(6, dtype=torch.float64) if learned is None else learned.expand(6)
-    return config.temperature * (value if config.temperature_form == "direct" or learned is None else (value - 1).exp())
+    return config.temperature * (
+        value if config.temperature_form == "direct" or learned is None else (value - 1).exp()
+    )
 
 
 BY_POSITION = [[(4 * j + m, s) for m in range(4)] for s in range(3) for j in range(2)]
@@ -75,13 +88,33 @@ BY_NEIGHBOURHOOD = [[(b, 3 * j + m) for m in range(3)] for b in range(4) for j i
         ({}, (8, 3), BY_POSITION),
         ({"temperature": 0.3}, (8, 3), BY_POSITION),
         ({"learnable_temperature": "scalar"}, (8, 3), BY_POSITION),
-        ({"learnable_temperature": "per_expert", "temperature_form": "positive", "temperature": 2.0}, (8, 3), BY_POSITION),
-        ({"learnable_temperature": "per_expert", "separate_emit_temperature": True}, (8, 3), BY_POSITION),
+        (
+            {
+                "learnable_temperature": "per_expert",
+                "temperature_form": "positive",
+                "temperature": 2.0,
+            },
+            (8, 3),
+            BY_POSITION,
+        ),
+        (
+            {"learnable_temperature": "per_expert", "separate_emit_temperature": True},
+            (8, 3),
+            BY_POSITION,
+        ),
         ({"emit": "softmax_over_experts"}, (8, 3), BY_POSITION),
         ({"axis": "sequence", "group_size": 3}, (4, 6), BY_NEIGHBOURHOOD),
     ],
-    ids=["published", "cold", "learned", "positive", "separate", "over experts", "along the sequence"],
-)  # fmt: skip
+    ids=[
+        "published",
+        "cold",
+        "learned",
+        "positive",
+        "separate",
+        "over experts",
+        "along the sequence",
+    ],
+)
 def test_values_and_gradients_are_those_of_a_loop(
     options: dict[str, Any], shape: tuple[int, int], members: list
 ) -> None:
@@ -97,7 +130,9 @@ def test_values_and_gradients_are_those_of_a_loop(
     y_BSD, routing = layer(x_BSD, x_BSD)
     expected = loop(layer, x_BSD, members, config)
     torch.testing.assert_close(y_BSD, expected, rtol=1e-10, atol=1e-12)
-    ours, theirs = (torch.autograd.grad((y * fixed).sum(), leaves, allow_unused=True) for y in (y_BSD, expected))
+    ours, theirs = (
+        torch.autograd.grad((y * fixed).sum(), leaves, allow_unused=True) for y in (y_BSD, expected)
+    )
     for our, their in zip(ours, theirs, strict=True):
         assert our is not None
         torch.testing.assert_close(our, their, rtol=1e-9, atol=1e-11)
@@ -109,8 +144,14 @@ def test_a_learned_temperature_starts_as_the_fixed_one() -> None:
     x_BSD = rows(8, 3)
     fixed = mixture_of(make_layer(MOT | {"temperature": 0.5}), x_BSD)
     for form in ("direct", "positive"):
-        learned = {"temperature": 0.5, "learnable_temperature": "per_expert", "temperature_form": form}
-        torch.testing.assert_close(mixture_of(make_layer(MOT | learned), x_BSD).merge_GMP, fixed.merge_GMP)
+        learned = {
+            "temperature": 0.5,
+            "learnable_temperature": "per_expert",
+            "temperature_form": form,
+        }
+        torch.testing.assert_close(
+            mixture_of(make_layer(MOT | learned), x_BSD).merge_GMP, fixed.merge_GMP
+        )
 
 
 def test_the_discrete_form_takes_one_row_per_expert_even_in_a_tie() -> None:
@@ -130,23 +171,38 @@ def test_groups_of_another_size_in_evaluation_only() -> None:
     layer = make_layer(MOT | {"evaluation_group_size": 8})
     x_BSD = rows(8, 3)
     assert mixture_of(layer.train(), x_BSD).rows_GM.shape == (6, 4)
-    assert mixture_of(layer.eval(), x_BSD).rows_GM.tolist() == [[3 * b + s for b in range(8)] for s in range(3)]
+    assert mixture_of(layer.eval(), x_BSD).rows_GM.tolist() == [
+        [3 * b + s for b in range(8)] for s in range(3)
+    ]
     assert layer.router.companions == 7
-    assert (layer.router.config.group_sequences, layer.router.config.evaluation_group_sequences) == (4, 8)
+    assert (
+        layer.router.config.group_sequences,
+        layer.router.config.evaluation_group_sequences,
+    ) == (4, 8)
 
 
 # ---- what it promises
 
 
 def test_no_position_reads_a_later_one() -> None:
-    """Layer and model of two layers; the control groups neighbours, and a single cut on a border of its groups sees nothing."""
+    """Layer and model of two layers; the control groups neighbours, and a single cut on a border of
+    its groups sees nothing.
+    """
     x_BSD, other_BSD = rows(8, 12), rows(8, 12, seed=1)
-    tokens_BS, other_BS = (torch.randint(31, (8, 12), generator=torch.Generator().manual_seed(n)) for n in (1, 2))
-    for options, causal in (({}, True), ({"group_size": 8}, True), ({"axis": "sequence", "group_size": 3}, False)):
+    tokens_BS, other_BS = (
+        torch.randint(31, (8, 12), generator=torch.Generator().manual_seed(n)) for n in (1, 2)
+    )
+    for options, causal in (
+        ({}, True),
+        ({"group_size": 8}, True),
+        ({"axis": "sequence", "group_size": 3}, False),
+    ):
         layer, model = make_layer(MOT | options), make_model(MOT | options)
         with torch.no_grad():
             in_layer = temporal_leak(lambda x, f=layer: f(x, x)[0], x_BSD, other_BSD, range(1, 12))
-            in_model = temporal_leak(lambda x, f=model: f(x).logits_BSV, tokens_BS, other_BS, range(1, 12))
+            in_model = temporal_leak(
+                lambda x, f=model: f(x).logits_BSV, tokens_BS, other_BS, range(1, 12)
+            )
             aligned = temporal_leak(lambda x, f=layer: f(x, x)[0], x_BSD, other_BSD, range(6, 7))
         assert (in_layer == 0.0, in_model == 0.0) == (causal, causal)
         assert aligned == 0.0  # so a test with this one cut would pass the control
@@ -161,7 +217,9 @@ def test_companions_do_matter() -> None:
     before, after = layer(x_BSD, x_BSD)[0], layer(changed, changed)[0]
     assert ((before - after)[1:4].abs().amax((1, 2)) > 1e-3).all()
     assert before[4:].equal(after[4:])
-    assert layer.router.config.promises == Promises(causal=True, batch_invariant=False, dropless=True, balanced=True)
+    assert layer.router.config.promises == Promises(
+        causal=True, batch_invariant=False, dropless=True, balanced=True
+    )
 
 
 def test_every_logit_learns_from_its_expert() -> None:
@@ -173,7 +231,10 @@ def test_every_logit_learns_from_its_expert() -> None:
 def largest_jump(layer: SparseFeedForward, x_BSD: Tensor, steps: int) -> float:
     """Of any output while the router's weight moves along a line, in so many steps."""
     start = layer.router.weight.detach().clone()
-    line = torch.randn(start.shape, dtype=start.dtype, generator=torch.Generator().manual_seed(9)) * 0.1
+    line = (
+        torch.randn(start.shape, dtype=start.dtype, generator=torch.Generator().manual_seed(9))
+        * 0.1
+    )
     with torch.no_grad():
         outputs = []
         for step in range(steps + 1):
@@ -184,10 +245,15 @@ def largest_jump(layer: SparseFeedForward, x_BSD: Tensor, steps: int) -> float:
 
 
 def test_it_is_continuous_in_the_router_and_top_1_is_not() -> None:
-    x_BSD = rows(8, 12) - rows(1, 1)  # without a favourite, so that some token's choice flips on the way
+    x_BSD = rows(8, 12) - rows(
+        1, 1
+    )  # without a favourite, so that some token's choice flips on the way
     jumps = {
-        steps: [largest_jump(layer, x_BSD, steps) for layer in (make_layer(MOT), make_layer(SWITCH))] for steps in (64, 128)
-    }  # fmt: skip
+        steps: [
+            largest_jump(layer, x_BSD, steps) for layer in (make_layer(MOT), make_layer(SWITCH))
+        ]
+        for steps in (64, 128)
+    }
     mixing, choosing = ([jumps[steps][router] for steps in (64, 128)] for router in (0, 1))
     assert mixing[1] / mixing[0] == pytest.approx(0.5, abs=0.02)
     assert choosing[1] / choosing[0] == pytest.approx(1.0, abs=0.02)
@@ -205,11 +271,17 @@ def test_matched_experts_cost_a_dense_layer_and_mixing_6de(granularity: int) -> 
     with torch.device("meta"):
         model = Transformer(
             ModelConfig(
-                d_model=d_model, num_layers=1, group_size=1, norm="pre", attention="dense", num_experts=num_experts,
-                d_expert=d_expert, router=TokenMixingConfig(group_size=group),
+                d_model=d_model,
+                num_layers=1,
+                group_size=1,
+                norm="pre",
+                attention="dense",
+                num_experts=num_experts,
+                d_expert=d_expert,
+                router=TokenMixingConfig(group_size=group),
             ),
             backend="segments",
-        )  # fmt: skip
+        )
         layer: SparseFeedForward = model.group[0].feed_forward  # pyright: ignore[reportAssignmentType]
         x_BSD = torch.zeros(group, 4, d_model)
         with FlopCounterMode(display=False) as counter:
@@ -230,7 +302,10 @@ def test_shared_experts_are_weighed_by_the_mixtures_of_a_row() -> None:
     assert layer.shared is not None
     routed = layer.answers(x_BSD.flatten(0, 1), mixture_of(layer, x_BSD)).view_as(x_BSD)
     torch.testing.assert_close(layer(x_BSD, x_BSD)[0], (layer.shared(x_BSD) + 1.5 * routed) / 2.5)
-    with pytest.raises(ValueError, match=r'shared_sum="mean" weighs by the experts that serve a row, and .*soft_moe'):
+    with pytest.raises(
+        ValueError,
+        match=r'shared_sum="mean" weighs by the experts that serve a row, and .*soft_moe',
+    ):
         make_layer({"kind": "soft_moe", "slots_per_expert": 1}, **sizes)
 
 
@@ -240,15 +315,23 @@ def test_shared_experts_are_weighed_by_the_mixtures_of_a_row() -> None:
 def test_a_group_of_one_is_refused_with_the_reason() -> None:
     for options in ({"group_size": 1}, {"evaluation_group_size": 1}):
         with pytest.raises(
-            ValueError, match=r"=1: a softmax over a group of one token is 1 for every expert.*use 2 or more"
+            ValueError,
+            match=r"=1: a softmax over a group of one token is 1 for every expert.*use 2 or more",
         ):
             read_router_config(MOT | options)
 
 
 def test_what_a_group_of_one_would_do() -> None:
-    """Every expert's answer in full: independent tokens and even weights make it g·√g times as large as in a group of g."""
+    """Every expert's answer in full: independent tokens and even weights make it g·√g times as
+    large as in a group of g.
+    """
     router = {"kind": "mixture_of_tokens", "group_size": 32}
-    sizes: dict[str, Any] = {"d_model": 64, "num_experts": 32, "d_expert": 256, "initialisation": "scaled"}
+    sizes: dict[str, Any] = {
+        "d_model": 64,
+        "num_experts": 32,
+        "d_expert": 256,
+        "initialisation": "scaled",
+    }
     layer = make_model(router, **sizes).group[0].feed_forward
     x_BSD = torch.randn(32, 4, 64, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
@@ -269,7 +352,9 @@ def test_what_a_group_of_one_would_do() -> None:
         ({"axis": "sequence"}, 6, r"groups of 4: does not divide the 3 positions"),
     ],
 )
-def test_rows_that_are_no_whole_groups_are_refused(options: dict[str, Any], batch: int, message: str) -> None:
+def test_rows_that_are_no_whole_groups_are_refused(
+    options: dict[str, Any], batch: int, message: str
+) -> None:
     layer, x_BSD = make_layer(MOT | options), rows(batch, 3)
     with pytest.raises(ValueError, match=message):
         layer(x_BSD, x_BSD)
@@ -284,10 +369,11 @@ def test_a_temperature_that_is_not_learned_cannot_be_separate() -> None:
 
 
 def test_rounding_moves_weights_a_little_and_flips_choices() -> None:
-    """bfloat16 logits of 4096 normal rows of width 512: the mixture's weights move by 0.09 %, choices flip the more the finer.
+    """bfloat16 logits of 4096 normal rows of width 512: the mixture's weights move by 0.09 %,
+    choices flip the more the finer.
 
-    Our router computes in float32: only its rows and its weight can come rounded, which moves weights by 0.073 %. Neither
-    depends on the number of experts.
+    Our router computes in float32: only its rows and its weight can come rounded, which moves
+    weights by 0.073 %. Neither depends on the number of experts.
     """
     generator = torch.Generator().manual_seed(0)
     x_TD = torch.randn(4096, 512, generator=generator)
@@ -300,7 +386,9 @@ def test_rounding_moves_weights_a_little_and_flips_choices() -> None:
         flips.append((chosen != rechosen).any(-1).float().mean().item())
         before, after = (logits.view(128, 32, num_experts).softmax(1) for logits in (exact, rough))
         moved.append(((after - before).norm() / before.norm()).item())
-        router = TokenMixingRouter(TokenMixingConfig(group_size=32), 512, num_experts, start=normal(1.0))
+        router = TokenMixingRouter(
+            TokenMixingConfig(group_size=32), 512, num_experts, start=normal(1.0)
+        )
         mixtures = []
         for dtype in (torch.float32, torch.bfloat16):
             with torch.no_grad():
@@ -319,14 +407,23 @@ def test_rounding_moves_weights_a_little_and_flips_choices() -> None:
 
 
 PUBLISHED_TOTALS = {
-    "gpt_medium": "76.8 M", "mot_medium_8e": "135.5 M", "mot_medium_32e_1": "336.9 M", "mot_medium_32e_8": "337.3 M",
-    "mot_medium_32e_16": "337.9 M", "mot_medium_32e_32": "339 M", "mot_medium_128e": "1.14 B", "gpt_base": "162.3 M",
-    "mot_base_32e": "1.04 B", "mot_mini": "94.5 M",
-}  # fmt: skip
+    "gpt_medium": "76.8 M",
+    "mot_medium_8e": "135.5 M",
+    "mot_medium_32e_1": "336.9 M",
+    "mot_medium_32e_8": "337.3 M",
+    "mot_medium_32e_16": "337.9 M",
+    "mot_medium_32e_32": "339 M",
+    "mot_medium_128e": "1.14 B",
+    "gpt_base": "162.3 M",
+    "mot_base_32e": "1.04 B",
+    "mot_mini": "94.5 M",
+}
 
 
 def matrix_elements(config: ModelConfig, unit: str, digits: int) -> str:
-    """Of embeddings, positions, head, layers; without biases and norms, which change the last digit of two totals."""
+    """Of embeddings, positions, head, layers; without biases and norms, which change the last digit
+    of two totals.
+    """
     with torch.device("meta"):
         model = Transformer(config)
     total = sum(value.numel() for value in model.parameters() if value.dim() > 1)
@@ -341,7 +438,9 @@ def test_published_totals(name: str) -> None:
 
 
 def test_the_largest_published_total_is_that_of_its_name() -> None:
-    """MoT-Base/64E/16 is 64·16 experts; the authors' file for it has 2048, of half the width and with twice the router."""
+    """MoT-Base/64E/16 is 64·16 experts; the authors' file for it has 2048, of half the width and
+    with twice the router.
+    """
     config = PUBLISHED["mot_base_64e_16"][1]().model
     for num_experts, total in ((1024, "1.95 B"), (2048, "1.96 B")):
         sizes = {"num_experts": num_experts, "d_expert": 3072 * 64 // num_experts}
@@ -354,6 +453,8 @@ def test_starting_values_are_the_papers() -> None:
     initialise(model, 0)
     layer = model.group[0].feed_forward
     for value, fan_in in (
-        (layer.router.weight, 64), (layer.sparse.experts.w_up, 64), (layer.sparse.experts.w_down, 16),
-    ):  # fmt: skip
+        (layer.router.weight, 64),
+        (layer.sparse.experts.w_up, 64),
+        (layer.sparse.experts.w_down, 16),
+    ):
         assert value.std().item() == pytest.approx(math.sqrt(0.1 / fan_in), rel=0.05)

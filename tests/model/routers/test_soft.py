@@ -1,4 +1,6 @@
-"""Soft MoE: values and gradients against a loop, its degenerate case, and that it looks ahead within a sequence only."""
+"""Soft MoE: values and gradients against a loop, its degenerate case, and that it looks ahead
+within a sequence only.
+"""
 
 import pytest
 import torch
@@ -26,21 +28,34 @@ def loop(layer: SparseFeedForward, x_BSD: Tensor) -> Tensor:
     slots, out = layer.router.weight, []
     for x_SD in x_BSD:
         logits = torch.stack(
-            [torch.stack([layer.router.scale[0] * F.cosine_similarity(x, slot, dim=0) for slot in slots]) for x in x_SD]
+            [
+                torch.stack(
+                    [layer.router.scale[0] * F.cosine_similarity(x, slot, dim=0) for slot in slots]
+                )
+                for x in x_SD
+            ]
         )
         answers = []
         for n in range(len(slots)):
             dispatch = logits[:, n].softmax(0)
             answers.append(
-                expert(layer, n // 2, torch.stack([w * x for w, x in zip(dispatch, x_SD, strict=True)]).sum(0))
+                expert(
+                    layer,
+                    n // 2,
+                    torch.stack([w * x for w, x in zip(dispatch, x_SD, strict=True)]).sum(0),
+                )
             )
         for token in logits:
             combine = token.softmax(0)
-            out.append(torch.stack([w * answer for w, answer in zip(combine, answers, strict=True)]).sum(0))
+            out.append(
+                torch.stack([w * answer for w, answer in zip(combine, answers, strict=True)]).sum(0)
+            )
     return torch.stack(out).view_as(x_BSD)
 
 
-@pytest.mark.parametrize("length", [5, 20])  # fewer tokens than slots (12), and more: the scale is on the smaller side
+@pytest.mark.parametrize(
+    "length", [5, 20]
+)  # fewer tokens than slots (12), and more: the scale is on the smaller side
 def test_values_and_gradients_are_those_of_a_loop(length: int) -> None:
     layer = make_layer(SOFT)
     with torch.no_grad():
@@ -56,7 +71,9 @@ def test_values_and_gradients_are_those_of_a_loop(length: int) -> None:
 
 
 def test_a_slot_for_every_token_makes_it_one_hot() -> None:
-    """P = 1, E = tokens, Φ column i = token i, a huge scale: output i is expert i's answer to token i."""
+    """P = 1, E = tokens, Φ column i = token i, a huge scale: output i is expert i's answer to token
+    i.
+    """
     layer = make_layer({"kind": "soft_moe", "slots_per_expert": 1})
     x_BSD = torch.randn(1, 6, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
@@ -74,7 +91,9 @@ def test_a_slot_for_every_token_makes_it_one_hot() -> None:
 def test_it_reads_its_own_future_and_no_other_sequence() -> None:
     x_BSD, other_BSD = rows(4, 6), rows(4, 6, seed=1)
     layer, model = make_layer(SOFT), make_model(SOFT)
-    tokens_BS, other_BS = (torch.randint(31, (4, 6), generator=torch.Generator().manual_seed(n)) for n in (1, 2))
+    tokens_BS, other_BS = (
+        torch.randint(31, (4, 6), generator=torch.Generator().manual_seed(n)) for n in (1, 2)
+    )
     with torch.no_grad():
         assert temporal_leak(lambda x: layer(x, x)[0], x_BSD, other_BSD, range(1, 6)) > 1e-3
         assert temporal_leak(lambda x: model(x).logits_BSV, tokens_BS, other_BS, range(1, 6)) > 1e-6
@@ -87,7 +106,12 @@ def test_it_reads_its_own_future_and_no_other_sequence() -> None:
 
 
 def test_every_logit_learns_from_its_expert() -> None:
-    assert informed_gradient_fraction(make_layer({"kind": "soft_moe", "slots_per_expert": 1}), rows(2, 5)) == 1.0
+    assert (
+        informed_gradient_fraction(
+            make_layer({"kind": "soft_moe", "slots_per_expert": 1}), rows(2, 5)
+        )
+        == 1.0
+    )
 
 
 def test_it_starts_with_unit_scale_and_lecun_slots() -> None:
@@ -98,7 +122,9 @@ def test_it_starts_with_unit_scale_and_lecun_slots() -> None:
 
 
 def test_slots_must_be_given_and_the_look_ahead_allowed() -> None:
-    with pytest.raises(ValueError, match=r"slots_per_expert is not given.*num_experts=16.*for 128 positions: 8"):
+    with pytest.raises(
+        ValueError, match=r"slots_per_expert is not given.*num_experts=16.*for 128 positions: 8"
+    ):
         ModelConfig.model_validate({"router": {"kind": "soft_moe"}, "allow_future_leak": True})
     with pytest.raises(ValueError, match="lets a position read later ones"):
         ModelConfig.model_validate({"router": SOFT})

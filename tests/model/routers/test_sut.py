@@ -1,6 +1,8 @@
-"""The Sparse Universal Transformer: against a slow loop over tokens, experts, heads and keys, and against its own promises.
+"""The Sparse Universal Transformer: against a slow loop over tokens, experts, heads and keys, and
+against its own promises.
 
-No record of the model without halting exists, nor of tokens that halt early, so the loop is written from the formulas.
+No record of the model without halting exists, nor of tokens that halt early, so the loop is written
+from the formulas.
 """
 
 import math
@@ -21,10 +23,25 @@ from moebius.model.routing import Routing, token_routes
 from moebius.model.transformer import Transformer
 
 TINY = ModelConfig(
-    vocab_size=31, d_model=12, num_layers=5, group_size=1, norm="post", positions="none", attention="momha", num_heads=2,
-    d_head=3, num_attention_experts=4, attention_top_k=2, max_distance=4, attention_balance=0.02, num_experts=5,
-    d_expert=6, expert_bias=True, initialisation="sut", router=SutConfig(top_k=2, mi_loss=0.03),
-)  # fmt: skip
+    vocab_size=31,
+    d_model=12,
+    num_layers=5,
+    group_size=1,
+    norm="post",
+    positions="none",
+    attention="momha",
+    num_heads=2,
+    d_head=3,
+    num_attention_experts=4,
+    attention_top_k=2,
+    max_distance=4,
+    attention_balance=0.02,
+    num_experts=5,
+    d_expert=6,
+    expert_bias=True,
+    initialisation="sut",
+    router=SutConfig(top_k=2, mi_loss=0.03),
+)
 HALTING = {"loss": 0.05, "threshold": 0.9}
 
 
@@ -40,10 +57,14 @@ def make(config: ModelConfig, *, backend: str = "auto", noise: float = 0.0) -> T
     generator = torch.Generator().manual_seed(7)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            parameter.add_(noise * torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
+            parameter.add_(
+                noise * torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+            )
             if name == "halting.output.weight":  # tokens halt at every step, and some never
                 decided = torch.Generator().manual_seed(5)
-                parameter.copy_(3 * noise * torch.randn(parameter.shape, generator=decided, dtype=torch.float64))
+                parameter.copy_(
+                    3 * noise * torch.randn(parameter.shape, generator=decided, dtype=torch.float64)
+                )
     return model
 
 
@@ -52,16 +73,22 @@ def some_tokens(*shape: int) -> Tensor:
 
 
 class Oracle:
-    """The formulas, one token at a time. Legend: b sequence, i query, j key, s slot, h head, e expert."""
+    """The formulas, one token at a time. Legend: b sequence, i query, j key, s slot, h head, e
+    expert.
+    """
 
     def __init__(self, model: Transformer) -> None:
         self.c, self.w = model.config, dict(model.named_parameters())
         self.seen: dict[str, list[tuple[Tensor, Tensor]]] = {"attention": [], "feed_forward": []}
 
     def norm(self, x: Tensor, name: str) -> Tensor:
-        return F.layer_norm(x, x.shape[-1:], self.w[f"group.0.{name}.weight"], self.w[f"group.0.{name}.bias"])
+        return F.layer_norm(
+            x, x.shape[-1:], self.w[f"group.0.{name}.weight"], self.w[f"group.0.{name}.bias"]
+        )
 
-    def route(self, block: str, x: Tensor, top_k: int, weight: Tensor) -> tuple[list[int], list[Tensor]]:
+    def route(
+        self, block: str, x: Tensor, top_k: int, weight: Tensor
+    ) -> tuple[list[int], list[Tensor]]:
         name = f"group.0.{block}.router."
         hidden = torch.tanh(self.w[name + "hidden.weight"] @ x + self.w[name + "hidden.bias"])
         p = torch.softmax(self.w[name + "output.weight"] @ hidden, 0)
@@ -84,10 +111,14 @@ class Oracle:
                     k = (w["group.0.attention.key.weight"] @ memory[j])[part]
                     distance = max(j - i, -(c.max_distance - 1))
                     relative = w["group.0.attention.relative"][h, :, distance + c.max_distance]
-                    scores.append(q[part] @ k / math.sqrt(c.d_head) + q[part] * c.d_head**-0.25 @ relative)
+                    scores.append(
+                        q[part] @ k / math.sqrt(c.d_head) + q[part] * c.d_head**-0.25 @ relative
+                    )
                     values.append((w["group.0.attention.value.weight"] @ memory[j])[part])
                 heads.append(torch.softmax(torch.stack(scores), 0) @ torch.stack(values))
-            out = out + gate * (w["group.0.attention.output.experts.weight"][e].T @ torch.cat(heads))
+            out = out + gate * (
+                w["group.0.attention.output.experts.weight"][e].T @ torch.cat(heads)
+            )
         return out
 
     def feed(self, x: Tensor, weight: Tensor) -> Tensor:
@@ -96,7 +127,8 @@ class Oracle:
         if weight == 0:
             return out
         w = {
-            name: self.w[f"group.0.feed_forward.sparse.experts.{name}"] for name in ("w_up", "b_up", "w_down", "b_down")
+            name: self.w[f"group.0.feed_forward.sparse.experts.{name}"]
+            for name in ("w_up", "b_up", "w_down", "b_down")
         }
         for e, gate in zip(experts, gates, strict=True):
             hidden = torch.relu(w["w_up"][e].T @ x + w["b_up"][e])
@@ -108,7 +140,9 @@ class Oracle:
         for b in range(len(y)):
             rows = []
             for i in range(y.shape[1]):
-                a = self.norm(y[b, i] + self.attend(y[b], memory[b], i, weight[b, i]), "attention_norm")
+                a = self.norm(
+                    y[b, i] + self.attend(y[b], memory[b], i, weight[b, i]), "attention_norm"
+                )
                 rows.append(self.norm(a + self.feed(a, weight[b, i]), "feed_forward_norm"))
             sequences.append(torch.stack(rows))
         return torch.stack(sequences)
@@ -131,9 +165,9 @@ class Oracle:
         else:
             y, ponder, depth = self.halted(y, every, depth)
         logits = y @ self.w["head.weight"].T + self.w["head.bias"]
-        losses = c.attention_balance * self.information("attention") + c.router.mi_loss * self.information(
-            "feed_forward"
-        )
+        losses = c.attention_balance * self.information(
+            "attention"
+        ) + c.router.mi_loss * self.information("feed_forward")
         return logits, losses + (0 if c.halting is None else c.halting.loss * ponder), depth.mean()
 
     def halted(self, y: Tensor, every: Tensor, depth: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -152,7 +186,9 @@ class Oracle:
                 w[t] = v[t] if v[t] >= 1 - self.c.halting.threshold else torch.zeros_like(v[t])
             weight = torch.stack([w[t] for t in tokens]).view(every.shape)
             y = self.layer(y, s, weight)
-            s = torch.stack([a[t] + w[t] * y[t] if w[t] > 0 else s[t] for t in tokens]).view(y.shape)
+            s = torch.stack([a[t] + w[t] * y[t] if w[t] > 0 else s[t] for t in tokens]).view(
+                y.shape
+            )
             depth = depth + (weight > 0)
             steps.append(sum(d[t] + w[t] * step for t in tokens) / len(tokens))
         return s, steps[-1] if self.c.halting.loss_sum == "last" else sum(steps), depth
@@ -171,9 +207,15 @@ class Oracle:
 @pytest.mark.parametrize("backend", ["reference", "segments"])
 @pytest.mark.parametrize("sign", ["corrected", "as_published"])
 @pytest.mark.parametrize("loss_sum", [None, "last", "all"])
-def test_the_model_equals_the_loop_in_values_and_in_every_gradient(loss_sum: str, sign: str, backend: str) -> None:
+def test_the_model_equals_the_loop_in_values_and_in_every_gradient(
+    loss_sum: str, sign: str, backend: str
+) -> None:
     halting = None if loss_sum is None else HALTING | {"loss_sum": loss_sum}
-    model = make(config(halting=halting, router=SutConfig(mi_loss=0.03, mi_sign=sign)), backend=backend, noise=0.4)
+    model = make(
+        config(halting=halting, router=SutConfig(mi_loss=0.03, mi_sign=sign)),
+        backend=backend,
+        noise=0.4,
+    )
     tokens = some_tokens(2, 7)
     output = model(tokens)
     logits, regularisation, depth = Oracle(model).run(tokens)
@@ -185,10 +227,14 @@ def test_the_model_equals_the_loop_in_values_and_in_every_gradient(loss_sum: str
         assert served_L[-1] > 0
         assert output.auxiliary["depth"].mean() == pytest.approx(depth.item())
     parameters = dict(model.named_parameters())
-    ours = torch.autograd.grad(output.logits_BSV.square().sum() + output.regularisation_B.mean(), parameters.values())
+    ours = torch.autograd.grad(
+        output.logits_BSV.square().sum() + output.regularisation_B.mean(), parameters.values()
+    )
     expected = torch.autograd.grad(logits.square().sum() + regularisation, parameters.values())
     for name, our, their in zip(parameters, ours, expected, strict=True):
-        torch.testing.assert_close(our, their, rtol=1e-10, atol=1e-10, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(
+            our, their, rtol=1e-10, atol=1e-10, msg=lambda m, n=name: f"{n}: {m}"
+        )
 
 
 def test_halved_sticks_cost_exactly_4_03125_over_6_steps_and_0_96875_at_the_last() -> None:
@@ -202,15 +248,23 @@ def test_at_the_start_every_token_is_skipped_from_depth_step_10_on_and_asks_no_e
     model = make(config(num_layers=18, halting={}))
     layer, asked = model.group[0], {}
     for name, sparse in {
-        "query": layer.attention.query, "output": layer.attention.output, "up": layer.feed_forward.sparse
-    }.items():  # fmt: skip
+        "query": layer.attention.query,
+        "output": layer.attention.output,
+        "up": layer.feed_forward.sparse,
+    }.items():
         counts = asked.setdefault(name, [])
-        sparse.register_forward_pre_hook(lambda _, args, counts=counts: counts.append(len(args[1].expert_N)))
+        sparse.register_forward_pre_hook(
+            lambda _, args, counts=counts: counts.append(len(args[1].expert_N))
+        )
     output = model(some_tokens(2, 9))
     assert all(counts == [2 * 9 * 2] * 10 + [0] * 8 for counts in asked.values())
     assert output.auxiliary["depth"].tolist() == [10.0, 10.0]
     for kind in ("attention", "feed_forward"):
-        assert output.loads[kind].load_LN.sum(1).tolist() == output.loads[kind].wanted_L.tolist() == [36] * 10 + [0] * 8
+        assert (
+            output.loads[kind].load_LN.sum(1).tolist()
+            == output.loads[kind].wanted_L.tolist()
+            == [36] * 10 + [0] * 8
+        )
 
 
 def test_a_halted_token_keeps_its_state_and_goes_on_serving_as_key_and_value() -> None:
@@ -228,7 +282,9 @@ def test_one_depth_step_halts_nowhere_and_costs_nothing() -> None:
 
 @pytest.mark.parametrize("halting", [None, HALTING])
 @pytest.mark.parametrize("max_distance", [1, 4, 64])
-def test_generation_with_the_cache_equals_the_full_pass(halting: dict | None, max_distance: int) -> None:
+def test_generation_with_the_cache_equals_the_full_pass(
+    halting: dict | None, max_distance: int
+) -> None:
     model = make(config(halting=halting, max_distance=max_distance), noise=0.4).eval()
     tokens = some_tokens(2, 13)
     full = model(tokens).logits_BSV
@@ -255,9 +311,14 @@ def test_no_position_sees_its_future_and_no_sequence_another(halting: dict | Non
 
 def information(logits_TE: Tensor, sign: str, weight_T: Tensor | None) -> float:
     router = SutRouter(
-        SutConfig(mi_sign=sign), 3, logits_TE.shape[1], start=lambda shape, generator: torch.zeros(shape)
+        SutConfig(mi_sign=sign),
+        3,
+        logits_TE.shape[1],
+        start=lambda shape, generator: torch.zeros(shape),
     )
-    routes = token_routes(logits_TE.topk(2).indices, torch.ones(len(logits_TE), 2), num_experts=logits_TE.shape[1])
+    routes = token_routes(
+        logits_TE.topk(2).indices, torch.ones(len(logits_TE), 2), num_experts=logits_TE.shape[1]
+    )
     sums = router.statistics(Routing(routes, logits_TE[:, None], row_weight_T=weight_T), 2)
     (loss,) = router.losses(sums, RunningSum())
     return loss.value_B.mean().item()
@@ -266,19 +327,26 @@ def information(logits_TE: Tensor, sign: str, weight_T: Tensor | None) -> float:
 def test_the_published_sign_rewards_collapse_and_the_corrected_one_balance() -> None:
     uniform, one_hot = torch.zeros(16, 8), torch.eye(8).repeat(2, 1) * 200
     collapse, every = one_hot[:1].repeat(16, 1), torch.ones(16)
-    published = [information(logits, "as_published", every) for logits in (uniform, one_hot, collapse)]
+    published = [
+        information(logits, "as_published", every) for logits in (uniform, one_hot, collapse)
+    ]
     assert published == pytest.approx([2 * math.log(8), math.log(8), 0], abs=1e-6)
     corrected = [information(logits, "corrected", every) for logits in (uniform, one_hot, collapse)]
     assert corrected == pytest.approx([0, -math.log(8), 0], abs=1e-6)
     assert corrected == pytest.approx(
         [information(x, "corrected", None) for x in (uniform, one_hot, collapse)], abs=1e-6
     )
-    # Without halting the released code divides by the number of probabilities: P_e is 1/64 instead of 1/8.
-    assert information(uniform, "as_published", None) == pytest.approx((math.log(8) + math.log(64)) / 8)
+    # Without halting the released code divides by the number of probabilities: P_e is 1/64 instead
+    # of 1/8.
+    assert information(uniform, "as_published", None) == pytest.approx(
+        (math.log(8) + math.log(64)) / 8
+    )
 
 
 def test_drawn_experts_follow_their_probabilities_beside_the_best_in_training_only() -> None:
-    router = SutRouter(SutConfig(top_k=2, sampled=1), 6, 4, start=lambda shape, generator: torch.zeros(shape))
+    router = SutRouter(
+        SutConfig(top_k=2, sampled=1), 6, 4, start=lambda shape, generator: torch.zeros(shape)
+    )
     with torch.no_grad():
         router.hidden.weight.copy_(torch.eye(6))
         router.hidden.bias.zero_()
@@ -289,9 +357,14 @@ def test_drawn_experts_follow_their_probabilities_beside_the_best_in_training_on
     experts_TK, weights_TK, _ = router.choose(x_TD)
     assert bool((experts_TK[:, 0] == 0).all())
     drawn_E = torch.bincount(experts_TK[:, 1], minlength=4) / len(x_TD)
-    torch.testing.assert_close(drawn_E, torch.cat((torch.zeros(1), p_E[1:] / p_E[1:].sum())), rtol=0, atol=0.015)
     torch.testing.assert_close(
-        weights_TK[:, 1], p_E[experts_TK[:, 1]] / (p_E[0] + p_E[experts_TK[:, 1]]), rtol=1e-5, atol=0
+        drawn_E, torch.cat((torch.zeros(1), p_E[1:] / p_E[1:].sum())), rtol=0, atol=0.015
+    )
+    torch.testing.assert_close(
+        weights_TK[:, 1],
+        p_E[experts_TK[:, 1]] / (p_E[0] + p_E[experts_TK[:, 1]]),
+        rtol=1e-5,
+        atol=0,
     )
     assert bool((router.eval().choose(x_TD)[0] == torch.tensor([0, 1])).all())
 
@@ -315,9 +388,14 @@ def test_matrices_are_cast_and_routers_and_gate_are_not() -> None:
     cast = set(cast_weights(model, torch.bfloat16))
     kept = {name for name, _ in model.named_parameters()} - cast
     assert {name for name in kept if "router" not in name and "norm" not in name} == {
-        "embedding", "head.bias", "halting.hidden.weight", "halting.hidden.bias", "halting.output.weight",
-        "group.0.feed_forward.sparse.experts.b_up", "group.0.feed_forward.sparse.experts.b_down",
-    }  # fmt: skip
+        "embedding",
+        "head.bias",
+        "halting.hidden.weight",
+        "halting.hidden.bias",
+        "halting.output.weight",
+        "group.0.feed_forward.sparse.experts.b_up",
+        "group.0.feed_forward.sparse.experts.b_down",
+    }
     tokens = some_tokens(4, 16)
     wide, narrow = model(tokens).logits_BSV, forward_in(model, torch.bfloat16, tokens).logits_BSV
     assert narrow.dtype == torch.float32
@@ -337,17 +415,26 @@ def test_parameters_start_as_published() -> None:
     model = Transformer(config(halting=HALTING))
     d, expert, width = 12, 6, 6
     bounds = {
-        "attention.query.experts.weight": 1 / d, "attention.output.experts.weight": 1 / width,
-        "attention.key.weight": math.sqrt(3 / (d + width)), "attention.value.weight": math.sqrt(3 / (d + width)),
-        "attention.router.hidden.weight": d**-0.5, "attention.router.hidden.bias": d**-0.5,
-        "attention.router.output.weight": d**-0.5, "attention.relative": 0.0,
-        "feed_forward.sparse.experts.w_up": 1 / d, "feed_forward.sparse.experts.b_up": expert**-0.5,
-        "feed_forward.sparse.experts.w_down": 1 / expert, "feed_forward.sparse.experts.b_down": d**-0.5,
-        "feed_forward.router.hidden.weight": d**-0.5, "feed_forward.router.output.weight": d**-0.5,
-    }  # fmt: skip
+        "attention.query.experts.weight": 1 / d,
+        "attention.output.experts.weight": 1 / width,
+        "attention.key.weight": math.sqrt(3 / (d + width)),
+        "attention.value.weight": math.sqrt(3 / (d + width)),
+        "attention.router.hidden.weight": d**-0.5,
+        "attention.router.hidden.bias": d**-0.5,
+        "attention.router.output.weight": d**-0.5,
+        "attention.relative": 0.0,
+        "feed_forward.sparse.experts.w_up": 1 / d,
+        "feed_forward.sparse.experts.b_up": expert**-0.5,
+        "feed_forward.sparse.experts.w_down": 1 / expert,
+        "feed_forward.sparse.experts.b_down": d**-0.5,
+        "feed_forward.router.hidden.weight": d**-0.5,
+        "feed_forward.router.output.weight": d**-0.5,
+    }
     bounds = {f"group.0.{name}": bound for name, bound in bounds.items()} | {
-        "halting.hidden.weight": d**-0.5, "halting.hidden.bias": d**-0.5, "halting.output.weight": 0.0
-    }  # fmt: skip
+        "halting.hidden.weight": d**-0.5,
+        "halting.hidden.bias": d**-0.5,
+        "halting.output.weight": 0.0,
+    }
     parameters = dict(model.named_parameters())
     for name, bound in bounds.items():
         drawn = torch.stack([draw(name, parameters[name], seed) for seed in range(30)])
@@ -356,7 +443,9 @@ def test_parameters_start_as_published() -> None:
 
 
 def test_all_experts_and_their_biases_are_sharded() -> None:
-    names = {name.removeprefix("group.0.") for name in expert_names(Transformer(config(halting=HALTING)))}
+    names = {
+        name.removeprefix("group.0.") for name in expert_names(Transformer(config(halting=HALTING)))
+    }
     mlp = {f"feed_forward.sparse.experts.{part}" for part in ("w_up", "w_down", "b_up", "b_down")}
     assert names == mlp | {"attention.query.experts.weight", "attention.output.experts.weight"}
 

@@ -1,4 +1,6 @@
-"""Softmax token choice with and without a capacity: values, gradients, who is refused, what leaks, conventions of losses."""
+"""Softmax token choice with and without a capacity: values, gradients, who is refused, what leaks,
+conventions of losses.
+"""
 
 import math
 from typing import Any
@@ -23,10 +25,15 @@ B, S, E = 8, 6, 8  # the toy of the table of leaks
 ORDERS = ("position_major", "token_major", "slot_major", "priority")
 
 
-def make_router(num_experts: int = E, d_row: int = 16, seed: int = 0, **fields: Any) -> TokenChoiceRouter:
+def make_router(
+    num_experts: int = E, d_row: int = 16, seed: int = 0, **fields: Any
+) -> TokenChoiceRouter:
     router = TokenChoiceRouter(
-        TokenChoiceConfig(**fields), d_row, num_experts, start=truncated_normal(math.sqrt(0.1 / d_row), 0.2)
-    )  # fmt: skip
+        TokenChoiceConfig(**fields),
+        d_row,
+        num_experts,
+        start=truncated_normal(math.sqrt(0.1 / d_row), 0.2),
+    )
     initialise(router, seed)
     return router
 
@@ -34,7 +41,9 @@ def make_router(num_experts: int = E, d_row: int = 16, seed: int = 0, **fields: 
 # Values and gradients
 
 
-def slow_gates(layer: SparseFeedForward, x_BSD: Tensor, *, top_k: int, renormalise: bool) -> list[Gates]:
+def slow_gates(
+    layer: SparseFeedForward, x_BSD: Tensor, *, top_k: int, renormalise: bool
+) -> list[Gates]:
     """Softmax over the experts, row by row."""
     found = []
     for x_D in x_BSD.flatten(0, 1):
@@ -46,9 +55,14 @@ def slow_gates(layer: SparseFeedForward, x_BSD: Tensor, *, top_k: int, renormali
     return found
 
 
-def slow_order(gates: list[Gates], name: str, largest: list[float], batch: int) -> list[tuple[int, int]]:
+def slow_order(
+    gates: list[Gates], name: str, largest: list[float], batch: int
+) -> list[tuple[int, int]]:
     """(row, choice) in the order of asking, as the module describes it."""
-    length, every = len(gates) // batch, [(row, choice) for row in range(len(gates)) for choice in range(len(gates[0]))]
+    length, every = (
+        len(gates) // batch,
+        [(row, choice) for row in range(len(gates)) for choice in range(len(gates[0]))],
+    )
     keys = {
         "position_major": lambda pair: (pair[0] % length, pair[0] // length, pair[1]),
         "token_major": lambda pair: pair,
@@ -60,17 +74,23 @@ def slow_order(gates: list[Gates], name: str, largest: list[float], batch: int) 
 
 @pytest.mark.parametrize(("top_k", "renormalise"), [(1, False), (2, True), (3, False), (8, True)])
 def test_dropless_equals_a_loop_over_rows(top_k: int, renormalise: bool) -> None:
-    layer = make_layer({"kind": "token_choice", "top_k": top_k, "renormalise": renormalise}, skew=0.5)
+    layer = make_layer(
+        {"kind": "token_choice", "top_k": top_k, "renormalise": renormalise}, skew=0.5
+    )
 
     def slow(x_BSD: Tensor) -> Tensor:
-        return slow_layer(layer, x_BSD, all_served(slow_gates(layer, x_BSD, top_k=top_k, renormalise=renormalise)))
+        return slow_layer(
+            layer, x_BSD, all_served(slow_gates(layer, x_BSD, top_k=top_k, renormalise=renormalise))
+        )
 
     assert_same(layer, rows(3, 4), slow)
 
 
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize(("top_k", "renormalise"), [(1, False), (2, True)])
-def test_with_a_capacity_it_equals_a_loop_over_buffers(order: str, top_k: int, renormalise: bool) -> None:
+def test_with_a_capacity_it_equals_a_loop_over_buffers(
+    order: str, top_k: int, renormalise: bool
+) -> None:
     """Gate weights are not renormalised after a drop."""
     layer = make_layer(
         {
@@ -99,7 +119,9 @@ def test_with_a_capacity_it_equals_a_loop_over_buffers(order: str, top_k: int, r
 
 
 @given(st.data())
-def test_an_expert_serves_exactly_its_capacity_and_those_who_asked_first(data: st.DataObject) -> None:
+def test_an_expert_serves_exactly_its_capacity_and_those_who_asked_first(
+    data: st.DataObject,
+) -> None:
     num_experts, capacity = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 9))
     expert = data.draw(st.lists(st.integers(0, num_experts - 1), min_size=1, max_size=40))
     turn = data.draw(st.permutations(range(len(expert))))
@@ -121,22 +143,35 @@ def test_capacity_costs_no_table_of_rows_and_places() -> None:
 
 @pytest.mark.parametrize(
     ("factor", "routes", "experts", "capacity"),
-    [(1.0, 48, 8, 6), (1.25, 48, 8, 8), (1.0, 49, 8, 7), (1.1, 100, 10, 11), (0.1, 8, 8, 1), (2, 24, 5, 10)],
+    [
+        (1.0, 48, 8, 6),
+        (1.25, 48, 8, 8),
+        (1.0, 49, 8, 7),
+        (1.1, 100, 10, 11),
+        (0.1, 8, 8, 1),
+        (2, 24, 5, 10),
+    ],
 )
-def test_capacity_is_rounded_up_exactly(factor: float, routes: int, experts: int, capacity: int) -> None:
+def test_capacity_is_rounded_up_exactly(
+    factor: float, routes: int, experts: int, capacity: int
+) -> None:
     assert expert_capacity(factor, routes, num_experts=experts) == capacity
 
 
 def test_training_and_evaluation_have_capacities_of_their_own() -> None:
     x_TD = rows(B, S, common=2.0).flatten(0, 1)
     for training, evaluation in ((0.5, None), (None, 0.5), (0.5, 2.0)):
-        router = make_router(capacity_factor=training, evaluation_capacity_factor=evaluation).double()
+        router = make_router(
+            capacity_factor=training, evaluation_capacity_factor=evaluation
+        ).double()
         for factor, trains in ((training, True), (evaluation, False)):
             routing = router.train(trains)(x_TD, batch_size=B)
             assert routing.wanted_TK is not None
             wanted = torch.bincount(routing.wanted_TK.flatten(), minlength=E)
             limit = B * S if factor is None else math.ceil(factor * B * S / E)
-            assert torch.equal(torch.bincount(routing.routes.expert_N, minlength=E), wanted.clamp_max(limit))
+            assert torch.equal(
+                torch.bincount(routing.routes.expert_N, minlength=E), wanted.clamp_max(limit)
+            )
             assert wanted.max() > math.ceil(0.5 * B * S / E)
 
 
@@ -144,7 +179,9 @@ def test_training_and_evaluation_have_capacities_of_their_own() -> None:
 
 
 def leaks(layer: SparseFeedForward, x_BSD: Tensor) -> tuple[float, float, float]:
-    """Largest change over all cuts: (all sequences' future → past, own future → own past, other sequences)."""
+    """Largest change over all cuts: (all sequences' future → past, own future → own past, other
+    sequences).
+    """
     other_BSD, past, own, others = rows(B, S, common=1.0, seed=9), 0.0, 0.0, 0.0
     with torch.no_grad():
         before = layer(x_BSD, x_BSD)[0]
@@ -176,12 +213,26 @@ def leaks(layer: SparseFeedForward, x_BSD: Tensor) -> tuple[float, float, float]
 def test_which_drop_order_leaks_what(
     top_k: int, factor: float | None, order: str, past: bool, own: bool, others: bool
 ) -> None:
-    """Refusing is a channel: rows of later positions can take a place, unless places are given out by position."""
-    router = {"kind": "token_choice", "top_k": top_k, "capacity_factor": factor, "drop_order": order}
+    """Refusing is a channel: rows of later positions can take a place, unless places are given out
+    by position.
+    """
+    router = {
+        "kind": "token_choice",
+        "top_k": top_k,
+        "capacity_factor": factor,
+        "drop_order": order,
+    }
     layer = make_layer(
         router, skew=0.1
     )  # some experts overflow by little: where they do by far, the last in line never moves
-    found = tuple(map(max, zip(*(leaks(layer, rows(B, S, common=0.3, seed=seed)) for seed in range(8)), strict=True)))
+    found = tuple(
+        map(
+            max,
+            zip(
+                *(leaks(layer, rows(B, S, common=0.3, seed=seed)) for seed in range(8)), strict=True
+            ),
+        )
+    )
     for leak, expected in zip(found, (past, own, others), strict=True):
         assert leak > 1e-3 if expected else leak == 0.0, found
     assert layer.router.config.promises.causal == (not past)
@@ -202,7 +253,8 @@ def test_the_second_expert_is_asked_with_twice_its_share_and_takes_no_place_when
     torch.testing.assert_close(weights_TK.sum(1), torch.ones(20_000, dtype=torch.float64))
     asked_TK = torch.zeros(20_000 * 2, dtype=torch.bool)
     asked_TK[
-        routing.routes.source_N * 2 + (routing.routes.expert_N != routing.wanted_TK[routing.routes.source_N, 0])
+        routing.routes.source_N * 2
+        + (routing.routes.expert_N != routing.wanted_TK[routing.routes.source_N, 0])
     ] = True
     asked_TK = asked_TK.view(-1, 2)
     assert asked_TK[:, 0].all()
@@ -213,7 +265,11 @@ def test_the_second_expert_is_asked_with_twice_its_share_and_takes_no_place_when
     assert len(router.eval()(x_TD, batch_size=1).routes.expert_N) == 40_000
 
     limited = make_router(
-        top_k=2, renormalise=True, second_expert="random", capacity_factor=1.0, drop_order="token_major"
+        top_k=2,
+        renormalise=True,
+        second_expert="random",
+        capacity_factor=1.0,
+        drop_order="token_major",
     ).double()
     limited.load_state_dict(router.state_dict())
     torch.manual_seed(3)
@@ -233,8 +289,12 @@ def test_jitter_scales_every_input_of_the_router_in_training_only() -> None:
     factor = router.choose(x_TD).logits_TE[:, 0] / router.weight[0]
     assert 0.75 <= factor.min() < 0.76
     assert 1.24 < factor.max() <= 1.25
-    torch.testing.assert_close(factor.mean(), torch.tensor(1.0, dtype=torch.float64), rtol=0.01, atol=0)
-    torch.testing.assert_close(factor.var(), torch.tensor(0.25**2 / 3, dtype=torch.float64), rtol=0.1, atol=0)
+    torch.testing.assert_close(
+        factor.mean(), torch.tensor(1.0, dtype=torch.float64), rtol=0.01, atol=0
+    )
+    torch.testing.assert_close(
+        factor.var(), torch.tensor(0.25**2 / 3, dtype=torch.float64), rtol=0.1, atol=0
+    )
     assert torch.equal(router.eval().choose(x_TD).logits_TE, x_TD @ router.weight.T)
 
 
@@ -248,7 +308,7 @@ def published_balance(routing: Any, top_k: int) -> tuple[Tensor, Tensor]:
     first, every = (
         E * (torch.bincount(chosen.flatten(), minlength=E) / len(p_TE) * p_TE.mean(0)).sum()
         for chosen in (experts_TK[:, :1], experts_TK)
-    )  # fmt: skip
+    )
     return first, every
 
 
@@ -259,19 +319,29 @@ def test_the_balancing_loss_and_how_published_coefficients_convert(top_k: int) -
     def ours(x_TD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         routing = router(x_TD, batch_size=2)
         (loss,) = router.losses(router.statistics(routing, 2), RunningSum())
-        assert (loss.name, loss.coefficient, loss.mean_over_layers) == ("load_balancing", 0.01, True)
+        assert (loss.name, loss.coefficient, loss.mean_over_layers) == (
+            "load_balancing",
+            0.01,
+            True,
+        )
         return loss.value_B.mean(), *published_balance(routing, top_k)
 
     with torch.no_grad():
         router.weight.copy_(torch.cat((torch.eye(E), torch.zeros(E, 8)), 1))
         even = sum(torch.eye(E).roll(shift, 1) * (1e-3 * (top_k - shift)) for shift in range(top_k))
         value, first, every = ours(torch.cat((even, torch.zeros(E, 8)), 1))
-    torch.testing.assert_close(torch.stack((value, first, every)), torch.tensor([1.0, 1.0, float(top_k)]))
+    torch.testing.assert_close(
+        torch.stack((value, first, every)), torch.tensor([1.0, 1.0, float(top_k)])
+    )
     assert normalised_coefficient(0.01, choices="first", top_k=top_k) == 0.01
-    assert normalised_coefficient(0.01, choices="all", top_k=top_k, summed_layers=6) == pytest.approx(0.06 * top_k)
+    assert normalised_coefficient(
+        0.01, choices="all", top_k=top_k, summed_layers=6
+    ) == pytest.approx(0.06 * top_k)
     with torch.no_grad():
         value, _, every = ours(rows(6, 4).flatten(0, 1).float())
-        torch.testing.assert_close(0.01 * every, normalised_coefficient(0.01, choices="all", top_k=top_k) * value)
+        torch.testing.assert_close(
+            0.01 * every, normalised_coefficient(0.01, choices="all", top_k=top_k) * value
+        )
         if top_k == 1:
             collapsed = ours(torch.tensor([[50.0] + [0.0] * 15]).repeat(6, 1))
             torch.testing.assert_close(torch.stack(collapsed), torch.full((3,), float(E)))
@@ -285,7 +355,9 @@ def test_the_z_loss_is_the_mean_square_of_the_log_partition_function_and_shrinks
         (loss,) = router.losses(router.statistics(routing, 4), RunningSum())
         assert (loss.name, loss.coefficient, loss.mean_over_layers) == ("router_z", 0.001, True)
         logits_TE = scale * x_TD @ router.weight.T
-        by_hand = sum(math.log(sum(math.exp(z) for z in row)) ** 2 for row in logits_TE.tolist()) / len(x_TD)
+        by_hand = sum(
+            math.log(sum(math.exp(z) for z in row)) ** 2 for row in logits_TE.tolist()
+        ) / len(x_TD)
         assert loss.value_B.mean().item() == pytest.approx(by_hand, rel=1e-9)
         (gradient,) = torch.autograd.grad(loss.value_B.mean(), router.weight)
         stepped = scale * x_TD @ (router.weight - 1e-3 / scale**2 * gradient).T
@@ -311,7 +383,9 @@ def test_a_row_learns_about_the_experts_that_it_chose(top_k: int) -> None:
 def test_bfloat16_would_flip_choices_so_the_router_computes_in_float32(
     num_experts: int, top_k: int, share: float, tolerance: float
 ) -> None:
-    """Share of 4096 rows of width 512 whose set of experts changes where the logits are computed in bfloat16."""
+    """Share of 4096 rows of width 512 whose set of experts changes where the logits are computed in
+    bfloat16.
+    """
     router = make_router(num_experts, 512, top_k=top_k)
     x_TD = torch.randn(4096, 512, generator=torch.Generator().manual_seed(1))
     exact = router.choose(x_TD).experts_TK.sort(1).values
@@ -327,11 +401,26 @@ def test_bfloat16_would_flip_choices_so_the_router_computes_in_float32(
 def test_shapes_are_known_without_values(order: str) -> None:
     """On the meta device, where counts cannot be read: the full list of routes."""
     config = ModelConfig(
-        vocab_size=50, d_model=16, num_layers=2, group_size=1, num_heads=2, d_head=8, num_experts=E, d_expert=4,
-        router={"kind": "token_choice", "top_k": 2, "renormalise": True, "second_expert": "random",
-                "capacity_factor": 1.0, "drop_order": order, "jitter": 0.1, "z_loss": 0.1},
+        vocab_size=50,
+        d_model=16,
+        num_layers=2,
+        group_size=1,
+        num_heads=2,
+        d_head=8,
+        num_experts=E,
+        d_expert=4,
+        router={
+            "kind": "token_choice",
+            "top_k": 2,
+            "renormalise": True,
+            "second_expert": "random",
+            "capacity_factor": 1.0,
+            "drop_order": order,
+            "jitter": 0.1,
+            "z_loss": 0.1,
+        },
         allow_future_leak=True,
-    )  # fmt: skip
+    )
     with torch.device("meta"):
         output = Transformer(config)(torch.zeros(4, 6, dtype=torch.int64))
     assert output.logits_BSV.shape == (4, 6, 50)

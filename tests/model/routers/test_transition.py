@@ -1,4 +1,6 @@
-"""Transition tuning: both halves against the routers that they are, the switch, and what calibration does."""
+"""Transition tuning: both halves against the routers that they are, the switch, and what
+calibration does.
+"""
 
 from typing import Any
 
@@ -33,13 +35,19 @@ def values_and_gradients(layer: SparseFeedForward, x_BSD: Tensor) -> list[Tensor
         (10, None, {"kind": "token_choice", "top_k": 2}),
     ],
 )
-def test_each_half_is_the_router_that_it_names(step: int, capacity: float | None, same_as: dict[str, Any]) -> None:
+def test_each_half_is_the_router_that_it_names(
+    step: int, capacity: float | None, same_as: dict[str, Any]
+) -> None:
     top_k = same_as.get("top_k", 1)
-    layer = make_layer(TRANSITION | {"capacity_factor": capacity, "top_k": top_k}, num_experts=4 * top_k)
+    layer = make_layer(
+        TRANSITION | {"capacity_factor": capacity, "top_k": top_k}, num_experts=4 * top_k
+    )
     layer.router.before_step(step)
     x_BSD = rows(8, 3).requires_grad_()
     named = make_layer(same_as, num_experts=4 * top_k)
-    for ours, theirs in zip(values_and_gradients(layer, x_BSD), values_and_gradients(named, x_BSD), strict=True):
+    for ours, theirs in zip(
+        values_and_gradients(layer, x_BSD), values_and_gradients(named, x_BSD), strict=True
+    ):
         torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-14)
 
 
@@ -54,7 +62,9 @@ def test_the_plan_and_the_losses_change_at_the_step() -> None:
         assert layer.router.companions == (3 if step < 10 else 0)
     layer.router.before_step(10)
     alone = layer(x_BSD[:1], x_BSD[:1])[0]
-    torch.testing.assert_close(alone, layer(x_BSD, x_BSD)[0][:1])  # a sequence by itself, and the same as in a batch
+    torch.testing.assert_close(
+        alone, layer(x_BSD, x_BSD)[0][:1]
+    )  # a sequence by itself, and the same as in a batch
 
 
 def test_fewer_logits_learn_after_the_switch() -> None:
@@ -65,7 +75,9 @@ def test_fewer_logits_learn_after_the_switch() -> None:
 
 
 def test_calibration_subtracts_the_mean_logits_of_the_last_mixing_step() -> None:
-    """An offset per expert is invisible to mixing, decides the load of a Switch, and is gone once calibrated."""
+    """An offset per expert is invisible to mixing, decides the load of a Switch, and is gone once
+    calibrated.
+    """
     layer = make_layer(TRANSITION | {"calibrate": True}, spread=0.3, num_experts=4)
     router, x_BSD = layer.router, rows(8, 30)
     x_BSD[..., 0] = 1.0
@@ -76,7 +88,10 @@ def test_calibration_subtracts_the_mean_logits_of_the_last_mixing_step() -> None
     logits_TE = x_BSD.flatten(0, 1) @ router.weight.T
     for step in (8, 9):
         router.before_step(step)
-        halves = [router(x.flatten(0, 1), batch_size=4) for x in (x_BSD[:4] * (step - 8), x_BSD[4:] * (step - 8))]
+        halves = [
+            router(x.flatten(0, 1), batch_size=4)
+            for x in (x_BSD[:4] * (step - 8), x_BSD[4:] * (step - 8))
+        ]
         sums = [router.statistics(half, 4) for half in halves]  # two micro-batches
         assert router.carried == ("logits", "rows")
         totals = {name: sum(part[name].sum(0) for part in sums).double() for name in router.carried}
@@ -86,7 +101,9 @@ def test_calibration_subtracts_the_mean_logits_of_the_last_mixing_step() -> None
     router.before_step(10)
     assert router.carried == ()
     calibrated = router.choose(x_BSD.flatten(0, 1))
-    torch.testing.assert_close(calibrated.logits_TE, logits_TE - logits_TE.mean(0), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        calibrated.logits_TE, logits_TE - logits_TE.mean(0), rtol=1e-5, atol=1e-5
+    )
     load_E = torch.bincount(calibrated.experts_TK[:, 0], minlength=6)
     router.mean_logit.zero_()
     raw_E = torch.bincount(router.choose(x_BSD.flatten(0, 1)).experts_TK[:, 0], minlength=6)
@@ -106,9 +123,13 @@ def test_the_means_are_over_all_repeats_of_a_shared_layer() -> None:
 
 
 def test_promises_are_those_of_the_whole_run() -> None:
-    assert TransitionConfig().promises == Promises(True, batch_invariant=False, dropless=True, balanced=False)
+    assert TransitionConfig().promises == Promises(
+        True, batch_invariant=False, dropless=True, balanced=False
+    )
     refusing = TransitionConfig(capacity_factor=1.25)
-    assert refusing.promises == Promises(True, batch_invariant=False, dropless=False, balanced=False)
+    assert refusing.promises == Promises(
+        True, batch_invariant=False, dropless=False, balanced=False
+    )
     assert not TransitionConfig(capacity_factor=1.25, drop_order="token_major").promises.causal
     assert (refusing.group_sequences, refusing.active_experts(32, 7)) == (32, 1.0)
 

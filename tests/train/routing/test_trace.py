@@ -21,24 +21,53 @@ from moebius.train.config import CheckpointConfig, Config, MeshConfig, TrainConf
 from moebius.train.loop import train
 from moebius.train.optim import OptimConfig
 from moebius.train.routing.tap import tap
-from moebius.train.routing.trace import RecordedCall, RecordedRank, StepTrace, read_rank, recorded_steps, write_rank
+from moebius.train.routing.trace import (
+    RecordedCall,
+    RecordedRank,
+    StepTrace,
+    read_rank,
+    recorded_steps,
+    write_rank,
+)
 
 MODEL = ModelConfig(
-    vocab_size=257, d_model=16, num_layers=4, group_size=2, num_heads=2, d_head=8, num_attention_experts=4,
-    attention_top_k=2, num_experts=8, router=SigmoidConfig(top_k=3, expert_dropout=0.1), d_expert=8,
-)  # fmt: skip
+    vocab_size=257,
+    d_model=16,
+    num_layers=4,
+    group_size=2,
+    num_heads=2,
+    d_head=8,
+    num_attention_experts=4,
+    attention_top_k=2,
+    num_experts=8,
+    router=SigmoidConfig(top_k=3, expert_dropout=0.1),
+    d_expert=8,
+)
 
 
 def make_config(data: Path, *, record: int, recompute: str = "none", ep: int = 2) -> Config:
     return Config(
         model=MODEL,
-        data=DataConfig(tokenizer="bytes", vocab_size=257, seq_len=24, validation_fraction=0.2, directory=str(data)),
+        data=DataConfig(
+            tokenizer="bytes",
+            vocab_size=257,
+            seq_len=24,
+            validation_fraction=0.2,
+            directory=str(data),
+        ),
         optim=OptimConfig(learning_rate=3e-3, warmup_steps=3, decay_steps=20, clip_norm=1.0),
         train=TrainConfig(
-            steps=4, global_batch=8, micro_batch=2, eval_every=2, eval_rows=6, record_routing=record, recompute=recompute
+            steps=4,
+            global_batch=8,
+            micro_batch=2,
+            eval_every=2,
+            eval_rows=6,
+            record_routing=record,
+            recompute=recompute,
         ),
-        checkpoint=CheckpointConfig(every=0), mesh=MeshConfig(ep=ep),
-    )  # fmt: skip
+        checkpoint=CheckpointConfig(every=0),
+        mesh=MeshConfig(ep=ep),
+    )
 
 
 def run_training(config: Config, run_dir: Path) -> str:
@@ -54,16 +83,24 @@ def lines(run_dir: Path, kind: str) -> list[dict[str, Any]]:
 def weights_of(run_dir: Path) -> dict[str, bytes]:
     """The last checkpoint's files but the one with times in it."""
     [folder] = (run_dir / "checkpoints").glob("step_*")
-    return {path.name: path.read_bytes() for path in folder.iterdir() if path.suffix not in (".json", ".crc")}
+    return {
+        path.name: path.read_bytes()
+        for path in folder.iterdir()
+        if path.suffix not in (".json", ".crc")
+    }
 
 
 def test_a_run_does_not_notice_that_it_is_recorded(data: Path, tmp_path: Path) -> None:
     for name, record in (("plain", 0), ("recorded", 2)):
         config = make_config(data, record=record)
         assert run_ranks(run_training, 2, config, tmp_path / name) == ["finished"] * 2
-    for kind, keys in (("train", ("loss", "grad_norm", "regularisation", "expert_load")), ("eval", ("loss",))):
+    for kind, keys in (
+        ("train", ("loss", "grad_norm", "regularisation", "expert_load")),
+        ("eval", ("loss",)),
+    ):
         plain, recorded = (
-            [[line[key] for key in keys] for line in lines(tmp_path / name, kind)] for name in ("plain", "recorded")
+            [[line[key] for key in keys] for line in lines(tmp_path / name, kind)]
+            for name in ("plain", "recorded")
         )
         assert len(plain) > 2
         assert plain == recorded  # bit for bit: floats go through JSON unharmed
@@ -80,7 +117,9 @@ def test_a_recomputed_pass_is_heard_once(data: Path, tmp_path: Path) -> None:
 
 
 def check_against_the_log(run_dir: Path) -> None:
-    """Step 1 and every second: the loads of both ranks and both micro-batches are those of metrics.jsonl."""
+    """Step 1 and every second: the loads of both ranks and both micro-batches are those of
+    metrics.jsonl.
+    """
     steps = recorded_steps(run_dir)
     assert list(steps) == [1, 2, 4]
     logged = {line["step"]: line for line in lines(run_dir, "train")}
@@ -95,7 +134,12 @@ def check_against_the_log(run_dir: Path) -> None:
             ("output", "output_expert_load"),
         ):
             for depth in range(1, 5):
-                calls = [call for found in ranks for call in found.calls if (call.kind, call.depth) == (kind, depth)]
+                calls = [
+                    call
+                    for found in ranks
+                    for call in found.calls
+                    if (call.kind, call.depth) == (kind, depth)
+                ]
                 assert [call.micro_batch for call in calls] == [0, 1, 0, 1]
                 load = np.bincount(np.concatenate([call.expert_N for call in calls]), minlength=8)
                 assert load / load.sum() == pytest.approx(logged[step][key][depth - 1], abs=6e-6)
@@ -126,7 +170,11 @@ def test_every_route_is_in_the_file(name: str, tmp_path: Path) -> None:
     for call, recorded in zip(heard, found.calls, strict=True):
         routes = call.routes
         assert np.array_equal(recorded.expert_N, routes.expert_N.numpy())
-        assert (recorded.layer, recorded.kind, recorded.depth) == (call.layer, call.kind, call.depth)
+        assert (recorded.layer, recorded.kind, recorded.depth) == (
+            call.layer,
+            call.kind,
+            call.depth,
+        )
         assert (recorded.num_rows, recorded.num_targets) == (call.num_rows, routes.num_targets)
         assert (recorded.width_in, recorded.width_out) == (call.width_in, call.width_out)
         if recorded.has_rule:
@@ -143,7 +191,11 @@ def test_of_routes_with_known_counts_only_the_counts_are_kept(name: str, tmp_pat
     heard, found = hear(name, tmp_path)
     for call, recorded in zip(heard, found.calls, strict=True):
         assert recorded.per_expert == call.routes.per_expert > 0
-        assert recorded.num_routes == len(call.routes.expert_N) == recorded.per_expert * recorded.num_experts
+        assert (
+            recorded.num_routes
+            == len(call.routes.expert_N)
+            == recorded.per_expert * recorded.num_experts
+        )
         assert not len(recorded.expert_N) + len(recorded.source_N) + len(recorded.target_N)
 
 
@@ -151,7 +203,12 @@ def test_depth_steps_are_those_of_the_schedule(tmp_path: Path) -> None:
     _, found = hear("moeut_aabb", tmp_path)
     depths = [call.depth for call in found.calls if call.kind == "feed_forward"]
     assert depths == [1, 2, 3, 4]
-    assert [call.layer.split(".")[1] for call in found.calls if call.kind == "feed_forward"] == ["0", "0", "1", "1"]
+    assert [call.layer.split(".")[1] for call in found.calls if call.kind == "feed_forward"] == [
+        "0",
+        "0",
+        "1",
+        "1",
+    ]
 
 
 def test_nothing_is_heard_outside(tmp_path: Path) -> None:
@@ -202,13 +259,18 @@ def call(**changes: Any) -> RecordedCall:
     return dataclasses.replace(plain, **changes)
 
 
-def rank_file(folder: Path, *calls: RecordedCall, step: int = 1, rank: int = 0, ranks: int = 1) -> Path:
+def rank_file(
+    folder: Path, *calls: RecordedCall, step: int = 1, rank: int = 0, ranks: int = 1
+) -> Path:
     return write_rank(folder, RecordedRank(step, rank, ranks, (3,), calls))
 
 
 def test_what_was_written_is_read(tmp_path: Path) -> None:
     listed = call(
-        per_source=0, per_target=0, source_N=np.array([0, 0, 1, 1, 2, 2]), target_N=np.array([2, 2, 1, 1, 0, 0])
+        per_source=0,
+        per_target=0,
+        source_N=np.array([0, 0, 1, 1, 2, 2]),
+        target_N=np.array([2, 2, 1, 1, 0, 0]),
     )
     many = call(num_experts=70_000, expert_N=np.array([69_999, 0, 1, 2, 3, 4]))
     found = read_rank(rank_file(tmp_path, call(), listed, many)).calls
@@ -223,11 +285,19 @@ def test_what_was_written_is_read(tmp_path: Path) -> None:
         (call(num_experts=3), "is damaged .expert numbers are missing or out of range"),
         (call(num_routes=7), "is damaged .expert numbers are missing"),
         (call(num_routes=5), "is damaged .numbers that belong to no call"),
-        (call(per_source=0, source_N=np.array([0, 0, 1, 1, 2, 3]), target_N=np.zeros(6, int)), "is damaged .source numbers"),
-        (call(per_source=0, source_N=np.zeros(6, int), target_N=np.full(6, -1)), "is damaged .target numbers"),
+        (
+            call(per_source=0, source_N=np.array([0, 0, 1, 1, 2, 3]), target_N=np.zeros(6, int)),
+            "is damaged .source numbers",
+        ),
+        (
+            call(per_source=0, source_N=np.zeros(6, int), target_N=np.full(6, -1)),
+            "is damaged .target numbers",
+        ),
     ],
-)  # fmt: skip
-def test_numbers_that_cannot_be_are_refused(wrong: RecordedCall, message: str, tmp_path: Path) -> None:
+)
+def test_numbers_that_cannot_be_are_refused(
+    wrong: RecordedCall, message: str, tmp_path: Path
+) -> None:
     with pytest.raises(ValueError, match=message):
         read_rank(rank_file(tmp_path, wrong))
 
@@ -238,11 +308,19 @@ def test_other_files_are_refused(tmp_path: Path) -> None:
     path.write_bytes(whole[: len(whole) // 2])
     with pytest.raises(ValueError, match="is no recorded routing"):
         read_rank(path)
-    for place in range(0, len(whole), 23):  # wherever the damage is, the answer is a value or a ValueError
+    for place in range(
+        0, len(whole), 23
+    ):  # wherever the damage is, the answer is a value or a ValueError
         path.write_bytes(whole[:place] + bytes([whole[place] ^ 0x55]) + whole[place + 1 :])
         with suppress(ValueError):
             read_rank(path)
-    np.savez(path, meta=np.array([{"a": 1}], dtype=object), expert=np.zeros(1), source=np.zeros(1), target=np.zeros(1))
+    np.savez(
+        path,
+        meta=np.array([{"a": 1}], dtype=object),
+        expert=np.zeros(1),
+        source=np.zeros(1),
+        target=np.zeros(1),
+    )
     with pytest.raises(ValueError, match=r"is no recorded routing .Object arrays cannot be loaded"):
         read_rank(path)
     meta = np.frombuffer(b'{"format": 99}', np.uint8)
@@ -250,7 +328,11 @@ def test_other_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="is not of format 1: it was recorded by another version"):
         read_rank(path)
     np.savez(
-        path, meta=np.frombuffer(b'{"format": 1}', np.uint8), expert=np.zeros(1), source=np.zeros(1), target=np.zeros(1)
+        path,
+        meta=np.frombuffer(b'{"format": 1}', np.uint8),
+        expert=np.zeros(1),
+        source=np.zeros(1),
+        target=np.zeros(1),
     )
     with pytest.raises(ValueError, match="is damaged"):
         read_rank(path)
@@ -260,16 +342,21 @@ def test_other_files_are_refused(tmp_path: Path) -> None:
 
 
 def test_steps_that_lack_a_rank_do_not_count(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"has no recorded routing; train with train.record_routing=N"):
+    with pytest.raises(
+        ValueError, match=r"has no recorded routing; train with train.record_routing=N"
+    ):
         recorded_steps(tmp_path)
     rank_file(tmp_path, call(), step=3, rank=1, ranks=2)
-    with pytest.raises(ValueError, match="has no recorded routing: 1 steps lack the files of some ranks"):
+    with pytest.raises(
+        ValueError, match="has no recorded routing: 1 steps lack the files of some ranks"
+    ):
         recorded_steps(tmp_path)
     rank_file(tmp_path, call(), step=3, rank=0, ranks=2)
     rank_file(tmp_path, call(), step=4, rank=0, ranks=2)
     assert [path.name for path in recorded_steps(tmp_path)[3]] == [
-        "step_00000003-rank_0000_of_0002.npz", "step_00000003-rank_0001_of_0002.npz",
-    ]  # fmt: skip
+        "step_00000003-rank_0000_of_0002.npz",
+        "step_00000003-rank_0001_of_0002.npz",
+    ]
     assert list(recorded_steps(tmp_path)) == [3]
 
 
@@ -282,7 +369,9 @@ def test_of_two_worlds_the_newest_counts(tmp_path: Path) -> None:
     assert recorded_steps(tmp_path) == {3: [one]}
 
 
-def test_a_run_goes_on_where_nothing_can_be_written(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_run_goes_on_where_nothing_can_be_written(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     (tmp_path / "routing").write_text("a file in the folder's place")
     trace = StepTrace(tiny_model("moeut"), tmp_path, step=1, every=1, rank=0, num_ranks=1)
     with caplog.at_level(logging.WARNING):

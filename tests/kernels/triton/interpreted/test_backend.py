@@ -1,6 +1,8 @@
-"""The Triton backend against the reference in float64: values and all gradients, in Triton's interpreter.
+"""The Triton backend against the reference in float64: values and all gradients, in Triton's
+interpreter.
 
-Its memory is poisoned (conftest.py). Tiles have 16 rows here, so small cases have several, and ragged ones.
+Its memory is poisoned (conftest.py). Tiles have 16 rows here, so small cases have several, and
+ragged ones.
 """
 
 from dataclasses import replace
@@ -29,7 +31,9 @@ from moebius.kernels.triton import backend as ours
 from moebius.kernels.triton import weight_gradients as triton_weight_gradients
 
 
-def check_mlp(case: Case, activation: str, biased: bool, options: ours.Options = ours.DEFAULT) -> None:
+def check_mlp(
+    case: Case, activation: str, biased: bool, options: ours.Options = ours.DEFAULT
+) -> None:
     generator = torch.Generator().manual_seed(1)
     routes, bank = make_routes(case, generator), make_bank(case, activation, biased, generator)
     x, grad = (torch.randn(case.tokens, case.d_in, generator=generator) for _ in range(2))
@@ -49,7 +53,8 @@ def test_every_activation_with_and_without_biases(activation: str, biased: bool)
 
 @pytest.mark.parametrize("activation", ["relu", "gelu", "swiglu"])
 @pytest.mark.parametrize(
-    "options", [ours.Options(fused=True), ours.Options(scatter_add=True), ours.Options(True, True, True)]
+    "options",
+    [ours.Options(fused=True), ours.Options(scatter_add=True), ours.Options(True, True, True)],
 )
 def test_opt_in_kernels_equal_the_reference(options: ours.Options, activation: str) -> None:
     check_mlp(Case(21, 20, 39, 4, 2), activation, biased=True, options=options)
@@ -58,11 +63,24 @@ def test_opt_in_kernels_equal_the_reference(options: ours.Options, activation: s
 
 @settings(max_examples=8, phases=[Phase.explicit, Phase.generate])  # shrinking would take minutes
 @given(
-    tokens=st.integers(0, 30), width=st.integers(1, 40), hidden=st.integers(1, 36), experts=st.integers(1, 7),
-    share=st.floats(0, 1), activation=st.sampled_from(ACTIVATIONS), biased=st.booleans(), fused=st.booleans(),
-)  # fmt: skip
+    tokens=st.integers(0, 30),
+    width=st.integers(1, 40),
+    hidden=st.integers(1, 36),
+    experts=st.integers(1, 7),
+    share=st.floats(0, 1),
+    activation=st.sampled_from(ACTIVATIONS),
+    biased=st.booleans(),
+    fused=st.booleans(),
+)
 def test_any_shape(
-    tokens: int, width: int, hidden: int, experts: int, share: float, activation: str, biased: bool, fused: bool
+    tokens: int,
+    width: int,
+    hidden: int,
+    experts: int,
+    share: float,
+    activation: str,
+    biased: bool,
+    fused: bool,
 ) -> None:
     case = Case(tokens, width, hidden, experts, max(1, round(share * experts)))
     check_mlp(case, activation, biased, ours.Options(fused=fused))
@@ -78,10 +96,17 @@ def test_routes_that_stand_in_expert_order() -> None:
     check(our_linear(grad, x, w, routes), expected_linear(grad, x, w, routes))
 
 
-WIDTHS = {"narrow output": (41, 8), "narrow input": (8, 41), "square": (20, 20), "two tiles": (82, 50)}
+WIDTHS = {
+    "narrow output": (41, 8),
+    "narrow input": (8, 41),
+    "square": (20, 20),
+    "two tiles": (82, 50),
+}
 
 
-def check_linear(direction: str, widths: tuple[int, int], options: ours.Options, *, ruled: bool) -> None:
+def check_linear(
+    direction: str, widths: tuple[int, int], options: ours.Options, *, ruled: bool
+) -> None:
     generator = torch.Generator().manual_seed(2)
     routes = head_routes(direction, 13, generator)
     x = torch.randn(13 if direction == "token to head" else 39, widths[0], generator=generator)
@@ -97,7 +122,9 @@ def test_linear_equals_the_reference(direction: str, name: str) -> None:
     check_linear(direction, WIDTHS[name], ours.DEFAULT, ruled=True)
 
 
-@pytest.mark.parametrize("options", [ours.DEFAULT, ours.Options(scatter_add=True)], ids=["stored", "scattered"])
+@pytest.mark.parametrize(
+    "options", [ours.DEFAULT, ours.Options(scatter_add=True)], ids=["stored", "scattered"]
+)
 @pytest.mark.parametrize("name", ["narrow output", "narrow input"])
 def test_linear_by_an_index(name: str, options: ours.Options) -> None:
     check_linear("head to token", WIDTHS[name], options, ruled=False)
@@ -106,7 +133,9 @@ def test_linear_by_an_index(name: str, options: ours.Options) -> None:
 @pytest.mark.parametrize("widths", [(8, 4), (4, 8)])
 def test_linear_without_a_token(widths: tuple[int, int]) -> None:
     routes = head_routes("token to head", 0, torch.Generator().manual_seed(2))
-    found = our_linear(torch.zeros(0, widths[1]), torch.zeros(0, widths[0]), torch.randn(12, *widths), routes)
+    found = our_linear(
+        torch.zeros(0, widths[1]), torch.zeros(0, widths[0]), torch.randn(12, *widths), routes
+    )
     assert all(value is not None and not value.any() for value in found.values())
 
 
@@ -126,7 +155,9 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("small_chunks")
-@pytest.mark.parametrize("name", ["one expert takes all", "the last expert takes all", "random", "one expert"])
+@pytest.mark.parametrize(
+    "name", ["one expert takes all", "the last expert takes all", "random", "one expert"]
+)
 def test_an_expert_with_many_rows_is_done_in_chunks(name: str) -> None:
     check_mlp(CASES[name], "relu", biased=False)
 
@@ -134,7 +165,10 @@ def test_an_expert_with_many_rows_is_done_in_chunks(name: str) -> None:
 def test_gradients_are_added_to_what_is_there() -> None:
     generator = torch.Generator().manual_seed(8)
     case = CASES["empty experts"]
-    routes, bank = as_sorted(make_routes(case, generator)), make_bank(case, "relu", False, generator)
+    routes, bank = (
+        as_sorted(make_routes(case, generator)),
+        make_bank(case, "relu", False, generator),
+    )
     x, grad = (torch.randn(case.tokens, case.d_in, generator=generator) for _ in range(2))
     _, kept = ours.mlp_forward(x, bank, routes)
     into = MLPGradients(torch.zeros_like(bank.w_up_EDW), torch.zeros_like(bank.w_down_EFO))
@@ -158,7 +192,10 @@ def test_deferred_weight_gradients_are_the_sum_of_all_calls(
     generator = torch.Generator().manual_seed(9)
     case = Case(15, 12, 7, 5, 2)
     bank, calls = make_bank(case, activation, False, generator), []
-    total = {"w_up": torch.zeros_like(bank.w_up_EDW).double(), "w_down": torch.zeros_like(bank.w_down_EFO).double()}
+    total = {
+        "w_up": torch.zeros_like(bank.w_up_EDW).double(),
+        "w_down": torch.zeros_like(bank.w_down_EFO).double(),
+    }
     for tokens in (15, 0, 22):  # each call has routes of its own
         routes = make_routes(replace(case, tokens=tokens), generator)
         x, grad = (torch.randn(tokens, case.d_in, generator=generator) for _ in range(2))
@@ -167,7 +204,10 @@ def test_deferred_weight_gradients_are_the_sum_of_all_calls(
         *rows, d_z = ours.mlp_backward_rows(grad, x, bank, places, kept)
         calls.append(MLPCall(grad, x, places, kept, d_z, bank))
         expected = expected_mlp(grad, x, bank, routes)
-        check(dict(zip(("x", "gate"), rows[:2], strict=True)), {name: expected[name] for name in ("x", "gate")})
+        check(
+            dict(zip(("x", "gate"), rows[:2], strict=True)),
+            {name: expected[name] for name in ("x", "gate")},
+        )
         for name, value in total.items():
             value += expected[name]
     check(dict(zip(("w_up", "w_down"), ours.mlp_weight_gradients(calls), strict=True)), total)
@@ -203,7 +243,7 @@ def test_rows_that_do_not_lie_well() -> None:
     grad = torch.randn(5, 9, generator=generator).T
     strided = MLPBank(
         bank.w_up_EDW.mT.contiguous().mT, bank.w_down_EFO.mT.contiguous().mT, None, None, "relu"
-    )  # fmt: skip
+    )
     check(our_mlp(grad, x, strided, routes), expected_mlp(grad, x, bank, routes))
 
 
@@ -217,9 +257,16 @@ def test_rows_that_do_not_lie_well() -> None:
 def test_what_would_be_computed_wrongly_is_refused(dtype: torch.dtype, message: str) -> None:
     generator = torch.Generator().manual_seed(12)
     case = CASES["one token"]
-    routes, bank = as_sorted(make_routes(case, generator)), make_bank(case, "relu", False, generator)
+    routes, bank = (
+        as_sorted(make_routes(case, generator)),
+        make_bank(case, "relu", False, generator),
+    )
     x = torch.randn(case.tokens, case.d_in).to(dtype)
     with pytest.raises(ValueError, match=message):
-        ours.mlp_forward(x, MLPBank(bank.w_up_EDW.to(dtype), bank.w_down_EFO.to(dtype), None, None, "relu"), routes)
+        ours.mlp_forward(
+            x,
+            MLPBank(bank.w_up_EDW.to(dtype), bank.w_down_EFO.to(dtype), None, None, "relu"),
+            routes,
+        )
     with pytest.raises(ValueError, match=message):
         ours.linear_forward(x, bank.w_up_EDW.to(dtype), routes)

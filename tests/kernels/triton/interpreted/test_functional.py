@@ -1,4 +1,6 @@
-"""The doors with the Triton backend, in its interpreter: autograd, deferred gradients, well-behaved operators."""
+"""The doors with the Triton backend, in its interpreter: autograd, deferred gradients, well-behaved
+operators.
+"""
 
 import pytest
 import torch
@@ -27,7 +29,10 @@ def test_perceptrons(activation: str, biases: str) -> None:
 def test_matrices(direction: str) -> None:
     generator = torch.Generator().manual_seed(2)
     routes, rows = head_routes(direction, generator)
-    x, w = torch.randn(rows, 24, generator=generator), torch.randn(routes.num_experts, 24, 8, generator=generator)
+    x, w = (
+        torch.randn(rows, 24, generator=generator),
+        torch.randn(routes.num_experts, 24, 8, generator=generator),
+    )
     check(routed_linear, x, [w], routes, 1e-5, "triton")
 
 
@@ -43,7 +48,10 @@ def repeats(backend: str, routes: Routes, dtype: torch.dtype, *, defer: bool) ->
     """Gradients of a layer that is applied three times: of its input and its weights."""
     generator = torch.Generator().manual_seed(4)
     shapes = ((CASE.tokens, 12), (5, 12, 7), (5, 7, 12), (5, 12, 12))
-    leaves = [(0.3 * torch.randn(shape, generator=generator)).to(dtype).requires_grad_() for shape in shapes]
+    leaves = [
+        (0.3 * torch.randn(shape, generator=generator)).to(dtype).requires_grad_()
+        for shape in shapes
+    ]
     x, w_up, w_down, w = leaves
     routes = routes.with_weights(routes.weight_N.to(dtype))
     with one_pass():
@@ -57,7 +65,9 @@ def repeats(backend: str, routes: Routes, dtype: torch.dtype, *, defer: bool) ->
 def test_the_weights_of_repeats(defer: bool) -> None:
     routes = make_routes(CASE, torch.Generator().manual_seed(5))
     expected = repeats("reference", routes, torch.float64, defer=False)
-    for mine, theirs in zip(repeats("triton", routes, torch.float32, defer=defer), expected, strict=True):
+    for mine, theirs in zip(
+        repeats("triton", routes, torch.float32, defer=defer), expected, strict=True
+    ):
         assert ((mine - theirs).norm() / theirs.norm()).item() < 1e-5
 
 
@@ -68,7 +78,14 @@ def test_the_operators_are_well_behaved() -> None:
     )
     routes = make_routes(CASE, generator)
     routes = routes.with_weights(routes.weight_N.requires_grad_())
-    x, w_up, w_down = (torch.randn(s, generator=generator).requires_grad_() for s in ((17, 12), (5, 12, 7), (5, 7, 12)))
+    x, w_up, w_down = (
+        torch.randn(s, generator=generator).requires_grad_()
+        for s in ((17, 12), (5, 12, 7), (5, 7, 12))
+    )
     bank = (w_up, w_down, None, None, "relu")
-    torch.library.opcheck(ops.routed_mlp, (x, *bank, *_flat(routes), "triton", 0), test_utils=checks)
-    torch.library.opcheck(ops.routed_linear, (x, w_up, *_flat(routes), "triton", 0), test_utils=checks)
+    torch.library.opcheck(
+        ops.routed_mlp, (x, *bank, *_flat(routes), "triton", 0), test_utils=checks
+    )
+    torch.library.opcheck(
+        ops.routed_linear, (x, w_up, *_flat(routes), "triton", 0), test_utils=checks
+    )

@@ -27,7 +27,9 @@ def test_routes_are_sorted_stably(name: str) -> None:
     assert torch.equal(order_N.long(), expected)
     assert torch.equal(place_N.long(), expected.argsort())
     counts = torch.bincount(expert_N, minlength=num_experts)
-    assert torch.equal(starts_E1.long(), torch.cat((torch.zeros(1, dtype=torch.int64), counts.cumsum(0))))
+    assert torch.equal(
+        starts_E1.long(), torch.cat((torch.zeros(1, dtype=torch.int64), counts.cumsum(0)))
+    )
 
 
 @pytest.mark.parametrize("least", [0, 1])
@@ -52,7 +54,9 @@ def test_tiles_cover_every_row_of_every_expert(counts: list[int], least: int) ->
         later += tiles[entry][2] > 0
     assert entry >= len(tiles) - 1
     per_expert = [max(-(-count // 32) - 1, 0) for count in counts]
-    assert table.slots_E1.tolist() == [sum(per_expert[:expert]) for expert in range(len(counts) + 1)]
+    assert table.slots_E1.tolist() == [
+        sum(per_expert[:expert]) for expert in range(len(counts) + 1)
+    ]
 
 
 @pytest.mark.parametrize("sorted_already", [True, False])
@@ -60,7 +64,9 @@ def test_tiles_cover_every_row_of_every_expert(counts: list[int], least: int) ->
 def test_sorted_places_know_their_rows(ruled: bool, sorted_already: bool) -> None:
     generator = torch.Generator().manual_seed(3)
     num_routes = 1500  # two programs
-    order_N = None if sorted_already else torch.randperm(num_routes, generator=generator).to(torch.int32)
+    order_N = (
+        None if sorted_already else torch.randperm(num_routes, generator=generator).to(torch.int32)
+    )
     weight_N = torch.rand(num_routes, generator=generator)
     source_N, target_N = (torch.randint(40, (num_routes,), generator=generator) for _ in range(2))
     starts = torch.zeros(2, dtype=torch.int32)
@@ -78,7 +84,9 @@ def test_sorted_places_know_their_rows(ruled: bool, sorted_already: bool) -> Non
 def test_equal_numbers_of_answers_are_added_up(per_row: int, width: int) -> None:
     answers = torch.randn(11 * per_row, width, generator=torch.Generator().manual_seed(4))
     expected = answers.double().view(11, per_row, width).sum(1)
-    torch.testing.assert_close(sum_rows(answers, None, 11, per_row).double(), expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        sum_rows(answers, None, 11, per_row).double(), expected, rtol=1e-5, atol=1e-6
+    )
 
 
 @pytest.mark.parametrize("width", [3, 1100])

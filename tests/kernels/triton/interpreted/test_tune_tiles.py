@@ -1,4 +1,6 @@
-"""The script that measures tiles, without a GPU: every entry's call runs, and gives what the present tile gives."""
+"""The script that measures tiles, without a GPU: every entry's call runs, and gives what the
+present tile gives.
+"""
 
 import pytest
 from rich.console import Console
@@ -9,7 +11,15 @@ from moebius.kernels.triton.tiles import TILES
 
 @pytest.fixture(autouse=True)
 def toy_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes = {"WIDTH": 20, "HIDDEN": 16, "EXPERTS": 5, "TOP_K": 2, "ODD_WIDTH": 7, "ODD_HEAD": 3, "DEVICE": "cpu"}
+    sizes = {
+        "WIDTH": 20,
+        "HIDDEN": 16,
+        "EXPERTS": 5,
+        "TOP_K": 2,
+        "ODD_WIDTH": 7,
+        "ODD_HEAD": 3,
+        "DEVICE": "cpu",
+    }
     for name, value in ({"TOKENS": {"many": 9, "few": 4}} | sizes).items():
         monkeypatch.setattr(tune_tiles, name, value)
     monkeypatch.setattr(tune_tiles, "_expected", {})
@@ -18,7 +28,9 @@ def toy_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_every_entry_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     times = iter(range(1000, 0, -1))  # each candidate is faster than the one before
     monkeypatch.setattr(tune_tiles, "_graph_ms", lambda call: float(next(times)))
-    monkeypatch.setattr(tune_tiles, "candidates", lambda key: [TILES[key], tune_tiles.replace(TILES[key], stages=9)])
+    monkeypatch.setattr(
+        tune_tiles, "candidates", lambda key: [TILES[key], tune_tiles.replace(TILES[key], stages=9)]
+    )
     before = dict(TILES)
     keys = [(kernel, "fp32", "many") for kernel in tune_tiles.ORDER]
     try:
@@ -27,7 +39,9 @@ def test_every_entry_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     finally:
         TILES.update(before)
     assert set(measured) == set(keys)
-    assert all(isinstance(ms, float) for times in measured.values() for ms in times.values()), measured
+    assert all(isinstance(ms, float) for times in measured.values() for ms in times.values()), (
+        measured
+    )
 
 
 def test_an_entry_without_time_stays_as_it_was() -> None:
