@@ -71,7 +71,7 @@ MUTANTS = (
     ),
     Mutant(
         "what is sent and what is received change places", "distributed/dispatch/exchange.py",
-        "(came, sent, self.received, self.sent,", "(came, sent, self.sent, self.received,",
+        "came, sent, self.received, self.sent,", "came, sent, self.sent, self.received,",
         (ON_FOUR_RANKS,),
     ),
     Mutant(
@@ -120,7 +120,8 @@ MUTANTS = (
     Mutant(
         "answers are not brought back into the order of the "
         "routes", "distributed/dispatch/alltoall.py",
-        "sum_rows(rows, home.order_N,", "sum_rows(rows, None,", (ON_FOUR_RANKS,),
+        "                rows,\n                home.order_N,\n", "                rows,\n                None,\n",
+        (ON_FOUR_RANKS,),
     ),
     Mutant(
         "dedup adds answers up as they came, not by their "
@@ -142,10 +143,10 @@ MUTANTS = (
     ),
     Mutant(
         "dedup sends one row per route", "distributed/dispatch/dedup_hop.py",
-        "        sources = mask_of(routes.destination_N, routes.source_N, self._num_destinations, "
-        "routes.num_sources)\n",
-        "        sources = torch.ones(self._num_destinations, routes.num_sources, "
-        "dtype=torch.bool)\n",
+        "        sources = mask_of(\n"
+        "            routes.destination_N, routes.source_N, self._num_destinations, routes.num_sources\n"
+        "        )\n",
+        "        sources = torch.ones(self._num_destinations, routes.num_sources, dtype=torch.bool)\n",
         (f"{DISPATCHERS}::test_dedup_sends_every_row_once_to_every_rank_that_serves_it_and_not_once_more[token]",),
     ),
     Mutant(
