@@ -297,9 +297,9 @@ def _own_connection(store: Store) -> Store:
 
 
 def _members(group: str) -> list[int]:
-    return dist.get_process_group_ranks(
-        dist.distributed_c10d._resolve_process_group(group.partition(":")[2])
-    )  # pyright: ignore
+    name = group.partition(":")[2]
+    resolved = dist.distributed_c10d._resolve_process_group(name)  # pyright: ignore
+    return dist.get_process_group_ranks(resolved)
 
 
 # Reading and writing ------------------------------------------------------------------------------------------------
