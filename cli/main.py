@@ -474,23 +474,23 @@ def _add_plan(commands: argparse._SubParsersAction) -> None:
 
 
 def _plan(options: argparse.Namespace) -> int:
-    from ..planning.planner import Wishes
+    from ..planning.planner import Constraints
     from ..planning.report import (
-        draw,
+        draw_report,
         make_report,
         parse_nodes,
-        plain,
-        show,
-        show_detail,
-        show_sources,
+        render_detail,
+        render_report,
+        render_sources,
+        report_as_json,
     )
-    from .plan_request import make_setting
+    from .plan_request import make_scenario
 
     nodes = parse_nodes(options.nodes)
     console, errors = Console(), Console(stderr=True)
     config = resolve(options.name, options.overrides, RECIPES)
     with errors.status("planning"):
-        setting = make_setting(
+        scenario = make_scenario(
             config,
             hardware=options.hardware,
             precision=options.precision,
@@ -499,21 +499,23 @@ def _plan(options: argparse.Namespace) -> int:
             measured=options.measured,
             chunks=options.overlap_chunks,
         )
-        wishes = Wishes(options.ep, options.sharding, options.dispatcher, options.recompute)
-        report = make_report(setting, nodes, wishes)
+        constraints = Constraints(
+            options.ep, options.sharding, options.dispatcher, options.recompute
+        )
+        report = make_report(scenario, nodes, constraints)
     if options.png:
-        draw(report, options.png, title=options.name)
+        draw_report(report, options.png, title=options.name)
     if options.json:
-        print(json.dumps(plain(report), indent=2))
+        print(json.dumps(report_as_json(report), indent=2))
         return 0
-    console.print(show(report, top=options.top or (10 if len(nodes) == 1 else 2)))
+    console.print(render_report(report, top=options.top or (10 if len(nodes) == 1 else 2)))
     if options.detail:
-        for planned in filter(
-            None, (report.plans[-1].best(with_ep=with_ep) for with_ep in (False, True))
+        for plan in filter(
+            None, (report.sizes[-1].best(with_ep=with_ep) for with_ep in (False, True))
         ):
-            console.print(show_detail(planned))
+            console.print(render_detail(plan))
     if options.sources:
-        console.print(show_sources(setting))
+        console.print(render_sources(scenario))
     if options.png:
         console.print(f"picture: {options.png}")
     return 0

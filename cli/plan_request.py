@@ -1,8 +1,8 @@
-"""What `moebius plan` is asked, checked and made into a setting of the cost model."""
+"""What `moebius plan` is asked, checked and made into a scenario of the cost model."""
 
 from pathlib import Path
 
-from ..planning.cost_model import Setting
+from ..planning.cost_model import Scenario
 from ..planning.hardware import find_hardware
 from ..planning.measured import read_table
 from ..planning.routing_skew import CONCENTRATION, RoutingSkew, drawn, recorded_in
@@ -12,7 +12,7 @@ from ..train.config import Config
 _PRECISIONS = {"bf16": "bfloat16", "fp32": "float32"}
 
 
-def make_setting(
+def make_scenario(
     config: Config,
     *,
     hardware: str,
@@ -21,8 +21,8 @@ def make_setting(
     skew: str | None = None,
     measured: Path | None = None,
     chunks: int = 1,
-) -> Setting:
-    """The setting of a run's configuration on a machine.
+) -> Scenario:
+    """The scenario of a run's configuration on a machine.
 
     Args:
         hardware: a name or a TOML file.
@@ -55,7 +55,7 @@ def make_setting(
     )
     routing = _skew(skew)
     routing.check([bank for bank, _ in workload.uses])
-    return Setting(
+    return Scenario(
         workload, machine, tokens, routing, read_table(measured) if measured else None, chunks
     )
 

@@ -56,7 +56,7 @@ OPTIMIZER_PASSES_BYTES = (
 
 
 @dataclass(frozen=True)
-class Setting:
+class Scenario:
     """What is the same for every layout that is compared."""
 
     workload: Workload
@@ -68,7 +68,7 @@ class Setting:
 
 
 @dataclass(frozen=True)
-class Choice:
+class LayoutCandidate:
     """A layout, and how it is run."""
 
     dp_replicate: int
@@ -146,9 +146,9 @@ class Collective:
 
 @dataclass(frozen=True)
 class Prediction:
-    """A choice and what it costs."""
+    """A candidate and what it costs."""
 
-    choice: Choice
+    candidate: LayoutCandidate
     memory: Memory
     time: StepTime
     collectives: tuple[Collective, ...]
@@ -157,23 +157,23 @@ class Prediction:
     mfu: float  # model FLOPs, recomputation not counted, over the peak
 
 
-def predict(setting: Setting, choice: Choice, *, quantile: str = "p50") -> Prediction:
-    """The cost of one choice. Time takes the hottest rank's factor at `quantile`, memory always at
+def predict(scenario: Scenario, candidate: LayoutCandidate, *, quantile: str = "p50") -> Prediction:
+    """The cost of one candidate. Time takes the hottest rank's factor at `quantile`, memory always at
     p99.
     """
-    hardware, work = setting.hardware, setting.workload
-    exchanges = list(_exchanges(setting, choice, quantile))
-    gathers, sums = list(_gathers(setting, choice)), list(_gradient_sums(setting, choice))
-    time = _step_time(setting, choice, exchanges, gathers, sums, quantile)
-    memory = predict_memory(setting, choice)
-    rate = setting.tokens / time.total
+    hardware, work = scenario.hardware, scenario.workload
+    exchanges = list(_exchanges(scenario, candidate, quantile))
+    gathers, sums = list(_gathers(scenario, candidate)), list(_gradient_sums(scenario, candidate))
+    time = _step_time(scenario, candidate, exchanges, gathers, sums, quantile)
+    memory = predict_memory(scenario, candidate)
+    rate = scenario.tokens / time.total
     return Prediction(
-        choice,
+        candidate,
         memory,
         time,
         (*exchanges, *gathers, *sums),
         fits=memory.total <= hardware.usable_memory * hardware.memory_bytes,
-        tokens_per_s=rate * choice.world_size,
+        tokens_per_s=rate * candidate.world_size,
         mfu=3 * work.forward_flops * rate / hardware.peak(work.precision),
     )
 
@@ -182,96 +182,111 @@ def predict(setting: Setting, choice: Choice, *, quantile: str = "p50") -> Predi
 
 
 def _step_time(
-    setting: Setting,
-    choice: Choice,
+    scenario: Scenario,
+    candidate: LayoutCandidate,
     exchanges: list[Collective],
     gathers: list[Collective],
     sums: list[Collective],
     quantile: str,
 ) -> StepTime:
-    hardware, work = setting.hardware, setting.workload
-    passes = 3 if choice.recompute == "none" else 4
+    hardware, work = scenario.hardware, scenario.workload
+    passes = 3 if candidate.recompute == "none" else 4
     experts = passes * sum(
-        uses * expert_s(setting, bank, choice.ep, setting.skew.factor(bank, choice.ep).at(quantile))
+        uses
+        * expert_s(
+            scenario, bank, candidate.ep, scenario.skew.factor(bank, candidate.ep).at(quantile)
+        )
         for bank, uses in work.uses
     )
-    compute = passes * dense_s(setting) + elementwise_s(setting, passes) + experts
+    compute = passes * dense_s(scenario) + elementwise_s(scenario, passes) + experts
     moved = sum(call.seconds for call in exchanges)
-    hidden = 0.0 if setting.chunks == 1 else min(experts, hardware.chunk_overlap * moved)
+    hidden = 0.0 if scenario.chunks == 1 else min(experts, hardware.chunk_overlap * moved)
     core, gathered = compute + moved - hidden, sum(call.seconds for call in gathers)
     overlapped = hardware.gather_overlap * gathered
     gather = max(core, overlapped) + (gathered - overlapped) - core
     gradients = sum(call.seconds for call in sums)
-    optimizer = OPTIMIZER_PASSES_BYTES * _weights_held(work, choice) / hardware.memory_bandwidth
-    late = hardware.straggler * sqrt(2 * log(choice.world_size)) if choice.world_size > 1 else 0.0
+    optimizer = OPTIMIZER_PASSES_BYTES * _weights_held(work, candidate) / hardware.memory_bandwidth
+    late = (
+        hardware.straggler * sqrt(2 * log(candidate.world_size))
+        if candidate.world_size > 1
+        else 0.0
+    )
     straggler = late * (core + gather + gradients + optimizer)
     return StepTime(compute, moved - hidden, gather, gradients, optimizer, straggler)
 
 
-def host_s(setting: Setting, recompute: str) -> float:
+def host_s(scenario: Scenario, recompute: str) -> float:
     """What the host needs to launch every operation of a step eagerly; a step that is shorter waits
     for the host.
     """
-    return (3 if recompute == "none" else 4) * setting.hardware.launch_s * setting.workload.launches
+    return (
+        (3 if recompute == "none" else 4) * scenario.hardware.launch_s * scenario.workload.launches
+    )
 
 
-def dense_s(setting: Setting) -> float:
+def dense_s(scenario: Scenario) -> float:
     """One forward pass of everything but the routed experts."""
-    flops = setting.tokens * setting.workload.dense_flops
-    return flops / _flops_per_s(setting, setting.tokens)
+    flops = scenario.tokens * scenario.workload.dense_flops
+    return flops / _flops_per_s(scenario, scenario.tokens)
 
 
-def elementwise_s(setting: Setting, passes: int) -> float:
+def elementwise_s(scenario: Scenario, passes: int) -> float:
     """Norms, residuals, gates and all else that is bound by the memory bus: what is kept, so often
     to and fro.
     """
-    kept = setting.tokens * setting.workload.saved_bytes
-    return kept * setting.hardware.memory_passes * passes / 3 / setting.hardware.memory_bandwidth
+    kept = scenario.tokens * scenario.workload.saved_bytes
+    return kept * scenario.hardware.memory_passes * passes / 3 / scenario.hardware.memory_bandwidth
 
 
-def expert_s(setting: Setting, bank: Bank, ep: int, skew: float) -> float:
+def expert_s(scenario: Scenario, bank: Bank, ep: int, skew: float) -> float:
     """One forward use of a bank on the hottest rank: its products, or where they are thin the bytes
     they read and write.
     """
-    work, hardware = setting.workload, setting.hardware
-    routes = setting.tokens * bank.routes * skew
-    rows_per_expert = setting.tokens * ep * bank.routes / bank.total_experts
-    products = 2 * routes * bank.weights_per_expert / _flops_per_s(setting, rows_per_expert)
+    work, hardware = scenario.workload, scenario.hardware
+    routes = scenario.tokens * bank.routes * skew
+    rows_per_expert = scenario.tokens * ep * bank.routes / bank.total_experts
+    products = 2 * routes * bank.weights_per_expert / _flops_per_s(scenario, rows_per_expert)
     touched = routes * (bank.d_in + 2 * bank.kept_columns + bank.d_out) + bank.parameters / ep
     return max(products, touched * work.bytes_per_element / hardware.memory_bandwidth)
 
 
-def _flops_per_s(setting: Setting, rows: float) -> float:
+def _flops_per_s(scenario: Scenario, rows: float) -> float:
     """Of products of so many rows."""
-    hardware = setting.hardware
+    hardware = scenario.hardware
     share = hardware.matmul_efficiency * rows / (rows + hardware.matmul_half_rows)
-    return share * hardware.peak(setting.workload.precision)
+    return share * hardware.peak(scenario.workload.precision)
 
 
 # Collectives --------------------------------------------------------------------------------------------------------
 
 
-def _exchanges(setting: Setting, choice: Choice, quantile: str) -> Iterator[Collective]:
+def _exchanges(
+    scenario: Scenario, candidate: LayoutCandidate, quantile: str
+) -> Iterator[Collective]:
     """Rows to experts and answers home, per bank: forward, backward, and once more under full
     recomputation.
     """
-    if choice.ep == 1:
+    if candidate.ep == 1:
         return
-    again = 3 if choice.recompute == "full" else 2
-    crosses = neighbours(choice.ep, setting.hardware.ranks_per_node) < choice.ep
-    for bank, uses in setting.workload.uses:
-        skew = setting.skew.factor(bank, choice.ep).at(quantile)
+    again = 3 if candidate.recompute == "full" else 2
+    crosses = neighbours(candidate.ep, scenario.hardware.ranks_per_node) < candidate.ep
+    for bank, uses in scenario.workload.uses:
+        skew = scenario.skew.factor(bank, candidate.ep).at(quantile)
         counted = (
-            0.0 if bank.balanced else setting.hardware.host_sync_s + _counts_s(setting, choice)
+            0.0 if bank.balanced else scenario.hardware.host_sync_s + _counts_s(scenario, candidate)
         )
         for number, direction in enumerate((to_experts, home)):
             num_bytes, seconds = exchange_cost(
-                setting, choice, bank, direction(bank, setting.workload.bytes_per_element), skew
+                scenario,
+                candidate,
+                bank,
+                direction(bank, scenario.workload.bytes_per_element),
+                skew,
             )
             yield Collective(
                 f"{bank.kind} {('dispatch', 'combine')[number]}",
-                choice.dispatcher,
-                choice.ep,
+                candidate.dispatcher,
+                candidate.ep,
                 crosses,
                 uses * again,
                 num_bytes,
@@ -281,7 +296,7 @@ def _exchanges(setting: Setting, choice: Choice, quantile: str) -> Iterator[Coll
             yield Collective(
                 f"{bank.kind} counts",
                 "all_to_all",
-                choice.ep,
+                candidate.ep,
                 crosses,
                 uses,
                 8.0 * bank.total_experts,
@@ -290,41 +305,41 @@ def _exchanges(setting: Setting, choice: Choice, quantile: str) -> Iterator[Coll
 
 
 def exchange_cost(
-    setting: Setting, choice: Choice, bank: Bank, direction: Direction, skew: float
+    scenario: Scenario, candidate: LayoutCandidate, bank: Bank, direction: Direction, skew: float
 ) -> tuple[float, float]:
     """Bytes that leave a rank and seconds, of one direction."""
-    hardware = leaving_pod(setting.hardware, choice.ep)
-    if choice.dispatcher == "allgather":
+    hardware = leaving_pod(scenario.hardware, candidate.ep)
+    if candidate.dispatcher == "allgather":
         op = "all_gather" if direction.unit == bank.source else "reduce_scatter"
-        whole = choice.ep * setting.tokens * direction.tokens_bytes(bank.units(direction.unit))
-        group = strided(choice.ep, 1, hardware.ranks_per_node)
-        return whole * (choice.ep - 1) / choice.ep, collective_s(
-            op, whole, group, hardware, setting.table
+        whole = candidate.ep * scenario.tokens * direction.tokens_bytes(bank.units(direction.unit))
+        group = strided(candidate.ep, 1, hardware.ranks_per_node)
+        return whole * (candidate.ep - 1) / candidate.ep, collective_s(
+            op, whole, group, hardware, scenario.table
         )
     traffic = exchange_traffic(
         direction,
-        tokens=setting.tokens,
-        ep=choice.ep,
+        tokens=scenario.tokens,
+        ep=candidate.ep,
         ranks_per_node=hardware.ranks_per_node,
-        dispatcher=choice.dispatcher,
+        dispatcher=candidate.dispatcher,
     )
     seconds = exchange_s(
         traffic,
         hardware,
-        dispatcher=choice.dispatcher,
+        dispatcher=candidate.dispatcher,
         skew=skew,
         staged=True,
-        table=setting.table,
-        chunks=setting.chunks,
+        table=scenario.table,
+        chunks=scenario.chunks,
     )
     return traffic.num_bytes, seconds
 
 
-def _counts_s(setting: Setting, choice: Choice) -> float:
+def _counts_s(scenario: Scenario, candidate: LayoutCandidate) -> float:
     """The exchange of counts: latency only."""
-    hardware = setting.hardware
-    fast = neighbours(choice.ep, hardware.ranks_per_node) - 1
-    slow = choice.ep - 1 - fast
+    hardware = scenario.hardware
+    fast = neighbours(candidate.ep, hardware.ranks_per_node) - 1
+    slow = candidate.ep - 1 - fast
     return hardware.exchange_start_s + fast * hardware.fast_post_s + slow * hardware.slow_post_s
 
 
@@ -360,26 +375,26 @@ def _gathers_per_pass(work: Workload) -> int:
     return 1 if work.repeats > 1 else 2
 
 
-def _gathers(setting: Setting, choice: Choice) -> Iterator[Collective]:
+def _gathers(scenario: Scenario, candidate: LayoutCandidate) -> Iterator[Collective]:
     """FSDP: every unit gathered, its gradient scattered, and then summed over replicas; as
     sharding.py does it.
     """
-    if choice.sharding != "fsdp":
+    if candidate.sharding != "fsdp":
         return
-    work, hardware = setting.workload, setting.hardware
+    work, hardware = scenario.workload, scenario.hardware
     shards = {
-        "dense": strided(choice.dp_shard, 1, hardware.ranks_per_node),
-        "experts": strided(choice.efsdp, choice.ep, hardware.ranks_per_node),
+        "dense": strided(candidate.dp_shard, 1, hardware.ranks_per_node),
+        "experts": strided(candidate.efsdp, candidate.ep, hardware.ranks_per_node),
     }
-    replicas = strided(choice.dp_replicate, choice.dp_shard, hardware.ranks_per_node)
-    for unit in _units(work, choice.ep):
+    replicas = strided(candidate.dp_replicate, candidate.dp_shard, hardware.ranks_per_node)
+    for unit in _units(work, candidate.ep):
         for kind, group in shards.items():
             weights = getattr(unit, kind)
             if weights == 0:
                 continue
             name = f"{unit.name}, {kind}"
             yield from _call(
-                setting,
+                scenario,
                 f"gather {name}",
                 "all_gather",
                 unit.gathers * unit.times,
@@ -387,7 +402,7 @@ def _gathers(setting: Setting, choice: Choice) -> Iterator[Collective]:
                 group,
             )
             yield from _call(
-                setting,
+                scenario,
                 f"scatter {name}",
                 "reduce_scatter",
                 unit.times,
@@ -395,34 +410,34 @@ def _gathers(setting: Setting, choice: Choice) -> Iterator[Collective]:
                 group,
             )
             shard = weights * GRADIENT_BYTES / group.size
-            yield from _call(setting, f"sum {name}", "all_reduce", unit.times, shard, replicas)
+            yield from _call(scenario, f"sum {name}", "all_reduce", unit.times, shard, replicas)
 
 
-def _gradient_sums(setting: Setting, choice: Choice) -> Iterator[Collective]:
+def _gradient_sums(scenario: Scenario, candidate: LayoutCandidate) -> Iterator[Collective]:
     """Whole weights: one sum per step, of the dense ones over the world, of the experts over those
     that hold the same.
     """
-    if choice.sharding == "fsdp":
+    if candidate.sharding == "fsdp":
         return
-    work, per_node = setting.workload, setting.hardware.ranks_per_node
+    work, per_node = scenario.workload, scenario.hardware.ranks_per_node
     world, same = (
-        strided(choice.world_size, 1, per_node),
-        strided(choice.world_size // choice.ep, choice.ep, per_node),
+        strided(candidate.world_size, 1, per_node),
+        strided(candidate.world_size // candidate.ep, candidate.ep, per_node),
     )
     yield from _call(
-        setting,
+        scenario,
         "sum dense gradients",
         "all_reduce",
         1,
         work.dense_parameters * GRADIENT_BYTES,
         world,
     )
-    experts = work.expert_parameters / choice.ep * GRADIENT_BYTES
-    yield from _call(setting, "sum expert gradients", "all_reduce", 1, experts, same)
+    experts = work.expert_parameters / candidate.ep * GRADIENT_BYTES
+    yield from _call(scenario, "sum expert gradients", "all_reduce", 1, experts, same)
 
 
 def _call(
-    setting: Setting, name: str, op: str, calls: float, num_bytes: float, group: Group
+    scenario: Scenario, name: str, op: str, calls: float, num_bytes: float, group: Group
 ) -> Iterator[Collective]:
     if group.size == 1 or num_bytes == 0:
         return
@@ -434,19 +449,19 @@ def _call(
         group.nodes > 1,
         calls,
         rounds * num_bytes * (group.size - 1) / group.size,
-        collective_s(op, num_bytes, group, setting.hardware, setting.table),
+        collective_s(op, num_bytes, group, scenario.hardware, scenario.table),
     )
 
 
 # Memory -------------------------------------------------------------------------------------------------------------
 
 
-def predict_memory(setting: Setting, choice: Choice) -> Memory:
+def predict_memory(scenario: Scenario, candidate: LayoutCandidate) -> Memory:
     """Bytes of the rank with the most rows, at the 99th percentile of its factor."""
-    work = setting.workload
-    held = _weights_held(work, choice)
-    weights, gradients = _weights_in_use(work, choice)
-    activations, routed = _activations(setting, choice)
+    work = scenario.workload
+    held = _weights_held(work, candidate)
+    weights, gradients = _weights_in_use(work, candidate)
+    activations, routed = _activations(scenario, candidate)
     return Memory(
         weights,
         gradients,
@@ -456,20 +471,20 @@ def predict_memory(setting: Setting, choice: Choice) -> Memory:
         routed,
         # Of one chunk of tokens, with their log-softmax and gradient in float32
         # (model/head_loss.py).
-        logits=min(setting.tokens, rows_of_chunk(work.vocab_size, "cuda"))
+        logits=min(scenario.tokens, rows_of_chunk(work.vocab_size, "cuda"))
         * work.vocab_size
         * (work.bytes_per_element + 8),
     )
 
 
-def _weights_held(work: Workload, choice: Choice) -> float:
+def _weights_held(work: Workload, candidate: LayoutCandidate) -> float:
     """Whose master and moments this rank keeps."""
-    if choice.sharding == "fsdp":
-        return (work.dense_parameters + work.expert_parameters) / choice.dp_shard
-    return work.dense_parameters + work.expert_parameters / choice.ep
+    if candidate.sharding == "fsdp":
+        return (work.dense_parameters + work.expert_parameters) / candidate.dp_shard
+    return work.dense_parameters + work.expert_parameters / candidate.ep
 
 
-def _weights_in_use(work: Workload, choice: Choice) -> tuple[float, float]:
+def _weights_in_use(work: Workload, candidate: LayoutCandidate) -> tuple[float, float]:
     """Bytes of weights as the products read them, and of gradients.
 
     Unsharded: a copy in low precision for a pass, its gradient, the float32 gradient, and the
@@ -477,13 +492,15 @@ def _weights_in_use(work: Workload, choice: Choice) -> tuple[float, float]:
     the pass ends, and so do their gradients; of layers that do not there are two at a time, the one
     at work and the next, and the embedding with the head.
     """
-    held = _weights_held(work, choice)
+    held = _weights_held(work, candidate)
     low = work.bytes_per_element if work.bytes_per_element < MASTER_BYTES else 0
-    if choice.sharding == "none":
-        buckets = GRADIENT_BYTES if choice.world_size > 1 else 0
+    if candidate.sharding == "none":
+        buckets = GRADIENT_BYTES if candidate.world_size > 1 else 0
         return low * held, (GRADIENT_BYTES + low + buckets) * held
     layers = [
-        unit.dense + unit.experts for unit in _units(work, choice.ep)[1:] for _ in range(unit.times)
+        unit.dense + unit.experts
+        for unit in _units(work, candidate.ep)[1:]
+        for _ in range(unit.times)
     ]
     gathered = work.root_parameters + sum(layers if work.repeats > 1 else sorted(layers)[-2:])
     return (
@@ -492,66 +509,71 @@ def _weights_in_use(work: Workload, choice: Choice) -> tuple[float, float]:
     )
 
 
-def _activations(setting: Setting, choice: Choice) -> tuple[float, float]:
+def _activations(scenario: Scenario, candidate: LayoutCandidate) -> tuple[float, float]:
     """Bytes that wait for the backward pass: outside of the experts, and of routed rows."""
-    work, tokens = setting.workload, setting.tokens
+    work, tokens = scenario.workload, scenario.tokens
     dense, routed = (
         work.saved_bytes,
-        sum(uses * _routed_bytes(setting, choice, bank) for bank, uses in work.uses),
+        sum(uses * _routed_bytes(scenario, candidate, bank) for bank, uses in work.uses),
     )
-    buffers = max((_buffer_bytes(setting, choice, bank) for bank, _ in work.uses), default=0.0)
-    if choice.recompute == "none":
+    buffers = max((_buffer_bytes(scenario, candidate, bank) for bank, _ in work.uses), default=0.0)
+    if candidate.recompute == "none":
         return tokens * dense, tokens * (routed + buffers)
     kept = (
         work.num_layers * 4 * work.d_model
     )  # the residual stream, float32, in front of every depth step
-    kept_routed = sum(uses * _kept_bytes(setting, choice, bank) for bank, uses in work.uses)
+    kept_routed = sum(uses * _kept_bytes(scenario, candidate, bank) for bank, uses in work.uses)
     one = 1 / work.num_layers  # the depth step that is being recomputed
     return tokens * (kept + one * dense), tokens * (kept_routed + one * routed + buffers)
 
 
 def _received(
-    setting: Setting, choice: Choice, bank: Bank, way: Callable[[Bank, int], Direction]
+    scenario: Scenario,
+    candidate: LayoutCandidate,
+    bank: Bank,
+    way: Callable[[Bank, int], Direction],
 ) -> float:
     """Bytes per token of rows on the hottest rank's side of an exchange."""
-    direction = way(bank, setting.workload.bytes_per_element)
-    if choice.dispatcher == "allgather":
-        return choice.ep * direction.tokens_bytes(bank.units(direction.unit))
+    direction = way(bank, scenario.workload.bytes_per_element)
+    if candidate.dispatcher == "allgather":
+        return candidate.ep * direction.tokens_bytes(bank.units(direction.unit))
     traffic = exchange_traffic(
         direction,
         tokens=1,
-        ep=choice.ep,
-        ranks_per_node=setting.hardware.ranks_per_node,
-        dispatcher=choice.dispatcher,
+        ep=candidate.ep,
+        ranks_per_node=scenario.hardware.ranks_per_node,
+        dispatcher=candidate.dispatcher,
     )
-    return min(setting.skew.factor(bank, choice.ep).p99, traffic.cap) * traffic.held_bytes
+    return min(scenario.skew.factor(bank, candidate.ep).p99, traffic.cap) * traffic.held_bytes
 
 
-def _routed_bytes(setting: Setting, choice: Choice, bank: Bank) -> float:
+def _routed_bytes(scenario: Scenario, candidate: LayoutCandidate, bank: Bank) -> float:
     """Hidden rows and indices of what this rank serves and, if they came from elsewhere, the rows
     themselves.
     """
-    hottest = setting.skew.factor(bank, choice.ep).p99
-    kept = hottest * kept_by_bank(bank, setting.workload.bytes_per_element)
-    return kept + (_received(setting, choice, bank, to_experts) if choice.ep > 1 else 0.0)
+    hottest = scenario.skew.factor(bank, candidate.ep).p99
+    kept = hottest * kept_by_bank(bank, scenario.workload.bytes_per_element)
+    return kept + (_received(scenario, candidate, bank, to_experts) if candidate.ep > 1 else 0.0)
 
 
-def _kept_bytes(setting: Setting, choice: Choice, bank: Bank) -> float:
+def _kept_bytes(scenario: Scenario, candidate: LayoutCandidate, bank: Bank) -> float:
     """What recomputation keeps: decisions; selective also what came from elsewhere, rows and sums
     of answers.
     """
     decisions = 8 * bank.routes  # the expert
-    if choice.recompute == "full" or choice.ep == 1:
+    if candidate.recompute == "full" or candidate.ep == 1:
         return decisions
-    answers = bank.units(bank.target) * bank.d_out * setting.workload.bytes_per_element
-    return decisions + answers + _received(setting, choice, bank, to_experts)
+    answers = bank.units(bank.target) * bank.d_out * scenario.workload.bytes_per_element
+    return decisions + answers + _received(scenario, candidate, bank, to_experts)
 
 
-def _buffer_bytes(setting: Setting, choice: Choice, bank: Bank) -> float:
+def _buffer_bytes(scenario: Scenario, candidate: LayoutCandidate, bank: Bank) -> float:
     """Rows and answers in flight."""
-    if choice.ep == 1:
+    if candidate.ep == 1:
         return 0.0
-    return _received(setting, choice, bank, to_experts) + 2 * _received(setting, choice, bank, home)
+    return _received(scenario, candidate, bank, to_experts) + 2 * _received(
+        scenario, candidate, bank, home
+    )
 
 
 # Moving tokens or moving weights ------------------------------------------------------------------------------------
@@ -576,11 +598,13 @@ class Comparison:
     weights_s: float
 
 
-def compare(setting: Setting, *, ep: int, dispatcher: str) -> Comparison:
+def compare(scenario: Scenario, *, ep: int, dispatcher: str) -> Comparison:
     """Both ways of sharing the experts among the same `ep` ranks."""
-    work, hardware = setting.workload, setting.hardware
-    choice = Choice(1, ep, ep, "none", dispatcher)
-    exchanges = [call for call in _exchanges(setting, choice, "p50") if "counts" not in call.name]
+    work, hardware = scenario.workload, scenario.hardware
+    candidate = LayoutCandidate(1, ep, ep, "none", dispatcher)
+    exchanges = [
+        call for call in _exchanges(scenario, candidate, "p50") if "counts" not in call.name
+    ]
     group = strided(ep, 1, hardware.ranks_per_node)
     gathers = _gathers_per_pass(work)
     once, anew = (
@@ -589,16 +613,16 @@ def compare(setting: Setting, *, ep: int, dispatcher: str) -> Comparison:
     )
     tokens_bytes = sum(call.num_bytes for call in exchanges)
     gathered = work.expert_parameters * work.bytes_per_element
-    weights_s = gathers * collective_s("all_gather", gathered, group, hardware, setting.table)
+    weights_s = gathers * collective_s("all_gather", gathered, group, hardware, scenario.table)
     weights_s += collective_s(
-        "reduce_scatter", work.expert_parameters * GRADIENT_BYTES, group, hardware, setting.table
+        "reduce_scatter", work.expert_parameters * GRADIENT_BYTES, group, hardware, scenario.table
     )
     return Comparison(
         ep,
         tokens_bytes,
         once,
         anew,
-        setting.tokens * once / tokens_bytes,
+        scenario.tokens * once / tokens_bytes,
         sum(call.seconds for call in exchanges),
         weights_s,
     )

@@ -65,7 +65,7 @@ class Hardware:
 
 
 @dataclass(frozen=True)
-class Fact:
+class Sourced:
     """A figure and where it comes from."""
 
     value: float
@@ -80,69 +80,71 @@ _UNCHECKED = "vendor's announcement of the Blackwell generation, not checked aga
 _NCCL = "NCCL's tuning table (src/graph/tuning.cc, commit 01afd20), ring, Simple protocol; newer ones differ by tens of per cent"
 _OURS = "assumption of this project, to be replaced by a measurement"
 
-_GPU: dict[str, Fact] = {
-    "ranks_per_node": Fact(8, "HGX boards join 8 GPUs by NVLink"),
-    "usable_memory": Fact(0.92, f"CUDA context, NCCL buffers, fragmentation: {_OURS}"),
-    "fast_efficiency": Fact(
+_GPU: dict[str, Sourced] = {
+    "ranks_per_node": Sourced(8, "HGX boards join 8 GPUs by NVLink"),
+    "usable_memory": Sourced(0.92, f"CUDA context, NCCL buffers, fragmentation: {_OURS}"),
+    "fast_efficiency": Sourced(
         0.80, "DeepEP's README: 726 of 900 GB/s on NVLink5, 153–158 of 160 GB/s on the H800; the lower, rounded"
     ),
-    "slow_bandwidth": Fact(50e9, "NDR InfiniBand, 400 Gb/s, one adapter per GPU"),
-    "slow_efficiency": Fact(
+    "slow_bandwidth": Sourced(50e9, "NDR InfiniBand, 400 Gb/s, one adapter per GPU"),
+    "slow_efficiency": Sourced(
         0.90, "DeepEP issue 155: RDMA writes of about 47 GB/s on 50 GB/s; issues 155, 336, 493 show 12–25 where misconfigured"
     ),
-    "pod_nodes": Fact(1_000_000, "a network without oversubscription: set it where yours has pods"),
-    "oversubscription": Fact(1.0, "as pod_nodes"),
-    "fast_hop_s": Fact(3.4e-6, f"{_NCCL}: NVLink hop"),
-    "slow_hop_s": Fact(9.6e-6, f"{_NCCL}: network hop"),
-    "collective_start_s": Fact(8.4e-6, f"{_NCCL}: base"),
-    "exchange_start_s": Fact(10e-6, f"two kernel launches of about 5 µs: {_OURS}"),
-    "fast_post_s": Fact(0.4e-6, f"NCCL spreads peers over channels: {_OURS}"),
-    "slow_post_s": Fact(1.0e-6, f"posting one RDMA write: {_OURS}"),
-    "launch_s": Fact(6e-6, f"eager PyTorch, 5–8 µs; CUDA graphs and torch.compile take less: {_OURS}"),
-    "host_sync_s": Fact(25e-6, f"device-to-host copy and relaunch, 15–40 µs: {_OURS}"),
-    "matmul_efficiency": Fact(0.75, f"cuBLAS on large bfloat16 products reaches 70–80 % of the peak: {_OURS}"),
-    "matmul_half_rows": Fact(
+    "pod_nodes": Sourced(1_000_000, "a network without oversubscription: set it where yours has pods"),
+    "oversubscription": Sourced(1.0, "as pod_nodes"),
+    "fast_hop_s": Sourced(3.4e-6, f"{_NCCL}: NVLink hop"),
+    "slow_hop_s": Sourced(9.6e-6, f"{_NCCL}: network hop"),
+    "collective_start_s": Sourced(8.4e-6, f"{_NCCL}: base"),
+    "exchange_start_s": Sourced(10e-6, f"two kernel launches of about 5 µs: {_OURS}"),
+    "fast_post_s": Sourced(0.4e-6, f"NCCL spreads peers over channels: {_OURS}"),
+    "slow_post_s": Sourced(1.0e-6, f"posting one RDMA write: {_OURS}"),
+    "launch_s": Sourced(6e-6, f"eager PyTorch, 5–8 µs; CUDA graphs and torch.compile take less: {_OURS}"),
+    "host_sync_s": Sourced(25e-6, f"device-to-host copy and relaunch, 15–40 µs: {_OURS}"),
+    "matmul_efficiency": Sourced(0.75, f"cuBLAS on large bfloat16 products reaches 70–80 % of the peak: {_OURS}"),
+    "matmul_half_rows": Sourced(
         128, f"one tile of a grouped product; a loop over experts, as the `segments` kernels are, is slower: {_OURS}"
     ),
-    "memory_passes": Fact(6, f"forward: read and written; backward: read twice, its gradient written and read: {_OURS}"),
-    "gather_overlap": Fact(0.9, f"gathers are prefetched one group member ahead: {_OURS}"),
-    "chunk_overlap": Fact(0.45, f"published schedules with two chunks hide 35–60 %: {_OURS}"),
-    "straggler": Fact(0.015, f"1–2 % of a step, the slowest of n ranks being σ·√(2 ln n) late: {_OURS}"),
+    "memory_passes": Sourced(6, f"forward: read and written; backward: read twice, its gradient written and read: {_OURS}"),
+    "gather_overlap": Sourced(0.9, f"gathers are prefetched one group member ahead: {_OURS}"),
+    "chunk_overlap": Sourced(0.45, f"published schedules with two chunks hide 35–60 %: {_OURS}"),
+    "straggler": Sourced(0.015, f"1–2 % of a step, the slowest of n ranks being σ·√(2 ln n) late: {_OURS}"),
 }  # fmt: skip
 _HOPPER = _GPU | {
-    "peak_bf16": Fact(989e12, _data_sheet("H100 SXM and H200 SXM")),
-    "peak_fp32": Fact(
+    "peak_bf16": Sourced(989e12, _data_sheet("H100 SXM and H200 SXM")),
+    "peak_fp32": Sourced(
         67e12, f"{_data_sheet('H100 SXM and H200 SXM')}; without TF32, as training in float32 is"
     ),
-    "fast_bandwidth": Fact(
+    "fast_bandwidth": Sourced(
         450e9, f"{_data_sheet('H100 SXM and H200 SXM')}: NVLink4, 900 GB/s both ways"
     ),
 }
 _BLACKWELL = _GPU | {
-    "peak_bf16": Fact(2.25e15, _UNCHECKED),
-    "peak_fp32": Fact(80e12, _UNCHECKED),
-    "memory_bytes": Fact(180e9, _UNCHECKED),
-    "memory_bandwidth": Fact(8.0e12, _UNCHECKED),
-    "fast_bandwidth": Fact(900e9, f"NVLink5, 1,800 GB/s both ways: {_UNCHECKED}"),
+    "peak_bf16": Sourced(2.25e15, _UNCHECKED),
+    "peak_fp32": Sourced(80e12, _UNCHECKED),
+    "memory_bytes": Sourced(180e9, _UNCHECKED),
+    "memory_bandwidth": Sourced(8.0e12, _UNCHECKED),
+    "fast_bandwidth": Sourced(900e9, f"NVLink5, 1,800 GB/s both ways: {_UNCHECKED}"),
 }
-_FACTS: dict[str, dict[str, Fact]] = {
+_SOURCED: dict[str, dict[str, Sourced]] = {
     "h100": _HOPPER | {
-        "memory_bytes": Fact(80e9, _data_sheet("H100 SXM")), "memory_bandwidth": Fact(3.35e12, _data_sheet("H100 SXM")),
+        "memory_bytes": Sourced(80e9, _data_sheet("H100 SXM")), "memory_bandwidth": Sourced(3.35e12, _data_sheet("H100 SXM")),
     },
     "h200": _HOPPER | {
-        "memory_bytes": Fact(141e9, _data_sheet("H200 SXM")), "memory_bandwidth": Fact(4.8e12, _data_sheet("H200 SXM")),
+        "memory_bytes": Sourced(141e9, _data_sheet("H200 SXM")), "memory_bandwidth": Sourced(4.8e12, _data_sheet("H200 SXM")),
     },
     "b200": _BLACKWELL,
-    "gb200_nvl72": _BLACKWELL | {"ranks_per_node": Fact(72, f"one NVLink domain per rack: {_UNCHECKED}")},
+    "gb200_nvl72": _BLACKWELL | {"ranks_per_node": Sourced(72, f"one NVLink domain per rack: {_UNCHECKED}")},
 }  # fmt: skip
 
 
-def _hardware(name: str, facts: Mapping[str, Fact]) -> Hardware:
-    values: dict[str, Any] = {key: fact.value for key, fact in facts.items()}
-    return Hardware(name, **values, sources={key: fact.source for key, fact in facts.items()})
+def _hardware(name: str, figures: Mapping[str, Sourced]) -> Hardware:
+    values: dict[str, Any] = {key: figure.value for key, figure in figures.items()}
+    return Hardware(name, **values, sources={key: figure.source for key, figure in figures.items()})
 
 
-HARDWARE: dict[str, Hardware] = {name: _hardware(name, facts) for name, facts in _FACTS.items()}
+HARDWARE: dict[str, Hardware] = {
+    name: _hardware(name, figures) for name, figures in _SOURCED.items()
+}
 
 
 def find_hardware(name_or_file: str) -> Hardware:

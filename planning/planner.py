@@ -16,14 +16,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from .communication import DISPATCHERS, neighbours
-from .cost_model import RECOMPUTATION, SHARDINGS, Choice, Prediction, Setting, predict
+from .cost_model import RECOMPUTATION, SHARDINGS, LayoutCandidate, Prediction, Scenario, predict
 from .workload import rounded
 
 MOST_UNUSED = 0.1  # of the nodes, in search of better divisors
 
 
 @dataclass(frozen=True)
-class Wishes:
+class Constraints:
     """What the user has decided; None leaves it open."""
 
     ep: int | None = None
@@ -32,64 +32,66 @@ class Wishes:
     recompute: str | None = None
 
 
-ANYTHING = Wishes()
+UNCONSTRAINED = Constraints()
 
 
 @dataclass(frozen=True)
-class Planned:
+class Plan:
     """A layout's prediction, and what it takes."""
 
     prediction: Prediction
-    setting: Setting  # with the experts rounded up, where they had to be
+    scenario: Scenario  # with the experts rounded up, where they had to be
     unused_ranks: int
     changes: tuple[
         tuple[str, int], ...
     ] = ()  # banks that had to be rounded up: kind, experts of a head
 
     @property
-    def choice(self) -> Choice:
-        return self.prediction.choice
+    def candidate(self) -> LayoutCandidate:
+        return self.prediction.candidate
 
 
 @dataclass(frozen=True)
-class Plan:
+class RankedPlans:
     """All layouts of one number of nodes, best first; those that do not fit come last."""
 
     nodes: int
-    ranked: tuple[Planned, ...]
+    plans: tuple[Plan, ...]
 
     @property
-    def fitting(self) -> tuple[Planned, ...]:
-        return tuple(planned for planned in self.ranked if planned.prediction.fits)
+    def fitting(self) -> tuple[Plan, ...]:
+        return tuple(plan for plan in self.plans if plan.prediction.fits)
 
-    def best(self, *, with_ep: bool) -> Planned | None:
+    def best(self, *, with_ep: bool) -> Plan | None:
         """The fastest that fits, with or without expert parallelism."""
-        return next(
-            (planned for planned in self.fitting if (planned.choice.ep > 1) == with_ep), None
-        )
+        return next((plan for plan in self.fitting if (plan.candidate.ep > 1) == with_ep), None)
 
 
-def plan(setting: Setting, nodes: int, wishes: Wishes = ANYTHING) -> Plan:
+def rank_plans(
+    scenario: Scenario, nodes: int, constraints: Constraints = UNCONSTRAINED
+) -> RankedPlans:
     """Every layout of `nodes` nodes, ranked by the tokens per second of the whole world.
 
     Raises:
         ValueError: no layout is legal, or none fits into memory; the message says what is missing.
     """
-    ranks = nodes * setting.hardware.ranks_per_node
-    found: dict[tuple[int, int, int, str], Planned] = {}
-    for world in _worlds(nodes, setting.hardware.ranks_per_node, wishes.ep):
-        for planned in _of_world(setting, world, ranks - world, wishes):
-            choice = planned.choice
-            found[choice.dp_replicate, choice.dp_shard, choice.ep, choice.sharding] = planned
+    ranks = nodes * scenario.hardware.ranks_per_node
+    found: dict[tuple[int, int, int, str], Plan] = {}
+    for world in _worlds(nodes, scenario.hardware.ranks_per_node, constraints.ep):
+        for plan in _of_world(scenario, world, ranks - world, constraints):
+            candidate = plan.candidate
+            found[candidate.dp_replicate, candidate.dp_shard, candidate.ep, candidate.sharding] = (
+                plan
+            )
     if not found:
-        raise ValueError(_nothing_legal(setting, ranks, wishes))
+        raise ValueError(_nothing_legal(scenario, ranks, constraints))
     ranked = sorted(
         found.values(),
-        key=lambda planned: (not planned.prediction.fits, -planned.prediction.tokens_per_s),
+        key=lambda plan: (not plan.prediction.fits, -plan.prediction.tokens_per_s),
     )
     if not ranked[0].prediction.fits:
-        raise ValueError(_nothing_fits(setting, nodes, ranked))
-    return Plan(nodes, tuple(ranked))
+        raise ValueError(_nothing_fits(scenario, nodes, ranked))
+    return RankedPlans(nodes, tuple(ranked))
 
 
 def _worlds(nodes: int, ranks_per_node: int, ep: int | None) -> list[int]:
@@ -107,23 +109,28 @@ def _worlds(nodes: int, ranks_per_node: int, ep: int | None) -> list[int]:
     ]
 
 
-def _of_world(setting: Setting, world: int, unused: int, wishes: Wishes) -> Iterator[Planned]:
+def _of_world(
+    scenario: Scenario, world: int, unused: int, constraints: Constraints
+) -> Iterator[Plan]:
     for ep in _divisors(world):
-        if wishes.ep not in (None, ep):
+        if constraints.ep not in (None, ep):
             continue
         fitted = (
-            rounded(setting.workload, ep)
-            if ep > 1 and setting.workload.uses
-            else (setting.workload, {})
+            rounded(scenario.workload, ep)
+            if ep > 1 and scenario.workload.uses
+            else (scenario.workload, {})
         )
-        if fitted is None or (ep > 1 and not setting.workload.uses):
+        if fitted is None or (ep > 1 and not scenario.workload.uses):
             continue
         workload, changes = fitted
-        changed = replace(setting, workload=workload)
-        for sharding, dp_shard in _shardings(world, ep, wishes.sharding):
-            layout = Choice(world // dp_shard, dp_shard, ep, sharding, "local")
-            yield Planned(
-                best_way(changed, layout, wishes), changed, unused, tuple(sorted(changes.items()))
+        changed = replace(scenario, workload=workload)
+        for sharding, dp_shard in _shardings(world, ep, constraints.sharding):
+            layout = LayoutCandidate(world // dp_shard, dp_shard, ep, sharding, "local")
+            yield Plan(
+                best_way(changed, layout, constraints),
+                changed,
+                unused,
+                tuple(sorted(changes.items())),
             )
 
 
@@ -135,19 +142,27 @@ def _shardings(world: int, ep: int, wanted: str | None) -> Iterator[tuple[str, i
             yield from (("fsdp", size) for size in _divisors(world) if size % ep == 0 and size > 1)
 
 
-def best_way(setting: Setting, layout: Choice, wishes: Wishes = ANYTHING) -> Prediction:
+def best_way(
+    scenario: Scenario, layout: LayoutCandidate, constraints: Constraints = UNCONSTRAINED
+) -> Prediction:
     """The fastest dispatcher and the least recomputation that fits; if nothing does, what needs the
     least memory.
     """
-    one_node = neighbours(layout.ep, setting.hardware.ranks_per_node) == layout.ep
+    one_node = neighbours(layout.ep, scenario.hardware.ranks_per_node) == layout.ep
     usual = [name for name in DISPATCHERS if not one_node or name != "hierarchical"]
-    ways = ["local"] if layout.ep == 1 else [wishes.dispatcher] if wishes.dispatcher else usual
-    ways_back = [wishes.recompute] if wishes.recompute else RECOMPUTATION
+    ways = (
+        ["local"]
+        if layout.ep == 1
+        else [constraints.dispatcher]
+        if constraints.dispatcher
+        else usual
+    )
+    ways_back = [constraints.recompute] if constraints.recompute else RECOMPUTATION
     tried: list[Prediction] = []
     for dispatcher in ways:
         for recompute in ways_back:
             tried.append(
-                predict(setting, replace(layout, dispatcher=dispatcher, recompute=recompute))
+                predict(scenario, replace(layout, dispatcher=dispatcher, recompute=recompute))
             )
             if tried[-1].fits:
                 break
@@ -162,14 +177,14 @@ def _divisors(number: int) -> list[int]:
     return sorted({*small, *(number // size for size in small)})
 
 
-def _nothing_legal(setting: Setting, ranks: int, wishes: Wishes) -> str:
+def _nothing_legal(scenario: Scenario, ranks: int, constraints: Constraints) -> str:
     banks = (
-        ", ".join(f"{bank.kind} {bank.total_experts}" for bank, _ in setting.workload.uses)
+        ", ".join(f"{bank.kind} {bank.total_experts}" for bank, _ in scenario.workload.uses)
         or "none"
     )
-    ep = wishes.ep or 1
+    ep = constraints.ep or 1
     if ep > ranks:
-        per_node = setting.hardware.ranks_per_node
+        per_node = scenario.hardware.ranks_per_node
         return (
             f"no layout: ep {ep} needs {ep} ranks, and there are {ranks}, all of which would be "
             "unused; "
@@ -182,17 +197,17 @@ def _nothing_legal(setting: Setting, ranks: int, wishes: Wishes) -> str:
     )
 
 
-def _nothing_fits(setting: Setting, nodes: int, ranked: Sequence[Planned]) -> str:
-    least = min(ranked, key=lambda planned: planned.prediction.memory.total)
+def _nothing_fits(scenario: Scenario, nodes: int, ranked: Sequence[Plan]) -> str:
+    least = min(ranked, key=lambda plan: plan.prediction.memory.total)
     memory, room = (
         least.prediction.memory,
-        setting.hardware.usable_memory * setting.hardware.memory_bytes,
+        scenario.hardware.usable_memory * scenario.hardware.memory_bytes,
     )
     parts = sorted(vars(memory).items(), key=lambda part: -part[1])[:3]
     return (
         f"the model fits on no layout of {nodes} {'node' if nodes == 1 else 'nodes'} of "
-        f"{setting.hardware.name}: the smallest, "
-        f"{describe_choice(least.choice)} with {least.choice.recompute} recomputation, needs "
+        f"{scenario.hardware.name}: the smallest, "
+        f"{describe_candidate(least.candidate)} with {least.candidate.recompute} recomputation, needs "
         f"{memory.total / 1e9:.1f} GB of "
         f"{room / 1e9:.1f} GB per rank, {(memory.total - room) / 1e9:.1f} GB too many; most of it "
         f"{', '.join(f'{name} {size / 1e9:.1f} GB' for name, size in parts)}. "
@@ -201,16 +216,19 @@ def _nothing_fits(setting: Setting, nodes: int, ranked: Sequence[Planned]) -> st
     )
 
 
-def describe_choice(choice: Choice) -> str:
+def describe_candidate(candidate: LayoutCandidate) -> str:
     """dp_replicate × dp_shard × ep, as the mesh has them."""
-    return f"dp_replicate {choice.dp_replicate} × dp_shard {choice.dp_shard}, ep {choice.ep}, sharding {choice.sharding}"
+    return (
+        f"dp_replicate {candidate.dp_replicate} × dp_shard {candidate.dp_shard}, "
+        f"ep {candidate.ep}, sharding {candidate.sharding}"
+    )
 
 
 # From which size expert parallelism pays ----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Stretch:
+class SizeRange:
     """Consecutive sizes of the world at which expert parallelism is the faster way, or is not."""
 
     first_ranks: int
@@ -218,41 +236,41 @@ class Stretch:
     ep_pays: bool
 
 
-def ep_pays(plan_of: Plan) -> bool | None:
+def ep_pays(ranked_plans: RankedPlans) -> bool | None:
     """Whether the best layout with expert parallelism is faster than the best without; None if
     there is none with.
     """
-    tokens, weights = plan_of.best(with_ep=True), plan_of.best(with_ep=False)
+    tokens, weights = ranked_plans.best(with_ep=True), ranked_plans.best(with_ep=False)
     if tokens is None:
         return None
     return weights is None or tokens.prediction.tokens_per_s > weights.prediction.tokens_per_s
 
 
-def stretches(plans: Sequence[Plan], ranks_per_node: int) -> list[Stretch]:
+def size_ranges(plans: Sequence[RankedPlans], ranks_per_node: int) -> list[SizeRange]:
     """Where it pays, over the sizes that were planned, in ascending order."""
-    found: list[Stretch] = []
-    for planned in sorted(plans, key=lambda planned: planned.nodes):
-        pays = ep_pays(planned)
+    found: list[SizeRange] = []
+    for ranked in sorted(plans, key=lambda ranked: ranked.nodes):
+        pays = ep_pays(ranked)
         if pays is None:
             continue
-        ranks = planned.nodes * ranks_per_node
+        ranks = ranked.nodes * ranks_per_node
         if found and found[-1].ep_pays == pays:
             found[-1] = replace(found[-1], last_ranks=ranks)
         else:
-            found.append(Stretch(ranks, ranks, pays))
+            found.append(SizeRange(ranks, ranks, pays))
     return found
 
 
-def experts_at_break_even(setting: Setting, nodes: int, *, limit: int = 256) -> int | None:
+def experts_at_break_even(scenario: Scenario, nodes: int, *, limit: int = 256) -> int | None:
     """The smallest power of two by which the experts must grow in number, top_k as it is, for EP to
     pay; None up to `limit`.
     """
     factor = 1
     while factor <= limit:
-        counts = {bank: bank.num_experts * factor for bank, _ in setting.workload.uses}
-        grown = replace(setting, workload=setting.workload.with_experts(counts))
+        counts = {bank: bank.num_experts * factor for bank, _ in scenario.workload.uses}
+        grown = replace(scenario, workload=scenario.workload.with_experts(counts))
         try:
-            if ep_pays(plan(grown, nodes)):
+            if ep_pays(rank_plans(grown, nodes)):
                 return factor
         except ValueError:  # it fits nowhere any more
             return None

@@ -13,16 +13,16 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from .cost_model import Comparison, Prediction, Setting, compare, host_s, predict
+from .cost_model import Comparison, Prediction, Scenario, compare, host_s, predict
 from .planner import (
-    ANYTHING,
+    UNCONSTRAINED,
+    Constraints,
     Plan,
-    Planned,
-    Stretch,
-    Wishes,
+    RankedPlans,
+    SizeRange,
     experts_at_break_even,
-    plan,
-    stretches,
+    rank_plans,
+    size_ranges,
 )
 from .routing_skew import CONCENTRATION, CONCENTRATION_SOURCE
 
@@ -31,14 +31,14 @@ QUANTILES = ("p50", "p90", "p99")
 
 
 @dataclass(frozen=True)
-class Report:
+class PlanReport:
     """Plans of all sizes that have one, and what follows from them."""
 
-    setting: Setting
-    plans: tuple[Plan, ...]
+    scenario: Scenario
+    sizes: tuple[RankedPlans, ...]
     impossible: dict[int, str]  # nodes → why not
     comparison: Comparison | None  # None: the model has no experts, or no node could share them
-    stretches: tuple[Stretch, ...]
+    size_ranges: tuple[SizeRange, ...]
     growth: (
         int | None
     )  # by how much the experts must grow in number until EP pays at the largest size; None: not found
@@ -75,7 +75,9 @@ def parse_nodes(words: Sequence[str]) -> list[int]:
     return sorted(set(nodes))
 
 
-def make_report(setting: Setting, nodes: Sequence[int], wishes: Wishes = ANYTHING) -> Report:
+def make_report(
+    scenario: Scenario, nodes: Sequence[int], constraints: Constraints = UNCONSTRAINED
+) -> PlanReport:
     """Plans every size.
 
     Raises:
@@ -84,48 +86,48 @@ def make_report(setting: Setting, nodes: Sequence[int], wishes: Wishes = ANYTHIN
     plans, impossible = [], {}
     for count in nodes:
         try:
-            plans.append(plan(setting, count, wishes))
+            plans.append(rank_plans(scenario, count, constraints))
         except ValueError as error:
             impossible[count] = str(error)
     if not plans:
         raise ValueError(impossible[max(impossible)])
-    found = stretches(plans, setting.hardware.ranks_per_node) if wishes.ep is None else []
-    never = found and not any(stretch.ep_pays for stretch in found)
-    growth = experts_at_break_even(setting, plans[-1].nodes) if never else None
-    return Report(setting, tuple(plans), impossible, _comparison(plans), tuple(found), growth)
+    found = size_ranges(plans, scenario.hardware.ranks_per_node) if constraints.ep is None else []
+    never = found and not any(size_range.ep_pays for size_range in found)
+    growth = experts_at_break_even(scenario, plans[-1].nodes) if never else None
+    return PlanReport(scenario, tuple(plans), impossible, _comparison(plans), tuple(found), growth)
 
 
-def _comparison(plans: Sequence[Plan]) -> Comparison | None:
+def _comparison(plans: Sequence[RankedPlans]) -> Comparison | None:
     """Over the ranks of the best layout with experts spread, at the largest size that has one."""
     best = _largest_spread(plans)
     return (
         None
         if best is None
-        else compare(best.setting, ep=best.choice.ep, dispatcher=best.choice.dispatcher)
+        else compare(best.scenario, ep=best.candidate.ep, dispatcher=best.candidate.dispatcher)
     )
 
 
-def host_words(report: Report) -> list[str]:
+def host_words(report: PlanReport) -> list[str]:
     """A warning where launching the operations one by one takes longer than what they do."""
-    best = report.plans[-1].fitting[0]
-    launching = host_s(best.setting, best.choice.recompute)
+    best = report.sizes[-1].fitting[0]
+    launching = host_s(best.scenario, best.candidate.recompute)
     if launching <= best.prediction.time.total:
         return []
     return [
-        f"the host: to launch {best.setting.workload.launches:,} operations per pass one by one takes {_ms(launching)} a step, "
+        f"the host: to launch {best.scenario.workload.launches:,} operations per pass one by one takes {_ms(launching)} a step, "
         f"more than the {_ms(best.prediction.time.total)} predicted; compile the model, or give a rank more tokens"
     ]
 
 
-def _largest_spread(plans: Sequence[Plan]) -> Planned | None:
-    found = (planned.best(with_ep=True) for planned in reversed(plans))
+def _largest_spread(plans: Sequence[RankedPlans]) -> Plan | None:
+    found = (ranked.best(with_ep=True) for ranked in reversed(plans))
     return next((best for best in found if best is not None), None)
 
 
 # The table ----------------------------------------------------------------------------------------------------------
 
 
-def show(report: Report, *, top: int) -> Group:
+def render_report(report: PlanReport, *, top: int) -> Group:
     """One line per layout, the best `top` of every size and the best of the other kind; below it
     what they mean.
     """
@@ -146,35 +148,35 @@ def show(report: Report, *, top: int) -> Group:
     for heading in headings:
         left = heading in ("shard", "dispatcher", "recompute")
         table.add_column(heading, justify="left" if left else "right", no_wrap=True)
-    for planned in report.plans:
-        for row, entry in enumerate(_shown(planned, top)):
+    for ranked in report.sizes:
+        for row, entry in enumerate(_shown(ranked, top)):
             style = "bold" if row == 0 else "" if entry.prediction.fits else "dim"
             table.add_row(*map(Text, _cells(entry)), style=style)
-    shown = [entry for planned in report.plans for entry in _shown(planned, top)]
+    shown = [entry for ranked in report.sizes for entry in _shown(ranked, top)]
     words = [Text(line, style=style) for line, style in _words(report, shown)]
     return Group(table, Text(""), *words)
 
 
-def _shown(planned: Plan, top: int) -> list[Planned]:
+def _shown(ranked: RankedPlans, top: int) -> list[Plan]:
     """The best, and of the kind that is not among them the best."""
-    best = list(planned.fitting[:top])
+    best = list(ranked.fitting[:top])
     for with_ep in (True, False):
-        other = planned.best(with_ep=with_ep)
+        other = ranked.best(with_ep=with_ep)
         if other is not None and other not in best:
             best.append(other)
     return best
 
 
-def _cells(entry: Planned) -> tuple[str, ...]:
-    choice, found = entry.choice, entry.prediction
-    world = choice.world_size
+def _cells(entry: Plan) -> tuple[str, ...]:
+    candidate, found = entry.candidate, entry.prediction
+    world = candidate.world_size
     return (
         f"{world:,}" if not entry.unused_ranks else f"{world:,}/{world + entry.unused_ranks:,}",
-        f"{choice.dp_replicate}×{choice.dp_shard}",
-        f"{choice.ep}{'~' if entry.changes else ''}",
-        choice.sharding,
-        choice.dispatcher,
-        choice.recompute,
+        f"{candidate.dp_replicate}×{candidate.dp_shard}",
+        f"{candidate.ep}{'~' if entry.changes else ''}",
+        candidate.sharding,
+        candidate.dispatcher,
+        candidate.recompute,
         f"{found.memory.total / 1e9:.1f}",
         f"{1e3 * found.time.total:.1f}",
         _shares(found),
@@ -199,7 +201,7 @@ def _large(number: float) -> str:
 # The words ----------------------------------------------------------------------------------------------------------
 
 
-def _words(report: Report, shown: Sequence[Planned]) -> list[tuple[str, str]]:
+def _words(report: PlanReport, shown: Sequence[Plan]) -> list[tuple[str, str]]:
     lines = [(line, "") for line in (*verdict(report), *skew_words(report))]
     lines += [
         (f"{count} {'node' if count == 1 else 'nodes'}: {why}", "yellow")
@@ -209,13 +211,13 @@ def _words(report: Report, shown: Sequence[Planned]) -> list[tuple[str, str]]:
     return [*lines, ("", ""), *((line, "dim") for line in _legend(report, shown))]
 
 
-def verdict(report: Report) -> list[str]:
+def verdict(report: PlanReport) -> list[str]:
     """Moving tokens or moving weights, and from which size expert parallelism pays."""
     if report.comparison is None:
-        if not report.setting.workload.uses:
+        if not report.scenario.workload.uses:
             return ["tokens or weights: the model has no experts; only weights can move"]
         return ["tokens or weights: no layout spreads the experts over several ranks"]
-    found, repeats = report.comparison, report.setting.workload.repeats
+    found, repeats = report.comparison, report.scenario.workload.repeats
     once = (
         f"; gathered anew for each of {repeats} repeats: {_bytes(found.weights_bytes_per_use)}"
         if repeats > 1
@@ -227,19 +229,19 @@ def verdict(report: Report) -> list[str]:
         f"({_ms(found.weights_s)}{once})",
         f"below {_large(found.break_even_tokens)} tokens per rank and step tokens are less to "
         "move, above it weights; "
-        f"planned: {report.setting.tokens:,}",
+        f"planned: {report.scenario.tokens:,}",
         f"expert parallelism {_where_it_pays(report)}",
     ]
 
 
-def _where_it_pays(report: Report) -> str:
-    if not report.stretches:
+def _where_it_pays(report: PlanReport) -> str:
+    if not report.size_ranges:
         return (
             "cannot be compared: only layouts without it, or only ones with it, were planned or fit"
         )
-    paying = [stretch for stretch in report.stretches if stretch.ep_pays]
+    paying = [size_range for size_range in report.size_ranges if size_range.ep_pays]
     if not paying:
-        first, last = report.stretches[0].first_ranks, report.stretches[-1].last_ranks
+        first, last = report.size_ranges[0].first_ranks, report.size_ranges[-1].last_ranks
         sizes = f"{first:,}" if first == last else f"{first:,} to {last:,}"
         grown = (
             f"; at {last:,} it would with {report.growth} times as many experts"
@@ -248,19 +250,19 @@ def _where_it_pays(report: Report) -> str:
         )
         return f"pays at none of the sizes planned ({sizes} GPUs){grown}"
     spans = [
-        f"{stretch.first_ranks:,} GPUs"
-        if stretch.first_ranks == stretch.last_ranks
-        else f"{stretch.first_ranks:,} to {stretch.last_ranks:,} GPUs"
-        for stretch in paying
+        f"{size_range.first_ranks:,} GPUs"
+        if size_range.first_ranks == size_range.last_ranks
+        else f"{size_range.first_ranks:,} to {size_range.last_ranks:,} GPUs"
+        for size_range in paying
     ]
-    if paying[-1] is report.stretches[-1] and len(paying) == 1:
+    if paying[-1] is report.size_ranges[-1] and len(paying) == 1:
         return f"pays from {paying[0].first_ranks:,} GPUs on, as far as planned"
     return f"pays at {', '.join(spans)}"
 
 
-def skew_words(report: Report) -> list[str]:
+def skew_words(report: PlanReport) -> list[str]:
     """The hottest rank of the best layout with experts spread, and what it costs."""
-    best = _largest_spread(report.plans)
+    best = _largest_spread(report.sizes)
     if best is None:
         return []
     factors = hottest_factors(best).items()
@@ -269,42 +271,41 @@ def skew_words(report: Report) -> list[str]:
     )
     times = " / ".join(_ms(seconds) for seconds in step_quantiles(best).values())
     return [
-        f"hottest of {best.choice.ep} ranks over their mean, {' / '.join(QUANTILES)}: {named} ({report.setting.skew.source})",
-        f"a step of the best layout with ep {best.choice.ep} on {best.choice.world_size:,} GPUs: "
+        f"hottest of {best.candidate.ep} ranks over their mean, {' / '.join(QUANTILES)}: {named} ({report.scenario.skew.source})",
+        f"a step of the best layout with ep {best.candidate.ep} on {best.candidate.world_size:,} GPUs: "
         f"{times}",
     ]
 
 
-def hottest_factors(planned: Planned) -> dict[str, dict[str, float]]:
+def hottest_factors(plan: Plan) -> dict[str, dict[str, float]]:
     """Of every bank, at every quantile."""
-    setting, ep = planned.setting, planned.choice.ep
+    scenario, ep = plan.scenario, plan.candidate.ep
     return {
-        bank.kind: {name: setting.skew.factor(bank, ep).at(name) for name in QUANTILES}
-        for bank, _ in setting.workload.uses
+        bank.kind: {name: scenario.skew.factor(bank, ep).at(name) for name in QUANTILES}
+        for bank, _ in scenario.workload.uses
     }
 
 
-def step_quantiles(planned: Planned) -> dict[str, float]:
+def step_quantiles(plan: Plan) -> dict[str, float]:
     """Seconds of a step at the quantiles of the hottest rank's factor."""
     return {
-        name: predict(planned.setting, planned.choice, quantile=name).time.total
-        for name in QUANTILES
+        name: predict(plan.scenario, plan.candidate, quantile=name).time.total for name in QUANTILES
     }
 
 
-def _legend(report: Report, shown: Sequence[Planned]) -> list[str]:
+def _legend(report: PlanReport, shown: Sequence[Plan]) -> list[str]:
     lines = [
         "layout: dp_replicate×dp_shard; shard: fsdp shards weights over dp_shard, none keeps dense ones whole",
         "GB: of the fullest rank; c+x+w %: of the step for computation, exchanges of rows, gathers "
         "and sums of weights",
-        f"{report.setting.tokens:,} tokens per rank and step, {report.setting.workload.precision}; "
+        f"{report.scenario.tokens:,} tokens per rank and step, {report.scenario.workload.precision}; "
         "MFU without recomputation",
     ]
     if any(entry.unused_ranks for entry in shown):
         lines.append("GPUs a/b: b − a ranks stay unused, because the rest divides better")
     changes = {change for entry in shown for change in entry.changes}
     if changes:
-        banks = {bank.kind: bank.num_experts for bank, _ in report.setting.workload.uses}
+        banks = {bank.kind: bank.num_experts for bank, _ in report.scenario.workload.uses}
         kinds = sorted({kind for kind, _ in changes})
         asked = "; ".join(
             f"{kind}{' (per head)' if kind != 'feed_forward' else ''} {banks[kind]} → "
@@ -329,9 +330,9 @@ def _ms(seconds: float) -> str:
     return f"{1e3 * seconds:.1f} ms"
 
 
-def show_detail(planned: Planned) -> Group:
+def render_detail(plan: Plan) -> Group:
     """Where a layout's memory and time go, and every kind of collective of a step."""
-    choice, found = planned.choice, planned.prediction
+    candidate, found = plan.candidate, plan.prediction
     memory = ", ".join(
         f"{name} {_bytes(size)}" for name, size in asdict(found.memory).items() if size
     )
@@ -363,31 +364,36 @@ def show_detail(planned: Planned) -> Group:
             f"{1e6 * call.seconds_per_call:,.0f} µs",
             _ms(call.seconds),
         )
-    title = f"dp_replicate {choice.dp_replicate} × dp_shard {choice.dp_shard}, ep {choice.ep}, {choice.world_size:,} GPUs"
+    title = (
+        f"dp_replicate {candidate.dp_replicate} × dp_shard {candidate.dp_shard}, "
+        f"ep {candidate.ep}, {candidate.world_size:,} GPUs"
+    )
     return Group(
         Text(""), Text(title, style="bold"), Text(f"memory: {memory}"), Text(f"step: {time}"), table
     )
 
 
-def show_sources(setting: Setting) -> Table:
+def render_sources(scenario: Scenario) -> Table:
     """Every figure of the machine and of the routing, and where it comes from."""
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
     for heading in ("figure", "value", "source"):
         table.add_column(heading, no_wrap=heading != "source")
-    for key, source in sorted(setting.hardware.sources.items()):
-        table.add_row(key, f"{getattr(setting.hardware, key):.4g}", Text(source))
-    origin = CONCENTRATION_SOURCE if setting.skew.concentration == CONCENTRATION else "as asked for"
-    table.add_row("routing skew", "", Text(f"{setting.skew.source}: {origin}"))
+    for key, source in sorted(scenario.hardware.sources.items()):
+        table.add_row(key, f"{getattr(scenario.hardware, key):.4g}", Text(source))
+    origin = (
+        CONCENTRATION_SOURCE if scenario.skew.concentration == CONCENTRATION else "as asked for"
+    )
+    table.add_row("routing skew", "", Text(f"{scenario.skew.source}: {origin}"))
     table.add_row(
         "bytes kept per token",
-        f"{setting.workload.saved_bytes:.4g}",
+        f"{scenario.workload.saved_bytes:.4g}",
         Text("counted on the meta device, autograd's own"),
     )
-    if setting.table is not None:
+    if scenario.table is not None:
         table.add_row(
             "collectives",
             "",
-            Text(f"{setting.table.source}, where groups of that size were measured"),
+            Text(f"{scenario.table.source}, where groups of that size were measured"),
         )
     return table
 
@@ -395,32 +401,30 @@ def show_sources(setting: Setting) -> Table:
 # JSON ---------------------------------------------------------------------------------------------------------------
 
 
-def plain(report: Report) -> dict[str, Any]:
+def report_as_json(report: PlanReport) -> dict[str, Any]:
     """Everything as JSON knows it."""
-    setting, best = report.setting, _largest_spread(report.plans)
+    scenario, best = report.scenario, _largest_spread(report.sizes)
     return {
         "hardware": {
-            key: getattr(setting.hardware, key) for key in ("name", *setting.hardware.sources)
+            key: getattr(scenario.hardware, key) for key in ("name", *scenario.hardware.sources)
         },
-        "sources": {**setting.hardware.sources, "routing skew": setting.skew.source},
-        "tokens_per_rank": setting.tokens,
-        "precision": setting.workload.precision,
-        "plans": [
-            _plain_plan(planned, setting.hardware.ranks_per_node) for planned in report.plans
-        ],
+        "sources": {**scenario.hardware.sources, "routing skew": scenario.skew.source},
+        "tokens_per_rank": scenario.tokens,
+        "precision": scenario.workload.precision,
+        "plans": [_plain_plan(ranked, scenario.hardware.ranks_per_node) for ranked in report.sizes],
         "impossible": {str(count): why for count, why in report.impossible.items()},
         "tokens_or_weights": None if report.comparison is None else asdict(report.comparison),
         "hottest_rank": None
         if best is None
         else {"factors": hottest_factors(best), "step_seconds": step_quantiles(best)},
-        "expert_parallelism": [asdict(stretch) for stretch in report.stretches],
+        "expert_parallelism": [asdict(size_range) for size_range in report.size_ranges],
         "experts_grow_until_it_pays": report.growth,
     }
 
 
-def _plain_plan(planned: Plan, ranks_per_node: int) -> dict[str, Any]:
+def _plain_plan(ranked: RankedPlans, ranks_per_node: int) -> dict[str, Any]:
     layouts = []
-    for entry in planned.ranked:
+    for entry in ranked.plans:
         found = entry.prediction
         calls = [
             {**asdict(call), "bytes_per_step": call.num_bytes, "seconds_per_step": call.seconds}
@@ -428,8 +432,8 @@ def _plain_plan(planned: Plan, ranks_per_node: int) -> dict[str, Any]:
         ]
         layouts.append(
             {
-                **asdict(entry.choice),
-                "world_size": entry.choice.world_size,
+                **asdict(entry.candidate),
+                "world_size": entry.candidate.world_size,
                 "unused_ranks": entry.unused_ranks,
                 "rounded_up": dict(entry.changes),
                 "fits": found.fits,
@@ -440,7 +444,7 @@ def _plain_plan(planned: Plan, ranks_per_node: int) -> dict[str, Any]:
                 "collectives": calls,
             }
         )
-    return {"nodes": planned.nodes, "ranks": planned.nodes * ranks_per_node, "layouts": layouts}
+    return {"nodes": ranked.nodes, "ranks": ranked.nodes * ranks_per_node, "layouts": layouts}
 
 
 # The picture --------------------------------------------------------------------------------------------------------
@@ -448,7 +452,7 @@ def _plain_plan(planned: Plan, ranks_per_node: int) -> dict[str, Any]:
 _INK, _TOKENS, _WEIGHTS, _CROSSING = "#22313f", "#d1495b", "#2e6f95", "#8d6a9f"
 
 
-def draw(report: Report, path: Path, *, title: str) -> Path:
+def draw_report(report: PlanReport, path: Path, *, title: str) -> Path:
     """Step time and MFU against the number of GPUs, with and without expert parallelism, and where
     one overtakes the other.
     """
@@ -462,15 +466,15 @@ def draw(report: Report, path: Path, *, title: str) -> Path:
         panels[0],
         report,
         "milliseconds per step",
-        lambda planned: 1e3 * planned.prediction.time.total,
+        lambda plan: 1e3 * plan.prediction.time.total,
     )
     _draw_band(panels[0], report)
-    _draw_lines(panels[1], report, "MFU in %", lambda planned: 100 * planned.prediction.mfu)
+    _draw_lines(panels[1], report, "MFU in %", lambda plan: 100 * plan.prediction.mfu)
     for panel in panels:
         panel.set_ylim(bottom=0)
         _draw_crossings(panel, report)
     panels[0].legend(frameon=False, fontsize=10.5, loc="best")
-    hardware, tokens = report.setting.hardware.name, report.setting.tokens
+    hardware, tokens = report.scenario.hardware.name, report.scenario.tokens
     figure.suptitle(
         f"{title} on {hardware}, {tokens:,} tokens per rank and step: predicted",
         x=0.01,
@@ -483,7 +487,7 @@ def draw(report: Report, path: Path, *, title: str) -> Path:
     return path
 
 
-def _draw_lines(panel: Any, report: Report, label: str, value: Any) -> None:
+def _draw_lines(panel: Any, report: PlanReport, label: str, value: Any) -> None:
     panel.spines[["top", "right"]].set_visible(False)
     panel.grid(color="#e4e8ec", linewidth=0.8)
     panel.set_axisbelow(True)
@@ -492,15 +496,15 @@ def _draw_lines(panel: Any, report: Report, label: str, value: Any) -> None:
         (True, _TOKENS, "with EP: tokens move"),
     ):
         points = [
-            (planned.nodes * report.setting.hardware.ranks_per_node, value(best))
-            for planned in report.plans
-            if (best := planned.best(with_ep=with_ep)) is not None
+            (ranked.nodes * report.scenario.hardware.ranks_per_node, value(best))
+            for ranked in report.sizes
+            if (best := ranked.best(with_ep=with_ep)) is not None
         ]
         if points:
             panel.plot(
                 *zip(*points, strict=True), "o-", color=color, linewidth=2, markersize=5, label=name
             )
-    ranks = [planned.nodes * report.setting.hardware.ranks_per_node for planned in report.plans]
+    ranks = [ranked.nodes * report.scenario.hardware.ranks_per_node for ranked in report.sizes]
     if len(ranks) > 1:
         panel.set_xscale("log", base=2)
     named = [
@@ -514,13 +518,13 @@ def _draw_lines(panel: Any, report: Report, label: str, value: Any) -> None:
     panel.set_ylabel(label, fontsize=11)
 
 
-def _draw_band(panel: Any, report: Report) -> None:
+def _draw_band(panel: Any, report: PlanReport) -> None:
     """Between the median and the 99th percentile of the hottest rank's factor."""
-    found = [(planned.nodes, planned.best(with_ep=True)) for planned in report.plans]
+    found = [(ranked.nodes, ranked.best(with_ep=True)) for ranked in report.sizes]
     bands = [(nodes, step_quantiles(best)) for nodes, best in found if best is not None]
     if not bands:
         return
-    ranks = [nodes * report.setting.hardware.ranks_per_node for nodes, _ in bands]
+    ranks = [nodes * report.scenario.hardware.ranks_per_node for nodes, _ in bands]
     low, high = ([1e3 * band[name] for _, band in bands] for name in ("p50", "p99"))
     panel.fill_between(
         ranks,
@@ -533,8 +537,8 @@ def _draw_band(panel: Any, report: Report) -> None:
     )
 
 
-def _draw_crossings(panel: Any, report: Report) -> None:
-    spans = report.stretches
+def _draw_crossings(panel: Any, report: PlanReport) -> None:
+    spans = report.size_ranges
     for before, after in itertools.pairwise(spans):
         at = math.sqrt(before.last_ranks * after.first_ranks)
         panel.axvline(at, color=_CROSSING, linestyle="--", linewidth=1.4)

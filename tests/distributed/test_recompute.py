@@ -23,7 +23,7 @@ from moebius.distributed.parallelize import build_model
 from moebius.distributed.process.process import start_process
 from moebius.model.precision import forward_in
 from moebius.model.recompute import Recompute
-from moebius.planning.cost_model import Choice, Setting, predict_memory
+from moebius.planning.cost_model import LayoutCandidate, Scenario, predict_memory
 from moebius.planning.hardware import HARDWARE
 from moebius.planning.routing_skew import RoutingSkew
 from moebius.planning.workload import describe
@@ -206,9 +206,10 @@ def remaining_bytes(tokens: int) -> dict[str, float]:
 
 def test_the_planner_knows_what_remains() -> None:
     work = describe(WIDE, seq_len=POSITIONS, precision="bfloat16")
-    setting = Setting(work, HARDWARE["h100"], 1, RoutingSkew())
+    scenario = Scenario(work, HARDWARE["h100"], 1, RoutingSkew())
     memory = {
-        mode: predict_memory(setting, Choice(1, 2, 2, "none", "dedup", mode)) for mode in MODES
+        mode: predict_memory(scenario, LayoutCandidate(1, 2, 2, "none", "dedup", mode))
+        for mode in MODES
     }
     planned = {mode: each.activations + each.routed for mode, each in memory.items()}
     for found in run_ranks(remaining_bytes, 2, 600):

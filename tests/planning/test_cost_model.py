@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moebius.planning.cost_model import (
-    Choice,
+    LayoutCandidate,
     Prediction,
-    Setting,
+    Scenario,
     compare,
     expert_s,
     host_s,
@@ -119,13 +119,13 @@ def test_qwen3_30b_on_8_gpus() -> None:
     assert QWEN3_30B.dense_parameters + QWEN3_30B.expert_parameters == pytest.approx(
         30.5e9, rel=0.01
     )
-    setting = Setting(QWEN3_30B, H100, 16_384, RoutingSkew())
-    none = predict(setting, Choice(1, 8, 8, "fsdp", "dedup"))
+    scenario = Scenario(QWEN3_30B, H100, 16_384, RoutingSkew())
+    none = predict(scenario, LayoutCandidate(1, 8, 8, "fsdp", "dedup"))
     exchanged = sum(
         call.seconds for call in none.collectives if call.name.endswith(("dispatch", "combine"))
     )
     assert exchanged == pytest.approx(4 * 48 * 0.88e-3, rel=0.01)  # 0.17 s
-    flat = predict(setting, Choice(1, 8, 8, "fsdp", "alltoall"))
+    flat = predict(scenario, LayoutCandidate(1, 8, 8, "fsdp", "alltoall"))
     assert sum(
         call.seconds
         for call in flat.collectives
@@ -134,7 +134,9 @@ def test_qwen3_30b_on_8_gpus() -> None:
     products = 6 * 3.3e9 * 16_384 / (0.45 * H100.peak_bf16)
     assert products == pytest.approx(0.73, abs=0.005)
     assert 0.90 <= round(exchanged + products, 2) <= 0.98
-    full = predict(setting, Choice(1, 8, 8, "fsdp", "dedup", "full"))  # the run recomputed
+    full = predict(
+        scenario, LayoutCandidate(1, 8, 8, "fsdp", "dedup", "full")
+    )  # the run recomputed
     assert full.time.total == pytest.approx(1.36, rel=0.20)
 
 
@@ -152,9 +154,9 @@ def test_deepseek_v3_on_256_gpus() -> None:
     ):  # de-duplicated, node-limited, flat
         assert 4 * 14.5 * per_op_ms / 1e3 == pytest.approx(exchanges, abs=0.006)
         assert 0.77 <= products + exchanges <= 1.05
-    setting = Setting(DEEPSEEK_V3_STAGE, H100, 4096, RoutingSkew())
+    scenario = Scenario(DEEPSEEK_V3_STAGE, H100, 4096, RoutingSkew())
     for dispatcher in ("hierarchical", "dedup"):
-        found = predict(setting, Choice(1, 64, 64, "fsdp", dispatcher, "selective"))
+        found = predict(scenario, LayoutCandidate(1, 64, 64, "fsdp", dispatcher, "selective"))
         assert found.time.total == pytest.approx(1.02, rel=0.20)
         assert found.fits
 
@@ -182,7 +184,7 @@ TINY = Workload(
 def test_memory_of_whole_weights() -> None:
     held = 2000 + 2 * 1000 + 2 * 8 * 500 / 4
     memory = predict_memory(
-        Setting(TINY, H100, 10, RoutingSkew()), Choice(2, 4, 4, "none", "alltoall")
+        Scenario(TINY, H100, 10, RoutingSkew()), LayoutCandidate(2, 4, 4, "none", "alltoall")
     )
     assert (memory.master, memory.moments) == (4 * held, 8 * held)
     assert memory.weights == 2 * held
@@ -200,23 +202,25 @@ def test_memory_of_sharded_weights() -> None:
     else the root and two.
     """
     total = 2000 + 2 * 1000 + 2 * 8 * 500
-    setting = Setting(TINY, H100, 10, RoutingSkew())
-    memory = predict_memory(setting, Choice(2, 4, 1, "fsdp", "local"))
+    scenario = Scenario(TINY, H100, 10, RoutingSkew())
+    memory = predict_memory(scenario, LayoutCandidate(2, 4, 1, "fsdp", "local"))
     assert (memory.master, memory.moments) == (4 * total / 4, 8 * total / 4)
     assert memory.weights == 2 * total
     assert memory.gradients == 2 * total + 4 * total / 4
     [member] = TINY.members
     four = replace(TINY, repeats=1, members=(replace(member, copies=4),))
-    once = predict_memory(replace(setting, workload=four), Choice(2, 4, 1, "fsdp", "local"))
+    once = predict_memory(
+        replace(scenario, workload=four), LayoutCandidate(2, 4, 1, "fsdp", "local")
+    )
     assert once.weights == 2 * (2000 + 2 * (1000 + 8 * 500))
 
 
 def test_a_group_member_is_gathered_once_per_pass_however_often_it_repeats() -> None:
     def sent(workload: Workload, kind: str) -> float:
-        setting = Setting(workload, H100, 100, RoutingSkew())
+        scenario = Scenario(workload, H100, 100, RoutingSkew())
         return sum(
             call.num_bytes
-            for call in predict(setting, Choice(1, 4, 2, "fsdp", "alltoall")).collectives
+            for call in predict(scenario, LayoutCandidate(1, 4, 2, "fsdp", "alltoall")).collectives
             if kind in call.name
         )
 
@@ -230,7 +234,9 @@ def test_a_group_member_is_gathered_once_per_pass_however_often_it_repeats() -> 
 
 
 def test_bytes_of_gradients() -> None:
-    found = predict(Setting(TINY, H100, 10, RoutingSkew()), Choice(2, 4, 4, "none", "alltoall"))
+    found = predict(
+        Scenario(TINY, H100, 10, RoutingSkew()), LayoutCandidate(2, 4, 4, "none", "alltoall")
+    )
     calls = {call.name: call for call in found.collectives}
     dense, experts = calls["sum dense gradients"], calls["sum expert gradients"]
     assert (dense.group_size, experts.group_size) == (8, 2)
@@ -239,9 +245,9 @@ def test_bytes_of_gradients() -> None:
 
 
 def test_recomputation_trades_time_for_memory(moeut: Workload) -> None:
-    setting = Setting(moeut, H200, 8192, RoutingSkew())
+    scenario = Scenario(moeut, H200, 8192, RoutingSkew())
     none, selective, full = (
-        predict(setting, Choice(1, 8, 4, "fsdp", "dedup", name))
+        predict(scenario, LayoutCandidate(1, 8, 4, "fsdp", "dedup", name))
         for name in ("none", "selective", "full")
     )
     assert none.memory.total > selective.memory.total > full.memory.total
@@ -255,7 +261,9 @@ def test_recomputation_trades_time_for_memory(moeut: Workload) -> None:
 
 
 def test_attention_dispatches_too(moeut: Workload) -> None:
-    found = predict(Setting(moeut, H200, 8192, RoutingSkew()), Choice(1, 8, 4, "none", "dedup"))
+    found = predict(
+        Scenario(moeut, H200, 8192, RoutingSkew()), LayoutCandidate(1, 8, 4, "none", "dedup")
+    )
     calls = {call.name: call.calls for call in found.collectives}
     for kind in ("feed_forward", "value", "output"):
         assert calls[f"{kind} dispatch"] == calls[f"{kind} combine"] == 2 * 18
@@ -263,13 +271,13 @@ def test_attention_dispatches_too(moeut: Workload) -> None:
 
 
 def test_thin_products_are_bound_by_memory() -> None:
-    setting = Setting(TINY, H100, 1, RoutingSkew())
+    scenario = Scenario(TINY, H100, 1, RoutingSkew())
     (bank, _), *_ = TINY.uses
     wide = replace(bank, weights_per_expert=1e9, d_in=30_000, d_out=30_000)
-    assert expert_s(setting, wide, 1, 1.0) == pytest.approx(
+    assert expert_s(scenario, wide, 1, 1.0) == pytest.approx(
         8e9 * 2 / H100.memory_bandwidth, rel=1e-3
     )
-    many = replace(setting, tokens=10**6)
+    many = replace(scenario, tokens=10**6)
     flops = 2 * 2 * 10**6 * 1e9
     assert expert_s(many, wide, 1, 1.0) == pytest.approx(flops / (0.75 * H100.peak_bf16), rel=1e-3)
     assert expert_s(many, wide, 1, 1.5) == pytest.approx(
@@ -278,14 +286,14 @@ def test_thin_products_are_bound_by_memory() -> None:
 
 
 def test_the_host_launches_every_operation_of_every_pass(moeut: Workload) -> None:
-    setting = Setting(moeut, H200, 8192, RoutingSkew())
-    assert host_s(setting, "none") == pytest.approx(3 * 6e-6 * moeut.launches)
-    assert host_s(setting, "selective") == pytest.approx(4 / 3 * host_s(setting, "none"))
+    scenario = Scenario(moeut, H200, 8192, RoutingSkew())
+    assert host_s(scenario, "none") == pytest.approx(3 * 6e-6 * moeut.launches)
+    assert host_s(scenario, "selective") == pytest.approx(4 / 3 * host_s(scenario, "none"))
 
 
 def test_moving_tokens_or_weights(moeut: Workload) -> None:
-    setting = Setting(moeut, H200, 8192, RoutingSkew())
-    found = compare(setting, ep=8, dispatcher="dedup")
+    scenario = Scenario(moeut, H200, 8192, RoutingSkew())
+    found = compare(scenario, ep=8, dispatcher="dedup")
     assert found.weights_bytes_per_use == pytest.approx(
         moeut.expert_parameters * (2 * 9 * 2 + 4) * 7 / 8
     )
@@ -294,30 +302,30 @@ def test_moving_tokens_or_weights(moeut: Workload) -> None:
         found.tokens_bytes > found.weights_bytes
     )  # 18 depth steps of 244M move more than its weights weigh
     at_break_even = compare(
-        replace(setting, tokens=round(found.break_even_tokens)), ep=8, dispatcher="dedup"
+        replace(scenario, tokens=round(found.break_even_tokens)), ep=8, dispatcher="dedup"
     )
     assert at_break_even.tokens_bytes == pytest.approx(at_break_even.weights_bytes, rel=1e-2)
 
 
 def test_a_measured_table_takes_the_formulas_place(moeut: Workload) -> None:
-    setting = Setting(moeut, H200, 8192, RoutingSkew())
-    choice = Choice(1, 8, 4, "none", "alltoall")
+    scenario = Scenario(moeut, H200, 8192, RoutingSkew())
+    candidate = LayoutCandidate(1, 8, 4, "none", "alltoall")
     slow = make_table({("all_to_all", 4): {1e3: 1.0, 1e9: 1.0}})
-    assert predict(replace(setting, table=slow), choice).time.exchange >= 18 * 3 * 4 * 1.0
+    assert predict(replace(scenario, table=slow), candidate).time.exchange >= 18 * 3 * 4 * 1.0
     elsewhere = make_table({("all_to_all", 2): {1e3: 1.0, 1e9: 1.0}})
-    assert predict(replace(setting, table=elsewhere), choice) == predict(setting, choice)
+    assert predict(replace(scenario, table=elsewhere), candidate) == predict(scenario, candidate)
 
 
 def test_time_takes_the_asked_quantile_and_memory_the_99th(moeut: Workload) -> None:
-    even, skewed = (Setting(moeut, H200, 8192, skew) for skew in (RoutingSkew(), drawn(1.0)))
-    choice = Choice(1, 8, 8, "none", "dedup")
-    times = [predict(even, choice).time.total] + [
-        predict(skewed, choice, quantile=name).time.total for name in ("p50", "p90", "p99")
+    even, skewed = (Scenario(moeut, H200, 8192, skew) for skew in (RoutingSkew(), drawn(1.0)))
+    candidate = LayoutCandidate(1, 8, 8, "none", "dedup")
+    times = [predict(even, candidate).time.total] + [
+        predict(skewed, candidate, quantile=name).time.total for name in ("p50", "p90", "p99")
     ]
     assert times == sorted(times)
     assert times[0] < times[-1]
-    assert predict(skewed, choice).memory == predict(skewed, choice, quantile="p99").memory
-    assert predict(skewed, choice).memory.routed > predict(even, choice).memory.routed
+    assert predict(skewed, candidate).memory == predict(skewed, candidate, quantile="p99").memory
+    assert predict(skewed, candidate).memory.routed > predict(even, candidate).memory.routed
 
 
 # What must never get worse ------------------------------------------------------------------------------------------
@@ -329,53 +337,57 @@ choices = st.tuples(
     st.sampled_from(["none", "fsdp"]),
     st.sampled_from(["allgather", "alltoall", "dedup", "hierarchical"]),
     st.sampled_from(["none", "selective", "full"]),
-).map(lambda drawn: Choice(drawn[0], drawn[1] * drawn[2], *drawn[2:]))
+).map(lambda drawn: LayoutCandidate(drawn[0], drawn[1] * drawn[2], *drawn[2:]))
 few = settings(max_examples=60, deadline=None)
 
 
-def of(moeut: Workload, hardware: Hardware, choice: Choice, **changes: object) -> Prediction:
-    setting = Setting(
+def of(
+    moeut: Workload, hardware: Hardware, candidate: LayoutCandidate, **changes: object
+) -> Prediction:
+    scenario = Scenario(
         moeut.with_experts({bank: 32 for bank, _ in moeut.uses}), hardware, 4096, drawn(3.0)
     )
-    return predict(replace(setting, **changes), choice)
+    return predict(replace(scenario, **changes), candidate)
 
 
 @given(
-    choice=choices,
+    candidate=choices,
     figure=st.sampled_from(FASTER),
     factor=st.floats(1, 50),
     chunks=st.sampled_from([1, 2]),
 )
 @few
 def test_better_machines_are_never_slower(
-    moeut: Workload, choice: Choice, figure: str, factor: float, chunks: int
+    moeut: Workload, candidate: LayoutCandidate, figure: str, factor: float, chunks: int
 ) -> None:
     limit = 1.0 if figure.endswith(("overlap", "efficiency")) else float("inf")
     value = min(limit, getattr(H200, figure) * factor)
     better = replace(H200, **{figure: value})
-    assert of(moeut, better, choice, chunks=chunks).time.total <= of(
-        moeut, H200, choice, chunks=chunks
+    assert of(moeut, better, candidate, chunks=chunks).time.total <= of(
+        moeut, H200, candidate, chunks=chunks
     ).time.total * (1 + 1e-9)
 
 
-@given(choice=choices, figure=st.sampled_from(SLOWER), factor=st.floats(1, 50))
+@given(candidate=choices, figure=st.sampled_from(SLOWER), factor=st.floats(1, 50))
 @few
 def test_higher_latencies_are_never_faster(
-    moeut: Workload, choice: Choice, figure: str, factor: float
+    moeut: Workload, candidate: LayoutCandidate, figure: str, factor: float
 ) -> None:
     pods = replace(H200, pod_nodes=2)
     worse = replace(pods, **{figure: getattr(pods, figure) * factor})
-    assert of(moeut, worse, choice).time.total >= of(moeut, pods, choice).time.total * (1 - 1e-9)
+    assert of(moeut, worse, candidate).time.total >= of(moeut, pods, candidate).time.total * (
+        1 - 1e-9
+    )
 
 
-@given(choice=choices, tokens=st.integers(64, 65_536), more=st.integers(1, 65_536))
+@given(candidate=choices, tokens=st.integers(64, 65_536), more=st.integers(1, 65_536))
 @few
 def test_more_tokens_take_no_less_time_and_memory(
-    moeut: Workload, choice: Choice, tokens: int, more: int
+    moeut: Workload, candidate: LayoutCandidate, tokens: int, more: int
 ) -> None:
     less, greater = (
-        of(moeut, H200, choice, tokens=tokens),
-        of(moeut, H200, choice, tokens=tokens + more),
+        of(moeut, H200, candidate, tokens=tokens),
+        of(moeut, H200, candidate, tokens=tokens + more),
     )
     assert greater.memory.total > less.memory.total
     # A product of more rows is more efficient: never so much that fewer take longer.
@@ -385,12 +397,12 @@ def test_more_tokens_take_no_less_time_and_memory(
     )
 
 
-@given(choice=choices)
+@given(candidate=choices)
 @few
-def test_parts_add_up_and_nothing_is_negative(moeut: Workload, choice: Choice) -> None:
-    found = of(moeut, H200, choice)
+def test_parts_add_up_and_nothing_is_negative(moeut: Workload, candidate: LayoutCandidate) -> None:
+    found = of(moeut, H200, candidate)
     assert all(value >= -1e-12 for value in vars(found.time).values())
     assert all(value >= 0 for value in vars(found.memory).values())
-    assert found.tokens_per_s == pytest.approx(choice.world_size * 4096 / found.time.total)
+    assert found.tokens_per_s == pytest.approx(candidate.world_size * 4096 / found.time.total)
     assert 0 < found.mfu < H200.matmul_efficiency
-    assert (choice.ep == 1) == (found.time.exchange == 0)
+    assert (candidate.ep == 1) == (found.time.exchange == 0)

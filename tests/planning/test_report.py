@@ -130,7 +130,7 @@ def test_a_picture_has_lines_and_a_crossover(
         "none",
     ]
     found = as_json(capsys, *words)["expert_parallelism"]
-    assert [stretch["ep_pays"] for stretch in found] == [False, True]
+    assert [size_range["ep_pays"] for size_range in found] == [False, True]
     picture = tmp_path / "plan.png"
     assert f"picture: {picture.name}" in run(capsys, *words, "--png", str(picture)).replace(
         f"{tmp_path}/", ""
