@@ -32,6 +32,9 @@ settings.register_profile("house", deadline=None, derandomize="CI" in os.environ
 def pytest_configure(config: pytest.Config) -> None:
     settings.load_profile("house")
     torch.set_num_threads(1)  # the machine's cores belong to the ranks that tests start
+    # torch's store asks the name server who 127.0.0.1 is, at every connection. One that does not
+    # answer costs 5 s each time; here it has a second, in this process and in all that it starts.
+    os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
     os.environ[SESSION_MARK] = secrets.token_hex(8)
     if avx512_library.reason_against(torch.float32) is None:
         avx512_library.library()  # ranks that compiled it each for itself would be late
