@@ -1,6 +1,7 @@
 """Which implementation stands behind a door. Chosen by name once, never by what happens to import."""
 
 import functools
+from collections.abc import Callable
 from importlib import import_module
 from types import SimpleNamespace
 from typing import Literal, Self, cast
@@ -15,6 +16,7 @@ from .triton import available as triton_library
 
 BACKENDS = ("reference", "segments", "avx512", "triton", "grouped_mm", "megablocks")
 deferring: tuple[str, ...] = ("triton",)  # those that are `DefersWeightGradients`
+Resolver = Callable[[str, torch.device, torch.dtype], str]
 
 
 class KernelConfig(BaseModel):
@@ -50,7 +52,17 @@ class KernelConfig(BaseModel):
         return "+".join((self.backend, *self.switches))
 
 
-@torch.compiler.assume_constant_result
+def _constant_to_the_compiler(function: Resolver) -> Resolver:
+    """Marks a function whose result torch.compile takes for a constant, without importing it.
+
+    `torch.compiler.assume_constant_result` sets this attribute and nothing else, but imports
+    torch._dynamo first: 1 to 2 s in every process that reads this module.
+    """
+    function.__dict__["_dynamo_marked_constant"] = True
+    return function
+
+
+@_constant_to_the_compiler
 def resolve_backend(backend: str, device: torch.device, dtype: torch.dtype) -> str:
     """The backend that a name stands for on that device, for weights of that dtype.
 

@@ -22,7 +22,6 @@ from ctypes import c_int32, c_int64, c_void_p
 from pathlib import Path
 
 import torch
-from torch.utils import cpp_extension
 
 _SOURCE = Path(__file__).with_name("avx512.cpp")
 _NAME = "moebius_avx512"
@@ -79,6 +78,8 @@ def reason_against(dtype: torch.dtype) -> str | None:
         return f"this CPU has no {', '.join(missing)}"
     if library_file().exists():
         return None
+    from torch.utils import cpp_extension  # it imports setuptools: only where something is compiled
+
     compiler = cpp_extension.get_cxx_compiler()
     if shutil.which(compiler) is None:
         return f"there is no C++ compiler {compiler!r}: install g++, or name another in the environment variable CXX"
@@ -126,6 +127,8 @@ def library() -> ctypes.CDLL:
 
 
 def _build(path: Path) -> None:
+    from torch.utils import cpp_extension
+
     path.parent.mkdir(parents=True, exist_ok=True)
     with (path.parent / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # let go by the kernel, however its holder ends

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.utils import cpp_extension
 
 from moebius.kernels import backend
 from moebius.kernels.avx512 import build as ours
@@ -53,7 +54,7 @@ def test_processes_that_start_together_compile_it_once(
         time.sleep(0.2)  # the others are there meanwhile
         (Path(build_directory) / f"{name}.so").touch()
 
-    monkeypatch.setattr(ours.cpp_extension, "load", load)
+    monkeypatch.setattr(cpp_extension, "load", load)
     threads = [threading.Thread(target=ours._build, args=(ours.library_file(),)) for _ in range(3)]
     for thread in threads:
         thread.start()
@@ -106,7 +107,7 @@ def test_a_cpu_or_dtype_that_cannot_is_told(
 def test_bfloat16_alone_may_be_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ours, "_cpu_flags", lambda: EVERY_FLAG - {"avx512_bf16"})
     monkeypatch.setenv("CXX", "true")  # a compiler that is there
-    monkeypatch.setattr(ours.cpp_extension, "is_ninja_available", lambda: True)
+    monkeypatch.setattr(cpp_extension, "is_ninja_available", lambda: True)
     assert ours.reason_against(torch.float32) is None
 
 
@@ -120,7 +121,7 @@ def test_without_a_compiler_or_ninja_one_is_told_what_to_do(
     ):
         resolve_backend("avx512", CPU, torch.float32)
     monkeypatch.setenv("CXX", "true")
-    monkeypatch.setattr(ours.cpp_extension, "is_ninja_available", lambda: False)
+    monkeypatch.setattr(cpp_extension, "is_ninja_available", lambda: False)
     with pytest.raises(ValueError, match=r"pip install ninja; or set kernels\.backend=auto"):
         resolve_backend("avx512", CPU, torch.float32)
 
