@@ -6,7 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 
 .NOTPARALLEL:
-.PHONY: help train test kernels mutants lint wheel clean
+.PHONY: help train test kernels mutants lint docs wheel clean
 
 help:  ## show this
 	@echo "moebius: expert-parallel pretraining of Mixture-of-Experts Universal Transformers"
@@ -29,6 +29,10 @@ lint: $(VENV)/.installed-cluster $(VENV)/.installed-export $(VENV)/.installed-li
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/basedpyright --pythonpath $(BIN)/python
+
+docs: $(VENV)/.installed-docs  ## build the documentation's site into build/site; a dead link or a warning is an error
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+	@echo "open build/site/index.html"
 
 wheel: $(VENV)/.installed-build  ## build the wheel and try it in an empty environment
 	$(BIN)/python .ci/wheel.py
