@@ -20,7 +20,7 @@ from ..train.run_folder import default_run_dir, open_run, place_data
 
 if TYPE_CHECKING:
     from ..model.transformer import Transformer
-    from ..simulation.request import Placement, Ranks
+    from ..simulation.request import RequestedRanks, SavedPlacement
 
 RUNS = Path("runs")  # where runs and prepared data go unless told otherwise
 
@@ -476,13 +476,13 @@ def _add_plan(commands: argparse._SubParsersAction) -> None:
 def _plan(options: argparse.Namespace) -> int:
     from ..planning.planner import Constraints
     from ..planning.report import (
-        draw_report,
+        draw_plans,
         make_report,
         parse_nodes,
+        plans_as_json,
         render_detail,
-        render_report,
+        render_plans,
         render_sources,
-        report_as_json,
     )
     from .plan_request import make_scenario
 
@@ -504,11 +504,11 @@ def _plan(options: argparse.Namespace) -> int:
         )
         report = make_report(scenario, nodes, constraints)
     if options.png:
-        draw_report(report, options.png, title=options.name)
+        draw_plans(report, options.png, title=options.name)
     if options.json:
-        print(json.dumps(report_as_json(report), indent=2))
+        print(json.dumps(plans_as_json(report), indent=2))
         return 0
-    console.print(render_report(report, top=options.top or (10 if len(nodes) == 1 else 2)))
+    console.print(render_plans(report, top=options.top or (10 if len(nodes) == 1 else 2)))
     if options.detail:
         for plan in filter(
             None, (report.sizes[-1].best(with_ep=with_ep) for with_ep in (False, True))
@@ -598,43 +598,50 @@ def _add_simulate(commands: argparse._SubParsersAction) -> None:
 
 
 def _simulate(options: argparse.Namespace) -> int:
-    from ..simulation.dispatch import unexplained
-    from ..simulation.shapes import ShapeFault
+    from ..simulation.dispatch import unexpected_cause
+    from ..simulation.shapes import ShapeMismatch
     from ..simulation.threads import RankFailed
 
     try:
         return _simulated(options)
     # What ends a simulation before there is a report to show it in. One line says it; where that is
     # not enough, a traceback too.
-    except (RankFailed, ShapeFault) as fault:
-        if (cause := unexplained(fault)) is not None:
+    except (RankFailed, ShapeMismatch) as error:
+        if (cause := unexpected_cause(error)) is not None:
             traceback.print_exception(cause)
-        words = " ".join(str(fault).split())
+        words = " ".join(str(error).split())
         Console(stderr=True, soft_wrap=True).print(
-            f"[bold red]fault:[/] {_plain(words)}", highlight=False
+            f"[bold red]error:[/] {_plain(words)}", highlight=False
         )
         return 1
 
 
 def _simulated(options: argparse.Namespace) -> int:
-    from ..simulation.report import draw, plain, show
-    from ..simulation.request import Ranks, run, source_of_model, source_of_trace
+    from ..simulation.report import draw_simulation, render_simulation, simulation_as_json
+    from ..simulation.request import (
+        RequestedRanks,
+        simulate_all,
+        source_from_model,
+        source_from_trace,
+    )
 
     if (options.name is None) == (options.trace is None):
         raise JobError(
             "name what to simulate: a recipe, a FILE.toml or a run folder, or else --trace RUN"
         )
     _refuse_idle_options(options)
-    asked = Ranks(options.ep, options.world_size, options.ranks_per_node, options.overlap_chunks)
+    asked = RequestedRanks(
+        options.ep, options.world_size, options.ranks_per_node, options.overlap_chunks
+    )
     if options.shapes_only:
         return _simulate_shapes(options, asked)
     if options.trace is not None:
-        source = source_of_trace(
+        source = source_from_trace(
             options.trace, steps=options.steps, seed=options.seed, homes=options.homes
         )
     else:
         title, config, trained, placement = _simulated_model(options)
-        source = source_of_model(
+        source = source_from_model(
             title,
             config,
             trained,
@@ -644,14 +651,14 @@ def _simulated(options: argparse.Namespace) -> int:
             placement=placement,
         )
     with Console(stderr=True).status("simulating"):
-        report = run(source, asked, options.dispatcher)
+        report = simulate_all(source, asked, options.dispatcher)
     if options.png:
-        draw(report, options.png)
+        draw_simulation(report, options.png)
     if options.json:
-        print(json.dumps(plain(report), indent=2))
+        print(json.dumps(simulation_as_json(report), indent=2))
     else:
-        Console().print(show(report))
-    return 1 if report.faults else 0
+        Console().print(render_simulation(report))
+    return 1 if report.violations else 0
 
 
 def _refuse_idle_options(options: argparse.Namespace) -> None:
@@ -671,10 +678,10 @@ def _refuse_idle_options(options: argparse.Namespace) -> None:
             )
 
 
-def _simulate_shapes(options: argparse.Namespace, asked: "Ranks") -> int:
-    from ..simulation.report import plain_shapes, show_shapes
+def _simulate_shapes(options: argparse.Namespace, asked: "RequestedRanks") -> int:
+    from ..simulation.report import render_shapes, shapes_as_json
     from ..simulation.request import config_of_run, shape_request
-    from ..simulation.shapes import ends_and_middle, shapes_of
+    from ..simulation.shapes import first_middle_last, shapes_of
 
     if options.name is None:
         raise JobError("--shapes-only builds a model: name a recipe, a FILE.toml or a run folder")
@@ -686,11 +693,11 @@ def _simulate_shapes(options: argparse.Namespace, asked: "Ranks") -> int:
     )
     request, refusal = shape_request(config, asked, options.dispatcher[0])
     with Console(stderr=True).status("building"):
-        shapes = shapes_of(request, ends_and_middle(request.layout.world_size))
+        shapes = shapes_of(request, first_middle_last(request.layout.world_size))
     if options.json:
-        print(json.dumps({**plain_shapes(request, shapes), "refused": refusal}, indent=2))
+        print(json.dumps({**shapes_as_json(request, shapes), "refused": refusal}, indent=2))
     else:
-        Console().print(show_shapes(options.name, request, shapes))
+        Console().print(render_shapes(options.name, request, shapes))
     if refusal is not None:
         Console(stderr=True, soft_wrap=True).print(
             f"[yellow]training would refuse it:[/] {_plain(refusal)}", highlight=False
@@ -700,7 +707,7 @@ def _simulate_shapes(options: argparse.Namespace, asked: "Ranks") -> int:
 
 def _simulated_model(
     options: argparse.Namespace,
-) -> tuple[str, Config, "Transformer | None", "Placement | None"]:
+) -> tuple[str, Config, "Transformer | None", "SavedPlacement | None"]:
     """Its title, its configuration and, of a run folder, its weights and where its experts live."""
     from ..distributed.process.process import start_process
     from ..evaluation.restore import restore

@@ -127,7 +127,7 @@ def _largest_spread(plans: Sequence[RankedPlans]) -> Plan | None:
 # The table ----------------------------------------------------------------------------------------------------------
 
 
-def render_report(report: PlanReport, *, top: int) -> Group:
+def render_plans(report: PlanReport, *, top: int) -> Group:
     """One line per layout, the best `top` of every size and the best of the other kind; below it
     what they mean.
     """
@@ -401,7 +401,7 @@ def render_sources(scenario: Scenario) -> Table:
 # JSON ---------------------------------------------------------------------------------------------------------------
 
 
-def report_as_json(report: PlanReport) -> dict[str, Any]:
+def plans_as_json(report: PlanReport) -> dict[str, Any]:
     """Everything as JSON knows it."""
     scenario, best = report.scenario, _largest_spread(report.sizes)
     return {
@@ -452,7 +452,7 @@ def _plain_plan(ranked: RankedPlans, ranks_per_node: int) -> dict[str, Any]:
 _INK, _TOKENS, _WEIGHTS, _CROSSING = "#22313f", "#d1495b", "#2e6f95", "#8d6a9f"
 
 
-def draw_report(report: PlanReport, path: Path, *, title: str) -> Path:
+def draw_plans(report: PlanReport, path: Path, *, title: str) -> Path:
     """Step time and MFU against the number of GPUs, with and without expert parallelism, and where
     one overtakes the other.
     """

@@ -8,7 +8,7 @@ Flow, for one pass of one sparse layer after the other:
      expert: *conservation*, every route once at the rank and the expert that it names. Nothing of
      this is counted;
   3. every rank runs the layer, as training runs it: `SparseLayer` with this dispatcher and the
-     rank's own experts. The wire counts; answers are compared with one rank's, bit for bit where
+     rank's own experts. Traffic is counted; answers are compared with one rank's, bit for bit where
      the dispatcher promises it (`alltoall`), else up to rounding;
   4. loads and traffic are written down, and the next call is asked for.
 
@@ -37,12 +37,12 @@ from ..distributed.dispatch.setup import build_node_groups, nodes_of
 from ..distributed.layout import Layout, group_of
 from ..model.moe import Dispatcher, SparseLayer
 from ..model.routing import Routes
-from .threads import Wire, run_threads
+from .threads import TrafficCounter, run_threads
 
 # Answers may differ from one rank's by so much of the largest: sums are grouped by rank, and
 # rounding is all that may change.
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 3e-2}
-EXACT = ("alltoall", "local")
+EXACT_DISPATCHERS = ("alltoall", "local")
 
 
 @dataclass(frozen=True)
@@ -128,9 +128,9 @@ class Simulation:
     one_per_route_PP: np.ndarray  # rows, as with `CallRecord.rows_one_per_route`
 
     @property
-    def faults(self) -> list[str]:
+    def violations(self) -> list[str]:
         """What should have held and did not; empty where all is well."""
-        return [fault for record in self.records for fault in _faults(record)]
+        return [violation for record in self.records for violation in _violations(record)]
 
 
 def hottest(load: np.ndarray) -> float:
@@ -173,19 +173,24 @@ def simulate(
         ValueError: the dispatcher does not fit the ranks, or they cannot share a layer's experts.
         RankFailed: an exchange failed, which is a fault of the dispatcher.
     """
-    stage = _Stage(calls, bank, cluster)
-    run_threads(stage.live, cluster.layout.world_size, wire=stage.wire, timeout_s=cluster.timeout_s)
+    coordinator = _Coordinator(calls, bank, cluster)
+    run_threads(
+        coordinator.run_rank,
+        cluster.layout.world_size,
+        traffic=coordinator.traffic,
+        timeout_s=cluster.timeout_s,
+    )
     return Simulation(
         cluster,
-        stage.dispatcher,
-        tuple(stage.records),
-        stage.rows_PP,
-        stage.bytes_PP,
-        stage.one_per_route_PP,
+        coordinator.dispatcher,
+        tuple(coordinator.records),
+        coordinator.rows_PP,
+        coordinator.bytes_PP,
+        coordinator.one_per_route_PP,
     )
 
 
-def unexplained(fault: BaseException) -> BaseException | None:
+def unexpected_cause(fault: BaseException) -> BaseException | None:
     """What ended a simulated rank, if the fault's words do not tell a user what happened: then its
     traceback is needed.
 
@@ -217,7 +222,7 @@ def experts_of(experts: nn.Module, homes: Homes, rank: int) -> nn.Module:
     return own
 
 
-class _Stage:
+class _Coordinator:
     """What the threads share: the call that is on, a place for every rank's findings, and the
     books.
     """
@@ -227,7 +232,7 @@ class _Stage:
     ) -> None:
         self.calls, self.bank, self.cluster = calls, bank, cluster
         self.num_ranks = cluster.layout.world_size
-        self.wire = Wire(self.num_ranks)
+        self.traffic = TrafficCounter(self.num_ranks)
         self.dispatcher = name_of(cluster)
         self.records: list[CallRecord] = []
         self.rows_PP, self.bytes_PP, self.one_per_route_PP = (
@@ -237,36 +242,36 @@ class _Stage:
         self.experts: nn.Module = nn.Module()
         self.arrivals: list[np.ndarray] = [np.empty(0, np.int64)] * self.num_ranks
         self.differences = [0.0] * self.num_ranks
-        self.curtain = threading.Barrier(self.num_ranks, action=self._turn)
+        self.barrier = threading.Barrier(self.num_ranks, action=self._advance)
 
     @torch.no_grad()
-    def live(self, rank: int) -> None:
+    def run_rank(self, rank: int) -> None:
         """The life of a rank."""
         try:
-            player = _Player(self, rank)
+            worker = _Worker(self, rank)
             while (call := self._next()) is not None:
-                player.play(call)
+                worker.run(call)
         except threading.BrokenBarrierError:
             raise SystemExit from None  # another rank's failure is the one to tell
         except BaseException:
-            self.curtain.abort()
+            self.barrier.abort()
             raise
 
     def _next(self) -> RoutedCall | None:
-        self.curtain.wait()
+        self.barrier.wait()
         return self.call
 
-    def _turn(self) -> None:
+    def _advance(self) -> None:
         """Between two calls, while all ranks wait."""
         if self.call is not None:
-            self._book(self.call)
+            self._record_call(self.call)
         self.call = next(self.calls, None)
         if self.call is not None:
             self.experts = self.bank(self.call.layer)
 
-    def _book(self, call: RoutedCall) -> None:
+    def _record_call(self, call: RoutedCall) -> None:
         load_E, load_P, one_per_route_PP = _loads(call, self.cluster)
-        intra, inter = across_nodes(self.wire.bytes_PP, self.cluster.ranks_per_node)
+        intra, inter = across_nodes(self.traffic.bytes_PP, self.cluster.ranks_per_node)
         largest = max(map(_largest, call.answers), default=0.0)
         difference = max(self.differences) / largest if largest else max(self.differences)
         dtype = call.answers[0].dtype
@@ -279,60 +284,61 @@ class _Stage:
                 call.kind,
                 load_E,
                 load_P,
-                between(self.wire.rows_PP),
+                between(self.traffic.rows_PP),
                 between(one_per_route_PP),
                 intra,
                 inter,
                 _misrouted(self.arrivals, call),
                 difference,
-                agrees=difference <= (0.0 if self.dispatcher in EXACT else TOLERANCE[dtype]),
+                agrees=difference
+                <= (0.0 if self.dispatcher in EXACT_DISPATCHERS else TOLERANCE[dtype]),
             )
         )
-        self.rows_PP += self.wire.rows_PP
-        self.bytes_PP += self.wire.bytes_PP
+        self.rows_PP += self.traffic.rows_PP
+        self.bytes_PP += self.traffic.bytes_PP
         self.one_per_route_PP += one_per_route_PP
-        self.wire.clear()
+        self.traffic.clear()
 
 
-class _Player:
+class _Worker:
     """One rank: its groups, its dispatchers, and what it does for a call."""
 
-    def __init__(self, stage: _Stage, rank: int) -> None:
-        self.stage, self.rank, self.cluster = stage, rank, stage.cluster
+    def __init__(self, coordinator: _Coordinator, rank: int) -> None:
+        self.coordinator, self.rank, self.cluster = coordinator, rank, coordinator.cluster
         ranks, world = group_of(self.cluster.layout, "ep", rank), dist.group.WORLD
         group = (
             world
-            if len(ranks) == stage.num_ranks
+            if len(ranks) == coordinator.num_ranks
             else dist.new_group(ranks, use_local_synchronization=True)
         )
         if not isinstance(group, dist.ProcessGroup):
             raise AssertionError(f"simulated rank {rank} is not in its own group {ranks}")
         self.group, self.nodes = group, None
-        if stage.dispatcher == "hierarchical":
+        if coordinator.dispatcher == "hierarchical":
             self.nodes = build_node_groups(
                 group, self.cluster.ranks_per_node, timeout_s=self.cluster.timeout_s
             )
         self._dispatchers: dict[str, Dispatcher] = {}
 
-    def play(self, call: RoutedCall) -> None:
-        """Collective. Leaves what was found on the stage."""
-        stage, rank, dispatcher, homes = (
-            self.stage,
+    def run(self, call: RoutedCall) -> None:
+        """Collective. Leaves what was found with the coordinator."""
+        coordinator, rank, dispatcher, homes = (
+            self.coordinator,
             self.rank,
             self._dispatcher(call),
             self.cluster.homes_of(call),
         )
         rows, routes, expected = call.rows[rank], call.routes[rank], call.answers[rank]
-        stage.arrivals[rank] = _arrivals(
+        coordinator.arrivals[rank] = _arrivals(
             dispatcher, routes, len(rows), rank, homes, self.group.rank()
         )
-        layer = SparseLayer(experts_of(stage.experts, homes, self.group.rank()))  # pyright: ignore[reportArgumentType]
+        layer = SparseLayer(experts_of(coordinator.experts, homes, self.group.rank()))  # pyright: ignore[reportArgumentType]
         layer.dispatcher = dispatcher
-        stage.wire.widths[rank] = frozenset({rows.shape[1], expected.shape[1]})
-        stage.wire.is_open[rank] = True
+        coordinator.traffic.widths[rank] = frozenset({rows.shape[1], expected.shape[1]})
+        coordinator.traffic.is_open[rank] = True
         answers = layer(rows, routes)
-        stage.wire.is_open[rank] = False
-        stage.differences[rank] = _difference(answers, expected)
+        coordinator.traffic.is_open[rank] = False
+        coordinator.differences[rank] = _difference(answers, expected)
 
     def _dispatcher(self, call: RoutedCall) -> Dispatcher:
         cluster = self.cluster
@@ -413,7 +419,7 @@ def _largest(answers: Tensor) -> float:
     return float(finite.abs().max()) if finite.numel() else 0.0
 
 
-def _faults(record: CallRecord) -> list[str]:
+def _violations(record: CallRecord) -> list[str]:
     where = f"step {record.step}, micro-batch {record.micro_batch}, depth step {record.depth}, {record.kind}"
     found = []
     if record.misrouted:

@@ -17,7 +17,14 @@ from rich.table import Table
 from rich.text import Text
 
 from ..distributed.layout import Layout, spell_ranks
-from .dispatch import EXACT, CallRecord, Simulation, across_nodes, between, between_nodes
+from .dispatch import (
+    EXACT_DISPATCHERS,
+    CallRecord,
+    Simulation,
+    across_nodes,
+    between,
+    between_nodes,
+)
 from .shapes import RankShapes, ShapeRequest
 
 _BARS, _SHADES = "▁▂▃▄▅▆▇█", " ░▒▓█"
@@ -30,7 +37,7 @@ _MOST_STEPS = 9  # factors in a line; all of this fits a terminal of 80 columns
 
 
 @dataclass(frozen=True)
-class Report:
+class SimulationReport:
     """The same calls with one or several dispatchers."""
 
     title: str
@@ -46,8 +53,12 @@ class Report:
         return self.first.cluster.layout
 
     @property
-    def faults(self) -> list[str]:
-        return [f"{each.dispatcher}: {fault}" for each in self.simulations for fault in each.faults]
+    def violations(self) -> list[str]:
+        return [
+            f"{each.dispatcher}: {violation}"
+            for each in self.simulations
+            for violation in each.violations
+        ]
 
 
 @dataclass(frozen=True)
@@ -114,7 +125,7 @@ def by_kind(records: Sequence[CallRecord]) -> dict[str, list[CallRecord]]:
 # The words ----------------------------------------------------------------------------------------------------------
 
 
-def show(report: Report) -> Group:
+def render_simulation(report: SimulationReport) -> Group:
     """Everything that fits a terminal."""
     parts: list[Any] = [
         Text(f"{report.title}: {_place(report)}", style="bold"),
@@ -128,7 +139,7 @@ def show(report: Report) -> Group:
     return Group(*parts, *(Text(line, style="dim") for line in _legend(report)))
 
 
-def _place(report: Report) -> str:
+def _place(report: SimulationReport) -> str:
     layout, per_node = (
         report.layout,
         report.first.cluster.ranks_per_node or report.layout.world_size,
@@ -141,10 +152,10 @@ def _place(report: Report) -> str:
     )
 
 
-def _verdict(report: Report) -> Text:
-    if report.faults:
-        more = len(report.faults) - 5
-        lines = [f"✗ {fault}" for fault in report.faults[:5]] + (
+def _verdict(report: SimulationReport) -> Text:
+    if report.violations:
+        more = len(report.violations) - 5
+        lines = [f"✗ {violation}" for violation in report.violations[:5]] + (
             [f"✗ and {more} more"] if more > 0 else []
         )
         return Text("\n".join(lines), style="bold red")
@@ -163,7 +174,7 @@ def _answers(simulation: Simulation) -> str:
     return f"{simulation.dispatcher} {same}"
 
 
-def _traffic_table(report: Report) -> Table:
+def _traffic_table(report: SimulationReport) -> Table:
     table = _table("dispatcher", "rows", "share", "inside", "between", "pair", "MB", "nodes", "MB")
     for each in report.simulations:
         per_node = each.cluster.ranks_per_node
@@ -193,7 +204,7 @@ def busiest_pair(matrix: np.ndarray) -> tuple[int, int, int]:
     return source, target, int(others[source, target])
 
 
-def _load_table(report: Report) -> Table:
+def _load_table(report: SimulationReport) -> Table:
     table = _table("experts", "calls", "routes", "hottest rank", "most", "expert", "most", "idle")
     for kind in kinds_of(report.first.records):
         factors = (*kind.hottest_rank, *kind.hottest_expert)
@@ -207,7 +218,7 @@ def _load_table(report: Report) -> Table:
     return table
 
 
-def _bar_lines(report: Report) -> list[str]:
+def _bar_lines(report: SimulationReport) -> list[str]:
     if report.layout.world_size > _MOST_BARS:
         return []
     lines = ["", "load by rank"]
@@ -228,7 +239,7 @@ def _bars(load_P: np.ndarray) -> str:
     return "".join(_BARS[round((len(_BARS) - 1) * load / most)] for load in load_P)
 
 
-def _time_lines(report: Report) -> list[str]:
+def _time_lines(report: SimulationReport) -> list[str]:
     axis, moments = over_time(report.first.records)
     if len(moments) < 2:
         return []
@@ -259,7 +270,7 @@ def _matrix_lines(simulation: Simulation) -> list[str]:
     return [title, *(f"{rank:>4} {line}" for rank, line in enumerate(lines))]
 
 
-def _legend(report: Report) -> list[str]:
+def _legend(report: SimulationReport) -> list[str]:
     return [
         "",
         "rows, MB: forward pass, there and back, all that ranks hand to the network; the backward "
@@ -287,7 +298,7 @@ def _mb(number: float) -> str:
 # JSON ---------------------------------------------------------------------------------------------------------------
 
 
-def plain(report: Report) -> dict[str, Any]:
+def simulation_as_json(report: SimulationReport) -> dict[str, Any]:
     """Everything as JSON knows it; matrices are [from rank][to rank] and have what stays on its
     rank on the diagonal.
     """
@@ -299,7 +310,7 @@ def plain(report: Report) -> dict[str, Any]:
         "ep": layout.ep,
         "ep_groups": layout.num_expert_replicas,
         "ranks_per_node": cluster.ranks_per_node,
-        "faults": report.faults,
+        "violations": report.violations,
         "experts": [
             {
                 "kind": kind.kind,
@@ -321,8 +332,8 @@ def _plain_simulation(simulation: Simulation) -> dict[str, Any]:
     return {
         "dispatcher": simulation.dispatcher,
         "overlap_chunks": simulation.cluster.overlap_chunks,
-        "exact": simulation.dispatcher in EXACT,
-        "faults": simulation.faults,
+        "exact": simulation.dispatcher in EXACT_DISPATCHERS,
+        "violations": simulation.violations,
         "rows": between(simulation.rows_PP),
         "rows_one_per_route": between(simulation.one_per_route_PP),
         "bytes_intra_node": intra,
@@ -362,7 +373,7 @@ def _plain_call(record: CallRecord) -> dict[str, Any]:
 _INK, _LINES = "#22313f", ("#d1495b", "#2e6f95", "#8d6a9f", "#66a182")
 
 
-def draw(report: Report, path: Path) -> Path:
+def draw_simulation(report: SimulationReport, path: Path) -> Path:
     """Bytes from rank to rank, and loads over time: rank by step (or depth step), and the hottest
     rank of every kind.
 
@@ -408,7 +419,7 @@ def _draw_matrix(figure: Any, panel: Any, simulation: Simulation) -> None:
     figure.colorbar(image, ax=panel, fraction=0.046, pad=0.02)
 
 
-def _draw_loads(figure: Any, panel: Any, report: Report) -> None:
+def _draw_loads(figure: Any, panel: Any, report: SimulationReport) -> None:
     axis, moments = over_time(report.first.records)
     loads = np.stack(
         [np.sum([record.load_P for record in own], axis=0) for own in moments.values()], axis=1
@@ -430,7 +441,7 @@ def _around_one(relative: np.ndarray) -> Any:
     return TwoSlopeNorm(1.0, 1 - reach, 1 + reach)
 
 
-def _draw_factors(panel: Any, report: Report) -> None:
+def _draw_factors(panel: Any, report: SimulationReport) -> None:
     axis, moments = over_time(report.first.records)
     places = {number: place for place, number in enumerate(moments)}
     for color, (kind, own) in zip(_LINES, by_kind(report.first.records).items(), strict=False):
@@ -456,7 +467,7 @@ def _name_moments(panel: Any, axis: str, numbers: list[int]) -> None:
 # Shapes only --------------------------------------------------------------------------------------------------------
 
 
-def show_shapes(title: str, request: ShapeRequest, shapes: Sequence[RankShapes]) -> Group:
+def render_shapes(title: str, request: ShapeRequest, shapes: Sequence[RankShapes]) -> Group:
     """One line per rank."""
     table = _table(
         "rank",
@@ -521,7 +532,7 @@ def _bank_words(found: RankShapes) -> str:
     return "; ".join(words)
 
 
-def plain_shapes(request: ShapeRequest, shapes: Iterable[RankShapes]) -> dict[str, Any]:
+def shapes_as_json(request: ShapeRequest, shapes: Iterable[RankShapes]) -> dict[str, Any]:
     """Everything as JSON knows it."""
     return {
         "layout": str(request.layout),

@@ -33,7 +33,7 @@ from ..train.routing.trace import read_rank, recorded_steps
 from ..train.state import seed_micro_batch
 from .dispatch import Cluster, RoutedCall, simulate
 from .replay import DealtCall, replay
-from .report import Report
+from .report import SimulationReport
 from .shapes import ShapeRequest
 from .threads import MOST_PRETENDED, MOST_THREADS
 
@@ -46,7 +46,7 @@ Tokens = Callable[[int, int], Tensor]  # (step, rank) → (B, S)
 
 
 @dataclass(frozen=True)
-class Ranks:
+class RequestedRanks:
     """How the ranks are asked for; None: as the configuration or the defaults say. Replicas fill
     the world.
     """
@@ -72,7 +72,7 @@ def _check_seed(seed: int) -> None:
         raise ValueError(f"--seed {seed}: from 0 to {_SEEDS - 1:,}")
 
 
-def make_cluster(config: Config, asked: Ranks, dispatcher: str | None = None) -> Cluster:
+def make_cluster(config: Config, asked: RequestedRanks, dispatcher: str | None = None) -> Cluster:
     """The simulated ranks: as asked, else as `mesh` says, else EP groups of 8, 8 ranks to a node.
 
     Raises:
@@ -90,7 +90,7 @@ def make_cluster(config: Config, asked: Ranks, dispatcher: str | None = None) ->
     return Cluster(layout, dispatcher or config.mesh.dispatcher, chunks, per_node)
 
 
-def layout_of(config: Config, asked: Ranks) -> tuple[Layout, int]:
+def layout_of(config: Config, asked: RequestedRanks) -> tuple[Layout, int]:
     """The layout, and how many ranks a node has. `asked.ep` takes the place of the mesh's ep and
     replicas.
     """
@@ -116,7 +116,7 @@ def layout_of(config: Config, asked: Ranks) -> tuple[Layout, int]:
 
 
 def shape_request(
-    config: Config, asked: Ranks, dispatcher: str | None = None
+    config: Config, asked: RequestedRanks, dispatcher: str | None = None
 ) -> tuple[ShapeRequest, str | None]:
     """What `--shapes-only` builds, and why training would refuse it on that world (None: it would
     not).
@@ -168,7 +168,7 @@ CONTIGUOUS = "contiguous"
 
 
 @dataclass(frozen=True)
-class Placement:
+class SavedPlacement:
     """Where a run that moves its experts had them at a checkpoint."""
 
     step: int
@@ -182,7 +182,7 @@ class Placement:
 
 def find_placement(
     run_dir: Path | None, asked: str | None, *, default: int | None = None
-) -> Placement | None:
+) -> SavedPlacement | None:
     """What `--homes` asks for; None: contiguous blocks.
 
     Args:
@@ -210,10 +210,10 @@ def find_placement(
             f"--homes {asked}: {run_dir.name} moved no experts up to there (mesh.rebalance_every "
             "was 0)"
         )
-    return Placement(meta.step, homes, asked is not None) if homes else None
+    return SavedPlacement(meta.step, homes, asked is not None) if homes else None
 
 
-def place(cluster: Cluster, placement: Placement | None) -> Cluster:
+def place(cluster: Cluster, placement: SavedPlacement | None) -> Cluster:
     """The same ranks with the experts there; in contiguous blocks where it was made for other EP
     groups.
 
@@ -233,7 +233,7 @@ def place(cluster: Cluster, placement: Placement | None) -> Cluster:
     return cluster
 
 
-def _homes_words(config: Config, cluster: Cluster, placement: Placement | None) -> str:
+def _homes_words(config: Config, cluster: Cluster, placement: SavedPlacement | None) -> str:
     """Nothing where no run has ever moved an expert."""
     if cluster.homes and placement is not None:
         return f"; experts where they were at step {placement.step}"
@@ -253,7 +253,7 @@ def _homes_words(config: Config, cluster: Cluster, placement: Placement | None) 
 
 
 @dataclass(frozen=True)
-class Source:
+class CallSource:
     """Where calls come from: as often as they are asked for, the same ones, for any number of
     ranks.
     """
@@ -263,10 +263,12 @@ class Source:
     tokens: Callable[[Cluster], str]  # in words
     bank: Bank
     calls: Callable[[int], Iterator[RoutedCall]]
-    placement: Placement | None = None
+    placement: SavedPlacement | None = None
 
 
-def run(source: Source, asked: Ranks, dispatchers: Sequence[str | None]) -> Report:
+def simulate_all(
+    source: CallSource, asked: RequestedRanks, dispatchers: Sequence[str | None]
+) -> SimulationReport:
     """The same calls with every dispatcher.
 
     Raises:
@@ -281,10 +283,10 @@ def run(source: Source, asked: Ranks, dispatchers: Sequence[str | None]) -> Repo
         for cluster in clusters
     ]
     words = source.tokens(clusters[0]) + _homes_words(source.config, clusters[0], source.placement)
-    return Report(source.title, words, tuple(found))
+    return SimulationReport(source.title, words, tuple(found))
 
 
-def source_of_model(
+def source_from_model(
     title: str,
     config: Config,
     trained: Transformer | None,
@@ -292,8 +294,8 @@ def source_of_model(
     tokens_per_rank: int,
     steps: int,
     seed: int,
-    placement: Placement | None = None,
-) -> Source:
+    placement: SavedPlacement | None = None,
+) -> CallSource:
     """A model that routes tokens itself: a trained one its validation text, a fresh one random
     tokens.
 
@@ -309,18 +311,18 @@ def source_of_model(
     def calls(num_ranks: int) -> Iterator[RoutedCall]:
         make = text_tokens if trained else random_tokens
         tokens = make(config, batch, length, seed=seed, num_ranks=num_ranks)
-        return calls_of_model(model, precision, Scene(tokens, steps, seed), num_ranks)
+        return calls_of_model(model, precision, TokenBatches(tokens, steps, seed), num_ranks)
 
     def words(_cluster: Cluster) -> str:
         what = "of the validation text" if trained else "at random"
         return f"{batch} × {length} tokens {what} per rank and step, {steps} {'step' if steps == 1 else 'steps'}, {precision}"
 
-    return Source(title, config, words, bank_of_model(model, precision), calls, placement)
+    return CallSource(title, config, words, bank_of_model(model, precision), calls, placement)
 
 
-def source_of_trace(
+def source_from_trace(
     run_dir: Path, *, steps: int | None, seed: int, homes: str | None = None
-) -> Source:
+) -> CallSource:
     """A recorded run's routes; `homes` as for `find_placement`.
 
     Raises:
@@ -347,7 +349,7 @@ def source_of_trace(
     def calls(num_ranks: int) -> Iterator[RoutedCall]:
         return calls_of_trace(files, bank, precision, num_ranks, seed)
 
-    return Source(
+    return CallSource(
         f"trace of {run_dir.name}", config, words, bank, calls, find_placement(run_dir, homes)
     )
 
@@ -367,7 +369,7 @@ def config_of_run(run_dir: Path) -> Config:
 
 
 @dataclass(frozen=True)
-class Scene:
+class TokenBatches:
     """What the ranks' tokens are."""
 
     tokens: Tokens
@@ -428,14 +430,14 @@ def fresh_model(config: Config) -> Transformer:
 
 
 def calls_of_model(
-    model: Transformer, precision: str, scene: Scene, num_ranks: int
+    model: Transformer, precision: str, scene: TokenBatches, num_ranks: int
 ) -> Iterator[RoutedCall]:
     """What the model does with the ranks' tokens, call after call."""
     dtype = getattr(torch, precision)
     model.train()
     for step in range(1, scene.steps + 1):
-        heard = [_hear(model, dtype, scene, step, rank) for rank in range(num_ranks)]
-        for calls in zip(*heard, strict=True):
+        recorded = [_record_rank(model, dtype, scene, step, rank) for rank in range(num_ranks)]
+        for calls in zip(*recorded, strict=True):
             first = calls[0]
             yield RoutedCall(
                 step,
@@ -450,16 +452,16 @@ def calls_of_model(
 
 
 @torch.no_grad()
-def _hear(
-    model: Transformer, dtype: torch.dtype, scene: Scene, step: int, rank: int
+def _record_rank(
+    model: Transformer, dtype: torch.dtype, scene: TokenBatches, step: int, rank: int
 ) -> list[TappedCall]:
     """One rank's micro-batch through all experts. Routers that sample draw from the micro-batch's
     own stream.
     """
-    with torch.random.fork_rng(devices=[]), tap(model, with_rows=True) as heard:
+    with torch.random.fork_rng(devices=[]), tap(model, with_rows=True) as recorded:
         seed_micro_batch(scene.seed, step, rank)
         forward_in(model, dtype, scene.tokens(step, rank))
-    return heard
+    return recorded
 
 
 def _held(rows: Tensor | None) -> Tensor:

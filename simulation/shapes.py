@@ -47,7 +47,7 @@ from ..planning.workload import describe, kept_by_bank
 from .threads import pretended_rank
 
 
-class ShapeFault(AssertionError):
+class ShapeMismatch(AssertionError):
     """A rank does not hold what the tables say: a fault of this package."""
 
 
@@ -93,7 +93,7 @@ class ShapeRequest:
     overlap_chunks: int = 1
 
 
-def ends_and_middle(world_size: int) -> list[int]:
+def first_middle_last(world_size: int) -> list[int]:
     """The first, the middle and the last rank."""
     return sorted({0, world_size // 2, world_size - 1})
 
@@ -103,7 +103,7 @@ def shapes_of(request: ShapeRequest, ranks: Sequence[int]) -> list[RankShapes]:
 
     Raises:
         ValueError: the configuration does not fit the world.
-        ShapeFault: a rank does not hold what it should.
+        ShapeMismatch: a rank does not hold what it should.
     """
     check_experts(request.layout, request.model.expert_counts())
     kept = _kept_bytes(request)
@@ -155,7 +155,7 @@ def _check_groups(mesh: Mesh) -> None:
             group_of(mesh.layout, axis, mesh.rank),
         )
         if found != expected:
-            raise ShapeFault(
+            raise ShapeMismatch(
                 f"rank {mesh.rank}: its group {axis} joins {found}, the tables say {expected}"
             )
 
@@ -168,7 +168,7 @@ def _check_parameters(model: Transformer, layout: Layout, rank: int) -> None:
             tuple(held.boxes[0].sizes) if held.boxes else None
         )  # None: FSDP had nothing left for this rank
         if (0 not in local) if sizes is None else (sizes != local):
-            raise ShapeFault(
+            raise ShapeMismatch(
                 f"rank {rank}: holds {local} of {name}, its tables say {sizes} of {held.shape}"
             )
         if name in banks:
@@ -181,7 +181,7 @@ def _check_own_experts(held: Held, layout: Layout, rank: int, name: str) -> None
     for box in held.boxes:
         first, end = box.offsets[0], box.offsets[0] + box.sizes[0]
         if not own.start <= first < end <= own.stop:
-            raise ShapeFault(
+            raise ShapeMismatch(
                 f"rank {rank}: holds the experts {first}-{end - 1} of {name}, its tables say {own}"
             )
 
@@ -189,7 +189,7 @@ def _check_own_experts(held: Held, layout: Layout, rank: int, name: str) -> None
 def _check_blocks(num_experts: int, layout: Layout, name: str) -> None:
     everyone = list(itertools.chain.from_iterable(expert_blocks(num_experts, layout.ep)))
     if everyone != list(range(num_experts)):
-        raise ShapeFault(f"{name}: the ranks of an ep group hold the experts {everyone}")
+        raise ShapeMismatch(f"{name}: the ranks of an ep group hold the experts {everyone}")
 
 
 class _Mirror:
@@ -216,7 +216,7 @@ def _check_forward(model: Transformer, request: ShapeRequest) -> None:
         logits = forward_in(model, getattr(torch, request.precision), tokens).logits_BSV
     expected = (*tokens.shape, request.model.vocab_size)
     if tuple(logits.shape) != expected:
-        raise ShapeFault(f"the logits are {tuple(logits.shape)} and not {expected}")
+        raise ShapeMismatch(f"the logits are {tuple(logits.shape)} and not {expected}")
 
 
 # The bytes ----------------------------------------------------------------------------------------------------------

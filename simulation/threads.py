@@ -8,7 +8,7 @@ thread isolation of its process groups). Where a version of torch has them no mo
     run_threads      every rank is a thread; collectives carry real values. Starting 8 ranks takes 0.2 s, 256 ranks 0.6 s
     pretended_rank   this process is one rank of a world of any size; nobody answers, so only shapes mean something
 
-Everything that a rank hands to a collective passes its `Wire`, which counts rows and bytes for
+Everything that a rank hands to a collective passes a `TrafficCounter`, which counts rows and bytes for
 every pair of ranks: measured is what travels, whoever sends it and whatever its own counters say.
 Threads share the process' global state, torch's default random generator above all: what a rank
 draws must come from a generator of its own.
@@ -52,7 +52,7 @@ class RankFailed(RuntimeError):
 
 
 @dataclass
-class Wire:
+class TrafficCounter:
     """Rows and bytes that every rank gave to the network for every rank, itself included. Each rank
     writes its own line only.
 
@@ -78,7 +78,7 @@ class Wire:
 
     def count(self, ranks: Sequence[int], rank: int, sent: Sequence[int], tensor: Tensor) -> None:
         """`sent[p]` lines of `tensor` go from `rank` to `ranks[p]`; nothing is counted while the
-        rank's wire is closed.
+        rank's counting is closed.
         """
         if not self.is_open[rank]:
             return
@@ -93,7 +93,11 @@ class Wire:
 
 
 def run_threads(
-    fn: Callable[[int], _T], num_ranks: int, *, wire: Wire | None = None, timeout_s: float = 600.0
+    fn: Callable[[int], _T],
+    num_ranks: int,
+    *,
+    traffic: TrafficCounter | None = None,
+    timeout_s: float = 600.0,
 ) -> list[_T]:
     """fn(rank) on threads that are the ranks of one world, torch's default group; their results by
     rank.
@@ -112,7 +116,7 @@ def run_threads(
         )
     threaded = _threaded()
     with _one_world:
-        return _World(threaded, num_ranks, wire).run(fn, timeout_s)
+        return _World(threaded, num_ranks, traffic).run(fn, timeout_s)
 
 
 @contextmanager
@@ -154,7 +158,7 @@ class _Threaded:
     """torch's private parts, found."""
 
     groups: Any  # its threaded process group: the class
-    metered: Any  # ours, which tells the wire what every rank hands in
+    metered: Any  # ours, which tells the counter what every rank hands in
     install: Callable[[], Any]
     uninstall: Callable[[], Any]
     isolate: Callable[[bool], Any]
@@ -163,23 +167,23 @@ class _Threaded:
 class _World:
     """One run of threads."""
 
-    def __init__(self, threaded: _Threaded, num_ranks: int, wire: Wire | None) -> None:
-        self.threaded, self.num_ranks, self.wire = threaded, num_ranks, wire
+    def __init__(self, threaded: _Threaded, num_ranks: int, traffic: TrafficCounter | None) -> None:
+        self.threaded, self.num_ranks, self.traffic = threaded, num_ranks, traffic
         self.store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
         self.failures: list[tuple[int, BaseException]] = []
 
     def run(self, fn: Callable[[int], _T], timeout_s: float) -> list[_T]:
         results: list[Any] = [None] * self.num_ranks
-        lives = [
+        threads = [
             threading.Thread(
-                target=self._live, args=(rank, fn, results), name=f"rank {rank}", daemon=True
+                target=self._run_rank, args=(rank, fn, results), name=f"rank {rank}", daemon=True
             )
             for rank in range(self.num_ranks)
         ]
-        with _isolated(self.threaded, self.wire):
-            for life in lives:
-                life.start()
-            late = self._wait(lives, timeout_s)
+        with _isolated(self.threaded, self.traffic):
+            for thread in threads:
+                thread.start()
+            late = self._wait(threads, timeout_s)
         if self.failures:
             rank, error = self.failures[0]
             if isinstance(error, ValueError):  # the request was wrong, and its message says so
@@ -194,7 +198,7 @@ class _World:
             )
         return results
 
-    def _live(self, rank: int, fn: Callable[[int], _T], results: list[Any]) -> None:
+    def _run_rank(self, rank: int, fn: Callable[[int], _T], results: list[Any]) -> None:
         try:
             dist.init_process_group(BACKEND, rank=rank, world_size=self.num_ranks, store=self.store)
             results[rank] = fn(rank)
@@ -207,27 +211,27 @@ class _World:
             if dist.is_initialized():
                 dist.destroy_process_group()
 
-    def _wait(self, lives: list[threading.Thread], timeout_s: float) -> list[int]:
+    def _wait(self, threads: list[threading.Thread], timeout_s: float) -> list[int]:
         """Joins all. Returns the ranks that had to be released, because for that long none entered
         a collective or ended.
         """
-        heard, since = None, time.monotonic()
-        for life in lives:
-            while life.is_alive():
-                life.join(min(timeout_s, 1.0))
-                signs = self.threaded.metered.entered, sum(other.is_alive() for other in lives)
-                if heard != signs:
-                    heard, since = signs, time.monotonic()
+        recorded, since = None, time.monotonic()
+        for thread in threads:
+            while thread.is_alive():
+                thread.join(min(timeout_s, 1.0))
+                signs = self.threaded.metered.entered, sum(other.is_alive() for other in threads)
+                if recorded != signs:
+                    recorded, since = signs, time.monotonic()
                 elif time.monotonic() - since > timeout_s:
-                    return self._release_late(lives)
+                    return self._release_late(threads)
         return []
 
-    def _release_late(self, lives: list[threading.Thread]) -> list[int]:
-        late = [rank for rank, life in enumerate(lives) if life.is_alive()]
+    def _release_late(self, threads: list[threading.Thread]) -> list[int]:
+        late = [rank for rank, thread in enumerate(threads) if thread.is_alive()]
         self._release(TimeoutError())
         deadline = time.monotonic() + 10
-        for life in lives:
-            life.join(max(0.0, deadline - time.monotonic()))
+        for thread in threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
         return late
 
     def _release(self, error: BaseException) -> None:
@@ -288,10 +292,10 @@ class _AllToAll:
 
 
 def _metered(base: Any) -> type:
-    """torch's threaded group, with a wire. All of a dispatcher's collectives end in one of three."""
+    """torch's threaded group, with a counter. All of a dispatcher's collectives end in one of three."""
 
     class Metered(base):
-        wire: Wire | None = None  # of the running world
+        traffic: TrafficCounter | None = None  # of the running world
         entered = 0  # collectives, by any rank: a sign of life, and no exact count
 
         def allgather(self, outputs: Any, inputs: Any, *options: Any) -> Any:
@@ -304,9 +308,9 @@ def _metered(base: Any) -> type:
 
         def count(self, rows: Tensor, sent: list[int]) -> None:
             Metered.entered += 1
-            if self.wire is not None:
+            if self.traffic is not None:
                 ranks = dist.get_process_group_ranks(self)  # pyright: ignore[reportArgumentType]
-                self.wire.count(ranks, ranks[self.rank()], sent, rows)
+                self.traffic.count(ranks, ranks[self.rank()], sent, rows)
 
     def all_to_all(
         self: Any, output: Tensor, rows: Tensor, received: Any, sent: Any, *options: Any
@@ -329,19 +333,19 @@ def _metered(base: Any) -> type:
 
 
 @contextmanager
-def _isolated(threaded: _Threaded, wire: Wire | None) -> Iterator[None]:
-    """Process groups belong to threads while the context lasts, and count on `wire`."""
+def _isolated(threaded: _Threaded, traffic: TrafficCounter | None) -> Iterator[None]:
+    """Process groups belong to threads while the context lasts, and count in `traffic`."""
     threaded.groups.reset()
     threaded.install()
     threaded.isolate(True)
-    threaded.metered.wire, hook = wire, sys.excepthook
+    threaded.metered.traffic, hook = traffic, sys.excepthook
     try:
         yield
     finally:
         sys.excepthook = (
             hook  # every rank has wrapped it to put its number before what this process prints
         )
-        threaded.metered.wire = None
+        threaded.metered.traffic = None
         threaded.isolate(False)
         threaded.uninstall()
         threaded.groups.reset()

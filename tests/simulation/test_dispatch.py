@@ -125,7 +125,7 @@ def test_the_rows_of_every_pair_are_those_of_a_slow_loop(dispatcher: str, layout
     call = routed(TOKENS, 16)
     found = run(call, Cluster(layout, dispatcher, ranks_per_node=4))
     [record] = found.records
-    assert found.faults == []
+    assert found.violations == []
     assert (found.rows_PP == expected_rows(call, layout, dispatcher)).all()
     assert (found.one_per_route_PP == expected_rows(call, layout, "alltoall")).all()
     assert record.rows == between(found.rows_PP)
@@ -167,7 +167,7 @@ def test_two_legs_send_a_row_once_to_a_node() -> None:
     """Between nodes as many rows as (row, foreign node) pairs, there and back."""
     call, layout = routed(TOKENS, 16), LAYOUTS[0]
     found = run(call, Cluster(layout, "hierarchical", ranks_per_node=4))
-    assert found.faults == []
+    assert found.violations == []
     pairs = {
         (rank, row, server // 4)
         for rank, row, _, server in destinations(call, layout)
@@ -182,7 +182,7 @@ def test_two_legs_send_a_row_once_to_a_node() -> None:
 def test_chunks_change_no_row(dispatcher: str, chunks: int) -> None:
     call = routed(TOKENS, 16)
     whole, parts = (run(call, Cluster(LAYOUTS[0], dispatcher, count, 4)) for count in (1, chunks))
-    assert parts.faults == []
+    assert parts.violations == []
     assert (parts.rows_PP == whole.rows_PP).all()
 
 
@@ -193,11 +193,11 @@ def test_uneven_banks_placed_experts_and_copies() -> None:
     call = routed([6, 1, 0, 8], 10, favourite=True)
     layout = Layout(dp_replicate=1, ep=4)
     plain = run(call, Cluster(layout, "dedup"))
-    assert plain.faults == []
+    assert plain.violations == []
     assert contiguous_homes(10, 4).slots_P == (3, 3, 2, 2)
     homes = Homes((3, 3, 3, 3), (3, 0, 6, 9, 1, 4, 7, 10, 2, 5), copies=((1, 8),))
     placed = run(call, Cluster(layout, "alltoall", homes={"layer": homes}))
-    assert placed.faults == []
+    assert placed.violations == []
     assert (placed.records[0].load_E == plain.records[0].load_E).all()
     assert (
         plain.records[0].load_E[1] == 15
@@ -226,14 +226,14 @@ def test_routes_with_known_counts() -> None:
         answers = [bank(own, its) for own, its in zip(rows, routes, strict=True)]
     call = RoutedCall(1, 0, 1, "layer", "feed_forward", rows, routes, answers)
     found = run(call, Cluster(Layout(dp_replicate=1, ep=4), "dedup"))
-    assert found.faults == []
+    assert found.violations == []
     assert (found.rows_PP == 2 * 4).all()
 
 
 def test_a_rank_of_its_own() -> None:
     found = run(routed([4, 3], 4), Cluster(Layout(dp_replicate=2, ep=1), "auto"))
     assert found.dispatcher == "local"
-    assert found.faults == []
+    assert found.violations == []
     assert between(found.bytes_PP) == 0
     assert hottest(np.zeros(3)) == 1.0
 
@@ -303,7 +303,7 @@ def test_conservation_finds_routes_that_went_astray(
     assert found.records[0].misrouted == 3 * entries  # three ranks have routes
     assert any(
         f"{3 * entries} routes were lost, doubled, or at the wrong expert" in fault
-        for fault in found.faults
+        for fault in found.violations
     )
 
 
@@ -324,7 +324,7 @@ def test_conservation_finds_rows_that_were_mixed_up(monkeypatch: pytest.MonkeyPa
 def test_answers_are_compared_with_one_rank() -> None:
     """Other weights than those that answered: routes arrive, answers do not agree."""
     found = run(routed([3, 0, 4, 2], 8), Cluster(Layout(dp_replicate=1, ep=4), "dedup"), seed=6)
-    [fault] = found.faults
+    [fault] = found.violations
     assert "answers differ from one rank's by" in fault
     assert found.records[0].misrouted == 0
 
@@ -332,8 +332,8 @@ def test_answers_are_compared_with_one_rank() -> None:
 def test_one_bit_is_too_much_for_alltoall() -> None:
     call = routed([3, 0, 4, 2], 8)
     call.answers[3][1, 2] = torch.nextafter(call.answers[3][1, 2], torch.tensor(9.0))
-    assert run(call, Cluster(Layout(dp_replicate=1, ep=4), "dedup")).faults == []
-    assert len(run(call, Cluster(Layout(dp_replicate=1, ep=4), "alltoall")).faults) == 1
+    assert run(call, Cluster(Layout(dp_replicate=1, ep=4), "dedup")).violations == []
+    assert len(run(call, Cluster(Layout(dp_replicate=1, ep=4), "alltoall")).violations) == 1
 
 
 def test_answers_that_are_no_numbers_on_one_rank_either_are_no_fault() -> None:
@@ -351,11 +351,11 @@ def test_answers_that_are_no_numbers_on_one_rank_either_are_no_fault() -> None:
     assert torch.cat(answers).isinf().any()
     for dispatcher in ("alltoall", "dedup"):
         cluster = Cluster(Layout(dp_replicate=1, ep=4), dispatcher)
-        for wrong, faults in ((0.0, 0), (float("nan"), 1), (float("inf"), 1), (1.0, 1)):
-            told = [answer.clone() for answer in answers]
-            told[0][0, 2] += wrong
-            found = simulate(iter([replace(call, answers=told)]), lambda _layer: bank, cluster)
-            assert len(found.faults) == faults, (dispatcher, wrong, found.faults)
+        for wrong, violations in ((0.0, 0), (float("nan"), 1), (float("inf"), 1), (1.0, 1)):
+            given = [answer.clone() for answer in answers]
+            given[0][0, 2] += wrong
+            found = simulate(iter([replace(call, answers=given)]), lambda _layer: bank, cluster)
+            assert len(found.violations) == violations, (dispatcher, wrong, found.violations)
 
 
 def test_what_does_not_fit_is_said_once() -> None:
@@ -380,7 +380,7 @@ def whole_layer(num_ranks: int, tokens: list[int]) -> None:
     homes = contiguous_homes(num_ranks, num_ranks)
     bank = bank_of(num_ranks)
 
-    def live(rank: int) -> dict[str, Tensor]:
+    def run_rank(rank: int) -> dict[str, Tensor]:
         group = dist.group.WORLD
         assert isinstance(group, dist.ProcessGroup)
         own = experts_of(bank, homes, rank)
@@ -390,7 +390,7 @@ def whole_layer(num_ranks: int, tokens: list[int]) -> None:
         layer.dispatcher = make_dispatcher("alltoall", group)
         return gradients(layer, call.rows[rank], call.routes[rank])
 
-    found = run_threads(live, num_ranks, timeout_s=200)
+    found = run_threads(run_rank, num_ranks, timeout_s=200)
     expected = gradients(SparseLayer(bank_of(num_ranks)), torch.cat(call.rows), joined(call))
     for name in ("y", "x", "gates"):
         assert torch.equal(torch.cat([result[name] for result in found]), expected[name]), name

@@ -147,7 +147,7 @@ def test_slots_are_shared_expert_by_expert(shares: list[int], num_ranks: int, kn
 
 
 def test_on_as_many_ranks_every_rank_gets_what_it_had(tmp_path: Path) -> None:
-    heard = []
+    recorded = []
     for rank in range(3):
         model = tiny_model("moeut")
         trace = StepTrace(model, tmp_path, step=1, every=1, rank=rank, num_ranks=3)
@@ -158,12 +158,12 @@ def test_on_as_many_ranks_every_rank_gets_what_it_had(tmp_path: Path) -> None:
             with trace.micro_batch(num_tokens=10):
                 model(tokens)
         trace.save()
-        heard.append([call for _, calls in trace._passes for call in calls])
+        recorded.append([call for _, calls in trace._passes for call in calls])
     dealt = list(replay(recorded_steps(tmp_path), 3))
-    assert len(dealt) == len(heard[0]) == 2 * 4 * 3
+    assert len(dealt) == len(recorded[0]) == 2 * 4 * 3
     for number, call in enumerate(dealt):
         for rank in range(3):
-            then, now = heard[rank][number], call.routes[rank]
+            then, now = recorded[rank][number], call.routes[rank]
             assert call.num_rows[rank] == then.num_rows
             for name in ("source_N", "expert_N", "target_N"):
                 assert torch.equal(getattr(now, name), getattr(then.routes, name))

@@ -22,7 +22,7 @@ from moebius.evaluation import restore
 from moebius.model.config import ModelConfig
 from moebius.model.routers.sigmoid import SigmoidConfig
 from moebius.simulation import dispatch as simulate
-from moebius.simulation.request import Ranks, layout_of, random_tokens
+from moebius.simulation.request import RequestedRanks, layout_of, random_tokens
 from moebius.simulation.threads import run_threads
 from moebius.train.config import CheckpointConfig, Config, TrainConfig, resolve
 from moebius.train.loop import train
@@ -118,7 +118,7 @@ def test_every_kind_of_router_reaches_its_experts(name: str, capsys: pytest.Capt
         "--ranks-per-node",
         "2",
     )
-    assert found["faults"] == []
+    assert found["violations"] == []
     assert (found["world_size"], found["ep"], found["ep_groups"]) == (4, 2, 2)
     for kind in found["experts"]:
         assert sum(kind["load_per_rank"]) == kind["routes"]
@@ -143,7 +143,7 @@ def test_dispatchers_carry_the_same_routes(capsys: pytest.CaptureFixture) -> Non
         *names,
     )
     assert [each["dispatcher"] for each in found["dispatchers"]] == names
-    assert found["faults"] == []
+    assert found["violations"] == []
     alltoall, dedup, _, hierarchical = found["dispatchers"]
     assert alltoall["rows"] == alltoall["rows_one_per_route"] == dedup["rows_one_per_route"]
     assert all(call["difference"] == 0 for call in alltoall["calls"])
@@ -194,7 +194,7 @@ def test_bfloat16(capsys: pytest.CaptureFixture) -> None:
         "alltoall",
         "dedup",
     )
-    assert found["faults"] == []
+    assert found["violations"] == []
     exact = result(
         capsys, "smoke", *SMALL, "--ep", "2", "--tokens-per-rank", "8", "--dispatcher", "alltoall"
     )
@@ -211,7 +211,7 @@ def test_a_trained_run_routes_its_validation_text(
     found = result(capsys, str(run_dir), "--ep", "4", "--tokens-per-rank", "24", "--steps", "2")
     assert found["title"] == "run, step 4"
     assert "1 × 24 tokens of the validation text" in found["tokens"]
-    assert found["faults"] == []
+    assert found["violations"] == []
 
 
 def test_a_trace_on_one_rank_is_what_was_recorded(
@@ -242,7 +242,7 @@ def test_a_trace_is_dealt_to_any_number_of_ranks(
         result(capsys, "--trace", str(run_dir), "--steps", "2", *words)
         for words in (("--ep", "1"), ranks)
     )
-    assert many["faults"] == []
+    assert many["violations"] == []
     for then, now in zip(
         one["dispatchers"][0]["calls"], many["dispatchers"][0]["calls"], strict=True
     ):
@@ -300,7 +300,7 @@ def test_a_trace_with_the_homes_of_a_checkpoint_loads_ranks_as_training_did(
     }
     trace = ("--trace", str(moving_run))
     placed, plain = (result(capsys, *trace, *words) for words in (("--homes", "2"), ()))
-    assert placed["faults"] == plain["faults"] == []
+    assert placed["violations"] == plain["violations"] == []
     assert "experts where they were at step 2" in placed["tokens"]
     assert "experts in contiguous blocks, none moved" in plain["tokens"]
     for step in (1, 2):  # before the first move
@@ -316,7 +316,7 @@ def test_a_run_is_simulated_with_its_experts_where_they_are(
     placed, plain, other = (
         result(capsys, *words, *more) for more in ((), ("--homes", "contiguous"), ("--ep", "4"))
     )
-    assert placed["faults"] == plain["faults"] == other["faults"] == []
+    assert placed["violations"] == plain["violations"] == other["violations"] == []
     assert placed["tokens"].endswith("; experts where they were at step 4")
     assert plain["tokens"].endswith("; experts in contiguous blocks, none moved")
     assert other["tokens"].endswith("none moved (those of step 4 are for ep 2)")
@@ -348,8 +348,8 @@ def test_homes_that_are_not_there(
         (("smoke", "--shapes-only", "--homes", "4"), "--homes 4: means nothing with --shapes-only"),
     ):
         moebius(*words, expect=2)
-        [said] = capsys.readouterr().err.strip().splitlines()
-        assert message in said, words
+        [printed] = capsys.readouterr().err.strip().splitlines()
+        assert message in printed, words
 
 
 @pytest.mark.parametrize(
@@ -371,8 +371,8 @@ def test_bad_homes_are_refused_before_the_model_is_read(
 
     monkeypatch.setattr(restore, "restore", too_early)
     moebius(str(moving_run), "--homes", homes, expect=2)
-    [said] = capsys.readouterr().err.strip().splitlines()
-    assert message in said
+    [printed] = capsys.readouterr().err.strip().splitlines()
+    assert message in printed
 
 
 # For people ---------------------------------------------------------------------------------------------------------
@@ -396,16 +396,18 @@ def test_words_and_picture(
         "--dispatcher",
         *names,
     )
-    said = capsys.readouterr().out
-    assert "trace of run: 4 ranks, one ep group, one node" in said
-    assert "2 recorded steps, 1 to 4, of 96 tokens; ranks: 1 then, 4 now; float32" in said
-    assert "✓ each of" in said
-    assert "alltoall bit for bit; dedup up to rounding" in said
-    assert "hottest rank by step" in said
-    assert "load by rank" in said
-    assert "…" not in said  # nothing is cut at 80 columns
+    printed = capsys.readouterr().out
+    assert "trace of run: 4 ranks, one ep group, one node" in printed
+    assert "2 recorded steps, 1 to 4, of 96 tokens; ranks: 1 then, 4 now; float32" in printed
+    assert "✓ each of" in printed
+    assert "alltoall bit for bit; dedup up to rounding" in printed
+    assert "hottest rank by step" in printed
+    assert "load by rank" in printed
+    assert "…" not in printed  # nothing is cut at 80 columns
     assert [
-        line.split()[0] for line in said.splitlines() if line.strip() and line.strip()[0].isdigit()
+        line.split()[0]
+        for line in printed.splitlines()
+        if line.strip() and line.strip()[0].isdigit()
     ][-4:] == list("0123")
     header = picture.read_bytes()[:24]
     assert header[:8] == b"\x89PNG\r\n\x1a\n"
@@ -419,9 +421,9 @@ def test_a_fault_is_shown_and_ends_with_1(
     moebius(
         "smoke", *SMALL, "--ep", "4", "--tokens-per-rank", "8", "--dispatcher", "dedup", expect=1
     )
-    said = capsys.readouterr().out
-    assert "✗ dedup: step 1, micro-batch 0, depth step" in said
-    assert "✓" not in said
+    printed = capsys.readouterr().out
+    assert "✗ dedup: step 1, micro-batch 0, depth step" in printed
+    assert "✓" not in printed
 
 
 def disagree(*_: Any) -> None:
@@ -431,7 +433,7 @@ def disagree(*_: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("fail", "said"),
+    ("fail", "printed"),
     [
         (disagree, "ExchangeMismatch: rank 1 of the group sends 1 rows to rank 0, which expects 2"),
         (
@@ -443,12 +445,12 @@ def disagree(*_: Any) -> None:
     ids=["mismatch", "memory of torch", "memory of numpy"],
 )
 def test_what_a_user_understands_is_told_in_one_line(
-    fail: Any, said: str, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+    fail: Any, printed: str, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(simulate, "_arrivals", fail)
     moebius("smoke", *SMALL, "--ep", "2", "--tokens-per-rank", "4", expect=1)
     [line] = capsys.readouterr().err.strip().splitlines()
-    assert re.fullmatch(rf"fault: simulated rank \d of 2: {said}", line)
+    assert re.fullmatch(rf"error: simulated rank \d of 2: {printed}", line)
 
 
 def test_a_late_rank_is_told_in_one_line(
@@ -460,7 +462,7 @@ def test_a_late_rank_is_told_in_one_line(
     monkeypatch.setattr(simulate, "run_threads", wait_in_vain)
     moebius("smoke", *SMALL, "--ep", "2", "--tokens-per-rank", "4", expect=1)
     [line] = capsys.readouterr().err.strip().splitlines()
-    assert line == "fault: for 0.3 s nothing moved: the simulated ranks 0 still wait for others"
+    assert line == "error: for 0.3 s nothing moved: the simulated ranks 0 still wait for others"
 
 
 @pytest.mark.parametrize("error", [AssertionError, RuntimeError, KeyError])
@@ -472,13 +474,13 @@ def test_a_mistake_of_ours_is_told_with_its_traceback(
 
     monkeypatch.setattr(simulate, "_arrivals", fail_here)
     moebius("smoke", *SMALL, "--ep", "2", "--tokens-per-rank", "4", expect=1)
-    said = capsys.readouterr().err
-    assert said.startswith("Traceback (most recent call last):")
-    assert re.search(r'File ".*dispatch\.py", line \d+, in play\n', said)
-    assert re.search(r'File ".*test_dispatch\.py", line \d+, in fail_here\n', said)
+    printed = capsys.readouterr().err
+    assert printed.startswith("Traceback (most recent call last):")
+    assert re.search(r'File ".*dispatch\.py", line \d+, in run\n', printed)
+    assert re.search(r'File ".*test_request\.py", line \d+, in fail_here\n', printed)
     assert re.match(
-        rf"fault: simulated rank \d of 2: {error.__name__}: .?rows do not fit",
-        said.splitlines()[-1],
+        rf"error: simulated rank \d of 2: {error.__name__}: .?rows do not fit",
+        printed.splitlines()[-1],
     )
 
 
@@ -489,9 +491,9 @@ def test_a_rank_without_what_its_tables_say_is_told_in_one_line(
 
     monkeypatch.setattr(simulate_shapes, "expert_blocks", lambda *_: [range(3)])
     moebius("smoke", *SMALL, "--shapes-only", "--ep", "2", expect=1)
-    [said] = capsys.readouterr().err.strip().splitlines()
-    assert said.startswith("fault: group.0.")
-    assert said.endswith("the ranks of an ep group hold the experts [0, 1, 2]")
+    [printed] = capsys.readouterr().err.strip().splitlines()
+    assert printed.startswith("error: group.0.")
+    assert printed.endswith("the ranks of an ep group hold the experts [0, 1, 2]")
 
 
 def test_shapes_of_a_large_world(
@@ -500,10 +502,10 @@ def test_shapes_of_a_large_world(
     monkeypatch.setenv("COLUMNS", "80")
     batch = "train.global_batch=40960"
     moebius("smoke", batch, "--shapes-only", "--ep", "8", "--world-size", "10240")
-    said = capsys.readouterr().out
-    assert "world 10240 = dp_replicate 1280" in said
-    assert "rank 10,239: value experts 14-15 of 16, 2×128×32" in said
-    assert "…" not in said
+    printed = capsys.readouterr().out
+    assert "world 10240 = dp_replicate 1280" in printed
+    assert "rank 10,239: value experts 14-15 of 16, 2×128×32" in printed
+    assert "…" not in printed
     moebius(
         "smoke", batch, "--shapes-only", "--ep", "8", "--world-size", "1024", "--json", expect=0
     )
@@ -523,16 +525,16 @@ def test_shapes_that_training_would_refuse(capsys: pytest.CaptureFixture) -> Non
 @pytest.mark.parametrize(
     ("overrides", "ranks", "expected"),
     [
-        ([], Ranks(), (4, 2)),  # as the mesh says: ep 2, twice
-        (["mesh.dp_replicate=3"], Ranks(), (6, 2)),
-        (["mesh.ep=1"], Ranks(), (16, 8)),
-        ([], Ranks(ep=8), (8, 8)),
-        ([], Ranks(world_size=8), (8, 2)),
-        (["mesh.dp_shard=8"], Ranks(ep=4), (8, 4)),
+        ([], RequestedRanks(), (4, 2)),  # as the mesh says: ep 2, twice
+        (["mesh.dp_replicate=3"], RequestedRanks(), (6, 2)),
+        (["mesh.ep=1"], RequestedRanks(), (16, 8)),
+        ([], RequestedRanks(ep=8), (8, 8)),
+        ([], RequestedRanks(world_size=8), (8, 2)),
+        (["mesh.dp_shard=8"], RequestedRanks(ep=4), (8, 4)),
     ],
 )
 def test_ranks_are_as_asked_or_as_the_mesh_says(
-    overrides: list[str], ranks: Ranks, expected: tuple[int, int]
+    overrides: list[str], ranks: RequestedRanks, expected: tuple[int, int]
 ) -> None:
     layout, _ = layout_of(resolve("smoke", overrides, RECIPES), ranks)
     assert (layout.world_size, layout.ep) == expected
@@ -597,10 +599,10 @@ def test_bad_requests_are_answered_in_one_line(
     words: tuple, message: str, capsys: pytest.CaptureFixture
 ) -> None:
     moebius(*words, expect=2)
-    said = capsys.readouterr().err.strip().splitlines()
-    assert message in said[-1]
-    assert said[-1].startswith("error: ")
-    assert len(said) == 1
+    printed = capsys.readouterr().err.strip().splitlines()
+    assert message in printed[-1]
+    assert printed[-1].startswith("error: ")
+    assert len(printed) == 1
 
 
 def test_a_run_is_simulated_as_it_is(run_dir: Path, capsys: pytest.CaptureFixture) -> None:

@@ -13,9 +13,9 @@ from moebius.model.transformer import Transformer
 from moebius.simulation import shapes as module
 from moebius.simulation.shapes import (
     RankShapes,
-    ShapeFault,
+    ShapeMismatch,
     ShapeRequest,
-    ends_and_middle,
+    first_middle_last,
     shapes_of,
 )
 
@@ -56,7 +56,7 @@ def numel(name: str = "") -> int:
     ],
 )
 def test_the_first_the_middle_and_the_last_rank(world: int, ep: int, dispatcher: str) -> None:
-    shapes = shapes_of(request(world, ep, dispatcher=dispatcher), ends_and_middle(world))
+    shapes = shapes_of(request(world, ep, dispatcher=dispatcher), first_middle_last(world))
     assert [found.rank for found in shapes] == [0, world // 2, world - 1]
     for found in shapes:
         check(found, ep)
@@ -90,7 +90,8 @@ def test_sharded_weights_are_spread_over_the_ranks_that_share_them() -> None:
     layout = Layout(dp_replicate=320, dp_shard=32, ep=8)
     plain, sharded = (
         shapes_of(
-            dataclasses.replace(REQUEST, layout=layout, sharding=sharding), ends_and_middle(10_240)
+            dataclasses.replace(REQUEST, layout=layout, sharding=sharding),
+            first_middle_last(10_240),
         )
         for sharding in ("none", "fsdp")
     )
@@ -119,7 +120,7 @@ def test_low_precision_keeps_copies_of_what_enters_products() -> None:
 
 
 def test_experts_that_no_rank_number_divides() -> None:
-    shapes = shapes_of(request(1020, 60), ends_and_middle(1020))
+    shapes = shapes_of(request(1020, 60), first_middle_last(1020))
     assert [len(found.banks[0].experts) for found in shapes] == [
         2,
         1,
@@ -142,22 +143,23 @@ def test_configurations_that_do_not_fit() -> None:
 def test_wrong_groups_and_wrong_shapes_are_faults(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(module, "group_of", lambda layout, axis, rank: [rank])
-        with pytest.raises(ShapeFault, match="rank 3: its group dp_replicate joins"):
+        with pytest.raises(ShapeMismatch, match="rank 3: its group dp_replicate joins"):
             shapes_of(request(64, 8), [3])
     with monkeypatch.context() as patch:
         patch.setattr(module, "local_tensor", lambda parameter: parameter[:1])
         with pytest.raises(
-            ShapeFault, match=r"rank 3: holds \(1, 32\) of embedding, its tables say \(64, 32\)"
+            ShapeMismatch, match=r"rank 3: holds \(1, 32\) of embedding, its tables say \(64, 32\)"
         ):
             shapes_of(request(64, 8), [3])
     with monkeypatch.context() as patch:
         patch.setattr(module, "expert_blocks", lambda count, ranks: [range(count), range(1)])
-        with pytest.raises(ShapeFault, match="the ranks of an ep group hold the experts"):
+        with pytest.raises(ShapeMismatch, match="the ranks of an ep group hold the experts"):
             shapes_of(request(64, 8), [3])
     with monkeypatch.context() as patch:
         patch.setattr(module, "local_experts", lambda layout, rank, count, name: range(8))
         with pytest.raises(
-            ShapeFault, match=r"rank 3: holds the experts 24-31 of .*, its tables say range\(0, 8\)"
+            ShapeMismatch,
+            match=r"rank 3: holds the experts 24-31 of .*, its tables say range\(0, 8\)",
         ):
             shapes_of(request(64, 8), [3])
     assert not dist.is_initialized()
@@ -165,4 +167,4 @@ def test_wrong_groups_and_wrong_shapes_are_faults(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("world", [1, 2, 3, 10_240])
 def test_ends_and_middle(world: int) -> None:
-    assert ends_and_middle(world) == sorted({0, world // 2, world - 1})
+    assert first_middle_last(world) == sorted({0, world // 2, world - 1})

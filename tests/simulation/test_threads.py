@@ -1,4 +1,4 @@
-"""Ranks on threads: collectives with real values on up to 256 of them, what the wire counts, and
+"""Ranks on threads: collectives with real values on up to 256 of them, what is counted, and
 worlds that go wrong.
 """
 
@@ -24,7 +24,7 @@ from moebius.simulation import threads as simulated_world
 from moebius.simulation.threads import (
     RankFailed,
     SimulationUnavailable,
-    Wire,
+    TrafficCounter,
     pretended_rank,
     run_threads,
 )
@@ -52,59 +52,59 @@ def rows_between(source: int, target: int, count: int) -> Tensor:
 @pytest.mark.parametrize("num_ranks", [2, 64])  # 256: a whole layer in test_simulate.py
 def test_uneven_exchanges_bring_every_row_where_it_belongs(num_ranks: int) -> None:
     counts = lengths(num_ranks)
-    wire = Wire(num_ranks)
+    traffic = TrafficCounter(num_ranks)
 
-    def live(rank: int) -> tuple[Tensor, Tensor]:
-        wire.widths[rank], wire.is_open[rank] = frozenset({3}), True
+    def run_rank(rank: int) -> tuple[Tensor, Tensor]:
+        traffic.widths[rank], traffic.is_open[rank] = frozenset({3}), True
         sent = torch.cat(
             [rows_between(rank, to, int(count)) for to, count in enumerate(counts[rank])]
         ).requires_grad_()
         motion = AllToAll(world(), counts[rank].tolist(), counts[:, rank].tolist())
         came = Flight(sent, motion, Counters()).land()
-        wire.is_open[rank] = False
+        traffic.is_open[rank] = False
         (came * (rank + 1)).sum().backward()
         assert sent.grad is not None
         return came.detach(), sent.grad
 
-    for rank, (came, grad) in enumerate(run_threads(live, num_ranks, wire=wire)):
+    for rank, (came, grad) in enumerate(run_threads(run_rank, num_ranks, traffic=traffic)):
         expected = [
             rows_between(source, rank, int(count)) for source, count in enumerate(counts[:, rank])
         ]
         assert torch.equal(came, torch.cat(expected))
         back = [torch.full((int(count), 3), to + 1.0) for to, count in enumerate(counts[rank])]
         assert torch.equal(grad, torch.cat(back))
-    assert (wire.rows_PP == counts).all()
-    assert (wire.bytes_PP == 12 * counts).all()
+    assert (traffic.rows_PP == counts).all()
+    assert (traffic.bytes_PP == 12 * counts).all()
 
 
 def test_the_wire_counts_gathers_and_reductions_and_tells_rows_from_all_else() -> None:
-    wire, layout = Wire(6), Layout(dp_replicate=2, ep=3)
+    traffic, layout = TrafficCounter(6), Layout(dp_replicate=2, ep=3)
 
-    def live(rank: int) -> None:
+    def run_rank(rank: int) -> None:
         group = dist.new_group(group_of(layout, "ep", rank), use_local_synchronization=True)
         assert isinstance(group, dist.ProcessGroup)
-        wire.widths[rank], wire.is_open[rank] = frozenset({5}), True
+        traffic.widths[rank], traffic.is_open[rank] = frozenset({5}), True
         for motion, shape in (
             (AllGather(group), (4, 5)),
             (ReduceScatter(group), (6, 5)),
             (AllGather(group), (2, 7)),
         ):
             motion.start(torch.ones(shape)).wait()
-        wire.is_open[rank] = False
+        traffic.is_open[rank] = False
         AllGather(group).start(torch.ones(4, 5)).wait()
 
-    run_threads(live, 6, wire=wire)
+    run_threads(run_rank, 6, traffic=traffic)
     same_group = np.kron(np.eye(2, dtype=int), np.ones((3, 3), int))
     assert (
-        wire.rows_PP == same_group * (4 + 2)
+        traffic.rows_PP == same_group * (4 + 2)
     ).all()  # gathered, and a third of six reduced; 7 wide is no row
-    assert (wire.bytes_PP == same_group * 4 * (4 * 5 + 2 * 5 + 2 * 7)).all()
+    assert (traffic.bytes_PP == same_group * 4 * (4 * 5 + 2 * 5 + 2 * 7)).all()
 
 
 def test_one_failure_ends_the_world_and_the_next_one_is_sound() -> None:
     hook, before = sys.excepthook, threading.active_count()
 
-    def live(rank: int) -> int:
+    def run_rank(rank: int) -> int:
         if rank == 3:
             raise RuntimeError("a dispatcher's fault")
         dist.all_reduce(torch.zeros(1))
@@ -113,7 +113,7 @@ def test_one_failure_ends_the_world_and_the_next_one_is_sound() -> None:
     with pytest.raises(
         RankFailed, match="simulated rank 3 of 8: RuntimeError: a dispatcher's fault"
     ):
-        run_threads(live, 8)
+        run_threads(run_rank, 8)
     assert threading.active_count() == before
     assert not dist.is_initialized()
     assert sys.excepthook is hook
@@ -121,14 +121,14 @@ def test_one_failure_ends_the_world_and_the_next_one_is_sound() -> None:
 
 
 def test_ranks_that_disagree_about_an_exchange_are_named() -> None:
-    def live(rank: int) -> None:
+    def run_rank(rank: int) -> None:
         received = [1, 1] if rank == 0 else [2, 1]
         Flight(torch.ones(2, 3), AllToAll(world(), [1, 1], received), Counters()).land()
 
     with pytest.raises(
         RankFailed, match="rank 0 of the group sends 1 rows to rank 1, which expects 2"
     ):
-        run_threads(live, 2)
+        run_threads(run_rank, 2)
 
 
 def test_a_rank_that_does_not_come_is_found() -> None:
@@ -144,19 +144,19 @@ def test_a_rank_that_does_not_come_is_found() -> None:
 def test_ranks_that_end_one_after_another_are_not_late() -> None:
     """Between two signs of life is less than the limit, from the first to the last more."""
 
-    def live(rank: int) -> int:
+    def run_rank(rank: int) -> int:
         time.sleep(0.5 * rank)
         return rank
 
-    assert run_threads(live, 4, timeout_s=1.0) == [0, 1, 2, 3]
+    assert run_threads(run_rank, 4, timeout_s=1.0) == [0, 1, 2, 3]
 
 
 def test_a_mistake_of_the_user_stays_a_value_error() -> None:
-    def live(rank: int) -> None:
+    def run_rank(rank: int) -> None:
         raise ValueError("wrong: mesh")
 
     with pytest.raises(ValueError, match=r"^wrong: mesh$"):
-        run_threads(live, 2)
+        run_threads(run_rank, 2)
 
 
 @pytest.mark.parametrize("num_ranks", [0, 257])

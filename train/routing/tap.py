@@ -3,7 +3,7 @@ the answers.
 
 Forward hooks that only look: nothing is computed, no random number is drawn, nothing is kept that
 autograd would follow. They are there while `tap` is open and not a moment longer, so neither a
-backward pass that recomputes nor an evaluation is heard.
+backward pass that recomputes nor an evaluation is recorded.
 """
 
 from collections.abc import Iterator
@@ -38,17 +38,17 @@ def tap(model: Transformer, *, with_rows: bool = False) -> Iterator[list[TappedC
     """The list fills while the model runs, in the order of the calls; several forward passes follow
     each other in it.
     """
-    heard: list[TappedCall] = []
+    recorded: list[TappedCall] = []
     times: dict[str, int] = {}
 
-    def listener(name: str) -> Any:
+    def recorder(name: str) -> Any:
         depths = depths_of(model, name)
 
-        def hear(_layer: SparseLayer, given: tuple[Any, ...], answers_TO: Tensor) -> None:
+        def record(_layer: SparseLayer, given: tuple[Any, ...], answers_TO: Tensor) -> None:
             rows_UD, routes = given[0], given[1]
             depth = depths[times.get(name, 0) % len(depths)]
             times[name] = times.get(name, 0) + 1
-            heard.append(
+            recorded.append(
                 TappedCall(
                     name,
                     kind_of(name),
@@ -62,11 +62,11 @@ def tap(model: Transformer, *, with_rows: bool = False) -> Iterator[list[TappedC
                 )
             )
 
-        return hear
+        return record
 
-    hooks = [layer.register_forward_hook(listener(name)) for name, layer in sparse_layers(model)]
+    hooks = [layer.register_forward_hook(recorder(name)) for name, layer in sparse_layers(model)]
     try:
-        yield heard
+        yield recorded
     finally:
         for hook in hooks:
             hook.remove()

@@ -114,16 +114,18 @@ class StepTrace:
 
     @contextmanager
     def _listen(self, num_tokens: int) -> Iterator[None]:
-        with tap(self._model) as heard:
+        with tap(self._model) as recorded:
             yield
-        self._passes.append((num_tokens, heard))
+        self._passes.append((num_tokens, recorded))
 
     def save(self) -> None:
-        """Writes what was heard."""
+        """Writes what was recorded."""
         if not self.wanted:
             return
         calls = [
-            _record(index, call) for index, (_, heard) in enumerate(self._passes) for call in heard
+            _record(index, call)
+            for index, (_, recorded) in enumerate(self._passes)
+            for call in recorded
         ]
         tokens = tuple(count for count, _ in self._passes)
         try:

@@ -148,26 +148,26 @@ def check_against_the_log(run_dir: Path) -> None:
 # What is in a file --------------------------------------------------------------------------------------------------
 
 
-def hear(name: str, folder: Path, **changes: Any) -> tuple[list[Any], RecordedRank]:
+def record(name: str, folder: Path, **changes: Any) -> tuple[list[Any], RecordedRank]:
     """A model's own routes, and what a file says of them."""
     model = tiny_model(name, **changes)
     tokens = torch.randint(61, (8, 12), generator=torch.Generator().manual_seed(1))
     torch.manual_seed(0)
     trace = StepTrace(model, folder, step=1, every=7, rank=3, num_ranks=4)
-    with trace.micro_batch(num_tokens=tokens.numel()), tap(model) as heard:
+    with trace.micro_batch(num_tokens=tokens.numel()), tap(model) as recorded:
         model(tokens)
     trace.save()
     [path] = (folder / "routing").iterdir()
     assert path.name == "step_00000001-rank_0003_of_0004.npz"
-    return heard, read_rank(path)
+    return recorded, read_rank(path)
 
 
 @pytest.mark.parametrize("name", ["moeut", "switch", "sut", "mh_moe", "gshard"])
 def test_every_route_is_in_the_file(name: str, tmp_path: Path) -> None:
-    heard, found = hear(name, tmp_path)
+    tapped, found = record(name, tmp_path)
     assert (found.step, found.rank, found.num_ranks, found.tokens) == (1, 3, 4, (96,))
-    assert len(heard) == len(found.calls) > 0
-    for call, recorded in zip(heard, found.calls, strict=True):
+    assert len(tapped) == len(found.calls) > 0
+    for call, recorded in zip(tapped, found.calls, strict=True):
         routes = call.routes
         assert np.array_equal(recorded.expert_N, routes.expert_N.numpy())
         assert (recorded.layer, recorded.kind, recorded.depth) == (
@@ -188,8 +188,8 @@ def test_every_route_is_in_the_file(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["mixture_of_tokens", "expert_choice", "soft_moe"])
 def test_of_routes_with_known_counts_only_the_counts_are_kept(name: str, tmp_path: Path) -> None:
-    heard, found = hear(name, tmp_path)
-    for call, recorded in zip(heard, found.calls, strict=True):
+    tapped, found = record(name, tmp_path)
+    for call, recorded in zip(tapped, found.calls, strict=True):
         assert recorded.per_expert == call.routes.per_expert > 0
         assert (
             recorded.num_routes
@@ -200,7 +200,7 @@ def test_of_routes_with_known_counts_only_the_counts_are_kept(name: str, tmp_pat
 
 
 def test_depth_steps_are_those_of_the_schedule(tmp_path: Path) -> None:
-    _, found = hear("moeut_aabb", tmp_path)
+    _, found = record("moeut_aabb", tmp_path)
     depths = [call.depth for call in found.calls if call.kind == "feed_forward"]
     assert depths == [1, 2, 3, 4]
     assert [call.layer.split(".")[1] for call in found.calls if call.kind == "feed_forward"] == [
@@ -226,7 +226,7 @@ def test_nothing_is_heard_outside(tmp_path: Path) -> None:
 
 
 def test_a_route_costs_two_bytes_at_most(tmp_path: Path) -> None:
-    _, found = hear("moeut", tmp_path)
+    _, found = record("moeut", tmp_path)
     [path] = (tmp_path / "routing").iterdir()
     routes = sum(call.num_routes for call in found.calls)
     meta = 250 * len(found.calls)
