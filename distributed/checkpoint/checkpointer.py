@@ -41,11 +41,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
-from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from ..local_shard import Held, whole
 from ..mesh import Mesh
+from ..process.json_messages import all_gather_json, gather_json
 from ..process.process import Process
+from .dcp_save import finish_save, write_plan
 from .files import (
     Checkpoint,
     CheckpointError,
@@ -94,6 +95,10 @@ T = TypeVar("T")
 _WRITE_TIMEOUT_S = (
     3600.0  # one rank may wait this long for another's disk; a rank that died is noticed at once
 )
+# Errors as ranks tell each other of them, by name.
+_ERRORS = {
+    kind.__name__: kind for kind in (CheckpointError, CorruptCheckpointError, StaleGenerationError)
+}
 _TEMPORARY_NAME = re.compile(r"(step_\d{8,})\.(?:g(?P<generation>\d+)|old|deleted)\.tmp")
 
 
@@ -115,7 +120,13 @@ def latest_for_all(directory: Path, mesh: Mesh) -> Path | None:
     A collective call. Every rank looking for itself could find another one, or none, while a
     network file system still shows some of them an old listing.
     """
-    return _gathered(mesh.world_group, lambda: latest(directory) if mesh.rank == 0 else None)[0]
+
+    def look() -> str | None:
+        found = latest(directory) if mesh.rank == 0 else None
+        return None if found is None else str(found)
+
+    found = _gathered(mesh.world_group, look)[0]
+    return None if found is None else Path(found)
 
 
 def meta_for_all(path: Path, mesh: Mesh) -> dict[str, Any]:
@@ -203,19 +214,20 @@ def _differences(
 def _read_into(
     state: dict[str, Any], stored: StoredCheckpoint, group: dist.ProcessGroup | None
 ) -> None:
-    planner = PartLoadPlanner(flatten_state_dict=False)
-    try:
-        with warnings.catch_warnings():  # it warns that a world of one is one
-            warnings.filterwarnings("ignore", message="torch.distributed is")
-            dcp_load(
-                state,
-                storage_reader=SafeReader(stored),
-                planner=planner,
-                process_group=group,
-                no_dist=group is None,
-            )
-    except CheckpointException as error:
-        raise CheckpointError(f"{stored.path} cannot be read: {_causes(error)}") from None
+    """Each rank reads what it needs; DCP's own collectives unpickle, so it must not know of ranks."""
+    rank = 0 if group is None else group.rank()
+
+    def read() -> None:
+        planner = PartLoadPlanner(flatten_state_dict=False)
+        try:
+            with warnings.catch_warnings():  # it warns that a world of one is one
+                warnings.filterwarnings("ignore", message="torch.distributed is")
+                dcp_load(state, storage_reader=SafeReader(stored), planner=planner, no_dist=True)
+        except CheckpointException as error:
+            said = f"rank {rank}: {stored.path} cannot be read: {_causes(error)}"
+            raise CheckpointError(said) from None
+
+    _together(group, read)
 
 
 # Saving ------------------------------------------------------------------------------------------------------------
@@ -375,7 +387,7 @@ class Checkpointer:
         digest = blake2b(json.dumps(signature, sort_keys=True).encode())
         if len(set(_gathered(self._group, lambda: digest))) == 1:
             return
-        first, *others = _gathered(self._group, lambda: signature)
+        first, *others = map(_signature_of, _gathered(self._group, lambda: signature))
         for rank, other in enumerate(others, start=1):
             unlike = [name for name in {**first, **other} if first.get(name) != other.get(name)]
             if unlike:
@@ -411,19 +423,27 @@ class Checkpointer:
 
     def _write_and_commit(self, job: _Job, temporary: Path, final: Path) -> int:
         self._on_rank_0(lambda: self._make_temporary(temporary))
-        writer = SummingWriter(temporary)
-        dcp_save(
-            job.tensors,
-            storage_writer=writer,
-            planner=PartSavePlanner(flatten_state_dict=False),
-            process_group=self._group,
-        )
-        sums = {
-            name: found
-            for part in _gathered(self._group, lambda: writer.files.sums)
-            for name, found in part.items()
-        }
-        return self._on_rank_0(lambda: self._commit(job, temporary, final, writer.index, sums)) or 0
+        writer, planner = SummingWriter(temporary), PartSavePlanner(flatten_state_dict=False)
+
+        def write() -> list[dict[str, Any]]:
+            try:
+                return write_plan(job.tensors, writer, planner, rank=self._rank)
+            except Exception as error:
+                raise CheckpointError(f"rank {self._rank}: {_causes(error)}") from error
+
+        chunks = _together(self._group, write)
+        sums = {name: found.model_dump() for name, found in writer.files.sums.items()}
+        by_rank = gather_json({"chunks": chunks, "sums": sums}, self._group)
+
+        def commit() -> int:
+            assert by_rank is not None, "what ranks wrote comes to rank 0"
+            finish_save(writer, planner, [written["chunks"] for written in by_rank])
+            sums = dict(writer.files.sums)  # with that of DCP's index, which was just written
+            for written in by_rank[1:]:
+                sums |= {name: FileSum(**found) for name, found in written["sums"].items()}
+            return self._commit(job, temporary, final, writer.index, sums)
+
+        return self._on_rank_0(commit) or 0
 
     def _commit(
         self, job: _Job, temporary: Path, final: Path, index: Index, sums: dict[str, FileSum]
@@ -544,6 +564,14 @@ def owners_of(signature: Signature, world_size: int) -> dict[str, int]:
     return owners
 
 
+def _signature_of(plain: Mapping[str, Any]) -> Signature:
+    """A signature that came as JSON, where tuples are lists."""
+    return {
+        name: (tuple(shape), dtype, ranks_per_copy, has_experts)
+        for name, (shape, dtype, ranks_per_copy, has_experts) in plain.items()
+    }
+
+
 def _num_bytes(shape: tuple[int, ...], dtype: str) -> int:
     return math.prod(shape) * getattr(torch, dtype).itemsize
 
@@ -553,7 +581,7 @@ def _num_bytes(shape: tuple[int, ...], dtype: str) -> int:
 
 def _gathered(group: dist.ProcessGroup | None, act: Callable[[], T]) -> list[T]:
     """What `act` returned on every rank; if it raised on one, all ranks raise. A collective call
-    unless group is None.
+    unless group is None. What it returns travels as JSON.
     """
     if group is None:
         return [act()]
@@ -562,9 +590,13 @@ def _gathered(group: dist.ProcessGroup | None, act: Callable[[], T]) -> list[T]:
         value = act()
     except Exception as caught:  # noqa: BLE001 - whatever it is, the others wait to hear of it
         error = caught if isinstance(caught, CheckpointError) else CheckpointError(_causes(caught))
-    outcomes: list[Any] = [None] * group.size()
-    dist.all_gather_object(outcomes, (value, error), group=group)
-    failures = {rank: error for rank, (_, error) in enumerate(outcomes) if error is not None}
+    said = None if error is None else (type(error).__name__, str(error))
+    outcomes = all_gather_json((value, said), group)
+    failures = {
+        rank: _ERRORS[said[0]](said[1])
+        for rank, (_, said) in enumerate(outcomes)
+        if said is not None
+    }
     if failures:
         raise _joined(failures)
     return [value for value, _ in outcomes]
@@ -575,7 +607,7 @@ def _together(group: dist.ProcessGroup | None, act: Callable[[], T]) -> T:
     group is None.
     """
     own: list[T] = []
-    _gathered(group, lambda: own.append(act()))
+    _gathered(group, lambda: own.append(act()))  # append returns None: no value travels
     return own[0]
 
 
@@ -587,17 +619,17 @@ def _joined(failures: Mapping[int, CheckpointError]) -> CheckpointError:
     kind = type(next(iter(failures.values())))
     if len(ranks) == 1:
         return kind(next(iter(ranks)))
-    return kind(
-        "\n".join(f"rank {', '.join(map(str, who))}: {text}" for text, who in ranks.items())
-    )
+    lines = [
+        text if text.startswith("rank ") else f"rank {', '.join(map(str, who))}: {text}"
+        for text, who in ranks.items()
+    ]
+    return kind("\n".join(lines))
 
 
 def _causes(error: BaseException) -> str:
-    """An error in words; for DCP's, the words of each rank."""
+    """An error in words; for DCP's, those of what it wraps."""
     if isinstance(error, CheckpointException):
-        return "; ".join(
-            f"rank {rank}: {_causes(cause)}" for rank, (cause, _) in sorted(error.failures.items())
-        )
+        return "; ".join(_causes(cause) for cause, _ in error.failures.values())
     return (
         str(error)
         if isinstance(error, CheckpointError | OSError)
