@@ -1,0 +1,52 @@
+"""What the commands of `moebius` share: how one is declared, and the arguments that recur.
+
+Nothing here, and nothing that a command's module imports at its top, may import torch, pydantic or
+rich: every command's arguments are declared before one is chosen, and `moebius --help` answers at
+once. Handlers import what they need when they are called.
+"""
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+
+RUNS = Path("runs")  # where runs and prepared data go unless told otherwise
+
+Commands = argparse._SubParsersAction  # what `add_subparsers` returns; argparse has no public name
+Handler = Callable[[argparse.Namespace], int]  # carries out a command and returns its exit code
+
+
+def add_command(
+    commands: Commands, name: str, handler: Handler, text: str
+) -> argparse.ArgumentParser:
+    """Declares a command and returns its parser, which still lacks its arguments.
+
+    Args:
+        handler: called with the parsed options; returns the exit code.
+        text: what the command does, for the list of commands; its own help begins with it.
+    """
+    parser = commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
+    parser.set_defaults(run=handler)
+    return parser
+
+
+def add_config_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the arguments that name a run's configuration and its run folder."""
+    parser.add_argument(
+        "name", metavar="RECIPE|FILE.toml", help="`moebius models` lists the recipes"
+    )
+    add_overrides(parser)
+    parser.add_argument(
+        "--run-dir", type=Path, metavar="DIR", help="run folder; an existing run is continued"
+    )
+
+
+def add_overrides(parser: argparse.ArgumentParser) -> None:
+    """Declares the single values of a configuration that a command changes."""
+    parser.add_argument(
+        "overrides", nargs="*", metavar="section.key=value", help="single values to change"
+    )
+
+
+def add_run_argument(parser: argparse.ArgumentParser) -> None:
+    """Declares the run folder that a command looks into."""
+    parser.add_argument("run_dir", type=Path, metavar="RUN", help="a run folder")

@@ -1,0 +1,148 @@
+"""`moebius ckpt`: lists, verifies, rewrites and exports checkpoints (checkpoint_report.py)."""
+
+import argparse
+from pathlib import Path
+
+from .arguments import Commands, add_command, add_run_argument
+
+
+def add_commands(commands: Commands) -> None:
+    """Declares `moebius ckpt` and its actions."""
+    text = "list, verify, rewrite and export checkpoints"
+    parser = add_command(commands, "ckpt", _ls, text)
+    actions = parser.add_subparsers(title="actions", required=True, metavar="ACTION")
+    _add_ls(actions)
+    _add_verify(actions)
+    _add_reshard(actions)
+    _add_export(actions)
+
+
+def _add_checkpoint_argument(parser: argparse.ArgumentParser, default: str) -> None:
+    """Declares a checkpoint: its own folder, or a run and a step."""
+    parser.add_argument("path", type=Path, metavar="RUN|CHECKPOINT", help=default)
+    parser.add_argument("--step", type=int, metavar="N", help="which checkpoint of the run")
+
+
+def _add_ls(actions: Commands) -> None:
+    text = "list a run's checkpoints: steps, sizes, ranks that wrote them"
+    add_run_argument(add_command(actions, "ls", _ls, text))
+
+
+def _ls(options: argparse.Namespace) -> int:
+    """Carries out `moebius ckpt ls`."""
+    from rich.console import Console
+
+    from .checkpoint_report import list_table
+
+    Console().print(list_table(options.run_dir))
+    return 0
+
+
+def _add_verify(actions: Commands) -> None:
+    text = "read every byte: every checksum, every expert exactly once"
+    parser = add_command(actions, "verify", _verify, text)
+    _add_checkpoint_argument(parser, "RUN without --step: all of its checkpoints")
+
+
+def _verify(options: argparse.Namespace) -> int:
+    """Carries out `moebius ckpt verify`."""
+    from rich.console import Console
+
+    from .checkpoint_report import progress_bars, verify_each
+
+    problems = []
+    with progress_bars(Console(stderr=True)) as watch:
+        for path, words, problem in verify_each(options.path, options.step, watch):
+            print(f"{path.name}: {'DAMAGED' if problem else f'intact ({words})'}")
+            if problem:
+                problems.append(str(problem))
+    if problems:
+        raise ValueError("\n".join(problems))
+    return 0
+
+
+def _add_reshard(actions: Commands) -> None:
+    text = "rewrite a checkpoint into the files of other ranks"
+    parser = add_command(actions, "reshard", _reshard, text)
+    _add_checkpoint_argument(parser, "RUN without --step: its newest checkpoint")
+    _add_out_argument(parser)
+    parser.add_argument("--world-size", type=int, required=True, metavar="N", help="ranks in all")
+    parser.add_argument("--ep", type=int, default=1, metavar="N", help="as mesh.ep")
+    parser.add_argument(
+        "--dp-shard", type=int, metavar="N", help="as mesh.dp_shard; default: as --ep"
+    )
+    parser.add_argument(
+        "--dp-replicate",
+        type=int,
+        metavar="N",
+        help="as mesh.dp_replicate; default: fills the world",
+    )
+    parser.add_argument(
+        "--sharding", choices=["none", "fsdp"], default="none", help="as mesh.sharding"
+    )
+
+
+def _add_out_argument(parser: argparse.ArgumentParser) -> None:
+    """Declares where something is written that must not be there yet."""
+    parser.add_argument(
+        "--out", type=Path, required=True, metavar="DIR", help="a directory that does not exist yet"
+    )
+
+
+def _reshard(options: argparse.Namespace) -> int:
+    """Carries out `moebius ckpt reshard`."""
+    from rich.console import Console
+
+    from .checkpoint_report import progress_bars, reshard_for
+
+    mesh = {key: getattr(options, key) for key in ("ep", "dp_shard", "dp_replicate", "sharding")}
+    with progress_bars(Console(stderr=True)) as watch:
+        words = reshard_for(
+            options.path,
+            options.out,
+            mesh,
+            world_size=options.world_size,
+            step=options.step,
+            watch=watch,
+        )
+    print(words)
+    return 0
+
+
+def _add_export(actions: Commands) -> None:
+    text = "write a checkpoint's weights as safetensors, expert by expert"
+    parser = add_command(actions, "export", _export, text)
+    _add_checkpoint_argument(parser, "RUN without --step: its newest checkpoint")
+    _add_out_argument(parser)
+    parser.add_argument(
+        "--dtype",
+        choices=["fp32", "bf16"],
+        default="fp32",
+        help="of what enters matrix products; the rest is fp32",
+    )
+    parser.add_argument(
+        "--max-shard-size",
+        default="5GB",
+        metavar="SIZE",
+        help="of one file: 5GB, 500MB, 2GiB (5GB)",
+    )
+
+
+def _export(options: argparse.Namespace) -> int:
+    """Carries out `moebius ckpt export`."""
+    from rich.console import Console
+
+    from ..distributed.checkpoint.files import find_checkpoint
+    from ..export.safetensors import export, parse_size
+    from .checkpoint_report import progress_bars
+
+    with progress_bars(Console(stderr=True)) as watch:
+        exported = export(
+            find_checkpoint(options.path, options.step),
+            options.out,
+            dtype=options.dtype,
+            max_file_bytes=parse_size(options.max_shard_size),
+            watch=watch,
+        )
+    print(f"{options.out}: {exported}")
+    return 0

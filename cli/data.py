@@ -1,0 +1,85 @@
+"""`moebius prepare`: text to token shards, in this process or as Ray tasks."""
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from .arguments import Commands, add_command
+
+if TYPE_CHECKING:
+    from ..data_pipeline.shards import Manifest
+
+
+def add_commands(commands: Commands) -> None:
+    """Declares `moebius prepare`."""
+    parser = add_command(commands, "prepare", _prepare, "turn text into token shards")
+    parser.add_argument(
+        "--input",
+        nargs="+",
+        metavar="TEXT",
+        default=["embedded"],
+        help=".txt, .jsonl, .jsonl.zst, .parquet: files, globs or URLs; `embedded` is the prose "
+        "that Python carries",
+    )
+    parser.add_argument(
+        "--validation-input",
+        nargs="+",
+        metavar="TEXT",
+        default=[],
+        help="default: a share of --input",
+    )
+    parser.add_argument(
+        "--output", type=Path, required=True, metavar="DIR", help="folder for shards and tokenizer"
+    )
+    parser.add_argument("--tokenizer", choices=["bpe", "bytes"], default="bpe")
+    parser.add_argument(
+        "--vocab-size", type=int, default=None, metavar="N", help="of the BPE tokenizer (8000)"
+    )
+    parser.add_argument(
+        "--workers", type=int, default=1, metavar="N", help="Ray tasks at a time; 1: this process"
+    )
+    parser.add_argument(
+        "--address", metavar="ADDRESS", help="spread the work over this Ray cluster"
+    )
+
+
+def _prepare(options: argparse.Namespace) -> int:
+    """Carries out `moebius prepare`."""
+    from rich.console import Console
+
+    from ..cluster.watch import show_preparation
+    from ..data_pipeline.config import DataConfig
+    from ..data_pipeline.prepare import prepare
+
+    values = {
+        "input": options.input,
+        "validation_input": options.validation_input,
+        "tokenizer": options.tokenizer,
+        "directory": str(options.output.absolute()),
+    }
+    if options.vocab_size is not None:
+        values["vocab_size"] = options.vocab_size
+    data = DataConfig.model_validate(values)
+    if options.address is None and options.workers == 1:
+        with show_preparation(Console()) as on_progress:
+            manifest = prepare(data, data.directory, on_progress=on_progress)
+    else:
+        from ..cluster.submit import prepare_on_cluster
+
+        manifest = prepare_on_cluster(data, address=options.address, workers=options.workers)
+    _print_manifest(manifest, options.output)
+    return 0
+
+
+def _print_manifest(manifest: "Manifest", folder: Path) -> None:
+    """Prints what was prepared: the vocabulary, and a line for each split."""
+    print(f"{folder}: vocabulary of {manifest.vocab_size}")
+    for split in ("train", "validation"):
+        shards = [shard for shard in manifest.shards if shard.split == split]
+        tokens = sum(shard.num_tokens for shard in shards)
+        documents = sum(shard.num_documents for shard in shards)
+        size = sum(shard.num_bytes for shard in shards)
+        print(
+            f"  {split}: {tokens:,} tokens of {documents:,} documents in {len(shards)} shards, "
+            f"{size / 2**20:.1f} MiB"
+        )

@@ -1,0 +1,38 @@
+"""`moebius models`: the table of recipes (catalogue.py)."""
+
+import argparse
+import json
+
+from .arguments import Commands, add_command
+
+
+def add_commands(commands: Commands) -> None:
+    """Declares `moebius models`."""
+    text = "print what the recipes are, what they cost and what they promise"
+    parser = add_command(commands, "models", _models, text)
+    parser.add_argument(
+        "names", nargs="*", metavar="RECIPE|FILE.toml", help="default: every recipe"
+    )
+    parser.add_argument(
+        "--count",
+        action="store_true",
+        help="compare the FLOPs with torch's own count (a minute for all)",
+    )
+    parser.add_argument("--json", action="store_true", help="everything, exact, as a JSON list")
+
+
+def _models(options: argparse.Namespace) -> int:
+    """Carries out `moebius models`."""
+    from rich.console import Console
+
+    from ..train.recipes.smoke import RECIPES
+    from .catalogue import catalogue, show
+
+    with Console(stderr=True).status("counting"):
+        entries = list(catalogue(options.names, RECIPES, count=options.count))
+    if options.json:
+        print(json.dumps([entry.plain() for entry in entries], indent=2))
+    else:
+        console = Console()
+        console.print(show(entries, width=console.width))
+    return 0

@@ -1,0 +1,163 @@
+"""`moebius plan`: what every layout of a model on a machine would cost, ranked."""
+
+import argparse
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from .arguments import Commands, add_command, add_overrides
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from ..planning.cost_model import Scenario
+    from ..planning.report import PlanReport
+
+
+def add_commands(commands: Commands) -> None:
+    """Declares `moebius plan`."""
+    text = "predict memory and speed of every layout, and rank them"
+    parser = add_command(commands, "plan", _plan, text)
+    parser.add_argument(
+        "name", metavar="MODEL", help="a recipe or a FILE.toml; `moebius models` lists the recipes"
+    )
+    add_overrides(parser)
+    _add_scenario_arguments(parser)
+    _add_constraint_arguments(parser)
+    _add_report_arguments(parser)
+
+
+def _add_scenario_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the machine and the work that are planned for."""
+    parser.add_argument(
+        "--hardware",
+        default="h200",
+        metavar="NAME|FILE.toml",
+        help="h100, h200, b200, gb200_nvl72 …",
+    )
+    parser.add_argument(
+        "--nodes",
+        nargs="+",
+        default=["1"],
+        metavar="N",
+        help='for example 4, or 1 "…" 1250 (doubling)',
+    )
+    parser.add_argument(
+        "--precision", choices=["bf16", "fp32"], help="of the products; default: the recipe's"
+    )
+    parser.add_argument(
+        "--tokens-per-rank",
+        type=int,
+        metavar="N",
+        help="in a step; default: the recipe's micro-batch",
+    )
+
+
+def _add_constraint_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the constraints of the layouts, and what their costs are computed from."""
+    parser.add_argument(
+        "--ep",
+        type=int,
+        metavar="N",
+        help="only layouts with this many ranks per copy of the experts",
+    )
+    parser.add_argument("--sharding", choices=["none", "fsdp"], help="only layouts of this kind")
+    parser.add_argument(
+        "--dispatcher",
+        choices=["allgather", "alltoall", "dedup", "hierarchical"],
+        help="only this one",
+    )
+    parser.add_argument(
+        "--recompute", choices=["none", "selective", "full"], help="default: as little as fits"
+    )
+    parser.add_argument(
+        "--overlap-chunks", type=int, default=1, metavar="N", help="parts in which rows travel"
+    )
+    parser.add_argument(
+        "--skew",
+        default=None,
+        metavar="RUN|ALPHA|balanced",
+        help="routing: a run's recorded loads, or a Dirichlet concentration (default: 5)",
+    )
+    parser.add_argument(
+        "--measured", type=Path, metavar="FILE.json", help="measured collectives, over the defaults"
+    )
+
+
+def _add_report_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares how much of the plan is shown, and how."""
+    parser.add_argument(
+        "--top", type=int, default=None, metavar="N", help="layouts to show of every size"
+    )
+    parser.add_argument(
+        "--detail",
+        action="store_true",
+        help="memory, time and collectives of the largest size's best",
+    )
+    parser.add_argument(
+        "--png", type=Path, metavar="FILE", help="draw step time and MFU against the number of GPUs"
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="everything, collectives included, as JSON"
+    )
+    parser.add_argument("--sources", action="store_true", help="show where every figure comes from")
+
+
+def _plan(options: argparse.Namespace) -> int:
+    """Carries out `moebius plan`."""
+    from rich.console import Console
+
+    from ..planning.planner import Constraints
+    from ..planning.report import draw_plans, make_report, parse_nodes, plans_as_json
+    from ..train.config import resolve
+    from ..train.recipes.smoke import RECIPES
+    from .plan_request import make_scenario
+
+    nodes = parse_nodes(options.nodes)
+    config = resolve(options.name, options.overrides, RECIPES)
+    with Console(stderr=True).status("planning"):
+        scenario = make_scenario(
+            config,
+            hardware=options.hardware,
+            precision=options.precision,
+            tokens=options.tokens_per_rank,
+            skew=options.skew,
+            measured=options.measured,
+            chunks=options.overlap_chunks,
+        )
+        constraints = Constraints(
+            options.ep, options.sharding, options.dispatcher, options.recompute
+        )
+        report = make_report(scenario, nodes, constraints)
+    if options.png:
+        draw_plans(report, options.png, title=options.name)
+    if options.json:
+        print(json.dumps(plans_as_json(report), indent=2))
+    else:
+        _show(report, scenario, options, Console(), top=10 if len(nodes) == 1 else 2)
+    return 0
+
+
+def _show(
+    report: "PlanReport",
+    scenario: "Scenario",
+    options: argparse.Namespace,
+    console: "Console",
+    *,
+    top: int,
+) -> None:
+    """Prints the ranked layouts, `top` of every size unless told otherwise, and what else was asked
+    for.
+    """
+    from ..planning.report import render_detail, render_plans, render_sources
+
+    console.print(render_plans(report, top=options.top or top))
+    if options.detail:
+        largest = report.sizes[-1]
+        for with_ep in (False, True):
+            if plan := largest.best(with_ep=with_ep):
+                console.print(render_detail(plan))
+    if options.sources:
+        console.print(render_sources(scenario))
+    if options.png:
+        console.print(f"picture: {options.png}")
