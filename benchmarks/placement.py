@@ -42,7 +42,7 @@ from rich.table import Table
 
 from benchmarks.report import save
 from moebius.data_pipeline.prepare import prepare
-from moebius.distributed.dispatch.expert_map import Homes, contiguous_homes
+from moebius.distributed.dispatch.expert_map import ExpertMap, contiguous_map
 from moebius.distributed.placement.balance_load import hottest_factor, rebalanced
 from moebius.train.config import Config, resolve
 from moebius.train.recipes.smoke import RECIPES
@@ -153,27 +153,27 @@ def judge_all(banks: list[Bank]) -> Iterator[dict[str, Any]]:
 
 
 def judge(banks: list[Bank], ep: int, replicas: int, every: int, span: str) -> dict[str, float]:
-    """Factors of the span's steps, each under the homes that the window before it has led to."""
+    """Factors of the span's steps, each under the expert map that the window before has led to."""
     found: dict[str, list[float]] = {
         name: [] for name in ("before", "after", "before_depth", "after_depth")
     }
     for bank in banks:
-        start = homes = contiguous_homes(bank.shape[2], ep)
+        start = expert_map = contiguous_map(bank.shape[2], ep)
         judged = range(len(bank))[slice(*SPANS[span])]
         for first in range(every, len(bank), every):
-            homes = rebalanced(
-                homes, bank[first - every : first].sum((0, 1)).tolist(), replicas=replicas
+            expert_map = rebalanced(
+                expert_map, bank[first - every : first].sum((0, 1)).tolist(), replicas=replicas
             )
             for step in range(first, min(first + every, len(bank))):
                 if step in judged:
-                    for name, own in (("before", start), ("after", homes)):
+                    for name, own in (("before", start), ("after", expert_map)):
                         found[name].append(factor(own, bank[step].sum(0)))
                         found[f"{name}_depth"] += [factor(own, load_E) for load_E in bank[step]]
     return {name: fmean(values) for name, values in found.items()}
 
 
-def factor(homes: Homes, load_E: np.ndarray) -> float:
-    return hottest_factor(homes, load_E.tolist())
+def factor(expert_map: ExpertMap, load_E: np.ndarray) -> float:
+    return hottest_factor(expert_map, load_E.tolist())
 
 
 def in_a_run(scratch: Path, steps: int, every: int, replicas: int) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from ..distributed.checkpoint.files import (
     step_name,
 )
 from ..distributed.checkpoint.reshard import Watch, reshard
-from ..distributed.dispatch.expert_map import Homes
+from ..distributed.dispatch.expert_map import ExpertMap
 from ..distributed.layout import Layout, MeshConfig, check_runnable, plan_layout
 
 
@@ -140,8 +140,8 @@ def reshard_for(
     layout, source = plan_layout(config, world_size), find_checkpoint(path, step)
     before = read_meta(source)
     started = time.monotonic()
-    homes, placed = _homes(before.meta, layout, config.sharding)
-    reshard(source, out, layout, sharding=config.sharding, homes=homes, watch=watch)
+    expert_maps, placed = _homes(before.meta, layout, config.sharding)
+    reshard(source, out, layout, sharding=config.sharding, expert_maps=expert_maps, watch=watch)
     files = sum(file.suffix == ".distcp" for file in out.iterdir())
     return (
         f"{out}: step {before.step}, the same state as {source}, bit for bit\n"
@@ -172,16 +172,18 @@ def progress_bars(console: Console) -> Iterator[Watch]:
         yield watch
 
 
-def _homes(meta: dict[str, Any], layout: Layout, sharding: str) -> tuple[dict[str, Homes], str]:
+def _homes(meta: dict[str, Any], layout: Layout, sharding: str) -> tuple[dict[str, ExpertMap], str]:
     """Where a run that moves its experts had them, if that fits: what ExpertPlacement takes up
     again. And words of it.
     """
-    homes = {name: Homes.from_dict(bank["homes"]) for name, bank in meta.get("experts", {}).items()}
-    if not homes:
+    expert_maps = {
+        name: ExpertMap.from_dict(bank["homes"]) for name, bank in meta.get("experts", {}).items()
+    }
+    if not expert_maps:
         return {}, ""
-    eps = sorted({len(own.slots_P) for own in homes.values()})
+    eps = sorted({len(own.slots_P) for own in expert_maps.values()})
     if sharding == "none" and eps == [layout.ep]:
-        return homes, "  experts     where the run had moved them\n"
+        return expert_maps, "  experts     where the run had moved them\n"
     was = ", ".join(map(str, eps))
     return (
         {},

@@ -71,7 +71,7 @@ def _add_rank_arguments(parser: argparse.ArgumentParser) -> None:
         "--overlap-chunks", type=int, metavar="N", help="parts in which rows travel"
     )
     parser.add_argument(
-        "--homes",
+        "--expert-map",
         metavar="STEP|contiguous",
         help="where a run that moves experts had them at that checkpoint; default: of a run its "
         "newest, of a trace contiguous",
@@ -148,7 +148,11 @@ def _refuse_contradictions(options: argparse.Namespace) -> None:
         )
     idle = [("--tokens-per-rank", options.tokens_per_rank)]
     if options.shapes_only:
-        idle += [("--steps", options.steps), ("--png", options.png), ("--homes", options.homes)]
+        idle += [
+            ("--steps", options.steps),
+            ("--png", options.png),
+            ("--expert-map", options.expert_map),
+        ]
         if len(options.dispatcher) > 1:
             raise JobError("--shapes-only builds a model with one dispatcher: name one")
     elif options.trace is None:
@@ -165,7 +169,7 @@ def _source(options: argparse.Namespace) -> "CallSource":
 
     if options.trace is not None:
         return source_from_trace(
-            options.trace, steps=options.steps, seed=options.seed, homes=options.homes
+            options.trace, steps=options.steps, seed=options.seed, expert_map=options.expert_map
         )
     title, config, trained, placement = _simulated_model(options)
     return source_from_model(
@@ -214,13 +218,13 @@ def _simulated_model(
     from ..simulation.request import find_placement
 
     if not _is_run(options):
-        return options.name, _config(options), None, find_placement(None, options.homes)
+        return options.name, _config(options), None, find_placement(None, options.expert_map)
     run_dir = Path(options.name)
     # What cannot be had is refused before the weights are read.
-    placement = find_placement(run_dir, options.homes)
+    placement = find_placement(run_dir, options.expert_map)
     with start_process("cpu") as process:
         restored = restore(run_dir, process)
-    if options.homes is None:
+    if options.expert_map is None:
         placement = find_placement(run_dir, None, default=restored.step)
     return f"{run_dir.name}, step {restored.step}", restored.config, restored.model, placement
 

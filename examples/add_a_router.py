@@ -23,7 +23,7 @@ from moebius.model.balance import RunningSum
 from moebius.model.config import ModelConfig
 from moebius.model.initialise import Start, initialise, parameter
 from moebius.model.layers import wide_dtype
-from moebius.model.recompute import once, take
+from moebius.model.recompute import gather_unique, save_decision
 from moebius.model.routers.router import ChoiceConfig, ChoiceRouter, Loss, Promises
 from moebius.model.routers.table import ROUTERS
 from moebius.model.routing import Routing, token_routes
@@ -56,9 +56,7 @@ class TopPConfig(ChoiceConfig):
 
 
 class TopPRouter(ChoiceRouter):
-    """Experts in the order of their probability, until those ahead have p together; weighted by
-    their probabilities.
-    """
+    """Takes the likeliest experts until those ahead have p together; weighted by probability."""
 
     Config = TopPConfig
     config: TopPConfig
@@ -68,15 +66,14 @@ class TopPRouter(ChoiceRouter):
         self.weight = parameter(num_experts, d_row, start=start)
 
     def forward(self, x_TD: Tensor, *, batch_size: int) -> Routing:
-        dtype = wide_dtype(
-            x_TD
-        )  # float32 whatever the experts compute in: a choice must not flip with it
+        # float32 whatever the experts compute in: a choice must not flip with it
+        dtype = wide_dtype(x_TD)
         logits_TE = x_TD.to(dtype) @ self.weight.to(dtype).T
         any_order_TE = logits_TE.softmax(-1)
-        expert_TE = once(
+        expert_TE = save_decision(
             lambda: any_order_TE.detach().argsort(dim=-1, descending=True, stable=True)
         )
-        probability_TE = take(any_order_TE, expert_TE)
+        probability_TE = gather_unique(any_order_TE, expert_TE)
         ahead_TE = probability_TE.cumsum(-1) - probability_TE
         all_routes = token_routes(expert_TE, probability_TE, num_experts=self.num_experts)
         routes = all_routes.kept((ahead_TE < self.config.p).flatten())

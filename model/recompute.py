@@ -6,13 +6,13 @@ comes.
     full        a step keeps its input and its routing decisions; rows travel once more
 
 The second run must decide as the first did, whatever the rounding: one token at another expert, and
-ranks would disagree about how many rows pass between them. So every decision is made with `once`,
-which returns in the second run what it gave in the first. Tensors that travel between ranks go
-through `travel`, `come_home` and `keep_sum`. Side effects (counters, checks) ask `recomputing`.
+ranks would disagree about how many rows pass between them. So every decision is made with
+`save_decision`, which returns in the second run what it gave in the first. Tensors that travel between ranks go
+through `save_dispatch`, `skip_combine` and `save_combine`. Side effects (counters, checks) ask `recomputing`.
 Without recomputation all of these only call what they are given.
 
 The second run sees the same random numbers, for the generators are set back. That holds only while
-both runs draw equally many: numbers are drawn beside `once`, never inside.
+both runs draw equally many: numbers are drawn beside `save_decision`, never inside.
 
 The second run begins where the backward pass enters the step, and not where the first tensor
 happens to be missing: with `full` it exchanges rows, so its place among the exchanges of the
@@ -47,60 +47,60 @@ def recomputing() -> bool:
     return tape is not None and tape.replaying
 
 
-def once(make: Callable[[], T]) -> T:
+def save_decision(make: Callable[[], T]) -> T:
     """make(); in a second run what it gave in the first. For decisions: without gradient, and
     without random draws.
     """
     tape = _tape.get()
-    return make() if tape is None else tape.once(make)
+    return make() if tape is None else tape.save(make)
 
 
-def best(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
+def save_topk(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """The `count` largest scores along the last axis, differentiable, and where they stand: a
     decision.
     """
     if _tape.get() is None:
         found = scores.topk(count, dim=-1)
         return found.values, found.indices
-    index = once(lambda: scores.detach().topk(count, dim=-1).indices)
-    return take(scores, index), index
+    index = save_decision(lambda: scores.detach().topk(count, dim=-1).indices)
+    return gather_unique(scores, index), index
 
 
-def take(scores: Tensor, index: Tensor) -> Tensor:
+def gather_unique(scores: Tensor, index: Tensor) -> Tensor:
     """Entries along the last axis, none twice. Unlike `gather` it does not keep the scores for the
     backward pass.
     """
     return _Take.apply(scores, index)  # pyright: ignore[reportReturnType]
 
 
-def travel(start: Callable[[], Tensor]) -> Tensor:
+def save_dispatch(start: Callable[[], Tensor]) -> Tensor:
     """Starts an exchange; in a second run with `selective` what came the first time."""
     tape = _tape.get()
-    return tape.once(start) if tape is not None and tape.keeps_travelled else start()
+    return tape.save(start) if tape is not None and tape.saves_exchanges else start()
 
 
-def come_home(start: Callable[[], Tensor]) -> Tensor:
+def skip_combine(start: Callable[[], Tensor]) -> Tensor:
     """Starts an exchange of answers; in a second run with `selective` zeros of that shape without
     memory.
 
-    Their values do not matter there: what is made of them goes through `keep_sum`.
+    Their values do not matter there: what is made of them goes through `save_combine`.
     """
     tape = _tape.get()
-    if tape is None or not tape.keeps_travelled:
+    if tape is None or not tape.saves_exchanges:
         return start()
     if tape.replaying:
-        return tape.once(_Form.of).hollow()
+        return tape.save(_Form.of).hollow()
     came = start()
-    tape.once(lambda: _Form.of(came))
+    tape.save(lambda: _Form.of(came))
     return came
 
 
-def keep_sum(answers: Tensor) -> Tensor:
+def save_combine(answers: Tensor) -> Tensor:
     """Answers that came home and were added up; in a second run with `selective` their first
     values.
     """
     tape = _tape.get()
-    if tape is None or not tape.keeps_travelled:
+    if tape is None or not tape.saves_exchanges:
         return answers
     return _Keep.apply(answers, tape)  # pyright: ignore[reportReturnType]
 
@@ -125,7 +125,7 @@ def run_recomputed(
         for name, weight in layer.named_parameters()
         if not isinstance(weight, nn.Parameter)
     }
-    tape = _Tape(keeps_travelled=mode == "selective")
+    tape = _Tape(saves_exchanges=mode == "selective")
 
     def run(*inputs: Tensor) -> tuple[Tensor, T]:
         if tape.replaying and borrowed:
@@ -168,26 +168,26 @@ class _Form:
 class _Tape:
     """What a step keeps of its first run, in the order in which it was made."""
 
-    def __init__(self, *, keeps_travelled: bool) -> None:
-        self.keeps_travelled, self.replaying = keeps_travelled, False
-        self._kept: list[Any] = []
+    def __init__(self, *, saves_exchanges: bool) -> None:
+        self.saves_exchanges, self.replaying = saves_exchanges, False
+        self._saved: list[Any] = []
         self._next = 0
 
     def turn(self, *, replaying: bool) -> None:
         """A run begins. There may be several second ones: a graph can be retained."""
         self.replaying, self._next = replaying, 0
 
-    def once(self, make: Callable[..., Any]) -> Any:
+    def save(self, make: Callable[..., Any]) -> Any:
         if not self.replaying:
             value = make()
-            self._kept.append(_apart(value))
+            self._saved.append(_apart(value))
             return value
-        if self._next == len(self._kept):
+        if self._next == len(self._saved):
             raise AssertionError(
-                f"a second run asked for more than the {len(self._kept)} values of the first"
+                f"a second run asked for more than the {len(self._saved)} values of the first"
             )
         self._next += 1
-        return _apart(self._kept[self._next - 1])
+        return _apart(self._saved[self._next - 1])
 
 
 def _apart(value: Any) -> Any:
@@ -234,7 +234,7 @@ class _Take(torch.autograd.Function):
 class _Keep(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, answers: Tensor, tape: _Tape) -> Tensor:
-        return tape.once(lambda: answers)
+        return tape.save(lambda: answers)
 
     @staticmethod
     @once_differentiable

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from ..kernels.operands import Sorting
 from ..kernels.permute import sort_routes
-from .recompute import once
+from .recompute import save_decision
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class Routes:
         """
         if keep_N.is_meta:
             return self
-        index = once(lambda: keep_N.nonzero().squeeze(1))
+        index = save_decision(lambda: keep_N.nonzero().squeeze(1))
         return Routes(
             self.source_N[index],
             self.expert_N[index],

@@ -32,7 +32,7 @@ from torch import Tensor, nn
 
 from ..distributed.dispatch.choose import DEFAULT, make_dispatcher
 from ..distributed.dispatch.exchange import ExchangeMismatch
-from ..distributed.dispatch.expert_map import Homes, contiguous_homes
+from ..distributed.dispatch.expert_map import ExpertMap, contiguous_map
 from ..distributed.dispatch.setup import build_node_groups, nodes_of
 from ..distributed.layout import Layout, group_of
 from ..model.moe import Dispatcher, SparseLayer
@@ -53,16 +53,16 @@ class Cluster:
     dispatcher: str
     overlap_chunks: int = 1
     ranks_per_node: int | None = None  # None: all on one
-    homes: Mapping[str, Homes] = field(
+    expert_maps: Mapping[str, ExpertMap] = field(
         default_factory=dict
     )  # by layer; others hold contiguous blocks
     timeout_s: float = (
         3600.0  # without any exchange: a large model routes for long between two of them
     )
 
-    def homes_of(self, call: "RoutedCall") -> Homes:
+    def expert_map_of(self, call: "RoutedCall") -> ExpertMap:
         """Where the experts of a call's layer live within an EP group."""
-        return self.homes.get(call.layer) or contiguous_homes(call.num_experts, self.layout.ep)
+        return self.expert_maps.get(call.layer) or contiguous_map(call.num_experts, self.layout.ep)
 
 
 @dataclass(frozen=True)
@@ -205,12 +205,12 @@ def unexpected_cause(fault: BaseException) -> BaseException | None:
     return cause
 
 
-def experts_of(experts: nn.Module, homes: Homes, rank: int) -> nn.Module:
+def experts_of(experts: nn.Module, expert_map: ExpertMap, rank: int) -> nn.Module:
     """Those that live on that rank of an EP group, in the order of its slots; views where they lie
     together.
     """
     held = [
-        homes.expert_S[slot] or 0 for slot in homes.own_slots(rank)
+        expert_map.expert_S[slot] or 0 for slot in expert_map.own_slots(rank)
     ]  # any expert may stand in an empty slot
     together = held == list(range(held[0], held[0] + len(held))) if held else False
     index: Any = slice(held[0], held[-1] + 1) if together else torch.tensor(held, dtype=torch.int64)
@@ -322,17 +322,17 @@ class _Worker:
 
     def run(self, call: RoutedCall) -> None:
         """Collective. Leaves what was found with the coordinator."""
-        coordinator, rank, dispatcher, homes = (
+        coordinator, rank, dispatcher, expert_map = (
             self.coordinator,
             self.rank,
             self._dispatcher(call),
-            self.cluster.homes_of(call),
+            self.cluster.expert_map_of(call),
         )
         rows, routes, expected = call.rows[rank], call.routes[rank], call.answers[rank]
         coordinator.arrivals[rank] = _arrivals(
-            dispatcher, routes, len(rows), rank, homes, self.group.rank()
+            dispatcher, routes, len(rows), rank, expert_map, self.group.rank()
         )
-        layer = SparseLayer(experts_of(coordinator.experts, homes, self.group.rank()))  # pyright: ignore[reportArgumentType]
+        layer = SparseLayer(experts_of(coordinator.experts, expert_map, self.group.rank()))  # pyright: ignore[reportArgumentType]
         layer.dispatcher = dispatcher
         coordinator.traffic.widths[rank] = frozenset({rows.shape[1], expected.shape[1]})
         coordinator.traffic.is_open[rank] = True
@@ -348,7 +348,7 @@ class _Worker:
                 self.group,
                 overlap_chunks=cluster.overlap_chunks,
                 ranks_per_node=cluster.ranks_per_node,
-                homes=cluster.homes.get(call.layer),
+                expert_map=cluster.expert_maps.get(call.layer),
                 nodes=self.nodes,
             )
         return self._dispatchers[call.layer]
@@ -358,7 +358,12 @@ class _Worker:
 
 
 def _arrivals(
-    dispatcher: Dispatcher, routes: Routes, num_rows: int, rank: int, homes: Homes, ep_rank: int
+    dispatcher: Dispatcher,
+    routes: Routes,
+    num_rows: int,
+    rank: int,
+    expert_map: ExpertMap,
+    ep_rank: int,
 ) -> np.ndarray:
     """Collective. The routes that reached this rank: (source rank, source row, expert) in one
     number each.
@@ -367,7 +372,7 @@ def _arrivals(
         (torch.full((num_rows,), float(rank)), torch.arange(num_rows).double()), 1
     )
     addresses = addresses.double()  # exact to 2⁵³, and as wide as no row that is counted
-    held = [homes.expert_S[slot] for slot in homes.own_slots(ep_rank)]
+    held = [expert_map.expert_S[slot] for slot in expert_map.own_slots(ep_rank)]
     expert_e = torch.tensor(
         [-1 if expert is None else expert for expert in held], dtype=torch.int64
     )
@@ -440,12 +445,14 @@ def _loads(call: RoutedCall, cluster: Cluster) -> tuple[np.ndarray, np.ndarray, 
     """Routes per expert and per rank, and rows [from, to] of a dispatcher with a row and an answer
     for every route.
     """
-    ranks, homes = cluster.layout.world_size, cluster.homes_of(call)
+    ranks, expert_map = cluster.layout.world_size, cluster.expert_map_of(call)
     load_E, there_PP = np.zeros(call.num_experts, np.int64), np.zeros((ranks, ranks), np.int64)
     for rank, routes in enumerate(call.routes):
         group = group_of(cluster.layout, "ep", rank)
-        slots = homes.seen_from(group.index(rank)).slots_of(torch.arange(call.num_experts))
+        slots = expert_map.seen_from(group.index(rank)).slots_of(torch.arange(call.num_experts))
         counts_E = np.bincount(routes.expert_N.numpy(), minlength=call.num_experts)
         load_E += counts_E
-        np.add.at(there_PP[rank], np.array(group)[np.array(homes.rank_S)[slots.numpy()]], counts_E)
+        np.add.at(
+            there_PP[rank], np.array(group)[np.array(expert_map.rank_S)[slots.numpy()]], counts_E
+        )
     return load_E, there_PP.sum(0), there_PP + there_PP.T

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from ..data_pipeline.loader import RowReader
 from ..data_pipeline.shards import TokenStore
 from ..distributed.checkpoint.files import find_checkpoint, read_meta
-from ..distributed.dispatch.expert_map import Homes
+from ..distributed.dispatch.expert_map import ExpertMap
 from ..distributed.layout import Layout, MeshConfig, check_experts, check_runnable, plan_layout
 from ..model.config import ModelConfig
 from ..model.initialise import draw, initialise
@@ -172,18 +172,18 @@ class SavedPlacement:
     """Where a run that moves its experts had them at a checkpoint."""
 
     step: int
-    homes: Mapping[str, Homes]  # by layer
+    expert_maps: Mapping[str, ExpertMap]  # by layer
     wanted: bool  # asked for by its step: it must fit, or nothing is simulated
 
     @property
     def ep(self) -> int:
-        return len(next(iter(self.homes.values())).slots_P)
+        return len(next(iter(self.expert_map.values())).slots_P)
 
 
 def find_placement(
     run_dir: Path | None, asked: str | None, *, default: int | None = None
 ) -> SavedPlacement | None:
-    """What `--homes` asks for; None: contiguous blocks.
+    """What `--expert-map` asks for; None: contiguous blocks.
 
     Args:
         run_dir: None: no run, but a fresh model.
@@ -196,21 +196,22 @@ def find_placement(
     if asked == CONTIGUOUS or (asked is None and default is None):
         return None
     if asked is not None and not asked.isdecimal():
-        raise ValueError(f"--homes {asked}: write the step of a checkpoint, or {CONTIGUOUS}")
+        raise ValueError(f"--expert-map {asked}: write the step of a checkpoint, or {CONTIGUOUS}")
     if run_dir is None:
         raise ValueError(
-            f"--homes {asked}: fresh weights have no checkpoint; name a run folder, or --trace RUN"
+            f"--expert-map {asked}: fresh weights have no checkpoint; name a run folder, or --trace RUN"
         )
     meta = read_meta(find_checkpoint(run_dir, default if asked is None else int(asked)))
-    homes = {
-        name: Homes.from_dict(bank["homes"]) for name, bank in meta.meta.get("experts", {}).items()
+    expert_maps = {
+        name: ExpertMap.from_dict(bank["homes"])
+        for name, bank in meta.meta.get("experts", {}).items()
     }
-    if not homes and asked is not None:
+    if not expert_maps and asked is not None:
         raise ValueError(
-            f"--homes {asked}: {run_dir.name} moved no experts up to there (mesh.rebalance_every "
+            f"--expert-map {asked}: {run_dir.name} moved no experts up to there (mesh.rebalance_every "
             "was 0)"
         )
-    return SavedPlacement(meta.step, homes, asked is not None) if homes else None
+    return SavedPlacement(meta.step, expert_maps, asked is not None) if expert_maps else None
 
 
 def place(cluster: Cluster, placement: SavedPlacement | None) -> Cluster:
@@ -223,19 +224,19 @@ def place(cluster: Cluster, placement: SavedPlacement | None) -> Cluster:
     if placement is None:
         return cluster
     if placement.ep == cluster.layout.ep:
-        return replace(cluster, homes=placement.homes)
+        return replace(cluster, expert_maps=placement.expert_map)
     if placement.wanted:
         raise ValueError(
-            f"--homes {placement.step}: its experts are spread over {placement.ep} ranks, and not "
+            f"--expert-map {placement.step}: its experts are spread over {placement.ep} ranks, and not "
             f"over {cluster.layout.ep}; "
-            f"use --ep {placement.ep}, or --homes {CONTIGUOUS}"
+            f"use --ep {placement.ep}, or --expert-map {CONTIGUOUS}"
         )
     return cluster
 
 
-def _homes_words(config: Config, cluster: Cluster, placement: SavedPlacement | None) -> str:
+def _expert_map_words(config: Config, cluster: Cluster, placement: SavedPlacement | None) -> str:
     """Nothing where no run has ever moved an expert."""
-    if cluster.homes and placement is not None:
+    if cluster.expert_map and placement is not None:
         return f"; experts where they were at step {placement.step}"
     unused = (
         f" (those of step {placement.step} are for ep {placement.ep})"
@@ -282,7 +283,9 @@ def simulate_all(
         simulate(source.calls(cluster.layout.world_size), source.bank, cluster)
         for cluster in clusters
     ]
-    words = source.tokens(clusters[0]) + _homes_words(source.config, clusters[0], source.placement)
+    words = source.tokens(clusters[0]) + _expert_map_words(
+        source.config, clusters[0], source.placement
+    )
     return SimulationReport(source.title, words, tuple(found))
 
 
@@ -321,12 +324,12 @@ def source_from_model(
 
 
 def source_from_trace(
-    run_dir: Path, *, steps: int | None, seed: int, homes: str | None = None
+    run_dir: Path, *, steps: int | None, seed: int, expert_map: str | None = None
 ) -> CallSource:
-    """A recorded run's routes; `homes` as for `find_placement`.
+    """A recorded run's routes; `expert_map` as for `find_placement`.
 
     Raises:
-        ValueError: nothing was recorded there, or there are no such homes.
+        ValueError: nothing was recorded there, or there is no such expert map.
     """
     at_least_one(steps=steps)
     _check_seed(seed)
@@ -350,7 +353,7 @@ def source_from_trace(
         return calls_of_trace(files, bank, precision, num_ranks, seed)
 
     return CallSource(
-        f"trace of {run_dir.name}", config, words, bank, calls, find_placement(run_dir, homes)
+        f"trace of {run_dir.name}", config, words, bank, calls, find_placement(run_dir, expert_map)
     )
 
 

@@ -205,7 +205,7 @@ MUTANTS = (
     ),
     Mutant(
         "a recomputed step routes anew", "model/recompute.py",
-        "index = once(lambda: scores.detach().topk(count, dim=-1).indices)",
+        "index = save_decision(lambda: scores.detach().topk(count, dim=-1).indices)",
         "index = scores.detach().topk(count, dim=-1).indices",
         ("tests/model/test_recompute.py::test_a_second_run_that_rounds_otherwise_decides_as_the_first[moeut-selective]",),
     ),

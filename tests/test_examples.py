@@ -200,7 +200,7 @@ def test_the_documentation_shows_the_whole_router() -> None:
     missing = {line for line in router.splitlines() if line.strip()} - set(quoted.splitlines())
     assert {line.strip()[:20] for line in missing} == {
         "class TopPRouter(Cho",
-        '"""Experts in the or',
+        '"""Takes the likelie',
         "Config = TopPConfig",
         "config: TopPConfig",
     }

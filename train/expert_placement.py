@@ -3,7 +3,7 @@ where they live next.
 
 `mesh.rebalance_every` = n; the loads are those of the n steps before. `mesh.replicas` = r gives
 every rank r slots of each bank beyond its share, for copies of the hottest experts. A move changes
-where sums are made and not what is computed; homes and the counts since the last move are saved
+where sums are made and not what is computed; the expert maps and the counts since the last move are saved
 with a checkpoint, so a resumed run moves what an uninterrupted one would have moved. On another EP
 degree a resumed run starts with contiguous blocks.
 
@@ -23,12 +23,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
-from ..distributed.dispatch.expert_map import Homes
+from ..distributed.dispatch.expert_map import ExpertMap
 from ..distributed.gradients import GradientReducer
 from ..distributed.layout import MeshConfig
 from ..distributed.mesh import Mesh
 from ..distributed.placement.balance_load import hottest_factor, rebalanced
-from ..distributed.placement.move import banks_of, homes_of, move_experts
+from ..distributed.placement.move import banks_of, expert_maps_of, move_experts
 from ..distributed.placement.replicas import CopyReducer
 from ..model.transformer import Transformer
 
@@ -68,12 +68,12 @@ class ExpertPlacement:
     ) -> GradientReducer | CopyReducer:
         """For the parameters as they are now; after a move another one is needed."""
         reducer = GradientReducer(dense, experts, self._mesh)
-        homes, banks = homes_of(self._model), banks_of(self._model)
-        if not any(own.copies for own in homes.values()):
+        expert_maps, banks = expert_maps_of(self._model), banks_of(self._model)
+        if not any(own.copies for own in expert_maps.values()):
             return reducer
         return CopyReducer(
             reducer,
-            [(homes[name], bank.experts.parameters()) for name, bank in banks.items()],
+            [(expert_maps[name], bank.experts.parameters()) for name, bank in banks.items()],
             self._mesh,
         )
 
@@ -96,7 +96,7 @@ class ExpertPlacement:
         """
         if not self.active or step % self._config.rebalance_every:
             return None
-        started, before, loads = time.perf_counter(), homes_of(self._model), self._all_loads()
+        started, before, loads = time.perf_counter(), expert_maps_of(self._model), self._all_loads()
         after = {
             name: rebalanced(before[name], load_E, replicas=self._config.replicas)
             for name, load_E in loads.items()
@@ -117,8 +117,8 @@ class ExpertPlacement:
             return {}
         loads = self._all_loads()
         return {
-            name: {"homes": homes.as_dict(), "load": loads[name]}
-            for name, homes in homes_of(self._model).items()
+            name: {"homes": expert_map.as_dict(), "load": loads[name]}
+            for name, expert_map in expert_maps_of(self._model).items()
         }
 
     def restore(self, saved: Mapping[str, Any]) -> None:
@@ -132,9 +132,9 @@ class ExpertPlacement:
         if not self.active or not saved:
             return
         self._check_saved(saved)
-        homes = {name: Homes.from_dict(bank["homes"]) for name, bank in saved.items()}
-        if all(len(own.slots_P) == self._mesh.layout.ep for own in homes.values()):
-            move_experts(self._model, self._optimizer, self._mesh, homes)
+        expert_maps = {name: ExpertMap.from_dict(bank["homes"]) for name, bank in saved.items()}
+        if all(len(own.slots_P) == self._mesh.layout.ep for own in expert_maps.values()):
+            move_experts(self._model, self._optimizer, self._mesh, expert_maps)
         if self._mesh.rank == 0:  # the counts of all ranks, which are only ever added up
             for member, kind in self._routed:
                 load_E = saved[_bank_names(member, kind)[0]]["load"]
@@ -142,7 +142,9 @@ class ExpertPlacement:
 
     def _check_saved(self, saved: Mapping[str, Any]) -> None:
         """Before any rank moves or keeps anything."""
-        ours = {name: homes.num_experts for name, homes in homes_of(self._model).items()}
+        ours = {
+            name: expert_map.num_experts for name, expert_map in expert_maps_of(self._model).items()
+        }
         theirs = {name: len(bank["load"]) for name, bank in saved.items()}
         if unlike := sorted(
             name for name in {*ours, *theirs} if ours.get(name) != theirs.get(name)
@@ -174,11 +176,11 @@ class ExpertPlacement:
 
     def _no_loads(self) -> dict[str, Tensor]:
         """Zeros for every kind of router."""
-        homes, device = homes_of(self._model), next(self._model.parameters()).device
+        expert_maps, device = expert_maps_of(self._model), next(self._model.parameters()).device
         return {
             kind: torch.zeros(
                 len(self._model.group),
-                homes[_bank_names(member, kind)[0]].num_experts,
+                expert_maps[_bank_names(member, kind)[0]].num_experts,
                 dtype=torch.int64,
                 device=device,
             )

@@ -33,7 +33,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.storage import WriteResult
 
-from ..dispatch.expert_map import Homes
+from ..dispatch.expert_map import ExpertMap
 from ..layout import Layout, coordinates, expert_blocks
 from ..local_shard import Box, Held, block, whole
 from ..placement.move import held_experts
@@ -71,13 +71,13 @@ def reshard(
     layout: Layout,
     *,
     sharding: Sharding = "none",
-    homes: Mapping[str, Homes] = MappingProxyType({}),
+    expert_maps: Mapping[str, ExpertMap] = MappingProxyType({}),
     watch: Watch = lambda what, num_bytes: lambda more: None,
 ) -> CheckpointMeta:
     """Writes the checkpoint `source` anew into the directory `out`, in files as the ranks of
     `layout` would write them.
 
-    `homes` says of banks of experts, by the name of their layer, where their experts live; those
+    `expert_maps` says of banks of experts, by the name of their layer, where their experts live; those
     without are cut into contiguous blocks. `out` appears whole and verified, or not at all. The
     state is the same, bit for bit.
 
@@ -91,7 +91,7 @@ def reshard(
     size = sum(file.num_bytes for file in unchecked.manifest.files.values())
     _check_experts(unchecked.meta.num_experts, layout)
     stored = open_verified(source, watch("checking the checkpoint", size))
-    writes = plan_writes(stored, layout, sharding, homes)
+    writes = plan_writes(stored, layout, sharding, expert_maps)
     with appearing(out, needed_bytes=size) as temporary:
         writer = SummingWriter(temporary)
         writer.set_up_storage_writer(is_coordinator=True)
@@ -106,13 +106,16 @@ def reshard(
 
 
 def plan_writes(
-    stored: StoredCheckpoint, layout: Layout, sharding: Sharding, homes: Mapping[str, Homes]
+    stored: StoredCheckpoint,
+    layout: Layout,
+    sharding: Sharding,
+    expert_maps: Mapping[str, ExpertMap],
 ) -> _Writes:
     """Of every tensor, which rank writes which box of it. Tensors that are cut alike are cut once:
     layers are.
     """
     cuts = {
-        name: _cut_of(name, tensor.shape, name in stored.meta.num_experts, sharding, homes)
+        name: _cut_of(name, tensor.shape, name in stored.meta.num_experts, sharding, expert_maps)
         for name, tensor in stored.index.tensors.items()
     }
     copies = {cut: _copy(cut, layout) for cut in set(cuts.values())}
@@ -139,12 +142,12 @@ def held_by(
     has_experts: bool,
     layout: Layout,
     sharding: Sharding,
-    homes: Mapping[str, Homes],
+    expert_maps: Mapping[str, ExpertMap],
 ) -> Held:
     """What a rank of that layout holds of the tensor of that name, as parallelize.py cuts the
     model.
     """
-    return _held(rank, _cut_of(name, shape, has_experts, sharding, homes), layout)
+    return _held(rank, _cut_of(name, shape, has_experts, sharding, expert_maps), layout)
 
 
 @dataclass(frozen=True)
@@ -154,7 +157,7 @@ class _Cut:
     shape: tuple[int, ...]
     has_experts: bool
     is_sharded: bool
-    homes: Homes | None  # None: contiguous blocks
+    expert_map: ExpertMap | None  # None: contiguous blocks
 
 
 def _cut_of(
@@ -162,7 +165,7 @@ def _cut_of(
     shape: tuple[int, ...],
     has_experts: bool,
     sharding: Sharding,
-    homes: Mapping[str, Homes],
+    expert_maps: Mapping[str, ExpertMap],
 ) -> _Cut:
     parameter = _parameter_of(name)
     bank = parameter.rpartition(".experts.")[0] if has_experts and sharding == "none" else None
@@ -170,7 +173,7 @@ def _cut_of(
         shape,
         has_experts,
         sharding == "fsdp" and is_sharded(parameter),
-        homes.get(bank) if bank else None,
+        expert_maps.get(bank) if bank else None,
     )
 
 
@@ -184,8 +187,8 @@ def _held(rank: int, cut: _Cut, layout: Layout) -> Held:
     shape, held = cut.shape, whole(cut.shape)
     if cut.has_experts:
         ep_rank = coordinates(layout, rank).ep
-        if cut.homes is not None:
-            return held_experts(shape, cut.homes, ep_rank)
+        if cut.expert_map is not None:
+            return held_experts(shape, cut.expert_map, ep_rank)
         experts = expert_blocks(shape[0], layout.ep)[ep_rank]
         held = block(
             shape, 0, experts.start, len(experts), ranks_per_copy=layout.ep, has_experts=True

@@ -30,11 +30,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...model.moe import Sent
-from ...model.recompute import keep_sum, once
+from ...model.recompute import save_combine, save_decision
 from ...model.routing import Routes
 from .alltoall import AllToAllDispatcher
-from .exchange import AllGather, Channel, Counters, Flight
-from .expert_map import Homes
+from .exchange import AllGather, AsyncCollective, Communicator, Counters
+from .expert_map import ExpertMap
 from .setup import Setup
 
 
@@ -42,11 +42,11 @@ from .setup import Setup
 class _Part:
     """All ranks' rows and routes under way."""
 
-    channel: Channel
-    homes: Homes
-    rows: Flight
-    weights: Flight
-    marks: Flight  # of (P, N, 3): source row, slot, target row; slot −1 where there is no route
+    communicator: Communicator
+    expert_map: ExpertMap
+    rows: AsyncCollective
+    weights: AsyncCollective
+    marks: AsyncCollective  # of (P, N, 3): source row, slot, target row; slot −1 where there is no route
     counters: Counters
     num_routes: int  # of those, how many are for this rank
     num_rows: int  # of the fullest rank
@@ -54,30 +54,30 @@ class _Part:
 
     @property
     def x_UD(self) -> Tensor:
-        return self.rows.land()
+        return self.rows.wait()
 
     @property
     def routes(self) -> Routes:
         """Those of this rank's experts; row u of rank p is row p · U + u, and so are targets."""
-        marks_PN3 = self.marks.land()
+        marks_PN3 = self.marks.wait()
         source_N, slot_N, target_N = marks_PN3.flatten(0, 1).unbind(1)
-        tables = self.homes.tables(slot_N.device)
-        mine_N = (tables.rank_S[slot_N.clamp(min=0)] == self.channel.rank) & (slot_N >= 0)
+        tables = self.expert_map.tables(slot_N.device)
+        mine_N = (tables.rank_S[slot_N.clamp(min=0)] == self.communicator.rank) & (slot_N >= 0)
         chosen = torch.nonzero_static(mine_N, size=self.num_routes).squeeze(1)
         rank_N = chosen // max(1, marks_PN3.shape[1])
         return Routes(
             source_N[chosen] + rank_N * self.num_rows,
             tables.local_S[slot_N[chosen]],
-            self.weights.land()[chosen],
+            self.weights.wait()[chosen],
             target_N[chosen] + rank_N * self.num_targets,
-            self.homes.slots_P[self.channel.rank],
-            self.num_targets * self.channel.num_ranks,
+            self.expert_map.slots_P[self.communicator.rank],
+            self.num_targets * self.communicator.num_ranks,
             per_source=0,
             per_target=0,
         )
 
-    def answer(self, y_UD: Tensor) -> Flight:
-        return self.channel.reduce_scatter(y_UD)
+    def answer(self, y_UD: Tensor) -> AsyncCollective:
+        return self.communicator.reduce_scatter(y_UD)
 
 
 class AllGatherDispatcher:
@@ -91,7 +91,7 @@ class AllGatherDispatcher:
                 "hierarchical, or overlap_chunks=1"
             )
         self.setup, self._known = setup, AllToAllDispatcher(setup)
-        self.channel = self._known.channel
+        self.communicator = self._known.communicator
 
     def stats(self) -> Counters:
         """What this dispatcher has done so far."""
@@ -106,19 +106,30 @@ class AllGatherDispatcher:
         """
         if routes.per_expert:
             return self._known.dispatch(x_UD, routes)
-        homes, counters = self.setup.begin(x_UD, routes, [self.channel]), self.setup.counters
-        tables, slot_N = homes.tables(x_UD.device), homes.slots_of(routes.expert_N)
-        sizes = once(lambda: self._sizes(x_UD, routes, tables.rank_S[slot_N]))
+        expert_map, counters = (
+            self.setup.begin(x_UD, routes, [self.communicator]),
+            self.setup.counters,
+        )
+        tables, slot_N = expert_map.tables(x_UD.device), expert_map.slots_of(routes.expert_N)
+        sizes = save_decision(lambda: self._sizes(x_UD, routes, tables.rank_S[slot_N]))
         num_rows, num_targets, num_routes = (max(row[i] for row in sizes) for i in range(3))
-        served = sum(row[3 + self.channel.rank] for row in sizes)
-        rows = self.channel.all_gather(_padded(x_UD, num_rows))
-        weights = self.channel.all_gather(_padded(routes.weight_N, num_routes))
+        served = sum(row[3 + self.communicator.rank] for row in sizes)
+        rows = self.communicator.all_gather(_padded(x_UD, num_rows))
+        weights = self.communicator.all_gather(_padded(routes.weight_N, num_routes))
         said_N3 = torch.stack((routes.source_N, slot_N, routes.target_N), 1)
         said_N3 = F.pad(said_N3, (0, 0, 0, num_routes - len(said_N3)), value=-1)
-        marks = Flight(said_N3[None], AllGather(self.channel.group), counters)
-        counters.add(rows_sent=len(x_UD) * self.channel.num_ranks, routes_served=served)
+        marks = AsyncCollective(said_N3[None], AllGather(self.communicator.group), counters)
+        counters.add(rows_sent=len(x_UD) * self.communicator.num_ranks, routes_served=served)
         part = _Part(
-            self.channel, homes, rows, weights, marks, counters, served, num_rows, num_targets
+            self.communicator,
+            expert_map,
+            rows,
+            weights,
+            marks,
+            counters,
+            served,
+            num_rows,
+            num_targets,
         )
         return Sent([part], routes.num_targets)
 
@@ -126,8 +137,8 @@ class AllGatherDispatcher:
         """Collective. (num_targets, D) at home: the sum over all ranks."""
         if not isinstance(sent.way_home, int):
             return self._known.combine(y, sent)
-        [flight] = sent.answers(y)
-        return keep_sum(flight.land()[: sent.way_home])
+        [collective] = sent.answers(y)
+        return save_combine(collective.wait()[: sent.way_home])
 
     def _sizes(self, x_UD: Tensor, routes: Routes, rank_N: Tensor) -> list[list[int]]:
         """Of every rank: rows, targets, routes, and the routes of every destination."""
@@ -137,11 +148,11 @@ class AllGatherDispatcher:
                 self._per_rank(rank_N),
             )
         )
-        told = AllGather(self.channel.group).start(mine[None])
+        told = AllGather(self.communicator.group).start(mine[None])
         return self.setup.counters.read(self.setup.counters.wait(told))
 
     def _per_rank(self, rank_N: Tensor) -> Tensor:
-        counts = torch.zeros(self.channel.num_ranks, dtype=torch.int64, device=rank_N.device)
+        counts = torch.zeros(self.communicator.num_ranks, dtype=torch.int64, device=rank_N.device)
         return counts.scatter_add_(0, rank_N, torch.ones_like(rank_N))
 
 

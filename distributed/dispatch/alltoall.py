@@ -37,11 +37,11 @@ from torch import Tensor
 from ...kernels.operands import check_counts
 from ...kernels.permute import gather_rows, in_order, sort_by_expert, sum_rows
 from ...model.moe import Sent
-from ...model.recompute import keep_sum, once
+from ...model.recompute import save_combine, save_decision
 from ...model.routing import Routes, slot_routes
 from .dedup_hop import count_of, split_rows
-from .exchange import AllToAll, Channel, Counters, Flight
-from .expert_map import Homes
+from .exchange import AllToAll, AsyncCollective, Communicator, Counters
+from .expert_map import ExpertMap
 from .setup import Setup
 
 
@@ -77,22 +77,22 @@ class _CountedPart:
     begin.
     """
 
-    channel: Channel
+    communicator: Communicator
     splits: _Splits
-    rows: Flight
-    weights: Flight
+    rows: AsyncCollective
+    weights: AsyncCollective
     counts_Pe: Tensor
     first_slot: int
     num_slots: int
 
     @property
     def x_UD(self) -> Tensor:
-        return self.rows.land()
+        return self.rows.wait()
 
     @property
     def routes(self) -> Routes:
         """One route per row."""
-        weights, counts_Pe = self.weights.land(), self.counts_Pe
+        weights, counts_Pe = self.weights.wait(), self.counts_Pe
         num_rows = len(weights)
         slots_Pe = (
             torch.arange(counts_Pe.shape[1], device=counts_Pe.device) + self.first_slot
@@ -103,30 +103,32 @@ class _CountedPart:
             row_U, slot_U, weights, row_U, self.num_slots, num_rows, per_source=1, per_target=1
         )
 
-    def answer(self, y_UD: Tensor) -> Flight:
-        return self.channel.launch(y_UD, self.splits.received, self.splits.sent, homeward=True)
+    def answer(self, y_UD: Tensor) -> AsyncCollective:
+        return self.communicator.launch(
+            y_UD, self.splits.received, self.splits.sent, is_combine=True
+        )
 
 
 @dataclass(frozen=True)
 class _KnownPart:
     """Rows under way, equally many for every slot from every rank."""
 
-    channel: Channel
+    communicator: Communicator
     splits: _Splits
-    rows: Flight
-    weights: Flight
+    rows: AsyncCollective
+    weights: AsyncCollective
     own: range
     num_slots: int
 
     @property
     def x_UD(self) -> Tensor:
         """In canonical order."""
-        return _transpose(self.rows.land(), self.channel.num_ranks, len(self.own))
+        return _transpose(self.rows.wait(), self.communicator.num_ranks, len(self.own))
 
     @property
     def routes(self) -> Routes:
         """One route per row, sorted; of known counts where the part has all slots."""
-        weights = _transpose(self.weights.land(), self.channel.num_ranks, len(self.own))
+        weights = _transpose(self.weights.wait(), self.communicator.num_ranks, len(self.own))
         if len(self.own) == self.num_slots > 0:
             return slot_routes(
                 len(weights), num_experts=self.num_slots, device=weights.device
@@ -137,16 +139,18 @@ class _KnownPart:
             row_U, slot_U, weights, row_U, self.num_slots, len(weights), per_source=1, per_target=1
         )
 
-    def answer(self, y_UD: Tensor) -> Flight:
-        rows = _transpose(y_UD, len(self.own), self.channel.num_ranks)
-        return self.channel.launch(rows, self.splits.received, self.splits.sent, homeward=True)
+    def answer(self, y_UD: Tensor) -> AsyncCollective:
+        rows = _transpose(y_UD, len(self.own), self.communicator.num_ranks)
+        return self.communicator.launch(
+            rows, self.splits.received, self.splits.sent, is_combine=True
+        )
 
 
 class AllToAllDispatcher:
     """One row per route to the rank that holds its expert; bitwise equal to `LocalDispatcher`."""
 
     def __init__(self, setup: Setup) -> None:
-        self.setup, self.channel = setup, setup.channel(setup.group)
+        self.setup, self.communicator = setup, setup.communicator(setup.group)
 
     def stats(self) -> Counters:
         """What this dispatcher has done so far."""
@@ -161,18 +165,18 @@ class AllToAllDispatcher:
                 experts.
         """
         check_counts(routes, routes.num_experts)
-        homes = self.setup.begin(x_UD, routes, [self.channel])
+        expert_map = self.setup.begin(x_UD, routes, [self.communicator])
         self.setup.counters.add(rows_sent=len(routes.expert_N))
-        if routes.per_expert and homes.filled_once:
-            return self._dispatch_known(x_UD, routes, homes)
-        return self._dispatch_counted(x_UD, routes, homes)
+        if routes.per_expert and expert_map.filled_once:
+            return self._dispatch_known(x_UD, routes, expert_map)
+        return self._dispatch_counted(x_UD, routes, expert_map)
 
     def combine(self, y: Tensor | Sequence[Any], sent: Sent) -> Tensor:
         """Collective. The answers to (num_targets, D) at home, added up in route order."""
         home: _WayHome = sent.way_home
-        landed = [flight.land() for flight in sent.answers(y)]
-        rows, routes = landed[0] if len(landed) == 1 else torch.cat(landed), home.routes
-        return keep_sum(
+        received = [collective.wait() for collective in sent.answers(y)]
+        rows, routes = received[0] if len(received) == 1 else torch.cat(received), home.routes
+        return save_combine(
             sum_rows(
                 rows,
                 home.order_N,
@@ -182,64 +186,69 @@ class AllToAllDispatcher:
             )
         )
 
-    def _dispatch_known(self, x_UD: Tensor, routes: Routes, homes: Homes) -> Sent:
+    def _dispatch_known(self, x_UD: Tensor, routes: Routes, expert_map: ExpertMap) -> Sent:
         """Every rank sends `per_expert` rows to every slot: all is known beforehand."""
-        chunks, channel = self._chunks(homes, x_UD.device), self.channel
+        chunks, communicator = self._chunks(expert_map, x_UD.device), self.communicator
         order_N = None
-        if self.setup.overlap_chunks > 1 or homes.slot_E is not None:
-            order_N = _known_order(chunks, homes, routes.per_expert)
+        if self.setup.overlap_chunks > 1 or expert_map.slot_E is not None:
+            order_N = _known_order(chunks, expert_map, routes.per_expert)
         splits = [
             _Splits(
                 [
                     routes.per_expert * len(own)
-                    for own in _ranges(homes, self.setup.overlap_chunks)[chunk]
+                    for own in _ranges(expert_map, self.setup.overlap_chunks)[chunk]
                 ],
-                [routes.per_expert * len(chunks.own[chunk])] * channel.num_ranks,
+                [routes.per_expert * len(chunks.own[chunk])] * communicator.num_ranks,
             )
             for chunk in range(self.setup.overlap_chunks)
         ]
-        flights = self._launch(x_UD, routes, order_N, splits)
-        num_slots = homes.slots_P[channel.rank]
+        collectives = self._launch(x_UD, routes, order_N, splits)
+        num_slots = expert_map.slots_P[communicator.rank]
         self.setup.counters.add(routes_served=sum(sum(split.received) for split in splits))
         parts = [
-            _KnownPart(channel, split, rows, weights, own, num_slots)
-            for split, (rows, weights), own in zip(splits, flights, chunks.own, strict=True)
+            _KnownPart(communicator, split, rows, weights, own, num_slots)
+            for split, (rows, weights), own in zip(splits, collectives, chunks.own, strict=True)
         ]
         return Sent(parts, _WayHome(routes, order_N))
 
-    def _dispatch_counted(self, x_UD: Tensor, routes: Routes, homes: Homes) -> Sent:
-        chunks, channel, counters = (
-            self._chunks(homes, x_UD.device),
-            self.channel,
+    def _dispatch_counted(self, x_UD: Tensor, routes: Routes, expert_map: ExpertMap) -> Sent:
+        chunks, communicator, counters = (
+            self._chunks(expert_map, x_UD.device),
+            self.communicator,
             self.setup.counters,
         )
-        slot_N = homes.slots_of(routes.expert_N)
-        sent_S = count_of(slot_N, homes.num_slots)
-        own = homes.slots_P[channel.rank]
-        asked = once(
-            lambda: AllToAll(channel.group, list(homes.slots_P), [own] * channel.num_ranks).start(
-                sent_S
-            )
+        slot_N = expert_map.slots_of(routes.expert_N)
+        sent_S = count_of(slot_N, expert_map.num_slots)
+        own = expert_map.slots_P[communicator.rank]
+        asked = save_decision(
+            lambda: AllToAll(
+                communicator.group, list(expert_map.slots_P), [own] * communicator.num_ranks
+            ).start(sent_S)
         )
         order_N = sort_by_expert(
-            slot_N if len(chunks.own) == 1 else chunks.key_S[slot_N], homes.num_slots
+            slot_N if len(chunks.own) == 1 else chunks.key_S[slot_N], expert_map.num_slots
         )
         rows = gather_rows(x_UD, order_N, routes.source_N, per_row=routes.per_source)
-        received_Pe = counters.wait(asked).view(channel.num_ranks, own)
-        splits = once(lambda: self._read(sent_S, received_Pe, chunks))
-        flights = self._launch(rows, routes, order_N, splits, gathered=True)
+        received_Pe = counters.wait(asked).view(communicator.num_ranks, own)
+        splits = save_decision(lambda: self._read(sent_S, received_Pe, chunks))
+        collectives = self._launch(rows, routes, order_N, splits, gathered=True)
         counters.add(routes_served=sum(sum(split.received) for split in splits))
         parts = [
             _CountedPart(
-                channel, split, *flight, received_Pe[:, part.start : part.stop], part.start, own
+                communicator,
+                split,
+                *collective,
+                received_Pe[:, part.start : part.stop],
+                part.start,
+                own,
             )
-            for split, flight, part in zip(splits, flights, chunks.own, strict=True)
+            for split, collective, part in zip(splits, collectives, chunks.own, strict=True)
         ]
         return Sent(parts, _WayHome(routes, order_N))
 
     def _read(self, sent_S: Tensor, received_Pe: Tensor, chunks: _Chunks) -> list[_Splits]:
         """Every chunk's splits."""
-        num_ranks, num_chunks = self.channel.num_ranks, len(chunks.own)
+        num_ranks, num_chunks = self.communicator.num_ranks, len(chunks.own)
         sent_V = sent_S.new_zeros(num_chunks * num_ranks).index_add_(
             0, chunks.destination_S, sent_S
         )
@@ -257,7 +266,7 @@ class AllToAllDispatcher:
         splits: list[_Splits],
         *,
         gathered: bool = False,
-    ) -> list[tuple[Flight, Flight]]:
+    ) -> list[tuple[AsyncCollective, AsyncCollective]]:
         rows_ND = x_UD
         if not gathered:
             rows_ND = gather_rows(x_UD, order_N, routes.source_N, per_row=routes.per_source)
@@ -270,14 +279,14 @@ class AllToAllDispatcher:
         )
         return [
             (
-                self.channel.launch(rows, split.sent, split.received),
-                self.channel.launch(weights, split.sent, split.received),
+                self.communicator.launch(rows, split.sent, split.received),
+                self.communicator.launch(weights, split.sent, split.received),
             )
             for rows, weights, split in pieces
         ]
 
-    def _chunks(self, homes: Homes, device: torch.device) -> _Chunks:
-        return _chunks(homes, self.setup.overlap_chunks, self.channel.rank, device)
+    def _chunks(self, expert_map: ExpertMap, device: torch.device) -> _Chunks:
+        return _chunks(expert_map, self.setup.overlap_chunks, self.communicator.rank, device)
 
 
 def _transpose(rows: Tensor, num_outer: int, num_inner: int) -> Tensor:
@@ -289,22 +298,22 @@ def _transpose(rows: Tensor, num_outer: int, num_inner: int) -> Tensor:
     return rows.reshape(num_outer, num_inner, -1, *rows.shape[1:]).transpose(0, 1).flatten(0, 2)
 
 
-def _ranges(homes: Homes, num_chunks: int) -> list[list[range]]:
+def _ranges(expert_map: ExpertMap, num_chunks: int) -> list[list[range]]:
     """The local slots of every chunk and rank: nearly equal neighbouring ranges."""
     return [
         [
             range(count * chunk // num_chunks, count * (chunk + 1) // num_chunks)
-            for count in homes.slots_P
+            for count in expert_map.slots_P
         ]
         for chunk in range(num_chunks)
     ]
 
 
 @lru_cache(maxsize=256)
-def _chunks(homes: Homes, num_chunks: int, rank: int, device: torch.device) -> _Chunks:
-    first = [sum(homes.slots_P[:p]) for p in range(len(homes.slots_P))]
-    ranges = _ranges(homes, num_chunks)
-    slots, destinations = [], [0] * homes.num_slots
+def _chunks(expert_map: ExpertMap, num_chunks: int, rank: int, device: torch.device) -> _Chunks:
+    first = [sum(expert_map.slots_P[:p]) for p in range(len(expert_map.slots_P))]
+    ranges = _ranges(expert_map, num_chunks)
+    slots, destinations = [], [0] * expert_map.num_slots
     for chunk, own in enumerate(ranges):
         for p, local in enumerate(own):
             slots += [first[p] + slot for slot in local]
@@ -321,10 +330,10 @@ def _chunks(homes: Homes, num_chunks: int, rank: int, device: torch.device) -> _
     )
 
 
-def _known_order(chunks: _Chunks, homes: Homes, per_expert: int) -> Tensor:
+def _known_order(chunks: _Chunks, expert_map: ExpertMap, per_expert: int) -> Tensor:
     """Routes stand by expert; they travel by slot in the order of `chunks`."""
     expert_S = chunks.slot_S
-    slot_E = homes.tables(chunks.slot_S.device).slot_E
+    slot_E = expert_map.tables(chunks.slot_S.device).slot_E
     if slot_E is not None:
         expert_S = torch.empty_like(slot_E).index_copy_(
             0, slot_E, torch.arange(len(slot_E), device=slot_E.device)

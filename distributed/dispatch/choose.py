@@ -9,7 +9,7 @@ of routes.
 | `dedup` | one row per (row, rank) | up to rounding | everywhere else |
 | `hierarchical` | one row per (row, node), then per rank | up to rounding | EP groups wider than a node |
 
-A pass is: dispatch (plan, read the counts, launch), experts part by part, combine (land and add
+A pass is: dispatch (plan, read the counts, launch), experts part by part, combine (wait and add
 up); see exchange.py for how launches and landings overlap with what stands between them. Each
 dispatcher's own module says its flow and its cost. Measured: benchmarks/dispatch.py.
 """
@@ -22,7 +22,7 @@ from .allgather import AllGatherDispatcher
 from .alltoall import AllToAllDispatcher
 from .dedup import DedupDispatcher
 from .exchange import Counters
-from .expert_map import Homes
+from .expert_map import ExpertMap
 from .hierarchical import HierarchicalDispatcher
 from .setup import NodeGroups, Setup
 
@@ -42,7 +42,7 @@ def make_dispatcher(
     overlap_chunks: int = 1,
     check_every: int = 0,
     ranks_per_node: int | None = None,
-    homes: Homes | None = None,
+    expert_map: ExpertMap | None = None,
     nodes: NodeGroups | None = None,
 ) -> Dispatcher:
     """The dispatcher of that name over one EP group; one for every layer, for it counts. Settings
@@ -66,7 +66,7 @@ def make_dispatcher(
             f"dispatcher {name!r} is unknown: choose auto, local, {', '.join(DISPATCHERS)}"
         )
     return DISPATCHERS[chosen](
-        Setup(group, overlap_chunks, check_every, ranks_per_node, homes, nodes)
+        Setup(group, overlap_chunks, check_every, ranks_per_node, expert_map, nodes)
     )
 
 

@@ -30,31 +30,39 @@ import torch
 from torch import Tensor
 
 from ...model.moe import Sent
-from ...model.recompute import keep_sum, once
+from ...model.recompute import save_combine, save_decision
 from ...model.routing import Routes
 from .alltoall import AllToAllDispatcher
-from .dedup_hop import ROUTES, ROWS, Addressed, Arrival, Leg, LegChunk, LegSizes
-from .exchange import AllToAll, Counters, Flight, Pending
-from .expert_map import Homes
+from .dedup_hop import (
+    ROUTES,
+    ROWS,
+    DedupAllToAll,
+    DedupChunk,
+    ExchangeSizes,
+    ReceivedChunk,
+    SendPlan,
+)
+from .exchange import AllToAll, AsyncCollective, Counters, Pending
+from .expert_map import ExpertMap
 from .setup import Setup
 
 
 @dataclass(frozen=True)
 class DedupPart:
-    """A chunk of the leg, as the experts see it. What it carries are local expert numbers."""
+    """A chunk of the hop, as the experts see it. What it carries are local expert numbers."""
 
-    chunk: LegChunk
+    chunk: DedupChunk
     num_slots: int
 
     @property
     def x_UD(self) -> Tensor:
-        return self.chunk.rows.land()
+        return self.chunk.rows.wait()
 
     @property
     def routes(self) -> Routes:
-        return routes_of(self.chunk.land(), self.num_slots)
+        return routes_of(self.chunk.wait(), self.num_slots)
 
-    def answer(self, y_UD: Tensor) -> Flight:
+    def answer(self, y_UD: Tensor) -> AsyncCollective:
         return self.chunk.answer(y_UD)
 
 
@@ -63,7 +71,7 @@ class DedupDispatcher:
 
     def __init__(self, setup: Setup) -> None:
         self.setup, self._known = setup, AllToAllDispatcher(setup)
-        self.channel = self._known.channel
+        self.communicator = self._known.communicator
 
     def stats(self) -> Counters:
         """What this dispatcher has done so far."""
@@ -79,33 +87,38 @@ class DedupDispatcher:
         """
         if routes.per_expert:
             return self._known.dispatch(x_UD, routes)
-        homes = self.setup.begin(x_UD, routes, [self.channel])
-        leg = Leg(self.channel, self._addressed(x_UD, routes, homes), self.setup.overlap_chunks)
-        asked = once(lambda: self._ask(leg))
-        leg.plan()
-        sizes = once(lambda: self._sizes(leg, asked))
-        chunks = leg.launch(x_UD, sizes)
-        count_leg(self.setup.counters, sizes)
+        expert_map = self.setup.begin(x_UD, routes, [self.communicator])
+        exchange = DedupAllToAll(
+            self.communicator, self._addressed(x_UD, routes, expert_map), self.setup.overlap_chunks
+        )
+        asked = save_decision(lambda: self._ask(exchange))
+        exchange.plan()
+        sizes = save_decision(lambda: self._sizes(exchange, asked))
+        chunks = exchange.launch(x_UD, sizes)
+        count_rows(self.setup.counters, sizes)
         self.setup.counters.add(routes_served=sum(row[ROUTES] for row in sizes.received))
-        return Sent([DedupPart(chunk, homes.slots_P[self.channel.rank]) for chunk in chunks], leg)
+        return Sent(
+            [DedupPart(chunk, expert_map.slots_P[self.communicator.rank]) for chunk in chunks],
+            exchange,
+        )
 
     def combine(self, y: Tensor | Sequence[Any], sent: Sent) -> Tensor:
         """Collective. The answers to (num_targets, D) at home, added up in the order of ranks."""
-        leg = sent.way_home
+        exchange = sent.way_home
         return (
-            keep_sum(leg.collect(sent.answers(y)))
-            if isinstance(leg, Leg)
+            save_combine(exchange.collect(sent.answers(y)))
+            if isinstance(exchange, DedupAllToAll)
             else self._known.combine(y, sent)
         )
 
-    def _addressed(self, x_UD: Tensor, routes: Routes, homes: Homes) -> Addressed:
-        tables, slot_N = homes.tables(x_UD.device), homes.slots_of(routes.expert_N)
+    def _addressed(self, x_UD: Tensor, routes: Routes, expert_map: ExpertMap) -> SendPlan:
+        tables, slot_N = expert_map.tables(x_UD.device), expert_map.slots_of(routes.expert_N)
         destination_N = tables.rank_S[slot_N]
         if self.setup.overlap_chunks > 1:
             destination_N = (
-                self.setup.chunk_of(routes, len(x_UD)) * self.channel.num_ranks + destination_N
+                self.setup.chunk_of(routes, len(x_UD)) * self.communicator.num_ranks + destination_N
             )
-        return Addressed(
+        return SendPlan(
             routes.source_N,
             routes.target_N,
             destination_N,
@@ -115,27 +128,27 @@ class DedupDispatcher:
             routes.num_targets,
         )
 
-    def _ask(self, leg: Leg) -> Pending:
+    def _ask(self, exchange: DedupAllToAll) -> Pending:
         """(P, chunks, 3), on their way: what every rank has for this one."""
         asked_Pc3 = (
-            leg.counts_V3.view(leg.num_chunks, self.channel.num_ranks, 3)
+            exchange.counts_V3.view(exchange.num_chunks, self.communicator.num_ranks, 3)
             .transpose(0, 1)
             .contiguous()
         )
-        equal = [1] * self.channel.num_ranks
-        return AllToAll(self.channel.group, equal, equal).start(asked_Pc3)
+        equal = [1] * self.communicator.num_ranks
+        return AllToAll(self.communicator.group, equal, equal).start(asked_Pc3)
 
-    def _sizes(self, leg: Leg, asked_Pc3: Pending) -> LegSizes:
+    def _sizes(self, exchange: DedupAllToAll, asked_Pc3: Pending) -> ExchangeSizes:
         counters = self.setup.counters
         received_V3 = counters.wait(asked_Pc3).transpose(0, 1).reshape(-1, 3)
-        return read_sizes(counters, leg.counts_V3, received_V3)[0]
+        return read_sizes(counters, exchange.counts_V3, received_V3)[0]
 
 
-def routes_of(arrival: Arrival, num_slots: int) -> Routes:
+def routes_of(arrival: ReceivedChunk, num_slots: int) -> Routes:
     """What the experts of a rank must do; the load of a route is its expert's local number."""
     return Routes(
         arrival.source_N,
-        arrival.load_N,
+        arrival.slot_N,
         arrival.weight_N,
         arrival.target_N,
         num_slots,
@@ -145,14 +158,16 @@ def routes_of(arrival: Arrival, num_slots: int) -> Routes:
     )
 
 
-def read_sizes(counters: Counters, *tables_V3: Tensor) -> list[LegSizes]:
+def read_sizes(counters: Counters, *tables_V3: Tensor) -> list[ExchangeSizes]:
     """Tables (sent, received, sent, received, …) on the host, in one read."""
     lengths = [len(table) for table in tables_V3]
     rows = iter(counters.read(torch.cat(tables_V3)))
     lists = [[next(rows) for _ in range(length)] for length in lengths]
-    return [LegSizes(lists[i], lists[i + 1], tables_V3[i + 1]) for i in range(0, len(lists), 2)]
+    return [
+        ExchangeSizes(lists[i], lists[i + 1], tables_V3[i + 1]) for i in range(0, len(lists), 2)
+    ]
 
 
-def count_leg(counters: Counters, sizes: LegSizes) -> None:
-    """Adds a leg's rows."""
+def count_rows(counters: Counters, sizes: ExchangeSizes) -> None:
+    """Adds a hop's rows."""
     counters.add(rows_sent=sum(row[ROWS] for row in sizes.sent))

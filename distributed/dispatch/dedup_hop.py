@@ -1,4 +1,4 @@
-"""One deduplicated leg: a row goes once to every destination that wants it, and one answer row
+"""One deduplicated hop: a row goes once to every destination that wants it, and one answer row
 comes back for every target.
 
 A route says which source row it reads, to which destination it goes, what it carries there (`load`:
@@ -12,10 +12,10 @@ summed over its own experts. Home adds them up in the order of destinations: a f
 
 Destinations are (chunk, rank), chunk-major: a chunk is a set of tokens whose routes travel
 together, and is a slice of everything that was laid out here. No step reads a number from the
-device; the sizes come from outside (`LegSizes`), read once.
+device; the sizes come from outside (`ExchangeSizes`), read once.
 
-Legend: U source rows, T target rows, N routes, P ranks of the channel, V = chunks · P destinations,
-M distinct pairs, D width.
+Legend: U source rows, T target rows, N routes, P ranks of the communicator,
+V = chunks · P destinations, M distinct pairs, D width.
 """
 
 from collections.abc import Sequence
@@ -29,27 +29,27 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ...kernels.permute import sort_by_expert
-from .exchange import Channel, Flight
+from .exchange import AsyncCollective, Communicator
 
-ROWS, ROUTES, TARGETS = 0, 1, 2  # what is counted of a leg, as columns
+ROWS, ROUTES, TARGETS = 0, 1, 2  # what is counted of a hop, as columns
 _INTEGERS = {torch.float32: torch.int32, torch.float64: torch.int64}
 
 
 @dataclass(frozen=True)
-class Addressed:
+class SendPlan:
     """Routes that know where they go."""
 
     source_N: Tensor
     target_N: Tensor
     destination_N: Tensor
-    load_N: Tensor
+    slot_N: Tensor
     weight_N: Tensor
     num_sources: int
     num_targets: int
 
 
 @dataclass(frozen=True)
-class LegSizes:
+class ExchangeSizes:
     """Rows, routes and targets of every destination, and of every (chunk, source rank) that comes
     here; (V, 3) each.
     """
@@ -66,7 +66,7 @@ class LegSizes:
 
 
 @dataclass(frozen=True)
-class Arrival:
+class ReceivedChunk:
     """What came in a chunk: distinct rows, and the routes that read them. Rows and targets are
     numbered as they came.
     """
@@ -74,21 +74,21 @@ class Arrival:
     x_UD: Tensor
     source_N: Tensor
     target_N: Tensor
-    load_N: Tensor
+    slot_N: Tensor
     weight_N: Tensor
     num_targets: int
 
 
-class Leg:
-    """One leg of one pass, seen by one rank: sender, and receiver of what the others send."""
+class DedupAllToAll:
+    """One hop of one pass, seen by one rank: sender, and receiver of what the others send."""
 
-    def __init__(self, channel: Channel, routes: Addressed, num_chunks: int = 1) -> None:
-        self.channel, self.routes, self.num_chunks = channel, routes, num_chunks
-        self._num_destinations = num_chunks * channel.num_ranks
+    def __init__(self, communicator: Communicator, routes: SendPlan, num_chunks: int = 1) -> None:
+        self.communicator, self.routes, self.num_chunks = communicator, routes, num_chunks
+        self._num_destinations = num_chunks * communicator.num_ranks
         sources = mask_of(
             routes.destination_N, routes.source_N, self._num_destinations, routes.num_sources
         )
-        self.sources = self.targets = Places(sources)
+        self.sources = self.targets = DestinationMask(sources)
         tokens_into_tokens = (
             routes.target_N is routes.source_N and routes.num_targets == routes.num_sources
         )
@@ -96,7 +96,7 @@ class Leg:
             targets = mask_of(
                 routes.destination_N, routes.target_N, self._num_destinations, routes.num_targets
             )
-            self.targets = Places(targets)
+            self.targets = DestinationMask(targets)
         routes_V = count_of(routes.destination_N, self._num_destinations)
         self.counts_V3 = torch.stack((self.sources.counts_V, routes_V, self.targets.counts_V), 1)
 
@@ -104,27 +104,27 @@ class Leg:
         """Whatever can be done before the sizes are known: for the time in which the counts travel.
         `launch` catches it up.
         """
-        _ = self.bills_N4
+        _ = self.metadata_N4
 
-    def launch(self, x_UD: Tensor, sizes: LegSizes) -> list["LegChunk"]:
+    def launch(self, x_UD: Tensor, sizes: ExchangeSizes) -> list["DedupChunk"]:
         """Collective. Every chunk of rows and routes on its way."""
         num_rows, num_targets = (
             sum(row[column] for row in sizes.sent) for column in (ROWS, TARGETS)
         )
         pairs = self.sources.pairs(num_rows)
         rows_MD = _GatherPairs.apply(x_UD, pairs)
-        chunks = self._launch_chunks(rows_MD, self.bills_N4, sizes)  # pyright: ignore[reportArgumentType]
+        chunks = self._launch_chunks(rows_MD, self.metadata_N4, sizes)  # pyright: ignore[reportArgumentType]
         self.home = pairs if self.targets is self.sources else self.targets.pairs(num_targets)
         return chunks
 
-    def collect(self, flights: Sequence[Flight]) -> Tensor:
+    def collect(self, collectives: Sequence[AsyncCollective]) -> Tensor:
         """(T, D): the answers that came home in all chunks, added up."""
-        answers = [flight.land() for flight in flights]
+        answers = [collective.wait() for collective in collectives]
         rows = answers[0] if len(answers) == 1 else torch.cat(answers)
         return _SumPairs.apply(rows, self.home)  # pyright: ignore[reportReturnType]
 
     @cached_property
-    def bills_N4(self) -> Tensor:
+    def metadata_N4(self) -> Tensor:
         """In order of destination: what every route must say, in the dtype of the gate weights."""
         routes, integers = self.routes, _INTEGERS[self.routes.weight_N.dtype]
         destination_N = routes.destination_N
@@ -132,63 +132,65 @@ class Leg:
         source_N = target_N = self.sources.position(destination_N, routes.source_N)
         if self.targets is not self.sources:
             target_N = self.targets.position(destination_N, routes.target_N)
-        said_N3 = torch.stack((routes.load_N, source_N, target_N), 1).to(integers)
+        said_N3 = torch.stack((routes.slot_N, source_N, target_N), 1).to(integers)
         bits_N3 = said_N3.index_select(0, order_N).view(routes.weight_N.dtype)
         return torch.cat((bits_N3, routes.weight_N.index_select(0, order_N)[:, None]), 1)
 
     def _launch_chunks(
-        self, rows_MD: Tensor, bills_N4: Tensor, sizes: LegSizes
-    ) -> list["LegChunk"]:
-        num_ranks, channel = self.channel.num_ranks, self.channel
+        self, rows_MD: Tensor, metadata_N4: Tensor, sizes: ExchangeSizes
+    ) -> list["DedupChunk"]:
+        num_ranks, communicator = self.communicator.num_ranks, self.communicator
         slices = [slice(i * num_ranks, (i + 1) * num_ranks) for i in range(self.num_chunks)]
         rows = split_rows(rows_MD, [sum(sizes.of(chunk, ROWS)[0]) for chunk in slices])
-        bills = split_rows(bills_N4, [sum(sizes.of(chunk, ROUTES)[0]) for chunk in slices])
+        metadata = split_rows(metadata_N4, [sum(sizes.of(chunk, ROUTES)[0]) for chunk in slices])
         return [
-            LegChunk(
+            DedupChunk(
                 self,
                 chunk,
                 sizes,
-                channel.launch(rows[i], *sizes.of(chunk, ROWS)),
-                channel.launch(bills[i], *sizes.of(chunk, ROUTES)),
+                communicator.launch(rows[i], *sizes.of(chunk, ROWS)),
+                communicator.launch(metadata[i], *sizes.of(chunk, ROUTES)),
             )
             for i, chunk in enumerate(slices)
         ]
 
 
 @dataclass(frozen=True)
-class LegChunk:
-    """One chunk of a leg on its way."""
+class DedupChunk:
+    """One chunk of a hop on its way."""
 
-    leg: Leg
+    exchange: DedupAllToAll
     destinations: slice
-    sizes: LegSizes
-    rows: Flight
-    bills: Flight
+    sizes: ExchangeSizes
+    rows: AsyncCollective
+    metadata: AsyncCollective
 
-    def land(self) -> Arrival:
+    def wait(self) -> ReceivedChunk:
         """Waits for rows and routes."""
-        x_UD, bills_N4 = self.rows.land(), self.bills.land()
-        integers = _INTEGERS[bills_N4.dtype]
-        load_N, source_N, target_N = (
-            bills_N4[:, :3].detach().contiguous().view(integers).long().unbind(1)
+        x_UD, metadata_N4 = self.rows.wait(), self.metadata.wait()
+        integers = _INTEGERS[metadata_N4.dtype]
+        slot_N, source_N, target_N = (
+            metadata_N4[:, :3].detach().contiguous().view(integers).long().unbind(1)
         )
         received_P3 = self.sizes.received_V3[self.destinations]
         first_P3 = received_P3.cumsum(0) - received_P3
-        first_N3 = first_P3.repeat_interleave(received_P3[:, ROUTES], 0, output_size=len(bills_N4))
+        first_N3 = first_P3.repeat_interleave(
+            received_P3[:, ROUTES], 0, output_size=len(metadata_N4)
+        )
         num_targets = sum(self.sizes.of(self.destinations, TARGETS)[1])
-        return Arrival(
+        return ReceivedChunk(
             x_UD,
             source_N + first_N3[:, ROWS],
             target_N + first_N3[:, TARGETS],
-            load_N,
-            bills_N4[:, 3],
+            slot_N,
+            metadata_N4[:, 3],
             num_targets,
         )
 
-    def answer(self, y_TD: Tensor) -> Flight:
+    def answer(self, y_TD: Tensor) -> AsyncCollective:
         """One row for every target that came, on its way home."""
         sent, received = self.sizes.of(self.destinations, TARGETS)
-        return self.leg.channel.launch(y_TD, received, sent, homeward=True)
+        return self.exchange.communicator.launch(y_TD, received, sent, is_combine=True)
 
 
 @dataclass(frozen=True)
@@ -200,7 +202,7 @@ class Pairs:
     first_U: Tensor  # where every row's pairs begin in it
 
 
-class Places:
+class DestinationMask:
     """The true entries of a mask (V, U), numbered in its order. All but `pairs` is known before
     their number is.
     """

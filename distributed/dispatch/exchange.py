@@ -1,19 +1,19 @@
 """Exchanges between the ranks of one group: launched now, waited for where they are first read,
 differentiable both ways.
 
-`Channel.launch` starts a motion (an all-to-all, an all-gather, a reduce-scatter) and returns a
-`Flight`; `Flight.land` waits for it and returns the rows. Two autograd nodes stand for one flight,
+A `Communicator` starts a collective (an all-to-all, an all-gather, a reduce-scatter) and returns an
+`AsyncCollective`; its `wait` returns the rows. Two autograd nodes stand for one collective,
 and in the backward they change roles: what landed last is launched back first, and is waited for
-where the flight was launched. So whatever was computed between launch and landing is computed
+where the collective was launched. So whatever was computed between launch and waiting is computed
 between them in the backward too, and overlaps there without further words.
 
 What is sent is held until it has landed, and what torch's collectives get has no history. Otherwise
 a thread of Gloo would mostly be the last to hold it, and would free Python's objects, and the graph
 behind them, at any time: also while Python ends, which aborts the process. (It can still be the
-last, for a moment after landing: `stop_process` gives it time.)
+last, for a moment after waiting: `stop_process` gives it time.)
 
-With `Channel.checking` every all-to-all is checked: the splits of all ranks are compared before,
-and every row carries (source rank, position, checksum of its bits) and is compared after. Gloo does
+With `Communicator.checking` every all-to-all is checked: the splits of all ranks are compared
+before, and every row carries (source rank, position, checksum of its bits) and is compared after. Gloo does
 not notice when sender and receiver disagree: it hands out uninitialised rows. Costs one small
 all-gather before, one exchange of 24 bytes per row and one all-gather of verdicts after.
 
@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ...model.recompute import come_home, recomputing, travel
+from ...model.recompute import recomputing, save_dispatch, skip_combine
 
 # As torch calls them since 2.13, and before.
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -56,7 +56,7 @@ class Pending:
         return self.rows
 
 
-class Motion(Protocol):
+class Collective(Protocol):
     """A collective of rows along dim 0 whose backward is another one."""
 
     def start(self, rows: Tensor) -> Pending:
@@ -64,7 +64,7 @@ class Motion(Protocol):
         ...
 
     @property
-    def reverse(self) -> "Motion": ...
+    def reverse(self) -> "Collective": ...
 
 
 @dataclass(frozen=True)
@@ -167,7 +167,7 @@ class Counters:
 
 @dataclass
 class _Ways:
-    """What is under way between the two nodes of a flight: out in the forward, back in the
+    """What is under way between the two nodes of a collective: out in the forward, back in the
     backward.
     """
 
@@ -178,14 +178,19 @@ class _Ways:
 class _Launch(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, rows: Tensor, motion: Motion, counters: Counters, ways: _Ways, homeward: bool
+        ctx: Any,
+        rows: Tensor,
+        collective: Collective,
+        counters: Counters,
+        ways: _Ways,
+        is_combine: bool,
     ) -> Tensor:
         def start() -> Tensor:
-            ways.out = motion.start(rows.contiguous())
+            ways.out = collective.start(rows.contiguous())
             return ways.out.rows.detach()
 
         ctx.counters, ctx.ways = counters, ways
-        return (come_home if homeward else travel)(start)
+        return (skip_combine if is_combine else save_dispatch)(start)
 
     @staticmethod
     @once_differentiable
@@ -196,8 +201,10 @@ class _Launch(torch.autograd.Function):
 
 class _Land(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, motion: Motion, counters: Counters, ways: _Ways) -> Tensor:
-        ctx.motion, ctx.ways = motion, ways
+    def forward(
+        ctx: Any, rows: Tensor, collective: Collective, counters: Counters, ways: _Ways
+    ) -> Tensor:
+        ctx.collective, ctx.ways = collective, ways
         if (
             ways.out is not None
         ):  # else nothing was launched: the rows are those of a first run (model/recompute.py)
@@ -208,7 +215,7 @@ class _Land(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple:  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx.ways.back = ctx.motion.reverse.start(grads[0].contiguous())
+        ctx.ways.back = ctx.collective.reverse.start(grads[0].contiguous())
         return (
             grads[0],
             None,
@@ -217,53 +224,55 @@ class _Land(torch.autograd.Function):
         )  # of the shape that autograd expects; `_Launch` reads what was launched
 
 
-class Flight:
-    """A motion under way. Between launch and landing its rows must not be read.
+class AsyncCollective:
+    """A collective under way. Between launch and waiting its rows must not be read.
 
-    `homeward`: answers, of which `keep_sum` keeps what becomes of them (model/recompute.py).
+    `is_combine`: answers, of which `save_combine` keeps what becomes of them (model/recompute.py).
     """
 
     def __init__(
-        self, rows: Tensor, motion: Motion, counters: Counters, *, homeward: bool = False
+        self, rows: Tensor, collective: Collective, counters: Counters, *, is_combine: bool = False
     ) -> None:
-        self._motion, self._counters, self._ways = motion, counters, _Ways()
-        self._pending: Tensor = _Launch.apply(rows, motion, counters, self._ways, homeward)  # pyright: ignore[reportAttributeAccessIssue]
+        self._motion, self._counters, self._ways = collective, counters, _Ways()
+        self._pending: Tensor = _Launch.apply(rows, collective, counters, self._ways, is_combine)  # pyright: ignore[reportAttributeAccessIssue]
         self._landed: Tensor | None = None
 
-    def land(self) -> Tensor:
-        """Waits for the rows the first time. All ranks must land their flights in the same order."""
+    def wait(self) -> Tensor:
+        """Waits for the rows the first time. All ranks must wait in the same
+        order.
+        """
         if self._landed is None:
             self._landed = _Land.apply(self._pending, self._motion, self._counters, self._ways)  # pyright: ignore[reportAssignmentType]
         return self._landed  # pyright: ignore[reportReturnType]
 
 
-class CheckedFlight(Flight):
-    """A flight that is followed by marks of its rows, and verified when it lands."""
+class CheckedCollective(AsyncCollective):
+    """A collective that is followed by marks of its rows, and verified when it lands."""
 
     def __init__(
         self,
         rows: Tensor,
-        motion: AllToAll,
+        collective: AllToAll,
         counters: Counters,
         everyone: dist.ProcessGroup,
         *,
-        homeward: bool = False,
+        is_combine: bool = False,
     ) -> None:
-        _check_splits(rows, motion, everyone)
-        super().__init__(rows, motion, counters, homeward=homeward)
-        self._all_to_all, self._everyone = motion, everyone
-        self._marks = motion.start(_marks(rows, motion.sent, motion.group.rank()))
+        _check_splits(rows, collective, everyone)
+        super().__init__(rows, collective, counters, is_combine=is_combine)
+        self._all_to_all, self._everyone = collective, everyone
+        self._marks = collective.start(_marks(rows, collective.sent, collective.group.rank()))
 
-    def land(self) -> Tensor:
+    def wait(self) -> Tensor:
         """Raises ExchangeMismatch on all ranks if a row is not the one that was sent."""
         if self._landed is None:
-            rows = super().land()
+            rows = super().wait()
             _check_marks(rows, self._marks.wait(), self._all_to_all, self._everyone)
-        return super().land()
+        return super().wait()
 
 
 @dataclass
-class Channel:
+class Communicator:
     """Exchanges over one group, and what they cost. All ranks of `everyone` take the same steps,
     and hear of a mismatch.
     """
@@ -280,30 +289,32 @@ class Channel:
         self.num_ranks, self.rank = self.group.size(), self.group.rank()
 
     def launch(
-        self, rows: Tensor, sent: list[int], received: list[int], *, homeward: bool = False
-    ) -> Flight:
-        """Collective. An all-to-all of rows along dim 0, on its way; `homeward` where they are
+        self, rows: Tensor, sent: list[int], received: list[int], *, is_combine: bool = False
+    ) -> AsyncCollective:
+        """Collective. An all-to-all of rows along dim 0, on its way; `is_combine` where they are
         answers.
 
         Raises:
             ExchangeMismatch: while `checking`, on all ranks: two of them disagree about how many
                 rows pass between them.
         """
-        motion = AllToAll(self.group, sent, received)
+        collective = AllToAll(self.group, sent, received)
         self._count(sent, rows)
         if self.checking:
-            return CheckedFlight(rows, motion, self.counters, self.everyone, homeward=homeward)
-        return Flight(rows, motion, self.counters, homeward=homeward)
+            return CheckedCollective(
+                rows, collective, self.counters, self.everyone, is_combine=is_combine
+            )
+        return AsyncCollective(rows, collective, self.counters, is_combine=is_combine)
 
-    def all_gather(self, rows: Tensor) -> Flight:
+    def all_gather(self, rows: Tensor) -> AsyncCollective:
         """Collective. Equally many rows of every rank, joined in the order of ranks."""
         self._count([len(rows)] * self.num_ranks, rows)
-        return Flight(rows, AllGather(self.group), self.counters)
+        return AsyncCollective(rows, AllGather(self.group), self.counters)
 
-    def reduce_scatter(self, rows: Tensor) -> Flight:
+    def reduce_scatter(self, rows: Tensor) -> AsyncCollective:
         """Collective. This rank's block of the sum over all ranks' answers."""
         self._count([len(rows) // self.num_ranks] * self.num_ranks, rows)
-        return Flight(rows, ReduceScatter(self.group), self.counters, homeward=True)
+        return AsyncCollective(rows, ReduceScatter(self.group), self.counters, is_combine=True)
 
     def _count(self, sent: list[int], rows: Tensor) -> None:
         row_bytes = rows[:1].numel() * rows.element_size() if len(rows) else 0
@@ -330,10 +341,12 @@ def gathered(values: Tensor, group: dist.ProcessGroup) -> Tensor:
     return AllGather(group).start(values[None]).wait()
 
 
-def _check_splits(rows: Tensor, motion: AllToAll, everyone: dist.ProcessGroup) -> None:
+def _check_splits(rows: Tensor, collective: AllToAll, everyone: dist.ProcessGroup) -> None:
     """The full matrix of counts, seen by every rank: so every rank raises the same error."""
-    partners = dist.get_process_group_ranks(motion.group)
-    mine = torch.tensor([len(rows), *partners, *motion.sent, *motion.received], device=rows.device)
+    partners = dist.get_process_group_ranks(collective.group)
+    mine = torch.tensor(
+        [len(rows), *partners, *collective.sent, *collective.received], device=rows.device
+    )
     sends, expects, faults = {}, {}, []
     ranks = dist.get_process_group_ranks(everyone)
     for rank, (num_rows, *lists) in zip(ranks, gathered(mine, everyone).tolist(), strict=True):
@@ -371,13 +384,13 @@ def _marks(rows: Tensor, splits: list[int], source: int | None) -> Tensor:
 
 
 def _check_marks(
-    rows: Tensor, marks: Tensor, motion: AllToAll, everyone: dist.ProcessGroup
+    rows: Tensor, marks: Tensor, collective: AllToAll, everyone: dist.ProcessGroup
 ) -> None:
-    expected = _marks(rows, motion.received, None)
+    expected = _marks(rows, collective.received, None)
     wrong = (expected != marks).any(1).nonzero().flatten().tolist()
     first = [0, 0, 0, 0, 0]
     if wrong:
-        partners = dist.get_process_group_ranks(motion.group)
+        partners = dist.get_process_group_ranks(collective.group)
         source, position, _ = expected[wrong[0]].tolist()
         marker, marked, _ = marks[wrong[0]].tolist()
         marker = partners[marker] if 0 <= marker < len(partners) else -1

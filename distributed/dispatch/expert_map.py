@@ -25,7 +25,7 @@ from ..layout import expert_blocks
 
 @dataclass(frozen=True)
 class SlotTables:
-    """What a homes' table says of every slot, on a device."""
+    """What an expert map says of every slot, on a device."""
 
     rank_S: Tensor
     local_S: Tensor  # its number on its rank
@@ -33,7 +33,7 @@ class SlotTables:
 
 
 @dataclass(frozen=True)
-class Piece:
+class ExpertRange:
     """Neighbouring experts in neighbouring slots of one rank."""
 
     expert: int
@@ -43,7 +43,7 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Homes:
+class ExpertMap:
     """`slots_P[p]` slots on rank p; expert e is in slot `slot_E[e]`, or in slot e where that is
     None.
 
@@ -118,27 +118,27 @@ class Homes:
         end = list(accumulate(self.slots_P))[rank]
         return range(end - self.slots_P[rank], end)
 
-    def seen_from(self, rank: int) -> "Homes":
+    def seen_from(self, rank: int) -> "ExpertMap":
         """Where the routes of this rank go: one slot for every expert."""
         return _seen_from(self, rank) if self.copies else self
 
-    def pieces_of(self, rank: int) -> list[Piece]:
+    def ranges_of(self, rank: int) -> list[ExpertRange]:
         """What a rank holds, in the order of its slots."""
-        pieces: list[Piece] = []
+        ranges: list[ExpertRange] = []
         for local, slot in enumerate(self.own_slots(rank)):
             expert = self.expert_S[slot]
             if expert is None:
                 continue
-            is_first, last = self.slots_E[expert][0] == slot, pieces[-1] if pieces else None
+            is_first, last = self.slots_E[expert][0] == slot, ranges[-1] if ranges else None
             if last and (last.expert + last.length, last.slot + last.length, last.is_first) == (
                 expert,
                 local,
                 is_first,
             ):
-                pieces[-1] = Piece(last.expert, last.slot, last.length + 1, is_first)
+                ranges[-1] = ExpertRange(last.expert, last.slot, last.length + 1, is_first)
             else:
-                pieces.append(Piece(expert, local, 1, is_first))
-        return pieces
+                ranges.append(ExpertRange(expert, local, 1, is_first))
+        return ranges
 
     def tables(self, device: torch.device) -> SlotTables:
         """On that device; made once."""
@@ -154,7 +154,7 @@ class Homes:
         return {"slots": self.slots_P, "slot_of_expert": self.slot_E, "copies": self.copies}
 
     @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> "Homes":
+    def from_dict(cls, values: Mapping[str, Any]) -> "ExpertMap":
         """What `as_dict` gave, read from JSON.
 
         Raises:
@@ -169,38 +169,39 @@ class Homes:
 
 
 @lru_cache(maxsize=256)
-def contiguous_homes(num_experts: int, num_ranks: int) -> Homes:
+def contiguous_map(num_experts: int, num_ranks: int) -> ExpertMap:
     """Contiguous blocks in the order of ranks, nearly equal: where the ranks do not divide the
     experts the first have one more.
 
     Raises:
         ValueError: there are fewer experts than ranks.
     """
-    return Homes(tuple(len(block) for block in expert_blocks(num_experts, num_ranks)))
+    return ExpertMap(tuple(len(block) for block in expert_blocks(num_experts, num_ranks)))
 
 
 @lru_cache(maxsize=256)
-def _tables(homes: Homes, device: torch.device) -> SlotTables:
-    local_S = [slot for count in homes.slots_P for slot in range(count)]
-    slot_E = None if homes.slot_E is None else torch.tensor(homes.slot_E, device=device)
+def _tables(expert_map: ExpertMap, device: torch.device) -> SlotTables:
+    local_S = [slot for count in expert_map.slots_P for slot in range(count)]
+    slot_E = None if expert_map.slot_E is None else torch.tensor(expert_map.slot_E, device=device)
     return SlotTables(
-        torch.tensor(homes.rank_S, device=device), torch.tensor(local_S, device=device), slot_E
+        torch.tensor(expert_map.rank_S, device=device), torch.tensor(local_S, device=device), slot_E
     )
 
 
 @lru_cache(maxsize=256)
-def _seen_from(homes: Homes, rank: int) -> Homes:
-    return Homes(
-        homes.slots_P, tuple(_serving(homes, expert, rank) for expert in range(homes.num_experts))
+def _seen_from(expert_map: ExpertMap, rank: int) -> ExpertMap:
+    return ExpertMap(
+        expert_map.slots_P,
+        tuple(_serving(expert_map, expert, rank) for expert in range(expert_map.num_experts)),
     )
 
 
-def _serving(homes: Homes, expert: int, source: int) -> int:
+def _serving(expert_map: ExpertMap, expert: int, source: int) -> int:
     """The slot that serves a source rank: its own copy, else the copies in turn, beginning with
     another for every expert.
     """
-    slots = homes.slots_E[expert]
-    holders = {homes.rank_S[slot]: slot for slot in slots}
+    slots = expert_map.slots_E[expert]
+    holders = {expert_map.rank_S[slot]: slot for slot in slots}
     turn = source - sum(
         holder < source for holder in holders
     )  # how many ranks without a copy come before

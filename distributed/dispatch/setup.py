@@ -13,13 +13,13 @@ from torch import Tensor
 
 from ...model.recompute import recomputing
 from ...model.routing import Routes
-from .exchange import Channel, Counters, gathered
-from .expert_map import Homes, contiguous_homes
+from .exchange import Communicator, Counters, gathered
+from .expert_map import ExpertMap, contiguous_map
 
 
 @dataclass(frozen=True)
 class NodeGroups:
-    """A rank's groups for dispatch in two legs. Rank i of every node's intra group is in the i-th
+    """A rank's groups for dispatch in two hops. Rank i of every node's intra group is in the i-th
     inter group.
     """
 
@@ -32,14 +32,14 @@ class Setup:
     """One dispatcher's settings and counters; every rank of the group must choose the same.
 
     `check_every` n: every n-th pass compares the counts of all ranks and verifies every row that
-    travels (1: each; 0: never). `homes` None: equal contiguous blocks of every bank.
+    travels (1: each; 0: never). `expert_map` None: equal contiguous blocks of every bank.
     """
 
     group: dist.ProcessGroup
     overlap_chunks: int = 1
     check_every: int = 0
     ranks_per_node: int | None = None
-    homes: Homes | None = None
+    expert_map: ExpertMap | None = None
     nodes: NodeGroups | None = None
     counters: Counters = field(default_factory=Counters)
 
@@ -49,17 +49,20 @@ class Setup:
                 f"overlap_chunks={self.overlap_chunks} must be at least 1, "
                 f"check_every={self.check_every} at least 0"
             )
-        if self.homes is not None and len(self.homes.slots_P) != self.group.size():
+        if self.expert_map is not None and len(self.expert_map.slots_P) != self.group.size():
             raise ValueError(
-                f"homes for {len(self.homes.slots_P)} ranks, but the group has {self.group.size()}"
+                f"an expert map for {len(self.expert_map.slots_P)} ranks, but the group has "
+                f"{self.group.size()}"
             )
 
-    def channel(self, group: dist.ProcessGroup) -> Channel:
+    def communicator(self, group: dist.ProcessGroup) -> Communicator:
         """Exchanges over that group, counted here."""
         nodes = nodes_of(dist.get_process_group_ranks(group), self.ranks_per_node)
-        return Channel(group, self.group, self.counters, nodes)
+        return Communicator(group, self.group, self.counters, nodes)
 
-    def begin(self, x_UD: Tensor, routes: Routes, channels: Sequence[Channel]) -> Homes:
+    def begin(
+        self, x_UD: Tensor, routes: Routes, communicators: Sequence[Communicator]
+    ) -> ExpertMap:
         """Opens a pass: counts it, checks it if its turn has come, and says where the experts live."""
         self.counters.add(passes=1, rows_one_per_route=len(routes.expert_N))
         checking = (
@@ -67,15 +70,17 @@ class Setup:
             and self.counters.passes % self.check_every == 0
             and not recomputing()
         )
-        for channel in channels:
-            channel.checking = checking
+        for communicator in communicators:
+            communicator.checking = checking
         if checking:
             check_routes(x_UD, routes, self.group)
         num_ranks = self.group.size()
-        homes = (
-            contiguous_homes(routes.num_experts, num_ranks) if self.homes is None else self.homes
+        expert_map = (
+            contiguous_map(routes.num_experts, num_ranks)
+            if self.expert_map is None
+            else self.expert_map
         )
-        return homes.seen_from(self.group.rank())
+        return expert_map.seen_from(self.group.rank())
 
     def chunk_of(self, routes: Routes, num_sources: int) -> Tensor:
         """The chunk in which every route travels: nearly equal ranges of tokens.

@@ -1,5 +1,5 @@
-"""From the load of a bank's experts to homes that even out the ranks. Pure arithmetic: who has the
-counts has the answer.
+"""From the load of a bank's experts to an expert map that evens out the ranks. Pure arithmetic: who
+has the counts has the answer.
 
 A step waits for the rank with the most routes, so what counts is the hottest rank's factor: its
 load over the mean of all ranks.
@@ -7,10 +7,10 @@ load over the mean of all ranks.
        one per rank;
     2. packing: copies go, the heaviest first, each to the rank with the least load that has a free
        slot and no copy of it;
-    3. the new homes are taken if they are better than the old ones by 1 % at least, for a move
+    3. the new map is taken if it is better than the old one by 1 % at least, for a move
        costs something too.
 Steps 1 and 2 are those of EPLB, DeepSeek's balancer for serving (github.com/deepseek-ai/EPLB);
-heaviest first is Graham's LPT rule. An expert's copies share its load as `Homes.seen_from` says,
+heaviest first is Graham's LPT rule. An expert's copies share its load as `ExpertMap.seen_from` says,
 with source ranks taken to be alike.
 
 Cost: 3 ms for 155 experts on 8 ranks, 20 ms on 64. What replicas cost in a run: replicas.py.
@@ -21,47 +21,48 @@ Legend: E experts, S slots, P ranks.
 import heapq
 from collections.abc import Sequence
 
-from ..dispatch.expert_map import Homes
+from ..dispatch.expert_map import ExpertMap
 from ..layout import expert_blocks
 
 _WORTH = 0.01  # of the factor: below this a move is not made
 
 
-def rank_loads(homes: Homes, load_E: Sequence[float]) -> list[float]:
+def rank_loads(expert_map: ExpertMap, load_E: Sequence[float]) -> list[float]:
     """The load of every rank, if every source rank has an equal share of every expert's."""
-    num_ranks = len(homes.slots_P)
+    num_ranks = len(expert_map.slots_P)
     loads = [0.0] * num_ranks
-    for expert, slots in enumerate(homes.slots_E):
+    for expert, slots in enumerate(expert_map.slots_E):
         if len(slots) == 1:
-            loads[homes.rank_S[slots[0]]] += load_E[expert]
-    if copied := [expert for expert, slots in enumerate(homes.slots_E) if len(slots) > 1]:
+            loads[expert_map.rank_S[slots[0]]] += load_E[expert]
+    if copied := [expert for expert, slots in enumerate(expert_map.slots_E) if len(slots) > 1]:
         for source in range(num_ranks):
-            [*slot_E] = homes.seen_from(source).slot_E or ()
+            [*slot_E] = expert_map.seen_from(source).slot_E or ()
             for expert in copied:
-                loads[homes.rank_S[slot_E[expert]]] += load_E[expert] / num_ranks
+                loads[expert_map.rank_S[slot_E[expert]]] += load_E[expert] / num_ranks
     return loads
 
 
-def hottest_factor(homes: Homes, load_E: Sequence[float]) -> float:
+def hottest_factor(expert_map: ExpertMap, load_E: Sequence[float]) -> float:
     """The hottest rank's load over the mean; 1 where nothing was routed."""
-    loads = rank_loads(homes, load_E)
+    loads = rank_loads(expert_map, load_E)
     total = sum(loads)
     return max(loads) * len(loads) / total if total else 1.0
 
 
-def rebalanced(homes: Homes, load_E: Sequence[float], *, replicas: int = 0) -> Homes:
-    """Homes that even out this load, with `replicas` slots per rank beyond the equal share; `homes`
+def rebalanced(expert_map: ExpertMap, load_E: Sequence[float], *, replicas: int = 0) -> ExpertMap:
+    """An expert map that evens out this load, with `replicas` slots per rank beyond the equal
+    share; `expert_map`
     if nothing is gained.
 
     No rank gets more slots than there are experts. Deterministic: ties go to the lower number.
     """
-    blocks = expert_blocks(len(load_E), len(homes.slots_P))
+    blocks = expert_blocks(len(load_E), len(expert_map.slots_P))
     candidate = packed(load_E, [min(len(block) + replicas, len(load_E)) for block in blocks])
-    better = hottest_factor(candidate, load_E) < (1 - _WORTH) * hottest_factor(homes, load_E)
-    return candidate if better else homes
+    better = hottest_factor(candidate, load_E) < (1 - _WORTH) * hottest_factor(expert_map, load_E)
+    return candidate if better else expert_map
 
 
-def packed(load_E: Sequence[float], slots_P: Sequence[int]) -> Homes:
+def packed(load_E: Sequence[float], slots_P: Sequence[int]) -> ExpertMap:
     """Every slot filled: copies chosen by load, then packed, the heaviest first.
 
     Raises:
@@ -79,7 +80,7 @@ def packed(load_E: Sequence[float], slots_P: Sequence[int]) -> Homes:
     held_P: list[set[int]] = [set() for _ in slots_P]
     for expert in sorted(items, key=lambda expert: (-weight_E[expert], expert)):
         held_P[_free_rank(expert, held_P, slots_P, weight_E)].add(expert)
-    return _as_homes(held_P, slots_P, len(load_E))
+    return _as_expert_map(held_P, slots_P, len(load_E))
 
 
 def num_copies(load_E: Sequence[float], num_slots: int, num_ranks: int) -> list[int]:
@@ -124,11 +125,13 @@ def _free_rank(
     return giver
 
 
-def _as_homes(held_P: Sequence[set[int]], slots_P: Sequence[int], num_experts: int) -> Homes:
+def _as_expert_map(
+    held_P: Sequence[set[int]], slots_P: Sequence[int], num_experts: int
+) -> ExpertMap:
     """Experts in ascending order on every rank; the first copy is the one on the lowest rank."""
     expert_S = [expert for held in held_P for expert in sorted(held)]
     slots_E: list[list[int]] = [[] for _ in range(num_experts)]
     for slot, expert in enumerate(expert_S):
         slots_E[expert].append(slot)
     copies = tuple((expert, slot) for expert, slots in enumerate(slots_E) for slot in slots[1:])
-    return Homes(tuple(slots_P), tuple(slots[0] for slots in slots_E), copies)
+    return ExpertMap(tuple(slots_P), tuple(slots[0] for slots in slots_E), copies)

@@ -1,4 +1,4 @@
-"""Moves experts to other homes: weights and both of AdamW's moments, whole experts by all-to-all
+"""Moves experts to other slots: weights and both of AdamW's moments, whole experts by all-to-all
 inside every EP group.
 
 Parameters stay the same objects, so the optimizer, the model and whoever else holds them keep them;
@@ -6,7 +6,7 @@ their data is replaced, and grows or shrinks where the number of slots changes. 
 dropped: experts move between two steps. A new copy of an expert gets the moments of the old one, so
 copies that start equal and get equal gradients stay equal.
 
-The homes of a bank are those in its dispatcher: there is no second place that could say something
+The expert map of a bank is that of its dispatcher: there is no second place that could say something
 else.
 
 Cost: three times the bytes of the experts that change their rank, once; beside it, one bank's
@@ -26,7 +26,7 @@ from ...model.moe import SparseLayer
 from ..dispatch.allgather import AllGatherDispatcher
 from ..dispatch.alltoall import AllToAllDispatcher
 from ..dispatch.dedup import DedupDispatcher
-from ..dispatch.expert_map import Homes, contiguous_homes
+from ..dispatch.expert_map import ExpertMap, contiguous_map
 from ..dispatch.hierarchical import HierarchicalDispatcher
 from ..local_shard import Box, Held, held_of, hold
 from ..mesh import Mesh
@@ -50,36 +50,39 @@ def banks_of(model: nn.Module) -> dict[str, SparseLayer]:
     return {name: layer for name, layer in model.named_modules() if isinstance(layer, SparseLayer)}
 
 
-def homes_of(model: nn.Module) -> dict[str, Homes]:
+def expert_maps_of(model: nn.Module) -> dict[str, ExpertMap]:
     """Where the experts of every bank live now."""
-    return {name: _homes_of(layer) for name, layer in banks_of(model).items()}
+    return {name: _expert_map_of(layer) for name, layer in banks_of(model).items()}
 
 
-def held_experts(shape: tuple[int, ...], homes: Homes, ep_rank: int) -> Held:
+def held_experts(shape: tuple[int, ...], expert_maps: ExpertMap, ep_rank: int) -> Held:
     """What a rank holds of a bank's parameter, whose whole shape is given."""
     inner, zeros = shape[1:], (0,) * len(shape[1:])
     boxes = [
         Box((piece.expert, *zeros), (piece.length, *inner), (piece.slot, *zeros), piece.is_first)
-        for piece in homes.pieces_of(ep_rank)
+        for piece in expert_maps.ranges_of(ep_rank)
     ]
-    return Held(tuple(shape), tuple(boxes), len(homes.slots_P), has_experts=True)
+    return Held(tuple(shape), tuple(boxes), len(expert_maps.slots_P), has_experts=True)
 
 
 @torch.no_grad()
 def move_experts(
-    model: nn.Module, optimizer: torch.optim.Optimizer, mesh: Mesh, homes: Mapping[str, Homes]
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    mesh: Mesh,
+    expert_maps: Mapping[str, ExpertMap],
 ) -> Moved:
-    """Brings the banks that are named to these homes. A collective call with the same homes on
+    """Brings the banks that are named to these maps. A collective call with the same maps on
     every rank.
 
     Raises:
         ValueError: a table does not fit its bank or the EP group; nothing was moved.
     """
-    banks, before = banks_of(model), homes_of(model)
-    for name, new in homes.items():
+    banks, before = banks_of(model), expert_maps_of(model)
+    for name, new in expert_maps.items():
         _check(name, before.get(name), new)
     total = Moved()
-    for name, new in homes.items():
+    for name, new in expert_maps.items():
         layer = banks[name]
         if new == before[name] or not isinstance(layer.dispatcher, _Spread):
             continue
@@ -88,7 +91,7 @@ def move_experts(
             total += _move(parameter, optimizer, journey)
         total += Moved(journey.num_arrivals)
         layer.dispatcher = type(layer.dispatcher)(
-            replace(layer.dispatcher.setup, homes=new)
+            replace(layer.dispatcher.setup, expert_map=new)
         )  # its counters go on
     return total
 
@@ -113,7 +116,7 @@ class _Journey:
     served the rank.
     """
 
-    def __init__(self, old: Homes, new: Homes, group: dist.ProcessGroup) -> None:
+    def __init__(self, old: ExpertMap, new: ExpertMap, group: dist.ProcessGroup) -> None:
         self.new, self.group, self.rank = new, group, group.rank()
         seen = [old.seen_from(rank).slots_E for rank in range(group.size())]
         source_S = [
@@ -152,20 +155,20 @@ class _Journey:
         return placed
 
 
-def _homes_of(layer: SparseLayer) -> Homes:
+def _expert_map_of(layer: SparseLayer) -> ExpertMap:
     num_experts = held_of(next(layer.experts.parameters())).shape[0]
     if not isinstance(layer.dispatcher, _Spread):
-        return contiguous_homes(num_experts, 1)
+        return contiguous_map(num_experts, 1)
     setup = layer.dispatcher.setup
-    return setup.homes or contiguous_homes(num_experts, setup.group.size())
+    return setup.expert_map or contiguous_map(num_experts, setup.group.size())
 
 
-def _check(name: str, old: Homes | None, new: Homes) -> None:
+def _check(name: str, old: ExpertMap | None, new: ExpertMap) -> None:
     if old is None:
         raise ValueError(f"there is no bank {name!r} of experts in this model")
     if (old.num_experts, len(old.slots_P)) != (new.num_experts, len(new.slots_P)):
         raise ValueError(
-            f"{name} has {old.num_experts} experts on {len(old.slots_P)} ranks, but the new homes "
+            f"{name} has {old.num_experts} experts on {len(old.slots_P)} ranks, but the new map "
             f"are for {new.num_experts} on "
             f"{len(new.slots_P)}"
         )

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
-from ..dispatch.expert_map import Homes
+from ..dispatch.expert_map import ExpertMap
 from ..gradients import GradientReducer
 from ..mesh import Mesh
 
@@ -51,16 +51,16 @@ class CopyReducer:
     def __init__(
         self,
         reducer: GradientReducer,
-        banks: Iterable[tuple[Homes, Iterable[Parameter]]],
+        banks: Iterable[tuple[ExpertMap, Iterable[Parameter]]],
         mesh: Mesh,
     ) -> None:
         self._reducer, self._group = reducer, mesh.world_group
         self._shared = [
             shared
-            for homes, parameters in banks
-            if homes.copies
+            for expert_map, parameters in banks
+            if expert_map.copies
             for shared in _shared(
-                homes, [each for each in parameters if each.requires_grad], mesh.coordinates.ep
+                expert_map, [each for each in parameters if each.requires_grad], mesh.coordinates.ep
             )
         ]
 
@@ -77,9 +77,9 @@ class CopyReducer:
             shared.unpack()
 
 
-def _shared(homes: Homes, parameters: Iterable[Parameter], ep_rank: int) -> list[_Shared]:
-    copied, own = sorted({expert for expert, _ in homes.copies}), homes.own_slots(ep_rank)
-    held = {expert: slot for slot, expert in enumerate(homes.expert_S[own.start : own.stop])}
+def _shared(expert_map: ExpertMap, parameters: Iterable[Parameter], ep_rank: int) -> list[_Shared]:
+    copied, own = sorted({expert for expert, _ in expert_map.copies}), expert_map.own_slots(ep_rank)
+    held = {expert: slot for slot, expert in enumerate(expert_map.expert_S[own.start : own.stop])}
     places = [place for place, expert in enumerate(copied) if expert in held]
     slots = [held[copied[place]] for place in places]
     return [

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from ..initialise import Start, constant, normal, parameter, uniform
 from ..layers import wide_dtype
-from ..recompute import best
+from ..recompute import save_topk
 from .capacity import CapacityConfig, CapacityRouter
 from .router import Choice
 from .token_choice import softmax_gates
@@ -117,12 +117,12 @@ class CosineRouter(CapacityRouter):
         )
         if self.log_temperature is None:
             logits_TE = finite(z_TR @ F.normalize(embedding_ER, dim=-1, eps=_RELEASED_EPS).T)
-            chosen_TK, experts_TK = best(logits_TE, config.top_k)
+            chosen_TK, experts_TK = save_topk(logits_TE, config.top_k)
             weights_TK = softmax_gates(chosen_TK, logits_TE, renormalise=config.top_k > 1)
             return Choice(experts_TK, weights_TK, logits_TE)
         cosine_TE = F.normalize(z_TR, dim=-1) @ F.normalize(embedding_ER, dim=-1).T
         logits_TE = cosine_TE * torch.exp(-self.log_temperature.to(dtype))
-        chosen_TK, experts_TK = best(logits_TE, config.top_k)
+        chosen_TK, experts_TK = save_topk(logits_TE, config.top_k)
         sigmoid = config.gate == "sigmoid"
         weights_TK = (
             chosen_TK.sigmoid()

@@ -25,7 +25,7 @@ from torch import Tensor
 from ..balance import RunningSum, count_per_sequence
 from ..initialise import Start, parameter
 from ..layers import wide_dtype
-from ..recompute import once
+from ..recompute import save_decision
 from ..routing import Routing
 from .router import Choice, ChoiceConfig, ChoiceRouter, Loss, Promises, TopKConfig
 
@@ -113,7 +113,9 @@ class DeepSeekRouter(ChoiceRouter):
             F.logsigmoid(logits_TE) if config.scores == "sigmoid" else logits_TE.log_softmax(-1)
         )
         biased_TE = log_scores_TE.detach().exp() + self.selection_bias.to(dtype)
-        experts_TK = once(lambda: self._within_groups(biased_TE).topk(config.top_k, dim=-1).indices)
+        experts_TK = save_decision(
+            lambda: self._within_groups(biased_TE).topk(config.top_k, dim=-1).indices
+        )
         chosen_TK = log_scores_TE.gather(1, experts_TK)
         weights_TK = chosen_TK.softmax(-1) if config.renormalise else chosen_TK.exp()
         return Choice(

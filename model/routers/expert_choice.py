@@ -24,7 +24,7 @@ from torch import Tensor
 
 from ..initialise import Start, parameter
 from ..layers import wide_dtype
-from ..recompute import once, take
+from ..recompute import gather_unique, save_decision
 from ..routing import Routes, Routing
 from .mixture import rows_by_position
 from .router import Promises, Router, RouterConfig
@@ -120,7 +120,7 @@ class ExpertChoiceRouter(Router):
         p_EGM = logits_TE.softmax(-1).T[:, rows_GM]
         # Sorted and cut, not compared with a threshold: among equals exactly C are taken, the first
         # ones.
-        members_EGC = once(
+        members_EGC = save_decision(
             lambda: (
                 p_EGM.detach()
                 .sort(dim=-1, descending=True, stable=True)
@@ -128,7 +128,7 @@ class ExpertChoiceRouter(Router):
                 .clone()
             )
         )
-        weights_EGC = take(p_EGM, members_EGC)
+        weights_EGC = gather_unique(p_EGM, members_EGC)
         source_EGC = rows_GM.expand(self.num_experts, -1, -1).gather(2, members_EGC)
         routes = self._routes(source_EGC.reshape(-1), weights_EGC.reshape(-1), x_TD.shape[0])
         return Routing(routes, logits_TE[:, None])

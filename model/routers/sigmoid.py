@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..initialise import Start, parameter
 from ..layers import wide_dtype
-from ..recompute import best
+from ..recompute import save_topk
 from .router import Choice, ChoiceConfig, ChoiceRouter, Promises, TopKConfig
 
 
@@ -68,7 +68,7 @@ class SigmoidRouter(ChoiceRouter):
         logits_THA = (x_TD.to(dtype) @ self.weight.to(dtype).T).unflatten(
             1, (self.num_heads, per_head)
         )
-        values_THK, chosen_THK = best(self._eligible(logits_THA), self.config.top_k)
+        values_THK, chosen_THK = save_topk(self._eligible(logits_THA), self.config.top_k)
         first_H1 = torch.arange(self.num_heads, device=x_TD.device)[:, None] * per_head
         return chosen_THK + first_H1, torch.sigmoid(values_THK), logits_THA
 

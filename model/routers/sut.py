@@ -29,7 +29,7 @@ from torch import Tensor
 from ..balance import RunningSum
 from ..initialise import Start, uniform
 from ..layers import Linear
-from ..recompute import once
+from ..recompute import save_decision
 from ..routing import Routing, token_routes
 from .router import Loss, Promises, Router, TopKConfig
 
@@ -81,7 +81,7 @@ class SutRouter(Router):
         logits_TE = self.output(torch.tanh(self.hidden(x_TD)))
         probabilities_TE = logits_TE.softmax(-1)
         chosen_TK = self._chosen(probabilities_TE.detach())
-        experts_TK = once(lambda: chosen_TK)
+        experts_TK = save_decision(lambda: chosen_TK)
         weights_TK = probabilities_TE.gather(1, experts_TK)
         return experts_TK, weights_TK / (weights_TK.sum(1, keepdim=True) + 1e-6), logits_TE
 

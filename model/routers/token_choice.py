@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ..initialise import Start, parameter
 from ..layers import wide_dtype
-from ..recompute import best
+from ..recompute import save_topk
 from .capacity import CapacityConfig, CapacityRouter
 from .router import Choice
 
@@ -76,7 +76,7 @@ class TokenChoiceRouter(CapacityRouter):
         """The K largest logits of every row; the gate weights as the configuration says."""
         dtype = wide_dtype(x_TD)
         logits_TE = self._jittered(x_TD.to(dtype)) @ self.weight.to(dtype).T
-        chosen_TK, experts_TK = best(logits_TE, self.config.top_k)
+        chosen_TK, experts_TK = save_topk(logits_TE, self.config.top_k)
         weights_TK = softmax_gates(chosen_TK, logits_TE, renormalise=self.config.renormalise)
         return Choice(experts_TK, weights_TK, logits_TE)
 

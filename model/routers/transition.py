@@ -30,7 +30,7 @@ from torch import Tensor
 from ..balance import RunningSum
 from ..initialise import Start, parameter
 from ..layers import wide_dtype
-from ..recompute import best
+from ..recompute import save_topk
 from ..routing import Mixture, Routing
 from .capacity import CapacityConfig, CapacityRouter
 from .mixture import group_of_one, rows_by_position
@@ -132,7 +132,7 @@ class TransitionRouter(CapacityRouter):
     def choose(self, x_TD: Tensor) -> Choice:
         """The best experts, weighted by their probabilities."""
         logits_TE = self._logits(x_TD) - self.mean_logit.to(wide_dtype(x_TD))
-        chosen_TK, experts_TK = best(logits_TE, self.config.top_k)
+        chosen_TK, experts_TK = save_topk(logits_TE, self.config.top_k)
         weights_TK = softmax_gates(chosen_TK, logits_TE, renormalise=False)
         return Choice(experts_TK, weights_TK, logits_TE)
 

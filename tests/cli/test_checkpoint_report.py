@@ -21,15 +21,18 @@ from moebius.distributed.checkpoint.checkpointer import (
     read_meta,
 )
 from moebius.distributed.checkpoint.files import open_checkpoint
-from moebius.distributed.dispatch.expert_map import Homes
+from moebius.distributed.dispatch.expert_map import ExpertMap
 from moebius.distributed.layout import MeshConfig, plan_layout
 from moebius.distributed.local_shard import block
 from moebius.distributed.mesh import build_mesh
 from moebius.distributed.process.process import start_process
 
 BANK = "group.0.feed_forward.sparse"
-HOMES = Homes((3, 3), (5, 4, 3, 2, 1, 0))
-META = {"progress": {"step": 0}, "experts": {BANK: {"homes": HOMES.as_dict(), "load": [1] * 6}}}
+EXPERT_MAP = ExpertMap((3, 3), (5, 4, 3, 2, 1, 0))
+META = {
+    "progress": {"step": 0},
+    "experts": {BANK: {"homes": EXPERT_MAP.as_dict(), "load": [1] * 6}},
+}
 
 
 def state() -> dict[str, torch.Tensor]:
@@ -245,7 +248,7 @@ def test_experts_stay_where_they_were_moved_if_that_fits(
         }[ep]
     )
     chunks = open_checkpoint(out).index.tensors[f"model.{BANK}.experts.w_up"].chunks
-    if ep == 2:  # the homes are for two ranks, in reverse order: every expert lies by itself
+    if ep == 2:  # the expert maps are for two ranks, in reverse order: every expert lies by itself
         assert {(chunk.offsets[0], chunk.file) for chunk in chunks} == {
             (expert, "__1_0.distcp" if expert < 3 else "__0_0.distcp") for expert in range(6)
         }

@@ -12,7 +12,7 @@ from torch import Tensor
 from moebius.model.layers import LayerNorm
 from moebius.model.moe import LocalDispatcher, Sent
 from moebius.model.precision import forward_in
-from moebius.model.recompute import Recompute, once, recomputing, run_recomputed
+from moebius.model.recompute import Recompute, recomputing, run_recomputed, save_decision
 from moebius.model.routing import Routes
 from moebius.model.transformer import Transformer
 from moebius.train.loss import micro_batch_loss
@@ -219,7 +219,7 @@ def test_a_retained_graph_is_run_again_for_every_backward_pass() -> None:
 def test_a_second_run_that_asks_for_more_is_an_error() -> None:
     def step(x: Tensor) -> tuple[Tensor, None]:
         for _ in range(2 if recomputing() else 1):
-            once(lambda: torch.zeros(1))
+            save_decision(lambda: torch.zeros(1))
         return x.exp(), None
 
     y, _ = run_recomputed("full", torch.nn.Module(), step, torch.ones(2, requires_grad=True))

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moebius.distributed.dispatch.choose import make_dispatcher
-from moebius.distributed.dispatch.expert_map import Homes, contiguous_homes
+from moebius.distributed.dispatch.expert_map import ExpertMap, contiguous_map
 from moebius.distributed.layout import Layout
 from moebius.model.experts import ExpertMLPs
 from moebius.model.initialise import Start, normal
@@ -194,9 +194,9 @@ def test_uneven_banks_placed_experts_and_copies() -> None:
     layout = Layout(dp_replicate=1, ep=4)
     plain = run(call, Cluster(layout, "dedup"))
     assert plain.violations == []
-    assert contiguous_homes(10, 4).slots_P == (3, 3, 2, 2)
-    homes = Homes((3, 3, 3, 3), (3, 0, 6, 9, 1, 4, 7, 10, 2, 5), copies=((1, 8),))
-    placed = run(call, Cluster(layout, "alltoall", homes={"layer": homes}))
+    assert contiguous_map(10, 4).slots_P == (3, 3, 2, 2)
+    expert_map = ExpertMap((3, 3, 3, 3), (3, 0, 6, 9, 1, 4, 7, 10, 2, 5), copies=((1, 8),))
+    placed = run(call, Cluster(layout, "alltoall", expert_maps={"layer": expert_map}))
     assert placed.violations == []
     assert (placed.records[0].load_E == plain.records[0].load_E).all()
     assert (
@@ -377,13 +377,13 @@ def whole_layer(num_ranks: int, tokens: list[int]) -> None:
     one rank with all tokens.
     """
     call = routed(tokens, num_ranks, seed=3)
-    homes = contiguous_homes(num_ranks, num_ranks)
+    expert_map = contiguous_map(num_ranks, num_ranks)
     bank = bank_of(num_ranks)
 
     def run_rank(rank: int) -> dict[str, Tensor]:
         group = dist.group.WORLD
         assert isinstance(group, dist.ProcessGroup)
-        own = experts_of(bank, homes, rank)
+        own = experts_of(bank, expert_map, rank)
         for parameter in own.parameters():
             parameter.requires_grad_()
         layer = SparseLayer(own)  # pyright: ignore[reportArgumentType]

@@ -299,7 +299,7 @@ def test_a_trace_with_the_homes_of_a_checkpoint_loads_ranks_as_training_did(
         if line["kind"] == "train"
     }
     trace = ("--trace", str(moving_run))
-    placed, plain = (result(capsys, *trace, *words) for words in (("--homes", "2"), ()))
+    placed, plain = (result(capsys, *trace, *words) for words in (("--expert-map", "2"), ()))
     assert placed["violations"] == plain["violations"] == []
     assert "experts where they were at step 2" in placed["tokens"]
     assert "experts in contiguous blocks, none moved" in plain["tokens"]
@@ -314,7 +314,8 @@ def test_a_run_is_simulated_with_its_experts_where_they_are(
 ) -> None:
     words = (str(moving_run), "--tokens-per-rank", "24")
     placed, plain, other = (
-        result(capsys, *words, *more) for more in ((), ("--homes", "contiguous"), ("--ep", "4"))
+        result(capsys, *words, *more)
+        for more in ((), ("--expert-map", "contiguous"), ("--ep", "4"))
     )
     assert placed["violations"] == plain["violations"] == other["violations"] == []
     assert placed["tokens"].endswith("; experts where they were at step 4")
@@ -332,20 +333,26 @@ def test_homes_that_are_not_there(
 ) -> None:
     for words, message in (
         (
-            ("--trace", str(moving_run), "--homes", "2", "--ep", "4"),
-            "--homes 2: its experts are spread over 2 ranks, and not",
+            ("--trace", str(moving_run), "--expert-map", "2", "--ep", "4"),
+            "--expert-map 2: its experts are spread over 2 ranks, and not",
         ),
         (
-            ("--trace", str(moving_run), "--homes", "7"),
+            ("--trace", str(moving_run), "--expert-map", "7"),
             "has no checkpoint of step 7; there are those of 1, 2, 3, 4",
         ),
-        (("--trace", str(run_dir), "--homes", "4"), "--homes 4: run moved no experts up to there"),
-        (("smoke", "--homes", "4"), "--homes 4: fresh weights have no checkpoint"),
         (
-            ("smoke", "--homes", "newest"),
-            "--homes newest: write the step of a checkpoint, or contiguous",
+            ("--trace", str(run_dir), "--expert-map", "4"),
+            "--expert-map 4: run moved no experts up to there",
         ),
-        (("smoke", "--shapes-only", "--homes", "4"), "--homes 4: means nothing with --shapes-only"),
+        (("smoke", "--expert-map", "4"), "--expert-map 4: fresh weights have no checkpoint"),
+        (
+            ("smoke", "--expert-map", "newest"),
+            "--expert-map newest: write the step of a checkpoint, or contiguous",
+        ),
+        (
+            ("smoke", "--shapes-only", "--expert-map", "4"),
+            "--expert-map 4: means nothing with --shapes-only",
+        ),
     ):
         moebius(*words, expect=2)
         [printed] = capsys.readouterr().err.strip().splitlines()
@@ -353,14 +360,14 @@ def test_homes_that_are_not_there(
 
 
 @pytest.mark.parametrize(
-    ("homes", "message"),
+    ("expert_map", "message"),
     [
-        ("newest", "--homes newest: write the step of a checkpoint, or contiguous"),
+        ("newest", "--expert-map newest: write the step of a checkpoint, or contiguous"),
         ("7", "has no checkpoint of step 7; there are those of 1, 2, 3, 4"),
     ],
 )
 def test_bad_homes_are_refused_before_the_model_is_read(
-    homes: str,
+    expert_map: str,
     message: str,
     moving_run: Path,
     capsys: pytest.CaptureFixture,
@@ -370,7 +377,7 @@ def test_bad_homes_are_refused_before_the_model_is_read(
         raise AssertionError("the model was restored")
 
     monkeypatch.setattr(restore, "restore", too_early)
-    moebius(str(moving_run), "--homes", homes, expect=2)
+    moebius(str(moving_run), "--expert-map", expert_map, expect=2)
     [printed] = capsys.readouterr().err.strip().splitlines()
     assert message in printed
 

@@ -15,8 +15,8 @@ from torch import Tensor
 from moebius.distributed.dispatch.exchange import (
     AllGather,
     AllToAll,
+    AsyncCollective,
     Counters,
-    Flight,
     ReduceScatter,
 )
 from moebius.distributed.layout import Layout, group_of
@@ -59,8 +59,8 @@ def test_uneven_exchanges_bring_every_row_where_it_belongs(num_ranks: int) -> No
         sent = torch.cat(
             [rows_between(rank, to, int(count)) for to, count in enumerate(counts[rank])]
         ).requires_grad_()
-        motion = AllToAll(world(), counts[rank].tolist(), counts[:, rank].tolist())
-        came = Flight(sent, motion, Counters()).land()
+        collective = AllToAll(world(), counts[rank].tolist(), counts[:, rank].tolist())
+        came = AsyncCollective(sent, collective, Counters()).wait()
         traffic.is_open[rank] = False
         (came * (rank + 1)).sum().backward()
         assert sent.grad is not None
@@ -84,12 +84,12 @@ def test_the_wire_counts_gathers_and_reductions_and_tells_rows_from_all_else() -
         group = dist.new_group(group_of(layout, "ep", rank), use_local_synchronization=True)
         assert isinstance(group, dist.ProcessGroup)
         traffic.widths[rank], traffic.is_open[rank] = frozenset({5}), True
-        for motion, shape in (
+        for collective, shape in (
             (AllGather(group), (4, 5)),
             (ReduceScatter(group), (6, 5)),
             (AllGather(group), (2, 7)),
         ):
-            motion.start(torch.ones(shape)).wait()
+            collective.start(torch.ones(shape)).wait()
         traffic.is_open[rank] = False
         AllGather(group).start(torch.ones(4, 5)).wait()
 
@@ -123,7 +123,7 @@ def test_one_failure_ends_the_world_and_the_next_one_is_sound() -> None:
 def test_ranks_that_disagree_about_an_exchange_are_named() -> None:
     def run_rank(rank: int) -> None:
         received = [1, 1] if rank == 0 else [2, 1]
-        Flight(torch.ones(2, 3), AllToAll(world(), [1, 1], received), Counters()).land()
+        AsyncCollective(torch.ones(2, 3), AllToAll(world(), [1, 1], received), Counters()).wait()
 
     with pytest.raises(
         RankFailed, match="rank 0 of the group sends 1 rows to rank 1, which expects 2"

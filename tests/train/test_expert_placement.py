@@ -15,9 +15,9 @@ from world import run_ranks
 from moebius.data_pipeline.config import DataConfig
 from moebius.distributed.checkpoint.checkpointer import load
 from moebius.distributed.checkpoint.files import latest, read_meta, verify
-from moebius.distributed.dispatch.expert_map import contiguous_homes
+from moebius.distributed.dispatch.expert_map import contiguous_map
 from moebius.distributed.layout import MeshConfig
-from moebius.distributed.placement.move import banks_of, homes_of
+from moebius.distributed.placement.move import banks_of, expert_maps_of
 from moebius.distributed.process.process import start_process
 from moebius.model.config import ModelConfig
 from moebius.model.routers.sigmoid import SigmoidConfig
@@ -127,8 +127,8 @@ def test_moving_experts_changes_no_bit(ep: int, data: Path, tmp_path: Path) -> N
     assert same_state(tmp_path / "still", tmp_path / "moving") == []
     newest = latest(tmp_path / "moving" / "checkpoints")
     assert newest is not None
-    homes = read_meta(newest).meta["experts"]
-    assert any(bank["homes"]["slot_of_expert"] is not None for bank in homes.values())
+    saved = read_meta(newest).meta["experts"]
+    assert any(bank["homes"]["slot_of_expert"] is not None for bank in saved.values())
 
 
 @pytest.mark.parametrize(
@@ -166,9 +166,9 @@ def copies_after_steps(config: Config, run_dir: Path) -> tuple[int, list[str]]:
             == before
             == set(map(id, run.optimizer.state))
         )
-        homes, unlike, copies = homes_of(run.model), [], 0
+        expert_maps, unlike, copies = expert_maps_of(run.model), [], 0
         for name, bank in banks_of(run.model).items():
-            copies += len(homes[name].copies)
+            copies += len(expert_maps[name].copies)
             for parameter_name, parameter in bank.experts.named_parameters():
                 state = run.optimizer.state[parameter]
                 own = {
@@ -177,12 +177,12 @@ def copies_after_steps(config: Config, run_dir: Path) -> tuple[int, list[str]]:
                 }
                 everywhere: list = [None] * process.world_size
                 dist.all_gather_object(everywhere, own)
-                for expert, slots in enumerate(homes[name].slots_E):
+                for expert, slots in enumerate(expert_maps[name].slots_E):
                     held = [
-                        (rank, slot - homes[name].own_slots(rank % config.mesh.ep).start)
+                        (rank, slot - expert_maps[name].own_slots(rank % config.mesh.ep).start)
                         for rank in range(process.world_size)
                         for slot in slots
-                        if slot in homes[name].own_slots(rank % config.mesh.ep)
+                        if slot in expert_maps[name].own_slots(rank % config.mesh.ep)
                     ]
                     assert len(held) == len(slots) * process.world_size // config.mesh.ep
                     for key in own:
@@ -225,7 +225,7 @@ def go_on_from_step_4(run: Path, config: Config, world: int, folder: Path) -> di
 def test_resumed_equals_uninterrupted_bit_for_bit(
     placed: tuple, data: Path, tmp_path: Path
 ) -> None:
-    """From between two moves: the homes come back, and with them the counts for the next move."""
+    """From between two moves: the expert maps come back, with the counts for the next move."""
     whole, folder = placed
     resumed = go_on_from_step_4(folder, make_config(data, **PLACED), 4, tmp_path)
     assert len(whole["loss"]) == STEPS
@@ -251,9 +251,9 @@ def refusals(config: Config, run_dir: Path) -> list[str]:
     """What a rank says of checkpoints of other models; all ranks meet after each."""
     with start_process("cpu", timeout_s=20) as process:
         run = assemble(config, run_dir, process)
-        own, before = run.placement.as_dict(), homes_of(run.model)
+        own, before = run.placement.as_dict(), expert_maps_of(run.model)
         first = "group.0.feed_forward.sparse"
-        fewer = {"homes": contiguous_homes(5, 2).as_dict(), "load": [0] * 5}
+        fewer = {"homes": contiguous_map(5, 2).as_dict(), "load": [0] * 5}
         others = [
             {name: bank for name, bank in own.items() if name != first},
             {f"other.{name}": bank for name, bank in own.items()},
@@ -265,7 +265,7 @@ def refusals(config: Config, run_dir: Path) -> list[str]:
                 run.placement.restore(saved)
             said.append(str(error.value))
             dist.barrier()
-        assert homes_of(run.model) == before
+        assert expert_maps_of(run.model) == before
         run.placement.restore(own)
         return said
 

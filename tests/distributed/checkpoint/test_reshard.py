@@ -28,12 +28,12 @@ from moebius.distributed.checkpoint.files import (
     read_tensor,
 )
 from moebius.distributed.checkpoint.reshard import reshard
-from moebius.distributed.dispatch.expert_map import Homes
+from moebius.distributed.dispatch.expert_map import ExpertMap
 from moebius.distributed.layout import MeshConfig, plan_layout
 from moebius.distributed.mesh import build_mesh
 from moebius.distributed.parallelize import build_model
 from moebius.distributed.placement.balance_load import packed
-from moebius.distributed.placement.move import homes_of, move_experts
+from moebius.distributed.placement.move import expert_maps_of, move_experts
 from moebius.distributed.process.process import start_process
 from moebius.model.config import ModelConfig
 from moebius.model.routers.cosine import CosineConfig
@@ -79,7 +79,7 @@ MOVED = "ep4, moved"
 META = {"progress": {"step": 7}}
 
 
-def homes(num_experts: int) -> Homes:
+def expert_map(num_experts: int) -> ExpertMap:
     """Uneven, in another order, with copies of the hottest."""
     load = [float(expert % 5 * 10 + expert) for expert in range(num_experts)]
     return packed(load, [-(-num_experts // 4) + 1] * 4)
@@ -113,7 +113,10 @@ def save_states(folder: Path, names: list[str]) -> None:
                     model,
                     optimizer,
                     mesh,
-                    {bank: homes(own.num_experts) for bank, own in homes_of(model).items()},
+                    {
+                        bank: expert_map(own.num_experts)
+                        for bank, own in expert_maps_of(model).items()
+                    },
                 )
             saver = Checkpointer(
                 folder / name,
@@ -298,7 +301,7 @@ def test_every_copy_is_cut_as_the_first(
     stored, config = open_checkpoint(saved["alone"]), MeshConfig(**mesh)
     layout, counts = plan_layout(config, world_size), stored.meta.num_experts
     banks = {
-        key.removeprefix("model.").rpartition(".experts.")[0]: homes(counts[key])
+        key.removeprefix("model.").rpartition(".experts.")[0]: expert_map(counts[key])
         for key in counts
         if moved
     }
@@ -347,7 +350,7 @@ def test_experts_stay_where_a_run_has_placed_them(saved: dict[str, Path], tmp_pa
         saved["alone"],
         tmp_path / "out",
         "ep4",
-        homes={bank: homes(count) for bank, count in counts.items()},
+        expert_maps={bank: expert_map(count) for bank, count in counts.items()},
     )
     assert files_of(out) == files_of(saved[MOVED])
     assert files_of(out) != files_of(saved["ep4"])

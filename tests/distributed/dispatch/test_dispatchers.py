@@ -21,8 +21,7 @@ from torch import Tensor
 from world import RankFailed, run_ranks
 
 from moebius.distributed.dispatch import alltoall as dispatch_alltoall
-from moebius.distributed.dispatch import dedup_hop as dispatch_leg
-from moebius.distributed.dispatch import exchange
+from moebius.distributed.dispatch import dedup_hop, exchange
 from moebius.distributed.dispatch.choose import DISPATCHERS, make_dispatcher
 from moebius.distributed.dispatch.exchange import (
     AllGather,
@@ -33,7 +32,7 @@ from moebius.distributed.dispatch.exchange import (
     ReduceScatter,
     hottest_factor,
 )
-from moebius.distributed.dispatch.expert_map import Homes, contiguous_homes
+from moebius.distributed.dispatch.expert_map import ExpertMap, contiguous_map
 from moebius.distributed.dispatch.setup import NodeGroups, build_node_groups
 from moebius.distributed.process.process import Process, start_process
 from moebius.kernels.functional import routed_mlp
@@ -376,7 +375,7 @@ def test_places_of_pairs_by_a_loop() -> None:
     ):
         mask = torch.rand(destinations, rows, generator=generator) < density
         wanted = [(v, u) for v in range(destinations) for u in range(rows) if mask[v, u]]
-        places = dispatch_leg.Places(mask)
+        places = dedup_hop.DestinationMask(mask)
         pairs = places.pairs(len(wanted))
         assert pairs.row_M.tolist() == [u for _, u in wanted]
         assert [wanted[i][::-1] for i in pairs.by_row_M.tolist()] == sorted(
@@ -427,14 +426,14 @@ def order_of_events(name: str, chunks: int) -> tuple[list[str], int]:
 
         def recorded_wait(self: Counters, out: Pending) -> Tensor:
             names = [name for launched, name in pending if launched is out]
-            assert names, f"{label(out.rows)} are waited for that no motion launched"
-            log.append(f"land {names[0]}")
+            assert names, f"{label(out.rows)} are waited for that no collective launched"
+            log.append(f"wait {names[0]}")
             return wait(self, out)
 
-        for motion in (AllToAll, AllGather, ReduceScatter):
-            motion.start = recorded(motion.start)
+        for collective in (AllToAll, AllGather, ReduceScatter):
+            collective.start = recorded(collective.start)
         Counters.wait = recorded_wait
-        dispatch_leg.Leg.plan = meanwhile(dispatch_leg.Leg.plan)
+        dedup_hop.DedupAllToAll.plan = meanwhile(dedup_hop.DedupAllToAll.plan)
         dispatch_alltoall.gather_rows = meanwhile(dispatch_alltoall.gather_rows)
         x, weights = given.x.requires_grad_(), given.routes.weight_N.clone().requires_grad_()
         y = layer(x, given.routes.with_weights(weights), lambda: log.append("beside"))
@@ -514,11 +513,11 @@ def test_rows_travel_while_other_work_is_done_and_the_host_reads_once(
     assert [forward[i] for i in range(forward.index("beside")) if forward[i] == "launch rows"] == [
         "launch rows"
     ] * chunks
-    assert "land rows" not in forward[: forward.index("beside")]
+    assert "wait rows" not in forward[: forward.index("beside")]
     assert (
         rows_launched[0]
         < forward.index("beside")
-        < forward.index("land rows")
+        < forward.index("wait rows")
         < forward.index("experts")
     )
     if chunks == 2 and name != "hierarchical":
@@ -529,19 +528,19 @@ def test_rows_travel_while_other_work_is_done_and_the_host_reads_once(
         assert forward[first + 1 : second].count("launch rows") == 1
         # Backward: both chunks' gradients set out before the first is waited for.
         assert (
-            backward.index("land rows")
+            backward.index("wait rows")
             > [i for i, e in enumerate(backward) if e == "launch rows"][1]
         )
     if name != "allgather":  # which can do nothing before it knows how far to pad
         assert forward[: forward.index("launch rows")] == [
             "launch counts",
             "meanwhile",
-            "land counts",
+            "wait counts",
         ]
 
 
 def test_no_exchange_escapes_the_order() -> None:
-    with pytest.raises(RankFailed, match="are waited for that no motion launched"):
+    with pytest.raises(RankFailed, match="are waited for that no collective launched"):
         run_ranks(order_with_an_unseen_exchange, 4)
 
 
@@ -570,16 +569,16 @@ def wrong_split(name: str) -> str:
     """Rank 2 believes that one row fewer comes from rank 1 (or, between nodes, from rank 0)."""
     with world() as (process, group, nodes):
         dispatcher: Any = dispatcher_of(name, group, nodes, check_every=1)
-        channel = dispatcher.inter if name == "hierarchical" else dispatcher.channel
-        launch = exchange.Channel.launch
+        communicator = dispatcher.inter if name == "hierarchical" else dispatcher.communicator
+        launch = exchange.Communicator.launch
 
         def lying(self: Any, rows: Tensor, sent: list[int], received: list[int]) -> Any:
-            if process.rank == 2 and self is channel and rows.is_floating_point():
+            if process.rank == 2 and self is communicator and rows.is_floating_point():
                 source = 0 if name == "hierarchical" else 1
                 received = [count - (i == source) for i, count in enumerate(received)]
             return launch(self, rows, sent, received)
 
-        exchange.Channel.launch = lying
+        exchange.Communicator.launch = lying
         given = scene_case("even", "token", process.rank)
         with pytest.raises(ExchangeMismatch) as caught:
             own_layer(process, dispatcher)(given.x, given.routes)
@@ -773,13 +772,13 @@ def test_drawn_routings_lose_no_route_and_equal_a_loop(batch: list[Drawn]) -> No
 # Where the experts live.
 
 
-def placed_layer(process: Process, dispatcher: Dispatcher, homes: Homes) -> SparseLayer:
+def placed_layer(process: Process, dispatcher: Dispatcher, expert_map: ExpertMap) -> SparseLayer:
     """A bank whose slots hold what the table says."""
     whole = bank(torch.float32)
-    assert homes.slot_E is not None
-    expert_of = {slot: expert for expert, slot in enumerate(homes.slot_E)}
-    first = sum(homes.slots_P[: process.rank])
-    experts = [expert_of[slot] for slot in range(first, first + homes.slots_P[process.rank])]
+    assert expert_map.slot_E is not None
+    expert_of = {slot: expert for expert, slot in enumerate(expert_map.slot_E)}
+    first = sum(expert_map.slots_P[: process.rank])
+    experts = [expert_of[slot] for slot in range(first, first + expert_map.slots_P[process.rank])]
     own = bank(torch.float32, 0, len(experts))
     with torch.no_grad():
         own.w_up.copy_(whole.w_up[experts])
@@ -797,45 +796,45 @@ def nearly(a: Tensor, b: Tensor) -> bool:
 def relabelled() -> dict[tuple, list[str]]:
     """What differs between banks placed by a table and banks in order, per dispatcher and table."""
     tables = {
-        "permuted": Homes((2, 2, 2, 2), (5, 2, 7, 0, 1, 6, 3, 4)),
-        "uneven": Homes((1, 4, 0, 3), (4, 0, 2, 7, 6, 1, 3, 5)),
+        "permuted": ExpertMap((2, 2, 2, 2), (5, 2, 7, 0, 1, 6, 3, 4)),
+        "uneven": ExpertMap((1, 4, 0, 3), (4, 0, 2, 7, 6, 1, 3, 5)),
     }
     found = {}
     with world() as (process, group, nodes):
         for kind in ("token", "head to token", "expert choice"):
             given = scene_case("uneven", kind, process.rank)
             straight = run_layer(own_layer(process, dispatcher_of("alltoall", group, nodes)), given)
-            for table, homes in tables.items():
+            for table, expert_map in tables.items():
                 for name, chunks in VARIANTS:
                     dispatcher = dispatcher_of(
-                        name, group, nodes, homes=homes, overlap_chunks=chunks
+                        name, group, nodes, expert_map=expert_map, overlap_chunks=chunks
                     )
-                    layer = placed_layer(process, dispatcher, homes)
+                    layer = placed_layer(process, dispatcher, expert_map)
                     result = run_layer(layer, given)
                     same = torch.equal if name == "alltoall" else nearly
                     wrong = [
                         key for key in ("y", "x", "gates") if not same(result[key], straight[key])
                     ]
-                    wrong += wrong_weights(result, straight, homes, same)
+                    wrong += wrong_weights(result, straight, expert_map, same)
                     found[kind, table, name, chunks] = wrong
     return found
 
 
 def wrong_weights(
-    result: dict[str, Tensor], straight: dict[str, Tensor], homes: Homes, same: Callable
+    result: dict[str, Tensor], straight: dict[str, Tensor], expert_map: ExpertMap, same: Callable
 ) -> list[str]:
     """Compares the gathered gradients of all ranks."""
     wrong = []
-    assert homes.slot_E is not None
+    assert expert_map.slot_E is not None
     for name, shape in (("w_up", (WIDTH, HIDDEN)), ("w_down", (HIDDEN, WIDTH))):
-        by_slot = [torch.empty(count, *shape) for count in homes.slots_P]
-        in_order = [torch.empty(2, *shape) for _ in homes.slots_P]
+        by_slot = [torch.empty(count, *shape) for count in expert_map.slots_P]
+        in_order = [torch.empty(2, *shape) for _ in expert_map.slots_P]
         for rank in range(4):
             for blocks, own in ((by_slot, result), (in_order, straight)):
                 if rank == dist.get_rank():
                     blocks[rank] = own[name].clone()
                 dist.broadcast(blocks[rank], rank)
-        if not same(torch.cat(by_slot)[list(homes.slot_E)], torch.cat(in_order)):
+        if not same(torch.cat(by_slot)[list(expert_map.slot_E)], torch.cat(in_order)):
             wrong.append(name)
     return wrong
 
@@ -988,7 +987,7 @@ def refused() -> list[str]:
             {"name": "allgather", "overlap_chunks": 2},
             {"name": "hierarchical"},
             {"name": "dedup", "overlap_chunks": 0},
-            {"name": "dedup", "homes": contiguous_homes(8, 4)},
+            {"name": "dedup", "expert_map": contiguous_map(8, 4)},
         ):
             with pytest.raises(ValueError, match=r".") as caught:
                 make_dispatcher(group=group, **options)  # pyright: ignore[reportArgumentType]
@@ -1009,7 +1008,7 @@ def test_what_does_not_fit_is_refused_with_a_reason() -> None:
         "has no chunks",
         "groups between and inside nodes",
         "overlap_chunks=0",
-        "homes for 4 ranks, but the group has 3",
+        "an expert map for 4 ranks, but the group has 3",
         "2 experts are too few for 3 ranks",
         "[2, 1]",
     )
@@ -1017,5 +1016,5 @@ def test_what_does_not_fit_is_refused_with_a_reason() -> None:
         for message, part in zip(messages, parts, strict=True):
             assert part in message
     with pytest.raises(ValueError, match="experts in slots"):
-        Homes((2, 2), (0, 4))
+        ExpertMap((2, 2), (0, 4))
     assert isinstance(bank(torch.float32), Bank)

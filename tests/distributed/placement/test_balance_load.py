@@ -1,4 +1,4 @@
-"""Homes and packing as pure tables: every expert somewhere, slots respected, never hotter than
+"""ExpertMap and packing as pure tables: every expert somewhere, slots respected, never hotter than
 before; answers by exhaustion.
 """
 
@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moebius.distributed.dispatch.expert_map import Homes, Piece, contiguous_homes
+from moebius.distributed.dispatch.expert_map import ExpertMap, ExpertRange, contiguous_map
 from moebius.distributed.placement.balance_load import (
     hottest_factor,
     num_copies,
@@ -37,85 +37,87 @@ def problems(draw):
 @given(problems())
 def test_a_packing_is_whole_fits_and_is_never_hotter(problem):
     loads, num_ranks, replicas = problem
-    before = contiguous_homes(len(loads), num_ranks)
+    before = contiguous_map(len(loads), num_ranks)
     after = rebalanced(before, loads, replicas=replicas)
     assert hottest_factor(after, loads) <= hottest_factor(before, loads)
     slots_P = tuple(min(count + replicas, len(loads)) for count in before.slots_P)
-    for homes in (after, packed(loads, slots_P)):
-        assert homes.slots_P in (before.slots_P, slots_P)
-        assert homes.num_experts == len(loads)
-        by_slot = [homes.expert_S[slot] for slot in range(homes.num_slots)]
+    for expert_map in (after, packed(loads, slots_P)):
+        assert expert_map.slots_P in (before.slots_P, slots_P)
+        assert expert_map.num_experts == len(loads)
+        by_slot = [expert_map.expert_S[slot] for slot in range(expert_map.num_slots)]
         assert set(by_slot) == set(range(len(loads)))  # nothing empty, every expert at least once
         for rank in range(num_ranks):
-            own = [homes.expert_S[slot] for slot in homes.own_slots(rank)]
-            assert len(own) == homes.slots_P[rank]
+            own = [expert_map.expert_S[slot] for slot in expert_map.own_slots(rank)]
+            assert len(own) == expert_map.slots_P[rank]
             assert len(set(own)) == len(own)
-        assert sum(rank_loads(homes, loads)) == pytest.approx(sum(loads))
+        assert sum(rank_loads(expert_map, loads)) == pytest.approx(sum(loads))
         assert packed(loads, slots_P) == packed(list(loads), list(slots_P))
-        assert Homes.from_dict(json.loads(json.dumps(homes.as_dict()))) == homes
+        assert ExpertMap.from_dict(json.loads(json.dumps(expert_map.as_dict()))) == expert_map
 
 
 @settings(max_examples=200, deadline=None)
 @given(problems())
 def test_every_rank_sees_one_slot_per_expert_and_its_own_copy_first(problem):
     loads, num_ranks, replicas = problem
-    homes = packed(
+    expert_map = packed(
         loads,
         [
             min(len_ + replicas, len(loads))
-            for len_ in contiguous_homes(len(loads), num_ranks).slots_P
+            for len_ in contiguous_map(len(loads), num_ranks).slots_P
         ],
     )
-    seen = [homes.seen_from(rank) for rank in range(num_ranks)]
-    for expert, slots in enumerate(homes.slots_E):
+    seen = [expert_map.seen_from(rank) for rank in range(num_ranks)]
+    for expert, slots in enumerate(expert_map.slots_E):
         serving = [(view.slot_E or ())[expert] for view in seen]
         assert set(serving) == set(slots)
         for rank, slot in enumerate(serving):
-            own = [copy for copy in slots if homes.rank_S[copy] == rank]
+            own = [copy for copy in slots if expert_map.rank_S[copy] == rank]
             assert own in ([], [slot])
         served = [serving.count(slot) for slot in slots]  # as evenly as can be
         assert max(served) - min(served) <= 1
     for view in seen:
-        assert view.slots_P == homes.slots_P
+        assert view.slots_P == expert_map.slots_P
         assert view.copies == ()
-        assert view.filled_once == (homes.num_slots == len(loads))
+        assert view.filled_once == (expert_map.num_slots == len(loads))
 
 
 @settings(max_examples=200, deadline=None)
 @given(problems())
 def test_the_pieces_of_the_ranks_are_the_bank(problem):
     loads, num_ranks, replicas = problem
-    homes = packed(
+    expert_map = packed(
         loads,
         [
             min(len_ + replicas, len(loads))
-            for len_ in contiguous_homes(len(loads), num_ranks).slots_P
+            for len_ in contiguous_map(len(loads), num_ranks).slots_P
         ],
     )
     first, all_of = [], 0
     for rank in range(num_ranks):
-        for piece in homes.pieces_of(rank):
+        for piece in expert_map.ranges_of(rank):
             for offset in range(piece.length):
-                slot = homes.own_slots(rank)[piece.slot + offset]
-                assert homes.expert_S[slot] == piece.expert + offset
+                slot = expert_map.own_slots(rank)[piece.slot + offset]
+                assert expert_map.expert_S[slot] == piece.expert + offset
                 all_of += 1
                 first += [piece.expert + offset] * piece.is_first
     assert sorted(first) == list(range(len(loads)))  # each counted once
-    assert all_of == homes.num_slots
+    assert all_of == expert_map.num_slots
 
 
 def test_a_block_is_one_piece():
-    homes = contiguous_homes(155, 4)
-    assert [homes.pieces_of(rank) for rank in range(4)] == [
-        [Piece(0, 0, 39, True)],
-        [Piece(39, 0, 39, True)],
-        [Piece(78, 0, 39, True)],
-        [Piece(117, 0, 38, True)],
+    expert_map = contiguous_map(155, 4)
+    assert [expert_map.ranges_of(rank) for rank in range(4)] == [
+        [ExpertRange(0, 0, 39, True)],
+        [ExpertRange(39, 0, 39, True)],
+        [ExpertRange(78, 0, 39, True)],
+        [ExpertRange(117, 0, 38, True)],
     ]
-    assert Homes((3, 2), (0, 3, 4)).pieces_of(0) == [Piece(0, 0, 1, True)]  # two empty slots
-    assert Homes((2, 2), (0, 1, 3), ((0, 2),)).pieces_of(1) == [
-        Piece(0, 0, 1, False),
-        Piece(2, 1, 1, True),
+    assert ExpertMap((3, 2), (0, 3, 4)).ranges_of(0) == [
+        ExpertRange(0, 0, 1, True)
+    ]  # two empty slots
+    assert ExpertMap((2, 2), (0, 1, 3), ((0, 2),)).ranges_of(1) == [
+        ExpertRange(0, 0, 1, False),
+        ExpertRange(2, 1, 1, True),
     ]
 
 
@@ -146,27 +148,27 @@ def test_packing_is_within_a_third_of_the_best():
     generator = random.Random(3)
     for _ in range(20):
         loads = [generator.randint(1, 50) for _ in range(6)]
-        homes = packed(loads, (2, 2, 2))
-        assert hottest_factor(homes, loads) <= (4 / 3 - 1 / 9) * best_factor(loads, 3)
+        expert_map = packed(loads, (2, 2, 2))
+        assert hottest_factor(expert_map, loads) <= (4 / 3 - 1 / 9) * best_factor(loads, 3)
 
 
 def test_one_hot_expert_needs_copies():
     loads = [97, 1, 1, 1, 1, 1, 1, 1]
-    homes = contiguous_homes(8, 4)
-    alone = rebalanced(homes, loads)
+    expert_map = contiguous_map(8, 4)
+    alone = rebalanced(expert_map, loads)
     assert hottest_factor(alone, loads) == pytest.approx(98 * 4 / 104)
-    copied = rebalanced(homes, loads, replicas=1)
+    copied = rebalanced(expert_map, loads, replicas=1)
     assert len(copied.slots_E[0]) == 4
     assert hottest_factor(copied, loads) < 1.1
 
 
 def test_what_is_even_already_stays():
-    homes = contiguous_homes(6, 3)
-    assert rebalanced(homes, [5] * 6) is homes
-    assert rebalanced(homes, [0] * 6) is homes
-    assert rebalanced(homes, [5] * 6, replicas=2) is homes
-    assert hottest_factor(homes, [0] * 6) == 1.0
-    assert rebalanced(contiguous_homes(3, 1), [1, 2, 3], replicas=2) == contiguous_homes(3, 1)
+    expert_map = contiguous_map(6, 3)
+    assert rebalanced(expert_map, [5] * 6) is expert_map
+    assert rebalanced(expert_map, [0] * 6) is expert_map
+    assert rebalanced(expert_map, [5] * 6, replicas=2) is expert_map
+    assert hottest_factor(expert_map, [0] * 6) == 1.0
+    assert rebalanced(contiguous_map(3, 1), [1, 2, 3], replicas=2) == contiguous_map(3, 1)
 
 
 def test_a_last_copy_whose_ranks_are_taken_makes_room():
@@ -174,8 +176,8 @@ def test_a_last_copy_whose_ranks_are_taken_makes_room():
     already.
     """
     for loads in itertools.product(range(4), repeat=4):
-        homes = packed(loads, (3, 3, 2))
-        assert sorted(slot for slots in homes.slots_E for slot in slots) == list(range(8))
+        expert_map = packed(loads, (3, 3, 2))
+        assert sorted(slot for slots in expert_map.slots_E for slot in slots) == list(range(8))
 
 
 @pytest.mark.parametrize(
@@ -189,7 +191,7 @@ def test_a_last_copy_whose_ranks_are_taken_makes_room():
 )
 def test_tables_that_cannot_be_are_refused(arguments, words):
     with pytest.raises(ValueError, match=words):
-        Homes(*arguments)
+        ExpertMap(*arguments)
 
 
 def test_slots_that_cannot_hold_the_experts_are_refused():
@@ -198,4 +200,4 @@ def test_slots_that_cannot_hold_the_experts_are_refused():
     with pytest.raises(ValueError, match=r"\[4, 1\] slots for 3 experts"):
         packed([1, 1, 1], [4, 1])
     with pytest.raises(ValueError, match="3 experts are too few for 4 ranks"):
-        contiguous_homes(3, 4)
+        contiguous_map(3, 4)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from world import run_ranks
 
 from moebius.distributed.dispatch.choose import counters_of, make_dispatcher
-from moebius.distributed.dispatch.expert_map import Homes, contiguous_homes
+from moebius.distributed.dispatch.expert_map import ExpertMap, contiguous_map
 from moebius.distributed.dispatch.setup import build_node_groups
 from moebius.distributed.gradients import GradientReducer
 from moebius.distributed.layout import MeshConfig, plan_layout
@@ -22,7 +22,7 @@ from moebius.distributed.local_shard import held_of
 from moebius.distributed.mesh import Mesh, build_mesh
 from moebius.distributed.parallelize import build_model
 from moebius.distributed.placement.balance_load import packed
-from moebius.distributed.placement.move import banks_of, held_experts, homes_of, move_experts
+from moebius.distributed.placement.move import banks_of, expert_maps_of, held_experts, move_experts
 from moebius.distributed.placement.replicas import CopyReducer
 from moebius.distributed.process.process import start_process
 from moebius.model.config import ModelConfig
@@ -54,19 +54,19 @@ def meshed(ep: int) -> Iterator[Mesh]:
         yield build_mesh(plan_layout(MeshConfig(ep=ep), process.world_size), process)
 
 
-def targets(model: nn.Module, number: int) -> dict[str, Homes]:
-    """Other homes for every bank, with 0, 1 or 2 slots more per rank than its share."""
+def targets(model: nn.Module, number: int) -> dict[str, ExpertMap]:
+    """Another expert map for every bank, with 0, 1 or 2 slots more per rank than its share."""
     generator, found = random.Random(number), {}
-    for name, homes in homes_of(model).items():
-        count = homes.num_experts
-        even = contiguous_homes(count, len(homes.slots_P)).slots_P
+    for name, expert_map in expert_maps_of(model).items():
+        count = expert_map.num_experts
+        even = contiguous_map(count, len(expert_map.slots_P)).slots_P
         slots = [min(own + number % 3, count) for own in even]
         found[name] = packed([generator.randint(0, 99) for _ in range(count)], slots)
     return found
 
 
 def there_and_back(ep: int) -> list[str]:
-    """Moves five times and home again; what is wrong after each move."""
+    """Moves five times and back again; what is wrong after each move."""
     wrong = []
     with meshed(ep) as mesh:
         model = build_model(
@@ -79,21 +79,23 @@ def there_and_back(ep: int) -> list[str]:
         for parameter in model.parameters():  # moments that tell which weight they belong to
             optimizer.state[parameter]["exp_avg"].copy_(parameter.detach() + 1)
             optimizer.state[parameter]["exp_avg_sq"].copy_(parameter.detach() * 2)
-        objects, at_home = {id(p) for p in model.parameters()}, homes_of(model)
+        objects, at_start = {id(p) for p in model.parameters()}, expert_maps_of(model)
         moved = 0
         for number in [1, 2, 3, 3, 4, None]:
-            homes = at_home if number is None else targets(model, number)
-            before = homes_of(model)
-            took = move_experts(model, optimizer, mesh, homes)
+            expert_map = at_start if number is None else targets(model, number)
+            before = expert_maps_of(model)
+            took = move_experts(model, optimizer, mesh, expert_map)
             moved += took.experts
-            if homes_of(model) != homes or (before == homes and took.experts):
-                wrong.append(f"{number}: homes")
+            if expert_maps_of(model) != expert_map or (before == expert_map and took.experts):
+                wrong.append(f"{number}: expert maps")
             for name, layer in banks_of(model).items():
                 for inner, parameter in layer.experts.named_parameters():
                     full = whole.get_parameter(f"{name}.experts.{inner}").detach()
                     state, held = optimizer.state[parameter], held_of(parameter)
-                    ok = held == held_experts(tuple(full.shape), homes[name], mesh.coordinates.ep)
-                    ok &= len(parameter) == homes[name].slots_P[mesh.coordinates.ep]
+                    ok = held == held_experts(
+                        tuple(full.shape), expert_map[name], mesh.coordinates.ep
+                    )
+                    ok &= len(parameter) == expert_map[name].slots_P[mesh.coordinates.ep]
                     for box in held.boxes:
                         value = box.cut(full)
                         ok &= torch.equal(box.of(parameter.detach()), value)
@@ -103,13 +105,13 @@ def there_and_back(ep: int) -> list[str]:
                         wrong.append(f"{number}: {name}.{inner}")
         assert moved > 10
         assert {id(p) for p in model.parameters()} == objects == {id(p) for p in optimizer.state}
-        assert all(len(homes.copies) == 0 for homes in homes_of(model).values())
+        assert all(len(expert_map.copies) == 0 for expert_map in expert_maps_of(model).values())
         for names, words in (
             (
-                {"group.7.attention.value": contiguous_homes(6, ep)},
+                {"group.7.attention.value": contiguous_map(6, ep)},
                 "no bank 'group.7.attention.value'",
             ),
-            ({"group.0.attention.value": contiguous_homes(8, ep)}, "6 experts on"),
+            ({"group.0.attention.value": contiguous_map(8, ep)}, "6 experts on"),
         ):
             with pytest.raises(ValueError, match=words):
                 move_experts(model, optimizer, mesh, names)
@@ -124,14 +126,14 @@ def test_weights_and_moments_go_together_wherever_they_go(ep: int) -> None:
 # Copies that answer.
 
 COPIED = packed([40, 3, 20, 1, 5, 30, 2, 9], (3, 4, 2, 3))  # four slots more than experts
-LONE = Homes(
+LONE = ExpertMap(
     (2, 5, 0, 4), (10, 0, 2, 3, 4, 7, 8, 9), ((0, 6), (6, 1), (5, 5))
 )  # a rank without experts
 
 
-def placed_layer(homes: Homes, rank: int) -> SparseLayer:
+def placed_layer(expert_map: ExpertMap, rank: int) -> SparseLayer:
     """This rank's slots of the bank."""
-    experts = [homes.expert_S[slot] for slot in homes.own_slots(rank)]
+    experts = [expert_map.expert_S[slot] for slot in expert_map.own_slots(rank)]
     whole, own = bank(torch.float32), bank(torch.float32, 0, len(experts))
     with torch.no_grad():
         for parameter, full in zip(own.parameters(), whole.parameters(), strict=True):
@@ -140,7 +142,7 @@ def placed_layer(homes: Homes, rank: int) -> SparseLayer:
 
 
 def answers(
-    name: str, cases: list[tuple[Homes, str]], order: list[int] | None = None
+    name: str, cases: list[tuple[ExpertMap, str]], order: list[int] | None = None
 ) -> list[dict[str, Tensor]]:
     """Results of this rank, gradients of the slots after the reduction; experts renumbered by
     `order`.
@@ -150,12 +152,12 @@ def answers(
             build_node_groups(mesh.ep_group, 2, timeout_s=20) if name == "hierarchical" else None
         )
         labels, found = torch.tensor(order or list(range(EXPERTS))), []
-        for homes, scene in cases:
+        for expert_map, scene in cases:
             layer, seen = (
-                placed_layer(homes, mesh.rank),
-                relabelled(homes, order) if order else homes,
+                placed_layer(expert_map, mesh.rank),
+                relabelled(expert_map, order) if order else expert_map,
             )
-            layer.dispatcher = make_dispatcher(name, mesh.ep_group, homes=seen, nodes=nodes)
+            layer.dispatcher = make_dispatcher(name, mesh.ep_group, expert_map=seen, nodes=nodes)
             x, experts, weights, grad = parts(SCENES[scene], torch.float32)[mesh.rank]
             result = forward_backward(layer, x, labels[experts], weights, grad)
             parameters = dict(layer.experts.named_parameters())
@@ -173,18 +175,18 @@ def answers(
         return found
 
 
-def relabelled(homes: Homes, order: list[int]) -> Homes:
+def relabelled(expert_map: ExpertMap, order: list[int]) -> ExpertMap:
     """The same slots for experts with other numbers."""
-    slots = [homes.slots_E[order.index(expert)] for expert in range(EXPERTS)]
+    slots = [expert_map.slots_E[order.index(expert)] for expert in range(EXPERTS)]
     copies = tuple((expert, slot) for expert, own in enumerate(slots) for slot in own[1:])
-    return Homes(homes.slots_P, tuple(own[0] for own in slots), copies)
+    return ExpertMap(expert_map.slots_P, tuple(own[0] for own in slots), copies)
 
 
 def alone(scene: str) -> tuple[list[dict[str, Tensor]], dict[str, Tensor]]:
-    """Every rank's results with all experts at home, and the sums of the experts' gradients."""
-    at_home = contiguous_homes(EXPERTS, 1)
+    """Every rank's results with all experts on one rank, and the sums of the experts' gradients."""
+    at_start = contiguous_map(EXPERTS, 1)
     results = [
-        forward_backward(placed_layer(at_home, 0), *given)
+        forward_backward(placed_layer(at_start, 0), *given)
         for given in parts(SCENES[scene], torch.float32)
     ]
     return results, {
@@ -192,26 +194,26 @@ def alone(scene: str) -> tuple[list[dict[str, Tensor]], dict[str, Tensor]]:
     }
 
 
-def served_by(homes: Homes, scene: str) -> list[int]:
+def served_by(expert_map: ExpertMap, scene: str) -> list[int]:
     """Routes for every rank: to the own copy of an expert, else to the copies in turn."""
     served = [0] * 4
     for source, (_, experts, _, _) in enumerate(parts(SCENES[scene], torch.float32)):
         for expert in experts.flatten().tolist():
-            served[homes.rank_S[homes.seen_from(source).slots_E[expert][0]]] += 1
+            served[expert_map.rank_S[expert_map.seen_from(source).slots_E[expert][0]]] += 1
     return served
 
 
 @pytest.mark.parametrize("name", ["alltoall", "dedup", "allgather", "hierarchical"])
 def test_copies_answer_as_the_one_expert_would(name: str) -> None:
     cases = [
-        (homes, scene)
-        for homes in (COPIED, LONE)
+        (expert_map, scene)
+        for expert_map in (COPIED, LONE)
         for scene in ("uneven", "all to one expert", "only one rank has tokens")
     ]
     by_rank = run_ranks(answers, 4, name, cases)
-    for number, (homes, scene) in enumerate(cases):
+    for number, (expert_map, scene) in enumerate(cases):
         (expected, sums), found = alone(scene), [results[number] for results in by_rank]
-        assert [own["served"].item() for own in found] == served_by(homes, scene)
+        assert [own["served"].item() for own in found] == served_by(expert_map, scene)
         for own, wanted in zip(found, expected, strict=True):
             for key in ("y", "x", "gates"):
                 exact = name == "alltoall"
@@ -223,7 +225,7 @@ def test_copies_answer_as_the_one_expert_would(name: str) -> None:
                 assert same, (scene, key)
         for key, total in sums.items():
             slots = torch.cat([own[key] for own in found])
-            for expert, copies in enumerate(homes.slots_E):
+            for expert, copies in enumerate(expert_map.slots_E):
                 assert torch.allclose(
                     slots[copies[0]], total[expert], atol=1e-4 * total.abs().max().item()
                 )
@@ -231,11 +233,11 @@ def test_copies_answer_as_the_one_expert_would(name: str) -> None:
 
 
 def test_names_of_experts_mean_nothing() -> None:
-    """Experts renumbered, in routes and homes alike: every bit stays."""
+    """Experts renumbered, in routes and expert map alike: every bit stays."""
     order = [5, 2, 7, 0, 1, 6, 3, 4]
     cases = [
-        (contiguous_homes(EXPERTS, 4), "uneven"),
-        (Homes((2, 2, 2, 2), (6, 1, 3, 0, 7, 5, 2, 4)), "uneven"),
+        (contiguous_map(EXPERTS, 4), "uneven"),
+        (ExpertMap((2, 2, 2, 2), (6, 1, 3, 0, 7, 5, 2, 4)), "uneven"),
     ]
     straight, renamed = (run_ranks(answers, 4, "alltoall", cases, each) for each in (None, order))
     for rank in range(4):
@@ -248,9 +250,9 @@ def test_names_of_ranks_mean_nothing() -> None:
     """The ranks' blocks of slots exchanged: outputs and the gradient of every expert keep every
     bit.
     """
-    order, first = [2, 0, 3, 1], Homes((3, 1, 2, 2), (6, 1, 3, 0, 7, 5, 2, 4))
+    order, first = [2, 0, 3, 1], ExpertMap((3, 1, 2, 2), (6, 1, 3, 0, 7, 5, 2, 4))
     slots = [slot for rank in order for slot in first.own_slots(rank)]
-    second = Homes(
+    second = ExpertMap(
         tuple(first.slots_P[rank] for rank in order),
         tuple(slots.index(slot) for slot in first.slot_E or ()),
     )
@@ -271,6 +273,6 @@ def nothing_shared() -> bool:
         parameter = nn.Parameter(torch.ones(2, 3))
         parameter.grad = torch.full((2, 3), float(mesh.rank))
         CopyReducer(
-            GradientReducer([], [parameter], mesh), [(contiguous_homes(4, 2), [parameter])], mesh
+            GradientReducer([], [parameter], mesh), [(contiguous_map(4, 2), [parameter])], mesh
         ).reduce()
         return bool((parameter.grad == mesh.rank).all()) and dist.get_world_size() == 2
