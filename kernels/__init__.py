@@ -1,4 +1,4 @@
-"""The expert layers' operations as functions of tensors, each behind a door with several backends."""
+"""The expert layers' operations as functions of tensors, each with several backends."""
 
 if __name__ == "kernels":
     raise ImportError(

@@ -49,7 +49,7 @@ def hidden_in_place(z_RW: Tensor, activation: str) -> Tensor:
 
 
 def hidden_and_pullback(
-    kept_RW: Tensor, activation: str
+    saved_RW: Tensor, activation: str
 ) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
     """The hidden rows (R, F) and how their gradient (R, F) becomes that of the rows before the
     activation (R, W).
@@ -58,9 +58,9 @@ def hidden_and_pullback(
     in between.
     """
     if activation == "relu":
-        return kept_RW, lambda grad: grad.masked_fill_(kept_RW <= 0, 0)
-    dtype = kept_RW.dtype
-    z = kept_RW.to(torch.promote_types(dtype, torch.float32))
+        return saved_RW, lambda grad: grad.masked_fill_(saved_RW <= 0, 0)
+    dtype = saved_RW.dtype
+    z = saved_RW.to(torch.promote_types(dtype, torch.float32))
     if activation not in GATES:
         value, slope = _SMOOTH[activation](z)
         return value.to(dtype), lambda grad: grad.mul_(slope())

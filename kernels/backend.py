@@ -1,4 +1,4 @@
-"""Which implementation stands behind a door. Chosen by name once, never by what happens to import."""
+"""Which implementation a public operation runs. Chosen by name once, never by what happens to import."""
 
 import functools
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from .libraries import megablocks_available as megablocks_library
 from .triton import available as triton_library
 
 BACKENDS = ("reference", "segments", "avx512", "triton", "grouped_mm", "megablocks")
-deferring: tuple[str, ...] = ("triton",)  # those that are `DefersWeightGradients`
+DEFERRING_BACKENDS: tuple[str, ...] = ("triton",)  # those that are `DefersWeightGradients`
 Resolver = Callable[[str, torch.device, torch.dtype], str]
 
 
@@ -31,7 +31,7 @@ class KernelConfig(BaseModel):
     ] = "auto"
     # on CPUs, float32 products through oneDNN (onednn.py); an error where that is not exact
     onednn: bool = False
-    # Of triton. tf32: float32 products in TensorFloat-32. scatter_add: answers are added by
+    # Of triton. tf32: float32 products in TensorFloat-32. scatter_add: outputs are added by
     # atomics, in another order each time, and no row per route is stored. fused: a perceptron's
     # forward is one kernel.
     switches: tuple[Literal["tf32", "scatter_add", "fused"], ...] = ()
@@ -48,7 +48,7 @@ class KernelConfig(BaseModel):
 
     @property
     def name(self) -> str:
-        """What the doors take as `backend`: the switches follow, each after a plus."""
+        """The `backend` argument of the operations: the name, and each switch after a plus."""
         return "+".join((self.backend, *self.switches))
 
 
@@ -118,7 +118,7 @@ def _reason_against_grouped_mm(device_type: str, dtype: torch.dtype) -> str | No
 
 def defers(backend: str) -> bool:
     """Whether a backend that `resolve_backend` returned is a `DefersWeightGradients`."""
-    return backend.partition("+")[0] in deferring
+    return backend.partition("+")[0] in DEFERRING_BACKENDS
 
 
 @functools.cache
@@ -137,14 +137,14 @@ def implementation(backend: str) -> DefersWeightGradients:
     return cast(DefersWeightGradients, module)
 
 
-def prepare(backend: str) -> None:
+def build_backend(backend: str) -> None:
     """Does once what the first call would do: compiles what is to be compiled.
 
     Raises:
         ValueError: it cannot be compiled.
     """
     if backend == "avx512":
-        avx512_library.library()
+        avx512_library.load_library()
 
 
 # Where the backends are that a folder holds; others have their backend's name.

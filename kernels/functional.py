@@ -1,6 +1,6 @@
-"""The two doors through which every expert computation goes: `routed_mlp` and `routed_linear`.
+"""The public functional interface of the expert layers: `routed_mlp` and `routed_linear`.
 
-The `reference` backend is plain PyTorch under autograd. All others stand behind one op per door
+The `reference` backend is plain PyTorch under autograd. All others implement one op per function
 (ops.py): gather, matrix products, activation, gate weight and scatter-add together, with one
 backward, so that a backend may fuse them and save as little as it can.
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from . import ops, reference
 from .backend import resolve_backend
-from .gradients import shared
+from .gradients import shared_weights
 from .operands import MLPBank, RouteList, check_counts
 
 
@@ -41,7 +41,7 @@ def routed_mlp(
         b_up_EF, b_down_EO: biases, each only if wanted.
         backend: an entry of `BACKENDS`, or "auto": the fastest that there is for this device and
             dtype.
-        defer: within `gradients.one_pass`, a backend that can may make the weights' gradients of
+        defer: within `gradients.accumulate_weight_gradients`, a backend that can may make the weights' gradients of
             all calls in one product at the end of the backward pass; their operands wait that long.
 
     Returns:
@@ -66,7 +66,7 @@ def routed_mlp(
     backend = resolve_backend(backend, x_UD.device, dtype)
     if backend == "reference":
         return reference.routed_mlp(x_UD, bank, routes)
-    (w_up_EDF, w_down_EFO), number = shared(w_up_EDF, w_down_EFO, defer=defer)
+    (w_up_EDF, w_down_EFO), number = shared_weights(w_up_EDF, w_down_EFO, defer=defer)
     y_TO, _ = ops.routed_mlp(
         x_UD, w_up_EDF, w_down_EFO, b_up_EF, b_down_EO, activation, *_flat(routes), backend, number
     )
@@ -84,7 +84,7 @@ def routed_linear(
     backend = resolve_backend(backend, x_UD.device, x_UD.dtype)
     if backend == "reference":
         return reference.routed_linear(x_UD, w_EDO, routes)
-    (w_EDO,), number = shared(w_EDO, defer=defer)
+    (w_EDO,), number = shared_weights(w_EDO, defer=defer)
     y_TO, _ = ops.routed_linear(x_UD, w_EDO, *_flat(routes), backend, number)
     return y_TO
 

@@ -3,10 +3,10 @@ out once.
 
 Autograd would make a tensor of zeros for every use of a shared weight, fill it, and add it to the
 sum so far: for a bank of experts that costs as much memory traffic as the products themselves.
-Inside `one_pass` every call of a door on the same bank adds its gradient to the same buffer (or,
-where the backend defers, leaves its operands there, and all calls' gradients are one product); the
-sum enters the graph once, when the last of them has run. Outside of it, and in compiled code, each
-call returns its own gradient, and autograd adds them up.
+Inside `accumulate_weight_gradients` every call on the same bank adds its gradient to the same
+buffer (or, where the backend defers, saves its operands there, and all calls' gradients are one
+product); the sum enters the graph once, when the last of them has run. Outside of it, and in
+compiled code, each call returns its own gradient, and autograd adds them up.
 """
 
 import itertools
@@ -14,16 +14,17 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 Sums = tuple[Tensor, ...]
+WeightGradients = Callable[[list[Any]], Sums]
 
 
 class GradientSum:
-    """What one backward pass has of the gradients of a bank's weights."""
+    """Accumulates the gradients of one bank's weights over one backward pass."""
 
     def __init__(self, weights: Sequence[Tensor], *, defer: bool) -> None:
         self.defer = defer
@@ -31,8 +32,8 @@ class GradientSum:
         self._clear()
 
     def buffers(self) -> Sums:
-        """To add to: zeros at the first call of a backward pass."""
-        self._enter()
+        """Returns one buffer per weight to add to: zeros at the first call of a backward pass."""
+        self._discard_older_pass()
         if self._buffers is None:
             self._buffers = tuple(
                 torch.zeros(shape, dtype=dtype, device=device)
@@ -40,30 +41,26 @@ class GradientSum:
             )
         return self._buffers
 
-    def leave(self, operands: Any, settle: Callable[[list[Any]], Sums]) -> None:
-        """Defers a call: `settle` will be given all that was left, in order."""
-        self._enter()
-        self._left.append(operands)
-        self._settle = settle
+    def defer_call(self, operands: Any, weight_gradients: WeightGradients) -> None:
+        """Saves a call's operands; `weight_gradients` will get all that were saved, in order."""
+        self._discard_older_pass()
+        self._deferred.append(operands)
+        self._weight_gradients = weight_gradients
 
-    def take(self) -> Sums | tuple[None, ...]:
-        """The sums, which are then the caller's alone."""
-        self._enter()
+    def pop(self) -> Sums | tuple[None, ...]:
+        """Returns the sums, which are then the caller's alone, and forgets them; None if no call."""
+        self._discard_older_pass()
         sums = self._buffers
-        if self._left and self._settle is not None:
-            settled = self._settle(self._left)
-            sums = (
-                settled
-                if sums is None
-                else tuple(a.add_(b) for a, b in zip(sums, settled, strict=True))
-            )
+        if self._deferred and self._weight_gradients is not None:
+            deferred = self._weight_gradients(self._deferred)
+            if sums is not None:
+                deferred = tuple(a.add_(b) for a, b in zip(sums, deferred, strict=True))
+            sums = deferred
         self._clear()
         return (None,) * len(self._forms) if sums is None else sums
 
-    def _enter(self) -> None:
-        """What an earlier backward pass left behind, which broke off or did not ask for these
-        weights, is nothing to this one.
-        """
+    def _discard_older_pass(self) -> None:
+        """Forgets what an earlier backward pass left, which broke off or did not ask for these weights."""
         task = torch._C._current_graph_task_id()  # there is no public name for it
         if task != self._task:
             self._clear()
@@ -71,55 +68,65 @@ class GradientSum:
 
     def _clear(self) -> None:
         self._buffers: Sums | None = None
-        self._left: list[Any] = []
-        self._settle: Callable[[list[Any]], Sums] | None = None
+        self._deferred: list[Any] = []
+        self._weight_gradients: WeightGradients | None = None
         self._task = -1
 
 
+class _SharedBank(NamedTuple):
+    """One bank inside `accumulate_weight_gradients`."""
+
+    weights: Sequence[Tensor]  # kept alive, so that no other tensor gets their ids
+    views: Sums  # what calls use: through them the sum enters the graph
+    number: int
+
+
 _number = itertools.count(1)
-_sums: weakref.WeakValueDictionary[int, GradientSum] = (
-    weakref.WeakValueDictionary()
-)  # ops take numbers, no objects
-_pass: ContextVar[dict[tuple[int, ...], tuple[Sequence[Tensor], Sums, int]] | None] = ContextVar(
-    "pass", default=None
-)
+# Ops take numbers, no objects.
+_sums: weakref.WeakValueDictionary[int, GradientSum] = weakref.WeakValueDictionary()
+_banks: ContextVar[dict[tuple[int, ...], _SharedBank] | None] = ContextVar("banks", default=None)
 
 
 @contextmanager
-def one_pass() -> Iterator[None]:
-    """A forward pass in which no weight changes. Passes may be nested: the inner one is its own."""
-    token = _pass.set({})
+def accumulate_weight_gradients() -> Iterator[None]:
+    """Spans a forward pass, in which no weight changes, whose calls sum their weights' gradients.
+
+    Spans may be nested: the inner one has sums of its own.
+    """
+    token = _banks.set({})
     try:
         yield
     finally:
-        _pass.reset(token)
+        _banks.reset(token)
 
 
-def shared(*weights: Tensor, defer: bool) -> tuple[Sums, int]:
-    """The weights as a call is to use them, and the number of their sum: 0 outside of a pass, where
-    there is none.
+def shared_weights(*weights: Tensor, defer: bool) -> tuple[Sums, int]:
+    """Returns the weights as a call is to use them, and the number of their gradient sum.
+
+    The number is 0, and the weights are the given ones, outside of `accumulate_weight_gradients`.
     """
-    known = None if torch.compiler.is_compiling() else _pass.get()
-    if known is None or not torch.is_grad_enabled() or not all(w.requires_grad for w in weights):
+    banks = None if torch.compiler.is_compiling() else _banks.get()
+    if banks is None or not torch.is_grad_enabled() or not all(w.requires_grad for w in weights):
         return weights, 0
     key = tuple(map(id, weights))
-    if key not in known:
+    if key not in banks:
         total = GradientSum(weights, defer=defer)
         number = next(_number)
         _sums[number] = total
-        # the weights themselves are kept, so that no other tensor gets their ids
-        known[key] = (weights, _Share.apply(total, *weights), number)  # pyright: ignore[reportArgumentType]
-    return known[key][1:]
+        views: Any = _SharedWeights.apply(total, *weights)
+        banks[key] = _SharedBank(weights, views, number)
+    return banks[key].views, banks[key].number
 
 
-def sum_of(number: int) -> GradientSum | None:
-    """The sum of that number; None: of no pass."""
+def gradient_sum(number: int) -> GradientSum | None:
+    """Returns the sum of that number; None for 0, a call outside of any span."""
     return _sums[number] if number else None
 
 
-class _Share(torch.autograd.Function):
-    """The weights again. In the backward pass it comes after all their calls, and brings the sum of
-    what these have added.
+class _SharedWeights(torch.autograd.Function):
+    """Returns the weights as views, and in the backward pass the sum that their calls have made.
+
+    Autograd runs this backward after those of all calls, for they use its outputs.
     """
 
     @staticmethod
@@ -130,7 +137,12 @@ class _Share(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple:
-        sums = ctx.total.take()
-        return None, *(
-            a if b is None else b if a is None else a + b for a, b in zip(sums, grads, strict=True)
-        )
+        sums = ctx.total.pop()
+        return None, *(_add(a, b) for a, b in zip(sums, grads, strict=True))
+
+
+def _add(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+    """Adds two gradients, either of which may be missing."""
+    if a is None or b is None:
+        return b if a is None else a
+    return a + b

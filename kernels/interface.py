@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .operands import LinearCall, MLPBank, MLPCall, MLPGradients, SortedRoutes
 
-ROW_SLACK = 64  # rows that a backend's kept rows have past the end
+ROW_SLACK = 64  # rows that a backend's saved rows have past the end
 
 
 class Backend(Protocol):
@@ -22,7 +22,7 @@ class Backend(Protocol):
     def mlp_forward(
         self, x_UD: Tensor, bank: MLPBank, routes: SortedRoutes
     ) -> tuple[Tensor, Tensor]:
-        """y (num_targets, O), and the rows kept for the activation's backward, (N + ROW_SLACK, W),
+        """y (num_targets, O), and the rows saved for the activation's backward, (N + ROW_SLACK, W),
         in sorted order.
         """
         ...
@@ -33,7 +33,7 @@ class Backend(Protocol):
         x_UD: Tensor,
         bank: MLPBank,
         routes: SortedRoutes,
-        kept: Tensor,
+        saved: Tensor,
         into: MLPGradients,
     ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
         """Gradients of x, the gate weights (in route order) and the biases; those of the weights
@@ -44,7 +44,7 @@ class Backend(Protocol):
     def linear_forward(
         self, x_UD: Tensor, w_EDO: Tensor, routes: SortedRoutes
     ) -> tuple[Tensor, Tensor]:
-        """y (num_targets, O), and the ungated answers (N + ROW_SLACK, O) if O ≤ D, else empty."""
+        """y (num_targets, O), and the ungated outputs (N + ROW_SLACK, O) if O ≤ D, else empty."""
         ...
 
     def linear_backward(
@@ -53,7 +53,7 @@ class Backend(Protocol):
         x_UD: Tensor,
         w_EDO: Tensor,
         routes: SortedRoutes,
-        kept: Tensor,
+        saved: Tensor,
         into_EDO: Tensor,
     ) -> tuple[Tensor, Tensor]:
         """Gradients of x and the gate weights; the weights' is added to `into_EDO`."""
@@ -64,7 +64,7 @@ class DefersWeightGradients(Backend, Protocol):
     """A backend that makes the weights' gradients of several calls in one product."""
 
     def mlp_backward_rows(
-        self, grad_TO: Tensor, x_UD: Tensor, bank: MLPBank, routes: SortedRoutes, kept: Tensor
+        self, grad_TO: Tensor, x_UD: Tensor, bank: MLPBank, routes: SortedRoutes, saved: Tensor
     ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor]:
         """As `mlp_backward` without the weights; beside it the gradient of the rows before the
         activation.
@@ -76,7 +76,7 @@ class DefersWeightGradients(Backend, Protocol):
         ...
 
     def linear_backward_rows(
-        self, grad_TO: Tensor, x_UD: Tensor, w_EDO: Tensor, routes: SortedRoutes, kept: Tensor
+        self, grad_TO: Tensor, x_UD: Tensor, w_EDO: Tensor, routes: SortedRoutes, saved: Tensor
     ) -> tuple[Tensor, Tensor]:
         """As `linear_backward` without the weights."""
         ...

@@ -1,4 +1,4 @@
-"""What the doors read, as records: a list of routes, and a bank of perceptrons; and what a backend
+"""What the operations read, as records: a list of routes, and a bank of perceptrons; and what a backend
 gets of them.
 
 Legend: U source rows, N routes, E experts, D input width, F hidden width, W columns before the
@@ -30,7 +30,7 @@ class Sorting:
 
 
 class RouteList(Protocol):
-    """What a door reads of a list of routes (the model's `Routes` is one).
+    """What an operation reads of a list of routes (the model's `Routes` is one).
 
     Route n reads row source_N[n], goes through expert_N[n], is weighed by weight_N[n] and added
     into row target_N[n].
@@ -178,8 +178,8 @@ class MLPCall:
     grad_TO: Tensor
     x_UD: Tensor
     routes: SortedRoutes
-    kept: Tensor
-    d_z: Tensor  # the gradient of the rows before the activation, laid out as `kept` is
+    saved: Tensor
+    d_z: Tensor  # the gradient of the rows before the activation, laid out as `saved` is
     bank: MLPBank
 
 

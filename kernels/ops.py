@@ -1,8 +1,8 @@
-"""The doors' operations as torch sees them: opaque steps with schemas, fake and autograd
+"""The expert operations as torch sees them: opaque steps with schemas, fake and autograd
 registrations, and FLOP formulas.
 
 So meta-device dry runs, torch.compile and torch's FlopCounterMode work, with or without data. Of
-each door there is
+each of them there is
 
     NAME                 the result, and what the backward needs: hidden or ungated rows in sorted order
     NAME_backward        all gradients
@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from .backend import defers, implementation
-from .gradients import GradientSum, sum_of
+from .gradients import GradientSum, gradient_sum
 from .interface import ROW_SLACK
 from .operands import LinearCall, MLPBank, MLPCall, MLPGradients, SortedRoutes
 
@@ -46,7 +46,7 @@ def _operator(name: str, schema: str, *, mutates: Sequence[str] = ()) -> Any:
     "routed_mlp", f"(Tensor x, {_BANK}, {_ROUTES}, str backend, int number) -> (Tensor, Tensor)"
 )
 def routed_mlp(x: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    """y (num_targets, O), and the kept rows (N + slack, W). `number`: of the weights' sum in a
+    """y (num_targets, O), and the saved rows (N + slack, W). `number`: of the weights' sum in a
     pass, or 0.
     """
     bank, routes, backend, _ = _mlp_records(*rest)
@@ -62,13 +62,13 @@ def _(x: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
 
 @_operator(
     "routed_mlp_backward",
-    f"(Tensor grad, Tensor x, {_BANK}, {_ROUTES}, str backend, Tensor kept) "
+    f"(Tensor grad, Tensor x, {_BANK}, {_ROUTES}, str backend, Tensor saved) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 def _mlp_backward(grad: Tensor, x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    bank, routes, backend, kept = _mlp_records(*rest)
+    bank, routes, backend, saved = _mlp_records(*rest)
     into = MLPGradients(torch.zeros_like(bank.w_up_EDW), torch.zeros_like(bank.w_down_EFO))
-    rows = implementation(backend).mlp_backward(grad, x, bank, routes, kept, into)
+    rows = implementation(backend).mlp_backward(grad, x, bank, routes, saved, into)
     return *_without_none(x, rows), into.w_up_EDW, into.w_down_EFO
 
 
@@ -84,15 +84,17 @@ def _(grad: Tensor, x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
 
 @_operator(
     "routed_mlp_backward_into",
-    f"(Tensor grad, Tensor x, {_BANK}, {_ROUTES}, str backend, Tensor kept, Tensor(a!) into_up, "
+    f"(Tensor grad, Tensor x, {_BANK}, {_ROUTES}, str backend, Tensor saved, Tensor(a!) into_up, "
     "Tensor(b!) into_down) "
     "-> (Tensor, Tensor, Tensor, Tensor)",
     mutates=("into_up", "into_down"),
 )
 def _mlp_backward_into(grad: Tensor, x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    bank, routes, backend, kept = _mlp_records(*rest[:-2])
+    bank, routes, backend, saved = _mlp_records(*rest[:-2])
     into = MLPGradients(*rest[-2:])
-    return _without_none(x, implementation(backend).mlp_backward(grad, x, bank, routes, kept, into))
+    return _without_none(
+        x, implementation(backend).mlp_backward(grad, x, bank, routes, saved, into)
+    )
 
 
 @_mlp_backward_into.register_fake
@@ -102,12 +104,12 @@ def _(grad: Tensor, x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
 
 @_operator(
     "routed_mlp_backward_rows",
-    f"(Tensor grad, Tensor x, {_BANK}, {_ROUTES}, str backend, Tensor kept) -> (Tensor, Tensor, "
+    f"(Tensor grad, Tensor x, {_BANK}, {_ROUTES}, str backend, Tensor saved) -> (Tensor, Tensor, "
     "Tensor, Tensor, Tensor)",
 )
 def _mlp_backward_rows(grad: Tensor, x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    bank, routes, backend, kept = _mlp_records(*rest)
-    *rows, d_z = implementation(backend).mlp_backward_rows(grad, x, bank, routes, kept)
+    bank, routes, backend, saved = _mlp_records(*rest)
+    *rows, d_z = implementation(backend).mlp_backward_rows(grad, x, bank, routes, saved)
     return *_without_none(x, rows), d_z
 
 
@@ -150,20 +152,20 @@ def _mlp_gradients(ctx: Any, grad: Tensor | None, *_unused: Tensor) -> tuple:
     none = (None,) * (1 + _NUM_BANK + _NUM_ROUTES + 2)
     if grad is None:
         return none
-    x, *saved, kept = ctx.saved_tensors
-    weights, routes = saved[: _NUM_BANK - 1], (*saved[_NUM_BANK - 1 :], *ctx.numbers)
-    grad, bank, total = grad.contiguous(), (*weights[:4], ctx.activation), sum_of(ctx.number)
-    arguments, grad_banks = (grad, x, *bank, *routes, ctx.backend, kept), (None, None)
+    x, *tensors, saved = ctx.saved_tensors
+    weights, routes = tensors[: _NUM_BANK - 1], (*tensors[_NUM_BANK - 1 :], *ctx.numbers)
+    grad, bank, total = grad.contiguous(), (*weights[:4], ctx.activation), gradient_sum(ctx.number)
+    arguments, grad_banks = (grad, x, *bank, *routes, ctx.backend, saved), (None, None)
     if total is None:
         grad_x, gate, b_up, b_down, *grad_banks = _mlp_backward(*arguments)
     elif _defers(total, ctx.backend):
         grad_x, gate, b_up, b_down, d_z = _mlp_backward_rows(*arguments)
-        total.leave(
+        total.defer_call(
             MLPCall(
                 grad,
                 x,
                 SortedRoutes(*routes),
-                kept,
+                saved,
                 d_z,
                 MLPBank(*weights, activation=ctx.activation),
             ),
@@ -188,7 +190,7 @@ routed_mlp.register_autograd(_mlp_gradients, setup_context=_mlp_context)
     "routed_linear", f"(Tensor x, Tensor w, {_ROUTES}, str backend, int number) -> (Tensor, Tensor)"
 )
 def routed_linear(x: Tensor, w: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    """y (num_targets, O), and the answers before their gates where these are the narrow side (else
+    """y (num_targets, O), and the outputs before their gates where these are the narrow side (else
     empty).
     """
     *routes, backend, _ = rest
@@ -198,20 +200,20 @@ def routed_linear(x: Tensor, w: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
 @routed_linear.register_fake
 def _(x: Tensor, w: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     routes = SortedRoutes(*rest[:_NUM_ROUTES])
-    kept = (routes.num_routes + ROW_SLACK, w.shape[2]) if w.shape[2] <= w.shape[1] else (0,)
-    return x.new_empty(routes.num_targets, w.shape[2]), x.new_empty(kept)
+    saved = (routes.num_routes + ROW_SLACK, w.shape[2]) if w.shape[2] <= w.shape[1] else (0,)
+    return x.new_empty(routes.num_targets, w.shape[2]), x.new_empty(saved)
 
 
 @_operator(
     "routed_linear_backward",
-    f"(Tensor grad, Tensor x, Tensor w, {_ROUTES}, str backend, Tensor kept) -> (Tensor, Tensor, "
+    f"(Tensor grad, Tensor x, Tensor w, {_ROUTES}, str backend, Tensor saved) -> (Tensor, Tensor, "
     "Tensor)",
 )
 def _linear_backward(grad: Tensor, x: Tensor, w: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    *routes, backend, kept = rest
+    *routes, backend, saved = rest
     into = torch.zeros_like(w)
     return *implementation(backend).linear_backward(
-        grad, x, w, SortedRoutes(*routes), kept, into
+        grad, x, w, SortedRoutes(*routes), saved, into
     ), into
 
 
@@ -222,22 +224,22 @@ def _(grad: Tensor, x: Tensor, w: Tensor, weight: Tensor, *_unused: Any) -> tupl
 
 @_operator(
     "routed_linear_backward_into",
-    f"(Tensor grad, Tensor x, Tensor w, {_ROUTES}, str backend, Tensor kept, Tensor(a!) into) -> "
+    f"(Tensor grad, Tensor x, Tensor w, {_ROUTES}, str backend, Tensor saved, Tensor(a!) into) -> "
     "(Tensor, Tensor)",
     mutates=("into",),
 )
 def _linear_backward_into(grad: Tensor, x: Tensor, w: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    *routes, backend, kept, into = rest
-    return implementation(backend).linear_backward(grad, x, w, SortedRoutes(*routes), kept, into)
+    *routes, backend, saved, into = rest
+    return implementation(backend).linear_backward(grad, x, w, SortedRoutes(*routes), saved, into)
 
 
 @_operator(
     "routed_linear_backward_rows",
-    f"(Tensor grad, Tensor x, Tensor w, {_ROUTES}, str backend, Tensor kept) -> (Tensor, Tensor)",
+    f"(Tensor grad, Tensor x, Tensor w, {_ROUTES}, str backend, Tensor saved) -> (Tensor, Tensor)",
 )
 def _linear_backward_rows(grad: Tensor, x: Tensor, w: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    *routes, backend, kept = rest
-    return implementation(backend).linear_backward_rows(grad, x, w, SortedRoutes(*routes), kept)
+    *routes, backend, saved = rest
+    return implementation(backend).linear_backward_rows(grad, x, w, SortedRoutes(*routes), saved)
 
 
 @_linear_backward_into.register_fake
@@ -258,19 +260,19 @@ def _linear_gradients(ctx: Any, grad: Tensor | None, *_unused: Tensor) -> tuple:
     none = (None,) * (2 + _NUM_ROUTES + 2)
     if grad is None:
         return none
-    x, w, *index, kept = ctx.saved_tensors
+    x, w, *index, saved = ctx.saved_tensors
     grad, routes, total, grad_w = (
         grad.contiguous(),
         (*index, *ctx.numbers),
-        sum_of(ctx.number),
+        gradient_sum(ctx.number),
         None,
     )
-    arguments = (grad, x, w, *routes, ctx.backend, kept)
+    arguments = (grad, x, w, *routes, ctx.backend, saved)
     if total is None:
         grad_x, gate, grad_w = _linear_backward(*arguments)
     elif _defers(total, ctx.backend):
         grad_x, gate = _linear_backward_rows(*arguments)
-        total.leave(
+        total.defer_call(
             LinearCall(grad, x, SortedRoutes(*routes), w),
             implementation(ctx.backend).linear_weight_gradients,
         )
@@ -287,7 +289,7 @@ def _defers(total: GradientSum, backend: str) -> bool:
 
 
 # FLOPs: of the products alone, two per multiply-accumulate, as torch counts its own. Arguments are
-# shapes. What is deferred is counted where it is left.
+# shapes. What is deferred is counted with its call.
 
 
 @register_flop_formula(torch.ops.moebius.routed_mlp)

@@ -2,7 +2,7 @@
 
 Every other backend is tested against these, in value and in every gradient. They take any dtype
 (float64 included) and are differentiated by autograd. Cost: one gather, two products and one
-scatter per expert; nothing is fused, all is kept.
+scatter per expert; nothing is fused, all is saved.
 
 Legend: U source rows, N routes, E experts, D input width, O output width.
 """
@@ -27,10 +27,10 @@ def routed_mlp(x_UD: Tensor, bank: MLPBank, routes: RouteList) -> Tensor:
         z = x_UD[routes.source_N[chosen]] @ w_up_DW
         if bank.b_up_EW is not None:
             z = z + bank.b_up_EW[expert]
-        answer = activate(z, bank.activation) @ w_down_FO
+        output = activate(z, bank.activation) @ w_down_FO
         if bank.b_down_EO is not None:
-            answer = answer + bank.b_down_EO[expert]
-        weighted = routes.weight_N[chosen, None].to(x_UD.dtype) * answer
+            output = output + bank.b_down_EO[expert]
+        weighted = routes.weight_N[chosen, None].to(x_UD.dtype) * output
         y_TO = y_TO.index_add(0, routes.target_N[chosen], weighted)
     return y_TO
 
@@ -42,8 +42,8 @@ def routed_linear(x_UD: Tensor, w_EDO: Tensor, routes: RouteList) -> Tensor:
     y_TO = x_UD.new_zeros(routes.num_targets, w_EDO.shape[2])
     for expert, w_DO in enumerate(w_EDO.unbind(0)):
         chosen = (routes.expert_N == expert).nonzero().squeeze(1)
-        answer = routes.weight_N[chosen, None].to(x_UD.dtype) * (
+        output = routes.weight_N[chosen, None].to(x_UD.dtype) * (
             x_UD[routes.source_N[chosen]] @ w_DO
         )
-        y_TO = y_TO.index_add(0, routes.target_N[chosen], answer)
+        y_TO = y_TO.index_add(0, routes.target_N[chosen], output)
     return y_TO

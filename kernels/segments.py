@@ -6,7 +6,7 @@ Plain torch operations, for every device and dtype. Flow of a call:
      counts are read on the host, unless the routes have `per_expert`;
   2. per expert, in chunks of at most 512 rows: gather its rows, the products, the activation, the
      gate weight on the narrow side;
-  3. the answers of a target row are added in route order, so the result does not depend on how rows
+  3. the outputs of a target row are added in route order, so the result does not depend on how rows
      were grouped.
 
 Saved for the backward: x, the index and the hidden rows (N × F); of an activation other than relu
@@ -46,22 +46,24 @@ _CHUNK = 512  # rows: what is gathered stays in the second-level cache
 def mlp_forward(x_UD: Tensor, bank: MLPBank, routes: SortedRoutes) -> tuple[Tensor, Tensor]:
     """Backend.mlp_forward."""
     source_rows, gate = _padded_rows(routes.source_rows()), _padded_rows(routes.gates(x_UD.dtype))
-    kept = x_UD.new_empty(len(gate), bank.w_up_EDW.shape[2])
-    answers = _answers(x_UD, bank.w_down_EFO.shape[2], routes.place_N, routes.per_target, len(gate))
+    saved = x_UD.new_empty(len(gate), bank.w_up_EDW.shape[2])
+    outputs = _output_rows(
+        x_UD, bank.w_down_EFO.shape[2], routes.place_N, routes.per_target, len(gate)
+    )
     w_up, w_down = bank.w_up_EDW.unbind(0), bank.w_down_EFO.unbind(0)
     for expert, rows, _ in _chunks(routes, x_UD):
         g = gate[rows, None]
-        z = torch.mm(_gather("x", x_UD, source_rows[rows]), w_up[expert], out=kept[rows])
+        z = torch.mm(_gather("x", x_UD, source_rows[rows]), w_up[expert], out=saved[rows])
         if bank.b_up_EW is not None:
             z += bank.b_up_EW[expert]
-        answer = torch.mm(
-            hidden_in_place(z, bank.activation) * g, w_down[expert], out=answers[rows]
+        output = torch.mm(
+            hidden_in_place(z, bank.activation) * g, w_down[expert], out=outputs[rows]
         )
         if bank.b_down_EO is not None:
-            answer += g * bank.b_down_EO[expert]
+            output += g * bank.b_down_EO[expert]
     return add_rows(
-        answers, routes.place_N, routes.target_N, routes.num_targets, routes.per_target
-    ), kept
+        outputs, routes.place_N, routes.target_N, routes.num_targets, routes.per_target
+    ), saved
 
 
 def mlp_backward(
@@ -69,20 +71,20 @@ def mlp_backward(
     x_UD: Tensor,
     bank: MLPBank,
     routes: SortedRoutes,
-    kept: Tensor,
+    saved: Tensor,
     into: MLPGradients,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """Backend.mlp_backward.
 
-    The gate's gradient is taken in the hidden space: d/dg (g·h·W) · dy = h · (dy·Wᵀ), so no answer
-    row is kept for it.
+    The gate's gradient is taken in the hidden space: d/dg (g·h·W) · dy = h · (dy·Wᵀ), so no output
+    row is saved for it.
     """
     source_rows, target_rows = (
         _padded_rows(routes.source_rows()),
         _padded_rows(routes.target_rows()),
     )
     gate = _padded_rows(routes.gates(x_UD.dtype))
-    grad_rows = _answers(x_UD, x_UD.shape[1], routes.place_N, routes.per_source, len(gate))
+    grad_rows = _output_rows(x_UD, x_UD.shape[1], routes.place_N, routes.per_source, len(gate))
     grad_gate = torch.zeros_like(gate)
     grad_b_up, grad_b_down = (
         None if b is None else torch.zeros_like(b) for b in (bank.b_up_EW, bank.b_down_EO)
@@ -91,7 +93,7 @@ def mlp_backward(
     grad_up, grad_down = into.w_up_EDW.unbind(0), into.w_down_EFO.unbind(0)
     for expert, rows, count in _chunks(routes, x_UD):
         g, dy = gate[rows, None], _gather("dy", grad_TO, target_rows[rows])
-        h, pullback = hidden_and_pullback(kept[rows], bank.activation)
+        h, pullback = hidden_and_pullback(saved[rows], bank.activation)
         d_gated = dy @ w_down[expert].T
         grad_gate[rows] = (h * d_gated).sum(-1)
         if bank.b_down_EO is not None and grad_b_down is not None:
@@ -115,15 +117,15 @@ def linear_forward(x_UD: Tensor, w_EDO: Tensor, routes: SortedRoutes) -> tuple[T
     narrow_output = w_EDO.shape[2] <= w_EDO.shape[1]
     w = w_EDO.unbind(0)
     if narrow_output:
-        answers = x_UD.new_empty(len(gate), w_EDO.shape[2])
+        outputs = x_UD.new_empty(len(gate), w_EDO.shape[2])
     else:
-        answers = _answers(x_UD, w_EDO.shape[2], routes.place_N, routes.per_target, len(gate))
+        outputs = _output_rows(x_UD, w_EDO.shape[2], routes.place_N, routes.per_target, len(gate))
     for expert, rows, _ in _chunks(routes, x_UD):
         x = _gather("x", x_UD, source_rows[rows])
-        torch.mm(x if narrow_output else x.mul_(gate[rows, None]), w[expert], out=answers[rows])
-    gated = answers * gate[:, None] if narrow_output else answers
+        torch.mm(x if narrow_output else x.mul_(gate[rows, None]), w[expert], out=outputs[rows])
+    gated = outputs * gate[:, None] if narrow_output else outputs
     y_TO = add_rows(gated, routes.place_N, routes.target_N, routes.num_targets, routes.per_target)
-    return y_TO, answers if narrow_output else x_UD.new_empty(0)
+    return y_TO, outputs if narrow_output else x_UD.new_empty(0)
 
 
 def linear_backward(
@@ -131,7 +133,7 @@ def linear_backward(
     x_UD: Tensor,
     w_EDO: Tensor,
     routes: SortedRoutes,
-    kept: Tensor,
+    saved: Tensor,
     into_EDO: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """Backend.linear_backward; the gate's gradient on whichever side is narrow."""
@@ -140,7 +142,7 @@ def linear_backward(
         _padded_rows(routes.target_rows()),
     )
     gate = _padded_rows(routes.gates(x_UD.dtype))
-    grad_rows = _answers(x_UD, x_UD.shape[1], routes.place_N, routes.per_source, len(gate))
+    grad_rows = _output_rows(x_UD, x_UD.shape[1], routes.place_N, routes.per_source, len(gate))
     grad_gate = torch.zeros_like(gate)
     narrow_output = w_EDO.shape[2] <= w_EDO.shape[1]
     w, grad_w = w_EDO.unbind(0), into_EDO.unbind(0)
@@ -148,7 +150,7 @@ def linear_backward(
         x, dy = _gather("x", x_UD, source_rows[rows]), _gather("dy", grad_TO, target_rows[rows])
         g = gate[rows, None]
         if narrow_output:
-            grad_gate[rows] = (kept[rows] * dy).sum(-1)
+            grad_gate[rows] = (saved[rows] * dy).sum(-1)
             dy.mul_(g)
             torch.mm(dy, w[expert].T, out=grad_rows[rows])
             dy[count:] = 0
@@ -193,7 +195,7 @@ def _gather(name: str, rows_UD: Tensor, index: Tensor) -> Tensor:
     return torch.index_select(rows_UD, 0, index, out=out)
 
 
-def _answers(
+def _output_rows(
     like: Tensor, width: int, place_N: Tensor | None, per_row: int, num_rows: int
 ) -> Tensor:
     """Room for rows that are summed up at the end of the call; of their own where `add_rows` may
@@ -203,7 +205,7 @@ def _answers(
     return (
         like.new_empty(shape)
         if place_N is None and per_row <= 1
-        else workspace("answers", shape, like)
+        else workspace("outputs", shape, like)
     )
 
 

@@ -2,7 +2,7 @@
 feed-forwards, the read-out.
 
 What routes stays as it is: dispatchers talk to other ranks and read counts on the host, experts run
-hand-written kernels behind their doors, routers decide. So every part is compiled by itself and as
+hand-written kernels are custom ops, routers decide. So every part is compiled by itself and as
 a whole (`fullgraph`): a part that cannot be is an error, and never runs half compiled. Weights are
 read at every call, so copies in low precision and gathered ones work.
 

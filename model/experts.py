@@ -1,4 +1,4 @@
-"""Banks of experts: weights and the kernel door they go through. They never ask which rank they are
+"""Banks of experts: weights and the kernel operation they go through. They never ask which rank they are
 on.
 """
 

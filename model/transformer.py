@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..kernels.gradients import one_pass
+from ..kernels.gradients import accumulate_weight_gradients
 from .attention import make_attention
 from .balance import DepthLoad, RouterReport, RunningSum, add_sums, collect_loads, report_routing
 from .cache import LayerCache
@@ -240,7 +240,7 @@ class Transformer(nn.Module):
             return x_BSD
 
         halted = None
-        with one_pass():
+        with accumulate_weight_gradients():
             if self.halting is not None:
                 halted = self.halting(apply, x_BSD, self.config.num_layers)
                 x_BSD = halted.answer_BSD

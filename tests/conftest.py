@@ -37,7 +37,7 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
     os.environ[SESSION_MARK] = secrets.token_hex(8)
     if avx512_library.reason_against(torch.float32) is None:
-        avx512_library.library()  # ranks that compiled it each for itself would be late
+        avx512_library.load_library()  # ranks that compiled it each for itself would be late
 
 
 @pytest.hookimpl(trylast=True)

@@ -1,4 +1,4 @@
-"""Routings that nobody would choose, and how a backend of the doors is compared with the reference:
+"""Routings that nobody would choose, and how a backend of the operations is compared with the reference:
 values and all gradients.
 """
 
@@ -115,7 +115,7 @@ def equal_counts(kind: str) -> tuple[Routes, int]:
 
 @dataclass(frozen=True)
 class Perceptrons:
-    """Which door call: an activation, and the biases that `weights` has after w_up and w_down."""
+    """Which operation call: an activation, and the biases that `weights` has after w_up and w_down."""
 
     activation: str
     biases: tuple[str, ...] = ()
@@ -140,7 +140,7 @@ class Perceptrons:
 
 
 def away_from_the_kink(
-    x: Tensor, weights: Sequence[Tensor], door: Perceptrons
+    x: Tensor, weights: Sequence[Tensor], operation: Perceptrons
 ) -> tuple[Tensor, list[Tensor]]:
     """Positive inputs and columns of one sign: rounding then never flips a ReLU, which would be no
     error of the kernel.
@@ -149,29 +149,29 @@ def away_from_the_kink(
     signs = torch.ones(w_up.shape[2])
     signs[::3] = -1
     x, w_up = x.abs() + 0.1, (w_up.abs() + 0.1) * signs.to(w_up.dtype)
-    if "b_up_EF" in door.biases:
+    if "b_up_EF" in operation.biases:
         rest[1] = rest[1].abs() * w_up[:, 0].sign()
     return x, [w_up, *rest]
 
 
 def values_and_gradients(
-    door: Callable[..., Tensor],
+    operation: Callable[..., Tensor],
     x: Tensor,
     weights: Sequence[Tensor],
     routes: Routes,
     grad: Tensor,
     backend: str,
 ) -> list[Tensor]:
-    """The answer, and the gradients of x, the weights and the gate weights."""
+    """The output, and the gradients of x, the weights and the gate weights."""
     leaves = [value.detach().clone().requires_grad_() for value in (x, *weights, routes.weight_N)]
-    y = door(*leaves[:-1], routes.with_weights(leaves[-1]), backend=backend)
+    y = operation(*leaves[:-1], routes.with_weights(leaves[-1]), backend=backend)
     return [y.detach(), *torch.autograd.grad(y, leaves, grad.to(y.dtype))]
 
 
 def expected_and_grad(
-    door: Callable[..., Tensor], x: Tensor, weights: Sequence[Tensor], routes: Routes
+    operation: Callable[..., Tensor], x: Tensor, weights: Sequence[Tensor], routes: Routes
 ) -> tuple[list[Tensor], Tensor]:
-    """The reference's answer and gradients in float64, and the gradient of the answer that they are
+    """The reference's output and gradients in float64, and the gradient of the output that they are
     for.
     """
     exact = [value.double() for value in (x, *weights)]
@@ -180,7 +180,7 @@ def expected_and_grad(
         -3, 4, (routes.num_targets, d_out), generator=torch.Generator().manual_seed(5)
     ).to(x.dtype)
     routes = routes.with_weights(routes.weight_N.double())
-    return values_and_gradients(door, exact[0], exact[1:], routes, grad, "reference"), grad
+    return values_and_gradients(operation, exact[0], exact[1:], routes, grad, "reference"), grad
 
 
 def on_device(routes: Routes, device: str) -> Routes:
@@ -190,7 +190,7 @@ def on_device(routes: Routes, device: str) -> Routes:
 
 
 def check(
-    door: Callable[..., Tensor],
+    operation: Callable[..., Tensor],
     x: Tensor,
     weights: Sequence[Tensor],
     routes: Routes,
@@ -198,24 +198,24 @@ def check(
     backend: str,
     device: str = "cpu",
 ) -> None:
-    """Relative norms: of the answer, and of the gradients of x, every weight and the gate weights."""
-    expected, grad = expected_and_grad(door, x, weights, routes)
+    """Relative norms: of the output, and of the gradients of x, every weight and the gate weights."""
+    expected, grad = expected_and_grad(operation, x, weights, routes)
     own_gate = routes.weight_N.to(torch.promote_types(x.dtype, torch.float32))
     routes = on_device(routes.with_weights(own_gate), device)
     weights = [w.to(device) for w in weights]
     compare(
-        values_and_gradients(door, x.to(device), weights, routes, grad.to(device), backend),
+        values_and_gradients(operation, x.to(device), weights, routes, grad.to(device), backend),
         expected,
         tolerance,
     )
 
 
 def check_on_a_gpu(case: Case, backend: str) -> None:
-    """Both doors there in bfloat16: every activation with biases, wide and narrow outputs, with a
+    """Both operations there in bfloat16: every activation with biases, wide and narrow outputs, with a
     rule and without.
     """
     for activation in ACTIVATIONS:
-        door, generator = (
+        operation, generator = (
             Perceptrons(activation, BIASES["both biases"]),
             torch.Generator().manual_seed(1),
         )
@@ -223,11 +223,11 @@ def check_on_a_gpu(case: Case, backend: str) -> None:
             make_routes(case, generator),
             torch.randn(case.tokens, case.d_in, generator=generator),
         )
-        x, weights = away_from_the_kink(x, door.weights(case, generator), door)
+        x, weights = away_from_the_kink(x, operation.weights(case, generator), operation)
         x, weights = x.bfloat16(), [w.bfloat16() for w in weights]
         narrow_rows = x[:, :1].repeat(1, weights[0].shape[2])
         calls = (
-            (door, x, weights),
+            (operation, x, weights),
             (routed_linear, x, weights[:1]),
             (routed_linear, narrow_rows, [weights[0].mT]),
         )

@@ -1,7 +1,7 @@
 """The Triton backend's functions and the reference's, called alike: in the interpreter and on a
 GPU.
 
-Everything is on its arguments' device; gates are float32, as the doors give them.
+Everything is on its arguments' device; gates are float32, as the operations pass them.
 """
 
 import kernel_cases
@@ -90,10 +90,10 @@ def our_mlp(
     grad: Tensor, x: Tensor, bank: MLPBank, routes: Routes, options: ours.Options = ours.DEFAULT
 ) -> Values:
     places = as_sorted(routes)
-    y, kept = ours.mlp_forward(x, bank, places, options=options)
+    y, saved = ours.mlp_forward(x, bank, places, options=options)
     into = MLPGradients(torch.zeros_like(bank.w_up_EDW), torch.zeros_like(bank.w_down_EFO))
     grad_x, gate, b_up, b_down = ours.mlp_backward(
-        grad, x, bank, places, kept, into, options=options
+        grad, x, bank, places, saved, into, options=options
     )
     gradients = {
         "x": grad_x,
@@ -134,8 +134,8 @@ def our_linear(
     grad: Tensor, x: Tensor, w: Tensor, routes: Routes, options: ours.Options = ours.DEFAULT
 ) -> Values:
     places, into = as_sorted(routes), torch.zeros_like(w)
-    y, kept = ours.linear_forward(x, w, places, options=options)
-    grad_x, gate = ours.linear_backward(grad, x, w, places, kept, into, options=options)
+    y, saved = ours.linear_forward(x, w, places, options=options)
+    grad_x, gate = ours.linear_backward(grad, x, w, places, saved, into, options=options)
     return {"y": y, "x": grad_x, "w": into, "gate": gate}
 
 

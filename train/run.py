@@ -21,7 +21,7 @@ from ..distributed.placement.replicas import CopyReducer
 from ..distributed.process.agreement import code_facts, flat_facts, layout_facts, parameter_facts
 from ..distributed.process.process import Process
 from ..kernels import onednn
-from ..kernels.backend import prepare, resolve_backend
+from ..kernels.backend import build_backend, resolve_backend
 from ..model.compiled import compile_dense_parts
 from ..model.transformer import Transformer
 from .config import Config, ConfigError
@@ -148,7 +148,7 @@ def choose_kernels(config: Config, process: Process) -> str:
         backend = resolve_backend(
             config.kernels.name, process.device, getattr(torch, config.train.precision)
         )
-        prepare(backend)
+        build_backend(backend)
         if config.kernels.onednn:
             onednn.allow_if_exact()
     except ValueError as error:  # told to the other ranks first, which would wait for this one

@@ -8,7 +8,7 @@ Entry by entry, in the order of what an expert layer costs: the call of the back
 387, K 16, at 16,384 tokens for "many" rows per expert and 4,096 for "few") is captured in a CUDA
 graph with each candidate, so that only the GPU's time counts, and replayed. All else stays the
 same, so the fastest call has the fastest tile. A candidate that does not fit the chip, or whose
-answer is not that of the present tile, is out. When the time is over, what was not measured stays
+output is not that of the present tile, is out. When the time is over, what was not measured stays
 as it was.
 
 Writes kernels/triton/tiles.py; and into FOLDER (results/) tune_tiles.json with every time, and with
@@ -145,20 +145,20 @@ def rewritten(source: str, table: dict[Key, Tile], origin: str) -> str:
     return f"{head}TILES: dict[tuple[str, str, str], Tile] = {{\n{''.join(lines)}{tail}"
 
 
-_expected: dict[Key, Tensor] = {}  # the answer with the first tile
+_expected: dict[Key, Tensor] = {}  # the output with the first tile
 
 
 def _timed(key: Key) -> float | str:
     """Milliseconds of the call that uses this entry, or why there are none."""
     try:
         call = _call(key)
-        answer = call().double()
-        size = answer.norm().item()  # waits for the GPU: what goes wrong there shows here
+        output = call().double()
+        size = output.norm().item()  # waits for the GPU: what goes wrong there shows here
     except Exception as error:  # noqa: BLE001  (the compiler's errors and the driver's have no common base)
         return f"{type(error).__name__}: {error}".splitlines()[0]
-    off = ((answer - _expected.setdefault(key, answer)).norm() / size).item()
+    off = ((output - _expected.setdefault(key, output)).norm() / size).item()
     if not off < TOLERANCE:
-        return f"another answer: off by {off:.1e} of its norm"
+        return f"another output: off by {off:.1e} of its norm"
     return _graph_ms(call)
 
 
@@ -197,12 +197,12 @@ def _call(key: Key) -> Callable[[], Tensor]:
     forward = _forward(x, bank, routes, options)
     if kernel in ("gather", "gather_two", "rows", "fused", "fused_two"):
         return lambda: forward()[0]
-    _, kept = forward()
+    _, saved = forward()
     if kernel.startswith("gather_back"):
         return lambda: triton_routed.mlp_backward_rows(
-            grad, x, bank, routes, kept, options=options
+            grad, x, bank, routes, saved, options=options
         )[0]
-    deferred = MLPCall(grad, x, routes, kept, new(*kept.shape), bank)
+    deferred = MLPCall(grad, x, routes, saved, new(*saved.shape), bank)
     return lambda: triton_routed.mlp_weight_gradients([deferred], options=options)[0]
 
 

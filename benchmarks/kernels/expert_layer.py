@@ -44,13 +44,13 @@ from benchmarks.kernels.problem import (
     CPU_SETTINGS,
     GPU_SETTINGS,
     SKEW,
-    Answer,
     Bank,
+    Result,
     Setting,
-    answer_of,
     draw_bank,
     draw_choices,
     meaning,
+    result_of,
 )
 from benchmarks.memory import peak_bytes, saved_bytes
 from benchmarks.report import RESULTS, environment, save
@@ -285,8 +285,8 @@ def name_of(dtype: torch.dtype) -> str:
 
 
 Meanings = dict[
-    str, Answer
-]  # by activation: the reference's answer to the same data, whatever their dtype
+    str, Result
+]  # by activation: the reference's output to the same data, whatever their dtype
 
 
 def check(
@@ -305,14 +305,14 @@ def check(
     for contender, entry in found:
         try:
             layer = contender.build(bank)
-            answer = first_pass(layer, contender, entry, bank, choices)
+            output = first_pass(layer, contender, entry, bank, choices)
         except CANNOT as error:
             entry.why_not = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
             continue
         if contender.role in ("peer", "ours"):
             if contender.activation not in meanings:
                 meanings[contender.activation] = expected(bank, choices, contender.activation)
-            entry.error = answer.error(meanings[contender.activation])
+            entry.error = output.error(meanings[contender.activation])
             if not entry.error <= TOLERANCES[dtype]:
                 entry.why_not = f"{WRONG}: relative error {entry.error:.1e}"
         if (
@@ -325,8 +325,8 @@ def check(
 
 def first_pass(
     layer: Layer, contender: Contender, entry: Entry, bank: Bank, choices: Sequence[Any]
-) -> Answer:
-    out: list[Answer] = []
+) -> Result:
+    out: list[Result] = []
     # Of SwiGLU experts the weights are laid out otherwise: their gradients are not compared.
     weights = layer.weights if contender.activation == "relu" else ()
     leaves = (bank.x_TD, *(choice.gates_THK for choice in choices), *weights)
@@ -339,7 +339,7 @@ def first_pass(
             return y
 
         started = time.perf_counter()
-        out.append(answer_of(forward, bank.grad_TD, leaves))
+        out.append(result_of(forward, bank.grad_TD, leaves))
         if bank.x_TD.is_cuda:
             torch.cuda.synchronize()
         entry.first_ms = (time.perf_counter() - started) * 1e3
@@ -358,7 +358,7 @@ def first_pass(
     return out[-1]
 
 
-def expected(bank: Bank, choices: Sequence[Any], activation: str) -> Answer:
+def expected(bank: Bank, choices: Sequence[Any], activation: str) -> Result:
     if activation == "relu":
         return meaning(bank, choices)
     twice = torch.cat((bank.w_up_EDF, bank.w_up_EDF), 2).detach().requires_grad_()

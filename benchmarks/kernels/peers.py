@@ -4,7 +4,7 @@ one kind of record.
     ceiling   a dense MLP of equal active multiply-accumulates: no routing, one product of full size
     dense     the same layer of the dense model of equal parameters: what a MoEUT layer has to be as fast as
     peer      the same sum over experts, written with plain torch or run by an installed package
-    ours      the doors of moebius.kernels, one contender per backend
+    ours      the functions of moebius.kernels.functional, one contender per backend
 
 On CPUs float32 products of torch run in every mode that is numerically exact on this machine:
 through MKL, torch's default, and through oneDNN, which torch takes with `fp32_precision = "bf16"`
@@ -78,11 +78,11 @@ def contenders(bank: Bank, modes: Sequence[Mode]) -> list[Contender]:
             Contender(
                 "loop, sorted + unbind",
                 "peer",
-                weights_and(sorted_peer(unbound, gate="answers")),
+                weights_and(sorted_peer(unbound, gate="outputs")),
                 mode,
             ),
             Contender(
-                "grouped_mm", "peer", weights_and(sorted_peer(grouped, gate="answers")), mode
+                "grouped_mm", "peer", weights_and(sorted_peer(grouped, gate="outputs")), mode
             ),
             Contender(
                 "grouped_mm, gate in h",
@@ -142,7 +142,7 @@ def dense(width: int) -> Callable[[Bank], DenseLayer]:
 
 Experts = Callable[
     [Tensor, Tensor, Tensor, Sequence[Choice]], Tensor
-]  # rows, both weights, choices → answers
+]  # rows, both weights, choices → outputs
 
 
 @dataclass(frozen=True)
@@ -182,8 +182,8 @@ def where_loop(x_TD: Tensor, w_up: Tensor, w_down: Tensor, choices: Sequence[Cho
     y_TD = torch.zeros_like(x_TD)
     for expert in (chosen_EKT.sum((1, 2)) > 0).nonzero().flatten().tolist():
         slot, token = torch.where(chosen_EKT[expert])
-        answers = (x_TD[token] @ w_up[expert]).relu() @ w_down[expert]
-        y_TD.index_add_(0, token, answers * gates_TK[token, slot, None])
+        outputs = (x_TD[token] @ w_up[expert]).relu() @ w_down[expert]
+        y_TD.index_add_(0, token, outputs * gates_TK[token, slot, None])
     return y_TD
 
 
@@ -205,8 +205,8 @@ def grouped(rows: Tensor, w: Tensor, ends_E: Tensor) -> Tensor:
     return F.grouped_mm(rows, w, offs=ends_E)
 
 
-def sorted_peer(product: Product, *, gate: Literal["answers", "narrow"]) -> Experts:
-    """Sort the routes, gather, products, add up. The gate weighs the answers, or wherever rows are
+def sorted_peer(product: Product, *, gate: Literal["outputs", "narrow"]) -> Experts:
+    """Sort the routes, gather, products, add up. The gate weighs the outputs, or wherever rows are
     narrow.
     """
 
@@ -222,10 +222,10 @@ def sorted_peer(product: Product, *, gate: Literal["answers", "narrow"]) -> Expe
         gate_N1 = choice.gates_THK.flatten()[order_N, None].to(rows.dtype)
         gathered = rows.index_select(0, source_N[order_N])
         if gate == "narrow" and w.shape[1] < w.shape[2]:
-            answers = product(gathered * gate_N1, w, ends_E)
+            outputs = product(gathered * gate_N1, w, ends_E)
         else:
-            answers = product(gathered, w, ends_E) * gate_N1
-        return rows.new_zeros(num_targets, w.shape[2]).index_add(0, target_N[order_N], answers)
+            outputs = product(gathered, w, ends_E) * gate_N1
+        return rows.new_zeros(num_targets, w.shape[2]).index_add(0, target_N[order_N], outputs)
 
     def run(x_TD: Tensor, w_up: Tensor, w_down: Tensor, choices: Sequence[Choice]) -> Tensor:
         tokens, heads, top_k = choices[0].experts_THK.shape
@@ -238,12 +238,12 @@ def sorted_peer(product: Product, *, gate: Literal["answers", "narrow"]) -> Expe
         source_N = token_N[order_N]
         gate_N1 = choices[0].gates_THK.flatten()[order_N, None].to(x_TD.dtype)
         h = product(x_TD.index_select(0, source_N), w_up, ends_E).relu()
-        answers = (
+        outputs = (
             product(h * gate_N1, w_down, ends_E)
             if gate == "narrow"
             else product(h, w_down, ends_E) * gate_N1
         )
-        return torch.zeros_like(x_TD).index_add(0, source_N, answers)
+        return torch.zeros_like(x_TD).index_add(0, source_N, outputs)
 
     return run
 

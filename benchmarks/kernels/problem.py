@@ -68,7 +68,7 @@ class Setting:
         """The least that a backward pass needs besides the weights: x, hidden rows, gates, sorted
         order and its inverse.
 
-        A SwitchHead: x, the ungated answers of V, the rows of O, and both lists of routes.
+        A SwitchHead: x, the ungated outputs of V, the rows of O, and both lists of routes.
         """
         routes_bytes = self.routes * (4 + 2 * 4)
         rows = self.tokens * self.d_model + self.routes * self.d_expert
@@ -111,7 +111,7 @@ class Bank:
     x_TD: Tensor
     w_up_EDF: Tensor
     w_down_EFD: Tensor
-    grad_TD: Tensor  # of the answers
+    grad_TD: Tensor  # of the outputs
 
     @property
     def weights(self) -> tuple[Tensor, Tensor]:
@@ -128,7 +128,7 @@ class Bank:
 def draw_bank(
     setting: Setting, dtype: torch.dtype, generator: torch.Generator, *, exact: bool = False
 ) -> Bank:
-    """Weights, rows and the answers' gradient, of bfloat16's grid in every dtype; `exact`: for
+    """Weights, rows and the outputs' gradient, of bfloat16's grid in every dtype; `exact`: for
     checking.
     """
     experts, width, hidden = setting.num_experts, setting.d_model, setting.d_expert
@@ -193,31 +193,31 @@ def through_the_door(
 
 
 @dataclass(frozen=True)
-class Answer:
+class Result:
     """A layer's result and the gradients of what went in: rows, gates of every router, and weights."""
 
     y_TD: Tensor
     grads: tuple[Tensor, ...]
 
-    def error(self, expected: "Answer") -> float:
-        """The largest relative norm of a difference; of gradients that this answer does not have,
+    def error(self, expected: "Result") -> float:
+        """The largest relative norm of a difference; of gradients that this output does not have,
         none.
         """
         pairs = [(self.y_TD, expected.y_TD), *zip(self.grads, expected.grads, strict=False)]
         return max(float((ours.double() - theirs).norm() / theirs.norm()) for ours, theirs in pairs)
 
 
-def answer_of(forward: Callable[[], Tensor], grad_TD: Tensor, leaves: Sequence[Tensor]) -> Answer:
+def result_of(forward: Callable[[], Tensor], grad_TD: Tensor, leaves: Sequence[Tensor]) -> Result:
     """Runs both passes."""
     y = forward()
     y.backward(grad_TD)
     grads = tuple(torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves)
-    return Answer(y.detach(), grads)
+    return Result(y.detach(), grads)
 
 
 def meaning(
     bank: Bank, choices: Sequence[Choice], *, activation: str = "relu", chunk: int = 4096
-) -> Answer:
+) -> Result:
     """What the reference says in float64, some tokens at a time for the memory's sake."""
     wide = bank.to(torch.float64)
     parts, gates = [], [choice.gates_THK.detach().double().requires_grad_() for choice in choices]
@@ -230,4 +230,4 @@ def meaning(
         y.backward(wide.grad_TD[rows])
         parts.append(y.detach())
     leaves = (wide.x_TD, *gates, *wide.weights)
-    return Answer(torch.cat(parts), tuple(leaf.grad for leaf in leaves if leaf.grad is not None))
+    return Result(torch.cat(parts), tuple(leaf.grad for leaf in leaves if leaf.grad is not None))

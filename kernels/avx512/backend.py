@@ -1,10 +1,10 @@
 """The expert operations in C++ for CPUs with AVX-512: rows are read through their index, and
 nothing is gathered (avx512.cpp).
 
-Float32 everywhere AVX-512 is, bfloat16 where AVX512_BF16 is too. Forward and backward of both doors
+Float32 everywhere AVX-512 is, bfloat16 where AVX512_BF16 is too. Forward and backward of both operations
 are three products of two kinds: rows times a bank's matrices, and a bank's gradient; ReLU, gate
 weights and their gradients happen in registers. Other activations and biases are torch operations
-on the hidden rows between the products. Answers of a target row are added in route order, as in the
+on the hidden rows between the products. Outputs of a target row are added in route order, as in the
 other backends. Saved for the backward is what segments.py saves.
 
 Legend: U source rows, N routes, E experts, D input width, F hidden width, W columns before the
@@ -23,7 +23,7 @@ from ..interface import ROW_SLACK
 from ..operands import MLPBank, MLPGradients, SortedRoutes
 from ..permute import add_rows
 from ..workspace import workspace
-from .build import library
+from .build import load_library
 
 _PLAIN, _RELU, _GRADIENT, _RELU_GRADIENT = range(4)
 _PANEL = 32  # columns
@@ -45,9 +45,9 @@ class _Epilogue(ctypes.Structure):
 def mlp_forward(x_UD: Tensor, bank: MLPBank, routes: SortedRoutes) -> tuple[Tensor, Tensor]:
     """Backend.mlp_forward."""
     num_routes = routes.num_routes
-    kept = x_UD.new_empty(num_routes + ROW_SLACK, bank.w_up_EDW.shape[2])
+    saved = x_UD.new_empty(num_routes + ROW_SLACK, bank.w_up_EDW.shape[2])
     z, source_rows, gate = (
-        kept[:num_routes],
+        saved[:num_routes],
         _int32(routes.source_rows()),
         routes.gates(torch.float32),
     )
@@ -58,19 +58,19 @@ def mlp_forward(x_UD: Tensor, bank: MLPBank, routes: SortedRoutes) -> tuple[Tens
     if bank.b_up_EW is not None:
         z += _of_rows(bank.b_up_EW, routes)
     hidden = z if fused else hidden_in_place(z, bank.activation)
-    answers = _wide_rows_times_bank(hidden, None, bank.w_down_EFO, routes, gate)
+    outputs = _wide_rows_times_bank(hidden, None, bank.w_down_EFO, routes, gate)
     if bank.b_down_EO is not None:
-        answers[:, : bank.b_down_EO.shape[1]] += _of_rows(bank.b_down_EO, routes) * gate[
+        outputs[:, : bank.b_down_EO.shape[1]] += _of_rows(bank.b_down_EO, routes) * gate[
             :, None
-        ].to(answers.dtype)
+        ].to(outputs.dtype)
     return _sum_up(
-        answers,
+        outputs,
         bank.w_down_EFO.shape[2],
         routes,
         routes.target_N,
         routes.num_targets,
         routes.per_target,
-    ), kept
+    ), saved
 
 
 def mlp_backward(
@@ -78,14 +78,14 @@ def mlp_backward(
     x_UD: Tensor,
     bank: MLPBank,
     routes: SortedRoutes,
-    kept: Tensor,
+    saved: Tensor,
     into: MLPGradients,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """Backend.mlp_backward. The gate's gradient is taken in the hidden space: h · (dy·Wᵀ)."""
     num_routes = routes.num_routes
     source_rows, target_rows = _int32(routes.source_rows()), _int32(routes.target_rows())
-    gate, kept = routes.gates(torch.float32), kept[:num_routes]
-    hidden, pullback = hidden_and_pullback(kept, bank.activation)
+    gate, saved = routes.gates(torch.float32), saved[:num_routes]
+    hidden, pullback = hidden_and_pullback(saved, bank.activation)
     d_hidden, gated = (workspace(name, hidden.shape, x_UD) for name in ("d_hidden", "gated"))
     grad_gate = torch.empty_like(gate)
     mode = _RELU_GRADIENT if bank.activation == "relu" else _GRADIENT
@@ -115,17 +115,17 @@ def linear_forward(x_UD: Tensor, w_EDO: Tensor, routes: SortedRoutes) -> tuple[T
     num_routes, width = routes.num_routes, w_EDO.shape[2]
     source_rows, gate = _int32(routes.source_rows()), routes.gates(torch.float32)
     if width <= w_EDO.shape[1]:
-        kept = x_UD.new_empty(num_routes + ROW_SLACK, width)
+        saved = x_UD.new_empty(num_routes + ROW_SLACK, width)
         _rows_times_bank(
-            x_UD, source_rows, w_EDO, routes, kept[:num_routes], _Epilogue(mode=_PLAIN)
+            x_UD, source_rows, w_EDO, routes, saved[:num_routes], _Epilogue(mode=_PLAIN)
         )
-        answers = kept[:num_routes] * gate[:, None].to(x_UD.dtype)
+        outputs = saved[:num_routes] * gate[:, None].to(x_UD.dtype)
     else:
-        kept = x_UD.new_empty(0)
-        answers = _wide_rows_times_bank(x_UD, source_rows, w_EDO, routes, gate)
+        saved = x_UD.new_empty(0)
+        outputs = _wide_rows_times_bank(x_UD, source_rows, w_EDO, routes, gate)
     return _sum_up(
-        answers, width, routes, routes.target_N, routes.num_targets, routes.per_target
-    ), kept
+        outputs, width, routes, routes.target_N, routes.num_targets, routes.per_target
+    ), saved
 
 
 def linear_backward(
@@ -133,7 +133,7 @@ def linear_backward(
     x_UD: Tensor,
     w_EDO: Tensor,
     routes: SortedRoutes,
-    kept: Tensor,
+    saved: Tensor,
     into_EDO: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """Backend.linear_backward; the gate's gradient on whichever side is narrow."""
@@ -144,7 +144,7 @@ def linear_backward(
         dy = torch.index_select(
             grad_TO, 0, target_rows, out=workspace("dy", (num_routes, grad_TO.shape[1]), grad_TO)
         )
-        grad_gate = (kept[:num_routes] * dy).sum(-1, dtype=torch.float32)
+        grad_gate = (saved[:num_routes] * dy).sum(-1, dtype=torch.float32)
         dy.mul_(gate[:, None].to(dy.dtype))
         grad_rows = _wide_rows_times_bank(dy, None, w_EDO, routes, None, transposed=True)
         _bank_gradient(x_UD, source_rows, dy, None, routes, into_EDO)
@@ -207,10 +207,10 @@ def _wide_rows_times_bank(
     """
     columns = bank_EKC.shape[1 if transposed else 2]
     stride = -(-columns // _PANEL) * _PANEL
-    answers = workspace("answers", (routes.num_routes, stride), rows)
+    outputs = workspace("outputs", (routes.num_routes, stride), rows)
     epilogue = _Epilogue(mode=_PLAIN, gate=_pointer(gate_N), wide_stride=stride)
-    _rows_times_bank(rows, index_N, bank_EKC, routes, answers, epilogue, transposed=transposed)
-    return answers
+    _rows_times_bank(rows, index_N, bank_EKC, routes, outputs, epilogue, transposed=transposed)
+    return outputs
 
 
 def _bank_gradient(
@@ -239,7 +239,7 @@ def _bank_gradient(
 
 def _call(name: str, like: Tensor, *arguments: object) -> None:
     dtype = str(like.dtype).removeprefix("torch.")
-    getattr(library(), f"moebius_{name}_{dtype}")(*arguments, torch.get_num_threads())
+    getattr(load_library(), f"moebius_{name}_{dtype}")(*arguments, torch.get_num_threads())
 
 
 def _gradient_epilogue(

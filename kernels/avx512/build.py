@@ -103,7 +103,7 @@ def library_file() -> Path:
 
 
 @functools.cache
-def library() -> ctypes.CDLL:
+def load_library() -> ctypes.CDLL:
     """The library, compiled if it must be: some ten seconds, once per machine.
 
     Raises:

@@ -42,12 +42,12 @@ def mlp_backward(
     x_UD: Tensor,
     bank: MLPBank,
     routes: SortedRoutes,
-    kept: Tensor,
+    saved: Tensor,
     into: MLPGradients,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """Backend.mlp_backward."""
     return grouped_products.mlp_backward(
-        _GroupedMM(routes), grad_TO, x_UD, bank, routes, kept, into
+        _GroupedMM(routes), grad_TO, x_UD, bank, routes, saved, into
     )
 
 
@@ -61,12 +61,12 @@ def linear_backward(
     x_UD: Tensor,
     w_EDO: Tensor,
     routes: SortedRoutes,
-    kept: Tensor,
+    saved: Tensor,
     into_EDO: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """Backend.linear_backward."""
     return grouped_products.linear_backward(
-        _GroupedMM(routes), grad_TO, x_UD, w_EDO, routes, kept, into_EDO
+        _GroupedMM(routes), grad_TO, x_UD, w_EDO, routes, saved, into_EDO
     )
 
 

@@ -5,10 +5,10 @@ What a library has are `Operators`; what is done with them is here, once, for to
 (grouped_mm.py) and for MegaBlocks' (megablocks.py). Flow of a call:
   1. all routes' rows are gathered in the order of their experts;
   2. one grouped product per matrix; the activation, and the gate weight on the narrow side;
-  3. the answers of a target row are added in route order.
+  3. the outputs of a target row are added in route order.
 
 Saved for the backward: x, the index and the hidden rows (N × F), or the rows before the activation
-where it is not relu. Two N × D tensors live within a call (the gathered rows and the answers): they
+where it is not relu. Two N × D tensors live within a call (the gathered rows and the outputs): they
 cost memory traffic that a kernel which gathers as it multiplies does not have, about half of the
 time on a GPU with hidden layers as narrow as 128.
 
@@ -70,14 +70,14 @@ def mlp_forward(
 ) -> tuple[Tensor, Tensor]:
     """Backend.mlp_forward."""
     num_routes, gate = routes.num_routes, routes.gates(x_UD.dtype)[:, None]
-    kept = ops.product(ops.gather_sources(x_UD), bank.w_up_EDW).contiguous()
-    z = kept[:num_routes]
+    saved = ops.product(ops.gather_sources(x_UD), bank.w_up_EDW).contiguous()
+    z = saved[:num_routes]
     if bank.b_up_EW is not None:
         z += bank.b_up_EW.index_select(0, _experts(routes))
-    answers = ops.product(hidden_in_place(z, bank.activation) * gate, bank.w_down_EFO)
+    outputs = ops.product(hidden_in_place(z, bank.activation) * gate, bank.w_down_EFO)
     if bank.b_down_EO is not None:
-        answers[:num_routes].addcmul_(gate, bank.b_down_EO.index_select(0, _experts(routes)))
-    return ops.add_to_targets(answers), kept
+        outputs[:num_routes].addcmul_(gate, bank.b_down_EO.index_select(0, _experts(routes)))
+    return ops.add_to_targets(outputs), saved
 
 
 def mlp_backward(
@@ -86,13 +86,13 @@ def mlp_backward(
     x_UD: Tensor,
     bank: MLPBank,
     routes: SortedRoutes,
-    kept: Tensor,
+    saved: Tensor,
     into: MLPGradients,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """Backend.mlp_backward.
 
-    The gate's gradient is taken in the hidden space: d/dg (g·h·W) · dy = h · (dy·Wᵀ), so no answer
-    row is kept for it. Sums over an expert's rows (the biases' gradients) are grouped products as
+    The gate's gradient is taken in the hidden space: d/dg (g·h·W) · dy = h · (dy·Wᵀ), so no output
+    row is saved for it. Sums over an expert's rows (the biases' gradients) are grouped products as
     well, with one column: no atomics, so no run differs.
     """
     num_routes, gate = routes.num_routes, routes.gates(x_UD.dtype)[:, None]
@@ -100,7 +100,7 @@ def mlp_backward(
         None if b is None else torch.zeros_like(b) for b in (bank.b_up_EW, bank.b_down_EO)
     )
     dy = ops.gather_targets(grad_TO)
-    h, pullback = hidden_and_pullback(kept[:num_routes], bank.activation)
+    h, pullback = hidden_and_pullback(saved[:num_routes], bank.activation)
     d_gated = ops.product_transposed(dy, bank.w_down_EFO)[:num_routes]
     grad_gate = (h * d_gated).sum(-1, dtype=routes.weight_N.dtype)
     if bank.b_down_EO is not None and grad_b_down is not None:
@@ -123,8 +123,8 @@ def linear_forward(
     x = ops.gather_sources(x_UD)
     if w_EDO.shape[2] > w_EDO.shape[1]:
         return ops.add_to_targets(ops.product(x[:num_routes] * gate, w_EDO)), x_UD.new_empty(0)
-    kept = ops.product(x, w_EDO).contiguous()
-    return ops.add_to_targets(kept[:num_routes] * gate), kept
+    saved = ops.product(x, w_EDO).contiguous()
+    return ops.add_to_targets(saved[:num_routes] * gate), saved
 
 
 def linear_backward(
@@ -133,7 +133,7 @@ def linear_backward(
     x_UD: Tensor,
     w_EDO: Tensor,
     routes: SortedRoutes,
-    kept: Tensor,
+    saved: Tensor,
     into_EDO: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """Backend.linear_backward; the gate's gradient on whichever side is narrow."""
@@ -146,7 +146,7 @@ def linear_backward(
         grad_gate = (x[:, : d_x.shape[1]] * d_x).sum(-1, dtype=routes.weight_N.dtype)
         d_x, x = d_x * gate, x * gate
     else:
-        grad_gate = (kept[:num_routes] * dy[:, : kept.shape[1]]).sum(
+        grad_gate = (saved[:num_routes] * dy[:, : saved.shape[1]]).sum(
             -1, dtype=routes.weight_N.dtype
         )
         dy = dy * gate

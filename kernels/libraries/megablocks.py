@@ -6,7 +6,7 @@ installed (docs/kernels.md has the line, and what it was tried on), this backend
     megablocks.ops.gather, megablocks.ops.scatter      rows into the order of their experts, and summed back
     grouped_gemm.backend.gmm                           the products; trans_b for rows' gradients, trans_a for the weights'
 which is what its own "grouped" layer is made of (its block-sparse one refuses current Triton
-releases). What is done with them is in grouped_products.py. The sort is the doors' own, once per
+releases). What is done with them is in grouped_products.py. The sort is `permute.sort_routes`, once per
 routing, so forward and backward share it.
 
 Cost: a product takes its row counts from the host, so every call waits for the device once, unless
@@ -23,7 +23,7 @@ from ..interface import ROW_SLACK
 from ..operands import MLPBank, MLPGradients, SortedRoutes
 from ..permute import add_rows
 from . import grouped_products
-from .megablocks_available import library
+from .megablocks_available import load_library
 
 
 def mlp_forward(x_UD: Tensor, bank: MLPBank, routes: SortedRoutes) -> tuple[Tensor, Tensor]:
@@ -36,12 +36,12 @@ def mlp_backward(
     x_UD: Tensor,
     bank: MLPBank,
     routes: SortedRoutes,
-    kept: Tensor,
+    saved: Tensor,
     into: MLPGradients,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """Backend.mlp_backward."""
     return grouped_products.mlp_backward(
-        _MegaBlocks(routes), grad_TO, x_UD, bank, routes, kept, into
+        _MegaBlocks(routes), grad_TO, x_UD, bank, routes, saved, into
     )
 
 
@@ -55,12 +55,12 @@ def linear_backward(
     x_UD: Tensor,
     w_EDO: Tensor,
     routes: SortedRoutes,
-    kept: Tensor,
+    saved: Tensor,
     into_EDO: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """Backend.linear_backward."""
     return grouped_products.linear_backward(
-        _MegaBlocks(routes), grad_TO, x_UD, w_EDO, routes, kept, into_EDO
+        _MegaBlocks(routes), grad_TO, x_UD, w_EDO, routes, saved, into_EDO
     )
 
 
@@ -73,7 +73,7 @@ class _MegaBlocks:
     """
 
     def __init__(self, routes: SortedRoutes) -> None:
-        self._library, self._routes = library(), routes
+        self._library, self._routes = load_library(), routes
         num_routes, device = routes.num_routes, routes.starts_E1.device
         places_N = torch.arange(num_routes, device=device, dtype=torch.int32)
         self._bins_E = routes.starts_E1[1:]

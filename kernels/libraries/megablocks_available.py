@@ -26,7 +26,7 @@ class Library:
 
 
 @functools.cache
-def library() -> Library:
+def load_library() -> Library:
     """Raises ImportError: a part of it is missing, or was compiled against another torch."""
     ops, products = import_module("megablocks.ops"), import_module("grouped_gemm.backend")
     return Library(ops.gather, ops.scatter, products.gmm)
@@ -39,7 +39,7 @@ def reason_against(device_type: str, dtype: torch.dtype) -> str | None:
     if device_type != "cuda" or dtype is not torch.bfloat16:
         return f"MegaBlocks is for bfloat16 on CUDA, and the weights are {dtype} on {device_type}: choose segments"
     try:
-        library()
+        load_library()
     except ImportError as error:
         return (
             f"MegaBlocks cannot be imported ({error}); it is compiled against the torch that is "

@@ -1,11 +1,11 @@
-"""The Triton backend of the doors: which kernels a call launches, and in which order.
+"""The Triton backend of the expert operations: which kernels a call launches, and in which order.
 
-    forward     tile table, sorted rows; K1 (activation); K2 in route order; Rd over each target's answers
+    forward     tile table, sorted rows; K1 (activation); K2 in route order; Rd over each target's outputs
     backward    the same two; K1 (hidden gradient, gate's gradient); K2 with w_up transposed; Rd over each source's; K3 twice
 
 Nothing is read from the device: grids follow from the number of routes alone, so a call may be
-captured in a CUDA graph. What lives longer than a call is `kept`. In between there is one N × D
-tensor of answers; `Options.scatter_add` avoids it.
+captured in a CUDA graph. What lives longer than a call is `saved`. In between there is one N × D
+tensor of outputs; `Options.scatter_add` avoids it.
 
 Legend: U source rows, T targets, N routes, E experts, D input width, F hidden width, W columns
 before the activation (F or 2F), O output width.
@@ -42,7 +42,7 @@ class Options:
     """What may be asked of the kernels beyond their defaults, which are deterministic and exact in
     float32.
 
-    tf32: float32 products in TensorFloat-32. scatter_add: answers are added to their targets by
+    tf32: float32 products in TensorFloat-32. scatter_add: outputs are added to their targets by
     float32 atomics, not stored and summed: no N × O tensor, but another
         order of the sum each time.
     fused: the perceptron's forward is one kernel (K12), where its hidden rows are narrow enough.
@@ -108,7 +108,7 @@ class _Pass:
 
 @dataclass(frozen=True)
 class _Destination:
-    """Where the answers of a product go: rows of their own in route order, or added to the rows of
+    """Where the outputs of a product go: rows of their own in route order, or added to the rows of
     targets.
     """
 
@@ -132,7 +132,7 @@ class _Destination:
 def _towards(
     p: _Pass, like: Tensor, width: int, *, targets: bool, num_rows: int, stored: bool = False
 ) -> _Destination:
-    """`stored`: whatever the options say; K1 has no other way to write, and its answers are narrow."""
+    """`stored`: whatever the options say; K1 has no other way to write, and its outputs are narrow."""
     routes = p.routes
     index_N, per_row = (
         (routes.target_N, routes.per_target) if targets else (routes.source_N, routes.per_source)
@@ -148,13 +148,13 @@ def _towards(
 def mlp_forward(
     x_UD: Tensor, bank: MLPBank, routes: SortedRoutes, *, options: Options = DEFAULT
 ) -> tuple[Tensor, Tensor]:
-    """y (T, O), and kept (N + slack, W) in sorted order: relu's hidden rows, of others the rows
+    """y (T, O), and saved (N + slack, W) in sorted order: relu's hidden rows, of others the rows
     before the activation.
     """
     p, x_UD, bank = _Pass(routes, x_UD, options), x_UD.contiguous(), _contiguous(bank)
     w_up, w_down = bank.w_up_EDW, bank.w_down_EFO
     (_, width_in, columns), (_, hidden_width, width_out) = w_up.shape, w_down.shape
-    kept = x_UD.new_empty(routes.num_routes + ROW_SLACK, columns)
+    saved = x_UD.new_empty(routes.num_routes + ROW_SLACK, columns)
     to = _towards(p, x_UD, width_out, targets=True, num_rows=routes.num_targets)
     if options.fused and hidden_width <= WIDEST_HIDDEN:
         tile = p.tile(
@@ -168,7 +168,7 @@ def mlp_forward(
             p.rows.source_N,
             w_up,
             bank.b_up_EW,
-            kept,
+            saved,
             w_down,
             bank.b_down_EO,
             p.rows.gate_N,
@@ -181,7 +181,7 @@ def mlp_forward(
             ADD=to.add,
             HIDDEN=max(16, triton.next_power_of_2(hidden_width)),
         )
-        return to.result(), kept
+        return to.result(), saved
     hidden = None if bank.activation == "relu" else x_UD.new_empty(routes.num_routes, hidden_width)
     kind = "gather_two" if bank.activation in GATES else "gather"
     tile = p.tile(kind, columns=hidden_width, depth=width_in)
@@ -193,15 +193,15 @@ def mlp_forward(
         p.rows.source_N,
         w_up,
         bank.b_up_EW,
-        kept,
+        saved,
         hidden,
         D=width_in,
         F=hidden_width,
         ACT=bank.activation,
     )
-    rows = kept if hidden is None else hidden
+    rows = saved if hidden is None else hidden
     _rows_product(p, rows, None, w_down, to, transposed=False, gated=True, bias=bank.b_down_EO)
-    return to.result(), kept
+    return to.result(), saved
 
 
 def mlp_backward(
@@ -209,15 +209,15 @@ def mlp_backward(
     x_UD: Tensor,
     bank: MLPBank,
     routes: SortedRoutes,
-    kept: Tensor,
+    saved: Tensor,
     into: MLPGradients,
     *,
     options: Options = DEFAULT,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """Gradients of x, the gate weights and the biases; the weights' are added to `into`."""
     p = _Pass(routes, grad_TO, options)
-    grad_x, grad_weight_N, b_up, b_down, d_z = _mlp_rows(p, grad_TO, x_UD, bank, kept)
-    _mlp_weights([MLPCall(grad_TO, x_UD, routes, kept, d_z, bank)], [p], into)
+    grad_x, grad_weight_N, b_up, b_down, d_z = _mlp_rows(p, grad_TO, x_UD, bank, saved)
+    _mlp_weights([MLPCall(grad_TO, x_UD, routes, saved, d_z, bank)], [p], into)
     return grad_x, grad_weight_N, b_up, b_down
 
 
@@ -226,29 +226,29 @@ def mlp_backward_rows(
     x_UD: Tensor,
     bank: MLPBank,
     routes: SortedRoutes,
-    kept: Tensor,
+    saved: Tensor,
     *,
     options: Options = DEFAULT,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor]:
     """The same without the weights'; beside them d_z (N + slack, W), the gradient of the rows
     before the activation.
     """
-    return _mlp_rows(_Pass(routes, grad_TO, options), grad_TO, x_UD, bank, kept)
+    return _mlp_rows(_Pass(routes, grad_TO, options), grad_TO, x_UD, bank, saved)
 
 
 def _mlp_rows(
-    p: _Pass, grad_TO: Tensor, x_UD: Tensor, bank: MLPBank, kept: Tensor
+    p: _Pass, grad_TO: Tensor, x_UD: Tensor, bank: MLPBank, saved: Tensor
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor]:
     routes, grad_TO, bank = p.routes, grad_TO.contiguous(), _contiguous(bank)
     width_in, (_, hidden_width, width_out) = bank.w_up_EDW.shape[1], bank.w_down_EFO.shape
-    d_z = torch.empty_like(kept)
+    d_z = torch.empty_like(saved)
     tile = p.tile(
         "gather_back" if bank.activation == "relu" else "gather_back_smooth",
         columns=hidden_width,
         depth=width_out,
     )
     parts = triton.cdiv(hidden_width, tile.columns)
-    grad_gate = torch.empty(parts, routes.num_routes, dtype=torch.float32, device=kept.device)
+    grad_gate = torch.empty(parts, routes.num_routes, dtype=torch.float32, device=saved.device)
     p.launch(
         gathered_hidden_gradient,
         tile,
@@ -257,7 +257,7 @@ def _mlp_rows(
         p.rows.target_N,
         bank.w_down_EFO,
         bank.b_down_EO,
-        kept,
+        saved,
         p.rows.gate_N,
         d_z,
         grad_gate,
@@ -291,7 +291,9 @@ def _mlp_weights(
         starts_E1, rows = call.routes.starts_E1, p.rows
         up.append(Operands(_aligned(call.x_UD), call.d_z, rows.source_N, None, None, starts_E1))
         down.append(
-            Operands(call.kept, _aligned(call.grad_TO), None, rows.target_N, rows.gate_N, starts_E1)
+            Operands(
+                call.saved, _aligned(call.grad_TO), None, rows.target_N, rows.gate_N, starts_E1
+            )
         )
     activation = None if bank.activation == "relu" else bank.activation
     into_up, into_down = (None, None) if into is None else (into.w_up_EDW, into.w_down_EFO)
@@ -304,14 +306,14 @@ def _mlp_weights(
 def linear_forward(
     x_UD: Tensor, w_EDO: Tensor, routes: SortedRoutes, *, options: Options = DEFAULT
 ) -> tuple[Tensor, Tensor]:
-    """y (T, O), and the ungated answers (N + slack, O) where they are the narrow side, else empty."""
+    """y (T, O), and the ungated outputs (N + slack, O) where they are the narrow side, else empty."""
     p, x_UD, w_EDO = _Pass(routes, x_UD, options), x_UD.contiguous(), w_EDO.contiguous()
     _, width_in, width_out = w_EDO.shape
     if width_out > width_in:
         to = _towards(p, x_UD, width_out, targets=True, num_rows=routes.num_targets)
         _rows_product(p, x_UD, p.rows.source_N, w_EDO, to, transposed=False, gated=True)
         return to.result(), x_UD.new_empty(0)
-    kept = x_UD.new_empty(routes.num_routes + ROW_SLACK, width_out)
+    saved = x_UD.new_empty(routes.num_routes + ROW_SLACK, width_out)
     to = _towards(p, x_UD, width_out, targets=True, num_rows=routes.num_targets, stored=True)
     tile = p.tile("gather", columns=width_out, depth=width_in)
     p.launch(
@@ -322,13 +324,13 @@ def linear_forward(
         p.rows.source_N,
         w_EDO,
         p.rows.gate_N,
-        kept,
+        saved,
         to.out,
         to.out_rows,
         D=width_in,
         OUT=width_out,
     )
-    return to.result(), kept
+    return to.result(), saved
 
 
 def linear_backward(
@@ -336,14 +338,14 @@ def linear_backward(
     x_UD: Tensor,
     w_EDO: Tensor,
     routes: SortedRoutes,
-    kept: Tensor,
+    saved: Tensor,
     into_EDO: Tensor,
     *,
     options: Options = DEFAULT,
 ) -> tuple[Tensor, Tensor]:
     """Gradients of x and the gate weights; the weights' is added to `into_EDO`."""
     p = _Pass(routes, grad_TO, options)
-    rows = _linear_rows(p, grad_TO, x_UD, w_EDO, kept)
+    rows = _linear_rows(p, grad_TO, x_UD, w_EDO, saved)
     _linear_weights([LinearCall(grad_TO, x_UD, routes, w_EDO)], [p], into_EDO)
     return rows
 
@@ -353,16 +355,16 @@ def linear_backward_rows(
     x_UD: Tensor,
     w_EDO: Tensor,
     routes: SortedRoutes,
-    kept: Tensor,
+    saved: Tensor,
     *,
     options: Options = DEFAULT,
 ) -> tuple[Tensor, Tensor]:
     """The same without the weights'. The gate's is taken on whichever side is narrow."""
-    return _linear_rows(_Pass(routes, grad_TO, options), grad_TO, x_UD, w_EDO, kept)
+    return _linear_rows(_Pass(routes, grad_TO, options), grad_TO, x_UD, w_EDO, saved)
 
 
 def _linear_rows(
-    p: _Pass, grad_TO: Tensor, x_UD: Tensor, w_EDO: Tensor, kept: Tensor
+    p: _Pass, grad_TO: Tensor, x_UD: Tensor, w_EDO: Tensor, saved: Tensor
 ) -> tuple[Tensor, Tensor]:
     routes, grad_TO, w_EDO = p.routes, grad_TO.contiguous(), w_EDO.contiguous()
     _, width_in, width_out = w_EDO.shape
@@ -378,7 +380,7 @@ def _linear_rows(
             to,
             transposed=True,
             gated=True,
-            kept=kept,
+            saved=saved,
             grad_gate=grad_gate,
         )
         return to.result(), _sum_parts(p, grad_gate)
@@ -449,7 +451,7 @@ def _rows_product(
     transposed: bool,
     gated: bool,
     bias: Tensor | None = None,
-    kept: Tensor | None = None,
+    saved: Tensor | None = None,
     grad_gate: Tensor | None = None,
 ) -> None:
     """K2, towards `to`."""
@@ -466,9 +468,9 @@ def _rows_product(
         p.rows.gate_N if gated else None,
         to.out,
         to.out_rows,
-        kept,
+        saved,
         grad_gate,
-        None if kept is None else p.routes.order_N,
+        None if saved is None else p.routes.order_N,
         K=inner,
         OUT=out,
         TRANSPOSED=transposed,

@@ -5,7 +5,7 @@ K1  `gathered_*`: rows gathered from (U, D), times W[e], to a narrow side. One c
     wider rows each column tile leaves a partial sum. Four epilogues: activation, gate, and the two backward ones.
 K2  `rows_product`: narrow rows times W[e], to wide rows. The narrow tile is read once and stays while the program walks over
     the column tiles. Two write modes: stored, in route order, so that `sum_rows` (rows.py) reads each target's
-    answers one after another (deterministic); or added to the targets' rows by float32 atomics.
+    outputs one after another (deterministic); or added to the targets' rows by float32 atomics.
 K12 `fused_mlp`: both, the hidden tile handed on in registers.
 
 With F = 128 every product has 128 FLOP per byte gathered, less than an H200's memory wants: it is
@@ -120,7 +120,7 @@ def _activated(
     sources,
     w,
     bias,
-    kept,
+    saved,
     expert,
     rows,
     live,
@@ -133,14 +133,14 @@ def _activated(
     DEPTH: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """A tile of hidden rows in float32; stores in `kept` what the backward wants: relu's hidden
+    """A tile of hidden rows in float32; stores in `saved` what the backward wants: relu's hidden
     rows, else those before.
     """
     GATED: tl.constexpr = ACT == "swiglu" or ACT == "geglu"
     W: tl.constexpr = 2 * F if GATED else F
-    dtype: tl.constexpr = kept.dtype.element_ty
+    dtype: tl.constexpr = saved.dtype.element_ty
     mask = live[:, None] & (cols < F)[None, :]
-    kept_at = kept + rows.to(tl.int64)[:, None] * W + cols[None, :]
+    saved_at = saved + rows.to(tl.int64)[:, None] * W + cols[None, :]
     w += expert.to(tl.int64) * D * W
     if GATED:
         z, content = _two_products(x, sources, w, cols, D, F, W, ROWS, COLUMNS, DEPTH, PRECISION)
@@ -149,7 +149,7 @@ def _activated(
                 tl.float32
             )[None, :]
         content = content.to(dtype)
-        tl.store(kept_at + F, content, mask=mask)
+        tl.store(saved_at + F, content, mask=mask)
     else:
         content = None
         z = _product(x, sources, w, cols, D, F, W, 1, ROWS, COLUMNS, DEPTH, PRECISION)
@@ -157,10 +157,10 @@ def _activated(
         z += tl.load(bias + expert * W + cols, mask=cols < F, other=0.0).to(tl.float32)[None, :]
     if ACT == "relu":
         hidden = tl.maximum(z, 0.0)
-        tl.store(kept_at, hidden.to(dtype), mask=mask)
+        tl.store(saved_at, hidden.to(dtype), mask=mask)
     else:
         z = z.to(dtype)  # what the backward will see, so that both have the same hidden rows
-        tl.store(kept_at, z, mask=mask)
+        tl.store(saved_at, z, mask=mask)
         hidden, _ = smooth(z.to(tl.float32), ACT)
         if content is not None:
             hidden *= content.to(tl.float32)
@@ -173,7 +173,7 @@ def gathered_activation(
     source_rows,
     w,
     bias,
-    kept,
+    saved,
     hidden,
     tile_expert,
     tile_first,
@@ -186,7 +186,7 @@ def gathered_activation(
     DEPTH: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """hidden = a(x[source] · w[e] + bias[e]), (N, F). relu's stand in `kept`, and `hidden` is None."""
+    """hidden = a(x[source] · w[e] + bias[e]), (N, F). relu's stand in `saved`, and `hidden` is None."""
     TILES: tl.constexpr = (F + COLUMNS - 1) // COLUMNS
     expert, rows, live = _tile(tile_expert, tile_first, starts, tl.program_id(0) // TILES, ROWS)
     if expert < 0:
@@ -198,7 +198,7 @@ def gathered_activation(
         sources,
         w,
         bias,
-        kept,
+        saved,
         expert,
         rows,
         live,
@@ -222,7 +222,7 @@ def gathered_gate(
     source_rows,
     w,
     gate_rows,
-    kept,
+    saved,
     out,
     out_rows,
     tile_expert,
@@ -235,7 +235,7 @@ def gathered_gate(
     DEPTH: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """kept = x[source] · w[e], (N, O) in sorted order; out[out_rows] = gate · kept."""
+    """saved = x[source] · w[e], (N, O) in sorted order; out[out_rows] = gate · saved."""
     TILES: tl.constexpr = (OUT + COLUMNS - 1) // COLUMNS
     expert, rows, live = _tile(tile_expert, tile_first, starts, tl.program_id(0) // TILES, ROWS)
     if expert < 0:
@@ -243,20 +243,20 @@ def gathered_gate(
     cols = (tl.program_id(0) % TILES) * COLUMNS + tl.arange(0, COLUMNS)
     sources = tl.load(source_rows + rows, mask=live, other=0).to(tl.int64)
     w += expert.to(tl.int64) * D * OUT
-    answer = _product(x, sources, w, cols, D, OUT, OUT, 1, ROWS, COLUMNS, DEPTH, PRECISION)
+    output = _product(x, sources, w, cols, D, OUT, OUT, 1, ROWS, COLUMNS, DEPTH, PRECISION)
     mask = live[:, None] & (cols < OUT)[None, :]
     tl.store(
-        kept + rows.to(tl.int64)[:, None] * OUT + cols[None, :],
-        answer.to(kept.dtype.element_ty),
+        saved + rows.to(tl.int64)[:, None] * OUT + cols[None, :],
+        output.to(saved.dtype.element_ty),
         mask=mask,
     )
-    answer *= tl.load(gate_rows + rows, mask=live, other=0.0)[:, None]
+    output *= tl.load(gate_rows + rows, mask=live, other=0.0)[:, None]
     places = rows
     if out_rows is not None:
         places = tl.load(out_rows + rows, mask=live, other=0)
     tl.store(
         out + places.to(tl.int64)[:, None] * OUT + cols[None, :],
-        answer.to(out.dtype.element_ty),
+        output.to(out.dtype.element_ty),
         mask=mask,
     )
 
@@ -283,7 +283,7 @@ def gathered_hidden_gradient(
     target_rows,
     w,
     bias,
-    kept,
+    saved,
     gate_rows,
     d_z,
     grad_gate,
@@ -334,14 +334,14 @@ def gathered_hidden_gradient(
     mask = live[:, None] & (cols < F)[None, :]
     at = rows.to(tl.int64)[:, None] * W + cols[None, :]
     gate = tl.load(gate_rows + rows, mask=live, other=0.0)
-    z = tl.load(kept + at, mask=mask, other=0.0).to(tl.float32)
+    z = tl.load(saved + at, mask=mask, other=0.0).to(tl.float32)
     if ACT == "relu":
         d_gate = tl.sum(z * d_hidden, 1)
         tl.store(d_z + at, tl.where(z > 0, gate[:, None] * d_hidden, 0.0).to(dtype), mask=mask)
     else:
         value, slope = smooth(z, ACT)
         if GATED:
-            content = tl.load(kept + at + F, mask=mask, other=0.0).to(tl.float32)
+            content = tl.load(saved + at + F, mask=mask, other=0.0).to(tl.float32)
             d_gate = tl.sum(value * content * d_hidden, 1)
             tl.store(d_z + at + F, (gate[:, None] * d_hidden * value).to(dtype), mask=mask)
             slope *= content
@@ -419,20 +419,20 @@ def gathered_input_gradient(
 
 
 @triton.jit
-def _put(answer, bias, gate, out, places, live, cols, expert, OUT: tl.constexpr, ADD: tl.constexpr):
-    """gate · (answer + bias), stored in rows of their own or added to the targets' rows."""
+def _put(output, bias, gate, out, places, live, cols, expert, OUT: tl.constexpr, ADD: tl.constexpr):
+    """gate · (output + bias), stored in rows of their own or added to the targets' rows."""
     mask = live[:, None] & (cols < OUT)[None, :]
     if bias is not None:
-        answer += tl.load(bias + expert * OUT + cols, mask=cols < OUT, other=0.0).to(tl.float32)[
+        output += tl.load(bias + expert * OUT + cols, mask=cols < OUT, other=0.0).to(tl.float32)[
             None, :
         ]
     if gate is not None:
-        answer *= gate[:, None]
+        output *= gate[:, None]
     at = out + places[:, None] * OUT + cols[None, :]
     if ADD:
-        tl.atomic_add(at, answer, mask=mask, sem="relaxed")
+        tl.atomic_add(at, output, mask=mask, sem="relaxed")
     else:
-        tl.store(at, answer.to(out.dtype.element_ty), mask=mask)
+        tl.store(at, output.to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -444,7 +444,7 @@ def rows_product(
     gate_rows,
     out,
     out_rows,
-    kept,
+    saved,
     grad_gate,
     gate_places,
     tile_expert,
@@ -462,8 +462,8 @@ def rows_product(
     """out[out_rows] = (or +=) gate · (a[a_rows] · w[e] + bias[e]), (…, O). Rows of None are the
     sorted rows themselves.
 
-    `w` (E, K, O), or (E, O, K) if TRANSPOSED. With `kept` (N, K) in sorted order,
-    grad_gate[gate_places] = Σ kept · a[a_rows].
+    `w` (E, K, O), or (E, O, K) if TRANSPOSED. With `saved` (N, K) in sorted order,
+    grad_gate[gate_places] = Σ saved · a[a_rows].
     """
     W_K: tl.constexpr = 1 if TRANSPOSED else OUT
     W_N: tl.constexpr = K if TRANSPOSED else 1
@@ -481,15 +481,15 @@ def rows_product(
         gate = tl.load(gate_rows + rows, mask=live, other=0.0)
     w += expert.to(tl.int64) * K * OUT
     depth = tl.arange(0, DEPTH)
-    if kept is not None:
+    if saved is not None:
         d_gate = tl.zeros((ROWS,), tl.float32)
         for k in range(0, K, DEPTH):
             mask = live[:, None] & (depth < K - k)[None, :]
-            answers = tl.load(
-                kept + rows.to(tl.int64)[:, None] * K + depth[None, :] + k, mask=mask, other=0.0
+            outputs = tl.load(
+                saved + rows.to(tl.int64)[:, None] * K + depth[None, :] + k, mask=mask, other=0.0
             )
             grads = tl.load(a + sources[:, None] * K + depth[None, :] + k, mask=mask, other=0.0)
-            d_gate += tl.sum(answers.to(tl.float32) * grads.to(tl.float32), 1)
+            d_gate += tl.sum(outputs.to(tl.float32) * grads.to(tl.float32), 1)
         gates = rows
         if gate_places is not None:
             gates = tl.load(gate_places + rows, mask=live, other=0)
@@ -502,15 +502,15 @@ def rows_product(
             cols = n + tl.arange(0, COLUMNS)
             w_mask = (depth < K)[:, None] & (cols < OUT)[None, :]
             w_tile = tl.load(w + depth[:, None] * W_K + cols[None, :] * W_N, mask=w_mask, other=0.0)
-            answer = tl.dot(a_tile, w_tile, input_precision=PRECISION)
-            _put(answer, bias, gate, out, places, live, cols, expert, OUT, ADD)
+            output = tl.dot(a_tile, w_tile, input_precision=PRECISION)
+            _put(output, bias, gate, out, places, live, cols, expert, OUT, ADD)
     else:
         for n in range(0, OUT, COLUMNS):
             cols = n + tl.arange(0, COLUMNS)
-            answer = _product(
+            output = _product(
                 a, sources, w, cols, K, OUT, W_K, W_N, ROWS, COLUMNS, DEPTH, PRECISION
             )
-            _put(answer, bias, gate, out, places, live, cols, expert, OUT, ADD)
+            _put(output, bias, gate, out, places, live, cols, expert, OUT, ADD)
 
 
 @triton.jit
@@ -519,7 +519,7 @@ def fused_mlp(
     source_rows,
     w_up,
     b_up,
-    kept,
+    saved,
     w_down,
     b_down,
     gate_rows,
@@ -540,7 +540,7 @@ def fused_mlp(
     PRECISION: tl.constexpr,
 ):
     """out[out_rows] = (or +=) gate · (a(x[source] · w_up[e] + b_up[e]) · w_down[e] + b_down[e]),
-    and `kept`. F ≤ HIDDEN.
+    and `saved`. F ≤ HIDDEN.
     """
     expert, rows, live = _tile(tile_expert, tile_first, starts, tl.program_id(0), ROWS)
     if expert < 0:
@@ -552,7 +552,7 @@ def fused_mlp(
         sources,
         w_up,
         b_up,
-        kept,
+        saved,
         expert,
         rows,
         live,
@@ -574,5 +574,5 @@ def fused_mlp(
         cols = n + tl.arange(0, COLUMNS)
         w_mask = (inner < F)[:, None] & (cols < OUT)[None, :]
         w_tile = tl.load(w_down + inner[:, None] * OUT + cols[None, :], mask=w_mask, other=0.0)
-        answer = tl.dot(hidden, w_tile, input_precision=PRECISION)
-        _put(answer, b_down, gate, out, places.to(tl.int64), live, cols, expert, OUT, ADD)
+        output = tl.dot(hidden, w_tile, input_precision=PRECISION)
+        _put(output, b_down, gate, out, places.to(tl.int64), live, cols, expert, OUT, ADD)

@@ -1,4 +1,4 @@
-"""Triton's one door into this package: the import with its pip line, what the kernels refuse, and
+"""Where this package imports Triton: the import with its pip line, what the kernels refuse, and
 how they are started.
 """
 

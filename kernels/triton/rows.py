@@ -1,7 +1,7 @@
-"""Rd: a target's answers added up, in route order and float32, rounded once. Bound by memory: every
-answer is read once.
+"""Rd: a target's outputs added up, in route order and float32, rounded once. Bound by memory: every
+output is read once.
 
-The answers stand in route order (a grouped product stores them so), hence where each target has
+The outputs stand in route order (a grouped product stores them so), hence where each target has
 equally many routes, one after another, they are one stream and no index is read. Otherwise the
 routes are listed by target first.
 
@@ -19,7 +19,7 @@ _ELEMENTS = 4096  # of a program's tile
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _sum_equal(
-    answers,
+    outputs,
     out,
     num_rows,
     PER: tl.constexpr,
@@ -34,28 +34,28 @@ def _sum_equal(
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
     for k in range(PER):
         total += tl.load(
-            answers + (row * PER + k)[:, None] * OUT + cols[None, :], mask=mask, other=0.0
+            outputs + (row * PER + k)[:, None] * OUT + cols[None, :], mask=mask, other=0.0
         ).to(tl.float32)
     tl.store(out + row[:, None] * OUT + cols[None, :], total.to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def _sum_listed(answers, routes, starts, out, OUT: tl.constexpr, COLUMNS: tl.constexpr):
+def _sum_listed(outputs, routes, starts, out, OUT: tl.constexpr, COLUMNS: tl.constexpr):
     TILES: tl.constexpr = (OUT + COLUMNS - 1) // COLUMNS
     row = tl.program_id(0) // TILES
     cols = (tl.program_id(0) % TILES) * COLUMNS + tl.arange(0, COLUMNS)
     total = tl.zeros((COLUMNS,), tl.float32)
     for at in range(tl.load(starts + row), tl.load(starts + row + 1)):
         route = tl.load(routes + at).to(tl.int64)
-        total += tl.load(answers + route * OUT + cols, mask=cols < OUT, other=0.0).to(tl.float32)
+        total += tl.load(outputs + route * OUT + cols, mask=cols < OUT, other=0.0).to(tl.float32)
     tl.store(out + row.to(tl.int64) * OUT + cols, total.to(out.dtype.element_ty), mask=cols < OUT)
 
 
 def sum_rows(answers_NO: Tensor, index_N: Tensor | None, num_rows: int, per_row: int) -> Tensor:
-    """(num_rows, O): row u is the sum of the answers of its routes, those with index u or, by the
+    """(num_rows, O): row u is the sum of the outputs of its routes, those with index u or, by the
     rule, n // per_row = u.
 
-    A row without a route is zero. With one route for each row it is the answers themselves.
+    A row without a route is zero. With one route for each row it is the outputs themselves.
     """
     if per_row == 1:
         return answers_NO

@@ -10,7 +10,7 @@ Several calls (the repeats of a layer group in a Universal Transformer) are one 
 rows are those of the first call, then those of the second …; a table of addresses says where each
 has its operands. dW is then read and written once for all of them, not once for each. The
 activation is applied to u, and the gate to the narrower of both, on their way to the tensor cores,
-so nothing but what the forward kept is wanted.
+so nothing but what the forward saved is wanted.
 
 Legend: C calls, N routes, E experts, M columns of u, K of v; tiles TALL × WIDE, DEPTH rows at a
 time; CHUNK rows of an expert.

@@ -1,4 +1,4 @@
-"""Every backend of the doors against the reference: values and all gradients, for routings that
+"""Every backend of the operations against the reference: values and all gradients, for routings that
 nobody would choose too.
 """
 
@@ -74,7 +74,7 @@ def poison(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> I
 def test_mlp_equals_the_reference(
     name: str, activation: str, biases: str, backend: str, dtype: torch.dtype
 ) -> None:
-    door, case, generator = (
+    operation, case, generator = (
         Perceptrons(activation, BIASES[biases]),
         CASES[name],
         torch.Generator().manual_seed(1),
@@ -83,11 +83,13 @@ def test_mlp_equals_the_reference(
         make_routes(case, generator),
         torch.randn(case.tokens, case.d_in, generator=generator),
     )
-    weights = door.weights(case, generator)
+    weights = operation.weights(case, generator)
     if dtype is torch.bfloat16 and activation == "relu":
-        x, weights = away_from_the_kink(x, weights, door)
+        x, weights = away_from_the_kink(x, weights, operation)
     for kind in (routes, irregular(routes)):
-        check(door, x.to(dtype), [w.to(dtype) for w in weights], kind, TOLERANCES[dtype], backend)
+        check(
+            operation, x.to(dtype), [w.to(dtype) for w in weights], kind, TOLERANCES[dtype], backend
+        )
 
 
 @every_kind
@@ -107,15 +109,15 @@ def test_linear_equals_the_reference(
 @pytest.mark.parametrize("backend", ["segments", "avx512"])
 def test_rows_and_weights_may_lie_in_any_way(backend: str) -> None:
     generator, case = torch.Generator().manual_seed(3), CASES["odd widths"]
-    door, routes = Perceptrons("relu"), make_routes(case, generator)
+    operation, routes = Perceptrons("relu"), make_routes(case, generator)
     x, weights = (
         torch.randn(case.d_in, case.tokens, generator=generator).T,
-        door.weights(case, generator),
+        operation.weights(case, generator),
     )
     turned = [w.mT.contiguous().mT for w in weights]
     routes = routes.with_weights(torch.rand(len(routes.weight_N), 2, generator=generator)[:, 1])
     assert not any(tensor.is_contiguous() for tensor in (x, *turned, routes.weight_N))
-    check(door, x, turned, routes, 1e-5, backend)
+    check(operation, x, turned, routes, 1e-5, backend)
     check(routed_linear, x, turned[:1], routes, 1e-5, backend)
 
 
@@ -161,10 +163,12 @@ def test_mlp_equals_the_reference_for_any_shape(
         Case(tokens, d_in, d_hidden, experts, min(top_k, experts)),
         torch.Generator().manual_seed(seed),
     )
-    door, x = Perceptrons("relu"), torch.randn(tokens, d_in, generator=generator)
-    x, weights = away_from_the_kink(x, door.weights(case, generator), door)
+    operation, x = Perceptrons("relu"), torch.randn(tokens, d_in, generator=generator)
+    x, weights = away_from_the_kink(x, operation.weights(case, generator), operation)
     routes = make_routes(case, generator)
-    check(door, x.to(dtype), [w.to(dtype) for w in weights], routes, TOLERANCES[dtype], backend)
+    check(
+        operation, x.to(dtype), [w.to(dtype) for w in weights], routes, TOLERANCES[dtype], backend
+    )
 
 
 @pytest.mark.parametrize("backend", ["segments", "reference"])
@@ -174,14 +178,14 @@ def test_gradcheck_of_perceptrons(activation: str, backend: str) -> None:
     oracle by decree.
     """
     case, generator = Case(7, 4, 3, 4, 2), torch.Generator().manual_seed(3)
-    door, routes = Perceptrons(activation, BIASES["both biases"]), make_routes(case, generator)
+    operation, routes = Perceptrons(activation, BIASES["both biases"]), make_routes(case, generator)
     leaves = [
         torch.randn(7, 4, generator=generator),
-        *door.weights(case, generator),
+        *operation.weights(case, generator),
         routes.weight_N,
     ]
     assert torch.autograd.gradcheck(
-        lambda *leaves: door(*leaves[:-1], routes.with_weights(leaves[-1]), backend=backend),
+        lambda *leaves: operation(*leaves[:-1], routes.with_weights(leaves[-1]), backend=backend),
         [leaf.double().requires_grad_() for leaf in leaves],
     )
 
@@ -233,27 +237,27 @@ def test_a_row_does_not_depend_on_how_many_rows_share_its_expert(
 
     Widths of 40, and of 13: no multiple of any vector's width.
     """
-    door = Perceptrons(activation, BIASES["both biases"])
+    operation = Perceptrons(activation, BIASES["both biases"])
     for hidden in (40, 13):
         generator = torch.Generator().manual_seed(4)
         case = Case(600, 47, hidden, 1, 1)
         x, grad = (torch.randn(600, width, generator=generator).to(dtype) for width in (47, 48))
-        weights = [w.to(dtype) for w in door.weights(case, generator)]
-        whole = run_one_expert(door, x, weights, grad, backend)
+        weights = [w.to(dtype) for w in operation.weights(case, generator)]
+        whole = run_one_expert(operation, x, weights, grad, backend)
         for count in (*range(1, 20), 63, 64, 65, 300):
-            some = run_one_expert(door, x[:count], weights, grad[:count], backend)
+            some = run_one_expert(operation, x[:count], weights, grad[:count], backend)
             for name, mine, theirs in zip(("y", "x", "gate"), some, whole, strict=True):
                 assert torch.equal(mine, theirs[:count]), (name, hidden, count)
 
 
 def run_one_expert(
-    door: Perceptrons, x: Tensor, weights: list[Tensor], grad: Tensor, backend: str
+    operation: Perceptrons, x: Tensor, weights: list[Tensor], grad: Tensor, backend: str
 ) -> list[Tensor]:
-    """The answer, and the gradients of rows and gate weights."""
+    """The output, and the gradients of rows and gate weights."""
     routes = token_routes(
         torch.zeros(len(x), 1, dtype=torch.int64), torch.full((len(x), 1), 0.7), num_experts=1
     )
-    y, grad_x, *_, grad_gate = values_and_gradients(door, x, weights, routes, grad, backend)
+    y, grad_x, *_, grad_gate = values_and_gradients(operation, x, weights, routes, grad, backend)
     return [y, grad_x, grad_gate]
 
 
@@ -265,17 +269,17 @@ def test_the_next_experts_rows_are_not_in_a_bias_gradient(
     """Expert 0's padding reaches into expert 1's rows; were these huge, its bias gradients would
     tell.
     """
-    door, case = Perceptrons(activation, BIASES["both biases"]), Case(7, 6, 5, 2, 1)
+    operation, case = Perceptrons(activation, BIASES["both biases"]), Case(7, 6, 5, 2, 1)
     generator = torch.Generator().manual_seed(12)
     x, grad = (torch.randn(7, width, generator=generator).to(dtype) for width in (6, 7))
-    weights = [w.to(dtype) for w in door.weights(case, generator)]
+    weights = [w.to(dtype) for w in operation.weights(case, generator)]
     routes = token_routes(
         torch.tensor([[0]] * 3 + [[1]] * 4), torch.rand(7, 1, generator=generator), num_experts=2
     )
     results = []
     for size in (1.0, 1e6, float("inf")):
         loud = torch.cat((x[:3], x[3:] * size)), torch.cat((grad[:3], grad[3:] * size))
-        results.append(values_and_gradients(door, loud[0], weights, routes, loud[1], backend))
+        results.append(values_and_gradients(operation, loud[0], weights, routes, loud[1], backend))
     for index in (4, 5):
         assert results[0][index][0].abs().max() > 0
         for louder in results[1:]:
@@ -285,15 +289,15 @@ def test_the_next_experts_rows_are_not_in_a_bias_gradient(
 @pytest.mark.parametrize("backend", ["segments", "avx512"])
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_what_is_saved_is_no_wider_than_the_hidden_rows(activation: str, backend: str) -> None:
-    door, case = Perceptrons(activation), Case(50, 29, 5, 4, 2)
+    operation, case = Perceptrons(activation), Case(50, 29, 5, 4, 2)
     generator = torch.Generator().manual_seed(13)
     x, weights = (
         torch.randn(50, 29, requires_grad=True),
-        [w.requires_grad_() for w in door.weights(case, generator)],
+        [w.requires_grad_() for w in operation.weights(case, generator)],
     )
     saved: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
-        door(x, *weights, make_routes(case, generator), backend=backend)
+        operation(x, *weights, make_routes(case, generator), backend=backend)
     given = {t.data_ptr() for t in (x, *weights)}
     own = [
         tuple(t.shape)
@@ -313,8 +317,8 @@ def test_known_counts_change_nothing_and_cost_no_sort_and_no_read(
         torch.randn(rows, 12, generator=generator),
         torch.randn(routes.num_targets, 13, generator=generator),
     )
-    door = Perceptrons("swiglu", BIASES["both biases"])
-    cases = [(door, door.weights(Case(rows, 12, 7, 5, 1), generator))]
+    operation = Perceptrons("swiglu", BIASES["both biases"])
+    cases = [(operation, operation.weights(Case(rows, 12, 7, 5, 1), generator))]
     cases += [(routed_linear, [torch.randn(5, 12, 13, generator=generator)])]
     cases += [(routed_linear, [torch.randn(5, 12, 8, generator=generator)])]
     counted = replace(routes, per_expert=0)
@@ -343,11 +347,11 @@ def test_more_experts_than_16_bits_can_number() -> None:
 @every_kind
 def test_two_runs_are_bitwise_equal(backend: str, dtype: torch.dtype) -> None:
     case, generator = CASES["odd widths"], torch.Generator().manual_seed(6)
-    door, routes = Perceptrons("relu"), make_routes(case, generator)
+    operation, routes = Perceptrons("relu"), make_routes(case, generator)
     x, grad = (torch.randn(case.tokens, width, generator=generator).to(dtype) for width in (41, 42))
-    weights = [w.to(dtype) for w in door.weights(case, generator)]
+    weights = [w.to(dtype) for w in operation.weights(case, generator)]
     first, second = (
-        values_and_gradients(door, x, weights, routes, grad, backend) for _ in range(2)
+        values_and_gradients(operation, x, weights, routes, grad, backend) for _ in range(2)
     )
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
@@ -355,14 +359,14 @@ def test_two_runs_are_bitwise_equal(backend: str, dtype: torch.dtype) -> None:
 def make_call(
     activation: str, biases: str, *, static: bool
 ) -> tuple[Perceptrons, list[Tensor], Routes]:
-    """A door, its leaves (x and weights) and routes: 9 tokens twice through 3 experts."""
-    door, case = Perceptrons(activation, BIASES[biases]), Case(9, 6, 4, 3, 2)
+    """An operation, its leaves (x and weights) and routes: 9 tokens twice through 3 experts."""
+    operation, case = Perceptrons(activation, BIASES[biases]), Case(9, 6, 4, 3, 2)
     generator = torch.Generator().manual_seed(7)
     routes = make_routes(case, generator)
     if static:
         routes = replace(routes, expert_N=torch.arange(18) // 6, per_expert=6)
-    leaves = [torch.randn(9, 6, generator=generator), *door.weights(case, generator)]
-    return door, [leaf.requires_grad_() for leaf in leaves], routes
+    leaves = [torch.randn(9, 6, generator=generator), *operation.weights(case, generator)]
+    return operation, [leaf.requires_grad_() for leaf in leaves], routes
 
 
 @pytest.mark.parametrize("static", [False, True], ids=["counted", "known counts"])
@@ -391,12 +395,12 @@ def to_meta(routes: Routes) -> Routes:
 @pytest.mark.parametrize("static", [False, True], ids=["counted", "known counts"])
 @pytest.mark.parametrize("biases", BIASES)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_doors_run_without_data_forward_and_backward(
+def test_the_operations_run_without_data_forward_and_backward(
     activation: str, biases: str, static: bool
 ) -> None:
-    door, leaves, routes = make_call(activation, biases, static=static)
+    operation, leaves, routes = make_call(activation, biases, static=static)
     leaves = [leaf.detach().to("meta").requires_grad_() for leaf in leaves]
-    y = door(*leaves, to_meta(routes), backend="auto")
+    y = operation(*leaves, to_meta(routes), backend="auto")
     assert y.shape == (9, 7)
     for leaf, grad in zip(leaves, torch.autograd.grad(y.sum(), leaves), strict=True):
         assert (grad.shape, grad.device.type) == (leaf.shape, "meta")
@@ -405,16 +409,16 @@ def test_doors_run_without_data_forward_and_backward(
     assert [grad.shape for grad in grads] == [leaf.shape for leaf in leaves[:2]]
 
 
-def after_a_door(door: Perceptrons, routes: Routes, *leaves: Tensor) -> Tensor:
-    return door(*leaves, routes, backend="auto") + 1
+def after_an_operation(operation: Perceptrons, routes: Routes, *leaves: Tensor) -> Tensor:
+    return operation(*leaves, routes, backend="auto") + 1
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_doors_compile_into_one_graph_forward_and_backward(activation: str) -> None:
+def test_the_operations_compile_into_one_graph_forward_and_backward(activation: str) -> None:
     torch.compiler.reset()
     for biases, static in (("no bias", True), ("both biases", False)):
-        door, leaves, routes = make_call(activation, biases, static=static)
-        call = partial(after_a_door, door, routes)
+        operation, leaves, routes = make_call(activation, biases, static=static)
+        call = partial(after_an_operation, operation, routes)
         compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
         ours, expected = compiled(*leaves), call(*leaves)
         assert torch.equal(ours, expected)
@@ -428,25 +432,25 @@ def test_doors_compile_into_one_graph_forward_and_backward(activation: str) -> N
     assert torch.equal(compiled(*leaves[:2]), routed_linear(*leaves[:2], routes) + 1)
 
 
-def flops_of(door, leaves: list[Tensor], routes: Routes, backend: str) -> int:
+def flops_of(operation, leaves: list[Tensor], routes: Routes, backend: str) -> int:
     """Of forward and backward together."""
     counter = FlopCounterMode(display=False)
     with counter:
-        door(*leaves, routes, backend=backend).sum().backward()
+        operation(*leaves, routes, backend=backend).sum().backward()
     return counter.get_total_flops()
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_torch_counts_the_same_products_as_in_the_reference(activation: str) -> None:
-    door, leaves, routes = make_call(activation, "both biases", static=False)
+    operation, leaves, routes = make_call(activation, "both biases", static=False)
     on_meta = [leaf.detach().to("meta").requires_grad_() for leaf in leaves]
-    for call, count in ((door, len(leaves)), (routed_linear, 2)):
+    for call, count in ((operation, len(leaves)), (routed_linear, 2)):
         expected = flops_of(call, leaves[:count], routes, "reference")
         assert expected > 0
         assert flops_of(call, leaves[:count], routes, "segments") == expected
         assert flops_of(call, on_meta[:count], to_meta(routes), "segments") == expected
     columns = leaves[1].shape[2]
-    assert flops_of(door, leaves, routes, "segments") == 3 * 2 * 18 * (6 * columns + 4 * 7)
+    assert flops_of(operation, leaves, routes, "segments") == 3 * 2 * 18 * (6 * columns + 4 * 7)
 
 
 def test_what_cannot_be_is_refused() -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from moebius.kernels import backend, segments
 from moebius.kernels.functional import routed_linear, routed_mlp
-from moebius.kernels.gradients import one_pass
+from moebius.kernels.gradients import accumulate_weight_gradients
 from moebius.kernels.operands import LinearCall, MLPCall, MLPGradients
 
 REPEATS = 3
@@ -28,8 +28,8 @@ class Bank:
 
     def __post_init__(self) -> None:
         generator, case = torch.Generator().manual_seed(0), CASES["odd widths"]
-        door = Perceptrons("swiglu", ("b_up_EF",))
-        w_up, w_down, b_up = door.weights(case, generator)
+        operation = Perceptrons("swiglu", ("b_up_EF",))
+        w_up, w_down, b_up = operation.weights(case, generator)
         shapes = (
             w_up / 6,
             w_down[..., :-1] / 4,
@@ -80,7 +80,7 @@ def expected(bank: Bank) -> list[Tensor]:
 
 
 def test_the_sum_is_that_of_separate_calls(bank: Bank, expected: list[Tensor]) -> None:
-    with one_pass():
+    with accumulate_weight_gradients():
         loss = bank.forward()
     same(bank.gradients(loss), expected)
 
@@ -89,12 +89,12 @@ def test_all_calls_of_a_pass_add_to_one_buffer(bank: Bank, monkeypatch: pytest.M
     buffers = set()
     backward = segments.mlp_backward
 
-    def watched(grad: Tensor, x: Tensor, bank, routes, kept: Tensor, into: MLPGradients):
+    def watched(grad: Tensor, x: Tensor, bank, routes, saved: Tensor, into: MLPGradients):
         buffers.add((into.w_up_EDW.data_ptr(), into.w_down_EFO.data_ptr()))
-        return backward(grad, x, bank, routes, kept, into)
+        return backward(grad, x, bank, routes, saved, into)
 
     monkeypatch.setattr(segments, "mlp_backward", watched)
-    with one_pass():
+    with accumulate_weight_gradients():
         loss = bank.forward()
     loss.backward()
     [(up, down)] = buffers
@@ -106,7 +106,7 @@ def test_all_calls_of_a_pass_add_to_one_buffer(bank: Bank, monkeypatch: pytest.M
 
 
 def test_a_graph_can_be_walked_twice(bank: Bank, expected: list[Tensor]) -> None:
-    with one_pass():
+    with accumulate_weight_gradients():
         loss = bank.forward()
     same(bank.gradients(loss, retain_graph=True), expected)
     same(bank.gradients(loss), expected)
@@ -115,7 +115,7 @@ def test_a_graph_can_be_walked_twice(bank: Bank, expected: list[Tensor]) -> None
 def test_two_passes_before_one_backward_pass(bank: Bank, expected: list[Tensor]) -> None:
     losses = []
     for _ in range(2):
-        with one_pass():
+        with accumulate_weight_gradients():
             losses.append(bank.forward())
     same(bank.gradients(losses[0] + losses[1]), [2 * gradient for gradient in expected])
 
@@ -123,7 +123,7 @@ def test_two_passes_before_one_backward_pass(bank: Bank, expected: list[Tensor])
 def test_a_backward_pass_that_did_not_ask_for_the_weights_leaves_nothing(
     bank: Bank, expected: list[Tensor]
 ) -> None:
-    with one_pass():
+    with accumulate_weight_gradients():
         loss = bank.forward()
     [grad_x] = torch.autograd.grad(loss, bank.leaves[:1], retain_graph=True)
     same([grad_x], expected[:1])
@@ -136,7 +136,7 @@ def test_a_backward_pass_that_broke_off_leaves_nothing(
 ) -> None:
     if defer:
         let_segments_defer(monkeypatch)
-    with one_pass():
+    with accumulate_weight_gradients():
         loss = bank.forward(defer=defer)
 
     def break_off(_grad: Tensor) -> None:
@@ -152,39 +152,39 @@ def test_a_backward_pass_that_broke_off_leaves_nothing(
 def test_weights_that_want_no_gradient_get_none(bank: Bank, expected: list[Tensor]) -> None:
     for leaf in bank.leaves[1:]:
         leaf.requires_grad_(False)
-    with one_pass():
+    with accumulate_weight_gradients():
         loss = bank.forward()
     same(torch.autograd.grad(loss, bank.leaves[:1]), expected[:1])
 
 
 def let_segments_defer(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """As a backend that defers would: how many calls each product was of."""
-    settled: list[int] = []
+    computed: list[int] = []
 
-    def mlp_backward_rows(grad, x, bank, routes, kept):
+    def mlp_backward_rows(grad, x, bank, routes, saved):
         into = MLPGradients(torch.zeros_like(bank.w_up_EDW), torch.zeros_like(bank.w_down_EFO))
-        return *segments.mlp_backward(grad, x, bank, routes, kept, into), torch.zeros_like(kept)
+        return *segments.mlp_backward(grad, x, bank, routes, saved, into), torch.zeros_like(saved)
 
     def mlp_weight_gradients(calls: Sequence[MLPCall]) -> tuple[Tensor, Tensor]:
-        settled.append(len(calls))
+        computed.append(len(calls))
         bank = calls[0].bank
         into = MLPGradients(torch.zeros_like(bank.w_up_EDW), torch.zeros_like(bank.w_down_EFO))
         for call in calls:
-            segments.mlp_backward(call.grad_TO, call.x_UD, call.bank, call.routes, call.kept, into)
+            segments.mlp_backward(call.grad_TO, call.x_UD, call.bank, call.routes, call.saved, into)
         return into.w_up_EDW, into.w_down_EFO
 
-    def linear_backward_rows(grad, x, w, routes, kept):
-        return segments.linear_backward(grad, x, w, routes, kept, torch.zeros_like(w))
+    def linear_backward_rows(grad, x, w, routes, saved):
+        return segments.linear_backward(grad, x, w, routes, saved, torch.zeros_like(w))
 
     def linear_weight_gradients(calls: Sequence[LinearCall]) -> tuple[Tensor]:
-        settled.append(len(calls))
+        computed.append(len(calls))
         into = torch.zeros_like(calls[0].w_EDO)
         for call in calls:
-            kept = segments.linear_forward(call.x_UD, call.w_EDO, call.routes)[1]
-            segments.linear_backward(call.grad_TO, call.x_UD, call.w_EDO, call.routes, kept, into)
+            saved = segments.linear_forward(call.x_UD, call.w_EDO, call.routes)[1]
+            segments.linear_backward(call.grad_TO, call.x_UD, call.w_EDO, call.routes, saved, into)
         return (into,)
 
-    monkeypatch.setattr(backend, "deferring", ("segments",))
+    monkeypatch.setattr(backend, "DEFERRING_BACKENDS", ("segments",))
     for function in (
         mlp_backward_rows,
         mlp_weight_gradients,
@@ -192,24 +192,24 @@ def let_segments_defer(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         linear_weight_gradients,
     ):
         monkeypatch.setattr(segments, function.__name__, function, raising=False)
-    return settled
+    return computed
 
 
 def test_deferred_gradients_are_made_once_for_all_calls(
     bank: Bank, expected: list[Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settled = let_segments_defer(monkeypatch)
-    with one_pass():
+    computed = let_segments_defer(monkeypatch)
+    with accumulate_weight_gradients():
         loss = bank.forward(defer=True)
     same(bank.gradients(loss), expected)
-    assert settled == [REPEATS, REPEATS]
+    assert computed == [REPEATS, REPEATS]
 
 
 def test_nothing_is_deferred_where_the_caller_does_not_let_it(
     bank: Bank, expected: list[Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settled = let_segments_defer(monkeypatch)
-    with one_pass():
+    computed = let_segments_defer(monkeypatch)
+    with accumulate_weight_gradients():
         loss = bank.forward()
     same(bank.gradients(loss), expected)
-    assert settled == []
+    assert computed == []

@@ -49,9 +49,9 @@ def test_the_experts_are_as_exact_with_it(name: str) -> None:
     if (error := onednn.relative_error()) >= onednn.EXACT:
         pytest.skip(f"this CPU rounds: {error}")
     onednn.allow_if_exact()
-    door, case, generator = Perceptrons("relu"), CASES[name], torch.Generator().manual_seed(1)
+    operation, case, generator = Perceptrons("relu"), CASES[name], torch.Generator().manual_seed(1)
     routes, x = (
         make_routes(case, generator),
         torch.randn(case.tokens, case.d_in, generator=generator),
     )
-    check(door, x, door.weights(case, generator), routes, 1e-5, "segments")
+    check(operation, x, operation.weights(case, generator), routes, 1e-5, "segments")

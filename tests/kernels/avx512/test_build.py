@@ -35,13 +35,13 @@ def test_it_is_compiled_once_and_nothing_else_is_left(
     elsewhere: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = ours.library_file()
-    assert ours.library.__wrapped__() is not None
+    assert ours.load_library.__wrapped__() is not None
     assert {file for file in elsewhere.rglob("*") if file.is_file()} == {
         path,
         path.with_name("lock"),
     }
     monkeypatch.setattr(ours, "_build", pytest.fail)
-    assert ours.library.__wrapped__() is not None
+    assert ours.load_library.__wrapped__() is not None
 
 
 def test_processes_that_start_together_compile_it_once(
@@ -82,7 +82,7 @@ def test_a_source_that_does_not_compile_says_what_the_compiler_says(
     with pytest.raises(
         ValueError, match=r"could not be compiled; set kernels.backend=segments(.|\n)*forty_two"
     ):
-        ours.library.__wrapped__()
+        ours.load_library.__wrapped__()
     assert not ours.library_file().exists()
     assert [file.name for file in ours.library_file().parent.iterdir()] == ["lock"]
 

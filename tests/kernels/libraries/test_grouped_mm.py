@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from moebius.kernels.activations import ACTIVATIONS
 from moebius.kernels.backend import resolve_backend
 from moebius.kernels.functional import routed_linear, routed_mlp
-from moebius.kernels.gradients import one_pass
+from moebius.kernels.gradients import accumulate_weight_gradients
 from moebius.kernels.interface import ROW_SLACK
 from moebius.kernels.libraries import grouped_mm
 from moebius.kernels.operands import SortedRoutes
@@ -61,7 +61,7 @@ def product(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Tensor]:
 def test_mlp_equals_the_reference(
     name: str, activation: str, biases: str, dtype: torch.dtype, tolerance: float
 ) -> None:
-    case, door, generator = (
+    case, operation, generator = (
         CASES[name],
         Perceptrons(activation, BIASES[biases]),
         torch.Generator().manual_seed(1),
@@ -69,18 +69,18 @@ def test_mlp_equals_the_reference(
     routes = make_routes(case, generator)
     x, weights = (
         torch.randn(case.tokens, case.d_in, generator=generator),
-        door.weights(case, generator),
+        operation.weights(case, generator),
     )
     if activation == "relu":
-        x, weights = kernel_cases.away_from_the_kink(x, weights, door)
+        x, weights = kernel_cases.away_from_the_kink(x, weights, operation)
     x, weights = x.to(dtype), [w.to(dtype) for w in weights]
-    check(door, x, weights, routes, tolerance)
-    check(door, x, weights, irregular(routes), tolerance)
+    check(operation, x, weights, routes, tolerance)
+    check(operation, x, weights, irregular(routes), tolerance)
 
 
 @pytest.mark.parametrize("biases", ["bias up", "bias down"])
 def test_one_bias_alone(biases: str) -> None:
-    case, door, generator = (
+    case, operation, generator = (
         CASES["random"],
         Perceptrons("swiglu", BIASES[biases]),
         torch.Generator().manual_seed(2),
@@ -89,7 +89,7 @@ def test_one_bias_alone(biases: str) -> None:
         make_routes(case, generator),
         torch.randn(case.tokens, case.d_in, generator=generator),
     )
-    check(door, x, door.weights(case, generator), routes, 1e-5)
+    check(operation, x, operation.weights(case, generator), routes, 1e-5)
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), TOLERANCES, ids=str)
@@ -109,11 +109,11 @@ def test_linear_equals_the_reference(
 @pytest.mark.parametrize("kind", ["slots", "expert choice", "two slots of a row"])
 def test_routes_that_stand_in_order(kind: str) -> None:
     (routes, rows), generator = kernel_cases.equal_counts(kind), torch.Generator().manual_seed(15)
-    x, door = (
+    x, operation = (
         torch.randn(rows, 12, generator=generator),
         Perceptrons("swiglu", BIASES["both biases"]),
     )
-    check(door, x, door.weights(Case(rows, 12, 7, 5, 1), generator), routes, 1e-5)
+    check(operation, x, operation.weights(Case(rows, 12, 7, 5, 1), generator), routes, 1e-5)
     for d_out in (13, 8):
         check(routed_linear, x, [torch.randn(5, 12, d_out, generator=generator)], routes, 1e-5)
 
@@ -135,20 +135,20 @@ def test_any_shape(
         Case(tokens, d_in, d_hidden, experts, min(top_k, experts)),
         torch.Generator().manual_seed(seed),
     )
-    routes, door = make_routes(case, generator), Perceptrons("relu", BIASES["both biases"])
+    routes, operation = make_routes(case, generator), Perceptrons("relu", BIASES["both biases"])
     routes = routes.with_weights((routes.weight_N * 4).ceil() / 4)
     x, weights = (
         torch.randn(tokens, d_in, generator=generator).round(),
-        door.weights(case, generator),
+        operation.weights(case, generator),
     )
     weights = [w.round() for w in weights]
     for kind in (routes, irregular(routes)):
-        check(door, x, weights, kind, 1e-12)
+        check(operation, x, weights, kind, 1e-12)
         check(routed_linear, x, weights[:1], kind, 1e-12)
 
 
 def odd_call() -> tuple[Tensor, list[Tensor], Routes, Tensor]:
-    """x, weights, routes and the answer's gradient of a layer with widths that are no multiple of
+    """x, weights, routes and the output's gradient of a layer with widths that are no multiple of
     anything.
     """
     case, generator = CASES["odd widths"], torch.Generator().manual_seed(6)
@@ -163,12 +163,12 @@ def odd_call() -> tuple[Tensor, list[Tensor], Routes, Tensor]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_two_runs_are_bitwise_equal(dtype: torch.dtype) -> None:
     x, weights, routes, grad = odd_call()
-    door, x, weights = (
+    operation, x, weights = (
         Perceptrons("gelu", BIASES["both biases"]),
         x.to(dtype),
         [w.to(dtype) for w in weights],
     )
-    first, second = (values_and_gradients(door, x, weights, routes, grad) for _ in range(2))
+    first, second = (values_and_gradients(operation, x, weights, routes, grad) for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
@@ -192,30 +192,30 @@ def test_repeats_add_up_in_one_buffer() -> None:
     gradients = {}
     for backend in ("reference", "grouped_mm"):
         leaves = [w.clone().requires_grad_() for w in weights[:2]]
-        with one_pass():
-            answers = [
+        with accumulate_weight_gradients():
+            outputs = [
                 routed_mlp(x * n, *leaves, routes, activation="gelu", backend=backend)
                 for n in (1, 2, 3)
             ]
-        gradients[backend] = torch.autograd.grad(answers, leaves, [grad] * 3)
+        gradients[backend] = torch.autograd.grad(outputs, leaves, [grad] * 3)
     for mine, theirs in zip(gradients["grouped_mm"], gradients["reference"], strict=True):
         assert kernel_cases.relative(mine, theirs) < 1e-5
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_what_is_saved_is_no_wider_than_the_hidden_rows(activation: str) -> None:
-    door, case, generator = (
+    operation, case, generator = (
         Perceptrons(activation),
         Case(50, 29, 5, 4, 2),
         torch.Generator().manual_seed(13),
     )
     x, weights = (
         torch.randn(50, 29, requires_grad=True),
-        [w.requires_grad_() for w in door.weights(case, generator)],
+        [w.requires_grad_() for w in operation.weights(case, generator)],
     )
     saved: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
-        door(x, *weights, make_routes(case, generator), backend="grouped_mm")
+        operation(x, *weights, make_routes(case, generator), backend="grouped_mm")
     given = {t.data_ptr() for t in (x, *weights)}
     own = [t for t in saved if t.is_floating_point() and t.ndim == 2 and t.data_ptr() not in given]
     assert [tuple(t.shape) for t in own] == [(50 * 2 + ROW_SLACK, weights[0].shape[2])]
@@ -227,13 +227,13 @@ def test_nothing_is_read_on_the_host(
 ) -> None:
     """On CUDA each of these would wait for the device."""
     x, weights, routes, grad = odd_call()
-    door = Perceptrons("gelu", BIASES["both biases"])
-    expected = values_and_gradients(door, x, weights, routes, grad)
+    operation = Perceptrons("gelu", BIASES["both biases"])
+    expected = values_and_gradients(operation, x, weights, routes, grad)
     assert routes.sorting.order_N is not None
     monkeypatch.setattr(F, "grouped_mm", product)  # the poison reads as well
     for name in ("item", "tolist", "__int__", "__bool__", "cpu", "numpy", "nonzero"):
         monkeypatch.setattr(Tensor, name, partial(pytest.fail, f"Tensor.{name} is called"))
-    ours = values_and_gradients(door, x, weights, routes, grad)
+    ours = values_and_gradients(operation, x, weights, routes, grad)
     monkeypatch.undo()
     assert all(torch.equal(a, b) for a, b in zip(ours, expected, strict=True))
 

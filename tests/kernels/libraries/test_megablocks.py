@@ -122,7 +122,7 @@ class StandIn:
 
 @pytest.fixture
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIn]:
-    """Behind the doors on this machine's CPU, in any dtype."""
+    """Behind the operations on this machine's CPU, in any dtype."""
     found = StandIn()
     for name, operators in (
         ("megablocks.ops", ("gather", "scatter")),
@@ -141,12 +141,14 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIn]:
 
 def forget() -> None:
     """What was found, and what was said against it."""
-    megablocks_library.library.cache_clear()
+    megablocks_library.load_library.cache_clear()
     backend.reason_against.cache_clear()
 
 
-def check(door, x: Tensor, weights: list[Tensor], routes: Routes, tolerance: float = 1e-5) -> None:
-    kernel_cases.check(door, x, weights, routes, tolerance, backend="megablocks")
+def check(
+    operation, x: Tensor, weights: list[Tensor], routes: Routes, tolerance: float = 1e-5
+) -> None:
+    kernel_cases.check(operation, x, weights, routes, tolerance, backend="megablocks")
 
 
 @pytest.mark.usefixtures("stand_in")
@@ -156,7 +158,7 @@ def check(door, x: Tensor, weights: list[Tensor], routes: Routes, tolerance: flo
 def test_mlp_with_the_operators_meaning_equals_the_reference(
     name: str, activation: str, biases: str
 ) -> None:
-    case, door, generator = (
+    case, operation, generator = (
         CASES[name],
         Perceptrons(activation, BIASES[biases]),
         torch.Generator().manual_seed(1),
@@ -164,10 +166,10 @@ def test_mlp_with_the_operators_meaning_equals_the_reference(
     routes = make_routes(case, generator)
     x, weights = (
         torch.randn(case.tokens, case.d_in, generator=generator),
-        door.weights(case, generator),
+        operation.weights(case, generator),
     )
-    check(door, x, weights, routes)
-    check(door, x, weights, irregular(routes))
+    check(operation, x, weights, routes)
+    check(operation, x, weights, irregular(routes))
 
 
 @pytest.mark.usefixtures("stand_in")
@@ -188,11 +190,11 @@ def test_linear_with_the_operators_meaning_equals_the_reference(
 @pytest.mark.parametrize("kind", ["slots", "expert choice", "two slots of a row"])
 def test_routes_that_stand_in_order(kind: str) -> None:
     (routes, rows), generator = kernel_cases.equal_counts(kind), torch.Generator().manual_seed(15)
-    x, door = (
+    x, operation = (
         torch.randn(rows, 12, generator=generator),
         Perceptrons("swiglu", BIASES["both biases"]),
     )
-    check(door, x, door.weights(Case(rows, 12, 7, 5, 1), generator), routes)
+    check(operation, x, operation.weights(Case(rows, 12, 7, 5, 1), generator), routes)
     check(routed_linear, x, [torch.randn(5, 12, 13, generator=generator)], routes)
 
 
@@ -201,12 +203,12 @@ def test_the_work_is_done_by_its_operators(stand_in: StandIn) -> None:
     and two of weights.
     """
     case, generator = CASES["random"], torch.Generator().manual_seed(3)
-    routes, door = make_routes(case, generator), Perceptrons("relu")
+    routes, operation = make_routes(case, generator), Perceptrons("relu")
     x, weights = (
         torch.randn(case.tokens, case.d_in, generator=generator),
-        door.weights(case, generator),
+        operation.weights(case, generator),
     )
-    y = door(
+    y = operation(
         x.requires_grad_(), *(w.requires_grad_() for w in weights), routes, backend="megablocks"
     )
     assert stand_in.calls == ["gather", "plain", "plain", "scatter"]
@@ -280,7 +282,7 @@ def test_megablocks_itself_equals_the_reference(name: str) -> None:
 
 @pytest.mark.skipif(MISSING is not None, reason=f"MegaBlocks cannot run here: {MISSING}")
 def test_two_runs_of_megablocks_are_bitwise_equal() -> None:
-    case, door, generator = (
+    case, operation, generator = (
         CASES["odd widths"],
         Perceptrons("relu"),
         torch.Generator().manual_seed(6),
@@ -289,9 +291,9 @@ def test_two_runs_of_megablocks_are_bitwise_equal() -> None:
     x, grad = (
         torch.randn(case.tokens, width, generator=generator).bfloat16().cuda() for width in (41, 42)
     )
-    weights = [w.bfloat16().cuda() for w in door.weights(case, generator)]
+    weights = [w.bfloat16().cuda() for w in operation.weights(case, generator)]
     first, second = (
-        kernel_cases.values_and_gradients(door, x, weights, routes, grad, "megablocks")
+        kernel_cases.values_and_gradients(operation, x, weights, routes, grad, "megablocks")
         for _ in range(2)
     )
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))

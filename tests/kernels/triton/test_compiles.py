@@ -3,7 +3,7 @@
 What a call of the backend would launch is written down instead, and compiled as it would have been
 there. Asked of the result: tensor cores (wgmma) in every product, no spilled register, registers
 and shared memory that the chip has, rows that come by asynchronous copies, and no atomics where the
-answer is to be deterministic. Speed is not asked: that needs the GPU.
+output is to be deterministic. Speed is not asked: that needs the GPU.
 """
 
 import functools
@@ -109,13 +109,13 @@ def call_mlp(
         new(num_experts, width, columns), new(num_experts, hidden, width), *biases, activation
     )
     x, grad = new(routes.num_targets, width), new(routes.num_targets, width)
-    _, kept = ours.mlp_forward(x, bank, routes, options=options)
+    _, saved = ours.mlp_forward(x, bank, routes, options=options)
     if deferred:
-        *_, d_z = ours.mlp_backward_rows(grad, x, bank, routes, kept, options=options)
-        ours.mlp_weight_gradients([MLPCall(grad, x, routes, kept, d_z, bank)] * 2)
+        *_, d_z = ours.mlp_backward_rows(grad, x, bank, routes, saved, options=options)
+        ours.mlp_weight_gradients([MLPCall(grad, x, routes, saved, d_z, bank)] * 2)
     else:
         into = MLPGradients(bank.w_up_EDW, bank.w_down_EFO)
-        ours.mlp_backward(grad, x, bank, routes, kept, into, options=options)
+        ours.mlp_backward(grad, x, bank, routes, saved, into, options=options)
 
 
 def call_linear(
@@ -123,8 +123,10 @@ def call_linear(
 ) -> None:
     routes, new = make_routes(load), functools.partial(torch.empty, dtype=dtype)
     w, x = new(routes.starts_E1.shape[0] - 1, *widths), new(routes.num_targets, widths[0])
-    _, kept = ours.linear_forward(x, w, routes, options=options)
-    ours.linear_backward(new(routes.num_targets, widths[1]), x, w, routes, kept, w, options=options)
+    _, saved = ours.linear_forward(x, w, routes, options=options)
+    ours.linear_backward(
+        new(routes.num_targets, widths[1]), x, w, routes, saved, w, options=options
+    )
 
 
 def compiled(launch: Launch) -> Any:

@@ -133,9 +133,9 @@ def test_a_hot_expert_is_done_in_chunks() -> None:
 def test_deferred_weight_gradients_are_the_sum_of_all_calls() -> None:
     grad, x, bank, routes = make_problem(LARGE["many rows per expert"], "relu", BF16)
     places = as_sorted(routes)
-    _, kept = ours.mlp_forward(x, bank, places)
-    *_, d_z = ours.mlp_backward_rows(grad, x, bank, places, kept)
-    found = ours.mlp_weight_gradients([MLPCall(grad, x, places, kept, d_z, bank)] * 3)
+    _, saved = ours.mlp_forward(x, bank, places)
+    *_, d_z = ours.mlp_backward_rows(grad, x, bank, places, saved)
+    found = ours.mlp_weight_gradients([MLPCall(grad, x, places, saved, d_z, bank)] * 3)
     expected = expected_mlp(grad, x, bank, routes)
     names = ("w_up", "w_down")
     check(

@@ -170,15 +170,15 @@ def test_gradients_are_added_to_what_is_there() -> None:
         make_bank(case, "relu", False, generator),
     )
     x, grad = (torch.randn(case.tokens, case.d_in, generator=generator) for _ in range(2))
-    _, kept = ours.mlp_forward(x, bank, routes)
+    _, saved = ours.mlp_forward(x, bank, routes)
     into = MLPGradients(torch.zeros_like(bank.w_up_EDW), torch.zeros_like(bank.w_down_EFO))
-    ours.mlp_backward(grad, x, bank, routes, kept, into)
+    ours.mlp_backward(grad, x, bank, routes, saved, into)
     once = into.w_up_EDW.clone(), into.w_down_EFO.clone()
-    ours.mlp_backward(grad, x, bank, routes, kept, into)
+    ours.mlp_backward(grad, x, bank, routes, saved, into)
     assert torch.equal(into.w_up_EDW, 2 * once[0])
     assert torch.equal(into.w_down_EFO, 2 * once[1])
     transposed = torch.zeros_like(bank.w_up_EDW).mT.contiguous().mT  # not contiguous
-    ours.mlp_backward(grad, x, bank, routes, kept, MLPGradients(transposed, into.w_down_EFO))
+    ours.mlp_backward(grad, x, bank, routes, saved, MLPGradients(transposed, into.w_down_EFO))
     assert torch.equal(transposed, once[0])
 
 
@@ -200,9 +200,9 @@ def test_deferred_weight_gradients_are_the_sum_of_all_calls(
         routes = make_routes(replace(case, tokens=tokens), generator)
         x, grad = (torch.randn(tokens, case.d_in, generator=generator) for _ in range(2))
         places = as_sorted(routes)
-        _, kept = ours.mlp_forward(x, bank, places)
-        *rows, d_z = ours.mlp_backward_rows(grad, x, bank, places, kept)
-        calls.append(MLPCall(grad, x, places, kept, d_z, bank))
+        _, saved = ours.mlp_forward(x, bank, places)
+        *rows, d_z = ours.mlp_backward_rows(grad, x, bank, places, saved)
+        calls.append(MLPCall(grad, x, places, saved, d_z, bank))
         expected = expected_mlp(grad, x, bank, routes)
         check(
             dict(zip(("x", "gate"), rows[:2], strict=True)),
@@ -225,8 +225,8 @@ def test_deferred_gradients_of_matrices_are_the_sum_of_all_calls(widths: tuple[i
             torch.randn(3 * tokens, widths[1], generator=generator),
         )
         places = as_sorted(routes)
-        _, kept = ours.linear_forward(x, w, places)
-        grad_x, gate = ours.linear_backward_rows(grad, x, w, places, kept)
+        _, saved = ours.linear_forward(x, w, places)
+        grad_x, gate = ours.linear_backward_rows(grad, x, w, places, saved)
         calls.append(LinearCall(grad, x, places, w))
         expected = expected_linear(grad, x, w, routes)
         check({"x": grad_x, "gate": gate}, {name: expected[name] for name in ("x", "gate")})

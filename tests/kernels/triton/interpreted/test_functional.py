@@ -1,4 +1,4 @@
-"""The doors with the Triton backend, in its interpreter: autograd, deferred gradients, well-behaved
+"""The operations with the Triton backend, in its interpreter: autograd, deferred gradients, well-behaved
 operators.
 """
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from moebius.kernels import ops
 from moebius.kernels.backend import KernelConfig
 from moebius.kernels.functional import _flat, routed_linear, routed_mlp
-from moebius.kernels.gradients import one_pass
+from moebius.kernels.gradients import accumulate_weight_gradients
 from moebius.model.routing import Routes
 
 CASE = Case(17, 12, 7, 5, 2)
@@ -20,9 +20,16 @@ CASE = Case(17, 12, 7, 5, 2)
 @pytest.mark.parametrize("activation", ["relu", "geglu"])
 def test_perceptrons(activation: str, biases: str) -> None:
     generator = torch.Generator().manual_seed(1)
-    door = Perceptrons(activation, BIASES[biases])
+    operation = Perceptrons(activation, BIASES[biases])
     x = torch.randn(CASE.tokens, CASE.d_in, generator=generator)
-    check(door, x, door.weights(CASE, generator), make_routes(CASE, generator), 1e-5, "triton")
+    check(
+        operation,
+        x,
+        operation.weights(CASE, generator),
+        make_routes(CASE, generator),
+        1e-5,
+        "triton",
+    )
 
 
 @pytest.mark.parametrize("direction", ["token to head", "head to token"])
@@ -39,9 +46,16 @@ def test_matrices(direction: str) -> None:
 def test_switches_reach_the_kernels() -> None:
     generator = torch.Generator().manual_seed(3)
     backend = KernelConfig(backend="triton", switches=("scatter_add", "fused")).name
-    door = Perceptrons("relu")
+    operation = Perceptrons("relu")
     x = torch.randn(CASE.tokens, CASE.d_in, generator=generator)
-    check(door, x, door.weights(CASE, generator), make_routes(CASE, generator), 1e-5, backend)
+    check(
+        operation,
+        x,
+        operation.weights(CASE, generator),
+        make_routes(CASE, generator),
+        1e-5,
+        backend,
+    )
 
 
 def repeats(backend: str, routes: Routes, dtype: torch.dtype, *, defer: bool) -> list[Tensor]:
@@ -54,7 +68,7 @@ def repeats(backend: str, routes: Routes, dtype: torch.dtype, *, defer: bool) ->
     ]
     x, w_up, w_down, w = leaves
     routes = routes.with_weights(routes.weight_N.to(dtype))
-    with one_pass():
+    with accumulate_weight_gradients():
         for _ in range(3):
             x = x + routed_mlp(x, w_up, w_down, routes, backend=backend, defer=defer)
             x = x + routed_linear(x, w, routes, backend=backend, defer=defer)

@@ -82,10 +82,10 @@ def test_sorted_places_know_their_rows(ruled: bool, sorted_already: bool) -> Non
 @pytest.mark.parametrize("width", [1, 82, 1100])
 @pytest.mark.parametrize("per_row", [1, 2, 7])
 def test_equal_numbers_of_answers_are_added_up(per_row: int, width: int) -> None:
-    answers = torch.randn(11 * per_row, width, generator=torch.Generator().manual_seed(4))
-    expected = answers.double().view(11, per_row, width).sum(1)
+    outputs = torch.randn(11 * per_row, width, generator=torch.Generator().manual_seed(4))
+    expected = outputs.double().view(11, per_row, width).sum(1)
     torch.testing.assert_close(
-        sum_rows(answers, None, 11, per_row).double(), expected, rtol=1e-5, atol=1e-6
+        sum_rows(outputs, None, 11, per_row).double(), expected, rtol=1e-5, atol=1e-6
     )
 
 
@@ -93,12 +93,12 @@ def test_equal_numbers_of_answers_are_added_up(per_row: int, width: int) -> None
 @pytest.mark.parametrize("num_routes", [0, 50])
 def test_answers_are_added_up_where_an_index_says(num_routes: int, width: int) -> None:
     generator = torch.Generator().manual_seed(5)
-    answers, index_N = (
+    outputs, index_N = (
         torch.randn(num_routes, width, generator=generator),
         torch.randint(9, (num_routes,), generator=generator),
     )
     index_N[index_N == 4] = 5  # row 4 gets none
-    expected = torch.zeros(9, width, dtype=torch.float64).index_add_(0, index_N, answers.double())
-    found = sum_rows(answers, index_N, 9, 0)
+    expected = torch.zeros(9, width, dtype=torch.float64).index_add_(0, index_N, outputs.double())
+    found = sum_rows(outputs, index_N, 9, 0)
     assert torch.equal(found[4], torch.zeros(width))
     torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-6)

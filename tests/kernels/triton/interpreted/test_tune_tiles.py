@@ -55,4 +55,4 @@ def test_a_tile_with_another_answer_is_out(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(tune_tiles, "_graph_ms", lambda call: 1.0)
     assert tune_tiles._timed(key) == 1.0
     tune_tiles._expected[key] *= 1.1
-    assert "another answer: off by" in str(tune_tiles._timed(key))
+    assert "another output: off by" in str(tune_tiles._timed(key))
