@@ -4,20 +4,27 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+WORKERS ?= 2
+# A file stays on one worker, for its tests share what is costly to make. Files go out in their order: sorted by their
+# number of tests, those with few and long tests would come last and leave the other workers idle.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 
 .NOTPARALLEL:
-.PHONY: help train test kernels mutants lint docs wheel clean
+.PHONY: help train test test-all kernels mutants lint docs wheel clean
 
 help:  ## show this
 	@echo "moebius: expert-parallel pretraining of Mixture-of-Experts Universal Transformers"
-	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1 - \2/p' Makefile
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1 - \2/p' Makefile
 	@echo "  PYTHON=python3.12 before the target's name chooses the Python (now: $(PYTHON))"
 
 train: $(VENV)/.installed-cluster  ## prepare, train, evaluate, break and resume a small run on a simulated cluster
 	$(BIN)/moebius submit smoke
 
-test: $(VENV)/.installed-cluster $(VENV)/.installed-test  ## run every test
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+test: $(VENV)/.installed-cluster $(VENV)/.installed-test  ## run the tests but the slow ones, on two processes (WORKERS=8: on eight)
+	$(PYTEST) --durations=10
+
+test-all: $(VENV)/.installed-cluster $(VENV)/.installed-test  ## run every test, the slow ones too
+	$(PYTEST) --durations=10 -m 'slow or not slow'
 
 kernels: $(VENV)/.installed-cluster $(VENV)/.installed-test  ## compile every Triton kernel for sm_90 and look at what came out
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow tests/kernels/triton/test_compiles.py

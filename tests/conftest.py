@@ -5,6 +5,10 @@ The guard: each process that a test starts inherits a mark in its environment, s
 as well as a child (/proc/*/environ). What still lives when the last test is done is shown with its
 command line, ended, and the session fails. The fork server of world.py is let off: it serves the
 whole session and ends with this process.
+
+With `pytest -n 2` every worker is such a session, with its own mark, and tells the first process
+what it found. The first process looks once more when the workers are gone, for what belongs to any
+of them: a worker that crashed told nothing.
 """
 
 import contextlib
@@ -35,7 +39,8 @@ def pytest_configure(config: pytest.Config) -> None:
     # torch's store asks the name server who 127.0.0.1 is, at every connection. One that does not
     # answer costs 5 s each time; here it has a second, in this process and in all that it starts.
     os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
-    os.environ[SESSION_MARK] = secrets.token_hex(8)
+    config.stash[LEFT_BEHIND] = {}
+    os.environ[SESSION_MARK] = _mark_of(config)
     if avx512_library.reason_against(torch.float32) is None:
         avx512_library.load_library()  # ranks that compiled it each for itself would be late
 
@@ -48,9 +53,17 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     for pid in left:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-    session.config.stash[LEFT_BEHIND] = left
-    if left:
+    session.config.stash[LEFT_BEHIND] |= left
+    if _is_worker(session.config):
+        session.config.workeroutput["left_behind"] = session.config.stash[LEFT_BEHIND]
+    if session.config.stash[LEFT_BEHIND]:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """Takes over what a worker found at its end; a worker that crashed has no output."""
+    node.config.stash[LEFT_BEHIND] |= getattr(node, "workeroutput", {}).get("left_behind", {})
 
 
 def pytest_terminal_summary(
@@ -65,6 +78,20 @@ def pytest_terminal_summary(
         )
 
 
+def _is_worker(config: pytest.Config) -> bool:
+    """Whether pytest-xdist started this process. Not read from the environment, which a session
+    inside a test inherits.
+    """
+    return hasattr(config, "workerinput")
+
+
+def _mark_of(config: pytest.Config) -> str:
+    """A worker's mark begins with that of the process that started it, and every other is new."""
+    if _is_worker(config):
+        return f"{os.environ[SESSION_MARK]}-{config.workerinput['workerid']}"
+    return secrets.token_hex(8)
+
+
 def _left_behind() -> dict[int, str]:
     """Living processes of this session but this one and multiprocessing's own two: pid -> command
     line.
@@ -76,10 +103,11 @@ def _left_behind() -> dict[int, str]:
     left = {}
     for entry in Path("/proc").glob("[0-9]*"):
         try:
-            if mark in (entry / "environ").read_bytes().split(b"\0") and int(entry.name) not in own:
-                left[int(entry.name)] = (
-                    (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode().strip()
-                )
+            environment = (entry / "environ").read_bytes().split(b"\0")
+            ours = any(variable.startswith(mark) for variable in environment)
+            if ours and int(entry.name) not in own:
+                command = (entry / "cmdline").read_bytes().replace(b"\0", b" ")
+                left[int(entry.name)] = command.decode().strip()
         except (FileNotFoundError, ProcessLookupError, PermissionError):
             continue  # gone meanwhile, or another user's
     return left
