@@ -43,7 +43,7 @@ from rich.table import Table
 from benchmarks.report import save
 from moebius.data_pipeline.prepare import prepare
 from moebius.distributed.dispatch.expert_map import ExpertMap, contiguous_map
-from moebius.distributed.placement.balance_load import hottest_factor, rebalanced
+from moebius.distributed.placement.balance_load import load_imbalance, rebalanced
 from moebius.train.config import Config, resolve
 from moebius.train.recipes.smoke import RECIPES
 from moebius.train.run_folder import open_run, place_data
@@ -126,7 +126,7 @@ def train(
         command, check=True, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdin=subprocess.DEVNULL
     )
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    return [line for line in lines if line["kind"] in ("train", "placement")], config
+    return [line for line in lines if line["kind"] in ("train", "expert_placement")], config
 
 
 def banks_of(lines: list[dict[str, Any]], config: Config) -> dict[str, list[Bank]]:
@@ -173,7 +173,7 @@ def judge(banks: list[Bank], ep: int, replicas: int, every: int, span: str) -> d
 
 
 def factor(expert_map: ExpertMap, load_E: np.ndarray) -> float:
-    return hottest_factor(expert_map, load_E.tolist())
+    return load_imbalance(expert_map, load_E.tolist())
 
 
 def in_a_run(scratch: Path, steps: int, every: int, replicas: int) -> dict[str, Any]:
@@ -192,7 +192,7 @@ def in_a_run(scratch: Path, steps: int, every: int, replicas: int) -> dict[str, 
     for line in train_lines[JUDGED_AFTER:]:
         for layer, figures in line["exchange"].items():
             hottest[layer.partition("/")[2]].append(figures["hottest_rank"])
-    placements = [line for line in lines if line["kind"] == "placement"]
+    placements = [line for line in lines if line["kind"] == "expert_placement"]
     return {
         "rebalance_every": every,
         "replicas": replicas,

@@ -37,7 +37,7 @@ def add_commands(commands: Commands) -> None:
 
 def _layout(options: argparse.Namespace) -> int:
     """Carries out `moebius layout`."""
-    from ..distributed.layout import MeshConfig, plan_layout, render
+    from ..distributed.layout import MeshConfig, plan_layout, render_layout
     from ..train.recipes.smoke import RECIPES
 
     for option, value in (("--ep", options.ep), ("--dp-shard", options.dp_shard)):
@@ -46,5 +46,5 @@ def _layout(options: argparse.Namespace) -> int:
     layout = plan_layout(MeshConfig(ep=options.ep, dp_shard=options.dp_shard), options.world_size)
     experts = RECIPES[options.model]().model.expert_counts() if options.model else None
     per_node = 8 if options.world_size % 8 == 0 else options.world_size
-    print(render(layout, options.ranks_per_node or per_node, experts))
+    print(render_layout(layout, options.ranks_per_node or per_node, experts))
     return 0

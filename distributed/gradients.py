@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
-from .local_shard import held_of, local_tensor
+from .local_shard import local_shard_of, local_tensor
 from .mesh import Mesh
 
 BUCKET_BYTES = 25 * 2**20
@@ -134,9 +134,9 @@ def clip_gradients(
 
 def _counted_here(parameters: Sequence[Parameter], rank: int) -> Iterator[Tensor]:
     for parameter in parameters:
-        held = held_of(parameter)
-        if parameter.grad is not None and held.copy_of(rank) == 0:
-            yield from held.first_boxes(local_tensor(parameter.grad))
+        shard = local_shard_of(parameter)
+        if parameter.grad is not None and shard.copy_index(rank) == 0:
+            yield from shard.first_views(local_tensor(parameter.grad))
 
 
 def _buckets(parameters: Sequence[Parameter], bucket_bytes: int) -> list[_Bucket]:

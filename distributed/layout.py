@@ -418,7 +418,7 @@ def _groups(layout: Layout, axis: str) -> list[list[int]]:
 # For people ---------------------------------------------------------------------------------------------------------
 
 
-def render(
+def render_layout(
     layout: Layout, ranks_per_node: int, num_experts: Mapping[str, int] | None = None
 ) -> str:
     """Plain text for people: every rank's place in both views, its experts (if given), and the

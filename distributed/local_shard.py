@@ -1,11 +1,11 @@
-"""Which part of a whole tensor a rank holds: what checkpoints, gradient norms and moves of experts
+"""Which part of a global tensor a rank stores: what checkpoints, gradient norms and moves of experts
 must agree on.
 
-A tensor has a global name and a whole shape. A rank holds boxes of it, wherever they lie in its own
-memory: a block of experts, the rows that FSDP left it, experts in any order. The ranks c·n … c·n +
-n − 1 hold the c-th copy of it, n being `ranks_per_copy`: 1 for what every rank holds whole, ep for
-experts, dp_shard for what FSDP shards. (All of these are runs of neighbours, because ep is the
-innermost axis.)
+A tensor has a global name and a global shape. A rank stores slices of it, wherever they lie in its
+own memory: a block of experts, the rows that FSDP left it, experts in any order. The ranks c·n …
+c·n + n − 1 store the c-th copy of it, n being `ranks_per_copy`: 1 for what every rank stores whole,
+ep for experts, dp_shard for what FSDP shards. (All of these are runs of neighbours, because ep is
+the innermost axis.)
 """
 
 from collections.abc import Sequence
@@ -16,70 +16,72 @@ from torch.distributed.tensor import DTensor
 
 
 @dataclass(frozen=True)
-class Box:
-    """A block of a tensor: where it begins in the whole, its size, and where it begins in what the
-    rank holds.
-    """
+class Slice:
+    """A block of a global tensor: where it begins in it, its sizes, and where the rank keeps it."""
 
-    offsets: tuple[int, ...]
+    offsets: tuple[int, ...]  # in the global tensor
     sizes: tuple[int, ...]
-    local: tuple[int, ...]
+    local_offsets: tuple[int, ...]  # in the rank's own tensor
     # within its copy: a hot expert may live in several slots, and counts and is saved once
     is_first: bool = True
 
-    def of(self, held: Tensor) -> Tensor:
-        """Its view in the rank's tensor."""
-        for dim, (start, size) in enumerate(zip(self.local, self.sizes, strict=True)):
-            held = held.narrow(dim, start, size)
-        return held
+    def view(self, local: Tensor) -> Tensor:
+        """Returns the view of this slice in the rank's own tensor."""
+        for dim, (start, size) in enumerate(zip(self.local_offsets, self.sizes, strict=True)):
+            local = local.narrow(dim, start, size)
+        return local
 
-    def cut(self, whole: Tensor) -> Tensor:
-        """A copy of what it holds; the whole tensor must not stay behind a view."""
+    def copy_from(self, global_tensor: Tensor) -> Tensor:
+        """Returns a copy of this slice of the global tensor.
+
+        It is no view: the whole tensor must not stay in memory behind it.
+        """
         for dim, (start, size) in enumerate(zip(self.offsets, self.sizes, strict=True)):
-            whole = whole.narrow(dim, start, size)
-        return whole.clone()
+            global_tensor = global_tensor.narrow(dim, start, size)
+        return global_tensor.clone()
 
 
 @dataclass(frozen=True)
-class Held:
-    """What one rank holds of a tensor."""
+class LocalShard:
+    """The slices of a global tensor that one rank stores."""
 
-    shape: tuple[int, ...]  # of the whole
-    boxes: tuple[Box, ...]  # none: FSDP had nothing left for this rank
+    global_shape: tuple[int, ...]
+    slices: tuple[Slice, ...]  # none: FSDP had nothing left for this rank
     ranks_per_copy: int = 1
     has_experts: bool = False  # along dim 0
 
-    def copy_of(self, rank: int) -> int:
-        """To which copy of the tensor that rank's part belongs."""
+    def copy_index(self, rank: int) -> int:
+        """Returns which copy of the tensor the shard of `rank` belongs to, counted from 0."""
         return rank // self.ranks_per_copy
 
-    def first_boxes(self, held: Tensor) -> list[Tensor]:
-        """Views that together, over one copy's ranks, are every element once."""
-        return [box.of(held) for box in self.boxes if box.is_first]
+    def first_views(self, local: Tensor) -> list[Tensor]:
+        """Returns views of `local` that hold every element once, over the ranks of one copy."""
+        return [slice_.view(local) for slice_ in self.slices if slice_.is_first]
 
 
-def hold(parameter: Tensor, held: Held) -> None:
-    """Notes on a parameter what this rank holds of it."""
-    parameter.held = held  # type: ignore[attr-defined]
+def set_local_shard(parameter: Tensor, shard: LocalShard) -> None:
+    """Records on a parameter which part of the global tensor it is on this rank."""
+    parameter.local_shard = shard  # type: ignore[attr-defined]
 
 
-def held_of(parameter: Tensor) -> Held:
-    """What `hold` noted; without a note it is whole."""
-    return getattr(parameter, "held", None) or whole(parameter.shape)
+def local_shard_of(parameter: Tensor) -> LocalShard:
+    """Returns the shard that `set_local_shard` recorded; a parameter without one is whole."""
+    return getattr(parameter, "local_shard", None) or whole_shard(parameter.shape)
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
-    """What this rank has of it in its memory; shares that memory."""
+    """Returns the part of a tensor that lies in this rank's memory; it shares that memory."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def whole(shape: Sequence[int]) -> Held:
-    """Everything."""
+def whole_shard(shape: Sequence[int]) -> LocalShard:
+    """Returns the shard of a rank that stores the whole tensor of that shape."""
     size = tuple(shape)
-    return Held(size, (Box((0,) * len(size), size, (0,) * len(size)),))
+    start = (0,) * len(size)
+    return LocalShard(size, (Slice(start, size, start),))
 
 
-def block(
+def block_shard(
     shape: Sequence[int],
     dim: int,
     start: int,
@@ -87,33 +89,43 @@ def block(
     *,
     ranks_per_copy: int,
     has_experts: bool,
-) -> Held:
-    """One range along one dim; the rest whole. No range: nothing."""
+) -> LocalShard:
+    """Returns the shard that is one range along `dim`, and whole along all other dimensions.
+
+    A range of no length is a shard without slices.
+    """
     size = tuple(shape)
-    boxes = (_range(whole(size).boxes[0], dim, start, length, 0),) if length else ()
-    return Held(size, boxes, ranks_per_copy, has_experts)
+    everything = whole_shard(size).slices[0]
+    slices = (_sub_slice(everything, dim, start, length, 0),) if length else ()
+    return LocalShard(size, slices, ranks_per_copy, has_experts)
 
 
-def narrowed(held: Held, dim: int, start: int, length: int, *, ranks_per_copy: int) -> Held:
-    """Of what a group holds alike, the range `start` … of its own memory along `dim`: what FSDP
-    leaves one of its ranks.
+def narrowed_shard(
+    shard: LocalShard, dim: int, start: int, length: int, *, ranks_per_copy: int
+) -> LocalShard:
+    """Returns the shard of a rank that keeps one range of what its group stores alike.
+
+    This is what FSDP leaves one of its ranks: `start` and `length` are along `dim` of the group's
+    local tensor, not of the global one.
     """
-    boxes = []
-    for box in held.boxes:
-        first = max(start, box.local[dim])
-        last = min(start + length, box.local[dim] + box.sizes[dim])
+    slices = []
+    for slice_ in shard.slices:
+        local_start = slice_.local_offsets[dim]
+        first = max(start, local_start)
+        last = min(start + length, local_start + slice_.sizes[dim])
         if first < last:
-            boxes.append(_range(box, dim, first - box.local[dim], last - first, first - start))
-    return Held(held.shape, tuple(boxes), ranks_per_copy, held.has_experts)
+            slices.append(_sub_slice(slice_, dim, first - local_start, last - first, first - start))
+    return LocalShard(shard.global_shape, tuple(slices), ranks_per_copy, shard.has_experts)
 
 
-def _range(box: Box, dim: int, start: int, length: int, local: int) -> Box:
-    """The part of a box from `start` (within it) along one dim, which lies at `local` in the rank's
-    memory.
+def _sub_slice(slice_: Slice, dim: int, start: int, length: int, local_start: int) -> Slice:
+    """Returns the part of a slice from `start` (counted within it) on, along one dimension.
+
+    It lies at `local_start` of the rank's memory along that dimension.
     """
-    return Box(
-        (*box.offsets[:dim], box.offsets[dim] + start, *box.offsets[dim + 1 :]),
-        (*box.sizes[:dim], length, *box.sizes[dim + 1 :]),
-        (*box.local[:dim], local, *box.local[dim + 1 :]),
-        box.is_first,
+    return Slice(
+        (*slice_.offsets[:dim], slice_.offsets[dim] + start, *slice_.offsets[dim + 1 :]),
+        (*slice_.sizes[:dim], length, *slice_.sizes[dim + 1 :]),
+        (*slice_.local_offsets[:dim], local_start, *slice_.local_offsets[dim + 1 :]),
+        slice_.is_first,
     )

@@ -21,10 +21,10 @@ from ..model.transformer import Transformer
 from .dispatch.choose import make_dispatcher
 from .dispatch.setup import build_node_groups
 from .layout import local_experts
-from .local_shard import Held, block, hold, local_tensor, whole
+from .local_shard import LocalShard, block_shard, local_tensor, set_local_shard, whole_shard
 from .mesh import Mesh
 from .process.process import DEFAULT_TIMEOUT_S
-from .sharding import shard_model, what_is_left
+from .sharding import shard_after_fsdp, shard_model
 
 
 def build_model(
@@ -71,11 +71,11 @@ def build_model(
     if mesh.layout.world_size > 1:
         model.running = RunningSum(lambda local: _sum_over(mesh.world_group, local))
     specified = dict(model.named_parameters())
-    held = _keep_own_experts(model, mesh)
+    expert_shards = _keep_own_experts(model, mesh)
     if sharding == "fsdp":
         shard_model(model, mesh, precision, chunks=overlap_chunks)
     model.to_empty(device=device)
-    _fill(model, specified, held, mesh, seed)
+    _fill(model, specified, expert_shards, mesh, seed)
     return model
 
 
@@ -91,13 +91,13 @@ def expert_names(model: nn.Module) -> frozenset[str]:
     )
 
 
-def _keep_own_experts(model: Transformer, mesh: Mesh) -> dict[str, Held]:
+def _keep_own_experts(model: Transformer, mesh: Mesh) -> dict[str, LocalShard]:
     """Cuts the banks, which have no values yet, to this rank's experts; returns which they are."""
     found = {}
     for name in sorted(expert_names(model)):
         shape = model.get_parameter(name).shape
         experts = local_experts(mesh.layout, mesh.rank, shape[0])
-        found[name] = block(
+        found[name] = block_shard(
             shape, 0, experts.start, len(experts), ranks_per_copy=mesh.layout.ep, has_experts=True
         )
         owner, _, attribute = name.rpartition(".")
@@ -110,7 +110,7 @@ def _keep_own_experts(model: Transformer, mesh: Mesh) -> dict[str, Held]:
 def _fill(
     model: Transformer,
     specified: Mapping[str, nn.Parameter],
-    experts: Mapping[str, Held],
+    expert_shards: Mapping[str, LocalShard],
     mesh: Mesh,
     seed: int,
 ) -> None:
@@ -118,13 +118,15 @@ def _fill(
     rank holds.
     """
     for name, parameter in model.named_parameters():
-        held = what_is_left(experts.get(name) or whole(specified[name].shape), parameter, mesh)
-        hold(parameter, held)
+        shard = shard_after_fsdp(
+            expert_shards.get(name) or whole_shard(specified[name].shape), parameter, mesh
+        )
+        set_local_shard(parameter, shard)
         if parameter.is_meta:  # only shapes are asked for
             continue
         value = draw(name, specified[name], seed)
-        for box in held.boxes:
-            box.of(local_tensor(parameter)).copy_(box.cut(value))
+        for slice_ in shard.slices:
+            slice_.view(local_tensor(parameter)).copy_(slice_.copy_from(value))
     for buffer in model.buffers():  # what a router learns without a gradient: all start at zero
         buffer.zero_()
 

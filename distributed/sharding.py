@@ -34,7 +34,7 @@ from ..model.moe import SparseLayer
 from ..model.precision import enters_a_product
 from ..model.transformer import Transformer
 from .layout import Layout, index_in_group
-from .local_shard import Held, narrowed
+from .local_shard import LocalShard, narrowed_shard
 from .mesh import Mesh
 
 
@@ -70,11 +70,11 @@ def shard_model(model: Transformer, mesh: Mesh, dtype: torch.dtype, *, chunks: i
     _Passes(model, list(_units(model)))
 
 
-def what_is_left(held: Held, parameter: nn.Parameter, mesh: Mesh) -> Held:
+def shard_after_fsdp(group_shard: LocalShard, parameter: nn.Parameter, mesh: Mesh) -> LocalShard:
     """What a rank holds of a parameter whose group holds `held`."""
     if not isinstance(parameter, DTensor):
-        return held
-    return share_of(held, parameter.shape, mesh.layout, mesh.rank)
+        return group_shard
+    return fsdp_shard(group_shard, parameter.shape, mesh.layout, mesh.rank)
 
 
 def is_sharded(name: str) -> bool:
@@ -82,17 +82,19 @@ def is_sharded(name: str) -> bool:
     return enters_a_product(name) or name in ("embedding", "position_embedding")
 
 
-def share_of(held: Held, shape: Sequence[int], layout: Layout, rank: int) -> Held:
+def fsdp_shard(
+    group_shard: LocalShard, shape: Sequence[int], layout: Layout, rank: int
+) -> LocalShard:
     """What FSDP leaves a rank of a parameter whose group holds `held`; `shape` is the parameter's
     before it is cut.
     """
-    axis = "efsdp" if held.has_experts else "fsdp"
+    axis = "efsdp" if group_shard.has_experts else "fsdp"
     ranks, place = layout.size(axis), index_in_group(layout, axis, rank)
     dim = dim_to_cut(shape, ranks)
     share = -(-shape[dim] // ranks)  # as torch.chunk: the last ranks may have less, or nothing
     start = min(place * share, shape[dim])
     length = min(share, shape[dim] - start)
-    return narrowed(held, dim, start, length, ranks_per_copy=layout.efsdp * layout.ep)
+    return narrowed_shard(group_shard, dim, start, length, ranks_per_copy=layout.efsdp * layout.ep)
 
 
 def _mesh_over(mesh: Mesh, axis: str) -> DeviceMesh:

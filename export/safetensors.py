@@ -35,7 +35,7 @@ from ..distributed.checkpoint.files import (
     open_verified,
     read_tensor,
     refuse_name_of_another_step,
-    sum_of,
+    tensor_checksum,
 )
 from ..distributed.checkpoint.reshard import Watch
 from ..distributed.checkpoint.writing import appearing, refuse_existing, write_synced
@@ -154,7 +154,7 @@ def export(
         on_bytes, sums = watch("writing the files", total), {}
         for file, tensors in _cut(stored, plan, dtypes):
             _save(tensors, folder / file)
-            sums |= {key: sum_of(tensor) for key, tensor in tensors.items()}
+            sums |= {key: tensor_checksum(tensor) for key, tensor in tensors.items()}
             on_bytes(sum(tensor.nbytes for tensor in tensors.values()))
         _compare(folder, plan, sums)
         weight_map = {piece.key: file for file, pieces in plan.items() for piece in pieces}
@@ -309,7 +309,7 @@ def _compare(folder: Path, plan: Mapping[str, list[Piece]], sums: Mapping[str, s
                     (
                         own.key
                         for own in pieces
-                        if sum_of(opened.get_tensor(own.key)) != sums[own.key]
+                        if tensor_checksum(opened.get_tensor(own.key)) != sums[own.key]
                     ),
                     None,
                 )

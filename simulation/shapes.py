@@ -33,7 +33,7 @@ from ..distributed.layout import (
     group_of,
     local_experts,
 )
-from ..distributed.local_shard import Held, held_of, local_tensor
+from ..distributed.local_shard import LocalShard, local_shard_of, local_tensor
 from ..distributed.mesh import Mesh, build_mesh
 from ..distributed.parallelize import build_model, expert_names
 from ..distributed.process.process import DEFAULT_TIMEOUT_S, Process
@@ -163,23 +163,23 @@ def _check_groups(mesh: Mesh) -> None:
 def _check_parameters(model: Transformer, layout: Layout, rank: int) -> None:
     banks = expert_names(model)
     for name, parameter in model.named_parameters():
-        held, local = held_of(parameter), tuple(local_tensor(parameter).shape)
+        shard, local = local_shard_of(parameter), tuple(local_tensor(parameter).shape)
         sizes = (
-            tuple(held.boxes[0].sizes) if held.boxes else None
+            tuple(shard.slices[0].sizes) if shard.slices else None
         )  # None: FSDP had nothing left for this rank
         if (0 not in local) if sizes is None else (sizes != local):
             raise ShapeMismatch(
-                f"rank {rank}: holds {local} of {name}, its tables say {sizes} of {held.shape}"
+                f"rank {rank}: holds {local} of {name}, its tables say {sizes} of {shard.global_shape}"
             )
         if name in banks:
-            _check_blocks(held.shape[0], layout, name)
-            _check_own_experts(held, layout, rank, name)
+            _check_blocks(shard.global_shape[0], layout, name)
+            _check_own_experts(shard, layout, rank, name)
 
 
-def _check_own_experts(held: Held, layout: Layout, rank: int, name: str) -> None:
-    own = local_experts(layout, rank, held.shape[0], name)
-    for box in held.boxes:
-        first, end = box.offsets[0], box.offsets[0] + box.sizes[0]
+def _check_own_experts(shard: LocalShard, layout: Layout, rank: int, name: str) -> None:
+    own = local_experts(layout, rank, shard.global_shape[0], name)
+    for slice_ in shard.slices:
+        first, end = slice_.offsets[0], slice_.offsets[0] + slice_.sizes[0]
         if not own.start <= first < end <= own.stop:
             raise ShapeMismatch(
                 f"rank {rank}: holds the experts {first}-{end - 1} of {name}, its tables say {own}"
@@ -254,7 +254,7 @@ def _banks(model: Transformer, layout: Layout, rank: int) -> list[BankShape]:
     for name, layer in model.named_modules():
         if isinstance(layer, SparseLayer):
             first = next(layer.experts.parameters())
-            whole = tuple(held_of(first).shape)
+            whole = tuple(local_shard_of(first).global_shape)
             own = local_experts(layout, rank, whole[0])
             found.append(BankShape(name, own, tuple(local_tensor(first).shape), whole))
     return found

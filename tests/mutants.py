@@ -66,7 +66,7 @@ MUTANTS = (
     ),
     Mutant(
         "the norm counts every copy of an expert", "distributed/gradients.py",
-        "held.copy_of(rank) == "
+        "shard.copy_index(rank) == "
         "0", "True", (f"{GRADIENTS}::test_sums_norm_and_clipping_equal_one_process",),
     ),
     Mutant(
@@ -179,7 +179,7 @@ MUTANTS = (
     ),
     Mutant(
         "every rank says that its block of experts is the first", "distributed/local_shard.py",
-        "box.offsets[dim] + start, *box.offsets", "box.offsets[dim], *box.offsets",
+        "slice_.offsets[dim] + start, *slice_.offsets", "slice_.offsets[dim], *slice_.offsets",
         (f"{CHECKPOINT}::test_every_layout_loads_every_other_bit_for_bit",),
     ),
     Mutant(
@@ -221,10 +221,10 @@ MUTANTS = (
         (f"{MOVING}::test_copies_answer_as_the_one_expert_would[dedup]",),
     ),
     Mutant(
-        "two ranks get each other's boxes of a rewritten "
+        "two ranks get each other's slices of a rewritten "
         "checkpoint", "distributed/checkpoint/reshard.py",
-        "for rank, box in "
-        "mine:", "for (rank, _), (_, box) in zip(mine, reversed(mine), strict=True):",
+        "for rank, slice_ in "
+        "mine:", "for (rank, _), (_, slice_) in zip(mine, reversed(mine), strict=True):",
         ("tests/distributed/checkpoint/test_reshard.py::test_the_files_are_those_that_its_ranks_would_have_written[alone-ep4]",),
     ),
 )  # fmt: skip

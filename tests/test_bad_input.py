@@ -17,7 +17,12 @@ import torch
 from moebius.cli.main import main
 from moebius.data_pipeline.config import DataConfig
 from moebius.data_pipeline.prepare import prepare
-from moebius.distributed.checkpoint.files import FileSum, Manifest, blake2b, digest_of_sums
+from moebius.distributed.checkpoint.files import (
+    CheckpointManifest,
+    FileSum,
+    blake2b,
+    digest_of_sums,
+)
 
 TINY = (
     "model.vocab_size=257",
@@ -252,7 +257,7 @@ def remove_a_chunk(checkpoint: Path) -> None:
         file.name: FileSum(num_bytes=file.stat().st_size, blake2b=blake2b(file.read_bytes()))
         for file in files
     }
-    manifest = Manifest(format=1, files=sums, digest=digest_of_sums(sums))
+    manifest = CheckpointManifest(format=1, files=sums, digest=digest_of_sums(sums))
     (checkpoint / "manifest.json").write_text(manifest.model_dump_json())
 
 

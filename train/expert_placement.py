@@ -27,7 +27,7 @@ from ..distributed.dispatch.expert_map import ExpertMap
 from ..distributed.gradients import GradientReducer
 from ..distributed.layout import MeshConfig
 from ..distributed.mesh import Mesh
-from ..distributed.placement.balance_load import hottest_factor, rebalanced
+from ..distributed.placement.balance_load import load_imbalance, rebalanced
 from ..distributed.placement.move import banks_of, expert_maps_of, move_experts
 from ..distributed.placement.replicas import CopyReducer
 from ..model.transformer import Transformer
@@ -42,7 +42,7 @@ _BANKS = {
 
 
 @dataclass(frozen=True)
-class Rebalanced:
+class RebalanceResult:
     """What a decision came to. Factors are of the counted load, of the bank where they are largest."""
 
     hottest_before: float
@@ -90,7 +90,7 @@ class ExpertPlacement:
             ]
             self._loads[kind].index_add_(0, torch.tensor(members, device=load_LE.device), load_LE)
 
-    def decide(self, step: int) -> Rebalanced | None:
+    def decide(self, step: int) -> RebalanceResult | None:
         """After every n-th step: moves the experts where the counted load wants them. Collective
         then; else None.
         """
@@ -103,9 +103,9 @@ class ExpertPlacement:
         }
         moved = move_experts(self._model, self._optimizer, self._mesh, after)
         self._loads = self._no_loads()
-        return Rebalanced(
-            max(hottest_factor(before[name], load_E) for name, load_E in loads.items()),
-            max(hottest_factor(after[name], load_E) for name, load_E in loads.items()),
+        return RebalanceResult(
+            max(load_imbalance(before[name], load_E) for name, load_E in loads.items()),
+            max(load_imbalance(after[name], load_E) for name, load_E in loads.items()),
             moved.experts,
             moved.num_bytes,
             time.perf_counter() - started,

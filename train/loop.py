@@ -64,16 +64,16 @@ def run_steps(run: Run, loader: Loader, log: MetricsLog) -> str:
     clock = Clock()
     while run.progress.step < config.train.steps:
         batch = next(loader)
-        taken = step(run, batch, learning_rate_at(config.optim, run.progress.step))
+        result = step(run, batch, learning_rate_at(config.optim, run.progress.step))
         clock.count_step()
         done = run.progress.step == config.train.steps
-        if first or done or taken.stop or due(run.progress.step, config.train.log_every):
-            log_step(run, log, taken, batch, clock.read(waited_s=loader.wait_s))
+        if first or done or result.stop or due(run.progress.step, config.train.log_every):
+            log_step(run, log, result, batch, clock.read(waited_s=loader.wait_s))
             clock, first = Clock(waited_s=loader.wait_s), False
-        move_experts(run, taken, log)
-        if taken.stop or done or due(run.progress.step, config.checkpoint.every):
+        rebalance_experts(run, result, log)
+        if result.stop or done or due(run.progress.step, config.checkpoint.every):
             save(run, loader)
-        if taken.stop and not done:
+        if result.stop and not done:
             return "stopped"
         if done or due(run.progress.step, config.train.eval_every):
             log_evaluation(run, log)
@@ -83,7 +83,7 @@ def run_steps(run: Run, loader: Loader, log: MetricsLog) -> str:
 
 
 @dataclass(frozen=True)
-class Taken:
+class StepResult:
     """One optimizer step, as it went."""
 
     meter: StepMeter
@@ -92,7 +92,7 @@ class Taken:
     stop: bool  # somebody asked for the run's end; the same answer on all ranks
 
 
-def step(run: Run, batch: Batch, rate: float) -> Taken:
+def step(run: Run, batch: Batch, rate: float) -> StepResult:
     """One optimizer step over this rank's micro-batches. A gradient that is not finite anywhere
     skips it everywhere.
     """
@@ -128,7 +128,7 @@ def step(run: Run, batch: Batch, rate: float) -> Taken:
         sequences=sequences, tokens=sequences * config.data.seq_len, updated=finite
     )
     run.refuse_endless_skipping(norm.item())
-    return Taken(meter, rate, norm.item(), stop)
+    return StepResult(meter, rate, norm.item(), stop)
 
 
 def trace_of(run: Run) -> StepTrace:
@@ -162,21 +162,21 @@ class Clock:
 
 
 def log_step(
-    run: Run, log: MetricsLog, taken: Taken, batch: Batch, times: tuple[float, float]
+    run: Run, log: MetricsLog, result: StepResult, batch: Batch, times: tuple[float, float]
 ) -> None:
     """Collective: sums the step's statistics over the ranks and writes them; `data_wait_s` is of
     all ranks together.
     """
     step_s, data_wait_s = times
-    sums = taken.meter.reduce(digest=batch.digest, data_wait_s=data_wait_s)
+    sums = result.meter.reduce(digest=batch.digest, data_wait_s=data_wait_s)
     tokens = run.config.train.global_batch * run.config.data.seq_len
     log.write(
         "train",
         run.progress.step,
         loss=sums["loss"].item(),
         regularisation=sums["regularisation"].item(),
-        learning_rate=taken.learning_rate,
-        grad_norm=taken.grad_norm,
+        learning_rate=result.learning_rate,
+        grad_norm=result.grad_norm,
         skipped=run.progress.step - run.progress.updates,
         tokens=run.progress.tokens,
         tokens_per_s=round(tokens / step_s, 1),
@@ -188,13 +188,13 @@ def log_step(
     )
 
 
-def move_experts(run: Run, taken: Taken, log: MetricsLog) -> None:
+def rebalance_experts(run: Run, result: StepResult, log: MetricsLog) -> None:
     """Brings the experts to where the load wants them, every `mesh.rebalance_every` steps."""
-    run.placement.count(taken.meter.loads())
-    moved = run.placement.decide(run.progress.step)
+    run.expert_placement.count(result.meter.loads())
+    moved = run.expert_placement.decide(run.progress.step)
     if moved is not None:
-        run.reducer = run.placement.make_reducer(*whole_parameters(run.model))
-        log.write("placement", run.progress.step, **asdict(moved))
+        run.reducer = run.expert_placement.make_reducer(*whole_parameters(run.model))
+        log.write("expert_placement", run.progress.step, **asdict(moved))
 
 
 def log_evaluation(run: Run, log: MetricsLog) -> None:
@@ -218,7 +218,7 @@ def save(run: Run, loader: Loader) -> None:
         "progress": run.progress.as_dict(),
         "data": {"spec_hash": loader.spec_hash, "spec": loader.spec},
         "config": run.config.model_dump(mode="json"),
-        "experts": run.placement.as_dict(),
+        "experts": run.expert_placement.as_dict(),
     }
     run.checkpoints.save(run.progress.step, *state_tensors(run.model, run.optimizer), meta)
 

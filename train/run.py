@@ -14,7 +14,7 @@ from ..data_pipeline.loader import Loader
 from ..distributed.checkpoint.checkpointer import Checkpointer, latest_for_all, load, meta_for_all
 from ..distributed.gradients import GradientReducer
 from ..distributed.layout import plan_layout
-from ..distributed.local_shard import held_of
+from ..distributed.local_shard import local_shard_of
 from ..distributed.mesh import Mesh, build_mesh
 from ..distributed.parallelize import build_model, expert_names
 from ..distributed.placement.replicas import CopyReducer
@@ -28,7 +28,7 @@ from .config import Config, ConfigError
 from .expert_placement import ExpertPlacement
 from .metrics import MetricsLog
 from .optim import make_optimizer
-from .state import Progress, allocate_moments, set_updates, state_tensors
+from .state import TrainingProgress, allocate_moments, set_updates, state_tensors
 
 _MOST_SKIPS = 100
 _COMPARE_S = 60.0  # how long ranks that have met already may take to compare what they are to run
@@ -45,12 +45,12 @@ class Run:
     model: Transformer
     parameters: list[torch.nn.Parameter]  # what this rank holds of each
     optimizer: torch.optim.AdamW
-    placement: ExpertPlacement
+    expert_placement: ExpertPlacement
     reducer: GradientReducer | CopyReducer
     checkpoints: Checkpointer
     generation: int
     backend: str  # of the experts' products
-    progress: Progress = field(default_factory=Progress)
+    progress: TrainingProgress = field(default_factory=TrainingProgress)
     skipped_in_a_row: int = 0
 
     def refuse_endless_skipping(self, grad_norm: float) -> None:
@@ -182,10 +182,10 @@ def resume(run: Run) -> dict[str, Any] | None:
     """
     newest, position = latest_for_all(run.run_dir / "checkpoints", run.mesh), None
     if newest is not None:
-        run.placement.restore(meta_for_all(newest, run.mesh).get("experts", {}))
-        run.reducer = run.placement.make_reducer(*whole_parameters(run.model))
+        run.expert_placement.restore(meta_for_all(newest, run.mesh).get("experts", {}))
+        run.reducer = run.expert_placement.make_reducer(*whole_parameters(run.model))
         meta = load(newest, *state_tensors(run.model, run.optimizer), mesh=run.mesh)
-        run.progress, position = Progress(**meta["progress"]), meta["data"]
+        run.progress, position = TrainingProgress(**meta["progress"]), meta["data"]
         set_updates(run.model, run.optimizer, run.progress.updates)
     return position
 
@@ -254,4 +254,4 @@ def whole_parameters(
 
 def count_parameters(run: Run) -> int:
     """Of the whole model, whatever this rank holds of it."""
-    return sum(math.prod(held_of(parameter).shape) for parameter in run.parameters)
+    return sum(math.prod(local_shard_of(parameter).global_shape) for parameter in run.parameters)

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 import torch
 from torch import Tensor
 
-from ..distributed.local_shard import Held, held_of, local_tensor
+from ..distributed.local_shard import LocalShard, local_shard_of, local_tensor
 from ..distributed.sharding import free_gathered
 from ..model.transformer import Transformer
 
@@ -19,7 +19,7 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 @dataclass(frozen=True)
-class Progress:
+class TrainingProgress:
     """Where a run stands: counts of what the saved weights have seen."""
 
     step: int = 0  # optimizer steps done, skipped ones included
@@ -27,9 +27,9 @@ class Progress:
     samples: int = 0  # rows consumed: the position in the data
     tokens: int = 0
 
-    def after_step(self, *, sequences: int, tokens: int, updated: bool) -> "Progress":
+    def after_step(self, *, sequences: int, tokens: int, updated: bool) -> "TrainingProgress":
         """One step later."""
-        return Progress(
+        return TrainingProgress(
             self.step + 1, self.updates + updated, self.samples + sequences, self.tokens + tokens
         )
 
@@ -57,17 +57,17 @@ def set_updates(model: Transformer, optimizer: torch.optim.AdamW, updates: int) 
 
 def state_tensors(
     model: Transformer, optimizer: torch.optim.AdamW
-) -> tuple[dict[str, Tensor], dict[str, Held]]:
+) -> tuple[dict[str, Tensor], dict[str, LocalShard]]:
     """All tensors of the state, as much of them as this rank holds, and what that is of each."""
-    tensors, held = model_tensors(model)
+    tensors, shards = model_tensors(model)
     for name, parameter in model.named_parameters():
         for moment in _MOMENTS:
             tensors[f"optimizer.{moment}.{name}"] = local_tensor(optimizer.state[parameter][moment])
-            held[f"optimizer.{moment}.{name}"] = held_of(parameter)
-    return tensors, held
+            shards[f"optimizer.{moment}.{name}"] = local_shard_of(parameter)
+    return tensors, shards
 
 
-def model_tensors(model: Transformer) -> tuple[dict[str, Tensor], dict[str, Held]]:
+def model_tensors(model: Transformer) -> tuple[dict[str, Tensor], dict[str, LocalShard]]:
     """The weights, and what routers learn without a gradient, as `state_tensors` gives them.
 
     Weights that a pass without a backward has left gathered are freed first, for what is saved is
@@ -78,8 +78,10 @@ def model_tensors(model: Transformer) -> tuple[dict[str, Tensor], dict[str, Held
         f"model.{name}": local_tensor(parameter.detach())
         for name, parameter in model.named_parameters()
     }
-    held = {f"model.{name}": held_of(parameter) for name, parameter in model.named_parameters()}
-    return tensors | {f"model.{name}": buffer for name, buffer in model.named_buffers()}, held
+    shards = {
+        f"model.{name}": local_shard_of(parameter) for name, parameter in model.named_parameters()
+    }
+    return tensors | {f"model.{name}": buffer for name, buffer in model.named_buffers()}, shards
 
 
 def seed_micro_batch(seed: int, step: int, index: int) -> None:

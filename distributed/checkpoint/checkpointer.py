@@ -3,7 +3,7 @@ executed.
 
 A checkpoint is a torch.distributed.checkpoint directory under global names and whole shapes,
 experts as [E, ...]; checkpoint_files.py says what stands in it. What a rank holds of a tensor, its
-`Held` says (shards.py).
+`LocalShard` says (local_shard.py).
 
 Saving: 1. ranks compare what they hold. 2. Each copies its part into buffers that it keeps (all
 that training waits for).
@@ -42,7 +42,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
-from ..local_shard import Held, whole
+from ..local_shard import LocalShard, whole_shard
 from ..mesh import Mesh
 from ..process.json_messages import all_gather_json, gather_json
 from ..process.process import Process
@@ -69,7 +69,7 @@ from .files import (
     step_name,
     verify,
 )
-from .parts import Part, PartLoadPlanner, PartSavePlanner
+from .parts import ShardLoadPlanner, ShardSavePlanner, TensorShard
 from .writing import SummingWriter, discard, seal, sync_directory
 
 __all__ = [
@@ -142,7 +142,7 @@ def meta_for_all(path: Path, mesh: Mesh) -> dict[str, Any]:
 def load(
     path: Path,
     tensors: Mapping[str, Tensor],
-    held: Mapping[str, Held] = MappingProxyType({}),
+    shards: Mapping[str, LocalShard] = MappingProxyType({}),
     *,
     mesh: Mesh | None = None,
     check_bytes: bool = True,
@@ -151,7 +151,7 @@ def load(
     """Fills `tensors` in place from a checkpoint of any layout and returns the meta that was saved
     with it.
 
-    `held` says of each what this rank holds of it; those without are whole. Without a mesh nothing
+    `shards` says of each what this rank stores of it; those without are whole. Without a mesh nothing
     is communicated; with one it is a collective call, and an error is raised on all ranks. Nothing
     is overwritten unless everything fits: names, shapes, dtypes, every element once, and (with
     `check_bytes`) the checksum of every file. `allow_unexpected` lets the checkpoint hold more than
@@ -166,14 +166,14 @@ def load(
         stored = open_checkpoint(path)
         share = sorted(stored.manifest.files)[rank::world_size] if check_bytes else []
         refuse(path, audit(stored) + damaged_files(stored, share))
-        if unlike := _differences(stored, tensors, held, allow_unexpected):
+        if unlike := _differences(stored, tensors, shards, allow_unexpected):
             listed = "\n  ".join(unlike)
             raise CheckpointError(f"{path} does not fit what is asked for:\n  {listed}")
         return stored
 
     stored = _together(group, check)
     state = {
-        name: Part(tensor.detach(), held[name]) if name in held else tensor.detach()
+        name: TensorShard(tensor.detach(), shards[name]) if name in shards else tensor.detach()
         for name, tensor in tensors.items()
     }
     _read_into(state, stored, group)
@@ -183,7 +183,7 @@ def load(
 def _differences(
     stored: StoredCheckpoint,
     tensors: Mapping[str, Tensor],
-    held: Mapping[str, Held],
+    shards: Mapping[str, LocalShard],
     allow_unexpected: bool,
 ) -> list[str]:
     """Where the checkpoint and what is asked for do not fit, in words."""
@@ -194,12 +194,12 @@ def _differences(
             f"in the checkpoint but not asked for: {name}" for name in found if name not in tensors
         ]
     problems += [
-        text for name, part in held.items() for text in _misfits(name, tensors[name], part)
+        text for name, shard in shards.items() for text in _misfits(name, tensors[name], shard)
     ]
     for name, tensor in tensors.items():
         if name not in found:
             continue
-        shape = held[name].shape if name in held else tuple(tensor.shape)
+        shape = shards[name].global_shape if name in shards else tuple(tensor.shape)
         if found[name].shape != shape:
             problems.append(
                 f"{name}: shape {list(found[name].shape)} in the checkpoint, {list(shape)} here"
@@ -218,7 +218,7 @@ def _read_into(
     rank = 0 if group is None else group.rank()
 
     def read() -> None:
-        planner = PartLoadPlanner(flatten_state_dict=False)
+        planner = ShardLoadPlanner(flatten_state_dict=False)
         try:
             with warnings.catch_warnings():  # it warns that a world of one is one
                 warnings.filterwarnings("ignore", message="torch.distributed is")
@@ -292,24 +292,24 @@ class Checkpointer:
         self,
         step: int,
         tensors: Mapping[str, Tensor],
-        held: Mapping[str, Held],
+        shards: Mapping[str, LocalShard],
         meta: dict[str, Any],
     ) -> None:
         """Takes a copy of `tensors` and returns; the copy is written meanwhile. A collective call.
 
-        All ranks give the same names. `held` says of each what this rank holds of it; those without
+        All ranks give the same names. `shards` says of each what this rank stores of it; those without
         are whole, and the same on every rank. `meta` must be JSON; rank 0's is kept. Waits for the
         save before, and raises its error.
         """
         started_s = time.monotonic()
         self.wait()
         signature, encoded_meta = _together(
-            self._group, lambda: (self._signature(tensors, held), _as_json(meta))
+            self._group, lambda: (self._signature(tensors, shards), _as_json(meta))
         )
         self._compare(signature)
         job = _Job(
             step=step,
-            tensors=self._stage(signature, tensors, held),
+            tensors=self._stage(signature, tensors, shards),
             num_experts={
                 name: shape[0]
                 for name, (shape, *_, has_experts) in signature.items()
@@ -340,7 +340,7 @@ class Checkpointer:
         return [self._records.popleft() for _ in range(len(self._records))]
 
     def _stage(
-        self, signature: Signature, tensors: Mapping[str, Tensor], held: Mapping[str, Held]
+        self, signature: Signature, tensors: Mapping[str, Tensor], shards: Mapping[str, LocalShard]
     ) -> dict[str, Any]:
         """Copies what this rank will write into its buffers."""
         owners = owners_of(signature, self._layout.world_size)
@@ -358,21 +358,27 @@ class Checkpointer:
         if any(tensors[name].is_cuda for name in mine):
             torch.cuda.current_stream().synchronize()
         return {
-            name: Part(self._buffers[name], held[name]) if name in held else self._buffers[name]
+            name: TensorShard(self._buffers[name], shards[name])
+            if name in shards
+            else self._buffers[name]
             for name in mine
         }
 
-    def _signature(self, tensors: Mapping[str, Tensor], held: Mapping[str, Held]) -> Signature:
-        if unknown := sorted(set(held) - set(tensors)):
+    def _signature(
+        self, tensors: Mapping[str, Tensor], shards: Mapping[str, LocalShard]
+    ) -> Signature:
+        if unknown := sorted(set(shards) - set(tensors)):
             raise CheckpointError(f"said to be held in part, but not among the tensors: {unknown}")
-        parts = {name: held.get(name) or whole(tensor.shape) for name, tensor in tensors.items()}
+        parts = {
+            name: shards.get(name) or whole_shard(tensor.shape) for name, tensor in tensors.items()
+        }
         if misfits := [
-            text for name, part in held.items() for text in _misfits(name, tensors[name], part)
+            text for name, shard in shards.items() for text in _misfits(name, tensors[name], shard)
         ]:
             raise CheckpointError("\n  ".join(misfits))
         return {
             name: (
-                part.shape,
+                part.global_shape,
                 dtype_name(tensors[name].dtype),
                 part.ranks_per_copy,
                 part.has_experts,
@@ -423,7 +429,7 @@ class Checkpointer:
 
     def _write_and_commit(self, job: _Job, temporary: Path, final: Path) -> int:
         self._on_rank_0(lambda: self._make_temporary(temporary))
-        writer, planner = SummingWriter(temporary), PartSavePlanner(flatten_state_dict=False)
+        writer, planner = SummingWriter(temporary), ShardSavePlanner(flatten_state_dict=False)
 
         def write() -> list[dict[str, Any]]:
             try:
@@ -645,14 +651,18 @@ def _gloo_group(timeout: timedelta) -> dist.ProcessGroup:
     return group
 
 
-def _misfits(name: str, tensor: Tensor, held: Held) -> Iterator[str]:
-    """Boxes that do not lie in the tensor that should hold them."""
-    for box in held.boxes:
-        if len(box.local) != tensor.dim() or any(
+def _misfits(name: str, tensor: Tensor, shard: LocalShard) -> Iterator[str]:
+    """Yields a complaint if a slice of the shard does not lie in the tensor that should store it."""
+    shape = tuple(tensor.shape)
+    for slice_ in shard.slices:
+        if len(slice_.local_offsets) != len(shape) or any(
             start + size > end
-            for start, size, end in zip(box.local, box.sizes, tensor.shape, strict=True)
+            for start, size, end in zip(slice_.local_offsets, slice_.sizes, shape, strict=True)
         ):
-            yield f"{name} has shape {list(tensor.shape)} here, in which there is no block of {box.sizes} at {box.local}"
+            yield (
+                f"{name} has shape {list(shape)} here, in which there is no block of "
+                f"{slice_.sizes} at {slice_.local_offsets}"
+            )
             return
 
 

@@ -119,7 +119,7 @@ class FileSum(_Record):
     blake2b: str
 
 
-class Manifest(_Record):
+class CheckpointManifest(_Record):
     format: Literal[1]
     files: dict[str, FileSum]
     digest: str  # of `files`: a flipped byte in the manifest itself is not blamed on another file
@@ -130,7 +130,7 @@ class StoredCheckpoint:
     """The small files of a checkpoint, parsed."""
 
     path: Path
-    manifest: Manifest
+    manifest: CheckpointManifest
     index: Index
     meta: CheckpointMeta
 
@@ -262,8 +262,8 @@ def open_checkpoint(path: Path) -> StoredCheckpoint:
     return StoredCheckpoint(path, manifest, index, _read(path, "meta.json", CheckpointMeta))
 
 
-def _manifest_of(path: Path) -> Manifest:
-    manifest = _read(path, "manifest.json", Manifest)
+def _manifest_of(path: Path) -> CheckpointManifest:
+    manifest = _read(path, "manifest.json", CheckpointManifest)
     if manifest.digest != digest_of_sums(manifest.files):
         refuse(path, ["manifest.json is damaged: it does not fit its own checksum"])
     if outside := [name for name in manifest.files if Path(name).name != name]:
@@ -584,7 +584,7 @@ def blake2b(data: bytes) -> str:
     return hashlib.blake2b(data, digest_size=SUM_BYTES).hexdigest()
 
 
-def sum_of(tensor: Tensor) -> str:
+def tensor_checksum(tensor: Tensor) -> str:
     """Checksum of a tensor's bytes, on the CPU."""
     return hashlib.blake2b(
         tensor.reshape(-1).view(torch.uint8).numpy().data, digest_size=SUM_BYTES

@@ -1,4 +1,4 @@
-"""Boxes of tensors, as torch.distributed.checkpoint asks after them: what `Held` says, in DCP's
+"""Slices of tensors, as torch.distributed.checkpoint asks after them: what `LocalShard` says, in DCP's
 words.
 """
 
@@ -16,53 +16,57 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from ..local_shard import Held
+from ..local_shard import LocalShard
 
 
-class Part:
+class TensorShard:
     """A rank's part of a tensor, as DCP asks after it (torch.distributed._checkpointable)."""
 
-    def __init__(self, tensor: Tensor, held: Held) -> None:
-        self.tensor, self.held = tensor, held
+    def __init__(self, tensor: Tensor, shard: LocalShard) -> None:
+        self.tensor, self.shard = tensor, shard
 
     def size(self) -> torch.Size:
         """Of the whole tensor."""
-        return torch.Size(self.held.shape)
+        return torch.Size(self.shard.global_shape)
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         return [
-            ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
-            for box in self.held.boxes
+            ChunkStorageMetadata(torch.Size(slice_.offsets), torch.Size(slice_.sizes))
+            for slice_ in self.shard.slices
         ]
 
     def __create_write_items__(self, name: str, part: object) -> list[WriteItem]:
         return [
             WriteItem(
-                index=MetadataIndex(name, torch.Size(box.offsets)),
+                index=MetadataIndex(name, torch.Size(slice_.offsets)),
                 type=WriteItemType.SHARD,
                 tensor_data=TensorWriteData(
-                    chunk=ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)),
+                    chunk=ChunkStorageMetadata(
+                        torch.Size(slice_.offsets), torch.Size(slice_.sizes)
+                    ),
                     properties=TensorProperties.create_from_tensor(self.tensor),
                     size=self.size(),
                 ),
             )
-            for box in self.held.boxes
-            if box.is_first
+            for slice_ in self.shard.slices
+            if slice_.is_first
         ]
 
     def at(self, offsets: Sequence[int]) -> Tensor:
         """The box that begins there in the whole tensor."""
-        return next(box for box in self.held.boxes if box.offsets == tuple(offsets)).of(self.tensor)
+        return next(
+            slice_ for slice_ in self.shard.slices if slice_.offsets == tuple(offsets)
+        ).view(self.tensor)
 
 
-class PartSavePlanner(DefaultSavePlanner):
+class ShardSavePlanner(DefaultSavePlanner):
     """Finds the boxes of `Part`s."""
 
     def lookup_object(self, index: MetadataIndex) -> Any:
         return _looked_up(self.state_dict, index, super().lookup_object)
 
 
-class PartLoadPlanner(DefaultLoadPlanner):
+class ShardLoadPlanner(DefaultLoadPlanner):
     """Finds the boxes of `Part`s."""
 
     def set_up_planner(
@@ -85,4 +89,4 @@ def _looked_up(
 ) -> Any:
     """DCP finds parts of tensors in tensors only."""
     part = state[index.fqn]
-    return part.at(index.offset or ()) if isinstance(part, Part) else otherwise(index)
+    return part.at(index.offset or ()) if isinstance(part, TensorShard) else otherwise(index)

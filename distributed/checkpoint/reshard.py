@@ -35,9 +35,9 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from ..dispatch.expert_map import ExpertMap
 from ..layout import Layout, coordinates, expert_blocks
-from ..local_shard import Box, Held, block, whole
-from ..placement.move import held_experts
-from ..sharding import is_sharded, share_of
+from ..local_shard import LocalShard, Slice, block_shard, whole_shard
+from ..placement.move import expert_shard
+from ..sharding import fsdp_shard, is_sharded
 from .checkpointer import Signature, owners_of
 from .files import (
     CheckpointError,
@@ -53,7 +53,7 @@ from .files import (
     read_tensor,
     refuse_name_of_another_step,
     storage_metadata,
-    sum_of,
+    tensor_checksum,
 )
 from .writing import SummingWriter, appearing, refuse_existing, seal
 
@@ -62,7 +62,7 @@ Watch = Callable[
     [str, int], OnBytes
 ]  # told what begins and how many bytes it is about, gives who hears of them
 _FILES_AT_ONCE = 64
-_Writes = dict[str, list[tuple[int, Box]]]  # tensor -> which rank writes which box of it
+_Writes = dict[str, list[tuple[int, Slice]]]  # tensor -> which rank writes which box of it
 
 
 def reshard(
@@ -126,16 +126,16 @@ def plan_writes(
     owners = owners_of(signature, layout.world_size)
     return {
         name: [
-            (owners[name] * len(copies[cut]) + place, box)
-            for place, held in enumerate(copies[cut])
-            for box in held.boxes
-            if box.is_first
+            (owners[name] * len(copies[cut]) + place, slice_)
+            for place, shard in enumerate(copies[cut])
+            for slice_ in shard.slices
+            if slice_.is_first
         ]
         for name, cut in cuts.items()
     }
 
 
-def held_by(
+def shard_of_rank(
     rank: int,
     name: str,
     shape: tuple[int, ...],
@@ -143,7 +143,7 @@ def held_by(
     layout: Layout,
     sharding: Sharding,
     expert_maps: Mapping[str, ExpertMap],
-) -> Held:
+) -> LocalShard:
     """What a rank of that layout holds of the tensor of that name, as parallelize.py cuts the
     model.
     """
@@ -177,24 +177,24 @@ def _cut_of(
     )
 
 
-def _copy(cut: _Cut, layout: Layout) -> list[Held]:
+def _copy(cut: _Cut, layout: Layout) -> list[LocalShard]:
     """What the ranks of the first copy hold; those of the others hold the same."""
     first = _held(0, cut, layout)
     return [first, *(_held(rank, cut, layout) for rank in range(1, first.ranks_per_copy))]
 
 
-def _held(rank: int, cut: _Cut, layout: Layout) -> Held:
-    shape, held = cut.shape, whole(cut.shape)
+def _held(rank: int, cut: _Cut, layout: Layout) -> LocalShard:
+    shape, shard = cut.shape, whole_shard(cut.shape)
     if cut.has_experts:
         ep_rank = coordinates(layout, rank).ep
         if cut.expert_map is not None:
-            return held_experts(shape, cut.expert_map, ep_rank)
+            return expert_shard(shape, cut.expert_map, ep_rank)
         experts = expert_blocks(shape[0], layout.ep)[ep_rank]
-        held = block(
+        shard = block_shard(
             shape, 0, experts.start, len(experts), ranks_per_copy=layout.ep, has_experts=True
         )
         shape = (len(experts), *shape[1:])
-    return share_of(held, shape, layout, rank) if cut.is_sharded else held
+    return fsdp_shard(shard, shape, layout, rank) if cut.is_sharded else shard
 
 
 def _parameter_of(name: str) -> str:
@@ -238,13 +238,13 @@ def _write(
                 for rank, file in files.items()
             }
             for name, of_tensor in writes.items():
-                mine = [(rank, box) for rank, box in of_tensor if rank in streams]
+                mine = [(rank, slice_) for rank, slice_ in of_tensor if rank in streams]
                 if not mine:
                     continue
                 tensor = read_tensor(stored, name)
-                sums.setdefault(name, sum_of(tensor))
-                for rank, box in mine:
-                    results.append(_append(tensor, name, box, streams[rank], files[rank]))
+                sums.setdefault(name, tensor_checksum(tensor))
+                for rank, slice_ in mine:
+                    results.append(_append(tensor, name, slice_, streams[rank], files[rank]))
                     on_bytes(results[-1].size_in_bytes)
             for stream in streams.values():
                 stream.flush()
@@ -252,13 +252,13 @@ def _write(
     return results, sums
 
 
-def _append(tensor: Tensor, name: str, box: Box, stream: Any, file: str) -> WriteResult:
+def _append(tensor: Tensor, name: str, slice_: Slice, stream: Any, file: str) -> WriteResult:
     """One box, as DCP's writer writes it."""
     start = stream.tell()
-    torch.save(tensor if box.sizes == tuple(tensor.shape) else box.cut(tensor), stream)
+    torch.save(tensor if slice_.sizes == tuple(tensor.shape) else slice_.copy_from(tensor), stream)
     length = stream.tell() - start
     return WriteResult(
-        MetadataIndex(name, torch.Size(box.offsets)), length, _StorageInfo(file, start, length)
+        MetadataIndex(name, torch.Size(slice_.offsets)), length, _StorageInfo(file, start, length)
     )
 
 
@@ -294,7 +294,7 @@ def _compare(path: Path, out: Path, sums: Mapping[str, str], watch: Watch, size:
     for name, expected in () if problems else sums.items():
         tensor = read_tensor(stored, name)
         on_bytes(tensor.nbytes)
-        if sum_of(tensor) != expected:
+        if tensor_checksum(tensor) != expected:
             problems.append(f"{name} is not what was read")
     if problems:
         listed = "\n  ".join(problems)

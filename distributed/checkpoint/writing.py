@@ -26,11 +26,11 @@ from torch.distributed.checkpoint.storage import WriteResult
 from .files import (
     SUM_BYTES,
     CheckpointError,
+    CheckpointManifest,
     CheckpointMeta,
     Chunk,
     FileSum,
     Index,
-    Manifest,
     StoredTensor,
     blake2b,
     digest_of_sums,
@@ -313,7 +313,7 @@ def seal(path: Path, index: Index, meta: CheckpointMeta, sums: Mapping[str, File
     all_sums = dict(sums)
     for name, record in {"index.json": index, "meta.json": meta}.items():
         all_sums[name] = write_synced(path / name, record.model_dump_json())
-    manifest = Manifest(format=1, files=all_sums, digest=digest_of_sums(all_sums))
+    manifest = CheckpointManifest(format=1, files=all_sums, digest=digest_of_sums(all_sums))
     write_synced(path / "manifest.json", manifest.model_dump_json(indent=1))
     sync_directory(path)
     return sum(found.num_bytes for found in all_sums.values())

@@ -42,7 +42,7 @@ def rank_loads(expert_map: ExpertMap, load_E: Sequence[float]) -> list[float]:
     return loads
 
 
-def hottest_factor(expert_map: ExpertMap, load_E: Sequence[float]) -> float:
+def load_imbalance(expert_map: ExpertMap, load_E: Sequence[float]) -> float:
     """The hottest rank's load over the mean; 1 where nothing was routed."""
     loads = rank_loads(expert_map, load_E)
     total = sum(loads)
@@ -58,7 +58,7 @@ def rebalanced(expert_map: ExpertMap, load_E: Sequence[float], *, replicas: int 
     """
     blocks = expert_blocks(len(load_E), len(expert_map.slots_P))
     candidate = packed(load_E, [min(len(block) + replicas, len(load_E)) for block in blocks])
-    better = hottest_factor(candidate, load_E) < (1 - _WORTH) * hottest_factor(expert_map, load_E)
+    better = load_imbalance(candidate, load_E) < (1 - _WORTH) * load_imbalance(expert_map, load_E)
     return candidate if better else expert_map
 
 

@@ -28,7 +28,7 @@ from ..dispatch.alltoall import AllToAllDispatcher
 from ..dispatch.dedup import DedupDispatcher
 from ..dispatch.expert_map import ExpertMap, contiguous_map
 from ..dispatch.hierarchical import HierarchicalDispatcher
-from ..local_shard import Box, Held, held_of, hold
+from ..local_shard import LocalShard, Slice, local_shard_of, set_local_shard
 from ..mesh import Mesh
 
 _Spread = AllGatherDispatcher | AllToAllDispatcher | DedupDispatcher | HierarchicalDispatcher
@@ -55,14 +55,14 @@ def expert_maps_of(model: nn.Module) -> dict[str, ExpertMap]:
     return {name: _expert_map_of(layer) for name, layer in banks_of(model).items()}
 
 
-def held_experts(shape: tuple[int, ...], expert_maps: ExpertMap, ep_rank: int) -> Held:
+def expert_shard(shape: tuple[int, ...], expert_maps: ExpertMap, ep_rank: int) -> LocalShard:
     """What a rank holds of a bank's parameter, whose whole shape is given."""
     inner, zeros = shape[1:], (0,) * len(shape[1:])
-    boxes = [
-        Box((piece.expert, *zeros), (piece.length, *inner), (piece.slot, *zeros), piece.is_first)
+    slices = [
+        Slice((piece.expert, *zeros), (piece.length, *inner), (piece.slot, *zeros), piece.is_first)
         for piece in expert_maps.ranges_of(ep_rank)
     ]
-    return Held(tuple(shape), tuple(boxes), len(expert_maps.slots_P), has_experts=True)
+    return LocalShard(tuple(shape), tuple(slices), len(expert_maps.slots_P), has_experts=True)
 
 
 @torch.no_grad()
@@ -97,7 +97,7 @@ def move_experts(
 
 
 def _move(parameter: nn.Parameter, optimizer: torch.optim.Optimizer, journey: "_Journey") -> Moved:
-    shape, whole = parameter.shape, held_of(parameter).shape
+    shape, whole = parameter.shape, local_shard_of(parameter).global_shape
     state = optimizer.state.get(parameter, {})
     moments = [
         key for key, value in state.items() if isinstance(value, Tensor) and value.shape == shape
@@ -107,7 +107,7 @@ def _move(parameter: nn.Parameter, optimizer: torch.optim.Optimizer, journey: "_
     parameter.data = journey.carry(parameter.data)
     for key in moments:
         state[key] = journey.carry(state[key])
-    hold(parameter, held_experts(whole, journey.new, journey.rank))
+    set_local_shard(parameter, expert_shard(whole, journey.new, journey.rank))
     return Moved(0, expert_bytes * journey.num_arrivals)
 
 
@@ -156,7 +156,7 @@ class _Journey:
 
 
 def _expert_map_of(layer: SparseLayer) -> ExpertMap:
-    num_experts = held_of(next(layer.experts.parameters())).shape[0]
+    num_experts = local_shard_of(next(layer.experts.parameters())).global_shape[0]
     if not isinstance(layer.dispatcher, _Spread):
         return contiguous_map(num_experts, 1)
     setup = layer.dispatcher.setup

@@ -23,7 +23,7 @@ from torch import nn
 from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 
 from ..layout import Layout, rank_tables, spell_ranks
-from ..local_shard import held_of
+from ..local_shard import local_shard_of
 
 _GRACE_S = 5.0  # what rank 0's verdict may be later than its own wait
 _MOST_KEYS = 20
@@ -87,7 +87,7 @@ def layout_facts(layout: Layout) -> dict[str, str]:
 def parameter_facts(model: nn.Module) -> dict[str, str]:
     """Names, types and whole shapes, which are the same on ranks that hold unlike parts."""
     return {
-        f"parameter {name}": f"{list(held_of(parameter).shape)} {str(parameter.dtype).removeprefix('torch.')}"
+        f"parameter {name}": f"{list(local_shard_of(parameter).global_shape)} {str(parameter.dtype).removeprefix('torch.')}"
         for name, parameter in model.named_parameters()
     }
 

@@ -23,7 +23,7 @@ from moebius.distributed.checkpoint.checkpointer import (
 from moebius.distributed.checkpoint.files import open_checkpoint
 from moebius.distributed.dispatch.expert_map import ExpertMap
 from moebius.distributed.layout import MeshConfig, plan_layout
-from moebius.distributed.local_shard import block
+from moebius.distributed.local_shard import block_shard
 from moebius.distributed.mesh import build_mesh
 from moebius.distributed.process.process import start_process
 
@@ -48,7 +48,7 @@ def save_run(run_dir: Path) -> None:
     with start_process("cpu", timeout_s=20) as process:
         mesh = build_mesh(plan_layout(MeshConfig(), 1), process)
         name, *_ = tensors = state()
-        held = {name: block((6, 4, 5), 0, 0, 6, ranks_per_copy=1, has_experts=True)}
+        shards = {name: block_shard((6, 4, 5), 0, 0, 6, ranks_per_copy=1, has_experts=True)}
         saver = Checkpointer(
             run_dir / "checkpoints",
             mesh=mesh,
@@ -58,7 +58,7 @@ def save_run(run_dir: Path) -> None:
             generation_file=None,
         )
         for step in (5, 10):
-            saver.save(step, tensors, held, META)
+            saver.save(step, tensors, shards, META)
         saver.wait()
 
 

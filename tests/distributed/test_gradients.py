@@ -11,7 +11,7 @@ from moebius.distributed.gradients import (
     global_grad_norm,
 )
 from moebius.distributed.layout import MeshConfig, plan_layout
-from moebius.distributed.local_shard import block, hold
+from moebius.distributed.local_shard import block_shard, set_local_shard
 from moebius.distributed.mesh import build_mesh
 from moebius.distributed.process.process import start_process
 
@@ -58,9 +58,9 @@ def hold_experts(parameters, mesh):
     for parameter in parameters:
         rows, *rest = parameter.shape
         shape = (NUM_EXPERTS, *rest)
-        hold(
+        set_local_shard(
             parameter,
-            block(
+            block_shard(
                 shape,
                 0,
                 mesh.coordinates.ep * rows,

@@ -32,7 +32,7 @@ from moebius.distributed.layout import (
     offsets,
     plan_layout,
     rank_tables,
-    render,
+    render_layout,
     spell_ranks,
 )
 
@@ -370,7 +370,7 @@ def test_ranks_in_short():
 
 
 def test_render_shows_every_rank_and_the_links_of_its_groups():
-    text = render(
+    text = render_layout(
         plan_layout(MeshConfig(ep=2, dp_shard=4), 8),
         ranks_per_node=4,
         num_experts={"feed_forward": 8, "attention": 2},
@@ -403,17 +403,17 @@ def test_render_shows_every_rank_and_the_links_of_its_groups():
         "  expert_replicas     4       2  between nodes (2 × 2 ranks)  0, 2, … 6",
     ]
     with pytest.raises(ValueError, match="nodes of 3 ranks cannot make up a world of 4"):
-        render(Layout(dp_replicate=2, ep=2), ranks_per_node=3)
+        render_layout(Layout(dp_replicate=2, ep=2), ranks_per_node=3)
 
 
 def test_render_tells_links_that_only_some_groups_use():
-    lines = render(Layout(dp_replicate=2, dp_shard=12, ep=6), ranks_per_node=8).splitlines()
+    lines = render_layout(Layout(dp_replicate=2, dp_shard=12, ep=6), ranks_per_node=8).splitlines()
     links = {line.split()[0]: line for line in lines[lines.index("groups") + 2 :]}
     assert "2 of 4 between nodes" in links["ep"]
     assert re.search(
         r"between nodes +0-11", links["dp_shard"]
     )  # 8 ranks on one node and 4 on another: no one number
-    assert "nothing to send" in render(Layout(dp_replicate=1, ep=1), ranks_per_node=1)
+    assert "nothing to send" in render_layout(Layout(dp_replicate=1, ep=1), ranks_per_node=1)
 
 
 @settings(max_examples=40)
@@ -421,7 +421,7 @@ def test_render_tells_links_that_only_some_groups_use():
 def test_render_puts_every_rank_where_it_sits(layout, data):
     """Every row of places, unfolded, gives the coordinates of its ranks."""
     per_node = data.draw(st.sampled_from(divisors(layout.world_size)))
-    lines = render(layout, per_node).splitlines()
+    lines = render_layout(layout, per_node).splitlines()
     header, *rows = lines[4 : lines.index("groups") - 1]
     seen = []
     for row in rows:
@@ -440,7 +440,7 @@ def test_render_puts_every_rank_where_it_sits(layout, data):
 
 def test_render_fits_80_columns_for_64_ranks():
     for layout in every_layout(64):
-        text = render(layout, 8, {"feed_forward": 1024, "attention": 64})
+        text = render_layout(layout, 8, {"feed_forward": 1024, "attention": 64})
         assert max(map(len, text.splitlines())) <= 80
         assert len(text.splitlines()) <= 150
 

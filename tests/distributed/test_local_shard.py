@@ -4,19 +4,29 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moebius.distributed.local_shard import Box, Held, block, held_of, hold, narrowed, whole
+from moebius.distributed.local_shard import (
+    LocalShard,
+    Slice,
+    block_shard,
+    local_shard_of,
+    narrowed_shard,
+    set_local_shard,
+    whole_shard,
+)
 
 
 def gathered(shape, parts):
     """The whole tensor from every rank's (held, memory); and how often each element came."""
     out, counts = torch.full(shape, -1.0), torch.zeros(shape)
-    for held, memory in parts:
-        for box, view in zip(
-            (box for box in held.boxes if box.is_first), held.first_boxes(memory), strict=True
+    for shard, memory in parts:
+        for slice_, view in zip(
+            (slice_ for slice_ in shard.slices if slice_.is_first),
+            shard.first_views(memory),
+            strict=True,
         ):
             at = tuple(
                 slice(start, start + size)
-                for start, size in zip(box.offsets, box.sizes, strict=True)
+                for start, size in zip(slice_.offsets, slice_.sizes, strict=True)
             )
             out[at] = view
             counts[at] += 1
@@ -37,35 +47,43 @@ def test_blocks_of_experts_cut_again_along_any_dim_are_everything_once(
     parts = []
     for place in range(ep):
         start, end = place * experts // ep, (place + 1) * experts // ep
-        held = block(value.shape, 0, start, end - start, ranks_per_copy=ep, has_experts=True)
+        shard = block_shard(value.shape, 0, start, end - start, ranks_per_copy=ep, has_experts=True)
         memory = value[start:end]
         length = -(-memory.shape[dim] // efsdp)
         for index in range(efsdp):
             first = min(index * length, memory.shape[dim])
             count = min(length, memory.shape[dim] - first)
-            share = narrowed(held, dim, first, count, ranks_per_copy=ep * efsdp)
+            share = narrowed_shard(shard, dim, first, count, ranks_per_copy=ep * efsdp)
             parts.append((share, memory.narrow(dim, first, count)))
     found, counts = gathered(value.shape, parts)
     assert torch.equal(found, value)
     assert (counts == 1).all()
-    assert {held.ranks_per_copy for held, _ in parts} == {ep * efsdp}
+    assert {shard.ranks_per_copy for shard, _ in parts} == {ep * efsdp}
 
 
 def test_experts_in_any_order_of_slots_and_more_than_once():
     value = torch.arange(8.0).view(4, 2)
-    first = Held((4, 2), (Box((3, 0), (1, 2), (0, 0)), Box((0, 0), (1, 2), (1, 0))), 2, True)
-    second = Held(
-        (4, 2), (Box((0, 0), (1, 2), (2, 0), is_first=False), Box((1, 0), (2, 2), (0, 0))), 2, True
+    first = LocalShard(
+        (4, 2), (Slice((3, 0), (1, 2), (0, 0)), Slice((0, 0), (1, 2), (1, 0))), 2, True
+    )
+    second = LocalShard(
+        (4, 2),
+        (Slice((0, 0), (1, 2), (2, 0), is_first=False), Slice((1, 0), (2, 2), (0, 0))),
+        2,
+        True,
     )  # expert 0 is on both
     memories = value[[3, 0]], value[[1, 2, 0]]
     found, counts = gathered(value.shape, [(first, memories[0]), (second, memories[1])])
     assert torch.equal(found, value)
     assert (counts == 1).all()
-    assert torch.equal(first.boxes[0].cut(value), value[3:])
-    share = narrowed(
+    assert torch.equal(first.slices[0].copy_from(value), value[3:])
+    share = narrowed_shard(
         second, 0, 1, 2, ranks_per_copy=4
     )  # FSDP leaves this rank the last two of its three slots
-    assert [(box.offsets[0], box.sizes[0], box.local[0], box.is_first) for box in share.boxes] == [
+    assert [
+        (slice_.offsets[0], slice_.sizes[0], slice_.local_offsets[0], slice_.is_first)
+        for slice_ in share.slices
+    ] == [
         (0, 1, 1, False),
         (2, 1, 0, True),
     ]
@@ -73,7 +91,7 @@ def test_experts_in_any_order_of_slots_and_more_than_once():
 
 def test_a_parameter_without_a_note_is_whole():
     parameter = torch.nn.Parameter(torch.zeros(3, 2))
-    assert held_of(parameter) == whole((3, 2))
-    assert held_of(parameter).copy_of(5) == 5
-    hold(parameter, block((6, 2), 0, 3, 3, ranks_per_copy=2, has_experts=True))
-    assert held_of(parameter).copy_of(5) == 2
+    assert local_shard_of(parameter) == whole_shard((3, 2))
+    assert local_shard_of(parameter).copy_index(5) == 5
+    set_local_shard(parameter, block_shard((6, 2), 0, 3, 3, ranks_per_copy=2, has_experts=True))
+    assert local_shard_of(parameter).copy_index(5) == 2

@@ -30,7 +30,7 @@ from moebius.model.initialise import initialise
 from moebius.model.precision import enters_a_product, forward_in
 from moebius.model.transformer import Transformer
 from moebius.train.config import Config, ConfigError, TrainConfig
-from moebius.train.state import Progress, model_tensors
+from moebius.train.state import TrainingProgress, model_tensors
 
 VOCABULARY, STEP = 257, 7
 TOKENS = torch.arange(8 * 16).view(8, 16) * 37 % VOCABULARY
@@ -64,13 +64,13 @@ def save_models(folder: Path, names: list[str], data: str) -> None:
         for name in names:
             tokenizer = "bpe" if name == PAPER else "bytes"
             meta = {
-                "progress": Progress(STEP, STEP, 0, 1000).as_dict(),
+                "progress": TrainingProgress(STEP, STEP, 0, 1000).as_dict(),
                 "config": config_of(name, data, tokenizer).model_dump(mode="json"),
             }
-            tensors, held = model_tensors(model_of(name))
-            held = {
-                key: one.__class__(one.shape, one.boxes, 1, has_experts=".experts." in key)
-                for key, one in held.items()
+            tensors, shards = model_tensors(model_of(name))
+            shards = {
+                key: one.__class__(one.global_shape, one.slices, 1, has_experts=".experts." in key)
+                for key, one in shards.items()
             }
             tensors["optimizer.exp_avg.head.weight"] = torch.zeros(3)
             saver = Checkpointer(
@@ -81,7 +81,7 @@ def save_models(folder: Path, names: list[str], data: str) -> None:
                 generation=0,
                 generation_file=None,
             )
-            saver.save(STEP, tensors, held, meta)
+            saver.save(STEP, tensors, shards, meta)
             saver.wait()
 
 
@@ -146,7 +146,7 @@ def save_buffered(folder: Path) -> None:
         model = Buffered(model_of(DENSE).config)
         initialise(model, 1)
         meta = {
-            "progress": Progress(STEP, STEP, 0, 1000).as_dict(),
+            "progress": TrainingProgress(STEP, STEP, 0, 1000).as_dict(),
             "config": config_of(DENSE).model_dump(mode="json"),
         }
         saver.save(STEP, *model_tensors(model), meta)

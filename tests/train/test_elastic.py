@@ -72,14 +72,14 @@ def state(process, mesh_config: dict, model_config: ModelConfig):
     )
     optimizer = make_optimizer(OptimConfig(), model.parameters())
     allocate_moments(model, optimizer)
-    tensors, held = state_tensors(model, optimizer)
+    tensors, shards = state_tensors(model, optimizer)
     for index, (name, tensor) in enumerate(sorted(tensors.items())):
-        if name in held:
-            for box in held[name].boxes:
-                box.of(tensor).copy_(box.cut(value(index, held[name].shape)))
+        if name in shards:
+            for slice_ in shards[name].slices:
+                slice_.view(tensor).copy_(slice_.copy_from(value(index, shards[name].global_shape)))
         else:
             tensor.copy_(value(index, tensor.shape))
-    return mesh, tensors, held
+    return mesh, tensors, shards
 
 
 def value(index: int, shape: tuple[int, ...]) -> Tensor:
@@ -88,11 +88,11 @@ def value(index: int, shape: tuple[int, ...]) -> Tensor:
 
 def save_state(directory: Path, mesh_config: dict, model: ModelConfig = MODEL) -> None:
     with start_process("cpu", timeout_s=30) as process:
-        mesh, tensors, held = state(process, mesh_config, model)
+        mesh, tensors, shards = state(process, mesh_config, model)
         saver = Checkpointer(
             directory, mesh=mesh, process=process, keep_last=1, generation=0, generation_file=None
         )
-        saver.save(7, tensors, held, {"layout": mesh_config})
+        saver.save(7, tensors, shards, {"layout": mesh_config})
         saver.wait()
 
 
@@ -103,12 +103,12 @@ def load_states(
     wrong = []
     with start_process("cpu", timeout_s=30) as process:
         for mesh_config in meshes:
-            mesh, tensors, held = state(process, mesh_config, model)
+            mesh, tensors, shards = state(process, mesh_config, model)
             expected = {name: tensor.clone() for name, tensor in tensors.items()}
             for origin, folder in folders.items():
                 for tensor in tensors.values():
                     tensor.fill_(77)
-                load(folder / "step_00000007", tensors, held, mesh=mesh)
+                load(folder / "step_00000007", tensors, shards, mesh=mesh)
                 wrong += [
                     (origin, mesh_config, name)
                     for name in expected

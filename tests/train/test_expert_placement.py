@@ -23,7 +23,7 @@ from moebius.model.config import ModelConfig
 from moebius.model.routers.sigmoid import SigmoidConfig
 from moebius.model.transformer import Transformer
 from moebius.train.config import CheckpointConfig, Config, TrainConfig
-from moebius.train.loop import move_experts, step, train
+from moebius.train.loop import rebalance_experts, step, train
 from moebius.train.metrics import MetricsLog
 from moebius.train.optim import OptimConfig
 from moebius.train.run import assemble, open_loader
@@ -80,7 +80,7 @@ def run_of(config: Config, world: int, run_dir: Path) -> dict[str, list]:
         name: [line[name] for line in found if line["kind"] == "train"]
         for name in ("loss", "grad_norm")
     }
-    return columns | {"moves": [line for line in found if line["kind"] == "placement"]}
+    return columns | {"moves": [line for line in found if line["kind"] == "expert_placement"]}
 
 
 def final_state(run_dir: Path) -> dict[str, Tensor]:
@@ -160,7 +160,7 @@ def copies_after_steps(config: Config, run_dir: Path) -> tuple[int, list[str]]:
         before = {id(parameter) for parameter in run.optimizer.state}
         with open_loader(run, None) as loader:
             for _ in range(STEPS):
-                move_experts(run, step(run, next(loader), 1e-3), log)
+                rebalance_experts(run, step(run, next(loader), 1e-3), log)
         assert (
             {id(parameter) for parameter in run.model.parameters()}
             == before
@@ -251,7 +251,7 @@ def refusals(config: Config, run_dir: Path) -> list[str]:
     """What a rank says of checkpoints of other models; all ranks meet after each."""
     with start_process("cpu", timeout_s=20) as process:
         run = assemble(config, run_dir, process)
-        own, before = run.placement.as_dict(), expert_maps_of(run.model)
+        own, before = run.expert_placement.as_dict(), expert_maps_of(run.model)
         first = "group.0.feed_forward.sparse"
         fewer = {"homes": contiguous_map(5, 2).as_dict(), "load": [0] * 5}
         others = [
@@ -262,11 +262,11 @@ def refusals(config: Config, run_dir: Path) -> list[str]:
         said = []
         for saved in others:
             with pytest.raises(ValueError, match="of another model") as error:
-                run.placement.restore(saved)
+                run.expert_placement.restore(saved)
             said.append(str(error.value))
             dist.barrier()
         assert expert_maps_of(run.model) == before
-        run.placement.restore(own)
+        run.expert_placement.restore(own)
         return said
 
 

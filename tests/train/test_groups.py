@@ -69,11 +69,11 @@ def step_and_evaluation(config: Config, run_dir: Path) -> tuple[float, float, di
                 layer.feed_forward.sparse.experts.w_down.mul_(10)
         validation = evaluate(run.model, config, process).loss
         with open_loader(run, None) as loader:
-            taken = step(run, next(loader), 0.0)
+            result = step(run, next(loader), 0.0)
         gradients = {
             name: p.grad.clone() for name, p in run.model.named_parameters() if p.grad is not None
         }
-        return taken.meter.reduce()["loss"].item(), validation, gradients
+        return result.meter.reduce()["loss"].item(), validation, gradients
 
 
 @pytest.mark.parametrize("kind", ROUTERS)

@@ -86,8 +86,8 @@ def sgd_step(config: Config, run_dir: Path) -> tuple[float, dict[str, Tensor], d
         run = assemble(config, run_dir, process)
         run.optimizer = torch.optim.SGD(run.model.parameters(), lr=1.0)  # type: ignore[assignment]
         with open_loader(run, None) as loader:
-            taken = step(run, next(loader), 1.0)
-        loss = taken.meter.reduce()["loss"].item()
+            result = step(run, next(loader), 1.0)
+        loss = result.meter.reduce()["loss"].item()
         gradients = {
             name: p.grad.clone() for name, p in run.model.named_parameters() if p.grad is not None
         }
@@ -184,11 +184,11 @@ def uneven_step(
         run = assemble(config, run_dir, process)
         rows = np.random.default_rng(0).integers(0, 257, (2, 8, 25))
         first = sum(shares[: process.rank])
-        taken = step(run, Batch(rows[:, first : first + shares[process.rank]], 0, 0), 0.0)
+        result = step(run, Batch(rows[:, first : first + shares[process.rank]], 0, 0), 0.0)
         gradients = {
             name: p.grad.clone() for name, p in run.model.named_parameters() if p.grad is not None
         }
-        return taken.meter.reduce()["loss"].item(), whole(gradients, run.mesh.layout.ep)
+        return result.meter.reduce()["loss"].item(), whole(gradients, run.mesh.layout.ep)
 
 
 def test_ranks_with_different_numbers_of_tokens_make_the_same_step(
@@ -240,8 +240,8 @@ def final_state(run_dir: Path, config: Config) -> dict[str, Tensor]:
         }
     path = latest(run_dir / "checkpoints")
     assert path is not None
-    tensors, held = state_tensors(model, optimizer)
-    load(path, tensors, held)
+    tensors, shards = state_tensors(model, optimizer)
+    load(path, tensors, shards)
     return tensors
 
 
@@ -397,10 +397,10 @@ def adamw_by_hand(config: Config, run_dir: Path) -> float:
                 }
                 norm = torch.stack([grad.square().sum() for grad in grads.values()]).sum().sqrt()
                 rate = learning_rate_at(optim, number)
-                taken = step(run, batch, rate)
-                assert taken.grad_norm == pytest.approx(norm.item(), rel=1e-4)
+                result = step(run, batch, rate)
+                assert result.grad_norm == pytest.approx(norm.item(), rel=1e-4)
                 assert norm > 2 * optim.clip_norm  # clipping is at work
-                assert taken.meter.reduce()["loss"].item() == pytest.approx(
+                assert result.meter.reduce()["loss"].item() == pytest.approx(
                     -log_p.mean().item(), rel=1e-5
                 )
                 for name, grad in grads.items():

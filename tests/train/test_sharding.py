@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from world import run_ranks
 
 from moebius.data_pipeline.config import DataConfig
-from moebius.distributed.local_shard import Held, held_of, local_tensor
+from moebius.distributed.local_shard import LocalShard, local_shard_of, local_tensor
 from moebius.distributed.process.process import start_process
 from moebius.model.config import ModelConfig
 from moebius.model.precision import enters_a_product
@@ -112,7 +112,7 @@ def make_config(data: Path, model: str = "repeated", **changes: dict) -> Config:
     )
 
 
-Parts = dict[str, tuple[Held, Tensor]]
+Parts = dict[str, tuple[LocalShard, Tensor]]
 
 
 def sgd_steps(config: Config, run_dir: Path) -> tuple[list[float], float, Parts, Parts]:
@@ -125,8 +125,8 @@ def sgd_steps(config: Config, run_dir: Path) -> tuple[list[float], float, Parts,
         losses, gradients = [], {}
         with open_loader(run, None) as loader:
             for _ in range(2):
-                taken = step(run, next(loader), 1.0)
-                losses += [taken.meter.reduce()["loss"].item(), taken.grad_norm]
+                result = step(run, next(loader), 1.0)
+                losses += [result.meter.reduce()["loss"].item(), result.grad_norm]
                 gradients = gradients or parts(run.model, gradient=True)
         validation = evaluate(run.model, config, process).loss
         return losses, validation, gradients, parts(run.model)
@@ -134,7 +134,7 @@ def sgd_steps(config: Config, run_dir: Path) -> tuple[list[float], float, Parts,
 
 def parts(model: torch.nn.Module, *, gradient: bool = False) -> Parts:
     return {
-        name: (held_of(p), local_tensor(p.grad if gradient else p.detach()).clone())  # type: ignore[arg-type]
+        name: (local_shard_of(p), local_tensor(p.grad if gradient else p.detach()).clone())  # type: ignore[arg-type]
         for name, p in model.named_parameters()
     }
 
@@ -146,14 +146,14 @@ def joined(ranks: list[Parts]) -> dict[str, Tensor]:
     out = {}
     for name, (first, _) in ranks[0].items():
         whole, counts = torch.full(first.shape, torch.nan), torch.zeros(first.shape)
-        for held, memory in (parts[name] for parts in ranks):
-            assert memory.numel() == sum(np.prod(box.sizes) for box in held.boxes)
-            for box in held.boxes:
+        for shard, memory in (parts[name] for parts in ranks):
+            assert memory.numel() == sum(np.prod(slice_.sizes) for slice_ in shard.slices)
+            for slice_ in shard.slices:
                 at = tuple(
                     slice(start, start + size)
-                    for start, size in zip(box.offsets, box.sizes, strict=True)
+                    for start, size in zip(slice_.offsets, slice_.sizes, strict=True)
                 )
-                view = box.of(memory)
+                view = slice_.view(memory)
                 assert torch.equal(torch.where(counts[at] > 0, whole[at], view), view), name
                 whole[at] = view
                 counts[at] += 1

@@ -83,7 +83,7 @@ def watch_the_switch(config: Config, run_dir: Path) -> list[dict[str, Any]]:
             for _ in range(config.train.steps):
                 before = {p: moment.clone() for p, moment in state.items()}
                 plans.clear()
-                taken = step(run, next(loader), 1e-3)
+                result = step(run, next(loader), 1e-3)
                 beta = config.optim.beta1
                 worst = max(
                     (moment - beta * before[p] - (1 - beta) * p.grad).abs().max().item()
@@ -98,7 +98,7 @@ def watch_the_switch(config: Config, run_dir: Path) -> list[dict[str, Any]]:
                             for p, moment in state.items()
                         ),
                         "moment": worst,
-                        "auxiliary": "auxiliary/load_balancing" in taken.meter.reduce(),
+                        "auxiliary": "auxiliary/load_balancing" in result.meter.reduce(),
                         "mean": run.model.group[0].feed_forward.router.mean_logit.tolist(),
                     }
                 )
@@ -132,8 +132,8 @@ def final_state(run_dir: Path, config: Config) -> dict[str, Tensor]:
     allocate_moments(model, optimizer)
     path = latest(run_dir / "checkpoints")
     assert path is not None
-    tensors, held = state_tensors(model, optimizer)
-    load(path, tensors, held)
+    tensors, shards = state_tensors(model, optimizer)
+    load(path, tensors, shards)
     return tensors
 
 

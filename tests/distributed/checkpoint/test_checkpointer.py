@@ -35,9 +35,14 @@ from moebius.distributed.checkpoint.checkpointer import (
     read_meta,
     verify,
 )
-from moebius.distributed.checkpoint.files import FileSum, Manifest, blake2b, digest_of_sums
+from moebius.distributed.checkpoint.files import (
+    CheckpointManifest,
+    FileSum,
+    blake2b,
+    digest_of_sums,
+)
 from moebius.distributed.layout import Layout, MeshConfig, plan_layout
-from moebius.distributed.local_shard import Box, Held, block, whole
+from moebius.distributed.local_shard import LocalShard, Slice, block_shard, whole_shard
 from moebius.distributed.mesh import build_mesh
 from moebius.distributed.process.process import start_process
 
@@ -79,7 +84,7 @@ def held(mesh, num_experts=8):
     """What a rank holds of the tensors with experts."""
     experts = num_experts // mesh.layout.ep
     return {
-        name: block(
+        name: block_shard(
             (num_experts, 3, 2),
             0,
             mesh.coordinates.ep * experts,
@@ -196,7 +201,7 @@ def reseal(path):
         if file.name != "manifest.json"
     }
     (path / "manifest.json").write_text(
-        Manifest(format=1, files=sums, digest=digest_of_sums(sums)).model_dump_json()
+        CheckpointManifest(format=1, files=sums, digest=digest_of_sums(sums)).model_dump_json()
     )
 
 
@@ -645,9 +650,11 @@ def wrong_call(directory, which):
         elif which == "name" and odd_one:
             del part["embed.weight"]
         elif which == "unknown":
-            parts["experts.w_down"] = whole((3,))
+            parts["experts.w_down"] = whole_shard((3,))
         elif which == "outside" and odd_one:
-            parts["embed.weight"] = block((22, 4), 0, 11, 12, ranks_per_copy=2, has_experts=False)
+            parts["embed.weight"] = block_shard(
+                (22, 4), 0, 11, 12, ranks_per_copy=2, has_experts=False
+            )
         with pytest.raises(CheckpointError) as caught:
             rank.checkpointer.save(1, part, parts, meta)
         rank.save(2)
@@ -864,12 +871,12 @@ def test_many_boxes_of_one_chunk_read_it_once(saved, monkeypatch):
     monkeypatch.setattr(
         checkpoint_files, "_read_chunk", lambda *args: read.append(args[1:]) or read_chunk(*args)
     )
-    boxes = tuple(Box((7 - slot, 0, 0), (1, 3, 2), (slot, 0, 0)) for slot in range(8))
+    slices = tuple(Slice((7 - slot, 0, 0), (1, 3, 2), (slot, 0, 0)) for slot in range(8))
     part = {"experts.w_up": torch.zeros(8, 3, 2)}
     load(
         saved,
         part,
-        {"experts.w_up": Held((8, 3, 2), boxes, 1, has_experts=True)},
+        {"experts.w_up": LocalShard((8, 3, 2), slices, 1, has_experts=True)},
         allow_unexpected=True,
     )
     assert torch.equal(part["experts.w_up"], whole_state(50)["experts.w_up"].flip(0))
@@ -977,9 +984,9 @@ def test_a_manifest_reaches_no_file_outside(saved):
     reseal(saved)
     with pytest.raises(CorruptCheckpointError, match=r"which manifest.json does not list"):
         load(saved, blank(whole_state()))
-    manifest = Manifest.model_validate_json((saved / "manifest.json").read_text())
+    manifest = CheckpointManifest.model_validate_json((saved / "manifest.json").read_text())
     sums = manifest.files | {"../outside": manifest.files["__0_0.distcp"]}
-    forged = Manifest(format=1, files=sums, digest=digest_of_sums(sums))
+    forged = CheckpointManifest(format=1, files=sums, digest=digest_of_sums(sums))
     (saved / "manifest.json").write_text(forged.model_dump_json())
     with pytest.raises(CorruptCheckpointError, match="names files outside of it"):
         load(saved, blank(whole_state()))

@@ -177,12 +177,12 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 def files_of(path: Path) -> tuple[set[str], set[tuple]]:
     """The names of the files, and which boxes of which tensors are in which of them."""
-    boxes = {
+    slices = {
         (name, tensor.dtype, tensor.shape, chunk.offsets, chunk.sizes, chunk.file)
         for name, tensor in open_checkpoint(path).index.tensors.items()
         for chunk in tensor.chunks
     }
-    return {file.name for file in path.iterdir()}, boxes
+    return {file.name for file in path.iterdir()}, slices
 
 
 def resharded(source: Path, out: Path, name: str, **options) -> Path:
@@ -235,12 +235,14 @@ def test_a_rank_reads_nothing_that_it_does_not_keep(
         total = 0
         for key, tensor in open_checkpoint(path).index.tensors.items():
             for rank in range(ranks):
-                held = module.held_by(
+                shard = module.shard_of_rank(
                     rank, key, tensor.shape, key in experts, layout, config.sharding, {}
                 )
-                kept = sum(torch.Size(box.sizes).numel() for box in held.boxes)
+                kept = sum(torch.Size(slice_.sizes).numel() for slice_ in shard.slices)
                 read = [
-                    chunk for chunk in tensor.chunks if any(meet(chunk, box) for box in held.boxes)
+                    chunk
+                    for chunk in tensor.chunks
+                    if any(meet(chunk, slice_) for slice_ in shard.slices)
                 ]
                 total += sum(torch.Size(chunk.sizes).numel() for chunk in read) - kept
         return total
@@ -259,9 +261,9 @@ def test_an_uneven_bank_that_fsdp_cuts_in_two_ways_is_whole() -> None:
         "model.group.0.sparse.experts.w_up",
     )
     chunks = [
-        Chunk(offsets=box.offsets, sizes=box.sizes, file=f"{rank}", start=0, length=0)
+        Chunk(offsets=slice_.offsets, sizes=slice_.sizes, file=f"{rank}", start=0, length=0)
         for rank in range(6)
-        for box in module.held_by(rank, name, shape, True, layout, "fsdp", {}).boxes
+        for slice_ in module.shard_of_rank(rank, name, shape, True, layout, "fsdp", {}).slices
     ]
     assert {chunk.sizes for chunk in chunks} == {(1, 24, 16), (2, 8, 16)}
 
@@ -307,23 +309,28 @@ def test_every_copy_is_cut_as_the_first(
     }
     for key, writes in module.plan_writes(stored, layout, config.sharding, banks).items():
         shape = stored.index.tensors[key].shape
-        for rank, box in writes:
+        for rank, slice_ in writes:
             assert (
-                box
-                in module.held_by(
+                slice_
+                in module.shard_of_rank(
                     rank, key, shape, key in counts, layout, config.sharding, banks
-                ).boxes
+                ).slices
             )
-        assert sum(torch.Size(box.sizes).numel() for _, box in writes) == torch.Size(shape).numel()
+        assert (
+            sum(torch.Size(slice_.sizes).numel() for _, slice_ in writes)
+            == torch.Size(shape).numel()
+        )
 
 
 def test_layers_that_are_cut_alike_are_cut_once(
     saved: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The cut of each rank costs the same for every layer: it is paid per shape, not per tensor."""
-    asked, share_of = [], module.share_of
+    asked, fsdp_shard = [], module.fsdp_shard
     monkeypatch.setattr(
-        module, "share_of", lambda held, *rest: asked.append(held.shape) or share_of(held, *rest)
+        module,
+        "fsdp_shard",
+        lambda shard, *rest: asked.append(shard.global_shape) or fsdp_shard(shard, *rest),
     )
     stored = open_checkpoint(saved["alone"])
     module.plan_writes(stored, plan_layout(MeshConfig(dp_shard=64), 64), "fsdp", {})

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from moebius.distributed.dispatch.expert_map import ExpertMap, ExpertRange, contiguous_map
 from moebius.distributed.placement.balance_load import (
-    hottest_factor,
+    load_imbalance,
     num_copies,
     packed,
     rank_loads,
@@ -39,7 +39,7 @@ def test_a_packing_is_whole_fits_and_is_never_hotter(problem):
     loads, num_ranks, replicas = problem
     before = contiguous_map(len(loads), num_ranks)
     after = rebalanced(before, loads, replicas=replicas)
-    assert hottest_factor(after, loads) <= hottest_factor(before, loads)
+    assert load_imbalance(after, loads) <= load_imbalance(before, loads)
     slots_P = tuple(min(count + replicas, len(loads)) for count in before.slots_P)
     for expert_map in (after, packed(loads, slots_P)):
         assert expert_map.slots_P in (before.slots_P, slots_P)
@@ -149,17 +149,17 @@ def test_packing_is_within_a_third_of_the_best():
     for _ in range(20):
         loads = [generator.randint(1, 50) for _ in range(6)]
         expert_map = packed(loads, (2, 2, 2))
-        assert hottest_factor(expert_map, loads) <= (4 / 3 - 1 / 9) * best_factor(loads, 3)
+        assert load_imbalance(expert_map, loads) <= (4 / 3 - 1 / 9) * best_factor(loads, 3)
 
 
 def test_one_hot_expert_needs_copies():
     loads = [97, 1, 1, 1, 1, 1, 1, 1]
     expert_map = contiguous_map(8, 4)
     alone = rebalanced(expert_map, loads)
-    assert hottest_factor(alone, loads) == pytest.approx(98 * 4 / 104)
+    assert load_imbalance(alone, loads) == pytest.approx(98 * 4 / 104)
     copied = rebalanced(expert_map, loads, replicas=1)
     assert len(copied.slots_E[0]) == 4
-    assert hottest_factor(copied, loads) < 1.1
+    assert load_imbalance(copied, loads) < 1.1
 
 
 def test_what_is_even_already_stays():
@@ -167,7 +167,7 @@ def test_what_is_even_already_stays():
     assert rebalanced(expert_map, [5] * 6) is expert_map
     assert rebalanced(expert_map, [0] * 6) is expert_map
     assert rebalanced(expert_map, [5] * 6, replicas=2) is expert_map
-    assert hottest_factor(expert_map, [0] * 6) == 1.0
+    assert load_imbalance(expert_map, [0] * 6) == 1.0
     assert rebalanced(contiguous_map(3, 1), [1, 2, 3], replicas=2) == contiguous_map(3, 1)
 
 

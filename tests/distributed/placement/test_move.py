@@ -18,11 +18,11 @@ from moebius.distributed.dispatch.expert_map import ExpertMap, contiguous_map
 from moebius.distributed.dispatch.setup import build_node_groups
 from moebius.distributed.gradients import GradientReducer
 from moebius.distributed.layout import MeshConfig, plan_layout
-from moebius.distributed.local_shard import held_of
+from moebius.distributed.local_shard import local_shard_of
 from moebius.distributed.mesh import Mesh, build_mesh
 from moebius.distributed.parallelize import build_model
 from moebius.distributed.placement.balance_load import packed
-from moebius.distributed.placement.move import banks_of, expert_maps_of, held_experts, move_experts
+from moebius.distributed.placement.move import banks_of, expert_maps_of, expert_shard, move_experts
 from moebius.distributed.placement.replicas import CopyReducer
 from moebius.distributed.process.process import start_process
 from moebius.model.config import ModelConfig
@@ -91,16 +91,16 @@ def there_and_back(ep: int) -> list[str]:
             for name, layer in banks_of(model).items():
                 for inner, parameter in layer.experts.named_parameters():
                     full = whole.get_parameter(f"{name}.experts.{inner}").detach()
-                    state, held = optimizer.state[parameter], held_of(parameter)
-                    ok = held == held_experts(
+                    state, shard = optimizer.state[parameter], local_shard_of(parameter)
+                    ok = shard == expert_shard(
                         tuple(full.shape), expert_map[name], mesh.coordinates.ep
                     )
                     ok &= len(parameter) == expert_map[name].slots_P[mesh.coordinates.ep]
-                    for box in held.boxes:
-                        value = box.cut(full)
-                        ok &= torch.equal(box.of(parameter.detach()), value)
-                        ok &= torch.equal(box.of(state["exp_avg"]), value + 1)
-                        ok &= torch.equal(box.of(state["exp_avg_sq"]), value * 2)
+                    for slice_ in shard.slices:
+                        value = slice_.copy_from(full)
+                        ok &= torch.equal(slice_.view(parameter.detach()), value)
+                        ok &= torch.equal(slice_.view(state["exp_avg"]), value + 1)
+                        ok &= torch.equal(slice_.view(state["exp_avg_sq"]), value * 2)
                     if not ok:
                         wrong.append(f"{number}: {name}.{inner}")
         assert moved > 10
