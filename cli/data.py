@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from .arguments import Commands, add_command
 
 if TYPE_CHECKING:
-    from ..data_pipeline.shards import Manifest
+    from ..data_pipeline.shards import DatasetManifest
 
 
 def add_commands(commands: Commands) -> None:
@@ -71,7 +71,7 @@ def _prepare(options: argparse.Namespace) -> int:
     return 0
 
 
-def _print_manifest(manifest: "Manifest", folder: Path) -> None:
+def _print_manifest(manifest: "DatasetManifest", folder: Path) -> None:
     """Prints what was prepared: the vocabulary, and a line for each split."""
     print(f"{folder}: vocabulary of {manifest.vocab_size}")
     for split in ("train", "validation"):

@@ -8,8 +8,9 @@ task whose worker was killed is run again by Ray.
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
+from ..data_pipeline.prepare import TaskRunner
 from .ray_session import require_ray
 
 T = TypeVar("T")
@@ -18,15 +19,7 @@ R = TypeVar("R")
 ATTEMPTS = 3
 
 
-class Runner(Protocol):
-    """Applies a function to every item, somewhere; yields (index, result) as they are done."""
-
-    def __call__(
-        self, function: Callable[[T], R], items: Sequence[T], /
-    ) -> Iterator[tuple[int, R]]: ...
-
-
-def ray_runner(*, in_flight: int | None = None) -> Runner:
+def ray_runner(*, in_flight: int | None = None) -> TaskRunner:
     """A runner on the cluster that this process is connected to.
 
     Args:

@@ -16,7 +16,7 @@ from typing import Any
 from rich.console import Console
 
 from ..data_pipeline.config import DataConfig
-from ..data_pipeline.manifest import Manifest
+from ..data_pipeline.manifest import DatasetManifest
 from ..data_pipeline.prepare import prepare
 from ..train.config import Config
 from ..train.run_folder import open_run
@@ -136,7 +136,7 @@ def prepare_on_cluster(
     address: str | None = None,
     workers: int | None = None,
     console: Console | None = None,
-) -> Manifest:
+) -> DatasetManifest:
     """Prepares `data.directory` with Ray tasks: on the cluster at `address`, or with `workers`
     processes here.
     """
@@ -228,7 +228,7 @@ def _cluster_gpus(config: Config) -> int:
 
 def _prepare(
     data: DataConfig, console: Console, *, live: bool | None, in_flight: int | None
-) -> Manifest:
+) -> DatasetManifest:
     with show_preparation(console, live=live) as on_progress:
         return prepare(
             data, data.directory, run=ray_runner(in_flight=in_flight), on_progress=on_progress

@@ -254,7 +254,7 @@ def validation_batches(
     rank: int,
     num_ranks: int,
     max_rows: int | None = None,
-    group: int = 1,
+    sequences_per_group: int = 1,
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """One pass over a split: (tokens int64 [B, S+1], valid bool [B]), B = batch_size, as many on
     every rank.
@@ -263,7 +263,7 @@ def validation_batches(
     not valid, so that all ranks meet in the same collectives. `max_rows` takes that many rows,
     evenly spaced.
 
-    A model that routes `group` consecutive sequences together gets the same groups for every number
+    A model that routes `sequences_per_group` consecutive sequences together gets the same groups for every number
     of ranks and batch size, with members from far apart: neighbours in the stream are parts of one
     document, and a member that shows how another goes on would be a look into its future. Row m of
     group j is row j + m·(number of groups) of the pass; a last, incomplete group is filled up with
@@ -274,9 +274,9 @@ def validation_batches(
             f"validation needs {batch_size=} >= 1, 0 <= {rank=} < {num_ranks=}, {max_rows=} >= 1 "
             "or None"
         )
-    if group < 1 or batch_size % group:
+    if sequences_per_group < 1 or batch_size % sequences_per_group:
         raise DataError(
-            f"validation needs whole groups: {batch_size=} must be a multiple of {group=}"
+            f"validation needs whole groups: {batch_size=} must be a multiple of {sequences_per_group=}"
         )
     store = TokenStore(directory, split)
     reader = RowReader(store, seq_len)
@@ -284,19 +284,23 @@ def validation_batches(
         store.close()
         raise _too_short(store, split, seq_len)
     count = min(max_rows or reader.num_rows, reader.num_rows)
-    slots = _group_slots(count, group)
+    slots = _group_slots(count, sequences_per_group)
     rows = (slots % count) * reader.num_rows // count
     return _padded_batches(
         store, reader, rows, slots < count, batch_size=batch_size, rank=rank, num_ranks=num_ranks
     )
 
 
-def _group_slots(count: int, group: int) -> np.ndarray:
+def _group_slots(count: int, sequences_per_group: int) -> np.ndarray:
     """Indices 0 … count − 1, and more where the last groups want them, in the order of the groups'
     members.
     """
-    num_groups = -(-count // group)
-    return np.arange(num_groups * group, dtype=np.int64).reshape(group, num_groups).T.reshape(-1)
+    num_groups = -(-count // sequences_per_group)
+    return (
+        np.arange(num_groups * sequences_per_group, dtype=np.int64)
+        .reshape(sequences_per_group, num_groups)
+        .T.reshape(-1)
+    )
 
 
 def _padded_batches(

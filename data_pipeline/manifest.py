@@ -47,7 +47,7 @@ class ShardEntry(BaseModel):
         return index_name(self.name)
 
 
-class Manifest(BaseModel):
+class DatasetManifest(BaseModel):
     """What a prepared folder holds. `spec` is the configuration that `spec_hash` was taken of, for
     people to read.
     """
@@ -85,13 +85,13 @@ def index_name(shard_name: str) -> str:
     return shard_name.removesuffix(".tok.arrow") + ".idx.arrow"
 
 
-def write_manifest(directory: Path, manifest: Manifest) -> None:
+def write_manifest(directory: Path, manifest: DatasetManifest) -> None:
     body = manifest.model_dump(mode="json")
     with atomic_write(directory / MANIFEST_FILE) as file:
         file.write(json.dumps({"manifest": body, "sha256": _body_hash(body)}, indent=1).encode())
 
 
-def read_manifest(directory: str | Path) -> Manifest:
+def read_manifest(directory: str | Path) -> DatasetManifest:
     """The manifest of a prepared folder. Raises ShardError where there is none, or not a whole one."""
     path = Path(directory) / MANIFEST_FILE
     try:
@@ -118,7 +118,7 @@ def read_manifest(directory: str | Path) -> Manifest:
             "again"
         )
     try:
-        return Manifest.model_validate(body)
+        return DatasetManifest.model_validate(body)
     except ValidationError as error:
         raise ShardError(
             f"{path} has unknown or missing entries: prepare the data again\n{error}"

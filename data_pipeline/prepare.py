@@ -9,7 +9,7 @@ run in.
 6. tokenise  per split: one shard per side, train and validation                             -> `tokenise_split`
 7. commit    the manifest lists the shards in split order; only now the folder is valid
 
-Steps 2, 4, 5 and 6 go through a `Runner`: the work of one item in any process, on any machine that
+Steps 2, 4, 5 and 6 go through a `TaskRunner`: the work of one item in any process, on any machine that
 sees the folder, in any order, twice if need be. Tasks read and write the folder; only numbers
 travel. Every file appears whole or not at all (temporary name, fsync, rename) and depends on its
 split alone, so the bytes are the same for any number of workers and after any interruption. What is
@@ -39,7 +39,7 @@ from .errors import InputError, PrepareError, ShardError
 from .manifest import (
     MANIFEST_FILE,
     TEMPORARY,
-    Manifest,
+    DatasetManifest,
     ShardEntry,
     Split,
     atomic_write,
@@ -74,7 +74,7 @@ _RECORD = np.dtype(
 )
 
 
-class Runner(Protocol):
+class TaskRunner(Protocol):
     """Runs a function on many items, anywhere: yields (index of the item, result), in any order,
     each once.
     """
@@ -91,7 +91,7 @@ def run_serially(function: Callable[[T], R], items: Sequence[T], /) -> Iterator[
 
 
 @dataclass(frozen=True)
-class Progress:
+class PrepareProgress:
     """One task of a stage has ended. `tokens` counts what is tokenised so far, in the last stage."""
 
     stage: str
@@ -134,9 +134,9 @@ def prepare(
     config: DataConfig,
     directory: str | Path,
     *,
-    run: Runner = run_serially,
-    on_progress: Callable[[Progress], None] | None = None,
-) -> Manifest:
+    run: TaskRunner = run_serially,
+    on_progress: Callable[[PrepareProgress], None] | None = None,
+) -> DatasetManifest:
     """Makes `directory` hold the tokens of `config`, and returns its manifest.
 
     Returns at once where they are there already; continues where an earlier run was stopped. Raises
@@ -162,8 +162,11 @@ def prepare(
 
 
 def _prepare(
-    config: DataConfig, tasks: list[SplitTask], run: Runner, on_progress: Callable[[Progress], None]
-) -> Manifest:
+    config: DataConfig,
+    tasks: list[SplitTask],
+    run: TaskRunner,
+    on_progress: Callable[[PrepareProgress], None],
+) -> DatasetManifest:
     folder = tasks[0].directory
     _run_stage("read", run, hash_documents, tasks, on_progress)
     dropped = choose_documents(config, tasks)
@@ -180,7 +183,7 @@ def _prepare(
         )
     shards = _run_stage("tokenise", run, tokenise_split, tasks, on_progress)
     tokenizer = load_tokenizer(folder)
-    manifest = Manifest(
+    manifest = DatasetManifest(
         spec_hash=config.spec_hash,
         spec=config.spec,
         inputs={task.split.url: task.split.size for task in tasks},
@@ -198,20 +201,20 @@ def _prepare(
 
 def _run_stage(
     stage: str,
-    run: Runner,
+    run: TaskRunner,
     function: Callable[[T], R],
     items: Sequence[T],
-    on_progress: Callable[[Progress], None],
+    on_progress: Callable[[PrepareProgress], None],
 ) -> list[R]:
     """Results in the order of the items, whatever order they came in."""
     results: dict[int, R] = {}
     tokens = 0
-    on_progress(Progress(stage, 0, len(items)))
+    on_progress(PrepareProgress(stage, 0, len(items)))
     for index, result in run(function, items):
         results[index] = result
         if stage == "tokenise":
             tokens += sum(shard.num_tokens for shard in cast("tuple[ShardEntry, ...]", result))
-        on_progress(Progress(stage, len(results), len(items), tokens))
+        on_progress(PrepareProgress(stage, len(results), len(items), tokens))
     assert sorted(results) == list(range(len(items))), f"the runner lost results of stage {stage!r}"
     return [results[index] for index in range(len(items))]
 
@@ -219,7 +222,7 @@ def _run_stage(
 # ---- the folder
 
 
-def _finished(config: DataConfig, folder: Path) -> Manifest | None:
+def _finished(config: DataConfig, folder: Path) -> DatasetManifest | None:
     """The manifest where the folder is complete and made from this very configuration and input."""
     if not (folder / MANIFEST_FILE).exists():
         return None

@@ -34,7 +34,7 @@ import pyarrow as pa
 
 from .config import FORMAT_VERSION
 from .errors import ShardError
-from .manifest import Manifest, ShardEntry, Split, read_manifest
+from .manifest import DatasetManifest, ShardEntry, Split, read_manifest
 from .tokenizer import Tokenizer, load_tokenizer, token_dtype
 
 _ARROW_MAGIC_BYTES = 8  # "ARROW1" and padding, before the schema message
@@ -231,7 +231,7 @@ class TokenStore:
     are checked when they are read. Threads may share a store.
     """
 
-    def __init__(self, directory: str | Path, split: str, manifest: Manifest | None = None):
+    def __init__(self, directory: str | Path, split: str, manifest: DatasetManifest | None = None):
         self.directory = Path(directory)
         self.manifest = manifest or read_manifest(directory)
         self.entries = self.manifest.of(split)

@@ -48,7 +48,7 @@ def evaluate(
         split=split,
         seq_len=config.data.seq_len,
         batch_size=-(-config.train.micro_batch // group) * group,
-        group=group,
+        sequences_per_group=group,
         rank=process.rank,
         num_ranks=process.world_size,
         max_rows=config.train.eval_rows or None,

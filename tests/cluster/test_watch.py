@@ -20,7 +20,7 @@ from moebius.cluster.watch import (
     render,
     show_preparation,
 )
-from moebius.data_pipeline.prepare import Progress
+from moebius.data_pipeline.prepare import PrepareProgress
 
 
 def console(width: int = 120) -> Console:
@@ -219,7 +219,7 @@ def test_preparation_is_shown_by_stage():
     output = console()
     with show_preparation(output) as on_progress:
         for done in range(3):
-            on_progress(Progress("tokenise", done, 2, done * 1000))
+            on_progress(PrepareProgress("tokenise", done, 2, done * 1000))
     text = text_of(output)
     assert "preparing data: tokenise 0/2" in text
     assert "preparing data: tokenise 1/2" not in text

@@ -354,7 +354,10 @@ def test_members_of_a_validation_group_are_far_apart_and_the_same_on_every_layou
         ({"batch_size": 0}, "batch_size=0"),
         ({"rank": 1}, "rank=1 < num_ranks=1"),
         ({"max_rows": 0}, "max_rows=0"),
-        ({"batch_size": 6, "group": 4}, "batch_size=6 must be a multiple of group=4"),
+        (
+            {"batch_size": 6, "sequences_per_group": 4},
+            "batch_size=6 must be a multiple of sequences_per_group=4",
+        ),
         ({"seq_len": 10**6}, "raise validation_fraction"),
     ],
 )

@@ -21,7 +21,7 @@ from small_corpus import sentences, write_jsonl
 from moebius.data_pipeline.config import DataConfig
 from moebius.data_pipeline.errors import InputError, PrepareError, ShardError
 from moebius.data_pipeline.manifest import MANIFEST_FILE, TEMPORARY, read_manifest
-from moebius.data_pipeline.prepare import UNFINISHED, Progress, prepare, run_serially
+from moebius.data_pipeline.prepare import UNFINISHED, PrepareProgress, prepare, run_serially
 from moebius.data_pipeline.shards import TokenStore
 from moebius.data_pipeline.tokenizer import load_tokenizer
 
@@ -247,7 +247,7 @@ def test_a_task_that_runs_twice_at_once_gives_the_same_bytes(config, prepared, t
 
 
 def test_progress_is_told(config, tmp_path):
-    events: list[Progress] = []
+    events: list[PrepareProgress] = []
     manifest = prepare(config, tmp_path / "d", on_progress=events.append)
     assert [(event.stage, event.done, event.total) for event in events] == [
         (stage, done, total)
