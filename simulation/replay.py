@@ -12,28 +12,24 @@ Legend: T tokens, U source rows, N routes, P ranks now.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from ..model.routing import Routes, slot_routes
-from ..train.routing.trace import RecordedCall, RecordedRank, read_rank
+from ..train.routing.call import CallId, RoutedCall
+from ..train.routing.trace import RecordedRank, read_rank
 
 
-@dataclass(frozen=True)
-class DealtCall:
-    """One pass through one layer on the ranks of now."""
+def replay(steps: dict[int, list[Path]], num_ranks: int) -> Iterator[list[RoutedCall]]:
+    """Yields every recorded call of every step, dealt out to so many ranks: one entry per rank.
 
-    step: int
-    call: RecordedCall  # of the first recorded rank: the layer and its sizes
-    routes: list[Routes]  # of every rank, with gate weights of 1
-    num_rows: list[int]
-
-
-def replay(steps: dict[int, list[Path]], num_ranks: int) -> Iterator[DealtCall]:
-    """Every call of every step, in order.
+    Args:
+        steps: by step, the files of all recorded ranks.
+        num_ranks: the ranks now.
 
     Raises:
         ValueError: a file is damaged, or the ranks did not record the same calls.
@@ -41,64 +37,65 @@ def replay(steps: dict[int, list[Path]], num_ranks: int) -> Iterator[DealtCall]:
     for step, files in sorted(steps.items()):
         recorded = [read_rank(path) for path in files]
         for calls in _side_by_side(recorded, step):
-            tokens = [
-                rank.tokens[call.micro_batch] for rank, call in zip(recorded, calls, strict=True)
-            ]
-            routes, rows = deal(calls, tokens, num_ranks)
-            yield DealtCall(step, calls[0], routes, rows)
+            micro_batch = calls[0].id.micro_batch
+            yield deal(calls, [rank.tokens[micro_batch] for rank in recorded], num_ranks)
 
 
-def _side_by_side(
-    recorded: Sequence[RecordedRank], step: int
-) -> Iterator[tuple[RecordedCall, ...]]:
-    """The calls that the ranks made together."""
+def _side_by_side(recorded: Sequence[RecordedRank], step: int) -> Iterator[tuple[RoutedCall, ...]]:
+    """Yields the calls that the recorded ranks made together."""
     for calls in zip(*(rank.calls for rank in recorded), strict=False):
-        places = {(call.micro_batch, call.layer, call.depth, call.num_experts) for call in calls}
-        if len(places) > 1:
-            raise ValueError(f"step {step}: its ranks recorded different calls: {sorted(places)}")
+        different: set[tuple[CallId, int]] = {(call.id, call.routes.num_experts) for call in calls}
+        if len(different) > 1:
+            named = [
+                f"{call_id} ({call_id.layer}, {experts} experts)"
+                for call_id, experts in sorted(different)
+            ]
+            raise ValueError(f"step {step}: its ranks recorded different calls: {named}")
         yield calls
-    if len({len(rank.calls) for rank in recorded}) > 1:
-        raise ValueError(
-            f"step {step}: its ranks recorded {[len(rank.calls) for rank in recorded]} calls"
-        )
+    counts = [len(rank.calls) for rank in recorded]
+    if len(set(counts)) > 1:
+        raise ValueError(f"step {step}: its ranks recorded {counts} calls")
 
 
-def deal(
-    calls: Sequence[RecordedCall], tokens: Sequence[int], num_ranks: int
-) -> tuple[list[Routes], list[int]]:
-    """The routes of every rank, and how many source rows it has.
+def deal(calls: Sequence[RoutedCall], tokens: Sequence[int], num_ranks: int) -> list[RoutedCall]:
+    """Returns what every one of `num_ranks` ranks routes, where tokens are cut evenly among them.
 
     Args:
         calls: of every recorded rank, the same pass through the same layer.
-        tokens: of every recorded rank.
+        tokens: of every recorded rank, in that micro-batch.
+        num_ranks: the ranks now.
 
     Raises:
         ValueError: routes lead from one token to another, or the rows are not of the tokens.
     """
-    if calls[0].per_expert:
+    if calls[0].routes.per_expert:
         return _deal_slots(calls, num_ranks)
     joined = _join(calls, tokens)
     ends = cut(joined.num_tokens, num_ranks)
-    rank_N = np.searchsorted(ends[1:], joined.token_N, side="right")
-    routes = [
-        _own_routes(joined, rank_N == rank, ends[rank], ends[rank + 1]) for rank in range(num_ranks)
-    ]
-    return routes, [int(length) * joined.rows_per_token for length in np.diff(ends)]
+    rank_N = np.searchsorted(ends[1:], joined.token_N.numpy(), side="right")
+    dealt = []
+    for rank in range(num_ranks):
+        first, end = int(ends[rank]), int(ends[rank + 1])
+        mine_N = torch.from_numpy(rank_N == rank)
+        routes = _own_routes(joined, mine_N, first, end)
+        num_rows = (end - first) * joined.rows_per_token
+        dealt.append(replace(calls[0], routes=routes, num_rows=num_rows))
+    return dealt
 
 
 def cut(count: int, num_parts: int) -> np.ndarray:
-    """The ends of nearly equal stretches, 0 first."""
+    """Returns the ends of nearly equal stretches of `count` things, 0 first."""
     return np.arange(num_parts + 1) * count // num_parts
 
 
 @dataclass(frozen=True)
 class _Joined:
-    """All recorded ranks' routes, rows numbered on."""
+    """All recorded ranks' routes, rows and tokens numbered on from rank to rank."""
 
-    token_N: np.ndarray
-    source_N: np.ndarray
-    target_N: np.ndarray
-    expert_N: np.ndarray
+    token_N: Tensor
+    source_N: Tensor
+    target_N: Tensor
+    expert_N: Tensor
     num_tokens: int
     rows_per_token: int
     targets_per_token: int
@@ -107,32 +104,32 @@ class _Joined:
     per_target: int
 
 
-def _join(calls: Sequence[RecordedCall], tokens: Sequence[int]) -> _Joined:
-    first = calls[0]
-    rows, targets = (
-        _per_token([getattr(call, name) for call in calls], tokens)
-        for name in ("num_rows", "num_targets")
-    )
-    before = np.cumsum([0, *tokens[:-1]])
-    sources = [_sources(call) + begin * rows for call, begin in zip(calls, before, strict=True)]
-    ends = [_targets(call) + begin * targets for call, begin in zip(calls, before, strict=True)]
-    source_N, target_N = np.concatenate(sources), np.concatenate(ends)
-    if (source_N // rows != target_N // targets).any():
+def _join(calls: Sequence[RoutedCall], tokens: Sequence[int]) -> _Joined:
+    rows_per_token = _per_token([call.num_rows for call in calls], tokens)
+    targets_per_token = _per_token([call.routes.num_targets for call in calls], tokens)
+    first_tokens = np.cumsum([0, *tokens[:-1]]).tolist()
+    sources, targets = [], []
+    for call, first in zip(calls, first_tokens, strict=True):
+        sources.append(call.routes.source_N + first * rows_per_token)
+        targets.append(call.routes.target_N + first * targets_per_token)
+    source_N, target_N = torch.cat(sources), torch.cat(targets)
+    token_N = source_N // rows_per_token
+    if (token_N != target_N // targets_per_token).any():
         raise ValueError(
-            f"{first.layer}: a recorded route leads from one token to another; it cannot be dealt "
-            "out"
+            f"{calls[0].id.layer}: a recorded route leads from one token to another; it cannot be "
+            "dealt out"
         )
-    rules = {(call.per_source, call.per_target) for call in calls}
+    rules = {(call.routes.per_source, call.routes.per_target) for call in calls}
     per_source, per_target = rules.pop() if len(rules) == 1 else (0, 0)
     return _Joined(
-        source_N // rows,
+        token_N,
         source_N,
         target_N,
-        np.concatenate([call.expert_N for call in calls]),
+        torch.cat([call.routes.expert_N for call in calls]),
         sum(tokens),
-        rows,
-        targets,
-        first.num_experts,
+        rows_per_token,
+        targets_per_token,
+        calls[0].routes.num_experts,
         per_source,
         per_target,
     )
@@ -145,48 +142,40 @@ def _per_token(rows: Sequence[int], tokens: Sequence[int]) -> int:
     return int(found)
 
 
-def _sources(call: RecordedCall) -> np.ndarray:
-    return np.arange(call.num_routes) // call.per_source if call.has_rule else call.source_N
-
-
-def _targets(call: RecordedCall) -> np.ndarray:
-    return np.arange(call.num_routes) // call.per_target if call.has_rule else call.target_N
-
-
-def _own_routes(joined: _Joined, mine_N: np.ndarray, begin: int, end: int) -> Routes:
-    """Those of the tokens `begin` … `end`, rows numbered from the first of them."""
-    source, target, expert = (
-        torch.from_numpy(values[mine_N])
-        for values in (joined.source_N, joined.target_N, joined.expert_N)
-    )
+def _own_routes(joined: _Joined, mine_N: Tensor, first: int, end: int) -> Routes:
+    """Returns the routes of the tokens `first` … `end`, rows numbered from the first of them."""
+    expert_N = joined.expert_N[mine_N]
     return Routes(
-        source - int(begin) * joined.rows_per_token,
-        expert,
-        torch.ones(len(expert)),
-        target - int(begin) * joined.targets_per_token,
+        joined.source_N[mine_N] - first * joined.rows_per_token,
+        expert_N,
+        torch.ones(len(expert_N)),
+        joined.target_N[mine_N] - first * joined.targets_per_token,
         joined.num_experts,
-        int(end - begin) * joined.targets_per_token,
+        (end - first) * joined.targets_per_token,
         joined.per_source,
         joined.per_target,
     )
 
 
-def _deal_slots(calls: Sequence[RecordedCall], num_ranks: int) -> tuple[list[Routes], list[int]]:
+def _deal_slots(calls: Sequence[RoutedCall], num_ranks: int) -> list[RoutedCall]:
     """A row of its own for every route: that is how such routes travel, whichever rows they read."""
-    experts = calls[0].num_experts
-    shares = np.diff(cut(sum(call.per_expert for call in calls), num_ranks)).tolist()
-    if len(set(shares)) == 1 and shares[0]:
-        routes = [
-            slot_routes(experts * share, num_experts=experts, device=torch.device("cpu"))
-            for share in shares
-        ]
-    else:
-        routes = [_uneven_slots(experts, share) for share in shares]
-    return routes, [experts * share for share in shares]
+    experts = calls[0].routes.num_experts
+    ends = cut(sum(call.routes.per_expert for call in calls), num_ranks)
+    shares: list[int] = np.diff(ends).tolist()
+    alike = len(set(shares)) == 1 and shares[0] > 0
+    dealt = []
+    for share in shares:
+        num_rows = experts * share
+        if alike:
+            routes = slot_routes(num_rows, num_experts=experts, device=torch.device("cpu"))
+        else:
+            routes = _uneven_slots(experts, share)
+        dealt.append(replace(calls[0], routes=routes, num_rows=num_rows))
+    return dealt
 
 
 def _uneven_slots(experts: int, share: int) -> Routes:
-    """Where the ranks' shares differ no rank knows the others'."""
+    """Where the ranks' shares differ no rank knows the others', so counts are exchanged."""
     row_N = torch.arange(experts * share)
     expert_N = torch.arange(experts).repeat_interleave(share)
     return Routes(

@@ -19,7 +19,7 @@ from rich.text import Text
 from ..distributed.layout import Layout, spell_ranks
 from .dispatch import (
     EXACT_DISPATCHERS,
-    CallRecord,
+    SimulatedCall,
     Simulation,
     across_nodes,
     between,
@@ -74,15 +74,15 @@ class KindLoad:
     idle_experts: float  # of a call, on average
 
 
-def kinds_of(records: Sequence[CallRecord]) -> list[KindLoad]:
+def kinds_of(calls: Sequence[SimulatedCall]) -> list[KindLoad]:
     """Sums over the calls of every kind."""
     found = []
-    for kind, own in by_kind(records).items():
+    for kind, own in by_kind(calls).items():
         ranks, experts = (
-            [getattr(record, name) for record in own] for name in ("hottest_rank", "hottest_expert")
+            [getattr(call, name) for call in own] for name in ("hottest_rank", "hottest_expert")
         )
-        load_P = np.sum([record.load_P for record in own], axis=0)
-        idle = float(np.mean([(record.load_E == 0).sum() for record in own]))
+        load_P = np.sum([call.load_P for call in own], axis=0)
+        idle = float(np.mean([(call.load_E == 0).sum() for call in own]))
         found.append(
             KindLoad(
                 kind,
@@ -97,28 +97,28 @@ def kinds_of(records: Sequence[CallRecord]) -> list[KindLoad]:
     return found
 
 
-def over_time(records: Sequence[CallRecord]) -> tuple[str, dict[int, list[CallRecord]]]:
+def over_time(calls: Sequence[SimulatedCall]) -> tuple[str, dict[int, list[SimulatedCall]]]:
     """The calls by optimizer step, or where there is one step only, by depth step."""
-    axis = "step" if len({record.step for record in records}) > 1 else "depth"
-    moments: dict[int, list[CallRecord]] = {}
-    for record in sorted(records, key=lambda record: getattr(record, axis)):
-        moments.setdefault(getattr(record, axis), []).append(record)
+    axis = "step" if len({call.id.step for call in calls}) > 1 else "depth"
+    moments: dict[int, list[SimulatedCall]] = {}
+    for call in sorted(calls, key=lambda call: getattr(call.id, axis)):
+        moments.setdefault(getattr(call.id, axis), []).append(call)
     return axis, moments
 
 
-def factors_by(records: Sequence[CallRecord], axis: str) -> dict[int, float]:
+def factors_by(calls: Sequence[SimulatedCall], axis: str) -> dict[int, float]:
     """The hottest rank's factor at every step or depth step, the mean over its calls."""
     found: dict[int, list[float]] = {}
-    for record in records:
-        found.setdefault(getattr(record, axis), []).append(record.hottest_rank)
+    for call in calls:
+        found.setdefault(getattr(call.id, axis), []).append(call.hottest_rank)
     return {number: float(np.mean(found[number])) for number in sorted(found)}
 
 
-def by_kind(records: Sequence[CallRecord]) -> dict[str, list[CallRecord]]:
+def by_kind(calls: Sequence[SimulatedCall]) -> dict[str, list[SimulatedCall]]:
     """In the order in which a layer asks them."""
-    found: dict[str, list[CallRecord]] = {}
-    for record in records:
-        found.setdefault(record.kind, []).append(record)
+    found: dict[str, list[SimulatedCall]] = {}
+    for call in calls:
+        found.setdefault(call.id.kind, []).append(call)
     return found
 
 
@@ -159,17 +159,17 @@ def _verdict(report: SimulationReport) -> Text:
             [f"✗ and {more} more"] if more > 0 else []
         )
         return Text("\n".join(lines), style="bold red")
-    records = report.first.records
-    routes = sum(int(record.load_P.sum()) for record in records)
+    calls = report.first.calls
+    routes = sum(int(call.load_P.sum()) for call in calls)
     return Text(
-        f"✓ each of {routes:,} routes in {len(records)} exchanges arrived once, at its expert\n"
+        f"✓ each of {routes:,} routes in {len(calls)} exchanges arrived once, at its expert\n"
         f"✓ the answers are one rank's: {'; '.join(_answers(each) for each in report.simulations)}",
         style="green",
     )
 
 
 def _answers(simulation: Simulation) -> str:
-    most = max((record.difference for record in simulation.records), default=0.0)
+    most = max((call.difference for call in simulation.calls), default=0.0)
     same = f"up to rounding ({most:.0e} of the largest)" if most else "bit for bit"
     return f"{simulation.dispatcher} {same}"
 
@@ -206,7 +206,7 @@ def busiest_pair(matrix: np.ndarray) -> tuple[int, int, int]:
 
 def _load_table(report: SimulationReport) -> Table:
     table = _table("experts", "calls", "routes", "hottest rank", "most", "expert", "most", "idle")
-    for kind in kinds_of(report.first.records):
+    for kind in kinds_of(report.first.calls):
         factors = (*kind.hottest_rank, *kind.hottest_expert)
         table.add_row(
             kind.kind,
@@ -222,7 +222,7 @@ def _bar_lines(report: SimulationReport) -> list[str]:
     if report.layout.world_size > _MOST_BARS:
         return []
     lines = ["", "load by rank"]
-    for kind in kinds_of(report.first.records):
+    for kind in kinds_of(report.first.calls):
         bars = _bars(kind.load_P)
         pieces = [
             bars[first : first + _BARS_OF_A_LINE] for first in range(0, len(bars), _BARS_OF_A_LINE)
@@ -240,7 +240,7 @@ def _bars(load_P: np.ndarray) -> str:
 
 
 def _time_lines(report: SimulationReport) -> list[str]:
-    axis, moments = over_time(report.first.records)
+    axis, moments = over_time(report.first.calls)
     if len(moments) < 2:
         return []
     numbers = list(moments)
@@ -248,7 +248,7 @@ def _time_lines(report: SimulationReport) -> list[str]:
         np.linspace(0, len(numbers) - 1, min(len(numbers), _MOST_STEPS)).round().astype(int)
     )
     lines = ["", f"hottest rank by {axis:<6}" + "".join(f" {numbers[index]:>5}" for index in shown)]
-    for kind, own in by_kind(report.first.records).items():
+    for kind, own in by_kind(report.first.calls).items():
         factors = factors_by(own, axis)
         words = (
             f" {factors[numbers[index]]:>5.2f}" if numbers[index] in factors else "     –"
@@ -321,7 +321,7 @@ def simulation_as_json(report: SimulationReport) -> dict[str, Any]:
                 "hottest_expert": dict(zip(("mean", "most"), kind.hottest_expert, strict=True)),
                 "idle_experts": kind.idle_experts,
             }
-            for kind in kinds_of(report.first.records)
+            for kind in kinds_of(report.first.calls)
         ],
         "dispatchers": [_plain_simulation(each) for each in report.simulations],
     }
@@ -344,27 +344,27 @@ def _plain_simulation(simulation: Simulation) -> dict[str, Any]:
         "rows_by_pair": simulation.rows_PP.tolist(),
         "bytes_by_pair": simulation.bytes_PP.tolist(),
         "rows_one_per_route_by_pair": simulation.one_per_route_PP.tolist(),
-        "calls": [_plain_call(record) for record in simulation.records],
+        "calls": [_plain_call(call) for call in simulation.calls],
     }
 
 
-def _plain_call(record: CallRecord) -> dict[str, Any]:
+def _plain_call(call: SimulatedCall) -> dict[str, Any]:
     return {
-        "step": record.step,
-        "micro_batch": record.micro_batch,
-        "depth": record.depth,
-        "layer": record.layer,
-        "kind": record.kind,
-        "load_per_expert": record.load_E.tolist(),
-        "load_per_rank": record.load_P.tolist(),
-        "hottest_rank": record.hottest_rank,
-        "hottest_expert": record.hottest_expert,
-        "rows": record.rows,
-        "rows_one_per_route": record.rows_one_per_route,
-        "bytes_intra_node": record.bytes_intra_node,
-        "bytes_inter_node": record.bytes_inter_node,
-        "misrouted": record.misrouted,
-        "difference": record.difference,
+        "step": call.id.step,
+        "micro_batch": call.id.micro_batch,
+        "depth": call.id.depth,
+        "layer": call.id.layer,
+        "kind": call.id.kind,
+        "load_per_expert": call.load_E.tolist(),
+        "load_per_rank": call.load_P.tolist(),
+        "hottest_rank": call.hottest_rank,
+        "hottest_expert": call.hottest_expert,
+        "rows": call.rows,
+        "rows_one_per_route": call.rows_one_per_route,
+        "bytes_intra_node": call.bytes_intra_node,
+        "bytes_inter_node": call.bytes_inter_node,
+        "misrouted": call.misrouted,
+        "difference": call.difference,
     }
 
 
@@ -420,9 +420,9 @@ def _draw_matrix(figure: Any, panel: Any, simulation: Simulation) -> None:
 
 
 def _draw_loads(figure: Any, panel: Any, report: SimulationReport) -> None:
-    axis, moments = over_time(report.first.records)
+    axis, moments = over_time(report.first.calls)
     loads = np.stack(
-        [np.sum([record.load_P for record in own], axis=0) for own in moments.values()], axis=1
+        [np.sum([call.load_P for call in own], axis=0) for own in moments.values()], axis=1
     )
     relative = loads / np.maximum(loads.mean(0), 1e-30)
     image = panel.imshow(
@@ -442,9 +442,9 @@ def _around_one(relative: np.ndarray) -> Any:
 
 
 def _draw_factors(panel: Any, report: SimulationReport) -> None:
-    axis, moments = over_time(report.first.records)
+    axis, moments = over_time(report.first.calls)
     places = {number: place for place, number in enumerate(moments)}
-    for color, (kind, own) in zip(_LINES, by_kind(report.first.records).items(), strict=False):
+    for color, (kind, own) in zip(_LINES, by_kind(report.first.calls).items(), strict=False):
         factors = factors_by(own, axis)
         at = [places[number] for number in factors]
         panel.plot(

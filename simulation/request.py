@@ -25,14 +25,14 @@ from ..model.config import ModelConfig
 from ..model.initialise import draw, initialise
 from ..model.moe import SparseLayer
 from ..model.precision import cast_weights, forward_in
-from ..model.routing import Routes
 from ..model.transformer import Transformer
 from ..train.config import Config
-from ..train.routing.tap import TappedCall, sparse_layers, tap
+from ..train.routing.call import RoutedCall
+from ..train.routing.tap import sparse_layers, tap
 from ..train.routing.trace import read_rank, recorded_steps
 from ..train.state import seed_micro_batch
-from .dispatch import Cluster, RoutedCall, simulate
-from .replay import DealtCall, replay
+from .dispatch import Cluster, ExpertsOfLayer, simulate
+from .replay import replay
 from .report import SimulationReport
 from .shapes import ShapeRequest
 from .threads import MOST_PRETENDED, MOST_THREADS
@@ -41,7 +41,6 @@ DEFAULT_RANKS = 8
 _NODE = 8  # ranks of a node, unless told otherwise
 _SEEDS = 2**31  # of them, with a million steps of every rank each, a generator can tell
 
-Bank = Callable[[str], nn.Module]
 Tokens = Callable[[int, int], Tensor]  # (step, rank) → (B, S)
 
 
@@ -177,7 +176,7 @@ class SavedPlacement:
 
     @property
     def ep(self) -> int:
-        return len(next(iter(self.expert_map.values())).slots_P)
+        return len(next(iter(self.expert_maps.values())).slots_P)
 
 
 def find_placement(
@@ -224,7 +223,7 @@ def place(cluster: Cluster, placement: SavedPlacement | None) -> Cluster:
     if placement is None:
         return cluster
     if placement.ep == cluster.layout.ep:
-        return replace(cluster, expert_maps=placement.expert_map)
+        return replace(cluster, expert_maps=placement.expert_maps)
     if placement.wanted:
         raise ValueError(
             f"--expert-map {placement.step}: its experts are spread over {placement.ep} ranks, and not "
@@ -236,7 +235,7 @@ def place(cluster: Cluster, placement: SavedPlacement | None) -> Cluster:
 
 def _expert_map_words(config: Config, cluster: Cluster, placement: SavedPlacement | None) -> str:
     """Nothing where no run has ever moved an expert."""
-    if cluster.expert_map and placement is not None:
+    if cluster.expert_maps and placement is not None:
         return f"; experts where they were at step {placement.step}"
     unused = (
         f" (those of step {placement.step} are for ep {placement.ep})"
@@ -262,8 +261,8 @@ class CallSource:
     title: str
     config: Config
     tokens: Callable[[Cluster], str]  # in words
-    bank: Bank
-    calls: Callable[[int], Iterator[RoutedCall]]
+    experts_of_layer: ExpertsOfLayer
+    calls: Callable[[int], Iterator[list[RoutedCall]]]  # of so many ranks
     placement: SavedPlacement | None = None
 
 
@@ -280,7 +279,7 @@ def simulate_all(
         place(make_cluster(source.config, asked, each), source.placement) for each in dispatchers
     ]
     found = [
-        simulate(source.calls(cluster.layout.world_size), source.bank, cluster)
+        simulate(source.calls(cluster.layout.world_size), source.experts_of_layer, cluster)
         for cluster in clusters
     ]
     words = source.tokens(clusters[0]) + _expert_map_words(
@@ -311,7 +310,7 @@ def source_from_model(
     batch, length = batch_shape(config, tokens_per_rank)
     model, precision = trained or fresh_model(config), config.train.precision
 
-    def calls(num_ranks: int) -> Iterator[RoutedCall]:
+    def calls(num_ranks: int) -> Iterator[list[RoutedCall]]:
         make = text_tokens if trained else random_tokens
         tokens = make(config, batch, length, seed=seed, num_ranks=num_ranks)
         return calls_of_model(model, precision, TokenBatches(tokens, steps, seed), num_ranks)
@@ -320,7 +319,7 @@ def source_from_model(
         what = "of the validation text" if trained else "at random"
         return f"{batch} × {length} tokens {what} per rank and step, {steps} {'step' if steps == 1 else 'steps'}, {precision}"
 
-    return CallSource(title, config, words, bank_of_model(model, precision), calls, placement)
+    return CallSource(title, config, words, experts_of_model(model, precision), calls, placement)
 
 
 def source_from_trace(
@@ -329,13 +328,13 @@ def source_from_trace(
     """A recorded run's routes; `expert_map` as for `find_placement`.
 
     Raises:
-        ValueError: nothing was recorded there, or there is no such expert map.
+        ValueError: nothing was recorded there, or there are no such expert map.
     """
     at_least_one(steps=steps)
     _check_seed(seed)
     config = config_of_run(run_dir)
     files, precision = chosen_steps(recorded_steps(run_dir), steps), config.train.precision
-    bank = bank_of_config(
+    experts_of_layer = initial_experts(
         config.model, precision, backend=config.kernels.name, seed=config.train.seed
     )
     then = len(files[min(files)])
@@ -349,11 +348,16 @@ def source_from_trace(
         )
         return f"{recorded} of {tokens:,} tokens; ranks: {then} then, {cluster.layout.world_size} now; {precision}"
 
-    def calls(num_ranks: int) -> Iterator[RoutedCall]:
-        return calls_of_trace(files, bank, precision, num_ranks, seed)
+    def calls(num_ranks: int) -> Iterator[list[RoutedCall]]:
+        return calls_of_trace(files, experts_of_layer, precision, num_ranks, seed)
 
     return CallSource(
-        f"trace of {run_dir.name}", config, words, bank, calls, find_placement(run_dir, expert_map)
+        f"trace of {run_dir.name}",
+        config,
+        words,
+        experts_of_layer,
+        calls,
+        find_placement(run_dir, expert_map),
     )
 
 
@@ -433,63 +437,52 @@ def fresh_model(config: Config) -> Transformer:
 
 
 def calls_of_model(
-    model: Transformer, precision: str, scene: TokenBatches, num_ranks: int
-) -> Iterator[RoutedCall]:
-    """What the model does with the ranks' tokens, call after call."""
+    model: Transformer, precision: str, batches: TokenBatches, num_ranks: int
+) -> Iterator[list[RoutedCall]]:
+    """Yields what the model routes with the ranks' tokens, call after call: one entry per rank."""
     dtype = getattr(torch, precision)
     model.train()
-    for step in range(1, scene.steps + 1):
-        recorded = [_record_rank(model, dtype, scene, step, rank) for rank in range(num_ranks)]
+    for step in range(1, batches.steps + 1):
+        recorded = [_record_rank(model, dtype, batches, step, rank) for rank in range(num_ranks)]
         for calls in zip(*recorded, strict=True):
-            first = calls[0]
-            yield RoutedCall(
-                step,
-                0,
-                first.depth,
-                first.layer,
-                first.kind,
-                [_held(call.rows_UD) for call in calls],
-                [call.routes for call in calls],
-                [_held(call.answers_TO) for call in calls],
-            )
+            yield list(calls)
 
 
 @torch.no_grad()
 def _record_rank(
-    model: Transformer, dtype: torch.dtype, scene: TokenBatches, step: int, rank: int
-) -> list[TappedCall]:
-    """One rank's micro-batch through all experts. Routers that sample draw from the micro-batch's
-    own stream.
+    model: Transformer, dtype: torch.dtype, batches: TokenBatches, step: int, rank: int
+) -> list[RoutedCall]:
+    """Returns the calls of one rank's micro-batch, routed by the whole model.
+
+    Routers that sample draw from the micro-batch's own stream.
     """
-    with torch.random.fork_rng(devices=[]), tap(model, with_rows=True) as recorded:
-        seed_micro_batch(scene.seed, step, rank)
-        forward_in(model, dtype, scene.tokens(step, rank))
+    with (
+        torch.random.fork_rng(devices=[]),
+        tap(model, step=step, with_values=True) as recorded,
+    ):
+        seed_micro_batch(batches.seed, step, rank)
+        forward_in(model, dtype, batches.tokens(step, rank))
     return recorded
 
 
-def _held(rows: Tensor | None) -> Tensor:
-    assert rows is not None
-    return rows
-
-
-def bank_of_model(model: Transformer, precision: str) -> Bank:
-    """Its experts as they enter products: by layer."""
+def experts_of_model(model: Transformer, precision: str) -> ExpertsOfLayer:
+    """Returns the model's experts by layer, with weights as they enter products."""
     dtype, layers = getattr(torch, precision), dict(sparse_layers(model))
     cast = {} if dtype == torch.float32 else cast_weights(model, dtype)
 
-    def bank(layer: str) -> nn.Module:
+    def experts_of_layer(layer: str) -> nn.Module:
         experts = layers[layer].experts
         values = {
             name: cast.get(f"{layer}.experts.{name}", value)
             for name, value in experts.named_parameters()
         }
-        return _with(experts, values)
+        return _with_weights(experts, values)
 
-    return bank
+    return experts_of_layer
 
 
-def _with(experts: nn.Module, values: dict[str, Tensor]) -> nn.Module:
-    """The same experts with other weights."""
+def _with_weights(experts: nn.Module, values: dict[str, Tensor]) -> nn.Module:
+    """Returns the same experts with other weights."""
     other = copy.copy(experts)
     other._parameters = dict.fromkeys(experts._parameters) | {
         name: nn.Parameter(value.detach(), requires_grad=False) for name, value in values.items()
@@ -500,63 +493,64 @@ def _with(experts: nn.Module, values: dict[str, Tensor]) -> nn.Module:
 # A recorded routing -------------------------------------------------------------------------------------------------
 
 
-def bank_of_config(config: ModelConfig, precision: str, *, backend: str, seed: int) -> Bank:
-    """Experts with starting values, drawn layer by layer: a recorded routing needs no others, and
-    none of the dense weights.
+def initial_experts(
+    config: ModelConfig, precision: str, *, backend: str, seed: int
+) -> ExpertsOfLayer:
+    """Returns experts with initial values by layer, drawn when a layer is first asked for.
+
+    A recorded routing needs no others, and none of the dense weights.
     """
     with torch.device("meta"):
         model = Transformer(config, backend=backend)
-    layers, dtype, drawn = dict(sparse_layers(model)), getattr(torch, precision), {}
+    layers, dtype = dict(sparse_layers(model)), getattr(torch, precision)
+    drawn: dict[str, nn.Module] = {}
 
-    def bank(layer: str) -> nn.Module:
+    def experts_of_layer(layer: str) -> nn.Module:
         if layer not in layers:
             raise ValueError(f"{layer} was recorded, but the model has no such layer")
         if layer not in drawn:
-            experts = layers[layer].experts
-            values = {
-                name: draw(f"{layer}.experts.{name}", value, seed).to(
-                    value.dtype if name.startswith("b_") else dtype
-                )
-                for name, value in experts.named_parameters()
-            }
-            drawn[layer] = _with(experts, values)
+            values = {}
+            for name, value in layers[layer].experts.named_parameters():
+                kept_in = value.dtype if name.startswith("b_") else dtype
+                values[name] = draw(f"{layer}.experts.{name}", value, seed).to(kept_in)
+            drawn[layer] = _with_weights(layers[layer].experts, values)
         return drawn[layer]
 
-    return bank
+    return experts_of_layer
 
 
 def calls_of_trace(
-    steps: dict[int, list[Path]], bank: Bank, precision: str, num_ranks: int, seed: int
-) -> Iterator[RoutedCall]:
-    """Recorded routes with rows and gate weights of our own, and what one rank answers to them.
+    steps: dict[int, list[Path]],
+    experts_of_layer: ExpertsOfLayer,
+    precision: str,
+    num_ranks: int,
+    seed: int,
+) -> Iterator[list[RoutedCall]]:
+    """Yields recorded routes, dealt out to so many ranks, with values that were not recorded.
+
+    Rows and gate weights are drawn; the outputs are those of one rank with all experts.
 
     Raises:
         ValueError: a file is damaged.
     """
     generator, dtype = torch.Generator().manual_seed(seed), getattr(torch, precision)
     for dealt in replay(steps, num_ranks):
-        layer = SparseLayer(bank(dealt.call.layer))  # pyright: ignore[reportArgumentType]
-        routes = [_weighted(own, generator) for own in dealt.routes]
-        rows = [
-            torch.randn(count, dealt.call.width_in, generator=generator).to(dtype)
-            for count in dealt.num_rows
-        ]
-        yield _routed(dealt, rows, routes, layer)
+        layer = SparseLayer(experts_of_layer(dealt[0].id.layer))  # pyright: ignore[reportArgumentType]
+        weighted = [_with_gate_weights(call, generator) for call in dealt]
+        yield [_with_values(call, layer, dtype, generator) for call in weighted]
+
+
+def _with_gate_weights(call: RoutedCall, generator: torch.Generator) -> RoutedCall:
+    weight_N = torch.rand(len(call.routes.expert_N), generator=generator)
+    return replace(call, routes=call.routes.with_weights(weight_N))
 
 
 @torch.no_grad()
-def _routed(
-    dealt: DealtCall, rows: list[Tensor], routes: list[Routes], layer: SparseLayer
+def _with_values(
+    call: RoutedCall, layer: SparseLayer, dtype: torch.dtype, generator: torch.Generator
 ) -> RoutedCall:
-    call = dealt.call
-    answers = [layer(own, its) for own, its in zip(rows, routes, strict=True)]
-    return RoutedCall(
-        dealt.step, call.micro_batch, call.depth, call.layer, call.kind, rows, routes, answers
-    )
-
-
-def _weighted(routes: Routes, generator: torch.Generator) -> Routes:
-    return replace(routes, weight_N=torch.rand(len(routes.expert_N), generator=generator))
+    rows_UD = torch.randn(call.num_rows, call.width_in, generator=generator).to(dtype)
+    return replace(call, rows_UD=rows_UD, outputs_TO=layer(rows_UD, call.routes))
 
 
 def chosen_steps(steps: dict[int, list[Path]], most: int | None) -> dict[int, list[Path]]:

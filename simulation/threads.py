@@ -19,7 +19,7 @@ Legend: P ranks of the world.
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -75,6 +75,15 @@ class TrafficCounter:
         self.rows_PP, self.bytes_PP = (
             np.zeros((self.num_ranks, self.num_ranks), np.int64) for _ in range(2)
         )
+
+    @contextmanager
+    def counting(self, rank: int, *, widths: Set[int]) -> Iterator[None]:
+        """Counts what `rank` sends while the context lasts; matrices of these widths hold rows."""
+        self.widths[rank], self.is_open[rank] = frozenset(widths), True
+        try:
+            yield
+        finally:
+            self.is_open[rank] = False
 
     def count(self, ranks: Sequence[int], rank: int, sent: Sequence[int], tensor: Tensor) -> None:
         """`sent[p]` lines of `tensor` go from `rank` to `ranks[p]`; nothing is counted while the

@@ -22,15 +22,15 @@ from moebius.model.routing import Routes, slot_routes, token_routes
 from moebius.simulation import dispatch as module
 from moebius.simulation.dispatch import (
     Cluster,
-    RoutedCall,
     Simulation,
     across_nodes,
     between,
-    experts_of,
+    experts_on_rank,
     hottest,
     simulate,
 )
 from moebius.simulation.threads import RankFailed, run_threads
+from moebius.train.routing.call import CallId, RoutedCall
 
 WIDTH, HIDDEN, TOP_K = 12, 8, 3
 
@@ -54,7 +54,7 @@ def bank_of(num_experts: int, seed: int = 5) -> ExpertMLPs:
 
 def routed(
     tokens: list[int], num_experts: int, *, seed: int = 0, favourite: bool = False
-) -> RoutedCall:
+) -> list[RoutedCall]:
     """One call on as many ranks as there are numbers of tokens; what one rank answers is computed
     rank by rank.
     """
@@ -71,13 +71,36 @@ def routed(
                 experts, torch.rand(experts.shape, generator=generator), num_experts=num_experts
             )
         )
-    with torch.no_grad():
-        answers = [bank(own, its) for own, its in zip(rows, routes, strict=True)]
-    return RoutedCall(1, 0, 1, "layer", "feed_forward", rows, routes, answers)
+    return call_of(rows, routes, bank)
 
 
-def run(call: RoutedCall, cluster: Cluster, seed: int = 5) -> Simulation:
-    return simulate(iter([call]), lambda _layer: bank_of(call.num_experts, seed), cluster)
+def call_of(rows: list[Tensor], routes: list[Routes], layer: SparseLayer) -> list[RoutedCall]:
+    """The call of every rank, with the outputs that one rank with all experts computes."""
+    found = []
+    for rows_UD, own in zip(rows, routes, strict=True):
+        with torch.no_grad():
+            outputs_TO = layer(rows_UD, own)
+        call_id = CallId(1, 0, 1, "layer")
+        found.append(RoutedCall(call_id, own, len(rows_UD), WIDTH, WIDTH, rows_UD, outputs_TO))
+    return found
+
+
+def rows_of(call: RoutedCall) -> Tensor:
+    assert call.rows_UD is not None
+    return call.rows_UD
+
+
+def outputs_of(call: RoutedCall) -> Tensor:
+    assert call.outputs_TO is not None
+    return call.outputs_TO
+
+
+def num_experts(call: list[RoutedCall]) -> int:
+    return call[0].routes.num_experts
+
+
+def run(call: list[RoutedCall], cluster: Cluster, seed: int = 5) -> Simulation:
+    return simulate(iter([call]), lambda _layer: bank_of(num_experts(call), seed), cluster)
 
 
 TOKENS = [5, 0, 9, 1, 16, 2, 7, 3]
@@ -88,18 +111,18 @@ LAYOUTS = [
 ]
 
 
-def destinations(call: RoutedCall, layout: Layout) -> Iterator[tuple[int, int, int, int]]:
+def destinations(call: list[RoutedCall], layout: Layout) -> Iterator[tuple[int, int, int, int]]:
     """(source rank, row, target row, rank that serves the expert) of every route."""
-    share = call.num_experts // layout.ep
-    for rank, routes in enumerate(call.routes):
-        first = rank // layout.ep * layout.ep
+    share = num_experts(call) // layout.ep
+    for rank, own in enumerate(call):
+        first, routes = rank // layout.ep * layout.ep, own.routes
         for source, expert, target in zip(
             *map(Tensor.tolist, (routes.source_N, routes.expert_N, routes.target_N)), strict=True
         ):
             yield rank, source, target, first + expert // share
 
 
-def expected_rows(call: RoutedCall, layout: Layout, dispatcher: str) -> np.ndarray:
+def expected_rows(call: list[RoutedCall], layout: Layout, dispatcher: str) -> np.ndarray:
     """[from, to], there and back."""
     there, back = np.zeros((8, 8), int), np.zeros((8, 8), int)
     routes = list(destinations(call, layout))
@@ -124,7 +147,7 @@ def expected_rows(call: RoutedCall, layout: Layout, dispatcher: str) -> np.ndarr
 def test_the_rows_of_every_pair_are_those_of_a_slow_loop(dispatcher: str, layout: Layout) -> None:
     call = routed(TOKENS, 16)
     found = run(call, Cluster(layout, dispatcher, ranks_per_node=4))
-    [record] = found.records
+    [record] = found.calls
     assert found.violations == []
     assert (found.rows_PP == expected_rows(call, layout, dispatcher)).all()
     assert (found.one_per_route_PP == expected_rows(call, layout, "alltoall")).all()
@@ -134,8 +157,8 @@ def test_the_rows_of_every_pair_are_those_of_a_slow_loop(dispatcher: str, layout
     share = 16 // layout.ep
     loads = np.zeros(16, int)
     served = np.zeros(8, int)
-    for rank, routes in enumerate(call.routes):
-        for expert in routes.expert_N.tolist():
+    for rank, own in enumerate(call):
+        for expert in own.routes.expert_N.tolist():
             loads[expert] += 1
             served[rank // layout.ep * layout.ep + expert // share] += 1
     assert (record.load_E == loads).all()
@@ -160,7 +183,7 @@ def test_bytes_are_all_that_ranks_hand_over() -> None:
     assert inter == sum(
         found.bytes_PP[a, b] for a in range(8) for b in range(8) if a // 4 != b // 4
     )
-    assert (found.records[0].bytes_intra_node, found.records[0].bytes_inter_node) == (intra, inter)
+    assert (found.calls[0].bytes_intra_node, found.calls[0].bytes_inter_node) == (intra, inter)
 
 
 def test_two_legs_send_a_row_once_to_a_node() -> None:
@@ -198,14 +221,14 @@ def test_uneven_banks_placed_experts_and_copies() -> None:
     expert_map = ExpertMap((3, 3, 3, 3), (3, 0, 6, 9, 1, 4, 7, 10, 2, 5), copies=((1, 8),))
     placed = run(call, Cluster(layout, "alltoall", expert_maps={"layer": expert_map}))
     assert placed.violations == []
-    assert (placed.records[0].load_E == plain.records[0].load_E).all()
+    assert (placed.calls[0].load_E == plain.calls[0].load_E).all()
     assert (
-        plain.records[0].load_E[1] == 15
+        plain.calls[0].load_E[1] == 15
     )  # every token wants it: 6 of rank 0, 1 of rank 1, 8 of rank 3
-    served_P = placed.records[0].load_P
+    served_P = placed.calls[0].load_P
     assert served_P.sum() == 3 * 15
     cold = {
-        rank: sum(plain.records[0].load_E[expert] for expert in own)
+        rank: sum(plain.calls[0].load_E[expert] for expert in own)
         for rank, own in {0: (4, 8), 2: (2, 6)}.items()
     }
     assert served_P[0] - cold[0] + served_P[2] - cold[2] == 15  # the two copies share them:
@@ -222,10 +245,7 @@ def test_routes_with_known_counts() -> None:
     rows = [
         torch.randn(16, WIDTH, generator=torch.Generator().manual_seed(rank)) for rank in range(4)
     ]
-    with torch.no_grad():
-        answers = [bank(own, its) for own, its in zip(rows, routes, strict=True)]
-    call = RoutedCall(1, 0, 1, "layer", "feed_forward", rows, routes, answers)
-    found = run(call, Cluster(Layout(dp_replicate=1, ep=4), "dedup"))
+    found = run(call_of(rows, routes, bank), Cluster(Layout(dp_replicate=1, ep=4), "dedup"))
     assert found.violations == []
     assert (found.rows_PP == 2 * 4).all()
 
@@ -300,7 +320,7 @@ def test_conservation_finds_routes_that_went_astray(
         module, "make_dispatcher", lambda *a, **k: Saboteur(make_dispatcher(*a, **k), harm)
     )
     found = run(routed([3, 0, 4, 2], 8), Cluster(Layout(dp_replicate=1, ep=4), dispatcher))
-    assert found.records[0].misrouted == 3 * entries  # three ranks have routes
+    assert found.calls[0].misrouted == 3 * entries  # three ranks have routes
     assert any(
         f"{3 * entries} routes were lost, doubled, or at the wrong expert" in fault
         for fault in found.violations
@@ -313,9 +333,9 @@ def test_conservation_finds_rows_that_were_mixed_up(monkeypatch: pytest.MonkeyPa
     )
     call = routed([3, 0, 4, 2], 8)
     found = run(call, Cluster(Layout(dp_replicate=1, ep=4), "dedup"))
-    swapped = [routes.expert_N for routes in call.routes if len(routes.expert_N) > TOP_K]
+    swapped = [own.routes.expert_N for own in call if len(own.routes.expert_N) > TOP_K]
     assert (
-        found.records[0].misrouted
+        found.calls[0].misrouted
         == 4 * sum(bool(experts[0] != experts[TOP_K]) for experts in swapped)
         > 0
     )
@@ -325,13 +345,14 @@ def test_answers_are_compared_with_one_rank() -> None:
     """Other weights than those that answered: routes arrive, answers do not agree."""
     found = run(routed([3, 0, 4, 2], 8), Cluster(Layout(dp_replicate=1, ep=4), "dedup"), seed=6)
     [fault] = found.violations
-    assert "answers differ from one rank's by" in fault
-    assert found.records[0].misrouted == 0
+    assert "outputs differ from one rank's by" in fault
+    assert found.calls[0].misrouted == 0
 
 
 def test_one_bit_is_too_much_for_alltoall() -> None:
     call = routed([3, 0, 4, 2], 8)
-    call.answers[3][1, 2] = torch.nextafter(call.answers[3][1, 2], torch.tensor(9.0))
+    outputs = outputs_of(call[3])
+    outputs[1, 2] = torch.nextafter(outputs[1, 2], torch.tensor(9.0))
     assert run(call, Cluster(Layout(dp_replicate=1, ep=4), "dedup")).violations == []
     assert len(run(call, Cluster(Layout(dp_replicate=1, ep=4), "alltoall")).violations) == 1
 
@@ -342,19 +363,19 @@ def test_answers_that_are_no_numbers_on_one_rank_either_are_no_fault() -> None:
     """
     bank, call = bank_of(8), routed([3, 0, 4, 2], 8)
     with torch.no_grad():
+        assert bank.b_down is not None
         bank.b_down[1, 0], bank.b_down[5, 1] = float("nan"), float("inf")
-        answers = [
-            SparseLayer(bank)(rows, routes)
-            for rows, routes in zip(call.rows, call.routes, strict=True)
-        ]
-    assert torch.cat(answers).isnan().any()
-    assert torch.cat(answers).isinf().any()
+    call = call_of([rows_of(own) for own in call], [own.routes for own in call], SparseLayer(bank))
+    outputs = torch.cat([outputs_of(own) for own in call])
+    assert outputs.isnan().any()
+    assert outputs.isinf().any()
     for dispatcher in ("alltoall", "dedup"):
         cluster = Cluster(Layout(dp_replicate=1, ep=4), dispatcher)
         for wrong, violations in ((0.0, 0), (float("nan"), 1), (float("inf"), 1), (1.0, 1)):
-            given = [answer.clone() for answer in answers]
-            given[0][0, 2] += wrong
-            found = simulate(iter([replace(call, answers=given)]), lambda _layer: bank, cluster)
+            expected = outputs_of(call[0]).clone()
+            expected[0, 2] += wrong
+            changed = [replace(call[0], outputs_TO=expected), *call[1:]]
+            found = simulate(iter([changed]), lambda _layer: bank, cluster)
             assert len(found.violations) == violations, (dispatcher, wrong, found.violations)
 
 
@@ -364,7 +385,7 @@ def test_what_does_not_fit_is_said_once() -> None:
         run(call, Cluster(Layout(dp_replicate=1, ep=4), "local"))
     with pytest.raises(ValueError, match="equally many ranks of an EP group on each node"):
         run(call, Cluster(Layout(dp_replicate=1, ep=4), "hierarchical", ranks_per_node=3))
-    broken = replace(call, rows=[row[:0] for row in call.rows])
+    broken = [replace(own, rows_UD=rows_of(own)[:0]) for own in call]
     with pytest.raises(RankFailed):
         run(broken, Cluster(Layout(dp_replicate=1, ep=4), "dedup", timeout_s=20))
 
@@ -383,25 +404,27 @@ def whole_layer(num_ranks: int, tokens: list[int]) -> None:
     def run_rank(rank: int) -> dict[str, Tensor]:
         group = dist.group.WORLD
         assert isinstance(group, dist.ProcessGroup)
-        own = experts_of(bank, expert_map, rank)
+        own = experts_on_rank(bank, expert_map, rank)
         for parameter in own.parameters():
             parameter.requires_grad_()
         layer = SparseLayer(own)  # pyright: ignore[reportArgumentType]
         layer.dispatcher = make_dispatcher("alltoall", group)
-        return gradients(layer, call.rows[rank], call.routes[rank])
+        return gradients(layer, rows_of(call[rank]), call[rank].routes)
 
     found = run_threads(run_rank, num_ranks, timeout_s=200)
-    expected = gradients(SparseLayer(bank_of(num_ranks)), torch.cat(call.rows), joined(call))
+    expected = gradients(
+        SparseLayer(bank_of(num_ranks)), torch.cat(list(map(rows_of, call))), joined(call)
+    )
     for name in ("y", "x", "gates"):
         assert torch.equal(torch.cat([result[name] for result in found]), expected[name]), name
     for name in ("w_up", "w_down", "b_up", "b_down"):
         assert torch.equal(torch.cat([result[name] for result in found]), expected[name]), name
 
 
-def joined(call: RoutedCall) -> Routes:
-    experts = torch.cat([routes.expert_N for routes in call.routes]).view(-1, TOP_K)
-    weights = torch.cat([routes.weight_N for routes in call.routes]).view(-1, TOP_K)
-    return token_routes(experts, weights, num_experts=call.num_experts)
+def joined(call: list[RoutedCall]) -> Routes:
+    experts = torch.cat([own.routes.expert_N for own in call]).view(-1, TOP_K)
+    weights = torch.cat([own.routes.weight_N for own in call]).view(-1, TOP_K)
+    return token_routes(experts, weights, num_experts=num_experts(call))
 
 
 def gradients(layer: SparseLayer, rows: Tensor, routes: Routes) -> dict[str, Tensor]:

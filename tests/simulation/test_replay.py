@@ -11,74 +11,45 @@ from family import tiny_model
 from hypothesis import given
 from hypothesis import strategies as st
 
+from moebius.model.routing import Routes, slot_routes
 from moebius.simulation.replay import cut, deal, replay
-from moebius.train.routing.trace import (
-    RecordedCall,
-    RecordedRank,
-    StepTrace,
-    recorded_steps,
-    write_rank,
-)
+from moebius.train.routing.call import CallId, RoutedCall
+from moebius.train.routing.trace import RecordedRank, StepTrace, recorded_steps, write_rank
 
 EXPERTS = 6
-NONE = np.empty(0, np.int64)
+CALL_ID = CallId(step=1, micro_batch=0, depth=1, layer="group.0.attention.value")
 
 
-def recorded(tokens: int, *, rows: int, targets: int, drop: float, seed: int) -> RecordedCall:
+def recorded(tokens: int, *, rows: int, targets: int, drop: float, seed: int) -> RoutedCall:
     """Every (token, row) through 2 experts into a target row of the same token; some dropped."""
     draws = np.random.default_rng(seed)
     per_token = 2 * max(rows, targets)
     token = np.repeat(np.arange(tokens), per_token)
     within = np.tile(np.arange(per_token), tokens)
-    source, target = (
-        token * rows + within * rows // per_token,
-        token * targets + within * targets // per_token,
-    )
-    expert = draws.integers(0, EXPERTS, len(token))
-    plain = RecordedCall(
-        0,
-        1,
-        "group.0.attention.value",
-        "value",
+    routes = Routes(
+        torch.from_numpy(token * rows + within * rows // per_token),
+        torch.from_numpy(draws.integers(0, EXPERTS, len(token))),
+        torch.ones(len(token)),
+        torch.from_numpy(token * targets + within * targets // per_token),
         EXPERTS,
-        tokens * rows,
         tokens * targets,
         per_token // rows,
         per_token // targets,
-        0,
-        4,
-        4,
-        len(token),
-        expert,
-        NONE,
-        NONE,
     )
-    if not drop:
-        return plain
-    keep = draws.random(len(token)) >= drop
-    return dataclasses.replace(
-        plain,
-        per_source=0,
-        per_target=0,
-        num_routes=int(keep.sum()),
-        expert_N=expert[keep],
-        source_N=source[keep],
-        target_N=target[keep],
-    )
+    if drop:
+        routes = routes.kept(torch.from_numpy(draws.random(len(token)) >= drop))
+    return RoutedCall(CALL_ID, routes, num_rows=tokens * rows, width_in=4, width_out=4)
 
 
-def addresses(calls: list[RecordedCall], tokens: list[int], rows: int, targets: int) -> Counter:
+def addresses(calls: list[RoutedCall], tokens: list[int], rows: int, targets: int) -> Counter:
     """(source row, expert, target row) of all routes, rows numbered over all ranks."""
     found, before = Counter(), 0
     for call, count in zip(calls, tokens, strict=True):
-        number = np.arange(call.num_routes)
-        source = number // call.per_source if call.has_rule else call.source_N
-        target = number // call.per_target if call.has_rule else call.target_N
         found.update(
             zip(
-                (source + before * rows).tolist(),
-                call.expert_N.tolist(),
-                (target + before * targets).tolist(),
+                (call.routes.source_N + before * rows).tolist(),
+                call.routes.expert_N.tolist(),
+                (call.routes.target_N + before * targets).tolist(),
                 strict=True,
             )
         )
@@ -101,14 +72,14 @@ def test_every_route_is_dealt_to_the_rank_of_its_token(
         recorded(count, rows=rows, targets=targets, drop=drop, seed=seed + i)
         for i, count in enumerate(tokens)
     ]
-    routes, num_rows = deal(calls, tokens, num_ranks)
     ends = cut(sum(tokens), num_ranks)
     dealt = Counter()
-    for rank, own in enumerate(routes):
+    for rank, call in enumerate(deal(calls, tokens, num_ranks)):
+        own = call.routes
         first, last = int(ends[rank]), int(ends[rank + 1])
-        assert num_rows[rank] == (last - first) * rows
+        assert call.num_rows == (last - first) * rows
         assert own.num_targets == (last - first) * targets
-        assert max(own.source_N.tolist(), default=0) < max(1, num_rows[rank])
+        assert max(own.source_N.tolist(), default=0) < max(1, call.num_rows)
         dealt.update(
             zip(
                 (own.source_N + first * rows).tolist(),
@@ -132,22 +103,25 @@ def test_every_route_is_dealt_to_the_rank_of_its_token(
 )
 def test_slots_are_shared_expert_by_expert(shares: list[int], num_ranks: int, known: bool) -> None:
     calls = [
-        dataclasses.replace(
-            recorded(1, rows=1, targets=1, drop=0, seed=0),
-            per_expert=share,
-            num_routes=share * EXPERTS,
+        RoutedCall(
+            CALL_ID,
+            slot_routes(share * EXPERTS, num_experts=EXPERTS, device=torch.device("cpu")),
+            num_rows=share * EXPERTS,
+            width_in=4,
+            width_out=4,
         )
         for share in shares
     ]
-    routes, num_rows = deal(calls, [1] * len(shares), num_ranks)
+    dealt = deal(calls, [1] * len(shares), num_ranks)
+    routes = [call.routes for call in dealt]
     load = np.sum([np.bincount(own.expert_N.numpy(), minlength=EXPERTS) for own in routes], axis=0)
     assert load.tolist() == [sum(shares)] * EXPERTS
-    assert num_rows == [len(own.expert_N) for own in routes]
+    assert [call.num_rows for call in dealt] == [len(own.expert_N) for own in routes]
     assert all((own.per_expert > 0) is known for own in routes)
 
 
 def test_on_as_many_ranks_every_rank_gets_what_it_had(tmp_path: Path) -> None:
-    recorded = []
+    tapped = []
     for rank in range(3):
         model = tiny_model("moeut")
         trace = StepTrace(model, tmp_path, step=1, every=1, rank=rank, num_ranks=3)
@@ -158,13 +132,14 @@ def test_on_as_many_ranks_every_rank_gets_what_it_had(tmp_path: Path) -> None:
             with trace.micro_batch(num_tokens=10):
                 model(tokens)
         trace.save()
-        recorded.append([call for _, calls in trace._passes for call in calls])
+        tapped.append(trace._calls)
     dealt = list(replay(recorded_steps(tmp_path), 3))
-    assert len(dealt) == len(recorded[0]) == 2 * 4 * 3
-    for number, call in enumerate(dealt):
+    assert len(dealt) == len(tapped[0]) == 2 * 4 * 3
+    for number, calls in enumerate(dealt):
         for rank in range(3):
-            then, now = recorded[rank][number], call.routes[rank]
-            assert call.num_rows[rank] == then.num_rows
+            then, now = tapped[rank][number], calls[rank].routes
+            assert calls[rank].id == then.id
+            assert calls[rank].num_rows == then.num_rows
             for name in ("source_N", "expert_N", "target_N"):
                 assert torch.equal(getattr(now, name), getattr(then.routes, name))
             for name in ("num_experts", "num_targets", "per_source", "per_target", "per_expert"):
@@ -173,7 +148,7 @@ def test_on_as_many_ranks_every_rank_gets_what_it_had(tmp_path: Path) -> None:
 
 def test_what_cannot_be_dealt_is_refused(tmp_path: Path) -> None:
     straying = recorded(4, rows=1, targets=1, drop=0.1, seed=0)
-    straying.target_N[0] = 3
+    straying.routes.target_N[0] = 3
     with pytest.raises(ValueError, match="leads from one token to another"):
         deal([straying], [4], 2)
     with pytest.raises(ValueError, match=r"\[5\] recorded rows do not belong to \[4\] tokens"):
@@ -187,6 +162,9 @@ def test_what_cannot_be_dealt_is_refused(tmp_path: Path) -> None:
         write_rank(tmp_path, RecordedRank(1, rank, 2, (4,), calls))
     with pytest.raises(ValueError, match=r"step 1: its ranks recorded \[2, 1\] calls"):
         list(replay(recorded_steps(tmp_path), 2))
-    write_rank(tmp_path, RecordedRank(1, 1, 2, (4,), (dataclasses.replace(call, depth=2), call)))
-    with pytest.raises(ValueError, match="step 1: its ranks recorded different calls"):
+    other = dataclasses.replace(call, id=dataclasses.replace(CALL_ID, depth=2))
+    write_rank(tmp_path, RecordedRank(1, 1, 2, (4,), (other, call)))
+    with pytest.raises(
+        ValueError, match=r"step 1: its ranks recorded different calls.*depth step 2"
+    ):
         list(replay(recorded_steps(tmp_path), 2))

@@ -224,11 +224,11 @@ def test_a_trace_on_one_rank_is_what_was_recorded(
     calls = found["dispatchers"][0]["calls"]
     assert len(calls) == len(recorded) == 4 * 2 * 12
     for call, then in zip(calls, recorded, strict=True):
-        assert call["load_per_expert"] == np.bincount(then.expert_N, minlength=8).tolist()
+        assert call["load_per_expert"] == np.bincount(then.routes.expert_N, minlength=8).tolist()
         assert (call["kind"], call["depth"], call["micro_batch"]) == (
-            then.kind,
-            then.depth,
-            then.micro_batch,
+            then.id.kind,
+            then.id.depth,
+            then.id.micro_batch,
         )
 
 
@@ -454,7 +454,7 @@ def disagree(*_: Any) -> None:
 def test_what_a_user_understands_is_told_in_one_line(
     fail: Any, printed: str, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(simulate, "_arrivals", fail)
+    monkeypatch.setattr(simulate, "_arrived", fail)
     moebius("smoke", *SMALL, "--ep", "2", "--tokens-per-rank", "4", expect=1)
     [line] = capsys.readouterr().err.strip().splitlines()
     assert re.fullmatch(rf"error: simulated rank \d of 2: {printed}", line)
@@ -479,7 +479,7 @@ def test_a_mistake_of_ours_is_told_with_its_traceback(
     def fail_here(*_: Any) -> None:
         raise error("rows do not fit\n  where: dispatch")
 
-    monkeypatch.setattr(simulate, "_arrivals", fail_here)
+    monkeypatch.setattr(simulate, "_arrived", fail_here)
     moebius("smoke", *SMALL, "--ep", "2", "--tokens-per-rank", "4", expect=1)
     printed = capsys.readouterr().err
     assert printed.startswith("Traceback (most recent call last):")

@@ -55,13 +55,12 @@ def test_uneven_exchanges_bring_every_row_where_it_belongs(num_ranks: int) -> No
     traffic = TrafficCounter(num_ranks)
 
     def run_rank(rank: int) -> tuple[Tensor, Tensor]:
-        traffic.widths[rank], traffic.is_open[rank] = frozenset({3}), True
         sent = torch.cat(
             [rows_between(rank, to, int(count)) for to, count in enumerate(counts[rank])]
         ).requires_grad_()
         collective = AllToAll(world(), counts[rank].tolist(), counts[:, rank].tolist())
-        came = AsyncCollective(sent, collective, Counters()).wait()
-        traffic.is_open[rank] = False
+        with traffic.counting(rank, widths={3}):
+            came = AsyncCollective(sent, collective, Counters()).wait()
         (came * (rank + 1)).sum().backward()
         assert sent.grad is not None
         return came.detach(), sent.grad
@@ -83,14 +82,13 @@ def test_the_wire_counts_gathers_and_reductions_and_tells_rows_from_all_else() -
     def run_rank(rank: int) -> None:
         group = dist.new_group(group_of(layout, "ep", rank), use_local_synchronization=True)
         assert isinstance(group, dist.ProcessGroup)
-        traffic.widths[rank], traffic.is_open[rank] = frozenset({5}), True
-        for collective, shape in (
-            (AllGather(group), (4, 5)),
-            (ReduceScatter(group), (6, 5)),
-            (AllGather(group), (2, 7)),
-        ):
-            collective.start(torch.ones(shape)).wait()
-        traffic.is_open[rank] = False
+        with traffic.counting(rank, widths={5}):
+            for collective, shape in (
+                (AllGather(group), (4, 5)),
+                (ReduceScatter(group), (6, 5)),
+                (AllGather(group), (2, 7)),
+            ):
+                collective.start(torch.ones(shape)).wait()
         AllGather(group).start(torch.ones(4, 5)).wait()
 
     run_threads(run_rank, 6, traffic=traffic)

@@ -12,8 +12,9 @@ and no pickle:
     target    int32: the same of target rows
 
 Calls with `per_expert` (mixtures, expert choice) store nothing but their sizes, for nothing else
-decides what travels. Gate weights and rows are not recorded. A MoEUT's route costs 2 bytes before
-compression, about 1.5 after.
+decides what travels: read back, each of their routes has a row of its own. Gate weights and rows
+are not recorded; read back, every weight is 1. A MoEUT's route costs 2 bytes before compression,
+about 1.5 after, and 28 in memory while its step is read.
 
 Recording changes nothing: no collective, no random number, the same loss bit for bit. The host
 waits for the device once in a recorded step, and if a file cannot be written the run goes on with a
@@ -26,16 +27,20 @@ import os
 import re
 import zipfile
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
+from ...model.routing import Routes, slot_routes
 from ...model.transformer import Transformer
-from .tap import TappedCall, tap
+from .call import CallId, RoutedCall
+from .tap import tap
 
 logger = logging.getLogger(__name__)
 
@@ -45,47 +50,44 @@ _NAME = re.compile(r"step_(\d{8})-rank_(\d{4,})_of_(\d{4,})\.npz")
 
 
 @dataclass(frozen=True)
-class RecordedCall:
-    """One pass of one rank through one sparse layer; T tokens of a micro-batch have U source and V
-    target rows.
-    """
+class RecordedRank:
+    """What one rank routed in one step."""
+
+    step: int
+    rank: int
+    num_ranks: int
+    tokens: tuple[int, ...]  # of every micro-batch
+    calls: tuple[RoutedCall, ...]
+
+
+@dataclass(frozen=True)
+class _StoredCall:
+    """A call's sizes, as the file's `meta` lists them."""
 
     micro_batch: int
     depth: int
     layer: str
     kind: str
     num_experts: int
-    num_rows: int  # U
-    num_targets: int  # V
+    num_rows: int
+    num_targets: int
     per_source: int
     per_target: int
     per_expert: int
     width_in: int
     width_out: int
     num_routes: int
-    expert_N: np.ndarray  # empty where per_expert says it
-    source_N: np.ndarray
-    target_N: np.ndarray
 
     @property
-    def has_rule(self) -> bool:
-        """Source and target rows follow from the number of the route."""
-        return self.per_source > 0 and self.per_target > 0
+    def lists_experts(self) -> bool:
+        """Whether the file lists the expert of every route."""
+        return not self.per_expert
 
-
-@dataclass(frozen=True)
-class RecordedRank:
-    """One rank's step."""
-
-    step: int
-    rank: int
-    num_ranks: int
-    tokens: tuple[int, ...]  # of every micro-batch
-    calls: tuple[RecordedCall, ...]
-
-
-_ARRAYS = ("expert_N", "source_N", "target_N")
-_PLAIN = tuple(entry.name for entry in fields(RecordedCall) if entry.name not in _ARRAYS)
+    @property
+    def lists_rows(self) -> bool:
+        """Whether the file lists source and target rows: they do not follow from a rule."""
+        has_rule = self.per_source > 0 and self.per_target > 0
+        return not self.per_expert and not has_rule
 
 
 # Writing ------------------------------------------------------------------------------------------------------------
@@ -99,40 +101,31 @@ class StepTrace:
     ) -> None:
         """`step` counts from 1; `every` 0: never."""
         self.wanted = every > 0 and (step == 1 or step % every == 0)
-        self._model, self._run_dir, self._step, self._rank, self._num_ranks = (
-            model,
-            run_dir,
-            step,
-            rank,
-            num_ranks,
-        )
-        self._passes: list[tuple[int, list[TappedCall]]] = []
+        self._model, self._run_dir = model, run_dir
+        self._step, self._rank, self._num_ranks = step, rank, num_ranks
+        self._tokens: list[int] = []  # of every micro-batch
+        self._calls: list[RoutedCall] = []
 
     def micro_batch(self, num_tokens: int) -> AbstractContextManager[None]:
-        """Listens to the forward pass of one micro-batch."""
+        """Records the forward pass of one micro-batch while the context lasts."""
         return self._listen(num_tokens) if self.wanted else nullcontext()
 
     @contextmanager
     def _listen(self, num_tokens: int) -> Iterator[None]:
-        with tap(self._model) as recorded:
+        with tap(self._model, step=self._step, micro_batch=len(self._tokens)) as recorded:
             yield
-        self._passes.append((num_tokens, recorded))
+        self._tokens.append(num_tokens)
+        self._calls += recorded
 
     def save(self) -> None:
-        """Writes what was recorded."""
+        """Writes what was recorded; a file that cannot be written is a warning."""
         if not self.wanted:
             return
-        calls = [
-            _record(index, call)
-            for index, (_, recorded) in enumerate(self._passes)
-            for call in recorded
-        ]
-        tokens = tuple(count for count, _ in self._passes)
+        recorded = RecordedRank(
+            self._step, self._rank, self._num_ranks, tuple(self._tokens), tuple(self._calls)
+        )
         try:
-            write_rank(
-                self._run_dir,
-                RecordedRank(self._step, self._rank, self._num_ranks, tokens, tuple(calls)),
-            )
+            write_rank(self._run_dir, recorded)
         except OSError as error:
             logger.warning(
                 "step %d: its routing could not be recorded (%s); the run goes on",
@@ -142,29 +135,39 @@ class StepTrace:
 
 
 def write_rank(run_dir: Path, recorded: RecordedRank) -> Path:
-    """One file, whole or not at all."""
+    """Writes one rank's step to one file, whole or not at all, and returns its path.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
     folder = run_dir / _FOLDER
     folder.mkdir(parents=True, exist_ok=True)
-    path = (
-        folder
-        / f"step_{recorded.step:08d}-rank_{recorded.rank:04d}_of_{recorded.num_ranks:04d}.npz"
-    )
+    rank, num_ranks = recorded.rank, recorded.num_ranks
+    path = folder / f"step_{recorded.step:08d}-rank_{rank:04d}_of_{num_ranks:04d}.npz"
+    stored = [_sizes_of(call) for call in recorded.calls]
     meta = {
         "format": FORMAT,
         "step": recorded.step,
-        "rank": recorded.rank,
-        "ranks": recorded.num_ranks,
+        "rank": rank,
+        "ranks": num_ranks,
         "tokens": recorded.tokens,
-        "calls": [{name: getattr(call, name) for name in _PLAIN} for call in recorded.calls],
+        "calls": [asdict(sizes) for sizes in stored],
     }
-    most = max((call.num_experts for call in recorded.calls), default=0)
+    most_experts = max((sizes.num_experts for sizes in stored), default=0)
+    expert_dtype = np.uint16 if most_experts <= 2**16 else np.uint32
+    listing_experts = [
+        call.routes
+        for call, sizes in zip(recorded.calls, stored, strict=True)
+        if sizes.lists_experts
+    ]
+    listing_rows = [
+        call.routes for call, sizes in zip(recorded.calls, stored, strict=True) if sizes.lists_rows
+    ]
     arrays = {
         "meta": np.frombuffer(json.dumps(meta).encode(), np.uint8),
-        "expert": _joined(
-            (call.expert_N for call in recorded.calls), np.uint16 if most <= 2**16 else np.uint32
-        ),
-        "source": _joined((call.source_N for call in recorded.calls), np.int32),
-        "target": _joined((call.target_N for call in recorded.calls), np.int32),
+        "expert": _joined((routes.expert_N for routes in listing_experts), expert_dtype),
+        "source": _joined((routes.source_N for routes in listing_rows), np.int32),
+        "target": _joined((routes.target_N for routes in listing_rows), np.int32),
     }
     partial = path.with_suffix(".tmp")
     with partial.open("wb") as file:
@@ -173,30 +176,27 @@ def write_rank(run_dir: Path, recorded: RecordedRank) -> Path:
     return path
 
 
-def _joined(arrays: Iterator[np.ndarray], dtype: Any) -> np.ndarray:
-    return np.concatenate([np.empty(0, dtype), *(array.astype(dtype) for array in arrays)])
+def _joined(numbers: Iterable[Tensor], dtype: Any) -> np.ndarray:
+    arrays = [number_N.cpu().numpy().astype(dtype) for number_N in numbers]
+    return np.concatenate([np.empty(0, dtype), *arrays])
 
 
-def _record(micro_batch: int, call: TappedCall) -> RecordedCall:
-    routes, none = call.routes, np.empty(0, np.int64)
-    has_rule = routes.per_source > 0 and routes.per_target > 0
-    return RecordedCall(
-        micro_batch,
-        call.depth,
-        call.layer,
-        call.kind,
-        routes.num_experts,
-        call.num_rows,
-        routes.num_targets,
-        routes.per_source,
-        routes.per_target,
-        routes.per_expert,
-        call.width_in,
-        call.width_out,
-        len(routes.expert_N),
-        none if routes.per_expert else routes.expert_N.cpu().numpy(),
-        none if routes.per_expert or has_rule else routes.source_N.cpu().numpy(),
-        none if routes.per_expert or has_rule else routes.target_N.cpu().numpy(),
+def _sizes_of(call: RoutedCall) -> _StoredCall:
+    routes = call.routes
+    return _StoredCall(
+        micro_batch=call.id.micro_batch,
+        depth=call.id.depth,
+        layer=call.id.layer,
+        kind=call.id.kind,
+        num_experts=routes.num_experts,
+        num_rows=call.num_rows,
+        num_targets=routes.num_targets,
+        per_source=routes.per_source,
+        per_target=routes.per_target,
+        per_expert=routes.per_expert,
+        width_in=call.width_in,
+        width_out=call.width_out,
+        num_routes=len(routes.expert_N),
     )
 
 
@@ -237,14 +237,14 @@ def recorded_steps(run_dir: Path) -> dict[int, list[Path]]:
 
 
 def read_rank(path: Path) -> RecordedRank:
-    """One file.
+    """Reads what one rank recorded in one step.
 
     Raises:
-        ValueError: it is not what `write_rank` writes.
+        ValueError: the file is not what `write_rank` writes.
     """
     try:
-        with np.load(path, allow_pickle=False) as held:
-            arrays = {name: held[name] for name in ("meta", "expert", "source", "target")}
+        with np.load(path, allow_pickle=False) as file:
+            arrays = {name: file[name] for name in ("meta", "expert", "source", "target")}
         meta = json.loads(arrays["meta"].tobytes())
     except (
         OSError,
@@ -259,42 +259,69 @@ def read_rank(path: Path) -> RecordedRank:
     if not isinstance(meta, dict) or meta.get("format") != FORMAT:
         raise ValueError(f"{path}: is not of format {FORMAT}: it was recorded by another version")
     try:
-        return RecordedRank(
-            meta["step"],
-            meta["rank"],
-            meta["ranks"],
-            tuple(meta["tokens"]),
-            tuple(_split(meta["calls"], arrays)),
-        )
+        calls = tuple(_read_calls(meta["step"], meta["calls"], arrays))
+        return RecordedRank(meta["step"], meta["rank"], meta["ranks"], tuple(meta["tokens"]), calls)
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path}: is damaged ({error})") from None
 
 
-def _split(
-    plain: Sequence[dict[str, Any]], arrays: dict[str, np.ndarray]
-) -> Iterator[RecordedCall]:
-    read = {"expert": 0, "source": 0, "target": 0}
+def _read_calls(
+    step: int, stored: Sequence[dict[str, Any]], arrays: dict[str, np.ndarray]
+) -> Iterator[RoutedCall]:
+    num_read = {"expert": 0, "source": 0, "target": 0}
 
-    def take(name: str, count: int, end: int) -> np.ndarray:
-        values = arrays[name][read[name] : read[name] + count].astype(np.int64)
-        read[name] += count
-        if len(values) < count or (count and not 0 <= values.min() <= values.max() < end):
+    def read(name: str, count: int, end: int) -> Tensor:
+        first = num_read[name]
+        values = arrays[name][first : first + count].astype(np.int64)
+        num_read[name] += count
+        if not 0 <= count <= len(values) or (count and not 0 <= values.min() <= values.max() < end):
             raise ValueError(f"{name} numbers are missing or out of range")
-        return values
+        return torch.from_numpy(values)
 
-    for values in plain:
-        call = RecordedCall(**values, **dict.fromkeys(_ARRAYS, np.empty(0, np.int64)))
-        listed = 0 if call.has_rule or call.per_expert else call.num_routes
-        yield RecordedCall(
-            **values,
-            expert_N=take("expert", 0 if call.per_expert else call.num_routes, call.num_experts),
-            source_N=take("source", listed, call.num_rows),
-            target_N=take("target", listed, call.num_targets),
+    for plain in stored:
+        sizes = _StoredCall(**plain)
+        routes = _read_routes(sizes, read) if sizes.lists_experts else _slots(sizes)
+        yield RoutedCall(
+            CallId(step, sizes.micro_batch, sizes.depth, sizes.layer),
+            routes,
+            num_rows=sizes.num_rows if sizes.lists_experts else len(routes.expert_N),
+            width_in=sizes.width_in,
+            width_out=sizes.width_out,
         )
     left = {
         name: len(arrays[name]) - count
-        for name, count in read.items()
+        for name, count in num_read.items()
         if len(arrays[name]) != count
     }
     if left:
         raise ValueError(f"numbers that belong to no call: {left}")
+
+
+def _read_routes(sizes: _StoredCall, read: Callable[[str, int, int], Tensor]) -> Routes:
+    """Returns a call's routes with gate weights of 1, rows from the file or from their rule."""
+    count = sizes.num_routes
+    expert_N = read("expert", count, sizes.num_experts)
+    if sizes.lists_rows:
+        source_N = read("source", count, sizes.num_rows)
+        target_N = read("target", count, sizes.num_targets)
+    else:
+        source_N = torch.arange(count) // sizes.per_source
+        target_N = torch.arange(count) // sizes.per_target
+    return Routes(
+        source_N,
+        expert_N,
+        torch.ones(count),
+        target_N,
+        sizes.num_experts,
+        sizes.num_targets,
+        sizes.per_source,
+        sizes.per_target,
+    )
+
+
+def _slots(sizes: _StoredCall) -> Routes:
+    """Returns equally many routes for every expert, each with a row of its own."""
+    count = sizes.per_expert * sizes.num_experts
+    if count != sizes.num_routes:
+        raise ValueError(f"{sizes.num_routes} routes are not {sizes.per_expert} per expert")
+    return slot_routes(count, num_experts=sizes.num_experts, device=torch.device("cpu"))

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import logging
 import os
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -17,12 +18,13 @@ from world import run_ranks
 from moebius.data_pipeline.config import DataConfig
 from moebius.model.config import ModelConfig
 from moebius.model.routers.sigmoid import SigmoidConfig
+from moebius.model.routing import Routes
 from moebius.train.config import CheckpointConfig, Config, MeshConfig, TrainConfig
 from moebius.train.loop import train
 from moebius.train.optim import OptimConfig
+from moebius.train.routing.call import CallId, RoutedCall
 from moebius.train.routing.tap import tap
 from moebius.train.routing.trace import (
-    RecordedCall,
     RecordedRank,
     StepTrace,
     read_rank,
@@ -138,10 +140,10 @@ def check_against_the_log(run_dir: Path) -> None:
                     call
                     for found in ranks
                     for call in found.calls
-                    if (call.kind, call.depth) == (kind, depth)
+                    if (call.id.kind, call.id.depth) == (kind, depth)
                 ]
-                assert [call.micro_batch for call in calls] == [0, 1, 0, 1]
-                load = np.bincount(np.concatenate([call.expert_N for call in calls]), minlength=8)
+                assert [call.id.micro_batch for call in calls] == [0, 1, 0, 1]
+                load = np.bincount(torch.cat([call.routes.expert_N for call in calls]), minlength=8)
                 assert load / load.sum() == pytest.approx(logged[step][key][depth - 1], abs=6e-6)
 
 
@@ -167,43 +169,42 @@ def test_every_route_is_in_the_file(name: str, tmp_path: Path) -> None:
     tapped, found = record(name, tmp_path)
     assert (found.step, found.rank, found.num_ranks, found.tokens) == (1, 3, 4, (96,))
     assert len(tapped) == len(found.calls) > 0
-    for call, recorded in zip(tapped, found.calls, strict=True):
-        routes = call.routes
-        assert np.array_equal(recorded.expert_N, routes.expert_N.numpy())
-        assert (recorded.layer, recorded.kind, recorded.depth) == (
-            call.layer,
-            call.kind,
-            call.depth,
+    for call, read in zip(tapped, found.calls, strict=True):
+        assert read.id == call.id
+        assert (read.num_rows, read.width_in, read.width_out) == (
+            call.num_rows,
+            call.width_in,
+            call.width_out,
         )
-        assert (recorded.num_rows, recorded.num_targets) == (call.num_rows, routes.num_targets)
-        assert (recorded.width_in, recorded.width_out) == (call.width_in, call.width_out)
-        if recorded.has_rule:
-            number = np.arange(recorded.num_routes)
-            assert np.array_equal(number // recorded.per_source, routes.source_N.numpy())
-            assert np.array_equal(number // recorded.per_target, routes.target_N.numpy())
-        else:
-            assert np.array_equal(recorded.source_N, routes.source_N.numpy())
-            assert np.array_equal(recorded.target_N, routes.target_N.numpy())
+        assert_same_routes(read.routes, call.routes)
+
+
+def assert_same_routes(ours: Routes, theirs: Routes) -> None:
+    """Equal but for the gate weights, which no file has."""
+    for name in ("source_N", "expert_N", "target_N"):
+        assert torch.equal(getattr(ours, name), getattr(theirs, name)), name
+    for name in ("num_experts", "num_targets", "per_source", "per_target", "per_expert"):
+        assert getattr(ours, name) == getattr(theirs, name), name
 
 
 @pytest.mark.parametrize("name", ["mixture_of_tokens", "expert_choice", "soft_moe"])
 def test_of_routes_with_known_counts_only_the_counts_are_kept(name: str, tmp_path: Path) -> None:
     tapped, found = record(name, tmp_path)
-    for call, recorded in zip(tapped, found.calls, strict=True):
-        assert recorded.per_expert == call.routes.per_expert > 0
-        assert (
-            recorded.num_routes
-            == len(call.routes.expert_N)
-            == recorded.per_expert * recorded.num_experts
-        )
-        assert not len(recorded.expert_N) + len(recorded.source_N) + len(recorded.target_N)
+    [path] = (tmp_path / "routing").iterdir()
+    with np.load(path) as file:
+        assert [len(file[key]) for key in ("expert", "source", "target")] == [0, 0, 0]
+    for call, read in zip(tapped, found.calls, strict=True):
+        assert read.id == call.id
+        assert read.routes.per_expert == call.routes.per_expert > 0
+        assert torch.equal(read.routes.expert_N, call.routes.expert_N.sort().values)
+        assert read.num_rows == len(read.routes.expert_N)
 
 
 def test_depth_steps_are_those_of_the_schedule(tmp_path: Path) -> None:
     _, found = record("moeut_aabb", tmp_path)
-    depths = [call.depth for call in found.calls if call.kind == "feed_forward"]
-    assert depths == [1, 2, 3, 4]
-    assert [call.layer.split(".")[1] for call in found.calls if call.kind == "feed_forward"] == [
+    own = [call.id for call in found.calls if call.id.kind == "feed_forward"]
+    assert [call_id.depth for call_id in own] == [1, 2, 3, 4]
+    assert [call_id.layer.split(".")[1] for call_id in own] == [
         "0",
         "0",
         "1",
@@ -228,7 +229,7 @@ def test_nothing_is_heard_outside(tmp_path: Path) -> None:
 def test_a_route_costs_two_bytes_at_most(tmp_path: Path) -> None:
     _, found = record("moeut", tmp_path)
     [path] = (tmp_path / "routing").iterdir()
-    routes = sum(call.num_routes for call in found.calls)
+    routes = sum(len(call.routes.expert_N) for call in found.calls)
     meta = 250 * len(found.calls)
     assert path.stat().st_size < 2 * routes + meta
 
@@ -236,31 +237,27 @@ def test_a_route_costs_two_bytes_at_most(tmp_path: Path) -> None:
 # Files that cannot be read, or written ------------------------------------------------------------------------------
 
 
-def call(**changes: Any) -> RecordedCall:
-    none = np.empty(0, np.int64)
-    plain = RecordedCall(
-        0,
-        1,
-        "group.0.feed_forward.sparse",
-        "feed_forward",
-        4,
-        3,
-        3,
-        2,
-        2,
-        0,
-        8,
-        8,
-        6,
-        np.array([0, 1, 2, 3, 0, 1]),
-        none,
-        none,
+EXPERT_N = (0, 1, 2, 3, 0, 1)
+
+
+def call(expert_N: Sequence[int] = EXPERT_N, **changes: Any) -> RoutedCall:
+    """Three tokens through two experts each; changes are of the routes."""
+    token_N = torch.arange(6) // 2
+    count = len(expert_N)
+    routes = Routes(
+        token_N, torch.tensor(expert_N, dtype=torch.int64), torch.ones(count), token_N, 4, 3, 2, 2
     )
-    return dataclasses.replace(plain, **changes)
+    return RoutedCall(
+        CallId(1, 0, 1, "group.0.feed_forward.sparse"),
+        dataclasses.replace(routes, **changes),
+        num_rows=3,
+        width_in=8,
+        width_out=8,
+    )
 
 
 def rank_file(
-    folder: Path, *calls: RecordedCall, step: int = 1, rank: int = 0, ranks: int = 1
+    folder: Path, *calls: RoutedCall, step: int = 1, rank: int = 0, ranks: int = 1
 ) -> Path:
     return write_rank(folder, RecordedRank(step, rank, ranks, (3,), calls))
 
@@ -269,34 +266,101 @@ def test_what_was_written_is_read(tmp_path: Path) -> None:
     listed = call(
         per_source=0,
         per_target=0,
-        source_N=np.array([0, 0, 1, 1, 2, 2]),
-        target_N=np.array([2, 2, 1, 1, 0, 0]),
+        source_N=torch.tensor([0, 0, 1, 1, 2, 2]),
+        target_N=torch.tensor([2, 2, 1, 1, 0, 0]),
     )
-    many = call(num_experts=70_000, expert_N=np.array([69_999, 0, 1, 2, 3, 4]))
+    many = call(num_experts=70_000, expert_N=(69_999, 0, 1, 2, 3, 4))
     found = read_rank(rank_file(tmp_path, call(), listed, many)).calls
-    for ours, theirs in zip(found, (call(), listed, many), strict=True):
-        for name, value in vars(theirs).items():
-            assert np.array_equal(getattr(ours, name), value), name
+    for read, written in zip(found, (call(), listed, many), strict=True):
+        assert_same_routes(read.routes, written.routes)
+        assert read.routes.weight_N.tolist() == [1.0] * 6
+        assert dataclasses.replace(read, routes=written.routes) == written
+
+
+def test_the_file_is_as_it_always_was(tmp_path: Path) -> None:
+    """Older runs' recordings must be readable, and ours by their tools: keys, order and types."""
+    with np.load(rank_file(tmp_path, call())) as file:
+        meta = json.loads(file["meta"].tobytes())
+        assert file["expert"].dtype == np.uint16
+        assert file["expert"].tolist() == list(EXPERT_N)
+        assert file["source"].dtype == file["target"].dtype == np.int32
+        assert not len(file["source"]) + len(file["target"])
+    [stored] = meta.pop("calls")
+    assert meta == {"format": 1, "step": 1, "rank": 0, "ranks": 1, "tokens": [3]}
+    assert list(stored.items()) == [
+        ("micro_batch", 0),
+        ("depth", 1),
+        ("layer", "group.0.feed_forward.sparse"),
+        ("kind", "feed_forward"),
+        ("num_experts", 4),
+        ("num_rows", 3),
+        ("num_targets", 3),
+        ("per_source", 2),
+        ("per_target", 2),
+        ("per_expert", 0),
+        ("width_in", 8),
+        ("width_out", 8),
+        ("num_routes", 6),
+    ]
+
+
+def with_num_routes(path: Path, count: int) -> None:
+    """Changes how many routes the file says that its call has."""
+    with np.load(path) as file:
+        arrays = {name: file[name] for name in file}
+    meta = json.loads(arrays["meta"].tobytes())
+    meta["calls"][0]["num_routes"] = count
+    arrays["meta"] = np.frombuffer(json.dumps(meta).encode(), np.uint8)
+    np.savez_compressed(path, **arrays)
+
+
+@pytest.mark.parametrize(
+    ("count", "message"),
+    [
+        (7, "is damaged .expert numbers are missing"),
+        (5, "is damaged .numbers that belong to no call"),
+        (-1, "is damaged .expert numbers are missing"),
+    ],
+)
+def test_counts_that_cannot_be_are_refused(count: int, message: str, tmp_path: Path) -> None:
+    path = rank_file(tmp_path, call())
+    with_num_routes(path, count)
+    with pytest.raises(ValueError, match=message):
+        read_rank(path)
+
+
+def test_counts_of_slots_that_cannot_be_are_refused(tmp_path: Path) -> None:
+    path = rank_file(tmp_path, call(expert_N=(0, 0, 1, 1, 2, 2, 3, 3), per_expert=2))
+    assert read_rank(path).calls[0].routes.expert_N.tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
+    with_num_routes(path, 7)
+    with pytest.raises(ValueError, match=r"is damaged .7 routes are not 2 per expert"):
+        read_rank(path)
 
 
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
         (call(num_experts=3), "is damaged .expert numbers are missing or out of range"),
-        (call(num_routes=7), "is damaged .expert numbers are missing"),
-        (call(num_routes=5), "is damaged .numbers that belong to no call"),
         (
-            call(per_source=0, source_N=np.array([0, 0, 1, 1, 2, 3]), target_N=np.zeros(6, int)),
+            call(
+                per_source=0,
+                source_N=torch.tensor([0, 0, 1, 1, 2, 3]),
+                target_N=torch.zeros(6, dtype=torch.int64),
+            ),
             "is damaged .source numbers",
         ),
         (
-            call(per_source=0, source_N=np.zeros(6, int), target_N=np.full(6, -1)),
+            call(
+                per_source=0,
+                source_N=torch.zeros(6, dtype=torch.int64),
+                target_N=torch.full((6,), -1),
+            ),
             "is damaged .target numbers",
         ),
     ],
 )
 def test_numbers_that_cannot_be_are_refused(
-    wrong: RecordedCall, message: str, tmp_path: Path
+    wrong: RoutedCall, message: str, tmp_path: Path
 ) -> None:
     with pytest.raises(ValueError, match=message):
         read_rank(rank_file(tmp_path, wrong))
