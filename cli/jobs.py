@@ -139,7 +139,7 @@ def _stop(options: argparse.Namespace) -> int:
     """Carries out `moebius stop`."""
     from rich.console import Console
 
-    from ..cluster.submit import stop
+    from ..cluster.job import stop
     from ..cluster.summary import closing_words
 
     status = stop(options.run_dir, now=options.now)

@@ -2,13 +2,12 @@
 
 import argparse
 
+from ..train.recipes.names import RECIPE_NAMES
 from .arguments import Commands, add_command
 
 
 def add_commands(commands: Commands) -> None:
     """Declares `moebius layout`."""
-    from ..train.recipes.smoke import RECIPES
-
     text = "print which rank sits where, and which links its groups use"
     parser = add_command(commands, "layout", _layout, text)
     parser.add_argument("--world-size", type=int, required=True, metavar="N", help="ranks in all")
@@ -30,7 +29,7 @@ def add_commands(commands: Commands) -> None:
     parser.add_argument(
         "--model",
         metavar="RECIPE",
-        choices=list(RECIPES),
+        choices=RECIPE_NAMES,
         help="show the experts of this recipe's model",
     )
 

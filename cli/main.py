@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 
 from .. import __version__
+from ..train.recipes.names import RECIPE_NAMES
 from . import checkpoints, data, evaluate, jobs, layout, models, plan, simulate
 from .messages import print_message
 
@@ -53,12 +54,10 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def build_parser() -> argparse.ArgumentParser:
     """Returns the parser of all commands with their options."""
-    from ..train.recipes.smoke import RECIPES
-
     parser = argparse.ArgumentParser(
         prog="moebius",
         description="Expert-parallel pretraining of Mixture-of-Experts Universal Transformers.",
-        epilog=f"recipes: {', '.join(RECIPES)}",
+        epilog=f"recipes: {', '.join(RECIPE_NAMES)}",
     )
     parser.add_argument("--version", action="version", version=f"moebius {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")

@@ -391,6 +391,30 @@ def request_stop(run_dir: Path, *, now: bool = False) -> None:
     write_atomically(run_dir / STOP, STOP_NOW if now else "")
 
 
+def stop(run_dir: Path, *, now: bool = False, timeout_s: float = 600.0) -> JobStatus:
+    """Asks a job to end and waits until it has: at a step boundary with a checkpoint, or `now`
+    without one.
+
+    Raises:
+        JobError: there is no job in this folder, or it did not end within `timeout_s`.
+    """
+    status = read_status(run_dir)
+    if status.state.is_final:
+        return status
+    request_stop(run_dir, now=now)
+    deadline = time.monotonic() + timeout_s
+    while not (status := read_status(run_dir)).state.is_final:
+        if status.state is State.LOST:
+            raise JobError(f"{run_dir}: {status.reason}; nobody is there to stop it")
+        if time.monotonic() > deadline:
+            raise JobError(
+                f"{run_dir}: still {status.state} after {timeout_s:.0f} s; `moebius stop --now` "
+                "ends it at once"
+            )
+        time.sleep(0.2)
+    return status
+
+
 def stop_requested(run_dir: Path) -> str | None:
     """None: go on. "step": end at a step boundary. "now": end at once."""
     try:

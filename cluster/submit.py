@@ -1,4 +1,4 @@
-"""Submitting a job and ending one: what the command line calls.
+"""Submitting a job: what the command line calls.
 
 `submit` connects to a cluster (the one at `address`, or a simulated one on this machine), prepares
 the data there, starts the job's supervisor and watches. On a real cluster the job does not need us
@@ -25,11 +25,9 @@ from .job import (
     JobError,
     JobStatus,
     Launch,
-    State,
     begin_submission,
     read_status,
     refuse_if_running,
-    request_stop,
 )
 from .prepare import ray_runner
 from .ray_session import NAMESPACE, connected, require_ray
@@ -103,30 +101,6 @@ def submit(
             _await_release(launch)
     picture = draw_summary(run_dir) if status.step is not None else None
     console.print(closing_words(status, picture=picture))
-    return status
-
-
-def stop(run_dir: Path, *, now: bool = False, timeout_s: float = 600.0) -> JobStatus:
-    """Asks a job to end and waits until it has: at a step boundary with a checkpoint, or `now`
-    without one.
-
-    Raises:
-        JobError: there is no job in this folder, or it did not end within `timeout_s`.
-    """
-    status = read_status(run_dir)
-    if status.state.is_final:
-        return status
-    request_stop(run_dir, now=now)
-    deadline = time.monotonic() + timeout_s
-    while not (status := read_status(run_dir)).state.is_final:
-        if status.state is State.LOST:
-            raise JobError(f"{run_dir}: {status.reason}; nobody is there to stop it")
-        if time.monotonic() > deadline:
-            raise JobError(
-                f"{run_dir}: still {status.state} after {timeout_s:.0f} s; `moebius stop --now` "
-                "ends it at once"
-            )
-        time.sleep(0.2)
     return status
 
 

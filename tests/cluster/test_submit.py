@@ -12,8 +12,8 @@ import pytest
 from jobs import FAKE_RANK, assert_nothing_left, fake_launch, run_here, wait_for, wait_for_step
 
 from moebius.cluster import submit as submitting
-from moebius.cluster.job import JobError, Journal, State, begin_submission, read_status
-from moebius.cluster.submit import make_launch, stop, submit
+from moebius.cluster.job import JobError, Journal, State, begin_submission, read_status, stop
+from moebius.cluster.submit import make_launch, submit
 from moebius.train.config import Config, build
 
 
