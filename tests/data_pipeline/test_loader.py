@@ -317,7 +317,7 @@ def _groups(
         "seq_len": S,
         "batch_size": batch_size,
         "num_ranks": num_ranks,
-        "group": group,
+        "sequences_per_group": group,
     } | options
     per_rank = [validation_batches(folder, rank=rank, **options) for rank in range(num_ranks)]
     found = []
