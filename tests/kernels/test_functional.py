@@ -2,7 +2,7 @@
 nobody would choose too.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 
@@ -23,6 +23,7 @@ from kernel_cases import (
     make_routes,
     values_and_gradients,
 )
+from pairwise import parametrize_pairs
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -67,10 +68,14 @@ def poison(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> I
     torch.use_deterministic_algorithms(False)
 
 
-@every_kind
-@pytest.mark.parametrize("biases", ["no bias", "both biases"])
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize("name", CASES)
+@parametrize_pairs(
+    {
+        "name": CASES,
+        "activation": ACTIVATIONS,
+        "biases": ["no bias", "both biases"],
+        ("backend", "dtype"): KINDS,
+    }
+)
 def test_mlp_equals_the_reference(
     name: str, activation: str, biases: str, backend: str, dtype: torch.dtype
 ) -> None:
@@ -218,25 +223,29 @@ def test_the_activations_are_what_their_names_say() -> None:
             torch.testing.assert_close(y, expected[activation], rtol=1e-12, atol=1e-12)
 
 
-@pytest.fixture(params=[1, 2])
-def threads(request: pytest.FixtureRequest) -> Iterator[None]:
+@pytest.fixture
+def use_threads() -> Iterator[Callable[[int], None]]:
     before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield
+    yield torch.set_num_threads
     torch.set_num_threads(before)
 
 
-@pytest.mark.usefixtures("threads")
-@every_kind
-@pytest.mark.parametrize("activation", ACTIVATIONS)
+@parametrize_pairs(
+    {"activation": ACTIVATIONS, ("backend", "dtype"): KINDS, "threads": [1, 2]},
+)
 def test_a_row_does_not_depend_on_how_many_rows_share_its_expert(
-    activation: str, backend: str, dtype: torch.dtype
+    activation: str,
+    backend: str,
+    dtype: torch.dtype,
+    threads: int,
+    use_threads: Callable[[int], None],
 ) -> None:
     """What makes expert parallelism bitwise: a row computed among 1, 2, 3, … or 600 others is the
     same, as its gradients are.
 
     Widths of 40, and of 13: no multiple of any vector's width.
     """
+    use_threads(threads)
     operation = Perceptrons(activation, BIASES["both biases"])
     for hidden in (40, 13):
         generator = torch.Generator().manual_seed(4)

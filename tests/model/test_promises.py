@@ -59,7 +59,7 @@ def states(name: str, *, common: float) -> Iterator[Transformer]:
     run.
     """
     model = make_uneven(tiny_model(name, dtype=torch.float64), common=common)
-    for step in (0, getattr(model.config.router, "switch_step", 0)):
+    for step in sorted({0, getattr(model.config.router, "switch_step", 0)}):
         model.before_step(step)
         yield model.train()
         yield model.eval()

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import groupby, product
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from dispatch_scenes import EXPERTS, HIDDEN, SCENES, TOP_K, WIDTH, Bank, bank, choose
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pairwise import every_pair
 from torch import Tensor
 from world import RankFailed, run_ranks
 
@@ -193,43 +195,49 @@ VARIANTS = [
 ]
 
 
-def all_cases(dtype: torch.dtype, scenes: tuple[str, ...]) -> dict[tuple, float]:
-    """Of every (scene, kind, dispatcher, chunks) how far this rank's results are from one rank's; 1
-    where two runs differ.
-    """
-    found = {}
+Choice = tuple[str, str, tuple[str, int]]  # scene, kind of routes, (dispatcher, chunks)
+
+
+def all_cases(dtype: torch.dtype, choices: list[Choice]) -> dict[Choice, float]:
+    """Of every choice how far this rank's results are from one rank's; 1 where two runs differ."""
+    found: dict[Choice, float] = {}
     with world() as (process, group, nodes):
-        for scene in scenes:
-            for kind in KINDS:
-                cases = [scene_case(scene, kind, rank, dtype) for rank in range(4)]
-                expected, given = local_results(cases, dtype)[process.rank], cases[process.rank]
-                for name, chunks in VARIANTS:
-                    layer = own_layer(
-                        process, dispatcher_of(name, group, nodes, overlap_chunks=chunks), dtype
-                    )
-                    result = run_layer(layer, given)
-                    found[scene, kind, name, chunks] = worst(result, expected, process.rank, 4)
-                    if scene == "uneven":
-                        again = run_layer(layer, given)
-                        if not all(torch.equal(again[key], value) for key, value in result.items()):
-                            found[scene, kind, name, chunks] = 1.0
+        for (scene, kind), same_case in groupby(choices, key=lambda choice: choice[:2]):
+            cases = [scene_case(scene, kind, rank, dtype) for rank in range(4)]
+            expected, given = local_results(cases, dtype)[process.rank], cases[process.rank]
+            for choice in same_case:
+                name, chunks = choice[2]
+                layer = own_layer(
+                    process, dispatcher_of(name, group, nodes, overlap_chunks=chunks), dtype
+                )
+                result = run_layer(layer, given)
+                found[choice] = worst(result, expected, process.rank, 4)
+                if scene == "uneven":
+                    again = run_layer(layer, given)
+                    if not all(torch.equal(again[key], value) for key, value in result.items()):
+                        found[choice] = 1.0
     return found
 
 
-PRECISIONS = {
-    "fp32": (torch.float32, 1e-6, tuple(SCENES)),
-    "fp64": (torch.float64, 1e-14, ("uneven",)),
-    "bf16": (torch.bfloat16, 2e-2, ("uneven",)),
-}
+EVERY_PAIR = every_pair(tuple(SCENES), KINDS, VARIANTS)
+EVERYTHING = list(product(SCENES, KINDS, VARIANTS))
+UNEVEN = list(product(("uneven",), KINDS, VARIANTS))
 
 
 @pytest.mark.parametrize(
-    "precision", ["fp32", "bf16", pytest.param("fp64", marks=pytest.mark.slow)]
+    ("dtype", "tolerance", "choices"),
+    [
+        pytest.param(torch.float32, 1e-6, EVERY_PAIR, id="fp32"),
+        pytest.param(torch.float32, 1e-6, EVERYTHING, id="fp32-all", marks=pytest.mark.slow),
+        pytest.param(torch.bfloat16, 2e-2, UNEVEN, id="bf16"),
+        pytest.param(torch.float64, 1e-14, UNEVEN, id="fp64", marks=pytest.mark.slow),
+    ],
 )
-def test_every_dispatcher_equals_one_rank_on_every_kind_of_routes(precision: str) -> None:
-    dtype, tolerance, scenes = PRECISIONS[precision]
-    for found in run_ranks(all_cases, 4, dtype, scenes, timeout_s=240):
-        assert len(found) == len(scenes) * len(KINDS) * len(VARIANTS)
+def test_every_dispatcher_equals_one_rank_on_every_kind_of_routes(
+    dtype: torch.dtype, tolerance: float, choices: list[Choice]
+) -> None:
+    for found in run_ranks(all_cases, 4, dtype, choices, timeout_s=240):
+        assert list(found) == choices
         assert {key: value for key, value in found.items() if value > tolerance} == {}
 
 

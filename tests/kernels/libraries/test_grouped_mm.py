@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_cases import BIASES, CASES, Case, Perceptrons, irregular, make_routes
+from pairwise import parametrize_pairs
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -54,10 +55,14 @@ def product(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Tensor]:
     return product
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), TOLERANCES, ids=str)
-@pytest.mark.parametrize("biases", ["no bias", "both biases"])
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize("name", CASES)
+@parametrize_pairs(
+    {
+        "name": CASES,
+        "activation": ACTIVATIONS,
+        "biases": ["no bias", "both biases"],
+        ("dtype", "tolerance"): TOLERANCES,
+    }
+)
 def test_mlp_equals_the_reference(
     name: str, activation: str, biases: str, dtype: torch.dtype, tolerance: float
 ) -> None:

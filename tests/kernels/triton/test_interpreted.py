@@ -15,7 +15,8 @@ HERE = Path(__file__).parent
 
 @pytest.mark.timeout(600)
 @pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
-def test_the_kernels_in_the_interpreter() -> None:
+@pytest.mark.parametrize("chosen", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
+def test_the_kernels_in_the_interpreter(chosen: str) -> None:
     command = [
         sys.executable,
         "-m",
@@ -23,6 +24,8 @@ def test_the_kernels_in_the_interpreter() -> None:
         "-q",
         "-p",
         "no:cacheprovider",
+        "-m",
+        chosen,
         str(HERE / "interpreted"),
     ]
     ended = subprocess.run(

@@ -6,6 +6,7 @@ ragged ones.
 """
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -31,6 +32,11 @@ from moebius.kernels.triton import backend as ours
 from moebius.kernels.triton import weight_gradients as triton_weight_gradients
 
 
+def slow(*values: object) -> Any:
+    """Returns these parameters for a test of `make test-all` alone: the interpreter takes its time."""
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
 def check_mlp(
     case: Case, activation: str, biased: bool, options: ours.Options = ours.DEFAULT
 ) -> None:
@@ -40,21 +46,29 @@ def check_mlp(
     check(our_mlp(grad, x, bank, routes, options), expected_mlp(grad, x, bank, routes))
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", [slow(name) if name == "width of the 44M model" else name for name in CASES]
+)
 def test_mlp_equals_the_reference(name: str) -> None:
     check_mlp(CASES[name], "relu", biased=False)
 
 
-@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("biased", [slow(False), True])  # without: above, with one activation
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_every_activation_with_and_without_biases(activation: str, biased: bool) -> None:
     check_mlp(Case(21, 20, 39, 4, 2), activation, biased)
 
 
-@pytest.mark.parametrize("activation", ["relu", "gelu", "swiglu"])
+OPTIONS = [ours.Options(fused=True), ours.Options(scatter_add=True), ours.Options(True, True, True)]
+
+
 @pytest.mark.parametrize(
-    "options",
-    [ours.Options(fused=True), ours.Options(scatter_add=True), ours.Options(True, True, True)],
+    ("options", "activation"),
+    [
+        (options, activation) if number == place else slow(options, activation)
+        for number, options in enumerate(OPTIONS)
+        for place, activation in enumerate(("relu", "gelu", "swiglu"))
+    ],
 )
 def test_opt_in_kernels_equal_the_reference(options: ours.Options, activation: str) -> None:
     check_mlp(Case(21, 20, 39, 4, 2), activation, biased=True, options=options)
@@ -116,8 +130,16 @@ def check_linear(
     check(our_linear(grad, x, w, given, options), expected_linear(grad, x, w, routes))
 
 
-@pytest.mark.parametrize("name", WIDTHS)
-@pytest.mark.parametrize("direction", ["token to head", "head to token"])
+@pytest.mark.parametrize(
+    ("direction", "name"),
+    [
+        slow(direction, name)
+        if (direction, name) == ("head to token", "two tiles")
+        else (direction, name)
+        for direction in ("token to head", "head to token")
+        for name in WIDTHS
+    ],
+)
 def test_linear_equals_the_reference(direction: str, name: str) -> None:
     check_linear(direction, WIDTHS[name], ours.DEFAULT, ruled=True)
 
@@ -182,8 +204,17 @@ def test_gradients_are_added_to_what_is_there() -> None:
     assert torch.equal(transposed, once[0])
 
 
-@pytest.mark.parametrize("chunked", [False, True])
-@pytest.mark.parametrize("activation", ["relu", "gelu", "geglu"])
+@pytest.mark.parametrize(
+    ("activation", "chunked"),
+    [
+        ("relu", True),
+        ("gelu", False),
+        ("geglu", True),
+        slow("relu", False),
+        slow("gelu", True),
+        slow("geglu", False),
+    ],
+)
 def test_deferred_weight_gradients_are_the_sum_of_all_calls(
     activation: str, chunked: bool, request: pytest.FixtureRequest
 ) -> None:

@@ -1,0 +1,62 @@
+"""Covers every pair of values of several factors with few combinations.
+
+Three factors of ten values have a thousand combinations, but a mistake is nearly always one of a
+value, or of two that meet. So `make test` runs combinations in which any two values of any two
+factors meet, and `make test-all` runs all of them.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import combinations, product
+from typing import Any
+
+import pytest
+
+
+def every_pair(*factors: Sequence[Any]) -> list[tuple[Any, ...]]:
+    """Returns combinations of one value per factor, among which any two values of two factors meet.
+
+    Greedy and repeatable: the combination that brings the most new pairs comes next, of equals the
+    first in the order of the full product.
+    """
+    places = [range(len(factor)) for factor in factors]
+    left = {places_: _pairs(places_) for places_ in product(*places)}
+    wanted = set().union(*left.values())
+    chosen = []
+    while wanted:
+        best = max(left, key=lambda combination: len(left[combination] & wanted))
+        wanted -= left.pop(best)
+        chosen.append(best)
+    return [
+        tuple(factor[place] for factor, place in zip(factors, best, strict=True))
+        for best in sorted(chosen)
+    ]
+
+
+def parametrize_pairs(
+    factors: Mapping[str | tuple[str, ...], Iterable[Any]],
+) -> pytest.MarkDecorator:
+    """Parametrizes a test with the full product of the factors, all but `every_pair` marked slow.
+
+    A key that is a tuple of names takes values with as many parts: tuples, or `pytest.param`s.
+    """
+    values = [[_as_param(value) for value in column] for column in factors.values()]
+    quick = {tuple(map(id, combination)) for combination in every_pair(*values)}
+    params = []
+    for combination in product(*values):
+        marks = () if tuple(map(id, combination)) in quick else (pytest.mark.slow,)
+        flat = [part for param in combination for part in param.values]
+        name = "-".join(str(param.id) for param in combination)
+        params.append(pytest.param(*flat, marks=marks, id=name))
+    names = [name for key in factors for name in ((key,) if isinstance(key, str) else key)]
+    return pytest.mark.parametrize(names, params)
+
+
+def _pairs(combination: tuple[int, ...]) -> set[tuple[tuple[int, int], ...]]:
+    return set(combinations(enumerate(combination), 2))
+
+
+def _as_param(value: Any) -> Any:
+    """A value as pytest keeps it, with an id. `ParameterSet` has no public name."""
+    if hasattr(value, "marks"):
+        return value
+    return pytest.param(*(value if isinstance(value, tuple) else (value,)), id=str(value))
