@@ -6,7 +6,7 @@ once. Handlers import what they need when they are called.
 """
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 RUNS = Path("runs")  # where runs and prepared data go unless told otherwise
@@ -16,15 +16,22 @@ Handler = Callable[[argparse.Namespace], int]  # carries out a command and retur
 
 
 def add_command(
-    commands: Commands, name: str, handler: Handler, text: str
+    commands: Commands, name: str, handler: Handler, text: str, *, examples: Sequence[str]
 ) -> argparse.ArgumentParser:
     """Declares a command and returns its parser, which still lacks its arguments.
 
     Args:
         handler: called with the parsed options; returns the exit code.
         text: what the command does, for the list of commands; its own help begins with it.
+        examples: command lines without the leading `moebius`; its own help ends with them.
     """
-    parser = commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
+    parser = commands.add_parser(
+        name,
+        help=text,
+        description=f"{text[0].upper()}{text[1:]}.",
+        epilog="\n".join(["examples:", *(f"  moebius {example}" for example in examples)]),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.set_defaults(run=handler)
     return parser
 

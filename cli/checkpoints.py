@@ -9,7 +9,13 @@ from .arguments import Commands, add_command, add_run_argument
 def add_commands(commands: Commands) -> None:
     """Declares `moebius ckpt` and its actions."""
     text = "list, verify, rewrite and export checkpoints"
-    parser = add_command(commands, "ckpt", _ls, text)
+    parser = add_command(
+        commands,
+        "ckpt",
+        _ls,
+        text,
+        examples=["ckpt ls runs/mine", "ckpt verify runs/mine"],
+    )
     actions = parser.add_subparsers(title="actions", required=True, metavar="ACTION")
     _add_ls(actions)
     _add_verify(actions)
@@ -25,7 +31,15 @@ def _add_checkpoint_argument(parser: argparse.ArgumentParser, default: str) -> N
 
 def _add_ls(actions: Commands) -> None:
     text = "list a run's checkpoints: steps, sizes, ranks that wrote them"
-    add_run_argument(add_command(actions, "ls", _ls, text))
+    add_run_argument(
+        add_command(
+            actions,
+            "ls",
+            _ls,
+            text,
+            examples=["ckpt ls runs/mine"],
+        )
+    )
 
 
 def _ls(options: argparse.Namespace) -> int:
@@ -40,7 +54,13 @@ def _ls(options: argparse.Namespace) -> int:
 
 def _add_verify(actions: Commands) -> None:
     text = "read every byte: every checksum, every expert exactly once"
-    parser = add_command(actions, "verify", _verify, text)
+    parser = add_command(
+        actions,
+        "verify",
+        _verify,
+        text,
+        examples=["ckpt verify runs/mine", "ckpt verify runs/mine --step 2000"],
+    )
     _add_checkpoint_argument(parser, "RUN without --step: all of its checkpoints")
 
 
@@ -63,7 +83,15 @@ def _verify(options: argparse.Namespace) -> int:
 
 def _add_reshard(actions: Commands) -> None:
     text = "rewrite a checkpoint into the files of other ranks"
-    parser = add_command(actions, "reshard", _reshard, text)
+    parser = add_command(
+        actions,
+        "reshard",
+        _reshard,
+        text,
+        examples=[
+            "ckpt reshard runs/mine --out runs/mine-ep4/checkpoints/step_00002000 --world-size 8 --ep 4"
+        ],
+    )
     _add_checkpoint_argument(parser, "RUN without --step: its newest checkpoint")
     _add_out_argument(parser)
     parser.add_argument("--world-size", type=int, required=True, metavar="N", help="ranks in all")
@@ -111,7 +139,13 @@ def _reshard(options: argparse.Namespace) -> int:
 
 def _add_export(actions: Commands) -> None:
     text = "write a checkpoint's weights as safetensors, expert by expert"
-    parser = add_command(actions, "export", _export, text)
+    parser = add_command(
+        actions,
+        "export",
+        _export,
+        text,
+        examples=["ckpt export runs/mine --out exported --dtype bf16"],
+    )
     _add_checkpoint_argument(parser, "RUN without --step: its newest checkpoint")
     _add_out_argument(parser)
     parser.add_argument(

@@ -12,7 +12,16 @@ if TYPE_CHECKING:
 
 def add_commands(commands: Commands) -> None:
     """Declares `moebius prepare`."""
-    parser = add_command(commands, "prepare", _prepare, "turn text into token shards")
+    parser = add_command(
+        commands,
+        "prepare",
+        _prepare,
+        "turn text into token shards",
+        examples=[
+            'prepare --input "texts/*.txt" --output shards --workers 2',
+            "prepare --input https://example.com/books.jsonl.zst --output shards",
+        ],
+    )
     parser.add_argument(
         "--input",
         nargs="+",

@@ -8,7 +8,17 @@ from .arguments import Commands, add_command, add_run_argument
 def add_commands(commands: Commands) -> None:
     """Declares `moebius eval`."""
     text = "measure a trained model's loss, score a text, or let it write"
-    parser = add_command(commands, "eval", _eval, text)
+    parser = add_command(
+        commands,
+        "eval",
+        _eval,
+        text,
+        examples=[
+            "eval runs/mine",
+            'eval runs/mine --prompt "Once upon a time" --tokens 50 --temperature 0.7',
+            'eval runs/mine --score "the band closes upon itself"',
+        ],
+    )
     add_run_argument(parser)
     parser.add_argument(
         "--step", type=int, metavar="N", help="of which checkpoint; default: the newest"

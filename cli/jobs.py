@@ -26,12 +26,31 @@ def add_commands(commands: Commands) -> None:
 
 def _add_train(commands: Commands) -> None:
     text = "train on this machine, without Ray: torchrun's agent and its ranks"
-    add_config_arguments(add_command(commands, "train", _train, text))
+    parser = add_command(
+        commands,
+        "train",
+        _train,
+        text,
+        examples=[
+            "train smoke job.num_nodes=1 train.steps=40",
+            "train mine.toml optim.learning_rate=3e-4 --run-dir runs/mine",
+        ],
+    )
+    add_config_arguments(parser)
 
 
 def _add_submit(commands: Commands) -> None:
     text = "run a job on a Ray cluster, or on a simulated one on this machine"
-    parser = add_command(commands, "submit", _submit, text)
+    parser = add_command(
+        commands,
+        "submit",
+        _submit,
+        text,
+        examples=[
+            "submit smoke",
+            "submit moeut_126m --address auto --detach job.num_nodes=4 job.ranks_per_node=8",
+        ],
+    )
     add_config_arguments(parser)
     parser.add_argument(
         "--address",
@@ -79,7 +98,13 @@ def _open(options: argparse.Namespace) -> "tuple[Config, Path]":
 
 def _add_status(commands: Commands) -> None:
     text = "show how runs stand, from their run folders alone"
-    parser = add_command(commands, "status", _status, text)
+    parser = add_command(
+        commands,
+        "status",
+        _status,
+        text,
+        examples=["status", "status runs/mine --watch"],
+    )
     parser.add_argument(
         "run_dirs", type=Path, nargs="*", metavar="RUN", help=f"default: every run under {RUNS}/"
     )
@@ -113,7 +138,13 @@ def _status(options: argparse.Namespace) -> int:
 
 def _add_logs(commands: Commands) -> None:
     text = "print the logs of a run's ranks, generation by generation"
-    parser = add_command(commands, "logs", _logs, text)
+    parser = add_command(
+        commands,
+        "logs",
+        _logs,
+        text,
+        examples=["logs runs/mine --rank 0 --follow"],
+    )
     add_run_argument(parser)
     parser.add_argument("--rank", type=int, metavar="N", help="only this rank")
     parser.add_argument("--follow", "-f", action="store_true", help="go on until the job has ended")
@@ -130,7 +161,13 @@ def _logs(options: argparse.Namespace) -> int:
 
 def _add_stop(commands: Commands) -> None:
     text = "end a run at a step boundary, with a checkpoint"
-    parser = add_command(commands, "stop", _stop, text)
+    parser = add_command(
+        commands,
+        "stop",
+        _stop,
+        text,
+        examples=["stop runs/mine", "stop runs/mine --now"],
+    )
     add_run_argument(parser)
     parser.add_argument("--now", action="store_true", help="at once, without a checkpoint")
 

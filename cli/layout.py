@@ -9,7 +9,13 @@ from .arguments import Commands, add_command
 def add_commands(commands: Commands) -> None:
     """Declares `moebius layout`."""
     text = "print which rank sits where, and which links its groups use"
-    parser = add_command(commands, "layout", _layout, text)
+    parser = add_command(
+        commands,
+        "layout",
+        _layout,
+        text,
+        examples=["layout --world-size 64 --ep 8 --model moeut_244m"],
+    )
     parser.add_argument("--world-size", type=int, required=True, metavar="N", help="ranks in all")
     parser.add_argument(
         "--ep", type=int, default=1, metavar="N", help="ranks that share one copy of the experts"

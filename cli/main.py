@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from .. import __version__
 from ..train.recipes.names import RECIPE_NAMES
-from . import checkpoints, data, evaluate, jobs, layout, models, plan, simulate
+from . import checkpoints, completion, data, evaluate, jobs, layout, models, plan, simulate
 from .messages import print_message
 
 # In the order in which `moebius --help` lists them.
@@ -63,4 +63,5 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     for group in GROUPS:
         group.add_commands(commands)
+    completion.add_commands(commands, parser)
     return parser

@@ -9,7 +9,13 @@ from .arguments import Commands, add_command
 def add_commands(commands: Commands) -> None:
     """Declares `moebius models`."""
     text = "print what the recipes are, what they cost and what they promise"
-    parser = add_command(commands, "models", _models, text)
+    parser = add_command(
+        commands,
+        "models",
+        _models,
+        text,
+        examples=["models", "models switch deepseek mine.toml --json"],
+    )
     parser.add_argument(
         "names", nargs="*", metavar="RECIPE|FILE.toml", help="default: every recipe"
     )

@@ -17,7 +17,16 @@ if TYPE_CHECKING:
 def add_commands(commands: Commands) -> None:
     """Declares `moebius plan`."""
     text = "predict memory and speed of every layout, and rank them"
-    parser = add_command(commands, "plan", _plan, text)
+    parser = add_command(
+        commands,
+        "plan",
+        _plan,
+        text,
+        examples=[
+            'plan moeut_1b --hardware h200 --nodes 1 "…" 64 --png plan.png',
+            "plan mine.toml model.num_experts=512 --nodes 4 --ep 8 --detail",
+        ],
+    )
     parser.add_argument(
         "name", metavar="MODEL", help="a recipe or a FILE.toml; `moebius models` lists the recipes"
     )

@@ -17,7 +17,16 @@ if TYPE_CHECKING:
 def add_commands(commands: Commands) -> None:
     """Declares `moebius simulate`."""
     text = "route tokens on simulated ranks in this process, and count"
-    parser = add_command(commands, "simulate", _simulate, text)
+    parser = add_command(
+        commands,
+        "simulate",
+        _simulate,
+        text,
+        examples=[
+            "simulate moeut --ep 16 --dispatcher alltoall dedup",
+            "simulate --trace runs/mine --ep 8 --png traffic.png",
+        ],
+    )
     parser.add_argument(
         "name",
         nargs="?",

@@ -1,0 +1,184 @@
+"""How long commands take to answer, and what the processes of a job import before they work.
+
+    python -m benchmarks.startup [--runs 15] [--before FOLDER]
+
+Each case is a process of its own, started again and again, the cases in turn: wall time, processor
+time and peak memory, each as the least and the median. Files are in the page cache after the first
+round, which does not count. `import torch` and a bare Python stand beside them. `--before` names a
+folder that holds another version of the package as FOLDER/moebius, and measures the same cases
+there. On a busy machine believe the processor times and the least wall time.
+
+The measuring process imports no torch until it has measured: Linux counts the memory of a parent at
+the moment of the fork as the child's.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+
+# Before 0.1.0 the command was one module, moebius.cli.
+_COMMAND = """
+import sys
+try:
+    from moebius.cli.main import main
+except ImportError:
+    from moebius.cli import main
+main(sys.argv[1:])
+"""
+_AGENT = """
+import moebius.cluster.agent
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
+"""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One process to measure."""
+
+    name: str
+    code: str
+    arguments: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Start:
+    """What one start of a process cost."""
+
+    wall_s: float
+    processor_s: float
+    peak_mib: float
+
+
+def cases(run_dir: Path) -> list[Case]:
+    """Everything that is measured; the commands look at the finished run of `run_dir`."""
+    commands = [("--help",), ("status",), ("logs",), ("stop",)]
+    return [
+        Case("python", "pass"),
+        Case("import moebius", "import moebius"),
+        *(
+            Case(
+                f"moebius {words[0]}",
+                _COMMAND,
+                words if words == ("--help",) else (*words, str(run_dir)),
+            )
+            for words in commands
+        ),
+        Case("import torch", "import torch"),
+        Case("an agent's imports", _AGENT),
+        Case("a rank's imports", "import moebius.train.__main__"),
+    ]
+
+
+def measure(case: Case, packages: Path) -> Start:
+    """Starts the process once and waits for its end; `packages` holds the package `moebius`.
+
+    Raises:
+        RuntimeError: it ended with an exit code other than 0.
+    """
+    started = time.perf_counter()
+    process = subprocess.Popen(
+        [sys.executable, "-c", case.code, *case.arguments],
+        env=os.environ | {"PYTHONPATH": str(packages), "OMP_NUM_THREADS": "1"},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+    )
+    _, status, usage = os.wait4(process.pid, 0)
+    wall_s = time.perf_counter() - started
+    process.returncode = os.waitstatus_to_exitcode(status)
+    if process.returncode:
+        raise RuntimeError(f"{case.name} in {packages} ended with exit code {process.returncode}")
+    return Start(wall_s, usage.ru_utime + usage.ru_stime, usage.ru_maxrss / 1024)
+
+
+def summarise(starts: list[Start]) -> dict[str, Any]:
+    """The least and the median of every figure."""
+    figures: dict[str, Any] = {}
+    for name, digits in (("wall_s", 3), ("processor_s", 3), ("peak_mib", 1)):
+        values = [getattr(start, name) for start in starts]
+        figures[name] = {
+            "min": round(min(values), digits),
+            "median": round(statistics.median(values), digits),
+        }
+    return figures
+
+
+def write_run(folder: Path) -> Path:
+    """A small finished run, as its job leaves it behind."""
+    log = folder / "logs" / "g001" / "node0" / "rank0.log"
+    log.parent.mkdir(parents=True)
+    log.write_text("a line of a log\n" * 100, encoding="utf-8")
+    (folder / "config.json").write_text('{"train": {"steps": 160}}', encoding="utf-8")
+    entries = [
+        {"state": "SUBMITTED", "generation": 0, "reason": "1 node(s) × 1 rank(s)"},
+        {"state": "SUCCEEDED", "generation": 1, "reason": "finished at step 160"},
+    ]
+    _write_lines(folder / "journal.jsonl", [{"details": {}, **entry} for entry in entries])
+    steps = [{"kind": "train", "step": step, "loss": 8 / step} for step in range(1, 161)]
+    _write_lines(folder / "metrics.jsonl", steps)
+    return folder
+
+
+def _write_lines(path: Path, lines: list[dict[str, Any]]) -> None:
+    """Writes JSON lines, each with the time that every reader expects."""
+    text = "".join(json.dumps({"time": time.time(), **line}) + "\n" for line in lines)
+    path.write_text(text, encoding="utf-8")
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Measures all cases, prints them and writes benchmarks/results/startup.json."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--runs", type=int, default=15, metavar="N", help="starts of every case")
+    parser.add_argument("--before", type=Path, metavar="FOLDER", help="holds an older moebius/")
+    options = parser.parse_args(arguments)
+    versions = {"now": ROOT.parent}
+    if options.before is not None:
+        versions["before"] = options.before.absolute()
+    with tempfile.TemporaryDirectory(prefix="moebius-startup-") as folder:
+        figures = _measure_all(cases(write_run(Path(folder) / "run")), versions, options.runs)
+    _show(figures)
+    from benchmarks.report import save
+
+    print(f"written: {save('startup', {'runs': options.runs, **figures})}")
+
+
+def _measure_all(
+    measured: list[Case], versions: dict[str, Path], runs: int
+) -> dict[str, dict[str, Any]]:
+    """Figures of every case in every version; the first round only fills the page cache."""
+    starts: dict[tuple[str, str], list[Start]] = {}
+    for attempt in range(runs + 1):
+        for version, packages in versions.items():
+            for case in measured:
+                start = measure(case, packages)
+                if attempt:
+                    starts.setdefault((version, case.name), []).append(start)
+    return {
+        version: {case.name: summarise(starts[version, case.name]) for case in measured}
+        for version in versions
+    }
+
+
+def _show(figures: dict[str, dict[str, Any]]) -> None:
+    """Prints a line for every case: least wall time, median processor time, peak memory."""
+    for version, by_case in figures.items():
+        print(f"{version:22}  wall (min)  processor (median)  peak memory")
+        for name, one in by_case.items():
+            print(
+                f"  {name:20}  {one['wall_s']['min']:8.3f} s  {one['processor_s']['median']:16.3f} s"
+                f"  {one['peak_mib']['median']:7.1f} MiB"
+            )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,133 @@
+"""The command as a whole: what it imports before it answers, its examples, and its completion."""
+
+import argparse
+import json
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from moebius.cli.completion import _SHELLS
+from moebius.cli.main import build_parser, main, parse
+from moebius.cluster.job import Journal, State
+
+# What takes time or memory to import, and answers no question about a run folder.
+HEAVY = {
+    *("torch", "numpy", "pyarrow", "ray", "pydantic", "matplotlib", "tokenizers", "fsspec"),
+    *("tensorboard", "triton", "shtab", "multiprocessing", "asyncio"),
+}
+# One process for all commands, the lightest first: what one has imported, the next ones have too.
+ASK = """
+import contextlib, io, json, sys
+import moebius
+seen = {"import moebius": sorted(sys.modules)}
+from moebius.cli.main import main
+for command in json.loads(sys.argv[1]):
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(said):
+            main(command)
+    except SystemExit as end:
+        assert not end.code, (command, said.getvalue())
+    assert said.getvalue(), command
+    seen[command[0]] = sorted(sys.modules)
+print(json.dumps(seen))
+"""
+
+
+def write_finished_run(folder: Path) -> Path:
+    """A run folder as a job leaves it behind, with one line in the log of its only rank."""
+    log = folder / "logs" / "g001" / "node0" / "rank0.log"
+    log.parent.mkdir(parents=True)
+    log.write_text("step 1\n", encoding="utf-8")
+    journal = Journal(folder)
+    journal.append(State.SUBMITTED, generation=0, reason="1 node(s) × 1 rank(s)")
+    journal.append(State.SUCCEEDED, generation=1, reason="finished at step 1")
+    return folder
+
+
+def test_what_needs_a_run_folder_alone_imports_nothing_heavy(tmp_path: Path) -> None:
+    run = str(write_finished_run(tmp_path / "run"))
+    commands = [["--help"], ["logs", run], ["status", run], ["stop", run]]
+    asked = subprocess.run(
+        [sys.executable, "-c", ASK, json.dumps(commands)],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    seen: dict[str, list[str]] = json.loads(asked.stdout)
+    assert list(seen) == ["import moebius", "--help", "logs", "status", "stop"]
+    for command, modules in seen.items():
+        heavy = HEAVY & {name.partition(".")[0] for name in modules}
+        assert not heavy, f"{command} imports {sorted(heavy)}"
+    assert "rich" not in seen["--help"]
+    assert "argparse" not in seen["import moebius"]
+
+
+def parsers_of(
+    parser: argparse.ArgumentParser, path: tuple[str, ...] = ()
+) -> Iterator[tuple[tuple[str, ...], argparse.ArgumentParser]]:
+    """Every command with its parser, actions of commands included."""
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for name, below in action.choices.items():
+                yield (*path, name), below
+                yield from parsers_of(below, (*path, name))
+
+
+def test_the_help_of_every_command_shows_examples_that_parse() -> None:
+    commands = dict(parsers_of(build_parser()))
+    assert {("train",), ("ckpt", "reshard"), ("completion",)} <= commands.keys()
+    for path, parser in commands.items():
+        examples = re.findall(r"^  moebius (.+)$", parser.format_help(), flags=re.MULTILINE)
+        assert examples, path
+        for example in examples:
+            words = shlex.split(example.partition(" > ")[0])
+            assert tuple(words[: len(path)]) == path, example
+            parse(words)  # exits where the line is not valid
+
+
+@pytest.mark.parametrize("shell", _SHELLS)
+def test_a_completion_script_knows_commands_options_and_recipes(
+    shell: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["completion", shell])
+    assert ended.value.code == 0
+    script = capsys.readouterr().out
+    for word in ("submit", "reshard", "overlap-chunks", "mot_medium_32e_16", "hierarchical"):
+        assert word in script
+    if shutil.which(shell):
+        (tmp_path / "script").write_text(script, encoding="utf-8")
+        subprocess.run([shell, "-n", str(tmp_path / "script")], check=True)
+
+
+@pytest.mark.skipif(not shutil.which("bash"), reason="there is no bash here")
+def test_bash_completes_what_it_is_asked(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["completion", "bash"])
+    (tmp_path / "runs").mkdir()
+    asked = {
+        "sta": "status",
+        "train smo": "smoke",
+        "status ru": "runs",
+        "ckpt re": "reshard",
+        "plan moeut --disp": "--dispatcher",
+    }
+    lines = [
+        f"COMP_WORDS=(moebius {words}); COMP_CWORD={len(words.split())}; _shtab_moebius; "
+        'echo "${COMPREPLY[*]}"'
+        for words in asked
+    ]
+    script = "\n".join([capsys.readouterr().out, *lines])
+    shown = subprocess.run(
+        ["bash", "-c", script], cwd=tmp_path, capture_output=True, text=True, check=True
+    )
+    assert shown.stdout.splitlines() == list(asked.values())
