@@ -5,9 +5,10 @@ One attempt of a job (a *generation*) on one node runs like this:
 
 1. `Node.start` ends what earlier generations left on this machine and starts `python -m
    moebius.cluster.agent` as a child.
-2. The child binds itself to its parent and runs torch's LocalElasticAgent with a static rendezvous:
-   the supervisor has chosen the node's rank and a port on node 0, and `max_restarts` is 0. Whatever
-   goes wrong ends the generation; only the supervisor starts another one, with a new run id and a
+2. The child binds itself to its parent and runs torch's LocalElasticAgent. Its rendezvous
+   (rendezvous.py) is given: the supervisor has chosen the node's rank, a port on node 0 and, for
+   several machines, a secret, which the child reads from a pipe. `max_restarts` is 0: whatever goes
+   wrong ends the generation; only the supervisor starts another one, with a new run id and a
    new port (an agent that retries by itself meets a store full of the last attempt's keys:
    pytorch#135712, #147064).
 3. The agent starts the ranks through `moebius.cluster.rank`, which gives each its log:
@@ -20,6 +21,7 @@ main thread and cannot be stopped from another one. Cost: one more `import torch
 generation, 1-2 s beside those of the ranks.
 """
 
+import contextlib
 import json
 import os
 import socket
@@ -27,7 +29,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -57,6 +59,8 @@ class Attempt:
     master_address: str  # of node 0, where the agents' store listens
     master_port: int
     address: str  # of this node, as the others reach it
+    # Which agents of the job know; of this generation. Empty where all nodes are on one machine.
+    secret: str = field(default="", repr=False)
 
     @property
     def log_dir(self) -> Path:
@@ -71,15 +75,18 @@ class Attempt:
         return range(first, first + self.launch.ranks_per_node)
 
     def save(self, path: Path) -> None:
+        """Writes what is no secret: the ranks inherit their environment from the agent."""
         plain = asdict(self)
-        del plain["launch"]["environment"]  # may hold secrets; the ranks inherit it from the agent
+        del plain["launch"]["environment"], plain["secret"]
         write_atomically(path, json.dumps(plain, indent=1))
 
     @classmethod
-    def load(cls, path: Path) -> "Attempt":
+    def load(cls, path: Path, *, secret: str = "") -> "Attempt":
+        """Reads what `save` wrote; the secret comes by another way."""
         plain = json.loads(path.read_text(encoding="utf-8"))
         launch = plain.pop("launch")
-        return cls(launch=Launch(**launch | {"command": tuple(launch["command"])}), **plain)
+        launch["command"] = tuple(launch["command"])
+        return cls(launch=Launch(**launch), secret=secret, **plain)
 
 
 @dataclass(frozen=True)
@@ -133,7 +140,7 @@ class Node:
         a new generation.
         """
         with socket.socket() as probe:
-            probe.bind(("", 0))
+            probe.bind((self._address, 0))
             return probe.getsockname()[1]
 
     def start(self, attempt: Attempt) -> None:
@@ -240,7 +247,7 @@ def _spawn_bound(command: list[str], attempt: Attempt) -> subprocess.Popen[bytes
             with open(attempt.log_dir / "agent.log", "ab") as log:
                 child = subprocess.Popen(
                     command,
-                    stdin=subprocess.DEVNULL,
+                    stdin=subprocess.PIPE,
                     stdout=log,
                     stderr=log,
                     env=agent_environment(os.environ, attempt),
@@ -251,6 +258,7 @@ def _spawn_bound(command: list[str], attempt: Attempt) -> subprocess.Popen[bytes
             started.append(error)
             ready.set()
             return
+        _tell_secret(child, attempt.secret)
         started.append(child)
         ready.set()
         child.wait()
@@ -262,11 +270,26 @@ def _spawn_bound(command: list[str], attempt: Attempt) -> subprocess.Popen[bytes
     return started[0]
 
 
+def _tell_secret(child: subprocess.Popen[bytes], secret: str) -> None:
+    """Through a pipe: files and environments are read by others, and inherited by ranks."""
+    assert child.stdin is not None
+    with contextlib.suppress(BrokenPipeError), child.stdin as pipe:  # poll() tells why it ended
+        pipe.write(secret.encode() + b"\n")
+
+
+def _hear_secret() -> str:
+    """Reads the secret from standard input, which the ranks will find empty."""
+    secret = sys.stdin.readline().strip()
+    with open(os.devnull, "rb") as nothing:
+        os.dup2(nothing.fileno(), 0)
+    return secret
+
+
 def main(log_dir: Path) -> int:
     """The child process: runs one generation's ranks on this node and leaves a report."""
     processes.bind_to_parent()
     os.environ[processes.PARENT] = str(os.getpid())  # for the ranks
-    attempt = Attempt.load(log_dir / "attempt.json")
+    attempt = Attempt.load(log_dir / "attempt.json", secret=_hear_secret())
     try:
         report = _run_elastic_agent(attempt)
     except Exception as error:  # noqa: BLE001 - whatever ends the agent must reach the supervisor as a report
@@ -278,29 +301,27 @@ def main(log_dir: Path) -> int:
 def _run_elastic_agent(attempt: Attempt) -> AgentReport:
     from torch.distributed.elastic.agent.server.api import WorkerSpec
     from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-    from torch.distributed.elastic.rendezvous import RendezvousParameters
-    from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
+
+    from .rendezvous import Meeting, NodeRendezvous
 
     launch = attempt.launch
-    rendezvous = RendezvousParameters(
-        backend="static",
-        endpoint=f"{attempt.master_address}:{attempt.master_port}",
-        run_id=f"{launch.name}-g{attempt.generation}",
-        min_nodes=launch.num_nodes,
-        max_nodes=launch.num_nodes,
-        local_addr=attempt.address,
-        rank=attempt.node_rank,
-        timeout=int(launch.start_timeout_s),
+    meeting = Meeting(
+        name=f"{launch.name}-g{attempt.generation}",
+        node_rank=attempt.node_rank,
+        num_nodes=launch.num_nodes,
+        address=attempt.master_address,
+        port=attempt.master_port,
+        secret=attempt.secret,
+        timeout_s=launch.start_timeout_s,
     )
+    _choose_interface(attempt, on_one_machine=meeting.is_on_one_machine)
     spec = WorkerSpec(
         role="rank",
         local_world_size=launch.ranks_per_node,
         entrypoint=sys.executable,
         args=("-m", f"{__package__}.rank", str(attempt.log_dir), *launch.rank_command()),
-        rdzv_handler=get_rendezvous_handler(rendezvous),
+        rdzv_handler=NodeRendezvous(meeting),
         max_restarts=0,
-        master_addr=attempt.master_address,
-        master_port=attempt.master_port,
         local_addr=attempt.address,
     )
     result: Any = LocalElasticAgent(
@@ -311,6 +332,36 @@ def _run_elastic_agent(attempt: Attempt) -> AgentReport:
         for rank, failure in sorted(result.failures.items())
     )
     return AgentReport(ok=not result.is_failed(), failures=failures)
+
+
+def _choose_interface(attempt: Attempt, *, on_one_machine: bool) -> None:
+    """Lets Gloo listen where the job's nodes reach each other, and not where the host's name points
+    to; unless the user has said where.
+
+    NCCL listens there too if that is the loopback. In a cluster it may know a faster network.
+    """
+    from ..distributed.process.store import LOOPBACK
+
+    interface = interface_of(LOOPBACK if on_one_machine else attempt.address)
+    if interface is None:
+        return
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+    if on_one_machine:
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
+
+
+def interface_of(address: str) -> str | None:
+    """Returns the name of the network interface that has an address; None if none has."""
+    import psutil
+
+    from ..distributed.process.store import is_loopback, loopback_interface
+
+    if is_loopback(address):  # 127.0.0.2 and so on are nowhere listed
+        return loopback_interface()
+    for name, entries in psutil.net_if_addrs().items():
+        if any(entry.address == address for entry in entries):
+            return name
+    return None
 
 
 def _stable_logs(attempt: Attempt) -> Any:

@@ -18,6 +18,7 @@ go on or give up:
 """
 
 import json
+import secrets
 import signal
 import time
 from collections import Counter
@@ -358,9 +359,16 @@ class _Watch:
     def start(self) -> None:
         addresses = [node.describe()["address"] for node in self.nodes]
         port = self.nodes[0].free_port()
+        secret = secrets.token_hex(32)
         for node_rank, node in enumerate(self.nodes):
             attempt = Attempt(
-                self.launch, self.generation, node_rank, addresses[0], port, addresses[node_rank]
+                launch=self.launch,
+                generation=self.generation,
+                node_rank=node_rank,
+                master_address=addresses[0],
+                master_port=port,
+                address=addresses[node_rank],
+                secret=secret,
             )
             node.start(attempt)
             beat(self.run_dir)

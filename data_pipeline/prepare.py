@@ -356,7 +356,7 @@ def choose_documents(config: DataConfig, tasks: Sequence[SplitTask]) -> dict[str
 
     Needs all hashes in memory: about 60 bytes per document.
     """
-    per_split = [np.load(task.unfinished("read.npy")) for task in tasks]
+    per_split = [np.load(task.unfinished("read.npy"), allow_pickle=False) for task in tasks]
     records = np.concatenate(per_split)
     fates = records["fate"]
     fates[_later_duplicates(records)] = _DUPLICATE
@@ -434,7 +434,7 @@ def _chosen_documents(task: SplitTask) -> Iterator[tuple[Document, np.void]]:
     """The documents of a split again, normalised, each with its record. Raises InputError if they
     are others now.
     """
-    chosen = np.load(task.unfinished("chosen.npy"))
+    chosen = np.load(task.unfinished("chosen.npy"), allow_pickle=False)
     for document, record in zip_longest(task.documents(), chosen):
         text = normalised(document.text) if document else ""
         if document is None or record is None or _record(text)[:3] != record.item()[:3]:

@@ -46,7 +46,10 @@ MAY_IMPORT = {
     "data_pipeline": set(),
 }
 # Single modules that a room may import beside them.
-MAY_IMPORT_MODULE = {"planning": f"{PACKAGE}.distributed.layout"}
+MAY_IMPORT_MODULE = {
+    "planning": f"{PACKAGE}.distributed.layout",
+    "cluster": f"{PACKAGE}.distributed.process.store",
+}
 NOTHING_OF_OURS = {room for room, allowed in MAY_IMPORT.items() if not allowed}
 # What only one room of the package may import.
 HELD_BY = {

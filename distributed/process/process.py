@@ -10,9 +10,11 @@ Before the process group exists the ranks compare their versions and devices (ag
 collective that fails inside `with start_process(…)` is explained before the error leaves
 (diagnosis.py): which one, and which ranks did not come.
 
-A process without torchrun's environment is a world of one, with a store in its own memory.
+A process without torchrun's environment is a world of one, with a store in its own memory. A world
+on one machine listens on the loopback alone; docs/security.md says what is open elsewhere.
 """
 
+import errno
 import logging
 import os
 import time
@@ -29,12 +31,16 @@ from torch.distributed import HashStore, PrefixStore, Store, TCPStore  # pyright
 from .agreement import agree, version_facts
 from .diagnosis import CollectiveError, Reporter, explain, leave_word
 from .host_memory import keep_freed_memory
+from .store import LOOPBACK, bind, is_loopback, loopback_interface, serve_store
 
 logger = logging.getLogger(__name__)
 
 DEFAULT_TIMEOUT_S = 600.0
 _CONNECT_S = 30.0  # at least: the store is there before any rank, but its machine may be busy
 _LET_GO_S = 0.02
+# Where Gloo and NCCL listen. They answer anybody, so a world on one machine keeps to the loopback.
+_LISTEN_ON = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+_chosen_here: set[str] = set()  # of these variables, for as long as the world lives
 _TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -135,9 +141,10 @@ def start_process(
         torch.cuda.set_device(chosen)
     else:
         keep_freed_memory()
-    os.environ.setdefault(
-        "TORCH_FR_BUFFER_SIZE", "2000"
-    )  # torch's flight recorder, which diagnosis.py reads
+    # torch's flight recorder, which diagnosis.py reads
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
+    if _is_on_one_machine(os.environ, place):
+        _keep_to_the_loopback()
     dist.init_process_group(
         backend,
         store=store,
@@ -167,6 +174,8 @@ def stop_process() -> None:
         # (pytorch/pytorch#190489). So it is given time for it now.
         time.sleep(_LET_GO_S)
         dist.destroy_process_group()
+    while _chosen_here:  # the next world of this process may be on several machines
+        os.environ.pop(_chosen_here.pop(), None)
 
 
 def store_prefix(environment: Mapping[str, str]) -> str:
@@ -229,14 +238,58 @@ def _choose_device(wanted: str, place: _Place) -> torch.device:
 def _store(environment: Mapping[str, str], place: _Place, timeout_s: float) -> Store:
     if "MASTER_PORT" not in environment:
         return PrefixStore(store_prefix(environment), HashStore())
+    timeout = timedelta(seconds=max(timeout_s, _CONNECT_S))
     agent_serves = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    store = TCPStore(
-        environment["MASTER_ADDR"],
-        int(environment["MASTER_PORT"]),
-        place.world_size,
-        is_master=place.rank == 0 and not agent_serves,
-        timeout=timedelta(seconds=max(timeout_s, _CONNECT_S)),
-        wait_for_workers=False,
-    )
+    host, port = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
+    if not agent_serves and _is_on_one_machine(environment, place):
+        host = host if is_loopback(host) else LOOPBACK
+    if place.rank == 0 and not agent_serves:
+        store = _serve_store(host, port, place, timeout)
+    else:
+        store = TCPStore(host, port, place.world_size, timeout=timeout, wait_for_workers=False)
     store.set_timeout(timedelta(seconds=timeout_s))
     return PrefixStore(store_prefix(environment), store)
+
+
+def _serve_store(host: str, port: int, place: _Place, timeout: timedelta) -> TCPStore:
+    """Rank 0 serves the store itself, as no agent does: on one address, where that can be had."""
+    try:
+        bound = bind(host, port)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise
+        why = f"is not an address of this machine ({error.strerror})"
+    else:
+        if is_loopback(host) or not is_loopback(bound.getsockname()[0]):
+            return serve_store(bound, timeout_s=timeout.total_seconds())
+        bound.close()
+        why = "is this machine's loopback here, which other machines cannot reach"
+    logger.warning(
+        "the rendezvous store listens on all interfaces and answers anybody who reaches port %d: "
+        "MASTER_ADDR %s %s; set it to rank 0's address in the ranks' network",
+        port,
+        host,
+        why,
+    )
+    return TCPStore(
+        host, port, place.world_size, is_master=True, timeout=timeout, wait_for_workers=False
+    )
+
+
+def _is_on_one_machine(environment: Mapping[str, str], place: _Place) -> bool:
+    """Whether all ranks are here; the same answer on every rank, or False where it cannot be told."""
+    if place.world_size == 1:
+        return True
+    if "LOCAL_WORLD_SIZE" in environment:
+        return place.local_world_size == place.world_size
+    agent_serves = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return not agent_serves and is_loopback(environment["MASTER_ADDR"])
+
+
+def _keep_to_the_loopback() -> None:
+    """Lets Gloo and NCCL listen on the loopback alone, unless the user has said where."""
+    interface = loopback_interface()
+    for name in _LISTEN_ON:
+        if interface is not None and name not in os.environ:
+            os.environ[name] = interface
+            _chosen_here.add(name)

@@ -3,10 +3,13 @@
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
+from datetime import timedelta
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -16,6 +19,7 @@ from world import RankFailed, run_ranks
 from moebius.distributed.process import process as process_module
 from moebius.distributed.process.agreement import AgreementError
 from moebius.distributed.process.process import Process, start_process, stop_process, store_prefix
+from moebius.distributed.process.store import bind, loopback_interface
 
 
 def describe():
@@ -169,6 +173,75 @@ def test_ranks_without_an_agent_end_in_good_order():
     ]
     ends = [(rank.communicate(timeout=60)[1], rank.returncode) for rank in ranks]
     assert [code for _, code in ends] == [0, 0], ends
+
+
+def listening():
+    """Addresses on which this rank's process listens, and what it has set."""
+    with start_process("cpu", timeout_s=20):
+        dist.barrier()
+        found = psutil.Process().net_connections("tcp")
+        addresses = {entry.laddr.ip for entry in found if entry.status == psutil.CONN_LISTEN}
+        inside = os.environ.get("GLOO_SOCKET_IFNAME")
+    return addresses, inside, os.environ.get("GLOO_SOCKET_IFNAME")
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_world_on_one_machine_listens_on_the_loopback_alone(num_ranks):
+    for addresses, inside, afterwards in run_ranks(listening, num_ranks):
+        assert addresses
+        assert addresses <= {"127.0.0.1", "::1"}
+        assert (inside, afterwards) == (loopback_interface(), None)
+
+
+def test_an_interface_that_the_user_chose_is_kept(alone):
+    alone.setenv("GLOO_SOCKET_IFNAME", loopback_interface())
+    with start_process("cpu", timeout_s=5):
+        pass
+    assert os.environ["GLOO_SOCKET_IFNAME"] == loopback_interface()
+
+
+def place_of(rank: int, local_world_size: int) -> process_module._Place:
+    return process_module._Place(rank, 2, rank % local_world_size, local_world_size)
+
+
+@pytest.mark.parametrize(
+    ("environment", "local_world_size", "expected"),
+    [
+        ({"LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "example.org"}, 2, True),
+        ({"LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}, 1, False),
+        ({"MASTER_ADDR": "127.0.0.2"}, 1, True),
+        ({"MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_USE_AGENT_STORE": "True"}, 1, False),
+        ({"MASTER_ADDR": "10.1.1.1"}, 1, False),
+    ],
+)
+def test_which_worlds_are_on_one_machine(environment, local_world_size, expected):
+    told = process_module._is_on_one_machine(environment, place_of(0, local_world_size))
+    assert told is expected
+
+
+def test_rank_0_serves_the_store_on_the_address_that_it_was_given(caplog):
+    free = bind("127.0.0.5")
+    port = free.getsockname()[1]
+    free.close()
+    timeout = timedelta(seconds=5)
+    store = process_module._serve_store("127.0.0.5", port, place_of(0, 1), timeout)
+    store.set("key", "value")
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", port), timeout=2)
+    assert not caplog.records
+
+
+def test_a_store_that_cannot_be_bound_to_its_address_says_so(caplog, monkeypatch):
+    """As behind a service's address, or where /etc/hosts gives the machine's name to the loopback."""
+    free = bind("127.0.0.1")
+    port = free.getsockname()[1]
+    free.close()
+    real = process_module.bind
+    monkeypatch.setattr(process_module, "bind", lambda host, port: real("127.0.1.1", port))
+    monkeypatch.setattr(process_module, "is_loopback", lambda host: host.startswith("127.0.1"))
+    process_module._serve_store("127.0.0.1", port, place_of(0, 1), timedelta(seconds=5))
+    assert "listens on all interfaces and answers anybody" in caplog.text
+    assert "which other machines cannot reach" in caplog.text
 
 
 def test_a_rank_that_does_not_come_ends_the_wait_after_the_timeout():
