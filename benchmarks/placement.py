@@ -51,14 +51,22 @@ from moebius.train.run_folder import open_run, place_data
 DEGREES, REPLICAS, WINDOWS = (2, 4, 8), (0, 1, 2), (5, 20)
 SPANS = {"steps 21 to 60": (20, 60), "from step 101 on": (100, None)}
 KINDS = {"feed_forward": "", "value": "value_", "output": "output_"}
-SIZES = ("model.num_experts=64", "model.d_expert=32", "model.attention_balance=0")
+SIZES = (
+    "model.feed_forward.num_experts=64",
+    "model.feed_forward.d_expert=32",
+    "model.attention.balance=0",
+)
 MODELS = {
-    "sigmoid, 8 of 64": (*SIZES, "model.router.top_k=8", "model.router.balance=0"),
+    "sigmoid, 8 of 64": (
+        *SIZES,
+        "model.feed_forward.router.top_k=8",
+        "model.feed_forward.router.balance=0",
+    ),
     "softmax, 1 of 64": (
         *SIZES,
-        "model.router.kind=token_choice",
-        "model.router.top_k=1",
-        "model.router.balance=0",
+        "model.feed_forward.router.kind=token_choice",
+        "model.feed_forward.router.top_k=1",
+        "model.feed_forward.router.balance=0",
     ),
 }
 JUDGED_AFTER = 20  # in a run
@@ -136,7 +144,9 @@ def banks_of(lines: list[dict[str, Any]], config: Config) -> dict[str, list[Bank
     for kind, prefix in KINDS.items():
         load_SLE = np.array([line[f"{prefix}expert_load"] for line in steps])
         members = np.array(config.model.schedule)
-        found[kind] = [load_SLE[:, members == member] for member in range(config.model.group_size)]
+        found[kind] = [
+            load_SLE[:, members == member] for member in range(config.model.layers_per_group)
+        ]
     return found
 
 

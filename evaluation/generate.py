@@ -59,10 +59,10 @@ def generate(
 
 
 def _check_company(model: Transformer, companions_MS: Tensor | None, *, length: int) -> None:
-    config = model.config
-    if config.sparse_members and config.router.reads_whole_sequences:
+    experts = model.config.experts
+    if experts is not None and experts.router.reads_whole_sequences:
         raise ValueError(
-            f"router.kind={config.router.kind!r} as configured reads whole sequences, later "
+            f"router.kind={experts.router.kind!r} as configured reads whole sequences, later "
             "positions included: such a model "
             "cannot write, for at each token what comes later does not exist yet"
         )

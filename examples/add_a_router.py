@@ -19,8 +19,10 @@ from pydantic import Field, NonNegativeFloat
 from torch import Tensor
 
 from moebius.data_pipeline.corpus import embedded_documents
+from moebius.model.attention_config import DenseAttentionConfig
 from moebius.model.balance import RunningSum
 from moebius.model.config import ModelConfig
+from moebius.model.feed_forward_config import ExpertsConfig
 from moebius.model.initialise import Start, initialise, parameter
 from moebius.model.layers import wide_dtype
 from moebius.model.recompute import gather_unique, save_decision
@@ -34,8 +36,9 @@ from moebius.train.loss import micro_batch_loss
 
 
 class TopPConfig(ChoiceConfig):
-    """What a configuration may say under `model.router`; balance, balance_scope and z_loss come
-    with ChoiceConfig.
+    """The keys of `model.feed_forward.router` for this kind.
+
+    balance, balance_scope and z_loss come with ChoiceConfig.
     """
 
     kind: Literal["top_p"] = "top_p"
@@ -103,14 +106,10 @@ def main(steps: int = 40) -> None:
         vocab_size=256,
         d_model=64,
         num_layers=2,
-        group_size=2,
-        num_heads=4,
-        d_head=16,
+        layers_per_group=2,
         norm="pre",
-        attention="dense",
-        num_experts=8,
-        d_expert=64,
-        router=TopPConfig(p=0.4),
+        attention=DenseAttentionConfig(num_heads=4, d_head=16),
+        feed_forward=ExpertsConfig(num_experts=8, d_expert=64, router=TopPConfig(p=0.4)),
     )
     model = Transformer(config)
     initialise(model, seed=0)

@@ -359,7 +359,7 @@ def _describe(
         "vocab_size": model.vocab_size,
         "hidden_size": model.d_model,
         "num_hidden_layers": model.num_layers,
-        "num_attention_heads": model.num_heads,
+        "num_attention_heads": model.attention.num_heads,
         "max_position_embeddings": config.data.seq_len,
         "tie_word_embeddings": False,
         "eos_token_id": None if tokenizer is None else tokenizer.end_of_document_id,

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .attention_config import AttentionConfig, SwitchHeadConfig
 from .cache import LayerCache
 from .config import ModelConfig
 from .experts import ExpertLinears
@@ -29,8 +30,8 @@ class Attention(nn.Module):
 
     def __init__(self, config: ModelConfig, *, start: Start) -> None:
         super().__init__()
-        self.config = config
-        width = config.num_heads * config.d_head
+        self.config: AttentionConfig = config.attention
+        width = self.config.num_heads * self.config.d_head
         self.query = Linear(config.d_model, width, start=start)
         self.key = Linear(config.d_model, width, start=start)
 
@@ -78,12 +79,11 @@ class SwitchHead(Attention):
 
     def __init__(self, config: ModelConfig, starts: Starts, *, backend: str) -> None:
         super().__init__(config, start=starts.switchhead(config.d_model))
-        heads, d_model, d_head = config.num_heads, config.d_model, config.d_head
-        self.num_experts = heads * config.num_attention_experts
-        choice, start = (
-            SigmoidConfig(top_k=config.attention_top_k, balance=config.attention_balance),
-            starts.attention_router(),
-        )
+        assert isinstance(config.attention, SwitchHeadConfig)
+        heads, d_model, d_head = config.attention.num_heads, config.d_model, config.attention.d_head
+        self.num_experts = config.attention.expert_count
+        choice = SigmoidConfig(top_k=config.attention.top_k, balance=config.attention.balance)
+        start = starts.attention_router()
         self.value_router = SigmoidRouter(
             choice, d_model, self.num_experts, start=start, num_heads=heads
         )
@@ -135,14 +135,16 @@ class DenseAttention(Attention):
     """
 
     def __init__(self, config: ModelConfig, starts: Starts) -> None:
-        gated = config.attention == "switchhead"
+        gated = config.attention.kind == "switchhead"
         rule = starts.switchhead if gated else starts.dense
         super().__init__(config, start=rule(config.d_model))
-        width = config.num_heads * config.d_head
+        width = config.attention.num_heads * config.attention.d_head
         self.value = Linear(config.d_model, width, start=rule(config.d_model))
         self.output = Linear(width, config.d_model, start=rule(width))
         self.head_gate = (
-            Linear(config.d_model, config.num_heads, start=rule(config.d_model)) if gated else None
+            Linear(config.d_model, config.attention.num_heads, start=rule(config.d_model))
+            if gated
+            else None
         )
 
     def forward(
@@ -162,8 +164,8 @@ def make_attention(
     config: ModelConfig, starts: Starts, *, backend: str
 ) -> SwitchHead | DenseAttention | MoMHA:
     """The attention that `config` names."""
-    if config.attention == "momha":
+    if config.attention.kind == "momha":
         return MoMHA(config, starts, backend=backend)
-    if config.has_attention_experts:
+    if config.attention.expert_count:
         return SwitchHead(config, starts, backend=backend)
     return DenseAttention(config, starts)

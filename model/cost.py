@@ -26,7 +26,9 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from ..kernels.activations import columns_of
+from .attention_config import MoMHAConfig, SwitchHeadConfig
 from .config import ModelConfig
+from .feed_forward_config import ExpertsConfig
 from .moe import SparseFeedForward, SparseLayer
 from .transformer import Layer, Transformer
 
@@ -89,9 +91,9 @@ def forward_flops(config: ModelConfig, seq_len: int) -> Flops:
     """FLOPs of one token by formula, in sequences of `seq_len` positions."""
     sparse = [config.has_experts(member) for member in config.schedule]
     parts = [_attention(config, seq_len)] * config.num_layers
-    parts += [_experts(config, seq_len)] * sum(sparse) + [_dense(config)] * (
-        len(sparse) - sum(sparse)
-    )
+    if config.experts is not None:
+        parts += [_experts(config, config.experts, seq_len)] * sum(sparse)
+    parts += [_dense(config)] * (len(sparse) - sum(sparse))
     if config.halting is not None:
         parts += [_flops(routing=2 * config.d_model * (config.d_model + 2))] * (
             config.num_layers - 1
@@ -102,7 +104,7 @@ def forward_flops(config: ModelConfig, seq_len: int) -> Flops:
 def is_upper_bound(config: ModelConfig) -> bool:
     """Whether some tokens may cost less than the formula says: refused by an expert, or halted."""
     return config.halting is not None or (
-        bool(config.sparse_members) and config.router.may_serve_fewer
+        config.experts is not None and config.experts.router.may_serve_fewer
     )
 
 
@@ -126,18 +128,15 @@ def _numel(module: nn.Module) -> int:
 
 def _idle(config: ModelConfig, layer: Layer, seq_len: int) -> float:
     """Parameters of the experts that do not serve one token."""
-    idle = 0.0
+    idle, attention, experts = 0.0, config.attention, config.experts
     for bank in layer.attention.modules():
-        if isinstance(bank, SparseLayer):
-            idle += (1 - config.attention_top_k / config.num_attention_experts) * _numel(bank)
-    if isinstance(layer.feed_forward, SparseFeedForward):
-        share = min(1.0, config.sub_tokens * _experts_per_row(config, seq_len) / config.num_experts)
+        if isinstance(bank, SparseLayer) and isinstance(attention, SwitchHeadConfig | MoMHAConfig):
+            idle += (1 - attention.top_k / attention.num_experts) * _numel(bank)
+    if isinstance(layer.feed_forward, SparseFeedForward) and experts is not None:
+        served = experts.sub_tokens * experts.experts_per_row(seq_len)
+        share = min(1.0, served / experts.num_experts)
         idle += (1 - share) * _numel(layer.feed_forward.sparse)
     return idle
-
-
-def _experts_per_row(config: ModelConfig, seq_len: int) -> float:
-    return config.router.active_experts(config.num_experts, seq_len * config.sub_tokens)
 
 
 def _flops(**parts: float) -> Flops:
@@ -146,50 +145,51 @@ def _flops(**parts: float) -> Flops:
 
 def _attention(config: ModelConfig, seq_len: int) -> Flops:
     """One layer's attention."""
-    d_model, width, top_k = config.d_model, config.num_heads * config.d_head, config.attention_top_k
+    attention, d_model = config.attention, config.d_model
+    width = attention.num_heads * attention.d_head
     projection, scores = 2 * d_model * width, 4 * seq_len * width
-    if (
-        config.attention == "momha"
-    ):  # K and V are dense; the router has two layers; every expert has its own scores
-        router = 2 * d_model * (d_model + config.num_attention_experts)
-        relative = 2 * width * config.max_distance
+    if isinstance(attention, MoMHAConfig):
+        # K and V are dense; the router has two layers; every expert has its own scores
+        relative = 2 * width * attention.max_distance
         return _flops(
-            attention_projections=2 * (1 + top_k) * projection,
-            attention_scores=top_k * (scores + relative),
-            routing=router,
+            attention_projections=2 * (1 + attention.top_k) * projection,
+            attention_scores=attention.top_k * (scores + relative),
+            routing=2 * d_model * (d_model + attention.num_experts),
         )
-    if config.has_attention_experts:  # Q and K are dense
-        routers = 2 * 2 * d_model * config.num_heads * config.num_attention_experts
+    if isinstance(attention, SwitchHeadConfig) and attention.has_experts:  # Q and K are dense
         return _flops(
-            attention_projections=2 * (1 + top_k) * projection,
+            attention_projections=2 * (1 + attention.top_k) * projection,
             attention_scores=scores,
-            routing=routers,
+            routing=2 * 2 * d_model * attention.expert_count,
         )
-    gates = 2 * d_model * config.num_heads if config.attention == "switchhead" else 0
+    gates = 2 * d_model * attention.num_heads if attention.kind == "switchhead" else 0
     return _flops(attention_projections=4 * projection, attention_scores=scores, routing=gates)
 
 
 def _dense(config: ModelConfig) -> Flops:
     """One dense feed-forward."""
-    return _flops(feed_forward=_mlp(config, config.d_model, config.d_feed_forward))
+    dense = config.feed_forward
+    return _flops(feed_forward=_mlp(dense.activation, config.d_model, dense.d_feed_forward))
 
 
-def _experts(config: ModelConfig, seq_len: int) -> Flops:
+def _experts(config: ModelConfig, experts: ExpertsConfig, seq_len: int) -> Flops:
     """One feed-forward with experts: its rows are tokens or sub-tokens."""
-    rows, d_row = config.sub_tokens, config.d_model // config.sub_tokens
-    routed = rows * _experts_per_row(config, seq_len) * _mlp(config, d_row, config.d_expert)
-    shared = _mlp(config, config.d_model, config.num_shared_experts * config.d_expert)
+    rows, d_row = experts.sub_tokens, config.d_model // experts.sub_tokens
+    expert = _mlp(experts.activation, d_row, experts.d_expert)
+    routed = rows * experts.experts_per_row(seq_len) * expert
+    d_shared = experts.num_shared_experts * experts.d_expert
+    shared = _mlp(experts.activation, config.d_model, d_shared)
     # In peri-layernorm router and experts read different rows, so the head map is applied to both.
     maps = 0 if rows == 1 else 3 if config.norm == "peri" else 2
     return _flops(
         feed_forward=routed + shared,
         sub_tokens=maps * 2 * config.d_model**2,
-        routing=rows * config.router.router_flops(d_row, config.num_experts),
+        routing=rows * experts.router.router_flops(d_row, experts.num_experts),
     )
 
 
-def _mlp(config: ModelConfig, d_row: int, width: int) -> int:
-    return 2 * d_row * (columns_of(width, config.activation) + width)
+def _mlp(activation: str, d_row: int, width: int) -> int:
+    return 2 * d_row * (columns_of(width, activation) + width)
 
 
 @dataclass(frozen=True)

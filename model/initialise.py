@@ -10,7 +10,7 @@ layers); c = 1 in post-norm:
   paper, release   up-projections, routers, Q, K, V   N(0, c/√D)
                    down-projections                   N(0, c/√(E·F)), all experts counted as fan-in
                    O                                  N(0, c/√(H·C))
-  scaled           truncated normal of std √(init_scale / fan-in), cut at ±2·init_scale; a down-projection's fan-in is F
+  scaled           truncated normal of std √(scale / fan-in), cut at ±2·scale; a down-projection's fan-in is F
                    (Switch, arXiv 2101.03961, §2.4; Mixture of Tokens, arXiv 2310.15961)
   sut              expert tensors U(±1/fan-in), not of its root; expert biases U(±1/√fan-out); routers and the halting gate
                    torch's default U(±1/√fan-in), weight and bias; K and V Xavier, gain 1/√2 (released code of arXiv 2310.07096)
@@ -158,7 +158,7 @@ class Starts:
     rule: str  # paper, release, scaled or sut
     d_model: int
     num_layers: int  # L of c = √(2/L); 2 stands for c = 1
-    init_scale: float
+    scale: float | None  # of the rule scaled
     expert_axis_norm: bool
 
     def router(self, d_row: int) -> Start:
@@ -219,6 +219,6 @@ class Starts:
         return uniform(self.d_model**-0.5)
 
     def _sparse(self, fan_in: int) -> Start:
-        if self.rule == "scaled":
-            return truncated_normal(math.sqrt(self.init_scale / fan_in), 2 * self.init_scale)
+        if self.scale is not None:
+            return truncated_normal(math.sqrt(self.scale / fan_in), 2 * self.scale)
         return normal(math.sqrt(2 / self.num_layers) / math.sqrt(fan_in))

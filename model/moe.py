@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from .config import ModelConfig
 from .experts import ExpertLinears, ExpertMLPs
+from .feed_forward_config import ExpertsConfig
 from .halting import Unhalted
 from .initialise import Starts, uniform, xavier_uniform
 from .layers import DenseMLP, LayerNorm, Linear
@@ -172,45 +173,47 @@ class SparseFeedForward(nn.Module):
 
     def __init__(self, config: ModelConfig, starts: Starts, *, backend: str) -> None:
         super().__init__()
-        width = config.d_model // config.sub_tokens
+        experts = config.experts
+        assert experts is not None
+        width = config.d_model // experts.sub_tokens
         self.view = None
-        if config.sub_tokens > 1:
+        if experts.sub_tokens > 1:
             self.view = SubTokens(
-                config.d_model, config.sub_tokens, residual=config.sub_token_residual
+                config.d_model, experts.sub_tokens, residual=experts.sub_token_residual
             )
         self.router = make_router(
-            config.router, width, config.num_experts, start=starts.router(width)
+            experts.router, width, experts.num_experts, start=starts.router(width)
         )
         up_start, down_start = (
             starts.expert_up(width),
-            starts.expert_down(config.num_experts, config.d_expert),
+            starts.expert_down(experts.num_experts, experts.d_expert),
         )
-        bias_starts = starts.expert_biases(width, config.d_expert) if config.expert_bias else None
+        bias_starts = starts.expert_biases(width, experts.d_expert) if experts.expert_bias else None
         self.sparse = SparseLayer(
             ExpertMLPs(
-                config.num_experts,
+                experts.num_experts,
                 width,
-                config.d_expert,
+                experts.d_expert,
                 backend=backend,
                 up_start=up_start,
                 down_start=down_start,
-                activation=config.activation,
+                activation=experts.activation,
                 bias_starts=bias_starts,
             )
         )
-        d_shared = config.num_shared_experts * config.d_expert
+        d_shared = experts.num_shared_experts * experts.d_expert
         self.shared = None
         if d_shared:
             self.shared = DenseMLP(
                 config.d_model,
                 d_shared,
-                activation=config.activation,
-                bias=config.expert_bias,
+                activation=experts.activation,
+                bias=experts.expert_bias,
                 up_start=starts.dense(config.d_model),
                 down_start=starts.dense(d_shared),
             )
-        self.routed_weight, self.shared_weight = _sum_weights(config)
-        self.output_norm = LayerNorm(config.d_model) if config.output_norm else None
+        self.routed_weight, self.shared_weight = _sum_weights(experts)
+        self.output_norm = LayerNorm(config.d_model) if experts.output_norm else None
 
     def forward(
         self, x_BSD: Tensor, router_input_BSD: Tensor, unhalted: Unhalted | None = None
@@ -264,7 +267,7 @@ class SparseFeedForward(nn.Module):
         )
 
 
-def _sum_weights(config: ModelConfig) -> tuple[float, float]:
+def _sum_weights(config: ExpertsConfig) -> tuple[float, float]:
     """Weights of the routed and of the shared experts' answers."""
     if config.shared_sum == "plain":
         return 1.0, 1.0

@@ -23,9 +23,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .attention_config import MoMHAConfig
 from .cache import LayerCache
 from .config import ModelConfig
 from .experts import ExpertLinears
+from .feed_forward_config import ExpertsConfig
 from .halting import Unhalted
 from .initialise import Starts, parameter, zeros
 from .layers import Linear
@@ -40,10 +42,14 @@ class MoMHA(nn.Module):
 
     def __init__(self, config: ModelConfig, starts: Starts, *, backend: str) -> None:
         super().__init__()
-        self.config, self.num_experts = config, config.num_attention_experts
-        d_model, width = config.d_model, config.num_heads * config.d_head
+        assert isinstance(config.attention, MoMHAConfig)
+        self.config, self.num_experts = config.attention, config.attention.num_experts
+        d_model, width = config.d_model, self.config.num_heads * self.config.d_head
         self.router = SutRouter(
-            _choice(config), d_model, self.num_experts, start=starts.router(d_model)
+            _choice(config.attention, config.experts),
+            d_model,
+            self.num_experts,
+            start=starts.router(d_model),
         )
         self.query = SparseLayer(
             ExpertLinears(
@@ -66,7 +72,7 @@ class MoMHA(nn.Module):
         self.key = Linear(d_model, width, start=starts.momha_dense(d_model))
         self.value = Linear(d_model, width, start=starts.momha_dense(d_model))
         self.relative = parameter(
-            config.num_heads, config.d_head, 2 * config.max_distance + 1, start=zeros
+            self.config.num_heads, self.config.d_head, 2 * self.config.max_distance + 1, start=zeros
         )
 
     def routers(self) -> dict[str, Router]:
@@ -149,12 +155,12 @@ class MoMHA(nn.Module):
         return x_BSW.unflatten(-1, (self.config.num_heads, self.config.d_head)).transpose(1, 2)
 
 
-def _choice(config: ModelConfig) -> SutConfig:
-    """How tokens choose attention experts; the sign of the loss is the feed-forward's."""
-    sign = config.router.mi_sign if isinstance(config.router, SutConfig) else "corrected"
+def _choice(config: MoMHAConfig, experts: ExpertsConfig | None) -> SutConfig:
+    """Returns how tokens choose attention experts; the sign of the loss is the feed-forward's."""
+    router = None if experts is None else experts.router
     return SutConfig(
-        top_k=config.attention_top_k,
-        sampled=config.attention_sampled,
-        mi_loss=config.attention_balance,
-        mi_sign=sign,
+        top_k=config.top_k,
+        sampled=config.sampled,
+        mi_loss=config.balance,
+        mi_sign=router.mi_sign if isinstance(router, SutConfig) else "corrected",
     )

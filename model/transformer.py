@@ -30,7 +30,7 @@ from ..kernels.gradients import accumulate_weight_gradients
 from .attention import make_attention
 from .balance import DepthLoad, RouterReport, RunningSum, add_sums, collect_loads, report_routing
 from .cache import LayerCache
-from .config import ModelConfig
+from .config import ModelConfig, ScaledInitialisationConfig
 from .experts import ExpertLinears, ExpertMLPs
 from .halting import Halted, Halting, Unhalted
 from .head_loss import ReadOut
@@ -101,11 +101,11 @@ class Layer(nn.Module):
         else:
             self.feed_forward = DenseMLP(
                 config.d_model,
-                config.d_feed_forward,
-                activation=config.activation,
-                bias=config.dense_bias,
+                config.feed_forward.d_feed_forward,
+                activation=config.feed_forward.activation,
+                bias=config.feed_forward.dense_bias,
                 up_start=starts.dense(config.d_model),
-                down_start=starts.dense(config.d_feed_forward),
+                down_start=starts.dense(config.feed_forward.d_feed_forward),
             )
 
     def routers(self) -> dict[str, Router]:
@@ -194,15 +194,16 @@ class Transformer(nn.Module):
         starts = _starts(config)
         self.embedding = parameter(config.vocab_size, config.d_model, start=starts.embedding())
         self.position_embedding = None
-        if config.positions == "learned":
+        if config.attention.max_positions is not None:
             self.position_embedding = parameter(
-                config.max_positions, config.d_model, start=starts.embedding()
+                config.attention.max_positions, config.d_model, start=starts.embedding()
             )
         self.embedding_norm = (
             LayerNorm(config.d_model, affine=False) if config.norm == "post" else None
         )
         self.group = nn.ModuleList(
-            Layer(config, starts, member, backend=backend) for member in range(config.group_size)
+            Layer(config, starts, member, backend=backend)
+            for member in range(config.layers_per_group)
         )
         self.halting = None if config.halting is None else Halting(config.halting, config.d_model)
         self.final_norm = None if config.norm == "post" else LayerNorm(config.d_model)
@@ -294,9 +295,9 @@ class Transformer(nn.Module):
         x_BSD = x_BSD.to(wide_dtype(x_BSD))
         if self.position_embedding is not None:
             last = past + tokens_BS.shape[1]
-            if last > self.config.max_positions:
+            if last > len(self.position_embedding):
                 raise ValueError(
-                    f"{last} positions are more than max_positions={self.config.max_positions} "
+                    f"{last} positions are more than max_positions={len(self.position_embedding)} "
                     "that this model has learned"
                 )
             x_BSD = x_BSD + self.position_embedding[past:last]
@@ -306,11 +307,15 @@ class Transformer(nn.Module):
 
     def _rotary(self, x_BSD: Tensor, past: int) -> RotaryTable | None:
         """Once for all depth steps."""
-        config = self.config
-        if config.attention == "momha":
+        attention = self.config.attention
+        if attention.kind == "momha":
             return None
         return rotary_table(
-            past, x_BSD.shape[1], config.rotary_channels, config.rotary_base, x_BSD.device
+            past,
+            x_BSD.shape[1],
+            attention.rotary_channels,
+            attention.rotary_base,
+            x_BSD.device,
         )
 
     def _losses(
@@ -351,6 +356,11 @@ class Transformer(nn.Module):
 def _starts(config: ModelConfig) -> Starts:
     """Post-norm layers start at full size: the norm after the addition keeps the residual's."""
     depth = 2 if config.norm == "post" else config.num_layers
+    rule = config.initialisation
     return Starts(
-        config.initialisation, config.d_model, depth, config.init_scale, config.expert_axis_norm
+        rule.kind,
+        config.d_model,
+        depth,
+        rule.scale if isinstance(rule, ScaledInitialisationConfig) else None,
+        rule.expert_axis_norm,
     )

@@ -21,9 +21,11 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..kernels.activations import columns_of
+from ..model.attention_config import AttentionConfig, MoMHAConfig, SwitchHeadConfig
 from ..model.config import ModelConfig
 from ..model.cost import forward_flops
 from ..model.experts import ExpertLinears
+from ..model.feed_forward_config import ExpertsConfig
 from ..model.moe import SparseFeedForward, SparseLayer
 from ..model.precision import forward_in
 from ..model.routers.mixture import TokenMixingConfig
@@ -176,17 +178,17 @@ class Workload:
 @lru_cache(maxsize=64)
 def describe(config: ModelConfig, *, seq_len: int, precision: str = "bfloat16") -> Workload:
     """The workload of a model in sequences of `seq_len` tokens."""
-    longer = config.model_copy(update={"max_positions": max(config.max_positions, 3 * seq_len)})
+    learned = config.attention.max_positions
+    longer = config
+    if learned is not None:
+        positions = max(learned, 3 * seq_len)
+        longer = config.changed({"attention.positions.max_positions": positions})
     with torch.device("meta"):
         model = Transformer(longer, backend="segments")
     layers = [cast(Layer, layer) for layer in model.group]
     alike = Counter(_member(config, layer, seq_len) for layer in layers)
     members = tuple(replace(member, copies=copies) for member, copies in alike.items())
-    unused_positions = (
-        (longer.max_positions - config.max_positions)
-        * config.d_model
-        * (config.positions == "learned")
-    )
+    unused_positions = ((longer.attention.max_positions or 0) - (learned or 0)) * config.d_model
     root = _numel(model) - sum(map(_numel, layers)) - unused_positions
     plain = Workload(
         members,
@@ -281,14 +283,17 @@ def _saved(model: Transformer, config: ModelConfig, seq_len: int, precision: str
 def _member(config: ModelConfig, layer: Layer, seq_len: int) -> Member:
     banks = tuple(_attention_banks(config, layer))
     if isinstance(layer.feed_forward, SparseFeedForward):
-        banks += (_feed_forward_bank(config, layer.feed_forward, seq_len),)
+        assert config.experts is not None
+        d_row = config.d_model // config.experts.sub_tokens
+        banks += (_feed_forward_bank(config.experts, layer.feed_forward, d_row, seq_len),)
     experts = sum(_numel(module) for module in layer.modules() if isinstance(module, SparseLayer))
     return Member(_numel(layer) - experts, banks)
 
 
-def _feed_forward_bank(config: ModelConfig, layer: SparseFeedForward, seq_len: int) -> Bank:
-    router, d_row = config.router, config.d_model // config.sub_tokens
-    active = router.active_experts(config.num_experts, seq_len * config.sub_tokens)
+def _feed_forward_bank(
+    config: ExpertsConfig, layer: SparseFeedForward, d_row: int, seq_len: int
+) -> Bank:
+    router, active = config.router, config.experts_per_row(seq_len)
     mixes = isinstance(
         router, _MIXING
     )  # then mixtures of rows travel, each to one expert, and not the rows
@@ -311,22 +316,23 @@ def _feed_forward_bank(config: ModelConfig, layer: SparseFeedForward, seq_len: i
 
 def _attention_banks(config: ModelConfig, layer: Layer) -> list[Bank]:
     banks = {
-        name: _linear_bank(config, name, cast(ExpertLinears, module.experts))
+        name: _linear_bank(config.attention, name, cast(ExpertLinears, module.experts))
         for name, module in layer.attention.named_children()
         if isinstance(module, SparseLayer)
     }
     return list(banks.values())
 
 
-def _linear_bank(config: ModelConfig, name: str, experts: ExpertLinears) -> Bank:
+def _linear_bank(config: AttentionConfig, name: str, experts: ExpertLinears) -> Bank:
+    assert isinstance(config, SwitchHeadConfig | MoMHAConfig)
     _, d_in, d_out = experts.weight.shape
-    momha = config.attention == "momha"
+    momha = isinstance(config, MoMHAConfig)
     narrow: Unit = "route" if momha else "head"  # what stands on the heads' side of the projection
     return Bank(
         name,
         "attention" if momha else name,
-        config.num_attention_experts,
-        config.attention_top_k,
+        config.num_experts,
+        config.top_k,
         d_in,
         d_out,
         d_in * d_out,

@@ -1,5 +1,6 @@
 """Every architecture of the family, shrunk until a test can afford all of them."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -11,26 +12,35 @@ from moebius.train.recipes.family import FAMILY
 
 NAMES = tuple(FAMILY)
 VOCABULARY = 61
+NOTHING: Mapping[str, Any] = {}
 
 
-def tiny_config(name: str, **changes: Any) -> ModelConfig:
-    """The recipe's model with small widths and everything that makes it what it is."""
+def tiny_config(name: str, changes: Mapping[str, Any] = NOTHING) -> ModelConfig:
+    """The recipe's model with small widths and everything that makes it what it is.
+
+    `changes` have dotted keys.
+    """
     model = FAMILY[name][1]().model
     small = {
         "vocab_size": VOCABULARY,
         "d_model": 24,
-        "d_head": 6,
-        "d_feed_forward": 20,
-        "d_expert": 8,
+        "attention.d_head": 6,
+        "feed_forward.d_feed_forward": 20,
     }
-    return ModelConfig.model_validate(model.model_dump() | small | changes)
+    if model.experts is not None:
+        small["feed_forward.d_expert"] = 8
+    return model.changed({**small, **changes})
 
 
 def tiny_model(
-    name: str, *, dtype: torch.dtype = torch.float32, seed: int = 0, **changes: Any
+    name: str,
+    changes: Mapping[str, Any] = NOTHING,
+    *,
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
 ) -> Transformer:
     """With starting values."""
-    model = Transformer(tiny_config(name, **changes))
+    model = Transformer(tiny_config(name, changes))
     initialise(model, seed)
     return model.to(dtype)
 

@@ -10,7 +10,9 @@ import torch
 from shared import shared_folder
 from torch import Tensor
 
-from moebius.model.config import HaltingConfig, ModelConfig
+from moebius.model.attention_config import DenseAttentionConfig, MoMHAConfig, SwitchHeadConfig
+from moebius.model.config import HaltingConfig, InitialisationConfig, ModelConfig
+from moebius.model.feed_forward_config import DenseFeedForwardConfig, ExpertsConfig
 from moebius.model.routers.sigmoid import SigmoidConfig
 from moebius.model.routers.sut import SutConfig
 from moebius.model.transformer import Transformer
@@ -108,7 +110,7 @@ class Golden:
         for layers in ("transformer.layers.", "unique_layers."):
             if name.startswith(layers):
                 member, _, rest = name.removeprefix(layers).partition(".")
-                if self.config.attention == "momha":
+                if self.config.attention.kind == "momha":
                     return [(_rename(rest, SUT_NAMES), value)]
                 return [
                     (f"group.{member}.{new}", tensor)
@@ -121,7 +123,7 @@ class Golden:
             key, content = value.chunk(2)
             return [("attention.key.weight", key), ("attention.value.weight", content)]
         names = RELEASE_NAMES | TRAINING_NAMES
-        if self.config.attention == "switchhead" and not self.config.has_attention_experts:
+        if self.config.attention.kind == "switchhead" and not self.config.attention.expert_count:
             names = names | SINGLE_EXPERT_NAMES
         return [(_rename(part, names), value)]
 
@@ -152,14 +154,18 @@ def _release_config(r: dict) -> ModelConfig:
         vocab_size=r["n_tokens"],
         d_model=r["d_model"],
         num_layers=r["n_layers"],
-        group_size=r["group_size"],
-        num_heads=r["n_heads"],
-        d_head=r["d_head"],
-        num_attention_experts=r["att_n_experts"],
-        attention_top_k=r["att_k"],
-        num_experts=r["ff_n_experts"],
-        router=SigmoidConfig(top_k=r["ff_k"]),
-        d_expert=r["ff_expert_size"],
+        layers_per_group=r["group_size"],
+        attention=SwitchHeadConfig(
+            num_heads=r["n_heads"],
+            d_head=r["d_head"],
+            num_experts=r["att_n_experts"],
+            top_k=r["att_k"],
+        ),
+        feed_forward=ExpertsConfig(
+            num_experts=r["ff_n_experts"],
+            router=SigmoidConfig(top_k=r["ff_k"]),
+            d_expert=r["ff_expert_size"],
+        ),
     )
 
 
@@ -167,32 +173,35 @@ def _training_config(r: dict) -> ModelConfig:
     if r["transformer.variant"] == "actsut_universal":
         return _sut_config(r)
     layers, width = r["transformer.encoder_n_layers"], r["state_size"]
-    common = {
-        "vocab_size": r["n_tokens"],
-        "d_model": width,
-        "num_layers": layers,
+    common = {"vocab_size": r["n_tokens"], "d_model": width, "num_layers": layers}
+    heads = {
         "num_heads": r["transformer.n_heads"],
         "d_head": r["transformer.head_projection_size"],
     }
     if r["transformer.variant"] == "preln_rope":
+        d_feed_forward = int(width * r["transformer.ff_multiplier"])
         return ModelConfig(
             **common,
-            group_size=layers,
+            layers_per_group=layers,
             norm="pre",
-            attention="dense",
-            feed_forward="dense",
-            d_feed_forward=int(width * r["transformer.ff_multiplier"]),
+            attention=DenseAttentionConfig(**heads),
+            feed_forward=DenseFeedForwardConfig(d_feed_forward=d_feed_forward),
         )
     return ModelConfig(
         **common,
-        group_size=r["transformer.universal.group_size"],
+        layers_per_group=r["transformer.universal.group_size"],
         norm="peri" if r.get("moe.nonorm") else "pre",
-        num_attention_experts=r["moe.att.n_experts"],
-        attention_top_k=r["moe.att.k"],
-        single_expert="gated_experts",
-        num_experts=r["moe.n_experts"],
-        router=SigmoidConfig(top_k=r["pkm.n_heads"]),
-        d_expert=r["moe.expert_size"],
+        attention=SwitchHeadConfig(
+            **heads,
+            num_experts=r["moe.att.n_experts"],
+            top_k=r["moe.att.k"],
+            single_expert="gated_experts",
+        ),
+        feed_forward=ExpertsConfig(
+            num_experts=r["moe.n_experts"],
+            router=SigmoidConfig(top_k=r["pkm.n_heads"]),
+            d_expert=r["moe.expert_size"],
+        ),
     )
 
 
@@ -201,19 +210,23 @@ def _sut_config(r: dict) -> ModelConfig:
         vocab_size=r["n_tokens"],
         d_model=r["state_size"],
         num_layers=r["transformer.encoder_n_layers"],
-        group_size=1,
+        layers_per_group=1,
         norm="post",
-        positions="none",
-        attention="momha",
-        num_attention_experts=r["moe.att.n_experts"],
-        attention_top_k=r["moe.att.k"],
-        d_head=r["transformer.head_projection_size"],
-        num_heads=r["moe.att.expert_size"] // r["transformer.head_projection_size"],
-        attention_balance=r["moa.miloss"],
-        num_experts=r["moe.n_experts"],
-        d_expert=r["moe.expert_size"],
-        expert_bias=True,
-        initialisation="sut",
-        router=SutConfig(top_k=r["pkm.n_heads"], mi_loss=r["moa.miloss"], mi_sign="as_published"),
         halting=HaltingConfig(loss=r["transformer.act_loss"], loss_sum="all"),
+        attention=MoMHAConfig(
+            num_experts=r["moe.att.n_experts"],
+            top_k=r["moe.att.k"],
+            d_head=r["transformer.head_projection_size"],
+            num_heads=r["moe.att.expert_size"] // r["transformer.head_projection_size"],
+            balance=r["moa.miloss"],
+        ),
+        feed_forward=ExpertsConfig(
+            num_experts=r["moe.n_experts"],
+            d_expert=r["moe.expert_size"],
+            expert_bias=True,
+            router=SutConfig(
+                top_k=r["pkm.n_heads"], mi_loss=r["moa.miloss"], mi_sign="as_published"
+            ),
+        ),
+        initialisation=InitialisationConfig(kind="sut"),
     )

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from moebius.model.config import ModelConfig
+from moebius.model.feed_forward_config import ExpertsConfig
 from moebius.model.initialise import Starts, initialise
 from moebius.model.moe import SparseFeedForward
 
@@ -29,10 +30,9 @@ def make_layer(
     """
     config = ModelConfig(
         d_model=WIDTH,
-        num_experts=num_experts,
-        d_expert=d_expert,
-        router=router,
-        allow_future_leak=True,
+        feed_forward=ExpertsConfig(
+            num_experts=num_experts, d_expert=d_expert, router=router, allow_future_leak=True
+        ),
     )
     layer = SparseFeedForward(
         config, Starts("paper", WIDTH, 2, 0.1, False), backend="auto"

@@ -1,35 +1,39 @@
 """One layer of experts in float64, and the leak test for it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from moebius.model.attention_config import DenseAttentionConfig
 from moebius.model.config import ModelConfig
+from moebius.model.feed_forward_config import ExpertsConfig
 from moebius.model.initialise import initialise
 from moebius.model.moe import SparseFeedForward
 from moebius.model.transformer import Transformer
 
+NOTHING: Mapping[str, Any] = {}
 
-def make_model(router: dict[str, Any], *, seed: int = 0, **sizes: Any) -> Transformer:
-    """Two pre-norm layers with causal attention, float64, on the reference backend."""
-    small: dict[str, Any] = {
-        "vocab_size": 31,
-        "d_model": 12,
-        "num_layers": 2,
-        "group_size": 2,
-        "num_heads": 2,
-        "d_head": 6,
-        "norm": "pre",
-        "attention": "dense",
-        "num_experts": 6,
-        "d_expert": 10,
-        "allow_future_leak": True,
-    }
-    model = Transformer(
-        ModelConfig.model_validate(small | sizes | {"router": router}), backend="reference"
+
+def make_model(
+    router: dict[str, Any], changes: Mapping[str, Any] = NOTHING, *, seed: int = 0, **sizes: Any
+) -> Transformer:
+    """Two pre-norm layers with causal attention, float64, on the reference backend.
+
+    `sizes` are of the experts, `changes` (under dotted keys) of the whole.
+    """
+    experts = {"num_experts": 6, "d_expert": 10, "allow_future_leak": True} | sizes
+    config = ModelConfig(
+        vocab_size=31,
+        d_model=12,
+        num_layers=2,
+        layers_per_group=2,
+        norm="pre",
+        attention=DenseAttentionConfig(num_heads=2, d_head=6),
+        feed_forward=ExpertsConfig.model_validate(experts | {"router": router}),
     )
+    model = Transformer(config.changed(changes), backend="reference")
     initialise(model, seed)
     return model.double()
 

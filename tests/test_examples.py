@@ -45,20 +45,20 @@ def example():
 
 
 def config_of(p: float) -> ModelConfig:
-    return ModelConfig.model_validate(
-        dict(
-            vocab_size=31,
-            d_model=16,
-            num_layers=2,
-            group_size=2,
-            num_heads=2,
-            d_head=8,
-            norm="pre",
-            attention="dense",
-            num_experts=6,
-            d_expert=10,
-            router={"kind": "top_p", "p": p},
-        )
+    return ModelConfig.from_dotted(
+        {
+            "vocab_size": 31,
+            "d_model": 16,
+            "num_layers": 2,
+            "layers_per_group": 2,
+            "attention.num_heads": 2,
+            "attention.d_head": 8,
+            "norm": "pre",
+            "attention.kind": "dense",
+            "feed_forward.num_experts": 6,
+            "feed_forward.d_expert": 10,
+            "feed_forward.router": {"kind": "top_p", "p": p},
+        }
     )
 
 

@@ -36,7 +36,7 @@ RANKS, MICRO_BATCH, POSITIONS = 4, 8, 10
 # Drawn per rank or summed in another order of micro-batches: no two layouts would agree.
 WITHOUT_CHANCE = {
     "sigma_moe_original": {
-        "router": {"kind": "sigmoid", "top_k": 4, "balance_scope": "global_batch"}
+        "feed_forward.router": {"kind": "sigmoid", "top_k": 4, "balance_scope": "global_batch"}
     }
 }
 
@@ -59,7 +59,7 @@ def one_process(name: str, dtype: torch.dtype) -> tuple[float, dict[str, Tensor]
     sees them as one.
     """
     recipe, step = at(name)
-    model = make_uneven(tiny_model(recipe, **WITHOUT_CHANCE.get(name, {})))
+    model = make_uneven(tiny_model(recipe, WITHOUT_CHANCE.get(name, {})))
     model.before_step(step)
     batches = [rows_of(rank) for rank in range(RANKS)]
     if name in WITHOUT_CHANCE:
@@ -91,7 +91,7 @@ def difference_on_ranks(
             expected_loss, expected, start = torch.load(folder / f"{name}.pt")
             whole_norm = torch.stack([gradient.norm() for gradient in expected.values()]).norm()
             for ep, mesh in meshes.items():
-                config = tiny_config(recipe, **WITHOUT_CHANCE.get(name, {}))
+                config = tiny_config(recipe, WITHOUT_CHANCE.get(name, {}))
                 # In bfloat16 a sum in another order flips choices, as any rounding would; alltoall
                 # adds in the same order.
                 dispatcher = "auto" if dtype is torch.float32 or ep == 1 else "alltoall"
@@ -153,7 +153,7 @@ def test_expert_parallelism_changes_no_loss_and_no_gradient(
 ) -> None:
     names = (*NAMES, SWITCHED)
     for name in names:
-        start = make_uneven(tiny_model(at(name)[0], **WITHOUT_CHANCE.get(name, {}))).state_dict()
+        start = make_uneven(tiny_model(at(name)[0], WITHOUT_CHANCE.get(name, {}))).state_dict()
         torch.save((*one_process(name, dtype), start), tmp_path / f"{name}.pt")
     for found in run_ranks(
         difference_on_ranks, RANKS, tmp_path, names, degrees, dtype, timeout_s=240
@@ -168,10 +168,14 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run_config(name: str, data: Path, *, steps: int, precision: str) -> Config:
-    model = tiny_config(name, vocab_size=257)
+    model = tiny_config(name, {"vocab_size": 257})
     if name == "transition":
         model = tiny_config(
-            name, vocab_size=257, router=model.router.model_dump() | {"switch_step": 3}
+            name,
+            {
+                "vocab_size": 257,
+                "feed_forward.router": model.experts.router.model_dump() | {"switch_step": 3},
+            },
         )
     return Config(
         model=model,

@@ -13,7 +13,9 @@ from world import run_ranks
 
 from moebius.data_pipeline.config import DataConfig
 from moebius.data_pipeline.prepare import prepare
+from moebius.model.attention_config import SwitchHeadConfig
 from moebius.model.config import ModelConfig
+from moebius.model.feed_forward_config import ExpertsConfig
 from moebius.model.initialise import initialise
 from moebius.model.precision import forward_in
 from moebius.model.routers.sigmoid import SigmoidConfig
@@ -27,14 +29,9 @@ MODEL = ModelConfig(
     vocab_size=257,
     d_model=64,
     num_layers=4,
-    group_size=2,
-    num_heads=2,
-    d_head=32,
-    num_attention_experts=4,
-    attention_top_k=2,
-    num_experts=8,
-    router=SigmoidConfig(top_k=3),
-    d_expert=32,
+    layers_per_group=2,
+    attention=SwitchHeadConfig(num_heads=2, d_head=32, num_experts=4, top_k=2),
+    feed_forward=ExpertsConfig(num_experts=8, router=SigmoidConfig(top_k=3), d_expert=32),
 )
 
 

@@ -2,7 +2,7 @@
 other.
 
 A run is named by a recipe (train/recipes/smoke.py) or a TOML file and changed with dotted
-overrides: `moebius train smoke model.num_experts=64 mesh.ep=2`. The resolved form is written into
+overrides: `moebius train smoke model.feed_forward.num_experts=64 mesh.ep=2`. The resolved form is written into
 the run folder as config.json.
 """
 
@@ -32,15 +32,47 @@ from ..distributed.layout import (
     plan_layout,
 )
 from ..kernels.backend import KernelConfig
-from ..model.config import HaltingConfig, ModelConfig
+from ..model.config import SECTIONS, HaltingConfig, ModelConfig
 from ..model.recompute import Recompute
-from ..model.routers.table import ROUTERS
+from ..model.sections import kinds_first, merge, set_value
 from .optim import OptimConfig
 
+# What a key of the model was called before its configuration had sections.
 _RENAMED = {
-    "model.top_k": "model.router.top_k",
-    "model.feed_forward_balance": "model.router.balance",
+    "model.group_size": "model.layers_per_group",
+    "model.num_heads": "model.attention.num_heads",
+    "model.d_head": "model.attention.d_head",
+    "model.num_attention_experts": "model.attention.num_experts",
+    "model.attention_top_k": "model.attention.top_k",
+    "model.attention_sampled": "model.attention.sampled",
+    "model.attention_balance": "model.attention.balance",
+    "model.max_distance": "model.attention.max_distance",
+    "model.single_expert": "model.attention.single_expert",
+    "model.positions": "model.attention.positions.kind",
+    "model.max_positions": "model.attention.positions.max_positions",
+    "model.rotary_width": "model.attention.positions.width",
+    "model.rotary_base": "model.attention.positions.base",
+    "model.placement": "model.feed_forward.sparse_layers",
+    "model.router": "model.feed_forward.router",
+    "model.top_k": "model.feed_forward.router.top_k",
+    "model.feed_forward_balance": "model.feed_forward.router.balance",
+    "model.num_experts": "model.feed_forward.num_experts",
+    "model.d_expert": "model.feed_forward.d_expert",
+    "model.activation": "model.feed_forward.activation",
+    "model.expert_bias": "model.feed_forward.expert_bias",
+    "model.sub_tokens": "model.feed_forward.sub_tokens",
+    "model.sub_token_residual": "model.feed_forward.sub_token_residual",
+    "model.num_shared_experts": "model.feed_forward.num_shared_experts",
+    "model.shared_sum": "model.feed_forward.shared_sum",
+    "model.output_norm": "model.feed_forward.output_norm",
+    "model.d_feed_forward": "model.feed_forward.d_feed_forward",
+    "model.dense_bias": "model.feed_forward.dense_bias",
+    "model.allow_future_leak": "model.feed_forward.allow_future_leak",
+    "model.init_scale": "model.initialisation.scale",
+    "model.expert_axis_norm": "model.initialisation.expert_axis_norm",
 }
+# The sections that come in kinds, by their whole path.
+_SECTIONS = {f"model.{path}": section for path, section in SECTIONS.items()}
 
 
 class ConfigError(ValueError):
@@ -134,18 +166,20 @@ class Config(BaseModel):
 
     @model_validator(mode="after")
     def _check_positions(self) -> Self:
-        if self.model.positions == "learned" and self.data.seq_len > self.model.max_positions:
+        learned = self.model.attention.max_positions
+        if learned is not None and self.data.seq_len > learned:
             raise ValueError(
                 f"data.seq_len={self.data.seq_len} is more than the "
-                f"model.max_positions={self.model.max_positions} positions "
-                "that are learned: make them equal"
+                f"model.attention.positions.max_positions={learned} positions that are learned: "
+                "make them equal"
             )
         return self
 
     @model_validator(mode="after")
     def _check_length(self) -> Self:
-        if self.model.sparse_members:
-            self.model.router.check_length(self.data.seq_len * self.model.sub_tokens)
+        experts = self.model.experts
+        if experts is not None:
+            experts.router.check_length(self.data.seq_len * experts.sub_tokens)
         return self
 
     @model_validator(mode="after")
@@ -154,12 +188,12 @@ class Config(BaseModel):
         whatever the layout.
         """
         group = self.model.group_sequences
-        if self.train.micro_batch % group:
+        experts = self.model.experts
+        if experts is not None and self.train.micro_batch % group:
             raise ValueError(
                 f"train.micro_batch={self.train.micro_batch} is not a multiple of {group}, the "
-                "sequences that "
-                f"model.router.kind={self.model.router.kind!r} routes together: use "
-                f"{-(-self.train.micro_batch // group) * group}"
+                f"sequences that model.feed_forward.router.kind={experts.router.kind!r} routes "
+                f"together: use {-(-self.train.micro_batch // group) * group}"
             )
         return self
 
@@ -234,9 +268,7 @@ def resolve(
             f"{', '.join(recipes)}; "
             "a file must end in .toml"
         )
-    for override in sorted(
-        overrides, key=lambda text: ".kind=" not in text
-    ):  # a new kind first, then its keys
+    for override in sorted(overrides, key=lambda text: kinds_first(text.partition("=")[0])):
         _apply(values, override)
     return build(values, origin=name_or_file)
 
@@ -266,28 +298,15 @@ def _read_toml(path: Path, recipes: Mapping[str, Callable[[], Config]]) -> dict[
             f"{path}: recipe = {base!r} is unknown{_nearest(str(base), recipes)}; recipes: "
             f"{', '.join(recipes)}"
         )
-    return _merge(recipes[base]().model_dump(mode="json"), values)
-
-
-def _merge(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
-    """`base` with single values changed; a table of another kind takes the place of the old one,
-    whose keys it has not.
-    """
-    if "kind" in changes and changes["kind"] != base.get("kind"):
-        return changes
-    merged = dict(base)
-    for key, value in changes.items():
-        both = isinstance(value, dict) and isinstance(merged.get(key), dict)
-        merged[key] = _merge(merged[key], value) if both else value
-    return merged
+    return merge(recipes[base]().model_dump(mode="json"), values, _SECTIONS)
 
 
 def _apply(values: dict[str, Any], override: str) -> None:
     """Applies one `section.key=value`; the value is read as TOML, and as plain text where it is not
     TOML.
 
-    Sections may lie in each other: `model.router.top_k=2`. Another `kind` drops the keys of the old
-    one.
+    Sections may lie in each other: `model.feed_forward.router.top_k=2`. Another `kind` drops the
+    keys of the old one, but for those that mean the same in both (`Section.kept`).
     """
     path, equals, text = override.partition("=")
     *sections, key = path.split(".")
@@ -299,18 +318,10 @@ def _apply(values: dict[str, Any], override: str) -> None:
         value = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
         value = None if text == "none" and path not in _keys_with_the_word_none() else text
-    entries = values
-    for depth, section in enumerate(sections, start=1):
-        if entries.get(section) is None:
-            entries[section] = {}
-        entries = entries[section]
-        if not isinstance(entries, dict):
-            raise ConfigError(
-                f"override {override!r}: {'.'.join(sections[:depth])} is not a section"
-            )
-    if key == "kind" and value != entries.get("kind"):
-        entries.clear()
-    entries[key] = value
+    try:
+        set_value(values, path, value, _SECTIONS)
+    except ValueError as error:
+        raise ConfigError(f"override {override!r}: {error}") from None
 
 
 def _explain(error: ValidationError) -> list[str]:
@@ -320,10 +331,9 @@ def _explain(error: ValidationError) -> list[str]:
 def _explain_one(entry: Any) -> str:
     where = ".".join(str(part) for part in entry["loc"])
     if entry["type"] == "extra_forbidden":
-        renamed = _RENAMED.get(where)
-        return f"  {where}: unknown key" + (
-            f"; it is now {renamed}" if renamed else _nearest(where, _known_keys())
-        )
+        if where in _RENAMED:
+            return f"  {where}: unknown key; it is now {_RENAMED[where]}"
+        return f"  {where}: unknown key{_nearest(where, [*_known_keys(), *_RENAMED])}"
     message = str(entry["msg"]).removeprefix("Value error, ")
     given = "" if isinstance(entry["input"], dict) or not where else f" (given: {entry['input']!r})"
     return f"  {where}: {message}{given}" if where else f"  {message}"
@@ -336,9 +346,11 @@ def _known_fields() -> Iterator[tuple[str, Any]]:
         if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
             for name, entry in field.annotation.model_fields.items():
                 yield f"{section}.{name}", entry.annotation
-    for router in ROUTERS.values():
-        for name, entry in router.Config.model_fields.items():
-            yield f"model.router.{name}", entry.annotation
+    for path, section in _SECTIONS.items():
+        yield f"{path}.kind", Literal[tuple(section.classes)]
+        for kind in section.classes:
+            for name, annotation in section.fields(kind).items():
+                yield f"{path}.{name}", annotation
     for name, entry in HaltingConfig.model_fields.items():
         yield f"model.halting.{name}", entry.annotation
 
@@ -354,4 +366,4 @@ def _keys_with_the_word_none() -> set[str]:
 
 def _nearest(word: str, known: Any) -> str:
     close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
-    return f"; did you mean {close[0]}?" if close else ""
+    return f"; did you mean {_RENAMED.get(close[0], close[0])}?" if close else ""

@@ -153,11 +153,10 @@ def routings(model: Transformer, config: Config, device: torch.device) -> list[C
 
 def figures(layer: Caught, config: Config, arm: Arm) -> dict[str, Any]:
     """Of one layer; collapse only where every token has one expert, which then is its class."""
-    num_experts, heads, top_k = (
-        config.model.num_experts,
-        config.model.sub_tokens,
-        layer.experts_TK.shape[1],
-    )
+    experts = config.model.experts
+    assert experts is not None
+    num_experts, heads = experts.num_experts, experts.sub_tokens
+    top_k = layer.experts_TK.shape[1]
     load_E = torch.bincount(layer.experts_TK.flatten(), minlength=num_experts)
     found: dict[str, Any] = {
         "num_experts": num_experts,

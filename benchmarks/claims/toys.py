@@ -48,42 +48,43 @@ _COMMON: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "d_model": WIDTH,
     "num_layers": 4,
-    "group_size": 4,
-    "num_heads": 4,
-    "d_head": 24,
+    "layers_per_group": 4,
     "norm": "pre",
-    "attention": "dense",
-    "feed_forward": "experts",
-    "placement": "last_half",
-    "d_feed_forward": 256,
-    "initialisation": "scaled",
+    "attention.kind": "dense",
+    "attention.num_heads": 4,
+    "attention.d_head": 24,
+    "feed_forward.d_feed_forward": 256,
+    "initialisation.kind": "scaled",
 }
+
+
+def _experts(router: dict[str, Any], **sizes: Any) -> dict[str, Any]:
+    """Experts in the last half of the layers."""
+    shape = {"sparse_layers": "last_half", "router": router} | sizes
+    return {f"feed_forward.{name}": value for name, value in shape.items()}
 
 
 def _mixture(**router: Any) -> dict[str, Any]:
     """MoT 32E/8: groups of 32, eight experts of an eighth of the width for each full one."""
-    return {
-        "num_experts": 256,
-        "d_expert": 32,
-        "router": {"kind": "mixture_of_tokens", "group_size": 32, **router},
-    }
+    router = {"kind": "mixture_of_tokens", "sequences_per_group": 32, **router}
+    return _experts(router, num_experts=256, d_expert=32)
 
 
 def _top1(**router: Any) -> dict[str, Any]:
-    return {"num_experts": 16, "d_expert": 256, "router": {"top_k": 1, **router}}
+    return _experts({"top_k": 1, **router}, num_experts=16, d_expert=256)
 
 
 def _gated(num_experts: int, d_expert: int, top_k: int, sub_tokens: int = 1) -> dict[str, Any]:
     """Equal FLOPs of the experts and parameters within 3 % (arXiv 2411.16205, at an eighth of its
     width).
     """
-    return {
-        "activation": "swiglu",
-        "num_experts": num_experts,
-        "d_expert": d_expert,
-        "sub_tokens": sub_tokens,
-        "router": {"kind": "token_choice", "top_k": top_k, "renormalise": top_k > 1},
-    }
+    return _experts(
+        {"kind": "token_choice", "top_k": top_k, "renormalise": top_k > 1},
+        activation="swiglu",
+        num_experts=num_experts,
+        d_expert=d_expert,
+        sub_tokens=sub_tokens,
+    )
 
 
 def granular(granularity: int, *, norm: bool) -> str:
@@ -92,18 +93,19 @@ def granular(granularity: int, *, norm: bool) -> str:
 
 
 def _granular(granularity: int, *, norm: bool) -> Arm:
-    router = {"kind": "expert_choice", "group_size": 32, "mean_experts": float(granularity)}
-    sizes = {
-        "num_experts": 8 * granularity,
-        "d_expert": 256 // granularity,
-        "output_norm": norm,
-        "router": router,
+    router = {
+        "kind": "expert_choice",
+        "sequences_per_group": 32,
+        "mean_experts": float(granularity),
     }
+    sizes = _experts(
+        router, num_experts=8 * granularity, d_expert=256 // granularity, output_norm=norm
+    )
     return Arm(granular(granularity, norm=norm), 350, sizes)
 
 
 _ALL = (
-    Arm("dense", 500, {"feed_forward": "dense"}, evaluations=20),
+    Arm("dense", 500, {"feed_forward.kind": "dense"}, evaluations=20),
     Arm("MoT", 500, _mixture(), evaluations=20),
     Arm("MoT, uniform", 500, _mixture(temperature=UNIFORM_TEMPERATURE), evaluations=20),
     Arm("top-1, balance 0", 350, _top1(kind="token_choice", balance=0.0)),
@@ -136,7 +138,7 @@ def toy(arm: Arm, *, seed: int, steps: int, text: str, data: Path, device: str) 
         "seed": seed,
     }
     return Config(
-        model=ModelConfig.model_validate(_COMMON | arm.model),
+        model=ModelConfig.from_dotted(_COMMON | arm.model),
         data=data_config(text).model_copy(update={"directory": str(data), "seed": seed}),
         optim=OptimConfig(
             learning_rate=PEAK_RATE,

@@ -9,7 +9,7 @@ Balanced without a loss, and its counts are known in advance; but a token may be
 experts or by none, and then only the residual carries it. A choice among all tokens of a batch
 reads their future: a language model would learn to use that. The causal form, of the granularity
 study (arXiv 2402.07871) and of Mixture of Tokens' comparison, chooses among the tokens at one
-position of `group_size` sequences. Those authors put a LayerNorm on the layer's answer
+position of `sequences_per_group` sequences. Those authors put a LayerNorm on the layer's answer
 (`output_norm` of the model), which matters for experts smaller than a dense layer.
 
 Legend: B sequences, T rows, D their width, G groups of M members, C members that an expert takes, E
@@ -34,7 +34,7 @@ class ExpertChoiceConfig(RouterConfig):
     """Expert choice by position across sequences, or flat over a micro-batch."""
 
     kind: Literal["expert_choice"] = "expert_choice"
-    group_size: PositiveInt = 32  # M, in sequences; not used by scope "flat"
+    sequences_per_group: PositiveInt = 32  # M, in sequences; not used by scope "flat"
     mean_experts: PositiveFloat = 1.0  # k: experts per token, on average
     scope: Literal["position", "flat"] = (
         "position"  # "flat": among all tokens of a micro-batch, which reads the future
@@ -48,7 +48,7 @@ class ExpertChoiceConfig(RouterConfig):
 
     @property
     def group_sequences(self) -> int:
-        return self.group_size if self.scope == "position" else 1
+        return self.sequences_per_group if self.scope == "position" else 1
 
     @property
     def reads_whole_sequences(self) -> bool:
@@ -65,7 +65,7 @@ class ExpertChoiceConfig(RouterConfig):
 
     def active_experts(self, num_experts: int, sequence_rows: int) -> float:
         """Rows that the experts take, per row; flat, as if one sequence were the micro-batch."""
-        members = self.group_size if self.scope == "position" else sequence_rows
+        members = self.sequences_per_group if self.scope == "position" else sequence_rows
         return self.taken(num_experts, members) * num_experts / members
 
     def check(self, num_experts: int) -> None:
@@ -74,7 +74,7 @@ class ExpertChoiceConfig(RouterConfig):
                 f"router.mean_experts={self.mean_experts} is more than num_experts={num_experts}"
             )
         if self.scope == "position":
-            self.taken(num_experts, self.group_size)
+            self.taken(num_experts, self.sequences_per_group)
 
     def taken(self, num_experts: int, members: int) -> int:
         """C.
@@ -89,7 +89,7 @@ class ExpertChoiceConfig(RouterConfig):
                 "rows of a group / "
                 f"num_experts={num_experts}) = 0 rows: make groups of at least "
                 f"{-(-num_experts // (2 * self.mean_experts)):.0f}"
-                f"{' sequences (router.group_size)' if self.scope == 'position' else ' rows'}, or "
+                f"{' sequences (router.sequences_per_group)' if self.scope == 'position' else ' rows'}, or "
                 "raise router.mean_experts"
             )
         return min(members, max(1, round(wanted)))
@@ -136,7 +136,9 @@ class ExpertChoiceRouter(Router):
     def _groups(self, num_rows: int, batch_size: int, device: torch.device) -> Tensor:
         if self.config.scope == "flat":
             return torch.arange(num_rows, device=device)[None]
-        return rows_by_position(num_rows, batch_size, self.config.group_size, device=device)
+        return rows_by_position(
+            num_rows, batch_size, self.config.sequences_per_group, device=device
+        )
 
     def _routes(self, source_N: Tensor, weight_N: Tensor, num_rows: int) -> Routes:
         per_expert = source_N.shape[0] // self.num_experts

@@ -41,7 +41,7 @@ class TokenMixingConfig(RouterConfig):
     """Mixture of Tokens; all options beside the group size are off as published."""
 
     kind: Literal["mixture_of_tokens"] = "mixture_of_tokens"
-    group_size: PositiveInt = 32  # M
+    sequences_per_group: PositiveInt = 32  # M; axis "sequence": so many neighbours of one sequence
     temperature: PositiveFloat = 1.0  # τ, or what a learned one starts at
     learnable_temperature: Literal["none", "scalar", "per_expert"] = "none"
     # A learned factor t of the temperature starts at 1: τ·t, or τ·exp(t − 1), which stays positive.
@@ -56,7 +56,7 @@ class TokenMixingConfig(RouterConfig):
     discrete_evaluation: bool = (
         False  # only the largest weight counts, as 1: how far from a sparse layer is it?
     )
-    evaluation_group_size: int | None = Field(default=None, gt=0)  # None: as in training
+    evaluation_sequences_per_group: int | None = Field(default=None, gt=0)  # None: as in training
 
     @property
     def promises(self) -> Promises:
@@ -67,7 +67,7 @@ class TokenMixingConfig(RouterConfig):
 
     @property
     def group_sequences(self) -> int:
-        return self.group_size if self.axis == "position" else 1
+        return self.sequences_per_group if self.axis == "position" else 1
 
     @property
     def evaluation_group_sequences(self) -> int:
@@ -78,7 +78,11 @@ class TokenMixingConfig(RouterConfig):
         return self.axis == "sequence"
 
     def check_length(self, sequence_rows: int) -> None:
-        for name in ("group_size", "evaluation_group_size") if self.axis == "sequence" else ():
+        for name in (
+            ("sequences_per_group", "evaluation_sequences_per_group")
+            if self.axis == "sequence"
+            else ()
+        ):
             members = getattr(self, name)
             if members is not None and sequence_rows % members:
                 raise ValueError(
@@ -90,14 +94,14 @@ class TokenMixingConfig(RouterConfig):
     def members(self, *, training: bool) -> int:
         """M."""
         return (
-            self.group_size
-            if training or self.evaluation_group_size is None
-            else self.evaluation_group_size
+            self.sequences_per_group
+            if training or self.evaluation_sequences_per_group is None
+            else self.evaluation_sequences_per_group
         )
 
     def active_experts(self, num_experts: int, sequence_rows: int) -> float:
         """Mixtures computed for a group of M rows: one by every expert."""
-        return num_experts / self.group_size
+        return num_experts / self.sequences_per_group
 
     def router_flops(self, d_row: int, num_experts: int) -> int:
         """Logits, merging and emitting."""
@@ -105,7 +109,7 @@ class TokenMixingConfig(RouterConfig):
 
     @model_validator(mode="after")
     def _check_groups(self) -> Self:
-        for name in ("group_size", "evaluation_group_size"):
+        for name in ("sequences_per_group", "evaluation_sequences_per_group"):
             if getattr(self, name) == 1:
                 raise ValueError(group_of_one(name))
         return self

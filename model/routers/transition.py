@@ -42,7 +42,7 @@ class TransitionConfig(CapacityConfig):
     """Mixture of Tokens, then Switch. Losses, capacity and `top_k` are the Switch's."""
 
     kind: Literal["transition"] = "transition"
-    group_size: PositiveInt = 32  # M, while mixing
+    sequences_per_group: PositiveInt = 32  # M, while mixing
     switch_step: PositiveInt = 150_000  # optimizer steps that mix
     calibrate: bool = False
 
@@ -53,11 +53,11 @@ class TransitionConfig(CapacityConfig):
 
     @property
     def group_sequences(self) -> int:
-        return self.group_size
+        return self.sequences_per_group
 
     def active_experts(self, num_experts: int, sequence_rows: int) -> float:
         """While mixing; afterwards it is `top_k`, which is the same."""
-        return num_experts / self.group_size
+        return num_experts / self.sequences_per_group
 
     def router_flops(self, d_row: int, num_experts: int) -> int:
         """While mixing; afterwards a third of it."""
@@ -65,19 +65,19 @@ class TransitionConfig(CapacityConfig):
 
     def check(self, num_experts: int) -> None:
         super().check(num_experts)
-        if num_experts != self.group_size * self.top_k:
+        if num_experts != self.sequences_per_group * self.top_k:
             raise ValueError(
                 f"a transition keeps its cost: num_experts={num_experts} must be "
-                f"router.group_size={self.group_size} × "
-                f"router.top_k={self.top_k} = {self.group_size * self.top_k}, so that a token is "
+                f"router.sequences_per_group={self.sequences_per_group} × "
+                f"router.top_k={self.top_k} = {self.sequences_per_group * self.top_k}, so that a token is "
                 "served by as many experts "
                 "before as after"
             )
 
     @model_validator(mode="after")
     def _check_groups(self) -> Self:
-        if self.group_size == 1:
-            raise ValueError(group_of_one("group_size"))
+        if self.sequences_per_group == 1:
+            raise ValueError(group_of_one("sequences_per_group"))
         return self
 
 
@@ -99,7 +99,7 @@ class TransitionRouter(CapacityRouter):
 
     @property
     def companions(self) -> int:
-        return self.config.group_size - 1 if self.mixes else 0
+        return self.config.sequences_per_group - 1 if self.mixes else 0
 
     def before_step(self, step: int) -> None:
         """The switch."""
@@ -122,7 +122,7 @@ class TransitionRouter(CapacityRouter):
             return super().forward(x_TD, batch_size=batch_size)
         logits_TE = self._logits(x_TD)
         rows_GM = rows_by_position(
-            x_TD.shape[0], batch_size, self.config.group_size, device=x_TD.device
+            x_TD.shape[0], batch_size, self.config.sequences_per_group, device=x_TD.device
         )
         weights_GME = logits_TE[rows_GM].softmax(1)
         return Routing(

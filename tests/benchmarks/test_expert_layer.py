@@ -162,7 +162,7 @@ from benchmarks import step
 from moebius.train.config import resolve
 from moebius.train.recipes.smoke import RECIPES
 SMALL = ["mesh.ep=1", "mesh.dp_replicate=none", "job.num_nodes=1", "job.ranks_per_node=1", "model.d_model=32"]
-DENSE = ["model.attention=dense", "model.feed_forward=dense", "model.d_feed_forward=64", "model.norm=pre"]
+DENSE = ["model.attention.kind=dense", "model.feed_forward.kind=dense", "model.feed_forward.d_feed_forward=64", "model.norm=pre"]
 step.RECIPES = {
     "moeut_tiny": lambda: resolve("smoke", SMALL, RECIPES), "dense_tiny": lambda: resolve("smoke", SMALL + DENSE, RECIPES),
 }

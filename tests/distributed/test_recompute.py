@@ -48,8 +48,16 @@ RECIPES = {
     "moeut": {"num_layers": 2},
     "gshard": {},
     "sut": {"num_layers": 3},
-    "mixture_of_tokens": {"router": {"kind": "mixture_of_tokens", "group_size": 4}},
-    "expert_choice": {"router": {"kind": "expert_choice", "group_size": 4, "mean_experts": 2}},
+    "mixture_of_tokens": {
+        "feed_forward.router": {"kind": "mixture_of_tokens", "sequences_per_group": 4}
+    },
+    "expert_choice": {
+        "feed_forward.router": {
+            "kind": "expert_choice",
+            "sequences_per_group": 4,
+            "mean_experts": 2,
+        }
+    },
 }
 LOW = torch.bfloat16
 CASES = [
@@ -107,7 +115,7 @@ class Taken:
 
 def take(name: str, mode: Recompute, way: Way, mesh: Mesh) -> Taken:
     model = build_model(
-        tiny_config(name, **RECIPES[name]),
+        tiny_config(name, RECIPES[name]),
         mesh,
         dispatcher=way.dispatcher,
         backend=way.backend,
@@ -179,7 +187,7 @@ def test_every_dispatcher_keeps_its_bits_and_repeats_what_it_should() -> None:
     assert run_ranks(everything, RANKS, timeout_s=240) == [[]] * RANKS
 
 
-WIDE = tiny_config("moeut", d_model=128, d_head=32, d_expert=64)
+WIDE = tiny_config("moeut", {"d_model": 128, "attention.d_head": 32, "feed_forward.d_expert": 64})
 
 
 def remaining_bytes(tokens: int) -> dict[str, float]:
@@ -232,25 +240,29 @@ def sharded_differences() -> list[str]:
     """
     found = []
     with start_process("cpu", timeout_s=60) as process:
-        for ep, group_size, dtype in ((1, 2, torch.float32), (2, 2, LOW), (2, 4, torch.float32)):
+        for ep, layers_per_group, dtype in (
+            (1, 2, torch.float32),
+            (2, 2, LOW),
+            (2, 4, torch.float32),
+        ):
             mesh = build_mesh(plan_layout(MeshConfig(ep=ep, dp_shard=2), 2), process)
-            none, *others = (sharded_pass(mode, group_size, dtype, mesh) for mode in MODES)
+            none, *others = (sharded_pass(mode, layers_per_group, dtype, mesh) for mode in MODES)
             for mode, other in zip(MODES[1:], others, strict=True):
                 wrong = [
                     key for key, value in none[0].items() if not torch.equal(value, other[0][key])
                 ]
-                found += [f"{mode}, ep {ep}, group of {group_size}: {wrong}"] * bool(wrong)
-                found += [f"{mode}, ep {ep}, group of {group_size}: {other[1]}, not {none[1]}"] * (
-                    other[1] != none[1]
-                )
+                found += [f"{mode}, ep {ep}, group of {layers_per_group}: {wrong}"] * bool(wrong)
+                found += [
+                    f"{mode}, ep {ep}, group of {layers_per_group}: {other[1]}, not {none[1]}"
+                ] * (other[1] != none[1])
     return found
 
 
 def sharded_pass(
-    mode: Recompute, group_size: int, dtype: torch.dtype, mesh: Mesh
+    mode: Recompute, layers_per_group: int, dtype: torch.dtype, mesh: Mesh
 ) -> tuple[dict[str, Tensor], dict[str, int]]:
     model = build_model(
-        tiny_config("moeut", group_size=group_size),
+        tiny_config("moeut", {"layers_per_group": layers_per_group}),
         mesh,
         dispatcher="auto",
         backend="auto",

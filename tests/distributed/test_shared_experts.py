@@ -13,7 +13,9 @@ from moebius.distributed.layout import MeshConfig, plan_layout
 from moebius.distributed.mesh import build_mesh
 from moebius.distributed.parallelize import build_model
 from moebius.distributed.process.process import start_process
+from moebius.model.attention_config import SwitchHeadConfig
 from moebius.model.config import ModelConfig
+from moebius.model.feed_forward_config import ExpertsConfig
 from moebius.model.routers.sigmoid import SigmoidConfig
 
 WIDTH, DEPTH = 24, 4
@@ -21,15 +23,11 @@ MODEL = ModelConfig(
     vocab_size=31,
     d_model=WIDTH,
     num_layers=DEPTH,
-    group_size=2,
-    num_heads=2,
-    d_head=8,
-    num_attention_experts=4,
-    attention_top_k=2,
-    num_experts=8,
-    num_shared_experts=1,
-    router=SigmoidConfig(top_k=3),
-    d_expert=16,
+    layers_per_group=2,
+    attention=SwitchHeadConfig(num_heads=2, d_head=8, num_experts=4, top_k=2),
+    feed_forward=ExpertsConfig(
+        num_experts=8, num_shared_experts=1, router=SigmoidConfig(top_k=3), d_expert=16
+    ),
 )
 
 

@@ -24,27 +24,27 @@ from moebius.train.config import Config, TrainConfig
 from moebius.train.loop import train
 
 ROUTERS = {
-    "mixture": {"kind": "mixture_of_tokens", "group_size": 4},
-    "expert choice": {"kind": "expert_choice", "group_size": 4, "mean_experts": 2.0},
+    "mixture": {"kind": "mixture_of_tokens", "sequences_per_group": 4},
+    "expert choice": {"kind": "expert_choice", "sequences_per_group": 4, "mean_experts": 2.0},
     "sigmoid": {"kind": "sigmoid", "top_k": 2},
 }
 END, CONTEXT = 256, 16
 
 
 def config(kind: str) -> ModelConfig:
-    return ModelConfig.model_validate(
+    return ModelConfig.from_dotted(
         {
             "vocab_size": 257,
             "d_model": 32,
             "num_layers": 2,
-            "group_size": 2,
-            "num_heads": 2,
-            "d_head": 16,
+            "layers_per_group": 2,
+            "attention.num_heads": 2,
+            "attention.d_head": 16,
             "norm": "pre",
-            "attention": "dense",
-            "num_experts": 4,
-            "d_expert": 16,
-            "router": ROUTERS[kind],
+            "attention.kind": "dense",
+            "feed_forward.num_experts": 4,
+            "feed_forward.d_expert": 16,
+            "feed_forward.router": ROUTERS[kind],
         }
     )
 
@@ -238,11 +238,11 @@ def test_company_that_does_not_fit_is_refused() -> None:
 
 
 def test_a_model_that_reads_whole_sequences_cannot_write() -> None:
-    soft = config("sigmoid").model_dump() | {
-        "router": {"kind": "soft_moe", "slots_per_expert": 1},
-        "allow_future_leak": True,
+    soft = {
+        "feed_forward.router": {"kind": "soft_moe", "slots_per_expert": 1},
+        "feed_forward.allow_future_leak": True,
     }
-    model = Transformer(ModelConfig.model_validate(soft))
+    model = Transformer(config("sigmoid").changed(soft))
     with pytest.raises(ValueError, match=r"'soft_moe' as configured reads whole sequences"):
         next(generate(model, torch.tensor([1]), num_tokens=1))
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from moebius.evaluation.generate import generate
+from moebius.model.attention_config import SwitchHeadConfig
 from moebius.model.config import ModelConfig
 from moebius.model.initialise import initialise
 from moebius.model.transformer import Transformer
@@ -12,7 +13,13 @@ from moebius.model.transformer import Transformer
 @pytest.fixture(scope="module")
 def model() -> Transformer:
     model = Transformer(
-        ModelConfig(vocab_size=97, d_model=32, num_layers=4, group_size=2, num_heads=2, d_head=16)
+        ModelConfig(
+            vocab_size=97,
+            d_model=32,
+            num_layers=4,
+            layers_per_group=2,
+            attention=SwitchHeadConfig(num_heads=2, d_head=16),
+        )
     )
     initialise(model, 3)
     with torch.no_grad():

@@ -40,7 +40,7 @@ PAPER, DENSE = "moeut", "dense"
 @cache
 def model_of(name: str) -> Transformer:
     """A recipe, shrunk, with opinions, and with something in every buffer."""
-    model = Transformer(tiny_config(name, vocab_size=VOCABULARY))
+    model = Transformer(tiny_config(name, {"vocab_size": VOCABULARY}))
     initialise(model, 1)
     make_uneven(model)
     for buffer in model.buffers():

@@ -114,8 +114,10 @@ def test_graphs_are_whole_few_and_right(name: str, dtype: torch.dtype) -> None:
 @pytest.mark.usefixtures("needs_compiler")
 @pytest.mark.slow  # half a minute of compiling
 def test_compiled_code_computes_the_same() -> None:
-    expected = gradients(tiny_model("dense", num_layers=2, group_size=1), torch.float32)
-    model = tiny_model("dense", num_layers=2, group_size=1)
+    expected = gradients(
+        tiny_model("dense", {"num_layers": 2, "layers_per_group": 1}), torch.float32
+    )
+    model = tiny_model("dense", {"num_layers": 2, "layers_per_group": 1})
     compile_dense_parts(model)
     for mode in ("none", "full"):
         model.recompute_layers(mode)

@@ -5,6 +5,7 @@ from fractions import Fraction
 import pytest
 import torch
 
+from moebius.model.attention_config import DenseAttentionConfig, SwitchHeadConfig
 from moebius.model.config import ModelConfig
 from moebius.model.cost import (
     ExpertLayer,
@@ -16,6 +17,7 @@ from moebius.model.cost import (
     parity_experts,
     parity_width,
 )
+from moebius.model.feed_forward_config import ExpertsConfig
 from moebius.model.routers.router import ChoiceConfig
 from moebius.model.routers.sigmoid import SigmoidConfig
 from moebius.model.transformer import Transformer
@@ -25,29 +27,34 @@ TINY = ModelConfig(
     vocab_size=61,
     d_model=24,
     num_layers=6,
-    group_size=2,
-    num_heads=3,
-    d_head=10,
-    num_attention_experts=5,
-    attention_top_k=2,
-    num_experts=11,
-    router=SigmoidConfig(top_k=4),
-    d_expert=6,
+    layers_per_group=2,
+    attention=SwitchHeadConfig(num_heads=3, d_head=10, num_experts=5, top_k=2),
+    feed_forward=ExpertsConfig(num_experts=11, router=SigmoidConfig(top_k=4), d_expert=6),
 )
 VARIANTS = {
     "moeut": TINY,
-    "sub-tokens, pre-norm": TINY.model_copy(update={"norm": "pre", "sub_tokens": 3}),
-    "sub-tokens, peri-norm": TINY.model_copy(update={"sub_tokens": 3}),
-    "sub-tokens, post-norm": TINY.model_copy(update={"norm": "post", "sub_tokens": 3}),
-    "one attention expert, release": TINY.model_copy(update={"num_attention_experts": 1}),
-    "shared experts": TINY.model_copy(update={"num_shared_experts": 2, "activation": "swiglu"}),
-    "biases": TINY.model_copy(update={"expert_bias": True, "activation": "gelu"}),
-    "half of the layers": TINY.model_copy(
-        update={"group_size": 6, "placement": "last_half", "attention": "dense"}
+    "sub-tokens, pre-norm": TINY.changed({"norm": "pre", "feed_forward.sub_tokens": 3}),
+    "sub-tokens, peri-norm": TINY.changed({"feed_forward.sub_tokens": 3}),
+    "sub-tokens, post-norm": TINY.changed({"norm": "post", "feed_forward.sub_tokens": 3}),
+    "one attention expert, release": TINY.changed({"attention.num_experts": 1}),
+    "shared experts": TINY.changed(
+        {"feed_forward.num_shared_experts": 2, "feed_forward.activation": "swiglu"}
     ),
-    "one member of two": TINY.model_copy(update={"placement": 1, "order": "aabb"}),
-    "a dense gated layer": TINY.model_copy(update={"feed_forward": "dense", "activation": "geglu"}),
-    "learned positions": TINY.model_copy(update={"positions": "learned", "max_positions": 61}),
+    "biases": TINY.changed({"feed_forward.expert_bias": True, "feed_forward.activation": "gelu"}),
+    "half of the layers": TINY.changed(
+        {
+            "layers_per_group": 6,
+            "feed_forward.sparse_layers": "last_half",
+            "attention.kind": "dense",
+        }
+    ),
+    "one member of two": TINY.changed({"feed_forward.sparse_layers": 1, "order": "aabb"}),
+    "a dense gated layer": TINY.changed(
+        {"feed_forward.kind": "dense", "feed_forward.activation": "geglu"}
+    ),
+    "learned positions": TINY.changed(
+        {"attention.positions.kind": "learned", "attention.positions.max_positions": 61}
+    ),
 }
 
 
@@ -55,10 +62,8 @@ def shallow(config: ModelConfig) -> ModelConfig:
     """The same layers, at most four deep: every further one costs what these do."""
     if config.num_layers <= 4:
         return config
-    group = 4 if config.group_size == config.num_layers else config.group_size
-    return ModelConfig.model_validate(
-        config.model_dump() | {"group_size": group, "num_layers": -(-4 // group) * group}
-    )
+    group = 4 if config.layers_per_group == config.num_layers else config.layers_per_group
+    return config.changed({"layers_per_group": group, "num_layers": -(-4 // group) * group})
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -77,8 +82,8 @@ def test_the_formula_agrees_with_torch_for_every_switch(variant: str) -> None:
 
 
 def test_a_loss_without_a_product_adds_nothing() -> None:
-    with_losses = TINY.model_copy(
-        update={"router": SigmoidConfig(top_k=4, z_loss=0.1, balance_form="load")}
+    with_losses = TINY.changed(
+        {"feed_forward.router": SigmoidConfig(top_k=4, z_loss=0.1, balance_form="load")}
     )
     assert counted_flops(with_losses, 19) == counted_flops(TINY, 19)
 
@@ -109,10 +114,11 @@ def test_the_papers_own_accounting_comes_out(name: str) -> None:
     config = RECIPES[name]().model
     flops = forward_flops(config, 1024)
     macs = (flops.forward - flops.read_out) / 2
-    if config.has_attention_experts:
-        heads, top_k = config.num_heads, config.attention_top_k
-        counted_once = 2 * (heads - 1) * config.num_attention_experts * config.d_model
-        macs += config.num_layers * (2 * heads * top_k * config.d_head - counted_once)
+    attention = config.attention
+    if attention.expert_count:
+        heads, top_k = attention.num_heads, attention.top_k
+        counted_once = 2 * (heads - 1) * attention.num_experts * config.d_model
+        macs += config.num_layers * (2 * heads * top_k * attention.d_head - counted_once)
     assert round(macs / 1e6, 1) == PUBLISHED_MACS[name]
 
 
@@ -124,15 +130,13 @@ def test_active_parameters_are_those_that_one_token_uses(name: str) -> None:
     config = RECIPES[name]().model
     found, flops = count_parameters(config, 128), forward_flops(config, 128)
     assert found.in_layers < found.total
-    sparse = config.sparse_members or config.attention != "dense"
-    drawn = (
-        config.sub_tokens * config.router.active_experts(config.num_experts, 128)
-        if config.sparse_members
-        else 1
-    )
-    assert (found.active < found.total) == (sparse and drawn < config.num_experts)
-    chosen = isinstance(config.router, ChoiceConfig) or not config.sparse_members
-    if config.group_size == config.num_layers and config.attention == "dense" and chosen:
+    experts, dense_attention = config.experts, config.attention.kind == "dense"
+    fewer = not dense_attention
+    if experts is not None:
+        fewer = experts.sub_tokens * experts.experts_per_row(128) < experts.num_experts
+    assert (found.active < found.total) == fewer
+    chosen = experts is None or isinstance(experts.router, ChoiceConfig)
+    if config.layers_per_group == config.num_layers and dense_attention and chosen:
         used_in_products = (
             found.active - config.vocab_size * config.d_model
         )  # the embedding's table is looked up
@@ -146,7 +150,7 @@ def test_active_parameters_by_hand() -> None:
     """One of two layers dense: router, K of E experts, k of N attention experts per head, and all
     the rest.
     """
-    config = TINY.model_copy(update={"placement": 1})
+    config = TINY.changed({"feed_forward.sparse_layers": 1})
     d, heads, channels = 24, 3, 10
     attention = 2 * d * heads * channels + 2 * heads * 2 * channels * d + 2 * heads * 5 * d
     dense = 2 * d * 512 + 512 + d
@@ -159,10 +163,10 @@ def test_active_parameters_by_hand() -> None:
 
 
 def test_sub_tokens_use_more_experts_but_never_more_than_there_are() -> None:
-    total = count_parameters(TINY.model_copy(update={"sub_tokens": 3}), 8)
+    total = count_parameters(TINY.changed({"feed_forward.sub_tokens": 3}), 8)
     assert total.active < total.total  # attention's
-    dense = TINY.model_copy(
-        update={"attention": "dense", "sub_tokens": 3}
+    dense = TINY.changed(
+        {"attention.kind": "dense", "feed_forward.sub_tokens": 3}
     )  # 3 × 4 draws from 11 experts
     assert count_parameters(dense, 8).active == count_parameters(dense, 8).total
 
@@ -219,14 +223,16 @@ def test_the_parity_table_is_that_of_the_layers_themselves(row: str) -> None:
     config = ModelConfig(
         d_model=layer.d_model,
         num_layers=1,
-        group_size=1,
+        layers_per_group=1,
         norm="pre",
-        attention="dense",
-        activation=layer.activation,
-        num_experts=layer.num_experts,
-        d_expert=layer.d_expert,
-        sub_tokens=layer.sub_tokens,
-        router=SigmoidConfig(top_k=layer.top_k),
+        attention=DenseAttentionConfig(),
+        feed_forward=ExpertsConfig(
+            activation=layer.activation,
+            num_experts=layer.num_experts,
+            d_expert=layer.d_expert,
+            sub_tokens=layer.sub_tokens,
+            router=SigmoidConfig(top_k=layer.top_k),
+        ),
     )
     found = forward_flops(config, 8)
     assert found.feed_forward + found.sub_tokens == flops

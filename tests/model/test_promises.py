@@ -14,6 +14,7 @@ from family import NAMES, VOCABULARY, make_uneven, tiny_config, tiny_model
 from torch import Tensor
 
 from moebius.model.config import ModelConfig
+from moebius.model.routers.router import RouterConfig
 from moebius.model.transformer import ModelOutput, Transformer
 
 SEQUENCES, POSITIONS = 16, 6
@@ -59,7 +60,7 @@ def states(name: str, *, common: float) -> Iterator[Transformer]:
     run.
     """
     model = make_uneven(tiny_model(name, dtype=torch.float64), common=common)
-    for step in sorted({0, getattr(model.config.router, "switch_step", 0)}):
+    for step in sorted({0, getattr(router_of(model.config), "switch_step", 0)}):
         model.before_step(step)
         yield model.train()
         yield model.eval()
@@ -85,8 +86,12 @@ def difference(after: Tensor, before: Tensor, sequences: object, positions: slic
     return (after[sequences] - before[sequences])[..., positions, :].abs().max().item()
 
 
+def router_of(config: ModelConfig) -> RouterConfig | None:
+    return None if config.experts is None else config.experts.router
+
+
 def draws_for_every_row(config: ModelConfig) -> bool:
-    return getattr(config.router, "random_second", False)
+    return getattr(router_of(config), "random_second", False)
 
 
 @pytest.mark.parametrize(
@@ -105,7 +110,7 @@ def test_a_causal_model_does_not_care_how_much_follows(name: str) -> None:
     config = tiny_config(name)
     changes = []
     for model in states(name, common=3.0):
-        if model.training and getattr(config.router, "expert_dropout", 0):
+        if model.training and getattr(router_of(config), "expert_dropout", 0):
             continue
         whole = run(model, tokens).logits_BSV
         changes += [
@@ -114,7 +119,7 @@ def test_a_causal_model_does_not_care_how_much_follows(name: str) -> None:
             )
             for cut in (1, 4)
         ]
-    if getattr(config.router, "capacity_factor", None) is None:
+    if getattr(router_of(config), "capacity_factor", None) is None:
         assert max(changes) < 1e-9
     else:
         assert max(changes) > 1e-3

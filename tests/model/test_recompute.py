@@ -21,12 +21,19 @@ MICRO_BATCH, POSITIONS = 8, 6
 DRAWS = {  # what no recipe of the family has
     "jitter": (
         "switch",
-        {"router": {"kind": "token_choice", "top_k": 2, "jitter": 0.2, "capacity_factor": 0.7}},
+        {
+            "feed_forward.router": {
+                "kind": "token_choice",
+                "top_k": 2,
+                "jitter": 0.2,
+                "capacity_factor": 0.7,
+            }
+        },
     ),
     "jitter and a random second expert": (
         "gshard",
         {
-            "router": {
+            "feed_forward.router": {
                 "kind": "token_choice",
                 "top_k": 2,
                 "renormalise": True,
@@ -39,12 +46,12 @@ DRAWS = {  # what no recipe of the family has
     ),
     "drawn experts": (
         "sut",
-        {"router": {"kind": "sut", "top_k": 3, "sampled": 2}, "attention_sampled": 1},
+        {"feed_forward.router": {"kind": "sut", "top_k": 3, "sampled": 2}, "attention.sampled": 1},
     ),
     "priority": (
         "switch",
         {
-            "router": {
+            "feed_forward.router": {
                 "kind": "token_choice",
                 "top_k": 2,
                 "capacity_factor": 0.5,
@@ -57,7 +64,7 @@ DRAWS = {  # what no recipe of the family has
 
 def model_of(name: str, mode: Recompute) -> Transformer:
     recipe, changes = DRAWS.get(name, (name, {}))
-    model = make_uneven(tiny_model(recipe, **changes))
+    model = make_uneven(tiny_model(recipe, changes))
     model.recompute_layers(mode)
     return model
 
@@ -169,7 +176,9 @@ def test_what_remains_shrinks_and_goes() -> None:
     gc.disable()
     try:
         for mode in ("none", "selective", "full"):
-            model = tiny_model("moeut", d_model=64, d_head=16, d_expert=64)
+            model = tiny_model(
+                "moeut", {"d_model": 64, "attention.d_head": 16, "feed_forward.d_expert": 64}
+            )
             model.recompute_layers(mode)
             with LiveMemory() as live:
                 output = model(torch.zeros(16, 32, dtype=torch.int64))

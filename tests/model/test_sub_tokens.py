@@ -16,6 +16,7 @@ from moebius.distributed.mesh import build_mesh
 from moebius.distributed.parallelize import build_model, expert_names
 from moebius.distributed.process.process import start_process
 from moebius.model.config import ModelConfig
+from moebius.model.feed_forward_config import ExpertsConfig
 from moebius.model.initialise import draw, initialise
 from moebius.model.moe import SparseFeedForward
 from moebius.model.transformer import Transformer
@@ -34,8 +35,8 @@ NORMALISED: dict[str, dict[str, Any]] = {
 ROUTERS = NORMALISED | {
     "sigmoid": {"kind": "sigmoid", "top_k": 2},
     "cosine": {"kind": "cosine", "top_k": 1},
-    "mixture_of_tokens": {"kind": "mixture_of_tokens", "group_size": 4},
-    "expert_choice": {"kind": "expert_choice", "group_size": 4, "mean_experts": 1.5},
+    "mixture_of_tokens": {"kind": "mixture_of_tokens", "sequences_per_group": 4},
+    "expert_choice": {"kind": "expert_choice", "sequences_per_group": 4, "mean_experts": 1.5},
 }
 
 
@@ -137,7 +138,9 @@ def test_head_and_merge_start_as_published() -> None:
     """Xavier uniform with gains 1/√2 and 1; the head's bias keeps the framework's default, the
     merge's is 0.
     """
-    config = ModelConfig(d_model=96, sub_tokens=4, num_layers=1, group_size=1)
+    config = ModelConfig(
+        d_model=96, num_layers=1, layers_per_group=1, feed_forward=ExpertsConfig(sub_tokens=4)
+    )
     with torch.device("meta"):
         model = Transformer(config)
     values = {
@@ -159,9 +162,9 @@ def test_head_and_merge_start_as_published() -> None:
 
 def test_what_does_not_divide_or_has_no_effect_is_refused() -> None:
     with pytest.raises(ValidationError, match="sub_tokens=5 does not divide d_model=128"):
-        ModelConfig(sub_tokens=5)
+        ModelConfig(feed_forward=ExpertsConfig(sub_tokens=5))
     with pytest.raises(ValidationError, match="set sub_tokens to 2 or more"):
-        ModelConfig(sub_token_residual=True)
+        ModelConfig(feed_forward=ExpertsConfig(sub_token_residual=True))
 
 
 # Expert parallelism -------------------------------------------------------------------------------------------------
@@ -170,21 +173,21 @@ BATCH, LENGTH = 4, 6
 
 
 def config_of(router: str) -> ModelConfig:
-    return ModelConfig.model_validate(
-        dict(
-            vocab_size=31,
-            d_model=24,
-            num_layers=2,
-            group_size=2,
-            num_heads=2,
-            d_head=12,
-            norm="pre",
-            attention="dense",
-            num_experts=6,
-            d_expert=10,
-            sub_tokens=3,
-            router=ROUTERS[router],
-        )
+    return ModelConfig.from_dotted(
+        {
+            "vocab_size": 31,
+            "d_model": 24,
+            "num_layers": 2,
+            "layers_per_group": 2,
+            "attention.num_heads": 2,
+            "attention.d_head": 12,
+            "norm": "pre",
+            "attention.kind": "dense",
+            "feed_forward.num_experts": 6,
+            "feed_forward.d_expert": 10,
+            "feed_forward.sub_tokens": 3,
+            "feed_forward.router": ROUTERS[router],
+        }
     )
 
 

@@ -6,7 +6,9 @@ import pytest
 import torch
 from pydantic import ValidationError
 
+from moebius.model.attention_config import RotaryConfig, SwitchHeadConfig
 from moebius.model.config import ModelConfig
+from moebius.model.feed_forward_config import ExpertsConfig
 from moebius.model.initialise import draw, initialise
 from moebius.model.layers import rotary_table
 from moebius.model.precision import cast_weights, forward_in
@@ -19,34 +21,44 @@ TINY = ModelConfig(
     vocab_size=61,
     d_model=24,
     num_layers=6,
-    group_size=2,
-    num_heads=3,
-    d_head=10,
-    num_attention_experts=5,
-    attention_top_k=2,
-    num_experts=11,
-    router=SigmoidConfig(top_k=4),
-    d_expert=6,
+    layers_per_group=2,
+    attention=SwitchHeadConfig(num_heads=3, d_head=10, num_experts=5, top_k=2),
+    feed_forward=ExpertsConfig(num_experts=11, router=SigmoidConfig(top_k=4), d_expert=6),
 )
 VARIANTS = {
     "moeut": TINY,
-    "pre-norm": TINY.model_copy(update={"norm": "pre"}),
-    "no sharing": TINY.model_copy(update={"group_size": 6}),
-    "one shared layer": TINY.model_copy(update={"group_size": 1}),
-    "one attention expert, release": TINY.model_copy(update={"num_attention_experts": 1}),
-    "one attention expert, gated": TINY.model_copy(
-        update={"num_attention_experts": 1, "attention_top_k": 1, "single_expert": "gated_experts"}
+    "pre-norm": TINY.changed({"norm": "pre"}),
+    "no sharing": TINY.changed({"layers_per_group": 6}),
+    "one shared layer": TINY.changed({"layers_per_group": 1}),
+    "one attention expert, release": TINY.changed({"attention.num_experts": 1}),
+    "one attention expert, gated": TINY.changed(
+        {
+            "attention.num_experts": 1,
+            "attention.top_k": 1,
+            "attention.single_expert": "gated_experts",
+        }
     ),
-    "post-norm": TINY.model_copy(update={"norm": "post"}),
-    "aabb": TINY.model_copy(update={"order": "aabb"}),
-    "learned positions": TINY.model_copy(update={"positions": "learned", "max_positions": 61}),
-    "sub-tokens": TINY.model_copy(update={"norm": "pre", "sub_tokens": 3}),
-    "shared experts": TINY.model_copy(update={"num_shared_experts": 2, "output_norm": True}),
-    "experts in the last half": TINY.model_copy(update={"group_size": 6, "placement": "last_half"}),
-    "naive universal transformer": TINY.model_copy(
-        update={"norm": "pre", "attention": "dense", "feed_forward": "dense", "group_size": 1}
+    "post-norm": TINY.changed({"norm": "post"}),
+    "aabb": TINY.changed({"order": "aabb"}),
+    "learned positions": TINY.changed(
+        {"attention.positions.kind": "learned", "attention.positions.max_positions": 61}
     ),
-    "dense": TINY.model_copy(update={"norm": "pre", "attention": "dense", "feed_forward": "dense"}),
+    "sub-tokens": TINY.changed({"norm": "pre", "feed_forward.sub_tokens": 3}),
+    "shared experts": TINY.changed(
+        {"feed_forward.num_shared_experts": 2, "feed_forward.output_norm": True}
+    ),
+    "experts in the last half": TINY.changed(
+        {"layers_per_group": 6, "feed_forward.sparse_layers": "last_half"}
+    ),
+    "naive universal transformer": TINY.changed(
+        {
+            "norm": "pre",
+            "attention.kind": "dense",
+            "feed_forward.kind": "dense",
+            "layers_per_group": 1,
+        }
+    ),
+    "dense": TINY.changed({"norm": "pre", "attention.kind": "dense", "feed_forward.kind": "dense"}),
 }
 
 
@@ -148,10 +160,11 @@ def test_post_norm_in_either_order_equals_its_formulas(order: str) -> None:
     """Embeddings times √D and normalised, a = LN(x + Attention(x)), x = LN(a + FF(a)), no norm at
     the end.
     """
-    model = make(TINY.model_copy(update={"norm": "post", "order": order})).double().eval()
+    model = make(TINY.changed({"norm": "post", "order": order})).double().eval()
     tokens = torch.arange(61)[None]
     x = torch.nn.functional.layer_norm(model.embedding[tokens] * 24**0.5, (24,))
-    rotary = rotary_table(0, 61, model.config.rotary_channels, model.config.rotary_base, x.device)
+    attention = model.config.attention
+    rotary = rotary_table(0, 61, attention.rotary_channels, attention.rotary_base, x.device)
     for member in {"abab": "010101", "aabb": "000111"}[order]:
         layer = model.group[int(member)]
         a = layer.attention_norm(x + layer.attention(x, x, None, rotary)[0])
@@ -198,44 +211,42 @@ def test_what_chooses_and_what_normalises_is_never_cast() -> None:
 
 
 def test_depth_not_divisible_by_the_group_is_refused() -> None:
-    with pytest.raises(ValidationError, match=r"num_layers=7 is not divisible by group_size=2"):
-        ModelConfig(num_layers=7, group_size=2)
+    with pytest.raises(
+        ValidationError, match=r"num_layers=7 is not divisible by layers_per_group=2"
+    ):
+        ModelConfig(num_layers=7, layers_per_group=2)
 
 
 def test_an_odd_rotary_width_is_refused_and_the_default_is_even() -> None:
-    with pytest.raises(ValidationError, match=r"rotary_width=41 with d_head=82"):
-        ModelConfig(d_head=82, rotary_width=41)
-    assert ModelConfig(d_head=82).rotary_channels == 40
+    with pytest.raises(ValidationError, match=r"positions.width=41 with d_head=82"):
+        ModelConfig(attention=SwitchHeadConfig(d_head=82, positions=RotaryConfig(width=41)))
+    assert ModelConfig(attention=SwitchHeadConfig(d_head=82)).attention.rotary_channels == 40
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         (
-            {"router": SigmoidConfig(top_k=17), "num_experts": 16},
+            {"feed_forward.router": SigmoidConfig(top_k=17), "feed_forward.num_experts": 16},
             "top_k=17 is more than num_experts=16",
         ),
-        ({"attention_top_k": 5, "num_attention_experts": 4}, "attention_top_k=5 is more than"),
-        ({"single_expert": "gated_experts", "num_attention_experts": 1}, "set attention_top_k=1"),
+        ({"attention.top_k": 5, "attention.num_experts": 4}, "top_k=5 is more than"),
+        ({"attention.single_expert": "gated_experts", "attention.num_experts": 1}, "set top_k=1"),
         ({"d_model": 0}, "greater than 0"),
     ],
 )
 def test_sizes_that_do_not_fit_are_refused(changes: dict, message: str) -> None:
     with pytest.raises(ValidationError, match=message):
-        ModelConfig(**changes)
+        ModelConfig.from_dotted(changes)
 
 
 WIDE = ModelConfig(
     vocab_size=400,
     d_model=128,
     num_layers=18,
-    group_size=2,
-    num_heads=4,
-    d_head=48,
-    num_attention_experts=10,
-    num_experts=64,
-    router=SigmoidConfig(top_k=8),
-    d_expert=32,
+    layers_per_group=2,
+    attention=SwitchHeadConfig(num_heads=4, d_head=48, num_experts=10),
+    feed_forward=ExpertsConfig(num_experts=64, router=SigmoidConfig(top_k=8), d_expert=32),
 )
 
 
@@ -248,8 +259,8 @@ def drawn(name: str, config: ModelConfig) -> torch.Tensor:
 @pytest.mark.parametrize("initialisation", ["paper", "release"])
 @pytest.mark.parametrize("axis_norm", [False, True])
 def test_starting_values_have_the_published_spread(initialisation: str, axis_norm: bool) -> None:
-    config = WIDE.model_copy(
-        update={"initialisation": initialisation, "expert_axis_norm": axis_norm}
+    config = WIDE.changed(
+        {"initialisation.kind": initialisation, "initialisation.expert_axis_norm": axis_norm}
     )
     std = {name: parameter.std().item() for name, parameter in make(config).named_parameters()}
     c = (2 / 18) ** 0.5
@@ -271,13 +282,13 @@ def test_starting_values_have_the_published_spread(initialisation: str, axis_nor
 def test_release_and_paper_differ_where_they_should() -> None:
     name = "group.0.feed_forward.router.weight"
     norms = {
-        kind: drawn(name, WIDE.model_copy(update={"initialisation": kind})).norm(dim=1)
+        kind: drawn(name, WIDE.changed({"initialisation.kind": kind})).norm(dim=1)
         for kind in ("paper", "release")
     }
     assert norms["release"].std() < 1e-6
     assert norms["paper"].std() > 1e-3
     name = "group.0.attention.output.experts.weight"
-    value = drawn(name, WIDE.model_copy(update={"expert_axis_norm": True})).norm(dim=0)
+    value = drawn(name, WIDE.changed({"initialisation.expert_axis_norm": True})).norm(dim=0)
     assert value.std() / value.mean() < 1e-6
 
 

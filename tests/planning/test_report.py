@@ -80,7 +80,7 @@ def test_tokens_precision_and_overrides_reach_the_model(capsys: pytest.CaptureFi
         for arguments in (
             base,
             [*base, "--tokens-per-rank", "1024"],
-            ["smoke", "model.num_experts=64", *base[1:]],
+            ["smoke", "model.feed_forward.num_experts=64", *base[1:]],
             [*base, "--precision", "fp32"],
         )
     )
@@ -103,7 +103,9 @@ def test_the_words_compare_tokens_and_weights(capsys: pytest.CaptureFixture[str]
     )
     assert "feed_forward 387 → 388" in words
     assert "Dirichlet loads of concentration 5 per expert" in words
-    many = " ".join(run(capsys, "moeut_244m", "model.num_experts=12288", "--nodes", "1").split())
+    many = " ".join(
+        run(capsys, "moeut_244m", "model.feed_forward.num_experts=12288", "--nodes", "1").split()
+    )
     assert "expert parallelism pays from 8 GPUs on" in many
     dense = " ".join(run(capsys, "dense", "--nodes", "1").split())
     assert "the model has no experts" in dense
@@ -119,7 +121,7 @@ def test_a_picture_has_lines_and_a_crossover(
     slow.write_text('base = "h200"\nslow_bandwidth = 1e9\n')
     words = [
         "smoke",
-        "model.num_experts=256",
+        "model.feed_forward.num_experts=256",
         "--hardware",
         str(slow),
         "--nodes",

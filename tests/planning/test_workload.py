@@ -6,8 +6,10 @@ import pytest
 import torch
 from torch import nn
 
+from moebius.model.attention_config import SwitchHeadConfig
 from moebius.model.config import ModelConfig
 from moebius.model.cost import count_parameters, forward_flops
+from moebius.model.feed_forward_config import ExpertsConfig
 from moebius.model.precision import forward_in
 from moebius.model.transformer import Transformer
 from moebius.planning.workload import _Launches, describe, kept_by_bank, rounded
@@ -17,12 +19,9 @@ SMALL = ModelConfig(
     vocab_size=64,
     d_model=32,
     num_layers=4,
-    group_size=2,
-    num_heads=2,
-    d_head=16,
-    num_experts=8,
-    d_expert=16,
-    num_attention_experts=4,
+    layers_per_group=2,
+    attention=SwitchHeadConfig(num_heads=2, d_head=16, num_experts=4),
+    feed_forward=ExpertsConfig(num_experts=8, d_expert=16),
 )
 
 
@@ -65,15 +64,16 @@ def test_banks_of_a_moeut() -> None:
     value, output, feed_forward = (banks[kind][0] for kind in ("value", "output", "feed_forward"))
     assert (value.heads, value.num_experts, value.source, value.target) == (2, 4, "row", "head")
     assert (output.d_in, output.d_out, output.source, output.target) == (16, 32, "head", "row")
-    assert feed_forward.routes == SMALL.router.top_k
-    assert feed_forward.flops == 2 * SMALL.router.top_k * 2 * 32 * 16
+    assert feed_forward.routes == SMALL.feed_forward.router.top_k
+    assert feed_forward.flops == 2 * SMALL.feed_forward.router.top_k * 2 * 32 * 16
     assert work.repeats == 2
 
 
 def test_mixtures_travel_one_by_one() -> None:
     config = RECIPES["mixture_of_tokens"]().model
     (bank, _), *_ = describe(config, seq_len=128).uses
-    assert (bank.top_k, bank.rows) == (1, config.num_experts / config.router.group_size)
+    experts = config.feed_forward
+    assert (bank.top_k, bank.rows) == (1, experts.num_experts / experts.router.sequences_per_group)
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
@@ -110,7 +110,7 @@ def test_kept_bytes_are_what_autograd_keeps(precision: str) -> None:
 
 def test_wider_experts_keep_wider_hidden_rows() -> None:
     narrow, wide = (
-        describe(SMALL.model_copy(update={"d_expert": width}), seq_len=16) for width in (16, 48)
+        describe(SMALL.changed({"feed_forward.d_expert": width}), seq_len=16) for width in (16, 48)
     )
     assert wide.saved_bytes == pytest.approx(narrow.saved_bytes)  # all of the growth is the bank's
 
@@ -120,8 +120,7 @@ def test_launches_grow_with_depth() -> None:
     none.
     """
     counts = [
-        describe(SMALL.model_copy(update={"num_layers": layers}), seq_len=16).launches
-        for layers in (2, 4, 6)
+        describe(SMALL.changed({"num_layers": layers}), seq_len=16).launches for layers in (2, 4, 6)
     ]
     assert counts[2] - counts[1] == counts[1] - counts[0] > 40
 
@@ -131,14 +130,14 @@ def test_launches_grow_with_depth() -> None:
 
 
 def test_layers_that_are_alike_are_counted() -> None:
-    work = describe(SMALL.model_copy(update={"group_size": 4}), seq_len=16)
+    work = describe(SMALL.changed({"layers_per_group": 4}), seq_len=16)
     assert [member.copies for member in work.members] == [4]
     assert work.repeats == 1
 
 
 def test_banks_are_rounded_up_so_that_ranks_can_share_them() -> None:
     work = describe(
-        SMALL.model_copy(update={"num_experts": 15, "num_attention_experts": 7}), seq_len=16
+        SMALL.changed({"feed_forward.num_experts": 15, "attention.num_experts": 7}), seq_len=16
     )
     same = rounded(work, 1)
     assert same == (work, {})

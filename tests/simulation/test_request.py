@@ -19,7 +19,9 @@ from moebius.data_pipeline.config import DataConfig
 from moebius.data_pipeline.prepare import prepare
 from moebius.distributed.layout import MeshConfig
 from moebius.evaluation import restore
+from moebius.model.attention_config import SwitchHeadConfig
 from moebius.model.config import ModelConfig
+from moebius.model.feed_forward_config import ExpertsConfig
 from moebius.model.routers.sigmoid import SigmoidConfig
 from moebius.simulation import dispatch as simulate
 from moebius.simulation.request import RequestedRanks, layout_of, random_tokens
@@ -29,7 +31,12 @@ from moebius.train.loop import train
 from moebius.train.recipes.smoke import RECIPES
 from moebius.train.routing.trace import read_rank, recorded_steps
 
-SMALL = ["model.d_model=16", "model.d_expert=8", "model.vocab_size=300", "data.vocab_size=300"]
+SMALL = [
+    "model.d_model=16",
+    "model.feed_forward.d_expert=8",
+    "model.vocab_size=300",
+    "data.vocab_size=300",
+]
 
 
 def moebius(*words: str, expect: int = 0) -> None:
@@ -64,14 +71,9 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
         vocab_size=257,
         d_model=16,
         num_layers=4,
-        group_size=2,
-        num_heads=2,
-        d_head=8,
-        num_attention_experts=4,
-        attention_top_k=2,
-        num_experts=8,
-        router=SigmoidConfig(top_k=3),
-        d_expert=8,
+        layers_per_group=2,
+        attention=SwitchHeadConfig(num_heads=2, d_head=8, num_experts=4, top_k=2),
+        feed_forward=ExpertsConfig(num_experts=8, router=SigmoidConfig(top_k=3), d_expert=8),
     )
     config = Config(
         model=model,
@@ -613,10 +615,13 @@ def test_bad_requests_are_answered_in_one_line(
 
 
 def test_a_run_is_simulated_as_it_is(run_dir: Path, capsys: pytest.CaptureFixture) -> None:
-    for words in (("model.num_experts=4",), ("--shapes-only", "model.num_experts=4")):
+    for words in (
+        ("model.feed_forward.num_experts=4",),
+        ("--shapes-only", "model.feed_forward.num_experts=4"),
+    ):
         moebius(str(run_dir), *words, expect=2)
         assert (
-            "is a run and is simulated as it is: leave out model.num_experts=4"
+            "is a run and is simulated as it is: leave out model.feed_forward.num_experts=4"
             in capsys.readouterr().err
         )
 

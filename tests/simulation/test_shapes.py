@@ -7,7 +7,9 @@ import torch
 import torch.distributed as dist
 
 from moebius.distributed.layout import Layout
+from moebius.model.attention_config import SwitchHeadConfig
 from moebius.model.config import ModelConfig
+from moebius.model.feed_forward_config import ExpertsConfig
 from moebius.model.routers.sigmoid import SigmoidConfig
 from moebius.model.transformer import Transformer
 from moebius.simulation import shapes as module
@@ -23,14 +25,9 @@ MODEL = ModelConfig(
     vocab_size=64,
     d_model=32,
     num_layers=4,
-    group_size=2,
-    num_heads=4,
-    d_head=8,
-    num_attention_experts=16,
-    attention_top_k=2,
-    num_experts=128,
-    router=SigmoidConfig(top_k=4),
-    d_expert=16,
+    layers_per_group=2,
+    attention=SwitchHeadConfig(num_heads=4, d_head=8, num_experts=16, top_k=2),
+    feed_forward=ExpertsConfig(num_experts=128, router=SigmoidConfig(top_k=4), d_expert=16),
 )
 REQUEST = ShapeRequest(MODEL, Layout(dp_replicate=16, ep=64), "dedup", "none", "float32", 16, 2, 8)
 

@@ -48,10 +48,15 @@ def test_overrides_are_typed() -> None:
 def test_a_toml_file_may_build_on_a_recipe(tmp_path: Path) -> None:
     file = tmp_path / "mine.toml"
     file.write_text(
-        'recipe = "smoke"\n[model]\nnum_experts = 32\n[train]\nsteps = 5\n', encoding="utf-8"
+        'recipe = "smoke"\n[model.feed_forward]\nnum_experts = 32\n[train]\nsteps = 5\n',
+        encoding="utf-8",
     )
     config = make("train.steps=6", name=str(file))
-    assert (config.model.num_experts, config.train.steps, config.model.d_model) == (32, 6, 128)
+    assert (config.model.feed_forward.num_experts, config.train.steps, config.model.d_model) == (
+        32,
+        6,
+        128,
+    )
 
 
 @pytest.mark.parametrize(
@@ -59,15 +64,15 @@ def test_a_toml_file_may_build_on_a_recipe(tmp_path: Path) -> None:
     [
         (
             ["model.num_expert=3"],
-            r"model.num_expert: unknown key; did you mean model.num_experts\?",
+            r"model.num_expert: unknown key; did you mean model.feed_forward.num_experts\?",
         ),
         (["modle.num_experts=3"], r"modle: unknown key; did you mean model\?"),
         (["train.steps=many"], r"train.steps: .*valid integer.*\(given: 'many'\)"),
         (["train.steps=0"], r"train.steps: .*greater than 0 \(given: 0\)"),
         (["steps=3"], r"override 'steps=3': write section.key=value"),
         (["train.steps"], r"override 'train.steps': write section.key=value"),
-        (["model.num_layers=5"], r"num_layers=5 is not divisible by group_size=2"),
-        (["model.rotary_width=3"], r"rotary_width=3 with d_head=32"),
+        (["model.num_layers=5"], r"num_layers=5 is not divisible by layers_per_group=2"),
+        (["model.attention.positions.width=3"], r"positions.width=3 with d_head=32"),
         (["model.vocab_size=100"], r"model.vocab_size=100 is smaller than the 4096 token ids"),
         (["job.name=a/b"], r"job.name"),
     ],
@@ -209,5 +214,7 @@ def test_the_published_sizes_can_be_split_as_the_readme_says() -> None:
         "moeut_728m": 1,
         "moeut_1b": 1,
     }
-    counts = make("model.num_experts=384", name="moeut_244m").model.expert_counts().values()
+    counts = (
+        make("model.feed_forward.num_experts=384", name="moeut_244m").model.expert_counts().values()
+    )
     assert math.gcd(*counts) == 8

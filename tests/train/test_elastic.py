@@ -18,7 +18,9 @@ from moebius.distributed.layout import plan_layout
 from moebius.distributed.mesh import build_mesh
 from moebius.distributed.parallelize import build_model
 from moebius.distributed.process.process import start_process
+from moebius.model.attention_config import SwitchHeadConfig
 from moebius.model.config import ModelConfig
+from moebius.model.feed_forward_config import ExpertsConfig
 from moebius.model.routers.deepseek import DeepSeekConfig
 from moebius.train.config import MeshConfig
 from moebius.train.optim import OptimConfig, make_optimizer
@@ -29,18 +31,17 @@ MODEL = ModelConfig(
     vocab_size=67,
     d_model=20,
     num_layers=4,
-    group_size=2,
-    num_heads=2,
-    d_head=10,
-    num_attention_experts=4,
-    attention_top_k=2,
-    num_experts=12,
-    router=DeepSeekConfig(top_k=3),
-    d_expert=9,
-    num_shared_experts=1,
+    layers_per_group=2,
+    attention=SwitchHeadConfig(num_heads=2, d_head=10, num_experts=4, top_k=2),
+    feed_forward=ExpertsConfig(
+        num_experts=12, router=DeepSeekConfig(top_k=3), d_expert=9, num_shared_experts=1
+    ),
 )
-FEW = MODEL.model_copy(
-    update={"num_experts": 2, "router": DeepSeekConfig(top_k=1, renormalise=False)}
+FEW = MODEL.changed(
+    {
+        "feed_forward.num_experts": 2,
+        "feed_forward.router": DeepSeekConfig(top_k=1, renormalise=False),
+    }
 )  # FSDP must cut through the experts
 CUT = "model.group.0.feed_forward.sparse.experts.w_up"
 LAYOUTS = {  # name: ranks, mesh

@@ -19,7 +19,9 @@ from moebius.distributed.dispatch.expert_map import contiguous_map
 from moebius.distributed.layout import MeshConfig
 from moebius.distributed.placement.move import banks_of, expert_maps_of
 from moebius.distributed.process.process import start_process
+from moebius.model.attention_config import SwitchHeadConfig
 from moebius.model.config import ModelConfig
+from moebius.model.feed_forward_config import ExpertsConfig
 from moebius.model.routers.sigmoid import SigmoidConfig
 from moebius.model.transformer import Transformer
 from moebius.train.config import CheckpointConfig, Config, TrainConfig
@@ -35,15 +37,11 @@ MODEL = ModelConfig(
     vocab_size=257,
     d_model=24,
     num_layers=4,
-    group_size=2,
-    num_heads=2,
-    d_head=12,
-    num_attention_experts=3,
-    attention_top_k=2,
-    num_experts=7,
-    router=SigmoidConfig(top_k=3, balance=0.0),
-    d_expert=16,
-    attention_balance=0.0,
+    layers_per_group=2,
+    attention=SwitchHeadConfig(num_heads=2, d_head=12, num_experts=3, top_k=2, balance=0.0),
+    feed_forward=ExpertsConfig(
+        num_experts=7, router=SigmoidConfig(top_k=3, balance=0.0), d_expert=16
+    ),
 )
 STEPS = 7
 

@@ -21,26 +21,26 @@ from moebius.train.run import assemble, open_loader
 
 GROUP = 4
 ROUTERS: dict[str, dict[str, Any]] = {
-    "mixture": {"kind": "mixture_of_tokens", "group_size": GROUP},
-    "expert choice": {"kind": "expert_choice", "group_size": GROUP, "mean_experts": 2.0},
-    "transition": {"kind": "transition", "group_size": GROUP, "switch_step": 5},
+    "mixture": {"kind": "mixture_of_tokens", "sequences_per_group": GROUP},
+    "expert choice": {"kind": "expert_choice", "sequences_per_group": GROUP, "mean_experts": 2.0},
+    "transition": {"kind": "transition", "sequences_per_group": GROUP, "switch_step": 5},
 }
 
 
 def make_config(data: Path, router: dict[str, Any], micro_batch: int) -> Config:
-    model = ModelConfig.model_validate(
+    model = ModelConfig.from_dotted(
         {
             "vocab_size": 257,
             "d_model": 24,
             "num_layers": 2,
-            "group_size": 2,
-            "num_heads": 2,
-            "d_head": 12,
+            "layers_per_group": 2,
+            "attention.num_heads": 2,
+            "attention.d_head": 12,
             "norm": "pre",
-            "attention": "dense",
-            "num_experts": router["group_size"],
-            "d_expert": 16,
-            "router": router,
+            "attention.kind": "dense",
+            "feed_forward.num_experts": router["sequences_per_group"],
+            "feed_forward.d_expert": 16,
+            "feed_forward.router": router,
         }
     )
     return Config(
@@ -96,7 +96,7 @@ def test_no_layout_changes_loss_gradients_or_validation(
     other = run_ranks(
         step_and_evaluation,
         1,
-        make_config(data, ROUTERS[kind] | {"group_size": 8}, 8),
+        make_config(data, ROUTERS[kind] | {"sequences_per_group": 8}, 8),
         tmp_path / "other",
     )[0]
     assert abs(other[0] - expected[0]) > 1e-5 * expected[0]  # who is in a group does matter
@@ -107,8 +107,8 @@ def test_evaluation_may_have_groups_of_its_own(data: Path, tmp_path: Path) -> No
     """Micro-batches of 4 sequences, evaluated in groups of 8: the batch grows to whole groups."""
     losses = []
     for world, options in (
-        (1, {"evaluation_group_size": 8}),
-        (2, {"evaluation_group_size": 8}),
+        (1, {"evaluation_sequences_per_group": 8}),
+        (2, {"evaluation_sequences_per_group": 8}),
         (1, {}),
     ):
         config = make_config(data, ROUTERS["mixture"] | options, 4)

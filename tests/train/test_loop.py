@@ -16,7 +16,9 @@ from moebius.data_pipeline.config import DataConfig
 from moebius.distributed.dispatch.exchange import AllToAll, ExchangeMismatch, Pending
 from moebius.distributed.layout import MeshConfig
 from moebius.distributed.process.process import start_process
+from moebius.model.attention_config import SwitchHeadConfig
 from moebius.model.config import ModelConfig
+from moebius.model.feed_forward_config import ExpertsConfig
 from moebius.model.routers.deepseek import DeepSeekConfig
 from moebius.model.routers.sigmoid import SigmoidConfig
 from moebius.train.config import CheckpointConfig, Config, TrainConfig
@@ -28,14 +30,9 @@ MODEL = ModelConfig(
     vocab_size=257,
     d_model=WIDTH,
     num_layers=2 * REPEATS,
-    group_size=2,
-    num_heads=2,
-    d_head=12,
-    num_attention_experts=4,
-    attention_top_k=2,
-    num_experts=8,
-    router=SigmoidConfig(top_k=3),
-    d_expert=16,
+    layers_per_group=2,
+    attention=SwitchHeadConfig(num_heads=2, d_head=12, num_experts=4, top_k=2),
+    feed_forward=ExpertsConfig(num_experts=8, router=SigmoidConfig(top_k=3), d_expert=16),
 )
 LAYERS = {f"{member}/{kind}" for member in (0, 1) for kind in ("feed_forward", "value", "output")}
 ROUTES_PER_TOKEN = {"feed_forward": 3, "value": 2 * 2, "output": 2 * 2}
@@ -188,7 +185,7 @@ def test_balancing_does_not_depend_on_the_layout(data: Path, tmp_path: Path) -> 
     made = []
     for world, ep, micro_batch in ((1, 1, 8), (4, 1, 2), (4, 2, 1), (4, 4, 2)):
         config = make_config(data, ep=ep, micro_batch=micro_batch, steps=3)
-        config = config.model_copy(update={"model": MODEL.model_copy(update={"router": router})})
+        config = config.model_copy(update={"model": MODEL.changed({"feed_forward.router": router})})
         made += run_ranks(make_steps, world, config, tmp_path / f"{world}-{ep}")
     first, *others = made
     assert first.biases

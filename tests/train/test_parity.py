@@ -18,7 +18,9 @@ from moebius.distributed.checkpoint.checkpointer import load
 from moebius.distributed.checkpoint.files import latest, list_checkpoints
 from moebius.distributed.parallelize import expert_names
 from moebius.distributed.process.process import start_process
+from moebius.model.attention_config import SwitchHeadConfig
 from moebius.model.config import ModelConfig
+from moebius.model.feed_forward_config import ExpertsConfig
 from moebius.model.routers.sigmoid import SigmoidConfig
 from moebius.model.transformer import Transformer
 from moebius.train.config import CheckpointConfig, Config, MeshConfig, TrainConfig
@@ -31,14 +33,9 @@ MODEL = ModelConfig(
     vocab_size=257,
     d_model=24,
     num_layers=4,
-    group_size=2,
-    num_heads=2,
-    d_head=12,
-    num_attention_experts=4,
-    attention_top_k=2,
-    num_experts=8,
-    router=SigmoidConfig(top_k=3),
-    d_expert=16,
+    layers_per_group=2,
+    attention=SwitchHeadConfig(num_heads=2, d_head=12, num_experts=4, top_k=2),
+    feed_forward=ExpertsConfig(num_experts=8, router=SigmoidConfig(top_k=3), d_expert=16),
 )
 
 
@@ -65,9 +62,12 @@ def make_config(data: Path, **sections: dict) -> Config:
     }
     for name, changes in sections.items():
         before = values[name]
-        values[name] = (
-            before | changes if isinstance(before, dict) else before.model_copy(update=changes)
-        )
+        if isinstance(before, dict):
+            values[name] = before | changes
+        elif isinstance(before, ModelConfig):
+            values[name] = before.changed(changes)
+        else:
+            values[name] = before.model_copy(update=changes)
     return Config(
         model=values["model"],
         data=values["data"],
@@ -353,7 +353,11 @@ def diverge(config: Config, run_dir: Path) -> str:
 def test_a_run_that_only_skips_ends_with_a_reason(data: Path, tmp_path: Path) -> None:
     config = make_config(
         data,
-        model={"num_layers": 2, "num_experts": 2, "router": SigmoidConfig(top_k=1)},
+        model={
+            "num_layers": 2,
+            "feed_forward.num_experts": 2,
+            "feed_forward.router": SigmoidConfig(top_k=1),
+        },
         train={"global_batch": 1, "micro_batch": 1},
     )
     with pytest.raises(

@@ -11,7 +11,9 @@ from world import run_ranks
 
 from moebius.data_pipeline.config import DataConfig
 from moebius.distributed.layout import MeshConfig
+from moebius.model.attention_config import SwitchHeadConfig
 from moebius.model.config import ModelConfig
+from moebius.model.feed_forward_config import ExpertsConfig
 from moebius.model.routers.sigmoid import SigmoidConfig
 from moebius.train import run as parts_of_a_run
 from moebius.train.config import CheckpointConfig, Config, TrainConfig
@@ -21,14 +23,11 @@ MODEL = ModelConfig(
     vocab_size=257,
     d_model=24,
     num_layers=4,
-    group_size=2,
-    num_heads=2,
-    d_head=12,
-    num_attention_experts=4,
-    attention_top_k=2,
-    num_experts=8,
-    router=SigmoidConfig(top_k=3, expert_dropout=0.2),
-    d_expert=16,
+    layers_per_group=2,
+    attention=SwitchHeadConfig(num_heads=2, d_head=12, num_experts=4, top_k=2),
+    feed_forward=ExpertsConfig(
+        num_experts=8, router=SigmoidConfig(top_k=3, expert_dropout=0.2), d_expert=16
+    ),
 )
 
 

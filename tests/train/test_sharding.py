@@ -20,7 +20,9 @@ from world import run_ranks
 from moebius.data_pipeline.config import DataConfig
 from moebius.distributed.local_shard import LocalShard, local_shard_of, local_tensor
 from moebius.distributed.process.process import start_process
+from moebius.model.attention_config import DenseAttentionConfig, SwitchHeadConfig
 from moebius.model.config import ModelConfig
+from moebius.model.feed_forward_config import DenseFeedForwardConfig, ExpertsConfig
 from moebius.model.precision import enters_a_product
 from moebius.model.routers.sigmoid import SigmoidConfig
 from moebius.train import run as parts_of_a_run
@@ -36,42 +38,38 @@ MODEL = ModelConfig(
     vocab_size=257,
     d_model=24,
     num_layers=4,
-    group_size=2,
-    num_heads=2,
-    d_head=12,
-    num_attention_experts=4,
-    attention_top_k=2,
-    num_experts=8,
-    router=SigmoidConfig(top_k=3),
-    d_expert=16,
+    layers_per_group=2,
+    attention=SwitchHeadConfig(num_heads=2, d_head=12, num_experts=4, top_k=2),
+    feed_forward=ExpertsConfig(num_experts=8, router=SigmoidConfig(top_k=3), d_expert=16),
 )
 MODELS = {
     "repeated": MODEL,
-    "not_repeated": MODEL.model_copy(update={"group_size": 4}),
+    "not_repeated": MODEL.changed({"layers_per_group": 4}),
     "dense": ModelConfig(
         vocab_size=257,
         d_model=24,
         num_layers=2,
-        group_size=2,
-        num_heads=2,
-        d_head=12,
-        feed_forward="dense",
-        attention="dense",
-        d_feed_forward=40,
+        layers_per_group=2,
         norm="pre",
+        attention=DenseAttentionConfig(num_heads=2, d_head=12),
+        feed_forward=DenseFeedForwardConfig(d_feed_forward=40),
     ),
-    "halting": FAMILY["sut"][1]().model.model_copy(
-        update={
+    "halting": FAMILY["sut"][1]().model.changed(
+        {
             "vocab_size": 257,
             "d_model": 24,
             "num_layers": 3,
-            "num_heads": 2,
-            "d_head": 12,
-            "d_expert": 16,
+            "attention.num_heads": 2,
+            "attention.d_head": 12,
+            "feed_forward.d_expert": 16,
         }
     ),
-    "few_experts": MODEL.model_copy(
-        update={"num_experts": 2, "num_attention_experts": 2, "router": SigmoidConfig(top_k=1)}
+    "few_experts": MODEL.changed(
+        {
+            "feed_forward.num_experts": 2,
+            "attention.num_experts": 2,
+            "feed_forward.router": SigmoidConfig(top_k=1),
+        }
     ),
 }
 # world, mesh: experts over efsdp 2 and 1; with and without replicas. (Over 4: the models below.)
@@ -313,7 +311,7 @@ def test_a_unit_is_gathered_once_per_pass_and_its_gradient_reduced_once(
     config = make_config(
         data, model, mesh={"dp_shard": 4, "sharding": "fsdp"}, train={"eval_rows": 4}
     )
-    members = MODELS[model].group_size
+    members = MODELS[model].layers_per_group
     units = (
         members * 4 + 2
     )  # of each member its dense weights and three banks; the head; the embedding

@@ -10,7 +10,9 @@ from moebius.distributed.process import agreement
 from moebius.distributed.process.agreement import AgreementError
 from moebius.distributed.process.process import start_process
 from moebius.kernels.backend import KernelConfig
+from moebius.model.attention_config import SwitchHeadConfig
 from moebius.model.config import ModelConfig
+from moebius.model.feed_forward_config import ExpertsConfig
 from moebius.model.routers.sigmoid import SigmoidConfig
 from moebius.train import run as run_module
 from moebius.train.config import Config, MeshConfig, TrainConfig
@@ -20,14 +22,9 @@ MODEL = ModelConfig(
     vocab_size=8000,
     d_model=16,
     num_layers=2,
-    group_size=1,
-    num_heads=2,
-    d_head=8,
-    num_attention_experts=2,
-    attention_top_k=1,
-    router=SigmoidConfig(top_k=2),
-    num_experts=4,
-    d_expert=8,
+    layers_per_group=1,
+    attention=SwitchHeadConfig(num_heads=2, d_head=8, num_experts=2, top_k=1),
+    feed_forward=ExpertsConfig(router=SigmoidConfig(top_k=2), num_experts=4, d_expert=8),
 )
 
 
@@ -68,7 +65,7 @@ def differ(config: Config, difference: str) -> Config:
         built = run_module.build_model
 
         def another(model, *args, **options):
-            return built(model.model_copy(update={"d_expert": 16}), *args, **options)
+            return built(model.changed({"feed_forward.d_expert": 16}), *args, **options)
 
         run_module.build_model = another
     return config

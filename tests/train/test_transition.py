@@ -30,24 +30,24 @@ SWITCH, STEPS = 4, 8
 def make_config(data: Path, *, steps: int = STEPS, **router: Any) -> Config:
     kind = {
         "kind": "transition",
-        "group_size": 4,
+        "sequences_per_group": 4,
         "switch_step": SWITCH,
         "capacity_factor": 1.25,
         "calibrate": True,
     }
-    model = ModelConfig.model_validate(
+    model = ModelConfig.from_dotted(
         {
             "vocab_size": 257,
             "d_model": 24,
             "num_layers": 2,
-            "group_size": 2,
-            "num_heads": 2,
-            "d_head": 12,
+            "layers_per_group": 2,
+            "attention.num_heads": 2,
+            "attention.d_head": 12,
             "norm": "pre",
-            "attention": "dense",
-            "num_experts": 4,
-            "d_expert": 16,
-            "router": kind | router,
+            "attention.kind": "dense",
+            "feed_forward.num_experts": 4,
+            "feed_forward.d_expert": 16,
+            "feed_forward.router": kind | router,
         }
     )
     return Config(

@@ -17,145 +17,258 @@ from ..config import CheckpointConfig, Config, JobConfig, TrainConfig
 from ..optim import OptimConfig
 
 _COMMON: dict[str, Any] = {
-    "vocab_size": 4096, "d_model": 128, "num_layers": 4, "group_size": 4, "num_heads": 4, "d_head": 32, "norm": "pre",
-    "attention": "dense", "feed_forward": "dense", "d_feed_forward": 512,
+    "vocab_size": 4096, "d_model": 128, "num_layers": 4, "layers_per_group": 4, "norm": "pre",
+    "attention.kind": "dense", "attention.num_heads": 4, "attention.d_head": 32,
+    "feed_forward.kind": "dense", "feed_forward.d_feed_forward": 512,
 }  # fmt: skip
 
 # MoEUT: 56 experts in one shared layer, 28 in two; 16 in four is the σ-MoE control.
 _MOEUT: dict[str, Any] = {
-    "group_size": 2, "norm": "peri", "attention": "switchhead", "num_attention_experts": 4, "attention_top_k": 2,
-    "single_expert": "gated_experts", "feed_forward": "experts", "num_experts": 28, "d_expert": 32,
-    "router": {"kind": "sigmoid", "top_k": 8},
+    "layers_per_group": 2, "norm": "peri",
+    "attention.kind": "switchhead", "attention.num_experts": 4, "attention.top_k": 2,
+    "attention.single_expert": "gated_experts",
+    "feed_forward.kind": "experts", "feed_forward.num_experts": 28, "feed_forward.d_expert": 32,
+    "feed_forward.router": {"kind": "sigmoid", "top_k": 8},
 }  # fmt: skip
 _SUT: dict[str, Any] = {
-    "group_size": 1, "norm": "post", "positions": "none", "attention": "momha", "num_heads": 2, "num_attention_experts": 8,
-    "attention_top_k": 2, "attention_balance": 0.001, "feed_forward": "experts", "num_experts": 8, "d_expert": 256,
-    "expert_bias": True, "initialisation": "sut", "router": {"kind": "sut", "top_k": 2, "mi_loss": 0.001},
+    "layers_per_group": 1, "norm": "post", "initialisation.kind": "sut",
+    "attention.kind": "momha", "attention.num_heads": 2, "attention.num_experts": 8,
+    "attention.top_k": 2, "attention.balance": 0.001,
+    "feed_forward.kind": "experts", "feed_forward.num_experts": 8, "feed_forward.d_expert": 256,
+    "feed_forward.expert_bias": True,
+    "feed_forward.router": {"kind": "sut", "top_k": 2, "mi_loss": 0.001},
 }  # fmt: skip
 # Routers beside a dense layer of equal active width.
 _SPARSE: dict[str, Any] = {
-    "feed_forward": "experts", "placement": "last_half", "num_experts": 8, "d_expert": 512, "initialisation": "scaled",
+    "feed_forward.kind": "experts", "feed_forward.sparse_layers": "last_half",
+    "feed_forward.num_experts": 8, "feed_forward.d_expert": 512, "initialisation.kind": "scaled",
 }  # fmt: skip
-_FINE: dict[str, Any] = _SPARSE | {"num_experts": 32, "d_expert": 128}
+_FINE: dict[str, Any] = _SPARSE | {"feed_forward.num_experts": 32, "feed_forward.d_expert": 128}
 # As published, and yet a later token can change what an earlier one gets.
-_READS_THE_FUTURE: dict[str, Any] = {"allow_future_leak": True}
+_READS_THE_FUTURE: dict[str, Any] = {"feed_forward.allow_future_leak": True}
 
 _MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "dense": ("Transformer with rotary positions, pre-norm", {}),
-    "naive_ut": ("Universal Transformer: one dense layer, shared by all depth steps", {"group_size": 1, "d_feed_forward": 2816}),
+    "naive_ut": (
+        "Universal Transformer: one dense layer, shared by all depth steps",
+        {"layers_per_group": 1, "feed_forward.d_feed_forward": 2816},
+    ),
     "moeut": ("MoEUT: two layers of experts, repeated", _MOEUT),
     "moeut_g1": (
-        "MoEUT with one shared "
-        "layer", _MOEUT | {"group_size": 1, "num_attention_experts": 8, "num_experts": 56},
+        "MoEUT with one shared layer",
+        _MOEUT
+        | {"layers_per_group": 1, "attention.num_experts": 8, "feed_forward.num_experts": 56},
     ),
     "moeut_aabb": ("MoEUT, all repeats of one layer before the next", _MOEUT | {"order": "aabb"}),
     "moeut_pre": ("MoEUT with pre-norm", _MOEUT | {"norm": "pre"}),
     "moeut_post": ("MoEUT with post-norm", _MOEUT | {"norm": "post"}),
     "sigma_moe": (
         "σ-MoE as the MoEUT paper's control: gated heads, peri-norm, nothing shared",
-        _MOEUT | {"group_size": 4, "num_attention_experts": 1, "attention_top_k": 1, "num_experts": 16},
+        _MOEUT
+        | {
+            "layers_per_group": 4,
+            "attention.num_experts": 1,
+            "attention.top_k": 1,
+            "feed_forward.num_experts": 16,
+        },
     ),
     "sigma_moe_original": (
         "σ-MoE as first published: dense attention, balanced over the global batch",
         {
-            "feed_forward": "experts", "num_experts": 16, "d_expert": 32, "initialisation": "release",
-            "router": {
-                "kind": "sigmoid", "top_k": 4, "balance": 0.001, "balance_scope": "global_batch", "expert_dropout": 0.05,
+            "feed_forward.kind": "experts",
+            "feed_forward.num_experts": 16,
+            "feed_forward.d_expert": 32,
+            "initialisation.kind": "release",
+            "feed_forward.router": {
+                "kind": "sigmoid",
+                "top_k": 4,
+                "balance": 0.001,
+                "balance_scope": "global_batch",
+                "expert_dropout": 0.05,
             },
         },
     ),
     "switchhead": (
         "SwitchHead: experts on V and O, dense feed-forward",
         {
-            "attention": "switchhead", "num_heads": 2, "num_attention_experts": 4, "attention_top_k": 2,
-            "attention_balance": 0.0, "d_feed_forward": 432,
+            "attention.kind": "switchhead",
+            "attention.num_heads": 2,
+            "attention.num_experts": 4,
+            "attention.top_k": 2,
+            "attention.balance": 0.0,
+            "feed_forward.d_feed_forward": 432,
         },
     ),
-    "sut": ("Sparse Universal Transformer with stick-breaking halting", _SUT | {"halting": {"loss": 0.01}}),
+    "sut": (
+        "Sparse Universal Transformer with stick-breaking halting",
+        _SUT | {"halting": {"loss": 0.01}},
+    ),
     "sut_no_act": ("Sparse Universal Transformer of fixed depth", _SUT),
     "switch": (
         "Switch: the best expert, capacity factor 1.25",
-        _SPARSE | {"router": {
-            "kind": "token_choice", "top_k": 1, "capacity_factor": 1.25, "evaluation_capacity_factor": 2.0,
-            "drop_order": "token_major",
-        }} | _READS_THE_FUTURE,
+        _SPARSE
+        | {
+            "feed_forward.router": {
+                "kind": "token_choice",
+                "top_k": 1,
+                "capacity_factor": 1.25,
+                "evaluation_capacity_factor": 2.0,
+                "drop_order": "token_major",
+            }
+        }
+        | _READS_THE_FUTURE,
     ),
     "switch_causal": (
         "Switch with a capacity that no later position can take",
-        _SPARSE | {"router": {
-            "kind": "token_choice", "top_k": 1, "capacity_factor": 1.25, "evaluation_capacity_factor": 2.0,
-            "drop_order": "position_major",
-        }},
+        _SPARSE
+        | {
+            "feed_forward.router": {
+                "kind": "token_choice",
+                "top_k": 1,
+                "capacity_factor": 1.25,
+                "evaluation_capacity_factor": 2.0,
+                "drop_order": "position_major",
+            }
+        },
     ),
     "gshard": (
         "GShard: two experts, the second at random, capacity 1 per choice",
-        _SPARSE | {"num_experts": 16, "d_expert": 256, "router": {
-            "kind": "token_choice", "top_k": 2, "renormalise": True, "second_expert": "random", "capacity_factor": 1.0,
-            "drop_order": "slot_major",
-        }} | _READS_THE_FUTURE,
+        _SPARSE
+        | {
+            "feed_forward.num_experts": 16,
+            "feed_forward.d_expert": 256,
+            "feed_forward.router": {
+                "kind": "token_choice",
+                "top_k": 2,
+                "renormalise": True,
+                "second_expert": "random",
+                "capacity_factor": 1.0,
+                "drop_order": "slot_major",
+            },
+        }
+        | _READS_THE_FUTURE,
     ),
     "top_k": (
         "dropless top-k of many small experts, as OLMoE",
-        _FINE | {"router": {"kind": "token_choice", "top_k": 4, "balance": 0.01, "z_loss": 0.001}},
+        _FINE
+        | {
+            "feed_forward.router": {
+                "kind": "token_choice",
+                "top_k": 4,
+                "balance": 0.01,
+                "z_loss": 0.001,
+            }
+        },
     ),
     "deepseek": (
         "DeepSeek: sigmoid scores, bias without a loss, groups of experts, one shared expert",
-        _FINE | {"num_shared_experts": 1, "router": {
-            "kind": "deepseek", "top_k": 3, "num_groups": 4, "kept_groups": 2, "route_scale": 1.0, "bias_rate": 0.001,
-        }},
+        _FINE
+        | {
+            "feed_forward.num_shared_experts": 1,
+            "feed_forward.router": {
+                "kind": "deepseek",
+                "top_k": 3,
+                "num_groups": 4,
+                "kept_groups": 2,
+                "route_scale": 1.0,
+                "bias_rate": 0.001,
+            },
+        },
     ),
-    "x_moe": ("X-MoE: cosine router on a low-dimensional sphere", _SPARSE | {"router": {"kind": "cosine", "top_k": 1}}),
+    "x_moe": (
+        "X-MoE: cosine router on a low-dimensional sphere",
+        _SPARSE | {"feed_forward.router": {"kind": "cosine", "top_k": 1}},
+    ),
     "x_moe_torchscale": (
         "X-MoE as its released code behaves",
-        _SPARSE | {"num_experts": 16, "d_expert": 256, "router": {"kind": "cosine", "top_k": 2, "behaviour": "torchscale"}},
+        _SPARSE
+        | {
+            "feed_forward.num_experts": 16,
+            "feed_forward.d_expert": 256,
+            "feed_forward.router": {"kind": "cosine", "top_k": 2, "behaviour": "torchscale"},
+        },
     ),
     "expert_choice": (
         "expert choice by position across sequences",
-        _SPARSE | {"output_norm": True, "router": {"kind": "expert_choice", "group_size": 8, "mean_experts": 1.0}},
+        _SPARSE
+        | {
+            "feed_forward.output_norm": True,
+            "feed_forward.router": {
+                "kind": "expert_choice",
+                "sequences_per_group": 8,
+                "mean_experts": 1.0,
+            },
+        },
     ),
     "expert_choice_flat": (
         "expert choice over all tokens: reads the future",
-        _SPARSE | {"output_norm": True, "router": {
-            "kind": "expert_choice", "mean_experts": 1.0, "scope": "flat",
-        }} | _READS_THE_FUTURE,
+        _SPARSE
+        | {
+            "feed_forward.output_norm": True,
+            "feed_forward.router": {
+                "kind": "expert_choice",
+                "mean_experts": 1.0,
+                "scope": "flat",
+            },
+        }
+        | _READS_THE_FUTURE,
     ),
     "mixture_of_tokens": (
         "Mixture of Tokens: groups of 8 sequences, 4 small experts for each full one",
-        _FINE | {"router": {"kind": "mixture_of_tokens", "group_size": 8}},
+        _FINE | {"feed_forward.router": {"kind": "mixture_of_tokens", "sequences_per_group": 8}},
     ),
     "soft_moe": (
         "Soft MoE: mixes all tokens of a sequence, reads the future",
-        _FINE | {"router": {"kind": "soft_moe", "slots_per_expert": 16}} | _READS_THE_FUTURE,
+        _FINE
+        | {"feed_forward.router": {"kind": "soft_moe", "slots_per_expert": 16}}
+        | _READS_THE_FUTURE,
     ),
     "transition": (
         "Mixture of Tokens that becomes a Switch",
-        _SPARSE | {"router": {
-            "kind": "transition", "group_size": 8, "switch_step": 300, "capacity_factor": 1.25, "calibrate": True,
-        }},
+        _SPARSE
+        | {
+            "feed_forward.router": {
+                "kind": "transition",
+                "sequences_per_group": 8,
+                "switch_step": 300,
+                "capacity_factor": 1.25,
+                "calibrate": True,
+            }
+        },
     ),
     "mh_moe": (
         "Multi-Head MoE, parameters as the others: four times their expert FLOPs",
-        _SPARSE | {"sub_tokens": 4, "d_expert": 1984, "router": {"kind": "token_choice", "top_k": 1}},
+        _SPARSE
+        | {
+            "feed_forward.sub_tokens": 4,
+            "feed_forward.d_expert": 1984,
+            "feed_forward.router": {"kind": "token_choice", "top_k": 1},
+        },
     ),
     "mh_moe_parity": (
         "Multi-Head MoE at equal FLOPs and parameters",
-        _SPARSE | {
-            "sub_tokens": 2, "num_experts": 40, "d_expert": 192,
-            "router": {"kind": "token_choice", "top_k": 2, "renormalise": True},
+        _SPARSE
+        | {
+            "feed_forward.sub_tokens": 2,
+            "feed_forward.num_experts": 40,
+            "feed_forward.d_expert": 192,
+            "feed_forward.router": {"kind": "token_choice", "top_k": 2, "renormalise": True},
         },
     ),
-}  # fmt: skip
+}
 
 
 def _config(name: str, sizes: dict[str, Any]) -> Config:
     return Config(
-        model=ModelConfig.model_validate(_COMMON | sizes),
+        model=ModelConfig.from_dotted(_COMMON | sizes),
         data=DataConfig(vocab_size=4096, seq_len=128, validation_fraction=0.05),
         optim=OptimConfig(learning_rate=1e-3, warmup_steps=40, decay_steps=360, clip_norm=1.0),
-        train=TrainConfig(steps=400, global_batch=32, micro_batch=8, log_every=4, eval_every=100, eval_rows=256),
+        train=TrainConfig(
+            steps=400, global_batch=32, micro_batch=8, log_every=4, eval_every=100, eval_rows=256
+        ),
         checkpoint=CheckpointConfig(every=100, keep_last=2),
         job=JobConfig(name=name),
-    )  # fmt: skip
+    )
 
 
 FAMILY = {

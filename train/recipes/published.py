@@ -2,7 +2,7 @@
 
 MoEUT (arXiv 2405.16039), its dense baselines, σ-MoE controls and SUT baselines: sizes as in the
 authors' training code. SUT has the corrected sign of its mutual-information loss;
-model.router.mi_sign=as_published reproduces theirs. Corrections of the published release profiles,
+model.feed_forward.router.mi_sign=as_published reproduces theirs. Corrections of the published release profiles,
 which do not run or do not match the paper as shipped:
   * 728M: d_model 1280, as trained; the released profile says 1024 and gives 581.9M parameters.
   * 44M: d_head 82 rotates 40 channels; the release computes 41, an odd number, and stops.
@@ -14,100 +14,204 @@ reported; the authors' file has E = 2048, so m = 32.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 from ...data_pipeline.config import DataConfig
-from ...model.config import ModelConfig
+from ...model.attention_config import (
+    DenseAttentionConfig,
+    LearnedPositionsConfig,
+    MoMHAConfig,
+    SwitchHeadConfig,
+)
+from ...model.config import (
+    HaltingConfig,
+    InitialisationConfig,
+    ModelConfig,
+    ScaledInitialisationConfig,
+)
+from ...model.feed_forward_config import DenseFeedForwardConfig, ExpertsConfig
+from ...model.routers.mixture import TokenMixingConfig
+from ...model.routers.sigmoid import SigmoidConfig
+from ...model.routers.sut import SutConfig
 from ..config import CheckpointConfig, Config, JobConfig, TrainConfig
 from ..optim import OptimConfig
 
 
-def _run(name: str, model: dict[str, Any], *, warmup_steps: int, clip_norm: float) -> Config:
+def _run(name: str, model: ModelConfig) -> Config:
     """The protocol that all runs of the MoEUT paper share: 64 × 1024 tokens a step, 100,000 steps."""
+    small = "_44m" in name
     return Config(
-        model=ModelConfig.model_validate({"vocab_size": 8000, **model}),
+        model=model,
         data=DataConfig(vocab_size=8000, seq_len=1024),
-        optim=OptimConfig(warmup_steps=warmup_steps, clip_norm=clip_norm),
+        optim=OptimConfig(
+            warmup_steps=0 if small else 4000,
+            clip_norm=0.1 if small else 0.25,
+        ),
         train=TrainConfig(
-            steps=100_000, global_batch=64, micro_batch=8, precision="bfloat16", log_every=10, eval_every=2000, eval_rows=1008,
+            steps=100_000,
+            global_batch=64,
+            micro_batch=8,
+            precision="bfloat16",
+            log_every=10,
+            eval_every=2000,
+            eval_rows=1008,
         ),
         checkpoint=CheckpointConfig(every=2000),
         job=JobConfig(name=name, start_timeout_s=1800),
-    )  # fmt: skip
-
-
-def _sized(name: str, model: dict[str, Any]) -> Config:
-    small = "_44m" in name
-    return _run(name, model, warmup_steps=0 if small else 4000, clip_norm=0.1 if small else 0.25)
+    )
 
 
 def _moeut(
-    name: str, *, layers: int, group: int, d_model: int, heads: int, attention_experts: int, d_head: int, experts: int,
-    top_k: int, **changes: Any,
-) -> Config:  # fmt: skip
-    model = dict(
-        num_layers=layers, group_size=group, d_model=d_model, num_heads=heads, d_head=d_head,
-        num_attention_experts=attention_experts, attention_top_k=min(2, attention_experts), num_experts=experts, d_expert=128,
-        router={"kind": "sigmoid", "top_k": top_k}, single_expert="gated_experts", initialisation="paper",
-        expert_axis_norm="_44m" not in name,
-    )  # fmt: skip
-    return _sized(name, model | changes)
+    name: str,
+    *,
+    layers: int,
+    group: int,
+    d_model: int,
+    heads: int,
+    attention_experts: int,
+    d_head: int,
+    experts: int,
+    top_k: int,
+    **changes: Any,
+) -> Config:
+    model = ModelConfig(
+        num_layers=layers,
+        layers_per_group=group,
+        d_model=d_model,
+        attention=SwitchHeadConfig(
+            num_heads=heads,
+            d_head=d_head,
+            num_experts=attention_experts,
+            top_k=min(2, attention_experts),
+            single_expert="gated_experts",
+        ),
+        feed_forward=ExpertsConfig(
+            num_experts=experts, d_expert=128, router=SigmoidConfig(top_k=top_k)
+        ),
+        initialisation=InitialisationConfig(kind="paper", expert_axis_norm="_44m" not in name),
+    )
+    return _run(name, model.changed(changes))
 
 
 def _dense(
     name: str, *, layers: int, d_model: int, d_feed_forward: int, heads: int, d_head: int
 ) -> Config:
-    model = dict(
-        num_layers=layers, group_size=layers, d_model=d_model, num_heads=heads, d_head=d_head,
-        d_feed_forward=d_feed_forward, norm="pre", attention="dense", feed_forward="dense",
-    )  # fmt: skip
-    return _sized(name, model)
+    model = ModelConfig(
+        num_layers=layers,
+        layers_per_group=layers,
+        d_model=d_model,
+        norm="pre",
+        attention=DenseAttentionConfig(num_heads=heads, d_head=d_head),
+        feed_forward=DenseFeedForwardConfig(d_feed_forward=d_feed_forward),
+    )
+    return _run(name, model)
 
 
 def _sut(
-    name: str, *, layers: int, d_model: int, d_expert: int, heads: int, d_head: int, attention_experts: int, experts: int,
-    top_k: int, mi_loss: float, sampled: int, halting: bool,
-) -> Config:  # fmt: skip
-    model = dict(
-        num_layers=layers, group_size=1, d_model=d_model, norm="post", positions="none", attention="momha",
-        num_heads=heads, d_head=d_head, num_attention_experts=attention_experts, attention_top_k=2, max_distance=64,
-        attention_balance=mi_loss, attention_sampled=sampled, num_experts=experts, d_expert=d_expert, expert_bias=True,
-        initialisation="sut", router={"kind": "sut", "top_k": top_k, "mi_loss": mi_loss},
-        halting={"loss": 0.01, "loss_sum": "all"} if halting else None,
-    )  # fmt: skip
-    return _sized(name, model)
+    name: str,
+    *,
+    layers: int,
+    d_model: int,
+    d_expert: int,
+    heads: int,
+    d_head: int,
+    attention_experts: int,
+    experts: int,
+    top_k: int,
+    mi_loss: float,
+    sampled: int,
+    halting: bool,
+) -> Config:
+    model = ModelConfig(
+        num_layers=layers,
+        layers_per_group=1,
+        d_model=d_model,
+        norm="post",
+        attention=MoMHAConfig(
+            num_heads=heads,
+            d_head=d_head,
+            num_experts=attention_experts,
+            top_k=2,
+            sampled=sampled,
+            balance=mi_loss,
+            max_distance=64,
+        ),
+        feed_forward=ExpertsConfig(
+            num_experts=experts,
+            d_expert=d_expert,
+            expert_bias=True,
+            router=SutConfig(top_k=top_k, mi_loss=mi_loss),
+        ),
+        halting=HaltingConfig(loss=0.01, loss_sum="all") if halting else None,
+        initialisation=InitialisationConfig(kind="sut"),
+    )
+    return _run(name, model)
 
 
 def _mixture(
-    name: str, *, d_model: int, blocks: int, heads: int, width: int, group: int, experts: int, rate: float,
-    placement: str = "last_half", steps: int = 150_000, warmup: int = 2500, init_scale: float = 0.1,
-) -> Config:  # fmt: skip
-    """C4, 256 sequences of 256 tokens a step, so groups of 128 leave room for two ranks. `experts`
-    0: the dense baseline.
+    name: str,
+    *,
+    d_model: int,
+    blocks: int,
+    heads: int,
+    width: int,
+    group: int,
+    experts: int,
+    rate: float,
+    sparse_layers: Literal["last_half", "all"] = "last_half",
+    steps: int = 150_000,
+    warmup: int = 2500,
+    init_scale: float = 0.1,
+) -> Config:
+    """C4, 256 sequences of 256 tokens a step, so groups of 128 leave room for two ranks.
+
+    `experts` 0: the dense baseline.
     """
-    model: dict[str, Any] = dict(
-        vocab_size=50257, num_layers=blocks, group_size=blocks, d_model=d_model, num_heads=heads, d_head=d_model // heads,
-        norm="pre", attention="dense", positions="learned", max_positions=256, d_feed_forward=width, activation="relu",
-        initialisation="scaled", init_scale=init_scale, feed_forward="dense", head_bias=False,
-    )  # fmt: skip
+    feed_forward = DenseFeedForwardConfig(d_feed_forward=width)
     if experts:
-        model |= dict(
-            feed_forward="experts", placement=placement, num_experts=experts, d_expert=width * group // experts,
-            router={"kind": "mixture_of_tokens", "group_size": group},
-        )  # fmt: skip
+        feed_forward = ExpertsConfig(
+            d_feed_forward=width,
+            sparse_layers=sparse_layers,
+            num_experts=experts,
+            d_expert=width * group // experts,
+            router=TokenMixingConfig(sequences_per_group=group),
+        )
     return Config(
-        model=ModelConfig.model_validate(model),
+        model=ModelConfig(
+            vocab_size=50257,
+            num_layers=blocks,
+            layers_per_group=blocks,
+            d_model=d_model,
+            norm="pre",
+            attention=DenseAttentionConfig(
+                num_heads=heads,
+                d_head=d_model // heads,
+                positions=LearnedPositionsConfig(max_positions=256),
+            ),
+            feed_forward=feed_forward,
+            head_bias=False,
+            initialisation=ScaledInitialisationConfig(scale=init_scale),
+        ),
         data=DataConfig(vocab_size=50257, seq_len=256),
         optim=OptimConfig(
-            learning_rate=rate, warmup_steps=warmup, decay_steps=steps - warmup, clip_norm=0.5, weight_decay=0.1,
+            learning_rate=rate,
+            warmup_steps=warmup,
+            decay_steps=steps - warmup,
+            clip_norm=0.5,
+            weight_decay=0.1,
         ),
         train=TrainConfig(
-            steps=steps, global_batch=256, micro_batch=max(32, group), precision="bfloat16", log_every=10, eval_every=2000,
+            steps=steps,
+            global_batch=256,
+            micro_batch=max(32, group),
+            precision="bfloat16",
+            log_every=10,
+            eval_every=2000,
             eval_rows=1024,
         ),
         checkpoint=CheckpointConfig(every=2000),
         job=JobConfig(name=name, start_timeout_s=1800),
-    )  # fmt: skip
+    )
 
 
 # fmt: off
@@ -169,7 +273,7 @@ _MIXTURE_SIZES: dict[str, dict[str, Any]] = {
     "mot_base_32e":       _BASE | dict(group=32, experts=32,   rate=2e-4),
     "mot_base_64e_16":    _BASE | dict(group=64, experts=1024, rate=2e-4),
     "mot_mini":           dict(
-        d_model=256, blocks=4, heads=4, width=1024, group=32, experts=512, rate=2e-3, placement="all", steps=250_000,
+        d_model=256, blocks=4, heads=4, width=1024, group=32, experts=512, rate=2e-3, sparse_layers="all", steps=250_000,
         init_scale=1.0,
     ),
 }

@@ -9,7 +9,9 @@ from collections.abc import Callable
 
 from ...data_pipeline.config import DataConfig
 from ...distributed.layout import MeshConfig
+from ...model.attention_config import SwitchHeadConfig
 from ...model.config import ModelConfig
+from ...model.feed_forward_config import ExpertsConfig
 from ...model.routers.sigmoid import SigmoidConfig
 from ..config import CheckpointConfig, Config, JobConfig, TrainConfig
 from ..optim import OptimConfig
@@ -23,33 +25,46 @@ def smoke() -> Config:
     """
     return Config(
         model=ModelConfig(
-            vocab_size=4096, d_model=128, num_layers=4, group_size=2, num_heads=4, d_head=32,
-            num_attention_experts=4, attention_top_k=2, router=SigmoidConfig(top_k=4), num_experts=16, d_expert=64,
+            vocab_size=4096,
+            d_model=128,
+            num_layers=4,
+            layers_per_group=2,
+            attention=SwitchHeadConfig(num_heads=4, d_head=32, num_experts=4, top_k=2),
+            feed_forward=ExpertsConfig(num_experts=16, d_expert=64, router=SigmoidConfig(top_k=4)),
         ),
         data=DataConfig(vocab_size=4096, seq_len=128, validation_fraction=0.05),
         mesh=MeshConfig(ep=2, dp_replicate=2),
         optim=OptimConfig(learning_rate=2e-3, warmup_steps=20, decay_steps=160, clip_norm=1.0),
         train=TrainConfig(
-            steps=160, global_batch=16, micro_batch=4, log_every=4, eval_every=40, eval_rows=256,
+            steps=160,
+            global_batch=16,
+            micro_batch=4,
+            log_every=4,
+            eval_every=40,
+            eval_rows=256,
         ),
         checkpoint=CheckpointConfig(every=40, keep_last=2),
         job=JobConfig(name="smoke", num_nodes=2, ranks_per_node=2, rehearse_failure_at_step=90),
-    )  # fmt: skip
+    )
 
 
 def own_text() -> Config:
     """A MoEUT of 7M parameters for some thousand steps on a CPU: give data.input your text."""
     return Config(
         model=ModelConfig(
-            vocab_size=8000, d_model=192, num_layers=6, group_size=2, num_heads=4, d_head=48,
-            num_attention_experts=4, attention_top_k=2, router=SigmoidConfig(top_k=6), num_experts=32, d_expert=128,
+            vocab_size=8000,
+            d_model=192,
+            num_layers=6,
+            layers_per_group=2,
+            attention=SwitchHeadConfig(num_heads=4, d_head=48, num_experts=4, top_k=2),
+            feed_forward=ExpertsConfig(num_experts=32, d_expert=128, router=SigmoidConfig(top_k=6)),
         ),
         data=DataConfig(vocab_size=8000, seq_len=256),
         optim=OptimConfig(learning_rate=1e-3, warmup_steps=200, decay_steps=3000),
         train=TrainConfig(steps=3000, global_batch=8, micro_batch=4, eval_every=250, eval_rows=256),
         checkpoint=CheckpointConfig(every=250, keep_last=2),
         job=JobConfig(name="own_text", ranks_per_node=2),
-    )  # fmt: skip
+    )
 
 
 def _described(description: str, build: Callable[[], Config]) -> Callable[[], Config]:

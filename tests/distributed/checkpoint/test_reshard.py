@@ -45,21 +45,32 @@ SIZES = {
     "vocab_size": 67,
     "d_model": 20,
     "num_layers": 2,
-    "group_size": 1,
-    "num_heads": 2,
-    "d_head": 10,
-    "num_attention_experts": 4,
-    "attention_top_k": 2,
-    "num_experts": 11,
-    "d_expert": 9,
+    "layers_per_group": 1,
+    "attention.num_heads": 2,
+    "attention.d_head": 10,
+    "attention.num_experts": 4,
+    "attention.top_k": 2,
+    "feed_forward.num_experts": 11,
+    "feed_forward.d_expert": 9,
 }  # experts and rows that no number of ranks divides
 MODELS = {
-    "buffers": ModelConfig(
-        **SIZES, router=DeepSeekConfig(top_k=3), num_shared_experts=1, positions="learned"
+    "buffers": ModelConfig.from_dotted(
+        SIZES
+        | {
+            "feed_forward.router": DeepSeekConfig(top_k=3),
+            "feed_forward.num_shared_experts": 1,
+            "attention.positions.kind": "learned",
+        }
     ),
-    "embedding": ModelConfig(**SIZES, router=CosineConfig(top_k=2), activation="swiglu"),
-    "few": ModelConfig(
-        **SIZES | {"num_experts": 2}, router=DeepSeekConfig(top_k=1, renormalise=False)
+    "embedding": ModelConfig.from_dotted(
+        SIZES | {"feed_forward.router": CosineConfig(top_k=2), "feed_forward.activation": "swiglu"}
+    ),
+    "few": ModelConfig.from_dotted(
+        SIZES
+        | {
+            "feed_forward.num_experts": 2,
+            "feed_forward.router": DeepSeekConfig(top_k=1, renormalise=False),
+        }
     ),
 }
 LAYOUTS = {  # name: ranks, model, mesh

@@ -25,7 +25,9 @@ from moebius.distributed.placement.balance_load import packed
 from moebius.distributed.placement.move import banks_of, expert_maps_of, expert_shard, move_experts
 from moebius.distributed.placement.replicas import CopyReducer
 from moebius.distributed.process.process import start_process
+from moebius.model.attention_config import SwitchHeadConfig
 from moebius.model.config import ModelConfig
+from moebius.model.feed_forward_config import ExpertsConfig
 from moebius.model.initialise import initialise
 from moebius.model.moe import SparseLayer
 from moebius.model.routers.sigmoid import SigmoidConfig
@@ -36,15 +38,11 @@ MODEL = ModelConfig(
     vocab_size=31,
     d_model=12,
     num_layers=2,
-    group_size=2,
-    num_heads=2,
-    d_head=6,
-    num_attention_experts=3,
-    attention_top_k=1,
-    num_experts=7,
-    router=SigmoidConfig(top_k=2),
-    d_expert=8,
-    expert_bias=True,
+    layers_per_group=2,
+    attention=SwitchHeadConfig(num_heads=2, d_head=6, num_experts=3, top_k=1),
+    feed_forward=ExpertsConfig(
+        num_experts=7, router=SigmoidConfig(top_k=2), d_expert=8, expert_bias=True
+    ),
 )
 
 

@@ -11,8 +11,10 @@ from informed import informed_gradient_fraction
 from routing_oracle import Gates, all_served, assert_same, make_layer, rows, slow_layer
 from torch import Tensor
 
+from moebius.model.attention_config import SwitchHeadConfig
 from moebius.model.balance import RunningSum
 from moebius.model.config import ModelConfig
+from moebius.model.feed_forward_config import ExpertsConfig
 from moebius.model.initialise import initialise, normal
 from moebius.model.moe import SparseFeedForward
 from moebius.model.precision import forward_in
@@ -221,18 +223,19 @@ def test_it_trains_in_both_precisions_repeats_its_layers_and_comes_back_from_a_s
         vocab_size=50,
         d_model=16,
         num_layers=4,
-        group_size=1,
-        num_heads=2,
-        d_head=8,
-        num_experts=8,
-        d_expert=4,
-        router={
-            "kind": "cosine",
-            "top_k": 2,
-            "behaviour": behaviour,
-            "capacity_factor": 2.0,
-            "z_loss": 0.001,
-        },
+        layers_per_group=1,
+        attention=SwitchHeadConfig(num_heads=2, d_head=8),
+        feed_forward=ExpertsConfig(
+            num_experts=8,
+            d_expert=4,
+            router={
+                "kind": "cosine",
+                "top_k": 2,
+                "behaviour": behaviour,
+                "capacity_factor": 2.0,
+                "z_loss": 0.001,
+            },
+        ),
     )
     model = Transformer(config)
     initialise(model, 0)
@@ -298,4 +301,4 @@ def test_flops_are_those_of_the_two_products() -> None:
 )
 def test_what_cannot_work_is_refused(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        ModelConfig(num_experts=16, router={"kind": "cosine"} | fields)
+        ModelConfig(feed_forward=ExpertsConfig(num_experts=16, router={"kind": "cosine"} | fields))

@@ -10,8 +10,10 @@ from informed import informed_gradient_fraction
 from routing_oracle import Gates, all_served, assert_same, make_layer, rows, slow_layer
 from torch import Tensor
 
+from moebius.model.attention_config import SwitchHeadConfig
 from moebius.model.balance import RunningSum, add_sums
 from moebius.model.config import ModelConfig
+from moebius.model.feed_forward_config import ExpertsConfig
 from moebius.model.initialise import initialise, normal
 from moebius.model.moe import SparseFeedForward
 from moebius.model.precision import forward_in
@@ -151,19 +153,20 @@ def test_the_model_hands_the_choices_of_all_repeats_to_the_bias() -> None:
         vocab_size=50,
         d_model=16,
         num_layers=4,
-        group_size=2,
-        num_heads=2,
-        d_head=8,
-        num_experts=8,
-        d_expert=4,
-        router={
-            "kind": "deepseek",
-            "top_k": 2,
-            "num_groups": 4,
-            "kept_groups": 2,
-            "bias_rate": 0.5,
-        },
-        num_shared_experts=1,
+        layers_per_group=2,
+        attention=SwitchHeadConfig(num_heads=2, d_head=8),
+        feed_forward=ExpertsConfig(
+            num_experts=8,
+            d_expert=4,
+            router={
+                "kind": "deepseek",
+                "top_k": 2,
+                "num_groups": 4,
+                "kept_groups": 2,
+                "bias_rate": 0.5,
+            },
+            num_shared_experts=1,
+        ),
     )
     model = Transformer(config)
     initialise(model, 0)
@@ -236,4 +239,6 @@ def test_a_row_learns_about_the_experts_that_it_chose() -> None:
 )
 def test_what_cannot_work_is_refused(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        ModelConfig(num_experts=16, router={"kind": "deepseek"} | fields)
+        ModelConfig(
+            feed_forward=ExpertsConfig(num_experts=16, router={"kind": "deepseek"} | fields)
+        )

@@ -16,7 +16,11 @@ from moebius.model.moe import SparseFeedForward
 from moebius.model.routers.expert_choice import ExpertChoiceConfig
 from moebius.model.routers.router import Promises
 
-GROUPED = {"kind": "expert_choice", "group_size": 4, "mean_experts": 1.5}  # C = 1.5/6 · 4 = 1
+GROUPED = {
+    "kind": "expert_choice",
+    "sequences_per_group": 4,
+    "mean_experts": 1.5,
+}  # C = 1.5/6 · 4 = 1
 FLAT = {"kind": "expert_choice", "scope": "flat", "mean_experts": 1.0}
 
 
@@ -135,22 +139,30 @@ def test_an_answer_can_be_normalised() -> None:
     ("sizes", "message"),
     [
         (
-            {"group_size": 8, "mean_experts": 1.0},
+            {"sequences_per_group": 8, "mean_experts": 1.0},
             r"=1.0 · 8 rows of a group / num_experts=32\) = 0 rows.*at least 16",
         ),
-        ({"group_size": 8, "mean_experts": 40.0}, r"mean_experts=40.0 is more than num_experts=32"),
+        (
+            {"sequences_per_group": 8, "mean_experts": 40.0},
+            r"mean_experts=40.0 is more than num_experts=32",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused_when_it_is_configured(
     sizes: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        ModelConfig.model_validate({"num_experts": 32, "router": {"kind": "expert_choice"} | sizes})
+        ModelConfig.from_dotted(
+            {
+                "feed_forward.num_experts": 32,
+                "feed_forward.router": {"kind": "expert_choice"} | sizes,
+            }
+        )
 
 
 def test_half_a_row_is_one_and_cost_follows_from_what_is_taken() -> None:
     for group, mean, taken in ((16, 1.0, 1), (32, 1.0, 1), (48, 1.0, 2), (32, 5.4, 5)):
-        config = ExpertChoiceConfig(group_size=group, mean_experts=mean)
+        config = ExpertChoiceConfig(sequences_per_group=group, mean_experts=mean)
         config.check(32)
         assert config.taken(32, group) == taken
         assert config.active_experts(32, 128) == taken * 32 / group

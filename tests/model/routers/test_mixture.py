@@ -13,18 +13,20 @@ from sparse_layer import make_layer, make_model, rows, temporal_leak
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
+from moebius.model.attention_config import DenseAttentionConfig
 from moebius.model.config import ModelConfig
+from moebius.model.feed_forward_config import ExpertsConfig
 from moebius.model.initialise import initialise, normal
 from moebius.model.layers import activate
 from moebius.model.moe import SparseFeedForward
 from moebius.model.routers.mixture import TokenMixingConfig, TokenMixingRouter
 from moebius.model.routers.router import Promises
-from moebius.model.routers.table import read_router_config
+from moebius.model.routers.table import ROUTER
 from moebius.model.routing import Mixture
 from moebius.model.transformer import Transformer
 from moebius.train.recipes.published import PUBLISHED
 
-MOT = {"kind": "mixture_of_tokens", "group_size": 4}
+MOT = {"kind": "mixture_of_tokens", "sequences_per_group": 4}
 SWITCH = {"kind": "token_choice", "top_k": 1}
 
 
@@ -103,7 +105,7 @@ BY_NEIGHBOURHOOD = [[(b, 3 * j + m) for m in range(3)] for b in range(4) for j i
             BY_POSITION,
         ),
         ({"emit": "softmax_over_experts"}, (8, 3), BY_POSITION),
-        ({"axis": "sequence", "group_size": 3}, (4, 6), BY_NEIGHBOURHOOD),
+        ({"axis": "sequence", "sequences_per_group": 3}, (4, 6), BY_NEIGHBOURHOOD),
     ],
     ids=[
         "published",
@@ -168,7 +170,7 @@ def test_the_discrete_form_takes_one_row_per_expert_even_in_a_tie() -> None:
 
 
 def test_groups_of_another_size_in_evaluation_only() -> None:
-    layer = make_layer(MOT | {"evaluation_group_size": 8})
+    layer = make_layer(MOT | {"evaluation_sequences_per_group": 8})
     x_BSD = rows(8, 3)
     assert mixture_of(layer.train(), x_BSD).rows_GM.shape == (6, 4)
     assert mixture_of(layer.eval(), x_BSD).rows_GM.tolist() == [
@@ -194,8 +196,8 @@ def test_no_position_reads_a_later_one() -> None:
     )
     for options, causal in (
         ({}, True),
-        ({"group_size": 8}, True),
-        ({"axis": "sequence", "group_size": 3}, False),
+        ({"sequences_per_group": 8}, True),
+        ({"axis": "sequence", "sequences_per_group": 3}, False),
     ):
         layer, model = make_layer(MOT | options), make_model(MOT | options)
         with torch.no_grad():
@@ -273,12 +275,14 @@ def test_matched_experts_cost_a_dense_layer_and_mixing_6de(granularity: int) -> 
             ModelConfig(
                 d_model=d_model,
                 num_layers=1,
-                group_size=1,
+                layers_per_group=1,
                 norm="pre",
-                attention="dense",
-                num_experts=num_experts,
-                d_expert=d_expert,
-                router=TokenMixingConfig(group_size=group),
+                attention=DenseAttentionConfig(),
+                feed_forward=ExpertsConfig(
+                    num_experts=num_experts,
+                    d_expert=d_expert,
+                    router=TokenMixingConfig(sequences_per_group=group),
+                ),
             ),
             backend="segments",
         )
@@ -313,30 +317,25 @@ def test_shared_experts_are_weighed_by_the_mixtures_of_a_row() -> None:
 
 
 def test_a_group_of_one_is_refused_with_the_reason() -> None:
-    for options in ({"group_size": 1}, {"evaluation_group_size": 1}):
+    for options in ({"sequences_per_group": 1}, {"evaluation_sequences_per_group": 1}):
         with pytest.raises(
             ValueError,
             match=r"=1: a softmax over a group of one token is 1 for every expert.*use 2 or more",
         ):
-            read_router_config(MOT | options)
+            ROUTER.read(MOT | options)
 
 
 def test_what_a_group_of_one_would_do() -> None:
     """Every expert's answer in full: independent tokens and even weights make it g·√g times as
     large as in a group of g.
     """
-    router = {"kind": "mixture_of_tokens", "group_size": 32}
-    sizes: dict[str, Any] = {
-        "d_model": 64,
-        "num_experts": 32,
-        "d_expert": 256,
-        "initialisation": "scaled",
-    }
-    layer = make_model(router, **sizes).group[0].feed_forward
+    router = {"kind": "mixture_of_tokens", "sequences_per_group": 32}
+    changes = {"d_model": 64, "initialisation.kind": "scaled"}
+    layer = make_model(router, changes, num_experts=32, d_expert=256).group[0].feed_forward
     x_BSD = torch.randn(32, 4, 64, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         grouped = layer(x_BSD, x_BSD)[0]
-        layer.router.config = TokenMixingConfig.model_construct(group_size=1)
+        layer.router.config = TokenMixingConfig.model_construct(sequences_per_group=1)
         alone = layer(x_BSD, x_BSD)[0]
         total = sum(expert(layer, e, x_BSD) for e in range(32))
     torch.testing.assert_close(alone, total)
@@ -362,7 +361,7 @@ def test_rows_that_are_no_whole_groups_are_refused(
 
 def test_a_temperature_that_is_not_learned_cannot_be_separate() -> None:
     with pytest.raises(ValueError, match="no learned temperature to separate"):
-        read_router_config(MOT | {"separate_emit_temperature": True})
+        ROUTER.read(MOT | {"separate_emit_temperature": True})
 
 
 # ---- precision
@@ -387,7 +386,7 @@ def test_rounding_moves_weights_a_little_and_flips_choices() -> None:
         before, after = (logits.view(128, 32, num_experts).softmax(1) for logits in (exact, rough))
         moved.append(((after - before).norm() / before.norm()).item())
         router = TokenMixingRouter(
-            TokenMixingConfig(group_size=32), 512, num_experts, start=normal(1.0)
+            TokenMixingConfig(sequences_per_group=32), 512, num_experts, start=normal(1.0)
         )
         mixtures = []
         for dtype in (torch.float32, torch.bfloat16):
@@ -443,13 +442,21 @@ def test_the_largest_published_total_is_that_of_its_name() -> None:
     """
     config = PUBLISHED["mot_base_64e_16"][1]().model
     for num_experts, total in ((1024, "1.95 B"), (2048, "1.96 B")):
-        sizes = {"num_experts": num_experts, "d_expert": 3072 * 64 // num_experts}
-        assert matrix_elements(config.model_copy(update=sizes), "B", 2) == total
+        sizes = {
+            "feed_forward.num_experts": num_experts,
+            "feed_forward.d_expert": 3072 * 64 // num_experts,
+        }
+        assert matrix_elements(config.changed(sizes), "B", 2) == total
 
 
 def test_starting_values_are_the_papers() -> None:
     """Truncated normals of variance 0.1 / fan-in: an expert's own width for its second matrix."""
-    model = make_model(MOT, initialisation="scaled", d_model=64, d_expert=16, num_experts=64)
+    model = make_model(
+        MOT,
+        {"initialisation.kind": "scaled", "d_model": 64},
+        d_expert=16,
+        num_experts=64,
+    )
     initialise(model, 0)
     layer = model.group[0].feed_forward
     for value, fan_in in (

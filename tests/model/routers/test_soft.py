@@ -115,7 +115,7 @@ def test_every_logit_learns_from_its_expert() -> None:
 
 
 def test_it_starts_with_unit_scale_and_lecun_slots() -> None:
-    router = make_model(SOFT, d_model=256, num_experts=32).group[0].feed_forward.router
+    router = make_model(SOFT, {"d_model": 256}, num_experts=32).group[0].feed_forward.router
     assert router.scale.item() == 1.0
     assert router.weight.shape == (64, 256)
     assert router.weight.std().item() == pytest.approx(256**-0.5, rel=0.05)
@@ -125,8 +125,12 @@ def test_slots_must_be_given_and_the_look_ahead_allowed() -> None:
     with pytest.raises(
         ValueError, match=r"slots_per_expert is not given.*num_experts=16.*for 128 positions: 8"
     ):
-        ModelConfig.model_validate({"router": {"kind": "soft_moe"}, "allow_future_leak": True})
+        ModelConfig.from_dotted(
+            {"feed_forward.router": {"kind": "soft_moe"}, "feed_forward.allow_future_leak": True}
+        )
     with pytest.raises(ValueError, match="lets a position read later ones"):
-        ModelConfig.model_validate({"router": SOFT})
-    config = ModelConfig.model_validate({"router": SOFT, "allow_future_leak": True})
-    assert config.router.active_experts(16, 64) == 0.5
+        ModelConfig.from_dotted({"feed_forward.router": SOFT})
+    config = ModelConfig.from_dotted(
+        {"feed_forward.router": SOFT, "feed_forward.allow_future_leak": True}
+    )
+    assert config.feed_forward.router.active_experts(16, 64) == 0.5

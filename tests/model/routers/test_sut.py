@@ -14,8 +14,10 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from moebius.distributed.parallelize import expert_names
+from moebius.model.attention_config import MoMHAConfig
 from moebius.model.balance import RunningSum
-from moebius.model.config import ModelConfig
+from moebius.model.config import InitialisationConfig, ModelConfig
+from moebius.model.feed_forward_config import ExpertsConfig
 from moebius.model.initialise import draw, initialise
 from moebius.model.precision import cast_weights, forward_in
 from moebius.model.routers.sut import SutConfig, SutRouter
@@ -26,27 +28,21 @@ TINY = ModelConfig(
     vocab_size=31,
     d_model=12,
     num_layers=5,
-    group_size=1,
+    layers_per_group=1,
     norm="post",
-    positions="none",
-    attention="momha",
-    num_heads=2,
-    d_head=3,
-    num_attention_experts=4,
-    attention_top_k=2,
-    max_distance=4,
-    attention_balance=0.02,
-    num_experts=5,
-    d_expert=6,
-    expert_bias=True,
-    initialisation="sut",
-    router=SutConfig(top_k=2, mi_loss=0.03),
+    attention=MoMHAConfig(
+        num_heads=2, d_head=3, num_experts=4, top_k=2, max_distance=4, balance=0.02
+    ),
+    feed_forward=ExpertsConfig(
+        num_experts=5, d_expert=6, expert_bias=True, router=SutConfig(top_k=2, mi_loss=0.03)
+    ),
+    initialisation=InitialisationConfig(kind="sut"),
 )
 HALTING = {"loss": 0.05, "threshold": 0.9}
 
 
-def config(**changes: object) -> ModelConfig:
-    return ModelConfig.model_validate(TINY.model_dump() | changes)
+def config(changes: dict) -> ModelConfig:
+    return TINY.changed(changes)
 
 
 def make(config: ModelConfig, *, backend: str = "auto", noise: float = 0.0) -> Transformer:
@@ -98,8 +94,8 @@ class Oracle:
 
     def attend(self, x: Tensor, memory: Tensor, i: int, weight: Tensor) -> Tensor:
         """x, memory: (S, D) of one sequence."""
-        c, w, out = self.c, self.w, torch.zeros_like(x[i])
-        experts, gates = self.route("attention", x[i], c.attention_top_k, weight)
+        c, w, out = self.c.attention, self.w, torch.zeros_like(x[i])
+        experts, gates = self.route("attention", x[i], c.top_k, weight)
         if weight == 0:
             return out
         for e, gate in zip(experts, gates, strict=True):
@@ -123,7 +119,7 @@ class Oracle:
 
     def feed(self, x: Tensor, weight: Tensor) -> Tensor:
         out = torch.zeros_like(x)
-        experts, gates = self.route("feed_forward", x, self.c.router.top_k, weight)
+        experts, gates = self.route("feed_forward", x, self.c.feed_forward.router.top_k, weight)
         if weight == 0:
             return out
         w = {
@@ -165,9 +161,9 @@ class Oracle:
         else:
             y, ponder, depth = self.halted(y, every, depth)
         logits = y @ self.w["head.weight"].T + self.w["head.bias"]
-        losses = c.attention_balance * self.information(
+        losses = c.attention.balance * self.information(
             "attention"
-        ) + c.router.mi_loss * self.information("feed_forward")
+        ) + c.feed_forward.router.mi_loss * self.information("feed_forward")
         return logits, losses + (0 if c.halting is None else c.halting.loss * ponder), depth.mean()
 
     def halted(self, y: Tensor, every: Tensor, depth: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -195,7 +191,7 @@ class Oracle:
 
     def information(self, block: str) -> Tensor:
         p, q = (torch.stack(parts) for parts in zip(*self.seen[block], strict=True))
-        published = self.c.router.mi_sign == "as_published"
+        published = self.c.feed_forward.router.mi_sign == "as_published"
         rows = p.numel() if published and self.c.halting is None else q.sum()
         q = q / rows
         conditional = -sum(q[n] * (p[n] * p[n].log()).sum() for n in range(len(p)))
@@ -212,7 +208,7 @@ def test_the_model_equals_the_loop_in_values_and_in_every_gradient(
 ) -> None:
     halting = None if loss_sum is None else HALTING | {"loss_sum": loss_sum}
     model = make(
-        config(halting=halting, router=SutConfig(mi_loss=0.03, mi_sign=sign)),
+        config({"halting": halting, "feed_forward.router": SutConfig(mi_loss=0.03, mi_sign=sign)}),
         backend=backend,
         noise=0.4,
     )
@@ -240,12 +236,12 @@ def test_the_model_equals_the_loop_in_values_and_in_every_gradient(
 def test_halved_sticks_cost_exactly_4_03125_over_6_steps_and_0_96875_at_the_last() -> None:
     tokens = some_tokens(3, 8)
     for loss_sum, expected in (("all", 4.03125), ("last", 0.96875)):
-        model = make(config(num_layers=6, halting={"loss_sum": loss_sum})).float()
+        model = make(config({"num_layers": 6, "halting": {"loss_sum": loss_sum}})).float()
         assert model(tokens).auxiliary["halting"].tolist() == [expected] * 3
 
 
 def test_at_the_start_every_token_is_skipped_from_depth_step_10_on_and_asks_no_expert() -> None:
-    model = make(config(num_layers=18, halting={}))
+    model = make(config({"num_layers": 18, "halting": {}}))
     layer, asked = model.group[0], {}
     for name, sparse in {
         "query": layer.attention.query,
@@ -268,14 +264,14 @@ def test_at_the_start_every_token_is_skipped_from_depth_step_10_on_and_asks_no_e
 
 
 def test_a_halted_token_keeps_its_state_and_goes_on_serving_as_key_and_value() -> None:
-    model = make(config(num_layers=14, halting={"threshold": 0.999}))
-    shorter = make(config(num_layers=10, halting={"threshold": 0.999}))
+    model = make(config({"num_layers": 14, "halting": {"threshold": 0.999}}))
+    shorter = make(config({"num_layers": 10, "halting": {"threshold": 0.999}}))
     tokens = some_tokens(2, 9)
     torch.testing.assert_close(model(tokens).logits_BSV, shorter(tokens).logits_BSV, rtol=0, atol=0)
 
 
 def test_one_depth_step_halts_nowhere_and_costs_nothing() -> None:
-    output = make(config(num_layers=1, halting=HALTING))(some_tokens(2, 4))
+    output = make(config({"num_layers": 1, "halting": HALTING}))(some_tokens(2, 4))
     assert output.auxiliary["halting"].tolist() == [0.0, 0.0]
     assert output.auxiliary["depth"].tolist() == [1.0, 1.0]
 
@@ -285,7 +281,9 @@ def test_one_depth_step_halts_nowhere_and_costs_nothing() -> None:
 def test_generation_with_the_cache_equals_the_full_pass(
     halting: dict | None, max_distance: int
 ) -> None:
-    model = make(config(halting=halting, max_distance=max_distance), noise=0.4).eval()
+    model = make(
+        config({"halting": halting, "attention.max_distance": max_distance}), noise=0.4
+    ).eval()
     tokens = some_tokens(2, 13)
     full = model(tokens).logits_BSV
     for pieces in ([13], [1] * 13, [5, 1, 4, 3]):
@@ -297,7 +295,7 @@ def test_generation_with_the_cache_equals_the_full_pass(
 
 @pytest.mark.parametrize("halting", [None, HALTING])
 def test_no_position_sees_its_future_and_no_sequence_another(halting: dict | None) -> None:
-    model = make(config(halting=halting), noise=0.4).eval()
+    model = make(config({"halting": halting}), noise=0.4).eval()
     tokens = some_tokens(3, 10)
     before = model(tokens).logits_BSV
     for cut in range(10):
@@ -370,7 +368,7 @@ def test_drawn_experts_follow_their_probabilities_beside_the_best_in_training_on
 
 
 def test_attention_draws_its_experts_only_where_asked() -> None:
-    model = make(config(attention_sampled=1))
+    model = make(config({"attention.sampled": 1}))
     assert model.group[0].attention.router.config.sampled == 1
     assert model.group[0].feed_forward.router.config.sampled == 0
     tokens = some_tokens(2, 8)
@@ -384,7 +382,7 @@ def test_attention_draws_its_experts_only_where_asked() -> None:
 
 
 def test_matrices_are_cast_and_routers_and_gate_are_not() -> None:
-    model = make(config(halting=HALTING), noise=0.2).float()
+    model = make(config({"halting": HALTING}), noise=0.2).float()
     cast = set(cast_weights(model, torch.bfloat16))
     kept = {name for name, _ in model.named_parameters()} - cast
     assert {name for name in kept if "router" not in name and "norm" not in name} == {
@@ -405,14 +403,14 @@ def test_matrices_are_cast_and_routers_and_gate_are_not() -> None:
 
 def test_it_runs_on_the_meta_device() -> None:
     with torch.device("meta"):
-        model = Transformer(config(halting=HALTING, attention_sampled=1))
+        model = Transformer(config({"halting": HALTING, "attention.sampled": 1}))
         output = model(torch.zeros(2, 6, dtype=torch.int64))
     assert output.logits_BSV.shape == (2, 6, 31)
     (output.logits_BSV.sum() + output.regularisation_B.sum()).backward()
 
 
 def test_parameters_start_as_published() -> None:
-    model = Transformer(config(halting=HALTING))
+    model = Transformer(config({"halting": HALTING}))
     d, expert, width = 12, 6, 6
     bounds = {
         "attention.query.experts.weight": 1 / d,
@@ -444,7 +442,8 @@ def test_parameters_start_as_published() -> None:
 
 def test_all_experts_and_their_biases_are_sharded() -> None:
     names = {
-        name.removeprefix("group.0.") for name in expert_names(Transformer(config(halting=HALTING)))
+        name.removeprefix("group.0.")
+        for name in expert_names(Transformer(config({"halting": HALTING})))
     }
     mlp = {f"feed_forward.sparse.experts.{part}" for part in ("w_up", "w_down", "b_up", "b_down")}
     assert names == mlp | {"attention.query.experts.weight", "attention.output.experts.weight"}
@@ -453,17 +452,17 @@ def test_all_experts_and_their_biases_are_sharded() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"positions": "rotary"}, 'positions="none"'),
+        ({"attention.positions.kind": "rotary"}, "'momha' has no key 'positions'"),
         ({"norm": "peri"}, 'norm="post"'),
-        ({"attention_sampled": 3}, "attention_sampled=3"),
-        ({"router": {"kind": "sut", "top_k": 6}}, "router.top_k=6"),
-        ({"router": {"kind": "sut", "sampled": 3}}, "router.sampled=3"),
-        ({"router": {"kind": "sut", "balance": 0.1}}, "balance"),
+        ({"attention.sampled": 3}, "sampled=3 of top_k=2"),
+        ({"feed_forward.router": {"kind": "sut", "top_k": 6}}, "router.top_k=6"),
+        ({"feed_forward.router": {"kind": "sut", "sampled": 3}}, "router.sampled=3"),
+        ({"feed_forward.router": {"kind": "sut", "balance": 0.1}}, "balance"),
         ({"halting": {}, "norm": "pre"}, "norm"),
-        ({"halting": {}, "router": {"kind": "sigmoid"}}, 'router.kind="sut"'),
-        ({"halting": {}, "feed_forward": "dense"}, 'router.kind="sut"'),
+        ({"halting": {}, "feed_forward.router": {"kind": "sigmoid"}}, 'router.kind="sut"'),
+        ({"halting": {}, "feed_forward.kind": "dense"}, 'router.kind="sut"'),
     ],
 )
 def test_what_cannot_be_is_refused_with_its_reason(changes: dict, message: str) -> None:
     with pytest.raises(ValidationError, match=message):
-        config(**changes)
+        config(changes)

@@ -13,8 +13,10 @@ from informed import informed_gradient_fraction
 from routing_oracle import Gates, all_served, assert_same, make_layer, rows, serve, slow_layer
 from torch import Tensor
 
+from moebius.model.attention_config import SwitchHeadConfig
 from moebius.model.balance import RunningSum, choice_sums, normalised_coefficient
 from moebius.model.config import ModelConfig
+from moebius.model.feed_forward_config import ExpertsConfig
 from moebius.model.initialise import initialise, truncated_normal
 from moebius.model.moe import SparseFeedForward
 from moebius.model.routers.capacity import expert_capacity, has_place
@@ -404,22 +406,23 @@ def test_shapes_are_known_without_values(order: str) -> None:
         vocab_size=50,
         d_model=16,
         num_layers=2,
-        group_size=1,
-        num_heads=2,
-        d_head=8,
-        num_experts=E,
-        d_expert=4,
-        router={
-            "kind": "token_choice",
-            "top_k": 2,
-            "renormalise": True,
-            "second_expert": "random",
-            "capacity_factor": 1.0,
-            "drop_order": order,
-            "jitter": 0.1,
-            "z_loss": 0.1,
-        },
-        allow_future_leak=True,
+        layers_per_group=1,
+        attention=SwitchHeadConfig(num_heads=2, d_head=8),
+        feed_forward=ExpertsConfig(
+            num_experts=E,
+            d_expert=4,
+            router={
+                "kind": "token_choice",
+                "top_k": 2,
+                "renormalise": True,
+                "second_expert": "random",
+                "capacity_factor": 1.0,
+                "drop_order": order,
+                "jitter": 0.1,
+                "z_loss": 0.1,
+            },
+            allow_future_leak=True,
+        ),
     )
     with torch.device("meta"):
         output = Transformer(config)(torch.zeros(4, 6, dtype=torch.int64))
@@ -445,16 +448,22 @@ def test_shapes_are_known_without_values(order: str) -> None:
 )
 def test_what_cannot_work_is_refused(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        ModelConfig(num_experts=8, router={"kind": "token_choice"} | fields)
+        ModelConfig(
+            feed_forward=ExpertsConfig(num_experts=8, router={"kind": "token_choice"} | fields)
+        )
 
 
 @pytest.mark.parametrize("order", ["token_major", "slot_major", "priority"])
 def test_an_order_that_leaks_needs_to_be_allowed(order: str) -> None:
     router = {"kind": "token_choice", "capacity_factor": 1.0, "drop_order": order}
     with pytest.raises(ValueError, match="allow_future_leak"):
-        ModelConfig(router=router)
-    assert not ModelConfig(router=router, allow_future_leak=True).promises.causal
-    assert ModelConfig(router=router | {"drop_order": "position_major"}).promises.causal
+        ModelConfig(feed_forward=ExpertsConfig(router=router))
+    assert not ModelConfig(
+        feed_forward=ExpertsConfig(router=router, allow_future_leak=True)
+    ).promises.causal
+    assert ModelConfig(
+        feed_forward=ExpertsConfig(router=router | {"drop_order": "position_major"})
+    ).promises.causal
 
 
 def test_statistics_count_what_was_asked_for_not_what_was_served() -> None:

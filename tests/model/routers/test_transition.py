@@ -13,11 +13,11 @@ from torch import Tensor
 from moebius.model.balance import RunningSum
 from moebius.model.moe import SparseFeedForward
 from moebius.model.routers.router import Promises
-from moebius.model.routers.table import read_router_config
+from moebius.model.routers.table import ROUTER
 from moebius.model.routers.transition import TransitionConfig
 from moebius.model.routing import Mixture, Routes
 
-TRANSITION = {"kind": "transition", "group_size": 4, "switch_step": 10}
+TRANSITION = {"kind": "transition", "sequences_per_group": 4, "switch_step": 10}
 
 
 def values_and_gradients(layer: SparseFeedForward, x_BSD: Tensor) -> list[Tensor]:
@@ -29,7 +29,7 @@ def values_and_gradients(layer: SparseFeedForward, x_BSD: Tensor) -> list[Tensor
 @pytest.mark.parametrize(
     ("step", "capacity", "same_as"),
     [
-        (9, None, {"kind": "mixture_of_tokens", "group_size": 4}),
+        (9, None, {"kind": "mixture_of_tokens", "sequences_per_group": 4}),
         (10, None, {"kind": "token_choice", "top_k": 1}),
         (11, 1.25, {"kind": "token_choice", "top_k": 1, "capacity_factor": 1.25}),
         (10, None, {"kind": "token_choice", "top_k": 2}),
@@ -112,7 +112,9 @@ def test_calibration_subtracts_the_mean_logits_of_the_last_mixing_step() -> None
 
 
 def test_the_means_are_over_all_repeats_of_a_shared_layer() -> None:
-    model = make_model(TRANSITION | {"calibrate": True}, num_experts=4, num_layers=3, group_size=1)
+    model = make_model(
+        TRANSITION | {"calibrate": True}, {"num_layers": 3, "layers_per_group": 1}, num_experts=4
+    )
     output = model(torch.randint(31, (8, 5), generator=torch.Generator().manual_seed(0)))
     assert set(output.carried) == {"0/feed_forward/logits", "0/feed_forward/rows"}
     assert output.carried["0/feed_forward/rows"].item() == 3 * 8 * 5
@@ -135,7 +137,7 @@ def test_promises_are_those_of_the_whole_run() -> None:
 
 
 def test_what_cannot_be_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"group_size=1: a softmax over a group of one"):
-        read_router_config({"kind": "transition", "group_size": 1})
+    with pytest.raises(ValueError, match=r"sequences_per_group=1: a softmax over a group of one"):
+        ROUTER.read({"kind": "transition", "sequences_per_group": 1})
     with pytest.raises(ValueError, match=r"switch_step"):
-        read_router_config({"kind": "transition", "switch_step": 0})
+        ROUTER.read({"kind": "transition", "switch_step": 0})

@@ -16,7 +16,9 @@ from family import tiny_model
 from world import run_ranks
 
 from moebius.data_pipeline.config import DataConfig
+from moebius.model.attention_config import SwitchHeadConfig
 from moebius.model.config import ModelConfig
+from moebius.model.feed_forward_config import ExpertsConfig
 from moebius.model.routers.sigmoid import SigmoidConfig
 from moebius.model.routing import Routes
 from moebius.train.config import CheckpointConfig, Config, MeshConfig, TrainConfig
@@ -36,14 +38,11 @@ MODEL = ModelConfig(
     vocab_size=257,
     d_model=16,
     num_layers=4,
-    group_size=2,
-    num_heads=2,
-    d_head=8,
-    num_attention_experts=4,
-    attention_top_k=2,
-    num_experts=8,
-    router=SigmoidConfig(top_k=3, expert_dropout=0.1),
-    d_expert=8,
+    layers_per_group=2,
+    attention=SwitchHeadConfig(num_heads=2, d_head=8, num_experts=4, top_k=2),
+    feed_forward=ExpertsConfig(
+        num_experts=8, router=SigmoidConfig(top_k=3, expert_dropout=0.1), d_expert=8
+    ),
 )
 
 
@@ -152,7 +151,7 @@ def check_against_the_log(run_dir: Path) -> None:
 
 def record(name: str, folder: Path, **changes: Any) -> tuple[list[Any], RecordedRank]:
     """A model's own routes, and what a file says of them."""
-    model = tiny_model(name, **changes)
+    model = tiny_model(name, changes)
     tokens = torch.randint(61, (8, 12), generator=torch.Generator().manual_seed(1))
     torch.manual_seed(0)
     trace = StepTrace(model, folder, step=1, every=7, rank=3, num_ranks=4)

@@ -1,0 +1,210 @@
+"""What the attention of a model is: one section of its configuration, `model.attention`, by kind.
+
+Legend of the symbols in the papers: H `num_heads`, C `d_head`, N_A `num_experts` (SwitchHead's: per
+head).
+"""
+
+from typing import Annotated, Literal, Self
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveInt,
+    model_validator,
+)
+
+from .sections import Section
+
+
+class RotaryConfig(BaseModel):
+    """Rotary positions (RoFormer, arXiv 2104.09864): queries and keys are turned by their position."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    kind: Literal["rotary"] = "rotary"
+    width: int | None = (
+        None  # rotated channels of a head; None: half of d_head, rounded down to even
+    )
+    base: float = 10000.0
+
+
+class LearnedPositionsConfig(BaseModel):
+    """A learned vector for every position, added to the token's embedding."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    kind: Literal["learned"] = "learned"
+    max_positions: PositiveInt = 1024
+
+
+class NoPositionsConfig(BaseModel):
+    """No positions: only the causal mask tells the order."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    kind: Literal["none"] = "none"
+
+
+POSITIONS = Section(
+    "attention.positions",
+    "kind of positions",
+    {"rotary": RotaryConfig, "learned": LearnedPositionsConfig, "none": NoPositionsConfig},
+)
+AnyPositionsConfig = Annotated[
+    RotaryConfig | LearnedPositionsConfig | NoPositionsConfig, BeforeValidator(POSITIONS.read)
+]
+
+
+class AttentionConfig(BaseModel):
+    """What all kinds of attention have: `num_heads` heads of `d_head` channels."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    kind: str
+    num_heads: PositiveInt = 4
+    d_head: PositiveInt = 32
+
+    @property
+    def expert_count(self) -> int:
+        """How many experts each of the sparse layers inside has, over all heads; 0: there is none."""
+        return 0
+
+    @property
+    def rotary_channels(self) -> int:
+        """How many channels of a head rotate."""
+        return 0
+
+    @property
+    def rotary_base(self) -> float:
+        """The base of the rotation's frequencies."""
+        return RotaryConfig().base
+
+    @property
+    def max_positions(self) -> int | None:
+        """How many positions the model has learned vectors for; None: it has learned none."""
+        return None
+
+
+class _WithPositions(AttentionConfig):
+    """What the kinds of attention have that are told the positions from outside."""
+
+    positions: AnyPositionsConfig = RotaryConfig()
+
+    @property
+    def rotary_channels(self) -> int:
+        """How many channels of a head rotate."""
+        if not isinstance(self.positions, RotaryConfig):
+            return 0
+        width = self.positions.width
+        return self._usual_width if width is None else width
+
+    @property
+    def max_positions(self) -> int | None:
+        """How many positions the model has learned vectors for; None: it has learned none."""
+        positions = self.positions
+        return positions.max_positions if isinstance(positions, LearnedPositionsConfig) else None
+
+    @property
+    def rotary_base(self) -> float:
+        """The base of the rotation's frequencies."""
+        positions = self.positions if isinstance(self.positions, RotaryConfig) else RotaryConfig()
+        return positions.base
+
+    @property
+    def _usual_width(self) -> int:
+        return self.d_head // 2 // 2 * 2
+
+    @model_validator(mode="after")
+    def _check_rotary_width(self) -> Self:
+        width = self.rotary_channels
+        if width % 2 or not 0 <= width <= self.d_head:
+            raise ValueError(
+                f"positions.width={width} with d_head={self.d_head}: channels rotate in pairs, so "
+                f"the width must be even and at most d_head; {self._usual_width} is the usual choice"
+            )
+        return self
+
+
+class DenseAttentionConfig(_WithPositions):
+    """Multi-head attention without experts."""
+
+    kind: Literal["dense"] = "dense"
+
+
+class SwitchHeadConfig(_WithPositions):
+    """SwitchHead (arXiv 2312.07987): every head has experts on V and O."""
+
+    kind: Literal["switchhead"] = "switchhead"
+    num_experts: PositiveInt = 4  # per head
+    top_k: PositiveInt = 2
+    balance: NonNegativeFloat = 0.001  # δ: weight of the entropy terms
+    # What one expert per head means: "output_gate" is the official MoEUT release's (dense V and O,
+    # one sigmoid per head on the attention result), "gated_experts" the paper's training code (the
+    # V and the O gate remain).
+    single_expert: Literal["output_gate", "gated_experts"] = "output_gate"
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether V and O are mixtures; else they are dense matrices with a gate per head."""
+        return self.num_experts > 1 or self.single_expert != "output_gate"
+
+    @property
+    def expert_count(self) -> int:
+        """How many experts V and O each have, over all heads; 0: they are dense."""
+        return self.num_heads * self.num_experts if self.has_experts else 0
+
+    @model_validator(mode="after")
+    def _check_top_k(self) -> Self:
+        if self.has_experts and self.top_k > self.num_experts:
+            advice = ": set top_k=1" if self.num_experts == 1 else " per head"
+            raise ValueError(
+                f"top_k={self.top_k} is more than num_experts={self.num_experts}{advice}"
+            )
+        return self
+
+
+class MoMHAConfig(AttentionConfig):
+    """Mixture of Multi-Head Attention (SUT, arXiv 2310.07096): experts on Q and O.
+
+    Every expert has `num_heads` heads of `d_head`. Positions are its own, learned per distance.
+    """
+
+    kind: Literal["momha"] = "momha"
+    num_experts: PositiveInt = 4
+    top_k: PositiveInt = 2
+    sampled: NonNegativeInt = 0  # so many of the K are drawn by probability, in training
+    balance: NonNegativeFloat = 0.001  # weight of the mutual-information loss
+    max_distance: PositiveInt = 64  # distances from max_distance − 1 on count alike
+
+    @property
+    def expert_count(self) -> int:
+        """How many experts Q and O each have."""
+        return self.num_experts
+
+    @model_validator(mode="after")
+    def _check_top_k(self) -> Self:
+        if self.sampled > self.top_k:
+            raise ValueError(
+                f"sampled={self.sampled} of top_k={self.top_k} experts are to be drawn: it may be "
+                "at most top_k"
+            )
+        if self.top_k > self.num_experts:
+            advice = ": set top_k=1" if self.num_experts == 1 else ""
+            raise ValueError(
+                f"top_k={self.top_k} is more than num_experts={self.num_experts}{advice}"
+            )
+        return self
+
+
+ATTENTION = Section(
+    "attention",
+    "attention",
+    {"switchhead": SwitchHeadConfig, "dense": DenseAttentionConfig, "momha": MoMHAConfig},
+    kept=("num_heads", "d_head", "positions"),
+)
+AnyAttentionConfig = Annotated[
+    SwitchHeadConfig | DenseAttentionConfig | MoMHAConfig, BeforeValidator(ATTENTION.read)
+]

@@ -1,0 +1,120 @@
+"""What the feed-forward of a model is: one section of its configuration, `model.feed_forward`, by kind.
+
+The router stands in it, for it routes to these experts: `model.feed_forward.router.kind`.
+
+Legend of the symbols in the papers: E `num_experts`, K the router's `top_k`, F `d_expert`.
+"""
+
+from typing import Annotated, Literal, Self
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    NonNegativeInt,
+    PositiveInt,
+    model_validator,
+)
+
+from .routers.sigmoid import SigmoidConfig
+from .routers.table import AnyRouterConfig
+from .sections import Section
+
+
+class FeedForwardConfig(BaseModel):
+    """What all kinds have: the dense layers, which stand beside those with experts too."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    kind: str
+    # of experts, shared experts and dense layers
+    activation: Literal["relu", "gelu", "silu", "swiglu", "geglu"] = "relu"
+    d_feed_forward: PositiveInt = 512  # of dense layers
+    dense_bias: bool = True  # of dense layers
+
+
+class DenseFeedForwardConfig(FeedForwardConfig):
+    """Two matrices in every layer, and no experts."""
+
+    kind: Literal["dense"] = "dense"
+
+
+class ExpertsConfig(FeedForwardConfig):
+    """Experts behind a router in the sparse layers; the other layers of the group are dense."""
+
+    kind: Literal["experts"] = "experts"
+    # Which layers of the group have experts: all, the last half, every second, or all after the
+    # first n.
+    sparse_layers: Literal["all", "last_half", "every_second"] | NonNegativeInt = "all"
+    num_experts: PositiveInt = 16
+    d_expert: PositiveInt = 128
+    expert_bias: bool = False  # of experts and shared experts
+    router: AnyRouterConfig = SigmoidConfig()
+    # Allow a router that reads later positions: what such a model learns is then no language
+    # model's loss.
+    allow_future_leak: bool = False
+    sub_tokens: PositiveInt = 1  # MH-MoE: heads that a row is split into before routing
+    # add a sub-token to its experts' output: the paper's formula, not its released code
+    sub_token_residual: bool = False
+    num_shared_experts: NonNegativeInt = 0  # always on, each of width d_expert, outside the router
+    # "plain": shared + routed (DeepSeek). "mean": (shared + K·routed)/(K + 1), as OLMo-core weighs
+    # them.
+    shared_sum: Literal["plain", "mean"] = "plain"
+    output_norm: bool = False  # a LayerNorm on the experts' outputs
+
+    def is_sparse(self, member: int, layers_per_group: int) -> bool:
+        """Returns whether one layer of the group has experts."""
+        if isinstance(self.sparse_layers, int):
+            return member >= self.sparse_layers
+        first, step = {
+            "all": (0, 1),
+            "last_half": (layers_per_group // 2, 1),
+            "every_second": (1, 2),
+        }[self.sparse_layers]
+        return member >= first and (member - first) % step == 0
+
+    def experts_per_row(self, seq_len: int) -> float:
+        """Returns how many experts serve one row, a token or a sub-token, on average."""
+        return self.router.active_experts(self.num_experts, seq_len * self.sub_tokens)
+
+    @model_validator(mode="after")
+    def _check_shape(self) -> Self:
+        if self.shared_sum == "mean" and not self.num_shared_experts:
+            raise ValueError(
+                'shared_sum="mean" with num_shared_experts=0: there is nothing to weigh; leave it out'
+            )
+        if self.sub_token_residual and self.sub_tokens == 1:
+            raise ValueError(
+                "sub_token_residual=True with sub_tokens=1: there are no sub-tokens; set "
+                "sub_tokens to 2 or more"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_router(self) -> Self:
+        router = self.router
+        router.check(self.num_experts)
+        if self.shared_sum == "mean" and router.needs_length:
+            raise ValueError(
+                'shared_sum="mean" weighs by the experts that serve a row, and '
+                f"router.kind={router.kind!r} as configured "
+                'has no such number without the length of a sequence: set shared_sum="plain"'
+            )
+        if not router.promises.causal and not self.allow_future_leak:
+            raise ValueError(
+                f"router.kind={router.kind!r} as configured lets a position read later ones, "
+                "so a language model's loss would be too low and its text worthless; set "
+                "model.feed_forward.allow_future_leak=true if that is what you study"
+            )
+        return self
+
+
+FEED_FORWARD = Section(
+    "feed_forward",
+    "feed-forward",
+    {"experts": ExpertsConfig, "dense": DenseFeedForwardConfig},
+    kept=("activation", "d_feed_forward", "dense_bias"),
+)
+AnyFeedForwardConfig = Annotated[
+    ExpertsConfig | DenseFeedForwardConfig, BeforeValidator(FEED_FORWARD.read)
+]

@@ -1,0 +1,137 @@
+"""Sections of a configuration that come in kinds: each kind has keys of its own, and no others can be written down.
+
+`kind` chooses the class that reads the section, so that a dense attention has no key for experts and
+an error can name the keys that there are. The same table says which keys outlive a change of kind:
+those that mean the same in the new one.
+"""
+
+import difflib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+
+
+@dataclass(frozen=True)
+class Section:
+    """One section of a configuration, and the classes that read its kinds."""
+
+    path: str  # as it is written in an override, from the model on: "attention.positions"
+    noun: str  # what one is called in an error: "attention"
+    classes: Mapping[str, Any]  # by kind
+    config_of: Callable[[Any], type[BaseModel]] = lambda entry: entry  # an entry's configuration
+    kept: tuple[str, ...] = ()  # keys that outlive a change of kind, where the new kind has them
+
+    def fields(self, kind: str) -> dict[str, Any]:
+        """Returns the annotations of a kind's keys, `kind` left out."""
+        fields = self.config_of(self.classes[kind]).model_fields
+        return {name: field.annotation for name, field in fields.items() if name != "kind"}
+
+    def of_kind(self, values: Mapping[str, Any], kind: Any) -> dict[str, Any]:
+        """Returns the keys of `values` that remain when the section becomes one of another kind."""
+        if not isinstance(kind, str) or kind not in self.classes:
+            return {}
+        known = self.fields(kind)
+        return {key: values[key] for key in self.kept if key in values and key in known}
+
+    def read(self, value: Any) -> Any:
+        """Reads the section from plain values, by their `kind`.
+
+        Raises:
+            ValueError: the kind or a key is unknown, or a value is not valid.
+        """
+        if isinstance(value, BaseModel):
+            return value
+        name = self.path.rpartition(".")[2]
+        if not isinstance(value, dict):
+            raise ValueError(
+                f"{name}={value!r}: the {self.noun} is a section; write its kind, for example "
+                f"model.{self.path}.kind={value if value in self.classes else next(iter(self.classes))}"
+            )
+        kinds = ", ".join(self.classes)
+        if "kind" not in value:
+            raise ValueError(
+                f"the {self.noun} has no kind (keys: {', '.join(map(str, value))}); there are {kinds}"
+            )
+        kind = value["kind"]
+        if not isinstance(kind, str) or kind not in self.classes:
+            raise ValueError(f"kind={kind!r} is no {self.noun}; there are {kinds}")
+        try:
+            return self.config_of(self.classes[kind]).model_validate(value)
+        except ValidationError as error:
+            raise ValueError(
+                "; ".join(self._explain(entry, kind) for entry in error.errors())
+            ) from None
+
+    def _explain(self, entry: Any, kind: str) -> str:
+        where = ".".join(str(part) for part in entry["loc"])
+        if entry["type"] == "extra_forbidden":
+            known = list(self.fields(kind))
+            close = difflib.get_close_matches(where, known, n=1, cutoff=0.5)
+            meant = f"; did you mean {close[0]}?" if close else ""
+            has = f"it has {', '.join(known)}" if known else "it has none"
+            return f"the {self.noun} {kind!r} has no key {where!r}; {has}{meant}"
+        message = str(entry["msg"]).removeprefix("Value error, ")
+        if not where or isinstance(entry["input"], dict) or message.startswith(f"{where}="):
+            return message
+        return f"{where}={entry['input']!r}: {message}"
+
+
+def merge(
+    base: dict[str, Any],
+    changes: Mapping[str, Any],
+    sections: Mapping[str, Section],
+    path: str = "",
+) -> dict[str, Any]:
+    """Returns `base` with the values of `changes`, section by section.
+
+    A section of another kind takes the place of the old one, of which it keeps what
+    `Section.kept` names.
+
+    Args:
+        sections: those that come in kinds, by their path from `base` on.
+        path: where `base` itself stands.
+    """
+    merged = dict(base)
+    if "kind" in changes and changes["kind"] != base.get("kind"):
+        merged = sections[path].of_kind(base, changes["kind"]) if path in sections else {}
+    for key, value in changes.items():
+        inner = f"{path}.{key}" if path else key
+        both = isinstance(value, Mapping) and isinstance(merged.get(key), dict)
+        merged[key] = merge(merged[key], value, sections, inner) if both else value
+    return merged
+
+
+def set_value(
+    values: dict[str, Any], path: str, value: Any, sections: Mapping[str, Section]
+) -> None:
+    """Sets one value under a dotted key, in place; another `kind` empties the section it stands in.
+
+    What `Section.kept` names stays.
+
+    Args:
+        sections: those that come in kinds, by their path from `values` on.
+
+    Raises:
+        ValueError: the path leads through something that is not a section.
+    """
+    *names, key = path.split(".")
+    entries = values
+    for depth, name in enumerate(names, start=1):
+        if entries.get(name) is None:
+            entries[name] = {}
+        entries = entries[name]
+        if not isinstance(entries, dict):
+            raise ValueError(f"{'.'.join(names[:depth])} is not a section")
+    if key == "kind" and value != entries.get("kind"):
+        section = sections.get(".".join(names))
+        kept = {} if section is None else section.of_kind(entries, value)
+        entries.clear()
+        entries.update(kept)
+    entries[key] = value
+
+
+def kinds_first(path: str) -> bool:
+    """Sorts dotted keys so that a section's kind is set before its other keys."""
+    return not path.endswith(".kind")
