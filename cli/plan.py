@@ -24,7 +24,7 @@ def add_commands(commands: Commands) -> None:
         text,
         examples=[
             'plan moeut_1b --hardware h200 --nodes 1 "…" 64 --png plan.png',
-            "plan mine.toml model.num_experts=512 --nodes 4 --ep 8 --detail",
+            "plan mine.toml model.feed_forward.num_experts=512 --nodes 4 --ep 8 --detail",
         ],
     )
     parser.add_argument(
