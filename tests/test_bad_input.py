@@ -225,18 +225,20 @@ def trained(trained_once: Path, text: Path) -> Path:
     return text.parent / "done"
 
 
-def test_a_checkpoint_that_lacks_an_expert(text: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_checkpoint_that_lacks_an_expert(
+    trained_once: Path, trained: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     """The index loses the block of an expert tensor: loading must say which, and resuming must not
     start.
     """
-    run(capfd, *train_arguments(text, "--run-dir", "done"))
-    checkpoint = next((text.parent / "done" / "checkpoints").glob("step_*"))
+    checkpoint = next((trained / "checkpoints").glob("step_*"))
     remove_a_chunk(checkpoint)
     for command in (["ckpt", "verify", "done"], ["eval", "done"]):
         code, said = run(capfd, *command)
         assert code == 2
         assert re.search(r"expert", said), said
-    code, said = run(capfd, *train_arguments(text, "train.steps=4", "--run-dir", "done"))
+    again = train_arguments(trained_once / "text.jsonl", "train.steps=4", "--run-dir", "done")
+    code, said = run(capfd, *again)
     assert code == 1
     assert re.search(r"expert", said), said
 

@@ -2,7 +2,6 @@
 killed, restarted → finished.
 """
 
-import io
 import json
 import os
 import subprocess
@@ -11,13 +10,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from rich.console import Console
+from world import run_ranks
 
-from moebius.cluster.job import Journal, State, read_status
-from moebius.cluster.local import train_here
+from moebius.cluster.job import Journal, read_status
+from moebius.data_pipeline.prepare import prepare
 from moebius.distributed.checkpoint.files import list_checkpoints, verify
 from moebius.evaluation.report import measure, write_text
 from moebius.train.config import Config, resolve
+from moebius.train.loop import train
 from moebius.train.recipes.smoke import RECIPES
 from moebius.train.run_folder import open_run, place_data
 
@@ -69,12 +69,12 @@ def losses(run_dir: Path) -> dict[int, float]:
 
 @pytest.fixture(scope="module")
 def undisturbed(folder: Path) -> Path:
-    """The same run on the same four ranks, without Ray and without a drill."""
+    """The same run on four ranks, without a cluster, an agent or a drill."""
     config = make_config(folder, "job.rehearse_failure_at_step=none")
     run_dir = folder / "undisturbed"
     open_run(config, run_dir)
-    status = train_here(config, run_dir, console=Console(file=io.StringIO()))
-    assert status.state is State.SUCCEEDED, status
+    prepare(config.data, config.data.directory)
+    assert run_ranks(train, 4, config, run_dir, timeout_s=120) == ["finished"] * 4
     return run_dir
 
 

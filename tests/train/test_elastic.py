@@ -128,9 +128,20 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
-def test_every_layout_loads_every_other_bit_for_bit(world: int, saved: dict[str, Path]) -> None:
+@pytest.mark.parametrize(
+    "origins",
+    [
+        pytest.param(("alone", "ep2 twice", "fsdp3", "fsdp4 ep4"), id="four"),
+        pytest.param(tuple(LAYOUTS), id="all", marks=pytest.mark.slow),
+    ],
+)
+def test_every_layout_loads_every_other_bit_for_bit(
+    origins: tuple[str, ...], world: int, saved: dict[str, Path]
+) -> None:
+    """In `make test` checkpoints of one rank, of experts in blocks, of cut tensors, and of both."""
     meshes = [mesh for ranks, mesh in LAYOUTS.values() if ranks == world]
-    assert run_ranks(load_states, world, saved, meshes) == [[]] * world
+    folders = {name: saved[name] for name in origins}
+    assert run_ranks(load_states, world, folders, meshes) == [[]] * world
 
 
 def test_experts_that_are_cut_through_are_joined_again(tmp_path: Path) -> None:
