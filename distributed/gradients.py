@@ -20,7 +20,8 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 
 from .local_shard import local_shard_of, local_tensor
@@ -92,6 +93,19 @@ class GradientReducer:
             if work is not None:
                 work.wait()
             bucket.unpack()
+
+
+def parameters_to_reduce(model: nn.Module) -> tuple[list[Parameter], list[Parameter]]:
+    """Returns the dense and the expert parameters of a model, each in the model's order.
+
+    Those that FSDP shards are in neither: it sums their gradients itself.
+    """
+    dense: list[Parameter] = []
+    experts: list[Parameter] = []
+    for parameter in model.parameters():
+        if not isinstance(parameter, DTensor):
+            (experts if local_shard_of(parameter).has_experts else dense).append(parameter)
+    return dense, experts
 
 
 def global_grad_norm(

@@ -18,7 +18,7 @@ from torch import Tensor
 from world import run_ranks
 
 from moebius.data_pipeline.config import DataConfig
-from moebius.distributed.gradients import GradientReducer
+from moebius.distributed.gradients import GradientReducer, parameters_to_reduce
 from moebius.distributed.layout import MeshConfig, local_experts, plan_layout
 from moebius.distributed.mesh import build_mesh
 from moebius.distributed.parallelize import build_model, expert_names
@@ -30,7 +30,6 @@ from moebius.train.loop import train
 from moebius.train.loss import micro_batch_loss
 from moebius.train.optim import OptimConfig
 from moebius.train.recipes.family import FAMILY
-from moebius.train.run import whole_parameters
 
 RANKS, MICRO_BATCH, POSITIONS = 4, 8, 10
 # Drawn per rank or summed in another order of micro-batches: no two layouts would agree.
@@ -122,7 +121,7 @@ def difference_on_ranks(
                     global_sequences=RANKS * MICRO_BATCH,
                 )
                 result.loss.backward()
-                GradientReducer(*whole_parameters(model), mesh).reduce()
+                GradientReducer(*parameters_to_reduce(model), mesh).reduce()
                 loss = result.loss.detach().double()
                 torch.distributed.all_reduce(loss)
                 worst = abs(loss.item() - expected_loss) / abs(expected_loss)

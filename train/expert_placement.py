@@ -14,22 +14,20 @@ Legend: E experts of a bank, G group members, L depth steps.
 """
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn import Parameter
 
 from ..distributed.dispatch.expert_map import ExpertMap
-from ..distributed.gradients import GradientReducer
 from ..distributed.layout import MeshConfig
 from ..distributed.mesh import Mesh
 from ..distributed.placement.balance_load import load_imbalance, rebalanced
-from ..distributed.placement.move import banks_of, expert_maps_of, move_experts
-from ..distributed.placement.replicas import CopyReducer
+from ..distributed.placement.move import MoveResult, expert_maps_of, move_experts
+from ..distributed.placement.replicas import make_reducer
 from ..model.transformer import Transformer
 
 # Which banks of a layer are routed by each kind of router.
@@ -62,20 +60,7 @@ class ExpertPlacement:
         self._routed = sorted((member, kind) for member, kind, _ in model.routers())
         self.active = config.rebalance_every > 0 and mesh.layout.ep > 1
         self._loads = self._no_loads() if self.active else {}
-
-    def make_reducer(
-        self, dense: Sequence[Parameter], experts: Sequence[Parameter]
-    ) -> GradientReducer | CopyReducer:
-        """For the parameters as they are now; after a move another one is needed."""
-        reducer = GradientReducer(dense, experts, self._mesh)
-        expert_maps, banks = expert_maps_of(self._model), banks_of(self._model)
-        if not any(own.copies for own in expert_maps.values()):
-            return reducer
-        return CopyReducer(
-            reducer,
-            [(expert_maps[name], bank.experts.parameters()) for name, bank in banks.items()],
-            self._mesh,
-        )
+        self.reducer = make_reducer(model, mesh)
 
     def count(self, loads: Mapping[str, Tensor]) -> None:
         """Takes in one step's routes of this rank: (L, E) by kind of router, over the depth steps
@@ -101,7 +86,7 @@ class ExpertPlacement:
             name: rebalanced(before[name], load_E, replicas=self._config.replicas)
             for name, load_E in loads.items()
         }
-        moved = move_experts(self._model, self._optimizer, self._mesh, after)
+        moved = self._move(after)
         self._loads = self._no_loads()
         return RebalanceResult(
             max(load_imbalance(before[name], load_E) for name, load_E in loads.items()),
@@ -134,11 +119,17 @@ class ExpertPlacement:
         self._check_saved(saved)
         expert_maps = {name: ExpertMap.from_dict(bank["homes"]) for name, bank in saved.items()}
         if all(len(own.slots_P) == self._mesh.layout.ep for own in expert_maps.values()):
-            move_experts(self._model, self._optimizer, self._mesh, expert_maps)
+            self._move(expert_maps)
         if self._mesh.rank == 0:  # the counts of all ranks, which are only ever added up
             for member, kind in self._routed:
                 load_E = saved[_bank_names(member, kind)[0]]["load"]
                 self._loads[kind][member] = torch.tensor(load_E)
+
+    def _move(self, expert_maps: Mapping[str, ExpertMap]) -> MoveResult:
+        """Moves the experts, and makes the reducer that fits them there; a collective call."""
+        moved = move_experts(self._model, self._optimizer, self._mesh, expert_maps)
+        self.reducer = make_reducer(self._model, self._mesh)
+        return moved
 
     def _check_saved(self, saved: Mapping[str, Any]) -> None:
         """Before any rank moves or keeps anything."""

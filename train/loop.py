@@ -8,7 +8,6 @@ starts it, on one machine or on many nodes.
 """
 
 import math
-import time
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -23,15 +22,24 @@ from ..model.precision import forward_in
 from .config import Config
 from .evaluate import evaluate
 from .loss import micro_batch_loss
-from .metrics import MetricsLog, StepMeter, exchange_metrics, expert_metrics
+from .metrics import MetricsLog, StepClock, StepMeter, exchange_metrics, expert_metrics
 from .optim import learning_rate_at
-from .routing.trace import StepTrace
-from .run import Run, assemble, open_loader, open_log, resume, whole_parameters, write_result
-from .state import seed_micro_batch, state_tensors
+from .run import (
+    Run,
+    assemble,
+    log_saved,
+    open_loader,
+    open_log,
+    resume,
+    save,
+    trace_next_step,
+    write_result,
+)
+from .state import seed_micro_batch
 
 
 def train(config: Config, run_dir: Path) -> str:
-    """Trains to the last step, or to the next boundary after a stop was asked for.
+    """Trains to the last step, or to the next step boundary after a stop was asked for.
 
     Returns:
         "finished" or "stopped"; the same is in the run folder's result.json.
@@ -57,115 +65,119 @@ def train(config: Config, run_dir: Path) -> str:
 
 
 def run_steps(run: Run, loader: Loader, log: MetricsLog) -> str:
-    """The loop."""
-    config, first = run.config, True
+    """Makes one step after another, and between them logs, moves experts, saves and evaluates.
+
+    Returns:
+        "finished" after the last step; "stopped" if somebody asked for the end before it.
+    """
+    config = run.config
     if run.progress.step == 0:
         log_evaluation(run, log)
-    clock = Clock()
+    first = run.progress.step + 1
+    clock = StepClock()
     while run.progress.step < config.train.steps:
         batch = next(loader)
         result = step(run, batch, learning_rate_at(config.optim, run.progress.step))
         clock.count_step()
-        done = run.progress.step == config.train.steps
-        if first or done or result.stop or due(run.progress.step, config.train.log_every):
+        number = run.progress.step
+        finished = number == config.train.steps
+        ends = finished or result.stop
+        if number == first or ends or due(number, config.train.log_every):
             log_step(run, log, result, batch, clock.read(waited_s=loader.wait_s))
-            clock, first = Clock(waited_s=loader.wait_s), False
-        rebalance_experts(run, result, log)
-        if result.stop or done or due(run.progress.step, config.checkpoint.every):
+            clock = StepClock(waited_s=loader.wait_s)
+        rebalance_experts(run, log, result)
+        if ends or due(number, config.checkpoint.every):
             save(run, loader)
-        if result.stop and not done:
+        if ends and not finished:
             return "stopped"
-        if done or due(run.progress.step, config.train.eval_every):
+        if finished or due(number, config.train.eval_every):
             log_evaluation(run, log)
-            clock = Clock(waited_s=loader.wait_s)
+            clock = StepClock(waited_s=loader.wait_s)
         log_saved(run, log)
     return "finished"
 
 
+# One step -----------------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True)
 class StepResult:
-    """One optimizer step, as it went."""
+    """The outcome of one optimizer step."""
 
-    meter: StepMeter
+    meter: StepMeter  # this rank's sums over the step's micro-batches
     learning_rate: float
     grad_norm: float  # before clipping; not finite: the step was skipped on all ranks
     stop: bool  # somebody asked for the run's end; the same answer on all ranks
 
 
 def step(run: Run, batch: Batch, rate: float) -> StepResult:
-    """One optimizer step over this rank's micro-batches. A gradient that is not finite anywhere
-    skips it everywhere.
+    """Makes one optimizer step over this rank's micro-batches; a collective call.
+
+    A gradient that is not finite on any rank skips the update on all of them.
     """
-    config, meter = run.config, StepMeter()
-    forward = partial(forward_in, run.model, getattr(torch, config.train.precision))
-    before = counters_of(run.model)
-    rows_AB1 = torch.from_numpy(batch.tokens).to(run.process.device, non_blocking=True)
+    meter = StepMeter()
     run.optimizer.zero_grad()
     run.model.before_step(run.progress.step)
-    routing = trace_of(run)
-    for index, rows_B1 in enumerate(rows_AB1, start=run.process.rank * len(rows_AB1)):
-        seed_micro_batch(config.train.seed, run.progress.step, index)
-        with routing.micro_batch(num_tokens=len(rows_B1) * config.data.seq_len):
-            result = micro_batch_loss(forward, rows_B1, global_sequences=config.train.global_batch)
-        result.loss.backward()
-        meter.add(result)
-    meter.count_exchanges(before, counters_of(run.model))
-    routing.save()
+    accumulate_gradients(run, batch, meter)
     run.reducer.reduce()
     asked = run.process.rank == 0 and (run.run_dir / "stop").exists()
     norm, stop = clip_gradients(
-        run.parameters, run.mesh, max_norm=config.optim.clip_norm, flag=asked
+        run.parameters, run.mesh, max_norm=run.config.optim.clip_norm, flag=asked
     )
-    finite = math.isfinite(norm.item())
-    totals = meter.reduce_carried()  # what routers learn from without a gradient, from all ranks
+    update_weights(run, meter, rate=rate, grad_norm=norm.item())
+    return StepResult(meter, rate, norm.item(), stop)
+
+
+def accumulate_gradients(run: Run, batch: Batch, meter: StepMeter) -> None:
+    """Adds up the gradients of this rank's micro-batches, and in `meter` what they report."""
+    config = run.config
+    forward = partial(forward_in, run.model, getattr(torch, config.train.precision))
+    # A micro-batches of B rows, each of one token more than a sequence
+    rows_AB1 = torch.from_numpy(batch.tokens).to(run.process.device, non_blocking=True)
+    counters_before = counters_of(run.model)
+    trace = trace_next_step(run)
+    for index, rows_B1 in enumerate(rows_AB1, start=run.process.rank * len(rows_AB1)):
+        seed_micro_batch(config.train.seed, run.progress.step, index)
+        with trace.micro_batch(num_tokens=len(rows_B1) * config.data.seq_len):
+            result = micro_batch_loss(forward, rows_B1, global_sequences=config.train.global_batch)
+        result.loss.backward()
+        meter.add(result)
+    meter.count_exchanges(counters_before, counters_of(run.model))
+    trace.save()
+
+
+def update_weights(run: Run, meter: StepMeter, *, rate: float, grad_norm: float) -> None:
+    """Updates the weights, unless the gradient is not finite, and counts the step."""
+    config = run.config
+    carried = meter.reduce_carried()  # what routers learn from without a gradient, from all ranks
+    finite = math.isfinite(grad_norm)
     if finite:
         for group in run.optimizer.param_groups:
             group["lr"] = rate
         run.optimizer.step()
-        run.model.after_step(run.progress.step, totals)
-    sequences = config.train.global_batch
+        run.model.after_step(run.progress.step, carried)
     run.progress = run.progress.after_step(
-        sequences=sequences, tokens=sequences * config.data.seq_len, updated=finite
+        sequences=config.train.global_batch,
+        tokens=config.train.global_batch * config.data.seq_len,
+        updated=finite,
     )
-    run.refuse_endless_skipping(norm.item())
-    return StepResult(meter, rate, norm.item(), stop)
+    run.refuse_endless_skipping(grad_norm)
 
 
-def trace_of(run: Run) -> StepTrace:
-    """Records the coming step's routes, if `train.record_routing` wants them."""
-    return StepTrace(
-        run.model,
-        run.run_dir,
-        step=run.progress.step + 1,
-        every=run.config.train.record_routing,
-        rank=run.process.rank,
-        num_ranks=run.process.world_size,
-    )
+# Between two steps --------------------------------------------------------------------------------
 
 
-class Clock:
-    """Time from one log line to the next, evaluations left out: what a step costs with all that
-    goes on beside it.
-    """
-
-    def __init__(self, *, waited_s: float = 0.0) -> None:
-        self._started, self._waited_s, self._steps = time.perf_counter(), waited_s, 0
-
-    def count_step(self) -> None:
-        """One more step was made."""
-        self._steps += 1
-
-    def read(self, *, waited_s: float) -> tuple[float, float]:
-        """Seconds per step, and of these the seconds in which this rank waited for data."""
-        steps = max(self._steps, 1)
-        return (time.perf_counter() - self._started) / steps, (waited_s - self._waited_s) / steps
+def due(step: int, every: int) -> bool:
+    """Returns whether what happens `every` so many steps happens after this one; 0: never."""
+    return every > 0 and step % every == 0
 
 
 def log_step(
     run: Run, log: MetricsLog, result: StepResult, batch: Batch, times: tuple[float, float]
 ) -> None:
-    """Collective: sums the step's statistics over the ranks and writes them; `data_wait_s` is of
-    all ranks together.
+    """Sums the step's statistics over the ranks and writes them to the log; a collective call.
+
+    `times` are those of `StepClock.read`; `data_wait_s` in the log is of all ranks together.
     """
     step_s, data_wait_s = times
     sums = result.meter.reduce(digest=batch.digest, data_wait_s=data_wait_s)
@@ -188,20 +200,18 @@ def log_step(
     )
 
 
-def rebalance_experts(run: Run, result: StepResult, log: MetricsLog) -> None:
-    """Brings the experts to where the load wants them, every `mesh.rebalance_every` steps."""
+def rebalance_experts(run: Run, log: MetricsLog, result: StepResult) -> None:
+    """Moves experts to where the load wants them, every `mesh.rebalance_every` steps."""
     run.expert_placement.count(result.meter.loads())
     moved = run.expert_placement.decide(run.progress.step)
     if moved is not None:
-        run.reducer = run.expert_placement.make_reducer(*whole_parameters(run.model))
         log.write("expert_placement", run.progress.step, **asdict(moved))
 
 
 def log_evaluation(run: Run, log: MetricsLog) -> None:
-    """Validation loss now."""
-    run.model.before_step(
-        run.progress.step
-    )  # a router that follows a schedule is judged as the next step would use it
+    """Measures the validation loss and writes it to the log; a collective call."""
+    # A router that follows a schedule is judged as the next step would use it.
+    run.model.before_step(run.progress.step)
     result = evaluate(run.model, run.config, run.process)
     log.write(
         "eval",
@@ -210,32 +220,3 @@ def log_evaluation(run: Run, log: MetricsLog) -> None:
         perplexity=result.perplexity,
         tokens=result.tokens,
     )
-
-
-def save(run: Run, loader: Loader) -> None:
-    """Starts a checkpoint; it is written in the background while the run goes on."""
-    meta = {
-        "progress": run.progress.as_dict(),
-        "data": {"spec_hash": loader.spec_hash, "spec": loader.spec},
-        "config": run.config.model_dump(mode="json"),
-        "experts": run.expert_placement.as_dict(),
-    }
-    run.checkpoints.save(run.progress.step, *state_tensors(run.model, run.optimizer), meta)
-
-
-def log_saved(run: Run, log: MetricsLog) -> None:
-    """Reports the checkpoints that were completed since the last call."""
-    for record in run.checkpoints.poll():
-        log.write(
-            "checkpoint",
-            record.step,
-            seconds=round(record.seconds, 3),
-            blocked_s=round(record.blocked_s, 5),
-            bytes=record.num_bytes,
-            error=record.error,
-        )
-
-
-def due(step: int, every: int) -> bool:
-    """Whether something that happens `every` so many steps happens after this one; 0: never."""
-    return every > 0 and step % every == 0

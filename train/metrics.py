@@ -89,6 +89,29 @@ class StepMeter:
         self._sums[name] = self._sums[name] + value if name in self._sums else value
 
 
+class StepClock:
+    """Measures the time of steps from one log line to the next, evaluations left out.
+
+    It is what a step costs with all that goes on beside it. A new clock starts with the data loader's
+    count of waited seconds, `waited_s`.
+    """
+
+    def __init__(self, *, waited_s: float = 0.0) -> None:
+        self._started_s = time.perf_counter()
+        self._waited_s = waited_s
+        self._num_steps = 0
+
+    def count_step(self) -> None:
+        """Counts one more step."""
+        self._num_steps += 1
+
+    def read(self, *, waited_s: float) -> tuple[float, float]:
+        """Returns the seconds per step, and of these the seconds that this rank waited for data."""
+        steps = max(self._num_steps, 1)
+        elapsed_s = time.perf_counter() - self._started_s
+        return elapsed_s / steps, (waited_s - self._waited_s) / steps
+
+
 def _sum_over_ranks(values: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
     """One all-reduce of everything, in float64."""
     flat = torch.cat([value.to(device, torch.float64).reshape(-1) for value in values.values()])

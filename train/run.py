@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from ..data_pipeline.loader import Loader
 from ..distributed.checkpoint.checkpointer import Checkpointer, latest_for_all, load, meta_for_all
@@ -16,7 +15,7 @@ from ..distributed.gradients import GradientReducer
 from ..distributed.layout import plan_layout
 from ..distributed.local_shard import local_shard_of
 from ..distributed.mesh import Mesh, build_mesh
-from ..distributed.parallelize import build_model, expert_names
+from ..distributed.parallelize import build_model
 from ..distributed.placement.replicas import CopyReducer
 from ..distributed.process.agreement import code_facts, flat_facts, layout_facts, parameter_facts
 from ..distributed.process.process import Process
@@ -28,6 +27,7 @@ from .config import Config, ConfigError
 from .expert_placement import ExpertPlacement
 from .metrics import MetricsLog
 from .optim import make_optimizer
+from .routing.trace import StepTrace
 from .state import TrainingProgress, allocate_moments, set_updates, state_tensors
 
 _MOST_SKIPS = 100
@@ -46,12 +46,16 @@ class Run:
     parameters: list[torch.nn.Parameter]  # what this rank holds of each
     optimizer: torch.optim.AdamW
     expert_placement: ExpertPlacement
-    reducer: GradientReducer | CopyReducer
     checkpoints: Checkpointer
     generation: int
     backend: str  # of the experts' products
     progress: TrainingProgress = field(default_factory=TrainingProgress)
     skipped_in_a_row: int = 0
+
+    @property
+    def reducer(self) -> GradientReducer | CopyReducer:
+        """What sums the gradients over the ranks; another one after every move of experts."""
+        return self.expert_placement.reducer
 
     def refuse_endless_skipping(self, grad_norm: float) -> None:
         """Ends a run whose gradients stay not finite; every rank counts the same.
@@ -117,21 +121,18 @@ def assemble(config: Config, run_dir: Path, process: Process) -> Run:
         generation=generation,
         generation_file=run_dir / "generation",
     )
-    placement = ExpertPlacement(config.mesh, model, optimizer, mesh)
-    reducer = placement.make_reducer(*whole_parameters(model))
     return Run(
-        config,
-        run_dir,
-        process,
-        mesh,
-        model,
-        list(model.parameters()),
-        optimizer,
-        placement,
-        reducer,
-        checkpoints,
-        generation,
-        backend,
+        config=config,
+        run_dir=run_dir,
+        process=process,
+        mesh=mesh,
+        model=model,
+        parameters=list(model.parameters()),
+        optimizer=optimizer,
+        expert_placement=ExpertPlacement(config.mesh, model, optimizer, mesh),
+        checkpoints=checkpoints,
+        generation=generation,
+        backend=backend,
     )
 
 
@@ -183,11 +184,47 @@ def resume(run: Run) -> dict[str, Any] | None:
     newest, position = latest_for_all(run.run_dir / "checkpoints", run.mesh), None
     if newest is not None:
         run.expert_placement.restore(meta_for_all(newest, run.mesh).get("experts", {}))
-        run.reducer = run.expert_placement.make_reducer(*whole_parameters(run.model))
         meta = load(newest, *state_tensors(run.model, run.optimizer), mesh=run.mesh)
         run.progress, position = TrainingProgress(**meta["progress"]), meta["data"]
         set_updates(run.model, run.optimizer, run.progress.updates)
     return position
+
+
+def save(run: Run, loader: Loader) -> None:
+    """Starts a checkpoint; it is written in the background while the run goes on."""
+    meta = {
+        "progress": run.progress.as_dict(),
+        "data": {"spec_hash": loader.spec_hash, "spec": loader.spec},
+        "config": run.config.model_dump(mode="json"),
+        "experts": run.expert_placement.as_dict(),
+    }
+    tensors, shards = state_tensors(run.model, run.optimizer)
+    run.checkpoints.save(run.progress.step, tensors, shards, meta)
+
+
+def log_saved(run: Run, log: MetricsLog) -> None:
+    """Writes to the log which checkpoints were completed since the last call."""
+    for record in run.checkpoints.poll():
+        log.write(
+            "checkpoint",
+            record.step,
+            seconds=round(record.seconds, 3),
+            blocked_s=round(record.blocked_s, 5),
+            bytes=record.num_bytes,
+            error=record.error,
+        )
+
+
+def trace_next_step(run: Run) -> StepTrace:
+    """Returns what records the coming step's routes, if `train.record_routing` wants them."""
+    return StepTrace(
+        run.model,
+        run.run_dir,
+        step=run.progress.step + 1,
+        every=run.config.train.record_routing,
+        rank=run.process.rank,
+        num_ranks=run.process.world_size,
+    )
 
 
 def open_log(run: Run, *, resumed: bool) -> MetricsLog:
@@ -202,7 +239,7 @@ def open_log(run: Run, *, resumed: bool) -> MetricsLog:
         layout=str(run.mesh.layout),
         device=str(run.process.device),
         steps=run.config.train.steps,
-        parameters=count_parameters(run),
+        parameters=count_global_parameters(run),
         expert_depths=run.config.model.expert_depths,
         kernels=run.backend,
     )
@@ -237,21 +274,6 @@ def write_result(run: Run, state: str) -> None:
         partial_file.replace(run.run_dir / "result.json")
 
 
-def whole_parameters(
-    model: Transformer,
-) -> tuple[list[torch.nn.Parameter], list[torch.nn.Parameter]]:
-    """Dense parameters and expert parameters, in the model's order, without those that FSDP shards
-    and reduces itself.
-    """
-    dense: list[torch.nn.Parameter] = []
-    experts: list[torch.nn.Parameter] = []
-    banks = expert_names(model)
-    for name, parameter in model.named_parameters():
-        if not isinstance(parameter, DTensor):
-            (experts if name in banks else dense).append(parameter)
-    return dense, experts
-
-
-def count_parameters(run: Run) -> int:
-    """Of the whole model, whatever this rank holds of it."""
+def count_global_parameters(run: Run) -> int:
+    """Returns the number of parameters of the whole model, whatever this rank stores of it."""
     return sum(math.prod(local_shard_of(parameter).global_shape) for parameter in run.parameters)

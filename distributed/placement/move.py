@@ -35,14 +35,14 @@ _Spread = AllGatherDispatcher | AllToAllDispatcher | DedupDispatcher | Hierarchi
 
 
 @dataclass(frozen=True)
-class Moved:
+class MoveResult:
     """What a move took, in each EP group."""
 
     experts: int = 0  # slots that were filled from another rank
     num_bytes: int = 0  # between ranks
 
-    def __add__(self, other: "Moved") -> "Moved":
-        return Moved(self.experts + other.experts, self.num_bytes + other.num_bytes)
+    def __add__(self, other: "MoveResult") -> "MoveResult":
+        return MoveResult(self.experts + other.experts, self.num_bytes + other.num_bytes)
 
 
 def banks_of(model: nn.Module) -> dict[str, SparseLayer]:
@@ -71,7 +71,7 @@ def move_experts(
     optimizer: torch.optim.Optimizer,
     mesh: Mesh,
     expert_maps: Mapping[str, ExpertMap],
-) -> Moved:
+) -> MoveResult:
     """Brings the banks that are named to these maps. A collective call with the same maps on
     every rank.
 
@@ -81,22 +81,24 @@ def move_experts(
     banks, before = banks_of(model), expert_maps_of(model)
     for name, new in expert_maps.items():
         _check(name, before.get(name), new)
-    total = Moved()
+    total = MoveResult()
     for name, new in expert_maps.items():
         layer = banks[name]
         if new == before[name] or not isinstance(layer.dispatcher, _Spread):
             continue
-        journey = _Journey(before[name], new, mesh.ep_group)
+        plan = _MovePlan(before[name], new, mesh.ep_group)
         for parameter in layer.experts.parameters():
-            total += _move(parameter, optimizer, journey)
-        total += Moved(journey.num_arrivals)
+            total += _move(parameter, optimizer, plan)
+        total += MoveResult(plan.num_received)
         layer.dispatcher = type(layer.dispatcher)(
             replace(layer.dispatcher.setup, expert_map=new)
         )  # its counters go on
     return total
 
 
-def _move(parameter: nn.Parameter, optimizer: torch.optim.Optimizer, journey: "_Journey") -> Moved:
+def _move(
+    parameter: nn.Parameter, optimizer: torch.optim.Optimizer, plan: "_MovePlan"
+) -> MoveResult:
     shape, whole = parameter.shape, local_shard_of(parameter).global_shape
     state = optimizer.state.get(parameter, {})
     moments = [
@@ -104,14 +106,14 @@ def _move(parameter: nn.Parameter, optimizer: torch.optim.Optimizer, journey: "_
     ]
     expert_bytes = parameter[:1].numel() * parameter.element_size() * (1 + len(moments))
     parameter.grad = None
-    parameter.data = journey.carry(parameter.data)
+    parameter.data = plan.exchange(parameter.data)
     for key in moments:
-        state[key] = journey.carry(state[key])
-    set_local_shard(parameter, expert_shard(whole, journey.new, journey.rank))
-    return Moved(0, expert_bytes * journey.num_arrivals)
+        state[key] = plan.exchange(state[key])
+    set_local_shard(parameter, expert_shard(whole, plan.new, plan.rank))
+    return MoveResult(0, expert_bytes * plan.num_received)
 
 
-class _Journey:
+class _MovePlan:
     """Who sends what to whom. A slot is filled from the rank's own old copy, else from the one that
     served the rank.
     """
@@ -124,7 +126,7 @@ class _Journey:
             for rank, expert in zip(new.rank_S, new.expert_S, strict=True)
         ]
         slots = [(slot, source) for slot, source in enumerate(source_S) if source is not None]
-        self.num_arrivals = sum(new.rank_S[slot] != old.rank_S[source] for slot, source in slots)
+        self.num_received = sum(new.rank_S[slot] != old.rank_S[source] for slot, source in slots)
         own_old, own_new = old.own_slots(self.rank), new.own_slots(self.rank)
         sent = [
             (new.rank_S[slot], source - own_old.start)
@@ -142,7 +144,7 @@ class _Journey:
             for pairs in (sent, received)
         )
 
-    def carry(self, rows: Tensor) -> Tensor:
+    def exchange(self, rows: Tensor) -> Tensor:
         """Collective. One row per slot, from the old slots to the new ones; zeros in slots that
         stay empty.
         """

@@ -17,12 +17,13 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import Parameter
 
 from ..dispatch.expert_map import ExpertMap
-from ..gradients import GradientReducer
+from ..gradients import GradientReducer, parameters_to_reduce
 from ..mesh import Mesh
+from .move import banks_of, expert_maps_of
 
 
 @dataclass(frozen=True)
@@ -75,6 +76,21 @@ class CopyReducer:
             if work is not None:
                 work.wait()
             shared.unpack()
+
+
+def make_reducer(model: nn.Module, mesh: Mesh) -> GradientReducer | CopyReducer:
+    """Returns the reducer of a model's gradients, which fits its experts where they are now.
+
+    After a move of experts another one is needed.
+    """
+    reducer = GradientReducer(*parameters_to_reduce(model), mesh)
+    expert_maps = expert_maps_of(model)
+    if not any(expert_map.copies for expert_map in expert_maps.values()):
+        return reducer
+    banks = [
+        (expert_maps[name], layer.experts.parameters()) for name, layer in banks_of(model).items()
+    ]
+    return CopyReducer(reducer, banks, mesh)
 
 
 def _shared(expert_map: ExpertMap, parameters: Iterable[Parameter], ep_rank: int) -> list[_Shared]:

@@ -158,7 +158,7 @@ def copies_after_steps(config: Config, run_dir: Path) -> tuple[int, list[str]]:
         before = {id(parameter) for parameter in run.optimizer.state}
         with open_loader(run, None) as loader:
             for _ in range(STEPS):
-                rebalance_experts(run, step(run, next(loader), 1e-3), log)
+                rebalance_experts(run, log, step(run, next(loader), 1e-3))
         assert (
             {id(parameter) for parameter in run.model.parameters()}
             == before
