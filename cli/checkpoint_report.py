@@ -24,7 +24,7 @@ from ..distributed.checkpoint.files import (
     read_meta,
     step_name,
 )
-from ..distributed.checkpoint.reshard import Watch, reshard
+from ..distributed.checkpoint.reshard import StartProgress, reshard
 from ..distributed.dispatch.expert_map import ExpertMap
 from ..distributed.layout import Layout, MeshConfig, check_runnable, plan_layout
 
@@ -75,7 +75,7 @@ def list_table(path: Path) -> Table:
 
 
 def verify_each(
-    path: Path, step: int | None, watch: Watch
+    path: Path, step: int | None, start_progress: StartProgress
 ) -> Iterator[tuple[Path, str, CheckpointError | None]]:
     """Verifies one checkpoint, or all of a run; yields of each what it holds and what is wrong with
     it.
@@ -91,7 +91,7 @@ def verify_each(
         paths = [checkpoint.path for checkpoint in list_checkpoints(path / "checkpoints")] or paths
     num_verified = 0
     for checkpoint in paths:
-        if (found := _verified(checkpoint, watch)) is not None:
+        if (found := _verified(checkpoint, start_progress)) is not None:
             num_verified += 1
             yield checkpoint, *found
     if not num_verified:
@@ -99,13 +99,15 @@ def verify_each(
         raise CheckpointError(f"{deleted}; nothing was verified")
 
 
-def _verified(checkpoint: Path, watch: Watch) -> tuple[str, CheckpointError | None] | None:
+def _verified(
+    checkpoint: Path, start_progress: StartProgress
+) -> tuple[str, CheckpointError | None] | None:
     """What a checkpoint holds and what is wrong with it; None if its run, which goes on, has
     deleted it meanwhile.
     """
     try:
         stored = open_verified(
-            checkpoint, watch(f"reading {checkpoint.name}", _size_of(checkpoint))
+            checkpoint, start_progress(f"reading {checkpoint.name}", _size_of(checkpoint))
         )
     except FileNotFoundError:
         return None
@@ -119,7 +121,13 @@ def _verified(checkpoint: Path, watch: Watch) -> tuple[str, CheckpointError | No
 
 
 def reshard_for(
-    path: Path, out: Path, mesh: dict[str, Any], *, world_size: int, step: int | None, watch: Watch
+    path: Path,
+    out: Path,
+    mesh: dict[str, Any],
+    *,
+    world_size: int,
+    step: int | None,
+    start_progress: StartProgress,
 ) -> str:
     """Writes a checkpoint anew for the ranks of that mesh, whose keys are MeshConfig's; returns
     what became of it.
@@ -141,7 +149,14 @@ def reshard_for(
     before = read_meta(source)
     started = time.monotonic()
     expert_maps, placed = _homes(before.meta, layout, config.sharding)
-    reshard(source, out, layout, sharding=config.sharding, expert_maps=expert_maps, watch=watch)
+    reshard(
+        source,
+        out,
+        layout,
+        sharding=config.sharding,
+        expert_maps=expert_maps,
+        start_progress=start_progress,
+    )
     files = sum(file.suffix == ".distcp" for file in out.iterdir())
     return (
         f"{out}: step {before.step}, the same state as {source}, bit for bit\n"
@@ -153,7 +168,7 @@ def reshard_for(
 
 
 @contextmanager
-def progress_bars(console: Console) -> Iterator[Watch]:
+def progress_bars(console: Console) -> Iterator[StartProgress]:
     """A bar for each pass over the bytes; none where nobody watches."""
     columns: Sequence[Any] = (
         TextColumn("{task.description}"),
@@ -165,11 +180,11 @@ def progress_bars(console: Console) -> Iterator[Watch]:
         *columns, console=console, transient=True, disable=not console.is_terminal
     ) as progress:
 
-        def watch(what: str, num_bytes: int):
+        def start_progress(what: str, num_bytes: int):
             task = progress.add_task(what, total=num_bytes)
             return lambda more: progress.advance(task, more)
 
-        yield watch
+        yield start_progress
 
 
 def _homes(meta: dict[str, Any], layout: Layout, sharding: str) -> tuple[dict[str, ExpertMap], str]:

@@ -71,8 +71,8 @@ def _verify(options: argparse.Namespace) -> int:
     from .checkpoint_report import progress_bars, verify_each
 
     problems = []
-    with progress_bars(Console(stderr=True)) as watch:
-        for path, words, problem in verify_each(options.path, options.step, watch):
+    with progress_bars(Console(stderr=True)) as start_progress:
+        for path, words, problem in verify_each(options.path, options.step, start_progress):
             print(f"{path.name}: {'DAMAGED' if problem else f'intact ({words})'}")
             if problem:
                 problems.append(str(problem))
@@ -124,14 +124,14 @@ def _reshard(options: argparse.Namespace) -> int:
     from .checkpoint_report import progress_bars, reshard_for
 
     mesh = {key: getattr(options, key) for key in ("ep", "dp_shard", "dp_replicate", "sharding")}
-    with progress_bars(Console(stderr=True)) as watch:
+    with progress_bars(Console(stderr=True)) as start_progress:
         words = reshard_for(
             options.path,
             options.out,
             mesh,
             world_size=options.world_size,
             step=options.step,
-            watch=watch,
+            start_progress=start_progress,
         )
     print(words)
     return 0
@@ -170,13 +170,13 @@ def _export(options: argparse.Namespace) -> int:
     from ..export.safetensors import export, parse_size
     from .checkpoint_report import progress_bars
 
-    with progress_bars(Console(stderr=True)) as watch:
+    with progress_bars(Console(stderr=True)) as start_progress:
         exported = export(
             find_checkpoint(options.path, options.step),
             options.out,
             dtype=options.dtype,
             max_file_bytes=parse_size(options.max_shard_size),
-            watch=watch,
+            start_progress=start_progress,
         )
     print(f"{options.out}: {exported}")
     return 0

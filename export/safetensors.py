@@ -37,8 +37,8 @@ from ..distributed.checkpoint.files import (
     refuse_name_of_another_step,
     tensor_checksum,
 )
-from ..distributed.checkpoint.reshard import Watch
-from ..distributed.checkpoint.writing import appearing, refuse_existing, write_synced
+from ..distributed.checkpoint.reshard import StartProgress
+from ..distributed.checkpoint.writing import atomic_directory, refuse_existing, write_synced
 from ..distributed.parallelize import expert_names
 from ..model.config import ModelConfig
 from ..model.precision import enters_a_product
@@ -128,7 +128,7 @@ def export(
     *,
     dtype: Precision = "fp32",
     max_file_bytes: int = 5 * 10**9,
-    watch: Watch = lambda what, num_bytes: lambda more: None,
+    start_progress: StartProgress = lambda what, num_bytes: lambda more: None,
 ) -> Exported:
     """Writes the weights of the checkpoint `source`, and what routers learn without a gradient,
     into the directory `out`.
@@ -143,15 +143,15 @@ def export(
     refuse_name_of_another_step(out, None)
     refuse_existing(out)  # now too: verifying may take an hour
     size = sum(file.num_bytes for file in open_checkpoint(source).manifest.files.values())
-    stored = open_verified(source, watch("checking the checkpoint", size))
+    stored = open_verified(source, start_progress("checking the checkpoint", size))
     config = _config_of(stored)
     dtypes = _dtypes_of(stored, config, dtype)
     plan = _plan(stored, dtypes, max_file_bytes)
     total = sum(_num_bytes(piece, dtypes) for pieces in plan.values() for piece in pieces)
     tokenizer, words = _tokenizer_of(config)
     described = _describe(stored, config, tokenizer, dtype)
-    with appearing(out, needed_bytes=total) as folder:
-        on_bytes, sums = watch("writing the files", total), {}
+    with atomic_directory(out, needed_bytes=total) as folder:
+        on_bytes, sums = start_progress("writing the files", total), {}
         for file, tensors in _cut(stored, plan, dtypes):
             _save(tensors, folder / file)
             sums |= {key: tensor_checksum(tensor) for key, tensor in tensors.items()}

@@ -55,10 +55,10 @@ from .files import (
     storage_metadata,
     tensor_checksum,
 )
-from .writing import SummingWriter, appearing, refuse_existing, seal
+from .writing import SummingWriter, atomic_directory, refuse_existing, seal
 
 Sharding = Literal["none", "fsdp"]
-Watch = Callable[
+StartProgress = Callable[
     [str, int], OnBytes
 ]  # told what begins and how many bytes it is about, gives who hears of them
 _FILES_AT_ONCE = 64
@@ -72,7 +72,7 @@ def reshard(
     *,
     sharding: Sharding = "none",
     expert_maps: Mapping[str, ExpertMap] = MappingProxyType({}),
-    watch: Watch = lambda what, num_bytes: lambda more: None,
+    start_progress: StartProgress = lambda what, num_bytes: lambda more: None,
 ) -> CheckpointMeta:
     """Writes the checkpoint `source` anew into the directory `out`, in files as the ranks of
     `layout` would write them.
@@ -90,18 +90,18 @@ def reshard(
     refuse_existing(out)  # now too, as all that can be told before an hour of verifying
     size = sum(file.num_bytes for file in unchecked.manifest.files.values())
     _check_experts(unchecked.meta.num_experts, layout)
-    stored = open_verified(source, watch("checking the checkpoint", size))
+    stored = open_verified(source, start_progress("checking the checkpoint", size))
     writes = plan_writes(stored, layout, sharding, expert_maps)
-    with appearing(out, needed_bytes=size) as temporary:
+    with atomic_directory(out, needed_bytes=size) as temporary:
         writer = SummingWriter(temporary)
         writer.set_up_storage_writer(is_coordinator=True)
         results, sums = _write(
-            stored, writes, writer, layout.world_size, watch("writing the files", size)
+            stored, writes, writer, layout.world_size, start_progress("writing the files", size)
         )
         writer.finish(_metadata(stored, writes), [results])
         meta = stored.meta.model_copy(update={"layout": layout})
         seal(temporary, writer.index, meta, writer.files.sums)
-        _compare(temporary, out, sums, watch, size)
+        _compare(temporary, out, sums, start_progress, size)
     return meta
 
 
@@ -281,16 +281,18 @@ def _metadata(stored: StoredCheckpoint, writes: _Writes) -> Metadata:
     )
 
 
-def _compare(path: Path, out: Path, sums: Mapping[str, str], watch: Watch, size: int) -> None:
+def _compare(
+    path: Path, out: Path, sums: Mapping[str, str], start_progress: StartProgress, size: int
+) -> None:
     """Checks the copy as any checkpoint is checked, and then every tensor against what was read
     from the source.
     """
     stored = open_checkpoint(path)
     problems = audit(stored)
     problems += damaged_files(
-        stored, sorted(stored.manifest.files), watch("checking the copy", size)
+        stored, sorted(stored.manifest.files), start_progress("checking the copy", size)
     )
-    on_bytes = watch("comparing the tensors", size)
+    on_bytes = start_progress("comparing the tensors", size)
     for name, expected in () if problems else sums.items():
         tensor = read_tensor(stored, name)
         on_bytes(tensor.nbytes)

@@ -1,23 +1,21 @@
 """How a checkpoint's files are written: summed on the way, synced, and in a directory that is there
 whole or not at all.
 
-What stands in the files says checkpoint_files.py. Cost: one pass over the bytes, since the
+What stands in the files says files.py. Cost: one pass over the bytes, since the
 checksums are taken while writing.
 """
 
+import errno
 import fcntl
 import hashlib
 import io
 import logging
 import os
-import re
 import shutil
-import tempfile
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
@@ -39,9 +37,7 @@ from .files import (
 
 logger = logging.getLogger(__name__)
 
-# between making its directory and locking it an attempt needs far less, on a slow disk too
-_JUST_BEGUN_S = 60.0
-_MADE_BY_MKDTEMP = "[a-z0-9_]{8}"
+_LOCK_NAME = "lock"
 
 # The tensors' files -------------------------------------------------------------------------------------------------
 
@@ -147,34 +143,32 @@ def _index_of(metadata: Metadata, places: Mapping[MetadataIndex, Any]) -> Index:
 
 
 @contextmanager
-def appearing(out: Path, *, needed_bytes: int) -> Iterator[Path]:
-    """A new directory, of some other name, that is called `out` when all went well; else nothing
-    stays of it.
+def atomic_directory(out: Path, *, needed_bytes: int) -> Iterator[Path]:
+    """Yields a new directory to fill, and calls it `out` when all went well; else removes it.
 
-    It is made beside `out` in one of this attempt's own, `out`.part-<eight letters>.tmp, so
-    attempts do not meet until the last, which is the first's to win. What earlier attempts left
-    that were killed is removed, and so told.
+    Until then it is `out`.part.tmp, which one process at a time may write: it holds the lock file in
+    there. What a process left there that was killed is removed, and a warning says so.
 
     Raises:
-        CheckpointError: `out` exists, its disk has less than `needed_bytes` left, or what is in it
-            cannot be written; or it is there, whole, but its name could not be synced. An OSError
-            about a file elsewhere is raised as it is.
+        CheckpointError: `out` exists, another process writes it, its disk has less than
+            `needed_bytes` left, or a file in it cannot be written; or it is there, whole, but its
+            name could not be synced. An OSError about a file elsewhere is raised as it is.
     """
     refuse_existing(out)
+    part = out.with_name(f"{out.name}.part.tmp")
     with ExitStack() as stack:
         with _blamed_on(out):
             out.parent.mkdir(parents=True, exist_ok=True)
-            _remove_abandoned(out)
             _refuse_small_disk(out, needed_bytes)
-            attempt = stack.enter_context(_attempt_at(out))
-            whole = attempt / "whole"  # of the usual permissions: mkdtemp's own are for nobody else
-            whole.mkdir()
-        with _blamed_on(out, within=attempt):
-            yield whole
+            lock = stack.enter_context(_locked(part, out))
+            stack.callback(discard, part)
+        with _blamed_on(out, within=part):
+            yield part
         with _blamed_on(out):
-            sync_directory(whole)
-            _rename_to_new(whole, out)
-        _sync_name(out)
+            os.unlink(lock.name)
+            sync_directory(part)
+            _rename_to_new(part, out)
+    _sync_name(out)
 
 
 def refuse_existing(out: Path) -> None:
@@ -227,65 +221,46 @@ def _refuse_small_disk(out: Path, needed_bytes: int) -> None:
         )
 
 
-@contextmanager
-def _attempt_at(out: Path) -> Iterator[Path]:
-    """A directory for this attempt alone, locked as long as it lives, and removed whatever happens
-    but a kill.
+def _locked(part: Path, out: Path) -> io.FileIO:
+    """Makes the directory `part` and returns its lock file, locked until it is closed.
+
+    A directory without a lock file is somebody's own, and stays as it is.
     """
-    attempt = Path(tempfile.mkdtemp(prefix=f"{out.name}.part-", suffix=".tmp", dir=out.parent))
+    is_new = not part.exists()
+    part.mkdir(exist_ok=True)
     try:
-        with open(attempt / "lock", "wb") as lock:
-            _try_lock(lock)
-            yield attempt
-    finally:
-        discard(attempt)
+        lock = _opened_lock(part / _LOCK_NAME, is_new=is_new)
+    except OSError as error:
+        raise CheckpointError(
+            f"{part} is being written by another process, or was left by one that was killed and "
+            f"cannot be told from one that lives ({error.strerror}): remove it if nothing writes "
+            f"{out}, or choose another name"
+        ) from error
+    if is_new:
+        return lock
+    with lock:
+        logger.warning("%s was left by a process that was killed; it is removed", part)
+        discard(part)
+    part.mkdir()
+    return _opened_lock(part / _LOCK_NAME, is_new=True)
 
 
-def _remove_abandoned(out: Path) -> None:
-    """Removes what killed attempts at `out` left behind. What may still be written stays."""
-    name = re.compile(rf"{re.escape(out.name)}\.part-{_MADE_BY_MKDTEMP}\.tmp")
-    for path in sorted(path for path in out.parent.iterdir() if name.fullmatch(path.name)):
-        abandoned = _is_abandoned(path)
-        if abandoned:
-            logger.warning("%s was left by an attempt that was killed; it is removed", path)
-            discard(path)
-        elif abandoned is None:
-            logger.warning(
-                "%s is being written, or was left by an attempt that was killed; its lock, which "
-                "would tell, is missing or "
-                "cannot be used: remove it if nothing writes %s",
-                path,
-                out,
-            )
+def _opened_lock(path: Path, *, is_new: bool) -> io.FileIO:
+    """Opens a lock file and locks it. A new one will do where the file system has no locks.
 
-
-def _is_abandoned(attempt: Path) -> bool | None:
-    """Whether its process is gone; None if that cannot be told. One that just began may not have
-    locked it yet.
-
-    The lock is never made here: who makes it holds it, and a directory without one may be
-    somebody's own.
+    Raises:
+        OSError: another process holds it, it is gone, or that cannot be told.
     """
-    try:
-        if time.time() - attempt.stat().st_mtime < _JUST_BEGUN_S:
-            return False
-        with open(attempt / "lock", "r+b") as lock:
-            return _try_lock(lock)
-    except FileNotFoundError:  # of the lock alone, unless it went by itself meanwhile
-        return None if attempt.exists() else False
-    except OSError:
-        return None
-
-
-def _try_lock(file: IO[bytes]) -> bool | None:
-    """Whether the lock is ours until the file is closed; None where the file system has no locks."""
+    file = io.FileIO(path, "x" if is_new else "r+")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:
-        return None
-    return True
+        if not os.path.samestat(os.fstat(file.fileno()), os.stat(path)):
+            raise FileNotFoundError(errno.ENOENT, "its lock was replaced", str(path))
+    except OSError as error:
+        if not is_new or isinstance(error, BlockingIOError):
+            file.close()
+            raise
+    return file
 
 
 def discard(path: Path) -> None:

@@ -25,14 +25,15 @@ from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 from ..layout import Layout, rank_tables, spell_ranks
 from ..local_shard import local_shard_of
 
-_GRACE_S = 5.0  # what rank 0's verdict may be later than its own wait
+_GRACE_S = 5.0  # what rank 0's result may be later than its own wait
 _MOST_KEYS = 20
 _ROOT = Path(__file__).resolve().parents[2]
 
 
 class AgreementError(ValueError):
-    """The ranks cannot run together: some differ, or some did not come. The same text on every
-    rank.
+    """Raised where ranks cannot run together: some differ, or some did not come.
+
+    It has the same text on every rank.
     """
 
 
@@ -45,8 +46,9 @@ def agree(
     world_size: int,
     timeout_s: float,
 ) -> None:
-    """Returns if all ranks have the same facts. Every rank must call it, with the same `what`
-    ("run", "parameters").
+    """Compares facts (key to value) between all ranks, and returns if they are the same everywhere.
+
+    Every rank must call it, with the same `what` ("run", "parameters").
 
     Raises:
         AgreementError: which key has which value on which ranks; or which ranks did not come within
@@ -55,100 +57,108 @@ def agree(
     if world_size == 1:
         return
     turn = store.add(f"agreement/{what}/turn/{rank}", 1)  # the same question may be asked again
-    board = _Board(store, f"agreement/{what}/{turn}", world_size, timeout_s)
-    board.post("digest", rank, _digest(json.dumps(dict(facts), sort_keys=True).encode()))
-    verdict = board.judge(what) if rank == 0 else board.read("verdict", what)
-    if verdict == "differ":
-        board.post("facts", rank, json.dumps(dict(facts)))
-        verdict = board.compare(what) if rank == 0 else board.read("difference", what)
-    if verdict != "agreed":
-        raise AgreementError(verdict)
+    comparison = _Comparison(store, f"agreement/{what}/{turn}", world_size, timeout_s)
+    comparison.post("digest", rank, _digest(json.dumps(dict(facts), sort_keys=True).encode()))
+    result = (
+        comparison.compare_digests(what) if rank == 0 else comparison.await_result("result", what)
+    )
+    if result == "differ":
+        comparison.post("facts", rank, json.dumps(dict(facts)))
+        result = (
+            comparison.compare_facts(what)
+            if rank == 0
+            else comparison.await_result("difference", what)
+        )
+    if result != "agreed":
+        raise AgreementError(result)
 
 
 def code_facts() -> dict[str, str]:
-    """A digest of every module of the package that this process runs, those in C++ too."""
-    in_rooms = (
-        file
-        for room in _rooms()
-        for end in ("py", "cpp")
-        for file in (_ROOT / room).rglob(f"*.{end}")
-    )
-    files = sorted([*_ROOT.glob("*.py"), *in_rooms])
+    """Returns a digest of every module of the package that this process runs, in C++ too."""
+    files = list(_ROOT.glob("*.py"))
+    for room in _rooms():
+        files += (_ROOT / room).rglob("*.py")
+        files += (_ROOT / room).rglob("*.cpp")
     return {
-        f"code {file.relative_to(_ROOT).as_posix()}": _digest(file.read_bytes()) for file in files
+        f"code {file.relative_to(_ROOT).as_posix()}": _digest(file.read_bytes())
+        for file in sorted(files)
     }
 
 
 def layout_facts(layout: Layout) -> dict[str, str]:
-    """The layout, and a digest of all its groups."""
+    """Returns the layout as text, and a digest of all its groups."""
     return {"layout": str(layout), "rank tables": _digest(json.dumps(rank_tables(layout)).encode())}
 
 
 def parameter_facts(model: nn.Module) -> dict[str, str]:
-    """Names, types and whole shapes, which are the same on ranks that hold unlike parts."""
-    return {
-        f"parameter {name}": f"{list(local_shard_of(parameter).global_shape)} {str(parameter.dtype).removeprefix('torch.')}"
-        for name, parameter in model.named_parameters()
-    }
+    """Returns names, types and global shapes, which are equal on ranks that store unlike shards."""
+    facts = {}
+    for name, parameter in model.named_parameters():
+        dtype = str(parameter.dtype).removeprefix("torch.")
+        facts[f"parameter {name}"] = f"{list(local_shard_of(parameter).global_shape)} {dtype}"
+    return facts
 
 
 def flat_facts(prefix: str, values: Mapping[str, Any]) -> dict[str, str]:
-    """Nested plain values, as of a configuration, as one level: {"config": {"train": {"seed": 0}}}
-    -> "config train.seed".
+    """Flattens nested plain values, as of a configuration, to facts with dotted keys.
+
+    `flat_facts("config", {"train": {"seed": 0}})` is `{"config train.seed": "0"}`.
     """
     return {f"{prefix} {'.'.join(path)}": json.dumps(value) for path, value in _leaves(values, ())}
 
 
 def version_facts() -> dict[str, str]:
-    """What has to be the same before anything else can be compared."""
+    """Returns the versions that must be equal before anything else can be compared."""
     from ... import __version__
 
     return {"torch version": torch.__version__, "moebius version": __version__}
 
 
-class _Board:
-    """Where the ranks of one question leave their answers."""
+class _Comparison:
+    """One comparison between all ranks: the keys of the store that they write and read for it."""
 
     def __init__(self, store: Store, prefix: str, world_size: int, timeout_s: float) -> None:
-        self._store, self._prefix, self._world_size, self._timeout_s = (
-            store,
-            prefix,
-            world_size,
-            timeout_s,
-        )
+        self._store = store
+        self._prefix = prefix
+        self._world_size = world_size
+        self._timeout_s = timeout_s
 
     def post(self, kind: str, rank: int, text: str) -> None:
+        """Leaves one rank's text of that kind for rank 0."""
         self._store.set(f"{self._prefix}/{kind}/{rank}", text)
 
-    def judge(self, what: str) -> str:
-        """Rank 0: waits for all digests and tells all ranks what comes of them."""
+    def compare_digests(self, what: str) -> str:
+        """Waits for all digests, on rank 0, and tells all ranks whether they are equal."""
         if missing := self._missing("digest"):
-            return self._publish("verdict", self._absence(missing, what))
+            return self._announce("result", self._absence(missing, what))
         digests = set(self._collect("digest"))
-        return self._publish("verdict", "agreed" if len(digests) == 1 else "differ")
+        return self._announce("result", "agreed" if len(digests) == 1 else "differ")
 
-    def compare(self, what: str) -> str:
-        """Rank 0: lays all facts side by side."""
+    def compare_facts(self, what: str) -> str:
+        """Lays all facts side by side, on rank 0, and tells all ranks how they differ."""
         if missing := self._missing("facts"):
-            return self._publish("difference", self._absence(missing, what))
-        return self._publish(
+            return self._announce("difference", self._absence(missing, what))
+        return self._announce(
             "difference",
             spell_difference(what, [json.loads(text) for text in self._collect("facts")]),
         )
 
-    def read(self, kind: str, what: str) -> str:
-        """What rank 0 says."""
+    def await_result(self, kind: str, what: str) -> str:
+        """Waits for what rank 0 announces, and returns it."""
         key = f"{self._prefix}/{kind}"
         for _ in range(2):  # rank 0 may have come late, and then waits as long as we did
-            if _arrive(self._store, [key], self._timeout_s + _GRACE_S):
+            if _wait_for(self._store, [key], self._timeout_s + _GRACE_S):
                 return self._store.get(key).decode()
             if not self._store.check([f"{self._prefix}/digest/0"]):
                 return self._absence([0], what)
-        return f"rank 0 came, but did not say within {2 * self._timeout_s:g} s whether the ranks agree on the {what}"
+        return (
+            f"rank 0 came, but did not say within {2 * self._timeout_s:g} s whether the ranks agree "
+            f"on the {what}"
+        )
 
     def _missing(self, kind: str) -> list[int]:
         keys = [f"{self._prefix}/{kind}/{rank}" for rank in range(self._world_size)]
-        if _arrive(self._store, keys, self._timeout_s):
+        if _wait_for(self._store, keys, self._timeout_s):
             return []
         return [rank for rank, key in enumerate(keys) if not self._store.check([key])]
 
@@ -156,7 +166,7 @@ class _Board:
         keys = [f"{self._prefix}/{kind}/{rank}" for rank in range(self._world_size)]
         return [answer.decode() for answer in self._store.multi_get(keys)]
 
-    def _publish(self, kind: str, text: str) -> str:
+    def _announce(self, kind: str, text: str) -> str:
         self._store.set(f"{self._prefix}/{kind}", text)
         return text
 
@@ -171,7 +181,7 @@ class _Board:
 
 
 def spell_difference(what: str, facts: list[dict[str, str]]) -> str:
-    """Which key has which value on which ranks, one key per line; facts by rank."""
+    """Spells which key has which value on which ranks, one key per line; `facts` are by rank."""
     keys = dict.fromkeys(key for own in facts for key in own)
     unlike = [key for key in keys if len({own.get(key) for own in facts}) > 1]
     lines = [f"the ranks differ in the {what}, so none of them starts:"]
@@ -187,7 +197,7 @@ def spell_difference(what: str, facts: list[dict[str, str]]) -> str:
     return "\n".join([*lines, "start all ranks with the same run folder, code and environment"])
 
 
-def _arrive(store: Store, keys: list[str], timeout_s: float) -> bool:
+def _wait_for(store: Store, keys: list[str], timeout_s: float) -> bool:
     try:
         store.wait(keys, timedelta(seconds=timeout_s))
     except dist.DistStoreError:
@@ -196,7 +206,7 @@ def _arrive(store: Store, keys: list[str], timeout_s: float) -> bool:
 
 
 def _rooms() -> Iterable[str]:
-    """Folders of the package; what lies beside it in a checkout (tests, benchmarks) does not run."""
+    """Returns the package's folders; what lies beside it in a checkout (tests, …) does not run."""
     folders = {file.parent.name for file in _ROOT.glob("*/__init__.py")}
     return sorted(folders - {"benchmarks"})
 

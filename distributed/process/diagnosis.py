@@ -7,9 +7,9 @@ sizes; 2 µs each). Here is what makes an answer of it:
      its own;
   2. a rank whose collective failed sets the key; the threads leave in the store what their ranks
      called last, even where the rank itself hangs, sleeps or waits in another group;
-  3. the first that asked compares, and all that failed raise what it found. A rank that died gives
-     no answer, and one that ended with an exception has left that in the store: both are said.
-So the diagnosis comes ANSWER_S after the timeout of the collective at the latest. While all goes
+  3. the first that asked compares, and all that failed raise what it found. A rank that died leaves
+     no report, and one that ended with an exception has left that in the store: both are named.
+So the diagnosis comes REPORT_S after the timeout of the collective at the latest. While all goes
 well it costs one small message per rank and second. (A thread that waits in the store instead
 cannot be ended in good order, and aborts its process.)
 
@@ -37,25 +37,22 @@ from ..layout import spell_ranks
 
 logger = logging.getLogger(__name__)
 
-ANSWER_S = 3.0  # how long ranks are waited for that may be dead
+REPORT_S = 3.0  # how long ranks are waited for that may be dead
 _LOOK_S = 1.0
-_ASKED = "trouble/asked"
-_FOUND = "trouble/found"
+_REQUESTED = "diagnosis/requested"
+_FOUND = "diagnosis/found"
 _RECENT = 16  # collectives of each group that a rank tells of
 _OVERDUE = 0.9  # of its timeout: a collective as old as that may be the one that timed out
-_EQUAL_SIZES = (
-    "all_reduce",
-    "reduce_scatter",
-    "broadcast",
-)  # operations whose tensors are alike on all ranks
+# operations whose tensors are alike on all ranks
+_EQUAL_SIZES = ("all_reduce", "reduce_scatter", "broadcast")
 
 
 class CollectiveError(RuntimeError):
-    """A collective did not complete; the message names it and the ranks that did not come."""
+    """Raised where a collective did not complete; names it and the ranks that did not come."""
 
 
 @dataclass(frozen=True)
-class Call:
+class CollectiveCall:
     """One collective that a rank issued."""
 
     # the backend and torch's name of the group, the same on all its ranks: each backend counts for
@@ -73,16 +70,18 @@ class Call:
 
 
 @dataclass(frozen=True)
-class Answer:
-    """What one rank says of itself; `ended` is the exception that it ended with, if it did."""
+class RankReport:
+    """The collectives that one rank issued last, and the exception that it ended with, if it did."""
 
-    calls: Sequence[Call] = ()  # oldest first
+    calls: Sequence[CollectiveCall] = ()  # oldest first
     ended: str | None = None
 
     def last_in(self, group: str) -> int:
+        """Returns the number of the rank's last collective in a group; 0: it issued none there."""
         return max((call.number for call in self.calls if call.group == group), default=0)
 
-    def find(self, call: Call) -> Call | None:
+    def find(self, call: CollectiveCall) -> CollectiveCall | None:
+        """Returns the rank's own call of the same number in the same group, if it issued one."""
         return next(
             (own for own in self.calls if (own.group, own.number) == (call.group, call.number)),
             None,
@@ -90,67 +89,74 @@ class Answer:
 
 
 @dataclass(frozen=True)
-class Absence:
-    """Who keeps one collective from completing."""
+class BlockedCollective:
+    """A collective that does not complete, and the ranks that keep it from completing."""
 
-    call: Call
-    silent: list[int] = field(default_factory=list)
-    ended: list[int] = field(default_factory=list)
-    behind: list[int] = field(default_factory=list)
+    call: CollectiveCall
+    silent: list[int] = field(default_factory=list)  # left no report
+    ended: list[int] = field(default_factory=list)  # by an exception of their own
+    behind: list[int] = field(default_factory=list)  # have not issued it yet
     unlike: list[int] = field(default_factory=list)  # came with another operation or other sizes
 
     @property
     def is_certain(self) -> bool:
-        """Whether it explains a failure even where the collective is not overdue."""
+        """Tells whether this explains a failure even where the collective is not overdue."""
         return bool(self.silent or self.ended or self.unlike)
 
 
 class Reporter:
-    """The thread that answers for this rank, whatever the rank itself is doing, until `stop` or the
-    process' end.
+    """The thread that reports what this rank called last, whatever the rank itself is doing.
+
+    It lives until `stop`, or until the process ends.
     """
 
     def __init__(self, store: Store, rank: int) -> None:
         self._store, self._rank = _own_connection(store), rank
         self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="trouble", daemon=True)
+        self._thread = threading.Thread(
+            target=self._answer_when_asked, name="diagnosis", daemon=True
+        )
         self._thread.start()
-        atexit.register(
-            self.stop
-        )  # a thread that is inside torch when Python ends aborts the process
+        # A thread that is inside torch when Python ends aborts the process.
+        atexit.register(self.stop)
 
     def stop(self) -> None:
-        """Ends the thread. Twice is harmless."""
+        """Ends the thread; may be called more than once."""
         self._stopped.set()
-        self._thread.join(ANSWER_S)
+        self._thread.join(REPORT_S)
         atexit.unregister(self.stop)
 
-    def _watch(self) -> None:
+    def _answer_when_asked(self) -> None:
         try:
             while not self._stopped.wait(_LOOK_S):
-                if self._store.check([_ASKED]):
-                    if not self._store.check([_answer_key(self._rank)]):
-                        self._store.set(_answer_key(self._rank), _encoded(Answer(recorded_calls())))
+                if self._store.check([_REQUESTED]):
+                    if not self._store.check([_report_key(self._rank)]):
+                        self._store.set(
+                            _report_key(self._rank), _encoded(RankReport(recorded_calls()))
+                        )
                     return
         except dist.DistError as problem:
             logger.debug("the store is gone, so the run has ended: %s", problem)
 
 
-def leave_word(store: Store, rank: int, error: BaseException) -> None:
-    """Before a rank ends with an exception of its own: the others will wait for it, and find why."""
+def report_exception(store: Store, rank: int, error: BaseException) -> None:
+    """Leaves in the store with what exception this rank ends.
+
+    The others will wait for it, and find there why it does not come.
+    """
     try:
-        store.set(_answer_key(rank), _encoded(Answer(recorded_calls(), _first_line(error))))
+        store.set(_report_key(rank), _encoded(RankReport(recorded_calls(), _first_line(error))))
     except dist.DistError as problem:
         logger.warning("rank %d could not tell the others why it ends: %s", rank, problem)
 
 
 def explain(error: BaseException, *, store: Store, rank: int, world_size: int) -> str | None:
-    """What kept a failed collective from completing; None if `error` is none. Takes at most 2 ×
-    ANSWER_S.
+    """Returns what kept a failed collective from completing, in words, after at most 2 × REPORT_S.
+
+    Returns None if `error` is not of a collective, or the store cannot be reached.
     """
-    if not isinstance(error, RuntimeError) or not any(
-        word in str(error).lower() for word in ("gloo", "nccl")
-    ):
+    text = str(error).lower()
+    if not isinstance(error, RuntimeError) or ("gloo" not in text and "nccl" not in text):
         return None
     own = recorded_calls()
     try:
@@ -163,19 +169,18 @@ def explain(error: BaseException, *, store: Store, rank: int, world_size: int) -
     return f"{found} ({_first_line(error)})"
 
 
-def recorded_calls() -> list[Call]:
-    """The last collectives of this process by torch's flight recorder, oldest first, at most
-    _RECENT of each group.
+def recorded_calls() -> list[CollectiveCall]:
+    """Returns this process's last collectives by torch's flight recorder, oldest first.
+
+    They are at most _RECENT of each group.
     """
     # Two recorders: torch's general one, which Gloo writes, and one in ProcessGroupNCCL, which only
     # CUDA builds have.
-    dumps = [getattr(c10d, name, None) for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json")]
-    entries = [
-        entry
-        for dump in dumps
-        if dump
-        for entry in json.loads(dump(True, False)).get("entries", [])
-    ]
+    entries: list[Mapping[str, Any]] = []
+    for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):
+        dump = getattr(c10d, name, None)
+        if dump is not None:
+            entries += json.loads(dump(True, False)).get("entries", [])
     now_ns = time.time_ns()
     kept: dict[str, int] = {}
     calls = []
@@ -187,112 +192,130 @@ def recorded_calls() -> list[Call]:
     return calls[::-1]
 
 
-def find_absence(
-    rank: int, answers: Mapping[int, Answer], members: Mapping[str, Sequence[int]]
-) -> Absence | None:
-    """The collective of `rank` that others keep from completing: the oldest overdue one, else the
-    last that is certain.
+def find_blocked(
+    rank: int, reports: Mapping[int, RankReport], members: Mapping[str, Sequence[int]]
+) -> BlockedCollective | None:
+    """Returns the collective of `rank` that others keep from completing, if there is one.
+
+    It is the oldest overdue one; where none is overdue, the last whose cause is certain.
+
+    Args:
+        rank: the one whose collective failed.
+        reports: of every rank that left one, by rank.
+        members: the ranks of every group, by its name.
     """
-    own = [call for call in answers[rank].calls if call.group in members]
+    own = [call for call in reports[rank].calls if call.group in members]
     overdue = [call for call in own if call.age_s >= _OVERDUE * call.timeout_s]
     for call in overdue:
-        absence = _absence(call, answers, members[call.group])
-        if absence.is_certain or absence.behind:
-            return absence
-    certain = (_absence(call, answers, members[call.group]) for call in reversed(own))
-    return next((absence for absence in certain if absence.is_certain), None)
+        blocked = _blocked(call, reports, members[call.group])
+        if blocked.is_certain or blocked.behind:
+            return blocked
+    certain = (_blocked(call, reports, members[call.group]) for call in reversed(own))
+    return next((blocked for blocked in certain if blocked.is_certain), None)
 
 
-def spell_absence(absence: Absence, answers: Mapping[int, Answer]) -> str:
-    """In words, on one line."""
+def describe_blocked(blocked: BlockedCollective, reports: Mapping[int, RankReport]) -> str:
+    """Spells on one line which collective did not complete, and what every rank did instead."""
     parts = []
-    if absence.behind:
+    if blocked.behind:
         where = "; ".join(
-            f"rank {rank} {_whereabouts(absence.call, answers[rank])}"
-            for rank in absence.behind[:4]
+            f"rank {rank} {_whereabouts(blocked.call, reports[rank])}"
+            for rank in blocked.behind[:4]
         )
         parts.append(
-            f"{_ranks(absence.behind)} did not come "
-            f"({where}{'; …' if len(absence.behind) > 4 else ''})"
+            f"{_ranks(blocked.behind)} did not come "
+            f"({where}{'; …' if len(blocked.behind) > 4 else ''})"
         )
-    parts += [f"rank {rank} had ended with {answers[rank].ended}" for rank in absence.ended[:4]]
-    if absence.silent:
+    parts += [f"rank {rank} had ended with {reports[rank].ended}" for rank in blocked.ended[:4]]
+    if blocked.silent:
         parts.append(
-            f"{_ranks(absence.silent)} gave no answer (its process has died or is stopped, or its "
+            f"{_ranks(blocked.silent)} gave no answer (its process has died or is stopped, or its "
             "node is gone)"
         )
-    for rank in absence.unlike[:4]:
-        other = answers[rank].find(absence.call)
+    for rank in blocked.unlike[:4]:
+        other = reports[rank].find(blocked.call)
         if other is not None:
             parts.append(
                 f"rank {rank} came with {other.operation} of {_spell_sizes(other)} instead"
             )
     return (
-        f"{absence.call}, of {_spell_sizes(absence.call)}, did not complete: {', and '.join(parts)}"
+        f"{blocked.call}, of {_spell_sizes(blocked.call)}, did not complete: {', and '.join(parts)}"
     )
 
 
-# Asking and answering -----------------------------------------------------------------------------------------------
+# Gathering reports -----------------------------------------------------------------------------------------------
 
 
-def _collect(store: Store, rank: int, world_size: int, own: list[Call]) -> str:
-    """The first rank that asks gathers all answers and finds the cause; the others hear of it."""
-    if store.add(_ASKED, 1) > 1:
+def _collect(store: Store, rank: int, world_size: int, own: list[CollectiveCall]) -> str:
+    """Returns the cause of a failure, which the first rank that asks finds in all ranks' reports.
+
+    The other ranks wait for what it found.
+    """
+    if store.add(_REQUESTED, 1) > 1:
         try:
-            store.wait([_FOUND], timedelta(seconds=2 * ANSWER_S))
+            store.wait([_FOUND], timedelta(seconds=2 * REPORT_S))
         except dist.DistStoreError:
             return f"{_latest(own)} did not complete, and the rank that asked first found no cause"
         return store.get(_FOUND).decode()
-    store.set(_answer_key(rank), _encoded(Answer(own)))
-    answers = _await_answers(store, world_size) | {rank: Answer(own)}
+    store.set(_report_key(rank), _encoded(RankReport(own)))
+    reports = _gather_reports(store, world_size) | {rank: RankReport(own)}
     members = {call.group: _members(call.group) for call in own}
-    absence = find_absence(rank, answers, members)
-    found = f"{_latest(own)} did not complete, though every rank of the group came: the network is slow or broken"
-    if absence is not None:
-        found = spell_absence(absence, answers)
+    blocked = find_blocked(rank, reports, members)
+    found = (
+        f"{_latest(own)} did not complete, though every rank of the group came: the network is "
+        "slow or broken"
+    )
+    if blocked is not None:
+        found = describe_blocked(blocked, reports)
     store.set(_FOUND, found)
     return found
 
 
-def _await_answers(store: Store, world_size: int) -> dict[int, Answer]:
-    keys = [_answer_key(rank) for rank in range(world_size)]
+def _gather_reports(store: Store, world_size: int) -> dict[int, RankReport]:
+    """Returns the reports that came within REPORT_S, by rank."""
+    keys = [_report_key(rank) for rank in range(world_size)]
     try:
-        store.wait(keys, timedelta(seconds=ANSWER_S))
-        came = list(range(world_size))
+        store.wait(keys, timedelta(seconds=REPORT_S))
+        answered = list(range(world_size))
     except dist.DistStoreError:
-        came = [rank for rank, key in enumerate(keys) if store.check([key])]
-    found = store.multi_get([keys[rank] for rank in came])
-    return {rank: _decoded(text) for rank, text in zip(came, found, strict=True)}
+        answered = [rank for rank, key in enumerate(keys) if store.check([key])]
+    found = store.multi_get([keys[rank] for rank in answered])
+    return {rank: _decoded(text) for rank, text in zip(answered, found, strict=True)}
 
 
-def _absence(call: Call, answers: Mapping[int, Answer], members: Sequence[int]) -> Absence:
-    absence = Absence(call)
+def _blocked(
+    call: CollectiveCall, reports: Mapping[int, RankReport], members: Sequence[int]
+) -> BlockedCollective:
+    blocked = BlockedCollective(call)
     for rank in members:
-        answer = answers.get(rank)
-        other = answer and answer.find(call)
-        if answer is None:
-            absence.silent.append(rank)
-        elif answer.last_in(call.group) < call.number:
-            (absence.ended if answer.ended else absence.behind).append(rank)
-        elif other and (
-            other.operation != call.operation
-            or (call.operation in _EQUAL_SIZES and other.sizes != call.sizes)
-        ):
-            absence.unlike.append(rank)
-    return absence
+        report = reports.get(rank)
+        other = report and report.find(call)
+        if report is None:
+            blocked.silent.append(rank)
+        elif report.last_in(call.group) < call.number:
+            (blocked.ended if report.ended else blocked.behind).append(rank)
+        elif other and _differs(other, call):
+            blocked.unlike.append(rank)
+    return blocked
 
 
-def _whereabouts(call: Call, answer: Answer) -> str:
-    if not answer.calls:
+def _differs(other: CollectiveCall, call: CollectiveCall) -> bool:
+    if other.operation != call.operation:
+        return True
+    return call.operation in _EQUAL_SIZES and other.sizes != call.sizes
+
+
+def _whereabouts(call: CollectiveCall, report: RankReport) -> str:
+    if not report.calls:
         return "has called no collective yet"
-    last = answer.calls[-1]
+    last = report.calls[-1]
     if last.group == call.group:
         return f"last called {last.operation} no. {last.number} there"
     return f"last called {last}"
 
 
 def _own_connection(store: Store) -> Store:
-    """A wait holds its connection: the rank's own must stay free."""
+    """Opens a second connection to the store: a wait holds its own, and the rank's must stay free."""
     return store.clone()  # pyright: ignore[reportAttributeAccessIssue]
 
 
@@ -305,10 +328,10 @@ def _members(group: str) -> list[int]:
 # Reading and writing ------------------------------------------------------------------------------------------------
 
 
-def _call_of(entry: Mapping[str, Any], now_ns: int) -> Call:
+def _call_of(entry: Mapping[str, Any], now_ns: int) -> CollectiveCall:
     name, description = entry["process_group"]
     backend, _, operation = entry["profiling_name"].partition(":")
-    return Call(
+    return CollectiveCall(
         group=f"{backend}:{name}",
         description="world" if description in ("default_pg", "undefined", "") else description,
         number=entry["collective_seq_id"],
@@ -319,28 +342,28 @@ def _call_of(entry: Mapping[str, Any], now_ns: int) -> Call:
     )
 
 
-def _encoded(answer: Answer) -> str:
+def _encoded(report: RankReport) -> str:
     calls = [
         (call.group, call.description, call.number, call.operation, call.sizes)
-        for call in answer.calls
+        for call in report.calls
     ]
-    return json.dumps({"calls": calls, "ended": answer.ended})
+    return json.dumps({"calls": calls, "ended": report.ended})
 
 
-def _decoded(text: bytes) -> Answer:
+def _decoded(text: bytes) -> RankReport:
     values = json.loads(text)
     calls = [
-        Call(group, description, number, operation, tuple(tuple(size) for size in sizes))
+        CollectiveCall(group, description, number, operation, tuple(tuple(size) for size in sizes))
         for group, description, number, operation, sizes in values["calls"]
     ]
-    return Answer(calls, values["ended"])
+    return RankReport(calls, values["ended"])
 
 
-def _answer_key(rank: int) -> str:
-    return f"trouble/answer/{rank}"
+def _report_key(rank: int) -> str:
+    return f"diagnosis/report/{rank}"
 
 
-def _latest(calls: Sequence[Call]) -> str:
+def _latest(calls: Sequence[CollectiveCall]) -> str:
     return str(calls[-1]) if calls else "a collective"
 
 
@@ -352,5 +375,5 @@ def _ranks(ranks: Sequence[int]) -> str:
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {spell_ranks(ranks)}"
 
 
-def _spell_sizes(call: Call) -> str:
+def _spell_sizes(call: CollectiveCall) -> str:
     return ", ".join(" × ".join(map(str, size)) or "one number" for size in call.sizes) or "nothing"

@@ -14,10 +14,12 @@ _NEVER = -1
 
 
 def keep_freed_memory() -> bool:
-    """From here on this process keeps what it frees. False where the C library cannot be told so,
-    as any but glibc.
+    """Lets this process keep from here on the memory that it frees.
 
     Another allocator that was preloaded has rules of its own, which this does not change.
+
+    Returns:
+        Whether the C library could be told so: False for any but glibc.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     return (

@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from .agreement import agree, version_facts
-from .diagnosis import CollectiveError, Reporter, explain, leave_word
+from .diagnosis import CollectiveError, Reporter, explain, report_exception
 from .host_memory import keep_freed_memory
 from .store import LOOPBACK, bind, is_loopback, loopback_interface, serve_store
 
@@ -95,7 +95,7 @@ class Process:
         found = explain(error, store=self.store, rank=self.rank, world_size=self.world_size)
         if found is not None:
             raise CollectiveError(found) from error
-        leave_word(self.store, self.rank, error)
+        report_exception(self.store, self.rank, error)
 
 
 @dataclass(frozen=True)

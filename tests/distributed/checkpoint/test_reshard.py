@@ -448,7 +448,7 @@ def test_what_goes_wrong_leaves_nothing(
             saved["alone"],
             out,
             layout,
-            watch=lambda what, size: passes.append(what) or (lambda more: None),
+            start_progress=lambda what, size: passes.append(what) or (lambda more: None),
         )
     assert bool(passes) == (
         failure not in ("exists", "too few experts")

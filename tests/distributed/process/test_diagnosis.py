@@ -15,12 +15,12 @@ from moebius.distributed.layout import MeshConfig, plan_layout
 from moebius.distributed.mesh import build_mesh
 from moebius.distributed.process import diagnosis
 from moebius.distributed.process.diagnosis import (
-    Answer,
-    Call,
+    CollectiveCall,
     CollectiveError,
-    find_absence,
+    RankReport,
+    describe_blocked,
+    find_blocked,
     recorded_calls,
-    spell_absence,
 )
 from moebius.distributed.process.process import start_process
 
@@ -60,8 +60,8 @@ def one_skips(mesh, skipper):
 
 
 def test_a_rank_that_skips_a_collective_is_named_with_the_collective():
-    answers = run_ranks(told, 2, one_skips, 1, timeout_s=20)
-    text, after_s = answers[0]
+    reports = run_ranks(told, 2, one_skips, 1, timeout_s=20)
+    text, after_s = reports[0]
     assert text.startswith(
         "all_reduce no. 5 of group 'ep of ranks 0-1', of 2 × 3, did not complete: "
         "rank 1 did not come (rank 1 last called all_to_all no. 4 there)"
@@ -70,8 +70,8 @@ def test_a_rank_that_skips_a_collective_is_named_with_the_collective():
         "Timed out waiting 1000ms" in text
     )  # the backend's words, by which the job's report ranks failures
     assert "without a cause" not in text
-    assert TIMEOUT_S * 0.9 <= after_s < TIMEOUT_S + diagnosis.ANSWER_S
-    assert answers[1] == ("went through", 0.0)
+    assert TIMEOUT_S * 0.9 <= after_s < TIMEOUT_S + diagnosis.REPORT_S
+    assert reports[1] == ("went through", 0.0)
 
 
 def one_waits_elsewhere(mesh):
@@ -136,7 +136,7 @@ def outlive(act, *args):
 
 
 def test_a_killed_rank_is_said_to_be_gone(tmp_path, monkeypatch):
-    monkeypatch.setattr("world._AFTERMATH_S", diagnosis.ANSWER_S + 2)
+    monkeypatch.setattr("world._AFTERMATH_S", diagnosis.REPORT_S + 2)
     with pytest.raises(RankFailed):
         run_ranks(outlive, 2, one_ends, "killed", tmp_path / "told", timeout_s=20)
     text = (tmp_path / "told").read_text()
@@ -212,27 +212,27 @@ def test_the_record_tells_the_last_calls_of_each_group():
 
 
 def call(number, *, group="g", operation="all_reduce", sizes=((4,),), age_s=0.0):
-    return Call(group, f"{group} of ranks 0-3", number, operation, sizes, age_s, 10.0)
+    return CollectiveCall(group, f"{group} of ranks 0-3", number, operation, sizes, age_s, 10.0)
 
 
 def test_who_keeps_a_collective_from_completing():
     """Rank 0 waits in no. 3: rank 1 is behind, rank 2 ended, rank 3 is silent; other groups are as
     they should be.
     """
-    answers = {
-        0: Answer([call(7, group="far"), call(2), call(3, age_s=9.9)]),
-        1: Answer([call(2), call(9, group="far")]),
-        2: Answer([call(2)], ended="ValueError: no"),
+    reports = {
+        0: RankReport([call(7, group="far"), call(2), call(3, age_s=9.9)]),
+        1: RankReport([call(2), call(9, group="far")]),
+        2: RankReport([call(2)], ended="ValueError: no"),
     }
-    absence = find_absence(0, answers, {"g": [0, 1, 2, 3], "far": [0]})
-    assert absence is not None
-    assert (absence.call.number, absence.behind, absence.ended, absence.silent) == (
+    blocked = find_blocked(0, reports, {"g": [0, 1, 2, 3], "far": [0]})
+    assert blocked is not None
+    assert (blocked.call.number, blocked.behind, blocked.ended, blocked.silent) == (
         3,
         [1],
         [2],
         [3],
     )
-    text = spell_absence(absence, answers)
+    text = describe_blocked(blocked, reports)
     assert (
         "rank 1 did not come (rank 1 last called all_reduce no. 9 of group 'far of ranks 0-3')"
         in text
@@ -242,25 +242,25 @@ def test_who_keeps_a_collective_from_completing():
 
 
 def test_a_rank_that_is_only_slower_is_not_blamed_for_what_is_not_overdue():
-    answers = {0: Answer([call(3, age_s=1.0)]), 1: Answer([call(2)])}
-    assert find_absence(0, answers, {"g": [0, 1]}) is None
-    answers[1] = Answer([call(2)], ended="ValueError: no")
-    absence = find_absence(0, answers, {"g": [0, 1]})
-    assert absence is not None
-    assert absence.ended == [1]
+    reports = {0: RankReport([call(3, age_s=1.0)]), 1: RankReport([call(2)])}
+    assert find_blocked(0, reports, {"g": [0, 1]}) is None
+    reports[1] = RankReport([call(2)], ended="ValueError: no")
+    blocked = find_blocked(0, reports, {"g": [0, 1]})
+    assert blocked is not None
+    assert blocked.ended == [1]
 
 
 @pytest.mark.parametrize(
     ("other", "blamed"), [({"sizes": ((5,),)}, True), ({"operation": "barrier"}, True), ({}, False)]
 )
 def test_another_operation_or_size_under_the_same_number(other, blamed):
-    answers = {0: Answer([call(3)]), 1: Answer([call(3, **other)])}
-    absence = find_absence(0, answers, {"g": [0, 1]})
-    assert (absence is not None and absence.unlike == [1]) == blamed
+    reports = {0: RankReport([call(3)]), 1: RankReport([call(3, **other)])}
+    blocked = find_blocked(0, reports, {"g": [0, 1]})
+    assert (blocked is not None and blocked.unlike == [1]) == blamed
 
 
 def test_uneven_all_to_alls_are_alike():
-    answers = {
-        rank: Answer([call(3, operation="all_to_all", sizes=((rank,),))]) for rank in range(2)
+    reports = {
+        rank: RankReport([call(3, operation="all_to_all", sizes=((rank,),))]) for rank in range(2)
     }
-    assert find_absence(0, answers, {"g": [0, 1]}) is None
+    assert find_blocked(0, reports, {"g": [0, 1]}) is None
