@@ -32,13 +32,14 @@ BUCKET_BYTES = 25 * 2**20
 
 @dataclass(frozen=True)
 class _Bucket:
-    """Neighbouring parameters whose gradients travel as one flat tensor."""
+    """Neighbouring parameters whose gradients are reduced as one flat tensor."""
 
     parameters: list[Parameter]
     flat: Tensor  # float32, or float64 for parameters of float64
     views: list[Tensor]  # into `flat`, of the parameters' shapes
 
     def pack(self) -> None:
+        """Copies the gradients into the flat tensor; a missing one counts as zeros."""
         for parameter, view in zip(self.parameters, self.views, strict=True):
             if parameter.grad is None:
                 view.zero_()
@@ -46,6 +47,7 @@ class _Bucket:
                 view.copy_(parameter.grad)
 
     def unpack(self) -> None:
+        """Makes the sums in the flat tensor the parameters' gradients."""
         for parameter, view in zip(self.parameters, self.views, strict=True):
             if parameter.dtype == view.dtype:
                 parameter.grad = view
@@ -80,7 +82,7 @@ class GradientReducer:
                 self._sums.append((group, _buckets(trained, bucket_bytes)))
 
     def reduce(self) -> None:
-        """Replaces every gradient by its sum. A collective call: every rank must come."""
+        """Replaces every gradient by its sum over the ranks; a collective call of the world."""
         for parameter in self._alone:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
@@ -111,10 +113,11 @@ def parameters_to_reduce(model: nn.Module) -> tuple[list[Parameter], list[Parame
 def global_grad_norm(
     parameters: Sequence[Parameter], mesh: Mesh, *, flag: bool = False
 ) -> tuple[Tensor, bool]:
-    """The 2-norm of the whole model's reduced gradient (float64, no dimensions), and whether any
-    rank raised its flag.
+    """Returns the 2-norm of the whole model's reduced gradient, and whether any rank set its flag.
 
-    A collective call; both answers have the same bits on every rank. Every element is counted once,
+    The norm is a float64 tensor without dimensions.
+
+    A collective call; both results have the same bits on every rank. Every element is counted once,
     by the first copy of its tensor, so a non-finite gradient anywhere makes the norm non-finite
     everywhere. The flag rides on the same reduction: what must be agreed at every step boundary
     costs no message of its own.
@@ -130,8 +133,9 @@ def global_grad_norm(
 def clip_gradients(
     parameters: Sequence[Parameter], mesh: Mesh, *, max_norm: float, flag: bool = False
 ) -> tuple[Tensor, bool]:
-    """Scales all gradients by min(1, max_norm / norm); returns the norm before it and the flag, as
-    global_grad_norm does.
+    """Scales all gradients by min(1, max_norm / norm).
+
+    Returns the norm before that and the flag, as `global_grad_norm` does.
 
     A collective call, after the reduction. If the norm is not finite the gradients are worthless:
     skip the step. All ranks see the same norm, so all of them do.
@@ -147,6 +151,7 @@ def clip_gradients(
 
 
 def _counted_here(parameters: Sequence[Parameter], rank: int) -> Iterator[Tensor]:
+    """Yields the parts of the gradients that this rank counts for the norm of the whole model."""
     for parameter in parameters:
         shard = local_shard_of(parameter)
         if parameter.grad is not None and shard.copy_index(rank) == 0:
@@ -154,8 +159,9 @@ def _counted_here(parameters: Sequence[Parameter], rank: int) -> Iterator[Tensor
 
 
 def _buckets(parameters: Sequence[Parameter], bucket_bytes: int) -> list[_Bucket]:
-    """Consecutive parameters of one device and sum type, about bucket_bytes together (one larger
-    parameter is alone).
+    """Groups consecutive parameters of one device and sum type, about bucket_bytes in a bucket.
+
+    A parameter that is larger has a bucket of its own.
     """
     groups: list[list[Parameter]] = []
     kind, num_bytes = None, 0
@@ -181,9 +187,8 @@ def _bucket(parameters: list[Parameter]) -> _Bucket:
 
 
 def _sum_dtype(parameter: Parameter) -> torch.dtype:
-    return torch.promote_types(
-        parameter.dtype, torch.float32
-    )  # bfloat16 sums over many ranks would lose small terms
+    # bfloat16 sums over many ranks would lose small terms
+    return torch.promote_types(parameter.dtype, torch.float32)
 
 
 def _square_sum(gradients: Sequence[Tensor]) -> Tensor | float:

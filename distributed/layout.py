@@ -39,11 +39,14 @@ FLATTENED = {
 AXES = (*DENSE_AXES, "efsdp", "ep", *FLATTENED)
 _NOT_BUILT = ("pp", "cp", "tp")
 _MOST_SPANS = 8
+# Of a world. The largest clusters have about 10⁵ accelerators, and tables of so many take seconds.
+MOST_RANKS = 2**17
 
 
 class MeshConfig(BaseModel):
-    """The sizes of the mesh, and how it is used. `dp_replicate = None` takes as many replicas as
-    fill the world.
+    """The sizes of the mesh, and how it is used.
+
+    `dp_replicate = None` takes as many replicas as fill the world.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -105,8 +108,9 @@ class MeshConfig(BaseModel):
 
 @dataclass(frozen=True)
 class Layout:
-    """A mesh whose sizes fit each other; everything else about ranks is computed from these six
-    numbers.
+    """A mesh whose sizes fit each other.
+
+    Everything else about ranks is computed from these six numbers.
     """
 
     dp_replicate: int
@@ -132,11 +136,12 @@ class Layout:
 
     @property
     def efsdp(self) -> int:
-        """Ranks of one replica that hold the same block of experts."""
+        """How many ranks of one replica store the same block of experts."""
         return self._lent // self.ep
 
     @property
     def world_size(self) -> int:
+        """How many ranks there are in all."""
         return self.pp * self.dp_replicate * self._lent
 
     @property
@@ -145,7 +150,7 @@ class Layout:
         return self.dp_replicate * self.efsdp
 
     def size(self, axis: str) -> int:
-        """Ranks of one group of `axis`, which may be a flattened one."""
+        """Returns the number of ranks in a group of `axis`, which may be a flattened one."""
         return math.prod(getattr(self, part) for part in FLATTENED.get(axis, (axis,)))
 
     def __str__(self) -> str:
@@ -164,17 +169,19 @@ class Coordinates:
     tp: int
     efsdp: int
     ep: int
-    expert_replica: (
-        int  # among the ranks that hold the same block of experts; 0 where experts are counted once
-    )
+    # among the ranks that store the same block of experts; 0 where experts are counted once
+    expert_replica: int
 
 
 def plan_layout(mesh: MeshConfig, world_size: int) -> Layout:
-    """The layout of `mesh` over `world_size` ranks; ValueError, with what would fit, if the sizes
-    do not fit each other.
+    """Returns the layout of `mesh` over `world_size` ranks.
+
+    Raises:
+        ValueError: the sizes do not fit each other; the message says what would. Or the world has
+            more than MOST_RANKS ranks.
     """
-    if world_size < 1:
-        raise ValueError(f"a world needs at least one rank, got world_size = {world_size}")
+    if not 1 <= world_size <= MOST_RANKS:
+        raise ValueError(f"a world has 1 to {MOST_RANKS:,} ranks, got world_size = {world_size:,}")
     layout = _fitting(mesh, world_size)
     if layout is None:
         raise ValueError(
@@ -185,7 +192,11 @@ def plan_layout(mesh: MeshConfig, world_size: int) -> Layout:
 
 
 def check_runnable(mesh: MeshConfig) -> None:
-    """ValueError if the mesh asks for what has its place in the tables, but no code yet."""
+    """Checks that a run can use the mesh: some axes have a place in the tables, but no code yet.
+
+    Raises:
+        ValueError: pp, cp or tp is more than 1.
+    """
     if wanted := [
         f"mesh.{axis}={getattr(mesh, axis)}" for axis in _NOT_BUILT if getattr(mesh, axis) > 1
     ]:
@@ -197,15 +208,20 @@ def check_runnable(mesh: MeshConfig) -> None:
 
 
 def legal_values(mesh: MeshConfig, world_size: int, key: str) -> list[int]:
-    """The values of `key` (one of MeshConfig's sizes) that fit `world_size` ranks while all else
-    stays as it is.
+    """Returns the values of one size of the mesh that fit `world_size` ranks.
+
+    `key` is its name in MeshConfig; all other sizes stay as they are.
     """
     divisors = [size for size in range(1, world_size + 1) if world_size % size == 0]
     return [size for size in divisors if _fitting(mesh.model_copy(update={key: size}), world_size)]
 
 
 def coordinates(layout: Layout, rank: int) -> Coordinates:
-    """Where `rank` sits; ValueError if the layout has no such rank."""
+    """Returns the place of a rank in both views.
+
+    Raises:
+        ValueError: the layout has no such rank.
+    """
     if not 0 <= rank < layout.world_size:
         raise ValueError(f"rank {rank} is not in 0..{layout.world_size - 1} ({layout})")
     place = {
@@ -217,8 +233,9 @@ def coordinates(layout: Layout, rank: int) -> Coordinates:
 
 
 def offsets(layout: Layout, axis: str) -> list[int]:
-    """How far each rank of a group of `axis` is from the group's first; the same for all groups of
-    the axis.
+    """Returns how far each rank of a group of `axis` is from the group's first rank.
+
+    This is the same for all groups of the axis.
     """
     strides = _strides(layout)
     steps = [
@@ -229,8 +246,9 @@ def offsets(layout: Layout, axis: str) -> list[int]:
 
 
 def group_of(layout: Layout, axis: str, rank: int) -> list[int]:
-    """The ranks that differ from `rank` in `axis` only, itself among them, in the order of their
-    index on it.
+    """Returns the ranks that differ from `rank` in `axis` only, in the order of their index on it.
+
+    `rank` itself is among them.
     """
     place, strides = coordinates(layout, rank), _strides(layout)
     first = rank - sum(
@@ -240,7 +258,7 @@ def group_of(layout: Layout, axis: str, rank: int) -> list[int]:
 
 
 def index_in_group(layout: Layout, axis: str, rank: int) -> int:
-    """The place of `rank` in `group_of(layout, axis, rank)`, without making that list."""
+    """Returns the index of `rank` in `group_of(layout, axis, rank)`, without making that list."""
     place, index = coordinates(layout, rank), 0
     for part in FLATTENED.get(axis, (axis,)):
         index = index * layout.size(part) + getattr(place, part)
@@ -248,13 +266,19 @@ def index_in_group(layout: Layout, axis: str, rank: int) -> int:
 
 
 def rank_tables(layout: Layout) -> dict[str, list[list[int]]]:
-    """For each of AXES its groups, ordered by their first rank."""
+    """Returns the groups of each of AXES, ordered by their first rank."""
     return {axis: _groups(layout, axis) for axis in AXES}
 
 
 def check_experts(layout: Layout, num_experts: Mapping[str, int]) -> None:
-    """ValueError unless each of `num_experts` (name of a sparse layer -> how many experts it has)
-    is enough for `ep` ranks.
+    """Checks that every sparse layer has at least one expert for each rank of an EP group.
+
+    Args:
+        layout: how many ranks an EP group has.
+        num_experts: how many experts a layer has, by the layer's name.
+
+    Raises:
+        ValueError: a layer has fewer experts than an EP group has ranks.
     """
     few = {name: count for name, count in num_experts.items() if count < layout.ep}
     if few:
@@ -267,8 +291,9 @@ def check_experts(layout: Layout, num_experts: Mapping[str, int]) -> None:
 
 
 def expert_blocks(num_experts: int, num_ranks: int) -> list[range]:
-    """Contiguous blocks, nearly equal; where the ranks do not divide the experts the first ones
-    have one more.
+    """Divides experts into contiguous, nearly equal blocks, one for each rank.
+
+    Where the ranks do not divide the experts the first blocks have one more.
 
     Raises:
         ValueError: there are fewer experts than ranks.
@@ -284,22 +309,21 @@ def expert_blocks(num_experts: int, num_ranks: int) -> list[range]:
 
 
 def local_experts(layout: Layout, rank: int, num_experts: int, name: str = "this layer") -> range:
-    """The global ids of the experts that `rank` holds before any are moved: its block of
-    `expert_blocks`.
+    """Returns the global ids of the experts that `rank` stores before any are moved.
+
+    This is its block of `expert_blocks`.
     """
     check_experts(layout, {name: num_experts})
     return expert_blocks(num_experts, layout.ep)[coordinates(layout, rank).ep]
 
 
 def spell_ranks(ranks: Sequence[int]) -> str:
-    """Ranks in short: "3", "0-7", "0, 8, … 56", "1-2, 5"; of many that have no pattern the first,
-    and how many.
+    """Spells ranks in short: "3", "0-7", "0, 8, … 56", "1-2, 5".
+
+    Of many that have no pattern it spells the first, and how many there are.
     """
-    if (
-        len(ranks) > 2
-        and len(steps := {after - before for before, after in itertools.pairwise(ranks)}) == 1
-        and steps != {1}
-    ):
+    steps = {after - before for before, after in itertools.pairwise(ranks)}
+    if len(ranks) > 2 and len(steps) == 1 and steps != {1}:
         return f"{ranks[0]}, {ranks[1]}, … {ranks[-1]}"
     breaks = [index for index in range(1, len(ranks)) if ranks[index] != ranks[index - 1] + 1]
     spans = [
@@ -333,7 +357,7 @@ def _fitting(mesh: MeshConfig, world_size: int) -> Layout | None:
 
 
 def _needed_ranks(mesh: MeshConfig) -> int | None:
-    """The one number of ranks that a mesh with all its sizes given fits; None if there is none."""
+    """Returns the one number of ranks that a mesh with all its sizes given fits, if there is one."""
     lent = _dp_shard_of(mesh) * mesh.cp * mesh.tp
     return (
         None if lent % mesh.ep or mesh.dp_replicate is None else mesh.pp * mesh.dp_replicate * lent
@@ -341,7 +365,7 @@ def _needed_ranks(mesh: MeshConfig) -> int | None:
 
 
 def _misfit(mesh: MeshConfig, world_size: int) -> str:
-    """What does not fit, with all values that take part."""
+    """Spells what does not fit, with all values that take part."""
     dp_shard = _dp_shard_of(mesh)
     if dp_shard * mesh.cp * mesh.tp % mesh.ep:
         lending = {"dp_shard": dp_shard, "cp": mesh.cp, "tp": mesh.tp}
@@ -359,7 +383,7 @@ def _misfit(mesh: MeshConfig, world_size: int) -> str:
 
 
 def _advice(mesh: MeshConfig, world_size: int) -> str:
-    """What would fit: other values of what was asked for, or the number of ranks that it needs."""
+    """Spells what would fit: other values of what was asked for, or the number of ranks it needs."""
     asked = [key for key in ("ep", "dp_shard", "dp_replicate") if getattr(mesh, key) is not None]
     choices = [
         f"mesh.{key} may be one of {values}"
@@ -380,8 +404,9 @@ def _advice(mesh: MeshConfig, world_size: int) -> str:
 
 
 def _spell(sizes: Mapping[str, int]) -> str:
-    """ "mesh.dp_replicate 2 × mesh.ep 2 = 4"; axes that cannot be used yet are left out while they
-    are 1.
+    """Spells a product of sizes: "mesh.dp_replicate 2 × mesh.ep 2 = 4".
+
+    Axes that cannot be used yet are left out while they are 1.
     """
     shown = {key: size for key, size in sizes.items() if size > 1 or key not in _NOT_BUILT}
     product = f" = {math.prod(shown.values())}" if len(shown) > 1 else ""
@@ -392,8 +417,9 @@ def _spell(sizes: Mapping[str, int]) -> str:
 
 
 def _strides(layout: Layout) -> dict[str, int]:
-    """How far apart neighbours on an axis are, in ranks. pp and dp_replicate are the same in both
-    views.
+    """Returns how far apart neighbours on each axis are, in ranks.
+
+    pp and dp_replicate are the same in both views.
     """
     strides: dict[str, int] = {}
     for view in (DENSE_AXES, SPARSE_AXES):
@@ -421,8 +447,12 @@ def _groups(layout: Layout, axis: str) -> list[list[int]]:
 def render_layout(
     layout: Layout, ranks_per_node: int, num_experts: Mapping[str, int] | None = None
 ) -> str:
-    """Plain text for people: every rank's place in both views, its experts (if given), and the
-    links of every group.
+    """Renders a layout as plain text: places of all ranks, their experts, and their groups' links.
+
+    `num_experts` is how many experts a layer has, by the layer's name; None shows none.
+
+    Raises:
+        ValueError: the ranks of a node do not divide the world, or a layer has too few experts.
     """
     if ranks_per_node < 1 or layout.world_size % ranks_per_node:
         raise ValueError(
@@ -432,7 +462,8 @@ def render_layout(
     check_experts(layout, num_experts or {})
     num_nodes = layout.world_size // ranks_per_node
     lines = [
-        f"world of {_plural(layout.world_size, 'rank')}: {_plural(num_nodes, 'node')} of {_plural(ranks_per_node, 'rank')}",
+        f"world of {_plural(layout.world_size, 'rank')}: {_plural(num_nodes, 'node')} of "
+        f"{_plural(ranks_per_node, 'rank')}",
         f"  dense view   {_product(layout, DENSE_AXES)}",
         f"  sparse view  {_product(layout, SPARSE_AXES)}",
         "",
@@ -448,40 +479,40 @@ def _product(layout: Layout, view: Sequence[str]) -> str:
 
 
 def _shown(layout: Layout, names: Sequence[str]) -> list[str]:
-    """Without the axes that cannot be used yet, unless they are."""
+    """Returns the names without the axes that cannot be used yet, unless they are used."""
     return [name for name in names if name not in _NOT_BUILT or getattr(layout, name) > 1]
 
 
 def _place_rows(layout: Layout, ranks_per_node: int) -> list[list[str]]:
-    """One row for a run of neighbours on a node of whom each index is the same or counts up with
-    the rank.
+    """Returns a row for every run of neighbours on a node whose places can be written as spans.
+
+    Along a run each index stays the same or counts up with the rank.
     """
     shown = _shown(layout, (*DENSE_AXES, "efsdp", "ep"))
     rows = [["node", "ranks", *shown]]
-    for run in _runs(layout, shown, ranks_per_node):
-        ends = [coordinates(layout, rank) for rank in (run[0], run[-1])]
+    for first, last in _runs(layout, shown, ranks_per_node):
+        ends = [coordinates(layout, rank) for rank in (first, last)]
         spans = [[getattr(place, axis) for place in ends] for axis in shown]
-        rows.append(
-            [
-                str(run[0] // ranks_per_node),
-                _span(run[0], run[-1]),
-                *(_span(*span) for span in spans),
-            ]
-        )
+        node = str(first // ranks_per_node)
+        rows.append([node, _span(first, last), *(_span(*span) for span in spans)])
     return rows
 
 
-def _runs(layout: Layout, shown: Sequence[str], ranks_per_node: int) -> Iterator[list[int]]:
-    run, steps = [0], None
+def _runs(layout: Layout, shown: Sequence[str], ranks_per_node: int) -> Iterator[tuple[int, int]]:
+    """Yields the first and the last rank of every run of neighbours that a row can show."""
+    first, run_steps = 0, None
+    before = coordinates(layout, 0)
     for rank in range(1, layout.world_size):
-        before, here = coordinates(layout, rank - 1), coordinates(layout, rank)
-        taken = tuple(getattr(here, axis) - getattr(before, axis) for axis in shown)
-        if rank % ranks_per_node == 0 or taken != (steps or taken) or not set(taken) <= {0, 1}:
-            yield run
-            run, steps = [rank], None
+        here = coordinates(layout, rank)
+        steps = tuple(getattr(here, axis) - getattr(before, axis) for axis in shown)
+        before = here
+        is_regular = set(steps) <= {0, 1} and steps == (run_steps or steps)
+        if rank % ranks_per_node == 0 or not is_regular:
+            yield first, rank - 1
+            first, run_steps = rank, None
         else:
-            run, steps = [*run, rank], taken
-    yield run
+            run_steps = steps
+    yield first, layout.world_size - 1
 
 
 def _expert_rows(layout: Layout, num_experts: Mapping[str, int]) -> list[list[str]]:
@@ -505,7 +536,7 @@ def _group_rows(layout: Layout, ranks_per_node: int) -> list[list[str]]:
 
 
 def _links(groups: Sequence[Sequence[int]], ranks_per_node: int) -> str:
-    """Which links the groups of an axis use."""
+    """Spells which links the groups of an axis use."""
     nodes = [{rank // ranks_per_node for rank in group} for group in groups]
     crossing = sum(len(touched) > 1 for touched in nodes)
     if len(groups[0]) == 1:
@@ -524,21 +555,16 @@ def _links(groups: Sequence[Sequence[int]], ranks_per_node: int) -> str:
 
 
 def _columns(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Cells under each other, numbers to the right."""
+    """Aligns the cells of each column: words to the left, numbers to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    words = [title in ("axis", "links", "the first", "on ranks") for title in rows[0]]
-    return [
-        "  ".join(
-            [
-                "",
-                *(
-                    c.ljust(w) if word else c.rjust(w)
-                    for c, w, word in zip(row, widths, words, strict=True)
-                ),
-            ]
-        ).rstrip()
-        for row in rows
-    ]
+    are_words = [title in ("axis", "links", "the first", "on ranks") for title in rows[0]]
+    lines = []
+    for row in rows:
+        line = ""
+        for cell, width, is_word in zip(row, widths, are_words, strict=True):
+            line += "  " + (cell.ljust(width) if is_word else cell.rjust(width))
+        lines.append(line.rstrip())
+    return lines
 
 
 def _span(first: int, last: int) -> str:

@@ -63,45 +63,53 @@ class Mesh:
 
     @property
     def coordinates(self) -> Coordinates:
+        """The place of this rank in the layout."""
         return coordinates(self.layout, self.rank)
 
     def group(self, axis: str) -> dist.ProcessGroup:
-        """The ranks that differ from this one in `axis` only."""
+        """Returns the group of the ranks that differ from this one in `axis` only."""
         return self.groups[axis]
 
     @property
     def ep_group(self) -> dist.ProcessGroup:
-        """The ranks that share one copy of the experts: they exchange tokens."""
+        """The group of the ranks that share one copy of the experts: they exchange tokens."""
         return self.groups["ep"]
 
     @property
     def dp_replicate_group(self) -> dist.ProcessGroup:
-        """The ranks of one place in all replicas."""
+        """The group of the ranks that have this rank's place in all replicas."""
         return self.groups["dp_replicate"]
 
     @property
     def expert_replica_group(self) -> dist.ProcessGroup:
-        """All ranks that hold this rank's block of experts: dp_replicate × efsdp of them."""
+        """The group of all ranks that store this rank's block of experts.
+
+        They are dp_replicate × efsdp.
+        """
         return self.groups["expert_replicas"]
 
     @property
     def dense_mesh(self) -> DeviceMesh:
-        """The whole world as dense weights see it. Slices, as `dense_mesh["dp_replicate",
-        "dp_shard"]`, have the same groups.
+        """The DeviceMesh of the whole world as dense weights see it.
+
+        Its parts, as `dense_mesh["dp_replicate", "dp_shard"]`, have the same groups.
         """
         return self.device_mesh(*DENSE_AXES)
 
     @property
     def sparse_mesh(self) -> DeviceMesh:
-        """The whole world as experts see it."""
+        """The DeviceMesh of the whole world as experts see it."""
         return self.device_mesh(*SPARSE_AXES)
 
     def device_mesh(self, *axes: str, device_type: str | None = None) -> DeviceMesh:
-        """A DeviceMesh over existing groups, for DTensor and FSDP; the same object each time. Makes
-        no new communicators.
+        """Returns a DeviceMesh over existing groups, for DTensor and FSDP.
 
-        `axes` are of one view, outermost first, flattened ones included: ("expert_replicas", "ep"),
-        ("dp_replicate", "fsdp").
+        It is the same object each time, and makes no new communicators.
+
+        Args:
+            axes: of one view, outermost first; flattened ones may be among them:
+                ("expert_replicas", "ep"), ("dp_replicate", "fsdp").
+            device_type: "cpu" or "cuda"; None is that of this process.
         """
         key = (axes, device_type or self.device_type)
         if key not in self._device_meshes:
@@ -116,10 +124,10 @@ class Mesh:
 
 
 def build_mesh(layout: Layout, process: Process) -> Mesh:
-    """The groups of `layout` around this rank. A collective call: every rank of the world must
-    come.
+    """Makes the groups of `layout` that this rank is in; a collective call of the whole world.
 
-    Raises ValueError if the layout is of another size than the world.
+    Raises:
+        ValueError: the layout is of another size than the world.
     """
     if layout.world_size != process.world_size:
         raise ValueError(
@@ -144,8 +152,10 @@ def build_mesh(layout: Layout, process: Process) -> Mesh:
 
 
 def _new_group(name: str, ranks: tuple[int, ...], process: Process) -> dist.ProcessGroup:
-    """All ranks make their groups in the order of AXES, each axis parts the world, so nobody waits
-    in a circle.
+    """Makes one group, together with the other ranks in it.
+
+    All ranks make their groups in the order of AXES, and each axis divides the world, so nobody
+    waits in a circle.
     """
     group = dist.new_group(
         list(ranks),
@@ -159,7 +169,7 @@ def _new_group(name: str, ranks: tuple[int, ...], process: Process) -> dist.Proc
 
 
 def _ranks_around(layout: Layout, axes: tuple[str, ...], rank: int) -> torch.Tensor:
-    """The ranks that differ from `rank` in `axes` only, one dimension for each of them."""
+    """Returns the ranks that differ from `rank` in `axes` only, one dimension for each axis."""
     ranks = torch.tensor(rank)
     for axis in axes:
         ranks = ranks.unsqueeze(-1) + torch.tensor(offsets(layout, axis))

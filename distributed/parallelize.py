@@ -42,8 +42,9 @@ def build_model(
     ranks_per_node: int | None = None,
     timeout_s: float = DEFAULT_TIMEOUT_S,
 ) -> Transformer:
-    """The model of `config` as this rank holds it, with its starting values, on `device`; on the
-    meta device without values.
+    """Builds the model of `config` as this rank stores it, with its initial values, on `device`.
+
+    On the meta device it has no values.
 
     Collective for the hierarchical dispatcher, whose groups (with that timeout) are made here.
     `ranks_per_node` None: all ranks are on one node. `precision`, of the products, matters to
@@ -80,8 +81,9 @@ def build_model(
 
 
 def expert_names(model: nn.Module) -> frozenset[str]:
-    """Names of the parameters that are sharded over EP along dim 0; all others are the same on
-    every rank.
+    """Returns the names of the parameters that are sharded over EP along dim 0.
+
+    All others are the same on every rank.
     """
     return frozenset(
         f"{layer_name}.experts.{name}"
@@ -92,7 +94,7 @@ def expert_names(model: nn.Module) -> frozenset[str]:
 
 
 def _keep_own_experts(model: Transformer, mesh: Mesh) -> dict[str, LocalShard]:
-    """Cuts the banks, which have no values yet, to this rank's experts; returns which they are."""
+    """Cuts the banks, which have no values yet, to this rank's experts; returns their shards."""
     found = {}
     for name in sorted(expert_names(model)):
         shape = model.get_parameter(name).shape
@@ -114,8 +116,9 @@ def _fill(
     mesh: Mesh,
     seed: int,
 ) -> None:
-    """Draws every tensor whole, by the rule that it was specified with, and keeps of it what this
-    rank holds.
+    """Draws every tensor whole, by the rule that it was specified with, and keeps this rank's shard.
+
+    `specified` are the whole parameters, without values.
     """
     for name, parameter in model.named_parameters():
         shard = shard_after_fsdp(

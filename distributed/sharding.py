@@ -39,11 +39,15 @@ from .mesh import Mesh
 
 
 def shard_model(model: Transformer, mesh: Mesh, dtype: torch.dtype, *, chunks: int = 1) -> None:
-    """Spreads the weights of a model that has no values yet (on the meta device); products are
-    computed in `dtype`.
+    """Shards the weights of a model that has no values yet (it is on the meta device).
 
-    Its parameters are DTensors from here on, those that stay whole excepted. `chunks`: how often a
-    bank is called per use.
+    Its parameters are DTensors from here on, except for those that stay whole.
+
+    Args:
+        model: is changed in place.
+        mesh: gives the groups to shard over.
+        dtype: of the products; weights are cast to it before they are gathered.
+        chunks: how often a bank is called per use.
     """
     whole = {parameter for name, parameter in model.named_parameters() if not is_sharded(name)}
     products = MixedPrecisionPolicy(
@@ -71,22 +75,27 @@ def shard_model(model: Transformer, mesh: Mesh, dtype: torch.dtype, *, chunks: i
 
 
 def shard_after_fsdp(group_shard: LocalShard, parameter: nn.Parameter, mesh: Mesh) -> LocalShard:
-    """What a rank holds of a parameter whose group holds `held`."""
+    """Returns this rank's shard of a parameter of which its group stores `group_shard`."""
     if not isinstance(parameter, DTensor):
         return group_shard
     return fsdp_shard(group_shard, parameter.shape, mesh.layout, mesh.rank)
 
 
 def is_sharded(name: str) -> bool:
-    """Whether the parameter of that name is cut; the others stay whole on every rank."""
+    """Tells whether FSDP shards the parameter of that name; the others stay whole on every rank."""
     return enters_a_product(name) or name in ("embedding", "position_embedding")
 
 
 def fsdp_shard(
     group_shard: LocalShard, shape: Sequence[int], layout: Layout, rank: int
 ) -> LocalShard:
-    """What FSDP leaves a rank of a parameter whose group holds `held`; `shape` is the parameter's
-    before it is cut.
+    """Returns the shard that FSDP leaves a rank of a parameter.
+
+    Args:
+        group_shard: what the rank's group stores of the parameter.
+        shape: the group's local shape, before FSDP cuts it.
+        layout: tells how many ranks the group has.
+        rank: whose shard is asked for.
     """
     axis = "efsdp" if group_shard.has_experts else "fsdp"
     ranks, place = layout.size(axis), index_in_group(layout, axis, rank)
@@ -98,6 +107,7 @@ def fsdp_shard(
 
 
 def _mesh_over(mesh: Mesh, axis: str) -> DeviceMesh:
+    """Returns the DeviceMesh that shards over `axis` and replicates over dp_replicate."""
     axes = (axis,) if mesh.layout.dp_replicate == 1 else ("dp_replicate", axis)
     return mesh.device_mesh(*axes)
 
@@ -110,6 +120,7 @@ def _shard(
     *,
     free: bool,
 ) -> None:
+    """Makes an FSDP unit of what no unit inside of `module` has; `free`: after its forward call."""
     own = {
         parameter
         for parameter in module.parameters()
@@ -132,8 +143,9 @@ def _shard(
 
 
 def dim_to_cut(shape: Sequence[int], num_ranks: int) -> int:
-    """The first, or with fewer rows than ranks the first that can be cut evenly, which FSDP demands
-    of all but the first.
+    """Returns the dimension that FSDP cuts: 0, unless there are fewer rows than ranks.
+
+    Then it is the first that can be cut evenly, which FSDP demands of all but the first.
     """
     if shape[0] < num_ranks:
         for dim, size in enumerate(shape):
@@ -143,8 +155,9 @@ def dim_to_cut(shape: Sequence[int], num_ranks: int) -> int:
 
 
 def free_gathered(model: nn.Module) -> None:
-    """Frees what a pass without a backward has left gathered: those weights would be stale after an
-    update, and no shards.
+    """Frees the weights that a pass without a backward has left gathered.
+
+    They would be stale after an update, and they are no shards.
 
     Nothing to do for a model that is not sharded. A backward pass that is still to come gathers
     again.
@@ -156,13 +169,14 @@ def free_gathered(model: nn.Module) -> None:
     units = list(_units(model))
     for unit in units:
         unit.reshard()
-    if units and (
-        left := [name for name, weight in model.named_parameters() if _is_gathered(name, weight)]
-    ):
+    if not units:
+        return
+    left = [name for name, weight in model.named_parameters() if _is_gathered(name, weight)]
+    if left:
         raise RuntimeError(
             f"{len(left)} sharded weights are still gathered ({left[0]}, …): a forward pass of "
-            "this model was ended by an error "
-            "before; build the model anew, or continue from a checkpoint"
+            "this model was ended by an error before; build the model anew, or continue from a "
+            "checkpoint"
         )
 
 
@@ -175,8 +189,9 @@ def _units(model: nn.Module) -> Iterator[FSDPModule]:
 
 
 def _prefetch(model: Transformer, banks_of: list[list[Any]]) -> None:
-    """While a member of the group begins, its banks and the next member are gathered; in the
-    backward, the one before.
+    """Sets what is gathered ahead: while a member of the group begins, its banks and the next member.
+
+    In the backward pass it is the member before.
     """
     order = [[*banks, member] for member, banks in zip(model.group, banks_of, strict=True)] + [
         [model.head]
@@ -193,8 +208,7 @@ def _prefetch(model: Transformer, banks_of: list[list[Any]]) -> None:
 
 
 class _Passes:
-    """Frees a unit when its last use of a backward pass is over, whatever the number of its calls,
-    and after evaluation.
+    """Frees a unit when its last use in a backward pass is over, and after evaluation.
 
     FSDP asks, as the backward of a call begins, whether to free the unit after that; the answer is
     yes for the last only.

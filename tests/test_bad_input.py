@@ -291,6 +291,10 @@ def test_what_is_not_there(
             ["layout", "--world-size", "6", "--ep", "4"],
             "mesh.ep 4 does not divide the world's 6 ranks",
         ),
+        (
+            ["layout", "--world-size", "2147483648"],
+            r"a world has 1 to 131,072 ranks, got .* 2,147,",
+        ),
         (["submit", "smoke", "--detach"], "--address|address of a real one"),
     ]:
         code, said = run(capfd, *arguments)

@@ -273,7 +273,7 @@ def test_experts_stay_where_they_were_moved_if_that_fits(
             "mesh.ep 4 does not divide the world's 6 ranks",
         ),
         (["run", "--world-size", "8", "--ep", "8"], "ep 8 is more than the experts"),
-        (["run", "--world-size", "0"], "a world needs at least one rank"),
+        (["run", "--world-size", "0"], "a world has 1 to 131,072 ranks, got world_size = 0"),
         (
             ["run", "--world-size", "2", "--ep", "0"],
             "the mesh is not valid: ep 0: Input should be greater than",

@@ -296,6 +296,8 @@ def test_a_mesh_fits_exactly_or_is_refused_with_its_values_and_what_would_fit(
             12,
             r"without mesh\.dp_shard and mesh\.dp_replicate, mesh\.ep may be",
         ),
+        ({}, 0, r"a world has 1 to 131,072 ranks, got world_size = 0"),
+        ({"ep": 3}, 2**31, r"a world has 1 to 131,072 ranks, got world_size = 2,147,483,648"),
         ({"tp": 5}, 4, r"mesh\.tp 5 must divide the number of ranks"),
     ],
 )
