@@ -211,7 +211,7 @@ MUTANTS = (
     ),
     Mutant(
         "experts that move leave their moments behind", "distributed/placement/move.py",
-        "state[key] = journey.carry(state[key])", "state[key] = torch.zeros_like(parameter)",
+        "state[key] = plan.exchange(state[key])", "state[key] = torch.zeros_like(parameter)",
         (f"{MOVING}::test_weights_and_moments_go_together_wherever_they_go[2]",),
     ),
     Mutant(
