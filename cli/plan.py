@@ -169,4 +169,4 @@ def _show(
     if options.sources:
         console.print(render_sources(scenario))
     if options.png:
-        console.print(f"picture: {options.png}")
+        console.print(f"picture: {options.png}", markup=False)

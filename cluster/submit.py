@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.text import Text
 
 from ..data_pipeline.config import DataConfig
 from ..data_pipeline.manifest import DatasetManifest
@@ -146,7 +147,7 @@ def _cluster(config: Config, address: str | None, console: Console) -> Iterator[
     job = config.job
     if address is not None:
         with connected(address):
-            console.print(f"connected to the Ray cluster at {address}", highlight=False)
+            console.print(Text(f"connected to the Ray cluster at {address}"))  # [::1]:6379
             yield
         return
     gpus = None

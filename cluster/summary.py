@@ -1,4 +1,8 @@
-"""The end of a run, for people: a few lines and one picture."""
+"""The end of a run, for people: a few lines and one picture.
+
+What comes from elsewhere (causes, paths, reasons) is shown as `Text`: rich would take its square
+brackets for markup.
+"""
 
 import math
 from collections.abc import Sequence
@@ -35,7 +39,7 @@ def closing_words(status: JobStatus, *, picture: Path | None = None) -> Group:
     )
     table = Table.grid(padding=(0, 2))
     for name, value in _rows(status, history, picture):
-        table.add_row(Text(name, style="dim"), value)
+        table.add_row(Text(name, style="dim"), Text(value))  # causes hold [brackets]
     parts: list[Any] = [title, Padding(table, (0, 0, 0, 2))]
     if status.root_cause is not None and status.state in (State.FAILED, State.LOST):
         parts.append(Padding(_explain(status.root_cause, status.run_dir), (1, 0, 0, 2)))
@@ -202,7 +206,14 @@ def _draw_loss(figure: Any, history: History, *, title: str) -> None:
     axes.margins(x=0.01, y=0.12)
     for start in history.restarts:
         _mark_restart(axes, start)
-    axes.set_title(f"{title}: loss", loc="left", fontsize=14, fontweight="bold", color=_INK)
+    axes.set_title(
+        f"{title}: loss",
+        loc="left",
+        fontsize=14,
+        fontweight="bold",
+        color=_INK,
+        parse_math=False,  # a run folder's name may hold dollars
+    )
     axes.set_xlabel("training step", fontsize=11)
     axes.set_ylabel("loss in nats per token", fontsize=11)
     axes.legend(

@@ -17,7 +17,6 @@ from typing import Protocol
 
 from rich.console import Console, Group
 from rich.live import Live
-from rich.markup import escape
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
@@ -159,17 +158,18 @@ def _follow_plain(view: View, console: Console, until: Callable[[JobStatus], boo
     shown_step, next_time = None, 0.0
     for events in _statuses(view, until):
         for event in events:
-            console.print(
-                f"{_clock(event.time)} {escape(event.text)}", highlight=False, soft_wrap=True
-            )
+            _print_line(console, event.time, event.text)
         if view.history.step != shown_step and time.monotonic() >= next_time:
             shown_step, next_time = view.history.step, time.monotonic() + PLAIN_EVERY_S
-            console.print(
-                f"{_clock(time.time())} {_step_line(view)}", highlight=False, soft_wrap=True
-            )
+            _print_line(console, time.time(), _step_line(view))
     if view.history.step != shown_step:
-        console.print(f"{_clock(time.time())} {_step_line(view)}", highlight=False, soft_wrap=True)
+        _print_line(console, time.time(), _step_line(view))
     return read_status(view.run_dir)
+
+
+def _print_line(console: Console, at: float, text: str) -> None:
+    """As it is: square brackets in a cause are no markup."""
+    console.print(Text(f"{_clock(at)} {text}"), soft_wrap=True)
 
 
 def _step_line(view: View) -> str:
@@ -335,10 +335,10 @@ def show_preparation(
             nonlocal last, shown
             last = step
             if status is not None:
-                status.update(words(step))
+                status.update(Text(words(step)))
             elif step.done in (0, step.total) or time.monotonic() - shown > PLAIN_EVERY_S:
                 shown = time.monotonic()
-                console.print(f"{_clock(time.time())} {words(step)}", highlight=False)
+                console.print(Text(f"{_clock(time.time())} {words(step)}"))
 
         yield on_progress
     if last is None:

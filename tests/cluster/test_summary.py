@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from moebius.cluster.job import JobStatus, RootCause, State
+from moebius.cluster.job import JobStatus, Journal, RootCause, State, as_details
 from moebius.cluster.summary import closing_words, draw_summary, duration, status_table
+from moebius.cluster.watch import follow, follow_logs
 
 
 def write_metrics(
@@ -154,3 +155,59 @@ def test_table_of_jobs(tmp_path):
 )
 def test_durations(seconds, told):
     assert duration(seconds) == told
+
+
+FOREIGN = "[/x] [/__w/pytorch/gloo.cc:542] [bold"  # what rich would take for markup
+
+
+def foreign_cause() -> RootCause:
+    return RootCause(
+        summary=f"summary {FOREIGN}",
+        rank=1,
+        node=0,
+        error=f"error {FOREIGN}",
+        where=f"where {FOREIGN}",
+        traceback=f"traceback {FOREIGN}",
+        log=f"log {FOREIGN}",
+    )
+
+
+@pytest.mark.parametrize("state", list(State))
+def test_brackets_in_what_comes_from_elsewhere_are_shown_as_they_are(tmp_path, state):
+    run_dir = tmp_path / "run [" / "x] $[ [a]"
+    run_dir.mkdir(parents=True)
+    write_metrics(run_dir, steps=3)
+    picture = draw_summary(run_dir)
+    status = JobStatus(
+        run_dir=run_dir,
+        state=state,
+        restarts=1,
+        step=3,
+        reason=f"reason {FOREIGN}",
+        root_cause=foreign_cause(),
+    )
+    console = Console(file=io.StringIO(), width=400)
+    console.print(closing_words(status, picture=picture))
+    console.print(status_table([status]))
+    said = console.file.getvalue()
+    shown = ["reason", "summary"]
+    shown += ["where", "traceback", "log"] if state in (State.FAILED, State.LOST) else []
+    assert all(f"{field} {FOREIGN}" in said for field in shown), said
+    assert str(run_dir) in said
+    assert str(picture) in said
+
+
+@pytest.mark.parametrize("live", [False, True])
+def test_watching_shows_brackets_as_they_are(tmp_path, live):
+    run_dir = tmp_path / "[" / "run]"
+    (run_dir / "logs/g001/node0").mkdir(parents=True)
+    (run_dir / "logs/g001/node0/rank0.log").write_text(f"line {FOREIGN}\n")
+    write_metrics(run_dir, steps=3)
+    details = {"root_cause": as_details(foreign_cause())}
+    for state in (State.SUBMITTED, State.RUNNING, State.FAILED):
+        Journal(run_dir).append(state, generation=1, reason=f"reason {FOREIGN}", details=details)
+    console = Console(file=io.StringIO(), width=200, force_terminal=live)
+    status = follow(run_dir, console=console, live=live)
+    assert status.root_cause == foreign_cause()
+    assert console.file.getvalue().count(f"reason {FOREIGN}") == 3
+    assert list(follow_logs(run_dir)) == [f"[g1 rank0] line {FOREIGN}"]
