@@ -35,7 +35,7 @@ def companions_of(model: Transformer) -> int:
 def refuse_future_readers(model: Transformer, purpose: str) -> None:
     """ValueError where a later token can change what is said of an earlier one."""
     experts = model.config.experts
-    if experts is not None and not experts.router.promises.causal:
+    if experts is not None and not model.config.evaluation_promises.causal:
         raise ValueError(
             f"router.kind={experts.router.kind!r} as configured lets a position read later ones: "
             f"such a model cannot {purpose}"

@@ -203,6 +203,18 @@ class ModelConfig(BaseModel, frozen=True):  # a keyword, so that type checkers k
         kept = everything if self.experts is None else self.experts.router.promises
         return replace(kept, balanced=kept.balanced and not self.attention.expert_count)
 
+    @property
+    def evaluation_promises(self) -> Promises:
+        """Returns what the model as a whole guarantees in evaluation mode.
+
+        Capacities and random choices may be of training alone, as GShard's are: what such a model
+        cannot promise there it can promise here.
+        """
+        if self.experts is None:
+            return self.promises
+        kept = self.experts.router.evaluation_promises
+        return replace(kept, balanced=kept.balanced and not self.attention.expert_count)
+
     @model_validator(mode="after")
     def _check_depth(self) -> Self:
         if self.num_layers % self.layers_per_group:

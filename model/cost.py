@@ -43,7 +43,7 @@ class Parameters:
     """
 
     total: int
-    in_layers: int
+    in_layers: int  # of the distinct layers; the halting gate, which every depth step asks, too
     active: int
 
 
@@ -80,11 +80,12 @@ def count_parameters(config: ModelConfig, seq_len: int) -> Parameters:
     """The model's parameters; for Soft MoE the active ones depend on the sequence length."""
     with torch.device("meta"):
         model = Transformer(config)
-    total, idle = (
-        _numel(model),
-        sum(_idle(config, cast(Layer, layer), seq_len) for layer in model.group),
-    )
-    return Parameters(total, _numel(model.group), round(total - idle))
+    in_layers = _numel(model.group)
+    if model.halting is not None:
+        in_layers += _numel(model.halting)
+    idle = sum(_idle(config, cast(Layer, layer), seq_len) for layer in model.group)
+    total = _numel(model)
+    return Parameters(total, in_layers, round(total - idle))
 
 
 def forward_flops(config: ModelConfig, seq_len: int) -> Flops:

@@ -89,7 +89,12 @@ RotaryTable = tuple[Tensor, Tensor]
 
 
 def rotary_table(
-    first: int, count: int, width: int, base: float, device: torch.device
+    first: int,
+    count: int,
+    width: int,
+    base: float,
+    device: torch.device,
+    dtype: torch.dtype = torch.float32,
 ) -> RotaryTable:
     """Cosine and sine, each (count, width), of positions first … first + count − 1 (RoFormer, arXiv
     2104.09864, eq. 15).
@@ -98,18 +103,17 @@ def rotary_table(
     for the second. The first half's sines are negative: what is added to a channel is its partner
     in the other half times this.
     """
-    inv_freq = base ** (
-        -torch.arange(0, width, 2, device=device, dtype=torch.float32) / max(width, 1)
-    )
-    positions = torch.arange(first, first + count, device=device, dtype=torch.float32)
+    inv_freq = base ** (-torch.arange(0, width, 2, device=device, dtype=dtype) / max(width, 1))
+    positions = torch.arange(first, first + count, device=device, dtype=dtype)
     angles = positions[:, None] * inv_freq
     cos, sin = angles.cos(), angles.sin()
     return torch.cat((cos, cos), 1), torch.cat((-sin, sin), 1)
 
 
 def rotate(x_BHSC: Tensor, table: RotaryTable) -> Tensor:
-    """Rotates the first channels of every head in "half-split" form; the rest pass. Computed in
-    float32.
+    """Rotates the first channels of every head in "half-split" form; the rest pass.
+
+    Computed in the table's precision: float32, and float64 for float64 rows.
     """
     return x_BHSC if table[0].shape[1] == 0 else _Rotate.apply(x_BHSC, *table)  # pyright: ignore[reportReturnType]
 

@@ -316,6 +316,7 @@ class Transformer(nn.Module):
             attention.rotary_channels,
             attention.rotary_base,
             x_BSD.device,
+            wide_dtype(x_BSD),
         )
 
     def _losses(

@@ -54,10 +54,18 @@ class CapacityConfig(TopKConfig, ChoiceConfig):
     @property
     def promises(self) -> Promises:
         unlimited = self.capacity_factor is None and self.evaluation_capacity_factor is None
+        return self._promises(unlimited, dropless=unlimited and not self.random_second)
+
+    @property
+    def evaluation_promises(self) -> Promises:
+        unlimited = self.evaluation_capacity_factor is None
+        return self._promises(unlimited, dropless=unlimited)
+
+    def _promises(self, unlimited: bool, *, dropless: bool) -> Promises:
         return Promises(
             causal=unlimited or self.drop_order == "position_major",
             batch_invariant=unlimited,
-            dropless=unlimited and not self.random_second,
+            dropless=dropless,
             balanced=False,
         )
 

@@ -53,6 +53,11 @@ class RouterConfig(BaseModel):
         raise NotImplementedError(f"the router {self.kind!r} makes no promises")
 
     @property
+    def evaluation_promises(self) -> Promises:
+        """Returns what this configuration guarantees in evaluation mode: by default the same."""
+        return self.promises
+
+    @property
     def group_sequences(self) -> int:
         """Sequences that are routed together: every micro-batch holds whole groups of consecutive
         samples.

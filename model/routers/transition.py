@@ -52,6 +52,10 @@ class TransitionConfig(CapacityConfig):
         return replace(super().promises, batch_invariant=False)
 
     @property
+    def evaluation_promises(self) -> Promises:
+        return replace(super().evaluation_promises, batch_invariant=False)
+
+    @property
     def group_sequences(self) -> int:
         return self.sequences_per_group
 

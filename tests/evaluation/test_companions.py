@@ -14,7 +14,13 @@ from torch import Tensor
 from moebius.data_pipeline.config import DataConfig
 from moebius.data_pipeline.prepare import prepare
 from moebius.data_pipeline.shards import TokenStore
-from moebius.evaluation.companions import CompanionText, companions_of, in_company, score
+from moebius.evaluation.companions import (
+    CompanionText,
+    companions_of,
+    in_company,
+    refuse_future_readers,
+    score,
+)
 from moebius.evaluation.generate import generate
 from moebius.evaluation.report import write_text
 from moebius.model.config import ModelConfig
@@ -22,6 +28,7 @@ from moebius.model.initialise import initialise
 from moebius.model.transformer import Transformer
 from moebius.train.config import Config, TrainConfig
 from moebius.train.loop import train
+from moebius.train.recipes.smoke import RECIPES
 
 ROUTERS = {
     "mixture": {"kind": "mixture_of_tokens", "sequences_per_group": 4},
@@ -269,3 +276,12 @@ def test_a_trained_mixture_writes_from_its_run_folder(folder: Path, tmp_path: Pa
     assert first.startswith("one")
     assert first != second
     assert first == "".join(write_text(tmp_path, "one", num_tokens=20, temperature=1.0, seed=0))
+
+
+def test_gshard_is_scored_by_what_it_promises_in_evaluation() -> None:
+    """It refuses rows in training only, where it reads the future; `switch` does in both."""
+    gshard = Transformer(RECIPES["gshard"]().model)
+    refuse_future_readers(gshard, "be asked how likely a text is")
+    switch = Transformer(RECIPES["switch"]().model)
+    with pytest.raises(ValueError, match="lets a position read later ones"):
+        refuse_future_readers(switch, "be asked how likely a text is")

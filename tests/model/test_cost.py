@@ -122,6 +122,14 @@ def test_the_papers_own_accounting_comes_out(name: str) -> None:
     assert round(macs / 1e6, 1) == PUBLISHED_MACS[name]
 
 
+def test_the_halting_gate_belongs_to_the_layers() -> None:
+    """SUT with and without it, of one size otherwise: D·D + D and 2·D in its two maps."""
+    halting, fixed = (count_parameters(RECIPES[name]().model, 128) for name in ("sut", "sut_no_act"))
+    width = RECIPES["sut"]().model.d_model
+    gate = width * width + width + 2 * width
+    assert halting.in_layers - fixed.in_layers == halting.total - fixed.total == gate
+
+
 @pytest.mark.parametrize("name", RECIPES)
 def test_active_parameters_are_those_that_one_token_uses(name: str) -> None:
     """All of a dense model, fewer of a sparse one; and where nothing is shared or mixed, as many as

@@ -6,7 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from moebius.model.config import ModelConfig
 from moebius.model.layers import RotaryTable, rotary_table, rotate
+from moebius.model.transformer import Transformer
 
 FIRST, POSITIONS, WIDTH, CHANNELS, BASE = 3, 5, 6, 9, 100.0
 
@@ -44,6 +46,16 @@ def test_pairs_are_rotated_and_gradients_rotated_back(dtype: torch.dtype, tolera
         x.grad.double(), by_hand(grad, back=True), rtol=tolerance, atol=tolerance
     )
     assert torch.equal(y[..., WIDTH:], x[..., WIDTH:])
+
+
+def test_float64_rows_are_rotated_in_float64() -> None:
+    x = rows(torch.float64)
+    wide = rotary_table(FIRST, POSITIONS, WIDTH, BASE, torch.device("cpu"), torch.float64)
+    torch.testing.assert_close(rotate(x, wide), by_hand(x), rtol=0, atol=1e-14)
+    model = Transformer(ModelConfig.from_dotted({"attention.d_head": 8})).to(torch.float64)
+    table = model._rotary(torch.zeros(1, 3, 128, dtype=torch.float64), past=0)
+    assert table is not None
+    assert [part.dtype for part in table] == [torch.float64] * 2
 
 
 def test_only_the_table_waits_for_the_backward_pass() -> None:

@@ -125,6 +125,34 @@ def test_a_causal_model_does_not_care_how_much_follows(name: str) -> None:
         assert max(changes) > 1e-3
 
 
+UNLIKE_TRAINING = [
+    n for n in NAMES if tiny_config(n).evaluation_promises != tiny_config(n).promises
+]
+
+
+@pytest.mark.parametrize("name", UNLIKE_TRAINING)
+def test_promises_of_evaluation_alone_are_kept_there(name: str) -> None:
+    """GShard refuses rows in training only: there it reads the future, here it does not."""
+    promises = tiny_config(name).evaluation_promises
+    tokens = torch.randint(
+        VOCABULARY, (SEQUENCES, POSITIONS), generator=torch.Generator().manual_seed(3)
+    )
+    for common in (3.0, 0.3):
+        model = make_uneven(tiny_model(name, dtype=torch.float64), common=common).eval()
+        leaks = measure(model, tokens)
+        assert (max(leaks.past, leaks.own_past) == 0.0) or not promises.causal
+        assert (leaks.others == 0.0) == promises.batch_invariant
+        for load in run(model, tokens).loads.values():
+            served_in_full = torch.equal(load.load_LN.sum(1), load.wanted_L)
+            assert served_in_full or not promises.dropless
+
+
+def test_gshard_promises_more_in_evaluation() -> None:
+    assert "gshard" in UNLIKE_TRAINING
+    found = tiny_config("gshard").evaluation_promises
+    assert (found.causal, found.batch_invariant, found.dropless) == (True, True, True)
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_every_promise_is_kept_and_every_other_is_seen_broken(name: str) -> None:
     promises = tiny_config(name).promises
