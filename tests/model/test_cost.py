@@ -124,7 +124,9 @@ def test_the_papers_own_accounting_comes_out(name: str) -> None:
 
 def test_the_halting_gate_belongs_to_the_layers() -> None:
     """SUT with and without it, of one size otherwise: D·D + D and 2·D in its two maps."""
-    halting, fixed = (count_parameters(RECIPES[name]().model, 128) for name in ("sut", "sut_no_act"))
+    halting, fixed = (
+        count_parameters(RECIPES[name]().model, 128) for name in ("sut", "sut_no_act")
+    )
     width = RECIPES["sut"]().model.d_model
     gate = width * width + width + 2 * width
     assert halting.in_layers - fixed.in_layers == halting.total - fixed.total == gate
