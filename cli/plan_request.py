@@ -5,7 +5,7 @@ from pathlib import Path
 from ..planning.cost_model import Scenario
 from ..planning.hardware import find_hardware
 from ..planning.measured import read_table
-from ..planning.routing_skew import CONCENTRATION, RoutingSkew, drawn, recorded_in
+from ..planning.routing_skew import CONCENTRATION, RoutingSkew, dirichlet_skew, recorded_skew
 from ..planning.workload import describe
 from ..train.config import Config
 
@@ -62,11 +62,11 @@ def make_scenario(
 
 def _skew(text: str | None) -> RoutingSkew:
     if text is None:
-        return drawn(CONCENTRATION)
+        return dirichlet_skew(CONCENTRATION)
     if text == "balanced":
         return RoutingSkew()
     try:
         concentration = float(text)
     except ValueError:
-        return recorded_in(Path(text))
-    return drawn(concentration)
+        return recorded_skew(Path(text))
+    return dirichlet_skew(concentration)

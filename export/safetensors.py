@@ -219,7 +219,7 @@ def parse_size(text: str) -> int:
     return int(float(match[1]) * _UNITS[unit])
 
 
-# Planning and writing -----------------------------------------------------------------------------------------------
+# Planning and writing -----------------------------------------------------------------------------
 
 
 def _dtypes_of(
@@ -334,7 +334,7 @@ def _require_safetensors() -> Any:
     return safetensors
 
 
-# What stands beside the weights -------------------------------------------------------------------------------------
+# What stands beside the weights -------------------------------------------------------------------
 
 
 def _config_of(stored: StoredCheckpoint) -> Config:
@@ -397,7 +397,7 @@ def _tokenizer_files(tokenizer: Tokenizer | None, config: Config) -> dict[str, s
     }
 
 
-# Reading ------------------------------------------------------------------------------------------------------------
+# Reading ------------------------------------------------------------------------------------------
 
 
 def _tensors_of(model: Transformer) -> dict[str, Tensor]:

@@ -9,7 +9,8 @@ it (a node: G ranks):
 
     alltoall       one row per route
     dedup          one row per destination rank
-    hierarchical   one row per destination node, then one per rank inside it: slow bytes distinct(N)·(N − 1)/N
+    hierarchical   one row per destination node, then one per rank inside it: slow bytes
+                   distinct(N)·(N − 1)/N
     allgather      every row to every rank
 
 Time of an exchange: start + Σ posting to every peer + λ · max(fast bytes / fast bandwidth, slow
@@ -27,49 +28,76 @@ from .hardware import Hardware
 from .measured import MeasuredTable
 from .workload import Bank, Unit, blocks_of_heads
 
-DISPATCHERS = ("allgather", "alltoall", "dedup", "hierarchical")
+
+@dataclass(frozen=True)
+class SendingPattern:
+    """What a dispatcher sends, as far as its cost depends on it."""
+
+    row_per_route: bool = False  # else once per destination
+    node_first: bool = False  # once per destination node, then once per rank inside it
+    to_all: bool = False  # every row to every rank, by dense collectives
 
 
-# Destinations of a row ----------------------------------------------------------------------------------------------
+# The one place that knows the dispatchers apart.
+SENDING_PATTERNS = {
+    "allgather": SendingPattern(to_all=True),
+    "alltoall": SendingPattern(row_per_route=True),
+    "dedup": SendingPattern(),
+    "hierarchical": SendingPattern(node_first=True),
+}
 
 
-def missed(num_experts: int, block: float, top_k: float) -> float:
-    """The probability that none of `top_k` out of `num_experts` is one of `block` of them; a broken
-    top_k is a mixture of two.
+# Destinations of a row ----------------------------------------------------------------------------
+
+
+def miss_probability(num_experts: int, block: float, top_k: float) -> float:
+    """Returns the probability that a row chooses none of a block of experts.
+
+    Args:
+        num_experts: that the row chooses among, all equally likely.
+        block: how many of them form the block.
+        top_k: how many the row chooses; between whole numbers a mixture of the two.
     """
     whole = int(top_k)
     if whole != top_k:
         share = top_k - whole
-        return (1 - share) * missed(num_experts, block, whole) + share * missed(
-            num_experts, block, whole + 1
-        )
+        fewer = miss_probability(num_experts, block, whole)
+        return (1 - share) * fewer + share * miss_probability(num_experts, block, whole + 1)
     return prod(
         max(0.0, num_experts - block - chosen) / (num_experts - chosen) for chosen in range(whole)
     )
 
 
-def distinct(num_groups: int, *, num_experts: int, top_k: float) -> float:
-    """How many of `num_groups` equal blocks of experts a row's choices fall into, on average."""
-    return num_groups * (1 - missed(num_experts, num_experts / num_groups, top_k))
+def distinct_destinations(num_groups: int, *, num_experts: int, top_k: float) -> float:
+    """Returns how many of `num_groups` equal blocks of experts a row's choices fall into, on
+    average.
+    """
+    return num_groups * (1 - miss_probability(num_experts, num_experts / num_groups, top_k))
 
 
 @dataclass(frozen=True)
-class Spread:
-    """Travelling rows of one token over groups of ranks."""
+class RowCopies:
+    """How many rows one token sends to groups of ranks."""
 
     rows: float  # (row, group) pairs
     cap: float  # the most that a group's share can be above the mean: it cannot get a row twice
 
 
 @lru_cache(maxsize=4096)
-def spread(bank: Bank, unit: Unit, num_groups: int) -> Spread:
-    """Of a bank whose experts lie in contiguous blocks on `num_groups` groups of ranks."""
+def row_copies(bank: Bank, unit: Unit, num_groups: int) -> RowCopies:
+    """Returns what a token sends where the experts lie in contiguous blocks on groups of ranks.
+
+    Args:
+        bank: the experts.
+        unit: what one row stands for.
+        num_groups: groups of ranks that share the experts equally.
+    """
     if unit == "route":
-        return Spread(bank.routes, float(num_groups))
+        return RowCopies(bank.routes, float(num_groups))
     pairs, most = 0.0, 0.0
     for group in range(num_groups):
         missing = [
-            missed(bank.num_experts, block, bank.top_k)
+            miss_probability(bank.num_experts, block, bank.top_k)
             for block in blocks_of_heads(bank, num_groups, group)
             if block > 0
         ]
@@ -78,10 +106,10 @@ def spread(bank: Bank, unit: Unit, num_groups: int) -> Spread:
     if bank.group_limit is not None and unit == "row":
         groups, kept = bank.group_limit
         pairs = min(pairs, kept * ceil(num_groups / groups))
-    return Spread(bank.rows * pairs, most * num_groups / pairs)
+    return RowCopies(bank.rows * pairs, most * num_groups / pairs)
 
 
-# Exchanges ----------------------------------------------------------------------------------------------------------
+# Exchanges ----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -97,13 +125,13 @@ class Traffic:
 
     @property
     def num_bytes(self) -> float:
-        """That leave the rank."""
+        """Returns the bytes that leave the rank."""
         return self.fast_bytes + self.slow_bytes
 
 
 @dataclass(frozen=True)
 class Direction:
-    """One half of an exchange: to the experts, or home."""
+    """One half of an exchange: dispatch to the experts, or combine their outputs."""
 
     bank: Bank
     unit: Unit
@@ -111,17 +139,17 @@ class Direction:
     route_bytes: float  # that travel beside a row, per route
 
     def tokens_bytes(self, rows: float) -> float:
-        """Of one token, when so many rows stand for it."""
+        """Returns the bytes of one token for which so many rows travel."""
         return rows * self.row_bytes + self.bank.routes * self.route_bytes
 
 
-def to_experts(bank: Bank, bytes_per_element: int) -> Direction:
-    """Rows with their routes."""
+def dispatch_direction(bank: Bank, bytes_per_element: int) -> Direction:
+    """Returns the half that sends rows with their routes to the experts."""
     return Direction(bank, bank.source, bank.d_in * bytes_per_element, bank.route_bytes)
 
 
-def home(bank: Bank, bytes_per_element: int) -> Direction:
-    """Answers."""
+def combine_direction(bank: Bank, bytes_per_element: int) -> Direction:
+    """Returns the half that sends the experts' outputs back."""
     return Direction(bank, bank.target, bank.d_out * bytes_per_element, 0.0)
 
 
@@ -134,21 +162,41 @@ def exchange_traffic(
     dispatcher: str,
     node_limit: int | None = None,
 ) -> Traffic:
-    """Mean traffic of one rank under balanced routing; `node_limit`: nodes that a token may be sent
-    to, at most.
+    """Returns the mean traffic of one rank under balanced routing.
+
+    Args:
+        direction: what travels.
+        tokens: per rank.
+        ep: ranks that share the experts.
+        ranks_per_node: of which the fast links join that many.
+        dispatcher: how rows travel (not allgather: that is a dense collective).
+        node_limit: nodes that a token may be sent to, at most.
     """
-    local = neighbours(ep, ranks_per_node)
+    local = ranks_sharing_a_node(ep, ranks_per_node)
     bank, unit, nodes = direction.bank, direction.unit, ep // local
-    routes = dispatcher == "alltoall"
-    pairs = Spread(bank.routes, float(ep)) if routes else spread(bank, unit, ep)
-    held = tokens * direction.tokens_bytes(pairs.rows)
-    if dispatcher == "hierarchical" and nodes > 1:
-        reached = spread(bank, unit, nodes).rows
-        reached = min(reached, bank.units(unit) * node_limit) if node_limit else reached
+    pattern = SENDING_PATTERNS[dispatcher]
+    copies = row_copies(bank, "route" if pattern.row_per_route else unit, ep)
+    held = tokens * direction.tokens_bytes(copies.rows)
+    if pattern.node_first and nodes > 1:
+        reached = row_copies(bank, unit, nodes).rows
+        if node_limit:
+            reached = min(reached, bank.units(unit) * node_limit)
         slow = tokens * direction.tokens_bytes(reached) * (nodes - 1) / nodes
-        return Traffic(held * (local - 1) / local, slow, local - 1, nodes - 1, held, pairs.cap)
+        return Traffic(
+            fast_bytes=held * (local - 1) / local,
+            slow_bytes=slow,
+            fast_peers=local - 1,
+            slow_peers=nodes - 1,
+            held_bytes=held,
+            cap=copies.cap,
+        )
     return Traffic(
-        held * (local - 1) / ep, held * (ep - local) / ep, local - 1, ep - local, held, pairs.cap
+        fast_bytes=held * (local - 1) / ep,
+        slow_bytes=held * (ep - local) / ep,
+        fast_peers=local - 1,
+        slow_peers=ep - local,
+        held_bytes=held,
+        cap=copies.cap,
     )
 
 
@@ -162,19 +210,24 @@ def exchange_s(
     table: MeasuredTable | None = None,
     chunks: int = 1,
 ) -> float:
-    """Seconds of one direction of an exchange of rows; nothing where one rank is alone.
+    """Returns the seconds of one direction of an exchange of rows; 0 where one rank is alone.
 
     Args:
+        traffic: the mean rank's.
+        hardware: the links.
+        dispatcher: how rows travel.
         skew: λ, the hottest rank's factor.
         staged: `hierarchical` sends between nodes first and inside them afterwards, with a copy
             between, as ours does; else the two overlap, as in DeepEP.
+        table: measured times, which go before the formulas where the table has them.
         chunks: pieces that are sent one after the other.
     """
     ranks = 1 + traffic.fast_peers + traffic.slow_peers
     if ranks == 1:
         return 0.0
     load = min(skew, traffic.cap)
-    if table is not None and not (dispatcher == "hierarchical" and traffic.slow_peers):
+    node_first = SENDING_PATTERNS[dispatcher].node_first
+    if table is not None and not (node_first and traffic.slow_peers):
         found = table.seconds(
             "all_to_all",
             world=ranks,
@@ -183,62 +236,68 @@ def exchange_s(
         )
         if found is not None:
             return chunks * found
-    fast, slow = (
-        load * traffic.fast_bytes / hardware.fast,
-        load * traffic.slow_bytes / hardware.slow,
-    )
+    fast_s = load * traffic.fast_bytes / hardware.fast
+    slow_s = load * traffic.slow_bytes / hardware.slow
     fixed = hardware.exchange_start_s + traffic.fast_peers * hardware.fast_post_s
-    if dispatcher != "hierarchical":
-        return chunks * (fixed + traffic.slow_peers * hardware.slow_post_s) + max(fast, slow)
+    if not node_first:
+        posted = fixed + traffic.slow_peers * hardware.slow_post_s
+        return chunks * posted + max(fast_s, slow_s)
     fixed += log2(1 + traffic.slow_peers) * hardware.slow_hop_s
-    copies = (
-        2 * load * traffic.held_bytes / hardware.memory_bandwidth
-        if staged and traffic.slow_peers
-        else 0.0
+    if not staged:
+        return chunks * fixed + max(fast_s, slow_s)
+    copy_s = (
+        2 * load * traffic.held_bytes / hardware.memory_bandwidth if traffic.slow_peers else 0.0
     )
-    return chunks * fixed + (fast + slow if staged else max(fast, slow)) + copies
+    return chunks * fixed + (fast_s + slow_s) + copy_s
 
 
 def effective_bandwidth(message_bytes: float, *, latency_s: float, bandwidth: float) -> float:
-    """Bytes/s that messages of this size reach; half of the bandwidth at latency · bandwidth bytes."""
+    """Returns the bytes/s that messages of this size reach; half of the bandwidth at latency ·
+    bandwidth bytes.
+    """
     return bandwidth * message_bytes / (message_bytes + latency_s * bandwidth)
 
 
-# Dense collectives --------------------------------------------------------------------------------------------------
+# Dense collectives --------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Group:
-    """Ranks of a collective: how many, how many of them share a node at least, and on how many
-    nodes they are.
-    """
+    """The ranks of a collective and where they are."""
 
     size: int
-    per_node: int
+    per_node: int  # that share a node, at least
     nodes: int
     span_nodes: int  # from its first node to its last: whether it leaves a pod
 
 
-def strided(size: int, stride: int, ranks_per_node: int) -> Group:
-    """`size` ranks, every `stride`-th one. Of groups that begin in the middle of a node, the one
-    with the fewest neighbours.
+def strided_group(size: int, stride: int, ranks_per_node: int) -> Group:
+    """Returns a group of `size` ranks, every `stride`-th one.
+
+    Of groups that begin in the middle of a node, it is the one with the fewest ranks per node.
     """
     block = size * stride
-    per_node = min(size, max(1, neighbours(block, ranks_per_node) // stride))
+    per_node = min(size, max(1, ranks_sharing_a_node(block, ranks_per_node) // stride))
     span = ceil(block / ranks_per_node) + (block > ranks_per_node and block % ranks_per_node > 0)
     return Group(size, per_node, min(ceil(size / per_node), span), span)
 
 
-def neighbours(size: int, ranks_per_node: int) -> int:
-    """How many of `size` consecutive ranks share a node, where they share it with the fewest."""
+def ranks_sharing_a_node(size: int, ranks_per_node: int) -> int:
+    """Returns how many of `size` consecutive ranks share a node, on the node with the fewest."""
     return min(size, ranks_per_node) if size % ranks_per_node == 0 else gcd(size, ranks_per_node)
 
 
 def collective_s(
     op: str, num_bytes: float, group: Group, hardware: Hardware, table: MeasuredTable | None = None
 ) -> float:
-    """Seconds of all_gather, reduce_scatter or all_reduce; `num_bytes` of the whole tensor on one
-    rank.
+    """Returns the seconds of one dense collective; 0 where one rank is alone.
+
+    Args:
+        op: all_gather, reduce_scatter or all_reduce.
+        num_bytes: of the whole tensor on one rank.
+        group: its ranks.
+        hardware: the links.
+        table: measured times, which go before the formulas where the table has them.
     """
     if group.size == 1 or num_bytes == 0:
         return 0.0
@@ -257,31 +316,30 @@ def collective_s(
 
 
 def bandwidth_of(group: Group, hardware: Hardware) -> float:
-    """Bytes/s per rank of a ring: between nodes every rank of the group brings its own adapter."""
+    """Returns the bytes/s per rank of a ring; between nodes every rank brings its own adapter."""
     if group.nodes == 1:
         return hardware.fast
-    slow = hardware.slow / (
-        hardware.oversubscription if group.span_nodes > hardware.pod_nodes else 1
-    )
+    leaves_pod = group.span_nodes > hardware.pod_nodes
+    slow = hardware.slow / (hardware.oversubscription if leaves_pod else 1)
     return min(hardware.fast, group.per_node * slow)
 
 
 def ring_latency_s(group: Group, hardware: Hardware) -> float:
-    """n − 1 hops, one of them slow for every further node."""
-    return (group.nodes - 1) * hardware.slow_hop_s + (
-        group.size - group.nodes
-    ) * hardware.fast_hop_s
+    """Returns the latency of a ring: n − 1 hops, one of them slow for every further node."""
+    slow_hops, fast_hops = group.nodes - 1, group.size - group.nodes
+    return slow_hops * hardware.slow_hop_s + fast_hops * hardware.fast_hop_s
 
 
 def tree_latency_s(group: Group, hardware: Hardware) -> float:
-    """Up and down again."""
+    """Returns the latency of a tree, up and down again."""
     inside = max(1.0, group.size / group.nodes)
     return 2 * (log2(group.nodes) * hardware.slow_hop_s + log2(inside) * hardware.fast_hop_s)
 
 
 def leaving_pod(hardware: Hardware, ep: int) -> Hardware:
-    """What an exchange of `ep` neighbours meets: oversubscribed links where they do not fit into a
-    pod.
+    """Returns the hardware that an exchange of `ep` consecutive ranks meets.
+
+    Where they do not fit into a pod the links between nodes are oversubscribed.
     """
     if ceil(ep / hardware.ranks_per_node) <= hardware.pod_nodes:
         return hardware

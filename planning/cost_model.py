@@ -4,12 +4,16 @@ part.
 A model whose layers repeat can pay for its experts in two ways, and this module puts both into the
 same units:
 
-    move tokens   (EP)     every depth step exchanges rows: traffic ∝ tokens × depth steps, weights stay where they are
-    move weights  (FSDP)   a group member is gathered once for the forward and backward passes together, however often it
-                           repeats (without repeats once for each): traffic ∝ weights, tokens stay where they are
+    move tokens   (EP)     every depth step exchanges rows: traffic ∝ tokens × depth steps, weights
+                           stay where they are
+    move weights  (FSDP)   a group member is gathered once for the forward and backward passes
+                           together, however often it repeats (without repeats once for each):
+                           traffic ∝ weights, tokens stay where they are
 
-    step = max(core, g·gathers) + (1 − g)·gathers + gradients + optimizer, and σ·√(2 ln n) of it for the slowest of n ranks
-    core = computation + exchanges, each exchange hidden behind its experts' computation as far as chunks allow
+    step = max(core, g·gathers) + (1 − g)·gathers + gradients + optimizer,
+           and σ·√(2 ln n) of it for the slowest of n ranks
+    core = computation + exchanges, each exchange hidden behind its experts' computation as far as
+           chunks allow
 
 What the host needs to launch a step's operations one by one (`host_s`) is not in it: compiled
 graphs need less of it.
@@ -31,16 +35,17 @@ from math import log, sqrt
 
 from ..model.head_loss import rows_of_chunk
 from .communication import (
+    SENDING_PATTERNS,
     Direction,
     Group,
     collective_s,
+    combine_direction,
+    dispatch_direction,
     exchange_s,
     exchange_traffic,
-    home,
     leaving_pod,
-    neighbours,
-    strided,
-    to_experts,
+    ranks_sharing_a_node,
+    strided_group,
 )
 from .hardware import Hardware
 from .measured import MeasuredTable
@@ -50,14 +55,13 @@ from .workload import Bank, Workload, kept_by_bank
 RECOMPUTATION = ("none", "selective", "full")  # from the fastest to the smallest
 SHARDINGS = ("none", "fsdp")
 MASTER_BYTES, MOMENTS_BYTES, GRADIENT_BYTES = 4, 8, 4
-OPTIMIZER_PASSES_BYTES = (
-    28  # per weight: master, gradient and moments are read, master and moments written
-)
+# Per weight: master, gradient and moments are read, master and moments written.
+OPTIMIZER_PASSES_BYTES = 28
 
 
 @dataclass(frozen=True)
 class Scenario:
-    """What is the same for every layout that is compared."""
+    """What is the same for every layout that is compared: model, machine, tokens, routing."""
 
     workload: Workload
     hardware: Hardware
@@ -69,7 +73,7 @@ class Scenario:
 
 @dataclass(frozen=True)
 class LayoutCandidate:
-    """A layout, and how it is run."""
+    """A layout that could be taken, and how a run would use it."""
 
     dp_replicate: int
     dp_shard: int
@@ -80,17 +84,18 @@ class LayoutCandidate:
 
     @property
     def world_size(self) -> int:
+        """Returns the number of ranks."""
         return self.dp_replicate * self.dp_shard
 
     @property
     def efsdp(self) -> int:
-        """Ranks of a shard group that hold the same experts."""
+        """Returns how many ranks of a shard group hold the same experts."""
         return self.dp_shard // self.ep
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of one rank, the hottest one, at its peak."""
+    """Bytes on the rank with the most rows, at their peak."""
 
     weights: float  # in the precision of the products: copies, or gathered ones
     gradients: float
@@ -102,12 +107,13 @@ class Memory:
 
     @property
     def total(self) -> float:
+        """Returns the sum of all parts."""
         return sum(getattr(self, entry.name) for entry in fields(self))
 
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds by part: what nothing hides."""
+    """Seconds of a step by part, without what is hidden behind other parts."""
 
     compute: float
     exchange: float
@@ -118,6 +124,7 @@ class StepTime:
 
     @property
     def total(self) -> float:
+        """Returns the sum of all parts."""
         return sum(getattr(self, entry.name) for entry in fields(self))
 
 
@@ -135,18 +142,18 @@ class Collective:
 
     @property
     def num_bytes(self) -> float:
-        """Of a step."""
+        """Returns the bytes that leave the rank in a step."""
         return self.calls * self.bytes_per_call
 
     @property
     def seconds(self) -> float:
-        """Of a step, hidden or not."""
+        """Returns the seconds of a step, hidden or not."""
         return self.calls * self.seconds_per_call
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """A candidate and what it costs."""
+    """What a step on one layout costs."""
 
     candidate: LayoutCandidate
     memory: Memory
@@ -158,8 +165,12 @@ class Prediction:
 
 
 def predict(scenario: Scenario, candidate: LayoutCandidate, *, quantile: str = "p50") -> Prediction:
-    """The cost of one candidate. Time takes the hottest rank's factor at `quantile`, memory always at
-    p99.
+    """Returns what a step on one layout costs.
+
+    Args:
+        scenario: model, machine, tokens and routing.
+        candidate: the layout.
+        quantile: p50, p90 or p99 of the hottest rank's factor, for time; memory takes p99 always.
     """
     hardware, work = scenario.hardware, scenario.workload
     exchanges = list(_exchanges(scenario, candidate, quantile))
@@ -178,7 +189,7 @@ def predict(scenario: Scenario, candidate: LayoutCandidate, *, quantile: str = "
     )
 
 
-# Time ---------------------------------------------------------------------------------------------------------------
+# Time ---------------------------------------------------------------------------------------------
 
 
 def _step_time(
@@ -190,7 +201,7 @@ def _step_time(
     quantile: str,
 ) -> StepTime:
     hardware, work = scenario.hardware, scenario.workload
-    passes = 3 if candidate.recompute == "none" else 4
+    passes = _passes(candidate.recompute)
     experts = passes * sum(
         uses
         * expert_s(
@@ -216,31 +227,37 @@ def _step_time(
 
 
 def host_s(scenario: Scenario, recompute: str) -> float:
-    """What the host needs to launch every operation of a step eagerly; a step that is shorter waits
-    for the host.
+    """Returns the seconds that the host needs to launch a step's operations one by one.
+
+    A step that is shorter waits for the host.
     """
-    return (
-        (3 if recompute == "none" else 4) * scenario.hardware.launch_s * scenario.workload.launches
-    )
+    return _passes(recompute) * scenario.hardware.launch_s * scenario.workload.launches
+
+
+def _passes(recompute: str) -> int:
+    """Returns a step's computation in forward passes: the backward pass is worth two."""
+    return 3 if recompute == "none" else 4
 
 
 def dense_s(scenario: Scenario) -> float:
-    """One forward pass of everything but the routed experts."""
+    """Returns the seconds of a forward pass through everything but the routed experts."""
     flops = scenario.tokens * scenario.workload.dense_flops
     return flops / _flops_per_s(scenario, scenario.tokens)
 
 
 def elementwise_s(scenario: Scenario, passes: int) -> float:
-    """Norms, residuals, gates and all else that is bound by the memory bus: what is kept, so often
-    to and fro.
+    """Returns the seconds of norms, residuals, gates and all else that the memory bus bounds.
+
+    Every byte that is kept for the backward pass crosses the bus `memory_passes` times.
     """
     kept = scenario.tokens * scenario.workload.saved_bytes
     return kept * scenario.hardware.memory_passes * passes / 3 / scenario.hardware.memory_bandwidth
 
 
 def expert_s(scenario: Scenario, bank: Bank, ep: int, skew: float) -> float:
-    """One forward use of a bank on the hottest rank: its products, or where they are thin the bytes
-    they read and write.
+    """Returns the seconds of one forward use of a bank on the hottest rank.
+
+    They are those of its products or, where these are thin, of the bytes they read and write.
     """
     work, hardware = scenario.workload, scenario.hardware
     routes = scenario.tokens * bank.routes * skew
@@ -251,31 +268,29 @@ def expert_s(scenario: Scenario, bank: Bank, ep: int, skew: float) -> float:
 
 
 def _flops_per_s(scenario: Scenario, rows: float) -> float:
-    """Of products of so many rows."""
+    """Returns the FLOP/s that products of so many rows reach."""
     hardware = scenario.hardware
     share = hardware.matmul_efficiency * rows / (rows + hardware.matmul_half_rows)
     return share * hardware.peak(scenario.workload.precision)
 
 
-# Collectives --------------------------------------------------------------------------------------------------------
+# Collectives --------------------------------------------------------------------------------------
 
 
 def _exchanges(
     scenario: Scenario, candidate: LayoutCandidate, quantile: str
 ) -> Iterator[Collective]:
-    """Rows to experts and answers home, per bank: forward, backward, and once more under full
-    recomputation.
-    """
+    """Yields the exchanges of rows by bank; with full recomputation dispatch and combine repeat."""
     if candidate.ep == 1:
         return
     again = 3 if candidate.recompute == "full" else 2
-    crosses = neighbours(candidate.ep, scenario.hardware.ranks_per_node) < candidate.ep
+    crosses = ranks_sharing_a_node(candidate.ep, scenario.hardware.ranks_per_node) < candidate.ep
     for bank, uses in scenario.workload.uses:
         skew = scenario.skew.factor(bank, candidate.ep).at(quantile)
         counted = (
             0.0 if bank.balanced else scenario.hardware.host_sync_s + _counts_s(scenario, candidate)
         )
-        for number, direction in enumerate((to_experts, home)):
+        for number, direction in enumerate((dispatch_direction, combine_direction)):
             num_bytes, seconds = exchange_cost(
                 scenario,
                 candidate,
@@ -307,12 +322,12 @@ def _exchanges(
 def exchange_cost(
     scenario: Scenario, candidate: LayoutCandidate, bank: Bank, direction: Direction, skew: float
 ) -> tuple[float, float]:
-    """Bytes that leave a rank and seconds, of one direction."""
+    """Returns the bytes that leave a rank and the seconds, of one direction of an exchange."""
     hardware = leaving_pod(scenario.hardware, candidate.ep)
-    if candidate.dispatcher == "allgather":
+    if SENDING_PATTERNS[candidate.dispatcher].to_all:
         op = "all_gather" if direction.unit == bank.source else "reduce_scatter"
         whole = candidate.ep * scenario.tokens * direction.tokens_bytes(bank.units(direction.unit))
-        group = strided(candidate.ep, 1, hardware.ranks_per_node)
+        group = strided_group(candidate.ep, 1, hardware.ranks_per_node)
         return whole * (candidate.ep - 1) / candidate.ep, collective_s(
             op, whole, group, hardware, scenario.table
         )
@@ -336,9 +351,9 @@ def exchange_cost(
 
 
 def _counts_s(scenario: Scenario, candidate: LayoutCandidate) -> float:
-    """The exchange of counts: latency only."""
+    """Returns the seconds of the exchange of counts, which is latency only."""
     hardware = scenario.hardware
-    fast = neighbours(candidate.ep, hardware.ranks_per_node) - 1
+    fast = ranks_sharing_a_node(candidate.ep, hardware.ranks_per_node) - 1
     slow = candidate.ep - 1 - fast
     return hardware.exchange_start_s + fast * hardware.fast_post_s + slow * hardware.slow_post_s
 
@@ -369,24 +384,27 @@ def _units(work: Workload, ep: int) -> list[_Weights]:
 
 
 def _gathers_per_pass(work: Workload) -> int:
-    """Layers that repeat stay gathered until their last use in the backward pass; others are freed
+    """Returns how often a layer is gathered in a step.
+
+    Layers that repeat stay gathered until their last use in the backward pass; others are freed
     after the forward.
     """
     return 1 if work.repeats > 1 else 2
 
 
 def _gathers(scenario: Scenario, candidate: LayoutCandidate) -> Iterator[Collective]:
-    """FSDP: every unit gathered, its gradient scattered, and then summed over replicas; as
-    sharding.py does it.
+    """Yields FSDP's collectives, as distributed/sharding.py makes them.
+
+    Every unit is gathered, its gradient scattered, and then summed over replicas.
     """
     if candidate.sharding != "fsdp":
         return
     work, hardware = scenario.workload, scenario.hardware
     shards = {
-        "dense": strided(candidate.dp_shard, 1, hardware.ranks_per_node),
-        "experts": strided(candidate.efsdp, candidate.ep, hardware.ranks_per_node),
+        "dense": strided_group(candidate.dp_shard, 1, hardware.ranks_per_node),
+        "experts": strided_group(candidate.efsdp, candidate.ep, hardware.ranks_per_node),
     }
-    replicas = strided(candidate.dp_replicate, candidate.dp_shard, hardware.ranks_per_node)
+    replicas = strided_group(candidate.dp_replicate, candidate.dp_shard, hardware.ranks_per_node)
     for unit in _units(work, candidate.ep):
         for kind, group in shards.items():
             weights = getattr(unit, kind)
@@ -414,15 +432,16 @@ def _gathers(scenario: Scenario, candidate: LayoutCandidate) -> Iterator[Collect
 
 
 def _gradient_sums(scenario: Scenario, candidate: LayoutCandidate) -> Iterator[Collective]:
-    """Whole weights: one sum per step, of the dense ones over the world, of the experts over those
-    that hold the same.
+    """Yields the sums of unsharded weights' gradients, one each per step.
+
+    Dense ones are summed over the world, experts over the ranks that hold the same ones.
     """
     if candidate.sharding == "fsdp":
         return
     work, per_node = scenario.workload, scenario.hardware.ranks_per_node
     world, same = (
-        strided(candidate.world_size, 1, per_node),
-        strided(candidate.world_size // candidate.ep, candidate.ep, per_node),
+        strided_group(candidate.world_size, 1, per_node),
+        strided_group(candidate.world_size // candidate.ep, candidate.ep, per_node),
     )
     yield from _call(
         scenario,
@@ -453,11 +472,11 @@ def _call(
     )
 
 
-# Memory -------------------------------------------------------------------------------------------------------------
+# Memory -------------------------------------------------------------------------------------------
 
 
 def predict_memory(scenario: Scenario, candidate: LayoutCandidate) -> Memory:
-    """Bytes of the rank with the most rows, at the 99th percentile of its factor."""
+    """Returns the bytes on the rank with the most rows, at the 99th percentile of its factor."""
     work = scenario.workload
     held = _weights_held(work, candidate)
     weights, gradients = _weights_in_use(work, candidate)
@@ -478,14 +497,14 @@ def predict_memory(scenario: Scenario, candidate: LayoutCandidate) -> Memory:
 
 
 def _weights_held(work: Workload, candidate: LayoutCandidate) -> float:
-    """Whose master and moments this rank keeps."""
+    """Returns how many weights' master and moments a rank keeps."""
     if candidate.sharding == "fsdp":
         return (work.dense_parameters + work.expert_parameters) / candidate.dp_shard
     return work.dense_parameters + work.expert_parameters / candidate.ep
 
 
 def _weights_in_use(work: Workload, candidate: LayoutCandidate) -> tuple[float, float]:
-    """Bytes of weights as the products read them, and of gradients.
+    """Returns the bytes of weights as the products read them, and of gradients.
 
     Unsharded: a copy in low precision for a pass, its gradient, the float32 gradient, and the
     bucket in which it is summed. FSDP: what is gathered at a time. Members that repeat stay until
@@ -510,7 +529,7 @@ def _weights_in_use(work: Workload, candidate: LayoutCandidate) -> tuple[float, 
 
 
 def _activations(scenario: Scenario, candidate: LayoutCandidate) -> tuple[float, float]:
-    """Bytes that wait for the backward pass: outside of the experts, and of routed rows."""
+    """Returns the bytes that wait for the backward pass: outside of experts, and of routed rows."""
     work, tokens = scenario.workload, scenario.tokens
     dense, routed = (
         work.saved_bytes,
@@ -533,9 +552,9 @@ def _received(
     bank: Bank,
     way: Callable[[Bank, int], Direction],
 ) -> float:
-    """Bytes per token of rows on the hottest rank's side of an exchange."""
+    """Returns the bytes per token of rows on the hottest rank's side of an exchange."""
     direction = way(bank, scenario.workload.bytes_per_element)
-    if candidate.dispatcher == "allgather":
+    if SENDING_PATTERNS[candidate.dispatcher].to_all:
         return candidate.ep * direction.tokens_bytes(bank.units(direction.unit))
     traffic = exchange_traffic(
         direction,
@@ -548,64 +567,65 @@ def _received(
 
 
 def _routed_bytes(scenario: Scenario, candidate: LayoutCandidate, bank: Bank) -> float:
-    """Hidden rows and indices of what this rank serves and, if they came from elsewhere, the rows
-    themselves.
+    """Returns the bytes per token of hidden rows and indices that a rank serves.
+
+    If rows were received from other ranks they are kept too.
     """
     hottest = scenario.skew.factor(bank, candidate.ep).p99
     kept = hottest * kept_by_bank(bank, scenario.workload.bytes_per_element)
-    return kept + (_received(scenario, candidate, bank, to_experts) if candidate.ep > 1 else 0.0)
+    return kept + (
+        _received(scenario, candidate, bank, dispatch_direction) if candidate.ep > 1 else 0.0
+    )
 
 
 def _kept_bytes(scenario: Scenario, candidate: LayoutCandidate, bank: Bank) -> float:
-    """What recomputation keeps: decisions; selective also what came from elsewhere, rows and sums
-    of answers.
+    """Returns the bytes per token that recomputation keeps: decisions.
+
+    Selective recomputation keeps also received rows and the sums of outputs.
     """
     decisions = 8 * bank.routes  # the expert
     if candidate.recompute == "full" or candidate.ep == 1:
         return decisions
-    answers = bank.units(bank.target) * bank.d_out * scenario.workload.bytes_per_element
-    return decisions + answers + _received(scenario, candidate, bank, to_experts)
+    outputs = bank.units(bank.target) * bank.d_out * scenario.workload.bytes_per_element
+    return decisions + outputs + _received(scenario, candidate, bank, dispatch_direction)
 
 
 def _buffer_bytes(scenario: Scenario, candidate: LayoutCandidate, bank: Bank) -> float:
-    """Rows and answers in flight."""
+    """Returns the bytes per token of rows and outputs that are being exchanged."""
     if candidate.ep == 1:
         return 0.0
-    return _received(scenario, candidate, bank, to_experts) + 2 * _received(
-        scenario, candidate, bank, home
+    return _received(scenario, candidate, bank, dispatch_direction) + 2 * _received(
+        scenario, candidate, bank, combine_direction
     )
 
 
-# Moving tokens or moving weights ------------------------------------------------------------------------------------
+# Moving tokens or moving weights ------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Bytes that leave one rank in a step, if the experts' work is shared by moving tokens or by
-    moving weights.
+    """Bytes and seconds of one rank's step, if the experts' work is shared by moving tokens or by
+    moving weights. Bytes are those that leave the rank.
     """
 
     ep: int
     tokens_bytes: float  # EP: every depth step's exchanges, forward and backward
-    weights_bytes: (
-        float  # FSDP over the same ranks: its gathers and a scatter of every group member
-    )
-    weights_bytes_per_use: (
-        float  # the same, if weights were gathered anew for every depth step, forward and backward
-    )
+    weights_bytes: float  # FSDP over the same ranks: gathers and a scatter of every group member
+    # The same, if weights were gathered anew for every depth step, forward and backward.
+    weights_bytes_per_use: float
     break_even_tokens: float  # per rank and step: with fewer, tokens are less to move
     tokens_s: float
     weights_s: float
 
 
 def compare(scenario: Scenario, *, ep: int, dispatcher: str) -> Comparison:
-    """Both ways of sharing the experts among the same `ep` ranks."""
+    """Compares both ways of sharing the experts among the same `ep` ranks."""
     work, hardware = scenario.workload, scenario.hardware
     candidate = LayoutCandidate(1, ep, ep, "none", dispatcher)
     exchanges = [
         call for call in _exchanges(scenario, candidate, "p50") if "counts" not in call.name
     ]
-    group = strided(ep, 1, hardware.ranks_per_node)
+    group = strided_group(ep, 1, hardware.ranks_per_node)
     gathers = _gathers_per_pass(work)
     once, anew = (
         work.expert_parameters * (count * work.bytes_per_element + GRADIENT_BYTES) * (ep - 1) / ep

@@ -51,22 +51,22 @@ class Hardware:
 
     @property
     def fast(self) -> float:
-        """Bytes/s that one rank reaches inside a node."""
+        """Returns the bytes/s that one rank reaches inside a node."""
         return self.fast_bandwidth * self.fast_efficiency
 
     @property
     def slow(self) -> float:
-        """Bytes/s that one rank reaches between nodes of a pod."""
+        """Returns the bytes/s that one rank reaches between nodes of a pod."""
         return self.slow_bandwidth * self.slow_efficiency
 
     def peak(self, precision: str) -> float:
-        """FLOP/s of matrix products."""
+        """Returns the peak FLOP/s of matrix products, dense, in that precision."""
         return {"bfloat16": self.peak_bf16, "float32": self.peak_fp32}[precision]
 
 
 @dataclass(frozen=True)
 class Sourced:
-    """A figure and where it comes from."""
+    """One figure of a machine, and where it comes from."""
 
     value: float
     source: str
@@ -77,20 +77,29 @@ def _data_sheet(gpu: str) -> str:
 
 
 _UNCHECKED = "vendor's announcement of the Blackwell generation, not checked against a data sheet"
-_NCCL = "NCCL's tuning table (src/graph/tuning.cc, commit 01afd20), ring, Simple protocol; newer ones differ by tens of per cent"
+_NCCL = (
+    "NCCL's tuning table (src/graph/tuning.cc, commit 01afd20), ring, Simple protocol; "
+    "newer ones differ by tens of per cent"
+)
 _OURS = "assumption of this project, to be replaced by a measurement"
 
 _GPU: dict[str, Sourced] = {
     "ranks_per_node": Sourced(8, "HGX boards join 8 GPUs by NVLink"),
     "usable_memory": Sourced(0.92, f"CUDA context, NCCL buffers, fragmentation: {_OURS}"),
     "fast_efficiency": Sourced(
-        0.80, "DeepEP's README: 726 of 900 GB/s on NVLink5, 153–158 of 160 GB/s on the H800; the lower, rounded"
+        0.80,
+        "DeepEP's README: 726 of 900 GB/s on NVLink5, 153–158 of 160 GB/s on the H800; the lower, "
+        "rounded",
     ),
     "slow_bandwidth": Sourced(50e9, "NDR InfiniBand, 400 Gb/s, one adapter per GPU"),
     "slow_efficiency": Sourced(
-        0.90, "DeepEP issue 155: RDMA writes of about 47 GB/s on 50 GB/s; issues 155, 336, 493 show 12–25 where misconfigured"
+        0.90,
+        "DeepEP issue 155: RDMA writes of about 47 GB/s on 50 GB/s; issues 155, 336, 493 show "
+        "12–25 where misconfigured",
     ),
-    "pod_nodes": Sourced(1_000_000, "a network without oversubscription: set it where yours has pods"),
+    "pod_nodes": Sourced(
+        1_000_000, "a network without oversubscription: set it where yours has pods"
+    ),
     "oversubscription": Sourced(1.0, "as pod_nodes"),
     "fast_hop_s": Sourced(3.4e-6, f"{_NCCL}: NVLink hop"),
     "slow_hop_s": Sourced(9.6e-6, f"{_NCCL}: network hop"),
@@ -98,17 +107,28 @@ _GPU: dict[str, Sourced] = {
     "exchange_start_s": Sourced(10e-6, f"two kernel launches of about 5 µs: {_OURS}"),
     "fast_post_s": Sourced(0.4e-6, f"NCCL spreads peers over channels: {_OURS}"),
     "slow_post_s": Sourced(1.0e-6, f"posting one RDMA write: {_OURS}"),
-    "launch_s": Sourced(6e-6, f"eager PyTorch, 5–8 µs; CUDA graphs and torch.compile take less: {_OURS}"),
-    "host_sync_s": Sourced(25e-6, f"device-to-host copy and relaunch, 15–40 µs: {_OURS}"),
-    "matmul_efficiency": Sourced(0.75, f"cuBLAS on large bfloat16 products reaches 70–80 % of the peak: {_OURS}"),
-    "matmul_half_rows": Sourced(
-        128, f"one tile of a grouped product; a loop over experts, as the `segments` kernels are, is slower: {_OURS}"
+    "launch_s": Sourced(
+        6e-6, f"eager PyTorch, 5–8 µs; CUDA graphs and torch.compile take less: {_OURS}"
     ),
-    "memory_passes": Sourced(6, f"forward: read and written; backward: read twice, its gradient written and read: {_OURS}"),
+    "host_sync_s": Sourced(25e-6, f"device-to-host copy and relaunch, 15–40 µs: {_OURS}"),
+    "matmul_efficiency": Sourced(
+        0.75, f"cuBLAS on large bfloat16 products reaches 70–80 % of the peak: {_OURS}"
+    ),
+    "matmul_half_rows": Sourced(
+        128,
+        "one tile of a grouped product; a loop over experts, as the `segments` kernels are, is "
+        f"slower: {_OURS}",
+    ),
+    "memory_passes": Sourced(
+        6,
+        f"forward: read and written; backward: read twice, its gradient written and read: {_OURS}",
+    ),
     "gather_overlap": Sourced(0.9, f"gathers are prefetched one group member ahead: {_OURS}"),
     "chunk_overlap": Sourced(0.45, f"published schedules with two chunks hide 35–60 %: {_OURS}"),
-    "straggler": Sourced(0.015, f"1–2 % of a step, the slowest of n ranks being σ·√(2 ln n) late: {_OURS}"),
-}  # fmt: skip
+    "straggler": Sourced(
+        0.015, f"1–2 % of a step, the slowest of n ranks being σ·√(2 ln n) late: {_OURS}"
+    ),
+}
 _HOPPER = _GPU | {
     "peak_bf16": Sourced(989e12, _data_sheet("H100 SXM and H200 SXM")),
     "peak_fp32": Sourced(
@@ -126,15 +146,20 @@ _BLACKWELL = _GPU | {
     "fast_bandwidth": Sourced(900e9, f"NVLink5, 1,800 GB/s both ways: {_UNCHECKED}"),
 }
 _SOURCED: dict[str, dict[str, Sourced]] = {
-    "h100": _HOPPER | {
-        "memory_bytes": Sourced(80e9, _data_sheet("H100 SXM")), "memory_bandwidth": Sourced(3.35e12, _data_sheet("H100 SXM")),
+    "h100": _HOPPER
+    | {
+        "memory_bytes": Sourced(80e9, _data_sheet("H100 SXM")),
+        "memory_bandwidth": Sourced(3.35e12, _data_sheet("H100 SXM")),
     },
-    "h200": _HOPPER | {
-        "memory_bytes": Sourced(141e9, _data_sheet("H200 SXM")), "memory_bandwidth": Sourced(4.8e12, _data_sheet("H200 SXM")),
+    "h200": _HOPPER
+    | {
+        "memory_bytes": Sourced(141e9, _data_sheet("H200 SXM")),
+        "memory_bandwidth": Sourced(4.8e12, _data_sheet("H200 SXM")),
     },
     "b200": _BLACKWELL,
-    "gb200_nvl72": _BLACKWELL | {"ranks_per_node": Sourced(72, f"one NVLink domain per rack: {_UNCHECKED}")},
-}  # fmt: skip
+    "gb200_nvl72": _BLACKWELL
+    | {"ranks_per_node": Sourced(72, f"one NVLink domain per rack: {_UNCHECKED}")},
+}
 
 
 def _hardware(name: str, figures: Mapping[str, Sourced]) -> Hardware:
@@ -148,7 +173,7 @@ HARDWARE: dict[str, Hardware] = {
 
 
 def find_hardware(name_or_file: str) -> Hardware:
-    """The hardware of that name, or a TOML file's: a `base` and the figures that differ.
+    """Returns the hardware of that name, or a TOML file's: a `base` and the figures that differ.
 
     Raises:
         ValueError: there is no such hardware or file, or the file has a key that is none, or a

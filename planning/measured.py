@@ -1,11 +1,12 @@
 """Measured times of collectives: a table to interpolate, and Hockney's two numbers fitted to it.
 
-    t = α + β·bytes         α: latency, 1/β: bandwidth, α/β: the message size at which half of the bandwidth is reached
+    t = α + β·bytes         α: latency, 1/β: bandwidth,
+                            α/β: the message size at which half of the bandwidth is reached
 
 The file is what benchmarks/gloo_table.py writes: {"rows": [{"op", "world", "bytes", "seconds"} …]},
 bytes being those of the whole tensor on one rank. `ranks_per_node` beside the rows says how the
 world was placed; without it all ranks shared a node. A table speaks only for groups that are placed
-as it was measured; elsewhere the formulas of communication_cost.py hold.
+as it was measured; elsewhere the formulas of communication.py hold.
 """
 
 import json
@@ -31,13 +32,14 @@ class Hockney:
     beta_s_per_byte: float
 
     def seconds(self, num_bytes: float) -> float:
-        """Of one call."""
+        """Returns the seconds of one call."""
         return self.alpha_s + self.beta_s_per_byte * num_bytes
 
 
 def fit_hockney(points: Sequence[tuple[float, float]]) -> Hockney:
-    """α and β ≥ 0 with the least sum of squared relative errors, so that small messages count as
-    much as large ones.
+    """Fits α and β ≥ 0 to measured times.
+
+    The sum of squared relative errors is least, so that small messages count as much as large ones.
 
     Raises:
         ValueError: fewer than two sizes, or a time that is not positive.
@@ -67,17 +69,16 @@ class MeasuredTable:
     source: str = "measured"
 
     def worlds(self, op: str) -> list[int]:
-        """In which the operation was measured."""
+        """Returns the sizes of the worlds in which an operation was measured."""
         return sorted(world for measured, world in self.points if measured == op)
 
     def seconds(
         self, op: str, *, world: int, ranks_per_node: int, num_bytes: float
     ) -> float | None:
-        """Of one call, between measured sizes and worlds on straight lines in logarithms; None
-        where the table says nothing.
+        """Returns the seconds of one call; None where the table has none to interpolate.
 
-        Below the smallest size the time is that size's; beyond the largest it grows as between the
-        last two.
+        Between measured sizes and worlds it follows straight lines in logarithms. Below the
+        smallest size the time is that size's; beyond the largest it grows as between the last two.
         """
         worlds = self.worlds(op)
         if (
@@ -113,7 +114,7 @@ class MeasuredTable:
 
 
 def read_table(path: Path) -> MeasuredTable:
-    """The table in a JSON file.
+    """Reads the table in a JSON file.
 
     Raises:
         ValueError: the file cannot be read, or a row is not one.
@@ -139,7 +140,7 @@ def make_table(
     ranks_per_node: int | None = None,
     source: str = "measured",
 ) -> MeasuredTable:
-    """A table of (operation, world) → {bytes: seconds}."""
+    """Makes a table of (operation, world) → {bytes: seconds}."""
     points = {}
     for key, of_size in times.items():
         sizes = sorted(of_size)

@@ -15,7 +15,7 @@ About 0.5 ms per layout.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from .communication import DISPATCHERS, neighbours
+from .communication import SENDING_PATTERNS, ranks_sharing_a_node
 from .cost_model import RECOMPUTATION, SHARDINGS, LayoutCandidate, Prediction, Scenario, predict
 from .workload import rounded
 
@@ -24,7 +24,7 @@ MOST_UNUSED = 0.1  # of the nodes, in search of better divisors
 
 @dataclass(frozen=True)
 class Constraints:
-    """What the user has decided; None leaves it open."""
+    """What the user has decided about the layout; None leaves it open."""
 
     ep: int | None = None
     sharding: str | None = None
@@ -37,40 +37,40 @@ UNCONSTRAINED = Constraints()
 
 @dataclass(frozen=True)
 class Plan:
-    """A layout's prediction, and what it takes."""
+    """One layout with its prediction, and what taking it would change."""
 
     prediction: Prediction
     scenario: Scenario  # with the experts rounded up, where they had to be
     unused_ranks: int
-    changes: tuple[
-        tuple[str, int], ...
-    ] = ()  # banks that had to be rounded up: kind, experts of a head
+    changes: tuple[tuple[str, int], ...] = ()  # rounded-up banks: kind, experts of a head
 
     @property
     def candidate(self) -> LayoutCandidate:
+        """Returns the layout."""
         return self.prediction.candidate
 
 
 @dataclass(frozen=True)
 class RankedPlans:
-    """All layouts of one number of nodes, best first; those that do not fit come last."""
+    """All plans for one number of nodes, best first; those that do not fit come last."""
 
     nodes: int
     plans: tuple[Plan, ...]
 
     @property
     def fitting(self) -> tuple[Plan, ...]:
+        """Returns the plans that fit into memory, best first."""
         return tuple(plan for plan in self.plans if plan.prediction.fits)
 
     def best(self, *, with_ep: bool) -> Plan | None:
-        """The fastest that fits, with or without expert parallelism."""
+        """Returns the fastest plan that fits, with or without expert parallelism."""
         return next((plan for plan in self.fitting if (plan.candidate.ep > 1) == with_ep), None)
 
 
 def rank_plans(
     scenario: Scenario, nodes: int, constraints: Constraints = UNCONSTRAINED
 ) -> RankedPlans:
-    """Every layout of `nodes` nodes, ranked by the tokens per second of the whole world.
+    """Returns every layout of `nodes` nodes, ranked by the tokens per second of the whole world.
 
     Raises:
         ValueError: no layout is legal, or none fits into memory; the message says what is missing.
@@ -95,8 +95,9 @@ def rank_plans(
 
 
 def _worlds(nodes: int, ranks_per_node: int, ep: int | None) -> list[int]:
-    """The whole world, and smaller ones whose number of nodes has more divisors; of a given ep the
-    largest multiple.
+    """Returns the whole world, and smaller ones whose number of nodes has more divisors.
+
+    Of a given ep it is the largest multiple.
     """
     whole = nodes * ranks_per_node
     if ep is not None and whole % ep:
@@ -115,12 +116,10 @@ def _of_world(
     for ep in _divisors(world):
         if constraints.ep not in (None, ep):
             continue
-        fitted = (
-            rounded(scenario.workload, ep)
-            if ep > 1 and scenario.workload.uses
-            else (scenario.workload, {})
-        )
-        if fitted is None or (ep > 1 and not scenario.workload.uses):
+        if ep > 1 and not scenario.workload.uses:
+            continue
+        fitted = rounded(scenario.workload, ep) if ep > 1 else (scenario.workload, {})
+        if fitted is None:
             continue
         workload, changes = fitted
         changed = replace(scenario, workload=workload)
@@ -145,31 +144,33 @@ def _shardings(world: int, ep: int, wanted: str | None) -> Iterator[tuple[str, i
 def best_way(
     scenario: Scenario, layout: LayoutCandidate, constraints: Constraints = UNCONSTRAINED
 ) -> Prediction:
-    """The fastest dispatcher and the least recomputation that fits; if nothing does, what needs the
-    least memory.
+    """Returns the prediction with the fastest dispatcher and the least recomputation that fits.
+
+    If nothing fits, it is the one that needs the least memory.
     """
-    one_node = neighbours(layout.ep, scenario.hardware.ranks_per_node) == layout.ep
-    usual = [name for name in DISPATCHERS if not one_node or name != "hierarchical"]
-    ways = (
-        ["local"]
-        if layout.ep == 1
-        else [constraints.dispatcher]
-        if constraints.dispatcher
-        else usual
-    )
-    ways_back = [constraints.recompute] if constraints.recompute else RECOMPUTATION
     tried: list[Prediction] = []
-    for dispatcher in ways:
-        for recompute in ways_back:
-            tried.append(
-                predict(scenario, replace(layout, dispatcher=dispatcher, recompute=recompute))
-            )
+    for dispatcher in _dispatchers(scenario, layout, constraints):
+        for recompute in [constraints.recompute] if constraints.recompute else RECOMPUTATION:
+            way = replace(layout, dispatcher=dispatcher, recompute=recompute)
+            tried.append(predict(scenario, way))
             if tried[-1].fits:
                 break
     fitting = [prediction for prediction in tried if prediction.fits]
     if fitting:
         return max(fitting, key=lambda prediction: prediction.tokens_per_s)
     return min(tried, key=lambda prediction: prediction.memory.total)
+
+
+def _dispatchers(
+    scenario: Scenario, layout: LayoutCandidate, constraints: Constraints
+) -> list[str]:
+    if layout.ep == 1:
+        return ["local"]
+    if constraints.dispatcher:
+        return [constraints.dispatcher]
+    per_node = scenario.hardware.ranks_per_node
+    one_node = ranks_sharing_a_node(layout.ep, per_node) == layout.ep
+    return [name for name, sends in SENDING_PATTERNS.items() if not (one_node and sends.node_first)]
 
 
 def _divisors(number: int) -> list[int]:
@@ -199,17 +200,15 @@ def _nothing_legal(scenario: Scenario, ranks: int, constraints: Constraints) -> 
 
 def _nothing_fits(scenario: Scenario, nodes: int, ranked: Sequence[Plan]) -> str:
     least = min(ranked, key=lambda plan: plan.prediction.memory.total)
-    memory, room = (
-        least.prediction.memory,
-        scenario.hardware.usable_memory * scenario.hardware.memory_bytes,
-    )
+    memory = least.prediction.memory
+    room = scenario.hardware.usable_memory * scenario.hardware.memory_bytes
     parts = sorted(vars(memory).items(), key=lambda part: -part[1])[:3]
     return (
         f"the model fits on no layout of {nodes} {'node' if nodes == 1 else 'nodes'} of "
         f"{scenario.hardware.name}: the smallest, "
-        f"{describe_candidate(least.candidate)} with {least.candidate.recompute} recomputation, needs "
-        f"{memory.total / 1e9:.1f} GB of "
-        f"{room / 1e9:.1f} GB per rank, {(memory.total - room) / 1e9:.1f} GB too many; most of it "
+        f"{describe_candidate(least.candidate)} with {least.candidate.recompute} recomputation, "
+        f"needs {memory.total / 1e9:.1f} GB of {room / 1e9:.1f} GB per rank, "
+        f"{(memory.total - room) / 1e9:.1f} GB too many; most of it "
         f"{', '.join(f'{name} {size / 1e9:.1f} GB' for name, size in parts)}. "
         "More nodes share weights further, fewer --tokens-per-rank need less for activations and "
         "logits"
@@ -217,19 +216,19 @@ def _nothing_fits(scenario: Scenario, nodes: int, ranked: Sequence[Plan]) -> str
 
 
 def describe_candidate(candidate: LayoutCandidate) -> str:
-    """dp_replicate × dp_shard × ep, as the mesh has them."""
+    """Describes a layout by the mesh's sizes."""
     return (
         f"dp_replicate {candidate.dp_replicate} × dp_shard {candidate.dp_shard}, "
         f"ep {candidate.ep}, sharding {candidate.sharding}"
     )
 
 
-# From which size expert parallelism pays ----------------------------------------------------------------------------
+# From which size expert parallelism pays ----------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class SizeRange:
-    """Consecutive sizes of the world at which expert parallelism is the faster way, or is not."""
+    """Consecutive sizes of the world at which expert parallelism is faster, or is not."""
 
     first_ranks: int
     last_ranks: int
@@ -237,8 +236,9 @@ class SizeRange:
 
 
 def ep_pays(ranked_plans: RankedPlans) -> bool | None:
-    """Whether the best layout with expert parallelism is faster than the best without; None if
-    there is none with.
+    """Tells whether the best plan with expert parallelism is faster than the best without.
+
+    None if there is no plan with expert parallelism.
     """
     tokens, weights = ranked_plans.best(with_ep=True), ranked_plans.best(with_ep=False)
     if tokens is None:
@@ -247,7 +247,7 @@ def ep_pays(ranked_plans: RankedPlans) -> bool | None:
 
 
 def size_ranges(plans: Sequence[RankedPlans], ranks_per_node: int) -> list[SizeRange]:
-    """Where it pays, over the sizes that were planned, in ascending order."""
+    """Groups the planned sizes by whether expert parallelism pays, in ascending order."""
     found: list[SizeRange] = []
     for ranked in sorted(plans, key=lambda ranked: ranked.nodes):
         pays = ep_pays(ranked)
@@ -262,8 +262,9 @@ def size_ranges(plans: Sequence[RankedPlans], ranks_per_node: int) -> list[SizeR
 
 
 def experts_at_break_even(scenario: Scenario, nodes: int, *, limit: int = 256) -> int | None:
-    """The smallest power of two by which the experts must grow in number, top_k as it is, for EP to
-    pay; None up to `limit`.
+    """Returns the smallest power of two by which the experts must grow in number for EP to pay.
+
+    top_k stays as it is; None where no factor up to `limit` is enough.
     """
     factor = 1
     while factor <= limit:

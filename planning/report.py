@@ -4,10 +4,10 @@ words, JSON and picture.
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from rich.console import Group
 from rich.table import Table
@@ -32,21 +32,21 @@ QUANTILES = ("p50", "p90", "p99")
 
 @dataclass(frozen=True)
 class PlanReport:
-    """Plans of all sizes that have one, and what follows from them."""
+    """The plans of all sizes that have one, and what follows from them."""
 
     scenario: Scenario
     sizes: tuple[RankedPlans, ...]
     impossible: dict[int, str]  # nodes → why not
     comparison: Comparison | None  # None: the model has no experts, or no node could share them
     size_ranges: tuple[SizeRange, ...]
-    growth: (
-        int | None
-    )  # by how much the experts must grow in number until EP pays at the largest size; None: not found
+    # By how much the experts must grow in number until EP pays at the largest size; None: unknown.
+    growth: int | None
 
 
 def parse_nodes(words: Sequence[str]) -> list[int]:
-    """Numbers of nodes; "…" (or "..") between two doubles the first until the second is reached: 1
-    … 6 is 1 2 4 6.
+    """Reads numbers of nodes, in ascending order.
+
+    "…" (or "..") between two doubles the first until the second is reached: 1 … 6 is 1 2 4 6.
 
     Raises:
         ValueError: a word is no number of nodes, or nothing stands before or after "…".
@@ -78,7 +78,12 @@ def parse_nodes(words: Sequence[str]) -> list[int]:
 def make_report(
     scenario: Scenario, nodes: Sequence[int], constraints: Constraints = UNCONSTRAINED
 ) -> PlanReport:
-    """Plans every size.
+    """Plans every size and compares moving tokens with moving weights.
+
+    Args:
+        scenario: model, machine, tokens and routing.
+        nodes: the sizes, in numbers of nodes.
+        constraints: what the user has decided.
 
     Raises:
         ValueError: none of them has a layout; the message is that of the largest.
@@ -98,67 +103,78 @@ def make_report(
 
 
 def _comparison(plans: Sequence[RankedPlans]) -> Comparison | None:
-    """Over the ranks of the best layout with experts spread, at the largest size that has one."""
-    best = _largest_spread(plans)
-    return (
-        None
-        if best is None
-        else compare(best.scenario, ep=best.candidate.ep, dispatcher=best.candidate.dispatcher)
-    )
+    """Compares over the ranks of the best plan with EP, at the largest size that has one."""
+    best = _largest_with_ep(plans)
+    if best is None:
+        return None
+    return compare(best.scenario, ep=best.candidate.ep, dispatcher=best.candidate.dispatcher)
 
 
-def host_words(report: PlanReport) -> list[str]:
-    """A warning where launching the operations one by one takes longer than what they do."""
+def host_lines(report: PlanReport) -> list[str]:
+    """Warns where launching the operations one by one takes longer than what they do."""
     best = report.sizes[-1].fitting[0]
     launching = host_s(best.scenario, best.candidate.recompute)
     if launching <= best.prediction.time.total:
         return []
     return [
-        f"the host: to launch {best.scenario.workload.launches:,} operations per pass one by one takes {_ms(launching)} a step, "
-        f"more than the {_ms(best.prediction.time.total)} predicted; compile the model, or give a rank more tokens"
+        f"the host: to launch {best.scenario.workload.launches:,} operations per pass one by one "
+        f"takes {_ms(launching)} a step, more than the {_ms(best.prediction.time.total)} "
+        "predicted; compile the model, or give a rank more tokens"
     ]
 
 
-def _largest_spread(plans: Sequence[RankedPlans]) -> Plan | None:
+def _largest_with_ep(plans: Sequence[RankedPlans]) -> Plan | None:
     found = (ranked.best(with_ep=True) for ranked in reversed(plans))
     return next((best for best in found if best is not None), None)
 
 
-# The table ----------------------------------------------------------------------------------------------------------
+# The table ----------------------------------------------------------------------------------------
+
+
+# What a column shows may be folded to more lines where the terminal is narrow, and is never cut.
+_COLUMNS = {
+    "GPUs": "right",
+    "layout": "right",
+    "ep": "right",
+    "shard": "left",
+    "dispatcher": "left",
+    "recompute": "left",
+    "GB": "right",
+    "ms": "right",
+    "c+x+w %": "right",
+    "tok/s": "right",
+    "MFU": "right",
+}
 
 
 def render_plans(report: PlanReport, *, top: int) -> Group:
-    """One line per layout, the best `top` of every size and the best of the other kind; below it
-    what they mean.
+    """Renders the table of plans and below it what they mean; it fits 80 columns.
+
+    Args:
+        report: the plans of every size.
+        top: how many of every size are shown, and the best one with or without expert parallelism
+            if it is not among them.
     """
-    headings = (
-        "GPUs",
-        "layout",
-        "ep",
-        "shard",
-        "dispatcher",
-        "recompute",
-        "GB",
-        "ms",
-        "c+x+w %",
-        "tokens/s",
-        "MFU",
-    )
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
-    for heading in headings:
-        left = heading in ("shard", "dispatcher", "recompute")
-        table.add_column(heading, justify="left" if left else "right", no_wrap=True)
+    table = _table(_COLUMNS)
+    shown: list[Plan] = []
     for ranked in report.sizes:
-        for row, entry in enumerate(_shown(ranked, top)):
-            style = "bold" if row == 0 else "" if entry.prediction.fits else "dim"
-            table.add_row(*map(Text, _cells(entry)), style=style)
-    shown = [entry for ranked in report.sizes for entry in _shown(ranked, top)]
-    words = [Text(line, style=style) for line, style in _words(report, shown)]
-    return Group(table, Text(""), *words)
+        for row, plan in enumerate(_shown(ranked, top)):
+            style = "bold" if row == 0 else "" if plan.prediction.fits else "dim"
+            table.add_row(*map(Text, _cells(plan)), style=style)
+            shown.append(plan)
+    lines = [Text(line, style=style) for line, style in _explanations(report, shown)]
+    return Group(table, Text(""), *lines)
+
+
+def _table(columns: Mapping[str, str]) -> Table:
+    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="dim")
+    for heading, justify in columns.items():
+        table.add_column(heading, justify=cast(Any, justify), overflow="fold")
+    return table
 
 
 def _shown(ranked: RankedPlans, top: int) -> list[Plan]:
-    """The best, and of the kind that is not among them the best."""
+    """Returns the best plans, and the best with or without EP if it is not among them."""
     best = list(ranked.fitting[:top])
     for with_ep in (True, False):
         other = ranked.best(with_ep=with_ep)
@@ -171,7 +187,7 @@ def _cells(entry: Plan) -> tuple[str, ...]:
     candidate, found = entry.candidate, entry.prediction
     world = candidate.world_size
     return (
-        f"{world:,}" if not entry.unused_ranks else f"{world:,}/{world + entry.unused_ranks:,}",
+        f"{world}" if not entry.unused_ranks else f"{world}/{world + entry.unused_ranks}",
         f"{candidate.dp_replicate}×{candidate.dp_shard}",
         f"{candidate.ep}{'~' if entry.changes else ''}",
         candidate.sharding,
@@ -181,7 +197,7 @@ def _cells(entry: Plan) -> tuple[str, ...]:
         f"{1e3 * found.time.total:.1f}",
         _shares(found),
         _large(found.tokens_per_s),
-        f"{100 * found.mfu:.1f}%",
+        f"{100 * found.mfu:.1f}",
     )
 
 
@@ -198,35 +214,35 @@ def _large(number: float) -> str:
     return f"{number:.0f}"
 
 
-# The words ----------------------------------------------------------------------------------------------------------
+# The words ----------------------------------------------------------------------------------------
 
 
-def _words(report: PlanReport, shown: Sequence[Plan]) -> list[tuple[str, str]]:
-    lines = [(line, "") for line in (*verdict(report), *skew_words(report))]
+def _explanations(report: PlanReport, shown: Sequence[Plan]) -> list[tuple[str, str]]:
+    lines = [(line, "") for line in (*tokens_or_weights_lines(report), *skew_lines(report))]
     lines += [
         (f"{count} {'node' if count == 1 else 'nodes'}: {why}", "yellow")
         for count, why in report.impossible.items()
     ]
-    lines += [(line, "yellow") for line in host_words(report)]
+    lines += [(line, "yellow") for line in host_lines(report)]
     return [*lines, ("", ""), *((line, "dim") for line in _legend(report, shown))]
 
 
-def verdict(report: PlanReport) -> list[str]:
-    """Moving tokens or moving weights, and from which size expert parallelism pays."""
+def tokens_or_weights_lines(report: PlanReport) -> list[str]:
+    """Tells whether to move tokens or weights, and from which size expert parallelism pays."""
     if report.comparison is None:
         if not report.scenario.workload.uses:
             return ["tokens or weights: the model has no experts; only weights can move"]
         return ["tokens or weights: no layout spreads the experts over several ranks"]
     found, repeats = report.comparison, report.scenario.workload.repeats
-    once = (
-        f"; gathered anew for each of {repeats} repeats: {_bytes(found.weights_bytes_per_use)}"
-        if repeats > 1
-        else ""
-    )
+    anew = ""
+    if repeats > 1:
+        per_use = _bytes(found.weights_bytes_per_use)
+        anew = f"; gathered anew for each of {repeats} repeats: {per_use}"
     return [
-        f"tokens or weights: among {found.ep} ranks, moving tokens sends {_bytes(found.tokens_bytes)} per rank and step "
-        f"({_ms(found.tokens_s)}), moving the experts' weights {_bytes(found.weights_bytes)} "
-        f"({_ms(found.weights_s)}{once})",
+        f"tokens or weights: among {found.ep} ranks, moving tokens sends "
+        f"{_bytes(found.tokens_bytes)} per rank and step ({_ms(found.tokens_s)}), moving the "
+        f"experts' weights {_bytes(found.weights_bytes)} "
+        f"({_ms(found.weights_s)}{anew})",
         f"below {_large(found.break_even_tokens)} tokens per rank and step tokens are less to "
         "move, above it weights; "
         f"planned: {report.scenario.tokens:,}",
@@ -242,43 +258,41 @@ def _where_it_pays(report: PlanReport) -> str:
     paying = [size_range for size_range in report.size_ranges if size_range.ep_pays]
     if not paying:
         first, last = report.size_ranges[0].first_ranks, report.size_ranges[-1].last_ranks
-        sizes = f"{first:,}" if first == last else f"{first:,} to {last:,}"
-        grown = (
-            f"; at {last:,} it would with {report.growth} times as many experts"
-            if report.growth
-            else ""
-        )
+        sizes = _span(SizeRange(first, last, ep_pays=False))
+        grown = ""
+        if report.growth:
+            grown = f"; at {last:,} it would with {report.growth} times as many experts"
         return f"pays at none of the sizes planned ({sizes} GPUs){grown}"
-    spans = [
-        f"{size_range.first_ranks:,} GPUs"
-        if size_range.first_ranks == size_range.last_ranks
-        else f"{size_range.first_ranks:,} to {size_range.last_ranks:,} GPUs"
-        for size_range in paying
-    ]
     if paying[-1] is report.size_ranges[-1] and len(paying) == 1:
         return f"pays from {paying[0].first_ranks:,} GPUs on, as far as planned"
-    return f"pays at {', '.join(spans)}"
+    return f"pays at {', '.join(f'{_span(size_range)} GPUs' for size_range in paying)}"
 
 
-def skew_words(report: PlanReport) -> list[str]:
-    """The hottest rank of the best layout with experts spread, and what it costs."""
-    best = _largest_spread(report.sizes)
+def _span(sizes: SizeRange) -> str:
+    first, last = sizes.first_ranks, sizes.last_ranks
+    return f"{first:,}" if first == last else f"{first:,} to {last:,}"
+
+
+def skew_lines(report: PlanReport) -> list[str]:
+    """Tells how hot the hottest rank of the best plan with EP is, and what it costs."""
+    best = _largest_with_ep(report.sizes)
     if best is None:
         return []
-    factors = hottest_factors(best).items()
-    named = "; ".join(
-        f"{kind} {' / '.join(f'{factor:.2f}' for factor in at.values())}" for kind, at in factors
-    )
+    named = []
+    for kind, at in hottest_factors(best).items():
+        named.append(f"{kind} {' / '.join(f'{factor:.2f}' for factor in at.values())}")
+    candidate, source = best.candidate, report.scenario.skew.source
     times = " / ".join(_ms(seconds) for seconds in step_quantiles(best).values())
     return [
-        f"hottest of {best.candidate.ep} ranks over their mean, {' / '.join(QUANTILES)}: {named} ({report.scenario.skew.source})",
-        f"a step of the best layout with ep {best.candidate.ep} on {best.candidate.world_size:,} GPUs: "
+        f"hottest of {candidate.ep} ranks over their mean, {' / '.join(QUANTILES)}: "
+        f"{'; '.join(named)} ({source})",
+        f"a step of the best layout with ep {candidate.ep} on {candidate.world_size:,} GPUs: "
         f"{times}",
     ]
 
 
 def hottest_factors(plan: Plan) -> dict[str, dict[str, float]]:
-    """Of every bank, at every quantile."""
+    """Returns the hottest rank's load over the mean, by bank and quantile."""
     scenario, ep = plan.scenario, plan.candidate.ep
     return {
         bank.kind: {name: scenario.skew.factor(bank, ep).at(name) for name in QUANTILES}
@@ -287,7 +301,7 @@ def hottest_factors(plan: Plan) -> dict[str, dict[str, float]]:
 
 
 def step_quantiles(plan: Plan) -> dict[str, float]:
-    """Seconds of a step at the quantiles of the hottest rank's factor."""
+    """Returns the seconds of a step at the quantiles of the hottest rank's factor."""
     return {
         name: predict(plan.scenario, plan.candidate, quantile=name).time.total for name in QUANTILES
     }
@@ -295,31 +309,36 @@ def step_quantiles(plan: Plan) -> dict[str, float]:
 
 def _legend(report: PlanReport, shown: Sequence[Plan]) -> list[str]:
     lines = [
-        "layout: dp_replicate×dp_shard; shard: fsdp shards weights over dp_shard, none keeps dense ones whole",
+        "layout: dp_replicate×dp_shard; shard: fsdp shards weights over dp_shard, none keeps dense "
+        "ones whole",
         "GB: of the fullest rank; c+x+w %: of the step for computation, exchanges of rows, gathers "
         "and sums of weights",
-        f"{report.scenario.tokens:,} tokens per rank and step, {report.scenario.workload.precision}; "
-        "MFU without recomputation",
+        f"{report.scenario.tokens:,} tokens per rank and step, "
+        f"{report.scenario.workload.precision}; MFU in %, without recomputation",
     ]
     if any(entry.unused_ranks for entry in shown):
         lines.append("GPUs a/b: b − a ranks stay unused, because the rest divides better")
     changes = {change for entry in shown for change in entry.changes}
     if changes:
-        banks = {bank.kind: bank.num_experts for bank, _ in report.scenario.workload.uses}
-        kinds = sorted({kind for kind, _ in changes})
-        asked = "; ".join(
-            f"{kind}{' (per head)' if kind != 'feed_forward' else ''} {banks[kind]} → "
-            f"{', '.join(str(count) for other, count in sorted(changes) if other == kind)}"
-            for kind in kinds
-        )
         lines.append(
             "~: ep must divide every bank of experts, so this is planned with more of them: "
-            f"{asked}"
+            f"{_rounded_up(report.scenario, changes)}"
         )
     lines.append(
         "--sources says where every figure comes from; speeds are predictions, not measurements"
     )
     return lines
+
+
+def _rounded_up(scenario: Scenario, changes: Set[tuple[str, int]]) -> str:
+    found = []
+    for bank, _ in scenario.workload.uses:
+        counts = sorted(count for kind, count in changes if kind == bank.kind)
+        if counts:
+            of_head = "" if bank.kind == "feed_forward" else " (per head)"
+            more = ", ".join(map(str, counts))
+            found.append(f"{bank.kind}{of_head} {bank.num_experts} → {more}")
+    return "; ".join(sorted(found))
 
 
 def _bytes(number: float) -> str:
@@ -331,7 +350,7 @@ def _ms(seconds: float) -> str:
 
 
 def render_detail(plan: Plan) -> Group:
-    """Where a layout's memory and time go, and every kind of collective of a step."""
+    """Renders where a plan's memory and time go, and every kind of collective of a step."""
     candidate, found = plan.candidate, plan.prediction
     memory = ", ".join(
         f"{name} {_bytes(size)}" for name, size in asdict(found.memory).items() if size
@@ -339,21 +358,20 @@ def render_detail(plan: Plan) -> Group:
     time = ", ".join(
         f"{name} {_ms(seconds)}" for name, seconds in asdict(found.time).items() if seconds
     )
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
-    for heading in (
-        "collective",
-        "operation",
-        "ranks",
-        "links",
-        "calls",
-        "each",
-        "each takes",
-        "all",
-    ):
-        left = heading in ("collective", "operation", "links")
-        table.add_column(heading, justify="left" if left else "right", no_wrap=True)
+    table = _table(
+        {
+            "collective": "left",
+            "operation": "left",
+            "ranks": "right",
+            "links": "left",
+            "calls": "right",
+            "each": "right",
+            "each takes": "right",
+            "all": "right",
+        }
+    )
     for call in found.collectives:
-        links = "between nodes" if call.crosses_nodes else "inside"
+        links = "slow" if call.crosses_nodes else "fast"
         table.add_row(
             call.name,
             call.op,
@@ -374,7 +392,7 @@ def render_detail(plan: Plan) -> Group:
 
 
 def render_sources(scenario: Scenario) -> Table:
-    """Every figure of the machine and of the routing, and where it comes from."""
+    """Renders every figure of the machine and of the routing, and where it comes from."""
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
     for heading in ("figure", "value", "source"):
         table.add_column(heading, no_wrap=heading != "source")
@@ -398,12 +416,12 @@ def render_sources(scenario: Scenario) -> Table:
     return table
 
 
-# JSON ---------------------------------------------------------------------------------------------------------------
+# JSON ---------------------------------------------------------------------------------------------
 
 
 def plans_as_json(report: PlanReport) -> dict[str, Any]:
-    """Everything as JSON knows it."""
-    scenario, best = report.scenario, _largest_spread(report.sizes)
+    """Returns the whole report as plain values for JSON: bytes, seconds, tokens per second."""
+    scenario, best = report.scenario, _largest_with_ep(report.sizes)
     return {
         "hardware": {
             key: getattr(scenario.hardware, key) for key in ("name", *scenario.hardware.sources)
@@ -447,14 +465,14 @@ def _plain_plan(ranked: RankedPlans, ranks_per_node: int) -> dict[str, Any]:
     return {"nodes": ranked.nodes, "ranks": ranked.nodes * ranks_per_node, "layouts": layouts}
 
 
-# The picture --------------------------------------------------------------------------------------------------------
+# The picture --------------------------------------------------------------------------------------
 
 _INK, _TOKENS, _WEIGHTS, _CROSSING = "#22313f", "#d1495b", "#2e6f95", "#8d6a9f"
 
 
 def draw_plans(report: PlanReport, path: Path, *, title: str) -> Path:
-    """Step time and MFU against the number of GPUs, with and without expert parallelism, and where
-    one overtakes the other.
+    """Draws step time and MFU against the number of GPUs, with and without expert parallelism, and
+    where one overtakes the other. Returns the path.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -519,7 +537,7 @@ def _draw_lines(panel: Any, report: PlanReport, label: str, value: Any) -> None:
 
 
 def _draw_band(panel: Any, report: PlanReport) -> None:
-    """Between the median and the 99th percentile of the hottest rank's factor."""
+    """Draws the band between the median and the 99th percentile of the hottest rank's factor."""
     found = [(ranked.nodes, ranked.best(with_ep=True)) for ranked in report.sizes]
     bands = [(nodes, step_quantiles(best)) for nodes, best in found if best is not None]
     if not bands:

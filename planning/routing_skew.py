@@ -27,7 +27,7 @@ _METRICS = {"feed_forward": "expert_load", "attention": "attention_expert_load"}
 
 @dataclass(frozen=True)
 class Quantiles:
-    """Of the hottest rank's factor; 1 is balanced."""
+    """Quantiles of the hottest rank's load over the mean; 1 is balanced."""
 
     mean: float
     p50: float
@@ -35,7 +35,7 @@ class Quantiles:
     p99: float
 
     def at(self, name: str) -> float:
-        """By the name of the quantile: p50, p90, p99."""
+        """Returns a quantile by its name: mean, p50, p90 or p99."""
         return getattr(self, name)
 
 
@@ -44,34 +44,35 @@ BALANCED = Quantiles(1.0, 1.0, 1.0, 1.0)
 
 @dataclass(frozen=True)
 class RoutingSkew:
-    """Where the loads come from: recorded ones, else draws of a Dirichlet distribution; neither:
-    all ranks alike.
+    """How uneven the ranks' loads are: recorded, else drawn from a Dirichlet distribution.
+
+    With neither all ranks are alike.
     """
 
     concentration: float | None = None
-    recorded: dict[str, np.ndarray] = field(
-        default_factory=dict, compare=False
-    )  # kind of router → (observations, experts)
+    # Kind of router → (observations, experts).
+    recorded: dict[str, np.ndarray] = field(default_factory=dict, compare=False)
     source: str = "balanced"
     _known: dict[tuple, Quantiles] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
 
     def factor(self, bank: Bank, num_ranks: int) -> Quantiles:
-        """Of the ranks that share this bank in contiguous blocks."""
+        """Returns how uneven the ranks are that share this bank in contiguous blocks."""
         if num_ranks == 1 or bank.balanced or (self.concentration is None and not self.recorded):
             return BALANCED
         key = (bank.router, bank.heads, bank.num_experts, num_ranks)
         if key not in self._known:
-            self._known[key] = _quantiles(
-                self._recorded_loads(bank, num_ranks)
-                if self.recorded
-                else self._draw(bank, num_ranks)
-            )
+            loads_of = self._recorded_loads if self.recorded else self._draw
+            self._known[key] = _quantiles(loads_of(bank, num_ranks))
         return self._known[key]
 
     def check(self, banks: list[Bank]) -> None:
-        """ValueError unless the recorded loads are of these banks."""
+        """Checks that the recorded loads are of these banks.
+
+        Raises:
+            ValueError: they are not.
+        """
         for bank in banks:
             if self.recorded and not bank.balanced:
                 found = self.recorded.get(bank.router)
@@ -88,7 +89,7 @@ class RoutingSkew:
                     )
 
     def _recorded_loads(self, bank: Bank, num_ranks: int) -> np.ndarray:
-        """(observations, ranks)."""
+        """Returns recorded loads by rank, (observations, ranks)."""
         loads = self.recorded[bank.router].reshape(
             -1, bank.heads, self.recorded[bank.router].shape[1] // bank.heads
         )
@@ -98,8 +99,10 @@ class RoutingSkew:
         return np.add.reduceat(loads, edges[:-1], axis=1)
 
     def _draw(self, bank: Bank, num_ranks: int) -> np.ndarray:
-        """(draws, ranks). A block of m experts of a Dirichlet distribution has the share of one
-        component of m-fold weight.
+        """Returns drawn loads by rank, (draws, ranks).
+
+        A block of m experts of a Dirichlet distribution has the share of one component of m-fold
+        weight.
         """
         draws, loads = np.random.default_rng(0), np.zeros((DRAWS, num_ranks))
         for head in range(bank.heads):
@@ -117,9 +120,16 @@ def _quantiles(load_NP: np.ndarray) -> Quantiles:
     return Quantiles(float(hottest.mean()), p50, p90, p99)
 
 
-def drawn(concentration: float) -> RoutingSkew:
-    """Dirichlet loads; ValueError where the concentration is not positive."""
-    if not concentration > 0:
+def dirichlet_skew(concentration: float) -> RoutingSkew:
+    """Returns loads that follow a Dirichlet distribution.
+
+    Args:
+        concentration: per expert; large is even, 1 is very uneven.
+
+    Raises:
+        ValueError: the concentration is not positive.
+    """
+    if not 0 < concentration < float("inf"):
         raise ValueError(
             f"a Dirichlet concentration must be above 0, got {concentration:g}; large is even, 1 "
             "is very uneven"
@@ -129,8 +139,8 @@ def drawn(concentration: float) -> RoutingSkew:
     )
 
 
-def recorded_in(run: Path) -> RoutingSkew:
-    """The loads that a run logged: its folder or its metrics.jsonl.
+def recorded_skew(run: Path) -> RoutingSkew:
+    """Reads the loads that a run logged: its folder or its metrics.jsonl.
 
     Raises:
         ValueError: there is no such file, or it has no loads.

@@ -122,7 +122,7 @@ def by_kind(calls: Sequence[SimulatedCall]) -> dict[str, list[SimulatedCall]]:
     return found
 
 
-# The words ----------------------------------------------------------------------------------------------------------
+# The words ----------------------------------------------------------------------------------------
 
 
 def render_simulation(report: SimulationReport) -> Group:
@@ -295,7 +295,7 @@ def _mb(number: float) -> str:
     return f"{number / 1e6:,.3g}" if number < 1e9 else f"{number / 1e6:,.0f}"
 
 
-# JSON ---------------------------------------------------------------------------------------------------------------
+# JSON ---------------------------------------------------------------------------------------------
 
 
 def simulation_as_json(report: SimulationReport) -> dict[str, Any]:
@@ -368,7 +368,7 @@ def _plain_call(call: SimulatedCall) -> dict[str, Any]:
     }
 
 
-# The picture --------------------------------------------------------------------------------------------------------
+# The picture --------------------------------------------------------------------------------------
 
 _INK, _LINES = "#22313f", ("#d1495b", "#2e6f95", "#8d6a9f", "#66a182")
 
@@ -464,7 +464,7 @@ def _name_moments(panel: Any, axis: str, numbers: list[int]) -> None:
     panel.set_xlabel("depth step" if axis == "depth" else axis)
 
 
-# Shapes only --------------------------------------------------------------------------------------------------------
+# Shapes only --------------------------------------------------------------------------------------
 
 
 def render_shapes(title: str, request: ShapeRequest, shapes: Sequence[RankShapes]) -> Group:

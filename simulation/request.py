@@ -161,7 +161,7 @@ def _experts(model: ModelConfig) -> dict[str, int]:
     return counts
 
 
-# Where experts live -------------------------------------------------------------------------------------------------
+# Where experts live -------------------------------------------------------------------------------
 
 CONTIGUOUS = "contiguous"
 
@@ -249,7 +249,7 @@ def _expert_map_words(config: Config, cluster: Cluster, placement: SavedPlacemen
     )
 
 
-# Sources ------------------------------------------------------------------------------------------------------------
+# Sources ------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -372,7 +372,7 @@ def config_of_run(run_dir: Path) -> Config:
     return Config.load(run_dir / "config.json")
 
 
-# A model's own routing ----------------------------------------------------------------------------------------------
+# A model's own routing ----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -491,7 +491,7 @@ def _with_weights(experts: nn.Module, values: dict[str, Tensor]) -> nn.Module:
     return other
 
 
-# A recorded routing -------------------------------------------------------------------------------------------------
+# A recorded routing -------------------------------------------------------------------------------
 
 
 def initial_experts(

@@ -145,7 +145,7 @@ def _process(request: ShapeRequest, rank: int) -> Process:
     )
 
 
-# The checks ---------------------------------------------------------------------------------------------------------
+# The checks ---------------------------------------------------------------------------------------
 
 
 def _check_groups(mesh: Mesh) -> None:
@@ -219,7 +219,7 @@ def _check_forward(model: Transformer, request: ShapeRequest) -> None:
         raise ShapeMismatch(f"the logits are {tuple(logits.shape)} and not {expected}")
 
 
-# The bytes ----------------------------------------------------------------------------------------------------------
+# The bytes ----------------------------------------------------------------------------------------
 
 
 def _measure(model: Transformer, request: ShapeRequest, rank: int, kept: int) -> RankShapes:

@@ -14,16 +14,16 @@ from hypothesis import strategies as st
 
 from moebius.planning.communication import (
     collective_s,
-    distinct,
+    combine_direction,
+    dispatch_direction,
+    distinct_destinations,
     effective_bandwidth,
     exchange_s,
     exchange_traffic,
-    home,
-    neighbours,
+    ranks_sharing_a_node,
     ring_latency_s,
-    spread,
-    strided,
-    to_experts,
+    row_copies,
+    strided_group,
     tree_latency_s,
 )
 from moebius.planning.hardware import HARDWARE
@@ -40,7 +40,7 @@ def dispatch_ms(
     bank: Bank, dispatcher: str, *, ep: int, tokens: int, node_limit: int | None = None
 ) -> float:
     traffic = exchange_traffic(
-        to_experts(bank, 2),
+        dispatch_direction(bank, 2),
         tokens=tokens,
         ep=ep,
         ranks_per_node=8,
@@ -50,7 +50,7 @@ def dispatch_ms(
     return 1e3 * exchange_s(traffic, H100, dispatcher=dispatcher)
 
 
-# Destinations -------------------------------------------------------------------------------------------------------
+# Destinations -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -58,9 +58,11 @@ def dispatch_ms(
 )
 def test_distinct_destinations_of_8_of_256(groups: int, expected: float) -> None:
     exact = groups * (1 - comb(256 - 256 // groups, 8) / comb(256, 8))
-    assert distinct(groups, num_experts=256, top_k=8) == pytest.approx(exact, rel=1e-12)
+    assert distinct_destinations(groups, num_experts=256, top_k=8) == pytest.approx(
+        exact, rel=1e-12
+    )
     assert round(exact, 2) == expected
-    assert spread(DEEPSEEK_V3, "row", groups).rows == pytest.approx(exact, rel=1e-12)
+    assert row_copies(DEEPSEEK_V3, "row", groups).rows == pytest.approx(exact, rel=1e-12)
 
 
 def test_ranks_that_a_moeut_token_touches() -> None:
@@ -71,7 +73,9 @@ def test_ranks_that_a_moeut_token_touches() -> None:
         with_replacement = ranks * (1 - (1 - 1 / ranks) ** 16)
         assert with_replacement == pytest.approx(roughly, rel=0.005)
         assert (
-            with_replacement < distinct(ranks, num_experts=384, top_k=16) < with_replacement * 1.03
+            with_replacement
+            < distinct_destinations(ranks, num_experts=384, top_k=16)
+            < with_replacement * 1.03
         )
 
 
@@ -94,23 +98,25 @@ def test_spread_agrees_with_drawn_routes(heads: int, experts: int, top_k: int, r
         ]
         by_row += len(set().union(*ranks_of_heads))
         by_head += sum(map(len, ranks_of_heads))
-    assert spread(bank, "row", ranks).rows == pytest.approx(by_row / 4000, rel=0.02)
-    assert spread(bank, "head", ranks).rows == pytest.approx(by_head / 4000, rel=0.02)
-    assert spread(bank, "route", ranks).rows == heads * top_k
+    assert row_copies(bank, "row", ranks).rows == pytest.approx(by_row / 4000, rel=0.02)
+    assert row_copies(bank, "head", ranks).rows == pytest.approx(by_head / 4000, rel=0.02)
+    assert row_copies(bank, "route", ranks).rows == heads * top_k
 
 
 def test_a_broken_number_of_experts_lies_between_its_neighbours() -> None:
-    one, half, two = (distinct(4, num_experts=8, top_k=top_k) for top_k in (1, 1.5, 2))
+    one, half, two = (distinct_destinations(4, num_experts=8, top_k=top_k) for top_k in (1, 1.5, 2))
     assert half == pytest.approx((one + two) / 2)
 
 
 def test_a_group_limit_caps_destinations() -> None:
     limited = replace(DEEPSEEK_V3, group_limit=(8, 4))
-    assert spread(limited, "row", 8).rows == 4
-    assert spread(limited, "row", 2).rows == pytest.approx(distinct(2, num_experts=256, top_k=8))
+    assert row_copies(limited, "row", 8).rows == 4
+    assert row_copies(limited, "row", 2).rows == pytest.approx(
+        distinct_destinations(2, num_experts=256, top_k=8)
+    )
 
 
-# Exchanges: the published table of dispatch costs for DeepSeek-V3's shape, 4,096 tokens, bf16, H100 ------------------
+# Exchanges: the published table of dispatch costs for DeepSeek-V3's shape, 4,096 tokens, bf16, H100
 
 
 @pytest.mark.parametrize(
@@ -148,18 +154,18 @@ def test_bytes_split_between_links() -> None:
     """
     bank = Bank("feed_forward", "feed_forward", 4, 2, 4, 4, 0, 0, route_bytes=0)
     traffic = exchange_traffic(
-        to_experts(bank, 2), tokens=100, ep=4, ranks_per_node=2, dispatcher="alltoall"
+        dispatch_direction(bank, 2), tokens=100, ep=4, ranks_per_node=2, dispatcher="alltoall"
     )
     assert (traffic.fast_bytes, traffic.slow_bytes) == (100 * 2 * 8 / 4, 100 * 2 * 8 / 2)
     assert (traffic.fast_peers, traffic.slow_peers) == (1, 2)
     dedup = exchange_traffic(
-        to_experts(bank, 2), tokens=100, ep=4, ranks_per_node=2, dispatcher="dedup"
+        dispatch_direction(bank, 2), tokens=100, ep=4, ranks_per_node=2, dispatcher="dedup"
     )
     assert dedup.num_bytes == pytest.approx(
         100 * 8 * 2 * 3 / 4
     )  # 2 of 4 experts on 4 ranks are 2 ranks
     two = exchange_traffic(
-        to_experts(bank, 2), tokens=100, ep=4, ranks_per_node=2, dispatcher="hierarchical"
+        dispatch_direction(bank, 2), tokens=100, ep=4, ranks_per_node=2, dispatcher="hierarchical"
     )
     assert two.slow_bytes == pytest.approx(
         100 * 8 * (2 * (1 - 1 / 6)) / 2
@@ -173,7 +179,7 @@ def test_answers_of_heads_travel_one_by_one() -> None:
         exchange_traffic(
             way(value, 2), tokens=1, ep=8, ranks_per_node=8, dispatcher="dedup"
         ).held_bytes
-        for way in (to_experts, home)
+        for way in (dispatch_direction, combine_direction)
     )
     per_head = 2 * (1 - comb(5, 2) / comb(10, 2))  # 5 of a head's 10 experts are on each of 2 ranks
     assert there == pytest.approx(4 * per_head * 1024 * 2)
@@ -186,7 +192,9 @@ def test_a_rank_gets_no_row_twice() -> None:
     """
     bank = Bank("feed_forward", "feed_forward", 32, 16, 64, 64, 0, 0, route_bytes=0)
     dedup, routes = (
-        exchange_traffic(to_experts(bank, 2), tokens=1000, ep=2, ranks_per_node=8, dispatcher=name)
+        exchange_traffic(
+            dispatch_direction(bank, 2), tokens=1000, ep=2, ranks_per_node=8, dispatcher=name
+        )
         for name in ("dedup", "alltoall")
     )
     assert dedup.cap == pytest.approx(1.0, abs=1e-3)
@@ -200,7 +208,7 @@ def test_a_rank_gets_no_row_twice() -> None:
 
 def test_posting_to_peers_is_hockneys_latency() -> None:
     traffic = exchange_traffic(
-        to_experts(QWEN3_30B, 2), tokens=64, ep=8, ranks_per_node=8, dispatcher="alltoall"
+        dispatch_direction(QWEN3_30B, 2), tokens=64, ep=8, ranks_per_node=8, dispatcher="alltoall"
     )
     message = traffic.fast_bytes / 7
     reached = effective_bandwidth(message, latency_s=H100.fast_post_s, bandwidth=H100.fast)
@@ -210,18 +218,18 @@ def test_posting_to_peers_is_hockneys_latency() -> None:
     assert effective_bandwidth(1e-6 * 50e9, latency_s=1e-6, bandwidth=50e9) == 25e9  # half at α·B
 
 
-# Dense collectives --------------------------------------------------------------------------------------------------
+# Dense collectives --------------------------------------------------------------------------------
 
 
 def test_rings_of_1250_nodes_wait_12_ms_and_trees_do_not() -> None:
-    group = strided(1250, 8, 8)
+    group = strided_group(1250, 8, 8)
     assert ring_latency_s(group, H100) == pytest.approx(12e-3, rel=0.01)
     assert tree_latency_s(group, H100) == pytest.approx(0.2e-3, rel=0.03)
 
 
 def test_a_ring_uses_every_adapter_of_its_ranks() -> None:
     gigabyte = 1e9
-    one_each, eight_each = strided(16, 8, 8), strided(128, 1, 8)
+    one_each, eight_each = strided_group(16, 8, 8), strided_group(128, 1, 8)
     assert (one_each.per_node, one_each.nodes) == (1, 16)
     assert (eight_each.per_node, eight_each.nodes) == (8, 16)
     slow = collective_s("all_gather", gigabyte, one_each, H100)
@@ -238,10 +246,10 @@ def test_groups_that_straddle_nodes_count_their_loneliest_rank(size: int, expect
         [rank // 8 for rank in range(start, start + size)] for start in range(0, 40 * size, size)
     )
     fewest = min(nodes.count(node) for nodes in groups for node in set(nodes))
-    assert neighbours(size, 8) == fewest == expected
+    assert ranks_sharing_a_node(size, 8) == fewest == expected
 
 
-# Measured tables ----------------------------------------------------------------------------------------------------
+# Measured tables ----------------------------------------------------------------------------------
 
 
 def test_a_measured_table_is_interpolated_and_goes_before_the_formula() -> None:
@@ -265,7 +273,7 @@ def test_a_measured_table_is_interpolated_and_goes_before_the_formula() -> None:
     )  # another placement
     assert table.seconds("all_gather", num_bytes=1e3, **ask) is None
     traffic = exchange_traffic(
-        to_experts(QWEN3_30B, 2), tokens=1, ep=8, ranks_per_node=8, dispatcher="alltoall"
+        dispatch_direction(QWEN3_30B, 2), tokens=1, ep=8, ranks_per_node=8, dispatcher="alltoall"
     )
     assert exchange_s(traffic, H100, dispatcher="alltoall", table=table) == table.seconds(
         "all_to_all", num_bytes=traffic.held_bytes, **ask

@@ -20,7 +20,7 @@ from moebius.planning.cost_model import (
 )
 from moebius.planning.hardware import HARDWARE, Hardware
 from moebius.planning.measured import make_table
-from moebius.planning.routing_skew import RoutingSkew, drawn
+from moebius.planning.routing_skew import RoutingSkew, dirichlet_skew
 from moebius.planning.workload import Bank, Member, Workload, describe
 from moebius.train.recipes.smoke import RECIPES
 
@@ -109,7 +109,7 @@ DEEPSEEK_V3_STAGE = published(  # a quarter of the model: 58 expert layers over 
 )
 
 
-# Published runs: bf16, H100, forced balance --------------------------------------------------------------------------
+# Published runs: bf16, H100, forced balance -------------------------------------------------------
 
 
 def test_qwen3_30b_on_8_gpus() -> None:
@@ -161,7 +161,7 @@ def test_deepseek_v3_on_256_gpus() -> None:
         assert found.fits
 
 
-# Arithmetic by hand -------------------------------------------------------------------------------------------------
+# Arithmetic by hand -------------------------------------------------------------------------------
 
 TINY = Workload(
     (
@@ -317,7 +317,9 @@ def test_a_measured_table_takes_the_formulas_place(moeut: Workload) -> None:
 
 
 def test_time_takes_the_asked_quantile_and_memory_the_99th(moeut: Workload) -> None:
-    even, skewed = (Scenario(moeut, H200, 8192, skew) for skew in (RoutingSkew(), drawn(1.0)))
+    even, skewed = (
+        Scenario(moeut, H200, 8192, skew) for skew in (RoutingSkew(), dirichlet_skew(1.0))
+    )
     candidate = LayoutCandidate(1, 8, 8, "none", "dedup")
     times = [predict(even, candidate).time.total] + [
         predict(skewed, candidate, quantile=name).time.total for name in ("p50", "p90", "p99")
@@ -328,7 +330,7 @@ def test_time_takes_the_asked_quantile_and_memory_the_99th(moeut: Workload) -> N
     assert predict(skewed, candidate).memory.routed > predict(even, candidate).memory.routed
 
 
-# What must never get worse ------------------------------------------------------------------------------------------
+# What must never get worse ------------------------------------------------------------------------
 
 choices = st.tuples(
     st.sampled_from([1, 2, 16]),
@@ -345,7 +347,10 @@ def of(
     moeut: Workload, hardware: Hardware, candidate: LayoutCandidate, **changes: object
 ) -> Prediction:
     scenario = Scenario(
-        moeut.with_experts({bank: 32 for bank, _ in moeut.uses}), hardware, 4096, drawn(3.0)
+        moeut.with_experts({bank: 32 for bank, _ in moeut.uses}),
+        hardware,
+        4096,
+        dirichlet_skew(3.0),
     )
     return predict(replace(scenario, **changes), candidate)
 

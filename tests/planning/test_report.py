@@ -13,8 +13,8 @@ from moebius.planning.report import parse_nodes
 
 
 @pytest.fixture(autouse=True)
-def hundred_columns(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "100")
+def eighty_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> str:
@@ -29,9 +29,9 @@ def as_json(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
     return json.loads(run(capsys, *arguments, "--json"))
 
 
-def test_one_line_per_layout_best_first_in_100_columns(capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_line_per_layout_best_first_in_80_columns(capsys: pytest.CaptureFixture[str]) -> None:
     lines = run(capsys, "smoke", "--nodes", "1", "--top", "100").splitlines()
-    assert max(map(len, lines)) <= 100
+    assert max(map(len, lines)) <= 80
     header, *rows = lines[: lines.index("")]
     assert header.split()[:9] == [
         "GPUs",
@@ -48,6 +48,47 @@ def test_one_line_per_layout_best_first_in_100_columns(capsys: pytest.CaptureFix
     times = [float(row.split()[7]) for row in rows]
     assert times == sorted(times)
     assert {row.split()[0] for row in rows} == {"8"}
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["moeut_244m", "--nodes", "1250", "--ep", "16", "--dispatcher", "hierarchical"],
+        ["moeut_244m", "--nodes", "1249", "--recompute", "selective"],
+        ["smoke", "--nodes", "1250", "--detail"],
+    ],
+)
+def test_nothing_is_cut_at_80_columns(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    printed = run(capsys, *arguments)
+    assert "…" not in printed
+    assert max(map(len, printed.splitlines())) <= 80
+    header, row = (line.split() for line in printed.splitlines()[:2])
+    assert header == [
+        "GPUs",
+        "layout",
+        "ep",
+        "shard",
+        "dispatcher",
+        "recompute",
+        "GB",
+        "ms",
+        "c+x+w",
+        "%",
+        "tok/s",
+        "MFU",
+    ]
+    assert len(row) == len(header) - 1  # "%" belongs to its column's name
+    assert float(row[-1]) > 0
+
+
+def test_a_narrower_terminal_folds_and_cuts_nothing(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    arguments = ("moeut_244m", "--nodes", "1250", "--ep", "16", "--dispatcher", "hierarchical")
+    assert "…" not in run(capsys, *arguments)
 
 
 def test_json_says_what_the_table_says(capsys: pytest.CaptureFixture[str]) -> None:

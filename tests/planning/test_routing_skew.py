@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from moebius.planning.routing_skew import BALANCED, RoutingSkew, drawn, recorded_in
+from moebius.planning.routing_skew import BALANCED, RoutingSkew, dirichlet_skew, recorded_skew
 from moebius.planning.workload import Bank
 
 BANK = Bank("feed_forward", "feed_forward", 16, 4, 8, 8, 1, 1)
@@ -14,7 +14,7 @@ BANK = Bank("feed_forward", "feed_forward", 16, 4, 8, 8, 1, 1)
 
 def test_drawn_factors_are_those_of_drawn_loads() -> None:
     """Blocks of a Dirichlet distribution may be drawn as one: against drawing every expert."""
-    found = drawn(2.0).factor(BANK, 4)
+    found = dirichlet_skew(2.0).factor(BANK, 4)
     loads = np.random.default_rng(7).dirichlet(np.full(16, 2.0), 20_000).reshape(-1, 4, 4).sum(2)
     hottest = loads.max(1) * 4
     for name, quantile in (("p50", 0.5), ("p90", 0.9), ("p99", 0.99)):
@@ -24,24 +24,26 @@ def test_drawn_factors_are_those_of_drawn_loads() -> None:
 
 def test_heads_are_drawn_apart() -> None:
     heads = Bank("value", "value", 4, 2, 8, 8, 1, 1, heads=4)
-    assert drawn(0.5).factor(heads, 4) == pytest.approx(
+    assert dirichlet_skew(0.5).factor(heads, 4) == pytest.approx(
         BALANCED
     )  # a rank holds one head, and every head is as busy
-    assert drawn(0.5).factor(heads, 2).p99 == pytest.approx(1)
-    assert drawn(0.5).factor(heads, 8).p50 > 1.1
+    assert dirichlet_skew(0.5).factor(heads, 2).p99 == pytest.approx(1)
+    assert dirichlet_skew(0.5).factor(heads, 8).p50 > 1.1
 
 
 def test_skew_grows_with_ranks_and_falls_with_concentration() -> None:
-    factors = [drawn(3.0).factor(BANK, ranks).p90 for ranks in (1, 2, 4, 8, 16)]
+    factors = [dirichlet_skew(3.0).factor(BANK, ranks).p90 for ranks in (1, 2, 4, 8, 16)]
     assert factors == sorted(factors)
     assert factors[0] == 1
-    evener = [drawn(concentration).factor(BANK, 8).p90 for concentration in (0.5, 2, 8, 100)]
+    evener = [
+        dirichlet_skew(concentration).factor(BANK, 8).p90 for concentration in (0.5, 2, 8, 100)
+    ]
     assert evener == sorted(evener, reverse=True)
 
 
 def test_what_is_balanced_by_construction_is_not_skewed() -> None:
     balanced = Bank("feed_forward", "feed_forward", 16, 4, 8, 8, 1, 1, balanced=True)
-    assert drawn(0.1).factor(balanced, 8) == BALANCED
+    assert dirichlet_skew(0.1).factor(balanced, 8) == BALANCED
     assert RoutingSkew().factor(BANK, 8) == BALANCED
 
 
@@ -57,7 +59,7 @@ def test_recorded_loads_of_a_run(tmp_path: Path) -> None:
     write_run(
         tmp_path, [[[0.4, 0.3, 0.2, 0.1], [0.25] * 4], [[0.1, 0.1, 0.4, 0.4], [0.0, 0.5, 0.5, 0.0]]]
     )
-    skew = recorded_in(tmp_path)
+    skew = recorded_skew(tmp_path)
     bank = Bank("feed_forward", "feed_forward", 4, 2, 8, 8, 1, 1)
     skew.check([bank])
     hottest = [1.4, 1.0, 1.6, 1.0]
@@ -68,7 +70,7 @@ def test_recorded_loads_of_a_run(tmp_path: Path) -> None:
 
 def test_recorded_loads_of_a_bank_that_was_rounded_up(tmp_path: Path) -> None:
     write_run(tmp_path, [[[0.5, 0.25, 0.25]]])
-    skew = recorded_in(tmp_path / "metrics.jsonl")
+    skew = recorded_skew(tmp_path / "metrics.jsonl")
     assert skew.factor(
         Bank("feed_forward", "feed_forward", 4, 2, 8, 8, 1, 1), 2
     ).p50 == pytest.approx(1.5)
@@ -79,16 +81,16 @@ def test_loads_of_another_model_are_refused(tmp_path: Path) -> None:
     with pytest.raises(
         ValueError, match=r"2 feed_forward experts were recorded, but the model has 16"
     ):
-        recorded_in(tmp_path).check([BANK])
+        recorded_skew(tmp_path).check([BANK])
     with pytest.raises(ValueError, match="no loads of the value experts"):
-        recorded_in(tmp_path).check([Bank("value", "value", 2, 1, 8, 8, 1, 1)])
+        recorded_skew(tmp_path).check([Bank("value", "value", 2, 1, 8, 8, 1, 1)])
 
 
 def test_no_loads_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="cannot be read"):
-        recorded_in(tmp_path)
+        recorded_skew(tmp_path)
     (tmp_path / "metrics.jsonl").write_text('{"kind": "train", "step": 1}\n')
     with pytest.raises(ValueError, match="has no expert loads"):
-        recorded_in(tmp_path)
+        recorded_skew(tmp_path)
     with pytest.raises(ValueError, match="above 0"):
-        drawn(0)
+        dirichlet_skew(0)

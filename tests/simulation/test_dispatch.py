@@ -258,7 +258,7 @@ def test_a_rank_of_its_own() -> None:
     assert hottest(np.zeros(3)) == 1.0
 
 
-# Faults are seen ----------------------------------------------------------------------------------------------------
+# Faults are seen ----------------------------------------------------------------------------------
 
 
 @dataclass
@@ -390,7 +390,7 @@ def test_what_does_not_fit_is_said_once() -> None:
         run(broken, Cluster(Layout(dp_replicate=1, ep=4), "dedup", timeout_s=20))
 
 
-# A whole layer on many ranks ----------------------------------------------------------------------------------------
+# A whole layer on many ranks ----------------------------------------------------------------------
 
 
 def whole_layer(num_ranks: int, tokens: list[int]) -> None:

@@ -88,7 +88,7 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run
 
 
-# Models of all kinds ------------------------------------------------------------------------------------------------
+# Models of all kinds ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -204,7 +204,7 @@ def test_bfloat16(capsys: pytest.CaptureFixture) -> None:
     assert half["bytes_intra_node"] < 0.7 * whole["bytes_intra_node"]
 
 
-# A trained run ------------------------------------------------------------------------------------------------------
+# A trained run ------------------------------------------------------------------------------------
 
 
 def test_a_trained_run_routes_its_validation_text(
@@ -257,7 +257,7 @@ def test_some_steps_of_a_trace(run_dir: Path, capsys: pytest.CaptureFixture) -> 
     assert sorted({call["step"] for call in found["dispatchers"][0]["calls"]}) == [1, 4]
 
 
-# A run that moves its experts ---------------------------------------------------------------------------------------
+# A run that moves its experts ---------------------------------------------------------------------
 
 
 def train_on_ranks(config: Config, run: Path) -> str:
@@ -384,7 +384,7 @@ def test_bad_homes_are_refused_before_the_model_is_read(
     assert message in printed
 
 
-# For people ---------------------------------------------------------------------------------------------------------
+# For people ---------------------------------------------------------------------------------------
 
 
 def test_words_and_picture(

@@ -146,7 +146,7 @@ def check_against_the_log(run_dir: Path) -> None:
                 assert load / load.sum() == pytest.approx(logged[step][key][depth - 1], abs=6e-6)
 
 
-# What is in a file --------------------------------------------------------------------------------------------------
+# What is in a file --------------------------------------------------------------------------------
 
 
 def record(name: str, folder: Path, **changes: Any) -> tuple[list[Any], RecordedRank]:
@@ -233,7 +233,7 @@ def test_a_route_costs_two_bytes_at_most(tmp_path: Path) -> None:
     assert path.stat().st_size < 2 * routes + meta
 
 
-# Files that cannot be read, or written ------------------------------------------------------------------------------
+# Files that cannot be read, or written ------------------------------------------------------------
 
 
 EXPERT_N = (0, 1, 2, 3, 0, 1)
