@@ -66,7 +66,7 @@ def _train(options: argparse.Namespace) -> int:
     """Carries out `moebius train`."""
     from ..cluster.local import train_here
 
-    config, run_dir = _open(options)
+    config, run_dir = _resolve(options)
     return train_here(config, run_dir).exit_code
 
 
@@ -74,23 +74,19 @@ def _submit(options: argparse.Namespace) -> int:
     """Carries out `moebius submit`."""
     from ..cluster.submit import submit
 
-    config, run_dir = _open(options)
+    config, run_dir = _resolve(options)
     return submit(config, run_dir, address=options.address, detach=options.detach).exit_code
 
 
-def _open(options: argparse.Namespace) -> "tuple[Config, Path]":
-    """Returns the configuration, checked against the world it asks for, and its open run folder."""
-    from ..cluster.job import refuse_if_running
+def _resolve(options: argparse.Namespace) -> "tuple[Config, Path]":
+    """Returns the configuration, checked against the world it asks for, and where it is to run."""
     from ..train.config import resolve
     from ..train.recipes.smoke import RECIPES
-    from ..train.run_folder import default_run_dir, open_run, place_data
+    from ..train.run_folder import default_run_dir, place_data
 
     config = place_data(resolve(options.name, options.overrides, RECIPES), RUNS)
     config.check_world(config.world_size)
-    run_dir = (options.run_dir or default_run_dir(config, RUNS)).absolute()
-    refuse_if_running(run_dir)
-    open_run(config, run_dir)
-    return config, run_dir
+    return config, (options.run_dir or default_run_dir(config, RUNS)).absolute()
 
 
 # status, logs, stop -------------------------------------------------------------------------------

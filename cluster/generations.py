@@ -1,7 +1,7 @@
 """From a launch to its end: generation after generation until the run is finished, stopped or given
 up.
 
-Read `supervise` first. It knows nothing of Ray: nodes come from a `Placement`, so that the same
+Read `supervise` first. It knows nothing of Ray: nodes come from a `NodeProvider`, so that the same
 lines run a job on a cluster (supervisor.py) and on this machine alone (`ThisMachine`).
 
 One generation: announce its number in the file `generation` (whoever still writes for an older one
@@ -61,7 +61,7 @@ class NodeLost(Exception):
     """A node does not answer any more: its actor, its machine or the network to it is gone."""
 
 
-class CannotPlace(Exception):
+class NodesUnavailable(Exception):
     """The nodes that the launch needs cannot be had, ever; the message says what is missing."""
 
 
@@ -87,10 +87,10 @@ class NodeHandle(Protocol):
     def stop(self) -> None: ...
 
 
-class Placement(Protocol):
+class NodeProvider(Protocol):
     """Where a job's nodes come from."""
 
-    def place(self, while_waiting: Callable[[str], None]) -> Sequence[NodeHandle]:
+    def provide_nodes(self, while_waiting: Callable[[str], None]) -> Sequence[NodeHandle]:
         """As many live nodes as the launch asks for, in the order of their ranks; replaces those
         that were lost.
 
@@ -99,7 +99,7 @@ class Placement(Protocol):
                 exceptions end the waiting.
 
         Raises:
-            CannotPlace: the cluster cannot hold the job.
+            NodesUnavailable: the cluster cannot hold the job.
         """
         ...
 
@@ -118,12 +118,12 @@ class Outcome:
 
 
 class ThisMachine:
-    """A placement of one node: here."""
+    """Provides one node: this machine."""
 
     def __init__(self) -> None:
         self._node = Node()
 
-    def place(self, while_waiting: Callable[[str], None]) -> Sequence[NodeHandle]:
+    def provide_nodes(self, while_waiting: Callable[[str], None]) -> Sequence[NodeHandle]:
         return [self._node]
 
     def release(self) -> None:
@@ -150,11 +150,11 @@ def interrupts_ask_for_a_stop(run_dir: Path) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def supervise(launch: Launch, placement: Placement) -> None:
+def supervise(launch: Launch, node_provider: NodeProvider) -> None:
     """Runs the job to its end; the journal tells everything. Raises only for defects of our own,
     after journaling them.
     """
-    supervision = _Supervision(launch, placement)
+    supervision = _Supervision(launch, node_provider)
     try:
         supervision.run()
     except Superseded:
@@ -165,13 +165,13 @@ def supervise(launch: Launch, placement: Placement) -> None:
         )
         raise
     finally:
-        placement.release()
+        node_provider.release()
 
 
 class _Supervision:
-    def __init__(self, launch: Launch, placement: Placement):
+    def __init__(self, launch: Launch, node_provider: NodeProvider):
         self.launch = launch
-        self.placement = placement
+        self.node_provider = node_provider
         self.run_dir = Path(launch.run_dir)
         self.journal = Journal(self.run_dir)
         self.generation = read_generation(self.run_dir)
@@ -185,11 +185,11 @@ class _Supervision:
         self._take_over()
         while True:
             try:
-                nodes = self.placement.place(self._while_placing)
+                nodes = self.node_provider.provide_nodes(self._while_placing)
                 outcome = self.run_generation(nodes)
             except NodeLost as error:
                 outcome = Outcome("failed", RootCause(summary=str(error)))
-            except CannotPlace as error:
+            except NodesUnavailable as error:
                 return self.log(State.FAILED, str(error))
             except StopAsked:
                 return self.log(State.STOPPED, "stopped before the ranks were started")

@@ -354,8 +354,10 @@ def refuse_if_running(run_dir: Path) -> None:
 
 
 def begin_submission(launch: Launch) -> None:
-    """Opens the job's journal, clears what an earlier submission left, and checks that the folder
-    can be written.
+    """Opens the job's journal and clears what an earlier submission left.
+
+    Whether a job is at work here is asked once more: since the command first asked, the data may
+    have been prepared for an hour, and another job begun.
 
     Raises:
         JobError: a job is at work here, or the folder cannot be written.

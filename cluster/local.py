@@ -9,6 +9,7 @@ from rich.console import Console
 
 from ..data_pipeline.prepare import prepare
 from ..train.config import Config
+from ..train.run_folder import open_run
 from .generations import ThisMachine, interrupts_ask_for_a_stop, supervise
 from .job import JobStatus, Launch, begin_submission, read_status, refuse_if_running
 from .summary import closing_words, draw_summary
@@ -18,17 +19,19 @@ from .watch import follow, show_preparation
 def train_here(
     config: Config, run_dir: Path, *, console: Console | None = None, live: bool | None = None
 ) -> JobStatus:
-    """Prepares the data in this process, then trains with all ranks of the job on this machine;
-    shows it all.
+    """Trains with all ranks of the job on this machine, data preparation included; shows it all.
 
     Ctrl-C ends the run at a step boundary with a checkpoint; a second one ends it at once.
 
     Raises:
-        JobError: a job is at work in this folder, or it cannot be written.
+        JobError: a job is at work in this folder.
+        ConfigError: the run folder cannot be written, or holds another run.
         DataError: the data cannot be prepared.
     """
     console = console or Console()
+    run_dir = run_dir.absolute()
     refuse_if_running(run_dir)
+    open_run(config, run_dir)
     with show_preparation(console, live=live) as on_progress:
         prepare(config.data, config.data.directory, on_progress=on_progress)
     job = config.job

@@ -24,7 +24,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from .agent import AgentReport, Attempt, Node
-from .generations import POLL_S, CannotPlace, NodeHandle, NodeLost, supervise
+from .generations import POLL_S, NodeHandle, NodeLost, NodesUnavailable, supervise
 from .job import JobError, Launch
 from .ray_session import NAMESPACE
 
@@ -57,7 +57,7 @@ class Supervisor:
     def _run(self) -> None:
         me = ray.get_runtime_context().current_actor
         try:
-            supervise(self._launch, RayPlacement(self._launch))
+            supervise(self._launch, RayNodeProvider(self._launch))
         finally:
             ray.kill(me, no_restart=True)  # a detached actor ends only when it is told to
 
@@ -123,7 +123,7 @@ class _Bundle:
         return f"{self.cpus} CPUs" + (f" and {self.gpus} GPUs" if self.gpus else "")
 
 
-class RayPlacement:
+class RayNodeProvider:
     """One bundle per node, spread strictly; one node agent in each."""
 
     def __init__(self, launch: Launch):
@@ -133,7 +133,7 @@ class RayPlacement:
         self._nodes: list[RemoteNode | None] = [None] * launch.num_nodes
         self._remove_group_of_predecessor()
 
-    def place(self, while_waiting: Callable[[str], None]) -> Sequence[NodeHandle]:
+    def provide_nodes(self, while_waiting: Callable[[str], None]) -> Sequence[NodeHandle]:
         if self._group is None:
             while_waiting(f"waiting for {self._launch.num_nodes} node(s) with {self._bundle} each")
             self._check_feasible(while_waiting)
@@ -164,7 +164,7 @@ class RayPlacement:
         while sum(self._bundle.fits(node) for node in ray.nodes()) < self._launch.num_nodes:
             while_waiting("")
             if time.monotonic() > deadline:
-                raise CannotPlace(self._what_is_missing())
+                raise NodesUnavailable(self._what_is_missing())
             time.sleep(POLL_S)
 
     def _what_is_missing(self) -> str:
@@ -292,7 +292,7 @@ class RemoteNode:
 
 
 def check_versions(nodes: Sequence[Mapping[str, Any]]) -> None:
-    """Raises CannotPlace when the nodes do not all run the same moebius, torch and Python."""
+    """Raises NodesUnavailable when the nodes do not all run the same moebius, torch and Python."""
     first = nodes[0]
     for node in nodes[1:]:
         differing = [
@@ -303,7 +303,7 @@ def check_versions(nodes: Sequence[Mapping[str, Any]]) -> None:
                 f"{key}: {first['versions'][key]} on {first['host']}, {node['versions'].get(key)} on {node['host']}"
                 for key in differing
             )
-            raise CannotPlace(
+            raise NodesUnavailable(
                 f"the nodes do not run the same software ({said}): install the same versions on "
                 "every node"
             )

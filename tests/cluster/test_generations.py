@@ -23,7 +23,7 @@ from jobs import (
 
 from moebius.cluster import generations
 from moebius.cluster.agent import AgentReport, Attempt, RankFailure
-from moebius.cluster.generations import CannotPlace, NodeLost, supervise
+from moebius.cluster.generations import NodeLost, NodesUnavailable, supervise
 from moebius.cluster.job import (
     JobStatus,
     Journal,
@@ -76,12 +76,12 @@ class PretendedNode:
         pass
 
 
-class PretendedPlacement:
+class PretendedNodeProvider:
     def __init__(self, node: PretendedNode):
         self.node = node
         self.released = False
 
-    def place(self, while_waiting):
+    def provide_nodes(self, while_waiting):
         while_waiting("")
         return [self.node]
 
@@ -116,11 +116,11 @@ def _no_waiting(monkeypatch):
 
 def live(run_dir: Path, *script, **values) -> tuple[JobStatus, PretendedNode]:
     launch = Launch(str(run_dir), **{"backoff_s": 0.001} | values)
-    placement = PretendedPlacement(PretendedNode(run_dir, iter(script)))
+    node_provider = PretendedNodeProvider(PretendedNode(run_dir, iter(script)))
     begin_submission(launch)
-    supervise(launch, placement)
-    assert placement.released
-    return read_status(run_dir), placement.node
+    supervise(launch, node_provider)
+    assert node_provider.released
+    return read_status(run_dir), node_provider.node
 
 
 def states(run_dir: Path) -> list[str]:
@@ -223,26 +223,26 @@ def test_no_step_within_the_start_timeout_is_a_failure(tmp_path):
 
 def test_what_cannot_be_placed_fails_with_the_reason(tmp_path):
     launch = Launch(str(tmp_path))
-    placement = PretendedPlacement(PretendedNode(tmp_path, iter(())))
+    node_provider = PretendedNodeProvider(PretendedNode(tmp_path, iter(())))
 
     def refuse(while_waiting):
-        raise CannotPlace("the job needs 9 nodes")
+        raise NodesUnavailable("the job needs 9 nodes")
 
-    placement.place = refuse
+    node_provider.provide_nodes = refuse
     begin_submission(launch)
-    supervise(launch, placement)
+    supervise(launch, node_provider)
     assert read_status(tmp_path).reason == "the job needs 9 nodes"
     assert states(tmp_path) == ["SUBMITTED", "FAILED"]
 
 
 def test_a_stop_before_the_start_starts_nothing(tmp_path):
     launch = Launch(str(tmp_path))
-    placement = PretendedPlacement(PretendedNode(tmp_path, iter(())))
+    node_provider = PretendedNodeProvider(PretendedNode(tmp_path, iter(())))
     begin_submission(launch)
     request_stop(tmp_path)
-    supervise(launch, placement)
+    supervise(launch, node_provider)
     assert states(tmp_path) == ["SUBMITTED", "STOPPED"]
-    assert not placement.node.attempts
+    assert not node_provider.node.attempts
 
 
 def test_a_generation_that_fails_while_stopping_is_not_followed_by_another(tmp_path):
@@ -302,7 +302,7 @@ def test_a_restarted_supervisor_goes_on_and_remembers_the_failures(tmp_path):
     journal.append(State.RUNNING, generation=2, reason="")
     (tmp_path / "generation").write_text("2")
     node = PretendedNode(tmp_path, iter([makes_steps(3, then=ends(failed()))]))
-    supervise(launch, PretendedPlacement(node))
+    supervise(launch, PretendedNodeProvider(node))
     assert node.attempts[0].generation == 3
     status = read_status(tmp_path)
     assert status.state is State.FAILED, (

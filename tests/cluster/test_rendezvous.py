@@ -315,7 +315,7 @@ class TwoMachines:
     def __init__(self) -> None:
         self.nodes = [Node(own_address()), Node(own_address())]
 
-    def place(self, while_waiting):
+    def provide_nodes(self, while_waiting):
         return self.nodes
 
     def release(self) -> None:

@@ -138,6 +138,42 @@ def test_a_job_that_is_at_work_is_not_submitted_again(tmp_path):
         submit(config_of(tmp_path), tmp_path / "run")
 
 
+def test_the_run_folder_is_opened_once_and_asked_for_a_job_before_and_after_the_data(
+    tmp_path, monkeypatch
+):
+    """`moebius train`, from the command line to the supervision, which is left out."""
+    from moebius.cli import main as command
+    from moebius.cluster import job, local
+
+    monkeypatch.chdir(tmp_path)
+    happened = []
+
+    def note(module, name: str) -> None:
+        real = getattr(module, name)
+
+        def noting(*args, **options):
+            happened.append(name)
+            return real(*args, **options)
+
+        monkeypatch.setattr(module, name, noting)
+
+    note(local, "refuse_if_running")
+    note(local, "open_run")
+    note(job, "refuse_if_running")
+    monkeypatch.setattr(local, "prepare", lambda *_, **__: happened.append("prepare"))
+    monkeypatch.setattr(
+        local,
+        "supervise",
+        lambda launch, _: Journal(Path(launch.run_dir)).append(
+            State.FAILED, generation=1, reason="left out"
+        ),
+    )
+    with pytest.raises(SystemExit) as ended:
+        command.main(["train", "smoke", "--run-dir", str(tmp_path / "run")])
+    assert ended.value.code == 1, "what was left out counts as failed"
+    assert happened == ["refuse_if_running", "open_run", "prepare", "refuse_if_running"]
+
+
 def test_stopping_nothing_and_stopping_the_lost_are_errors(tmp_path, monkeypatch):
     with pytest.raises(JobError, match="no job was ever started"):
         stop(tmp_path)
