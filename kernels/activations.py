@@ -25,13 +25,14 @@ ACTIVATIONS = (*_PLAIN, *GATES)
 
 
 def columns_of(width: int, activation: str) -> int:
-    """W: the columns before the activation that make `width` hidden ones."""
+    """Returns W, the columns before the activation that make `width` hidden ones."""
     return 2 * width if activation in GATES else width
 
 
 def activate(z_RW: Tensor, activation: str) -> Tensor:
-    """(R, W) to (R, F), differentiated by autograd: what the names mean. gelu is the exact one,
-    with erf.
+    """Applies an activation, (R, W) to (R, F), differentiated by autograd: this defines the names.
+
+    gelu is the exact one, with erf.
     """
     if activation in GATES:
         gate, content = z_RW.chunk(2, dim=-1)
@@ -40,8 +41,9 @@ def activate(z_RW: Tensor, activation: str) -> Tensor:
 
 
 def hidden_in_place(z_RW: Tensor, activation: str) -> Tensor:
-    """(R, W) to (R, F); leaves in `z_RW` what `hidden_and_pullback` wants: relu's hidden rows, else
-    the rows as they came.
+    """Applies an activation, (R, W) to (R, F), and overwrites `z_RW` with what the backward reads.
+
+    That is what `hidden_and_pullback` takes: relu's hidden rows, of others the rows as they came.
     """
     if activation == "relu":
         return z_RW.relu_()
@@ -51,11 +53,10 @@ def hidden_in_place(z_RW: Tensor, activation: str) -> Tensor:
 def hidden_and_pullback(
     saved_RW: Tensor, activation: str
 ) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-    """The hidden rows (R, F) and how their gradient (R, F) becomes that of the rows before the
-    activation (R, W).
+    """Returns the hidden rows (R, F), and the map from their gradient to that of the rows before.
 
-    The pullback may overwrite the gradient that it is given. Half precision is widened to float32
-    in between.
+    The pullback takes (R, F) to (R, W), and may overwrite the gradient that it is given. Half
+    precision is widened to float32 in between.
     """
     if activation == "relu":
         return saved_RW, lambda grad: grad.masked_fill_(saved_RW <= 0, 0)
@@ -72,14 +73,14 @@ def hidden_and_pullback(
 
 
 def _silu(z: Tensor) -> tuple[Tensor, Callable[[], Tensor]]:
-    """z·σ(z), and its slope σ + z·σ·(1 − σ) when asked for."""
+    """Returns z·σ(z), and a function for its slope σ + z·σ·(1 − σ)."""
     sigmoid = torch.exp(-z).add_(1).reciprocal_()
     value = z * sigmoid
     return value, lambda: (1 - sigmoid).mul_(value).add_(sigmoid)
 
 
 def _gelu(z: Tensor) -> tuple[Tensor, Callable[[], Tensor]]:
-    """z·Φ(z), and its slope Φ + z·φ when asked for, with the normal distribution's Φ and φ."""
+    """Returns z·Φ(z), and a function for its slope Φ + z·φ (the normal distribution's Φ and φ)."""
     cumulative = torch.erf(z * math.sqrt(0.5)).add_(1).mul_(0.5)
 
     def slope() -> Tensor:

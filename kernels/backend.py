@@ -1,4 +1,4 @@
-"""Which implementation a public operation runs. Chosen by name once, never by what happens to import."""
+"""Chooses the backend of an operation: by name, once, and never by what happens to import."""
 
 import functools
 from collections.abc import Callable
@@ -20,9 +20,7 @@ Resolver = Callable[[str, torch.device, torch.dtype], str]
 
 
 class KernelConfig(BaseModel):
-    """The implementation of the expert layers: `auto` takes the fastest that this device and dtype
-    have.
-    """
+    """Names the backend of the expert layers: `auto` is the fastest for a device and dtype."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -31,9 +29,11 @@ class KernelConfig(BaseModel):
     ] = "auto"
     # on CPUs, float32 products through oneDNN (onednn.py); an error where that is not exact
     onednn: bool = False
-    # Of triton. tf32: float32 products in TensorFloat-32. scatter_add: outputs are added by
-    # atomics, in another order each time, and no row per route is stored. fused: a perceptron's
-    # forward is one kernel.
+    # Of triton only (triton.backend.Options):
+    #   tf32         float32 products in TensorFloat-32
+    #   scatter_add  outputs are added by atomics, in another order each time, and no row per route
+    #                is stored
+    #   fused        a perceptron's forward is one kernel
     switches: tuple[Literal["tf32", "scatter_add", "fused"], ...] = ()
 
     @model_validator(mode="after")
@@ -48,7 +48,7 @@ class KernelConfig(BaseModel):
 
     @property
     def name(self) -> str:
-        """The `backend` argument of the operations: the name, and each switch after a plus."""
+        """Returns the operations' `backend` argument: the name, and each switch after a plus."""
         return "+".join((self.backend, *self.switches))
 
 
@@ -64,7 +64,7 @@ def _constant_to_the_compiler(function: Resolver) -> Resolver:
 
 @_constant_to_the_compiler
 def resolve_backend(backend: str, device: torch.device, dtype: torch.dtype) -> str:
-    """The backend that a name stands for on that device, for weights of that dtype.
+    """Returns the backend that a name stands for on that device, for weights of that dtype.
 
     Raises:
         ValueError: the name is unknown, or that backend cannot run here.
@@ -85,7 +85,7 @@ def resolve_backend(backend: str, device: torch.device, dtype: torch.dtype) -> s
 
 @functools.cache
 def _fastest(device_type: str, dtype: torch.dtype) -> str:
-    """What `auto` is: the first that can run, by the figures of docs/kernels.md."""
+    """Returns what `auto` is: the first that can run, by the figures of docs/kernels.md."""
     wanted = {"cpu": ("avx512",), "cuda": ("triton", "grouped_mm")}.get(device_type, ())
     return next(
         (name for name in wanted if reason_against(name, device_type, dtype) is None), "segments"
@@ -94,7 +94,7 @@ def _fastest(device_type: str, dtype: torch.dtype) -> str:
 
 @functools.cache
 def reason_against(backend: str, device_type: str, dtype: torch.dtype) -> str | None:
-    """Why a backend cannot run on such a device in such a dtype, and what to do; None: it can."""
+    """Says why a backend cannot run on such a device in such a dtype; None where it can."""
     if backend == "avx512":
         if device_type not in ("cpu", "meta"):
             return f"it is for CPUs, and the weights are on {device_type}"
@@ -110,21 +110,28 @@ def reason_against(backend: str, device_type: str, dtype: torch.dtype) -> str | 
 
 def _reason_against_grouped_mm(device_type: str, dtype: torch.dtype) -> str | None:
     if dtype not in (torch.float32, torch.bfloat16):
-        return f"torch's grouped product is for float32 and bfloat16, and the weights are {dtype}: choose segments"
+        return (
+            "torch's grouped product is for float32 and bfloat16, and the weights are "
+            f"{dtype}: choose segments"
+        )
     if device_type == "cuda" and dtype is not torch.bfloat16:
-        return f"on CUDA torch's grouped product is for bfloat16, and the weights are {dtype}: choose segments"
+        return (
+            "on CUDA torch's grouped product is for bfloat16, and the weights are "
+            f"{dtype}: choose segments"
+        )
     return None
 
 
 def defers(backend: str) -> bool:
-    """Whether a backend that `resolve_backend` returned is a `DefersWeightGradients`."""
+    """Tells whether a backend that `resolve_backend` returned is a `DefersWeightGradients`."""
     return backend.partition("+")[0] in DEFERRING_BACKENDS
 
 
 @functools.cache
 def implementation(backend: str) -> DefersWeightGradients:
-    """The functions of a backend that `resolve_backend` returned; of those that do not defer, a
-    `Backend`'s only.
+    """Imports a backend that `resolve_backend` returned, and returns its functions.
+
+    A backend that does not defer has those of `Backend` only.
     """
     name, *switches = backend.split("+")
     module = import_module(f".{_MODULES.get(name, name)}", __package__)
@@ -138,7 +145,7 @@ def implementation(backend: str) -> DefersWeightGradients:
 
 
 def build_backend(backend: str) -> None:
-    """Does once what the first call would do: compiles what is to be compiled.
+    """Compiles what a backend's first call would compile.
 
     Raises:
         ValueError: it cannot be compiled.

@@ -27,8 +27,10 @@ def routed_mlp(
     backend: str = "auto",
     defer: bool = False,
 ) -> Tensor:
-    """y[target] += weight · (W_down[expert]ᵀ a(W_up[expert]ᵀ x[source] + b_up[expert]) +
-    b_down[expert]) over all routes.
+    """Computes the weighted sum of every target's perceptrons.
+
+    y[target] += weight · (W_down[expert]ᵀ a(W_up[expert]ᵀ x[source] + b_up[expert])
+                           + b_down[expert]) over all routes.
 
     Args:
         x_UD: source rows, cast to the weights' dtype, as the biases are.
@@ -41,8 +43,9 @@ def routed_mlp(
         b_up_EF, b_down_EO: biases, each only if wanted.
         backend: an entry of `BACKENDS`, or "auto": the fastest that there is for this device and
             dtype.
-        defer: within `gradients.accumulate_weight_gradients`, a backend that can may make the weights' gradients of
-            all calls in one product at the end of the backward pass; their operands wait that long.
+        defer: inside `gradients.accumulate_weight_gradients`, a backend that can may make the
+            weights' gradients of all calls in one product at the end of the backward pass; their
+            operands wait that long.
 
     Returns:
         (num_targets, O) in the weights' dtype. A target without a route is zero.
@@ -52,14 +55,10 @@ def routed_mlp(
             does not.
     """
     dtype = w_up_EDF.dtype
-    x_UD, w_up_EDF, w_down_EFO = (
-        x_UD.to(dtype).contiguous(),
-        w_up_EDF.contiguous(),
-        w_down_EFO.contiguous(),
-    )
-    b_up_EF, b_down_EO = (
-        None if bias is None else bias.to(dtype).contiguous() for bias in (b_up_EF, b_down_EO)
-    )
+    x_UD = x_UD.to(dtype).contiguous()
+    w_up_EDF, w_down_EFO = w_up_EDF.contiguous(), w_down_EFO.contiguous()
+    b_up_EF = None if b_up_EF is None else b_up_EF.to(dtype).contiguous()
+    b_down_EO = None if b_down_EO is None else b_down_EO.to(dtype).contiguous()
     bank = MLPBank(w_up_EDF, w_down_EFO, b_up_EF, b_down_EO, activation)
     bank.check()
     check_counts(routes, w_up_EDF.shape[0])
@@ -76,8 +75,10 @@ def routed_mlp(
 def routed_linear(
     x_UD: Tensor, w_EDO: Tensor, routes: RouteList, *, backend: str = "auto", defer: bool = False
 ) -> Tensor:
-    """y[target] += weight · W[expert]ᵀ x[source] over all routes; arguments, result and errors as
-    in `routed_mlp`.
+    """Computes the weighted sum of every target's matrix products.
+
+    y[target] += weight · W[expert]ᵀ x[source] over all routes. Arguments, result and errors are
+    those of `routed_mlp`.
     """
     x_UD, w_EDO = x_UD.to(w_EDO.dtype).contiguous(), w_EDO.contiguous()
     check_counts(routes, w_EDO.shape[0])
@@ -90,7 +91,10 @@ def routed_linear(
 
 
 def _flat(routes: RouteList) -> tuple:
-    """An op takes tensors and numbers, no records; `SortedRoutes(*…)` is the way back."""
+    """Lists a route list's fields as an op takes them: tensors and numbers, no records.
+
+    `SortedRoutes(*…)` puts them together again.
+    """
     sorting = routes.sorting
     return (
         routes.weight_N.contiguous(),

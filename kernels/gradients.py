@@ -48,7 +48,7 @@ class GradientSum:
         self._weight_gradients = weight_gradients
 
     def pop(self) -> Sums | tuple[None, ...]:
-        """Returns the sums, which are then the caller's alone, and forgets them; None if no call."""
+        """Returns the sums, which are then the caller's alone; None where there was no call."""
         self._discard_older_pass()
         sums = self._buffers
         if self._deferred and self._weight_gradients is not None:
@@ -60,7 +60,7 @@ class GradientSum:
         return (None,) * len(self._forms) if sums is None else sums
 
     def _discard_older_pass(self) -> None:
-        """Forgets what an earlier backward pass left, which broke off or did not ask for these weights."""
+        """Forgets an earlier backward pass, which broke off or did not ask for these weights."""
         task = torch._C._current_graph_task_id()  # there is no public name for it
         if task != self._task:
             self._clear()

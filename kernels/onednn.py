@@ -11,6 +11,7 @@ follow it.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -19,19 +20,24 @@ EXACT = 1e-5
 
 
 def float32_is_onednn() -> bool:
-    """Whether this process's float32 products go through oneDNN."""
-    return torch.backends.mkldnn.matmul.fp32_precision == "bf16"  # pyright: ignore[reportAttributeAccessIssue]
+    """Tells whether this process's float32 products go through oneDNN."""
+    return _products().fp32_precision == "bf16"
 
 
 def allow(on: bool) -> None:
     """Sends this process's float32 products through oneDNN, or back through MKL."""
-    torch.backends.mkldnn.matmul.fp32_precision = "bf16" if on else "ieee"  # pyright: ignore[reportAttributeAccessIssue]
+    _products().fp32_precision = "bf16" if on else "ieee"
+
+
+def _products() -> Any:
+    """Returns torch's settings of matrix products, which its stubs do not know."""
+    return torch.backends.mkldnn.matmul  # pyright: ignore[reportAttributeAccessIssue]
 
 
 @contextmanager
 def allowed(on: bool) -> Iterator[None]:
-    """The same for a while."""
-    products = torch.backends.mkldnn.matmul  # pyright: ignore[reportAttributeAccessIssue]
+    """Sends float32 products through oneDNN, or through MKL, within a `with` block."""
+    products = _products()
     before = products.fp32_precision
     allow(on)
     try:
@@ -56,8 +62,9 @@ def allow_if_exact() -> None:
 
 
 def relative_error() -> float:
-    """Of float32 products through oneDNN on this CPU, against float64, at worst: plain, with a
-    transposed side, with odd rows.
+    """Measures the error of float32 products through oneDNN on this CPU against float64.
+
+    Returns the worst of three relative norms: plain, with a transposed side, with odd rows.
     """
     generator = torch.Generator().manual_seed(0)
     a, b = (torch.randn(512, 768, generator=generator) for _ in range(2))

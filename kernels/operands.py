@@ -1,5 +1,4 @@
-"""What the operations read, as records: a list of routes, and a bank of perceptrons; and what a backend
-gets of them.
+"""Records of the operations' arguments: a list of routes, a bank of perceptrons, a saved call.
 
 Legend: U source rows, N routes, E experts, D input width, F hidden width, W columns before the
 activation (F, or 2F where it is gated), O output width.
@@ -16,65 +15,78 @@ from .activations import ACTIVATIONS, columns_of
 
 @dataclass(frozen=True)
 class Sorting:
-    """N routes in order of their expert, and in their old order within an expert. Made once
-    (permute.py), used by all.
+    """Holds N routes sorted by expert, within an expert in their old order.
 
-    `order_N` and `place_N` are None where the routes stand in that order already.
+    It is made once (permute.py) and used by all. `order_N` and `place_N` are None where the routes
+    stand in that order already.
     """
 
     order_N: Tensor | None  # int32: the route that stands at a sorted place
     place_N: Tensor | None  # int32: the sorted place of a route
-    starts_E1: (
-        Tensor  # int32, on the routes' device: expert e has the places starts[e] … starts[e+1] − 1
-    )
+    # int32, on the routes' device: expert e has the places starts[e] … starts[e+1] − 1
+    starts_E1: Tensor
 
 
 class RouteList(Protocol):
-    """What an operation reads of a list of routes (the model's `Routes` is one).
+    """Declares what an operation reads of a list of routes (the model's `Routes` is one).
 
     Route n reads row source_N[n], goes through expert_N[n], is weighed by weight_N[n] and added
     into row target_N[n].
     """
 
     @property
-    def source_N(self) -> Tensor: ...
+    def source_N(self) -> Tensor:
+        """Returns the row that each route reads."""
+        ...
+
     @property
-    def expert_N(self) -> Tensor: ...
+    def expert_N(self) -> Tensor:
+        """Returns the expert of each route."""
+        ...
+
     @property
-    def weight_N(self) -> Tensor: ...
+    def weight_N(self) -> Tensor:
+        """Returns the gate weight of each route."""
+        ...
+
     @property
-    def target_N(self) -> Tensor: ...
+    def target_N(self) -> Tensor:
+        """Returns the row that each route is added into."""
+        ...
+
     @property
-    def num_targets(self) -> int: ...
+    def num_targets(self) -> int:
+        """Returns the number of target rows."""
+        ...
+
     @property
     def per_source(self) -> int:
-        """Positive: route n belongs to source row n // per_source."""
+        """Returns 0, or k where route n belongs to source row n // k."""
         ...
 
     @property
     def per_target(self) -> int:
-        """Positive: route n belongs to target row n // per_target."""
+        """Returns 0, or k where route n belongs to target row n // k."""
         ...
 
     @property
     def per_expert(self) -> int:
-        """Positive: route n goes through expert n // per_expert."""
+        """Returns 0, or k where route n goes through expert n // k."""
         ...
 
     @property
     def sorting(self) -> Sorting:
-        """The routes sorted by expert."""
+        """Returns the routes' order by expert."""
         ...
 
 
 @dataclass(frozen=True)
 class SortedRoutes:
-    """What a backend gets of a list of routes; behind an op, whose arguments are flat, put together
-    again in their order.
+    """Holds what a backend gets of a list of routes.
 
-    `weight_N`, `source_N` and `target_N` are in route order. The indices are None where a rule
-    stands for them: route n then belongs to source row n // per_source, or to target row n //
-    per_target.
+    An op, whose arguments are flat, builds it anew from its fields in their order. `weight_N`,
+    `source_N` and `target_N` are in route order. The indices are None where a rule stands for them:
+    route n then belongs to source row n // per_source, or to target row n // per_target.
     """
 
     weight_N: Tensor
@@ -90,31 +102,32 @@ class SortedRoutes:
 
     @property
     def num_routes(self) -> int:
-        """N."""
+        """Returns N."""
         return self.weight_N.shape[0]
 
     def source_rows(self) -> Tensor:
-        """(N,) in sorted order: the source row at each place."""
+        """Returns (N,) in sorted order: the source row at each place."""
         return self._rows(self.source_N, self.per_source)
 
     def target_rows(self) -> Tensor:
-        """(N,) in sorted order: the target row at each place."""
+        """Returns (N,) in sorted order: the target row at each place."""
         return self._rows(self.target_N, self.per_target)
 
     def gates(self, dtype: torch.dtype) -> Tensor:
-        """(N,) in sorted order: the gate weights."""
+        """Returns (N,) in sorted order: the gate weights, in that dtype."""
         return self._sorted(self.weight_N).to(dtype)
 
     def starts(self) -> list[int]:
-        """`starts_E1` on the host. Known, or read from the device: the one synchronisation of
-        backends that loop.
+        """Returns `starts_E1` on the host.
+
+        It is known, or read from the device: the one synchronisation of backends that loop.
         """
         if self.per_expert:
             return [expert * self.per_expert for expert in range(self.starts_E1.shape[0])]
         return self.starts_E1.tolist()
 
     def unsorted(self, values_N: Tensor) -> Tensor:
-        """Values in sorted order, in the order of the routes."""
+        """Brings values from sorted order into the order of the routes."""
         return values_N if self.place_N is None else values_N.index_select(0, self.place_N)
 
     def _sorted(self, values_N: Tensor) -> Tensor:
@@ -131,7 +144,7 @@ class SortedRoutes:
 
 @dataclass(frozen=True)
 class MLPBank:
-    """One two-layer perceptron per expert: W_down[e]ᵀ a(W_up[e]ᵀ x + b_up[e]) + b_down[e]."""
+    """Holds one two-layer perceptron per expert: W_down[e]ᵀ a(W_up[e]ᵀ x + b_up[e]) + b_down[e]."""
 
     w_up_EDW: Tensor
     w_down_EFO: Tensor
@@ -140,7 +153,11 @@ class MLPBank:
     activation: str
 
     def check(self) -> None:
-        """Raises ValueError: an unknown activation, or weights whose shapes do not fit."""
+        """Checks that the activation is known and that the weights' shapes fit.
+
+        Raises:
+            ValueError: one of both is not so.
+        """
         if self.activation not in ACTIVATIONS:
             raise ValueError(
                 f"activation={self.activation!r} is unknown: choose {', '.join(ACTIVATIONS)}"
@@ -163,7 +180,7 @@ class MLPBank:
 
 @dataclass(frozen=True)
 class MLPGradients:
-    """Gradients of a bank, as a backend adds to them and as a pass hands them out."""
+    """Holds gradients of a bank, as a backend adds to them and as a pass returns them."""
 
     w_up_EDW: Tensor
     w_down_EFO: Tensor
@@ -171,9 +188,7 @@ class MLPGradients:
 
 @dataclass(frozen=True)
 class MLPCall:
-    """What the weights' gradients of one call are made of; left by a backward pass that defers
-    them.
-    """
+    """Holds a call's operands of the weights' gradients, saved by a backward that defers them."""
 
     grad_TO: Tensor
     x_UD: Tensor
@@ -185,7 +200,7 @@ class MLPCall:
 
 @dataclass(frozen=True)
 class LinearCall:
-    """The same of a bank of matrices."""
+    """Holds the same of a call on a bank of matrices."""
 
     grad_TO: Tensor
     x_UD: Tensor
@@ -194,7 +209,11 @@ class LinearCall:
 
 
 def check_counts(routes: RouteList, num_experts: int) -> None:
-    """Raises ValueError: the routes claim equal counts that are not theirs."""
+    """Checks a route list's claim that all experts have equally many routes.
+
+    Raises:
+        ValueError: they cannot.
+    """
     num_routes = routes.expert_N.shape[0]
     if routes.per_expert and routes.per_expert * num_experts != num_routes:
         raise ValueError(

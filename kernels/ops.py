@@ -1,13 +1,15 @@
-"""The expert operations as torch sees them: opaque steps with schemas, fake and autograd
+"""The expert operations as torch sees them: custom ops with schemas, fake and autograd
 registrations, and FLOP formulas.
 
 So meta-device dry runs, torch.compile and torch's FlopCounterMode work, with or without data. Of
-each of them there is
+each of the two operations there are
 
-    NAME                 the result, and what the backward needs: hidden or ungated rows in sorted order
+    NAME                 the result, and what the backward reads: hidden or ungated rows in
+                         sorted order
     NAME_backward        all gradients
     NAME_backward_into   those of the weights are added to the buffers of a pass (gradients.py)
-    NAME_backward_rows   those of the weights come later, of all calls of a pass at once (backends that defer)
+    NAME_backward_rows   those of the weights come later, of all calls of a pass at once (backends
+                         that defer)
 
 Legend: U source rows, N routes, E experts, D input width, F hidden width, W columns before the
 activation (F or 2F), O output width.
@@ -39,15 +41,16 @@ def _operator(name: str, schema: str, *, mutates: Sequence[str] = ()) -> Any:
     return torch.library.custom_op(f"moebius::{name}", mutates_args=mutates, schema=schema)
 
 
-# Perceptrons ---------------------------------------------------------------------------------------------------------
+# Perceptrons --------------------------------------------------------------------------------------
 
 
 @_operator(
     "routed_mlp", f"(Tensor x, {_BANK}, {_ROUTES}, str backend, int number) -> (Tensor, Tensor)"
 )
 def routed_mlp(x: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    """y (num_targets, O), and the saved rows (N + slack, W). `number`: of the weights' sum in a
-    pass, or 0.
+    """Returns y (num_targets, O), and the saved rows (N + slack, W).
+
+    `number`: of the weights' `GradientSum`, or 0.
     """
     bank, routes, backend, _ = _mlp_records(*rest)
     return implementation(backend).mlp_forward(x, bank, routes)
@@ -119,14 +122,14 @@ def _(grad: Tensor, x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
 
 
 def _mlp_records(*rest: Any) -> tuple[MLPBank, SortedRoutes, str, Any]:
-    """Bank, routes, backend, and what comes last."""
+    """Puts flat arguments together: bank, routes, backend, and what comes last."""
     routes = SortedRoutes(*rest[_NUM_BANK : _NUM_BANK + _NUM_ROUTES])
     backend, last = rest[_NUM_BANK + _NUM_ROUTES :]
     return MLPBank(*rest[:_NUM_BANK]), routes, backend, last
 
 
 def _without_none(x: Tensor, rows: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
-    """An op returns tensors: an empty one stands for a bias that there is not."""
+    """Replaces None, a bias that there is not, by an empty tensor: an op returns tensors."""
     return tuple(x.new_empty(0) if value is None else value for value in rows)
 
 
@@ -154,23 +157,15 @@ def _mlp_gradients(ctx: Any, grad: Tensor | None, *_unused: Tensor) -> tuple:
         return none
     x, *tensors, saved = ctx.saved_tensors
     weights, routes = tensors[: _NUM_BANK - 1], (*tensors[_NUM_BANK - 1 :], *ctx.numbers)
-    grad, bank, total = grad.contiguous(), (*weights[:4], ctx.activation), gradient_sum(ctx.number)
-    arguments, grad_banks = (grad, x, *bank, *routes, ctx.backend, saved), (None, None)
+    grad, total, grad_banks = grad.contiguous(), gradient_sum(ctx.number), (None, None)
+    arguments = (grad, x, *weights, ctx.activation, *routes, ctx.backend, saved)
     if total is None:
         grad_x, gate, b_up, b_down, *grad_banks = _mlp_backward(*arguments)
     elif _defers(total, ctx.backend):
         grad_x, gate, b_up, b_down, d_z = _mlp_backward_rows(*arguments)
-        total.defer_call(
-            MLPCall(
-                grad,
-                x,
-                SortedRoutes(*routes),
-                saved,
-                d_z,
-                MLPBank(*weights, activation=ctx.activation),
-            ),
-            implementation(ctx.backend).mlp_weight_gradients,
-        )
+        bank = MLPBank(*weights, activation=ctx.activation)
+        call = MLPCall(grad, x, SortedRoutes(*routes), saved, d_z, bank)
+        total.defer_call(call, implementation(ctx.backend).mlp_weight_gradients)
     else:
         grad_x, gate, b_up, b_down = _mlp_backward_into(*arguments, *total.buffers())
     biases = (
@@ -183,15 +178,16 @@ def _mlp_gradients(ctx: Any, grad: Tensor | None, *_unused: Tensor) -> tuple:
 routed_mlp.register_autograd(_mlp_gradients, setup_context=_mlp_context)
 
 
-# Matrices ------------------------------------------------------------------------------------------------------------
+# Matrices -----------------------------------------------------------------------------------------
 
 
 @_operator(
     "routed_linear", f"(Tensor x, Tensor w, {_ROUTES}, str backend, int number) -> (Tensor, Tensor)"
 )
 def routed_linear(x: Tensor, w: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    """y (num_targets, O), and the outputs before their gates where these are the narrow side (else
-    empty).
+    """Returns y (num_targets, O), and the outputs before their gates if these are the narrow side.
+
+    Else the second result is empty.
     """
     *routes, backend, _ = rest
     return implementation(backend).linear_forward(x, w, SortedRoutes(*routes))
@@ -261,21 +257,15 @@ def _linear_gradients(ctx: Any, grad: Tensor | None, *_unused: Tensor) -> tuple:
     if grad is None:
         return none
     x, w, *index, saved = ctx.saved_tensors
-    grad, routes, total, grad_w = (
-        grad.contiguous(),
-        (*index, *ctx.numbers),
-        gradient_sum(ctx.number),
-        None,
-    )
+    grad, total, grad_w = grad.contiguous(), gradient_sum(ctx.number), None
+    routes = (*index, *ctx.numbers)
     arguments = (grad, x, w, *routes, ctx.backend, saved)
     if total is None:
         grad_x, gate, grad_w = _linear_backward(*arguments)
     elif _defers(total, ctx.backend):
         grad_x, gate = _linear_backward_rows(*arguments)
-        total.defer_call(
-            LinearCall(grad, x, SortedRoutes(*routes), w),
-            implementation(ctx.backend).linear_weight_gradients,
-        )
+        call = LinearCall(grad, x, SortedRoutes(*routes), w)
+        total.defer_call(call, implementation(ctx.backend).linear_weight_gradients)
     else:
         grad_x, gate = _linear_backward_into(*arguments, *total.buffers())
     return grad_x, grad_w, gate, *none[3:]

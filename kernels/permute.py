@@ -21,8 +21,9 @@ from .triton.available import reason_against
 
 
 def sort_routes(expert_N: Tensor, num_experts: int, *, per_expert: int = 0) -> Sorting:
-    """Sorts N routes by expert, 0 … num_experts − 1; `per_expert` > 0: they stand so already, that
-    many for each.
+    """Sorts N routes by expert, 0 … num_experts − 1, stably.
+
+    With `per_expert` > 0 the routes stand so already, that many for each expert: nothing is sorted.
     """
     if per_expert:
         starts_E1 = (
@@ -55,7 +56,7 @@ def _(expert_N: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def sort_by_expert(expert_N: Tensor, num_experts: int) -> Tensor:
-    """The routes in order of their expert, and in their old order within an expert (int64).
+    """Returns the routes' order by expert (int64), within an expert their old order.
 
     16-bit keys where they suffice: radix-sorted in a third of the time of 64-bit ones.
     """
@@ -64,7 +65,7 @@ def sort_by_expert(expert_N: Tensor, num_experts: int) -> Tensor:
 
 
 def inverse_order(order_N: Tensor) -> Tensor:
-    """Where each route went, in the order's integers: place[order[i]] = i."""
+    """Returns where each route went, in the order's integers: place[order[i]] = i."""
     places_N = torch.arange(order_N.numel(), device=order_N.device, dtype=order_N.dtype)
     return torch.empty_like(order_N).scatter_(0, order_N.to(torch.int64), places_N)
 
@@ -74,18 +75,18 @@ def _inverse(order_N: Tensor | None) -> Tensor | None:
 
 
 def in_order(values_N: Tensor, order_N: Tensor | None) -> Tensor:
-    """values[order]."""
+    """Returns values[order]."""
     return values_N if order_N is None else values_N.index_select(0, order_N)
 
 
 def add_rows(
     rows: Tensor, place_N: Tensor | None, index_N: Tensor | None, num_rows: int, per_row: int
 ) -> Tensor:
-    """out[index_N[n]] += rows[place_N[n]] in the order of n; `per_row` > 0: route n belongs to row
-    n // per_row.
+    """Adds rows up by index: out[index_N[n]] += rows[place_N[n]] in the order of n.
 
-    (≥ N, D) to (num_rows, D). Without a rule (`per_row` = 0) rows are accumulated by index in the
-    rows' own dtype; with one the index is not needed. May be a view of `rows`.
+    (≥ N, D) to (num_rows, D). With `per_row` > 0 route n belongs to row n // per_row, and the index
+    is not needed; without that rule (`per_row` = 0) rows are accumulated by index in their own
+    dtype. May be a view of `rows`.
     """
     if per_row > 1:
         if place_N is None:
@@ -99,6 +100,8 @@ def add_rows(
 
 
 class _Gather(torch.autograd.Function):
+    """Gathers rows in sorted order; its backward sums their gradients in route order."""
+
     @staticmethod
     def forward(
         ctx: Any, x_UD: Tensor, order_N: Tensor | None, index_N: Tensor, per_row: int
@@ -118,6 +121,8 @@ class _Gather(torch.autograd.Function):
 
 
 class _Sum(torch.autograd.Function):
+    """Sums sorted rows in route order; its backward gathers the gradient."""
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -137,10 +142,11 @@ class _Sum(torch.autograd.Function):
 
 
 def gather_rows(x_UD: Tensor, order_N: Tensor | None, index_N: Tensor, *, per_row: int) -> Tensor:
-    """x[index[order]], (N, D): route n's row, in sorted order."""
+    """Returns x[index[order]], (N, D): every route's row, in sorted order."""
     if order_N is None and per_row == 1:
         return x_UD
-    return _Gather.apply(x_UD, order_N, index_N, per_row)  # pyright: ignore[reportReturnType]
+    gathered: Any = _Gather.apply(x_UD, order_N, index_N, per_row)
+    return gathered
 
 
 def sum_rows(
@@ -149,4 +155,5 @@ def sum_rows(
     """Adds sorted rows up where `index_N` says, in route order: (N, D) to (num_rows, D)."""
     if order_N is None and per_row == 1:
         return rows_ND
-    return _Sum.apply(rows_ND, order_N, index_N, num_rows, per_row)  # pyright: ignore[reportReturnType]
+    summed: Any = _Sum.apply(rows_ND, order_N, index_N, num_rows, per_row)
+    return summed

@@ -2,7 +2,7 @@
 
 Every other backend is tested against these, in value and in every gradient. They take any dtype
 (float64 included) and are differentiated by autograd. Cost: one gather, two products and one
-scatter per expert; nothing is fused, all is saved.
+scatter per expert; nothing is fused, and autograd saves everything.
 
 Legend: U source rows, N routes, E experts, D input width, O output width.
 """
@@ -14,9 +14,10 @@ from .operands import MLPBank, RouteList
 
 
 def routed_mlp(x_UD: Tensor, bank: MLPBank, routes: RouteList) -> Tensor:
-    """y[target] += weight · (W_down[expert]ᵀ a(W_up[expert]ᵀ x[source] + b_up[expert]) +
-    b_down[expert]).
+    """Computes the weighted sum of every target's perceptrons, one expert after another.
 
+    y[target] += weight · (W_down[expert]ᵀ a(W_up[expert]ᵀ x[source] + b_up[expert])
+                           + b_down[expert]).
     σ-MoE has a = relu and no biases (arXiv 2310.10837, eq. 10), SUT has both (arXiv 2310.07096).
     """
     y_TO = x_UD.new_zeros(routes.num_targets, bank.w_down_EFO.shape[2])
@@ -36,8 +37,9 @@ def routed_mlp(x_UD: Tensor, bank: MLPBank, routes: RouteList) -> Tensor:
 
 
 def routed_linear(x_UD: Tensor, w_EDO: Tensor, routes: RouteList) -> Tensor:
-    """y[target] += weight · W[expert]ᵀ x[source] (SwitchHead's V and O, arXiv 2312.07987, eq. 7 to
-    9).
+    """Computes the weighted sum of every target's matrix products, one expert after another.
+
+    y[target] += weight · W[expert]ᵀ x[source] (SwitchHead's V and O, arXiv 2312.07987, eq. 7 to 9).
     """
     y_TO = x_UD.new_zeros(routes.num_targets, w_EDO.shape[2])
     for expert, w_DO in enumerate(w_EDO.unbind(0)):

@@ -44,7 +44,7 @@ _CHUNK = 512  # rows: what is gathered stays in the second-level cache
 
 
 def mlp_forward(x_UD: Tensor, bank: MLPBank, routes: SortedRoutes) -> tuple[Tensor, Tensor]:
-    """Backend.mlp_forward."""
+    """Implements `Backend.mlp_forward`."""
     source_rows, gate = _padded_rows(routes.source_rows()), _padded_rows(routes.gates(x_UD.dtype))
     saved = x_UD.new_empty(len(gate), bank.w_up_EDW.shape[2])
     outputs = _output_rows(
@@ -74,15 +74,13 @@ def mlp_backward(
     saved: Tensor,
     into: MLPGradients,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Backend.mlp_backward.
+    """Implements `Backend.mlp_backward`.
 
     The gate's gradient is taken in the hidden space: d/dg (g·h·W) · dy = h · (dy·Wᵀ), so no output
     row is saved for it.
     """
-    source_rows, target_rows = (
-        _padded_rows(routes.source_rows()),
-        _padded_rows(routes.target_rows()),
-    )
+    source_rows = _padded_rows(routes.source_rows())
+    target_rows = _padded_rows(routes.target_rows())
     gate = _padded_rows(routes.gates(x_UD.dtype))
     grad_rows = _output_rows(x_UD, x_UD.shape[1], routes.place_N, routes.per_source, len(gate))
     grad_gate = torch.zeros_like(gate)
@@ -112,7 +110,7 @@ def mlp_backward(
 
 
 def linear_forward(x_UD: Tensor, w_EDO: Tensor, routes: SortedRoutes) -> tuple[Tensor, Tensor]:
-    """Backend.linear_forward."""
+    """Implements `Backend.linear_forward`."""
     source_rows, gate = _padded_rows(routes.source_rows()), _padded_rows(routes.gates(x_UD.dtype))
     narrow_output = w_EDO.shape[2] <= w_EDO.shape[1]
     w = w_EDO.unbind(0)
@@ -136,11 +134,12 @@ def linear_backward(
     saved: Tensor,
     into_EDO: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Backend.linear_backward; the gate's gradient on whichever side is narrow."""
-    source_rows, target_rows = (
-        _padded_rows(routes.source_rows()),
-        _padded_rows(routes.target_rows()),
-    )
+    """Implements `Backend.linear_backward`.
+
+    The gate's gradient is taken on whichever side is narrow.
+    """
+    source_rows = _padded_rows(routes.source_rows())
+    target_rows = _padded_rows(routes.target_rows())
     gate = _padded_rows(routes.gates(x_UD.dtype))
     grad_rows = _output_rows(x_UD, x_UD.shape[1], routes.place_N, routes.per_source, len(gate))
     grad_gate = torch.zeros_like(gate)
@@ -166,8 +165,9 @@ def linear_backward(
 
 
 def _chunks(routes: SortedRoutes, like: Tensor) -> Iterator[tuple[int, slice, int]]:
-    """(expert, rows with their padding, how many of these are its own) for every chunk of every
-    expert that has any.
+    """Yields every expert's chunks of rows: (expert, rows with padding, how many are its own).
+
+    Experts without rows have none.
     """
     quantum = _quantum(like)
     for expert, (start, end) in enumerate(itertools.pairwise(routes.starts())):
@@ -177,7 +177,7 @@ def _chunks(routes: SortedRoutes, like: Tensor) -> Iterator[tuple[int, slice, in
 
 
 def _quantum(like: Tensor) -> int:
-    """Row counts are multiples of it."""
+    """Returns the number that row counts are padded to a multiple of."""
     narrow = like.dtype in (torch.bfloat16, torch.float16) or (
         like.dtype == torch.float32 and float32_is_onednn()
     )
@@ -185,12 +185,12 @@ def _quantum(like: Tensor) -> int:
 
 
 def _padded_rows(values_N: Tensor) -> Tensor:
-    """The values, then zeros for the slack rows (row 0 exists whenever there is a route)."""
+    """Returns the values, then zeros for the slack rows (row 0 exists if there is a route)."""
     return torch.cat((values_N, values_N.new_zeros(ROW_SLACK)))
 
 
 def _gather(name: str, rows_UD: Tensor, index: Tensor) -> Tensor:
-    """rows[index], in a workspace of that name."""
+    """Returns rows[index], in a workspace of that name."""
     out = workspace(name, (index.shape[0], rows_UD.shape[1]), rows_UD)
     return torch.index_select(rows_UD, 0, index, out=out)
 
@@ -198,8 +198,9 @@ def _gather(name: str, rows_UD: Tensor, index: Tensor) -> Tensor:
 def _output_rows(
     like: Tensor, width: int, place_N: Tensor | None, per_row: int, num_rows: int
 ) -> Tensor:
-    """Room for rows that are summed up at the end of the call; of their own where `add_rows` may
-    return a view of them.
+    """Returns room for rows that are summed up at the end of the call.
+
+    They are a workspace, except where `add_rows` may return a view of them.
     """
     shape = (num_rows, width)
     return (
@@ -210,5 +211,5 @@ def _output_rows(
 
 
 def _grad_gate(grad_gate: Tensor, routes: SortedRoutes) -> Tensor:
-    """The gate weights' gradient in route order and in their dtype."""
+    """Returns the gate weights' gradient in route order and in their dtype."""
     return routes.unsorted(grad_gate[: routes.num_routes].to(routes.weight_N.dtype))

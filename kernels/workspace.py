@@ -1,8 +1,7 @@
-"""Memory for rows that live within one call: on CPUs kept from call to call, and grown when a call
-needs more.
+"""Memory for rows that live within one call: on CPUs reused from call to call, grown where needed.
 
 The first touch of a fresh page costs ten times what writing to a known one does, and a call's rows
-are tens of megabytes. A GPU's allocator keeps what it was given back, so there it is an ordinary
+are tens of megabytes. A GPU's allocator reuses what it was given back, so there it is an ordinary
 allocation.
 """
 
@@ -17,8 +16,9 @@ _held = threading.local()  # ranks may be threads
 
 
 def workspace(name: str, shape: Sequence[int], like: Tensor) -> Tensor:
-    """Uninitialised, in the dtype and on the device of `like`; the next call with that name gets
-    the same memory.
+    """Returns uninitialised memory of that shape, in the dtype and on the device of `like`.
+
+    The next call with that name gets the same memory.
     """
     if like.device.type != "cpu":
         return like.new_empty(shape)

@@ -1,11 +1,11 @@
 """The expert operations in C++ for CPUs with AVX-512: rows are read through their index, and
 nothing is gathered (avx512.cpp).
 
-Float32 everywhere AVX-512 is, bfloat16 where AVX512_BF16 is too. Forward and backward of both operations
-are three products of two kinds: rows times a bank's matrices, and a bank's gradient; ReLU, gate
-weights and their gradients happen in registers. Other activations and biases are torch operations
-on the hidden rows between the products. Outputs of a target row are added in route order, as in the
-other backends. Saved for the backward is what segments.py saves.
+Float32 everywhere AVX-512 is, bfloat16 where AVX512_BF16 is too. Forward and backward of both
+operations are three products of two kinds: rows times a bank's matrices, and a bank's gradient;
+ReLU, gate weights and their gradients happen in registers. Other activations and biases are torch
+operations on the hidden rows between the products. Outputs of a target row are added in route
+order, as in the other backends. Saved for the backward is what segments.py saves.
 
 Legend: U source rows, N routes, E experts, D input width, F hidden width, W columns before the
 activation (F or 2F), O output width.
@@ -43,14 +43,11 @@ class _Epilogue(ctypes.Structure):
 
 
 def mlp_forward(x_UD: Tensor, bank: MLPBank, routes: SortedRoutes) -> tuple[Tensor, Tensor]:
-    """Backend.mlp_forward."""
+    """Implements `Backend.mlp_forward`."""
     num_routes = routes.num_routes
     saved = x_UD.new_empty(num_routes + ROW_SLACK, bank.w_up_EDW.shape[2])
-    z, source_rows, gate = (
-        saved[:num_routes],
-        _int32(routes.source_rows()),
-        routes.gates(torch.float32),
-    )
+    z = saved[:num_routes]
+    source_rows, gate = _int32(routes.source_rows()), routes.gates(torch.float32)
     fused = bank.activation == "relu" and bank.b_up_EW is None
     _rows_times_bank(
         x_UD, source_rows, bank.w_up_EDW, routes, z, _Epilogue(mode=_RELU if fused else _PLAIN)
@@ -60,17 +57,9 @@ def mlp_forward(x_UD: Tensor, bank: MLPBank, routes: SortedRoutes) -> tuple[Tens
     hidden = z if fused else hidden_in_place(z, bank.activation)
     outputs = _wide_rows_times_bank(hidden, None, bank.w_down_EFO, routes, gate)
     if bank.b_down_EO is not None:
-        outputs[:, : bank.b_down_EO.shape[1]] += _of_rows(bank.b_down_EO, routes) * gate[
-            :, None
-        ].to(outputs.dtype)
-    return _sum_up(
-        outputs,
-        bank.w_down_EFO.shape[2],
-        routes,
-        routes.target_N,
-        routes.num_targets,
-        routes.per_target,
-    ), saved
+        gate_N1 = gate[:, None].to(outputs.dtype)
+        outputs[:, : bank.b_down_EO.shape[1]] += _of_rows(bank.b_down_EO, routes) * gate_N1
+    return _sum_to_targets(outputs, bank.w_down_EFO.shape[2], routes), saved
 
 
 def mlp_backward(
@@ -81,7 +70,10 @@ def mlp_backward(
     saved: Tensor,
     into: MLPGradients,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Backend.mlp_backward. The gate's gradient is taken in the hidden space: h · (dy·Wᵀ)."""
+    """Implements `Backend.mlp_backward`.
+
+    The gate's gradient is taken in the hidden space: h · (dy·Wᵀ).
+    """
     num_routes = routes.num_routes
     source_rows, target_rows = _int32(routes.source_rows()), _int32(routes.target_rows())
     gate, saved = routes.gates(torch.float32), saved[:num_routes]
@@ -104,14 +96,12 @@ def mlp_backward(
     _bank_gradient(gated, None, grad_TO, target_rows, routes, into.w_down_EFO)
     _bank_gradient(x_UD, source_rows, d_z, None, routes, into.w_up_EDW)
     grad_rows = _wide_rows_times_bank(d_z, None, bank.w_up_EDW, routes, None, transposed=True)
-    grad_x = _sum_up(
-        grad_rows, x_UD.shape[1], routes, routes.source_N, x_UD.shape[0], routes.per_source
-    )
+    grad_x = _sum_to_sources(grad_rows, x_UD.shape[1], routes, x_UD.shape[0])
     return grad_x, _grad_gate(grad_gate, routes), grad_b_up, grad_b_down
 
 
 def linear_forward(x_UD: Tensor, w_EDO: Tensor, routes: SortedRoutes) -> tuple[Tensor, Tensor]:
-    """Backend.linear_forward."""
+    """Implements `Backend.linear_forward`."""
     num_routes, width = routes.num_routes, w_EDO.shape[2]
     source_rows, gate = _int32(routes.source_rows()), routes.gates(torch.float32)
     if width <= w_EDO.shape[1]:
@@ -123,9 +113,7 @@ def linear_forward(x_UD: Tensor, w_EDO: Tensor, routes: SortedRoutes) -> tuple[T
     else:
         saved = x_UD.new_empty(0)
         outputs = _wide_rows_times_bank(x_UD, source_rows, w_EDO, routes, gate)
-    return _sum_up(
-        outputs, width, routes, routes.target_N, routes.num_targets, routes.per_target
-    ), saved
+    return _sum_to_targets(outputs, width, routes), saved
 
 
 def linear_backward(
@@ -136,7 +124,10 @@ def linear_backward(
     saved: Tensor,
     into_EDO: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Backend.linear_backward; the gate's gradient on whichever side is narrow."""
+    """Implements `Backend.linear_backward`.
+
+    The gate's gradient is taken on whichever side is narrow.
+    """
     num_routes, width = routes.num_routes, x_UD.shape[1]
     source_rows, target_rows = _int32(routes.source_rows()), _int32(routes.target_rows())
     gate = routes.gates(torch.float32)
@@ -154,7 +145,7 @@ def linear_backward(
         epilogue = _gradient_epilogue(_GRADIENT, gate, x_UD, source_rows, gated, grad_gate)
         _rows_times_bank(grad_TO, target_rows, w_EDO, routes, grad_rows, epilogue, transposed=True)
         _bank_gradient(gated, None, grad_TO, target_rows, routes, into_EDO)
-    grad_x = _sum_up(grad_rows, width, routes, routes.source_N, x_UD.shape[0], routes.per_source)
+    grad_x = _sum_to_sources(grad_rows, width, routes, x_UD.shape[0])
     return grad_x, _grad_gate(grad_gate, routes)
 
 
@@ -168,8 +159,9 @@ def _rows_times_bank(
     *,
     transposed: bool = False,
 ) -> None:
-    """out[n] = epilogue(rows[index[n]] · bank[e]) for all sorted places n; `transposed`: by
-    bank[e]ᵀ.
+    """Computes out[n] = epilogue(rows[index[n]] · bank[e]) for all sorted places n.
+
+    `transposed`: times bank[e]ᵀ.
     """
     num_experts, k, columns = bank_EKC.shape
     k, columns = (columns, k) if transposed else (k, columns)
@@ -199,11 +191,10 @@ def _wide_rows_times_bank(
     *,
     transposed: bool = False,
 ) -> Tensor:
-    """gate[n] · rows[index[n]] · bank[e] for all sorted places, in a workspace; past the columns is
-    room to a full panel.
+    """Computes gate[n] · rows[index[n]] · bank[e] for all sorted places, in a workspace.
 
-    Of whole cache lines, so that they can be written without being read first: they are the most
-    memory that a call touches.
+    Past the columns is room to a full panel: whole cache lines can be written without being read
+    first, and these are the most memory that a call touches.
     """
     columns = bank_EKC.shape[1 if transposed else 2]
     stride = -(-columns // _PANEL) * _PANEL
@@ -221,7 +212,7 @@ def _bank_gradient(
     routes: SortedRoutes,
     into: Tensor,
 ) -> None:
-    """into[e] += Σ over the places n of expert e of a[a_index[n]]ᵀ · b[b_index[n]]."""
+    """Adds Σ a[a_index[n]]ᵀ · b[b_index[n]] over the places n of expert e to into[e]."""
     _call(
         "bank_gradient",
         a,
@@ -270,37 +261,37 @@ def _int32(index_N: Tensor) -> Tensor:
 
 
 def _of_rows(bias_EW: Tensor, routes: SortedRoutes) -> Tensor:
-    """(N, W): each sorted row's expert's bias."""
+    """Returns (N, W): each sorted row's expert's bias."""
     return bias_EW.repeat_interleave(routes.starts_E1.diff(), dim=0, output_size=routes.num_routes)
 
 
 def _sum_of_experts(rows_NW: Tensor, bias_EW: Tensor, routes: SortedRoutes) -> Tensor:
-    """(E, W): each expert's rows added up, in order."""
+    """Adds up each expert's rows in order: (E, W)."""
     sums = torch.zeros_like(bias_EW)
     for expert, (start, end) in enumerate(itertools.pairwise(routes.starts())):
         torch.sum(rows_NW[start:end], 0, out=sums[expert])
     return sums
 
 
-def _sum_up(
-    rows: Tensor,
-    width: int,
-    routes: SortedRoutes,
-    index_N: Tensor | None,
-    num_rows: int,
-    per_row: int,
-) -> Tensor:
-    """(num_rows, width): the first columns of sorted rows, added up in route order; no view of a
-    workspace.
-    """
-    summed = add_rows(rows, routes.place_N, index_N, num_rows, per_row)[:, :width]
-    return (
-        summed.clone(memory_format=torch.contiguous_format)
-        if routes.place_N is None
-        else summed.contiguous()
-    )
+def _sum_to_targets(rows: Tensor, width: int, routes: SortedRoutes) -> Tensor:
+    """Adds up the first `width` columns of every target's rows in route order."""
+    summed = add_rows(rows, routes.place_N, routes.target_N, routes.num_targets, routes.per_target)
+    return _own(summed[:, :width], routes)
+
+
+def _sum_to_sources(rows: Tensor, width: int, routes: SortedRoutes, num_sources: int) -> Tensor:
+    """Adds up the first `width` columns of every source's rows in route order."""
+    summed = add_rows(rows, routes.place_N, routes.source_N, num_sources, routes.per_source)
+    return _own(summed[:, :width], routes)
+
+
+def _own(summed: Tensor, routes: SortedRoutes) -> Tensor:
+    """Makes sums contiguous, and a copy where they may be a view of a workspace."""
+    if routes.place_N is None:
+        return summed.clone(memory_format=torch.contiguous_format)
+    return summed.contiguous()
 
 
 def _grad_gate(grad_gate: Tensor, routes: SortedRoutes) -> Tensor:
-    """The gate weights' gradient in route order and in their dtype."""
+    """Returns the gate weights' gradient in route order and in their dtype."""
     return routes.unsorted(grad_gate.to(routes.weight_N.dtype))

@@ -1,5 +1,4 @@
-"""The compiled avx512.cpp: made when first asked for, by torch's extension loader, and kept for all
-later processes.
+"""Compiles avx512.cpp when it is first asked for, by torch's extension loader, and keeps the file.
 
 It is compiled in a folder of this process's own and then put in place by one rename, so nobody sees
 half a file. Processes that start together wait for the first of them by a lock of the kernel's,
@@ -39,36 +38,29 @@ _FLAGS = [
     "-mfma",
     "-mbmi2",
 ]
-_ROWS = [
-    c_void_p,
-    c_int64,
-    c_void_p,
-    c_void_p,
-    c_int64,
-    c_int64,
-    c_int32,
-    c_void_p,
-    c_int64,
-    c_void_p,
-    c_void_p,
-    c_int32,
+# Argument types of the C functions, in the order of avx512.cpp.
+_ROWS_TIMES_BANK = [
+    *(c_void_p, c_int64, c_void_p),  # a, stride, rows
+    *(c_void_p, c_int64, c_int64, c_int32),  # bank, k, columns, transposed
+    *(c_void_p, c_int64),  # starts, experts
+    *(c_void_p, c_void_p, c_int32),  # epilogue, out, threads
 ]
-_BANK = [
-    c_void_p,
-    c_int64,
-    c_void_p,
-    c_void_p,
-    c_int64,
-    c_void_p,
-    c_void_p,
-    c_int64,
-    c_void_p,
-    c_int32,
+_BANK_GRADIENT = [
+    *(c_void_p, c_int64, c_void_p),  # a, a_width, a_rows
+    *(c_void_p, c_int64, c_void_p),  # b, b_width, b_rows
+    *(c_void_p, c_int64),  # starts, experts
+    *(c_void_p, c_int32),  # into, threads
 ]
+
+
+_FUNCTIONS = (("rows_times_bank", _ROWS_TIMES_BANK), ("bank_gradient", _BANK_GRADIENT))
 
 
 def reason_against(dtype: torch.dtype) -> str | None:
-    """Why this machine cannot run the C++ kernels in `dtype`; None: it can. Compiles nothing."""
+    """Says why this machine cannot run the C++ kernels in `dtype`; None where it can.
+
+    Compiles nothing.
+    """
     if dtype not in (torch.float32, torch.bfloat16):
         return f"they are for float32 and bfloat16, not {str(dtype).removeprefix('torch.')}"
     flags = _cpu_flags()
@@ -82,19 +74,28 @@ def reason_against(dtype: torch.dtype) -> str | None:
 
     compiler = cpp_extension.get_cxx_compiler()
     if shutil.which(compiler) is None:
-        return f"there is no C++ compiler {compiler!r}: install g++, or name another in the environment variable CXX"
+        return (
+            f"there is no C++ compiler {compiler!r}: install g++, or name another in the "
+            "environment variable CXX"
+        )
     with _scripts_on_path():
         has_ninja = cpp_extension.is_ninja_available()
     if not has_ninja:
         return "torch builds extensions with ninja, which is not here: pip install ninja"
     nearest = next(folder for folder in library_file().parents if folder.exists())
     if not os.access(nearest, os.W_OK):
-        return f"nothing can be compiled into {nearest}, which is not yours to write: name another in TORCH_EXTENSIONS_DIR"
+        return (
+            f"nothing can be compiled into {nearest}, which is not yours to write: name another in "
+            "TORCH_EXTENSIONS_DIR"
+        )
     return None
 
 
 def library_file() -> Path:
-    """Where the compiled library is, or will be; under a name that changes with all it is made of."""
+    """Returns the path of the compiled library, whether it exists or not.
+
+    Its name changes with all that it is made of: the source, the flags, torch's version.
+    """
     made_of = _SOURCE.read_bytes() + " ".join(_FLAGS).encode() + torch.__version__.encode()
     root = os.environ.get("TORCH_EXTENSIONS_DIR") or os.path.join(
         os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "torch_extensions"
@@ -104,7 +105,7 @@ def library_file() -> Path:
 
 @functools.cache
 def load_library() -> ctypes.CDLL:
-    """The library, compiled if it must be: some ten seconds, once per machine.
+    """Loads the library, compiled first if it must be: some ten seconds, once per machine.
 
     Raises:
         ValueError: it cannot be compiled; with the compiler's own words.
@@ -120,7 +121,7 @@ def load_library() -> ctypes.CDLL:
             ) from error
     found = ctypes.CDLL(str(path))
     for dtype in ("float32", "bfloat16"):
-        for name, arguments in (("rows_times_bank", _ROWS), ("bank_gradient", _BANK)):
+        for name, arguments in _FUNCTIONS:
             function = getattr(found, f"moebius_{name}_{dtype}")
             function.argtypes, function.restype = arguments, None
     return found
@@ -148,15 +149,17 @@ def _build(path: Path) -> None:
                 build_directory=folder,
                 is_python_module=False,
             )
-            [built] = Path(folder).glob(
-                "*.so"
-            )  # torch adds a number to the name of a second one in a process
+            # by pattern: torch adds a number to the name of a second one in a process
+            [built] = Path(folder).glob("*.so")
             os.replace(built, path)
 
 
 @contextmanager
 def _scripts_on_path() -> Iterator[None]:
-    """With ninja's command where pip has put it: an environment need not be activated to be used."""
+    """Puts ninja's command on PATH, where pip has installed it.
+
+    So an environment need not be activated to be used.
+    """
     before = os.environ.get("PATH", os.defpath)
     os.environ["PATH"] = os.pathsep.join((before, sysconfig.get_path("scripts")))
     try:
@@ -167,7 +170,7 @@ def _scripts_on_path() -> Iterator[None]:
 
 @functools.cache
 def _cpu_flags() -> frozenset[str]:
-    """What the kernel says of the CPU; nothing where it says nothing."""
+    """Reads the CPU's flags from /proc/cpuinfo; none where there is no such file."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:

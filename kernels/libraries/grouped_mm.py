@@ -33,7 +33,7 @@ _MAX_GROUPS_ON_CUDA = 1023
 
 
 def mlp_forward(x_UD: Tensor, bank: MLPBank, routes: SortedRoutes) -> tuple[Tensor, Tensor]:
-    """Backend.mlp_forward."""
+    """Implements `Backend.mlp_forward`."""
     return grouped_products.mlp_forward(_GroupedMM(routes), x_UD, bank, routes)
 
 
@@ -45,14 +45,14 @@ def mlp_backward(
     saved: Tensor,
     into: MLPGradients,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Backend.mlp_backward."""
+    """Implements `Backend.mlp_backward`."""
     return grouped_products.mlp_backward(
         _GroupedMM(routes), grad_TO, x_UD, bank, routes, saved, into
     )
 
 
 def linear_forward(x_UD: Tensor, w_EDO: Tensor, routes: SortedRoutes) -> tuple[Tensor, Tensor]:
-    """Backend.linear_forward."""
+    """Implements `Backend.linear_forward`."""
     return grouped_products.linear_forward(_GroupedMM(routes), x_UD, w_EDO, routes)
 
 
@@ -64,17 +64,21 @@ def linear_backward(
     saved: Tensor,
     into_EDO: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Backend.linear_backward."""
+    """Implements `Backend.linear_backward`."""
     return grouped_products.linear_backward(
         _GroupedMM(routes), grad_TO, x_UD, w_EDO, routes, saved, into_EDO
     )
 
 
 class _GroupedMM:
-    """grouped_products.Operators on torch's operator."""
+    """Implements `grouped_products.Operators` on torch's operator."""
 
     def __init__(self, routes: SortedRoutes) -> None:
-        """Raises ValueError: more experts than the operator takes."""
+        """Takes the routes' counts.
+
+        Raises:
+            ValueError: there are more experts than the operator takes.
+        """
         self._routes = routes
         self._ends_E = routes.starts_E1[1:]
         if self._ends_E.is_cuda and self._ends_E.shape[0] > _MAX_GROUPS_ON_CUDA:
@@ -129,7 +133,7 @@ class _GroupedMM:
         into_EDO += sums.masked_fill_(empty_E11, 0)[:, : into_EDO.shape[1], : into_EDO.shape[2]]
 
     def _gather(self, name: str, rows_UD: Tensor, index_N: Tensor) -> Tensor:
-        """rows[index], N + ROW_SLACK of them, in a workspace of that name."""
+        """Returns rows[index], N + ROW_SLACK of them, in a workspace of that name."""
         rows_UD, num_rows = _aligned(rows_UD), index_N.shape[0]
         out = workspace(name, (num_rows + ROW_SLACK, rows_UD.shape[1]), rows_UD)
         torch.index_select(rows_UD, 0, index_N, out=out[:num_rows])
@@ -137,8 +141,9 @@ class _GroupedMM:
 
 
 def _aligned(tensor: Tensor, *, rows: bool = False) -> Tensor:
-    """The tensor, or a copy with zero columns up to a multiple of 16 bytes; `rows`: as many zero
-    rows as well.
+    """Returns the tensor, or a copy with zero columns up to a multiple of 16 bytes.
+
+    `rows`: with as many zero rows as well.
     """
     step = _ALIGNMENT_BYTES // tensor.element_size()
     columns_to_fill, rows_to_fill = (

@@ -26,41 +26,43 @@ from ..operands import MLPBank, MLPGradients, SortedRoutes
 
 
 class Operators(Protocol):
-    """A library's operations on the rows of one list of routes.
+    """Declares a library's operations on the rows of one list of routes.
 
     Tensors of sorted rows have at least N rows and at least their columns: what lies beyond is
-    nobody's.
+    undefined.
     """
 
     def gather_sources(self, x_UD: Tensor) -> Tensor:
-        """The source row of every route, in sorted order."""
+        """Gathers the source row of every route, in sorted order."""
         ...
 
     def gather_targets(self, grad_TO: Tensor) -> Tensor:
-        """The target row of every route, in sorted order."""
+        """Gathers the target row of every route, in sorted order."""
         ...
 
     def add_to_targets(self, rows_NO: Tensor) -> Tensor:
-        """(T, O): the sum of every target's rows, in route order."""
+        """Sums every target's rows in route order: (T, O)."""
         ...
 
     def add_to_sources(self, rows_ND: Tensor, num_sources: int) -> Tensor:
-        """(U, D): the same for the sources."""
+        """Sums every source's rows in route order: (U, D)."""
         ...
 
     def product(self, rows_ND: Tensor, w_EDO: Tensor) -> Tensor:
-        """Every row by its expert's matrix: O columns, and N + ROW_SLACK rows where the rows come
-        from a gather.
+        """Multiplies every row by its expert's matrix: O columns.
+
+        N + ROW_SLACK rows where the rows come from a gather.
         """
         ...
 
     def product_transposed(self, rows_NO: Tensor, w_EDO: Tensor) -> Tensor:
-        """Every row by its expert's matrix, transposed: D columns."""
+        """Multiplies every row by its expert's matrix, transposed: D columns."""
         ...
 
     def add_weight_gradient(self, into_EDO: Tensor, rows_ND: Tensor, rows_NO: Tensor) -> None:
-        """into[e] += Σ over the expert's rows of rows_NDᵀ · rows_NO; nothing for an expert without
-        rows.
+        """Adds an expert's Σ rows_NDᵀ · rows_NO to into[e].
+
+        Nothing is added for an expert without rows.
         """
         ...
 
@@ -68,7 +70,7 @@ class Operators(Protocol):
 def mlp_forward(
     ops: Operators, x_UD: Tensor, bank: MLPBank, routes: SortedRoutes
 ) -> tuple[Tensor, Tensor]:
-    """Backend.mlp_forward."""
+    """Implements `Backend.mlp_forward`."""
     num_routes, gate = routes.num_routes, routes.gates(x_UD.dtype)[:, None]
     saved = ops.product(ops.gather_sources(x_UD), bank.w_up_EDW).contiguous()
     z = saved[:num_routes]
@@ -89,7 +91,7 @@ def mlp_backward(
     saved: Tensor,
     into: MLPGradients,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Backend.mlp_backward.
+    """Implements `Backend.mlp_backward`.
 
     The gate's gradient is taken in the hidden space: d/dg (g·h·W) · dy = h · (dy·Wᵀ), so no output
     row is saved for it. Sums over an expert's rows (the biases' gradients) are grouped products as
@@ -118,7 +120,7 @@ def mlp_backward(
 def linear_forward(
     ops: Operators, x_UD: Tensor, w_EDO: Tensor, routes: SortedRoutes
 ) -> tuple[Tensor, Tensor]:
-    """Backend.linear_forward."""
+    """Implements `Backend.linear_forward`."""
     num_routes, gate = routes.num_routes, routes.gates(x_UD.dtype)[:, None]
     x = ops.gather_sources(x_UD)
     if w_EDO.shape[2] > w_EDO.shape[1]:
@@ -136,7 +138,10 @@ def linear_backward(
     saved: Tensor,
     into_EDO: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Backend.linear_backward; the gate's gradient on whichever side is narrow."""
+    """Implements `Backend.linear_backward`.
+
+    The gate's gradient is taken on whichever side is narrow.
+    """
     num_routes, gate = routes.num_routes, routes.gates(x_UD.dtype)[:, None]
     wide_output = w_EDO.shape[2] > w_EDO.shape[1]
     x = ops.gather_sources(x_UD)[:num_routes]
@@ -156,6 +161,9 @@ def linear_backward(
 
 
 def _experts(routes: SortedRoutes) -> Tensor:
-    """(N,) int64: the expert at every sorted place, without asking the device for a number."""
+    """Returns (N,) int64: the expert at every sorted place.
+
+    No number is asked of the device.
+    """
     places_N = torch.arange(routes.num_routes, device=routes.starts_E1.device, dtype=torch.int32)
     return torch.searchsorted(routes.starts_E1[1:], places_N, right=True)

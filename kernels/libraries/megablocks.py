@@ -3,11 +3,12 @@ its grouped products, on CUDA.
 
 MegaBlocks is no dependency: its release asks for one torch version, older than ours. Where it is
 installed (docs/kernels.md has the line, and what it was tried on), this backend drives
-    megablocks.ops.gather, megablocks.ops.scatter      rows into the order of their experts, and summed back
-    grouped_gemm.backend.gmm                           the products; trans_b for rows' gradients, trans_a for the weights'
+    megablocks.ops.gather      rows into the order of their experts
+    megablocks.ops.scatter     and summed back
+    grouped_gemm.backend.gmm   the products; trans_b for rows' gradients, trans_a for the weights'
 which is what its own "grouped" layer is made of (its block-sparse one refuses current Triton
-releases). What is done with them is in grouped_products.py. The sort is `permute.sort_routes`, once per
-routing, so forward and backward share it.
+releases). What is done with them is in grouped_products.py. The sort is `permute.sort_routes`,
+once per routing, so forward and backward share it.
 
 Cost: a product takes its row counts from the host, so every call waits for the device once, unless
 the routes have `per_expert`; and the released library makes one call of cuBLAS per expert and
@@ -27,7 +28,7 @@ from .megablocks_available import load_library
 
 
 def mlp_forward(x_UD: Tensor, bank: MLPBank, routes: SortedRoutes) -> tuple[Tensor, Tensor]:
-    """Backend.mlp_forward."""
+    """Implements `Backend.mlp_forward`."""
     return grouped_products.mlp_forward(_MegaBlocks(routes), x_UD, bank, routes)
 
 
@@ -39,14 +40,14 @@ def mlp_backward(
     saved: Tensor,
     into: MLPGradients,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Backend.mlp_backward."""
+    """Implements `Backend.mlp_backward`."""
     return grouped_products.mlp_backward(
         _MegaBlocks(routes), grad_TO, x_UD, bank, routes, saved, into
     )
 
 
 def linear_forward(x_UD: Tensor, w_EDO: Tensor, routes: SortedRoutes) -> tuple[Tensor, Tensor]:
-    """Backend.linear_forward."""
+    """Implements `Backend.linear_forward`."""
     return grouped_products.linear_forward(_MegaBlocks(routes), x_UD, w_EDO, routes)
 
 
@@ -58,14 +59,14 @@ def linear_backward(
     saved: Tensor,
     into_EDO: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Backend.linear_backward."""
+    """Implements `Backend.linear_backward`."""
     return grouped_products.linear_backward(
         _MegaBlocks(routes), grad_TO, x_UD, w_EDO, routes, saved, into_EDO
     )
 
 
 class _MegaBlocks:
-    """grouped_products.Operators on MegaBlocks'.
+    """Implements `grouped_products.Operators` on MegaBlocks' operators.
 
     To MegaBlocks a route's place is its "bin id" (the expert) and the expert's "bin" (where it
     ends); `indices` are the routes in sorted order, and a route belongs to row index // top_k.
@@ -122,9 +123,8 @@ class _MegaBlocks:
             return rows_UD.new_empty(0, rows_UD.shape[1])
         if index_N is not None:
             rows_UD, per_row = rows_UD.index_select(0, index_N), 1
-        rows_UD = rows_UD[
-            : num_routes // per_row
-        ].contiguous()  # rows that no route reads would not be accepted
+        # rows that no route reads would not be accepted
+        rows_UD = rows_UD[: num_routes // per_row].contiguous()
         return self._library.gather(
             rows_UD, self._indices_N, self._bin_ids_N, self._bins_E, per_row
         )
@@ -141,7 +141,7 @@ class _MegaBlocks:
 
 
 def _counts_on_host(routes: SortedRoutes) -> Tensor:
-    """(E,) int64 on the CPU: the routes of each expert. The one synchronisation."""
+    """Returns (E,) int64 on the CPU: the routes of each expert. The one synchronisation."""
     if routes.per_expert:
         return torch.full((routes.starts_E1.shape[0] - 1,), routes.per_expert, dtype=torch.int64)
     return routes.starts_E1.diff().to("cpu", torch.int64)

@@ -1,4 +1,4 @@
-"""MegaBlocks' operators, where MegaBlocks is installed; and where not, what to do about it."""
+"""Finds MegaBlocks' operators where it is installed, and says what to do where it is not."""
 
 import functools
 from collections.abc import Callable
@@ -18,7 +18,7 @@ INSTALL_LINE = (
 
 @dataclass(frozen=True)
 class Library:
-    """The operators that are used, by their names in MegaBlocks."""
+    """Holds the operators that are used, by their names in MegaBlocks."""
 
     gather: Callable[..., Tensor]
     scatter: Callable[..., Tensor]
@@ -27,17 +27,24 @@ class Library:
 
 @functools.cache
 def load_library() -> Library:
-    """Raises ImportError: a part of it is missing, or was compiled against another torch."""
+    """Imports MegaBlocks' operators.
+
+    Raises:
+        ImportError: a part of it is missing, or was compiled against another torch.
+    """
     ops, products = import_module("megablocks.ops"), import_module("grouped_gemm.backend")
     return Library(ops.gather, ops.scatter, products.gmm)
 
 
 def reason_against(device_type: str, dtype: torch.dtype) -> str | None:
-    """Why MegaBlocks cannot run on such a device in such a dtype, and what to do; None: it can."""
+    """Says why MegaBlocks cannot run on such a device in such a dtype; None where it can."""
     if device_type == "meta":
         return None
     if device_type != "cuda" or dtype is not torch.bfloat16:
-        return f"MegaBlocks is for bfloat16 on CUDA, and the weights are {dtype} on {device_type}: choose segments"
+        return (
+            f"MegaBlocks is for bfloat16 on CUDA, and the weights are {dtype} on {device_type}: "
+            "choose segments"
+        )
     try:
         load_library()
     except ImportError as error:

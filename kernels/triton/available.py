@@ -1,4 +1,4 @@
-"""Whether Triton's kernels can run here, asked without importing them."""
+"""Says whether Triton's kernels can run here, without importing them."""
 
 import os
 from importlib.util import find_spec
@@ -9,8 +9,7 @@ INSTALL_LINE = 'pip install "triton>=3.6,<3.9"'
 
 
 def reason_against(device_type: str, dtype: torch.dtype) -> str | None:
-    """Why Triton's kernels cannot run on such a device in such a dtype, and what to do; None: they
-    can.
+    """Says why Triton's kernels cannot run on such a device in such a dtype; None where they can.
 
     Its interpreter (TRITON_INTERPRET=1, set before the kernels are imported) runs them on CPUs,
     slowly, for tests. Its bfloat16 arithmetic is silently wrong in all releases up to 3.9 (casts
@@ -19,7 +18,10 @@ def reason_against(device_type: str, dtype: torch.dtype) -> str | None:
     if find_spec("triton") is None:
         return f"Triton is not installed: {INSTALL_LINE}"
     if dtype not in (torch.float32, torch.bfloat16):
-        return f"Triton's kernels are for float32 and bfloat16, and the weights are {dtype}: choose segments"
+        return (
+            f"Triton's kernels are for float32 and bfloat16, and the weights are {dtype}: choose "
+            "segments"
+        )
     if device_type == "meta":
         return None
     if interpreted():
@@ -36,5 +38,5 @@ def reason_against(device_type: str, dtype: torch.dtype) -> str | None:
 
 
 def interpreted() -> bool:
-    """Whether kernels that are imported now will run in the interpreter."""
+    """Tells whether kernels that are imported now will run in the interpreter."""
     return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "on", "true", "yes", "y")

@@ -1,7 +1,9 @@
 """The Triton backend of the expert operations: which kernels a call launches, and in which order.
 
-    forward     tile table, sorted rows; K1 (activation); K2 in route order; Rd over each target's outputs
-    backward    the same two; K1 (hidden gradient, gate's gradient); K2 with w_up transposed; Rd over each source's; K3 twice
+    forward     tile table, sorted rows; K1 (activation); K2 in route order; Rd over each target's
+                outputs
+    backward    the same two; K1 (hidden gradient, gate's gradient); K2 with w_up transposed; Rd
+                over each source's; K3 twice
 
 Nothing is read from the device: grids follow from the number of routes alone, so a call may be
 captured in a CUDA graph. What lives longer than a call is `saved`. In between there is one N × D
@@ -39,12 +41,11 @@ from .weight_gradients import Operands, Work, cut_work, ragged_gradient, segment
 
 @dataclass(frozen=True)
 class Options:
-    """What may be asked of the kernels beyond their defaults, which are deterministic and exact in
-    float32.
+    """Asks the kernels for more than their defaults, which are deterministic and exact in float32.
 
-    tf32: float32 products in TensorFloat-32. scatter_add: outputs are added to their targets by
-    float32 atomics, not stored and summed: no N × O tensor, but another
-        order of the sum each time.
+    tf32: float32 products in TensorFloat-32.
+    scatter_add: outputs are added to their targets by float32 atomics, not stored and summed: no
+        N × O tensor, but another order of the sum each time.
     fused: the perceptron's forward is one kernel (K12), where its hidden rows are narrow enough.
     """
 
@@ -57,9 +58,7 @@ DEFAULT = Options()
 
 
 class _Pass:
-    """What the launches of one call share: sorted rows, tile tables (made when first asked for),
-    tiles.
-    """
+    """Holds what the launches of one call share: sorted rows, tile tables, tiles."""
 
     def __init__(self, routes: SortedRoutes, rows: Tensor, options: Options) -> None:
         check_tensor(rows)
@@ -78,8 +77,9 @@ class _Pass:
     def launch(
         self, kernel: Any, tile: Tile, column_tiles: int, *args: Any, **constants: Any
     ) -> None:
-        """One program per row tile and column tile; the row tiles' table goes last among the
-        arguments.
+        """Launches one program per row tile and column tile.
+
+        The row tiles' table goes last among the arguments.
         """
         table = self._table(tile.rows)
         index = (table.expert_L, table.first_L, table.starts_E1)
@@ -108,9 +108,7 @@ class _Pass:
 
 @dataclass(frozen=True)
 class _Destination:
-    """Where the outputs of a product go: rows of their own in route order, or added to the rows of
-    targets.
-    """
+    """Says where a product's outputs go: to rows in route order, or added to targets' rows."""
 
     out: Tensor
     out_rows: Tensor | None
@@ -121,7 +119,7 @@ class _Destination:
     dtype: torch.dtype
 
     def result(self) -> Tensor:
-        """(num_rows, O)."""
+        """Returns the sums, (num_rows, O)."""
         return (
             self.out.to(self.dtype)
             if self.add
@@ -132,7 +130,11 @@ class _Destination:
 def _towards(
     p: _Pass, like: Tensor, width: int, *, targets: bool, num_rows: int, stored: bool = False
 ) -> _Destination:
-    """`stored`: whatever the options say; K1 has no other way to write, and its outputs are narrow."""
+    """Allocates what a product's outputs are written to.
+
+    `stored`: rows in route order whatever the options say; K1 has no other way to write, and its
+    outputs are narrow.
+    """
     routes = p.routes
     index_N, per_row = (
         (routes.target_N, routes.per_target) if targets else (routes.source_N, routes.per_source)
@@ -148,8 +150,10 @@ def _towards(
 def mlp_forward(
     x_UD: Tensor, bank: MLPBank, routes: SortedRoutes, *, options: Options = DEFAULT
 ) -> tuple[Tensor, Tensor]:
-    """y (T, O), and saved (N + slack, W) in sorted order: relu's hidden rows, of others the rows
-    before the activation.
+    """Implements `Backend.mlp_forward`.
+
+    Returns y (T, O), and the saved rows (N + slack, W) in sorted order: relu's hidden rows, of
+    others the rows before the activation.
     """
     p, x_UD, bank = _Pass(routes, x_UD, options), x_UD.contiguous(), _contiguous(bank)
     w_up, w_down = bank.w_up_EDW, bank.w_down_EFO
@@ -214,7 +218,7 @@ def mlp_backward(
     *,
     options: Options = DEFAULT,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Gradients of x, the gate weights and the biases; the weights' are added to `into`."""
+    """Implements `Backend.mlp_backward`."""
     p = _Pass(routes, grad_TO, options)
     grad_x, grad_weight_N, b_up, b_down, d_z = _mlp_rows(p, grad_TO, x_UD, bank, saved)
     _mlp_weights([MLPCall(grad_TO, x_UD, routes, saved, d_z, bank)], [p], into)
@@ -230,8 +234,9 @@ def mlp_backward_rows(
     *,
     options: Options = DEFAULT,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor]:
-    """The same without the weights'; beside them d_z (N + slack, W), the gradient of the rows
-    before the activation.
+    """Implements `DefersWeightGradients.mlp_backward_rows`.
+
+    Its last result is d_z (N + slack, W), the gradient of the rows before the activation.
     """
     return _mlp_rows(_Pass(routes, grad_TO, options), grad_TO, x_UD, bank, saved)
 
@@ -279,7 +284,7 @@ def _mlp_rows(
 def mlp_weight_gradients(
     calls: Sequence[MLPCall], *, options: Options = DEFAULT
 ) -> tuple[Tensor, Tensor]:
-    """Of w_up and w_down, over all calls: one product each, added up in float32."""
+    """Computes the gradients of w_up and w_down: one product each, added up in float32."""
     return _mlp_weights(calls, [_Pass(call.routes, call.x_UD, options) for call in calls], None)
 
 
@@ -306,7 +311,7 @@ def _mlp_weights(
 def linear_forward(
     x_UD: Tensor, w_EDO: Tensor, routes: SortedRoutes, *, options: Options = DEFAULT
 ) -> tuple[Tensor, Tensor]:
-    """y (T, O), and the ungated outputs (N + slack, O) where they are the narrow side, else empty."""
+    """Implements `Backend.linear_forward`."""
     p, x_UD, w_EDO = _Pass(routes, x_UD, options), x_UD.contiguous(), w_EDO.contiguous()
     _, width_in, width_out = w_EDO.shape
     if width_out > width_in:
@@ -343,7 +348,7 @@ def linear_backward(
     *,
     options: Options = DEFAULT,
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of x and the gate weights; the weights' is added to `into_EDO`."""
+    """Implements `Backend.linear_backward`."""
     p = _Pass(routes, grad_TO, options)
     rows = _linear_rows(p, grad_TO, x_UD, w_EDO, saved)
     _linear_weights([LinearCall(grad_TO, x_UD, routes, w_EDO)], [p], into_EDO)
@@ -359,7 +364,10 @@ def linear_backward_rows(
     *,
     options: Options = DEFAULT,
 ) -> tuple[Tensor, Tensor]:
-    """The same without the weights'. The gate's is taken on whichever side is narrow."""
+    """Implements `DefersWeightGradients.linear_backward_rows`.
+
+    The gate's gradient is taken on whichever side is narrow.
+    """
     return _linear_rows(_Pass(routes, grad_TO, options), grad_TO, x_UD, w_EDO, saved)
 
 
@@ -411,7 +419,7 @@ def _linear_rows(
 def linear_weight_gradients(
     calls: Sequence[LinearCall], *, options: Options = DEFAULT
 ) -> tuple[Tensor]:
-    """Of w, over all calls: one product, added up in float32."""
+    """Computes the gradient of w over all calls: one product, added up in float32."""
     return (
         _linear_weights(calls, [_Pass(call.routes, call.x_UD, options) for call in calls], None),
     )

@@ -1,11 +1,13 @@
 """Grouped products over row tiles: one program has one tile of one expert's rows.
 
-K1  `gathered_*`: rows gathered from (U, D), times W[e], to a narrow side. One column tile holds a whole row of F = 128
-    columns, so what needs complete rows (the gate's gradient) is taken in the epilogue from registers, without atomics; of
-    wider rows each column tile leaves a partial sum. Four epilogues: activation, gate, and the two backward ones.
-K2  `rows_product`: narrow rows times W[e], to wide rows. The narrow tile is read once and stays while the program walks over
-    the column tiles. Two write modes: stored, in route order, so that `sum_rows` (rows.py) reads each target's
-    outputs one after another (deterministic); or added to the targets' rows by float32 atomics.
+K1  `gathered_*`: rows gathered from (U, D), times W[e], to a narrow side. One column tile holds a
+    whole row of F = 128 columns, so what needs complete rows (the gate's gradient) is taken in the
+    epilogue from registers, without atomics; of wider rows each column tile leaves a partial sum.
+    Four epilogues: activation, gate, and the two backward ones.
+K2  `rows_product`: narrow rows times W[e], to wide rows. The narrow tile is read once and stays
+    while the program walks over the column tiles. Two write modes: stored, in route order, so that
+    `sum_rows` (rows.py) reads each target's outputs one after another (deterministic); or added to
+    the targets' rows by float32 atomics.
 K12 `fused_mlp`: both, the hidden tile handed on in registers.
 
 With F = 128 every product has 128 FLOP per byte gathered, less than an H200's memory wants: it is
@@ -23,7 +25,7 @@ from .guard import tl, triton
 
 @triton.jit
 def smooth(z, ACT: tl.constexpr):
-    """Value and slope of silu or gelu (with erf), float32."""
+    """Returns value and slope of silu or gelu (with erf), float32."""
     if ACT == "silu" or ACT == "swiglu":
         sigmoid = 1.0 / (1.0 + tl.exp(-z))
         value = z * sigmoid
@@ -37,7 +39,7 @@ def smooth(z, ACT: tl.constexpr):
 
 @triton.jit
 def _tile(tile_expert, tile_first, starts, tile, ROWS: tl.constexpr):
-    """The tile's expert (−1: none), its sorted rows, and which of them are this expert's."""
+    """Returns a tile's expert (−1: none), its sorted rows, and which of them are this expert's."""
     expert = tl.load(tile_expert + tile)
     rows = tl.load(tile_first + tile) + tl.arange(0, ROWS)
     return expert, rows, rows < tl.load(starts + tl.maximum(expert, 0) + 1)
@@ -58,8 +60,9 @@ def _product(
     DEPTH: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """a[a_rows] (ROWS, K) times one expert's w (K, N), its columns `cols`: float32. w's strides say
-    whether it is transposed.
+    """Computes a[a_rows] (ROWS, K) times one expert's w (K, N), its columns `cols`: float32.
+
+    w's strides say whether it is transposed.
     """
     depth = tl.arange(0, DEPTH)
     a_at = a + a_rows[:, None] * K + depth[None, :]
@@ -87,8 +90,9 @@ def _two_products(
     DEPTH: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """The same with the columns `cols` and `cols` + N of w (K, 2N): the rows are gathered once for
-    both.
+    """Computes the same with the columns `cols` and `cols` + N of w (K, 2N).
+
+    The rows are gathered once for both.
     """
     depth = tl.arange(0, DEPTH)
     a_at = a + a_rows[:, None] * K + depth[None, :]
@@ -133,8 +137,9 @@ def _activated(
     DEPTH: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """A tile of hidden rows in float32; stores in `saved` what the backward wants: relu's hidden
-    rows, else those before.
+    """Computes a tile of hidden rows in float32.
+
+    Stores in `saved` what the backward reads: relu's hidden rows, of others the rows before.
     """
     GATED: tl.constexpr = ACT == "swiglu" or ACT == "geglu"
     W: tl.constexpr = 2 * F if GATED else F
@@ -186,7 +191,10 @@ def gathered_activation(
     DEPTH: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """hidden = a(x[source] · w[e] + bias[e]), (N, F). relu's stand in `saved`, and `hidden` is None."""
+    """Computes hidden = a(x[source] · w[e] + bias[e]), (N, F).
+
+    relu's hidden rows are those in `saved`, and `hidden` is None.
+    """
     TILES: tl.constexpr = (F + COLUMNS - 1) // COLUMNS
     expert, rows, live = _tile(tile_expert, tile_first, starts, tl.program_id(0) // TILES, ROWS)
     if expert < 0:
@@ -235,7 +243,10 @@ def gathered_gate(
     DEPTH: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """saved = x[source] · w[e], (N, O) in sorted order; out[out_rows] = gate · saved."""
+    """Computes saved = x[source] · w[e], (N, O) in sorted order, and gate · saved.
+
+    The latter goes to out[out_rows].
+    """
     TILES: tl.constexpr = (OUT + COLUMNS - 1) // COLUMNS
     expert, rows, live = _tile(tile_expert, tile_first, starts, tl.program_id(0) // TILES, ROWS)
     if expert < 0:
@@ -263,7 +274,7 @@ def gathered_gate(
 
 @triton.jit
 def _bias_products(a, a_rows, bias, K: tl.constexpr, ROWS: tl.constexpr, DEPTH: tl.constexpr):
-    """(ROWS,): the gathered rows times one expert's bias (K,)."""
+    """Computes (ROWS,): the gathered rows times one expert's bias (K,)."""
     depth = tl.arange(0, DEPTH)
     total = tl.zeros((ROWS,), tl.float32)
     for k in range(0, K, DEPTH):
@@ -300,11 +311,10 @@ def gathered_hidden_gradient(
     DEPTH: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Of a perceptron: d_h = grad[target] · w_down[e]ᵀ; the gate's gradient is Σ h · d_h, and d_z
-    that of gate · d_h.
+    """Computes a perceptron's d_h = grad[target] · w_down[e]ᵀ, and d_z and the gate's gradient.
 
-    `grad_gate` (column tiles, N) gets a partial sum per column tile, in route order. With a bias
-    the gate has its share of it.
+    The gate's gradient is Σ h · d_h, and d_z that of gate · d_h. `grad_gate` (column tiles, N)
+    gets a partial sum per column tile, in route order. With a bias the gate has its share of it.
     """
     GATED: tl.constexpr = ACT == "swiglu" or ACT == "geglu"
     W: tl.constexpr = 2 * F if GATED else F
@@ -378,8 +388,9 @@ def gathered_input_gradient(
     DEPTH: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Of a matrix whose input is narrow: d_x = grad[target] · w[e]ᵀ; gate's gradient Σ x · d_x;
-    out[out_rows] = gate · d_x.
+    """Computes d_x = grad[target] · w[e]ᵀ of a matrix whose input is narrow.
+
+    The gate's gradient is Σ x · d_x, and out[out_rows] = gate · d_x.
     """
     TILES: tl.constexpr = (D + COLUMNS - 1) // COLUMNS
     expert, rows, live = _tile(tile_expert, tile_first, starts, tl.program_id(0) // TILES, ROWS)
@@ -420,7 +431,7 @@ def gathered_input_gradient(
 
 @triton.jit
 def _put(output, bias, gate, out, places, live, cols, expert, OUT: tl.constexpr, ADD: tl.constexpr):
-    """gate · (output + bias), stored in rows of their own or added to the targets' rows."""
+    """Writes gate · (output + bias): stored in rows of their own, or added to the targets' rows."""
     mask = live[:, None] & (cols < OUT)[None, :]
     if bias is not None:
         output += tl.load(bias + expert * OUT + cols, mask=cols < OUT, other=0.0).to(tl.float32)[
@@ -459,11 +470,10 @@ def rows_product(
     DEPTH: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """out[out_rows] = (or +=) gate · (a[a_rows] · w[e] + bias[e]), (…, O). Rows of None are the
-    sorted rows themselves.
+    """Computes out[out_rows] = (or +=) gate · (a[a_rows] · w[e] + bias[e]), (…, O).
 
-    `w` (E, K, O), or (E, O, K) if TRANSPOSED. With `saved` (N, K) in sorted order,
-    grad_gate[gate_places] = Σ saved · a[a_rows].
+    Rows of None are the sorted rows themselves. `w` (E, K, O), or (E, O, K) if TRANSPOSED. With
+    `saved` (N, K) in sorted order, grad_gate[gate_places] = Σ saved · a[a_rows].
     """
     W_K: tl.constexpr = 1 if TRANSPOSED else OUT
     W_N: tl.constexpr = K if TRANSPOSED else 1
@@ -539,8 +549,10 @@ def fused_mlp(
     HIDDEN: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """out[out_rows] = (or +=) gate · (a(x[source] · w_up[e] + b_up[e]) · w_down[e] + b_down[e]),
-    and `saved`. F ≤ HIDDEN.
+    """Computes `saved` and a whole perceptron's outputs.
+
+    out[out_rows] = (or +=) gate · (a(x[source] · w_up[e] + b_up[e]) · w_down[e] + b_down[e]), where
+    F ≤ HIDDEN.
     """
     expert, rows, live = _tile(tile_expert, tile_first, starts, tl.program_id(0), ROWS)
     if expert < 0:

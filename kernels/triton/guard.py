@@ -1,6 +1,4 @@
-"""Where this package imports Triton: the import with its pip line, what the kernels refuse, and
-how they are started.
-"""
+"""Imports Triton for this package, with its pip line; says what its kernels refuse, starts them."""
 
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -9,9 +7,8 @@ from torch import Tensor
 
 from .available import INSTALL_LINE, interpreted, reason_against
 
-if (
-    TYPE_CHECKING
-):  # Triton's own types say `constexpr` of what its functions take and give as plain numbers
+# Triton's own types say `constexpr` of what its functions take and give as plain numbers.
+if TYPE_CHECKING:
 
     class _Anything(type):
         def __getattr__(cls, name: str) -> Any: ...
@@ -35,13 +32,17 @@ INTERPRETED = interpreted()
 
 
 def check_tensor(x: Tensor) -> None:
-    """Raises ValueError: a dtype or device that these kernels do not have."""
+    """Checks a tensor's dtype and device.
+
+    Raises:
+        ValueError: these kernels do not have them.
+    """
     if reason := reason_against(x.device.type, x.dtype):
         raise ValueError(f'kernels.backend="triton" cannot run here: {reason}')
 
 
 def launch(kernel: Any, num_programs: int, *args: Any, **meta: Any) -> None:
-    """Runs `num_programs` programs of a kernel on its tensors' device; none is no error."""
+    """Runs `num_programs` programs of a kernel on its tensors' device; 0 is no error."""
     if num_programs:
         with torch.cuda.device_of(next(value for value in args if value is not None)):
             kernel[(num_programs,)](*args, **meta)

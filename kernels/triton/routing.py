@@ -41,6 +41,7 @@ def _histogram(
     BINS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    """Counts the routes of each expert in one block, and adds the counts up over all blocks."""
     block = tl.program_id(0)
     route = block * BLOCK + tl.arange(0, BLOCK)
     expert = tl.load(expert_N + route, mask=route < num_routes, other=E).to(tl.int32)
@@ -60,8 +61,9 @@ def _scan(
     BINS: tl.constexpr,
     SCAN: tl.constexpr,
 ):
-    """Program e: where expert e's rows start, and (in place of its counts) where those of each
-    block start.
+    """Computes where expert e's rows start, and in place of its counts where each block's start.
+
+    Program e does that for expert e.
     """
     expert = tl.program_id(0)
     bins = tl.arange(0, BINS)
@@ -89,8 +91,9 @@ def _scatter(
     BLOCK: tl.constexpr,
     COMPARED: tl.constexpr,
 ):
-    """A route's place: its expert's base for this block, and how many before it in the block have
-    the same expert.
+    """Writes every route's place.
+
+    It is its expert's base for this block, plus the earlier routes of the block with that expert.
     """
     block = tl.program_id(0)
     lane = tl.arange(0, BLOCK)
@@ -110,8 +113,9 @@ def _scatter(
 
 
 def sort_routes(expert_N: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    """(N,) experts to order (N,), place (N,) and starts (E + 1,) of a `Sorting`; stable, without
-    host synchronisation.
+    """Sorts (N,) experts into order (N,), place (N,) and starts (E + 1,) of a `Sorting`.
+
+    Stable, and without host synchronisation.
     """
     expert_N, num_routes = expert_N.contiguous(), expert_N.shape[0]
     num_blocks = max(1, triton.cdiv(num_routes, _BLOCK))
@@ -157,7 +161,7 @@ def sort_routes(expert_N: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Ten
 
 @dataclass(frozen=True)
 class TileTable:
-    """Row tiles in expert order; entries past the last tile have expert −1.
+    """Lists row tiles in expert order; entries past the last tile have expert −1.
 
     A tile that is not its expert's first has a `slot`, counted over all experts; expert e's are
     slots_E1[e] … slots_E1[e+1]−1.
@@ -171,6 +175,7 @@ class TileTable:
 
     @property
     def length(self) -> int:
+        """Returns the number of entries."""
         return self.expert_L.shape[0]
 
 
@@ -188,15 +193,15 @@ def _tile_table(
     LEAST: tl.constexpr,
     ENTRIES: tl.constexpr,
 ):
+    """Finds the expert, first row and slot of some entries of the table."""
     bins = tl.arange(0, BINS)
     starts = tl.load(starts_E1 + bins, mask=bins < E, other=0)
     counts = tl.load(starts_E1 + bins + 1, mask=bins < E, other=0) - starts
     tiles = tl.where(bins < E, tl.maximum((counts + ROWS - 1) // ROWS, LEAST), 0)
     ends = tl.cumsum(tiles, 0)
     entry = tl.program_id(0) * ENTRIES + tl.arange(0, ENTRIES)
-    expert = tl.sum(
-        (ends[None, :] <= entry[:, None]).to(tl.int32), 1
-    )  # how many experts end before this entry
+    # how many experts end before this entry
+    expert = tl.sum((ends[None, :] <= entry[:, None]).to(tl.int32), 1)
     here = bins[None, :] == expert[:, None]
     tile = entry - tl.sum(tl.where(here, (ends - tiles)[None, :], 0), 1)
     first = tl.sum(tl.where(here, starts[None, :], 0), 1) + tile * ROWS
@@ -212,8 +217,9 @@ def _tile_table(
 
 
 def tile_table(starts_E1: Tensor, num_rows: int, *, rows: int, least: int = 0) -> TileTable:
-    """Cuts every expert's rows into tiles of `rows`; `least`=1 gives an expert without rows one
-    (empty) tile.
+    """Cuts every expert's rows into tiles of `rows`.
+
+    `least`=1 gives an expert without rows one (empty) tile.
     """
     num_experts = starts_E1.shape[0] - 1
     length = triton.cdiv(num_rows, rows) + num_experts
@@ -242,8 +248,9 @@ def tile_table(starts_E1: Tensor, num_rows: int, *, rows: int, least: int = 0) -
 
 @dataclass(frozen=True)
 class SortedRows:
-    """What the sorted places read and write: rows of the source and of the target (int32), and the
-    gate weights.
+    """Holds what the sorted places read and write.
+
+    Those are rows of the source and of the target (int32), and the gate weights.
     """
 
     source_N: Tensor
@@ -265,6 +272,7 @@ def _sorted_rows(
     PER_TARGET: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    """Writes source row, target row and gate weight of a block of sorted places."""
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     live = row < num_routes
     route = row
@@ -282,7 +290,7 @@ def _sorted_rows(
 
 
 def sorted_rows(routes: SortedRoutes) -> SortedRows:
-    """One pass over the indices of N routes: 12 bytes written for each."""
+    """Reads the indices of N routes once: 12 bytes are written for each."""
     num_routes, device = routes.weight_N.shape[0], routes.weight_N.device
     source_N, target_N = (
         torch.empty(num_routes, dtype=torch.int32, device=device) for _ in range(2)

@@ -1,9 +1,8 @@
-"""Rd: a target's outputs added up, in route order and float32, rounded once. Bound by memory: every
-output is read once.
+"""Rd: sums every target's outputs in route order and float32, rounded once.
 
-The outputs stand in route order (a grouped product stores them so), hence where each target has
-equally many routes, one after another, they are one stream and no index is read. Otherwise the
-routes are listed by target first.
+It is bound by memory: every output is read once. The outputs stand in route order (a grouped
+product stores them so), hence where each target has equally many routes, one after another, they
+are one stream and no index is read. Otherwise the routes are listed by target first.
 
 Legend: N routes, U target rows, O columns.
 """
@@ -27,6 +26,7 @@ def _sum_equal(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
+    """Sums a tile of rows that have `PER` routes each, one after another."""
     TILES: tl.constexpr = (OUT + COLUMNS - 1) // COLUMNS
     row = ((tl.program_id(0) // TILES) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     cols = (tl.program_id(0) % TILES) * COLUMNS + tl.arange(0, COLUMNS)
@@ -41,6 +41,7 @@ def _sum_equal(
 
 @triton.jit
 def _sum_listed(outputs, routes, starts, out, OUT: tl.constexpr, COLUMNS: tl.constexpr):
+    """Sums one row's routes, which `routes` lists from starts[row] on."""
     TILES: tl.constexpr = (OUT + COLUMNS - 1) // COLUMNS
     row = tl.program_id(0) // TILES
     cols = (tl.program_id(0) % TILES) * COLUMNS + tl.arange(0, COLUMNS)
@@ -51,16 +52,16 @@ def _sum_listed(outputs, routes, starts, out, OUT: tl.constexpr, COLUMNS: tl.con
     tl.store(out + row.to(tl.int64) * OUT + cols, total.to(out.dtype.element_ty), mask=cols < OUT)
 
 
-def sum_rows(answers_NO: Tensor, index_N: Tensor | None, num_rows: int, per_row: int) -> Tensor:
-    """(num_rows, O): row u is the sum of the outputs of its routes, those with index u or, by the
-    rule, n // per_row = u.
+def sum_rows(outputs_NO: Tensor, index_N: Tensor | None, num_rows: int, per_row: int) -> Tensor:
+    """Sums the outputs of every row's routes: (num_rows, O).
 
-    A row without a route is zero. With one route for each row it is the outputs themselves.
+    Those are the routes with index u or, by the rule, n // per_row = u. A row without a route is
+    zero. With one route for each row the result is the outputs themselves.
     """
     if per_row == 1:
-        return answers_NO
-    out_UO = answers_NO.new_empty(num_rows, answers_NO.shape[1])
-    width = answers_NO.shape[1]
+        return outputs_NO
+    out_UO = outputs_NO.new_empty(num_rows, outputs_NO.shape[1])
+    width = outputs_NO.shape[1]
     columns = min(_COLUMNS, max(16, triton.next_power_of_2(width)))
     tiles = triton.cdiv(width, columns)
     if per_row:
@@ -68,7 +69,7 @@ def sum_rows(answers_NO: Tensor, index_N: Tensor | None, num_rows: int, per_row:
         launch(
             _sum_equal,
             triton.cdiv(num_rows, rows) * tiles,
-            answers_NO,
+            outputs_NO,
             out_UO,
             num_rows,
             PER=per_row,
@@ -83,7 +84,7 @@ def sum_rows(answers_NO: Tensor, index_N: Tensor | None, num_rows: int, per_row:
     launch(
         _sum_listed,
         num_rows * tiles,
-        answers_NO,
+        outputs_NO,
         routes_N,
         starts_U1,
         out_UO,

@@ -20,8 +20,9 @@ from .guard import INTERPRETED, triton
 
 @dataclass(frozen=True)
 class Tile:
-    """Rows and columns of a program's result, the step along the inner width; warps and stages of
-    the pipeline.
+    """Holds the sides of a program's tile, and the warps and stages of its pipeline.
+
+    rows, columns: of the program's result; depth: the step along the inner width.
     """
 
     rows: int
@@ -31,8 +32,9 @@ class Tile:
     stages: int
 
     def fit(self, **widths: int) -> "Tile":
-        """No side longer than the next power of two of what there is (16 at least: what the tensor
-        cores take).
+        """Shrinks each side to the next power of two of what there is.
+
+        16 at least: what the tensor cores take.
         """
         return replace(
             self,
@@ -40,7 +42,7 @@ class Tile:
         )
 
     def options(self) -> dict[str, Any]:
-        """What Triton calls them."""
+        """Returns warps and stages as Triton's launch takes them."""
         return {"num_warps": self.warps, "num_stages": self.stages}
 
 
@@ -87,13 +89,12 @@ TILES: dict[tuple[str, str, str], Tile] = {
     ("ragged", "fp32", "few"): Tile(64, 64, 32, 4, 3),
 }
 WIDEST_HIDDEN = 128  # columns of hidden rows that the fused kernel holds in registers
-# The interpreter pays for programs and for elements alike; small tiles give small cases several
-# tiles.
+# The interpreter pays for programs and elements alike; small tiles give small cases several.
 _INTERPRETED = Tile(16, 32, 32, 4, 1)
 
 
 def choose(kernel: str, dtype: torch.dtype, num_rows: int, num_experts: int) -> Tile:
-    """The table's tile for a kernel, of rows in that dtype."""
+    """Returns the table's tile for a kernel, of rows in that dtype."""
     if INTERPRETED:
         return _INTERPRETED
     load = "few" if num_rows < FEW * num_experts else "many"

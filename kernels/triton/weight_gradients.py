@@ -10,7 +10,7 @@ Several calls (the repeats of a layer group in a Universal Transformer) are one 
 rows are those of the first call, then those of the second …; a table of addresses says where each
 has its operands. dW is then read and written once for all of them, not once for each. The
 activation is applied to u, and the gate to the narrower of both, on their way to the tensor cores,
-so nothing but what the forward saved is wanted.
+so nothing but what the forward saved is needed.
 
 Legend: C calls, N routes, E experts, M columns of u, K of v; tiles TALL × WIDE, DEPTH rows at a
 time; CHUNK rows of an expert.
@@ -33,8 +33,9 @@ _FIELDS = 6
 
 @dataclass(frozen=True)
 class Operands:
-    """One call's: dW[e] += Σ over e's sorted rows n of gate[n] · a(u[u_rows[n]])ᵀ · v[v_rows[n]].
-    Rows of None are n itself.
+    """Holds one call's share: dW[e] += Σ gate[n] · a(u[u_rows[n]])ᵀ · v[v_rows[n]].
+
+    The sum is over expert e's sorted rows n. Rows of None are n itself.
     """
 
     u: Tensor
@@ -47,6 +48,7 @@ class Operands:
 
 @triton.jit
 def _write_addresses(table, call, u, v, u_rows, v_rows, gate, starts, FIELDS: tl.constexpr):
+    """Writes one call's addresses into the table."""
     at = table + call * FIELDS
     tl.store(at, u.to(tl.int64))
     tl.store(at + 1, v.to(tl.int64))
@@ -61,14 +63,18 @@ def _write_addresses(table, call, u, v, u_rows, v_rows, gate, starts, FIELDS: tl
 
 @triton.jit
 def _pointer(at, DTYPE: tl.constexpr):
-    """An address from the table. Tensors start at multiples of 16 bytes (`_addresses` sees to it)."""
+    """Reads an address from the table.
+
+    Tensors start at multiples of 16 bytes (`_addresses` sees to it).
+    """
     return tl.multiple_of(tl.load(at).to(tl.pointer_type(DTYPE)), 16)
 
 
 @triton.jit
 def _operand(base, rows, live, cols, gate, WIDTH: tl.constexpr, ACT: tl.constexpr):
-    """(DEPTH, columns): gate · a(base[rows]), zero where not live: what has no activation and no
-    gate goes as it came.
+    """Loads (DEPTH, columns): gate · a(base[rows]), zero where not live.
+
+    What has no activation and no gate is passed on as it is.
     """
     STRIDE: tl.constexpr = 2 * WIDTH if ACT == "swiglu" or ACT == "geglu" else WIDTH
     mask = live[:, None] & (cols < WIDTH)[None, :]
@@ -111,6 +117,7 @@ def ragged_product(
     DEPTH: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
+    """Computes one tile of dW[e] over one chunk of an expert's rows, over all calls."""
     TILES_K: tl.constexpr = (K + WIDE - 1) // WIDE
     TILES: tl.constexpr = (M + TALL - 1) // TALL * TILES_K
     entry = tl.program_id(0) // TILES
@@ -121,9 +128,8 @@ def ragged_product(
     tall = (tile // TILES_K) * TALL + tl.arange(0, TALL)
     wide = (tile % TILES_K) * WIDE + tl.arange(0, WIDE)
     depth = tl.arange(0, DEPTH)
-    first = tl.load(chunk_first + entry) - tl.load(
-        total_starts + expert
-    )  # of the expert's rows, counted over all calls
+    # of the expert's rows, counted over all calls
+    first = tl.load(chunk_first + entry) - tl.load(total_starts + expert)
     before = 0
     total = tl.zeros((TALL, WIDE), tl.float32)
     for call in range(num_calls):
@@ -163,7 +169,7 @@ def ragged_product(
 
 @triton.jit
 def _add_chunks(chunks, out, slots, SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """out[e] += its expert's later chunks, in order."""
+    """Adds an expert's later chunks to out[e], in order."""
     BLOCKS: tl.constexpr = (SIZE + BLOCK - 1) // BLOCK
     expert = tl.program_id(0) // BLOCKS
     first = tl.load(slots + expert)
@@ -182,7 +188,7 @@ def _add_chunks(chunks, out, slots, SIZE: tl.constexpr, BLOCK: tl.constexpr):
 
 @dataclass(frozen=True)
 class Work:
-    """What the products of a pass share: how the rows of all calls are cut into chunks."""
+    """Holds what the products of a pass share: how the rows of all calls are cut into chunks."""
 
     table: TileTable
     chunk: int
@@ -190,12 +196,14 @@ class Work:
 
     @property
     def most_slots(self) -> int:
+        """Returns the most chunks that are not their expert's first."""
         return self.num_rows // self.chunk
 
 
 def cut_work(starts_CE1: Sequence[Tensor], num_rows: int) -> Work:
-    """Chunks of twice an expert's mean load, and of 2048 rows at least: few experts have a second
-    one.
+    """Cuts rows into chunks of twice an expert's mean load, and of 2048 rows at least.
+
+    So few experts have a second one.
     """
     total_starts = (
         starts_CE1[0]
@@ -216,8 +224,9 @@ def ragged_gradient(
     into: Tensor | None = None,
     activation: str | None = None,
 ) -> Tensor:
-    """(E, M, K) as the weights are: Σ over the calls, added to `into` where given. `activation`: of
-    u; None: rows as they are.
+    """Computes (E, M, K), shaped as the weights: the sum over the calls.
+
+    It is added to `into` where given. `activation`: of u; None: rows as they are.
     """
     if into is not None and not into.is_contiguous():
         return into.add_(ragged_gradient(calls, work, precision, weights, activation=activation))
@@ -231,10 +240,8 @@ def ragged_gradient(
         width * weights.element_size() % 16 for width in (tall, wide)
     )
     tile = choose("ragged_small" if small else "ragged", weights.dtype, work.num_rows, num_experts)
-    if tall < wide:
-        tile = replace(
-            tile, rows=tile.columns, columns=tile.rows
-        )  # the longer side along the wider operand
+    if tall < wide:  # the longer side along the wider operand
+        tile = replace(tile, rows=tile.columns, columns=tile.rows)
     tile, table = tile.fit(rows=tall, columns=wide), work.table
     tiles = triton.cdiv(tall, tile.rows) * triton.cdiv(wide, tile.columns)
     launch(
@@ -279,15 +286,15 @@ def ragged_gradient(
 
 
 def _addresses(calls: Sequence[Operands]) -> Tensor:
-    """(C, fields) int64. Written by a kernel: a copy from the host could not be captured in a CUDA
-    graph.
+    """Writes the addresses of the calls' operands: (C, fields) int64.
+
+    A kernel writes them: a copy from the host could not be captured in a CUDA graph.
     """
     table = torch.empty(len(calls), _FIELDS, dtype=torch.int64, device=calls[0].u.device)
     for number, call in enumerate(calls):
         tensors = (call.u, call.v, call.u_rows_N, call.v_rows_N, call.gate_N, call.starts_E1)
-        assert not any(
-            tensor.data_ptr() % 16 for tensor in tensors if tensor is not None
-        )  # `_pointer` counts on it
+        # `_pointer` counts on it
+        assert not any(tensor.data_ptr() % 16 for tensor in tensors if tensor is not None)
         launch(_write_addresses, 1, table, number, *tensors, FIELDS=_FIELDS)
     return table
 
@@ -303,6 +310,7 @@ def _sum_segments(
     DEPTH: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
+    """Sums one tile of columns over one expert's rows, weighed by their gates."""
     TILES: tl.constexpr = (OUT + COLUMNS - 1) // COLUMNS
     expert = tl.program_id(0) // TILES
     cols = (tl.program_id(0) % TILES) * COLUMNS + tl.arange(0, COLUMNS)
@@ -327,8 +335,9 @@ def _sum_segments(
 def segment_sums(
     rows: Tensor, row_index_N: Tensor | None, gate_N: Tensor | None, starts_E1: Tensor
 ) -> Tensor:
-    """(E, O): a bias's gradient, Σ over an expert's rows of gate · rows. For the few models whose
-    experts have biases.
+    """Computes a bias's gradient (E, O): Σ over an expert's rows of gate · rows.
+
+    For the few models whose experts have biases.
     """
     width, num_experts = rows.shape[1], starts_E1.shape[0] - 1
     out = rows.new_empty(num_experts, width)
