@@ -13,14 +13,14 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 FORMAT_VERSION = 1
-"""Of the prepared folder. A change that old readers cannot follow raises it, and with it every spec hash."""
+"""The prepared folder's format. What old readers cannot read raises it, and every spec hash."""
 
 NUM_BYTE_IDS = 257  # 256 bytes and the end of a document
 _NOT_IN_THE_BYTES = {"directory", "seq_len", "seed"}
 
 
 class DataConfig(BaseModel):
-    """Input, tokenizer and order of one data set.
+    """Names input, tokenizer and order of one data set.
 
     `input` and `validation_input` take file names, globs and fsspec URLs of .txt, .jsonl,
     .jsonl.zst and .parquet, and the word "embedded" for the English prose that every Python
@@ -34,22 +34,17 @@ class DataConfig(BaseModel):
     validation_input: tuple[str, ...] = ()
     validation_fraction: float = Field(default=0.01, ge=0.0, lt=1.0)
     text_field: str = Field(default="text", min_length=1)
-    source_field: str = (
-        "source"  # a record's own name for where it comes from; the file's name where it has none
-    )
+    # a record's own name for where it comes from; the file's name where it has none
+    source_field: str = "source"
     tokenizer: Literal["bpe", "bytes"] = "bpe"
-    vocab_size: int = Field(
-        default=8000, ge=NUM_BYTE_IDS
-    )  # what BPE training aims at; a small corpus may yield fewer
-    tokenizer_sample_bytes: int = Field(
-        default=32 * 2**20, ge=1
-    )  # text that BPE is trained on: 32 MiB take about 20 s
-    batch_tokens: int = Field(
-        default=128 * 1024, ge=1
-    )  # tokens per record batch: zstd's ratio stops growing here
-    split_bytes: int = Field(
-        default=64 * 2**20, ge=1
-    )  # a larger .txt, .jsonl or .parquet becomes several input splits
+    # what BPE training aims at; a small corpus may yield fewer
+    vocab_size: int = Field(default=8000, ge=NUM_BYTE_IDS)
+    # text that BPE is trained on: 32 MiB take about 20 s
+    tokenizer_sample_bytes: int = Field(default=32 * 2**20, ge=1)
+    # tokens per record batch: zstd's ratio stops growing here
+    batch_tokens: int = Field(default=128 * 1024, ge=1)
+    # a larger .txt, .jsonl or .parquet becomes several input splits
+    split_bytes: int = Field(default=64 * 2**20, ge=1)
     seq_len: int = Field(default=256, ge=1)
     seed: int = Field(default=0, ge=0)
     directory: str = ""  # where the shards are; empty: the caller decides
@@ -57,7 +52,7 @@ class DataConfig(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _know_the_bytes(cls, values: Any) -> Any:
-        """The raw bytes have a vocabulary of their own, so it need not be given."""
+        """Sets the vocabulary of the raw bytes, so that it need not be given."""
         if isinstance(values, dict) and values.get("tokenizer") == "bytes":
             return {"vocab_size": NUM_BYTE_IDS} | values
         return values
@@ -75,13 +70,17 @@ class DataConfig(BaseModel):
 
     @property
     def num_token_ids(self) -> int:
-        """Upper bound of the vocabulary: what an embedding needs before the tokenizer exists."""
+        """Returns an upper bound of the vocabulary.
+
+        It is what an embedding needs before the tokenizer exists.
+        """
         return NUM_BYTE_IDS if self.tokenizer == "bytes" else self.vocab_size
 
     @property
     def spec(self) -> dict[str, Any]:
-        """All that decides the prepared bytes, and nothing else: equal for another directory,
-        seq_len or seed.
+        """Returns all that decides the prepared bytes, and nothing else.
+
+        It is equal for another directory, seq_len or seed.
         """
         spec = self.model_dump(mode="json", exclude=_NOT_IN_THE_BYTES)
         if self.tokenizer == "bytes":
@@ -92,6 +91,6 @@ class DataConfig(BaseModel):
 
     @property
     def spec_hash(self) -> str:
-        """Hex sha256 of `spec` and the format of the files."""
+        """Returns the hex sha256 of `spec` and the format of the files."""
         versioned = self.spec | {"format_version": FORMAT_VERSION}
         return hashlib.sha256(json.dumps(versioned, sort_keys=True).encode()).hexdigest()

@@ -22,11 +22,10 @@ from pathlib import Path
 from .errors import InputError
 
 NUM_PARTS = 4
-"""Input splits that the corpus is offered as; part i holds every fourth document from the i-th on."""
+"""Input splits of the corpus: part i holds every fourth document from the i-th on."""
 
-_DOCUMENT_CHARS = (
-    3000  # a module's text is cut at the end of a docstring once it has grown past this
-)
+# A module's text is cut at the end of a docstring once it has grown past this.
+_DOCUMENT_CHARS = 3000
 _REPEAT_CHARS = 60  # a paragraph at least this long appears once in the corpus
 _Documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 _LEFT_OUT = {"test", "tests", "idlelib", "lib2to3", "turtledemo", "site-packages", "__pycache__"}
@@ -41,8 +40,10 @@ _WORD_CHARS = re.compile(r"[A-Za-z ,.'’]")
 
 @cache
 def embedded_documents() -> tuple[str, ...]:
-    """All documents, in a fixed order. Raises InputError where this Python comes without its
-    sources.
+    """Returns all documents, in a fixed order.
+
+    Raises:
+        InputError: this Python comes without its sources.
     """
     documents = tuple(_documents([*([topic] for topic in _topics()), *_modules()]))
     if not documents:
@@ -56,25 +57,25 @@ def embedded_documents() -> tuple[str, ...]:
 
 
 def embedded_part(part: int) -> Iterator[tuple[int, str]]:
-    """(row, text) of the documents of one of NUM_PARTS parts."""
+    """Yields (row, text) of the documents of one of NUM_PARTS parts."""
     yield from list(enumerate(embedded_documents()))[part::NUM_PARTS]
 
 
 def prose(text: str) -> list[str]:
-    """The paragraphs of `text` that are English sentences, each on one line."""
+    """Returns the paragraphs of `text` that are English sentences, each on one line."""
     paragraphs = re.split(r"\n\s*\n", _UNDERLINE.sub("", text))
     items = (item for paragraph in paragraphs for item in _items(paragraph))
     return [joined for item in items if _is_prose(item, joined := _joined(item))]
 
 
 def _joined(item: str) -> str:
-    """One line without the marks of reStructuredText."""
+    """Joins an item's lines into one, without the marks of reStructuredText."""
     plain = _ROLE.sub(r"\1", item).replace("``", "")
     return " ".join(plain.split()).replace("::", ":")
 
 
 def _items(paragraph: str) -> Iterator[str]:
-    """A list written without blank lines becomes one paragraph per bullet."""
+    """Splits a list that was written without blank lines into one paragraph per bullet."""
     item: list[str] = []
     for line in paragraph.splitlines():
         if _BULLET.match(line) and item:
@@ -94,7 +95,7 @@ def _is_prose(raw: str, joined: str) -> bool:
 
 
 def _topics() -> Iterator[list[str]]:
-    """The language reference: one text per topic."""
+    """Yields the language reference: one text per topic."""
     if find_spec("pydoc_data") is None:  # some distributions package it apart
         return
     from pydoc_data import topics  # data, not a module of the library under way
@@ -105,7 +106,7 @@ def _topics() -> Iterator[list[str]]:
 
 
 def _modules() -> Iterator[Iterator[list[str]]]:
-    """The standard library: for each module its titled texts, in the order of the source."""
+    """Yields, per module of the standard library, its titled texts in the order of the source."""
     root = Path(sysconfig.get_path("stdlib"))
     for path in sorted(root.rglob("*.py"), key=lambda path: path.relative_to(root).parts):
         parts = path.relative_to(root).with_suffix("").parts
@@ -134,7 +135,7 @@ def _docstrings(node: _Documented, name: str) -> Iterator[tuple[str, str]]:
 
 
 def _comments(source: str) -> Iterator[str]:
-    """Runs of three and more comment lines; an empty comment line parts paragraphs."""
+    """Yields runs of three and more comment lines; an empty comment line parts paragraphs."""
     run: list[str] = []
     for line in [*source.splitlines(), ""]:
         if line.lstrip().startswith("#"):
@@ -146,8 +147,9 @@ def _comments(source: str) -> Iterator[str]:
 
 
 def _documents(works: Iterable[Iterable[list[str]]]) -> Iterator[str]:
-    """Joins the texts of a work, cuts it at paragraph ends, leaves out what was said before and
-    what is too short.
+    """Joins the texts of a work and cuts them at paragraph ends.
+
+    Leaves out what was said before and what is too short.
     """
     seen: set[str] = set()
     for work in works:

@@ -1,4 +1,4 @@
-"""What can be wrong with a user's data. Every message says what is wrong, where, and what to do.
+"""Errors about a user's data: every message says what is wrong, where, and what to do.
 
 All are ValueErrors with one string argument, so that they survive the trip through a process pool
 or a cluster.
@@ -6,16 +6,16 @@ or a cluster.
 
 
 class DataError(ValueError):
-    """Something about the data or its folder is wrong; the base of the three below."""
+    """Says that something about the data or its folder is wrong; the base of the three below."""
 
 
 class InputError(DataError):
-    """The text that was given cannot be read as asked."""
+    """Says that the text that was given cannot be read as asked."""
 
 
 class ShardError(DataError):
-    """Prepared data on disk is missing, damaged, or belongs to something else."""
+    """Says that prepared data on disk is missing, damaged, or belongs to something else."""
 
 
 class PrepareError(DataError):
-    """Preparation cannot write where it was told to, or would overwrite other work."""
+    """Says that preparation cannot write where it was told to, or would overwrite other work."""

@@ -37,8 +37,9 @@ _ORDER_SAMPLES = 4096  # computed at a time: numpy takes hardly longer for as ma
 
 @dataclass(frozen=True)
 class Batch:
-    """One rank's share of one optimizer step. A accumulation steps, B sequences of a micro-batch,
-    S+1 tokens.
+    """Holds one rank's share of one optimizer step.
+
+    A accumulation steps, B sequences of a micro-batch, S+1 tokens.
     """
 
     tokens: np.ndarray  # int64 [A, B, S+1]
@@ -47,8 +48,9 @@ class Batch:
 
 
 class RowReader:
-    """Rows of a token stream, with the latest decoded record batches at hand. Not for several
-    threads at once.
+    """Reads rows of a token stream, and keeps the latest decoded record batches.
+
+    Not for several threads at once.
     """
 
     def __init__(self, store: TokenStore, seq_len: int):
@@ -61,10 +63,15 @@ class RowReader:
 
     @property
     def num_rows(self) -> int:
+        """Returns the number of rows that the stream is cut into."""
         return num_rows(self._store.num_tokens, self._seq_len)
 
     def read(self, rows: np.ndarray) -> np.ndarray:
-        """int64 [len(rows), S+1]. Raises ShardError when a record batch is not as it was written."""
+        """Reads rows: int64 [len(rows), S+1].
+
+        Raises:
+            ShardError: a record batch is not as it was written.
+        """
         tokens = np.empty((len(rows), self._seq_len + 1), dtype=np.int64)
         for target, row in zip(tokens, rows.tolist(), strict=True):
             self._fill(target, row * self._seq_len)
@@ -77,9 +84,9 @@ class RowReader:
         filled = 0
         while filled < len(target):
             begin = position + filled - int(starts[batch])
-            piece = self._batch(batch)[begin : begin + len(target) - filled]
-            target[filled : filled + len(piece)] = piece
-            filled += len(piece)
+            tokens = self._batch(batch)[begin : begin + len(target) - filled]
+            target[filled : filled + len(tokens)] = tokens
+            filled += len(tokens)
             batch += 1
 
     def _batch(self, batch: int) -> np.ndarray:
@@ -96,9 +103,9 @@ class RowReader:
 
 
 class Loader:
-    """Endless iterator of a rank's batches, one per optimizer step, read ahead by a thread.
+    """Iterates endlessly over a rank's batches, one per optimizer step, read ahead by a thread.
 
-    Use as a context manager, or call `close()`. An error of the reading thread is raised by
+    Use it as a context manager, or call `close()`. An error of the reading thread is raised by
     `next()`.
     """
 
@@ -130,7 +137,7 @@ class Loader:
         self.spec = _position_spec(self._store, split, seq_len, seed)
         """What fixes the order of samples, for people to read; `spec_hash` is its hash."""
         self.wait_s = 0.0
-        """Seconds that `next()` has waited for data in all: time that a faster disk or a longer prefetch would save."""
+        """Seconds that `next()` has waited for data: what a faster disk or more prefetch saves."""
         self._error: BaseException | None = None
         self._closed = threading.Event()
         self._queue: queue.Queue[Batch | BaseException] = queue.Queue(prefetch)
@@ -141,21 +148,24 @@ class Loader:
 
     @property
     def num_rows(self) -> int:
-        """Samples of one epoch."""
+        """Returns the samples of one epoch."""
         return self._order.num_rows
 
     @property
     def spec_hash(self) -> str:
-        """Hex sha256 of `spec`. With the number of samples consumed it is the whole state of a run
-        in its data.
+        """Returns the hex sha256 of `spec`.
+
+        With the number of samples consumed it is the whole state of a run in its data.
         """
         return hashlib.sha256(json.dumps(self.spec, sort_keys=True).encode()).hexdigest()
 
     def check_position(
         self, saved_spec_hash: str, saved_spec: Mapping[str, object] | None = None
     ) -> None:
-        """Raises DataError when a saved position was counted in another order; with its `spec`,
-        says what differs.
+        """Checks that a saved position was counted in this loader's order.
+
+        Raises:
+            DataError: it was not; with its `spec`, the error says what differs.
         """
         if saved_spec_hash == self.spec_hash:
             return
@@ -194,8 +204,9 @@ class Loader:
         raise self._error
 
     def close(self) -> None:
-        """Ends the thread and closes the files. Batches read ahead are forgotten. May be called
-        again.
+        """Ends the thread and closes the files; batches read ahead are dropped.
+
+        May be called again.
         """
         self._closed.set()
         self._thread.join()
@@ -208,15 +219,15 @@ class Loader:
         self.close()
 
     def _read_ahead(self, first_sample: int) -> None:
-        """The thread: reads step after step until closed, or until an error, which it hands over."""
+        """Runs in the thread: reads step after step until closed, or an error, which it queues."""
         try:
             while self._put(self._read_step(first_sample)):
                 first_sample += self._global_batch
-        except BaseException as error:  # noqa: BLE001 (it is raised again, in the thread that calls next)
+        except BaseException as error:  # noqa: BLE001 (raised again, in the thread that calls next)
             self._put(error)
 
     def _put(self, item: Batch | BaseException) -> bool:
-        """Waits for room in the queue. False once the loader is closed."""
+        """Waits for room in the queue and puts an item there; False once the loader is closed."""
         while not self._closed.is_set():
             try:
                 self._queue.put(item, timeout=0.05)
@@ -233,8 +244,9 @@ class Loader:
         return Batch(tokens.reshape(-1, self._micro_batch, tokens.shape[1]), first_sample, digest)
 
     def _rows_at(self, local_first: int) -> tuple[np.ndarray, np.ndarray]:
-        """Epochs and rows of the local batch, cut from a longer stretch of the order that is
-        computed once.
+        """Returns epochs and rows of the local batch.
+
+        They are cut from a longer stretch of the order that is computed once.
         """
         begin = local_first - self._ordered_from
         if begin + self._local_batch > self._ordered.shape[1]:
@@ -256,18 +268,21 @@ def validation_batches(
     max_rows: int | None = None,
     sequences_per_group: int = 1,
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """One pass over a split: (tokens int64 [B, S+1], valid bool [B]), B = batch_size, as many on
-    every rank.
+    """Iterates once over a split: (tokens int64 [B, S+1], valid bool [B]), B = batch_size.
 
-    Every row comes exactly once over all ranks. The last batches are filled up with copies that are
-    not valid, so that all ranks meet in the same collectives. `max_rows` takes that many rows,
-    evenly spaced.
+    There are as many batches on every rank. Every row comes exactly once over all ranks. The last
+    batches are filled up with copies that are not valid, so that all ranks meet in the same
+    collectives. `max_rows` takes that many rows, evenly spaced.
 
-    A model that routes `sequences_per_group` consecutive sequences together gets the same groups for every number
-    of ranks and batch size, with members from far apart: neighbours in the stream are parts of one
-    document, and a member that shows how another goes on would be a look into its future. Row m of
-    group j is row j + m·(number of groups) of the pass; a last, incomplete group is filled up with
-    rows from the beginning of the pass.
+    A model that routes `sequences_per_group` consecutive sequences together gets the same groups
+    for every number of ranks and batch size, with members from far apart: neighbours in the stream
+    are parts of one document, and a member that shows how another goes on would be a look into its
+    future. Row m of group j is row j + m·(number of groups) of the pass; a last, incomplete group
+    is filled up with rows from the beginning of the pass.
+
+    Raises:
+        DataError: sizes that do not fit.
+        ShardError: the split is shorter than one row.
     """
     if batch_size < 1 or not 0 <= rank < num_ranks or (max_rows is not None and max_rows < 1):
         raise DataError(
@@ -276,7 +291,8 @@ def validation_batches(
         )
     if sequences_per_group < 1 or batch_size % sequences_per_group:
         raise DataError(
-            f"validation needs whole groups: {batch_size=} must be a multiple of {sequences_per_group=}"
+            f"validation needs whole groups: {batch_size=} must be a multiple of "
+            f"{sequences_per_group=}"
         )
     store = TokenStore(directory, split)
     reader = RowReader(store, seq_len)
@@ -292,15 +308,13 @@ def validation_batches(
 
 
 def _group_slots(count: int, sequences_per_group: int) -> np.ndarray:
-    """Indices 0 … count − 1, and more where the last groups want them, in the order of the groups'
-    members.
+    """Returns indices 0 … count − 1 in the order of the groups' members.
+
+    More follow where the last groups are not full.
     """
     num_groups = -(-count // sequences_per_group)
-    return (
-        np.arange(num_groups * sequences_per_group, dtype=np.int64)
-        .reshape(sequences_per_group, num_groups)
-        .T.reshape(-1)
-    )
+    slots = np.arange(num_groups * sequences_per_group, dtype=np.int64)
+    return slots.reshape(sequences_per_group, num_groups).T.reshape(-1)
 
 
 def _padded_batches(
@@ -355,8 +369,9 @@ def _too_short(store: TokenStore, split: str, seq_len: int) -> ShardError:
 
 
 def _position_spec(store: TokenStore, split: str, seq_len: int, seed: int) -> dict[str, object]:
-    """All that `order` and the token stream depend on. The folder's path does not: data may be
-    moved or copied.
+    """Returns all that `order` and the token stream depend on.
+
+    The folder's path is not in it: data may be moved or copied.
     """
     contents = hashlib.sha256(
         "\n".join(entry.blake2b for entry in store.entries).encode()
@@ -374,8 +389,9 @@ def _position_spec(store: TokenStore, split: str, seq_len: int, seed: int) -> di
 
 
 def _digest(first_sample: int, epochs: np.ndarray, rows: np.ndarray, tokens: np.ndarray) -> int:
-    """Sum over rows of a checksum of (global sample, epoch, row, crc32 of the tokens as uint32),
-    modulo 2**31.
+    """Adds up the rows' checksums, modulo 2**31.
+
+    A row's is over its global sample, epoch, number, and the crc32 of its tokens as uint32.
     """
     total = 0
     for index, (epoch, row) in enumerate(zip(epochs.tolist(), rows.tolist(), strict=True)):

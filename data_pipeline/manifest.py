@@ -1,4 +1,4 @@
-"""The table of contents of a prepared folder, and the one way files come to be in it.
+"""The table of contents of a prepared folder, and atomic writes into it.
 
 A folder is valid when it holds `manifest.json`, which is written last. The manifest names every
 shard with its counts and blake2b-256, the tokenizer by its sha256, and carries a sha256 of itself,
@@ -27,7 +27,7 @@ Split = Literal["train", "validation"]
 
 
 class ShardEntry(BaseModel):
-    """One shard: a file of tokens (`name`) and its index (`index_name`), made from one input split."""
+    """Describes a shard: a file of tokens and its index, made from one input split."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -44,12 +44,14 @@ class ShardEntry(BaseModel):
 
     @property
     def index_name(self) -> str:
+        """Returns the name of the shard's index file."""
         return index_name(self.name)
 
 
 class DatasetManifest(BaseModel):
-    """What a prepared folder holds. `spec` is the configuration that `spec_hash` was taken of, for
-    people to read.
+    """Describes what a prepared folder holds.
+
+    `spec` is the configuration that `spec_hash` was taken of, for people to read.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -67,32 +69,40 @@ class DatasetManifest(BaseModel):
     dropped: dict[str, int]  # reason -> documents
 
     def of(self, split: str) -> tuple[ShardEntry, ...]:
-        """The shards of one split, in the order of its token stream."""
+        """Returns the shards of one split, in the order of its token stream."""
         return tuple(shard for shard in self.shards if shard.split == split)
 
     def num_tokens(self, split: str) -> int:
+        """Returns the number of tokens of one split, ends of documents included."""
         return sum(shard.num_tokens for shard in self.of(split))
 
     def num_documents(self, split: str) -> int:
+        """Returns the number of documents of one split."""
         return sum(shard.num_documents for shard in self.of(split))
 
     def num_text_bytes(self, split: str) -> int:
+        """Returns the UTF-8 bytes of one split's text."""
         return sum(shard.num_text_bytes for shard in self.of(split))
 
 
 def index_name(shard_name: str) -> str:
-    """`train-00000.tok.arrow` -> `train-00000.idx.arrow`."""
+    """Returns a shard's index file: `train-00000.tok.arrow` -> `train-00000.idx.arrow`."""
     return shard_name.removesuffix(".tok.arrow") + ".idx.arrow"
 
 
 def write_manifest(directory: Path, manifest: DatasetManifest) -> None:
+    """Writes `manifest.json`, which makes the folder valid."""
     body = manifest.model_dump(mode="json")
     with atomic_write(directory / MANIFEST_FILE) as file:
         file.write(json.dumps({"manifest": body, "sha256": _body_hash(body)}, indent=1).encode())
 
 
 def read_manifest(directory: str | Path) -> DatasetManifest:
-    """The manifest of a prepared folder. Raises ShardError where there is none, or not a whole one."""
+    """Reads the manifest of a prepared folder.
+
+    Raises:
+        ShardError: there is none, or not a whole one.
+    """
     path = Path(directory) / MANIFEST_FILE
     try:
         whole = json.loads(path.read_bytes())
@@ -131,8 +141,9 @@ def _body_hash(body: dict[str, Any]) -> str:
 
 @contextmanager
 def atomic_write(path: Path) -> Iterator[IO[bytes]]:
-    """A file that appears whole or not at all: temporary name, fsync, rename. Any exception removes
-    the temporary.
+    """Opens a file that appears whole or not at all: temporary name, fsync, rename.
+
+    Any exception removes the temporary.
     """
     temporary = path.with_name(f"{path.name}{TEMPORARY}{os.getpid()}-{secrets.token_hex(4)}")
     with explained_write_errors(path):
@@ -148,7 +159,7 @@ def atomic_write(path: Path) -> Iterator[IO[bytes]]:
 
 
 def _sync_folder(folder: Path) -> None:
-    """A rename survives a power failure only once its folder is on disk."""
+    """Fsyncs a folder: a rename survives a power failure only once its folder is on disk."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -158,12 +169,13 @@ def _sync_folder(folder: Path) -> None:
 
 @contextmanager
 def explained_write_errors(path: Path) -> Iterator[None]:
-    """Turns what the operating system says about `path` into what to do about it."""
+    """Turns the operating system's errors about `path` into what to do about them."""
     try:
         yield
     except OSError as error:
         advice = {
-            errno.ENOSPC: "free some space there and run the same command again; it continues where it stopped",
+            errno.ENOSPC: "free some space there and run the same command again; it continues "
+            "where it stopped",
             errno.EDQUOT: "your quota is used up; free some space and run the same command again",
             errno.EACCES: "give yourself write permission there, or choose another folder",
             errno.EPERM: "give yourself write permission there, or choose another folder",

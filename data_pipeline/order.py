@@ -26,25 +26,26 @@ from dataclasses import dataclass
 import numpy as np
 
 WINDOW_CHUNKS = 32
-"""Chunks that are mixed with each other: about 4 M tokens, 8 MB of uint16 that a loader keeps decoded."""
+"""Chunks that are mixed with each other: about 4 M tokens, 8 MB of uint16 in a loader's memory."""
 
 ORDER_VERSION = 1
-"""Raised when the same (seed, g) would give another row: a run cannot be resumed across such a change."""
+"""Raised when the same (seed, g) would give another row: no run can be resumed across that."""
 
 _ROUNDS = 6
 
 
 @dataclass(frozen=True)
 class RowOrder:
-    """The order of a split with `num_rows` rows, in chunks of `rows_per_chunk`."""
+    """Defines the order of a split with `num_rows` rows, in chunks of `rows_per_chunk`."""
 
     num_rows: int
     rows_per_chunk: int
     seed: int
 
     def rows_at(self, start: int, count: int) -> tuple[np.ndarray, np.ndarray]:
-        """(epochs, rows), int64 [count], of the global samples start, start + 1, ... (any start >=
-        0).
+        """Returns (epochs, rows), int64 [count], of the global samples start, start + 1, ...
+
+        start >= 0, and as large as wanted.
         """
         samples = np.arange(start, start + count, dtype=np.int64)
         epochs, positions = np.divmod(samples, self.num_rows)
@@ -55,8 +56,10 @@ class RowOrder:
         return epochs, rows
 
     def _shuffled(self, positions: np.ndarray, epoch: int) -> np.ndarray:
-        """A permutation of [0, N): one of [0, chunks * R), walked until it leaves the missing end
-        of the last chunk.
+        """Permutes [0, N).
+
+        It is a permutation of [0, chunks * R), walked until it leaves the missing end of the last
+        chunk.
         """
         rows = self._shuffled_full_chunks(positions, epoch)
         while (outside := rows >= self.num_rows).any():
@@ -80,12 +83,18 @@ class RowOrder:
 
 
 def num_rows(num_tokens: int, seq_len: int) -> int:
-    """Rows of S+1 tokens, S apart, that a stream holds; up to S tokens at its end are not used."""
+    """Returns how many rows of S+1 tokens, S apart, a stream holds.
+
+    Up to S tokens at its end are not used.
+    """
     return max(0, (num_tokens - 1) // seq_len)
 
 
 def permuted(indices: np.ndarray, size: int, key: int) -> np.ndarray:
-    """A keyed bijection of [0, size), applied to int64 indices: Feistel network with cycle walking."""
+    """Applies a keyed bijection of [0, size) to int64 indices.
+
+    It is a Feistel network with cycle walking.
+    """
     half_bits = max(1, (max(size - 1, 1).bit_length() + 1) // 2)
     result = _feistel(indices.astype(np.uint64), half_bits, key)
     while (outside := result >= np.uint64(size)).any():
@@ -94,7 +103,7 @@ def permuted(indices: np.ndarray, size: int, key: int) -> np.ndarray:
 
 
 def _feistel(values: np.ndarray, half_bits: int, key: int) -> np.ndarray:
-    """A keyed bijection of [0, 4**half_bits)."""
+    """Applies a keyed bijection of [0, 4**half_bits)."""
     half, mask = np.uint64(half_bits), np.uint64((1 << half_bits) - 1)
     left, right = values >> half, values & mask
     for round_number in range(_ROUNDS):
@@ -104,14 +113,14 @@ def _feistel(values: np.ndarray, half_bits: int, key: int) -> np.ndarray:
 
 
 def _mixed(values: np.ndarray) -> np.ndarray:
-    """The finalizer of splitmix64: every bit of the input reaches every bit of the output."""
+    """Applies splitmix64's finalizer: every input bit reaches every output bit."""
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return values ^ (values >> np.uint64(31))
 
 
 def _key(*parts: object) -> int:
-    """A 64-bit key from the names of what it is for."""
+    """Derives a 64-bit key from the names of what it is for."""
     return int.from_bytes(
         hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest(), "big"
     )

@@ -1,16 +1,19 @@
 """Text to a folder of token shards: pure functions of one input split each, and the order they are
 run in.
 
-1. plan      input files -> input splits, in the order that decides between equal documents (`reading.plan_splits`)
-2. read      per split: the hash and size of every document                                  -> `hash_documents`
-3. choose    once: exact duplicates out (the first in split order stays), train or validation by document hash
-4. sample    per split: the text that BPE is trained on, from train documents only           -> `collect_sample`
-5. train     once: the tokenizer                                                             -> `train_tokenizer`
-6. tokenise  per split: one shard per side, train and validation                             -> `tokenise_split`
+1. plan      input files -> input splits, in the order that decides between equal documents
+             (`reading.plan_splits`)
+2. read      per split: the hash and size of every document (`hash_documents`)
+3. choose    once: exact duplicates out (the first in split order stays), train or validation by
+             document hash (`choose_documents`)
+4. sample    per split: the text that BPE is trained on, from train documents only
+             (`collect_sample`)
+5. train     once: the tokenizer (`train_tokenizer`)
+6. tokenise  per split: one shard per side, train and validation (`tokenise_split`)
 7. commit    the manifest lists the shards in split order; only now the folder is valid
 
-Steps 2, 4, 5 and 6 go through a `TaskRunner`: the work of one item in any process, on any machine that
-sees the folder, in any order, twice if need be. Tasks read and write the folder; only numbers
+Steps 2, 4, 5 and 6 go through a `TaskRunner`: the work of one item in any process, on any machine
+that sees the folder, in any order, twice if need be. Tasks read and write the folder; only numbers
 travel. Every file appears whole or not at all (temporary name, fsync, rename) and depends on its
 split alone, so the bytes are the same for any number of workers and after any interruption. What is
 unfinished lies in `unfinished/` and is picked up by the next run.
@@ -75,8 +78,9 @@ _RECORD = np.dtype(
 
 
 class TaskRunner(Protocol):
-    """Runs a function on many items, anywhere: yields (index of the item, result), in any order,
-    each once.
+    """Runs a function on many items, anywhere.
+
+    Yields (index of the item, result), in any order, each once.
     """
 
     def __call__(
@@ -85,14 +89,17 @@ class TaskRunner(Protocol):
 
 
 def run_serially(function: Callable[[T], R], items: Sequence[T], /) -> Iterator[tuple[int, R]]:
-    """The runner of one process."""
+    """Runs the items one after another in this process."""
     for index, item in enumerate(items):
         yield index, function(item)
 
 
 @dataclass(frozen=True)
 class PrepareProgress:
-    """One task of a stage has ended. `tokens` counts what is tokenised so far, in the last stage."""
+    """Reports that one task of a stage has ended.
+
+    `tokens` counts what is tokenised so far, in the last stage.
+    """
 
     stage: str
     done: int
@@ -102,8 +109,9 @@ class PrepareProgress:
 
 @dataclass(frozen=True)
 class SplitTask:
-    """What a task needs to know to work on input split number `index`; pickles to a few hundred
-    bytes.
+    """Holds what a task needs to know to work on input split number `index`.
+
+    It pickles to a few hundred bytes.
     """
 
     config: DataConfig
@@ -112,9 +120,11 @@ class SplitTask:
     split: InputSplit
 
     def unfinished(self, what: str) -> Path:
+        """Returns the path of one of the split's intermediate files."""
         return _unfinished(self.directory, self.index, what)
 
     def documents(self) -> Iterator[Document]:
+        """Reads the split's documents."""
         config = self.config
         return read_documents(
             self.split, text_field=config.text_field, source_field=config.source_field
@@ -123,7 +133,7 @@ class SplitTask:
 
 @dataclass(frozen=True)
 class TokenizerTask:
-    """What the one task that trains the tokenizer needs to know."""
+    """Holds what the one task that trains the tokenizer needs to know."""
 
     directory: Path
     vocab_size: int
@@ -139,16 +149,17 @@ def prepare(
 ) -> DatasetManifest:
     """Makes `directory` hold the tokens of `config`, and returns its manifest.
 
-    Returns at once where they are there already; continues where an earlier run was stopped. Raises
-    InputError for input that cannot be read, and PrepareError for a folder that holds something
-    else or cannot be written.
+    Returns at once where they are there already; continues where an earlier run was stopped.
+
+    Raises:
+        InputError: input that cannot be read.
+        PrepareError: a folder that holds something else or cannot be written.
     """
     folder = Path(directory).absolute()
     manifest = _finished(config, folder)
     if manifest is None:
-        splits = plan_splits(
-            config
-        )  # before anything is written: most mistakes are in the names of the input
+        # before anything is written: most mistakes are in the names of the input
+        splits = plan_splits(config)
         with _claimed(folder):
             manifest = _finished(config, folder)  # somebody else may have been faster
             if manifest is None:
@@ -206,7 +217,7 @@ def _run_stage(
     items: Sequence[T],
     on_progress: Callable[[PrepareProgress], None],
 ) -> list[R]:
-    """Results in the order of the items, whatever order they came in."""
+    """Returns a stage's results in the order of the items, whatever order they came in."""
     results: dict[int, R] = {}
     tokens = 0
     on_progress(PrepareProgress(stage, 0, len(items)))
@@ -223,7 +234,7 @@ def _run_stage(
 
 
 def _finished(config: DataConfig, folder: Path) -> DatasetManifest | None:
-    """The manifest where the folder is complete and made from this very configuration and input."""
+    """Returns the manifest of a folder that is complete and of this configuration and input."""
     if not (folder / MANIFEST_FILE).exists():
         return None
     manifest = read_manifest(folder)
@@ -234,16 +245,12 @@ def _finished(config: DataConfig, folder: Path) -> DatasetManifest | None:
             "choose another folder, or delete this one"
         )
     for url, size in manifest.inputs.items():
-        if (
-            "://" not in url
-            and url != EMBEDDED
-            and Path(url).exists()
-            and Path(url).stat().st_size != size
-        ):
+        if "://" in url or url == EMBEDDED or not Path(url).exists():
+            continue
+        if (size_now := Path(url).stat().st_size) != size:
             raise PrepareError(
-                f"{folder} was prepared from {url} when it had {size} bytes; it has "
-                f"{Path(url).stat().st_size} now: "
-                "choose another folder, or delete this one"
+                f"{folder} was prepared from {url} when it had {size} bytes; it has {size_now} "
+                "now: choose another folder, or delete this one"
             )
     return manifest
 
@@ -258,8 +265,9 @@ def _difference(found: dict[str, Any], asked: dict[str, Any]) -> str:
 
 @contextmanager
 def _claimed(folder: Path) -> Iterator[None]:
-    """One process at a time prepares into a folder. The lock is the process's own: it ends with it,
-    however it ends.
+    """Locks the folder: one process at a time prepares into it.
+
+    The lock is the process's own: it ends with it, however it ends.
     """
     work = folder / UNFINISHED
     with explained_write_errors(folder):
@@ -281,8 +289,9 @@ def _claimed(folder: Path) -> Iterator[None]:
 
 
 def _begin(config: DataConfig, folder: Path, splits: tuple[InputSplit, ...]) -> None:
-    """Records what is being made, or checks that it is what an interrupted run was making; removes
-    its debris.
+    """Records what is being made, or checks that an interrupted run was making the same.
+
+    Removes the temporary files of that run.
     """
     plan = {
         "spec_hash": config.spec_hash,
@@ -337,7 +346,10 @@ def hash_documents(task: SplitTask) -> None:
 
 
 def normalised(text: str) -> str:
-    """The text that is hashed and tokenised: Unicode NFC, newlines as \\n, no blank space around it."""
+    """Returns the text that is hashed and tokenised.
+
+    It is Unicode NFC, with newlines as \\n and no blank space around it.
+    """
     return unicodedata.normalize("NFC", text.replace("\r\n", "\n").replace("\r", "\n")).strip()
 
 
@@ -351,10 +363,12 @@ def _record(text: str) -> tuple[int, int, int, int, bool]:
 
 
 def choose_documents(config: DataConfig, tasks: Sequence[SplitTask]) -> dict[str, int]:
-    """Decides the fate of every document from all hashes, and writes it per split. Returns what is
-    dropped, by reason.
+    """Decides the fate of every document from all hashes, and writes it per split.
 
     Needs all hashes in memory: about 60 bytes per document.
+
+    Returns:
+        How many documents are dropped, by reason.
     """
     per_split = [np.load(task.unfinished("read.npy"), allow_pickle=False) for task in tasks]
     records = np.concatenate(per_split)
@@ -374,18 +388,18 @@ def choose_documents(config: DataConfig, tasks: Sequence[SplitTask]) -> dict[str
 
 
 def _later_duplicates(records: np.ndarray) -> np.ndarray:
-    """Indices of the documents that occurred before, in the order of the records."""
+    """Returns the documents that occurred before, as indices, in the order of the records."""
     alive = np.flatnonzero(records["fate"] == _TRAIN)
-    order = alive[
-        np.lexsort((records["low"][alive], records["high"][alive]))
-    ]  # stable: the first stays first
+    # stable: the first stays first
+    order = alive[np.lexsort((records["low"][alive], records["high"][alive]))]
     high, low = records["high"][order], records["low"][order]
     return order[1:][(high[1:] == high[:-1]) & (low[1:] == low[:-1])]
 
 
 def _held_out(records: np.ndarray, candidates: np.ndarray, fraction: float) -> np.ndarray:
-    """Mask of the validation documents among the candidates: those of small hash, and at least one
-    of several.
+    """Returns a mask of the validation documents among the candidates.
+
+    Those are the ones of small hash, and at least one of several.
     """
     if fraction == 0.0 or not candidates.any():
         return np.zeros_like(candidates)
@@ -401,10 +415,8 @@ def _check_something_is_left(config: DataConfig, records: np.ndarray) -> None:
     if fates[_TRAIN]:
         return
     names = ", ".join(config.input)
-    dropped = (
-        ", ".join(f"{fates[fate]} {reason}" for fate, reason in _REASONS.items() if fates[fate])
-        or "none dropped"
-    )
+    counts = [f"{fates[fate]} {reason}" for fate, reason in _REASONS.items() if fates[fate]]
+    dropped = ", ".join(counts) or "none dropped"
     if fates[_VALIDATION]:
         raise InputError(
             f"input {names}: all documents went to validation ({fates[_VALIDATION]} there; "
@@ -419,8 +431,9 @@ def _check_something_is_left(config: DataConfig, records: np.ndarray) -> None:
 
 
 def _sampled(records: np.ndarray, sample_bytes: int) -> np.ndarray:
-    """Mask of train documents with about `sample_bytes` of text, spread over all splits by their
-    hash.
+    """Returns a mask of train documents with about `sample_bytes` of text.
+
+    They are spread over all splits by their hash.
     """
     train = np.flatnonzero(records["fate"] == _TRAIN)
     order = train[np.argsort(records["low"][train], kind="stable")]
@@ -431,8 +444,10 @@ def _sampled(records: np.ndarray, sample_bytes: int) -> np.ndarray:
 
 
 def _chosen_documents(task: SplitTask) -> Iterator[tuple[Document, np.void]]:
-    """The documents of a split again, normalised, each with its record. Raises InputError if they
-    are others now.
+    """Reads the documents of a split again, normalised, each with its record.
+
+    Raises:
+        InputError: they are others now.
     """
     chosen = np.load(task.unfinished("chosen.npy"), allow_pickle=False)
     for document, record in zip_longest(task.documents(), chosen):
@@ -459,7 +474,7 @@ def collect_sample(task: SplitTask) -> None:
 
 
 def train_tokenizer(task: TokenizerTask) -> None:
-    """Trains on the sample in split order, and writes tokenizer.json."""
+    """Trains the tokenizer on the sample in split order, and writes tokenizer.json."""
     paths = [_unfinished(task.directory, index, "sample.jsonl") for index in range(task.num_splits)]
     texts = (json.loads(line) for path in paths for line in _lines_of(path))
     _save_tokenizer(task.directory, train_bpe(texts, vocab_size=task.vocab_size))
@@ -474,8 +489,9 @@ def _lines_of(path: Path) -> Iterator[bytes]:
 
 
 def tokenise_split(task: SplitTask) -> tuple[ShardEntry, ...]:
-    """Writes the shards of one split, one per side. What a former run wrote is used if its
-    checksums agree.
+    """Writes the shards of one split, one per side.
+
+    What a former run wrote is used if its checksums agree.
     """
     if (ready := _ready_shards(task)) is not None:
         return ready

@@ -44,8 +44,6 @@ _PACKAGES = {
     "gcs": "gcsfs",
     "hf": "huggingface_hub",
     "http": "aiohttp",
-}
-_PACKAGES |= {
     "https": "aiohttp",
     "abfs": "adlfs",
     "abfss": "adlfs",
@@ -53,17 +51,15 @@ _PACKAGES |= {
     "sftp": "paramiko",
 }
 _CHUNK_BYTES = 2**20
-_TEXT_DOCUMENT_CHARS = (
-    8000  # a .txt is cut into documents at the first blank line after so many characters
-)
-_TEXT_DOCUMENT_MAX_CHARS = (
-    4 * _TEXT_DOCUMENT_CHARS
-)  # and at a line end, or anywhere, where there is no blank line
+# A .txt is cut into documents at the first blank line after so many characters,
+_TEXT_DOCUMENT_CHARS = 8000
+# and at a line end, or anywhere, where there is no blank line.
+_TEXT_DOCUMENT_MAX_CHARS = 4 * _TEXT_DOCUMENT_CHARS
 
 
 @dataclass(frozen=True)
 class InputSplit:
-    """A piece of input that one task reads: units [start, stop) of a file.
+    """Names a part of the input that one task reads: units [start, stop) of a file.
 
     The unit is a byte (.txt, .jsonl), a row group (.parquet), a part of the embedded corpus, or the
     file (.jsonl.zst). A line belongs to the split in which it begins. `size` is the whole file's,
@@ -79,23 +75,23 @@ class InputSplit:
 
     @property
     def source(self) -> str:
-        """Name of the documents' source where they carry none: the file name without folders."""
+        """Returns the source of documents that name none: the file's name without folders."""
         return self.url.rsplit("/", 1)[-1]
 
     @property
     def label(self) -> str:
-        """URL and range: one split of one input, in messages and in the manifest."""
+        """Returns URL and range, for messages and the manifest."""
         return f"{self.url}[{self.start}:{self.stop}]"
 
     @property
     def local_label(self) -> str:
-        """File name and range: the same wherever the file lies."""
+        """Returns file name and range: the same wherever the file lies."""
         return f"{self.source}[{self.start}:{self.stop}]"
 
 
 @dataclass(frozen=True)
 class Document:
-    """One document as it was found; `row` counts the records of its split."""
+    """Holds one document as it was found; `row` counts the records of its split."""
 
     text: str
     source: str
@@ -103,10 +99,12 @@ class Document:
 
 
 def plan_splits(config: DataConfig) -> tuple[InputSplit, ...]:
-    """All input splits in the order that decides which of two equal documents stays.
+    """Lists all input splits in the order that decides which of two equal documents stays.
 
-    Validation comes first: what is in both is validated on, not trained on. Raises InputError for
-    what is not there.
+    Validation comes first: what is in both is validated on, not trained on.
+
+    Raises:
+        InputError: something is not there.
     """
     train_role: Role = "train" if config.validation_input else "both"
     validation = _plan(config.validation_input, "validation", config.split_bytes)
@@ -114,8 +112,10 @@ def plan_splits(config: DataConfig) -> tuple[InputSplit, ...]:
 
 
 def read_documents(split: InputSplit, *, text_field: str, source_field: str) -> Iterator[Document]:
-    """The documents of one split in file order. Raises InputError with file, byte and line of what
-    is wrong.
+    """Reads the documents of one split in file order.
+
+    Raises:
+        InputError: something cannot be read; with its file, byte and line.
     """
     if split.kind == "embedded":
         records = ((row, text, EMBEDDED) for row, text in embedded_part(split.start))
@@ -142,7 +142,7 @@ def _plan(patterns: Sequence[str], role: Role, split_bytes: int) -> Iterator[Inp
 
 
 def _expand(pattern: str) -> Iterator[tuple[str, Kind, int]]:
-    """(url, kind, size) of every file that a name, glob or URL stands for, sorted by name."""
+    """Yields (url, kind, size) of every file of a name, glob or URL, sorted by name."""
     if pattern == EMBEDDED:
         yield EMBEDDED, "embedded", NUM_PARTS
         return
@@ -195,8 +195,14 @@ def _is_local(fs: Any) -> bool:
 
 def _nothing_there(pattern: str) -> str:
     if any(character in pattern for character in "*?["):
-        return f"input {pattern!r} matches no file: check the folder and the ending (and quote the glob in a shell)"
-    return f"input {pattern!r} does not exist: check the name, or give input=embedded for the corpus that is built in"
+        return (
+            f"input {pattern!r} matches no file: check the folder and the ending (and quote the "
+            "glob in a shell)"
+        )
+    return (
+        f"input {pattern!r} does not exist: check the name, or give input=embedded for the corpus "
+        "that is built in"
+    )
 
 
 def _kind(url: str) -> Kind:
@@ -265,7 +271,7 @@ def _reason(error: OSError) -> str:
 
 
 def _split_lines(split: InputSplit) -> Iterator[tuple[int, int | None, bytes]]:
-    """(byte offset, line number where known, line) of the lines that begin inside the split."""
+    """Yields (byte offset, line number where known, line) of the lines that begin in the split."""
     with _opened(split.url, split.size) as file:
         if split.kind == "jsonl.zst":
             offset, lines = 0, _lines(_decompressed(file, split.url))
@@ -287,8 +293,9 @@ def _chunks(file: IO[bytes]) -> Iterator[bytes]:
 
 
 def _decompressed(file: IO[bytes], url: str) -> Iterator[bytes]:
-    """zstd frames, one after the other; a frame that ends too early is an error, which zstd's own
-    reader hides.
+    """Decompresses zstd frames, one after the other.
+
+    A frame that ends too early is an error, which zstd's own reader hides.
     """
     frame = zstandard.ZstdDecompressor().decompressobj()
     pending = False
@@ -313,7 +320,7 @@ def _decompressed(file: IO[bytes], url: str) -> Iterator[bytes]:
 
 
 def _lines(chunks: Iterable[bytes]) -> Iterator[bytes]:
-    """Lines with their newline, of any length, in time linear in their length."""
+    """Yields lines with their newline, of any length, in time linear in their length."""
     pending: list[bytes] = []
     for chunk in chunks:
         pending.append(chunk)
@@ -354,12 +361,12 @@ def _text_documents(split: InputSplit) -> Iterator[str]:
         parts.append(text)
         size += len(text)
         if (size >= _TEXT_DOCUMENT_CHARS and not text.strip()) or size >= _TEXT_DOCUMENT_MAX_CHARS:
-            yield from _pieces("".join(parts))
+            yield from _cut("".join(parts))
             parts, size = [], 0
-    yield from _pieces("".join(parts))
+    yield from _cut("".join(parts))
 
 
-def _pieces(text: str) -> Iterator[str]:
+def _cut(text: str) -> Iterator[str]:
     for start in range(0, len(text), _TEXT_DOCUMENT_MAX_CHARS):
         yield text[start : start + _TEXT_DOCUMENT_MAX_CHARS]
 
@@ -455,6 +462,6 @@ def _parquet_columns(url: str, schema: pa.Schema, text_field: str, source_field:
         raise InputError(
             f"{url}: column {text_field!r} holds {column_type}, not text: set text_field to another"
         )
-    return [text_field] + (
-        [source_field] if source_field in schema.names and source_field != text_field else []
-    )
+    if source_field in schema.names and source_field != text_field:
+        return [text_field, source_field]
+    return [text_field]

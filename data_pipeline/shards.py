@@ -13,7 +13,7 @@ own bytes: any (offset, length) can be read from any copy. The footer is only fo
 2.9 times smaller than uint16 in memory, written at about 150 M tokens/s/core, read at about
 400-700.
 
-    tokens      list<uint16>, or uint32 above 65536 ids; the end of document is the last token of each document
+    tokens      list<uint16>, or uint32 above 65536 ids; each one's last token is its end
     doc_id      blake2b-128 of the normalised text
     n_bytes     UTF-8 bytes of the text, for bits per byte without the text
     source      where the document says it comes from
@@ -51,7 +51,10 @@ _INDEX_SCHEMA = pa.schema(
 
 
 def shard_schema(vocab_size: int, metadata: dict[str, str] | None = None) -> pa.Schema:
-    """The columns of a shard; `metadata` is for the file only and not needed to decode a batch."""
+    """Returns the columns of a shard.
+
+    `metadata` is for the file only and not needed to decode a batch.
+    """
     token = pa.uint16() if token_dtype(vocab_size).itemsize == 2 else pa.uint32()
     columns = [
         ("tokens", pa.list_(token)),
@@ -64,8 +67,9 @@ def shard_schema(vocab_size: int, metadata: dict[str, str] | None = None) -> pa.
 
 
 def shard_metadata(tokenizer: Tokenizer, source: str) -> dict[str, str]:
-    """What a shard says about itself. No path and no time: the same documents give the same bytes
-    anywhere.
+    """Returns a shard's description of itself.
+
+    It has no path and no time: the same documents give the same bytes anywhere.
     """
     return {
         "moebius.format_version": str(FORMAT_VERSION),
@@ -78,7 +82,7 @@ def shard_metadata(tokenizer: Tokenizer, source: str) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class TokenDocument:
-    """One document as it goes into a shard."""
+    """Holds one document as it goes into a shard."""
 
     tokens: np.ndarray  # with the end of document
     doc_id: bytes
@@ -88,11 +92,10 @@ class TokenDocument:
 
 
 class ShardWriter:
-    """Writes documents into one shard file. A document longer than `batch_tokens` makes a record
-    batch of its own size.
+    """Writes documents into one shard file.
 
-    The caller owns the file (see `manifest.atomic_write`), so that a shard appears whole or not at
-    all.
+    A document longer than `batch_tokens` makes a record batch of its own size. The caller owns the
+    file (see `manifest.atomic_write`), so that a shard appears whole or not at all.
     """
 
     def __init__(self, file: IO[bytes], *, schema: pa.Schema, batch_tokens: int):
@@ -109,6 +112,7 @@ class ShardWriter:
         )
 
     def add(self, document: TokenDocument) -> None:
+        """Adds a document, and writes a record batch once it has `batch_tokens` tokens."""
         self._pending.append(document)
         self._pending_tokens += len(document.tokens)
         self._num_text_bytes += document.num_text_bytes
@@ -116,8 +120,10 @@ class ShardWriter:
             self._write_batch()
 
     def close(self, *, name: str, split: Split, source: str, index_file: IO[bytes]) -> ShardEntry:
-        """Writes what is pending, the footer, and the index; returns the manifest's entry for this
-        shard.
+        """Writes what is pending, the footer, and the index.
+
+        Returns:
+            The manifest's entry for this shard.
         """
         if self._pending:
             self._write_batch()
@@ -157,7 +163,7 @@ class ShardWriter:
         self._pending, self._pending_tokens = [], 0
 
     def _taken(self) -> bytes:
-        """What Arrow has written since the last call."""
+        """Returns what Arrow has written since the last call."""
         taken = self._captured.getvalue()
         self._captured.seek(0)
         self._captured.truncate()
@@ -199,15 +205,19 @@ def _write_index(file: IO[bytes], rows: list[tuple[int, ...]]) -> str:
 
 
 def prepared_tokenizer(directory: str | Path) -> Tokenizer:
-    """The tokenizer that the shards of a prepared folder were made with. Raises ShardError if
-    another lies there.
+    """Loads the tokenizer that the shards of a prepared folder were made with.
+
+    Raises:
+        ShardError: another one lies there.
     """
     return load_tokenizer(directory, sha256=read_manifest(directory).tokenizer_sha256)
 
 
 def verify_shard(directory: Path, entry: ShardEntry) -> None:
-    """Reads a shard and its index whole and compares both blake2b-256. Raises ShardError. About 1
-    GB/s.
+    """Reads a shard and its index whole and compares both blake2b-256, at about 1 GB/s.
+
+    Raises:
+        ShardError: one of them differs.
     """
     for name, expected in ((entry.name, entry.blake2b), (entry.index_name, entry.index_blake2b)):
         path = directory / name
@@ -225,7 +235,7 @@ def verify_shard(directory: Path, entry: ShardEntry) -> None:
 
 
 class TokenStore:
-    """The token stream of one split of a prepared folder: all its shards in order, batch by batch.
+    """Reads the token stream of one split of a prepared folder: its shards in order, by batch.
 
     Opening checks that every shard is there in its full size and that every index is intact; tokens
     are checked when they are read. Threads may share a store.
@@ -249,23 +259,30 @@ class TokenStore:
             np.arange(len(tables)), [table.num_rows for table in tables]
         )
         self.batch_starts = np.concatenate([[0], np.cumsum(self._index["n_tokens"])])
-        """int64 [num_batches + 1]: batch b holds the stream's tokens batch_starts[b] up to batch_starts[b + 1]."""
+        """int64 [num_batches + 1]: batch b begins with token batch_starts[b] of the stream."""
 
     @property
     def num_batches(self) -> int:
+        """Returns the number of record batches of the split."""
         return len(self._shard_of_batch)
 
     @property
     def num_tokens(self) -> int:
+        """Returns the number of tokens of the split, ends of documents included."""
         return int(self.batch_starts[-1])
 
     def read_tokens(self, batch: int) -> np.ndarray:
-        """All tokens of one record batch, ends of documents included: uint16 or uint32, 1-D."""
+        """Returns all tokens of one record batch, ends of documents included.
+
+        uint16 or uint32, 1-D.
+        """
         return self.read_documents(batch).column("tokens").flatten().to_numpy()
 
     def read_documents(self, batch: int) -> pa.RecordBatch:
-        """One record batch with all its columns. Raises ShardError when its bytes are not those
-        that were written.
+        """Returns one record batch with all its columns.
+
+        Raises:
+            ShardError: its bytes are not those that were written.
         """
         message, where = self._fetch(batch)
         expected = int(self._index["crc32"][batch])
@@ -275,12 +292,12 @@ class TokenStore:
             )
         try:
             return pa.ipc.read_record_batch(pa.ipc.read_message(message), self._schema)
-        except (
-            pa.ArrowException
-        ) as error:  # intact bytes of another format: a shard of another vocabulary width
+        # intact bytes of another format: a shard of another vocabulary width
+        except pa.ArrowException as error:
             raise ShardError(f"{where}: cannot be decoded ({error}); {_RESTORE}") from error
 
     def close(self) -> None:
+        """Closes the shards' files; reading opens them again."""
         with self._lock:
             for handle in self._handles.values():
                 os.close(handle)

@@ -30,39 +30,49 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
 class Tokenizer(Protocol):
-    """What the pipeline and the evaluations need of a tokenizer."""
+    """Declares what the pipeline and the evaluations need of a tokenizer."""
 
     @property
     def vocab_size(self) -> int:
-        """Number of ids, the end of a document included."""
+        """Returns the number of ids, the end of a document included."""
         ...
 
     @property
-    def end_of_document_id(self) -> int: ...
+    def end_of_document_id(self) -> int:
+        """Returns the id that ends a document."""
+        ...
 
     @property
     def sha256(self) -> str:
-        """Hex hash of `to_json()`: two tokenizers are the same when it is."""
+        """Returns the hex hash of `to_json()`: two tokenizers are the same when it is."""
         ...
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """One array of ids per text, of `token_dtype(vocab_size)`, without end of document."""
+        """Encodes texts: one array of ids each, of `token_dtype(vocab_size)`.
+
+        No end of document is added.
+        """
         ...
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        """The text; an end of document is left out, an incomplete character becomes U+FFFD."""
+        """Decodes ids to text.
+
+        An end of document is left out, an incomplete character becomes U+FFFD.
+        """
         ...
 
-    def to_json(self) -> str: ...
+    def to_json(self) -> str:
+        """Returns what tokenizer.json holds."""
+        ...
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
-    """Two bytes per token wherever they suffice."""
+    """Returns the integers of tokens: two bytes wherever they suffice."""
     return np.dtype(np.uint16 if vocab_size <= 2**16 else np.uint32)
 
 
 class BpeTokenizer:
-    """Byte-level BPE of the `tokenizers` library; its JSON is the library's own format."""
+    """Wraps byte-level BPE of the `tokenizers` library; its JSON is the library's own format."""
 
     def __init__(self, text_json: str):
         self._json = text_json
@@ -80,48 +90,54 @@ class BpeTokenizer:
         self.sha256: str = hashlib.sha256(text_json.encode()).hexdigest()
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """Implements `Tokenizer.encode_batch`."""
         dtype = token_dtype(self.vocab_size)
-        encoded = self._bpe.encode_batch_fast(
-            list(texts), add_special_tokens=False
-        )  # fast: no offsets
+        # fast: no offsets
+        encoded = self._bpe.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(one.ids, dtype=dtype) for one in encoded]
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
+        """Implements `Tokenizer.decode`."""
         return self._bpe.decode(np.asarray(ids, dtype=np.int64).tolist(), skip_special_tokens=True)
 
     def to_json(self) -> str:
+        """Returns the library's JSON."""
         return self._json
 
 
 class BytesTokenizer:
-    """UTF-8 bytes as ids 0-255, and 256 for the end of a document. Needs no training; vocab 257."""
+    """Encodes text as its UTF-8 bytes, ids 0-255, and 256 for the end of a document.
+
+    It needs no training; its vocabulary has 257 ids.
+    """
 
     vocab_size: int = NUM_BYTE_IDS
     end_of_document_id: int = NUM_BYTE_IDS - 1
 
     @property
     def sha256(self) -> str:
+        """Returns the hex hash of `to_json()`."""
         return hashlib.sha256(self.to_json().encode()).hexdigest()
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """Implements `Tokenizer.encode_batch`."""
         return [np.frombuffer(text.encode(), dtype=np.uint8).astype(np.uint16) for text in texts]
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
+        """Implements `Tokenizer.decode`."""
         array = np.asarray(ids, dtype=np.int64)
-        return (
-            array[(array >= 0) & (array < 256)]
-            .astype(np.uint8)
-            .tobytes()
-            .decode("utf-8", errors="replace")
-        )
+        data = array[(array >= 0) & (array < 256)].astype(np.uint8).tobytes()
+        return data.decode("utf-8", errors="replace")
 
     def to_json(self) -> str:
+        """Returns the kind and the vocabulary size as JSON."""
         return json.dumps({"type": "bytes", "vocab_size": self.vocab_size})
 
 
 def train_bpe(texts: Iterable[str], *, vocab_size: int) -> BpeTokenizer:
-    """BPE with at most `vocab_size` ids: end of document, 256 bytes, and merges in order of
-    frequency.
+    """Trains BPE with at most `vocab_size` ids.
+
+    They are the end of document, 256 bytes, and merges in order of frequency.
     """
     bpe = tokenizers.Tokenizer(tokenizers.models.BPE())
     split = tokenizers.pre_tokenizers
@@ -141,7 +157,15 @@ def train_bpe(texts: Iterable[str], *, vocab_size: int) -> BpeTokenizer:
 
 
 def load_tokenizer(directory: str | Path, *, sha256: str | None = None) -> Tokenizer:
-    """The tokenizer of a prepared folder. With `sha256` (from its manifest), refuses any other one."""
+    """Loads the tokenizer of a prepared folder.
+
+    Args:
+        directory: holds tokenizer.json.
+        sha256: the tokenizer's hash, from the folder's manifest; any other one is refused.
+
+    Raises:
+        ShardError: the file is missing, damaged, or another tokenizer's.
+    """
     path = Path(directory) / TOKENIZER_FILE
     try:
         text = path.read_bytes().decode()
@@ -151,9 +175,7 @@ def load_tokenizer(directory: str | Path, *, sha256: str | None = None) -> Token
         raise ShardError(
             f"{path} does not exist: prepare the data into this folder first"
         ) from error
-    except (
-        Exception
-    ) as error:  # the Rust library raises bare Exception for whatever it cannot parse
+    except Exception as error:  # the Rust library raises it bare for whatever it cannot parse
         raise ShardError(
             f"{path} is not a tokenizer ({error}): it is damaged, prepare the data again"
         ) from error
