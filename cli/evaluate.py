@@ -32,7 +32,11 @@ def add_commands(commands: Commands) -> None:
         "--score", metavar="TEXT", help="print how likely this text is instead of measuring"
     )
     parser.add_argument(
-        "--draws", type=int, default=1, metavar="N", help="of companions, for models that need them"
+        "--draws",
+        type=int,
+        default=1,
+        metavar="N",
+        help="of the group context, for models that route sequences together",
     )
     parser.add_argument(
         "--tokens", type=int, default=100, metavar="N", help="to write after the prompt"
@@ -45,7 +49,7 @@ def add_commands(commands: Commands) -> None:
         help="of the sampling; 0: most likely",
     )
     parser.add_argument(
-        "--seed", type=int, default=0, metavar="N", help="of the sampling and of companions"
+        "--seed", type=int, default=0, metavar="N", help="of the sampling and of the group context"
     )
 
 

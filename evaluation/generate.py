@@ -1,6 +1,6 @@
 """Text from a model: one sequence, token by token, with the key-value cache.
 
-A model that routes sequences together gets companions (companions.py): given text, of which it sees
+A model that routes sequences together gets a group context (group_context.py): given text, of which it sees
 one more token whenever it writes one itself. They are rows of the same batch, with keys and values
 of their own.
 """
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..model.transformer import Transformer
-from .companions import companions_of, in_company
+from .group_context import group_context_size, in_group_context
 
 
 @torch.no_grad()
@@ -22,18 +22,18 @@ def generate(
     num_tokens: int,
     temperature: float = 1.0,
     seed: int = 0,
-    companions_MS: Tensor | None = None,
+    context_MS: Tensor | None = None,
 ) -> Iterator[int]:
     """Yields `num_tokens` token ids that continue the prompt.
 
     Args:
         prompt_S: int64, at least one token.
         temperature: of the sampling; 0 takes the most likely token each time.
-        companions_MS: int64, as many rows as `companions_of(model)` and at least as long as prompt
+        context_MS: int64, as many rows as `group_context_size(model)` and at least as long as prompt
             and answer without the last token; None where there are none.
 
     Raises:
-        ValueError: an empty prompt, a negative temperature, companions that do not fit, or a model
+        ValueError: an empty prompt, a negative temperature, a group context that does not fit, or a model
             that reads whole sequences.
     """
     if prompt_S.numel() == 0 or temperature < 0:
@@ -41,12 +41,12 @@ def generate(
             f"generation needs a prompt of at least one token ({prompt_S.numel()}) and "
             f"{temperature=} >= 0"
         )
-    _check_company(model, companions_MS, length=len(prompt_S) + num_tokens - 1)
+    _check_group_context(model, context_MS, length=len(prompt_S) + num_tokens - 1)
     generator = torch.Generator(device=prompt_S.device).manual_seed(seed)
     cache, new_S, seen = model.new_cache(), prompt_S, 0
     for _ in range(num_tokens):
-        beside_MS = None if companions_MS is None else companions_MS[:, seen : seen + len(new_S)]
-        new_BS, row = in_company(new_S, beside_MS, key=(seed,))
+        beside_MS = None if context_MS is None else context_MS[:, seen : seen + len(new_S)]
+        new_BS, row = in_group_context(new_S, beside_MS, key=(seed,))
         logits_V = model(new_BS, cache).logits_BSV[row, -1]
         if temperature == 0:
             token = logits_V.argmax()
@@ -58,7 +58,7 @@ def generate(
         seen, new_S = seen + len(new_S), token.view(1)
 
 
-def _check_company(model: Transformer, companions_MS: Tensor | None, *, length: int) -> None:
+def _check_group_context(model: Transformer, context_MS: Tensor | None, *, length: int) -> None:
     experts = model.config.experts
     if experts is not None and experts.router.reads_whole_sequences:
         raise ValueError(
@@ -66,11 +66,11 @@ def _check_company(model: Transformer, companions_MS: Tensor | None, *, length: 
             "positions included: such a model "
             "cannot write, for at each token what comes later does not exist yet"
         )
-    wanted = companions_of(model)
-    given = (0, length) if companions_MS is None else tuple(companions_MS.shape)
+    wanted = group_context_size(model)
+    given = (0, length) if context_MS is None else tuple(context_MS.shape)
     if given[0] != wanted or given[1] < length:
         raise ValueError(
-            f"this model routes {wanted + 1} sequences together, so it writes beside {wanted} "
-            f"companions of at least {length} "
-            f"tokens; given: {given[0]} of {given[1]} (evaluation/companions.py draws them)"
+            f"this model routes {wanted + 1} sequences together, so it writes beside a group "
+            f"context of {wanted} sequences of at least {length} tokens; "
+            f"given: {given[0]} of {given[1]} (evaluation/group_context.py draws them)"
         )

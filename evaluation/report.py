@@ -12,8 +12,8 @@ from torch import Tensor
 from ..data_pipeline.shards import prepared_tokenizer
 from ..distributed.process.process import start_process
 from ..train.evaluate import Evaluation, evaluate
-from .companions import CompanionText, Score, companions_of, score
 from .generate import generate
+from .group_context import GroupContextText, Score, group_context_size, score
 from .restore import Restored, restore
 
 
@@ -61,7 +61,7 @@ def write_text(
     """Yields the prompt and then, piece by piece, the text that the model writes after it.
 
     A piece may be held back while its last bytes are not a whole character yet. A model that routes
-    sequences together writes beside companions from its training text, drawn from the seed.
+    sequences together writes beside a group context from its training text, drawn from the seed.
 
     Raises:
         ValueError: the run, its checkpoint or its data cannot be read, or the model cannot write.
@@ -73,14 +73,14 @@ def write_text(
         prompt_S = torch.from_numpy(prompt_ids).to(process.device)
         yield prompt
         ids, shown = prompt_ids.tolist(), len(prompt)
-        companions_MS = _companions(restored, len(ids) + num_tokens - 1, seed=seed)
+        context_MS = _group_context(restored, len(ids) + num_tokens - 1, seed=seed)
         for token in generate(
             restored.model,
             prompt_S,
             num_tokens=num_tokens,
             temperature=temperature,
             seed=seed,
-            companions_MS=None if companions_MS is None else companions_MS.to(process.device),
+            context_MS=None if context_MS is None else context_MS.to(process.device),
         ):
             ids.append(token)
             text = tokenizer.decode(ids)
@@ -100,7 +100,7 @@ class ScoredText:
     def __str__(self) -> str:
         tokens = self.result.log_probability_RS.shape[1]
         beside = (
-            f" ± {self.result.spread:.4f} over {self.draws} draws of companions"
+            f" ± {self.result.spread:.4f} over {self.draws} draws of the group context"
             if self.draws > 1
             else ""
         )
@@ -116,7 +116,7 @@ def score_text(
 ) -> ScoredText:
     """Log-probability of a text after an end of document, cut on the left to the trained length.
 
-    A model that routes sequences together is asked beside companions from its training text (arXiv
+    A model that routes sequences together is asked beside a group context from its training text (arXiv
     2310.15961); several draws give the spread.
 
     Raises:
@@ -128,11 +128,11 @@ def score_text(
         data = restored.config.data
         tokenizer = prepared_tokenizer(data.directory)
         tokens = tokenizer.encode_batch([text])[0].tolist()
-        with CompanionText(data.directory, seq_len=data.seq_len, seed=seed) as companions:
+        with GroupContextText(data.directory, seq_len=data.seq_len, seed=seed) as context_text:
             result = score(
                 restored.model,
                 tokens,
-                companions,
+                context_text,
                 end_of_document=tokenizer.end_of_document_id,
                 context=data.seq_len,
                 draws=draws,
@@ -140,9 +140,9 @@ def score_text(
     return ScoredText(restored.step, len(result.log_probability_RS), result)
 
 
-def _companions(restored: Restored, length: int, *, seed: int) -> Tensor | None:
-    wanted, data = companions_of(restored.model), restored.config.data
+def _group_context(restored: Restored, length: int, *, seed: int) -> Tensor | None:
+    wanted, data = group_context_size(restored.model), restored.config.data
     if wanted == 0:
         return None
-    with CompanionText(data.directory, seq_len=data.seq_len, seed=seed) as text:
+    with GroupContextText(data.directory, seq_len=data.seq_len, seed=seed) as text:
         return text.draw(wanted, max(length, 1))

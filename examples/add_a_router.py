@@ -23,7 +23,7 @@ from moebius.model.attention_config import DenseAttentionConfig
 from moebius.model.balance import RunningSum
 from moebius.model.config import ModelConfig
 from moebius.model.feed_forward_config import ExpertsConfig
-from moebius.model.initialise import Start, initialise, parameter
+from moebius.model.initialise import Initializer, initialise, parameter
 from moebius.model.layers import wide_dtype
 from moebius.model.recompute import gather_unique, save_decision
 from moebius.model.routers.router import ChoiceConfig, ChoiceRouter, Loss, Promises
@@ -64,9 +64,11 @@ class TopPRouter(ChoiceRouter):
     Config = TopPConfig
     config: TopPConfig
 
-    def __init__(self, config: TopPConfig, d_row: int, num_experts: int, *, start: Start) -> None:
-        super().__init__(config, d_row, num_experts, start=start)
-        self.weight = parameter(num_experts, d_row, start=start)
+    def __init__(
+        self, config: TopPConfig, d_row: int, num_experts: int, *, init: Initializer
+    ) -> None:
+        super().__init__(config, d_row, num_experts, init=init)
+        self.weight = parameter(num_experts, d_row, init=init)
 
     def forward(self, x_TD: Tensor, *, batch_size: int) -> Routing:
         # float32 whatever the experts compute in: a choice must not flip with it

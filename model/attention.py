@@ -13,7 +13,7 @@ from .attention_config import AttentionConfig, SwitchHeadConfig
 from .cache import LayerCache
 from .config import ModelConfig
 from .experts import ExpertLinears
-from .initialise import Start, Starts
+from .initialise import Initializer, Initializers
 from .layers import Linear, RotaryTable, rotate
 from .moe import SparseLayer
 from .momha import MoMHA
@@ -28,12 +28,12 @@ class Attention(nn.Module):
     The scale C^(−1/2) is split over q and k, which keeps low-precision products in range.
     """
 
-    def __init__(self, config: ModelConfig, *, start: Start) -> None:
+    def __init__(self, config: ModelConfig, *, init: Initializer) -> None:
         super().__init__()
         self.config: AttentionConfig = config.attention
         width = self.config.num_heads * self.config.d_head
-        self.query = Linear(config.d_model, width, start=start)
-        self.key = Linear(config.d_model, width, start=start)
+        self.query = Linear(config.d_model, width, init=init)
+        self.key = Linear(config.d_model, width, init=init)
 
     def routers(self) -> dict[str, Router]:
         """The routers inside, by the kind under which their routings are reported."""
@@ -77,28 +77,28 @@ class SwitchHead(Attention):
     `value_input`.
     """
 
-    def __init__(self, config: ModelConfig, starts: Starts, *, backend: str) -> None:
-        super().__init__(config, start=starts.switchhead(config.d_model))
+    def __init__(self, config: ModelConfig, initializers: Initializers, *, backend: str) -> None:
+        super().__init__(config, init=initializers.switchhead(config.d_model))
         assert isinstance(config.attention, SwitchHeadConfig)
         heads, d_model, d_head = config.attention.num_heads, config.d_model, config.attention.d_head
         self.num_experts = config.attention.expert_count
         choice = SigmoidConfig(top_k=config.attention.top_k, balance=config.attention.balance)
-        start = starts.attention_router()
+        init = initializers.attention_router()
         self.value_router = SigmoidRouter(
-            choice, d_model, self.num_experts, start=start, num_heads=heads
+            choice, d_model, self.num_experts, init=init, num_heads=heads
         )
         self.output_router = SigmoidRouter(
-            choice, d_model, self.num_experts, start=start, num_heads=heads
+            choice, d_model, self.num_experts, init=init, num_heads=heads
         )
-        value_start, output_start = (
-            starts.attention_experts(d_model),
-            starts.attention_experts(heads * d_head),
+        value_init, output_init = (
+            initializers.attention_experts(d_model),
+            initializers.attention_experts(heads * d_head),
         )
         self.value = SparseLayer(
-            ExpertLinears(self.num_experts, d_model, d_head, backend=backend, start=value_start)
+            ExpertLinears(self.num_experts, d_model, d_head, backend=backend, init=value_init)
         )
         self.output = SparseLayer(
-            ExpertLinears(self.num_experts, d_head, d_model, backend=backend, start=output_start)
+            ExpertLinears(self.num_experts, d_head, d_model, backend=backend, init=output_init)
         )
 
     def routers(self) -> dict[str, Router]:
@@ -134,15 +134,15 @@ class DenseAttention(Attention):
     The gated form is what the official MoEUT release makes of one attention expert per head.
     """
 
-    def __init__(self, config: ModelConfig, starts: Starts) -> None:
+    def __init__(self, config: ModelConfig, initializers: Initializers) -> None:
         gated = config.attention.kind == "switchhead"
-        rule = starts.switchhead if gated else starts.dense
-        super().__init__(config, start=rule(config.d_model))
+        rule = initializers.switchhead if gated else initializers.dense
+        super().__init__(config, init=rule(config.d_model))
         width = config.attention.num_heads * config.attention.d_head
-        self.value = Linear(config.d_model, width, start=rule(config.d_model))
-        self.output = Linear(width, config.d_model, start=rule(width))
+        self.value = Linear(config.d_model, width, init=rule(config.d_model))
+        self.output = Linear(width, config.d_model, init=rule(width))
         self.head_gate = (
-            Linear(config.d_model, config.attention.num_heads, start=rule(config.d_model))
+            Linear(config.d_model, config.attention.num_heads, init=rule(config.d_model))
             if gated
             else None
         )
@@ -161,11 +161,11 @@ class DenseAttention(Attention):
 
 
 def make_attention(
-    config: ModelConfig, starts: Starts, *, backend: str
+    config: ModelConfig, initializers: Initializers, *, backend: str
 ) -> SwitchHead | DenseAttention | MoMHA:
     """The attention that `config` names."""
     if config.attention.kind == "momha":
-        return MoMHA(config, starts, backend=backend)
+        return MoMHA(config, initializers, backend=backend)
     if config.attention.expert_count:
-        return SwitchHead(config, starts, backend=backend)
-    return DenseAttention(config, starts)
+        return SwitchHead(config, initializers, backend=backend)
+    return DenseAttention(config, initializers)

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from ..kernels.activations import columns_of
 from ..kernels.functional import routed_linear, routed_mlp
-from .initialise import Start, parameter
+from .initialise import Initializer, parameter
 from .routing import Routes
 
 
@@ -23,10 +23,10 @@ class ExpertMLPs(nn.Module):
         d_expert: int,
         *,
         backend: str,
-        up_start: Start,
-        down_start: Start,
+        up_init: Initializer,
+        down_init: Initializer,
         activation: str = "relu",
-        bias_starts: tuple[Start, Start] | None = None,
+        bias_inits: tuple[Initializer, Initializer] | None = None,
     ) -> None:
         super().__init__()
         self.backend, self.activation = backend, activation
@@ -34,13 +34,13 @@ class ExpertMLPs(nn.Module):
         # weight gradients may wait for all repeats; set from outside where that would keep too much
         self.defer = True
         columns = columns_of(d_expert, activation)
-        self.w_up = parameter(num_experts, d_model, columns, start=up_start)
-        self.w_down = parameter(num_experts, d_expert, d_model, start=down_start)
+        self.w_up = parameter(num_experts, d_model, columns, init=up_init)
+        self.w_down = parameter(num_experts, d_expert, d_model, init=down_init)
         self.b_up = (
-            None if bias_starts is None else parameter(num_experts, columns, start=bias_starts[0])
+            None if bias_inits is None else parameter(num_experts, columns, init=bias_inits[0])
         )
         self.b_down = (
-            None if bias_starts is None else parameter(num_experts, d_model, start=bias_starts[1])
+            None if bias_inits is None else parameter(num_experts, d_model, init=bias_inits[1])
         )
 
     @property
@@ -67,14 +67,14 @@ class ExpertLinears(nn.Module):
     """E matrices without bias: W[e]ᵀ x."""
 
     def __init__(
-        self, num_experts: int, d_in: int, d_out: int, *, backend: str, start: Start
+        self, num_experts: int, d_in: int, d_out: int, *, backend: str, init: Initializer
     ) -> None:
         super().__init__()
         self.backend = backend
         self.products_dtype: torch.dtype | None = None
         # weight gradients may wait for all repeats; set from outside where that would keep too much
         self.defer = True
-        self.weight = parameter(num_experts, d_in, d_out, start=start)
+        self.weight = parameter(num_experts, d_in, d_out, init=init)
 
     @property
     def dtype(self) -> torch.dtype:

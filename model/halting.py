@@ -64,9 +64,9 @@ class Halting(nn.Module):
     def __init__(self, config: HaltingConfig, d_model: int) -> None:
         super().__init__()
         self.config = config
-        start = uniform(d_model**-0.5)
-        self.hidden = Linear(d_model, d_model, start=start, bias=True, bias_start=start)
-        self.output = Linear(d_model, 2, start=zeros)
+        init = uniform(d_model**-0.5)
+        self.hidden = Linear(d_model, d_model, init=init, bias=True, bias_init=init)
+        self.output = Linear(d_model, 2, init=zeros)
 
     def gate(self, y_BSD: Tensor) -> tuple[Tensor, Tensor]:
         """Probabilities to go on and to halt after this state, each (B, S) float32."""

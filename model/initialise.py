@@ -5,7 +5,7 @@ Every tensor has its own random stream, keyed by (seed, name), and is drawn whol
 keeps its share: so the start is the same for every number of ranks, and no rank ever holds more
 than one full tensor beyond its own.
 
-`Starts` gathers the published rules. With c = √(2/L), L the depth *steps* (not the distinct
+`Initializers` gathers the published rules. With c = √(2/L), L the depth *steps* (not the distinct
 layers); c = 1 in post-norm:
   paper, release   up-projections, routers, Q, K, V   N(0, c/√D)
                    down-projections                   N(0, c/√(E·F)), all experts counted as fan-in
@@ -27,13 +27,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-Start = Callable[[torch.Size, torch.Generator], Tensor]
+Initializer = Callable[[torch.Size, torch.Generator], Tensor]
 
 
-def parameter(*shape: int, start: Start) -> nn.Parameter:
+def parameter(*shape: int, init: Initializer) -> nn.Parameter:
     """A parameter without values that knows how it starts."""
     value = nn.Parameter(torch.empty(shape))
-    value.start = start  # type: ignore[attr-defined]
+    value.initializer = init  # type: ignore[attr-defined]
     return value
 
 
@@ -43,14 +43,14 @@ def draw(name: str, parameter: nn.Parameter, seed: int) -> Tensor:
     Raises:
         ValueError: the parameter was made without a rule, which is a fault of its layer.
     """
-    start: Start | None = getattr(parameter, "start", None)
-    if start is None:
+    init: Initializer | None = getattr(parameter, "initializer", None)
+    if init is None:
         raise ValueError(
             f"no starting value is known for {name!r} of shape {tuple(parameter.shape)}: make it "
             "with "
-            "`parameter(..., start=...)`"
+            "`parameter(..., init=...)`"
         )
-    return start(parameter.shape, torch.Generator().manual_seed(_stream(seed, name)))
+    return init(parameter.shape, torch.Generator().manual_seed(_stream(seed, name)))
 
 
 @torch.no_grad()
@@ -77,74 +77,74 @@ def ones(shape: torch.Size, generator: torch.Generator) -> Tensor:
     return torch.ones(shape)
 
 
-def constant(value: float) -> Start:
+def constant(value: float) -> Initializer:
     """All the same."""
     return lambda shape, generator: torch.full(shape, value)
 
 
-def normal(std: float) -> Start:
+def normal(std: float) -> Initializer:
     """N(0, std)."""
     return lambda shape, generator: torch.empty(shape).normal_(0, std, generator=generator)
 
 
-def uniform(bound: float) -> Start:
+def uniform(bound: float) -> Initializer:
     """U(−bound, bound)."""
     return lambda shape, generator: torch.empty(shape).uniform_(-bound, bound, generator=generator)
 
 
-def xavier_uniform(gain: float = 1.0) -> Start:
+def xavier_uniform(gain: float = 1.0) -> Initializer:
     """U(−a, a) with a = gain·√(6 / (fan-in + fan-out)), of a matrix."""
     return lambda shape, generator: torch.nn.init.xavier_uniform_(
         torch.empty(shape), gain, generator=generator
     )
 
 
-def truncated_normal(std: float, cut: float) -> Start:
+def truncated_normal(std: float, cut: float) -> Initializer:
     """N(0, std), cut at ±cut (absolute, not in standard deviations)."""
     return lambda shape, generator: torch.nn.init.trunc_normal_(
         torch.empty(shape), std=std, a=-cut, b=cut, generator=generator
     )
 
 
-def exact_std(std: float) -> Start:
+def exact_std(std: float) -> Initializer:
     """A truncated normal, rescaled to exactly this standard deviation."""
 
-    def start(shape: torch.Size, generator: torch.Generator) -> Tensor:
+    def init(shape: torch.Size, generator: torch.Generator) -> Tensor:
         value = torch.nn.init.trunc_normal_(torch.empty(shape), generator=generator)
         return value * (std / value.std())
 
-    return start
+    return init
 
 
-def equal_rows(start: Start) -> Start:
+def equal_rows(init: Initializer) -> Initializer:
     """Every row of equal norm, the global standard deviation kept: no expert starts ahead of the
     others.
     """
 
     def equal(shape: torch.Size, generator: torch.Generator) -> Tensor:
-        weight = start(shape, generator)
+        weight = init(shape, generator)
         rows = weight / weight.norm(dim=-1, keepdim=True)
         return rows * (weight.std() / rows.std())
 
     return equal
 
 
-def rescaled_rows(start: Start) -> Start:
+def rescaled_rows(init: Initializer) -> Initializer:
     """Rows to unit norm, then times (own std / global std): as published, and nearly no change."""
 
     def rescaled(shape: torch.Size, generator: torch.Generator) -> Tensor:
-        weight = start(shape, generator)
+        weight = init(shape, generator)
         rows = weight / weight.norm(dim=-1, keepdim=True)
         return rows * (weight.std(dim=-1, keepdim=True) / rows.std())
 
     return rescaled
 
 
-def unit_expert_axis(start: Start) -> Start:
+def unit_expert_axis(init: Initializer) -> Initializer:
     """Every [in, out] position of unit norm over all experts, the global standard deviation kept."""
 
     def unit(shape: torch.Size, generator: torch.Generator) -> Tensor:
-        weight = start(shape, generator)
+        weight = init(shape, generator)
         rows = weight / weight.norm(dim=0, keepdim=True)
         return rows * (weight.std() / rows.std())
 
@@ -152,7 +152,7 @@ def unit_expert_axis(start: Start) -> Start:
 
 
 @dataclass(frozen=True)
-class Starts:
+class Initializers:
     """The starting values of one architecture's parts. Sizes are the model's."""
 
     rule: str  # paper, release, scaled or sut
@@ -161,24 +161,24 @@ class Starts:
     scale: float | None  # of the rule scaled
     expert_axis_norm: bool
 
-    def router(self, d_row: int) -> Start:
+    def router(self, d_row: int) -> Initializer:
         """The feed-forward's router."""
         if self.rule == "sut":
             return uniform(d_row**-0.5)
-        start = self._sparse(d_row)
-        return equal_rows(start) if self.rule == "release" else start
+        init = self._sparse(d_row)
+        return equal_rows(init) if self.rule == "release" else init
 
-    def expert_up(self, d_in: int) -> Start:
+    def expert_up(self, d_in: int) -> Initializer:
         """Into an expert."""
         return uniform(1 / d_in) if self.rule == "sut" else self._sparse(d_in)
 
-    def expert_down(self, num_experts: int, d_expert: int) -> Start:
+    def expert_down(self, num_experts: int, d_expert: int) -> Initializer:
         """Out of an expert: in the MoEUT rule the fan-in is that of all experts."""
         if self.rule == "sut":
             return uniform(1 / d_expert)
         return self._sparse(d_expert if self.rule == "scaled" else num_experts * d_expert)
 
-    def expert_biases(self, d_out: int, d_expert: int) -> tuple[Start, Start]:
+    def expert_biases(self, d_out: int, d_expert: int) -> tuple[Initializer, Initializer]:
         """Of the up- and the down-projection; SUT asks for the fan-in of an [in, out] matrix and so
         gets the output width.
         """
@@ -186,39 +186,39 @@ class Starts:
             return uniform(d_expert**-0.5), uniform(d_out**-0.5)
         return zeros, zeros
 
-    def attention_router(self) -> Start:
+    def attention_router(self) -> Initializer:
         """SwitchHead's V and O routers."""
-        start = self._sparse(self.d_model)
-        return start if self.rule == "scaled" else rescaled_rows(start)
+        init = self._sparse(self.d_model)
+        return init if self.rule == "scaled" else rescaled_rows(init)
 
-    def attention_experts(self, fan_in: int) -> Start:
+    def attention_experts(self, fan_in: int) -> Initializer:
         """SwitchHead's V and O experts, MoMHA's Q and O experts."""
-        start = uniform(1 / fan_in) if self.rule == "sut" else self._sparse(fan_in)
-        return unit_expert_axis(start) if self.expert_axis_norm else start
+        init = uniform(1 / fan_in) if self.rule == "sut" else self._sparse(fan_in)
+        return unit_expert_axis(init) if self.expert_axis_norm else init
 
-    def switchhead(self, fan_in: int) -> Start:
+    def switchhead(self, fan_in: int) -> Initializer:
         """The dense matrices of SwitchHead."""
         return self._sparse(fan_in)
 
-    def momha_dense(self, fan_in: int) -> Start:
+    def momha_dense(self, fan_in: int) -> Initializer:
         """MoMHA's K and V."""
         return xavier_uniform(2**-0.5) if self.rule == "sut" else self._sparse(fan_in)
 
-    def dense(self, fan_in: int) -> Start:
+    def dense(self, fan_in: int) -> Initializer:
         """Attention and feed-forward of a dense layer."""
         if self.rule == "scaled":
             return self._sparse(fan_in)
         return exact_std(math.sqrt(2 / (self.num_layers * fan_in)))
 
-    def embedding(self) -> Start:
+    def embedding(self) -> Initializer:
         """Of tokens and of learned positions."""
         return self._sparse(1) if self.rule == "scaled" else normal(self.d_model**-0.5)
 
-    def head(self) -> Start:
+    def head(self) -> Initializer:
         """Weight and bias of the read-out."""
         return uniform(self.d_model**-0.5)
 
-    def _sparse(self, fan_in: int) -> Start:
+    def _sparse(self, fan_in: int) -> Initializer:
         if self.scale is not None:
             return truncated_normal(math.sqrt(self.scale / fan_in), 2 * self.scale)
         return normal(math.sqrt(2 / self.num_layers) / math.sqrt(fan_in))

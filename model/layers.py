@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from ..kernels.activations import activate, columns_of
-from .initialise import Start, ones, parameter, zeros
+from .initialise import Initializer, ones, parameter, zeros
 
 
 class LayerNorm(nn.Module):
@@ -19,8 +19,8 @@ class LayerNorm(nn.Module):
     def __init__(self, width: int, *, affine: bool = True) -> None:
         super().__init__()
         self.width = width
-        self.weight = parameter(width, start=ones) if affine else None
-        self.bias = parameter(width, start=zeros) if affine else None
+        self.weight = parameter(width, init=ones) if affine else None
+        self.bias = parameter(width, init=zeros) if affine else None
 
     def forward(self, x: Tensor) -> Tensor:
         """(…, D) in any dtype to (…, D) float32."""
@@ -46,15 +46,21 @@ class Linear(nn.Module):
     """y = W x (+ b), computed in the weight's dtype whatever the input's: precision is a property
     of the weights.
 
-    `start` gives the weight's values; the bias starts by `bias_start`, at 0 unless told otherwise.
+    `init` gives the weight's values; the bias starts by `bias_init`, at 0 unless told otherwise.
     """
 
     def __init__(
-        self, d_in: int, d_out: int, *, start: Start, bias: bool = False, bias_start: Start = zeros
+        self,
+        d_in: int,
+        d_out: int,
+        *,
+        init: Initializer,
+        bias: bool = False,
+        bias_init: Initializer = zeros,
     ) -> None:
         super().__init__()
-        self.weight = parameter(d_out, d_in, start=start)
-        self.bias = parameter(d_out, start=bias_start) if bias else None
+        self.weight = parameter(d_out, d_in, init=init)
+        self.bias = parameter(d_out, init=bias_init) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
         """(…, d_in) to (…, d_out)."""
@@ -72,13 +78,13 @@ class DenseMLP(nn.Module):
         *,
         activation: str,
         bias: bool,
-        up_start: Start,
-        down_start: Start,
+        up_init: Initializer,
+        down_init: Initializer,
     ) -> None:
         super().__init__()
         self.activation = activation
-        self.up = Linear(d_model, columns_of(d_hidden, activation), start=up_start, bias=bias)
-        self.down = Linear(d_hidden, d_model, start=down_start, bias=bias)
+        self.up = Linear(d_model, columns_of(d_hidden, activation), init=up_init, bias=bias)
+        self.down = Linear(d_hidden, d_model, init=down_init, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """(…, D) to (…, D)."""

@@ -19,7 +19,7 @@ from .config import ModelConfig
 from .experts import ExpertLinears, ExpertMLPs
 from .feed_forward_config import ExpertsConfig
 from .halting import Unhalted
-from .initialise import Starts, uniform, xavier_uniform
+from .initialise import Initializers, uniform, xavier_uniform
 from .layers import DenseMLP, LayerNorm, Linear
 from .routers.table import make_router
 from .routing import Mixture, Routes, Routing, slot_routes
@@ -148,11 +148,11 @@ class SubTokens(nn.Module):
         self.head = Linear(
             d_model,
             d_model,
-            start=xavier_uniform(2**-0.5),
+            init=xavier_uniform(2**-0.5),
             bias=True,
-            bias_start=uniform(d_model**-0.5),
+            bias_init=uniform(d_model**-0.5),
         )
-        self.merge = Linear(d_model, d_model, start=xavier_uniform(), bias=True)
+        self.merge = Linear(d_model, d_model, init=xavier_uniform(), bias=True)
 
     def split(self, x_TD: Tensor) -> Tensor:
         """(T, D) to (T·h, D/h)."""
@@ -171,7 +171,7 @@ class SparseFeedForward(nn.Module):
     row, the experts the raw one.
     """
 
-    def __init__(self, config: ModelConfig, starts: Starts, *, backend: str) -> None:
+    def __init__(self, config: ModelConfig, initializers: Initializers, *, backend: str) -> None:
         super().__init__()
         experts = config.experts
         assert experts is not None
@@ -182,23 +182,25 @@ class SparseFeedForward(nn.Module):
                 config.d_model, experts.sub_tokens, residual=experts.sub_token_residual
             )
         self.router = make_router(
-            experts.router, width, experts.num_experts, start=starts.router(width)
+            experts.router, width, experts.num_experts, init=initializers.router(width)
         )
-        up_start, down_start = (
-            starts.expert_up(width),
-            starts.expert_down(experts.num_experts, experts.d_expert),
+        up_init, down_init = (
+            initializers.expert_up(width),
+            initializers.expert_down(experts.num_experts, experts.d_expert),
         )
-        bias_starts = starts.expert_biases(width, experts.d_expert) if experts.expert_bias else None
+        bias_inits = (
+            initializers.expert_biases(width, experts.d_expert) if experts.expert_bias else None
+        )
         self.sparse = SparseLayer(
             ExpertMLPs(
                 experts.num_experts,
                 width,
                 experts.d_expert,
                 backend=backend,
-                up_start=up_start,
-                down_start=down_start,
+                up_init=up_init,
+                down_init=down_init,
                 activation=experts.activation,
-                bias_starts=bias_starts,
+                bias_inits=bias_inits,
             )
         )
         d_shared = experts.num_shared_experts * experts.d_expert
@@ -209,8 +211,8 @@ class SparseFeedForward(nn.Module):
                 d_shared,
                 activation=experts.activation,
                 bias=experts.expert_bias,
-                up_start=starts.dense(config.d_model),
-                down_start=starts.dense(d_shared),
+                up_init=initializers.dense(config.d_model),
+                down_init=initializers.dense(d_shared),
             )
         self.routed_weight, self.shared_weight = _sum_weights(experts)
         self.output_norm = LayerNorm(config.d_model) if experts.output_norm else None

@@ -29,7 +29,7 @@ from .config import ModelConfig
 from .experts import ExpertLinears
 from .feed_forward_config import ExpertsConfig
 from .halting import Unhalted
-from .initialise import Starts, parameter, zeros
+from .initialise import Initializers, parameter, zeros
 from .layers import Linear
 from .moe import SparseLayer
 from .routers.router import Router
@@ -40,7 +40,7 @@ from .routing import Routing, head_to_token_routes, token_to_head_routes
 class MoMHA(nn.Module):
     """Experts on Q and O, one routing for both."""
 
-    def __init__(self, config: ModelConfig, starts: Starts, *, backend: str) -> None:
+    def __init__(self, config: ModelConfig, initializers: Initializers, *, backend: str) -> None:
         super().__init__()
         assert isinstance(config.attention, MoMHAConfig)
         self.config, self.num_experts = config.attention, config.attention.num_experts
@@ -49,7 +49,7 @@ class MoMHA(nn.Module):
             _choice(config.attention, config.experts),
             d_model,
             self.num_experts,
-            start=starts.router(d_model),
+            init=initializers.router(d_model),
         )
         self.query = SparseLayer(
             ExpertLinears(
@@ -57,7 +57,7 @@ class MoMHA(nn.Module):
                 d_model,
                 width,
                 backend=backend,
-                start=starts.attention_experts(d_model),
+                init=initializers.attention_experts(d_model),
             )
         )
         self.output = SparseLayer(
@@ -66,13 +66,13 @@ class MoMHA(nn.Module):
                 width,
                 d_model,
                 backend=backend,
-                start=starts.attention_experts(width),
+                init=initializers.attention_experts(width),
             )
         )
-        self.key = Linear(d_model, width, start=starts.momha_dense(d_model))
-        self.value = Linear(d_model, width, start=starts.momha_dense(d_model))
+        self.key = Linear(d_model, width, init=initializers.momha_dense(d_model))
+        self.value = Linear(d_model, width, init=initializers.momha_dense(d_model))
         self.relative = parameter(
-            self.config.num_heads, self.config.d_head, 2 * self.config.max_distance + 1, start=zeros
+            self.config.num_heads, self.config.d_head, 2 * self.config.max_distance + 1, init=zeros
         )
 
     def routers(self) -> dict[str, Router]:

@@ -34,7 +34,7 @@ from .config import ModelConfig, ScaledInitialisationConfig
 from .experts import ExpertLinears, ExpertMLPs
 from .halting import Halted, Halting, Unhalted
 from .head_loss import ReadOut
-from .initialise import Starts, parameter
+from .initialise import Initializers, parameter
 from .layers import DenseMLP, LayerNorm, RotaryTable, rotary_table, wide_dtype
 from .moe import SparseFeedForward
 from .recompute import Recompute, run_recomputed
@@ -84,12 +84,14 @@ class Layer(nn.Module):
     the residual, and the norm follows the addition.
     """
 
-    def __init__(self, config: ModelConfig, starts: Starts, member: int, *, backend: str) -> None:
+    def __init__(
+        self, config: ModelConfig, initializers: Initializers, member: int, *, backend: str
+    ) -> None:
         super().__init__()
         self.norm = config.norm
         self.recompute: Recompute = "none"  # set from outside; a cache is never recomputed
         self.attention_norm = LayerNorm(config.d_model)
-        self.attention = make_attention(config, starts, backend=backend)
+        self.attention = make_attention(config, initializers, backend=backend)
         sparse = config.has_experts(member)
         # Peri-layernorm in front of a dense feed-forward is none at all: nothing there ends in a
         # softmax or sigmoid.
@@ -97,15 +99,15 @@ class Layer(nn.Module):
             LayerNorm(config.d_model) if sparse or config.norm != "peri" else None
         )
         if sparse:
-            self.feed_forward = SparseFeedForward(config, starts, backend=backend)
+            self.feed_forward = SparseFeedForward(config, initializers, backend=backend)
         else:
             self.feed_forward = DenseMLP(
                 config.d_model,
                 config.feed_forward.d_feed_forward,
                 activation=config.feed_forward.activation,
                 bias=config.feed_forward.dense_bias,
-                up_start=starts.dense(config.d_model),
-                down_start=starts.dense(config.feed_forward.d_feed_forward),
+                up_init=initializers.dense(config.d_model),
+                down_init=initializers.dense(config.feed_forward.d_feed_forward),
             )
 
     def routers(self) -> dict[str, Router]:
@@ -191,18 +193,18 @@ class Transformer(nn.Module):
         self.casts_weights = (
             True  # for a pass in lower precision; sharded weights are cast where they are gathered
         )
-        starts = _starts(config)
-        self.embedding = parameter(config.vocab_size, config.d_model, start=starts.embedding())
+        initializers = _initializers(config)
+        self.embedding = parameter(config.vocab_size, config.d_model, init=initializers.embedding())
         self.position_embedding = None
         if config.attention.max_positions is not None:
             self.position_embedding = parameter(
-                config.attention.max_positions, config.d_model, start=starts.embedding()
+                config.attention.max_positions, config.d_model, init=initializers.embedding()
             )
         self.embedding_norm = (
             LayerNorm(config.d_model, affine=False) if config.norm == "post" else None
         )
         self.group = nn.ModuleList(
-            Layer(config, starts, member, backend=backend)
+            Layer(config, initializers, member, backend=backend)
             for member in range(config.layers_per_group)
         )
         self.halting = None if config.halting is None else Halting(config.halting, config.d_model)
@@ -210,9 +212,9 @@ class Transformer(nn.Module):
         self.head = ReadOut(
             config.d_model,
             config.vocab_size,
-            start=starts.head(),
+            init=initializers.head(),
             bias=config.head_bias,
-            bias_start=starts.head(),
+            bias_init=initializers.head(),
         )
 
     def forward(
@@ -354,11 +356,11 @@ class Transformer(nn.Module):
         return regularisation_B, auxiliary, carried
 
 
-def _starts(config: ModelConfig) -> Starts:
+def _initializers(config: ModelConfig) -> Initializers:
     """Post-norm layers start at full size: the norm after the addition keeps the residual's."""
     depth = 2 if config.norm == "post" else config.num_layers
     rule = config.initialisation
-    return Starts(
+    return Initializers(
         rule.kind,
         config.d_model,
         depth,

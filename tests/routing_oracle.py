@@ -10,7 +10,7 @@ from torch import Tensor
 
 from moebius.model.config import ModelConfig
 from moebius.model.feed_forward_config import ExpertsConfig
-from moebius.model.initialise import Starts, initialise
+from moebius.model.initialise import Initializers, initialise
 from moebius.model.moe import SparseFeedForward
 
 WIDTH = 16
@@ -35,7 +35,7 @@ def make_layer(
         ),
     )
     layer = SparseFeedForward(
-        config, Starts("paper", WIDTH, 2, 0.1, False), backend="auto"
+        config, Initializers("paper", WIDTH, 2, 0.1, False), backend="auto"
     ).double()
     initialise(layer, seed)
     with torch.no_grad():

@@ -84,7 +84,7 @@ def test_the_example_learns_and_says_so() -> None:
 def test_a_row_gets_as_many_experts_as_it_takes(example: ModuleType) -> None:
     """A loop over rows: experts are added until the probability of those before reaches p."""
     router = example.TopPRouter(
-        example.TopPConfig(p=0.6), 5, 6, start=lambda shape, generator: torch.randn(shape)
+        example.TopPConfig(p=0.6), 5, 6, init=lambda shape, generator: torch.randn(shape)
     )
     torch.nn.init.normal_(router.weight, generator=torch.Generator().manual_seed(0))
     x_TD = torch.randn(40, 5, generator=torch.Generator().manual_seed(1))
@@ -109,7 +109,7 @@ def test_its_losses_count_what_was_served(example: ModuleType) -> None:
     of the micro-batch.
     """
     router = example.TopPRouter(
-        example.TopPConfig(p=0.6), 5, 6, start=lambda shape, generator: torch.randn(shape)
+        example.TopPConfig(p=0.6), 5, 6, init=lambda shape, generator: torch.randn(shape)
     )
     torch.nn.init.normal_(router.weight, generator=torch.Generator().manual_seed(0))
     x_TD = torch.randn(40, 5, generator=torch.Generator().manual_seed(1))

@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from pydantic import PositiveFloat, PositiveInt, model_validator
 from torch import Tensor
 
-from ..initialise import Start, constant, normal, parameter, uniform
+from ..initialise import Initializer, constant, normal, parameter, uniform
 from ..layers import wide_dtype
 from ..recompute import save_topk
 from .capacity import CapacityConfig, CapacityRouter
@@ -92,20 +92,22 @@ class CosineRouter(CapacityRouter):
     Config = CosineConfig
     config: CosineConfig
 
-    def __init__(self, config: CosineConfig, d_row: int, num_experts: int, *, start: Start) -> None:
-        super().__init__(config, d_row, num_experts, start=start)
+    def __init__(
+        self, config: CosineConfig, d_row: int, num_experts: int, *, init: Initializer
+    ) -> None:
+        super().__init__(config, d_row, num_experts, init=init)
         width, released = config.width(num_experts), config.behaviour == "torchscale"
         # The length of a released row is its temperature, so there the projection starts as
         # published.
-        self.projection = parameter(width, d_row, start=uniform(d_row**-0.5) if released else start)
+        self.projection = parameter(width, d_row, init=uniform(d_row**-0.5) if released else init)
         self.expert_embedding = parameter(
             num_experts,
             width,
-            start=orthogonal(_RELEASED_GAIN) if released else normal(width**-0.5),
+            init=orthogonal(_RELEASED_GAIN) if released else normal(width**-0.5),
         )
         usual = _PAPER_TEMPERATURE[config.gate]
         log_temperature = math.log(config.initial_temperature or usual)
-        self.log_temperature = None if released else parameter(1, start=constant(log_temperature))
+        self.log_temperature = None if released else parameter(1, init=constant(log_temperature))
         self.balance_temperature = config.balance_temperature or usual
 
     def choose(self, x_TD: Tensor) -> Choice:
@@ -154,7 +156,7 @@ def finite(scores_TE: Tensor) -> Tensor:
     return torch.where(known_TE, scores_TE, smallest)
 
 
-def orthogonal(gain: float) -> Start:
+def orthogonal(gain: float) -> Initializer:
     """Orthonormal columns (or rows, if they are fewer) times `gain`."""
     return lambda shape, generator: torch.nn.init.orthogonal_(
         torch.empty(shape), gain, generator=generator

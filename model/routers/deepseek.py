@@ -23,7 +23,7 @@ from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveIn
 from torch import Tensor
 
 from ..balance import RunningSum, count_per_sequence
-from ..initialise import Start, parameter
+from ..initialise import Initializer, parameter
 from ..layers import wide_dtype
 from ..recompute import save_decision
 from ..routing import Routing
@@ -97,10 +97,10 @@ class DeepSeekRouter(ChoiceRouter):
     selection_bias: Tensor  # (E,) float32
 
     def __init__(
-        self, config: DeepSeekConfig, d_row: int, num_experts: int, *, start: Start
+        self, config: DeepSeekConfig, d_row: int, num_experts: int, *, init: Initializer
     ) -> None:
-        super().__init__(config, d_row, num_experts, start=start)
-        self.weight = parameter(num_experts, d_row, start=start)
+        super().__init__(config, d_row, num_experts, init=init)
+        self.weight = parameter(num_experts, d_row, init=init)
         self.register_buffer("selection_bias", torch.zeros(num_experts))
 
     def choose(self, x_TD: Tensor) -> Choice:

@@ -22,7 +22,7 @@ import torch
 from pydantic import PositiveFloat, PositiveInt
 from torch import Tensor
 
-from ..initialise import Start, parameter
+from ..initialise import Initializer, parameter
 from ..layers import wide_dtype
 from ..recompute import gather_unique, save_decision
 from ..routing import Routes, Routing
@@ -102,10 +102,10 @@ class ExpertChoiceRouter(Router):
     config: ExpertChoiceConfig
 
     def __init__(
-        self, config: ExpertChoiceConfig, d_row: int, num_experts: int, *, start: Start
+        self, config: ExpertChoiceConfig, d_row: int, num_experts: int, *, init: Initializer
     ) -> None:
-        super().__init__(config, d_row, num_experts, start=start)
-        self.weight = parameter(num_experts, d_row, start=start)
+        super().__init__(config, d_row, num_experts, init=init)
+        self.weight = parameter(num_experts, d_row, init=init)
 
     def forward(self, x_TD: Tensor, *, batch_size: int) -> Routing:
         """Every expert's rows of every group. Routes come expert by expert, G·C for each.

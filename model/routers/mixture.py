@@ -3,7 +3,7 @@
 
 A group holds M consecutive sequences, taken at the same position. So a token reads other sequences
 up to its own position, and never a later one: a language model stays causal, but no sequence is
-independent of its companions. For tokens x_m of a group,
+independent of its group context. For tokens x_m of a group,
 
     L = x Cᵀ                        logits of every token and expert, no bias
     W[m, e] = softmax_m(L[m, e]/τ)  over the tokens, for every expert separately
@@ -31,7 +31,7 @@ import torch
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 from torch import Tensor
 
-from ..initialise import Start, ones, parameter
+from ..initialise import Initializer, ones, parameter
 from ..layers import wide_dtype
 from ..routing import Mixture, Routing
 from .router import Promises, Router, RouterConfig
@@ -141,15 +141,15 @@ class TokenMixingRouter(Router):
     config: TokenMixingConfig
 
     def __init__(
-        self, config: TokenMixingConfig, d_row: int, num_experts: int, *, start: Start
+        self, config: TokenMixingConfig, d_row: int, num_experts: int, *, init: Initializer
     ) -> None:
-        super().__init__(config, d_row, num_experts, start=start)
-        self.weight = parameter(num_experts, d_row, start=start)
+        super().__init__(config, d_row, num_experts, init=init)
+        self.weight = parameter(num_experts, d_row, init=init)
         sizes = {"none": None, "scalar": (1,), "per_expert": (num_experts,)}
         size = sizes[config.learnable_temperature]
-        self.merge_temperature = None if size is None else parameter(*size, start=ones)
+        self.merge_temperature = None if size is None else parameter(*size, init=ones)
         self.emit_temperature = (
-            parameter(*size, start=ones) if size and config.separate_emit_temperature else None
+            parameter(*size, init=ones) if size and config.separate_emit_temperature else None
         )
 
     def forward(self, x_TD: Tensor, *, batch_size: int) -> Routing:
@@ -206,8 +206,8 @@ def rows_by_position(
         raise ValueError(
             f"{batch_size} sequences are not whole groups of {members}: train with micro-batches "
             "that are multiples of "
-            f"{members}, and evaluate a single sequence with {members - 1} companions "
-            "(evaluation/companions.py)"
+            f"{members}, and evaluate a single sequence beside a group context of {members - 1} "
+            "(evaluation/group_context.py)"
         )
     # Rows are sequence-major: cutting them up as they lie would put neighbours of one sequence into
     # a group.

@@ -22,7 +22,7 @@ from pydantic import BaseModel, ConfigDict, NonNegativeFloat, PositiveInt
 from torch import Tensor, nn
 
 from ..balance import RunningSum, balance_value, choice_sums
-from ..initialise import Start
+from ..initialise import Initializer
 from ..routing import Routes, Routing, token_routes
 
 
@@ -137,12 +137,12 @@ class Router(nn.Module):
         str, ...
     ] = ()  # names of statistics that `after_step` wants, summed over the whole step
 
-    def __init__(self, config: Any, d_row: int, num_experts: int, *, start: Start) -> None:
+    def __init__(self, config: Any, d_row: int, num_experts: int, *, init: Initializer) -> None:
         super().__init__()
         self.config, self.d_row, self.num_experts = config, d_row, num_experts
 
     @property
-    def companions(self) -> int:
+    def group_context_size(self) -> int:
         """How many sequences must stand beside one that is evaluated; a schedule may change it."""
         return self.config.evaluation_group_sequences - 1
 

@@ -10,7 +10,7 @@ import torch
 from pydantic import Field, PositiveInt
 from torch import Tensor
 
-from ..initialise import Start, parameter
+from ..initialise import Initializer, parameter
 from ..layers import wide_dtype
 from ..recompute import save_topk
 from .router import Choice, ChoiceConfig, ChoiceRouter, Promises, TopKConfig
@@ -50,12 +50,12 @@ class SigmoidRouter(ChoiceRouter):
         d_row: int,
         num_experts: int,
         *,
-        start: Start,
+        init: Initializer,
         num_heads: int = 1,
     ) -> None:
-        super().__init__(config, d_row, num_experts, start=start)
+        super().__init__(config, d_row, num_experts, init=init)
         self.num_heads = num_heads
-        self.weight = parameter(num_experts, d_row, start=start)
+        self.weight = parameter(num_experts, d_row, init=init)
 
     def choose_per_head(self, x_TD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Experts (T, H, K) int64, gate weights (T, H, K) float32, and logits (T, H, A) float32.

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from pydantic import PositiveInt
 from torch import Tensor
 
-from ..initialise import Start, normal, ones, parameter
+from ..initialise import Initializer, normal, ones, parameter
 from ..layers import wide_dtype
 from ..routing import Mixture, Routing
 from .router import Promises, Router, RouterConfig
@@ -86,12 +86,12 @@ class SlotMixingRouter(Router):
     config: SlotMixingConfig
 
     def __init__(
-        self, config: SlotMixingConfig, d_row: int, num_experts: int, *, start: Start
+        self, config: SlotMixingConfig, d_row: int, num_experts: int, *, init: Initializer
     ) -> None:
-        super().__init__(config, d_row, num_experts, start=start)
+        super().__init__(config, d_row, num_experts, init=init)
         num_slots = num_experts * config.slots(num_experts)
-        self.weight = parameter(num_slots, d_row, start=normal(d_row**-0.5))  # LeCun, as published
-        self.scale = parameter(1, start=ones)
+        self.weight = parameter(num_slots, d_row, init=normal(d_row**-0.5))  # LeCun, as published
+        self.scale = parameter(1, init=ones)
 
     def forward(self, x_TD: Tensor, *, batch_size: int) -> Routing:
         """One group per sequence."""

@@ -27,7 +27,7 @@ from pydantic import NonNegativeFloat, NonNegativeInt, PositiveInt
 from torch import Tensor
 
 from ..balance import RunningSum
-from ..initialise import Start, uniform
+from ..initialise import Initializer, uniform
 from ..layers import Linear
 from ..recompute import save_decision
 from ..routing import Routing, token_routes
@@ -69,10 +69,12 @@ class SutRouter(Router):
     Config = SutConfig
     config: SutConfig
 
-    def __init__(self, config: SutConfig, d_row: int, num_experts: int, *, start: Start) -> None:
-        super().__init__(config, d_row, num_experts, start=start)
-        self.hidden = Linear(d_row, d_row, start=start, bias=True, bias_start=uniform(d_row**-0.5))
-        self.output = Linear(d_row, num_experts, start=start)
+    def __init__(
+        self, config: SutConfig, d_row: int, num_experts: int, *, init: Initializer
+    ) -> None:
+        super().__init__(config, d_row, num_experts, init=init)
+        self.hidden = Linear(d_row, d_row, init=init, bias=True, bias_init=uniform(d_row**-0.5))
+        self.output = Linear(d_row, num_experts, init=init)
 
     def choose(self, x_TD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Experts (T, K) int64, gate weights (T, K) and logits (T, E) float32, whatever the compute

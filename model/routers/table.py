@@ -4,7 +4,7 @@ from typing import Annotated
 
 from pydantic import BeforeValidator, SerializeAsAny
 
-from ..initialise import Start
+from ..initialise import Initializer
 from ..sections import Section
 from .cosine import CosineRouter
 from .deepseek import DeepSeekRouter
@@ -30,9 +30,9 @@ ROUTERS: dict[str, type[Router]] = {
 }
 
 
-def make_router(config: RouterConfig, d_row: int, num_experts: int, *, start: Start) -> Router:
+def make_router(config: RouterConfig, d_row: int, num_experts: int, *, init: Initializer) -> Router:
     """The router that `config.kind` names."""
-    return ROUTERS[config.kind](config, d_row, num_experts, start=start)
+    return ROUTERS[config.kind](config, d_row, num_experts, init=init)
 
 
 ROUTER = Section("feed_forward.router", "router", ROUTERS, config_of=lambda router: router.Config)

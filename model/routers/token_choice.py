@@ -19,7 +19,7 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from ..initialise import Start, parameter
+from ..initialise import Initializer, parameter
 from ..layers import wide_dtype
 from ..recompute import save_topk
 from .capacity import CapacityConfig, CapacityRouter
@@ -67,10 +67,10 @@ class TokenChoiceRouter(CapacityRouter):
     config: TokenChoiceConfig
 
     def __init__(
-        self, config: TokenChoiceConfig, d_row: int, num_experts: int, *, start: Start
+        self, config: TokenChoiceConfig, d_row: int, num_experts: int, *, init: Initializer
     ) -> None:
-        super().__init__(config, d_row, num_experts, start=start)
-        self.weight = parameter(num_experts, d_row, start=start)
+        super().__init__(config, d_row, num_experts, init=init)
+        self.weight = parameter(num_experts, d_row, init=init)
 
     def choose(self, x_TD: Tensor) -> Choice:
         """The K largest logits of every row; the gate weights as the configuration says."""

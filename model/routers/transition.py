@@ -4,7 +4,7 @@ weights (arXiv 2310.15961).
 Until `switch_step` optimizer steps are done the router mixes (mixture.py); from then on every token
 takes the expert of its largest softmax, weighted by it, with a capacity if one is given and the
 balancing loss (Switch, arXiv 2101.03961, eq. 1 to 6). Router weight, experts, optimizer state,
-learning rate and data go on untouched. The result needs no companions.
+learning rate and data go on untouched. The result needs no group context.
 
 The loss jumps at the switch, for two reasons. Mixing normalises over tokens and choosing over
 experts: an offset that all tokens' logits for one expert share is invisible to the first and
@@ -28,7 +28,7 @@ from pydantic import PositiveInt, model_validator
 from torch import Tensor
 
 from ..balance import RunningSum
-from ..initialise import Start, parameter
+from ..initialise import Initializer, parameter
 from ..layers import wide_dtype
 from ..recompute import save_topk
 from ..routing import Mixture, Routing
@@ -93,16 +93,16 @@ class TransitionRouter(CapacityRouter):
     mean_logit: Tensor
 
     def __init__(
-        self, config: TransitionConfig, d_row: int, num_experts: int, *, start: Start
+        self, config: TransitionConfig, d_row: int, num_experts: int, *, init: Initializer
     ) -> None:
-        super().__init__(config, d_row, num_experts, start=start)
-        self.weight = parameter(num_experts, d_row, start=start)
+        super().__init__(config, d_row, num_experts, init=init)
+        self.weight = parameter(num_experts, d_row, init=init)
         self.register_buffer("mean_logit", torch.zeros(num_experts))
         self.mixes = True
         self.before_step(0)
 
     @property
-    def companions(self) -> int:
+    def group_context_size(self) -> int:
         return self.config.sequences_per_group - 1 if self.mixes else 0
 
     def before_step(self, step: int) -> None:

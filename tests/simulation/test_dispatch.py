@@ -16,7 +16,7 @@ from moebius.distributed.dispatch.choose import make_dispatcher
 from moebius.distributed.dispatch.expert_map import ExpertMap, contiguous_map
 from moebius.distributed.layout import Layout
 from moebius.model.experts import ExpertMLPs
-from moebius.model.initialise import Start, normal
+from moebius.model.initialise import Initializer, normal
 from moebius.model.moe import Dispatcher, Sent, SparseLayer
 from moebius.model.routing import Routes, slot_routes, token_routes
 from moebius.simulation import dispatch as module
@@ -36,15 +36,15 @@ WIDTH, HIDDEN, TOP_K = 12, 8, 3
 
 
 def bank_of(num_experts: int, seed: int = 5) -> ExpertMLPs:
-    start: Start = normal(0.5)
+    init: Initializer = normal(0.5)
     made = ExpertMLPs(
         num_experts,
         WIDTH,
         HIDDEN,
         backend="segments",
-        up_start=start,
-        down_start=start,
-        bias_starts=(start, start),
+        up_init=init,
+        down_init=init,
+        bias_inits=(init, init),
     )
     generator = torch.Generator().manual_seed(seed)
     for parameter in made.parameters():

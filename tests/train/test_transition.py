@@ -145,7 +145,7 @@ def records(run_dir: Path, kind: str) -> list[tuple[int, float]]:
 def restored_router(run_dir: Path) -> tuple[bool, int]:
     with start_process("cpu", timeout_s=30) as process:
         router = restore(run_dir, process).model.group[0].feed_forward.router
-        return router.mixes, router.companions
+        return router.mixes, router.group_context_size
 
 
 def test_a_run_cut_before_or_after_the_switch_ends_as_if_it_had_not_been(

@@ -28,7 +28,7 @@ def make_router(
     num_experts: int = 8, d_row: int = 16, seed: int = 0, **fields: Any
 ) -> CosineRouter:
     router = CosineRouter(
-        CosineConfig(**fields), d_row, num_experts, start=normal(d_row**-0.5)
+        CosineConfig(**fields), d_row, num_experts, init=normal(d_row**-0.5)
     ).double()
     initialise(router, seed)
     router.before_step(0)
@@ -134,7 +134,7 @@ def test_the_linear_router_pulls_into_one_dimension_less_than_experts_and_the_co
     None
 ):
     """E = 16: 15 for the linear router, 8 for X-MoE."""
-    linear = TokenChoiceRouter(TokenChoiceConfig(top_k=1), 48, 16, start=normal(48**-0.5)).double()
+    linear = TokenChoiceRouter(TokenChoiceConfig(top_k=1), 48, 16, init=normal(48**-0.5)).double()
     initialise(linear, 0)
     assert gradient_rank(linear, 48) == 15
     assert gradient_rank(make_router(16, 48), 48) == 8
@@ -157,7 +157,7 @@ def test_scores_know_the_direction_of_a_row_and_as_released_also_its_length() ->
 def test_released_sizes_and_starting_values() -> None:
     for num_experts in (8, 64):
         router = CosineRouter(
-            CosineConfig(behaviour="torchscale"), 24, num_experts, start=normal(1.0)
+            CosineConfig(behaviour="torchscale"), 24, num_experts, init=normal(1.0)
         )
         initialise(router, 0)
         e = router.expert_embedding.detach()

@@ -27,7 +27,7 @@ def make_router(
     num_experts: int = 16, d_row: int = 16, seed: int = 0, **fields: Any
 ) -> DeepSeekRouter:
     router = DeepSeekRouter(
-        DeepSeekConfig(**fields), d_row, num_experts, start=normal(d_row**-0.5)
+        DeepSeekConfig(**fields), d_row, num_experts, init=normal(d_row**-0.5)
     ).double()
     initialise(router, seed)
     return router

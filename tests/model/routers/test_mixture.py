@@ -176,7 +176,7 @@ def test_groups_of_another_size_in_evaluation_only() -> None:
     assert mixture_of(layer.eval(), x_BSD).rows_GM.tolist() == [
         [3 * b + s for b in range(8)] for s in range(3)
     ]
-    assert layer.router.companions == 7
+    assert layer.router.group_context_size == 7
     assert (
         layer.router.config.group_sequences,
         layer.router.config.evaluation_group_sequences,
@@ -212,7 +212,7 @@ def test_no_position_reads_a_later_one() -> None:
     assert in_layer > 0.1
 
 
-def test_companions_do_matter() -> None:
+def test_the_group_context_does_matter() -> None:
     layer, x_BSD = make_layer(MOT), rows(8, 3)
     changed = x_BSD.clone()
     changed[0] += 1
@@ -347,7 +347,7 @@ def test_what_a_group_of_one_would_do() -> None:
 @pytest.mark.parametrize(
     ("options", "batch", "message"),
     [
-        ({}, 6, r"6 sequences are not whole groups of 4: .*with 3 companions"),
+        ({}, 6, r"6 sequences are not whole groups of 4: .*beside a group context of 3"),
         ({"axis": "sequence"}, 6, r"groups of 4: does not divide the 3 positions"),
     ],
 )
@@ -386,7 +386,7 @@ def test_rounding_moves_weights_a_little_and_flips_choices() -> None:
         before, after = (logits.view(128, 32, num_experts).softmax(1) for logits in (exact, rough))
         moved.append(((after - before).norm() / before.norm()).item())
         router = TokenMixingRouter(
-            TokenMixingConfig(sequences_per_group=32), 512, num_experts, start=normal(1.0)
+            TokenMixingConfig(sequences_per_group=32), 512, num_experts, init=normal(1.0)
         )
         mixtures = []
         for dtype in (torch.float32, torch.bfloat16):

@@ -312,7 +312,7 @@ def information(logits_TE: Tensor, sign: str, weight_T: Tensor | None) -> float:
         SutConfig(mi_sign=sign),
         3,
         logits_TE.shape[1],
-        start=lambda shape, generator: torch.zeros(shape),
+        init=lambda shape, generator: torch.zeros(shape),
     )
     routes = token_routes(
         logits_TE.topk(2).indices, torch.ones(len(logits_TE), 2), num_experts=logits_TE.shape[1]
@@ -343,7 +343,7 @@ def test_the_published_sign_rewards_collapse_and_the_corrected_one_balance() -> 
 
 def test_drawn_experts_follow_their_probabilities_beside_the_best_in_training_only() -> None:
     router = SutRouter(
-        SutConfig(top_k=2, sampled=1), 6, 4, start=lambda shape, generator: torch.zeros(shape)
+        SutConfig(top_k=2, sampled=1), 6, 4, init=lambda shape, generator: torch.zeros(shape)
     )
     with torch.no_grad():
         router.hidden.weight.copy_(torch.eye(6))

@@ -34,7 +34,7 @@ def make_router(
         TokenChoiceConfig(**fields),
         d_row,
         num_experts,
-        start=truncated_normal(math.sqrt(0.1 / d_row), 0.2),
+        init=truncated_normal(math.sqrt(0.1 / d_row), 0.2),
     )
     initialise(router, seed)
     return router

@@ -59,7 +59,7 @@ def test_the_plan_and_the_losses_change_at_the_step() -> None:
         losses = layer.router.losses(layer.router.statistics(routing, 8), RunningSum())
         assert isinstance(routing.plan, Mixture if step < 10 else Routes)
         assert [loss.name for loss in losses] == ([] if step < 10 else ["load_balancing"])
-        assert layer.router.companions == (3 if step < 10 else 0)
+        assert layer.router.group_context_size == (3 if step < 10 else 0)
     layer.router.before_step(10)
     alone = layer(x_BSD[:1], x_BSD[:1])[0]
     torch.testing.assert_close(

@@ -1,4 +1,4 @@
-"""One sequence through a model that routes sequences together: it needs company.
+"""One sequence through a model that routes sequences together: it needs a group context.
 
 A Mixture of Tokens or an expert choice by position cannot be asked about one sequence alone. As its
 authors do (arXiv 2310.15961, zero-shot protocol), a request is put into a uniformly random row of a
@@ -9,7 +9,7 @@ spread. Cost: a whole group for every request and draw.
 Requests end at their last token, since padding on the right would change nothing: no position reads
 a later one. On the left nothing may be added, for a group meets position by position.
 
-Models that route every sequence by itself need no companions and are asked as they are.
+Models that route every sequence by itself need no group context and are asked as they are.
 """
 
 from collections.abc import Sequence
@@ -27,9 +27,9 @@ from ..data_pipeline.shards import TokenStore
 from ..model.transformer import Transformer
 
 
-def companions_of(model: Transformer) -> int:
+def group_context_size(model: Transformer) -> int:
     """How many sequences must stand beside one; 0 for most models."""
-    return max((router.companions for _, _, router in model.routers()), default=0)
+    return max((router.group_context_size for _, _, router in model.routers()), default=0)
 
 
 def refuse_future_readers(model: Transformer, purpose: str) -> None:
@@ -42,7 +42,7 @@ def refuse_future_readers(model: Transformer, purpose: str) -> None:
         )
 
 
-class CompanionText:
+class GroupContextText:
     """Stretches of a prepared folder's training text, to stand beside requests. Use as a context
     manager, or call `close`.
     """
@@ -65,7 +65,7 @@ class CompanionText:
         reader = RowReader(self._store, max(self._seq_len, length - 1))
         if reader.num_rows < 1:
             raise ValueError(
-                f"companions of {length} tokens need a longer training text than the "
+                f"a group context of {length} tokens needs a longer training text than the "
                 f"{self._store.num_tokens} tokens of "
                 f"{self._store.directory}: ask for fewer tokens, or prepare more text"
             )
@@ -92,7 +92,7 @@ class CompanionText:
 
 @dataclass(frozen=True)
 class Score:
-    """Log-probabilities of a request's tokens (nats), one row per draw of companions."""
+    """Log-probabilities of a request's tokens (nats), one row per draw of the group context."""
 
     log_probability_RS: Tensor  # float64, of each scored token given all before it
 
@@ -104,7 +104,7 @@ class Score:
     @property
     def spread(self) -> float:
         """Standard deviation of it over the draws; 0 for a single one and for a model that needs no
-        companions.
+        group context.
         """
         totals_R = self.log_probability_RS.sum(1)
         return totals_R.std().item() if len(totals_R) > 1 else 0.0
@@ -114,7 +114,7 @@ class Score:
 def score(
     model: Transformer,
     tokens: Sequence[int],
-    text: CompanionText | None,
+    text: GroupContextText | None,
     *,
     end_of_document: int,
     context: int,
@@ -126,16 +126,16 @@ def score(
 
     Args:
         tokens: the text; a request with a prompt has it in front and scores the rest.
-        text: where companions come from; None will do for a model that needs none.
+        text: where group contexts come from; None will do for a model that needs none.
         context: the longest input; of longer ones the left is cut off, the end of document first.
-        draws: how often to draw companions; one is enough, and all that is done, where none are
+        draws: how often to draw the group context; one is enough, and all that is done, where none are
             needed.
         num_scored: so many tokens at the end; None: all that remain after the cut.
-        key: number of the request: each has companions of its own.
+        key: number of the request: each has a group context of its own.
 
     Raises:
         ValueError: nothing to score, fewer tokens remain than are to be scored, or there is nowhere
-            to draw companions from.
+            to draw a group context from.
     """
     line = [end_of_document, *tokens][-(context + 1) :]
     num_scored = len(line) - 1 if num_scored is None else num_scored
@@ -147,7 +147,7 @@ def score(
         )
     line_S = torch.tensor(line, dtype=torch.int64, device=model.embedding.device)
     found = []
-    for draw in range(draws if companions_of(model) else 1):
+    for draw in range(draws if group_context_size(model) else 1):
         group_BS, row = _drawn_group(model, line_S[:-1], text, key=(key, draw))
         logits_SV = model(group_BS).logits_BSV[row]
         found.append(
@@ -157,30 +157,30 @@ def score(
 
 
 def _drawn_group(
-    model: Transformer, request_S: Tensor, text: CompanionText | None, *, key: Sequence[int]
+    model: Transformer, request_S: Tensor, text: GroupContextText | None, *, key: Sequence[int]
 ) -> tuple[Tensor, int]:
-    companions = companions_of(model)
-    if companions == 0:
+    others = group_context_size(model)
+    if others == 0:
         return request_S[None], 0
     if text is None:
         raise ValueError(
-            f"this model is asked beside {companions} companions: give the training text to draw "
+            f"this model is asked beside a group context of {others} sequences: give the training text to draw "
             "them from"
         )
-    companions_MS = text.draw(companions, len(request_S), key=key).to(request_S.device)
-    return in_company(
-        request_S, companions_MS, key=(text.seed, *key, 1)
+    context_MS = text.draw(others, len(request_S), key=key).to(request_S.device)
+    return in_group_context(
+        request_S, context_MS, key=(text.seed, *key, 1)
     )  # not the draw's own stream
 
 
-def in_company(
-    request_S: Tensor, companions_MS: Tensor | None, *, key: Sequence[int]
+def in_group_context(
+    request_S: Tensor, context_MS: Tensor | None, *, key: Sequence[int]
 ) -> tuple[Tensor, int]:
     """(M + 1, S), the request in a random row, and that row's number, the same for the same key."""
-    if companions_MS is None:
+    if context_MS is None:
         return request_S[None], 0
-    row = int(_generator(*key).integers(len(companions_MS) + 1))
-    return torch.cat((companions_MS[:row], request_S[None], companions_MS[row:])), row
+    row = int(_generator(*key).integers(len(context_MS) + 1))
+    return torch.cat((context_MS[:row], request_S[None], context_MS[row:])), row
 
 
 def _generator(*key: int) -> np.random.Generator:

@@ -1,4 +1,4 @@
-"""Scoring and writing with companions: the request's own numbers, drawn companions, caches in
+"""Scoring and writing with a group context: the request's own numbers, drawn contexts, caches in
 lock-step.
 """
 
@@ -14,14 +14,14 @@ from torch import Tensor
 from moebius.data_pipeline.config import DataConfig
 from moebius.data_pipeline.prepare import prepare
 from moebius.data_pipeline.shards import TokenStore
-from moebius.evaluation.companions import (
-    CompanionText,
-    companions_of,
-    in_company,
+from moebius.evaluation.generate import generate
+from moebius.evaluation.group_context import (
+    GroupContextText,
+    group_context_size,
+    in_group_context,
     refuse_future_readers,
     score,
 )
-from moebius.evaluation.generate import generate
 from moebius.evaluation.report import write_text
 from moebius.model.config import ModelConfig
 from moebius.model.initialise import initialise
@@ -62,14 +62,14 @@ def make(kind: str) -> Transformer:
     with torch.no_grad():
         for layer in model.group:
             layer.feed_forward.router.weight.mul_(8)
-            layer.feed_forward.sparse.experts.w_down.mul_(8)  # companions must be felt
+            layer.feed_forward.sparse.experts.w_down.mul_(8)  # the group context must be felt
         model.head.weight.mul_(20)
     return model.eval()
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    place = tmp_path_factory.mktemp("companions")
+    place = tmp_path_factory.mktemp("group_context")
     file = place / "text.jsonl"
     file.write_text(
         "".join(json.dumps({"text": text}) + "\n" for text in sentences(0, 60)), encoding="utf-8"
@@ -90,9 +90,9 @@ def training_stream(folder: Path) -> np.ndarray:
     return stream
 
 
-def test_companions_are_different_rows_of_the_training_text(folder: Path) -> None:
+def test_a_group_context_is_different_rows_of_the_training_text(folder: Path) -> None:
     stream = training_stream(folder)
-    with CompanionText(folder, seq_len=40, seed=5) as text:
+    with GroupContextText(folder, seq_len=40, seed=5) as text:
         drawn = text.draw(31, 41, key=(2, 0))
         starts = []
         for row in drawn.tolist():
@@ -107,18 +107,18 @@ def test_companions_are_different_rows_of_the_training_text(folder: Path) -> Non
         assert not drawn.equal(text.draw(31, 41, key=(2, 1)))
         assert text.draw(3, 100).shape == (3, 100)  # longer than a row of training
         with pytest.raises(
-            ValueError, match=r"companions of 1000000 tokens need a longer training text"
+            ValueError, match=r"a group context of 1000000 tokens needs a longer training text"
         ):
             text.draw(1, 10**6)
-    with CompanionText(folder, seq_len=40, seed=6) as other:
+    with GroupContextText(folder, seq_len=40, seed=6) as other:
         assert not drawn.equal(other.draw(31, 41, key=(2, 0)))
 
 
 def test_the_request_stands_in_any_row() -> None:
-    request, companions = torch.arange(5), torch.full((3, 5), 9)
+    request, context = torch.arange(5), torch.full((3, 5), 9)
     seen = set()
     for key in range(40):
-        group, row = in_company(request, companions, key=(key,))
+        group, row = in_group_context(request, context, key=(key,))
         assert group[row].equal(request)
         assert (group.sum(1) == 45).sum() == 3
         seen.add(row)
@@ -135,10 +135,10 @@ def by_hand(model: Transformer, line: list[int], group: Tensor, row: int) -> Ten
 def test_a_score_is_the_log_probability_of_the_requests_row(kind: str, folder: Path) -> None:
     model, tokens = make(kind), list(b"experts")
     line = [END, *tokens]
-    with CompanionText(folder, seq_len=CONTEXT, seed=5) as text:
+    with GroupContextText(folder, seq_len=CONTEXT, seed=5) as text:
         found = score(model, tokens, text, end_of_document=END, context=CONTEXT, draws=3, key=7)
         for draw in range(3):
-            group, row = in_company(
+            group, row = in_group_context(
                 torch.tensor(line[:-1]), text.draw(3, 7, key=(7, draw)), key=(5, 7, draw, 1)
             )
             torch.testing.assert_close(
@@ -157,8 +157,8 @@ def test_a_score_is_the_log_probability_of_the_requests_row(kind: str, folder: P
 
 def test_padding_on_the_right_would_change_nothing(folder: Path) -> None:
     model, line = make("mixture"), [END, *b"expert"]
-    with CompanionText(folder, seq_len=CONTEXT) as text:
-        group, row = in_company(torch.tensor(line[:-1]), text.draw(3, 6), key=(0,))
+    with GroupContextText(folder, seq_len=CONTEXT) as text:
+        group, row = in_group_context(torch.tensor(line[:-1]), text.draw(3, 6), key=(0,))
         padded = torch.cat(
             (group, torch.randint(257, (4, 5), generator=torch.Generator().manual_seed(0))), 1
         )
@@ -174,7 +174,7 @@ def test_long_requests_lose_their_left_end(folder: Path) -> None:
     model, tokens = make("sigmoid"), list(range(40))
     found = score(model, tokens, None, end_of_document=END, context=CONTEXT, draws=5)
     line = tokens[-17:]
-    assert found.log_probability_RS.shape == (1, 16)  # one pass: this model needs no company
+    assert found.log_probability_RS.shape == (1, 16)  # one pass: this model needs no group context
     torch.testing.assert_close(
         found.log_probability_RS[0], by_hand(model, line, torch.tensor([line[:-1]]), 0)
     )
@@ -186,7 +186,7 @@ def test_long_requests_lose_their_left_end(folder: Path) -> None:
         ("sigmoid", {"tokens": []}, "a score needs tokens: 0 given"),
         ("sigmoid", {"num_scored": 17}, "num_scored=17"),
         ("sigmoid", {"draws": 0}, "draws=0"),
-        ("mixture", {}, "asked beside 3 companions"),
+        ("mixture", {}, "asked beside a group context of 3 sequences"),
     ],
 )
 def test_what_cannot_be_scored_is_refused(kind: str, changes: dict, message: str) -> None:
@@ -205,41 +205,41 @@ def test_written_tokens_are_those_of_the_full_pass_beside_the_same_text(
     kind: str, folder: Path
 ) -> None:
     model, tokens = make(kind), [116, 104, 101]
-    with CompanionText(folder, seq_len=CONTEXT, seed=1) as text:
-        companions = text.draw(companions_of(model), 3 + 12 - 1)
-        others = text.draw(companions_of(model), 3 + 12 - 1, key=(1,))
+    with GroupContextText(folder, seq_len=CONTEXT, seed=1) as text:
+        context = text.draw(group_context_size(model), 3 + 12 - 1)
+        others = text.draw(group_context_size(model), 3 + 12 - 1, key=(1,))
     for token in generate(
-        model, torch.tensor(tokens), num_tokens=12, temperature=0, seed=4, companions_MS=companions
+        model, torch.tensor(tokens), num_tokens=12, temperature=0, seed=4, context_MS=context
     ):
-        group, row = in_company(torch.tensor(tokens), companions[:, : len(tokens)], key=(4,))
+        group, row = in_group_context(torch.tensor(tokens), context[:, : len(tokens)], key=(4,))
         with torch.no_grad():
             assert token == model(group).logits_BSV[row, -1].argmax().item()
         tokens.append(token)
     assert len(tokens) == 15
     beside_others = list(
-        generate(
-            model, torch.tensor(tokens[:3]), num_tokens=12, temperature=0, companions_MS=others
-        )
+        generate(model, torch.tensor(tokens[:3]), num_tokens=12, temperature=0, context_MS=others)
     )
     assert beside_others != tokens[3:]
 
 
-def test_company_that_does_not_fit_is_refused() -> None:
+def test_a_group_context_that_does_not_fit_is_refused() -> None:
     model, prompt = make("mixture"), torch.tensor([1, 2])
-    for companions in (
+    for context in (
         None,
         torch.zeros(2, 9, dtype=torch.int64),
         torch.zeros(3, 4, dtype=torch.int64),
     ):
-        with pytest.raises(ValueError, match=r"beside 3 companions of at least 5 tokens; given: "):
-            next(generate(model, prompt, num_tokens=4, companions_MS=companions))
-    with pytest.raises(ValueError, match=r"beside 0 companions"):
+        with pytest.raises(
+            ValueError, match=r"beside a group context of 3 sequences of at least 5 tokens; given: "
+        ):
+            next(generate(model, prompt, num_tokens=4, context_MS=context))
+    with pytest.raises(ValueError, match=r"beside a group context of 0 sequences"):
         next(
             generate(
                 make("sigmoid"),
                 prompt,
                 num_tokens=4,
-                companions_MS=torch.zeros(3, 9, dtype=torch.int64),
+                context_MS=torch.zeros(3, 9, dtype=torch.int64),
             )
         )
 
