@@ -6,12 +6,14 @@ import threading
 from pathlib import Path
 
 from rich.console import Console
+from rich.text import Text
 
 from ..data_pipeline.prepare import prepare
 from ..train.config import Config
 from ..train.run_folder import open_run
 from .generations import ThisMachine, interrupts_ask_for_a_stop, supervise
 from .job import JobStatus, Launch, begin_submission, read_status, refuse_if_running
+from .processes import difference_from_linux
 from .summary import closing_words, draw_summary
 from .watch import follow, show_preparation
 
@@ -32,6 +34,8 @@ def train_here(
     run_dir = run_dir.absolute()
     refuse_if_running(run_dir)
     open_run(config, run_dir)
+    if difference := difference_from_linux():
+        console.print(Text(difference, style="yellow"))
     with show_preparation(console, live=live) as on_progress:
         prepare(config.data, config.data.directory, on_progress=on_progress)
     job = config.job

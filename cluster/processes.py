@@ -1,37 +1,44 @@
 """Processes of a run on one machine: binding them to their parents, finding them again, ending
 them.
 
-Every layer dies with the one above it (actor → agent → ranks). The kernel does that:
-PR_SET_PDEATHSIG sends SIGKILL when the *thread* that forked ends. SIGKILL also for the agent: one
-that waits for its peers inside C++ would not notice SIGTERM. What slips through all the same is
-found by the mark that each process carries in its environment (/proc/*/environ).
+Every layer dies with the one above it (actor → agent → ranks). Linux does that: PR_SET_PDEATHSIG
+sends SIGKILL when the *thread* that forked ends. SIGKILL also for the agent: one that waits for its
+peers inside C++ would not notice SIGTERM. What slips through all the same is found by the mark that
+each process carries in its environment.
 
-Linux only, as are the machines on which jobs run.
+Elsewhere (macOS) nothing binds a process to its parent: when the command is killed with SIGKILL its
+ranks go on, until the next start in the same run folder finds them by their marks and ends them.
+`difference_from_linux` says so. psutil knows processes and environments on either.
 """
 
 import ctypes
 import os
+import platform
 import signal
 import sys
 import time
 from collections.abc import Iterable, Mapping
-from pathlib import Path
+
+import psutil
 
 MARK = "MOEBIUS_RUN_DIR"  # in the environment of every process of a run: the absolute run folder
 MARK_GENERATION = "MOEBIUS_GENERATION"
 PARENT = "MOEBIUS_PARENT_PID"  # who must be alive when the child binds itself
+
+IS_LINUX = sys.platform == "linux"
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 
 
 def bind_to_parent() -> None:
-    """Makes this process die with its parent; survives exec, not fork.
+    """Makes this process die with its parent, on Linux; survives exec, not fork.
 
-    The parent's pid comes through the environment, because a parent that died before this call
-    would go unnoticed.
+    Elsewhere it only ends if the parent has ended already. The parent's pid comes through the
+    environment, because a parent that died before this call would go unnoticed.
     """
-    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if IS_LINUX:
+        _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     parent = os.environ.get(PARENT)
     if parent is not None and int(parent) != os.getppid():
         sys.exit(f"the parent process {parent} has already ended")
@@ -39,9 +46,20 @@ def bind_to_parent() -> None:
 
 def adopt_orphans() -> None:
     """Makes this process the parent of every descendant whose own parent ends, so that it can end
-    them all.
+    them all. Linux only: elsewhere they become the init process's, and are not seen.
     """
-    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    if IS_LINUX:
+        _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def difference_from_linux() -> str | None:
+    """Returns what a user should know before a job starts on this system; None on Linux."""
+    if IS_LINUX:
+        return None
+    return (
+        f"on {platform.system()} ranks do not die with the command that started them: end it with "
+        "Ctrl-C; after a kill -9 of it they go on until the next start in the same run folder"
+    )
 
 
 def descendants(pid: int) -> list[int]:
@@ -66,7 +84,7 @@ def find(
         before: only those of earlier generations.
     """
     found = {}
-    for pid in _pids():
+    for pid in psutil.pids():
         environment = _environment(pid)
         if environment.get(MARK) != run_dir or pid == os.getpid():
             continue
@@ -100,40 +118,31 @@ def kill(pid: int) -> bool:
 
 def _is_alive(pid: int) -> bool:
     try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except (FileNotFoundError, ProcessLookupError):
+        status = psutil.Process(pid).status()
+    except psutil.NoSuchProcess:
         return False
-    return stat.rpartition(")")[2].split()[0] not in "ZX"  # a zombie holds nothing but its number
-
-
-def _pids() -> list[int]:
-    return [int(name) for name in os.listdir("/proc") if name.isdigit()]
+    # A zombie holds nothing but its number.
+    return status not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
 
 
 def _environment(pid: int) -> dict[str, str]:
     try:
-        data = Path(f"/proc/{pid}/environ").read_bytes()
-    except (FileNotFoundError, ProcessLookupError, PermissionError):
+        return psutil.Process(pid).environ()
+    except (psutil.Error, OSError):
         return {}  # gone meanwhile, or another user's
-    pairs = (entry.partition("=") for entry in data.decode(errors="replace").split("\0"))
-    return {key: value for key, equals, value in pairs if equals}
 
 
 def _parents() -> dict[int, int]:
     parents = {}
-    for pid in _pids():
+    for pid in psutil.pids():
         try:
-            parents[pid] = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-        except (FileNotFoundError, ProcessLookupError):
+            parents[pid] = psutil.Process(pid).ppid()
+        except psutil.Error:  # gone meanwhile
             continue
     return parents
 
 
 def _prctl(option: int, value: int) -> None:
-    if sys.platform != "linux":
-        raise OSError(
-            "jobs of several processes need Linux: their lifetimes are bound with prctl(2)"
-        )
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(option, value, 0, 0, 0) != 0:
         error = ctypes.get_errno()

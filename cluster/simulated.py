@@ -21,6 +21,7 @@ import secrets
 import select
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -94,6 +95,7 @@ def simulated_cluster(
     from .ray_session import connected, require_ray
 
     require_ray()
+    _require_addresses(num_nodes)
     # Not below $TMPDIR: socket paths must stay under 108 characters, and Ray adds some 80.
     directory = Path(tempfile.mkdtemp(prefix="moebius-", dir="/tmp"))
     plan = _Plan(str(directory), cpus_per_node, _device_lists(num_nodes, gpus), object_store_bytes)
@@ -105,6 +107,24 @@ def simulated_cluster(
                 yield SimulatedCluster(address, directory, host.pid)
         finally:
             _stop_host(host, directory)
+
+
+def _node_address(number: int) -> str:
+    return f"127.0.0.{number + 2}"
+
+
+def _require_addresses(num_nodes: int) -> None:
+    """Every node has an address of its own on the loopback; Linux has them all, macOS one."""
+    for address in map(_node_address, range(num_nodes)):
+        try:
+            with socket.socket() as probe:
+                probe.bind((address, 0))
+        except OSError as error:
+            raise JobError(
+                f"a simulated cluster of {num_nodes} node(s) needs the address {address} on this "
+                f"machine ({error.strerror}); on macOS `sudo ifconfig lo0 alias {address}` adds "
+                "it, and `moebius train` needs none"
+            ) from None
 
 
 def _device_lists(
@@ -218,7 +238,7 @@ def _start_cluster(plan: _Plan) -> str:
             "num_cpus": plan.cpus_per_node,
             "num_gpus": len(devices),
             "object_store_memory": plan.object_store_bytes,
-            "node_ip_address": f"127.0.0.{number + 2}",
+            "node_ip_address": _node_address(number),
             "include_log_monitor": False,
             "env_vars": {"CUDA_VISIBLE_DEVICES": ",".join(str(device) for device in devices)},
         }
