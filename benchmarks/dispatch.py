@@ -88,7 +88,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4, 8])
     parser.add_argument("--seconds", type=float, default=4.0, help="for the passes of one point")
-    parser.add_argument("--pairs", type=int, default=20, help="of steps; 0: none")
+    parser.add_argument("--pairs", type=int, default=20, help="of steps; 0: none, else 2 at least")
     parser.add_argument("--name", default="dispatch", help="of the file in results/")
     parser.add_argument(
         "--rank-out", type=Path, help=argparse.SUPPRESS
@@ -98,6 +98,8 @@ def main() -> None:
         "--part", choices=("exchange", "step"), default="exchange", help=argparse.SUPPRESS
     )
     options = parser.parse_args()
+    if options.pairs == 1:
+        parser.error("--pairs 1 has no quartiles: give 0 or 2 at least")
     if options.rank_out is not None:
         run_rank(options)
         return
@@ -172,7 +174,7 @@ def run_rank(options: argparse.Namespace) -> None:
             options.rank_out.write_text(json.dumps(found))
 
 
-# Dispatch and combine ------------------------------------------------------------------------------------------------
+# Dispatch and combine -----------------------------------------------------------------------------
 
 
 @dataclass
@@ -346,11 +348,11 @@ def now(device: torch.device) -> float:
     return time.perf_counter()
 
 
-# Whole steps ---------------------------------------------------------------------------------------------------------
+# Whole steps --------------------------------------------------------------------------------------
 
 
 def time_steps(process: Process, folder: Path, pairs: int) -> dict[str, Any]:
-    """Steps with the experts spread over all ranks and steps with all experts everywhere, by turns."""
+    """Times steps with the experts spread over all ranks, and with all everywhere, by turns."""
     runs = {f"ep={ep}": build_run(ep, process, folder) for ep in (process.world_size, 1)}
     times: dict[str, list[float]] = {name: [] for name in runs}
     for number in range(WARM_UP + pairs):
@@ -390,7 +392,7 @@ def build_run(ep: int, process: Process, folder: Path) -> tuple[Run, Batch]:
     return assemble(config, run_dir, process), Batch(tokens.numpy(), 0, 0)
 
 
-# Report --------------------------------------------------------------------------------------------------------------
+# Report -------------------------------------------------------------------------------------------
 
 
 def print_report(figures: list[dict[str, Any]], steps: dict[str, Any] | None) -> bool:

@@ -2,7 +2,9 @@
 reads.
 
     python -m benchmarks.gloo_table [--worlds 2 4 8] [--rounds 31]
-    torchrun --nproc-per-node 8 -m benchmarks.gloo_table --backend nccl        one world: torchrun's, on GPUs
+    torchrun --nproc-per-node 8 -m benchmarks.gloo_table --backend nccl
+
+The second has one world: torchrun's, on GPUs.
 
 Bytes are those of the whole tensor on one rank: what it has to send in an all-to-all (its own share
 included), the gathered result, the input of a reduce-scatter, the tensor of an all-reduce. A time

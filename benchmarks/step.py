@@ -1,8 +1,8 @@
 """A whole training step of a MoEUT beside the dense model of equal parameters, both at their best
 settings.
 
-    python -m benchmarks.step                                    (44M, sequences of 256, batches of 8, on CPU)
-    python -m benchmarks.step --device cuda                      (44M and 244M, sequences of 1,024)
+    python -m benchmarks.step                    (44M, sequences of 256, batches of 8, on CPU)
+    python -m benchmarks.step --device cuda      (44M and 244M, sequences of 1,024)
     python -m benchmarks.step --threads 2 --precision bfloat16 --pairs 2 --no-compile
 
 The step is that of train/loop.py: forward, loss, backward, clipping, AdamW, over a batch of random
@@ -199,7 +199,7 @@ def in_own_process(case: Case, seconds: float) -> dict[str, Any]:
         return json.loads(out.read_text())
 
 
-# One case ------------------------------------------------------------------------------------------------------------
+# One case -----------------------------------------------------------------------------------------
 
 
 def compare(case: Case) -> dict[str, Any]:
@@ -356,7 +356,7 @@ def state_bytes(run: Run) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in (*run.parameters, *moments))
 
 
-# Report --------------------------------------------------------------------------------------------------------------
+# Report -------------------------------------------------------------------------------------------
 
 
 def show(console: Console, cases: Sequence[dict[str, Any]]) -> None:
@@ -425,7 +425,8 @@ def draw(figures: dict[str, Any], path: Path) -> Path:
             p for case in cases for side in SIDES for p in case["sides"][side]["profile_ms"]
         )
     )
-    colours = dict(zip(parts, plt.get_cmap("tab20").colors * 2, strict=False))  # pyright: ignore[reportAttributeAccessIssue]
+    colour_map: Any = plt.get_cmap("tab20")
+    colours = dict(zip(parts, colour_map.colors * 2, strict=False))
     figure, axes = plt.subplots(
         1, len(cases), squeeze=False, figsize=(2.6 + 2.3 * len(cases), 5.5), layout="constrained"
     )

@@ -1,16 +1,20 @@
 """What the papers of the family say, tried on toys: which claims hold at this size?
 
-    python -m benchmarks.claims [--claims M8 T3 …] [--seeds 3] [--steps N] [--jobs 2] [--device auto] [--text FILE]
-    python -m benchmarks.claims --judge results/claims.json      # judges and draws recorded runs again, without training
+    python -m benchmarks.claims [--claims M8 T3 …] [--seeds 3] [--steps N] [--jobs 2]
+                                [--device auto] [--text FILE]
+    python -m benchmarks.claims --judge benchmarks/results/claims.json
+
+The second judges and draws recorded runs again, without training.
 
     M8   Mixture of Tokens reaches the dense model's final loss in at most 60 % of its steps
     M11  uniform mixing is worse than learned mixing
     T3   the balance loss lets the largest load fall more than twofold
     X2   representations collapse less under X-MoE's router than under a linear one
-    H3   Multi-Head MoE activates more experts than its draws alone explain, against SMoE and fine-grained experts of equal cost
+    H3   Multi-Head MoE activates more experts than its draws alone explain,
+         against SMoE and fine-grained experts of equal cost
     G1   finer experts lower the loss with an output norm; without it the gain vanishes
 
-The toys (claims_toys.py) are trained by the ordinary loop, one thread each; arms that claims share
+The toys (toys.py) are trained by the ordinary loop, one thread each; arms that claims share
 are trained once. The rule (claims_judge.py): with three seeds or more, all on the claimed side of
 the bound: holds; all on the other: does not hold; else undecided. "Does not hold" means: not at
 this size, not in so few steps. Nothing was tuned for a verdict. The spread is from the smallest to
@@ -136,7 +140,7 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--claims", nargs="+", choices=list(CLAIMS), default=list(CLAIMS))
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument(
-        "--steps", type=int, help="of every run; without it those of claims_toys.py, 250 to 500"
+        "--steps", type=int, help="of every run; without it those of toys.py, 250 to 500"
     )
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
@@ -267,7 +271,7 @@ def explain(findings: Sequence[Finding], console: Console) -> None:
 
 
 def compact(figures: dict[str, Any]) -> str:
-    """JSON for people and for git: one run on one line, the rest indented; curves to five decimals."""
+    """Writes JSON for people and for git: a run on one line, curves to five decimals."""
     runs = [json.dumps(_rounded(record), allow_nan=False) for record in figures["runs"]]
     rest = json.dumps(
         {name: value for name, value in figures.items() if name != "runs"},

@@ -77,7 +77,10 @@ def faster_than_dense(runs: Runs) -> list[Finding]:
     times = fmean(run["step_s"] for run in runs["MoT"]) / fmean(
         run["step_s"] for run in runs["dense"]
     )
-    says = f"MoT reaches the dense model's final validation loss in at most {MOST_STEPS:.0%} of its steps"
+    says = (
+        "MoT reaches the dense model's final validation loss in at most "
+        f"{MOST_STEPS:.0%} of its steps"
+    )
     detail = (
         f"final loss dense {mean_loss(runs['dense']):.3f}, MoT {mean_loss(runs['MoT']):.3f}; "
         f"a step of MoT has {flops:.2f} times the FLOPs and takes {times:.2f} times as long"
@@ -91,7 +94,8 @@ def mixing_is_learned(runs: Runs) -> list[Finding]:
     """M11. Uniform against learned mixing, seed by seed."""
     pairs = zip(runs["MoT, uniform"], runs["MoT"], strict=True)
     excess = tuple(final_loss(uniform) - final_loss(learned) for uniform, learned in pairs)
-    detail = f"final loss learned {mean_loss(runs['MoT']):.3f}, uniform {mean_loss(runs['MoT, uniform']):.3f}"
+    learned, uniform = mean_loss(runs["MoT"]), mean_loss(runs["MoT, uniform"])
+    detail = f"final loss learned {learned:.3f}, uniform {uniform:.3f}"
     says = "MoT with uniform mixing is worse than with learned mixing"
     return [Finding("M11", says, "loss of uniform − learned, nats", excess, "above", 0.0, detail)]
 
@@ -118,7 +122,10 @@ def less_collapse(runs: Runs) -> list[Finding]:
     """
     linear = [log_slope(collapse_curve(run)) for run in runs["top-1, balance 0.01"]]
     sphere = [log_slope(collapse_curve(run)) for run in runs["X-MoE"]]
-    says = "representations collapse less under X-MoE's router: the slope of ln RC is larger than under a linear router"
+    says = (
+        "representations collapse less under X-MoE's router: the slope of ln RC is larger than "
+        "under a linear router"
+    )
     ends = [fmean(collapse_curve(run)[-1][1] for run in runs[arm]) for arm in LINEAR_AND_SPHERE]
     later = [
         [log_slope(second_half(collapse_curve(run))) for run in runs[arm]]
@@ -164,7 +171,10 @@ def more_experts_active(runs: Runs) -> list[Finding]:
             mine - max(smoe, fine)
             for mine, smoe, fine in zip(ours, ratios["SMoE"], ratios["fine-grained"], strict=True)
         )
-        says = f"MH-MoE h={heads} activates more experts, measured ÷ random, than SMoE and fine-grained at equal cost"
+        says = (
+            f"MH-MoE h={heads} activates more experts, measured ÷ random, than SMoE and "
+            "fine-grained at equal cost"
+        )
         findings.append(
             Finding(
                 f"H3, h={heads}",

@@ -88,7 +88,7 @@ def _gated(num_experts: int, d_expert: int, top_k: int, sub_tokens: int = 1) -> 
 
 
 def granular(granularity: int, *, norm: bool) -> str:
-    """The name of the arm with experts of a G-th of the width, of which G serve a token on average."""
+    """Names the arm with experts of a G-th of the width, of which G serve a token on average."""
     return f"G={granularity}, {'norm' if norm else 'no norm'}"
 
 

@@ -151,7 +151,7 @@ def end_group(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-# The table at the end ------------------------------------------------------------------------------------------------
+# The table at the end -----------------------------------------------------------------------------
 
 
 def summary(console: Console, ended: Sequence[Ended], out: Path) -> None:

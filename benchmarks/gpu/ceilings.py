@@ -5,8 +5,10 @@ benchmarks/gpu; alone:
 
   copy      from memory to memory, 2 GiB each way
   product   8192³ in bfloat16, of random data (zeros would run faster: they cost less power)
-  gather    rows of 2 KiB by a random index out of 33 MB, which the second-level cache holds; summed, so nothing is written
-  add       atomic additions of bfloat16 and float32 into random rows of 33 MB or 67 MB, 16 to every row
+  gather    rows of 2 KiB by a random index out of 33 MB, which the second-level cache holds;
+            summed, so nothing is written
+  add       atomic additions of bfloat16 and float32 into random rows of 33 MB or 67 MB, 16
+            to every row
 
 The third bounds kernels that gather as they multiply, the fourth decides whether outputs are added
 into the tokens' rows where they are made, or stored and summed by another kernel. Half a minute,

@@ -1,7 +1,8 @@
 """Measures tiles of the Triton kernels on this GPU, and writes the table of kernels/triton/tiles.py
 anew.
 
-    python -m benchmarks.gpu.tune_tiles [--seconds 90] [--kernels gather rows …] [--precision bf16] [--out FOLDER]
+    python -m benchmarks.gpu.tune_tiles [--seconds 90] [--kernels gather rows …]
+                                       [--precision bf16] [--out FOLDER]
 
 Entry by entry, in the order of what an expert layer costs: the call of the backend that uses it
 (forward, backward of the rows, or weight gradients of a layer of the 244M model: D 1024, F 128, E
@@ -77,7 +78,10 @@ def main() -> None:
     columns = ["rows", "columns", "depth", "warps", "stages", "ms"]
     save("tune_tiles", {"columns": columns, "measured": figures}, folder=options.out or RESULTS)
     facts, path = environment(), Path(triton_tiles.__file__)
-    origin = f"{len(measured)} entries measured on {facts['gpu']}, commit {facts['commit']}; the others chosen by hand"
+    origin = (
+        f"{len(measured)} entries measured on {facts['gpu']}, commit {facts['commit']}; "
+        "the others chosen by hand"
+    )
     written = rewritten(path.read_text(encoding="utf-8"), table, origin)
     for place in (path, *([options.out / path.name] if options.out else [])):
         place.write_text(written, encoding="utf-8")
@@ -154,7 +158,7 @@ def _timed(key: Key) -> float | str:
         call = _call(key)
         output = call().double()
         size = output.norm().item()  # waits for the GPU: what goes wrong there shows here
-    except Exception as error:  # noqa: BLE001  (the compiler's errors and the driver's have no common base)
+    except Exception as error:  # noqa: BLE001 (compiler's and driver's have no common base)
         return f"{type(error).__name__}: {error}".splitlines()[0]
     off = ((output - _expected.setdefault(key, output)).norm() / size).item()
     if not off < TOLERANCE:

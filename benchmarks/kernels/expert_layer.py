@@ -3,7 +3,8 @@ and beside everybody else's.
 
     python -m benchmarks.kernels.expert_layer        (CPU: float32, bfloat16; 1 and 2 threads)
     python -m benchmarks.kernels.expert_layer --device cuda
-    python -m benchmarks.kernels.expert_layer --settings A --dtypes float32 --threads 1 --rounds 2 --seconds 0      (a smoke test)
+    python -m benchmarks.kernels.expert_layer --settings A --dtypes float32 --threads 1 \\
+        --rounds 2 --seconds 0                       (a smoke test)
 
 y = Σ g·relu(x W_up[e]) W_down[e] and gradients of x, both weights and the gates, over the settings
 of expert_problem.py; who runs is listed in expert_peers.py. Contenders take turns in one process,
@@ -281,7 +282,7 @@ def name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-# Right, and how much memory ------------------------------------------------------------------------------------------
+# Right, and how much memory -----------------------------------------------------------------------
 
 
 Meanings = dict[
@@ -371,7 +372,7 @@ def clear(layer: Layer, bank: Bank, choices: Sequence[Any]) -> None:
         leaf.grad = None
 
 
-# Time ----------------------------------------------------------------------------------------------------------------
+# Time ---------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -470,7 +471,7 @@ def figures_of(one: Running, ceilings: Sequence[Running]) -> dict[str, Any]:
     }
 
 
-# Report --------------------------------------------------------------------------------------------------------------
+# Report -------------------------------------------------------------------------------------------
 
 
 def setting_facts(setting: Setting) -> dict[str, Any]:

@@ -2,7 +2,8 @@
 one kind of record.
 
     ceiling   a dense MLP of equal active multiply-accumulates: no routing, one product of full size
-    dense     the same layer of the dense model of equal parameters: what a MoEUT layer has to be as fast as
+    dense     the same layer of the dense model of equal parameters: what a MoEUT layer has to be as
+              fast as
     peer      the same sum over experts, written with plain torch or run by an installed package
     ours      the functions of moebius.kernels.functional, one contender per backend
 
@@ -24,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.kernels.problem import Bank, Choice, through_the_door
+from benchmarks.kernels.problem import Bank, Choice, run_layer
 from moebius.kernels import onednn
 from moebius.kernels.backend import BACKENDS
 
@@ -105,7 +106,7 @@ def exact_mode(mode: Mode) -> AbstractContextManager[None]:
     return onednn.allowed(mode == "oneDNN")
 
 
-# Dense ---------------------------------------------------------------------------------------------------------------
+# Dense --------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -138,7 +139,7 @@ def dense(width: int) -> Callable[[Bank], DenseLayer]:
     return build
 
 
-# Of experts ----------------------------------------------------------------------------------------------------------
+# Of experts ---------------------------------------------------------------------------------------
 
 Experts = Callable[
     [Tensor, Tensor, Tensor, Sequence[Choice]], Tensor
@@ -167,7 +168,7 @@ def weights_and(run: Experts) -> Callable[[Bank], ExpertLayer]:
 
 def ours(backend: str) -> Experts:
     def run(x_TD: Tensor, w_up: Tensor, w_down: Tensor, choices: Sequence[Choice]) -> Tensor:
-        return through_the_door(x_TD, w_up, w_down, choices, backend=backend)
+        return run_layer(x_TD, w_up, w_down, choices, backend=backend)
 
     return run
 
@@ -257,11 +258,11 @@ def _sorted(choice: Choice, num_experts: int) -> tuple[Tensor, Tensor]:
     return order_N, torch.searchsorted(sorted_N, every_E, right=True).to(torch.int32)
 
 
-# Installed packages --------------------------------------------------------------------------------------------------
+# Installed packages -------------------------------------------------------------------------------
 
 
 def packages(bank: Bank) -> list[Contender]:
-    """Those that can be installed from elsewhere: none is needed, and none of their code is here."""
+    """Returns peers that can be installed from elsewhere; none of their code is here."""
     return [
         Contender("ScatterMoE", "peer", scattermoe),
         # Its experts are SwiGLU ones: three matrices, so a layer of equal width has 1.5 times the

@@ -60,7 +60,10 @@ def draw(figures: Mapping[str, Any], path: Path) -> Path:
     where = figures.get("environment", {}).get("gpu") or figures.get("environment", {}).get(
         "cpu", ""
     )
-    title = "Experts, forward + backward, new routing in every run: speed ÷ dense MLP of equal active work"
+    title = (
+        "Experts, forward + backward, new routing in every run: "
+        "speed ÷ dense MLP of equal active work"
+    )
     figure.suptitle(f"{title}\n{where}", fontsize=10)
     figure.savefig(path, dpi=120)
     plt.close(figure)

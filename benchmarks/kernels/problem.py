@@ -149,9 +149,9 @@ def draw_bank(
         else normal(experts, width, hidden, scale=width**-0.5)
     )
     w_down = normal(experts, hidden, width, scale=hidden**-0.5)
-    return Bank(
-        setting, x.requires_grad_(), w_up.requires_grad_(), w_down.requires_grad_(), normal(setting.tokens, width)
-    )  # fmt: skip
+    for leaf in (x, w_up, w_down):
+        leaf.requires_grad_()
+    return Bank(setting, x, w_up, w_down, normal(setting.tokens, width))
 
 
 def draw_choices(setting: Setting, skew: float, generator: torch.Generator) -> tuple[Choice, ...]:
@@ -170,10 +170,16 @@ def _draw_choice(setting: Setting, skew: float, generator: torch.Generator) -> C
     return Choice(chosen + first_H1, gates.requires_grad_())
 
 
-def through_the_door(
-    x_TD: Tensor, w_up_EDF: Tensor, w_down_EFD: Tensor, choices: Sequence[Choice], *, backend: str, activation: str = "relu"
-) -> Tensor:  # fmt: skip
-    """The layer as the model runs it."""
+def run_layer(
+    x_TD: Tensor,
+    w_up_EDF: Tensor,
+    w_down_EFD: Tensor,
+    choices: Sequence[Choice],
+    *,
+    backend: str,
+    activation: str = "relu",
+) -> Tensor:
+    """Runs the layer as the model does."""
     first, last, num_experts = choices[0], choices[-1], w_up_EDF.shape[0]
     if len(choices) == 1:
         routes = token_routes(
@@ -194,7 +200,7 @@ def through_the_door(
 
 @dataclass(frozen=True)
 class Result:
-    """A layer's result and the gradients of what went in: rows, gates of every router, and weights."""
+    """Holds a layer's result and the gradients of rows, gates of every router, and weights."""
 
     y_TD: Tensor
     grads: tuple[Tensor, ...]
@@ -224,7 +230,7 @@ def meaning(
     for start in range(0, bank.setting.tokens, chunk):
         rows = slice(start, start + chunk)
         some = [Choice(c.experts_THK[rows], g[rows]) for c, g in zip(choices, gates, strict=True)]
-        y = through_the_door(
+        y = run_layer(
             wide.x_TD[rows], *wide.weights, some, backend="reference", activation=activation
         )
         y.backward(wide.grad_TD[rows])
