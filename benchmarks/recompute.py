@@ -53,7 +53,7 @@ class Way:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("recipes", nargs="*", default=["moeut"])
+    parser.add_argument("recipes", nargs="*", default=["moeut"], metavar="RECIPE")
     parser.add_argument("--precision", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--no-compile", action="store_true")

@@ -187,8 +187,8 @@ def layer_table(figures: dict[str, Any], expected: dict[str, Any]) -> Table:
         "of ceiling",
         "saved ÷ ideal",
         "error",
-        title=f"a layer of experts; goal: feed-forward ≤ {expected['goals']['feed_forward_ms']} ms, × best peer ≥ "
-        f"{expected['goals']['times_the_best_peer']}",
+        title=f"a layer of experts; goal: feed-forward ≤ {expected['goals']['feed_forward_ms']} ms, "
+        f"× best peer ≥ {expected['goals']['times_the_best_peer']}",
     )
     for entry in figures["entries"]:
         cells = [cell for cell in entry["cells"] if cell["skew"] > 0]

@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 from benchmarks.gpu import __main__ as gpu  # noqa: E402
 from benchmarks.kernels import expert_layer  # noqa: E402
 from benchmarks.kernels.peers import contenders, exact_mode  # noqa: E402
-from benchmarks.kernels.problem import Answer, Setting, answer_of, draw_bank, draw_choices, meaning  # noqa: E402
+from benchmarks.kernels.problem import Result, Setting, draw_bank, draw_choices, meaning, result_of  # noqa: E402
 from benchmarks.memory import saved_bytes  # noqa: E402
 from benchmarks.step_profile import Parts, add_up  # noqa: E402
 
@@ -46,7 +46,7 @@ def test_every_contender_means_the_same(setting: Setting) -> None:
             leaf.grad = None
         try:
             with exact_mode(contender.mode):
-                answer = answer_of(
+                answer = result_of(
                     lambda layer=layer: layer(bank.x_TD, choices), bank.grad_TD, leaves
                 )
         except expert_layer.CANNOT:
@@ -64,10 +64,10 @@ def test_every_contender_means_the_same(setting: Setting) -> None:
 
 
 def test_an_error_in_any_single_gradient_shows() -> None:
-    right = Answer(torch.ones(4), (torch.ones(3), torch.full((2,), 1e-6)))
+    right = Result(torch.ones(4), (torch.ones(3), torch.full((2,), 1e-6)))
     for wrong in (
-        Answer(torch.ones(4) * 1.1, right.grads),
-        Answer(right.y_TD, (torch.ones(3), torch.full((2,), 1.1e-6))),
+        Result(torch.ones(4) * 1.1, right.grads),
+        Result(right.y_TD, (torch.ones(3), torch.full((2,), 1.1e-6))),
     ):
         assert wrong.error(right) == pytest.approx(0.1, rel=1e-3)
     assert right.error(right) == 0
