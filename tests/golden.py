@@ -3,6 +3,7 @@
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -87,6 +88,7 @@ class Golden:
 
     arrays: dict[str, np.ndarray]
     config: ModelConfig
+    recorded: dict[str, Any]  # the arguments of the recorded program
 
     def __getitem__(self, name: str) -> Tensor:
         return torch.from_numpy(self.arrays[name])
@@ -145,8 +147,8 @@ def load_golden(name: str) -> Golden:
     with np.load(Path(folder) / "golden" / f"{name}.npz", allow_pickle=False) as file:
         arrays = {key: file[key] for key in file.files}
     recorded = json.loads(str(arrays.pop("config_json")))
-    config = _release_config(recorded) if "preset" in recorded else _training_config(recorded)
-    return Golden(arrays, config)
+    config = _release_config(recorded) if "preset" in recorded else training_config(recorded)
+    return Golden(arrays, config, recorded)
 
 
 def _release_config(r: dict) -> ModelConfig:
@@ -169,30 +171,73 @@ def _release_config(r: dict) -> ModelConfig:
     )
 
 
-def _training_config(r: dict) -> ModelConfig:
-    if r["transformer.variant"] == "actsut_universal":
+# Variants of the training code: (what is in the layers, the norm). "post" is what its names leave
+# out; which norm a "preln" of experts means, `moe.nonorm` says.
+VARIANTS = {
+    "preln_rope": ("dense", "pre"),
+    "rope": ("dense", "post"),
+    "preln_rope_universal": ("shared dense", "pre"),
+    "rope_universal": ("shared dense", "post"),
+    "preln_moe_universal": ("experts", "pre"),
+    "moe_universal": ("experts", "post"),
+    "sut_universal": ("sut", "post"),
+    "actsut_universal": ("sut", "post"),
+}
+
+
+def training_config(r: dict) -> ModelConfig:
+    """The model of a run of the paper's training code, from its recorded arguments.
+
+    Raises:
+        ValueError: a variant or an order of layers that is not known here.
+    """
+    variant, order = r["transformer.variant"], r.get("transformer.universal.group_type", "abab")
+    if variant not in VARIANTS:
+        raise ValueError(f"transformer.variant={variant!r} is none of {', '.join(VARIANTS)}")
+    if order not in ("abab", "aabb"):
+        raise ValueError(f"transformer.universal.group_type={order!r} is neither abab nor aabb")
+    kind, norm = VARIANTS[variant]
+    if kind == "sut":
         return _sut_config(r)
-    layers, width = r["transformer.encoder_n_layers"], r["state_size"]
-    common = {"vocab_size": r["n_tokens"], "d_model": width, "num_layers": layers}
-    heads = {
+    common = {
+        "vocab_size": r["n_tokens"],
+        "d_model": r["state_size"],
+        "num_layers": r["transformer.encoder_n_layers"],
+        "order": order,
+    }
+    if kind == "experts":
+        return _experts_config(r, common, norm)
+    return _dense_config(r, common, norm, shared=kind == "shared dense")
+
+
+def _heads(r: dict) -> dict:
+    return {
         "num_heads": r["transformer.n_heads"],
         "d_head": r["transformer.head_projection_size"],
     }
-    if r["transformer.variant"] == "preln_rope":
-        d_feed_forward = int(width * r["transformer.ff_multiplier"])
-        return ModelConfig(
-            **common,
-            layers_per_group=layers,
-            norm="pre",
-            attention=DenseAttentionConfig(**heads),
-            feed_forward=DenseFeedForwardConfig(d_feed_forward=d_feed_forward),
-        )
+
+
+def _dense_config(r: dict, common: dict, norm: str, *, shared: bool) -> ModelConfig:
+    group = r.get("transformer.universal.group_size", 1) if shared else common["num_layers"]
+    d_feed_forward = int(common["d_model"] * r["transformer.ff_multiplier"])
+    return ModelConfig(
+        **common,
+        layers_per_group=group,
+        norm=norm,  # pyright: ignore[reportArgumentType]
+        attention=DenseAttentionConfig(**_heads(r)),
+        feed_forward=DenseFeedForwardConfig(d_feed_forward=d_feed_forward),
+    )
+
+
+def _experts_config(r: dict, common: dict, norm: str) -> ModelConfig:
+    if r.get("moe.nonorm") and norm != "pre":
+        raise ValueError("moe.nonorm of a post-norm run: peri-layernorm is a kind of pre-norm")
     return ModelConfig(
         **common,
         layers_per_group=r["transformer.universal.group_size"],
-        norm="peri" if r.get("moe.nonorm") else "pre",
+        norm="peri" if r.get("moe.nonorm") else norm,  # pyright: ignore[reportArgumentType]
         attention=SwitchHeadConfig(
-            **heads,
+            **_heads(r),
             num_experts=r["moe.att.n_experts"],
             top_k=r["moe.att.k"],
             single_expert="gated_experts",
@@ -206,13 +251,16 @@ def _training_config(r: dict) -> ModelConfig:
 
 
 def _sut_config(r: dict) -> ModelConfig:
+    halting = None
+    if r["transformer.variant"] == "actsut_universal":
+        halting = HaltingConfig(loss=r["transformer.act_loss"], loss_sum="all")
     return ModelConfig(
         vocab_size=r["n_tokens"],
         d_model=r["state_size"],
         num_layers=r["transformer.encoder_n_layers"],
         layers_per_group=1,
         norm="post",
-        halting=HaltingConfig(loss=r["transformer.act_loss"], loss_sum="all"),
+        halting=halting,
         attention=MoMHAConfig(
             num_experts=r["moe.att.n_experts"],
             top_k=r["moe.att.k"],

@@ -3,8 +3,10 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from golden import Golden, load_golden
+from golden import VARIANTS, Golden, load_golden, training_config
 
+from moebius.kernels.backend import resolve_backend
+from moebius.model.config import ModelConfig
 from moebius.model.transformer import ModelOutput, Transformer
 
 RELEASE = ["moeut_tiny_g2", "moeut_tiny_noshare", "moeut_tiny_dense_att"]
@@ -15,7 +17,11 @@ TRAINING = [
     "train_tiny_dense",
     "train_tiny_sut_act",
 ]
-BACKENDS = ["reference", "segments"]
+CPU = torch.device("cpu")
+# The meaning, the fallback, and what `auto` takes on this machine: on most CPUs the C++ kernels.
+BACKENDS = list(
+    dict.fromkeys(["reference", "segments", resolve_backend("auto", CPU, torch.float32)])
+)
 
 pytestmark = pytest.mark.needs_shared
 
@@ -98,3 +104,51 @@ def test_five_optimizer_steps_follow_the_recorded_trajectory(name: str) -> None:
     assert expected
     for parameter_name, parameter in model.named_parameters():
         torch.testing.assert_close(parameter.detach(), expected[parameter_name], rtol=0, atol=1e-5)
+
+
+def count(name: str, **changes: object) -> tuple[int, ModelConfig]:
+    """Parameters of a recorded run with some of its arguments changed."""
+    golden = load_golden(name)
+    recorded = golden.recorded | {f"transformer.{key}": value for key, value in changes.items()}
+    config = training_config(recorded)
+    model = Transformer(config)
+    return sum(parameter.numel() for parameter in model.parameters()), config
+
+
+def test_runs_that_were_not_recorded_have_the_sizes_that_were_published() -> None:
+    """Parameter counts that the training code printed for the same tiny arguments."""
+    assert count("train_tiny_dense")[0] == 17_873
+    shared, config = count("train_tiny_dense", variant="preln_rope_universal")  # a naive UT
+    assert (shared, config.layers_per_group) == (17_873 - 2 * 5_076, 1)  # one layer for three
+    assert count("train_tiny_sigma_moe")[0] == 20_573
+    assert count("train_tiny_sut_act")[0] == 15_099
+    assert count("train_tiny_sut_act", variant="sut_universal")[0] == 14_451
+    preln, config = count("train_tiny_moeut_preln")
+    assert (preln, config.norm) == (24_965, "pre")
+    postln, config = count("train_tiny_moeut_preln", variant="moe_universal")
+    assert (postln, config.norm) == (24_917, "post")
+    aabb, config = count("train_tiny_moeut_train", **{"universal.group_type": "aabb"})
+    assert (aabb, config.norm, config.order) == (24_965, "peri", "aabb")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"variant": "moe"}, "transformer.variant='moe' is none of preln_rope, rope"),
+        ({"universal.group_type": "abba"}, "group_type='abba' is neither abab nor aabb"),
+        ({"variant": "moe_universal"}, "moe.nonorm of a post-norm run"),
+    ],
+)
+def test_what_is_not_known_is_refused_and_not_read_as_something_else(
+    changes: dict, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        count("train_tiny_moeut_train", **changes)
+
+
+def test_every_variant_is_read() -> None:
+    dense, experts = "train_tiny_dense", "train_tiny_moeut_preln"
+    names = {"dense": dense, "shared dense": dense, "experts": experts, "sut": "train_tiny_sut_act"}
+    for variant, (kind, norm) in VARIANTS.items():
+        config = count(names[kind], variant=variant)[1]
+        assert (config.norm, config.halting is not None) == (norm, variant.startswith("act"))
