@@ -65,6 +65,9 @@ class ScaledInitialisationConfig(BaseModel):
 
     kind: Literal["scaled"] = "scaled"
     scale: PositiveFloat = 0.1
+    # The read-out starts like the embedding's other side, U(±1/√D), or as every other matrix does:
+    # what Mixture of Tokens' authors train (llm-random, arXiv 2310.15961).
+    head: Literal["uniform", "scaled"] = "uniform"
     expert_axis_norm: bool = False  # as above
 
 
@@ -111,6 +114,8 @@ class ModelConfig(BaseModel, frozen=True):  # a keyword, so that type checkers k
     attention: AnyAttentionConfig = SwitchHeadConfig()
     feed_forward: AnyFeedForwardConfig = ExpertsConfig()
     halting: HaltingConfig | None = None
+    # A LayerNorm before the read-out; a post-norm model has none in any case.
+    final_norm: bool = True
     head_bias: bool = True  # of the read-out
     initialisation: AnyInitialisationConfig = InitialisationConfig()
 

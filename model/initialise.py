@@ -14,7 +14,8 @@ layers); c = 1 in post-norm:
                    (Switch, arXiv 2101.03961, §2.4; Mixture of Tokens, arXiv 2310.15961)
   sut              expert tensors U(±1/fan-in), not of its root; expert biases U(±1/√fan-out); routers and the halting gate
                    torch's default U(±1/√fan-in), weight and bias; K and V Xavier, gain 1/√2 (released code of arXiv 2310.07096)
-  all              embedding N(0, 1/√D), head U(−1/√D, 1/√D), weight and bias; scaled: the embedding's fan-in is 1
+  all              embedding N(0, 1/√D), head U(−1/√D, 1/√D), weight and bias; scaled: the embedding's fan-in is 1,
+                   and with head=scaled the head's weight is as every other, its bias 0
 Dense layers beside `paper`: truncated normal, rescaled to a standard deviation of exactly
 √(2/(L·fan-in)); biases 0.
 """
@@ -160,6 +161,7 @@ class Initializers:
     num_layers: int  # L of c = √(2/L); 2 stands for c = 1
     scale: float | None  # of the rule scaled
     expert_axis_norm: bool
+    scaled_head: bool = False  # the read-out starts as every other matrix does
 
     def router(self, d_row: int) -> Initializer:
         """The feed-forward's router."""
@@ -215,8 +217,12 @@ class Initializers:
         return self._sparse(1) if self.rule == "scaled" else normal(self.d_model**-0.5)
 
     def head(self) -> Initializer:
-        """Weight and bias of the read-out."""
-        return uniform(self.d_model**-0.5)
+        """Returns the initializer of the read-out's weight."""
+        return self._sparse(self.d_model) if self.scaled_head else uniform(self.d_model**-0.5)
+
+    def head_bias(self) -> Initializer:
+        """Returns the initializer of the read-out's bias: zero beside a scaled weight."""
+        return zeros if self.scaled_head else uniform(self.d_model**-0.5)
 
     def _sparse(self, fan_in: int) -> Initializer:
         if self.scale is not None:

@@ -208,13 +208,14 @@ class Transformer(nn.Module):
             for member in range(config.layers_per_group)
         )
         self.halting = None if config.halting is None else Halting(config.halting, config.d_model)
-        self.final_norm = None if config.norm == "post" else LayerNorm(config.d_model)
+        has_final_norm = config.final_norm and config.norm != "post"
+        self.final_norm = LayerNorm(config.d_model) if has_final_norm else None
         self.head = ReadOut(
             config.d_model,
             config.vocab_size,
             init=initializers.head(),
             bias=config.head_bias,
-            bias_init=initializers.head(),
+            bias_init=initializers.head_bias(),
         )
 
     def forward(
@@ -360,10 +361,12 @@ def _initializers(config: ModelConfig) -> Initializers:
     """Post-norm layers start at full size: the norm after the addition keeps the residual's."""
     depth = 2 if config.norm == "post" else config.num_layers
     rule = config.initialisation
+    scaled = isinstance(rule, ScaledInitialisationConfig)
     return Initializers(
         rule.kind,
         config.d_model,
         depth,
-        rule.scale if isinstance(rule, ScaledInitialisationConfig) else None,
+        rule.scale if scaled else None,
         rule.expert_axis_norm,
+        scaled_head=scaled and rule.head == "scaled",
     )

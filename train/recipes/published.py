@@ -189,8 +189,9 @@ def _mixture(
                 positions=LearnedPositionsConfig(max_positions=256),
             ),
             feed_forward=feed_forward,
+            final_norm=False,
             head_bias=False,
-            initialisation=ScaledInitialisationConfig(scale=init_scale),
+            initialisation=ScaledInitialisationConfig(scale=init_scale, head="scaled"),
         ),
         data=DataConfig(vocab_size=50257, seq_len=256),
         optim=OptimConfig(

@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from moebius.model.attention_config import DenseAttentionConfig
 from moebius.model.config import ModelConfig
 from moebius.model.feed_forward_config import ExpertsConfig
-from moebius.model.initialise import initialise, normal
+from moebius.model.initialise import draw, initialise, normal
 from moebius.model.layers import activate
 from moebius.model.moe import SparseFeedForward
 from moebius.model.routers.mixture import TokenMixingConfig, TokenMixingRouter
@@ -447,6 +447,28 @@ def test_the_largest_published_total_is_that_of_its_name() -> None:
             "feed_forward.d_expert": 3072 * 64 // num_experts,
         }
         assert matrix_elements(config.changed(sizes), "B", 2) == total
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in PUBLISHED if name in ("mot_medium_8e", "mot_mini", "gpt_medium")]
+)
+def test_the_read_out_is_as_published(name: str) -> None:
+    """No norm before it, no bias, and it starts as every matrix of that code: N(0, 0.1/D), cut."""
+    config = PUBLISHED[name][1]().model
+    with torch.device("meta"):
+        model = Transformer(config)
+    assert model.final_norm is None
+    assert model.head.bias is None
+    weight = draw("head.weight", model.head.weight, seed=0)
+    scale = config.initialisation.scale
+    assert weight.std().item() == pytest.approx(math.sqrt(scale / config.d_model), rel=0.02)
+    assert weight.abs().max() <= 2 * scale
+    uniform = config.changed({"initialisation.head": "uniform", "final_norm": True})
+    with torch.device("meta"):
+        model = Transformer(uniform)
+    assert model.final_norm is not None
+    weight = draw("head.weight", model.head.weight, seed=0)
+    assert weight.abs().max() <= config.d_model**-0.5
 
 
 def test_starting_values_are_the_papers() -> None:
