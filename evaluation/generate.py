@@ -5,6 +5,7 @@ one more token whenever it writes one itself. They are rows of the same batch, w
 of their own.
 """
 
+import math
 from collections.abc import Iterator
 
 import torch
@@ -12,6 +13,8 @@ from torch import Tensor
 
 from ..model.transformer import Transformer
 from .group_context import group_context_size, in_group_context
+
+COLDEST = 1e-30  # below it logits / temperature overflows float32
 
 
 @torch.no_grad()
@@ -28,19 +31,18 @@ def generate(
 
     Args:
         prompt_S: int64, at least one token.
-        temperature: of the sampling; 0 takes the most likely token each time.
-        context_MS: int64, as many rows as `group_context_size(model)` and at least as long as prompt
-            and answer without the last token; None where there are none.
+        temperature: of the sampling; 0 takes the most likely token each time, and so does all
+            that is too small for float32 to divide by.
+        context_MS: int64, as many rows as `group_context_size(model)` and at least as long as
+            prompt and answer without the last token; None where there are none.
 
     Raises:
-        ValueError: an empty prompt, a negative temperature, a group context that does not fit, or a model
-            that reads whole sequences.
+        ValueError: an empty prompt, a temperature that is negative or no number, a group context
+            that does not fit, or a model that reads whole sequences.
     """
-    if prompt_S.numel() == 0 or temperature < 0:
-        raise ValueError(
-            f"generation needs a prompt of at least one token ({prompt_S.numel()}) and "
-            f"{temperature=} >= 0"
-        )
+    if prompt_S.numel() == 0:
+        raise ValueError("generation needs a prompt of at least one token, and got none")
+    check_temperature(temperature)
     _check_group_context(model, context_MS, length=len(prompt_S) + num_tokens - 1)
     generator = torch.Generator(device=prompt_S.device).manual_seed(seed)
     cache, new_S, seen = model.new_cache(), prompt_S, 0
@@ -48,7 +50,7 @@ def generate(
         beside_MS = None if context_MS is None else context_MS[:, seen : seen + len(new_S)]
         new_BS, row = in_group_context(new_S, beside_MS, key=(seed,))
         logits_V = model(new_BS, cache).logits_BSV[row, -1]
-        if temperature == 0:
+        if temperature < COLDEST:
             token = logits_V.argmax()
         else:
             token = torch.multinomial((logits_V / temperature).softmax(-1), 1, generator=generator)[
@@ -56,6 +58,16 @@ def generate(
             ]
         yield int(token.item())
         seen, new_S = seen + len(new_S), token.view(1)
+
+
+def check_temperature(temperature: float) -> None:
+    """Checks that tokens can be sampled at that temperature.
+
+    Raises:
+        ValueError: it is negative, infinite or no number.
+    """
+    if not 0 <= temperature < math.inf:
+        raise ValueError(f"temperature={temperature}: a finite number from 0 on is needed")
 
 
 def _check_group_context(model: Transformer, context_MS: Tensor | None, *, length: int) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from ..data_pipeline.shards import prepared_tokenizer
 from ..distributed.process.process import start_process
 from ..train.evaluate import Evaluation, evaluate
-from .generate import generate
+from .generate import check_temperature, generate
 from .group_context import GroupContextText, Score, group_context_size, score
 from .restore import Restored, restore
 
@@ -35,8 +35,13 @@ class Measurement:
 def measure(
     run_dir: Path, *, step: int | None = None, split: str = "validation", max_rows: int = 0
 ) -> Measurement:
-    """Mean cross-entropy of a checkpoint over non-overlapping rows of a split; `max_rows` = 0 takes
-    all of them.
+    """Returns the mean cross-entropy of a checkpoint over non-overlapping rows of a split.
+
+    Args:
+        run_dir: the run folder.
+        step: of the checkpoint; None: the newest.
+        split: train or validation.
+        max_rows: how many rows at most; 0: all of them.
 
     Raises:
         ValueError: the run, its checkpoint or its data cannot be read.
@@ -66,6 +71,7 @@ def write_text(
     Raises:
         ValueError: the run, its checkpoint or its data cannot be read, or the model cannot write.
     """
+    check_temperature(temperature)
     with start_process("auto") as process:
         restored = restore(run_dir, process, step=step)
         tokenizer = prepared_tokenizer(restored.config.data.directory)
@@ -114,10 +120,12 @@ class ScoredText:
 def score_text(
     run_dir: Path, text: str, *, step: int | None = None, draws: int = 1, seed: int = 0
 ) -> ScoredText:
-    """Log-probability of a text after an end of document, cut on the left to the trained length.
+    """Returns the log-probability of a text after an end of document.
 
-    A model that routes sequences together is asked beside a group context from its training text (arXiv
-    2310.15961); several draws give the spread.
+    A longer text than the trained length is cut on the left.
+
+    A model that routes sequences together is asked beside a group context from its training text
+    (arXiv 2310.15961); several draws give the spread.
 
     Raises:
         ValueError: the run, its checkpoint or its data cannot be read, there is nothing to score,

@@ -24,8 +24,12 @@ class Restored:
 
 
 def restore(run_dir: Path, process: Process, *, step: int | None = None) -> Restored:
-    """The weights of the newest checkpoint of a run, or of the one at `step`, with all experts on
-    this rank.
+    """Builds a run's model with all experts on this rank, and loads a checkpoint into it.
+
+    Args:
+        run_dir: the run folder.
+        process: this rank.
+        step: of the checkpoint; None: the newest.
 
     Raises:
         ConfigError: the run or the checkpoint does not exist.

@@ -69,10 +69,8 @@ _NAMES_OF_EXPERTS = {  # a bank's attribute -> behind the expert's number
 
 
 @dataclass(frozen=True)
-class Piece:
-    """What stands under one exported key: a tensor of the model, or one expert of a bank, its
-    matrix turned.
-    """
+class ExportedTensor:
+    """What stands under one exported key: a tensor of the model, or one expert, transposed."""
 
     key: str
     name: str  # in the model
@@ -80,13 +78,13 @@ class Piece:
     expert: int | None = None
 
     def cut(self, tensor: Tensor) -> Tensor:
-        """From the whole tensor; a copy."""
+        """Returns a copy of this part of the model's whole tensor."""
         part = tensor if self.expert is None else tensor[self.expert]
         turned = part.T if self.expert is not None and part.dim() == 2 else part
         return turned.clone(memory_format=torch.contiguous_format)
 
     def put(self, value: Tensor, tensor: Tensor) -> None:
-        """Back into the whole tensor."""
+        """Copies a value back into its part of the model's whole tensor."""
         part = tensor if self.expert is None else tensor[self.expert]
         part.copy_(value.T if self.expert is not None and part.dim() == 2 else value)
 
@@ -109,17 +107,17 @@ class Exported:
         return f"weights of step {self.step}, {size}\n  {files}\n  {self.tokenizer}"
 
 
-def pieces_of(name: str, shape: tuple[int, ...], *, has_experts: bool) -> Iterator[Piece]:
-    """The exported keys of one tensor of the model."""
+def pieces_of(name: str, shape: tuple[int, ...], *, has_experts: bool) -> Iterator[ExportedTensor]:
+    """Yields what one tensor of the model is exported as."""
     if not has_experts:
-        yield Piece(
+        yield ExportedTensor(
             f"{name}.weight" if name in ("embedding", "position_embedding") else name, name, shape
         )
         return
     bank, _, attribute = name.rpartition(".experts.")
     for expert in range(shape[0]):
         key = f"{bank}.experts.{expert}.{_NAMES_OF_EXPERTS[attribute]}"
-        yield Piece(key, name, tuple(reversed(shape[1:])), expert)
+        yield ExportedTensor(key, name, tuple(reversed(shape[1:])), expert)
 
 
 def export(
@@ -167,8 +165,9 @@ def export(
 
 
 def load_export(folder: Path, *, backend: str = "auto") -> Transformer:
-    """The model of an export, whole on the CPU in evaluation mode, its weights in the precision
-    that they were exported in.
+    """Loads the model of an export, whole on the CPU in evaluation mode.
+
+    Its weights are in the precision that they were exported in.
 
     Raises:
         ValueError: it is no export of ours, or keys or shapes are not those of its model.
@@ -178,9 +177,9 @@ def load_export(folder: Path, *, backend: str = "auto") -> Transformer:
     try:
         config, step = ModelConfig.model_validate(values["model"]), int(values["step"])
     except (KeyError, TypeError, ValueError) as error:
-        told = f"it has no {error}" if isinstance(error, KeyError) else error
+        reason = f"it has no {error}" if isinstance(error, KeyError) else error
         raise ConfigError(
-            f"{folder / 'config.json'} describes no model of moebius: {told}"
+            f"{folder / 'config.json'} describes no model of moebius: {reason}"
         ) from error
     weight_map = _weight_map_of(folder)
     with torch.device("meta"):
@@ -207,7 +206,7 @@ def load_export(folder: Path, *, backend: str = "auto") -> Transformer:
 
 
 def parse_size(text: str) -> int:
-    """Bytes of "5GB", "500 MB", "2GiB" or a plain number.
+    """Reads a number of bytes: "5GB", "500 MB", "2GiB" or a plain number.
 
     Raises:
         ConfigError: it is none of them, or less than a byte.
@@ -225,8 +224,9 @@ def parse_size(text: str) -> int:
 def _dtypes_of(
     stored: StoredCheckpoint, config: Config, dtype: Precision
 ) -> dict[str, torch.dtype]:
-    """How each tensor of the model is exported: what enters matrix products in `dtype`, everything
-    else as it is stored.
+    """Returns each tensor's dtype in the export: `dtype` if it enters matrix products.
+
+    Everything else stays as it is stored.
     """
     with torch.device("meta"):
         model = Transformer(config.model)
@@ -240,11 +240,12 @@ def _dtypes_of(
 
 def _plan(
     stored: StoredCheckpoint, dtypes: Mapping[str, torch.dtype], max_file_bytes: int
-) -> dict[str, list[Piece]]:
-    """Which pieces go into which file: in the order of the model's names, a new file where one
-    would be too big.
+) -> dict[str, list[ExportedTensor]]:
+    """Decides which tensors go into which file.
+
+    They go in the order of the model's names; a new file begins where one would be too big.
     """
-    files: list[list[Piece]] = [[]]
+    files: list[list[ExportedTensor]] = [[]]
     filled = 0
     for name, tensor in sorted(stored.index.tensors.items()):
         if not name.startswith("model."):
@@ -267,7 +268,9 @@ def _plan(
 
 
 def _cut(
-    stored: StoredCheckpoint, plan: Mapping[str, list[Piece]], dtypes: Mapping[str, torch.dtype]
+    stored: StoredCheckpoint,
+    plan: Mapping[str, list[ExportedTensor]],
+    dtypes: Mapping[str, torch.dtype],
 ) -> Iterator[tuple[str, dict[str, Tensor]]]:
     name, tensor = "", torch.empty(0)
     for file, pieces in plan.items():
@@ -279,7 +282,7 @@ def _cut(
         yield file, tensors
 
 
-def _num_bytes(piece: Piece, dtypes: Mapping[str, torch.dtype]) -> int:
+def _num_bytes(piece: ExportedTensor, dtypes: Mapping[str, torch.dtype]) -> int:
     return torch.Size(piece.shape).numel() * dtypes[piece.name].itemsize
 
 
@@ -298,8 +301,10 @@ def _save(tensors: dict[str, Tensor], file: Path) -> None:
         os.fsync(written.fileno())
 
 
-def _compare(folder: Path, plan: Mapping[str, list[Piece]], sums: Mapping[str, str]) -> None:
-    """Reads everything back."""
+def _compare(
+    folder: Path, plan: Mapping[str, list[ExportedTensor]], sums: Mapping[str, str]
+) -> None:
+    """Reads every file back and compares it with what was written."""
     library = _require_safetensors()
     for file, pieces in plan.items():
         unlike = None
@@ -323,7 +328,7 @@ def _compare(folder: Path, plan: Mapping[str, list[Piece]], sums: Mapping[str, s
 
 
 def _require_safetensors() -> Any:
-    """The library, which only exporting needs."""
+    """Returns the library safetensors, which only exporting needs."""
     try:
         import safetensors
         import safetensors.torch
@@ -348,9 +353,7 @@ def _config_of(stored: StoredCheckpoint) -> Config:
 def _describe(
     stored: StoredCheckpoint, config: Config, tokenizer: Tokenizer | None, dtype: Precision
 ) -> dict[str, Any]:
-    """config.json: what tools look for under their names, and the model's own configuration,
-    resolved.
-    """
+    """Returns config.json: what tools look for, and the model's own configuration, resolved."""
     model = config.model
     return {
         "model_type": "moebius",
@@ -373,7 +376,7 @@ def _describe(
 
 
 def _tokenizer_of(config: Config) -> tuple[Tokenizer | None, str]:
-    """The run's tokenizer, and what to say of it."""
+    """Returns the run's tokenizer, if it has one, and a line about it for the user."""
     try:
         tokenizer = prepared_tokenizer(config.data.directory)
     except ShardError as error:
@@ -415,7 +418,7 @@ def _read_file(file: Path, keys: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
 
 
 @torch.no_grad()
-def _fill(tensor: Tensor, piece: Piece, value: Tensor, folder: Path) -> None:
+def _fill(tensor: Tensor, piece: ExportedTensor, value: Tensor, folder: Path) -> None:
     """Puts one piece into its tensor of the model, which takes on its precision."""
     if tuple(value.shape) != piece.shape:
         raise ConfigError(
@@ -432,7 +435,7 @@ def _fill(tensor: Tensor, piece: Piece, value: Tensor, folder: Path) -> None:
 
 
 def _weight_map_of(folder: Path) -> dict[str, str]:
-    """Which key stands in which file."""
+    """Reads which key stands in which file."""
     found = _read_json(folder / INDEX_FILE).get("weight_map")
     if not isinstance(found, dict) or not all(isinstance(file, str) for file in found.values()):
         raise ConfigError(

@@ -319,12 +319,13 @@ class _Worker:
         self._dispatchers: dict[str, Dispatcher] = {}
 
     def run(self, call: RoutedCall) -> None:
-        """Runs this rank's side of a call and leaves the findings with the coordinator. Collective."""
+        """Runs this rank's side of a call; the findings go to the coordinator. Collective."""
         coordinator, rank, ep_rank = self.coordinator, self.rank, self.group.rank()
         dispatcher = self._dispatcher(call.id.layer)
         expert_map = self.cluster.expert_map_of(call.id.layer, call.routes.num_experts)
         coordinator.arrived[rank] = _arrived(dispatcher, call, rank, expert_map, ep_rank)
-        layer = SparseLayer(experts_on_rank(coordinator.experts, expert_map, ep_rank))  # pyright: ignore[reportArgumentType]
+        experts = experts_on_rank(coordinator.experts, expert_map, ep_rank)
+        layer = SparseLayer(experts)  # pyright: ignore[reportArgumentType]
         layer.dispatcher = dispatcher
         rows_UD, expected_TO = _values_of(call)
         with coordinator.traffic.counting(rank, widths={call.width_in, call.width_out}):

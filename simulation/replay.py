@@ -158,7 +158,7 @@ def _own_routes(joined: _Joined, mine_N: Tensor, first: int, end: int) -> Routes
 
 
 def _deal_slots(calls: Sequence[RoutedCall], num_ranks: int) -> list[RoutedCall]:
-    """A row of its own for every route: that is how such routes travel, whichever rows they read."""
+    """Gives every route a row of its own: so such routes travel, whichever rows they read."""
     experts = calls[0].routes.num_experts
     ends = cut(sum(call.routes.per_expert for call in calls), num_ranks)
     shares: list[int] = np.diff(ends).tolist()
@@ -175,7 +175,7 @@ def _deal_slots(calls: Sequence[RoutedCall], num_ranks: int) -> list[RoutedCall]
 
 
 def _uneven_slots(experts: int, share: int) -> Routes:
-    """Where the ranks' shares differ no rank knows the others', so counts are exchanged."""
+    """Returns routes of one rank where the shares differ: none knows the others' counts."""
     row_N = torch.arange(experts * share)
     expert_N = torch.arange(experts).repeat_interleave(share)
     return Routes(

@@ -28,17 +28,15 @@ from .dispatch import (
 from .shapes import RankShapes, ShapeRequest
 
 _BARS, _SHADES = "▁▂▃▄▅▆▇█", " ░▒▓█"
-_MOST_BARS, _MOST_SHADES = (
-    128,
-    32,
-)  # ranks whose load is drawn, and that fit into a matrix of characters
+_MOST_BARS = 128  # ranks whose load is drawn
+_MOST_SHADES = 32  # ranks that fit into a matrix of characters
 _BARS_OF_A_LINE = 48
 _MOST_STEPS = 9  # factors in a line; all of this fits a terminal of 80 columns
 
 
 @dataclass(frozen=True)
 class SimulationReport:
-    """The same calls with one or several dispatchers."""
+    """What the same calls did with one or several dispatchers."""
 
     title: str
     tokens: str  # where they come from and how many
@@ -46,14 +44,17 @@ class SimulationReport:
 
     @property
     def first(self) -> Simulation:
+        """Returns the first dispatcher's simulation; loads are the same in all."""
         return self.simulations[0]
 
     @property
     def layout(self) -> Layout:
+        """Returns the layout of the simulated ranks."""
         return self.first.cluster.layout
 
     @property
     def violations(self) -> list[str]:
+        """Lists what should have held and did not, by dispatcher."""
         return [
             f"{each.dispatcher}: {violation}"
             for each in self.simulations
@@ -75,30 +76,32 @@ class KindLoad:
 
 
 def kinds_of(calls: Sequence[SimulatedCall]) -> list[KindLoad]:
-    """Sums over the calls of every kind."""
+    """Sums the loads of every kind of experts over the calls."""
     found = []
     for kind, own in by_kind(calls).items():
-        ranks, experts = (
-            [getattr(call, name) for call in own] for name in ("hottest_rank", "hottest_expert")
-        )
+        ranks = [call.hottest_rank for call in own]
+        experts = [call.hottest_expert for call in own]
         load_P = np.sum([call.load_P for call in own], axis=0)
         idle = float(np.mean([(call.load_E == 0).sum() for call in own]))
         found.append(
             KindLoad(
                 kind,
-                len(own),
-                int(load_P.sum()),
-                load_P,
-                (float(np.mean(ranks)), max(ranks)),
-                (float(np.mean(experts)), max(experts)),
-                idle,
+                calls=len(own),
+                routes=int(load_P.sum()),
+                load_P=load_P,
+                hottest_rank=(float(np.mean(ranks)), max(ranks)),
+                hottest_expert=(float(np.mean(experts)), max(experts)),
+                idle_experts=idle,
             )
         )
     return found
 
 
 def over_time(calls: Sequence[SimulatedCall]) -> tuple[str, dict[int, list[SimulatedCall]]]:
-    """The calls by optimizer step, or where there is one step only, by depth step."""
+    """Groups the calls by optimizer step, or where there is one step only, by depth step.
+
+    Returns the axis (step or depth) and the calls by their number on it.
+    """
     axis = "step" if len({call.id.step for call in calls}) > 1 else "depth"
     moments: dict[int, list[SimulatedCall]] = {}
     for call in sorted(calls, key=lambda call: getattr(call.id, axis)):
@@ -107,7 +110,10 @@ def over_time(calls: Sequence[SimulatedCall]) -> tuple[str, dict[int, list[Simul
 
 
 def factors_by(calls: Sequence[SimulatedCall], axis: str) -> dict[int, float]:
-    """The hottest rank's factor at every step or depth step, the mean over its calls."""
+    """Returns the hottest rank's load over the mean at every step or depth step.
+
+    Where several calls were made there it is their mean.
+    """
     found: dict[int, list[float]] = {}
     for call in calls:
         found.setdefault(getattr(call.id, axis), []).append(call.hottest_rank)
@@ -115,7 +121,7 @@ def factors_by(calls: Sequence[SimulatedCall], axis: str) -> dict[int, float]:
 
 
 def by_kind(calls: Sequence[SimulatedCall]) -> dict[str, list[SimulatedCall]]:
-    """In the order in which a layer asks them."""
+    """Groups the calls by kind, in the order in which a layer asks them."""
     found: dict[str, list[SimulatedCall]] = {}
     for call in calls:
         found.setdefault(call.id.kind, []).append(call)
@@ -126,7 +132,7 @@ def by_kind(calls: Sequence[SimulatedCall]) -> dict[str, list[SimulatedCall]]:
 
 
 def render_simulation(report: SimulationReport) -> Group:
-    """Everything that fits a terminal."""
+    """Renders the report for a terminal of 80 columns."""
     parts: list[Any] = [
         Text(f"{report.title}: {_place(report)}", style="bold"),
         Text(report.tokens),
@@ -140,35 +146,32 @@ def render_simulation(report: SimulationReport) -> Group:
 
 
 def _place(report: SimulationReport) -> str:
-    layout, per_node = (
-        report.layout,
-        report.first.cluster.ranks_per_node or report.layout.world_size,
-    )
+    layout = report.layout
+    per_node = report.first.cluster.ranks_per_node or layout.world_size
     groups = layout.num_expert_replicas
     nodes = -(-layout.world_size // per_node)
     sharing = f"{groups} ep groups of {layout.ep}" if groups > 1 else "one ep group"
-    return f"{layout.world_size} ranks, {sharing}, " + (
-        f"{nodes} nodes of {per_node}" if nodes > 1 else "one node"
-    )
+    where = f"{nodes} nodes of {per_node}" if nodes > 1 else "one node"
+    return f"{layout.world_size} ranks, {sharing}, {where}"
 
 
 def _verdict(report: SimulationReport) -> Text:
     if report.violations:
         more = len(report.violations) - 5
-        lines = [f"✗ {violation}" for violation in report.violations[:5]] + (
-            [f"✗ and {more} more"] if more > 0 else []
-        )
+        lines = [f"✗ {violation}" for violation in report.violations[:5]]
+        if more > 0:
+            lines.append(f"✗ and {more} more")
         return Text("\n".join(lines), style="bold red")
     calls = report.first.calls
     routes = sum(int(call.load_P.sum()) for call in calls)
     return Text(
         f"✓ each of {routes:,} routes in {len(calls)} exchanges arrived once, at its expert\n"
-        f"✓ the answers are one rank's: {'; '.join(_answers(each) for each in report.simulations)}",
+        f"✓ the outputs are one rank's: {'; '.join(map(_agreement, report.simulations))}",
         style="green",
     )
 
 
-def _answers(simulation: Simulation) -> str:
+def _agreement(simulation: Simulation) -> str:
     most = max((call.difference for call in simulation.calls), default=0.0)
     same = f"up to rounding ({most:.0e} of the largest)" if most else "bit for bit"
     return f"{simulation.dispatcher} {same}"
@@ -198,7 +201,7 @@ def _pair(matrix: np.ndarray) -> tuple[str, str]:
 
 
 def busiest_pair(matrix: np.ndarray) -> tuple[int, int, int]:
-    """(from, to, how much), two that differ."""
+    """Returns (from, to, how much) of the two different places with the most between them."""
     others = matrix * ~np.eye(len(matrix), dtype=bool)
     source, target = divmod(int(others.argmax()), len(others))
     return source, target, int(others[source, target])
@@ -234,7 +237,7 @@ def _bar_lines(report: SimulationReport) -> list[str]:
 
 
 def _bars(load_P: np.ndarray) -> str:
-    """One character per rank, from nothing to the hottest."""
+    """Returns one character per rank, from nothing to the hottest."""
     most = max(int(load_P.max()), 1)
     return "".join(_BARS[round((len(_BARS) - 1) * load / most)] for load in load_P)
 
@@ -250,16 +253,16 @@ def _time_lines(report: SimulationReport) -> list[str]:
     lines = ["", f"hottest rank by {axis:<6}" + "".join(f" {numbers[index]:>5}" for index in shown)]
     for kind, own in by_kind(report.first.calls).items():
         factors = factors_by(own, axis)
-        words = (
-            f" {factors[numbers[index]]:>5.2f}" if numbers[index] in factors else "     –"
-            for index in shown
-        )
-        lines.append(f"  {kind:<20}" + "".join(words))
+        line = f"  {kind:<20}"
+        for index in shown:
+            factor = factors.get(numbers[index])
+            line += "     –" if factor is None else f" {factor:>5.2f}"
+        lines.append(line)
     return lines
 
 
 def _matrix_lines(simulation: Simulation) -> list[str]:
-    """Every row a sender, every column a receiver."""
+    """Draws the matrix in characters: every line a sender, every column a receiver."""
     matrix = simulation.bytes_PP * ~np.eye(len(simulation.bytes_PP), dtype=bool)
     most = max(int(matrix.max()), 1)
     level = np.maximum(np.round((len(_SHADES) - 1) * matrix / most), matrix > 0).astype(int)
@@ -275,7 +278,7 @@ def _legend(report: SimulationReport) -> list[str]:
         "",
         "rows, MB: forward pass, there and back, all that ranks hand to the network; the backward "
         "sends as much again",
-        "share: of what a dispatcher would send that has a row for every route, and an answer",
+        "share: of what a dispatcher would send that has a row for every route, there and back",
         "inside, between: MB inside nodes and between them; pair, nodes: the busiest two",
         "hottest rank, expert: load over the mean, on average over the calls, and at most; idle: "
         "experts without a route",
@@ -291,7 +294,7 @@ def _table(*headings: str) -> Table:
 
 
 def _mb(number: float) -> str:
-    """In millions: bytes or parameters."""
+    """Returns a number (bytes or parameters) in millions."""
     return f"{number / 1e6:,.3g}" if number < 1e9 else f"{number / 1e6:,.0f}"
 
 
@@ -299,8 +302,9 @@ def _mb(number: float) -> str:
 
 
 def simulation_as_json(report: SimulationReport) -> dict[str, Any]:
-    """Everything as JSON knows it; matrices are [from rank][to rank] and have what stays on its
-    rank on the diagonal.
+    """Returns the whole report as plain values for JSON.
+
+    Matrices are [from rank][to rank] and have what stays on its rank on the diagonal.
     """
     layout, cluster = report.layout, report.first.cluster
     return {
@@ -374,8 +378,7 @@ _INK, _LINES = "#22313f", ("#d1495b", "#2e6f95", "#8d6a9f", "#66a182")
 
 
 def draw_simulation(report: SimulationReport, path: Path) -> Path:
-    """Bytes from rank to rank, and loads over time: rank by step (or depth step), and the hottest
-    rank of every kind.
+    """Draws bytes from rank to rank, and loads over steps (or depth steps). Returns the path.
 
     Raises:
         ValueError: the file cannot be written.
@@ -468,7 +471,7 @@ def _name_moments(panel: Any, axis: str, numbers: list[int]) -> None:
 
 
 def render_shapes(title: str, request: ShapeRequest, shapes: Sequence[RankShapes]) -> Group:
-    """One line per rank."""
+    """Renders one line per rank, and which experts it holds."""
     table = _table(
         "rank",
         "replica",
@@ -500,9 +503,12 @@ def render_shapes(title: str, request: ShapeRequest, shapes: Sequence[RankShapes
             ),
             f"{found.total_bytes / 1e9:.2f}",
         )
-    lines = [f"{title}: {request.layout}, sharding {request.sharding}, {request.precision}"]
-    checked = "✓ groups as in the tables, every expert once per ep group, shapes of every tensor and of a forward pass"
-    banks = [Text(f"  rank {found.rank:,}: {_bank_words(found)}") for found in shapes]
+    heading = f"{title}: {request.layout}, sharding {request.sharding}, {request.precision}"
+    checked = (
+        "✓ groups as in the tables, every expert once per ep group, shapes of every tensor and of "
+        "a forward pass"
+    )
+    banks = [Text(f"  rank {found.rank:,}: {_describe_banks(found)}") for found in shapes]
     words = (
         "replica, shard: the rank's place on dp_replicate and dp_shard; dense, experts: millions "
         "of parameters held;",
@@ -511,7 +517,7 @@ def render_shapes(title: str, request: ShapeRequest, shapes: Sequence[RankShapes
         "balanced load, no recomputation",
     )
     return Group(
-        Text(lines[0], style="bold"),
+        Text(heading, style="bold"),
         Text(checked, style="green"),
         Text(""),
         table,
@@ -522,8 +528,8 @@ def render_shapes(title: str, request: ShapeRequest, shapes: Sequence[RankShapes
     )
 
 
-def _bank_words(found: RankShapes) -> str:
-    """Banks of the same size once."""
+def _describe_banks(found: RankShapes) -> str:
+    """Describes the rank's banks, those of the same size once."""
     words = dict.fromkeys(
         f"{bank.layer.rpartition('.')[2].replace('sparse', 'feed_forward')} experts "
         f"{spell_ranks(list(bank.experts))} of {bank.whole[0]}, {'×'.join(map(str, bank.shape))}"
@@ -533,7 +539,7 @@ def _bank_words(found: RankShapes) -> str:
 
 
 def shapes_as_json(request: ShapeRequest, shapes: Iterable[RankShapes]) -> dict[str, Any]:
-    """Everything as JSON knows it."""
+    """Returns every rank's shapes as plain values for JSON."""
     return {
         "layout": str(request.layout),
         "sharding": request.sharding,

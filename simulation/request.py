@@ -38,7 +38,8 @@ from .shapes import ShapeRequest
 from .threads import MOST_PRETENDED, MOST_THREADS
 
 DEFAULT_RANKS = 8
-_NODE = 8  # ranks of a node, unless told otherwise
+MOST_TOKENS = 2**24  # of a rank and step: their rows, also those of 256 heads, have numbers
+_NODE = 8  # ranks of a node by default
 _SEEDS = 2**31  # of them, with a million steps of every rank each, a generator can tell
 
 Tokens = Callable[[int, int], Tensor]  # (step, rank) → (B, S)
@@ -46,8 +47,9 @@ Tokens = Callable[[int, int], Tensor]  # (step, rank) → (B, S)
 
 @dataclass(frozen=True)
 class RequestedRanks:
-    """How the ranks are asked for; None: as the configuration or the defaults say. Replicas fill
-    the world.
+    """The sizes that the user asked for; None: as the configuration or the defaults say.
+
+    Replicas fill the world.
     """
 
     ep: int | None = None
@@ -60,7 +62,11 @@ class RequestedRanks:
 
 
 def at_least_one(**options: int | None) -> None:
-    """ValueError where an option is given and below 1."""
+    """Checks options that count something.
+
+    Raises:
+        ValueError: one is given and below 1.
+    """
     for name, value in options.items():
         if value is not None and value < 1:
             raise ValueError(f"--{name.replace('_', '-')} {value}: at least 1")
@@ -72,7 +78,7 @@ def _check_seed(seed: int) -> None:
 
 
 def make_cluster(config: Config, asked: RequestedRanks, dispatcher: str | None = None) -> Cluster:
-    """The simulated ranks: as asked, else as `mesh` says, else EP groups of 8, 8 ranks to a node.
+    """Returns the simulated ranks: as asked, else as `mesh` says, else EP groups of 8, 8 to a node.
 
     Raises:
         ValueError: the sizes do not fit each other or the model's experts, or there are too many
@@ -90,8 +96,12 @@ def make_cluster(config: Config, asked: RequestedRanks, dispatcher: str | None =
 
 
 def layout_of(config: Config, asked: RequestedRanks) -> tuple[Layout, int]:
-    """The layout, and how many ranks a node has. `asked.ep` takes the place of the mesh's ep and
-    replicas.
+    """Returns the layout, and how many ranks a node has.
+
+    `asked.ep` takes the place of the mesh's ep and replicas.
+
+    Raises:
+        ValueError: the sizes do not fit each other or the model's experts.
     """
     mesh = config.mesh
     check_runnable(mesh)
@@ -117,8 +127,9 @@ def layout_of(config: Config, asked: RequestedRanks) -> tuple[Layout, int]:
 def shape_request(
     config: Config, asked: RequestedRanks, dispatcher: str | None = None
 ) -> tuple[ShapeRequest, str | None]:
-    """What `--shapes-only` builds, and why training would refuse it on that world (None: it would
-    not).
+    """Returns what `--shapes-only` builds, and why training would refuse it on that world.
+
+    None: it would not.
 
     Raises:
         ValueError: the sizes do not fit each other or the model's experts.
@@ -140,18 +151,18 @@ def shape_request(
         refusal = None
     except ValueError as error:
         refusal = str(error)
-    chunks = asked.overlap_chunks or mesh.overlap_chunks
-    return ShapeRequest(
-        config.model,
-        layout,
-        mesh.dispatcher,
-        mesh.sharding,
-        config.train.precision,
-        config.data.seq_len,
-        config.train.micro_batch,
-        per_node,
-        chunks,
-    ), refusal
+    request = ShapeRequest(
+        model=config.model,
+        layout=layout,
+        dispatcher=mesh.dispatcher,
+        sharding=mesh.sharding,
+        precision=config.train.precision,
+        seq_len=config.data.seq_len,
+        micro_batch=config.train.micro_batch,
+        ranks_per_node=per_node,
+        overlap_chunks=asked.overlap_chunks or mesh.overlap_chunks,
+    )
+    return request, refusal
 
 
 def _experts(model: ModelConfig) -> dict[str, int]:
@@ -168,7 +179,7 @@ CONTIGUOUS = "contiguous"
 
 @dataclass(frozen=True)
 class SavedPlacement:
-    """Where a run that moves its experts had them at a checkpoint."""
+    """On which ranks a run that moves its experts had them at a checkpoint."""
 
     step: int
     expert_maps: Mapping[str, ExpertMap]  # by layer
@@ -176,13 +187,14 @@ class SavedPlacement:
 
     @property
     def ep(self) -> int:
+        """Returns how many ranks the experts are spread over."""
         return len(next(iter(self.expert_maps.values())).slots_P)
 
 
 def find_placement(
     run_dir: Path | None, asked: str | None, *, default: int | None = None
 ) -> SavedPlacement | None:
-    """What `--expert-map` asks for; None: contiguous blocks.
+    """Finds what `--expert-map` asks for; None: contiguous blocks.
 
     Args:
         run_dir: None: no run, but a fresh model.
@@ -198,7 +210,8 @@ def find_placement(
         raise ValueError(f"--expert-map {asked}: write the step of a checkpoint, or {CONTIGUOUS}")
     if run_dir is None:
         raise ValueError(
-            f"--expert-map {asked}: fresh weights have no checkpoint; name a run folder, or --trace RUN"
+            f"--expert-map {asked}: fresh weights have no checkpoint; name a run folder, "
+            "or --trace RUN"
         )
     meta = read_meta(find_checkpoint(run_dir, default if asked is None else int(asked)))
     expert_maps = {
@@ -207,15 +220,16 @@ def find_placement(
     }
     if not expert_maps and asked is not None:
         raise ValueError(
-            f"--expert-map {asked}: {run_dir.name} moved no experts up to there (mesh.rebalance_every "
-            "was 0)"
+            f"--expert-map {asked}: {run_dir.name} moved no experts up to there "
+            "(mesh.rebalance_every was 0)"
         )
     return SavedPlacement(meta.step, expert_maps, asked is not None) if expert_maps else None
 
 
 def place(cluster: Cluster, placement: SavedPlacement | None) -> Cluster:
-    """The same ranks with the experts there; in contiguous blocks where it was made for other EP
-    groups.
+    """Returns the same ranks with the experts where the checkpoint had them.
+
+    They stay in contiguous blocks where the checkpoint is of other EP groups.
 
     Raises:
         ValueError: it was, but is wanted.
@@ -226,15 +240,15 @@ def place(cluster: Cluster, placement: SavedPlacement | None) -> Cluster:
         return replace(cluster, expert_maps=placement.expert_maps)
     if placement.wanted:
         raise ValueError(
-            f"--expert-map {placement.step}: its experts are spread over {placement.ep} ranks, and not "
-            f"over {cluster.layout.ep}; "
+            f"--expert-map {placement.step}: its experts are spread over {placement.ep} ranks, "
+            f"and not over {cluster.layout.ep}; "
             f"use --ep {placement.ep}, or --expert-map {CONTIGUOUS}"
         )
     return cluster
 
 
 def _expert_map_words(config: Config, cluster: Cluster, placement: SavedPlacement | None) -> str:
-    """Nothing where no run has ever moved an expert."""
+    """Tells where the experts are; nothing where no run has ever moved one."""
     if cluster.expert_maps and placement is not None:
         return f"; experts where they were at step {placement.step}"
     unused = (
@@ -254,9 +268,7 @@ def _expert_map_words(config: Config, cluster: Cluster, placement: SavedPlacemen
 
 @dataclass(frozen=True)
 class CallSource:
-    """Where calls come from: as often as they are asked for, the same ones, for any number of
-    ranks.
-    """
+    """Where calls come from: the same ones whenever asked, for any number of ranks."""
 
     title: str
     config: Config
@@ -269,7 +281,7 @@ class CallSource:
 def simulate_all(
     source: CallSource, asked: RequestedRanks, dispatchers: Sequence[str | None]
 ) -> SimulationReport:
-    """The same calls with every dispatcher.
+    """Simulates the same calls with every dispatcher.
 
     Raises:
         ValueError: the request cannot be carried out.
@@ -298,8 +310,9 @@ def source_from_model(
     seed: int,
     placement: SavedPlacement | None = None,
 ) -> CallSource:
-    """A model that routes tokens itself: a trained one its validation text, a fresh one random
-    tokens.
+    """Returns the calls of a model that routes tokens itself.
+
+    A trained one routes its validation text, a fresh one random tokens.
 
     Raises:
         ValueError: the router cannot take so few tokens, or the text cannot be read.
@@ -317,7 +330,8 @@ def source_from_model(
 
     def words(_cluster: Cluster) -> str:
         what = "of the validation text" if trained else "at random"
-        return f"{batch} × {length} tokens {what} per rank and step, {steps} {'step' if steps == 1 else 'steps'}, {precision}"
+        count = "1 step" if steps == 1 else f"{steps} steps"
+        return f"{batch} × {length} tokens {what} per rank and step, {count}, {precision}"
 
     return CallSource(title, config, words, experts_of_model(model, precision), calls, placement)
 
@@ -325,7 +339,13 @@ def source_from_model(
 def source_from_trace(
     run_dir: Path, *, steps: int | None, seed: int, expert_map: str | None = None
 ) -> CallSource:
-    """A recorded run's routes; `expert_map` as for `find_placement`.
+    """Returns the calls of a recorded run.
+
+    Args:
+        run_dir: its run folder.
+        steps: how many of the recorded steps at most; None: all.
+        seed: of the rows and gate weights, which were not recorded.
+        expert_map: as for `find_placement`.
 
     Raises:
         ValueError: nothing was recorded there, or there are no such expert map.
@@ -346,7 +366,8 @@ def source_from_trace(
             if len(files) > 1
             else f"step {min(files)}"
         )
-        return f"{recorded} of {tokens:,} tokens; ranks: {then} then, {cluster.layout.world_size} now; {precision}"
+        now = cluster.layout.world_size
+        return f"{recorded} of {tokens:,} tokens; ranks: {then} then, {now} now; {precision}"
 
     def calls(num_ranks: int) -> Iterator[list[RoutedCall]]:
         return calls_of_trace(files, experts_of_layer, precision, num_ranks, seed)
@@ -362,7 +383,7 @@ def source_from_trace(
 
 
 def config_of_run(run_dir: Path) -> Config:
-    """The configuration of a run folder.
+    """Reads the configuration of a run folder.
 
     Raises:
         ValueError: it is none.
@@ -377,7 +398,7 @@ def config_of_run(run_dir: Path) -> Config:
 
 @dataclass(frozen=True)
 class TokenBatches:
-    """What the ranks' tokens are."""
+    """The tokens of every step and rank, and from which seed routers draw."""
 
     tokens: Tokens
     steps: int
@@ -385,7 +406,7 @@ class TokenBatches:
 
 
 def random_tokens(config: Config, batch: int, length: int, *, seed: int, num_ranks: int) -> Tokens:
-    """Uniform over the vocabulary; those of a rank do not depend on how many others there are."""
+    """Returns tokens uniform over the vocabulary; a rank's do not depend on how many ranks are."""
     if num_ranks > MOST_THREADS:
         raise AssertionError(f"{num_ranks} ranks would draw the tokens of other steps")
 
@@ -397,8 +418,7 @@ def random_tokens(config: Config, batch: int, length: int, *, seed: int, num_ran
 
 
 def text_tokens(config: Config, batch: int, length: int, *, seed: int, num_ranks: int) -> Tokens:
-    """The validation rows of a run's data from row `seed` on, from the beginning again after the
-    last.
+    """Returns the validation rows of a run's data from row `seed` on, over and over.
 
     Raises:
         ValueError: the data cannot be read.
@@ -417,8 +437,14 @@ def text_tokens(config: Config, batch: int, length: int, *, seed: int, num_ranks
 
 
 def batch_shape(config: Config, tokens_per_rank: int) -> tuple[int, int]:
-    """(B, S): whole groups of sequences, as long as they may be."""
+    """Returns (B, S) for so many tokens: whole groups of sequences, as long as they may be.
+
+    Raises:
+        ValueError: the router cannot take so few tokens, or they are more than can be numbered.
+    """
     group = config.model.group_sequences
+    if tokens_per_rank > MOST_TOKENS:
+        raise ValueError(f"--tokens-per-rank {tokens_per_rank}: at most {MOST_TOKENS:,}")
     if tokens_per_rank < group:
         raise ValueError(
             f"--tokens-per-rank {tokens_per_rank}: the router wants groups of {group} sequences"
@@ -431,7 +457,7 @@ def batch_shape(config: Config, tokens_per_rank: int) -> tuple[int, int]:
 
 
 def fresh_model(config: Config) -> Transformer:
-    """With starting values."""
+    """Returns the configured model with initial weights."""
     model = Transformer(config.model, backend=config.kernels.name)
     initialise(model, config.train.seed)
     return model
@@ -536,7 +562,8 @@ def calls_of_trace(
     """
     generator, dtype = torch.Generator().manual_seed(seed), getattr(torch, precision)
     for dealt in replay(steps, num_ranks):
-        layer = SparseLayer(experts_of_layer(dealt[0].id.layer))  # pyright: ignore[reportArgumentType]
+        experts = experts_of_layer(dealt[0].id.layer)
+        layer = SparseLayer(experts)  # pyright: ignore[reportArgumentType]
         weighted = [_with_gate_weights(call, generator) for call in dealt]
         yield [_with_values(call, layer, dtype, generator) for call in weighted]
 
@@ -555,7 +582,7 @@ def _with_values(
 
 
 def chosen_steps(steps: dict[int, list[Path]], most: int | None) -> dict[int, list[Path]]:
-    """At most so many of the recorded steps, evenly spread, the first and the last among them."""
+    """Returns at most so many recorded steps, evenly spread, the first and the last among them."""
     numbers: Sequence[int] = sorted(steps)
     if most is None or most >= len(numbers):
         return steps

@@ -48,7 +48,7 @@ from .threads import pretended_rank
 
 
 class ShapeMismatch(AssertionError):
-    """A rank does not hold what the tables say: a fault of this package."""
+    """A rank does not hold what the tables say: a mistake of this package."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class BankShape:
 
 @dataclass(frozen=True)
 class RankShapes:
-    """One rank: its place, its experts, its bytes."""
+    """One rank's place in the layout, its experts and its bytes."""
 
     rank: int
     place: Coordinates
@@ -75,6 +75,7 @@ class RankShapes:
 
     @property
     def total_bytes(self) -> int:
+        """Returns the bytes of all parts."""
         return sum(self.bytes.values())
 
 
@@ -94,7 +95,7 @@ class ShapeRequest:
 
 
 def first_middle_last(world_size: int) -> list[int]:
-    """The first, the middle and the last rank."""
+    """Returns the first, the middle and the last rank."""
     return sorted({0, world_size // 2, world_size - 1})
 
 
@@ -169,7 +170,8 @@ def _check_parameters(model: Transformer, layout: Layout, rank: int) -> None:
         )  # None: FSDP had nothing left for this rank
         if (0 not in local) if sizes is None else (sizes != local):
             raise ShapeMismatch(
-                f"rank {rank}: holds {local} of {name}, its tables say {sizes} of {shard.global_shape}"
+                f"rank {rank}: holds {local} of {name}, "
+                f"its tables say {sizes} of {shard.global_shape}"
             )
         if name in banks:
             _check_blocks(shard.global_shape[0], layout, name)
@@ -193,7 +195,7 @@ def _check_blocks(num_experts: int, layout: Layout, name: str) -> None:
 
 
 class _Mirror:
-    """A dispatcher in shapes: as many rows come as go, all for the experts of this rank."""
+    """A dispatcher in shapes: as many rows arrive as leave, all for the experts of this rank."""
 
     def __init__(self, num_local: int) -> None:
         self._num_local = num_local

@@ -5,11 +5,14 @@ The one module that touches torch's private parts (`torch.testing._internal.dist
 thread isolation of its process groups). Where a version of torch has them no more,
 `SimulationUnavailable` says so, and nothing else of the package suffers.
 
-    run_threads      every rank is a thread; collectives carry real values. Starting 8 ranks takes 0.2 s, 256 ranks 0.6 s
-    pretended_rank   this process is one rank of a world of any size; nobody answers, so only shapes mean something
+    run_threads      every rank is a thread; collectives carry real values. Starting 8 ranks takes
+                     0.2 s, 256 ranks 0.6 s
+    pretended_rank   this process is one rank of a world of any size; nobody answers, so only shapes
+                     mean something
 
-Everything that a rank hands to a collective passes a `TrafficCounter`, which counts rows and bytes for
-every pair of ranks: measured is what travels, whoever sends it and whatever its own counters say.
+Everything that a rank hands to a collective passes a `TrafficCounter`, which counts rows and bytes
+for every pair of ranks: measured is what travels, whoever sends it and whatever its own counters
+say.
 Threads share the process' global state, torch's default random generator above all: what a rank
 draws must come from a generator of its own.
 
@@ -42,22 +45,19 @@ _one_world = threading.Lock()  # torch keeps the threads' collectives in a table
 
 
 class SimulationUnavailable(ValueError):
-    """This torch cannot simulate ranks."""
+    """This torch lacks what simulated ranks need."""
 
 
 class RankFailed(RuntimeError):
-    """A simulated rank raised, or did not come; the first one's error is the cause, and there is
-    none if one did not come.
-    """
+    """A simulated rank raised, which is the cause, or did not come, which has none."""
 
 
 @dataclass
 class TrafficCounter:
-    """Rows and bytes that every rank gave to the network for every rank, itself included. Each rank
-    writes its own line only.
+    """Counts rows and bytes that every rank gave to the network for every rank, itself included.
 
-    A row is a line of a matrix of floats that is as wide as one of the rank's `widths`; all else
-    counts as bytes alone.
+    Each rank writes its own line only. A row is a line of a matrix of floats that is as wide as
+    one of the rank's `widths`; all else counts as bytes alone.
     """
 
     num_ranks: int
@@ -71,7 +71,7 @@ class TrafficCounter:
         self.clear()
 
     def clear(self) -> None:
-        """Counts from zero again."""
+        """Sets all counts to zero."""
         self.rows_PP, self.bytes_PP = (
             np.zeros((self.num_ranks, self.num_ranks), np.int64) for _ in range(2)
         )
@@ -86,9 +86,7 @@ class TrafficCounter:
             self.is_open[rank] = False
 
     def count(self, ranks: Sequence[int], rank: int, sent: Sequence[int], tensor: Tensor) -> None:
-        """`sent[p]` lines of `tensor` go from `rank` to `ranks[p]`; nothing is counted while the
-        rank's counting is closed.
-        """
+        """Adds `sent[p]` lines of `tensor` from `rank` to `ranks[p]`, if the rank is counting."""
         if not self.is_open[rank]:
             return
         line_bytes = tensor[:1].numel() * tensor.element_size()
@@ -108,11 +106,10 @@ def run_threads(
     traffic: TrafficCounter | None = None,
     timeout_s: float = 600.0,
 ) -> list[_T]:
-    """fn(rank) on threads that are the ranks of one world, torch's default group; their results by
-    rank.
+    """Runs fn(rank) on threads that are the ranks of one world, and returns their results by rank.
 
-    After `timeout_s` without a rank that enters an exchange or ends, those that still wait count as
-    waiting in vain.
+    The world is torch's default group. After `timeout_s` without a rank that enters an exchange or
+    ends, those that still wait count as waiting in vain.
 
     Raises:
         SimulationUnavailable: this torch has no threaded process group.
@@ -130,8 +127,9 @@ def run_threads(
 
 @contextmanager
 def pretended_rank(rank: int, world_size: int) -> Iterator[None]:
-    """This process is `rank` of `world_size` while the context lasts. Its collectives return at
-    once and mean nothing.
+    """Makes this process `rank` of `world_size` while the context lasts.
+
+    Its collectives return at once and mean nothing.
 
     Raises:
         SimulationUnavailable: this torch has no fake process group.
@@ -164,7 +162,7 @@ def _unavailable(what: str, error: Exception) -> SimulationUnavailable:
 
 @dataclass(frozen=True)
 class _Threaded:
-    """torch's private parts, found."""
+    """The private parts of torch that a world of threads is made of."""
 
     groups: Any  # its threaded process group: the class
     metered: Any  # ours, which tells the counter what every rank hands in
@@ -174,7 +172,7 @@ class _Threaded:
 
 
 class _World:
-    """One run of threads."""
+    """One world of threads, from its start to its end."""
 
     def __init__(self, threaded: _Threaded, num_ranks: int, traffic: TrafficCounter | None) -> None:
         self.threaded, self.num_ranks, self.traffic = threaded, num_ranks, traffic
@@ -221,16 +219,17 @@ class _World:
                 dist.destroy_process_group()
 
     def _wait(self, threads: list[threading.Thread], timeout_s: float) -> list[int]:
-        """Joins all. Returns the ranks that had to be released, because for that long none entered
-        a collective or ended.
+        """Joins all threads and returns the ranks that had to be released.
+
+        They are, once for `timeout_s` no rank entered a collective or ended.
         """
-        recorded, since = None, time.monotonic()
+        last_signs, since = None, time.monotonic()
         for thread in threads:
             while thread.is_alive():
                 thread.join(min(timeout_s, 1.0))
                 signs = self.threaded.metered.entered, sum(other.is_alive() for other in threads)
-                if recorded != signs:
-                    recorded, since = signs, time.monotonic()
+                if last_signs != signs:
+                    last_signs, since = signs, time.monotonic()
                 elif time.monotonic() - since > timeout_s:
                     return self._release_late(threads)
         return []
@@ -244,14 +243,14 @@ class _World:
         return late
 
     def _release(self, error: BaseException) -> None:
-        """Whoever waits in a collective, now or later, leaves it."""
+        """Lets whoever waits in a collective, now or later, leave it."""
         with self.threaded.groups._coll_lock:
             self.threaded.groups.exception_handle(error)
 
 
 @lru_cache(maxsize=1)
 def _threaded() -> _Threaded:
-    """Registers our backend.
+    """Finds torch's private parts and registers our backend.
 
     Raises:
         SimulationUnavailable: a name is missing.
@@ -261,7 +260,8 @@ def _threaded() -> _Threaded:
 
         metered = _metered(found.ProcessLocalGroup)
         barrier: Any = found._store_based_barrier  # pyright: ignore[reportPrivateImportUsage]
-        isolate = torch._C._distributed_c10d._set_thread_isolation_mode  # pyright: ignore[reportAttributeAccessIssue]
+        private: Any = torch._C._distributed_c10d  # pyright: ignore[reportAttributeAccessIssue]
+        isolate = private._set_thread_isolation_mode
         parts = _Threaded(
             found.ProcessLocalGroup,
             metered,
@@ -282,26 +282,28 @@ def _threaded() -> _Threaded:
 
 
 class _AllToAll:
-    """What the first rank of a group does for all once they have come. torch's own takes P³ steps:
-    a minute on 256 ranks.
+    """What the first rank of a group does for all once they have come.
+
+    torch's own takes P³ steps: a minute on 256 ranks.
     """
 
     @torch.no_grad()
     def work(self, data: Sequence[tuple[Tensor, Tensor, list[int], list[int]]]) -> None:
+        """Copies every rank's rows to their receivers: (output, rows, received, sent) by rank."""
         parts = [rows.detach().split(sent) for _, rows, _, sent in data]
         for target, (output, _, received, _) in enumerate(data):
-            came = [part[target] for part in parts]
-            for source, (piece, expected) in enumerate(zip(came, received, strict=True)):
-                if len(piece) != expected:
+            arrived = [part[target] for part in parts]
+            for source, (rows, expected) in enumerate(zip(arrived, received, strict=True)):
+                if len(rows) != expected:
                     raise ExchangeMismatch(
-                        f"rank {source} of the group sends {len(piece)} rows to rank {target}, "
+                        f"rank {source} of the group sends {len(rows)} rows to rank {target}, "
                         f"which expects {expected}"
                     )
-            output.detach().copy_(torch.cat(came))
+            output.detach().copy_(torch.cat(arrived))
 
 
 def _metered(base: Any) -> type:
-    """torch's threaded group, with a counter. All of a dispatcher's collectives end in one of three."""
+    """Returns torch's threaded group with a counter in the three calls that collectives end in."""
 
     class Metered(base):
         traffic: TrafficCounter | None = None  # of the running world
@@ -343,7 +345,7 @@ def _metered(base: Any) -> type:
 
 @contextmanager
 def _isolated(threaded: _Threaded, traffic: TrafficCounter | None) -> Iterator[None]:
-    """Process groups belong to threads while the context lasts, and count in `traffic`."""
+    """Gives process groups to threads, and lets them count in `traffic`, while it lasts."""
     threaded.groups.reset()
     threaded.install()
     threaded.isolate(True)

@@ -1,9 +1,12 @@
 """Generated text against the full forward pass."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
 from moebius.evaluation.generate import generate
+from moebius.evaluation.report import write_text
 from moebius.model.attention_config import SwitchHeadConfig
 from moebius.model.config import ModelConfig
 from moebius.model.initialise import initialise
@@ -64,3 +67,18 @@ def test_what_cannot_be_continued_is_refused(model: Transformer) -> None:
         next(generate(model, torch.tensor([], dtype=torch.int64), num_tokens=1))
     with pytest.raises(ValueError, match="temperature=-1"):
         next(generate(model, PROMPT, num_tokens=1, temperature=-1))
+
+
+@pytest.mark.parametrize("temperature", [float("nan"), float("inf"), -1.0])
+def test_a_temperature_that_is_none_is_refused(model: Transformer, temperature: float) -> None:
+    with pytest.raises(ValueError, match=r"temperature=.*: a finite number from 0 on is needed"):
+        next(generate(model, PROMPT, num_tokens=1, temperature=temperature))
+    with pytest.raises(ValueError, match=r"temperature=.*: a finite number from 0 on is needed"):
+        next(write_text(Path("nowhere"), "a", num_tokens=1, temperature=temperature, seed=0))
+
+
+def test_the_coldest_sample_is_the_most_likely_token(model: Transformer) -> None:
+    """Where logits / temperature overflows, and just above."""
+    greedy = list(generate(model, PROMPT, num_tokens=5, temperature=0))
+    for temperature in (5e-324, 1e-40, 1e-30, 1e-9):
+        assert list(generate(model, PROMPT, num_tokens=5, temperature=temperature)) == greedy

@@ -84,7 +84,7 @@ def test_ranks_that_a_moeut_token_touches() -> None:
     [(1, 16, 4, 4), (4, 10, 2, 8), (4, 4, 2, 2), (2, 6, 3, 4)],
 )
 def test_spread_agrees_with_drawn_routes(heads: int, experts: int, top_k: int, ranks: int) -> None:
-    """Every head chooses among its own experts; ranks hold contiguous blocks of all heads' experts."""
+    """Every head chooses among its own experts; ranks hold blocks of all heads' experts."""
     bank = Bank("value", "value", experts, top_k, 8, 4, 32, 4, heads=heads)
     draws, block = np.random.default_rng(1), heads * experts // ranks
     by_row = by_head = 0
@@ -299,7 +299,7 @@ def test_fitting_finds_what_the_times_were_made_of(alpha: float, beta: float) ->
 
 
 def test_our_own_gloo_times_are_predicted_within_30_per_cent() -> None:
-    """α and β fitted on every second size of a measured operation and world; the others predicted."""
+    """α and β fitted on every second measured size of an operation; the others predicted."""
     rows = json.loads(GLOO_TABLE.read_text())["rows"]
     errors = {}
     for key in {(row["op"], row["world"]) for row in rows}:

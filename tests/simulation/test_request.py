@@ -282,7 +282,7 @@ def moving_run(run_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def hottest_at(found: dict[str, Any], step: int) -> dict[str, float]:
-    """By "member/kind", as metrics.jsonl has it: the busiest rank's routes of a step over the mean."""
+    """By "member/kind", as metrics.jsonl has it: the busiest rank's routes over the mean."""
     loads: dict[str, Any] = {}
     for call in found["dispatchers"][0]["calls"]:
         if call["step"] == step:
@@ -594,6 +594,10 @@ def test_ranks_are_as_asked_or_as_the_mesh_says(
             "--tokens-per-rank 8: means nothing with --trace",
         ),
         (("smoke", "--tokens-per-rank", "0"), "--tokens-per-rank 0: at least 1"),
+        (
+            ("smoke", "--tokens-per-rank", "9" * 20),
+            f"--tokens-per-rank {'9' * 20}: at most 16,777,216",
+        ),
         (("dense", "--ep", "2"), "the model has no experts: there is nothing to route"),
         (("mixture_of_tokens", "--tokens-per-rank", "4"), "the router wants groups of"),
         (("--trace", "nowhere"), "is not a run folder"),

@@ -6,9 +6,11 @@ read back for any number of them.
 Written are the first step of a run and every n-th (`train.record_routing`). A file has four arrays
 and no pickle:
 
-    meta      JSON in bytes: step, rank, ranks, tokens of every micro-batch, and of every call its layer, sizes and rule
+    meta      JSON in bytes: step, rank, ranks, tokens of every micro-batch, and of every call its
+              layer, sizes and rule
     expert    uint16, or uint32 where that is too narrow: the experts of all routes, call after call
-    source    int32: source rows of the calls whose routes follow no rule (where some were dropped); else nothing
+    source    int32: source rows of the calls whose routes follow no rule (where some were dropped);
+              else nothing
     target    int32: the same of target rows
 
 Calls with `per_expert` (mixtures, expert choice) store nothing but their sizes, for nothing else
@@ -99,7 +101,7 @@ class StepTrace:
     def __init__(
         self, model: Transformer, run_dir: Path, *, step: int, every: int, rank: int, num_ranks: int
     ) -> None:
-        """`step` counts from 1; `every` 0: never."""
+        """Decides whether the step is recorded: `step` counts from 1; `every` 0: never."""
         self.wanted = every > 0 and (step == 1 or step % every == 0)
         self._model, self._run_dir = model, run_dir
         self._step, self._rank, self._num_ranks = step, rank, num_ranks
@@ -204,7 +206,7 @@ def _sizes_of(call: RoutedCall) -> _StoredCall:
 
 
 def recorded_steps(run_dir: Path) -> dict[int, list[Path]]:
-    """The files of every step of which all ranks are there, in the order of ranks.
+    """Returns the files of every step of which all ranks are there, in the order of ranks.
 
     A step that was recorded on several worlds (before and after a run was continued on another) is
     taken from the newest.

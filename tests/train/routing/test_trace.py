@@ -1,4 +1,4 @@
-"""Recorded routing: the run does not notice, the files say what happened, damaged ones are refused."""
+"""Recorded routing: the run does not notice, files say what happened, damaged ones are refused."""
 
 import dataclasses
 import json
