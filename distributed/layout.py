@@ -5,7 +5,9 @@ The same ranks are seen in two ways, and a rank is its place in either, counted 
 innermost:
 
     dense view    world = pp × dp_replicate × dp_shard × cp × tp      attention, norms, embeddings
-    sparse view   world = pp × dp_replicate × efsdp × ep              experts;  efsdp × ep = dp_shard × cp × tp
+    sparse view   world = pp × dp_replicate × efsdp × ep              experts
+
+with efsdp × ep = dp_shard × cp × tp.
 
 So experts borrow the ranks of dp_shard × cp × tp and cost none of their own ("parallel folding":
 Megatron Core, arXiv 2504.14960; torchtitan draws the same two meshes). Expert parameters are cut
@@ -334,7 +336,7 @@ def spell_ranks(ranks: Sequence[int]) -> str:
     return ", ".join(_span(*span) for span in spans[:_MOST_SPANS]) + more
 
 
-# Sizes that fit -----------------------------------------------------------------------------------------------------
+# Sizes that fit ---------------------------------------------------------------------------------
 
 
 def _least_dp_shard(ep: int, rest: int) -> int:
@@ -357,7 +359,7 @@ def _fitting(mesh: MeshConfig, world_size: int) -> Layout | None:
 
 
 def _needed_ranks(mesh: MeshConfig) -> int | None:
-    """Returns the one number of ranks that a mesh with all its sizes given fits, if there is one."""
+    """Returns the one number of ranks that fits a mesh with all its sizes given, or None."""
     lent = _dp_shard_of(mesh) * mesh.cp * mesh.tp
     return (
         None if lent % mesh.ep or mesh.dp_replicate is None else mesh.pp * mesh.dp_replicate * lent
@@ -383,7 +385,7 @@ def _misfit(mesh: MeshConfig, world_size: int) -> str:
 
 
 def _advice(mesh: MeshConfig, world_size: int) -> str:
-    """Spells what would fit: other values of what was asked for, or the number of ranks it needs."""
+    """Spells what would fit: other values of what was asked for, or another number of ranks."""
     asked = [key for key in ("ep", "dp_shard", "dp_replicate") if getattr(mesh, key) is not None]
     choices = [
         f"mesh.{key} may be one of {values}"
@@ -413,7 +415,7 @@ def _spell(sizes: Mapping[str, int]) -> str:
     return " × ".join(f"mesh.{key} {size}" for key, size in shown.items()) + product
 
 
-# Tables -------------------------------------------------------------------------------------------------------------
+# Tables -----------------------------------------------------------------------------------------
 
 
 def _strides(layout: Layout) -> dict[str, int]:
@@ -441,7 +443,7 @@ def _groups(layout: Layout, axis: str) -> list[list[int]]:
     return groups
 
 
-# For people ---------------------------------------------------------------------------------------------------------
+# For people -------------------------------------------------------------------------------------
 
 
 def render_layout(

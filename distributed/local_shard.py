@@ -1,5 +1,5 @@
-"""Which part of a global tensor a rank stores: what checkpoints, gradient norms and moves of experts
-must agree on.
+"""Which part of a global tensor a rank stores: what checkpoints, gradient norms and moves of
+experts must agree on.
 
 A tensor has a global name and a global shape. A rank stores slices of it, wherever they lie in its
 own memory: a block of experts, the rows that FSDP left it, experts in any order. The ranks c·n …

@@ -50,7 +50,7 @@ _USE = {
 
 @dataclass(frozen=True)
 class Mesh:
-    """This rank's groups: `group(axis)` for every axis of layout.AXES, and DeviceMeshes over them."""
+    """This rank's groups, one for every axis of layout.AXES, and DeviceMeshes over them."""
 
     layout: Layout
     rank: int

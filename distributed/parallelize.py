@@ -116,9 +116,9 @@ def _fill(
     mesh: Mesh,
     seed: int,
 ) -> None:
-    """Draws every tensor whole, by the rule that it was specified with, and keeps this rank's shard.
+    """Draws every tensor whole and keeps this rank's shard.
 
-    `specified` are the whole parameters, without values.
+    `specified` are the whole parameters, without values: they say by which rule to draw.
     """
     for name, parameter in model.named_parameters():
         shard = shard_after_fsdp(

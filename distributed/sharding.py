@@ -189,7 +189,7 @@ def _units(model: nn.Module) -> Iterator[FSDPModule]:
 
 
 def _prefetch(model: Transformer, banks_of: list[list[Any]]) -> None:
-    """Sets what is gathered ahead: while a member of the group begins, its banks and the next member.
+    """Sets what is gathered ahead, while a member begins: its banks and the next member.
 
     In the backward pass it is the member before.
     """

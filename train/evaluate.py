@@ -1,4 +1,4 @@
-"""Validation loss: the mean over every validation token, the same number for any number of ranks."""
+"""Validation loss: the mean over every validation token, the same for any number of ranks."""
 
 import math
 from dataclasses import dataclass
@@ -17,14 +17,14 @@ from .config import Config
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Mean cross-entropy (nats per token) over `tokens` tokens."""
+    """The mean cross-entropy (nats per token) over `tokens` tokens."""
 
     loss: float
     tokens: int
 
     @property
     def perplexity(self) -> float:
-        """exp(loss)."""
+        """The perplexity, exp(loss)."""
         return math.exp(min(self.loss, 700.0))
 
 
@@ -32,7 +32,9 @@ class Evaluation:
 def evaluate(
     model: Transformer, config: Config, process: Process, *, split: str = "validation"
 ) -> Evaluation:
-    """Collective. Every rank runs the same number of passes, so that expert exchanges always meet.
+    """Measures the loss over a split of the data; a collective call.
+
+    Every rank runs the same number of passes, so that expert exchanges always meet.
 
     Rows do not overlap; each counts once, on one rank. Evaluation mode: no regularisation. A model
     that routes sequences together sees the same groups on every layout. Copies that fill up the

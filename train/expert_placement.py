@@ -3,12 +3,12 @@ where they live next.
 
 `mesh.rebalance_every` = n; the loads are those of the n steps before. `mesh.replicas` = r gives
 every rank r slots of each bank beyond its share, for copies of the hottest experts. A move changes
-where sums are made and not what is computed; the expert maps and the counts since the last move are saved
-with a checkpoint, so a resumed run moves what an uninterrupted one would have moved. On another EP
+where sums are made and not what is computed; the expert maps and the counts since the last move are
+saved with a checkpoint, so a resumed run moves what an uninterrupted one would have moved. On another EP
 degree a resumed run starts with contiguous blocks.
 
 Cost: one addition per step and kind of router; every n steps one all-reduce of a number per expert,
-the packing (placement.py) and the move (moving.py).
+the packing (balance_load.py) and the move (move.py).
 
 Legend: E experts of a bank, G group members, L depth steps.
 """
@@ -41,7 +41,11 @@ _BANKS = {
 
 @dataclass(frozen=True)
 class RebalanceResult:
-    """What a decision came to. Factors are of the counted load, of the bank where they are largest."""
+    """The outcome of a rebalancing.
+
+    The imbalance before and after is the hottest rank's counted load over the mean of all ranks, of
+    the bank where that is largest.
+    """
 
     hottest_before: float
     hottest_after: float
@@ -51,7 +55,10 @@ class RebalanceResult:
 
 
 class ExpertPlacement:
-    """Where the experts of one run live, and what they had to do since it was last decided."""
+    """Decides which rank stores which expert of a run, from the load since the last decision.
+
+    `reducer` sums the gradients of the experts where they are now.
+    """
 
     def __init__(
         self, config: MeshConfig, model: Transformer, optimizer: torch.optim.Optimizer, mesh: Mesh
@@ -63,25 +70,28 @@ class ExpertPlacement:
         self.reducer = make_reducer(model, mesh)
 
     def count(self, loads: Mapping[str, Tensor]) -> None:
-        """Takes in one step's routes of this rank: (L, E) by kind of router, over the depth steps
-        that have it.
+        """Counts one step's routes of this rank.
+
+        `loads` are (L, E) by kind of router, over the depth steps that have it.
         """
         if not self.active:
             return
         schedule = self._model.config.schedule
         for kind, load_LE in loads.items():
-            members = [member for member in schedule if (member, kind) in self._routed][
-                : len(load_LE)
-            ]
-            self._loads[kind].index_add_(0, torch.tensor(members, device=load_LE.device), load_LE)
+            members = [member for member in schedule if (member, kind) in self._routed]
+            index_L = torch.tensor(members[: len(load_LE)], device=load_LE.device)
+            self._loads[kind].index_add_(0, index_L, load_LE)
 
     def decide(self, step: int) -> RebalanceResult | None:
-        """After every n-th step: moves the experts where the counted load wants them. Collective
-        then; else None.
+        """Moves the experts, after every n-th step, to where the counted load wants them.
+
+        Then it is a collective call; after other steps it returns None.
         """
         if not self.active or step % self._config.rebalance_every:
             return None
-        started, before, loads = time.perf_counter(), expert_maps_of(self._model), self._all_loads()
+        started_s = time.perf_counter()
+        before = expert_maps_of(self._model)
+        loads = self._all_loads()
         after = {
             name: rebalanced(before[name], load_E, replicas=self._config.replicas)
             for name, load_E in loads.items()
@@ -89,15 +99,18 @@ class ExpertPlacement:
         moved = self._move(after)
         self._loads = self._no_loads()
         return RebalanceResult(
-            max(load_imbalance(before[name], load_E) for name, load_E in loads.items()),
-            max(load_imbalance(after[name], load_E) for name, load_E in loads.items()),
-            moved.experts,
-            moved.num_bytes,
-            time.perf_counter() - started,
+            hottest_before=_worst_imbalance(before, loads),
+            hottest_after=_worst_imbalance(after, loads),
+            moved_experts=moved.experts,
+            moved_bytes=moved.num_bytes,
+            seconds=time.perf_counter() - started_s,
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """For a checkpoint's meta. Collective where experts move."""
+        """Returns where experts are and what was counted, as a checkpoint's meta has it.
+
+        A collective call where experts move.
+        """
         if not self.active:
             return {}
         loads = self._all_loads()
@@ -107,8 +120,9 @@ class ExpertPlacement:
         }
 
     def restore(self, saved: Mapping[str, Any]) -> None:
-        """Moves the experts to where they were saved, before their values are read. Collective
-        where experts move.
+        """Moves the experts to where they were saved, before their values are read.
+
+        A collective call where experts move.
 
         Raises:
             ValueError: the checkpoint is of another model; on all ranks, for all are given the
@@ -132,7 +146,7 @@ class ExpertPlacement:
         return moved
 
     def _check_saved(self, saved: Mapping[str, Any]) -> None:
-        """Before any rank moves or keeps anything."""
+        """Refuses a checkpoint of another model, before any rank moves or keeps anything."""
         ours = {
             name: expert_map.num_experts for name, expert_map in expert_maps_of(self._model).items()
         }
@@ -146,12 +160,15 @@ class ExpertPlacement:
             )
             raise ValueError(
                 "the checkpoint says where other experts live than this model has "
-                f"({listed}{', …' if unlike[3:] else ''}): it "
-                "is of another model; continue it with the configuration that it was saved with"
+                f"({listed}{', …' if unlike[3:] else ''}): it is of another model; continue it "
+                "with the configuration that it was saved with"
             )
 
     def _all_loads(self) -> dict[str, list[int]]:
-        """Collective. The routes of every bank's experts since the last decision, over all ranks."""
+        """Returns the routes of every bank's experts since the last decision, over all ranks.
+
+        A collective call.
+        """
         flat = torch.cat([loads_GE.flatten() for loads_GE in self._loads.values()])
         dist.all_reduce(flat, group=self._mesh.world_group)
         parts = flat.cpu().split([loads_GE.numel() for loads_GE in self._loads.values()])
@@ -166,7 +183,7 @@ class ExpertPlacement:
         }
 
     def _no_loads(self) -> dict[str, Tensor]:
-        """Zeros for every kind of router."""
+        """Returns counts of zero, (G, E) for every kind of router."""
         expert_maps, device = expert_maps_of(self._model), next(self._model.parameters()).device
         return {
             kind: torch.zeros(
@@ -177,6 +194,11 @@ class ExpertPlacement:
             )
             for member, kind in self._routed
         }
+
+
+def _worst_imbalance(expert_maps: Mapping[str, ExpertMap], loads: Mapping[str, list[int]]) -> float:
+    """Returns the load imbalance of the bank where it is largest."""
+    return max(load_imbalance(expert_maps[name], load_E) for name, load_E in loads.items())
 
 
 def _bank_names(member: int, kind: str) -> list[str]:

@@ -1,6 +1,8 @@
 """The training run on one rank, in the order in which things happen. Read this first.
 
-    start → data → model → resume? → [batch → loss → gradients → clip → update → log → evaluate? → save?] × steps → end
+    start → model → resume? → data
+          → [batch → loss → gradients → clip → update → log → move experts? → save? → evaluate?] × steps
+          → end
 
 Every rank runs this same code. What is decided (skip a step, stop, evaluate, save) is decided from
 numbers that are equal on all ranks, so no rank ever takes part in a collective alone. `cluster/`
@@ -97,7 +99,7 @@ def run_steps(run: Run, loader: Loader, log: MetricsLog) -> str:
     return "finished"
 
 
-# One step -----------------------------------------------------------------------------------------
+# One step ---------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -164,7 +166,7 @@ def update_weights(run: Run, meter: StepMeter, *, rate: float, grad_norm: float)
     run.refuse_endless_skipping(grad_norm)
 
 
-# Between two steps --------------------------------------------------------------------------------
+# Between two steps ------------------------------------------------------------------------------
 
 
 def due(step: int, every: int) -> bool:

@@ -18,21 +18,20 @@ class Forward(Protocol):
     """A forward pass to the loss: a model, or one in lower precision (model/precision.py)."""
 
     def __call__(self, tokens_BS: Tensor, *, targets_BS: Tensor) -> ModelLoss:
-        """Tokens and those that follow them, both (B, S) int64."""
+        """Returns the loss of tokens, given those that follow them; both (B, S) int64."""
         ...
 
 
 @dataclass(frozen=True)
 class MicroBatchLoss:
-    """What one forward pass yields."""
+    """This micro-batch's share of the loss, and what its forward pass reports."""
 
     loss: Tensor  # scalar, to be differentiated
     cross_entropy: Tensor  # detached: this micro-batch's share of the global mean, nats per token
     # detached: its share of the mean over sequences, all auxiliary losses with their coefficients
     regularisation: Tensor
-    auxiliary: dict[
-        str, Tensor
-    ]  # detached: the same of every auxiliary loss, without its coefficient
+    # detached: the same of every auxiliary loss, without its coefficient
+    auxiliary: dict[str, Tensor]
     loads: dict[str, DepthLoad]
     carried: dict[str, Tensor]  # sums of this micro-batch that routers want of the whole step
 
@@ -54,10 +53,10 @@ def micro_batch_loss(
         name: value_B.sum() / global_sequences for name, value_B in output.auxiliary.items()
     }
     return MicroBatchLoss(
-        cross_entropy + regularisation,
-        cross_entropy.detach(),
-        regularisation.detach(),
-        auxiliary,
-        output.loads,
-        output.carried,
+        loss=cross_entropy + regularisation,
+        cross_entropy=cross_entropy.detach(),
+        regularisation=regularisation.detach(),
+        auxiliary=auxiliary,
+        loads=output.loads,
+        carried=output.carried,
     )

@@ -6,7 +6,7 @@ import json
 import math
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -16,21 +16,18 @@ from torch.utils.tensorboard import SummaryWriter
 from ..distributed.dispatch.exchange import Counters, hottest_factor
 from .loss import MicroBatchLoss
 
-# lines between two of the lists that TensorBoard gets: one scalar each would cost more than the
-# line
+# lines between two of the lists that TensorBoard gets: a scalar each would cost more than the line
 _BOARD_EVERY = 10
 LOAD_KINDS = ("feed_forward", "value", "output", "attention")
-_SUMMED = (
-    "rows_sent",
-    "rows_one_per_route",
-    "bytes_intra_node",
-    "bytes_inter_node",
-    "waited_s",
-)  # of `Counters`
+# of `Counters`
+_SUMMED = ("rows_sent", "rows_one_per_route", "bytes_intra_node", "bytes_inter_node", "waited_s")
 
 
 class StepMeter:
-    """Adds up what the micro-batches of one step report; nothing leaves the device until `reduce`."""
+    """Adds up what the micro-batches of one step report.
+
+    Nothing leaves the device until `reduce`.
+    """
 
     def __init__(self) -> None:
         self._sums: dict[str, Tensor] = {}
@@ -38,7 +35,7 @@ class StepMeter:
         self._exchanges: dict[str, Counters] = {}
 
     def add(self, result: MicroBatchLoss) -> None:
-        """Takes in one micro-batch."""
+        """Adds what one micro-batch reports."""
         self._accumulate("loss", result.cross_entropy)
         self._accumulate("regularisation", result.regularisation)
         for name, value in result.auxiliary.items():
@@ -51,18 +48,20 @@ class StepMeter:
             self._accumulate(f"{kind}/gates", load.gate_sum_L)
 
     def loads(self) -> dict[str, Tensor]:
-        """(L, E) routes of this rank so far, by kind of router."""
+        """Returns how many routes of this rank went to each expert, (L, E) by kind of router."""
         return {
             kind: self._sums[f"{kind}/load"] for kind in LOAD_KINDS if f"{kind}/load" in self._sums
         }
 
     def count_exchanges(self, before: dict[str, Counters], after: dict[str, Counters]) -> None:
-        """Takes in what travelled in the step, by the names of the sparse layers."""
+        """Notes what the step exchanged, by the names of the sparse layers."""
         self._exchanges = {name: counters.since(before[name]) for name, counters in after.items()}
 
     def reduce(self, **scalars: float) -> dict[str, Tensor]:
-        """Collective: sums over all ranks of everything added and of the given scalars, float64, on
-        the CPU.
+        """Sums over all ranks what was added, and the given scalars; a collective call.
+
+        Returns:
+            The sums, float64, on the CPU.
         """
         values = self._sums | {
             name: torch.tensor(float(value), dtype=torch.float64) for name, value in scalars.items()
@@ -80,8 +79,9 @@ class StepMeter:
         }
 
     def reduce_carried(self) -> dict[str, Tensor]:
-        """Collective where any router carries statistics: their sums over the whole step and all
-        ranks, float64.
+        """Sums over all ranks what routers carry from the whole step.
+
+        A collective call where any router carries something; the sums are float64.
         """
         return _sum_over_ranks(self._carried, self._sums["loss"].device) if self._carried else {}
 
@@ -92,8 +92,8 @@ class StepMeter:
 class StepClock:
     """Measures the time of steps from one log line to the next, evaluations left out.
 
-    It is what a step costs with all that goes on beside it. A new clock starts with the data loader's
-    count of waited seconds, `waited_s`.
+    It is what a step costs with all that goes on beside it. `waited_s` is the data loader's count
+    of the seconds that this rank waited for it.
     """
 
     def __init__(self, *, waited_s: float = 0.0) -> None:
@@ -113,7 +113,7 @@ class StepClock:
 
 
 def _sum_over_ranks(values: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
-    """One all-reduce of everything, in float64."""
+    """Sums all values over the ranks in one all-reduce, in float64."""
     flat = torch.cat([value.to(device, torch.float64).reshape(-1) for value in values.values()])
     dist.all_reduce(flat)
     parts = flat.split([value.numel() for value in values.values()])
@@ -121,7 +121,7 @@ def _sum_over_ranks(values: dict[str, Tensor], device: torch.device) -> dict[str
 
 
 def expert_metrics(sums: dict[str, Tensor]) -> dict[str, Any]:
-    """Load statistics per depth step, of every kind of router that took part.
+    """Returns load statistics per depth step, of every kind of router that took part.
 
     For the feed-forward under plain names, for V and O with the kind as prefix: `expert_load`
     (fraction of the routes), `max_violation` (largest load over mean load, minus 1),
@@ -146,9 +146,8 @@ def expert_metrics(sums: dict[str, Tensor]) -> dict[str, Any]:
         fraction_LN = load_LN / served_L.clamp_min(1)[:, None]
         prefix = "" if kind == "feed_forward" else f"{kind}_"
         record[f"{prefix}expert_load"] = _rounded(fraction_LN)
-        used_L = (
-            served_L > 0
-        ).double()  # of a depth step that nobody reaches any more: no violation, no expert
+        # of a depth step that nobody reaches any more: no violation, no expert
+        used_L = (served_L > 0).double()
         record[f"{prefix}max_violation"] = _rounded(
             (fraction_LN.amax(1) * fraction_LN.shape[1] - 1) * used_L
         )
@@ -162,8 +161,9 @@ def expert_metrics(sums: dict[str, Tensor]) -> dict[str, Any]:
 
 
 def exchange_metrics(sums: dict[str, Tensor], *, ep: int) -> dict[str, Any]:
-    """What travelled to the experts and back in the step, by "group member/kind"; nothing where
-    every expert is at home.
+    """Returns what a step sent to experts and back, by "group member/kind".
+
+    It is empty where every rank has every expert.
 
     Sums over all ranks, micro-batches and depth steps, of forward passes: `rows_sent`,
     `rows_one_per_route` (what `alltoall` would have sent), `bytes_intra_node`, `bytes_inter_node`;
@@ -184,13 +184,19 @@ def exchange_metrics(sums: dict[str, Tensor], *, ep: int) -> dict[str, Any]:
 
 
 def _member_and_kind(layer: str) -> str:
-    """For group.0.feed_forward.sparse 0/feed_forward, for group.0.attention.value 0/value."""
+    """Returns a layer's short name in the log.
+
+    `group.0.feed_forward.sparse` is "0/feed_forward", `group.0.attention.value` "0/value".
+    """
     _, member, *path = layer.split(".")
     return f"{member}/{[part for part in path if part != 'sparse'][-1]}"
 
 
 def _rounded(values: Tensor) -> list[Any]:
-    """Five decimals: a load of 387 experts × 18 steps is a line of 60 kB, not of 140."""
+    """Rounds to five decimals.
+
+    So a load of 387 experts × 18 steps is a line of 60 kB, not of 140.
+    """
     return torch.round(values.double(), decimals=5).tolist()
 
 
@@ -198,7 +204,9 @@ class MetricsLog:
     """metrics.jsonl and TensorBoard events in the run folder; silent on every rank but 0."""
 
     def __init__(self, run_dir: Path, *, active: bool, first_step: int) -> None:
-        """`first_step` is the one after a resumed checkpoint: TensorBoard forgets what a lost
+        """Opens both, if `active`.
+
+        `first_step` is the one after a resumed checkpoint: TensorBoard forgets what a lost
         generation wrote beyond it.
         """
         self._file = (run_dir / "metrics.jsonl").open("a", encoding="utf-8") if active else None
@@ -208,7 +216,7 @@ class MetricsLog:
         self._lines = 0
 
     def write(self, kind: str, step: int, **values: Any) -> None:
-        """One line. Readers follow the file, so every line is flushed."""
+        """Writes one line. Readers follow the file, so every line is flushed."""
         if self._file is None or self._board is None:
             return
         record = {"kind": kind, "step": step, "time": round(time.time(), 3), **values}
@@ -218,12 +226,7 @@ class MetricsLog:
         for name, value in values.items():
             if isinstance(value, int | float) and not isinstance(value, bool):
                 self._board.add_scalar(f"{kind}/{name}", value, step)
-            elif (
-                isinstance(value, list)
-                and value
-                and isinstance(value[0], float)
-                and self._lines % _BOARD_EVERY == 0
-            ):
+            elif _is_float_list(value) and self._lines % _BOARD_EVERY == 0:
                 for depth, entry in enumerate(value):
                     self._board.add_scalar(f"{kind}/{name}/depth_{depth:02d}", entry, step)
 
@@ -234,8 +237,12 @@ class MetricsLog:
             self._board.close()
 
 
+def _is_float_list(value: Any) -> TypeGuard[list[float]]:
+    return isinstance(value, list) and len(value) > 0 and isinstance(value[0], float)
+
+
 def _finite(value: Any) -> Any:
-    """JSON has no NaN: a value that is not finite is written as a string."""
+    """Makes strings of the numbers that are not finite: JSON has no NaN."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, dict):

@@ -11,16 +11,15 @@ from torch.nn import Parameter
 
 
 class OptimConfig(BaseModel):
-    """AdamW, warm-up and cosine as in the MoEUT runs: every default is the paper's."""
+    """The settings of AdamW, warm-up and cosine; every default is that of the MoEUT paper."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     learning_rate: float = Field(default=2.5e-4, gt=0)
     final_fraction: float = Field(default=0.1, ge=0, le=1)  # of the peak, where the cosine ends
     warmup_steps: NonNegativeInt = 0
-    decay_steps: PositiveInt = (
-        100_000  # the cosine's half period, counted from the end of the warm-up
-    )
+    # the cosine's half period, counted from the end of the warm-up
+    decay_steps: PositiveInt = 100_000
     beta1: float = Field(default=0.9, ge=0, lt=1)
     beta2: float = Field(default=0.999, ge=0, lt=1)
     epsilon: float = Field(default=1e-8, gt=0)
@@ -29,7 +28,7 @@ class OptimConfig(BaseModel):
 
 
 def learning_rate_at(config: OptimConfig, step: int) -> float:
-    """The rate of step `step`, counted from 0.
+    """Returns the learning rate of step `step`, counted from 0.
 
     Warm-up peak·(step+1)/N_w, then a cosine whose half period is `decay_steps` *after* the warm-up
     (as in the published runs, so that with 4000 of 100,000 steps the last rate is a little above
@@ -43,7 +42,9 @@ def learning_rate_at(config: OptimConfig, step: int) -> float:
 
 
 def make_optimizer(config: OptimConfig, parameters: Iterable[Parameter]) -> torch.optim.AdamW:
-    """AdamW over float32 master weights; `foreach` fuses the update over the tensors of a group.
+    """Makes AdamW over float32 master weights.
+
+    `foreach` fuses the update over the tensors of a group.
 
     Sharded parameters of one mesh are a group, and so are those that are not sharded: one operation
     cannot mix them.

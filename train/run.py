@@ -1,4 +1,4 @@
-"""The parts of one run on one rank, put together, and taken up again where a checkpoint left them."""
+"""The parts of one run on one rank, put together, and continued where a checkpoint left them."""
 
 import json
 import math
@@ -36,14 +36,14 @@ _COMPARE_S = 60.0  # how long ranks that have met already may take to compare wh
 
 @dataclass
 class Run:
-    """The parts of one run on one rank."""
+    """The parts of one run on one rank, and how far it has come."""
 
     config: Config
     run_dir: Path
     process: Process
     mesh: Mesh
     model: Transformer
-    parameters: list[torch.nn.Parameter]  # what this rank holds of each
+    parameters: list[torch.nn.Parameter]  # this rank's shards
     optimizer: torch.optim.AdamW
     expert_placement: ExpertPlacement
     checkpoints: Checkpointer
@@ -68,9 +68,8 @@ class Run:
         if self.skipped_in_a_row == _MOST_SKIPS:
             raise ValueError(
                 f"{_MOST_SKIPS} steps in a row up to step {self.progress.step} had gradients that "
-                "are not finite and were "
-                "skipped: lower optim.learning_rate or optim.clip_norm, or train in float32, and "
-                "continue from a checkpoint"
+                "are not finite and were skipped: lower optim.learning_rate or optim.clip_norm, or "
+                "train in float32, and continue from a checkpoint"
             )
 
 
@@ -137,8 +136,9 @@ def assemble(config: Config, run_dir: Path, process: Process) -> Run:
 
 
 def choose_kernels(config: Config, process: Process) -> str:
-    """The backend of the experts' products on this machine, which is the same on every rank; sets
-    how float32 is multiplied.
+    """Returns the backend of the experts' products, which is the same on every rank.
+
+    It also sets how float32 is multiplied on CPUs.
 
     Raises:
         ValueError: it cannot run here, or the ranks' machines differ; or float32 through oneDNN is
@@ -161,7 +161,7 @@ def choose_kernels(config: Config, process: Process) -> str:
 
 
 def check_generation(run_dir: Path) -> int:
-    """This process's generation; 0 where no supervisor started it.
+    """Returns this process's generation; 0 where no supervisor started it.
 
     Raises:
         ConfigError: a supervisor has numbered the generations of this folder, and this process is
@@ -171,15 +171,16 @@ def check_generation(run_dir: Path) -> int:
     if mine is None and (run_dir / "generation").exists():
         raise ConfigError(
             f"{run_dir}: belongs to a job, whose supervisor alone starts its ranks; continue it "
-            "with `moebius train` or "
-            "`moebius submit` and --run-dir, or use a folder of its own"
+            "with `moebius train` or `moebius submit` and --run-dir, or use a folder of its own"
         )
     return int(mine or 0)
 
 
 def resume(run: Run) -> dict[str, Any] | None:
-    """Continues from the newest checkpoint of the run folder, if there is one; returns its position
-    in the data.
+    """Continues from the newest checkpoint of the run folder, if there is one.
+
+    Returns:
+        The checkpoint's position in the data; None: the run starts at its beginning.
     """
     newest, position = latest_for_all(run.run_dir / "checkpoints", run.mesh), None
     if newest is not None:
@@ -228,7 +229,7 @@ def trace_next_step(run: Run) -> StepTrace:
 
 
 def open_log(run: Run, *, resumed: bool) -> MetricsLog:
-    """The run's metrics, with a first line that says what runs where."""
+    """Opens the run's log of metrics, and writes the first line, which says what runs where."""
     log = MetricsLog(run.run_dir, active=run.process.rank == 0, first_step=run.progress.step + 1)
     log.write(
         "start",
@@ -247,7 +248,7 @@ def open_log(run: Run, *, resumed: bool) -> MetricsLog:
 
 
 def open_loader(run: Run, position: dict[str, Any] | None) -> Loader:
-    """The data from where the run stands: a seek, whatever the number of ranks was before."""
+    """Opens the data where the run stands: a seek, whatever the number of ranks was before."""
     config = run.config
     loader = Loader(
         Path(config.data.directory),
@@ -265,7 +266,10 @@ def open_loader(run: Run, position: dict[str, Any] | None) -> Loader:
 
 
 def write_result(run: Run, state: str) -> None:
-    """Rank 0's last word: without it an exit code of 0 is not believed."""
+    """Writes result.json, on rank 0, when the run has ended as it should.
+
+    Without it the supervisor does not believe an exit code of 0.
+    """
     if run.process.rank == 0:
         partial_file = run.run_dir / "result.json.tmp"
         partial_file.write_text(

@@ -52,13 +52,14 @@ _MAY_CHANGE = frozenset(
 
 
 def default_run_dir(config: Config, root: Path) -> Path:
-    """A new folder under `root`, named after the job and the time."""
+    """Returns the path of a new folder under `root`, named after the job and the time."""
     return root / f"{config.job.name}-{datetime.now():%Y%m%d-%H%M%S}"
 
 
 def place_data(config: Config, root: Path) -> Config:
-    """Fills in data.directory, absolute: runs with equal input and tokenizer share one prepared
-    folder.
+    """Fills in data.directory with an absolute path.
+
+    Runs with equal input and tokenizer share one prepared folder.
     """
     directory = Path(config.data.directory or root / "data" / config.data.spec_hash[:12]).absolute()
     return config.model_copy(
@@ -67,7 +68,7 @@ def place_data(config: Config, root: Path) -> Config:
 
 
 def open_run(config: Config, run_dir: Path) -> None:
-    """Creates the run folder with its config.json, or takes up an existing one.
+    """Creates the run folder with its config.json, or opens an existing one.
 
     Raises:
         ConfigError: the folder cannot be written, holds something else, or holds a run whose
@@ -108,7 +109,8 @@ def _check_same_run(saved: Config, asked: Config, run_dir: Path) -> None:
         raise ConfigError(
             "\n".join(
                 [
-                    f"{run_dir}: holds another run; continue it with its own settings, or choose a new folder",
+                    f"{run_dir}: holds another run; continue it with its own settings, or choose "
+                    "a new folder",
                     *differences,
                 ]
             )

@@ -28,19 +28,20 @@ class TrainingProgress:
     tokens: int = 0
 
     def after_step(self, *, sequences: int, tokens: int, updated: bool) -> "TrainingProgress":
-        """One step later."""
+        """Returns the progress one step later."""
         return TrainingProgress(
             self.step + 1, self.updates + updated, self.samples + sequences, self.tokens + tokens
         )
 
     def as_dict(self) -> dict[str, int]:
-        """For a checkpoint's meta.json."""
+        """Returns the counts as a checkpoint's meta.json has them."""
         return asdict(self)
 
 
 def allocate_moments(model: Transformer, optimizer: torch.optim.AdamW) -> None:
-    """Gives AdamW its state now instead of at the first step, so that saving and loading know every
-    tensor.
+    """Gives AdamW its state now instead of at the first step.
+
+    So saving and loading know every tensor.
     """
     for parameter in model.parameters():
         optimizer.state[parameter] = {
@@ -58,7 +59,7 @@ def set_updates(model: Transformer, optimizer: torch.optim.AdamW, updates: int) 
 def state_tensors(
     model: Transformer, optimizer: torch.optim.AdamW
 ) -> tuple[dict[str, Tensor], dict[str, LocalShard]]:
-    """All tensors of the state, as much of them as this rank holds, and what that is of each."""
+    """Returns the tensors of the state by name: this rank's part of each, and its shards."""
     tensors, shards = model_tensors(model)
     for name, parameter in model.named_parameters():
         for moment in _MOMENTS:
@@ -68,7 +69,7 @@ def state_tensors(
 
 
 def model_tensors(model: Transformer) -> tuple[dict[str, Tensor], dict[str, LocalShard]]:
-    """The weights, and what routers learn without a gradient, as `state_tensors` gives them.
+    """Returns the weights, and what routers learn without a gradient, as `state_tensors` does.
 
     Weights that a pass without a backward has left gathered are freed first, for what is saved is
     each rank's shard.
@@ -85,7 +86,7 @@ def model_tensors(model: Transformer) -> tuple[dict[str, Tensor], dict[str, Loca
 
 
 def seed_micro_batch(seed: int, step: int, index: int) -> None:
-    """Starts a micro-batch's own random stream on every device.
+    """Seeds a micro-batch's own random stream on every device.
 
     `index` counts the step's micro-batches over all ranks in the order of their samples, so the
     same sequences draw the same numbers on any number of ranks.

@@ -2,7 +2,7 @@
 executed.
 
 A checkpoint is a torch.distributed.checkpoint directory under global names and whole shapes,
-experts as [E, ...]; checkpoint_files.py says what stands in it. What a rank holds of a tensor, its
+experts as [E, ...]; files.py says what stands in it. What a rank holds of a tensor, its
 `LocalShard` says (local_shard.py).
 
 Saving: 1. ranks compare what they hold. 2. Each copies its part into buffers that it keeps (all
@@ -92,9 +92,8 @@ __all__ = [
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
-_WRITE_TIMEOUT_S = (
-    3600.0  # one rank may wait this long for another's disk; a rank that died is noticed at once
-)
+# One rank may wait this long for another's disk; a rank that died is noticed at once.
+_WRITE_TIMEOUT_S = 3600.0
 # Errors as ranks tell each other of them, by name.
 _ERRORS = {
     kind.__name__: kind for kind in (CheckpointError, CorruptCheckpointError, StaleGenerationError)
@@ -104,7 +103,7 @@ _TEMPORARY_NAME = re.compile(r"(step_\d{8,})\.(?:g(?P<generation>\d+)|old|delete
 
 @dataclass(frozen=True)
 class SaveRecord:
-    """How a save ended."""
+    """The outcome of one save."""
 
     step: int
     path: Path
@@ -115,7 +114,7 @@ class SaveRecord:
 
 
 def latest_for_all(directory: Path, mesh: Mesh) -> Path | None:
-    """The committed checkpoint of the highest step as rank 0 sees it: the same answer on all ranks.
+    """Returns the committed checkpoint of the highest step as rank 0 sees it, on all ranks.
 
     A collective call. Every rank looking for itself could find another one, or none, while a
     network file system still shows some of them an old listing.
@@ -130,13 +129,14 @@ def latest_for_all(directory: Path, mesh: Mesh) -> Path | None:
 
 
 def meta_for_all(path: Path, mesh: Mesh) -> dict[str, Any]:
-    """What was saved with a checkpoint, as rank 0 reads it: the same, or the same error, on all
-    ranks. A collective call.
+    """Returns the meta that was saved with a checkpoint, as rank 0 reads it, on all ranks.
+
+    A collective call: if rank 0 cannot read it, all ranks raise the same error.
     """
     return _gathered(mesh.world_group, lambda: read_meta(path).meta if mesh.rank == 0 else {})[0]
 
 
-# Loading -----------------------------------------------------------------------------------------------------------
+# Loading ----------------------------------------------------------------------------------------
 
 
 def load(
@@ -148,10 +148,9 @@ def load(
     check_bytes: bool = True,
     allow_unexpected: bool = False,
 ) -> dict[str, Any]:
-    """Fills `tensors` in place from a checkpoint of any layout and returns the meta that was saved
-    with it.
+    """Fills `tensors` in place from a checkpoint of any layout; returns the meta saved with it.
 
-    `shards` says of each what this rank stores of it; those without are whole. Without a mesh nothing
+    `shards` has this rank's shard of each; tensors without one are whole. Without a mesh nothing
     is communicated; with one it is a collective call, and an error is raised on all ranks. Nothing
     is overwritten unless everything fits: names, shapes, dtypes, every element once, and (with
     `check_bytes`) the checksum of every file. `allow_unexpected` lets the checkpoint hold more than
@@ -186,7 +185,7 @@ def _differences(
     shards: Mapping[str, LocalShard],
     allow_unexpected: bool,
 ) -> list[str]:
-    """Where the checkpoint and what is asked for do not fit, in words."""
+    """Spells where the checkpoint and what is asked for do not fit, one text for each misfit."""
     found = stored.index.tensors
     problems = [f"missing in the checkpoint: {name}" for name in tensors if name not in found]
     if not allow_unexpected:
@@ -214,7 +213,10 @@ def _differences(
 def _read_into(
     state: dict[str, Any], stored: StoredCheckpoint, group: dist.ProcessGroup | None
 ) -> None:
-    """Each rank reads what it needs; DCP's own collectives unpickle, so it must not know of ranks."""
+    """Fills the tensors of `state`, each rank those that it needs.
+
+    DCP's own collectives unpickle, so it must not know of ranks.
+    """
     rank = 0 if group is None else group.rank()
 
     def read() -> None:
@@ -224,13 +226,14 @@ def _read_into(
                 warnings.filterwarnings("ignore", message="torch.distributed is")
                 dcp_load(state, storage_reader=SafeReader(stored), planner=planner, no_dist=True)
         except CheckpointException as error:
-            said = f"rank {rank}: {stored.path} cannot be read: {_causes(error)}"
-            raise CheckpointError(said) from None
+            raise CheckpointError(
+                f"rank {rank}: {stored.path} cannot be read: {_causes(error)}"
+            ) from None
 
     _together(group, read)
 
 
-# Saving ------------------------------------------------------------------------------------------------------------
+# Saving -----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -245,14 +248,14 @@ class _Job:
     blocked_s: float
 
 
-Signature = dict[
-    str, tuple[tuple[int, ...], str, int, bool]
-]  # name -> whole shape, dtype, ranks per copy, experts?
+# name -> global shape, dtype, ranks per copy, experts?
+Signature = dict[str, tuple[tuple[int, ...], str, int, bool]]
 
 
 class Checkpointer:
-    """Saves checkpoints of one run, one at a time, in the background. Call `wait` before the
-    process ends.
+    """Saves checkpoints of one run, one at a time, in the background.
+
+    Call `wait` before the process ends.
 
     `generation_file` is the supervisor's fence: where it exists, only the generation whose number
     it holds commits. Making one is a collective call; it removes what dead generations left
@@ -295,9 +298,9 @@ class Checkpointer:
         shards: Mapping[str, LocalShard],
         meta: dict[str, Any],
     ) -> None:
-        """Takes a copy of `tensors` and returns; the copy is written meanwhile. A collective call.
+        """Copies `tensors` and returns; the copy is written in the background. A collective call.
 
-        All ranks give the same names. `shards` says of each what this rank stores of it; those without
+        All ranks give the same names. `shards` has this rank's shard of each; tensors without one
         are whole, and the same on every rank. `meta` must be JSON; rank 0's is kept. Waits for the
         save before, and raises its error.
         """
@@ -325,7 +328,11 @@ class Checkpointer:
         self._thread.start()
 
     def wait(self) -> None:
-        """Until no save is pending. Raises the error of a failed one, on every rank, once."""
+        """Waits until no save is pending.
+
+        Raises:
+            CheckpointError: the save failed; raised on every rank, once.
+        """
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -334,15 +341,16 @@ class Checkpointer:
             raise failure
 
     def poll(self) -> list[SaveRecord]:
-        """The saves that ended since the last call, failed ones included. Never waits, never
-        raises.
+        """Returns the saves that ended since the last call, failed ones included.
+
+        It never waits and never raises.
         """
         return [self._records.popleft() for _ in range(len(self._records))]
 
     def _stage(
         self, signature: Signature, tensors: Mapping[str, Tensor], shards: Mapping[str, LocalShard]
     ) -> dict[str, Any]:
-        """Copies what this rank will write into its buffers."""
+        """Copies what this rank will write into its buffers, and returns it from there."""
         owners = owners_of(signature, self._layout.world_size)
         mine = [
             name
@@ -387,8 +395,9 @@ class Checkpointer:
         }
 
     def _compare(self, signature: Signature) -> None:
-        """Every rank must hold the same names, shapes and dtypes; a checksum suffices unless they
-        do not.
+        """Checks that all ranks hold the same names, shapes and dtypes; a collective call.
+
+        Ranks compare a checksum, and all of it only where that differs.
         """
         digest = blake2b(json.dumps(signature, sort_keys=True).encode())
         if len(set(_gathered(self._group, lambda: digest))) == 1:
@@ -401,25 +410,28 @@ class Checkpointer:
                     f"ranks hold different tensors: {unlike[0]!r} is "
                     f"{first.get(unlike[0], 'absent')} on rank 0 and "
                     f"{other.get(unlike[0], 'absent')} on rank {rank} ({len(unlike)} differ in "
-                    "all); every rank must save "
-                    "the same names, shapes and dtypes"
+                    "all); every rank must save the same names, shapes and dtypes"
                 )
 
-    # In the background ---------------------------------------------------------------------------------------------
+    # In the background ---------------------------------------------------------------------------
 
     def _run(self, job: _Job) -> None:
+        """Writes and commits one save, in a thread; notes how it ended."""
         final = self._directory / step_name(job.step)
         temporary = self._directory / f"{final.name}.g{self._generation}.tmp"
         num_bytes, error = 0, None
         if self._device.type == "cuda":
-            torch.cuda.set_device(
-                self._device
-            )  # a new thread begins on the first GPU, which is another rank's
+            # A new thread begins on the first GPU, which is another rank's.
+            torch.cuda.set_device(self._device)
         try:
             num_bytes = self._write_and_commit(job, temporary, final)
-        except (Exception, CheckpointException) as cause:  # noqa: BLE001 - a thread has nobody to raise to: `wait` does
+        # A thread has nobody to raise to: `wait` does.
+        except (Exception, CheckpointException) as cause:  # noqa: BLE001
             kind = type(cause) if isinstance(cause, CheckpointError) else CheckpointError
-            error = f"the checkpoint of step {job.step} was not saved: {_causes(cause)}; {_what_remains(self._directory)}"
+            error = (
+                f"the checkpoint of step {job.step} was not saved: {_causes(cause)}; "
+                f"{_what_remains(self._directory)}"
+            )
             self._failure = kind(error)
             if self._rank == 0:
                 discard(temporary)
@@ -428,6 +440,7 @@ class Checkpointer:
         self._records.append(SaveRecord(job.step, final, seconds, job.blocked_s, num_bytes, error))
 
     def _write_and_commit(self, job: _Job, temporary: Path, final: Path) -> int:
+        """Writes this rank's part, and on rank 0 commits all of them; returns the bytes of all."""
         self._on_rank_0(lambda: self._make_temporary(temporary))
         writer, planner = SummingWriter(temporary), ShardSavePlanner(flatten_state_dict=False)
 
@@ -454,8 +467,10 @@ class Checkpointer:
     def _commit(
         self, job: _Job, temporary: Path, final: Path, index: Index, sums: dict[str, FileSum]
     ) -> int:
-        """Rank 0: describes what all ranks wrote and makes it visible in one step. Returns its size
-        in bytes.
+        """Describes what all ranks wrote, on rank 0, and makes it visible in one step.
+
+        Returns:
+            The size of the checkpoint in bytes.
         """
         unseen = [
             name for name, sum_ in sums.items() if not _has_size(temporary / name, sum_.num_bytes)
@@ -487,8 +502,10 @@ class Checkpointer:
         temporary.mkdir(parents=True)
 
     def _refuse_if_stale(self) -> None:
-        """The fence. (A rename right after it could still be late; by then the state is the same
-        run's all the same.)
+        """Raises an error if the supervisor's fence names another generation.
+
+        (A rename right after it could still be late; by then the state is the same run's all the
+        same.)
         """
         if self._generation_file is None or not self._generation_file.exists():
             return
@@ -496,8 +513,8 @@ class Checkpointer:
         if current != str(self._generation):
             raise StaleGenerationError(
                 f"generation {self._generation} may not commit: {self._generation_file} says "
-                f"{current or 'nothing'}; "
-                "the job was started anew and this process is a leftover that must end"
+                f"{current or 'nothing'}; the job was started anew and this process is a leftover "
+                "that must end"
             )
 
     def _prepare_directory(self) -> None:
@@ -512,6 +529,7 @@ class Checkpointer:
             ) from error
 
     def _clean_leftovers(self) -> None:
+        """Removes what this and earlier generations left unfinished."""
         for path in self._directory.iterdir():
             match = _TEMPORARY_NAME.fullmatch(path.name)
             if match is None or int(match["generation"] or 0) > self._generation:
@@ -523,8 +541,9 @@ class Checkpointer:
                 discard(path)
 
     def _delete_old(self, step: int) -> None:
-        """Keeps the last n up to the one just written. A later one (we fell back behind it) is not
-        judged here.
+        """Deletes all but the last n checkpoints up to the one just written.
+
+        A later one, behind which the run fell back, is not judged here.
         """
         past = [found for found in list_checkpoints(self._directory) if found.step <= step]
         for checkpoint in past[: -self._keep_last]:
@@ -539,16 +558,16 @@ class Checkpointer:
                 discard(doomed)
 
     def _on_rank_0(self, act: Callable[[], T]) -> T | None:
-        """Rank 0 acts, all ranks get its result or its error."""
+        """Calls `act` on rank 0; all ranks get its result or its error. A collective call."""
         return _gathered(self._group, lambda: act() if self._rank == 0 else None)[0]
 
 
 def owners_of(signature: Signature, world_size: int) -> dict[str, int]:
-    """Which copy of every tensor is written, the same on every rank: largest first, to the ranks
-    with the least bytes so far.
+    """Returns for every tensor which copy of it is written; equal on every rank.
 
-    Tensors that many ranks share go first, so the ranks of a later, smaller copy have the same
-    load; 10,240 ranks and 1,000 tensors take 30 ms, in every save.
+    The largest go first, to the ranks with the least bytes so far. Tensors that many ranks share go
+    before all others, so the ranks of a later, smaller copy have the same load; 10,240 ranks and
+    1,000 tensors take 30 ms, in every save.
     """
     owners: dict[str, int] = {}
     sizes = {name: _num_bytes(shape, dtype) for name, (shape, dtype, *_) in signature.items()}
@@ -571,7 +590,7 @@ def owners_of(signature: Signature, world_size: int) -> dict[str, int]:
 
 
 def _signature_of(plain: Mapping[str, Any]) -> Signature:
-    """A signature that came as JSON, where tuples are lists."""
+    """Returns a signature that came as JSON, where tuples are lists."""
     return {
         name: (tuple(shape), dtype, ranks_per_copy, has_experts)
         for name, (shape, dtype, ranks_per_copy, has_experts) in plain.items()
@@ -582,12 +601,13 @@ def _num_bytes(shape: tuple[int, ...], dtype: str) -> int:
     return math.prod(shape) * getattr(torch, dtype).itemsize
 
 
-# Small acts --------------------------------------------------------------------------------------------------------
+# Small acts -------------------------------------------------------------------------------------
 
 
 def _gathered(group: dist.ProcessGroup | None, act: Callable[[], T]) -> list[T]:
-    """What `act` returned on every rank; if it raised on one, all ranks raise. A collective call
-    unless group is None. What it returns travels as JSON.
+    """Returns what `act` returned on every rank; if it raised on one, all ranks raise.
+
+    A collective call unless `group` is None. What `act` returns travels as JSON.
     """
     if group is None:
         return [act()]
@@ -596,12 +616,12 @@ def _gathered(group: dist.ProcessGroup | None, act: Callable[[], T]) -> list[T]:
         value = act()
     except Exception as caught:  # noqa: BLE001 - whatever it is, the others wait to hear of it
         error = caught if isinstance(caught, CheckpointError) else CheckpointError(_causes(caught))
-    said = None if error is None else (type(error).__name__, str(error))
-    outcomes = all_gather_json((value, said), group)
+    told = None if error is None else (type(error).__name__, str(error))
+    outcomes = all_gather_json((value, told), group)
     failures = {
-        rank: _ERRORS[said[0]](said[1])
-        for rank, (_, said) in enumerate(outcomes)
-        if said is not None
+        rank: _ERRORS[told[0]](told[1])
+        for rank, (_, told) in enumerate(outcomes)
+        if told is not None
     }
     if failures:
         raise _joined(failures)
@@ -609,8 +629,9 @@ def _gathered(group: dist.ProcessGroup | None, act: Callable[[], T]) -> list[T]:
 
 
 def _together(group: dist.ProcessGroup | None, act: Callable[[], T]) -> T:
-    """What `act` returned here; if it raised on one rank, all ranks raise. A collective call unless
-    group is None.
+    """Returns what `act` returned here; if it raised on one rank, all ranks raise.
+
+    A collective call unless `group` is None.
     """
     own: list[T] = []
     _gathered(group, lambda: own.append(act()))  # append returns None: no value travels
@@ -618,7 +639,7 @@ def _together(group: dist.ProcessGroup | None, act: Callable[[], T]) -> T:
 
 
 def _joined(failures: Mapping[int, CheckpointError]) -> CheckpointError:
-    """One error for all ranks; what several of them say alike is said once."""
+    """Joins the errors of several ranks to one; a text that they have in common stands once."""
     ranks: dict[str, list[int]] = {}
     for rank, error in failures.items():
         ranks.setdefault(str(error), []).append(rank)
@@ -633,7 +654,7 @@ def _joined(failures: Mapping[int, CheckpointError]) -> CheckpointError:
 
 
 def _causes(error: BaseException) -> str:
-    """An error in words; for DCP's, those of what it wraps."""
+    """Returns an error's text; for DCP's, the texts of the errors that it wraps."""
     if isinstance(error, CheckpointException):
         return "; ".join(_causes(cause) for cause, _ in error.failures.values())
     return (
@@ -644,7 +665,7 @@ def _causes(error: BaseException) -> str:
 
 
 def _gloo_group(timeout: timedelta) -> dist.ProcessGroup:
-    """All ranks, on the CPU, apart from training's own collectives."""
+    """Makes a group of all ranks, on the CPU, apart from training's own collectives."""
     group = dist.new_group(backend="gloo", timeout=timeout, group_desc="checkpoints")
     if not isinstance(group, dist.ProcessGroup):
         raise AssertionError("a group of all ranks has this rank in it")
@@ -652,7 +673,7 @@ def _gloo_group(timeout: timedelta) -> dist.ProcessGroup:
 
 
 def _misfits(name: str, tensor: Tensor, shard: LocalShard) -> Iterator[str]:
-    """Yields a complaint if a slice of the shard does not lie in the tensor that should store it."""
+    """Yields a text if a slice of the shard does not lie in the tensor that should store it."""
     shape = tuple(tensor.shape)
     for slice_ in shard.slices:
         if len(slice_.local_offsets) != len(shape) or any(
@@ -667,9 +688,7 @@ def _misfits(name: str, tensor: Tensor, shard: LocalShard) -> Iterator[str]:
 
 
 def _publish(temporary: Path, final: Path) -> None:
-    """Makes the checkpoint visible by a rename; one of the same step that is there already steps
-    aside for it.
-    """
+    """Makes a checkpoint visible by a rename; an older one of the same step steps aside for it."""
     aside = final.with_name(f"{final.name}.old.tmp")
     if final.exists():
         final.rename(aside)
@@ -684,7 +703,10 @@ def _publish(temporary: Path, final: Path) -> None:
 
 
 def _what_remains(directory: Path) -> str:
-    """What the user still has after a save that failed. Its own failure must not hide the first."""
+    """Spells what the user still has after a save that failed.
+
+    A failure of its own must not hide the first.
+    """
     try:
         found = latest(directory)
         free_mib = shutil.disk_usage(directory).free / 2**20

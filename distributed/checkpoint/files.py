@@ -59,23 +59,23 @@ _DECODING_ERRORS = (
 )
 _STEP_NAME = re.compile(r"step_(\d{8,})")
 Model = TypeVar("Model", bound=BaseModel)
-_Column = tuple[
-    tuple[int, ...], tuple[int, ...]
-]  # of a part, in all dims but the first: offsets and sizes
+# of a chunk, in all dims but the first: offsets and sizes
+_Column = tuple[tuple[int, ...], tuple[int, ...]]
 _Columns = tuple[_Column, ...]
-OnBytes = Callable[[int], None]  # hears of bytes that were read or written since it was last called
+# told how many bytes were read or written since it was last called
+OnBytes = Callable[[int], None]
 
 
 class CheckpointError(ValueError):
-    """A checkpoint could not be written or read; the message says what and what to do."""
+    """Raised where a checkpoint cannot be written or read; says what to do."""
 
 
 class CorruptCheckpointError(CheckpointError):
-    """The files are not what was written, or do not hold what they should."""
+    """Raised where files are not what was written, or do not hold what they should."""
 
 
 class StaleGenerationError(CheckpointError):
-    """This process belongs to an earlier generation of its job and may not commit any more."""
+    """Raised in a process of an earlier generation of its job, which may not commit any more."""
 
 
 class _Record(BaseModel):
@@ -84,7 +84,7 @@ class _Record(BaseModel):
 
 
 class Chunk(_Record):
-    """A box of a tensor and where its bytes are."""
+    """A slice of a tensor and where its bytes are."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -94,17 +94,21 @@ class Chunk(_Record):
 
 
 class StoredTensor(_Record):
+    """The type and shape of a tensor, and the chunks that together hold it."""
+
     dtype: str  # "float32"
     shape: tuple[int, ...]
     chunks: list[Chunk]
 
 
 class Index(_Record):
+    """All tensors of a checkpoint, by name: index.json."""
+
     tensors: dict[str, StoredTensor]
 
 
 class CheckpointMeta(_Record):
-    """Everything in a checkpoint that is not a tensor."""
+    """Everything in a checkpoint that is not a tensor: meta.json."""
 
     step: int
     generation: int
@@ -115,11 +119,15 @@ class CheckpointMeta(_Record):
 
 
 class FileSum(_Record):
+    """The size and the checksum of a file."""
+
     num_bytes: int
     blake2b: str
 
 
 class CheckpointManifest(_Record):
+    """All files of a checkpoint: manifest.json."""
+
     format: Literal[1]
     files: dict[str, FileSum]
     digest: str  # of `files`: a flipped byte in the manifest itself is not blamed on another file
@@ -144,15 +152,22 @@ class Checkpoint:
 
 
 def step_name(step: int) -> str:
+    """Returns the name of the directory of a step's checkpoint: "step_00000050"."""
     return f"step_{step:08d}"
 
 
 def refuse_name_of_another_step(path: Path, step: int | None) -> None:
-    """CheckpointError if a directory of that name would be taken for a checkpoint that it is not;
-    None: it is none at all.
+    """Refuses a directory whose name would let runs take it for a checkpoint that it is not.
 
     Runs find their checkpoints by name: one of another step is resumed from in place of the newest,
     or never.
+
+    Args:
+        path: the directory.
+        step: of the checkpoint in it; None: it is no checkpoint at all.
+
+    Raises:
+        CheckpointError: the name is that of another step.
     """
     if re.fullmatch(r"step_\d+", path.name) is None or (
         step is not None and path.name == step_name(step)
@@ -170,7 +185,7 @@ def refuse_name_of_another_step(path: Path, step: int | None) -> None:
 
 
 def list_checkpoints(directory: Path) -> list[Checkpoint]:
-    """The committed checkpoints, oldest first; none if the directory does not exist."""
+    """Lists the committed checkpoints, oldest first; none if the directory does not exist."""
     if not directory.is_dir():
         return []
     matches = ((_STEP_NAME.fullmatch(path.name), path) for path in directory.iterdir())
@@ -181,18 +196,19 @@ def list_checkpoints(directory: Path) -> list[Checkpoint]:
 
 
 def latest(directory: Path) -> Path | None:
-    """The committed checkpoint of the highest step, unchecked: `load` checks."""
+    """Returns the committed checkpoint of the highest step, unchecked: `load` checks."""
     return found[-1].path if (found := list_checkpoints(directory)) else None
 
 
 def read_meta(path: Path) -> CheckpointMeta:
-    """What a checkpoint says about itself, without its tensors."""
+    """Reads what a checkpoint says about itself, without its tensors."""
     return _read(path, "meta.json", CheckpointMeta)
 
 
 def find_checkpoint(path: Path, step: int | None = None) -> Path:
-    """The checkpoint that `path` is, or of the run that `path` is the newest one or that of `step`.
-    Unchecked.
+    """Returns the checkpoint at `path`, or the newest, or that of `step`, of the run at `path`.
+
+    It is not checked.
 
     Raises:
         CheckpointError: there is none; the message names what is there.
@@ -218,7 +234,7 @@ def find_checkpoint(path: Path, step: int | None = None) -> Path:
 
 
 def missing_files(path: Path) -> list[str]:
-    """What a checkpoint lacks, by names and sizes alone: the bytes are not read."""
+    """Lists what a checkpoint lacks, by names and sizes alone: the bytes are not read."""
     problems = []
     for name, expected in _manifest_of(path).files.items():
         if (problem := _misfit(path / name, expected)) is not None:
@@ -227,14 +243,16 @@ def missing_files(path: Path) -> list[str]:
 
 
 def verify(path: Path, on_bytes: OnBytes | None = None) -> CheckpointMeta:
-    """Reads every byte: sums, and every expert exactly once. CorruptCheckpointError tells all that
-    is wrong.
+    """Reads every byte of a checkpoint: checks the sums, and that every expert is there once.
+
+    Raises:
+        CorruptCheckpointError: tells all that is wrong.
     """
     return open_verified(path, on_bytes).meta
 
 
 def open_verified(path: Path, on_bytes: OnBytes | None = None) -> StoredCheckpoint:
-    """As `open_checkpoint`, after `verify`. `on_bytes` hears of every few MiB that were read."""
+    """Verifies a checkpoint as `verify` does, and opens it as `open_checkpoint` does."""
     manifest = _manifest_of(path)
     try:
         stored = open_checkpoint(path)
@@ -249,7 +267,7 @@ def open_verified(path: Path, on_bytes: OnBytes | None = None) -> StoredCheckpoi
 
 
 def open_checkpoint(path: Path) -> StoredCheckpoint:
-    """Reads and checks the small files; the tensors' bytes are not looked at."""
+    """Reads and checks the small files of a checkpoint; the tensors' bytes are not looked at."""
     manifest = _manifest_of(path)
     small = {
         name: manifest.files[name] for name in ("index.json", "meta.json") if name in manifest.files
@@ -263,6 +281,7 @@ def open_checkpoint(path: Path) -> StoredCheckpoint:
 
 
 def _manifest_of(path: Path) -> CheckpointManifest:
+    """Reads and checks manifest.json."""
     manifest = _read(path, "manifest.json", CheckpointManifest)
     if manifest.digest != digest_of_sums(manifest.files):
         refuse(path, ["manifest.json is damaged: it does not fit its own checksum"])
@@ -272,7 +291,7 @@ def _manifest_of(path: Path) -> CheckpointManifest:
 
 
 def refuse(path: Path, problems: Sequence[str]) -> None:
-    """CorruptCheckpointError with all problems, if there are any."""
+    """Raises a CorruptCheckpointError with all problems, if there are any."""
     if problems:
         listed = "\n  ".join(problems)
         raise CorruptCheckpointError(
@@ -285,7 +304,7 @@ def refuse(path: Path, problems: Sequence[str]) -> None:
 def damaged_files(
     stored: StoredCheckpoint, names: Sequence[str], on_bytes: OnBytes | None = None
 ) -> list[str]:
-    """What is wrong with the bytes of the files `names`, and which tensors and experts they held."""
+    """Lists what is wrong with the bytes of the files `names`, and what these held."""
     sums = {name: stored.manifest.files[name] for name in names}
     return [
         f"{name} {problem}{_contents(stored, name)}"
@@ -294,8 +313,9 @@ def damaged_files(
 
 
 def audit(stored: StoredCheckpoint) -> list[str]:
-    """Whether the index holds every part of every tensor once; tells what is missing, for sharded
-    tensors in experts.
+    """Lists which parts of tensors the index has not, or more than once.
+
+    Of sharded tensors it names the experts.
     """
     tensors, num_experts = stored.index.tensors, stored.meta.num_experts
     problems = [
@@ -304,11 +324,7 @@ def audit(stored: StoredCheckpoint) -> list[str]:
         if name not in tensors
     ]
     for name, tensor in tensors.items():
-        if any(
-            {len(chunk.offsets), len(chunk.sizes)} != {len(tensor.shape)}
-            or min((*chunk.offsets, *chunk.sizes), default=0) < 0
-            for chunk in tensor.chunks
-        ):
+        if not all(_is_block(chunk, len(tensor.shape)) for chunk in tensor.chunks):
             problems.append(
                 f"{name} has shape {list(tensor.shape)}, and parts that are no blocks of such a "
                 "tensor"
@@ -325,10 +341,17 @@ def audit(stored: StoredCheckpoint) -> list[str]:
     return problems
 
 
-def _gaps(tensor: StoredTensor, unit: str) -> list[str]:
-    """Elements that no part holds, or more than one, said in rows.
+def _is_block(chunk: Chunk, num_dims: int) -> bool:
+    """Tells whether a chunk has as many offsets and sizes as dimensions, and none is negative."""
+    return len(chunk.offsets) == len(chunk.sizes) == num_dims and all(
+        number >= 0 for number in (*chunk.offsets, *chunk.sizes)
+    )
 
-    Between two rows where parts begin or end the same parts hold every row, so one row is judged
+
+def _gaps(tensor: StoredTensor, unit: str) -> list[str]:
+    """Lists the rows with elements that no chunk holds, or more than one.
+
+    Between two rows where chunks begin or end the same chunks hold every row, so one row is judged
     for all of them. FSDP may cut one bank in two ways: a rank's experts are dealt whole where they
     suffice for its group, and cut through where they do not.
     """
@@ -349,7 +372,7 @@ def _gaps(tensor: StoredTensor, unit: str) -> list[str]:
 
 
 def _bands(tensor: StoredTensor) -> Iterator[tuple[tuple[int, int], _Columns]]:
-    """Ranges of rows, from the first to the last, and of each what its parts hold of a row."""
+    """Yields ranges of rows, first to last, and with each what its chunks hold of a row."""
     spans = [(chunk.offsets[0], chunk.offsets[0] + chunk.sizes[0]) for chunk in tensor.chunks]
     edges = sorted({0, tensor.shape[0], *itertools.chain.from_iterable(spans)})
     number = {row: place for place, row in enumerate(edges)}
@@ -362,7 +385,7 @@ def _bands(tensor: StoredTensor) -> Iterator[tuple[tuple[int, int], _Columns]]:
 
 
 def _row_gap(columns: _Columns, inner: int) -> str | None:
-    """What is wrong with a row of `inner` elements that has these parts."""
+    """Spells what is wrong with a row of `inner` elements that has these parts."""
     if not columns:
         return "are missing"
     if len(set(columns)) < len(columns):
@@ -376,7 +399,7 @@ def _row_gap(columns: _Columns, inner: int) -> str | None:
 
 
 def _meet(one: _Column, other: _Column) -> bool:
-    """Whether two boxes, given as offsets and sizes, have elements in common."""
+    """Tells whether two blocks, given as offsets and sizes, have elements in common."""
     return all(
         a < b + size_b and b < a + size_a for a, size_a, b, size_b in zip(*one, *other, strict=True)
     )
@@ -385,6 +408,7 @@ def _meet(one: _Column, other: _Column) -> bool:
 def _damages(
     path: Path, sums: Mapping[str, FileSum], on_bytes: OnBytes | None = None
 ) -> Iterator[tuple[str, str]]:
+    """Yields the name of every damaged file, and what is wrong with it."""
     for name, expected in sums.items():
         if (problem := _misfit(path / name, expected)) is not None:
             yield name, problem
@@ -399,7 +423,7 @@ def _damages(
 
 
 def _misfit(file: Path, expected: FileSum) -> str | None:
-    """What is wrong with a file by its size."""
+    """Spells what is wrong with a file by its size, if anything is."""
     try:
         status = file.stat()
     except FileNotFoundError:
@@ -415,6 +439,7 @@ def _misfit(file: Path, expected: FileSum) -> str | None:
 
 
 def _contents(stored: StoredCheckpoint, file: str) -> str:
+    """Spells which tensors and experts a file holds."""
     held = []
     for name, tensor in stored.index.tensors.items():
         for chunk in tensor.chunks:
@@ -434,6 +459,7 @@ def _span(start: int, end: int) -> str:
 
 
 def _read(path: Path, name: str, kind: type[Model]) -> Model:
+    """Reads one of the small files."""
     try:
         return kind.model_validate_json((path / name).read_bytes())
     except OSError as error:
@@ -446,11 +472,11 @@ def _read(path: Path, name: str, kind: type[Model]) -> Model:
         ) from error
 
 
-# The tensors' bytes ------------------------------------------------------------------------------------------------
+# The tensors' bytes -----------------------------------------------------------------------------
 
 
 def read_tensor(stored: StoredCheckpoint, name: str) -> Tensor:
-    """One tensor, whole, on the CPU. Its chunks are read one after another."""
+    """Reads one whole tensor, to the CPU, chunk by chunk."""
     tensor = stored.index.tensors[name]
     if [chunk.sizes for chunk in tensor.chunks] == [tensor.shape]:
         return _read_chunk(stored, name, tensor.chunks[0]).contiguous()
@@ -479,17 +505,14 @@ def _read_chunk(stored: StoredCheckpoint, name: str, chunk: Chunk) -> Tensor:
     try:
         tensor = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     except _DECODING_ERRORS as error:
-        if "can't allocate memory" in str(
-            error
-        ):  # torch has no error of its own for that; the file may well be whole
+        # torch has no error of its own for that; the file may well be whole
+        if "can't allocate memory" in str(error):
             raise
         raise CorruptCheckpointError(
             f"{path} at byte {chunk.start}: holds no tensor ({error})"
         ) from error
-    if not isinstance(tensor, Tensor) or (tuple(tensor.shape), tensor.dtype) != (
-        chunk.sizes,
-        dtype,
-    ):
+    expected = (chunk.sizes, dtype)
+    if not isinstance(tensor, Tensor) or (tuple(tensor.shape), tensor.dtype) != expected:
         raise CorruptCheckpointError(
             f"{path} at byte {chunk.start}: not the tensor that index.json promises"
         )
@@ -497,8 +520,9 @@ def _read_chunk(stored: StoredCheckpoint, name: str, chunk: Chunk) -> Tensor:
 
 
 class SafeReader(StorageReader):
-    """Reads by index.json instead of the pickle `.metadata`, and tensors with weights_only: nothing
-    can be executed.
+    """A reader for DCP that can execute nothing.
+
+    It reads index.json instead of the pickle `.metadata`, and tensors with weights_only.
     """
 
     def __init__(self, stored: StoredCheckpoint) -> None:
@@ -511,30 +535,35 @@ class SafeReader(StorageReader):
         }
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """One object reads one checkpoint."""
+        """Does nothing: one object reads one checkpoint."""
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Accepts everything: the checkpoint was opened before."""
         return True
 
     def read_metadata(self) -> Metadata:
+        """Returns the index, as DCP describes it."""
         return Metadata(
             {name: storage_metadata(tensor) for name, tensor in self._stored.index.tensors.items()}
         )
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool) -> None:
-        """The index is known already."""
+        """Does nothing: the index is known already."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """Keeps the plan of this rank as it is."""
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """Keeps the plans of all ranks as they are."""
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Reads what the plan asks for, in the order of the files, each chunk once."""
         items = sorted(plan.items, key=lambda item: self._place(item.storage_index))
         for index, wanted in itertools.groupby(items, key=lambda item: item.storage_index):
-            # Once: moved experts are many boxes of one.
+            # Once: moved experts are many slices of one chunk.
             chunk = _read_chunk(self._stored, index.fqn, self._chunks[index])
             for item in wanted:
                 part = chunk
@@ -554,7 +583,7 @@ class SafeReader(StorageReader):
 
 
 def storage_metadata(tensor: StoredTensor) -> TensorStorageMetadata:
-    """As DCP describes it."""
+    """Describes a stored tensor in DCP's words."""
     chunks = [
         ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes))
         for chunk in tensor.chunks
@@ -565,34 +594,35 @@ def storage_metadata(tensor: StoredTensor) -> TensorStorageMetadata:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """As index.json spells it: "float32"."""
+    """Returns the name of a type as index.json spells it: "float32"."""
     return str(dtype).removeprefix("torch.")
 
 
 def dtype_named(name: str) -> torch.dtype:
-    """What index.json spells "float32"."""
+    """Returns the type that index.json spells "float32"."""
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
         raise CorruptCheckpointError(f"index.json: {name!r} is no dtype")
     return dtype
 
 
-# Sums ---------------------------------------------------------------------------------------------------------------
+# Sums -------------------------------------------------------------------------------------------
 
 
 def blake2b(data: bytes) -> str:
+    """Returns the checksum of bytes, as manifest.json spells it."""
     return hashlib.blake2b(data, digest_size=SUM_BYTES).hexdigest()
 
 
 def tensor_checksum(tensor: Tensor) -> str:
-    """Checksum of a tensor's bytes, on the CPU."""
+    """Returns the checksum of the bytes of a tensor on the CPU."""
     return hashlib.blake2b(
         tensor.reshape(-1).view(torch.uint8).numpy().data, digest_size=SUM_BYTES
     ).hexdigest()
 
 
 def digest_of_sums(sums: Mapping[str, FileSum]) -> str:
-    """One checksum over all checksums."""
+    """Returns one checksum over all checksums."""
     return blake2b(
         json.dumps(
             [(name, found.num_bytes, found.blake2b) for name, found in sorted(sums.items())]

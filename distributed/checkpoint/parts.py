@@ -1,5 +1,5 @@
-"""Slices of tensors, as torch.distributed.checkpoint asks after them: what `LocalShard` says, in DCP's
-words.
+"""A rank's shard of a tensor in the words of torch.distributed.checkpoint: what it writes, and
+where it reads to.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -20,13 +20,13 @@ from ..local_shard import LocalShard
 
 
 class TensorShard:
-    """A rank's part of a tensor, as DCP asks after it (torch.distributed._checkpointable)."""
+    """A rank's shard of a tensor, as DCP asks after it (torch.distributed._checkpointable)."""
 
     def __init__(self, tensor: Tensor, shard: LocalShard) -> None:
         self.tensor, self.shard = tensor, shard
 
     def size(self) -> torch.Size:
-        """Of the whole tensor."""
+        """Returns the shape of the global tensor."""
         return torch.Size(self.shard.global_shape)
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
@@ -53,21 +53,22 @@ class TensorShard:
         ]
 
     def at(self, offsets: Sequence[int]) -> Tensor:
-        """The box that begins there in the whole tensor."""
+        """Returns the view of the slice that begins at `offsets` in the global tensor."""
         return next(
             slice_ for slice_ in self.shard.slices if slice_.offsets == tuple(offsets)
         ).view(self.tensor)
 
 
 class ShardSavePlanner(DefaultSavePlanner):
-    """Finds the boxes of `Part`s."""
+    """A planner of DCP that finds the slices of a `TensorShard` to be written."""
 
     def lookup_object(self, index: MetadataIndex) -> Any:
+        """Returns the tensor that is to be written under `index`."""
         return _looked_up(self.state_dict, index, super().lookup_object)
 
 
 class ShardLoadPlanner(DefaultLoadPlanner):
-    """Finds the boxes of `Part`s."""
+    """A planner of DCP that finds the slices of a `TensorShard` to be read."""
 
     def set_up_planner(
         self,
@@ -75,18 +76,19 @@ class ShardLoadPlanner(DefaultLoadPlanner):
         metadata: Metadata | None = None,
         is_coordinator: bool = False,
     ) -> None:
-        super().set_up_planner(
-            {}, metadata, is_coordinator
-        )  # it would put None in the place of what it does not know
+        """Takes the state as it is, `TensorShard`s among it."""
+        # An empty one: it would put None in the place of what it does not know.
+        super().set_up_planner({}, metadata, is_coordinator)
         self.state_dict = state_dict
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        """Returns the tensor into which the value of `index` is read."""
         return _looked_up(self.state_dict, index, super().lookup_tensor)
 
 
 def _looked_up(
     state: Mapping[str, Any], index: MetadataIndex, otherwise: Callable[[MetadataIndex], Any]
 ) -> Any:
-    """DCP finds parts of tensors in tensors only."""
+    """Returns what DCP asks for; by itself it finds parts of tensors in tensors only."""
     part = state[index.fqn]
     return part.at(index.offset or ()) if isinstance(part, TensorShard) else otherwise(index)

@@ -58,11 +58,10 @@ from .files import (
 from .writing import SummingWriter, atomic_directory, refuse_existing, seal
 
 Sharding = Literal["none", "fsdp"]
-StartProgress = Callable[
-    [str, int], OnBytes
-]  # told what begins and how many bytes it is about, gives who hears of them
+# told what begins and how many bytes it is about; returns what is told of every few of them
+StartProgress = Callable[[str, int], OnBytes]
 _FILES_AT_ONCE = 64
-_Writes = dict[str, list[tuple[int, Slice]]]  # tensor -> which rank writes which box of it
+_Writes = dict[str, list[tuple[int, Slice]]]  # tensor -> which rank writes which slice of it
 
 
 def reshard(
@@ -74,10 +73,9 @@ def reshard(
     expert_maps: Mapping[str, ExpertMap] = MappingProxyType({}),
     start_progress: StartProgress = lambda what, num_bytes: lambda more: None,
 ) -> CheckpointMeta:
-    """Writes the checkpoint `source` anew into the directory `out`, in files as the ranks of
-    `layout` would write them.
+    """Writes a checkpoint anew, in files as the ranks of `layout` would write them.
 
-    `expert_maps` says of banks of experts, by the name of their layer, where their experts live; those
+    `expert_maps` has the maps of banks of experts, by the name of their layer; the experts of banks
     without are cut into contiguous blocks. `out` appears whole and verified, or not at all. The
     state is the same, bit for bit.
 
@@ -111,27 +109,30 @@ def plan_writes(
     sharding: Sharding,
     expert_maps: Mapping[str, ExpertMap],
 ) -> _Writes:
-    """Of every tensor, which rank writes which box of it. Tensors that are cut alike are cut once:
-    layers are.
+    """Returns for every tensor which rank writes which slice of it.
+
+    Tensors that are sharded alike, as those of the layers, are looked at once.
     """
-    cuts = {
-        name: _cut_of(name, tensor.shape, name in stored.meta.num_experts, sharding, expert_maps)
+    shardings = {
+        name: _sharding_of(
+            name, tensor.shape, name in stored.meta.num_experts, sharding, expert_maps
+        )
         for name, tensor in stored.index.tensors.items()
     }
-    copies = {cut: _copy(cut, layout) for cut in set(cuts.values())}
+    copies = {spec: _first_copy(spec, layout) for spec in set(shardings.values())}
     signature: Signature = {
-        name: (cut.shape, stored.index.tensors[name].dtype, len(copies[cut]), cut.has_experts)
-        for name, cut in cuts.items()
+        name: (spec.shape, stored.index.tensors[name].dtype, len(copies[spec]), spec.has_experts)
+        for name, spec in shardings.items()
     }
     owners = owners_of(signature, layout.world_size)
     return {
         name: [
-            (owners[name] * len(copies[cut]) + place, slice_)
-            for place, shard in enumerate(copies[cut])
+            (owners[name] * len(copies[spec]) + place, slice_)
+            for place, shard in enumerate(copies[spec])
             for slice_ in shard.slices
             if slice_.is_first
         ]
-        for name, cut in cuts.items()
+        for name, spec in shardings.items()
     }
 
 
@@ -144,15 +145,13 @@ def shard_of_rank(
     sharding: Sharding,
     expert_maps: Mapping[str, ExpertMap],
 ) -> LocalShard:
-    """What a rank of that layout holds of the tensor of that name, as parallelize.py cuts the
-    model.
-    """
-    return _held(rank, _cut_of(name, shape, has_experts, sharding, expert_maps), layout)
+    """Returns the shard that a rank of a layout stores of a tensor, as parallelize.py cuts it."""
+    return _shard_of(rank, _sharding_of(name, shape, has_experts, sharding, expert_maps), layout)
 
 
 @dataclass(frozen=True)
-class _Cut:
-    """All that decides, in one layout, what its ranks hold of a tensor."""
+class _TensorSharding:
+    """All that decides, in one layout, which shards its ranks store of a tensor."""
 
     shape: tuple[int, ...]
     has_experts: bool
@@ -160,16 +159,16 @@ class _Cut:
     expert_map: ExpertMap | None  # None: contiguous blocks
 
 
-def _cut_of(
+def _sharding_of(
     name: str,
     shape: tuple[int, ...],
     has_experts: bool,
     sharding: Sharding,
     expert_maps: Mapping[str, ExpertMap],
-) -> _Cut:
+) -> _TensorSharding:
     parameter = _parameter_of(name)
     bank = parameter.rpartition(".experts.")[0] if has_experts and sharding == "none" else None
-    return _Cut(
+    return _TensorSharding(
         shape,
         has_experts,
         sharding == "fsdp" and is_sharded(parameter),
@@ -177,28 +176,28 @@ def _cut_of(
     )
 
 
-def _copy(cut: _Cut, layout: Layout) -> list[LocalShard]:
-    """What the ranks of the first copy hold; those of the others hold the same."""
-    first = _held(0, cut, layout)
-    return [first, *(_held(rank, cut, layout) for rank in range(1, first.ranks_per_copy))]
+def _first_copy(spec: _TensorSharding, layout: Layout) -> list[LocalShard]:
+    """Returns the shards of the first copy's ranks; those of the others store the same."""
+    first = _shard_of(0, spec, layout)
+    return [first, *(_shard_of(rank, spec, layout) for rank in range(1, first.ranks_per_copy))]
 
 
-def _held(rank: int, cut: _Cut, layout: Layout) -> LocalShard:
-    shape, shard = cut.shape, whole_shard(cut.shape)
-    if cut.has_experts:
+def _shard_of(rank: int, spec: _TensorSharding, layout: Layout) -> LocalShard:
+    shape, shard = spec.shape, whole_shard(spec.shape)
+    if spec.has_experts:
         ep_rank = coordinates(layout, rank).ep
-        if cut.expert_map is not None:
-            return expert_shard(shape, cut.expert_map, ep_rank)
+        if spec.expert_map is not None:
+            return expert_shard(shape, spec.expert_map, ep_rank)
         experts = expert_blocks(shape[0], layout.ep)[ep_rank]
         shard = block_shard(
             shape, 0, experts.start, len(experts), ranks_per_copy=layout.ep, has_experts=True
         )
         shape = (len(experts), *shape[1:])
-    return fsdp_shard(shard, shape, layout, rank) if cut.is_sharded else shard
+    return fsdp_shard(shard, shape, layout, rank) if spec.is_sharded else shard
 
 
 def _parameter_of(name: str) -> str:
-    """The model's own name of a weight or of one of its moments."""
+    """Returns the model's own name of a weight, or of the weight that a moment belongs to."""
     for prefix in ("model.", "optimizer.exp_avg.", "optimizer.exp_avg_sq."):
         if name.startswith(prefix):
             return name.removeprefix(prefix)
@@ -210,8 +209,7 @@ def _check_experts(num_experts: Mapping[str, int], layout: Layout) -> None:
         name, count = min(few.items(), key=lambda item: item[1])
         raise CheckpointError(
             f"ep {layout.ep} is more than the experts: {name} has {count}; every rank of an ep "
-            "group holds at least one of "
-            f"each bank, so choose an ep of at most {count}"
+            f"group holds at least one of each bank, so choose an ep of at most {count}"
         )
 
 
@@ -222,8 +220,10 @@ def _write(
     world_size: int,
     on_bytes: OnBytes,
 ) -> tuple[list[WriteResult], dict[str, str]]:
-    """Writes all files. Returns where everything is, and a checksum of every whole tensor that was
-    read.
+    """Writes all files.
+
+    Returns:
+        Where everything is, and a checksum of every whole tensor that was read.
     """
     results: list[WriteResult] = []
     sums: dict[str, str] = {}
@@ -253,7 +253,7 @@ def _write(
 
 
 def _append(tensor: Tensor, name: str, slice_: Slice, stream: Any, file: str) -> WriteResult:
-    """One box, as DCP's writer writes it."""
+    """Appends one slice to a file, as DCP's writer does."""
     start = stream.tell()
     torch.save(tensor if slice_.sizes == tuple(tensor.shape) else slice_.copy_from(tensor), stream)
     length = stream.tell() - start
@@ -263,7 +263,7 @@ def _append(tensor: Tensor, name: str, slice_: Slice, stream: Any, file: str) ->
 
 
 def _metadata(stored: StoredCheckpoint, writes: _Writes) -> Metadata:
-    """DCP's own description of the copy."""
+    """Describes the copy in DCP's words."""
     return Metadata(
         {
             name: storage_metadata(
@@ -284,9 +284,7 @@ def _metadata(stored: StoredCheckpoint, writes: _Writes) -> Metadata:
 def _compare(
     path: Path, out: Path, sums: Mapping[str, str], start_progress: StartProgress, size: int
 ) -> None:
-    """Checks the copy as any checkpoint is checked, and then every tensor against what was read
-    from the source.
-    """
+    """Checks the copy as any checkpoint, and then every tensor against what the source had."""
     stored = open_checkpoint(path)
     problems = audit(stored)
     problems += damaged_files(

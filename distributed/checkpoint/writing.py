@@ -39,11 +39,11 @@ logger = logging.getLogger(__name__)
 
 _LOCK_NAME = "lock"
 
-# The tensors' files -------------------------------------------------------------------------------------------------
+# The tensors' files ------------------------------------------------------------------------------
 
 
 class _SummedFile(io.FileIO):
-    """A file that is summed while it is written, and that remembers why it failed."""
+    """A file whose checksum is taken while it is written, and that remembers why it failed."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         super().__init__(path, "wb")
@@ -52,6 +52,7 @@ class _SummedFile(io.FileIO):
         self.failure: OSError | None = None
 
     def write(self, data: Any, /) -> int:
+        """Writes bytes and adds them to the checksum."""
         try:
             written = super().write(data)
         except OSError as error:
@@ -62,11 +63,12 @@ class _SummedFile(io.FileIO):
         return written
 
     def sum(self) -> FileSum:
+        """Returns the size and the checksum of what was written."""
         return FileSum(num_bytes=self._num_bytes, blake2b=self._digest.hexdigest())
 
 
 class _SummingFiles(FileSystem):
-    """DCP's files, with a checksum of each."""
+    """DCP's file system, which takes the checksum of each file that it writes."""
 
     def __init__(self) -> None:
         self.sums: dict[str, FileSum] = {}
@@ -91,8 +93,7 @@ class _SummingFiles(FileSystem):
 
 
 class SummingWriter(FileSystemWriter):
-    """DCP's writer: one file per rank, synced, summed, and without the path of the machine in its
-    metadata.
+    """DCP's writer: one file per rank, synced, with checksums, without the machine's path in it.
 
     After the save `files.sums` has this rank's checksums, and `index` on rank 0 says where
     everything is.
@@ -139,14 +140,14 @@ def _index_of(metadata: Metadata, places: Mapping[MetadataIndex, Any]) -> Index:
     return Index(tensors=tensors)
 
 
-# Small files, and a directory that is there whole or not at all -----------------------------------------------------
+# Small files, and a directory that is there whole or not at all ---------------------------------
 
 
 @contextmanager
 def atomic_directory(out: Path, *, needed_bytes: int) -> Iterator[Path]:
     """Yields a new directory to fill, and calls it `out` when all went well; else removes it.
 
-    Until then it is `out`.part.tmp, which one process at a time may write: it holds the lock file in
+    Until then it is `out`.part.tmp, which one process at a time may write: it holds the lock in
     there. What a process left there that was killed is removed, and a warning says so.
 
     Raises:
@@ -172,7 +173,11 @@ def atomic_directory(out: Path, *, needed_bytes: int) -> Iterator[Path]:
 
 
 def refuse_existing(out: Path) -> None:
-    """CheckpointError if there is anything of that name, a link to nothing too."""
+    """Refuses a name that exists, even a link to nothing.
+
+    Raises:
+        CheckpointError: there is something of that name.
+    """
     if os.path.lexists(out):
         raise CheckpointError(
             f"{out} exists already and is not overwritten: choose another name, or remove it first"
@@ -181,17 +186,15 @@ def refuse_existing(out: Path) -> None:
 
 @contextmanager
 def _blamed_on(out: Path, *, within: Path | None = None) -> Iterator[None]:
-    """An OSError becomes a CheckpointError about `out`; with `within` only if it is about a file in
-    there, or about none.
+    """Turns an OSError into a CheckpointError about `out`.
+
+    With `within`, only if it is about a file in there, or about none.
     """
     try:
         yield
     except OSError as error:
-        if (
-            within is not None
-            and error.filename is not None
-            and within not in Path(error.filename).parents
-        ):
+        is_elsewhere = error.filename and within and within not in Path(error.filename).parents
+        if is_elsewhere:
             raise
         raise CheckpointError(
             f"{out} could not be written: {error.strerror or error} ({error.filename or out}); "
@@ -200,8 +203,9 @@ def _blamed_on(out: Path, *, within: Path | None = None) -> Iterator[None]:
 
 
 def _sync_name(out: Path) -> None:
-    """Makes the name of a complete `out` last. It is not taken back if that fails: whoever wants it
-    has it.
+    """Writes the name of a complete `out` to the disk.
+
+    `out` is not taken back if that fails: whoever wants it has it.
     """
     try:
         sync_directory(out.parent)
@@ -216,8 +220,7 @@ def _refuse_small_disk(out: Path, needed_bytes: int) -> None:
     if (free_bytes := shutil.disk_usage(out.parent).free) < needed_bytes:
         raise CheckpointError(
             f"{out}: needs {needed_bytes / 2**20:,.0f} MiB, but its disk has "
-            f"{free_bytes / 2**20:,.0f} MiB left; nothing "
-            "was written"
+            f"{free_bytes / 2**20:,.0f} MiB left; nothing was written"
         )
 
 
@@ -264,8 +267,9 @@ def _opened_lock(path: Path, *, is_new: bool) -> io.FileIO:
 
 
 def discard(path: Path) -> None:
-    """Deletes a directory, or what is left of it: its own writer may be deleting it too. Says if it
-    cannot.
+    """Deletes a directory, or what is left of it; warns if it cannot.
+
+    Its own writer may be deleting it too.
     """
     shutil.rmtree(path, ignore_errors=True)
     if path.exists():
@@ -273,17 +277,20 @@ def discard(path: Path) -> None:
 
 
 def _rename_to_new(path: Path, out: Path) -> None:
+    """Renames a directory to a name that must not exist."""
     refuse_existing(out)
     try:
         path.rename(out)
     except OSError:
-        refuse_existing(out)  # another attempt was faster by less than that
+        refuse_existing(out)  # it came between that look and the rename
         raise
 
 
 def seal(path: Path, index: Index, meta: CheckpointMeta, sums: Mapping[str, FileSum]) -> int:
-    """Writes the small files beside the tensors' files, whose sums are given. Returns the bytes of
-    all but the manifest.
+    """Writes the small files beside the tensors' files, whose checksums are `sums`.
+
+    Returns:
+        The bytes of all files but the manifest.
     """
     all_sums = dict(sums)
     for name, record in {"index.json": index, "meta.json": meta}.items():
@@ -295,7 +302,7 @@ def seal(path: Path, index: Index, meta: CheckpointMeta, sums: Mapping[str, File
 
 
 def sync_directory(path: Path) -> None:
-    """Makes names last."""
+    """Writes a directory's names to the disk (fsync): after that they survive a power cut."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -304,6 +311,7 @@ def sync_directory(path: Path) -> None:
 
 
 def write_synced(path: Path, text: str) -> FileSum:
+    """Writes a text to a file and to the disk (fsync); returns its size and checksum."""
     data = text.encode()
     with open(path, "wb") as file:
         file.write(data)

@@ -10,8 +10,8 @@ load over the mean of all ranks.
     3. the new map is taken if it is better than the old one by 1 % at least, for a move
        costs something too.
 Steps 1 and 2 are those of EPLB, DeepSeek's balancer for serving (github.com/deepseek-ai/EPLB);
-heaviest first is Graham's LPT rule. An expert's copies share its load as `ExpertMap.seen_from` says,
-with source ranks taken to be alike.
+heaviest first is Graham's LPT rule. An expert's copies share its load as `ExpertMap.seen_from`
+says, with source ranks taken to be alike.
 
 Cost: 3 ms for 155 experts on 8 ranks, 20 ms on 64. What replicas cost in a run: replicas.py.
 
@@ -28,7 +28,7 @@ _WORTH = 0.01  # of the factor: below this a move is not made
 
 
 def rank_loads(expert_map: ExpertMap, load_E: Sequence[float]) -> list[float]:
-    """The load of every rank, if every source rank has an equal share of every expert's."""
+    """Returns every rank's load, if every source rank has an equal share of every expert's."""
     num_ranks = len(expert_map.slots_P)
     loads = [0.0] * num_ranks
     for expert, slots in enumerate(expert_map.slots_E):
@@ -43,18 +43,17 @@ def rank_loads(expert_map: ExpertMap, load_E: Sequence[float]) -> list[float]:
 
 
 def load_imbalance(expert_map: ExpertMap, load_E: Sequence[float]) -> float:
-    """The hottest rank's load over the mean; 1 where nothing was routed."""
+    """Returns the hottest rank's load over the mean of all ranks; 1 where nothing was routed."""
     loads = rank_loads(expert_map, load_E)
     total = sum(loads)
     return max(loads) * len(loads) / total if total else 1.0
 
 
 def rebalanced(expert_map: ExpertMap, load_E: Sequence[float], *, replicas: int = 0) -> ExpertMap:
-    """An expert map that evens out this load, with `replicas` slots per rank beyond the equal
-    share; `expert_map`
-    if nothing is gained.
+    """Returns an expert map that evens out this load, or `expert_map` if nothing is gained.
 
-    No rank gets more slots than there are experts. Deterministic: ties go to the lower number.
+    It has `replicas` slots per rank beyond the equal share. No rank gets more slots than there are
+    experts. Deterministic: ties go to the lower number.
     """
     blocks = expert_blocks(len(load_E), len(expert_map.slots_P))
     candidate = packed(load_E, [min(len(block) + replicas, len(load_E)) for block in blocks])
@@ -63,7 +62,7 @@ def rebalanced(expert_map: ExpertMap, load_E: Sequence[float], *, replicas: int 
 
 
 def packed(load_E: Sequence[float], slots_P: Sequence[int]) -> ExpertMap:
-    """Every slot filled: copies chosen by load, then packed, the heaviest first.
+    """Fills every slot: chooses copies by load, then packs them, the heaviest first.
 
     Raises:
         ValueError: fewer slots than experts, or a rank with more slots than there are experts, or
@@ -84,8 +83,9 @@ def packed(load_E: Sequence[float], slots_P: Sequence[int]) -> ExpertMap:
 
 
 def num_copies(load_E: Sequence[float], num_slots: int, num_ranks: int) -> list[int]:
-    """How many slots every expert gets: one each, and the rest one by one to the most load per
-    copy.
+    """Returns how many slots every expert gets.
+
+    Each gets one; the rest go one by one to the expert with the most load per copy.
     """
     copies_E = [1] * len(load_E)
     heap = [(-load, expert) for expert, load in enumerate(load_E)] if num_ranks > 1 else []
@@ -101,8 +101,10 @@ def num_copies(load_E: Sequence[float], num_slots: int, num_ranks: int) -> list[
 def _free_rank(
     expert: int, held_P: Sequence[set[int]], slots_P: Sequence[int], weight_E: Sequence[float]
 ) -> int:
-    """The rank with the least load that can take a copy. Where only ranks are free that have one
-    already, one of them takes another expert from a full rank, whose place becomes free.
+    """Returns the rank with the least load that can take a copy of an expert.
+
+    Where only ranks are free that have one already, one of them takes another expert from a full
+    rank, whose place becomes free.
     """
     load_P = [sum(weight_E[other] for other in sorted(held)) for held in held_P]
     free = [rank for rank, held in enumerate(held_P) if len(held) < slots_P[rank]]
@@ -128,7 +130,10 @@ def _free_rank(
 def _as_expert_map(
     held_P: Sequence[set[int]], slots_P: Sequence[int], num_experts: int
 ) -> ExpertMap:
-    """Experts in ascending order on every rank; the first copy is the one on the lowest rank."""
+    """Makes a map with the experts of every rank in ascending order.
+
+    The first copy of an expert is the one on the lowest rank.
+    """
     expert_S = [expert for held in held_P for expert in sorted(held)]
     slots_E: list[list[int]] = [[] for _ in range(num_experts)]
     for slot, expert in enumerate(expert_S):

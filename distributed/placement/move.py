@@ -6,8 +6,8 @@ their data is replaced, and grows or shrinks where the number of slots changes. 
 dropped: experts move between two steps. A new copy of an expert gets the moments of the old one, so
 copies that start equal and get equal gradients stay equal.
 
-The expert map of a bank is that of its dispatcher: there is no second place that could say something
-else.
+The expert map of a bank is that of its dispatcher: there is no second place that could say
+something else.
 
 Cost: three times the bytes of the experts that change their rank, once; beside it, one bank's
 tensor at a time in memory.
@@ -15,7 +15,7 @@ tensor at a time in memory.
 Legend: S slots, P ranks of an EP group.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -36,7 +36,7 @@ _Spread = AllGatherDispatcher | AllToAllDispatcher | DedupDispatcher | Hierarchi
 
 @dataclass(frozen=True)
 class MoveResult:
-    """What a move took, in each EP group."""
+    """The cost of a move, in each EP group."""
 
     experts: int = 0  # slots that were filled from another rank
     num_bytes: int = 0  # between ranks
@@ -46,23 +46,23 @@ class MoveResult:
 
 
 def banks_of(model: nn.Module) -> dict[str, SparseLayer]:
-    """Every bank of experts by the name of its layer."""
+    """Returns every sparse layer of a model, which holds a bank of experts, by its name."""
     return {name: layer for name, layer in model.named_modules() if isinstance(layer, SparseLayer)}
 
 
 def expert_maps_of(model: nn.Module) -> dict[str, ExpertMap]:
-    """Where the experts of every bank live now."""
+    """Returns the expert map of every bank as it is now, by the name of its layer."""
     return {name: _expert_map_of(layer) for name, layer in banks_of(model).items()}
 
 
-def expert_shard(shape: tuple[int, ...], expert_maps: ExpertMap, ep_rank: int) -> LocalShard:
-    """What a rank holds of a bank's parameter, whose whole shape is given."""
+def expert_shard(shape: tuple[int, ...], expert_map: ExpertMap, ep_rank: int) -> LocalShard:
+    """Returns the shard that a rank of an EP group stores of a bank's parameter of that shape."""
     inner, zeros = shape[1:], (0,) * len(shape[1:])
     slices = [
         Slice((piece.expert, *zeros), (piece.length, *inner), (piece.slot, *zeros), piece.is_first)
-        for piece in expert_maps.ranges_of(ep_rank)
+        for piece in expert_map.ranges_of(ep_rank)
     ]
-    return LocalShard(tuple(shape), tuple(slices), len(expert_maps.slots_P), has_experts=True)
+    return LocalShard(tuple(shape), tuple(slices), len(expert_map.slots_P), has_experts=True)
 
 
 @torch.no_grad()
@@ -72,11 +72,16 @@ def move_experts(
     mesh: Mesh,
     expert_maps: Mapping[str, ExpertMap],
 ) -> MoveResult:
-    """Brings the banks that are named to these maps. A collective call with the same maps on
-    every rank.
+    """Moves experts until their banks have these maps; a collective call, equal on every rank.
+
+    Args:
+        model: whose banks get the maps.
+        optimizer: whose moments move with the weights.
+        mesh: gives the EP group.
+        expert_maps: by the name of the bank's layer; the other banks stay as they are.
 
     Raises:
-        ValueError: a table does not fit its bank or the EP group; nothing was moved.
+        ValueError: a map does not fit its bank or the EP group; nothing was moved.
     """
     banks, before = banks_of(model), expert_maps_of(model)
     for name, new in expert_maps.items():
@@ -90,16 +95,16 @@ def move_experts(
         for parameter in layer.experts.parameters():
             total += _move(parameter, optimizer, plan)
         total += MoveResult(plan.num_received)
-        layer.dispatcher = type(layer.dispatcher)(
-            replace(layer.dispatcher.setup, expert_map=new)
-        )  # its counters go on
+        # Its counters go on: they are in the setup.
+        layer.dispatcher = type(layer.dispatcher)(replace(layer.dispatcher.setup, expert_map=new))
     return total
 
 
 def _move(
     parameter: nn.Parameter, optimizer: torch.optim.Optimizer, plan: "_MovePlan"
 ) -> MoveResult:
-    shape, whole = parameter.shape, local_shard_of(parameter).global_shape
+    """Moves the experts of one parameter, and their moments."""
+    shape, global_shape = parameter.shape, local_shard_of(parameter).global_shape
     state = optimizer.state.get(parameter, {})
     moments = [
         key for key, value in state.items() if isinstance(value, Tensor) and value.shape == shape
@@ -109,13 +114,14 @@ def _move(
     parameter.data = plan.exchange(parameter.data)
     for key in moments:
         state[key] = plan.exchange(state[key])
-    set_local_shard(parameter, expert_shard(whole, plan.new, plan.rank))
+    set_local_shard(parameter, expert_shard(global_shape, plan.new, plan.rank))
     return MoveResult(0, expert_bytes * plan.num_received)
 
 
 class _MovePlan:
-    """Who sends what to whom. A slot is filled from the rank's own old copy, else from the one that
-    served the rank.
+    """Tells which slots a rank sends to whom, and receives from whom.
+
+    A slot is filled from the rank's own old copy of the expert, else from the one that served it.
     """
 
     def __init__(self, old: ExpertMap, new: ExpertMap, group: dist.ProcessGroup) -> None:
@@ -136,17 +142,15 @@ class _MovePlan:
         received = sorted(
             (old.rank_S[source], slot - own_new.start) for slot, source in slots if slot in own_new
         )
-        self.sent_slots, self.received_slots = (
-            [slot for _, slot in pairs] for pairs in (sent, received)
-        )
-        self.sent, self.received = (
-            [sum(partner == rank for partner, _ in pairs) for rank in range(group.size())]
-            for pairs in (sent, received)
-        )
+        self.sent_slots = [slot for _, slot in sent]
+        self.received_slots = [slot for _, slot in received]
+        self.sent = _count_by_rank(sent, group.size())
+        self.received = _count_by_rank(received, group.size())
 
     def exchange(self, rows: Tensor) -> Tensor:
-        """Collective. One row per slot, from the old slots to the new ones; zeros in slots that
-        stay empty.
+        """Moves rows, one per slot, from the old slots to the new ones; a collective call.
+
+        Slots that stay empty get zeros.
         """
         arrived = rows.new_empty(len(self.received_slots), *rows.shape[1:])
         dist.all_to_all_single(
@@ -155,6 +159,11 @@ class _MovePlan:
         placed = rows.new_zeros(self.new.slots_P[self.rank], *rows.shape[1:])
         placed[self.received_slots] = arrived
         return placed
+
+
+def _count_by_rank(pairs: Sequence[tuple[int, int]], num_ranks: int) -> list[int]:
+    """Counts for every rank the pairs (rank, slot) that are of it."""
+    return [sum(partner == rank for partner, _ in pairs) for rank in range(num_ranks)]
 
 
 def _expert_map_of(layer: SparseLayer) -> ExpertMap:
@@ -170,7 +179,6 @@ def _check(name: str, old: ExpertMap | None, new: ExpertMap) -> None:
         raise ValueError(f"there is no bank {name!r} of experts in this model")
     if (old.num_experts, len(old.slots_P)) != (new.num_experts, len(new.slots_P)):
         raise ValueError(
-            f"{name} has {old.num_experts} experts on {len(old.slots_P)} ranks, but the new map "
-            f"are for {new.num_experts} on "
-            f"{len(new.slots_P)}"
+            f"{name} has {old.num_experts} experts on {len(old.slots_P)} ranks, but the new map is "
+            f"for {new.num_experts} on {len(new.slots_P)}"
         )

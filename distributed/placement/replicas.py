@@ -28,7 +28,7 @@ from .move import banks_of, expert_maps_of
 
 @dataclass(frozen=True)
 class _Shared:
-    """A parameter some of whose experts have copies."""
+    """A parameter some of whose experts have copies, and the sum of their gradients."""
 
     parameter: Parameter
     slots: list[int]  # of copied experts on this rank
@@ -36,11 +36,13 @@ class _Shared:
     sum_X: Tensor
 
     def pack(self) -> None:
+        """Copies this rank's gradients of copied experts to their places in the sum."""
         self.sum_X.zero_()
         if self.parameter.grad is not None:
             self.sum_X[self.places] = self.parameter.grad[self.slots].to(self.sum_X.dtype)
 
     def unpack(self) -> None:
+        """Replaces the gradients of this rank's copies by the sum."""
         if self.parameter.grad is None:
             raise AssertionError("the reducer gives every parameter a gradient")
         self.parameter.grad[self.slots] = self.sum_X[self.places].to(self.parameter.grad.dtype)
@@ -56,17 +58,14 @@ class CopyReducer:
         mesh: Mesh,
     ) -> None:
         self._reducer, self._group = reducer, mesh.world_group
-        self._shared = [
-            shared
-            for expert_map, parameters in banks
-            if expert_map.copies
-            for shared in _shared(
-                expert_map, [each for each in parameters if each.requires_grad], mesh.coordinates.ep
-            )
-        ]
+        self._shared: list[_Shared] = []
+        for expert_map, parameters in banks:
+            if expert_map.copies:
+                trained = [parameter for parameter in parameters if parameter.requires_grad]
+                self._shared += _shared(expert_map, trained, mesh.coordinates.ep)
 
     def reduce(self) -> None:
-        """As `GradientReducer.reduce`. A collective call: every rank must come."""
+        """Replaces every gradient by its sum over the ranks; a collective call of the world."""
         pending = []
         for shared in self._shared:
             shared.pack()
@@ -94,6 +93,7 @@ def make_reducer(model: nn.Module, mesh: Mesh) -> GradientReducer | CopyReducer:
 
 
 def _shared(expert_map: ExpertMap, parameters: Iterable[Parameter], ep_rank: int) -> list[_Shared]:
+    """Prepares the sums of the experts of one bank that have copies, one for each parameter."""
     copied, own = sorted({expert for expert, _ in expert_map.copies}), expert_map.own_slots(ep_rank)
     held = {expert: slot for slot, expert in enumerate(expert_map.expert_S[own.start : own.stop])}
     places = [place for place, expert in enumerate(copied) if expert in held]

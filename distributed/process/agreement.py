@@ -152,8 +152,8 @@ class _Comparison:
             if not self._store.check([f"{self._prefix}/digest/0"]):
                 return self._absence([0], what)
         return (
-            f"rank 0 came, but did not say within {2 * self._timeout_s:g} s whether the ranks agree "
-            f"on the {what}"
+            f"rank 0 came, but did not say within {2 * self._timeout_s:g} s whether the ranks "
+            f"agree on the {what}"
         )
 
     def _missing(self, kind: str) -> list[int]:

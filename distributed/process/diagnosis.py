@@ -71,7 +71,7 @@ class CollectiveCall:
 
 @dataclass(frozen=True)
 class RankReport:
-    """The collectives that one rank issued last, and the exception that it ended with, if it did."""
+    """The collectives that one rank issued last, and the exception that ended it, if one did."""
 
     calls: Sequence[CollectiveCall] = ()  # oldest first
     ended: str | None = None
@@ -243,7 +243,7 @@ def describe_blocked(blocked: BlockedCollective, reports: Mapping[int, RankRepor
     )
 
 
-# Gathering reports -----------------------------------------------------------------------------------------------
+# Gathering reports ------------------------------------------------------------------------------
 
 
 def _collect(store: Store, rank: int, world_size: int, own: list[CollectiveCall]) -> str:
@@ -315,7 +315,7 @@ def _whereabouts(call: CollectiveCall, report: RankReport) -> str:
 
 
 def _own_connection(store: Store) -> Store:
-    """Opens a second connection to the store: a wait holds its own, and the rank's must stay free."""
+    """Opens another connection to the store: a wait holds its own, the rank's must stay free."""
     return store.clone()  # pyright: ignore[reportAttributeAccessIssue]
 
 
@@ -325,7 +325,7 @@ def _members(group: str) -> list[int]:
     return dist.get_process_group_ranks(resolved)
 
 
-# Reading and writing ------------------------------------------------------------------------------------------------
+# Reading and writing ----------------------------------------------------------------------------
 
 
 def _call_of(entry: Mapping[str, Any], now_ns: int) -> CollectiveCall:

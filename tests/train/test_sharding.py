@@ -143,7 +143,7 @@ def joined(ranks: list[Parts]) -> dict[str, Tensor]:
     """
     out = {}
     for name, (first, _) in ranks[0].items():
-        whole, counts = torch.full(first.shape, torch.nan), torch.zeros(first.shape)
+        whole, counts = torch.full(first.global_shape, torch.nan), torch.zeros(first.global_shape)
         for shard, memory in (parts[name] for parts in ranks):
             assert memory.numel() == sum(np.prod(slice_.sizes) for slice_ in shard.slices)
             for slice_ in shard.slices:
