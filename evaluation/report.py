@@ -74,25 +74,34 @@ def write_text(
     check_temperature(temperature)
     with start_process("auto") as process:
         restored = restore(run_dir, process, step=step)
-        tokenizer = prepared_tokenizer(restored.config.data.directory)
-        prompt_ids = tokenizer.encode_batch([prompt])[0].astype("int64")
-        prompt_S = torch.from_numpy(prompt_ids).to(process.device)
-        yield prompt
-        ids, shown = prompt_ids.tolist(), len(prompt)
-        context_MS = _group_context(restored, len(ids) + num_tokens - 1, seed=seed)
-        for token in generate(
-            restored.model,
-            prompt_S,
-            num_tokens=num_tokens,
-            temperature=temperature,
-            seed=seed,
-            context_MS=None if context_MS is None else context_MS.to(process.device),
-        ):
-            ids.append(token)
-            text = tokenizer.decode(ids)
-            if not text.endswith("\ufffd"):
-                yield text[shown:]
-                shown = len(text)
+        yield from continue_text(
+            restored, prompt, num_tokens=num_tokens, temperature=temperature, seed=seed
+        )
+
+
+def continue_text(
+    restored: Restored, prompt: str, *, num_tokens: int, temperature: float, seed: int
+) -> Iterator[str]:
+    """Does what `write_text` does, with a model that is in memory already."""
+    tokenizer = prepared_tokenizer(restored.config.data.directory)
+    device = next(restored.model.parameters()).device
+    prompt_ids = tokenizer.encode_batch([prompt])[0].astype("int64")
+    yield prompt
+    ids, shown = prompt_ids.tolist(), len(prompt)
+    context_MS = _group_context(restored, len(ids) + num_tokens - 1, seed=seed)
+    for token in generate(
+        restored.model,
+        torch.from_numpy(prompt_ids).to(device),
+        num_tokens=num_tokens,
+        temperature=temperature,
+        seed=seed,
+        context_MS=None if context_MS is None else context_MS.to(device),
+    ):
+        ids.append(token)
+        text = tokenizer.decode(ids)
+        if not text.endswith("\ufffd"):
+            yield text[shown:]
+            shown = len(text)
 
 
 @dataclass(frozen=True)
@@ -132,19 +141,23 @@ def score_text(
             or the model reads the future.
     """
     with start_process("auto") as process:
-        restored = restore(run_dir, process, step=step)
-        data = restored.config.data
-        tokenizer = prepared_tokenizer(data.directory)
-        tokens = tokenizer.encode_batch([text])[0].tolist()
-        with GroupContextText(data.directory, seq_len=data.seq_len, seed=seed) as context_text:
-            result = score(
-                restored.model,
-                tokens,
-                context_text,
-                end_of_document=tokenizer.end_of_document_id,
-                context=data.seq_len,
-                draws=draws,
-            )
+        return score_with(restore(run_dir, process, step=step), text, draws=draws, seed=seed)
+
+
+def score_with(restored: Restored, text: str, *, draws: int = 1, seed: int = 0) -> ScoredText:
+    """Does what `score_text` does, with a model that is in memory already."""
+    data = restored.config.data
+    tokenizer = prepared_tokenizer(data.directory)
+    tokens = tokenizer.encode_batch([text])[0].tolist()
+    with GroupContextText(data.directory, seq_len=data.seq_len, seed=seed) as context_text:
+        result = score(
+            restored.model,
+            tokens,
+            context_text,
+            end_of_document=tokenizer.end_of_document_id,
+            context=data.seq_len,
+            draws=draws,
+        )
     return ScoredText(restored.step, len(result.log_probability_RS), result)
 
 

@@ -1,0 +1,199 @@
+"""moebius from Python: what `import moebius` offers, for notebooks and scripts.
+
+    config = moebius.recipe("smoke", train__steps=40, job__num_nodes=1)
+    model = moebius.build(config)                   # untrained, in this process
+    status = moebius.train(config, "runs/mine")     # prepares the data, starts the ranks, waits
+    trained = moebius.load("runs/mine")
+    print(trained.generate("Once upon a time"))
+
+It stands on the top floor beside the command line and does the same with the same parts. The package
+imports it when one of its names is first used, so `import moebius` alone costs no torch.
+"""
+
+import io
+import json
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+
+from .cluster.job import JobStatus, State, refuse_if_running
+from .cluster.local import train_here
+from .data_pipeline.shards import prepared_tokenizer
+from .data_pipeline.tokenizer import Tokenizer
+from .distributed.checkpoint.files import find_checkpoint, read_meta
+from .distributed.process.process import start_process
+from .evaluation.report import ScoredText, continue_text, score_with
+from .evaluation.restore import Restored, restore
+from .model.initialise import initialise
+from .model.transformer import Transformer
+from .train.config import Config, ConfigError, resolve
+from .train.recipes.smoke import RECIPES
+from .train.run_folder import open_run, place_data
+
+
+class TrainingFailed(RuntimeError):
+    """A run ended without success; the message is its root cause, `status` all that is known."""
+
+    def __init__(self, status: JobStatus):
+        cause = status.root_cause
+        reason = status.reason if cause is None else f"{status.reason}: {cause.summary}"
+        super().__init__(f"{status.run_dir}: {status.state}, {reason}; see {status.run_dir}/logs")
+        self.status = status
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A trained model in memory, with what belongs to it."""
+
+    model: Transformer
+    tokenizer: Tokenizer
+    config: Config
+    step: int
+
+    def generate(
+        self, prompt: str, *, num_tokens: int = 100, temperature: float = 0.8, seed: int = 0
+    ) -> str:
+        """Returns the prompt and the text that the model writes after it.
+
+        Args:
+            num_tokens: how many tokens to write.
+            temperature: of the sampling; 0 takes the most likely token each time.
+            seed: of the sampling, and of the group context of a model that routes sequences together.
+
+        Raises:
+            ValueError: an empty prompt, or a model that cannot write.
+        """
+        pieces = continue_text(
+            self._restored, prompt, num_tokens=num_tokens, temperature=temperature, seed=seed
+        )
+        return "".join(pieces)
+
+    def score(self, text: str, *, draws: int = 1, seed: int = 0) -> ScoredText:
+        """Returns how likely the model finds a text, in nats: `.result.mean` for all of it.
+
+        Args:
+            draws: of the group context, for a model that routes sequences together.
+            seed: of those draws.
+
+        Raises:
+            ValueError: there is nothing to score, or the model reads the future.
+        """
+        return score_with(self._restored, text, draws=draws, seed=seed)
+
+    @property
+    def _restored(self) -> Restored:
+        return Restored(self.model, self.config, self.step)
+
+
+def recipe(name: str, /, **overrides: object) -> Config:
+    """Returns the configuration of a recipe or a TOML file, with single values changed.
+
+    A value is named with its sections, joined by two underscores, or by a mapping per section; both
+    change single values and leave the others:
+
+        moebius.recipe("smoke", train__steps=20, model__router__top_k=2)
+        moebius.recipe("smoke", train={"steps": 20}, model={"router": {"top_k": 2}})
+
+    Args:
+        name: one of those that `moebius models` lists, or a path that ends in .toml.
+        overrides: as above; None means what `none` means on the command line.
+
+    Raises:
+        ConfigError: no such recipe, an unknown key, or values that do not fit together.
+    """
+    return resolve(name, list(_as_arguments(overrides)), RECIPES)
+
+
+def build(config: Config) -> Transformer:
+    """Returns the untrained model of a configuration, whole and in this process, on the CPU.
+
+    Its weights are those that training starts from, on any number of ranks: they depend on
+    `train.seed` alone.
+    """
+    model = Transformer(config.model, backend=config.kernels.name)
+    initialise(model, config.train.seed)
+    return model
+
+
+def load(path: str | PathLike[str], *, step: int | None = None) -> LoadedModel:
+    """Returns a trained model, all experts in this process, on a GPU if there is one.
+
+    Args:
+        path: a run folder, or one checkpoint in it.
+        step: of which checkpoint of a run; default: the newest.
+
+    Raises:
+        ValueError: no such run or checkpoint, or its tokenizer is gone.
+    """
+    run_dir, step = _run_of(Path(path), step)
+    with start_process("auto") as process:
+        restored = restore(run_dir, process, step=step)
+    tokenizer = prepared_tokenizer(restored.config.data.directory)
+    return LoadedModel(restored.model, tokenizer, restored.config, restored.step)
+
+
+def train(config: Config, run_dir: str | PathLike[str], *, show: bool = True) -> JobStatus:
+    """Trains a configuration on this machine and returns how the run ended; blocks until then.
+
+    Does what `moebius train` does: prepares the data, starts `job.num_nodes × job.ranks_per_node`
+    ranks as processes, goes on from the newest checkpoint where the run folder holds one. Ctrl-C
+    (in a notebook: interrupt) ends the run at a step boundary with a checkpoint. The data are
+    prepared beside the run folder, unless `data.directory` says where.
+
+    Args:
+        run_dir: a folder that is new, empty or holds this run.
+        show: print what happens.
+
+    Raises:
+        ConfigError: the configuration does not fit its number of ranks, or the folder holds another
+            run.
+        JobError: a job is at work in this folder.
+        TrainingFailed: the run failed; the message is the root cause.
+    """
+    from rich.console import Console
+
+    run_dir = Path(run_dir).absolute()
+    config = place_data(config, run_dir.parent)
+    config.check_world(config.world_size)
+    refuse_if_running(run_dir)
+    open_run(config, run_dir)
+    console = Console() if show else Console(file=io.StringIO())
+    status = train_here(config, run_dir, console=console)
+    if status.state not in (State.SUCCEEDED, State.STOPPED):
+        raise TrainingFailed(status)
+    return status
+
+
+def _as_arguments(overrides: Mapping[str, object], section: str = "") -> Iterator[str]:
+    """Yields overrides as the command line takes them, `section.key=value` with TOML values."""
+    for name, value in overrides.items():
+        key = section + name.replace("__", ".")
+        if isinstance(value, Mapping):
+            yield from _as_arguments(value, f"{key}.")
+        else:
+            yield f"{key}={_as_toml(value, key)}"
+
+
+def _as_toml(value: object, key: str) -> str:
+    """The value as TOML, which writes strings, truth and lists as JSON does and has inf and nan."""
+    if value is None:
+        return "none"
+    if isinstance(value, float):
+        return repr(value)
+    try:
+        return json.dumps(value, default=os.fspath)
+    except TypeError:
+        raise ConfigError(
+            f"{key}: {value!r} is no value of a configuration; give a number, a text, True or "
+            "False, None, or a list of them"
+        ) from None
+
+
+def _run_of(path: Path, step: int | None) -> tuple[Path, int | None]:
+    """The run folder that a path is or lies in, and the step that it names."""
+    if (path / "config.json").exists() or not path.name.startswith("step_"):
+        return path, step
+    checkpoint = find_checkpoint(path.absolute(), step)
+    return checkpoint.parent.parent, read_meta(checkpoint).step

@@ -1,0 +1,151 @@
+"""What `import moebius` offers to Python: a recipe, its model, a run, and the trained model back."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import moebius
+from moebius.cluster.job import JobStatus, RootCause, State
+from moebius.distributed.layout import MeshConfig, plan_layout
+from moebius.distributed.mesh import build_mesh
+from moebius.distributed.parallelize import build_model
+from moebius.distributed.process.process import start_process
+from moebius.evaluation.report import score_text, write_text
+from moebius.train.config import Config, ConfigError, resolve
+from moebius.train.recipes.smoke import RECIPES
+
+TINY = dict(
+    model=dict(
+        vocab_size=257, d_model=16, num_layers=2, num_heads=2, d_head=8,
+        num_experts=4, num_attention_experts=2, d_expert=8, router__top_k=2,
+    ),
+    data=dict(tokenizer="bytes", vocab_size=257, seq_len=16, validation_fraction=0.2),
+    train=dict(steps=2, global_batch=2, micro_batch=1, eval_rows=4),
+    mesh=dict(ep=1, dp_replicate=None),
+    job=dict(num_nodes=1, ranks_per_node=1, rehearse_failure_at_step=None, start_timeout_s=60),
+)  # fmt: skip
+
+
+def test_overrides_are_single_values_in_either_form() -> None:
+    expected = resolve(
+        "smoke",
+        ["train.steps=7", "model.router.top_k=2", "data.input=['a.txt', 'none']", "data.seed=3"],
+        RECIPES,
+    )
+    nested = moebius.recipe(
+        "smoke",
+        train={"steps": 7},
+        model={"router": {"top_k": 2}},
+        data={"input": ["a.txt", "none"], "seed": 3},
+    )
+    flat = moebius.recipe(
+        "smoke",
+        train__steps=7,
+        model__router__top_k=2,
+        data__input=["a.txt", "none"],
+        data__seed=3,
+    )
+    assert nested == flat == expected
+    assert moebius.recipe("smoke") == RECIPES["smoke"]()
+    config = moebius.recipe("smoke", mesh__dp_replicate=None, optim__learning_rate=1e-5)
+    assert (config.mesh.dp_replicate, config.optim.learning_rate) == (None, 1e-5)
+
+
+def test_a_recipe_that_cannot_be_made() -> None:
+    with pytest.raises(ConfigError, match="did you mean smoke"):
+        moebius.recipe("smokee")
+    with pytest.raises(ConfigError, match=r"train\.step: unknown key; did you mean train\.steps"):
+        moebius.recipe("smoke", train__step=3)
+    with pytest.raises(ConfigError, match=r"train\.steps: <object .* is no value"):
+        moebius.recipe("smoke", train__steps=object())
+
+
+def test_a_built_model_is_the_one_that_training_starts_from() -> None:
+    config = moebius.recipe("smoke", **TINY)
+    built = moebius.build(config)
+    with start_process("cpu") as process:
+        mesh = build_mesh(plan_layout(MeshConfig(), 1), process)
+        trained = build_model(
+            config.model,
+            mesh,
+            dispatcher="auto",
+            backend="auto",
+            seed=config.train.seed,
+            device=process.device,
+        )
+    for (name, own), other in zip(built.named_parameters(), trained.parameters(), strict=True):
+        assert torch.equal(own, other), name
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Config, Path, JobStatus]:
+    folder = tmp_path_factory.mktemp("api")
+    lines = [json.dumps({"text": f"document {n}: " + "one two three " * 9}) for n in range(40)]
+    (folder / "text.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    config = moebius.recipe("smoke", **TINY, data__input=[folder / "text.jsonl"])
+    return config, folder, moebius.train(config, folder / "run", show=False)
+
+
+def test_a_run_from_python(trained: tuple[Config, Path, JobStatus]) -> None:
+    config, folder, status = trained
+    assert (status.state, status.step) == (State.SUCCEEDED, 2)
+    assert status.loss is not None
+    assert list((folder / "data").glob("*/manifest.json")), "the data lie beside the run"
+    with pytest.raises(ConfigError, match="holds another run"):
+        moebius.train(config.model_copy(update={"optim": RECIPES["dense"]().optim}), folder / "run")
+
+
+def test_a_trained_model_writes_and_scores_as_the_command_does(
+    trained: tuple[Config, Path, JobStatus], tmp_path: Path
+) -> None:
+    run_dir = trained[1] / "run"
+    loaded = moebius.load(str(run_dir))
+    assert loaded.step == 2
+    assert loaded.config.model == trained[0].model
+    expected = "".join(write_text(run_dir, "one ", num_tokens=5, temperature=0.5, seed=3))
+    assert loaded.generate("one ", num_tokens=5, temperature=0.5, seed=3) == expected
+    assert loaded.score("one two").result.mean == score_text(run_dir, "one two").result.mean
+    ids = loaded.tokenizer.encode_batch(["one"])[0].tolist()
+    assert loaded.tokenizer.decode(ids) == "one"
+    (checkpoint,) = (run_dir / "checkpoints").glob("step_*")
+    from_checkpoint = moebius.load(checkpoint)
+    for own, other in zip(
+        loaded.model.parameters(), from_checkpoint.model.parameters(), strict=True
+    ):
+        assert torch.equal(own, other)
+    for wrong, message in [
+        (tmp_path, "is not a run folder"),
+        (checkpoint.parent, "no config.json"),
+    ]:
+        with pytest.raises(ConfigError, match=message):
+            moebius.load(wrong)
+    with pytest.raises(ConfigError, match="no checkpoint at step 7"):
+        moebius.load(run_dir, step=7)
+
+
+def test_a_run_that_fails_raises_its_root_cause(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failed = JobStatus(
+        tmp_path, State.FAILED, reason="gave up", root_cause=RootCause("rank 0: out of memory")
+    )
+    monkeypatch.setattr("moebius.api.train_here", lambda *_, **__: failed)
+    with pytest.raises(moebius.TrainingFailed, match="gave up: rank 0: out of memory") as raised:
+        moebius.train(moebius.recipe("smoke", **TINY), tmp_path / "run")
+    assert raised.value.status is failed
+
+
+def test_the_room_train_is_itself_and_can_be_called() -> None:
+    assert moebius.train is sys.modules["moebius.train"]
+    assert callable(moebius.train)
+    assert moebius.train.__name__ == "moebius.train"
+
+
+def test_the_package_lists_its_names() -> None:
+    assert set(moebius.__all__) <= set(dir(moebius))
+    assert all(getattr(moebius, name).__doc__ for name in moebius.__all__ if name != "__version__")
+    with pytest.raises(AttributeError, match="has no attribute 'trian'"):
+        moebius.trian  # type: ignore[attr-defined]  # noqa: B018
