@@ -93,8 +93,8 @@ def recipe(name: str, /, **overrides: object) -> Config:
     A value is named with its sections, joined by two underscores, or by a mapping per section; both
     change single values and leave the others:
 
-        moebius.recipe("smoke", train__steps=20, model__router__top_k=2)
-        moebius.recipe("smoke", train={"steps": 20}, model={"router": {"top_k": 2}})
+        moebius.recipe("smoke", train__steps=20, model__feed_forward__num_experts=32)
+        moebius.recipe("smoke", train={"steps": 20}, model={"feed_forward": {"num_experts": 32}})
 
     Args:
         name: one of those that `moebius models` lists, or a path that ends in .toml.

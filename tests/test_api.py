@@ -19,8 +19,9 @@ from moebius.train.recipes.smoke import RECIPES
 
 TINY = dict(
     model=dict(
-        vocab_size=257, d_model=16, num_layers=2, num_heads=2, d_head=8,
-        num_experts=4, num_attention_experts=2, d_expert=8, router__top_k=2,
+        vocab_size=257, d_model=16, num_layers=2,
+        attention=dict(num_heads=2, d_head=8, num_experts=2),
+        feed_forward=dict(num_experts=4, d_expert=8, router__top_k=2),
     ),
     data=dict(tokenizer="bytes", vocab_size=257, seq_len=16, validation_fraction=0.2),
     train=dict(steps=2, global_batch=2, micro_batch=1, eval_rows=4),
@@ -32,19 +33,24 @@ TINY = dict(
 def test_overrides_are_single_values_in_either_form() -> None:
     expected = resolve(
         "smoke",
-        ["train.steps=7", "model.router.top_k=2", "data.input=['a.txt', 'none']", "data.seed=3"],
+        [
+            "train.steps=7",
+            "model.feed_forward.router.top_k=2",
+            "data.input=['a.txt', 'none']",
+            "data.seed=3",
+        ],
         RECIPES,
     )
     nested = moebius.recipe(
         "smoke",
         train={"steps": 7},
-        model={"router": {"top_k": 2}},
+        model={"feed_forward": {"router": {"top_k": 2}}},
         data={"input": ["a.txt", "none"], "seed": 3},
     )
     flat = moebius.recipe(
         "smoke",
         train__steps=7,
-        model__router__top_k=2,
+        model__feed_forward__router__top_k=2,
         data__input=["a.txt", "none"],
         data__seed=3,
     )

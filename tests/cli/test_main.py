@@ -15,6 +15,8 @@ import pytest
 from moebius.cli.completion import _SHELLS
 from moebius.cli.main import build_parser, main, parse
 from moebius.cluster.job import Journal, State
+from moebius.train.config import resolve
+from moebius.train.recipes.smoke import RECIPES
 
 # What takes time or memory to import, and answers no question about a run folder.
 HEAVY = {
@@ -89,7 +91,11 @@ def test_the_help_of_every_command_shows_examples_that_parse() -> None:
         for example in examples:
             words = shlex.split(example.partition(" > ")[0])
             assert tuple(words[: len(path)]) == path, example
-            parse(words)  # exits where the line is not valid
+            options = parse(words)  # exits where the line is not valid
+            overrides = getattr(options, "overrides", [])
+            if overrides:
+                name = options.name if options.name in RECIPES else "smoke"
+                resolve(name, overrides, RECIPES)
 
 
 @pytest.mark.parametrize("shell", _SHELLS)
