@@ -40,11 +40,12 @@ from torch import Tensor
 
 from benchmarks.report import ROOT, save
 from moebius.data_pipeline.loader import Batch
-from moebius.distributed.dispatch.choose import DISPATCHERS, make_dispatcher
+from moebius.distributed.dispatch.choose import make_dispatcher
 from moebius.distributed.dispatch.exchange import AllGather, AllToAll, Pending, ReduceScatter
 from moebius.distributed.dispatch.setup import build_node_groups
+from moebius.distributed.dispatch.table import DISPATCHERS, needs_nodes
 from moebius.distributed.process.process import Process, start_process
-from moebius.model.moe import LocalDispatcher
+from moebius.model.moe import Dispatched, LocalDispatcher
 from moebius.model.routing import Routes, token_routes
 from moebius.train.config import resolve
 from moebius.train.loop import step
@@ -74,7 +75,9 @@ def points(num_ranks: int) -> list[Point]:
     """K swept at the goal's shape; narrow rows beside it, where latency is what counts."""
     if num_ranks == 1:
         return [Point(1, 2048, 1024, 4, "local")]
-    names = [name for name in DISPATCHERS if name != "hierarchical" or num_ranks > PER_NODE]
+    names = [
+        name for name, entry in DISPATCHERS.items() if num_ranks > PER_NODE or not entry.needs_nodes
+    ]
     wide = [Point(num_ranks, 2048, 1024, k, name) for k in (1, 2, 4, 8) for name in names]
     narrow = [Point(num_ranks, 512, 128, 4, name) for name in names]
     return [
@@ -196,9 +199,7 @@ def time_point(point: Point, process: Process, seconds: float) -> dict[str, Any]
     group, device = dist.group.WORLD, process.device
     assert group is not None
     nodes = (
-        build_node_groups(group, PER_NODE, timeout_s=120)
-        if point.dispatcher == "hierarchical"
-        else None
+        build_node_groups(group, PER_NODE, timeout_s=120) if needs_nodes(point.dispatcher) else None
     )
     dispatcher: Any = make_dispatcher(
         point.dispatcher,
@@ -284,16 +285,18 @@ def batch(point: Point, process: Process) -> tuple[Tensor, Routes]:
 def one_pass(dispatcher: Any, x: Tensor, routes: Routes, device: torch.device) -> Spent:
     """Dispatch and combine; the experts' stand-in works between them and is left out."""
 
-    def arrive() -> tuple[Any, list[tuple[Tensor, Routes]]]:
-        sent = dispatcher.dispatch(x, routes)
-        return sent, [(part.x_UD, part.routes) for part in sent.parts]
+    def arrive() -> tuple[Dispatched, list[tuple[Tensor, Routes]]]:
+        dispatched = dispatcher.dispatch(x, routes)
+        return dispatched, [(chunk.x_UD, chunk.routes) for chunk in dispatched.chunks]
 
     spent = Spent()
-    sent, landed = spent.during(arrive, device)
-    answers = [stand_in(x_UD, part_routes) for x_UD, part_routes in landed]
+    dispatched, received = spent.during(arrive, device)
+    outputs = [stand_in(x_UD, chunk_routes) for x_UD, chunk_routes in received]
     dist.barrier()  # nobody pays for another rank's experts
-    parts = zip(sent.parts, answers, strict=True)
-    spent.during(lambda: dispatcher.combine([part.answer(y) for part, y in parts], sent), device)
+    chunks = zip(dispatched.chunks, outputs, strict=True)
+    spent.during(
+        lambda: dispatched.combine([chunk.send_back(y_TD) for chunk, y_TD in chunks]), device
+    )
     return spent
 
 

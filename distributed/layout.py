@@ -24,9 +24,11 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+
+from .dispatch.table import AUTO, known_dispatcher
 
 DENSE_AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")  # outermost first
 SPARSE_AXES = ("pp", "dp_replicate", "efsdp", "ep")
@@ -69,7 +71,7 @@ class MeshConfig(BaseModel):
     # sharded over fsdp and efsdp.
     sharding: Literal["none", "fsdp"] = "none"
     # How rows reach their experts: "auto" is "local" where ep is 1 and "dedup" elsewhere.
-    dispatcher: Literal["auto", "local", "allgather", "alltoall", "dedup", "hierarchical"] = "auto"
+    dispatcher: Annotated[str, AfterValidator(known_dispatcher)] = AUTO
     overlap_chunks: int = Field(
         default=1, ge=1, description="parts in which rows travel while others are computed"
     )

@@ -20,6 +20,7 @@ from ..model.moe import SparseLayer
 from ..model.transformer import Transformer
 from .dispatch.choose import make_dispatcher
 from .dispatch.setup import build_node_groups
+from .dispatch.table import needs_nodes
 from .layout import local_experts
 from .local_shard import LocalShard, block_shard, local_tensor, set_local_shard, whole_shard
 from .mesh import Mesh
@@ -46,7 +47,8 @@ def build_model(
 
     On the meta device it has no values.
 
-    Collective for the hierarchical dispatcher, whose groups (with that timeout) are made here.
+    Collective for a dispatcher that needs groups between and inside nodes, which are made here (with
+    that timeout).
     `ranks_per_node` None: all ranks are on one node. `precision`, of the products, matters to
     sharded weights only: they are cast when they are gathered.
 
@@ -55,7 +57,7 @@ def build_model(
             mesh.
     """
     nodes = None
-    if dispatcher == "hierarchical":
+    if needs_nodes(dispatcher):
         nodes = build_node_groups(mesh.ep_group, ranks_per_node, timeout_s=timeout_s)
     with torch.device("meta"):
         model = Transformer(config, backend=backend)

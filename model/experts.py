@@ -49,7 +49,7 @@ class ExpertMLPs(nn.Module):
         return self.products_dtype or self.w_up.dtype
 
     def forward(self, x_UD: Tensor, routes: Routes) -> Tensor:
-        """(U, D) rows to (num_targets, D) sums of weighted answers."""
+        """(U, D) rows to (num_targets, D) sums of weighted outputs."""
         return routed_mlp(
             x_UD,
             self.w_up,
@@ -82,5 +82,5 @@ class ExpertLinears(nn.Module):
         return self.products_dtype or self.weight.dtype
 
     def forward(self, x_UD: Tensor, routes: Routes) -> Tensor:
-        """(U, d_in) rows to (num_targets, d_out) sums of weighted answers."""
+        """(U, d_in) rows to (num_targets, d_out) sums of weighted outputs."""
         return routed_linear(x_UD, self.weight, routes, backend=self.backend, defer=self.defer)

@@ -4,13 +4,13 @@ thousand, these are the lines.
 A router returns routes, or a mixture; a mixture's rows are merged here, travel as routes of known
 counts, and are emitted here.
 
-On one rank `LocalDispatcher` hands back what it got: no copy, no sort. Across ranks another
+On one rank `LocalDispatcher` returns what it was given: no copy, no sort. Across ranks another
 dispatcher (distributed/) takes its place; the layer, its experts and their kernels stay the same.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +25,15 @@ from .routers.table import make_router
 from .routing import Mixture, Routes, Routing, slot_routes
 
 
-class Part(Protocol):
+class PendingRows(Protocol):
+    """Rows on their way to this rank."""
+
+    def wait(self) -> Tensor:
+        """Returns the rows, once they are here."""
+        ...
+
+
+class DispatchedChunk(Protocol):
     """Rows that this rank must serve, and their routes with local expert numbers."""
 
     @property
@@ -34,82 +42,90 @@ class Part(Protocol):
         ...
 
     @property
-    def routes(self) -> Routes: ...
+    def routes(self) -> Routes:
+        """Waits for the routes that read these rows."""
+        ...
 
-    def answer(self, y_UD: Tensor) -> Any:
-        """The experts' answers set out for home; what comes back is for `combine` alone."""
+    def send_back(self, y_TD: Tensor) -> PendingRows:
+        """Starts to send the experts' outputs back, one row for each target row of the routes.
+
+        Returns:
+            What `combine` wants of this chunk: the outputs that come to this rank in exchange.
+        """
         ...
 
 
-@dataclass(frozen=True)
-class Sent:
-    """What a rank must serve after dispatch: one part, or several, each under way while the experts
-    answer the one before.
+class Dispatched(Protocol):
+    """Rows of one pass after dispatch: one chunk, or several, each under way while the experts
+    compute the one before.
     """
 
-    parts: Sequence[Part]
-    way_home: Any = None  # the dispatcher's own
-
     @property
-    def x_UD(self) -> Tensor:
-        """Rows of the only part."""
-        [part] = self.parts
-        return part.x_UD
+    def chunks(self) -> Sequence[DispatchedChunk]:
+        """Returns what this rank must serve, in the order in which it comes."""
+        ...
 
-    @property
-    def routes(self) -> Routes:
-        """Routes of the only part."""
-        [part] = self.parts
-        return part.routes
+    def combine(self, outputs: Sequence[PendingRows]) -> Tensor:
+        """Adds up the outputs of all experts where this rank's routes say, (num_targets, D).
 
-    def answers(self, y: Tensor | Sequence[Any]) -> Sequence[Any]:
-        """The parts' answers as they set out; those of the only part may be given as they are."""
-        if not isinstance(y, Tensor):
-            return y
-        [part] = self.parts
-        return [part.answer(y)]
+        Collective over the dispatcher's ranks.
+
+        Args:
+            outputs: what `send_back` returned for every chunk, in order.
+        """
+        ...
 
 
 class Dispatcher(Protocol):
-    """Moves rows to the ranks that hold their experts, and brings the answers home."""
+    """Moves rows to the ranks that hold their experts, and the outputs back."""
 
-    def dispatch(self, x_UD: Tensor, routes: Routes) -> Sent:
-        """Collective over the dispatcher's ranks, with or without rows. Does not wait for the rows."""
-        ...
+    def dispatch(self, x_UD: Tensor, routes: Routes) -> Dispatched:
+        """Starts to send every row to the ranks of its experts, and does not wait for it.
 
-    def combine(self, y: Tensor | Sequence[Any], sent: Sent) -> Tensor:
-        """(num_targets, D): the answers of all experts, weighted and added up where their routes
-        say.
-
-        Args:
-            y: what `answer` gave for every part, in order; or the only part's answers (U, D).
+        Collective over the dispatcher's ranks, with or without rows.
         """
         ...
 
 
 @dataclass(frozen=True)
-class Here:
-    """The part of a rank that serves itself."""
+class LocalRows:
+    """Rows that are here already."""
+
+    rows: Tensor
+
+    def wait(self) -> Tensor:
+        """Returns the rows."""
+        return self.rows
+
+
+@dataclass(frozen=True)
+class LocalRoutes:
+    """A pass of a rank that serves itself: its only chunk."""
 
     x_UD: Tensor
     routes: Routes
 
-    def answer(self, y_UD: Tensor) -> Tensor:
-        """Is at home."""
-        return y_UD
+    @property
+    def chunks(self) -> Sequence["LocalRoutes"]:
+        """Returns the rows and routes as they were given."""
+        return (self,)
+
+    def send_back(self, y_TD: Tensor) -> LocalRows:
+        """Keeps the outputs, which are where they belong."""
+        return LocalRows(y_TD)
+
+    def combine(self, outputs: Sequence[PendingRows]) -> Tensor:
+        """Returns the outputs, which the experts have added up already."""
+        [rows] = outputs
+        return rows.wait()
 
 
 class LocalDispatcher:
-    """Every expert is here."""
+    """Leaves every row where it is, for this rank has all experts."""
 
-    def dispatch(self, x_UD: Tensor, routes: Routes) -> Sent:
-        """Hands back what it got."""
-        return Sent((Here(x_UD, routes),))
-
-    def combine(self, y: Tensor | Sequence[Any], sent: Sent) -> Tensor:
-        """The experts have added up their answers already."""
-        [answer] = sent.answers(y)
-        return answer
+    def dispatch(self, x_UD: Tensor, routes: Routes) -> LocalRoutes:
+        """Returns rows and routes as they are."""
+        return LocalRoutes(x_UD, routes)
 
 
 class SparseLayer(nn.Module):
@@ -123,14 +139,19 @@ class SparseLayer(nn.Module):
     def forward(
         self, x_UD: Tensor, routes: Routes, beside: Callable[[], None] | None = None
     ) -> Tensor:
-        """(U, D_in) source rows to (num_targets, D_out). `beside` is called while the rows travel."""
+        """Returns the weighted sums of expert outputs, (U, D_in) to (num_targets, D_out).
+
+        `beside` is called while the rows travel.
+        """
         # In the experts' own precision before they travel: half the bytes in bfloat16, and sums of
         # the same rounding on one rank and on many.
-        sent = self.dispatcher.dispatch(x_UD.to(self.experts.dtype), routes)
+        dispatched = self.dispatcher.dispatch(x_UD.to(self.experts.dtype), routes)
         if beside is not None:
             beside()
-        answers = [part.answer(self.experts(part.x_UD, part.routes)) for part in sent.parts]
-        return self.dispatcher.combine(answers, sent)
+        outputs = [
+            chunk.send_back(self.experts(chunk.x_UD, chunk.routes)) for chunk in dispatched.chunks
+        ]
+        return dispatched.combine(outputs)
 
 
 class SubTokens(nn.Module):
@@ -138,7 +159,7 @@ class SubTokens(nn.Module):
     one again.
 
     The sub-tokens of a row are neighbours. Rows stay sequence-major, so to a router it looks like h
-    times as many positions. With `residual` a sub-token is added to its experts' answer, as the
+    times as many positions. With `residual` a sub-token is added to its experts' output, as the
     paper writes it; its released code does not.
     """
 
@@ -155,11 +176,11 @@ class SubTokens(nn.Module):
         self.merge = Linear(d_model, d_model, init=xavier_uniform(), bias=True)
 
     def split(self, x_TD: Tensor) -> Tensor:
-        """(T, D) to (T·h, D/h)."""
+        """Splits rows, (T, D) to (T·h, D/h)."""
         return self.head(x_TD).unflatten(1, (self.num_heads, -1)).flatten(0, 1)
 
     def join(self, y_UC: Tensor, x_UC: Tensor) -> Tensor:
-        """The experts' answers to the sub-tokens x, each (T·h, D/h), to (T, D)."""
+        """Joins the experts' outputs for the sub-tokens x, each (T·h, D/h), to (T, D)."""
         y_UC = y_UC + x_UC if self.residual else y_UC
         return self.merge(y_UC.unflatten(0, (-1, self.num_heads)).flatten(1))
 
@@ -220,8 +241,9 @@ class SparseFeedForward(nn.Module):
     def forward(
         self, x_BSD: Tensor, router_input_BSD: Tensor, unhalted: Unhalted | None = None
     ) -> tuple[Tensor, Routing]:
-        """(B, S, D) to (B, S, D), with the routing for losses and metrics. Tokens that have halted
-        cost no expert.
+        """Returns the outputs, (B, S, D), and the routing for losses and metrics.
+
+        Tokens that have halted cost no expert.
         """
         batch = x_BSD.shape[0]
         x_TD, router_input_TD = x_BSD.flatten(0, 1), router_input_BSD.flatten(0, 1)
@@ -233,7 +255,7 @@ class SparseFeedForward(nn.Module):
         if unhalted is not None:
             routing = routing.of_weighted_rows(unhalted.weight_of_rows(len(x_TD)))
         shared: list[Tensor] = []
-        y_TD = self.answers(x_TD, routing.plan, beside=lambda: self._share(x_BSD, shared))
+        y_TD = self.expert_outputs(x_TD, routing.plan, beside=lambda: self._share(x_BSD, shared))
         if self.view is not None:
             y_TD = self.view.join(y_TD, x_TD)
         y_BSD = y_TD.view(batch, -1, y_TD.shape[1])
@@ -244,14 +266,14 @@ class SparseFeedForward(nn.Module):
         return y_BSD, routing
 
     def _share(self, x_BSD: Tensor, out: list[Tensor]) -> None:
-        """The shared experts work while the rows of the others travel."""
+        """Lets the shared experts work while the rows of the others travel."""
         if self.shared is not None:
             out.append(self.shared(x_BSD))
 
-    def answers(
+    def expert_outputs(
         self, x_TD: Tensor, plan: Routes | Mixture, *, beside: Callable[[], None] | None = None
     ) -> Tensor:
-        """The experts' answers to T rows, as the plan says."""
+        """Returns the experts' outputs for T rows, as the plan says."""
         if isinstance(plan, Routes):
             return self.sparse(x_TD, plan, beside)
         dtype = self.sparse.experts.dtype
@@ -262,15 +284,15 @@ class SparseFeedForward(nn.Module):
             num_experts=plan.num_experts,
             device=x_TD.device,
         )
-        answers_PGD = self.sparse(mixed_PGD.flatten(0, 1), routes, beside).view_as(mixed_PGD)
-        emitted_GMD = torch.einsum("gmp,pgd->gmd", plan.emit_GMP.to(dtype), answers_PGD)
+        outputs_PGD = self.sparse(mixed_PGD.flatten(0, 1), routes, beside).view_as(mixed_PGD)
+        emitted_GMD = torch.einsum("gmp,pgd->gmd", plan.emit_GMP.to(dtype), outputs_PGD)
         return torch.empty_like(emitted_GMD.flatten(0, 1)).index_copy(
             0, plan.rows_GM.flatten(), emitted_GMD.flatten(0, 1)
         )
 
 
 def _sum_weights(config: ExpertsConfig) -> tuple[float, float]:
-    """Weights of the routed and of the shared experts' answers."""
+    """Returns the weights of the routed and of the shared experts' outputs."""
     if config.shared_sum == "plain":
         return 1.0, 1.0
     k = config.router.active_experts(config.num_experts, sequence_rows=1)

@@ -1,6 +1,6 @@
 """What a router decides: a list of routes, or a soft mixture.
 
-A route says: read this source row, send it through this expert, weigh the answer so much, add it
+A route says: read this source row, send it through this expert, weigh the output so much, add it
 into this target row. Every sparse layer is such a list, so one dispatcher and one set of kernels
 serve them all:
 
@@ -14,7 +14,7 @@ serve them all:
 | expert choice | token | E | the same token; some tokens have no route |
 
 A mixture (Mixture of Tokens, Soft MoE) is not such a list: every expert slot reads a weighted sum
-of the rows of a group, and every row gets a weighted sum of the slots' answers. Between the two
+of the rows of a group, and every row gets a weighted sum of the slots' outputs. Between the two
 stands again a list of routes, one per mixed row (`slot_routes`).
 
 Legend: T tokens, H heads, A experts of one head, K experts chosen, N routes, G groups of M members,
@@ -33,7 +33,7 @@ from .recompute import save_decision
 
 @dataclass(frozen=True)
 class Routes:
-    """N routes over `num_experts` experts, in the order in which a target row's answers are added
+    """N routes over `num_experts` experts, in the order in which a target row's outputs are added
     up.
 
     `per_source` and `per_target` are positive where route n belongs to source row n // per_source
@@ -54,7 +54,7 @@ class Routes:
 
     @property
     def sorting(self) -> Sorting:
-        """The routes sorted by expert: once, when first asked for."""
+        """Returns the routes sorted by expert; they are sorted once, when first asked for."""
         known = (
             None if torch.compiler.is_compiling() else self.__dict__.get("_sorting")
         )  # the compiler keeps its own
@@ -65,19 +65,20 @@ class Routes:
         return known
 
     def counts(self) -> Tensor:
-        """(E,) int64: routes of each expert; of the sorting where there is one already."""
+        """Counts the routes of each expert, (E,) int64; reads the sorting where there is one."""
         if "_sorting" in self.__dict__:
             return self.sorting.starts_E1.diff().to(torch.int64)
         zeros = torch.zeros(self.num_experts, dtype=torch.int64, device=self.expert_N.device)
         return zeros.scatter_add_(0, self.expert_N, torch.ones_like(self.expert_N))
 
     def with_weights(self, weight_N: Tensor) -> "Routes":
-        """The same routes with other gate weights."""
+        """Returns the same routes with other gate weights."""
         return replace(self, weight_N=weight_N)
 
     def kept(self, keep_N: Tensor) -> "Routes":
-        """Only the routes where `keep_N` is true, in the same order. Their number is read from the
-        device.
+        """Returns the routes where `keep_N` is true, in the same order.
+
+        Their number is read from the device.
 
         On the meta device, where nothing can be read, all stay: shapes and costs are then those of
         the full list.
@@ -102,7 +103,7 @@ class Mixture:
     """Soft routing: no choice is made, rows are mixed (Mixture of Tokens, arXiv 2310.15961; Soft
     MoE, arXiv 2308.00951).
 
-    Slot p of a group reads Σ_m merge[m, p] · row m; row m gets Σ_p emit[m, p] · (the answer of slot
+    Slot p of a group reads Σ_m merge[m, p] · row m; row m gets Σ_p emit[m, p] · (the output of slot
     p). Slot p belongs to expert p // (P / E).
     """
 
@@ -114,7 +115,7 @@ class Mixture:
 
 @dataclass(frozen=True)
 class Routing:
-    """A router's answer: what to do with the rows, and what losses and metrics need."""
+    """What a router returns: what to do with the rows, and what losses and metrics need."""
 
     plan: Routes | Mixture
     logits_THA: Tensor  # float32, before the gate's nonlinearity; the feed-forward has H = 1
@@ -129,7 +130,7 @@ class Routing:
 
     @property
     def routes(self) -> Routes:
-        """The plan of a router that chooses.
+        """Returns the plan of a router that chooses.
 
         Raises:
             TypeError: the router mixes.
@@ -141,8 +142,9 @@ class Routing:
         return self.plan
 
     def of_weighted_rows(self, weight_T: Tensor) -> "Routing":
-        """The same decisions where rows count by their weight, and rows of weight 0 ask for
-        nothing.
+        """Returns the same decisions where rows count by their weight.
+
+        Rows of weight 0 have no routes.
         """
         routes = self.routes
         kept = routes.kept(weight_T[routes.target_N] > 0)
@@ -150,7 +152,7 @@ class Routing:
 
 
 def token_routes(experts_TK: Tensor, weights_TK: Tensor, *, num_experts: int) -> Routes:
-    """Every token through its K experts and back into the token."""
+    """Routes every token through its K experts and back into the token."""
     num_tokens, top_k = experts_TK.shape
     token_N = torch.arange(num_tokens, device=experts_TK.device).repeat_interleave(top_k)
     return Routes(
@@ -166,8 +168,9 @@ def token_routes(experts_TK: Tensor, weights_TK: Tensor, *, num_experts: int) ->
 
 
 def token_to_head_routes(experts_THK: Tensor, weights_THK: Tensor, *, num_experts: int) -> Routes:
-    """Every token into each of its H heads: K experts for each (token, head). Experts are numbered
-    over all heads.
+    """Routes every token into each of its H heads, through K experts for each (token, head).
+
+    Experts are numbered over all heads.
     """
     num_tokens, num_heads, top_k = experts_THK.shape
     head_row_N = torch.arange(num_tokens * num_heads, device=experts_THK.device).repeat_interleave(
@@ -186,9 +189,7 @@ def token_to_head_routes(experts_THK: Tensor, weights_THK: Tensor, *, num_expert
 
 
 def head_to_token_routes(experts_THK: Tensor, weights_THK: Tensor, *, num_experts: int) -> Routes:
-    """Every (token, head) row through its K experts into the token: heads and slots are summed in
-    one go.
-    """
+    """Routes every (token, head) row through its K experts into the token, which adds all up."""
     num_tokens, num_heads, top_k = experts_THK.shape
     head_row_N = torch.arange(num_tokens * num_heads, device=experts_THK.device).repeat_interleave(
         top_k
@@ -206,8 +207,8 @@ def head_to_token_routes(experts_THK: Tensor, weights_THK: Tensor, *, num_expert
 
 
 def slot_routes(num_rows: int, *, num_experts: int, device: torch.device) -> Routes:
-    """Rows that are already sorted by expert, equally many for each: every row through its own
-    expert and back in place.
+    """Routes rows that stand by expert, equally many for each, through their expert and back in
+    place.
     """
     row_N = torch.arange(num_rows, device=device)
     per_expert = num_rows // num_experts

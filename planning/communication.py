@@ -24,28 +24,10 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import ceil, gcd, log2, prod
 
+from ..distributed.dispatch.table import DISPATCHERS
 from .hardware import Hardware
 from .measured import MeasuredTable
 from .workload import Bank, Unit, blocks_of_heads
-
-
-@dataclass(frozen=True)
-class SendingPattern:
-    """What a dispatcher sends, as far as its cost depends on it."""
-
-    row_per_route: bool = False  # else once per destination
-    node_first: bool = False  # once per destination node, then once per rank inside it
-    to_all: bool = False  # every row to every rank, by dense collectives
-
-
-# The one place that knows the dispatchers apart.
-SENDING_PATTERNS = {
-    "allgather": SendingPattern(to_all=True),
-    "alltoall": SendingPattern(row_per_route=True),
-    "dedup": SendingPattern(),
-    "hierarchical": SendingPattern(node_first=True),
-}
-
 
 # Destinations of a row ----------------------------------------------------------------------------
 
@@ -174,7 +156,7 @@ def exchange_traffic(
     """
     local = ranks_sharing_a_node(ep, ranks_per_node)
     bank, unit, nodes = direction.bank, direction.unit, ep // local
-    pattern = SENDING_PATTERNS[dispatcher]
+    pattern = DISPATCHERS[dispatcher].pattern
     copies = row_copies(bank, "route" if pattern.row_per_route else unit, ep)
     held = tokens * direction.tokens_bytes(copies.rows)
     if pattern.node_first and nodes > 1:
@@ -226,7 +208,7 @@ def exchange_s(
     if ranks == 1:
         return 0.0
     load = min(skew, traffic.cap)
-    node_first = SENDING_PATTERNS[dispatcher].node_first
+    node_first = DISPATCHERS[dispatcher].pattern.node_first
     if table is not None and not (node_first and traffic.slow_peers):
         found = table.seconds(
             "all_to_all",

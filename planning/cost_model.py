@@ -33,9 +33,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from math import log, sqrt
 
+from ..distributed.dispatch.table import DISPATCHERS
 from ..model.head_loss import rows_of_chunk
 from .communication import (
-    SENDING_PATTERNS,
     Direction,
     Group,
     collective_s,
@@ -324,7 +324,7 @@ def exchange_cost(
 ) -> tuple[float, float]:
     """Returns the bytes that leave a rank and the seconds, of one direction of an exchange."""
     hardware = leaving_pod(scenario.hardware, candidate.ep)
-    if SENDING_PATTERNS[candidate.dispatcher].to_all:
+    if DISPATCHERS[candidate.dispatcher].pattern.to_all:
         op = "all_gather" if direction.unit == bank.source else "reduce_scatter"
         whole = candidate.ep * scenario.tokens * direction.tokens_bytes(bank.units(direction.unit))
         group = strided_group(candidate.ep, 1, hardware.ranks_per_node)
@@ -554,7 +554,7 @@ def _received(
 ) -> float:
     """Returns the bytes per token of rows on the hottest rank's side of an exchange."""
     direction = way(bank, scenario.workload.bytes_per_element)
-    if SENDING_PATTERNS[candidate.dispatcher].to_all:
+    if DISPATCHERS[candidate.dispatcher].pattern.to_all:
         return candidate.ep * direction.tokens_bytes(bank.units(direction.unit))
     traffic = exchange_traffic(
         direction,

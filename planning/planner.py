@@ -15,7 +15,8 @@ About 0.5 ms per layout.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from .communication import SENDING_PATTERNS, ranks_sharing_a_node
+from ..distributed.dispatch.table import DISPATCHERS, LOCAL
+from .communication import ranks_sharing_a_node
 from .cost_model import RECOMPUTATION, SHARDINGS, LayoutCandidate, Prediction, Scenario, predict
 from .workload import rounded
 
@@ -124,7 +125,7 @@ def _of_world(
         workload, changes = fitted
         changed = replace(scenario, workload=workload)
         for sharding, dp_shard in _shardings(world, ep, constraints.sharding):
-            layout = LayoutCandidate(world // dp_shard, dp_shard, ep, sharding, "local")
+            layout = LayoutCandidate(world // dp_shard, dp_shard, ep, sharding, LOCAL)
             yield Plan(
                 best_way(changed, layout, constraints),
                 changed,
@@ -165,12 +166,12 @@ def _dispatchers(
     scenario: Scenario, layout: LayoutCandidate, constraints: Constraints
 ) -> list[str]:
     if layout.ep == 1:
-        return ["local"]
+        return [LOCAL]
     if constraints.dispatcher:
         return [constraints.dispatcher]
     per_node = scenario.hardware.ranks_per_node
     one_node = ranks_sharing_a_node(layout.ep, per_node) == layout.ep
-    return [name for name, sends in SENDING_PATTERNS.items() if not (one_node and sends.node_first)]
+    return [name for name, entry in DISPATCHERS.items() if not (one_node and entry.needs_nodes)]
 
 
 def _divisors(number: int) -> list[int]:

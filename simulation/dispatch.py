@@ -31,10 +31,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..distributed.dispatch.choose import DEFAULT, make_dispatcher
+from ..distributed.dispatch.choose import make_dispatcher
 from ..distributed.dispatch.exchange import ExchangeMismatch
 from ..distributed.dispatch.expert_map import ExpertMap, contiguous_map
 from ..distributed.dispatch.setup import build_node_groups, nodes_of
+from ..distributed.dispatch.table import is_exact, needs_nodes, resolved_dispatcher
 from ..distributed.layout import Layout, group_of
 from ..model.moe import Dispatcher, SparseLayer
 from ..train.routing.call import CallId, RoutedCall
@@ -43,7 +44,6 @@ from .threads import TrafficCounter, run_threads
 # Outputs may differ from one rank's by so much of the largest: sums are grouped by rank, and
 # rounding is all that may change.
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 3e-2}
-EXACT_DISPATCHERS = ("alltoall", "local")
 
 ExpertsOfLayer = Callable[[str], nn.Module]  # a layer's name -> all of its experts, on the CPU
 
@@ -156,8 +156,7 @@ def between_nodes(matrix_PP: np.ndarray, ranks_per_node: int | None) -> np.ndarr
 
 def name_of(cluster: Cluster) -> str:
     """Returns the name of the cluster's dispatcher, also where "auto" was asked for."""
-    automatic = "local" if cluster.layout.ep == 1 else DEFAULT
-    return automatic if cluster.dispatcher == "auto" else cluster.dispatcher
+    return resolved_dispatcher(cluster.dispatcher, cluster.layout.ep)
 
 
 def simulate(
@@ -277,7 +276,7 @@ class _Coordinator:
         outputs = [_values_of(own)[1] for own in call]
         largest = max(map(_largest, outputs), default=0.0)
         difference = max(self.differences) / largest if largest else max(self.differences)
-        allowed = 0.0 if self.dispatcher in EXACT_DISPATCHERS else TOLERANCE[outputs[0].dtype]
+        allowed = 0.0 if is_exact(self.dispatcher) else TOLERANCE[outputs[0].dtype]
         self.simulated.append(
             SimulatedCall(
                 call[0].id,
@@ -312,7 +311,7 @@ class _Worker:
         if not isinstance(group, dist.ProcessGroup):
             raise AssertionError(f"simulated rank {rank} is not in its own group {ranks}")
         self.group, self.nodes = group, None
-        if coordinator.dispatcher == "hierarchical":
+        if needs_nodes(coordinator.dispatcher):
             self.nodes = build_node_groups(
                 group, self.cluster.ranks_per_node, timeout_s=self.cluster.timeout_s
             )
@@ -368,8 +367,8 @@ def _arrived(
     numbers = [-1 if expert is None else expert for expert in held]
     expert_e = torch.tensor(numbers, dtype=torch.int64)
     found = []
-    for part in dispatcher.dispatch(addresses_U2, call.routes).parts:
-        received_U2, routes = part.x_UD, part.routes
+    for chunk in dispatcher.dispatch(addresses_U2, call.routes).chunks:
+        received_U2, routes = chunk.x_UD, chunk.routes
         source_N2 = received_U2[routes.source_N].long()
         found.append(_address(source_N2[:, 0], source_N2[:, 1], expert_e[routes.expert_N]))
     return torch.cat(found).numpy() if found else np.empty(0, np.int64)

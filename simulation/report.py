@@ -16,9 +16,9 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from ..distributed.dispatch.table import is_exact
 from ..distributed.layout import Layout, spell_ranks
 from .dispatch import (
-    EXACT_DISPATCHERS,
     SimulatedCall,
     Simulation,
     across_nodes,
@@ -336,7 +336,7 @@ def _plain_simulation(simulation: Simulation) -> dict[str, Any]:
     return {
         "dispatcher": simulation.dispatcher,
         "overlap_chunks": simulation.cluster.overlap_chunks,
-        "exact": simulation.dispatcher in EXACT_DISPATCHERS,
+        "exact": is_exact(simulation.dispatcher),
         "violations": simulation.violations,
         "rows": between(simulation.rows_PP),
         "rows_one_per_route": between(simulation.one_per_route_PP),

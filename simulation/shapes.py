@@ -39,7 +39,7 @@ from ..distributed.parallelize import build_model, expert_names
 from ..distributed.process.process import DEFAULT_TIMEOUT_S, Process
 from ..model.balance import RunningSum
 from ..model.config import ModelConfig
-from ..model.moe import Here, Sent, SparseLayer
+from ..model.moe import LocalRoutes, SparseLayer
 from ..model.precision import enters_a_product, forward_in
 from ..model.routing import Routes
 from ..model.transformer import Transformer
@@ -200,12 +200,9 @@ class _Mirror:
     def __init__(self, num_local: int) -> None:
         self._num_local = num_local
 
-    def dispatch(self, x_UD: Tensor, routes: Routes) -> Sent:
-        return Sent((Here(x_UD, replace(routes, num_experts=self._num_local, per_expert=0)),))
-
-    def combine(self, y: Any, sent: Sent) -> Tensor:
-        [answer] = sent.answers(y)
-        return answer
+    def dispatch(self, x_UD: Tensor, routes: Routes) -> LocalRoutes:
+        """Returns the rows as they are, with routes through the experts of this rank."""
+        return LocalRoutes(x_UD, replace(routes, num_experts=self._num_local, per_expert=0))
 
 
 def _check_forward(model: Transformer, request: ShapeRequest) -> None:

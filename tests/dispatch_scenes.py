@@ -2,13 +2,14 @@
 weights, one-rank results.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from moebius.kernels.functional import routed_mlp
-from moebius.model.moe import SparseLayer
+from moebius.model.moe import Dispatcher, SparseLayer
 from moebius.model.routing import Routes, token_routes
 
 WIDTH, HIDDEN, EXPERTS, TOP_K = 24, 20, 8, 3
@@ -102,6 +103,18 @@ def bank(
     dtype: torch.dtype, first: int = 0, count: int = EXPERTS, *, activation="relu", bias=False
 ) -> Bank:
     return Bank(dtype, first, count, activation=activation, bias=bias)
+
+
+def run_pass(
+    dispatcher: Dispatcher,
+    x: Tensor,
+    routes: Routes,
+    experts: Callable[[Tensor, Routes], Tensor],
+) -> Tensor:
+    """Dispatches, lets experts compute every chunk, and combines, as a sparse layer does."""
+    dispatched = dispatcher.dispatch(x, routes)
+    outputs = [chunk.send_back(experts(chunk.x_UD, chunk.routes)) for chunk in dispatched.chunks]
+    return dispatched.combine(outputs)
 
 
 def forward_backward(

@@ -71,7 +71,7 @@ MUTANTS = (
     ),
     Mutant(
         "what is sent and what is received change places", "distributed/dispatch/exchange.py",
-        "came, sent, self.received, self.sent,", "came, sent, self.sent, self.received,",
+        "received, sent, self.received, self.sent,", "received, sent, self.sent, self.received,",
         (ON_FOUR_RANKS,),
     ),
     Mutant(
@@ -120,7 +120,7 @@ MUTANTS = (
     Mutant(
         "answers are not brought back into the order of the "
         "routes", "distributed/dispatch/alltoall.py",
-        "                rows,\n                home.order_N,\n", "                rows,\n                None,\n",
+        "                rows,\n                self.order_N,\n", "                rows,\n                None,\n",
         (ON_FOUR_RANKS,),
     ),
     Mutant(
@@ -131,38 +131,37 @@ MUTANTS = (
     ),
     Mutant(
         "dedup takes source rows for target rows", "distributed/dispatch/dedup_hop.py",
-        "self.targets.position(destination_N, "
-        "routes.target_N)", "self.sources.position(destination_N, routes.source_N)",
+        "self.targets.position(plan.destination_N, "
+        "plan.target_N)", "self.sources.position(plan.destination_N, plan.source_N)",
         (EVERY_KIND,),
     ),
     Mutant(
         "gate weights lose their gradient on the way", "distributed/dispatch/dedup_hop.py",
-        "routes.weight_N.index_select(0, order_N)[:, "
-        "None]", "routes.weight_N.detach().index_select(0, order_N)[:, None]",
+        "plan.weight_N.index_select(0, order_N)[:, "
+        "None]", "plan.weight_N.detach().index_select(0, order_N)[:, None]",
         (EVERY_KIND,),
     ),
     Mutant(
         "dedup sends one row per route", "distributed/dispatch/dedup_hop.py",
-        "        sources = mask_of(\n"
-        "            routes.destination_N, routes.source_N, self._num_destinations, routes.num_sources\n"
-        "        )\n",
-        "        sources = torch.ones(self._num_destinations, routes.num_sources, dtype=torch.bool)\n",
+        "self.sources = self.targets = self._mask(plan.source_N, plan.num_sources)",
+        "self.sources = self.targets = DestinationMask("
+        "torch.ones(self._num_destinations, plan.num_sources, dtype=torch.bool))",
         (f"{DISPATCHERS}::test_dedup_sends_every_row_once_to_every_rank_that_serves_it_and_not_once_more[token]",),
     ),
     Mutant(
         "a rank that sends and gets nothing stays away", "distributed/dispatch/exchange.py",
-        "        sent, came = rows.detach(), rows.new_empty(sum(self.received)",
+        "        sent, received = rows.detach(), rows.new_empty(sum(self.received)",
         "        if not sum(self.sent) + sum(self.received):\n            return "
         "Pending(rows.clone(), None, None)\n"
-        "        sent, came = rows.detach(), rows.new_empty(sum(self.received)",
+        "        sent, received = rows.detach(), rows.new_empty(sum(self.received)",
         ("tests/distributed/dispatch/test_promises.py::"
          "test_no_rank_stays_away_from_an_exchange_in_which_it_has_nothing_to_say",),
     ),
     Mutant(
         "what arrives empty leaves the graph, and so this rank leaves the backward "
         "exchange", "distributed/dispatch/exchange.py",
-        "        return self._landed  # pyright",
-        "        return self._landed if len(self._landed) else self._landed.detach()  # pyright",
+        "        return self._received  # pyright",
+        "        return self._received if len(self._received) else self._received.detach()  # pyright",
         (ON_FOUR_RANKS,),
     ),
     Mutant(

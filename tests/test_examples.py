@@ -6,12 +6,15 @@ import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from world import run_ranks
 
+from moebius.cli.main import build_parser
+from moebius.distributed.dispatch.table import DISPATCHERS
 from moebius.distributed.layout import MeshConfig, plan_layout
 from moebius.distributed.mesh import build_mesh
 from moebius.distributed.parallelize import build_model
@@ -22,18 +25,22 @@ from moebius.model.cost import count_parameters, counted_flops, forward_flops, i
 from moebius.model.initialise import initialise
 from moebius.model.routers.table import ROUTERS
 from moebius.model.transformer import Transformer
+from moebius.planning.communication import dispatch_direction, exchange_traffic
+from moebius.planning.workload import Bank
 
 ROOT = Path(__file__).resolve().parents[1]
+DISPATCHER = ROOT / "examples" / "add_a_dispatcher.py"
 ROUTER = ROOT / "examples" / "add_a_router.py"
 EXTENDING = ROOT / "docs" / "extending.md"
 
 
-def load_example() -> ModuleType:
-    """The router of the example, registered."""
-    spec = importlib.util.spec_from_file_location("add_a_router", ROUTER)
+def load_example(path: Path = ROUTER) -> ModuleType:
+    """The example, whose router or dispatcher is registered."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module  # dataclasses look themselves up
     spec.loader.exec_module(module)
     return module
 
@@ -45,6 +52,10 @@ def example():
 
 
 def config_of(p: float) -> ModelConfig:
+    return config_with({"kind": "top_p", "p": p})
+
+
+def config_with(router: dict[str, Any]) -> ModelConfig:
     return ModelConfig.from_dotted(
         {
             "vocab_size": 31,
@@ -57,7 +68,7 @@ def config_of(p: float) -> ModelConfig:
             "attention.kind": "dense",
             "feed_forward.num_experts": 6,
             "feed_forward.d_expert": 10,
-            "feed_forward.router": {"kind": "top_p", "p": p},
+            "feed_forward.router": router,
         }
     )
 
@@ -163,6 +174,76 @@ def test_it_is_spread_over_ranks_without_another_line(example: ModuleType) -> No
         torch.testing.assert_close(logits_BSV, model(tokens_of(rank)).logits_BSV, rtol=0, atol=1e-5)
 
 
+# The dispatcher -----------------------------------------------------------------------------------------------------
+
+
+def difference_of_the_dispatcher() -> float:
+    return load_example(DISPATCHER).largest_difference()
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
+def test_a_dispatcher_of_ones_own_equals_one_rank(num_ranks: int) -> None:
+    assert max(run_ranks(difference_of_the_dispatcher, num_ranks)) < 1e-4
+
+
+def recomputed_with_the_dispatcher() -> list[dict[str, Tensor]]:
+    """Logits and gradients with the example's dispatcher, with and without recomputation."""
+    load_example(DISPATCHER)
+    found = []
+    with start_process("cpu", timeout_s=30) as process:
+        mesh = build_mesh(plan_layout(MeshConfig(ep=2, dispatcher="sorted"), 2), process)
+        for mode in ("none", "selective", "full"):
+            model = build_model(
+                config_with({"kind": "token_choice", "top_k": 2}),
+                mesh,
+                dispatcher="sorted",
+                backend="auto",
+                seed=0,
+                device=process.device,
+            )
+            model.recompute_layers(mode)
+            logits_BSV = model(tokens_of(process.rank)).logits_BSV
+            logits_BSV.square().mean().backward()
+            gradients = {
+                name: parameter.grad
+                for name, parameter in model.named_parameters()
+                if parameter.grad is not None
+            }
+            found.append({"logits": logits_BSV.detach(), **gradients})
+    return found
+
+
+def test_a_dispatcher_of_ones_own_is_recomputed_bit_for_bit() -> None:
+    for none, *others in run_ranks(recomputed_with_the_dispatcher, 2):
+        assert len(none) > 5
+        for other in others:
+            assert other.keys() == none.keys()
+            assert all(torch.equal(other[name], none[name]) for name in none)
+
+
+def test_the_command_and_the_planner_know_the_dispatcher() -> None:
+    """One line in the table, and its name may be said, and its traffic is known."""
+    with pytest.raises(ValueError, match="dispatcher 'sorted' is unknown: choose auto, local"):
+        MeshConfig(dispatcher="sorted")
+    load_example(DISPATCHER)
+    try:
+        assert MeshConfig(dispatcher="sorted").dispatcher == "sorted"
+        bank = Bank("experts", "feed_forward", 16, 4, 512, 512, 128, 0)
+        sent = {
+            name: exchange_traffic(
+                dispatch_direction(bank, 2), tokens=64, ep=4, ranks_per_node=2, dispatcher=name
+            )
+            for name in ("sorted", "alltoall", "dedup")
+        }
+        assert sent["sorted"] == sent["alltoall"] != sent["dedup"]
+        assert (
+            build_parser().parse_args(["plan", "smoke", "--dispatcher", "sorted"]).dispatcher
+            == "sorted"
+        )
+    finally:
+        del DISPATCHERS["sorted"]
+
+
 # The documentation --------------------------------------------------------------------------------------------------
 
 
@@ -181,7 +262,7 @@ def quotations(text: str) -> list[tuple[str, str]]:
 
 def test_the_documentation_quotes_the_files() -> None:
     found = quotations(EXTENDING.read_text(encoding="utf-8"))
-    assert len(found) == 7
+    assert len(found) == 10
     for file, code in found:
         assert code in (ROOT / file).read_text(encoding="utf-8"), (
             f"{EXTENDING.name} differs from {file}:\n{code}"
@@ -193,7 +274,7 @@ def test_the_documentation_shows_the_whole_router() -> None:
     quoted = "".join(
         code
         for file, code in quotations(EXTENDING.read_text(encoding="utf-8"))
-        if file.startswith("examples")
+        if file == "examples/add_a_router.py"
     )
     source = ROUTER.read_text(encoding="utf-8")
     router = source[source.index("class TopPConfig") : source.index('ROUTERS["top_p"]')]

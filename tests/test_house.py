@@ -54,8 +54,9 @@ ROOT_MODULES = {
 }
 # Single modules that a room may import beside them.
 MAY_IMPORT_MODULE = {
-    "planning": f"{PACKAGE}.distributed.layout",
-    "cluster": f"{PACKAGE}.distributed.process.store",
+    # The planner asks the table of dispatchers what each of them needs and sends.
+    "planning": (f"{PACKAGE}.distributed.layout", f"{PACKAGE}.distributed.dispatch.table"),
+    "cluster": (f"{PACKAGE}.distributed.process.store",),
 }
 NOTHING_OF_OURS = {room for room, allowed in MAY_IMPORT.items() if not allowed}
 # What only one room of the package may import.
@@ -223,9 +224,8 @@ def imports_go_down(sources: Sources) -> list[str]:
             continue
         if target == "__version__" and room not in NOTHING_OF_OURS:
             continue
-        if room in MAY_IMPORT_MODULE and f"{found.target}.".startswith(
-            f"{MAY_IMPORT_MODULE[room]}."
-        ):
+        modules = MAY_IMPORT_MODULE.get(room, ())
+        if any(f"{found.target}.".startswith(f"{module}.") for module in modules):
             continue
         allowed = (MAY_IMPORT | ROOT_MODULES).get(room, set())
         if target not in allowed:

@@ -7,7 +7,7 @@ Flow of one sparse layer and pass:
   3. read the counts on the host: the one synchronisation;
   4. launch rows and gate weights; the receiver knows every row's expert from the counts;
   5. the experts run on what came, as on one rank;
-  6. launch the answers home, and add them up in route order.
+  6. start the outputs back, and add them up in route order.
 
 Where the routes have `per_expert` (a mixture's slots, expert choice) every rank has the same
 counts, and 1 to 3 fall away: nothing is sorted, no counts travel, the host never waits for the
@@ -20,8 +20,8 @@ Chunks are ranges of experts: each expert still sees all its rows at once, so ch
 either. A rank has as many chunks that are not empty as it has experts, at most.
 
 Cost per rank and direction: N·D elements and N gate weights, N the number of routes, minus what
-stays home. The backward sends the same amount the other way. A rank without rows takes part in
-every exchange: its empty tensors come out of the exchange itself, so its backward does too.
+stays on its rank. The backward sends the same amount the other way. A rank without rows takes part
+in every exchange: its empty tensors come out of the exchange itself, so its backward does too.
 
 Legend: U rows, N routes, D width, P ranks, S slots, e slots of one rank, V = chunks · P.
 """
@@ -29,20 +29,19 @@ Legend: U rows, N routes, D width, P ranks, S slots, e slots of one rank, V = ch
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...kernels.operands import check_counts
 from ...kernels.permute import gather_rows, in_order, sort_by_expert, sum_rows
-from ...model.moe import Sent
+from ...model.moe import Dispatched, DispatchedChunk, PendingRows
 from ...model.recompute import save_combine, save_decision
 from ...model.routing import Routes, slot_routes
 from .dedup_hop import count_of, split_rows
-from .exchange import AllToAll, AsyncCollective, Communicator, Counters
+from .exchange import AllToAll, AsyncCollective, Communicator
 from .expert_map import ExpertMap
-from .setup import Setup
+from .setup import ExpertParallelDispatcher
 
 
 @dataclass(frozen=True)
@@ -64,15 +63,30 @@ class _Splits:
 
 
 @dataclass(frozen=True)
-class _WayHome:
-    """The sender's order; None: the routes stood in it."""
+class _Dispatched:
+    """A pass under way, and the order in which its routes were sent; None: as they stood."""
 
+    chunks: Sequence[DispatchedChunk]
     routes: Routes
     order_N: Tensor | None
 
+    def combine(self, outputs: Sequence[PendingRows]) -> Tensor:
+        """Adds up the outputs in route order, (num_targets, D). Collective."""
+        received, routes = [pending.wait() for pending in outputs], self.routes
+        rows = received[0] if len(received) == 1 else torch.cat(received)
+        return save_combine(
+            sum_rows(
+                rows,
+                self.order_N,
+                routes.target_N,
+                num_rows=routes.num_targets,
+                per_row=routes.per_target,
+            )
+        )
+
 
 @dataclass(frozen=True)
-class _CountedPart:
+class _CountedChunk:
     """Rows under way as (source rank, slot, position), with the counts that say where each slot's
     begin.
     """
@@ -87,30 +101,31 @@ class _CountedPart:
 
     @property
     def x_UD(self) -> Tensor:
+        """Waits for the rows."""
         return self.rows.wait()
 
     @property
     def routes(self) -> Routes:
-        """One route per row."""
+        """Waits for the gate weights: one route per row."""
         weights, counts_Pe = self.weights.wait(), self.counts_Pe
         num_rows = len(weights)
-        slots_Pe = (
-            torch.arange(counts_Pe.shape[1], device=counts_Pe.device) + self.first_slot
-        ).repeat(len(counts_Pe))
+        slot_e = torch.arange(counts_Pe.shape[1], device=counts_Pe.device) + self.first_slot
+        slots_Pe = slot_e.repeat(len(counts_Pe))
         slot_U = slots_Pe.repeat_interleave(counts_Pe.reshape(-1), output_size=num_rows)
         row_U = torch.arange(num_rows, device=counts_Pe.device)
         return Routes(
             row_U, slot_U, weights, row_U, self.num_slots, num_rows, per_source=1, per_target=1
         )
 
-    def answer(self, y_UD: Tensor) -> AsyncCollective:
-        return self.communicator.launch(
-            y_UD, self.splits.received, self.splits.sent, is_combine=True
+    def send_back(self, y_TD: Tensor) -> AsyncCollective:
+        """Starts to send one row of outputs back for every row that came."""
+        return self.communicator.all_to_all(
+            y_TD, self.splits.received, self.splits.sent, is_combine=True
         )
 
 
 @dataclass(frozen=True)
-class _KnownPart:
+class _KnownChunk:
     """Rows under way, equally many for every slot from every rank."""
 
     communicator: Communicator
@@ -122,12 +137,14 @@ class _KnownPart:
 
     @property
     def x_UD(self) -> Tensor:
-        """In canonical order."""
+        """Waits for the rows, and brings them into canonical order."""
         return _transpose(self.rows.wait(), self.communicator.num_ranks, len(self.own))
 
     @property
     def routes(self) -> Routes:
-        """One route per row, sorted; of known counts where the part has all slots."""
+        """Waits for the gate weights: one route per row, sorted; of known counts where the chunk has
+        all slots.
+        """
         weights = _transpose(self.weights.wait(), self.communicator.num_ranks, len(self.own))
         if len(self.own) == self.num_slots > 0:
             return slot_routes(
@@ -139,26 +156,19 @@ class _KnownPart:
             row_U, slot_U, weights, row_U, self.num_slots, len(weights), per_source=1, per_target=1
         )
 
-    def answer(self, y_UD: Tensor) -> AsyncCollective:
-        rows = _transpose(y_UD, len(self.own), self.communicator.num_ranks)
-        return self.communicator.launch(
+    def send_back(self, y_TD: Tensor) -> AsyncCollective:
+        """Starts to send one row of outputs back for every row that came, in the order of ranks."""
+        rows = _transpose(y_TD, len(self.own), self.communicator.num_ranks)
+        return self.communicator.all_to_all(
             rows, self.splits.received, self.splits.sent, is_combine=True
         )
 
 
-class AllToAllDispatcher:
-    """One row per route to the rank that holds its expert; bitwise equal to `LocalDispatcher`."""
+class AllToAllDispatcher(ExpertParallelDispatcher):
+    """Sends one row per route to the rank of its expert; bitwise equal to `LocalDispatcher`."""
 
-    def __init__(self, setup: Setup) -> None:
-        self.setup, self.communicator = setup, setup.communicator(setup.group)
-
-    def stats(self) -> Counters:
-        """What this dispatcher has done so far."""
-        return self.setup.counters.copy()
-
-    def dispatch(self, x_UD: Tensor, routes: Routes) -> Sent:
-        """Collective. Returns the rows for this rank's experts, one route per row, experts numbered
-        from 0.
+    def dispatch(self, x_UD: Tensor, routes: Routes) -> Dispatched:
+        """Starts to send one row for every route. Collective.
 
         Raises:
             ValueError: the routes' `per_expert` is not theirs, or the ranks cannot share their
@@ -166,52 +176,31 @@ class AllToAllDispatcher:
         """
         check_counts(routes, routes.num_experts)
         expert_map = self.setup.begin(x_UD, routes, [self.communicator])
-        self.setup.counters.add(rows_sent=len(routes.expert_N))
         if routes.per_expert and expert_map.filled_once:
             return self._dispatch_known(x_UD, routes, expert_map)
         return self._dispatch_counted(x_UD, routes, expert_map)
 
-    def combine(self, y: Tensor | Sequence[Any], sent: Sent) -> Tensor:
-        """Collective. The answers to (num_targets, D) at home, added up in route order."""
-        home: _WayHome = sent.way_home
-        received = [collective.wait() for collective in sent.answers(y)]
-        rows, routes = received[0] if len(received) == 1 else torch.cat(received), home.routes
-        return save_combine(
-            sum_rows(
-                rows,
-                home.order_N,
-                routes.target_N,
-                num_rows=routes.num_targets,
-                per_row=routes.per_target,
-            )
-        )
-
-    def _dispatch_known(self, x_UD: Tensor, routes: Routes, expert_map: ExpertMap) -> Sent:
+    def _dispatch_known(self, x_UD: Tensor, routes: Routes, expert_map: ExpertMap) -> _Dispatched:
         """Every rank sends `per_expert` rows to every slot: all is known beforehand."""
         chunks, communicator = self._chunks(expert_map, x_UD.device), self.communicator
         order_N = None
         if self.setup.overlap_chunks > 1 or expert_map.slot_E is not None:
             order_N = _known_order(chunks, expert_map, routes.per_expert)
-        splits = [
-            _Splits(
-                [
-                    routes.per_expert * len(own)
-                    for own in _ranges(expert_map, self.setup.overlap_chunks)[chunk]
-                ],
-                [routes.per_expert * len(chunks.own[chunk])] * communicator.num_ranks,
-            )
-            for chunk in range(self.setup.overlap_chunks)
-        ]
-        collectives = self._launch(x_UD, routes, order_N, splits)
+        splits = []
+        for ranges, own in zip(_ranges(expert_map, len(chunks.own)), chunks.own, strict=True):
+            sent = [routes.per_expert * len(slots) for slots in ranges]
+            received = [routes.per_expert * len(own)] * communicator.num_ranks
+            splits.append(_Splits(sent, received))
+        rows_ND = gather_rows(x_UD, order_N, routes.source_N, per_row=routes.per_source)
+        collectives = self._start(rows_ND, in_order(routes.weight_N, order_N), splits)
         num_slots = expert_map.slots_P[communicator.rank]
-        self.setup.counters.add(routes_served=sum(sum(split.received) for split in splits))
-        parts = [
-            _KnownPart(communicator, split, rows, weights, own, num_slots)
+        dispatched = [
+            _KnownChunk(communicator, split, rows, weights, own, num_slots)
             for split, (rows, weights), own in zip(splits, collectives, chunks.own, strict=True)
         ]
-        return Sent(parts, _WayHome(routes, order_N))
+        return _Dispatched(dispatched, routes, order_N)
 
-    def _dispatch_counted(self, x_UD: Tensor, routes: Routes, expert_map: ExpertMap) -> Sent:
+    def _dispatch_counted(self, x_UD: Tensor, routes: Routes, expert_map: ExpertMap) -> _Dispatched:
         chunks, communicator, counters = (
             self._chunks(expert_map, x_UD.device),
             self.communicator,
@@ -220,34 +209,26 @@ class AllToAllDispatcher:
         slot_N = expert_map.slots_of(routes.expert_N)
         sent_S = count_of(slot_N, expert_map.num_slots)
         own = expert_map.slots_P[communicator.rank]
-        asked = save_decision(
-            lambda: AllToAll(
-                communicator.group, list(expert_map.slots_P), [own] * communicator.num_ranks
-            ).start(sent_S)
+        counts = AllToAll(
+            communicator.group, list(expert_map.slots_P), [own] * communicator.num_ranks
         )
-        order_N = sort_by_expert(
-            slot_N if len(chunks.own) == 1 else chunks.key_S[slot_N], expert_map.num_slots
-        )
-        rows = gather_rows(x_UD, order_N, routes.source_N, per_row=routes.per_source)
-        received_Pe = counters.wait(asked).view(communicator.num_ranks, own)
+        pending = save_decision(lambda: counts.start(sent_S))
+        key_N = slot_N if len(chunks.own) == 1 else chunks.key_S[slot_N]
+        order_N = sort_by_expert(key_N, expert_map.num_slots)
+        rows_ND = gather_rows(x_UD, order_N, routes.source_N, per_row=routes.per_source)
+        received_Pe = counters.wait(pending).view(communicator.num_ranks, own)
         splits = save_decision(lambda: self._read(sent_S, received_Pe, chunks))
-        collectives = self._launch(rows, routes, order_N, splits, gathered=True)
-        counters.add(routes_served=sum(sum(split.received) for split in splits))
-        parts = [
-            _CountedPart(
-                communicator,
-                split,
-                *collective,
-                received_Pe[:, part.start : part.stop],
-                part.start,
-                own,
+        collectives = self._start(rows_ND, in_order(routes.weight_N, order_N), splits)
+        dispatched = []
+        for split, (rows, weights), slots in zip(splits, collectives, chunks.own, strict=True):
+            counts_Pe = received_Pe[:, slots.start : slots.stop]
+            dispatched.append(
+                _CountedChunk(communicator, split, rows, weights, counts_Pe, slots.start, own)
             )
-            for split, collective, part in zip(splits, collectives, chunks.own, strict=True)
-        ]
-        return Sent(parts, _WayHome(routes, order_N))
+        return _Dispatched(dispatched, routes, order_N)
 
     def _read(self, sent_S: Tensor, received_Pe: Tensor, chunks: _Chunks) -> list[_Splits]:
-        """Every chunk's splits."""
+        """Reads every chunk's splits on the host."""
         num_ranks, num_chunks = self.communicator.num_ranks, len(chunks.own)
         sent_V = sent_S.new_zeros(num_chunks * num_ranks).index_add_(
             0, chunks.destination_S, sent_S
@@ -258,31 +239,21 @@ class AllToAllDispatcher:
         )
         return [_Splits(sent, received) for sent, received in zip(*both, strict=True)]
 
-    def _launch(
-        self,
-        x_UD: Tensor,
-        routes: Routes,
-        order_N: Tensor | None,
-        splits: list[_Splits],
-        *,
-        gathered: bool = False,
+    def _start(
+        self, rows_ND: Tensor, weight_N: Tensor, splits: list[_Splits]
     ) -> list[tuple[AsyncCollective, AsyncCollective]]:
-        rows_ND = x_UD
-        if not gathered:
-            rows_ND = gather_rows(x_UD, order_N, routes.source_N, per_row=routes.per_source)
-        sizes = [sum(split.sent) for split in splits]
-        pieces = zip(
-            split_rows(rows_ND, sizes),
-            split_rows(in_order(routes.weight_N, order_N), sizes),
-            splits,
-            strict=True,
+        """Starts every chunk's rows and gate weights, and counts them."""
+        self.setup.counters.add(
+            rows_sent=len(weight_N), routes_served=sum(sum(split.received) for split in splits)
         )
+        sizes = [sum(split.sent) for split in splits]
+        rows, weights = split_rows(rows_ND, sizes), split_rows(weight_N, sizes)
         return [
             (
-                self.communicator.launch(rows, split.sent, split.received),
-                self.communicator.launch(weights, split.sent, split.received),
+                self.communicator.all_to_all(rows[i], split.sent, split.received),
+                self.communicator.all_to_all(weights[i], split.sent, split.received),
             )
-            for rows, weights, split in pieces
+            for i, split in enumerate(splits)
         ]
 
     def _chunks(self, expert_map: ExpertMap, device: torch.device) -> _Chunks:

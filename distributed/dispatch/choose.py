@@ -1,5 +1,4 @@
-"""Dispatchers across ranks: rows to their experts, answers home. Chosen by name; all take any list
-of routes.
+"""Makes dispatchers across ranks: rows to their experts, outputs back. All take any list of routes.
 
 | name | what travels | equals one rank | best where |
 |---|---|---|---|
@@ -9,30 +8,22 @@ of routes.
 | `dedup` | one row per (row, rank) | up to rounding | everywhere else |
 | `hierarchical` | one row per (row, node), then per rank | up to rounding | EP groups wider than a node |
 
-A pass is: dispatch (plan, read the counts, launch), experts part by part, combine (wait and add
-up); see exchange.py for how launches and landings overlap with what stands between them. Each
-dispatcher's own module says its flow and its cost. Measured: benchmarks/dispatch.py.
+A pass is: dispatch (plan, read the counts, start), experts chunk by chunk, combine (wait and add
+up); see exchange.py for how collectives overlap with what stands between start and wait. Each
+dispatcher's own module says its flow and its cost; table.py has them all. Measured:
+benchmarks/dispatch.py.
 """
+
+from importlib import import_module
 
 import torch.distributed as dist
 from torch import nn
 
 from ...model.moe import Dispatcher, LocalDispatcher, SparseLayer
-from .allgather import AllGatherDispatcher
-from .alltoall import AllToAllDispatcher
-from .dedup import DedupDispatcher
 from .exchange import Counters
 from .expert_map import ExpertMap
-from .hierarchical import HierarchicalDispatcher
-from .setup import NodeGroups, Setup
-
-DISPATCHERS = {
-    "allgather": AllGatherDispatcher,
-    "alltoall": AllToAllDispatcher,
-    "dedup": DedupDispatcher,
-    "hierarchical": HierarchicalDispatcher,
-}
-DEFAULT = "dedup"  # what "auto" means where the experts are spread
+from .setup import ExpertParallelDispatcher, NodeGroups, Setup
+from .table import DISPATCHERS, LOCAL, DispatcherEntry, resolved_dispatcher
 
 
 def make_dispatcher(
@@ -45,41 +36,38 @@ def make_dispatcher(
     expert_map: ExpertMap | None = None,
     nodes: NodeGroups | None = None,
 ) -> Dispatcher:
-    """The dispatcher of that name over one EP group; one for every layer, for it counts. Settings
-    as in `Setup`.
+    """Makes the dispatcher of that name over one EP group; one for every layer, for it counts.
+
+    Settings as in `Setup`.
 
     Raises:
         ValueError: an unknown name; `local` although the experts are spread over several ranks;
             settings that do not fit.
     """
-    num_ranks = dist.get_world_size(group)
-    if name == "local" or (name == "auto" and num_ranks == 1):
-        if num_ranks > 1:
-            raise ValueError(
-                f'mesh.dispatcher="local" with mesh.ep={num_ranks}: the experts are on several '
-                'ranks; use "auto"'
-            )
+    chosen = resolved_dispatcher(name, dist.get_world_size(group))
+    if chosen == LOCAL:
         return LocalDispatcher()
-    chosen = DEFAULT if name == "auto" else name
-    if chosen not in DISPATCHERS:
-        raise ValueError(
-            f"dispatcher {name!r} is unknown: choose auto, local, {', '.join(DISPATCHERS)}"
-        )
-    return DISPATCHERS[chosen](
-        Setup(group, overlap_chunks, check_every, ranks_per_node, expert_map, nodes)
-    )
+    setup = Setup(group, overlap_chunks, check_every, ranks_per_node, expert_map, nodes)
+    return _class_of(DISPATCHERS[chosen])(setup)
+
+
+def _class_of(entry: DispatcherEntry) -> type[ExpertParallelDispatcher]:
+    found = entry.dispatcher
+    if isinstance(found, str):
+        module, _, name = found.partition(".")
+        found = getattr(import_module(f"{__package__}.{module}"), name)
+    assert issubclass(found, ExpertParallelDispatcher), f"{found} is no ExpertParallelDispatcher"
+    return found
 
 
 def counters_of(model: nn.Module) -> dict[str, Counters]:
-    """What has travelled for every sparse layer so far, by the layer's name; empty where every
-    expert is here.
+    """Returns what every sparse layer has sent and served so far, by the layer's name; nothing
+    where every expert is here.
     """
     found = {}
     for name, layer in model.named_modules():
-        dispatcher = layer.dispatcher if isinstance(layer, SparseLayer) else None
-        if isinstance(
-            dispatcher,
-            AllGatherDispatcher | AllToAllDispatcher | DedupDispatcher | HierarchicalDispatcher,
+        if isinstance(layer, SparseLayer) and isinstance(
+            layer.dispatcher, ExpertParallelDispatcher
         ):
-            found[name] = dispatcher.stats()
+            found[name] = layer.dispatcher.stats()
     return found

@@ -1,14 +1,15 @@
-"""One deduplicated hop: a row goes once to every destination that wants it, and one answer row
-comes back for every target.
+"""One deduplicated all-to-all: a row goes once to every destination that wants it, and one row of
+outputs comes back for every target.
 
-A route says which source row it reads, to which destination it goes, what it carries there (`load`:
-the slot of its expert) and which target row its answer belongs to. On the way out travel
+A route says which source row it reads, to which destination it goes, the slot of its expert there,
+and to which target row its output belongs. On the way out travel
   1. the rows: one for every distinct (destination, source row), in that order;
-  2. the routes: load, position of the row, position of the target row among those of the
+  2. the routes' metadata: slot, position of the row, position of the target row among those of the
      destination, and the gate weight, as four columns of one exchange; integers travel as the bits
      of floats, so that the weight's gradient comes back the same way;
-and on the way home one row for every distinct (destination, target row), which the destination has
-summed over its own experts. Home adds them up in the order of destinations: a fixed order.
+and on the way back one row for every distinct (destination, target row), which the destination has
+summed over its own experts. The source rank adds them up in the order of destinations: a fixed
+order.
 
 Destinations are (chunk, rank), chunk-major: a chunk is a set of tokens whose routes travel
 together, and is a slice of everything that was laid out here. No step reads a number from the
@@ -29,20 +30,22 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ...kernels.permute import sort_by_expert
+from ...model.moe import PendingRows
+from ...model.routing import Routes
 from .exchange import AsyncCollective, Communicator
 
-ROWS, ROUTES, TARGETS = 0, 1, 2  # what is counted of a hop, as columns
+ROWS, ROUTES, TARGETS = 0, 1, 2  # what is counted of an exchange, as columns
 _INTEGERS = {torch.float32: torch.int32, torch.float64: torch.int64}
 
 
 @dataclass(frozen=True)
 class SendPlan:
-    """Routes that know where they go."""
+    """Where every route of this rank goes."""
 
     source_N: Tensor
     target_N: Tensor
     destination_N: Tensor
-    slot_N: Tensor
+    slot_N: Tensor  # of the expert, as the destination counts its slots
     weight_N: Tensor
     num_sources: int
     num_targets: int
@@ -59,105 +62,105 @@ class ExchangeSizes:
     received_V3: Tensor  # the same on the device
 
     def of(self, chunk: slice, column: int) -> tuple[list[int], list[int]]:
-        """What goes to every rank and what comes from it in one chunk."""
-        return [row[column] for row in self.sent[chunk]], [
-            row[column] for row in self.received[chunk]
-        ]
+        """Returns what goes to every rank and what comes from it in one chunk."""
+        sent = [row[column] for row in self.sent[chunk]]
+        received = [row[column] for row in self.received[chunk]]
+        return sent, received
+
+
+class DedupAllToAll:
+    """One deduplicated exchange of one pass, seen by one rank: sender, and receiver of what the
+    others send.
+
+    Args:
+        num_slots: how many slots the routes that come here may name.
+        num_chunks: parts in which the rows travel; `plan.destination_N` counts them.
+    """
+
+    def __init__(
+        self, communicator: Communicator, plan: SendPlan, *, num_slots: int, num_chunks: int = 1
+    ) -> None:
+        self.communicator, self.plan = communicator, plan
+        self.num_slots, self.num_chunks = num_slots, num_chunks
+        self._num_destinations = num_chunks * communicator.num_ranks
+        self.sources = self.targets = self._mask(plan.source_N, plan.num_sources)
+        tokens_into_tokens = plan.target_N is plan.source_N and plan.num_targets == plan.num_sources
+        if not tokens_into_tokens:
+            self.targets = self._mask(plan.target_N, plan.num_targets)
+        routes_V = count_of(plan.destination_N, self._num_destinations)
+        self.counts_V3 = torch.stack((self.sources.counts_V, routes_V, self.targets.counts_V), 1)
+
+    def prepare(self) -> None:
+        """Does what can be done before the sizes are known, in the time in which counts travel.
+
+        `dispatch` does it where this was not called.
+        """
+        _ = self.metadata_N4
+
+    def dispatch(self, x_UD: Tensor, sizes: ExchangeSizes) -> list["DedupChunk"]:
+        """Starts to send every chunk of rows and routes. Collective."""
+        # First, whether `prepare` was called or not: a recomputed pass must make tensors in the
+        # order of the first.
+        metadata_N4 = self.metadata_N4
+        pairs = self.sources.pairs(sum(row[ROWS] for row in sizes.sent))
+        rows_MD: Tensor = _GatherPairs.apply(x_UD, pairs)  # pyright: ignore[reportAssignmentType]
+        chunks = self._start_chunks(rows_MD, metadata_N4, sizes)
+        self._returning = pairs
+        if self.targets is not self.sources:
+            self._returning = self.targets.pairs(sum(row[TARGETS] for row in sizes.sent))
+        return chunks
+
+    def combine(self, outputs: Sequence[PendingRows]) -> Tensor:
+        """Adds up the outputs that come back in all chunks, (T, D)."""
+        received = [pending.wait() for pending in outputs]
+        rows = received[0] if len(received) == 1 else torch.cat(received)
+        return _SumPairs.apply(rows, self._returning)  # pyright: ignore[reportReturnType]
+
+    @cached_property
+    def metadata_N4(self) -> Tensor:
+        """Returns slot, row, target and weight of every route, by destination, in the dtype of
+        weights.
+        """
+        plan, integers = self.plan, _INTEGERS[self.plan.weight_N.dtype]
+        order_N = sort_by_expert(plan.destination_N, self._num_destinations)
+        source_N = target_N = self.sources.position(plan.destination_N, plan.source_N)
+        if self.targets is not self.sources:
+            target_N = self.targets.position(plan.destination_N, plan.target_N)
+        integers_N3 = torch.stack((plan.slot_N, source_N, target_N), 1).to(integers)
+        bits_N3 = integers_N3.index_select(0, order_N).view(plan.weight_N.dtype)
+        return torch.cat((bits_N3, plan.weight_N.index_select(0, order_N)[:, None]), 1)
+
+    def _mask(self, row_N: Tensor, num_rows: int) -> "DestinationMask":
+        return DestinationMask(
+            mask_of(self.plan.destination_N, row_N, self._num_destinations, num_rows)
+        )
+
+    def _start_chunks(
+        self, rows_MD: Tensor, metadata_N4: Tensor, sizes: ExchangeSizes
+    ) -> list["DedupChunk"]:
+        num_ranks = self.communicator.num_ranks
+        slices = [slice(i * num_ranks, (i + 1) * num_ranks) for i in range(self.num_chunks)]
+        rows = split_rows(rows_MD, [sum(sizes.of(chunk, ROWS)[0]) for chunk in slices])
+        metadata = split_rows(metadata_N4, [sum(sizes.of(chunk, ROUTES)[0]) for chunk in slices])
+        chunks = []
+        for i, destinations in enumerate(slices):
+            started = self.communicator.all_to_all(rows[i], *sizes.of(destinations, ROWS))
+            described = self.communicator.all_to_all(metadata[i], *sizes.of(destinations, ROUTES))
+            chunks.append(DedupChunk(self, destinations, sizes, started, described))
+        return chunks
 
 
 @dataclass(frozen=True)
 class ReceivedChunk:
-    """What came in a chunk: distinct rows, and the routes that read them. Rows and targets are
-    numbered as they came.
-    """
+    """Distinct rows that came in a chunk, and the routes that read them."""
 
     x_UD: Tensor
-    source_N: Tensor
-    target_N: Tensor
-    slot_N: Tensor
-    weight_N: Tensor
-    num_targets: int
-
-
-class DedupAllToAll:
-    """One hop of one pass, seen by one rank: sender, and receiver of what the others send."""
-
-    def __init__(self, communicator: Communicator, routes: SendPlan, num_chunks: int = 1) -> None:
-        self.communicator, self.routes, self.num_chunks = communicator, routes, num_chunks
-        self._num_destinations = num_chunks * communicator.num_ranks
-        sources = mask_of(
-            routes.destination_N, routes.source_N, self._num_destinations, routes.num_sources
-        )
-        self.sources = self.targets = DestinationMask(sources)
-        tokens_into_tokens = (
-            routes.target_N is routes.source_N and routes.num_targets == routes.num_sources
-        )
-        if not tokens_into_tokens:
-            targets = mask_of(
-                routes.destination_N, routes.target_N, self._num_destinations, routes.num_targets
-            )
-            self.targets = DestinationMask(targets)
-        routes_V = count_of(routes.destination_N, self._num_destinations)
-        self.counts_V3 = torch.stack((self.sources.counts_V, routes_V, self.targets.counts_V), 1)
-
-    def plan(self) -> None:
-        """Whatever can be done before the sizes are known: for the time in which the counts travel.
-        `launch` catches it up.
-        """
-        _ = self.metadata_N4
-
-    def launch(self, x_UD: Tensor, sizes: ExchangeSizes) -> list["DedupChunk"]:
-        """Collective. Every chunk of rows and routes on its way."""
-        num_rows, num_targets = (
-            sum(row[column] for row in sizes.sent) for column in (ROWS, TARGETS)
-        )
-        pairs = self.sources.pairs(num_rows)
-        rows_MD = _GatherPairs.apply(x_UD, pairs)
-        chunks = self._launch_chunks(rows_MD, self.metadata_N4, sizes)  # pyright: ignore[reportArgumentType]
-        self.home = pairs if self.targets is self.sources else self.targets.pairs(num_targets)
-        return chunks
-
-    def collect(self, collectives: Sequence[AsyncCollective]) -> Tensor:
-        """(T, D): the answers that came home in all chunks, added up."""
-        answers = [collective.wait() for collective in collectives]
-        rows = answers[0] if len(answers) == 1 else torch.cat(answers)
-        return _SumPairs.apply(rows, self.home)  # pyright: ignore[reportReturnType]
-
-    @cached_property
-    def metadata_N4(self) -> Tensor:
-        """In order of destination: what every route must say, in the dtype of the gate weights."""
-        routes, integers = self.routes, _INTEGERS[self.routes.weight_N.dtype]
-        destination_N = routes.destination_N
-        order_N = sort_by_expert(destination_N, self._num_destinations)
-        source_N = target_N = self.sources.position(destination_N, routes.source_N)
-        if self.targets is not self.sources:
-            target_N = self.targets.position(destination_N, routes.target_N)
-        said_N3 = torch.stack((routes.slot_N, source_N, target_N), 1).to(integers)
-        bits_N3 = said_N3.index_select(0, order_N).view(routes.weight_N.dtype)
-        return torch.cat((bits_N3, routes.weight_N.index_select(0, order_N)[:, None]), 1)
-
-    def _launch_chunks(
-        self, rows_MD: Tensor, metadata_N4: Tensor, sizes: ExchangeSizes
-    ) -> list["DedupChunk"]:
-        num_ranks, communicator = self.communicator.num_ranks, self.communicator
-        slices = [slice(i * num_ranks, (i + 1) * num_ranks) for i in range(self.num_chunks)]
-        rows = split_rows(rows_MD, [sum(sizes.of(chunk, ROWS)[0]) for chunk in slices])
-        metadata = split_rows(metadata_N4, [sum(sizes.of(chunk, ROUTES)[0]) for chunk in slices])
-        return [
-            DedupChunk(
-                self,
-                chunk,
-                sizes,
-                communicator.launch(rows[i], *sizes.of(chunk, ROWS)),
-                communicator.launch(metadata[i], *sizes.of(chunk, ROUTES)),
-            )
-            for i, chunk in enumerate(slices)
-        ]
+    routes: Routes  # rows and targets are numbered as they came; an expert is its slot here
 
 
 @dataclass(frozen=True)
 class DedupChunk:
-    """One chunk of a hop on its way."""
+    """One chunk of a deduplicated exchange under way: what the experts of this rank must serve."""
 
     exchange: DedupAllToAll
     destinations: slice
@@ -165,32 +168,41 @@ class DedupChunk:
     rows: AsyncCollective
     metadata: AsyncCollective
 
-    def wait(self) -> ReceivedChunk:
+    @property
+    def x_UD(self) -> Tensor:
+        """Waits for the distinct rows."""
+        return self.received.x_UD
+
+    @property
+    def routes(self) -> Routes:
+        """Waits for the routes that read them."""
+        return self.received.routes
+
+    @cached_property
+    def received(self) -> ReceivedChunk:
         """Waits for rows and routes."""
         x_UD, metadata_N4 = self.rows.wait(), self.metadata.wait()
-        integers = _INTEGERS[metadata_N4.dtype]
-        slot_N, source_N, target_N = (
-            metadata_N4[:, :3].detach().contiguous().view(integers).long().unbind(1)
-        )
+        integers_N3 = metadata_N4[:, :3].detach().contiguous().view(_INTEGERS[metadata_N4.dtype])
+        slot_N, source_N, target_N = integers_N3.long().unbind(1)
         received_P3 = self.sizes.received_V3[self.destinations]
         first_P3 = received_P3.cumsum(0) - received_P3
-        first_N3 = first_P3.repeat_interleave(
-            received_P3[:, ROUTES], 0, output_size=len(metadata_N4)
-        )
-        num_targets = sum(self.sizes.of(self.destinations, TARGETS)[1])
-        return ReceivedChunk(
-            x_UD,
+        first_N3 = first_P3.repeat_interleave(received_P3[:, ROUTES], 0, output_size=len(slot_N))
+        routes = Routes(
             source_N + first_N3[:, ROWS],
-            target_N + first_N3[:, TARGETS],
             slot_N,
             metadata_N4[:, 3],
-            num_targets,
+            target_N + first_N3[:, TARGETS],
+            self.exchange.num_slots,
+            num_targets=sum(self.sizes.of(self.destinations, TARGETS)[1]),
+            per_source=0,
+            per_target=0,
         )
+        return ReceivedChunk(x_UD, routes)
 
-    def answer(self, y_TD: Tensor) -> AsyncCollective:
-        """One row for every target that came, on its way home."""
+    def send_back(self, y_TD: Tensor) -> AsyncCollective:
+        """Starts to send one row of outputs back for every target that came."""
         sent, received = self.sizes.of(self.destinations, TARGETS)
-        return self.exchange.communicator.launch(y_TD, received, sent, is_combine=True)
+        return self.exchange.communicator.all_to_all(y_TD, received, sent, is_combine=True)
 
 
 @dataclass(frozen=True)

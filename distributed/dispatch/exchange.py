@@ -1,21 +1,21 @@
-"""Exchanges between the ranks of one group: launched now, waited for where they are first read,
+"""Exchanges between the ranks of one group: started now, waited for where they are first read,
 differentiable both ways.
 
 A `Communicator` starts a collective (an all-to-all, an all-gather, a reduce-scatter) and returns an
 `AsyncCollective`; its `wait` returns the rows. Two autograd nodes stand for one collective,
-and in the backward they change roles: what landed last is launched back first, and is waited for
-where the collective was launched. So whatever was computed between launch and waiting is computed
-between them in the backward too, and overlaps there without further words.
+and in the backward they change roles: what was waited for last is started back first, and is
+waited for where the collective was started. So whatever was computed between start and wait is
+computed between them in the backward too, and overlaps there without further words.
 
-What is sent is held until it has landed, and what torch's collectives get has no history. Otherwise
-a thread of Gloo would mostly be the last to hold it, and would free Python's objects, and the graph
+What is sent is held until it has been waited for, and what torch's collectives get has no history.
+Otherwise a thread of Gloo would mostly be the last to hold it, and would free Python's objects, and the graph
 behind them, at any time: also while Python ends, which aborts the process. (It can still be the
 last, for a moment after waiting: `stop_process` gives it time.)
 
 With `Communicator.checking` every all-to-all is checked: the splits of all ranks are compared
-before, and every row carries (source rank, position, checksum of its bits) and is compared after. Gloo does
-not notice when sender and receiver disagree: it hands out uninitialised rows. Costs one small
-all-gather before, one exchange of 24 bytes per row and one all-gather of verdicts after.
+before, and every row carries (source rank, position, checksum of its bits) and is compared after.
+Gloo does not notice when sender and receiver disagree: it hands out uninitialised rows. Costs one
+small all-gather before, one exchange of 24 bytes per row and one all-gather of verdicts after.
 
 Legend: P ranks of the group, R rows.
 """
@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ...model.recompute import recomputing, save_dispatch, skip_combine
+from ...model.recompute import save_dispatch, skip_combine
 
 # As torch calls them since 2.13, and before.
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -49,7 +49,7 @@ class Pending:
     _work: dist.Work | None
 
     def wait(self) -> Tensor:
-        """The rows. Twice is harmless."""
+        """Returns the rows; a second call returns them at once."""
         if self._work is not None:
             self._work.wait()
             self._work = self._sent = None
@@ -60,27 +60,29 @@ class Collective(Protocol):
     """A collective of rows along dim 0 whose backward is another one."""
 
     def start(self, rows: Tensor) -> Pending:
-        """Launches it."""
+        """Starts it."""
         ...
 
     @property
-    def reverse(self) -> "Collective": ...
+    def reverse(self) -> "Collective":
+        """Returns the collective of the gradients."""
+        ...
 
 
 @dataclass(frozen=True)
 class AllToAll:
-    """`sent[p]` rows to rank p, `received[p]` rows from it."""
+    """Sends `sent[p]` rows to rank p and receives `received[p]` rows from it."""
 
     group: dist.ProcessGroup
     sent: list[int]
     received: list[int]
 
     def start(self, rows: Tensor) -> Pending:
-        sent, came = rows.detach(), rows.new_empty(sum(self.received), *rows.shape[1:])
+        sent, received = rows.detach(), rows.new_empty(sum(self.received), *rows.shape[1:])
         work = dist.all_to_all_single(
-            came, sent, self.received, self.sent, group=self.group, async_op=True
+            received, sent, self.received, self.sent, group=self.group, async_op=True
         )
-        return Pending(came, sent, work)
+        return Pending(received, sent, work)
 
     @property
     def reverse(self) -> "AllToAll":
@@ -89,13 +91,16 @@ class AllToAll:
 
 @dataclass(frozen=True)
 class AllGather:
-    """Equally many rows of every rank to every rank, in the order of ranks."""
+    """Brings equally many rows of every rank to every rank, in the order of ranks."""
 
     group: dist.ProcessGroup
 
     def start(self, rows: Tensor) -> Pending:
-        sent, came = rows.detach(), rows.new_empty(len(rows) * self.group.size(), *rows.shape[1:])
-        return Pending(came, sent, _all_gather(came, sent, group=self.group, async_op=True))
+        sent, received = (
+            rows.detach(),
+            rows.new_empty(len(rows) * self.group.size(), *rows.shape[1:]),
+        )
+        return Pending(received, sent, _all_gather(received, sent, group=self.group, async_op=True))
 
     @property
     def reverse(self) -> "ReduceScatter":
@@ -104,13 +109,18 @@ class AllGather:
 
 @dataclass(frozen=True)
 class ReduceScatter:
-    """The sum over ranks of the p-th block of rows to rank p."""
+    """Brings the sum over ranks of the p-th block of rows to rank p."""
 
     group: dist.ProcessGroup
 
     def start(self, rows: Tensor) -> Pending:
-        sent, came = rows.detach(), rows.new_empty(len(rows) // self.group.size(), *rows.shape[1:])
-        return Pending(came, sent, _reduce_scatter(came, sent, group=self.group, async_op=True))
+        sent, received = (
+            rows.detach(),
+            rows.new_empty(len(rows) // self.group.size(), *rows.shape[1:]),
+        )
+        return Pending(
+            received, sent, _reduce_scatter(received, sent, group=self.group, async_op=True)
+        )
 
     @property
     def reverse(self) -> AllGather:
@@ -119,8 +129,8 @@ class ReduceScatter:
 
 @dataclass
 class Counters:
-    """What one dispatcher has done since it was made: plain numbers of this rank, forward passes
-    only but for the waiting.
+    """Counts what one dispatcher has done since it was made: plain numbers of this rank, forward
+    passes only but for the waiting.
 
     A row that stays on its rank counts as a row and not as bytes.
     """
@@ -128,37 +138,46 @@ class Counters:
     passes: int = 0
     rows_sent: int = 0
     rows_one_per_route: int = 0  # what a dispatcher with a row for every route would have sent
-    routes_served: int = 0  # routes that this rank's experts answered
+    routes_served: int = 0  # routes that this rank's experts computed
     bytes_intra_node: int = 0
     bytes_inter_node: int = 0
     # time in which the host stood still for an exchange or for the counts, backward included
     waited_s: float = 0.0
 
+    def __post_init__(self) -> None:
+        self._counting = True
+
     def copy(self) -> "Counters":
-        """As they are now."""
+        """Returns the numbers of now."""
         return replace(self)
 
     def since(self, earlier: "Counters") -> "Counters":
-        """What was done after `earlier`, which is a copy of these."""
+        """Returns what was done after `earlier`, which is a copy of these."""
         return Counters(
             *(getattr(self, each.name) - getattr(earlier, each.name) for each in fields(self))
         )
 
+    def begin_pass(self, num_routes: int, *, recomputed: bool) -> None:
+        """Counts a pass of so many routes. One that is recomputed was counted: `add` ignores it."""
+        self._counting = not recomputed
+        self.add(passes=1, rows_one_per_route=num_routes)
+
     def add(self, **amounts: int) -> None:
-        """Counts. Not in a recomputation: it belongs to a pass that was counted."""
-        if not recomputing():
-            for name, amount in amounts.items():
-                setattr(self, name, getattr(self, name) + amount)
+        """Adds to the counts of this pass."""
+        if not self._counting:
+            return
+        for name, amount in amounts.items():
+            setattr(self, name, getattr(self, name) + amount)
 
     def wait(self, pending: Pending) -> Tensor:
-        """The result of a collective that was started."""
+        """Waits for a collective, and returns its rows."""
         started = time.perf_counter()
         rows = pending.wait()
         self.waited_s += time.perf_counter() - started
         return rows
 
     def read(self, counts: Tensor) -> list[Any]:
-        """Values on the host: the one synchronisation of a pass."""
+        """Reads values on the host: the one synchronisation of a pass."""
         started = time.perf_counter()
         values = counts.tolist()
         self.waited_s += time.perf_counter() - started
@@ -166,88 +185,90 @@ class Counters:
 
 
 @dataclass
-class _Ways:
-    """What is under way between the two nodes of a collective: out in the forward, back in the
-    backward.
-    """
+class _InFlight:
+    """What is under way between the two autograd nodes of a collective."""
 
-    out: Pending | None = None
-    back: Pending | None = None
+    forward: Pending | None = None
+    backward: Pending | None = None
 
 
-class _Launch(torch.autograd.Function):
+class _Start(torch.autograd.Function):
+    """Starts a collective; its backward waits for the reverse one."""
+
     @staticmethod
     def forward(
         ctx: Any,
         rows: Tensor,
         collective: Collective,
         counters: Counters,
-        ways: _Ways,
+        in_flight: _InFlight,
         is_combine: bool,
     ) -> Tensor:
         def start() -> Tensor:
-            ways.out = collective.start(rows.contiguous())
-            return ways.out.rows.detach()
+            in_flight.forward = collective.start(rows.contiguous())
+            return in_flight.forward.rows.detach()
 
-        ctx.counters, ctx.ways = counters, ways
+        ctx.counters, ctx.in_flight = counters, in_flight
         return (skip_combine if is_combine else save_dispatch)(start)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *_unread: Tensor) -> tuple:  # pyright: ignore[reportIncompatibleMethodOverride]
-        back, ctx.ways.back = ctx.ways.back, None
-        return ctx.counters.wait(back), None, None, None, None
+        pending, ctx.in_flight.backward = ctx.in_flight.backward, None
+        return ctx.counters.wait(pending), None, None, None, None
 
 
-class _Land(torch.autograd.Function):
+class _Wait(torch.autograd.Function):
+    """Waits for a collective; its backward starts the reverse one."""
+
     @staticmethod
     def forward(
-        ctx: Any, rows: Tensor, collective: Collective, counters: Counters, ways: _Ways
+        ctx: Any, rows: Tensor, collective: Collective, counters: Counters, in_flight: _InFlight
     ) -> Tensor:
-        ctx.collective, ctx.ways = collective, ways
-        if (
-            ways.out is not None
-        ):  # else nothing was launched: the rows are those of a first run (model/recompute.py)
-            counters.wait(ways.out)
-            ways.out = None
+        ctx.collective, ctx.in_flight = collective, in_flight
+        # Where nothing was started the rows are those that a recomputed pass had saved.
+        if in_flight.forward is not None:
+            counters.wait(in_flight.forward)
+            in_flight.forward = None
         return rows
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple:  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx.ways.back = ctx.collective.reverse.start(grads[0].contiguous())
-        return (
-            grads[0],
-            None,
-            None,
-            None,
-        )  # of the shape that autograd expects; `_Launch` reads what was launched
+        ctx.in_flight.backward = ctx.collective.reverse.start(grads[0].contiguous())
+        # The gradient is only of the shape that autograd wants: `_Start` reads what was started.
+        return grads[0], None, None, None
 
 
 class AsyncCollective:
-    """A collective under way. Between launch and waiting its rows must not be read.
+    """A collective under way, differentiable; between start and `wait` its rows must not be read.
 
-    `is_combine`: answers, of which `save_combine` keeps what becomes of them (model/recompute.py).
+    `is_combine`: its rows are outputs, of which `save_combine` keeps the sum (model/recompute.py).
     """
 
     def __init__(
         self, rows: Tensor, collective: Collective, counters: Counters, *, is_combine: bool = False
     ) -> None:
-        self._motion, self._counters, self._ways = collective, counters, _Ways()
-        self._pending: Tensor = _Launch.apply(rows, collective, counters, self._ways, is_combine)  # pyright: ignore[reportAttributeAccessIssue]
-        self._landed: Tensor | None = None
+        self._collective, self._counters, self._in_flight = collective, counters, _InFlight()
+        self._started: Tensor = _Start.apply(
+            rows, collective, counters, self._in_flight, is_combine
+        )  # pyright: ignore[reportAttributeAccessIssue]
+        self._received: Tensor | None = None
 
     def wait(self) -> Tensor:
-        """Waits for the rows the first time. All ranks must wait in the same
-        order.
+        """Returns the received rows, and waits for them the first time.
+
+        All ranks must wait for their collectives in the same order.
         """
-        if self._landed is None:
-            self._landed = _Land.apply(self._pending, self._motion, self._counters, self._ways)  # pyright: ignore[reportAssignmentType]
-        return self._landed  # pyright: ignore[reportReturnType]
+        if self._received is None:
+            self._received = _Wait.apply(
+                self._started, self._collective, self._counters, self._in_flight
+            )  # pyright: ignore[reportAttributeAccessIssue]
+        return self._received  # pyright: ignore[reportReturnType]
 
 
 class CheckedCollective(AsyncCollective):
-    """A collective that is followed by marks of its rows, and verified when it lands."""
+    """An all-to-all that is followed by marks of its rows, which `wait` compares."""
 
     def __init__(
         self,
@@ -264,8 +285,12 @@ class CheckedCollective(AsyncCollective):
         self._marks = collective.start(_marks(rows, collective.sent, collective.group.rank()))
 
     def wait(self) -> Tensor:
-        """Raises ExchangeMismatch on all ranks if a row is not the one that was sent."""
-        if self._landed is None:
+        """Returns the received rows, and compares them with their marks the first time.
+
+        Raises:
+            ExchangeMismatch: on all ranks: a row is not the one that was sent.
+        """
+        if self._received is None:
             rows = super().wait()
             _check_marks(rows, self._marks.wait(), self._all_to_all, self._everyone)
         return super().wait()
@@ -273,8 +298,9 @@ class CheckedCollective(AsyncCollective):
 
 @dataclass
 class Communicator:
-    """Exchanges over one group, and what they cost. All ranks of `everyone` take the same steps,
-    and hear of a mismatch.
+    """Starts collectives over one group, and counts their bytes.
+
+    All ranks of `everyone` take the same steps, and hear of a mismatch.
     """
 
     group: dist.ProcessGroup
@@ -288,11 +314,10 @@ class Communicator:
     def __post_init__(self) -> None:
         self.num_ranks, self.rank = self.group.size(), self.group.rank()
 
-    def launch(
+    def all_to_all(
         self, rows: Tensor, sent: list[int], received: list[int], *, is_combine: bool = False
     ) -> AsyncCollective:
-        """Collective. An all-to-all of rows along dim 0, on its way; `is_combine` where they are
-        answers.
+        """Starts an all-to-all of rows along dim 0; `is_combine` marks outputs. Collective.
 
         Raises:
             ExchangeMismatch: while `checking`, on all ranks: two of them disagree about how many
@@ -306,13 +331,17 @@ class Communicator:
             )
         return AsyncCollective(rows, collective, self.counters, is_combine=is_combine)
 
-    def all_gather(self, rows: Tensor) -> AsyncCollective:
-        """Collective. Equally many rows of every rank, joined in the order of ranks."""
-        self._count([len(rows)] * self.num_ranks, rows)
+    def all_gather(self, rows: Tensor, *, counted: bool = True) -> AsyncCollective:
+        """Starts to gather equally many rows of every rank, in the order of ranks. Collective.
+
+        `counted` False: rows that tell where others belong, which the counted bytes leave out.
+        """
+        if counted:
+            self._count([len(rows)] * self.num_ranks, rows)
         return AsyncCollective(rows, AllGather(self.group), self.counters)
 
     def reduce_scatter(self, rows: Tensor) -> AsyncCollective:
-        """Collective. This rank's block of the sum over all ranks' answers."""
+        """Starts to add up the outputs of all ranks, each block at its rank. Collective."""
         self._count([len(rows) // self.num_ranks] * self.num_ranks, rows)
         return AsyncCollective(rows, ReduceScatter(self.group), self.counters, is_combine=True)
 
@@ -329,15 +358,15 @@ class Communicator:
 
 
 def hottest_factor(served_GP: Tensor) -> float:
-    """Of the `routes_served` of EP groups and their ranks: the busiest rank's ÷ its group's mean,
-    where that is largest.
+    """Returns the busiest rank's `routes_served` ÷ its EP group's mean, of the group where that is
+    largest.
     """
     mean_G = served_GP.double().mean(1)
     return torch.where(mean_G > 0, served_GP.amax(1) / mean_G.clamp(min=1e-30), 1.0).max().item()
 
 
 def gathered(values: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Collective. Equally many values of every rank, as rows in the order of ranks; waits for them."""
+    """Gathers equally many values of every rank, as rows in the order of ranks. Collective."""
     return AllGather(group).start(values[None]).wait()
 
 

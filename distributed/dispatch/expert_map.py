@@ -25,7 +25,7 @@ from ..layout import expert_blocks
 
 @dataclass(frozen=True)
 class SlotTables:
-    """What an expert map says of every slot, on a device."""
+    """An expert map as tensors on a device."""
 
     rank_S: Tensor
     local_S: Tensor  # its number on its rank

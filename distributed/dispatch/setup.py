@@ -3,14 +3,17 @@ and what it counts.
 """
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from typing import Self
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ...model.moe import Dispatched
 from ...model.recompute import recomputing
 from ...model.routing import Routes
 from .exchange import Communicator, Counters, gathered
@@ -63,23 +66,23 @@ class Setup:
     def begin(
         self, x_UD: Tensor, routes: Routes, communicators: Sequence[Communicator]
     ) -> ExpertMap:
-        """Opens a pass: counts it, checks it if its turn has come, and says where the experts live."""
-        self.counters.add(passes=1, rows_one_per_route=len(routes.expert_N))
+        """Begins a pass: counts it, checks it if its turn has come.
+
+        Returns:
+            The slot of every expert, as this rank sees them.
+        """
+        recomputed = recomputing()
+        self.counters.begin_pass(len(routes.expert_N), recomputed=recomputed)
         checking = (
-            self.check_every > 0
-            and self.counters.passes % self.check_every == 0
-            and not recomputing()
+            self.check_every > 0 and self.counters.passes % self.check_every == 0 and not recomputed
         )
         for communicator in communicators:
             communicator.checking = checking
         if checking:
             check_routes(x_UD, routes, self.group)
-        num_ranks = self.group.size()
-        expert_map = (
-            contiguous_map(routes.num_experts, num_ranks)
-            if self.expert_map is None
-            else self.expert_map
-        )
+        expert_map = self.expert_map
+        if expert_map is None:
+            expert_map = contiguous_map(routes.num_experts, self.group.size())
         return expert_map.seen_from(self.group.rank())
 
     def chunk_of(self, routes: Routes, num_sources: int) -> Tensor:
@@ -91,6 +94,25 @@ class Setup:
         num_tokens = max(1, math.gcd(num_sources, routes.num_targets))
         token_N = routes.source_N // max(1, num_sources // num_tokens)
         return token_N * self.overlap_chunks // num_tokens
+
+
+class ExpertParallelDispatcher(ABC):
+    """A dispatcher over the ranks of an EP group: what all of them have in common."""
+
+    def __init__(self, setup: Setup) -> None:
+        self.setup, self.communicator = setup, setup.communicator(setup.group)
+
+    @abstractmethod
+    def dispatch(self, x_UD: Tensor, routes: Routes) -> Dispatched:
+        """Starts to send every row to the ranks of its experts, as `Dispatcher` says."""
+
+    def stats(self) -> Counters:
+        """Returns what this dispatcher has sent and served so far."""
+        return self.setup.counters.copy()
+
+    def with_expert_map(self, expert_map: ExpertMap) -> Self:
+        """Returns the same dispatcher for experts that have moved; its counters go on."""
+        return type(self)(replace(self.setup, expert_map=expert_map))
 
 
 def check_routes(x_UD: Tensor, routes: Routes, group: dist.ProcessGroup) -> None:

@@ -16,22 +16,17 @@ Legend: S slots, P ranks of an EP group.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from ...model.moe import SparseLayer
-from ..dispatch.allgather import AllGatherDispatcher
-from ..dispatch.alltoall import AllToAllDispatcher
-from ..dispatch.dedup import DedupDispatcher
 from ..dispatch.expert_map import ExpertMap, contiguous_map
-from ..dispatch.hierarchical import HierarchicalDispatcher
+from ..dispatch.setup import ExpertParallelDispatcher
 from ..local_shard import LocalShard, Slice, local_shard_of, set_local_shard
 from ..mesh import Mesh
-
-_Spread = AllGatherDispatcher | AllToAllDispatcher | DedupDispatcher | HierarchicalDispatcher
 
 
 @dataclass(frozen=True)
@@ -89,14 +84,13 @@ def move_experts(
     total = MoveResult()
     for name, new in expert_maps.items():
         layer = banks[name]
-        if new == before[name] or not isinstance(layer.dispatcher, _Spread):
+        if new == before[name] or not isinstance(layer.dispatcher, ExpertParallelDispatcher):
             continue
         plan = _MovePlan(before[name], new, mesh.ep_group)
         for parameter in layer.experts.parameters():
             total += _move(parameter, optimizer, plan)
         total += MoveResult(plan.num_received)
-        # Its counters go on: they are in the setup.
-        layer.dispatcher = type(layer.dispatcher)(replace(layer.dispatcher.setup, expert_map=new))
+        layer.dispatcher = layer.dispatcher.with_expert_map(new)
     return total
 
 
@@ -168,7 +162,7 @@ def _count_by_rank(pairs: Sequence[tuple[int, int]], num_ranks: int) -> list[int
 
 def _expert_map_of(layer: SparseLayer) -> ExpertMap:
     num_experts = local_shard_of(next(layer.experts.parameters())).global_shape[0]
-    if not isinstance(layer.dispatcher, _Spread):
+    if not isinstance(layer.dispatcher, ExpertParallelDispatcher):
         return contiguous_map(num_experts, 1)
     setup = layer.dispatcher.setup
     return setup.expert_map or contiguous_map(num_experts, setup.group.size())

@@ -14,7 +14,7 @@ Who is refused depends on the order in which routes ask:
     slot_major       all first choices, then all second ones (GShard): a later first choice evicts an earlier second choice
     priority         as slot_major, but rows with the largest probability ask first (V-MoE, arXiv 2106.05974, algorithm 2)
 
-With a capacity, an answer depends on the other rows of the micro-batch, and so on its size and on
+With a capacity, an output depends on the other rows of the micro-batch, and so on its size and on
 the length of its sequences: a text that is cut short gets a smaller capacity, and one that is
 written token by token another one at each token. In `position_major` nothing that stands at a later
 position matters, but how many there are does. Cost: two sorts of N = T·K small integers, and one

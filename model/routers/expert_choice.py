@@ -9,7 +9,7 @@ Balanced without a loss, and its counts are known in advance; but a token may be
 experts or by none, and then only the residual carries it. A choice among all tokens of a batch
 reads their future: a language model would learn to use that. The causal form, of the granularity
 study (arXiv 2402.07871) and of Mixture of Tokens' comparison, chooses among the tokens at one
-position of `sequences_per_group` sequences. Those authors put a LayerNorm on the layer's answer
+position of `sequences_per_group` sequences. Those authors put a LayerNorm on the layer's output
 (`output_norm` of the model), which matters for experts smaller than a dense layer.
 
 Legend: B sequences, T rows, D their width, G groups of M members, C members that an expert takes, E

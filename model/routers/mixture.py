@@ -15,7 +15,7 @@ width F, and mixing adds 6·D·E FLOPs per token: 2 % of the experts' for m = 1 
 = 16. W takes T·E numbers per layer.
 
 A group of one is refused: a softmax over one token is 1 for every expert, so the token would get
-the plain sum of all E answers (for 32 experts at the start, outputs up to 32·√32 = 181 times as
+the plain sum of all E outputs (for 32 experts at the start, outputs up to 32·√32 = 181 times as
 large as in a group of 32; measured 155).
 
 Beside the published layer the authors' code has switches that are off here by default. Its
@@ -130,7 +130,7 @@ def group_of_one(name: str) -> str:
     return (
         f"{name}=1: a softmax over a group of one token is 1 for every expert, so the token would "
         "get the plain sum of all "
-        "experts' answers, tens of times too large; use 2 or more (the published models: 8 to 128)"
+        "experts' outputs, tens of times too large; use 2 or more (the published models: 8 to 128)"
     )
 
 

@@ -36,7 +36,7 @@ class Promises:
         bool  # no output at a position depends on what stands at a later position, of any sequence
     )
     batch_invariant: bool  # no sequence's output depends on the other sequences of the batch
-    dropless: bool  # every row gets the answers of all experts it asked for
+    dropless: bool  # every row gets the outputs of all experts it asked for
     balanced: bool  # every expert serves equally many rows, by construction
 
 

@@ -7,7 +7,7 @@ Mixtral are settings of it.
     Mixtral   top_k=2, renormalise, dropless (arXiv 2401.04088, §2.1)
 
 The balancing loss counts all choices; GShard and Switch as published count first choices only
-(`balance.normalised_coefficient` converts a coefficient). An expert's answer moves the logits only
+(`balance.normalised_coefficient` converts a coefficient). An expert's output moves the logits only
 of those rows that chose it: a share K/E of all logits.
 
 Legend: T rows, D their width, E experts, K experts chosen.

@@ -8,7 +8,7 @@ learning rate and data go on untouched. The result needs no group context.
 
 The loss jumps at the switch, for two reasons. Mixing normalises over tokens and choosing over
 experts: an offset that all tokens' logits for one expert share is invisible to the first and
-decides the load of the second. And an expert's answers are weighted by 1/E to 1 where the mixture's
+decides the load of the second. And an expert's outputs are weighted by 1/E to 1 where the mixture's
 weights were 1/M to 1. `calibrate` removes the first: the mean logit of every expert over the last
 mixing step's global batch is kept, and subtracted once the router chooses. Not part of the
 published method.

@@ -10,7 +10,7 @@ from live_memory import LiveMemory
 from torch import Tensor
 
 from moebius.model.layers import LayerNorm
-from moebius.model.moe import LocalDispatcher, Sent
+from moebius.model.moe import LocalDispatcher, LocalRoutes
 from moebius.model.precision import forward_in
 from moebius.model.recompute import Recompute, recomputing, run_recomputed, save_decision
 from moebius.model.routing import Routes
@@ -148,7 +148,7 @@ def test_a_second_run_that_rounds_otherwise_decides_as_the_first(
         normed = norm(self, x)
         return normed + torch.randn(normed.shape, generator=noise) if recomputing() else normed
 
-    def recorded(self: LocalDispatcher, x_UD: Tensor, routes: Routes) -> Sent:
+    def recorded(self: LocalDispatcher, x_UD: Tensor, routes: Routes) -> LocalRoutes:
         (second if recomputing() else first).append(
             (routes.source_N.clone(), routes.expert_N.clone())
         )

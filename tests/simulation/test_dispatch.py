@@ -17,7 +17,7 @@ from moebius.distributed.dispatch.expert_map import ExpertMap, contiguous_map
 from moebius.distributed.layout import Layout
 from moebius.model.experts import ExpertMLPs
 from moebius.model.initialise import Initializer, normal
-from moebius.model.moe import Dispatcher, Sent, SparseLayer
+from moebius.model.moe import Dispatched, Dispatcher, SparseLayer
 from moebius.model.routing import Routes, slot_routes, token_routes
 from moebius.simulation import dispatch as module
 from moebius.simulation.dispatch import (
@@ -268,11 +268,8 @@ class Saboteur:
     inner: Dispatcher
     harm: Any
 
-    def dispatch(self, x_UD: Tensor, routes: Routes) -> Sent:
+    def dispatch(self, x_UD: Tensor, routes: Routes) -> Dispatched:
         return self.inner.dispatch(x_UD, self.harm(routes))
-
-    def combine(self, y: Any, sent: Sent) -> Tensor:
-        return self.inner.combine(y, sent)
 
 
 def lost(routes: Routes) -> Routes:

@@ -20,6 +20,7 @@ from dispatch_scenes import (
     merge_for,
     parts,
     results_of,
+    run_pass,
 )
 from torch import Tensor
 from world import run_ranks
@@ -318,8 +319,7 @@ def identity_round_trip(kind: str, rank: int, mesh: Mesh) -> tuple[Tensor, Tenso
     rows = int(routes.source_N.max()) + 1
     x = torch.randn(rows, 5, generator=generator)
     dispatcher = make_dispatcher("alltoall", mesh.ep_group)
-    sent = dispatcher.dispatch(x, routes)
-    y = dispatcher.combine(sent.x_UD * sent.routes.weight_N[:, None], sent)
+    y = run_pass(dispatcher, x, routes, lambda rows, its: rows * its.weight_N[:, None])
     expected = torch.zeros(routes.num_targets, 5)
     for n in range(len(routes.source_N)):
         expected[routes.target_N[n]] += routes.weight_N[n] * x[routes.source_N[n]]
@@ -366,12 +366,13 @@ def row_conservation() -> list[tuple[int, int, int]]:
             (torch.full((len(experts),), float(process.rank)), torch.arange(len(experts)).double()),
             1,
         )
-        sent = make_dispatcher("alltoall", mesh.ep_group).dispatch(
+        dispatched = make_dispatcher("alltoall", mesh.ep_group).dispatch(
             marks, token_routes(experts, torch.ones(experts.shape), num_experts=EXPERTS)
         )
+        [chunk] = dispatched.chunks
         share = EXPERTS // process.world_size
-        local = (sent.routes.expert_N + process.rank * share).tolist()
-        return [(int(a), int(b), e) for (a, b), e in zip(sent.x_UD.tolist(), local, strict=True)]
+        local = (chunk.routes.expert_N + process.rank * share).tolist()
+        return [(int(a), int(b), e) for (a, b), e in zip(chunk.x_UD.tolist(), local, strict=True)]
 
 
 def test_every_route_arrives_once_and_at_the_right_expert() -> None:

@@ -9,13 +9,14 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import groupby, product
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from dispatch_scenes import EXPERTS, HIDDEN, SCENES, TOP_K, WIDTH, Bank, bank, choose
+from dispatch_scenes import EXPERTS, HIDDEN, SCENES, TOP_K, WIDTH, Bank, bank, choose, run_pass
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pairwise import every_pair
@@ -24,7 +25,7 @@ from world import RankFailed, run_ranks
 
 from moebius.distributed.dispatch import alltoall as dispatch_alltoall
 from moebius.distributed.dispatch import dedup_hop, exchange
-from moebius.distributed.dispatch.choose import DISPATCHERS, make_dispatcher
+from moebius.distributed.dispatch.choose import make_dispatcher
 from moebius.distributed.dispatch.exchange import (
     AllGather,
     AllToAll,
@@ -36,6 +37,7 @@ from moebius.distributed.dispatch.exchange import (
 )
 from moebius.distributed.dispatch.expert_map import ExpertMap, contiguous_map
 from moebius.distributed.dispatch.setup import NodeGroups, build_node_groups
+from moebius.distributed.dispatch.table import DISPATCHERS
 from moebius.distributed.process.process import Process, start_process
 from moebius.kernels.functional import routed_mlp
 from moebius.model.moe import Dispatcher, SparseLayer
@@ -441,7 +443,7 @@ def order_of_events(name: str, chunks: int) -> tuple[list[str], int]:
         for collective in (AllToAll, AllGather, ReduceScatter):
             collective.start = recorded(collective.start)
         Counters.wait = recorded_wait
-        dedup_hop.DedupAllToAll.plan = meanwhile(dedup_hop.DedupAllToAll.plan)
+        dedup_hop.DedupAllToAll.prepare = meanwhile(dedup_hop.DedupAllToAll.prepare)
         dispatch_alltoall.gather_rows = meanwhile(dispatch_alltoall.gather_rows)
         x, weights = given.x.requires_grad_(), given.routes.weight_N.clone().requires_grad_()
         y = layer(x, given.routes.with_weights(weights), lambda: log.append("beside"))
@@ -564,8 +566,7 @@ def reads_of_known_counts() -> dict[str, int]:
         for name in DISPATCHERS:
             dispatcher = dispatcher_of(name, group, nodes)
             before = reads["reads"]
-            sent = dispatcher.dispatch(given.x, given.routes)
-            dispatcher.combine(sent.x_UD, sent)
+            run_pass(dispatcher, given.x, given.routes, lambda x_UD, _: x_UD)
             out[name] = reads["reads"] - before
         return out
 
@@ -578,7 +579,7 @@ def wrong_split(name: str) -> str:
     with world() as (process, group, nodes):
         dispatcher: Any = dispatcher_of(name, group, nodes, check_every=1)
         communicator = dispatcher.inter if name == "hierarchical" else dispatcher.communicator
-        launch = exchange.Communicator.launch
+        launch = exchange.Communicator.all_to_all
 
         def lying(self: Any, rows: Tensor, sent: list[int], received: list[int]) -> Any:
             if process.rank == 2 and self is communicator and rows.is_floating_point():
@@ -586,7 +587,7 @@ def wrong_split(name: str) -> str:
                 received = [count - (i == source) for i, count in enumerate(received)]
             return launch(self, rows, sent, received)
 
-        exchange.Communicator.launch = lying
+        exchange.Communicator.all_to_all = lying
         given = scene_case("even", "token", process.rank)
         with pytest.raises(ExchangeMismatch) as caught:
             own_layer(process, dispatcher)(given.x, given.routes)
@@ -744,12 +745,8 @@ def drawn_on_ranks(batch: list[Drawn]) -> list[dict[str, float]]:
                 dispatcher: Any = make_dispatcher(
                     name, group, nodes=nodes, overlap_chunks=chunks, check_every=1
                 )
-                sent = dispatcher.dispatch(given.x, given.routes)
-                first = process.rank * drawn.share
-                answers = [
-                    part.answer(scaled(part.x_UD, part.routes, first)) for part in sent.parts
-                ]
-                y = dispatcher.combine(answers, sent)
+                experts = partial(scaled, first_expert=process.rank * drawn.share)
+                y = run_pass(dispatcher, given.x, given.routes, experts)
                 served = torch.tensor(
                     [dispatcher.stats().routes_served, -len(given.routes.expert_N)]
                 )
@@ -882,27 +879,17 @@ def gradients_by_differences() -> dict[str, bool]:
         x = torch.randn(3, 3, dtype=torch.float64, generator=generator, requires_grad=True)
         weights = torch.rand(6, dtype=torch.float64, generator=generator, requires_grad=True)
         routes = token_routes(experts, weights.view(3, 2), num_experts=4)
+
+        def experts(x_UD: Tensor, routes: Routes) -> Tensor:
+            return routed_mlp(x_UD, w_up, w_down, routes, activation="silu", backend="reference")
+
         for name, chunks in VARIANTS:
             dispatcher = make_dispatcher(
                 name, group, nodes=nodes if name == "hierarchical" else None, overlap_chunks=chunks
             )
 
             def layer(x: Tensor, weights: Tensor, dispatcher=dispatcher) -> Tensor:
-                sent = dispatcher.dispatch(x, routes.with_weights(weights))
-                answers = [
-                    part.answer(
-                        routed_mlp(
-                            part.x_UD,
-                            w_up,
-                            w_down,
-                            part.routes,
-                            activation="silu",
-                            backend="reference",
-                        )
-                    )
-                    for part in sent.parts
-                ]
-                return dispatcher.combine(answers, sent)
+                return run_pass(dispatcher, x, routes.with_weights(weights), experts)
 
             out[f"{name} {chunks}"] = torch.autograd.gradcheck(layer, (x, weights))
             [first] = torch.autograd.grad((layer(x, weights) ** 2).sum(), [x], create_graph=True)

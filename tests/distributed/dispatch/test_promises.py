@@ -8,7 +8,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from dispatch_scenes import EXPERTS, SCENES, WIDTH, bank, choose, forward_backward, merge_for, parts
+from dispatch_scenes import (
+    EXPERTS,
+    SCENES,
+    WIDTH,
+    bank,
+    choose,
+    forward_backward,
+    merge_for,
+    parts,
+    run_pass,
+)
 from torch import Tensor
 from world import run_ranks
 
@@ -57,10 +67,7 @@ def identity(scene_name: str) -> dict[tuple[str, int], bool]:
         routes = token_routes(experts, torch.ones(experts.shape), num_experts=EXPERTS)
         found = {}
         for variant, dispatcher in dispatchers(process).items():
-            sent = dispatcher.dispatch(x, routes)
-            y = dispatcher.combine(
-                [part.answer(echo(part.x_UD, part.routes)) for part in sent.parts], sent
-            )
+            y = run_pass(dispatcher, x, routes, echo)
             found[variant] = torch.equal(y, experts.shape[1] * x)
         return found
 
@@ -159,10 +166,16 @@ def rows_held() -> dict[str, tuple[int, int, int]]:
             x, experts, weights, _ = drawn[process.rank]
             for kind, must in (("dedup", [here.any(1) for here in mine]), ("alltoall", mine)):
                 [dispatcher] = dispatchers(process, [(kind, 1)]).values()
-                sent = dispatcher.dispatch(x, token_routes(experts, weights, num_experts=EXPERTS))
+                routes = token_routes(experts, weights, num_experts=EXPERTS)
+                held_by_chunk: list[int] = []
+
+                def counted(x_UD: Tensor, routes: Routes, held=held_by_chunk) -> Tensor:
+                    held.append(len(x_UD))
+                    return echo(x_UD, routes)
+
+                run_pass(dispatcher, x, routes, counted)
                 counters: Any = dispatcher
-                held = len(sent.x_UD)
-                dispatcher.combine(echo(sent.x_UD, sent.routes), sent)
+                [held] = held_by_chunk
                 wanted = sum(int(here.sum()) for here in must)
                 out[f"{kind} {name}"] = (
                     held,
@@ -194,8 +207,7 @@ def growth() -> dict[str, float]:
             for passes in (40, PASSES):
                 before = resident_bytes()
                 for _ in range(passes):
-                    sent = dispatcher.dispatch(x, routes)
-                    y = dispatcher.combine(echo(sent.x_UD, sent.routes), sent)
+                    y = run_pass(dispatcher, x, routes, echo)
                     x.grad = None
                     y.sum().backward()
             out[variant[0]] = (resident_bytes() - before) / 2**20

@@ -128,7 +128,7 @@ def test_a_token_learns_only_from_experts_that_took_it() -> None:
 def test_an_answer_can_be_normalised() -> None:
     layer, x_BSD = make_layer(GROUPED, output_norm=True), rows(8, 3)
     y_BSD, routing = layer(x_BSD, x_BSD)
-    raw_BSD = layer.answers(x_BSD.flatten(0, 1), routing.plan).view_as(x_BSD)
+    raw_BSD = layer.expert_outputs(x_BSD.flatten(0, 1), routing.plan).view_as(x_BSD)
     centred = raw_BSD - raw_BSD.mean(-1, keepdim=True)
     torch.testing.assert_close(
         y_BSD, centred / (centred.square().mean(-1, keepdim=True) + 1e-5).sqrt()

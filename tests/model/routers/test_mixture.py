@@ -304,7 +304,7 @@ def test_shared_experts_are_weighed_by_the_mixtures_of_a_row() -> None:
     sizes: dict[str, Any] = {"num_shared_experts": 1, "shared_sum": "mean"}
     layer, x_BSD = make_layer(MOT, **sizes), rows(8, 3)
     assert layer.shared is not None
-    routed = layer.answers(x_BSD.flatten(0, 1), mixture_of(layer, x_BSD)).view_as(x_BSD)
+    routed = layer.expert_outputs(x_BSD.flatten(0, 1), mixture_of(layer, x_BSD)).view_as(x_BSD)
     torch.testing.assert_close(layer(x_BSD, x_BSD)[0], (layer.shared(x_BSD) + 1.5 * routed) / 2.5)
     with pytest.raises(
         ValueError,

@@ -1,0 +1,89 @@
+"""The table of dispatchers. A new one is one file and one line here (docs/extending.md shows it).
+
+The mesh's configuration, the command line, the planner, the cost model and the simulator ask this
+table and know no dispatcher by name. It imports nothing heavy, so that they may ask before torch is
+there; the dispatchers' own modules are imported when one is made (choose.py).
+"""
+
+from dataclasses import dataclass
+
+AUTO = "auto"
+LOCAL = "local"  # every expert is on this rank: nothing travels, and there is nothing to configure
+DEFAULT = "dedup"  # what "auto" means where the experts are spread
+
+
+@dataclass(frozen=True)
+class SendingPattern:
+    """What a dispatcher sends, as far as its cost depends on it: a row once to every rank that
+    serves it, unless it says otherwise (planning/communication.py has the arithmetic).
+    """
+
+    row_per_route: bool = False  # once for every route
+    node_first: bool = False  # once per destination node, then once per rank inside it
+    to_all: bool = False  # every row to every rank, by dense collectives
+
+
+@dataclass(frozen=True)
+class DispatcherEntry:
+    """What others must know of a dispatcher.
+
+    `dispatcher` is an `ExpertParallelDispatcher`; or the words "module.Class" of a module in this
+    folder, which is imported when the first one is made.
+    """
+
+    dispatcher: str | type
+    description: str
+    pattern: SendingPattern
+    is_exact: bool = False  # equals one rank bit for bit; the others up to rounding
+    needs_nodes: bool = False  # the groups between and inside nodes (`build_node_groups`)
+
+
+# fmt: off
+DISPATCHERS: dict[str, DispatcherEntry] = {
+    "allgather": DispatcherEntry("allgather.AllGatherDispatcher", "every row to every rank", SendingPattern(to_all=True)),
+    "alltoall": DispatcherEntry("alltoall.AllToAllDispatcher", "one row per route", SendingPattern(row_per_route=True), is_exact=True),
+    "dedup": DispatcherEntry("dedup.DedupDispatcher", "one row per (row, rank)", SendingPattern()),
+    "hierarchical": DispatcherEntry("hierarchical.HierarchicalDispatcher", "one row per (row, node), then per rank", SendingPattern(node_first=True), needs_nodes=True),
+}
+# fmt: on
+
+
+def dispatcher_names() -> list[str]:
+    """Returns every name that a configuration may say."""
+    return [AUTO, LOCAL, *DISPATCHERS]
+
+
+def known_dispatcher(name: str) -> str:
+    """Returns the name.
+
+    Raises:
+        ValueError: there is no such dispatcher.
+    """
+    if name not in dispatcher_names():
+        raise ValueError(f"dispatcher {name!r} is unknown: choose {', '.join(dispatcher_names())}")
+    return name
+
+
+def resolved_dispatcher(name: str, ep: int) -> str:
+    """Returns the dispatcher that `name` means on `ep` ranks, also where it is "auto".
+
+    Raises:
+        ValueError: there is no such dispatcher, or it is `local` although the experts are spread.
+    """
+    if name == AUTO:
+        return LOCAL if ep == 1 else DEFAULT
+    if name == LOCAL and ep > 1:
+        raise ValueError(
+            f'mesh.dispatcher="local" with mesh.ep={ep}: the experts are on several ranks; use "auto"'
+        )
+    return known_dispatcher(name)
+
+
+def is_exact(name: str) -> bool:
+    """Whether a dispatcher's outputs equal one rank's bit for bit."""
+    return name == LOCAL or DISPATCHERS[name].is_exact
+
+
+def needs_nodes(name: str) -> bool:
+    """Whether a dispatcher wants the groups between and inside nodes."""
+    return name in DISPATCHERS and DISPATCHERS[name].needs_nodes
