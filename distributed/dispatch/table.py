@@ -38,14 +38,24 @@ class DispatcherEntry:
     needs_nodes: bool = False  # the groups between and inside nodes (`build_node_groups`)
 
 
-# fmt: off
 DISPATCHERS: dict[str, DispatcherEntry] = {
-    "allgather": DispatcherEntry("allgather.AllGatherDispatcher", "every row to every rank", SendingPattern(to_all=True)),
-    "alltoall": DispatcherEntry("alltoall.AllToAllDispatcher", "one row per route", SendingPattern(row_per_route=True), is_exact=True),
+    "allgather": DispatcherEntry(
+        "allgather.AllGatherDispatcher", "every row to every rank", SendingPattern(to_all=True)
+    ),
+    "alltoall": DispatcherEntry(
+        "alltoall.AllToAllDispatcher",
+        "one row per route",
+        SendingPattern(row_per_route=True),
+        is_exact=True,
+    ),
     "dedup": DispatcherEntry("dedup.DedupDispatcher", "one row per (row, rank)", SendingPattern()),
-    "hierarchical": DispatcherEntry("hierarchical.HierarchicalDispatcher", "one row per (row, node), then per rank", SendingPattern(node_first=True), needs_nodes=True),
+    "hierarchical": DispatcherEntry(
+        "hierarchical.HierarchicalDispatcher",
+        "one row per (row, node), then per rank",
+        SendingPattern(node_first=True),
+        needs_nodes=True,
+    ),
 }
-# fmt: on
 
 
 def dispatcher_names() -> list[str]:
