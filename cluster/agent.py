@@ -51,7 +51,7 @@ _RAY_ONLY = ("RAY_", "OMP_NUM_THREADS")
 
 @dataclass(frozen=True)
 class Attempt:
-    """One generation of a job, as one node sees it."""
+    """Says what one node must know of one generation of a job."""
 
     launch: Launch
     generation: int
@@ -64,18 +64,19 @@ class Attempt:
 
     @property
     def log_dir(self) -> Path:
+        """Returns the folder of this node's logs in this generation, below the run folder."""
         return (
             Path(self.launch.run_dir) / "logs" / f"g{self.generation:03d}" / f"node{self.node_rank}"
         )
 
     @property
     def ranks(self) -> range:
-        """Global ranks that live on this node."""
+        """Returns the global ranks that live on this node."""
         first = self.node_rank * self.launch.ranks_per_node
         return range(first, first + self.launch.ranks_per_node)
 
     def save(self, path: Path) -> None:
-        """Writes what is no secret: the ranks inherit their environment from the agent."""
+        """Writes all but secrets as JSON; ranks inherit their environment from the agent."""
         plain = asdict(self)
         del plain["launch"]["environment"], plain["secret"]
         write_atomically(path, json.dumps(plain, indent=1))
@@ -91,7 +92,7 @@ class Attempt:
 
 @dataclass(frozen=True)
 class RankFailure:
-    """A rank that ended with something else than exit code 0."""
+    """Describes a rank that ended with something else than exit code 0."""
 
     rank: int
     exit_code: int
@@ -103,7 +104,7 @@ class RankFailure:
 
 @dataclass(frozen=True)
 class AgentReport:
-    """How one node's part of a generation ended."""
+    """Says how one node's part of a generation ended."""
 
     ok: bool  # every rank of this node exited 0
     failures: tuple[RankFailure, ...] = ()
@@ -111,15 +112,14 @@ class AgentReport:
 
     @classmethod
     def load(cls, path: Path) -> "AgentReport":
+        """Reads a report that an agent left as JSON."""
         plain = json.loads(path.read_text(encoding="utf-8"))
         plain["failures"] = tuple(RankFailure(**failure) for failure in plain["failures"])
         return cls(**plain)
 
 
 class Node:
-    """One machine as the supervision sees it. Used directly on this machine, and as a Ray actor on
-    another one.
-    """
+    """Runs agents on one machine, for the supervision; on another machine as a Ray actor."""
 
     def __init__(self, address: str = "127.0.0.1"):
         self._address = address
@@ -127,7 +127,7 @@ class Node:
         self._agent: subprocess.Popen[bytes] | None = None
 
     def describe(self) -> dict[str, Any]:
-        """Where this node is and what it runs: every node of a job must run the same."""
+        """Returns where this node is and what it runs: every node of a job must run the same."""
         return {
             "address": self._address,
             "host": socket.gethostname(),
@@ -136,8 +136,9 @@ class Node:
         }
 
     def free_port(self) -> int:
-        """A port that is free on this machine now; it may be taken before it is used, which ends in
-        a new generation.
+        """Returns a port of this node's address that is free now.
+
+        It may be taken before it is used, which ends in a new generation.
         """
         with socket.socket() as probe:
             probe.bind((self._address, 0))
@@ -160,7 +161,7 @@ class Node:
         self._agent = _spawn_bound([sys.executable, "-m", __name__, str(attempt.log_dir)], attempt)
 
     def poll(self) -> AgentReport | None:
-        """None while the ranks run; afterwards the report."""
+        """Returns the agent's report, or None while the ranks run."""
         assert self._agent is not None, "start comes first"
         assert self._attempt is not None
         code = self._agent.poll()
@@ -176,11 +177,11 @@ class Node:
         )
 
     def running_ranks(self) -> list[int]:
-        """Global ranks of this node whose process is alive."""
+        """Returns the global ranks of this node whose process is alive."""
         return sorted(self._rank_pids())
 
     def kill_rank(self, rank: int) -> bool:
-        """Kills one rank (fault drills); False when it was not alive."""
+        """Kills one rank (fault drills); returns False when it was not alive."""
         pid = self._rank_pids().get(rank)
         return pid is not None and processes.kill(pid)
 
@@ -208,7 +209,7 @@ class Node:
 
 
 def versions() -> dict[str, str]:
-    """What must be the same on every node of a job."""
+    """Returns the versions that must be the same on every node of a job."""
     return {
         "moebius": __version__,
         "torch": metadata.version("torch").partition("+")[0],
@@ -217,7 +218,7 @@ def versions() -> dict[str, str]:
 
 
 def agent_environment(inherited: Mapping[str, str], attempt: Attempt) -> dict[str, str]:
-    """Environment of the agent and, through it, of the ranks."""
+    """Returns the environment of the agent and, through it, of the ranks."""
     launch = attempt.launch
     kept = {key: value for key, value in inherited.items() if not key.startswith(_RAY_ONLY)}
     own = {
@@ -286,13 +287,13 @@ def _hear_secret() -> str:
 
 
 def main(log_dir: Path) -> int:
-    """The child process: runs one generation's ranks on this node and leaves a report."""
+    """Runs one generation's ranks on this node and leaves a report: the child process."""
     processes.bind_to_parent()
     os.environ[processes.PARENT] = str(os.getpid())  # for the ranks
     attempt = Attempt.load(log_dir / "attempt.json", secret=_hear_secret())
     try:
         report = _run_elastic_agent(attempt)
-    except Exception as error:  # noqa: BLE001 - whatever ends the agent must reach the supervisor as a report
+    except Exception as error:  # noqa: BLE001 - the supervisor must get a report of whatever it is
         report = AgentReport(ok=False, message=f"{type(error).__name__}: {error}")
     write_atomically(log_dir / "report.json", json.dumps(asdict(report), indent=1))
     return 0 if report.ok else 1
@@ -392,7 +393,7 @@ def _stable_logs(attempt: Attempt) -> Any:
 
 
 def error_file(attempt: Attempt, rank: int) -> Path:
-    """Where a rank whose main function carries torch's @record leaves its exception."""
+    """Returns where a rank whose main function carries torch's @record leaves its exception."""
     return attempt.log_dir / f"rank{rank}.error.json"
 
 

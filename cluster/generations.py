@@ -58,25 +58,26 @@ MAX_BACKOFF_S = 30.0
 
 
 class NodeLost(Exception):
-    """A node does not answer any more: its actor, its machine or the network to it is gone."""
+    """Says that a node does not answer: its actor, its machine or the network to it is gone."""
 
 
 class NodesUnavailable(Exception):
-    """The nodes that the launch needs cannot be had, ever; the message says what is missing."""
+    """Says that the nodes which the launch needs cannot be had, ever, and what is missing."""
 
 
 class StopAsked(Exception):
-    """A stop was asked for while nothing was running."""
+    """Says that a stop was asked for while nothing was running."""
 
 
 class Superseded(Exception):
-    """Another supervisor has announced a newer generation: this one must not touch the run any
-    more.
+    """Says that another supervisor has announced a newer generation of this run.
+
+    This one must not touch the run any more.
     """
 
 
 class NodeHandle(Protocol):
-    """What the supervision asks of a node; every call may raise NodeLost. See agent.Node."""
+    """Declares what the supervision asks of a node; every call may raise NodeLost (agent.Node)."""
 
     def describe(self) -> dict[str, Any]: ...
     def free_port(self) -> int: ...
@@ -88,11 +89,12 @@ class NodeHandle(Protocol):
 
 
 class NodeProvider(Protocol):
-    """Where a job's nodes come from."""
+    """Declares where a job's nodes come from."""
 
     def provide_nodes(self, while_waiting: Callable[[str], None]) -> Sequence[NodeHandle]:
-        """As many live nodes as the launch asks for, in the order of their ranks; replaces those
-        that were lost.
+        """Returns as many live nodes as the launch asks for, in the order of their ranks.
+
+        Replaces those that were lost.
 
         Args:
             while_waiting: called several times a second with what is being waited for; its
@@ -110,7 +112,7 @@ class NodeProvider(Protocol):
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a generation ended."""
+    """Says how a generation ended."""
 
     state: str  # "finished", "stopped", "ended" (at once, by request), "failed", "port taken"
     cause: RootCause | None = None
@@ -124,16 +126,19 @@ class ThisMachine:
         self._node = Node()
 
     def provide_nodes(self, while_waiting: Callable[[str], None]) -> Sequence[NodeHandle]:
+        """Returns this machine, at once."""
         return [self._node]
 
     def release(self) -> None:
+        """Ends what runs here."""
         self._node.stop()
 
 
 @contextmanager
 def interrupts_ask_for_a_stop(run_dir: Path) -> Iterator[None]:
-    """Inside, SIGINT and SIGTERM set the stop flag; the second one asks for an end at once. Main
-    thread only.
+    """Lets SIGINT and SIGTERM set the stop flag while inside.
+
+    The second signal asks for an end at once. Main thread only.
     """
     asked = 0
 
@@ -151,8 +156,9 @@ def interrupts_ask_for_a_stop(run_dir: Path) -> Iterator[None]:
 
 
 def supervise(launch: Launch, node_provider: NodeProvider) -> None:
-    """Runs the job to its end; the journal tells everything. Raises only for defects of our own,
-    after journaling them.
+    """Runs the job to its end; the journal tells everything.
+
+    Raises only for defects of our own, after journaling them.
     """
     supervision = _Supervision(launch, node_provider)
     try:
@@ -182,6 +188,7 @@ class _Supervision:
         self._reason = ""
 
     def run(self) -> None:
+        """Starts generation after generation until the job has ended."""
         self._take_over()
         while True:
             try:
@@ -202,9 +209,10 @@ class _Supervision:
                 )
 
     def log(self, state: State, reason: str, **details: Any) -> None:
+        """Appends a state with its reason to the journal."""
         self.journal.append(state, generation=self.generation, reason=reason, details=details)
 
-    # -- before a generation ---------------------------------------------------------------------------------------
+    # -- before a generation -----------------------------------------------------------------------
 
     def _take_over(self) -> None:
         """When an earlier supervisor of this job was killed, its journal says how far the job had
@@ -228,6 +236,7 @@ class _Supervision:
             self._reason = reason
 
     def run_generation(self, nodes: Sequence[NodeHandle]) -> Outcome:
+        """Announces a generation, runs it, and ends it everywhere; returns how it ended."""
         self.generation += 1
         write_atomically(self.run_dir / GENERATION, str(self.generation))
         (self.run_dir / RESULT).unlink(missing_ok=True)
@@ -250,7 +259,7 @@ class _Supervision:
                 # file
                 continue
 
-    # -- after a generation ----------------------------------------------------------------------------------------
+    # -- after a generation ------------------------------------------------------------------------
 
     def has_ended(self, outcome: Outcome) -> bool:
         """Journals how the generation ended; True when the job has ended with it."""
@@ -298,7 +307,10 @@ class _Supervision:
         self.seen[signature] += 1
         where = f"at step {outcome.step}" if outcome.step is not None else "before the first step"
         if self.seen[signature] >= SAME_ERROR_LIMIT:
-            hint = "the same error at the same place: more restarts would not help; see the log, mend the cause, submit again"
+            hint = (
+                "the same error at the same place: more restarts would not help; see the log, mend "
+                "the cause, submit again"
+            )
             self.log(
                 State.FAILED,
                 f"{cause.summary} ({where}, {SAME_ERROR_LIMIT} times; {hint})",
@@ -357,6 +369,7 @@ class _Watch:
         self.rehearsed: RootCause | None = None
 
     def start(self) -> None:
+        """Starts the generation's agents, node by node."""
         addresses = [node.describe()["address"] for node in self.nodes]
         port = self.nodes[0].free_port()
         secret = secrets.token_hex(32)
@@ -374,6 +387,7 @@ class _Watch:
             beat(self.run_dir)
 
     def until_the_end(self) -> Outcome:
+        """Watches until all ranks have exited or something else has happened."""
         while True:
             self.sign_of_life()
             self.read_metrics()
@@ -390,6 +404,7 @@ class _Watch:
             time.sleep(POLL_S)
 
     def sign_of_life(self) -> None:
+        """Touches the heartbeat; looks for a newer generation and for a stop flag."""
         beat(self.run_dir)
         announced = read_generation(self.run_dir)
         if announced != self.generation:
@@ -401,6 +416,7 @@ class _Watch:
             )
 
     def read_metrics(self) -> None:
+        """Reads the steps that were made since the last look."""
         for line in self.metrics.read():
             self.is_up |= line.get("kind") in ("eval", "train")
             if line.get("kind") != "train":
@@ -415,7 +431,7 @@ class _Watch:
             self.step = line["step"]
 
     def rehearse(self) -> None:
-        """The fault drill: kills the last rank, once in the life of a run folder."""
+        """Kills the last rank for the fault drill, once in the life of a run folder."""
         step = self.launch.rehearse_failure_at_step
         if (
             step is None
@@ -433,7 +449,7 @@ class _Watch:
             )
 
     def poll(self) -> dict[int, AgentReport]:
-        """Reports of the nodes whose agent has ended."""
+        """Returns the reports of the nodes whose agent has ended."""
         reports = {}
         for node_rank, node in enumerate(self.nodes):
             try:
@@ -445,6 +461,7 @@ class _Watch:
         return reports
 
     def failed(self, reports: dict[int, AgentReport]) -> Outcome:
+        """Waits a little for the other nodes' reports and finds the root cause."""
         if self.rehearsed:
             return Outcome("failed", self.rehearsed, self.step)
         if port_was_taken(reports):
@@ -464,8 +481,9 @@ class _Watch:
         return Outcome("failed", cause, self.step)
 
     def ranks_that_left(self, reports: dict[int, AgentReport]) -> list[int]:
-        """Ranks that exited 0 before the others failed: an agent that waits for its peers has no
-        ranks any more.
+        """Returns the ranks that exited 0 before the others failed.
+
+        An agent that waits for its peers has no ranks any more.
         """
         left = []
         for node_rank, node in enumerate(self.nodes):
@@ -481,7 +499,7 @@ class _Watch:
         return left
 
     def all_ranks_exited(self) -> Outcome:
-        """Every rank exited 0; whether that is success, only the result says."""
+        """Judges a generation whose ranks all exited 0, by the result that they left."""
         self.read_metrics()
         try:
             result = json.loads((self.run_dir / RESULT).read_text(encoding="utf-8"))
@@ -500,9 +518,11 @@ class _Watch:
         return Outcome("failed", replace(cause, summary=f"{cause.summary}: {said}"), self.step)
 
     def too_slow(self) -> RootCause:
+        """Returns the cause for a generation that makes no step in time."""
         stuck = sorted(rank for node in self.nodes for rank in node.running_ranks())
         return RootCause(
-            summary=f"no step within start_timeout_s={self.launch.start_timeout_s:g}; ranks alive: {stuck}; see their logs"
+            summary=f"no step within start_timeout_s={self.launch.start_timeout_s:g}; ranks alive: "
+            f"{stuck}; see their logs"
         )
 
 

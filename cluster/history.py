@@ -18,7 +18,7 @@ MAX_LOADS = 400
 
 @dataclass(frozen=True)
 class Start:
-    """A generation began to train."""
+    """Records that a generation began to train."""
 
     generation: int
     resumed_from: int | None  # step of the checkpoint; None: from the beginning
@@ -27,7 +27,7 @@ class Start:
 
 @dataclass(frozen=True)
 class ExpertLoad:
-    """Expert statistics of one step, one entry per depth step that has experts."""
+    """Holds the expert statistics of one step, an entry per depth step that has experts."""
 
     fractions: list[list[float]]  # of the routes, per expert
     max_violation: list[float]
@@ -35,13 +35,13 @@ class ExpertLoad:
     depths: tuple[int, ...] = ()  # which depth steps these are, counted from 1; empty: all of them
 
     def depth_name(self, index: int) -> int:
-        """The depth step that entry `index` belongs to, counted from 1."""
+        """Returns the depth step that entry `index` belongs to, counted from 1."""
         return self.depths[index] if self.depths else index + 1
 
 
 @dataclass
 class History:
-    """Curves of a run, by step."""
+    """Holds the curves of a run, by step."""
 
     loss: dict[int, float] = field(default_factory=dict)
     validation: dict[int, float] = field(default_factory=dict)
@@ -55,11 +55,12 @@ class History:
 
     @property
     def step(self) -> int | None:
-        """The newest step."""
+        """Returns the newest step, or None before the first."""
         return self.last.get("step")
 
     @property
     def restarts(self) -> list[Start]:
+        """Returns all starts but the first."""
         return self.starts[1:]
 
     def add(self, lines: Iterable[Mapping[str, Any]]) -> None:
@@ -101,7 +102,7 @@ class History:
 
 
 def read_history(run_dir: Path) -> History:
-    """The history of a run folder; empty when nothing was measured."""
+    """Reads the history of a run folder; it is empty when nothing was measured."""
     history = History()
     history.add(JsonLinesTail(run_dir / METRICS).stream())
     return history

@@ -33,11 +33,14 @@ LOST_AFTER_S = 20.0  # longer than Ray needs to restart a supervisor (5-10 s on 
 
 
 class JobError(ValueError):
-    """The job cannot be run as asked; the message says why and what to do."""
+    """Says why the job cannot be run as asked, and what to do."""
 
 
 class State(StrEnum):
-    """Where a job stands. The last three are ends; LOST is only ever reported, never written."""
+    """Names where a job stands.
+
+    The last three are ends; LOST is only ever reported, never written.
+    """
 
     SUBMITTED = "SUBMITTED"  # handed over; nobody has taken it up yet
     PLACING = "PLACING"  # waiting for nodes
@@ -52,12 +55,13 @@ class State(StrEnum):
 
     @property
     def is_final(self) -> bool:
+        """Whether the job has ended."""
         return self in (State.SUCCEEDED, State.STOPPED, State.FAILED)
 
 
 @dataclass(frozen=True)
 class Launch:
-    """What is to be started, and where; everything that the supervisor needs, as plain values."""
+    """Says what is to be started, and where: all that the supervisor needs, as plain values."""
 
     run_dir: str  # absolute, reachable from every node
     num_nodes: int = 1
@@ -80,16 +84,17 @@ class Launch:
 
     @property
     def world_size(self) -> int:
+        """Returns the number of ranks on all nodes."""
         return self.num_nodes * self.ranks_per_node
 
     def rank_command(self) -> list[str]:
-        """The command line of one rank on the machine where this is called."""
+        """Returns the command line of one rank on the machine where this is called."""
         return list(self.command) or [sys.executable, "-m", "moebius.train", self.run_dir]
 
 
 @dataclass(frozen=True)
 class RootCause:
-    """Why a generation ended: the first failure that is not a mere consequence of another."""
+    """Says why a generation ended: the failure that is not a mere consequence of another."""
 
     summary: str  # one line
     rank: int | None = None
@@ -103,18 +108,19 @@ class RootCause:
 
     @property
     def signal(self) -> str | None:
-        """Name of the signal that ended the rank, if one did."""
+        """Returns the name of the signal that ended the rank, if one did."""
         return signal_name(self.exit_code)
 
     @classmethod
     def from_details(cls, details: Mapping[str, Any]) -> "RootCause":
+        """Reads a cause from the journal; fields that are not known are left out."""
         known = {entry.name for entry in fields(cls)}
         return cls(**{key: value for key, value in details.items() if key in known})
 
 
 @dataclass(frozen=True)
 class JobStatus:
-    """How a job stands, from the files of its run folder alone."""
+    """Says how a job stands, from the files of its run folder alone."""
 
     run_dir: Path
     state: State
@@ -133,15 +139,13 @@ class JobStatus:
 
     @property
     def exit_code(self) -> int:
-        """What a command that looked after this job should exit with: 1 when it has failed or is
-        lost.
-        """
+        """Returns the exit code of a command that watched the job: 1 if it failed or is lost."""
         return 1 if self.state in (State.FAILED, State.LOST) else 0
 
 
 @dataclass(frozen=True)
 class JournalEntry:
-    """One line of the journal."""
+    """Holds one line of the journal."""
 
     time: float
     state: State
@@ -151,7 +155,7 @@ class JournalEntry:
 
 
 class Journal:
-    """Append-only record of a job's states; a line is on disk before the call returns."""
+    """Records a job's states, append-only; a line is on disk before the call returns."""
 
     def __init__(self, run_dir: Path):
         self.path = run_dir / JOURNAL
@@ -164,6 +168,7 @@ class Journal:
         reason: str,
         details: Mapping[str, Any] | None = None,
     ) -> None:
+        """Appends one state and makes sure that it is on disk."""
         entry = {
             "time": time.time(),
             "state": state.value,
@@ -182,12 +187,12 @@ class Journal:
             os.fsync(file.fileno())
 
     def entries(self) -> list[JournalEntry]:
-        """All whole entries; a line that was torn by a kill is skipped."""
+        """Returns all whole entries; a line that was torn by a kill is skipped."""
         return parse_entries(JsonLinesTail(self.path).read())
 
 
 def parse_entries(lines: Iterable[Mapping[str, Any]]) -> list[JournalEntry]:
-    """Journal entries of decoded lines; lines that are none are skipped."""
+    """Returns the journal entries of decoded lines; lines that are none are skipped."""
     states = {state.value: state for state in State}
     return [
         JournalEntry(
@@ -199,7 +204,10 @@ def parse_entries(lines: Iterable[Mapping[str, Any]]) -> list[JournalEntry]:
 
 
 def current_submission(entries: list[JournalEntry]) -> list[JournalEntry]:
-    """The entries since the job was last submitted (a run folder may be submitted again, to go on)."""
+    """Returns the entries since the job was last submitted.
+
+    A run folder may be submitted again, to go on.
+    """
     start = max(
         (number for number, entry in enumerate(entries) if entry.state is State.SUBMITTED),
         default=0,
@@ -225,11 +233,11 @@ class JsonLinesTail:
         return cls(path, offset=max(0, size - num_bytes))
 
     def read(self) -> list[dict[str, Any]]:
-        """The whole lines that came since the last call."""
+        """Returns the whole lines that came since the last call."""
         return list(self.stream())
 
     def stream(self) -> Iterator[dict[str, Any]]:
-        """The same one by one, for files that are larger than memory."""
+        """Yields what `read` returns one by one, for files that are larger than memory."""
         try:
             file = open(self.path, "rb")  # noqa: SIM115 - closed by the `with` below
         except (FileNotFoundError, NotADirectoryError):
@@ -258,7 +266,7 @@ class JsonLinesTail:
 
 
 def read_status(run_dir: Path) -> JobStatus:
-    """How the job of a run folder stands.
+    """Returns how the job of a run folder stands.
 
     Raises:
         JobError: there is no job in this folder.
@@ -315,9 +323,7 @@ def _last_step(run_dir: Path) -> tuple[int | None, float | None]:
 
 
 def total_steps(run_dir: Path) -> int | None:
-    """Steps that the run was asked to make, from its resolved configuration; None where it does not
-    say.
-    """
+    """Returns how many steps the run was asked to make, or None where its config does not say."""
     try:
         return json.loads((run_dir / "config.json").read_text(encoding="utf-8"))["train"]["steps"]
     except (FileNotFoundError, KeyError, ValueError, TypeError):
@@ -325,7 +331,7 @@ def total_steps(run_dir: Path) -> int | None:
 
 
 def heartbeat_age_s(run_dir: Path) -> float | None:
-    """Seconds since the supervisor last gave a sign of life; None if it never did."""
+    """Returns the seconds since the supervisor's last sign of life; None if it never gave one."""
     try:
         return max(0.0, time.time() - (run_dir / HEARTBEAT).stat().st_mtime)
     except FileNotFoundError:
@@ -333,13 +339,14 @@ def heartbeat_age_s(run_dir: Path) -> float | None:
 
 
 def beat(run_dir: Path) -> None:
-    """Gives a sign of life."""
+    """Gives a sign of life: touches the run folder's heartbeat."""
     (run_dir / HEARTBEAT).touch()
 
 
 def refuse_if_running(run_dir: Path) -> None:
-    """Raises JobError when a live supervisor is at work in this folder: two would train on top of
-    each other.
+    """Raises JobError when a live supervisor is at work in this folder.
+
+    Two would train on top of each other.
     """
     try:
         status = read_status(run_dir)
@@ -381,7 +388,7 @@ def begin_submission(launch: Launch) -> None:
 
 
 def read_generation(run_dir: Path) -> int:
-    """The number of the last generation that was announced; 0 before the first."""
+    """Returns the number of the last generation that was announced; 0 before the first."""
     try:
         return int((run_dir / GENERATION).read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -418,7 +425,7 @@ def stop(run_dir: Path, *, now: bool = False, timeout_s: float = 600.0) -> JobSt
 
 
 def stop_requested(run_dir: Path) -> str | None:
-    """None: go on. "step": end at a step boundary. "now": end at once."""
+    """Returns None to go on, "step" to end at a step boundary, "now" to end at once."""
     try:
         return "now" if (run_dir / STOP).read_text(encoding="utf-8").strip() == STOP_NOW else "step"
     except FileNotFoundError:
@@ -426,8 +433,9 @@ def stop_requested(run_dir: Path) -> str | None:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Writes a file that a reader sees either whole or not at all, and that survives a power cut
-    once this returns.
+    """Writes a file that a reader sees either whole or not at all.
+
+    It survives a power cut once this returns.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     with open(temporary, "w", encoding="utf-8") as file:
@@ -438,7 +446,7 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 def signal_name(exit_code: int | None) -> str | None:
-    """SIGKILL for -9; None for a plain exit code."""
+    """Returns the name of the signal that an exit code means: SIGKILL for -9, None for 1."""
     if exit_code is None or exit_code >= 0:
         return None
     try:
@@ -448,7 +456,7 @@ def signal_name(exit_code: int | None) -> str | None:
 
 
 def as_details(cause: RootCause) -> dict[str, Any]:
-    """A root cause as the journal keeps it; empty values are left out."""
+    """Returns a root cause as the journal keeps it; empty values are left out."""
     return {
         key: value
         for key, value in asdict(cause).items()

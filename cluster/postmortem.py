@@ -15,16 +15,18 @@ from .agent import AgentReport, RankFailure
 from .job import RootCause, signal_name
 
 _LOST_CONNECTION = re.compile(
-    r"connection (reset|closed|refused|was)|broken pipe|timed out|timeout|gloo|nccl|DistBackendError|DistStoreError|"
-    r"DistNetworkError|socket|store->get|TCPStore|remote process exited|peer",
+    r"connection (reset|closed|refused|was)|broken pipe|timed out|timeout|gloo|nccl|"
+    r"DistBackendError|DistStoreError|DistNetworkError|"
+    r"socket|store->get|TCPStore|remote process exited|peer",
     re.IGNORECASE,
 )
 _PORT_TAKEN = re.compile(r"EADDRINUSE|address already in use", re.IGNORECASE)
 
 
 def port_was_taken(reports: Mapping[int, AgentReport]) -> bool:
-    """Whether somebody else took the port between choosing and using it: nobody's fault, another
-    port will do.
+    """Returns whether somebody else took the port between choosing and using it.
+
+    That is nobody's fault; another port will do.
     """
     return any(
         not report.ok and not report.failures and _PORT_TAKEN.search(report.message)
@@ -39,7 +41,7 @@ def find_root_cause(
     ranks_per_node: int,
     generation: int,
 ) -> RootCause:
-    """The first failure of a generation.
+    """Returns the first failure of a generation.
 
     Args:
         reports: what the agents said, by node; nodes whose agent had not ended are absent.
@@ -62,7 +64,7 @@ def find_root_cause(
 
 
 def left_early_cause(ranks: Sequence[int], *, generation: int, ranks_per_node: int) -> RootCause:
-    """Ranks that exited with code 0 although the run was not at its end."""
+    """Returns the cause for ranks that exited with code 0 before the run was at its end."""
     rank = min(ranks)
     node = rank // ranks_per_node
     who = (

@@ -20,7 +20,7 @@ ATTEMPTS = 3
 
 
 def ray_runner(*, in_flight: int | None = None) -> TaskRunner:
-    """A runner on the cluster that this process is connected to.
+    """Returns a runner on the cluster that this process is connected to.
 
     Args:
         in_flight: how many tasks may be out at a time; by default twice the cluster's CPUs, so that

@@ -45,8 +45,9 @@ def bind_to_parent() -> None:
 
 
 def adopt_orphans() -> None:
-    """Makes this process the parent of every descendant whose own parent ends, so that it can end
-    them all. Linux only: elsewhere they become the init process's, and are not seen.
+    """Makes this process the parent of every descendant whose own parent ends.
+
+    So it can end them all. Linux only: elsewhere they become the init process's, and are not seen.
     """
     if IS_LINUX:
         _prctl(_PR_SET_CHILD_SUBREAPER, 1)
@@ -63,7 +64,7 @@ def difference_from_linux() -> str | None:
 
 
 def descendants(pid: int) -> list[int]:
-    """All living processes below `pid`, children before grandchildren."""
+    """Returns all living processes below `pid`, children before grandchildren."""
     children: dict[int, list[int]] = {}
     for child, parent in _parents().items():
         children.setdefault(parent, []).append(child)
@@ -76,7 +77,7 @@ def descendants(pid: int) -> list[int]:
 def find(
     run_dir: str, *, generation: int | None = None, before: int | None = None
 ) -> dict[int, Mapping[str, str]]:
-    """Processes on this machine that belong to a run, with their environment.
+    """Returns the processes on this machine that belong to a run, with their environment.
 
     Args:
         run_dir: absolute, as it was given to the launch.
@@ -95,8 +96,9 @@ def find(
 
 
 def end(pids: Iterable[int], *, timeout_s: float = 10.0) -> list[int]:
-    """Kills processes and waits until they are gone; returns those that are still there (stuck in
-    the kernel).
+    """Kills processes and waits until they are gone.
+
+    Returns those that are still there (stuck in the kernel).
     """
     left = list(pids)
     for pid in left:
@@ -108,7 +110,7 @@ def end(pids: Iterable[int], *, timeout_s: float = 10.0) -> list[int]:
 
 
 def kill(pid: int) -> bool:
-    """Sends SIGKILL; False when the process was already gone."""
+    """Sends SIGKILL; returns False when the process was already gone."""
     try:
         os.kill(pid, signal.SIGKILL)
     except ProcessLookupError:

@@ -15,6 +15,7 @@ from . import processes
 
 
 def main() -> None:
+    """Binds this process to the agent, opens its log and becomes the rank."""
     log_dir, *command = sys.argv[1:]
     processes.bind_to_parent()
     log = os.open(

@@ -30,8 +30,9 @@ def require_ray() -> None:
 
 @contextlib.contextmanager
 def connected(address: str) -> Iterator[Any]:
-    """Connects this process to the cluster at `address` ("auto", or host:port of the head); yields
-    the module `ray`.
+    """Connects this process to the cluster at `address` while inside; yields the module `ray`.
+
+    `address` is "auto", or host:port of the cluster's head.
 
     Token authentication is Ray's: RAY_AUTH_MODE=token with RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH or
     ~/.ray/auth_token.

@@ -51,12 +51,12 @@ _LENGTH = struct.Struct(">I")
 
 
 class NotAuthentic(ConnectionError):
-    """The other side does not know the generation's secret, or what came was changed on the way."""
+    """Says that the other side does not know the secret, or that what it sent was changed."""
 
 
 @dataclass(frozen=True)
 class Meeting:
-    """Where one generation's agents meet, as one node sees it."""
+    """Says where one generation's agents meet, as one node sees it."""
 
     name: str  # of the job and its generation: the prefix of the agents' keys
     node_rank: int
@@ -68,11 +68,12 @@ class Meeting:
 
     @property
     def is_on_one_machine(self) -> bool:
+        """Whether no other machine needs to reach the store."""
         return self.num_nodes == 1 or is_loopback(self.address)
 
 
 class NodeRendezvous(RendezvousHandler):
-    """torchrun's rendezvous with ranks of nodes that are given, on a store as described above."""
+    """Gives torchrun's agent its rank and the store, as the head of this module describes."""
 
     def __init__(self, meeting: Meeting) -> None:
         self._meeting = meeting
@@ -81,7 +82,7 @@ class NodeRendezvous(RendezvousHandler):
 
     @property
     def use_agent_store(self) -> bool:
-        """Ranks are clients of the agents' store."""
+        """Tells ranks that they are clients of the agents' store."""
         return True
 
     def get_backend(self) -> str:
@@ -110,14 +111,14 @@ class NodeRendezvous(RendezvousHandler):
         )
 
     def is_closed(self) -> bool:
-        """A generation is one rendezvous and no second one."""
+        """Returns False: a generation is one rendezvous and no second one."""
         return False
 
     def set_closed(self) -> None:
         """Does nothing: the supervisor ends generations."""
 
     def num_nodes_waiting(self) -> int:
-        """Nodes are given; none may come later."""
+        """Returns 0: nodes are given, and none may come later."""
         return 0
 
     def shutdown(self) -> bool:
@@ -187,7 +188,7 @@ class StoreGate:
 
 
 class StoreRelay:
-    """The store's address on another node: a port on the loopback whose other end is the gate."""
+    """Listens on the loopback of another node in place of the store; its other end is the gate."""
 
     def __init__(self, address: str, port: int, *, secret: str) -> None:
         """Starts to listen on `self.port`.
@@ -245,7 +246,7 @@ class StoreRelay:
         await _join_streams((gate_reader, gate_writer), (reader, writer), keys)
 
 
-# Proof and frames -----------------------------------------------------------------------------------------------------
+# Proof and frames ---------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -53,7 +53,7 @@ _SYSTEM_CONFIG = {
 
 @dataclass(frozen=True)
 class SimulatedCluster:
-    """A running simulated cluster; this process is connected to it."""
+    """Describes a running simulated cluster, to which this process is connected."""
 
     address: str
     directory: Path  # session files, sockets, token; removed at the end
@@ -80,8 +80,9 @@ def simulated_cluster(
     gpus: Sequence[Sequence[int]] | None = None,
     object_store_bytes: int = 80 << 20,
 ) -> Iterator[SimulatedCluster]:
-    """Starts `num_nodes` pretended nodes on this machine and connects to them; everything is down
-    afterwards.
+    """Starts `num_nodes` pretended nodes on this machine and connects to them while inside.
+
+    Everything is down afterwards.
 
     Args:
         cpus_per_node: what each node claims to have; nothing is pinned.
@@ -213,9 +214,7 @@ def _stop_host(host: subprocess.Popen[str], directory: Path) -> None:
 
 
 def host(plan: _Plan) -> None:
-    """The host process: starts the cluster, says its address, waits until its standard input
-    closes, ends it all.
-    """
+    """Starts the cluster, says its address, waits until standard input closes, and ends it all."""
     processes.adopt_orphans()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     try:

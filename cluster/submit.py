@@ -112,8 +112,9 @@ def prepare_on_cluster(
     workers: int | None = None,
     console: Console | None = None,
 ) -> DatasetManifest:
-    """Prepares `data.directory` with Ray tasks: on the cluster at `address`, or with `workers`
-    processes here.
+    """Prepares `data.directory` with Ray tasks.
+
+    On the cluster at `address`, or with `workers` processes here.
     """
     console = console or Console()
     require_ray()
@@ -126,7 +127,7 @@ def prepare_on_cluster(
 def make_launch(
     config: Config, run_dir: Path, *, simulated: bool, command: Sequence[str] = ()
 ) -> Launch:
-    """The launch of a job on the cluster that this process is connected to."""
+    """Returns the launch of a job on the cluster that this process is connected to."""
     job = config.job
     return Launch(
         run_dir=str(run_dir),

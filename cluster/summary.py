@@ -32,7 +32,7 @@ STATE_STYLES = {
 
 
 def closing_words(status: JobStatus, *, picture: Path | None = None) -> Group:
-    """What the user reads when a job has ended: the result, or the root cause and where to look."""
+    """Returns what the user reads when a job has ended: the result, or the root cause."""
     history = read_history(status.run_dir)
     title = Text.assemble(
         (status.state.value, STATE_STYLES.get(status.state, "bold")), f"  {status.reason}"
@@ -47,7 +47,7 @@ def closing_words(status: JobStatus, *, picture: Path | None = None) -> Group:
 
 
 def status_table(statuses: Sequence[JobStatus]) -> Table:
-    """One line per job: where it stands and why."""
+    """Returns a table with one line per job: where it stands and why."""
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
     for name in ("run", "state", "step", "loss", "restarts", "reason"):
         table.add_column(name, justify="right" if name in ("step", "loss", "restarts") else "left")
@@ -105,7 +105,7 @@ def _restarts(status: JobStatus, history: History) -> str:
 
 
 def describe_start(start: Start) -> str:
-    """Where a generation took up the run."""
+    """Returns where a generation took up the run, in words."""
     where = (
         "from the beginning"
         if start.resumed_from is None
@@ -128,7 +128,7 @@ def _explain(cause: RootCause, run_dir: Path) -> Group:
 
 
 def duration(seconds: float) -> str:
-    """12 s, 3 min 05 s, 2 h 10 min."""
+    """Spells seconds for people: 12 s, 3 min 05 s, 2 h 10 min."""
     whole = round(seconds)
     if whole < 60:
         return f"{whole} s"

@@ -34,15 +34,16 @@ _HEAD = {"node:__internal_head__": 0.001}  # a resource that Ray gives to the he
 
 
 class NodeAgent(Node):
-    """One node's agent, as an actor in the node's bundle."""
+    """Runs one node's agents, as an actor in the node's bundle."""
 
     def __init__(self) -> None:
         super().__init__(ray.util.get_node_ip_address())
 
 
 class Supervisor:
-    """Runs one job to its end, in a thread of its own, so that it starts again by itself when Ray
-    restarts the actor.
+    """Runs one job to its end, in a thread of its own.
+
+    So it starts again by itself when Ray restarts the actor.
     """
 
     def __init__(self, launch: Launch):
@@ -51,7 +52,7 @@ class Supervisor:
         self._thread.start()
 
     def ping(self) -> bool:
-        """Answers when the actor is up."""
+        """Returns True when the actor is up."""
         return True
 
     def _run(self) -> None:
@@ -97,7 +98,7 @@ def start_supervisor(launch: Launch) -> None:
 
 
 def actor_name(run_dir: str) -> str:
-    """Name of the job's supervisor and of its placement group: one per run folder and cluster."""
+    """Returns the name of the job's supervisor and placement group: one per folder and cluster."""
     return f"supervisor-{hashlib.sha256(run_dir.encode()).hexdigest()[:16]}"
 
 
@@ -124,7 +125,7 @@ class _Bundle:
 
 
 class RayNodeProvider:
-    """One bundle per node, spread strictly; one node agent in each."""
+    """Provides a job's nodes: one Ray bundle per node, spread strictly, a node agent in each."""
 
     def __init__(self, launch: Launch):
         self._launch = launch
@@ -134,6 +135,7 @@ class RayNodeProvider:
         self._remove_group_of_predecessor()
 
     def provide_nodes(self, while_waiting: Callable[[str], None]) -> Sequence[NodeHandle]:
+        """Returns an agent per bundle; reserves the bundles first, and replaces what was lost."""
         if self._group is None:
             while_waiting(f"waiting for {self._launch.num_nodes} node(s) with {self._bundle} each")
             self._check_feasible(while_waiting)
@@ -146,6 +148,7 @@ class RayNodeProvider:
         return nodes
 
     def release(self) -> None:
+        """Ends the agents and gives the bundles back."""
         for node in self._nodes:
             if node is not None:
                 node.end()
@@ -170,10 +173,7 @@ class RayNodeProvider:
     def _what_is_missing(self) -> str:
         alive = [node for node in ray.nodes() if node["Alive"]]
         fitting = sum(self._bundle.fits(node) for node in alive)
-        have = ", ".join(
-            f"{node['NodeManagerAddress']} ({node['Resources'].get('CPU', 0):g} CPUs, {node['Resources'].get('GPU', 0):g} GPUs)"
-            for node in alive
-        )
+        have = ", ".join(_spell_node(node) for node in alive)
         return (
             f"the job needs {self._launch.num_nodes} node(s) with {self._bundle} each, and "
             f"{fitting} node(s) of the cluster "
@@ -225,9 +225,7 @@ class RayNodeProvider:
 
 
 class RemoteNode:
-    """A node agent, as the supervision sees it: every failure of the actor, its node or the network
-    is NodeLost.
-    """
+    """Stands for a node agent; every failure of actor, node or network is NodeLost."""
 
     def __init__(self, actor: Any):
         self._actor = actor
@@ -235,6 +233,7 @@ class RemoteNode:
         self.is_dead = False
 
     def is_up(self, *, timeout_s: float) -> bool:
+        """Returns whether the actor has started; waits at most `timeout_s`."""
         try:
             ray.get(self._ready, timeout=timeout_s)
         except GetTimeoutError:
@@ -245,6 +244,7 @@ class RemoteNode:
         return True
 
     def is_alive(self) -> bool:
+        """Returns whether the actor answers."""
         try:
             self.describe()
         except NodeLost:
@@ -252,24 +252,31 @@ class RemoteNode:
         return True
 
     def describe(self) -> dict[str, Any]:
+        """Calls `Node.describe` there."""
         return self._call("describe")
 
     def free_port(self) -> int:
+        """Calls `Node.free_port` there."""
         return self._call("free_port")
 
     def start(self, attempt: Attempt) -> None:
+        """Calls `Node.start` there."""
         self._call("start", attempt)
 
     def poll(self) -> AgentReport | None:
+        """Calls `Node.poll` there."""
         return self._call("poll")
 
     def running_ranks(self) -> list[int]:
+        """Calls `Node.running_ranks` there."""
         return self._call("running_ranks")
 
     def kill_rank(self, rank: int) -> bool:
+        """Calls `Node.kill_rank` there."""
         return self._call("kill_rank", rank)
 
     def stop(self) -> None:
+        """Calls `Node.stop` there."""
         self._call("stop")
 
     def end(self) -> None:
@@ -299,14 +306,22 @@ def check_versions(nodes: Sequence[Mapping[str, Any]]) -> None:
             key for key, value in first["versions"].items() if node["versions"].get(key) != value
         ]
         if differing:
-            said = "; ".join(
-                f"{key}: {first['versions'][key]} on {first['host']}, {node['versions'].get(key)} on {node['host']}"
-                for key in differing
-            )
+            said = "; ".join(_spell_versions(key, first, node) for key in differing)
             raise NodesUnavailable(
                 f"the nodes do not run the same software ({said}): install the same versions on "
                 "every node"
             )
+
+
+def _spell_versions(key: str, *nodes: Mapping[str, Any]) -> str:
+    return f"{key}: " + ", ".join(
+        f"{node['versions'].get(key)} on {node['host']}" for node in nodes
+    )
+
+
+def _spell_node(node: Mapping[str, Any]) -> str:
+    has = node["Resources"]
+    return f"{node['NodeManagerAddress']} ({has.get('CPU', 0):g} CPUs, {has.get('GPU', 0):g} GPUs)"
 
 
 def _first_line(error: Exception) -> str:

@@ -14,8 +14,9 @@ _RANK_PREFIX = re.compile(
 
 
 def last_traceback(text: str) -> str:
-    """The last traceback of a log with those it was chained to; its last five lines if there is
-    none.
+    """Returns the last traceback of a log, with those it was chained to.
+
+    Its last five lines if there is none.
     """
     lines = [_RANK_PREFIX.sub("", line) for line in text.rstrip().splitlines()]
     starts = [
@@ -38,8 +39,9 @@ def last_traceback(text: str) -> str:
 
 
 def summarise(traceback: str) -> tuple[str | None, str | None]:
-    """(the exception's line, file:line of its innermost frame) of a traceback; the last one if
-    several are chained.
+    """Returns the exception's line and the file:line of its innermost frame.
+
+    Of the last traceback if several are chained.
 
     Of a text without a traceback the last line, and no place.
     """
@@ -60,7 +62,7 @@ def summarise(traceback: str) -> tuple[str | None, str | None]:
 
 
 def read_tail(path: Path, num_bytes: int) -> str:
-    """The end of a text file; empty when there is none."""
+    """Returns the end of a text file; empty when there is none."""
     try:
         with open(path, "rb") as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - num_bytes))

@@ -54,7 +54,7 @@ _HEAT = (
 
 @dataclass(frozen=True)
 class Event:
-    """Something that a watcher is told about."""
+    """Holds something that a watcher is told about."""
 
     time: float
     text: str
@@ -63,7 +63,7 @@ class Event:
 
 @dataclass
 class View:
-    """What is known about a job, brought up to date by `refresh`."""
+    """Holds what is known about a job, brought up to date by `refresh`."""
 
     run_dir: Path
     history: History = field(default_factory=History)
@@ -191,7 +191,7 @@ def _step_line(view: View) -> str:
 
 
 def render(view: View, *, width: int = 100) -> Group:
-    """The live view of one moment."""
+    """Returns the live view of one moment."""
     parts: list[Text | Table | ProgressBar] = [_heading(view)]
     if view.history.last:
         parts += [_progress(view, width), _figures(view)]
@@ -254,8 +254,9 @@ def _figures(view: View) -> Text:
 
 
 def expert_load_table(load: ExpertLoad, *, width: int) -> Table:
-    """One row per depth step, one cell per expert: height and colour tell its load, the middle is
-    the mean.
+    """Returns a table with a row per depth step and a cell per expert.
+
+    Height and colour of a cell tell the expert's load; the middle is the mean.
     """
     grid = Table.grid(padding=(0, 1))
     num_depths = len(load.fractions)
@@ -267,15 +268,18 @@ def expert_load_table(load: ExpertLoad, *, width: int) -> Table:
     for depth in shown:
         fractions = load.fractions[depth]
         cells = _cells(fractions, max(8, width - 44))
-        figures = f"max/mean {1 + load.max_violation[depth]:.2f}  in use {load.effective_experts[depth]:.1f} of {len(fractions)}"
+        excess = f"max/mean {1 + load.max_violation[depth]:.2f}"
+        in_use = f"in use {load.effective_experts[depth]:.1f} of {len(fractions)}"
         grid.add_row(
-            Text(f"{load.depth_name(depth):>3}", style="dim"), cells, Text(figures, style="dim")
+            Text(f"{load.depth_name(depth):>3}", style="dim"),
+            cells,
+            Text(f"{excess}  {in_use}", style="dim"),
         )
     return grid
 
 
 def _cells(fractions: list[float], limit: int) -> Text:
-    """A bar per expert; where there are more experts than columns, the most loaded one of each bin."""
+    """A bar per expert; with more experts than columns, the most loaded one of each bin."""
     per_cell = -(-len(fractions) // limit)
     columns = max(1, min(3, limit // len(fractions)))
     text = Text()
@@ -303,7 +307,7 @@ def _number(value: object) -> str:
 
 
 class PreparationStep(Protocol):
-    """What data preparation reports: `done` of `total` tasks of a stage."""
+    """Declares what data preparation reports: `done` of `total` tasks of a stage."""
 
     @property
     def stage(self) -> str: ...
@@ -376,7 +380,7 @@ class _LogFile:
 def follow_logs(
     run_dir: Path, *, rank: int | None = None, follow: bool = False, poll_s: float = POLL_S
 ) -> Iterator[str]:
-    """Lines of the ranks' logs with "[g1 rank0] " before each, generation by generation.
+    """Yields lines of the ranks' logs with "[g1 rank0] " before each, generation by generation.
 
     Args:
         rank: only this one; None: all ranks and the agents.

@@ -46,7 +46,7 @@ _TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTE
 
 @dataclass(frozen=True)
 class Process:
-    """This rank. As a context manager it leaves its process groups on exit."""
+    """Describes this rank; as a context manager it leaves its process groups on exit."""
 
     rank: int
     world_size: int
@@ -62,8 +62,9 @@ class Process:
     )  # tells the others where this rank is
 
     def agree(self, what: str, facts: Mapping[str, str], *, timeout_s: float | None = None) -> None:
-        """Returns if all ranks have the same facts; else every rank raises AgreementError, which
-        says who differs.
+        """Returns if all ranks have the same facts; else every rank raises AgreementError.
+
+        The error says who differs.
 
         Waits `timeout_s` (None: as long as for a collective) for the others.
         """
@@ -179,7 +180,7 @@ def stop_process() -> None:
 
 
 def store_prefix(environment: Mapping[str, str]) -> str:
-    """The part of the rendezvous store that belongs to this generation and this attempt alone."""
+    """Returns the part of the store's keys that belongs to this generation and attempt alone."""
     generation = int(environment.get("MOEBIUS_GENERATION", "0"))
     attempt = int(environment.get("TORCHELASTIC_RESTART_COUNT", "0"))
     return f"moebius/generation_{generation}/attempt_{attempt}"
@@ -277,7 +278,7 @@ def _serve_store(host: str, port: int, place: _Place, timeout: timedelta) -> TCP
 
 
 def _is_on_one_machine(environment: Mapping[str, str], place: _Place) -> bool:
-    """Whether all ranks are here; the same answer on every rank, or False where it cannot be told."""
+    """Whether all ranks are here: the same answer on every rank; False where it is not known."""
     if place.world_size == 1:
         return True
     if "LOCAL_WORLD_SIZE" in environment:
