@@ -60,6 +60,8 @@ def _prepare(options: argparse.Namespace) -> int:
     from ..data_pipeline.config import DataConfig
     from ..data_pipeline.prepare import prepare
 
+    if options.workers < 1:
+        raise ValueError(f"--workers {options.workers}: at least 1")
     values = {
         "input": options.input,
         "validation_input": options.validation_input,

@@ -5,6 +5,7 @@ which import what they need when they are called: `moebius --help` imports none 
 """
 
 import argparse
+import errno
 import os
 import sys
 from collections.abc import Sequence
@@ -17,6 +18,9 @@ from .messages import print_message
 # In the order in which `moebius --help` lists them.
 GROUPS = (data, jobs, evaluate, models, layout, plan, simulate, checkpoints)
 
+# What a path cannot be, wherever it is first looked at: too long, or a circle of links.
+NO_PATHS = (errno.ENAMETOOLONG, errno.ELOOP)
+
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs one command and exits: 0 on success, 1 where a job failed, 2 where the request cannot be
@@ -28,12 +32,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except ValueError as error:  # a mistake of the user; its message says what to do
         print_message("error", str(error))
         code = 2
-    except KeyboardInterrupt:  # where nothing runs that could be ended in better order
-        code = 130
     except BrokenPipeError:  # `moebius logs | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 0
+    except OSError as error:
+        if error.errno not in NO_PATHS:
+            raise
+        print_message("error", f"{_shortened(error.filename)}: {error.strerror}; name another path")
+        code = 2
+    except KeyboardInterrupt:  # where nothing runs that could be ended in better order
+        code = 130
     raise SystemExit(code)
+
+
+def _shortened(path: object) -> str:
+    """The path, or the beginning of one that no screen holds."""
+    text = str(path)
+    return text if len(text) <= 80 else f"{text[:79]}…"
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:

@@ -12,6 +12,7 @@ JSON lines takes about 100 MB/s/core.
 """
 
 import json
+import zipfile
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -174,6 +175,12 @@ def _filesystem(url: str) -> tuple[Any, str]:
         raise InputError(
             f"input {url!r} needs a package for {protocol}://: pip install {package}"
         ) from error
+    except OSError as error:  # the archive of zip://member::archive is opened here
+        raise InputError(
+            f"input {url!r} cannot be opened ({_reason(error)}): check the name and your access"
+        ) from error
+    except zipfile.BadZipFile as error:
+        raise InputError(f"input {url!r} cannot be opened: {error}") from error
     except ValueError as error:
         raise InputError(
             f"input {url!r} cannot be opened: {error}; for a local file leave out {protocol}://"

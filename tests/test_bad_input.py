@@ -125,6 +125,87 @@ def test_a_typo_in_a_toml_file(text: Path, capfd: pytest.CaptureFixture[str]) ->
     assert "optim.learning_rat: unknown key; did you mean optim.learning_rate?" in said
 
 
+TOML_MISTAKES = {
+    'recipe = ["smoke"]': r"recipe = \['smoke'\] is unknown",
+    "recipe = {}": r"recipe = \{\} is unknown",
+    "recipe = 7": r"recipe = 7 is unknown",
+    "deep = " + "[" * 9000: r"mine\.toml: is nested too deeply",
+    "deep = " + "{a = " * 9000: r"mine\.toml: is nested too deeply",
+}
+
+
+def test_toml_that_is_no_configuration(text: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    for content, message in TOML_MISTAKES.items():
+        (text.parent / "mine.toml").write_text(content + "\n", encoding="utf-8")
+        code, said = run(capfd, "train", "mine.toml")
+        assert code == 2, content[:20]
+        assert re.search(message, said), said
+
+
+def test_values_that_no_configuration_can_have(
+    text: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for change, message in {
+        "model.d_model=" + "[" * 9000: r"override model\.d_model=…: the value is nested too deep",
+        "train.threads=9223372036854775807": r"train\.threads: Input should be less than or equal",
+    }.items():
+        code, said = run(capfd, *train_arguments(text, change))
+        assert code == 2
+        assert re.search(message, said), said
+    assert not (text.parent / "runs").exists()
+
+
+def test_a_path_that_cannot_be_one(text: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Too long, or a circle of links: wherever a command takes a path."""
+    (text.parent / "circle").symlink_to("back")
+    (text.parent / "back").symlink_to("circle")
+    for path, message in {
+        "n" * 300: "File name too long",
+        "n/" * 3000 + "n": "File name too long",
+        "circle/run": "Too many levels of symbolic links",
+    }.items():
+        of_a_job = [
+            ["status", path],
+            ["status", path, str(text.parent)],
+            ["stop", path],
+            train_arguments(text, "--run-dir", path),
+            train_arguments(text, f"data.directory={Path(path).absolute()}"),
+            ["submit", "smoke", *TINY, "--run-dir", path],
+        ]
+        of_others = [
+            ["logs", path],
+            ["eval", path],
+            ["ckpt", "ls", path],
+            ["simulate", path],
+            ["prepare", "--input", str(text), "--output", path],
+            ["prepare", "--input", f"{path}.txt", "--output", "shards"],
+            ["models", f"{path}.toml"],
+        ]
+        for arguments in of_a_job + of_others:
+            code, said = run(capfd, *arguments)
+            assert code == 2, arguments
+            assert "error: " in said, arguments
+            assert message in said or arguments in of_others, (arguments, said)
+            shutil.rmtree("runs", ignore_errors=True)
+
+
+def test_an_archive_that_is_not_there_or_is_none(
+    text: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for archive, message in {"none.zip": "No such file", text.name: "not a zip file"}.items():
+        url = f"zip://*.txt::{archive}"
+        code, said = run(capfd, "prepare", "--input", url, "--output", "shards")
+        assert code == 2
+        assert re.search(re.escape(f"input '{url}' cannot be opened") + f".*{message}", said), said
+
+
+def test_a_negative_number_of_workers(text: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    for workers in ("-1", "0"):
+        code, said = run(capfd, "prepare", "--output", "shards", "--workers", workers)
+        assert code == 2
+        assert f"--workers {workers}: at least 1" in said
+
+
 def empty(text: Path) -> None:
     text.write_text('{"text": ""}\n\n{"text": "  "}\n', encoding="utf-8")
 

@@ -102,7 +102,7 @@ class TrainConfig(BaseModel):
     record_routing: NonNegativeInt = (
         0  # the first and every n-th step's routes go into the run folder; 0: none
     )
-    threads: NonNegativeInt = 1  # of one rank's CPU work; 0: torch's default
+    threads: int = Field(default=1, ge=0, le=4096)  # of one rank's CPU work; 0: torch's default
     timeout_s: float = Field(default=600.0, gt=0)  # of a collective
 
 
@@ -290,10 +290,14 @@ def _read_toml(path: Path, recipes: Mapping[str, Callable[[], Config]]) -> dict[
         raise ConfigError(f"{path}: cannot be read ({error.strerror})") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: is not valid TOML: {error}") from None
+    except RecursionError:
+        raise ConfigError(
+            f"{path}: is nested too deeply; a configuration has sections in sections, no more"
+        ) from None
     base = values.pop("recipe", None)
     if base is None:
         return values
-    if base not in recipes:
+    if not isinstance(base, str) or base not in recipes:
         raise ConfigError(
             f"{path}: recipe = {base!r} is unknown{_nearest(str(base), recipes)}; recipes: "
             f"{', '.join(recipes)}"
@@ -318,6 +322,8 @@ def _apply(values: dict[str, Any], override: str) -> None:
         value = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
         value = None if text == "none" and path not in _keys_with_the_word_none() else text
+    except RecursionError:
+        raise ConfigError(f"override {path}=…: the value is nested too deeply") from None
     try:
         set_value(values, path, value, _SECTIONS)
     except ValueError as error:
