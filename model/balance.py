@@ -85,9 +85,14 @@ def count_routes(routes: Routes, batch_size: int) -> Tensor:
     )
 
 
-def choice_sums(routing: Routing, batch_size: int, *, with_z: bool = False) -> dict[str, Tensor]:
-    """Per sequence: `probability` (B, H, A), `load` (B, N) int64 choices, `rows` (B,), and with
-    `with_z` `z` (B,).
+def choice_sums(
+    routing: Routing, batch_size: int, *, with_z: bool = False, first_choices: bool = False
+) -> dict[str, Tensor]:
+    """Returns what the losses of a choice need, summed per sequence.
+
+    `probability` (B, H, A), `load` (B, N) int64 choices, `rows` (B,), and with `with_z` `z` (B,).
+    With `first_choices` the load counts every row's first choice alone, as GShard, Switch and
+    torchscale publish it.
     """
     logits_THA = routing.logits_THA
     probabilities_THA = (
@@ -95,6 +100,9 @@ def choice_sums(routing: Routing, batch_size: int, *, with_z: bool = False) -> d
     )
     rows_per_sequence = logits_THA.shape[0] // batch_size
     routes, wanted_TK = routing.routes, routing.wanted_TK
+    if first_choices:
+        assert wanted_TK is not None, "only a router that says what was wanted knows its order"
+        wanted_TK = wanted_TK[:, :1]
     load_BN = (
         count_routes(routes, batch_size)
         if wanted_TK is None

@@ -43,6 +43,8 @@ class CapacityConfig(TopKConfig, ChoiceConfig):
     capacity_factor: PositiveFloat | None = None  # in training; None: dropless
     evaluation_capacity_factor: PositiveFloat | None = None  # None: dropless
     drop_order: DropOrder = "position_major"
+    # C = ⌈f·K·n/E⌉ counts routes; torchscale counts rows first: C = ⌊f·K·⌈n/E⌉⌋.
+    capacity_rounding: Literal["routes", "rows"] = "routes"
 
     @property
     def random_second(self) -> bool:
@@ -84,7 +86,11 @@ class CapacityRouter(ChoiceRouter):
         asked_TK = self._asked(choice)
         if factor is None:
             return routes if asked_TK is None else routes.kept(asked_TK.flatten())
-        capacity = expert_capacity(factor, choice.experts_TK.numel(), num_experts=self.num_experts)
+        num_rows, top_k = choice.experts_TK.shape
+        if config.capacity_rounding == "rows":
+            capacity = row_capacity(factor, num_rows, top_k=top_k, num_experts=self.num_experts)
+        else:
+            capacity = expert_capacity(factor, num_rows * top_k, num_experts=self.num_experts)
         expert_N = routes.expert_N
         if asked_TK is not None:  # those who do not ask queue at an expert that does not exist
             expert_N = expert_N.where(asked_TK.flatten(), self.num_experts)
@@ -107,6 +113,11 @@ def expert_capacity(factor: float, num_routes: int, *, num_experts: int) -> int:
     written.
     """
     return max(1, math.ceil(Fraction(str(factor)) * num_routes / num_experts))
+
+
+def row_capacity(factor: float, num_rows: int, *, top_k: int, num_experts: int) -> int:
+    """Returns torchscale's C: ⌊factor · K · ⌈rows / experts⌉⌋, at least 1; of two choices 2⌈n/E⌉."""
+    return max(1, math.floor(Fraction(str(factor)) * top_k * math.ceil(num_rows / num_experts)))
 
 
 def serving_order(choice: Choice, order: DropOrder, batch_size: int) -> Tensor:

@@ -196,6 +196,8 @@ class ChoiceConfig(RouterConfig):
     # micro-batches so far, and so with gradient accumulation not quite the same on another number
     # of ranks.
     balance_scope: Literal["sequence", "micro_batch", "global_batch"] = "micro_batch"
+    # What f counts: all K choices of a row, or its first one alone (GShard, Switch, torchscale).
+    balance_choices: Literal["all", "first"] = "all"
     # mean over rows of logsumexp(logits)², mean over layers (ST-MoE, arXiv 2202.08906, eq. 5)
     z_loss: NonNegativeFloat = 0.0
 
@@ -241,7 +243,9 @@ class ChoiceRouter(Router):
 
     def statistics(self, routing: Routing, batch_size: int) -> dict[str, Tensor]:
         """Probabilities, choices and squared log-partition functions, summed per sequence."""
-        return choice_sums(routing, batch_size, with_z=self.config.z_loss > 0)
+        config = self.config
+        first = config.balance_choices == "first"
+        return choice_sums(routing, batch_size, with_z=config.z_loss > 0, first_choices=first)
 
     def losses(self, sums: dict[str, Tensor], running: RunningSum) -> list[Loss]:
         """The balancing loss and the z-loss that the configuration asks for."""

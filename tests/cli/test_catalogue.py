@@ -102,7 +102,7 @@ def test_torch_agrees_or_its_own_figure_is_shown() -> None:
 
 def test_a_file_is_a_model_too(tmp_path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "mine.toml"
-    file.write_text('recipe = "dense"\n[model]\nd_feed_forward = 1024\n')
+    file.write_text('recipe = "dense"\n[model.feed_forward]\nd_feed_forward = 1024\n')
     (mine, dense) = json.loads(printed(capsys, "--json", str(file), "dense"))
     assert mine["flops"]["training"] - dense["flops"]["training"] == 4 * 3 * 4 * 128 * 512
     assert mine["description"] == ""

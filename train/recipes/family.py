@@ -4,7 +4,7 @@ depth, batch and data.
 Two comparisons are fair here, and a recipe takes part in one of them:
   equal parameters   the dense baseline, Universal Transformers, MoEUT, σ-MoE, SwitchHead, SUT: about 1.84M parameters
   equal FLOPs        routers beside a dense baseline of the same active width: two of four layers have experts of 4096 hidden
-                     columns in all (eightfold), of which a token uses 512 on average: about 3.7M parameters; mh_moe (four
+                     columns in all (eightfold), of which a token uses 512 on average: about 3.7M parameters; mh_moe (eight
                      times the expert FLOPs, as first published) and soft_moe (its mixing) cost more
 `moebius models` prints what each costs. Sizes of the papers: published.py.
 """
@@ -185,8 +185,18 @@ _MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         | {
             "feed_forward.num_experts": 16,
             "feed_forward.d_expert": 256,
-            "feed_forward.router": {"kind": "cosine", "top_k": 2, "behaviour": "torchscale"},
-        },
+            "feed_forward.router": {
+                "kind": "cosine",
+                "top_k": 2,
+                "behaviour": "torchscale",
+                "capacity_factor": 1.0,
+                "evaluation_capacity_factor": 2.0,
+                "capacity_rounding": "rows",
+                "drop_order": "slot_major",
+                "balance_choices": "first",
+            },
+        }
+        | _READS_THE_FUTURE,
     ),
     "expert_choice": (
         "expert choice by position across sequences",
@@ -237,12 +247,12 @@ _MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "mh_moe": (
-        "Multi-Head MoE, parameters as the others: four times their expert FLOPs",
+        "Multi-Head MoE on X-MoE's router, parameters as the others: eight times their expert FLOPs",
         _SPARSE
         | {
             "feed_forward.sub_tokens": 4,
             "feed_forward.d_expert": 1984,
-            "feed_forward.router": {"kind": "token_choice", "top_k": 1},
+            "feed_forward.router": {"kind": "cosine", "top_k": 2},
         },
     ),
     "mh_moe_parity": (

@@ -17,11 +17,12 @@ from moebius.model.attention_config import SwitchHeadConfig
 from moebius.model.balance import RunningSum, choice_sums, normalised_coefficient
 from moebius.model.config import ModelConfig
 from moebius.model.feed_forward_config import ExpertsConfig
-from moebius.model.initialise import initialise, truncated_normal
+from moebius.model.initialise import initialise, normal, truncated_normal
 from moebius.model.moe import SparseFeedForward
-from moebius.model.routers.capacity import expert_capacity, has_place
+from moebius.model.routers.capacity import expert_capacity, has_place, row_capacity
 from moebius.model.routers.token_choice import TokenChoiceConfig, TokenChoiceRouter
 from moebius.model.transformer import Transformer
+from moebius.train.recipes.smoke import RECIPES
 
 B, S, E = 8, 6, 8  # the toy of the table of leaks
 ORDERS = ("position_major", "token_major", "slot_major", "priority")
@@ -472,3 +473,43 @@ def test_statistics_count_what_was_asked_for_not_what_was_served() -> None:
     routing = router(rows(B, S, common=2.0).flatten(0, 1), batch_size=B)
     assert len(routing.routes.expert_N) < B * S
     assert choice_sums(routing, B)["load"].sum().item() == B * S
+
+
+def test_the_capacity_of_torchscale_counts_rows_first() -> None:
+    """2⌈n/E⌉ for two choices and a factor of 1; 0.25·n in evaluation is a factor of 0.25·E/K."""
+    for num_rows, capacity in ((64, 8), (65, 10), (1, 2)):
+        assert row_capacity(1.0, num_rows, top_k=2, num_experts=16) == capacity
+    assert row_capacity(2.0, 64, top_k=2, num_experts=16) == 16 == 64 // 4
+    assert row_capacity(1.25, 64, top_k=1, num_experts=16) == 5
+    assert row_capacity(0.1, 16, top_k=1, num_experts=16) == 1
+
+
+def test_the_loss_over_first_choices_is_the_published_formula() -> None:
+    """E·Σ_e (n_e of first choices / T)·P_e, by a loop (GShard, Switch, torchscale)."""
+    config = TokenChoiceConfig(top_k=2, renormalise=True, balance_choices="first")
+    router = TokenChoiceRouter(config, 12, 6, init=normal(1.0)).double()
+    initialise(router, 0)
+    x_TD = torch.randn(B * S, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    routing = router(x_TD, batch_size=B)
+    [loss] = router.losses(router.statistics(routing, B), RunningSum())
+    p_TE = (x_TD @ router.weight.T).softmax(-1)
+    counts_E = torch.zeros(6, dtype=torch.float64)
+    for row in p_TE:
+        counts_E[row.argmax()] += 1
+    expected = 6 * (counts_E / (B * S) * p_TE.mean(0)).sum()
+    torch.testing.assert_close(loss.value_B.mean(), expected, rtol=1e-6, atol=0)
+    every = TokenChoiceRouter(
+        config.model_copy(update={"balance_choices": "all"}), 12, 6, init=normal(1.0)
+    )
+    every = every.double()
+    every.load_state_dict(router.state_dict())
+    [other] = every.losses(every.statistics(routing, B), RunningSum())
+    assert not torch.allclose(other.value_B.mean(), expected)
+
+
+def test_the_released_x_moe_is_as_released() -> None:
+    router = RECIPES["x_moe_torchscale"]().model.experts.router
+    assert (router.drop_order, router.capacity_rounding) == ("slot_major", "rows")
+    assert (router.balance_choices, router.capacity_factor) == ("first", 1.0)
+    published = RECIPES["mh_moe"]().model.experts
+    assert (published.router.kind, published.router.top_k, published.sub_tokens) == ("cosine", 2, 4)
