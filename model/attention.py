@@ -82,7 +82,11 @@ class SwitchHead(Attention):
         assert isinstance(config.attention, SwitchHeadConfig)
         heads, d_model, d_head = config.attention.num_heads, config.d_model, config.attention.d_head
         self.num_experts = config.attention.expert_count
-        choice = SigmoidConfig(top_k=config.attention.top_k, balance=config.attention.balance)
+        choice = SigmoidConfig(
+            top_k=config.attention.top_k,
+            balance=config.attention.balance,
+            expert_dropout=config.attention.expert_dropout,
+        )
         init = initializers.attention_router()
         self.value_router = SigmoidRouter(
             choice, d_model, self.num_experts, init=init, num_heads=heads

@@ -10,6 +10,7 @@ from pydantic import (
     BaseModel,
     BeforeValidator,
     ConfigDict,
+    Field,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveInt,
@@ -141,6 +142,8 @@ class SwitchHeadConfig(_WithPositions):
     num_experts: PositiveInt = 4  # per head
     top_k: PositiveInt = 2
     balance: NonNegativeFloat = 0.001  # δ: weight of the entropy terms
+    # Chance that an expert of V or O may not be chosen, in training; 0 in every published run.
+    expert_dropout: float = Field(default=0.0, ge=0, lt=1)
     # What one expert per head means: "output_gate" is the official MoEUT release's (dense V and O,
     # one sigmoid per head on the attention result), "gated_experts" the paper's training code (the
     # V and the O gate remain).
