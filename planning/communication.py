@@ -204,33 +204,34 @@ def exchange_s(
         table: measured times, which go before the formulas where the table has them.
         chunks: pieces that are sent one after the other.
     """
-    ranks = 1 + traffic.fast_peers + traffic.slow_peers
-    if ranks == 1:
+    if traffic.fast_peers + traffic.slow_peers == 0:
         return 0.0
     load = min(skew, traffic.cap)
     node_first = DISPATCHERS[dispatcher].pattern.node_first
     if table is not None and not (node_first and traffic.slow_peers):
-        found = table.seconds(
-            "all_to_all",
-            world=ranks,
-            ranks_per_node=1 + traffic.fast_peers,
-            num_bytes=load * traffic.held_bytes / chunks,
-        )
+        found = _measured_s(table, traffic, load * traffic.held_bytes / chunks)
         if found is not None:
             return chunks * found
     fast_s = load * traffic.fast_bytes / hardware.fast
     slow_s = load * traffic.slow_bytes / hardware.slow
-    fixed = hardware.exchange_start_s + traffic.fast_peers * hardware.fast_post_s
-    if not node_first:
-        posted = fixed + traffic.slow_peers * hardware.slow_post_s
-        return chunks * posted + max(fast_s, slow_s)
-    fixed += log2(1 + traffic.slow_peers) * hardware.slow_hop_s
-    if not staged:
-        return chunks * fixed + max(fast_s, slow_s)
-    copy_s = (
-        2 * load * traffic.held_bytes / hardware.memory_bandwidth if traffic.slow_peers else 0.0
+    fixed_s = hardware.exchange_start_s + traffic.fast_peers * hardware.fast_post_s
+    if node_first:
+        fixed_s += log2(1 + traffic.slow_peers) * hardware.slow_hop_s
+    else:
+        fixed_s += traffic.slow_peers * hardware.slow_post_s
+    if not (node_first and staged):
+        return chunks * fixed_s + max(fast_s, slow_s)
+    copied_bytes = 2 * load * traffic.held_bytes if traffic.slow_peers else 0.0
+    return chunks * fixed_s + (fast_s + slow_s) + copied_bytes / hardware.memory_bandwidth
+
+
+def _measured_s(table: MeasuredTable, traffic: Traffic, num_bytes: float) -> float | None:
+    return table.seconds(
+        "all_to_all",
+        world=1 + traffic.fast_peers + traffic.slow_peers,
+        ranks_per_node=1 + traffic.fast_peers,
+        num_bytes=num_bytes,
     )
-    return chunks * fixed + (fast_s + slow_s) + copy_s
 
 
 def effective_bandwidth(message_bytes: float, *, latency_s: float, bandwidth: float) -> float:

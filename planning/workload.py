@@ -69,32 +69,32 @@ class Bank:
 
     @property
     def total_experts(self) -> int:
-        """Of all heads: what the ranks share."""
+        """Returns the experts of all heads, which the ranks share."""
         return self.heads * self.num_experts
 
     @property
     def parameters(self) -> float:
-        """Of all experts."""
+        """Returns the weights of all experts."""
         return self.total_experts * self.weights_per_expert
 
     @property
     def routes(self) -> float:
-        """Per token and use."""
+        """Returns the routes per token and use."""
         return self.rows * self.heads * self.top_k
 
     @property
     def flops(self) -> float:
-        """Forward, per token and use."""
+        """Returns the FLOPs of a forward pass per token and use."""
         return 2 * self.routes * self.weights_per_expert
 
     def units(self, unit: Unit) -> float:
-        """Rows of that kind per token."""
+        """Returns the rows of that kind per token."""
         return {"row": self.rows, "head": self.rows * self.heads, "route": self.routes}[unit]
 
 
 @dataclass(frozen=True)
 class Member:
-    """A layer of the group."""
+    """A layer of the group that repeats, and how many are like it."""
 
     dense_parameters: float
     banks: tuple[Bank, ...]
@@ -102,7 +102,7 @@ class Member:
 
     @property
     def expert_parameters(self) -> float:
-        """Of all its banks."""
+        """Returns the weights of all its banks."""
         return sum(bank.parameters for bank in self.banks)
 
 
@@ -126,17 +126,17 @@ class Workload:
 
     @property
     def bytes_per_element(self) -> int:
-        """Of rows, and of weights in products."""
+        """Returns the bytes per element of rows, and of weights in products."""
         return 2 if self.precision == "bfloat16" else 4
 
     @property
     def num_layers(self) -> int:
-        """Depth steps."""
+        """Returns the number of depth steps."""
         return self.repeats * sum(member.copies for member in self.members)
 
     @cached_property
     def uses(self) -> tuple[tuple[Bank, int], ...]:
-        """Every bank and how often a pass goes through it."""
+        """Returns every bank and how often a pass goes through it."""
         found: dict[Bank, int] = {}
         for member in self.members:
             for bank in member.banks:
@@ -145,23 +145,23 @@ class Workload:
 
     @cached_property
     def forward_flops(self) -> float:
-        """All of them."""
+        """Returns the FLOPs of a forward pass per token, routed experts included."""
         return self.dense_flops + sum(uses * bank.flops for bank, uses in self.uses)
 
     @cached_property
     def dense_parameters(self) -> float:
-        """Of everything but the banks."""
+        """Returns the weights of everything but the banks."""
         return self.root_parameters + sum(
             member.copies * member.dense_parameters for member in self.members
         )
 
     @cached_property
     def expert_parameters(self) -> float:
-        """Of all banks."""
+        """Returns the weights of all banks."""
         return sum(member.copies * member.expert_parameters for member in self.members)
 
     def with_experts(self, num_experts: Mapping[Bank, int]) -> "Workload":
-        """The same model with other numbers of experts per head."""
+        """Returns the same model with other numbers of experts per head."""
         members = [
             replace(
                 member,
@@ -177,7 +177,7 @@ class Workload:
 
 @lru_cache(maxsize=64)
 def describe(config: ModelConfig, *, seq_len: int, precision: str = "bfloat16") -> Workload:
-    """The workload of a model in sequences of `seq_len` tokens."""
+    """Returns the workload of a model in sequences of `seq_len` tokens."""
     learned = config.attention.max_positions
     longer = config
     if learned is not None:
@@ -214,7 +214,7 @@ def describe(config: ModelConfig, *, seq_len: int, precision: str = "bfloat16") 
 
 
 def blocks_of_heads(bank: Bank, num_groups: int, group: int) -> list[float]:
-    """How many experts of every head lie in this one of `num_groups` equal contiguous blocks."""
+    """Returns how many experts of every head lie in one of `num_groups` equal contiguous blocks."""
     size = bank.total_experts / num_groups
     first, last = group * size, (group + 1) * size
     starts = (head * bank.num_experts for head in range(bank.heads))
@@ -222,8 +222,9 @@ def blocks_of_heads(bank: Bank, num_groups: int, group: int) -> list[float]:
 
 
 def kept_by_bank(bank: Bank, bytes_per_element: int) -> float:
-    """What the kernels keep of a token's routes for the backward pass, on one rank: hidden rows and
-    indices.
+    """Returns the bytes that the kernels keep of a token's routes for the backward pass.
+
+    They are hidden rows and indices, on the rank that serves the routes.
     """
     return bank.routes * (bank.kept_columns * bytes_per_element + KEPT_PER_ROUTE)
 
@@ -231,8 +232,9 @@ def kept_by_bank(bank: Bank, bytes_per_element: int) -> float:
 def _count(
     model: Transformer, config: ModelConfig, seq_len: int, precision: str
 ) -> tuple[float, int]:
-    """Bytes that autograd keeps for every further token, from sequences once, twice and three times
-    as long; operations.
+    """Returns the bytes that autograd keeps for every further token, and the operations of a pass.
+
+    The bytes are found from sequences once, twice and three times as long.
     """
     with _Launches() as launches:
         first = _saved(model, config, seq_len, precision)
@@ -242,7 +244,7 @@ def _count(
 
 
 class _Launches(TorchDispatchMode):
-    """Counts operations; those that return a view of their input launch nothing."""
+    """Counts the operations that are launched: not those that return a view of their input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -257,7 +259,7 @@ class _Launches(TorchDispatchMode):
 
 
 def _saved(model: Transformer, config: ModelConfig, seq_len: int, precision: str) -> float:
-    """Bytes of all storages that a forward pass keeps, the parameters' own left out."""
+    """Returns the bytes of all storages that a forward pass keeps, parameters left out."""
     kept: dict[
         int, torch.UntypedStorage
     ] = {}  # holding them keeps their numbers from being given again
@@ -350,10 +352,10 @@ def _numel(module: nn.Module) -> int:
 def rounded(
     workload: Workload, ep: int, *, limit: float = 1.25
 ) -> tuple[Workload, dict[str, int]] | None:
-    """The model with as many experts as `ep` ranks can share equally, and what had to change: kind
-    → experts of a head.
+    """Returns the model with as many experts as `ep` ranks can share equally, and what changed.
 
-    None where a bank has fewer experts than ranks, or would grow beyond `limit`.
+    The changes are by kind the new number of experts of a head. None where a bank has fewer experts
+    than ranks, or would grow beyond `limit`.
     """
     new: dict[Bank, int] = {}
     for bank, _ in workload.uses:
