@@ -13,8 +13,8 @@ a tag under a key of this connection and direction, so nothing can be put in, le
 changed on the way. Nothing is encrypted. The secret is drawn by the supervisor for each generation
 and reaches the agents through Ray's authenticated calls; ranks never have it.
 
-Cost: a store operation of another node takes two more hops, about 0.3 ms; nothing per training
-step.
+Cost, both ends on one busy machine with 2 cores: 0.1-0.2 ms more per operation of another node's
+ranks, and some 15 MB/s for large values; nothing per training step.
 """
 
 import asyncio
