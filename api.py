@@ -5,6 +5,7 @@
     status = moebius.train(config, "runs/mine")     # prepares the data, starts the ranks, waits
     trained = moebius.load("runs/mine")
     print(trained.generate("Once upon a time"))
+    print(trained.score("the band closes upon itself"))
 
 It stands on the top floor beside the command line and does the same with the same parts. The package
 imports it when one of its names is first used, so `import moebius` alone costs no torch.

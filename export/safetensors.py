@@ -167,6 +167,10 @@ def export(
 def load_export(folder: Path, *, backend: str = "auto") -> Transformer:
     """Loads the model of an export, whole on the CPU in evaluation mode.
 
+        from moebius.export.safetensors import load_export
+
+        model = load_export(Path("export"))
+
     Its weights are in the precision that they were exported in.
 
     Raises:
