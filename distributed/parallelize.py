@@ -47,8 +47,8 @@ def build_model(
 
     On the meta device it has no values.
 
-    Collective for a dispatcher that needs groups between and inside nodes, which are made here (with
-    that timeout).
+    Collective for a dispatcher that needs groups between and inside nodes: they are made here, with
+    that timeout.
     `ranks_per_node` None: all ranks are on one node. `precision`, of the products, matters to
     sharded weights only: they are cast when they are gathered.
 

@@ -151,7 +151,7 @@ def run_recomputed(
 
 
 class _WithWeights(nn.Module):
-    """Lets `functional_call` put weights into a layer without calling it, for its hooks have run."""
+    """Lets `functional_call` put weights into a layer whose hooks have run already."""
 
     def __init__(self, layer: nn.Module, step: Callable[..., Any]) -> None:
         super().__init__()

@@ -142,8 +142,9 @@ class _KnownChunk:
 
     @property
     def routes(self) -> Routes:
-        """Waits for the gate weights: one route per row, sorted; of known counts where the chunk has
-        all slots.
+        """Waits for the gate weights: one route per row, sorted.
+
+        Their counts are known where the chunk has all slots.
         """
         weights = _transpose(self.weights.wait(), self.communicator.num_ranks, len(self.own))
         if len(self.own) == self.num_slots > 0:

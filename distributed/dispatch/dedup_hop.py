@@ -40,7 +40,7 @@ _INTEGERS = {torch.float32: torch.int32, torch.float64: torch.int64}
 
 @dataclass(frozen=True)
 class SendPlan:
-    """Where every route of this rank goes."""
+    """Routes of this rank with the destination of each."""
 
     source_N: Tensor
     target_N: Tensor
@@ -53,8 +53,8 @@ class SendPlan:
 
 @dataclass(frozen=True)
 class ExchangeSizes:
-    """Rows, routes and targets of every destination, and of every (chunk, source rank) that comes
-    here; (V, 3) each.
+    """Counts of rows, routes and targets: of every destination, and of every (chunk, source rank)
+    that comes here; (V, 3) each.
     """
 
     sent: list[list[int]]
@@ -223,12 +223,12 @@ class DestinationMask:
         self.mask_VU, self.counts_V = mask_VU, mask_VU.sum(1)
 
     def position(self, destination_N: Tensor, row_N: Tensor) -> Tensor:
-        """Each pair's number among those of its destination."""
+        """Returns each pair's number among those of its destination."""
         first_V = self.counts_V.cumsum(0) - self.counts_V
         return self._number_VU[destination_N, row_N] - first_V[destination_N]
 
     def pairs(self, num_pairs: int) -> Pairs:
-        """All of them, of which there are `num_pairs`."""
+        """Returns all true entries, of which there are `num_pairs`."""
         num_destinations, num_rows = self.mask_VU.shape
         entry_M = torch.nonzero_static(self.mask_VU.flatten(), size=num_pairs).squeeze(1)
         across_M = torch.nonzero_static(self.mask_VU.T.flatten(), size=num_pairs).squeeze(1)
@@ -249,7 +249,7 @@ class DestinationMask:
 
 
 def mask_of(destination_N: Tensor, row_N: Tensor, num_destinations: int, num_rows: int) -> Tensor:
-    """(V, U): which destination wants which row."""
+    """Marks which destination wants which row, (V, U)."""
     mask = torch.zeros(num_destinations * num_rows, dtype=torch.bool, device=row_N.device)
     return mask.index_fill_(0, destination_N * num_rows + row_N, True).view(
         num_destinations, num_rows
@@ -257,14 +257,14 @@ def mask_of(destination_N: Tensor, row_N: Tensor, num_destinations: int, num_row
 
 
 def count_of(values_N: Tensor, num_values: int) -> Tensor:
-    """How often each value occurs. Unlike `bincount` it asks a GPU for nothing."""
+    """Counts how often each value occurs; unlike `bincount` it asks a GPU for nothing."""
     return torch.zeros(num_values, dtype=torch.int64, device=values_N.device).scatter_add_(
         0, values_N, torch.ones_like(values_N)
     )
 
 
 def split_rows(rows: Tensor, sizes: list[int]) -> tuple[Tensor, ...]:
-    """Neighbouring pieces; the rows themselves where there is one."""
+    """Splits rows into neighbouring pieces; returns the rows themselves where there is one."""
     return (rows,) if len(sizes) == 1 else rows.split(sizes)
 
 

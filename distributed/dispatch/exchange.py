@@ -8,9 +8,9 @@ waited for where the collective was started. So whatever was computed between st
 computed between them in the backward too, and overlaps there without further words.
 
 What is sent is held until it has been waited for, and what torch's collectives get has no history.
-Otherwise a thread of Gloo would mostly be the last to hold it, and would free Python's objects, and the graph
-behind them, at any time: also while Python ends, which aborts the process. (It can still be the
-last, for a moment after waiting: `stop_process` gives it time.)
+Otherwise a thread of Gloo would mostly be the last to hold it, and would free Python's objects, and
+the graph behind them, at any time: also while Python ends, which aborts the process. (It can still
+be the last, for a moment after waiting: `stop_process` gives it time.)
 
 With `Communicator.checking` every all-to-all is checked: the splits of all ranks are compared
 before, and every row carries (source rank, position, checksum of its bits) and is compared after.
@@ -78,6 +78,7 @@ class AllToAll:
     received: list[int]
 
     def start(self, rows: Tensor) -> Pending:
+        """Starts the collective, and returns what it fills."""
         sent, received = rows.detach(), rows.new_empty(sum(self.received), *rows.shape[1:])
         work = dist.all_to_all_single(
             received, sent, self.received, self.sent, group=self.group, async_op=True
@@ -86,6 +87,7 @@ class AllToAll:
 
     @property
     def reverse(self) -> "AllToAll":
+        """Returns the collective of the gradients."""
         return AllToAll(self.group, self.received, self.sent)
 
 
@@ -96,6 +98,7 @@ class AllGather:
     group: dist.ProcessGroup
 
     def start(self, rows: Tensor) -> Pending:
+        """Starts the collective, and returns what it fills."""
         sent, received = (
             rows.detach(),
             rows.new_empty(len(rows) * self.group.size(), *rows.shape[1:]),
@@ -104,6 +107,7 @@ class AllGather:
 
     @property
     def reverse(self) -> "ReduceScatter":
+        """Returns the collective of the gradients."""
         return ReduceScatter(self.group)
 
 
@@ -114,6 +118,7 @@ class ReduceScatter:
     group: dist.ProcessGroup
 
     def start(self, rows: Tensor) -> Pending:
+        """Starts the collective, and returns what it fills."""
         sent, received = (
             rows.detach(),
             rows.new_empty(len(rows) // self.group.size(), *rows.shape[1:]),
@@ -124,6 +129,7 @@ class ReduceScatter:
 
     @property
     def reverse(self) -> AllGather:
+        """Returns the collective of the gradients."""
         return AllGather(self.group)
 
 
@@ -387,7 +393,8 @@ def _check_splits(rows: Tensor, collective: AllToAll, everyone: dist.ProcessGrou
         if num_rows != sum(sent):
             faults.append(f"rank {rank} has {num_rows} rows but sends {sum(sent)} ({sent})")
     faults += [
-        f"rank {pair[0]} sends {sends[pair]} rows to rank {pair[1]}, which expects {expects[pair]} of it"
+        f"rank {pair[0]} sends {sends[pair]} rows to rank {pair[1]}, "
+        f"which expects {expects[pair]} of it"
         for pair in sends
         if sends[pair] != expects[pair]
     ]
@@ -426,7 +433,8 @@ def _check_marks(
         first = [len(wrong), partners[source], position, marker, marked]
     verdicts = gathered(torch.tensor(first, device=rows.device), everyone).tolist()
     faults = [
-        f"rank {here} got {count} wrong rows, the first at position {position} of those of rank {source}: it is "
+        f"rank {here} got {count} wrong rows, the first at position {position} of those of rank "
+        f"{source}: it is "
         + (
             f"row {marked} of rank {marker}"
             if (marker, marked) != (source, position)

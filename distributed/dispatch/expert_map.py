@@ -44,9 +44,9 @@ class ExpertRange:
 
 @dataclass(frozen=True)
 class ExpertMap:
-    """`slots_P[p]` slots on rank p; expert e is in slot `slot_E[e]`, or in slot e where that is
-    None.
+    """A table from experts to slots, and from slots to ranks.
 
+    Rank p has `slots_P[p]` slots; expert e is in slot `slot_E[e]`, or in slot e where that is None.
     `copies` are further slots of some experts, as (expert, slot). A slot that is nowhere named is
     empty.
     """
@@ -78,27 +78,27 @@ class ExpertMap:
 
     @property
     def num_slots(self) -> int:
+        """Returns how many slots all ranks have."""
         return sum(self.slots_P)
 
     @property
     def num_experts(self) -> int:
+        """Returns how many experts the bank has."""
         return self.num_slots if self.slot_E is None else len(self.slot_E)
 
     @property
     def filled_once(self) -> bool:
-        """Every slot has exactly one expert: what a rank knows of the experts' counts, it knows of
-        the slots'.
-        """
+        """Whether every slot has exactly one expert, so that counts of experts are counts of slots."""
         return self.slot_E is None or sorted(self.slot_E) == list(range(self.num_slots))
 
     @cached_property
     def rank_S(self) -> tuple[int, ...]:
-        """The rank of every slot."""
+        """Returns the rank of every slot."""
         return tuple(rank for rank, count in enumerate(self.slots_P) for _ in range(count))
 
     @cached_property
     def slots_E(self) -> tuple[tuple[int, ...], ...]:
-        """All slots of every expert, the first of them first."""
+        """Returns all slots of every expert, the one that is saved first."""
         slots = [[slot] for slot in (range(self.num_slots) if self.slot_E is None else self.slot_E)]
         for expert, slot in self.copies:
             slots[expert].append(slot)
@@ -106,7 +106,7 @@ class ExpertMap:
 
     @cached_property
     def expert_S(self) -> tuple[int | None, ...]:
-        """The expert in every slot; None: it is empty."""
+        """Returns the expert in every slot; None where it is empty."""
         experts: list[int | None] = [None] * self.num_slots
         for expert, slots in enumerate(self.slots_E):
             for slot in slots:
@@ -114,16 +114,16 @@ class ExpertMap:
         return tuple(experts)
 
     def own_slots(self, rank: int) -> range:
-        """The slots of a rank."""
+        """Returns the slots of a rank."""
         end = list(accumulate(self.slots_P))[rank]
         return range(end - self.slots_P[rank], end)
 
     def seen_from(self, rank: int) -> "ExpertMap":
-        """Where the routes of this rank go: one slot for every expert."""
+        """Returns the map of one slot per expert to which the routes of a rank go."""
         return _seen_from(self, rank) if self.copies else self
 
     def ranges_of(self, rank: int) -> list[ExpertRange]:
-        """What a rank holds, in the order of its slots."""
+        """Returns what a rank holds, in the order of its slots."""
         ranges: list[ExpertRange] = []
         for local, slot in enumerate(self.own_slots(rank)):
             expert = self.expert_S[slot]
@@ -141,21 +141,21 @@ class ExpertMap:
         return ranges
 
     def tables(self, device: torch.device) -> SlotTables:
-        """On that device; made once."""
+        """Returns the map as tensors on a device; they are made once."""
         return _tables(self, device)
 
     def slots_of(self, expert_N: Tensor) -> Tensor:
-        """The slot of every route's expert."""
+        """Looks up the slot of every route's expert."""
         slot_E = self.tables(expert_N.device).slot_E
         return expert_N if slot_E is None else slot_E[expert_N]
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values, for a checkpoint's meta."""
+        """Returns plain values, for a checkpoint's meta."""
         return {"slots": self.slots_P, "slot_of_expert": self.slot_E, "copies": self.copies}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "ExpertMap":
-        """What `as_dict` gave, read from JSON.
+        """Returns the map whose plain values were read from JSON.
 
         Raises:
             ValueError: it is no such table.
@@ -170,8 +170,9 @@ class ExpertMap:
 
 @lru_cache(maxsize=256)
 def contiguous_map(num_experts: int, num_ranks: int) -> ExpertMap:
-    """Contiguous blocks in the order of ranks, nearly equal: where the ranks do not divide the
-    experts the first have one more.
+    """Returns the map of nearly equal, contiguous blocks in the order of ranks.
+
+    Where the ranks do not divide the experts the first have one more.
 
     Raises:
         ValueError: there are fewer experts than ranks.

@@ -81,7 +81,7 @@ class _BothExchanges:
 
 @dataclass(frozen=True)
 class _Chunk:
-    """A chunk at the end of its intra exchange. Asking for it starts that of the next chunk, too."""
+    """A chunk after its intra exchange; asking for it starts that of the next chunk, too."""
 
     exchanges: _BothExchanges
     number: int

@@ -22,7 +22,7 @@ from .expert_map import ExpertMap, contiguous_map
 
 @dataclass(frozen=True)
 class NodeGroups:
-    """A rank's groups for dispatch in two hops. Rank i of every node's intra group is in the i-th
+    """A rank's groups for an exchange between nodes and one inside them. Rank i of every node's intra group is in the i-th
     inter group.
     """
 
@@ -86,7 +86,7 @@ class Setup:
         return expert_map.seen_from(self.group.rank())
 
     def chunk_of(self, routes: Routes, num_sources: int) -> Tensor:
-        """The chunk in which every route travels: nearly equal ranges of tokens.
+        """Returns the chunk in which every route travels: nearly equal ranges of tokens.
 
         A token is a block of source rows and the block of target rows that belongs to it: as many
         as divide both numbers. So no row travels in two chunks.
@@ -116,7 +116,11 @@ class ExpertParallelDispatcher(ABC):
 
 
 def check_routes(x_UD: Tensor, routes: Routes, group: dist.ProcessGroup) -> None:
-    """Collective. Raises ValueError on all ranks if one has a route out of range."""
+    """Checks that no rank has a route out of range. Collective.
+
+    Raises:
+        ValueError: on all ranks, with what each of them has.
+    """
     bounds = {
         "expert": (routes.expert_N, routes.num_experts),
         "source row": (routes.source_N, len(x_UD)),
@@ -137,7 +141,7 @@ def check_routes(x_UD: Tensor, routes: Routes, group: dist.ProcessGroup) -> None
 def build_node_groups(
     group: dist.ProcessGroup, ranks_per_node: int | None, *, timeout_s: float
 ) -> NodeGroups:
-    """This rank's groups between and inside the nodes of an EP group. Collective over the group.
+    """Makes this rank's groups between and inside the nodes of an EP group. Collective.
 
     Raises:
         ValueError: the group has not equally many ranks on each of its nodes.
@@ -161,7 +165,7 @@ def build_node_groups(
 
 
 def nodes_of(ranks: Sequence[int], ranks_per_node: int | None) -> tuple[int, ...]:
-    """The node of every rank; None: all on one."""
+    """Returns the node of every rank; all are on one where `ranks_per_node` is None."""
     return tuple(0 if ranks_per_node is None else rank // ranks_per_node for rank in ranks)
 
 

@@ -84,7 +84,8 @@ def resolved_dispatcher(name: str, ep: int) -> str:
         return LOCAL if ep == 1 else DEFAULT
     if name == LOCAL and ep > 1:
         raise ValueError(
-            f'mesh.dispatcher="local" with mesh.ep={ep}: the experts are on several ranks; use "auto"'
+            f'mesh.dispatcher="local" with mesh.ep={ep}: the experts are on several '
+            'ranks; use "auto"'
         )
     return known_dispatcher(name)
 
