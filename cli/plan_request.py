@@ -42,6 +42,12 @@ def make_scenario(
             "of their gradients, and not how much evener they make the ranks; plan with "
             "mesh.replicas=0"
         )
+    asked = _PRECISIONS.get(precision or "", config.train.precision)
+    if asked == "bfloat16_only":
+        raise ValueError(
+            'train.precision="bfloat16_only": the planner counts float32 weights and moments, and '
+            "would promise twice the memory; plan with --precision bf16 or fp32"
+        )
     machine = find_hardware(hardware)
     tokens = config.train.micro_batch * config.data.seq_len if tokens is None else tokens
     if tokens < 1 or chunks < 1:
@@ -51,7 +57,7 @@ def make_scenario(
     workload = describe(
         config.model,
         seq_len=config.data.seq_len,
-        precision=_PRECISIONS.get(precision or "", config.train.precision),
+        precision=asked,
     )
     routing = _skew(skew)
     routing.check([bank for bank, _ in workload.uses])

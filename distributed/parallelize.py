@@ -17,6 +17,7 @@ from ..model.balance import RunningSum
 from ..model.config import ModelConfig
 from ..model.initialise import draw
 from ..model.moe import SparseLayer
+from ..model.precision import store_in
 from ..model.transformer import Transformer
 from .dispatch.choose import make_dispatcher
 from .dispatch.setup import build_node_groups
@@ -38,6 +39,7 @@ def build_model(
     device: torch.device,
     sharding: Literal["none", "fsdp"] = "none",
     precision: torch.dtype = torch.float32,
+    stored: torch.dtype = torch.float32,
     overlap_chunks: int = 1,
     check_every: int = 0,
     ranks_per_node: int | None = None,
@@ -50,7 +52,8 @@ def build_model(
     Collective for a dispatcher that needs groups between and inside nodes: they are made here, with
     that timeout.
     `ranks_per_node` None: all ranks are on one node. `precision`, of the products, matters to
-    sharded weights only: they are cast when they are gathered.
+    sharded weights only: they are cast when they are gathered. `stored`: of all parameters and
+    buffers; bfloat16 is for train.precision="bfloat16_only".
 
     Raises:
         ValueError: a layer has fewer experts than the EP degree, or the dispatcher does not fit the
@@ -76,7 +79,13 @@ def build_model(
     specified = dict(model.named_parameters())
     expert_shards = _keep_own_experts(model, mesh)
     if sharding == "fsdp":
+        if stored != torch.float32:
+            raise ValueError(
+                f"sharded weights are kept in float32, and {stored} was asked for: use "
+                'mesh.sharding="none"'
+            )
         shard_model(model, mesh, precision, chunks=overlap_chunks)
+    store_in(model, stored)
     model.to_empty(device=device)
     _fill(model, specified, expert_shards, mesh, seed)
     return model

@@ -9,6 +9,7 @@ from ..distributed.layout import MeshConfig, plan_layout
 from ..distributed.mesh import build_mesh
 from ..distributed.parallelize import build_model
 from ..distributed.process.process import Process
+from ..model.precision import stored_dtype
 from ..model.transformer import Transformer
 from ..train.config import Config, ConfigError
 from ..train.state import model_tensors
@@ -48,6 +49,7 @@ def restore(run_dir: Path, process: Process, *, step: int | None = None) -> Rest
         backend=config.kernels.name,
         seed=config.train.seed,
         device=process.device,
+        stored=stored_dtype(config.train.precision),
     )
     path = (
         latest(run_dir / "checkpoints")

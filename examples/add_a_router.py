@@ -24,7 +24,7 @@ from moebius.model.balance import RunningSum
 from moebius.model.config import ModelConfig
 from moebius.model.feed_forward_config import ExpertsConfig
 from moebius.model.initialise import Initializer, initialise, parameter
-from moebius.model.layers import wide_dtype
+from moebius.model.layers import router_logits
 from moebius.model.recompute import gather_unique, save_decision
 from moebius.model.routers.router import ChoiceConfig, ChoiceRouter, Loss, Promises
 from moebius.model.routers.table import ROUTERS
@@ -72,8 +72,7 @@ class TopPRouter(ChoiceRouter):
 
     def forward(self, x_TD: Tensor, *, batch_size: int) -> Routing:
         # float32 whatever the experts compute in: a choice must not flip with it
-        dtype = wide_dtype(x_TD)
-        logits_TE = x_TD.to(dtype) @ self.weight.to(dtype).T
+        logits_TE = router_logits(x_TD, self.weight)
         any_order_TE = logits_TE.softmax(-1)
         expert_TE = save_decision(
             lambda: any_order_TE.detach().argsort(dim=-1, descending=True, stable=True)

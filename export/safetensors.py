@@ -232,6 +232,11 @@ def _dtypes_of(
 
     Everything else stays as it is stored.
     """
+    if config.train.precision == "bfloat16_only":
+        raise ConfigError(
+            'train.precision="bfloat16_only": an export keeps norms, routers and embeddings in '
+            "float32, which this run has not; use its checkpoints (`moebius eval`, `generate`)"
+        )
     with torch.device("meta"):
         model = Transformer(config.model)
     cast = {name for name, _ in model.named_parameters() if enters_a_product(name)}

@@ -23,9 +23,9 @@ class LayerNorm(nn.Module):
         self.bias = parameter(width, init=zeros) if affine else None
 
     def forward(self, x: Tensor) -> Tensor:
-        """(…, D) in any dtype to (…, D) float32."""
-        dtype = wide_dtype(x)
+        """(…, D) in any dtype to (…, D) float32; bfloat16 where the weight is stored in it."""
         weight, bias = self.weight, self.bias
+        dtype = wide_dtype(x) if weight is None else own_dtype(x, weight)
         return F.layer_norm(
             x.to(dtype),
             (self.width,),
@@ -40,6 +40,26 @@ def wide_dtype(x: Tensor) -> torch.dtype:
     weights are.
     """
     return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def own_dtype(x: Tensor, weight: Tensor) -> torch.dtype:
+    """Returns the precision in which a norm or a router computes, which its weight decides.
+
+    It is `wide_dtype`, unless the weight is stored in bfloat16: that is so under
+    train.precision="bfloat16_only" alone (model/precision.py), for low precision otherwise casts no
+    weight of a norm or a router.
+    """
+    return weight.dtype if weight.dtype == torch.bfloat16 else wide_dtype(x)
+
+
+def router_logits(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
+    """Returns x Wᵀ (T, E), computed in the router's own precision.
+
+    It is float32 or float64: logits that were rounded to bfloat16 are widened, so that what is made
+    of them has one type everywhere.
+    """
+    dtype = own_dtype(x_TD, weight_ED)
+    return (x_TD.to(dtype) @ weight_ED.to(dtype).T).to(wide_dtype(x_TD))
 
 
 class Linear(nn.Module):

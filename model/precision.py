@@ -5,9 +5,17 @@ A shared layer's weights serve R repeats, so casting them where they are used wo
 keep R copies for the backward. Here the forward pass runs on cast copies of the matrices; their
 gradients add up over the repeats and come back to the float32 master weights in one cast. Routers,
 norms, biases, embeddings and the residual stream stay float32.
+
+train.precision="bfloat16_only" is something else: all parameters and buffers are stored in
+bfloat16, so gradients and AdamW's moments have it too, and norms, routers and the residual stream
+compute in it (the protocol by which Mixture of Tokens, arXiv 2310.15961, was tried without mixed
+precision). Each part asks its own weight how exact it is to be (`own_dtype` in model/layers.py),
+so nothing is told to it. Two things stay float32: the sums inside of a reduction (softmax, norms,
+the loss, gradients over ranks), as in PyTorch's own bfloat16 operations, and the loss itself, for
+three digits of it would measure nothing.
 """
 
-from typing import overload
+from typing import Literal, overload
 
 import torch
 from torch import Tensor
@@ -15,11 +23,34 @@ from torch.func import functional_call
 
 from .transformer import ModelLoss, ModelOutput, Transformer
 
+Precision = Literal["float32", "bfloat16", "bfloat16_only"]
+
 _FULL_PRECISION = ("router", "norm", "halting")  # ends of the names of modules, at any depth
 
 # What bfloat16 does round, beside the products' inputs: the sum of a shared weight's gradients over
 # its repeats, sums of input gradients over the routes of one row, gate weights inside the experts,
 # and the head's logits.
+
+
+def products_dtype(precision: Precision) -> torch.dtype:
+    """Returns the type in which a run of that precision multiplies matrices."""
+    return torch.float32 if precision == "float32" else torch.bfloat16
+
+
+def stored_dtype(precision: Precision) -> torch.dtype:
+    """Returns the type in which a run of that precision keeps its parameters and buffers."""
+    return torch.bfloat16 if precision == "bfloat16_only" else torch.float32
+
+
+def store_in(model: Transformer, dtype: torch.dtype) -> None:
+    """Stores all parameters and floating buffers of a model in `dtype`; no pass casts them again.
+
+    A model that is stored in float32 already stays as it is.
+    """
+    if dtype == torch.float32:
+        return
+    model.to(dtype)
+    model.casts_weights = False
 
 
 @overload

@@ -9,7 +9,8 @@
 MoEUT (arXiv 2405.16039) has nothing step-dependent: no layer embedding, no halting, no residual
 scaling. SUT halts, and model/halting.py drives its depth steps. With G = L nothing is shared and
 this is an ordinary Transformer; with G = 1 and a dense feed-forward a naive Universal Transformer.
-The residual stream is float32 in every precision. Cost of one token and depth step of MoEUT, in
+The residual stream is as wide as the embedding is stored: float32, but for
+train.precision="bfloat16_only" (model/precision.py). Cost of one token and depth step of MoEUT, in
 multiply-accumulates: attention (2 k_A + 2)·D·H·C plus the scores, feed-forward 2·K·F·D, routers (E
 + 2·H·N_A)·D.
 
@@ -124,7 +125,7 @@ class Layer(nn.Module):
         rotary: RotaryTable | None,
         unhalted: Unhalted | None = None,
     ) -> tuple[Tensor, dict[str, RouterReport]]:
-        """(B, S, D) float32 to (B, S, D) float32. Only MoMHA takes no `rotary`, and only the layer
+        """(B, S, D) to (B, S, D), both in the residual's dtype. Only MoMHA takes no `rotary`, and only the layer
         of SUT takes `unhalted`.
         """
         if self.recompute == "none" or cache is not None or not torch.is_grad_enabled():
@@ -295,7 +296,6 @@ class Transformer(nn.Module):
 
     def _embed(self, tokens_BS: Tensor, past: int) -> Tensor:
         x_BSD = F.embedding(tokens_BS, self.embedding)
-        x_BSD = x_BSD.to(wide_dtype(x_BSD))
         if self.position_embedding is not None:
             last = past + tokens_BS.shape[1]
             if last > len(self.position_embedding):
@@ -305,7 +305,8 @@ class Transformer(nn.Module):
                 )
             x_BSD = x_BSD + self.position_embedding[past:last]
         if self.embedding_norm is not None:
-            x_BSD = self.embedding_norm(x_BSD * self.config.d_model**0.5)
+            n_BSD = self.embedding_norm(x_BSD * self.config.d_model**0.5)
+            x_BSD = n_BSD.to(x_BSD.dtype)  # the norm has no weight that says how exact it is to be
         return x_BSD
 
     def _rotary(self, x_BSD: Tensor, past: int) -> RotaryTable | None:

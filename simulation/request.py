@@ -103,6 +103,11 @@ def layout_of(config: Config, asked: RequestedRanks) -> tuple[Layout, int]:
     Raises:
         ValueError: the sizes do not fit each other or the model's experts.
     """
+    if config.train.precision == "bfloat16_only":
+        raise ValueError(
+            'train.precision="bfloat16_only" cannot be simulated: the simulator keeps weights in '
+            'float32; use train.precision="bfloat16", whose exchanges are the same'
+        )
     mesh = config.mesh
     check_runnable(mesh)
     ep = asked.ep or (

@@ -33,6 +33,7 @@ from ..distributed.layout import (
 )
 from ..kernels.backend import KernelConfig
 from ..model.config import SECTIONS, HaltingConfig, ModelConfig
+from ..model.precision import Precision
 from ..model.recompute import Recompute
 from ..model.sections import kinds_first, merge, set_value
 from .optim import OptimConfig
@@ -87,9 +88,9 @@ class TrainConfig(BaseModel):
     steps: PositiveInt = 1000
     global_batch: PositiveInt = 16  # sequences per optimizer step, over all ranks
     micro_batch: PositiveInt = 4  # sequences per forward pass of one rank
-    precision: Literal["float32", "bfloat16"] = (
-        "float32"  # of the matrix products; model/precision.py says what stays float32
-    )
+    # "bfloat16": of the matrix products; model/precision.py says what stays float32.
+    # "bfloat16_only": of everything that is stored, routers and AdamW's moments included.
+    precision: Precision = "float32"
     # Activations of every depth step that are made again in the backward pass instead of being kept
     # (model/recompute.py).
     recompute: Recompute = "none"
@@ -195,6 +196,28 @@ class Config(BaseModel):
                 f"sequences that model.feed_forward.router.kind={experts.router.kind!r} routes "
                 f"together: use {-(-self.train.micro_batch // group) * group}"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _check_bfloat16_only(self) -> Self:
+        """Refuses what has not been made to work where nothing is kept in float32."""
+        refused = {
+            'mesh.sharding="fsdp" (sharded weights are kept in float32): use "none"': (
+                self.mesh.sharding == "fsdp"
+            ),
+            "mesh.rebalance_every (moved experts are float32): set it and mesh.replicas to 0": (
+                self.mesh.rebalance_every > 0
+            ),
+            "model.halting (its probabilities are products over the depth steps)": (
+                self.model.halting is not None
+            ),
+        }
+        for what, asked in refused.items():
+            if asked and self.train.precision == "bfloat16_only":
+                raise ValueError(
+                    f'train.precision="bfloat16_only" does not go together with {what}; or use '
+                    'train.precision="bfloat16", which keeps weights and decisions in float32'
+                )
         return self
 
     def check_world(self, world_size: int) -> None:

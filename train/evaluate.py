@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from ..data_pipeline.loader import validation_batches
 from ..distributed.process.process import Process
-from ..model.precision import forward_in
+from ..model.precision import forward_in, products_dtype
 from ..model.transformer import Transformer
 from .config import Config
 
@@ -41,7 +41,7 @@ def evaluate(
     last batch do not count, but where there is a capacity in evaluation they take places like other
     rows.
     """
-    dtype = getattr(torch, config.train.precision)
+    dtype = products_dtype(config.train.precision)
     sums = torch.zeros(2, dtype=torch.float64, device=process.device)
     model.eval()
     group = config.model.evaluation_group_sequences

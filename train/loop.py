@@ -20,7 +20,7 @@ from ..data_pipeline.loader import Batch, Loader
 from ..distributed.dispatch.choose import counters_of
 from ..distributed.gradients import clip_gradients
 from ..distributed.process.process import start_process
-from ..model.precision import forward_in
+from ..model.precision import forward_in, products_dtype
 from .config import Config
 from .evaluate import evaluate
 from .loss import micro_batch_loss
@@ -133,7 +133,7 @@ def step(run: Run, batch: Batch, rate: float) -> StepResult:
 def accumulate_gradients(run: Run, batch: Batch, meter: StepMeter) -> None:
     """Adds up the gradients of this rank's micro-batches, and in `meter` what they report."""
     config = run.config
-    forward = partial(forward_in, run.model, getattr(torch, config.train.precision))
+    forward = partial(forward_in, run.model, products_dtype(config.train.precision))
     # A micro-batches of B rows, each of one token more than a sequence
     rows_AB1 = torch.from_numpy(batch.tokens).to(run.process.device, non_blocking=True)
     counters_before = counters_of(run.model)

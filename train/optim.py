@@ -42,7 +42,7 @@ def learning_rate_at(config: OptimConfig, step: int) -> float:
 
 
 def make_optimizer(config: OptimConfig, parameters: Iterable[Parameter]) -> torch.optim.AdamW:
-    """Makes AdamW over float32 master weights.
+    """Makes AdamW; its moments have the parameters' own precision.
 
     `foreach` fuses the update over the tensors of a group.
 

@@ -22,6 +22,7 @@ from ..distributed.process.process import Process
 from ..kernels import onednn
 from ..kernels.backend import build_backend, resolve_backend
 from ..model.compiled import compile_dense_parts
+from ..model.precision import products_dtype, stored_dtype
 from ..model.transformer import Transformer
 from .config import Config, ConfigError
 from .expert_placement import ExpertPlacement
@@ -104,7 +105,8 @@ def assemble(config: Config, run_dir: Path, process: Process) -> Run:
         ranks_per_node=process.ranks_per_node,
         timeout_s=process.timeout_s,
         sharding=config.mesh.sharding,
-        precision=getattr(torch, config.train.precision),
+        precision=products_dtype(config.train.precision),
+        stored=stored_dtype(config.train.precision),
     )
     model.recompute_layers(config.train.recompute)
     if config.train.compile:
@@ -147,7 +149,7 @@ def choose_kernels(config: Config, process: Process) -> str:
     refused: ValueError | None = None
     try:
         backend = resolve_backend(
-            config.kernels.name, process.device, getattr(torch, config.train.precision)
+            config.kernels.name, process.device, products_dtype(config.train.precision)
         )
         build_backend(backend)
         if config.kernels.onednn:

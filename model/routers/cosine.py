@@ -30,7 +30,7 @@ from pydantic import PositiveFloat, PositiveInt, model_validator
 from torch import Tensor
 
 from ..initialise import Initializer, constant, normal, parameter, uniform
-from ..layers import wide_dtype
+from ..layers import own_dtype, wide_dtype
 from ..recompute import save_topk
 from .capacity import CapacityConfig, CapacityRouter
 from .router import Choice
@@ -112,18 +112,21 @@ class CosineRouter(CapacityRouter):
 
     def choose(self, x_TD: Tensor) -> Choice:
         """The K nearest experts on the sphere."""
-        config, dtype = self.config, wide_dtype(x_TD)
+        config, wide = self.config, wide_dtype(x_TD)
+        dtype = own_dtype(x_TD, self.projection)
         z_TR, embedding_ER = (
             x_TD.to(dtype) @ self.projection.to(dtype).T,
             self.expert_embedding.to(dtype),
         )
         if self.log_temperature is None:
-            logits_TE = finite(z_TR @ F.normalize(embedding_ER, dim=-1, eps=_RELEASED_EPS).T)
+            scores_TE = z_TR @ F.normalize(embedding_ER, dim=-1, eps=_RELEASED_EPS).T
+            logits_TE = finite(scores_TE.to(wide))
             chosen_TK, experts_TK = save_topk(logits_TE, config.top_k)
             weights_TK = softmax_gates(chosen_TK, logits_TE, renormalise=config.top_k > 1)
             return Choice(experts_TK, weights_TK, logits_TE)
         cosine_TE = F.normalize(z_TR, dim=-1) @ F.normalize(embedding_ER, dim=-1).T
-        logits_TE = cosine_TE * torch.exp(-self.log_temperature.to(dtype))
+        logits_TE = (cosine_TE * torch.exp(-self.log_temperature.to(dtype))).to(wide)
+        cosine_TE = cosine_TE.to(wide)
         chosen_TK, experts_TK = save_topk(logits_TE, config.top_k)
         sigmoid = config.gate == "sigmoid"
         weights_TK = (
@@ -143,8 +146,9 @@ class CosineRouter(CapacityRouter):
         if self.config.behaviour == "torchscale":
             norm_E1 = self.expert_embedding.double().norm(dim=1, keepdim=True)
             factor_E1 = _RELEASED_NORM / norm_E1
+            close = max(1e-6, torch.finfo(self.expert_embedding.dtype).eps)  # as near as it gets
             factor_E1 = torch.where(
-                (factor_E1 - 1).abs() < 1e-6, torch.ones_like(factor_E1), factor_E1
+                (factor_E1 - 1).abs() < close, torch.ones_like(factor_E1), factor_E1
             )
             self.expert_embedding.mul_(factor_E1.to(self.expert_embedding.dtype))
 

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from ..balance import RunningSum, count_per_sequence
 from ..initialise import Initializer, parameter
-from ..layers import wide_dtype
+from ..layers import router_logits
 from ..recompute import save_decision
 from ..routing import Routing
 from .router import Choice, ChoiceConfig, ChoiceRouter, Loss, Promises, TopKConfig
@@ -105,14 +105,14 @@ class DeepSeekRouter(ChoiceRouter):
 
     def choose(self, x_TD: Tensor) -> Choice:
         """The K largest biased scores of the kept groups, weighed by their unbiased scores."""
-        config, dtype = self.config, wide_dtype(x_TD)
-        logits_TE = x_TD.to(dtype) @ self.weight.to(dtype).T
+        config = self.config
+        logits_TE = router_logits(x_TD, self.weight)
         # In logarithms: renormalising is then a softmax, which has no 0/0 where all scores
         # underflow.
         log_scores_TE = (
             F.logsigmoid(logits_TE) if config.scores == "sigmoid" else logits_TE.log_softmax(-1)
         )
-        biased_TE = log_scores_TE.detach().exp() + self.selection_bias.to(dtype)
+        biased_TE = log_scores_TE.detach().exp() + self.selection_bias.to(logits_TE.dtype)
         experts_TK = save_decision(
             lambda: self._within_groups(biased_TE).topk(config.top_k, dim=-1).indices
         )

@@ -23,7 +23,7 @@ from pydantic import PositiveFloat, PositiveInt
 from torch import Tensor
 
 from ..initialise import Initializer, parameter
-from ..layers import wide_dtype
+from ..layers import own_dtype, router_logits
 from ..recompute import gather_unique, save_decision
 from ..routing import Routes, Routing
 from .mixture import rows_by_position
@@ -113,11 +113,12 @@ class ExpertChoiceRouter(Router):
         Raises:
             ValueError: the rows are not whole groups.
         """
-        dtype = wide_dtype(x_TD)
-        logits_TE = x_TD.to(dtype) @ self.weight.to(dtype).T
+        logits_TE = router_logits(x_TD, self.weight)
         rows_GM = self._groups(x_TD.shape[0], batch_size, x_TD.device)
         taken = self.config.taken(self.num_experts, rows_GM.shape[1])
-        p_EGM = logits_TE.softmax(-1).T[:, rows_GM]
+        # Rounded where the router is stored in bfloat16: there equals are made, and the first win.
+        p_TE = logits_TE.softmax(-1).to(own_dtype(x_TD, self.weight)).to(logits_TE.dtype)
+        p_EGM = p_TE.T[:, rows_GM]
         # Sorted and cut, not compared with a threshold: among equals exactly C are taken, the first
         # ones.
         members_EGC = save_decision(

@@ -32,7 +32,7 @@ from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 from torch import Tensor
 
 from ..initialise import Initializer, ones, parameter
-from ..layers import wide_dtype
+from ..layers import router_logits
 from ..routing import Mixture, Routing
 from .router import Promises, Router, RouterConfig
 
@@ -158,8 +158,7 @@ class TokenMixingRouter(Router):
         Raises:
             ValueError: the rows are not whole groups.
         """
-        dtype = wide_dtype(x_TD)
-        logits_TE = x_TD.to(dtype) @ self.weight.to(dtype).T
+        logits_TE = router_logits(x_TD, self.weight)
         rows_GM = self._groups(x_TD.shape[0], batch_size, x_TD.device)
         return Routing(self._mixture(logits_TE[rows_GM], rows_GM), logits_TE[:, None])
 

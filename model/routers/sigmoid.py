@@ -11,7 +11,7 @@ from pydantic import Field, PositiveInt
 from torch import Tensor
 
 from ..initialise import Initializer, parameter
-from ..layers import wide_dtype
+from ..layers import router_logits
 from ..recompute import save_topk
 from .router import Choice, ChoiceConfig, ChoiceRouter, Promises, TopKConfig
 
@@ -60,14 +60,11 @@ class SigmoidRouter(ChoiceRouter):
     def choose_per_head(self, x_TD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Experts (T, H, K) int64, gate weights (T, H, K) float32, and logits (T, H, A) float32.
 
-        Float32 whatever the compute dtype: a choice must not flip with it. The choice is made on
+        Float32 whatever the products' dtype: a choice must not flip with it. The choice is made on
         the logits, which do not saturate as their sigmoids do.
         """
-        dtype = wide_dtype(x_TD)
         per_head = self.num_experts // self.num_heads
-        logits_THA = (x_TD.to(dtype) @ self.weight.to(dtype).T).unflatten(
-            1, (self.num_heads, per_head)
-        )
+        logits_THA = router_logits(x_TD, self.weight).unflatten(1, (self.num_heads, per_head))
         values_THK, chosen_THK = save_topk(self._eligible(logits_THA), self.config.top_k)
         first_H1 = torch.arange(self.num_heads, device=x_TD.device)[:, None] * per_head
         return chosen_THK + first_H1, torch.sigmoid(values_THK), logits_THA

@@ -24,7 +24,7 @@ from pydantic import PositiveInt
 from torch import Tensor
 
 from ..initialise import Initializer, normal, ones, parameter
-from ..layers import wide_dtype
+from ..layers import own_dtype, wide_dtype
 from ..routing import Mixture, Routing
 from .router import Promises, Router, RouterConfig
 
@@ -95,7 +95,7 @@ class SlotMixingRouter(Router):
 
     def forward(self, x_TD: Tensor, *, batch_size: int) -> Routing:
         """One group per sequence."""
-        dtype = wide_dtype(x_TD)
+        wide, dtype = wide_dtype(x_TD), own_dtype(x_TD, self.weight)
         x_TD, slots_ND = (
             F.normalize(rows.to(dtype), dim=-1, eps=1e-6) for rows in (x_TD, self.weight)
         )
@@ -106,7 +106,7 @@ class SlotMixingRouter(Router):
             x_TD = x_TD * scale
         else:
             slots_ND = slots_ND * scale
-        logits_TN = x_TD @ slots_ND.T
+        logits_TN = (x_TD @ slots_ND.T).to(wide)
         logits_BMN = logits_TN.unflatten(0, (batch_size, -1))
         rows_BM = torch.arange(x_TD.shape[0], device=x_TD.device).view(batch_size, -1)
         mixture = Mixture(rows_BM, logits_BMN.softmax(1), logits_BMN.softmax(2), self.num_experts)

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from ..balance import RunningSum
 from ..initialise import Initializer, uniform
-from ..layers import Linear
+from ..layers import Linear, wide_dtype
 from ..recompute import save_decision
 from ..routing import Routing, token_routes
 from .router import Loss, Promises, Router, TopKConfig
@@ -81,6 +81,7 @@ class SutRouter(Router):
         dtype.
         """
         logits_TE = self.output(torch.tanh(self.hidden(x_TD)))
+        logits_TE = logits_TE.to(wide_dtype(logits_TE))
         probabilities_TE = logits_TE.softmax(-1)
         chosen_TK = self._chosen(probabilities_TE.detach())
         experts_TK = save_decision(lambda: chosen_TK)

@@ -20,7 +20,7 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from ..initialise import Initializer, parameter
-from ..layers import wide_dtype
+from ..layers import own_dtype, router_logits
 from ..recompute import save_topk
 from .capacity import CapacityConfig, CapacityRouter
 from .router import Choice
@@ -74,8 +74,8 @@ class TokenChoiceRouter(CapacityRouter):
 
     def choose(self, x_TD: Tensor) -> Choice:
         """The K largest logits of every row; the gate weights as the configuration says."""
-        dtype = wide_dtype(x_TD)
-        logits_TE = self._jittered(x_TD.to(dtype)) @ self.weight.to(dtype).T
+        rows_TD = x_TD.to(own_dtype(x_TD, self.weight))
+        logits_TE = router_logits(self._jittered(rows_TD), self.weight)
         chosen_TK, experts_TK = save_topk(logits_TE, self.config.top_k)
         weights_TK = softmax_gates(chosen_TK, logits_TE, renormalise=self.config.renormalise)
         return Choice(experts_TK, weights_TK, logits_TE)

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from ..balance import RunningSum
 from ..initialise import Initializer, parameter
-from ..layers import wide_dtype
+from ..layers import router_logits
 from ..recompute import save_topk
 from ..routing import Mixture, Routing
 from .capacity import CapacityConfig, CapacityRouter
@@ -135,7 +135,8 @@ class TransitionRouter(CapacityRouter):
 
     def choose(self, x_TD: Tensor) -> Choice:
         """The best experts, weighted by their probabilities."""
-        logits_TE = self._logits(x_TD) - self.mean_logit.to(wide_dtype(x_TD))
+        logits_TE = self._logits(x_TD)
+        logits_TE = logits_TE - self.mean_logit.to(logits_TE.dtype)
         chosen_TK, experts_TK = save_topk(logits_TE, self.config.top_k)
         weights_TK = softmax_gates(chosen_TK, logits_TE, renormalise=False)
         return Choice(experts_TK, weights_TK, logits_TE)
@@ -153,5 +154,4 @@ class TransitionRouter(CapacityRouter):
         return [] if self.mixes else super().losses(sums, running)
 
     def _logits(self, x_TD: Tensor) -> Tensor:
-        dtype = wide_dtype(x_TD)
-        return x_TD.to(dtype) @ self.weight.to(dtype).T
+        return router_logits(x_TD, self.weight)

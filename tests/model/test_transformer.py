@@ -164,7 +164,9 @@ def test_post_norm_in_either_order_equals_its_formulas(order: str) -> None:
     tokens = torch.arange(61)[None]
     x = torch.nn.functional.layer_norm(model.embedding[tokens] * 24**0.5, (24,))
     attention = model.config.attention
-    rotary = rotary_table(0, 61, attention.rotary_channels, attention.rotary_base, x.device)
+    rotary = rotary_table(
+        0, 61, attention.rotary_channels, attention.rotary_base, x.device, x.dtype
+    )
     for member in {"abab": "010101", "aabb": "000111"}[order]:
         layer = model.group[int(member)]
         a = layer.attention_norm(x + layer.attention(x, x, None, rotary)[0])

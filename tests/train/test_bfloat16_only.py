@@ -1,0 +1,208 @@
+"""train.precision="bfloat16_only": nothing is kept in float32, and a run comes back bit for bit."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from family import tiny_config
+from torch import Tensor
+from world import run_ranks
+
+from moebius.cli.plan_request import make_scenario
+from moebius.data_pipeline.config import DataConfig
+from moebius.distributed.checkpoint.files import latest, open_checkpoint, read_tensor
+from moebius.distributed.layout import MeshConfig
+from moebius.distributed.process.process import start_process
+from moebius.evaluation.restore import restore
+from moebius.export.safetensors import export
+from moebius.model.layers import LayerNorm, router_logits
+from moebius.simulation.request import RequestedRanks, make_cluster
+from moebius.train.config import CheckpointConfig, Config, ConfigError, TrainConfig
+from moebius.train.evaluate import evaluate
+from moebius.train.loop import step, train
+from moebius.train.optim import OptimConfig
+from moebius.train.run import assemble, open_loader
+
+STEPS = 4
+# A mixture, a choice of tokens, a choice of experts, a buffer that learns, a weight that is brought
+# back to its norm, and routers in the attention.
+RESUMED = ("mixture_of_tokens", "switch", "expert_choice", "deepseek", "x_moe_torchscale", "moeut")
+
+
+def make_config(
+    data: Path, name: str = "mixture_of_tokens", *, precision: str = "bfloat16_only", **mesh: Any
+) -> Config:
+    return Config(
+        model=tiny_config(name, {"vocab_size": 257}),
+        data=DataConfig(
+            tokenizer="bytes",
+            vocab_size=257,
+            seq_len=16,
+            validation_fraction=0.2,
+            directory=str(data),
+        ),
+        mesh=MeshConfig.model_validate(mesh),
+        optim=OptimConfig(learning_rate=3e-3, decay_steps=20, clip_norm=1.0),
+        train=TrainConfig.model_validate(
+            {
+                "steps": STEPS,
+                "global_batch": 16,
+                "micro_batch": 8,
+                "eval_rows": 16,
+                "precision": precision,
+            }
+        ),
+        checkpoint=CheckpointConfig(every=2),
+    )
+
+
+def lines(run_dir: Path, kind: str) -> dict[int, dict]:
+    found = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return {line["step"]: line for line in found if line["kind"] == kind}
+
+
+def newest_state(run_dir: Path) -> dict[str, Tensor]:
+    path = latest(run_dir / "checkpoints")
+    assert path is not None
+    stored = open_checkpoint(path)
+    return {name: read_tensor(stored, name) for name in stored.index.tensors}
+
+
+def train_in(config: Config, run_dir: Path) -> Path:
+    run_dir.mkdir(parents=True, exist_ok=True)
+    config.save(run_dir / "config.json")
+    assert train(config, run_dir) == "finished"
+    return run_dir
+
+
+@pytest.mark.parametrize("name", ["mixture_of_tokens", "deepseek"])
+def test_parameters_gradients_moments_and_buffers_are_bfloat16(
+    name: str, data: Path, tmp_path: Path
+) -> None:
+    config = make_config(data, name)
+    residuals: set[torch.dtype] = set()
+    with start_process("cpu") as process:
+        run = assemble(config, tmp_path, process)
+        for layer in run.model.group:
+            layer.register_forward_hook(lambda _, given, out: residuals.add(out[0].dtype))
+        with open_loader(run, None) as loader:
+            step(run, next(loader), 1e-3)
+        moments = [
+            run.optimizer.state[parameter][moment]
+            for parameter in run.parameters
+            for moment in ("exp_avg", "exp_avg_sq")
+        ]
+        gradients = [p.grad for p in run.parameters if p.grad is not None]
+        assert len(gradients) == len(run.parameters)
+        assert residuals == {torch.bfloat16}
+        for tensors in (
+            run.parameters,
+            gradients,
+            moments,
+            list(run.model.buffers()),
+        ):
+            assert {tensor.dtype for tensor in tensors} <= {torch.bfloat16}
+        assert sum(moment.abs().sum().item() for moment in moments) > 0
+
+
+def test_routers_and_norms_compute_in_what_their_weights_are_stored_in() -> None:
+    generator = torch.Generator().manual_seed(0)
+    x_TD, weight_ED = (
+        torch.randn(64, 32, generator=generator),
+        torch.randn(8, 32, generator=generator),
+    )
+    stored_ED = weight_ED.bfloat16()
+    rough_TE = router_logits(x_TD, stored_ED)
+    assert rough_TE.dtype == torch.float32
+    assert torch.equal(rough_TE, (x_TD.bfloat16() @ stored_ED.T).float())
+    assert not torch.equal(rough_TE, x_TD @ stored_ED.float().T)
+    # Mixed precision: a float32 weight decides in float32, whatever the rows are.
+    low_TD = x_TD.bfloat16()
+    assert torch.equal(router_logits(low_TD, weight_ED), low_TD.float() @ weight_ED.T)
+    norm = LayerNorm(32)
+    with torch.no_grad():
+        norm.get_parameter("weight").fill_(1.0)
+        norm.get_parameter("bias").zero_()
+    assert norm(low_TD).dtype == torch.float32
+    assert norm.bfloat16()(x_TD).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("name", RESUMED)
+def test_a_resumed_run_equals_one_that_was_not_interrupted(
+    name: str, data: Path, tmp_path: Path
+) -> None:
+    config, midway = make_config(data, name), "checkpoints/step_00000002"
+    whole = train_in(config, tmp_path / "whole")
+    shutil.copytree(whole / midway, tmp_path / "parted" / midway)
+    parted = train_in(config, tmp_path / "parted")
+    expected, found = lines(whole, "train"), lines(parted, "train")
+    for key in ("loss", "grad_norm", "regularisation"):
+        assert [found[at][key] for at in (3, 4)] == [expected[at][key] for at in (3, 4)]
+    state, resumed = newest_state(whole), newest_state(parted)
+    assert {tensor.dtype for tensor in state.values()} == {torch.bfloat16}
+    assert state.keys() == resumed.keys()
+    assert all(torch.equal(state[key], resumed[key]) for key in state)
+
+
+def test_a_restored_model_is_the_one_that_was_trained(data: Path, tmp_path: Path) -> None:
+    run_dir = train_in(make_config(data), tmp_path / "run")
+    with start_process("cpu") as process:
+        restored = restore(run_dir, process)
+        assert {p.dtype for p in restored.model.parameters()} == {torch.bfloat16}
+        found = evaluate(restored.model, restored.config, process).loss
+    assert found == lines(run_dir, "eval")[STEPS]["loss"]
+    with pytest.raises(ConfigError, match="bfloat16_only"):
+        export(run_dir / "checkpoints" / f"step_{STEPS:08d}", tmp_path / "out")
+
+
+def test_it_learns_and_differs_from_mixed_precision(data: Path, tmp_path: Path) -> None:
+    losses = {}
+    for precision in ("bfloat16", "bfloat16_only"):
+        run_dir = train_in(make_config(data, precision=precision), tmp_path / precision)
+        losses[precision] = [line["loss"] for line in lines(run_dir, "eval").values()]
+    mixed, pure = losses["bfloat16"], losses["bfloat16_only"]
+    assert pure != mixed
+    assert pure[-1] < pure[0]
+    assert abs(pure[-1] - mixed[-1]) < 0.1 * (mixed[0] - mixed[-1]) + 0.05
+
+
+def test_two_ranks_with_half_of_the_experts_each_train_as_one(data: Path, tmp_path: Path) -> None:
+    name = "switch"
+    alone = train_in(make_config(data, name), tmp_path / "alone")
+    ranks = tmp_path / "ranks"
+    ranks.mkdir()
+    assert run_ranks(train, 2, make_config(data, name, ep=2), ranks) == ["finished"] * 2
+    for at, line in lines(alone, "train").items():
+        assert lines(ranks, "train")[at]["loss"] == pytest.approx(line["loss"], rel=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh", "word"),
+    [
+        ("switch", {"sharding": "fsdp", "dp_shard": 2}, "mesh.sharding"),
+        ("switch", {"ep": 2, "rebalance_every": 5}, "mesh.rebalance_every"),
+        ("sut", {}, "model.halting"),
+    ],
+)
+def test_what_does_not_work_in_it_is_refused(
+    name: str, mesh: dict[str, Any], word: str, data: Path
+) -> None:
+    make_config(data, name, precision="bfloat16", **mesh)
+    with pytest.raises(ValueError, match=f'"bfloat16_only" does not go together with {word}'):
+        make_config(data, name, **mesh)
+
+
+def test_the_planner_and_the_simulator_refuse_it(data: Path) -> None:
+    config = make_config(data, "switch")
+    with pytest.raises(ValueError, match="bfloat16_only"):
+        make_scenario(config, hardware="h100")
+    with pytest.raises(ValueError, match="bfloat16_only"):
+        make_cluster(config, RequestedRanks(world_size=2))
+
+
+def test_an_unknown_precision_is_answered_with_those_there_are() -> None:
+    with pytest.raises(ValueError, match="'float32', 'bfloat16' or 'bfloat16_only'"):
+        TrainConfig.model_validate({"precision": "bf16"})
