@@ -11,7 +11,6 @@ It stands on the top floor beside the command line and does the same with the sa
 imports it when one of its names is first used, so `import moebius` alone costs no torch.
 """
 
-import io
 import json
 import os
 from collections.abc import Iterator, Mapping
@@ -38,9 +37,11 @@ class TrainingFailed(RuntimeError):
     """A run ended without success; the message is its root cause, `status` all that is known."""
 
     def __init__(self, status: JobStatus):
-        cause = status.root_cause
-        reason = status.reason if cause is None else f"{status.reason}: {cause.summary}"
-        super().__init__(f"{status.run_dir}: {status.state}, {reason}; see {status.run_dir}/logs")
+        words = [status.reason]
+        if status.root_cause is not None and status.root_cause.summary not in status.reason:
+            words.append(status.root_cause.summary)
+        logs = status.run_dir / "logs"
+        super().__init__(f"{status.run_dir}: {status.state}: {': '.join(words)}; see {logs}")
         self.status = status
 
 
@@ -160,8 +161,7 @@ def train(config: Config, run_dir: str | PathLike[str], *, show: bool = True) ->
     config.check_world(config.world_size)
     refuse_if_running(run_dir)
     open_run(config, run_dir)
-    console = Console() if show else Console(file=io.StringIO())
-    status = train_here(config, run_dir, console=console)
+    status = train_here(config, run_dir, console=Console(quiet=not show))
     if status.state not in (State.SUCCEEDED, State.STOPPED):
         raise TrainingFailed(status)
     return status

@@ -1,0 +1,95 @@
+"""The notebook and the scripts that use moebius from Python run as a reader would run them."""
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+from nbformat import NotebookNode
+
+EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
+NOTEBOOK = EXAMPLES / "quickstart.ipynb"
+
+
+def run_example(folder: Path, name: str, *arguments: str) -> str:
+    """What a script of examples/ prints when it is run in that folder."""
+    ended = subprocess.run(
+        [sys.executable, EXAMPLES / name, *arguments],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    return ended.stdout
+
+
+def test_expert_parallelism_in_twenty_lines(tmp_path: Path) -> None:
+    said = run_example(tmp_path, "expert_parallelism_in_twenty_lines.py")
+    away = re.findall(r"rank (\d): (\d+) of 12 routes went to the other rank; equal to one", said)
+    assert sorted(rank for rank, _ in away) == ["0", "1"]
+    assert all(0 < int(number) < 12 for _, number in away)
+
+
+def test_train_on_own_text_and_look_inside_its_router(tmp_path: Path) -> None:
+    for page in (EXAMPLES.parent / "docs").glob("*.md"):
+        shutil.copy(page, tmp_path / f"{page.stem}.txt")
+    said = run_example(tmp_path, "train_on_own_text.py", "*.txt", "--steps", "2")
+    assert re.search(r"after 2 steps \(training loss \d+\.\d{3}\) the model writes:\n\nThe ", said)
+    assert "step 2: log-probability -" in said
+    assert (tmp_path / "runs" / "own_text" / "summary.png").exists()
+
+    said = run_example(tmp_path, "look_inside_a_router.py", "runs/own_text", "--text", "The band")
+    table, _, loads = said.partition("\n\n")
+    heading, *rows = table.splitlines()
+    assert re.findall(r"depth (\d)", heading) == ["1", "2", "3", "4", "5", "6"]
+    assert rows
+    assert all(len(re.findall(r"\d+", row.partition("'")[2])) >= 6 * 5 for row in rows)
+    found = re.findall(r"depth (\d): (\d+) of 32 experts in use, the fullest has ([\d.]+)", loads)
+    assert [int(depth) for depth, *_ in found] == [1, 2, 3, 4, 5, 6]
+    assert all(1 <= float(fullest) <= 32 for *_, fullest in found)
+
+
+@pytest.fixture(scope="module")
+def executed(tmp_path_factory: pytest.TempPathFactory) -> NotebookNode:
+    """The notebook with the outputs of a run in an empty folder."""
+    notebook = nbformat.read(NOTEBOOK, as_version=4)
+    folder = tmp_path_factory.mktemp("notebook")
+    client = NotebookClient(
+        notebook, timeout=250, kernel_name="python3", resources={"metadata": {"path": folder}}
+    )
+    return client.execute()
+
+
+def kinds_of(notebook: NotebookNode) -> list[list[str]]:
+    """For every code cell, what its outputs are: the name of a stream or the richest MIME type."""
+    kinds = []
+    for cell in notebook.cells:
+        if cell.cell_type == "code":
+            outputs = [
+                output.get("name") or sorted(output.get("data", {}))[0] for output in cell.outputs
+            ]
+            kinds.append(outputs)
+    return kinds
+
+
+def test_the_notebook_runs_and_its_stored_outputs_are_of_such_a_run(executed: NotebookNode) -> None:
+    stored = nbformat.read(NOTEBOOK, as_version=4)
+    assert kinds_of(executed) == kinds_of(stored)
+    assert ["image/png"] in kinds_of(stored), "GitHub shows the picture"
+    text = NOTEBOOK.read_text(encoding="utf-8")
+    assert "SUCCEEDED: 40 steps" in text
+    assert "Traceback" not in text
+    said = "".join(
+        output.get("text", "")
+        for cell in executed.cells
+        if cell.cell_type == "code"
+        for output in cell.outputs
+    )
+    losses = re.findall(r"training loss ([\d.]+)", said)
+    assert len(losses) == 1
+    assert float(losses[0]) < 4.5, "it has learned something: ln 257 = 5.55"
