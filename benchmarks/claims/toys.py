@@ -2,7 +2,7 @@
 schedule.
 
 d 96, four blocks of which the last two have experts, 64 tokens × 32 sequences, AdamW with peak rate
-1e-3, 5 % warm-up and a cosine to a tenth. The embedded corpus with 512 BPE tokens has 0.95M tokens
+1e-3 (M7: the best of three), 5 % warm-up and a cosine to a tenth. The embedded corpus with 512 BPE tokens has 0.95M tokens
 for training: at most 1.1 epochs. All start by one rule (truncated normals of variance 0.1 /
 fan-in). The seed draws the weights and the order of the data, so arms of one seed differ in nothing
 but the model.
@@ -13,11 +13,13 @@ of that comparison.
 """
 
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 from moebius.data_pipeline.config import DataConfig
 from moebius.model.config import ModelConfig
+from moebius.model.precision import Precision
 from moebius.train.config import CheckpointConfig, Config, TrainConfig
 from moebius.train.optim import OptimConfig
 
@@ -28,6 +30,9 @@ EVALUATION_ROWS = 256
 UNIFORM_TEMPERATURE = 1e9
 GRANULARITIES = (1, 4, 8)
 WINDOWS = (4, 8, 16)  # tokens in which activated experts are counted
+# M7 tries every rate in both precisions, for the best one may differ.
+RATES = (1e-3, 2e-3, 4e-3)
+PRECISIONS: tuple[Precision, ...] = ("bfloat16", "bfloat16_only")
 
 
 @dataclass(frozen=True)
@@ -42,6 +47,8 @@ class Arm:
     windows: tuple[
         int, ...
     ] = ()  # tokens; in which activated experts are counted, after the last step
+    precision: Precision = "float32"
+    rate: float = PEAK_RATE
 
 
 _COMMON: dict[str, Any] = {
@@ -104,6 +111,36 @@ def _granular(granularity: int, *, norm: bool) -> Arm:
     return Arm(granular(granularity, norm=norm), 350, sizes)
 
 
+# What M7 compares: 32 experts of the dense width, or as many parameters in MoT's narrower ones.
+_IN_BFLOAT16 = {
+    "MoT": _mixture(),
+    "expert choice": _experts(
+        {"kind": "expert_choice", "sequences_per_group": 32, "mean_experts": 1.0},
+        num_experts=32,
+        d_expert=256,
+    ),
+    "token choice": _experts(
+        {"kind": "token_choice", "top_k": 1, "balance": 0.01}, num_experts=32, d_expert=256
+    ),
+}
+BFLOAT16_MODELS = tuple(_IN_BFLOAT16)
+
+
+def in_bfloat16(model: str, precision: Precision, rate: float) -> str:
+    """Names the arm of M7 that trains a model in that precision with that peak rate."""
+    return f"{model}, {precision}, rate {rate:g}"
+
+
+def _in_bfloat16(model: str, precision: Precision, rate: float) -> Arm:
+    return Arm(
+        in_bfloat16(model, precision, rate),
+        350,
+        _IN_BFLOAT16[model],
+        precision=precision,
+        rate=rate,
+    )
+
+
 _ALL = (
     Arm("dense", 500, {"feed_forward.kind": "dense"}, evaluations=20),
     Arm("MoT", 500, _mixture(), evaluations=20),
@@ -116,6 +153,7 @@ _ALL = (
     Arm("MH-MoE h=2", 250, _gated(40, 96, 2, sub_tokens=2), probes=1, windows=WINDOWS),
     Arm("MH-MoE h=3", 250, _gated(96, 64, 3, sub_tokens=3), probes=1, windows=WINDOWS),
     *(_granular(granularity, norm=norm) for norm in (True, False) for granularity in GRANULARITIES),
+    *(_in_bfloat16(*cell) for cell in product(BFLOAT16_MODELS, PRECISIONS, RATES)),
 )
 ARMS = {arm.name: arm for arm in _ALL}
 
@@ -135,13 +173,14 @@ def toy(arm: Arm, *, seed: int, steps: int, text: str, data: Path, device: str) 
         "global_batch": BATCH,
         "micro_batch": BATCH,
         "device": device,
+        "precision": arm.precision,
         "seed": seed,
     }
     return Config(
         model=ModelConfig.from_dotted(_COMMON | arm.model),
         data=data_config(text).model_copy(update={"directory": str(data), "seed": seed}),
         optim=OptimConfig(
-            learning_rate=PEAK_RATE,
+            learning_rate=arm.rate,
             warmup_steps=warmup,
             decay_steps=max(1, steps - warmup),
             clip_norm=1.0,

@@ -25,7 +25,17 @@ from benchmarks.claims.measures import (  # noqa: E402
 )
 from benchmarks.claims.pictures import draw  # noqa: E402
 from benchmarks.claims.runs import routings  # noqa: E402
-from benchmarks.claims.toys import ARMS, GRANULARITIES, WINDOWS, granular, toy  # noqa: E402
+from benchmarks.claims.toys import (  # noqa: E402
+    ARMS,
+    BFLOAT16_MODELS,
+    GRANULARITIES,
+    PRECISIONS,
+    RATES,
+    WINDOWS,
+    granular,
+    in_bfloat16,
+    toy,
+)
 from moebius.data_pipeline.config import DataConfig  # noqa: E402
 from moebius.data_pipeline.loader import validation_batches  # noqa: E402
 from moebius.data_pipeline.prepare import prepare  # noqa: E402
@@ -193,7 +203,22 @@ def toy_run(
 # For each claim arms for which it holds, and arms for which it does not; what decides is in one
 # place.
 QUICK, SLOW = ((0, 6.0), (50, 2.9), (100, 2.5)), ((0, 6.0), (50, 5.0), (100, 3.5))
+
+
+def in_both(*worse: str) -> dict[str, dict]:
+    """The arms of M7, where those models alone are worse in bfloat16 alone."""
+    return {
+        in_bfloat16(model, precision, rate): (
+            {"curve": SLOW} if model in worse and precision == "bfloat16_only" else {}
+        )
+        for model in BFLOAT16_MODELS
+        for precision in PRECISIONS
+        for rate in RATES
+    }
+
+
 JUDGED = {
+    "M7": (in_both("expert choice", "token choice"), in_both("MoT")),
     "M8": ({"dense": {}, "MoT": {"curve": QUICK}}, {"dense": {}, "MoT": {"curve": SLOW}}),
     "M11": (
         {"MoT": {}, "MoT, uniform": {"curve": SLOW}},
@@ -262,6 +287,37 @@ def test_uniform_mixing_is_compared_with_learned_mixing_of_its_own_seed() -> Non
     assert verdict((3.0, 3.2, 3.1), (2.99, 3.19, 3.1)) == "does not hold"  # none is not worse
 
 
+def test_every_precision_has_the_rate_that_is_best_for_it() -> None:
+    """Pure bfloat16 loses 0.2 at its own best rate, and 1.0 at the one that is best when mixed."""
+    best = {"bfloat16": {2e-3: 3.0}, "bfloat16_only": {1e-3: 3.2, 4e-3: math.nan}}
+    runs = {
+        in_bfloat16(model, precision, rate): [
+            ending(3.0 if model == "MoT" else best[precision].get(rate, 4.0))
+        ]
+        * 3
+        for model in BFLOAT16_MODELS
+        for precision in PRECISIONS
+        for rate in RATES
+    }
+    for finding in CLAIMS["M7"].judge(runs):
+        assert finding.values == pytest.approx((0.2,) * 3)
+        assert "token choice: lost 0.200 nats, at rates 0.002 and 0.001" in finding.detail
+
+
+def test_the_arms_in_bfloat16_are_trained_in_it_and_have_equally_many_experts_weights() -> None:
+    for model in BFLOAT16_MODELS:
+        for precision in PRECISIONS:
+            for rate in RATES:
+                arm = ARMS[in_bfloat16(model, precision, rate)]
+                config = toy(
+                    arm, seed=0, steps=10, text="embedded", data=Path("data"), device="cpu"
+                )
+                experts = config.model.experts
+                assert experts is not None
+                assert (config.train.precision, config.optim.learning_rate) == (precision, rate)
+                assert experts.num_experts * experts.d_expert == 32 * 256
+
+
 def test_the_second_half_of_the_probes_is_told_and_does_not_decide() -> None:
     falling, rising = (1.0, 8.0, 4.0, 2.0), (8.0, 1.0, 2.0, 4.0)
     runs = {
@@ -292,7 +348,7 @@ def test_the_arms_of_a_claim_cost_what_they_should() -> None:
     def feed_forward(name: str) -> float:
         return forward_flops(model_of(name), 64).feed_forward
 
-    for claim in ("M8", "M11", "T3", "X2", "G1"):
+    for claim in ("M7", "M8", "M11", "T3", "X2", "G1"):
         assert {feed_forward(arm) for arm in CLAIMS[claim].arms} == {feed_forward("dense")}
     costs = {
         arm: feed_forward(arm) + forward_flops(model_of(arm), 64).sub_tokens
@@ -374,6 +430,24 @@ def test_the_script_runs_from_text_to_verdict(tmp_path: Path) -> None:
         assert all(layer["collapse"] > 0 for probe in run["routings"] for layer in probe["layers"])
         assert [step for step, _ in run["validation_loss"]] == [0, 1, 2]
     assert (tmp_path / "results" / "claims_X2.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.slow
+def test_every_arm_in_bfloat16_can_be_trained_and_judged(tmp_path: Path) -> None:
+    words = ["--claims", "M7", "--seeds", "1", "--steps", "2", "--jobs", "1", "--device", "cpu"]
+    places = ["--text", str(text_file(tmp_path)), "--results", str(tmp_path / "results")]
+    command = [sys.executable, "-m", "benchmarks.claims", *words, *places]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=ROOT)
+    assert done.returncode == 0, done.stdout + done.stderr
+    results = json.loads((tmp_path / "results" / "claims_M7.json").read_text())
+    assert [finding["verdict"] for finding in results["findings"]] == ["undecided"] * 2
+    assert {run["arm"] for run in results["runs"]} == set(CLAIMS["M7"].arms)
+    last = {run["arm"]: run["validation_loss"][-1][1] for run in results["runs"]}
+    assert all(math.isfinite(loss) for loss in last.values())
+    for model in BFLOAT16_MODELS:
+        mixed, alone = (last[in_bfloat16(model, precision, 1e-3)] for precision in PRECISIONS)
+        assert mixed != alone
+    assert (tmp_path / "results" / "claims_M7.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_recorded_runs_are_judged_again_without_training(tmp_path: Path) -> None:
