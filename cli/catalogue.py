@@ -26,7 +26,7 @@ from ..train.config import Config, resolve
 
 @dataclass(frozen=True)
 class Entry:
-    """One recipe or configuration file."""
+    """What a recipe or configuration file is, costs and promises: one line of the table."""
 
     name: str
     description: str
@@ -40,14 +40,14 @@ class Entry:
 
     @property
     def agrees(self) -> bool:
-        """Formula and counter, to the last FLOP of a group of sequences."""
+        """Whether formula and torch's counter agree, to the last FLOP of a group of sequences."""
         tokens = self.seq_len * self.group_sequences
         return self.counted is not None and round(self.counted * tokens) == round(
             self.flops.training * tokens
         )
 
     def plain(self) -> dict[str, Any]:
-        """All of it as JSON knows it, totals included."""
+        """Returns all of it as plain values for JSON, totals included."""
         flops = {
             **asdict(self.flops),
             "forward": self.flops.forward,
@@ -59,7 +59,9 @@ class Entry:
 def catalogue(
     names: Sequence[str], recipes: Mapping[str, Callable[[], Config]], *, count: bool = False
 ) -> Iterable[Entry]:
-    """The named recipes and TOML files, or all recipes, one by one.
+    """Yields an entry for each of the named recipes and TOML files, or for all recipes.
+
+    A wrong name is refused before the first entry is made.
 
     Args:
         count: let torch count the FLOPs too, in about 0.03 s for every depth step.
@@ -67,17 +69,19 @@ def catalogue(
     Raises:
         ConfigError: there is no such recipe or file.
     """
-    chosen = [
-        (name, resolve(name, (), recipes)) for name in names or recipes
-    ]  # a wrong name before any is shown
+    configs = [(name, resolve(name, (), recipes)) for name in names or recipes]
     return (
-        _entry(name, config, _first_line(recipes.get(name)), count=count) for name, config in chosen
+        _entry(name, config, _first_line(recipes.get(name)), count=count)
+        for name, config in configs
     )
 
 
-def show(entries: Iterable[Entry], *, width: int) -> Group:
-    """The table, and what its columns mean. A recipe is one line of `width` columns; its
-    description is cut to what is left.
+def render_catalogue(entries: Iterable[Entry], *, width: int) -> Group:
+    """Returns the table of entries, and below it what its columns mean.
+
+    Args:
+        width: columns of the terminal. A recipe is one line; its description is cut to what is
+            left, and left out where that is too little.
     """
     shown = list(entries)
     counted = any(entry.counted is not None for entry in shown)
@@ -94,17 +98,16 @@ def show(entries: Iterable[Entry], *, width: int) -> Group:
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
     left = width
     for heading, *cells in zip(headings, *rows, strict=True):
-        justify, columns = (
-            "left" if heading in ("recipe", "promises") else "right",
-            max(map(len, (heading, *cells))),
-        )
+        justify = "left" if heading in ("recipe", "promises") else "right"
+        columns = max(map(len, (heading, *cells)))
         table.add_column(heading, justify=justify, no_wrap=True, min_width=columns)
         left -= 2 + columns
     described = left >= len("architecture")  # a narrow terminal gets the figures, whole
     if described:
         table.add_column("architecture", no_wrap=True)
     for entry, row in zip(shown, rows, strict=True):
-        table.add_row(*map(Text, (*row, _cut(entry.description, left)) if described else row))
+        cells = (*row, _cut(entry.description, left)) if described else row
+        table.add_row(*map(Text, cells))
     return Group(table, Text(_legend(counted), style="dim"))
 
 
@@ -122,7 +125,11 @@ def _cells(entry: Entry, *, counted: bool) -> Iterable[str]:
 
 
 def short(number: float, giga: str = "G") -> str:
-    """Four digits and a unit: 44,345,792 is 44.35M. Parameters are counted in billions, "B"."""
+    """Returns a number as four digits and a unit: 44,345,792 is 44.35M.
+
+    Args:
+        giga: the unit of 10^9: "G" of FLOPs, "B" of parameters.
+    """
     for unit, factor in (("T", 1e12), (giga, 1e9), ("M", 1e6), ("K", 1e3)):
         if number >= factor:
             scaled = number / factor
@@ -131,14 +138,13 @@ def short(number: float, giga: str = "G") -> str:
 
 
 def _letters(promises: Promises) -> str:
-    return " ".join(
-        letter if kept else "·"
-        for letter, kept in zip(
-            "CIDB",
-            (promises.causal, promises.batch_invariant, promises.dropless, promises.balanced),
-            strict=True,
-        )
-    )
+    kept = {
+        "C": promises.causal,
+        "I": promises.batch_invariant,
+        "D": promises.dropless,
+        "B": promises.balanced,
+    }
+    return " ".join(letter if is_kept else "·" for letter, is_kept in kept.items())
 
 
 def _legend(counted: bool) -> str:

@@ -30,43 +30,21 @@ from ..distributed.layout import Layout, MeshConfig, check_runnable, plan_layout
 
 
 def list_table(path: Path) -> Table:
-    """One line per checkpoint of a run, oldest first, and one for everything unfinished beside
-    them; or one checkpoint's.
+    """Returns a table of a run's checkpoints, oldest first, or of the one that `path` is.
 
-    By names and sizes: no bytes are read.
+    What is unfinished beside them has a line too. Names and sizes are looked at, no bytes read.
 
     Raises:
         CheckpointError: there is none.
     """
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
     for name in ("step", "written", "MiB", "ranks", "ep", "shard", "replicate", "state"):
-        table.add_column(
-            name,
-            justify="left" if name in ("written", "state") else "right",
-            no_wrap=name != "state",
-        )
+        justify = "left" if name in ("written", "state") else "right"
+        table.add_column(name, justify=justify, no_wrap=name != "state")
     own = [found.path for found in list_checkpoints(path / "checkpoints")]
     for checkpoint in own or [find_checkpoint(path)]:
-        numbers: Sequence[object] = ("", "", "", "")
-        step = checkpoint.name.removeprefix("step_").lstrip("0")
-        try:
-            written, size = _time_of(checkpoint), f"{_size_of(checkpoint) / 2**20:,.1f}"
-        except FileNotFoundError:  # deleted as an old one by its run, which goes on meanwhile
-            continue
-        try:
-            meta, problems = read_meta(checkpoint), missing_files(checkpoint)
-            layout, step = meta.layout, str(meta.step)
-            numbers = (layout.world_size, layout.ep, layout.dp_shard, layout.dp_replicate)
-            if own and checkpoint.name != step_name(meta.step):
-                problems.append(
-                    f"is called {checkpoint.name}, by which a run goes: was it renamed?"
-                )
-        except CorruptCheckpointError as error:
-            problems = [str(error)]
-        state = (
-            Text("; ".join(problems), style="red") if problems else Text("complete", style="green")
-        )
-        table.add_row(step, written, size, *map(str, numbers), state)
+        with suppress(FileNotFoundError):  # deleted as an old one by its run, which goes on
+            table.add_row(*_row(checkpoint, is_of_run=bool(own)))
     for unfinished in sorted((path / "checkpoints").glob("*.tmp")):
         words = Text(f"{unfinished.name}: being written, or left behind", style="yellow")
         with suppress(FileNotFoundError):  # it was being written, and got its name meanwhile
@@ -74,11 +52,27 @@ def list_table(path: Path) -> Table:
     return table
 
 
+def _row(checkpoint: Path, *, is_of_run: bool) -> tuple[str | Text, ...]:
+    """A checkpoint's line of the table; FileNotFoundError where it was deleted meanwhile."""
+    step = checkpoint.name.removeprefix("step_").lstrip("0")
+    ranks: Sequence[object] = ("", "", "", "")
+    written, size = _time_of(checkpoint), f"{_size_of(checkpoint) / 2**20:,.1f}"
+    try:
+        meta, problems = read_meta(checkpoint), missing_files(checkpoint)
+        layout, step = meta.layout, str(meta.step)
+        ranks = (layout.world_size, layout.ep, layout.dp_shard, layout.dp_replicate)
+        if is_of_run and checkpoint.name != step_name(meta.step):
+            problems.append(f"is called {checkpoint.name}, by which a run goes: was it renamed?")
+    except CorruptCheckpointError as error:
+        problems = [str(error)]
+    state = Text("; ".join(problems), style="red") if problems else Text("complete", style="green")
+    return (step, written, size, *map(str, ranks), state)
+
+
 def verify_each(
     path: Path, step: int | None, start_progress: StartProgress
 ) -> Iterator[tuple[Path, str, CheckpointError | None]]:
-    """Verifies one checkpoint, or all of a run; yields of each what it holds and what is wrong with
-    it.
+    """Verifies one checkpoint or all of a run, and yields for each what it holds and its damage.
 
     Of all of a run those are passed over that it deletes meanwhile, as it does with old ones.
 
@@ -129,8 +123,10 @@ def reshard_for(
     step: int | None,
     start_progress: StartProgress,
 ) -> str:
-    """Writes a checkpoint anew for the ranks of that mesh, whose keys are MeshConfig's; returns
-    what became of it.
+    """Writes a checkpoint anew for other ranks and returns a few lines about what was written.
+
+    Args:
+        mesh: the values of MeshConfig for the new ranks.
 
     Raises:
         ValueError: no such checkpoint or it is damaged, the mesh does not fit, or `out` cannot be
@@ -148,7 +144,7 @@ def reshard_for(
     layout, source = plan_layout(config, world_size), find_checkpoint(path, step)
     before = read_meta(source)
     started = time.monotonic()
-    expert_maps, placed = _homes(before.meta, layout, config.sharding)
+    expert_maps, placed = _expert_maps(before.meta, layout, config.sharding)
     reshard(
         source,
         out,
@@ -169,7 +165,7 @@ def reshard_for(
 
 @contextmanager
 def progress_bars(console: Console) -> Iterator[StartProgress]:
-    """A bar for each pass over the bytes; none where nobody watches."""
+    """Yields a `Watch` that draws a bar for each pass over the bytes; none where nobody watches."""
     columns: Sequence[Any] = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -187,7 +183,9 @@ def progress_bars(console: Console) -> Iterator[StartProgress]:
         yield start_progress
 
 
-def _homes(meta: dict[str, Any], layout: Layout, sharding: str) -> tuple[dict[str, ExpertMap], str]:
+def _expert_maps(
+    meta: dict[str, Any], layout: Layout, sharding: str
+) -> tuple[dict[str, ExpertMap], str]:
     """Where a run that moves its experts had them, if that fits: what ExpertPlacement takes up
     again. And words of it.
     """

@@ -32,7 +32,7 @@ def _models(options: argparse.Namespace) -> int:
     from rich.console import Console
 
     from ..train.recipes.smoke import RECIPES
-    from .catalogue import catalogue, show
+    from .catalogue import catalogue, render_catalogue
 
     with Console(stderr=True).status("counting"):
         entries = list(catalogue(options.names, RECIPES, count=options.count))
@@ -40,5 +40,5 @@ def _models(options: argparse.Namespace) -> int:
         print(json.dumps([entry.plain() for entry in entries], indent=2))
     else:
         console = Console()
-        console.print(show(entries, width=console.width))
+        console.print(render_catalogue(entries, width=console.width))
     return 0

@@ -22,7 +22,7 @@ def make_scenario(
     measured: Path | None = None,
     chunks: int = 1,
 ) -> Scenario:
-    """The scenario of a run's configuration on a machine.
+    """Returns the scenario in which a run's configuration is planned: its work on a machine.
 
     Args:
         hardware: a name or a TOML file.

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from moebius.cli.catalogue import catalogue, short, show
+from moebius.cli.catalogue import catalogue, render_catalogue, short
 from moebius.cli.main import main
 from moebius.model.cost import count_parameters, forward_flops
 from moebius.model.routers.router import Promises
@@ -93,7 +93,7 @@ def test_torch_agrees_or_its_own_figure_is_shown() -> None:
     assert not wrong.agrees
     console = Console(width=300)
     with console.capture() as captured:
-        console.print(show([entry, wrong], width=console.width))
+        console.print(render_catalogue([entry, wrong], width=console.width))
     _, first, second, *_ = captured.get().splitlines()
     assert "agrees" in first
     assert "agrees" not in second
