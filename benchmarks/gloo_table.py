@@ -61,7 +61,7 @@ def on_processes(world: int, rounds: int) -> list[Row]:
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     context = mp.get_context("spawn")
     results = context.SimpleQueue()
-    mp.spawn(_rank, args=(world, store.port, rounds, results), nprocs=world)
+    mp.spawn(_rank, args=(world, store.port, rounds, results), nprocs=world)  # pyright: ignore[reportPrivateImportUsage]
     return results.get()
 
 

@@ -137,7 +137,7 @@ def _write_lines(path: Path, lines: list[dict[str, Any]]) -> None:
 
 def main(arguments: list[str] | None = None) -> None:
     """Measures all cases, prints them and writes benchmarks/results/startup.json."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--runs", type=int, default=15, metavar="N", help="starts of every case")
     parser.add_argument("--before", type=Path, metavar="FOLDER", help="holds an older moebius/")
     options = parser.parse_args(arguments)

@@ -29,7 +29,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import matplotlib
 import torch
@@ -63,7 +63,7 @@ class Case:
     """What one process compares."""
 
     size: str  # of the published recipes: "44m" is moeut_44m against dense_44m
-    device: str
+    device: Literal["cpu", "cuda"]
     precision: str
     threads: int
     seq_len: int
@@ -208,7 +208,7 @@ def compare(case: Case) -> dict[str, Any]:
     with (
         start_process(case.device, timeout_s=600) as process,
         tempfile.TemporaryDirectory() as folder,
-    ):  # pyright: ignore[reportArgumentType]
+    ):
         runs: dict[str, tuple[Run, Way]] = {}
         for side, until in zip(SIDES, (0.45, 0.65), strict=True):
             run, way, tried = best_run(case, side, process, Path(folder), clock, until)

@@ -54,8 +54,9 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
     session.config.stash[LEFT_BEHIND] |= left
-    if _is_worker(session.config):
-        session.config.workeroutput["left_behind"] = session.config.stash[LEFT_BEHIND]
+    config: Any = session.config  # pytest-xdist's own attributes are in no type
+    if _is_worker(config):
+        config.workeroutput["left_behind"] = session.config.stash[LEFT_BEHIND]
     if session.config.stash[LEFT_BEHIND]:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
@@ -78,14 +79,14 @@ def pytest_terminal_summary(
         )
 
 
-def _is_worker(config: pytest.Config) -> bool:
+def _is_worker(config: Any) -> bool:
     """Whether pytest-xdist started this process. Not read from the environment, which a session
     inside a test inherits.
     """
     return hasattr(config, "workerinput")
 
 
-def _mark_of(config: pytest.Config) -> str:
+def _mark_of(config: Any) -> str:
     """A worker's mark begins with that of the process that started it, and every other is new."""
     if _is_worker(config):
         return f"{os.environ[SESSION_MARK]}-{config.workerinput['workerid']}"

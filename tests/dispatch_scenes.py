@@ -66,6 +66,11 @@ def parts(scene: Scene, dtype: torch.dtype) -> list[tuple[Tensor, Tensor, Tensor
 class Bank(nn.Module):
     """Perceptrons with the fixed weights of experts `first` and following."""
 
+    w_up: Tensor
+    w_down: Tensor
+    b_up: Tensor | None
+    b_down: Tensor | None
+
     def __init__(
         self, dtype: torch.dtype, first: int, count: int, *, activation: str, bias: bool
     ) -> None:
@@ -133,7 +138,8 @@ def results_of(
     assert x.grad is not None
     assert weights.grad is not None
     parameters = {name: parameter.grad for name, parameter in layer.experts.named_parameters()}
-    return {"y": y.detach(), "x": x.grad, "gates": weights.grad, **parameters}
+    results = {"y": y.detach(), "x": x.grad, "gates": weights.grad, **parameters}
+    return {name: value for name, value in results.items() if value is not None}
 
 
 def merge_for(ranks: list[tuple[Tensor, ...]], world_size: int) -> list[tuple[Tensor, ...]]:

@@ -2,13 +2,13 @@
 softmax, and says nothing.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from moebius.model.moe import SparseFeedForward
 
-
-def informed_gradient_fraction(feed_forward: SparseFeedForward, x_BSD: Tensor) -> float:
+def informed_gradient_fraction(feed_forward: Any, x_BSD: Tensor) -> float:
     """Share of (row, expert) logits whose gradient changes when that expert's weights change.
 
     K/E for softmax top-K without drops, 1 for soft mixtures. Use float64 and evaluation mode:
@@ -30,9 +30,7 @@ def informed_gradient_fraction(feed_forward: SparseFeedForward, x_BSD: Tensor) -
     return changed / before.numel()
 
 
-def _logit_gradients(
-    feed_forward: SparseFeedForward, x_BSD: Tensor, direction_BSD: Tensor
-) -> Tensor:
+def _logit_gradients(feed_forward: Any, x_BSD: Tensor, direction_BSD: Tensor) -> Tensor:
     """(T, E): d⟨answers, direction⟩ / d logits."""
     y_BSD, routing = feed_forward(x_BSD, x_BSD)
     logits_THA = routing.logits_THA

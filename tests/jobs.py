@@ -5,6 +5,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from moebius.cluster import processes
 from moebius.cluster.generations import ThisMachine, supervise
@@ -28,8 +29,8 @@ def run_here(launch: Launch) -> JobStatus:
 
 
 def wait_for(
-    condition: Callable[[], object], *, timeout_s: float = 60.0, what: str = "the condition"
-):
+    condition: Callable[[], Any], *, timeout_s: float = 60.0, what: str = "the condition"
+) -> Any:
     """Polls until the condition is true; returns its value."""
     deadline = time.monotonic() + timeout_s
     while not (value := condition()):

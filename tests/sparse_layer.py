@@ -4,13 +4,13 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from parts import layers
 from torch import Tensor
 
 from moebius.model.attention_config import DenseAttentionConfig
 from moebius.model.config import ModelConfig
 from moebius.model.feed_forward_config import ExpertsConfig
 from moebius.model.initialise import initialise
-from moebius.model.moe import SparseFeedForward
 from moebius.model.transformer import Transformer
 
 NOTHING: Mapping[str, Any] = {}
@@ -38,11 +38,11 @@ def make_model(
     return model.double()
 
 
-def make_layer(router: dict[str, Any], *, spread: float = 1.0, **sizes: Any) -> SparseFeedForward:
+def make_layer(router: dict[str, Any], *, spread: float = 1.0, **sizes: Any) -> Any:
     """Its feed-forward, with router weights of standard deviation `spread`: opinionated, unlike at
     the start.
     """
-    layer = make_model(router, **sizes).group[0].feed_forward  # pyright: ignore[reportAttributeAccessIssue]
+    layer = layers(make_model(router, **sizes))[0].feed_forward
     with torch.no_grad():
         layer.router.weight.normal_(0, spread, generator=torch.Generator().manual_seed(1))
     return layer

@@ -9,6 +9,7 @@ import json
 import shutil
 from functools import partial
 from pathlib import Path
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -33,7 +34,7 @@ from moebius.train.recipes.family import FAMILY
 
 RANKS, MICRO_BATCH, POSITIONS = 4, 8, 10
 # Drawn per rank or summed in another order of micro-batches: no two layouts would agree.
-WITHOUT_CHANCE = {
+WITHOUT_CHANCE: dict[str, dict[str, Any]] = {
     "sigma_moe_original": {
         "feed_forward.router": {"kind": "sigmoid", "top_k": 4, "balance_scope": "global_batch"}
     }
@@ -167,9 +168,12 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return shards_of_words(tmp_path_factory.mktemp("data"), 90)
 
 
-def run_config(name: str, data: Path, *, steps: int, precision: str) -> Config:
+def run_config(
+    name: str, data: Path, *, steps: int, precision: Literal["float32", "bfloat16"]
+) -> Config:
     model = tiny_config(name, {"vocab_size": 257})
     if name == "transition":
+        assert model.experts is not None
         model = tiny_config(
             name,
             {

@@ -4,6 +4,7 @@ tests/test_gpu.py`.
 
 import json
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -94,7 +95,7 @@ def test_a_run_over_nccl_with_the_all_to_all_resumes_and_follows_the_cpu(tmp_pat
     )
     prepare(data, tmp_path / "shards")
 
-    def config(device: str, steps: int) -> Config:
+    def config(device: Literal["cpu", "cuda"], steps: int) -> Config:
         return Config(
             model=MODEL,
             data=data.model_copy(update={"directory": str(tmp_path / "shards")}),

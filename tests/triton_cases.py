@@ -4,6 +4,8 @@ GPU.
 Everything is on its arguments' device; gates are float32, as the operations pass them.
 """
 
+from collections.abc import Mapping
+
 import kernel_cases
 import torch
 from kernel_cases import Case
@@ -60,7 +62,7 @@ def make_bank(case: Case, activation: str, biased: bool, generator: torch.Genera
     )
 
 
-Values = dict[str, Tensor | None]
+Values = Mapping[str, Tensor | None]
 
 
 def expected_mlp(grad: Tensor, x: Tensor, bank: MLPBank, routes: Routes) -> Values:

@@ -273,7 +273,7 @@ def packages(bank: Bank) -> list[Contender]:
 
 def scattermoe(bank: Bank) -> Layer:
     _need("scattermoe", "not on PyPI: put its source tree on PYTHONPATH")
-    from scattermoe.parallel_experts import flatten_sort_count, parallel_linear
+    from scattermoe.parallel_experts import flatten_sort_count, parallel_linear  # pyright: ignore[reportMissingImports]
 
     def run(x_TD: Tensor, w_up: Tensor, w_down: Tensor, choices: Sequence[Choice]) -> Tensor:
         experts_TK, gates_TK = (
@@ -299,7 +299,7 @@ class LigerLayer:
         return self.gate_up_EWD, self.down_EDF
 
     def __call__(self, x_TD: Tensor, choices: Sequence[Choice]) -> Tensor:
-        from liger_kernel.ops.fused_moe import LigerFusedMoEFunction
+        from liger_kernel.ops.fused_moe import LigerFusedMoEFunction  # pyright: ignore[reportMissingImports]
 
         [choice] = choices
         experts_TK, gates_TK = choice.experts_THK[:, 0].to(torch.int32), choice.gates_THK[:, 0]

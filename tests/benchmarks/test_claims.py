@@ -12,6 +12,7 @@ from small_corpus import sentences, write_jsonl
 
 ROOT = Path(__file__).resolve().parents[2]
 
+
 from benchmarks.claims import __main__ as claims  # noqa: E402
 from benchmarks.claims.judge import CLAIMS, Finding, granularity_helps, share_kept  # noqa: E402
 from benchmarks.claims.measures import (  # noqa: E402
@@ -390,7 +391,7 @@ def test_caught_routings_are_those_of_the_validation_rows_in_order(tmp_path: Pat
     with torch.no_grad():
         alone = torch.from_numpy(rows[:1, :-1])
         asked = []
-        hook = model.group[2].feed_forward.router.register_forward_hook(
+        hook = model.get_submodule("group.2.feed_forward.router").register_forward_hook(
             lambda _, given, out: asked.append(out)
         )
         model(alone)

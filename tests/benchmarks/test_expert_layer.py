@@ -9,6 +9,7 @@ import sys
 import time
 from io import StringIO
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -118,10 +119,11 @@ def test_ideal_bytes_by_hand() -> None:
 
 
 def test_onednn_mode_is_put_back() -> None:
-    before = torch.backends.mkldnn.matmul.fp32_precision
+    mkldnn: Any = torch.backends.mkldnn  # `matmul` is in no type
+    before = mkldnn.matmul.fp32_precision
     with exact_mode("oneDNN"):
-        assert torch.backends.mkldnn.matmul.fp32_precision == "bf16"
-    assert torch.backends.mkldnn.matmul.fp32_precision == before
+        assert mkldnn.matmul.fp32_precision == "bf16"
+    assert mkldnn.matmul.fp32_precision == before
 
 
 def test_the_layer_benchmark_runs_from_settings_to_picture(

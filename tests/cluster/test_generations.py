@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from jobs import (
@@ -114,8 +115,8 @@ def _no_waiting(monkeypatch):
     monkeypatch.setattr(generations, "POLL_S", 0.001)
 
 
-def live(run_dir: Path, *script, **values) -> tuple[JobStatus, PretendedNode]:
-    launch = Launch(str(run_dir), **{"backoff_s": 0.001} | values)
+def live(run_dir: Path, *script, **values: Any) -> tuple[JobStatus, PretendedNode]:
+    launch = Launch(str(run_dir), **(dict[str, Any](backoff_s=0.001) | values))
     node_provider = PretendedNodeProvider(PretendedNode(run_dir, iter(script)))
     begin_submission(launch)
     supervise(launch, node_provider)

@@ -57,7 +57,7 @@ def test_status_tells_step_loss_restarts_and_root_cause(tmp_path):
     assert (status.state, status.generation, status.restarts) == (State.RUNNING, 2, 1)
     assert (status.step, status.total_steps, status.loss) == (7, 20, 3.5)
     assert status.root_cause == cause
-    assert status.root_cause.signal == "SIGKILL"
+    assert cause.signal == "SIGKILL"
 
 
 def test_exit_code_zero_is_kept_in_the_journal():
@@ -70,7 +70,8 @@ def test_a_job_whose_supervisor_is_silent_is_lost_not_running(tmp_path, has_beat
     journal_of(tmp_path, State.SUBMITTED, State.RUNNING)
     if has_beaten:
         job.beat(tmp_path)
-        os.utime(tmp_path / "heartbeat", (time.time() - 100,) * 2)
+        long_ago = time.time() - 100
+        os.utime(tmp_path / "heartbeat", (long_ago, long_ago))
     assert (
         job.read_status(tmp_path).state is State.RUNNING
     )  # the journal itself is a sign of life, seconds old

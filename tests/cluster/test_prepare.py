@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from typing import Any
 
 import pytest
 
@@ -77,7 +78,7 @@ def test_a_caller_that_stops_listening_leaves_no_task_running(tmp_path):
     def num_beats():
         return len(list(tmp_path.iterdir()))
 
-    runner = ray_runner()(beats, [0, 600, 600])  # a minute of beats
+    runner: Any = ray_runner()(beats, [0, 600, 600])  # a minute of beats
     assert next(runner)[0] == 0
     await_true(lambda: num_beats() > 0)
     runner.close()

@@ -186,10 +186,11 @@ def test_brackets_in_what_comes_from_elsewhere_are_shown_as_they_are(tmp_path, s
         reason=f"reason {FOREIGN}",
         root_cause=foreign_cause(),
     )
-    console = Console(file=io.StringIO(), width=400)
+    screen = io.StringIO()
+    console = Console(file=screen, width=400)
     console.print(closing_words(status, picture=picture))
     console.print(status_table([status]))
-    said = console.file.getvalue()
+    said = screen.getvalue()
     shown = ["reason", "summary"]
     shown += ["where", "traceback", "log"] if state in (State.FAILED, State.LOST) else []
     assert all(f"{field} {FOREIGN}" in said for field in shown), said
@@ -206,8 +207,9 @@ def test_watching_shows_brackets_as_they_are(tmp_path, live):
     details = {"root_cause": as_details(foreign_cause())}
     for state in (State.SUBMITTED, State.RUNNING, State.FAILED):
         Journal(run_dir).append(state, generation=1, reason=f"reason {FOREIGN}", details=details)
-    console = Console(file=io.StringIO(), width=200, force_terminal=live)
+    screen = io.StringIO()
+    console = Console(file=screen, width=200, force_terminal=live)
     status = follow(run_dir, console=console, live=live)
     assert status.root_cause == foreign_cause()
-    assert console.file.getvalue().count(f"reason {FOREIGN}") == 3
+    assert screen.getvalue().count(f"reason {FOREIGN}") == 3
     assert list(follow_logs(run_dir)) == [f"[g1 rank0] line {FOREIGN}"]

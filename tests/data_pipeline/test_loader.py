@@ -6,6 +6,7 @@ import itertools
 import shutil
 import threading
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -39,7 +40,7 @@ def _row(stream: np.ndarray, row: int) -> list[int]:
 
 
 def _steps(
-    folder: Path, count: int, *, num_ranks: int = 1, micro_batch: int = 2, **options
+    folder: Path, count: int, *, num_ranks: int = 1, micro_batch: int = 2, **options: Any
 ) -> list[list[Batch]]:
     """`count` steps, each with the batches of all ranks."""
     loaders = [
@@ -50,7 +51,7 @@ def _steps(
             micro_batch=micro_batch,
             rank=rank,
             num_ranks=num_ranks,
-            **({"seed": 3} | options),
+            **(dict[str, Any](seed=3) | options),
         )
         for rank in range(num_ranks)
     ]
@@ -166,8 +167,8 @@ def test_the_position_does_not_depend_on_where_the_data_is(prepared, tmp_path):
     assert _spec_hash(moved) == _spec_hash(prepared)
 
 
-def _open(folder, **options) -> Loader:
-    defaults = {
+def _open(folder, **options: Any) -> Loader:
+    defaults: dict[str, Any] = {
         "seq_len": S,
         "global_batch": 4,
         "micro_batch": 1,
@@ -310,15 +311,15 @@ def test_validation_on_some_rows_spread_over_the_split(prepared, max_rows):
 
 
 def _groups(
-    folder: Path, group: int, num_ranks: int, batch_size: int, **options
+    folder: Path, group: int, num_ranks: int, batch_size: int, **given: Any
 ) -> list[tuple[list, list[bool]]]:
     """Members and their validity of every group that has a valid member, in the order of the pass."""
-    options = {
+    options: dict[str, Any] = {
         "seq_len": S,
         "batch_size": batch_size,
         "num_ranks": num_ranks,
         "sequences_per_group": group,
-    } | options
+    } | given
     per_rank = [validation_batches(folder, rank=rank, **options) for rank in range(num_ranks)]
     found = []
     for batches in zip(*per_rank, strict=True):

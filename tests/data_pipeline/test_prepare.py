@@ -301,7 +301,7 @@ def test_stopped_between_tasks(config, prepared, tmp_path, num_tasks):
 @pytest.mark.parametrize("call", ["replace", "fsync"])
 def test_failing_at_any_write(config, prepared, tmp_path, monkeypatch, call):
     """The disk fills at the first write, at the second, ... until there was room for all."""
-    reference = _files(prepared)
+    reference, survived = _files(prepared), 0
     for survived in range(200):
         folder = tmp_path / str(survived)
         real, left = getattr(os, call), [survived]

@@ -8,6 +8,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.testing._internal.distributed.multi_threaded_pg import (
@@ -59,7 +60,7 @@ def describe(ep, dp_shard):
         members = {axis: dist.get_process_group_ranks(mesh.group(axis)) for axis in AXES}
         for device_mesh, view in ((mesh.dense_mesh, DENSE_AXES), (mesh.sparse_mesh, SPARSE_AXES)):
             assert device_mesh.mesh_dim_names == view
-            assert list(device_mesh.get_coordinate()) == [
+            assert list(device_mesh.get_coordinate() or ()) == [
                 getattr(mesh.coordinates, axis) for axis in view
             ]
             assert all(device_mesh.get_group(axis) is mesh.group(axis) for axis in view)
@@ -174,15 +175,15 @@ def simulated(rank, world_size):
 def threads():
     """torch's process groups become per thread, with real values."""
     world = _install_threaded_pg()
-    torch._C._distributed_c10d._set_thread_isolation_mode(True)
+    torch._C._distributed_c10d._set_thread_isolation_mode(True)  # pyright: ignore[reportAttributeAccessIssue]
     yield world
-    torch._C._distributed_c10d._set_thread_isolation_mode(False)
+    torch._C._distributed_c10d._set_thread_isolation_mode(False)  # pyright: ignore[reportAttributeAccessIssue]
     _uninstall_threaded_pg()
 
 
 def on_threads(fn, world_size):
     """fn(rank) on threads that are ranks of one world."""
-    store, results, errors = dist.HashStore(), [None] * world_size, []
+    store, results, errors = HashStore(), [None] * world_size, []
 
     def live(rank):
         try:
@@ -208,7 +209,7 @@ def test_on_64_threads_groups_carry_real_values(threads):
 
     def live(rank):
         mesh = build_mesh(layout, simulated(rank, 64))
-        assert list(mesh.sparse_mesh.get_coordinate()) == [
+        assert list(mesh.sparse_mesh.get_coordinate() or ()) == [
             getattr(mesh.coordinates, axis) for axis in SPARSE_AXES
         ]
         return {axis: sum_of_ranks(mesh.group(axis), rank) for axis in AXES}

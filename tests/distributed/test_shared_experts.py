@@ -5,6 +5,7 @@ from the device once.
 from typing import Any
 
 import torch
+from parts import layers
 from torch import Tensor
 from world import run_ranks
 
@@ -63,7 +64,7 @@ def events_of_a_pass() -> tuple[list[str], int]:
             land,
             note_read,
         )  # for this process's life: this call
-        for layer in model.group:
+        for layer in layers(model):
             layer.feed_forward.shared.register_forward_hook(lambda *_: log.append("shared"))  # type: ignore[union-attr]
         tokens = torch.randint(31, (2, 9), generator=torch.Generator().manual_seed(process.rank))
         model(tokens).logits_BSV.sum().backward()

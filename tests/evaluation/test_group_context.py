@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from parts import layers
 from small_corpus import sentences
 from torch import Tensor
 
@@ -60,7 +61,7 @@ def make(kind: str) -> Transformer:
     model = Transformer(config(kind))
     initialise(model, 3)
     with torch.no_grad():
-        for layer in model.group:
+        for layer in layers(model):
             layer.feed_forward.router.weight.mul_(8)
             layer.feed_forward.sparse.experts.w_down.mul_(8)  # the group context must be felt
         model.head.weight.mul_(20)

@@ -8,6 +8,7 @@ import re
 import sys
 from functools import cache
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -25,7 +26,7 @@ from moebius.distributed.layout import MeshConfig, plan_layout
 from moebius.distributed.mesh import build_mesh
 from moebius.distributed.process.process import start_process
 from moebius.export import safetensors as module
-from moebius.export.safetensors import export, load_export, parse_size
+from moebius.export.safetensors import Precision, export, load_export, parse_size
 from moebius.model.initialise import initialise
 from moebius.model.precision import enters_a_product, forward_in
 from moebius.model.transformer import Transformer
@@ -49,7 +50,9 @@ def model_of(name: str) -> Transformer:
     return model.eval()
 
 
-def config_of(name: str, folder: str = "nowhere", tokenizer: str = "bytes") -> Config:
+def config_of(
+    name: str, folder: str = "nowhere", tokenizer: Literal["bpe", "bytes"] = "bytes"
+) -> Config:
     return Config(
         model=model_of(name).config,
         data=DataConfig(tokenizer=tokenizer, vocab_size=VOCABULARY, seq_len=16, directory=folder),
@@ -109,7 +112,8 @@ def logits(model: Transformer, dtype: torch.dtype | None = None) -> Tensor:
 def test_every_architecture_comes_back_with_the_same_bits(
     name: str, runs: dict[str, Path], tmp_path: Path
 ) -> None:
-    for dtype, precision in {"fp32": torch.float32, "bf16": torch.bfloat16}.items():
+    precisions: dict[Precision, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
+    for dtype, precision in precisions.items():
         export(runs[name], tmp_path / dtype, dtype=dtype, max_file_bytes=40_000)
         loaded = load_export(tmp_path / dtype)
         assert torch.equal(logits(loaded), logits(model_of(name), precision)), dtype
@@ -155,7 +159,7 @@ def save_buffered(folder: Path) -> None:
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_what_is_no_weight_is_kept_as_it_is(
-    dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    dtype: Precision, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run_ranks(save_buffered, 1, tmp_path / "run")
     monkeypatch.setattr(module, "Transformer", Buffered)

@@ -73,7 +73,9 @@ def test_the_load_balancing_loss_is_one_at_perfect_balance(top_k: int, scope: st
     rotated = torch.eye(experts).repeat(
         4, 1
     )  # every expert first equally often; the topk of ties is spread below
-    logits = sum(0.01 * (top_k - shift) * rotated.roll(shift, 1) for shift in range(top_k))
+    logits = torch.stack(
+        [0.01 * (top_k - shift) * rotated.roll(shift, 1) for shift in range(top_k)]
+    ).sum(0)
     even = choice_sums(routing(logits[:, None], top_k), 2)
     value = balance_value(even, "load", scope, RunningSum()).mean()
     torch.testing.assert_close(value, torch.tensor(1.0), rtol=1e-6, atol=0)

@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from golden import VARIANTS, Golden, load_golden, training_config
+from parts import layers
 
 from moebius.kernels.backend import resolve_backend
 from moebius.model.config import ModelConfig
@@ -61,7 +62,7 @@ def test_the_same_experts_are_selected_at_every_depth_step(name: str) -> None:
     golden = load_golden(name)
     model = golden.model()
     seen: list[tuple[torch.Tensor, torch.Tensor]] = []
-    for layer in model.group:
+    for layer in layers(model):
         layer.feed_forward.router.register_forward_hook(
             lambda _, __, out: seen.append((out.wanted_TK, out.logits_THA))
         )

@@ -1,6 +1,8 @@
 """The loss that never sees all logits equals the one that does."""
 
+from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -25,18 +27,19 @@ CHUNKS = (
 
 def operands(
     dtype: torch.dtype = torch.float64, *, size: float = 1.0, bias: bool = True
-) -> list[Tensor | None]:
+) -> tuple[Any, Any, Any]:
+    """Rows, weight and bias, or None for it."""
     generator = torch.Generator().manual_seed(0)
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     shapes = ((TOKENS, WIDTH), (WORDS, WIDTH), (WORDS,))
     x, weight, offset = (
         size * torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes
     )
-    return [
+    return (
         x.to(wide).requires_grad_(),
         weight.to(dtype).requires_grad_(),
         offset.to(wide).requires_grad_() if bias else None,
-    ]
+    )
 
 
 def targets() -> Tensor:
@@ -49,7 +52,7 @@ def plain(x: Tensor, weight: Tensor, bias: Tensor | None, targets_T: Tensor) -> 
     return F.cross_entropy(logits.to(x.dtype), targets_T, reduction="sum")
 
 
-def with_gradients(loss: Tensor, inputs: list[Tensor | None]) -> list[Tensor]:
+def with_gradients(loss: Tensor, inputs: Sequence[Any]) -> list[Tensor]:
     return [loss.detach(), *torch.autograd.grad(0.37 * loss, [t for t in inputs if t is not None])]
 
 
@@ -73,8 +76,8 @@ def test_low_precision_keeps_to_its_rounding(
 ) -> None:
     """Against float64 on the same values; gradients have the dtypes of what they belong to."""
     inputs = operands(dtype)
-    exact = [t.detach().to(dtype).double().requires_grad_() for t in inputs]
-    expected = with_gradients(plain(*exact, targets()), exact)
+    x, weight, bias = (t.detach().to(dtype).double().requires_grad_() for t in inputs)
+    expected = with_gradients(plain(x, weight, bias, targets()), (x, weight, bias))
     found = with_gradients(head_loss(*inputs, targets(), rows=rows), inputs)
     assert [t.dtype for t in found] == [torch.float32, torch.float32, dtype, torch.float32]
     for ours, theirs in zip(found, expected, strict=True):
@@ -84,7 +87,7 @@ def test_low_precision_keeps_to_its_rounding(
 def test_gradients_by_differences() -> None:
     x, weight, bias = operands()
     assert torch.autograd.gradcheck(
-        lambda *inputs: head_loss(*inputs, targets(), rows=5), (x, weight, bias)
+        lambda x, weight, bias: head_loss(x, weight, bias, targets(), rows=5), (x, weight, bias)
     )
     [grad] = torch.autograd.grad(
         head_loss(x, weight, bias, targets()).square(), x, create_graph=True
@@ -118,9 +121,11 @@ def test_without_gradients_there_are_none_to_wait() -> None:
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_three_products_are_counted(device: str) -> None:
-    inputs = [t.detach().to(device).requires_grad_() for t in operands(torch.float32)]
+    inputs = x, weight, bias = [
+        t.detach().to(device).requires_grad_() for t in operands(torch.float32)
+    ]
     with FlopCounterMode(display=False) as counter:
-        head_loss(*inputs, targets().to(device), rows=4).backward()
+        head_loss(x, weight, bias, targets().to(device), rows=4).backward()
     assert counter.get_total_flops() == 3 * 2 * TOKENS * WIDTH * WORDS
     assert [t.grad.shape for t in inputs] == [t.shape for t in inputs]
 

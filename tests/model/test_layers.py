@@ -40,6 +40,7 @@ def test_pairs_are_rotated_and_gradients_rotated_back(dtype: torch.dtype, tolera
     x, grad = rows(dtype).requires_grad_(), rows(dtype).flip(2)
     y = rotate(x, table())
     y.backward(grad)
+    assert x.grad is not None
     assert y.dtype == x.grad.dtype == dtype
     torch.testing.assert_close(y.double(), by_hand(x.detach()), rtol=tolerance, atol=tolerance)
     torch.testing.assert_close(

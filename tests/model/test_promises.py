@@ -7,6 +7,7 @@ is not made is seen broken (else the table would call a model worse than it is).
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -82,7 +83,7 @@ def largest(name: str, tokens: Tensor) -> tuple[float, float, float]:
     )
 
 
-def difference(after: Tensor, before: Tensor, sequences: object, positions: slice) -> float:
+def difference(after: Tensor, before: Tensor, sequences: Any, positions: slice) -> float:
     return (after[sequences] - before[sequences])[..., positions, :].abs().max().item()
 
 

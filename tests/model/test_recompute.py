@@ -7,6 +7,7 @@ import pytest
 import torch
 from family import NAMES, VOCABULARY, make_uneven, tiny_model
 from live_memory import LiveMemory
+from parts import layers
 from torch import Tensor
 
 from moebius.model.layers import LayerNorm
@@ -119,7 +120,7 @@ def test_a_transition_that_has_switched() -> None:
 @pytest.mark.parametrize("mode", ["selective", "full"])
 def test_every_step_runs_twice_and_hooks_on_the_layer_once(name: str, mode: Recompute) -> None:
     model, calls, seconds = model_of(name, mode), [], []
-    for layer in model.group:
+    for layer in layers(model):
         layer.register_forward_hook(lambda *_: calls.append("layer"))
         layer.attention.register_forward_hook(
             lambda *_: (seconds if recomputing() else calls).append("step")
@@ -198,7 +199,7 @@ def test_what_remains_shrinks_and_goes() -> None:
 def test_without_gradients_or_with_a_cache_nothing_is_run_twice() -> None:
     model = model_of("moeut", "full")
     calls = []
-    model.group[0].attention.register_forward_hook(lambda *_: calls.append(recomputing()))
+    layers(model)[0].attention.register_forward_hook(lambda *_: calls.append(recomputing()))
     tokens = rows()[:, :-1]
     with torch.no_grad():
         plain = model(tokens).logits_BSV

@@ -18,7 +18,6 @@ from moebius.distributed.process.process import start_process
 from moebius.model.config import ModelConfig
 from moebius.model.feed_forward_config import ExpertsConfig
 from moebius.model.initialise import draw, initialise
-from moebius.model.moe import SparseFeedForward
 from moebius.model.transformer import Transformer
 
 # Gates that add up to 1, so that identical answers add up to that answer.
@@ -41,7 +40,7 @@ ROUTERS = NORMALISED | {
 
 
 @torch.no_grad()
-def make_identity(layer: SparseFeedForward) -> SparseFeedForward:
+def make_identity(layer: Any) -> Any:
     """Orthogonal head, its transpose as merge, no biases, experts that hand back what they get:
     relu(x) − relu(−x).
     """

@@ -4,6 +4,7 @@ initialisation.
 
 import pytest
 import torch
+from parts import layers
 from pydantic import ValidationError
 
 from moebius.model.attention_config import RotaryConfig, SwitchHeadConfig
@@ -168,9 +169,10 @@ def test_post_norm_in_either_order_equals_its_formulas(order: str) -> None:
         0, 61, attention.rotary_channels, attention.rotary_base, x.device, x.dtype
     )
     for member in {"abab": "010101", "aabb": "000111"}[order]:
-        layer = model.group[int(member)]
+        layer = layers(model)[int(member)]
         a = layer.attention_norm(x + layer.attention(x, x, None, rotary)[0])
         x = layer.feed_forward_norm(a + layer.feed_forward(a, a)[0])
+    assert model.head.bias is not None
     logits = x @ model.head.weight.T + model.head.bias
     torch.testing.assert_close(model(tokens).logits_BSV, logits, rtol=0, atol=1e-12)
 

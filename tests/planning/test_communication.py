@@ -6,6 +6,7 @@ import json
 from dataclasses import replace
 from math import comb
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -131,7 +132,9 @@ def test_a_group_limit_caps_destinations() -> None:
     ],
 )
 def test_dispatch_of_deepseek_v3(ep: int, flat: float, dedup: float, limited: float) -> None:
-    rounding = dict(abs=0.006) if ep == 8 else dict(abs=0.055)  # of the printed figures
+    rounding: dict[str, Any] = (
+        dict(abs=0.006) if ep == 8 else dict(abs=0.055)
+    )  # of the printed figures
     assert dispatch_ms(DEEPSEEK_V3, "alltoall", ep=ep, tokens=4096) == pytest.approx(
         flat, **rounding
     )

@@ -55,11 +55,13 @@ def test_every_layout_is_legal(nodes: int, experts: int) -> None:
         assert candidate.dp_replicate * candidate.dp_shard == candidate.world_size
         assert candidate.dp_shard % candidate.ep == 0
         counts = {bank.kind: bank.total_experts for bank, _ in entry.scenario.workload.uses}
-        mesh = MeshConfig(
-            ep=candidate.ep,
-            dp_shard=candidate.dp_shard,
-            sharding=candidate.sharding,
-            dispatcher=candidate.dispatcher,
+        mesh = MeshConfig.model_validate(
+            {
+                "ep": candidate.ep,
+                "dp_shard": candidate.dp_shard,
+                "sharding": candidate.sharding,
+                "dispatcher": candidate.dispatcher,
+            }
         )
         layout = plan_layout(mesh, candidate.world_size)
         assert (layout.dp_replicate, layout.efsdp) == (candidate.dp_replicate, candidate.efsdp)

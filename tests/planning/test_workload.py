@@ -1,6 +1,7 @@
 """A model reduced to what it costs, against the model itself."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -15,13 +16,14 @@ from moebius.model.transformer import Transformer
 from moebius.planning.workload import _Launches, describe, kept_by_bank, rounded
 from moebius.train.recipes.smoke import RECIPES
 
+SMALL_EXPERTS = ExpertsConfig(num_experts=8, d_expert=16)
 SMALL = ModelConfig(
     vocab_size=64,
     d_model=32,
     num_layers=4,
     layers_per_group=2,
     attention=SwitchHeadConfig(num_heads=2, d_head=16, num_experts=4),
-    feed_forward=ExpertsConfig(num_experts=8, d_expert=16),
+    feed_forward=SMALL_EXPERTS,
 )
 
 
@@ -64,15 +66,16 @@ def test_banks_of_a_moeut() -> None:
     value, output, feed_forward = (banks[kind][0] for kind in ("value", "output", "feed_forward"))
     assert (value.heads, value.num_experts, value.source, value.target) == (2, 4, "row", "head")
     assert (output.d_in, output.d_out, output.source, output.target) == (16, 32, "head", "row")
-    assert feed_forward.routes == SMALL.feed_forward.router.top_k
-    assert feed_forward.flops == 2 * SMALL.feed_forward.router.top_k * 2 * 32 * 16
+    router: Any = SMALL_EXPERTS.router
+    assert feed_forward.routes == router.top_k
+    assert feed_forward.flops == 2 * router.top_k * 2 * 32 * 16
     assert work.repeats == 2
 
 
 def test_mixtures_travel_one_by_one() -> None:
     config = RECIPES["mixture_of_tokens"]().model
     (bank, _), *_ = describe(config, seq_len=128).uses
-    experts = config.feed_forward
+    experts: Any = config.feed_forward
     assert (bank.top_k, bank.rows) == (1, experts.num_experts / experts.router.sequences_per_group)
 
 

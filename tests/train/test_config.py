@@ -52,7 +52,8 @@ def test_a_toml_file_may_build_on_a_recipe(tmp_path: Path) -> None:
         encoding="utf-8",
     )
     config = make("train.steps=6", name=str(file))
-    assert (config.model.feed_forward.num_experts, config.train.steps, config.model.d_model) == (
+    assert config.model.experts is not None
+    assert (config.model.experts.num_experts, config.train.steps, config.model.d_model) == (
         32,
         6,
         128,

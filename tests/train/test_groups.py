@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from parts import layers
 from torch import Tensor
 from world import run_ranks
 
@@ -64,7 +65,7 @@ def step_and_evaluation(config: Config, run_dir: Path) -> tuple[float, float, di
         with (
             torch.no_grad()
         ):  # at the start all rows of a group weigh nearly alike, whatever the group
-            for layer in run.model.group:
+            for layer in layers(run.model):
                 layer.feed_forward.router.weight.mul_(30)
                 layer.feed_forward.sparse.experts.w_down.mul_(10)
         validation = evaluate(run.model, config, process).loss

@@ -7,6 +7,7 @@ import shutil
 from collections import Counter
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -279,7 +280,7 @@ def collectives(config: Config, run_dir: Path) -> tuple[Counter, Counter, bool]:
         run = assemble(config, run_dir, process)
         counts: Counter = Counter()
         for name, kind in COLLECTIVES.items():
-            original = getattr(dist, name, None)
+            original: Any = getattr(dist, name, None)
 
             def counted(*args, _kind=kind, _original=original, **options):
                 counts[_kind] += 1
@@ -337,7 +338,7 @@ def losses(run_dir: Path) -> list[float]:
 
 
 def test_a_sharded_run_resumes_bit_for_bit_and_on_other_layouts(data: Path, tmp_path: Path) -> None:
-    sharded = {"mesh": {"sharding": "fsdp", "dp_shard": 4, "ep": 2}}
+    sharded: dict[str, Any] = {"mesh": {"sharding": "fsdp", "dp_shard": 4, "ep": 2}}
     whole, resumed, moved = (tmp_path / name for name in ("whole", "resumed", "moved"))
     run_ranks(run_training, 4, make_config(data, **sharded), whole)
     assert len(losses(whole)) == 6

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from parts import layers
 from torch import Tensor
 from world import run_ranks
 
@@ -74,7 +75,7 @@ def watch_the_switch(config: Config, run_dir: Path) -> list[dict[str, Any]]:
     with start_process("cpu", timeout_s=30) as process:
         run = assemble(config, run_dir, process)
         plans: list[type] = []
-        for layer in run.model.group:
+        for layer in layers(run.model):
             layer.feed_forward.router.register_forward_hook(
                 lambda _m, _i, routing: plans.append(type(routing.plan))
             )
@@ -85,11 +86,12 @@ def watch_the_switch(config: Config, run_dir: Path) -> list[dict[str, Any]]:
                 plans.clear()
                 result = step(run, next(loader), 1e-3)
                 beta = config.optim.beta1
-                worst = max(
-                    (moment - beta * before[p] - (1 - beta) * p.grad).abs().max().item()
-                    / (1e-12 + p.grad.abs().max().item())
-                    for p, moment in state.items()
-                )
+                worst = 0.0
+                for p, moment in state.items():
+                    assert p.grad is not None
+                    error = moment - beta * before[p] - (1 - beta) * p.grad
+                    size = 1e-12 + p.grad.abs().max().item()
+                    worst = max(worst, error.abs().max().item() / size)
                 seen.append(
                     {
                         "mixes": {plan is Mixture for plan in plans},
@@ -99,7 +101,7 @@ def watch_the_switch(config: Config, run_dir: Path) -> list[dict[str, Any]]:
                         ),
                         "moment": worst,
                         "auxiliary": "auxiliary/load_balancing" in result.meter.reduce(),
-                        "mean": run.model.group[0].feed_forward.router.mean_logit.tolist(),
+                        "mean": layers(run.model)[0].feed_forward.router.mean_logit.tolist(),
                     }
                 )
     return seen
@@ -144,7 +146,7 @@ def records(run_dir: Path, kind: str) -> list[tuple[int, float]]:
 
 def restored_router(run_dir: Path) -> tuple[bool, int]:
     with start_process("cpu", timeout_s=30) as process:
-        router = restore(run_dir, process).model.group[0].feed_forward.router
+        router = layers(restore(run_dir, process).model)[0].feed_forward.router
         return router.mixes, router.group_context_size
 
 

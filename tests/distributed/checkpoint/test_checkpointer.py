@@ -12,6 +12,7 @@ import threading
 import time
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import pytest
 import torch
@@ -287,7 +288,9 @@ def test_the_work_is_divided(tmp_path):
 
 
 def test_owners_share_the_bytes_evenly():
-    signature = {f"dense{index}": ((index + 1,), "float32", 1, False) for index in range(100)}
+    signature: dict[str, Any] = {
+        f"dense{index}": ((index + 1,), "float32", 1, False) for index in range(100)
+    }
     signature |= {f"expert{index}": ((8, 10), "float32", 4, True) for index in range(4)}
     owners = checkpoint.owners_of(signature, 8)
     assert owners.keys() == signature.keys()
@@ -334,6 +337,12 @@ def test_the_owners_are_those_of_the_slow_loop(seed):
 # In the background -------------------------------------------------------------------------------------------------
 
 
+def newest(directory) -> Path:
+    found = latest(directory)
+    assert found is not None
+    return found
+
+
 def save_and_mutate(directory, ep):
     """The write is held back until the tensors have been overwritten."""
     may_write = threading.Event()
@@ -343,7 +352,7 @@ def save_and_mutate(directory, ep):
         assert may_write.wait(10)
         return write_data(*args)
 
-    checkpoint_writing.SummingWriter.write_data = held_back
+    checkpoint_writing.SummingWriter.write_data = held_back  # pyright: ignore[reportAttributeAccessIssue]
     with Rank(directory, ep) as rank:
         part = local_part(whole_state(), rank.mesh)
         rank.checkpointer.save(50, part, held(rank.mesh), META)
@@ -359,7 +368,7 @@ def save_and_mutate(directory, ep):
 def test_tensors_may_change_while_they_are_written(tmp_path):
     assert run_ranks(save_and_mutate, 2, tmp_path, 2) == [(True, [50])] * 2
     part = blank(whole_state())
-    load(latest(tmp_path), part)
+    load(newest(tmp_path), part)
     assert equal(part, whole_state())
 
 
@@ -372,7 +381,7 @@ def save_twice_quickly(directory):
         running.append("end")
         return write_data(*args)
 
-    checkpoint_writing.SummingWriter.write_data = slow
+    checkpoint_writing.SummingWriter.write_data = slow  # pyright: ignore[reportAttributeAccessIssue]
     with Rank(directory) as rank:
         rank.save(1, seed=1)
         buffers = {name: tensor.data_ptr() for name, tensor in rank.checkpointer._buffers.items()}
@@ -431,7 +440,7 @@ def save_and_load_on_gpu(directory):
         for tensor in state.values():
             tensor.fill_(13)
         saver.wait()
-        assert load(latest(directory), state, held(mesh), mesh=mesh) == META
+        assert load(newest(directory), state, held(mesh), mesh=mesh) == META
         return equal({name: tensor.cpu() for name, tensor in state.items()}, whole_state())
 
 
@@ -515,13 +524,13 @@ def run_out_of_disk(directory, how):
     """Rank 1 cannot write; the error comes at the next save, on both ranks, and a later save works
     again.
     """
+    file = checkpoint_writing._SummedFile
+    original, unlimited = file.write, resource.getrlimit(resource.RLIMIT_FSIZE)
     with Rank(directory, 2) as rank:
         if rank.process.rank == 1 and how == "limit":
-            unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
             resource.setrlimit(resource.RLIMIT_FSIZE, (2000, unlimited[1]))
         elif rank.process.rank == 1:
-            file = checkpoint_writing._SummedFile
-            original, file.write = file.write, full_disk
+            file.write = full_disk
         rank.save(60, seed=60)
         with pytest.raises(CheckpointError) as caught:
             rank.save(70, seed=70)
@@ -589,7 +598,7 @@ def save_when_replaced(directory, generation_file, when):
             generation_file.write_text("4\n")
         else:
             write = SummingWriterThatIsOvertaken(generation_file)
-            checkpoint_writing.SummingWriter.finish = write
+            checkpoint_writing.SummingWriter.finish = write  # pyright: ignore[reportAttributeAccessIssue]
         rank.save(70)
         try:
             rank.checkpointer.wait()

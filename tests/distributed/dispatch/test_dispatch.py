@@ -47,7 +47,7 @@ def on_ranks(cases: list[tuple[Scene, torch.dtype]]) -> list[dict[str, Tensor]]:
         mesh = one_group(process.world_size, process)
         share = EXPERTS // process.world_size
         for scene, dtype in cases:
-            layer = SparseLayer(bank(dtype, process.rank * share, share))
+            layer = SparseLayer(bank(dtype, process.rank * share, share))  # pyright: ignore[reportArgumentType]
             layer.dispatcher = make_dispatcher("alltoall", mesh.ep_group)
             own = merge_for(parts(scene, dtype), process.world_size)[process.rank]
             found.append(forward_backward(layer, *own))
@@ -63,7 +63,7 @@ def on_ranks_with_float32_rows(scene: Scene) -> dict[str, Tensor]:
     with start_process("cpu", timeout_s=20) as process:
         mesh = one_group(process.world_size, process)
         share = EXPERTS // process.world_size
-        layer = SparseLayer(bank(torch.bfloat16, process.rank * share, share))
+        layer = SparseLayer(bank(torch.bfloat16, process.rank * share, share))  # pyright: ignore[reportArgumentType]
         layer.dispatcher = make_dispatcher("alltoall", mesh.ep_group)
         x, experts, weights, grad = merge_for(parts(scene, torch.float32), process.world_size)[
             process.rank
@@ -84,7 +84,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float64]
 def compare_with_one_rank(world_size: int, cases: list[tuple[Scene, torch.dtype]]) -> None:
     by_rank = run_ranks(on_ranks, world_size, cases)
     for (scene, dtype), *results in zip(cases, *by_rank, strict=True):
-        expected = forward_backward(SparseLayer(bank(dtype)), *merge_for(parts(scene, dtype), 1)[0])
+        expected = forward_backward(SparseLayer(bank(dtype)), *merge_for(parts(scene, dtype), 1)[0])  # pyright: ignore[reportArgumentType]
         for key, value in expected.items():
             joined = torch.cat([result[key] for result in results])
             assert torch.equal(joined, value), (scene, dtype, key, (joined - value).abs().max())
@@ -193,7 +193,7 @@ def forbid_reading_counts() -> None:
         raise AssertionError("counts are read or sorted")
 
     torch.argsort = torch.sort = torch.bincount = refuse
-    Tensor.tolist = Tensor.item = refuse
+    Tensor.tolist = Tensor.item = refuse  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def merged(parts: list[tuple[Tensor, Tensor, Routes, Tensor]]) -> Routes:
@@ -224,7 +224,8 @@ def merged(parts: list[tuple[Tensor, Tensor, Routes, Tensor]]) -> Routes:
 def on_one_rank(scene: EqualScene, num_ranks: int, *, counted: bool) -> dict[str, Tensor]:
     """The same rows, all here, through the local dispatcher."""
     parts = equal_parts(scene, num_ranks)
-    x, weights, grad = (torch.cat([part[i] for part in parts]) for i in (0, 1, 3))
+    xs, all_weights, _, grads = zip(*parts, strict=True)
+    x, weights, grad = torch.cat(xs), torch.cat(all_weights), torch.cat(grads)
     routes = merged(parts)
     if counted:
         routes = replace(routes, per_expert=0)

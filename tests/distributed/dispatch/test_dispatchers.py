@@ -342,10 +342,10 @@ def rows_on_the_way(kind: str) -> dict[str, Any]:
             if e // node != process.rank // PER_NODE
         ]
         away = Routes(
-            *(
-                t[remote]
-                for t in (routes.source_N, routes.expert_N, routes.weight_N, routes.target_N)
-            ),
+            routes.source_N[remote],
+            routes.expert_N[remote],
+            routes.weight_N[remote],
+            routes.target_N[remote],
             EXPERTS,
             routes.num_targets,
             0,
@@ -407,12 +407,11 @@ def order_of_events(name: str, chunks: int) -> tuple[list[str], int]:
     with world() as (process, group, nodes):
         given = scene_case("even", "token", process.rank)
         layer = own_layer(process, dispatcher_of(name, group, nodes, overlap_chunks=chunks))
-        layer.experts = (
-            torch.nn.Module()
-        )  # its kernels read counts themselves: not the dispatcher's
-        layer.experts.dtype = torch.float32  # pyright: ignore[reportAttributeAccessIssue]
+        experts: Any = torch.nn.Module()  # the kernels read counts themselves: not the dispatcher's
+        experts.dtype = torch.float32
+        layer.experts = experts
         log: list[str] = []
-        layer.experts.forward = lambda x, routes: answer_all(x, routes, log)
+        experts.forward = lambda x, routes: answer_all(x, routes, log)
         run_layer(layer, given)  # tables are made once
         log.clear()
         reads = count_reads()
@@ -442,7 +441,7 @@ def order_of_events(name: str, chunks: int) -> tuple[list[str], int]:
 
         for collective in (AllToAll, AllGather, ReduceScatter):
             collective.start = recorded(collective.start)
-        Counters.wait = recorded_wait
+        Counters.wait = recorded_wait  # pyright: ignore[reportAttributeAccessIssue]
         dedup_hop.DedupAllToAll.prepare = meanwhile(dedup_hop.DedupAllToAll.prepare)
         dispatch_alltoall.gather_rows = meanwhile(dispatch_alltoall.gather_rows)
         x, weights = given.x.requires_grad_(), given.routes.weight_N.clone().requires_grad_()
@@ -587,7 +586,7 @@ def wrong_split(name: str) -> str:
                 received = [count - (i == source) for i, count in enumerate(received)]
             return launch(self, rows, sent, received)
 
-        exchange.Communicator.all_to_all = lying
+        exchange.Communicator.all_to_all = lying  # pyright: ignore[reportAttributeAccessIssue]
         given = scene_case("even", "token", process.rank)
         with pytest.raises(ExchangeMismatch) as caught:
             own_layer(process, dispatcher)(given.x, given.routes)
@@ -779,16 +778,16 @@ def test_drawn_routings_lose_no_route_and_equal_a_loop(batch: list[Drawn]) -> No
 
 def placed_layer(process: Process, dispatcher: Dispatcher, expert_map: ExpertMap) -> SparseLayer:
     """A bank whose slots hold what the table says."""
-    whole = bank(torch.float32)
+    whole: Any = bank(torch.float32)
     assert expert_map.slot_E is not None
     expert_of = {slot: expert for expert, slot in enumerate(expert_map.slot_E)}
     first = sum(expert_map.slots_P[: process.rank])
     experts = [expert_of[slot] for slot in range(first, first + expert_map.slots_P[process.rank])]
-    own = bank(torch.float32, 0, len(experts))
+    own: Any = bank(torch.float32, 0, len(experts))
     with torch.no_grad():
         own.w_up.copy_(whole.w_up[experts])
         own.w_down.copy_(whole.w_down[experts])
-    layer = SparseLayer(own)  # pyright: ignore[reportArgumentType]
+    layer = SparseLayer(own)
     layer.dispatcher = dispatcher
     return layer
 

@@ -88,13 +88,13 @@ def one_after_the_other() -> dict[tuple, float]:
         share = EXPERTS // process.world_size
         drawn = {name: parts(scene, torch.float32) for name, scene in SCENES.items()}
         on_one = {
-            name: forward_backward(SparseLayer(bank(torch.float32)), *merge_for(ranks, 1)[0])
+            name: forward_backward(SparseLayer(bank(torch.float32)), *merge_for(ranks, 1)[0])  # pyright: ignore[reportArgumentType]
             for name, ranks in drawn.items()
         }
         for variant, dispatcher in dispatchers(process).items():
             for name in (*SCENES, *reversed(SCENES)):
                 scene, expected = SCENES[name], on_one[name]
-                layer = SparseLayer(bank(torch.float32, process.rank * share, share))
+                layer = SparseLayer(bank(torch.float32, process.rank * share, share))  # pyright: ignore[reportArgumentType]
                 layer.dispatcher = dispatcher
                 result = forward_backward(layer, *drawn[name][process.rank])
                 rows = slice(
@@ -140,11 +140,11 @@ def collectives() -> dict[tuple, int]:
         share, group = EXPERTS // process.world_size, dist.group.WORLD
         assert group is not None
         for variant, dispatcher in dispatchers(process).items():
-            layer = SparseLayer(bank(torch.float32, process.rank * share, share))
+            layer = SparseLayer(bank(torch.float32, process.rank * share, share))  # pyright: ignore[reportArgumentType]
             layer.dispatcher = dispatcher
             for name in ("one token in all", "no token at all", "a rank without tokens"):
                 forward_backward(layer, *parts(SCENES[name], torch.float32)[process.rank])
-                found[variant, name] = group._get_sequence_number_for_group()
+                found[variant, name] = group._get_sequence_number_for_group()  # pyright: ignore[reportAttributeAccessIssue]
     return found
 
 

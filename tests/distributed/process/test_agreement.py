@@ -6,11 +6,12 @@ import os
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
+from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
 from world import run_ranks
 
 from moebius.distributed.layout import Layout
@@ -33,7 +34,8 @@ CONFIG = {"train": {"seed": 0, "steps": 10}, "model": {"router": {"kind": "sigmo
 
 def together(facts_of_rank, *, timeout_s=10.0, absent=(), late=()):
     """What each rank of a world of threads heard: None, or the error's text."""
-    store, heard = dist.HashStore(), [None] * len(facts_of_rank)
+    store = HashStore()
+    heard: list[Any] = [None] * len(facts_of_rank)
 
     def live(rank, facts):
         time.sleep(0.3 if rank in late else 0)
@@ -57,7 +59,7 @@ def together(facts_of_rank, *, timeout_s=10.0, absent=(), late=()):
 def test_equal_facts_pass_as_often_as_asked():
     facts = {**flat_facts("config", CONFIG), **code_facts(), **version_facts()}
     assert together([facts] * 4) == [None] * 4
-    store = dist.HashStore()
+    store = HashStore()
     for _ in range(2):
         agree("run", facts, store=store, rank=0, world_size=1, timeout_s=1)
 

@@ -101,6 +101,7 @@ def async_sums(mesh):
             dist.all_reduce(torch.zeros(1), group=mesh.world_group, async_op=True) for _ in range(5)
         ]
         for work in sums:
+            assert work is not None
             work.wait()
     else:
         dist.all_reduce(torch.zeros(1), group=mesh.world_group)

@@ -13,7 +13,7 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed import TCPStore
+from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 from world import RankFailed, run_ranks
 
 from moebius.distributed.process import process as process_module

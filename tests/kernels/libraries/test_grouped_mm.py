@@ -196,10 +196,10 @@ def test_repeats_add_up_in_one_buffer() -> None:
     x, weights, routes, grad = odd_call()
     gradients = {}
     for backend in ("reference", "grouped_mm"):
-        leaves = [w.clone().requires_grad_() for w in weights[:2]]
+        leaves = w_up, w_down = [w.clone().requires_grad_() for w in weights[:2]]
         with accumulate_weight_gradients():
             outputs = [
-                routed_mlp(x * n, *leaves, routes, activation="gelu", backend=backend)
+                routed_mlp(x * n, w_up, w_down, routes, activation="gelu", backend=backend)
                 for n in (1, 2, 3)
             ]
         gradients[backend] = torch.autograd.grad(outputs, leaves, [grad] * 3)
@@ -247,16 +247,22 @@ def test_torch_counts_the_products_of_the_door_and_no_others() -> None:
     x, weights, routes, _ = odd_call()
     counter = FlopCounterMode(display=False)
     with counter:
-        leaves = [value.requires_grad_() for value in (x, *weights[:2])]
-        routed_mlp(*leaves, routes, activation="gelu", backend="grouped_mm").sum().backward()
+        x, w_up, w_down = (value.requires_grad_() for value in (x, *weights[:2]))
+        routed_mlp(
+            x, w_up, w_down, routes, activation="gelu", backend="grouped_mm"
+        ).sum().backward()
     assert counter.get_total_flops() == 3 * 2 * 130 * 4 * (41 * 13 + 13 * 42)
 
 
 def test_it_compiles_into_one_graph() -> None:
     x, weights, routes, grad = odd_call()
     leaves = [value.requires_grad_() for value in (x, *weights[:2])]
-    call = partial(routed_mlp, routes=routes, activation="gelu", backend="grouped_mm")
-    compiled = torch.compile(lambda *leaves: call(*leaves) + 1, backend="aot_eager", fullgraph=True)
+    call: Callable[..., Tensor] = partial(
+        routed_mlp, routes=routes, activation="gelu", backend="grouped_mm"
+    )
+    compiled: Callable[..., Tensor] = torch.compile(
+        lambda *leaves: call(*leaves) + 1, backend="aot_eager", fullgraph=True
+    )
     ours, expected = compiled(*leaves), call(*leaves) + 1
     assert torch.equal(ours, expected)
     gradients = (torch.autograd.grad(y, leaves, grad) for y in (ours, expected))

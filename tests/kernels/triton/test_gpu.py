@@ -63,10 +63,10 @@ def make_problem(case: Case, activation: str, dtype: torch.dtype, *, biased: boo
         signs = torch.ones(w_up.shape[2])
         signs[::3] = -1
         x, w_up = x.abs() + 0.1, (w_up.abs() + 0.1) * signs
-    biases = (
+    b_up, b_down = (
         None if bias is None else bias.cuda().to(dtype) for bias in (bank.b_up_EW, bank.b_down_EO)
     )
-    bank = MLPBank(w_up.cuda().to(dtype), w_down.cuda().to(dtype), *biases, activation)
+    bank = MLPBank(w_up.cuda().to(dtype), w_down.cuda().to(dtype), b_up, b_down, activation)
     return grad.cuda().to(dtype), x.cuda().to(dtype), bank, on_gpu(routes)
 
 

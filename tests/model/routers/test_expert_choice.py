@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 from informed import informed_gradient_fraction
+from parts import layers
 from sparse_layer import make_layer, make_model, rows, temporal_leak
 from torch import Tensor
 
 from moebius.model.config import ModelConfig
 from moebius.model.layers import activate
-from moebius.model.moe import SparseFeedForward
 from moebius.model.routers.expert_choice import ExpertChoiceConfig
 from moebius.model.routers.router import Promises
 
@@ -24,9 +24,7 @@ GROUPED = {
 FLAT = {"kind": "expert_choice", "scope": "flat", "mean_experts": 1.0}
 
 
-def loop(
-    layer: SparseFeedForward, x_BSD: Tensor, groups: list[list[tuple[int, int]]], taken: int
-) -> Tensor:
+def loop(layer: Any, x_BSD: Tensor, groups: list[list[tuple[int, int]]], taken: int) -> Tensor:
     """One group and one expert at a time: sort the members by probability, take the first ones."""
     out, bank = torch.zeros_like(x_BSD), layer.sparse.experts
     for group in groups:
@@ -107,7 +105,7 @@ def test_flat_choice_reads_the_future_and_grouped_choice_does_not() -> None:
     for router, causal in ((GROUPED, True), (FLAT, False)):
         layer, model = make_layer(router), make_model(router)
         with torch.no_grad():
-            model.group[0].feed_forward.router.weight.normal_(
+            layers(model)[0].feed_forward.router.weight.normal_(
                 generator=torch.Generator().manual_seed(0)
             )
             in_layer = temporal_leak(lambda x, f=layer: f(x, x)[0], x_BSD, other_BSD, range(1, 6))

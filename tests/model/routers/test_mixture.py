@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from informed import informed_gradient_fraction
+from parts import layers
 from sparse_layer import make_layer, make_model, rows, temporal_leak
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
@@ -18,7 +19,6 @@ from moebius.model.config import ModelConfig
 from moebius.model.feed_forward_config import ExpertsConfig
 from moebius.model.initialise import draw, initialise, normal
 from moebius.model.layers import activate
-from moebius.model.moe import SparseFeedForward
 from moebius.model.routers.mixture import TokenMixingConfig, TokenMixingRouter
 from moebius.model.routers.router import Promises
 from moebius.model.routers.table import ROUTER
@@ -30,19 +30,19 @@ MOT = {"kind": "mixture_of_tokens", "sequences_per_group": 4}
 SWITCH = {"kind": "token_choice", "top_k": 1}
 
 
-def mixture_of(layer: SparseFeedForward, x_BSD: Tensor) -> Mixture:
+def mixture_of(layer: Any, x_BSD: Tensor) -> Mixture:
     plan = layer.router(x_BSD.flatten(0, 1), batch_size=len(x_BSD)).plan
     assert isinstance(plan, Mixture)
     return plan
 
 
-def expert(layer: SparseFeedForward, e: int, row_D: Tensor) -> Tensor:
+def expert(layer: Any, e: int, row_D: Tensor) -> Tensor:
     bank = layer.sparse.experts
     return activate(row_D @ bank.w_up[e], bank.activation) @ bank.w_down[e]
 
 
 def loop(
-    layer: SparseFeedForward,
+    layer: Any,
     x_BSD: Tensor,
     members: list[list[tuple[int, int]]],
     config: TokenMixingConfig,
@@ -61,7 +61,7 @@ def loop(
         )
         for e in range(logits.shape[1]):
             w_merge = (logits[:, e] / merge[e]).exp() / (logits[:, e] / merge[e]).exp().sum()
-            mixed = sum(w * x_BSD[place] for w, place in zip(w_merge, group, strict=True))
+            mixed: Any = sum(w * x_BSD[place] for w, place in zip(w_merge, group, strict=True))
             answer = expert(layer, e, mixed)
             for m, place in enumerate(group):
                 if config.emit == "softmax_over_experts":
@@ -72,7 +72,7 @@ def loop(
     return out
 
 
-def temperature(layer: SparseFeedForward, config: TokenMixingConfig, name: str) -> Tensor:
+def temperature(layer: Any, config: TokenMixingConfig, name: str) -> Tensor:
     learned = getattr(layer.router, name)
     value = torch.ones(6, dtype=torch.float64) if learned is None else learned.expand(6)
     return config.temperature * (
@@ -230,7 +230,7 @@ def test_every_logit_learns_from_its_expert() -> None:
     assert informed_gradient_fraction(make_layer(SWITCH), x_BSD) == pytest.approx(1 / 6)
 
 
-def largest_jump(layer: SparseFeedForward, x_BSD: Tensor, steps: int) -> float:
+def largest_jump(layer: Any, x_BSD: Tensor, steps: int) -> float:
     """Of any output while the router's weight moves along a line, in so many steps."""
     start = layer.router.weight.detach().clone()
     line = (
@@ -286,7 +286,7 @@ def test_matched_experts_cost_a_dense_layer_and_mixing_6de(granularity: int) -> 
             ),
             backend="segments",
         )
-        layer: SparseFeedForward = model.group[0].feed_forward  # pyright: ignore[reportAssignmentType]
+        layer = layers(model)[0].feed_forward
         x_BSD = torch.zeros(group, 4, d_model)
         with FlopCounterMode(display=False) as counter:
             layer(x_BSD, x_BSD)
@@ -331,7 +331,7 @@ def test_what_a_group_of_one_would_do() -> None:
     """
     router = {"kind": "mixture_of_tokens", "sequences_per_group": 32}
     changes = {"d_model": 64, "initialisation.kind": "scaled"}
-    layer = make_model(router, changes, num_experts=32, d_expert=256).group[0].feed_forward
+    layer = layers(make_model(router, changes, num_experts=32, d_expert=256))[0].feed_forward
     x_BSD = torch.randn(32, 4, 64, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         grouped = layer(x_BSD, x_BSD)[0]
@@ -480,7 +480,7 @@ def test_starting_values_are_the_papers() -> None:
         num_experts=64,
     )
     initialise(model, 0)
-    layer = model.group[0].feed_forward
+    layer = layers(model)[0].feed_forward
     for value, fan_in in (
         (layer.router.weight, 64),
         (layer.sparse.experts.w_up, 64),

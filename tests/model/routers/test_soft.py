@@ -2,28 +2,30 @@
 within a sequence only.
 """
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
 from informed import informed_gradient_fraction
+from parts import layers
 from sparse_layer import make_layer, make_model, rows, temporal_leak
 from torch import Tensor
 
 from moebius.model.config import ModelConfig
 from moebius.model.layers import activate
-from moebius.model.moe import SparseFeedForward
 from moebius.model.routers.router import Promises
 from moebius.model.routing import Mixture
 
 SOFT = {"kind": "soft_moe", "slots_per_expert": 2}
 
 
-def expert(layer: SparseFeedForward, e: int, row_D: Tensor) -> Tensor:
+def expert(layer: Any, e: int, row_D: Tensor) -> Tensor:
     bank = layer.sparse.experts
     return activate(row_D @ bank.w_up[e], bank.activation) @ bank.w_down[e]
 
 
-def loop(layer: SparseFeedForward, x_BSD: Tensor) -> Tensor:
+def loop(layer: Any, x_BSD: Tensor) -> Tensor:
     """One sequence, one slot and one token at a time."""
     slots, out = layer.router.weight, []
     for x_SD in x_BSD:
@@ -115,7 +117,7 @@ def test_every_logit_learns_from_its_expert() -> None:
 
 
 def test_it_starts_with_unit_scale_and_lecun_slots() -> None:
-    router = make_model(SOFT, {"d_model": 256}, num_experts=32).group[0].feed_forward.router
+    router = layers(make_model(SOFT, {"d_model": 256}, num_experts=32))[0].feed_forward.router
     assert router.scale.item() == 1.0
     assert router.weight.shape == (64, 256)
     assert router.weight.std().item() == pytest.approx(256**-0.5, rel=0.05)
@@ -133,4 +135,5 @@ def test_slots_must_be_given_and_the_look_ahead_allowed() -> None:
     config = ModelConfig.from_dotted(
         {"feed_forward.router": SOFT, "feed_forward.allow_future_leak": True}
     )
-    assert config.feed_forward.router.active_experts(16, 64) == 0.5
+    assert config.experts is not None
+    assert config.experts.router.active_experts(16, 64) == 0.5

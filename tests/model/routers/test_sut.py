@@ -6,10 +6,12 @@ from the formulas.
 """
 
 import math
+from typing import Any, Literal
 
 import pytest
 import torch
 import torch.nn.functional as F
+from parts import layers
 from pydantic import ValidationError
 from torch import Tensor
 
@@ -39,6 +41,8 @@ TINY = ModelConfig(
     initialisation=InitialisationConfig(kind="sut"),
 )
 HALTING = {"loss": 0.05, "threshold": 0.9}
+
+Sign = Literal["corrected", "as_published"]
 
 
 def config(changes: dict) -> ModelConfig:
@@ -74,7 +78,8 @@ class Oracle:
     """
 
     def __init__(self, model: Transformer) -> None:
-        self.c, self.w = model.config, dict(model.named_parameters())
+        config: Any = model.config  # every part is the one that a SUT has
+        self.c, self.w = config, dict(model.named_parameters())
         self.seen: dict[str, list[tuple[Tensor, Tensor]]] = {"attention": [], "feed_forward": []}
 
     def norm(self, x: Tensor, name: str) -> Tensor:
@@ -172,7 +177,7 @@ class Oracle:
         v = {t: torch.ones((), dtype=y.dtype) for t in tokens}
         a = {t: torch.zeros_like(y[t]) for t in tokens}
         d = {t: torch.zeros((), dtype=y.dtype) for t in tokens}
-        steps = []
+        steps: list[Tensor] = []
         for step in range(1, self.c.num_layers):
             w = {}
             for t in tokens:
@@ -186,8 +191,12 @@ class Oracle:
                 y.shape
             )
             depth = depth + (weight > 0)
-            steps.append(sum(d[t] + w[t] * step for t in tokens) / len(tokens))
-        return s, steps[-1] if self.c.halting.loss_sum == "last" else sum(steps), depth
+            steps.append(torch.stack([d[t] + w[t] * step for t in tokens]).sum() / len(tokens))
+        return (
+            s,
+            steps[-1] if self.c.halting.loss_sum == "last" else torch.stack(steps).sum(),
+            depth,
+        )
 
     def information(self, block: str) -> Tensor:
         p, q = (torch.stack(parts) for parts in zip(*self.seen[block], strict=True))
@@ -195,7 +204,7 @@ class Oracle:
         rows = p.numel() if published and self.c.halting is None else q.sum()
         q = q / rows
         conditional = -sum(q[n] * (p[n] * p[n].log()).sum() for n in range(len(p)))
-        mean = sum(q[n] * p[n] for n in range(len(p)))
+        mean: Any = sum(q[n] * p[n] for n in range(len(p)))
         marginal = -(mean * mean.log()).sum()
         return conditional + marginal if published else conditional - marginal
 
@@ -204,7 +213,7 @@ class Oracle:
 @pytest.mark.parametrize("sign", ["corrected", "as_published"])
 @pytest.mark.parametrize("loss_sum", [None, "last", "all"])
 def test_the_model_equals_the_loop_in_values_and_in_every_gradient(
-    loss_sum: str, sign: str, backend: str
+    loss_sum: str, sign: Sign, backend: str
 ) -> None:
     halting = None if loss_sum is None else HALTING | {"loss_sum": loss_sum}
     model = make(
@@ -223,10 +232,11 @@ def test_the_model_equals_the_loop_in_values_and_in_every_gradient(
         assert served_L[-1] > 0
         assert output.auxiliary["depth"].mean() == pytest.approx(depth.item())
     parameters = dict(model.named_parameters())
+    leaves = list(parameters.values())
     ours = torch.autograd.grad(
-        output.logits_BSV.square().sum() + output.regularisation_B.mean(), parameters.values()
+        output.logits_BSV.square().sum() + output.regularisation_B.mean(), leaves
     )
-    expected = torch.autograd.grad(logits.square().sum() + regularisation, parameters.values())
+    expected = torch.autograd.grad(logits.square().sum() + regularisation, leaves)
     for name, our, their in zip(parameters, ours, expected, strict=True):
         torch.testing.assert_close(
             our, their, rtol=1e-10, atol=1e-10, msg=lambda m, n=name: f"{n}: {m}"
@@ -242,7 +252,7 @@ def test_halved_sticks_cost_exactly_4_03125_over_6_steps_and_0_96875_at_the_last
 
 def test_at_the_start_every_token_is_skipped_from_depth_step_10_on_and_asks_no_expert() -> None:
     model = make(config({"num_layers": 18, "halting": {}}))
-    layer, asked = model.group[0], {}
+    layer, asked = layers(model)[0], {}
     for name, sparse in {
         "query": layer.attention.query,
         "output": layer.attention.output,
@@ -307,7 +317,7 @@ def test_no_position_sees_its_future_and_no_sequence_another(halting: dict | Non
         assert not torch.allclose(after[1, cut], before[1, cut])
 
 
-def information(logits_TE: Tensor, sign: str, weight_T: Tensor | None) -> float:
+def information(logits_TE: Tensor, sign: Sign, weight_T: Tensor | None) -> float:
     router = SutRouter(
         SutConfig(mi_sign=sign),
         3,
@@ -347,6 +357,7 @@ def test_drawn_experts_follow_their_probabilities_beside_the_best_in_training_on
     )
     with torch.no_grad():
         router.hidden.weight.copy_(torch.eye(6))
+        assert router.hidden.bias is not None
         router.hidden.bias.zero_()
         router.output.weight.copy_(torch.eye(4, 6))
     x_TD = torch.atanh(torch.tensor([0.9, 0.1, -0.5, -0.9, 0, 0])).repeat(20_000, 1)
@@ -369,8 +380,8 @@ def test_drawn_experts_follow_their_probabilities_beside_the_best_in_training_on
 
 def test_attention_draws_its_experts_only_where_asked() -> None:
     model = make(config({"attention.sampled": 1}))
-    assert model.group[0].attention.router.config.sampled == 1
-    assert model.group[0].feed_forward.router.config.sampled == 0
+    assert layers(model)[0].attention.router.config.sampled == 1
+    assert layers(model)[0].feed_forward.router.config.sampled == 0
     tokens = some_tokens(2, 8)
     torch.manual_seed(1)
     first = model(tokens).logits_BSV

@@ -19,6 +19,7 @@ from moebius.data_pipeline.config import DataConfig
 from moebius.model.attention_config import SwitchHeadConfig
 from moebius.model.config import ModelConfig
 from moebius.model.feed_forward_config import ExpertsConfig
+from moebius.model.recompute import Recompute
 from moebius.model.routers.sigmoid import SigmoidConfig
 from moebius.model.routing import Routes
 from moebius.train.config import CheckpointConfig, Config, MeshConfig, TrainConfig
@@ -46,7 +47,7 @@ MODEL = ModelConfig(
 )
 
 
-def make_config(data: Path, *, record: int, recompute: str = "none", ep: int = 2) -> Config:
+def make_config(data: Path, *, record: int, recompute: Recompute = "none", ep: int = 2) -> Config:
     return Config(
         model=MODEL,
         data=DataConfig(

@@ -44,7 +44,7 @@ def test_tiles_cover_every_row_of_every_expert(counts: list[int], least: int) ->
         for tile in range(max(-(-count // 32), least))
     ]
     found = zip(table.expert_L.tolist(), table.first_L.tolist(), table.slot_L.tolist(), strict=True)
-    later = 0
+    later, entry = 0, -1
     for entry, (expert, first, slot) in enumerate(found):
         if entry >= len(tiles):
             assert expert == -1
