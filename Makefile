@@ -32,10 +32,17 @@ kernels: $(VENV)/.installed-cluster $(VENV)/.installed-test  ## compile every Tr
 mutants: $(VENV)/.installed-cluster $(VENV)/.installed-test  ## break the code in places and see that the tests notice
 	$(BIN)/python tests/mutants.py
 
-lint: $(VENV)/.installed-cluster $(VENV)/.installed-export $(VENV)/.installed-lint  ## check format, style and types
+lint: $(VENV)/.installed-cluster $(VENV)/.installed-test $(VENV)/.installed-lint build/types/moebius  ## check format, style and types
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/basedpyright --pythonpath $(BIN)/python
+	$(BIN)/basedpyright --pythonpath $(BIN)/python --project tests/pyrightconfig.json
+
+# The checker does not see an editable install. By this link it finds the package `moebius` for the files outside of it,
+# whatever the checkout's folder is called.
+build/types/moebius:
+	mkdir -p $(@D)
+	ln -s ../.. $@
 
 docs: $(VENV)/.installed-docs  ## build the documentation's site into build/site; a dead link or a warning is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
