@@ -324,7 +324,7 @@ def test_attention_experts_can_be_dropped_in_training_only() -> None:
     for name, which in (("all", config), ("some", dropping)):
         model = Transformer(which)
         initialise(model, 0)
-        router = model.group[0].attention.value_router
+        router = layers(model)[0].attention.value_router
         torch.manual_seed(0)
         x_TD = model.embedding.detach()[tokens.flatten()]
         chosen[name] = [router.train(mode).choose_per_head(x_TD)[0] for mode in (True, False)]

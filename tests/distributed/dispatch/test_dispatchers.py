@@ -874,10 +874,10 @@ def gradients_by_differences() -> dict[str, bool]:
         generator = torch.Generator().manual_seed(process.rank)
         w_up = torch.randn(2, 3, 4, dtype=torch.float64, generator=generator)
         w_down = torch.randn(2, 4, 3, dtype=torch.float64, generator=generator)
-        experts = torch.tensor([[0, 3], [2, 1], [3, 2]])
+        chosen = torch.tensor([[0, 3], [2, 1], [3, 2]])
         x = torch.randn(3, 3, dtype=torch.float64, generator=generator, requires_grad=True)
         weights = torch.rand(6, dtype=torch.float64, generator=generator, requires_grad=True)
-        routes = token_routes(experts, weights.view(3, 2), num_experts=4)
+        routes = token_routes(chosen, weights.view(3, 2), num_experts=4)
 
         def experts(x_UD: Tensor, routes: Routes) -> Tensor:
             return routed_mlp(x_UD, w_up, w_down, routes, activation="silu", backend="reference")

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from moebius.model.attention_config import DenseAttentionConfig
-from moebius.model.config import ModelConfig
+from moebius.model.config import ModelConfig, ScaledInitialisationConfig
 from moebius.model.feed_forward_config import ExpertsConfig
 from moebius.model.initialise import draw, initialise, normal
 from moebius.model.layers import activate
@@ -460,6 +460,7 @@ def test_the_read_out_is_as_published(name: str) -> None:
     assert model.final_norm is None
     assert model.head.bias is None
     weight = draw("head.weight", model.head.weight, seed=0)
+    assert isinstance(config.initialisation, ScaledInitialisationConfig)
     scale = config.initialisation.scale
     assert weight.std().item() == pytest.approx(math.sqrt(scale / config.d_model), rel=0.02)
     assert weight.abs().max() <= 2 * scale

@@ -510,8 +510,9 @@ def test_the_loss_over_first_choices_is_the_published_formula() -> None:
 
 
 def test_the_released_x_moe_is_as_released() -> None:
-    router = RECIPES["x_moe_torchscale"]().model.experts.router
+    x_moe: Any = RECIPES["x_moe_torchscale"]().model.experts
+    router = x_moe.router
     assert (router.drop_order, router.capacity_rounding) == ("slot_major", "rows")
     assert (router.balance_choices, router.capacity_factor) == ("first", 1.0)
-    published = RECIPES["mh_moe"]().model.experts
+    published: Any = RECIPES["mh_moe"]().model.experts
     assert (published.router.kind, published.router.top_k, published.sub_tokens) == ("cosine", 2, 4)
