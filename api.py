@@ -7,8 +7,8 @@
     print(trained.generate("Once upon a time"))
     print(trained.score("the band closes upon itself"))
 
-It stands on the top floor beside the command line and does the same with the same parts. The package
-imports it when one of its names is first used, so `import moebius` alone costs no torch.
+It stands on the top floor beside the command line and does the same with the same parts. The
+package imports it when one of its names is first used, so `import moebius` alone costs no torch.
 """
 
 import json
@@ -62,7 +62,7 @@ class LoadedModel:
         Args:
             num_tokens: how many tokens to write.
             temperature: of the sampling; 0 takes the most likely token each time.
-            seed: of the sampling, and of the group context of a model that routes sequences together.
+            seed: of the sampling, and of the group context where sequences are routed together.
 
         Raises:
             ValueError: an empty prompt, or a model that cannot write.

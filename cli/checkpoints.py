@@ -88,9 +88,7 @@ def _add_reshard(actions: Commands) -> None:
         "reshard",
         _reshard,
         text,
-        examples=[
-            "ckpt reshard runs/mine --out runs/mine-ep4/checkpoints/step_00002000 --world-size 8 --ep 4"
-        ],
+        examples=["ckpt reshard runs/mine --out resharded --world-size 8 --ep 4"],
     )
     _add_checkpoint_argument(parser, "RUN without --step: its newest checkpoint")
     _add_out_argument(parser)

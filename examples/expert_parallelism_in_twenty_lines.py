@@ -3,9 +3,9 @@
     python examples/expert_parallelism_in_twenty_lines.py
 
 Two ranks are two processes on this CPU. Each has its own tokens and half of the experts: a token
-travels to the rank that holds its expert, is computed there, and its result travels back. What comes
-out is compared with a loop over tokens in one process that holds all experts. moebius does the same
-(distributed/dispatch/alltoall.py), with gradients, in chunks that overlap with the computation; its
+travels to the rank that holds its expert, is computed there, and its result travels back. What
+comes out is compared with a loop over tokens in one process that holds all experts. moebius does
+the same (distributed/dispatch/alltoall.py), with gradients, in chunks that overlap with the computation; its
 default sends a token once per rank instead of once per expert (dedup.py beside it).
 
 Legend: T tokens of a rank, D width, F hidden, E experts, e experts of a rank, K experts per token,

@@ -3,8 +3,8 @@
     python examples/look_inside_a_router.py [RUN] [--text "…"]
 
 Shows for every token of a text the experts of the feed-forward that the router chose, the likeliest
-first, and how evenly all of them are used. Without a run folder the model is an untrained MoEUT: its
-choices are those of chance, and a trained model's are not.
+first, and how evenly all of them are used. Without a run folder the model is an untrained MoEUT:
+its choices are those of chance, and a trained model's are not.
 
 Legend: T rows (one per token of the text), E experts, N routes.
 """

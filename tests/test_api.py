@@ -1,4 +1,4 @@
-"""What `import moebius` offers to Python: a recipe, its model, a run, and the trained model back."""
+"""What `import moebius` offers to Python: a recipe, its model, a run, the trained model back."""
 
 import json
 import sys
