@@ -7,12 +7,14 @@ experts of a head.
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from .attention_config import AttentionConfig, SwitchHeadConfig
+from .attention_base import Attention
+from .attention_config import SwitchHeadConfig
 from .cache import LayerCache
 from .config import ModelConfig
 from .experts import ExpertLinears
+from .halting import Unhalted
 from .initialise import Initializer, Initializers
 from .layers import Linear, RotaryTable, rotate
 from .moe import SparseLayer
@@ -22,22 +24,17 @@ from .routers.sigmoid import SigmoidConfig, SigmoidRouter
 from .routing import Routing, head_to_token_routes, token_to_head_routes
 
 
-class Attention(nn.Module):
-    """Queries and keys, which every variant here has dense; V and O are the subclass's.
+class RotaryAttention(Attention):
+    """Dense queries and keys with rotary positions; V and O are the subclass's.
 
     The scale C^(−1/2) is split over q and k, which keeps low-precision products in range.
     """
 
     def __init__(self, config: ModelConfig, *, init: Initializer) -> None:
-        super().__init__()
-        self.config: AttentionConfig = config.attention
-        width = self.config.num_heads * self.config.d_head
+        super().__init__(config.attention)
+        width = self.num_heads * self.d_head
         self.query = Linear(config.d_model, width, init=init)
         self.key = Linear(config.d_model, width, init=init)
-
-    def routers(self) -> dict[str, Router]:
-        """The routers inside, by the kind under which their routings are reported."""
-        return {}
 
     def attend(
         self, n_BSD: Tensor, v_BHSC: Tensor, cache: LayerCache | None, rotary: RotaryTable
@@ -48,12 +45,11 @@ class Attention(nn.Module):
         their absolute positions (`rotary`, of the new ones), and every new query sees the whole
         past.
         """
-        config = self.config
         past, new = (0 if cache is None else cache.length), n_BSD.shape[1]
         n_BSD = n_BSD.to(
             self.query.weight.dtype
         )  # once for both products, which keep it for the backward pass
-        scale = config.d_head**-0.25
+        scale = self.d_head**-0.25
         q_BHSC = rotate(self._heads(self.query(n_BSD)) * scale, rotary)
         k_BHSC = rotate(self._heads(self.key(n_BSD)) * scale, rotary)
         v_BHSC = v_BHSC.to(q_BHSC.dtype)
@@ -64,11 +60,8 @@ class Attention(nn.Module):
         visible = torch.ones(new, past + new, dtype=torch.bool, device=n_BSD.device).tril(past)
         return F.scaled_dot_product_attention(q_BHSC, k_BHSC, v_BHSC, attn_mask=visible, scale=1.0)
 
-    def _heads(self, x_BSW: Tensor) -> Tensor:
-        return x_BSW.unflatten(-1, (self.config.num_heads, self.config.d_head)).transpose(1, 2)
 
-
-class SwitchHead(Attention):
+class SwitchHead(RotaryAttention):
     """V and O are mixtures of experts, one independent mixture per head (arXiv 2312.07987, eq. 7 to
     10).
 
@@ -110,11 +103,19 @@ class SwitchHead(Attention):
         return {"value": self.value_router, "output": self.output_router}
 
     def forward(
-        self, value_input_BSD: Tensor, n_BSD: Tensor, cache: LayerCache | None, rotary: RotaryTable
+        self,
+        value_input_BSD: Tensor,
+        n_BSD: Tensor,
+        *,
+        rotary: RotaryTable | None,
+        cache: LayerCache | None = None,
+        unhalted: Unhalted | None = None,
     ) -> tuple[Tensor, dict[str, Routing]]:
-        """(B, S, D) to (B, S, D), with the routings of V and O."""
+        """Attends with the experts of V and O that each head's routers choose."""
+        assert rotary is not None
+        assert unhalted is None, "only MoMHA knows of tokens that have halted"
         batch, length, _ = n_BSD.shape
-        heads, channels = self.config.num_heads, self.config.d_head
+        heads, channels = self.num_heads, self.d_head
         n_TD = n_BSD.flatten(0, 1)
         experts_THK, weights_THK, value_logits = self.value_router.choose_per_head(n_TD)
         value_routes = token_to_head_routes(experts_THK, weights_THK, num_experts=self.num_experts)
@@ -131,7 +132,7 @@ class SwitchHead(Attention):
         return y_TD.view(batch, length, -1), routings
 
 
-class DenseAttention(Attention):
+class DenseAttention(RotaryAttention):
     """Dense V and O; for SwitchHead with one expert per head a sigmoid of the normalised row
     multiplies each head's result.
 
@@ -152,9 +153,17 @@ class DenseAttention(Attention):
         )
 
     def forward(
-        self, value_input_BSD: Tensor, n_BSD: Tensor, cache: LayerCache | None, rotary: RotaryTable
+        self,
+        value_input_BSD: Tensor,
+        n_BSD: Tensor,
+        *,
+        rotary: RotaryTable | None,
+        cache: LayerCache | None = None,
+        unhalted: Unhalted | None = None,
     ) -> tuple[Tensor, dict[str, Routing]]:
-        """(B, S, D) to (B, S, D); no routings."""
+        """Attends, and routes nothing."""
+        assert rotary is not None
+        assert unhalted is None, "only MoMHA knows of tokens that have halted"
         same_input = value_input_BSD is n_BSD
         n_BSD = n_BSD.to(self.query.weight.dtype)  # once for all products, which keep it
         v_BHSC = self._heads(self.value(n_BSD if same_input else value_input_BSD))
@@ -164,9 +173,7 @@ class DenseAttention(Attention):
         return self.output(attended_BSHC.flatten(2)), {}
 
 
-def make_attention(
-    config: ModelConfig, initializers: Initializers, *, backend: str
-) -> SwitchHead | DenseAttention | MoMHA:
+def make_attention(config: ModelConfig, initializers: Initializers, *, backend: str) -> Attention:
     """The attention that `config` names."""
     if config.attention.kind == "momha":
         return MoMHA(config, initializers, backend=backend)

@@ -21,8 +21,9 @@ distances.
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
+from .attention_base import Attention
 from .attention_config import MoMHAConfig
 from .cache import LayerCache
 from .config import ModelConfig
@@ -30,18 +31,18 @@ from .experts import ExpertLinears
 from .feed_forward_config import ExpertsConfig
 from .halting import Unhalted
 from .initialise import Initializers, parameter, zeros
-from .layers import Linear
+from .layers import Linear, RotaryTable
 from .moe import SparseLayer
 from .routers.router import Router
 from .routers.sut import SutConfig, SutRouter
 from .routing import Routing, head_to_token_routes, token_to_head_routes
 
 
-class MoMHA(nn.Module):
+class MoMHA(Attention):
     """Experts on Q and O, one routing for both."""
 
     def __init__(self, config: ModelConfig, initializers: Initializers, *, backend: str) -> None:
-        super().__init__()
+        super().__init__(config.attention)
         assert isinstance(config.attention, MoMHAConfig)
         self.config, self.num_experts = config.attention, config.attention.num_experts
         d_model, width = config.d_model, self.config.num_heads * self.config.d_head
@@ -83,11 +84,14 @@ class MoMHA(nn.Module):
         self,
         value_input_BSD: Tensor,
         n_BSD: Tensor,
-        cache: LayerCache | None,
+        *,
+        rotary: RotaryTable | None,
+        cache: LayerCache | None = None,
         unhalted: Unhalted | None = None,
     ) -> tuple[Tensor, dict[str, Routing]]:
-        """(B, S, D) to (B, S, D), with the routing of Q and O. Tokens that have halted get 0 and
-        cost no expert.
+        """Attends with the experts of Q and O that the router chooses; positions are its own.
+
+        Tokens that have halted get 0 and cost no expert. `rotary` is not read.
         """
         batch, length, _ = n_BSD.shape
         experts_TK, weights_TK, logits_TE = self.router.choose(n_BSD.flatten(0, 1))
@@ -150,9 +154,6 @@ class MoMHA(nn.Module):
             total - new + 1
         )
         return shifted_BHKSM.masked_fill(later_SM, float("-inf"))
-
-    def _heads(self, x_BSW: Tensor) -> Tensor:
-        return x_BSW.unflatten(-1, (self.config.num_heads, self.config.d_head)).transpose(1, 2)
 
 
 def _choice(config: MoMHAConfig, experts: ExpertsConfig | None) -> SutConfig:

@@ -15,13 +15,13 @@ the loss, gradients over ranks), as in PyTorch's own bfloat16 operations, and th
 three digits of it would measure nothing.
 """
 
-from typing import Literal, overload
+from typing import Literal
 
 import torch
 from torch import Tensor
 from torch.func import functional_call
 
-from .transformer import ModelLoss, ModelOutput, Transformer
+from .transformer import ModelOutput, Transformer
 
 Precision = Literal["float32", "bfloat16", "bfloat16_only"]
 
@@ -53,19 +53,11 @@ def store_in(model: Transformer, dtype: torch.dtype) -> None:
     model.casts_weights = False
 
 
-@overload
-def forward_in(model: Transformer, dtype: torch.dtype, tokens_BS: Tensor) -> ModelOutput: ...
-@overload
-def forward_in(
-    model: Transformer, dtype: torch.dtype, tokens_BS: Tensor, *, targets_BS: Tensor
-) -> ModelLoss: ...
 def forward_in(
     model: Transformer, dtype: torch.dtype, tokens_BS: Tensor, *, targets_BS: Tensor | None = None
-) -> ModelOutput | ModelLoss:
-    """model(tokens), or with targets their loss, with matrix products in `dtype`; float32 is the
-    model as it stands.
-    """
-    targets = {} if targets_BS is None else {"targets_BS": targets_BS}
+) -> ModelOutput:
+    """Runs the model with its matrix products in `dtype`; float32 is the model as it stands."""
+    targets = {"targets_BS": targets_BS}
     if dtype == torch.float32 or not model.casts_weights:
         return model(tokens_BS, **targets)
     return functional_call(model, cast_weights(model, dtype), (tokens_BS,), targets)

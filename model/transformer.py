@@ -44,8 +44,13 @@ from .routing import Routing
 
 
 @dataclass(frozen=True)
-class Routed:
-    """What the routers of all depth steps did."""
+class ModelOutput:
+    """What one forward pass yields: logits, or with targets the loss, and what the routers did."""
+
+    # (B, S, V) float32: the next token's logits; with targets a scalar: their cross-entropy, nats,
+    # summed over all positions, without the logits, which never exist all at once
+    # (model/head_loss.py)
+    read_out: Tensor
 
     # float32, per sequence: all auxiliary losses with their coefficients; zero in evaluation mode
     regularisation_B: Tensor
@@ -59,21 +64,17 @@ class Routed:
         str, Tensor
     ]  # detached: what `after_step` is to be told, once summed over the whole step
 
+    @property
+    def logits_BSV(self) -> Tensor:
+        """The next token's logits at every position, of a pass without targets."""
+        assert self.read_out.ndim == 3, "a pass with targets has a loss and no logits"
+        return self.read_out
 
-@dataclass(frozen=True)
-class ModelOutput(Routed):
-    """Logits, and what the routers did."""
-
-    logits_BSV: Tensor
-
-
-@dataclass(frozen=True)
-class ModelLoss(Routed):
-    """The loss without the logits, which never exist all at once (model/head_loss.py), and what the
-    routers did.
-    """
-
-    cross_entropy: Tensor  # scalar: the sum over all positions, nats
+    @property
+    def cross_entropy(self) -> Tensor:
+        """The targets' cross-entropy in nats, summed over all positions: a scalar."""
+        assert self.read_out.ndim == 0, "only a pass with targets has a loss"
+        return self.read_out
 
 
 class Layer(nn.Module):
@@ -121,15 +122,24 @@ class Layer(nn.Module):
     def forward(
         self,
         x_BSD: Tensor,
-        cache: LayerCache | None,
+        *,
         rotary: RotaryTable | None,
+        cache: LayerCache | None = None,
         unhalted: Unhalted | None = None,
     ) -> tuple[Tensor, dict[str, RouterReport]]:
-        """(B, S, D) to (B, S, D), both in the residual's dtype. Only MoMHA takes no `rotary`, and only the layer
-        of SUT takes `unhalted`.
+        """Computes one depth step, (B, S, D) to (B, S, D), both in the residual's dtype.
+
+        Args:
+            x_BSD: the residual stream.
+            rotary: cosine and sine of the new positions; None where attention has its own.
+            cache: of this depth step.
+            unhalted: which tokens still compute; of SUT's layer only.
+
+        Returns:
+            The residual stream after it, and what the routers report, by their kind.
         """
         if self.recompute == "none" or cache is not None or not torch.is_grad_enabled():
-            return self._step(x_BSD, cache, rotary, unhalted)
+            return self._step(x_BSD, rotary, cache, unhalted)
         halting = () if unhalted is None else (unhalted.memory_BSD, unhalted.weight_BS)
         return run_recomputed(
             self.recompute, self, partial(self._cacheless, rotary), x_BSD, *halting
@@ -138,23 +148,23 @@ class Layer(nn.Module):
     def _cacheless(
         self, rotary: RotaryTable | None, x_BSD: Tensor, *halting: Tensor
     ) -> tuple[Tensor, dict[str, RouterReport]]:
-        return self._step(x_BSD, None, rotary, Unhalted(*halting) if halting else None)
+        return self._step(x_BSD, rotary, None, Unhalted(*halting) if halting else None)
 
     def _step(
         self,
         x_BSD: Tensor,
-        cache: LayerCache | None,
         rotary: RotaryTable | None,
+        cache: LayerCache | None,
         unhalted: Unhalted | None,
     ) -> tuple[Tensor, dict[str, RouterReport]]:
-        halting = () if unhalted is None else (unhalted,)
-        positions = () if rotary is None else (rotary,)
         n_BSD, values_BSD = self._inputs(x_BSD, self.attention_norm)
-        y_BSD, routings = self.attention(values_BSD, n_BSD, cache, *positions, *halting)
+        y_BSD, routings = self.attention(
+            values_BSD, n_BSD, rotary=rotary, cache=cache, unhalted=unhalted
+        )
         x_BSD = self._add(x_BSD, y_BSD, self.attention_norm)
         n_BSD, values_BSD = self._inputs(x_BSD, self.feed_forward_norm)
         if isinstance(self.feed_forward, SparseFeedForward):
-            y_BSD, routings["feed_forward"] = self.feed_forward(values_BSD, n_BSD, *halting)
+            y_BSD, routings["feed_forward"] = self.feed_forward(values_BSD, n_BSD, unhalted)
         else:
             y_BSD = self.feed_forward(values_BSD)
         return self._add(x_BSD, y_BSD, self.feed_forward_norm), self._reports(
@@ -225,8 +235,8 @@ class Transformer(nn.Module):
         cache: list[LayerCache] | None = None,
         *,
         targets_BS: Tensor | None = None,
-    ) -> ModelOutput | ModelLoss:
-        """Next-token logits of every position; with targets their cross-entropy.
+    ) -> ModelOutput:
+        """Computes the next token's logits at every position; with targets their cross-entropy.
 
         Args:
             tokens_BS: int64, 0 … V−1. With a cache, only the positions that are new.
@@ -238,9 +248,10 @@ class Transformer(nn.Module):
         rotary = self._rotary(x_BSD, past)
         reports: list[dict[str, RouterReport]] = []
 
-        def apply(step: int, x_BSD: Tensor, *unhalted: Unhalted) -> Tensor:
+        def apply(step: int, x_BSD: Tensor, unhalted: Unhalted | None = None) -> Tensor:
             layer = self.group[self.config.schedule[step]]
-            x_BSD, report = layer(x_BSD, None if cache is None else cache[step], rotary, *unhalted)
+            past_keys = None if cache is None else cache[step]
+            x_BSD, report = layer(x_BSD, rotary=rotary, cache=past_keys, unhalted=unhalted)
             reports.append(report)
             return x_BSD
 
@@ -254,12 +265,15 @@ class Transformer(nn.Module):
                     x_BSD = apply(step, x_BSD)
         if self.final_norm is not None:
             x_BSD = self.final_norm(x_BSD)
-        read_out = self.head(x_BSD) if targets_BS is None else self.head(x_BSD, targets_BS)
+        read_out = self.head(x_BSD, targets_BS)
         regularisation_B, auxiliary, carried = self._losses(reports, halted, tokens_BS)
-        routed = Routed(regularisation_B, auxiliary, collect_loads(reports), carried)
-        if targets_BS is None:
-            return ModelOutput(**vars(routed), logits_BSV=read_out.to(wide_dtype(read_out)))
-        return ModelLoss(**vars(routed), cross_entropy=read_out)
+        return ModelOutput(
+            read_out=read_out.to(wide_dtype(read_out)),
+            regularisation_B=regularisation_B,
+            auxiliary=auxiliary,
+            loads=collect_loads(reports),
+            carried=carried,
+        )
 
     def new_cache(self) -> list[LayerCache]:
         """An empty cache: one entry per depth step, not per layer, for a shared layer sees new keys
@@ -310,7 +324,7 @@ class Transformer(nn.Module):
         return x_BSD
 
     def _rotary(self, x_BSD: Tensor, past: int) -> RotaryTable | None:
-        """Once for all depth steps."""
+        """Returns the table of the new positions, once for all depth steps."""
         attention = self.config.attention
         if attention.kind == "momha":
             return None

@@ -11,13 +11,13 @@ from typing import Protocol
 from torch import Tensor
 
 from ..model.balance import DepthLoad
-from ..model.transformer import ModelLoss
+from ..model.transformer import ModelOutput
 
 
 class Forward(Protocol):
     """A forward pass to the loss: a model, or one in lower precision (model/precision.py)."""
 
-    def __call__(self, tokens_BS: Tensor, *, targets_BS: Tensor) -> ModelLoss:
+    def __call__(self, tokens_BS: Tensor, *, targets_BS: Tensor) -> ModelOutput:
         """Returns the loss of tokens, given those that follow them; both (B, S) int64."""
         ...
 

@@ -1,0 +1,53 @@
+"""What every attention has: one signature, heads, and routers where it has experts.
+
+Legend: B sequences, S positions, D model width, H heads, C channels of a head.
+"""
+
+from torch import Tensor, nn
+
+from .attention_config import AttentionConfig
+from .cache import LayerCache
+from .halting import Unhalted
+from .layers import RotaryTable
+from .routers.router import Router
+from .routing import Routing
+
+
+class Attention(nn.Module):
+    """Causal self-attention. A subclass builds its weights and implements `forward`."""
+
+    def __init__(self, config: AttentionConfig) -> None:
+        super().__init__()
+        self.num_heads, self.d_head = config.num_heads, config.d_head
+
+    def routers(self) -> dict[str, Router]:
+        """Returns the routers inside, by the kind under which their routings are reported."""
+        return {}
+
+    def forward(
+        self,
+        value_input_BSD: Tensor,
+        n_BSD: Tensor,
+        *,
+        rotary: RotaryTable | None,
+        cache: LayerCache | None = None,
+        unhalted: Unhalted | None = None,
+    ) -> tuple[Tensor, dict[str, Routing]]:
+        """Attends from every position to itself and those before it.
+
+        Args:
+            value_input_BSD: what values are made of; the same tensor as `n_BSD` but in peri-norm.
+            n_BSD: what queries, keys and routers read.
+            rotary: cosine and sine of the new positions, of width 0 where nothing rotates; None
+                for an attention that has positions of its own.
+            cache: keys and values of the positions before, extended in place.
+            unhalted: which tokens still compute; None: all of them.
+
+        Returns:
+            (B, S, D), and the routing of every router, by its kind.
+        """
+        raise NotImplementedError(f"{type(self).__name__} does not say how it attends")
+
+    def _heads(self, x_BSW: Tensor) -> Tensor:
+        """Splits (B, S, H·C) into heads: (B, H, S, C)."""
+        return x_BSW.unflatten(-1, (self.num_heads, self.d_head)).transpose(1, 2)
