@@ -25,7 +25,7 @@ from .routing import Routing, head_to_token_routes, token_to_head_routes
 
 
 class RotaryAttention(Attention):
-    """Dense queries and keys with rotary positions; V and O are the subclass's.
+    """Holds dense queries and keys with rotary positions; V and O are the subclass's.
 
     The scale C^(−1/2) is split over q and k, which keeps low-precision products in range.
     """
@@ -39,7 +39,7 @@ class RotaryAttention(Attention):
     def attend(
         self, n_BSD: Tensor, v_BHSC: Tensor, cache: LayerCache | None, rotary: RotaryTable
     ) -> Tensor:
-        """softmax(rope(q)·rope(k)ᵀ / √C + causal)·v for every head, (B, H, S, C).
+        """Returns softmax(rope(q)·rope(k)ᵀ / √C + causal)·v for every head, (B, H, S, C).
 
         With a cache the new positions come after the cached ones: queries and keys are rotated by
         their absolute positions (`rotary`, of the new ones), and every new query sees the whole
@@ -62,8 +62,9 @@ class RotaryAttention(Attention):
 
 
 class SwitchHead(RotaryAttention):
-    """V and O are mixtures of experts, one independent mixture per head (arXiv 2312.07987, eq. 7 to
-    10).
+    """Makes V and O mixtures of experts, one independent mixture per head (arXiv 2312.07987).
+
+    The equations are its 7 to 10.
 
     The V router decides for the key/value token ("source side"), the O router for the query token
     ("destination side"); both, with Q and K, read the normalised rows, while the V experts read
@@ -99,7 +100,7 @@ class SwitchHead(RotaryAttention):
         )
 
     def routers(self) -> dict[str, Router]:
-        """V's and O's."""
+        """Returns the routers of V and of O."""
         return {"value": self.value_router, "output": self.output_router}
 
     def forward(
@@ -133,8 +134,9 @@ class SwitchHead(RotaryAttention):
 
 
 class DenseAttention(RotaryAttention):
-    """Dense V and O; for SwitchHead with one expert per head a sigmoid of the normalised row
-    multiplies each head's result.
+    """Makes V and O dense matrices; SwitchHead with one expert per head also gates every head.
+
+    The gate is a sigmoid of the normalised row and multiplies each head's result.
 
     The gated form is what the official MoEUT release makes of one attention expert per head.
     """
@@ -174,7 +176,7 @@ class DenseAttention(RotaryAttention):
 
 
 def make_attention(config: ModelConfig, initializers: Initializers, *, backend: str) -> Attention:
-    """The attention that `config` names."""
+    """Builds the attention that `config` names."""
     if config.attention.kind == "momha":
         return MoMHA(config, initializers, backend=backend)
     if config.attention.expert_count:

@@ -14,7 +14,7 @@ from .routing import Routing
 
 
 class Attention(nn.Module):
-    """Causal self-attention. A subclass builds its weights and implements `forward`."""
+    """Attends causally; a subclass builds its weights and implements `forward`."""
 
     def __init__(self, config: AttentionConfig) -> None:
         super().__init__()

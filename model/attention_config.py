@@ -1,4 +1,4 @@
-"""What the attention of a model is: one section of its configuration, `model.attention`, by kind.
+"""What the attention of a model is: one section of its configuration, `model.attention`.
 
 Legend of the symbols in the papers: H `num_heads`, C `d_head`, N_A `num_experts` (SwitchHead's: per
 head).
@@ -21,19 +21,18 @@ from .sections import Section
 
 
 class RotaryConfig(BaseModel):
-    """Rotary positions (RoFormer, arXiv 2104.09864): queries and keys are turned by their position."""
+    """Configures rotary positions (RoFormer, arXiv 2104.09864), which rotate queries and keys."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     kind: Literal["rotary"] = "rotary"
-    width: int | None = (
-        None  # rotated channels of a head; None: half of d_head, rounded down to even
-    )
+    # rotated channels of a head; None: half of d_head, rounded down to even
+    width: int | None = None
     base: float = 10000.0
 
 
 class LearnedPositionsConfig(BaseModel):
-    """A learned vector for every position, added to the token's embedding."""
+    """Configures a learned vector for every position, added to the token's embedding."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -42,7 +41,7 @@ class LearnedPositionsConfig(BaseModel):
 
 
 class NoPositionsConfig(BaseModel):
-    """No positions: only the causal mask tells the order."""
+    """Leaves positions out: only the causal mask tells the order."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -60,7 +59,7 @@ AnyPositionsConfig = Annotated[
 
 
 class AttentionConfig(BaseModel):
-    """What all kinds of attention have: `num_heads` heads of `d_head` channels."""
+    """Describes what all kinds of attention have: `num_heads` heads of `d_head` channels."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -70,33 +69,33 @@ class AttentionConfig(BaseModel):
 
     @property
     def expert_count(self) -> int:
-        """How many experts each of the sparse layers inside has, over all heads; 0: there is none."""
+        """Returns how many experts each sparse layer inside has, over all heads; 0: none."""
         return 0
 
     @property
     def rotary_channels(self) -> int:
-        """How many channels of a head rotate."""
+        """Returns how many channels of a head rotate."""
         return 0
 
     @property
     def rotary_base(self) -> float:
-        """The base of the rotation's frequencies."""
+        """Returns the base of the rotation's frequencies."""
         return RotaryConfig().base
 
     @property
     def max_positions(self) -> int | None:
-        """How many positions the model has learned vectors for; None: it has learned none."""
+        """Returns how many positions have learned vectors; None: positions are not learned."""
         return None
 
 
 class _WithPositions(AttentionConfig):
-    """What the kinds of attention have that are told the positions from outside."""
+    """Describes what the kinds of attention have that are told the positions from outside."""
 
     positions: AnyPositionsConfig = RotaryConfig()
 
     @property
     def rotary_channels(self) -> int:
-        """How many channels of a head rotate."""
+        """Returns how many channels of a head rotate."""
         if not isinstance(self.positions, RotaryConfig):
             return 0
         width = self.positions.width
@@ -104,13 +103,13 @@ class _WithPositions(AttentionConfig):
 
     @property
     def max_positions(self) -> int | None:
-        """How many positions the model has learned vectors for; None: it has learned none."""
+        """Returns how many positions have learned vectors; None: positions are not learned."""
         positions = self.positions
         return positions.max_positions if isinstance(positions, LearnedPositionsConfig) else None
 
     @property
     def rotary_base(self) -> float:
-        """The base of the rotation's frequencies."""
+        """Returns the base of the rotation's frequencies."""
         positions = self.positions if isinstance(self.positions, RotaryConfig) else RotaryConfig()
         return positions.base
 
@@ -124,19 +123,20 @@ class _WithPositions(AttentionConfig):
         if width % 2 or not 0 <= width <= self.d_head:
             raise ValueError(
                 f"positions.width={width} with d_head={self.d_head}: channels rotate in pairs, so "
-                f"the width must be even and at most d_head; {self._usual_width} is the usual choice"
+                "the width must be even and at most d_head; "
+                f"{self._usual_width} is the usual choice"
             )
         return self
 
 
 class DenseAttentionConfig(_WithPositions):
-    """Multi-head attention without experts."""
+    """Describes multi-head attention without experts."""
 
     kind: Literal["dense"] = "dense"
 
 
 class SwitchHeadConfig(_WithPositions):
-    """SwitchHead (arXiv 2312.07987): every head has experts on V and O."""
+    """Describes SwitchHead (arXiv 2312.07987): every head has experts on V and O."""
 
     kind: Literal["switchhead"] = "switchhead"
     num_experts: PositiveInt = 4  # per head
@@ -151,12 +151,12 @@ class SwitchHeadConfig(_WithPositions):
 
     @property
     def has_experts(self) -> bool:
-        """Whether V and O are mixtures; else they are dense matrices with a gate per head."""
+        """Returns whether V and O are mixtures; else they are dense, with a gate per head."""
         return self.num_experts > 1 or self.single_expert != "output_gate"
 
     @property
     def expert_count(self) -> int:
-        """How many experts V and O each have, over all heads; 0: they are dense."""
+        """Returns how many experts V and O each have, over all heads; 0: they are dense."""
         return self.num_heads * self.num_experts if self.has_experts else 0
 
     @model_validator(mode="after")
@@ -170,7 +170,7 @@ class SwitchHeadConfig(_WithPositions):
 
 
 class MoMHAConfig(AttentionConfig):
-    """Mixture of Multi-Head Attention (SUT, arXiv 2310.07096): experts on Q and O.
+    """Describes Mixture of Multi-Head Attention (SUT, arXiv 2310.07096): experts on Q and O.
 
     Every expert has `num_heads` heads of `d_head`. Positions are its own, learned per distance.
     """
@@ -184,7 +184,7 @@ class MoMHAConfig(AttentionConfig):
 
     @property
     def expert_count(self) -> int:
-        """How many experts Q and O each have."""
+        """Returns how many experts Q and O each have."""
         return self.num_experts
 
     @model_validator(mode="after")

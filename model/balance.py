@@ -43,30 +43,32 @@ class RunningSum:
         prefix: str = "",
         totals: dict[str, Tensor] | None = None,
     ) -> None:
-        """`over_ranks` adds a small tensor up over all ranks; on one rank there is nothing to add."""
+        """Takes `over_ranks`, which adds a small tensor up over all ranks; by default nothing."""
         self._over_ranks, self._prefix = over_ranks, prefix
         self._totals: dict[str, Tensor] = {} if totals is None else totals
 
     def reset(self) -> None:
-        """A new optimizer step begins."""
+        """Begins a new optimizer step: all sums become empty."""
         self._totals.clear()
 
     def add(self, name: str, local: Tensor) -> Tensor:
-        """Collective where there are ranks. Adds a detached tensor to the sum of that name; returns
-        the sum so far.
+        """Adds a detached tensor to the sum of that name, and returns the sum so far.
+
+        Collective where there are ranks.
         """
         key, added = self._prefix + name, self._over_ranks(local.detach())
         self._totals[key] = self._totals[key] + added if key in self._totals else added
         return self._totals[key]
 
     def named(self, prefix: str) -> "RunningSum":
-        """The same sums under names of its own: one for every router."""
+        """Returns the same sums under names of its own: one view for every router."""
         return RunningSum(self._over_ranks, prefix=f"{self._prefix}{prefix}/", totals=self._totals)
 
 
 def count_per_sequence(index: Tensor, batch_size: int, num_experts: int) -> Tensor:
-    """(B, N) int64: how often each expert stands in `index`, whose first axis is sequence-major
-    rows.
+    """Counts how often each expert stands in `index`, per sequence: (B, N) int64.
+
+    The first axis of `index` is rows, sequence-major.
     """
     flat_BX = index.reshape(batch_size, -1)
     counts_BN = torch.zeros(batch_size, num_experts, dtype=torch.int64, device=index.device)
@@ -74,7 +76,8 @@ def count_per_sequence(index: Tensor, batch_size: int, num_experts: int) -> Tens
 
 
 def count_routes(routes: Routes, batch_size: int) -> Tensor:
-    """(B, N) int64: how many routes of each sequence go to each expert, however many a row has.
+    """Counts the routes of each sequence to each expert, however many a row has: (B, N) int64.
+
     Targets are sequence-major.
     """
     sequence_N = routes.target_N // (routes.num_targets // batch_size)
@@ -120,8 +123,7 @@ def choice_sums(
 
 
 def balance_value(sums: dict[str, Tensor], form: str, scope: str, running: RunningSum) -> Tensor:
-    """The balancing loss, (B,): each sequence's share, so that its mean over the batch is the loss
-    over the scope.
+    """Computes the balancing loss, (B,): shares whose mean over the batch is the scope's loss.
 
     Args:
         sums: of `choice_sums`, added up over repeats.
@@ -147,8 +149,9 @@ def balance_value(sums: dict[str, Tensor], form: str, scope: str, running: Runni
 def normalised_coefficient(
     published: float, *, choices: Literal["first", "all"], top_k: int = 1, summed_layers: int = 1
 ) -> float:
-    """A published coefficient of the load balancing loss, for the loss here: 1 at perfect balance,
-    mean over layers.
+    """Converts a published coefficient of the load balancing loss to the loss here.
+
+    Ours is 1 at perfect balance, and a mean over layers.
 
     Args:
         published: the coefficient of E·Σ_e (n_e/T)·P_e.
@@ -162,7 +165,7 @@ def normalised_coefficient(
 
 
 def _in_scope(per_sequence: Tensor, name: str, scope: str, running: RunningSum) -> Tensor:
-    """The sum over the scope, without gradient: (B, …), or (1, …) where all sequences share it."""
+    """Returns the sum over the scope, without gradient: (B, …), or (1, …) where all share it."""
     if scope == "sequence":
         return per_sequence.detach()
     micro_batch = per_sequence.detach().sum(0, keepdim=True)
@@ -171,7 +174,7 @@ def _in_scope(per_sequence: Tensor, name: str, scope: str, running: RunningSum) 
 
 @dataclass(frozen=True)
 class RouterReport:
-    """What one router did in one depth step."""
+    """Reports what one router did in one depth step."""
 
     sums: dict[str, Tensor]  # the router's own statistics, per sequence, differentiable
     load_N: Tensor  # int64: routes per expert that were served
@@ -181,7 +184,7 @@ class RouterReport:
 
 
 def report_routing(routing: Routing, sums: dict[str, Tensor]) -> RouterReport:
-    """The monitor's view of a routing, beside the router's own statistics."""
+    """Reports a routing for the monitor, beside the router's own statistics."""
     device = routing.logits_THA.device
     if isinstance(routing.plan, Mixture):
         groups, _, slots = routing.plan.merge_GMP.shape
@@ -201,13 +204,13 @@ def report_routing(routing: Routing, sums: dict[str, Tensor]) -> RouterReport:
 
 
 def add_sums(repeats: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Statistics of one router added up over the depth steps that it served."""
+    """Adds up the statistics of one router over the depth steps that it served."""
     return {name: torch.stack([sums[name] for sums in repeats]).sum(0) for name in repeats[0]}
 
 
 @dataclass(frozen=True)
 class DepthLoad:
-    """Load of one kind of router over the depth steps of one forward pass."""
+    """Holds the load of one kind of router over the depth steps of one forward pass."""
 
     load_LN: Tensor  # int64: routes per depth step and expert
     wanted_L: Tensor  # int64: routes asked for; more than were served where a capacity refused some
@@ -215,8 +218,9 @@ class DepthLoad:
 
 
 def collect_loads(steps: Sequence[dict[str, RouterReport]]) -> dict[str, DepthLoad]:
-    """Stacks the reports of all depth steps, per kind of router; depth steps without that kind are
-    left out.
+    """Stacks the reports of all depth steps, per kind of router.
+
+    Depth steps without that kind are left out.
     """
     kinds = {kind: None for step in steps for kind in step}
     found = {kind: [step[kind] for step in steps if kind in step] for kind in kinds}

@@ -11,8 +11,9 @@ from torch import Tensor
 
 @dataclass
 class LayerCache:
-    """Keys (rotated, where positions rotate, so that they keep their own) and values of one depth
-    step: each (B, H, past, C).
+    """Holds the keys and values of one depth step, each (B, H, past, C).
+
+    Keys are rotated where positions rotate, so that they keep their own.
     """
 
     keys: Tensor | None = None
@@ -20,11 +21,11 @@ class LayerCache:
 
     @property
     def length(self) -> int:
-        """Positions seen so far."""
+        """Returns how many positions have been seen so far."""
         return 0 if self.keys is None else self.keys.shape[2]
 
     def append(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Stores the new positions; returns all of them."""
+        """Stores the new positions' keys and values, and returns those of all positions."""
         if self.keys is not None and self.values is not None:
             keys, values = torch.cat((self.keys, keys), 2), torch.cat((self.values, values), 2)
         self.keys, self.values = keys, values

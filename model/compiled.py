@@ -41,8 +41,9 @@ _COMPILERS = {"cpu": ("C++", "CXX", ["g++"]), "cuda": ("C", "CC", ["gcc", "clang
 
 
 def compile_dense_parts(model: Transformer, *, backend: str = "inductor") -> None:
-    """Every dense part compiles itself when it is first called: seconds for each kind of part, once
-    per process.
+    """Lets every dense part compile itself when it is first called.
+
+    That takes seconds for each kind of part, once per process.
 
     Args:
         backend: torch's name of what makes code of a graph; "aot_eager" makes none, and runs the
@@ -58,7 +59,7 @@ def compile_dense_parts(model: Transformer, *, backend: str = "inductor") -> Non
 
 
 def check_compiler(device: torch.device) -> None:
-    """ValueError unless code for that device can be compiled here.
+    """Checks that code for that device can be compiled here; else ValueError.
 
     On CPUs torch writes C++; on GPUs Triton writes the kernels, but reaches the driver through a
     module in C that it compiles when it is first used (triton/backends/nvidia/driver.c; versions
@@ -92,7 +93,7 @@ def check_compiler(device: torch.device) -> None:
 
 
 def _include_folders() -> list[Path]:
-    """Where compilers look for Python.h, the usual place first."""
+    """Returns the folders where compilers look for Python.h, the usual place first."""
     named = os.environ.get("CPATH", "").split(os.pathsep)
     return [
         Path(sysconfig.get_path("include", "posix_prefix")),

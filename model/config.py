@@ -31,7 +31,7 @@ from .sections import Section, kinds_first, set_value
 
 
 class HaltingConfig(BaseModel):
-    """Stick-breaking adaptive computation time (SUT, arXiv 2310.07096, §3.3)."""
+    """Configures stick-breaking adaptive computation time (SUT, arXiv 2310.07096, §3.3)."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -44,7 +44,7 @@ class HaltingConfig(BaseModel):
 
 
 class InitialisationConfig(BaseModel):
-    """Which published rules the parameters start by (model/initialise.py has the formulas).
+    """Names the published rules that parameters start by (formulas in model/initialise.py).
 
     "paper": the training code's of MoEUT; "release": its official release's, which also gives every
     router row equal norm; "sut": SUT's.
@@ -59,7 +59,7 @@ class InitialisationConfig(BaseModel):
 
 
 class ScaledInitialisationConfig(BaseModel):
-    """Truncated normals of variance scale / fan-in (Switch, Mixture of Tokens)."""
+    """Starts from truncated normals of variance scale / fan-in (Switch, Mixture of Tokens)."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -94,8 +94,7 @@ SECTIONS = {
 
 
 class ModelConfig(BaseModel, frozen=True):  # a keyword, so that type checkers know it hashes
-    """Sizes and variants of one Transformer: MoEUT (Csordás et al. 2024, arXiv 2405.16039) or a
-    relative.
+    """Describes one Transformer, its sizes and variants: MoEUT (arXiv 2405.16039) or a relative.
 
     The model applies `layers_per_group` distinct layers `num_layers / layers_per_group` times each.
     """
@@ -121,9 +120,9 @@ class ModelConfig(BaseModel, frozen=True):  # a keyword, so that type checkers k
 
     @classmethod
     def from_dotted(cls, values: Mapping[str, Any]) -> Self:
-        """Builds a model's configuration from flat values: {"d_model": 64, "attention.kind": "dense"}.
+        """Builds a model's configuration from flat values under dotted keys.
 
-        Sections that are not named are the default's, of its kind.
+        For example {"d_model": 64, "attention.kind": "dense"}. Sections that are not named are the default's, of its kind.
 
         Raises:
             ValidationError: a key is unknown, or values do not fit each other.
@@ -146,12 +145,12 @@ class ModelConfig(BaseModel, frozen=True):  # a keyword, so that type checkers k
 
     @property
     def num_repeats(self) -> int:
-        """R: how often every distinct layer is applied."""
+        """Returns R: how often every distinct layer is applied."""
         return self.num_layers // self.layers_per_group
 
     @property
     def schedule(self) -> tuple[int, ...]:
-        """Which member of the group each depth step applies."""
+        """Returns which member of the group each depth step applies."""
         members = range(self.layers_per_group)
         if self.order == "abab":
             return tuple(members) * self.num_repeats
@@ -159,7 +158,7 @@ class ModelConfig(BaseModel, frozen=True):  # a keyword, so that type checkers k
 
     @property
     def experts(self) -> ExpertsConfig | None:
-        """The feed-forward's experts and their router; None where it is dense in every layer."""
+        """Returns the section of the experts and their router; None where all layers are dense."""
         return self.feed_forward if isinstance(self.feed_forward, ExpertsConfig) else None
 
     def has_experts(self, member: int) -> bool:
@@ -168,12 +167,12 @@ class ModelConfig(BaseModel, frozen=True):  # a keyword, so that type checkers k
 
     @property
     def sparse_members(self) -> tuple[int, ...]:
-        """The group members whose feed-forward has experts."""
+        """Returns the group members whose feed-forward has experts."""
         return tuple(member for member in range(self.layers_per_group) if self.has_experts(member))
 
     @property
     def expert_depths(self) -> tuple[int, ...]:
-        """The depth steps, counted from 1, whose feed-forward has experts."""
+        """Returns the depth steps, counted from 1, whose feed-forward has experts."""
         return tuple(
             step for step, member in enumerate(self.schedule, start=1) if self.has_experts(member)
         )
@@ -190,17 +189,17 @@ class ModelConfig(BaseModel, frozen=True):  # a keyword, so that type checkers k
 
     @property
     def group_sequences(self) -> int:
-        """Consecutive samples that are routed together: a micro-batch is a multiple of it."""
+        """Returns how many consecutive samples route together; it divides a micro-batch."""
         return 1 if self.experts is None else self.experts.router.group_sequences
 
     @property
     def evaluation_group_sequences(self) -> int:
-        """Consecutive samples that are routed together in evaluation."""
+        """Returns how many consecutive samples are routed together in evaluation."""
         return 1 if self.experts is None else self.experts.router.evaluation_group_sequences
 
     @property
     def promises(self) -> Promises:
-        """What the model as a whole guarantees, from embedding to logits.
+        """Returns what the model as a whole guarantees, from embedding to logits.
 
         Attention's routers keep all but the balance.
         """
@@ -270,7 +269,7 @@ class ModelConfig(BaseModel, frozen=True):  # a keyword, so that type checkers k
             )
         if self.experts is not None and self.experts.num_shared_experts:
             raise ValueError(
-                f"halting with num_shared_experts={self.experts.num_shared_experts}: shared experts "
-                "would go on working for tokens that have halted; leave them out"
+                f"halting with num_shared_experts={self.experts.num_shared_experts}: shared "
+                "experts would go on working for tokens that have halted; leave them out"
             )
         return self

@@ -35,7 +35,7 @@ from .transformer import Layer, Transformer
 
 @dataclass(frozen=True)
 class Parameters:
-    """How many there are.
+    """Counts a model's parameters.
 
     Active are those that serve one token in one pass over the distinct layers: all that is dense
     (the embedding's whole table included, as published figures have it) and the experts of one
@@ -49,25 +49,24 @@ class Parameters:
 
 @dataclass(frozen=True)
 class Flops:
-    """Of one token in one forward pass, by what they are spent on."""
+    """Counts the FLOPs of one token in one forward pass, by what they are spent on."""
 
     attention_projections: float  # Q, K, V, O, dense or by experts
     attention_scores: float  # and the results that they weigh
     feed_forward: float  # routed and shared experts, and dense layers
     sub_tokens: float  # head and merge maps of Multi-Head MoE
-    routing: (
-        float  # routers of feed-forward and attention, merging and emitting of mixtures, halting
-    )
+    # routers of feed-forward and attention, merging and emitting of mixtures, halting
+    routing: float
     read_out: float
 
     @property
     def forward(self) -> float:
-        """Everything."""
+        """Returns the FLOPs of the forward pass, all parts together."""
         return sum(getattr(self, field.name) for field in fields(self))
 
     @property
     def training(self) -> float:
-        """Forward and backward."""
+        """Returns the FLOPs of the forward and the backward pass."""
         return 3 * self.forward
 
     def __add__(self, other: "Flops") -> "Flops":
@@ -77,7 +76,7 @@ class Flops:
 
 
 def count_parameters(config: ModelConfig, seq_len: int) -> Parameters:
-    """The model's parameters; for Soft MoE the active ones depend on the sequence length."""
+    """Counts the model's parameters; Soft MoE's active ones depend on the sequence length."""
     with torch.device("meta"):
         model = Transformer(config)
     in_layers = _numel(model.group)
@@ -89,7 +88,7 @@ def count_parameters(config: ModelConfig, seq_len: int) -> Parameters:
 
 
 def forward_flops(config: ModelConfig, seq_len: int) -> Flops:
-    """FLOPs of one token by formula, in sequences of `seq_len` positions."""
+    """Computes the FLOPs of one token by formula, in sequences of `seq_len` positions."""
     sparse = [config.has_experts(member) for member in config.schedule]
     parts = [_attention(config, seq_len)] * config.num_layers
     if config.experts is not None:
@@ -103,15 +102,16 @@ def forward_flops(config: ModelConfig, seq_len: int) -> Flops:
 
 
 def is_upper_bound(config: ModelConfig) -> bool:
-    """Whether some tokens may cost less than the formula says: refused by an expert, or halted."""
+    """Returns whether some tokens may cost less: refused by an expert, or halted."""
     return config.halting is not None or (
         config.experts is not None and config.experts.router.may_serve_fewer
     )
 
 
 def counted_flops(config: ModelConfig, seq_len: int) -> float:
-    """Training FLOPs of one token as torch counts them: forward and backward of one group of
-    sequences on the meta device.
+    """Counts the training FLOPs of one token with torch, forward and backward.
+
+    It runs one group of sequences on the meta device.
     """
     batch = config.group_sequences
     with torch.device("meta"):
@@ -128,7 +128,7 @@ def _numel(module: nn.Module) -> int:
 
 
 def _idle(config: ModelConfig, layer: Layer, seq_len: int) -> float:
-    """Parameters of the experts that do not serve one token."""
+    """Counts the parameters of the experts that do not serve one token."""
     idle, attention, experts = 0.0, config.attention, config.experts
     for bank in layer.attention.modules():
         if isinstance(bank, SparseLayer) and isinstance(attention, SwitchHeadConfig | MoMHAConfig):
@@ -145,7 +145,7 @@ def _flops(**parts: float) -> Flops:
 
 
 def _attention(config: ModelConfig, seq_len: int) -> Flops:
-    """One layer's attention."""
+    """Computes the FLOPs of one layer's attention."""
     attention, d_model = config.attention, config.d_model
     width = attention.num_heads * attention.d_head
     projection, scores = 2 * d_model * width, 4 * seq_len * width
@@ -168,13 +168,13 @@ def _attention(config: ModelConfig, seq_len: int) -> Flops:
 
 
 def _dense(config: ModelConfig) -> Flops:
-    """One dense feed-forward."""
+    """Computes the FLOPs of one dense feed-forward."""
     dense = config.feed_forward
     return _flops(feed_forward=_mlp(dense.activation, config.d_model, dense.d_feed_forward))
 
 
 def _experts(config: ModelConfig, experts: ExpertsConfig, seq_len: int) -> Flops:
-    """One feed-forward with experts: its rows are tokens or sub-tokens."""
+    """Computes the FLOPs of a feed-forward with experts: its rows are tokens or sub-tokens."""
     rows, d_row = experts.sub_tokens, config.d_model // experts.sub_tokens
     expert = _mlp(experts.activation, d_row, experts.d_expert)
     routed = rows * experts.experts_per_row(seq_len) * expert
@@ -195,8 +195,7 @@ def _mlp(activation: str, d_row: int, width: int) -> int:
 
 @dataclass(frozen=True)
 class ExpertLayer:
-    """A layer of experts, reduced to what Multi-Head MoE's comparisons are about (arXiv
-    2411.16205).
+    """Reduces a layer of experts to what Multi-Head MoE's comparisons need (arXiv 2411.16205).
 
     Routers and biases are left out, as the papers do.
     """
@@ -210,12 +209,12 @@ class ExpertLayer:
 
     @property
     def flops(self) -> int:
-        """Forward, of one token: its sub-tokens' experts, head and merge."""
+        """Returns one token's forward FLOPs: its sub-tokens' experts, head and merge."""
         return 2 * (self.top_k * _matrices(self) * self.d_model * self.d_expert + self._maps)
 
     @property
     def parameters(self) -> int:
-        """All experts, head and merge."""
+        """Counts the parameters of all experts, head and merge."""
         return (
             self.num_experts * _matrices(self) * self.d_model // self.sub_tokens * self.d_expert
             + self._maps
@@ -227,13 +226,14 @@ class ExpertLayer:
 
 
 def _matrices(layer: ExpertLayer) -> int:
-    """D × F matrices of one expert: a gated activation has two of them before it."""
+    """Counts the D × F matrices of one expert: a gated activation has two of them before it."""
     return 1 + columns_of(1, layer.activation)
 
 
 def parity_width(base: ExpertLayer, *, top_k: int) -> Fraction:
-    """The width of a Multi-Head MoE's experts that costs as many FLOPs as `base`: (k₀/k)·f − d/k,
-    gated − 2d/(3k).
+    """Returns the expert width at which a Multi-Head MoE costs as many FLOPs as `base`.
+
+    It is (k₀/k)·f − d/k, and for gated activations (k₀/k)·f − 2d/(3k).
 
     2·k₀·c·d·f = 2·k·c·d·f' + 4·d², with c matrices per expert; the number of heads does not matter
     (arXiv 2411.16205).
@@ -244,8 +244,9 @@ def parity_width(base: ExpertLayer, *, top_k: int) -> Fraction:
 
 
 def parity_experts(base: ExpertLayer, *, sub_tokens: int, d_expert: int) -> Fraction:
-    """How many experts of that width, for rows of d/h, have as many parameters as `base`, head and
-    merge included.
+    """Returns how many experts of that width have as many parameters as `base`.
+
+    Their rows are of width d/h, and head and merge are included.
 
     The papers round: 41⅓ to 40 for two heads, 93 to 96 for three.
     """
@@ -256,8 +257,9 @@ def parity_experts(base: ExpertLayer, *, sub_tokens: int, d_expert: int) -> Frac
 
 
 def matched_width(base: ExpertLayer, *, sub_tokens: int) -> Fraction:
-    """The first paper's comparison (arXiv 2404.15045): as many experts as `base`, and as many
-    parameters.
+    """Returns the expert width at which as many experts have as many parameters as `base`.
+
+    This is the first paper's comparison (arXiv 2404.15045).
 
     An expert for rows of d/h is then about h times as wide, and every sub-token costs as much as a
     whole token: about h times the FLOPs of `base`.

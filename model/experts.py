@@ -1,5 +1,6 @@
-"""Banks of experts: weights and the kernel operation they go through. They never ask which rank they are
-on.
+"""Banks of experts: weights and the kernel operation they go through.
+
+They never ask which rank they are on.
 """
 
 import torch
@@ -12,8 +13,9 @@ from .routing import Routes
 
 
 class ExpertMLPs(nn.Module):
-    """E two-layer perceptrons: W_down[e]ᵀ a(W_up[e]ᵀ x + b_up[e]) + b_down[e], the biases only
-    where asked for.
+    """Holds E two-layer perceptrons, W_down[e]ᵀ a(W_up[e]ᵀ x + b_up[e]) + b_down[e].
+
+    The biases are there only where asked for.
     """
 
     def __init__(
@@ -45,11 +47,11 @@ class ExpertMLPs(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the products; sharded weights are in it once they are gathered."""
+        """Returns the dtype of the products; sharded weights are in it once they are gathered."""
         return self.products_dtype or self.w_up.dtype
 
     def forward(self, x_UD: Tensor, routes: Routes) -> Tensor:
-        """(U, D) rows to (num_targets, D) sums of weighted outputs."""
+        """Sends (U, D) rows through their experts to (num_targets, D) sums of weighted outputs."""
         return routed_mlp(
             x_UD,
             self.w_up,
@@ -64,7 +66,7 @@ class ExpertMLPs(nn.Module):
 
 
 class ExpertLinears(nn.Module):
-    """E matrices without bias: W[e]ᵀ x."""
+    """Holds E matrices without bias, W[e]ᵀ x."""
 
     def __init__(
         self, num_experts: int, d_in: int, d_out: int, *, backend: str, init: Initializer
@@ -78,9 +80,9 @@ class ExpertLinears(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the products; sharded weights are in it once they are gathered."""
+        """Returns the dtype of the products; sharded weights are in it once they are gathered."""
         return self.products_dtype or self.weight.dtype
 
     def forward(self, x_UD: Tensor, routes: Routes) -> Tensor:
-        """(U, d_in) rows to (num_targets, d_out) sums of weighted outputs."""
+        """Sends (U, d_in) rows through their experts to (num_targets, d_out) weighted sums."""
         return routed_linear(x_UD, self.weight, routes, backend=self.backend, defer=self.defer)

@@ -1,6 +1,6 @@
-"""What the feed-forward of a model is: one section of its configuration, `model.feed_forward`, by kind.
+"""What the feed-forward of a model is: one section of its configuration, `model.feed_forward`.
 
-The router stands in it, for it routes to these experts: `model.feed_forward.router.kind`.
+It comes in kinds. The router stands in it, for it routes to these experts: `model.feed_forward.router.kind`.
 
 Legend of the symbols in the papers: E `num_experts`, K the router's `top_k`, F `d_expert`.
 """
@@ -22,7 +22,7 @@ from .sections import Section
 
 
 class FeedForwardConfig(BaseModel):
-    """What all kinds have: the dense layers, which stand beside those with experts too."""
+    """Describes dense layers, which all kinds have: they stand beside those with experts too."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -34,13 +34,13 @@ class FeedForwardConfig(BaseModel):
 
 
 class DenseFeedForwardConfig(FeedForwardConfig):
-    """Two matrices in every layer, and no experts."""
+    """Describes a feed-forward of two matrices in every layer, without experts."""
 
     kind: Literal["dense"] = "dense"
 
 
 class ExpertsConfig(FeedForwardConfig):
-    """Experts behind a router in the sparse layers; the other layers of the group are dense."""
+    """Describes experts behind a router in the sparse layers; the group's others are dense."""
 
     kind: Literal["experts"] = "experts"
     # Which layers of the group have experts: all, the last half, every second, or all after the
@@ -81,7 +81,8 @@ class ExpertsConfig(FeedForwardConfig):
     def _check_shape(self) -> Self:
         if self.shared_sum == "mean" and not self.num_shared_experts:
             raise ValueError(
-                'shared_sum="mean" with num_shared_experts=0: there is nothing to weigh; leave it out'
+                'shared_sum="mean" with num_shared_experts=0: there is nothing to weigh; leave it '
+                "out"
             )
         if self.sub_token_residual and self.sub_tokens == 1:
             raise ValueError(

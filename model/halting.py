@@ -34,19 +34,19 @@ from .layers import Linear
 
 @dataclass(frozen=True)
 class Unhalted:
-    """What a depth step must know of the tokens' halting."""
+    """Tells a depth step which tokens still compute, and what keys and values are made of."""
 
     memory_BSD: Tensor  # what keys and values are made of
     weight_BS: Tensor  # w: the probability that the token has not halted; 0: it is skipped
 
     def weight_of_rows(self, num_rows: int) -> Tensor:
-        """w of every row: a token's own, shared by its sub-tokens where it is split."""
+        """Returns w of every row: a token's own, shared by its sub-tokens where it is split."""
         return self.weight_BS.flatten().repeat_interleave(num_rows // self.weight_BS.numel())
 
 
 @dataclass(frozen=True)
 class Halted:
-    """What became of the tokens."""
+    """Holds the tokens' answers, the halting loss and the depth that was computed."""
 
     answer_BSD: Tensor
     # the expected depth, or its sum over the steps, per sequence, without its coefficient
@@ -55,7 +55,7 @@ class Halted:
 
 
 class Halting(nn.Module):
-    """The gate, and the loop over depth steps that it drives.
+    """Holds the halting gate, and runs the loop over depth steps that it drives.
 
     The gate's second layer starts at zero, so that every token halts with probability ½ at every
     step.
@@ -69,7 +69,7 @@ class Halting(nn.Module):
         self.output = Linear(d_model, 2, init=zeros)
 
     def gate(self, y_BSD: Tensor) -> tuple[Tensor, Tensor]:
-        """Probabilities to go on and to halt after this state, each (B, S) float32."""
+        """Returns the probabilities to go on and to halt after this state, each (B, S) float32."""
         probability_BS2 = self.output(F.gelu(self.hidden(y_BSD))).softmax(-1)
         return probability_BS2[..., 0], probability_BS2[..., 1]
 

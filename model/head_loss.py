@@ -37,11 +37,12 @@ _LOGITS_ON_CPU, _LOGITS_ELSEWHERE = 2**22, 2**25  # of a chunk: 16 and 128 MiB i
 
 
 class ReadOut(Linear):
-    """Logits of the next token, or their summed cross-entropy."""
+    """Reads the next token's logits out, or their summed cross-entropy."""
 
     def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
-        """(B, S, D) to (B, S, V) in the weight's dtype; with (B, S) int64 targets to a scalar,
-        nats, float32 or float64.
+        """Computes logits, (B, S, V) in the weight's dtype; with targets their cross-entropy.
+
+        Targets are (B, S) int64; the loss is a scalar in nats, float32 or float64.
         """
         if targets is None:
             return super().forward(x)
@@ -56,8 +57,9 @@ def head_loss(
     *,
     rows: int | None = None,
 ) -> Tensor:
-    """Σ over tokens of cross_entropy(W·x + b, target), with logits computed in the weight's dtype
-    and the rest in float32.
+    """Sums cross_entropy(W·x + b, target) over tokens, never holding all logits at once.
+
+    Logits are computed in the weight's dtype and the rest in float32.
 
     Args:
         x_TD: in any precision, as the bias is; their gradients have it too.
@@ -74,7 +76,7 @@ def head_loss(
 
 
 def rows_of_chunk(vocab_size: int, device_type: str) -> int:
-    """How many tokens' logits exist at a time, at most: whole tiles of what multiplies matrices."""
+    """Returns how many tokens' logits exist at a time, at most, in whole tiles of the product."""
     logits = _LOGITS_ON_CPU if device_type == "cpu" else _LOGITS_ELSEWHERE
     return max(_LEAST_ROWS, logits // vocab_size // _TILE * _TILE)
 
@@ -104,8 +106,9 @@ def _head_loss(
 def _outputs(
     x: Tensor, weight: Tensor, bias: Tensor | None, wanted: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The loss, and the gradients of x, weight and bias: sums over chunks, but for that of x, which
-    begin at 0.
+    """Allocates the loss and the gradients of x, weight and bias.
+
+    They are sums over chunks that begin at 0, but for that of x.
     """
     wide = wide_dtype(weight)
     return (
@@ -119,8 +122,9 @@ def _outputs(
 def _add_gradients(
     grads: list[Tensor], part: slice, grad_RV: Tensor, x_RD: Tensor, weight: Tensor
 ) -> None:
-    """A chunk's share: its rows of x have their gradient from it alone. Products are in the
-    weight's dtype.
+    """Adds one chunk's share to the gradients; its rows of x have theirs from it alone.
+
+    Products are in the weight's dtype.
     """
     grad_x, grad_weight, grad_bias = grads
     if len(grad_bias):

@@ -32,14 +32,14 @@ Initializer = Callable[[torch.Size, torch.Generator], Tensor]
 
 
 def parameter(*shape: int, init: Initializer) -> nn.Parameter:
-    """A parameter without values that knows how it starts."""
+    """Makes a parameter without values that knows its initializer."""
     value = nn.Parameter(torch.empty(shape))
     value.initializer = init  # type: ignore[attr-defined]
     return value
 
 
 def draw(name: str, parameter: nn.Parameter, seed: int) -> Tensor:
-    """The starting value of one parameter, whole, float32 on the CPU.
+    """Draws the starting value of one parameter, whole, float32 on the CPU.
 
     Raises:
         ValueError: the parameter was made without a rule, which is a fault of its layer.
@@ -56,7 +56,7 @@ def draw(name: str, parameter: nn.Parameter, seed: int) -> Tensor:
 
 @torch.no_grad()
 def initialise(model: nn.Module, seed: int) -> None:
-    """Fills a whole model (every expert on this rank)."""
+    """Fills a whole model with starting values (every expert on this rank)."""
     for name, value in model.named_parameters():
         value.copy_(draw(name, value, seed))
 
@@ -69,46 +69,46 @@ def _stream(seed: int, name: str) -> int:
 
 
 def zeros(shape: torch.Size, generator: torch.Generator) -> Tensor:
-    """All zero."""
+    """Starts all elements at 0."""
     return torch.zeros(shape)
 
 
 def ones(shape: torch.Size, generator: torch.Generator) -> Tensor:
-    """All one."""
+    """Starts all elements at 1."""
     return torch.ones(shape)
 
 
 def constant(value: float) -> Initializer:
-    """All the same."""
+    """Starts all elements at one value."""
     return lambda shape, generator: torch.full(shape, value)
 
 
 def normal(std: float) -> Initializer:
-    """N(0, std)."""
+    """Draws from N(0, std)."""
     return lambda shape, generator: torch.empty(shape).normal_(0, std, generator=generator)
 
 
 def uniform(bound: float) -> Initializer:
-    """U(−bound, bound)."""
+    """Draws from U(−bound, bound)."""
     return lambda shape, generator: torch.empty(shape).uniform_(-bound, bound, generator=generator)
 
 
 def xavier_uniform(gain: float = 1.0) -> Initializer:
-    """U(−a, a) with a = gain·√(6 / (fan-in + fan-out)), of a matrix."""
+    """Draws a matrix from U(−a, a) with a = gain·√(6 / (fan-in + fan-out))."""
     return lambda shape, generator: torch.nn.init.xavier_uniform_(
         torch.empty(shape), gain, generator=generator
     )
 
 
 def truncated_normal(std: float, cut: float) -> Initializer:
-    """N(0, std), cut at ±cut (absolute, not in standard deviations)."""
+    """Draws from N(0, std), cut at ±cut (absolute, not in standard deviations)."""
     return lambda shape, generator: torch.nn.init.trunc_normal_(
         torch.empty(shape), std=std, a=-cut, b=cut, generator=generator
     )
 
 
 def exact_std(std: float) -> Initializer:
-    """A truncated normal, rescaled to exactly this standard deviation."""
+    """Draws from a truncated normal and rescales it to exactly this standard deviation."""
 
     def init(shape: torch.Size, generator: torch.Generator) -> Tensor:
         value = torch.nn.init.trunc_normal_(torch.empty(shape), generator=generator)
@@ -118,8 +118,9 @@ def exact_std(std: float) -> Initializer:
 
 
 def equal_rows(init: Initializer) -> Initializer:
-    """Every row of equal norm, the global standard deviation kept: no expert starts ahead of the
-    others.
+    """Gives every row equal norm and keeps the global standard deviation.
+
+    So no expert starts ahead of the others.
     """
 
     def equal(shape: torch.Size, generator: torch.Generator) -> Tensor:
@@ -131,7 +132,7 @@ def equal_rows(init: Initializer) -> Initializer:
 
 
 def rescaled_rows(init: Initializer) -> Initializer:
-    """Rows to unit norm, then times (own std / global std): as published, and nearly no change."""
+    """Scales rows to unit norm, then by own std / global std: as published, nearly no change."""
 
     def rescaled(shape: torch.Size, generator: torch.Generator) -> Tensor:
         weight = init(shape, generator)
@@ -142,7 +143,7 @@ def rescaled_rows(init: Initializer) -> Initializer:
 
 
 def unit_expert_axis(init: Initializer) -> Initializer:
-    """Every [in, out] position of unit norm over all experts, the global standard deviation kept."""
+    """Gives every [in, out] position unit norm over all experts, keeping the global std."""
 
     def unit(shape: torch.Size, generator: torch.Generator) -> Tensor:
         weight = init(shape, generator)
@@ -154,7 +155,7 @@ def unit_expert_axis(init: Initializer) -> Initializer:
 
 @dataclass(frozen=True)
 class Initializers:
-    """The starting values of one architecture's parts. Sizes are the model's."""
+    """Gathers the initializers of one architecture's parts; sizes are the model's."""
 
     rule: str  # paper, release, scaled or sut
     d_model: int
@@ -164,56 +165,60 @@ class Initializers:
     scaled_head: bool = False  # the read-out starts as every other matrix does
 
     def router(self, d_row: int) -> Initializer:
-        """The feed-forward's router."""
+        """Returns the initializer of the feed-forward's router."""
         if self.rule == "sut":
             return uniform(d_row**-0.5)
         init = self._sparse(d_row)
         return equal_rows(init) if self.rule == "release" else init
 
     def expert_up(self, d_in: int) -> Initializer:
-        """Into an expert."""
+        """Returns the initializer of the projection into an expert."""
         return uniform(1 / d_in) if self.rule == "sut" else self._sparse(d_in)
 
     def expert_down(self, num_experts: int, d_expert: int) -> Initializer:
-        """Out of an expert: in the MoEUT rule the fan-in is that of all experts."""
+        """Returns the initializer of the projection out of an expert.
+
+        In the MoEUT rule the fan-in is that of all experts.
+        """
         if self.rule == "sut":
             return uniform(1 / d_expert)
         return self._sparse(d_expert if self.rule == "scaled" else num_experts * d_expert)
 
     def expert_biases(self, d_out: int, d_expert: int) -> tuple[Initializer, Initializer]:
-        """Of the up- and the down-projection; SUT asks for the fan-in of an [in, out] matrix and so
-        gets the output width.
+        """Returns the initializers of the up- and of the down-projection's bias.
+
+        SUT asks for the fan-in of an [in, out] matrix and so gets the output width.
         """
         if self.rule == "sut":
             return uniform(d_expert**-0.5), uniform(d_out**-0.5)
         return zeros, zeros
 
     def attention_router(self) -> Initializer:
-        """SwitchHead's V and O routers."""
+        """Returns the initializer of SwitchHead's V and O routers."""
         init = self._sparse(self.d_model)
         return init if self.rule == "scaled" else rescaled_rows(init)
 
     def attention_experts(self, fan_in: int) -> Initializer:
-        """SwitchHead's V and O experts, MoMHA's Q and O experts."""
+        """Returns the initializer of SwitchHead's V and O experts and MoMHA's Q and O experts."""
         init = uniform(1 / fan_in) if self.rule == "sut" else self._sparse(fan_in)
         return unit_expert_axis(init) if self.expert_axis_norm else init
 
     def switchhead(self, fan_in: int) -> Initializer:
-        """The dense matrices of SwitchHead."""
+        """Returns the initializer of SwitchHead's dense matrices."""
         return self._sparse(fan_in)
 
     def momha_dense(self, fan_in: int) -> Initializer:
-        """MoMHA's K and V."""
+        """Returns the initializer of MoMHA's K and V."""
         return xavier_uniform(2**-0.5) if self.rule == "sut" else self._sparse(fan_in)
 
     def dense(self, fan_in: int) -> Initializer:
-        """Attention and feed-forward of a dense layer."""
+        """Returns the initializer of a dense layer's attention and feed-forward."""
         if self.rule == "scaled":
             return self._sparse(fan_in)
         return exact_std(math.sqrt(2 / (self.num_layers * fan_in)))
 
     def embedding(self) -> Initializer:
-        """Of tokens and of learned positions."""
+        """Returns the initializer of the tokens' and of learned positions' embeddings."""
         return self._sparse(1) if self.rule == "scaled" else normal(self.d_model**-0.5)
 
     def head(self) -> Initializer:

@@ -12,8 +12,9 @@ from .initialise import Initializer, ones, parameter, zeros
 
 
 class LayerNorm(nn.Module):
-    """eps 1e-5, always in float32 (float64 where the input is); affine with bias unless told
-    otherwise.
+    """Normalises rows with eps 1e-5, always in float32 (float64 where the input is).
+
+    Affine with bias unless told otherwise.
     """
 
     def __init__(self, width: int, *, affine: bool = True) -> None:
@@ -23,7 +24,7 @@ class LayerNorm(nn.Module):
         self.bias = parameter(width, init=zeros) if affine else None
 
     def forward(self, x: Tensor) -> Tensor:
-        """(…, D) in any dtype to (…, D) float32; bfloat16 where the weight is stored in it."""
+        """Normalises (…, D) in any dtype to (…, D) float32; bfloat16 where the weight is stored so."""
         weight, bias = self.weight, self.bias
         dtype = wide_dtype(x) if weight is None else own_dtype(x, weight)
         return F.layer_norm(
@@ -36,9 +37,7 @@ class LayerNorm(nn.Module):
 
 
 def wide_dtype(x: Tensor) -> torch.dtype:
-    """The precision of norms, routers and the residual stream: float32, or float64 where the
-    weights are.
-    """
+    """Returns the dtype of norms, routers and the residual: float32, or float64 of float64."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
@@ -63,8 +62,9 @@ def router_logits(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
 
 
 class Linear(nn.Module):
-    """y = W x (+ b), computed in the weight's dtype whatever the input's: precision is a property
-    of the weights.
+    """Computes y = W x (+ b) in the weight's dtype whatever the input's.
+
+    Precision is a property of the weights.
 
     `init` gives the weight's values; the bias starts by `bias_init`, at 0 unless told otherwise.
     """
@@ -83,13 +83,13 @@ class Linear(nn.Module):
         self.bias = parameter(d_out, init=bias_init) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        """(…, d_in) to (…, d_out)."""
+        """Maps (…, d_in) to (…, d_out)."""
         bias = None if self.bias is None else self.bias.to(self.weight.dtype)
         return F.linear(x.to(self.weight.dtype), self.weight, bias)
 
 
 class DenseMLP(nn.Module):
-    """W_down a(W_up x + b) + b': the baseline's feed-forward, and a shared expert."""
+    """Computes W_down a(W_up x + b) + b': the baseline's feed-forward, and a shared expert."""
 
     def __init__(
         self,
@@ -107,7 +107,7 @@ class DenseMLP(nn.Module):
         self.down = Linear(d_hidden, d_model, init=down_init, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(…, D) to (…, D)."""
+        """Maps (…, D) to (…, D)."""
         return self.down(activate(self.up(x), self.activation))
 
 
@@ -122,8 +122,9 @@ def rotary_table(
     device: torch.device,
     dtype: torch.dtype = torch.float32,
 ) -> RotaryTable:
-    """Cosine and sine, each (count, width), of positions first … first + count − 1 (RoFormer, arXiv
-    2104.09864, eq. 15).
+    """Returns cosine and sine, each (count, width), of positions first … first + count − 1.
+
+    Source: RoFormer, arXiv 2104.09864, eq. 15.
 
     inv_freq_i = base^(−2i/width); the angles of the first half of the rotated channels are repeated
     for the second. The first half's sines are negative: what is added to a channel is its partner
@@ -145,7 +146,7 @@ def rotate(x_BHSC: Tensor, table: RotaryTable) -> Tensor:
 
 
 class _Rotate(torch.autograd.Function):
-    """Linear in x, so its backward pass is the rotation back, and needs the table only."""
+    """Rotates; being linear in x, its backward pass rotates back and needs the table only."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -39,7 +39,7 @@ from .routing import Routing, head_to_token_routes, token_to_head_routes
 
 
 class MoMHA(Attention):
-    """Experts on Q and O, one routing for both."""
+    """Attends with experts on Q and O, one routing for both."""
 
     def __init__(self, config: ModelConfig, initializers: Initializers, *, backend: str) -> None:
         super().__init__(config.attention)
@@ -77,7 +77,7 @@ class MoMHA(Attention):
         )
 
     def routers(self) -> dict[str, Router]:
-        """One."""
+        """Returns the one router."""
         return {"attention": self.router}
 
     def forward(
@@ -114,8 +114,9 @@ class MoMHA(Attention):
         return self.output(attended_UW, routing.routes).view(n_BSD.shape), {"attention": routing}
 
     def attend(self, q_BHKSC: Tensor, memory_BSD: Tensor, cache: LayerCache | None) -> Tensor:
-        """Every expert's queries over the same keys and values, as if they were more positions of
-        one head.
+        """Lets every expert's queries attend to the same keys and values.
+
+        They count as more positions of one head.
         """
         scale = self.config.d_head**-0.25
         q_BHKSC, k_BHSC, v_BHSC = (
@@ -132,7 +133,7 @@ class MoMHA(Attention):
         return attended_BHUC.view_as(q_BHKSC)
 
     def _relative_scores(self, q_BHKSC: Tensor, total: int) -> Tensor:
-        """What the distance adds to every score, and −∞ where the key is later than the query.
+        """Returns what the distance adds to a score, and −∞ where the key is later than the query.
 
         The scores of all distances are laid out from far to near, and each row is shifted by its
         position (Transformer-XL, arXiv 1901.02860, appendix B): no index, so the backward is

@@ -64,7 +64,7 @@ def forward_in(
 
 
 def cast_weights(model: Transformer, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Differentiable copies in `dtype` of all weights that enter matrix products, by name."""
+    """Returns differentiable copies in `dtype` of the weights of matrix products, by name."""
     return {
         name: parameter.to(dtype)
         for name, parameter in model.named_parameters()
@@ -73,9 +73,7 @@ def cast_weights(model: Transformer, dtype: torch.dtype) -> dict[str, Tensor]:
 
 
 def enters_a_product(name: str) -> bool:
-    """Whether the parameter of that name is an operand of a matrix product; all others stay
-    float32.
-    """
+    """Returns whether that parameter is an operand of a matrix product; others stay float32."""
     *modules, attribute = name.split(".")
     if any(module.endswith(_FULL_PRECISION) for module in modules):
         return False

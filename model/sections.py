@@ -1,8 +1,8 @@
-"""Sections of a configuration that come in kinds: each kind has keys of its own, and no others can be written down.
+"""Sections of a configuration that come in kinds: a kind has keys of its own and no others.
 
-`kind` chooses the class that reads the section, so that a dense attention has no key for experts and
-an error can name the keys that there are. The same table says which keys outlive a change of kind:
-those that mean the same in the new one.
+`kind` chooses the class that reads the section, so that a dense attention has no key for experts,
+and an error can name the keys that there are. The same table says which keys outlive a change of
+kind: those that mean the same in the new one.
 """
 
 import difflib
@@ -15,7 +15,7 @@ from pydantic import BaseModel, ValidationError
 
 @dataclass(frozen=True)
 class Section:
-    """One section of a configuration, and the classes that read its kinds."""
+    """Describes one section of a configuration, and the classes that read its kinds."""
 
     path: str  # as it is written in an override, from the model on: "attention.positions"
     noun: str  # what one is called in an error: "attention"
@@ -45,15 +45,15 @@ class Section:
             return value
         name = self.path.rpartition(".")[2]
         if not isinstance(value, dict):
+            example = value if value in self.classes else next(iter(self.classes))
             raise ValueError(
                 f"{name}={value!r}: the {self.noun} is a section; write its kind, for example "
-                f"model.{self.path}.kind={value if value in self.classes else next(iter(self.classes))}"
+                f"model.{self.path}.kind={example}"
             )
         kinds = ", ".join(self.classes)
         if "kind" not in value:
-            raise ValueError(
-                f"the {self.noun} has no kind (keys: {', '.join(map(str, value))}); there are {kinds}"
-            )
+            keys = ", ".join(map(str, value))
+            raise ValueError(f"the {self.noun} has no kind (keys: {keys}); there are {kinds}")
         kind = value["kind"]
         if not isinstance(kind, str) or kind not in self.classes:
             raise ValueError(f"kind={kind!r} is no {self.noun}; there are {kinds}")

@@ -45,7 +45,7 @@ from .routing import Routing
 
 @dataclass(frozen=True)
 class ModelOutput:
-    """What one forward pass yields: logits, or with targets the loss, and what the routers did."""
+    """Holds what one forward pass yields: logits, or with targets a loss; the routers' part."""
 
     # (B, S, V) float32: the next token's logits; with targets a scalar: their cross-entropy, nats,
     # summed over all positions, without the logits, which never exist all at once
@@ -54,31 +54,28 @@ class ModelOutput:
 
     # float32, per sequence: all auxiliary losses with their coefficients; zero in evaluation mode
     regularisation_B: Tensor
-    auxiliary: dict[
-        str, Tensor
-    ]  # detached, per sequence: every auxiliary loss without its coefficient; with halting also the depth
-    loads: dict[
-        str, DepthLoad
-    ]  # by kind of router: feed_forward, value and output (SwitchHead), attention (MoMHA)
-    carried: dict[
-        str, Tensor
-    ]  # detached: what `after_step` is to be told, once summed over the whole step
+    # detached, per sequence: every auxiliary loss without its coefficient; with halting the depth too
+    auxiliary: dict[str, Tensor]
+    # by kind of router: feed_forward, value and output (SwitchHead), attention (MoMHA)
+    loads: dict[str, DepthLoad]
+    # detached: what `after_step` is to be told, once summed over the whole step
+    carried: dict[str, Tensor]
 
     @property
     def logits_BSV(self) -> Tensor:
-        """The next token's logits at every position, of a pass without targets."""
+        """Returns the next token's logits at every position, of a pass without targets."""
         assert self.read_out.ndim == 3, "a pass with targets has a loss and no logits"
         return self.read_out
 
     @property
     def cross_entropy(self) -> Tensor:
-        """The targets' cross-entropy in nats, summed over all positions: a scalar."""
+        """Returns the targets' cross-entropy in nats, summed over all positions: a scalar."""
         assert self.read_out.ndim == 0, "only a pass with targets has a loss"
         return self.read_out
 
 
 class Layer(nn.Module):
-    """Attention and feed-forward with their residual connections.
+    """Applies attention and feed-forward with their residual connections.
 
     Peri-layernorm: a norm stands only before a map whose result goes into a softmax or sigmoid
     (queries, keys, routers); values and experts read the raw residual, so an update scales with the
@@ -113,7 +110,7 @@ class Layer(nn.Module):
             )
 
     def routers(self) -> dict[str, Router]:
-        """All routers of this layer, by the kind under which they report."""
+        """Returns all routers of this layer, by the kind under which they report."""
         found = self.attention.routers()
         if isinstance(self.feed_forward, SparseFeedForward):
             found["feed_forward"] = self.feed_forward.router
@@ -172,7 +169,7 @@ class Layer(nn.Module):
         )
 
     def _inputs(self, x_BSD: Tensor, norm: LayerNorm | None) -> tuple[Tensor, Tensor]:
-        """What queries, keys and routers read, and what values and experts read."""
+        """Returns what queries, keys and routers read, and what values and experts read."""
         if self.norm == "post" or norm is None:
             return x_BSD, x_BSD
         n_BSD = norm(x_BSD)
@@ -192,7 +189,7 @@ class Layer(nn.Module):
 
 
 class Transformer(nn.Module):
-    """MoEUT or one of its relatives, as `config` says.
+    """Builds MoEUT or one of its relatives, as `config` says.
 
     Built without values: `initialise` (model/initialise.py) or a checkpoint fills them.
     """
@@ -201,9 +198,8 @@ class Transformer(nn.Module):
         super().__init__()
         self.config = config
         self.running = RunningSum()
-        self.casts_weights = (
-            True  # for a pass in lower precision; sharded weights are cast where they are gathered
-        )
+        # for a pass in lower precision; sharded weights are cast where they are gathered
+        self.casts_weights = True
         initializers = _initializers(config)
         self.embedding = parameter(config.vocab_size, config.d_model, init=initializers.embedding())
         self.position_embedding = None
@@ -276,19 +272,20 @@ class Transformer(nn.Module):
         )
 
     def new_cache(self) -> list[LayerCache]:
-        """An empty cache: one entry per depth step, not per layer, for a shared layer sees new keys
-        at every repeat.
+        """Returns an empty cache: one entry per depth step, not per layer.
+
+        A shared layer sees new keys at every repeat.
         """
         return [LayerCache() for _ in range(self.config.num_layers)]
 
     def routers(self) -> Iterator[tuple[int, str, Router]]:
-        """(group member, kind, router) of every router."""
+        """Yields (group member, kind, router) of every router."""
         for member, layer in enumerate(self.group):
             for kind, router in cast(Layer, layer).routers().items():
                 yield member, kind, router
 
     def recompute_layers(self, mode: Recompute) -> None:
-        """What the backward pass keeps of every depth step from now on (model/recompute.py)."""
+        """Sets what the backward pass keeps of every depth step (model/recompute.py)."""
         for layer in self.group:
             cast(Layer, layer).recompute = mode
         for bank in self.modules():
@@ -296,7 +293,7 @@ class Transformer(nn.Module):
                 bank.defer = mode == "none"  # what is deferred would keep all that is made again
 
     def before_step(self, step: int) -> None:
-        """Tells every router how many optimizer steps have been done; a step's running sums begin."""
+        """Tells every router how many optimizer steps are done; a step's running sums begin."""
         self.running.reset()
         for _, _, router in self.routers():
             router.before_step(step)
@@ -340,8 +337,9 @@ class Transformer(nn.Module):
     def _losses(
         self, reports: list[dict[str, RouterReport]], halted: Halted | None, tokens_BS: Tensor
     ) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
-        """The auxiliary losses of all routers, each over all repeats of its weights, and of
-        halting; nothing in evaluation mode.
+        """Adds up the auxiliary losses of all routers, each over all repeats of its weights.
+
+        Halting's is among them; in evaluation mode there is none.
 
         MoEUT: Σ over group members of γ·ℓ_FF + δ·(ℓ_V + ℓ_O), per sequence (arXiv 2405.16039,
         §2.2).
@@ -373,7 +371,10 @@ class Transformer(nn.Module):
 
 
 def _initializers(config: ModelConfig) -> Initializers:
-    """Post-norm layers start at full size: the norm after the addition keeps the residual's."""
+    """Chooses the initializers; post-norm layers start at full size.
+
+    The norm after the addition keeps the residual's.
+    """
     depth = 2 if config.norm == "post" else config.num_layers
     rule = config.initialisation
     scaled = isinstance(rule, ScaledInitialisationConfig)

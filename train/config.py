@@ -77,11 +77,11 @@ _SECTIONS = {f"model.{path}": section for path, section in SECTIONS.items()}
 
 
 class ConfigError(ValueError):
-    """The configuration cannot be run; the message says which value, why, and what to do."""
+    """Says why a configuration cannot be run: which value, why, and what to do."""
 
 
 class TrainConfig(BaseModel):
-    """How long, on how much at a time, and how exactly."""
+    """Configures how long to train, on how much at a time, and how exactly."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -100,15 +100,14 @@ class TrainConfig(BaseModel):
     log_every: PositiveInt = 1
     eval_every: NonNegativeInt = 0  # 0: at the start and at the end only
     eval_rows: NonNegativeInt = 0  # at most so many validation rows; 0: all of them
-    record_routing: NonNegativeInt = (
-        0  # the first and every n-th step's routes go into the run folder; 0: none
-    )
+    # the first and every n-th step's routes go into the run folder; 0: none
+    record_routing: NonNegativeInt = 0
     threads: int = Field(default=1, ge=0, le=4096)  # of one rank's CPU work; 0: torch's default
     timeout_s: float = Field(default=600.0, gt=0)  # of a collective
 
 
 class CheckpointConfig(BaseModel):
-    """When the state is saved and how much of it is kept."""
+    """Configures when the state is saved and how much of it is kept."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -117,8 +116,9 @@ class CheckpointConfig(BaseModel):
 
 
 class JobConfig(BaseModel):
-    """Where a run is placed. Here and not in cluster/, because a recipe describes a run whole,
-    placement included.
+    """Configures where a run is placed.
+
+    It is here and not in cluster/, because a recipe describes a run whole, placement included.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -136,7 +136,7 @@ class JobConfig(BaseModel):
 
 
 class Config(BaseModel):
-    """One run. Immutable; every cross-section rule is checked on construction."""
+    """Describes one run. It is immutable; every cross-section rule is checked on construction."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -151,7 +151,7 @@ class Config(BaseModel):
 
     @property
     def world_size(self) -> int:
-        """Ranks of the run as the job places it."""
+        """Returns the number of ranks of the run as the job places it."""
         return self.job.num_nodes * self.job.ranks_per_node
 
     @model_validator(mode="after")
@@ -185,9 +185,7 @@ class Config(BaseModel):
 
     @model_validator(mode="after")
     def _check_groups(self) -> Self:
-        """Groups are blocks of consecutive samples, so a micro-batch of whole groups keeps them
-        whatever the layout.
-        """
+        """Checks that a micro-batch holds whole groups of consecutive samples."""
         group = self.model.group_sequences
         experts = self.model.experts
         if experts is not None and self.train.micro_batch % group:
@@ -268,14 +266,14 @@ class Config(BaseModel):
 
     @classmethod
     def load(cls, path: Path) -> "Config":
-        """Reads what `save` wrote."""
+        """Reads the configuration that `save` wrote."""
         return build(json.loads(path.read_text(encoding="utf-8")), origin=str(path))
 
 
 def resolve(
     name_or_file: str, overrides: Sequence[str], recipes: Mapping[str, Callable[[], Config]]
 ) -> Config:
-    """The configuration named by a recipe or a TOML file, with dotted overrides applied.
+    """Returns the configuration of a recipe or a TOML file, with dotted overrides applied.
 
     Raises:
         ConfigError: no such recipe or file, or a bad override; unknown keys are answered with the
@@ -329,8 +327,7 @@ def _read_toml(path: Path, recipes: Mapping[str, Callable[[], Config]]) -> dict[
 
 
 def _apply(values: dict[str, Any], override: str) -> None:
-    """Applies one `section.key=value`; the value is read as TOML, and as plain text where it is not
-    TOML.
+    """Applies one `section.key=value`; the value is read as TOML, or else as plain text.
 
     Sections may lie in each other: `model.feed_forward.router.top_k=2`. Another `kind` drops the
     keys of the old one, but for those that mean the same in both (`Section.kept`).
@@ -369,7 +366,7 @@ def _explain_one(entry: Any) -> str:
 
 
 def _known_fields() -> Iterator[tuple[str, Any]]:
-    """Every key that a configuration can have, and its annotation."""
+    """Yields every key that a configuration can have, and its annotation."""
     for section, field in Config.model_fields.items():
         yield section, field.annotation
         if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
@@ -389,7 +386,7 @@ def _known_keys() -> list[str]:
 
 
 def _keys_with_the_word_none() -> set[str]:
-    """Keys for which "none" is one of the choices and not the absence of a value."""
+    """Returns the keys for which "none" is one of the choices and not the absence of a value."""
     return {key for key, annotation in _known_fields() if "none" in get_args(annotation)}
 
 

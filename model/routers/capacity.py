@@ -38,7 +38,7 @@ DropOrder = Literal["position_major", "token_major", "slot_major", "priority"]
 
 
 class CapacityConfig(TopKConfig, ChoiceConfig):
-    """What every router that may refuse a row has in common."""
+    """Describes what every router has in common that may refuse a row."""
 
     capacity_factor: PositiveFloat | None = None  # in training; None: dropless
     evaluation_capacity_factor: PositiveFloat | None = None  # None: dropless
@@ -48,18 +48,21 @@ class CapacityConfig(TopKConfig, ChoiceConfig):
 
     @property
     def random_second(self) -> bool:
-        """Whether a row's second expert is asked with probability min(1, 2·its gate weight) only,
-        in training.
+        """Returns whether a row's second expert is asked at random, in training.
+
+        The probability is min(1, 2·its gate weight).
         """
         return False
 
     @property
     def promises(self) -> Promises:
+        """Returns what this configuration guarantees."""
         unlimited = self.capacity_factor is None and self.evaluation_capacity_factor is None
         return self._promises(unlimited, dropless=unlimited and not self.random_second)
 
     @property
     def evaluation_promises(self) -> Promises:
+        """Returns what this configuration guarantees in evaluation."""
         unlimited = self.evaluation_capacity_factor is None
         return self._promises(unlimited, dropless=unlimited)
 
@@ -73,14 +76,12 @@ class CapacityConfig(TopKConfig, ChoiceConfig):
 
 
 class CapacityRouter(ChoiceRouter):
-    """A router that chooses, and whose experts may be full. A subclass implements `choose`, first
-    choice first.
-    """
+    """Routes to experts that may be full; a subclass implements `choose`, first choice first."""
 
     config: CapacityConfig
 
     def admit(self, choice: Choice, routes: Routes, batch_size: int) -> Routes:
-        """The routes that are asked for and find a place."""
+        """Returns the routes that are asked for and find a place."""
         config = self.config
         factor = config.capacity_factor if self.training else config.evaluation_capacity_factor
         asked_TK = self._asked(choice)
@@ -100,7 +101,7 @@ class CapacityRouter(ChoiceRouter):
         )
 
     def _asked(self, choice: Choice) -> Tensor | None:
-        """GShard's random second expert (arXiv 2006.16668, algorithm 1); None where all are asked."""
+        """Draws GShard's random second expert (arXiv 2006.16668, algorithm 1); None: ask all."""
         if not self.training or not self.config.random_second:
             return None
         second_T = choice.weights_TK[:, 1].detach()
@@ -109,8 +110,9 @@ class CapacityRouter(ChoiceRouter):
 
 
 def expert_capacity(factor: float, num_routes: int, *, num_experts: int) -> int:
-    """C: ⌈factor · routes / experts⌉, at least 1. The factor counts as the decimal number that was
-    written.
+    """Returns C = ⌈factor · routes / experts⌉, at least 1.
+
+    The factor counts as the decimal number that was written.
     """
     return max(1, math.ceil(Fraction(str(factor)) * num_routes / num_experts))
 
@@ -121,7 +123,7 @@ def row_capacity(factor: float, num_rows: int, *, top_k: int, num_experts: int) 
 
 
 def serving_order(choice: Choice, order: DropOrder, batch_size: int) -> Tensor:
-    """(N,): the routes' numbers in the order in which they ask for a place."""
+    """Returns the routes' numbers, (N,), in the order in which they ask for a place."""
     experts_TK = choice.experts_TK
     route_TK = torch.arange(experts_TK.numel(), device=experts_TK.device).view_as(experts_TK)
     match order:
@@ -137,8 +139,9 @@ def serving_order(choice: Choice, order: DropOrder, batch_size: int) -> Tensor:
 
 
 def has_place(expert_N: Tensor, turn_N: Tensor, *, capacity: int) -> Tensor:
-    """(N,) bool: whether a route is among the first `capacity` of its expert, when route turn_N[i]
-    asks as the i-th.
+    """Returns whether each route is among the first `capacity` of its expert: (N,) bool.
+
+    Route turn_N[i] asks as the i-th.
     """
     queue_N, index_N = expert_N[turn_N].sort(stable=True)
     place_N = torch.arange(len(queue_N), device=queue_N.device) - torch.searchsorted(

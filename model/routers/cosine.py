@@ -41,23 +41,23 @@ _PAPER_TEMPERATURE = {"softmax": 0.3, "sigmoid": 0.07}
 
 
 class CosineConfig(CapacityConfig):
-    """X-MoE as in the paper, or as its released code behaves."""
+    """Describes X-MoE's router as in the paper, or as its released code behaves."""
 
     kind: Literal["cosine"] = "cosine"
     gate: Literal["softmax", "sigmoid"] = "softmax"
     d_routing: PositiveInt | None = None  # d_e; None: half the number of experts
     behaviour: Literal["paper", "torchscale"] = "paper"
-    initial_temperature: PositiveFloat | None = (
-        None  # of τ; None: 0.3 for softmax, 0.07 for sigmoid gates
-    )
+    # of τ; None: 0.3 for softmax, 0.07 for sigmoid gates
+    initial_temperature: PositiveFloat | None = None
     balance_temperature: PositiveFloat | None = None  # τ₀, fixed; None: the same
 
     @property
     def random_second(self) -> bool:
+        """Returns whether a row's second expert is asked at random."""
         return self.behaviour == "torchscale" and self.top_k == 2
 
     def width(self, num_experts: int) -> int:
-        """d_e: dimensions in which rows and experts are compared."""
+        """Returns d_e: the dimensions in which rows and experts are compared."""
         return (
             _RELEASED_WIDTH
             if self.behaviour == "torchscale"
@@ -65,6 +65,7 @@ class CosineConfig(CapacityConfig):
         )
 
     def router_flops(self, d_row: int, num_experts: int) -> int:
+        """Returns the forward FLOPs for one row."""
         return 2 * self.width(num_experts) * (d_row + num_experts)
 
     @model_validator(mode="after")
@@ -87,7 +88,7 @@ class CosineConfig(CapacityConfig):
 
 
 class CosineRouter(CapacityRouter):
-    """Cosine scores on a low-dimensional sphere, top-k, dropless or with a capacity."""
+    """Scores experts by cosine on a low-dimensional sphere, top-k, dropless or with a capacity."""
 
     Config = CosineConfig
     config: CosineConfig
@@ -111,7 +112,7 @@ class CosineRouter(CapacityRouter):
         self.balance_temperature = config.balance_temperature or usual
 
     def choose(self, x_TD: Tensor) -> Choice:
-        """The K nearest experts on the sphere."""
+        """Chooses the K nearest experts on the sphere."""
         config, wide = self.config, wide_dtype(x_TD)
         dtype = own_dtype(x_TD, self.projection)
         z_TR, embedding_ER = (
@@ -140,8 +141,9 @@ class CosineRouter(CapacityRouter):
 
     @torch.no_grad()
     def before_step(self, step: int) -> None:
-        """torchscale: every expert embedding to norm 1.5. A second call changes no bit, so an
-        evaluation leaves no trace.
+        """Scales every expert embedding to norm 1.5, for torchscale's behaviour.
+
+        A second call changes no bit, so an evaluation leaves no trace.
         """
         if self.config.behaviour == "torchscale":
             norm_E1 = self.expert_embedding.double().norm(dim=1, keepdim=True)
@@ -154,14 +156,14 @@ class CosineRouter(CapacityRouter):
 
 
 def finite(scores_TE: Tensor) -> Tensor:
-    """Scores that are not finite become the smallest that is, without gradient."""
+    """Replaces scores that are not finite by the smallest that is, without gradient."""
     known_TE = scores_TE.isfinite()
     smallest = scores_TE.detach().masked_fill(~known_TE, torch.inf).amin()
     return torch.where(known_TE, scores_TE, smallest)
 
 
 def orthogonal(gain: float) -> Initializer:
-    """Orthonormal columns (or rows, if they are fewer) times `gain`."""
+    """Draws orthonormal columns (or rows, if they are fewer) times `gain`."""
     return lambda shape, generator: torch.nn.init.orthogonal_(
         torch.empty(shape), gain, generator=generator
     )

@@ -31,27 +31,29 @@ from .router import Choice, ChoiceConfig, ChoiceRouter, Loss, Promises, TopKConf
 
 
 class DeepSeekConfig(TopKConfig, ChoiceConfig):
-    """V3 by default; V2 with scores="softmax", group_score="max", renormalise=false, bias_rate=0."""
+    """Describes DeepSeek's gate: V3 by default, V2 with other values.
+
+    V2 has scores="softmax", group_score="max", renormalise=false, bias_rate=0.
+    """
 
     kind: Literal["deepseek"] = "deepseek"
     top_k: PositiveInt = 8
     scores: Literal["sigmoid", "softmax"] = "sigmoid"
     num_groups: PositiveInt = 1
     kept_groups: PositiveInt = 1
-    group_score: Literal["top2", "max"] = (
-        "top2"  # of the biased scores: sum of the best two, or the best
-    )
+    # of the biased scores: sum of the best two, or the best
+    group_score: Literal["top2", "max"] = "top2"
     renormalise: bool = True
     route_scale: PositiveFloat = 1.0
     bias_rate: NonNegativeFloat = 0.001  # γ; 0: the bias stays 0
-    bias_until_step: NonNegativeInt | None = (
-        None  # the bias moves in steps 0 … bias_until_step − 1 only
-    )
+    # the bias moves in steps 0 … bias_until_step − 1 only
+    bias_until_step: NonNegativeInt | None = None
     balance: NonNegativeFloat = 1e-4
     balance_scope: Literal["sequence", "micro_batch", "global_batch"] = "sequence"
 
     @property
     def promises(self) -> Promises:
+        """Returns what this configuration guarantees."""
         return Promises(causal=True, batch_invariant=True, dropless=True, balanced=False)
 
     @model_validator(mode="after")
@@ -69,6 +71,7 @@ class DeepSeekConfig(TopKConfig, ChoiceConfig):
         return self
 
     def check(self, num_experts: int) -> None:
+        """Checks that the router and the number of experts fit each other."""
         groups, kept = self.num_groups, self.kept_groups
         if num_experts % groups:
             raise ValueError(
@@ -89,7 +92,7 @@ class DeepSeekConfig(TopKConfig, ChoiceConfig):
 
 
 class DeepSeekRouter(ChoiceRouter):
-    """Sigmoid or softmax scores, selected with a learned bias and a limit on groups."""
+    """Scores with sigmoid or softmax, and selects with a learned bias and a limit on groups."""
 
     Config = DeepSeekConfig
     config: DeepSeekConfig
@@ -104,7 +107,7 @@ class DeepSeekRouter(ChoiceRouter):
         self.register_buffer("selection_bias", torch.zeros(num_experts))
 
     def choose(self, x_TD: Tensor) -> Choice:
-        """The K largest biased scores of the kept groups, weighed by their unbiased scores."""
+        """Chooses the K largest biased scores of the kept groups, weighed by the unbiased."""
         config = self.config
         logits_TE = router_logits(x_TD, self.weight)
         # In logarithms: renormalising is then a softmax, which has no 0/0 where all scores
@@ -123,7 +126,7 @@ class DeepSeekRouter(ChoiceRouter):
         )
 
     def _within_groups(self, biased_TE: Tensor) -> Tensor:
-        """Minus infinity for every expert outside the row's best groups."""
+        """Returns minus infinity for every expert outside the row's best groups."""
         config = self.config
         if config.kept_groups == config.num_groups:
             return biased_TE
@@ -134,22 +137,21 @@ class DeepSeekRouter(ChoiceRouter):
         return grouped_TGA.masked_fill(closed_TG[..., None], float("-inf")).flatten(1)
 
     def statistics(self, routing: Routing, batch_size: int) -> dict[str, Tensor]:
-        """Also `preferred`: the K largest unbiased scores, which the loss counts (V3, eq. 18); the
-        bias learns from `load`.
+        """Adds `preferred`: the K largest unbiased scores, which the loss counts (V3, eq. 18).
+
+        The bias learns from `load`.
         """
         preferred = routing.logits_THA.topk(self.config.top_k, dim=-1).indices
         counted = count_per_sequence(preferred, batch_size, self.num_experts)
         return super().statistics(routing, batch_size) | {"preferred": counted}
 
     def losses(self, sums: dict[str, Tensor], running: RunningSum) -> list[Loss]:
-        """The balancing loss over the experts that rows prefer, whatever the bias and the groups
-        made of it.
-        """
+        """Computes the balancing loss over the experts that rows prefer without the bias."""
         return super().losses(sums | {"load": sums["preferred"]}, running)
 
     @torch.no_grad()
     def after_step(self, step: int, totals: dict[str, Tensor]) -> None:
-        """One step of the bias towards the experts that had less than their share."""
+        """Moves the bias one step towards the experts that had less than their share."""
         until = self.config.bias_until_step
         if until is None or step < until:
             load_E = totals["load"]

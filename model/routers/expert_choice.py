@@ -31,44 +31,48 @@ from .router import Promises, Router, RouterConfig
 
 
 class ExpertChoiceConfig(RouterConfig):
-    """Expert choice by position across sequences, or flat over a micro-batch."""
+    """Describes expert choice by position across sequences, or flat over a micro-batch."""
 
     kind: Literal["expert_choice"] = "expert_choice"
     sequences_per_group: PositiveInt = 32  # M, in sequences; not used by scope "flat"
     mean_experts: PositiveFloat = 1.0  # k: experts per token, on average
-    scope: Literal["position", "flat"] = (
-        "position"  # "flat": among all tokens of a micro-batch, which reads the future
-    )
+    # "flat": among all tokens of a micro-batch, which reads the future
+    scope: Literal["position", "flat"] = "position"
 
     @property
     def promises(self) -> Promises:
+        """Returns what this configuration guarantees."""
         return Promises(
             causal=self.scope == "position", batch_invariant=False, dropless=False, balanced=True
         )
 
     @property
     def group_sequences(self) -> int:
+        """Returns how many sequences are routed together."""
         return self.sequences_per_group if self.scope == "position" else 1
 
     @property
     def reads_whole_sequences(self) -> bool:
+        """Returns whether one position alone cannot be routed."""
         return self.scope == "flat"
 
     @property
     def experts_per_row(self) -> float:
-        """As wanted; `active_experts` says what rounding makes of it."""
+        """Returns the experts per row as wanted; `active_experts` has them after rounding."""
         return self.mean_experts
 
     @property
     def needs_length(self) -> bool:
+        """Returns whether `active_experts` depends on the rows of a sequence."""
         return self.scope == "flat"
 
     def active_experts(self, num_experts: int, sequence_rows: int) -> float:
-        """Rows that the experts take, per row; flat, as if one sequence were the micro-batch."""
+        """Returns how many experts take a row; flat, as if one sequence were the micro-batch."""
         members = self.sequences_per_group if self.scope == "position" else sequence_rows
         return self.taken(num_experts, members) * num_experts / members
 
     def check(self, num_experts: int) -> None:
+        """Checks that the router and the number of experts fit each other."""
         if self.mean_experts > num_experts:
             raise ValueError(
                 f"router.mean_experts={self.mean_experts} is more than num_experts={num_experts}"
@@ -77,7 +81,7 @@ class ExpertChoiceConfig(RouterConfig):
             self.taken(num_experts, self.sequences_per_group)
 
     def taken(self, num_experts: int, members: int) -> int:
-        """C.
+        """Returns C: how many of a group's `members` an expert takes.
 
         Raises:
             ValueError: an expert would take no row at all.
@@ -96,7 +100,7 @@ class ExpertChoiceConfig(RouterConfig):
 
 
 class ExpertChoiceRouter(Router):
-    """Expert choice (arXiv 2202.09368), causal by position (arXiv 2402.07871)."""
+    """Lets experts choose rows (arXiv 2202.09368), causally by position (arXiv 2402.07871)."""
 
     Config = ExpertChoiceConfig
     config: ExpertChoiceConfig
@@ -108,7 +112,7 @@ class ExpertChoiceRouter(Router):
         self.weight = parameter(num_experts, d_row, init=init)
 
     def forward(self, x_TD: Tensor, *, batch_size: int) -> Routing:
-        """Every expert's rows of every group. Routes come expert by expert, G·C for each.
+        """Routes the rows that experts take from every group, expert by expert, G·C for each.
 
         Raises:
             ValueError: the rows are not whole groups.

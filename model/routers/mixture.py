@@ -38,7 +38,7 @@ from .router import Promises, Router, RouterConfig
 
 
 class TokenMixingConfig(RouterConfig):
-    """Mixture of Tokens; all options beside the group size are off as published."""
+    """Describes Mixture of Tokens; all options beside the group size are off as published."""
 
     kind: Literal["mixture_of_tokens"] = "mixture_of_tokens"
     sequences_per_group: PositiveInt = 32  # M; axis "sequence": so many neighbours of one sequence
@@ -47,19 +47,17 @@ class TokenMixingConfig(RouterConfig):
     # A learned factor t of the temperature starts at 1: τ·t, or τ·exp(t − 1), which stays positive.
     temperature_form: Literal["direct", "positive"] = "direct"
     separate_emit_temperature: bool = False  # emission learns a temperature of its own
-    emit: Literal["merge", "softmax_over_experts"] = (
-        "merge"  # the latter: over a token's experts, as in Soft MoE
-    )
-    axis: Literal["position", "sequence"] = (
-        "position"  # "sequence": neighbours in one sequence, which reads the future
-    )
-    discrete_evaluation: bool = (
-        False  # only the largest weight counts, as 1: how far from a sparse layer is it?
-    )
+    # the latter: over a token's experts, as in Soft MoE
+    emit: Literal["merge", "softmax_over_experts"] = "merge"
+    # "sequence": neighbours in one sequence, which reads the future
+    axis: Literal["position", "sequence"] = "position"
+    # only the largest weight counts, as 1: how far from a sparse layer is it?
+    discrete_evaluation: bool = False
     evaluation_sequences_per_group: int | None = Field(default=None, gt=0)  # None: as in training
 
     @property
     def promises(self) -> Promises:
+        """Returns what this configuration guarantees."""
         by_position = self.axis == "position"
         return Promises(
             causal=by_position, batch_invariant=not by_position, dropless=True, balanced=True
@@ -67,17 +65,21 @@ class TokenMixingConfig(RouterConfig):
 
     @property
     def group_sequences(self) -> int:
+        """Returns how many sequences are routed together."""
         return self.sequences_per_group if self.axis == "position" else 1
 
     @property
     def evaluation_group_sequences(self) -> int:
+        """Returns how many sequences are routed together in evaluation."""
         return self.members(training=False) if self.axis == "position" else 1
 
     @property
     def reads_whole_sequences(self) -> bool:
+        """Returns whether one position alone cannot be routed."""
         return self.axis == "sequence"
 
     def check_length(self, sequence_rows: int) -> None:
+        """Checks that the router and the length of a sequence fit each other."""
         for name in (
             ("sequences_per_group", "evaluation_sequences_per_group")
             if self.axis == "sequence"
@@ -92,7 +94,7 @@ class TokenMixingConfig(RouterConfig):
                 )
 
     def members(self, *, training: bool) -> int:
-        """M."""
+        """Returns M: how many rows a group has, in training or in evaluation."""
         return (
             self.sequences_per_group
             if training or self.evaluation_sequences_per_group is None
@@ -100,11 +102,11 @@ class TokenMixingConfig(RouterConfig):
         )
 
     def active_experts(self, num_experts: int, sequence_rows: int) -> float:
-        """Mixtures computed for a group of M rows: one by every expert."""
+        """Returns the mixtures per row: every expert computes one for a group of M rows."""
         return num_experts / self.sequences_per_group
 
     def router_flops(self, d_row: int, num_experts: int) -> int:
-        """Logits, merging and emitting."""
+        """Returns the forward FLOPs for one row: logits, merging and emitting."""
         return 6 * d_row * num_experts
 
     @model_validator(mode="after")
@@ -126,7 +128,7 @@ class TokenMixingConfig(RouterConfig):
 
 
 def group_of_one(name: str) -> str:
-    """Why a group of one cannot be."""
+    """Says why a group of one cannot be."""
     return (
         f"{name}=1: a softmax over a group of one token is 1 for every expert, so the token would "
         "get the plain sum of all "
@@ -135,7 +137,7 @@ def group_of_one(name: str) -> str:
 
 
 class TokenMixingRouter(Router):
-    """Mixture of Tokens (arXiv 2310.15961)."""
+    """Mixes the tokens of a group for every expert (Mixture of Tokens, arXiv 2310.15961)."""
 
     Config = TokenMixingConfig
     config: TokenMixingConfig
@@ -153,7 +155,7 @@ class TokenMixingRouter(Router):
         )
 
     def forward(self, x_TD: Tensor, *, batch_size: int) -> Routing:
-        """The mixtures of T sequence-major rows.
+        """Mixes T sequence-major rows.
 
         Raises:
             ValueError: the rows are not whole groups.
@@ -196,7 +198,7 @@ class TokenMixingRouter(Router):
 def rows_by_position(
     num_rows: int, batch_size: int, members: int, *, device: torch.device
 ) -> Tensor:
-    """(G, M): group (s, j) holds the rows at position s of the sequences j·M … j·M + M − 1.
+    """Groups rows by position: group (s, j) has those at s of sequences j·M … j·M + M − 1; (G, M).
 
     Raises:
         ValueError: the sequences are not whole groups.
@@ -217,7 +219,7 @@ def rows_by_position(
 def rows_by_neighbourhood(
     num_rows: int, batch_size: int, members: int, *, device: torch.device
 ) -> Tensor:
-    """(G, M): every sequence cut into stretches of M positions.
+    """Cuts every sequence into groups of M neighbouring positions: (G, M).
 
     Raises:
         ValueError: M does not divide the length of a sequence.
@@ -232,5 +234,5 @@ def rows_by_neighbourhood(
 
 
 def one_hot_of_largest(weights: Tensor, *, axis: int) -> Tensor:
-    """1 at the largest entry along an axis, 0 elsewhere; among equals the first."""
+    """Returns 1 at the largest entry along an axis, 0 elsewhere; among equals the first."""
     return torch.zeros_like(weights).scatter_(axis, weights.argmax(axis, keepdim=True), 1.0)

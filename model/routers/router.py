@@ -28,20 +28,17 @@ from ..routing import Routes, Routing, token_routes
 
 @dataclass(frozen=True)
 class Promises:
-    """What a router guarantees, whatever its weights; tests/model/test_promises.py holds every
-    model to it.
-    """
+    """States what a router guarantees, whatever its weights (tests/model/test_promises.py)."""
 
-    causal: (
-        bool  # no output at a position depends on what stands at a later position, of any sequence
-    )
+    # no output at a position depends on what stands at a later position, of any sequence
+    causal: bool
     batch_invariant: bool  # no sequence's output depends on the other sequences of the batch
     dropless: bool  # every row gets the outputs of all experts it asked for
     balanced: bool  # every expert serves equally many rows, by construction
 
 
 class RouterConfig(BaseModel):
-    """The part of a model's configuration that one kind of router reads."""
+    """Describes one kind of router: the part of a model's configuration that it reads."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -49,7 +46,7 @@ class RouterConfig(BaseModel):
 
     @property
     def promises(self) -> Promises:
-        """What this configuration guarantees."""
+        """Returns what this configuration guarantees."""
         raise NotImplementedError(f"the router {self.kind!r} makes no promises")
 
     @property
@@ -59,62 +56,63 @@ class RouterConfig(BaseModel):
 
     @property
     def group_sequences(self) -> int:
-        """Sequences that are routed together: every micro-batch holds whole groups of consecutive
-        samples.
+        """Returns how many sequences are routed together; 1: each by itself.
+
+        Every micro-batch holds whole groups of consecutive samples.
         """
         return 1
 
     @property
     def evaluation_group_sequences(self) -> int:
-        """The same in evaluation."""
+        """Returns how many sequences are routed together in evaluation."""
         return self.group_sequences
 
     @property
     def reads_whole_sequences(self) -> bool:
-        """Whether one position alone cannot be routed: such a model cannot write token by token."""
+        """Returns whether one position alone cannot be routed, so that it cannot be decoded."""
         return False
 
     @property
     def needs_length(self) -> bool:
-        """Whether `active_experts` depends on the rows of a sequence."""
+        """Returns whether `active_experts` depends on the rows of a sequence."""
         return False
 
     def check_length(self, sequence_rows: int) -> None:
-        """ValueError where the router and the length of a sequence do not fit each other."""
+        """Checks that the router and the length of a sequence fit each other; else ValueError."""
 
     @property
     def experts_per_row(self) -> float:
-        """Experts that serve one row, on average and before any is refused: what the FLOPs of a row
-        follow from.
+        """Returns how many experts serve one row, on average and before any is refused.
+
+        The FLOPs of a row follow from it.
         """
         raise NotImplementedError(
             f"the router {self.kind!r} does not say how many experts serve a row"
         )
 
     def active_experts(self, num_experts: int, sequence_rows: int) -> float:
-        """`experts_per_row`, for routers where it follows from the number of experts and of rows in
-        a sequence.
-        """
+        """Returns `experts_per_row`, where it depends on the experts and a sequence's rows."""
         return self.experts_per_row
 
     @property
     def may_serve_fewer(self) -> bool:
-        """Whether some rows are served by fewer experts than `active_experts` says, so that costs
-        are an upper bound.
+        """Returns whether some rows have fewer experts than `active_experts` says.
+
+        Then costs are an upper bound.
         """
         return not (self.promises.dropless or self.promises.balanced)
 
     def check(self, num_experts: int) -> None:
-        """ValueError where the router and the number of experts do not fit each other."""
+        """Checks that the router and the number of experts fit each other; else ValueError."""
 
     def router_flops(self, d_row: int, num_experts: int) -> int:
-        """Forward FLOPs for one row of width d_row, mixing included, the experts not."""
+        """Returns the forward FLOPs for one row of width d_row; mixing counts, experts do not."""
         return 2 * d_row * num_experts
 
 
 @dataclass(frozen=True)
 class Loss:
-    """One auxiliary loss of one router."""
+    """Holds one auxiliary loss of one router."""
 
     name: str
     value_B: Tensor  # float32, per sequence, without its coefficient
@@ -123,7 +121,7 @@ class Loss:
 
 
 class Router(nn.Module):
-    """The seam. A subclass sets `Config`, builds its weights and implements `forward`.
+    """Plans where rows go; a subclass sets `Config`, builds its weights and implements `forward`.
 
     Args:
         config: of the subclass's own `Config`.
@@ -143,11 +141,11 @@ class Router(nn.Module):
 
     @property
     def group_context_size(self) -> int:
-        """How many sequences must stand beside one that is evaluated; a schedule may change it."""
+        """Returns how many sequences must stand beside one in evaluation, at this step."""
         return self.config.evaluation_group_sequences - 1
 
     def forward(self, x_TD: Tensor, *, batch_size: int) -> Routing:
-        """The plan for T rows of `batch_size` sequences."""
+        """Plans where T rows of `batch_size` sequences go."""
         raise NotImplementedError
 
     def statistics(self, routing: Routing, batch_size: int) -> dict[str, Tensor]:
@@ -155,36 +153,40 @@ class Router(nn.Module):
         return {}
 
     def losses(self, sums: dict[str, Tensor], running: RunningSum) -> list[Loss]:
-        """The auxiliary losses, from statistics that were added up over the repeats of this
-        router's weights.
+        """Returns the auxiliary losses.
+
+        Their statistics were added up over the repeats of this router's weights.
         """
         return []
 
     def before_step(self, step: int) -> None:
-        """Told the number of optimizer steps done, before every training step and every evaluation."""
+        """Learns how many optimizer steps are done, before each training step and evaluation."""
 
     def after_step(self, step: int, totals: dict[str, Tensor]) -> None:
-        """Told the `carried` statistics of one optimizer step, summed over sequences,
-        micro-batches, repeats and ranks.
+        """Learns from the `carried` statistics of one optimizer step.
+
+        They are summed over sequences, micro-batches, repeats and ranks.
         """
 
 
 class TopKConfig(RouterConfig):
-    """What every router has in common by which a row asks for K experts."""
+    """Describes what every router has in common by which a row asks for K experts."""
 
     top_k: PositiveInt = 1
 
     @property
     def experts_per_row(self) -> float:
+        """Returns how many experts serve one row."""
         return self.top_k
 
     def check(self, num_experts: int) -> None:
+        """Checks that the router and the number of experts fit each other."""
         if self.top_k > num_experts:
             raise ValueError(f"router.top_k={self.top_k} is more than num_experts={num_experts}")
 
 
 class ChoiceConfig(RouterConfig):
-    """What every router that chooses experts for a row has in common: its losses."""
+    """Describes what every router has in common that chooses experts for a row: its losses."""
 
     # "load": E·Σ_e f_e·P_e with f_e the fraction of all choices and P_e the mean probability, 1 at
     # perfect balance, mean over layers (Switch, arXiv 2101.03961, eq. 4; for K > 1 the sum over all
@@ -204,31 +206,30 @@ class ChoiceConfig(RouterConfig):
 
 @dataclass(frozen=True)
 class Choice:
-    """Experts chosen for every row, before any is refused."""
+    """Holds the experts chosen for every row, before any is refused."""
 
     experts_TK: Tensor  # int64
     weights_TK: Tensor  # float32, differentiable
     logits_TE: Tensor  # float32, before the gate's nonlinearity
-    probabilities_TE: Tensor | None = (
-        None  # what the balancing loss averages; None: softmax of the logits
-    )
+    # what the balancing loss averages; None: softmax of the logits
+    probabilities_TE: Tensor | None = None
 
 
 class ChoiceRouter(Router):
-    """A router by which every row chooses its experts. A subclass implements `choose`."""
+    """Lets every row choose its experts; a subclass implements `choose`."""
 
     config: ChoiceConfig
 
     def choose(self, x_TD: Tensor) -> Choice:
-        """K experts for every row."""
+        """Chooses K experts for every row."""
         raise NotImplementedError
 
     def admit(self, choice: Choice, routes: Routes, batch_size: int) -> Routes:
-        """The routes that are served; all of them unless a subclass has a capacity."""
+        """Returns the routes that are served; all of them unless a subclass has a capacity."""
         return routes
 
     def forward(self, x_TD: Tensor, *, batch_size: int) -> Routing:
-        """Every row through the experts it chose and back into itself."""
+        """Sends every row through the experts it chose and back into itself."""
         choice = self.choose(x_TD)
         wanted = token_routes(choice.experts_TK, choice.weights_TK, num_experts=self.num_experts)
         probabilities = (
@@ -242,13 +243,13 @@ class ChoiceRouter(Router):
         )
 
     def statistics(self, routing: Routing, batch_size: int) -> dict[str, Tensor]:
-        """Probabilities, choices and squared log-partition functions, summed per sequence."""
+        """Sums probabilities, choices and squared log-partition functions per sequence."""
         config = self.config
         first = config.balance_choices == "first"
         return choice_sums(routing, batch_size, with_z=config.z_loss > 0, first_choices=first)
 
     def losses(self, sums: dict[str, Tensor], running: RunningSum) -> list[Loss]:
-        """The balancing loss and the z-loss that the configuration asks for."""
+        """Returns the balancing loss and the z-loss that the configuration asks for."""
         config, found = self.config, []
         if config.balance:
             value_B = balance_value(sums, config.balance_form, config.balance_scope, running)

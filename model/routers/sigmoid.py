@@ -17,7 +17,10 @@ from .router import Choice, ChoiceConfig, ChoiceRouter, Promises, TopKConfig
 
 
 class SigmoidConfig(TopKConfig, ChoiceConfig):
-    """σ-MoE and MoEUT: sigmoid, top-k, no renormalisation, an entropy term per sequence."""
+    """Describes σ-MoE's and MoEUT's router: sigmoid, top-k, an entropy term per sequence.
+
+    Gates are not renormalised.
+    """
 
     kind: Literal["sigmoid"] = "sigmoid"
     top_k: PositiveInt = 4
@@ -29,12 +32,14 @@ class SigmoidConfig(TopKConfig, ChoiceConfig):
 
     @property
     def promises(self) -> Promises:
+        """Returns what this configuration guarantees."""
         return Promises(causal=True, batch_invariant=True, dropless=True, balanced=False)
 
 
 class SigmoidRouter(ChoiceRouter):
-    """Sigmoid gates, top-k, no renormalisation (σ-MoE, arXiv 2310.10837 §5; SwitchHead, arXiv
-    2312.07987 §2).
+    """Gates with sigmoids, top-k, without renormalisation (σ-MoE, arXiv 2310.10837, §5).
+
+    SwitchHead routes its heads so too (arXiv 2312.07987, §2).
 
     One independent choice per head; the feed-forward has one head. Experts are numbered head · A +
     choice. The router gets gradient through the gate weights and, from the balancing term, through
@@ -58,7 +63,7 @@ class SigmoidRouter(ChoiceRouter):
         self.weight = parameter(num_experts, d_row, init=init)
 
     def choose_per_head(self, x_TD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Experts (T, H, K) int64, gate weights (T, H, K) float32, and logits (T, H, A) float32.
+        """Chooses experts (T, H, K) int64, with gates (T, H, K) and logits (T, H, A), float32.
 
         Float32 whatever the products' dtype: a choice must not flip with it. The choice is made on
         the logits, which do not saturate as their sigmoids do.
@@ -70,13 +75,14 @@ class SigmoidRouter(ChoiceRouter):
         return chosen_THK + first_H1, torch.sigmoid(values_THK), logits_THA
 
     def choose(self, x_TD: Tensor) -> Choice:
-        """The feed-forward's choice: one head."""
+        """Chooses for the feed-forward, which has one head."""
         experts_T1K, weights_T1K, logits_T1E = self.choose_per_head(x_TD)
         return Choice(experts_T1K.squeeze(1), weights_T1K.squeeze(1), logits_T1E.squeeze(1))
 
     def _eligible(self, logits_THA: Tensor) -> Tensor:
-        """Drops experts for the choice only; the balancing term sees the raw logits (arXiv
-        2310.10837, §5.1).
+        """Drops experts for the choice only; the balancing term sees the raw logits.
+
+        Source: arXiv 2310.10837, §5.1.
         """
         rate = self.config.expert_dropout
         if not self.training or rate == 0:

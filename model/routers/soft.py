@@ -30,40 +30,44 @@ from .router import Promises, Router, RouterConfig
 
 
 class SlotMixingConfig(RouterConfig):
-    """Soft MoE; published with as many slots in all as tokens: slots_per_expert = round(tokens /
-    E).
+    """Describes Soft MoE's slots per expert.
+
+    Published with as many slots in all as tokens: slots_per_expert = round(tokens / E).
     """
 
     kind: Literal["soft_moe"] = "soft_moe"
-    slots_per_expert: PositiveInt | None = (
-        None  # P; must be given, for the weights have a row per slot
-    )
+    # P; must be given, for the weights have a row per slot
+    slots_per_expert: PositiveInt | None = None
 
     @property
     def promises(self) -> Promises:
+        """Returns what this configuration guarantees."""
         return Promises(causal=False, batch_invariant=True, dropless=True, balanced=True)
 
     @property
     def reads_whole_sequences(self) -> bool:
+        """Returns whether one position alone cannot be routed."""
         return True
 
     @property
     def needs_length(self) -> bool:
+        """Returns whether `active_experts` depends on the rows of a sequence."""
         return True
 
     def active_experts(self, num_experts: int, sequence_rows: int) -> float:
-        """Slots computed for a sequence, per row of it."""
+        """Returns the slots computed for a sequence, per row of it."""
         return num_experts * self.slots(num_experts) / sequence_rows
 
     def router_flops(self, d_row: int, num_experts: int) -> int:
-        """Logits, dispatching and combining."""
+        """Returns the forward FLOPs for one row: logits, dispatching and combining."""
         return 6 * d_row * num_experts * self.slots(num_experts)
 
     def check(self, num_experts: int) -> None:
+        """Checks that the router and the number of experts fit each other."""
         self.slots(num_experts)
 
     def slots(self, num_experts: int) -> int:
-        """P.
+        """Returns P: the slots of an expert.
 
         Raises:
             ValueError: it was not given; the length of a sequence, from which it would follow, is
@@ -80,7 +84,7 @@ class SlotMixingConfig(RouterConfig):
 
 
 class SlotMixingRouter(Router):
-    """Soft MoE (arXiv 2308.00951, §2); without the optional noise on the logits."""
+    """Mixes a sequence into slots (Soft MoE, arXiv 2308.00951, §2), without noise on the logits."""
 
     Config = SlotMixingConfig
     config: SlotMixingConfig
@@ -94,7 +98,7 @@ class SlotMixingRouter(Router):
         self.scale = parameter(1, init=ones)
 
     def forward(self, x_TD: Tensor, *, batch_size: int) -> Routing:
-        """One group per sequence."""
+        """Mixes every sequence as one group."""
         wide, dtype = wide_dtype(x_TD), own_dtype(x_TD, self.weight)
         x_TD, slots_ND = (
             F.normalize(rows.to(dtype), dim=-1, eps=1e-6) for rows in (x_TD, self.weight)

@@ -35,26 +35,29 @@ from .router import Loss, Promises, Router, TopKConfig
 
 
 class SutConfig(TopKConfig):
-    """Softmax of a two-layer network, top-k, renormalised; a loss on the mutual information of rows
-    and experts.
+    """Describes SUT's router: softmax of a two-layer network, top-k, renormalised.
+
+    Its loss is on the mutual information of rows and experts.
     """
 
     kind: Literal["sut"] = "sut"
     top_k: PositiveInt = 2
-    sampled: NonNegativeInt = (
-        0  # so many of the K are drawn by their probability, in training; the others are the best
-    )
+    # so many of the K are drawn by their probability, in training; the others are the best
+    sampled: NonNegativeInt = 0
     mi_loss: NonNegativeFloat = 0.001
     mi_sign: Literal["corrected", "as_published"] = "corrected"  # of MoMHA's loss too
 
     @property
     def promises(self) -> Promises:
+        """Returns what this configuration guarantees."""
         return Promises(causal=True, batch_invariant=True, dropless=True, balanced=False)
 
     def router_flops(self, d_row: int, num_experts: int) -> int:
+        """Returns the forward FLOPs for one row."""
         return 2 * d_row * (d_row + num_experts)
 
     def check(self, num_experts: int) -> None:
+        """Checks that the router and the number of experts fit each other."""
         super().check(num_experts)
         if self.sampled > self.top_k:
             raise ValueError(
@@ -64,7 +67,7 @@ class SutConfig(TopKConfig):
 
 
 class SutRouter(Router):
-    """z = W_b tanh(W_a x + b_a), p = softmax(z); the gates of the K chosen are p / (Σ p + 1e-6)."""
+    """Scores with softmax(W_b tanh(W_a x + b_a)); the K gates are p / (Σ p + 1e-6)."""
 
     Config = SutConfig
     config: SutConfig
@@ -77,8 +80,9 @@ class SutRouter(Router):
         self.output = Linear(d_row, num_experts, init=init)
 
     def choose(self, x_TD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Experts (T, K) int64, gate weights (T, K) and logits (T, E) float32, whatever the compute
-        dtype.
+        """Chooses experts (T, K) int64, with gate weights (T, K) and logits (T, E).
+
+        Both are float32, whatever the compute dtype.
         """
         logits_TE = self.output(torch.tanh(self.hidden(x_TD)))
         logits_TE = logits_TE.to(wide_dtype(logits_TE))
@@ -89,14 +93,15 @@ class SutRouter(Router):
         return experts_TK, weights_TK / (weights_TK.sum(1, keepdim=True) + 1e-6), logits_TE
 
     def forward(self, x_TD: Tensor, *, batch_size: int) -> Routing:
-        """Every row through the experts it chose and back into itself."""
+        """Sends every row through the experts it chose and back into itself."""
         experts_TK, weights_TK, logits_TE = self.choose(x_TD)
         routes = token_routes(experts_TK, weights_TK, num_experts=self.num_experts)
         return Routing(routes, logits_TE[:, None], wanted_TK=experts_TK)
 
     def statistics(self, routing: Routing, batch_size: int) -> dict[str, Tensor]:
-        """Per sequence: `probability` Σ q·p (B, E), `certainty` Σ q·p ln p (B,) and `mass` Σ q
-        (B,), q not normalised yet.
+        """Sums per sequence what the mutual information needs; q is not normalised yet.
+
+        These are `probability` Σ q·p (B, E), `certainty` Σ q·p ln p (B,) and `mass` Σ q (B,).
         """
         logits_TE = routing.logits_THA.squeeze(1)
         log_p_BSE = logits_TE.log_softmax(-1).unflatten(0, (batch_size, -1))
@@ -118,7 +123,7 @@ class SutRouter(Router):
         }
 
     def losses(self, sums: dict[str, Tensor], running: RunningSum) -> list[Loss]:
-        """The mutual-information term over the whole micro-batch, as shares of its sequences."""
+        """Computes the mutual-information term over the micro-batch, as sequences' shares."""
         if not self.config.mi_loss:
             return []
         p_BE = sums["probability"] / sums["mass"].sum()
@@ -132,8 +137,9 @@ class SutRouter(Router):
         return [Loss("mutual_information", value_B, self.config.mi_loss, mean_over_layers=False)]
 
     def _chosen(self, probabilities_TE: Tensor) -> Tensor:
-        """The K best; in training the last `sampled` of them are drawn instead, from p + 1e-6 of
-        the experts that are left.
+        """Chooses the K best; in training the last `sampled` of them are drawn instead.
+
+        They are drawn from p + 1e-6 of the experts that are left.
         """
         top_k, sampled = self.config.top_k, self.config.sampled if self.training else 0
         best_TK = probabilities_TE.topk(top_k - sampled, dim=1).indices

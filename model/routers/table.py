@@ -31,7 +31,7 @@ ROUTERS: dict[str, type[Router]] = {
 
 
 def make_router(config: RouterConfig, d_row: int, num_experts: int, *, init: Initializer) -> Router:
-    """The router that `config.kind` names."""
+    """Builds the router that `config.kind` names."""
     return ROUTERS[config.kind](config, d_row, num_experts, init=init)
 
 

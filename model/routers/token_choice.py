@@ -27,7 +27,7 @@ from .router import Choice
 
 
 class TokenChoiceConfig(CapacityConfig):
-    """Softmax gates with or without renormalisation, with or without a capacity."""
+    """Describes softmax gates with or without renormalisation, with or without a capacity."""
 
     kind: Literal["token_choice"] = "token_choice"
     renormalise: bool = False  # the K gate weights sum to 1: a softmax over the chosen logits
@@ -40,6 +40,7 @@ class TokenChoiceConfig(CapacityConfig):
 
     @property
     def random_second(self) -> bool:
+        """Returns whether a row's second expert is asked at random."""
         return self.second_expert == "random"
 
     @model_validator(mode="after")
@@ -61,7 +62,7 @@ class TokenChoiceConfig(CapacityConfig):
 
 
 class TokenChoiceRouter(CapacityRouter):
-    """Softmax gates, top-k, dropless or with a capacity."""
+    """Gates with softmax, top-k, dropless or with a capacity."""
 
     Config = TokenChoiceConfig
     config: TokenChoiceConfig
@@ -73,7 +74,7 @@ class TokenChoiceRouter(CapacityRouter):
         self.weight = parameter(num_experts, d_row, init=init)
 
     def choose(self, x_TD: Tensor) -> Choice:
-        """The K largest logits of every row; the gate weights as the configuration says."""
+        """Chooses the K largest logits of every row; gate weights as the configuration says."""
         rows_TD = x_TD.to(own_dtype(x_TD, self.weight))
         logits_TE = router_logits(self._jittered(rows_TD), self.weight)
         chosen_TK, experts_TK = save_topk(logits_TE, self.config.top_k)
@@ -88,7 +89,7 @@ class TokenChoiceRouter(CapacityRouter):
 
 
 def softmax_gates(chosen_TK: Tensor, logits_TE: Tensor, *, renormalise: bool) -> Tensor:
-    """(T, K): softmax over all experts at the chosen ones, or over the chosen ones only."""
+    """Returns the gates, (T, K): softmax over all experts, or over the chosen ones only."""
     if renormalise:
         return chosen_TK.softmax(-1)
     return (chosen_TK - logits_TE.logsumexp(-1, keepdim=True)).exp()

@@ -39,7 +39,7 @@ from .token_choice import softmax_gates
 
 
 class TransitionConfig(CapacityConfig):
-    """Mixture of Tokens, then Switch. Losses, capacity and `top_k` are the Switch's."""
+    """Describes Mixture of Tokens, then Switch, whose losses, capacity and `top_k` it has."""
 
     kind: Literal["transition"] = "transition"
     sequences_per_group: PositiveInt = 32  # M, while mixing
@@ -48,34 +48,36 @@ class TransitionConfig(CapacityConfig):
 
     @property
     def promises(self) -> Promises:
-        """Of the whole run: what both halves keep."""
+        """Returns what both halves of the run keep."""
         return replace(super().promises, batch_invariant=False)
 
     @property
     def evaluation_promises(self) -> Promises:
+        """Returns what this configuration guarantees in evaluation."""
         return replace(super().evaluation_promises, batch_invariant=False)
 
     @property
     def group_sequences(self) -> int:
+        """Returns how many sequences are routed together."""
         return self.sequences_per_group
 
     def active_experts(self, num_experts: int, sequence_rows: int) -> float:
-        """While mixing; afterwards it is `top_k`, which is the same."""
+        """Returns the experts per row while mixing; afterwards it is `top_k`, which is the same."""
         return num_experts / self.sequences_per_group
 
     def router_flops(self, d_row: int, num_experts: int) -> int:
-        """While mixing; afterwards a third of it."""
+        """Returns the forward FLOPs for one row while mixing; afterwards it is a third of it."""
         return 6 * d_row * num_experts
 
     def check(self, num_experts: int) -> None:
+        """Checks that the router and the number of experts fit each other."""
         super().check(num_experts)
         if num_experts != self.sequences_per_group * self.top_k:
             raise ValueError(
                 f"a transition keeps its cost: num_experts={num_experts} must be "
-                f"router.sequences_per_group={self.sequences_per_group} × "
-                f"router.top_k={self.top_k} = {self.sequences_per_group * self.top_k}, so that a token is "
-                "served by as many experts "
-                "before as after"
+                f"router.sequences_per_group={self.sequences_per_group} × router.top_k={self.top_k} "
+                f"= {self.sequences_per_group * self.top_k}, so that a token is served by as many "
+                "experts before as after"
             )
 
     @model_validator(mode="after")
@@ -86,7 +88,7 @@ class TransitionConfig(CapacityConfig):
 
 
 class TransitionRouter(CapacityRouter):
-    """Two plans from one weight; the number of steps done says which."""
+    """Makes two plans from one weight; the number of steps done says which."""
 
     Config = TransitionConfig
     config: TransitionConfig
@@ -103,21 +105,23 @@ class TransitionRouter(CapacityRouter):
 
     @property
     def group_context_size(self) -> int:
+        """Returns how many sequences must stand beside one in evaluation."""
         return self.config.sequences_per_group - 1 if self.mixes else 0
 
     def before_step(self, step: int) -> None:
-        """The switch."""
+        """Switches from mixing to choosing once `switch_step` steps are done."""
         self.mixes = step < self.config.switch_step
         self.carried = ("logits", "rows") if self.mixes and self.config.calibrate else ()
 
     def after_step(self, step: int, totals: dict[str, Tensor]) -> None:
-        """Keeps the mean logits of this step; the last mixing step's stay, and a skipped step has
-        none.
+        """Keeps the mean logits of this step.
+
+        The last mixing step's stay, and a skipped step has none.
         """
         self.mean_logit.copy_(totals["logits"] / totals["rows"])
 
     def forward(self, x_TD: Tensor, *, batch_size: int) -> Routing:
-        """A mixture, or routes.
+        """Plans a mixture, or routes.
 
         Raises:
             ValueError: while mixing, the sequences are not whole groups.
@@ -134,7 +138,7 @@ class TransitionRouter(CapacityRouter):
         )
 
     def choose(self, x_TD: Tensor) -> Choice:
-        """The best experts, weighted by their probabilities."""
+        """Chooses the best experts, weighted by their probabilities."""
         logits_TE = self._logits(x_TD)
         logits_TE = logits_TE - self.mean_logit.to(logits_TE.dtype)
         chosen_TK, experts_TK = save_topk(logits_TE, self.config.top_k)
@@ -142,7 +146,7 @@ class TransitionRouter(CapacityRouter):
         return Choice(experts_TK, weights_TK, logits_TE)
 
     def statistics(self, routing: Routing, batch_size: int) -> dict[str, Tensor]:
-        """While mixing the logits' sums, for calibration."""
+        """Sums the logits while mixing, for calibration."""
         if not self.mixes:
             return super().statistics(routing, batch_size)
         logits_BSE = routing.logits_THA.detach().flatten(1).unflatten(0, (batch_size, -1))
@@ -150,7 +154,7 @@ class TransitionRouter(CapacityRouter):
         return {"logits": logits_BSE.sum(1), "rows": rows_B}
 
     def losses(self, sums: dict[str, Tensor], running: RunningSum) -> list[Loss]:
-        """None while mixing."""
+        """Returns the Switch's losses; none while mixing."""
         return [] if self.mixes else super().losses(sums, running)
 
     def _logits(self, x_TD: Tensor) -> Tensor:

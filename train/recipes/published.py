@@ -38,7 +38,7 @@ from ..optim import OptimConfig
 
 
 def _run(name: str, model: ModelConfig) -> Config:
-    """The protocol that all runs of the MoEUT paper share: 64 × 1024 tokens a step, 100,000 steps."""
+    """Returns a run by the protocol of the MoEUT paper: 64 × 1024 tokens a step, 100,000 steps."""
     small = "_44m" in name
     return Config(
         model=model,
@@ -163,7 +163,7 @@ def _mixture(
     warmup: int = 2500,
     init_scale: float = 0.1,
 ) -> Config:
-    """C4, 256 sequences of 256 tokens a step, so groups of 128 leave room for two ranks.
+    """Returns a run on C4: 256 sequences of 256 tokens a step, so 128 in a group fit two ranks.
 
     `experts` 0: the dense baseline.
     """

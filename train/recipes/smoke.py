@@ -68,7 +68,7 @@ def own_text() -> Config:
 
 
 def _described(description: str, build: Callable[[], Config]) -> Callable[[], Config]:
-    """A recipe of a table, with the line that `moebius models` shows."""
+    """Returns a recipe of a table, with the line that `moebius models` shows."""
 
     def recipe() -> Config:
         return build()
