@@ -122,7 +122,8 @@ class ModelConfig(BaseModel, frozen=True):  # a keyword, so that type checkers k
     def from_dotted(cls, values: Mapping[str, Any]) -> Self:
         """Builds a model's configuration from flat values under dotted keys.
 
-        For example {"d_model": 64, "attention.kind": "dense"}. Sections that are not named are the default's, of its kind.
+        For example {"d_model": 64, "attention.kind": "dense"}. Sections that are not named are the
+        default's, of its kind.
 
         Raises:
             ValidationError: a key is unknown, or values do not fit each other.

@@ -1,6 +1,7 @@
 """What the feed-forward of a model is: one section of its configuration, `model.feed_forward`.
 
-It comes in kinds. The router stands in it, for it routes to these experts: `model.feed_forward.router.kind`.
+It comes in kinds. The router stands in it, for it routes to these experts:
+`model.feed_forward.router.kind`.
 
 Legend of the symbols in the papers: E `num_experts`, K the router's `top_k`, F `d_expert`.
 """

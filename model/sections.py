@@ -45,7 +45,8 @@ class Section:
             return value
         name = self.path.rpartition(".")[2]
         if not isinstance(value, dict):
-            example = value if value in self.classes else next(iter(self.classes))
+            known = isinstance(value, str) and value in self.classes
+            example = value if known else next(iter(self.classes))
             raise ValueError(
                 f"{name}={value!r}: the {self.noun} is a section; write its kind, for example "
                 f"model.{self.path}.kind={example}"
