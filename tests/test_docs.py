@@ -1,0 +1,219 @@
+"""The documents speak of what is there: paths, links, quoted lines, names, commands.
+
+Each check is a function from a document's text to what is wrong in it, and must find the fault that
+`FAULTS` plants: a check that cannot fail proves nothing.
+"""
+
+import functools
+import re
+import shlex
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path, PurePosixPath
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+SPAN = re.compile(r"`([^`\n]+)`")
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+NAME = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*(\(.*\))?")
+# Names of others' programs that no source of ours speaks of.
+FOREIGN = {"CPLUS_INCLUDE_PATH", "GROUPED_GEMM_CUTLASS", "RAY_USE_TLS", "local_lock"}
+Check = Callable[[str], list[str]]
+
+
+@functools.cache
+def tracked() -> frozenset[str]:
+    """Every tracked file and every folder of one."""
+    listed = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        check=True,
+        capture_output=True,
+        text=True,
+    ).stdout
+    files = [path for path in listed.split("\0") if path and (ROOT / path).is_file()]
+    folders = {folder.as_posix() for path in files for folder in PurePosixPath(path).parents}
+    return frozenset(files) | folders
+
+
+@functools.cache
+def documents() -> tuple[str, ...]:
+    """The documents that are held to this; CHANGELOG tells the past."""
+    found = [path for path in tracked() if path.endswith(".md") and path != "CHANGELOG.md"]
+    return tuple(sorted(found))
+
+
+@functools.cache
+def source_lines() -> frozenset[str]:
+    """Every line of the sources, without indentation and comment at its end."""
+    texts = (_text(path) for path in tracked() if path.endswith((".py", ".toml", ".ipynb")))
+    return frozenset(_code(line) for text in texts for line in text.splitlines())
+
+
+@functools.cache
+def source_words() -> frozenset[str]:
+    """Every word of the sources, of their file names too."""
+    sources = [
+        path
+        for path in tracked()
+        if path.endswith((".py", ".toml", ".txt", ".cpp", ".cff", ".yml", "Makefile", ".ci/run"))
+        and path != "tests/test_docs.py"
+    ]
+    words = {word for path in sources for word in re.findall(r"\w+", _text(path))}
+    return frozenset(words | {PurePosixPath(path).stem for path in tracked()})
+
+
+def _text(path: str) -> str:
+    return (ROOT / path).read_text(encoding="utf-8")
+
+
+def _code(line: str) -> str:
+    """A line without indentation, and without a comment that two spaces set off."""
+    return re.sub(r"\s{2,}#.*", "", line.strip())
+
+
+def prose(text: str) -> str:
+    """A document without its fenced blocks."""
+    return FENCE.sub("", text)
+
+
+def blocks(text: str, *languages: str) -> Iterator[str]:
+    """The fenced blocks of these languages."""
+    return (found[2] for found in FENCE.finditer(text) if found[1] in languages)
+
+
+# The checks -----------------------------------------------------------------------------------------------------------
+
+
+def paths_exist(text: str) -> list[str]:
+    """In prose and pictures: what begins with a folder of ours, or is named like one of our files."""
+    spans = [span for span in SPAN.findall(prose(text)) if re.fullmatch(r"[\w./*-]+", span)]
+    drawn = re.findall(r"[a-z_]+/[\w./]*\w", "\n".join(blocks(text, "text")))
+    wrong = []
+    for path in [*spans, *drawn]:
+        if "/" in path and path.split("/")[0] in tracked():
+            if not _is_there(path):
+                wrong.append(f"{path}: there is no such file or folder")
+        elif path.endswith((".py", ".cpp")) and "/" not in path and not _is_a_file_name(path):
+            wrong.append(f"{path}: no file has this name")
+    return wrong
+
+
+def _is_there(path: str) -> bool:
+    path = path.rstrip("/")
+    return path in tracked() or f"{path}.py" in tracked() or any(ROOT.glob(path))
+
+
+def _is_a_file_name(name: str) -> bool:
+    return any(PurePosixPath(path).name == name for path in tracked())
+
+
+def links_lead_somewhere(text: str, folder: str = "docs") -> list[str]:
+    """Relative links, as a reader of the repository follows them."""
+    wrong = []
+    for target in LINK.findall(prose(text)):
+        path = target.partition("#")[0]
+        if re.match(r"[a-z]+:", target) or not path:
+            continue
+        if not (ROOT / folder / path).exists():
+            wrong.append(f"{target}: the link leads nowhere")
+    return wrong
+
+
+def quotations_are_true(text: str) -> list[str]:
+    """Every line of a Python or TOML block stands in a source."""
+    quoted = (line for block in blocks(text, "python", "toml") for line in block.splitlines())
+    lines = (_code(line) for line in quoted)
+    return [
+        f"{line}: no source has this line" for line in lines if line and line not in source_lines()
+    ]
+
+
+def names_exist(text: str) -> list[str]:
+    """Names in code spans that have a capital, an underscore or a dot occur in the sources."""
+    wrong = []
+    for span in SPAN.findall(prose(text)):
+        name = span.partition("=")[0].partition("(")[0]
+        if not NAME.fullmatch(name) or not re.search(r"[A-Z_.]", name) or name in FOREIGN:
+            continue
+        if missing := [part for part in name.split(".") if not _is_known(part)]:
+            wrong.append(f"{span}: no source knows {', '.join(missing)}")
+    return wrong
+
+
+def _is_known(word: str) -> bool:
+    """A word of the sources; of an affix (`num_`, `_bytes`), a part of one."""
+    if word.startswith("_") or word.endswith("_"):
+        return any(word in known for known in source_words())
+    return word in source_words()
+
+
+def commands_can_be_given(text: str) -> list[str]:
+    """Every `moebius …` of a console parses, and every `make …` names a target."""
+    wrong = []
+    for block in blocks(text, "console"):
+        for line in block.splitlines():
+            words = shlex.split(line.removeprefix("$ "), comments=True) if line[:2] == "$ " else []
+            if words[:1] == ["make"]:
+                wrong += [f"{line}: no such target" for word in words[1:] if not _is_target(word)]
+            elif words[:1] == ["moebius"] and (problem := _refusal(words[1:])):
+                wrong.append(f"{line}: {problem}")
+    return wrong
+
+
+def _is_target(word: str) -> bool:
+    is_target = re.search(rf"^{re.escape(word)}:", _text("Makefile"), re.MULTILINE)
+    return "=" in word or word == "…" or is_target is not None
+
+
+def _refusal(words: list[str]) -> str | None:
+    from moebius.cli.main import build_parser
+
+    try:
+        build_parser().parse_known_args(words)
+    except SystemExit as ended:
+        return f"the command line refuses it (exit code {ended.code})" if ended.code else None
+    return None
+
+
+CHECKS: list[Check] = [
+    paths_exist,
+    links_lead_somewhere,
+    quotations_are_true,
+    names_exist,
+    commands_can_be_given,
+]
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def test_the_documents_keep(check: Check) -> None:
+    wrong = []
+    for path in documents():
+        folder = PurePosixPath(path).parent.as_posix()
+        of_file = {"folder": folder} if check is links_lead_somewhere else {}
+        wrong += [f"{path}: {problem}" for problem in check(_text(path), **of_file)]
+    assert not wrong, "\n" + "\n".join(wrong)
+
+
+FAULTS: list[tuple[Check, str, str]] = [
+    (paths_exist, "see `train/lop.py`", "train/lop.py: there is no such file"),
+    (paths_exist, "```text\n model/transfomer.py\n```\n", "model/transfomer.py: there is no such"),
+    (paths_exist, "see `lop.py`", "lop.py: no file has this name"),
+    (links_lead_somewhere, "[a](nowhere.md#there)", "nowhere.md#there: the link leads nowhere"),
+    (quotations_are_true, "```python\n    x = nothing_like_it()\n```\n", "no source has this line"),
+    (names_exist, "`Routes.never_heard_of`", "no source knows never_heard_of"),
+    (names_exist, "`NeverHeardOf(1)`", "no source knows NeverHeardOf"),
+    (commands_can_be_given, "```console\n$ moebius trian smoke\n```\n", "the command line refuses"),
+    (commands_can_be_given, "```console\n$ make nothing\n```\n", "no such target"),
+]
+
+
+@pytest.mark.parametrize(("check", "text", "message"), FAULTS)
+def test_a_fault_is_found(check: Check, text: str, message: str) -> None:
+    assert any(message in problem for problem in check(text)), check(text)
+
+
+def test_every_check_is_seen_to_fail() -> None:
+    assert {check for check, _, _ in FAULTS} == set(CHECKS)
