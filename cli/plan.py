@@ -170,4 +170,4 @@ def _show(
     if options.sources:
         console.print(render_sources(scenario))
     if options.png:
-        console.print(f"picture: {options.png}", markup=False)
+        console.print(f"picture: {options.png}", markup=False, soft_wrap=True)

@@ -35,10 +35,10 @@ def placed(name: str, data: Path, *, steps: int, ep: int) -> Config:
     """
     config = run_config(name, data, steps=steps, precision="float32").model_dump()
     for factor in ("capacity_factor", "evaluation_capacity_factor"):
-        if factor in config["model"]["router"]:
-            config["model"]["router"][factor] = None
-    if config["model"]["router"].get("balance_scope") == "global_batch":
-        config["model"]["router"]["balance_scope"] = "micro_batch"
+        if factor in config["model"]["feed_forward"]["router"]:
+            config["model"]["feed_forward"]["router"][factor] = None
+    if config["model"]["feed_forward"]["router"].get("balance_scope") == "global_batch":
+        config["model"]["feed_forward"]["router"]["balance_scope"] = "micro_batch"
     return Config.model_validate(config | {"mesh": {"ep": ep}})
 
 
