@@ -92,7 +92,8 @@ def run_rank(rank: int, meeting_point: str) -> None:
 def main() -> None:
     """Starts the two ranks and waits for them."""
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(run_rank, (str(Path(folder) / "meeting_point"),), nprocs=WORLD)
+        meeting_point = str(Path(folder) / "meeting_point")
+        mp.spawn(run_rank, (meeting_point,), nprocs=WORLD)  # pyright: ignore[reportPrivateImportUsage]
 
 
 if __name__ == "__main__":

@@ -39,7 +39,7 @@ def chosen(call: RoutedCall, row: int) -> list[int]:
 
 def main() -> None:
     """Prints a table of tokens by depth steps, and below it the load of the experts."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("run", nargs="?", help="a run folder; default: an untrained model")
     parser.add_argument("--text", default="the band closes upon itself")
     options = parser.parse_args()

@@ -15,7 +15,7 @@ import moebius
 
 def main() -> None:
     """Trains on the text that the command line names, and prints what the model makes of it."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("text", nargs="+", help="files, globs or URLs")
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--run-dir", type=Path, default=Path("runs/own_text"))
