@@ -44,7 +44,7 @@ build/types/moebius:
 	mkdir -p $(@D)
 	ln -s ../.. $@
 
-docs: $(VENV)/.installed-docs  ## build the documentation's site into build/site; a dead link or a warning is an error
+docs: $(VENV)/.installed-docs build/types/moebius  ## build the documentation's site into build/site; a dead link or a warning is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 	@echo "open build/site/index.html"
 
