@@ -133,7 +133,7 @@ def check_imports(environment: Path, modules: list[str], elsewhere: Path) -> Non
     ]
     run([python, "-c", IMPORT_ALL, "", *modules], elsewhere)
     without_ray = [name for name in modules if not name.startswith("moebius.cluster.")]
-    run([python, "-c", IMPORT_ALL, "ray,psutil", *without_ray], elsewhere)
+    run([python, "-c", IMPORT_ALL, "ray", *without_ray], elsewhere)
 
 
 def check_commands(environment: Path, elsewhere: Path) -> None:
