@@ -39,12 +39,27 @@ _ORDER_SAMPLES = 4096  # computed at a time: numpy takes hardly longer for as ma
 class Batch:
     """Holds one rank's share of one optimizer step.
 
-    A accumulation steps, B sequences of a micro-batch, S+1 tokens.
+    A accumulation steps, B sequences of a micro-batch, S+1 tokens. Whether there is a loss mask,
+    and whether there are document ids, is a property of the data set and not of the rows: it is the
+    same on all ranks and at every step, for a step counts its targets together.
     """
 
     tokens: np.ndarray  # int64 [A, B, S+1]
     first_sample: int  # of the whole step, over all ranks
     digest: int  # of this rank's rows; digests of all ranks add up modulo 2**31
+    loss_mask: np.ndarray | None = None  # bool [A, B, S], of the targets; None: every one counts
+    # int32 [A, B, S+1], −1: padding; a document is a run of equal ids in a row; None: not asked for
+    document_ids: np.ndarray | None = None
+
+
+@dataclass(frozen=True)
+class ValidationBatch:
+    """Holds B rows of one rank's pass over a validation split, of S+1 tokens each."""
+
+    tokens: np.ndarray  # int64 [B, S+1]
+    valid: np.ndarray  # bool [B]; False: a copy that only fills up the last batch
+    loss_mask: np.ndarray | None = None  # bool [B, S], as a Batch has it
+    document_ids: np.ndarray | None = None  # int32 [B, S+1], as a Batch has it
 
 
 class RowReader:
@@ -267,8 +282,8 @@ def validation_batches(
     num_ranks: int,
     max_rows: int | None = None,
     sequences_per_group: int = 1,
-) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Iterates once over a split: (tokens int64 [B, S+1], valid bool [B]), B = batch_size.
+) -> Iterator[ValidationBatch]:
+    """Iterates once over a split, in batches of `batch_size` rows.
 
     There are as many batches on every rank. Every row comes exactly once over all ranks. The last
     batches are filled up with copies that are not valid, so that all ranks meet in the same
@@ -326,12 +341,12 @@ def _padded_batches(
     batch_size: int,
     rank: int,
     num_ranks: int,
-) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+) -> Iterator[ValidationBatch]:
     try:
         for first in range(0, len(rows), num_ranks * batch_size):
             slots = first + rank * batch_size + np.arange(batch_size)
             last = np.minimum(slots, len(rows) - 1)
-            yield reader.read(rows[last]), valid[last] & (slots < len(rows))
+            yield ValidationBatch(reader.read(rows[last]), valid[last] & (slots < len(rows)))
     finally:
         store.close()
 

@@ -45,7 +45,7 @@ def evaluate(
     sums = torch.zeros(2, dtype=torch.float64, device=process.device)
     model.eval()
     group = config.model.evaluation_group_sequences
-    for rows, valid in validation_batches(
+    for batch in validation_batches(
         Path(config.data.directory),
         split=split,
         seq_len=config.data.seq_len,
@@ -55,8 +55,8 @@ def evaluate(
         num_ranks=process.world_size,
         max_rows=config.train.eval_rows or None,
     ):
-        rows_BS1 = torch.from_numpy(rows).to(process.device)
-        valid_B = torch.from_numpy(valid).to(process.device)
+        rows_BS1 = torch.from_numpy(batch.tokens).to(process.device)
+        valid_B = torch.from_numpy(batch.valid).to(process.device)
         logits_BSV = forward_in(model, dtype, rows_BS1[:, :-1]).logits_BSV
         targets_BS = rows_BS1[:, 1:]
         losses = F.cross_entropy(logits_BSV.flatten(0, 1), targets_BS.flatten(), reduction="none")

@@ -146,8 +146,8 @@ def routings(model: Transformer, config: Config, device: torch.device) -> list[C
         num_ranks=1,
         max_rows=EVALUATION_ROWS,
     )
-    for rows_BS1, valid_B in batches:
-        model(torch.from_numpy(rows_BS1[valid_B][:, :-1]).to(device))
+    for batch in batches:
+        model(torch.from_numpy(batch.tokens[batch.valid][:, :-1]).to(device))
     return [catcher.caught() for catcher in catchers]
 
 

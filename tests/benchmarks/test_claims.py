@@ -380,16 +380,16 @@ def test_caught_routings_are_those_of_the_validation_rows_in_order(tmp_path: Pat
     model = Transformer(config.model).eval()
     initialise(model, 0)
     layers = routings(model, config, torch.device("cpu"))
-    rows, valid = next(
+    batch = next(
         validation_batches(
             tmp_path / "data", seq_len=64, batch_size=32, rank=0, num_ranks=1, max_rows=256
         )
     )
     assert len(layers) == 2
-    assert valid[0]
+    assert batch.valid[0]
     assert layers[0].x_TD.shape[1] == 48  # of a sub-token
     with torch.no_grad():
-        alone = torch.from_numpy(rows[:1, :-1])
+        alone = torch.from_numpy(batch.tokens[:1, :-1])
         asked = []
         hook = model.get_submodule("group.2.feed_forward.router").register_forward_hook(
             lambda _, given, out: asked.append(out)

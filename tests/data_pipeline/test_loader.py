@@ -287,13 +287,21 @@ def test_validation_has_every_row_once_and_as_many_batches_on_every_rank(
         list(validation_batches(prepared, rank=rank, **options)) for rank in range(num_ranks)
     ]
     assert {len(batches) for batches in per_rank} == {-(-num_rows // (num_ranks * batch_size))}
-    assert {tokens.shape for batches in per_rank for tokens, _ in batches} == {(batch_size, S + 1)}
+    assert {batch.tokens.shape for batches in per_rank for batch in batches} == {
+        (batch_size, S + 1)
+    }
     rows = [
-        row.tolist() for batches in per_rank for tokens, valid in batches for row in tokens[valid]
+        row.tolist()
+        for batches in per_rank
+        for batch in batches
+        for row in batch.tokens[batch.valid]
     ]
     assert sorted(rows) == sorted(_row(stream, row) for row in range(num_rows))
     padding = [
-        row.tolist() for batches in per_rank for tokens, valid in batches for row in tokens[~valid]
+        row.tolist()
+        for batches in per_rank
+        for batch in batches
+        for row in batch.tokens[~batch.valid]
     ]
     assert all(row == _row(stream, num_rows - 1) for row in padding)
 
@@ -305,7 +313,7 @@ def test_validation_on_some_rows_spread_over_the_split(prepared, max_rows):
     batches = validation_batches(
         prepared, seq_len=S, batch_size=3, rank=0, num_ranks=1, max_rows=max_rows
     )
-    rows = [row.tolist() for tokens, valid in batches for row in tokens[valid]]
+    rows = [row.tolist() for batch in batches for row in batch.tokens[batch.valid]]
     count = min(max_rows, num_rows)
     assert rows == [_row(stream, n * num_rows // count) for n in range(count)]
 
@@ -323,10 +331,10 @@ def _groups(
     per_rank = [validation_batches(folder, rank=rank, **options) for rank in range(num_ranks)]
     found = []
     for batches in zip(*per_rank, strict=True):
-        for tokens, valid in batches:
+        for batch in batches:
             for first in range(0, batch_size, group):
                 members = slice(first, first + group)
-                found.append((tokens[members].tolist(), valid[members].tolist()))
+                found.append((batch.tokens[members].tolist(), batch.valid[members].tolist()))
     return [(rows, valid) for rows, valid in found if any(valid)]
 
 
