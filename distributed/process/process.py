@@ -40,6 +40,7 @@ _CONNECT_S = 30.0  # at least: the store is there before any rank, but its machi
 _LET_GO_S = 0.02
 # Where Gloo and NCCL listen. They answer anybody, so a world on one machine keeps to the loopback.
 _LISTEN_ON = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+_ON_ALL_INTERFACES = "MOEBIUS_STORE_ON_ALL_INTERFACES"  # set to 1: the rendezvous store may
 _chosen_here: set[str] = set()  # of these variables, for as long as the world lives
 _TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
@@ -253,7 +254,11 @@ def _store(environment: Mapping[str, str], place: _Place, timeout_s: float) -> S
 
 
 def _serve_store(host: str, port: int, place: _Place, timeout: timedelta) -> TCPStore:
-    """Rank 0 serves the store itself, as no agent does: on one address, where that can be had."""
+    """Rank 0 serves the store itself, as no agent does: on one address.
+
+    Raises:
+        ValueError: that address cannot be had, and all interfaces were not asked for.
+    """
     try:
         bound = bind(host, port)
     except OSError as error:
@@ -265,10 +270,18 @@ def _serve_store(host: str, port: int, place: _Place, timeout: timedelta) -> TCP
             return serve_store(bound, timeout_s=timeout.total_seconds())
         bound.close()
         why = "is this machine's loopback here, which other machines cannot reach"
+    if os.environ.get(_ON_ALL_INTERFACES) != "1":
+        raise ValueError(
+            f"the rendezvous store cannot be bound: MASTER_ADDR {host} {why}. Set MASTER_ADDR to rank 0's "
+            f"address in the ranks' network. Where there is none (behind a service's address), "
+            f"{_ON_ALL_INTERFACES}=1 lets the store listen on all interfaces, where it answers "
+            f"anybody who reaches port {port}"
+        )
     logger.warning(
-        "the rendezvous store listens on all interfaces and answers anybody who reaches port %d: "
-        "MASTER_ADDR %s %s; set it to rank 0's address in the ranks' network",
+        "the rendezvous store listens on all interfaces and answers anybody who reaches port %d, as "
+        "%s=1 asks for: MASTER_ADDR %s %s",
         port,
+        _ON_ALL_INTERFACES,
         host,
         why,
     )

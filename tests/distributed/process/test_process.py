@@ -231,15 +231,41 @@ def test_rank_0_serves_the_store_on_the_address_that_it_was_given(caplog):
     assert not caplog.records
 
 
-def test_a_store_that_cannot_be_bound_to_its_address_says_so(caplog, monkeypatch):
-    """As behind a service's address, or where /etc/hosts gives the machine's name to the loopback."""
+def behind_a_service(monkeypatch) -> int:
+    """MASTER_ADDR is no address that others reach: a service's, or the loopback by /etc/hosts."""
     free = bind("127.0.0.1")
     port = free.getsockname()[1]
     free.close()
     real = process_module.bind
     monkeypatch.setattr(process_module, "bind", lambda host, port: real("127.0.1.1", port))
     monkeypatch.setattr(process_module, "is_loopback", lambda host: host.startswith("127.0.1"))
-    process_module._serve_store("127.0.0.1", port, place_of(0, 1), timedelta(seconds=5))
+    return port
+
+
+def test_a_store_that_cannot_be_bound_to_its_address_is_not_served(monkeypatch):
+    port = behind_a_service(monkeypatch)
+    with pytest.raises(
+        ValueError, match=r"other machines cannot reach\. Set MASTER_ADDR to rank 0's"
+    ):
+        process_module._serve_store("127.0.0.1", port, place_of(0, 1), timedelta(seconds=5))
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", port), timeout=2)
+
+
+def test_an_address_of_another_machine_is_refused_with_the_system_s_reason(monkeypatch):
+    monkeypatch.delenv("MOEBIUS_STORE_ON_ALL_INTERFACES", raising=False)
+    with pytest.raises(
+        ValueError, match=r"MASTER_ADDR 192\.0\.2\.7 is not an address of this machine"
+    ):
+        process_module._serve_store("192.0.2.7", 29500, place_of(0, 1), timedelta(seconds=5))
+
+
+def test_a_store_on_all_interfaces_must_be_asked_for_and_says_so(caplog, monkeypatch):
+    port = behind_a_service(monkeypatch)
+    monkeypatch.setenv("MOEBIUS_STORE_ON_ALL_INTERFACES", "1")
+    store = process_module._serve_store("127.0.0.1", port, place_of(0, 1), timedelta(seconds=5))
+    store.set("key", "value")
+    socket.create_connection(("127.0.0.1", port), timeout=2).close()
     assert "listens on all interfaces and answers anybody" in caplog.text
     assert "which other machines cannot reach" in caplog.text
 
