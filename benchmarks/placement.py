@@ -80,6 +80,12 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=160)
     parser.add_argument("--run-steps", type=int, default=60)
     options = parser.parse_args()
+    last_span = max(begin for begin, _ in SPANS.values())
+    if options.steps <= last_span or options.run_steps <= JUDGED_AFTER:
+        parser.error(
+            f"steps after {last_span} are judged, and in a run those after {JUDGED_AFTER}: --steps "
+            f"{options.steps} and --run-steps {options.run_steps} must be more"
+        )
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         scratch = Path(folder)
