@@ -42,6 +42,9 @@ _LOOK_S = 1.0
 _REQUESTED = "diagnosis/requested"
 _FOUND = "diagnosis/found"
 _RECENT = 16  # collectives of each group that a rank tells of
+# Of Gloo's errors one lacks its name: where several collectives time out together, the first closes
+# the connection and the others hear "Application timeout caused pair closure".
+_BACKENDS_SAY = ("gloo", "nccl", "pair closure")
 _OVERDUE = 0.9  # of its timeout: a collective as old as that may be the one that timed out
 # operations whose tensors are alike on all ranks
 _EQUAL_SIZES = ("all_reduce", "reduce_scatter", "broadcast")
@@ -155,8 +158,7 @@ def explain(error: BaseException, *, store: Store, rank: int, world_size: int) -
 
     Returns None if `error` is not of a collective, or the store cannot be reached.
     """
-    text = str(error).lower()
-    if not isinstance(error, RuntimeError) or ("gloo" not in text and "nccl" not in text):
+    if not isinstance(error, RuntimeError) or not is_of_a_collective(str(error)):
         return None
     own = recorded_calls()
     try:
@@ -167,6 +169,11 @@ def explain(error: BaseException, *, store: Store, rank: int, world_size: int) -
         )
         return None
     return f"{found} ({_first_line(error)})"
+
+
+def is_of_a_collective(text: str) -> bool:
+    """Whether an error's text is a backend's about a collective that did not complete."""
+    return any(word in text.lower() for word in _BACKENDS_SAY)
 
 
 def recorded_calls() -> list[CollectiveCall]:

@@ -114,6 +114,19 @@ def test_the_oldest_of_several_open_collectives_is_named():
     assert text.startswith("all_reduce no. 3 of group 'world'")
 
 
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("[/pytorch/gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 1000ms", True),
+        ("Application timeout caused pair closure", True),
+        ("NCCL error in: ProcessGroupNCCL.cpp, unhandled system error", True),
+        ("mat1 and mat2 shapes cannot be multiplied", False),
+    ],
+)
+def test_which_errors_are_of_a_collective(text, expected):
+    assert diagnosis.is_of_a_collective(text) is expected
+
+
 def one_ends(mesh, how):
     dist.all_reduce(torch.zeros(1), group=mesh.ep_group)
     if mesh.rank == 1:
