@@ -252,7 +252,9 @@ def test_input_that_cannot_be_read(
     assert not list(text.parent.rglob("manifest.json"))
 
 
-@pytest.mark.parametrize("damage", ["flipped byte", "truncated"])
+@pytest.mark.parametrize(
+    "damage", ["flipped byte", pytest.param("truncated", marks=pytest.mark.slow)]
+)
 def test_a_damaged_shard_ends_the_run_with_its_name(
     damage: str, text: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

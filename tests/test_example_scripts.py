@@ -35,6 +35,7 @@ def test_expert_parallelism_in_twenty_lines(tmp_path: Path) -> None:
     assert all(0 < int(number) < 12 for _, number in away)
 
 
+@pytest.mark.slow
 def test_train_on_own_text_and_look_inside_its_router(tmp_path: Path) -> None:
     for page in (EXAMPLES.parent / "docs").glob("*.md"):
         shutil.copy(page, tmp_path / f"{page.stem}.txt")
@@ -77,6 +78,7 @@ def kinds_of(notebook: NotebookNode) -> list[list[str]]:
     return kinds
 
 
+@pytest.mark.slow
 def test_the_notebook_runs_and_its_stored_outputs_are_of_such_a_run(executed: NotebookNode) -> None:
     stored = nbformat.read(NOTEBOOK, as_version=4)
     assert kinds_of(executed) == kinds_of(stored)

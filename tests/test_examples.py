@@ -77,6 +77,7 @@ def tokens_of(rank: int) -> Tensor:
     return torch.randint(31, (3, 7), generator=torch.Generator().manual_seed(rank))
 
 
+@pytest.mark.slow
 def test_the_example_learns_and_says_so() -> None:
     done = subprocess.run(
         [sys.executable, ROUTER], capture_output=True, text=True, timeout=60, check=True

@@ -123,6 +123,7 @@ runpy.run_module("moebius.train", run_name="__main__")
 """
 
 
+@pytest.mark.slow
 def test_a_job_that_saves_fails_and_resumes_calls_no_object_collective(tmp_path):
     """Also on our behalf: torch.distributed.checkpoint's collectives would be such."""
     (tmp_path / "text.txt").write_text("\n\n".join(sentences(1, 120)), encoding="utf-8")

@@ -172,6 +172,7 @@ print(json.dumps(step.compare(step.Case("tiny", "cpu", "float32", 1, 32, 2, 1, 2
 """
 
 
+@pytest.mark.slow
 def test_the_step_benchmark_compares_two_models_and_parts_their_time() -> None:
     ended = subprocess.run(
         [sys.executable, "-c", TINY_STEP], capture_output=True, text=True, check=False, cwd=ROOT

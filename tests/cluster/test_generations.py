@@ -318,6 +318,7 @@ def test_a_restarted_supervisor_goes_on_and_remembers_the_failures(tmp_path):
 # -- with real processes -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_rank_that_leaves_early_is_the_cause_and_the_curve_is_as_if_nothing_had_happened(
     tmp_path,
 ):
@@ -341,6 +342,7 @@ def test_a_segmentation_fault_is_named(tmp_path):
     assert "was killed by SIGSEGV" in status.reason
 
 
+@pytest.mark.slow
 def test_ranks_that_hang_at_the_start_are_ended(tmp_path):
     status = run_here(
         fake_launch(tmp_path, "plain=1", "fail=0:1:*:hang", max_restarts=0, start_timeout_s=8.0)
@@ -363,6 +365,7 @@ with interrupts_ask_for_a_stop(Path(launch.run_dir)):
 """
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_a_run_at_a_step_boundary_and_the_next_one_goes_on(tmp_path):
     launch = fake_launch(tmp_path, "step_s=0.1", "steps=12", "every=100", ranks_per_node=2)
     values = json.dumps({"run_dir": launch.run_dir, "command": launch.command, "ranks_per_node": 2})

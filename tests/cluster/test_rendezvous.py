@@ -296,6 +296,7 @@ class Stranger(threading.Thread):
                 self.got_in.append(f"port {port} answers: {refused}")
 
 
+@pytest.mark.slow
 def test_a_stranger_finds_no_port_of_a_job_on_one_machine(tmp_path):
     """Neither the store nor Gloo listens where other machines could knock."""
     run_dir, mark = tmp_path / "run", tmp_path / "executed"
@@ -326,6 +327,7 @@ class TwoMachines:
             node.stop()
 
 
+@pytest.mark.slow
 def test_a_stranger_in_the_cluster_does_not_get_to_the_store(tmp_path):
     """The gate answers, and hangs up; the job ends well. (Gloo's ports answer, and only wait.)"""
     run_dir, mark = tmp_path / "run", tmp_path / "executed"

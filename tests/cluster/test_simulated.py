@@ -62,7 +62,9 @@ def start_user(tmp_path: Path) -> tuple[subprocess.Popen[str], dict]:
     return user, json.loads(line)
 
 
-@pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize(
+    "end", [signal.SIGINT, pytest.param(signal.SIGKILL, marks=pytest.mark.slow)]
+)
 def test_nothing_is_left_however_its_user_ends(tmp_path, end):
     user, told = start_user(tmp_path)
     everything = [told["host"], *processes.descendants(told["host"])]

@@ -85,6 +85,7 @@ def test_a_job_from_text_to_the_picture_on_a_running_cluster(tmp_path, cluster):
     assert_nothing_left(run_dir)
 
 
+@pytest.mark.slow
 def test_a_detached_job_outlives_its_submitter_and_can_be_stopped(tmp_path, cluster):
     run_dir, program = start_submit(
         tmp_path,
@@ -107,6 +108,7 @@ def test_a_detached_job_outlives_its_submitter_and_can_be_stopped(tmp_path, clus
     assert_nothing_left(run_dir)
 
 
+@pytest.mark.slow
 def test_ctrl_c_stops_a_job_on_a_simulated_cluster_and_everything_is_gone(tmp_path):
     config = config_of(tmp_path, num_nodes=2)
     run_dir, program = start_submit(

@@ -110,6 +110,7 @@ def test_a_killed_rank_is_recovered_from_and_the_curve_is_as_if_nothing_had_happ
     }
 
 
+@pytest.mark.slow
 def test_whoever_is_killed_the_job_goes_on(tmp_path, cluster):
     """One after the other: an agent process, a node agent's actor, the supervisor. Only the first
     two are failures.

@@ -183,6 +183,7 @@ def everything() -> list[str]:
         return [fault for name, way in CASES for fault in differences(name, way, mesh)]
 
 
+@pytest.mark.slow
 def test_every_dispatcher_keeps_its_bits_and_repeats_what_it_should() -> None:
     assert run_ranks(everything, RANKS, timeout_s=240) == [[]] * RANKS
 
@@ -303,5 +304,6 @@ class Gathers(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.slow
 def test_sharded_weights_are_gathered_no_more_often() -> None:
     assert run_ranks(sharded_differences, 2) == [[]] * 2

@@ -127,7 +127,9 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return folders
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    "world", [1, 2, *(pytest.param(n, marks=pytest.mark.slow) for n in (3, 4))]
+)
 @pytest.mark.parametrize(
     "origins",
     [
@@ -144,6 +146,7 @@ def test_every_layout_loads_every_other_bit_for_bit(
     assert run_ranks(load_states, world, folders, meshes) == [[]] * world
 
 
+@pytest.mark.slow
 def test_experts_that_are_cut_through_are_joined_again(tmp_path: Path) -> None:
     folders = {name: tmp_path / name for name in ("alone", "fsdp4", "fsdp4 ep2")}
     for name, folder in folders.items():

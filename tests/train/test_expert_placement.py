@@ -106,7 +106,7 @@ def alone(data: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[st
     return run_of(make_config(data), 1, folder), folder
 
 
-@pytest.mark.parametrize("ep", [pytest.param(2, marks=pytest.mark.slow), 4])
+@pytest.mark.parametrize("ep", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_moving_experts_changes_no_bit(ep: int, data: Path, tmp_path: Path) -> None:
     """Unless gradients are clipped: their norm is a sum over ranks, whose rounding depends on who
     holds what.
@@ -129,6 +129,7 @@ def test_moving_experts_changes_no_bit(ep: int, data: Path, tmp_path: Path) -> N
     assert any(bank["homes"]["slot_of_expert"] is not None for bank in saved.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ep", "dispatcher"), [(2, "dedup"), pytest.param(4, "alltoall", marks=pytest.mark.slow)]
 )
@@ -191,6 +192,7 @@ def copies_after_steps(config: Config, run_dir: Path) -> tuple[int, list[str]]:
         return copies, unlike
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("ep", "replicas"), [pytest.param(2, 1, marks=pytest.mark.slow), (4, 2)])
 def test_copies_stay_equal_bit_for_bit(ep: int, replicas: int, data: Path, tmp_path: Path) -> None:
     config = make_config(data, ep=ep, rebalance_every=3, replicas=replicas)
@@ -277,6 +279,7 @@ def test_a_checkpoint_of_another_model_is_refused_by_every_rank(data: Path, tmp_
         assert "(group.0.feed_forward.sparse: 5 in it, 7 here)" in fewer
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", [{"ep": 4}, {"ep": 2, "dp_shard": 4, "sharding": "fsdp"}])
 def test_ranks_need_not_divide_the_experts(
     mesh: dict, alone: tuple, data: Path, tmp_path: Path

@@ -108,6 +108,7 @@ def test_every_train_line_tells_what_travelled(data: Path, tmp_path: Path) -> No
     assert sent[0] < sent[1]
 
 
+@pytest.mark.slow
 def test_what_travelled_does_not_depend_on_how_the_batch_is_cut(data: Path, tmp_path: Path) -> None:
     whole, parts = (
         exchanges(make_config(data, ep=2, micro_batch=size, steps=1), 2, tmp_path / str(size))[0]
@@ -179,6 +180,7 @@ def test_three_runs_are_the_same_bit_for_bit(data: Path, tmp_path: Path) -> None
         assert [made.digest for made in other] == [made.digest for made in first]
 
 
+@pytest.mark.slow
 def test_balancing_does_not_depend_on_the_layout(data: Path, tmp_path: Path) -> None:
     """A bias that follows the loads of the whole batch, and a loss over each sequence."""
     router = DeepSeekConfig(top_k=3, bias_rate=0.01, balance=0.1)
@@ -241,6 +243,7 @@ def test_a_run_that_checks_ends_where_rows_are_mixed_up_and_one_that_does_not_go
         assert (every == 1) == (spoiled == 1)
 
 
+@pytest.mark.slow
 def test_checks_change_no_number(data: Path, tmp_path: Path) -> None:
     for every in (0, 1):
         run_ranks(

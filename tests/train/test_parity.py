@@ -126,7 +126,12 @@ LAYOUTS = [
 
 
 @pytest.mark.parametrize(
-    ("precision", "layouts"), [("float32", LAYOUTS), ("bfloat16", [(1, 1, 8), (4, 2, 2)])]
+    ("precision", "layouts"),
+    [
+        pytest.param("float32", LAYOUTS, marks=pytest.mark.slow),
+        ("float32", [(1, 1, 8), (4, 2, 2, 4)]),
+        ("bfloat16", [(1, 1, 8), (4, 2, 2)]),
+    ],
 )
 def test_every_layout_makes_the_same_step(
     precision: str, layouts: list, data: Path, tmp_path: Path
@@ -262,6 +267,7 @@ def test_resumed_equals_uninterrupted_bit_for_bit(data: Path, tmp_path: Path) ->
     assert digests[0] == digests[1]
 
 
+@pytest.mark.slow
 def test_resumed_on_another_layout_gives_the_same_losses(data: Path, tmp_path: Path) -> None:
     straight, midway = tmp_path / "straight", "checkpoints/step_00000004"
     run_ranks(run_training, 2, make_config(data, mesh={"ep": 1}), straight)

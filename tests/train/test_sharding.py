@@ -219,6 +219,7 @@ def test_every_kind_of_model_can_be_sharded(
     )
 
 
+@pytest.mark.slow
 def test_in_bfloat16_too(data: Path, tmp_path: Path, on_one_rank: dict) -> None:
     mesh = {"sharding": "fsdp", "ep": 2, "dp_shard": 4, "dispatcher": "alltoall"}
     config = make_config(data, mesh=mesh, train={"precision": "bfloat16"})
@@ -244,6 +245,7 @@ def compiled_steps(config: Config, run_dir: Path) -> tuple:
     return *found, counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "mesh", "recompute"),
     [
@@ -337,6 +339,7 @@ def losses(run_dir: Path) -> list[float]:
     ]
 
 
+@pytest.mark.slow
 def test_a_sharded_run_resumes_bit_for_bit_and_on_other_layouts(data: Path, tmp_path: Path) -> None:
     sharded: dict[str, Any] = {"mesh": {"sharding": "fsdp", "dp_shard": 4, "ep": 2}}
     whole, resumed, moved = (tmp_path / name for name in ("whole", "resumed", "moved"))

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from parts import layers
 from torch import Tensor
@@ -150,6 +151,7 @@ def restored_router(run_dir: Path) -> tuple[bool, int]:
         return router.mixes, router.group_context_size
 
 
+@pytest.mark.slow
 def test_a_run_cut_before_or_after_the_switch_ends_as_if_it_had_not_been(
     data: Path, tmp_path: Path
 ) -> None:

@@ -231,7 +231,7 @@ UNEVEN = list(product(("uneven",), KINDS, VARIANTS))
     [
         pytest.param(torch.float32, 1e-6, EVERY_PAIR, id="fp32"),
         pytest.param(torch.float32, 1e-6, EVERYTHING, id="fp32-all", marks=pytest.mark.slow),
-        pytest.param(torch.bfloat16, 2e-2, UNEVEN, id="bf16"),
+        pytest.param(torch.bfloat16, 2e-2, UNEVEN, id="bf16", marks=pytest.mark.slow),
         pytest.param(torch.float64, 1e-14, UNEVEN, id="fp64", marks=pytest.mark.slow),
     ],
 )
@@ -262,6 +262,7 @@ def alltoall_in_chunks() -> dict[tuple, list[str]]:
     return found
 
 
+@pytest.mark.slow
 def test_chunks_of_alltoall_change_no_bit() -> None:
     for found in run_ranks(alltoall_in_chunks, 4, timeout_s=120):
         assert len(found) == len(SCENES) * len(KINDS) * 2

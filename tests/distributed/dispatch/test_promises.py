@@ -6,6 +6,7 @@ import os
 import resource
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from dispatch_scenes import (
@@ -219,6 +220,7 @@ def resident_bytes() -> int:
         return int(sizes.read().split()[1]) * resource.getpagesize()
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_over_200_passes() -> None:
     """One pass holds some 1 MiB of rows: kept, they would be 200."""
     assert os.path.exists("/proc/self/statm")

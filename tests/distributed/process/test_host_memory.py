@@ -49,6 +49,7 @@ def output_of(program: str, *arguments: str) -> str:
     ).stdout
 
 
+@pytest.mark.slow
 @needs_glibc
 def test_freed_memory_is_not_asked_for_again() -> None:
     faults = {
@@ -64,6 +65,7 @@ def test_freed_memory_is_not_asked_for_again() -> None:
     assert faults["keep"] < faults["leave"] / 20
 
 
+@pytest.mark.slow
 @needs_glibc
 def test_blocks_of_random_sizes_leave_no_more_than_half_between_them() -> None:
     assert 0.9 < float(output_of(RANDOM_SIZES)) < 2

@@ -28,6 +28,7 @@ def elsewhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     ours.reason_against(torch.float32) is not None, reason=f"{ours.reason_against(torch.float32)}"
 )

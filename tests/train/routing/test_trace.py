@@ -92,6 +92,7 @@ def weights_of(run_dir: Path) -> dict[str, bytes]:
     }
 
 
+@pytest.mark.slow
 def test_a_run_does_not_notice_that_it_is_recorded(data: Path, tmp_path: Path) -> None:
     for name, record in (("plain", 0), ("recorded", 2)):
         config = make_config(data, record=record)

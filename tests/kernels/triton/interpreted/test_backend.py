@@ -59,6 +59,7 @@ def test_mlp_equals_the_reference(name: str) -> None:
     check_mlp(CASES[name], "relu", biased=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("biased", [slow(False), True])  # without: above, with one activation
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_every_activation_with_and_without_biases(activation: str, biased: bool) -> None:
@@ -68,6 +69,7 @@ def test_every_activation_with_and_without_biases(activation: str, biased: bool)
 OPTIONS = [ours.Options(fused=True), ours.Options(scatter_add=True), ours.Options(True, True, True)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "activation"),
     [
@@ -81,6 +83,7 @@ def test_opt_in_kernels_equal_the_reference(options: ours.Options, activation: s
     check_mlp(CASES["no token"], activation, biased=True, options=options)
 
 
+@pytest.mark.slow
 @settings(max_examples=8, phases=[Phase.explicit, Phase.generate])  # shrinking would take minutes
 @given(
     tokens=st.integers(0, 30),
@@ -150,6 +153,7 @@ def test_linear_equals_the_reference(direction: str, name: str) -> None:
     check_linear(direction, WIDTHS[name], ours.DEFAULT, ruled=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options", [ours.DEFAULT, ours.Options(scatter_add=True)], ids=["stored", "scattered"]
 )
@@ -167,6 +171,7 @@ def test_linear_without_a_token(widths: tuple[int, int]) -> None:
     assert all(value is not None and not value.any() for value in found.values())
 
 
+@pytest.mark.slow
 def test_two_runs_are_equal_bit_for_bit() -> None:
     generator = torch.Generator().manual_seed(7)
     case = CASES["odd widths"]
@@ -251,6 +256,7 @@ def test_deferred_weight_gradients_are_the_sum_of_all_calls(
     check(dict(zip(("w_up", "w_down"), ours.mlp_weight_gradients(calls), strict=True)), total)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("widths", [(12, 5), (5, 12)])
 def test_deferred_gradients_of_matrices_are_the_sum_of_all_calls(widths: tuple[int, int]) -> None:
     generator = torch.Generator().manual_seed(10)

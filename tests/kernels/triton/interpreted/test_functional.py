@@ -75,6 +75,7 @@ def repeats(backend: str, routes: Routes, dtype: torch.dtype, *, defer: bool) ->
     return list(torch.autograd.grad(x.square().sum(), leaves))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("defer", [False, True])
 def test_the_weights_of_repeats(defer: bool) -> None:
     routes = make_routes(CASE, torch.Generator().manual_seed(5))

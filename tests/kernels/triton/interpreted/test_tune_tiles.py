@@ -25,6 +25,7 @@ def toy_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tune_tiles, "_expected", {})
 
 
+@pytest.mark.slow
 def test_every_entry_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     times = iter(range(1000, 0, -1))  # each candidate is faster than the one before
     monkeypatch.setattr(tune_tiles, "_graph_ms", lambda call: float(next(times)))
