@@ -60,3 +60,12 @@ def _as_param(value: Any) -> Any:
     if hasattr(value, "marks"):
         return value
     return pytest.param(*(value if isinstance(value, tuple) else (value,)), id=str(value))
+
+
+def slow_but(every: Iterable[Any], *fast: Any) -> list[Any]:
+    """The values as a test's parameters: all are run by `make test-all`, those in `fast` always."""
+    values = list(every)
+    assert set(fast) <= set(values), set(fast) - set(values)
+    return [
+        value if value in fast else pytest.param(value, marks=pytest.mark.slow) for value in values
+    ]

@@ -28,6 +28,7 @@ def run_example(folder: Path, name: str, *arguments: str) -> str:
     return ended.stdout
 
 
+@pytest.mark.slow
 def test_expert_parallelism_in_twenty_lines(tmp_path: Path) -> None:
     said = run_example(tmp_path, "expert_parallelism_in_twenty_lines.py")
     away = re.findall(r"rank (\d): (\d+) of 12 routes went to the other rank; equal to one", said)

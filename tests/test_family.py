@@ -14,6 +14,7 @@ from typing import Any, Literal
 import pytest
 import torch
 from family import NAMES, VOCABULARY, make_uneven, tiny_config, tiny_model
+from pairwise import slow_but
 from small_corpus import shards_of_words
 from torch import Tensor
 from world import run_ranks
@@ -208,7 +209,7 @@ def logged(run_dir: Path) -> dict[int, tuple]:
     }
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", slow_but(NAMES, "moeut", "switch", "expert_choice"))
 def test_a_run_that_is_resumed_equals_one_that_is_not(
     name: str, data: Path, tmp_path: Path
 ) -> None:

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from pairwise import slow_but
 from test_family import data, run_config
 from world import run_ranks
 
@@ -42,7 +43,7 @@ def placed(name: str, data: Path, *, steps: int, ep: int) -> Config:
     return Config.model_validate(config | {"mesh": {"ep": ep}})
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", slow_but(NAMES, "transition"))
 def test_saved_on_two_ranks_with_ep_2_and_taken_up_on_one(
     name: str, data: Path, tmp_path: Path
 ) -> None:

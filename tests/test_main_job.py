@@ -44,6 +44,9 @@ SMALL = (
 )
 
 
+pytestmark = pytest.mark.slow  # two minutes
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("main-job")
@@ -103,7 +106,6 @@ def disturbed(folder: Path) -> tuple[Path, str]:
     return run_dir, ended.stdout
 
 
-@pytest.mark.slow
 def test_a_killed_rank_leaves_no_trace_in_the_curve(
     undisturbed: Path, disturbed: tuple[Path, str]
 ) -> None:

@@ -4,6 +4,8 @@ import hashlib
 import subprocess
 import sys
 
+import pytest
+
 from moebius.data_pipeline.corpus import NUM_PARTS, embedded_documents, embedded_part, prose
 
 _FINGERPRINT = (
@@ -12,6 +14,7 @@ _FINGERPRINT = (
 )
 
 
+@pytest.mark.slow
 def test_there_is_enough_of_it_in_documents_of_a_page():
     documents = embedded_documents()
     assert sum(map(len, documents)) > 1_000_000

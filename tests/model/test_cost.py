@@ -5,6 +5,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from pairwise import slow_but
 from parts import layers
 
 from moebius.model.attention_config import DenseAttentionConfig, SwitchHeadConfig
@@ -23,6 +24,7 @@ from moebius.model.feed_forward_config import ExpertsConfig
 from moebius.model.routers.router import ChoiceConfig
 from moebius.model.routers.sigmoid import SigmoidConfig
 from moebius.model.transformer import Transformer
+from moebius.train.recipes.family import FAMILY
 from moebius.train.recipes.smoke import RECIPES
 
 TINY = ModelConfig(
@@ -68,7 +70,7 @@ def shallow(config: ModelConfig) -> ModelConfig:
     return config.changed({"layers_per_group": group, "num_layers": -(-4 // group) * group})
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", slow_but(RECIPES, *FAMILY))
 def test_the_formula_agrees_with_torch_for_every_recipe(name: str) -> None:
     """To the last FLOP, where neither width nor length is a round number."""
     config, length = shallow(RECIPES[name]().model), 37

@@ -54,8 +54,10 @@ def test_one_line_per_layout_best_first_in_80_columns(capsys: pytest.CaptureFixt
     "arguments",
     [
         ["moeut_244m", "--nodes", "1250", "--ep", "16", "--dispatcher", "hierarchical"],
-        ["moeut_244m", "--nodes", "1249", "--recompute", "selective"],
-        ["smoke", "--nodes", "1250", "--detail"],
+        pytest.param(
+            ["moeut_244m", "--nodes", "1249", "--recompute", "selective"], marks=pytest.mark.slow
+        ),
+        pytest.param(["smoke", "--nodes", "1250", "--detail"], marks=pytest.mark.slow),
     ],
 )
 def test_nothing_is_cut_at_80_columns(

@@ -446,5 +446,6 @@ def test_a_layer_on_64_ranks_is_the_layer_on_one() -> None:
     whole_layer(64, uneven_tokens(64))
 
 
+@pytest.mark.slow
 def test_a_layer_on_256_ranks_is_the_layer_on_one() -> None:
     whole_layer(256, uneven_tokens(256))

@@ -505,6 +505,7 @@ def test_a_rank_without_what_its_tables_say_is_told_in_one_line(
     assert printed.endswith("the ranks of an ep group hold the experts [0, 1, 2]")
 
 
+@pytest.mark.slow
 def test_shapes_of_a_large_world(
     capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

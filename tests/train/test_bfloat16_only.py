@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from family import tiny_config
+from pairwise import slow_but
 from torch import Tensor
 from world import run_ranks
 
@@ -130,7 +131,7 @@ def test_routers_and_norms_compute_in_what_their_weights_are_stored_in() -> None
     assert norm.bfloat16()(x_TD).dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize("name", RESUMED)
+@pytest.mark.parametrize("name", slow_but(RESUMED, "moeut"))
 def test_a_resumed_run_equals_one_that_was_not_interrupted(
     name: str, data: Path, tmp_path: Path
 ) -> None:
@@ -169,6 +170,7 @@ def test_it_learns_and_differs_from_mixed_precision(data: Path, tmp_path: Path) 
     assert abs(pure[-1] - mixed[-1]) < 0.1 * (mixed[0] - mixed[-1]) + 0.05
 
 
+@pytest.mark.slow
 def test_two_ranks_with_half_of_the_experts_each_train_as_one(data: Path, tmp_path: Path) -> None:
     name = "switch"
     alone = train_in(make_config(data, name), tmp_path / "alone")

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from pairwise import slow_but
 from torch import Tensor
 from world import run_ranks
 
@@ -127,9 +128,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return folders
 
 
-@pytest.mark.parametrize(
-    "world", [1, 2, *(pytest.param(n, marks=pytest.mark.slow) for n in (3, 4))]
-)
+@pytest.mark.parametrize("world", slow_but([1, 2, 3, 4], 2))
 @pytest.mark.parametrize(
     "origins",
     [

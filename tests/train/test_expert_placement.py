@@ -106,7 +106,8 @@ def alone(data: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[st
     return run_of(make_config(data), 1, folder), folder
 
 
-@pytest.mark.parametrize("ep", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("ep", [2, 4])
 def test_moving_experts_changes_no_bit(ep: int, data: Path, tmp_path: Path) -> None:
     """Unless gradients are clipped: their norm is a sum over ranks, whose rounding depends on who
     holds what.

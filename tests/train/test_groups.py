@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from pairwise import slow_but
 from parts import layers
 from torch import Tensor
 from world import run_ranks
@@ -77,7 +78,7 @@ def step_and_evaluation(config: Config, run_dir: Path) -> tuple[float, float, di
         return result.meter.reduce()["loss"].item(), validation, gradients
 
 
-@pytest.mark.parametrize("kind", ROUTERS)
+@pytest.mark.parametrize("kind", slow_but(ROUTERS, "transition"))
 def test_no_layout_changes_loss_gradients_or_validation(
     kind: str, data: Path, tmp_path: Path
 ) -> None:

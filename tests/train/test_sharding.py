@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from pairwise import slow_but
 from torch import Tensor
 from torch._dynamo.utils import counters
 from torch.distributed.tensor import DTensor
@@ -202,7 +203,9 @@ def test_sharded_weights_make_the_same_steps(
     compare(config, world, tmp_path, on_one_rank["repeated", "float32"], 1e-5)
 
 
-@pytest.mark.parametrize("model", ["not_repeated", "dense", "halting", "few_experts"])
+@pytest.mark.parametrize(
+    "model", slow_but(["not_repeated", "dense", "halting", "few_experts"], "dense")
+)
 def test_every_kind_of_model_can_be_sharded(
     model: str, data: Path, tmp_path: Path, on_one_rank: dict
 ) -> None:

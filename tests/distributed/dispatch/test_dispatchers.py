@@ -926,6 +926,7 @@ def tensors_alive() -> dict[str, tuple[int, int]]:
     return out
 
 
+@pytest.mark.slow
 def test_a_pass_leaves_nothing_behind() -> None:
     """A torch thread may still hold the last pass, 12 tensors or so; one for each of 40 passes
     would be a leak.

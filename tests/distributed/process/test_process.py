@@ -151,6 +151,7 @@ with start_process("cpu", timeout_s=20):
 """
 
 
+@pytest.mark.slow
 def test_ranks_without_an_agent_end_in_good_order():
     """Rank 0 holds the store and may be gone first; nobody's thread may turn that into an abort."""
     server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

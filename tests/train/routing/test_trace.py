@@ -113,6 +113,7 @@ def test_a_run_does_not_notice_that_it_is_recorded(data: Path, tmp_path: Path) -
     check_against_the_log(tmp_path / "recorded")
 
 
+@pytest.mark.slow
 def test_a_recomputed_pass_is_heard_once(data: Path, tmp_path: Path) -> None:
     config = make_config(data, record=2, recompute="full")
     assert run_ranks(run_training, 2, config, tmp_path / "run") == ["finished"] * 2
