@@ -6,15 +6,17 @@ import json
 import math
 import time
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils.tensorboard import SummaryWriter
 
 from ..distributed.dispatch.exchange import Counters, hottest_factor
 from .loss import MicroBatchLoss
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
 
 # lines between two of the lists that TensorBoard gets: a scalar each would cost more than the line
 _BOARD_EVERY = 10
@@ -200,6 +202,12 @@ def _rounded(values: Tensor) -> list[Any]:
     return torch.round(values.double(), decimals=5).tolist()
 
 
+def _board(folder: Path, first_step: int) -> "SummaryWriter":
+    from torch.utils.tensorboard import SummaryWriter  # half a second that only rank 0 spends
+
+    return SummaryWriter(str(folder), purge_step=first_step)
+
+
 class MetricsLog:
     """metrics.jsonl and TensorBoard events in the run folder; silent on every rank but 0."""
 
@@ -210,9 +218,7 @@ class MetricsLog:
         generation wrote beyond it.
         """
         self._file = (run_dir / "metrics.jsonl").open("a", encoding="utf-8") if active else None
-        self._board = (
-            SummaryWriter(str(run_dir / "tensorboard"), purge_step=first_step) if active else None
-        )
+        self._board = _board(run_dir / "tensorboard", first_step) if active else None
         self._lines = 0
 
     def write(self, kind: str, step: int, **values: Any) -> None:
