@@ -53,7 +53,7 @@ from .manifest import (
 )
 from .reading import EMBEDDED, Document, InputSplit, plan_splits, read_documents
 from .shards import ShardWriter, TokenDocument, shard_metadata, shard_schema, verify_shard
-from .tokenizer import (
+from .tokenizers.tokenizer import (
     TOKENIZER_FILE,
     BytesTokenizer,
     Tokenizer,

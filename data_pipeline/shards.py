@@ -35,7 +35,7 @@ import pyarrow as pa
 from .config import FORMAT_VERSION
 from .errors import ShardError
 from .manifest import DatasetManifest, ShardEntry, Split, read_manifest
-from .tokenizer import Tokenizer, load_tokenizer, token_dtype
+from .tokenizers.tokenizer import Tokenizer, load_tokenizer, token_dtype
 
 _ARROW_MAGIC_BYTES = 8  # "ARROW1" and padding, before the schema message
 _RESTORE = "restore the file from a copy, or delete the folder and prepare again"

@@ -26,7 +26,12 @@ from torch import Tensor
 
 from ..data_pipeline.errors import ShardError
 from ..data_pipeline.shards import prepared_tokenizer
-from ..data_pipeline.tokenizer import END_OF_DOCUMENT, TOKENIZER_FILE, BytesTokenizer, Tokenizer
+from ..data_pipeline.tokenizers.tokenizer import (
+    END_OF_DOCUMENT,
+    TOKENIZER_FILE,
+    BytesTokenizer,
+    Tokenizer,
+)
 from ..distributed.checkpoint.files import (
     CheckpointError,
     StoredCheckpoint,

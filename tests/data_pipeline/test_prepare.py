@@ -23,7 +23,7 @@ from moebius.data_pipeline.errors import InputError, PrepareError, ShardError
 from moebius.data_pipeline.manifest import MANIFEST_FILE, TEMPORARY, read_manifest
 from moebius.data_pipeline.prepare import UNFINISHED, PrepareProgress, prepare, run_serially
 from moebius.data_pipeline.shards import TokenStore
-from moebius.data_pipeline.tokenizer import load_tokenizer
+from moebius.data_pipeline.tokenizers.tokenizer import load_tokenizer
 
 
 def _files(folder: Path) -> dict[str, bytes]:

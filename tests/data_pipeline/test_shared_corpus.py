@@ -11,7 +11,7 @@ from moebius.data_pipeline.config import DataConfig
 from moebius.data_pipeline.loader import Loader
 from moebius.data_pipeline.prepare import normalised, prepare
 from moebius.data_pipeline.shards import TokenStore
-from moebius.data_pipeline.tokenizer import load_tokenizer
+from moebius.data_pipeline.tokenizers.tokenizer import load_tokenizer
 
 
 @pytest.fixture(scope="module")

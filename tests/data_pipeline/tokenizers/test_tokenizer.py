@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moebius.data_pipeline.errors import ShardError
-from moebius.data_pipeline.tokenizer import (
+from moebius.data_pipeline.tokenizers.tokenizer import (
     END_OF_DOCUMENT,
     TOKENIZER_FILE,
     BpeTokenizer,
@@ -92,7 +92,10 @@ def test_a_small_corpus_yields_a_smaller_vocabulary():
 
 
 def test_training_twice_and_with_other_thread_counts_gives_the_same_bytes():
-    program = f"from moebius.data_pipeline.tokenizer import train_bpe;print(train_bpe({TEXTS!r}, vocab_size=300).sha256)"
+    program = (
+        "from moebius.data_pipeline.tokenizers.tokenizer import train_bpe;"
+        f"print(train_bpe({TEXTS!r}, vocab_size=300).sha256)"
+    )
     environment = {"TOKENIZERS_PARALLELISM": "true", "RAYON_NUM_THREADS": "3"}
     other = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True, env=environment

@@ -18,8 +18,8 @@ from typing import Protocol
 import numpy as np
 import tokenizers
 
-from .config import NUM_BYTE_IDS
-from .errors import ShardError
+from ..config import NUM_BYTE_IDS
+from ..errors import ShardError
 
 TOKENIZER_FILE = "tokenizer.json"
 END_OF_DOCUMENT = "<|end_of_document|>"
