@@ -14,10 +14,14 @@ beside the three), while with chunks of tokens the formulas are those of the pla
 row's loss has its bits. The price is that V·D sums are read and written once per chunk, so chunks
 are as large as the cache (CPU) or the products (GPU) like; `benchmarks/head_loss.py` measures both.
 
+Where only some targets count (prompts, padding), the others' rows are left out of the chunks: they
+cost no product, and their gradient is 0.
+
 One op for the device and for torch.compile: the compiler could put the chunks side by side and undo
 what they are for.
 
-Legend: B sequences, S positions, T = B·S tokens, D model width, V vocabulary.
+Legend: B sequences, S positions, T = B·S tokens, C of them whose targets count, D model width, V
+vocabulary.
 """
 
 from typing import Any
@@ -39,14 +43,17 @@ _LOGITS_ON_CPU, _LOGITS_ELSEWHERE = 2**22, 2**25  # of a chunk: 16 and 128 MiB i
 class ReadOut(Linear):
     """Reads the next token's logits out, or their summed cross-entropy."""
 
-    def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, targets: Tensor | None = None, counted_C: Tensor | None = None
+    ) -> Tensor:
         """Computes logits, (B, S, V) in the weight's dtype; with targets their cross-entropy.
 
-        Targets are (B, S) int64; the loss is a scalar in nats, float32 or float64.
+        Targets are (B, S) int64; the loss is a scalar in nats, float32 or float64. `counted_C` are
+        as `head_loss` wants them.
         """
         if targets is None:
             return super().forward(x)
-        return head_loss(x.flatten(0, -2), self.weight, self.bias, targets.flatten())
+        return head_loss(x.flatten(0, -2), self.weight, self.bias, targets.flatten(), counted_C)
 
 
 def head_loss(
@@ -54,6 +61,7 @@ def head_loss(
     weight_VD: Tensor,
     bias_V: Tensor | None,
     targets_T: Tensor,
+    counted_C: Tensor | None = None,
     *,
     rows: int | None = None,
 ) -> Tensor:
@@ -63,7 +71,8 @@ def head_loss(
 
     Args:
         x_TD: in any precision, as the bias is; their gradients have it too.
-        targets_T: int64, 0 … V−1, every one counts.
+        targets_T: int64, 0 … V−1.
+        counted_C: int64: the tokens whose targets count, in rising order; None: all of them.
         rows: tokens of a chunk; None: as many as suit the device.
     """
     wanted = torch.is_grad_enabled() and any(
@@ -71,7 +80,7 @@ def head_loss(
     )
     if rows is None:
         rows = rows_of_chunk(weight_VD.shape[0], weight_VD.device.type)
-    loss, *_ = _head_loss(x_TD, weight_VD, bias_V, targets_T, rows, wanted)
+    loss, *_ = _head_loss(x_TD, weight_VD, bias_V, targets_T, counted_C, rows, wanted)
     return loss
 
 
@@ -87,13 +96,23 @@ def rows_of_chunk(vocab_size: int, device_type: str) -> int:
 
 @torch.library.custom_op("moebius::head_loss", mutates_args=())
 def _head_loss(
-    x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, rows: int, wanted: bool
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    counted: Tensor | None,
+    rows: int,
+    wanted: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     wide, low = wide_dtype(weight), None if bias is None else bias.to(weight.dtype)
     loss, *grads = outputs = _outputs(x, weight, bias, wanted)
-    for first in range(0, len(targets), rows):
+    if counted is not None:
+        grads[0].zero_()  # rows that do not count are in no chunk
+    for first in range(0, len(targets if counted is None else counted), rows):
         part = slice(first, first + rows)
-        x_RD, targets_R1 = x[part].to(weight.dtype), targets[part, None]
+        if counted is not None:
+            part = counted[part]
+        x_RD, targets_R1 = x[part].to(weight.dtype), targets[part][:, None]
         log_p_RV = F.linear(x_RD, weight, low).log_softmax(-1, dtype=wide)
         loss -= log_p_RV.gather(1, targets_R1).sum()  # in place, as all sums here
         if wanted:
@@ -120,7 +139,7 @@ def _outputs(
 
 
 def _add_gradients(
-    grads: list[Tensor], part: slice, grad_RV: Tensor, x_RD: Tensor, weight: Tensor
+    grads: list[Tensor], part: slice | Tensor, grad_RV: Tensor, x_RD: Tensor, weight: Tensor
 ) -> None:
     """Adds one chunk's share to the gradients; its rows of x have theirs from it alone.
 
@@ -138,7 +157,7 @@ def _add_gradients(
 
 
 @_head_loss.register_fake
-def _(x, weight, bias, targets, rows, wanted):
+def _(x, weight, bias, targets, counted, rows, wanted):
     return _outputs(x, weight, bias, wanted)
 
 
@@ -154,7 +173,7 @@ def _context(ctx: Any, inputs: tuple, output: tuple) -> None:
 @once_differentiable  # what was saved has no history: a second derivative would lack its terms
 def _gradients(ctx: Any, grad: Tensor | None, *_unused: Tensor) -> tuple:
     if grad is None:
-        return (None,) * 6
+        return (None,) * 7
     grad_x, grad_weight, grad_bias = ctx.saved_tensors
     weight_dtype, bias_dtype = ctx.dtypes
     bias = None if bias_dtype is None else (grad_bias * grad).to(bias_dtype)
@@ -165,6 +184,7 @@ def _gradients(ctx: Any, grad: Tensor | None, *_unused: Tensor) -> tuple:
         None,
         None,
         None,
+        None,
     )
 
 
@@ -172,5 +192,6 @@ _head_loss.register_autograd(_gradients, setup_context=_context)
 
 
 @register_flop_formula(torch.ops.moebius.head_loss)
-def _(x, weight, bias, targets, rows, wanted, **_kwargs) -> int:
-    return 2 * x[0] * weight[0] * weight[1] * (3 if wanted else 1)
+def _(x, weight, bias, targets, counted, rows, wanted, **_kwargs) -> int:
+    tokens = x[0] if counted is None else counted[0]
+    return 2 * tokens * weight[0] * weight[1] * (3 if wanted else 1)

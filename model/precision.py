@@ -54,13 +54,18 @@ def store_in(model: Transformer, dtype: torch.dtype) -> None:
 
 
 def forward_in(
-    model: Transformer, dtype: torch.dtype, tokens_BS: Tensor, *, targets_BS: Tensor | None = None
+    model: Transformer,
+    dtype: torch.dtype,
+    tokens_BS: Tensor,
+    *,
+    targets_BS: Tensor | None = None,
+    loss_mask_BS: Tensor | None = None,
 ) -> ModelOutput:
     """Runs the model with its matrix products in `dtype`; float32 is the model as it stands."""
-    targets = {"targets_BS": targets_BS}
+    given = {"targets_BS": targets_BS, "loss_mask_BS": loss_mask_BS}
     if dtype == torch.float32 or not model.casts_weights:
-        return model(tokens_BS, **targets)
-    return functional_call(model, cast_weights(model, dtype), (tokens_BS,), targets)
+        return model(tokens_BS, **given)
+    return functional_call(model, cast_weights(model, dtype), (tokens_BS,), given)
 
 
 def cast_weights(model: Transformer, dtype: torch.dtype) -> dict[str, Tensor]:

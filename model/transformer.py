@@ -48,7 +48,7 @@ class ModelOutput:
     """Holds what one forward pass yields: logits, or with targets a loss; the routers' part."""
 
     # (B, S, V) float32: the next token's logits; with targets a scalar: their cross-entropy, nats,
-    # summed over all positions, without the logits, which never exist all at once
+    # summed over all positions that count, without the logits, which never exist all at once
     # (model/head_loss.py)
     read_out: Tensor
 
@@ -69,7 +69,7 @@ class ModelOutput:
 
     @property
     def cross_entropy(self) -> Tensor:
-        """Returns the targets' cross-entropy in nats, summed over all positions: a scalar."""
+        """Returns the targets' cross-entropy in nats, summed over those that count: a scalar."""
         assert self.read_out.ndim == 0, "only a pass with targets has a loss"
         return self.read_out
 
@@ -231,6 +231,7 @@ class Transformer(nn.Module):
         cache: list[LayerCache] | None = None,
         *,
         targets_BS: Tensor | None = None,
+        loss_mask_BS: Tensor | None = None,
     ) -> ModelOutput:
         """Computes the next token's logits at every position; with targets their cross-entropy.
 
@@ -238,7 +239,12 @@ class Transformer(nn.Module):
             tokens_BS: int64, 0 … V−1. With a cache, only the positions that are new.
             cache: one entry per depth step (`new_cache`), extended in place.
             targets_BS: int64, 0 … V−1: the token after every position.
+            loss_mask_BS: bool: which targets count; None: all. On the host it costs no wait for the
+                device.
         """
+        counted_C = None
+        if loss_mask_BS is not None:
+            counted_C = loss_mask_BS.flatten().nonzero().squeeze(1).to(tokens_BS.device)
         past = 0 if cache is None else cache[0].length
         x_BSD = self._embed(tokens_BS, past)
         rotary = self._rotary(x_BSD, past)
@@ -261,7 +267,7 @@ class Transformer(nn.Module):
                     x_BSD = apply(step, x_BSD)
         if self.final_norm is not None:
             x_BSD = self.final_norm(x_BSD)
-        read_out = self.head(x_BSD, targets_BS)
+        read_out = self.head(x_BSD, targets_BS, counted_C)
         regularisation_B, auxiliary, carried = self._losses(reports, halted, tokens_BS)
         return ModelOutput(
             read_out=read_out.to(wide_dtype(read_out)),

@@ -17,7 +17,7 @@ from .config import Config
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The mean cross-entropy (nats per token) over `tokens` tokens."""
+    """The mean cross-entropy (nats per token) over the `tokens` tokens that count."""
 
     loss: float
     tokens: int
@@ -32,7 +32,7 @@ class Evaluation:
 def evaluate(
     model: Transformer, config: Config, process: Process, *, split: str = "validation"
 ) -> Evaluation:
-    """Measures the loss over a split of the data; a collective call.
+    """Measures the loss over a split of the data, per target that counts; a collective call.
 
     Every rank runs the same number of passes, so that expert exchanges always meet.
 
@@ -40,6 +40,9 @@ def evaluate(
     that routes sequences together sees the same groups on every layout. Copies that fill up the
     last batch do not count, but where there is a capacity in evaluation they take places like other
     rows.
+
+    Raises:
+        ValueError: no target of the split counts.
     """
     dtype = products_dtype(config.train.precision)
     sums = torch.zeros(2, dtype=torch.float64, device=process.device)
@@ -61,8 +64,19 @@ def evaluate(
         targets_BS = rows_BS1[:, 1:]
         losses = F.cross_entropy(logits_BSV.flatten(0, 1), targets_BS.flatten(), reduction="none")
         losses_BS = losses.view_as(targets_BS)
+        if batch.loss_mask is None:
+            counted_B = valid_B * losses_BS.shape[1]
+        else:
+            mask_BS = torch.from_numpy(batch.loss_mask).to(process.device)
+            losses_BS = losses_BS.where(mask_BS, 0.0)
+            counted_B = mask_BS.sum(1) * valid_B
         sums[0] += losses_BS.sum(1, dtype=torch.float64)[valid_B].sum()
-        sums[1] += valid_B.sum() * losses_BS.shape[1]
+        sums[1] += counted_B.sum()
     model.train()
     dist.all_reduce(sums)
+    if not sums[1]:
+        raise ValueError(
+            f"{config.data.directory}: no target of the split {split!r} counts in the loss, so "
+            "there is nothing to measure: look at the data's loss mask (prompts without answers?)"
+        )
     return Evaluation(loss=(sums[0] / sums[1]).item(), tokens=int(sums[1].item()))

@@ -9,7 +9,6 @@ numbers that are equal on all ranks, so no rank ever takes part in a collective 
 starts it, on one machine or on many nodes.
 """
 
-import math
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -25,6 +24,7 @@ from .config import Config
 from .evaluate import evaluate
 from .loss import micro_batch_loss
 from .metrics import MetricsLog, StepClock, StepMeter, exchange_metrics, expert_metrics
+from .micro_batches import MicroBatch, count_targets, split_batch
 from .optim import learning_rate_at
 from .run import (
     Run,
@@ -35,6 +35,7 @@ from .run import (
     resume,
     save,
     trace_next_step,
+    why_skipped,
     write_result,
 )
 from .state import seed_micro_batch
@@ -110,50 +111,64 @@ class StepResult:
     learning_rate: float
     grad_norm: float  # before clipping; not finite: the step was skipped on all ranks
     stop: bool  # somebody asked for the run's end; the same answer on all ranks
+    # targets in the loss, over all ranks; None: every one; 0: the step was skipped on all ranks
+    counted_targets: int | None = None
 
 
 def step(run: Run, batch: Batch, rate: float) -> StepResult:
     """Makes one optimizer step over this rank's micro-batches; a collective call.
 
-    A gradient that is not finite on any rank skips the update on all of them.
+    A gradient that is not finite on any rank skips the update on all of them, and so does a batch
+    of which no target counts.
     """
     meter = StepMeter()
+    micro_batches = split_batch(batch, run.process.device)
+    counted = count_targets(micro_batches, run.process.device)
     run.optimizer.zero_grad()
     run.model.before_step(run.progress.step)
-    accumulate_gradients(run, batch, meter)
+    accumulate_gradients(run, micro_batches, meter, global_targets=counted)
     run.reducer.reduce()
     asked = run.process.rank == 0 and (run.run_dir / "stop").exists()
     norm, stop = clip_gradients(
         run.parameters, run.mesh, max_norm=run.config.optim.clip_norm, flag=asked
     )
-    update_weights(run, meter, rate=rate, grad_norm=norm.item())
-    return StepResult(meter, rate, norm.item(), stop)
+    update_weights(run, meter, rate=rate, grad_norm=norm.item(), counted_targets=counted)
+    return StepResult(meter, rate, norm.item(), stop, counted)
 
 
-def accumulate_gradients(run: Run, batch: Batch, meter: StepMeter) -> None:
+def accumulate_gradients(
+    run: Run, micro_batches: list[MicroBatch], meter: StepMeter, *, global_targets: int | None
+) -> None:
     """Adds up the gradients of this rank's micro-batches, and in `meter` what they report."""
     config = run.config
     forward = partial(forward_in, run.model, products_dtype(config.train.precision))
-    # A micro-batches of B rows, each of one token more than a sequence
-    rows_AB1 = torch.from_numpy(batch.tokens).to(run.process.device, non_blocking=True)
     counters_before = counters_of(run.model)
     trace = trace_next_step(run)
-    for index, rows_B1 in enumerate(rows_AB1, start=run.process.rank * len(rows_AB1)):
+    first = run.process.rank * len(micro_batches)
+    for index, micro_batch in enumerate(micro_batches, start=first):
         seed_micro_batch(config.train.seed, run.progress.step, index)
-        with trace.micro_batch(num_tokens=len(rows_B1) * config.data.seq_len):
-            result = micro_batch_loss(forward, rows_B1, global_sequences=config.train.global_batch)
+        with trace.micro_batch(num_tokens=len(micro_batch.rows_BS1) * config.data.seq_len):
+            result = micro_batch_loss(
+                forward,
+                micro_batch.rows_BS1,
+                global_sequences=config.train.global_batch,
+                loss_mask_BS=micro_batch.loss_mask_BS,
+                global_targets=global_targets,
+            )
         result.loss.backward()
         meter.add(result)
     meter.count_exchanges(counters_before, counters_of(run.model))
     trace.save()
 
 
-def update_weights(run: Run, meter: StepMeter, *, rate: float, grad_norm: float) -> None:
-    """Updates the weights, unless the gradient is not finite, and counts the step."""
+def update_weights(
+    run: Run, meter: StepMeter, *, rate: float, grad_norm: float, counted_targets: int | None
+) -> None:
+    """Updates the weights, unless the gradient is not finite or no target counts; counts the step."""
     config = run.config
     carried = meter.reduce_carried()  # what routers learn from without a gradient, from all ranks
-    finite = math.isfinite(grad_norm)
-    if finite:
+    skipped = why_skipped(grad_norm, counted_targets)
+    if skipped is None:
         for group in run.optimizer.param_groups:
             group["lr"] = rate
         run.optimizer.step()
@@ -161,9 +176,9 @@ def update_weights(run: Run, meter: StepMeter, *, rate: float, grad_norm: float)
     run.progress = run.progress.after_step(
         sequences=config.train.global_batch,
         tokens=config.train.global_batch * config.data.seq_len,
-        updated=finite,
+        updated=skipped is None,
     )
-    run.refuse_endless_skipping(grad_norm)
+    run.count_skipped(skipped)
 
 
 # Between two steps ------------------------------------------------------------------------------
@@ -184,6 +199,7 @@ def log_step(
     step_s, data_wait_s = times
     sums = result.meter.reduce(digest=batch.digest, data_wait_s=data_wait_s)
     tokens = run.config.train.global_batch * run.config.data.seq_len
+    counted = result.counted_targets
     log.write(
         "train",
         run.progress.step,
@@ -197,6 +213,7 @@ def log_step(
         step_s=round(step_s, 5),
         data_wait_s=round(sums["data_wait_s"].item(), 5),
         digest=int(sums["digest"].item()) % 2**31,
+        **({} if counted is None else {"counted_targets": counted}),
         **expert_metrics(sums),
         **exchange_metrics(sums, ep=run.mesh.layout.ep),
     )

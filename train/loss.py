@@ -2,7 +2,9 @@
 
 loss = Σ over local tokens of cross-entropy ÷ global tokens + Σ over local sequences of
 regularisation ÷ global sequences, both over all ranks and accumulation steps. So every reduction of
-gradients is a plain sum: no 1/dp, no 1/ep, no 1/steps anywhere.
+gradients is a plain sum: no 1/dp, no 1/ep, no 1/steps anywhere. With a loss mask tokens are those
+whose targets count (train/micro_batches.py counts them); regularisation is of all tokens, for
+experts serve prompts as they serve answers.
 """
 
 from dataclasses import dataclass
@@ -17,8 +19,13 @@ from ..model.transformer import ModelOutput
 class Forward(Protocol):
     """A forward pass to the loss: a model, or one in lower precision (model/precision.py)."""
 
-    def __call__(self, tokens_BS: Tensor, *, targets_BS: Tensor) -> ModelOutput:
-        """Returns the loss of tokens, given those that follow them; both (B, S) int64."""
+    def __call__(
+        self, tokens_BS: Tensor, *, targets_BS: Tensor, loss_mask_BS: Tensor | None
+    ) -> ModelOutput:
+        """Returns the loss of tokens, given those that follow them; both (B, S) int64.
+
+        `loss_mask_BS`: bool, which of those that follow count; None: all.
+        """
         ...
 
 
@@ -37,17 +44,36 @@ class MicroBatchLoss:
 
 
 def micro_batch_loss(
-    forward: Forward, rows_BS1: Tensor, *, global_sequences: int
+    forward: Forward,
+    rows_BS1: Tensor,
+    *,
+    global_sequences: int,
+    loss_mask_BS: Tensor | None = None,
+    global_targets: int | None = None,
 ) -> MicroBatchLoss:
     """Runs the model on rows of S + 1 tokens: the first S are the input, the last S the targets.
 
     Args:
         rows_BS1: int64, every token valid.
         global_sequences: rows of one optimizer step over all ranks.
+        loss_mask_BS: bool: which targets count; None: all of them.
+        global_targets: those that count in one optimizer step over all ranks; needed with a mask.
+            With none at all the cross-entropy is 0.
+
+    Raises:
+        ValueError: one of mask and number without the other.
     """
+    if (loss_mask_BS is None) != (global_targets is None):
+        raise ValueError(
+            "a loss mask and the number of targets that count in the whole step go together; "
+            f"given: {'no' if loss_mask_BS is None else 'a'} mask and {global_targets=}"
+        )
     inputs_BS, targets_BS = rows_BS1[:, :-1], rows_BS1[:, 1:]
-    output = forward(inputs_BS, targets_BS=targets_BS)
-    cross_entropy = output.cross_entropy / (global_sequences * inputs_BS.shape[1])
+    output = forward(inputs_BS, targets_BS=targets_BS, loss_mask_BS=loss_mask_BS)
+    if global_targets is None:
+        cross_entropy = output.cross_entropy / (global_sequences * inputs_BS.shape[1])
+    else:
+        cross_entropy = output.cross_entropy / max(global_targets, 1)
     regularisation = output.regularisation_B.sum() / global_sequences
     auxiliary = {
         name: value_B.sum() / global_sequences for name, value_B in output.auxiliary.items()

@@ -1,6 +1,7 @@
 """The parts of one run on one rank, put together, and continued where a checkpoint left them."""
 
 import json
+import logging
 import math
 import os
 from dataclasses import dataclass, field
@@ -31,7 +32,16 @@ from .optim import make_optimizer
 from .routing.trace import StepTrace
 from .state import TrainingProgress, allocate_moments, set_updates, state_tensors
 
+logger = logging.getLogger(__name__)
+
 _MOST_SKIPS = 100
+# Why an update is skipped, and what helps where it is every time.
+_NOT_FINITE = "gradients that are not finite"
+_NO_TARGET = "no target that counts in the loss"
+_ADVICE = {
+    _NOT_FINITE: "lower optim.learning_rate or optim.clip_norm, or train in float32",
+    _NO_TARGET: "look at the data's loss mask (prompts without answers?)",
+}
 _COMPARE_S = 60.0  # how long ranks that have met already may take to compare what they are to run
 
 
@@ -58,20 +68,34 @@ class Run:
         """What sums the gradients over the ranks; another one after every move of experts."""
         return self.expert_placement.reducer
 
-    def refuse_endless_skipping(self, grad_norm: float) -> None:
-        """Ends a run whose gradients stay not finite; every rank counts the same.
+    def count_skipped(self, why: str | None) -> None:
+        """Counts steps that were skipped in a row, and ends a run that only skips.
+
+        Every rank counts the same. `why`: what `why_skipped` says of the step that has just ended.
 
         Raises:
-            ValueError: after so many skipped steps in a row the weights will not recover by
-                themselves.
+            ValueError: after so many skipped steps in a row it will not get better by itself.
         """
-        self.skipped_in_a_row = 0 if math.isfinite(grad_norm) else self.skipped_in_a_row + 1
-        if self.skipped_in_a_row == _MOST_SKIPS:
+        self.skipped_in_a_row = 0 if why is None else self.skipped_in_a_row + 1
+        if why == _NO_TARGET and self.process.rank == 0:
+            logger.warning("step %d had %s, and its update was skipped", self.progress.step, why)
+        if why is not None and self.skipped_in_a_row == _MOST_SKIPS:
             raise ValueError(
-                f"{_MOST_SKIPS} steps in a row up to step {self.progress.step} had gradients that "
-                "are not finite and were skipped: lower optim.learning_rate or optim.clip_norm, or "
-                "train in float32, and continue from a checkpoint"
+                f"{_MOST_SKIPS} steps in a row up to step {self.progress.step} were skipped, the "
+                f"last for {why}: {_ADVICE[why]}, and continue from a checkpoint"
             )
+
+
+def why_skipped(grad_norm: float, counted_targets: int | None) -> str | None:
+    """Returns why a step must leave the weights as they are; None where it updates them.
+
+    Args:
+        grad_norm: of the whole gradient.
+        counted_targets: of the step, over all ranks; None: every one counts.
+    """
+    if not math.isfinite(grad_norm):
+        return _NOT_FINITE
+    return _NO_TARGET if counted_targets == 0 else None
 
 
 def assemble(config: Config, run_dir: Path, process: Process) -> Run:

@@ -69,6 +69,31 @@ def test_it_equals_the_loss_on_full_logits(rows: int, bias: bool, size: float) -
         assert (ours - theirs).norm() <= 1e-12 * theirs.norm()
 
 
+@pytest.mark.parametrize("rows", CHUNKS)
+@pytest.mark.parametrize(
+    "counted", [[], [7], [0, 3, 4, 9, 21, 22], [*range(TOKENS)]], ids=["none", "one", "some", "all"]
+)
+def test_only_counted_targets_are_in_the_loss(counted: list[int], rows: int) -> None:
+    """A plain loop over them; where all are counted, with the bits of the loss without a mask."""
+    inputs = x, weight, bias = operands()
+    index = torch.tensor(counted, dtype=torch.int64)
+    terms = [plain(x[[t]], weight, bias, targets()[[t]]) for t in counted]
+    expected = with_gradients(sum(terms, start=0 * (x.sum() + weight.sum() + bias.sum())), inputs)
+    found = with_gradients(head_loss(*inputs, targets(), index, rows=rows), inputs)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert (ours - theirs).norm() <= 1e-12 * theirs.norm()
+    if len(counted) == TOKENS:
+        unmasked = with_gradients(head_loss(*inputs, targets(), rows=rows), inputs)
+        assert all(map(torch.equal, found, unmasked))
+
+
+def test_rows_that_do_not_count_cost_no_product() -> None:
+    x, weight, bias = operands(torch.float32)
+    with FlopCounterMode(display=False) as counter:
+        head_loss(x, weight, bias, targets(), torch.arange(5), rows=4).backward()
+    assert counter.get_total_flops() == 3 * 2 * 5 * WIDTH * WORDS
+
+
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 8e-3)])
 @pytest.mark.parametrize("rows", [4, 100])
 def test_low_precision_keeps_to_its_rounding(

@@ -367,7 +367,9 @@ def test_a_run_that_only_skips_ends_with_a_reason(data: Path, tmp_path: Path) ->
         train={"global_batch": 1, "micro_batch": 1},
     )
     with pytest.raises(
-        AssertionError, match=r"100 steps in a row up to step 100 had gradients that are not finite"
+        AssertionError,
+        match=r"100 steps in a row up to step 100 were skipped, the last for gradients that are not "
+        "finite: lower optim.learning_rate",
     ):
         run_ranks(diverge, 1, config, tmp_path)
 

@@ -1,0 +1,259 @@
+"""A loss mask: only targets that count are in the loss, and all of a step count alike, however the
+step is cut into micro-batches and ranks.
+"""
+
+import logging
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from family import tiny_model
+from torch import Tensor
+from world import run_ranks
+
+from moebius.data_pipeline.config import DataConfig
+from moebius.data_pipeline.loader import Batch, ValidationBatch
+from moebius.distributed.parallelize import expert_names
+from moebius.distributed.process.process import start_process
+from moebius.model.attention_config import SwitchHeadConfig
+from moebius.model.config import ModelConfig
+from moebius.model.feed_forward_config import ExpertsConfig
+from moebius.model.precision import forward_in
+from moebius.model.routers.sigmoid import SigmoidConfig
+from moebius.train import evaluate as evaluation
+from moebius.train.config import Config, MeshConfig, TrainConfig
+from moebius.train.loop import step
+from moebius.train.loss import micro_batch_loss
+from moebius.train.micro_batches import MicroBatch, count_targets, split_batch
+from moebius.train.optim import OptimConfig
+from moebius.train.run import Run, assemble, why_skipped
+
+SEQUENCES, POSITIONS = 8, 24
+MODEL = ModelConfig(
+    vocab_size=257,
+    d_model=24,
+    num_layers=4,
+    layers_per_group=2,
+    attention=SwitchHeadConfig(num_heads=2, d_head=12, num_experts=4, top_k=2),
+    feed_forward=ExpertsConfig(num_experts=8, router=SigmoidConfig(top_k=3), d_expert=16),
+)
+
+
+def make_config(data: Path, *, micro_batch: int = 2, ep: int = 1) -> Config:
+    return Config(
+        model=MODEL,
+        data=DataConfig(tokenizer="bytes", vocab_size=257, seq_len=POSITIONS, directory=str(data)),
+        optim=OptimConfig(clip_norm=1e9),
+        train=TrainConfig(global_batch=SEQUENCES, micro_batch=micro_batch),
+        mesh=MeshConfig(ep=ep),
+    )
+
+
+def rows() -> np.ndarray:
+    return np.random.default_rng(0).integers(0, 257, (SEQUENCES, POSITIONS + 1))
+
+
+def uneven_mask() -> np.ndarray:
+    """Of one sequence nothing counts, of one all, of the others something else each."""
+    mask = np.random.default_rng(1).random((SEQUENCES, POSITIONS)) < 0.4
+    mask[1], mask[2], mask[5, :-1] = False, True, False
+    return mask
+
+
+def batch_of(run: Run, mask: np.ndarray | None) -> Batch:
+    """This rank's share of the step, in micro-batches."""
+    world, micro = run.process.world_size, run.config.train.micro_batch
+    own = slice(*(SEQUENCES // world * each for each in (run.process.rank, run.process.rank + 1)))
+    return Batch(
+        rows()[own].reshape(-1, micro, POSITIONS + 1),
+        first_sample=0,
+        digest=0,
+        loss_mask=None if mask is None else mask[own].reshape(-1, micro, POSITIONS),
+    )
+
+
+def masked_step(
+    config: Config, run_dir: Path, mask: np.ndarray | None
+) -> tuple[float, int | None, dict[str, Tensor]]:
+    """Loss, counted targets and gradients of one step."""
+    with start_process("cpu", timeout_s=30) as process:
+        run = assemble(config, run_dir, process)
+        result = step(run, batch_of(run, mask), 0.0)
+        gradients = {
+            name: p.grad.clone() for name, p in run.model.named_parameters() if p.grad is not None
+        }
+        loss = result.meter.reduce()["loss"].item()
+        return loss, result.counted_targets, whole(run, gradients)
+
+
+def whole(run: Run, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """With all experts: joined over the ranks of the first EP group."""
+    ep, world = run.mesh.layout.ep, run.process.world_size
+    for name in expert_names(run.model) if ep > 1 else ():
+        parts = [torch.empty_like(tensors[name]) for _ in range(world)]
+        torch.distributed.all_gather(parts, tensors[name].contiguous())
+        tensors[name] = torch.cat(parts[:ep])
+    return tensors
+
+
+def plain_loss(config: Config, run_dir: Path, mask: np.ndarray) -> float:
+    """The same by a loop over every target, on full logits."""
+    with start_process("cpu", timeout_s=30) as process:
+        model = assemble(config, run_dir, process).model
+        model.before_step(0)
+        total, count = 0.0, 0
+        for row, counts in zip(torch.from_numpy(rows()), mask, strict=True):
+            logits_SV = model(row[None, :-1]).logits_BSV[0]
+            for position in range(POSITIONS):
+                if counts[position]:
+                    target = row[position + 1]
+                    total -= logits_SV[position].log_softmax(-1)[target].item()
+                    count += 1
+        return total / count
+
+
+def test_the_loss_is_the_mean_over_counted_targets_on_every_layout(
+    data: Path, tmp_path: Path
+) -> None:
+    mask = uneven_mask()
+    whole_batch = make_config(data, micro_batch=SEQUENCES)
+    [expected] = run_ranks(plain_loss, 1, whole_batch, tmp_path, mask)
+    found = []
+    for world, ep, micro in ((1, 1, 8), (1, 1, 2), (2, 1, 4), (4, 2, 1)):
+        config = make_config(data, micro_batch=micro, ep=ep)
+        found += run_ranks(masked_step, world, config, tmp_path / f"{world}-{ep}-{micro}", mask)
+    for loss, counted, gradients in found:
+        assert loss == pytest.approx(expected, rel=1e-6)
+        assert counted == mask.sum()
+        for name, gradient in gradients.items():
+            theirs = found[0][2][name]
+            assert (gradient - theirs).norm() <= 1e-5 * theirs.norm() + 1e-9, name
+
+
+def test_a_mask_that_masks_nothing_changes_no_bit(data: Path, tmp_path: Path) -> None:
+    everything = np.ones((SEQUENCES, POSITIONS), bool)
+    [masked], [plain] = (
+        run_ranks(masked_step, 1, make_config(data), tmp_path / name, mask)
+        for name, mask in (("masked", everything), ("plain", None))
+    )
+    assert plain[1] is None
+    assert masked[1] == SEQUENCES * POSITIONS
+    assert masked[0] == plain[0]
+    for name, gradient in plain[2].items():
+        assert torch.equal(masked[2][name], gradient), name
+
+
+def steps_without_targets(
+    config: Config, run_dir: Path, masks: list[np.ndarray]
+) -> tuple[list[int], list[bool], list[str]]:
+    """How many updates follow each step, whether the gradient was finite, and what was said."""
+    said: list[str] = []
+    listener = logging.Handler()
+    listener.emit = lambda record: said.append(record.getMessage())
+    logging.getLogger("moebius.train.run").addHandler(listener)
+    with start_process("cpu", timeout_s=30) as process:
+        run = assemble(config, run_dir, process)
+        updates, finite = [], []
+        for mask in masks:
+            before = [p.detach().clone() for p in run.model.parameters()]
+            result = step(run, batch_of(run, mask), 1e-3)
+            finite.append(
+                all(p.grad.isfinite().all() for p in run.model.parameters() if p.grad is not None)
+            )
+            finite[-1] &= np.isfinite(result.grad_norm).item()
+            changed = any(map(lambda a, b: not torch.equal(a, b), before, run.model.parameters()))
+            assert changed == mask.any()
+            updates.append(run.progress.updates)
+        return updates, finite, said
+
+
+def test_a_step_without_a_target_is_skipped_and_says_so(data: Path, tmp_path: Path) -> None:
+    """Its balancing losses have gradients, but they alone are not what anybody trains."""
+    nothing = np.zeros((SEQUENCES, POSITIONS), bool)
+    masks = [uneven_mask(), nothing, uneven_mask()]
+    found = run_ranks(steps_without_targets, 2, make_config(data), tmp_path, masks)
+    warning = "step 2 had no target that counts in the loss, and its update was skipped"
+    assert found == [([1, 1, 2], [True] * 3, [warning]), ([1, 1, 2], [True] * 3, [])]
+
+
+def test_a_run_whose_steps_never_have_a_target_ends_with_a_reason() -> None:
+    why = why_skipped(1.0, 0)
+    assert why_skipped(1.0, 3) is why_skipped(1.0, None) is None
+    assert why_skipped(float("nan"), 0) == why_skipped(float("inf"), None) != why
+    run = Run.__new__(Run)
+    run.skipped_in_a_row, run.progress = 99, type("Progress", (), {"step": 100})()
+    run.process = type("Process", (), {"rank": 1})()
+    with pytest.raises(
+        ValueError,
+        match=r"100 steps in a row up to step 100 were skipped.*look at the data's loss mask",
+    ):
+        run.count_skipped(why)
+
+
+def test_without_a_mask_no_rank_is_asked() -> None:
+    """There is no process group here: a collective would raise."""
+    batch = Batch(rows().reshape(2, 4, -1), first_sample=0, digest=0)
+    micro_batches = split_batch(batch, torch.device("cpu"))
+    assert [each.loss_mask_BS for each in micro_batches] == [None, None]
+    assert count_targets(micro_batches, torch.device("cpu")) is None
+    with pytest.raises(ValueError, match="process group"):
+        count_targets(
+            [MicroBatch(torch.zeros(1, 2), torch.ones(1, 1, dtype=torch.bool))], torch.device("cpu")
+        )
+
+
+def test_a_mask_without_the_number_of_targets_is_refused() -> None:
+    forward = partial(forward_in, tiny_model("dense"), torch.float32)
+    row, mask = torch.zeros(1, 5, dtype=torch.int64), torch.ones(1, 4, dtype=torch.bool)
+    with pytest.raises(ValueError, match="go together; given: a mask and global_targets=None"):
+        micro_batch_loss(forward, row, global_sequences=1, loss_mask_BS=mask)
+    with pytest.raises(ValueError, match="go together; given: no mask and global_targets=4"):
+        micro_batch_loss(forward, row, global_sequences=1, global_targets=4)
+
+
+# Evaluation -----------------------------------------------------------------------------------------------------------
+
+
+def evaluate_masked(config: Config, run_dir: Path, mask: np.ndarray) -> tuple[float, int, float]:
+    """The validation loss and its number of targets, and the loss by a loop over every target."""
+
+    def validation_batches(
+        *_: object, rank: int, num_ranks: int, **__: object
+    ) -> Iterator[ValidationBatch]:
+        for first in range(0, SEQUENCES, 2 * num_ranks):
+            own = slice(first + 2 * rank, first + 2 * rank + 2)
+            valid = np.array([True, own.start < SEQUENCES - 2])  # the very last is a copy
+            yield ValidationBatch(rows()[own], valid, mask[own])
+
+    evaluation.validation_batches = validation_batches  # type: ignore[assignment]
+    with start_process("cpu", timeout_s=30) as process:
+        model = assemble(config, run_dir, process).model
+        found = evaluation.evaluate(model, config, process)
+        total = 0.0
+        with torch.no_grad():
+            for row, counts in zip(torch.from_numpy(rows()[:-1]), mask[:-1], strict=True):
+                logits_SV = model.eval()(row[None, :-1]).logits_BSV[0]
+                losses_S = F.cross_entropy(logits_SV, row[1:], reduction="none")
+                total += losses_S[torch.from_numpy(counts)].sum().item()
+        return found.loss, found.tokens, total / mask[:-1].sum()
+
+
+def test_evaluation_is_per_counted_target_on_every_number_of_ranks(
+    data: Path, tmp_path: Path
+) -> None:
+    mask = uneven_mask()
+    for world in (1, 2):
+        results = run_ranks(evaluate_masked, world, make_config(data), tmp_path / str(world), mask)
+        for loss, tokens, expected in results:
+            assert tokens == mask[:-1].sum()
+            assert loss == pytest.approx(expected, rel=1e-6)
+
+
+def test_an_evaluation_of_nothing_is_refused(data: Path, tmp_path: Path) -> None:
+    mask = np.zeros((SEQUENCES, POSITIONS), bool)
+    with pytest.raises(AssertionError, match=r"no target of the split 'validation' counts"):
+        run_ranks(evaluate_masked, 1, make_config(data), tmp_path, mask)
