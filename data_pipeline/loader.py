@@ -7,7 +7,7 @@ g + global_batch); rank r of D takes the contiguous slice r of them, so any D th
 sees the same samples per step. Every batch carries a digest: added up over ranks (modulo 2**31) it
 proves that two runs saw the same rows, whatever their layout.
 
-A thread reads ahead. It keeps a window of decoded record batches (25 MB at 128 Ki tokens of
+A thread reads ahead. It keeps a window of decoded record batches (50 MB at 128 Ki tokens of
 uint16), which the order makes serve many rows each. Every rank decodes every shard, since all share
 the order; on one of two busy cores that leaves 25 M tokens/s for one rank at S=256, 31 M for one of
 four at S=2048: far more than a model eats.
@@ -28,7 +28,9 @@ from zlib import crc32
 import numpy as np
 
 from .errors import DataError, ShardError
-from .order import ORDER_VERSION, WINDOW_CHUNKS, RowOrder, num_rows
+from .mixture import Mixture, WeightStage
+from .order import ORDER_VERSION, SampleOrder, SourceRows, num_rows
+from .packing import WINDOW_BATCHES, concat_plan
 from .shards import TokenStore
 
 _DIGEST_MODULUS = 2**31
@@ -74,7 +76,7 @@ class RowReader:
         self._decoded_bytes = 0
         # A chunk of rows touches up to three record batches, since these hold whole documents.
         token_bytes = 2 if store.manifest.vocab_size <= 2**16 else 4
-        self._keep_bytes = 3 * WINDOW_CHUNKS * store.manifest.batch_tokens * token_bytes
+        self._keep_bytes = 3 * WINDOW_BATCHES * store.manifest.batch_tokens * token_bytes
 
     @property
     def num_rows(self) -> int:
@@ -143,8 +145,7 @@ class Loader:
         self._reader = RowReader(self._store, seq_len)
         if self._reader.num_rows < 1:
             raise _too_short(self._store, split, seq_len)
-        rows_per_chunk = max(1, self._store.manifest.batch_tokens // seq_len)
-        self._order = RowOrder(self._reader.num_rows, rows_per_chunk, seed)
+        self._order = _order(self._store, seq_len, seed)
         self._global_batch, self._micro_batch = global_batch, micro_batch
         self._local_batch = global_batch // num_ranks
         self._local_start = rank * self._local_batch
@@ -164,7 +165,7 @@ class Loader:
     @property
     def num_rows(self) -> int:
         """Returns the samples of one epoch."""
-        return self._order.num_rows
+        return self._reader.num_rows
 
     @property
     def spec_hash(self) -> str:
@@ -267,7 +268,8 @@ class Loader:
         if begin + self._local_batch > self._ordered.shape[1]:
             count = max(self._local_batch, _ORDER_SAMPLES)
             self._ordered_from, begin = local_first, 0
-            self._ordered = np.stack(self._order.rows_at(local_first, count))
+            refs = self._order.refs_at(local_first, count)
+            self._ordered = np.stack([refs.epochs, refs.rows])
         epochs, rows = self._ordered[:, begin : begin + self._local_batch]
         return epochs, rows
 
@@ -349,6 +351,18 @@ def _padded_batches(
             yield ValidationBatch(reader.read(rows[last]), valid[last] & (slots < len(rows)))
     finally:
         store.close()
+
+
+def _order(store: TokenStore, seq_len: int, seed: int) -> SampleOrder:
+    """Returns the order of a split that is the one era of one source."""
+    plan = concat_plan(store.batch_starts, seq_len, store.manifest.batch_tokens)
+    name = "text"
+    return SampleOrder(
+        Mixture((name,), [WeightStage(0, {name: 1.0})], seed=seed),
+        {name: SourceRows((plan.chunks.num_rows,), complete=True)},
+        lambda source, era: plan.chunks,
+        seed=seed,
+    )
 
 
 def _check_layout(

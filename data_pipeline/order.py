@@ -1,85 +1,294 @@
 """Which row comes when: pure functions of (seed, number of samples consumed). No state, no epoch
 arrays, no ranks.
 
-Legend: S tokens predicted per row, N rows of the split, R rows of a chunk, g global sample number.
+Legend: S tokens predicted per row, g global sample number, i number of a row among its source's.
 
-Rows are cut from the split's token stream without regard to documents ("concat"): row n is tokens
-S*n up to and including S*(n+1), S+1 of them, so that inputs and targets are the row without its
-last and without its first token.
+    g -> (source, i)            the mixture (mixture.py), which deals rows by weight
+    i -> (epoch, era, j)        a source is read era after era; after its last, another epoch begins
+    j -> row                    a shuffle inside the era, with keys from (seed, source, epoch, era)
 
-Epoch g // N visits every row once. Its order is a shuffle on two levels, so that a reader which
-keeps some tens of record batches decodes each batch about once per epoch:
+An era is a run of shards that never changes once it is sealed, so the order of what is there does
+not depend on what is still being made: a run may start on the first era, and sees what it would see
+after all of them were made. In epoch 0 the eras come as they were made, later in a keyed order.
 
-1. the stream is taken as chunks of R consecutive rows, about one record batch each; the chunks are
+The shuffle inside an era has two levels, so that a reader which keeps some tens of record batches
+decodes each batch about once per epoch:
+
+1. the era is taken as chunks, the rows of a few consecutive record batches each; the chunks are
    permuted;
-2. WINDOW_CHUNKS chunks at a time form a window; the rows of a window are permuted.
+2. some chunks at a time form a window; the rows of a window are permuted.
 
-Both permutations are Feistel networks with keys from (seed, epoch, level, window): bijections that
-are computed for one index alone. Where a domain is no power of four, and for the last, shorter
-chunk, an index that falls outside is sent through again until it falls inside ("cycle walking"),
-which keeps the whole a bijection. Cost: 1-2 M rows/s.
+Any (epoch, era, j) is found by permuting its era's chunks and its window's rows: 1 ms for a window
+of 32,768 rows. The latest windows are kept, so a run pays some 50 ns per row.
 """
 
-import hashlib
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-WINDOW_CHUNKS = 32
-"""Chunks that are mixed with each other: about 4 M tokens, 8 MB of uint16 in a loader's memory."""
+from .mixture import Mixture
+from .permutation import derive_key, permutation
 
-ORDER_VERSION = 1
+ORDER_VERSION = 2
 """Raised when the same (seed, g) would give another row: no run can be resumed across that."""
 
-_ROUNDS = 6
+_KEPT_WINDOWS = 2
 
 
 @dataclass(frozen=True)
-class RowOrder:
-    """Defines the order of a split with `num_rows` rows, in chunks of `rows_per_chunk`."""
+class ChunkTable:
+    """Says how the rows of an era lie in chunks, and how many chunks are mixed with each other."""
 
-    num_rows: int
-    rows_per_chunk: int
-    seed: int
+    row_starts: np.ndarray  # int64 [chunks + 1]: chunk c has the rows row_starts[c] and following
+    chunks_per_window: int
 
-    def rows_at(self, start: int, count: int) -> tuple[np.ndarray, np.ndarray]:
-        """Returns (epochs, rows), int64 [count], of the global samples start, start + 1, ...
+    @property
+    def num_rows(self) -> int:
+        """Returns the number of rows of the era."""
+        return int(self.row_starts[-1])
 
-        start >= 0, and as large as wanted.
-        """
-        samples = np.arange(start, start + count, dtype=np.int64)
-        epochs, positions = np.divmod(samples, self.num_rows)
-        rows = np.empty_like(positions)
-        for epoch in np.unique(epochs):
-            of_epoch = epochs == epoch
-            rows[of_epoch] = self._shuffled(positions[of_epoch], int(epoch))
-        return epochs, rows
 
-    def _shuffled(self, positions: np.ndarray, epoch: int) -> np.ndarray:
-        """Permutes [0, N).
+class EraOrder:
+    """Shuffles the rows of one era for one epoch, which `key` names."""
 
-        It is a permutation of [0, chunks * R), walked until it leaves the missing end of the last
-        chunk.
-        """
-        rows = self._shuffled_full_chunks(positions, epoch)
-        while (outside := rows >= self.num_rows).any():
-            rows[outside] = self._shuffled_full_chunks(rows[outside], epoch)
-        return rows
+    def __init__(self, chunks: ChunkTable, key: int):
+        self._chunks, self._key = chunks, key
+        num_chunks = len(chunks.row_starts) - 1
+        self.chunk_order = permutation(num_chunks, derive_key(key, "chunks"))
+        """int64: the chunks in the order in which they are read."""
+        rows_in_order = np.diff(chunks.row_starts)[self.chunk_order]
+        row_ends = np.concatenate([[0], np.cumsum(rows_in_order)])
+        firsts = np.arange(0, num_chunks, chunks.chunks_per_window)
+        self.window_starts = row_ends[np.append(firsts, num_chunks)]
+        """int64 [windows + 1]: the position with which each window begins."""
+        self._rows_of_window = functools.lru_cache(maxsize=_KEPT_WINDOWS)(self._permuted_window)
 
-    def _shuffled_full_chunks(self, positions: np.ndarray, epoch: int) -> np.ndarray:
-        rows_per_chunk = min(self.rows_per_chunk, self.num_rows)
-        num_chunks = -(-self.num_rows // rows_per_chunk)
-        windows, inside = np.divmod(positions, WINDOW_CHUNKS * rows_per_chunk)
-        rows = np.empty_like(positions)
+    def windows_of(self, positions: np.ndarray) -> np.ndarray:
+        """Returns the window that each position lies in."""
+        return np.searchsorted(self.window_starts, positions, side="right") - 1
+
+    def chunks_of_window(self, window: int) -> np.ndarray:
+        """Returns the chunks of a window, in the order in which they are read."""
+        first = window * self._chunks.chunks_per_window
+        return self.chunk_order[first : first + self._chunks.chunks_per_window]
+
+    def rows_at(self, positions: np.ndarray) -> np.ndarray:
+        """Returns the rows at positions j of the era: int64, 0 <= j < number of rows."""
+        rows = np.empty(len(positions), dtype=np.int64)
+        windows = self.windows_of(positions)
         for window in np.unique(windows):
-            chunks_before = int(window) * WINDOW_CHUNKS
-            size = min(WINDOW_CHUNKS, num_chunks - chunks_before) * rows_per_chunk
             of_window = windows == window
-            mixed = permuted(inside[of_window], size, _key(self.seed, epoch, "rows", int(window)))
-            slots, offsets = np.divmod(mixed, rows_per_chunk)
-            chunks = permuted(chunks_before + slots, num_chunks, _key(self.seed, epoch, "chunks"))
-            rows[of_window] = chunks * rows_per_chunk + offsets
+            inside = positions[of_window] - self.window_starts[window]
+            rows[of_window] = self._rows_of_window(int(window))[inside]
         return rows
+
+    def position_of(self, row: int) -> int:
+        """Returns the position at which a row comes."""
+        chunk = int(np.searchsorted(self._chunks.row_starts, row, side="right")) - 1
+        place = int(np.flatnonzero(self.chunk_order == chunk)[0])
+        window = place // self._chunks.chunks_per_window
+        inside = int(np.flatnonzero(self._rows_of_window(window) == row)[0])
+        return int(self.window_starts[window]) + inside
+
+    def _permuted_window(self, window: int) -> np.ndarray:
+        starts = self._chunks.row_starts
+        chunks = self.chunks_of_window(window)
+        rows = np.concatenate([np.arange(starts[c], starts[c + 1]) for c in chunks])
+        return rows[permutation(len(rows), derive_key(self._key, "rows", window))]
+
+
+class EndOfSourceError(Exception):
+    """Says that a source has no such row: not yet, or never.
+
+    `num_known` rows can be given; `growing`: more may come.
+    """
+
+    def __init__(self, source: str, index: int, num_known: int, growing: bool):
+        super().__init__(source, index, num_known, growing)
+        self.source, self.index, self.num_known, self.growing = source, index, num_known, growing
+
+
+@dataclass(frozen=True)
+class SourceRows:
+    """Counts the rows of a source's eras, as far as they are sealed."""
+
+    era_rows: tuple[int, ...]
+    complete: bool  # there will be no more eras
+    max_epochs: int = 0  # 0: as many as wanted
+
+
+@dataclass(frozen=True)
+class RowRefs:
+    """Names rows: int64 arrays of one length n.
+
+    `positions` are those inside the era; each row is found by `SampleOrder.era_order`.
+    """
+
+    sources: np.ndarray
+    epochs: np.ndarray
+    eras: np.ndarray
+    positions: np.ndarray
+    rows: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, chosen: slice | np.ndarray) -> "RowRefs":
+        return RowRefs(*(getattr(self, name)[chosen] for name in _REF_FIELDS))
+
+    @staticmethod
+    def joined(parts: Sequence["RowRefs"]) -> "RowRefs":
+        """Returns the rows of all parts, one part after the other."""
+        columns = ([getattr(part, name) for part in parts] for name in _REF_FIELDS)
+        return RowRefs(*(np.concatenate(column) for column in columns))
+
+
+_REF_FIELDS = tuple(RowRefs.__dataclass_fields__)
+
+
+class SampleOrder:
+    """Orders the samples of a run: g to rows and back.
+
+    Args:
+        mixture: which source comes when.
+        sources: the rows of each of the mixture's sources, by name.
+        chunks_of: (source, era) to the era's chunks; asked only for eras that are reached.
+        seed: of every shuffle.
+    """
+
+    def __init__(
+        self,
+        mixture: Mixture,
+        sources: Mapping[str, SourceRows],
+        chunks_of: Callable[[str, int], ChunkTable],
+        *,
+        seed: int,
+    ):
+        self.mixture = mixture
+        self._chunks_of, self._seed = chunks_of, seed
+        self._sources = {name: _CountedSource(name, sources[name], seed) for name in mixture.names}
+        self.era_order = functools.lru_cache(maxsize=2 * len(mixture.names) + 2)(self._era_order)
+        """(source number, epoch, era) to the EraOrder; the latest are kept."""
+
+    def extend(self, sources: Mapping[str, SourceRows]) -> None:
+        """Takes note of eras that were sealed since; what was ordered before stays as it was."""
+        for name, rows in sources.items():
+            self._sources[name] = _CountedSource(name, rows, self._seed)
+
+    def check(self, start: int, count: int) -> None:
+        """Checks that the samples start, …, start + count − 1 can be given.
+
+        Raises:
+            EndOfSourceError: one of their sources has too few rows, yet or for good.
+        """
+        numbers, indices = self.mixture.rows_at(start, count)
+        for number in np.unique(numbers).tolist():
+            last = int(indices[numbers == number].max())
+            self._sources[self.mixture.names[number]].check(last)
+
+    def refs_at(self, start: int, count: int) -> RowRefs:
+        """Returns the rows of the global samples start, start + 1, ...
+
+        Raises:
+            EndOfSourceError: a source has too few rows, yet or for good.
+        """
+        numbers, indices = self.mixture.rows_at(start, count)
+        epochs, eras, positions, rows = np.zeros((4, count), dtype=np.int64)
+        for number in np.unique(numbers).tolist():
+            here = np.flatnonzero(numbers == number)
+            source = self._sources[self.mixture.names[number]]
+            epochs[here], eras[here], positions[here] = source.locate(indices[here])
+            for epoch, era in _distinct_pairs(epochs[here], eras[here]):
+                mine = here[(epochs[here] == epoch) & (eras[here] == era)]
+                rows[mine] = self.era_order(number, epoch, era).rows_at(positions[mine])
+        return RowRefs(numbers, epochs, eras, positions, rows)
+
+    def sample_of(self, source: str, epoch: int, era: int, row: int) -> int | None:
+        """Returns the global sample that is this row of this epoch; None: it never comes.
+
+        Raises:
+            EndOfSourceError: that depends on eras that are not sealed yet.
+        """
+        number = self.mixture.names.index(source)
+        position = self.era_order(number, epoch, era).position_of(row)
+        index = self._sources[source].index_of(epoch, era, position)
+        return None if index is None else self.mixture.row_of(number, index)
+
+    def _era_order(self, number: int, epoch: int, era: int) -> EraOrder:
+        name = self.mixture.names[number]
+        return EraOrder(self._chunks_of(name, era), derive_key(self._seed, "era", name, epoch, era))
+
+
+class _CountedSource:
+    """Finds rows of a source by their number i, over its eras and epochs."""
+
+    def __init__(self, name: str, rows: SourceRows, seed: int):
+        self._name, self._rows, self._seed = name, rows, seed
+        self._ends = np.cumsum(np.array(rows.era_rows, dtype=np.int64))
+        self._num_rows = int(self._ends[-1]) if len(self._ends) else 0
+        self._later_epoch = functools.lru_cache(maxsize=4)(self._order_of_eras)
+
+    def check(self, index: int) -> None:
+        """Raises EndOfSourceError where there is no row `index`."""
+        if index < self._num_rows:
+            return
+        known = self._num_rows
+        if self._rows.complete:
+            if self._num_rows and not self._rows.max_epochs:
+                return
+            known *= self._rows.max_epochs
+            if index < known:
+                return
+        raise EndOfSourceError(self._name, index, known, growing=not self._rows.complete)
+
+    def locate(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Returns (epochs, eras, positions in them) of rows i, which ascend."""
+        self.check(int(indices[-1]))
+        epochs, inside = np.divmod(indices, self._num_rows)
+        eras, positions = np.empty_like(indices), np.empty_like(indices)
+        for epoch in np.unique(epochs).tolist():
+            mine = epochs == epoch
+            order, ends = self._eras_in_order(epoch)
+            places = np.searchsorted(ends, inside[mine], side="right")
+            eras[mine] = order[places]
+            starts = np.concatenate([[0], ends[:-1]])
+            positions[mine] = inside[mine] - starts[places]
+        return epochs, eras, positions
+
+    def index_of(self, epoch: int, era: int, position: int) -> int | None:
+        """Returns the number i of a row; None: there is no such epoch."""
+        if 0 < self._rows.max_epochs <= epoch:
+            return None
+        if epoch > 0 and not self._rows.complete:
+            raise EndOfSourceError(self._name, epoch * self._num_rows, self._num_rows, growing=True)
+        order, ends = self._eras_in_order(epoch)
+        place = int(np.flatnonzero(order == era)[0])
+        start = int(ends[place - 1]) if place else 0
+        return epoch * self._num_rows + start + position
+
+    def _eras_in_order(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the eras in the order of an epoch, and their last rows' numbers plus one."""
+        if epoch == 0:
+            return np.arange(len(self._ends)), self._ends
+        return self._later_epoch(epoch)
+
+    def _order_of_eras(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
+        order = permutation(len(self._ends), derive_key(self._seed, "eras", self._name, epoch))
+        return order, np.cumsum(np.diff(self._ends, prepend=0)[order])
+
+
+def _distinct_pairs(first: np.ndarray, second: np.ndarray) -> list[tuple[int, int]]:
+    """Returns the different pairs of two arrays, in order of appearance.
+
+    Both change rarely from one place to the next, so it looks only where they do.
+    """
+    if not len(first):
+        return []
+    changes = np.flatnonzero(np.diff(first) | np.diff(second)) + 1
+    places = [0, *changes.tolist()]
+    return list(dict.fromkeys((int(first[p]), int(second[p])) for p in places))
 
 
 def num_rows(num_tokens: int, seq_len: int) -> int:
@@ -88,39 +297,3 @@ def num_rows(num_tokens: int, seq_len: int) -> int:
     Up to S tokens at its end are not used.
     """
     return max(0, (num_tokens - 1) // seq_len)
-
-
-def permuted(indices: np.ndarray, size: int, key: int) -> np.ndarray:
-    """Applies a keyed bijection of [0, size) to int64 indices.
-
-    It is a Feistel network with cycle walking.
-    """
-    half_bits = max(1, (max(size - 1, 1).bit_length() + 1) // 2)
-    result = _feistel(indices.astype(np.uint64), half_bits, key)
-    while (outside := result >= np.uint64(size)).any():
-        result[outside] = _feistel(result[outside], half_bits, key)
-    return result.astype(np.int64)
-
-
-def _feistel(values: np.ndarray, half_bits: int, key: int) -> np.ndarray:
-    """Applies a keyed bijection of [0, 4**half_bits)."""
-    half, mask = np.uint64(half_bits), np.uint64((1 << half_bits) - 1)
-    left, right = values >> half, values & mask
-    for round_number in range(_ROUNDS):
-        salt = np.uint64((key + round_number * 0x9E3779B97F4A7C15) % 2**64)
-        left, right = right, left ^ (_mixed(right ^ salt) & mask)
-    return (left << half) | right
-
-
-def _mixed(values: np.ndarray) -> np.ndarray:
-    """Applies splitmix64's finalizer: every input bit reaches every output bit."""
-    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return values ^ (values >> np.uint64(31))
-
-
-def _key(*parts: object) -> int:
-    """Derives a 64-bit key from the names of what it is for."""
-    return int.from_bytes(
-        hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest(), "big"
-    )

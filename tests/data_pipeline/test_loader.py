@@ -17,7 +17,9 @@ from moebius.data_pipeline import shards
 from moebius.data_pipeline.errors import DataError, ShardError
 from moebius.data_pipeline.loader import Batch, Loader, RowReader, validation_batches
 from moebius.data_pipeline.manifest import read_manifest
-from moebius.data_pipeline.order import WINDOW_CHUNKS, RowOrder
+from moebius.data_pipeline.mixture import Mixture, WeightStage
+from moebius.data_pipeline.order import SampleOrder, SourceRows
+from moebius.data_pipeline.packing import WINDOW_BATCHES, concat_plan
 from moebius.data_pipeline.shards import TokenStore
 
 S = 16
@@ -33,6 +35,14 @@ def _stream(folder: Path, split: str) -> np.ndarray:
     return np.array(
         [token for table in tables for tokens in table["tokens"].to_pylist() for token in tokens]
     )
+
+
+def _rows_in_order(folder: Path, count: int) -> np.ndarray:
+    store = TokenStore(folder, "train")
+    chunks = concat_plan(store.batch_starts, S, store.manifest.batch_tokens).chunks
+    rows = {"text": SourceRows((chunks.num_rows,), complete=True)}
+    mixture = Mixture(("text",), [WeightStage(0, {"text": 1.0})], seed=3)
+    return SampleOrder(mixture, rows, lambda *_: chunks, seed=3).refs_at(0, count).rows
 
 
 def _row(stream: np.ndarray, row: int) -> list[int]:
@@ -79,8 +89,7 @@ def test_samples_are_the_rows_of_the_stream_in_the_given_order(
 ):
     monkeypatch.setattr(loader_module, "_ORDER_SAMPLES", order_samples)
     stream = _stream(prepared, "train")
-    num_rows = (len(stream) - 1) // S
-    _, rows = RowOrder(num_rows, 500 // S, seed=3).rows_at(0, 40 * GLOBAL_BATCH)
+    rows = _rows_in_order(prepared, 40 * GLOBAL_BATCH)
     found = [sample for step in _steps(prepared, 40) for sample in _samples(step)]
     assert found == [_row(stream, row) for row in rows.tolist()]
 
@@ -150,10 +159,10 @@ def test_what_is_kept_decoded_changes_nothing_but_the_number_of_reads(prepared, 
     )
     store = TokenStore(prepared, "train")
     reader = RowReader(store, S)
-    _, rows = RowOrder(reader.num_rows, 500 // S, seed=3).rows_at(0, reader.num_rows)
+    rows = _rows_in_order(prepared, reader.num_rows)
     expected = reader.read(rows)
     assert (
-        len(reads) == store.num_batches < 3 * WINDOW_CHUNKS
+        len(reads) == store.num_batches < 3 * WINDOW_BATCHES
     )  # all of it fits: each is decoded once
     forgetful = RowReader(store, S)
     forgetful._keep_bytes = 1
