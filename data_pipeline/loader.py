@@ -31,7 +31,7 @@ from .errors import DataError, ShardError
 from .mixture import Mixture, WeightStage
 from .order import ORDER_VERSION, SampleOrder, SourceRows, num_rows
 from .packing import WINDOW_BATCHES, concat_plan
-from .shards import TokenStore
+from .shards import TokenStream
 
 _DIGEST_MODULUS = 2**31
 _ORDER_SAMPLES = 4096  # computed at a time: numpy takes hardly longer for as many than for one
@@ -70,7 +70,7 @@ class RowReader:
     Not for several threads at once.
     """
 
-    def __init__(self, store: TokenStore, seq_len: int):
+    def __init__(self, store: TokenStream, seq_len: int):
         self._store, self._seq_len = store, seq_len
         self._decoded: OrderedDict[int, np.ndarray] = OrderedDict()
         self._decoded_bytes = 0
@@ -141,7 +141,8 @@ class Loader:
         prefetch: int = 4,
     ):
         _check_layout(global_batch, micro_batch, rank, num_ranks, start_sample, prefetch)
-        self._store = TokenStore(directory, split)
+        self._store = TokenStream(directory, split)
+        _check_one_source(self._store)
         self._reader = RowReader(self._store, seq_len)
         if self._reader.num_rows < 1:
             raise _too_short(self._store, split, seq_len)
@@ -311,7 +312,7 @@ def validation_batches(
             f"validation needs whole groups: {batch_size=} must be a multiple of "
             f"{sequences_per_group=}"
         )
-    store = TokenStore(directory, split)
+    store = TokenStream(directory, split)
     reader = RowReader(store, seq_len)
     if reader.num_rows < 1:
         store.close()
@@ -335,7 +336,7 @@ def _group_slots(count: int, sequences_per_group: int) -> np.ndarray:
 
 
 def _padded_batches(
-    store: TokenStore,
+    store: TokenStream,
     reader: RowReader,
     rows: np.ndarray,
     valid: np.ndarray,
@@ -353,7 +354,7 @@ def _padded_batches(
         store.close()
 
 
-def _order(store: TokenStore, seq_len: int, seed: int) -> SampleOrder:
+def _order(store: TokenStream, seq_len: int, seed: int) -> SampleOrder:
     """Returns the order of a split that is the one era of one source."""
     plan = concat_plan(store.batch_starts, seq_len, store.manifest.batch_tokens)
     name = "text"
@@ -388,7 +389,17 @@ def _check_layout(
         )
 
 
-def _too_short(store: TokenStore, split: str, seq_len: int) -> ShardError:
+def _check_one_source(store: TokenStream) -> None:
+    manifest = store.manifest
+    if len(manifest.sources) > 1 or not manifest.complete:
+        raise DataError(
+            f"{store.directory} holds {len(manifest.sources)} sources and is "
+            f"{'complete' if manifest.complete else 'still growing'}: this version trains on one "
+            "source that is complete"
+        )
+
+
+def _too_short(store: TokenStream, split: str, seq_len: int) -> ShardError:
     return ShardError(
         f"split {split!r} of {store.directory} has {store.num_tokens} tokens, fewer than the "
         f"{seq_len + 1} of one row "
@@ -397,7 +408,7 @@ def _too_short(store: TokenStore, split: str, seq_len: int) -> ShardError:
     )
 
 
-def _position_spec(store: TokenStore, split: str, seq_len: int, seed: int) -> dict[str, object]:
+def _position_spec(store: TokenStream, split: str, seq_len: int, seed: int) -> dict[str, object]:
     """Returns all that `order` and the token stream depend on.
 
     The folder's path is not in it: data may be moved or copied.

@@ -1,75 +1,229 @@
-"""The table of contents of a prepared folder, and atomic writes into it.
+"""The table of contents of a prepared folder, a chain that only grows, and atomic writes.
 
-A folder is valid when it holds `manifest.json`, which is written last. The manifest names every
-shard with its counts and blake2b-256, the tokenizer by its sha256, and carries a sha256 of itself,
-so that each byte a loader relies on is under some checksum. It holds no time, host or worker count:
-the same input gives the same manifest.
+    manifest-000000.json   the header: what is made of what, with which tokenizer
+    manifest-000001.json   an era, sealed: a run of consecutive shards of one source
+    ...
+    manifest-00000n.json   complete: totals, what was dropped or quarantined, the inputs' sizes
+
+Each file carries a sha256 of itself and names the sha256 of the one before, every shard with its
+counts and blake2b-256, and the tokenizer by its sha256, so that each byte a loader relies on is
+under some checksum. A file is created whole and never changed. A folder whose chain has no end yet
+is still being made: what its sealed eras hold is already final, and can be read and trained on.
+
+Nothing of time, host or worker count stands in it, and each era has a file of its own: the same
+input gives the same chain, byte for byte, however it was made.
 """
 
 import errno
 import hashlib
 import json
 import os
+import re
 import secrets
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import IO, Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from .config import FORMAT_VERSION
+from .config import FORMAT_VERSION, SOURCE_NAME
 from .errors import PrepareError, ShardError
 
-MANIFEST_FILE = "manifest.json"
 TEMPORARY = ".tmp-"
+MAX_ERA_SHARDS = 2**14
+"""An era is closed with so many shards, however few tokens they hold: a manifest stays small."""
+
+_MAX_MANIFEST_BYTES = 64 * 2**20
+_MAX_COUNT = 2**53  # of tokens, bytes or documents: what JSON readers agree on
+_SHARD_NAME = re.compile(
+    r"(?P<source>[a-z0-9][a-z0-9_-]{0,63})\.(?P<split>train|validation)-(?P<number>\d{5,9})"
+    r"\.tok\.arrow"
+)
+_TOKENIZER_FILE = r"^[a-z0-9_-]{1,64}\.(json|model)$"
+_ELSEWHERE = "restore it from a copy, or prepare again elsewhere"
+
 Split = Literal["train", "validation"]
+Count = Annotated[int, Field(ge=0, le=_MAX_COUNT)]
+Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 
-class ShardEntry(BaseModel):
+class _Entry(BaseModel):
+    """Is frozen and knows all its keys: what a manifest is made of."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+class ShardEntry(_Entry):
     """Describes a shard: a file of tokens and its index, made from one input split."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: str
     split: Split
-    source: str  # the input split: URL and range
-    num_documents: int
-    num_tokens: int  # ends of documents included
-    num_text_bytes: int  # UTF-8, without ends of documents
-    num_batches: int
-    num_bytes: int  # of the file `name`
-    blake2b: str
-    index_blake2b: str
+    source: str
+    input: str  # the input split: URL and range
+    num_documents: Count
+    num_tokens: Count  # ends of documents included
+    num_text_bytes: Count  # UTF-8, without ends of documents
+    num_batches: Count
+    num_bytes: Count  # of the file `name`
+    blake2b: Sha256
+    index_blake2b: Sha256
 
     @property
     def index_name(self) -> str:
         """Returns the name of the shard's index file."""
         return index_name(self.name)
 
+    @property
+    def number(self) -> int:
+        """Returns the number in the shard's name: which of its source's input splits it is."""
+        return int(self.name.removesuffix(".tok.arrow").rpartition("-")[2])
 
-class DatasetManifest(BaseModel):
-    """Describes what a prepared folder holds.
+
+class SourceEntry(_Entry):
+    """Describes a source of a prepared folder."""
+
+    name: str = Field(pattern=SOURCE_NAME)
+    licence: str
+    weight: float = Field(gt=0.0)  # when it was prepared; a run's configuration decides
+    num_splits: Count
+    has_loss_mask: bool
+    has_record_id: bool
+
+
+class TokenizerEntry(_Entry):
+    """Names the tokenizer of the shards and its file."""
+
+    kind: str
+    file: str = Field(pattern=_TOKENIZER_FILE)
+    sha256: Sha256
+    vocab_size: int = Field(ge=1, le=2**32)
+    end_of_document_id: int = Field(ge=0, lt=2**32)
+
+
+class Era(_Entry):
+    """Describes a run of consecutive shards of one source, whose content never changes again.
+
+    Its shards of both splits stand in the order of their input splits. It is a manifest of the
+    chain's middle.
+    """
+
+    kind: Literal["era"] = "era"
+    source: str
+    number: Count  # among the eras of its source
+    shards: tuple[ShardEntry, ...] = Field(min_length=1, max_length=2 * MAX_ERA_SHARDS)
+
+    def of(self, split: str) -> tuple[ShardEntry, ...]:
+        """Returns the shards of one split, in the order of its token stream."""
+        return tuple(shard for shard in self.shards if shard.split == split)
+
+    def num_tokens(self, split: str) -> int:
+        """Returns the number of tokens of one split, ends of documents included."""
+        return sum(shard.num_tokens for shard in self.of(split))
+
+
+class QuarantinedSplit(_Entry):
+    """Names an input split that could not be prepared, and why."""
+
+    source: str
+    input: str
+    error: str
+
+
+class Header(_Entry):
+    """Is the first manifest of a chain: what is being made.
 
     `spec` is the configuration that `spec_hash` was taken of, for people to read.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
+    kind: Literal["header"] = "header"
     format_version: int = FORMAT_VERSION
-    spec_hash: str
+    spec_hash: Sha256
     spec: dict[str, Any]
-    inputs: dict[str, int]  # URL -> size when it was read
-    tokenizer: Literal["bpe", "bytes"]
-    tokenizer_sha256: str
-    vocab_size: int
-    end_of_document_id: int
-    batch_tokens: int
-    shards: tuple[ShardEntry, ...]
-    dropped: dict[str, int]  # reason -> documents
+    tokenizer: TokenizerEntry
+    batch_tokens: int = Field(ge=1, le=2**24)
+    era_tokens: int = Field(ge=1)
+    sources: tuple[SourceEntry, ...] = Field(min_length=1)
+
+
+class Completion(_Entry):
+    """Is the last manifest of a chain: what became of the whole input."""
+
+    kind: Literal["complete"] = "complete"
+    num_documents: dict[str, dict[Split, Count]]  # source -> split -> documents
+    num_tokens: dict[str, dict[Split, Count]]
+    dropped: dict[str, dict[str, Count]]  # source -> reason -> documents
+    quarantined: tuple[QuarantinedSplit, ...]
+    inputs: dict[str, Count]  # URL -> size when it was read
+
+
+Body = Header | Era | Completion
+_KINDS: dict[str, type[Body]] = {"header": Header, "era": Era, "complete": Completion}
+
+
+@dataclass(frozen=True)
+class DatasetManifest:
+    """Describes what a prepared folder holds so far: the chain of its manifests, read to its end."""
+
+    header: Header
+    sealed: tuple[Era, ...] = ()
+    completion: Completion | None = None
+    sha256: str = ""
+    """Of the last manifest: two folders with the same one hold the same data."""
+
+    @property
+    def complete(self) -> bool:
+        """Returns whether the folder will not grow any more."""
+        return self.completion is not None
+
+    @property
+    def num_files(self) -> int:
+        """Returns the number of manifests that were read."""
+        return 1 + len(self.sealed) + self.complete
+
+    @property
+    def sources(self) -> tuple[SourceEntry, ...]:
+        """Returns the sources, in the order of the configuration."""
+        return self.header.sources
+
+    def source(self, name: str) -> SourceEntry:
+        """Returns a source by its name.
+
+        Raises:
+            ShardError: there is none of this name.
+        """
+        for source in self.sources:
+            if source.name == name:
+                return source
+        known = ", ".join(source.name for source in self.sources)
+        raise ShardError(f"the prepared folder has no source {name!r}; its sources are {known}")
+
+    def eras(self, source: str) -> tuple[Era, ...]:
+        """Returns the sealed eras of a source, in order.
+
+        Raises:
+            ShardError: there is no source of this name.
+        """
+        return self._eras_by_source.get(self.source(source).name, ())
+
+    @cached_property
+    def _eras_by_source(self) -> dict[str, tuple[Era, ...]]:
+        found: dict[str, list[Era]] = {}
+        for era in self.sealed:
+            found.setdefault(era.source, []).append(era)
+        return {source: tuple(eras) for source, eras in found.items()}
+
+    @property
+    def shards(self) -> tuple[ShardEntry, ...]:
+        """Returns all shards: source after source, era after era."""
+        eras = (era for source in self.sources for era in self.eras(source.name))
+        return tuple(shard for era in eras for shard in era.shards)
 
     def of(self, split: str) -> tuple[ShardEntry, ...]:
-        """Returns the shards of one split, in the order of its token stream."""
+        """Returns the shards of one split of all sources, source after source."""
         return tuple(shard for shard in self.shards if shard.split == split)
 
     def num_tokens(self, split: str) -> int:
@@ -84,59 +238,304 @@ class DatasetManifest(BaseModel):
         """Returns the UTF-8 bytes of one split's text."""
         return sum(shard.num_text_bytes for shard in self.of(split))
 
+    @property
+    def spec_hash(self) -> str:
+        """Returns the hash of what decided the bytes."""
+        return self.header.spec_hash
+
+    @property
+    def spec(self) -> dict[str, Any]:
+        """Returns what decided the bytes, for people to read."""
+        return self.header.spec
+
+    @property
+    def tokenizer_sha256(self) -> str:
+        """Returns the hash of the tokenizer's file."""
+        return self.header.tokenizer.sha256
+
+    @property
+    def vocab_size(self) -> int:
+        """Returns the number of token ids, the end of a document included."""
+        return self.header.tokenizer.vocab_size
+
+    @property
+    def end_of_document_id(self) -> int:
+        """Returns the id that ends a document."""
+        return self.header.tokenizer.end_of_document_id
+
+    @property
+    def batch_tokens(self) -> int:
+        """Returns how many tokens a record batch has at least, if it is not a shard's last."""
+        return self.header.batch_tokens
+
+    @property
+    def inputs(self) -> dict[str, int]:
+        """Returns the inputs' sizes when they were read; none before the folder is complete."""
+        return self.completion.inputs if self.completion else {}
+
+    @property
+    def dropped(self) -> dict[str, int]:
+        """Returns how many documents of all sources were dropped, by reason.
+
+        None are known before the folder is complete.
+        """
+        counts: Counter[str] = Counter()
+        for of_source in self.completion.dropped.values() if self.completion else ():
+            counts.update(of_source)
+        return dict(counts)
+
+
+# ---- names
+
+
+def shard_name(source: str, split: Split, number: int) -> str:
+    """Returns a shard's file name: `text.train-00000.tok.arrow`."""
+    return f"{source}.{split}-{number:05d}.tok.arrow"
+
 
 def index_name(shard_name: str) -> str:
-    """Returns a shard's index file: `train-00000.tok.arrow` -> `train-00000.idx.arrow`."""
+    """Returns a shard's index: `text.train-00000.tok.arrow` -> `text.train-00000.idx.arrow`."""
     return shard_name.removesuffix(".tok.arrow") + ".idx.arrow"
 
 
-def write_manifest(directory: Path, manifest: DatasetManifest) -> None:
-    """Writes `manifest.json`, which makes the folder valid."""
-    body = manifest.model_dump(mode="json")
-    with atomic_write(directory / MANIFEST_FILE) as file:
-        file.write(json.dumps({"manifest": body, "sha256": _body_hash(body)}, indent=1).encode())
+def manifest_name(number: int) -> str:
+    """Returns the file name of a manifest of the chain."""
+    return f"manifest-{number:06d}.json"
+
+
+def is_prepared(directory: str | Path) -> bool:
+    """Returns whether a folder holds prepared data, be it still growing."""
+    return (Path(directory) / manifest_name(0)).exists()
+
+
+# ---- writing
+
+
+class ManifestWriter:
+    """Extends a folder's chain of manifests, from wherever it stands.
+
+    Writing again what is there already is allowed and changes nothing, so that an interrupted
+    preparation can be repeated; writing something else in its place is refused.
+    """
+
+    def __init__(self, directory: Path):
+        self._directory = directory
+        self._number, self._parent = 0, ""
+
+    def append(self, body: Body) -> str:
+        """Writes the next manifest, whole or not at all, and returns its sha256.
+
+        Raises:
+            PrepareError: another one is there, or the folder cannot be written.
+        """
+        chained = {"file": self._number, "parent": self._parent} | body.model_dump(mode="json")
+        data = _encoded(chained)
+        if len(data) > _MAX_MANIFEST_BYTES:
+            raise PrepareError(
+                f"{manifest_name(self._number)} would have {len(data)} bytes, more than the "
+                f"{_MAX_MANIFEST_BYTES} that are read: give fewer and larger input files, or lower "
+                "era_tokens"
+            )
+        create_once(self._directory / manifest_name(self._number), data)
+        self._number, self._parent = self._number + 1, _body_hash(chained)
+        return self._parent
+
+
+def create_once(path: Path, data: bytes) -> None:
+    """Creates a file that appears whole or not at all, and never replaces another one.
+
+    Raises:
+        PrepareError: a file with other content is there, or the folder cannot be written.
+    """
+    temporary = _temporary_name(path)
+    with explained_write_errors(path):
+        try:
+            with open(temporary, "xb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            try:
+                _link(temporary, path)
+            except FileExistsError:
+                if path.read_bytes() != data:
+                    raise PrepareError(
+                        f"{path} exists and says something else: another preparation wrote into "
+                        "this folder; choose another one"
+                    ) from None
+            sync_folder(path.parent)
+        finally:
+            temporary.unlink(missing_ok=True)
+
+
+def _link(temporary: Path, path: Path) -> None:
+    """Gives a file its name unless there is one of that name.
+
+    Where the file system has no hard links, a rename does it: the folder's lock keeps others out.
+    """
+    try:
+        os.link(temporary, path)
+    except OSError as error:
+        if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EMLINK):
+            raise
+        if path.exists():
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST)) from None
+        os.replace(temporary, path)
+
+
+# ---- reading
 
 
 def read_manifest(directory: str | Path) -> DatasetManifest:
-    """Reads the manifest of a prepared folder.
+    """Reads the chain of manifests of a prepared folder, as far as it goes.
 
     Raises:
-        ShardError: there is none, or not a whole one.
+        ShardError: there is none, or one that is not as it was written.
     """
-    path = Path(directory) / MANIFEST_FILE
-    try:
-        whole = json.loads(path.read_bytes())
-        body = whole["manifest"]
-        version = body["format_version"]
-        intact = whole["sha256"] == _body_hash(body)
-    except FileNotFoundError as error:
-        raise ShardError(
-            f"{path} does not exist: this folder holds no prepared data; run `moebius prepare`"
-        ) from error
-    except (ValueError, KeyError, TypeError) as error:
-        raise ShardError(
-            f"{path} is damaged ({error}): restore it from a copy, or prepare again elsewhere"
-        ) from error
-    if not intact:
-        raise ShardError(
-            f"{path} is damaged (its sha256 differs): restore it from a copy, or prepare again "
-            "elsewhere"
-        )
+    folder = Path(directory)
+    first = folder / manifest_name(0)
+    data = _read(first)
+    if data is None:
+        raise ShardError(_no_manifest(folder))
+    chained = _opened(first, data)
+    version = chained.get("format_version")
     if version != FORMAT_VERSION:
-        raise ShardError(
-            f"{path} has format {version}, this version reads {FORMAT_VERSION}: prepare the data "
-            "again"
-        )
+        raise ShardError(_other_format(first, version))
+    header = _checked(first, chained, number=0, parent="")
+    if not isinstance(header, Header):
+        raise ShardError(f"{first} is no header of a prepared folder: {_ELSEWHERE}")
+    return follow(folder, DatasetManifest(header, sha256=_body_hash(chained)))
+
+
+def follow(directory: str | Path, known: DatasetManifest) -> DatasetManifest:
+    """Reads what was added to a chain since `known` was read.
+
+    Returns `known` itself where nothing was. Content that was read before is not read again.
+
+    Raises:
+        ShardError: a manifest is not as it was written, or does not continue `known`.
+    """
+    eras, parent, completion = list(known.sealed), known.sha256, known.completion
+    last = {era.source: era for era in eras}
+    while completion is None:
+        number = 1 + len(eras)
+        path = Path(directory) / manifest_name(number)
+        data = _read(path)
+        if data is None:
+            break
+        chained = _opened(path, data)
+        body = _checked(path, chained, number=number, parent=parent)
+        if isinstance(body, Era):
+            _check_era(path, body, known.header, last.get(body.source))
+            eras.append(body)
+            last[body.source] = body
+        elif isinstance(body, Completion):
+            completion = body
+        else:
+            raise ShardError(f"{path} is a second header: {_ELSEWHERE}")
+        parent = _body_hash(chained)
+    if parent == known.sha256:
+        return known
+    return replace(known, sealed=tuple(eras), completion=completion, sha256=parent)
+
+
+def _no_manifest(folder: Path) -> str:
+    if (folder / "manifest.json").exists():
+        return _other_format(folder / "manifest.json", 1)
+    path = folder / manifest_name(0)
+    return f"{path} does not exist: this folder holds no prepared data; run `moebius prepare`"
+
+
+def _other_format(path: Path, version: object) -> str:
+    return (
+        f"{path} has format {version!r:.40}, this version reads {FORMAT_VERSION}: prepare the data "
+        "again"
+    )
+
+
+def _read(path: Path) -> bytes | None:
+    """Returns a manifest's bytes, or None where there is none."""
     try:
-        return DatasetManifest.model_validate(body)
+        with open(path, "rb") as file:
+            data = file.read(_MAX_MANIFEST_BYTES + 1)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise ShardError(f"{path} cannot be read ({error.strerror}): {_ELSEWHERE}") from error
+    if len(data) > _MAX_MANIFEST_BYTES:
+        raise ShardError(
+            f"{path} has more than {_MAX_MANIFEST_BYTES} bytes: it is no manifest; {_ELSEWHERE}"
+        )
+    return data
+
+
+def _opened(path: Path, data: bytes) -> dict[str, Any]:
+    """Returns the body of a manifest whose bytes are those that were written."""
+    try:
+        body = json.loads(data)["manifest"]
+        intact = isinstance(body, dict) and data == _encoded(body)
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise ShardError(f"{path} is damaged ({error}): {_ELSEWHERE}") from error
+    if not intact:
+        raise ShardError(f"{path} is damaged (its sha256 differs): {_ELSEWHERE}")
+    return body
+
+
+def _checked(path: Path, chained: dict[str, Any], *, number: int, parent: str) -> Body:
+    if (found := chained.get("file")) != number:
+        raise ShardError(f"{path} calls itself manifest {found!r:.40}: {_ELSEWHERE}")
+    if chained.get("parent") != parent:
+        raise ShardError(
+            f"{path} does not continue the manifest before it: files of two prepared folders were "
+            f"mixed; {_ELSEWHERE}"
+        )
+    kind = _KINDS.get(str(chained.get("kind")))
+    if kind is None:
+        raise ShardError(f"{path} is of the unknown kind {chained.get('kind')!r:.40}")
+    content = {key: value for key, value in chained.items() if key not in ("file", "parent")}
+    try:
+        return kind.model_validate(content)
     except ValidationError as error:
         raise ShardError(
-            f"{path} has unknown or missing entries: prepare the data again\n{error}"
+            f"{path} has unknown, missing or impossible entries: prepare the data again\n{error}"
         ) from error
+
+
+def _check_era(path: Path, era: Era, header: Header, last: Era | None) -> None:
+    """Checks that an era continues its source, and that its files can only be in the folder."""
+    if era.source not in {source.name for source in header.sources}:
+        raise ShardError(f"{path} holds an era of an unknown source {era.source!r:.80}")
+    expected = 0 if last is None else last.number + 1
+    if era.number != expected:
+        raise ShardError(
+            f"{path} is era {era.number} of source {era.source!r}, expected {expected}"
+        )
+    before: tuple[int, str] = (-1, "")
+    if last is not None:
+        before = (last.shards[-1].number, "validation")
+    for shard in era.shards:
+        match = _SHARD_NAME.fullmatch(shard.name)
+        named = None if match is None else (match["source"], match["split"])
+        if named != (era.source, shard.split) or shard.source != era.source:
+            raise ShardError(
+                f"{path} lists {shard.name!r:.200}, which is no name of a {shard.split} shard of "
+                f"source {era.source!r}: it is damaged or was made by hand; prepare the data again"
+            )
+        if (shard.number, shard.split) <= before:
+            raise ShardError(f"{path} lists {shard.name} out of order: prepare the data again")
+        before = (shard.number, shard.split)
+
+
+def _encoded(chained: dict[str, Any]) -> bytes:
+    """Returns the one form in which a manifest is written: any other bytes are damage."""
+    whole = {"manifest": chained, "sha256": _body_hash(chained)}
+    return json.dumps(whole, indent=1).encode()
 
 
 def _body_hash(body: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+
+
+# ---- atomic writes
 
 
 @contextmanager
@@ -145,7 +544,7 @@ def atomic_write(path: Path) -> Iterator[IO[bytes]]:
 
     Any exception removes the temporary.
     """
-    temporary = path.with_name(f"{path.name}{TEMPORARY}{os.getpid()}-{secrets.token_hex(4)}")
+    temporary = _temporary_name(path)
     with explained_write_errors(path):
         try:
             with open(temporary, "xb") as file:
@@ -153,12 +552,16 @@ def atomic_write(path: Path) -> Iterator[IO[bytes]]:
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(temporary, path)
-            _sync_folder(path.parent)
+            sync_folder(path.parent)
         finally:
             temporary.unlink(missing_ok=True)
 
 
-def _sync_folder(folder: Path) -> None:
+def _temporary_name(path: Path) -> Path:
+    return path.with_name(f"{path.name}{TEMPORARY}{os.getpid()}-{secrets.token_hex(4)}")
+
+
+def sync_folder(folder: Path) -> None:
     """Fsyncs a folder: a rename survives a power failure only once its folder is on disk."""
     handle = os.open(folder, os.O_RDONLY)
     try:

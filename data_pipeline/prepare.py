@@ -33,23 +33,30 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from itertools import zip_longest
 from pathlib import Path
-from typing import IO, Any, Protocol, TypeVar, cast
+from typing import IO, Any, Literal, Protocol, TypeVar, cast
 
 import numpy as np
 
-from .config import DataConfig
+from .config import DataConfig, SourceConfig
 from .errors import InputError, PrepareError, ShardError
 from .manifest import (
-    MANIFEST_FILE,
+    MAX_ERA_SHARDS,
     TEMPORARY,
+    Completion,
     DatasetManifest,
+    Era,
+    Header,
+    ManifestWriter,
     ShardEntry,
+    SourceEntry,
     Split,
+    TokenizerEntry,
     atomic_write,
     explained_write_errors,
     index_name,
+    is_prepared,
     read_manifest,
-    write_manifest,
+    shard_name,
 )
 from .reading import EMBEDDED, Document, InputSplit, plan_splits, read_documents
 from .shards import ShardWriter, TokenDocument, shard_metadata, shard_schema, verify_shard
@@ -125,9 +132,16 @@ class SplitTask:
 
     def documents(self) -> Iterator[Document]:
         """Reads the split's documents."""
-        config = self.config
+        source = self.source
         return read_documents(
-            self.split, text_field=config.text_field, source_field=config.source_field
+            self.split, text_field=source.text_field, source_field=source.source_field
+        )
+
+    @property
+    def source(self) -> SourceConfig:
+        """Returns the source that the split is of."""
+        return next(
+            source for source in self.config.all_sources if source.name == self.split.source
         )
 
 
@@ -156,6 +170,7 @@ def prepare(
         PrepareError: a folder that holds something else or cannot be written.
     """
     folder = Path(directory).absolute()
+    _refuse_what_is_not_made_yet(config)
     manifest = _finished(config, folder)
     if manifest is None:
         # before anything is written: most mistakes are in the names of the input
@@ -170,6 +185,17 @@ def prepare(
                 manifest = _prepare(config, tasks, run, on_progress or (lambda progress: None))
     shutil.rmtree(folder / UNFINISHED, ignore_errors=True)
     return manifest
+
+
+def _refuse_what_is_not_made_yet(config: DataConfig) -> None:
+    asked = {
+        "encoding_faults='drop'": config.encoding_faults == "drop",
+        "shuffle_documents": config.shuffle_documents,
+        "a source's prompt_field": any(source.prompt_field for source in config.all_sources),
+        "a source's id_field": any(source.id_field for source in config.all_sources),
+    }
+    if wishes := [wish for wish, is_asked in asked.items() if is_asked]:
+        raise PrepareError(f"this version cannot prepare with {', '.join(wishes)}: leave it out")
 
 
 def _prepare(
@@ -193,21 +219,93 @@ def _prepare(
             on_progress,
         )
     shards = _run_stage("tokenise", run, tokenise_split, tasks, on_progress)
-    tokenizer = load_tokenizer(folder)
-    manifest = DatasetManifest(
+    _write_manifests(config, tasks, shards, dropped)
+    return read_manifest(folder)
+
+
+def _write_manifests(
+    config: DataConfig,
+    tasks: list[SplitTask],
+    shards: list[tuple[ShardEntry, ...]],
+    dropped: dict[str, dict[str, int]],
+) -> None:
+    writer = ManifestWriter(tasks[0].directory)
+    writer.append(_header(config, tasks))
+    for source in config.all_sources:
+        of_source = [
+            found
+            for task, found in zip(tasks, shards, strict=True)
+            if task.split.source == source.name
+        ]
+        for number, era in enumerate(_eras(of_source, config.era_tokens)):
+            writer.append(Era(source=source.name, number=number, shards=era))
+    everything = [shard for of_split in shards for shard in of_split]
+    writer.append(
+        Completion(
+            num_documents=_totals(config, everything, "num_documents"),
+            num_tokens=_totals(config, everything, "num_tokens"),
+            dropped=dropped,
+            quarantined=(),
+            inputs={task.split.url: task.split.size for task in tasks},
+        )
+    )
+
+
+def _header(config: DataConfig, tasks: list[SplitTask]) -> Header:
+    tokenizer = load_tokenizer(tasks[0].directory)
+    splits = Counter(task.split.source for task in tasks)
+    return Header(
         spec_hash=config.spec_hash,
         spec=config.spec,
-        inputs={task.split.url: task.split.size for task in tasks},
-        tokenizer=config.tokenizer,
-        tokenizer_sha256=tokenizer.sha256,
-        vocab_size=tokenizer.vocab_size,
-        end_of_document_id=tokenizer.end_of_document_id,
+        tokenizer=TokenizerEntry(
+            kind=config.tokenizer,
+            file=TOKENIZER_FILE,
+            sha256=tokenizer.sha256,
+            vocab_size=tokenizer.vocab_size,
+            end_of_document_id=tokenizer.end_of_document_id,
+        ),
         batch_tokens=config.batch_tokens,
-        shards=tuple(shard for of_split in shards for shard in of_split),
-        dropped=dropped,
+        era_tokens=config.era_tokens,
+        sources=tuple(
+            SourceEntry(
+                name=source.name,
+                licence=source.licence,
+                weight=source.weight,
+                num_splits=splits[source.name],
+                has_loss_mask=source.has_loss_mask,
+                has_record_id=bool(source.id_field),
+            )
+            for source in config.all_sources
+        ),
     )
-    write_manifest(folder, manifest)
-    return manifest
+
+
+def _eras(
+    of_splits: Iterable[tuple[ShardEntry, ...]], era_tokens: int
+) -> Iterator[tuple[ShardEntry, ...]]:
+    """Closes an era once it has `era_tokens` train tokens, and at the end of its source."""
+    era: list[ShardEntry] = []
+    for shards in of_splits:
+        era.extend(shards)
+        tokens = sum(shard.num_tokens for shard in era if shard.split == "train")
+        if tokens >= era_tokens or len(era) >= MAX_ERA_SHARDS:
+            yield tuple(era)
+            era = []
+    if era:
+        yield tuple(era)
+
+
+def _totals(
+    config: DataConfig,
+    shards: list[ShardEntry],
+    count: Literal["num_documents", "num_tokens"],
+) -> dict[str, dict[Split, int]]:
+    totals: dict[str, dict[Split, int]] = {
+        source.name: {"train": 0, "validation": 0} for source in config.all_sources
+    }
+    for shard in shards:
+        totals[shard.source][shard.split] += getattr(shard, count)
+    return totals
 
 
 def _run_stage(
@@ -235,7 +333,7 @@ def _run_stage(
 
 def _finished(config: DataConfig, folder: Path) -> DatasetManifest | None:
     """Returns the manifest of a folder that is complete and of this configuration and input."""
-    if not (folder / MANIFEST_FILE).exists():
+    if not is_prepared(folder):
         return None
     manifest = read_manifest(folder)
     if manifest.spec_hash != config.spec_hash:
@@ -244,6 +342,8 @@ def _finished(config: DataConfig, folder: Path) -> DatasetManifest | None:
             f"({_difference(manifest.spec, config.spec)}): "
             "choose another folder, or delete this one"
         )
+    if not manifest.complete:
+        return None
     for url, size in manifest.inputs.items():
         if "://" in url or url == EMBEDDED or not Path(url).exists():
             continue
@@ -256,11 +356,22 @@ def _finished(config: DataConfig, folder: Path) -> DatasetManifest | None:
 
 
 def _difference(found: dict[str, Any], asked: dict[str, Any]) -> str:
+    found, asked = _flat(found), _flat(asked)
     keys = [key for key in sorted({*found, *asked}) if found.get(key) != asked.get(key)]
     return (
         "; ".join(f"{key}: there {found.get(key)!r}, asked for {asked.get(key)!r}" for key in keys)
         or "older format"
     )
+
+
+def _flat(spec: dict[str, Any]) -> dict[str, Any]:
+    """Returns a spec with the fields of every source under the source's name."""
+    flat = dict(spec)
+    sources = flat.pop("sources", [])
+    flat["sources"] = [source["name"] for source in sources]
+    for source in sources:
+        flat |= {f"{source['name']}.{key}": value for key, value in source.items()}
+    return flat
 
 
 @contextmanager
@@ -362,13 +473,13 @@ def _record(text: str) -> tuple[int, int, int, int, bool]:
     return high, low, len(data), _TRAIN if data else _EMPTY, False
 
 
-def choose_documents(config: DataConfig, tasks: Sequence[SplitTask]) -> dict[str, int]:
+def choose_documents(config: DataConfig, tasks: Sequence[SplitTask]) -> dict[str, dict[str, int]]:
     """Decides the fate of every document from all hashes, and writes it per split.
 
     Needs all hashes in memory: about 60 bytes per document.
 
     Returns:
-        How many documents are dropped, by reason.
+        How many documents of each source are dropped, by reason.
     """
     per_split = [np.load(task.unfinished("read.npy"), allow_pickle=False) for task in tasks]
     records = np.concatenate(per_split)
@@ -381,10 +492,14 @@ def choose_documents(config: DataConfig, tasks: Sequence[SplitTask]) -> dict[str
     _check_something_is_left(config, records)
     records["in_sample"] = _sampled(records, config.tokenizer_sample_bytes)
     ends = np.cumsum([len(found) for found in per_split])
+    dropped: dict[str, Counter[str]] = {source.name: Counter() for source in config.all_sources}
     for task, chosen in zip(tasks, np.split(records, ends[:-1]), strict=True):
         _save_records(task.unfinished("chosen.npy"), chosen)
-    counts = Counter(fates.tolist())
-    return {reason: counts[fate] for fate, reason in _REASONS.items() if counts[fate]}
+        fates_of_split = chosen["fate"].tolist()
+        dropped[task.split.source].update(
+            _REASONS[fate] for fate in fates_of_split if fate in _REASONS
+        )
+    return {source: dict(sorted(counts.items())) for source, counts in dropped.items()}
 
 
 def _later_duplicates(records: np.ndarray) -> np.ndarray:
@@ -414,7 +529,7 @@ def _check_something_is_left(config: DataConfig, records: np.ndarray) -> None:
     fates = Counter(records["fate"].tolist())
     if fates[_TRAIN]:
         return
-    names = ", ".join(config.input)
+    names = ", ".join(name for source in config.all_sources for name in source.input)
     counts = [f"{fates[fate]} {reason}" for fate, reason in _REASONS.items() if fates[fate]]
     dropped = ", ".join(counts) or "none dropped"
     if fates[_VALIDATION]:
@@ -526,7 +641,7 @@ def _ready_shards(task: SplitTask) -> tuple[ShardEntry, ...] | None:
 
 
 def _path(task: SplitTask, side: Split) -> Path:
-    return task.directory / f"{side}-{task.index:05d}.tok.arrow"
+    return task.directory / shard_name(task.split.source, side, task.split.number)
 
 
 def _writer(task: SplitTask, tokenizer: Tokenizer, file: IO[bytes]) -> ShardWriter:
@@ -537,7 +652,13 @@ def _writer(task: SplitTask, tokenizer: Tokenizer, file: IO[bytes]) -> ShardWrit
 def _close(task: SplitTask, side: Split, writer: ShardWriter) -> ShardEntry:
     name = _path(task, side).name
     with atomic_write(task.directory / index_name(name)) as index_file:
-        return writer.close(name=name, split=side, source=task.split.label, index_file=index_file)
+        return writer.close(
+            name=name,
+            split=side,
+            source=task.split.source,
+            label=task.split.label,
+            index_file=index_file,
+        )
 
 
 def _token_documents(

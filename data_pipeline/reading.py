@@ -15,7 +15,7 @@ import json
 import zipfile
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import IO, Any, Literal
 
@@ -24,7 +24,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import zstandard
 
-from .config import DataConfig
+from .config import DataConfig, SourceConfig
 from .corpus import NUM_PARTS, embedded_part
 from .errors import InputError
 
@@ -64,9 +64,11 @@ class InputSplit:
 
     The unit is a byte (.txt, .jsonl), a row group (.parquet), a part of the embedded corpus, or the
     file (.jsonl.zst). A line belongs to the split in which it begins. `size` is the whole file's,
-    to notice that it has changed.
+    to notice that it has changed. `number` counts the splits of a source, `source` is its name.
     """
 
+    source: str
+    number: int
     url: str
     kind: Kind
     start: int
@@ -75,8 +77,8 @@ class InputSplit:
     role: Role
 
     @property
-    def source(self) -> str:
-        """Returns the source of documents that name none: the file's name without folders."""
+    def file_name(self) -> str:
+        """Returns the file's name without folders: where documents come from that do not say."""
         return self.url.rsplit("/", 1)[-1]
 
     @property
@@ -87,7 +89,7 @@ class InputSplit:
     @property
     def local_label(self) -> str:
         """Returns file name and range: the same wherever the file lies."""
-        return f"{self.source}[{self.start}:{self.stop}]"
+        return f"{self.file_name}[{self.start}:{self.stop}]"
 
 
 @dataclass(frozen=True)
@@ -100,16 +102,24 @@ class Document:
 
 
 def plan_splits(config: DataConfig) -> tuple[InputSplit, ...]:
-    """Lists all input splits in the order that decides which of two equal documents stays.
+    """Lists all input splits, source after source.
 
-    Validation comes first: what is in both is validated on, not trained on.
+    In a source validation comes first: what is in both is validated on, not trained on.
 
     Raises:
         InputError: something is not there.
     """
-    train_role: Role = "train" if config.validation_input else "both"
-    validation = _plan(config.validation_input, "validation", config.split_bytes)
-    return (*validation, *_plan(config.input, train_role, config.split_bytes))
+    return tuple(
+        replace(split, number=number)
+        for source in config.all_sources
+        for number, split in enumerate(_plan_source(source, config.split_bytes))
+    )
+
+
+def _plan_source(source: SourceConfig, split_bytes: int) -> Iterator[InputSplit]:
+    train_role: Role = "train" if source.validation_input else "both"
+    yield from _plan(source.name, source.validation_input, "validation", split_bytes)
+    yield from _plan(source.name, source.input, train_role, split_bytes)
 
 
 def read_documents(split: InputSplit, *, text_field: str, source_field: str) -> Iterator[Document]:
@@ -127,19 +137,22 @@ def read_documents(split: InputSplit, *, text_field: str, source_field: str) -> 
     else:
         records = _json_records(split, text_field, source_field)
     for row, text, source in records:
-        yield Document(text, source or split.source, row)
+        yield Document(text, source or split.file_name, row)
 
 
 # ---- planning
 
 
-def _plan(patterns: Sequence[str], role: Role, split_bytes: int) -> Iterator[InputSplit]:
+def _plan(
+    source: str, patterns: Sequence[str], role: Role, split_bytes: int
+) -> Iterator[InputSplit]:
     seen: set[str] = set()
     for pattern in patterns:
         for url, kind, size in _expand(pattern):
             if url not in seen:
                 seen.add(url)
-                yield from _split_file(url, kind, size, role, split_bytes)
+                for start, stop in _ranges(url, kind, size, split_bytes):
+                    yield InputSplit(source, 0, url, kind, start, stop, size, role)
 
 
 def _expand(pattern: str) -> Iterator[tuple[str, Kind, int]]:
@@ -221,9 +234,7 @@ def _kind(url: str) -> Kind:
     )
 
 
-def _split_file(
-    url: str, kind: Kind, size: int, role: Role, split_bytes: int
-) -> Iterator[InputSplit]:
+def _ranges(url: str, kind: Kind, size: int, split_bytes: int) -> Iterator[tuple[int, int]]:
     if kind == "embedded":
         bounds = list(range(NUM_PARTS + 1))
     elif kind == "parquet":
@@ -232,8 +243,7 @@ def _split_file(
         bounds = [0, 1]
     else:
         bounds = [*range(0, max(size, 1), split_bytes), size]
-    for start, stop in pairwise(bounds):
-        yield InputSplit(url, kind, start, stop, size, role)
+    yield from pairwise(bounds)
 
 
 def _row_group_bounds(url: str, split_bytes: int) -> list[int]:

@@ -4,26 +4,31 @@ and decoded alone.
 1. `ShardWriter` collects documents into record batches of about `batch_tokens` tokens and writes
    `*.tok.arrow` (zstd level 3) and beside it `*.idx.arrow`: offset, length, counts and CRC32 of
    every compressed batch message.
-2. `TokenStore` reads a split of a prepared folder: batch number in, tokens out. The CRC is compared
-   *before* decoding, because Arrow over zstd returns wrong tokens without a word for 70 % of single
-   flipped bits.
+2. `TokenStore` reads one split of one era of one source: batch number in, tokens out. The CRC is
+   compared *before* decoding, because Arrow over zstd returns wrong tokens without a word for 70 %
+   of single flipped bits. Every size that a file states is compared with what is known already
+   before memory is taken for it (see `messages`).
 
-The schema is fixed by the format and the token width, so a batch needs nothing of its file but its
-own bytes: any (offset, length) can be read from any copy. The footer is only for other tools. Cost:
-2.9 times smaller than uint16 in memory, written at about 150 M tokens/s/core, read at about
-400-700.
+The schema is fixed by the format, the token width and the source, so a batch needs nothing of its
+file but its own bytes: any (offset, length) can be read from any copy. The footer is only for other
+tools. Cost: 2.9 times smaller than uint16 in memory, written at about 150 M tokens/s/core, read at
+about 400-700.
 
     tokens      list<uint16>, or uint32 above 65536 ids; each one's last token is its end
     doc_id      blake2b-128 of the normalised text
     n_bytes     UTF-8 bytes of the text, for bits per byte without the text
     source      where the document says it comes from
     source_row  its record in the input split
+    loss_mask   list<bool>, where a source has prompts: which tokens are learned
+    record_id   string, where a source has an id_field: the record's own name for itself
 """
 
 import hashlib
 import io
 import os
+from collections import OrderedDict
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from threading import Lock
 from typing import IO
@@ -35,9 +40,20 @@ import pyarrow as pa
 from .config import FORMAT_VERSION
 from .errors import ShardError
 from .manifest import DatasetManifest, ShardEntry, Split, read_manifest
+from .messages import decode_batch
 from .tokenizers.tokenizer import Tokenizer, load_tokenizer, token_dtype
 
+MAX_DOCUMENT_BYTES = 2**27
+"""A longer document is dropped: it bounds what one record batch can take in memory."""
+
+MAX_LABEL_BYTES = 1024
+"""Of `source` and `record_id`, each; what is longer is cut."""
+
 _ARROW_MAGIC_BYTES = 8  # "ARROW1" and padding, before the schema message
+_BATCH_SLACK_BYTES = 4096  # validity bitmaps, offsets of no document
+_DOCUMENT_SLACK_BYTES = 64  # a document's numbers in all columns
+_INDEX_ROW_BYTES = 64  # 32 in the file, padded
+_OPEN_FILES = 128
 _RESTORE = "restore the file from a copy, or delete the folder and prepare again"
 _INDEX_SCHEMA = pa.schema(
     [
@@ -50,23 +66,33 @@ _INDEX_SCHEMA = pa.schema(
 )
 
 
-def shard_schema(vocab_size: int, metadata: dict[str, str] | None = None) -> pa.Schema:
+def shard_schema(
+    vocab_size: int,
+    metadata: dict[str, str] | None = None,
+    *,
+    has_loss_mask: bool = False,
+    has_record_id: bool = False,
+) -> pa.Schema:
     """Returns the columns of a shard.
 
     `metadata` is for the file only and not needed to decode a batch.
     """
     token = pa.uint16() if token_dtype(vocab_size).itemsize == 2 else pa.uint32()
-    columns = [
+    columns: list[tuple[str, pa.DataType]] = [
         ("tokens", pa.list_(token)),
         ("doc_id", pa.binary(16)),
         ("n_bytes", pa.uint32()),
         ("source", pa.string()),
         ("source_row", pa.uint64()),
     ]
+    if has_loss_mask:
+        columns.append(("loss_mask", pa.list_(pa.bool_())))
+    if has_record_id:
+        columns.append(("record_id", pa.string()))
     return pa.schema(columns, metadata=metadata)
 
 
-def shard_metadata(tokenizer: Tokenizer, source: str) -> dict[str, str]:
+def shard_metadata(tokenizer: Tokenizer, label: str) -> dict[str, str]:
     """Returns a shard's description of itself.
 
     It has no path and no time: the same documents give the same bytes anywhere.
@@ -76,7 +102,7 @@ def shard_metadata(tokenizer: Tokenizer, source: str) -> dict[str, str]:
         "moebius.tokenizer_sha256": tokenizer.sha256,
         "moebius.vocab_size": str(tokenizer.vocab_size),
         "moebius.end_of_document": f"id {tokenizer.end_of_document_id} after every document",
-        "moebius.source": source,
+        "moebius.source": label,
     }
 
 
@@ -89,6 +115,8 @@ class TokenDocument:
     num_text_bytes: int
     source: str
     source_row: int
+    num_prompt_tokens: int = 0  # the first so many are read and not learned
+    record_id: str = ""
 
 
 class ShardWriter:
@@ -119,8 +147,17 @@ class ShardWriter:
         if self._pending_tokens >= self._batch_tokens:
             self._write_batch()
 
-    def close(self, *, name: str, split: Split, source: str, index_file: IO[bytes]) -> ShardEntry:
+    def close(
+        self, *, name: str, split: Split, source: str, label: str, index_file: IO[bytes]
+    ) -> ShardEntry:
         """Writes what is pending, the footer, and the index.
+
+        Args:
+            name: the shard's file name.
+            split: the side its documents are for.
+            source: the source's name.
+            label: the input split's URL and range.
+            index_file: takes the index.
 
         Returns:
             The manifest's entry for this shard.
@@ -133,6 +170,7 @@ class ShardWriter:
             name=name,
             split=split,
             source=source,
+            input=label,
             num_documents=sum(n_docs for *_, n_docs, _ in self._index),
             num_tokens=sum(n_tokens for _, _, n_tokens, _, _ in self._index),
             num_text_bytes=self._num_text_bytes,
@@ -180,14 +218,29 @@ def _record_batch(documents: list[TokenDocument], schema: pa.Schema) -> pa.Recor
     offsets = pa.array(np.concatenate([[0], np.cumsum(lengths)]), type=pa.int32())
     token_type = schema.field("tokens").type.value_type
     tokens = pa.array(np.concatenate([document.tokens for document in documents]), type=token_type)
-    columns = [
-        pa.ListArray.from_arrays(offsets, tokens),
-        pa.array([document.doc_id for document in documents], type=pa.binary(16)),
-        pa.array([document.num_text_bytes for document in documents], type=pa.uint32()),
-        pa.array([document.source for document in documents], type=pa.string()),
-        pa.array([document.source_row for document in documents], type=pa.uint64()),
-    ]
-    return pa.RecordBatch.from_arrays(columns, schema=schema)
+    columns = {
+        "tokens": pa.ListArray.from_arrays(offsets, tokens),
+        "doc_id": pa.array([document.doc_id for document in documents], type=pa.binary(16)),
+        "n_bytes": pa.array([document.num_text_bytes for document in documents], type=pa.uint32()),
+        "source": pa.array([_label(document.source) for document in documents], type=pa.string()),
+        "source_row": pa.array([document.source_row for document in documents], type=pa.uint64()),
+        "loss_mask": partial(_loss_masks, documents, offsets),
+        "record_id": partial(pa.array, [_label(document.record_id) for document in documents]),
+    }
+    arrays = [columns[name] for name in schema.names]
+    return pa.RecordBatch.from_arrays(
+        [array() if callable(array) else array for array in arrays], schema=schema
+    )
+
+
+def _loss_masks(documents: list[TokenDocument], offsets: pa.Array) -> pa.Array:
+    masks = [np.arange(len(one.tokens)) >= one.num_prompt_tokens for one in documents]
+    return pa.ListArray.from_arrays(offsets, pa.array(np.concatenate(masks)))
+
+
+def _label(text: str) -> str:
+    """Returns a name that fits, cut between two characters."""
+    return text.encode()[:MAX_LABEL_BYTES].decode(errors="ignore")
 
 
 def _write_index(file: IO[bytes], rows: list[tuple[int, ...]]) -> str:
@@ -234,49 +287,98 @@ def verify_shard(directory: Path, entry: ShardEntry) -> None:
             )
 
 
+@dataclass(frozen=True)
+class TokenBatch:
+    """Holds the tokens of one record batch and what is known about each of them."""
+
+    tokens: np.ndarray  # uint16 or uint32 [n], ends of documents included
+    document_ends: np.ndarray  # int64 [documents]: where each ends, its last token included
+    loss_mask: np.ndarray | None  # bool [n]; None: every token is learned
+
+
 class TokenStore:
-    """Reads the token stream of one split of a prepared folder: its shards in order, by batch.
+    """Reads the token stream of one split of one era of one source, by record batch.
 
     Opening checks that every shard is there in its full size and that every index is intact; tokens
     are checked when they are read. Threads may share a store.
     """
 
-    def __init__(self, directory: str | Path, split: str, manifest: DatasetManifest | None = None):
+    def __init__(
+        self,
+        directory: str | Path,
+        source: str,
+        era: int,
+        split: str,
+        manifest: DatasetManifest | None = None,
+    ):
+        """Opens era number `era` of a source.
+
+        Raises:
+            ShardError: there is no such source or era yet, or its files are damaged.
+        """
         self.directory = Path(directory)
         self.manifest = manifest or read_manifest(directory)
-        self.entries = self.manifest.of(split)
-        self._schema = shard_schema(self.manifest.vocab_size)
-        self._handles: dict[int, int] = {}
-        self._lock = Lock()
+        self.source = self.manifest.source(source)
+        eras = self.manifest.eras(source)
+        if not 0 <= era < len(eras):
+            raise ShardError(
+                f"{self.directory} has {len(eras)} eras of source {source!r}, none of number {era}"
+            )
+        self.entries = eras[era].of(split)
+        self._schema = shard_schema(
+            self.manifest.vocab_size,
+            has_loss_mask=self.source.has_loss_mask,
+            has_record_id=self.source.has_record_id,
+        )
+        self._files = _OpenFiles()
         for entry in self.entries:
             _check_size(self.directory / entry.name, entry.num_bytes)
-        tables = [
-            _read_index(self.directory / entry.index_name, entry.index_blake2b)
-            for entry in self.entries
-        ]
-        self._index = {name: _joined(tables, name) for name in _INDEX_SCHEMA.names}
-        self._shard_of_batch = np.repeat(
-            np.arange(len(tables)), [table.num_rows for table in tables]
-        )
+        indices = [self._read_index(entry) for entry in self.entries]
+        self._index = {
+            name: _joined([one[name] for one in indices]) for name in _INDEX_SCHEMA.names
+        }
+        self._first_batches = np.cumsum([0, *(len(one["offset"]) for one in indices)])
         self.batch_starts = np.concatenate([[0], np.cumsum(self._index["n_tokens"])])
         """int64 [num_batches + 1]: batch b begins with token batch_starts[b] of the stream."""
 
     @property
     def num_batches(self) -> int:
-        """Returns the number of record batches of the split."""
-        return len(self._shard_of_batch)
+        """Returns the number of record batches."""
+        return len(self.batch_starts) - 1
 
     @property
     def num_tokens(self) -> int:
-        """Returns the number of tokens of the split, ends of documents included."""
+        """Returns the number of tokens, ends of documents included."""
         return int(self.batch_starts[-1])
+
+    def read(self, batch: int) -> TokenBatch:
+        """Returns the tokens of one record batch with their documents' ends and loss mask.
+
+        Raises:
+            ShardError: its bytes are not those that were written.
+        """
+        documents = self.read_documents(batch)
+        tokens = documents.column("tokens")
+        mask = None
+        if self.source.has_loss_mask:
+            mask = documents.column("loss_mask").flatten().to_numpy(zero_copy_only=False)
+        ends = tokens.offsets.to_numpy()[1:].astype(np.int64)
+        return TokenBatch(tokens.values.to_numpy(), ends, mask)
 
     def read_tokens(self, batch: int) -> np.ndarray:
         """Returns all tokens of one record batch, ends of documents included.
 
         uint16 or uint32, 1-D.
         """
-        return self.read_documents(batch).column("tokens").flatten().to_numpy()
+        return self.read(batch).tokens
+
+    def document_ends(self, batch: int) -> np.ndarray:
+        """Returns where each document of a record batch ends, int64: after its last token."""
+        return self.read(batch).document_ends
+
+    def read_loss_mask(self, batch: int) -> np.ndarray | None:
+        """Returns which tokens of a record batch are learned, bool; None: all of this source."""
+        return self.read(batch).loss_mask
 
     def read_documents(self, batch: int) -> pa.RecordBatch:
         """Returns one record batch with all its columns.
@@ -290,27 +392,32 @@ class TokenStore:
             raise ShardError(
                 f"{where}: CRC32 is {found:08x}, the index says {expected:08x}; {_RESTORE}"
             )
+        num_tokens, num_documents = (int(self._index[key][batch]) for key in ("n_tokens", "n_docs"))
+        token_bytes = self._schema.field("tokens").type.value_type.byte_width
+        max_bytes = (
+            num_tokens * (token_bytes + 1)
+            + num_documents * (_DOCUMENT_SLACK_BYTES + 2 * MAX_LABEL_BYTES)
+            + _BATCH_SLACK_BYTES
+        )
         try:
-            return pa.ipc.read_record_batch(pa.ipc.read_message(message), self._schema)
-        # intact bytes of another format: a shard of another vocabulary width
-        except pa.ArrowException as error:
+            documents = decode_batch(message, self._schema, max_bytes=max_bytes)
+            _check_documents(documents, num_tokens, num_documents, self.manifest.vocab_size)
+        except ValueError as error:  # intact bytes of another format, or made to do harm
             raise ShardError(f"{where}: cannot be decoded ({error}); {_RESTORE}") from error
+        return documents
 
     def close(self) -> None:
         """Closes the shards' files; reading opens them again."""
-        with self._lock:
-            for handle in self._handles.values():
-                os.close(handle)
-            self._handles.clear()
+        self._files.close()
 
     def _fetch(self, batch: int) -> tuple[bytes, str]:
-        shard = int(self._shard_of_batch[batch])
+        shard = int(np.searchsorted(self._first_batches, batch, side="right")) - 1
         offset, length = int(self._index["offset"][batch]), int(self._index["length"][batch])
-        local_batch = batch - int(np.searchsorted(self._shard_of_batch, shard))
+        local_batch = batch - int(self._first_batches[shard])
         path = self.directory / self.entries[shard].name
         where = f"{path}, record batch {local_batch} (bytes {offset} to {offset + length})"
         try:
-            message = os.pread(self._handle(shard, path), length, offset)
+            message = self._files.read(path, offset, length)
         except OSError as error:
             raise ShardError(f"{where}: cannot be read ({error.strerror}); {_RESTORE}") from error
         if len(message) != length:
@@ -319,11 +426,121 @@ class TokenStore:
             )
         return message, where
 
-    def _handle(self, shard: int, path: Path) -> int:
+    def _read_index(self, entry: ShardEntry) -> dict[str, np.ndarray]:
+        path = self.directory / entry.index_name
+        most = _INDEX_ROW_BYTES * entry.num_batches + _BATCH_SLACK_BYTES
+        data = _read_at_most(path, most)
+        if hashlib.blake2b(data, digest_size=32).hexdigest() != entry.index_blake2b:
+            raise ShardError(
+                f"{path} is damaged (its blake2b differs from the manifest's): {_RESTORE}"
+            )
+        try:
+            index = _decode_index(data, most)
+            _check_index(index, entry, self.manifest.batch_tokens + MAX_DOCUMENT_BYTES + 1)
+        except (ValueError, OSError) as error:
+            raise ShardError(f"{path} does not fit its shard ({error}): {_RESTORE}") from error
+        return index
+
+
+class _OpenFiles:
+    """Keeps the latest files open, and no more of them than a process may have."""
+
+    def __init__(self) -> None:
+        self._handles: OrderedDict[Path, _Handle] = OrderedDict()
+        self._lock = Lock()
+
+    def read(self, path: Path, offset: int, length: int) -> bytes:
         with self._lock:
-            if shard not in self._handles:
-                self._handles[shard] = os.open(path, os.O_RDONLY)
-            return self._handles[shard]
+            handle = self._handles.get(path) or _Handle(path)
+            self._handles[path] = handle
+            self._handles.move_to_end(path)
+            if len(self._handles) > _OPEN_FILES:
+                self._handles.popitem(last=False)
+        return os.pread(handle.number, length, offset)
+
+    def close(self) -> None:
+        with self._lock:
+            self._handles.clear()
+
+
+class _Handle:
+    """Is an open file that closes when its last reader has let go of it."""
+
+    def __init__(self, path: Path):
+        self.number = os.open(path, os.O_RDONLY)
+
+    def __del__(self) -> None:
+        if hasattr(self, "number"):
+            os.close(self.number)
+
+
+class TokenStream:
+    """Reads the token stream of a split of a prepared folder: all eras of all sources in a row.
+
+    It has the interface of a `TokenStore`.
+    """
+
+    def __init__(self, directory: str | Path, split: str, manifest: DatasetManifest | None = None):
+        self.directory = Path(directory)
+        self.manifest = manifest or read_manifest(directory)
+        self._stores = [
+            TokenStore(directory, source.name, era.number, split, self.manifest)
+            for source in self.manifest.sources
+            for era in self.manifest.eras(source.name)
+        ]
+        self.entries = tuple(entry for store in self._stores for entry in store.entries)
+        sizes = [np.diff(store.batch_starts) for store in self._stores]
+        self.batch_starts = np.concatenate([[0], np.cumsum(_joined(sizes))])
+        """int64 [num_batches + 1]: batch b begins with token batch_starts[b] of the stream."""
+        self._first_batches = np.cumsum([0, *(store.num_batches for store in self._stores)])
+
+    @property
+    def num_batches(self) -> int:
+        """Returns the number of record batches."""
+        return len(self.batch_starts) - 1
+
+    @property
+    def num_tokens(self) -> int:
+        """Returns the number of tokens, ends of documents included."""
+        return int(self.batch_starts[-1])
+
+    def read_tokens(self, batch: int) -> np.ndarray:
+        """Returns all tokens of one record batch: see `TokenStore.read_tokens`."""
+        store, local = self._place(batch)
+        return store.read_tokens(local)
+
+    def read_documents(self, batch: int) -> pa.RecordBatch:
+        """Returns one record batch with all its columns: see `TokenStore.read_documents`."""
+        store, local = self._place(batch)
+        return store.read_documents(local)
+
+    def close(self) -> None:
+        """Closes the shards' files; reading opens them again."""
+        for store in self._stores:
+            store.close()
+
+    def _place(self, batch: int) -> tuple[TokenStore, int]:
+        number = int(np.searchsorted(self._first_batches, batch, side="right")) - 1
+        return self._stores[number], batch - int(self._first_batches[number])
+
+
+def _check_documents(
+    documents: pa.RecordBatch, num_tokens: int, num_documents: int, vocab_size: int
+) -> None:
+    tokens = documents.column("tokens")
+    found = (len(tokens.values), documents.num_rows, tokens.offsets[0].as_py())
+    if found != (num_tokens, num_documents, 0) or tokens.null_count:
+        raise ValueError(
+            f"{found[0]} tokens of {found[1]} documents, the index says {num_tokens} of "
+            f"{num_documents}"
+        )
+    largest = int(tokens.values.to_numpy().max(initial=0))
+    if largest >= vocab_size:
+        raise ValueError(f"token {largest} of a vocabulary of {vocab_size}")
+    if "loss_mask" in documents.schema.names:
+        masks = documents.column("loss_mask")
+        if masks.null_count or masks.values.null_count or masks.offsets != tokens.offsets:
+            raise ValueError("its loss mask has other lengths than its documents")
 
 
 def _check_size(path: Path, expected: int) -> None:
@@ -338,16 +555,54 @@ def _check_size(path: Path, expected: int) -> None:
         )
 
 
-def _read_index(path: Path, expected: str) -> pa.Table:
+def _read_at_most(path: Path, num_bytes: int) -> bytes:
     try:
-        data = path.read_bytes()
+        with open(path, "rb") as file:
+            data = file.read(num_bytes + 1)
     except OSError as error:
         raise ShardError(f"{path} is missing ({error.strerror}): {_RESTORE}") from error
-    if hashlib.blake2b(data, digest_size=32).hexdigest() != expected:
-        raise ShardError(f"{path} is damaged (its blake2b differs from the manifest's): {_RESTORE}")
-    return pa.ipc.open_file(data).read_all()
+    if len(data) > num_bytes:
+        raise ShardError(f"{path} is damaged (more than {num_bytes} bytes): {_RESTORE}")
+    return data
 
 
-def _joined(tables: list[pa.Table], name: str) -> np.ndarray:
-    columns = [table.column(name).to_numpy().astype(np.int64) for table in tables]
+def _decode_index(data: bytes, max_bytes: int) -> dict[str, np.ndarray]:
+    """Reads an index without trusting its footer: a schema, which is known, and one batch."""
+    stream = pa.BufferReader(data)
+    stream.seek(_ARROW_MAGIC_BYTES)
+    pa.ipc.read_message(stream)
+    batch = decode_batch(data[stream.tell() :], _INDEX_SCHEMA, max_bytes=max_bytes)
+    if any(column.null_count for column in batch.columns):
+        raise ValueError("values are missing")
+    columns = {name: batch.column(name).to_numpy() for name in _INDEX_SCHEMA.names}
+    if any(int(column.max(initial=0)) >= 2**53 for column in columns.values()):
+        raise ValueError("values are impossible")
+    return {name: column.astype(np.int64) for name, column in columns.items()}
+
+
+def _check_index(index: dict[str, np.ndarray], entry: ShardEntry, max_batch_tokens: int) -> None:
+    """Checks that an index fits what the manifest says about its shard.
+
+    Raises:
+        ValueError: it does not.
+    """
+    if int(index["n_tokens"].max(initial=0)) > max_batch_tokens:
+        raise ValueError(f"a batch has more than {max_batch_tokens} tokens")
+    if (index["n_docs"] > index["n_tokens"]).any():
+        raise ValueError("a batch has more documents than tokens")
+    totals = tuple(int(index[name].sum()) for name in ("n_tokens", "n_docs"))
+    if (len(index["offset"]), *totals) != (
+        entry.num_batches,
+        entry.num_tokens,
+        entry.num_documents,
+    ):
+        raise ValueError(
+            f"{len(index['offset'])} batches, {totals[0]} tokens, {totals[1]} documents"
+        )
+    ends = index["offset"] + index["length"]
+    if (index["offset"][1:] < ends[:-1]).any() or (ends > entry.num_bytes).any():
+        raise ValueError("batches overlap or lie outside of the file")
+
+
+def _joined(columns: list[np.ndarray]) -> np.ndarray:
     return np.concatenate(columns) if columns else np.zeros(0, dtype=np.int64)

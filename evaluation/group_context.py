@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from ..data_pipeline.loader import RowReader
-from ..data_pipeline.shards import TokenStore
+from ..data_pipeline.shards import TokenStream
 from ..model.transformer import Transformer
 
 
@@ -53,7 +53,7 @@ class GroupContextText:
         Raises:
             DataError: the folder cannot be read.
         """
-        self._store, self._seq_len, self.seed = TokenStore(directory, "train"), seq_len, seed
+        self._store, self._seq_len, self.seed = TokenStream(directory, "train"), seq_len, seed
 
     def draw(self, count: int, length: int, *, key: Sequence[int] = (0,)) -> Tensor:
         """(count, length) int64, the same for the same seed and key; different rows where the text

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ..data_pipeline.loader import RowReader
-from ..data_pipeline.shards import TokenStore
+from ..data_pipeline.shards import TokenStream
 from ..distributed.checkpoint.files import find_checkpoint, read_meta
 from ..distributed.dispatch.expert_map import ExpertMap
 from ..distributed.layout import Layout, MeshConfig, check_experts, check_runnable, plan_layout
@@ -428,7 +428,7 @@ def text_tokens(config: Config, batch: int, length: int, *, seed: int, num_ranks
     Raises:
         ValueError: the data cannot be read.
     """
-    reader = RowReader(TokenStore(Path(config.data.directory), "validation"), length)
+    reader = RowReader(TokenStream(Path(config.data.directory), "validation"), length)
     if reader.num_rows < 1:
         raise ValueError(
             f"{config.data.directory}: its validation split has not one row of {length} tokens"

@@ -276,6 +276,7 @@ def open_log(run: Run, *, resumed: bool) -> MetricsLog:
 def open_loader(run: Run, position: dict[str, Any] | None) -> Loader:
     """Opens the data where the run stands: a seek, whatever the number of ranks was before."""
     config = run.config
+    _refuse_what_is_not_loaded_yet(config)
     loader = Loader(
         Path(config.data.directory),
         seq_len=config.data.seq_len,
@@ -289,6 +290,18 @@ def open_loader(run: Run, position: dict[str, Any] | None) -> Loader:
     if position is not None:
         loader.check_position(position["spec_hash"], position["spec"])
     return loader
+
+
+def _refuse_what_is_not_loaded_yet(config: Config) -> None:
+    data = config.data
+    asked = {
+        "data.stages": bool(data.stages),
+        "data.packing='best_fit'": data.packing == "best_fit",
+        "data.document_attention": data.document_attention,
+        f"data.when_corrupt={data.when_corrupt!r}": data.when_corrupt != "fail",
+    }
+    if wishes := [wish for wish, is_asked in asked.items() if is_asked]:
+        raise ConfigError(f"this version cannot train with {', '.join(wishes)}: leave it out")
 
 
 def write_result(run: Run, state: str) -> None:

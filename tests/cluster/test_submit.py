@@ -14,6 +14,7 @@ from jobs import FAKE_RANK, assert_nothing_left, fake_launch, run_here, wait_for
 from moebius.cluster import submit as submitting
 from moebius.cluster.job import JobError, Journal, State, begin_submission, read_status, stop
 from moebius.cluster.submit import make_launch, submit
+from moebius.data_pipeline.manifest import manifest_name
 from moebius.train.config import Config, build
 
 
@@ -79,7 +80,7 @@ def test_a_job_from_text_to_the_picture_on_a_running_cluster(tmp_path, cluster):
         "returned SUCCEEDED",
     ):
         assert told in output
-    assert (tmp_path / "data" / "manifest.json").exists()
+    assert (tmp_path / "data" / manifest_name(0)).exists()
     assert (run_dir / "summary.png").stat().st_size > 10_000
     assert Config.load(run_dir / "config.json") == config
     assert_nothing_left(run_dir)

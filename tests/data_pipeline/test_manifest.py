@@ -1,80 +1,318 @@
-"""The manifest notices any damage to itself, and files appear whole or not at all."""
+"""The chain of manifests notices any damage to itself, and files appear whole or not at all."""
 
 import errno
+import hashlib
 import json
 import os
-import shutil
+import random
+import re
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from moebius.data_pipeline.errors import InputError, PrepareError, ShardError
 from moebius.data_pipeline.manifest import (
-    MANIFEST_FILE,
+    Completion,
+    DatasetManifest,
+    Era,
+    Header,
+    ManifestWriter,
+    ShardEntry,
+    SourceEntry,
+    TokenizerEntry,
     atomic_write,
+    create_once,
+    follow,
+    manifest_name,
     read_manifest,
-    write_manifest,
+    shard_name,
+)
+
+HASH = "0" * 64
+
+
+def shard(source: str, number: int, split: Any = "train", **changes: Any) -> ShardEntry:
+    values: dict[str, Any] = {
+        "name": shard_name(source, split, number),
+        "split": split,
+        "source": source,
+        "input": f"{source}.txt[{number}:{number + 1}]",
+        "num_documents": 3,
+        "num_tokens": 100 + number,
+        "num_text_bytes": 90,
+        "num_batches": 1,
+        "num_bytes": 500,
+        "blake2b": HASH,
+        "index_blake2b": HASH,
+    }
+    return ShardEntry(**(values | changes))
+
+
+def header(**changes: Any) -> Header:
+    values: dict[str, Any] = {
+        "spec_hash": HASH,
+        "spec": {"tokenizer": "bytes"},
+        "tokenizer": TokenizerEntry(
+            kind="bytes",
+            file="tokenizer.json",
+            sha256=HASH,
+            vocab_size=257,
+            end_of_document_id=256,
+        ),
+        "batch_tokens": 64,
+        "era_tokens": 200,
+        "sources": [
+            SourceEntry(
+                name=name,
+                licence="",
+                weight=1.0,
+                num_splits=4,
+                has_loss_mask=False,
+                has_record_id=False,
+            )
+            for name in ("web", "code")
+        ],
+    }
+    return Header(**(values | changes))
+
+
+ERAS = (
+    Era(source="web", number=0, shards=(shard("web", 0), shard("web", 0, "validation"))),
+    Era(source="code", number=0, shards=(shard("code", 1),)),
+    Era(source="web", number=1, shards=(shard("web", 2), shard("web", 3))),
+)
+END = Completion(
+    num_documents={"web": {"train": 9}},
+    num_tokens={"web": {"train": 305}},
+    dropped={"web": {"empty": 2, "duplicate": 1}, "code": {"empty": 5}},
+    quarantined=(),
+    inputs={"web.txt": 7},
 )
 
 
+def write(folder: Path, *bodies: Header | Era | Completion) -> Path:
+    writer = ManifestWriter(folder)
+    for body in bodies:
+        writer.append(body)
+    return folder
+
+
 @pytest.fixture
-def folder(prepared, tmp_path):
-    shutil.copy(prepared / MANIFEST_FILE, tmp_path)
-    return tmp_path
+def chain(tmp_path) -> Path:
+    return write(tmp_path, header(), *ERAS, END)
 
 
-def test_written_and_read_again(prepared, tmp_path):
-    write_manifest(tmp_path, read_manifest(prepared))
-    assert read_manifest(tmp_path) == read_manifest(prepared)
-    assert (tmp_path / MANIFEST_FILE).read_bytes() == (prepared / MANIFEST_FILE).read_bytes()
+def test_written_and_read_again(chain):
+    manifest = read_manifest(chain)
+    assert manifest.header == header()
+    assert manifest.sealed == ERAS
+    assert manifest.completion == END
+    assert manifest.complete
+    assert manifest.num_files == 5
 
 
-def test_any_flipped_bit_is_found(folder):
-    path = folder / MANIFEST_FILE
+def test_what_a_manifest_tells(chain):
+    manifest = read_manifest(chain)
+    assert [era.number for era in manifest.eras("web")] == [0, 1]
+    assert [one.name for one in manifest.of("train")] == [
+        "web.train-00000.tok.arrow",
+        "web.train-00002.tok.arrow",
+        "web.train-00003.tok.arrow",
+        "code.train-00001.tok.arrow",
+    ]
+    assert manifest.num_tokens("train") == 100 + 102 + 103 + 101
+    assert manifest.num_documents("validation") == 3
+    assert manifest.dropped == {"empty": 7, "duplicate": 1}
+    assert manifest.inputs == {"web.txt": 7}
+    assert manifest.eras("web")[1].num_tokens("train") == 205
+    with pytest.raises(ShardError, match=r"no source 'books'; its sources are web, code"):
+        manifest.eras("books")
+
+
+def test_a_growing_chain_is_followed_without_reading_again_what_is_known(tmp_path, monkeypatch):
+    writer = ManifestWriter(tmp_path)
+    writer.append(header())
+    known = read_manifest(tmp_path)
+    assert not known.complete
+    assert known.eras("web") == ()
+    assert known.dropped == {}
+    assert follow(tmp_path, known) is known
+    opened: list[str] = []
+    for body in (*ERAS, END):
+        writer.append(body)
+        known = _following(tmp_path, known, opened, monkeypatch)
+        assert known == read_manifest(tmp_path)
+    assert known.complete
+    assert opened == sorted(opened)
+
+
+def _following(folder, known, opened, monkeypatch) -> DatasetManifest:
+    """Follows a chain, and notes the manifests that are read for it."""
+    with monkeypatch.context() as patch:
+        read = open
+
+        def noting(path, mode):
+            file = read(path, mode)
+            assert path.name not in opened
+            opened.append(path.name)
+            return file
+
+        patch.setattr("builtins.open", noting)
+        return follow(folder, known)
+
+
+def test_writing_the_same_again_changes_nothing(chain):
+    before = {path.name: path.stat().st_ino for path in chain.iterdir()}
+    write(chain, header(), *ERAS, END)
+    assert {path.name: path.stat().st_ino for path in chain.iterdir()} == before
+
+
+def test_writing_something_else_is_refused(chain):
+    with pytest.raises(PrepareError, match=r"manifest-000001.json exists and says something else"):
+        write(chain, header(), ERAS[1])
+    assert read_manifest(chain).sealed == ERAS
+
+
+def test_a_file_system_without_hard_links(tmp_path, monkeypatch):
+    def refusing(source, target):
+        raise OSError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", refusing)
+    create_once(tmp_path / "a", b"first")
+    create_once(tmp_path / "a", b"first")
+    with pytest.raises(PrepareError, match="says something else"):
+        create_once(tmp_path / "a", b"second")
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == {"a": b"first"}
+
+
+@pytest.mark.parametrize("number", range(5))
+def test_any_flipped_bit_is_found(chain, number):
+    path = chain / manifest_name(number)
     intact = path.read_bytes()
-    for position in range(0, len(intact), 7):
-        path.write_bytes(
-            intact[:position]
-            + bytes([intact[position] ^ (1 << position % 8)])
-            + intact[position + 1 :]
-        )
-        with pytest.raises(ShardError, match="damaged"):
-            read_manifest(folder)
+    rng = random.Random(number)
+    for position in sorted(rng.sample(range(len(intact)), 120)):
+        flipped = intact[position] ^ (1 << rng.randrange(8))
+        path.write_bytes(intact[:position] + bytes([flipped]) + intact[position + 1 :])
+        with pytest.raises(ShardError, match=rf"{manifest_name(number)} is damaged"):
+            read_manifest(chain)
 
 
-@pytest.mark.parametrize("content", [b"", b"[]", b"{", b"3", b"null"])
-def test_what_is_no_manifest_is_refused(folder, content):
-    (folder / MANIFEST_FILE).write_bytes(content)
-    with pytest.raises(ShardError, match=r"manifest.json is damaged"):
-        read_manifest(folder)
+@pytest.mark.parametrize("content", [b"", b"[]", b"{", b"3", b"null", b"[" * 10**6, b'{"a":\xff}'])
+def test_what_is_no_manifest_is_refused(chain, content):
+    (chain / manifest_name(1)).write_bytes(content)
+    with pytest.raises(ShardError, match=r"manifest-000001.json is damaged"):
+        read_manifest(chain)
+
+
+def test_a_manifest_of_absurd_size_is_refused_before_it_is_read(chain):
+    with open(chain / manifest_name(1), "wb") as file:
+        file.truncate(10**12)
+    with pytest.raises(ShardError, match="more than 67108864 bytes: it is no manifest"):
+        read_manifest(chain)
 
 
 def test_no_manifest(tmp_path):
     with pytest.raises(
-        ShardError, match=r"manifest.json does not exist: this folder holds no prepared data"
+        ShardError, match=r"manifest-000000.json does not exist: this folder holds no prepared data"
     ):
         read_manifest(tmp_path)
 
 
-def test_another_format_is_refused(folder):
-    write_manifest(folder, read_manifest(folder).model_copy(update={"format_version": 99}))
-    with pytest.raises(ShardError, match="has format 99, this version reads 1"):
-        read_manifest(folder)
+def test_another_format_is_refused(tmp_path):
+    write(tmp_path, header(format_version=99))
+    with pytest.raises(ShardError, match="has format 99, this version reads 2: prepare the data"):
+        read_manifest(tmp_path)
+
+
+def test_a_folder_of_the_first_format_is_told_apart(tmp_path):
+    (tmp_path / "manifest.json").write_text("{}")
+    with pytest.raises(ShardError, match=r"manifest.json has format 1, .* prepare the data again"):
+        read_manifest(tmp_path)
+
+
+def test_a_manifest_of_another_folder_is_refused(chain, tmp_path):
+    other = tmp_path / "other"
+    other.mkdir()
+    write(other, header(era_tokens=300), *ERAS)
+    (chain / manifest_name(2)).write_bytes((other / manifest_name(2)).read_bytes())
+    with pytest.raises(ShardError, match=r"000002.json does not continue the manifest before it"):
+        read_manifest(chain)
+
+
+def forge(folder: Path, file: int, **changes: Any) -> None:
+    """Changes a manifest and all hashes that would give the change away."""
+    parent = ""
+    for position in range(5):
+        path = folder / manifest_name(position)
+        body = json.loads(path.read_bytes())["manifest"] | {"parent": parent}
+        if position == file:
+            body |= changes
+        parent = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+        path.write_text(json.dumps({"manifest": body, "sha256": parent}, indent=1))
+
+
+def dumped(*shards: ShardEntry, **changes: Any) -> list[dict[str, Any]]:
+    return [one.model_dump(mode="json") | changes for one in shards]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "../web.train-00000.tok.arrow",
+        "/etc/passwd",
+        "web.train-00000.tok.arrow/../../x",
+        "web.train-00000.tok.arrow\n",
+        "web.validation-00000.tok.arrow",
+        "code.train-00000.tok.arrow",
+        "web.train-0.tok.arrow",
+        "",
+    ],
+)
+def test_no_name_leaves_the_folder(chain, name):
+    forge(chain, 1, shards=dumped(shard("web", 0), name=name))
+    with pytest.raises(ShardError, match=re.escape(f"lists {name!r}, which is no name of a train")):
+        read_manifest(chain)
+
+
+@pytest.mark.parametrize(
+    ("file", "changes", "message"),
+    [
+        (0, {"kind": "era"}, "unknown, missing or impossible"),
+        (0, {"batch_tokens": 2**40}, "unknown, missing or impossible"),
+        (0, {"sources": []}, "unknown, missing or impossible"),
+        (1, {"kind": "header"}, "unknown, missing or impossible"),
+        (1, {"kind": "tombstone"}, "unknown kind 'tombstone'"),
+        (1, {"number": 1}, "era 1 of source 'web', expected 0"),
+        (1, {"source": "books"}, "unknown source 'books'"),
+        (1, {"shards": []}, "unknown, missing or impossible"),
+        (1, {"shards": dumped(shard("web", 0), num_tokens=2**60)}, "unknown, missing or"),
+        (1, {"shards": dumped(shard("web", 0), num_bytes=-1)}, "unknown, missing or"),
+        (1, {"shards": dumped(shard("web", 0), surprise=1)}, "unknown, missing or"),
+        (1, {"shards": dumped(shard("web", 0), source="code")}, "no name of a train shard"),
+        (1, {"shards": dumped(shard("web", 1), shard("web", 1))}, "out of order"),
+        (3, {"shards": dumped(shard("web", 0))}, "out of order"),
+    ],
+)
+def test_what_cannot_be_is_refused_whatever_the_hashes_say(chain, file, changes, message):
+    forge(chain, file, **changes)
+    with pytest.raises(ShardError, match=rf"(?s){manifest_name(file)} .*{message}"):
+        read_manifest(chain)
 
 
 def test_it_names_no_time_and_no_host(prepared):
-    body = json.loads((prepared / MANIFEST_FILE).read_bytes())["manifest"]
-    assert set(body) == {
-        "format_version",
-        "spec_hash",
-        "spec",
-        "inputs",
-        "tokenizer",
-        "tokenizer_sha256",
-        "vocab_size",
-        "end_of_document_id",
-        "batch_tokens",
-        "shards",
-        "dropped",
+    bodies = [
+        json.loads((prepared / manifest_name(number)).read_bytes())["manifest"]
+        for number in range(3)
+    ]
+    chained = {"file", "parent", "kind"}
+    assert set(bodies[0]) - chained == {
+        *("format_version", "spec_hash", "spec", "tokenizer", "batch_tokens", "era_tokens"),
+        "sources",
+    }
+    assert set(bodies[1]) - chained == {"source", "number", "shards"}
+    assert set(bodies[2]) - chained == {
+        *("num_documents", "num_tokens", "dropped", "quarantined", "inputs")
     }
 
 

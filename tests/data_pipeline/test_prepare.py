@@ -20,9 +20,9 @@ from small_corpus import sentences, write_jsonl
 
 from moebius.data_pipeline.config import DataConfig
 from moebius.data_pipeline.errors import InputError, PrepareError, ShardError
-from moebius.data_pipeline.manifest import MANIFEST_FILE, TEMPORARY, read_manifest
+from moebius.data_pipeline.manifest import TEMPORARY, is_prepared, manifest_name, read_manifest
 from moebius.data_pipeline.prepare import UNFINISHED, PrepareProgress, prepare, run_serially
-from moebius.data_pipeline.shards import TokenStore
+from moebius.data_pipeline.shards import TokenStream
 from moebius.data_pipeline.tokenizers.tokenizer import load_tokenizer
 
 
@@ -37,7 +37,7 @@ def _files(folder: Path) -> dict[str, bytes]:
 def _texts(folder: Path, split: str) -> list[str]:
     """All documents of a split, decoded, in order."""
     tokenizer = load_tokenizer(folder)
-    store = TokenStore(folder, split)
+    store = TokenStream(folder, split)
     rows = [
         row
         for batch in range(store.num_batches)
@@ -74,7 +74,7 @@ def test_the_manifest_counts(prepared, corpus):
     assert manifest.num_text_bytes("train") == sum(
         len(text.encode()) for text in _texts(prepared, "train")
     )
-    assert manifest.num_tokens("train") == TokenStore(prepared, "train").num_tokens
+    assert manifest.num_tokens("train") == TokenStream(prepared, "train").num_tokens
     assert manifest.inputs == {str(path): path.stat().st_size for path in corpus}
     assert load_tokenizer(prepared).sha256 == manifest.tokenizer_sha256
     assert 257 < manifest.vocab_size <= 400
@@ -83,12 +83,12 @@ def test_the_manifest_counts(prepared, corpus):
 def test_only_the_result_is_left(prepared):
     names = {path.name for path in prepared.iterdir()}
     shards = {
-        f"{side}-0000{n}.{kind}.arrow"
+        f"text.{side}-0000{n}.{kind}.arrow"
         for side in ("train", "validation")
         for n in range(3)
         for kind in ("tok", "idx")
     }
-    assert names == shards | {MANIFEST_FILE, "tokenizer.json"}
+    assert names == shards | {manifest_name(n) for n in range(3)} | {"tokenizer.json"}
 
 
 def test_the_second_time_nothing_is_done(prepared, config):
@@ -279,13 +279,13 @@ def _stopping_after(num_tasks: int):
 
 def _check_nothing_is_half_valid(folder: Path, reference: dict[str, bytes]) -> None:
     found = _files(folder)
-    assert MANIFEST_FILE not in found
+    assert not is_prepared(folder)
     assert not [name for name in found if TEMPORARY in name]
     for name, content in found.items():
         if not name.startswith(UNFINISHED):
             assert content == reference[name]
     with pytest.raises(ShardError, match="holds no prepared data"):
-        TokenStore(folder, "train")
+        TokenStream(folder, "train")
 
 
 @pytest.mark.parametrize("num_tasks", range(10))
@@ -321,9 +321,7 @@ def test_failing_at_any_write(config, prepared, tmp_path, monkeypatch, call):
             else:
                 break
         assert "free some space" in refusal
-        if not (
-            folder / MANIFEST_FILE
-        ).exists():  # the last fsync is of the folder, after the manifest's rename
+        if not is_prepared(folder):
             _check_nothing_is_half_valid(folder, reference)
         if survived % 5 == 0:
             prepare(config, folder)
@@ -350,7 +348,7 @@ prepare(DataConfig.model_validate_json({config.model_dump_json()!r}), {str(tmp_p
     killed = subprocess.run([sys.executable, "-c", program], check=False)
     assert killed.returncode == 9
     assert any(TEMPORARY in name for name in _files(tmp_path / "d"))
-    assert MANIFEST_FILE not in _files(tmp_path / "d")
+    assert not is_prepared(tmp_path / "d")
     prepare(config, tmp_path / "d")
     assert _files(tmp_path / "d") == _files(prepared)
 
@@ -358,7 +356,10 @@ prepare(DataConfig.model_validate_json({config.model_dump_json()!r}), {str(tmp_p
 def test_finished_shards_are_used_again_and_damaged_ones_are_made_again(config, prepared, tmp_path):
     with pytest.raises(_StoppedError):
         prepare(config, tmp_path / "d", run=_stopping_after(9))  # two of three splits are tokenised
-    good, bad = tmp_path / "d" / "train-00000.tok.arrow", tmp_path / "d" / "train-00001.tok.arrow"
+    good, bad = (
+        tmp_path / "d" / "text.train-00000.tok.arrow",
+        tmp_path / "d" / "text.train-00001.tok.arrow",
+    )
     bad.write_bytes(bad.read_bytes()[:-1] + b"?")
     good_before, bad_before = good.stat().st_ino, bad.stat().st_ino
     prepare(config, tmp_path / "d")
@@ -382,7 +383,7 @@ def test_a_folder_of_another_spec(config, prepared):
     other = config.model_copy(update={"vocab_size": 500, "text_field": "body"})
     with pytest.raises(
         PrepareError,
-        match=r"text_field: there 'text', asked for 'body'; vocab_size: there 400, asked for 500",
+        match=r"text.text_field: there 'text', asked for 'body'; vocab_size: there 400, asked for 500",
     ):
         prepare(other, prepared)
 

@@ -148,7 +148,7 @@ def test_validation_comes_first_and_keeps_its_role(tmp_path):
     config = DataConfig(
         input=(str(tmp_path / "t.jsonl"),), validation_input=(str(tmp_path / "v.jsonl"),)
     )
-    assert [(split.source, split.role) for split in plan_splits(config)] == [
+    assert [(split.file_name, split.role) for split in plan_splits(config)] == [
         ("v.jsonl", "validation"),
         ("t.jsonl", "train"),
     ]

@@ -33,7 +33,9 @@ def _write(
         writer = ShardWriter(file, schema=shard_schema(vocab_size), batch_tokens=batch_tokens)
         for document in documents:
             writer.add(document)
-        return writer.close(name=path.name, split="train", source="s", index_file=index_file)
+        return writer.close(
+            name=path.name, split="train", source="s", label="a[0:1]", index_file=index_file
+        )
 
 
 def _documents(lengths: list[int], vocab_size: int) -> list[TokenDocument]:
@@ -83,7 +85,7 @@ def test_a_shard_without_documents_is_a_file_like_any_other(tmp_path):
 
 
 def test_the_index_addresses_batches_that_decode_alone(prepared):
-    store = TokenStore(prepared, "train")
+    store = TokenStore(prepared, "text", 0, "train")
     whole = [pa.ipc.open_file(str(prepared / entry.name)) for entry in store.entries]
     batches = [file.get_batch(n) for file in whole for n in range(file.num_record_batches)]
     assert store.num_batches == len(batches) > 10
@@ -97,7 +99,7 @@ def test_the_index_addresses_batches_that_decode_alone(prepared):
 
 
 def test_a_flipped_bit_anywhere_in_a_batch_is_found_before_decoding(copy):
-    store = TokenStore(copy, "train")
+    store = TokenStore(copy, "text", 0, "train")
     offsets, lengths = store._index["offset"], store._index["length"]
     path = copy / store.entries[0].name
     intact = path.read_bytes()
@@ -113,22 +115,23 @@ def test_a_flipped_bit_anywhere_in_a_batch_is_found_before_decoding(copy):
             damaged[int(offsets[batch]) + position] ^= 1 << rng.randrange(8)
             path.write_bytes(damaged)
             with pytest.raises(
-                ShardError, match=rf"train-00000.tok.arrow, record batch {batch} .*CRC32.*restore"
+                ShardError,
+                match=rf"text.train-00000.tok.arrow, record batch {batch} .*CRC32.*restore",
             ):
-                TokenStore(copy, "train").read_tokens(batch)
+                TokenStore(copy, "text", 0, "train").read_tokens(batch)
     path.write_bytes(intact)
-    TokenStore(copy, "train").read_tokens(0)
+    TokenStore(copy, "text", 0, "train").read_tokens(0)
 
 
 def test_a_damaged_batch_is_named_by_its_number_in_its_file(copy):
-    store = TokenStore(copy, "train")
+    store = TokenStore(copy, "text", 0, "train")
     first_of_second = store.entries[0].num_batches
     path = copy / store.entries[1].name
     damaged = bytearray(path.read_bytes())
     damaged[int(store._index["offset"][first_of_second + 1]) + 100] ^= 4
     path.write_bytes(damaged)
     store.read_tokens(first_of_second)
-    with pytest.raises(ShardError, match=r"train-00001.tok.arrow, record batch 1 "):
+    with pytest.raises(ShardError, match=r"text.train-00001.tok.arrow, record batch 1 "):
         store.read_tokens(first_of_second + 1)
 
 
@@ -151,33 +154,34 @@ def test_a_flipped_byte_in_an_index_is_found_on_opening(copy):
     intact = path.read_bytes()
     for position in range(0, len(intact), len(intact) // 50):
         path.write_bytes(intact[:position] + bytes([intact[position] ^ 1]) + intact[position + 1 :])
-        with pytest.raises(ShardError, match=r"train-00001.idx.arrow is damaged"):
-            TokenStore(copy, "train")
+        with pytest.raises(ShardError, match=r"text.train-00001.idx.arrow is damaged"):
+            TokenStore(copy, "text", 0, "train")
 
 
 def test_a_truncated_shard_is_found_on_opening(copy):
-    path = copy / "train-00002.tok.arrow"
+    path = copy / "text.train-00002.tok.arrow"
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(
-        ShardError, match=r"train-00002.tok.arrow has \d+ bytes, the manifest says \d+: truncated"
+        ShardError,
+        match=r"text.train-00002.tok.arrow has \d+ bytes, the manifest says \d+: truncated",
     ):
-        TokenStore(copy, "train")
+        TokenStore(copy, "text", 0, "train")
 
 
 def test_a_shard_truncated_while_it_is_open_is_found(copy):
-    store = TokenStore(copy, "train")
+    store = TokenStore(copy, "text", 0, "train")
     path = copy / store.entries[-1].name
     path.write_bytes(path.read_bytes()[:100])
     with pytest.raises(ShardError, match=r"the file ends after \d+ of \d+ bytes"):
         store.read_tokens(store.num_batches - 1)
 
 
-@pytest.mark.parametrize("name", ["train-00001.tok.arrow", "train-00001.idx.arrow"])
+@pytest.mark.parametrize("name", ["text.train-00001.tok.arrow", "text.train-00001.idx.arrow"])
 def test_a_missing_file_is_named(copy, name):
     (copy / name).unlink()
     with pytest.raises(ShardError, match=rf"{name} is missing .*restore"):
-        TokenStore(copy, "train")
-    TokenStore(copy, "validation")
+        TokenStore(copy, "text", 0, "train")
+    TokenStore(copy, "text", 0, "validation")
 
 
 def test_the_tokenizer_of_other_shards_is_refused(copy):

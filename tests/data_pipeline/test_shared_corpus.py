@@ -10,7 +10,7 @@ from shared import shared_folder
 from moebius.data_pipeline.config import DataConfig
 from moebius.data_pipeline.loader import Loader
 from moebius.data_pipeline.prepare import normalised, prepare
-from moebius.data_pipeline.shards import TokenStore
+from moebius.data_pipeline.shards import TokenStream
 from moebius.data_pipeline.tokenizers.tokenizer import load_tokenizer
 
 
@@ -31,7 +31,7 @@ def test_a_corpus_file_comes_back_document_by_document(corpus_file, tmp_path):
     tokenizer = load_tokenizer(tmp_path / "d")
     found = {}
     for split in ("train", "validation"):
-        store = TokenStore(tmp_path / "d", split)
+        store = TokenStream(tmp_path / "d", split)
         for batch in range(store.num_batches):
             for row in store.read_documents(batch).to_pylist():
                 found[row["source_row"]] = (

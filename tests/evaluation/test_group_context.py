@@ -14,7 +14,7 @@ from torch import Tensor
 
 from moebius.data_pipeline.config import DataConfig
 from moebius.data_pipeline.prepare import prepare
-from moebius.data_pipeline.shards import TokenStore
+from moebius.data_pipeline.shards import TokenStream
 from moebius.evaluation.generate import generate
 from moebius.evaluation.group_context import (
     GroupContextText,
@@ -83,7 +83,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def training_stream(folder: Path) -> np.ndarray:
-    store = TokenStore(folder, "train")
+    store = TokenStream(folder, "train")
     stream = np.concatenate(
         [store.read_tokens(batch) for batch in range(len(store.batch_starts) - 1)]
     )
