@@ -58,7 +58,7 @@ def _prepare(options: argparse.Namespace) -> int:
 
     from ..cluster.watch import show_preparation
     from ..data_pipeline.config import DataConfig
-    from ..data_pipeline.prepare import prepare
+    from ..data_pipeline.making.prepare import prepare
 
     if options.workers < 1:
         raise ValueError(f"--workers {options.workers}: at least 1")

@@ -8,7 +8,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from ..data_pipeline.prepare import prepare
+from ..data_pipeline.making.prepare import prepare
 from ..train.config import Config
 from ..train.run_folder import open_run
 from .generations import ThisMachine, interrupts_ask_for_a_stop, supervise

@@ -10,7 +10,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
-from ..data_pipeline.prepare import TaskRunner
+from ..data_pipeline.making.prepare import TaskRunner
 from .ray_session import require_ray
 
 T = TypeVar("T")

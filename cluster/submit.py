@@ -17,8 +17,8 @@ from rich.console import Console
 from rich.text import Text
 
 from ..data_pipeline.config import DataConfig
+from ..data_pipeline.making.prepare import prepare
 from ..data_pipeline.manifest import DatasetManifest
-from ..data_pipeline.prepare import prepare
 from ..train.config import Config
 from ..train.run_folder import open_run
 from .generations import interrupts_ask_for_a_stop

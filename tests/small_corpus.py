@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from moebius.data_pipeline.config import DataConfig
-from moebius.data_pipeline.prepare import prepare
+from moebius.data_pipeline.making.prepare import prepare
 
 WORDS = [
     "router",

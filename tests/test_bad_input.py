@@ -16,7 +16,7 @@ import torch
 
 from moebius.cli.main import main
 from moebius.data_pipeline.config import DataConfig
-from moebius.data_pipeline.prepare import prepare
+from moebius.data_pipeline.making.prepare import prepare
 from moebius.distributed.checkpoint.files import (
     CheckpointManifest,
     FileSum,

@@ -13,7 +13,7 @@ from family import NAMES, VOCABULARY, make_uneven, tiny_model
 from world import run_ranks
 
 from moebius.data_pipeline.config import DataConfig
-from moebius.data_pipeline.prepare import prepare
+from moebius.data_pipeline.making.prepare import prepare
 from moebius.model.attention_config import SwitchHeadConfig
 from moebius.model.config import ModelConfig
 from moebius.model.feed_forward_config import ExpertsConfig

@@ -14,7 +14,7 @@ from small_corpus import sentences
 from test_main_job import make_config
 
 from moebius.cluster.job import Launch, State
-from moebius.data_pipeline.prepare import prepare
+from moebius.data_pipeline.making.prepare import prepare
 from moebius.train.run_folder import open_run
 
 ROOT = Path(__file__).resolve().parents[1]

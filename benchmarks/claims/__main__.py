@@ -60,7 +60,7 @@ from benchmarks.claims.pictures import draw
 from benchmarks.claims.runs import Job, run, thin
 from benchmarks.claims.toys import ARMS, data_config, toy
 from moebius.cluster.processes import bind_to_parent
-from moebius.data_pipeline.prepare import prepare
+from moebius.data_pipeline.making.prepare import prepare
 
 _TAIL_BYTES = 8192  # more than the last line of a toy's metrics.jsonl
 

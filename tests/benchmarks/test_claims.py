@@ -39,7 +39,7 @@ from benchmarks.claims.toys import (  # noqa: E402
 )
 from moebius.data_pipeline.config import DataConfig  # noqa: E402
 from moebius.data_pipeline.loader import validation_batches  # noqa: E402
-from moebius.data_pipeline.prepare import prepare  # noqa: E402
+from moebius.data_pipeline.making.prepare import prepare  # noqa: E402
 from moebius.model.config import ModelConfig  # noqa: E402
 from moebius.model.cost import forward_flops  # noqa: E402
 from moebius.model.initialise import initialise  # noqa: E402

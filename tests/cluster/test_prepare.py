@@ -10,7 +10,7 @@ import pytest
 from moebius.cluster.prepare import ATTEMPTS, ray_runner
 from moebius.data_pipeline.config import DataConfig
 from moebius.data_pipeline.errors import InputError
-from moebius.data_pipeline.prepare import prepare
+from moebius.data_pipeline.making.prepare import prepare
 
 pytestmark = pytest.mark.usefixtures("cluster")
 

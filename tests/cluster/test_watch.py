@@ -20,7 +20,7 @@ from moebius.cluster.watch import (
     render,
     show_preparation,
 )
-from moebius.data_pipeline.prepare import PrepareProgress
+from moebius.data_pipeline.making.prepare import PrepareProgress
 
 
 def console(width: int = 120) -> Console:

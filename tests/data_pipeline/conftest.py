@@ -6,7 +6,7 @@ import pytest
 from small_corpus import sentences, write_jsonl
 
 from moebius.data_pipeline.config import DataConfig
-from moebius.data_pipeline.prepare import prepare
+from moebius.data_pipeline.making.prepare import prepare
 
 
 @pytest.fixture(scope="session")

@@ -13,7 +13,7 @@ from small_corpus import sentences
 from torch import Tensor
 
 from moebius.data_pipeline.config import DataConfig
-from moebius.data_pipeline.prepare import prepare
+from moebius.data_pipeline.making.prepare import prepare
 from moebius.data_pipeline.shards import TokenStream
 from moebius.evaluation.generate import generate
 from moebius.evaluation.group_context import (

@@ -20,7 +20,7 @@ from world import run_ranks
 
 from moebius.cli.main import main
 from moebius.data_pipeline.config import DataConfig
-from moebius.data_pipeline.prepare import prepare
+from moebius.data_pipeline.making.prepare import prepare
 from moebius.distributed.checkpoint.checkpointer import Checkpointer, CheckpointError
 from moebius.distributed.layout import MeshConfig, plan_layout
 from moebius.distributed.mesh import build_mesh

@@ -16,7 +16,7 @@ from world import run_ranks
 
 from moebius.cli.main import main
 from moebius.data_pipeline.config import DataConfig
-from moebius.data_pipeline.prepare import prepare
+from moebius.data_pipeline.making.prepare import prepare
 from moebius.distributed.layout import MeshConfig
 from moebius.evaluation import restore
 from moebius.model.attention_config import SwitchHeadConfig

@@ -20,8 +20,8 @@ from small_corpus import sentences, write_jsonl
 
 from moebius.data_pipeline.config import DataConfig
 from moebius.data_pipeline.errors import InputError, PrepareError, ShardError
+from moebius.data_pipeline.making.prepare import UNFINISHED, PrepareProgress, prepare, run_serially
 from moebius.data_pipeline.manifest import TEMPORARY, is_prepared, manifest_name, read_manifest
-from moebius.data_pipeline.prepare import UNFINISHED, PrepareProgress, prepare, run_serially
 from moebius.data_pipeline.shards import TokenStream
 from moebius.data_pipeline.tokenizers.tokenizer import load_tokenizer
 
@@ -335,7 +335,7 @@ def test_killed_at_a_write(config, prepared, tmp_path, num_writes):
     program = f"""
 import os
 from moebius.data_pipeline.config import DataConfig
-from moebius.data_pipeline.prepare import prepare
+from moebius.data_pipeline.making.prepare import prepare
 left, replace = [{num_writes}], os.replace
 def dying(source, target):
     left[0] -= 1

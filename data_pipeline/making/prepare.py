@@ -37,9 +37,9 @@ from typing import IO, Any, Literal, Protocol, TypeVar, cast
 
 import numpy as np
 
-from .config import DataConfig, SourceConfig
-from .errors import InputError, PrepareError, ShardError
-from .manifest import (
+from ..config import DataConfig, SourceConfig
+from ..errors import InputError, PrepareError, ShardError
+from ..manifest import (
     MAX_ERA_SHARDS,
     TEMPORARY,
     Completion,
@@ -58,9 +58,9 @@ from .manifest import (
     read_manifest,
     shard_name,
 )
-from .reading import EMBEDDED, Document, InputSplit, plan_splits, read_documents
-from .shards import ShardWriter, TokenDocument, shard_metadata, shard_schema, verify_shard
-from .tokenizers.tokenizer import (
+from ..reading import EMBEDDED, Document, InputSplit, plan_splits, read_documents
+from ..shards import ShardWriter, TokenDocument, shard_metadata, shard_schema, verify_shard
+from ..tokenizers.tokenizer import (
     TOKENIZER_FILE,
     BytesTokenizer,
     Tokenizer,
