@@ -22,6 +22,7 @@ Cost: 150 µs per document of 8 kB, about 55 MB/s/core, most of it for the words
 for 25,000 to 50,000 documents a second, in one process.
 """
 
+import importlib
 from functools import lru_cache
 from typing import Any
 
@@ -68,19 +69,20 @@ def _minima(ngrams: np.ndarray, num_hashes: int) -> np.ndarray:
 @lru_cache(maxsize=1)
 def _rensa() -> Any:
     try:
-        from rensa import RMinHash
+        rensa: Any = importlib.import_module("rensa")  # without types
     except ImportError as error:
         raise PrepareError(
             "data.near_duplicates needs the package rensa: pip install 'moebius[dedup]', or take "
             "data.near_duplicates out of the configuration"
         ) from error
-    if RMinHash.ALGORITHM_VERSION != RENSA_ALGORITHM:
+    version = rensa.RMinHash.ALGORITHM_VERSION
+    if version != RENSA_ALGORITHM:
         raise PrepareError(
             f"data.near_duplicates needs rensa's algorithm {RENSA_ALGORITHM}, and the installed "
-            f"rensa has {RMinHash.ALGORITHM_VERSION}, which would choose other documents: "
+            f"rensa has {version}, which would choose other documents: "
             "pip install 'moebius[dedup]'"
         )
-    return RMinHash
+    return rensa.RMinHash
 
 
 class NearDuplicateIndex:
@@ -111,7 +113,7 @@ class NearDuplicateIndex:
         values, inverse = np.unique(keys_DB.ravel(), return_inverse=True)
         inverse_DB = inverse.reshape(keys_DB.shape)
         taken = self._contains(values)
-        stays_D = ~taken[inverse_DB].any(axis=1)
+        stays_D = np.logical_not(taken[inverse_DB].any(axis=1))
         # Most keys occur once: only documents that share one are looked at one by one, in order.
         shared = np.bincount(inverse, minlength=len(values)) > 1
         for row in np.flatnonzero(stays_D & shared[inverse_DB].any(axis=1)).tolist():
