@@ -6,6 +6,8 @@ import logging
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -31,6 +33,7 @@ from moebius.train.loss import micro_batch_loss
 from moebius.train.micro_batches import MicroBatch, count_targets, split_batch
 from moebius.train.optim import OptimConfig
 from moebius.train.run import Run, assemble, why_skipped
+from moebius.train.state import TrainingProgress
 
 SEQUENCES, POSITIONS = 8, 24
 MODEL = ModelConfig(
@@ -184,9 +187,9 @@ def test_a_run_whose_steps_never_have_a_target_ends_with_a_reason() -> None:
     why = why_skipped(1.0, 0)
     assert why_skipped(1.0, 3) is why_skipped(1.0, None) is None
     assert why_skipped(float("nan"), 0) == why_skipped(float("inf"), None) != why
-    run = Run.__new__(Run)
-    run.skipped_in_a_row, run.progress = 99, type("Progress", (), {"step": 100})()
-    run.process = type("Process", (), {"rank": 1})()
+    run: Any = Run.__new__(Run)
+    run.skipped_in_a_row, run.progress = 99, TrainingProgress(step=100)
+    run.process = SimpleNamespace(rank=1)
     with pytest.raises(
         ValueError,
         match=r"100 steps in a row up to step 100 were skipped.*look at the data's loss mask",
