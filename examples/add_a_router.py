@@ -20,7 +20,7 @@ from torch import Tensor
 
 from moebius.data_pipeline.corpus import embedded_documents
 from moebius.model.attention_config import DenseAttentionConfig
-from moebius.model.balance import RunningSum
+from moebius.model.balance import RunningSum, sum_per_sequence
 from moebius.model.config import ModelConfig
 from moebius.model.feed_forward_config import ExpertsConfig
 from moebius.model.initialise import Initializer, initialise, parameter
@@ -70,7 +70,7 @@ class TopPRouter(ChoiceRouter):
         super().__init__(config, d_row, num_experts, init=init)
         self.weight = parameter(num_experts, d_row, init=init)
 
-    def forward(self, x_TD: Tensor, *, batch_size: int) -> Routing:
+    def forward(self, x_TD: Tensor, *, batch_size: int, real_T: Tensor | None = None) -> Routing:
         # float32 whatever the experts compute in: a choice must not flip with it
         logits_TE = router_logits(x_TD, self.weight)
         any_order_TE = logits_TE.softmax(-1)
@@ -87,11 +87,11 @@ class TopPRouter(ChoiceRouter):
         log_p_TE = routing.logits_THA.squeeze(1).log_softmax(-1)
         entropy_T = -(log_p_TE.exp() * log_p_TE).sum(-1)
         return super().statistics(routing, batch_size) | {
-            "entropy": entropy_T.unflatten(0, (batch_size, -1)).sum(1)
+            "entropy": sum_per_sequence(entropy_T, routing, batch_size)
         }
 
     def losses(self, sums: dict[str, Tensor], running: RunningSum) -> list[Loss]:
-        entropy_B = sums["entropy"] / sums["rows"]
+        entropy_B = sums["entropy"] / sums["rows"].clamp_min(1)
         unsure = Loss("routing_entropy", entropy_B, self.config.entropy, mean_over_layers=True)
         return [*super().losses(sums, running), unsure]
 

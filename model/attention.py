@@ -13,6 +13,7 @@ from .attention_base import Attention
 from .attention_config import SwitchHeadConfig
 from .cache import LayerCache
 from .config import ModelConfig
+from .documents import Documents
 from .experts import ExpertLinears
 from .halting import Unhalted
 from .initialise import Initializer, Initializers
@@ -37,13 +38,18 @@ class RotaryAttention(Attention):
         self.key = Linear(config.d_model, width, init=init)
 
     def attend(
-        self, n_BSD: Tensor, v_BHSC: Tensor, cache: LayerCache | None, rotary: RotaryTable
+        self,
+        n_BSD: Tensor,
+        v_BHSC: Tensor,
+        cache: LayerCache | None,
+        rotary: RotaryTable,
+        visible_B1SS: Tensor | None = None,
     ) -> Tensor:
         """Returns softmax(rope(q)·rope(k)ᵀ / √C + causal)·v for every head, (B, H, S, C).
 
         With a cache the new positions come after the cached ones: queries and keys are rotated by
         their absolute positions (`rotary`, of the new ones), and every new query sees the whole
-        past.
+        past. `visible_B1SS` says instead which position sees which; then there is no past.
         """
         past, new = (0 if cache is None else cache.length), n_BSD.shape[1]
         n_BSD = n_BSD.to(
@@ -55,6 +61,10 @@ class RotaryAttention(Attention):
         v_BHSC = v_BHSC.to(q_BHSC.dtype)
         if cache is not None:
             k_BHSC, v_BHSC = cache.append(k_BHSC, v_BHSC)
+        if visible_B1SS is not None:
+            return F.scaled_dot_product_attention(
+                q_BHSC, k_BHSC, v_BHSC, attn_mask=visible_B1SS, scale=1.0
+            )
         if past == 0:
             return F.scaled_dot_product_attention(q_BHSC, k_BHSC, v_BHSC, is_causal=True, scale=1.0)
         visible = torch.ones(new, past + new, dtype=torch.bool, device=n_BSD.device).tril(past)
@@ -111,6 +121,7 @@ class SwitchHead(RotaryAttention):
         rotary: RotaryTable | None,
         cache: LayerCache | None = None,
         unhalted: Unhalted | None = None,
+        documents: Documents | None = None,
     ) -> tuple[Tensor, dict[str, Routing]]:
         """Attends with the experts of V and O that each head's routers choose."""
         assert rotary is not None
@@ -120,16 +131,21 @@ class SwitchHead(RotaryAttention):
         n_TD = n_BSD.flatten(0, 1)
         experts_THK, weights_THK, value_logits = self.value_router.choose_per_head(n_TD)
         value_routes = token_to_head_routes(experts_THK, weights_THK, num_experts=self.num_experts)
-        v_UC = self.value(value_input_BSD.flatten(0, 1), value_routes)
+        value_routing = Routing(value_routes, value_logits)
+        if documents is not None and documents.rows is not None:
+            value_routing = value_routing.of_documents(documents.rows)
+        v_UC = self.value(value_input_BSD.flatten(0, 1), value_routing.routes)
         v_BHSC = v_UC.view(batch, length, heads, channels).transpose(1, 2)
-        attended_BHSC = self.attend(n_BSD, v_BHSC, cache, rotary)
+        visible_B1SS = None if documents is None else documents.visible_B1SS
+        attended_BHSC = self.attend(n_BSD, v_BHSC, cache, rotary, visible_B1SS)
         experts_THK, weights_THK, output_logits = self.output_router.choose_per_head(n_TD)
         output_routes = head_to_token_routes(experts_THK, weights_THK, num_experts=self.num_experts)
-        y_TD = self.output(attended_BHSC.transpose(1, 2).reshape(-1, channels), output_routes)
-        routings = {
-            "value": Routing(value_routes, value_logits),
-            "output": Routing(output_routes, output_logits),
-        }
+        output_routing = Routing(output_routes, output_logits)
+        if documents is not None and documents.rows is not None:
+            output_routing = output_routing.of_documents(documents.rows)
+        attended_UC = attended_BHSC.transpose(1, 2).reshape(-1, channels)
+        y_TD = self.output(attended_UC, output_routing.routes)
+        routings = {"value": value_routing, "output": output_routing}
         return y_TD.view(batch, length, -1), routings
 
 
@@ -162,6 +178,7 @@ class DenseAttention(RotaryAttention):
         rotary: RotaryTable | None,
         cache: LayerCache | None = None,
         unhalted: Unhalted | None = None,
+        documents: Documents | None = None,
     ) -> tuple[Tensor, dict[str, Routing]]:
         """Attends, and routes nothing."""
         assert rotary is not None
@@ -169,7 +186,9 @@ class DenseAttention(RotaryAttention):
         same_input = value_input_BSD is n_BSD
         n_BSD = n_BSD.to(self.query.weight.dtype)  # once for all products, which keep it
         v_BHSC = self._heads(self.value(n_BSD if same_input else value_input_BSD))
-        attended_BSHC = self.attend(n_BSD, v_BHSC, cache, rotary).transpose(1, 2)
+        visible_B1SS = None if documents is None else documents.visible_B1SS
+        attended_BHSC = self.attend(n_BSD, v_BHSC, cache, rotary, visible_B1SS)
+        attended_BSHC = attended_BHSC.transpose(1, 2)
         if self.head_gate is not None:
             attended_BSHC = attended_BSHC * torch.sigmoid(self.head_gate(n_BSD))[..., None]
         return self.output(attended_BSHC.flatten(2)), {}

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from .attention_config import AttentionConfig
 from .cache import LayerCache
+from .documents import Documents
 from .halting import Unhalted
 from .layers import RotaryTable
 from .routers.router import Router
@@ -32,6 +33,7 @@ class Attention(nn.Module):
         rotary: RotaryTable | None,
         cache: LayerCache | None = None,
         unhalted: Unhalted | None = None,
+        documents: Documents | None = None,
     ) -> tuple[Tensor, dict[str, Routing]]:
         """Attends from every position to itself and those before it.
 
@@ -42,6 +44,8 @@ class Attention(nn.Module):
                 for an attention that has positions of its own.
             cache: keys and values of the positions before, extended in place.
             unhalted: which tokens still compute; None: all of them.
+            documents: which positions see which, and which rows are padding; None: every position
+                sees all before it, and none is. Not together with a cache.
 
         Returns:
             (B, S, D), and the routing of every router, by its kind.

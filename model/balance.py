@@ -14,8 +14,12 @@ A layer group's weights serve several depth steps. Each returns its sums; they a
 loss is computed once at the end of the forward pass, so recomputing a layer cannot count it twice
 (MoEUT, arXiv 2405.16039, eq. 8 to 10).
 
+Padding counts nowhere, and a loss over sequences can be one over documents (model/documents.py):
+the mean over a sequence's documents, each weighed by its tokens, so that a sequence's share of the
+whole stays what it was.
+
 Legend: B sequences, S positions, H heads (1 for the feed-forward), A experts of a head, N experts
-in all (H·A), L depth steps.
+in all (H·A), L depth steps, D documents of a micro-batch.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,6 +29,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from .documents import DocumentRows
 from .routing import Mixture, Routes, Routing
 
 
@@ -88,6 +93,32 @@ def count_routes(routes: Routes, batch_size: int) -> Tensor:
     )
 
 
+def sum_per_sequence(values: Tensor, routing: Routing, batch_size: int) -> Tensor:
+    """Sums (T, …) over the rows of each sequence that are no padding: (B, …)."""
+    if routing.rows is not None and routing.rows.real_T is not None:
+        padding = ~routing.rows.real_T.view(-1, *(1,) * (values.ndim - 1))
+        values = values.masked_fill(padding, 0)
+    return values.unflatten(0, (batch_size, -1)).sum(1)
+
+
+def rows_per_sequence(routing: Routing, batch_size: int) -> Tensor:
+    """Counts the rows of each sequence that are no padding: (B,) float."""
+    logits_THA = routing.logits_THA
+    if routing.rows is not None:
+        return routing.rows.count_B.to(logits_THA.device)
+    count = logits_THA.shape[0] // batch_size
+    return torch.full((batch_size,), float(count), device=logits_THA.device)
+
+
+def count_chosen(index_TK: Tensor, routing: Routing, batch_size: int, num_experts: int) -> Tensor:
+    """Counts what `count_per_sequence` does, without the choices of padding: (B, N) int64."""
+    if routing.rows is None or routing.rows.real_T is None:
+        return count_per_sequence(index_TK, batch_size, num_experts)
+    padding_TK = ~routing.rows.real_T.view(-1, *(1,) * (index_TK.ndim - 1))
+    index_TK = index_TK.masked_fill(padding_TK, num_experts)  # an expert that does not exist
+    return count_per_sequence(index_TK, batch_size, num_experts + 1)[:, :num_experts]
+
+
 def choice_sums(
     routing: Routing, batch_size: int, *, with_z: bool = False, first_choices: bool = False
 ) -> dict[str, Tensor]:
@@ -95,48 +126,108 @@ def choice_sums(
 
     `probability` (B, H, A), `load` (B, N) int64 choices, `rows` (B,), and with `with_z` `z` (B,).
     With `first_choices` the load counts every row's first choice alone, as GShard, Switch and
-    torchscale publish it.
+    torchscale publish it. Rows that are padding are left out.
     """
     logits_THA = routing.logits_THA
     probabilities_THA = (
         logits_THA.softmax(-1) if routing.probabilities_THA is None else routing.probabilities_THA
     )
-    rows_per_sequence = logits_THA.shape[0] // batch_size
-    routes, wanted_TK = routing.routes, routing.wanted_TK
-    if first_choices:
-        assert wanted_TK is not None, "only a router that says what was wanted knows its order"
-        wanted_TK = wanted_TK[:, :1]
+    routes, wanted_TK = routing.routes, _wanted(routing, first_choices=first_choices)
     load_BN = (
         count_routes(routes, batch_size)
         if wanted_TK is None
-        else count_per_sequence(wanted_TK, batch_size, routes.num_experts)
+        else count_chosen(wanted_TK, routing, batch_size, routes.num_experts)
     )
     sums = {
-        "probability": probabilities_THA.unflatten(0, (batch_size, -1)).sum(1),
+        "probability": sum_per_sequence(probabilities_THA, routing, batch_size),
         "load": load_BN,
-        "rows": torch.full((batch_size,), float(rows_per_sequence), device=logits_THA.device),
+        "rows": rows_per_sequence(routing, batch_size),
     }
     if with_z:
         z_T = logits_THA.logsumexp(-1).square().sum(1)
-        sums["z"] = z_T.unflatten(0, (batch_size, -1)).sum(1)
+        sums["z"] = sum_per_sequence(z_T, routing, batch_size)
     return sums
+
+
+def document_sums(
+    routing: Routing, *, first_choices: bool = False, chosen_TK: Tensor | None = None
+) -> dict[str, Tensor]:
+    """Returns what a loss over documents needs beside `choice_sums`; nothing where none is wanted.
+
+    `document_probability` (D, H, A), `document_load` (D, N) int64, and `document_rows` (D, B): the
+    rows of each document, in the column of its sequence.
+
+    Args:
+        routing: knows the documents of its rows, if anybody asks for them.
+        first_choices: the load counts first choices alone.
+        chosen_TK: what the load counts; None: what rows asked for.
+    """
+    rows = routing.rows
+    if rows is None or rows.length_D is None:
+        return {}
+    assert rows.document_T is not None
+    assert rows.length_DB is not None
+    probabilities_THA = routing.probabilities_THA
+    if probabilities_THA is None:
+        probabilities_THA = routing.logits_THA.softmax(-1)
+    if chosen_TK is None:
+        chosen_TK = _wanted(routing, first_choices=first_choices)
+    document_N, expert_N = _chosen_pairs(routing, rows, rows.document_T, chosen_TK)
+    num_experts = routing.routes.num_experts
+    load = torch.zeros(len(rows.length_D) * num_experts, dtype=torch.int64, device=expert_N.device)
+    load.scatter_add_(0, document_N * num_experts + expert_N, torch.ones_like(expert_N))
+    real_RHA = probabilities_THA if rows.real_R is None else probabilities_THA[rows.real_R]
+    return {
+        # in one order, whatever the device; `unsafe`: the lengths are ours, and are not looked at
+        "document_probability": torch.segment_reduce(
+            real_RHA, "sum", lengths=rows.length_D, axis=0, unsafe=True
+        ),
+        "document_load": load.view(-1, num_experts),
+        "document_rows": rows.length_DB,
+    }
+
+
+def _wanted(routing: Routing, *, first_choices: bool) -> Tensor | None:
+    """Returns the choices that a loss counts, (T, K'); None: the routes tell."""
+    if not first_choices:
+        return routing.wanted_TK
+    assert routing.wanted_TK is not None, "only a router that says what was wanted knows its order"
+    return routing.wanted_TK[:, :1]
+
+
+def _chosen_pairs(
+    routing: Routing, rows: DocumentRows, document_T: Tensor, chosen_TK: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Returns document and expert of every choice that is not padding's, each (N,) int64."""
+    if chosen_TK is None:  # the routes; padding has none
+        routes = routing.routes
+        token_N = routes.target_N // (routes.num_targets // rows.num_rows)
+        return document_T[token_N], routes.expert_N
+    chosen_TK = chosen_TK.flatten(1)
+    if rows.real_R is not None:
+        chosen_TK, document_T = chosen_TK[rows.real_R], document_T[rows.real_R]
+    return document_T.repeat_interleave(chosen_TK.shape[1]), chosen_TK.flatten()
 
 
 def balance_value(sums: dict[str, Tensor], form: str, scope: str, running: RunningSum) -> Tensor:
     """Computes the balancing loss, (B,): shares whose mean over the batch is the scope's loss.
 
     Args:
-        sums: of `choice_sums`, added up over repeats.
+        sums: of `choice_sums`, added up over repeats; with those of `document_sums` the scope is
+            the document.
         form: "load", 1 at perfect balance and E where all choices and all probability fall on one
             expert; or "entropy", negative, −ln A at perfect balance, averaged over heads.
         scope: "sequence", "micro_batch" or "global_batch".
         running: sums over the global batch so far.
     """
-    p_BHA = sums["probability"] / sums["rows"][:, None, None]
+    if "document_rows" in sums:
+        return _mean_over_documents(sums, form, running)
+    p_BHA = sums["probability"] / sums["rows"].clamp_min(1)[:, None, None]
     if form == "entropy":
-        mean_HA = _in_scope(sums["probability"], "probability", scope, running) / _in_scope(
-            sums["rows"], "rows", scope, running
-        ).view(-1, 1, 1)
+        rows = _in_scope(sums["rows"], "rows", scope, running).clamp_min(1)
+        mean_HA = _in_scope(sums["probability"], "probability", scope, running) / rows.view(
+            -1, 1, 1
+        )
         tiny = torch.finfo(
             p_BHA.dtype
         ).tiny  # an expert whose softmax underflows everywhere adds 0, and no NaN
@@ -144,6 +235,25 @@ def balance_value(sums: dict[str, Tensor], form: str, scope: str, running: Runni
     load_BHA = _in_scope(sums["load"], "load", scope, running).unflatten(1, p_BHA.shape[1:])
     fraction_BHA = load_BHA / load_BHA.sum(-1, keepdim=True).clamp_min(1)
     return p_BHA.shape[-1] * (p_BHA * fraction_BHA).sum(-1).mean(-1)
+
+
+def _mean_over_documents(sums: dict[str, Tensor], form: str, running: RunningSum) -> Tensor:
+    """Computes each sequence's mean over its documents, weighed by their rows: (B,).
+
+    A sequence of nothing but padding has 0.
+    """
+    rows_DB = sums["document_rows"]
+    value_D = balance_value(
+        {
+            "probability": sums["document_probability"],
+            "load": sums["document_load"],
+            "rows": rows_DB.sum(1),
+        },
+        form,
+        "sequence",
+        running,
+    )
+    return (rows_DB / rows_DB.sum(0).clamp_min(1)).T.to(value_D.dtype) @ value_D
 
 
 def normalised_coefficient(
@@ -195,11 +305,11 @@ def report_routing(routing: Routing, sums: dict[str, Tensor]) -> RouterReport:
         )
     routes = routing.plan
     load_N = routes.counts()
-    wanted = (
-        load_N.sum()
-        if routing.wanted_TK is None
-        else torch.tensor(routing.wanted_TK.numel(), device=device)
-    )
+    if routing.wanted_TK is None:
+        wanted = load_N.sum()
+    else:
+        num_rows = len(routing.wanted_TK) if routing.rows is None else routing.rows.num_real
+        wanted = torch.tensor(num_rows * routing.wanted_TK[0].numel(), device=device)
     return RouterReport(sums, load_N, wanted, routes.weight_N.detach().sum())
 
 

@@ -74,14 +74,24 @@ class Halting(nn.Module):
         return probability_BS2[..., 0], probability_BS2[..., 1]
 
     def forward(
-        self, layer: Callable[[int, Tensor, Unhalted], Tensor], x_BSD: Tensor, num_layers: int
+        self,
+        layer: Callable[[int, Tensor, Unhalted], Tensor],
+        x_BSD: Tensor,
+        num_layers: int,
+        *,
+        real_BS: Tensor | None = None,
     ) -> Halted:
         """Applies `layer(depth step, state, unhalted)` `num_layers` times.
 
         Args:
             x_BSD: the embedded tokens.
+            num_layers: depth steps.
+            real_BS: bool: False for padding, which has halted before the first step and has no part
+                in loss and depth; None: there is none.
         """
         left_BS = torch.ones_like(x_BSD[..., 0])
+        if real_BS is not None:
+            left_BS = left_BS * real_BS
         y_BSD = layer(0, x_BSD, Unhalted(x_BSD, left_BS))
         memory_BSD, answer_BSD, depth_BS = y_BSD, torch.zeros_like(y_BSD), left_BS
         expected_BS = last_BS = total_BS = torch.zeros_like(left_BS)
@@ -99,4 +109,7 @@ class Halting(nn.Module):
             last_BS = expected_BS + step * weight_BS
             total_BS, depth_BS = total_BS + last_BS, depth_BS + active_BS
         loss_BS = last_BS if self.config.loss_sum == "last" else total_BS
-        return Halted(memory_BSD, loss_BS.mean(1), depth_BS.mean(1))
+        if real_BS is None:
+            return Halted(memory_BSD, loss_BS.mean(1), depth_BS.mean(1))
+        count_B = real_BS.sum(1).clamp_min(1)
+        return Halted(memory_BSD, loss_BS.sum(1) / count_B, depth_BS.sum(1) / count_B)

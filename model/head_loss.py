@@ -149,7 +149,7 @@ def _add_gradients(
     if len(grad_bias):
         grad_bias += grad_RV.sum(0)
     grad_RV = grad_RV.to(weight.dtype)
-    grad_x[part] = grad_RV @ weight
+    grad_x[part] = (grad_RV @ weight).to(grad_x.dtype)
     if grad_weight.dtype == weight.dtype:
         grad_weight.addmm_(grad_RV.T, x_RD)
     else:

@@ -125,24 +125,31 @@ def rotary_table(
     """Returns cosine and sine, each (count, width), of positions first … first + count − 1.
 
     Source: RoFormer, arXiv 2104.09864, eq. 15.
+    """
+    positions_S = torch.arange(first, first + count, device=device, dtype=dtype)
+    return rotary_table_of(positions_S, width, base)
+
+
+def rotary_table_of(positions: Tensor, width: int, base: float) -> RotaryTable:
+    """Returns cosine and sine of any positions, each (*positions, width), in the positions' dtype.
 
     inv_freq_i = base^(−2i/width); the angles of the first half of the rotated channels are repeated
     for the second. The first half's sines are negative: what is added to a channel is its partner
     in the other half times this.
     """
-    inv_freq = base ** (-torch.arange(0, width, 2, device=device, dtype=dtype) / max(width, 1))
-    positions = torch.arange(first, first + count, device=device, dtype=dtype)
-    angles = positions[:, None] * inv_freq
+    exponents = torch.arange(0, width, 2, device=positions.device, dtype=positions.dtype)
+    angles = positions[..., None] * base ** (-exponents / max(width, 1))
     cos, sin = angles.cos(), angles.sin()
-    return torch.cat((cos, cos), 1), torch.cat((-sin, sin), 1)
+    return torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
 
 
 def rotate(x_BHSC: Tensor, table: RotaryTable) -> Tensor:
     """Rotates the first channels of every head in "half-split" form; the rest pass.
 
-    Computed in the table's precision: float32, and float64 for float64 rows.
+    The table is of (S, W), the same for all sequences, or of (B, 1, S, W). Computed in its
+    precision: float32, and float64 for float64 rows.
     """
-    return x_BHSC if table[0].shape[1] == 0 else _Rotate.apply(x_BHSC, *table)  # pyright: ignore[reportReturnType]
+    return x_BHSC if table[0].shape[-1] == 0 else _Rotate.apply(x_BHSC, *table)  # pyright: ignore[reportReturnType]
 
 
 class _Rotate(torch.autograd.Function):
@@ -161,7 +168,7 @@ class _Rotate(torch.autograd.Function):
 
 
 def _turned(x_BHSC: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    width = cos.shape[1]
+    width = cos.shape[-1]
     turned = x_BHSC[..., :width].to(cos.dtype)
     turned = turned * cos + turned.roll(width // 2, -1) * sin
     return torch.cat((turned.to(x_BHSC.dtype), x_BHSC[..., width:]), dim=-1)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from .config import ModelConfig
+from .documents import DocumentRows
 from .experts import ExpertLinears, ExpertMLPs
 from .feed_forward_config import ExpertsConfig
 from .halting import Unhalted
@@ -239,11 +240,15 @@ class SparseFeedForward(nn.Module):
         self.output_norm = LayerNorm(config.d_model) if experts.output_norm else None
 
     def forward(
-        self, x_BSD: Tensor, router_input_BSD: Tensor, unhalted: Unhalted | None = None
+        self,
+        x_BSD: Tensor,
+        router_input_BSD: Tensor,
+        unhalted: Unhalted | None = None,
+        rows: DocumentRows | None = None,
     ) -> tuple[Tensor, Routing]:
         """Returns the outputs, (B, S, D), and the routing for losses and metrics.
 
-        Tokens that have halted cost no expert.
+        Tokens that have halted cost no expert, and neither does padding, of which `rows` knows.
         """
         batch = x_BSD.shape[0]
         x_TD, router_input_TD = x_BSD.flatten(0, 1), router_input_BSD.flatten(0, 1)
@@ -251,7 +256,12 @@ class SparseFeedForward(nn.Module):
         if self.view is not None:
             x_TD = self.view.split(x_TD)
             router_input_TD = x_TD if same_input else self.view.split(router_input_TD)
-        routing = self.router(router_input_TD, batch_size=batch)
+        if rows is None:
+            routing = self.router(router_input_TD, batch_size=batch)
+        else:
+            rows = rows.repeated(len(x_TD) // rows.num_rows)
+            routing = self.router(router_input_TD, batch_size=batch, real_T=rows.real_T)
+            routing = routing.of_documents(rows)
         if unhalted is not None:
             routing = routing.of_weighted_rows(unhalted.weight_of_rows(len(x_TD)))
         shared: list[Tensor] = []

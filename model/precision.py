@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.func import functional_call
 
+from .documents import Documents
 from .transformer import ModelOutput, Transformer
 
 Precision = Literal["float32", "bfloat16", "bfloat16_only"]
@@ -60,9 +61,10 @@ def forward_in(
     *,
     targets_BS: Tensor | None = None,
     loss_mask_BS: Tensor | None = None,
+    documents: Documents | None = None,
 ) -> ModelOutput:
     """Runs the model with its matrix products in `dtype`; float32 is the model as it stands."""
-    given = {"targets_BS": targets_BS, "loss_mask_BS": loss_mask_BS}
+    given = {"targets_BS": targets_BS, "loss_mask_BS": loss_mask_BS, "documents": documents}
     if dtype == torch.float32 or not model.casts_weights:
         return model(tokens_BS, **given)
     return functional_call(model, cast_weights(model, dtype), (tokens_BS,), given)

@@ -28,6 +28,7 @@ from torch import Tensor
 
 from ..kernels.operands import Sorting
 from ..kernels.permute import sort_routes
+from .documents import DocumentRows, with_neighbours
 from .recompute import save_decision
 
 
@@ -85,7 +86,22 @@ class Routes:
         """
         if keep_N.is_meta:
             return self
-        index = save_decision(lambda: keep_N.nonzero().squeeze(1))
+        return self._at(save_decision(lambda: keep_N.nonzero().squeeze(1)))
+
+    def without_padding(self, rows: DocumentRows) -> "Routes":
+        """Returns the routes of tokens that are no padding, in the same order.
+
+        Where experts choose rows, equally many for each, all stay: such a router takes padding last
+        and by itself.
+        """
+        if rows.real_R is None or rows.real_T is None or self.per_expert:
+            return self
+        if self.per_source and self.per_target:  # a token's routes stand together, as many for each
+            return self._at(with_neighbours(rows.real_R, len(self.expert_N) // rows.num_rows))
+        return self.kept(rows.real_T[self.target_N // (self.num_targets // rows.num_rows)])
+
+    def _at(self, index: Tensor) -> "Routes":
+        """Returns the routes that stand there; they follow no rule any more."""
         return Routes(
             self.source_N[index],
             self.expert_N[index],
@@ -127,6 +143,8 @@ class Routing:
     # Under halting (T,): how much each row counts in the losses; rows of weight 0 are skipped.
     # None: all count alike.
     row_weight_T: Tensor | None = None
+    # Which rows are padding and how they form documents; None: no padding, nobody asks for documents
+    rows: DocumentRows | None = None
 
     @property
     def routes(self) -> Routes:
@@ -149,6 +167,13 @@ class Routing:
         routes = self.routes
         kept = routes.kept(weight_T[routes.target_N] > 0)
         return replace(self, plan=kept, wanted_TK=None, row_weight_T=weight_T)
+
+    def of_documents(self, rows: DocumentRows) -> "Routing":
+        """Returns the same decisions where padding has no route and counts nowhere."""
+        plan = self.plan
+        if isinstance(plan, Routes):
+            plan = plan.without_padding(rows)
+        return replace(self, plan=plan, rows=rows)
 
 
 def token_routes(experts_TK: Tensor, weights_TK: Tensor, *, num_experts: int) -> Routes:

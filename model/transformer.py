@@ -32,11 +32,12 @@ from .attention import make_attention
 from .balance import DepthLoad, RouterReport, RunningSum, add_sums, collect_loads, report_routing
 from .cache import LayerCache
 from .config import ModelConfig, ScaledInitialisationConfig
+from .documents import Documents
 from .experts import ExpertLinears, ExpertMLPs
 from .halting import Halted, Halting, Unhalted
 from .head_loss import ReadOut
 from .initialise import Initializers, parameter
-from .layers import DenseMLP, LayerNorm, RotaryTable, rotary_table, wide_dtype
+from .layers import DenseMLP, LayerNorm, RotaryTable, rotary_table, rotary_table_of, wide_dtype
 from .moe import SparseFeedForward
 from .recompute import Recompute, run_recomputed
 from .routers.router import Router
@@ -123,6 +124,7 @@ class Layer(nn.Module):
         rotary: RotaryTable | None,
         cache: LayerCache | None = None,
         unhalted: Unhalted | None = None,
+        documents: Documents | None = None,
     ) -> tuple[Tensor, dict[str, RouterReport]]:
         """Computes one depth step, (B, S, D) to (B, S, D), both in the residual's dtype.
 
@@ -131,21 +133,26 @@ class Layer(nn.Module):
             rotary: cosine and sine of the new positions; None where attention has its own.
             cache: of this depth step.
             unhalted: which tokens still compute; of SUT's layer only.
+            documents: what attention and routers must know of them; None: nothing.
 
         Returns:
             The residual stream after it, and what the routers report, by their kind.
         """
         if self.recompute == "none" or cache is not None or not torch.is_grad_enabled():
-            return self._step(x_BSD, rotary, cache, unhalted)
+            return self._step(x_BSD, rotary, cache, unhalted, documents)
         halting = () if unhalted is None else (unhalted.memory_BSD, unhalted.weight_BS)
         return run_recomputed(
-            self.recompute, self, partial(self._cacheless, rotary), x_BSD, *halting
+            self.recompute, self, partial(self._cacheless, rotary, documents), x_BSD, *halting
         )
 
     def _cacheless(
-        self, rotary: RotaryTable | None, x_BSD: Tensor, *halting: Tensor
+        self,
+        rotary: RotaryTable | None,
+        documents: Documents | None,
+        x_BSD: Tensor,
+        *halting: Tensor,
     ) -> tuple[Tensor, dict[str, RouterReport]]:
-        return self._step(x_BSD, rotary, None, Unhalted(*halting) if halting else None)
+        return self._step(x_BSD, rotary, None, Unhalted(*halting) if halting else None, documents)
 
     def _step(
         self,
@@ -153,15 +160,18 @@ class Layer(nn.Module):
         rotary: RotaryTable | None,
         cache: LayerCache | None,
         unhalted: Unhalted | None,
+        documents: Documents | None,
     ) -> tuple[Tensor, dict[str, RouterReport]]:
         n_BSD, values_BSD = self._inputs(x_BSD, self.attention_norm)
         y_BSD, routings = self.attention(
-            values_BSD, n_BSD, rotary=rotary, cache=cache, unhalted=unhalted
+            values_BSD, n_BSD, rotary=rotary, cache=cache, unhalted=unhalted, documents=documents
         )
         x_BSD = self._add(x_BSD, y_BSD, self.attention_norm)
         n_BSD, values_BSD = self._inputs(x_BSD, self.feed_forward_norm)
         if isinstance(self.feed_forward, SparseFeedForward):
-            y_BSD, routings["feed_forward"] = self.feed_forward(values_BSD, n_BSD, unhalted)
+            # under halting padding has halted from the start, and needs no second word
+            rows = None if documents is None or unhalted is not None else documents.rows
+            y_BSD, routings["feed_forward"] = self.feed_forward(values_BSD, n_BSD, unhalted, rows)
         else:
             y_BSD = self.feed_forward(values_BSD)
         return self._add(x_BSD, y_BSD, self.feed_forward_norm), self._reports(
@@ -232,6 +242,7 @@ class Transformer(nn.Module):
         *,
         targets_BS: Tensor | None = None,
         loss_mask_BS: Tensor | None = None,
+        documents: Documents | None = None,
     ) -> ModelOutput:
         """Computes the next token's logits at every position; with targets their cross-entropy.
 
@@ -241,26 +252,38 @@ class Transformer(nn.Module):
             targets_BS: int64, 0 … V−1: the token after every position.
             loss_mask_BS: bool: which targets count; None: all. On the host it costs no wait for the
                 device.
+            documents: of the tokens (`mark_documents`); None: every row is one.
+
+        Raises:
+            ValueError: documents and a cache, or more positions than the model has learned.
         """
+        if cache is not None and documents is not None:
+            raise ValueError(
+                "a pass with a cache goes on with one document in every row: leave documents out"
+            )
         counted_C = None
         if loss_mask_BS is not None:
             counted_C = loss_mask_BS.flatten().nonzero().squeeze(1).to(tokens_BS.device)
         past = 0 if cache is None else cache[0].length
-        x_BSD = self._embed(tokens_BS, past)
-        rotary = self._rotary(x_BSD, past)
+        positions_BS = None if documents is None else documents.positions_BS
+        x_BSD = self._embed(tokens_BS, past, positions_BS)
+        rotary = self._rotary(x_BSD, past, positions_BS)
         reports: list[dict[str, RouterReport]] = []
 
         def apply(step: int, x_BSD: Tensor, unhalted: Unhalted | None = None) -> Tensor:
             layer = self.group[self.config.schedule[step]]
             past_keys = None if cache is None else cache[step]
-            x_BSD, report = layer(x_BSD, rotary=rotary, cache=past_keys, unhalted=unhalted)
+            x_BSD, report = layer(
+                x_BSD, rotary=rotary, cache=past_keys, unhalted=unhalted, documents=documents
+            )
             reports.append(report)
             return x_BSD
 
         halted = None
         with accumulate_weight_gradients():
             if self.halting is not None:
-                halted = self.halting(apply, x_BSD, self.config.num_layers)
+                real_BS = None if documents is None else documents.real_BS
+                halted = self.halting(apply, x_BSD, self.config.num_layers, real_BS=real_BS)
                 x_BSD = halted.answer_BSD
             else:
                 for step in range(self.config.num_layers):
@@ -311,7 +334,7 @@ class Transformer(nn.Module):
             if own:
                 router.after_step(step, own)
 
-    def _embed(self, tokens_BS: Tensor, past: int) -> Tensor:
+    def _embed(self, tokens_BS: Tensor, past: int, positions_BS: Tensor | None) -> Tensor:
         x_BSD = F.embedding(tokens_BS, self.embedding)
         if self.position_embedding is not None:
             last = past + tokens_BS.shape[1]
@@ -320,17 +343,25 @@ class Transformer(nn.Module):
                     f"{last} positions are more than max_positions={len(self.position_embedding)} "
                     "that this model has learned"
                 )
-            x_BSD = x_BSD + self.position_embedding[past:last]
+            if positions_BS is None:
+                x_BSD = x_BSD + self.position_embedding[past:last]
+            else:
+                x_BSD = x_BSD + F.embedding(positions_BS, self.position_embedding)
         if self.embedding_norm is not None:
             n_BSD = self.embedding_norm(x_BSD * self.config.d_model**0.5)
             x_BSD = n_BSD.to(x_BSD.dtype)  # the norm has no weight that says how exact it is to be
         return x_BSD
 
-    def _rotary(self, x_BSD: Tensor, past: int) -> RotaryTable | None:
+    def _rotary(
+        self, x_BSD: Tensor, past: int, positions_BS: Tensor | None = None
+    ) -> RotaryTable | None:
         """Returns the table of the new positions, once for all depth steps."""
         attention = self.config.attention
         if attention.kind == "momha":
             return None
+        if positions_BS is not None:
+            positions_B1S = positions_BS[:, None].to(wide_dtype(x_BSD))
+            return rotary_table_of(positions_B1S, attention.rotary_channels, attention.rotary_base)
         return rotary_table(
             past,
             x_BSD.shape[1],

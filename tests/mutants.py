@@ -44,6 +44,7 @@ GRADIENTS, CHECKPOINT = (
     "tests/distributed/test_gradients.py",
     "tests/distributed/checkpoint/test_checkpointer.py",
 )
+MASKS, DOCUMENTS = "tests/train/test_micro_batches.py", "tests/model/test_documents.py"
 SHARDING, MOVING = "tests/train/test_sharding.py", "tests/distributed/placement/test_move.py"
 
 MUTANTS = (
@@ -225,6 +226,34 @@ MUTANTS = (
         "for rank, slice_ in "
         "mine:", "for (rank, _), (_, slice_) in zip(mine, reversed(mine), strict=True):",
         ("tests/distributed/checkpoint/test_reshard.py::test_the_files_are_those_that_its_ranks_would_have_written[alone-ep4]",),
+    ),
+    Mutant(
+        "the loss is divided by this rank's counted targets, not by all ranks'", "train/micro_batches.py",
+        "    dist.all_reduce(total)\n", "",
+        (f"{MASKS}::test_the_loss_is_the_mean_over_counted_targets_on_every_layout",),
+    ),
+    Mutant(
+        "padding is a target", "train/micro_batches.py", " & (ids_BS1[:, 1:] >= 0)", "",
+        (f"{MASKS}::test_documents_train_as_if_each_were_alone_on_every_layout",),
+    ),
+    Mutant(
+        "positions go on across documents", "model/documents.py",
+        "(torch.arange(num_rows) - first_X[run_T])", "(torch.arange(num_rows) % length)",
+        (f"{DOCUMENTS}::test_a_document_is_what_it_would_be_alone[dense-rotary]",),
+    ),
+    Mutant(
+        "a position sees its whole document, later ones too", "model/documents.py", ".tril_()", "",
+        (f"{DOCUMENTS}::test_rotary_attention_equals_a_slow_loop[dense]",),
+    ),
+    Mutant(
+        "padding takes places in a capacity", "model/routers/capacity.py",
+        "asked_TK = real_TK if asked_TK is None else asked_TK & real_TK", "pass",
+        (f"{DOCUMENTS}::test_padding_takes_no_place_in_a_capacity",),
+    ),
+    Mutant(
+        "documents weigh alike in a loss, whatever their length", "model/balance.py",
+        "    rows_DB = sums[\"document_rows\"]\n", "    rows_DB = (sums[\"document_rows\"] > 0).float()\n",
+        (f"{DOCUMENTS}::test_a_loss_over_documents_is_the_mean_of_their_own",),
     ),
 )  # fmt: skip
 

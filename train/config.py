@@ -100,6 +100,9 @@ class TrainConfig(BaseModel):
     log_every: PositiveInt = 1
     eval_every: NonNegativeInt = 0  # 0: at the start and at the end only
     eval_rows: NonNegativeInt = 0  # at most so many validation rows; 0: all of them
+    # Balancing losses over a sequence are taken over its documents instead (model/documents.py);
+    # the data must say which they are.
+    balance_documents: bool = False
     # the first and every n-th step's routes go into the run folder; 0: none
     record_routing: NonNegativeInt = 0
     threads: int = Field(default=1, ge=0, le=4096)  # of one rank's CPU work; 0: torch's default
@@ -193,6 +196,18 @@ class Config(BaseModel):
                 f"train.micro_batch={self.train.micro_batch} is not a multiple of {group}, the "
                 f"sequences that model.feed_forward.router.kind={experts.router.kind!r} routes "
                 f"together: use {-(-self.train.micro_batch // group) * group}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_documents(self) -> Self:
+        """Checks that batches will say which documents they have, where a loss wants to know."""
+        given = self.data.document_attention or self.data.packing == "best_fit"
+        if self.train.balance_documents and not given:
+            raise ValueError(
+                "train.balance_documents=true needs rows that know their documents, which those "
+                f"of data.packing={self.data.packing!r} with data.document_attention=false do "
+                'not: set data.document_attention=true or data.packing="best_fit"'
             )
         return self
 

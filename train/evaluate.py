@@ -13,6 +13,7 @@ from ..distributed.process.process import Process
 from ..model.precision import forward_in, products_dtype
 from ..model.transformer import Transformer
 from .config import Config
+from .micro_batches import document_use
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,7 @@ def evaluate(
     sums = torch.zeros(2, dtype=torch.float64, device=process.device)
     model.eval()
     group = config.model.evaluation_group_sequences
+    use = document_use(config)
     for batch in validation_batches(
         Path(config.data.directory),
         split=split,
@@ -60,14 +62,15 @@ def evaluate(
     ):
         rows_BS1 = torch.from_numpy(batch.tokens).to(process.device)
         valid_B = torch.from_numpy(batch.valid).to(process.device)
-        logits_BSV = forward_in(model, dtype, rows_BS1[:, :-1]).logits_BSV
+        mask_BS, documents = use.read(batch.loss_mask, batch.document_ids, process.device)
+        logits_BSV = forward_in(model, dtype, rows_BS1[:, :-1], documents=documents).logits_BSV
         targets_BS = rows_BS1[:, 1:]
         losses = F.cross_entropy(logits_BSV.flatten(0, 1), targets_BS.flatten(), reduction="none")
         losses_BS = losses.view_as(targets_BS)
-        if batch.loss_mask is None:
+        if mask_BS is None:
             counted_B = valid_B * losses_BS.shape[1]
         else:
-            mask_BS = torch.from_numpy(batch.loss_mask).to(process.device)
+            mask_BS = mask_BS.to(process.device)
             losses_BS = losses_BS.where(mask_BS, 0.0)
             counted_B = mask_BS.sum(1) * valid_B
         sums[0] += losses_BS.sum(1, dtype=torch.float64)[valid_B].sum()

@@ -24,7 +24,7 @@ from .config import Config
 from .evaluate import evaluate
 from .loss import micro_batch_loss
 from .metrics import MetricsLog, StepClock, StepMeter, exchange_metrics, expert_metrics
-from .micro_batches import MicroBatch, count_targets, split_batch
+from .micro_batches import MicroBatch, count_targets, document_use, split_batch
 from .optim import learning_rate_at
 from .run import (
     Run,
@@ -122,7 +122,7 @@ def step(run: Run, batch: Batch, rate: float) -> StepResult:
     of which no target counts.
     """
     meter = StepMeter()
-    micro_batches = split_batch(batch, run.process.device)
+    micro_batches = split_batch(batch, run.process.device, document_use(run.config))
     counted = count_targets(micro_batches, run.process.device)
     run.optimizer.zero_grad()
     run.model.before_step(run.progress.step)
@@ -154,6 +154,7 @@ def accumulate_gradients(
                 global_sequences=config.train.global_batch,
                 loss_mask_BS=micro_batch.loss_mask_BS,
                 global_targets=global_targets,
+                documents=micro_batch.documents,
             )
         result.loss.backward()
         meter.add(result)

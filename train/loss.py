@@ -13,6 +13,7 @@ from typing import Protocol
 from torch import Tensor
 
 from ..model.balance import DepthLoad
+from ..model.documents import Documents
 from ..model.transformer import ModelOutput
 
 
@@ -20,11 +21,17 @@ class Forward(Protocol):
     """A forward pass to the loss: a model, or one in lower precision (model/precision.py)."""
 
     def __call__(
-        self, tokens_BS: Tensor, *, targets_BS: Tensor, loss_mask_BS: Tensor | None
+        self,
+        tokens_BS: Tensor,
+        *,
+        targets_BS: Tensor,
+        loss_mask_BS: Tensor | None,
+        documents: Documents | None,
     ) -> ModelOutput:
         """Returns the loss of tokens, given those that follow them; both (B, S) int64.
 
-        `loss_mask_BS`: bool, which of those that follow count; None: all.
+        `loss_mask_BS`: bool, which of those that follow count; None: all. `documents`: of the
+        tokens; None: every row is one.
         """
         ...
 
@@ -50,15 +57,17 @@ def micro_batch_loss(
     global_sequences: int,
     loss_mask_BS: Tensor | None = None,
     global_targets: int | None = None,
+    documents: Documents | None = None,
 ) -> MicroBatchLoss:
     """Runs the model on rows of S + 1 tokens: the first S are the input, the last S the targets.
 
     Args:
-        rows_BS1: int64, every token valid.
+        rows_BS1: int64, every token valid, padding too.
         global_sequences: rows of one optimizer step over all ranks.
         loss_mask_BS: bool: which targets count; None: all of them.
         global_targets: those that count in one optimizer step over all ranks; needed with a mask.
             With none at all the cross-entropy is 0.
+        documents: of the input tokens; None: every row is one.
 
     Raises:
         ValueError: one of mask and number without the other.
@@ -69,7 +78,9 @@ def micro_batch_loss(
             f"given: {'no' if loss_mask_BS is None else 'a'} mask and {global_targets=}"
         )
     inputs_BS, targets_BS = rows_BS1[:, :-1], rows_BS1[:, 1:]
-    output = forward(inputs_BS, targets_BS=targets_BS, loss_mask_BS=loss_mask_BS)
+    output = forward(
+        inputs_BS, targets_BS=targets_BS, loss_mask_BS=loss_mask_BS, documents=documents
+    )
     if global_targets is None:
         cross_entropy = output.cross_entropy / (global_sequences * inputs_BS.shape[1])
     else:

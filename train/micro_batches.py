@@ -1,11 +1,16 @@
-"""A rank's share of a step as its model reads it: micro-batches, and which of their targets count.
+"""A rank's share of a step as its model reads it: micro-batches, which of their targets count, and
+the documents that their rows consist of.
 
 The training loss is the mean over the targets that count, of the whole optimizer step: all ranks
 and all micro-batches together. A mean of the micro-batches' means would weigh the answer of a short
 one more than that of a long one, and another number of ranks would train another model. So the
 number of targets must be known before the first backward pass: one all-reduce of one number per
-step, made only where the data has a loss mask. Where it has none every target counts, the number
-follows from the configuration, and nothing is exchanged.
+step, made only where the data has a loss mask or document ids, and with these padding. Where it has
+neither every target counts, the number follows from the configuration, and nothing is exchanged.
+
+A target counts where the mask says so, and where it and the token before it are no padding. The
+first token of a document counts too, after the last one of the document before, which is the end of
+a document in every data set of ours: so a model learns how texts begin.
 
 Masks stay on the host, which so knows how many rows the read-out has without asking the device.
 
@@ -14,11 +19,14 @@ Legend: A micro-batches, B sequences of one, S positions.
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from ..data_pipeline.loader import Batch
+from ..model.documents import Documents, mark_documents
+from .config import Config
 
 
 @dataclass(frozen=True)
@@ -27,24 +35,77 @@ class MicroBatch:
 
     rows_BS1: Tensor  # int64, on the device: the first S tokens are the input, the last S targets
     loss_mask_BS: Tensor | None = None  # bool, on the host, of the targets; None: all count
+    documents: Documents | None = None  # of the input tokens; None: every row is one
 
 
-def split_batch(batch: Batch, device: torch.device) -> list[MicroBatch]:
-    """Returns the micro-batches of a rank's batch, their tokens on `device`."""
+@dataclass(frozen=True)
+class DocumentUse:
+    """Says what a run respects of the documents in its rows, beside padding."""
+
+    attention: bool  # data.document_attention
+    balance: bool  # train.balance_documents
+
+    def read(
+        self,
+        loss_mask: np.ndarray | None,
+        document_ids: np.ndarray | None,
+        device: torch.device,
+    ) -> tuple[Tensor | None, Documents | None]:
+        """Returns which targets of a micro-batch count, on the host, and what it has of documents.
+
+        Args:
+            loss_mask: bool [B, S], of the targets; None: all count.
+            document_ids: int32 [B, S+1]; None: the data says nothing of documents.
+            device: the model's.
+
+        Raises:
+            ValueError: documents are to be respected, and the data does not have them.
+        """
+        mask_BS = None if loss_mask is None else torch.from_numpy(loss_mask)
+        if document_ids is None:
+            if self.attention or self.balance:
+                raise ValueError(
+                    f"data.document_attention={self.attention} and train.balance_documents="
+                    f"{self.balance} need the documents of every row, and these batches have none: "
+                    "set both to false, or read data whose batches have document_ids"
+                )
+            return mask_BS, None
+        ids_BS1 = torch.from_numpy(document_ids)
+        real_BS = (ids_BS1[:, :-1] >= 0) & (ids_BS1[:, 1:] >= 0)
+        documents = mark_documents(
+            ids_BS1[:, :-1], device, attention=self.attention, balance=self.balance
+        )
+        return real_BS if mask_BS is None else mask_BS & real_BS, documents
+
+
+def document_use(config: Config) -> DocumentUse:
+    """Returns what a run is configured to respect of documents."""
+    return DocumentUse(config.data.document_attention, config.train.balance_documents)
+
+
+def split_batch(batch: Batch, device: torch.device, use: DocumentUse) -> list[MicroBatch]:
+    """Returns the micro-batches of a rank's batch, their tokens on `device`.
+
+    Raises:
+        ValueError: documents are to be respected, and the batch does not have them.
+    """
     rows_ABS1 = torch.from_numpy(batch.tokens).to(device, non_blocking=True)
-    if batch.loss_mask is None:
-        return [MicroBatch(rows_BS1) for rows_BS1 in rows_ABS1]
-    masks_ABS = torch.from_numpy(batch.loss_mask)
-    return [MicroBatch(*each) for each in zip(rows_ABS1, masks_ABS, strict=True)]
+    found = []
+    for index, rows_BS1 in enumerate(rows_ABS1):
+        mask = None if batch.loss_mask is None else batch.loss_mask[index]
+        ids = None if batch.document_ids is None else batch.document_ids[index]
+        found.append(MicroBatch(rows_BS1, *use.read(mask, ids, device)))
+    return found
 
 
 def count_targets(micro_batches: list[MicroBatch], device: torch.device) -> int | None:
     """Counts the targets of a step that count, over all ranks and micro-batches.
 
-    A collective call where the data has a loss mask, which it has on all ranks or on none.
+    A collective call where the data has a loss mask or document ids, which it has on all ranks or
+    on none.
 
     Returns:
-        The number; None where there is no mask, and all count.
+        The number; None where there is neither, and all count.
     """
     masks = [each.loss_mask_BS for each in micro_batches if each.loss_mask_BS is not None]
     if not masks:

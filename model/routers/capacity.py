@@ -80,13 +80,21 @@ class CapacityRouter(ChoiceRouter):
 
     config: CapacityConfig
 
-    def admit(self, choice: Choice, routes: Routes, batch_size: int) -> Routes:
-        """Returns the routes that are asked for and find a place."""
+    def admit(
+        self, choice: Choice, routes: Routes, batch_size: int, real_T: Tensor | None
+    ) -> Routes:
+        """Returns the routes that are asked for and find a place; padding does not ask.
+
+        The capacity is that of all rows, padding included: it follows from shapes.
+        """
         config = self.config
         factor = config.capacity_factor if self.training else config.evaluation_capacity_factor
         asked_TK = self._asked(choice)
         if factor is None:
             return routes if asked_TK is None else routes.kept(asked_TK.flatten())
+        if real_T is not None:
+            real_TK = real_T[:, None].expand_as(choice.experts_TK)
+            asked_TK = real_TK if asked_TK is None else asked_TK & real_TK
         num_rows, top_k = choice.experts_TK.shape
         if config.capacity_rounding == "rows":
             capacity = row_capacity(factor, num_rows, top_k=top_k, num_experts=self.num_experts)

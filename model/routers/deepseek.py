@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 from torch import Tensor
 
-from ..balance import RunningSum, count_per_sequence
+from ..balance import RunningSum, count_chosen, document_sums
 from ..initialise import Initializer, parameter
 from ..layers import router_logits
 from ..recompute import save_decision
@@ -141,9 +141,12 @@ class DeepSeekRouter(ChoiceRouter):
 
         The bias learns from `load`.
         """
-        preferred = routing.logits_THA.topk(self.config.top_k, dim=-1).indices
-        counted = count_per_sequence(preferred, batch_size, self.num_experts)
-        return super().statistics(routing, batch_size) | {"preferred": counted}
+        preferred_TK = routing.logits_THA.squeeze(1).topk(self.config.top_k, dim=-1).indices
+        counted_BE = count_chosen(preferred_TK, routing, batch_size, self.num_experts)
+        sums = super().statistics(routing, batch_size) | {"preferred": counted_BE}
+        if "document_load" in sums:
+            sums |= document_sums(routing, chosen_TK=preferred_TK)
+        return sums
 
     def losses(self, sums: dict[str, Tensor], running: RunningSum) -> list[Loss]:
         """Computes the balancing loss over the experts that rows prefer without the bias."""

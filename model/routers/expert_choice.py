@@ -111,8 +111,10 @@ class ExpertChoiceRouter(Router):
         super().__init__(config, d_row, num_experts, init=init)
         self.weight = parameter(num_experts, d_row, init=init)
 
-    def forward(self, x_TD: Tensor, *, batch_size: int) -> Routing:
+    def forward(self, x_TD: Tensor, *, batch_size: int, real_T: Tensor | None = None) -> Routing:
         """Routes the rows that experts take from every group, expert by expert, G·C for each.
+
+        Padding is taken last: only where a group has fewer other rows than places.
 
         Raises:
             ValueError: the rows are not whole groups.
@@ -123,15 +125,13 @@ class ExpertChoiceRouter(Router):
         # Rounded where the router is stored in bfloat16: there equals are made, and the first win.
         p_TE = logits_TE.softmax(-1).to(own_dtype(x_TD, self.weight)).to(logits_TE.dtype)
         p_EGM = p_TE.T[:, rows_GM]
+        wish_EGM = p_EGM.detach()
+        if real_T is not None:
+            wish_EGM = wish_EGM.masked_fill(~real_T[rows_GM], -1.0)  # below every probability
         # Sorted and cut, not compared with a threshold: among equals exactly C are taken, the first
         # ones.
         members_EGC = save_decision(
-            lambda: (
-                p_EGM.detach()
-                .sort(dim=-1, descending=True, stable=True)
-                .indices[..., :taken]
-                .clone()
-            )
+            lambda: wish_EGM.sort(dim=-1, descending=True, stable=True).indices[..., :taken].clone()
         )
         weights_EGC = gather_unique(p_EGM, members_EGC)
         source_EGC = rows_GM.expand(self.num_experts, -1, -1).gather(2, members_EGC)

@@ -18,6 +18,10 @@ A group of one is refused: a softmax over one token is 1 for every expert, so th
 the plain sum of all E outputs (for 32 experts at the start, outputs up to 32·√32 = 181 times as
 large as in a group of 32; measured 155).
 
+Padding (model/documents.py) is a token of its group like any other. To leave it out would make the
+group smaller, down to that group of one, and a token's output would depend on how full the other
+rows are.
+
 Beside the published layer the authors' code has switches that are off here by default. Its
 learnable temperature does not reach the softmax in the current version unless the positive form is
 chosen; here both forms do.
@@ -154,7 +158,7 @@ class TokenMixingRouter(Router):
             parameter(*size, init=ones) if size and config.separate_emit_temperature else None
         )
 
-    def forward(self, x_TD: Tensor, *, batch_size: int) -> Routing:
+    def forward(self, x_TD: Tensor, *, batch_size: int, real_T: Tensor | None = None) -> Routing:
         """Mixes T sequence-major rows.
 
         Raises:

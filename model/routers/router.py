@@ -21,7 +21,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import BaseModel, ConfigDict, NonNegativeFloat, PositiveInt
 from torch import Tensor, nn
 
-from ..balance import RunningSum, balance_value, choice_sums
+from ..balance import RunningSum, balance_value, choice_sums, document_sums
 from ..initialise import Initializer
 from ..routing import Routes, Routing, token_routes
 
@@ -144,8 +144,12 @@ class Router(nn.Module):
         """Returns how many sequences must stand beside one in evaluation, at this step."""
         return self.config.evaluation_group_sequences - 1
 
-    def forward(self, x_TD: Tensor, *, batch_size: int) -> Routing:
-        """Plans where T rows of `batch_size` sequences go."""
+    def forward(self, x_TD: Tensor, *, batch_size: int, real_T: Tensor | None = None) -> Routing:
+        """Plans where T rows of `batch_size` sequences go.
+
+        `real_T` (bool) is False for padding; None: there is none. Whatever the plan, padding's
+        routes are taken out afterwards: only a router whose rows compete for places reads it.
+        """
         raise NotImplementedError
 
     def statistics(self, routing: Routing, batch_size: int) -> dict[str, Tensor]:
@@ -196,7 +200,7 @@ class ChoiceConfig(RouterConfig):
     balance_form: Literal["load", "entropy"] = "load"
     # Over which rows f and, for the entropy, P are taken. "global_batch": all ranks and the step's
     # micro-batches so far, and so with gradient accumulation not quite the same on another number
-    # of ranks.
+    # of ranks. "sequence" is the document under train.balance_documents.
     balance_scope: Literal["sequence", "micro_batch", "global_batch"] = "micro_batch"
     # What f counts: all K choices of a row, or its first one alone (GShard, Switch, torchscale).
     balance_choices: Literal["all", "first"] = "all"
@@ -224,11 +228,16 @@ class ChoiceRouter(Router):
         """Chooses K experts for every row."""
         raise NotImplementedError
 
-    def admit(self, choice: Choice, routes: Routes, batch_size: int) -> Routes:
-        """Returns the routes that are served; all of them unless a subclass has a capacity."""
+    def admit(
+        self, choice: Choice, routes: Routes, batch_size: int, real_T: Tensor | None
+    ) -> Routes:
+        """Returns the routes that are served; all of them unless a subclass has a capacity.
+
+        `real_T` is False for padding, which takes no place.
+        """
         return routes
 
-    def forward(self, x_TD: Tensor, *, batch_size: int) -> Routing:
+    def forward(self, x_TD: Tensor, *, batch_size: int, real_T: Tensor | None = None) -> Routing:
         """Sends every row through the experts it chose and back into itself."""
         choice = self.choose(x_TD)
         wanted = token_routes(choice.experts_TK, choice.weights_TK, num_experts=self.num_experts)
@@ -236,7 +245,7 @@ class ChoiceRouter(Router):
             None if choice.probabilities_TE is None else choice.probabilities_TE[:, None]
         )
         return Routing(
-            self.admit(choice, wanted, batch_size),
+            self.admit(choice, wanted, batch_size, real_T),
             choice.logits_TE[:, None],
             probabilities,
             choice.experts_TK,
@@ -246,7 +255,10 @@ class ChoiceRouter(Router):
         """Sums probabilities, choices and squared log-partition functions per sequence."""
         config = self.config
         first = config.balance_choices == "first"
-        return choice_sums(routing, batch_size, with_z=config.z_loss > 0, first_choices=first)
+        sums = choice_sums(routing, batch_size, with_z=config.z_loss > 0, first_choices=first)
+        if config.balance and config.balance_scope == "sequence":
+            sums |= document_sums(routing, first_choices=first)
+        return sums
 
     def losses(self, sums: dict[str, Tensor], running: RunningSum) -> list[Loss]:
         """Returns the balancing loss and the z-loss that the configuration asks for."""
@@ -258,7 +270,6 @@ class ChoiceRouter(Router):
                 Loss(name, value_B, config.balance, mean_over_layers=config.balance_form == "load")
             )
         if config.z_loss:
-            found.append(
-                Loss("router_z", sums["z"] / sums["rows"], config.z_loss, mean_over_layers=True)
-            )
+            value_B = sums["z"] / sums["rows"].clamp_min(1)
+            found.append(Loss("router_z", value_B, config.z_loss, mean_over_layers=True))
         return found

@@ -97,7 +97,7 @@ class SlotMixingRouter(Router):
         self.weight = parameter(num_slots, d_row, init=normal(d_row**-0.5))  # LeCun, as published
         self.scale = parameter(1, init=ones)
 
-    def forward(self, x_TD: Tensor, *, batch_size: int) -> Routing:
+    def forward(self, x_TD: Tensor, *, batch_size: int, real_T: Tensor | None = None) -> Routing:
         """Mixes every sequence as one group."""
         wide, dtype = wide_dtype(x_TD), own_dtype(x_TD, self.weight)
         x_TD, slots_ND = (

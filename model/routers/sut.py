@@ -92,7 +92,7 @@ class SutRouter(Router):
         weights_TK = probabilities_TE.gather(1, experts_TK)
         return experts_TK, weights_TK / (weights_TK.sum(1, keepdim=True) + 1e-6), logits_TE
 
-    def forward(self, x_TD: Tensor, *, batch_size: int) -> Routing:
+    def forward(self, x_TD: Tensor, *, batch_size: int, real_T: Tensor | None = None) -> Routing:
         """Sends every row through the experts it chose and back into itself."""
         experts_TK, weights_TK, logits_TE = self.choose(x_TD)
         routes = token_routes(experts_TK, weights_TK, num_experts=self.num_experts)
@@ -111,6 +111,8 @@ class SutRouter(Router):
             if routing.row_weight_T is None
             else routing.row_weight_T.view(batch_size, -1)
         )
+        if routing.rows is not None and routing.rows.real_T is not None:
+            q_BS = q_BS * routing.rows.real_T.view(batch_size, -1)
         quirk = (
             self.num_experts
             if routing.row_weight_T is None and self.config.mi_sign == "as_published"
@@ -126,12 +128,14 @@ class SutRouter(Router):
         """Computes the mutual-information term over the micro-batch, as sequences' shares."""
         if not self.config.mi_loss:
             return []
-        p_BE = sums["probability"] / sums["mass"].sum()
+        # of a micro-batch that is all padding: 0, and no NaN
+        mass = sums["mass"].sum().clamp_min(torch.finfo(sums["mass"].dtype).tiny)
+        p_BE = sums["probability"] / mass
         # An expert whose softmax underflows everywhere adds 0, and no NaN.
         negative_marginal_B = (
             p_BE * p_BE.sum(0).clamp_min(torch.finfo(p_BE.dtype).tiny).log()
         ).sum(1)
-        conditional_B = -sums["certainty"] / sums["mass"].sum()
+        conditional_B = -sums["certainty"] / mass
         sign = 1 if self.config.mi_sign == "corrected" else -1
         value_B = len(p_BE) * (conditional_B + sign * negative_marginal_B)
         return [Loss("mutual_information", value_B, self.config.mi_loss, mean_over_layers=False)]

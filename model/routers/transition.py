@@ -27,7 +27,7 @@ import torch
 from pydantic import PositiveInt, model_validator
 from torch import Tensor
 
-from ..balance import RunningSum
+from ..balance import RunningSum, rows_per_sequence, sum_per_sequence
 from ..initialise import Initializer, parameter
 from ..layers import router_logits
 from ..recompute import save_topk
@@ -120,14 +120,14 @@ class TransitionRouter(CapacityRouter):
         """
         self.mean_logit.copy_(totals["logits"] / totals["rows"])
 
-    def forward(self, x_TD: Tensor, *, batch_size: int) -> Routing:
+    def forward(self, x_TD: Tensor, *, batch_size: int, real_T: Tensor | None = None) -> Routing:
         """Plans a mixture, or routes.
 
         Raises:
             ValueError: while mixing, the sequences are not whole groups.
         """
         if not self.mixes:
-            return super().forward(x_TD, batch_size=batch_size)
+            return super().forward(x_TD, batch_size=batch_size, real_T=real_T)
         logits_TE = self._logits(x_TD)
         rows_GM = rows_by_position(
             x_TD.shape[0], batch_size, self.config.sequences_per_group, device=x_TD.device
@@ -149,9 +149,11 @@ class TransitionRouter(CapacityRouter):
         """Sums the logits while mixing, for calibration."""
         if not self.mixes:
             return super().statistics(routing, batch_size)
-        logits_BSE = routing.logits_THA.detach().flatten(1).unflatten(0, (batch_size, -1))
-        rows_B = torch.full((batch_size,), float(logits_BSE.shape[1]), device=logits_BSE.device)
-        return {"logits": logits_BSE.sum(1), "rows": rows_B}
+        logits_TE = routing.logits_THA.detach().flatten(1)
+        return {
+            "logits": sum_per_sequence(logits_TE, routing, batch_size),
+            "rows": rows_per_sequence(routing, batch_size),
+        }
 
     def losses(self, sums: dict[str, Tensor], running: RunningSum) -> list[Loss]:
         """Returns the Switch's losses; none while mixing."""

@@ -30,7 +30,7 @@ from moebius.train import evaluate as evaluation
 from moebius.train.config import Config, MeshConfig, TrainConfig
 from moebius.train.loop import step
 from moebius.train.loss import micro_batch_loss
-from moebius.train.micro_batches import MicroBatch, count_targets, split_batch
+from moebius.train.micro_batches import DocumentUse, MicroBatch, count_targets, split_batch
 from moebius.train.optim import OptimConfig
 from moebius.train.run import Run, assemble, why_skipped
 from moebius.train.state import TrainingProgress
@@ -46,13 +46,23 @@ MODEL = ModelConfig(
 )
 
 
-def make_config(data: Path, *, micro_batch: int = 2, ep: int = 1) -> Config:
+def make_config(
+    data: Path, *, micro_batch: int = 2, documents: bool = False, **mesh: Any
+) -> Config:
     return Config(
-        model=MODEL,
-        data=DataConfig(tokenizer="bytes", vocab_size=257, seq_len=POSITIONS, directory=str(data)),
+        model=MODEL.changed({"feed_forward.router.balance": 0.1, "attention.balance": 0.1}),
+        data=DataConfig(
+            tokenizer="bytes",
+            vocab_size=257,
+            seq_len=POSITIONS,
+            directory=str(data),
+            document_attention=documents,
+        ),
         optim=OptimConfig(clip_norm=1e9),
-        train=TrainConfig(global_batch=SEQUENCES, micro_batch=micro_batch),
-        mesh=MeshConfig(ep=ep),
+        train=TrainConfig(
+            global_batch=SEQUENCES, micro_batch=micro_batch, balance_documents=documents
+        ),
+        mesh=MeshConfig(**mesh),
     )
 
 
@@ -67,6 +77,13 @@ def uneven_mask() -> np.ndarray:
     return mask
 
 
+def document_ids() -> np.ndarray:
+    """Documents of any length; two rows end with padding, and one is nothing else."""
+    ids = np.sort(np.random.default_rng(2).integers(0, 5, (SEQUENCES, POSITIONS + 1)), axis=1)
+    ids[3, 20:], ids[4, 1:], ids[6] = -1, -1, -1
+    return ids.astype(np.int32)
+
+
 def batch_of(run: Run, mask: np.ndarray | None) -> Batch:
     """This rank's share of the step, in micro-batches."""
     world, micro = run.process.world_size, run.config.train.micro_batch
@@ -76,6 +93,11 @@ def batch_of(run: Run, mask: np.ndarray | None) -> Batch:
         first_sample=0,
         digest=0,
         loss_mask=None if mask is None else mask[own].reshape(-1, micro, POSITIONS),
+        document_ids=(
+            document_ids()[own].reshape(-1, micro, POSITIONS + 1)
+            if run.config.data.document_attention
+            else None
+        ),
     )
 
 
@@ -135,6 +157,74 @@ def test_the_loss_is_the_mean_over_counted_targets_on_every_layout(
         for name, gradient in gradients.items():
             theirs = found[0][2][name]
             assert (gradient - theirs).norm() <= 1e-5 * theirs.norm() + 1e-9, name
+
+
+def plain_documents(config: Config, run_dir: Path, mask: np.ndarray) -> tuple[float, float, int]:
+    """Loss, regularisation and targets by a loop over documents, each alone; only what follows one
+    is a target with more before it, and is left to the mask.
+    """
+    with start_process("cpu", timeout_s=30) as process:
+        model = assemble(config, run_dir, process).model
+        model.before_step(0)
+        total, count, regularisation = 0.0, 0, 0.0
+        for row, ids, counts in zip(torch.from_numpy(rows()), document_ids(), mask, strict=True):
+            lengths, losses = [], []
+            for document in sorted(set(ids[:-1].tolist()) - {-1}):
+                [places] = np.nonzero(ids[:-1] == document)
+                output = model(row[None, places])
+                for place, logits_V in zip(places, output.logits_BSV[0], strict=True):
+                    if counts[place] and ids[place + 1] >= 0:
+                        total -= logits_V.log_softmax(-1)[row[place + 1]].item()
+                        count += 1
+                lengths.append(len(places))
+                losses.append(output.regularisation_B.item())
+            if lengths:
+                regularisation += float(np.average(losses, weights=lengths)) / SEQUENCES
+        return total / count, regularisation, count
+
+
+def documents_step(
+    config: Config, run_dir: Path, mask: np.ndarray
+) -> tuple[float, float, int | None, float, dict[str, float]]:
+    """Loss, regularisation, counted targets, norm of the gradient, and routes by kind of router."""
+    with start_process("cpu", timeout_s=30) as process:
+        run = assemble(config, run_dir, process)
+        result = step(run, batch_of(run, mask), 0.0)
+        sums = result.meter.reduce()
+        routes = {kind: sums[f"{kind}/load"].sum().item() for kind in ("feed_forward", "value")}
+        regularisation = sums["regularisation"].item()
+        return sums["loss"].item(), regularisation, result.counted_targets, result.grad_norm, routes
+
+
+def test_documents_train_as_if_each_were_alone_on_every_layout(data: Path, tmp_path: Path) -> None:
+    """Attention, positions, balancing and padding; on experts over ranks and sharded weights too."""
+    mask = uneven_mask()
+    config = make_config(data, micro_batch=SEQUENCES, documents=True)
+    [(loss, regularisation, count)] = run_ranks(plain_documents, 1, config, tmp_path, mask)
+    real = int((document_ids()[:, :-1] >= 0).sum())
+    found = []
+    for world, micro, mesh in (
+        (1, 8, {}),
+        (1, 2, {}),
+        (2, 2, {"ep": 2}),
+        (2, 4, {"ep": 2, "sharding": "fsdp", "dp_shard": 2}),
+    ):
+        config = make_config(data, micro_batch=micro, documents=True, **mesh)
+        found += run_ranks(documents_step, world, config, tmp_path / f"{world}-{micro}", mask)
+    for each in found:
+        assert each[:2] == pytest.approx((loss, regularisation), rel=1e-5)
+        assert each[2] == count
+        assert each[3] == pytest.approx(found[0][3], rel=1e-5)
+        assert each[4] == {"feed_forward": 3 * 4 * real, "value": 4 * 4 * real}
+
+
+def test_documents_are_asked_for_where_there_are_none(data: Path) -> None:
+    batch = Batch(rows().reshape(2, 4, -1), first_sample=0, digest=0)
+    with pytest.raises(ValueError, match=r"document_attention=True and .*balance_documents=False"):
+        split_batch(batch, torch.device("cpu"), DocumentUse(attention=True, balance=False))
+    with pytest.raises(ValueError, match="needs rows that know their documents"):
+        Config(train=TrainConfig(balance_documents=True))
+    assert make_config(data, documents=True).train.balance_documents
 
 
 def test_a_mask_that_masks_nothing_changes_no_bit(data: Path, tmp_path: Path) -> None:
@@ -200,7 +290,7 @@ def test_a_run_whose_steps_never_have_a_target_ends_with_a_reason() -> None:
 def test_without_a_mask_no_rank_is_asked() -> None:
     """There is no process group here: a collective would raise."""
     batch = Batch(rows().reshape(2, 4, -1), first_sample=0, digest=0)
-    micro_batches = split_batch(batch, torch.device("cpu"))
+    micro_batches = split_batch(batch, torch.device("cpu"), DocumentUse(False, False))
     assert [each.loss_mask_BS for each in micro_batches] == [None, None]
     assert count_targets(micro_batches, torch.device("cpu")) is None
     with pytest.raises(ValueError, match="process group"):

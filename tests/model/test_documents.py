@@ -1,0 +1,464 @@
+"""A document in a row with others is what it would be alone; padding is nowhere."""
+
+import math
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from family import NAMES, VOCABULARY, make_uneven, tiny_config, tiny_model
+from hypothesis import given
+from hypothesis import strategies as st
+from parts import layers
+from torch import Tensor
+
+from moebius.model.cache import LayerCache
+from moebius.model.compiled import compile_dense_parts
+from moebius.model.documents import Documents, mark_documents
+from moebius.model.layers import rotary_table_of
+from moebius.model.precision import forward_in
+from moebius.model.transformer import ModelOutput, Transformer
+from moebius.train.loss import micro_batch_loss
+
+CPU = torch.device("cpu")
+# Two rows: documents that begin and end anywhere, one token long too; the second has padding.
+IDS = torch.tensor(
+    [
+        [7, 7, 7, 7, 2, 9, 9, 9, 9, 9, 9, 4],
+        [1, 1, 1, 1, 1, 1, 8, 8, 8, -1, -1, -1],
+    ],
+    dtype=torch.int32,
+)
+EXACT: Any = {"dtype": torch.float64}
+ALONE = [
+    name
+    for name in NAMES
+    if tiny_config(name).promises.batch_invariant and tiny_config(name).promises.causal
+]
+POSITIONS = {
+    "learned": {"attention.positions.kind": "learned", "attention.positions.max_positions": 12},
+    "none": {"attention.positions.kind": "none"},
+    "rotary": {},
+}
+
+
+def tokens(seed: int = 1) -> Tensor:
+    return torch.randint(VOCABULARY, IDS.shape, generator=torch.Generator().manual_seed(seed))
+
+
+def marked(ids_BS: Tensor = IDS, *, attention: bool = True, balance: bool = False) -> Documents:
+    return mark_documents(ids_BS, CPU, attention=attention, balance=balance)
+
+
+def pieces(ids_BS: Tensor = IDS) -> list[tuple[int, slice]]:
+    """Row and place of every document, by a plain loop; padding is none."""
+    found = []
+    for row, ids in enumerate(ids_BS.tolist()):
+        first = 0
+        for place in range(1, len(ids) + 1):
+            if place == len(ids) or ids[place] != ids[first]:
+                if ids[first] >= 0:
+                    found.append((row, slice(first, place)))
+                first = place
+    return found
+
+
+@given(
+    st.integers(1, 6).flatmap(
+        lambda length: st.lists(
+            st.lists(st.integers(-1, 2), min_size=length, max_size=length), min_size=1, max_size=3
+        )
+    ),
+    st.integers(1, 3),
+)
+def test_documents_are_runs_of_equal_ids(ids: list[list[int]], times: int) -> None:
+    ids_BS = torch.tensor(ids)
+    found = marked(ids_BS, balance=True)
+    assert found.rows is not None
+    assert found.positions_BS is not None
+    assert found.visible_B1SS is not None
+    documents = pieces(ids_BS)
+    for row, line in enumerate(ids):
+        first = 0
+        for place, number in enumerate(line):
+            if place and number != line[place - 1]:
+                first = place
+            assert found.positions_BS[row, place] == place - first
+            seen = [key for key in range(len(line)) if found.visible_B1SS[row, 0, place, key]]
+            assert seen == [*range(first, place + 1)]
+    rows = found.rows.repeated(times)
+    own = {
+        row * len(ids[0]) * times + place: index
+        for index, (row, where) in enumerate(documents)
+        for place in range(where.start * times, where.stop * times)
+    }
+    assert rows.num_rows == ids_BS.numel() * times
+    assert rows.num_real == len(own) == rows.count_B.sum()
+    assert rows.count_B.tolist() == [times * sum(each >= 0 for each in line) for line in ids]
+    if -1 in ids_BS:
+        assert rows.real_R is not None
+        assert rows.real_T is not None
+        assert rows.real_R.tolist() == sorted(own)
+        assert rows.real_T.nonzero().flatten().tolist() == sorted(own)
+    else:
+        assert rows.real_R is rows.real_T is None
+    assert rows.document_T is not None
+    assert all(rows.document_T[row] == index for row, index in own.items())
+    sizes = [times * (where.stop - where.start) for _, where in documents]
+    assert rows.length_D is not None
+    assert rows.length_D.tolist() == sizes
+    assert rows.length_DB is not None
+    for index, (row, _) in enumerate(documents):
+        assert rows.length_DB[index].tolist() == [
+            sizes[index] * (each == row) for each in range(len(ids))
+        ]
+
+
+def test_only_what_is_asked_for_is_made() -> None:
+    plain = marked(IDS[:1], attention=False)
+    assert (plain.positions_BS, plain.visible_B1SS, plain.rows, plain.real_BS) == (None,) * 4
+    padded = marked(attention=False).rows
+    assert padded is not None
+    assert padded.length_D is padded.document_T is None
+
+
+# Attention ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "positions"),
+    [(name, "rotary") for name in ALONE] + [("moeut", "learned"), ("dense", "none")],
+)
+def test_a_document_is_what_it_would_be_alone(name: str, positions: str) -> None:
+    """Logits and the loss's gradients, of every architecture that keeps sequences apart."""
+    model = make_uneven(tiny_model(name, POSITIONS[positions], **EXACT)).eval()
+    rows, documents = tokens(), pieces()
+    packed = model(rows, documents=marked()).logits_BSV
+    alone = {
+        (row, where.start): model(rows[row : row + 1, where]).logits_BSV[0]
+        for row, where in documents
+    }
+    for row, where in documents:
+        difference = (packed[row, where] - alone[row, where.start]).abs().max()
+        assert difference < 1e-10, (row, where, difference)
+    targets = tokens(2)
+    losses = [
+        [
+            F.cross_entropy(logits, targets[row, where], reduction="sum")
+            for (row, where), logits in zip(documents, found, strict=True)
+        ]
+        for found in ([packed[row, where] for row, where in documents], alone.values())
+    ]
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    ours, theirs = (
+        torch.autograd.grad(torch.stack(found).sum(), parameters, allow_unused=True)
+        for found in losses
+    )
+    for mine, other in zip(ours, theirs, strict=True):
+        assert (mine is None) == (other is None)
+        if mine is not None and other is not None:
+            assert (mine - other).norm() <= 1e-9 * other.norm() + 1e-12
+
+
+@pytest.mark.parametrize("name", ["moeut", "dense", "sut", "sut_no_act"])
+def test_in_float32_a_document_is_itself_to_a_millionth(name: str) -> None:
+    model = tiny_model(name).eval()
+    rows = tokens()
+    packed = model(rows, documents=marked()).logits_BSV
+    for row, where in pieces():
+        alone = model(rows[row : row + 1, where]).logits_BSV[0]
+        torch.testing.assert_close(packed[row, where], alone, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["moeut", "dense", "sut"])
+def test_other_documents_change_no_bit(name: str) -> None:
+    model = make_uneven(tiny_model(name)).eval()
+    rows = tokens()
+    before = model(rows, documents=marked()).logits_BSV
+    for row, where in pieces():
+        changed = tokens(3)
+        changed[row, where] = rows[row, where]
+        after = model(changed, documents=marked()).logits_BSV
+        assert torch.equal(after[row, where], before[row, where])
+
+
+def slow_attention(
+    q_HSC: Tensor, k_HSC: Tensor, v_HSC: Tensor, bias: Any, ids: list[int]
+) -> Tensor:
+    """Every position looks at its own document up to itself, one key at a time."""
+    out = torch.zeros_like(v_HSC[:, : q_HSC.shape[1]])
+    for head in range(q_HSC.shape[0]):
+        for place in range(q_HSC.shape[1]):
+            seen, key = [], place
+            while key >= 0 and ids[key] == ids[place]:
+                seen.append(key)
+                key -= 1
+            scores = torch.stack(
+                [q_HSC[head, place] @ k_HSC[head, key] + bias(head, place, key) for key in seen]
+            )
+            for weight, key in zip(scores.softmax(0), seen, strict=True):
+                out[head, place] += weight * v_HSC[head, key]
+    return out
+
+
+def slow_rotation(x_HSC: Tensor, ids: list[int], width: int, base: float) -> Tensor:
+    """Channel i and its partner turn by position · base^(−2i/width), as RoFormer has it."""
+    out, first = x_HSC.clone(), 0
+    for place in range(len(ids)):
+        if ids[place] != ids[first]:
+            first = place
+        for i in range(width // 2):
+            angle = (place - first) * base ** (-2 * i / width)
+            a, b = x_HSC[:, place, i], x_HSC[:, place, i + width // 2]
+            out[:, place, i] = a * math.cos(angle) - b * math.sin(angle)
+            out[:, place, i + width // 2] = b * math.cos(angle) + a * math.sin(angle)
+    return out
+
+
+@pytest.mark.parametrize("name", ["dense", "moeut"])
+def test_rotary_attention_equals_a_slow_loop(name: str) -> None:
+    model = tiny_model(name, **EXACT)
+    config, attention = model.config.attention, layers(model)[0].attention
+    generator = torch.Generator().manual_seed(4)
+    heads, channels, width = config.num_heads, config.d_head, config.rotary_channels
+    n_BSD = torch.randn(*IDS.shape, 24, generator=generator, **EXACT)
+    v_BHSC = torch.randn(2, heads, 12, channels, generator=generator, **EXACT)
+    documents = marked()
+    assert documents.positions_BS is not None
+    table = rotary_table_of(documents.positions_BS[:, None].double(), width, config.rotary_base)
+    found = attention.attend(n_BSD, v_BHSC, None, table, documents.visible_B1SS)
+    for row, ids in enumerate(IDS.tolist()):
+        q_HSC, k_HSC = (
+            slow_rotation(
+                matrix(n_BSD[row]).view(12, heads, channels).transpose(0, 1) * channels**-0.25,
+                ids,
+                width,
+                config.rotary_base,
+            )
+            for matrix in (attention.query, attention.key)
+        )
+        expected = slow_attention(q_HSC, k_HSC, v_BHSC[row], lambda *_: 0.0, ids)
+        torch.testing.assert_close(found[row], expected, rtol=0, atol=1e-12)
+
+
+def test_attention_with_learned_distances_equals_a_slow_loop() -> None:
+    model = tiny_model("sut_no_act", {"attention.max_distance": 4}, **EXACT)
+    config: Any = model.config.attention
+    attention = layers(model)[0].attention
+    generator = torch.Generator().manual_seed(5)
+    heads, channels = config.num_heads, config.d_head
+    with torch.no_grad():
+        attention.relative.normal_(generator=generator)
+    q_BHKSC = torch.randn(2, heads, 1, 12, channels, generator=generator, **EXACT)
+    memory_BSD = torch.randn(*IDS.shape, 24, generator=generator, **EXACT)
+    found = attention.attend(q_BHKSC, memory_BSD, None, marked().visible_B1SS)
+    scale = channels**-0.25
+    for row, ids in enumerate(IDS.tolist()):
+        q_HSC = q_BHKSC[row, :, 0] * scale
+        k_HSC, v_HSC = (
+            matrix(memory_BSD[row]).view(12, heads, channels).transpose(0, 1)
+            for matrix in (attention.key, attention.value)
+        )
+
+        def distance(head: int, place: int, key: int, q_HSC: Tensor = q_HSC) -> Tensor:
+            column = max(key - place, 1 - config.max_distance) + config.max_distance
+            return q_HSC[head, place] @ attention.relative[head, :, column]
+
+        expected = slow_attention(q_HSC, k_HSC * scale, v_HSC, distance, ids)
+        torch.testing.assert_close(found[row, :, 0], expected, rtol=0, atol=1e-12)
+
+
+def test_a_cache_and_documents_are_refused() -> None:
+    model = tiny_model("dense").eval()
+    with pytest.raises(ValueError, match="leave documents out"):
+        model(tokens(), [LayerCache() for _ in range(model.config.num_layers)], documents=marked())
+
+
+# Ways to run it -------------------------------------------------------------------------------------------------------
+
+
+def gradients(model: Transformer, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    """Loss and gradients of a micro-batch with documents, padding and a loss mask."""
+    ids = torch.cat((IDS, IDS[:, -1:]), 1)
+    rows = torch.cat((tokens(), tokens(2)[:, :1]), 1)
+    mask = (ids[:, :-1] >= 0) & (ids[:, 1:] >= 0) & (rows[:, 1:] % 3 > 0)
+    model.before_step(0)
+    torch.manual_seed(0)
+    result = micro_batch_loss(
+        partial(forward_in, model, dtype),
+        rows,
+        global_sequences=2,
+        loss_mask_BS=mask,
+        global_targets=int(mask.sum()),
+        documents=marked(balance=True),
+    )
+    result.loss.backward()
+    found = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    return {"loss": result.loss.detach()} | found
+
+
+@pytest.mark.parametrize("name", ["moeut", "sut", "deepseek", "switch", "mh_moe"])
+def test_recomputation_makes_the_same_gradients(name: str) -> None:
+    expected = gradients(make_uneven(tiny_model(name)))
+    for mode in ("selective", "full"):
+        model = make_uneven(tiny_model(name))
+        model.recompute_layers(mode)
+        for key, value in gradients(model).items():
+            assert torch.equal(value, expected[key]), (mode, key)
+
+
+@pytest.mark.parametrize("name", ["moeut", "sut_no_act", "dense"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_compiled_parts_make_the_same_gradients(name: str, dtype: torch.dtype) -> None:
+    """With a backend that makes no code."""
+    torch._dynamo.reset()
+    expected = gradients(make_uneven(tiny_model(name)), dtype)
+    model = make_uneven(tiny_model(name))
+    compile_dense_parts(model, backend="aot_eager")
+    for key, value in gradients(model, dtype).items():
+        torch.testing.assert_close(
+            value, expected[key], rtol=1e-4, atol=1e-6, msg=lambda m, k=key: f"{k}: {m}"
+        )
+
+
+# Balancing and padding ------------------------------------------------------------------------------------------------
+
+
+def training_pass(
+    model: Transformer, rows: Tensor, documents: Documents | None = None
+) -> ModelOutput:
+    model.before_step(0)
+    return model.train()(rows, documents=documents)
+
+
+@pytest.mark.parametrize("name", ["moeut", "switchhead", "deepseek", "mh_moe_parity"])
+def test_a_loss_over_documents_is_the_mean_of_their_own(name: str) -> None:
+    """Each weighed by its tokens, against the loss of every document as a sequence of its own."""
+    changes: dict[str, Any] = {}
+    if name == "switchhead":  # its recipe asks for none
+        changes = {"attention.balance": 0.1}
+    if name == "mh_moe_parity":  # sub-tokens, first choices, and a loss that is no entropy
+        router = {"feed_forward.router.balance_scope": "sequence"}
+        changes = router | {"feed_forward.router.top_k": 2, "feed_forward.router.z_loss": 0.1}
+    model = make_uneven(tiny_model(name, changes, **EXACT))
+    rows = tokens()
+    found = training_pass(model, rows, marked(balance=True))
+    for row in range(2):
+        total, count = 0.0, 0
+        for own, where in pieces():
+            if own == row:
+                alone = training_pass(model, rows[row : row + 1, where])
+                total += len(rows[row, where]) * alone.regularisation_B.item()
+                count += len(rows[row, where])
+        assert found.regularisation_B[row].item() == pytest.approx(total / count, rel=1e-6), row
+        assert found.regularisation_B[row] != 0
+
+
+def test_one_document_in_a_row_is_the_sequence_itself() -> None:
+    model = make_uneven(tiny_model("moeut", **EXACT))
+    ids = torch.zeros_like(IDS)
+    plain = training_pass(model, tokens())
+    found = training_pass(model, tokens(), marked(ids, balance=True))
+    torch.testing.assert_close(found.regularisation_B, plain.regularisation_B)
+    torch.testing.assert_close(found.logits_BSV, plain.logits_BSV)
+
+
+# Padding is a token of a mixture like any other, and one of the rows of which experts take a share.
+UNPADDED = [
+    name
+    for name in NAMES
+    if name not in ("mixture_of_tokens", "soft_moe", "transition", "expert_choice_flat")
+]
+DRAWS = {
+    "gshard": ("second_expert", "always"),
+    "sigma_moe_original": ("expert_dropout", 0.0),
+    "x_moe_torchscale": ("top_k", 1),
+}
+
+
+@pytest.mark.parametrize("name", UNPADDED)
+def test_padding_changes_nothing(name: str) -> None:
+    """Outputs, losses, loads and what routers carry are those of the rows without it."""
+    changes: dict[str, Any] = {}
+    config = tiny_config(name)
+    router = None if config.experts is None else config.experts.router
+    if getattr(router, "capacity_factor", None) is not None:  # else it follows the number of rows
+        changes = {"feed_forward.router.capacity_factor": 100.0}
+    if name in DRAWS:  # for padding too, and so other numbers for the rest
+        changes["feed_forward.router." + DRAWS[name][0]] = DRAWS[name][1]
+    sequences = config.group_sequences
+    model = make_uneven(tiny_model(name, changes, **EXACT))
+    rows = torch.randint(
+        VOCABULARY, (max(2, sequences), 9), generator=torch.Generator().manual_seed(6)
+    )
+    padded = torch.cat((rows, torch.full((len(rows), 3), 5)), 1)
+    ids = torch.zeros_like(padded)
+    ids[:, 9:] = -1
+    expected = training_pass(model, rows)
+    found = training_pass(model, padded, marked(ids, attention=False))
+    torch.testing.assert_close(found.logits_BSV[:, :9], expected.logits_BSV)
+    torch.testing.assert_close(found.regularisation_B, expected.regularisation_B)
+    assert found.auxiliary.keys() == expected.auxiliary.keys()
+    for key, value in expected.auxiliary.items():
+        torch.testing.assert_close(found.auxiliary[key], value)
+    for key, value in expected.carried.items():
+        torch.testing.assert_close(found.carried[key], value)
+    if name == "expert_choice":  # at a position of nothing but padding experts take padding
+        return
+    for kind, load in expected.loads.items():
+        assert torch.equal(found.loads[kind].load_LN, load.load_LN), kind
+        assert torch.equal(found.loads[kind].wanted_L, load.wanted_L), kind
+        torch.testing.assert_close(found.loads[kind].gate_sum_L, load.gate_sum_L)
+
+
+@pytest.mark.parametrize("order", ["position_major", "token_major", "slot_major", "priority"])
+def test_padding_takes_no_place_in_a_capacity(order: str) -> None:
+    """Rows ask in an order in which padding comes first; half of all find a place."""
+    router = {
+        "kind": "token_choice",
+        "top_k": 1,
+        "capacity_factor": 0.5,
+        "drop_order": order,
+    }
+    model = make_uneven(tiny_model("switch", {"feed_forward.router": router}))
+    experts = model.config.experts
+    assert experts is not None
+    layer = next(each for each in layers(model) if hasattr(each.feed_forward, "router"))
+    x_TD = torch.randn(12, 24, generator=torch.Generator().manual_seed(7))
+    x_TD[:6] = x_TD[0] * 2  # padding, all for one expert, and surer of it than the others
+    real_T = torch.arange(12) >= 6
+    chosen = layer.feed_forward.router(x_TD, batch_size=2, real_T=real_T).routes
+    assert not (set(chosen.source_N.tolist()) & set(range(6)))
+    asked = layer.feed_forward.router.choose(x_TD).experts_TK[:, 0]
+    capacity = math.ceil(0.5 * 12 / experts.num_experts)
+    for expert in range(experts.num_experts):
+        wanted = int((asked[6:] == expert).sum())
+        assert int((chosen.expert_N == expert).sum()) == min(capacity, wanted)
+
+
+def test_experts_take_padding_last() -> None:
+    model = make_uneven(tiny_model("expert_choice"))
+    router = next(each for _, kind, each in model.routers() if kind == "feed_forward")
+    members = router.config.sequences_per_group
+    taken = router.config.taken(router.num_experts, members)
+    x_TD = torch.randn(members, 24, generator=torch.Generator().manual_seed(8))
+    for num_real in (members - 1, taken, 1):
+        real_T = torch.arange(members) >= members - num_real
+        routes = router(x_TD, batch_size=members, real_T=real_T).routes
+        for expert in range(router.num_experts):
+            rows = routes.source_N[routes.expert_N == expert]
+            assert int(real_T[rows].sum()) == min(taken, num_real)
+
+
+@pytest.mark.parametrize("name", ["moeut", "sut", "sut_no_act", "top_k", "deepseek", "dense"])
+@pytest.mark.parametrize("balance", [False, True])
+def test_a_micro_batch_of_nothing_but_padding_is_no_nan(name: str, balance: bool) -> None:
+    model = make_uneven(tiny_model(name))
+    found = training_pass(model, tokens(), marked(torch.full_like(IDS, -1), balance=balance))
+    assert found.logits_BSV.isfinite().all()
+    assert found.regularisation_B.tolist() == [0.0, 0.0]
+    (found.logits_BSV.sum() + found.regularisation_B.sum()).backward()
+    for parameter in model.parameters():
+        assert parameter.grad is None or parameter.grad.isfinite().all()
+    assert all(int(load.load_LN.sum()) == 0 for load in found.loads.values())
