@@ -40,9 +40,25 @@ def add_commands(commands: Commands) -> None:
     parser.add_argument(
         "--output", type=Path, required=True, metavar="DIR", help="folder for shards and tokenizer"
     )
-    parser.add_argument("--tokenizer", choices=["bpe", "bytes"], default="bpe")
     parser.add_argument(
-        "--vocab-size", type=int, default=None, metavar="N", help="of the BPE tokenizer (8000)"
+        "--tokenizer",
+        default="bpe",
+        metavar="NAME",
+        help="bpe (trained on the text, default), bytes, or one that exists: a .json or .model "
+        "file, its folder, or hf://owner/name",
+    )
+    parser.add_argument(
+        "--end-of-document",
+        default="",
+        metavar="TOKEN",
+        help="special token that ends a document, of a tokenizer that exists (its eos_token)",
+    )
+    parser.add_argument(
+        "--vocab-size",
+        type=int,
+        default=None,
+        metavar="N",
+        help="of the BPE tokenizer (8000); of one that exists the most ids it may have",
     )
     parser.add_argument(
         "--workers", type=int, default=1, metavar="N", help="Ray tasks at a time; 1: this process"
@@ -66,6 +82,7 @@ def _prepare(options: argparse.Namespace) -> int:
         "input": options.input,
         "validation_input": options.validation_input,
         "tokenizer": options.tokenizer,
+        "end_of_document": options.end_of_document,
         "directory": str(options.output.absolute()),
     }
     if options.vocab_size is not None:

@@ -108,8 +108,13 @@ class DataConfig(BaseModel):
     sources: tuple[SourceConfig, ...] = ()
     # the mixture from a position on: until the first stage the sources' own weights hold
     stages: tuple[Stage, ...] = ()
-    tokenizer: Literal["bpe", "bytes"] = "bpe"
-    # what BPE training aims at; a small corpus may yield fewer
+    # "bpe" (trained on the text), "bytes", or one that exists: a .json or .model file, its folder, or
+    # hf://owner/name of the hub (`tokenizers/hub.py`)
+    tokenizer: str = "bpe"
+    # which special token ends a document, of a tokenizer that exists; "": the one it names itself
+    end_of_document: str = ""
+    # what BPE training aims at (a small corpus may yield fewer), or the most ids that one that
+    # exists may have
     vocab_size: int = Field(default=8000, ge=NUM_BYTE_IDS, le=2**24)
     # text that BPE is trained on: 32 MiB take about 20 s
     tokenizer_sample_bytes: int = Field(default=32 * 2**20, ge=1)
@@ -151,6 +156,21 @@ class DataConfig(BaseModel):
                 "document), but "
                 f"vocab_size={self.vocab_size} was given: set vocab_size={NUM_BYTE_IDS}, or choose "
                 "tokenizer='bpe'"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_tokenizer(self) -> "DataConfig":
+        if not self.loads_tokenizer:
+            if self.end_of_document:
+                raise ValueError(
+                    f"end_of_document={self.end_of_document!r} is for a tokenizer that exists; "
+                    f"tokenizer={self.tokenizer!r} has its own: leave it out"
+                )
+        elif not ("/" in self.tokenizer or self.tokenizer.endswith((".json", ".model"))):
+            raise ValueError(
+                f"tokenizer={self.tokenizer!r}: it is 'bpe', 'bytes', a .json or .model file, a "
+                "folder (with a slash in its name, such as ./mine), or hf://owner/name"
             )
         return self
 
@@ -199,6 +219,11 @@ class DataConfig(BaseModel):
         return (one,)
 
     @property
+    def loads_tokenizer(self) -> bool:
+        """Returns whether `tokenizer` names one that exists, instead of a kind."""
+        return self.tokenizer not in ("bpe", "bytes")
+
+    @property
     def num_token_ids(self) -> int:
         """Returns an upper bound of the vocabulary.
 
@@ -218,7 +243,7 @@ class DataConfig(BaseModel):
             source.model_dump(mode="json", exclude=_NOT_IN_A_SOURCES_BYTES)
             for source in self.all_sources
         ]
-        if self.tokenizer == "bytes":
+        if self.tokenizer != "bpe":
             del spec["vocab_size"], spec["tokenizer_sample_bytes"]
         if all(source.validation_input for source in self.all_sources):
             del spec["validation_fraction"]

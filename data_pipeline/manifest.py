@@ -95,9 +95,9 @@ class SourceEntry(_Entry):
 
 
 class TokenizerEntry(_Entry):
-    """Names the tokenizer of the shards and its file."""
+    """Names the tokenizer of the shards and its main file."""
 
-    kind: str
+    kind: str  # DataConfig.tokenizer
     file: str = Field(pattern=_TOKENIZER_FILE)
     sha256: Sha256
     vocab_size: int = Field(ge=1, le=2**32)
@@ -250,7 +250,7 @@ class DatasetManifest:
 
     @property
     def tokenizer_sha256(self) -> str:
-        """Returns the hash of the tokenizer's file."""
+        """Returns the hash of the tokenizer's files (`Tokenizer.sha256`)."""
         return self.header.tokenizer.sha256
 
     @property

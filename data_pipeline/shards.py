@@ -41,7 +41,8 @@ from .config import FORMAT_VERSION
 from .errors import ShardError
 from .manifest import DatasetManifest, ShardEntry, Split, read_manifest
 from .messages import decode_batch
-from .tokenizers.tokenizer import Tokenizer, load_tokenizer, token_dtype
+from .tokenizers.interface import Tokenizer, token_dtype
+from .tokenizers.tokenizer import load_tokenizer
 
 MAX_DOCUMENT_BYTES = 2**27
 """A longer document is dropped: it bounds what one record batch can take in memory."""

@@ -26,12 +26,13 @@ from torch import Tensor
 
 from ..data_pipeline.errors import ShardError
 from ..data_pipeline.shards import prepared_tokenizer
-from ..data_pipeline.tokenizers.tokenizer import (
-    END_OF_DOCUMENT,
+from ..data_pipeline.tokenizers.interface import (
+    CONFIG_FILE,
     TOKENIZER_FILE,
-    BytesTokenizer,
     Tokenizer,
+    main_file,
 )
+from ..data_pipeline.tokenizers.raw_bytes import BytesTokenizer
 from ..distributed.checkpoint.files import (
     CheckpointError,
     StoredCheckpoint,
@@ -164,8 +165,8 @@ def export(
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
         write_synced(folder / INDEX_FILE, json.dumps(index, indent=2) + "\n")
         write_synced(folder / "config.json", json.dumps(described, indent=2) + "\n")
-        for name, text in _tokenizer_files(tokenizer, config).items():
-            write_synced(folder / name, text)
+        for name, content in _tokenizer_files(tokenizer, config).items():
+            write_synced(folder / name, content)
     return Exported(stored.meta.step, list(plan), len(weight_map), total, words)
 
 
@@ -397,21 +398,20 @@ def _tokenizer_of(config: Config) -> tuple[Tokenizer | None, str]:
         return None, f"no tokenizer: {error}"
     if isinstance(tokenizer, BytesTokenizer):
         return tokenizer, "no tokenizer file: ids are the bytes of UTF-8, and 256 ends a document"
-    return tokenizer, f"{TOKENIZER_FILE} of {tokenizer.vocab_size} ids"
+    return tokenizer, f"{main_file(tokenizer)} of {tokenizer.vocab_size} ids"
 
 
-def _tokenizer_files(tokenizer: Tokenizer | None, config: Config) -> dict[str, str]:
+def _tokenizer_files(tokenizer: Tokenizer | None, config: Config) -> dict[str, bytes]:
     if tokenizer is None or isinstance(tokenizer, BytesTokenizer):
         return {}
     described = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "eos_token": END_OF_DOCUMENT,
+        "eos_token": tokenizer.end_of_document,
         "model_max_length": config.data.seq_len,
     }
-    return {
-        TOKENIZER_FILE: tokenizer.to_json(),
-        "tokenizer_config.json": json.dumps(described, indent=2) + "\n",
-    }
+    if TOKENIZER_FILE in tokenizer.files:
+        described = {"tokenizer_class": "PreTrainedTokenizerFast"} | described
+    text = json.dumps(described, indent=2) + "\n"
+    return {**tokenizer.files, CONFIG_FILE: text.encode()}
 
 
 # Reading ------------------------------------------------------------------------------------------

@@ -60,14 +60,11 @@ from ..manifest import (
 )
 from ..reading import EMBEDDED, Document, InputSplit, plan_splits, read_documents
 from ..shards import ShardWriter, TokenDocument, shard_metadata, shard_schema, verify_shard
-from ..tokenizers.tokenizer import (
-    TOKENIZER_FILE,
-    BytesTokenizer,
-    Tokenizer,
-    load_tokenizer,
-    token_dtype,
-    train_bpe,
-)
+from ..tokenizers.bpe import train_bpe
+from ..tokenizers.hub import open_tokenizer
+from ..tokenizers.interface import Tokenizer, main_file, token_dtype
+from ..tokenizers.raw_bytes import BytesTokenizer
+from ..tokenizers.tokenizer import has_tokenizer, load_tokenizer, save_tokenizer
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -208,8 +205,10 @@ def _prepare(
     _run_stage("read", run, hash_documents, tasks, on_progress)
     dropped = choose_documents(config, tasks)
     if config.tokenizer == "bytes":
-        _save_tokenizer(folder, BytesTokenizer())
-    elif not (folder / TOKENIZER_FILE).exists():
+        save_tokenizer(folder, BytesTokenizer())
+    elif config.loads_tokenizer and not has_tokenizer(folder):
+        save_tokenizer(folder, _loaded_tokenizer(config))
+    elif not has_tokenizer(folder):
         _run_stage("sample", run, collect_sample, tasks, on_progress)
         _run_stage(
             "train tokenizer",
@@ -259,7 +258,7 @@ def _header(config: DataConfig, tasks: list[SplitTask]) -> Header:
         spec=config.spec,
         tokenizer=TokenizerEntry(
             kind=config.tokenizer,
-            file=TOKENIZER_FILE,
+            file=main_file(tokenizer),
             sha256=tokenizer.sha256,
             vocab_size=tokenizer.vocab_size,
             end_of_document_id=tokenizer.end_of_document_id,
@@ -435,11 +434,6 @@ def _unfinished(directory: Path, index: int, what: str) -> Path:
     return directory / UNFINISHED / f"{index:05d}.{what}"
 
 
-def _save_tokenizer(folder: Path, tokenizer: Tokenizer) -> None:
-    with atomic_write(folder / TOKENIZER_FILE) as file:
-        file.write(tokenizer.to_json().encode())
-
-
 def _save_records(path: Path, records: np.ndarray) -> None:
     with atomic_write(path) as file:
         np.save(file, records)
@@ -588,11 +582,27 @@ def collect_sample(task: SplitTask) -> None:
                     file.write(json.dumps(document.text).encode() + b"\n")
 
 
+def _loaded_tokenizer(config: DataConfig) -> Tokenizer:
+    """Opens the tokenizer that the configuration names.
+
+    Raises:
+        InputError: it has more ids than the configuration has room for, or cannot be opened.
+    """
+    tokenizer = open_tokenizer(config.tokenizer, end_of_document=config.end_of_document)
+    if tokenizer.vocab_size > config.vocab_size:
+        raise InputError(
+            f"tokenizer {config.tokenizer!r} has {tokenizer.vocab_size} ids, more than "
+            f"data.vocab_size={config.vocab_size}: set data.vocab_size={tokenizer.vocab_size} (and "
+            "model.vocab_size at least as high)"
+        )
+    return tokenizer
+
+
 def train_tokenizer(task: TokenizerTask) -> None:
     """Trains the tokenizer on the sample in split order, and writes tokenizer.json."""
     paths = [_unfinished(task.directory, index, "sample.jsonl") for index in range(task.num_splits)]
     texts = (json.loads(line) for path in paths for line in _lines_of(path))
-    _save_tokenizer(task.directory, train_bpe(texts, vocab_size=task.vocab_size))
+    save_tokenizer(task.directory, train_bpe(texts, vocab_size=task.vocab_size))
 
 
 def _lines_of(path: Path) -> Iterator[bytes]:

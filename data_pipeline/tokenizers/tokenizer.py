@@ -1,181 +1,94 @@
-"""Text to token ids and back, exactly: byte-level BPE trained on the run's own text, and raw bytes.
+"""The tokenizer of a prepared folder: written beside the shards, and opened only if it is theirs.
 
-Both round-trip every string: BPE starts from an alphabet of all 256 bytes, so nothing is unknown.
-Digits are split one by one, so that numbers are read alike at any length. One special id ends a
-document; text that happens to spell it stays text. Training is deterministic: the same texts in the
-same order give the same tokenizer.json, byte for byte.
-
-Cost: training on 32 MB takes about 20 s, encoding runs at 0.6-0.8 M tokens/s/core.
+A folder holds its own copy, so that the data stay readable whatever becomes of the file or the
+repository that the tokenizer came from.
 """
 
-import hashlib
 import json
-import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Protocol
+from typing import Any
 
-import numpy as np
-import tokenizers
+from ..errors import InputError, ShardError
+from ..manifest import atomic_write
+from .huggingface import HuggingFaceTokenizer
+from .interface import CONFIG_FILE, END_OF_DOCUMENT, MODEL_FILE, TOKENIZER_FILE, Tokenizer
+from .raw_bytes import KIND, BytesTokenizer
+from .sentencepiece import SentencePieceTokenizer
 
-from ..config import NUM_BYTE_IDS
-from ..errors import ShardError
-
-TOKENIZER_FILE = "tokenizer.json"
-END_OF_DOCUMENT = "<|end_of_document|>"
-
-# Parallelism is one process per input split. Threads inside would only fight over the same cores,
-# and the library warns at every fork that follows them.
-os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+_FILES = (TOKENIZER_FILE, MODEL_FILE, CONFIG_FILE)
 
 
-class Tokenizer(Protocol):
-    """Declares what the pipeline and the evaluations need of a tokenizer."""
+def tokenizer_of_files(files: Mapping[str, bytes], *, end_of_document: str = "") -> Tokenizer:
+    """Makes a tokenizer of the contents of its files.
 
-    @property
-    def vocab_size(self) -> int:
-        """Returns the number of ids, the end of a document included."""
-        ...
+    Args:
+        files: tokenizer.json, or else tokenizer.model, and tokenizer_config.json if there is one;
+            content by name.
+        end_of_document: the token that ends a document. Where it is empty, the `eos_token` of
+            tokenizer_config.json does; where that is missing, a SentencePiece model's own end of
+            sentence, and of a tokenizer.json `<|end_of_document|>`.
 
-    @property
-    def end_of_document_id(self) -> int:
-        """Returns the id that ends a document."""
-        ...
-
-    @property
-    def sha256(self) -> str:
-        """Returns the hex hash of `to_json()`: two tokenizers are the same when it is."""
-        ...
-
-    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Encodes texts: one array of ids each, of `token_dtype(vocab_size)`.
-
-        No end of document is added.
-        """
-        ...
-
-    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        """Decodes ids to text.
-
-        An end of document is left out, an incomplete character becomes U+FFFD.
-        """
-        ...
-
-    def to_json(self) -> str:
-        """Returns what tokenizer.json holds."""
-        ...
-
-
-def token_dtype(vocab_size: int) -> np.dtype:
-    """Returns the integers of tokens: two bytes wherever they suffice."""
-    return np.dtype(np.uint16 if vocab_size <= 2**16 else np.uint32)
-
-
-class BpeTokenizer:
-    """Wraps byte-level BPE of the `tokenizers` library; its JSON is the library's own format."""
-
-    def __init__(self, text_json: str):
-        self._json = text_json
-        self._bpe = tokenizers.Tokenizer.from_str(text_json)
-        # Without this, a text that contains the words "<|end_of_document|>" could end a document.
-        self._bpe.encode_special_tokens = True
-        end = self._bpe.token_to_id(END_OF_DOCUMENT)
-        if end is None:
-            raise ValueError(
-                f"the tokenizer has no token {END_OF_DOCUMENT}: it was not made by `moebius "
-                "prepare`"
-            )
-        self.end_of_document_id: int = end
-        self.vocab_size: int = self._bpe.get_vocab_size()
-        self.sha256: str = hashlib.sha256(text_json.encode()).hexdigest()
-
-    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Implements `Tokenizer.encode_batch`."""
-        dtype = token_dtype(self.vocab_size)
-        # fast: no offsets
-        encoded = self._bpe.encode_batch_fast(list(texts), add_special_tokens=False)
-        return [np.array(one.ids, dtype=dtype) for one in encoded]
-
-    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        """Implements `Tokenizer.decode`."""
-        return self._bpe.decode(np.asarray(ids, dtype=np.int64).tolist(), skip_special_tokens=True)
-
-    def to_json(self) -> str:
-        """Returns the library's JSON."""
-        return self._json
-
-
-class BytesTokenizer:
-    """Encodes text as its UTF-8 bytes, ids 0-255, and 256 for the end of a document.
-
-    It needs no training; its vocabulary has 257 ids.
+    Raises:
+        ValueError: a file is not what its name says, or no such token ends a document.
     """
-
-    vocab_size: int = NUM_BYTE_IDS
-    end_of_document_id: int = NUM_BYTE_IDS - 1
-
-    @property
-    def sha256(self) -> str:
-        """Returns the hex hash of `to_json()`."""
-        return hashlib.sha256(self.to_json().encode()).hexdigest()
-
-    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Implements `Tokenizer.encode_batch`."""
-        return [np.frombuffer(text.encode(), dtype=np.uint8).astype(np.uint16) for text in texts]
-
-    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        """Implements `Tokenizer.decode`."""
-        array = np.asarray(ids, dtype=np.int64)
-        data = array[(array >= 0) & (array < 256)].astype(np.uint8).tobytes()
-        return data.decode("utf-8", errors="replace")
-
-    def to_json(self) -> str:
-        """Returns the kind and the vocabulary size as JSON."""
-        return json.dumps({"type": "bytes", "vocab_size": self.vocab_size})
+    end = end_of_document or _eos_token(files.get(CONFIG_FILE, b"{}"))
+    if TOKENIZER_FILE not in files:
+        return SentencePieceTokenizer(files[MODEL_FILE], end_of_document=end)
+    text = files[TOKENIZER_FILE].decode()
+    if _object(text, TOKENIZER_FILE).get("type") == KIND:
+        return BytesTokenizer()
+    return HuggingFaceTokenizer(text, end_of_document=end or END_OF_DOCUMENT)
 
 
-def train_bpe(texts: Iterable[str], *, vocab_size: int) -> BpeTokenizer:
-    """Trains BPE with at most `vocab_size` ids.
+def _object(text: str | bytes, name: str) -> dict[str, Any]:
+    found = json.loads(text)
+    if not isinstance(found, dict):
+        raise ValueError(f"{name} holds no JSON object")
+    return found
 
-    They are the end of document, 256 bytes, and merges in order of frequency.
-    """
-    bpe = tokenizers.Tokenizer(tokenizers.models.BPE())
-    split = tokenizers.pre_tokenizers
-    bpe.pre_tokenizer = split.Sequence(
-        [split.Digits(individual_digits=True), split.ByteLevel(add_prefix_space=False)]
-    )
-    bpe.decoder = tokenizers.decoders.ByteLevel()
-    trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        min_frequency=2,  # a merge that was seen once is a memory, not a rule
-        special_tokens=[END_OF_DOCUMENT],
-        initial_alphabet=sorted(split.ByteLevel.alphabet()),
-        show_progress=False,
-    )
-    bpe.train_from_iterator(texts, trainer)
-    return BpeTokenizer(bpe.to_str())
+
+def _eos_token(config: bytes) -> str:
+    """Returns the `eos_token` of a tokenizer_config.json: a text, or an object with one."""
+    token = _object(config, CONFIG_FILE).get("eos_token") or ""
+    return str(token.get("content", "") if isinstance(token, dict) else token)
+
+
+def save_tokenizer(directory: Path, tokenizer: Tokenizer) -> None:
+    """Writes a tokenizer's files into a prepared folder, tokenizer.json or its like last."""
+    for name, content in sorted(tokenizer.files.items(), key=lambda file: file[0] != CONFIG_FILE):
+        with atomic_write(directory / name) as file:
+            file.write(content)
+
+
+def has_tokenizer(directory: Path) -> bool:
+    """Returns whether a tokenizer has been written into a prepared folder."""
+    return any((directory / name).exists() for name in (TOKENIZER_FILE, MODEL_FILE))
 
 
 def load_tokenizer(directory: str | Path, *, sha256: str | None = None) -> Tokenizer:
     """Loads the tokenizer of a prepared folder.
 
     Args:
-        directory: holds tokenizer.json.
+        directory: holds the tokenizer's files.
         sha256: the tokenizer's hash, from the folder's manifest; any other one is refused.
 
     Raises:
-        ShardError: the file is missing, damaged, or another tokenizer's.
+        InputError: it is a SentencePiece model, and the library is not installed.
+        ShardError: a file is missing, damaged, or another tokenizer's.
     """
-    path = Path(directory) / TOKENIZER_FILE
-    try:
-        text = path.read_bytes().decode()
-        kind = json.loads(text).get("type")
-        tokenizer = BytesTokenizer() if kind == "bytes" else BpeTokenizer(text)
-    except FileNotFoundError as error:
+    folder = Path(directory)
+    if not has_tokenizer(folder):
         raise ShardError(
-            f"{path} does not exist: prepare the data into this folder first"
-        ) from error
-    except Exception as error:  # the Rust library raises it bare for whatever it cannot parse
+            f"{folder / TOKENIZER_FILE} does not exist: prepare the data into this folder first"
+        )
+    files = {name: (folder / name).read_bytes() for name in _FILES if (folder / name).exists()}
+    path = folder / next(iter(files))
+    try:
+        tokenizer = tokenizer_of_files(files)
+    except InputError:
+        raise
+    except ValueError as error:
         raise ShardError(
             f"{path} is not a tokenizer ({error}): it is damaged, prepare the data again"
         ) from error

@@ -310,9 +310,9 @@ def sync_directory(path: Path) -> None:
         os.close(descriptor)
 
 
-def write_synced(path: Path, text: str) -> FileSum:
-    """Writes a text to a file and to the disk (fsync); returns its size and checksum."""
-    data = text.encode()
+def write_synced(path: Path, content: str | bytes) -> FileSum:
+    """Writes a text or bytes to a file and to the disk (fsync); returns its size and checksum."""
+    data = content.encode() if isinstance(content, str) else content
     with open(path, "wb") as file:
         file.write(data)
         file.flush()

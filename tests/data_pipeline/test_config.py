@@ -39,6 +39,7 @@ def test_order_and_place_are_not_in_the_spec_hash(change):
         {"text_field": "content"},
         {"source_field": "origin"},
         {"tokenizer": "bytes"},
+        {"tokenizer": "./mine"},
         {"vocab_size": 4000},
         {"tokenizer_sample_bytes": 1000},
         {"batch_tokens": 1000},
@@ -74,6 +75,26 @@ def test_what_does_not_apply_is_not_in_the_spec_hash():
 def _two_sources(**changes: Any) -> dict[str, Any]:
     sources = [{"name": "web", "input": ["w.txt"]}, {"name": "code", "input": ["c.txt"]}]
     return {"sources": sources} | changes
+
+
+def test_what_does_not_apply_to_a_tokenizer_that_exists_is_not_in_the_spec_hash():
+    plain = DataConfig(tokenizer="hf://our/words")
+    assert plain.spec_hash == DataConfig(tokenizer="hf://our/words", vocab_size=50257).spec_hash
+    with_end = DataConfig(tokenizer="hf://our/words", end_of_document="</s>")
+    assert plain.spec_hash != with_end.spec_hash
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"tokenizer": "bpee"}, r"tokenizer='bpee': it is 'bpe', 'bytes', a .json or .model file"),
+        ({"end_of_document": "</s>"}, r"end_of_document='</s>' is for a tokenizer that exists"),
+        ({"tokenizer": "bytes", "end_of_document": "x"}, r"tokenizer='bytes' has its own"),
+    ],
+)
+def test_a_tokenizer_that_cannot_be_is_refused(values, message):
+    with pytest.raises(ValidationError, match=message):
+        DataConfig.model_validate(values)
 
 
 def test_sources_are_listed_however_they_were_given():

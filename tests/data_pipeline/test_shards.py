@@ -18,7 +18,7 @@ from moebius.data_pipeline.shards import (
     shard_schema,
     verify_shard,
 )
-from moebius.data_pipeline.tokenizers.tokenizer import TOKENIZER_FILE
+from moebius.data_pipeline.tokenizers.interface import TOKENIZER_FILE
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 tokenizer is refused.
 """
 
+import os
 import subprocess
 import sys
 
@@ -11,15 +12,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moebius.data_pipeline.errors import ShardError
-from moebius.data_pipeline.tokenizers.tokenizer import (
+from moebius.data_pipeline.tokenizers.bpe import train_bpe
+from moebius.data_pipeline.tokenizers.huggingface import HuggingFaceTokenizer
+from moebius.data_pipeline.tokenizers.interface import (
     END_OF_DOCUMENT,
     TOKENIZER_FILE,
-    BpeTokenizer,
-    BytesTokenizer,
-    load_tokenizer,
     token_dtype,
-    train_bpe,
 )
+from moebius.data_pipeline.tokenizers.raw_bytes import BytesTokenizer
+from moebius.data_pipeline.tokenizers.tokenizer import load_tokenizer, save_tokenizer
 
 TEXTS = [
     "The router chose expert 12 and expert 34.",
@@ -27,6 +28,7 @@ TEXTS = [
     "naïve 日本語 😀 the the",
 ] * 5
 BPE = train_bpe(TEXTS, vocab_size=300)
+JSON = BPE.files[TOKENIZER_FILE].decode()
 BOTH = pytest.mark.parametrize("tokenizer", [BPE, BytesTokenizer()], ids=["bpe", "bytes"])
 
 ODD = [
@@ -93,10 +95,10 @@ def test_a_small_corpus_yields_a_smaller_vocabulary():
 
 def test_training_twice_and_with_other_thread_counts_gives_the_same_bytes():
     program = (
-        "from moebius.data_pipeline.tokenizers.tokenizer import train_bpe;"
+        "from moebius.data_pipeline.tokenizers.bpe import train_bpe;"
         f"print(train_bpe({TEXTS!r}, vocab_size=300).sha256)"
     )
-    environment = {"TOKENIZERS_PARALLELISM": "true", "RAYON_NUM_THREADS": "3"}
+    environment = os.environ | {"TOKENIZERS_PARALLELISM": "true", "RAYON_NUM_THREADS": "3"}
     other = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True, env=environment
     )
@@ -105,7 +107,7 @@ def test_training_twice_and_with_other_thread_counts_gives_the_same_bytes():
 
 @BOTH
 def test_a_saved_tokenizer_is_the_same(tokenizer, tmp_path):
-    (tmp_path / TOKENIZER_FILE).write_text(tokenizer.to_json())
+    save_tokenizer(tmp_path, tokenizer)
     loaded = load_tokenizer(tmp_path, sha256=tokenizer.sha256)
     assert type(loaded) is type(tokenizer)
     assert [ids.tolist() for ids in loaded.encode_batch(ODD)] == [
@@ -114,13 +116,13 @@ def test_a_saved_tokenizer_is_the_same(tokenizer, tmp_path):
 
 
 def test_another_tokenizer_is_refused(tmp_path):
-    (tmp_path / TOKENIZER_FILE).write_text(BPE.to_json())
+    save_tokenizer(tmp_path, BPE)
     with pytest.raises(ShardError, match=r"tokenizer.json has sha256 .* were made with"):
         load_tokenizer(tmp_path, sha256=BytesTokenizer().sha256)
 
 
 @pytest.mark.parametrize(
-    "content", [b"", b"[]", b"{}", b"\xff", b'{"type": "other"}', BPE.to_json()[:-40].encode()]
+    "content", [b"", b"[]", b"{}", b"\xff", b'{"type": "other"}', BPE.files[TOKENIZER_FILE][:-40]]
 )
 def test_what_is_no_tokenizer_is_refused(tmp_path, content):
     (tmp_path / TOKENIZER_FILE).write_bytes(content)
@@ -135,7 +137,7 @@ def test_a_missing_tokenizer_is_named(tmp_path):
 
 def test_a_foreign_tokenizer_without_an_end_of_document_is_refused():
     with pytest.raises(ValueError, match="has no token"):
-        BpeTokenizer(BPE.to_json().replace(END_OF_DOCUMENT, "<|other|>"))
+        HuggingFaceTokenizer(JSON.replace(END_OF_DOCUMENT, "<|other|>"))
 
 
 def test_token_width():

@@ -1,0 +1,94 @@
+"""Tokenizers that somebody else has made: a file, a folder, or a repository of the Hugging Face
+hub.
+
+    tok/tokenizer.json          any tokenizer of the `tokenizers` library
+    tok/spm.model               a SentencePiece model
+    tok                         a folder with tokenizer.json or tokenizer.model
+    hf://owner/name             a repository; hf://owner/name@revision pins a commit, tag or branch
+
+Which token ends a document is said by the caller, by the `eos_token` of the tokenizer_config.json
+that lies beside the tokenizer, or by the tokenizer itself (`tokenizer.tokenizer_of_files`). It must
+be one that no text can spell.
+"""
+
+from pathlib import Path
+
+from ..errors import InputError
+from .interface import CONFIG_FILE, MODEL_FILE, TOKENIZER_FILE, Tokenizer
+from .tokenizer import tokenizer_of_files
+
+_HUB = "hf://"
+
+
+def open_tokenizer(name: str, *, end_of_document: str = "") -> Tokenizer:
+    """Opens a tokenizer by its path or its name on the hub.
+
+    Raises:
+        InputError: there is none, it cannot be fetched or read, or it cannot end documents.
+    """
+    files = _from_hub(name) if name.startswith(_HUB) else _from_disk(name)
+    try:
+        return tokenizer_of_files(files, end_of_document=end_of_document)
+    except InputError:
+        raise
+    except ValueError as error:
+        raise InputError(f"tokenizer {name!r}: {error}") from error
+
+
+def _from_disk(name: str) -> dict[str, bytes]:
+    """Reads the files of a tokenizer, under the names that they have in a prepared folder."""
+    path = Path(name)
+    if path.is_dir():
+        path = next(
+            (path / file for file in (TOKENIZER_FILE, MODEL_FILE) if (path / file).exists()), path
+        )
+    kind = {".json": TOKENIZER_FILE, ".model": MODEL_FILE}.get(path.suffix)
+    if kind is None or not path.is_file():
+        raise InputError(
+            f"tokenizer {name!r}: there is no such .json or .model file, nor a folder with "
+            f"{TOKENIZER_FILE} or {MODEL_FILE}; a repository of the hub is {_HUB}owner/name"
+        )
+    try:
+        files = {kind: path.read_bytes()}
+        beside = path.with_name(CONFIG_FILE)
+        return files | ({CONFIG_FILE: beside.read_bytes()} if beside.is_file() else {})
+    except OSError as error:
+        raise InputError(f"tokenizer {name!r} cannot be read ({error.strerror})") from error
+
+
+def _from_hub(name: str) -> dict[str, bytes]:
+    """Downloads the files of a tokenizer (into the hub library's own cache)."""
+    try:
+        import huggingface_hub
+        from huggingface_hub import errors
+    except ImportError as error:
+        raise InputError(
+            f"tokenizer {name!r} needs a package: pip install 'moebius[hub]'"
+        ) from error
+    repository, _, revision = name.removeprefix(_HUB).partition("@")
+    files: dict[str, bytes] = {}
+    for file in (TOKENIZER_FILE, MODEL_FILE, CONFIG_FILE):
+        if file == MODEL_FILE and files:
+            continue
+        try:
+            path = huggingface_hub.hf_hub_download(repository, file, revision=revision or None)
+        except (errors.LocalEntryNotFoundError, errors.HFValidationError) as error:
+            raise _unreachable(name, error) from error
+        except errors.EntryNotFoundError:
+            continue
+        except OSError as error:  # HTTP errors are
+            raise _unreachable(name, error) from error
+        files[file] = Path(path).read_bytes()
+    if not {TOKENIZER_FILE, MODEL_FILE} & files.keys():
+        raise InputError(
+            f"tokenizer {name!r}: the repository has neither {TOKENIZER_FILE} nor {MODEL_FILE}"
+        )
+    return files
+
+
+def _unreachable(name: str, error: Exception) -> InputError:
+    reason = " ".join(str(error).split())  # the hub's library writes paragraphs
+    return InputError(
+        f"tokenizer {name!r} cannot be fetched from the hub ({reason}): check the name and your "
+        "access (HF_TOKEN), or download it and give its folder"
+    )

@@ -1,0 +1,42 @@
+"""Text as its UTF-8 bytes: no training, 257 ids, every string comes back."""
+
+import json
+from collections.abc import Sequence
+
+import numpy as np
+
+from ..config import NUM_BYTE_IDS
+from .interface import END_OF_DOCUMENT, TOKENIZER_FILE, hash_of_files
+
+KIND = "bytes"
+"""The `type` in its tokenizer.json, which no other library's file has."""
+
+
+class BytesTokenizer:
+    """Encodes text as its UTF-8 bytes, ids 0-255, and 256 for the end of a document."""
+
+    vocab_size: int = NUM_BYTE_IDS
+    end_of_document_id: int = NUM_BYTE_IDS - 1
+    end_of_document: str = END_OF_DOCUMENT
+    engine: str = "numpy"
+
+    @property
+    def files(self) -> dict[str, bytes]:
+        """Returns a tokenizer.json of the kind and the vocabulary size."""
+        described = json.dumps({"type": KIND, "vocab_size": self.vocab_size})
+        return {TOKENIZER_FILE: described.encode()}
+
+    @property
+    def sha256(self) -> str:
+        """Implements `Tokenizer.sha256`."""
+        return hash_of_files(self.files)
+
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """Implements `Tokenizer.encode_batch`."""
+        return [np.frombuffer(text.encode(), dtype=np.uint8).astype(np.uint16) for text in texts]
+
+    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
+        """Implements `Tokenizer.decode`."""
+        array = np.asarray(ids, dtype=np.int64)
+        data = array[(array >= 0) & (array < 256)].astype(np.uint8).tobytes()
+        return data.decode("utf-8", errors="replace")

@@ -1,0 +1,258 @@
+"""tiktoken gives the ids of `tokenizers`, for every text, or is not used."""
+
+import json
+import logging
+import random
+import string
+import sys
+import unicodedata
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tokenizers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import models, normalizers, pre_tokenizers
+
+from moebius.data_pipeline.tokenizers import fast, huggingface
+from moebius.data_pipeline.tokenizers.bpe import train_bpe
+from moebius.data_pipeline.tokenizers.fast import (
+    DIFFICULT_TEXTS,
+    FastEncoder,
+    UnsuitableError,
+    fast_encoder,
+)
+from moebius.data_pipeline.tokenizers.huggingface import HuggingFaceTokenizer
+from moebius.data_pipeline.tokenizers.interface import END_OF_DOCUMENT, TOKENIZER_FILE
+
+PROSE = [path.read_text() for path in sorted(Path(fast.__file__).parents[1].glob("*.py"))]
+BPE = train_bpe([*PROSE, *DIFFICULT_TEXTS * 5], vocab_size=3000)
+JSON = BPE.files[TOKENIZER_FILE].decode()
+LIBRARY = HuggingFaceTokenizer(JSON, engine="tokenizers")
+NASTY = " \n\r\t.,'-_<|>aebst019½٣\u00e9\u0301\u3000\u2028日한😀\x00\x1c\x85\u200d"
+
+
+def _same(texts):
+    assert BPE.engine == "tiktoken"
+    assert LIBRARY.engine == "tokenizers"
+    for text, found, expected in zip(
+        texts, BPE.encode_batch(texts), LIBRARY.encode_batch(texts), strict=True
+    ):
+        assert found.dtype == expected.dtype
+        assert found.tolist() == expected.tolist(), repr(text[:80])
+
+
+def test_difficult_texts_and_prose_have_the_same_ids():
+    _same([*DIFFICULT_TEXTS, *PROSE, END_OF_DOCUMENT, f"a {END_OF_DOCUMENT}{END_OF_DOCUMENT} b"])
+
+
+@settings(max_examples=300, deadline=None)
+@given(text=st.text(st.sampled_from(NASTY), max_size=60))
+def test_mixtures_of_nasty_characters_have_the_same_ids(text):
+    _same([text])
+
+
+@settings(max_examples=200, deadline=None)
+@given(text=st.text(st.characters(exclude_categories=["Cs"]), max_size=40))
+def test_any_text_has_the_same_ids(text):
+    _same([text])
+
+
+@settings(max_examples=100, deadline=None)
+@given(seed=st.integers(0, 10**6), vocab_size=st.integers(257, 600))
+def test_every_trained_tokenizer_is_proven(seed, vocab_size):
+    """Training never makes merges that fail condition 2, even on text of two letters."""
+    random.seed(seed)
+    texts = ["".join(random.choices("ab ", k=300)) for _ in range(3)]
+    trained = train_bpe(texts, vocab_size=vocab_size)
+    assert trained.engine == "tiktoken"
+    library = HuggingFaceTokenizer(trained.files[TOKENIZER_FILE].decode(), engine="tokenizers")
+    more = ["".join(random.choices("aab ", k=200)) for _ in range(5)]
+    assert [ids.tolist() for ids in trained.encode_batch(more)] == [
+        ids.tolist() for ids in library.encode_batch(more)
+    ]
+
+
+# ---- long texts
+
+LONG = {
+    "one letter": "a" * 10**7,
+    "random letters": "".join(random.Random(0).choices(string.ascii_lowercase, k=10**7)),
+    "blanks": " " * 10**7,
+}
+
+
+@pytest.mark.parametrize("kind", LONG)
+@pytest.mark.timeout(100)
+def test_ten_million_characters_without_a_boundary_are_encoded(kind):
+    (ids,) = BPE.encode_batch([LONG[kind]])
+    assert BPE.decode(ids) == LONG[kind]
+    short = LONG[kind][:200_000]
+    _same([short])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", LONG)
+def test_the_library_encodes_ten_million_characters_without_a_boundary_alike(kind):
+    _same([LONG[kind]])
+
+
+# ---- what is refused
+
+
+def _library(change=lambda library: None, **options):
+    """A tokenizer.json over all bytes and a few merges, changed by `change`."""
+    vocab = {character: i for i, character in enumerate(fast._byte_of_character())}
+    merges = options.pop("merges", [("a", "b"), ("c", "d"), ("ab", "cd")])
+    for left, right in merges:
+        vocab.setdefault(left + right, len(vocab))
+    vocab |= {token: len(vocab) + i for i, token in enumerate(options.pop("more", []))}
+    library = tokenizers.Tokenizer(models.BPE(vocab, merges, **options))
+    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    library.add_special_tokens([END_OF_DOCUMENT])
+    change(library)
+    return library.to_str()
+
+
+def _set(name, value):
+    return lambda library: setattr(library, name, value)
+
+
+def _split(pattern, behavior="isolated"):
+    return _set(
+        "pre_tokenizer",
+        pre_tokenizers.Sequence(
+            [
+                pre_tokenizers.Split(tokenizers.Regex(pattern), behavior),
+                pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+            ]
+        ),
+    )
+
+
+@pytest.mark.parametrize(
+    "text_json",
+    [_library(), _library(ignore_merges=True), *map(_library, map(_split, fast._KNOWN_SPLITS))],
+    ids=["gpt2", "ignore_merges", "llama3", "qwen2"],
+)
+def test_other_known_ways_of_splitting(text_json):
+    found = HuggingFaceTokenizer(text_json, engine="tiktoken")
+    expected = HuggingFaceTokenizer(text_json, engine="tokenizers")
+    texts = [*DIFFICULT_TEXTS, *PROSE, "abcd ab cd abab 12ab\n\nab !\n\n ab  cd"]
+    for one, other in zip(found.encode_batch(texts), expected.encode_batch(texts), strict=True):
+        assert one.tolist() == other.tolist()
+
+
+@pytest.mark.parametrize(
+    ("text_json", "reason"),
+    [
+        (_library(_set("normalizer", normalizers.NFC())), "it normalises text"),
+        (_library(lambda one: one.add_tokens(["abc"])), "searches the text for added .* 'abc'"),
+        (_library(_set("pre_tokenizer", pre_tokenizers.ByteLevel())), "without a blank in front"),
+        (_library(_set("pre_tokenizer", None)), "does not split text byte by byte"),
+        (_library(_set("pre_tokenizer", pre_tokenizers.Whitespace())), "does not split text byte"),
+        (_library(_split(fast._LLAMA3, "removed")), "in a way that has no equal"),
+        (_library(_split(r"\p{L}+")), "in a way that has no equal"),
+        (_library(byte_fallback=True), "its byte_fallback has no equal"),
+        (_library(dropout=0.5), "its dropout has no equal"),
+        (_library(unk_token="a"), "its unk_token has no equal"),
+        (_library(ignore_merges=True, more=["abab"]), "tokens that no merge makes, such as 'abab'"),
+        (
+            _library(merges=[("a", "b"), ("ab", "a"), ("b", "a"), ("a", "ba")]),
+            "two merges make the token b'aba'",
+        ),
+        (
+            _library(merges=[("b", "c"), ("p", "q"), ("pq", "b"), ("pqb", "c")]),
+            "merges before b'pqbc' do not leave b'pqb', b'c'",
+        ),
+    ],
+)
+def test_what_could_give_other_ids_is_refused(text_json, reason):
+    with pytest.raises(UnsuitableError, match=reason):
+        fast_encoder(text_json)
+
+
+def test_other_models_are_refused():
+    unigram = tokenizers.Tokenizer(models.Unigram([("a", -1.0)], 0, False))
+    unigram.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    with pytest.raises(UnsuitableError, match="it is no BPE but Unigram"):
+        fast_encoder(unigram.to_str())
+
+
+def test_the_second_condition_is_needed():
+    """Merges that it refuses do give other ids: "pqbc" is one token by bytes, two by pairs."""
+    text_json = _library(merges=[("b", "c"), ("p", "q"), ("pq", "b"), ("pqb", "c")])
+    vocab, merges = fast._bytes_of(json.loads(text_json)["model"])
+    by_bytes = FastEncoder(merges, fast._GPT2, vocab).encode("pqbc")
+    assert by_bytes is not None
+    by_pairs = HuggingFaceTokenizer(text_json, engine="tokenizers").encode_batch(["pqbc"])[0]
+    assert by_bytes.tolist() == [vocab[b"pqbc"]]
+    assert by_pairs.tolist() == [vocab[b"pq"], vocab[b"bc"]]
+
+
+def test_a_sample_that_comes_out_different_is_refused(monkeypatch):
+    monkeypatch.setattr(fast, "_GPT2_AFTER_DIGITS", fast._GPT2)
+    with pytest.raises(UnsuitableError, match=r"tiktoken gives other ids for '01234"):
+        fast_encoder(JSON)
+
+
+def test_a_fallback_is_said_once_with_its_reason(caplog):
+    huggingface._proven_encoder.cache_clear()
+    text_json = _library(_set("normalizer", normalizers.NFC()))
+    with caplog.at_level(logging.WARNING):
+        first, second = HuggingFaceTokenizer(text_json), HuggingFaceTokenizer(text_json)
+    assert first.engine == second.engine == "tokenizers"
+    (record,) = caplog.records
+    assert "encoding with `tokenizers`" in record.message
+    assert "it normalises text" in record.message
+
+
+# ---- versions of Unicode
+
+
+def test_a_character_in_doubt_is_left_to_the_library():
+    encoder = fast_encoder(JSON)
+    younger = next(  # than this Python
+        chr(code) for code in range(0x323B0, 0x110000) if unicodedata.category(chr(code)) == "Cn"
+    )
+    in_doubt = [f"a{younger}b", "a\U00011de0", "\U00016ff5", "a\u0378"]
+    assert all(encoder.encode(text) is None for text in in_doubt)
+    assert all(encoder.encode(text) is not None for text in ["plain", "naïve", "日本語", "😀 𝔘"])
+    _same(in_doubt)
+
+
+@pytest.mark.slow
+def test_both_libraries_agree_about_the_class_of_every_character():
+    """Merges of each character's first byte with a letter, a sign, a blank and itself in front
+    show whether the two were split: all 1,112,064 characters, one by one.
+    """
+    name = {byte: character for character, byte in fast._byte_of_character().items()}
+    leads = [*range(0x80), *range(0xC2, 0xF5)]
+    pairs = [(before, lead) for before in b"a. " for lead in leads]
+    pairs += [(last, lead) for last in range(0x80, 0xC0) for lead in range(0xC2, 0xF5)]
+    text_json = _library(
+        _set(
+            "pre_tokenizer",
+            pre_tokenizers.Sequence(
+                [
+                    pre_tokenizers.Digits(individual_digits=True),
+                    pre_tokenizers.ByteLevel(add_prefix_space=False),
+                ]
+            ),
+        ),
+        merges=[(name[left], name[right]) for left, right in dict.fromkeys(pairs)],
+    )
+    encoder = fast_encoder(text_json)
+    library = HuggingFaceTokenizer(text_json, engine="tokenizers")
+    different, compared = [], 0
+    for start in range(0, sys.maxunicode + 1, 2**14):
+        codes = [code for code in range(start, start + 2**14) if not 0xD800 <= code < 0xE000]
+        texts = [f"a{chr(c)}.{chr(c)} {chr(c)}z{chr(c)}{chr(c)}" for c in codes]
+        for text, expected in zip(texts, library.encode_batch(texts), strict=True):
+            ids = encoder.encode(text)
+            if ids is not None:
+                compared += 1
+                different += [] if np.array_equal(ids, expected) else [text]
+    assert different == []
+    assert compared > 250_000  # Unicode 14 has 290,000 assigned characters; the rest is in doubt

@@ -1,0 +1,181 @@
+"""Tokenizers that somebody else made: from files, folders and (a local copy of) the hub."""
+
+import json
+from pathlib import Path
+
+import pytest
+import tokenizers
+from fake_hub import serve_hub
+from tokenizers import models, pre_tokenizers, processors
+
+from moebius.data_pipeline.errors import InputError
+from moebius.data_pipeline.tokenizers.bpe import train_bpe
+from moebius.data_pipeline.tokenizers.hub import open_tokenizer
+from moebius.data_pipeline.tokenizers.interface import CONFIG_FILE, END_OF_DOCUMENT, TOKENIZER_FILE
+from moebius.data_pipeline.tokenizers.raw_bytes import BytesTokenizer
+from moebius.data_pipeline.tokenizers.tokenizer import load_tokenizer, save_tokenizer
+
+TEXTS = ["the router chose the expert", "the expert chose the token"] * 5
+OURS = train_bpe(TEXTS, vocab_size=280)
+
+
+def _word_level(**options) -> str:
+    """A tokenizer of another kind, that cuts texts off and adds tokens of its own."""
+    vocab = {"[UNK]": 0, "[SEP]": 1, "[EOT]": 2, "the": 3, "expert": 4, "plain": 5}
+    library = tokenizers.Tokenizer(models.WordLevel(vocab, unk_token="[UNK]"))
+    library.pre_tokenizer = pre_tokenizers.Whitespace()
+    library.add_special_tokens(["[UNK]", "[SEP]", "[EOT]"])
+    library.add_tokens(["plain"])
+    library.post_processor = processors.TemplateProcessing(
+        "$A [SEP]", special_tokens=[("[SEP]", 1)]
+    )
+    library.enable_truncation(3)
+    library.enable_padding(length=10)
+    return library.to_str()
+
+
+def _write(folder: Path, **files) -> Path:
+    folder.mkdir(exist_ok=True)
+    for name, content in files.items():
+        (folder / f"{name}.json").write_text(
+            content if isinstance(content, str) else json.dumps(content)
+        )
+    return folder
+
+
+def test_a_file_and_a_folder_are_opened(tmp_path):
+    folder = _write(
+        tmp_path / "t", tokenizer=_word_level(), tokenizer_config={"eos_token": "[SEP]"}
+    )
+    for name in (folder, folder / TOKENIZER_FILE):
+        tokenizer = open_tokenizer(str(name))
+        assert tokenizer.end_of_document == "[SEP]"
+        assert tokenizer.engine == "tokenizers"
+        (ids,) = tokenizer.encode_batch(["the the expert expert the"])
+        assert ids.tolist() == [3, 3, 4, 4, 3]  # neither cut off nor padded, and no [SEP]
+        assert tokenizer.decode([*ids, tokenizer.end_of_document_id]) == "the the expert expert the"
+
+
+def test_ours_and_raw_bytes_are_opened_as_others_are(tmp_path):
+    for tokenizer in (OURS, BytesTokenizer()):
+        folder = tmp_path / tokenizer.engine
+        folder.mkdir()
+        save_tokenizer(folder, tokenizer)
+        opened = open_tokenizer(str(folder))
+        assert opened.sha256 == tokenizer.sha256
+        assert opened.end_of_document == END_OF_DOCUMENT
+
+
+@pytest.mark.parametrize("config", [None, {}, {"eos_token": None}, {"eos_token": "[SEP]"}])
+def test_the_end_of_a_document_that_is_named_goes_first(tmp_path, config):
+    files = {} if config is None else {"tokenizer_config": config}
+    folder = _write(tmp_path / "t", tokenizer=_word_level(), **files)
+    assert open_tokenizer(str(folder), end_of_document="[EOT]").end_of_document_id == 2
+
+
+def test_the_end_of_a_document_may_be_an_object(tmp_path):
+    config = {"eos_token": {"content": "[EOT]", "lstrip": False}}
+    folder = _write(tmp_path / "t", tokenizer=_word_level(), tokenizer_config=config)
+    assert open_tokenizer(str(folder)).end_of_document == "[EOT]"
+
+
+def test_a_prepared_folder_keeps_the_end_of_a_document(tmp_path):
+    folder = _write(tmp_path / "t", tokenizer=_word_level())
+    by_end = {end: open_tokenizer(str(folder), end_of_document=end) for end in ("[SEP]", "[EOT]")}
+    assert by_end["[SEP]"].sha256 != by_end["[EOT]"].sha256
+    for tokenizer in by_end.values():
+        save_tokenizer(tmp_path, tokenizer)
+        loaded = load_tokenizer(tmp_path, sha256=tokenizer.sha256)
+        assert loaded.end_of_document == tokenizer.end_of_document
+
+
+@pytest.mark.parametrize(
+    ("end", "message"),
+    [
+        (
+            "",
+            r"no token '<\|end_of_document\|>'.*special tokens are '\[UNK\]', '\[SEP\]', '\[EOT\]'",
+        ),
+        ("[CLS]", r"no token '\[CLS\]' to end a document with; .* name one of them"),
+        ("plain", r"'plain' is not a special token: text that spells it would end a document"),
+        ("the", r"'the' is not a special token"),
+    ],
+)
+def test_what_cannot_end_a_document_is_refused(tmp_path, end, message):
+    folder = _write(tmp_path / "t", tokenizer=_word_level())
+    with pytest.raises(InputError, match=message):
+        open_tokenizer(str(folder), end_of_document=end)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("nowhere", "no such .json or .model file, nor a folder .* hf://owner/name"),
+        ("nowhere/tokenizer.json", "no such .json or .model file"),
+        ("empty", "no such .json or .model file, nor a folder with tokenizer.json"),
+        ("other.txt", "no such .json or .model file"),
+        ("broken.json", "'broken.json': "),
+        ("list.json", "tokenizer.json holds no JSON object"),
+        ("config.json", "not of the `tokenizers` library"),
+    ],
+)
+def test_what_is_no_tokenizer_is_refused(tmp_path, monkeypatch, name, message):
+    monkeypatch.chdir(_write(tmp_path, broken="{", list=[], config={"model_type": "bert"}))
+    Path("empty").mkdir()
+    Path("other.txt").write_text("")
+    with pytest.raises(InputError, match=message):
+        open_tokenizer(name)
+
+
+# ---- the hub
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    """Serves tokenizers, and lets the hub's library ask here; gives the requests so far."""
+    constants = pytest.importorskip("huggingface_hub.constants", reason="the extra `hub`")
+    repositories = {
+        "our/words": {
+            TOKENIZER_FILE: _word_level().encode(),
+            CONFIG_FILE: b'{"eos_token": "[SEP]"}',
+        },
+        "our/plain": {TOKENIZER_FILE: OURS.files[TOKENIZER_FILE]},
+        "our/weights": {"model.safetensors": b""},
+    }
+    with serve_hub(repositories) as (endpoint, requests):
+        monkeypatch.setattr(constants, "ENDPOINT", endpoint)
+        template = endpoint + "/{repo_id}/resolve/{revision}/{filename}"
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+        yield requests
+
+
+def test_a_repository_of_the_hub(hub):
+    assert open_tokenizer("hf://our/words").end_of_document == "[SEP]"
+    assert open_tokenizer("hf://our/words", end_of_document="[EOT]").end_of_document == "[EOT]"
+    assert open_tokenizer("hf://our/plain").sha256 == OURS.sha256
+
+
+def test_a_revision_of_a_repository(hub):
+    open_tokenizer("hf://our/plain@v1.2")
+    assert "GET /our/plain/resolve/v1.2/tokenizer.json" in hub
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("hf://our/nothing", "cannot be fetched from the hub .*Repository Not Found.*HF_TOKEN"),
+        ("hf://our/weights", "has neither tokenizer.json nor tokenizer.model"),
+        ("hf://a/b/c/d", "cannot be fetched from the hub"),
+    ],
+)
+def test_what_the_hub_does_not_have_is_said(hub, name, message):
+    with pytest.raises(InputError, match=message):
+        open_tokenizer(name)
+
+
+def test_an_unreachable_hub_is_said(hub, monkeypatch):
+    constants = pytest.importorskip("huggingface_hub.constants")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)  # else it tries for 20 seconds
+    with pytest.raises(InputError, match=r"cannot be fetched from the hub .*download it"):
+        open_tokenizer("hf://our/words")

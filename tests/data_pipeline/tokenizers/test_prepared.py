@@ -1,0 +1,78 @@
+"""What is prepared with each kind of tokenizer, and by each engine."""
+
+import pytest
+import tokenizers
+from small_corpus import sentences, write_jsonl
+from tokenizers import models, pre_tokenizers
+
+from moebius.data_pipeline.config import DataConfig
+from moebius.data_pipeline.errors import InputError
+from moebius.data_pipeline.making.prepare import prepare
+from moebius.data_pipeline.shards import TokenStream, prepared_tokenizer
+from moebius.data_pipeline.tokenizers import huggingface
+from moebius.data_pipeline.tokenizers.fast import UnsuitableError
+from moebius.data_pipeline.tokenizers.interface import CONFIG_FILE, TOKENIZER_FILE
+
+
+@pytest.fixture
+def words(tmp_path) -> str:
+    """The folder of a tokenizer of whole words whose end of document is "</s>"."""
+    texts = [*" ".join(sentences(0, 5)).split(), *(f"unused{n}" for n in range(300))]
+    library = tokenizers.Tokenizer(
+        models.WordLevel({word: n for n, word in enumerate(["[UNK]", *sorted({*texts})])}, "[UNK]")
+    )
+    library.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    library.add_special_tokens(["</s>", "<doc>"])
+    folder = tmp_path / "words"
+    folder.mkdir()
+    library.save(str(folder / TOKENIZER_FILE))
+    (folder / CONFIG_FILE).write_text('{"eos_token": "</s>"}')
+    return str(folder)
+
+
+def _config(tmp_path, **values) -> DataConfig:
+    write_jsonl(tmp_path / "a.jsonl", sentences(0, 5))
+    return DataConfig(input=(str(tmp_path / "a.jsonl"),), **values)
+
+
+@pytest.mark.parametrize("end", ["", "<doc>"])
+def test_a_tokenizer_that_exists_is_copied_and_used(tmp_path, words, end):
+    config = _config(tmp_path, tokenizer=words, end_of_document=end)
+    manifest = prepare(config, tmp_path / "d")
+    tokenizer = prepared_tokenizer(tmp_path / "d")
+    assert tokenizer.end_of_document == (end or "</s>")
+    assert manifest.end_of_document_id == tokenizer.end_of_document_id
+    assert manifest.tokenizer_sha256 == tokenizer.sha256
+    found = []
+    for split in ("train", "validation"):
+        stream = TokenStream(tmp_path / "d", split)
+        for batch in range(stream.num_batches):
+            for tokens in stream.read_documents(batch)["tokens"].to_pylist():
+                assert tokens[-1] == tokenizer.end_of_document_id
+                found.append(tokenizer.decode(tokens))
+    assert sorted(found) == sorted(" ".join(text.split()) for text in sentences(0, 5))
+
+
+def test_a_vocabulary_that_has_no_room_is_said_before_tokens_are_made(tmp_path, words):
+    with pytest.raises(InputError, match=r"has \d+ ids, more than data.vocab_size=257: set data"):
+        prepare(_config(tmp_path, tokenizer=words, vocab_size=257), tmp_path / "d")
+
+
+def test_both_engines_make_the_same_folder(tmp_path, monkeypatch):
+    config = _config(tmp_path, vocab_size=300)
+    prepare(config, tmp_path / "fast")
+    assert prepared_tokenizer(tmp_path / "fast").engine == "tiktoken"
+
+    def unsuitable(text_json):
+        raise UnsuitableError("for this test")
+
+    monkeypatch.setattr(huggingface, "fast_encoder", unsuitable)
+    huggingface._proven_encoder.cache_clear()
+    prepare(config, tmp_path / "slow")
+    assert prepared_tokenizer(tmp_path / "slow").engine == "tokenizers"
+    huggingface._proven_encoder.cache_clear()
+    contents = [
+        {path.name: path.read_bytes() for path in (tmp_path / name).iterdir()}
+        for name in ("fast", "slow")
+    ]
+    assert contents[0] == contents[1]
