@@ -2,7 +2,9 @@
 
 import pytest
 
+from moebius.model.attention_config import ATTENTION
 from moebius.model.config import ModelConfig
+from moebius.model.sections import merge, set_value
 
 
 @pytest.mark.parametrize(
@@ -28,3 +30,25 @@ from moebius.model.config import ModelConfig
 def test_what_is_no_section_is_explained(attention: object, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         ModelConfig.model_validate({"attention": attention})
+
+
+def test_a_value_of_no_known_kind_keeps_no_keys_of_the_old_one() -> None:
+    assert ATTENTION.of_kind({"num_heads": 3}, "densee") == {}
+    assert ATTENTION.of_kind({"num_heads": 3}, ["dense"]) == {}
+
+
+def test_a_section_of_another_kind_takes_the_place_of_the_old_one() -> None:
+    base = {"attention": {"kind": "switchhead", "num_heads": 3, "num_experts": 7}, "halting": 1}
+    changes = {"attention": {"kind": "dense", "d_head": 8}}
+    assert merge(base, changes, {"attention": ATTENTION}) == {
+        "attention": {"kind": "dense", "num_heads": 3, "d_head": 8},
+        "halting": 1,
+    }
+    assert merge(base, changes, {})["attention"] == {"kind": "dense", "d_head": 8}
+
+
+def test_a_value_has_no_keys() -> None:
+    values = {"train": {"steps": 5}}
+    with pytest.raises(ValueError, match=r"train\.steps is not a section"):
+        set_value(values, "train.steps.x", 3, {})
+    assert values == {"train": {"steps": 5}}

@@ -237,6 +237,22 @@ def test_an_odd_rotary_width_is_refused_and_the_default_is_even() -> None:
         ({"attention.top_k": 5, "attention.num_experts": 4}, "top_k=5 is more than"),
         ({"attention.single_expert": "gated_experts", "attention.num_experts": 1}, "set top_k=1"),
         ({"d_model": 0}, "greater than 0"),
+        (
+            {"attention.kind": "momha", "attention.top_k": 9, "attention.num_experts": 4},
+            r"top_k=9 is more than num_experts=4 ",
+        ),
+        (
+            {"attention.kind": "momha", "attention.num_experts": 1},
+            "top_k=2 is more than num_experts=1: set top_k=1",
+        ),
+        (
+            {"feed_forward.shared_sum": "mean"},
+            'shared_sum="mean" with num_shared_experts=0: there is nothing to weigh',
+        ),
+        (
+            {"feed_forward.sparse_layers": 2},
+            "sparse_layers=2 with layers_per_group=2 leaves no layer with experts",
+        ),
     ],
 )
 def test_sizes_that_do_not_fit_are_refused(changes: dict, message: str) -> None:

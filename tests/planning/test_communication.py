@@ -347,3 +347,28 @@ def test_a_table_that_is_missing_is_refused(tmp_path: Path) -> None:
 def test_one_size_is_not_enough_for_two_numbers() -> None:
     with pytest.raises(ValueError, match="two message sizes"):
         fit_hockney([(1e3, 1e-3), (1e3, 2e-3)])
+
+
+def test_a_fit_is_never_negative() -> None:
+    """The better of latency alone and bandwidth alone where least squares want a negative part."""
+    falling = fit_hockney([(1e3, 2e-3), (1e6, 1e-3)])
+    assert falling.beta_s_per_byte == 0
+    assert 1e-3 < falling.alpha_s < 2e-3
+    steep = fit_hockney([(1e3, 1e-6), (1e6, 1.0)])
+    assert steep.alpha_s == 0
+    assert 1e-9 < steep.beta_s_per_byte < 1e-6
+
+
+def test_one_measured_size_grows_in_proportion() -> None:
+    table = make_table({("all_reduce", 8): {1e3: 2e-3}})
+    ask = dict(world=8, ranks_per_node=8)
+    assert table.seconds("all_reduce", num_bytes=500, **ask) == 2e-3
+    assert table.seconds("all_reduce", num_bytes=4e3, **ask) == pytest.approx(8e-3)
+    node = strided_group(8, 1, 8)
+    assert collective_s("all_reduce", 4e3, node, H100, table=table) == pytest.approx(8e-3)
+
+
+def test_a_rank_alone_waits_for_nobody() -> None:
+    assert dispatch_ms(QWEN3_30B, "alltoall", ep=1, tokens=100) == 0
+    assert collective_s("all_reduce", 4e3, strided_group(1, 1, 8), H100) == 0
+    assert collective_s("all_reduce", 0, strided_group(8, 1, 8), H100) == 0

@@ -260,6 +260,8 @@ def test_measured_tables_and_recorded_loads_are_taken(
         (["smoke", "--hardware", "h2000"], "there is no hardware 'h2000': choose h100, h200"),
         (["smoke", "--nodes", "0"], "'0' is no number of nodes"),
         (["smoke", "--nodes", "1", "…"], "a number must follow …"),
+        (["smoke", "--nodes", "…", "4"], "--nodes … 4: … must stand between two numbers"),
+        (["smoke", "--nodes", "1", "…", "..", "4"], ".. must stand between two numbers"),
         (["smoke", "--tokens-per-rank", "0"], "--tokens-per-rank 0"),
         (["smoke", "--skew", "missing"], "missing: cannot be read"),
         (["smoke", "--skew", "-1"], "a Dirichlet concentration must be above 0"),

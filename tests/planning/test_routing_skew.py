@@ -92,5 +92,8 @@ def test_no_loads_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"kind": "train", "step": 1}\n')
     with pytest.raises(ValueError, match="has no expert loads"):
         recorded_skew(tmp_path)
+    (tmp_path / "metrics.jsonl").write_text('{"kind": "train"}\n{"kind": "tr\n')
+    with pytest.raises(ValueError, match=r"metrics\.jsonl: is not JSON lines: Unterminated string"):
+        recorded_skew(tmp_path)
     with pytest.raises(ValueError, match="above 0"):
         dirichlet_skew(0)

@@ -76,6 +76,18 @@ def test_a_toml_file_may_build_on_a_recipe(tmp_path: Path) -> None:
         (["model.attention.positions.width=3"], r"positions.width=3 with d_head=32"),
         (["model.vocab_size=100"], r"model.vocab_size=100 is smaller than the 4096 token ids"),
         (["job.name=a/b"], r"job.name"),
+        (["train.steps.x=3"], r"override 'train.steps.x=3': train.steps is not a section"),
+        (
+            ["model.rotary_base=500"],
+            r"model.rotary_base: unknown key; it is now model.attention.positions.base",
+        ),
+        (
+            [
+                "model.attention.positions.kind=learned",
+                "model.attention.positions.max_positions=64",
+            ],
+            r"data.seq_len=128 is more than the .*max_positions=64 positions that are learned",
+        ),
     ],
 )
 def test_a_mistake_is_answered_with_one_clear_error(overrides: list[str], message: str) -> None:

@@ -488,3 +488,20 @@ def test_starting_values_are_the_papers() -> None:
         (layer.sparse.experts.w_down, 16),
     ):
         assert value.std().item() == pytest.approx(math.sqrt(0.1 / fan_in), rel=0.05)
+
+
+@pytest.mark.parametrize("name", ["sequences_per_group", "evaluation_sequences_per_group"])
+def test_stretches_must_divide_the_sequence(name: str) -> None:
+    options = {"sequences_per_group": 4, name: 8}
+    config = TokenMixingConfig.model_validate(options | {"axis": "sequence"})
+    config.check_length(16)
+    with pytest.raises(ValueError, match=rf"{name}=8 .* does not divide the 12 rows.*a divisor"):
+        config.check_length(12)
+    TokenMixingConfig.model_validate(options).check_length(12)
+
+
+def test_a_mixture_has_no_routes_of_rows() -> None:
+    layer = make_layer(MOT)
+    routing = layer.router(rows(4, 3).flatten(0, 1), batch_size=4)
+    with pytest.raises(TypeError, match=r"no routes of its rows; `slot_routes` lists those"):
+        _ = routing.routes

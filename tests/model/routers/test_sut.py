@@ -472,6 +472,10 @@ def test_all_experts_and_their_biases_are_sharded() -> None:
         ({"halting": {}, "norm": "pre"}, "norm"),
         ({"halting": {}, "feed_forward.router": {"kind": "sigmoid"}}, 'router.kind="sut"'),
         ({"halting": {}, "feed_forward.kind": "dense"}, 'router.kind="sut"'),
+        (
+            {"halting": {}, "feed_forward.num_shared_experts": 2},
+            "halting with num_shared_experts=2: shared experts would go on working",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused_with_its_reason(changes: dict, message: str) -> None:

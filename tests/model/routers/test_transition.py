@@ -144,3 +144,8 @@ def test_what_cannot_be_is_refused() -> None:
         ROUTER.read({"kind": "transition", "sequences_per_group": 1})
     with pytest.raises(ValueError, match=r"switch_step"):
         ROUTER.read({"kind": "transition", "switch_step": 0})
+    with pytest.raises(
+        ValueError,
+        match=r"num_experts=16 must be router.sequences_per_group=4 × router.top_k=1 = 4, so that",
+    ):
+        TransitionConfig(sequences_per_group=4).check(16)
