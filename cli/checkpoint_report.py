@@ -4,13 +4,11 @@ other ranks.
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -161,26 +159,6 @@ def reshard_for(
         f"  {files} files, {_size_of(out) / 2**20:,.1f} MiB, verified; "
         f"{time.monotonic() - started:.1f} s"
     )
-
-
-@contextmanager
-def progress_bars(console: Console) -> Iterator[StartProgress]:
-    """Yields a `Watch` that draws a bar for each pass over the bytes; none where nobody watches."""
-    columns: Sequence[Any] = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(
-        *columns, console=console, transient=True, disable=not console.is_terminal
-    ) as progress:
-
-        def start_progress(what: str, num_bytes: int):
-            task = progress.add_task(what, total=num_bytes)
-            return lambda more: progress.advance(task, more)
-
-        yield start_progress
 
 
 def _expert_maps(

@@ -68,7 +68,8 @@ def _verify(options: argparse.Namespace) -> int:
     """Carries out `moebius ckpt verify`."""
     from rich.console import Console
 
-    from .checkpoint_report import progress_bars, verify_each
+    from .checkpoint_report import verify_each
+    from .progress import progress_bars
 
     problems = []
     with progress_bars(Console(stderr=True)) as start_progress:
@@ -119,7 +120,8 @@ def _reshard(options: argparse.Namespace) -> int:
     """Carries out `moebius ckpt reshard`."""
     from rich.console import Console
 
-    from .checkpoint_report import progress_bars, reshard_for
+    from .checkpoint_report import reshard_for
+    from .progress import progress_bars
 
     mesh = {key: getattr(options, key) for key in ("ep", "dp_shard", "dp_replicate", "sharding")}
     with progress_bars(Console(stderr=True)) as start_progress:
@@ -166,7 +168,7 @@ def _export(options: argparse.Namespace) -> int:
 
     from ..distributed.checkpoint.files import find_checkpoint
     from ..export.safetensors import export, parse_size
-    from .checkpoint_report import progress_bars
+    from .progress import progress_bars
 
     with progress_bars(Console(stderr=True)) as start_progress:
         exported = export(
