@@ -44,7 +44,7 @@ def _add_prepare(commands: Commands) -> None:
         nargs="+",
         metavar="TEXT",
         default=["embedded"],
-        help=".txt, .jsonl, .jsonl.zst, .parquet: files, globs or URLs; `embedded` is the prose "
+        help=".txt, .jsonl (.gz, .zst), .parquet, .arrow: files, folders, globs or URLs; `embedded` is the prose "
         "that Python carries",
     )
     parser.add_argument(

@@ -90,9 +90,9 @@ class Stage(BaseModel):
 class DataConfig(BaseModel):
     """Names sources, tokenizer and order of one data set.
 
-    `input` and `validation_input` take file names, globs and fsspec URLs of .txt, .jsonl,
-    .jsonl.zst and .parquet, and the word "embedded" for the English prose that every Python
-    carries. With an empty `validation_input`, documents whose hash falls below
+    `input` and `validation_input` take file names, folders, globs and fsspec URLs of .txt and .jsonl
+    (also .gz and .zst), .parquet and .arrow, and the word "embedded" for the English prose that
+    every Python carries. With an empty `validation_input`, documents whose hash falls below
     `validation_fraction` are held out of `input`. Text of several kinds is given as `sources`
     instead; `input` is short for the one source "text".
     """

@@ -1,8 +1,9 @@
 """From file names, globs and URLs to documents.
 
 1. `plan_splits` expands what the user gave into input splits: one file, or a byte range (.txt,
-   .jsonl) or range of row groups (.parquet) of a large one, in sorted order. A .jsonl.zst is one
-   split: zstd has no way into its middle.
+   .jsonl), row groups (.parquet) or record batches (.arrow) of a large one, in sorted order. A
+   compressed .txt or .jsonl is one split, for there is no way into its middle, and so is an Arrow
+   stream. A folder is all files in it that can be read.
 2. `read_documents` reads one split. It is a pure function of the split and the file, so it can run
    on any machine.
 
@@ -13,6 +14,7 @@ JSON lines takes about 100 MB/s/core.
 
 import json
 import zipfile
+import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -29,15 +31,30 @@ from .corpus import NUM_PARTS, embedded_part
 from .errors import InputError
 
 EMBEDDED = "embedded"
-Kind = Literal["embedded", "txt", "jsonl", "jsonl.zst", "parquet"]
+Kind = Literal[
+    "embedded",
+    "txt",
+    "txt.gz",
+    "txt.zst",
+    "jsonl",
+    "jsonl.gz",
+    "jsonl.zst",
+    "parquet",
+    "arrow",
+]
 Role = Literal["train", "validation", "both"]
 
 _SUFFIXES: dict[str, Kind] = {
     ".txt": "txt",
+    ".txt.gz": "txt.gz",
+    ".txt.zst": "txt.zst",
     ".jsonl": "jsonl",
+    ".jsonl.gz": "jsonl.gz",
     ".jsonl.zst": "jsonl.zst",
     ".parquet": "parquet",
+    ".arrow": "arrow",
 }
+_COMPRESSED = (".gz", ".zst")
 _PACKAGES = {
     "s3": "s3fs",
     "s3a": "s3fs",
@@ -62,9 +79,10 @@ _TEXT_DOCUMENT_MAX_CHARS = 4 * _TEXT_DOCUMENT_CHARS
 class InputSplit:
     """Names a part of the input that one task reads: units [start, stop) of a file.
 
-    The unit is a byte (.txt, .jsonl), a row group (.parquet), a part of the embedded corpus, or the
-    file (.jsonl.zst). A line belongs to the split in which it begins. `size` is the whole file's,
-    to notice that it has changed. `number` counts the splits of a source, `source` is its name.
+    The unit is a byte (.txt, .jsonl), a row group (.parquet), a record batch (.arrow), a part of the
+    embedded corpus, or the file (what is compressed, an Arrow stream). A line belongs to the split
+    in which it begins. `size` is the whole file's, to notice that it has changed. `number` counts
+    the splits of a source, `source` is its name.
     """
 
     source: str
@@ -130,10 +148,10 @@ def read_documents(split: InputSplit, *, text_field: str, source_field: str) -> 
     """
     if split.kind == "embedded":
         records = ((row, text, EMBEDDED) for row, text in embedded_part(split.start))
-    elif split.kind == "txt":
+    elif split.kind.startswith("txt"):
         records = ((row, text, None) for row, text in enumerate(_text_documents(split)))
-    elif split.kind == "parquet":
-        records = _parquet_records(split, text_field, source_field)
+    elif split.kind in ("parquet", "arrow"):
+        records = _columnar_records(split, text_field, source_field)
     else:
         records = _json_records(split, text_field, source_field)
     for row, text, source in records:
@@ -165,18 +183,32 @@ def _expand(pattern: str) -> Iterator[tuple[str, Kind, int]]:
         paths = [path] if fs.exists(path) else sorted(str(p) for p in fs.glob(path) if fs.isfile(p))
         if not paths:
             raise InputError(_nothing_there(pattern))
+        if len(paths) == 1 and fs.isdir(paths[0]):
+            paths = _readable_files(fs, paths[0], pattern)
         for found in paths:
-            if fs.isdir(found):
-                raise InputError(
-                    f"input {pattern!r} is a folder: name its files with a glob such as "
-                    f"{pattern}/*.jsonl"
-                )
             url = found if _is_local(fs) else str(fs.unstrip_protocol(found))
             yield url, _kind(url), _size(fs, found, url)
     except OSError as error:
         raise InputError(
             f"input {pattern!r} cannot be listed ({_reason(error)}): check the name and your access"
         ) from error
+
+
+def _readable_files(fs: Any, folder: str, pattern: str) -> list[str]:
+    """Returns the files below a folder whose ending is known, sorted; hidden ones are left out."""
+    prefix = f"{folder.rstrip('/')}/"
+    inside = {str(path): str(path).removeprefix(prefix).split("/") for path in fs.find(folder)}
+    paths = [
+        path
+        for path, parts in inside.items()
+        if path.endswith(tuple(_SUFFIXES)) and not any(part.startswith(".") for part in parts)
+    ]
+    if not paths:
+        raise InputError(
+            f"input {pattern!r} is a folder without files that are read: {len(inside)} files, none "
+            f"of which ends in {', '.join(_SUFFIXES)}"
+        )
+    return sorted(paths)
 
 
 def _filesystem(url: str) -> tuple[Any, str]:
@@ -239,7 +271,9 @@ def _ranges(url: str, kind: Kind, size: int, split_bytes: int) -> Iterator[tuple
         bounds = list(range(NUM_PARTS + 1))
     elif kind == "parquet":
         bounds = _row_group_bounds(url, split_bytes)
-    elif kind == "jsonl.zst":
+    elif kind == "arrow":
+        bounds = _record_batch_bounds(url, size, split_bytes)
+    elif kind.endswith(_COMPRESSED):
         bounds = [0, 1]
     else:
         bounds = [*range(0, max(size, 1), split_bytes), size]
@@ -247,7 +281,7 @@ def _ranges(url: str, kind: Kind, size: int, split_bytes: int) -> Iterator[tuple
 
 
 def _row_group_bounds(url: str, split_bytes: int) -> list[int]:
-    with _opened(url) as file, _parquet_errors(url):
+    with _opened(url) as file, _columnar_errors(url):
         metadata = pq.ParquetFile(file).metadata
         sizes = [
             metadata.row_group(group).total_byte_size for group in range(metadata.num_row_groups)
@@ -259,6 +293,17 @@ def _row_group_bounds(url: str, split_bytes: int) -> list[int]:
             filled = 0
         filled += group_bytes
     return [*bounds, len(sizes)]
+
+
+def _record_batch_bounds(url: str, size: int, split_bytes: int) -> list[int]:
+    """Cuts an Arrow file evenly by its number of batches, for their sizes are not in its footer."""
+    with _opened(url) as file, _columnar_errors(url):
+        reader = _arrow_reader(file)
+        if not isinstance(reader, pa.ipc.RecordBatchFileReader):
+            return [0, 1]
+        num_batches = reader.num_record_batches
+    num_splits = max(1, min(num_batches, -(-size // split_bytes)))
+    return [num_batches * part // num_splits for part in range(num_splits + 1)]
 
 
 # ---- bytes to lines
@@ -290,7 +335,7 @@ def _reason(error: OSError) -> str:
 def _split_lines(split: InputSplit) -> Iterator[tuple[int, int | None, bytes]]:
     """Yields (byte offset, line number where known, line) of the lines that begin in the split."""
     with _opened(split.url, split.size) as file:
-        if split.kind == "jsonl.zst":
+        if split.kind.endswith(_COMPRESSED):
             offset, lines = 0, _lines(_decompressed(file, split.url))
         else:
             offset, lines = split.start, _lines(_chunks(file))
@@ -298,7 +343,7 @@ def _split_lines(split: InputSplit) -> Iterator[tuple[int, int | None, bytes]]:
                 file.seek(offset - 1)
                 offset += len(next(lines, b"")) - 1
         for number, line in enumerate(lines, start=1):
-            if split.kind != "jsonl.zst" and offset >= split.stop:
+            if not split.kind.endswith(_COMPRESSED) and offset >= split.stop:
                 return
             yield offset, number if split.start == 0 else None, line
             offset += len(line)
@@ -310,29 +355,33 @@ def _chunks(file: IO[bytes]) -> Iterator[bytes]:
 
 
 def _decompressed(file: IO[bytes], url: str) -> Iterator[bytes]:
-    """Decompresses zstd frames, one after the other.
+    """Decompresses zstd frames or gzip members, one after the other.
 
-    A frame that ends too early is an error, which zstd's own reader hides.
+    One that ends too early is an error, which the libraries' own readers hide.
     """
-    frame = zstandard.ZstdDecompressor().decompressobj()
+    name, member, start = ("gzip", "member", lambda: zlib.decompressobj(wbits=31))
+    if url.endswith(".zst"):
+        name, member = "zstd", "frame"
+        start = zstandard.ZstdDecompressor().decompressobj
+    frame: Any = start()
     pending = False
     for chunk in _chunks(file):
         while chunk:
             try:
                 text = frame.decompress(chunk)
-            except zstandard.ZstdError as error:
+            except (zstandard.ZstdError, zlib.error) as error:
                 raise InputError(
-                    f"{url} is not valid zstd ({error}): it is damaged, fetch it again"
+                    f"{url} is not valid {name} ({error}): it is damaged, fetch it again"
                 ) from error
             if text:
                 yield text
             pending, chunk = not frame.eof, b""
             if frame.eof:
                 chunk = frame.unused_data
-                frame = zstandard.ZstdDecompressor().decompressobj()
+                frame = start()
     if pending:
         raise InputError(
-            f"{url} ends in the middle of a zstd frame: it is truncated, fetch it again"
+            f"{url} ends in the middle of a {name} {member}: it is truncated, fetch it again"
         )
 
 
@@ -351,7 +400,7 @@ def _lines(chunks: Iterable[bytes]) -> Iterator[bytes]:
 
 
 def _where(split: InputSplit, offset: int, number: int | None) -> str:
-    unpacked = " (unpacked)" if split.kind == "jsonl.zst" else ""
+    unpacked = " (unpacked)" if split.kind.endswith(_COMPRESSED) else ""
     return f"{split.url}, byte {offset}{unpacked}" + (f", line {number}" if number else "")
 
 
@@ -438,36 +487,63 @@ def _source_of(record: dict[str, Any], source_field: str) -> str | None:
     return source if isinstance(source, str) else None
 
 
-# ---- parquet
+# ---- columns
 
 
 @contextmanager
-def _parquet_errors(url: str) -> Iterator[None]:
+def _columnar_errors(url: str) -> Iterator[None]:
+    name = "Parquet" if url.endswith(".parquet") else "Arrow"
     try:
         yield
     except (pa.ArrowException, UnicodeDecodeError) as error:
         raise InputError(
-            f"{url} is not a readable Parquet file ({error}): check that it is whole"
+            f"{url} is not a readable {name} file ({error}): check that it is whole"
         ) from error
 
 
-def _parquet_records(
+def _columnar_records(
     split: InputSplit, text_field: str, source_field: str
 ) -> Iterator[tuple[int, str, str | None]]:
-    with _opened(split.url, split.size) as file, _parquet_errors(split.url):
-        parquet = pq.ParquetFile(file)
-        columns = _parquet_columns(split.url, parquet.schema_arrow, text_field, source_field)
-        row = 0
-        for batch in parquet.iter_batches(
-            64, row_groups=range(split.start, split.stop), columns=columns
-        ):
+    batches = _parquet_batches if split.kind == "parquet" else _arrow_batches
+    row = 0
+    with _opened(split.url, split.size) as file, _columnar_errors(split.url):
+        for batch in batches(file, split, text_field, source_field):
             for record in batch.to_pylist():
                 # A missing value is an empty document: dropped and counted like one.
                 yield row, record[text_field] or "", _source_of(record, source_field)
                 row += 1
 
 
-def _parquet_columns(url: str, schema: pa.Schema, text_field: str, source_field: str) -> list[str]:
+def _parquet_batches(
+    file: IO[bytes], split: InputSplit, text_field: str, source_field: str
+) -> Iterator[pa.RecordBatch]:
+    parquet = pq.ParquetFile(file)
+    columns = _columns(split.url, parquet.schema_arrow, text_field, source_field)
+    yield from parquet.iter_batches(64, row_groups=range(split.start, split.stop), columns=columns)
+
+
+def _arrow_batches(
+    file: IO[bytes], split: InputSplit, text_field: str, source_field: str
+) -> Iterator[pa.RecordBatch]:
+    reader = _arrow_reader(file)
+    columns = _columns(split.url, reader.schema, text_field, source_field)
+    is_file = isinstance(reader, pa.ipc.RecordBatchFileReader)
+    whole = map(reader.get_batch, range(split.start, split.stop)) if is_file else reader
+    for batch in whole:
+        chosen = batch.select(columns)
+        chosen.validate(full=True)  # Arrow believes the offsets that stand in a file
+        for start in range(0, chosen.num_rows, 64):
+            yield chosen.slice(start, 64)
+
+
+def _arrow_reader(file: IO[bytes]) -> Any:
+    """Opens an Arrow file, or the stream that other programs write under the same ending."""
+    is_file = file.read(6) == b"ARROW1"
+    file.seek(0)
+    return pa.ipc.open_file(file) if is_file else pa.ipc.open_stream(file)
+
+
+def _columns(url: str, schema: pa.Schema, text_field: str, source_field: str) -> list[str]:
     if text_field not in schema.names:
         names = ", ".join(map(repr, schema.names))
         raise InputError(

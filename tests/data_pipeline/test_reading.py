@@ -1,5 +1,6 @@
 """Every input form gives its documents, however it is split; every bad input gives one clear error."""
 
+import gzip
 import json
 
 import fsspec
@@ -7,6 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import zstandard
+from fake_hub import serve_hub
 
 from moebius.data_pipeline.config import DataConfig
 from moebius.data_pipeline.errors import InputError
@@ -26,6 +28,13 @@ def _write(path, texts):
     if path.suffix == ".parquet":
         table = pa.table({"text": texts, "source": ["a"] * len(texts)})
         pq.write_table(table, path, row_group_size=2)
+    elif path.suffix in (".arrow", ".stream"):
+        table = pa.table({"text": texts, "source": ["a"] * len(texts), "other": [1] * len(texts)})
+        new = pa.ipc.new_file if path.suffix == ".arrow" else pa.ipc.new_stream
+        with new(path, table.schema) as writer:
+            writer.write_table(table, max_chunksize=2)
+    elif path.suffix == ".gz":
+        path.write_bytes(gzip.compress(_lines(texts)))
     elif path.suffix == ".zst":
         path.write_bytes(zstandard.compress(_lines(texts)))
     else:
@@ -50,21 +59,65 @@ def _read(*inputs, **options):
     )
 
 
-@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.zst", "a.parquet"])
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.jsonl.zst", "a.parquet", "a.arrow"])
 def test_records_come_back_in_order(tmp_path, name):
     _write(tmp_path / name, TEXTS)
     texts, sources, _ = _read(tmp_path / name)
     assert texts == TEXTS
-    assert set(sources) == {"a" if name == "a.parquet" else name}
+    assert set(sources) == {"a" if name in ("a.parquet", "a.arrow") else name}
 
 
 @pytest.mark.parametrize("split_bytes", [1, 7, 50, 333, 10**6])
-@pytest.mark.parametrize("name", ["a.jsonl", "a.parquet"])
+@pytest.mark.parametrize("name", ["a.jsonl", "a.parquet", "a.arrow"])
 def test_splitting_a_file_changes_nothing(tmp_path, name, split_bytes):
     _write(tmp_path / name, TEXTS * 3)
     texts, _, num_splits = _read(tmp_path / name, split_bytes=split_bytes)
     assert texts == TEXTS * 3
     assert (num_splits > 1) == (split_bytes < 500)
+
+
+def test_an_arrow_stream_is_one_split(tmp_path):
+    _write(tmp_path / "a.stream", TEXTS * 3)
+    (tmp_path / "a.stream").rename(tmp_path / "a.arrow")
+    texts, _, num_splits = _read(tmp_path / "a.arrow", split_bytes=1)
+    assert texts == TEXTS * 3
+    assert num_splits == 1
+
+
+@pytest.mark.parametrize("ending", ["gz", "zst"])
+def test_a_compressed_text_file_is_the_same_text(tmp_path, ending):
+    content = "".join(f"Paragraph {n}.\n\n" for n in range(2000)).encode()
+    compress = gzip.compress if ending == "gz" else zstandard.compress
+    (tmp_path / "a.txt").write_bytes(content)
+    (tmp_path / f"b.txt.{ending}").write_bytes(compress(content[:999]) + compress(content[999:]))
+    assert _read(tmp_path / f"b.txt.{ending}")[0] == _read(tmp_path / "a.txt")[0]
+
+
+def test_a_folder_is_the_files_in_it_that_can_be_read(tmp_path):
+    for name in ("b.jsonl", "a.jsonl", "deep/er/c.jsonl", ".hidden/d.jsonl", "README.md"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(json.dumps({"text": name}))
+    assert _read(tmp_path)[0] == ["a.jsonl", "b.jsonl", "deep/er/c.jsonl"]
+    memory = fsspec.filesystem("memory")
+    memory.pipe("/test_folder/in/x.jsonl", b'{"text": "x"}')
+    assert _read("memory://test_folder")[0] == ["x"]
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "a.csv").write_text("")
+    with pytest.raises(InputError, match=r"folder without files that are read: 1 files, none"):
+        _read(tmp_path / "other")
+
+
+def test_a_data_set_of_the_hub(monkeypatch, tmp_path):
+    constants = pytest.importorskip("huggingface_hub.constants", reason="the extra `hub`")
+    _write(tmp_path / "a.parquet", TEXTS)
+    files = {"data/a.parquet": (tmp_path / "a.parquet").read_bytes(), "README.md": b""}
+    with serve_hub({"datasets/our/texts": files}) as (endpoint, _):
+        monkeypatch.setattr(constants, "ENDPOINT", endpoint)
+        template = endpoint + "/{repo_id}/resolve/{revision}/{filename}"
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        monkeypatch.setattr("huggingface_hub.hf_file_system.HfFileSystem.cachable", False)
+        for name in ("hf://datasets/our/texts", "hf://datasets/our/texts/data/*.parquet"):
+            assert _read(name)[0] == TEXTS
 
 
 def test_several_zstd_frames_are_one_file(tmp_path):
@@ -189,11 +242,19 @@ def test_the_embedded_corpus_is_an_input():
             zstandard.compress(_lines(TEXTS * 100))[:-9],
             r"ends in the middle of a zstd frame: it is truncated",
         ),
+        ("a.jsonl.gz", b"no gzip", r"a.jsonl.gz is not valid gzip"),
+        (
+            "a.jsonl.gz",
+            gzip.compress(_lines(TEXTS * 100))[:-9],
+            r"ends in the middle of a gzip member: it is truncated",
+        ),
+        ("a.arrow", b"no arrow at all", r"a.arrow is not a readable Arrow file"),
+        ("a.arrow", b"ARROW1\0\0 no", r"a.arrow is not a readable Arrow file"),
         ("a.parquet", b"PAR1 no", r"a.parquet is not a readable Parquet file"),
         (
             "a.csv",
             b"a,b",
-            r"a.csv' has an ending that is not read: give one of .txt, .jsonl, .jsonl.zst, .parquet",
+            r"a.csv' has an ending that is not read: give one of .txt, .txt.gz, .* .arrow",
         ),
     ],
 )
@@ -233,7 +294,7 @@ def test_nothing_there(tmp_path):
         _read(tmp_path / "no.jsonl")
     with pytest.raises(InputError, match=r"\*.jsonl' matches no file"):
         _read(tmp_path / "*.jsonl")
-    with pytest.raises(InputError, match=r"is a folder: name its files with a glob"):
+    with pytest.raises(InputError, match=r"is a folder without files that are read: 0 files"):
         _read(tmp_path)
 
 
