@@ -1,6 +1,7 @@
 """The command as a whole: what it imports before it answers, its examples, and its completion."""
 
 import argparse
+import errno
 import json
 import re
 import shlex
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from moebius.cli import main as command_line
 from moebius.cli.completion import _SHELLS
 from moebius.cli.main import build_parser, main, parse
 from moebius.cluster.job import Journal, State
@@ -137,3 +139,64 @@ def test_bash_completes_what_it_is_asked(
         ["bash", "-c", script], cwd=tmp_path, capture_output=True, text=True, check=True
     )
     assert shown.stdout.splitlines() == list(asked.values())
+
+
+def answer(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[object, str]:
+    """Exit code, and what was printed, with line breaks folded."""
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+    printed = capsys.readouterr()
+    return ended.value.code, " ".join((printed.out + printed.err).split())
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("layout --world-size 8 --ep 0", "--ep 0: at least 1"),
+        ("layout --world-size 8 --dp-shard -2", "--dp-shard -2: at least 1"),
+        ("status a b --watch", "--watch follows one run: name it"),
+        ("logs run model.d_model=8", "unrecognized arguments: model.d_model=8"),
+        ("train smoke --stepz=3", "unrecognized arguments: --stepz=3"),
+    ],
+)
+def test_a_mistake_in_the_words_is_told(
+    words: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, said = answer(capsys, *words.split())
+    assert code == 2
+    assert message in said
+
+
+def test_a_layout_is_shown_with_the_experts_of_a_recipe(capsys: pytest.CaptureFixture[str]) -> None:
+    code, said = answer(capsys, *["layout", "--world-size", "4", "--ep", "2", "--model", "smoke"])
+    assert code == 0
+    assert "ep 2" in said
+    assert "0-7" in said
+
+
+def test_several_runs_stand_in_one_table(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs = [str(write_finished_run(tmp_path / name)) for name in ("one", "two")]
+    code, said = answer(capsys, "status", *runs)
+    assert code == 0
+    assert said.lower().count("succeeded") == 2
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (KeyboardInterrupt(), SystemExit(130)),
+        (OSError(errno.EIO, "Input/output error"), OSError(errno.EIO, "Input/output error")),
+    ],
+)
+def test_what_is_no_mistake_of_the_user(
+    error: BaseException, expected: BaseException, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(options: argparse.Namespace) -> int:
+        raise error
+
+    monkeypatch.setattr(command_line, "parse", lambda words: argparse.Namespace(run=run))
+    with pytest.raises(type(expected)) as ended:
+        main([])
+    assert ended.value.args == expected.args

@@ -148,3 +148,10 @@ def test_launch_starts_the_training_loop_with_the_python_of_the_node(monkeypatch
     monkeypatch.setattr(job.sys, "executable", "/node/python")
     assert Launch("/r").rank_command() == ["/node/python", "-m", "moebius.train", "/r"]
     assert Launch("/r", command=("a", "b")).rank_command() == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("exit_code", "name"), [(None, None), (1, None), (-9, "SIGKILL"), (-200, "signal 200")]
+)
+def test_exit_codes_are_named_by_their_signals(exit_code, name):
+    assert job.signal_name(exit_code) == name

@@ -6,7 +6,9 @@ import sys
 import pytest
 import torch
 
-from moebius.kernels.backend import resolve_backend
+from moebius.kernels.backend import KernelConfig, resolve_backend
+from moebius.kernels.triton import available as triton
+from moebius.kernels.workspace import workspace
 
 COMPILERS = ("torch._dynamo", "torch._inductor", "torch.utils.cpp_extension", "setuptools")
 
@@ -25,3 +27,31 @@ def test_it_is_marked_as_torch_marks_a_constant() -> None:
 
     torch.compiler.assume_constant_result(marked)
     assert marked.__dict__ == resolve_backend.__dict__ != {}
+
+
+def test_switches_of_triton_are_refused_elsewhere() -> None:
+    with pytest.raises(
+        ValueError,
+        match=r"kernels.switches=\['tf32'\] are of the Triton kernels, and .*'segments': set",
+    ):
+        KernelConfig(backend="segments", switches=("tf32",))
+    assert KernelConfig(backend="triton", switches=("tf32",)).switches == ("tf32",)
+
+
+def test_triton_says_where_it_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setattr(triton, "find_spec", lambda name: name)
+    assert triton.reason_against("meta", torch.bfloat16) is None
+    assert triton.reason_against("cuda", torch.bfloat16) is None
+    assert "the weights are on cpu" in str(triton.reason_against("cpu", torch.float32))
+    monkeypatch.setattr(triton, "find_spec", lambda name: None)
+    reason = triton.reason_against("cuda", torch.bfloat16)
+    assert reason == f"Triton is not installed: {triton.INSTALL_LINE}"
+
+
+def test_work_memory_is_kept_on_the_cpu_alone() -> None:
+    first = workspace("test", (2, 3), torch.empty(1))
+    assert workspace("test", (3, 2), torch.empty(1)).data_ptr() == first.data_ptr()
+    pretended = workspace("test", (2, 3), torch.empty(1, dtype=torch.bfloat16, device="meta"))
+    assert (pretended.device.type, pretended.dtype) == ("meta", torch.bfloat16)
+    assert pretended.shape == (2, 3)

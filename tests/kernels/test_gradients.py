@@ -12,7 +12,7 @@ from torch import Tensor
 
 from moebius.kernels import backend, segments
 from moebius.kernels.functional import routed_linear, routed_mlp
-from moebius.kernels.gradients import accumulate_weight_gradients
+from moebius.kernels.gradients import GradientSum, accumulate_weight_gradients
 from moebius.kernels.operands import LinearCall, MLPCall, MLPGradients
 
 REPEATS = 3
@@ -213,3 +213,14 @@ def test_nothing_is_deferred_where_the_caller_does_not_let_it(
         loss = bank.forward()
     same(bank.gradients(loss), expected)
     assert computed == []
+
+
+def test_calls_that_were_deferred_are_added_to_those_that_were_not() -> None:
+    sums = GradientSum([torch.zeros(2)], defer=True)
+    sums.buffers()[0].add_(1)
+    sums.defer_call(torch.tensor([2.0, 3.0]), lambda calls: (torch.stack(calls).sum(0),))
+    sums.defer_call(torch.tensor([4.0, 5.0]), lambda calls: (torch.stack(calls).sum(0),))
+    [total] = sums.pop()
+    assert total is not None
+    assert total.tolist() == [7, 9]
+    assert sums.pop() == (None,)

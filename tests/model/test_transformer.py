@@ -347,3 +347,16 @@ def test_attention_experts_can_be_dropped_in_training_only() -> None:
     assert torch.equal(chosen["all"][0], chosen["all"][1])
     assert torch.equal(chosen["all"][1], chosen["some"][1])
     assert not torch.equal(chosen["some"][0], chosen["some"][1])
+
+
+def test_more_positions_than_were_learned_are_refused() -> None:
+    positions = {"attention.positions.kind": "learned", "attention.positions.max_positions": 5}
+    model = make(TINY.changed(positions))
+    assert model(torch.zeros(1, 5, dtype=torch.int64)).logits_BSV.shape[1] == 5
+    with pytest.raises(ValueError, match="6 positions are more than max_positions=5 that this"):
+        model(torch.zeros(1, 6, dtype=torch.int64))
+
+
+def test_a_parameter_without_a_rule_is_named() -> None:
+    with pytest.raises(ValueError, match=r"known for 'extra' of shape \(2, 3\): make it with"):
+        draw("extra", torch.nn.Parameter(torch.zeros(2, 3)), seed=0)

@@ -170,6 +170,15 @@ def test_many_experts_make_expert_parallelism_pay() -> None:
     assert ep_pays(rank_plans(scenario(4 * factor), 4)) is False
 
 
+def test_experts_that_fit_nowhere_any_more_have_no_break_even() -> None:
+    base = scenario(8, tokens=65_536)
+    small = replace(base, hardware=replace(H200, memory_bytes=4.5e9))
+    assert ep_pays(rank_plans(small, 1)) is False
+    assert experts_at_break_even(small, 1) is None
+    with pytest.raises(ValueError, match="fits on no layout"):
+        rank_plans(replace(small, workload=model(8 * 256)), 1)
+
+
 def test_a_model_without_experts_has_nothing_to_spread() -> None:
     dense = Workload((Member(1e6, ()),), 1, 1e6, 4e6, 1e3, 64, 100, "bfloat16")
     found = rank_plans(Scenario(dense, H200, 1024, RoutingSkew()), 2)

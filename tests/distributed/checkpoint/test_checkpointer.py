@@ -815,6 +815,43 @@ def test_an_index_with_parts_that_are_no_blocks_is_refused(saved, part):
         verify(saved)
 
 
+def test_an_index_with_another_number_of_experts_is_refused(saved):
+    meta = json.loads((saved / "meta.json").read_text())
+    meta["num_experts"]["experts.w_up"] = 6
+    (saved / "meta.json").write_text(json.dumps(meta))
+    reseal(saved)
+    with pytest.raises(
+        CorruptCheckpointError, match=r"experts.w_up has shape \[8, 3, 2\], but 6 experts"
+    ):
+        verify(saved)
+
+
+def test_what_is_no_dtype_is_told():
+    assert checkpoint_files.dtype_named("bfloat16") == torch.bfloat16
+    for name in ("float31", "nn"):
+        with pytest.raises(CorruptCheckpointError, match=f"index.json: '{name}' is no dtype"):
+            checkpoint_files.dtype_named(name)
+
+
+def test_a_file_that_cannot_be_read_is_told(saved, monkeypatch):
+    def broken(*given):
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(checkpoint_files, "_blake2b_of", broken)
+    with pytest.raises(CorruptCheckpointError, match=r"distcp cannot be read: Input/output error"):
+        verify(saved)
+    monkeypatch.setattr(Path, "stat", broken)
+    found = checkpoint_files._misfit(saved / "index.json", FileSum(num_bytes=1, blake2b=""))
+    assert found == "cannot be read: Input/output error"
+
+
+def test_a_folder_that_is_gone_does_not_hide_why_a_save_failed(tmp_path):
+    gone = tmp_path / "gone"
+    assert checkpoint._what_remains(gone) == (
+        f"{gone} cannot be read any more: No such file or directory"
+    )
+
+
 def test_a_tensor_of_another_dtype_than_promised_is_refused(saved):
     """Copied into what is asked for, it would be cast without a word."""
     index = json.loads((saved / "index.json").read_text())

@@ -195,3 +195,11 @@ def test_an_error_is_blamed_on_the_file_that_it_is_about(tmp_path: Path) -> None
     ):
         write(tmp_path / "out", then=lambda folder: os.fsync(2**20))
     assert os.listdir(tmp_path) == []
+
+
+def test_what_cannot_be_deleted_is_told_and_no_error(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpoint_writing.shutil, "rmtree", lambda path, ignore_errors: None)
+    checkpoint_writing.discard(tmp_path)
+    assert f"{tmp_path} could not be deleted; it holds nothing that is needed" in caplog.text

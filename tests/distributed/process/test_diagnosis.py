@@ -278,3 +278,38 @@ def test_uneven_all_to_alls_are_alike():
         rank: RankReport([call(3, operation="all_to_all", sizes=((rank,),))]) for rank in range(2)
     }
     assert find_blocked(0, reports, {"g": [0, 1]}) is None
+
+
+class GoneStore:
+    """The store of a run that has ended."""
+
+    def set(self, key, value):
+        raise dist.DistNetworkError("Broken pipe")
+
+
+class SilentStore:
+    """A store in which another rank asked first, and found nothing."""
+
+    def add(self, key, amount):
+        return 2
+
+    def wait(self, keys, timeout):
+        raise dist.DistStoreError("wait timeout")
+
+
+def test_a_rank_that_cannot_tell_why_it_ends_says_so_in_its_log(caplog):
+    diagnosis.report_exception(GoneStore(), 3, ValueError("no"))  # pyright: ignore[reportArgumentType]
+    assert "rank 3 could not tell the others why it ends: Broken pipe" in caplog.text
+
+
+def test_where_the_first_rank_found_no_cause_the_others_say_that():
+    said = diagnosis._collect(SilentStore(), 1, 4, [call(3)])  # pyright: ignore[reportArgumentType]
+    assert "all_reduce no. 3" in said
+    assert said.endswith("did not complete, and the rank that asked first found no cause")
+
+
+def test_a_rank_that_was_never_seen_in_a_collective():
+    reports = {0: RankReport([call(1, age_s=9.9)]), 1: RankReport([])}
+    blocked = find_blocked(0, reports, {"g": [0, 1]})
+    assert blocked is not None
+    assert "rank 1 has called no collective yet" in describe_blocked(blocked, reports)

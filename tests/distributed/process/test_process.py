@@ -19,7 +19,7 @@ from world import RankFailed, run_ranks
 from moebius.distributed.process import process as process_module
 from moebius.distributed.process.agreement import AgreementError
 from moebius.distributed.process.process import Process, start_process, stop_process, store_prefix
-from moebius.distributed.process.store import bind, loopback_interface
+from moebius.distributed.process.store import bind, is_loopback, loopback_interface
 
 
 def describe():
@@ -335,3 +335,25 @@ def start_on(device):
 def test_a_failing_rank_is_not_hidden():
     with pytest.raises(RankFailed, match="must be 'auto', 'cpu' or 'cuda', got 'tpu'"):
         run_ranks(start_on, 1, "tpu")
+
+
+def test_an_unknown_device_is_refused():
+    place = process_module._Place(rank=0, world_size=1, local_rank=0, local_world_size=1)
+    with pytest.raises(ValueError, match=r"device must be 'auto', 'cpu' or 'cuda', got 'gpu'"):
+        process_module._choose_device("gpu", place)
+
+
+@pytest.mark.parametrize(
+    ("address", "expected"),
+    [("127.0.0.1", True), ("::1", True), ("10.0.0.1", False), ("localhost", False)],
+)
+def test_which_addresses_only_this_machine_reaches(address, expected):
+    assert is_loopback(address) is expected
+
+
+def test_a_port_that_is_taken_is_no_foreign_address():
+    place = process_module._Place(rank=0, world_size=2, local_rank=0, local_world_size=2)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(OSError, match="Address already in use"):
+            process_module._serve_store("127.0.0.1", port, place, timedelta(seconds=5))
