@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from jobs import FAKE_RANK, assert_nothing_left, fake_launch, run_here, wait_for, wait_for_step
 
+from moebius.cluster import ray_session
 from moebius.cluster import submit as submitting
 from moebius.cluster.job import JobError, Journal, State, begin_submission, read_status, stop
 from moebius.cluster.submit import make_launch, submit
@@ -235,3 +236,25 @@ def test_cuda_without_enough_gpus_is_a_clear_error(tmp_path, monkeypatch):
     config = config.model_copy(update={"train": config.train.model_copy(update={"device": "cuda"})})
     with pytest.raises(JobError, match="needs one GPU per rank, 4 in all, and this machine has 1"):
         make_launch(config, tmp_path, simulated=True)
+
+
+class NoCluster:
+    """Ray where no cluster can be joined."""
+
+    def init(self, **options):
+        raise ConnectionError(f"nobody at {options['address']}")
+
+
+def test_a_cluster_that_cannot_be_joined_is_told_with_what_to_do():
+    with pytest.raises(
+        JobError,
+        match=r"at head:6379 \(ConnectionError: nobody at head:6379\).*`ray start --address=head:",
+    ):
+        ray_session._connect(NoCluster(), "head:6379")
+
+
+@pytest.mark.parametrize("address", ["head", "head:ray", "http://head:6379"])
+def test_what_is_no_address_is_told(address):
+    ray_session._check_reachable("auto")  # Ray itself knows where
+    with pytest.raises(JobError, match=f"address '{address}': write host:port of the cluster"):
+        ray_session._check_reachable(address)

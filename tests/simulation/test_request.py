@@ -24,7 +24,13 @@ from moebius.model.config import ModelConfig
 from moebius.model.feed_forward_config import ExpertsConfig
 from moebius.model.routers.sigmoid import SigmoidConfig
 from moebius.simulation import dispatch as simulate
-from moebius.simulation.request import RequestedRanks, layout_of, random_tokens
+from moebius.simulation.request import (
+    RequestedRanks,
+    initial_experts,
+    layout_of,
+    random_tokens,
+    text_tokens,
+)
 from moebius.simulation.threads import run_threads
 from moebius.train.config import CheckpointConfig, Config, TrainConfig, resolve
 from moebius.train.loop import train
@@ -652,3 +658,23 @@ def test_a_picture_that_cannot_be_written(tmp_path: Path, capsys: pytest.Capture
         expect=2,
     )
     assert "cannot be written" in capsys.readouterr().err
+
+
+def test_a_layer_that_the_model_has_not_is_named() -> None:
+    config = resolve("smoke", SMALL, RECIPES)
+    experts_of_layer = initial_experts(config.model, "float32", backend="segments", seed=0)
+    with pytest.raises(
+        ValueError, match=r"group.9.feed_forward was recorded, but the model has no"
+    ):
+        experts_of_layer("group.9.feed_forward")
+
+
+def test_outputs_of_another_shape_are_infinitely_far_apart() -> None:
+    assert simulate._difference(torch.zeros(2, 3), torch.zeros(3, 2)) == float("inf")
+    assert simulate._difference(torch.tensor([1.0]), torch.tensor([1.5])) == 0.5
+
+
+def test_a_split_that_is_shorter_than_a_sequence_is_named(run_dir: Path) -> None:
+    config = Config.load(run_dir / "config.json")
+    with pytest.raises(ValueError, match="its validation split has not one row of 9999999 tokens"):
+        text_tokens(config, 1, 9_999_999, seed=0, num_ranks=1)

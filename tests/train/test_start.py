@@ -1,6 +1,8 @@
 """Ranks that would not run the same do not start, and every one of them says why."""
 
+import math
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -15,8 +17,10 @@ from moebius.model.config import ModelConfig
 from moebius.model.feed_forward_config import ExpertsConfig
 from moebius.model.routers.sigmoid import SigmoidConfig
 from moebius.train import run as run_module
-from moebius.train.config import Config, MeshConfig, TrainConfig
-from moebius.train.run import assemble
+from moebius.train.__main__ import main as rank_main
+from moebius.train.config import Config, ConfigError, MeshConfig, TrainConfig
+from moebius.train.metrics import _finite
+from moebius.train.run import assemble, check_generation
 
 MODEL = ModelConfig(
     vocab_size=8000,
@@ -118,3 +122,29 @@ def test_a_rank_that_does_not_come_to_compare_is_named(tmp_path: Path) -> None:
 def test_what_cannot_run_yet_is_refused() -> None:
     with pytest.raises(ValueError, match=r"mesh\.tp=2: .* cannot run yet"):
         Config(model=MODEL, mesh=MeshConfig(tp=2)).check_world(2)
+
+
+def test_a_folder_of_a_job_is_refused_to_ranks_that_it_has_not_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("MOEBIUS_GENERATION", raising=False)
+    assert check_generation(tmp_path) == 0
+    (tmp_path / "generation").write_text("3")
+    with pytest.raises(
+        ConfigError, match=r"belongs to a job, whose supervisor alone starts its ranks; continue it"
+    ):
+        check_generation(tmp_path)
+    monkeypatch.setenv("MOEBIUS_GENERATION", "3")
+    assert check_generation(tmp_path) == 3
+
+
+def test_a_rank_is_started_with_the_folder_of_its_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["train"])
+    with pytest.raises(SystemExit, match=r"usage: python -m moebius.train RUN_DIR"):
+        rank_main()
+
+
+def test_metrics_spell_numbers_that_json_has_not() -> None:
+    line = {"a": [1.5, math.inf, {"b": math.nan}], "c": -math.inf, "d": 3, "e": "x"}
+    spelled = {"a": [1.5, "inf", {"b": "nan"}], "c": "-inf", "d": 3, "e": "x"}
+    assert _finite(line) == spelled
