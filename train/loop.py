@@ -147,7 +147,7 @@ def accumulate_gradients(
     first = run.process.rank * len(micro_batches)
     for index, micro_batch in enumerate(micro_batches, start=first):
         seed_micro_batch(config.train.seed, run.progress.step, index)
-        with trace.micro_batch(num_tokens=len(micro_batch.rows_BS1) * config.data.seq_len):
+        with trace.micro_batch(micro_batch.rows_BS1[:, :-1], micro_batch.document_ids_BS):
             result = micro_batch_loss(
                 forward,
                 micro_batch.rows_BS1,

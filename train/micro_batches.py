@@ -36,6 +36,7 @@ class MicroBatch:
     rows_BS1: Tensor  # int64, on the device: the first S tokens are the input, the last S targets
     loss_mask_BS: Tensor | None = None  # bool, on the host, of the targets; None: all count
     documents: Documents | None = None  # of the input tokens; None: every row is one
+    document_ids_BS: Tensor | None = None  # int32, on the host: what `documents` was made of
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,8 @@ def split_batch(batch: Batch, device: torch.device, use: DocumentUse) -> list[Mi
     for index, rows_BS1 in enumerate(rows_ABS1):
         mask = None if batch.loss_mask is None else batch.loss_mask[index]
         ids = None if batch.document_ids is None else batch.document_ids[index]
-        found.append(MicroBatch(rows_BS1, *use.read(mask, ids, device)))
+        ids_BS = None if ids is None else torch.from_numpy(ids)[:, :-1]
+        found.append(MicroBatch(rows_BS1, *use.read(mask, ids, device), ids_BS))
     return found
 
 

@@ -129,7 +129,7 @@ def test_on_as_many_ranks_every_rank_gets_what_it_had(tmp_path: Path) -> None:
             tokens = torch.randint(
                 61, (2, 5), generator=torch.Generator().manual_seed(10 * rank + micro_batch)
             )
-            with trace.micro_batch(num_tokens=10):
+            with trace.micro_batch(tokens):
                 model(tokens)
         trace.save()
         tapped.append(trace._calls)

@@ -1,10 +1,10 @@
-"""Routes that were recorded in training, for `moebius simulate --trace`: written by every rank,
-read back for any number of them.
+"""Routes that were recorded in training, for `moebius simulate --trace` and for the question which
+experts serve which token: written by every rank, read back for any number of them.
 
     RUN/routing/step_00000040-rank_0003_of_0004.npz       one file per recorded step and rank
 
 Written are the first step of a run and every n-th (`train.record_routing`). A file has four arrays
-and no pickle:
+or up to six, and no pickle:
 
     meta      JSON in bytes: step, rank, ranks, tokens of every micro-batch, and of every call its
               layer, sizes and rule
@@ -12,6 +12,10 @@ and no pickle:
     source    int32: source rows of the calls whose routes follow no rule (where some were dropped);
               else nothing
     target    int32: the same of target rows
+    token     uint16, or int32 where that is too narrow: the ids of all input tokens, micro-batch
+              after micro-batch. Files from before there was such an array have none
+    document  int32: the same of the documents that the tokens belong to, −1 padding; only where the
+              data says which they are
 
 Calls with `per_expert` (mixtures, expert choice) store nothing but their sizes, for nothing else
 decides what travels: read back, each of their routes has a row of its own. Gate weights and rows
@@ -58,8 +62,11 @@ class RecordedRank:
     step: int
     rank: int
     num_ranks: int
-    tokens: tuple[int, ...]  # of every micro-batch
+    tokens: tuple[int, ...]  # how many every micro-batch has
     calls: tuple[RoutedCall, ...]
+    # int64, of every micro-batch, row after row; empty: they were not recorded
+    token_ids: tuple[Tensor, ...] = ()
+    document_ids: tuple[Tensor, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -105,18 +112,29 @@ class StepTrace:
         self.wanted = every > 0 and (step == 1 or step % every == 0)
         self._model, self._run_dir = model, run_dir
         self._step, self._rank, self._num_ranks = step, rank, num_ranks
-        self._tokens: list[int] = []  # of every micro-batch
+        self._token_ids: list[Tensor] = []  # of every micro-batch
+        self._document_ids: list[Tensor] = []
         self._calls: list[RoutedCall] = []
 
-    def micro_batch(self, num_tokens: int) -> AbstractContextManager[None]:
-        """Records the forward pass of one micro-batch while the context lasts."""
-        return self._listen(num_tokens) if self.wanted else nullcontext()
+    def micro_batch(
+        self, tokens_BS: Tensor, document_ids_BS: Tensor | None = None
+    ) -> AbstractContextManager[None]:
+        """Records the forward pass of one micro-batch while the context lasts.
+
+        Args:
+            tokens_BS: its input.
+            document_ids_BS: the documents of these tokens, −1 padding; None: they are not known,
+                and then they are for no micro-batch.
+        """
+        return self._listen(tokens_BS, document_ids_BS) if self.wanted else nullcontext()
 
     @contextmanager
-    def _listen(self, num_tokens: int) -> Iterator[None]:
-        with tap(self._model, step=self._step, micro_batch=len(self._tokens)) as recorded:
+    def _listen(self, tokens_BS: Tensor, document_ids_BS: Tensor | None) -> Iterator[None]:
+        with tap(self._model, step=self._step, micro_batch=len(self._token_ids)) as recorded:
             yield
-        self._tokens.append(num_tokens)
+        self._token_ids.append(tokens_BS.flatten())
+        if document_ids_BS is not None:
+            self._document_ids.append(document_ids_BS.flatten())
         self._calls += recorded
 
     def save(self) -> None:
@@ -124,7 +142,13 @@ class StepTrace:
         if not self.wanted:
             return
         recorded = RecordedRank(
-            self._step, self._rank, self._num_ranks, tuple(self._tokens), tuple(self._calls)
+            self._step,
+            self._rank,
+            self._num_ranks,
+            tuple(len(ids) for ids in self._token_ids),
+            tuple(self._calls),
+            tuple(self._token_ids),
+            tuple(self._document_ids),
         )
         try:
             write_rank(self._run_dir, recorded)
@@ -171,6 +195,12 @@ def write_rank(run_dir: Path, recorded: RecordedRank) -> Path:
         "source": _joined((routes.source_N for routes in listing_rows), np.int32),
         "target": _joined((routes.target_N for routes in listing_rows), np.int32),
     }
+    if recorded.token_ids:
+        largest = max((int(ids.max()) for ids in recorded.token_ids if len(ids)), default=0)
+        token_dtype = np.uint16 if largest < 2**16 else np.int32
+        arrays["token"] = _joined(recorded.token_ids, token_dtype)
+    if recorded.document_ids:
+        arrays["document"] = _joined(recorded.document_ids, np.int32)
     partial = path.with_suffix(".tmp")
     with partial.open("wb") as file:
         np.savez_compressed(file, **arrays)
@@ -246,7 +276,9 @@ def read_rank(path: Path) -> RecordedRank:
     """
     try:
         with np.load(path, allow_pickle=False) as file:
-            arrays = {name: file[name] for name in ("meta", "expert", "source", "target")}
+            optional = [name for name in ("token", "document") if name in file.files]
+            names = ["meta", "expert", "source", "target", *optional]
+            arrays = {name: file[name] for name in names}
         meta = json.loads(arrays["meta"].tobytes())
     except (
         OSError,
@@ -262,9 +294,34 @@ def read_rank(path: Path) -> RecordedRank:
         raise ValueError(f"{path}: is not of format {FORMAT}: it was recorded by another version")
     try:
         calls = tuple(_read_calls(meta["step"], meta["calls"], arrays))
-        return RecordedRank(meta["step"], meta["rank"], meta["ranks"], tuple(meta["tokens"]), calls)
+        tokens = tuple(meta["tokens"])
+        return RecordedRank(
+            meta["step"],
+            meta["rank"],
+            meta["ranks"],
+            tokens,
+            calls,
+            _read_ids(arrays, "token", tokens, least=0),
+            _read_ids(arrays, "document", tokens, least=-1),
+        )
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path}: is damaged ({error})") from None
+
+
+def _read_ids(
+    arrays: dict[str, np.ndarray], name: str, tokens: Sequence[int], *, least: int
+) -> tuple[Tensor, ...]:
+    """Returns the ids of every micro-batch's tokens, or nothing where the file has none."""
+    if name not in arrays:
+        return ()
+    ids = arrays[name]
+    if any(count < 0 for count in tokens):
+        raise ValueError(f"{tokens} are no numbers of tokens")
+    if ids.shape != (sum(tokens),) or ids.dtype.kind not in "iu" or (ids < least).any():
+        raise ValueError(
+            f"{name} ids of shape {ids.shape} and type {ids.dtype} are not those of {tokens} tokens"
+        )
+    return torch.from_numpy(ids.astype(np.int64)).split(list(tokens))
 
 
 def _read_calls(

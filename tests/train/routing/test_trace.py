@@ -16,6 +16,7 @@ from family import tiny_model
 from world import run_ranks
 
 from moebius.data_pipeline.config import DataConfig
+from moebius.data_pipeline.loader import Loader
 from moebius.model.attention_config import SwitchHeadConfig
 from moebius.model.config import ModelConfig
 from moebius.model.feed_forward_config import ExpertsConfig
@@ -110,17 +111,17 @@ def test_a_run_does_not_notice_that_it_is_recorded(data: Path, tmp_path: Path) -
     assert weights_of(tmp_path / "plain")
     assert weights_of(tmp_path / "plain") == weights_of(tmp_path / "recorded")
     assert not (tmp_path / "plain" / "routing").exists()
-    check_against_the_log(tmp_path / "recorded")
+    check_against_the_log(tmp_path / "recorded", config)
 
 
 @pytest.mark.slow
 def test_a_recomputed_pass_is_heard_once(data: Path, tmp_path: Path) -> None:
     config = make_config(data, record=2, recompute="full")
     assert run_ranks(run_training, 2, config, tmp_path / "run") == ["finished"] * 2
-    check_against_the_log(tmp_path / "run")
+    check_against_the_log(tmp_path / "run", config)
 
 
-def check_against_the_log(run_dir: Path) -> None:
+def check_against_the_log(run_dir: Path, config: Config) -> None:
     """Step 1 and every second: the loads of both ranks and both micro-batches are those of
     metrics.jsonl.
     """
@@ -132,6 +133,7 @@ def check_against_the_log(run_dir: Path) -> None:
         assert [(found.step, found.rank, found.num_ranks, found.tokens) for found in ranks] == [
             (step, rank, 2, (48, 48)) for rank in range(2)
         ]
+        check_tokens(config, ranks, step)
         for kind, key in (
             ("feed_forward", "expert_load"),
             ("value", "value_expert_load"),
@@ -149,6 +151,26 @@ def check_against_the_log(run_dir: Path) -> None:
                 assert load / load.sum() == pytest.approx(logged[step][key][depth - 1], abs=6e-6)
 
 
+def check_tokens(config: Config, ranks: list[RecordedRank], step: int) -> None:
+    """The recorded ids are the inputs of that step's batch, on every rank."""
+    for found in ranks:
+        with Loader(
+            config.data.directory,
+            seq_len=config.data.seq_len,
+            global_batch=config.train.global_batch,
+            micro_batch=config.train.micro_batch,
+            rank=found.rank,
+            num_ranks=len(ranks),
+            seed=config.data.seed,
+            start_sample=(step - 1) * config.train.global_batch,
+        ) as loader:
+            inputs = next(loader).tokens[..., :-1]
+        assert [ids.tolist() for ids in found.token_ids] == [
+            each.flatten().tolist() for each in inputs
+        ]
+        assert found.document_ids == ()
+
+
 # What is in a file --------------------------------------------------------------------------------
 
 
@@ -158,7 +180,7 @@ def record(name: str, folder: Path, **changes: Any) -> tuple[list[Any], Recorded
     tokens = torch.randint(61, (8, 12), generator=torch.Generator().manual_seed(1))
     torch.manual_seed(0)
     trace = StepTrace(model, folder, step=1, every=7, rank=3, num_ranks=4)
-    with trace.micro_batch(num_tokens=tokens.numel()), tap(model) as recorded:
+    with trace.micro_batch(tokens), tap(model) as recorded:
         model(tokens)
     trace.save()
     [path] = (folder / "routing").iterdir()
@@ -217,7 +239,7 @@ def test_depth_steps_are_those_of_the_schedule(tmp_path: Path) -> None:
 def test_nothing_is_heard_outside(tmp_path: Path) -> None:
     model = tiny_model("moeut")
     unwanted = StepTrace(model, tmp_path, step=2, every=7, rank=0, num_ranks=1)
-    with unwanted.micro_batch(num_tokens=4):
+    with unwanted.micro_batch(torch.zeros(1, 4)):
         model(torch.zeros(1, 4, dtype=torch.int64))
     unwanted.save()
     wanted = StepTrace(model, tmp_path, step=7, every=7, rank=0, num_ranks=1)
