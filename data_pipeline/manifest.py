@@ -509,9 +509,7 @@ def _check_era(path: Path, era: Era, header: Header, last: Era | None) -> None:
         raise ShardError(
             f"{path} is era {era.number} of source {era.source!r}, expected {expected}"
         )
-    before: tuple[int, str] = (-1, "")
-    if last is not None:
-        before = (last.shards[-1].number, "validation")
+    before = (-1, "") if last is None else (last.shards[-1].number, "validation")
     for shard in era.shards:
         match = _SHARD_NAME.fullmatch(shard.name)
         named = None if match is None else (match["source"], match["split"])
@@ -520,9 +518,10 @@ def _check_era(path: Path, era: Era, header: Header, last: Era | None) -> None:
                 f"{path} lists {shard.name!r:.200}, which is no name of a {shard.split} shard of "
                 f"source {era.source!r}: it is damaged or was made by hand; prepare the data again"
             )
-        if (shard.number, shard.split) <= before:
+        place = (shard.number, str(shard.split))
+        if place <= before:
             raise ShardError(f"{path} lists {shard.name} out of order: prepare the data again")
-        before = (shard.number, shard.split)
+        before = place
 
 
 def _encoded(chained: dict[str, Any]) -> bytes:

@@ -95,7 +95,7 @@ class EraOrder:
     def _permuted_window(self, window: int) -> np.ndarray:
         starts = self._chunks.row_starts
         chunks = self.chunks_of_window(window)
-        rows = np.concatenate([np.arange(starts[c], starts[c + 1]) for c in chunks])
+        rows = np.concatenate([np.arange(int(starts[c]), int(starts[c + 1])) for c in chunks])
         return rows[permutation(len(rows), derive_key(self._key, "rows", window))]
 
 
