@@ -239,7 +239,7 @@ MUTANTS = (
     Mutant(
         "positions go on across documents", "model/documents.py",
         "(torch.arange(num_rows) - first_X[run_T])", "(torch.arange(num_rows) % length)",
-        (f"{DOCUMENTS}::test_a_document_is_what_it_would_be_alone[dense-rotary]",),
+        (f"{DOCUMENTS}::test_a_document_is_what_it_would_be_alone[moeut-learned]",),
     ),
     Mutant(
         "a position sees its whole document, later ones too", "model/documents.py", ".tril_()", "",
