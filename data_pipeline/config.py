@@ -1,8 +1,8 @@
 """What text a run reads, how it becomes tokens, and in which mixture the tokens come.
 
 Two hashes keep apart what must not be mixed: `DataConfig.spec_hash` (here) names the bytes that
-`prepare` writes; `Loader.spec_hash` names the order in which a run reads them and adds `seq_len`,
-`seed` and the mixture. Changing the latter costs nothing: the shards hold whole documents and are
+`prepare` writes; that of a loader's position names the order in which a run reads them and adds
+`seq_len`, `seed` and the mixture. Changing the latter costs nothing: the shards hold whole documents and are
 cut into rows on the way out.
 """
 
@@ -25,7 +25,8 @@ DEFAULT_SOURCE = "text"
 
 _NOT_IN_THE_BYTES = {
     *("directory", "seq_len", "seed"),  # where they are and in which order they are read
-    *("stages", "packing", "document_attention", "when_corrupt"),
+    *("stages", "packing", "document_attention"),
+    *("when_corrupt", "replicas", "max_skipped_batches", "override_position"),
     *("input", "validation_input", "text_field", "source_field", "sources"),  # see `spec`
 }
 _NOT_IN_A_SOURCES_BYTES = {"weight", "licence", "max_epochs"}
@@ -131,7 +132,13 @@ class DataConfig(BaseModel):
     # how documents become rows: cut wherever a row is full, or fitted whole into rows
     packing: Literal["concat", "best_fit"] = "concat"
     document_attention: bool = False  # no token sees another document's
-    when_corrupt: Literal["fail", "refetch", "skip"] = "fail"  # a record batch fails its checksum
+    # a record batch fails its checksum: end; read it again and from `replicas`; or then pass over
+    # its rows, of so many batches at most (corruption.py)
+    when_corrupt: Literal["fail", "refetch", "skip"] = "fail"
+    replicas: tuple[str, ...] = ()
+    max_skipped_batches: int = Field(default=10, ge=0)
+    # continue a run although its data or their order are not those of its checkpoint
+    override_position: bool = False
     seq_len: int = Field(default=256, ge=1)
     seed: int = Field(default=0, ge=0)
     directory: str = ""  # where the shards are; empty: the caller decides
@@ -222,6 +229,11 @@ class DataConfig(BaseModel):
     def loads_tokenizer(self) -> bool:
         """Returns whether `tokenizer` names one that exists, instead of a kind."""
         return self.tokenizer not in ("bpe", "bytes")
+
+    @property
+    def gives_document_ids(self) -> bool:
+        """Returns whether batches say which documents their rows are of, and what is padding."""
+        return self.document_attention or self.packing == "best_fit"
 
     @property
     def num_token_ids(self) -> int:

@@ -1,40 +1,45 @@
 """Prepared shards to batches: the training loader of one rank, and the fixed pass over a validation
 split.
 
-The position of a run in its data is (spec_hash, g), g the number of samples consumed; see `order`
-for what comes when. Resuming is opening a loader with start_sample=g. A step covers the samples [g,
+The position of a run in its data is (spec, g), g the number of samples consumed; see `order` for
+what comes when. Resuming is opening a loader with start_sample=g. A step covers the samples [g,
 g + global_batch); rank r of D takes the contiguous slice r of them, so any D that divides the batch
-sees the same samples per step. Every batch carries a digest: added up over ranks (modulo 2**31) it
-proves that two runs saw the same rows, whatever their layout.
+sees the same samples per step. Every batch carries a digest of its rows' names and of their eras'
+content: added up over ranks (modulo 2**31) it proves that two runs saw the same rows, whatever their
+layout.
 
-A thread reads ahead. It keeps a window of decoded record batches (50 MB at 128 Ki tokens of
-uint16), which the order makes serve many rows each. Every rank decodes every shard, since all share
-the order; on one of two busy cores that leaves 25 M tokens/s for one rank at S=256, 31 M for one of
-four at S=2048: far more than a model eats.
+A thread reads ahead. Where the folder is still growing it waits for the era that a step needs, all
+of it, so that all ranks wait at the same step, and `wait_reason` says what for. Every rank decodes
+every chunk of which it has a row. Figures: benchmarks/data.py.
 """
 
-import hashlib
-import json
+import logging
+import math
 import queue
-import struct
 import threading
 import time
-from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from zlib import crc32
+from typing import Any
 
 import numpy as np
 
-from .errors import DataError, ShardError
-from .mixture import Mixture, WeightStage
-from .order import ORDER_VERSION, SampleOrder, SourceRows, num_rows
-from .packing import WINDOW_BATCHES, concat_plan
-from .shards import TokenStream
+from .config import DataConfig
+from .corruption import BatchFetcher, SkipList, open_fetcher
+from .errors import DataError
+from .order import RowRefs
+from .reader import SplitReader, too_short
+from .samples import OrderedSamples
 
-_DIGEST_MODULUS = 2**31
-_ORDER_SAMPLES = 4096  # computed at a time: numpy takes hardly longer for as many than for one
+logger = logging.getLogger(__name__)
+
+OnWait = Callable[[float, str], None]
+"""Told that a batch has been waited for so many seconds, and for what."""
+
+_CLOSE_S = 5.0  # a thread that is stuck in a read longer than this is left behind
+_SAY_AFTER_S = 10.0  # of waiting for a batch; then after twice as long, and so on
+_SAY_EVERY_S = 300.0  # once it has waited longer than that
 
 
 @dataclass(frozen=True)
@@ -64,97 +69,56 @@ class ValidationBatch:
     document_ids: np.ndarray | None = None  # int32 [B, S+1], as a Batch has it
 
 
-class RowReader:
-    """Reads rows of a token stream, and keeps the latest decoded record batches.
-
-    Not for several threads at once.
-    """
-
-    def __init__(self, store: TokenStream, seq_len: int):
-        self._store, self._seq_len = store, seq_len
-        self._decoded: OrderedDict[int, np.ndarray] = OrderedDict()
-        self._decoded_bytes = 0
-        # A chunk of rows touches up to three record batches, since these hold whole documents.
-        token_bytes = 2 if store.manifest.vocab_size <= 2**16 else 4
-        self._keep_bytes = 3 * WINDOW_BATCHES * store.manifest.batch_tokens * token_bytes
-
-    @property
-    def num_rows(self) -> int:
-        """Returns the number of rows that the stream is cut into."""
-        return num_rows(self._store.num_tokens, self._seq_len)
-
-    def read(self, rows: np.ndarray) -> np.ndarray:
-        """Reads rows: int64 [len(rows), S+1].
-
-        Raises:
-            ShardError: a record batch is not as it was written.
-        """
-        tokens = np.empty((len(rows), self._seq_len + 1), dtype=np.int64)
-        for target, row in zip(tokens, rows.tolist(), strict=True):
-            self._fill(target, row * self._seq_len)
-        return tokens
-
-    def _fill(self, target: np.ndarray, position: int) -> None:
-        """Copies the stream from `position` on into `target`, across record batches."""
-        starts = self._store.batch_starts
-        batch = int(np.searchsorted(starts, position, side="right")) - 1
-        filled = 0
-        while filled < len(target):
-            begin = position + filled - int(starts[batch])
-            tokens = self._batch(batch)[begin : begin + len(target) - filled]
-            target[filled : filled + len(tokens)] = tokens
-            filled += len(tokens)
-            batch += 1
-
-    def _batch(self, batch: int) -> np.ndarray:
-        if batch in self._decoded:
-            self._decoded.move_to_end(batch)
-            return self._decoded[batch]
-        tokens = self._store.read_tokens(batch)
-        self._decoded[batch] = tokens
-        self._decoded_bytes += tokens.nbytes
-        while self._decoded_bytes > self._keep_bytes and len(self._decoded) > 1:
-            _, oldest = self._decoded.popitem(last=False)
-            self._decoded_bytes -= oldest.nbytes
-        return tokens
-
-
 class Loader:
     """Iterates endlessly over a rank's batches, one per optimizer step, read ahead by a thread.
 
     Use it as a context manager, or call `close()`. An error of the reading thread is raised by
     `next()`.
+
+    Args:
+        data: which folder, and how it is read.
+        global_batch: samples of a step, over all ranks.
+        micro_batch: sequences of a forward pass of one rank.
+        rank: which slice of each step.
+        num_ranks: how many slices there are.
+        start_sample: samples that were consumed before.
+        prefetch: batches that are read ahead.
+        skip_folder: where damaged rows are written down that were passed over (`corruption`).
+        poll_s: how often a growing folder is looked at.
+        on_wait: told when a batch is waited for.
+
+    Raises:
+        DataError: sizes that do not fit, or a folder that cannot be read so.
     """
 
     def __init__(
         self,
-        directory: str | Path,
+        data: DataConfig,
         *,
-        split: str = "train",
-        seq_len: int,
         global_batch: int,
         micro_batch: int,
-        rank: int,
-        num_ranks: int,
-        seed: int,
+        rank: int = 0,
+        num_ranks: int = 1,
         start_sample: int = 0,
         prefetch: int = 4,
+        skip_folder: Path | None = None,
+        poll_s: float = 1.0,
+        on_wait: OnWait | None = None,
     ):
         _check_layout(global_batch, micro_batch, rank, num_ranks, start_sample, prefetch)
-        self._store = TokenStream(directory, split)
-        _check_one_source(self._store)
-        self._reader = RowReader(self._store, seq_len)
-        if self._reader.num_rows < 1:
-            raise _too_short(self._store, split, seq_len)
-        self._order = _order(self._store, seq_len, seed)
+        self._skipped = SkipList(skip_folder, rank=rank, most_batches=data.max_skipped_batches)
+        self._fetch = open_fetcher(data, self._skipped)
+        self._samples = OrderedSamples(data, self._fetch)
         self._global_batch, self._micro_batch = global_batch, micro_batch
         self._local_batch = global_batch // num_ranks
         self._local_start = rank * self._local_batch
-        self._ordered_from, self._ordered = start_sample, np.zeros((2, 0), dtype=np.int64)
-        self.spec = _position_spec(self._store, split, seq_len, seed)
-        """What fixes the order of samples, for people to read; `spec_hash` is its hash."""
+        self._poll_s, self._on_wait = poll_s, on_wait
         self.wait_s = 0.0
         """Seconds that `next()` has waited for data: what a faster disk or more prefetch saves."""
+        self._waiting_for = ""
+        self._waiting_since: float | None = None
+        self._say_after_s = _SAY_AFTER_S
+        self._head: Batch | BaseException | None = None  # what was taken from the queue already
         self._error: BaseException | None = None
         self._closed = threading.Event()
         self._queue: queue.Queue[Batch | BaseException] = queue.Queue(prefetch)
@@ -164,44 +128,81 @@ class Loader:
         self._thread.start()
 
     @property
-    def num_rows(self) -> int:
-        """Returns the samples of one epoch."""
-        return self._reader.num_rows
+    def wait_reason(self) -> str:
+        """Returns what the reading thread waits for or reads just now; "": nothing."""
+        return self._waiting_for or self._fetch.doing
 
-    @property
-    def spec_hash(self) -> str:
-        """Returns the hex sha256 of `spec`.
+    def ready(self) -> bool:
+        """Returns whether `next()` would return, or raise, at once."""
+        return self._head is not None or self._error is not None or not self._queue.empty()
 
-        With the number of samples consumed it is the whole state of a run in its data.
+    def wait_until_ready(self, timeout_s: float) -> bool:
+        """Waits for a batch, at most so long, and returns whether `next()` has one.
+
+        While there is none it says so, ever more rarely: in the log, and to `on_wait`.
         """
-        return hashlib.sha256(json.dumps(self.spec, sort_keys=True).encode()).hexdigest()
+        if self._head is not None or self._error is not None:
+            return True
+        began = time.perf_counter()
+        until = began + timeout_s
+        try:
+            while self._head is None and (remaining := until - time.perf_counter()) > 0:
+                try:
+                    self._head = self._queue.get(timeout=min(remaining, self._say_in_s()))
+                except queue.Empty:
+                    self._say_waiting()
+        finally:
+            self.wait_s += time.perf_counter() - began
+        if self._head is None:
+            return False
+        self._waiting_since = None
+        return True
 
-    def check_position(
-        self, saved_spec_hash: str, saved_spec: Mapping[str, object] | None = None
-    ) -> None:
+    def _say_in_s(self) -> float:
+        """Returns in how many seconds it is to be said that a batch is waited for."""
+        if self._waiting_since is None:
+            self._waiting_since, self._say_after_s = time.perf_counter(), _SAY_AFTER_S
+        return max(0.0, self._waiting_since + self._say_after_s - time.perf_counter())
+
+    def _say_waiting(self) -> None:
+        if self._waiting_since is None or self._say_in_s() > 0:
+            return
+        seconds = time.perf_counter() - self._waiting_since
+        self._say_after_s += min(self._say_after_s, _SAY_EVERY_S)
+        reason = self.wait_reason or "reading"
+        logger.warning("waiting for data since %.0f s: %s", seconds, reason)
+        if self._on_wait is not None:
+            self._on_wait(seconds, reason)
+
+    def position(self, samples: int) -> dict[str, Any]:
+        """Returns what fixes the order of the first `samples` samples, for a checkpoint."""
+        return self._samples.position(samples)
+
+    def differences(self, position: Mapping[str, Any]) -> list[str]:
+        """Returns what of a saved position does not hold for this loader, each as one line."""
+        return self._samples.differences(position)
+
+    def check_position(self, position: Mapping[str, Any]) -> None:
         """Checks that a saved position was counted in this loader's order.
 
         Raises:
-            DataError: it was not; with its `spec`, the error says what differs.
+            DataError: it was not, and what differs.
         """
-        if saved_spec_hash == self.spec_hash:
-            return
-        if saved_spec is None:
-            difference = "this run has " + ", ".join(
-                f"{key}={value}" for key, value in self.spec.items()
+        if differing := self.differences(position):
+            raise DataError(
+                f"the checkpoint counted its samples in another order of data ({'; '.join(differing)}): "
+                "continuing would repeat some and leave out others. Resume with the same data and "
+                "settings, start a new run from its weights, or accept that with "
+                "data.override_position=true"
             )
-        else:
-            keys = [key for key in self.spec if saved_spec.get(key) != self.spec[key]]
-            difference = "; ".join(
-                f"{key}: saved {saved_spec.get(key)!r}, now {self.spec[key]!r}" for key in keys
-            )
-        raise DataError(
-            f"the checkpoint counted its samples in another order of data ({difference}): "
-            "continuing would repeat some "
-            "and leave out others. Resume with the same data, data.seed and data.seq_len, or start "
-            "a new run from its "
-            "weights"
-        )
+
+    def check_enough(self, samples: int) -> None:
+        """Checks that the data is enough for so many samples, as far as that is known already.
+
+        Raises:
+            DataError: a source would be read more often than its `max_epochs`.
+        """
+        self._samples.check_enough(samples)
 
     def __iter__(self) -> "Loader":
         return self
@@ -211,23 +212,26 @@ class Loader:
             raise ValueError(
                 "this loader was closed: open a new one with start_sample= where it stopped"
             )
+        self.wait_until_ready(math.inf)
         if self._error is None:
-            began = time.perf_counter()
-            found = self._queue.get()
-            self.wait_s += time.perf_counter() - began
+            found, self._head = self._head, None
             if isinstance(found, Batch):
                 return found
             self._error = found
+        assert self._error is not None
         raise self._error
 
     def close(self) -> None:
         """Ends the thread and closes the files; batches read ahead are dropped.
 
-        May be called again.
+        May be called again. A thread that is stuck in a read is left behind.
         """
         self._closed.set()
-        self._thread.join()
-        self._store.close()
+        self._thread.join(timeout=_CLOSE_S)
+        if self._thread.is_alive():
+            logger.warning("the loader's thread is still %s, and is left behind", self.wait_reason)
+        else:
+            self._samples.close()
 
     def __enter__(self) -> "Loader":
         return self
@@ -238,7 +242,9 @@ class Loader:
     def _read_ahead(self, first_sample: int) -> None:
         """Runs in the thread: reads step after step until closed, or an error, which it queues."""
         try:
-            while self._put(self._read_step(first_sample)):
+            while (refs := self._order_step(first_sample)) is not None:
+                if not self._put(self._read_step(first_sample, refs)):
+                    return
                 first_sample += self._global_batch
         except BaseException as error:  # noqa: BLE001 (raised again, in the thread that calls next)
             self._put(error)
@@ -253,26 +259,35 @@ class Loader:
                 continue
         return False
 
-    def _read_step(self, first_sample: int) -> Batch:
-        local_first = first_sample + self._local_start
-        epochs, rows = self._rows_at(local_first)
-        tokens = self._reader.read(rows)
-        digest = _digest(local_first, epochs, rows, tokens)
-        return Batch(tokens.reshape(-1, self._micro_batch, tokens.shape[1]), first_sample, digest)
+    def _order_step(self, first_sample: int) -> RowRefs | None:
+        """Returns this rank's rows of a step, once all of the step's are there; None: closed.
 
-    def _rows_at(self, local_first: int) -> tuple[np.ndarray, np.ndarray]:
-        """Returns epochs and rows of the local batch.
-
-        They are cut from a longer stretch of the order that is computed once.
+        All ranks look at the whole step, so they wait, and fail, at the same one.
         """
-        begin = local_first - self._ordered_from
-        if begin + self._local_batch > self._ordered.shape[1]:
-            count = max(self._local_batch, _ORDER_SAMPLES)
-            self._ordered_from, begin = local_first, 0
-            refs = self._order.refs_at(local_first, count)
-            self._ordered = np.stack([refs.epochs, refs.rows])
-        epochs, rows = self._ordered[:, begin : begin + self._local_batch]
-        return epochs, rows
+        while not self._closed.is_set():
+            reason = self._samples.prepare(first_sample, self._global_batch)
+            self._waiting_for = reason
+            if not reason:
+                local = first_sample + self._local_start
+                return self._samples.refs_at(local, self._local_batch)
+            self._closed.wait(self._poll_s)
+        return None
+
+    def _read_step(self, first_sample: int, refs: RowRefs) -> Batch:
+        local_first = first_sample + self._local_start
+        refs, rows = self._samples.read(local_first, refs, self._skipped)
+        shape = (-1, self._micro_batch)
+        return Batch(
+            tokens=rows.tokens.reshape(*shape, rows.tokens.shape[1]),
+            first_sample=first_sample,
+            digest=self._samples.digest(local_first, refs),
+            loss_mask=_split(rows.loss_mask, self._micro_batch),
+            document_ids=_split(rows.document_ids, self._micro_batch),
+        )
+
+
+def _split(rows: np.ndarray | None, micro_batch: int) -> np.ndarray | None:
+    return None if rows is None else rows.reshape(-1, micro_batch, rows.shape[1])
 
 
 def validation_batches(
@@ -285,6 +300,8 @@ def validation_batches(
     num_ranks: int,
     max_rows: int | None = None,
     sequences_per_group: int = 1,
+    document_ids: bool = False,
+    fetch: BatchFetcher | None = None,
 ) -> Iterator[ValidationBatch]:
     """Iterates once over a split, in batches of `batch_size` rows.
 
@@ -312,16 +329,15 @@ def validation_batches(
             f"validation needs whole groups: {batch_size=} must be a multiple of "
             f"{sequences_per_group=}"
         )
-    store = TokenStream(directory, split)
-    reader = RowReader(store, seq_len)
+    reader = SplitReader(directory, split, seq_len=seq_len, document_ids=document_ids, fetch=fetch)
     if reader.num_rows < 1:
-        store.close()
-        raise _too_short(store, split, seq_len)
+        reader.close()
+        raise too_short(f"split {split!r} of {directory}", reader.num_tokens, seq_len)
     count = min(max_rows or reader.num_rows, reader.num_rows)
     slots = _group_slots(count, sequences_per_group)
     rows = (slots % count) * reader.num_rows // count
     return _padded_batches(
-        store, reader, rows, slots < count, batch_size=batch_size, rank=rank, num_ranks=num_ranks
+        reader, rows, slots < count, batch_size=batch_size, rank=rank, num_ranks=num_ranks
     )
 
 
@@ -336,8 +352,7 @@ def _group_slots(count: int, sequences_per_group: int) -> np.ndarray:
 
 
 def _padded_batches(
-    store: TokenStream,
-    reader: RowReader,
+    reader: SplitReader,
     rows: np.ndarray,
     valid: np.ndarray,
     *,
@@ -345,25 +360,13 @@ def _padded_batches(
     rank: int,
     num_ranks: int,
 ) -> Iterator[ValidationBatch]:
-    try:
+    with reader:
         for first in range(0, len(rows), num_ranks * batch_size):
             slots = first + rank * batch_size + np.arange(batch_size)
             last = np.minimum(slots, len(rows) - 1)
-            yield ValidationBatch(reader.read(rows[last]), valid[last] & (slots < len(rows)))
-    finally:
-        store.close()
-
-
-def _order(store: TokenStream, seq_len: int, seed: int) -> SampleOrder:
-    """Returns the order of a split that is the one era of one source."""
-    plan = concat_plan(store.batch_starts, seq_len, store.manifest.batch_tokens)
-    name = "text"
-    return SampleOrder(
-        Mixture((name,), [WeightStage(0, {name: 1.0})], seed=seed),
-        {name: SourceRows((plan.chunks.num_rows,), complete=True)},
-        lambda source, era: plan.chunks,
-        seed=seed,
-    )
+            found = reader.read(rows[last])
+            counted = valid[last] & (slots < len(rows)) & ~found.damaged
+            yield ValidationBatch(found.tokens, counted, found.loss_mask, found.document_ids)
 
 
 def _check_layout(
@@ -387,54 +390,3 @@ def _check_layout(
             f"{num_ranks * micro_batch} sequences: "
             "each rank must get the same number of whole micro-batches; change one of the three"
         )
-
-
-def _check_one_source(store: TokenStream) -> None:
-    manifest = store.manifest
-    if len(manifest.sources) > 1 or not manifest.complete:
-        raise DataError(
-            f"{store.directory} holds {len(manifest.sources)} sources and is "
-            f"{'complete' if manifest.complete else 'still growing'}: this version trains on one "
-            "source that is complete"
-        )
-
-
-def _too_short(store: TokenStream, split: str, seq_len: int) -> ShardError:
-    return ShardError(
-        f"split {split!r} of {store.directory} has {store.num_tokens} tokens, fewer than the "
-        f"{seq_len + 1} of one row "
-        f"({seq_len=}): prepare more text for it (for validation: raise validation_fraction), or "
-        "lower seq_len"
-    )
-
-
-def _position_spec(store: TokenStream, split: str, seq_len: int, seed: int) -> dict[str, object]:
-    """Returns all that `order` and the token stream depend on.
-
-    The folder's path is not in it: data may be moved or copied.
-    """
-    contents = hashlib.sha256(
-        "\n".join(entry.blake2b for entry in store.entries).encode()
-    ).hexdigest()
-    return {
-        "shards_sha256": contents,
-        "split": split,
-        "num_tokens": store.num_tokens,
-        "tokenizer_sha256": store.manifest.tokenizer_sha256,
-        "batch_tokens": store.manifest.batch_tokens,
-        "order_version": ORDER_VERSION,
-        "seq_len": seq_len,
-        "seed": seed,
-    }
-
-
-def _digest(first_sample: int, epochs: np.ndarray, rows: np.ndarray, tokens: np.ndarray) -> int:
-    """Adds up the rows' checksums, modulo 2**31.
-
-    A row's is over its global sample, epoch, number, and the crc32 of its tokens as uint32.
-    """
-    total = 0
-    for index, (epoch, row) in enumerate(zip(epochs.tolist(), rows.tolist(), strict=True)):
-        content = crc32(tokens[index].astype("<u4"))
-        total += crc32(struct.pack("<QQQI", first_sample + index, epoch, row, content))
-    return total % _DIGEST_MODULUS

@@ -8,7 +8,7 @@ needed are read here (format/Message.fbs and Flatbuffers' "internals" of the two
 """
 
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import pyarrow as pa
 
@@ -17,6 +17,7 @@ _HEADER_TYPE, _HEADER = 1, 2  # fields of Message
 _BUFFERS, _COMPRESSION = 2, 3  # fields of RecordBatch
 _NOT_COMPRESSED = -1  # a buffer that compression would have made longer
 _PREFIX_BYTES = 8
+_ZSTD = pa.Codec("zstd")
 
 
 def decode_batch(message: bytes, schema: pa.Schema, *, max_bytes: int) -> pa.RecordBatch:
@@ -42,14 +43,61 @@ def decode_batch(message: bytes, schema: pa.Schema, *, max_bytes: int) -> pa.Rec
     return batch
 
 
-def _stated_sizes(head: memoryview, body: memoryview) -> Iterator[int]:
-    """Yields the size in memory of every buffer of a record batch message."""
+def decode_buffers(message: bytes, sizes: Mapping[int, int]) -> dict[int, pa.Buffer]:
+    """Decodes single buffers of a record batch message, and nothing else of it.
+
+    For a few columns of many it takes half of the time of `decode_batch`.
+
+    Args:
+        message: the encapsulated message, from its continuation marker to the end of its body.
+        sizes: the number of each buffer that is wanted, and the bytes that it must have.
+
+    Raises:
+        ValueError: it is no such message, or a buffer has another size.
+    """
+    try:
+        opened = pa.ipc.read_message(message)
+        record_batch = _record_batch(memoryview(opened.metadata))
+        is_compressed = record_batch.table(_COMPRESSION) is not None
+        places = list(record_batch.pairs(_BUFFERS))
+        return {
+            number: _decoded(opened.body, places[number], is_compressed, size)
+            for number, size in sizes.items()
+        }
+    except (struct.error, IndexError, TypeError, OSError, EOFError) as error:
+        raise ValueError(f"it is no record batch ({error})") from error
+
+
+def _decoded(
+    body: pa.Buffer, place: tuple[int, int], is_compressed: bool, expected: int
+) -> pa.Buffer:
+    offset, length = place
+    if not 0 <= offset <= offset + length <= len(body):
+        raise ValueError(f"a buffer lies at {offset} to {offset + length} of {len(body)} bytes")
+    data = body.slice(offset, length)
+    size = _stated_size(memoryview(data), is_compressed)
+    if size != expected:
+        raise ValueError(f"a buffer states {size} bytes, it must have {expected}")
+    if not is_compressed or not length:
+        return data
+    rest = data.slice(_PREFIX_BYTES)
+    (stated,) = struct.unpack_from("<q", data)
+    return rest if stated == _NOT_COMPRESSED else _ZSTD.decompress(rest, size)
+
+
+def _record_batch(head: memoryview) -> "_Table":
     message = _Table(head, _unsigned(head, 0))
     if message.byte(_HEADER_TYPE) != _RECORD_BATCH:
         raise ValueError("it is no record batch")
     record_batch = message.table(_HEADER)
     if record_batch is None:
         raise ValueError("it has no head")
+    return record_batch
+
+
+def _stated_sizes(head: memoryview, body: memoryview) -> Iterator[int]:
+    """Yields the size in memory of every buffer of a record batch message."""
+    record_batch = _record_batch(head)
     is_compressed = record_batch.table(_COMPRESSION) is not None
     for offset, length in record_batch.pairs(_BUFFERS):
         if not 0 <= offset <= offset + length <= len(body):

@@ -124,6 +124,14 @@ class Mixture:
         sources, indices = zip(*parts, strict=True)
         return np.concatenate(sources), np.concatenate(indices)
 
+    def rows_before(self, row: int) -> np.ndarray:
+        """Returns how many of the rows before a global row each source has had: int64 [k]."""
+        stage = self._stages[self._stage_of(row)]
+        first, _ = self.block_at(row)
+        dealt_k = stage.dealt(np.array([(first - stage.start) // stage.block_rows]))[0]
+        sources, _ = self.rows_at(first, row - first)
+        return dealt_k + np.bincount(sources, minlength=len(self.names))
+
     def row_of(self, source: int, index: int) -> int | None:
         """Returns the global row that is row `index` of a source; None: its weight ends before."""
         if len(self.names) == 1:

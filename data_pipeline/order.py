@@ -23,8 +23,8 @@ of 32,768 rows. The latest windows are kept, so a run pays some 50 ns per row.
 """
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -84,6 +84,14 @@ class EraOrder:
             rows[of_window] = self._rows_of_window(int(window))[inside]
         return rows
 
+    def others_of_window(self, position: int) -> np.ndarray:
+        """Returns the other rows of a position's window, from half a window further on."""
+        window = int(self.windows_of(np.array([position]))[0])
+        rows = self._rows_of_window(window)
+        inside = position - int(self.window_starts[window])
+        places = (inside + len(rows) // 2 + np.arange(len(rows))) % len(rows)
+        return rows[places[places != inside]]
+
     def position_of(self, row: int) -> int:
         """Returns the position at which a row comes."""
         chunk = int(np.searchsorted(self._chunks.row_starts, row, side="right")) - 1
@@ -95,7 +103,8 @@ class EraOrder:
     def _permuted_window(self, window: int) -> np.ndarray:
         starts = self._chunks.row_starts
         chunks = self.chunks_of_window(window)
-        rows = np.concatenate([np.arange(int(starts[c]), int(starts[c + 1])) for c in chunks])
+        spans = zip(starts[chunks].tolist(), starts[chunks + 1].tolist(), strict=True)
+        rows = np.concatenate([np.arange(first, end) for first, end in spans])
         return rows[permutation(len(rows), derive_key(self._key, "rows", window))]
 
 
@@ -138,11 +147,9 @@ class RowRefs:
     def __getitem__(self, chosen: slice | np.ndarray) -> "RowRefs":
         return RowRefs(*(getattr(self, name)[chosen] for name in _REF_FIELDS))
 
-    @staticmethod
-    def joined(parts: Sequence["RowRefs"]) -> "RowRefs":
-        """Returns the rows of all parts, one part after the other."""
-        columns = ([getattr(part, name) for part in parts] for name in _REF_FIELDS)
-        return RowRefs(*(np.concatenate(column) for column in columns))
+    def with_rows(self, rows: np.ndarray) -> "RowRefs":
+        """Returns the same places with other rows of their eras."""
+        return replace(self, rows=rows)
 
 
 _REF_FIELDS = tuple(RowRefs.__dataclass_fields__)

@@ -21,7 +21,7 @@ Legend: S tokens predicted per row, C chunks of an era. A chunk is a run of whol
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
@@ -41,13 +41,16 @@ PLAN_VERSION = 1
 WINDOW_BATCHES = 64
 """Record batches of usual size that the order mixes with each other: 16 MiB of uint16."""
 
-_CONCAT_CHUNK_BATCHES = 4  # one batch more is decoded per chunk, for the row across its end
+CHUNK_BATCHES = 8
+"""Record batches of a chunk whose rows are cut: for the last of them a ninth may be decoded."""
+
 _PLAN_DOCUMENTS = 1000
 _PLAN_ROWS = 256  # a chunk leaves about one row unfilled, whatever its size
 _PLAN_BATCHES = 16
 _MAGIC_BYTES = 8  # "ARROW1" and padding, before the schema message
 _MAX_HEAD_BYTES = 64 * 2**20
-_AGAIN = "delete the plan's two files; they are made again"
+AGAIN = "delete the plan's two files; they are made again"
+"""What helps against a damaged plan."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +64,13 @@ class EraPlan:
 # concat -----------------------------------------------------------------------------------------
 
 
-def concat_plan(batch_starts: np.ndarray, seq_len: int, batch_tokens: int) -> EraPlan:
+def concat_plan(
+    batch_starts: np.ndarray,
+    seq_len: int,
+    batch_tokens: int,
+    *,
+    chunk_batches: int = CHUNK_BATCHES,
+) -> EraPlan:
     """Returns the plan of rows that are cut from the stream.
 
     A row belongs to the chunk in which its first token lies; its last ones may lie in the next.
@@ -70,29 +79,28 @@ def concat_plan(batch_starts: np.ndarray, seq_len: int, batch_tokens: int) -> Er
         batch_starts: int64 [batches + 1]: the first token of each record batch in the era's stream.
         seq_len: S.
         batch_tokens: the usual size of a record batch.
+        chunk_batches: how many record batches of that size are a chunk.
     """
-    sizes = np.diff(batch_starts)
-    chunk_batches = _grouped(
-        sizes, lambda tokens, _: tokens >= _CONCAT_CHUNK_BATCHES * batch_tokens
-    )
+    firsts = _grouped(np.diff(batch_starts), chunk_batches * batch_tokens)
     total = num_rows(int(batch_starts[-1]), seq_len)
-    row_starts = np.minimum(-(-batch_starts[chunk_batches] // seq_len), total)
-    return EraPlan(chunk_batches, _chunk_table(row_starts, int(batch_starts[-1]), batch_tokens))
+    row_starts = np.minimum(-(-batch_starts[firsts] // seq_len), total)
+    return EraPlan(firsts, _chunk_table(row_starts, int(batch_starts[-1]), batch_tokens))
 
 
-def _grouped(sizes: Iterable[int], is_full: Callable[[int, int], bool]) -> np.ndarray:
-    """Groups consecutive batches: the first of each group, and the number of all.
+def _grouped(sizes: np.ndarray, least: int) -> np.ndarray:
+    """Groups consecutive batches until each group has `least` tokens.
 
-    A group ends with the batch after which `is_full(tokens, batches)`.
+    Returns:
+        The first batch of each group, and the number of all batches.
     """
-    starts, tokens, batch = [0], 0, 0
-    for batch, size in enumerate(sizes, start=1):
-        tokens += int(size)
-        if is_full(tokens, batch - starts[-1]):
+    starts, tokens = [0], 0
+    for batch, size in enumerate(sizes.tolist(), start=1):
+        tokens += size
+        if tokens >= least:
             starts.append(batch)
             tokens = 0
-    if starts[-1] != batch:
-        starts.append(batch)
+    if starts[-1] != len(sizes):
+        starts.append(len(sizes))
     return np.array(starts, dtype=np.int64)
 
 
@@ -240,7 +248,7 @@ class BestFitPlan:
     """Reads the plan of an era, chunk by chunk."""
 
     def __init__(self, directory: Path, head: _PlanHead):
-        self._path = directory / f"{head.key.stem}.arrow"
+        self.path = directory / f"{head.key.stem}.arrow"
         self._head = head
         ends = [0, *(chunk.batch_end for chunk in head.chunks)]
         rows = [0, *(chunk.rows for chunk in head.chunks)]
@@ -263,19 +271,19 @@ class BestFitPlan:
         """
         entry = self._head.chunks[chunk]
         end = entry.offset + entry.length
-        where = f"{self._path}, chunk {chunk} (bytes {entry.offset} to {end})"
+        where = f"{self.path}, chunk {chunk} (bytes {entry.offset} to {end})"
         try:
-            with open(self._path, "rb") as file:
+            with open(self.path, "rb") as file:
                 if end > os.fstat(file.fileno()).st_size:
-                    raise ShardError(f"{where}: the file is shorter; {_AGAIN}")
+                    raise ShardError(f"{where}: the file is shorter; {AGAIN}")
                 message = os.pread(file.fileno(), entry.length, entry.offset)
         except OSError as error:
-            raise ShardError(f"{where}: cannot be read ({error.strerror}); {_AGAIN}") from error
+            raise ShardError(f"{where}: cannot be read ({error.strerror}); {AGAIN}") from error
         if crc32(message) != entry.crc32:
-            raise ShardError(f"{where}: its CRC32 is not that of the plan's head; {_AGAIN}")
+            raise ShardError(f"{where}: its CRC32 is not that of the plan's head; {AGAIN}")
         pieces = _decoded(message)
         if pieces.num_rows != entry.rows:
-            raise ShardError(f"{where}: {pieces.num_rows} rows, not {entry.rows}; {_AGAIN}")
+            raise ShardError(f"{where}: {pieces.num_rows} rows, not {entry.rows}; {AGAIN}")
         return pieces
 
 
@@ -392,7 +400,7 @@ def _read_head(directory: Path, key: PlanKey) -> _PlanHead | None:
     except FileNotFoundError:
         return None
     except OSError as error:
-        raise ShardError(f"{path} cannot be read ({error.strerror}); {_AGAIN}") from error
+        raise ShardError(f"{path} cannot be read ({error.strerror}); {AGAIN}") from error
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ShardError(f"{path} is damaged ({error}); {_AGAIN}") from error
+        raise ShardError(f"{path} is damaged ({error}); {AGAIN}") from error
     return head if head.key == key else None

@@ -27,6 +27,7 @@ import hashlib
 import io
 import os
 from collections import OrderedDict
+from collections.abc import Set
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -40,7 +41,7 @@ import pyarrow as pa
 from .config import FORMAT_VERSION
 from .errors import ShardError
 from .manifest import DatasetManifest, ShardEntry, Split, read_manifest
-from .messages import decode_batch
+from .messages import decode_batch, decode_buffers
 from .tokenizers.interface import Tokenizer, token_dtype
 from .tokenizers.tokenizer import load_tokenizer
 
@@ -54,6 +55,7 @@ _ARROW_MAGIC_BYTES = 8  # "ARROW1" and padding, before the schema message
 _BATCH_SLACK_BYTES = 4096  # validity bitmaps, offsets of no document
 _DOCUMENT_SLACK_BYTES = 64  # a document's numbers in all columns
 _INDEX_ROW_BYTES = 64  # 32 in the file, padded
+_OFFSET_BYTES = 4  # of a list in Arrow
 _OPEN_FILES = 128
 _RESTORE = "restore the file from a copy, or delete the folder and prepare again"
 _INDEX_SCHEMA = pa.schema(
@@ -311,15 +313,26 @@ class TokenStore:
         era: int,
         split: str,
         manifest: DatasetManifest | None = None,
+        *,
+        check_sizes: bool = True,
     ):
         """Opens era number `era` of a source.
+
+        Args:
+            directory: the prepared folder.
+            source: the source's name.
+            era: its number among the source's eras.
+            split: "train" or "validation".
+            manifest: the folder's manifest, if it has been read.
+            check_sizes: whether a missing or truncated shard is refused now, and not where its
+                batches are read.
 
         Raises:
             ShardError: there is no such source or era yet, or its files are damaged.
         """
         self.directory = Path(directory)
         self.manifest = manifest or read_manifest(directory)
-        self.source = self.manifest.source(source)
+        self.source, self.era, self.split = self.manifest.source(source), era, split
         eras = self.manifest.eras(source)
         if not 0 <= era < len(eras):
             raise ShardError(
@@ -332,8 +345,10 @@ class TokenStore:
             has_record_id=self.source.has_record_id,
         )
         self._files = _OpenFiles()
-        for entry in self.entries:
+        for entry in self.entries if check_sizes else ():
             _check_size(self.directory / entry.name, entry.num_bytes)
+        self.token_dtype = token_dtype(self.manifest.vocab_size)
+        self._buffers = _buffer_numbers(self._schema)
         indices = [self._read_index(entry) for entry in self.entries]
         self._index = {
             name: _joined([one[name] for one in indices]) for name in _INDEX_SCHEMA.names
@@ -358,20 +373,23 @@ class TokenStore:
         Raises:
             ShardError: its bytes are not those that were written.
         """
-        documents = self.read_documents(batch)
-        tokens = documents.column("tokens")
-        mask = None
-        if self.source.has_loss_mask:
-            mask = documents.column("loss_mask").flatten().to_numpy(zero_copy_only=False)
-        ends = tokens.offsets.to_numpy()[1:].astype(np.int64)
-        return TokenBatch(tokens.values.to_numpy(), ends, mask)
+        wanted = {"tokens", "ends", "mask"} if self.source.has_loss_mask else {"tokens", "ends"}
+        found = self._read_buffers(batch, wanted)
+        return TokenBatch(found["tokens"], found["ends"], found.get("mask"))
 
     def read_tokens(self, batch: int) -> np.ndarray:
         """Returns all tokens of one record batch, ends of documents included.
 
-        uint16 or uint32, 1-D.
+        uint16 or uint32, 1-D, read-only.
+
+        Raises:
+            ShardError: its bytes are not those that were written.
         """
-        return self.read(batch).tokens
+        return self._read_buffers(batch, {"tokens"})["tokens"]
+
+    def read_alone(self, batch: int) -> TokenBatch:
+        """Returns the tokens of one record batch as `read` does, without ends and loss mask."""
+        return TokenBatch(self.read_tokens(batch), np.zeros(0, dtype=np.int64), None)
 
     def document_ends(self, batch: int) -> np.ndarray:
         """Returns where each document of a record batch ends, int64: after its last token."""
@@ -388,15 +406,9 @@ class TokenStore:
             ShardError: its bytes are not those that were written.
         """
         message, where = self._fetch(batch)
-        expected = int(self._index["crc32"][batch])
-        if (found := crc32(message)) != expected:
-            raise ShardError(
-                f"{where}: CRC32 is {found:08x}, the index says {expected:08x}; {_RESTORE}"
-            )
-        num_tokens, num_documents = (int(self._index[key][batch]) for key in ("n_tokens", "n_docs"))
-        token_bytes = self._schema.field("tokens").type.value_type.byte_width
+        num_tokens, num_documents = self._counts(batch)
         max_bytes = (
-            num_tokens * (token_bytes + 1)
+            num_tokens * (self.token_dtype.itemsize + 1)
             + num_documents * (_DOCUMENT_SLACK_BYTES + 2 * MAX_LABEL_BYTES)
             + _BATCH_SLACK_BYTES
         )
@@ -407,11 +419,40 @@ class TokenStore:
             raise ShardError(f"{where}: cannot be decoded ({error}); {_RESTORE}") from error
         return documents
 
+    def _read_buffers(self, batch: int, wanted: Set[str]) -> dict[str, np.ndarray]:
+        """Decodes "tokens", "ends" and "mask" of one record batch, and no other column."""
+        message, where = self._fetch(batch)
+        num_tokens, num_documents = self._counts(batch)
+        sizes = {
+            "tokens": num_tokens * self.token_dtype.itemsize,
+            "ends": (num_documents + 1) * _OFFSET_BYTES,
+            "mask": -(-num_tokens // 8),
+        }
+        numbers = {name: self._buffers[name] for name in wanted}
+        try:
+            buffers = decode_buffers(message, {numbers[name]: sizes[name] for name in wanted})
+            raw = {name: buffers[number] for name, number in numbers.items()}
+            found = {"tokens": np.frombuffer(raw["tokens"], dtype=self.token_dtype)}
+            _check_tokens(found["tokens"], self.manifest.vocab_size)
+            if "ends" in raw:
+                found["ends"] = _document_ends(raw["ends"], num_tokens)
+            if "mask" in raw:
+                bits = np.frombuffer(raw["mask"], dtype=np.uint8)
+                found["mask"] = np.unpackbits(bits, count=num_tokens, bitorder="little").view(bool)
+        except ValueError as error:  # intact bytes of another format, or made to do harm
+            raise ShardError(f"{where}: cannot be decoded ({error}); {_RESTORE}") from error
+        return found
+
+    def _counts(self, batch: int) -> tuple[int, int]:
+        """Returns how many tokens and documents the index says that a batch has."""
+        return int(self._index["n_tokens"][batch]), int(self._index["n_docs"][batch])
+
     def close(self) -> None:
         """Closes the shards' files; reading opens them again."""
         self._files.close()
 
     def _fetch(self, batch: int) -> tuple[bytes, str]:
+        """Returns the bytes of a record batch as they were written, and where they lie."""
         shard = int(np.searchsorted(self._first_batches, batch, side="right")) - 1
         offset, length = int(self._index["offset"][batch]), int(self._index["length"][batch])
         local_batch = batch - int(self._first_batches[shard])
@@ -424,6 +465,11 @@ class TokenStore:
         if len(message) != length:
             raise ShardError(
                 f"{where}: the file ends after {len(message)} of {length} bytes; {_RESTORE}"
+            )
+        expected = int(self._index["crc32"][batch])
+        if (found := crc32(message)) != expected:
+            raise ShardError(
+                f"{where}: CRC32 is {found:08x}, the index says {expected:08x}; {_RESTORE}"
             )
         return message, where
 
@@ -525,6 +571,35 @@ class TokenStream:
         return self._stores[number], batch - int(self._first_batches[number])
 
 
+def _buffer_numbers(schema: pa.Schema) -> dict[str, int]:
+    """Returns which buffers of a record batch hold the tokens, their offsets and their loss mask.
+
+    A list has two buffers (validity, offsets) and those of its elements.
+    """
+    before, number = {}, 0
+    for field in schema:
+        before[field.name] = number
+        if pa.types.is_list(field.type):
+            number += 4
+        else:
+            number += 3 if pa.types.is_string(field.type) else 2
+    numbers = {"ends": before["tokens"] + 1, "tokens": before["tokens"] + 3}
+    return numbers | ({"mask": before["loss_mask"] + 3} if "loss_mask" in before else {})
+
+
+def _document_ends(offsets: pa.Buffer, num_tokens: int) -> np.ndarray:
+    ends = np.frombuffer(offsets, dtype="<i4").astype(np.int64)
+    if ends[0] != 0 or ends[-1] != num_tokens or (np.diff(ends) < 0).any():
+        raise ValueError("the documents' ends are out of order")
+    return ends[1:]
+
+
+def _check_tokens(tokens: np.ndarray, vocab_size: int) -> None:
+    largest = int(tokens.max(initial=0))
+    if largest >= vocab_size:
+        raise ValueError(f"token {largest} of a vocabulary of {vocab_size}")
+
+
 def _check_documents(
     documents: pa.RecordBatch, num_tokens: int, num_documents: int, vocab_size: int
 ) -> None:
@@ -535,9 +610,7 @@ def _check_documents(
             f"{found[0]} tokens of {found[1]} documents, the index says {num_tokens} of "
             f"{num_documents}"
         )
-    largest = int(tokens.values.to_numpy().max(initial=0))
-    if largest >= vocab_size:
-        raise ValueError(f"token {largest} of a vocabulary of {vocab_size}")
+    _check_tokens(tokens.values.to_numpy(), vocab_size)
     if "loss_mask" in documents.schema.names:
         masks = documents.column("loss_mask")
         if masks.null_count or masks.values.null_count or masks.offsets != tokens.offsets:

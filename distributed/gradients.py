@@ -111,36 +111,37 @@ def parameters_to_reduce(model: nn.Module) -> tuple[list[Parameter], list[Parame
 
 
 def global_grad_norm(
-    parameters: Sequence[Parameter], mesh: Mesh, *, flag: bool = False
-) -> tuple[Tensor, bool]:
-    """Returns the 2-norm of the whole model's reduced gradient, and whether any rank set its flag.
+    parameters: Sequence[Parameter], mesh: Mesh, *, flags: Sequence[bool] = ()
+) -> tuple[Tensor, tuple[bool, ...]]:
+    """Returns the 2-norm of the whole model's reduced gradient, and which flags any rank has set.
 
     The norm is a float64 tensor without dimensions.
 
-    A collective call; both results have the same bits on every rank. Every element is counted once,
-    by the first copy of its tensor, so a non-finite gradient anywhere makes the norm non-finite
-    everywhere. The flag rides on the same reduction: what must be agreed at every step boundary
-    costs no message of its own.
+    A collective call, with as many flags on every rank; its results have the same bits on all of
+    them. Every element is counted once, by the first copy of its tensor, so a non-finite gradient
+    anywhere makes the norm non-finite everywhere. The flags ride on the same reduction: what must
+    be agreed at every step boundary costs no message of its own.
     """
-    sums = torch.zeros(2, dtype=torch.float64, device=_device(parameters))
+    sums = torch.zeros(1 + len(flags), dtype=torch.float64, device=_device(parameters))
     sums[0] = _square_sum(list(_counted_here(parameters, mesh.rank)))
-    sums[1] = float(flag)
+    for place, flag in enumerate(flags, start=1):
+        sums[place] = float(flag)
     if mesh.world_group.size() > 1:
         dist.all_reduce(sums, group=mesh.world_group)
-    return sums[0].sqrt(), bool(sums[1].item() > 0)
+    return sums[0].sqrt(), tuple(value > 0 for value in sums[1:].tolist())
 
 
 def clip_gradients(
-    parameters: Sequence[Parameter], mesh: Mesh, *, max_norm: float, flag: bool = False
-) -> tuple[Tensor, bool]:
+    parameters: Sequence[Parameter], mesh: Mesh, *, max_norm: float, flags: Sequence[bool] = ()
+) -> tuple[Tensor, tuple[bool, ...]]:
     """Scales all gradients by min(1, max_norm / norm).
 
-    Returns the norm before that and the flag, as `global_grad_norm` does.
+    Returns the norm before that and the flags, as `global_grad_norm` does.
 
     A collective call, after the reduction. If the norm is not finite the gradients are worthless:
     skip the step. All ranks see the same norm, so all of them do.
     """
-    norm, raised = global_grad_norm(parameters, mesh, flag=flag)
+    norm, raised = global_grad_norm(parameters, mesh, flags=flags)
     gradients = [
         local_tensor(parameter.grad) for parameter in parameters if parameter.grad is not None
     ]

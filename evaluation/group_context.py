@@ -22,8 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..data_pipeline.loader import RowReader
-from ..data_pipeline.shards import TokenStream
+from ..data_pipeline.reader import SplitReader
 from ..model.transformer import Transformer
 
 
@@ -48,12 +47,13 @@ class GroupContextText:
     """
 
     def __init__(self, directory: str | Path, *, seq_len: int, seed: int = 0) -> None:
-        """`seq_len` as in training: the stretches begin where training's rows do.
+        """`seq_len` as in training: the stretches begin where rows that are cut do.
 
         Raises:
             DataError: the folder cannot be read.
         """
-        self._store, self._seq_len, self.seed = TokenStream(directory, "train"), seq_len, seed
+        self._directory, self._seq_len, self.seed = directory, seq_len, seed
+        self._reader = SplitReader(directory, "train", seq_len=seq_len)
 
     def draw(self, count: int, length: int, *, key: Sequence[int] = (0,)) -> Tensor:
         """(count, length) int64, the same for the same seed and key; different rows where the text
@@ -62,21 +62,23 @@ class GroupContextText:
         Raises:
             ValueError: the training text is shorter than one stretch.
         """
-        reader = RowReader(self._store, max(self._seq_len, length - 1))
+        reader = self._reader
+        if length - 1 > self._seq_len:
+            reader = SplitReader(self._directory, "train", seq_len=length - 1)
         if reader.num_rows < 1:
             raise ValueError(
                 f"a group context of {length} tokens needs a longer training text than the "
-                f"{self._store.num_tokens} tokens of "
-                f"{self._store.directory}: ask for fewer tokens, or prepare more text"
+                f"{reader.num_tokens} tokens of "
+                f"{self._directory}: ask for fewer tokens, or prepare more text"
             )
         rows = _generator(self.seed, *key).choice(
             reader.num_rows, count, replace=reader.num_rows < count
         )
-        return torch.from_numpy(reader.read(rows)[:, :length])
+        return torch.from_numpy(reader.read(rows).tokens[:, :length])
 
     def close(self) -> None:
         """Closes the files."""
-        self._store.close()
+        self._reader.close()
 
     def __enter__(self) -> Self:
         return self

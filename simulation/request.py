@@ -16,8 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ..data_pipeline.loader import RowReader
-from ..data_pipeline.shards import TokenStream
+from ..data_pipeline.reader import SplitReader
 from ..distributed.checkpoint.files import find_checkpoint, read_meta
 from ..distributed.dispatch.expert_map import ExpertMap
 from ..distributed.layout import Layout, MeshConfig, check_experts, check_runnable, plan_layout
@@ -428,7 +427,7 @@ def text_tokens(config: Config, batch: int, length: int, *, seed: int, num_ranks
     Raises:
         ValueError: the data cannot be read.
     """
-    reader = RowReader(TokenStream(Path(config.data.directory), "validation"), length)
+    reader = SplitReader(config.data.directory, "validation", seq_len=length)
     if reader.num_rows < 1:
         raise ValueError(
             f"{config.data.directory}: its validation split has not one row of {length} tokens"
@@ -436,7 +435,8 @@ def text_tokens(config: Config, batch: int, length: int, *, seed: int, num_ranks
 
     def make(step: int, rank: int) -> Tensor:
         first = seed + ((step - 1) * num_ranks + rank) * batch
-        return torch.from_numpy(reader.read((first + np.arange(batch)) % reader.num_rows))[:, :-1]
+        rows = reader.read((first + np.arange(batch)) % reader.num_rows)
+        return torch.from_numpy(rows.tokens[:, :-1])
 
     return make
 

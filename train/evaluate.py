@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from ..data_pipeline.corruption import open_fetcher
 from ..data_pipeline.loader import validation_batches
 from ..distributed.process.process import Process
 from ..model.precision import forward_in, products_dtype
@@ -59,6 +60,8 @@ def evaluate(
         rank=process.rank,
         num_ranks=process.world_size,
         max_rows=config.train.eval_rows or None,
+        document_ids=config.data.gives_document_ids,
+        fetch=open_fetcher(config.data),
     ):
         rows_BS1 = torch.from_numpy(batch.tokens).to(process.device)
         valid_B = torch.from_numpy(batch.valid).to(process.device)

@@ -9,6 +9,7 @@ numbers that are equal on all ranks, so no rank ever takes part in a collective 
 starts it, on one machine or on many nodes.
 """
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -21,6 +22,7 @@ from ..distributed.gradients import clip_gradients
 from ..distributed.process.process import start_process
 from ..model.precision import forward_in, products_dtype
 from .config import Config
+from .data_wait import wait_for_data
 from .evaluate import evaluate
 from .loss import micro_batch_loss
 from .metrics import MetricsLog, StepClock, StepMeter, exchange_metrics, expert_metrics
@@ -78,9 +80,14 @@ def run_steps(run: Run, loader: Loader, log: MetricsLog) -> str:
         log_evaluation(run, log)
     first = run.progress.step + 1
     clock = StepClock()
+    data_missing = True
     while run.progress.step < config.train.steps:
+        if data_missing:
+            wait_for_data(run, loader, log)
         batch = next(loader)
-        result = step(run, batch, learning_rate_at(config.optim, run.progress.step))
+        rate = learning_rate_at(config.optim, run.progress.step)
+        result = step(run, batch, rate, data_ready=loader.ready)
+        data_missing = result.data_missing
         clock.count_step()
         number = run.progress.step
         finished = number == config.train.steps
@@ -113,13 +120,16 @@ class StepResult:
     stop: bool  # somebody asked for the run's end; the same answer on all ranks
     # targets in the loss, over all ranks; None: every one; 0: the step was skipped on all ranks
     counted_targets: int | None = None
+    data_missing: bool = False  # some rank has no batch for the next step; the same on all ranks
 
 
-def step(run: Run, batch: Batch, rate: float) -> StepResult:
+def step(
+    run: Run, batch: Batch, rate: float, *, data_ready: Callable[[], bool] = lambda: True
+) -> StepResult:
     """Makes one optimizer step over this rank's micro-batches; a collective call.
 
     A gradient that is not finite on any rank skips the update on all of them, and so does a batch
-    of which no target counts.
+    of which no target counts. `data_ready`: whether this rank has a batch for the next step.
     """
     meter = StepMeter()
     micro_batches = split_batch(batch, run.process.device, document_use(run.config))
@@ -129,11 +139,14 @@ def step(run: Run, batch: Batch, rate: float) -> StepResult:
     accumulate_gradients(run, micro_batches, meter, global_targets=counted)
     run.reducer.reduce()
     asked = run.process.rank == 0 and (run.run_dir / "stop").exists()
-    norm, stop = clip_gradients(
-        run.parameters, run.mesh, max_norm=run.config.optim.clip_norm, flag=asked
+    norm, (stop, data_missing) = clip_gradients(
+        run.parameters,
+        run.mesh,
+        max_norm=run.config.optim.clip_norm,
+        flags=(asked, not data_ready()),
     )
     update_weights(run, meter, rate=rate, grad_norm=norm.item(), counted_targets=counted)
-    return StepResult(meter, rate, norm.item(), stop, counted)
+    return StepResult(meter, rate, norm.item(), stop, counted, data_missing)
 
 
 def accumulate_gradients(

@@ -221,7 +221,7 @@ def save(run: Run, loader: Loader) -> None:
     """Starts a checkpoint; it is written in the background while the run goes on."""
     meta = {
         "progress": run.progress.as_dict(),
-        "data": {"spec_hash": loader.spec_hash, "spec": loader.spec},
+        "data": loader.position(run.progress.samples),
         "config": run.config.model_dump(mode="json"),
         "experts": run.expert_placement.as_dict(),
     }
@@ -276,32 +276,32 @@ def open_log(run: Run, *, resumed: bool) -> MetricsLog:
 def open_loader(run: Run, position: dict[str, Any] | None) -> Loader:
     """Opens the data where the run stands: a seek, whatever the number of ranks was before."""
     config = run.config
-    _refuse_what_is_not_loaded_yet(config)
     loader = Loader(
-        Path(config.data.directory),
-        seq_len=config.data.seq_len,
+        config.data,
         global_batch=config.train.global_batch,
         micro_batch=config.train.micro_batch,
         rank=run.process.rank,
         num_ranks=run.process.world_size,
-        seed=config.data.seed,
         start_sample=run.progress.samples,
+        skip_folder=run.run_dir / "skipped",
     )
-    if position is not None:
-        loader.check_position(position["spec_hash"], position["spec"])
+    try:
+        _check_data(run, loader, position)
+    except BaseException:
+        loader.close()
+        raise
     return loader
 
 
-def _refuse_what_is_not_loaded_yet(config: Config) -> None:
-    data = config.data
-    asked = {
-        "data.stages": bool(data.stages),
-        "data.packing='best_fit'": data.packing == "best_fit",
-        "data.document_attention": data.document_attention,
-        f"data.when_corrupt={data.when_corrupt!r}": data.when_corrupt != "fail",
-    }
-    if wishes := [wish for wish, is_asked in asked.items() if is_asked]:
-        raise ConfigError(f"this version cannot train with {', '.join(wishes)}: leave it out")
+def _check_data(run: Run, loader: Loader, position: dict[str, Any] | None) -> None:
+    """Checks that the data goes on where the checkpoint left it, and is enough for the run."""
+    config = run.config
+    if position is not None and not config.data.override_position:
+        loader.check_position(position)
+    elif position is not None and run.process.rank == 0:
+        for difference in loader.differences(position):
+            logger.warning("data.override_position: continuing on other data: %s", difference)
+    loader.check_enough(config.train.steps * config.train.global_batch)
 
 
 def write_result(run: Run, state: str) -> None:

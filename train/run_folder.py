@@ -1,7 +1,7 @@
 """The run folder: everything about one run in one place, reachable from every node.
 
-config.json · journal.jsonl · metrics.jsonl · checkpoints/ · logs/ · routing/ · tensorboard/ ·
-result.json · summary.png
+config.json · journal.jsonl · metrics.jsonl · checkpoints/ · logs/ · routing/ · skipped/ ·
+tensorboard/ · result.json · summary.png
 """
 
 import os
@@ -29,6 +29,10 @@ _MAY_CHANGE = frozenset(
         "mesh.replicas",
         "kernels.backend",
         "data.directory",
+        "data.when_corrupt",
+        "data.replicas",
+        "data.max_skipped_batches",
+        "data.override_position",
         "train.steps",
         "train.micro_batch",
         "train.device",
@@ -103,7 +107,8 @@ def _check_same_run(saved: Config, asked: Config, run_dir: Path) -> None:
     for section, values in before.items():
         for key, value in values.items():
             name = f"{section}.{key}"
-            if value != now[section][key] and name not in _MAY_CHANGE:
+            may_change = name in _MAY_CHANGE or (section == "data" and asked.data.override_position)
+            if value != now[section][key] and not may_change:
                 differences.append(f"  {name}: the run has {value!r}, now {now[section][key]!r}")
     if differences:
         raise ConfigError(

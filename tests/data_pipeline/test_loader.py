@@ -1,67 +1,63 @@
 """Batches against a slow reading of the same shards; the same samples for any layout, restart or
-cache.
+growth of the folder.
 """
 
 import itertools
+import logging
 import shutil
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pytest
+from made_folder import MadeFolder, documents
 
 from moebius.data_pipeline import loader as loader_module
+from moebius.data_pipeline import samples as samples_module
 from moebius.data_pipeline import shards
+from moebius.data_pipeline.config import DataConfig, Stage
+from moebius.data_pipeline.corruption import BatchFetcher
 from moebius.data_pipeline.errors import DataError, ShardError
-from moebius.data_pipeline.loader import Batch, Loader, RowReader, validation_batches
+from moebius.data_pipeline.loader import Batch, Loader, validation_batches
 from moebius.data_pipeline.manifest import read_manifest
-from moebius.data_pipeline.mixture import Mixture, WeightStage
-from moebius.data_pipeline.order import SampleOrder, SourceRows
-from moebius.data_pipeline.packing import WINDOW_BATCHES, concat_plan
-from moebius.data_pipeline.shards import TokenStore, TokenStream
+from moebius.data_pipeline.samples import OrderedSamples
+from moebius.data_pipeline.shards import TokenStore
 
 S = 16
 GLOBAL_BATCH = 8
+STAGES = (Stage(at_tokens=300 * S, weights={"a": 1.0, "c": 3.0}),)
 
 
-def _stream(folder: Path, split: str) -> np.ndarray:
-    """All tokens of a split, read by Arrow through the files' own footers."""
-    tables = [
-        pa.ipc.open_file(str(folder / entry.name)).read_all()
-        for entry in read_manifest(folder).of(split)
-    ]
-    return np.array(
-        [token for table in tables for tokens in table["tokens"].to_pylist() for token in tokens]
-    )
+@pytest.fixture(scope="module")
+def made(tmp_path_factory) -> MadeFolder:
+    """Three sources; three eras of the first, one has prompts."""
+    folder = MadeFolder(tmp_path_factory.mktemp("made"), ("a", "b", "c"), frozenset({"c"}))
+    for era in range(3):
+        folder.seal("a", documents(era, 25), documents(10 + era, 5), shards=2)
+    folder.seal("b", documents(3, 40), documents(13, 12))
+    folder.seal("c", documents(4, 50, prompts=True), documents(14, 20, prompts=True))
+    return folder.complete()
 
 
-def _rows_in_order(folder: Path, count: int) -> np.ndarray:
-    store = TokenStream(folder, "train")
-    chunks = concat_plan(store.batch_starts, S, store.manifest.batch_tokens).chunks
-    rows = {"text": SourceRows((chunks.num_rows,), complete=True)}
-    mixture = Mixture(("text",), [WeightStage(0, {"text": 1.0})], seed=3)
-    return SampleOrder(mixture, rows, lambda *_: chunks, seed=3).refs_at(0, count).rows
+@pytest.fixture
+def small(prepared: Path, config: DataConfig) -> DataConfig:
+    """The one source of the room's small corpus."""
+    return config.model_copy(update={"directory": str(prepared), "seed": 3})
 
 
-def _row(stream: np.ndarray, row: int) -> list[int]:
-    return stream[S * row : S * row + S + 1].tolist()
-
-
-def _steps(
-    folder: Path, count: int, *, num_ranks: int = 1, micro_batch: int = 2, **options: Any
+def steps_of(
+    data: DataConfig, count: int, *, num_ranks: int = 1, micro_batch: int = 1, **options: Any
 ) -> list[list[Batch]]:
     """`count` steps, each with the batches of all ranks."""
     loaders = [
         Loader(
-            folder,
-            seq_len=S,
-            global_batch=GLOBAL_BATCH,
-            micro_batch=micro_batch,
+            data,
+            **(dict[str, Any](global_batch=GLOBAL_BATCH, micro_batch=micro_batch) | options),
             rank=rank,
             num_ranks=num_ranks,
-            **(dict[str, Any](seed=3) | options),
         )
         for rank in range(num_ranks)
     ]
@@ -72,145 +68,280 @@ def _steps(
             loader.close()
 
 
-def _samples(step: list[Batch]) -> list[list[int]]:
+def flat(step: list[Batch], name: str = "tokens") -> list:
     """The global batch in order: ranks one after the other, each with its micro-batches one after
     the other.
     """
-    return np.concatenate([batch.tokens.reshape(-1, S + 1) for batch in step]).tolist()
+    parts = [getattr(batch, name) for batch in step]
+    return np.concatenate([part.reshape(-1, part.shape[2]) for part in parts]).tolist()
 
 
-def _digest(step: list[Batch]) -> int:
+def digest(step: list[Batch]) -> int:
     return sum(batch.digest for batch in step) % 2**31
 
 
-@pytest.mark.parametrize("order_samples", [1, 20, 4096])
-def test_samples_are_the_rows_of_the_stream_in_the_given_order(
-    prepared, monkeypatch, order_samples
-):
-    monkeypatch.setattr(loader_module, "_ORDER_SAMPLES", order_samples)
-    stream = _stream(prepared, "train")
-    rows = _rows_in_order(prepared, 40 * GLOBAL_BATCH)
-    found = [sample for step in _steps(prepared, 40) for sample in _samples(step)]
-    assert found == [_row(stream, row) for row in rows.tolist()]
+def seen(steps: list[list[Batch]]) -> list:
+    return [(flat(step), digest(step), step[0].first_sample) for step in steps]
 
 
-def test_an_epoch_has_every_row_once(prepared):
-    stream = _stream(prepared, "train")
+def opened(data: DataConfig, **options: Any) -> Loader:
+    return Loader(data, **(dict[str, Any](global_batch=4, micro_batch=1) | options))
+
+
+def test_samples_are_the_rows_of_the_streams_in_the_given_order(made, monkeypatch):
+    data = made.config(weights={"a": 2.0}, stages=STAGES, document_attention=True)
+    refs = OrderedSamples(data, BatchFetcher()).order.refs_at(0, 40 * GLOBAL_BATCH)
+    found = steps_of(data, 40)
+    tokens, masks, ids = (
+        [row for step in found for row in flat(step, name)]
+        for name in ("tokens", "loss_mask", "document_ids")
+    )
+    columns = (refs.sources, refs.eras, refs.rows)
+    assert set(refs.sources.tolist()) == {0, 1, 2}
+    for place, (source, era, row) in enumerate(zip(*map(np.ndarray.tolist, columns), strict=True)):
+        name = made.sources[source]
+        span = slice(S * row, S * row + S + 1)
+        assert tokens[place] == made.stream(name, era)[span]
+        assert masks[place] == made.learned(name, era)[span][1:]
+        owner = made.document_of(name, era)[span]
+        assert ids[place] == [number - owner[0] for number in owner]
+    for at_once in (1, 20):
+        monkeypatch.setattr(samples_module, "_ORDER_SAMPLES", at_once)
+        assert seen(steps_of(data, 40)) == seen(found)
+
+
+def test_an_epoch_has_every_row_once(small, prepared):
+    tables = [
+        pa.ipc.open_file(str(prepared / entry.name)).read_all()
+        for entry in read_manifest(prepared).of("train")
+    ]
+    stream = [t for table in tables for tokens in table["tokens"].to_pylist() for t in tokens]
     num_rows = (len(stream) - 1) // S
-    steps = _steps(prepared, num_rows // GLOBAL_BATCH + 2)
-    epoch = [sample for step in steps for sample in _samples(step)][:num_rows]
-    assert sorted(epoch) == sorted(_row(stream, row) for row in range(num_rows))
+    found = steps_of(small, num_rows // GLOBAL_BATCH + 2)
+    epoch = [sample for step in found for sample in flat(step)][:num_rows]
+    assert sorted(epoch) == sorted(stream[S * n : S * n + S + 1] for n in range(num_rows))
 
 
-def test_the_shape_and_the_type(prepared):
-    ((batch,),) = _steps(prepared, 1, micro_batch=2)
+def test_the_shape_and_the_type(small, made):
+    ((batch,),) = steps_of(small, 1, micro_batch=2)
     assert batch.tokens.shape == (4, 2, S + 1)
     assert batch.tokens.dtype == np.int64
     assert batch.first_sample == 0
+    assert batch.loss_mask is None
+    assert batch.document_ids is None
+    ((full,),) = steps_of(made.config(document_attention=True), 1, micro_batch=2)
+    assert full.loss_mask is not None
+    assert full.document_ids is not None
+    assert (full.loss_mask.shape, full.loss_mask.dtype) == ((4, 2, S), bool)
+    assert (full.document_ids.shape, full.document_ids.dtype) == ((4, 2, S + 1), np.int32)
 
 
-@pytest.mark.parametrize(("num_ranks", "micro_batch"), [(1, 8), (2, 2), (4, 1), (4, 2), (8, 1)])
-def test_any_number_of_ranks_sees_the_same_samples(prepared, num_ranks, micro_batch):
-    alone = _steps(prepared, 5)
-    together = _steps(prepared, 5, num_ranks=num_ranks, micro_batch=micro_batch)
-    assert [_samples(step) for step in together] == [_samples(step) for step in alone]
-    assert [_digest(step) for step in together] == [_digest(step) for step in alone]
-    assert {batch.first_sample for batch in together[3]} == {3 * GLOBAL_BATCH}
+@pytest.mark.parametrize("packing", ["concat", "best_fit"])
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 6, 8, 12])
+def test_any_number_of_ranks_sees_the_same_samples(made, num_ranks, packing):
+    data = made.config(weights={"b": 0.3}, stages=STAGES, packing=packing)
+    alone = steps_of(data, 12, global_batch=24)
+    together = steps_of(data, 12, global_batch=24, num_ranks=num_ranks)
+    assert seen(together) == seen(alone)
+    assert {batch.first_sample for batch in together[3]} == {3 * 24}
+    assert [flat(step, "loss_mask") for step in together] == [
+        flat(step, "loss_mask") for step in alone
+    ]
 
 
-@pytest.mark.parametrize("start_step", [1, 7, 120])
-def test_resuming_is_continuing(prepared, start_step):
-    whole = _steps(prepared, start_step + 3)[start_step:]
-    resumed = _steps(prepared, 3, num_ranks=2, start_sample=start_step * GLOBAL_BATCH)
-    assert [_samples(step) for step in resumed] == [_samples(step) for step in whole]
-    assert [_digest(step) for step in resumed] == [_digest(step) for step in whole]
-    assert resumed[0][0].first_sample == start_step * GLOBAL_BATCH
+@pytest.mark.parametrize("packing", ["concat", "best_fit"])
+def test_resuming_at_every_step_is_continuing(made, packing):
+    """Over the end of an epoch, of eras and of a stage; with another number of ranks each time."""
+    stages = (Stage(at_tokens=200 * S, weights={"a": 2.0, "b": 3.0, "c": 1.0}),)
+    data = made.config(weights={"a": 2.0}, stages=stages, packing=packing)
+    whole = seen(steps_of(data, 38))
+    for start in range(36):
+        resumed = steps_of(
+            data,
+            2,
+            num_ranks=(1, 2, 4)[start % 3],
+            start_sample=start * GLOBAL_BATCH,
+            prefetch=1,
+        )
+        assert seen(resumed) == whole[start : start + 2]
 
 
-def test_the_digest_tells_samples_apart(prepared):
-    digests = [_digest(step) for step in _steps(prepared, 20)]
+def test_another_batch_goes_on_with_the_very_next_sample(made):
+    data = made.config()
+    every = [row for step in steps_of(data, 30) for row in flat(step)]
+    ramp, sample = [], 0
+    for global_batch in (2, 6, 10, 14):
+        step = steps_of(data, 1, global_batch=global_batch, start_sample=sample)[0]
+        ramp += flat(step)
+        sample += global_batch
+    assert ramp == every[:sample]
+
+
+def test_the_digest_tells_samples_apart(small):
+    digests = [digest(step) for step in steps_of(small, 20)]
     assert len(set(digests)) == 20
-    assert digests != [_digest(step) for step in _steps(prepared, 20, seed=4)]
-    first, second = _steps(prepared, 1)[0][0], _steps(prepared, 1, start_sample=1)[0][0]
-    assert (
-        _samples([first])[1:] == _samples([second])[:-1]
-    )  # shifted by one sample: seven of eight rows in common
+    other = small.model_copy(update={"seed": 4})
+    assert digests != [digest(step) for step in steps_of(other, 20)]
+    first, second = steps_of(small, 1)[0][0], steps_of(small, 1, start_sample=1)[0][0]
+    # shifted by one sample: seven of eight rows in common
+    assert flat([first])[1:] == flat([second])[:-1]
     assert first.digest != second.digest
 
 
-def test_the_digest_sees_the_tokens(prepared, monkeypatch):
-    honest = _steps(prepared, 1)[0][0]
-    read_tokens = TokenStore.read_tokens
-
-    def with_other_tokens(store, batch):
-        return read_tokens(store, batch) ^ 1
-
-    monkeypatch.setattr(TokenStore, "read_tokens", with_other_tokens)
-    assert _steps(prepared, 1)[0][0].digest != honest.digest
+def test_the_digest_sees_the_tokens(tmp_path):
+    digests = set()
+    for number in range(3):
+        folder = MadeFolder(tmp_path / str(number))
+        folder.seal("text", documents(0, 30)[: 30 - number]).complete()
+        digests.add(steps_of(folder.config(), 1)[0][0].digest)
+    assert len(digests) == 3
 
 
-def test_what_is_kept_decoded_changes_nothing_but_the_number_of_reads(prepared, monkeypatch):
-    reads = []
-    read_tokens = TokenStore.read_tokens
-    monkeypatch.setattr(
-        TokenStore,
-        "read_tokens",
-        lambda store, batch: reads.append(batch) or read_tokens(store, batch),
-    )
-    store = TokenStream(prepared, "train")
-    reader = RowReader(store, S)
-    rows = _rows_in_order(prepared, reader.num_rows)
-    expected = reader.read(rows)
-    assert (
-        len(reads) == store.num_batches < 3 * WINDOW_BATCHES
-    )  # all of it fits: each is decoded once
-    forgetful = RowReader(store, S)
-    forgetful._keep_bytes = 1
-    assert np.array_equal(forgetful.read(rows), expected)
-    assert len(forgetful._decoded) == 1
-    assert len(reads) > 5 * store.num_batches
+# ---- a folder that grows
 
 
-def test_the_position_does_not_depend_on_where_the_data_is(prepared, tmp_path):
-    moved = shutil.copytree(prepared, tmp_path / "moved")
-    assert _spec_hash(moved) == _spec_hash(prepared)
+def test_training_while_it_grows_is_training_after(tmp_path):
+    """The order of what is sealed does not depend on what is not; then the epochs begin."""
+    eras = [documents(seed, 40) for seed in range(4)]
+    after = MadeFolder(tmp_path / "after", ("a", "b"))
+    for era in eras[:3]:
+        after.seal("a", era)
+    after.seal("b", eras[3]).complete()
+    expected = seen(steps_of(after.config(), 90))
+
+    growing = MadeFolder(tmp_path / "growing", ("a", "b"))
+    growing.seal("a", eras[0])
+
+    def make_the_rest() -> None:
+        for source, era in (("b", eras[3]), ("a", eras[1]), ("a", eras[2])):
+            time.sleep(0.15)
+            growing.seal(source, era)
+        time.sleep(0.15)
+        growing.complete()
+
+    maker = threading.Thread(target=make_the_rest)
+    maker.start()
+    try:
+        assert seen(steps_of(growing.config(), 90, num_ranks=2, poll_s=0.02)) == expected
+    finally:
+        maker.join()
 
 
-def _open(folder, **options: Any) -> Loader:
-    defaults: dict[str, Any] = {
-        "seq_len": S,
-        "global_batch": 4,
-        "micro_batch": 1,
-        "rank": 0,
-        "num_ranks": 1,
-        "seed": 3,
-    }
-    return Loader(folder, **(defaults | options))
+def test_all_ranks_wait_at_the_same_step_and_say_what_for(tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(loader_module, "_SAY_AFTER_S", 0.05)
+    folder = MadeFolder(tmp_path / "d").seal("text", documents(0, 20))
+    rows = (len(folder.stream("text", 0)) - 1) // S
+    told = []
+    options: dict[str, Any] = {"global_batch": 8, "poll_s": 0.01, "prefetch": 100, "num_ranks": 4}
+    loaders = [
+        opened(folder.config(), rank=rank, on_wait=lambda *what: told.append(what), **options)
+        for rank in range(4)
+    ]
+    try:
+        for loader in loaders:
+            for _ in range(rows // 8):
+                next(loader)
+            assert not loader.wait_until_ready(0.1)
+            assert loader.wait_reason == "era 1 of source 'text' is not sealed yet"
+        later = threading.Timer(0.3, lambda: folder.seal("text", documents(1, 20)))
+        later.start()
+        with caplog.at_level(logging.WARNING):
+            batches = [next(loader) for loader in loaders]
+        later.join()
+        assert {batch.first_sample for batch in batches} == {rows // 8 * 8}
+        assert loaders[0].wait_s > 0.1
+        assert told
+        assert told[0][1] == "era 1 of source 'text' is not sealed yet"
+        assert "waiting for data since" in caplog.text
+    finally:
+        for loader in loaders:
+            loader.close()
 
 
-def _spec_hash(folder, **options) -> str:
-    with _open(folder, **options) as loader:
-        return loader.spec_hash
+def test_a_source_that_may_not_be_repeated_ends_all_ranks_at_the_same_step(made):
+    data = made.config(max_epochs={"b": 1}, weights={"b": 5.0})
+    rows = (len(made.stream("b", 0)) - 1) // S
+    errors = []
+    for rank in range(4):
+        with opened(data, global_batch=8, rank=rank, num_ranks=4) as loader:
+            steps: list[Batch] = []
+            with pytest.raises(DataError) as caught:
+                steps.extend(loader)
+            errors.append((len(steps), str(caught.value)))
+    assert len(set(errors)) == 1
+    assert 0 <= rows - errors[0][0] * 8 * 5 / 7 < 12
+    assert f"source 'b' has {rows} rows and max_epochs=1: they are used up before" in errors[0][1]
+    with opened(data) as loader:
+        loader.check_enough(rows)
+        with pytest.raises(DataError, match=r"used up before sample 5000"):
+            loader.check_enough(5000)
 
 
-def test_a_position_of_the_same_order_is_accepted_whatever_the_layout(prepared):
-    with _open(prepared) as loader:
-        loader.check_position(
-            _spec_hash(prepared, global_batch=8, micro_batch=2, rank=1, num_ranks=2, start_sample=9)
-        )
+def test_two_epochs_may_be_all(made):
+    data = made.config(max_epochs={"a": 2, "b": 2, "c": 2})
+    with opened(data, global_batch=1) as loader:
+        found = [next(loader).tokens[0, 0].tolist() for _ in range(200)]
+    assert len(found) == 200
 
 
-@pytest.mark.parametrize("change", [{"seed": 4}, {"seq_len": 17}, {"split": "validation"}])
-def test_a_position_of_another_order_is_refused_with_the_difference(prepared, change):
-    with _open(prepared, **change) as other, _open(prepared) as loader:
-        name, value = next(iter(change.items()))
+# ---- positions
+
+
+def test_the_position_does_not_depend_on_where_the_data_is_or_on_the_layout(made, tmp_path):
+    moved = shutil.copytree(made.folder, tmp_path / "moved")
+    data = made.config()
+    with opened(data) as loader, opened(data, num_ranks=2, rank=1, start_sample=9) as other:
+        assert other.position(500) == loader.position(500)
+        with opened(data.model_copy(update={"directory": str(moved)})) as elsewhere:
+            elsewhere.check_position(loader.position(500))
+
+
+@pytest.mark.parametrize(
+    ("change", "difference"),
+    [
+        ({"seed": 4}, r"seed: saved 3, now 4"),
+        ({"seq_len": 17}, r"seq_len: saved 16, now 17"),
+        ({"packing": "best_fit"}, r"packing: saved 'concat', now 'best_fit 1'"),
+        ({"stages": STAGES}, r"stages: saved \[\], now \[\{'at_tokens': 4800"),
+        ({"weights": {"a": 2.0}}, r"weights\.a: saved 1\.0, now 2\.0"),
+        ({"max_epochs": {"b": 7}}, r"max_epochs\.b: saved 0, now 7"),
+    ],
+)
+def test_a_position_of_another_order_is_refused_with_the_difference(made, change, difference):
+    with opened(made.config()) as saving, opened(made.config(**change)) as loader:
+        position = saving.position(100)
         with pytest.raises(
-            DataError,
-            match=rf"{name}: saved {value!r}, now {loader.spec[name]!r}.*Resume with the same",
+            DataError, match=rf"\(.*{difference}.*\).*accept that with data.override_position=true"
         ):
-            loader.check_position(other.spec_hash, other.spec)
-        with pytest.raises(DataError, match=rf"this run has .*{name}={loader.spec[name]}"):
-            loader.check_position(other.spec_hash)
+            loader.check_position(position)
+        assert len(loader.differences(position)) == 1
+        assert not saving.differences(position)
+
+
+def test_a_position_knows_only_the_eras_it_has_reached(tmp_path):
+    eras = [documents(seed, 30) for seed in range(4)]
+    first = MadeFolder(tmp_path / "first").seal("text", eras[0]).seal("text", eras[1])
+    other = MadeFolder(tmp_path / "other").seal("text", eras[0]).seal("text", eras[2]).complete()
+    in_era_0 = (len(first.stream("text", 0)) - 1) // S
+    in_both = in_era_0 + (len(first.stream("text", 1)) - 1) // S
+    with opened(first.config()) as saving, opened(other.config()) as loader:
+        loader.check_position(saving.position(in_era_0))  # what comes after has not been read
+        with pytest.raises(DataError, match=r"eras.text.sha256: saved"):
+            loader.check_position(saving.position(in_era_0 + 1))
+        later = saving.position(in_both)
+    grown = first.seal("text", eras[3]).complete()
+    with opened(grown.config()) as loader:
+        loader.check_position(later)  # more was added: the same beginning
+        again = loader.position(10 * in_both)  # the second epoch knows where the first one ended
+    fewer = MadeFolder(tmp_path / "fewer").seal("text", eras[0]).seal("text", eras[1]).complete()
+    with (
+        opened(fewer.config()) as loader,
+        pytest.raises(DataError, match=r"eras.text.number: saved 3, now 2"),
+    ):
+        loader.check_position(again)
+
+
+# ---- what goes wrong
 
 
 @pytest.mark.parametrize(
@@ -225,25 +356,42 @@ def test_a_position_of_another_order_is_refused_with_the_difference(prepared, ch
         ({"micro_batch": 0}, "micro_batch=0"),
         ({"start_sample": -1}, "start_sample=-1"),
         ({"prefetch": 0}, "prefetch=0"),
-        (
-            {"seq_len": 10**6},
-            r"split 'train' of .* has \d+ tokens, fewer than the 1000001 of one row",
-        ),
-        ({"split": "test"}, "split 'test' of .* has 0 tokens"),
     ],
 )
-def test_what_cannot_be_loaded_is_refused(prepared, options, message):
+def test_what_cannot_be_loaded_is_refused(small, options, message):
     with pytest.raises(DataError, match=message):
-        _open(prepared, **options)
+        opened(small, **options)
     assert not _loader_threads()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {"seq_len": 10**6},
+            r"source 'text' of .* has \d+ tokens, fewer than the 1000001 of one row",
+        ),
+        ({"directory": "/nowhere"}, "holds no prepared data; run `moebius prepare`"),
+    ],
+)
+def test_data_that_cannot_be_loaded_is_refused(small, change, message):
+    with pytest.raises(DataError, match=message):
+        opened(small.model_copy(update=change))
+    assert not _loader_threads()
+
+
+def test_sources_that_the_folder_does_not_have_are_refused(small, made):
+    wrong = small.model_copy(update={"directory": str(made.folder)})
+    with pytest.raises(DataError, match=r"sources \['a', 'b', 'c'\], the configuration .*'text'"):
+        opened(wrong)
 
 
 def _loader_threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == "loader"]
 
 
-def test_closing_ends_the_thread_whether_it_waits_or_not(prepared):
-    loader = _open(prepared, prefetch=1)
+def test_closing_ends_the_thread_whether_it_waits_or_not(small):
+    loader = opened(small, prefetch=1)
     next(loader)
     loader.close()
     loader.close()
@@ -252,36 +400,96 @@ def test_closing_ends_the_thread_whether_it_waits_or_not(prepared):
         next(loader)
 
 
-def test_waiting_is_measured(prepared, monkeypatch):
-    import time
-
-    read_tokens = TokenStore.read_tokens
+def test_waiting_is_measured(small, monkeypatch):
+    read = TokenStore.read_tokens
     monkeypatch.setattr(
         TokenStore,
         "read_tokens",
-        lambda store, batch: time.sleep(0.02) or read_tokens(store, batch),
+        lambda store, batch: time.sleep(0.02) or read(store, batch),
     )
-    with _open(prepared) as loader:
+    with opened(small) as loader:
         next(loader)
         assert loader.wait_s >= 0.015
 
 
-def test_an_error_of_the_thread_is_raised_by_next_every_time(prepared, tmp_path):
+def test_a_store_that_blocks_is_waited_for_and_named(small, monkeypatch, caplog):
+    """Nothing dies; whoever asks is told what is being read."""
+    monkeypatch.setattr(loader_module, "_SAY_AFTER_S", 0.05)
+    blocked = threading.Event()
+    read = TokenStore.read_tokens
+    monkeypatch.setattr(
+        TokenStore, "read_tokens", lambda store, batch: blocked.wait(30) and read(store, batch)
+    )
+    told = []
+    with opened(small, on_wait=lambda *what: told.append(what)) as loader:
+        threading.Timer(0.5, blocked.set).start()
+        with caplog.at_level(logging.WARNING):
+            batch = next(loader)
+    assert batch.tokens.shape == (4, 1, S + 1)
+    assert [round(seconds, 1) for seconds, _ in told][:3] == [0.1, 0.1, 0.2]  # ever more rarely
+    assert (
+        all(reason == "reading record batch 0 of era 0 of source 'text'" for _, reason in told)
+        or "reading record batch" in told[0][1]
+    )
+
+
+def test_a_thread_that_is_stuck_is_left_behind(small, monkeypatch, caplog):
+    monkeypatch.setattr(loader_module, "_CLOSE_S", 0.1)
+    stuck = threading.Event()
+    monkeypatch.setattr(TokenStore, "read_tokens", lambda store, batch: stuck.wait(30))
+    loader = opened(small)
+    assert not loader.wait_until_ready(0.05)
+    loader.close()
+    assert "is still reading record batch" in caplog.text
+    stuck.set()
+    loader._thread.join()
+
+
+def test_an_error_of_the_thread_is_raised_by_next_every_time(small, prepared, tmp_path):
     folder = Path(shutil.copytree(prepared, tmp_path / "d"))
     store = TokenStore(folder, "text", 0, "train")
     path = folder / store.entries[0].name
     damaged = bytearray(path.read_bytes())
     damaged[int(store._index["offset"][3]) + 64] ^= 16
     path.write_bytes(damaged)
-    with _open(folder, global_batch=1) as loader:
+    data = small.model_copy(update={"directory": str(folder)})
+    with opened(data, global_batch=1) as loader:
         with pytest.raises(ShardError, match=r"text.train-00000.tok.arrow, record batch 3 .*CRC32"):
-            list(itertools.islice(loader, loader.num_rows))
+            list(itertools.islice(loader, 10_000))
+        assert loader.ready()
         with pytest.raises(ShardError, match="record batch 3"):
             next(loader)
     assert not _loader_threads()
 
 
+def test_a_shard_is_checked_before_it_is_decoded(small, monkeypatch):
+    """Not after: a decoder that is fed damaged bytes may do anything."""
+
+    def decoded(*arguments):
+        raise AssertionError("decoded before the CRC was compared")
+
+    monkeypatch.setattr(shards, "crc32", lambda message: 0)
+    monkeypatch.setattr(shards, "decode_buffers", decoded)
+    with opened(small) as loader, pytest.raises(ShardError, match="CRC32 is 00000000"):
+        next(loader)
+
+
 # ---- validation
+
+
+def _stream(folder: Path, split: str) -> np.ndarray:
+    """All tokens of a split, read by Arrow through the files' own footers."""
+    tables = [
+        pa.ipc.open_file(str(folder / entry.name)).read_all()
+        for entry in read_manifest(folder).of(split)
+    ]
+    return np.array(
+        [token for table in tables for tokens in table["tokens"].to_pylist() for token in tokens]
+    )
+
+
+def _row(stream: np.ndarray, row: int) -> list[int]:
+    return stream[S * row : S * row + S + 1].tolist()
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 5])
@@ -384,19 +592,3 @@ def test_validation_that_cannot_be_is_refused_at_once(prepared, options, message
         validation_batches(
             prepared, **({"seq_len": S, "batch_size": 2, "rank": 0, "num_ranks": 1} | options)
         )
-
-
-def test_a_shard_is_checked_before_it_is_decoded(prepared, monkeypatch):
-    """Not after: a decoder that is fed damaged bytes may do anything."""
-
-    decode_batch = shards.decode_batch
-
-    def decoded(message, schema, **limits):
-        if "tokens" in schema.names:  # an index was checked by its own hash
-            raise AssertionError("decoded before the CRC was compared")
-        return decode_batch(message, schema, **limits)
-
-    monkeypatch.setattr(shards, "crc32", lambda message: 0)
-    monkeypatch.setattr(shards, "decode_batch", decoded)
-    with _open(prepared) as loader, pytest.raises(ShardError, match="CRC32 is 00000000"):
-        next(loader)

@@ -131,6 +131,14 @@ def test_row_of_is_the_inverse(weights, second, row):
     assert mixture.row_of(int(sources[0]), int(indices[0])) == row
 
 
+@settings(max_examples=30, deadline=None)
+@given(weights=WEIGHTS, second=WEIGHTS, row=st.integers(0, 7000))
+def test_rows_before_counts_what_was_dealt(weights, second, row):
+    mixture = make((0, weights), (3000, second), names=NAMES)
+    counted = np.bincount(mixture.rows_at(0, row)[0], minlength=len(NAMES))
+    assert np.array_equal(mixture.rows_before(row), counted)
+
+
 def test_a_source_that_gets_no_more_rows_says_so():
     mixture = make((0, {"a": 1.0, "b": 1.0}), (1000, {"a": 1.0}), names=("a", "b"))
     assert mixture.starts == (0, 1024)

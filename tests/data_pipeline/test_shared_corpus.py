@@ -45,7 +45,6 @@ def test_a_corpus_file_comes_back_document_by_document(corpus_file, tmp_path):
         for text in [normalised(record["text"])]
     }
     assert found == expected
-    with Loader(
-        tmp_path / "d", seq_len=256, global_batch=8, micro_batch=4, rank=0, num_ranks=1, seed=0
-    ) as loader:
+    data = config.model_copy(update={"directory": str(tmp_path / "d")})
+    with Loader(data, global_batch=8, micro_batch=4) as loader:
         assert next(loader).tokens.max() < 2000

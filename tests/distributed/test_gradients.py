@@ -96,8 +96,8 @@ def reduced(ep, dtype, bucket_bytes, max_norm, dp_shard=None):
         dense, experts = local_parameters(process, mesh, dtype)
         GradientReducer(dense, experts, mesh, bucket_bytes=bucket_bytes).reduce()
         grads = [[parameter.grad.clone() for parameter in group] for group in (dense, experts)]
-        norm, flag = clip_gradients([*dense, *experts], mesh, max_norm=max_norm)
-        assert not flag
+        norm, raised = clip_gradients([*dense, *experts], mesh, max_norm=max_norm)
+        assert raised == ()
         clipped = [[parameter.grad for parameter in group] for group in (dense, experts)]
         return grads, norm, clipped
 
@@ -233,8 +233,11 @@ def poisoned(ep, bad_rank, where, value):
             tensor = {"dense": dense[1], "experts": experts[1]}[where]
             tensor.grad = torch.full_like(tensor, value)
         GradientReducer(dense, experts, mesh).reduce()
-        norm, raised = global_grad_norm([*dense, *experts], mesh, flag=process.rank == bad_rank)
-        return bool(norm.isfinite()), raised
+        flags = (False, process.rank == bad_rank, process.rank == bad_rank + 1)
+        norm, raised = global_grad_norm([*dense, *experts], mesh, flags=flags)
+        assert raised[0] is False
+        assert raised[2] == (bad_rank + 1 < process.world_size)
+        return bool(norm.isfinite()), raised[1]
 
 
 @pytest.mark.parametrize("where", ["dense", "experts"])

@@ -1,0 +1,274 @@
+"""The rows of one chunk of an era, decoded and laid out at equal distances.
+
+A chunk (packing.py) is decoded whole. Rows that are cut from the stream lie S tokens apart in it and
+share their border token; rows of fitted documents lie S+1 apart, padding included. So any rows of a
+chunk are one strided view, and gathering them is one copy.
+
+The last row of a chunk that is cut from the stream ends in the next chunk. The first tokens of every
+chunk are kept when it is decoded; for a chunk that is still to come its first batch is decoded for
+them, one of nine.
+
+Legend: S tokens predicted per row.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from .errors import ShardError
+from .packing import AGAIN, CHUNK_BATCHES, BestFitPlan, ChunkPieces, EraPlan, concat_plan
+from .shards import TokenBatch, TokenStore
+
+BatchReader = Callable[[TokenStore, int, bool], TokenBatch | None]
+"""Reads a record batch, if asked with documents' ends and loss mask; None: pass over it."""
+
+
+@dataclass(frozen=True)
+class LoadedChunk:
+    """Holds the rows of a chunk as views [rows, S+1] of its tokens."""
+
+    tokens: np.ndarray  # uint16 or uint32
+    counts: np.ndarray | None  # bool, of each token: it is learned; None: all are
+    documents: np.ndarray | None  # int32, of each token: its document's number, −1: padding
+    damaged: np.ndarray | None  # bool [rows]: some of their tokens are lost; None: no row's
+
+    @staticmethod
+    def of(
+        stride: int,
+        width: int,
+        tokens: np.ndarray,
+        counts: np.ndarray | None,
+        documents: np.ndarray | None,
+        damaged: np.ndarray | None,
+    ) -> "LoadedChunk":
+        """Returns the rows of flat arrays: `width` elements each, `stride` apart."""
+        return LoadedChunk(
+            _strided(tokens, stride, width),
+            None if counts is None else _strided(counts, stride, width),
+            None if documents is None else _strided(documents, stride, width),
+            damaged,
+        )
+
+
+def _strided(flat: np.ndarray, stride: int, width: int) -> np.ndarray:
+    rows = (len(flat) - width) // stride + 1
+    strides = (stride * flat.itemsize, flat.itemsize)
+    return np.lib.stride_tricks.as_strided(flat, (rows, width), strides, writeable=False)
+
+
+class ChunkLayout(Protocol):
+    """Turns the record batches of a chunk into rows at equal distances."""
+
+    plan: EraPlan
+
+    def read(self, chunk: int) -> LoadedChunk:
+        """Returns the rows of a chunk.
+
+        Raises:
+            ShardError: they cannot be read, and that is not to be passed over.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class WantedOfTokens:
+    """Says what is wanted of each token beside its id."""
+
+    counts: bool
+    documents: bool
+
+
+class ConcatLayout:
+    """Cuts rows from the stream of an era, S tokens apart."""
+
+    def __init__(
+        self,
+        store: TokenStore,
+        read_batch: BatchReader,
+        *,
+        seq_len: int,
+        wanted: WantedOfTokens,
+        chunk_batches: int = CHUNK_BATCHES,
+    ):
+        self._store, self._read_batch = store, read_batch
+        self._seq_len, self._wanted = seq_len, wanted
+        self._heads: dict[int, TokenBatch | None] = {}
+        self.plan = concat_plan(
+            store.batch_starts, seq_len, store.manifest.batch_tokens, chunk_batches=chunk_batches
+        )
+
+    def read(self, chunk: int) -> LoadedChunk:
+        """Returns the rows of a chunk."""
+        first_row, end_row = self.plan.chunks.row_starts[chunk : chunk + 2].tolist()
+        begin, end = first_row * self._seq_len, end_row * self._seq_len + 1
+        first, next_chunk = self.plan.chunk_batches[chunk : chunk + 2].tolist()
+        starts = self._store.batch_starts
+        span = _Span(self._store, begin, end, self._wanted)
+        for batch in range(first, int(np.searchsorted(starts, end, side="left"))):
+            found = self._read(batch) if batch < next_chunk else self._head(batch)
+            if batch == first:
+                self._heads[batch] = _first_tokens(found, self._seq_len)
+            span.put(batch, found)
+        damaged = _overlapping(np.arange(end_row - first_row) * self._seq_len, span, self._seq_len)
+        return LoadedChunk.of(
+            self._seq_len, self._seq_len + 1, span.tokens, span.counts, span.documents, damaged
+        )
+
+    def _read(self, batch: int) -> TokenBatch | None:
+        wanted = self._wanted
+        in_full = wanted.documents or (wanted.counts and self._store.source.has_loss_mask)
+        return self._read_batch(self._store, batch, in_full)
+
+    def _head(self, batch: int) -> TokenBatch | None:
+        """Returns the first tokens of a batch, at least S if it has as many."""
+        if batch not in self._heads:
+            self._heads[batch] = _first_tokens(self._read(batch), self._seq_len)
+        return self._heads[batch]
+
+
+class BestFitLayout:
+    """Puts whole documents into rows, as the era's plan says."""
+
+    def __init__(
+        self,
+        store: TokenStore,
+        read_batch: BatchReader,
+        *,
+        seq_len: int,
+        wanted: WantedOfTokens,
+        plan: BestFitPlan,
+    ):
+        self._store, self._read_batch = store, read_batch
+        self._seq_len, self._wanted, self._plan = seq_len, wanted, plan
+        self.plan = plan.plan
+
+    def read(self, chunk: int) -> LoadedChunk:
+        """Returns the rows of a chunk; what no document fills is padding that does not count."""
+        stream = self._stream(chunk)
+        pieces = self._plan.read(chunk)
+        width = self._seq_len + 1
+        places = _places(pieces, width, len(stream.tokens), self._plan)
+        tokens = np.empty(pieces.num_rows * width, dtype=self._store.token_dtype)
+        filled = np.add.reduceat(pieces.lengths, pieces.row_starts[:-1])
+        padding = np.arange(width) >= filled[:, None]
+        tokens[padding.reshape(-1)] = self._store.manifest.end_of_document_id
+        counts = ~padding.reshape(-1)
+        spans = list(
+            zip(places.tolist(), pieces.starts.tolist(), pieces.lengths.tolist(), strict=True)
+        )
+        for place, start, length in spans:
+            tokens[place : place + length] = stream.tokens[start : start + length]
+        if stream.counts is not None:
+            for place, start, length in spans:
+                counts[place : place + length] = stream.counts[start : start + length]
+        counts[places[_continued(pieces, self._seq_len)]] = False
+        documents = _piece_numbers(places, pieces, padding) if self._wanted.documents else None
+        damaged = _damaged_rows(pieces, stream)
+        return LoadedChunk.of(width, width, tokens, counts, documents, damaged)
+
+    def _stream(self, chunk: int) -> "_Span":
+        first, end = self.plan.chunk_batches[chunk : chunk + 2].tolist()
+        starts = self._store.batch_starts
+        has_mask = self._store.source.has_loss_mask
+        wanted = WantedOfTokens(counts=has_mask, documents=False)
+        span = _Span(self._store, int(starts[first]), int(starts[end]), wanted)
+        for batch in range(first, end):
+            span.put(batch, self._read_batch(self._store, batch, has_mask))
+        return span
+
+
+class _Span:
+    """Is a stretch of an era's tokens while record batches are copied into it."""
+
+    def __init__(self, store: TokenStore, begin: int, end: int, wanted: WantedOfTokens):
+        size = max(0, end - begin)
+        self._starts, self._begin = store.batch_starts, begin
+        self.tokens = np.zeros(size, dtype=store.token_dtype)
+        self.counts = np.ones(size, dtype=bool) if wanted.counts else None
+        self.documents = np.zeros(size, dtype=np.int32) if wanted.documents else None
+        self._num_documents = 0
+        self.lost: list[tuple[int, int]] = []
+        """Begins and ends of what could not be read."""
+
+    def put(self, number: int, batch: TokenBatch | None) -> None:
+        """Copies a batch, or its first tokens, as far as it lies in this stretch."""
+        begin, end = (self._starts[number : number + 2] - self._begin).tolist()
+        here = slice(max(0, begin), min(end, len(self.tokens)))
+        if batch is None:
+            self.lost.append((here.start, here.stop))
+            return
+        there = slice(here.start - begin, here.stop - begin)
+        self.tokens[here] = batch.tokens[there]
+        if self.counts is not None and batch.loss_mask is not None:
+            self.counts[here] = batch.loss_mask[there]
+        if self.documents is not None:
+            lengths = np.diff(batch.document_ends, prepend=0)
+            numbers = np.arange(len(lengths), dtype=np.int32) + self._num_documents
+            self.documents[here] = np.repeat(numbers, lengths)[there]
+            self._num_documents += len(lengths)
+
+
+def _first_tokens(batch: TokenBatch | None, count: int) -> TokenBatch | None:
+    """Returns copies of the first tokens of a batch."""
+    if batch is None:
+        return None
+    mask = None if batch.loss_mask is None else batch.loss_mask[:count].copy()
+    return TokenBatch(batch.tokens[:count].copy(), batch.document_ends, mask)
+
+
+def _overlapping(row_begins: np.ndarray, span: _Span, seq_len: int) -> np.ndarray | None:
+    """Returns which rows hold a token that is lost, or None if none does."""
+    damaged = np.zeros(len(row_begins), dtype=bool)
+    for begin, end in span.lost:
+        damaged |= (row_begins < end) & (row_begins + seq_len + 1 > begin)
+    return damaged if damaged.any() else None
+
+
+# Fitted documents -------------------------------------------------------------------------------
+
+
+def _places(pieces: ChunkPieces, width: int, num_tokens: int, plan: BestFitPlan) -> np.ndarray:
+    """Returns where each piece begins among the rows: one after the other in its row."""
+    ends = np.cumsum(pieces.lengths)
+    before_row = np.concatenate([[0], ends])[pieces.row_starts]
+    per_row = np.diff(pieces.row_starts)
+    fits = (
+        len(pieces.lengths) == int(pieces.row_starts[-1])
+        and (per_row > 0).all()
+        and (pieces.lengths > 0).all()
+        and (pieces.starts + pieces.lengths <= num_tokens).all()
+        and (np.diff(before_row) <= width).all()
+    )
+    if not fits:
+        raise ShardError(f"{plan.path} does not fit its era: {AGAIN}")
+    inside = ends - pieces.lengths - np.repeat(before_row[:-1], per_row)
+    return np.repeat(np.arange(pieces.num_rows) * width, per_row) + inside
+
+
+def _piece_numbers(places: np.ndarray, pieces: ChunkPieces, padding: np.ndarray) -> np.ndarray:
+    """Returns the number of the piece that each place of the rows belongs to; −1: padding."""
+    gaps = np.diff(np.append(places, padding.size))
+    numbers = np.repeat(np.arange(len(pieces.lengths), dtype=np.int32), gaps)
+    numbers[padding.reshape(-1)] = -1
+    return numbers
+
+
+def _continued(pieces: ChunkPieces, seq_len: int) -> np.ndarray:
+    """Returns which pieces go on with a document: their first token was a target already.
+
+    Only a document longer than a row is cut, so the piece before fills a row and ends with the
+    token with which this one begins.
+    """
+    full = pieces.starts[pieces.lengths == seq_len + 1]
+    return np.isin(pieces.starts, full + seq_len)
+
+
+def _damaged_rows(pieces: ChunkPieces, stream: _Span) -> np.ndarray | None:
+    damaged = np.zeros(pieces.num_rows, dtype=bool)
+    row_of = np.repeat(np.arange(pieces.num_rows), np.diff(pieces.row_starts))
+    for begin, end in stream.lost:
+        lost = (pieces.starts < end) & (pieces.starts + pieces.lengths > begin)
+        damaged[row_of[lost]] = True
+    return damaged if damaged.any() else None

@@ -1,0 +1,357 @@
+"""The eras of a prepared folder, opened when they are reached, and rows gathered from their chunks.
+
+1. `Prepared` follows the chain of manifests, counts the rows of every era, and opens the index and
+   the plan of those that are read.
+2. `RowReader` keeps the chunks of one window of the order decoded per source (16 MiB at 128 Ki
+   tokens of uint16) and gathers rows from them.
+3. `SplitReader` numbers the rows of first eras one after the other: validation, and text to stand
+   beside a request.
+
+What decoding costs per token on one core of a 2.5 GHz EPYC: 2.4 ns for zstd, 0.5 for the CRC, and
+0.6 (S=2048) to 1.2 (S=256) for the row's way into an int64 batch.
+
+Legend: S tokens predicted per row, n rows asked for.
+"""
+
+import functools
+import hashlib
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, Self
+
+import numpy as np
+
+from .corruption import BatchFetcher
+from .errors import DataError, ShardError
+from .layout import (
+    BatchReader,
+    BestFitLayout,
+    ChunkLayout,
+    ConcatLayout,
+    LoadedChunk,
+    WantedOfTokens,
+)
+from .manifest import DatasetManifest, Era, follow, read_manifest
+from .order import ChunkTable, RowRefs, SourceRows, num_rows
+from .packing import CHUNK_BATCHES, BestFitPlan, PlanKey, open_plan
+from .shards import TokenStore
+
+Packing = Literal["concat", "best_fit"]
+
+_SPARE_CHUNKS = 1  # beside those of a window
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Holds n rows of S+1 tokens."""
+
+    tokens: np.ndarray  # int64 [n, S+1]
+    loss_mask: np.ndarray | None  # bool [n, S], of the targets; None: every one counts
+    document_ids: np.ndarray | None  # int32 [n, S+1], −1: padding; None: not asked for
+    damaged: np.ndarray  # bool [n]: some of the row's tokens are lost
+
+    def put(self, place: int, other: "Rows") -> None:
+        """Puts the first of other rows in a row's place."""
+        self.tokens[place] = other.tokens[0]
+        self.damaged[place] = other.damaged[0]
+        if self.loss_mask is not None and other.loss_mask is not None:
+            self.loss_mask[place] = other.loss_mask[0]
+        if self.document_ids is not None and other.document_ids is not None:
+            self.document_ids[place] = other.document_ids[0]
+
+
+class Prepared:
+    """Opens the eras of one split of a prepared folder, which may still be growing.
+
+    Args:
+        directory: the folder.
+        split: "train" or "validation".
+        seq_len: S.
+        packing: how documents become rows.
+        document_ids: whether they are wanted.
+        read_batch: reads record batches.
+        check_sizes: whether a missing or truncated shard is refused when its era is opened.
+        chunk_batches: record batches that are decoded together where rows are cut: few for rows
+            from all over, more for the order of a run.
+    """
+
+    def __init__(
+        self,
+        directory: str | Path,
+        *,
+        split: str = "train",
+        seq_len: int,
+        packing: Packing = "concat",
+        document_ids: bool = False,
+        read_batch: BatchReader | None = None,
+        check_sizes: bool = True,
+        chunk_batches: int = CHUNK_BATCHES,
+    ):
+        self.directory, self.split = Path(directory), split
+        self.seq_len, self.packing = seq_len, packing
+        self.manifest = read_manifest(directory)
+        has_mask = packing == "best_fit" or any(s.has_loss_mask for s in self.manifest.sources)
+        self.wanted = WantedOfTokens(counts=has_mask, documents=document_ids)
+        self._read_batch = read_batch or BatchFetcher()
+        self._check_sizes, self._chunk_batches = check_sizes, chunk_batches
+        self._stores: OrderedDict[tuple[str, int], TokenStore] = OrderedDict()
+        kept = 2 * len(self.manifest.sources) + 2
+        self.layout = functools.lru_cache(maxsize=kept)(self._open)
+        """(source, era) to its ChunkLayout; the latest are kept."""
+        self._plan_rows = functools.cache(self._rows_of_plan)
+
+    def grow(self) -> bool:
+        """Reads what was added to the chain of manifests; False: nothing was."""
+        known, self.manifest = self.manifest, follow(self.directory, self.manifest)
+        return self.manifest is not known
+
+    def era(self, source: str, number: int) -> Era:
+        """Returns an era that is sealed."""
+        return self.manifest.eras(source)[number]
+
+    def num_rows(self, source: str, era: int) -> int:
+        """Returns the number of rows of an era: from the manifest alone where they are cut."""
+        if self.packing == "concat":
+            return num_rows(self.era(source, era).num_tokens(self.split), self.seq_len)
+        return self._plan_rows(source, era)
+
+    def source_rows(self, source: str, *, max_epochs: int = 0) -> SourceRows:
+        """Returns the rows of a source's sealed eras."""
+        counts = tuple(self.num_rows(source, era) for era in range(len(self.manifest.eras(source))))
+        return SourceRows(counts, self.manifest.complete, max_epochs)
+
+    def chunks(self, source: str, era: int) -> ChunkTable:
+        """Returns how the rows of an era lie in chunks."""
+        return self.layout(source, era).plan.chunks
+
+    def content_hash(self, source: str, num_eras: int) -> str:
+        """Returns a hash of the content of the first eras of a source: of all their shards."""
+        hashes = [self.content_of(source, era) for era in range(num_eras)]
+        return hashlib.sha256("\n".join(hashes).encode()).hexdigest()
+
+    def content_of(self, source: str, era: int) -> str:
+        """Returns a hash of the content of one era: of what its shards and indices hold."""
+        shards = self.era(source, era).of(self.split)
+        hashes = [f"{shard.blake2b} {shard.index_blake2b}" for shard in shards]
+        return hashlib.sha256("\n".join(hashes).encode()).hexdigest()
+
+    def close(self) -> None:
+        """Closes the files; reading opens them again."""
+        for store in self._stores.values():
+            store.close()
+        self._stores.clear()
+        self.layout.cache_clear()
+
+    def _open(self, source: str, era: int) -> ChunkLayout:
+        store = TokenStore(
+            self.directory, source, era, self.split, self.manifest, check_sizes=self._check_sizes
+        )
+        self._stores[source, era] = store
+        while len(self._stores) > 2 * len(self.manifest.sources) + 2:
+            self._stores.popitem(last=False)[1].close()
+        if self.packing == "concat":
+            return ConcatLayout(
+                store,
+                self._read_batch,
+                seq_len=self.seq_len,
+                wanted=self.wanted,
+                chunk_batches=self._chunk_batches,
+            )
+        plan = self._plan(source, era, store)
+        return BestFitLayout(
+            store, self._read_batch, seq_len=self.seq_len, wanted=self.wanted, plan=plan
+        )
+
+    def _plan(self, source: str, era: int, store: TokenStore | None = None) -> BestFitPlan:
+        def document_ends():
+            opened = store or TokenStore(self.directory, source, era, self.split, self.manifest)
+            return map(opened.document_ends, range(opened.num_batches))
+
+        return open_plan(
+            self.directory,
+            PlanKey(source, era, self.seq_len, self.content_of(source, era)),
+            batch_tokens=self.manifest.batch_tokens,
+            batches=document_ends,
+        )
+
+    def _rows_of_plan(self, source: str, era: int) -> int:
+        return self._plan(source, era).plan.chunks.num_rows
+
+
+class RowReader:
+    """Gathers rows from decoded chunks, of which the latest of each source are kept.
+
+    Not for several threads at once.
+    """
+
+    def __init__(self, prepared: Prepared, names: Sequence[str]):
+        """`names`: the sources by the numbers that the order has for them."""
+        self._prepared, self._names = prepared, tuple(names)
+        self._loaded: dict[int, OrderedDict[tuple[int, int], LoadedChunk]] = {}
+
+    def read(self, sources: np.ndarray, eras: np.ndarray, rows: np.ndarray) -> Rows:
+        """Reads rows, each named by source, era and row: int64 [n] each.
+
+        Raises:
+            ShardError: a record batch is not as it was written, and that is not to be passed over.
+        """
+        gathered = _Gathered(len(rows), self._prepared)
+        for source, era, here in group_pairs(sources, eras):
+            self._gather(gathered, source, era, here, rows[here])
+        return gathered.finish()
+
+    def read_refs(self, refs: RowRefs) -> Rows:
+        """Reads the rows of an order."""
+        return self.read(refs.sources, refs.eras, refs.rows)
+
+    def _gather(
+        self, gathered: "_Gathered", source: int, era: int, places: np.ndarray, rows: np.ndarray
+    ) -> None:
+        table = self._prepared.chunks(self._names[source], era)
+        chunks = np.searchsorted(table.row_starts, rows, side="right") - 1
+        found, firsts = np.unique(chunks, return_index=True)
+        # in order of appearance: what belongs to the window before is not read again
+        for chunk in found[np.argsort(firsts)].tolist():
+            mine = np.flatnonzero(chunks == chunk)
+            loaded = self._load(source, era, chunk, table.chunks_per_window + _SPARE_CHUNKS)
+            gathered.put(places[mine], loaded, rows[mine] - table.row_starts[chunk])
+
+    def _load(self, source: int, era: int, chunk: int, keep: int) -> LoadedChunk:
+        kept = self._loaded.setdefault(source, OrderedDict())
+        found = kept.get((era, chunk))
+        if found is None:
+            while len(kept) >= keep:
+                kept.popitem(last=False)
+            found = self._prepared.layout(self._names[source], era).read(chunk)
+        kept[era, chunk] = found
+        kept.move_to_end((era, chunk))
+        return found
+
+
+class _Gathered:
+    """Is what `RowReader.read` returns, while chunk after chunk is put into it."""
+
+    def __init__(self, count: int, prepared: Prepared):
+        width = prepared.seq_len + 1
+        dtype = np.uint16 if prepared.manifest.vocab_size <= 2**16 else np.uint32
+        self._tokens = np.empty((count, width), dtype=dtype)
+        wanted = prepared.wanted
+        self._counts = np.ones((count, width), dtype=bool) if wanted.counts else None
+        self._documents = np.empty((count, width), dtype=np.int32) if wanted.documents else None
+        self._damaged = np.zeros(count, dtype=bool)
+
+    def put(self, places: np.ndarray, chunk: LoadedChunk, rows: np.ndarray) -> None:
+        self._tokens[places] = chunk.tokens[rows]
+        if self._counts is not None and chunk.counts is not None:
+            self._counts[places] = chunk.counts[rows]
+        if self._documents is not None and chunk.documents is not None:
+            self._documents[places] = chunk.documents[rows]
+        if chunk.damaged is not None:
+            self._damaged[places] = chunk.damaged[rows]
+
+    def finish(self) -> Rows:
+        documents = self._documents
+        if documents is not None:  # counted from each row's first
+            documents = np.where(documents < 0, documents, documents - documents[:, :1])
+        mask = None if self._counts is None else self._counts[:, 1:]
+        return Rows(self._tokens.astype(np.int64), mask, documents, self._damaged)
+
+
+def group_pairs(first: np.ndarray, second: np.ndarray) -> Iterator[tuple[int, int, np.ndarray]]:
+    """Yields each pair of values that occurs, and the places where it does."""
+    if not len(first):
+        return
+    if (first == first[0]).all() and (second == second[0]).all():  # as most batches are
+        yield int(first[0]), int(second[0]), np.arange(len(first))
+        return
+    for one, other in np.unique(np.stack([first, second]), axis=1).T.tolist():
+        yield one, other, np.flatnonzero((first == one) & (second == other))
+
+
+class SplitReader:
+    """Reads rows of the first era of every source, numbered source after source.
+
+    They are cut from the streams, S tokens apart, whatever a run's packing: with a little data they
+    are the whole split, and they are there as soon as a folder can be read at all. Use as a context
+    manager, or call `close`.
+    """
+
+    def __init__(
+        self,
+        directory: str | Path,
+        split: str,
+        *,
+        seq_len: int,
+        document_ids: bool = False,
+        fetch: BatchFetcher | None = None,
+    ):
+        """Opens the folder.
+
+        Raises:
+            ShardError: it cannot be read.
+        """
+        self._prepared = Prepared(
+            directory,
+            split=split,
+            seq_len=seq_len,
+            document_ids=document_ids,
+            read_batch=fetch,
+            check_sizes=fetch is None or fetch.when_corrupt == "fail",
+            chunk_batches=1,
+        )
+        manifest = self._prepared.manifest
+        self.directory, self.seq_len = Path(directory), seq_len
+        names = [source.name for source in manifest.sources if manifest.eras(source.name)]
+        self._reader = RowReader(self._prepared, names)
+        self._ends = np.cumsum([self._prepared.num_rows(name, 0) for name in names], dtype=np.int64)
+        first_eras = [self._prepared.era(name, 0) for name in names]
+        self.num_tokens = sum(era.num_tokens(split) for era in first_eras)
+
+    @property
+    def num_rows(self) -> int:
+        """Returns the number of rows."""
+        return int(self._ends[-1]) if len(self._ends) else 0
+
+    def read(self, rows: np.ndarray) -> Rows:
+        """Reads rows 0 <= n < num_rows.
+
+        Raises:
+            ShardError: a record batch is not as it was written.
+        """
+        sources = np.searchsorted(self._ends, rows, side="right")
+        starts = np.concatenate([[0], self._ends[:-1]])
+        return self._reader.read(sources, np.zeros_like(rows), rows - starts[sources])
+
+    def close(self) -> None:
+        """Closes the files; reading opens them again."""
+        self._prepared.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+def check_names(manifest: DatasetManifest, weights: Mapping[str, float]) -> None:
+    """Checks that a run's sources are those of the folder.
+
+    Raises:
+        DataError: they are not.
+    """
+    known = {source.name for source in manifest.sources}
+    if set(weights) != known:
+        raise DataError(
+            f"the folder holds the sources {sorted(known)}, the configuration names "
+            f"{sorted(weights)}: give the configuration that it was prepared with"
+        )
+
+
+def too_short(what: str, num_tokens: int, seq_len: int) -> ShardError:
+    """Returns the error about a stream that holds no row."""
+    return ShardError(
+        f"{what} has {num_tokens} tokens, fewer than the {seq_len + 1} of one row ({seq_len=}): "
+        "prepare more text for it (for validation: raise validation_fraction), or lower seq_len"
+    )

@@ -1,0 +1,182 @@
+"""Prepared folders made of given documents, era by era: what `prepare` would write, without its
+inputs, and still growing for as long as a test likes.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from moebius.data_pipeline.config import DataConfig, SourceConfig
+from moebius.data_pipeline.manifest import (
+    Completion,
+    Era,
+    Header,
+    ManifestWriter,
+    ShardEntry,
+    SourceEntry,
+    Split,
+    TokenizerEntry,
+    index_name,
+    shard_name,
+)
+from moebius.data_pipeline.shards import ShardWriter, TokenDocument, shard_schema
+
+END = 256  # of a document, among 257 ids
+
+
+@dataclass(frozen=True)
+class Document:
+    """Tokens, the end included, of which the first ones are a prompt."""
+
+    tokens: tuple[int, ...]
+    prompt: int = 0
+
+
+def documents(seed: int, count: int, *, longest: int = 60, prompts: bool = False) -> list[Document]:
+    """Documents of one to `longest` random tokens and their end."""
+    rng = np.random.default_rng(seed)
+    found = []
+    for length in rng.integers(1, longest + 1, count).tolist():
+        tokens = (*rng.integers(0, END, length).tolist(), END)
+        found.append(Document(tokens, prompt=int(rng.integers(0, length)) if prompts else 0))
+    return found
+
+
+@dataclass
+class MadeFolder:
+    """A folder under construction; `documents[source][era]` are its train documents."""
+
+    folder: Path
+    sources: tuple[str, ...] = ("text",)
+    with_prompts: frozenset[str] = frozenset()
+    batch_tokens: int = 100
+    documents: dict[str, list[list[Document]]] = field(default_factory=dict)
+    validation: dict[str, list[list[Document]]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.documents = {name: [] for name in self.sources}
+        self.validation = {name: [] for name in self.sources}
+        self._shards = dict.fromkeys(self.sources, 0)
+        self._writer = ManifestWriter(self.folder)
+        tokenizer = TokenizerEntry(
+            kind="bytes",
+            file="tokenizer.json",
+            sha256="0" * 64,
+            vocab_size=257,
+            end_of_document_id=END,
+        )
+        sources = [
+            SourceEntry(
+                name=name,
+                licence="",
+                weight=1.0,
+                num_splits=9,
+                has_loss_mask=name in self.with_prompts,
+                has_record_id=False,
+            )
+            for name in self.sources
+        ]
+        header = Header(
+            spec_hash="0" * 64,
+            spec={},
+            tokenizer=tokenizer,
+            batch_tokens=self.batch_tokens,
+            era_tokens=1,
+            sources=tuple(sources),
+        )
+        self._writer.append(header)
+
+    def seal(
+        self,
+        source: str,
+        train: Sequence[Document],
+        validation: Sequence[Document] = (),
+        *,
+        shards: int = 1,
+    ) -> "MadeFolder":
+        """Adds an era to a source."""
+        entries = []
+        for part in range(shards):
+            entries.append(self._shard(source, "train", train[part::shards]))
+            if part == 0 and validation:
+                entries.append(self._shard(source, "validation", validation))
+            self._shards[source] += 1
+        number = len(self.documents[source])
+        self._writer.append(Era(source=source, number=number, shards=tuple(entries)))
+        in_order = [document for part in range(shards) for document in train[part::shards]]
+        self.documents[source].append(in_order)
+        self.validation[source].append(list(validation))
+        return self
+
+    def complete(self) -> "MadeFolder":
+        """Ends the folder's growth."""
+        self._writer.append(
+            Completion(num_documents={}, num_tokens={}, dropped={}, quarantined=(), inputs={})
+        )
+        return self
+
+    def config(self, *, seq_len: int = 16, seed: int = 3, **options) -> DataConfig:
+        """The configuration that reads it; `weights` and `max_epochs` are of the sources, by name."""
+        weights = options.pop("weights", {})
+        epochs = options.pop("max_epochs", {})
+        sources = [
+            SourceConfig(
+                name=name,
+                input=("-",),
+                weight=weights.get(name, 1.0),
+                max_epochs=epochs.get(name, 0),
+            )
+            for name in self.sources
+        ]
+        return DataConfig(
+            sources=tuple(sources),
+            tokenizer="bytes",
+            vocab_size=257,
+            directory=str(self.folder),
+            seq_len=seq_len,
+            seed=seed,
+            **options,
+        )
+
+    def stream(self, source: str, era: int) -> list[int]:
+        """All tokens of an era."""
+        return [token for one in self.documents[source][era] for token in one.tokens]
+
+    def learned(self, source: str, era: int) -> list[bool]:
+        """Of each token of an era, whether it is no prompt's."""
+        return [
+            place >= one.prompt
+            for one in self.documents[source][era]
+            for place in range(len(one.tokens))
+        ]
+
+    def document_of(self, source: str, era: int) -> list[int]:
+        """Of each token of an era, the number of its document."""
+        return [
+            number for number, one in enumerate(self.documents[source][era]) for _ in one.tokens
+        ]
+
+    def _shard(self, source: str, split: Split, documents: Sequence[Document]) -> ShardEntry:
+        name = shard_name(source, split, self._shards[source])
+        schema = shard_schema(257, has_loss_mask=source in self.with_prompts)
+        path = self.folder / name
+        with open(path, "wb") as file, open(self.folder / index_name(name), "wb") as index:
+            writer = ShardWriter(file, schema=schema, batch_tokens=self.batch_tokens)
+            for number, one in enumerate(documents):
+                tokens = np.array(one.tokens, dtype=np.uint16)
+                digest = hashlib.blake2b(tokens.tobytes(), digest_size=16).digest()
+                writer.add(
+                    TokenDocument(
+                        tokens,
+                        digest,
+                        len(one.tokens),
+                        source,
+                        number,
+                        num_prompt_tokens=one.prompt,
+                    )
+                )
+            return writer.close(name=name, split=split, source=source, label=name, index_file=index)

@@ -1,0 +1,176 @@
+"""F13: a store that blocks, on one rank or on all, is waited for beyond the time-out of a
+collective; and the same losses come out. F23: what may change when a run is continued, and what not.
+"""
+
+import json
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from made_folder import MadeFolder, documents
+from world import run_ranks
+
+from moebius.data_pipeline.errors import DataError
+from moebius.data_pipeline.shards import TokenBatch, TokenStore
+from moebius.model.attention_config import SwitchHeadConfig
+from moebius.model.config import ModelConfig
+from moebius.model.feed_forward_config import ExpertsConfig
+from moebius.model.routers.sigmoid import SigmoidConfig
+from moebius.train import data_wait
+from moebius.train.config import CheckpointConfig, Config, ConfigError, TrainConfig
+from moebius.train.loop import train
+from moebius.train.run_folder import open_run
+
+MODEL = ModelConfig(
+    vocab_size=257,
+    d_model=16,
+    num_layers=2,
+    layers_per_group=1,
+    attention=SwitchHeadConfig(num_heads=2, d_head=8, num_experts=2, top_k=1),
+    feed_forward=ExpertsConfig(num_experts=4, router=SigmoidConfig(top_k=2), d_expert=8),
+)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory) -> MadeFolder:
+    """Two eras of some 30 rows each."""
+    folder = MadeFolder(tmp_path_factory.mktemp("made"))
+    folder.seal("text", documents(0, 16), documents(2, 16)).seal("text", documents(1, 16))
+    return folder.complete()
+
+
+def make_config(made: MadeFolder, *, steps: int = 9, timeout_s: float = 60.0, **data) -> Config:
+    return Config(
+        model=MODEL,
+        data=made.config(**data),
+        checkpoint=CheckpointConfig(every=4),
+        train=TrainConfig(
+            steps=steps,
+            global_batch=8,
+            micro_batch=1,
+            eval_every=0,
+            eval_rows=4,
+            log_every=1,
+            timeout_s=timeout_s,
+            device="cpu",
+        ),
+    )
+
+
+@dataclass(frozen=True)
+class Block:
+    """Makes the first batch of an era take so long, on these ranks."""
+
+    ranks: tuple[int, ...]
+    era: int
+    seconds: float
+
+    def install(self, rank: int) -> None:
+        read = TokenStore.read_alone
+        passed = rank not in self.ranks
+
+        def slow(store: TokenStore, batch: int) -> TokenBatch:
+            nonlocal passed
+            if not passed and store.era == self.era and store.split == "train":
+                passed = True
+                time.sleep(self.seconds)
+            return read(store, batch)
+
+        TokenStore.read_alone = slow  # type: ignore[assignment]  # in a process of its own
+
+
+def run_training(config: Config, run_dir: Path, block: Block | None = None) -> str:
+    import os
+
+    run_dir.mkdir(parents=True, exist_ok=True)
+    data_wait._ROUND_S, data_wait._SAY_AFTER_S = 0.2, 0.5
+    if block is not None:
+        block.install(int(os.environ.get("RANK", "0")))
+    return train(config, run_dir)
+
+
+def lines(run_dir: Path, kind: str) -> list[dict[str, Any]]:
+    found = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in found if line["kind"] == kind]
+
+
+def seen(run_dir: Path) -> list[tuple[int, float]]:
+    """Digest and loss of every step."""
+    return [(line["digest"], line["loss"]) for line in lines(run_dir, "train")]
+
+
+@pytest.mark.parametrize("block", [Block((1,), 0, 5.0), Block((0, 1), 1, 4.0)])
+def test_a_store_that_blocks_is_waited_for_beyond_the_time_out(made, tmp_path, block) -> None:
+    expected = tmp_path / "expected"
+    run_ranks(run_training, 2, make_config(made), expected)
+    run_ranks(run_training, 2, make_config(made, timeout_s=2.0), tmp_path / "run", block)
+    assert seen(tmp_path / "run") == seen(expected)
+    waits = lines(tmp_path / "run", "data_wait")
+    assert waits
+    assert {line["ranks"] for line in waits} <= set(range(1, len(block.ranks) + 1))
+    assert waits[-1]["seconds"] > 1
+    if 0 in block.ranks:
+        reasons = [line["reason"] for line in waits if line["reason"]]
+        assert reasons[0].startswith(f"reading record batch 0 of era {block.era} of")
+    assert not lines(expected, "data_wait")
+
+
+# ---- F23
+
+
+def test_a_run_goes_on_with_the_same_samples_on_any_number_of_ranks(made, tmp_path) -> None:
+    whole = tmp_path / "whole"
+    run_ranks(run_training, 1, make_config(made, steps=12), whole)
+    parts = tmp_path / "parts"
+    for world, steps in ((2, 4), (1, 8), (4, 12)):
+        run_ranks(run_training, world, make_config(made, steps=steps), parts)
+    digests = [digest for digest, _ in seen(whole)]
+    assert [digest for digest, _ in seen(parts)] == digests
+    for (_, one), (_, other) in zip(seen(whole), seen(parts), strict=True):
+        assert one == pytest.approx(other, rel=1e-5)
+
+
+def test_other_data_is_refused_with_the_difference_unless_that_is_wanted(made, tmp_path) -> None:
+    config = make_config(made, steps=4)
+    run = tmp_path / "run"
+    open_run(config, run)
+    run_ranks(run_training, 1, config, run)
+    changed = make_config(made, steps=6, seed=4)
+    with pytest.raises(ConfigError, match=r"data.seed: the run has 3, now 4"):
+        open_run(changed, run)
+    with pytest.raises(Exception, match=r"seed: saved 3, now 4.*data.override_position=true"):
+        run_ranks(run_training, 1, changed, run)
+    wanted = make_config(made, steps=6, seed=4, override_position=True)
+    open_run(wanted, run)
+    run_ranks(run_training, 1, wanted, run)
+    steps = lines(run, "train")
+    assert [line["step"] for line in steps] == [1, 2, 3, 4, 5, 6]
+    with pytest.raises(ConfigError, match=r"train.global_batch"):
+        open_run(make_other_batch(config), run)
+
+
+def make_other_batch(config: Config) -> Config:
+    return config.model_copy(update={"train": config.train.model_copy(update={"global_batch": 16})})
+
+
+def test_another_folder_is_refused_with_the_difference(made, tmp_path) -> None:
+    config = make_config(made, steps=4)
+    run_ranks(run_training, 1, config, tmp_path / "run")
+    other = MadeFolder(tmp_path / "other")
+    other.seal("text", documents(7, 16), documents(2, 16)).complete()
+    moved = config.model_copy(
+        update={"data": config.data.model_copy(update={"directory": str(other.folder)})}
+    )
+    longer = moved.model_copy(update={"train": moved.train.model_copy(update={"steps": 6})})
+    with pytest.raises(Exception, match=r"eras.text.sha256: saved '"):
+        run_ranks(run_training, 1, longer, tmp_path / "run")
+
+
+def test_data_that_is_not_enough_is_told_before_the_first_step(made, tmp_path) -> None:
+    config = make_config(made, steps=100, max_epochs={"text": 2})
+    with pytest.raises(Exception, match=r"max_epochs=2: they are used up before sample 800"):
+        run_ranks(run_training, 1, config, tmp_path / "run")
+    assert not seen(tmp_path / "run")
+    assert issubclass(DataError, ValueError)
