@@ -155,13 +155,11 @@ def check_tokens(config: Config, ranks: list[RecordedRank], step: int) -> None:
     """The recorded ids are the inputs of that step's batch, on every rank."""
     for found in ranks:
         with Loader(
-            config.data.directory,
-            seq_len=config.data.seq_len,
+            config.data,
             global_batch=config.train.global_batch,
             micro_batch=config.train.micro_batch,
             rank=found.rank,
             num_ranks=len(ranks),
-            seed=config.data.seed,
             start_sample=(step - 1) * config.train.global_batch,
         ) as loader:
             inputs = next(loader).tokens[..., :-1]
