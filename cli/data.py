@@ -1,14 +1,16 @@
-"""`moebius prepare`: text to token shards, in this process or as Ray tasks; `moebius data`: what is
+"""`moebius prepare`: text to token shards, on this machine or as Ray tasks; `moebius data`: what is
 in them (data_report.py).
 """
 
 import argparse
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .arguments import RUNS, Commands, add_command
 
 if TYPE_CHECKING:
+    from ..data_pipeline.making.pools import TaskPool
     from ..data_pipeline.shards import DatasetManifest
 
 
@@ -78,10 +80,28 @@ def _add_prepare(commands: Commands) -> None:
         help="of the BPE tokenizer (8000); of one that exists the most ids it may have",
     )
     parser.add_argument(
-        "--workers", type=int, default=1, metavar="N", help="Ray tasks at a time; 1: this process"
+        "--workers", type=int, default=1, metavar="N", help="processes; 1: this one alone"
+    )
+    parser.add_argument(
+        "--ray",
+        action="store_true",
+        help="the workers are Ray tasks, of a cluster started for them",
     )
     parser.add_argument(
         "--address", metavar="ADDRESS", help="spread the work over this Ray cluster"
+    )
+    parser.add_argument(
+        "--shuffle-documents",
+        action="store_true",
+        help="spread the documents over all shards (needs a second pass, and training cannot begin "
+        "before it)",
+    )
+    parser.add_argument(
+        "--on-poison",
+        choices=["auto", "fail", "quarantine"],
+        default="auto",
+        help="input that cannot be prepared: leave it out and go on, or fail; auto: leave out what "
+        "crashes, fail at what you can mend",
     )
 
 
@@ -101,19 +121,36 @@ def _prepare(options: argparse.Namespace) -> int:
         "tokenizer": options.tokenizer,
         "end_of_document": options.end_of_document,
         "directory": str(options.output.absolute()),
+        "shuffle_documents": options.shuffle_documents,
     }
     if options.vocab_size is not None:
         values["vocab_size"] = options.vocab_size
     data = DataConfig.model_validate(values)
-    if options.address is None and options.workers == 1:
-        with show_preparation(Console()) as on_progress:
-            manifest = prepare(data, data.directory, on_progress=on_progress)
-    else:
+    if options.address is not None or options.ray:
         from ..cluster.submit import prepare_on_cluster
 
-        manifest = prepare_on_cluster(data, address=options.address, workers=options.workers)
+        manifest = prepare_on_cluster(
+            data, address=options.address, workers=options.workers, on_poison=options.on_poison
+        )
+    else:
+        with _pool(options.workers) as pool, show_preparation(Console()) as on_progress:
+            manifest = prepare(
+                data,
+                data.directory,
+                pool=pool,
+                on_progress=on_progress,
+                on_poison=options.on_poison,
+                report=True,
+            )
     _print_manifest(manifest, options.output)
     return 0
+
+
+def _pool(workers: int) -> "AbstractContextManager[TaskPool]":
+    """Returns where the tasks run, on this machine."""
+    from ..data_pipeline.making.pools import LocalPool, SerialPool
+
+    return LocalPool(workers) if workers > 1 else nullcontext(SerialPool())
 
 
 def _print_manifest(manifest: "DatasetManifest", folder: Path) -> None:
@@ -128,6 +165,18 @@ def _print_manifest(manifest: "DatasetManifest", folder: Path) -> None:
             f"  {split}: {tokens:,} tokens of {documents:,} documents in {len(shards)} shards, "
             f"{size / 2**20:.1f} MiB"
         )
+    for source in manifest.sources:
+        eras = manifest.eras(source.name)
+        print(f"  source {source.name}: {len(eras)} eras")
+    if manifest.dropped:
+        dropped = ", ".join(f"{count:,} {reason}" for reason, count in manifest.dropped.items())
+        print(f"  dropped: {dropped}")
+    mode = (
+        "shuffled over all shards" if manifest.spec["shuffle_documents"] else "in the files' order"
+    )
+    print(f"  documents are {mode}")
+    for entry in manifest.completion.quarantined if manifest.completion else ():
+        print(f"  left out: {entry.source}, {entry.input}: {entry.error}")
 
 
 # ---- moebius data

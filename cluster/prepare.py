@@ -2,90 +2,99 @@
 
 Plain tasks, not Ray Data: measured within noise of a bare process per CPU second, where Ray Data
 took 1.5-3 times the wall time and could wait for itself for ever (ray#44687). Results come in the
-order in which they are done; who needs another order (the committer of the shards) restores it. A
-task whose worker was killed is run again by Ray.
+order in which they are done; who needs another order (the committer of the shards) restores it.
+What to do about a task that failed is decided by the preparation, for Ray as for any other pool.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from typing import Any, TypeVar
 
-from ..data_pipeline.making.prepare import TaskRunner
+from ..data_pipeline.making.pools import WorkerDiedError
 from .ray_session import require_ray
 
 T = TypeVar("T")
-R = TypeVar("R")
 
-ATTEMPTS = 3
+IN_FLIGHT_PER_CPU = 2
 
 
-def ray_runner(*, in_flight: int | None = None) -> TaskRunner:
-    """Returns a runner on the cluster that this process is connected to.
+class RayPool:
+    """Runs tasks on the cluster that this process is connected to. Use it as a context manager.
 
-    Args:
-        in_flight: how many tasks may be out at a time; by default twice the cluster's CPUs, so that
-            no worker waits and the cluster's memory never holds more than a few results.
+    So many tasks are out at a time that no worker waits for the next one, and the cluster's memory
+    never holds more than a few results.
     """
-    require_ray()
 
-    def run(function: Callable[[T], R], items: Sequence[T], /) -> Iterator[tuple[int, R]]:
+    def __init__(self, *, capacity: int | None = None):
+        """Takes the tasks that may be out at a time; None: twice the CPUs that the cluster has.
+
+        Nodes may come and go: a capacity that was not given is asked of the cluster each time.
+        """
+        require_ray()
         import ray
 
-        limit = in_flight or 2 * max(1, int(ray.cluster_resources().get("CPU", 1)))
-        task = ray.remote(_call).options(
+        self._capacity = capacity
+        self._task: Any = ray.remote(_call).options(
             num_cpus=1,
-            max_retries=ATTEMPTS - 1,  # counts killed workers and, with the next line, exceptions
-            retry_exceptions=True,
+            max_retries=0,  # the preparation counts attempts
             scheduling_strategy="SPREAD",
         )
-        waiting = iter(enumerate(items))
-        out: dict[Any, int] = {}
-        try:
-            while True:
-                for index, item in waiting:
-                    out[task.remote(function, item)] = index
-                    if len(out) >= limit:
-                        break
-                if not out:
-                    return
-                done, _ = ray.wait(list(out), num_returns=1)
-                index = out.pop(done[0])
-                yield index, _result(done[0], items[index], index, len(items))
-        finally:
-            _cancel(out)
+        self._out: dict[Any, int] = {}
+        self._submitted = 0
 
-    return run
+    @property
+    def description(self) -> str:
+        """Implements `TaskPool.description`."""
+        return f"{self.capacity} Ray tasks at a time"
+
+    @property
+    def capacity(self) -> int:
+        """Implements `TaskPool.capacity`."""
+        if self._capacity is not None:
+            return self._capacity
+        import ray
+
+        return IN_FLIGHT_PER_CPU * max(1, int(ray.cluster_resources().get("CPU", 1)))
+
+    def submit(self, function: Callable[[T], object], item: T, /) -> int:
+        """Implements `TaskPool.submit`."""
+        self._submitted += 1
+        self._out[self._task.remote(function, item)] = self._submitted
+        return self._submitted
+
+    def wait(self) -> tuple[int, Any]:
+        """Implements `TaskPool.wait`."""
+        import ray
+
+        done, _ = ray.wait(list(self._out), num_returns=1)
+        return self._out.pop(done[0]), _result(done[0])
+
+    def __enter__(self) -> "RayPool":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        """Ends what is still out when nobody listens any more (an error, Ctrl-C)."""
+        import ray
+        from ray.exceptions import RayError
+
+        for reference in self._out:
+            with contextlib.suppress(RayError):
+                ray.cancel(reference, force=True)
 
 
-def _call(function: Callable[[T], R], item: T) -> R:
+def _call(function: Callable[[T], object], item: T) -> object:
     """The task: any callable will do, where Ray itself takes plain functions only."""
     return function(item)
 
 
-def _result(reference: Any, item: object, index: int, total: int) -> Any:
-    """A task's result; its own exception, with a note about the item, when it failed every time."""
+def _result(reference: Any) -> Any:
+    """Returns a task's result, or the exception that ended it."""
     import ray
-    from ray.exceptions import RayTaskError, WorkerCrashedError
+    from ray.exceptions import RayError, RayTaskError
 
     try:
         return ray.get(reference)
     except RayTaskError as error:
-        cause = error.cause if isinstance(error.cause, Exception) else error
-        cause.add_note(f"item {index + 1} of {total}, tried {ATTEMPTS} times: {item!r:.500}")
-        raise cause from error
-    except WorkerCrashedError as error:
-        error.add_note(
-            f"item {index + 1} of {total}, tried {ATTEMPTS} times, killed its process each time: "
-            f"{item!r:.500}"
-        )
-        raise
-
-
-def _cancel(references: dict[Any, int]) -> None:
-    """Ends what is still out when the caller has stopped listening (an error, Ctrl-C)."""
-    import ray
-    from ray.exceptions import RayError
-
-    for reference in references:
-        with contextlib.suppress(RayError):
-            ray.cancel(reference, force=True)
+        return error.cause if isinstance(error.cause, Exception) else error
+    except RayError as error:  # its worker or node is gone, or Ray has ended it for its memory
+        return WorkerDiedError(f"its process died ({type(error).__name__})")

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.text import Text
 
 from ..data_pipeline.config import DataConfig
-from ..data_pipeline.making.prepare import prepare
+from ..data_pipeline.making.prepare import OnPoison, prepare
 from ..data_pipeline.manifest import DatasetManifest
 from ..train.config import Config
 from ..train.run_folder import open_run
@@ -30,7 +30,7 @@ from .job import (
     read_status,
     refuse_if_running,
 )
-from .prepare import ray_runner
+from .prepare import RayPool
 from .ray_session import NAMESPACE, connected, require_ray
 from .simulated import simulated_cluster
 from .summary import closing_words, draw_summary
@@ -110,6 +110,7 @@ def prepare_on_cluster(
     *,
     address: str | None = None,
     workers: int | None = None,
+    on_poison: OnPoison = "auto",
     console: Console | None = None,
 ) -> DatasetManifest:
     """Prepares `data.directory` with Ray tasks.
@@ -121,7 +122,13 @@ def prepare_on_cluster(
     workers = workers or os.cpu_count() or 1
     place = simulated_cluster(1, cpus_per_node=workers) if address is None else connected(address)
     with place:
-        return _prepare(data, console, live=None, in_flight=workers if address is None else None)
+        return _prepare(
+            data,
+            console,
+            live=None,
+            in_flight=workers if address is None else None,
+            on_poison=on_poison,
+        )
 
 
 def make_launch(
@@ -203,11 +210,21 @@ def _cluster_gpus(config: Config) -> int:
 
 
 def _prepare(
-    data: DataConfig, console: Console, *, live: bool | None, in_flight: int | None
+    data: DataConfig,
+    console: Console,
+    *,
+    live: bool | None,
+    in_flight: int | None,
+    on_poison: OnPoison = "auto",
 ) -> DatasetManifest:
-    with show_preparation(console, live=live) as on_progress:
+    with show_preparation(console, live=live) as on_progress, RayPool(capacity=in_flight) as pool:
         return prepare(
-            data, data.directory, run=ray_runner(in_flight=in_flight), on_progress=on_progress
+            data,
+            data.directory,
+            pool=pool,
+            on_progress=on_progress,
+            on_poison=on_poison,
+            report=True,
         )
 
 

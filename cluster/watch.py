@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -34,6 +34,9 @@ from .job import (
     total_steps,
 )
 from .summary import STATE_STYLES, describe_start, duration
+
+if TYPE_CHECKING:  # showing a job needs none of what preparing data needs
+    from ..data_pipeline.making.progress import PrepareProgress, SourceProgress
 
 POLL_S = 0.4
 PLAIN_EVERY_S = 5.0  # between two lines about steps, where there is no terminal
@@ -306,43 +309,30 @@ def _number(value: object) -> str:
 # ---- data preparation
 
 
-class PreparationStep(Protocol):
-    """Declares what data preparation reports: `done` of `total` tasks of a stage."""
-
-    @property
-    def stage(self) -> str: ...
-    @property
-    def done(self) -> int: ...
-    @property
-    def total(self) -> int: ...
-    @property
-    def tokens(self) -> int: ...
-
-
 @contextlib.contextmanager
 def show_preparation(
     console: Console, *, live: bool | None = None
-) -> Iterator[Callable[[PreparationStep], None]]:
+) -> Iterator[Callable[["PrepareProgress"], None]]:
     """Shows data preparation while inside; yields the callback that takes its reports."""
     live = console.is_terminal if live is None else live
     started = time.monotonic()
-    last: PreparationStep | None = None
+    last: PrepareProgress | None = None
     shown = started
-
-    def words(step: PreparationStep) -> str:
-        tokens = f", {step.tokens:,} tokens" if step.tokens else ""
-        return f"preparing data: {step.stage} {step.done}/{step.total}{tokens}"
 
     with console.status("preparing data") if live else contextlib.nullcontext() as status:
 
-        def on_progress(step: PreparationStep) -> None:
+        def on_progress(progress: "PrepareProgress") -> None:
             nonlocal last, shown
-            last = step
+            if progress.news:
+                _print_line(console, time.time(), f"preparing data: {progress.news}")
+                return
+            is_new = last is None or last.stage != progress.stage
+            last = progress
             if status is not None:
-                status.update(Text(words(step)))
-            elif step.done in (0, step.total) or time.monotonic() - shown > PLAIN_EVERY_S:
+                status.update(Text(preparation_words(progress)))
+            elif is_new or time.monotonic() - shown > PLAIN_EVERY_S:
                 shown = time.monotonic()
-                console.print(Text(f"{_clock(time.time())} {words(step)}"))
+                _print_line(console, time.time(), preparation_words(progress))
 
         yield on_progress
     if last is None:
@@ -352,6 +342,29 @@ def show_preparation(
         console.print(
             f"data prepared in {duration(seconds)}: {last.tokens:,} tokens", highlight=False
         )
+
+
+def preparation_words(progress: "PrepareProgress") -> str:
+    """Returns how far a preparation is, in a line."""
+    words = f"preparing data: {progress.stage}"
+    if progress.total:
+        words += f" {progress.done}/{progress.total}"
+    if progress.tokens:
+        words += f", {progress.tokens:,} tokens"
+    if len(progress.sources) > 1:
+        words += f" ({', '.join(map(_source_words, progress.sources))})"
+    if progress.tokens_per_s is not None and progress.done < progress.total:
+        words += f", {progress.tokens_per_s:,.0f} tokens/s"
+        if progress.eta_s is not None:
+            words += f", {duration(progress.eta_s)} left"
+    return words
+
+
+def _source_words(source: "SourceProgress") -> str:
+    words = f"{source.name} {source.done}/{source.total}, {source.tokens:,}"
+    if source.eta_s is not None and source.done < source.total:
+        words += f", {duration(source.eta_s)} left"
+    return words
 
 
 # ---- logs

@@ -69,6 +69,8 @@ _PACKAGES = {
     "sftp": "paramiko",
 }
 _CHUNK_BYTES = 2**20
+_EMBEDDED_PART_BYTES = 500_000
+_COMPRESSION_RATIO = 4  # of text, about
 # A .txt is cut into documents at the first blank line after so many characters,
 _TEXT_DOCUMENT_CHARS = 8000
 # and at a line end, or anywhere, where there is no blank line.
@@ -93,6 +95,7 @@ class InputSplit:
     stop: int
     size: int
     role: Role
+    num_bytes: int  # about how much text
 
     @property
     def file_name(self) -> str:
@@ -112,11 +115,18 @@ class InputSplit:
 
 @dataclass(frozen=True)
 class Document:
-    """Holds one document as it was found; `row` counts the records of its split."""
+    """Holds one document as it was found; `row` counts the records of its split.
+
+    Where a record is a prompt and its answer, `text` is the answer. A `fault` says why there is no
+    text to read, in words that many documents share.
+    """
 
     text: str
     source: str
     row: int
+    prompt: str = ""
+    record_id: str = ""
+    fault: str = ""
 
 
 def plan_splits(config: DataConfig) -> tuple[InputSplit, ...]:
@@ -169,8 +179,8 @@ def _plan(
         for url, kind, size in _expand(pattern):
             if url not in seen:
                 seen.add(url)
-                for start, stop in _ranges(url, kind, size, split_bytes):
-                    yield InputSplit(source, 0, url, kind, start, stop, size, role)
+                for start, stop, num_bytes in _ranges(url, kind, size, split_bytes):
+                    yield InputSplit(source, 0, url, kind, start, stop, size, role, num_bytes)
 
 
 def _expand(pattern: str) -> Iterator[tuple[str, Kind, int]]:
@@ -266,44 +276,49 @@ def _kind(url: str) -> Kind:
     )
 
 
-def _ranges(url: str, kind: Kind, size: int, split_bytes: int) -> Iterator[tuple[int, int]]:
+def _ranges(url: str, kind: Kind, size: int, split_bytes: int) -> Iterator[tuple[int, int, int]]:
+    """Yields start, stop and the estimated bytes of text of every split of a file."""
     if kind == "embedded":
-        bounds = list(range(NUM_PARTS + 1))
+        for part in range(NUM_PARTS):
+            yield part, part + 1, _EMBEDDED_PART_BYTES
     elif kind == "parquet":
-        bounds = _row_group_bounds(url, split_bytes)
+        yield from _row_group_ranges(url, split_bytes)
     elif kind == "arrow":
-        bounds = _record_batch_bounds(url, size, split_bytes)
+        yield from _record_batch_ranges(url, size, split_bytes)
     elif kind.endswith(_COMPRESSED):
-        bounds = [0, 1]
+        yield 0, 1, _COMPRESSION_RATIO * size
     else:
-        bounds = [*range(0, max(size, 1), split_bytes), size]
-    yield from pairwise(bounds)
+        for start, stop in pairwise([*range(0, max(size, 1), split_bytes), size]):
+            yield start, stop, stop - start
 
 
-def _row_group_bounds(url: str, split_bytes: int) -> list[int]:
+def _row_group_ranges(url: str, split_bytes: int) -> Iterator[tuple[int, int, int]]:
     with _opened(url) as file, _columnar_errors(url):
         metadata = pq.ParquetFile(file).metadata
         sizes = [
             metadata.row_group(group).total_byte_size for group in range(metadata.num_row_groups)
         ]
-    bounds, filled = [0], 0
+    start = filled = 0
     for group, group_bytes in enumerate(sizes):
         if filled and filled + group_bytes > split_bytes:
-            bounds.append(group)
-            filled = 0
+            yield start, group, filled
+            start, filled = group, 0
         filled += group_bytes
-    return [*bounds, len(sizes)]
+    yield start, len(sizes), filled
 
 
-def _record_batch_bounds(url: str, size: int, split_bytes: int) -> list[int]:
+def _record_batch_ranges(url: str, size: int, split_bytes: int) -> Iterator[tuple[int, int, int]]:
     """Cuts an Arrow file evenly by its number of batches, for their sizes are not in its footer."""
     with _opened(url) as file, _columnar_errors(url):
         reader = _arrow_reader(file)
         if not isinstance(reader, pa.ipc.RecordBatchFileReader):
-            return [0, 1]
+            yield 0, 1, size
+            return
         num_batches = reader.num_record_batches
     num_splits = max(1, min(num_batches, -(-size // split_bytes)))
-    return [num_batches * part // num_splits for part in range(num_splits + 1)]
+    bounds = [num_batches * part // num_splits for part in range(num_splits + 1)]
+    for start, stop in pairwise(bounds):
+        yield start, stop, size // num_splits
 
 
 # ---- bytes to lines

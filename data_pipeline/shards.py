@@ -27,7 +27,7 @@ import hashlib
 import io
 import os
 from collections import OrderedDict
-from collections.abc import Set
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -150,6 +150,23 @@ class ShardWriter:
         if self._pending_tokens >= self._batch_tokens:
             self._write_batch()
 
+    @property
+    def num_batches(self) -> int:
+        """Returns how many record batches are written."""
+        return len(self._index)
+
+    def end_batch(self) -> None:
+        """Writes what is pending as a record batch of its own size."""
+        if self._pending:
+            self._write_batch()
+
+    def close_index(self, index_file: IO[bytes]) -> str:
+        """Writes what is pending, the footer, and the index; returns the index's blake2b."""
+        self.end_batch()
+        self._arrow.close()
+        self._write(self._taken())
+        return _write_index(index_file, self._index)
+
     def close(
         self, *, name: str, split: Split, source: str, label: str, index_file: IO[bytes]
     ) -> ShardEntry:
@@ -165,10 +182,7 @@ class ShardWriter:
         Returns:
             The manifest's entry for this shard.
         """
-        if self._pending:
-            self._write_batch()
-        self._arrow.close()
-        self._write(self._taken())
+        index_blake2b = self.close_index(index_file)
         return ShardEntry(
             name=name,
             split=split,
@@ -180,7 +194,7 @@ class ShardWriter:
             num_batches=len(self._index),
             num_bytes=self._num_bytes,
             blake2b=self._blake2b.hexdigest(),
-            index_blake2b=_write_index(index_file, self._index),
+            index_blake2b=index_blake2b,
         )
 
     def _write_batch(self) -> None:
@@ -598,6 +612,31 @@ def _check_tokens(tokens: np.ndarray, vocab_size: int) -> None:
     largest = int(tokens.max(initial=0))
     if largest >= vocab_size:
         raise ValueError(f"token {largest} of a vocabulary of {vocab_size}")
+
+
+def read_batches(
+    path: Path, index_path: Path, schema: pa.Schema, batches: Sequence[int]
+) -> Iterator[pa.RecordBatch]:
+    """Reads some record batches of a shard that no manifest names, such as one of a preparation.
+
+    Raises:
+        ShardError: its bytes are not those that were written.
+    """
+    try:
+        data = index_path.read_bytes()
+        index = _decode_index(data, _INDEX_ROW_BYTES * len(data))
+        with open(path, "rb") as file:
+            for batch in batches:
+                message = os.pread(
+                    file.fileno(), int(index["length"][batch]), int(index["offset"][batch])
+                )
+                if crc32(message) != int(index["crc32"][batch]):
+                    raise ValueError(f"record batch {batch} has another CRC32")
+                yield decode_batch(message, schema, max_bytes=2**40)
+    except (OSError, ValueError) as error:
+        raise ShardError(
+            f"{path} is damaged ({error}): delete the folder and prepare again"
+        ) from error
 
 
 def _check_documents(

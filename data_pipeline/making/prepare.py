@@ -1,193 +1,143 @@
-"""Text to a folder of token shards: pure functions of one input split each, and the order they are
-run in.
+"""Text to a folder of token shards, streaming: what is read first can be trained on first.
 
-1. plan      input files -> input splits, in the order that decides between equal documents
-             (`reading.plan_splits`)
-2. read      per split: the hash and size of every document (`hash_documents`)
-3. choose    once: exact duplicates out (the first in split order stays), train or validation by
-             document hash (`choose_documents`)
-4. sample    per split: the text that BPE is trained on, from train documents only
-             (`collect_sample`)
-5. train     once: the tokenizer (`train_tokenizer`)
-6. tokenise  per split: one shard per side, train and validation (`tokenise_split`)
-7. commit    the manifest lists the shards in split order; only now the folder is valid
+1. plan      input files -> units of work, in the one order that everything follows (`plan`)
+2. scan      per unit: hash, size and faults of every document (`tasks.scan_unit`)
+3. choose    in order: repeats out, train or validation (`choose`)
+4. sample    heads of units of all sources: the text that the tokenizer is trained on
+5. tokenise  per unit, as soon as it is chosen: one shard per side
+6. commit    in order: eras are sealed as they fill, and can be read from then on (`commit`)
 
-Steps 2, 4, 5 and 6 go through a `TaskRunner`: the work of one item in any process, on any machine
-that sees the folder, in any order, twice if need be. Tasks read and write the folder; only numbers
-travel. Every file appears whole or not at all (temporary name, fsync, rename) and depends on its
-split alone, so the bytes are the same for any number of workers and after any interruption. What is
-unfinished lies in `unfinished/` and is picked up by the next run.
+2, 4 and 5 are tasks of a `TaskPool` and run anywhere, in any order, tokenising before scanning. 3
+and 6 are quick and happen here. With `shuffle_documents` tokenised documents are spilled, and
+collected into shards by a second pass (`shuffle`).
 
-Cost: text is read two or three times at 100 MB/s/core; tokenising takes nearly all the time.
+What is written depends on the input and the configuration alone: any number of workers, any
+interruption (kill -9 as well) and any retry lead to the same bytes. What is unfinished lies in
+`unfinished/`, and the next call goes on from there.
+
+A unit whose task fails for a reason that the user can mend ends the preparation with that reason. A
+unit that kills its process, or fails otherwise, is tried three times and then quarantined: it is
+left out, and the last manifest says so.
+
+Cost: text is read twice at 100 MB/s/core; tokenising takes nearly all the time.
 """
 
-import fcntl
-import hashlib
-import json
-import shutil
-import struct
-import unicodedata
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, replace
-from itertools import zip_longest
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import IO, Any, Literal, Protocol, TypeVar, cast
+from typing import Any, Literal
 
 import numpy as np
 
-from ..config import DataConfig, SourceConfig
-from ..errors import InputError, PrepareError, ShardError
+from ..config import DataConfig
+from ..errors import DataError, InputError, PrepareError
 from ..manifest import (
-    MAX_ERA_SHARDS,
-    TEMPORARY,
-    Completion,
     DatasetManifest,
-    Era,
-    Header,
-    ManifestWriter,
+    QuarantinedSplit,
     ShardEntry,
-    SourceEntry,
-    Split,
-    TokenizerEntry,
-    atomic_write,
-    explained_write_errors,
-    index_name,
     is_prepared,
     read_manifest,
-    shard_name,
 )
-from ..reading import EMBEDDED, Document, InputSplit, plan_splits, read_documents
-from ..shards import ShardWriter, TokenDocument, shard_metadata, shard_schema, verify_shard
-from ..tokenizers.bpe import train_bpe
-from ..tokenizers.hub import open_tokenizer
-from ..tokenizers.interface import Tokenizer, main_file, token_dtype
-from ..tokenizers.raw_bytes import BytesTokenizer
-from ..tokenizers.tokenizer import has_tokenizer, load_tokenizer, save_tokenizer
-
-T = TypeVar("T")
-R = TypeVar("R")
-
-UNFINISHED = "unfinished"
-_ENCODE_CHARS = 2**20  # text handed to the tokenizer at a time: bounds memory, hides the call
-
-# The fate of a document, one byte each. The first two name the side that it is written to.
-_TRAIN, _VALIDATION, _DUPLICATE, _EMPTY, _BROKEN = range(5)
-_SIDES: dict[int, Split] = {_TRAIN: "train", _VALIDATION: "validation"}
-_REASONS = {_DUPLICATE: "duplicate", _EMPTY: "empty", _BROKEN: "not Unicode (lone surrogates)"}
-_RECORD = np.dtype(
-    [("high", "<u8"), ("low", "<u8"), ("num_bytes", "<u4"), ("fate", "u1"), ("in_sample", "?")]
+from .choose import Chooser
+from .commit import Committer
+from .folder import (
+    Quarantined,
+    QuarantineStage,
+    begin,
+    claimed,
+    clear,
+    finished,
+    read_quarantined,
+    write_quarantined,
 )
+from .hooks import set_up
+from .plan import Unit, plan_units
+from .pools import SerialPool, TaskPool, WorkerDiedError
+from .progress import Meter, PrepareProgress
+from .report import PrepareReport, StageTime, write_report
+from .shuffle import BucketTask, SpillTask, gather_bucket, shuffled_buckets, spill_unit
+from .tasks import (
+    SIDES,
+    UNFINISHED,
+    Sampled,
+    UnitTask,
+    read_scan,
+    recorded_shards,
+    sample_unit,
+    save_fates,
+    scan_unit,
+    tokenise_unit,
+    tokenizer_of,
+    train_task,
+    unfinished_file,
+)
+from .vocabulary import Vocabulary, is_empty
 
+ATTEMPTS = 3
+"""How often a task is tried that fails for no fault of the user's."""
 
-class TaskRunner(Protocol):
-    """Runs a function on many items, anywhere.
+OnPoison = Literal["auto", "fail", "quarantine"]
+"""What is done with a unit that cannot be prepared: "auto" ends with the user's mistakes and
+quarantines what crashes, the others do the one or the other always."""
 
-    Yields (index of the item, result), in any order, each once.
-    """
-
-    def __call__(
-        self, function: Callable[[T], R], items: Sequence[T], /
-    ) -> Iterator[tuple[int, R]]: ...
-
-
-def run_serially(function: Callable[[T], R], items: Sequence[T], /) -> Iterator[tuple[int, R]]:
-    """Runs the items one after another in this process."""
-    for index, item in enumerate(items):
-        yield index, function(item)
-
-
-@dataclass(frozen=True)
-class PrepareProgress:
-    """Reports that one task of a stage has ended.
-
-    `tokens` counts what is tokenised so far, in the last stage.
-    """
-
-    stage: str
-    done: int
-    total: int
-    tokens: int = 0
-
-
-@dataclass(frozen=True)
-class SplitTask:
-    """Holds what a task needs to know to work on input split number `index`.
-
-    It pickles to a few hundred bytes.
-    """
-
-    config: DataConfig
-    directory: Path
-    index: int
-    split: InputSplit
-
-    def unfinished(self, what: str) -> Path:
-        """Returns the path of one of the split's intermediate files."""
-        return _unfinished(self.directory, self.index, what)
-
-    def documents(self) -> Iterator[Document]:
-        """Reads the split's documents."""
-        source = self.source
-        return read_documents(
-            self.split, text_field=source.text_field, source_field=source.source_field
-        )
-
-    @property
-    def source(self) -> SourceConfig:
-        """Returns the source that the split is of."""
-        return next(
-            source for source in self.config.all_sources if source.name == self.split.source
-        )
-
-
-@dataclass(frozen=True)
-class TokenizerTask:
-    """Holds what the one task that trains the tokenizer needs to know."""
-
-    directory: Path
-    vocab_size: int
-    num_splits: int
+_Stage = Literal["sample", "train", "gather", "tokenise", "scan"]
 
 
 def prepare(
     config: DataConfig,
     directory: str | Path,
     *,
-    run: TaskRunner = run_serially,
+    pool: TaskPool | None = None,
     on_progress: Callable[[PrepareProgress], None] | None = None,
+    on_poison: OnPoison = "auto",
+    report: bool = False,
 ) -> DatasetManifest:
     """Makes `directory` hold the tokens of `config`, and returns its manifest.
 
-    Returns at once where they are there already; continues where an earlier run was stopped.
+    Returns at once where they are there already; goes on where an earlier run was stopped; waits
+    where another process prepares the same folder, and returns what that one has made.
+
+    Args:
+        config: what is made of what.
+        directory: takes the shards; every worker must see it.
+        pool: where tasks run; by default in this process, one after another.
+        on_progress: is called after every task.
+        on_poison: see `OnPoison`.
+        report: whether `report.md` and `report.html` are written beside the shards.
 
     Raises:
         InputError: input that cannot be read.
         PrepareError: a folder that holds something else or cannot be written.
     """
+    _refuse_what_is_not_read_yet(config)
     folder = Path(directory).absolute()
-    _refuse_what_is_not_made_yet(config)
-    manifest = _finished(config, folder)
+    show = on_progress or (lambda progress: None)
+    manifest = finished(config, folder)
     if manifest is None:
         # before anything is written: most mistakes are in the names of the input
-        splits = plan_splits(config)
-        with _claimed(folder):
-            manifest = _finished(config, folder)  # somebody else may have been faster
+        units = plan_units(config)
+        with claimed(folder, on_wait=lambda: show(PrepareProgress("waiting for another process"))):
+            manifest = finished(config, folder)  # somebody else may have been faster
             if manifest is None:
-                _begin(config, folder, splits)
-                tasks = [
-                    SplitTask(config, folder, index, split) for index, split in enumerate(splits)
-                ]
-                manifest = _prepare(config, tasks, run, on_progress or (lambda progress: None))
-    shutil.rmtree(folder / UNFINISHED, ignore_errors=True)
+                begin(config, folder, units)
+                set_up(config, folder / UNFINISHED)
+                work = _Preparation(config, folder, units, pool or SerialPool(), show, on_poison)
+                work.run()
+                manifest = read_manifest(folder)
+                if report:
+                    write_report(folder, work.report(manifest))
+            clear(folder)
+    elif (folder / UNFINISHED).exists():
+        with claimed(folder, on_wait=lambda: None):
+            clear(folder)
     return manifest
 
 
-def _refuse_what_is_not_made_yet(config: DataConfig) -> None:
+def _refuse_what_is_not_read_yet(config: DataConfig) -> None:
     asked = {
         "encoding_faults='drop'": config.encoding_faults == "drop",
-        "shuffle_documents": config.shuffle_documents,
         "a source's prompt_field": any(source.prompt_field for source in config.all_sources),
         "a source's id_field": any(source.id_field for source in config.all_sources),
     }
@@ -195,506 +145,308 @@ def _refuse_what_is_not_made_yet(config: DataConfig) -> None:
         raise PrepareError(f"this version cannot prepare with {', '.join(wishes)}: leave it out")
 
 
-def _prepare(
-    config: DataConfig,
-    tasks: list[SplitTask],
-    run: TaskRunner,
-    on_progress: Callable[[PrepareProgress], None],
-) -> DatasetManifest:
-    folder = tasks[0].directory
-    _run_stage("read", run, hash_documents, tasks, on_progress)
-    dropped = choose_documents(config, tasks)
-    if config.tokenizer == "bytes":
-        save_tokenizer(folder, BytesTokenizer())
-    elif config.loads_tokenizer and not has_tokenizer(folder):
-        save_tokenizer(folder, _loaded_tokenizer(config))
-    elif not has_tokenizer(folder):
-        _run_stage("sample", run, collect_sample, tasks, on_progress)
-        _run_stage(
-            "train tokenizer",
-            run,
-            train_tokenizer,
-            [TokenizerTask(folder, config.vocab_size, len(tasks))],
-            on_progress,
+def _reason(error: BaseException) -> str:
+    """Says why a task failed, in words that are the same on any machine."""
+    if isinstance(error, InputError):
+        return str(error)
+    if isinstance(error, WorkerDiedError):
+        return "it killed its process each time"
+    return f"{type(error).__name__}: {error}"
+
+
+class _Preparation:
+    """Is one preparation at work: what is ready to be done, what is out, what is done."""
+
+    def __init__(
+        self,
+        config: DataConfig,
+        folder: Path,
+        units: Sequence[Unit],
+        pool: TaskPool,
+        show: Callable[[PrepareProgress], None],
+        on_poison: OnPoison,
+    ):
+        self._config, self._folder, self._units, self._pool = config, folder, units, pool
+        self._show, self._on_poison = show, on_poison
+        self._chooser = Chooser(config)
+        self._vocabulary = Vocabulary(config, folder, units)
+        self._meter = Meter(units)
+        self._buckets = shuffled_buckets(units, config) if config.shuffle_documents else ()
+        self._to_commit = deque(enumerate(self._buckets or units))
+        self._committer = Committer(
+            config,
+            folder,
+            num_units=dict(Counter(unit.source for _, unit in self._to_commit)),
+            on_era=self._meter.era_sealed,
         )
-    shards = _run_stage("tokenise", run, tokenise_split, tasks, on_progress)
-    _write_manifests(config, tasks, shards, dropped)
-    return read_manifest(folder)
-
-
-def _write_manifests(
-    config: DataConfig,
-    tasks: list[SplitTask],
-    shards: list[tuple[ShardEntry, ...]],
-    dropped: dict[str, dict[str, int]],
-) -> None:
-    writer = ManifestWriter(tasks[0].directory)
-    writer.append(_header(config, tasks))
-    for source in config.all_sources:
-        of_source = [
-            found
-            for task, found in zip(tasks, shards, strict=True)
-            if task.split.source == source.name
-        ]
-        for number, era in enumerate(_eras(of_source, config.era_tokens)):
-            writer.append(Era(source=source.name, number=number, shards=era))
-    everything = [shard for of_split in shards for shard in of_split]
-    writer.append(
-        Completion(
-            num_documents=_totals(config, everything, "num_documents"),
-            num_tokens=_totals(config, everything, "num_tokens"),
-            dropped=dropped,
-            quarantined=(),
-            inputs={task.split.url: task.split.size for task in tasks},
-        )
-    )
-
-
-def _header(config: DataConfig, tasks: list[SplitTask]) -> Header:
-    tokenizer = load_tokenizer(tasks[0].directory)
-    splits = Counter(task.split.source for task in tasks)
-    return Header(
-        spec_hash=config.spec_hash,
-        spec=config.spec,
-        tokenizer=TokenizerEntry(
-            kind=config.tokenizer,
-            file=main_file(tokenizer),
-            sha256=tokenizer.sha256,
-            vocab_size=tokenizer.vocab_size,
-            end_of_document_id=tokenizer.end_of_document_id,
-        ),
-        batch_tokens=config.batch_tokens,
-        era_tokens=config.era_tokens,
-        sources=tuple(
-            SourceEntry(
-                name=source.name,
-                licence=source.licence,
-                weight=source.weight,
-                num_splits=splits[source.name],
-                has_loss_mask=source.has_loss_mask,
-                has_record_id=bool(source.id_field),
-            )
-            for source in config.all_sources
-        ),
-    )
-
-
-def _eras(
-    of_splits: Iterable[tuple[ShardEntry, ...]], era_tokens: int
-) -> Iterator[tuple[ShardEntry, ...]]:
-    """Closes an era once it has `era_tokens` train tokens, and at the end of its source."""
-    era: list[ShardEntry] = []
-    for shards in of_splits:
-        era.extend(shards)
-        tokens = sum(shard.num_tokens for shard in era if shard.split == "train")
-        if tokens >= era_tokens or len(era) >= MAX_ERA_SHARDS:
-            yield tuple(era)
-            era = []
-    if era:
-        yield tuple(era)
-
-
-def _totals(
-    config: DataConfig,
-    shards: list[ShardEntry],
-    count: Literal["num_documents", "num_tokens"],
-) -> dict[str, dict[Split, int]]:
-    totals: dict[str, dict[Split, int]] = {
-        source.name: {"train": 0, "validation": 0} for source in config.all_sources
-    }
-    for shard in shards:
-        totals[shard.source][shard.split] += getattr(shard, count)
-    return totals
-
-
-def _run_stage(
-    stage: str,
-    run: TaskRunner,
-    function: Callable[[T], R],
-    items: Sequence[T],
-    on_progress: Callable[[PrepareProgress], None],
-) -> list[R]:
-    """Returns a stage's results in the order of the items, whatever order they came in."""
-    results: dict[int, R] = {}
-    tokens = 0
-    on_progress(PrepareProgress(stage, 0, len(items)))
-    for index, result in run(function, items):
-        results[index] = result
-        if stage == "tokenise":
-            tokens += sum(shard.num_tokens for shard in cast("tuple[ShardEntry, ...]", result))
-        on_progress(PrepareProgress(stage, len(results), len(items), tokens))
-    assert sorted(results) == list(range(len(items))), f"the runner lost results of stage {stage!r}"
-    return [results[index] for index in range(len(items))]
-
-
-# ---- the folder
-
-
-def _finished(config: DataConfig, folder: Path) -> DatasetManifest | None:
-    """Returns the manifest of a folder that is complete and of this configuration and input."""
-    if not is_prepared(folder):
-        return None
-    manifest = read_manifest(folder)
-    if manifest.spec_hash != config.spec_hash:
-        raise PrepareError(
-            f"{folder} holds data prepared in another way "
-            f"({_difference(manifest.spec, config.spec)}): "
-            "choose another folder, or delete this one"
-        )
-    if not manifest.complete:
-        return None
-    for url, size in manifest.inputs.items():
-        if "://" in url or url == EMBEDDED or not Path(url).exists():
-            continue
-        if (size_now := Path(url).stat().st_size) != size:
-            raise PrepareError(
-                f"{folder} was prepared from {url} when it had {size} bytes; it has {size_now} "
-                "now: choose another folder, or delete this one"
-            )
-    return manifest
-
-
-def _difference(found: dict[str, Any], asked: dict[str, Any]) -> str:
-    found, asked = _flat(found), _flat(asked)
-    keys = [key for key in sorted({*found, *asked}) if found.get(key) != asked.get(key)]
-    return (
-        "; ".join(f"{key}: there {found.get(key)!r}, asked for {asked.get(key)!r}" for key in keys)
-        or "older format"
-    )
-
-
-def _flat(spec: dict[str, Any]) -> dict[str, Any]:
-    """Returns a spec with the fields of every source under the source's name."""
-    flat = dict(spec)
-    sources = flat.pop("sources", [])
-    flat["sources"] = [source["name"] for source in sources]
-    for source in sources:
-        flat |= {f"{source['name']}.{key}": value for key, value in source.items()}
-    return flat
-
-
-@contextmanager
-def _claimed(folder: Path) -> Iterator[None]:
-    """Locks the folder: one process at a time prepares into it.
-
-    The lock is the process's own: it ends with it, however it ends.
-    """
-    work = folder / UNFINISHED
-    with explained_write_errors(folder):
-        if not work.exists() and folder.exists() and any(folder.iterdir()):
-            raise PrepareError(
-                f"{folder} is not empty and holds no prepared data: choose a new or an empty folder"
-            )
-        work.mkdir(parents=True, exist_ok=True)
-        lock = open(work / "lock", "wb")  # noqa: SIM115 (closed by the `with` below)
-    with lock:
-        with explained_write_errors(folder):
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError as error:
-                raise PrepareError(
-                    f"another process is preparing into {folder}: wait until it has ended"
-                ) from error
-        yield
-
-
-def _begin(config: DataConfig, folder: Path, splits: tuple[InputSplit, ...]) -> None:
-    """Records what is being made, or checks that an interrupted run was making the same.
-
-    Removes the temporary files of that run.
-    """
-    plan = {
-        "spec_hash": config.spec_hash,
-        "spec": config.spec,
-        "splits": [asdict(split) for split in splits],
-    }
-    path = folder / UNFINISHED / "plan.json"
-    with explained_write_errors(folder):
-        for debris in [*folder.glob(f"*{TEMPORARY}*"), *path.parent.glob(f"*{TEMPORARY}*")]:
-            debris.unlink(missing_ok=True)
-    if not path.exists():
-        with atomic_write(path) as file:
-            file.write(json.dumps(plan).encode())
-        return
-    found = json.loads(path.read_bytes())
-    if found["spec_hash"] != plan["spec_hash"]:
-        raise PrepareError(
-            f"{folder} holds an unfinished preparation of something else "
-            f"({_difference(found['spec'], plan['spec'])}): choose another folder, or delete this "
-            "one"
-        )
-    if found["splits"] != plan["splits"]:
-        raise PrepareError(
-            f"{folder} holds an unfinished preparation, and its input files have changed since: "
-            "delete the folder and prepare again, from files that nobody writes to"
-        )
-
-
-def _unfinished(directory: Path, index: int, what: str) -> Path:
-    return directory / UNFINISHED / f"{index:05d}.{what}"
-
-
-def _save_records(path: Path, records: np.ndarray) -> None:
-    with atomic_write(path) as file:
-        np.save(file, records)
-
-
-# ---- reading and choosing
-
-
-def hash_documents(task: SplitTask) -> None:
-    """Writes one record per document of the split: hash, size, and whether it is text at all."""
-    path = task.unfinished("read.npy")
-    if not path.exists():
-        records = [_record(normalised(document.text)) for document in task.documents()]
-        _save_records(path, np.array(records, dtype=_RECORD))
-
-
-def normalised(text: str) -> str:
-    """Returns the text that is hashed and tokenised.
-
-    It is Unicode NFC, with newlines as \\n and no blank space around it.
-    """
-    return unicodedata.normalize("NFC", text.replace("\r\n", "\n").replace("\r", "\n")).strip()
-
-
-def _record(text: str) -> tuple[int, int, int, int, bool]:
-    try:
-        data = text.encode()
-    except UnicodeEncodeError:  # JSON can spell half a surrogate pair; there is no such text
-        return 0, 0, 0, _BROKEN, False
-    high, low = struct.unpack(">QQ", hashlib.blake2b(data, digest_size=16).digest())
-    return high, low, len(data), _TRAIN if data else _EMPTY, False
-
-
-def choose_documents(config: DataConfig, tasks: Sequence[SplitTask]) -> dict[str, dict[str, int]]:
-    """Decides the fate of every document from all hashes, and writes it per split.
-
-    Needs all hashes in memory: about 60 bytes per document.
-
-    Returns:
-        How many documents of each source are dropped, by reason.
-    """
-    per_split = [np.load(task.unfinished("read.npy"), allow_pickle=False) for task in tasks]
-    records = np.concatenate(per_split)
-    fates = records["fate"]
-    fates[_later_duplicates(records)] = _DUPLICATE
-    alive = fates == _TRAIN
-    roles = np.repeat([task.split.role for task in tasks], [len(found) for found in per_split])
-    fates[alive & (roles == "validation")] = _VALIDATION
-    fates[_held_out(records, alive & (roles == "both"), config.validation_fraction)] = _VALIDATION
-    _check_something_is_left(config, records)
-    records["in_sample"] = _sampled(records, config.tokenizer_sample_bytes)
-    ends = np.cumsum([len(found) for found in per_split])
-    dropped: dict[str, Counter[str]] = {source.name: Counter() for source in config.all_sources}
-    for task, chosen in zip(tasks, np.split(records, ends[:-1]), strict=True):
-        _save_records(task.unfinished("chosen.npy"), chosen)
-        fates_of_split = chosen["fate"].tolist()
-        dropped[task.split.source].update(
-            _REASONS[fate] for fate in fates_of_split if fate in _REASONS
-        )
-    return {source: dict(sorted(counts.items())) for source, counts in dropped.items()}
-
-
-def _later_duplicates(records: np.ndarray) -> np.ndarray:
-    """Returns the documents that occurred before, as indices, in the order of the records."""
-    alive = np.flatnonzero(records["fate"] == _TRAIN)
-    # stable: the first stays first
-    order = alive[np.lexsort((records["low"][alive], records["high"][alive]))]
-    high, low = records["high"][order], records["low"][order]
-    return order[1:][(high[1:] == high[:-1]) & (low[1:] == low[:-1])]
-
-
-def _held_out(records: np.ndarray, candidates: np.ndarray, fraction: float) -> np.ndarray:
-    """Returns a mask of the validation documents among the candidates.
-
-    Those are the ones of small hash, and at least one of several.
-    """
-    if fraction == 0.0 or not candidates.any():
-        return np.zeros_like(candidates)
-    held_out = candidates & (records["high"] < fraction * 2.0**64)
-    if not held_out.any() and candidates.sum() > 1:  # a corpus of a few documents
-        indices = np.flatnonzero(candidates)
-        held_out[indices[np.argmin(records["high"][indices])]] = True
-    return held_out
-
-
-def _check_something_is_left(config: DataConfig, records: np.ndarray) -> None:
-    fates = Counter(records["fate"].tolist())
-    if fates[_TRAIN]:
-        return
-    names = ", ".join(name for source in config.all_sources for name in source.input)
-    counts = [f"{fates[fate]} {reason}" for fate, reason in _REASONS.items() if fates[fate]]
-    dropped = ", ".join(counts) or "none dropped"
-    if fates[_VALIDATION]:
-        raise InputError(
-            f"input {names}: all documents went to validation ({fates[_VALIDATION]} there; "
-            f"{dropped}): lower "
-            f"validation_fraction={config.validation_fraction}, or take from input what is in "
-            "validation_input"
-        )
-    raise InputError(
-        f"input {names} is empty: {len(records)} documents were read ({dropped}); give files with "
-        "text"
-    )
-
-
-def _sampled(records: np.ndarray, sample_bytes: int) -> np.ndarray:
-    """Returns a mask of train documents with about `sample_bytes` of text.
-
-    They are spread over all splits by their hash.
-    """
-    train = np.flatnonzero(records["fate"] == _TRAIN)
-    order = train[np.argsort(records["low"][train], kind="stable")]
-    before = np.cumsum(records["num_bytes"][order], dtype=np.int64) - records["num_bytes"][order]
-    mask = np.zeros(len(records), dtype=bool)
-    mask[order[before < sample_bytes]] = True
-    return mask
-
-
-def _chosen_documents(task: SplitTask) -> Iterator[tuple[Document, np.void]]:
-    """Reads the documents of a split again, normalised, each with its record.
-
-    Raises:
-        InputError: they are others now.
-    """
-    chosen = np.load(task.unfinished("chosen.npy"), allow_pickle=False)
-    for document, record in zip_longest(task.documents(), chosen):
-        text = normalised(document.text) if document else ""
-        if document is None or record is None or _record(text)[:3] != record.item()[:3]:
-            raise InputError(
-                f"{task.split.label} has changed while it was being prepared: "
-                "delete the folder and prepare again, from files that nobody writes to"
-            )
-        yield replace(document, text=text), record
-
-
-# ---- tokenizer
-
-
-def collect_sample(task: SplitTask) -> None:
-    """Writes the split's share of the tokenizer's training text."""
-    path = task.unfinished("sample.jsonl")
-    if not path.exists():
-        with atomic_write(path) as file:
-            for document, record in _chosen_documents(task):
-                if record["in_sample"]:
-                    file.write(json.dumps(document.text).encode() + b"\n")
-
-
-def _loaded_tokenizer(config: DataConfig) -> Tokenizer:
-    """Opens the tokenizer that the configuration names.
-
-    Raises:
-        InputError: it has more ids than the configuration has room for, or cannot be opened.
-    """
-    tokenizer = open_tokenizer(config.tokenizer, end_of_document=config.end_of_document)
-    if tokenizer.vocab_size > config.vocab_size:
-        raise InputError(
-            f"tokenizer {config.tokenizer!r} has {tokenizer.vocab_size} ids, more than "
-            f"data.vocab_size={config.vocab_size}: set data.vocab_size={tokenizer.vocab_size} (and "
-            "model.vocab_size at least as high)"
-        )
-    return tokenizer
-
-
-def train_tokenizer(task: TokenizerTask) -> None:
-    """Trains the tokenizer on the sample in split order, and writes tokenizer.json."""
-    paths = [_unfinished(task.directory, index, "sample.jsonl") for index in range(task.num_splits)]
-    texts = (json.loads(line) for path in paths for line in _lines_of(path))
-    save_tokenizer(task.directory, train_bpe(texts, vocab_size=task.vocab_size))
-
-
-def _lines_of(path: Path) -> Iterator[bytes]:
-    with open(path, "rb") as file:
-        yield from file
-
-
-# ---- shards
-
-
-def tokenise_split(task: SplitTask) -> tuple[ShardEntry, ...]:
-    """Writes the shards of one split, one per side.
-
-    What a former run wrote is used if its checksums agree.
-    """
-    if (ready := _ready_shards(task)) is not None:
-        return ready
-    tokenizer = load_tokenizer(task.directory)
-    sides: tuple[Split, ...] = (
-        ("train", "validation") if task.split.role == "both" else (task.split.role,)
-    )
-    with ExitStack() as files:
-        writers: dict[Split, ShardWriter] = {
-            side: _writer(task, tokenizer, files.enter_context(atomic_write(_path(task, side))))
-            for side in sides
+        # in the order in which they are handed out
+        self._ready: dict[_Stage, deque[int]] = {
+            stage: deque() for stage in ("train", "sample", "gather", "tokenise", "scan")
         }
-        for side, document in _token_documents(task, tokenizer):
-            writers[side].add(document)
-        shards = tuple(_close(task, side, writer) for side, writer in writers.items())
-    with atomic_write(task.unfinished("shards.json")) as file:
-        file.write(json.dumps([shard.model_dump(mode="json") for shard in shards]).encode())
-    return shards
+        self._out: dict[int, tuple[_Stage, int]] = {}
+        self._began = time.monotonic()
+        self._times: dict[str, tuple[float, float]] = {}  # stage -> first task, last result
+        self._failures: Counter[tuple[_Stage, int]] = Counter()
+        self._scanned: set[int] = set()
+        self._num_chosen = self._num_made = 0
+        self._last_units = {unit.source: index for index, unit in enumerate(units)}
+        self._spilled: list[int] = []
+        self._shards: dict[int, tuple[ShardEntry, ...]] = {}  # made and not committed
+        self._quarantined: dict[int, Quarantined] = {}
 
-
-def _ready_shards(task: SplitTask) -> tuple[ShardEntry, ...] | None:
-    path = task.unfinished("shards.json")
-    if not path.exists():
-        return None
-    shards = tuple(ShardEntry.model_validate(shard) for shard in json.loads(path.read_bytes()))
-    try:
-        for shard in shards:
-            verify_shard(task.directory, shard)
-    except ShardError:  # lost or damaged since it was written: made anew from the input
-        return None
-    return shards
-
-
-def _path(task: SplitTask, side: Split) -> Path:
-    return task.directory / shard_name(task.split.source, side, task.split.number)
-
-
-def _writer(task: SplitTask, tokenizer: Tokenizer, file: IO[bytes]) -> ShardWriter:
-    schema = shard_schema(tokenizer.vocab_size, shard_metadata(tokenizer, task.split.local_label))
-    return ShardWriter(file, schema=schema, batch_tokens=task.config.batch_tokens)
-
-
-def _close(task: SplitTask, side: Split, writer: ShardWriter) -> ShardEntry:
-    name = _path(task, side).name
-    with atomic_write(task.directory / index_name(name)) as index_file:
-        return writer.close(
-            name=name,
-            split=side,
-            source=task.split.source,
-            label=task.split.label,
-            index_file=index_file,
+    def report(self, manifest: DatasetManifest) -> PrepareReport:
+        """Returns what is known beside the manifest."""
+        order = (
+            "The documents of each source are spread over all of its shards."
+            if self._buckets
+            else "Documents are in the order of the input's files: training shuffles them inside "
+            "an era only (data.shuffle_documents spreads them)."
+        )
+        return PrepareReport(
+            manifest,
+            statistics={name: one.statistics for name, one in self._chooser.counts.items()},
+            stages=tuple(
+                StageTime(stage, last - first) for stage, (first, last) in self._times.items()
+            ),
+            wall_seconds=time.monotonic() - self._began,
+            workers=self._pool.description,
+            tokenizer_engine=tokenizer_of(self._folder).engine,
+            notes=(order,),
         )
 
+    # ---- the loop
 
-def _token_documents(
-    task: SplitTask, tokenizer: Tokenizer
-) -> Iterator[tuple[Split, TokenDocument]]:
-    end = np.array([tokenizer.end_of_document_id], dtype=token_dtype(tokenizer.vocab_size))
-    for batch in _by_size(pair for pair in _chosen_documents(task) if pair[1]["fate"] in _SIDES):
-        encoded = tokenizer.encode_batch([document.text for document, _ in batch])
-        for (document, record), tokens in zip(batch, encoded, strict=True):
-            doc_id = struct.pack(">QQ", record["high"], record["low"])
-            with_end = np.concatenate([tokens, end])
-            num_bytes = int(record["num_bytes"])
-            yield (
-                _SIDES[record["fate"]],
-                TokenDocument(with_end, doc_id, num_bytes, document.source, document.row),
+    def run(self) -> None:
+        """Does everything that is left to do."""
+        self._recall()
+        self._choose_in_order()
+        self._commit_in_order()
+        self._tell()
+        while self._to_commit:
+            self._hand_out()
+            assert self._out, "work is left, and nobody is at it"
+            number, outcome = self._pool.wait()
+            stage, index = self._out.pop(number)
+            self._times[stage] = (self._times[stage][0], time.monotonic())
+            if isinstance(outcome, BaseException):
+                self._failed(stage, index, outcome)
+            else:
+                self._done(stage, index, outcome)
+            self._choose_in_order()
+            self._commit_in_order()
+            self._tell()
+        quarantined = [entry.split for _, entry in sorted(self._quarantined.items())]
+        self._committer.complete(self._chooser.counts, quarantined, self._units)
+
+    def _recall(self) -> None:
+        """Finds what an earlier run has done, and what is to be done first."""
+        for index, unit in enumerate(self._units):
+            if (entry := read_quarantined(self._folder, unit)) is not None:
+                self._quarantined[index] = entry
+                self._meter.unit_quarantined(unit)
+            if unfinished_file(self._folder, unit, "scan.npz").exists():
+                self._scanned.add(index)
+            elif entry is None:
+                self._ready["scan"].append(index)
+        self._ready["sample"].extend(self._vocabulary.units_to_begin_with)
+        sealed = read_manifest(self._folder).shards if is_prepared(self._folder) else ()
+        self._sealed = {shard.name for shard in sealed}
+
+    def _hand_out(self) -> None:
+        capacity = self._pool.capacity
+        while len(self._out) < capacity:
+            task = self._next()
+            if task is None:
+                return
+            now = time.monotonic()
+            self._times.setdefault(task[0], (now, now))
+            self._out[self._pool.submit(*self._task(*task))] = task
+
+    def _next(self) -> tuple[_Stage, int] | None:
+        for stage, ready in self._ready.items():
+            if ready and (stage != "tokenise" or self._vocabulary.is_ready):
+                return stage, ready.popleft()
+        return None
+
+    def _task(self, stage: _Stage, index: int) -> tuple[Callable[[Any], object], object]:
+        """Returns the function and the item of a task."""
+        if stage == "train":
+            return train_task, self._vocabulary.task
+        if stage == "gather":
+            return gather_bucket, self._bucket_task(index)
+        task = UnitTask(self._config, self._folder, self._units[index])
+        if stage == "sample":
+            return sample_unit, replace(task, sample_bytes=self._vocabulary.shares[index])
+        if stage == "scan":
+            return scan_unit, task
+        self._meter.begin_tokenising()
+        if self._buckets:
+            of_source = [one for one in self._buckets if one.source == task.unit.source]
+            return spill_unit, SpillTask(task, len(of_source))
+        return tokenise_unit, task
+
+    def _bucket_task(self, index: int) -> BucketTask:
+        bucket = self._buckets[index]
+        spilled = [self._units[one] for one in sorted(self._spilled)]
+        return BucketTask(
+            self._config,
+            self._folder,
+            bucket,
+            num_buckets=sum(one.source == bucket.source for one in self._buckets),
+            units=tuple(unit for unit in spilled if unit.source == bucket.source),
+        )
+
+    def _tell(self) -> None:
+        stages = {stage for stage, _ in self._out.values()} | {
+            stage for stage, ready in self._ready.items() if ready
+        }
+        if self._buckets and self._num_made == len(self._units):
+            stage = "shuffling"
+        elif self._vocabulary.is_ready:
+            stage = "tokenising"
+        else:
+            stage = "training the tokenizer" if "train" in stages else "reading"
+        self._show(self._meter.progress(stage))
+
+    # ---- what becomes of a task
+
+    def _done(self, stage: _Stage, index: int, result: Any) -> None:
+        if stage == "scan":
+            self._scanned.add(index)
+        elif stage == "sample":
+            self._sampled(index, result)
+        elif stage == "train":
+            self._vocabulary.is_ready = True
+        elif stage == "gather":
+            self._shards[index] = result
+        elif self._buckets:
+            self._spilled.append(index)
+            self._made(index, num_tokens=result)
+        else:
+            self._shards[index] = result
+            self._made(index, num_tokens=sum(shard.num_tokens for shard in result))
+
+    def _sampled(self, index: int, sampled: Sampled | None) -> None:
+        if self._vocabulary.take(index, sampled):
+            self._ready["train"].append(0)
+
+    def _made(self, index: int, *, num_tokens: int, is_own: bool = True) -> None:
+        """Counts a unit that needs no more tokenising."""
+        self._num_made += 1
+        if index not in self._quarantined:
+            self._meter.unit_done(self._units[index], num_tokens, is_own=is_own)
+        if self._buckets and self._num_made == len(self._units):
+            self._ready["gather"].extend(range(len(self._buckets)))
+
+    def _failed(self, stage: _Stage, index: int, error: BaseException) -> None:
+        is_input = isinstance(error, InputError)
+        if isinstance(error, DataError) and not (is_input and self._on_poison == "quarantine"):
+            raise error
+        if not is_input:
+            self._failures[stage, index] += 1
+            if self._failures[stage, index] < ATTEMPTS:
+                self._ready[stage].appendleft(index)
+                return
+        reason = _reason(error)
+        if stage == "sample":  # reading it whole will fail as well, and is what counts
+            self._sampled(index, None)
+        elif stage in ("train", "gather") or self._on_poison == "fail":
+            unit = self._buckets[index] if stage == "gather" else self._units[index]
+            what = "the tokenizer" if stage == "train" else f"{unit.source} {unit.number}"
+            raise PrepareError(
+                f"{what} failed {ATTEMPTS} times in stage {stage!r}: {reason}"
+            ) from error
+        else:
+            self._quarantine("scan" if stage == "scan" else "tokenise", index, reason)
+
+    def _quarantine(self, stage: QuarantineStage, index: int, reason: str) -> None:
+        unit = self._units[index]
+        split = QuarantinedSplit(source=unit.source, input=unit.label, error=reason[:2000])
+        self._quarantined[index] = entry = Quarantined(stage, split)
+        write_quarantined(self._folder, unit, entry)
+        self._meter.unit_quarantined(unit)
+        self._show(self._meter.progress("quarantine", news=f"{unit.label} is left out: {reason}"))
+        if stage == "tokenise":
+            self._made(index, num_tokens=0)
+
+    # ---- in order
+
+    def _choose_in_order(self) -> None:
+        while self._num_chosen < len(self._units):
+            index = self._num_chosen
+            entry = self._quarantined.get(index)
+            if entry is not None and entry.stage == "scan":
+                self._made(index, num_tokens=0)
+            elif index in self._scanned:
+                self._choose(index, is_quarantined=entry is not None)
+            else:
+                return
+            self._num_chosen += 1
+            if self._vocabulary.waits_for(index):
+                if entry is None:
+                    self._ready["sample"].append(index)
+                else:
+                    self._sampled(index, None)
+            self._check_source(index)
+
+    def _choose(self, index: int, *, is_quarantined: bool) -> None:
+        unit = self._units[index]
+        fates = self._chooser.choose(unit, read_scan(self._folder, unit))
+        save_fates(self._folder, unit, fates)
+        recorded = recorded_shards(UnitTask(self._config, self._folder, unit))
+        if is_quarantined:
+            self._made(index, num_tokens=0)
+        elif not np.isin(fates, list(SIDES)).any():
+            self._shards[index] = ()
+            self._made(index, num_tokens=0)
+        elif recorded is not None and {shard.name for shard in recorded} <= self._sealed:
+            self._shards[index] = recorded
+            num_tokens = sum(shard.num_tokens for shard in recorded)
+            self._made(index, num_tokens=num_tokens, is_own=False)
+        else:
+            self._ready["tokenise"].append(index)
+
+    def _check_source(self, index: int) -> None:
+        """Checks that a source has something to train on, once all of it is decided about.
+
+        Raises:
+            InputError: it has not.
+        """
+        source = self._units[index].source
+        if self._last_units[source] != index:
+            return
+        counts = self._chooser.counts[source]
+        if counts.chosen["train"]:
+            return
+        config = next(one for one in self._config.all_sources if one.name == source)
+        dropped = dict(counts.dropped)
+        lost = [one.split for one in self._quarantined.values() if one.split.source == source]
+        if lost:
+            raise PrepareError(
+                f"nothing of source {source!r} could be prepared: {len(lost)} of its input splits "
+                f"are in quarantine, {lost[0].input} because of {lost[0].error}"
             )
+        if not counts.chosen["validation"]:
+            raise InputError(is_empty(config.input, counts.num_documents, dropped))
+        reasons = ", ".join(f"{count} {reason}" for reason, count in dropped.items())
+        raise InputError(
+            f"input {', '.join(config.input)}: all documents went to validation "
+            f"({counts.chosen['validation']} there; {reasons or 'none dropped'}): lower "
+            f"validation_fraction={self._config.validation_fraction}, or take from input what is "
+            "in validation_input"
+        )
 
+    def _is_given_up(self, index: int) -> bool:
+        return index in self._quarantined and index < self._num_chosen
 
-def _by_size(pairs: Iterable[tuple[Document, np.void]]) -> Iterator[list[tuple[Document, np.void]]]:
-    batch: list[tuple[Document, np.void]] = []
-    size = 0
-    for pair in pairs:
-        batch.append(pair)
-        size += len(pair[0].text)
-        if size >= _ENCODE_CHARS:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch
+    def _commit_in_order(self) -> None:
+        while self._to_commit:
+            position, unit = self._to_commit[0]
+            if position in self._shards:
+                shards = self._shards.pop(position)
+            elif not self._buckets and self._is_given_up(position):
+                shards = ()
+            else:
+                return
+            self._committer.commit(unit.source, shards)
+            self._to_commit.popleft()

@@ -1,71 +1,68 @@
-"""Data preparation as Ray tasks: every item once, whatever happens to the workers."""
+"""Data preparation as Ray tasks: whatever happens to the workers, it is told, and the bytes are the
+same.
+"""
 
 import os
 import signal
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from moebius.cluster.prepare import ATTEMPTS, ray_runner
+from moebius.cluster.prepare import RayPool
 from moebius.data_pipeline.config import DataConfig
 from moebius.data_pipeline.errors import InputError
+from moebius.data_pipeline.making.pools import WorkerDiedError
 from moebius.data_pipeline.making.prepare import prepare
 
 pytestmark = pytest.mark.usefixtures("cluster")
 
 
-def test_every_item_once_as_they_are_done():
+def _outcomes(pool: RayPool, function: Any, items: list[Any]) -> list[tuple[int, Any]]:
+    """What becomes of each item, in the order in which they are done."""
+    numbers = {pool.submit(function, item): index for index, item in enumerate(items)}
+    outcomes = [pool.wait() for _ in items]
+    return [(numbers[number], outcome) for number, outcome in outcomes]
+
+
+def test_results_come_as_they_are_done():
     def slow_first(seconds: float) -> float:
         time.sleep(seconds)
         return seconds * 10
 
-    items = [2.0, 0.0, 0.1]
-    results = list(ray_runner()(slow_first, items))
+    with RayPool() as pool:
+        results = _outcomes(pool, slow_first, [2.0, 0.0, 0.1])
     assert sorted(results) == [(0, 20.0), (1, 0.0), (2, 1.0)]
     assert results[-1][0] == 0, "completion order, not item order"
 
 
-def test_no_item_no_task():
-    assert list(ray_runner()(len, [])) == []
+def test_the_capacity_follows_the_cluster():
+    import ray
+
+    with RayPool() as pool, RayPool(capacity=3) as limited:
+        assert pool.capacity == 2 * ray.cluster_resources()["CPU"]
+        assert limited.capacity == 3
 
 
-def test_no_more_tasks_are_out_than_allowed(tmp_path):
-    def count_company(index: int) -> int:
-        (tmp_path / f"{index}").touch()
-        time.sleep(0.2)
-        company = len(list(tmp_path.iterdir()))
-        (tmp_path / f"{index}").unlink()
-        return company
-
-    company = [result for _, result in ray_runner(in_flight=2)(count_company, list(range(6)))]
-    assert max(company) == 2
-
-
-def test_a_worker_that_is_killed_is_replaced(tmp_path):
-    def dies_twice(item: int) -> int:
-        with open(tmp_path / f"tries{item}", "a") as file:
+def test_a_worker_that_is_killed_is_told_from_a_task_that_fails(tmp_path):
+    def ends(how: str) -> str:
+        with open(tmp_path / how, "a") as file:
             file.write("x")
-        if item == 1 and (tmp_path / "tries1").stat().st_size < 3:
+        if how == "killed":
             os.kill(os.getpid(), signal.SIGKILL)
-        return item * item
-
-    assert sorted(ray_runner()(dies_twice, [0, 1, 2])) == [(0, 0), (1, 1), (2, 4)]
-    assert (tmp_path / "tries1").read_text() == "xxx"
-
-
-def test_a_poison_item_ends_with_its_own_error_after_three_tries(tmp_path):
-    def poisoned(item: str) -> str:
-        with open(tmp_path / item, "a") as file:
-            file.write("x")
-        if item == "bad":
+        if how == "fails":
             raise InputError("file bad: not UTF-8")
-        return item
+        return how
 
-    with pytest.raises(InputError, match="file bad: not UTF-8") as caught:
-        list(ray_runner()(poisoned, ["good", "bad"]))
-    assert caught.value.__notes__ == ["item 2 of 2, tried 3 times: 'bad'"]
-    assert (tmp_path / "bad").read_text() == "x" * ATTEMPTS
+    with RayPool() as pool:
+        outcomes = dict(_outcomes(pool, ends, ["well", "killed", "fails"]))
+    assert outcomes[0] == "well"
+    assert isinstance(outcomes[1], WorkerDiedError)
+    assert isinstance(outcomes[2], InputError)
+    assert str(outcomes[2]) == "file bad: not UTF-8"
+    tries = {path.name: path.read_text() for path in tmp_path.iterdir()}
+    assert tries == {"well": "x", "killed": "x", "fails": "x"}, "who waits decides about more"
 
 
 def test_a_caller_that_stops_listening_leaves_no_task_running(tmp_path):
@@ -78,10 +75,10 @@ def test_a_caller_that_stops_listening_leaves_no_task_running(tmp_path):
     def num_beats():
         return len(list(tmp_path.iterdir()))
 
-    runner: Any = ray_runner()(beats, [0, 600, 600])  # a minute of beats
-    assert next(runner)[0] == 0
-    await_true(lambda: num_beats() > 0)
-    runner.close()
+    with RayPool() as pool:
+        for item in [600, 600]:  # a minute of beats
+            pool.submit(beats, item)
+        await_true(lambda: num_beats() > 0)
     seen = -1
     while seen < num_beats():
         seen = num_beats()
@@ -96,21 +93,31 @@ def await_true(condition, timeout_s=30):
         time.sleep(0.05)
 
 
-def test_shards_have_the_same_bytes_as_without_ray(tmp_path):
-    texts = tmp_path / "texts"
+def _texts(folder: Path) -> Path:
+    texts = folder / "texts"
     texts.mkdir()
     for number in range(6):
         words = " ".join(f"word{(number * 7 + index * index) % 91}" for index in range(400))
         (texts / f"{number}.txt").write_text(words)
+    return texts
+
+
+def _files(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_shards_have_the_same_bytes_as_without_ray(tmp_path, shuffle):
     config = DataConfig(
-        input=(str(texts / "*.txt"),), tokenizer="bytes", vocab_size=257, validation_fraction=0.3
+        input=(str(_texts(tmp_path) / "*.txt"),),
+        tokenizer="bytes",
+        validation_fraction=0.3,
+        shuffle_documents=shuffle,
+        split_bytes=4000,
     )
     prepare(config, tmp_path / "serial")
-    prepare(config, tmp_path / "ray", run=ray_runner())
-    files = {
-        path.name: path.read_bytes() for path in (tmp_path / "serial").iterdir() if path.is_file()
-    }
-    assert {
-        path.name: path.read_bytes() for path in (tmp_path / "ray").iterdir() if path.is_file()
-    } == files
+    with RayPool() as pool:
+        prepare(config, tmp_path / "ray", pool=pool)
+    files = _files(tmp_path / "serial")
+    assert _files(tmp_path / "ray") == files
     assert any(name.endswith(".arrow") for name in files)

@@ -17,10 +17,11 @@ from moebius.cluster.watch import (
     expert_load_table,
     follow,
     follow_logs,
+    preparation_words,
     render,
     show_preparation,
 )
-from moebius.data_pipeline.making.prepare import PrepareProgress
+from moebius.data_pipeline.making.progress import PrepareProgress, SourceProgress
 
 
 def console(width: int = 120) -> Console:
@@ -219,12 +220,36 @@ def test_preparation_is_shown_by_stage():
     output = console()
     with show_preparation(output) as on_progress:
         for done in range(3):
-            on_progress(PrepareProgress("tokenise", done, 2, done * 1000))
+            on_progress(PrepareProgress("tokenising", (source("text", done),)))
+        on_progress(PrepareProgress("quarantine", news="a[b].txt is left out: no [text]"))
     text = text_of(output)
-    assert "preparing data: tokenise 0/2" in text
-    assert "preparing data: tokenise 1/2" not in text
-    assert "preparing data: tokenise 2/2, 2,000 tokens" in text
+    assert "preparing data: tokenising 0/2" in text
+    assert "preparing data: tokenising 1/2" not in text, "a line for every stage, and now and then"
+    assert "preparing data: a[b].txt is left out: no [text]" in text
     assert "data prepared in 0 s: 2,000 tokens" in text
+
+
+def source(name: str, done: int, **more: float) -> SourceProgress:
+    return SourceProgress(
+        name=name,
+        done=done,
+        total=2,
+        num_bytes=done * 3000,
+        total_bytes=6000,
+        tokens=done * 1000,
+        eras=0,
+        quarantined=0,
+        **more,
+    )
+
+
+def test_preparation_of_several_sources_is_shown_with_what_is_left_of_each():
+    sources = (source("web", 1, eta_s=90.0), source("code", 2))
+    progress = PrepareProgress("tokenising", sources, tokens_per_s=1234.5, eta_s=100.0)
+    assert preparation_words(progress) == (
+        "preparing data: tokenising 3/4, 3,000 tokens (web 1/2, 1,000, 1 min 30 s left, code 2/2, "
+        "2,000), 1,234 tokens/s, 1 min 40 s left"
+    )
 
 
 def test_data_that_is_there_already_is_said_to_be():

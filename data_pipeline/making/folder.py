@@ -1,0 +1,199 @@
+"""The folder that is prepared into: whose it is, what is in it already, and who else is at it."""
+
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import IO, Any, Literal
+
+from ..config import DataConfig
+from ..errors import PrepareError
+from ..manifest import (
+    TEMPORARY,
+    DatasetManifest,
+    QuarantinedSplit,
+    atomic_write,
+    explained_write_errors,
+    index_name,
+    is_prepared,
+    read_manifest,
+    shard_name,
+)
+from ..reading import EMBEDDED
+from .plan import Unit
+from .tasks import SIDES, UNFINISHED, unfinished_file
+
+QuarantineStage = Literal["scan", "tokenise"]
+
+
+def finished(config: DataConfig, folder: Path) -> DatasetManifest | None:
+    """Returns the manifest of a folder that is complete and of this configuration and input.
+
+    Raises:
+        PrepareError: it holds something else.
+    """
+    if not is_prepared(folder):
+        return None
+    manifest = read_manifest(folder)
+    if manifest.spec_hash != config.spec_hash:
+        raise PrepareError(
+            f"{folder} holds data prepared in another way "
+            f"({_difference(manifest.spec, config.spec)}): "
+            "choose another folder, or delete this one"
+        )
+    if not manifest.complete:
+        return None
+    for url, size in manifest.inputs.items():
+        if "://" in url or url == EMBEDDED or not Path(url).exists():
+            continue
+        if (size_now := Path(url).stat().st_size) != size:
+            raise PrepareError(
+                f"{folder} was prepared from {url} when it had {size} bytes; it has {size_now} "
+                "now: choose another folder, or delete this one"
+            )
+    return manifest
+
+
+@contextmanager
+def claimed(folder: Path, *, on_wait: Callable[[], None]) -> Iterator[None]:
+    """Locks the folder, so that one process at a time prepares into it; waits for another one.
+
+    The lock is the process's own: it ends with it, however it ends.
+
+    Args:
+        folder: need not exist yet.
+        on_wait: called once if another process has the folder.
+
+    Raises:
+        PrepareError: the folder cannot be written, or holds something else.
+    """
+    with explained_write_errors(folder):
+        lock = _locked(folder, on_wait)
+    with lock:
+        yield
+
+
+def _locked(folder: Path, on_wait: Callable[[], None]) -> IO[bytes]:
+    """Opens and locks the lock file, which whoever had it before may have deleted meanwhile."""
+    path = folder / UNFINISHED / "lock"
+    told = False
+    while True:
+        _make_room(folder)
+        try:
+            lock = open(path, "ab")  # noqa: SIM115 (closed by the caller)
+        except FileNotFoundError:  # deleted just now
+            continue
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if not told:
+                on_wait()
+            told = True
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        try:
+            if os.path.samestat(os.fstat(lock.fileno()), os.stat(path)):
+                return lock
+        except FileNotFoundError:
+            pass
+        lock.close()
+
+
+def _make_room(folder: Path) -> None:
+    """Makes the folder of unfinished work, where that destroys nothing."""
+    work = folder / UNFINISHED
+    if not work.exists() and folder.exists() and any(folder.iterdir()) and not is_prepared(folder):
+        raise PrepareError(
+            f"{folder} is not empty and holds no prepared data: choose a new or an empty folder"
+        )
+    work.mkdir(parents=True, exist_ok=True)
+
+
+def begin(config: DataConfig, folder: Path, units: Sequence[Unit]) -> None:
+    """Records what is being made, or checks that an interrupted run was making the same.
+
+    Removes the temporary files of that run.
+
+    Raises:
+        PrepareError: it was making something else, or of other input.
+    """
+    plan = {
+        "spec_hash": config.spec_hash,
+        "spec": config.spec,
+        "units": [json.loads(json.dumps(asdict(unit))) for unit in units],
+    }
+    path = folder / UNFINISHED / "plan.json"
+    with explained_write_errors(folder):
+        for debris in [*folder.glob(f"*{TEMPORARY}*"), *path.parent.glob(f"*{TEMPORARY}*")]:
+            debris.unlink(missing_ok=True)
+    if not path.exists():
+        with atomic_write(path) as file:
+            file.write(json.dumps(plan).encode())
+        return
+    found = json.loads(path.read_bytes())
+    if found["spec_hash"] != plan["spec_hash"]:
+        raise PrepareError(
+            f"{folder} holds an unfinished preparation of something else "
+            f"({_difference(found['spec'], plan['spec'])}): choose another folder, or delete this "
+            "one"
+        )
+    if found["units"] != plan["units"]:
+        raise PrepareError(
+            f"{folder} holds an unfinished preparation, and its input files have changed since: "
+            "delete the folder and prepare again, from files that nobody writes to"
+        )
+
+
+@dataclass(frozen=True)
+class Quarantined:
+    """Says in which stage a unit was given up, and what the last manifest says about it."""
+
+    stage: QuarantineStage
+    split: QuarantinedSplit
+
+
+def write_quarantined(folder: Path, unit: Unit, entry: Quarantined) -> None:
+    """Records that a unit is given up, for good, and removes what it has left."""
+    for side in SIDES.values():
+        name = shard_name(unit.source, side, unit.number)
+        (folder / name).unlink(missing_ok=True)
+        (folder / index_name(name)).unlink(missing_ok=True)
+    said = {"stage": entry.stage, "split": entry.split.model_dump(mode="json")}
+    with atomic_write(unfinished_file(folder, unit, "quarantined.json")) as file:
+        file.write(json.dumps(said).encode())
+
+
+def read_quarantined(folder: Path, unit: Unit) -> Quarantined | None:
+    """Returns why an earlier run gave up a unit; None: it did not."""
+    path = unfinished_file(folder, unit, "quarantined.json")
+    if not path.exists():
+        return None
+    said = json.loads(path.read_bytes())
+    return Quarantined(said["stage"], QuarantinedSplit.model_validate(said["split"]))
+
+
+def clear(folder: Path) -> None:
+    """Removes the unfinished work of a folder that is complete."""
+    shutil.rmtree(folder / UNFINISHED, ignore_errors=True)
+
+
+def _difference(found: dict[str, Any], asked: dict[str, Any]) -> str:
+    found, asked = _flat(found), _flat(asked)
+    keys = [key for key in sorted({*found, *asked}) if found.get(key) != asked.get(key)]
+    return (
+        "; ".join(f"{key}: there {found.get(key)!r}, asked for {asked.get(key)!r}" for key in keys)
+        or "older format"
+    )
+
+
+def _flat(spec: dict[str, Any]) -> dict[str, Any]:
+    """Returns a spec with the fields of every source under the source's name."""
+    flat = dict(spec)
+    sources = flat.pop("sources", [])
+    flat["sources"] = [source["name"] for source in sources]
+    for source in sources:
+        flat |= {f"{source['name']}.{key}": value for key, value in source.items()}
+    return flat
