@@ -15,8 +15,9 @@ for, as they would be found everywhere.
 A hash of 64 bits is taken for the n-gram: two different n-grams have the same one with probability
 2**-64, so 10**7 n-grams of evaluation sets meet 10**12 of a corpus once by chance.
 
-Cost: 12 bytes per n-gram of the sets and 8 MiB; 60 MB/s/core, nearly all of it for the words: a
-bitmap of the hashes' first bits answers for 13 of 14 n-grams, a binary search for the others.
+Cost (`benchmarks/data_stages.py`, on a busy machine): 12 bytes per n-gram of the sets and 8 MiB; 43
+MB/s/core, most of it for the words: a bitmap of the hashes' first bits answers for nearly all
+n-grams, a binary search for the others.
 """
 
 import io

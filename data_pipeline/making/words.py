@@ -14,8 +14,8 @@ prefix is one cumulative sum modulo 2**64, and that of any range of characters, 
 a row, is the difference of two of them, divided by a power (the base is odd, so it has an inverse).
 Hashes are the same in every process and on every machine.
 
-Cost: plain words 60-80 MB/s/core, blank words about as much, for documents of 8 kB; a text of any
-length needs about 50 MB and 12 bytes per word.
+Cost (`benchmarks/data_stages.py`): either kind 80-90 MB/s/core for documents of 9 kB, 25 for those
+of 1 kB; a text of any length needs about 50 MB and 12 bytes per word.
 """
 
 import sys
