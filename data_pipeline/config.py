@@ -13,6 +13,13 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from .making.config import (
+    DecontaminateConfig,
+    FilterConfig,
+    LanguageConfig,
+    NearDuplicateConfig,
+)
+
 FORMAT_VERSION = 2
 """The prepared folder's format. What old readers cannot read raises it, and every spec hash."""
 
@@ -127,6 +134,11 @@ class DataConfig(BaseModel):
     era_tokens: int = Field(default=2**28, ge=1)
     # what is done with text that is not valid in its encoding
     encoding_faults: Literal["error", "drop"] = "error"
+    # documents that are left out: none of them unless it is asked for
+    filters: FilterConfig = FilterConfig()
+    language: LanguageConfig | None = None
+    decontaminate: DecontaminateConfig | None = None
+    near_duplicates: NearDuplicateConfig | None = None
     # spread the documents of a source over all its shards, instead of keeping the files' order
     shuffle_documents: bool = False
     # how documents become rows: cut wherever a row is full, or fitted whole into rows
