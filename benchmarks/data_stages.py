@@ -113,7 +113,7 @@ def main() -> None:
     """Measures, prints a table and saves results/data_stages.json."""
     import tempfile
 
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--input", type=Path, help=".jsonl or .jsonl.zst with a field 'text'")
     parser.add_argument("--megabytes", type=float, default=10.0, help="of text")
     parser.add_argument("--runs", type=int, default=5)
