@@ -99,7 +99,7 @@ def test_a_run_from_python(trained: tuple[Config, Path, JobStatus]) -> None:
     config, folder, status = trained
     assert (status.state, status.step) == (State.SUCCEEDED, 2)
     assert status.loss is not None
-    assert list((folder / "data").glob("*/manifest.json")), "the data lie beside the run"
+    assert list((folder / "data").glob("*/manifest-000000.json")), "the data lie beside the run"
     with pytest.raises(ConfigError, match="holds another run"):
         moebius.train(config.model_copy(update={"optim": RECIPES["dense"]().optim}), folder / "run")
 
