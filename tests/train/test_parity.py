@@ -292,10 +292,10 @@ def stop_after(config: Config, run_dir: Path, step_number: int) -> str:
     run_dir.mkdir(parents=True, exist_ok=True)
     original = loop.step
 
-    def step_and_ask(run, batch, rate):
+    def step_and_ask(run, batch, rate, **options):
         if run.progress.step + 1 == step_number and run.process.rank == 0:
             (run_dir / "stop").touch()
-        return original(run, batch, rate)
+        return original(run, batch, rate, **options)
 
     loop.step = step_and_ask
     return train(config, run_dir)
