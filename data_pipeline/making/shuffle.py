@@ -9,7 +9,7 @@ a batch: a source whose files are sorted by date or site is read sorted by date 
 
 The order depends on the documents alone. It needs the whole corpus: no era is sealed before the
 last unit is tokenised, so a run cannot train meanwhile. Cost: each token is written and read once
-more (150 and 500 M tokens/s/core), and takes its place on the disk twice until all is done.
+more, and takes its place on the disk twice until all is done.
 """
 
 import json
