@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from token_stream import TokenStream
 
 from moebius.data_pipeline.errors import ShardError
 from moebius.data_pipeline.inspection import (
@@ -18,7 +19,6 @@ from moebius.data_pipeline.inspection import (
     verify,
 )
 from moebius.data_pipeline.manifest import manifest_name, read_manifest
-from moebius.data_pipeline.shards import TokenStream
 
 
 @pytest.fixture

@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 import zstandard
 from shared import shared_folder
+from token_stream import TokenStream
 
 from moebius.data_pipeline.config import DataConfig
 from moebius.data_pipeline.loader import Loader
 from moebius.data_pipeline.making.prepare import prepare
 from moebius.data_pipeline.making.tasks import normalised
-from moebius.data_pipeline.shards import TokenStream
 from moebius.data_pipeline.tokenizers.tokenizer import load_tokenizer
 
 

@@ -10,11 +10,11 @@ import pytest
 import torch
 from parts import layers
 from small_corpus import sentences
+from token_stream import TokenStream
 from torch import Tensor
 
 from moebius.data_pipeline.config import DataConfig
 from moebius.data_pipeline.making.prepare import prepare
-from moebius.data_pipeline.shards import TokenStream
 from moebius.evaluation.generate import generate
 from moebius.evaluation.group_context import (
     GroupContextText,

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from family import tiny_model
+from small_model import MODEL
 from torch import Tensor
 from world import run_ranks
 
@@ -21,11 +22,7 @@ from moebius.data_pipeline.config import DataConfig
 from moebius.data_pipeline.loader import Batch, ValidationBatch
 from moebius.distributed.parallelize import expert_names
 from moebius.distributed.process.process import start_process
-from moebius.model.attention_config import SwitchHeadConfig
-from moebius.model.config import ModelConfig
-from moebius.model.feed_forward_config import ExpertsConfig
 from moebius.model.precision import forward_in
-from moebius.model.routers.sigmoid import SigmoidConfig
 from moebius.train import evaluate as evaluation
 from moebius.train.config import Config, MeshConfig, TrainConfig
 from moebius.train.loop import step
@@ -36,14 +33,6 @@ from moebius.train.run import Run, assemble, why_skipped
 from moebius.train.state import TrainingProgress
 
 SEQUENCES, POSITIONS = 8, 24
-MODEL = ModelConfig(
-    vocab_size=257,
-    d_model=24,
-    num_layers=4,
-    layers_per_group=2,
-    attention=SwitchHeadConfig(num_heads=2, d_head=12, num_experts=4, top_k=2),
-    feed_forward=ExpertsConfig(num_experts=8, router=SigmoidConfig(top_k=3), d_expert=16),
-)
 
 
 def make_config(

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from small_model import MODEL
 from torch import Tensor
 from world import run_ranks
 
@@ -18,9 +19,7 @@ from moebius.distributed.checkpoint.checkpointer import load
 from moebius.distributed.checkpoint.files import latest, list_checkpoints
 from moebius.distributed.parallelize import expert_names
 from moebius.distributed.process.process import start_process
-from moebius.model.attention_config import SwitchHeadConfig
 from moebius.model.config import ModelConfig
-from moebius.model.feed_forward_config import ExpertsConfig
 from moebius.model.routers.sigmoid import SigmoidConfig
 from moebius.model.transformer import Transformer
 from moebius.train.config import CheckpointConfig, Config, MeshConfig, TrainConfig
@@ -28,15 +27,6 @@ from moebius.train.loop import step, train
 from moebius.train.optim import OptimConfig, learning_rate_at
 from moebius.train.run import assemble, open_loader
 from moebius.train.state import state_tensors
-
-MODEL = ModelConfig(
-    vocab_size=257,
-    d_model=24,
-    num_layers=4,
-    layers_per_group=2,
-    attention=SwitchHeadConfig(num_heads=2, d_head=12, num_experts=4, top_k=2),
-    feed_forward=ExpertsConfig(num_experts=8, router=SigmoidConfig(top_k=3), d_expert=16),
-)
 
 
 def make_config(data: Path, **sections: dict) -> Config:

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from pairwise import slow_but
+from small_model import MODEL
 from torch import Tensor
 from torch._dynamo.utils import counters
 from torch.distributed.tensor import DTensor
@@ -22,9 +23,9 @@ from world import run_ranks
 from moebius.data_pipeline.config import DataConfig
 from moebius.distributed.local_shard import LocalShard, local_shard_of, local_tensor
 from moebius.distributed.process.process import start_process
-from moebius.model.attention_config import DenseAttentionConfig, SwitchHeadConfig
+from moebius.model.attention_config import DenseAttentionConfig
 from moebius.model.config import ModelConfig
-from moebius.model.feed_forward_config import DenseFeedForwardConfig, ExpertsConfig
+from moebius.model.feed_forward_config import DenseFeedForwardConfig
 from moebius.model.precision import enters_a_product
 from moebius.model.routers.sigmoid import SigmoidConfig
 from moebius.train import run as parts_of_a_run
@@ -36,14 +37,6 @@ from moebius.train.recipes.family import FAMILY
 from moebius.train.run import assemble, open_loader
 from moebius.train.state import state_tensors
 
-MODEL = ModelConfig(
-    vocab_size=257,
-    d_model=24,
-    num_layers=4,
-    layers_per_group=2,
-    attention=SwitchHeadConfig(num_heads=2, d_head=12, num_experts=4, top_k=2),
-    feed_forward=ExpertsConfig(num_experts=8, router=SigmoidConfig(top_k=3), d_expert=16),
-)
 MODELS = {
     "repeated": MODEL,
     "not_repeated": MODEL.changed({"layers_per_group": 4}),

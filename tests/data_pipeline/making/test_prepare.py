@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 from small_corpus import sentences, write_jsonl
+from token_stream import TokenStream
 
 from moebius.data_pipeline.config import DataConfig
 from moebius.data_pipeline.errors import InputError, PrepareError, ShardError
@@ -25,7 +26,7 @@ from moebius.data_pipeline.making.prepare import prepare
 from moebius.data_pipeline.making.progress import PrepareProgress
 from moebius.data_pipeline.making.tasks import UNFINISHED
 from moebius.data_pipeline.manifest import TEMPORARY, is_prepared, manifest_name, read_manifest
-from moebius.data_pipeline.shards import TokenStore, TokenStream
+from moebius.data_pipeline.shards import TokenStore
 from moebius.data_pipeline.tokenizers.tokenizer import load_tokenizer
 
 

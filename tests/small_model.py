@@ -1,0 +1,15 @@
+"""A MoEUT that steps in milliseconds: experts in the feed-forward and in attention, repeated."""
+
+from moebius.model.attention_config import SwitchHeadConfig
+from moebius.model.config import ModelConfig
+from moebius.model.feed_forward_config import ExpertsConfig
+from moebius.model.routers.sigmoid import SigmoidConfig
+
+MODEL = ModelConfig(
+    vocab_size=257,
+    d_model=24,
+    num_layers=4,
+    layers_per_group=2,
+    attention=SwitchHeadConfig(num_heads=2, d_head=12, num_experts=4, top_k=2),
+    feed_forward=ExpertsConfig(num_experts=8, router=SigmoidConfig(top_k=3), d_expert=16),
+)
