@@ -11,7 +11,7 @@ from .arguments import RUNS, Commands, add_command
 
 if TYPE_CHECKING:
     from ..data_pipeline.making.pools import TaskPool
-    from ..data_pipeline.shards import DatasetManifest
+    from ..data_pipeline.manifest import DatasetManifest
 
 
 def add_commands(commands: Commands) -> None:

@@ -22,7 +22,7 @@ from typing import Any, Literal
 
 from .config import DataConfig
 from .errors import DataError, ShardError
-from .shards import TokenBatch, TokenStore
+from .token_store import TokenBatch, TokenStore
 
 logger = logging.getLogger(__name__)
 

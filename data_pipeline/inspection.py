@@ -16,7 +16,7 @@ import numpy as np
 
 from .errors import ShardError
 from .manifest import DatasetManifest, Era, ShardEntry, is_prepared, read_manifest
-from .shards import TokenStore, prepared_tokenizer, verify_shard
+from .token_store import TokenStore, prepared_tokenizer, verify_shard
 
 SPLITS = ("train", "validation")
 _CONFIG_FILE = "config.json"  # of a run folder

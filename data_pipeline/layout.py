@@ -19,7 +19,7 @@ import numpy as np
 
 from .errors import ShardError
 from .packing import AGAIN, CHUNK_BATCHES, BestFitPlan, ChunkPieces, EraPlan, concat_plan
-from .shards import TokenBatch, TokenStore
+from .token_store import TokenBatch, TokenStore
 
 BatchReader = Callable[[TokenStore, int, bool], TokenBatch | None]
 """Reads a record batch, if asked with documents' ends and loss mask; None: pass over it."""

@@ -33,7 +33,7 @@ from .layout import (
 from .manifest import DatasetManifest, Era, follow, read_manifest
 from .order import ChunkTable, RowRefs, SourceRows, num_rows
 from .packing import CHUNK_BATCHES, BestFitPlan, PlanKey, open_plan
-from .shards import TokenStore
+from .token_store import TokenStore
 
 Packing = Literal["concat", "best_fit"]
 

@@ -1,13 +1,8 @@
-"""Token shards: Arrow IPC files of whole documents, and how one record batch is fetched, checked
-and decoded alone.
+"""Token shards: Arrow IPC files of whole documents, their schema and how they are written.
 
-1. `ShardWriter` collects documents into record batches of about `batch_tokens` tokens and writes
-   `*.tok.arrow` (zstd level 3) and beside it `*.idx.arrow`: offset, length, counts and CRC32 of
-   every compressed batch message.
-2. `TokenStore` reads one split of one era of one source: batch number in, tokens out. The CRC is
-   compared *before* decoding, because Arrow over zstd returns wrong tokens without a word for 70 %
-   of single flipped bits. Every size that a file states is compared with what is known already
-   before memory is taken for it (see `messages`).
+`ShardWriter` collects documents into record batches of about `batch_tokens` tokens and writes
+`*.tok.arrow` (zstd level 3) and beside it `*.idx.arrow`: offset, length, counts and CRC32 of every
+compressed batch message. `token_store` reads them.
 
 The schema is fixed by the format, the token width and the source, so a batch needs nothing of its
 file but its own bytes: any (offset, length) can be read from any copy. The footer is only for other
@@ -25,13 +20,8 @@ about 400-700.
 
 import hashlib
 import io
-import os
-from collections import OrderedDict
-from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from threading import Lock
 from typing import IO
 from zlib import crc32
 
@@ -39,11 +29,8 @@ import numpy as np
 import pyarrow as pa
 
 from .config import FORMAT_VERSION
-from .errors import ShardError
-from .manifest import DatasetManifest, ShardEntry, Split, read_manifest
-from .messages import decode_batch, decode_buffers
+from .manifest import ShardEntry, Split
 from .tokenizers.interface import Tokenizer, token_dtype
-from .tokenizers.tokenizer import load_tokenizer
 
 MAX_DOCUMENT_BYTES = 2**27
 """A longer document is dropped: it bounds what one record batch can take in memory."""
@@ -51,14 +38,11 @@ MAX_DOCUMENT_BYTES = 2**27
 MAX_LABEL_BYTES = 1024
 """Of `source` and `record_id`, each; what is longer is cut."""
 
-_ARROW_MAGIC_BYTES = 8  # "ARROW1" and padding, before the schema message
-_BATCH_SLACK_BYTES = 4096  # validity bitmaps, offsets of no document
-_DOCUMENT_SLACK_BYTES = 64  # a document's numbers in all columns
-_INDEX_ROW_BYTES = 64  # 32 in the file, padded
-_OFFSET_BYTES = 4  # of a list in Arrow
-_OPEN_FILES = 128
-_RESTORE = "restore the file from a copy, or delete the folder and prepare again"
-_INDEX_SCHEMA = pa.schema(
+
+ARROW_MAGIC_BYTES = 8
+"""The magic, "ARROW1", and its padding, before the schema message."""
+
+INDEX_SCHEMA = pa.schema(
     [
         ("offset", pa.uint64()),
         ("length", pa.uint64()),
@@ -202,7 +186,7 @@ class ShardWriter:
         self._arrow.write_batch(batch)
         message = self._taken()
         if not self._index:  # Arrow writes its magic and the schema together with the first batch
-            prefix = _ARROW_MAGIC_BYTES + self._schema.serialize().size
+            prefix = ARROW_MAGIC_BYTES + self._schema.serialize().size
             self._write(message[:prefix])
             message = message[prefix:]
         self._index.append(
@@ -261,411 +245,14 @@ def _label(text: str) -> str:
 
 
 def _write_index(file: IO[bytes], rows: list[tuple[int, ...]]) -> str:
-    columns = zip(*rows, strict=True) if rows else ((),) * len(_INDEX_SCHEMA)
+    columns = zip(*rows, strict=True) if rows else ((),) * len(INDEX_SCHEMA)
     arrays = [
         pa.array(column, type=field.type)
-        for column, field in zip(columns, _INDEX_SCHEMA, strict=True)
+        for column, field in zip(columns, INDEX_SCHEMA, strict=True)
     ]
     sink = pa.BufferOutputStream()
-    with pa.ipc.new_file(sink, _INDEX_SCHEMA) as writer:
-        writer.write_batch(pa.RecordBatch.from_arrays(arrays, schema=_INDEX_SCHEMA))
+    with pa.ipc.new_file(sink, INDEX_SCHEMA) as writer:
+        writer.write_batch(pa.RecordBatch.from_arrays(arrays, schema=INDEX_SCHEMA))
     data = sink.getvalue().to_pybytes()
     file.write(data)
     return hashlib.blake2b(data, digest_size=32).hexdigest()
-
-
-def prepared_tokenizer(directory: str | Path) -> Tokenizer:
-    """Loads the tokenizer that the shards of a prepared folder were made with.
-
-    Raises:
-        ShardError: another one lies there.
-    """
-    return load_tokenizer(directory, sha256=read_manifest(directory).tokenizer_sha256)
-
-
-def verify_shard(directory: Path, entry: ShardEntry) -> None:
-    """Reads a shard and its index whole and compares both blake2b-256, at about 1 GB/s.
-
-    Raises:
-        ShardError: one of them differs.
-    """
-    for name, expected in ((entry.name, entry.blake2b), (entry.index_name, entry.index_blake2b)):
-        path = directory / name
-        try:
-            with open(path, "rb") as file:
-                found = hashlib.file_digest(
-                    file, lambda: hashlib.blake2b(digest_size=32)
-                ).hexdigest()
-        except OSError as error:
-            raise ShardError(f"{path} cannot be read ({error.strerror}): {_RESTORE}") from error
-        if found != expected:
-            raise ShardError(
-                f"{path} has blake2b {found[:12]}…, the manifest says {expected[:12]}…: {_RESTORE}"
-            )
-
-
-@dataclass(frozen=True)
-class TokenBatch:
-    """Holds the tokens of one record batch and what is known about each of them."""
-
-    tokens: np.ndarray  # uint16 or uint32 [n], ends of documents included
-    document_ends: np.ndarray  # int64 [documents]: where each ends, its last token included
-    loss_mask: np.ndarray | None  # bool [n]; None: every token is learned
-
-
-class TokenStore:
-    """Reads the token stream of one split of one era of one source, by record batch.
-
-    Opening checks that every shard is there in its full size and that every index is intact; tokens
-    are checked when they are read. Threads may share a store.
-    """
-
-    def __init__(
-        self,
-        directory: str | Path,
-        source: str,
-        era: int,
-        split: str,
-        manifest: DatasetManifest | None = None,
-        *,
-        check_sizes: bool = True,
-    ):
-        """Opens era number `era` of a source.
-
-        Args:
-            directory: the prepared folder.
-            source: the source's name.
-            era: its number among the source's eras.
-            split: "train" or "validation".
-            manifest: the folder's manifest, if it has been read.
-            check_sizes: whether a missing or truncated shard is refused now, and not where its
-                batches are read.
-
-        Raises:
-            ShardError: there is no such source or era yet, or its files are damaged.
-        """
-        self.directory = Path(directory)
-        self.manifest = manifest or read_manifest(directory)
-        self.source, self.era, self.split = self.manifest.source(source), era, split
-        eras = self.manifest.eras(source)
-        if not 0 <= era < len(eras):
-            raise ShardError(
-                f"{self.directory} has {len(eras)} eras of source {source!r}, none of number {era}"
-            )
-        self.entries = eras[era].of(split)
-        self._schema = shard_schema(
-            self.manifest.vocab_size,
-            has_loss_mask=self.source.has_loss_mask,
-            has_record_id=self.source.has_record_id,
-        )
-        self._files = _OpenFiles()
-        for entry in self.entries if check_sizes else ():
-            _check_size(self.directory / entry.name, entry.num_bytes)
-        self.token_dtype = token_dtype(self.manifest.vocab_size)
-        self._buffers = _buffer_numbers(self._schema)
-        indices = [self._read_index(entry) for entry in self.entries]
-        self._index = {
-            name: _joined([one[name] for one in indices]) for name in _INDEX_SCHEMA.names
-        }
-        self._first_batches = np.cumsum([0, *(len(one["offset"]) for one in indices)])
-        self.batch_starts = np.concatenate([[0], np.cumsum(self._index["n_tokens"])])
-        """int64 [num_batches + 1]: batch b begins with token batch_starts[b] of the stream."""
-
-    @property
-    def num_batches(self) -> int:
-        """Returns the number of record batches."""
-        return len(self.batch_starts) - 1
-
-    @property
-    def num_tokens(self) -> int:
-        """Returns the number of tokens, ends of documents included."""
-        return int(self.batch_starts[-1])
-
-    def read(self, batch: int) -> TokenBatch:
-        """Returns the tokens of one record batch with their documents' ends and loss mask.
-
-        Raises:
-            ShardError: its bytes are not those that were written.
-        """
-        wanted = {"tokens", "ends", "mask"} if self.source.has_loss_mask else {"tokens", "ends"}
-        found = self._read_buffers(batch, wanted)
-        return TokenBatch(found["tokens"], found["ends"], found.get("mask"))
-
-    def read_tokens(self, batch: int) -> np.ndarray:
-        """Returns all tokens of one record batch, ends of documents included.
-
-        uint16 or uint32, 1-D, read-only.
-
-        Raises:
-            ShardError: its bytes are not those that were written.
-        """
-        return self._read_buffers(batch, {"tokens"})["tokens"]
-
-    def read_alone(self, batch: int) -> TokenBatch:
-        """Returns the tokens of one record batch as `read` does, without ends and loss mask."""
-        return TokenBatch(self.read_tokens(batch), np.zeros(0, dtype=np.int64), None)
-
-    def document_ends(self, batch: int) -> np.ndarray:
-        """Returns where each document of a record batch ends, int64: after its last token."""
-        return self.read(batch).document_ends
-
-    def read_loss_mask(self, batch: int) -> np.ndarray | None:
-        """Returns which tokens of a record batch are learned, bool; None: all of this source."""
-        return self.read(batch).loss_mask
-
-    def read_documents(self, batch: int) -> pa.RecordBatch:
-        """Returns one record batch with all its columns.
-
-        Raises:
-            ShardError: its bytes are not those that were written.
-        """
-        message, where = self._fetch(batch)
-        num_tokens, num_documents = self._counts(batch)
-        max_bytes = (
-            num_tokens * (self.token_dtype.itemsize + 1)
-            + num_documents * (_DOCUMENT_SLACK_BYTES + 2 * MAX_LABEL_BYTES)
-            + _BATCH_SLACK_BYTES
-        )
-        try:
-            documents = decode_batch(message, self._schema, max_bytes=max_bytes)
-            _check_documents(documents, num_tokens, num_documents, self.manifest.vocab_size)
-        except ValueError as error:  # intact bytes of another format, or made to do harm
-            raise ShardError(f"{where}: cannot be decoded ({error}); {_RESTORE}") from error
-        return documents
-
-    def _read_buffers(self, batch: int, wanted: Set[str]) -> dict[str, np.ndarray]:
-        """Decodes "tokens", "ends" and "mask" of one record batch, and no other column."""
-        message, where = self._fetch(batch)
-        num_tokens, num_documents = self._counts(batch)
-        sizes = {
-            "tokens": num_tokens * self.token_dtype.itemsize,
-            "ends": (num_documents + 1) * _OFFSET_BYTES,
-            "mask": -(-num_tokens // 8),
-        }
-        numbers = {name: self._buffers[name] for name in wanted}
-        try:
-            buffers = decode_buffers(message, {numbers[name]: sizes[name] for name in wanted})
-            raw = {name: buffers[number] for name, number in numbers.items()}
-            found = {"tokens": np.frombuffer(raw["tokens"], dtype=self.token_dtype)}
-            _check_tokens(found["tokens"], self.manifest.vocab_size)
-            if "ends" in raw:
-                found["ends"] = _document_ends(raw["ends"], num_tokens)
-            if "mask" in raw:
-                bits = np.frombuffer(raw["mask"], dtype=np.uint8)
-                found["mask"] = np.unpackbits(bits, count=num_tokens, bitorder="little").view(bool)
-        except ValueError as error:  # intact bytes of another format, or made to do harm
-            raise ShardError(f"{where}: cannot be decoded ({error}); {_RESTORE}") from error
-        return found
-
-    def _counts(self, batch: int) -> tuple[int, int]:
-        """Returns how many tokens and documents the index says that a batch has."""
-        return int(self._index["n_tokens"][batch]), int(self._index["n_docs"][batch])
-
-    def close(self) -> None:
-        """Closes the shards' files; reading opens them again."""
-        self._files.close()
-
-    def _fetch(self, batch: int) -> tuple[bytes, str]:
-        """Returns the bytes of a record batch as they were written, and where they lie."""
-        shard = int(np.searchsorted(self._first_batches, batch, side="right")) - 1
-        offset, length = int(self._index["offset"][batch]), int(self._index["length"][batch])
-        local_batch = batch - int(self._first_batches[shard])
-        path = self.directory / self.entries[shard].name
-        where = f"{path}, record batch {local_batch} (bytes {offset} to {offset + length})"
-        try:
-            message = self._files.read(path, offset, length)
-        except OSError as error:
-            raise ShardError(f"{where}: cannot be read ({error.strerror}); {_RESTORE}") from error
-        if len(message) != length:
-            raise ShardError(
-                f"{where}: the file ends after {len(message)} of {length} bytes; {_RESTORE}"
-            )
-        expected = int(self._index["crc32"][batch])
-        if (found := crc32(message)) != expected:
-            raise ShardError(
-                f"{where}: CRC32 is {found:08x}, the index says {expected:08x}; {_RESTORE}"
-            )
-        return message, where
-
-    def _read_index(self, entry: ShardEntry) -> dict[str, np.ndarray]:
-        path = self.directory / entry.index_name
-        most = _INDEX_ROW_BYTES * entry.num_batches + _BATCH_SLACK_BYTES
-        data = _read_at_most(path, most)
-        if hashlib.blake2b(data, digest_size=32).hexdigest() != entry.index_blake2b:
-            raise ShardError(
-                f"{path} is damaged (its blake2b differs from the manifest's): {_RESTORE}"
-            )
-        try:
-            index = _decode_index(data, most)
-            _check_index(index, entry, self.manifest.batch_tokens + MAX_DOCUMENT_BYTES + 1)
-        except (ValueError, OSError) as error:
-            raise ShardError(f"{path} does not fit its shard ({error}): {_RESTORE}") from error
-        return index
-
-
-class _OpenFiles:
-    """Keeps the latest files open, and no more of them than a process may have."""
-
-    def __init__(self) -> None:
-        self._handles: OrderedDict[Path, _Handle] = OrderedDict()
-        self._lock = Lock()
-
-    def read(self, path: Path, offset: int, length: int) -> bytes:
-        with self._lock:
-            handle = self._handles.get(path) or _Handle(path)
-            self._handles[path] = handle
-            self._handles.move_to_end(path)
-            if len(self._handles) > _OPEN_FILES:
-                self._handles.popitem(last=False)
-        return os.pread(handle.number, length, offset)
-
-    def close(self) -> None:
-        with self._lock:
-            self._handles.clear()
-
-
-class _Handle:
-    """Is an open file that closes when its last reader has let go of it."""
-
-    def __init__(self, path: Path):
-        self.number = os.open(path, os.O_RDONLY)
-
-    def __del__(self) -> None:
-        if hasattr(self, "number"):
-            os.close(self.number)
-
-
-def _buffer_numbers(schema: pa.Schema) -> dict[str, int]:
-    """Returns which buffers of a record batch hold the tokens, their offsets and their loss mask.
-
-    A list has two buffers (validity, offsets) and those of its elements.
-    """
-    before, number = {}, 0
-    for field in schema:
-        before[field.name] = number
-        if pa.types.is_list(field.type):
-            number += 4
-        else:
-            number += 3 if pa.types.is_string(field.type) else 2
-    numbers = {"ends": before["tokens"] + 1, "tokens": before["tokens"] + 3}
-    return numbers | ({"mask": before["loss_mask"] + 3} if "loss_mask" in before else {})
-
-
-def _document_ends(offsets: pa.Buffer, num_tokens: int) -> np.ndarray:
-    ends = np.frombuffer(offsets, dtype="<i4").astype(np.int64)
-    if ends[0] != 0 or ends[-1] != num_tokens or (np.diff(ends) < 0).any():
-        raise ValueError("the documents' ends are out of order")
-    return ends[1:]
-
-
-def _check_tokens(tokens: np.ndarray, vocab_size: int) -> None:
-    largest = int(tokens.max(initial=0))
-    if largest >= vocab_size:
-        raise ValueError(f"token {largest} of a vocabulary of {vocab_size}")
-
-
-def read_batches(
-    path: Path, index_path: Path, schema: pa.Schema, batches: Sequence[int]
-) -> Iterator[pa.RecordBatch]:
-    """Reads some record batches of a shard that no manifest names, such as one of a preparation.
-
-    Raises:
-        ShardError: its bytes are not those that were written.
-    """
-    try:
-        data = index_path.read_bytes()
-        index = _decode_index(data, _INDEX_ROW_BYTES * len(data))
-        with open(path, "rb") as file:
-            for batch in batches:
-                message = os.pread(
-                    file.fileno(), int(index["length"][batch]), int(index["offset"][batch])
-                )
-                if crc32(message) != int(index["crc32"][batch]):
-                    raise ValueError(f"record batch {batch} has another CRC32")
-                yield decode_batch(message, schema, max_bytes=2**40)
-    except (OSError, ValueError) as error:
-        raise ShardError(
-            f"{path} is damaged ({error}): delete the folder and prepare again"
-        ) from error
-
-
-def _check_documents(
-    documents: pa.RecordBatch, num_tokens: int, num_documents: int, vocab_size: int
-) -> None:
-    tokens = documents.column("tokens")
-    found = (len(tokens.values), documents.num_rows, tokens.offsets[0].as_py())
-    if found != (num_tokens, num_documents, 0) or tokens.null_count:
-        raise ValueError(
-            f"{found[0]} tokens of {found[1]} documents, the index says {num_tokens} of "
-            f"{num_documents}"
-        )
-    _check_tokens(tokens.values.to_numpy(), vocab_size)
-    if "loss_mask" in documents.schema.names:
-        masks = documents.column("loss_mask")
-        if masks.null_count or masks.values.null_count or masks.offsets != tokens.offsets:
-            raise ValueError("its loss mask has other lengths than its documents")
-
-
-def _check_size(path: Path, expected: int) -> None:
-    try:
-        found = path.stat().st_size
-    except OSError as error:
-        raise ShardError(f"{path} is missing ({error.strerror}): {_RESTORE}") from error
-    if found != expected:
-        raise ShardError(
-            f"{path} has {found} bytes, the manifest says {expected}: truncated or replaced; "
-            f"{_RESTORE}"
-        )
-
-
-def _read_at_most(path: Path, num_bytes: int) -> bytes:
-    try:
-        with open(path, "rb") as file:
-            data = file.read(num_bytes + 1)
-    except OSError as error:
-        raise ShardError(f"{path} is missing ({error.strerror}): {_RESTORE}") from error
-    if len(data) > num_bytes:
-        raise ShardError(f"{path} is damaged (more than {num_bytes} bytes): {_RESTORE}")
-    return data
-
-
-def _decode_index(data: bytes, max_bytes: int) -> dict[str, np.ndarray]:
-    """Reads an index without trusting its footer: a schema, which is known, and one batch."""
-    stream = pa.BufferReader(data)
-    stream.seek(_ARROW_MAGIC_BYTES)
-    pa.ipc.read_message(stream)
-    batch = decode_batch(data[stream.tell() :], _INDEX_SCHEMA, max_bytes=max_bytes)
-    if any(column.null_count for column in batch.columns):
-        raise ValueError("values are missing")
-    columns = {name: batch.column(name).to_numpy() for name in _INDEX_SCHEMA.names}
-    if any(int(column.max(initial=0)) >= 2**53 for column in columns.values()):
-        raise ValueError("values are impossible")
-    return {name: column.astype(np.int64) for name, column in columns.items()}
-
-
-def _check_index(index: dict[str, np.ndarray], entry: ShardEntry, max_batch_tokens: int) -> None:
-    """Checks that an index fits what the manifest says about its shard.
-
-    Raises:
-        ValueError: it does not.
-    """
-    if int(index["n_tokens"].max(initial=0)) > max_batch_tokens:
-        raise ValueError(f"a batch has more than {max_batch_tokens} tokens")
-    if (index["n_docs"] > index["n_tokens"]).any():
-        raise ValueError("a batch has more documents than tokens")
-    totals = tuple(int(index[name].sum()) for name in ("n_tokens", "n_docs"))
-    if (len(index["offset"]), *totals) != (
-        entry.num_batches,
-        entry.num_tokens,
-        entry.num_documents,
-    ):
-        raise ValueError(
-            f"{len(index['offset'])} batches, {totals[0]} tokens, {totals[1]} documents"
-        )
-    ends = index["offset"] + index["length"]
-    if (index["offset"][1:] < ends[:-1]).any() or (ends > entry.num_bytes).any():
-        raise ValueError("batches overlap or lie outside of the file")
-
-
-def _joined(columns: list[np.ndarray]) -> np.ndarray:
-    return np.concatenate(columns) if columns else np.zeros(0, dtype=np.int64)

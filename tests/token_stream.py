@@ -6,7 +6,7 @@ import numpy as np
 import pyarrow as pa
 
 from moebius.data_pipeline.manifest import DatasetManifest, read_manifest
-from moebius.data_pipeline.shards import TokenStore
+from moebius.data_pipeline.token_store import TokenStore
 
 
 class TokenStream:

@@ -25,7 +25,8 @@ import pyarrow as pa
 
 from ..config import DataConfig
 from ..manifest import ShardEntry, Split, atomic_write
-from ..shards import ShardWriter, TokenDocument, read_batches
+from ..shards import ShardWriter, TokenDocument
+from ..token_store import read_batches
 from .plan import Unit, interleaved
 from .tasks import (
     ShardPair,

@@ -25,7 +25,7 @@ from moebius.data_pipeline.errors import DataError, ShardError
 from moebius.data_pipeline.loader import Batch, Loader, validation_batches
 from moebius.data_pipeline.manifest import read_manifest
 from moebius.data_pipeline.samples import OrderedSamples
-from moebius.data_pipeline.shards import TokenStore
+from moebius.data_pipeline.token_store import TokenStore
 
 S = 16
 STEPS = 40

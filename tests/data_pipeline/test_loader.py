@@ -17,14 +17,14 @@ from made_folder import MadeFolder, documents
 
 from moebius.data_pipeline import loader as loader_module
 from moebius.data_pipeline import samples as samples_module
-from moebius.data_pipeline import shards
+from moebius.data_pipeline import token_store
 from moebius.data_pipeline.config import DataConfig, Stage
 from moebius.data_pipeline.corruption import BatchFetcher
 from moebius.data_pipeline.errors import DataError, ShardError
 from moebius.data_pipeline.loader import Batch, Loader, validation_batches
 from moebius.data_pipeline.manifest import read_manifest
 from moebius.data_pipeline.samples import OrderedSamples
-from moebius.data_pipeline.shards import TokenStore
+from moebius.data_pipeline.token_store import TokenStore
 
 S = 16
 GLOBAL_BATCH = 8
@@ -468,8 +468,8 @@ def test_a_shard_is_checked_before_it_is_decoded(small, monkeypatch):
     def decoded(*arguments):
         raise AssertionError("decoded before the CRC was compared")
 
-    monkeypatch.setattr(shards, "crc32", lambda message: 0)
-    monkeypatch.setattr(shards, "decode_buffers", decoded)
+    monkeypatch.setattr(token_store, "crc32", lambda message: 0)
+    monkeypatch.setattr(token_store, "decode_buffers", decoded)
     with opened(small) as loader, pytest.raises(ShardError, match="CRC32 is 00000000"):
         next(loader)
 

@@ -12,7 +12,7 @@ from moebius.data_pipeline import packing
 from moebius.data_pipeline import reader as reader_module
 from moebius.data_pipeline.errors import DataError, ShardError
 from moebius.data_pipeline.reader import Prepared, RowReader, SplitReader, check_names
-from moebius.data_pipeline.shards import TokenStore
+from moebius.data_pipeline.token_store import TokenStore
 
 S = 16
 

@@ -13,7 +13,7 @@ from made_folder import MadeFolder, documents
 from world import run_ranks
 
 from moebius.data_pipeline.errors import DataError
-from moebius.data_pipeline.shards import TokenBatch, TokenStore
+from moebius.data_pipeline.token_store import TokenBatch, TokenStore
 from moebius.model.attention_config import SwitchHeadConfig
 from moebius.model.config import ModelConfig
 from moebius.model.feed_forward_config import ExpertsConfig

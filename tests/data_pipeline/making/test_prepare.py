@@ -26,7 +26,7 @@ from moebius.data_pipeline.making.prepare import prepare
 from moebius.data_pipeline.making.progress import PrepareProgress
 from moebius.data_pipeline.making.tasks import UNFINISHED
 from moebius.data_pipeline.manifest import TEMPORARY, is_prepared, manifest_name, read_manifest
-from moebius.data_pipeline.shards import TokenStore
+from moebius.data_pipeline.token_store import TokenStore
 from moebius.data_pipeline.tokenizers.tokenizer import load_tokenizer
 
 
