@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..distributed.checkpoint.checkpointer import load
 from ..distributed.checkpoint.files import latest
+from ..distributed.checkpoint.loading import load
 from ..distributed.layout import MeshConfig, plan_layout
 from ..distributed.mesh import build_mesh
 from ..distributed.parallelize import build_model

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from ..data_pipeline.loader import Loader
-from ..distributed.checkpoint.checkpointer import Checkpointer, latest_for_all, load, meta_for_all
+from ..distributed.checkpoint.checkpointer import Checkpointer
+from ..distributed.checkpoint.loading import latest_for_all, load, meta_for_all
 from ..distributed.gradients import GradientReducer
 from ..distributed.layout import plan_layout
 from ..distributed.local_shard import local_shard_of

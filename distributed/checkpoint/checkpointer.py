@@ -26,78 +26,44 @@ import re
 import shutil
 import threading
 import time
-import warnings
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
 from ..local_shard import LocalShard, whole_shard
 from ..mesh import Mesh
-from ..process.json_messages import all_gather_json, gather_json
+from ..process.json_messages import gather_json
 from ..process.process import Process
 from .dcp_save import finish_save, write_plan
 from .files import (
-    Checkpoint,
     CheckpointError,
     CheckpointMeta,
-    CorruptCheckpointError,
     FileSum,
     Index,
-    SafeReader,
     StaleGenerationError,
-    StoredCheckpoint,
-    audit,
     blake2b,
-    damaged_files,
     dtype_name,
     latest,
     list_checkpoints,
-    open_checkpoint,
-    read_meta,
-    refuse,
     step_name,
-    verify,
 )
-from .parts import ShardLoadPlanner, ShardSavePlanner, TensorShard
+from .parts import ShardSavePlanner, TensorShard, misfits
+from .together import causes, gathered, gloo_group, together
 from .writing import SummingWriter, discard, seal, sync_directory
-
-__all__ = [
-    "Checkpoint",
-    "CheckpointError",
-    "CheckpointMeta",
-    "Checkpointer",
-    "CorruptCheckpointError",
-    "SaveRecord",
-    "StaleGenerationError",
-    "latest",
-    "latest_for_all",
-    "list_checkpoints",
-    "load",
-    "meta_for_all",
-    "read_meta",
-    "verify",
-]
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 # One rank may wait this long for another's disk; a rank that died is noticed at once.
 _WRITE_TIMEOUT_S = 3600.0
-# Errors as ranks tell each other of them, by name.
-_ERRORS = {
-    kind.__name__: kind for kind in (CheckpointError, CorruptCheckpointError, StaleGenerationError)
-}
 _TEMPORARY_NAME = re.compile(r"(step_\d{8,})\.(?:g(?P<generation>\d+)|old|deleted)\.tmp")
 
 
@@ -111,126 +77,6 @@ class SaveRecord:
     blocked_s: float  # how long the call of `save` took: all that training waited
     num_bytes: int  # of all ranks
     error: str | None
-
-
-def latest_for_all(directory: Path, mesh: Mesh) -> Path | None:
-    """Returns the committed checkpoint of the highest step as rank 0 sees it, on all ranks.
-
-    A collective call. Every rank looking for itself could find another one, or none, while a
-    network file system still shows some of them an old listing.
-    """
-
-    def look() -> str | None:
-        found = latest(directory) if mesh.rank == 0 else None
-        return None if found is None else str(found)
-
-    found = _gathered(mesh.world_group, look)[0]
-    return None if found is None else Path(found)
-
-
-def meta_for_all(path: Path, mesh: Mesh) -> dict[str, Any]:
-    """Returns the meta that was saved with a checkpoint, as rank 0 reads it, on all ranks.
-
-    A collective call: if rank 0 cannot read it, all ranks raise the same error.
-    """
-    return _gathered(mesh.world_group, lambda: read_meta(path).meta if mesh.rank == 0 else {})[0]
-
-
-# Loading ----------------------------------------------------------------------------------------
-
-
-def load(
-    path: Path,
-    tensors: Mapping[str, Tensor],
-    shards: Mapping[str, LocalShard] = MappingProxyType({}),
-    *,
-    mesh: Mesh | None = None,
-    check_bytes: bool = True,
-    allow_unexpected: bool = False,
-) -> dict[str, Any]:
-    """Fills `tensors` in place from a checkpoint of any layout; returns the meta saved with it.
-
-    `shards` has this rank's shard of each; tensors without one are whole. Without a mesh nothing
-    is communicated; with one it is a collective call, and an error is raised on all ranks. Nothing
-    is overwritten unless everything fits: names, shapes, dtypes, every element once, and (with
-    `check_bytes`) the checksum of every file. `allow_unexpected` lets the checkpoint hold more than
-    is asked for (weights without the optimizer's state).
-
-    Safe on files of unknown origin: JSON and torch's weights_only loader are all that reads them.
-    """
-    group = None if mesh is None else mesh.world_group
-    rank, world_size = (0, 1) if mesh is None else (mesh.rank, mesh.layout.world_size)
-
-    def check() -> StoredCheckpoint:
-        stored = open_checkpoint(path)
-        share = sorted(stored.manifest.files)[rank::world_size] if check_bytes else []
-        refuse(path, audit(stored) + damaged_files(stored, share))
-        if unlike := _differences(stored, tensors, shards, allow_unexpected):
-            listed = "\n  ".join(unlike)
-            raise CheckpointError(f"{path} does not fit what is asked for:\n  {listed}")
-        return stored
-
-    stored = _together(group, check)
-    state = {
-        name: TensorShard(tensor.detach(), shards[name]) if name in shards else tensor.detach()
-        for name, tensor in tensors.items()
-    }
-    _read_into(state, stored, group)
-    return stored.meta.meta
-
-
-def _differences(
-    stored: StoredCheckpoint,
-    tensors: Mapping[str, Tensor],
-    shards: Mapping[str, LocalShard],
-    allow_unexpected: bool,
-) -> list[str]:
-    """Spells where the checkpoint and what is asked for do not fit, one text for each misfit."""
-    found = stored.index.tensors
-    problems = [f"missing in the checkpoint: {name}" for name in tensors if name not in found]
-    if not allow_unexpected:
-        problems += [
-            f"in the checkpoint but not asked for: {name}" for name in found if name not in tensors
-        ]
-    problems += [
-        text for name, shard in shards.items() for text in _misfits(name, tensors[name], shard)
-    ]
-    for name, tensor in tensors.items():
-        if name not in found:
-            continue
-        shape = shards[name].global_shape if name in shards else tuple(tensor.shape)
-        if found[name].shape != shape:
-            problems.append(
-                f"{name}: shape {list(found[name].shape)} in the checkpoint, {list(shape)} here"
-            )
-        elif found[name].dtype != dtype_name(tensor.dtype):
-            problems.append(
-                f"{name}: {found[name].dtype} in the checkpoint, {dtype_name(tensor.dtype)} here"
-            )
-    return problems
-
-
-def _read_into(
-    state: dict[str, Any], stored: StoredCheckpoint, group: dist.ProcessGroup | None
-) -> None:
-    """Fills the tensors of `state`, each rank those that it needs.
-
-    DCP's own collectives unpickle, so it must not know of ranks.
-    """
-    rank = 0 if group is None else group.rank()
-
-    def read() -> None:
-        planner = ShardLoadPlanner(flatten_state_dict=False)
-        try:
-            with warnings.catch_warnings():  # it warns that a world of one is one
-                warnings.filterwarnings("ignore", message="torch.distributed is")
-                dcp_load(state, storage_reader=SafeReader(stored), planner=planner, no_dist=True)
-        except CheckpointException as error:
-            raise CheckpointError(
-                f"rank {rank}: {stored.path} cannot be read: {_causes(error)}"
-            ) from None
-
-    _together(group, read)
 
 
 # Saving -----------------------------------------------------------------------------------------
@@ -284,7 +130,7 @@ class Checkpointer:
         self._generation = generation
         self._generation_file = generation_file
         timeout = timedelta(seconds=max(process.timeout_s, _WRITE_TIMEOUT_S))
-        self._group = _gloo_group(timeout)
+        self._group = gloo_group(timeout)
         self._buffers: dict[str, Tensor] = {}
         self._thread: threading.Thread | None = None
         self._failure: CheckpointError | None = None
@@ -306,7 +152,7 @@ class Checkpointer:
         """
         started_s = time.monotonic()
         self.wait()
-        signature, encoded_meta = _together(
+        signature, encoded_meta = together(
             self._group, lambda: (self._signature(tensors, shards), _as_json(meta))
         )
         self._compare(signature)
@@ -380,10 +226,10 @@ class Checkpointer:
         parts = {
             name: shards.get(name) or whole_shard(tensor.shape) for name, tensor in tensors.items()
         }
-        if misfits := [
-            text for name, shard in shards.items() for text in _misfits(name, tensors[name], shard)
+        if wrong := [
+            text for name, shard in shards.items() for text in misfits(name, tensors[name], shard)
         ]:
-            raise CheckpointError("\n  ".join(misfits))
+            raise CheckpointError("\n  ".join(wrong))
         return {
             name: (
                 part.global_shape,
@@ -400,9 +246,9 @@ class Checkpointer:
         Ranks compare a checksum, and all of it only where that differs.
         """
         digest = blake2b(json.dumps(signature, sort_keys=True).encode())
-        if len(set(_gathered(self._group, lambda: digest))) == 1:
+        if len(set(gathered(self._group, lambda: digest))) == 1:
             return
-        first, *others = map(_signature_of, _gathered(self._group, lambda: signature))
+        first, *others = map(_signature_of, gathered(self._group, lambda: signature))
         for rank, other in enumerate(others, start=1):
             unlike = [name for name in {**first, **other} if first.get(name) != other.get(name)]
             if unlike:
@@ -429,7 +275,7 @@ class Checkpointer:
         except (Exception, CheckpointException) as cause:  # noqa: BLE001
             kind = type(cause) if isinstance(cause, CheckpointError) else CheckpointError
             error = (
-                f"the checkpoint of step {job.step} was not saved: {_causes(cause)}; "
+                f"the checkpoint of step {job.step} was not saved: {causes(cause)}; "
                 f"{_what_remains(self._directory)}"
             )
             self._failure = kind(error)
@@ -448,9 +294,9 @@ class Checkpointer:
             try:
                 return write_plan(job.tensors, writer, planner, rank=self._rank)
             except Exception as error:
-                raise CheckpointError(f"rank {self._rank}: {_causes(error)}") from error
+                raise CheckpointError(f"rank {self._rank}: {causes(error)}") from error
 
-        chunks = _together(self._group, write)
+        chunks = together(self._group, write)
         sums = {name: found.model_dump() for name, found in writer.files.sums.items()}
         by_rank = gather_json({"chunks": chunks, "sums": sums}, self._group)
 
@@ -559,7 +405,7 @@ class Checkpointer:
 
     def _on_rank_0(self, act: Callable[[], T]) -> T | None:
         """Calls `act` on rank 0; all ranks get its result or its error. A collective call."""
-        return _gathered(self._group, lambda: act() if self._rank == 0 else None)[0]
+        return gathered(self._group, lambda: act() if self._rank == 0 else None)[0]
 
 
 def owners_of(signature: Signature, world_size: int) -> dict[str, int]:
@@ -602,89 +448,6 @@ def _num_bytes(shape: tuple[int, ...], dtype: str) -> int:
 
 
 # Small acts -------------------------------------------------------------------------------------
-
-
-def _gathered(group: dist.ProcessGroup | None, act: Callable[[], T]) -> list[T]:
-    """Returns what `act` returned on every rank; if it raised on one, all ranks raise.
-
-    A collective call unless `group` is None. What `act` returns travels as JSON.
-    """
-    if group is None:
-        return [act()]
-    value, error = None, None
-    try:
-        value = act()
-    except Exception as caught:  # noqa: BLE001 - whatever it is, the others wait to hear of it
-        error = caught if isinstance(caught, CheckpointError) else CheckpointError(_causes(caught))
-    told = None if error is None else (type(error).__name__, str(error))
-    outcomes = all_gather_json((value, told), group)
-    failures = {
-        rank: _ERRORS[told[0]](told[1])
-        for rank, (_, told) in enumerate(outcomes)
-        if told is not None
-    }
-    if failures:
-        raise _joined(failures)
-    return [value for value, _ in outcomes]
-
-
-def _together(group: dist.ProcessGroup | None, act: Callable[[], T]) -> T:
-    """Returns what `act` returned here; if it raised on one rank, all ranks raise.
-
-    A collective call unless `group` is None.
-    """
-    own: list[T] = []
-    _gathered(group, lambda: own.append(act()))  # append returns None: no value travels
-    return own[0]
-
-
-def _joined(failures: Mapping[int, CheckpointError]) -> CheckpointError:
-    """Joins the errors of several ranks to one; a text that they have in common stands once."""
-    ranks: dict[str, list[int]] = {}
-    for rank, error in failures.items():
-        ranks.setdefault(str(error), []).append(rank)
-    kind = type(next(iter(failures.values())))
-    if len(ranks) == 1:
-        return kind(next(iter(ranks)))
-    lines = [
-        text if text.startswith("rank ") else f"rank {', '.join(map(str, who))}: {text}"
-        for text, who in ranks.items()
-    ]
-    return kind("\n".join(lines))
-
-
-def _causes(error: BaseException) -> str:
-    """Returns an error's text; for DCP's, the texts of the errors that it wraps."""
-    if isinstance(error, CheckpointException):
-        return "; ".join(_causes(cause) for cause, _ in error.failures.values())
-    return (
-        str(error)
-        if isinstance(error, CheckpointError | OSError)
-        else f"{type(error).__name__}: {error}"
-    )
-
-
-def _gloo_group(timeout: timedelta) -> dist.ProcessGroup:
-    """Makes a group of all ranks, on the CPU, apart from training's own collectives."""
-    group = dist.new_group(backend="gloo", timeout=timeout, group_desc="checkpoints")
-    if not isinstance(group, dist.ProcessGroup):
-        raise AssertionError("a group of all ranks has this rank in it")
-    return group
-
-
-def _misfits(name: str, tensor: Tensor, shard: LocalShard) -> Iterator[str]:
-    """Yields a text if a slice of the shard does not lie in the tensor that should store it."""
-    shape = tuple(tensor.shape)
-    for slice_ in shard.slices:
-        if len(slice_.local_offsets) != len(shape) or any(
-            start + size > end
-            for start, size, end in zip(slice_.local_offsets, slice_.sizes, shape, strict=True)
-        ):
-            yield (
-                f"{name} has shape {list(shape)} here, in which there is no block of "
-                f"{slice_.sizes} at {slice_.local_offsets}"
-            )
-            return
 
 
 def _publish(temporary: Path, final: Path) -> None:

@@ -2,7 +2,7 @@
 where it reads to.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -92,3 +92,18 @@ def _looked_up(
     """Returns what DCP asks for; by itself it finds parts of tensors in tensors only."""
     part = state[index.fqn]
     return part.at(index.offset or ()) if isinstance(part, TensorShard) else otherwise(index)
+
+
+def misfits(name: str, tensor: Tensor, shard: LocalShard) -> Iterator[str]:
+    """Yields a text if a slice of the shard does not lie in the tensor that should store it."""
+    shape = tuple(tensor.shape)
+    for slice_ in shard.slices:
+        if len(slice_.local_offsets) != len(shape) or any(
+            start + size > end
+            for start, size, end in zip(slice_.local_offsets, slice_.sizes, shape, strict=True)
+        ):
+            yield (
+                f"{name} has shape {list(shape)} here, in which there is no block of "
+                f"{slice_.sizes} at {slice_.local_offsets}"
+            )
+            return

@@ -13,14 +13,14 @@ from world import run_ranks
 
 from moebius.cli import checkpoint_report
 from moebius.cli.main import main
-from moebius.distributed.checkpoint.checkpointer import (
+from moebius.distributed.checkpoint.checkpointer import Checkpointer
+from moebius.distributed.checkpoint.files import (
     Checkpoint,
-    Checkpointer,
     list_checkpoints,
-    load,
+    open_checkpoint,
     read_meta,
 )
-from moebius.distributed.checkpoint.files import open_checkpoint
+from moebius.distributed.checkpoint.loading import load
 from moebius.distributed.dispatch.expert_map import ExpertMap
 from moebius.distributed.layout import MeshConfig, plan_layout
 from moebius.distributed.local_shard import block_shard

@@ -21,7 +21,8 @@ from world import run_ranks
 from moebius.cli.main import main
 from moebius.data_pipeline.config import DataConfig
 from moebius.data_pipeline.making.prepare import prepare
-from moebius.distributed.checkpoint.checkpointer import Checkpointer, CheckpointError
+from moebius.distributed.checkpoint.checkpointer import Checkpointer
+from moebius.distributed.checkpoint.files import CheckpointError
 from moebius.distributed.layout import MeshConfig, plan_layout
 from moebius.distributed.mesh import build_mesh
 from moebius.distributed.process.process import start_process

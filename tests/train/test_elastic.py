@@ -13,8 +13,9 @@ from pairwise import slow_but
 from torch import Tensor
 from world import run_ranks
 
-from moebius.distributed.checkpoint.checkpointer import Checkpointer, load, read_meta, verify
-from moebius.distributed.checkpoint.files import audit, open_checkpoint
+from moebius.distributed.checkpoint.checkpointer import Checkpointer
+from moebius.distributed.checkpoint.files import audit, open_checkpoint, read_meta, verify
+from moebius.distributed.checkpoint.loading import load
 from moebius.distributed.layout import plan_layout
 from moebius.distributed.mesh import build_mesh
 from moebius.distributed.parallelize import build_model

@@ -13,8 +13,8 @@ from torch import Tensor
 from world import run_ranks
 
 from moebius.data_pipeline.config import DataConfig
-from moebius.distributed.checkpoint.checkpointer import load
 from moebius.distributed.checkpoint.files import latest, read_meta, verify
+from moebius.distributed.checkpoint.loading import load
 from moebius.distributed.dispatch.expert_map import contiguous_map
 from moebius.distributed.layout import MeshConfig
 from moebius.distributed.placement.move import banks_of, expert_maps_of

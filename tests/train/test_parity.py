@@ -15,8 +15,8 @@ from world import run_ranks
 
 from moebius.data_pipeline.config import DataConfig
 from moebius.data_pipeline.loader import Batch
-from moebius.distributed.checkpoint.checkpointer import load
 from moebius.distributed.checkpoint.files import latest, list_checkpoints
+from moebius.distributed.checkpoint.loading import load
 from moebius.distributed.parallelize import expert_names
 from moebius.distributed.process.process import start_process
 from moebius.model.config import ModelConfig

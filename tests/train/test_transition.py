@@ -13,8 +13,8 @@ from torch import Tensor
 from world import run_ranks
 
 from moebius.data_pipeline.config import DataConfig
-from moebius.distributed.checkpoint.checkpointer import load
 from moebius.distributed.checkpoint.files import latest
+from moebius.distributed.checkpoint.loading import load
 from moebius.distributed.process.process import start_process
 from moebius.evaluation.restore import restore
 from moebius.model.config import ModelConfig

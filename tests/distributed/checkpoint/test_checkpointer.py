@@ -23,25 +23,22 @@ from world import RankFailed, run_ranks
 from moebius.distributed.checkpoint import checkpointer as checkpoint
 from moebius.distributed.checkpoint import files as checkpoint_files
 from moebius.distributed.checkpoint import writing as checkpoint_writing
-from moebius.distributed.checkpoint.checkpointer import (
-    Checkpointer,
+from moebius.distributed.checkpoint.checkpointer import Checkpointer
+from moebius.distributed.checkpoint.files import (
     CheckpointError,
+    CheckpointManifest,
     CheckpointMeta,
     CorruptCheckpointError,
+    FileSum,
     StaleGenerationError,
+    blake2b,
+    digest_of_sums,
     latest,
-    latest_for_all,
     list_checkpoints,
-    load,
     read_meta,
     verify,
 )
-from moebius.distributed.checkpoint.files import (
-    CheckpointManifest,
-    FileSum,
-    blake2b,
-    digest_of_sums,
-)
+from moebius.distributed.checkpoint.loading import latest_for_all, load
 from moebius.distributed.layout import Layout, MeshConfig, plan_layout
 from moebius.distributed.local_shard import LocalShard, Slice, block_shard, whole_shard
 from moebius.distributed.mesh import build_mesh

@@ -13,20 +13,18 @@ from world import run_ranks
 from moebius.distributed.checkpoint import files as checkpoint_files
 from moebius.distributed.checkpoint import reshard as module
 from moebius.distributed.checkpoint import writing as checkpoint_writing
-from moebius.distributed.checkpoint.checkpointer import (
-    Checkpointer,
-    CheckpointError,
-    CorruptCheckpointError,
-    load,
-    verify,
-)
+from moebius.distributed.checkpoint.checkpointer import Checkpointer
 from moebius.distributed.checkpoint.files import (
+    CheckpointError,
     Chunk,
+    CorruptCheckpointError,
     StoredTensor,
     find_checkpoint,
     open_checkpoint,
     read_tensor,
+    verify,
 )
+from moebius.distributed.checkpoint.loading import load
 from moebius.distributed.checkpoint.reshard import reshard
 from moebius.distributed.dispatch.expert_map import ExpertMap
 from moebius.distributed.layout import MeshConfig, plan_layout
