@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .arguments import RUNS, Commands, add_command
+from .data_peek import add_order, add_peek
 
 if TYPE_CHECKING:
     from ..data_pipeline.making.pools import TaskPool
@@ -21,12 +22,20 @@ def add_commands(commands: Commands) -> None:
         commands,
         "data",
         _ls,
-        "list, describe and verify prepared data",
-        examples=["data ls", "data stats shards", "data verify shards"],
+        "list, describe, show and verify prepared data, and say what comes when",
+        examples=[
+            "data ls",
+            "data stats shards",
+            "data peek shards",
+            "data order runs/mine --step 120",
+            "data verify shards",
+        ],
     )
     actions = parser.add_subparsers(title="actions", required=True, metavar="ACTION")
     _add_ls(actions)
     _add_stats(actions)
+    add_peek(actions)
+    add_order(actions)
     _add_verify(actions)
 
 

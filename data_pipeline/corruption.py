@@ -68,16 +68,26 @@ class SkipList:
         folder: where the files are; None: in memory only.
         rank: whose file is written; those of all ranks are read.
         most_batches: so many damaged record batches may be passed over, and not one more.
+        read_only: whether the files stay as they are, for who only looks at a run.
 
     Raises:
         DataError: a file cannot be read.
     """
 
-    def __init__(self, folder: Path | None = None, *, rank: int = 0, most_batches: int = 10):
+    def __init__(
+        self,
+        folder: Path | None = None,
+        *,
+        rank: int = 0,
+        most_batches: int = 10,
+        read_only: bool = False,
+    ):
         self._most_batches = most_batches
         self.rows: dict[RowKey, SkippedRow] = {}
         self.batches: dict[tuple[str, int, int], SkippedBatch] = {}
-        self._file = None if folder is None else folder / f"rank-{rank:05d}.jsonl"
+        self._file = None
+        if folder is not None and not read_only:
+            self._file = folder / f"rank-{rank:05d}.jsonl"
         if folder is not None and folder.is_dir():
             for path in sorted(folder.glob("rank-*.jsonl")):
                 for entry in _read_entries(path):

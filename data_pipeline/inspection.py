@@ -14,12 +14,14 @@ from typing import Any
 
 import numpy as np
 
+from .config import NUM_BYTE_IDS, DataConfig, SourceConfig
 from .errors import ShardError
 from .manifest import DatasetManifest, Era, ShardEntry, is_prepared, read_manifest
 from .token_store import TokenStore, prepared_tokenizer, verify_shard
 
 SPLITS = ("train", "validation")
 _CONFIG_FILE = "config.json"  # of a run folder
+_UNFINISHED = "unfinished"  # of a folder that is being prepared
 
 OnBytes = Callable[[int], None]
 """Told how many more bytes were read."""
@@ -80,6 +82,48 @@ def data_folder(path: Path) -> Path:
     raise ShardError(
         f"{path} holds no prepared data and is no run folder: name a folder that `moebius prepare` "
         "has written, or a run"
+    )
+
+
+def is_data_folder(path: Path) -> bool:
+    """Returns whether a path is a prepared folder, or one that is being made."""
+    return is_prepared(path) or (path / "manifest.json").exists() or (path / _UNFINISHED).is_dir()
+
+
+def check_readable(path: Path) -> None:
+    """Checks that a prepared folder has something to look at.
+
+    Raises:
+        ShardError: it has not, and why.
+    """
+    if is_prepared(path):
+        return
+    if (path / _UNFINISHED).is_dir():
+        raise ShardError(
+            f"{path} is being prepared, and no era is sealed yet: ask again when the first is "
+            "(`moebius data ls` lists the folder from then on)"
+        )
+    data_folder(path)
+    read_manifest(path)
+
+
+def config_of_folder(path: Path) -> DataConfig:
+    """Returns the default settings for reading a prepared folder: its sources, as they were weighed.
+
+    Raises:
+        ShardError: it cannot be read.
+    """
+    check_readable(path)
+    manifest = read_manifest(path)
+    sources = [
+        SourceConfig(name=source.name, input=("-",), weight=source.weight, licence=source.licence)
+        for source in manifest.sources
+    ]
+    return DataConfig(
+        sources=tuple(sources),
+        tokenizer=manifest.header.tokenizer.kind,
+        vocab_size=max(NUM_BYTE_IDS, manifest.vocab_size),
+        directory=str(path.absolute()),
     )
 
 

@@ -34,7 +34,7 @@ class OrderedSamples:
 
     def __init__(self, data: DataConfig, fetch: BatchFetcher):
         self._data = data
-        self._prepared = Prepared(
+        self.prepared = Prepared(
             data.directory,
             seq_len=data.seq_len,
             packing=data.packing,
@@ -43,17 +43,17 @@ class OrderedSamples:
             check_sizes=data.when_corrupt == "fail",
         )
         weights = {source.name: source.weight for source in data.all_sources}
-        check_names(self._prepared.manifest, weights)
+        check_names(self.prepared.manifest, weights)
         self.mixture = Mixture(tuple(weights), _stages(data, weights), seed=data.seed)
         self._max_epochs = {source.name: source.max_epochs for source in data.all_sources}
         self._counted = dict.fromkeys(weights, 0)
         self.order = SampleOrder(
             self.mixture,
             {name: self._source_rows(name) for name in weights},
-            self._prepared.chunks,
+            self.prepared.chunks,
             seed=data.seed,
         )
-        self._reader = RowReader(self._prepared, self.mixture.names)
+        self._reader = RowReader(self.prepared, self.mixture.names)
         self._content: dict[tuple[int, int], int] = {}
         self._ordered: tuple[int, RowRefs | None] = (0, None)
         self._checked_until = 0
@@ -110,7 +110,7 @@ class OrderedSamples:
         Returns:
             What was read, and its rows.
         """
-        refs = self._with_recorded(refs, skipped)
+        refs = self.with_recorded(refs, skipped)
         rows = self._reader.read_refs(refs)
         for place in np.flatnonzero(rows.damaged).tolist():
             refs, row = self._replaced(refs, place, rows)
@@ -182,42 +182,55 @@ class OrderedSamples:
 
     def close(self) -> None:
         """Closes the files."""
-        self._prepared.close()
+        self.prepared.close()
+
+    def count_eras(self, name: str, *, rows: int, eras: int) -> SourceRows:
+        """Counts sealed eras of a source until there are so many rows and eras, or no more.
+
+        Returns:
+            The rows of what was counted.
+        """
+        sealed = len(self.prepared.manifest.eras(name))
+        while (counted := self._counted[name]) < sealed:
+            if counted >= eras and sum(self._source_rows(name).era_rows) >= rows:
+                break
+            self._count_more(name)
+        return self._source_rows(name)
 
     def _source_rows(self, name: str) -> SourceRows:
-        eras = self._prepared.manifest.eras(name)
+        eras = self.prepared.manifest.eras(name)
         counted = self._counted[name]
-        rows = tuple(self._prepared.num_rows(name, era) for era in range(counted))
-        complete = self._prepared.manifest.complete and counted == len(eras)
+        rows = tuple(self.prepared.num_rows(name, era) for era in range(counted))
+        complete = self.prepared.manifest.complete and counted == len(eras)
         return SourceRows(rows, complete, self._max_epochs[name])
 
     def _count_what_is_cheap(self) -> None:
         """Counts the rows of all eras where the manifest alone tells them."""
         if self._data.packing == "concat":
             for name in self._counted:
-                self._counted[name] = len(self._prepared.manifest.eras(name))
+                self._counted[name] = len(self.prepared.manifest.eras(name))
             self.order.extend({name: self._source_rows(name) for name in self._counted})
 
     def _count_more(self, name: str) -> bool:
         """Counts the rows of another era of a source; False: there is none yet."""
-        if self._counted[name] < len(self._prepared.manifest.eras(name)):
+        if self._counted[name] < len(self.prepared.manifest.eras(name)):
             self._counted[name] += 1  # its plan of rows may have to be made
             self.order.extend({name: self._source_rows(name)})
             return True
-        if self._prepared.manifest.complete or not self._prepared.grow():
+        if self.prepared.manifest.complete or not self.prepared.grow():
             return False
         self._count_what_is_cheap()
         self.order.extend({name: self._source_rows(name)})
         return True
 
     def _check_lengths(self) -> None:
-        manifest = self._prepared.manifest
+        manifest = self.prepared.manifest
         for source in manifest.sources if manifest.complete else ():
             tokens = sum(era.num_tokens("train") for era in manifest.eras(source.name))
             rows = sum(self._source_rows(source.name).era_rows)
             if tokens == 0 or (self._data.packing == "concat" and rows == 0):
                 raise too_short(
-                    f"source {source.name!r} of {self._prepared.directory}",
+                    f"source {source.name!r} of {self.prepared.directory}",
                     tokens,
                     self._data.seq_len,
                 )
@@ -236,11 +249,11 @@ class OrderedSamples:
         key = source, era
         if key not in self._content:
             name = self.mixture.names[source]
-            described = f"{name} {era} {self._prepared.content_of(name, era)}".encode()
+            described = f"{name} {era} {self.prepared.content_of(name, era)}".encode()
             self._content[key] = int.from_bytes(hashlib.sha256(described).digest()[:8], "big")
         return self._content[key]
 
-    def _with_recorded(self, refs: RowRefs, skipped: SkipList) -> RowRefs:
+    def with_recorded(self, refs: RowRefs, skipped: SkipList) -> RowRefs:
         """Puts the rows in place that were chosen before for those that were lost."""
         if not skipped.rows:
             return refs
@@ -286,13 +299,13 @@ class OrderedSamples:
         return (int(np.searchsorted(ends, count, side="left")) + 1 if count else 0), False
 
     def _spec(self, reached: Mapping[str, tuple[int, bool]]) -> dict[str, Any]:
-        data, manifest = self._data, self._prepared.manifest
+        data, manifest = self._data, self.prepared.manifest
         eras = {}
         for name, (number, all_of_them) in reached.items():
             there = min(number, len(manifest.eras(name)))
             if all_of_them:
                 there = len(manifest.eras(name))
-            content = self._prepared.content_hash(name, there)
+            content = self.prepared.content_hash(name, there)
             eras[name] = {"number": there, "all": all_of_them, "sha256": content}
         return {
             "order_version": ORDER_VERSION,

@@ -133,6 +133,8 @@ class TokenStore:
         self._first_batches = np.cumsum([0, *(len(one["offset"]) for one in indices)])
         self.batch_starts = np.concatenate([[0], np.cumsum(self._index["n_tokens"])])
         """int64 [num_batches + 1]: batch b begins with token batch_starts[b] of the stream."""
+        self.document_starts = np.concatenate([[0], np.cumsum(self._index["n_docs"])])
+        """int64 [num_batches + 1]: batch b begins with document document_starts[b]."""
 
     @property
     def num_batches(self) -> int:
@@ -143,6 +145,10 @@ class TokenStore:
     def num_tokens(self) -> int:
         """Returns the number of tokens, ends of documents included."""
         return int(self.batch_starts[-1])
+
+    def shard_of(self, batch: int) -> ShardEntry:
+        """Returns the shard that a record batch lies in."""
+        return self.entries[int(np.searchsorted(self._first_batches, batch, side="right")) - 1]
 
     def read(self, batch: int) -> TokenBatch:
         """Returns the tokens of one record batch with their documents' ends and loss mask.
