@@ -28,7 +28,7 @@ from rich.table import Table
 from benchmarks.report import save
 from moebius.data_pipeline.config import DataConfig
 from moebius.data_pipeline.making.tasks import normalised
-from moebius.data_pipeline.reading import plan_splits, read_documents
+from moebius.data_pipeline.sources.splits import plan_splits, read_documents
 from moebius.data_pipeline.tokenizers.bpe import train_bpe
 from moebius.data_pipeline.tokenizers.huggingface import HuggingFaceTokenizer
 from moebius.data_pipeline.tokenizers.interface import TOKENIZER_FILE, Tokenizer

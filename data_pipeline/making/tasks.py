@@ -28,8 +28,8 @@ import numpy as np
 from ..config import DataConfig, SourceConfig
 from ..errors import InputError, ShardError
 from ..manifest import ShardEntry, Split, atomic_write, index_name, shard_name
-from ..reading import Document, read_documents
 from ..shards import MAX_DOCUMENT_BYTES, ShardWriter, TokenDocument, shard_metadata, shard_schema
+from ..sources.splits import Document, read_documents
 from ..token_store import verify_shard
 from ..tokenizers.bpe import train_bpe
 from ..tokenizers.interface import (

@@ -12,7 +12,7 @@ from fake_hub import serve_hub
 
 from moebius.data_pipeline.config import DataConfig
 from moebius.data_pipeline.errors import InputError
-from moebius.data_pipeline.reading import plan_splits, read_documents
+from moebius.data_pipeline.sources.splits import plan_splits, read_documents
 
 TEXTS = ["first\nwith two lines", "zwei – π", "", "x" * 500, "last 😀"]
 

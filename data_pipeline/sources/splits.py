@@ -26,9 +26,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import zstandard
 
-from .config import DataConfig, SourceConfig
-from .corpus import NUM_PARTS, embedded_part
-from .errors import InputError
+from ..config import DataConfig, SourceConfig
+from ..corpus import NUM_PARTS, embedded_part
+from ..errors import InputError
 
 EMBEDDED = "embedded"
 Kind = Literal[

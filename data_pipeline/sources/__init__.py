@@ -1,0 +1,1 @@
+"""From file names, globs, URLs and functions to documents: one file per format."""
