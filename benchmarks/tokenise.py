@@ -28,7 +28,8 @@ from rich.table import Table
 from benchmarks.report import save
 from moebius.data_pipeline.config import DataConfig
 from moebius.data_pipeline.making.tasks import normalised
-from moebius.data_pipeline.sources.splits import plan_splits, read_documents
+from moebius.data_pipeline.sources.reading import read_documents
+from moebius.data_pipeline.sources.splits import plan_splits
 from moebius.data_pipeline.tokenizers.bpe import train_bpe
 from moebius.data_pipeline.tokenizers.huggingface import HuggingFaceTokenizer
 from moebius.data_pipeline.tokenizers.interface import TOKENIZER_FILE, Tokenizer
@@ -84,7 +85,7 @@ def documents(names: Sequence[str], max_bytes: int) -> list[str]:
     config = DataConfig(input=tuple(names))
     found, size = [], 0
     for split in plan_splits(config):
-        for document in read_documents(split, text_field="text", source_field="source"):
+        for document in read_documents(split, config.all_sources[0]):
             found.append(normalised(document.text))
             size += len(found[-1].encode())
             if size >= max_bytes:

@@ -30,11 +30,12 @@ SOURCE_NAME = r"^[a-z0-9][a-z0-9_-]{0,63}$"
 DEFAULT_SOURCE = "text"
 """The name of the one source of a configuration that gives `input` instead of `sources`."""
 
+_FIELDS = ("text_field", "source_field", "id_field", "prompt_field", "answer_field")
 _NOT_IN_THE_BYTES = {
     *("directory", "seq_len", "seed"),  # where they are and in which order they are read
     *("stages", "packing", "document_attention"),
     *("when_corrupt", "replicas", "max_skipped_batches", "override_position"),
-    *("input", "validation_input", "text_field", "source_field", "sources"),  # see `spec`
+    *("input", "validation_input", "sources", *_FIELDS),  # see `spec`
 }
 _NOT_IN_A_SOURCES_BYTES = {"weight", "licence", "max_epochs"}
 
@@ -62,12 +63,7 @@ class SourceConfig(BaseModel):
 
     @model_validator(mode="after")
     def _check_prompt_and_answer(self) -> "SourceConfig":
-        if bool(self.prompt_field) != bool(self.answer_field):
-            raise ValueError(
-                f"source {self.name!r}: prompt_field={self.prompt_field!r} and "
-                f"answer_field={self.answer_field!r} belong together: give both, or neither and "
-                "text_field"
-            )
+        _check_pair(self.prompt_field, self.answer_field, who=f"source {self.name!r}: ")
         return self
 
     @property
@@ -113,6 +109,10 @@ class DataConfig(BaseModel):
     text_field: str = Field(default="text", min_length=1)
     # a record's own name for where it comes from; the file's name where it has none
     source_field: str = "source"
+    # a record's own name; of its prompt and its answer: see `SourceConfig`
+    id_field: str = ""
+    prompt_field: str = ""
+    answer_field: str = ""
     sources: tuple[SourceConfig, ...] = ()
     # the mixture from a position on: until the first stage the sources' own weights hold
     stages: tuple[Stage, ...] = ()
@@ -194,6 +194,11 @@ class DataConfig(BaseModel):
         return self
 
     @model_validator(mode="after")
+    def _check_prompt_and_answer(self) -> "DataConfig":
+        _check_pair(self.prompt_field, self.answer_field)
+        return self
+
+    @model_validator(mode="after")
     def _check_sources(self) -> "DataConfig":
         if bool(self.input) == bool(self.sources):
             given = f"input={list(self.input)} and {len(self.sources)} sources"
@@ -204,6 +209,12 @@ class DataConfig(BaseModel):
             raise ValueError(
                 f"validation_input={list(self.validation_input)} beside sources: give it to the "
                 "source that it belongs to"
+            )
+        defaults = type(self).model_fields
+        given = [name for name in _FIELDS if getattr(self, name) != defaults[name].default]
+        if self.sources and given:
+            raise ValueError(
+                f"{', '.join(given)} beside sources: give it to the source that it belongs to"
             )
         if repeated := _repeated(source.name for source in self.sources):
             raise ValueError(f"several sources are named {repeated!r}: give each its own name")
@@ -234,6 +245,9 @@ class DataConfig(BaseModel):
             validation_input=self.validation_input,
             text_field=self.text_field,
             source_field=self.source_field,
+            id_field=self.id_field,
+            prompt_field=self.prompt_field,
+            answer_field=self.answer_field,
         )
         return (one,)
 
@@ -278,6 +292,14 @@ class DataConfig(BaseModel):
         """Returns the hex sha256 of `spec` and the format of the files."""
         versioned = self.spec | {"format_version": FORMAT_VERSION}
         return hashlib.sha256(json.dumps(versioned, sort_keys=True).encode()).hexdigest()
+
+
+def _check_pair(prompt_field: str, answer_field: str, *, who: str = "") -> None:
+    if bool(prompt_field) != bool(answer_field) or (prompt_field and prompt_field == answer_field):
+        raise ValueError(
+            f"{who}prompt_field={prompt_field!r} and answer_field={answer_field!r} belong together: "
+            "give two fields, or neither and text_field"
+        )
 
 
 def _repeated(names: Iterable[str]) -> str | None:

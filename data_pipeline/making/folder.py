@@ -23,7 +23,7 @@ from ..manifest import (
     read_manifest,
     shard_name,
 )
-from ..sources.splits import EMBEDDED
+from ..sources.embedded import EMBEDDED
 from .plan import Unit
 from .tasks import SIDES, UNFINISHED, unfinished_file
 

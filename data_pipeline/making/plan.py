@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from ..config import DataConfig
-from ..sources.splits import InputSplit, Role, plan_splits
+from ..sources.documents import InputSplit, Role
+from ..sources.splits import plan_splits
 
 MAX_SPLITS_APART = 256
 """A source of more input splits has its small ones bundled: a file of one page costs as much as one

@@ -111,7 +111,6 @@ def prepare(
         InputError: input that cannot be read.
         PrepareError: a folder that holds something else or cannot be written.
     """
-    _refuse_what_is_not_read_yet(config)
     folder = Path(directory).absolute()
     show = on_progress or (lambda progress: None)
     manifest = finished(config, folder)
@@ -133,16 +132,6 @@ def prepare(
         with claimed(folder, on_wait=lambda: None):
             clear(folder)
     return manifest
-
-
-def _refuse_what_is_not_read_yet(config: DataConfig) -> None:
-    asked = {
-        "encoding_faults='drop'": config.encoding_faults == "drop",
-        "a source's prompt_field": any(source.prompt_field for source in config.all_sources),
-        "a source's id_field": any(source.id_field for source in config.all_sources),
-    }
-    if wishes := [wish for wish, is_asked in asked.items() if is_asked]:
-        raise PrepareError(f"this version cannot prepare with {', '.join(wishes)}: leave it out")
 
 
 def _reason(error: BaseException) -> str:

@@ -29,7 +29,8 @@ from ..config import DataConfig, SourceConfig
 from ..errors import InputError, ShardError
 from ..manifest import ShardEntry, Split, atomic_write, index_name, shard_name
 from ..shards import MAX_DOCUMENT_BYTES, ShardWriter, TokenDocument, shard_metadata, shard_schema
-from ..sources.splits import Document, read_documents
+from ..sources.documents import Document
+from ..sources.reading import read_documents
 from ..token_store import verify_shard
 from ..tokenizers.bpe import train_bpe
 from ..tokenizers.interface import (
@@ -54,7 +55,7 @@ SIDES: dict[int, Split] = {TRAIN: "train", VALIDATION: "validation"}
 _EXAMPLE_CHARS = 1000  # more than is shown of any
 _MAX_REASONS = 2**8 - FIRST_REASON
 _OTHER_REASONS = "other reasons"
-_EMPTY, _BROKEN = "empty", "not Unicode (lone surrogates)"
+_EMPTY = "empty"
 _TOO_LONG = f"longer than {MAX_DOCUMENT_BYTES // 2**20} MiB"
 _ENCODE_CHARS = 2**20  # text handed to the tokenizer at a time: bounds memory, hides the call
 _RECORD = np.dtype([("high", "<u8"), ("low", "<u8"), ("num_bytes", "<u4"), ("fate", "u1")])
@@ -125,29 +126,30 @@ def normalised(text: str) -> str:
 
     It is Unicode NFC, with newlines as \\n and no blank space around it.
     """
+    return _composed(text).strip()
+
+
+def _composed(text: str) -> str:
     if "\r" in text:
         text = text.replace("\r\n", "\n").replace("\r", "\n")
-    return unicodedata.normalize("NFC", text).strip()
+    return unicodedata.normalize("NFC", text)
 
 
 def _documents(task: UnitTask) -> Iterator[Document]:
     """Reads the documents of a unit, normalised."""
     source = task.source
     for split in task.unit.splits:
-        for document in read_documents(
-            split, text_field=source.text_field, source_field=source.source_field
-        ):
-            # Blank space between prompt and answer belongs to the prompt, and is meant.
-            prompt = unicodedata.normalize("NFC", document.prompt)
-            yield replace(document, text=normalised(document.text), prompt=prompt)
+        for document in read_documents(split, source, encoding_faults=task.config.encoding_faults):
+            if source.has_loss_mask:
+                # Blank space around a prompt and its answer is between the two, and is meant.
+                text, prompt = _composed(document.text), _composed(document.prompt)
+                yield replace(document, text=text, prompt=prompt)
+            else:
+                yield replace(document, text=normalised(document.text))
 
 
 def _identity(document: Document) -> tuple[int, int, int]:
-    """Returns the two halves of a document's hash, and its size in bytes.
-
-    Raises:
-        UnicodeEncodeError: JSON can spell half a surrogate pair; there is no such text.
-    """
+    """Returns the two halves of a document's hash, of prompt and text, and its size in bytes."""
     data = document.text.encode()
     size = len(data)
     if document.prompt:
@@ -162,15 +164,12 @@ def _judged(document: Document, rules: Hooks) -> tuple[int, int, int, str | None
     """Returns hash, size, and why a document is dropped whatever the others are."""
     if document.fault:
         return 0, 0, 0, document.fault
-    try:
-        high, low, num_bytes = _identity(document)
-    except UnicodeEncodeError:
-        return 0, 0, 0, _BROKEN
-    if not document.text:
+    high, low, num_bytes = _identity(document)
+    if not document.text.strip():
         return high, low, num_bytes, _EMPTY
     if num_bytes > MAX_DOCUMENT_BYTES:
         return high, low, num_bytes & 0xFFFFFFFF, _TOO_LONG
-    whole = document.prompt + document.text
+    whole = document.whole
     for rule in rules.rules:
         if reason := rule.reason_to_drop(whole):
             return high, low, num_bytes, reason
@@ -206,7 +205,7 @@ class _Scan:
         self.counter.read(num_bytes)
         fate = TRAIN if reason is None else self._dropped(reason, document)
         if reason is None and rules.near_duplicate_keys is not None:
-            keys = rules.near_duplicate_keys(document.prompt + document.text)
+            keys = rules.near_duplicate_keys(document.whole)
             if len(keys):
                 self.keys.append(keys)
                 self.keyed.append(len(self.records))
@@ -215,8 +214,8 @@ class _Scan:
     def _dropped(self, reason: str, document: Document) -> int:
         if reason not in self.reasons and len(self.reasons) == _MAX_REASONS - 1:
             reason = _OTHER_REASONS
-        beginning = (document.prompt + document.text)[:_EXAMPLE_CHARS]
-        self.counter.drop(reason, beginning.encode(errors="backslashreplace").decode())
+        beginning = document.whole[:_EXAMPLE_CHARS]
+        self.counter.drop(reason, beginning)
         return FIRST_REASON + self.reasons.setdefault(reason, len(self.reasons))
 
 
@@ -452,16 +451,9 @@ def _chosen_documents(task: UnitTask) -> Iterator[_Chosen]:
             raise _changed(task)
         if fate in SIDES:
             high, low, num_bytes = cast("tuple[int, int, int]", record[:3])
-            if _identity_or_none(document) != (high, low, num_bytes):
+            if document.fault or _identity(document) != (high, low, num_bytes):
                 raise _changed(task)
             yield document, SIDES[fate], struct.pack(">QQ", high, low), num_bytes
-
-
-def _identity_or_none(document: Document) -> tuple[int, int, int] | None:
-    try:
-        return None if document.fault else _identity(document)
-    except UnicodeEncodeError:
-        return None
 
 
 def _changed(task: UnitTask) -> InputError:

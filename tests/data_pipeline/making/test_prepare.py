@@ -126,9 +126,10 @@ def test_text_is_normalised_before_it_is_compared(tmp_path):
     path = write_jsonl(
         tmp_path / "a.jsonl", ["cafe\u0301\r\nx ", "  café\nx", "other", "\ud800 half", "third"]
     )
-    manifest = prepare(
-        DataConfig(input=(str(path),), tokenizer="bytes", validation_fraction=0.0), tmp_path / "d"
+    config = DataConfig(
+        input=(str(path),), tokenizer="bytes", validation_fraction=0.0, encoding_faults="drop"
     )
+    manifest = prepare(config, tmp_path / "d")
     assert _texts(tmp_path / "d", "train") == ["café\nx", "other", "third"]
     assert manifest.dropped == {"duplicate": 1, "not Unicode (lone surrogates)": 1}
 

@@ -12,7 +12,8 @@ from fake_hub import serve_hub
 
 from moebius.data_pipeline.config import DataConfig
 from moebius.data_pipeline.errors import InputError
-from moebius.data_pipeline.sources.splits import plan_splits, read_documents
+from moebius.data_pipeline.sources.reading import read_documents
+from moebius.data_pipeline.sources.splits import plan_splits
 
 TEXTS = ["first\nwith two lines", "zwei – π", "", "x" * 500, "last 😀"]
 
@@ -46,11 +47,7 @@ def _read(*inputs, **options):
     config = DataConfig(input=tuple(map(str, inputs)), **options)
     splits = plan_splits(config)
     found = [
-        document
-        for split in splits
-        for document in read_documents(
-            split, text_field=config.text_field, source_field=config.source_field
-        )
+        document for split in splits for document in read_documents(split, config.all_sources[0])
     ]
     return (
         [document.text for document in found],
@@ -326,7 +323,8 @@ def test_an_unknown_protocol_is_refused():
 def test_an_unreadable_file(tmp_path, monkeypatch):
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "a"}')
-    (split,) = plan_splits(DataConfig(input=(str(path),)))
+    config = DataConfig(input=(str(path),))
+    (split,) = plan_splits(config)
 
     def denied(*arguments, **options):
         raise PermissionError(13, "Permission denied", str(path))
@@ -337,16 +335,17 @@ def test_an_unreadable_file(tmp_path, monkeypatch):
     with pytest.raises(
         InputError, match=r"a.jsonl cannot be read \(Permission denied\): check that it exists and"
     ):
-        list(read_documents(split, text_field="text", source_field="source"))
+        list(read_documents(split, config.all_sources[0]))
 
 
 def test_a_file_that_changed_since_it_was_planned(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "a"}')
-    (split,) = plan_splits(DataConfig(input=(str(path),)))
+    config = DataConfig(input=(str(path),))
+    (split,) = plan_splits(config)
     path.write_text('{"text": "abc"}')
     with pytest.raises(InputError, match=r"had 13 bytes when preparation began and has 15 now"):
-        list(read_documents(split, text_field="text", source_field="source"))
+        list(read_documents(split, config.all_sources[0]))
     path.unlink()
     with pytest.raises(InputError, match=r"a.jsonl cannot be read"):
-        list(read_documents(split, text_field="text", source_field="source"))
+        list(read_documents(split, config.all_sources[0]))

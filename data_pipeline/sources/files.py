@@ -1,0 +1,155 @@
+"""Opens and lists input through fsspec: a local name or a URL whose package is installed.
+
+Every failure is one `InputError` that names the file and says what to do.
+"""
+
+import zipfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import IO, Any, NamedTuple
+
+import fsspec
+
+from ..errors import InputError
+
+_PACKAGES = {
+    "s3": "s3fs",
+    "s3a": "s3fs",
+    "gs": "gcsfs",
+    "gcs": "gcsfs",
+    "hf": "huggingface_hub",
+    "http": "aiohttp",
+    "https": "aiohttp",
+    "abfs": "adlfs",
+    "abfss": "adlfs",
+    "az": "adlfs",
+    "sftp": "paramiko",
+}
+
+
+class FoundFile(NamedTuple):
+    """Holds the URL of a file that is there, and its size in bytes."""
+
+    url: str
+    size: int
+
+
+def find_files(pattern: str, suffixes: Sequence[str]) -> Iterator[FoundFile]:
+    """Yields every file of a name, folder, glob or URL, sorted by name.
+
+    Args:
+        pattern: what the user gave. Of a folder it is the files with one of `suffixes`.
+        suffixes: the endings that can be read.
+
+    Raises:
+        InputError: nothing is there, or it cannot be listed.
+    """
+    fs, path = _filesystem(pattern)
+    try:
+        paths = [path] if fs.exists(path) else sorted(str(p) for p in fs.glob(path) if fs.isfile(p))
+        if not paths:
+            raise InputError(_nothing_there(pattern))
+        if len(paths) == 1 and fs.isdir(paths[0]):
+            paths = _readable_files(fs, paths[0], pattern, suffixes)
+        for found in paths:
+            url = found if _is_local(fs) else str(fs.unstrip_protocol(found))
+            yield FoundFile(url, _size(fs, found, url))
+    except OSError as error:
+        raise InputError(
+            f"input {pattern!r} cannot be listed ({_reason(error)}): check the name and your access"
+        ) from error
+
+
+@contextmanager
+def opened(url: str, expected_size: int | None = None) -> Iterator[IO[bytes]]:
+    """Opens a file to read its bytes.
+
+    Args:
+        url: a local name, or a URL.
+        expected_size: its size when the preparation began.
+
+    Raises:
+        InputError: it cannot be read, or has another size now.
+    """
+    fs, path = _filesystem(url)
+    try:
+        size = _size(fs, path, url)
+        if expected_size is not None and size != expected_size:
+            raise InputError(
+                f"{url} had {expected_size} bytes when preparation began and has {size} now: "
+                "prepare again into an empty folder, from files that nobody writes to"
+            )
+        with fs.open(path, "rb") as file:
+            yield file
+    except OSError as error:
+        raise InputError(
+            f"{url} cannot be read ({_reason(error)}): check that it exists and that you may read "
+            "it"
+        ) from error
+
+
+def _readable_files(fs: Any, folder: str, pattern: str, suffixes: Sequence[str]) -> list[str]:
+    """Returns the files below a folder whose ending is known, sorted; hidden ones are left out."""
+    prefix = f"{folder.rstrip('/')}/"
+    inside = {str(path): str(path).removeprefix(prefix).split("/") for path in fs.find(folder)}
+    paths = [
+        path
+        for path, parts in inside.items()
+        if path.endswith(tuple(suffixes)) and not any(part.startswith(".") for part in parts)
+    ]
+    if not paths:
+        raise InputError(
+            f"input {pattern!r} is a folder without files that are read: {len(inside)} files, none "
+            f"of which ends in {', '.join(suffixes)}"
+        )
+    return sorted(paths)
+
+
+def _filesystem(url: str) -> tuple[Any, str]:
+    protocol = url.split("://", 1)[0] if "://" in url else "file"
+    try:
+        return fsspec.core.url_to_fs(url)
+    except ImportError as error:
+        package = _PACKAGES.get(protocol, protocol)
+        raise InputError(
+            f"input {url!r} needs a package for {protocol}://: pip install {package}"
+        ) from error
+    except OSError as error:  # the archive of zip://member::archive is opened here
+        raise InputError(
+            f"input {url!r} cannot be opened ({_reason(error)}): check the name and your access"
+        ) from error
+    except zipfile.BadZipFile as error:
+        raise InputError(f"input {url!r} cannot be opened: {error}") from error
+    except ValueError as error:
+        raise InputError(
+            f"input {url!r} cannot be opened: {error}; for a local file leave out {protocol}://"
+        ) from error
+
+
+def _size(fs: Any, path: str, url: str) -> int:
+    size = fs.info(path)["size"]
+    if size is None:
+        raise InputError(
+            f"{url}: the server does not tell the file's size: download the file and give its name"
+        )
+    return int(size)
+
+
+def _is_local(fs: Any) -> bool:
+    return "file" in (fs.protocol if isinstance(fs.protocol, tuple) else (fs.protocol,))
+
+
+def _nothing_there(pattern: str) -> str:
+    if any(character in pattern for character in "*?["):
+        return (
+            f"input {pattern!r} matches no file: check the folder and the ending (and quote the "
+            "glob in a shell)"
+        )
+    return (
+        f"input {pattern!r} does not exist: check the name, or give input=embedded for the corpus "
+        "that is built in"
+    )
+
+
+def _reason(error: OSError) -> str:
+    return error.strerror or str(error) or type(error).__name__

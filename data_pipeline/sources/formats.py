@@ -1,0 +1,65 @@
+"""The table of what can be read: a new format is one file beside this one, and one line here."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from ..errors import InputError
+from .columns import read_arrow, read_parquet, record_batch_ranges, row_group_ranges
+from .documents import Document, InputSplit, SplitRange, byte_ranges
+from .embedded import EMBEDDED, embedded_ranges, embedded_size, read_embedded
+from .json_lines import read_json_lines
+from .lines import whole_file
+from .records import RecordRules
+from .text import read_text
+
+
+@dataclass(frozen=True)
+class Format:
+    """Says how input of one kind is cut into splits, and how a split is read."""
+
+    # of a URL, the file's size and data.split_bytes
+    ranges: Callable[[str, int, int], Iterator[SplitRange]]
+    # pure: a split of the same input gives the same documents, on any machine
+    read: Callable[[InputSplit, RecordRules], Iterator[Document]]
+    # of what is no file: its size in its own units
+    size: Callable[[str], int] | None = None
+    has_fields: bool = True
+
+
+FILE_FORMATS = {
+    ".txt": Format(byte_ranges, read_text, has_fields=False),
+    ".txt.gz": Format(whole_file, read_text, has_fields=False),
+    ".txt.zst": Format(whole_file, read_text, has_fields=False),
+    ".jsonl": Format(byte_ranges, read_json_lines),
+    ".jsonl.gz": Format(whole_file, read_json_lines),
+    ".jsonl.zst": Format(whole_file, read_json_lines),
+    ".parquet": Format(row_group_ranges, read_parquet),
+    ".arrow": Format(record_batch_ranges, read_arrow),
+}
+"""By the ending of a file's name."""
+
+OTHER_FORMATS = {
+    EMBEDDED: Format(embedded_ranges, read_embedded, embedded_size, has_fields=False),
+}
+"""By the beginning of the name of an input that is no file."""
+
+SUFFIXES = tuple(FILE_FORMATS)
+
+
+def kind_of(url: str) -> str:
+    """Returns the key of a file's format.
+
+    Raises:
+        InputError: there is none.
+    """
+    for suffix in SUFFIXES:
+        if url.endswith(suffix):
+            return suffix
+    raise InputError(
+        f"input {url!r} has an ending that is not read: give one of {', '.join(SUFFIXES)}"
+    )
+
+
+def format_of(kind: str) -> Format:
+    """Returns a format by its key."""
+    return FILE_FORMATS[kind] if kind in FILE_FORMATS else OTHER_FORMATS[kind]

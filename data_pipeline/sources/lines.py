@@ -1,0 +1,108 @@
+"""From the bytes of a file to its lines, each with its place, and from lines to text."""
+
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+from ..errors import InputError
+from ..shards import MAX_DOCUMENT_BYTES
+from .compression import chunks, is_compressed, text_bytes, unpacked_chunks
+from .documents import InputSplit, SplitRange
+from .files import opened
+from .records import NOT_UTF8, shown
+
+MAX_LINE_BYTES = 2 * MAX_DOCUMENT_BYTES
+"""A longer line is an error: without a limit, one of a few kB of .zst could take all memory. It is
+more than a document may have, for JSON spells some characters long."""
+
+
+class Line(NamedTuple):
+    """Holds a line with its newline, the byte where it begins, and its number where known."""
+
+    offset: int
+    number: int | None
+    data: bytes
+
+
+def whole_file(url: str, size: int, split_bytes: int) -> Iterator[SplitRange]:
+    """Yields the one range of a compressed file: there is no way into its middle."""
+    yield SplitRange(0, 1, text_bytes(size))
+
+
+def split_lines(split: InputSplit) -> Iterator[Line]:
+    """Yields the lines that begin in a split.
+
+    Raises:
+        InputError: the file cannot be read, or a line is longer than MAX_LINE_BYTES.
+    """
+    with opened(split.url, split.size) as file:
+        if is_compressed(split.url):
+            yield from _numbered(lines(unpacked_chunks(file, split.url), split), 0)
+            return
+        offset, found = split.start, lines(chunks(file), split)
+        if offset:  # the line that reaches into this split belongs to the one before
+            file.seek(offset - 1)
+            offset += len(next(found, b"")) - 1
+        for line in _numbered(found, offset):
+            if line.offset >= split.stop:
+                return
+            yield line if split.start == 0 else line._replace(number=None)
+
+
+def _numbered(found: Iterable[bytes], offset: int) -> Iterator[Line]:
+    for number, data in enumerate(found, start=1):
+        yield Line(offset, number, data)
+        offset += len(data)
+
+
+def lines(pieces: Iterable[bytes], split: InputSplit) -> Iterator[bytes]:
+    """Yields lines with their newline, in time linear in their length."""
+    pending: list[bytes] = []
+    size = 0
+    for piece in pieces:
+        pending.append(piece)
+        size += len(piece)
+        if b"\n" in piece:
+            *whole, last = b"".join(pending).split(b"\n")
+            pending, size = [last], len(last)
+            for line in whole:
+                yield line + b"\n"
+        if size > MAX_LINE_BYTES:
+            raise _too_long(split)
+    if rest := b"".join(pending):
+        yield rest
+
+
+def _too_long(split: InputSplit) -> InputError:
+    beyond = "unpacked " if is_compressed(split.url) else ""
+    return InputError(
+        f"{split.url}: a line has more than {MAX_LINE_BYTES:,} {beyond}bytes, the most that is read "
+        "(data_pipeline/sources/lines.py): break the file into lines, or leave it out"
+    )
+
+
+def where(split: InputSplit, line: Line, byte: int = 0) -> str:
+    """Returns file, byte and line number of a place in a line, for messages."""
+    unpacked = " (unpacked)" if is_compressed(split.url) else ""
+    number = f", line {line.number}" if line.number else ""
+    return f"{split.url}, byte {line.offset + byte}{unpacked}{number}"
+
+
+def decoded(split: InputSplit, line: Line, *, drop_faults: bool) -> tuple[str, str]:
+    """Returns the text of a line, and its fault: "" if it is UTF-8.
+
+    The text of a line that is not shows its bytes.
+
+    Raises:
+        InputError: it is not UTF-8, and that is not to be dropped.
+    """
+    try:
+        text = line.data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        if drop_faults:
+            return shown(line.data), NOT_UTF8
+        raise InputError(
+            f"{where(split, line, error.start)}: not UTF-8 (byte 0x{line.data[error.start]:02x}, "
+            f"{error.reason}). Convert the file first, for example: iconv -f LATIN1 -t UTF-8 OLD > "
+            "NEW; or leave such documents out with data.encoding_faults=drop"
+        ) from error
+    return (text.removeprefix("\ufeff") if line.offset == 0 else text), ""

@@ -1,0 +1,145 @@
+"""From a record, an object with fields, to a document: its text or prompt and answer, where it
+comes from, and its own name.
+
+JSON lines, columns and functions give records; what is asked of a field, and what is said about a
+wrong one, is the same for all of them.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ..config import SourceConfig
+from ..errors import InputError
+from ..shards import MAX_LABEL_BYTES
+from .documents import Document
+
+NOT_UTF8 = "not UTF-8"
+"""Why a document is dropped whose bytes are no text."""
+
+LONE_SURROGATE = "not Unicode (lone surrogates)"
+"""Why a document is dropped with half a character, which JSON can spell and UTF-8 cannot."""
+
+_SHOWN_CHARS = 1000  # of a document that is dropped
+
+
+@dataclass(frozen=True)
+class RecordRules:
+    """Says which fields of a record are read, and what is done with text that is no Unicode."""
+
+    fields: SourceConfig
+    drop_faults: bool = False
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Returns the fields that every record must have."""
+        fields = self.fields
+        texts = (fields.prompt_field, fields.answer_field) if fields.prompt_field else ()
+        return (*(texts or (fields.text_field,)), *filter(None, (fields.id_field,)))
+
+    def setting_of(self, name: str) -> str:
+        """Returns the key of the configuration that has named a field."""
+        fields = self.fields
+        settings = {
+            fields.text_field: "text_field",
+            fields.prompt_field: "prompt_field",
+            fields.answer_field: "answer_field",
+            fields.id_field: "id_field",
+        }
+        return settings[name]
+
+
+def document_of(
+    record: Mapping[str, object], row: int, rules: RecordRules, *, where: str, file_name: str
+) -> Document:
+    """Returns the document that a record is.
+
+    Args:
+        record: its fields by name.
+        row: its number in its split.
+        rules: which fields are read.
+        where: its place, for messages.
+        file_name: where it comes from, unless it says so itself.
+
+    Raises:
+        InputError: a field is missing, or holds something else.
+    """
+    fields = rules.fields
+    prompt = _text(record, fields.prompt_field, rules, where) if fields.prompt_field else ""
+    text = _text(record, fields.answer_field or fields.text_field, rules, where)
+    record_id = _record_id(record, fields.id_field, rules, where) if fields.id_field else ""
+    source = record.get(fields.source_field)
+    source = source if isinstance(source, str) and source else file_name
+    document = Document(text, source, row, prompt=prompt, record_id=record_id)
+    return checked(document, rules, where=where)
+
+
+def checked(document: Document, rules: RecordRules, *, where: str) -> Document:
+    """Returns a document, or the fault that it is if part of it is no Unicode.
+
+    Raises:
+        InputError: it is, and that is not to be dropped.
+    """
+    texts = (document.prompt, document.text, document.record_id, document.source)
+    broken = next((text for text in texts if not _is_unicode(text)), None)
+    if broken is None:
+        return document
+    if not rules.drop_faults:
+        place = next(at for at, character in enumerate(broken) if "\ud800" <= character <= "\udfff")
+        raise InputError(
+            f"{where}: not Unicode (half a surrogate pair, \\u{ord(broken[place]):x}, at character "
+            f"{place}): mend the record, or leave such documents out with data.encoding_faults=drop"
+        )
+    beginning = document.whole[:_SHOWN_CHARS].encode(errors="backslashreplace").decode()
+    return Document(beginning, "", document.row, fault=LONE_SURROGATE)
+
+
+def shown(data: bytes) -> str:
+    """Returns the beginning of bytes that are no text, what is wrong in them spelled out."""
+    return data[:_SHOWN_CHARS].decode("utf-8", errors="backslashreplace")
+
+
+def _is_unicode(text: str) -> bool:
+    if text.isascii():
+        return True
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _text(record: Mapping[str, object], name: str, rules: RecordRules, where: str) -> str:
+    value = _value(record, name, rules, where)
+    if not isinstance(value, str):
+        raise InputError(
+            f"{where}: field {name!r} holds a {type(value).__name__}, not text: set "
+            f"{rules.setting_of(name)}"
+        )
+    return value
+
+
+def _record_id(record: Mapping[str, object], name: str, rules: RecordRules, where: str) -> str:
+    value = _value(record, name, rules, where)
+    if isinstance(value, bool) or not isinstance(value, str | int) or value == "":
+        given = "an empty text" if value == "" else f"a {type(value).__name__}"
+        raise InputError(
+            f"{where}: field {name!r} holds {given}, not the record's own name (a text or a whole "
+            "number): give every record one, or set id_field to another field or to nothing"
+        )
+    found = str(value)
+    if len(found.encode(errors="backslashreplace")) > MAX_LABEL_BYTES:  # a shard would keep it cut
+        raise InputError(
+            f"{where}: field {name!r} is longer than {MAX_LABEL_BYTES} bytes ({found[:40]!r}…): a "
+            "record's own name may have so many; set id_field to another field"
+        )
+    return found
+
+
+def _value(record: Mapping[str, object], name: str, rules: RecordRules, where: str) -> object:
+    if name not in record:
+        fields = ", ".join(map(repr, record)) or "none"
+        raise InputError(
+            f"{where}: no field {name!r}; its fields are {fields}: set {rules.setting_of(name)} to "
+            "one of them"
+        )
+    return record[name]

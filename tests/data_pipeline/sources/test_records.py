@@ -1,0 +1,169 @@
+"""Prompts, answers and a record's own name are read alike from every format; what is no Unicode is an
+error with its place, or dropped and counted.
+"""
+
+import json
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from moebius.data_pipeline.config import DataConfig
+from moebius.data_pipeline.errors import InputError
+from moebius.data_pipeline.sources.reading import read_documents
+from moebius.data_pipeline.sources.splits import plan_splits
+
+FIELDS = {"prompt_field": "q", "answer_field": "a", "id_field": "id"}
+RECORDS = [
+    {"q": "2+2= ", "a": "4", "id": "sum/1", "other": 1},
+    {"q": "", "a": " fünf\n", "id": "sum/2", "other": 2},
+    {"q": "Wie?\n", "a": "", "id": "sum/3", "other": 3},
+]
+
+
+def _write(path, records):
+    if path.suffix == ".jsonl":
+        path.write_text("".join(json.dumps(record) + "\n" for record in records))
+        return
+    table = pa.Table.from_pylist(records)
+    if path.suffix == ".parquet":
+        pq.write_table(table, path, row_group_size=2)
+    else:
+        with pa.ipc.new_file(path, table.schema) as writer:
+            writer.write_table(table, max_chunksize=2)
+
+
+def _read(path, **options):
+    config = DataConfig(input=(str(path),), split_bytes=2**20, **options)
+    return [
+        document
+        for split in plan_splits(config)
+        for document in read_documents(
+            split, config.all_sources[0], encoding_faults=config.encoding_faults
+        )
+    ]
+
+
+@pytest.fixture(params=["jsonl", "parquet", "arrow"])
+def path(request, tmp_path):
+    """A file of each format that has fields."""
+    return tmp_path / f"a.{request.param}"
+
+
+def test_a_record_is_a_prompt_and_its_answer(path):
+    _write(path, RECORDS)
+    found = _read(path, **FIELDS)
+    assert [(one.prompt, one.text) for one in found] == [(one["q"], one["a"]) for one in RECORDS]
+    assert [one.record_id for one in found] == ["sum/1", "sum/2", "sum/3"]
+    assert [one.row for one in found] == [0, 1, 2]
+    assert found[0].whole == "2+2= \n4", "words of the two do not run into each other"
+    assert found[1].whole == " fünf\n"
+
+
+def test_an_id_may_be_a_whole_number(path):
+    _write(path, [{"text": "a", "id": 7}, {"text": "b", "id": -(2**60)}])
+    ids = [one.record_id for one in _read(path, id_field="id")]
+    assert ids == ["7", str(-(2**60))]
+
+
+@pytest.mark.parametrize(
+    ("record_id", "message"),
+    [
+        ("", "holds an empty text, not the record's own name"),
+        (None, "holds a NoneType, not the record's own name"),
+        ("x" * 1025, "is longer than 1024 bytes"),
+    ],
+)
+def test_a_record_without_a_usable_id_is_an_error_with_its_place(path, record_id, message):
+    _write(path, [{"text": "a", "id": "1"}, {"text": "b", "id": record_id}])
+    place = "line 2" if path.suffix == ".jsonl" else "record 1"
+    with pytest.raises(InputError, match=f"{place}: field 'id' {message}"):
+        _read(path, id_field="id")
+
+
+@pytest.mark.parametrize("given", [1.5, True])
+def test_a_number_that_is_no_whole_one_is_no_id(tmp_path, given):
+    _write(tmp_path / "a.jsonl", [{"text": "a", "id": given}])
+    with pytest.raises(InputError, match=r"line 1: field 'id' holds a (float|bool), not"):
+        _read(tmp_path / "a.jsonl", id_field="id")
+
+
+@pytest.mark.parametrize("missing", ["q", "a", "id"])
+def test_a_missing_field_is_named_with_its_setting(path, missing):
+    _write(path, [{key: value for key, value in RECORDS[0].items() if key != missing}])
+    setting = {"q": "prompt_field", "a": "answer_field", "id": "id_field"}[missing]
+    with pytest.raises(InputError, match=f"no (field|column) '{missing}'.*set {setting}"):
+        _read(path, **FIELDS)
+
+
+def test_a_column_of_numbers_is_no_prompt(tmp_path):
+    _write(tmp_path / "a.parquet", [RECORDS[0]])
+    with pytest.raises(InputError, match="column 'other' holds int64, not text: set prompt_field"):
+        _read(tmp_path / "a.parquet", **FIELDS | {"prompt_field": "other"})
+
+
+@pytest.mark.parametrize("name", ["a.txt", "embedded"])
+def test_what_has_no_fields_is_refused_where_fields_are_asked_for(tmp_path, name):
+    (tmp_path / "a.txt").write_text("text")
+    where = tmp_path / name if name == "a.txt" else name
+    with pytest.raises(
+        InputError, match=r"has no fields, and source 'text' asks for id_field='id'"
+    ):
+        _read(where, id_field="id")
+
+
+# ---- what is no Unicode
+
+
+def _broken_column(path):
+    """A file of three texts, the middle one of bytes that are no UTF-8."""
+    texts = pa.array([b"fine", b"caf\xe9 au lait", b"good"], type=pa.binary()).view(pa.string())
+    table = pa.table({"text": texts})
+    if path.suffix == ".parquet":
+        pq.write_table(table, path)
+    else:
+        with pa.ipc.new_file(path, table.schema) as writer:
+            writer.write_table(table)
+
+
+def _broken_lines(path):
+    path.write_bytes(b'{"text": "fine"}\n{"text": "caf\xe9 au lait"}\n{"text": "good"}\n')
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.parquet", "a.arrow"])
+def test_a_record_that_is_no_utf8(tmp_path, name):
+    path = tmp_path / name
+    (_broken_lines if name == "a.jsonl" else _broken_column)(path)
+    place = "byte 30, line 2" if name == "a.jsonl" else "record 1: column 'text'"
+    with pytest.raises(InputError, match=f"{place}.*not UTF-8 .byte 0xe9.*encoding_faults=drop"):
+        _read(path)
+    found = _read(path, encoding_faults="drop")
+    assert [one.fault for one in found] == ["", "not UTF-8", ""]
+    assert [one.row for one in found] == [0, 1, 2]
+    assert r"caf\xe9 au lait" in found[1].text, "the report shows the bytes"
+    assert [one.text for one in found if not one.fault] == ["fine", "good"]
+
+
+def test_half_a_surrogate_pair_in_any_field_that_is_kept(tmp_path):
+    path = tmp_path / "a.jsonl"
+    _write(
+        path, [{"q": "\ud83d\ude00", "a": "b", "id": "1"}, {"q": "c", "a": "d\ud83d", "id": "2"}]
+    )
+    with pytest.raises(InputError, match=r"line 2: not Unicode .half a surrogate pair, .ud83d, at"):
+        _read(path, **FIELDS)
+    found = _read(path, encoding_faults="drop", **FIELDS)
+    assert [one.fault for one in found] == ["", "not Unicode (lone surrogates)"]
+    assert found[0].prompt == "😀"
+    assert found[1].text == "c\nd\\ud83d"
+    _write(path, [{"text": "a", "source": "\udc00"}])
+    assert _read(path, encoding_faults="drop")[0].fault == "not Unicode (lone surrogates)"
+
+
+def test_of_plain_text_the_document_around_a_fault_is_dropped(tmp_path):
+    paragraph = "word " * 2000 + "\n\n"
+    content = (paragraph + "caf\xe9\n\n" + paragraph + paragraph).encode("latin-1")
+    (tmp_path / "a.txt").write_bytes(content)
+    found = _read(tmp_path / "a.txt", encoding_faults="drop")
+    assert [one.fault for one in found] == ["", "not UTF-8", ""]
+    assert found[1].text == "caf\\xe9\n"
+    assert found[0].text == found[2].text == paragraph
