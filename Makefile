@@ -4,7 +4,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-WORKERS ?= 2
+WORKERS ?= 3
 # A file stays on one worker, for its tests share what is costly to make. Files go out in their order: sorted by their
 # number of tests, those with few and long tests would come last and leave the other workers idle.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --max-worker-restart 0
@@ -20,7 +20,7 @@ help:  ## show this
 train: $(VENV)/.installed-cluster  ## prepare, train, evaluate, break and resume a small run on a simulated cluster
 	$(BIN)/moebius submit smoke
 
-test: $(VENV)/.installed-cluster $(VENV)/.installed-test  ## run the tests but the slow ones, on two processes (WORKERS=8: on eight)
+test: $(VENV)/.installed-cluster $(VENV)/.installed-test  ## run the tests but the slow ones, on three processes (WORKERS=8: on eight)
 	$(PYTEST) --durations=10
 
 test-all: $(VENV)/.installed-cluster $(VENV)/.installed-test  ## run every test, the slow ones too

@@ -62,10 +62,16 @@ def _as_param(value: Any) -> Any:
     return pytest.param(*(value if isinstance(value, tuple) else (value,)), id=str(value))
 
 
-def slow_but(every: Iterable[Any], *fast: Any) -> list[Any]:
-    """The values as a test's parameters: all are run by `make test-all`, those in `fast` always."""
+def slow_but(every: Iterable[Any], *fast: Any, names: int = 1) -> list[Any]:
+    """The values as a test's parameters: all are run by `make test-all`, those in `fast` always.
+
+    Where a value is of several `names`, it is a tuple with as many parts.
+    """
     values = list(every)
     assert set(fast) <= set(values), set(fast) - set(values)
     return [
-        value if value in fast else pytest.param(value, marks=pytest.mark.slow) for value in values
+        value
+        if value in fast
+        else pytest.param(*(value if names > 1 else (value,)), marks=pytest.mark.slow)
+        for value in values
     ]

@@ -252,9 +252,8 @@ def test_input_that_cannot_be_read(
     assert not list(text.parent.rglob("manifest-*.json"))
 
 
-@pytest.mark.parametrize(
-    "damage", ["flipped byte", pytest.param("truncated", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("damage", ["flipped byte", "truncated"])
+@pytest.mark.slow
 def test_a_damaged_shard_ends_the_run_with_its_name(
     damage: str, text: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -311,15 +310,20 @@ def trained(trained_once: Path, text: Path) -> Path:
 def test_a_checkpoint_that_lacks_an_expert(
     trained_once: Path, trained: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """The index loses the block of an expert tensor: loading must say which, and resuming must not
-    start.
-    """
+    """The index loses the block of an expert tensor: loading must say which."""
     checkpoint = next((trained / "checkpoints").glob("step_*"))
     remove_a_chunk(checkpoint)
     for command in (["ckpt", "verify", "done"], ["eval", "done"]):
         code, said = run(capfd, *command)
         assert code == 2
         assert re.search(r"expert", said), said
+
+
+@pytest.mark.slow
+def test_a_run_does_not_go_on_from_a_checkpoint_that_lacks_an_expert(
+    trained_once: Path, trained: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    remove_a_chunk(next((trained / "checkpoints").glob("step_*")))
     again = train_arguments(trained_once / "text.jsonl", "train.steps=4", "--run-dir", "done")
     code, said = run(capfd, *again)
     assert code == 1

@@ -6,6 +6,7 @@ import math
 from pathlib import Path
 
 import pytest
+from pairwise import slow_but
 from rich.console import Console
 
 from moebius.cluster.job import JobStatus, Journal, RootCause, State, as_details
@@ -172,7 +173,7 @@ def foreign_cause() -> RootCause:
     )
 
 
-@pytest.mark.parametrize("state", list(State))
+@pytest.mark.parametrize("state", slow_but(State, State.SUCCEEDED, State.FAILED, State.LOST))
 def test_brackets_in_what_comes_from_elsewhere_are_shown_as_they_are(tmp_path, state):
     run_dir = tmp_path / "run [" / "x] $[ [a]"
     run_dir.mkdir(parents=True)

@@ -23,6 +23,7 @@ def test_there_is_enough_of_it_in_documents_of_a_page():
     assert min(map(len, documents)) >= 120
 
 
+@pytest.mark.slow
 def test_every_process_reads_the_same():
     other = subprocess.run(
         [sys.executable, "-c", _FINGERPRINT], capture_output=True, text=True, check=True

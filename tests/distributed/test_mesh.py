@@ -8,6 +8,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+from pairwise import slow_but
 from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -81,7 +82,10 @@ def describe(ep, dp_shard):
         )
 
 
-@pytest.mark.parametrize(("world_size", "ep", "dp_shard"), SIZES)
+@pytest.mark.parametrize(
+    ("world_size", "ep", "dp_shard"),
+    slow_but(SIZES, (1, 1, None), (2, 2, None), (4, 2, 4), names=3),
+)
 def test_groups_join_the_ranks_of_the_tables(world_size, ep, dp_shard):
     layout = plan_layout(MeshConfig(ep=ep, dp_shard=dp_shard), world_size)
     for rank, (sums, members, description, total, _) in enumerate(
@@ -123,7 +127,10 @@ def full_experts(ep, dp_shard):
         return whole.full_tensor(), sharded.to_local()
 
 
-@pytest.mark.parametrize(("ep", "dp_shard"), [(1, None), (2, None), (4, None), (2, 4)])
+@pytest.mark.parametrize(
+    ("ep", "dp_shard"),
+    slow_but([(1, None), (2, None), (4, None), (2, 4)], (2, None), (2, 4), names=2),
+)
 def test_dtensor_puts_experts_together_in_global_order(ep, dp_shard):
     replicas = 4 // ep
     for rank, (whole, sharded) in enumerate(run_ranks(full_experts, 4, ep, dp_shard)):

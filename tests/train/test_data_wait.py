@@ -101,7 +101,9 @@ def seen(run_dir: Path) -> list[tuple[int, float]]:
     return [(line["digest"], line["loss"]) for line in lines(run_dir, "train")]
 
 
-@pytest.mark.parametrize("block", [Block((1,), 0, 5.0), Block((0, 1), 1, 4.0)])
+@pytest.mark.parametrize(
+    "block", [Block((1,), 0, 5.0), pytest.param(Block((0, 1), 1, 4.0), marks=pytest.mark.slow)]
+)
 def test_a_store_that_blocks_is_waited_for_beyond_the_time_out(made, tmp_path, block) -> None:
     expected = tmp_path / "expected"
     run_ranks(run_training, 2, make_config(made), expected)

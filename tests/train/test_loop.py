@@ -170,14 +170,11 @@ def make_steps(config: Config, run_dir: Path) -> Made:
         return Made(losses, auxiliary, biases, digest.hexdigest())
 
 
-def test_three_runs_are_the_same_bit_for_bit(data: Path, tmp_path: Path) -> None:
+def test_two_runs_are_the_same_bit_for_bit(data: Path, tmp_path: Path) -> None:
     config = make_config(data, ep=2, steps=3)
-    first, *others = [
-        run_ranks(make_steps, 4, config, tmp_path / str(number)) for number in range(3)
-    ]
-    for other in others:
-        assert [made.losses for made in other] == [made.losses for made in first]
-        assert [made.digest for made in other] == [made.digest for made in first]
+    first, other = (run_ranks(make_steps, 4, config, tmp_path / str(number)) for number in range(2))
+    assert [made.losses for made in other] == [made.losses for made in first]
+    assert [made.digest for made in other] == [made.digest for made in first]
 
 
 @pytest.mark.slow

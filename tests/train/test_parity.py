@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from pairwise import slow_but
 from small_model import MODEL
 from torch import Tensor
 from world import run_ranks
@@ -240,13 +241,14 @@ def final_state(run_dir: Path, config: Config) -> dict[str, Tensor]:
     return tensors
 
 
-def test_resumed_equals_uninterrupted_bit_for_bit(data: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("ranks", slow_but([2, 4], 2))
+def test_resumed_equals_uninterrupted_bit_for_bit(ranks: int, data: Path, tmp_path: Path) -> None:
     layout = {"mesh": {"ep": 2}}
     whole_run, cut_run = tmp_path / "whole", tmp_path / "cut"
-    run_ranks(run_training, 4, make_config(data, **layout), whole_run)
-    run_ranks(run_training, 4, make_config(data, train={"steps": 5}, **layout), cut_run)
+    run_ranks(run_training, ranks, make_config(data, **layout), whole_run)
+    run_ranks(run_training, ranks, make_config(data, train={"steps": 5}, **layout), cut_run)
     assert [c.step for c in list_checkpoints(cut_run / "checkpoints")] == [4, 5]
-    run_ranks(run_training, 4, make_config(data, **layout), cut_run)
+    run_ranks(run_training, ranks, make_config(data, **layout), cut_run)
     assert losses(cut_run) == losses(whole_run)
     assert records(cut_run, "start")[5]["resumed_from_step"] == 5
     before, after = (final_state(folder, make_config(data)) for folder in (whole_run, cut_run))

@@ -188,7 +188,13 @@ def compare_found(results: list[tuple], expected: tuple, tolerance: float) -> No
             assert difference < tolerance, (name, index, difference)
 
 
-@pytest.mark.parametrize(("world", "mesh"), SHARDED)
+@pytest.mark.parametrize(
+    ("world", "mesh"),
+    [
+        pytest.param(*case, marks=() if case in SHARDED[::3] else pytest.mark.slow)
+        for case in SHARDED
+    ],
+)
 def test_sharded_weights_make_the_same_steps(
     world: int, mesh: dict, data: Path, tmp_path: Path, on_one_rank: dict
 ) -> None:
@@ -302,7 +308,10 @@ def is_sharded(name: str) -> bool:
     return enters_a_product(name) or name.endswith("embedding")
 
 
-@pytest.mark.parametrize(("model", "per_member"), [("repeated", 1), ("not_repeated", 2)])
+@pytest.mark.parametrize(
+    ("model", "per_member"),
+    [("repeated", 1), pytest.param("not_repeated", 2, marks=pytest.mark.slow)],
+)
 def test_a_unit_is_gathered_once_per_pass_and_its_gradient_reduced_once(
     model: str, per_member: int, data: Path, tmp_path: Path
 ) -> None:

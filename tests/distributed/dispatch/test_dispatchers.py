@@ -6,7 +6,7 @@ One world serves many cases, for starting it costs more than they do.
 
 import gc
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,7 +19,7 @@ import torch.distributed as dist
 from dispatch_scenes import EXPERTS, HIDDEN, SCENES, TOP_K, WIDTH, Bank, bank, choose, run_pass
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pairwise import every_pair
+from pairwise import every_pair, slow_but
 from torch import Tensor
 from world import RankFailed, run_ranks
 
@@ -195,7 +195,15 @@ VARIANTS = [
     ("allgather", 1),
     *((name, chunks) for name in ("alltoall", "dedup", "hierarchical") for chunks in (1, 2, 3)),
 ]
-
+# In `make test` a dispatcher is asked in one chunk or in two.
+CHUNKED = [
+    pytest.param([variant for variant in VARIANTS if variant[1] == chunks], id=name, marks=marks)
+    for chunks, name, marks in (
+        (1, "whole", ()),
+        (2, "halves", pytest.mark.slow),
+        (3, "thirds", pytest.mark.slow),
+    )
+]
 
 Choice = tuple[str, str, tuple[str, int]]  # scene, kind of routes, (dispatcher, chunks)
 
@@ -506,7 +514,14 @@ def count_reads() -> dict[str, int]:
     return seen
 
 
-@pytest.mark.parametrize(("name", "chunks"), [variant for variant in VARIANTS if variant[1] < 3])
+@pytest.mark.parametrize(
+    ("name", "chunks"),
+    slow_but(
+        [variant for variant in VARIANTS if variant[1] < 3],
+        *(("allgather", 1), ("alltoall", 2), ("dedup", 1), ("dedup", 2), ("hierarchical", 2)),
+        names=2,
+    ),
+)
 def test_rows_travel_while_other_work_is_done_and_the_host_reads_once(
     name: str, chunks: int
 ) -> None:
@@ -766,7 +781,7 @@ def scaled(x: Tensor, routes: Routes, first_expert: int) -> Tensor:
     return x.new_zeros(routes.num_targets, x.shape[1]).index_add(0, routes.target_N, gated)
 
 
-@settings(max_examples=5)
+@settings(max_examples=2)
 @given(st.lists(drawn_cases(), min_size=3, max_size=3))
 def test_drawn_routings_lose_no_route_and_equal_a_loop(batch: list[Drawn]) -> None:
     for results in run_ranks(drawn_on_ranks, 3, batch):
@@ -798,7 +813,7 @@ def nearly(a: Tensor, b: Tensor) -> bool:
     return not len(a) or bool((a - b).abs().max() <= 1e-6 * b.abs().max())
 
 
-def relabelled() -> dict[tuple, list[str]]:
+def relabelled(variants: Sequence[tuple[str, int]]) -> dict[tuple, list[str]]:
     """What differs between banks placed by a table and banks in order, per dispatcher and table."""
     tables = {
         "permuted": ExpertMap((2, 2, 2, 2), (5, 2, 7, 0, 1, 6, 3, 4)),
@@ -810,7 +825,7 @@ def relabelled() -> dict[tuple, list[str]]:
             given = scene_case("uneven", kind, process.rank)
             straight = run_layer(own_layer(process, dispatcher_of("alltoall", group, nodes)), given)
             for table, expert_map in tables.items():
-                for name, chunks in VARIANTS:
+                for name, chunks in variants:
                     dispatcher = dispatcher_of(
                         name, group, nodes, expert_map=expert_map, overlap_chunks=chunks
                     )
@@ -844,8 +859,12 @@ def wrong_weights(
     return wrong
 
 
-def test_another_placement_of_the_experts_changes_nothing() -> None:
-    for found in run_ranks(relabelled, 4, timeout_s=120):
+@pytest.mark.parametrize("variants", CHUNKED)
+def test_another_placement_of_the_experts_changes_nothing(
+    variants: Sequence[tuple[str, int]],
+) -> None:
+    for found in run_ranks(relabelled, 4, variants, timeout_s=120):
+        assert len(found) == 6 * len(variants)
         assert {key: names for key, names in found.items() if names} == {}
 
 
@@ -869,7 +888,7 @@ def test_it_does_not_matter_which_rank_has_which_tokens() -> None:
 # Gradients.
 
 
-def gradients_by_differences() -> dict[str, bool]:
+def gradients_by_differences(variants: Sequence[tuple[str, int]]) -> dict[str, bool]:
     out = {}
     with world() as (process, group, nodes):
         generator = torch.Generator().manual_seed(process.rank)
@@ -883,7 +902,7 @@ def gradients_by_differences() -> dict[str, bool]:
         def experts(x_UD: Tensor, routes: Routes) -> Tensor:
             return routed_mlp(x_UD, w_up, w_down, routes, activation="silu", backend="reference")
 
-        for name, chunks in VARIANTS:
+        for name, chunks in variants:
             dispatcher = make_dispatcher(
                 name, group, nodes=nodes if name == "hierarchical" else None, overlap_chunks=chunks
             )
@@ -898,10 +917,11 @@ def gradients_by_differences() -> dict[str, bool]:
     return out
 
 
-def test_gradients_equal_differences_on_two_ranks() -> None:
-    for found in run_ranks(gradients_by_differences, 2, timeout_s=120):
+@pytest.mark.parametrize("variants", CHUNKED)
+def test_gradients_equal_differences_on_two_ranks(variants: Sequence[tuple[str, int]]) -> None:
+    for found in run_ranks(gradients_by_differences, 2, variants, timeout_s=120):
         assert set(found.values()) == {True}
-        assert len(found) == len(VARIANTS)
+        assert len(found) == len(variants)
 
 
 # Memory, and what is counted.

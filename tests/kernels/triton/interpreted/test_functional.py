@@ -5,6 +5,7 @@ operators.
 import pytest
 import torch
 from kernel_cases import BIASES, Case, Perceptrons, check, head_routes, make_routes
+from pairwise import slow_but
 from torch import Tensor
 
 from moebius.kernels import ops
@@ -16,7 +17,7 @@ from moebius.model.routing import Routes
 CASE = Case(17, 12, 7, 5, 2)
 
 
-@pytest.mark.parametrize("biases", BIASES)
+@pytest.mark.parametrize("biases", slow_but(BIASES, "no bias", "both biases"))
 @pytest.mark.parametrize("activation", ["relu", "geglu"])
 def test_perceptrons(activation: str, biases: str) -> None:
     generator = torch.Generator().manual_seed(1)
