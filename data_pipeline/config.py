@@ -35,6 +35,7 @@ _NOT_IN_THE_BYTES = {
     *("directory", "seq_len", "seed"),  # where they are and in which order they are read
     *("stages", "packing", "document_attention"),
     *("when_corrupt", "replicas", "max_skipped_batches", "override_position"),
+    *("server", "server_bytes"),
     *("input", "validation_input", "sources", *_FIELDS),  # see `spec`
 }
 _NOT_IN_A_SOURCES_BYTES = {"weight", "licence", "max_epochs"}
@@ -151,6 +152,11 @@ class DataConfig(BaseModel):
     max_skipped_batches: int = Field(default=10, ge=0)
     # continue a run although its data or their order are not those of its checkpoint
     override_position: bool = False
+    # one process per node decodes for all its ranks (serving/): auto: where a node has several ranks
+    # and the data is more than two windows of the order
+    server: Literal["auto", "on", "off"] = "auto"
+    # memory of a node that the decoded chunks take at most
+    server_bytes: int = Field(default=512 * 2**20, ge=1)
     seq_len: int = Field(default=256, ge=1)
     seed: int = Field(default=0, ge=0)
     directory: str = ""  # where the shards are; empty: the caller decides

@@ -13,6 +13,7 @@ Legend: S tokens predicted per row.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
 import numpy as np
@@ -27,29 +28,33 @@ BatchReader = Callable[[TokenStore, int, bool], TokenBatch | None]
 
 @dataclass(frozen=True)
 class LoadedChunk:
-    """Holds the rows of a chunk as views [rows, S+1] of its tokens."""
+    """Holds the rows of a chunk: flat arrays in which they begin `stride` apart, `width` long."""
 
-    tokens: np.ndarray  # uint16 or uint32
-    counts: np.ndarray | None  # bool, of each token: it is learned; None: all are
-    documents: np.ndarray | None  # int32, of each token: its document's number, −1: padding
+    stride: int
+    width: int  # S+1
+    flat_tokens: np.ndarray  # uint16 or uint32
+    flat_counts: np.ndarray | None  # bool, of each token: it is learned; None: all are
+    flat_documents: np.ndarray | None  # int32, of each token: its document's number, −1: padding
     damaged: np.ndarray | None  # bool [rows]: some of their tokens are lost; None: no row's
+    lost_batches: tuple[int, ...] = ()  # record batches that could not be read
 
-    @staticmethod
-    def of(
-        stride: int,
-        width: int,
-        tokens: np.ndarray,
-        counts: np.ndarray | None,
-        documents: np.ndarray | None,
-        damaged: np.ndarray | None,
-    ) -> "LoadedChunk":
-        """Returns the rows of flat arrays: `width` elements each, `stride` apart."""
-        return LoadedChunk(
-            _strided(tokens, stride, width),
-            None if counts is None else _strided(counts, stride, width),
-            None if documents is None else _strided(documents, stride, width),
-            damaged,
-        )
+    @cached_property
+    def tokens(self) -> np.ndarray:
+        """Returns the tokens of each row, a view [rows, S+1]."""
+        return _strided(self.flat_tokens, self.stride, self.width)
+
+    @cached_property
+    def counts(self) -> np.ndarray | None:
+        """Returns which tokens of each row are learned, a view [rows, S+1]."""
+        return self._rows_of(self.flat_counts)
+
+    @cached_property
+    def documents(self) -> np.ndarray | None:
+        """Returns the documents' numbers of each row, a view [rows, S+1]."""
+        return self._rows_of(self.flat_documents)
+
+    def _rows_of(self, flat: np.ndarray | None) -> np.ndarray | None:
+        return None if flat is None else _strided(flat, self.stride, self.width)
 
 
 def _strided(flat: np.ndarray, stride: int, width: int) -> np.ndarray:
@@ -120,8 +125,14 @@ class ConcatLayout:
                 self._heads[batch] = _first_tokens(found, self._seq_len)
             span.put(batch, found)
         damaged = _overlapping(np.arange(end_row - first_row) * self._seq_len, span, self._seq_len)
-        return LoadedChunk.of(
-            self._seq_len, self._seq_len + 1, span.tokens, span.counts, span.documents, damaged
+        return LoadedChunk(
+            stride=self._seq_len,
+            width=self._seq_len + 1,
+            flat_tokens=span.tokens,
+            flat_counts=span.counts,
+            flat_documents=span.documents,
+            damaged=damaged,
+            lost_batches=tuple(span.lost_batches),
         )
 
     def spans_of(self, row: int) -> list[tuple[int, int]]:
@@ -184,7 +195,15 @@ class BestFitLayout:
         counts[places[_continued(pieces, self._seq_len)]] = False
         documents = _piece_numbers(places, pieces, padding) if self._wanted.documents else None
         damaged = _damaged_rows(pieces, stream)
-        return LoadedChunk.of(width, width, tokens, counts, documents, damaged)
+        return LoadedChunk(
+            stride=width,
+            width=width,
+            flat_tokens=tokens,
+            flat_counts=counts,
+            flat_documents=documents,
+            damaged=damaged,
+            lost_batches=tuple(stream.lost_batches),
+        )
 
     def spans_of(self, row: int) -> list[tuple[int, int]]:
         """Returns the stretches that a row is made of, in its order."""
@@ -234,6 +253,7 @@ class _Span:
         self._num_documents = 0
         self.lost: list[tuple[int, int]] = []
         """Begins and ends of what could not be read."""
+        self.lost_batches: list[int] = []
 
     def put(self, number: int, batch: TokenBatch | None) -> None:
         """Copies a batch, or its first tokens, as far as it lies in this stretch."""
@@ -241,6 +261,7 @@ class _Span:
         here = slice(max(0, begin), min(end, len(self.tokens)))
         if batch is None:
             self.lost.append((here.start, here.stop))
+            self.lost_batches.append(number)
             return
         there = slice(here.start - begin, here.stop - begin)
         self.tokens[here] = batch.tokens[there]

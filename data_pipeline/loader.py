@@ -9,8 +9,8 @@ content: added up over ranks (modulo 2**31) it proves that two runs saw the same
 layout.
 
 A thread reads ahead. Where the folder is still growing it waits for the era that a step needs, all
-of it, so that all ranks wait at the same step, and `wait_reason` says what for. Every rank decodes
-every chunk of which it has a row. Figures: benchmarks/data.py.
+of it, so that all ranks wait at the same step, and `wait_reason` says what for. Chunks are decoded
+by the rank itself, or once for all ranks of its node by a data server (serving/).
 """
 
 import logging
@@ -31,6 +31,8 @@ from .errors import DataError
 from .order import RowRefs
 from .reader import SplitReader, too_short
 from .samples import OrderedSamples
+from .serving.client import ServedChunks
+from .serving.start import ServerHandle
 
 logger = logging.getLogger(__name__)
 
@@ -86,6 +88,7 @@ class Loader:
         skip_folder: where damaged rows are written down that were passed over (`corruption`).
         poll_s: how often a growing folder is looked at.
         on_wait: told when a batch is waited for.
+        server: the node's data server, which is closed with the loader; None: this rank decodes.
 
     Raises:
         DataError: sizes that do not fit, or a folder that cannot be read so.
@@ -104,11 +107,20 @@ class Loader:
         skip_folder: Path | None = None,
         poll_s: float = 1.0,
         on_wait: OnWait | None = None,
+        server: ServerHandle | None = None,
     ):
         _check_layout(global_batch, micro_batch, rank, num_ranks, start_sample, prefetch)
         self._skipped = SkipList(skip_folder, rank=rank, most_batches=data.max_skipped_batches)
         self._fetch = open_fetcher(data, self._skipped)
-        self._samples = OrderedSamples(data, self._fetch)
+        self._server = server
+        self._served: ServedChunks | None = None
+        if server is not None:
+            self._served = server.connect(data, rank=rank, skipped=self._skipped)
+        try:
+            self._samples = OrderedSamples(data, self._fetch, self._served)
+        except BaseException:
+            self._close_server()
+            raise
         self._global_batch, self._micro_batch = global_batch, micro_batch
         self._local_batch = global_batch // num_ranks
         self._local_start = rank * self._local_batch
@@ -130,7 +142,13 @@ class Loader:
     @property
     def wait_reason(self) -> str:
         """Returns what the reading thread waits for or reads just now; "": nothing."""
-        return self._waiting_for or self._fetch.doing
+        served = "" if self._served is None else self._served.doing
+        return self._waiting_for or served or self._fetch.doing
+
+    @property
+    def lost_server(self) -> bool:
+        """Returns whether this rank decodes by itself because its data server is gone."""
+        return self._served is not None and bool(self._served.lost)
 
     def ready(self) -> bool:
         """Returns whether `next()` would return, or raise, at once."""
@@ -227,11 +245,20 @@ class Loader:
         May be called again. A thread that is stuck in a read is left behind.
         """
         self._closed.set()
+        if self._served is not None:
+            self._served.close()
         self._thread.join(timeout=_CLOSE_S)
         if self._thread.is_alive():
             logger.warning("the loader's thread is still %s, and is left behind", self.wait_reason)
         else:
             self._samples.close()
+        self._close_server()
+
+    def _close_server(self) -> None:
+        if self._served is not None:
+            self._served.close()
+        if self._server is not None:
+            self._server.close()
 
     def __enter__(self) -> "Loader":
         return self
@@ -275,6 +302,8 @@ class Loader:
 
     def _read_step(self, first_sample: int, refs: RowRefs) -> Batch:
         local_first = first_sample + self._local_start
+        if self._served is not None:
+            self._served.progress(first_sample)
         refs, rows = self._samples.read(local_first, refs, self._skipped)
         shape = (-1, self._micro_batch)
         return Batch(

@@ -13,7 +13,7 @@ Legend: S tokens predicted per row, n rows asked for.
 import functools
 import hashlib
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Self
@@ -34,8 +34,11 @@ from .manifest import DatasetManifest, Era, follow, read_manifest
 from .order import ChunkTable, RowRefs, SourceRows, num_rows
 from .packing import CHUNK_BATCHES, BestFitPlan, PlanKey, open_plan
 from .token_store import TokenStore
+from .tokenizers.interface import token_dtype
 
 Packing = Literal["concat", "best_fit"]
+ChunkReader = Callable[[str, int, int], LoadedChunk]
+"""Returns the rows of a chunk by its source, era and number: decoded here, or by a server."""
 
 _SPARE_CHUNKS = 1  # beside those of a window
 
@@ -99,6 +102,11 @@ class Prepared:
         """(source, era) to its ChunkLayout; the latest are kept."""
         self._plan_rows = functools.cache(self._rows_of_plan)
 
+    @property
+    def token_bytes(self) -> int:
+        """Returns how many bytes a token takes."""
+        return token_dtype(self.manifest.vocab_size).itemsize
+
     def grow(self) -> bool:
         """Reads what was added to the chain of manifests; False: nothing was."""
         known, self.manifest = self.manifest, follow(self.directory, self.manifest)
@@ -122,6 +130,14 @@ class Prepared:
     def chunks(self, source: str, era: int) -> ChunkTable:
         """Returns how the rows of an era lie in chunks."""
         return self.layout(source, era).plan.chunks
+
+    def read_chunk(self, source: str, era: int, chunk: int) -> LoadedChunk:
+        """Decodes the record batches of a chunk and returns its rows.
+
+        Raises:
+            ShardError: they cannot be read, and that is not to be passed over.
+        """
+        return self.layout(source, era).read(chunk)
 
     def content_hash(self, source: str, num_eras: int) -> str:
         """Returns a hash of the content of the first eras of a source: of all their shards."""
@@ -183,9 +199,18 @@ class RowReader:
     Not for several threads at once.
     """
 
-    def __init__(self, prepared: Prepared, names: Sequence[str]):
-        """`names`: the sources by the numbers that the order has for them."""
+    def __init__(
+        self, prepared: Prepared, names: Sequence[str], read_chunk: ChunkReader | None = None
+    ):
+        """Reads from a prepared folder.
+
+        Args:
+            prepared: the folder.
+            names: the sources by the numbers that the order has for them.
+            read_chunk: where chunks come from; None: they are decoded here.
+        """
         self._prepared, self._names = prepared, tuple(names)
+        self._read_chunk = read_chunk or prepared.read_chunk
         self._loaded: dict[int, OrderedDict[tuple[int, int], LoadedChunk]] = {}
 
     def read(self, sources: np.ndarray, eras: np.ndarray, rows: np.ndarray) -> Rows:
@@ -207,11 +232,7 @@ class RowReader:
         self, gathered: "_Gathered", source: int, era: int, places: np.ndarray, rows: np.ndarray
     ) -> None:
         table = self._prepared.chunks(self._names[source], era)
-        chunks = np.searchsorted(table.row_starts, rows, side="right") - 1
-        found, firsts = np.unique(chunks, return_index=True)
-        # in order of appearance: what belongs to the window before is not read again
-        for chunk in found[np.argsort(firsts)].tolist():
-            mine = np.flatnonzero(chunks == chunk)
+        for chunk, mine in chunks_of(table, rows):
             loaded = self._load(source, era, chunk, table.chunks_per_window + _SPARE_CHUNKS)
             gathered.put(places[mine], loaded, rows[mine] - table.row_starts[chunk])
 
@@ -221,7 +242,7 @@ class RowReader:
         if found is None:
             while len(kept) >= keep:
                 kept.popitem(last=False)
-            found = self._prepared.layout(self._names[source], era).read(chunk)
+            found = self._read_chunk(self._names[source], era, chunk)
         kept[era, chunk] = found
         kept.move_to_end((era, chunk))
         return found
@@ -265,6 +286,17 @@ def group_pairs(first: np.ndarray, second: np.ndarray) -> Iterator[tuple[int, in
         return
     for one, other in np.unique(np.stack([first, second]), axis=1).T.tolist():
         yield one, other, np.flatnonzero((first == one) & (second == other))
+
+
+def chunks_of(table: ChunkTable, rows: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
+    """Yields the chunks that rows of an era lie in, and of each the places of its rows.
+
+    They come in order of appearance: what belongs to the window before is not read again.
+    """
+    chunks = np.searchsorted(table.row_starts, rows, side="right") - 1
+    found, firsts = np.unique(chunks, return_index=True)
+    for chunk in found[np.argsort(firsts)].tolist():
+        yield chunk, np.flatnonzero(chunks == chunk)
 
 
 class SplitReader:

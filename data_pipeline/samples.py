@@ -8,21 +8,40 @@ cuts steps and ranks out of it; the command line asks it what was in a step.
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
-from typing import Any
+from functools import partial
+from typing import Any, Protocol
 
 import numpy as np
 
 from .config import DataConfig
 from .corruption import BatchFetcher, SkipList, SkippedRow
 from .errors import DataError
+from .layout import LoadedChunk
 from .mixture import Mixture, WeightStage
 from .order import ORDER_VERSION, EndOfSourceError, RowRefs, SampleOrder, SourceRows
 from .packing import PLAN_VERSION
 from .permutation import mixed
-from .reader import Prepared, RowReader, Rows, check_names, group_pairs, too_short
+from .reader import (
+    ChunkReader,
+    Prepared,
+    RowReader,
+    Rows,
+    check_names,
+    chunks_of,
+    group_pairs,
+    too_short,
+)
 
 _DIGEST_BITS = 31
 _ORDER_SAMPLES = 4096  # ordered at a time: numpy takes hardly longer for as many than for one
+
+
+class ChunkServer(Protocol):
+    """Gives the rows of chunks that another process has decoded."""
+
+    def read(self, source: str, era: int, chunk: int, *, alone: ChunkReader) -> LoadedChunk:
+        """Returns the rows of a chunk; `alone` decodes it here, where the server does not."""
+        ...
 
 
 class OrderedSamples:
@@ -32,7 +51,14 @@ class OrderedSamples:
         DataError: the folder cannot be read as the configuration says.
     """
 
-    def __init__(self, data: DataConfig, fetch: BatchFetcher):
+    def __init__(self, data: DataConfig, fetch: BatchFetcher, served: ChunkServer | None = None):
+        """Opens the folder.
+
+        Args:
+            data: which, and how it is read.
+            fetch: reads record batches.
+            served: gives the chunks' rows; None: they are decoded here.
+        """
         self._data = data
         self.prepared = Prepared(
             data.directory,
@@ -53,7 +79,10 @@ class OrderedSamples:
             self.prepared.chunks,
             seed=data.seed,
         )
-        self._reader = RowReader(self.prepared, self.mixture.names)
+        read_chunk = self.prepared.read_chunk
+        if served is not None:
+            read_chunk = partial(served.read, alone=read_chunk)
+        self._reader = RowReader(self.prepared, self.mixture.names, read_chunk)
         self._content: dict[tuple[int, int], int] = {}
         self._ordered: tuple[int, RowRefs | None] = (0, None)
         self._checked_until = 0
@@ -103,6 +132,14 @@ class OrderedSamples:
                 refs = self.order.refs_at(start, count)
             self._ordered = first, refs = start, refs
         return refs[slice(start - first, start - first + count)]
+
+    def chunks_at(self, start: int, count: int) -> Iterator[tuple[str, int, int]]:
+        """Yields the chunks of samples that were made ready, each by source, era and number."""
+        refs = self.refs_at(start, count)
+        for source, era, here in group_pairs(refs.sources, refs.eras):
+            name = self.mixture.names[source]
+            for chunk, _ in chunks_of(self.prepared.chunks(name, era), refs.rows[here]):
+                yield name, era, chunk
 
     def read(self, first: int, refs: RowRefs, skipped: SkipList) -> tuple[RowRefs, Rows]:
         """Reads rows, and others for those that are lost where that was asked for.
@@ -217,10 +254,16 @@ class OrderedSamples:
             self._counted[name] += 1  # its plan of rows may have to be made
             self.order.extend({name: self._source_rows(name)})
             return True
+        if not self.grow():
+            return False
+        self.order.extend({name: self._source_rows(name)})
+        return True
+
+    def grow(self) -> bool:
+        """Takes in what was sealed meanwhile; False: nothing was."""
         if self.prepared.manifest.complete or not self.prepared.grow():
             return False
         self._count_what_is_cheap()
-        self.order.extend({name: self._source_rows(name)})
         return True
 
     def _check_lengths(self) -> None:

@@ -23,6 +23,7 @@ from moebius.data_pipeline.manifest import (
     shard_name,
 )
 from moebius.data_pipeline.shards import ShardWriter, TokenDocument, shard_schema
+from moebius.data_pipeline.token_store import TokenStore
 
 END = 256  # of a document, among 257 ids
 
@@ -180,3 +181,13 @@ class MadeFolder:
                     )
                 )
             return writer.close(name=name, split=split, source=source, label=name, index_file=index)
+
+
+def flip(folder: Path, source: str, era: int, batch: int, *, split: str = "train") -> None:
+    """Flips one bit in the middle of a record batch."""
+    store = TokenStore(folder, source, era, split, check_sizes=False)
+    shard = int(np.searchsorted(store._first_batches, batch, side="right")) - 1
+    path = folder / store.entries[shard].name
+    data = bytearray(path.read_bytes())
+    data[int(store._index["offset"][batch] + store._index["length"][batch] // 2)] ^= 4
+    path.write_bytes(data)

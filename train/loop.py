@@ -93,7 +93,7 @@ def run_steps(run: Run, loader: Loader, log: MetricsLog) -> str:
         finished = number == config.train.steps
         ends = finished or result.stop
         if number == first or ends or due(number, config.train.log_every):
-            log_step(run, log, result, batch, clock.read(waited_s=loader.wait_s))
+            log_step(run, log, result, batch, loader, clock.read(waited_s=loader.wait_s))
             clock = StepClock(waited_s=loader.wait_s)
         rebalance_experts(run, log, result)
         if ends or due(number, config.checkpoint.every):
@@ -204,14 +204,22 @@ def due(step: int, every: int) -> bool:
 
 
 def log_step(
-    run: Run, log: MetricsLog, result: StepResult, batch: Batch, times: tuple[float, float]
+    run: Run,
+    log: MetricsLog,
+    result: StepResult,
+    batch: Batch,
+    loader: Loader,
+    times: tuple[float, float],
 ) -> None:
     """Sums the step's statistics over the ranks and writes them to the log; a collective call.
 
     `times` are those of `StepClock.read`; `data_wait_s` in the log is of all ranks together.
     """
     step_s, data_wait_s = times
-    sums = result.meter.reduce(digest=batch.digest, data_wait_s=data_wait_s)
+    sums = result.meter.reduce(
+        digest=batch.digest, data_wait_s=data_wait_s, lost_server=loader.lost_server
+    )
+    lost_servers = int(sums["lost_server"].item())
     tokens = run.config.train.global_batch * run.config.data.seq_len
     counted = result.counted_targets
     log.write(
@@ -228,6 +236,7 @@ def log_step(
         data_wait_s=round(sums["data_wait_s"].item(), 5),
         digest=int(sums["digest"].item()) % 2**31,
         **({} if counted is None else {"counted_targets": counted}),
+        **({"ranks_without_data_server": lost_servers} if lost_servers else {}),
         **expert_metrics(sums),
         **exchange_metrics(sums, ep=run.mesh.layout.ep),
     )

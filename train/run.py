@@ -27,6 +27,7 @@ from ..model.compiled import compile_dense_parts
 from ..model.precision import products_dtype, stored_dtype
 from ..model.transformer import Transformer
 from .config import Config, ConfigError
+from .data_server import open_data_server
 from .expert_placement import ExpertPlacement
 from .metrics import MetricsLog
 from .optim import make_optimizer
@@ -285,6 +286,7 @@ def open_loader(run: Run, position: dict[str, Any] | None) -> Loader:
         num_ranks=run.process.world_size,
         start_sample=run.progress.samples,
         skip_folder=run.run_dir / "skipped",
+        server=open_data_server(config, run.process, run.progress.samples),
     )
     try:
         _check_data(run, loader, position)

@@ -33,6 +33,8 @@ _MAY_CHANGE = frozenset(
         "data.replicas",
         "data.max_skipped_batches",
         "data.override_position",
+        "data.server",
+        "data.server_bytes",
         "train.steps",
         "train.micro_batch",
         "train.device",

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from made_folder import MadeFolder, documents
+from made_folder import MadeFolder, documents, flip
 
 from moebius.data_pipeline import corruption
 from moebius.data_pipeline.config import DataConfig
@@ -50,16 +50,6 @@ def made(intact, tmp_path) -> MadeFolder:
     folder = Path(shutil.copytree(intact.folder, tmp_path / "data"))
     copy.__dict__.update(intact.__dict__, folder=folder)
     return copy
-
-
-def flip(folder: Path, source: str, era: int, batch: int, *, split: str = "train") -> None:
-    """Flips one bit in the middle of a record batch."""
-    store = TokenStore(folder, source, era, split, check_sizes=False)
-    shard = int(np.searchsorted(store._first_batches, batch, side="right")) - 1
-    path = folder / store.entries[shard].name
-    data = bytearray(path.read_bytes())
-    data[int(store._index["offset"][batch] + store._index["length"][batch] // 2)] ^= 4
-    path.write_bytes(data)
 
 
 def run(

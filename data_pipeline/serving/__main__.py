@@ -1,0 +1,5 @@
+"""`python -m moebius.data_pipeline.serving`: the data server's process, for `start` alone."""
+
+from .server import main
+
+main()

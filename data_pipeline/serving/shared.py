@@ -1,0 +1,157 @@
+"""A decoded chunk as a file that lies in memory alone, to be mapped by other processes.
+
+On Linux it is a memfd, elsewhere an unlinked temporary file. Neither has a name: when the last
+process that has it open or mapped ends, however it ends, its memory is free. So a kill -9 leaves
+nothing behind, and no limit of /dev/shm (64 MiB in many containers) applies; cgroups count it as
+memory. A memfd is sealed once it is written: no rank can change what another one reads, or cut it
+short under its mapping.
+"""
+
+import fcntl
+import mmap
+import os
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..layout import LoadedChunk
+from .protocol import Here, LostBatch, Part, ProtocolError
+
+_ALIGN = 64
+_DTYPES = {
+    "tokens": {"uint16", "uint32"},
+    "counts": {"bool"},
+    "documents": {"int32"},
+    "damaged": {"bool"},
+}
+
+
+@dataclass(frozen=True)
+class SharedChunk:
+    """Is an open file with the arrays of a chunk, and what a rank must know to read it."""
+
+    file: int
+    num_bytes: int
+    stride: int
+    width: int
+    parts: tuple[Part, ...]
+    lost: tuple[LostBatch, ...]
+
+    def as_message(self, number: int) -> Here:
+        """Returns what is sent with the file; `number` is what a rank calls it."""
+        return Here(
+            number=number,
+            num_bytes=self.num_bytes,
+            stride=self.stride,
+            width=self.width,
+            parts=self.parts,
+            lost=self.lost,
+        )
+
+
+def write_chunk(chunk: LoadedChunk, lost: Sequence[LostBatch] = ()) -> SharedChunk:
+    """Writes a decoded chunk into a new file in memory.
+
+    Raises:
+        OSError: there is no memory for it.
+    """
+    arrays = {
+        "tokens": chunk.flat_tokens,
+        "counts": chunk.flat_counts,
+        "documents": chunk.flat_documents,
+        "damaged": chunk.damaged,
+    }
+    parts, end = [], 0
+    for name, array in arrays.items():
+        if array is not None:
+            parts.append(Part.model_validate(_described(name, array, end)))
+            end += -(-array.nbytes // _ALIGN) * _ALIGN
+    file = _new_file(end)
+    try:
+        for part in parts:
+            _write(file, arrays[part.name], part.offset)
+        _seal(file)
+    except BaseException:
+        os.close(file)
+        raise
+    return SharedChunk(file, end, chunk.stride, chunk.width, tuple(parts), tuple(lost))
+
+
+def most_bytes(
+    num_rows: int, width: int, *, token_bytes: int, counts: bool, documents: bool
+) -> int:
+    """Returns the most that a chunk of so many rows takes, before it is decoded."""
+    per_token = token_bytes + counts + 4 * documents
+    return num_rows * (width * per_token + 1) + 4 * _ALIGN
+
+
+def map_chunk(here: Here, file: int) -> tuple[LoadedChunk, mmap.mmap]:
+    """Maps the chunk that a message describes; the file may be closed afterwards.
+
+    Raises:
+        ProtocolError: the file does not hold what the message says.
+    """
+    if here.num_bytes == 0 or os.fstat(file).st_size != here.num_bytes:
+        raise ProtocolError(f"a file of {os.fstat(file).st_size} bytes, not {here.num_bytes}")
+    mapping = mmap.mmap(file, here.num_bytes, prot=mmap.PROT_READ)
+    arrays = {part.name: _array(mapping, part) for part in here.parts}
+    tokens = arrays.get("tokens")
+    if tokens is None or len(tokens) < here.width:
+        raise ProtocolError("a chunk without a row of tokens")
+    num_rows = (len(tokens) - here.width) // here.stride + 1
+    lengths = {"counts": len(tokens), "documents": len(tokens), "damaged": num_rows}
+    for name, array in arrays.items():
+        if len(array) != lengths.get(name, len(array)):
+            raise ProtocolError(f"{len(array)} {name} of {num_rows} rows")
+    chunk = LoadedChunk(
+        stride=here.stride,
+        width=here.width,
+        flat_tokens=tokens,
+        flat_counts=arrays.get("counts"),
+        flat_documents=arrays.get("documents"),
+        damaged=arrays.get("damaged"),
+        lost_batches=tuple(one.batch for one in here.lost),
+    )
+    return chunk, mapping
+
+
+def _described(name: str, array: np.ndarray, offset: int) -> dict[str, str | int]:
+    return {"name": name, "dtype": str(array.dtype), "offset": offset, "count": len(array)}
+
+
+def _array(mapping: mmap.mmap, part: Part) -> np.ndarray:
+    dtype = np.dtype(part.dtype)
+    fits = part.offset % _ALIGN == 0 and part.offset + part.count * dtype.itemsize <= len(mapping)
+    if not fits or part.dtype not in _DTYPES[part.name]:
+        raise ProtocolError(f"an array that cannot be: {part}")
+    return np.frombuffer(mapping, dtype=dtype, count=part.count, offset=part.offset)
+
+
+def _new_file(num_bytes: int) -> int:
+    if hasattr(os, "memfd_create"):
+        file = os.memfd_create("moebius-chunk", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    else:
+        with tempfile.TemporaryFile(prefix="moebius-chunk-") as unlinked:
+            file = os.dup(unlinked.fileno())
+    try:
+        os.truncate(file, num_bytes)
+    except OSError:
+        os.close(file)
+        raise
+    return file
+
+
+def _write(file: int, array: np.ndarray | None, offset: int) -> None:
+    assert array is not None
+    left = np.ascontiguousarray(array).view(np.uint8).data
+    while left:
+        written = os.pwrite(file, left, offset)
+        left, offset = left[written:], offset + written
+
+
+def _seal(file: int) -> None:
+    if hasattr(fcntl, "F_ADD_SEALS"):
+        seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL
+        fcntl.fcntl(file, fcntl.F_ADD_SEALS, seals)

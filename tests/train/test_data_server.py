@@ -1,0 +1,149 @@
+"""One rank of a node starts the data server, the others find it; a run's rows do not depend on it."""
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from made_folder import MadeFolder, documents
+from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
+from world import run_ranks
+
+from moebius.data_pipeline.config import DataConfig
+from moebius.data_pipeline.errors import DataError
+from moebius.data_pipeline.serving.job import ServerJob
+from moebius.data_pipeline.serving.start import ServerHandle
+from moebius.distributed.process.process import Process
+from moebius.model.attention_config import DenseAttentionConfig
+from moebius.model.config import ModelConfig
+from moebius.model.feed_forward_config import DenseFeedForwardConfig
+from moebius.train import data_server, loop
+from moebius.train.config import CheckpointConfig, Config, TrainConfig
+from moebius.train.data_server import open_data_server
+from moebius.train.loop import train
+from moebius.train.recipes.smoke import smoke
+from moebius.train.run import Run
+
+ADDRESS = Path("/tmp/a-folder/socket")
+
+
+@pytest.fixture
+def config(tmp_path) -> Config:
+    made = MadeFolder(tmp_path / "data").seal("text", documents(0, 20))
+    config = smoke()
+    return config.model_copy(update={"data": made.config()})
+
+
+def _process(rank: int, store: HashStore, *, ranks_per_node: int = 2) -> Process:
+    return Process(
+        rank=rank,
+        world_size=4,
+        local_rank=rank % ranks_per_node,
+        device=torch.device("cpu"),
+        backend="gloo",
+        timeout_s=0.1,
+        ranks_per_node=ranks_per_node,
+        store=store,
+    )
+
+
+def test_the_first_rank_of_each_node_starts_one_and_the_second_finds_it(config, monkeypatch):
+    started: list[ServerJob] = []
+
+    def start(job: ServerJob) -> ServerHandle:
+        started.append(job)
+        return ServerHandle(ADDRESS.with_name(str(job.first_rank)))
+
+    monkeypatch.setattr(data_server, "start_server", start)
+    store = HashStore()
+    for turn in range(2):
+        found = [open_data_server(config, _process(rank, store), 16) for rank in range(4)]
+        names = [None if handle is None else handle.address.name for handle in found]
+        assert names == ["0", "0", "2", "2"]
+        jobs = started[2 * turn :]
+        assert [(job.first_rank, job.ranks_here, job.num_ranks) for job in jobs] == [
+            (0, 2, 4),
+            (2, 2, 4),
+        ]
+        assert jobs[0].start_sample == 16
+    assert open_data_server(config, _process(0, store, ranks_per_node=1), 0) is None
+    assert len(started) == 4
+
+
+def test_off_asks_nobody_and_a_server_that_cannot_start_is_told(config, monkeypatch, caplog):
+    def fails(job: ServerJob) -> ServerHandle:
+        raise DataError("no room for a folder")
+
+    monkeypatch.setattr(data_server, "start_server", fails)
+    store = HashStore()
+    off = config.model_copy(update={"data": config.data.model_copy(update={"server": "off"})})
+    assert open_data_server(off, _process(1, store), 0) is None
+    with caplog.at_level(logging.WARNING):
+        assert [open_data_server(config, _process(rank, store), 0) for rank in (0, 1)] == [None] * 2
+        assert "no room for a folder" in caplog.text
+        assert open_data_server(config, _process(3, store), 0) is None
+        assert "says nothing of a data server" in caplog.text
+    on = config.model_copy(update={"data": config.data.model_copy(update={"server": "on"})})
+    with pytest.raises(DataError, match="no room for a folder"):
+        open_data_server(on, _process(0, store), 0)
+    assert open_data_server(on, _process(1, store), 0) is None
+
+
+@pytest.mark.slow
+def test_a_run_is_the_same_with_a_server_without_one_and_with_one_that_is_killed(tmp_path):
+    made = MadeFolder(tmp_path / "data")
+    made.seal("text", documents(0, 400), documents(1, 40)).complete()
+    losses = {}
+    for server in ("off", "on", "killed"):
+        data = made.config(server="off" if server == "off" else "on", server_bytes=4000)
+        run_dir = tmp_path / server
+        run_dir.mkdir()
+        run_ranks(_train_killing if server == "killed" else train, 2, _config(data), run_dir)
+        lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").open()]
+        steps = [line for line in lines if line["kind"] == "train"]
+        losses[server] = [(line["loss"], line["digest"]) for line in steps]
+        alone = [line.get("ranks_without_data_server", 0) for line in steps]
+        assert alone[0] == 0
+        assert alone[-1] == (2 if server == "killed" else 0)
+    assert losses["on"] == losses["off"] == losses["killed"]
+    assert len(losses["on"]) == 12
+
+
+def _config(data: DataConfig) -> Config:
+    model = ModelConfig(
+        vocab_size=257,
+        d_model=16,
+        num_layers=2,
+        attention=DenseAttentionConfig(num_heads=2, d_head=8),
+        feed_forward=DenseFeedForwardConfig(d_feed_forward=16),
+    )
+    return Config(
+        model=model,
+        data=data,
+        checkpoint=CheckpointConfig(every=0),
+        train=TrainConfig(
+            steps=12, global_batch=8, micro_batch=2, eval_every=0, eval_rows=8, log_every=1
+        ),
+    )
+
+
+def _train_killing(config: Config, run_dir: Path) -> str:
+    """Trains, and kills the server after the third step."""
+    started: list[ServerHandle] = []
+    start_server, step = data_server.start_server, loop.step
+
+    def start(job: ServerJob) -> ServerHandle:
+        started.append(start_server(job))
+        return started[0]
+
+    def stepping(run: Run, *arguments: Any, **options: Any) -> loop.StepResult:
+        result = step(run, *arguments, **options)
+        if started and started[0].process is not None and run.progress.step == 3:
+            started[0].process.kill()
+            started[0].process.wait()
+        return result
+
+    data_server.start_server, loop.step = start, stepping
+    return train(config, run_dir)
