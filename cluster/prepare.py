@@ -10,7 +10,7 @@ import contextlib
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from ..data_pipeline.making.pools import WorkerDiedError
+from ..data_pipeline.making.pools import WorkerDiedError, WorkerKilledError, run_task
 from .ray_session import require_ray
 
 T = TypeVar("T")
@@ -84,17 +84,33 @@ class RayPool:
 
 def _call(function: Callable[[T], object], item: T) -> object:
     """The task: any callable will do, where Ray itself takes plain functions only."""
-    return function(item)
+    return run_task(function, item)
 
 
 def _result(reference: Any) -> Any:
     """Returns a task's result, or the exception that ended it."""
     import ray
-    from ray.exceptions import RayError, RayTaskError
+    from ray.exceptions import (
+        NodeDiedError,
+        OutOfMemoryError,
+        RayError,
+        RayTaskError,
+        TaskCancelledError,
+    )
 
     try:
         return ray.get(reference)
     except RayTaskError as error:
-        return error.cause if isinstance(error.cause, Exception) else error
-    except RayError as error:  # its worker or node is gone, or Ray has ended it for its memory
+        return _cause(error)
+    except (NodeDiedError, OutOfMemoryError, TaskCancelledError) as error:
+        return WorkerKilledError(f"its process was ended by Ray ({type(error).__name__})")
+    except RayError as error:  # Ray does not say what a worker died of
         return WorkerDiedError(f"its process died ({type(error).__name__})")
+
+
+def _cause(error: Any) -> Exception:
+    """Returns the exception of a task, with Ray's account of where it was raised."""
+    if not isinstance(error.cause, Exception):
+        return error
+    error.cause.__cause__ = error
+    return error.cause

@@ -29,6 +29,9 @@ from .tasks import SIDES, UNFINISHED, unfinished_file
 
 QuarantineStage = Literal["scan", "tokenise"]
 
+QUARANTINED = "quarantined"
+"""The folder of files that say why a unit was given up."""
+
 
 def finished(config: DataConfig, folder: Path) -> DatasetManifest | None:
     """Returns the manifest of a folder that is complete and of this configuration and input.
@@ -155,12 +158,22 @@ class Quarantined:
     split: QuarantinedSplit
 
 
-def write_quarantined(folder: Path, unit: Unit, entry: Quarantined) -> None:
-    """Records that a unit is given up, for good, and removes what it has left."""
+def write_quarantined(folder: Path, unit: Unit, entry: Quarantined, account: str) -> None:
+    """Records that a unit is given up, for good, and removes what it has left.
+
+    `account` tells people where it failed, traceback and all: a file that stays in the folder, and
+    not in the manifest, which is the same on any machine.
+    """
     for side in SIDES.values():
         name = shard_name(unit.source, side, unit.number)
         (folder / name).unlink(missing_ok=True)
         (folder / index_name(name)).unlink(missing_ok=True)
+    path = folder / QUARANTINED / f"{unit.source}-{unit.number:05d}.txt"
+    with explained_write_errors(path):
+        path.parent.mkdir(exist_ok=True)
+    with atomic_write(path) as file:
+        heading = f"{unit.label} was left out in stage {entry.stage!r}\n\n"
+        file.write((heading + account).encode(errors="backslashreplace"))
     said = {"stage": entry.stage, "split": entry.split.model_dump(mode="json")}
     with atomic_write(unfinished_file(folder, unit, "quarantined.json")) as file:
         file.write(json.dumps(said).encode())

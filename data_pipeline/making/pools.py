@@ -2,11 +2,14 @@
 
 A pool takes functions of one item, runs them in any order and tells which one is done. It never
 decides what a failure means: `wait` returns an exception as it returns a result. A process that
-dies is one such failure, of exactly the task that it was at, and is replaced.
+dies is one such failure, of exactly the task that it was at, and is replaced. Whether it was killed
+from outside is told apart from a crash: the first is no fault of what it was at.
 """
 
+import faulthandler
 import multiprocessing
 import os
+import pickle
 import signal
 import threading
 from collections import deque
@@ -14,15 +17,50 @@ from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
 from typing import Any, Protocol, TypeVar, cast
 
 from ..errors import DataError, PrepareError
 
 T = TypeVar("T")
 
+_FROM_OUTSIDE = {signal.SIGKILL, signal.SIGTERM}
+
 
 class WorkerDiedError(Exception):
     """Says that the process of a task ended before the task did."""
+
+
+class WorkerKilledError(WorkerDiedError):
+    """Says that somebody ended the process of a task: a person, or the system for its memory."""
+
+
+class TaskFailedError(Exception):
+    """Stands for an exception that cannot travel or is none of Python's `Exception`s."""
+
+
+def run_task(function: Callable[[T], object], item: T) -> object:
+    """Runs a task so that its exception can be told from the end of its process.
+
+    Raises:
+        Exception: that of the task. What would end this process (`sys.exit`, a panic of a library
+            in Rust) or cannot be pickled comes as a `TaskFailedError`.
+    """
+    try:
+        return function(item)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        if _travels(error):
+            raise
+        raise TaskFailedError(f"{type(error).__name__}: {error}") from error
+
+
+def _travels(error: BaseException) -> bool:
+    try:
+        return isinstance(pickle.loads(pickle.dumps(error)), Exception)
+    except Exception:  # noqa: BLE001 (an exception's own code may do anything)
+        return False
 
 
 class TaskPool(Protocol):
@@ -67,7 +105,7 @@ class SerialPool:
         """Implements `TaskPool.wait`."""
         number, function, item = self._waiting.popleft()
         try:
-            return number, function(item)
+            return number, run_task(function, item)
         except Exception as error:  # noqa: BLE001 (judged by whoever waits)
             return number, error
 
@@ -98,8 +136,14 @@ class LocalPool:
     def submit(self, function: Callable[[T], object], item: T, /) -> int:
         """Implements `TaskPool.submit`."""
         worker = self._idle.pop() if self._idle else self._start()
+        try:
+            future = worker.executor.submit(run_task, function, item)
+        except BrokenProcessPool:  # it was killed while it had nothing to do
+            worker.check_began()
+            worker = self._start()
+            future = worker.executor.submit(run_task, function, item)
         self._submitted += 1
-        self._out[worker.executor.submit(function, item)] = (self._submitted, worker)
+        self._out[future] = (self._submitted, worker)
         return self._submitted
 
     def wait(self) -> tuple[int, Any]:
@@ -111,9 +155,8 @@ class LocalPool:
         try:
             result = future.result()
         except BrokenProcessPool:
-            worker.executor.shutdown(wait=False)
             worker.check_began()
-            return number, WorkerDiedError("its process died")
+            return number, worker.end()
         except Exception as error:  # noqa: BLE001 (judged by whoever waits)
             result = error
         self._idle.append(worker)
@@ -136,7 +179,10 @@ class LocalPool:
             initializer=_begin_worker,
             initargs=(self._life_of_workers,),
         )
-        return _Worker(executor, executor.submit(os.getpid))
+        before = set(multiprocessing.active_children())
+        began = executor.submit(os.getpid)
+        (process,) = set(multiprocessing.active_children()) - before
+        return _Worker(executor, began, process)
 
 
 @dataclass(frozen=True)
@@ -145,24 +191,37 @@ class _Worker:
 
     executor: ProcessPoolExecutor
     began: "Future[int]"
+    process: BaseProcess
 
     def check_began(self) -> None:
-        """Tells a process that died at a task from one that never came so far.
+        """Tells a process that died at a task from one that could not come so far.
 
         Raises:
             PrepareError: it did not begin: no other would.
         """
-        if self.began.exception() is not None:
+        self.executor.shutdown()  # it has an exit code from here on
+        if self.began.exception() is not None and (self.process.exitcode or 0) >= 0:
             raise PrepareError(
                 "a worker process could not be started (its own error is above): in a script, call "
                 'this below `if __name__ == "__main__":`, since every worker imports the script'
             )
+
+    def end(self) -> WorkerDiedError:
+        """Returns how the process has ended."""
+        code = self.process.exitcode
+        if code is None or code >= 0:
+            return WorkerDiedError(f"its process ended with exit code {code}")
+        name = {one.value: one.name for one in signal.Signals}.get(-code, f"signal {-code}")
+        if -code in _FROM_OUTSIDE:
+            return WorkerKilledError(f"its process was killed ({name})")
+        return WorkerDiedError(f"its process crashed ({name})")
 
 
 def _begin_worker(life: Any) -> None:
     """Makes a worker end with its pool, and leaves Ctrl-C to the process that the user sees."""
     import pyarrow as pa
 
+    faulthandler.enable()  # a crash says where it was
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     pa.set_cpu_count(1)  # one process per core is enough
     threading.Thread(target=_end_with, args=(life,), name="end with the pool", daemon=True).start()

@@ -17,7 +17,7 @@ interruption (kill -9 as well) and any retry lead to the same bytes. What is unf
 
 A unit whose task fails for a reason that the user can mend ends the preparation with that reason. A
 unit that kills its process, or fails otherwise, is tried three times and then quarantined: it is
-left out, and the last manifest says so.
+left out, and the last manifest says so (`failures`).
 
 Cost: text is read twice at 100 MB/s/core; tokenising takes nearly all the time.
 """
@@ -32,7 +32,7 @@ from typing import Any, Literal
 import numpy as np
 
 from ..config import DataConfig
-from ..errors import DataError, InputError, PrepareError
+from ..errors import InputError, PrepareError
 from ..manifest import (
     DatasetManifest,
     QuarantinedSplit,
@@ -42,6 +42,7 @@ from ..manifest import (
 )
 from .choose import Chooser
 from .commit import Committer
+from .failures import Failures, OnPoison, account, ended, reason
 from .folder import (
     Quarantined,
     QuarantineStage,
@@ -54,7 +55,7 @@ from .folder import (
 )
 from .hooks import set_up
 from .plan import Unit, plan_units
-from .pools import SerialPool, TaskPool, WorkerDiedError
+from .pools import SerialPool, TaskPool
 from .progress import Meter, PrepareProgress
 from .report import PrepareReport, StageTime, write_report
 from .shuffle import BucketTask, SpillTask, gather_bucket, shuffled_buckets, spill_unit
@@ -75,13 +76,7 @@ from .tasks import (
 )
 from .vocabulary import Vocabulary, is_empty
 
-ATTEMPTS = 3
-"""How often a task is tried that fails for no fault of the user's."""
-
-OnPoison = Literal["auto", "fail", "quarantine"]
-"""What is done with a unit that cannot be prepared: "auto" ends with the user's mistakes and
-quarantines what crashes, the others do the one or the other always."""
-
+_MAX_REASON_CHARS = 2000
 _Stage = Literal["sample", "train", "gather", "tokenise", "scan"]
 
 
@@ -134,15 +129,6 @@ def prepare(
     return manifest
 
 
-def _reason(error: BaseException) -> str:
-    """Says why a task failed, in words that are the same on any machine."""
-    if isinstance(error, InputError):
-        return str(error)
-    if isinstance(error, WorkerDiedError):
-        return "it killed its process each time"
-    return f"{type(error).__name__}: {error}"
-
-
 class _Preparation:
     """Is one preparation at work: what is ready to be done, what is out, what is done."""
 
@@ -156,7 +142,7 @@ class _Preparation:
         on_poison: OnPoison,
     ):
         self._config, self._folder, self._units, self._pool = config, folder, units, pool
-        self._show, self._on_poison = show, on_poison
+        self._show, self._failures = show, Failures(on_poison)
         self._chooser = Chooser(config)
         self._vocabulary = Vocabulary(config, folder, units)
         self._meter = Meter(units)
@@ -175,7 +161,6 @@ class _Preparation:
         self._out: dict[int, tuple[_Stage, int]] = {}
         self._began = time.monotonic()
         self._times: dict[str, tuple[float, float]] = {}  # stage -> first task, last result
-        self._failures: Counter[tuple[_Stage, int]] = Counter()
         self._scanned: set[int] = set()
         self._num_chosen = self._num_made = 0
         self._last_units = {unit.source: index for index, unit in enumerate(units)}
@@ -328,33 +313,34 @@ class _Preparation:
             self._ready["gather"].extend(range(len(self._buckets)))
 
     def _failed(self, stage: _Stage, index: int, error: BaseException) -> None:
-        is_input = isinstance(error, InputError)
-        if isinstance(error, DataError) and not (is_input and self._on_poison == "quarantine"):
-            raise error
-        if not is_input:
-            self._failures[stage, index] += 1
-            if self._failures[stage, index] < ATTEMPTS:
-                self._ready[stage].appendleft(index)
-                return
-        reason = _reason(error)
+        if self._failures.try_again((stage, index), error):
+            self._ready[stage].appendleft(index)
+            return
+        if stage in ("train", "gather"):  # of which no unit can be left out
+            raise ended(self._name(stage, index), stage, error)
+        self._failures.check_is_poison(self._name(stage, index), stage, error)
         if stage == "sample":  # reading it whole will fail as well, and is what counts
             self._sampled(index, None)
-        elif stage in ("train", "gather") or self._on_poison == "fail":
-            unit = self._buckets[index] if stage == "gather" else self._units[index]
-            what = "the tokenizer" if stage == "train" else f"{unit.source} {unit.number}"
-            raise PrepareError(
-                f"{what} failed {ATTEMPTS} times in stage {stage!r}: {reason}"
-            ) from error
         else:
-            self._quarantine("scan" if stage == "scan" else "tokenise", index, reason)
+            self._quarantine("scan" if stage == "scan" else "tokenise", index, error)
 
-    def _quarantine(self, stage: QuarantineStage, index: int, reason: str) -> None:
+    def _name(self, stage: _Stage, index: int) -> str:
+        if stage == "train":
+            return "the tokenizer"
+        if stage == "gather":
+            return f"bucket {self._buckets[index].number} of source {self._buckets[index].source!r}"
+        return self._units[index].label
+
+    def _quarantine(self, stage: QuarantineStage, index: int, error: BaseException) -> None:
         unit = self._units[index]
-        split = QuarantinedSplit(source=unit.source, input=unit.label, error=reason[:2000])
+        split = QuarantinedSplit(
+            source=unit.source, input=unit.label, error=reason(error)[:_MAX_REASON_CHARS]
+        )
         self._quarantined[index] = entry = Quarantined(stage, split)
-        write_quarantined(self._folder, unit, entry)
+        write_quarantined(self._folder, unit, entry, account(error))
         self._meter.unit_quarantined(unit)
-        self._show(self._meter.progress("quarantine", news=f"{unit.label} is left out: {reason}"))
+        news = f"{unit.label} is left out: {reason(error)}"
+        self._show(self._meter.progress("quarantine", news=news))
         if stage == "tokenise":
             self._made(index, num_tokens=0)
 
@@ -382,18 +368,29 @@ class _Preparation:
         unit = self._units[index]
         fates = self._chooser.choose(unit, read_scan(self._folder, unit))
         save_fates(self._folder, unit, fates)
-        recorded = recorded_shards(UnitTask(self._config, self._folder, unit))
+        has_documents = bool(np.isin(fates, list(SIDES)).any())
         if is_quarantined:
             self._made(index, num_tokens=0)
-        elif not np.isin(fates, list(SIDES)).any():
+        elif self._buckets:  # the shards are those of buckets: none belongs to this unit
+            if has_documents:
+                self._ready["tokenise"].append(index)
+            else:
+                self._made(index, num_tokens=0)
+        elif not has_documents:
             self._shards[index] = ()
             self._made(index, num_tokens=0)
-        elif recorded is not None and {shard.name for shard in recorded} <= self._sealed:
-            self._shards[index] = recorded
-            num_tokens = sum(shard.num_tokens for shard in recorded)
+        elif (sealed := self._sealed_shards(unit)) is not None:
+            self._shards[index] = sealed
+            num_tokens = sum(shard.num_tokens for shard in sealed)
             self._made(index, num_tokens=num_tokens, is_own=False)
         else:
             self._ready["tokenise"].append(index)
+
+    def _sealed_shards(self, unit: Unit) -> tuple[ShardEntry, ...] | None:
+        """Returns the shards of a unit if an earlier run has sealed all of them."""
+        recorded = recorded_shards(UnitTask(self._config, self._folder, unit))
+        names = {shard.name for shard in recorded or ()}
+        return recorded if names <= self._sealed else None
 
     def _check_source(self, index: int) -> None:
         """Checks that a source has something to train on, once all of it is decided about.

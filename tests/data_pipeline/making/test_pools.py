@@ -8,9 +8,16 @@ import time
 from pathlib import Path
 
 import pytest
+from poison import language
 
 from moebius.data_pipeline.errors import DataError, InputError
-from moebius.data_pipeline.making.pools import LocalPool, SerialPool, WorkerDiedError
+from moebius.data_pipeline.making.pools import (
+    LocalPool,
+    SerialPool,
+    TaskFailedError,
+    WorkerDiedError,
+    WorkerKilledError,
+)
 
 
 def _double(item: int) -> int:
@@ -67,6 +74,44 @@ def test_a_local_pool_tells_a_result_an_error_and_a_death_apart():
     assert outcomes["works"] == 8
     assert outcomes["works elsewhere"] != os.getpid()
     _await_end(outcomes["works elsewhere"])
+
+
+def test_how_a_process_ended_is_told_and_no_exception_takes_it_down():
+    """One that was killed is not taken for one that crashed; what does not unpickle is told in words."""
+    with LocalPool(3) as pool:
+        numbers = {pool.submit(language, f"POISON {word}"): word for word in _ENDS}
+        found = dict(pool.wait() for _ in numbers)
+    outcomes = {numbers[number]: outcome for number, outcome in found.items()}
+    for word, (kind, said) in _ENDS.items():
+        assert type(outcomes[word]) is kind
+        assert said in str(outcomes[word])
+
+
+_ENDS = {
+    "KILL": (WorkerKilledError, "was killed (SIGKILL)"),
+    "EXIT": (WorkerDiedError, "exit code 3"),
+    "HOMEMADE": (TaskFailedError, "HomemadeError: homemade 3 4"),
+}
+
+
+def test_a_process_that_is_killed_while_it_waits_for_work_is_replaced():
+    with LocalPool(1) as pool:
+        pool.submit(_process, 0)
+        _, process = pool.wait()
+        os.kill(process, signal.SIGKILL)
+        pool._idle[0].process.join()
+        pool._idle[0].executor.shutdown()  # which has noticed by then, and takes no more
+        number = pool.submit(_double, 5)
+        assert pool.wait() == (number, 10)
+
+
+def test_what_would_end_this_process_ends_the_task_only():
+    pool = SerialPool()
+    for word, said in (("SYSTEMEXIT", "SystemExit: 5"), ("PANIC", "PanicError: panicked at 3:4")):
+        pool.submit(language, f"POISON {word}")
+        _, error = pool.wait()
+        assert isinstance(error, TaskFailedError)
+        assert str(error) == said
 
 
 def test_leaving_a_pool_ends_a_task_that_is_at_work():
