@@ -49,6 +49,7 @@ def _add_submit(commands: Commands) -> None:
         examples=[
             "submit smoke",
             "submit moeut_126m --address auto --detach job.num_nodes=4 job.ranks_per_node=8",
+            "submit moeut_126m data.input=\"['corpus/*.jsonl']\" train.start_when.tokens=50M",
         ],
     )
     add_config_arguments(parser)

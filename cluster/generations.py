@@ -28,6 +28,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
+from ..data_pipeline.errors import PreparationFailedError
 from .agent import AgentReport, Attempt, Node
 from .job import (
     GENERATION,
@@ -47,6 +48,7 @@ from .job import (
     write_atomically,
 )
 from .postmortem import find_root_cause, left_early_cause, port_was_taken
+from .preparation import Preparation
 
 POLL_S = 0.4
 SAME_ERROR_LIMIT = 3
@@ -67,6 +69,10 @@ class NodesUnavailable(Exception):
 
 class StopAsked(Exception):
     """Says that a stop was asked for while nothing was running."""
+
+
+class DataGivenUp(Exception):
+    """Says that the data which a job waits for will not come, and why."""
 
 
 class Superseded(Exception):
@@ -155,12 +161,19 @@ def interrupts_ask_for_a_stop(run_dir: Path) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def supervise(launch: Launch, node_provider: NodeProvider) -> None:
+def supervise(
+    launch: Launch, node_provider: NodeProvider, preparation: Preparation | None = None
+) -> None:
     """Runs the job to its end; the journal tells everything.
 
     Raises only for defects of our own, after journaling them.
+
+    Args:
+        launch: what is run.
+        node_provider: where it runs.
+        preparation: makes the job's data meanwhile; None: it is there.
     """
-    supervision = _Supervision(launch, node_provider)
+    supervision = _Supervision(launch, node_provider, preparation)
     try:
         supervision.run()
     except Superseded:
@@ -171,13 +184,19 @@ def supervise(launch: Launch, node_provider: NodeProvider) -> None:
         )
         raise
     finally:
+        if preparation is not None:
+            preparation.end()
         node_provider.release()
 
 
 class _Supervision:
-    def __init__(self, launch: Launch, node_provider: NodeProvider):
+    def __init__(
+        self, launch: Launch, node_provider: NodeProvider, preparation: Preparation | None
+    ):
         self.launch = launch
         self.node_provider = node_provider
+        self.preparation = preparation
+        self.state = State.SUBMITTED
         self.run_dir = Path(launch.run_dir)
         self.journal = Journal(self.run_dir)
         self.generation = read_generation(self.run_dir)
@@ -193,11 +212,14 @@ class _Supervision:
         while True:
             try:
                 nodes = self.node_provider.provide_nodes(self._while_placing)
+                self._await_data()
                 outcome = self.run_generation(nodes)
             except NodeLost as error:
                 outcome = Outcome("failed", RootCause(summary=str(error)))
             except NodesUnavailable as error:
                 return self.log(State.FAILED, str(error))
+            except DataGivenUp as error:
+                return self.log(State.FAILED, f"the data could not be prepared: {error}")
             except StopAsked:
                 return self.log(State.STOPPED, "stopped before the ranks were started")
             if self.has_ended(outcome):
@@ -210,6 +232,7 @@ class _Supervision:
 
     def log(self, state: State, reason: str, **details: Any) -> None:
         """Appends a state with its reason to the journal."""
+        self.state = state
         self.journal.append(state, generation=self.generation, reason=reason, details=details)
 
     # -- before a generation -----------------------------------------------------------------------
@@ -234,6 +257,41 @@ class _Supervision:
         if reason and reason != self._reason:
             self.log(State.PLACING, reason)
             self._reason = reason
+
+    def _await_data(self) -> None:
+        """Waits until the ranks may begin on what is sealed; the ranks' CPUs are reserved by now.
+
+        Raises:
+            DataGivenUp: there will never be so much.
+            StopAsked: a stop was asked for meanwhile.
+        """
+        if self.preparation is None:
+            return
+        self.preparation.begin()
+        started, told = time.monotonic(), False
+        while not self.preparation.has_enough():
+            if self.preparation.failure:
+                raise DataGivenUp(self.preparation.failure)
+            if not told:
+                asked = self.preparation.start_when
+                self.log(State.PREPARING, f"the ranks begin with {asked} sealed")
+            told = True
+            beat(self.run_dir)
+            if stop_requested(self.run_dir):
+                raise StopAsked
+            self.tend_preparation()
+            time.sleep(POLL_S)
+        if told:
+            seconds = time.monotonic() - started
+            self.log(
+                State.PREPARING,
+                f"{self.preparation.sealed_words()} sealed after {seconds:.1f} s; the ranks begin",
+            )
+
+    def tend_preparation(self) -> None:
+        """Looks after the process that prepares the data, and journals what became of it."""
+        if self.preparation is not None and (news := self.preparation.tend()):
+            self.log(self.state, news)
 
     def run_generation(self, nodes: Sequence[NodeHandle]) -> Outcome:
         """Announces a generation, runs it, and ends it everywhere; returns how it ended."""
@@ -278,9 +336,21 @@ class _Supervision:
             )
         elif outcome.state == "port taken":
             return self._port_was_taken()
+        elif message := _used_up(outcome):
+            self._data_used_up(message, outcome)
         else:
             return self._is_given_up(outcome)
         return True
+
+    def _data_used_up(self, message: str, outcome: Outcome) -> None:
+        """Journals the end of a job whose ranks have come to the end of what is sealed."""
+        at = f"after step {outcome.step}" if outcome.step is not None else "before a step"
+        cause = RootCause(summary=message)
+        self.log(
+            State.FAILED,
+            f"the data ended {at}: {message}",
+            **_cause(Outcome("failed", cause, outcome.step)),
+        )
 
     def _port_was_taken(self) -> bool:
         self.ports_taken += 1
@@ -358,6 +428,8 @@ class _Watch:
         self.run_dir = supervision.run_dir
         self.generation = supervision.generation
         self.log = supervision.log
+        self.preparation = supervision.preparation
+        self.tend_preparation = supervision.tend_preparation
         metrics = self.run_dir / METRICS
         self.metrics = JsonLinesTail(
             metrics, offset=metrics.stat().st_size if metrics.exists() else 0
@@ -392,6 +464,9 @@ class _Watch:
             self.sign_of_life()
             self.read_metrics()
             self.rehearse()
+            self.tend_preparation()
+            if self.preparation is not None and self.preparation.must_end_ranks:
+                return Outcome("failed", _without_data(self.preparation.failure), self.step)
             reports = self.poll()
             if any(not report.ok for report in reports.values()):
                 return self.failed(reports)
@@ -418,7 +493,7 @@ class _Watch:
     def read_metrics(self) -> None:
         """Reads the steps that were made since the last look."""
         for line in self.metrics.read():
-            self.is_up |= line.get("kind") in ("eval", "train")
+            self.is_up |= line.get("kind") in ("eval", "train", "data_wait")
             if line.get("kind") != "train":
                 continue
             if self.step is None:
@@ -524,6 +599,18 @@ class _Watch:
             summary=f"no step within start_timeout_s={self.launch.start_timeout_s:g}; ranks alive: "
             f"{stuck}; see their logs"
         )
+
+
+def _used_up(outcome: Outcome) -> str:
+    """Returns why no more data comes, if that is what ended a generation."""
+    error = outcome.cause.error if outcome.cause is not None else None
+    name, _, message = (error or "").partition(": ")
+    return message if name.rpartition(".")[2] == PreparationFailedError.__name__ else ""
+
+
+def _without_data(failure: str) -> RootCause:
+    """Returns the cause of ranks that are ended because they would wait for ever."""
+    return RootCause(failure, error=f"{PreparationFailedError.__name__}: {failure}")
 
 
 def _cause(outcome: Outcome) -> dict[str, Any]:

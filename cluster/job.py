@@ -44,6 +44,7 @@ class State(StrEnum):
 
     SUBMITTED = "SUBMITTED"  # handed over; nobody has taken it up yet
     PLACING = "PLACING"  # waiting for nodes
+    PREPARING = "PREPARING"  # waiting until so much data is sealed that the ranks may begin
     STARTING = "STARTING"  # a generation's processes are on their way to their first step
     RUNNING = "RUNNING"  # steps are being made
     RECOVERING = "RECOVERING"  # a generation has failed; the next one follows
@@ -81,6 +82,7 @@ class Launch:
     )
     backoff_s: float = 1.0  # before a restart when no step was made; doubles each time, up to 30 s
     rehearse_failure_at_step: int | None = None
+    prepares_data: bool = False  # beside the ranks, as the run folder's configuration says
 
     @property
     def world_size(self) -> int:

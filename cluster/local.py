@@ -13,6 +13,7 @@ from ..train.config import Config
 from ..train.run_folder import open_run
 from .generations import ThisMachine, interrupts_ask_for_a_stop, supervise
 from .job import JobStatus, Launch, begin_submission, read_status, refuse_if_running
+from .preparation import Preparation, prepares_beside, workers_beside
 from .processes import difference_from_linux
 from .summary import closing_words, draw_summary
 from .watch import follow, show_preparation
@@ -36,8 +37,10 @@ def train_here(
     open_run(config, run_dir)
     if difference := difference_from_linux():
         console.print(Text(difference, style="yellow"))
-    with show_preparation(console, live=live) as on_progress:
-        prepare(config.data, config.data.directory, on_progress=on_progress)
+    beside = prepares_beside(config)
+    if not beside:
+        with show_preparation(console, live=live) as on_progress:
+            prepare(config.data, config.data.directory, on_progress=on_progress)
     job = config.job
     launch = Launch(
         run_dir=str(run_dir),
@@ -46,11 +49,18 @@ def train_here(
         max_restarts=job.max_restarts,
         start_timeout_s=job.start_timeout_s,
         rehearse_failure_at_step=job.rehearse_failure_at_step,
+        prepares_data=beside,
     )
     status = _run_and_show(launch, run_dir, console, live)
     picture = draw_summary(run_dir) if status.step is not None else None
     console.print(closing_words(status, picture=picture))
     return status
+
+
+def _preparation(launch: Launch) -> Preparation | None:
+    if not launch.prepares_data:
+        return None
+    return Preparation(launch, lambda: workers_beside(launch.world_size))
 
 
 def _run_and_show(launch: Launch, run_dir: Path, console: Console, live: bool | None) -> JobStatus:
@@ -65,7 +75,7 @@ def _run_and_show(launch: Launch, run_dir: Path, console: Console, live: bool | 
     screen.start()
     try:
         with interrupts_ask_for_a_stop(run_dir):
-            supervise(launch, ThisMachine())
+            supervise(launch, ThisMachine(), _preparation(launch))
     finally:
         ended.set()
         screen.join()

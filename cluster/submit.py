@@ -30,6 +30,7 @@ from .job import (
     read_status,
     refuse_if_running,
 )
+from .preparation import prepares_beside
 from .prepare import RayPool
 from .ray_session import NAMESPACE, connected, require_ray
 from .simulated import simulated_cluster
@@ -86,13 +87,20 @@ def submit(
     require_ray()
     refuse_if_running(run_dir)
     open_run(config, run_dir)
-    with _cluster(config, address, console):
-        _prepare(
-            config.data, console, live=live, in_flight=os.cpu_count() if address is None else None
-        )
+    beside = prepares_beside(config)
+    with _cluster(config, address, console, prepares_beside=beside):
+        if not beside:
+            in_flight = os.cpu_count() if address is None else None
+            _prepare(config.data, console, live=live, in_flight=in_flight)
         from .supervisor import start_supervisor
 
-        launch = make_launch(config, run_dir, simulated=address is None, command=command)
+        launch = make_launch(
+            config,
+            run_dir,
+            simulated=address is None,
+            command=command,
+            prepares_data=beside,
+        )
         begin_submission(launch)
         with interrupts_ask_for_a_stop(run_dir):
             start_supervisor(launch)
@@ -132,7 +140,12 @@ def prepare_on_cluster(
 
 
 def make_launch(
-    config: Config, run_dir: Path, *, simulated: bool, command: Sequence[str] = ()
+    config: Config,
+    run_dir: Path,
+    *,
+    simulated: bool,
+    command: Sequence[str] = (),
+    prepares_data: bool = False,
 ) -> Launch:
     """Returns the launch of a job on the cluster that this process is connected to."""
     job = config.job
@@ -147,11 +160,14 @@ def make_launch(
         max_restarts=job.max_restarts,
         start_timeout_s=job.start_timeout_s,
         rehearse_failure_at_step=job.rehearse_failure_at_step,
+        prepares_data=prepares_data,
     )
 
 
 @contextlib.contextmanager
-def _cluster(config: Config, address: str | None, console: Console) -> Iterator[None]:
+def _cluster(
+    config: Config, address: str | None, console: Console, *, prepares_beside: bool
+) -> Iterator[None]:
     job = config.job
     if address is not None:
         with connected(address):
@@ -162,7 +178,10 @@ def _cluster(config: Config, address: str | None, console: Console) -> Iterator[
     if per_node := _simulated_gpus(config):
         gpus = [range(node * per_node, (node + 1) * per_node) for node in range(job.num_nodes)]
     started = time.monotonic()
-    with simulated_cluster(job.num_nodes, cpus_per_node=job.ranks_per_node, gpus=gpus):
+    # what a node claims for preparing is beyond what its ranks reserve
+    for_data = max(1, (os.cpu_count() or 1) // job.num_nodes) if prepares_beside else 0
+    cpus = job.ranks_per_node + for_data
+    with simulated_cluster(job.num_nodes, cpus_per_node=cpus, gpus=gpus):
         seconds = time.monotonic() - started
         console.print(
             f"simulated cluster of {job.num_nodes} node(s) up after {seconds:.1f} s",

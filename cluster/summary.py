@@ -17,6 +17,7 @@ from rich.text import Text
 
 from .history import History, Start, read_history
 from .job import JobStatus, RootCause, State
+from .preparation_progress import duration, last_record, progress_words
 
 PICTURE = "summary.png"
 MAX_PANELS = 6  # depth steps whose expert load is drawn over time
@@ -28,6 +29,7 @@ STATE_STYLES = {
     State.FAILED: "bold red",
     State.LOST: "bold red",
     State.RECOVERING: "bold magenta",
+    State.PREPARING: "bold cyan",
 }
 
 
@@ -76,6 +78,8 @@ def _rows(status: JobStatus, history: History, picture: Path | None) -> list[tup
         )
     if history.step is not None:
         rows.append(("training", _training(status, history)))
+    if (record := last_record(status.run_dir)) is not None:
+        rows.append(("data", progress_words(record)))
     if status.restarts:
         rows.append(("restarts", _restarts(status, history)))
     rows.append(("run folder", str(status.run_dir)))
@@ -125,16 +129,6 @@ def _explain(cause: RootCause, run_dir: Path) -> Group:
     if cause.log:
         parts.append(Text(f"log: {run_dir / cause.log}"))
     return Group(*parts)
-
-
-def duration(seconds: float) -> str:
-    """Spells seconds for people: 12 s, 3 min 05 s, 2 h 10 min."""
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60:02d} s"
-    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
 
 
 def _exp(loss: float) -> str:

@@ -26,6 +26,8 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from .agent import AgentReport, Attempt, Node
 from .generations import POLL_S, NodeHandle, NodeLost, NodesUnavailable, supervise
 from .job import JobError, Launch
+from .preparation import Preparation
+from .prepare import IN_FLIGHT_PER_CPU
 from .ray_session import NAMESPACE
 
 # of a call to a node: it answers within milliseconds, or within seconds when processes resist
@@ -58,7 +60,11 @@ class Supervisor:
     def _run(self) -> None:
         me = ray.get_runtime_context().current_actor
         try:
-            supervise(self._launch, RayNodeProvider(self._launch))
+            nodes = RayNodeProvider(self._launch)
+            preparation = None
+            if self._launch.prepares_data:
+                preparation = Preparation(self._launch, nodes.where_to_prepare)
+            supervise(self._launch, nodes, preparation)
         finally:
             ray.kill(me, no_restart=True)  # a detached actor ends only when it is told to
 
@@ -146,6 +152,23 @@ class RayNodeProvider:
         nodes = [node for node in self._nodes if node is not None]
         check_versions([node.describe() for node in nodes])
         return nodes
+
+    def where_to_prepare(self) -> list[str]:
+        """Returns the preparer's arguments: tasks on the CPUs that the bundles leave.
+
+        Raises:
+            NodesUnavailable: they leave none.
+        """
+        cpus = sum(node["Resources"].get("CPU", 0) for node in ray.nodes() if node["Alive"])
+        left = int(cpus) - self._launch.num_nodes * self._bundle.cpus
+        if left < 1:
+            raise NodesUnavailable(
+                f"the ranks reserve all {cpus:g} CPUs of the cluster, and preparing data beside "
+                "them (train.start_when) needs one more: add a node, lower job.ranks_per_node, or "
+                "leave out train.start_when"
+            )
+        address = ray.get_runtime_context().gcs_address
+        return ["--address", address, "--capacity", str(IN_FLIGHT_PER_CPU * left)]
 
     def release(self) -> None:
         """Ends the agents and gives the bundles back."""

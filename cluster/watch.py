@@ -9,11 +9,11 @@ times a second.
 import contextlib
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -33,10 +33,11 @@ from .job import (
     read_status,
     total_steps,
 )
-from .summary import STATE_STYLES, describe_start, duration
+from .preparation_progress import PREPARATION, as_record, duration, progress_words
+from .summary import STATE_STYLES, describe_start
 
 if TYPE_CHECKING:  # showing a job needs none of what preparing data needs
-    from ..data_pipeline.making.progress import PrepareProgress, SourceProgress
+    from ..data_pipeline.making.progress import PrepareProgress
 
 POLL_S = 0.4
 PLAIN_EVERY_S = 5.0  # between two lines about steps, where there is no terminal
@@ -72,8 +73,11 @@ class View:
     history: History = field(default_factory=History)
     entry: JournalEntry | None = None  # the newest one of the journal
     total: int | None = None
+    preparation: Mapping[str, Any] | None = None  # how far the data is, if it is prepared meanwhile
 
     def __post_init__(self) -> None:
+        preparation = self.run_dir / PREPARATION
+        self._preparation = JsonLinesTail.near_the_end(preparation, num_bytes=BACKLOG_BYTES)
         self._journal = JsonLinesTail(self.run_dir / JOURNAL)
         self._metrics = JsonLinesTail.near_the_end(self.run_dir / METRICS, num_bytes=BACKLOG_BYTES)
 
@@ -94,6 +98,10 @@ class View:
             event = self._event_of(line)
             if event is not None:
                 new.append(event)
+        for record in self._preparation.stream():
+            self.preparation = record
+            if record.get("news"):
+                new.append(Event(record["time"], f"preparing data: {record['news']}", "yellow"))
         self.total = self.total or total_steps(self.run_dir)
         return sorted(new, key=lambda event: event.time)
 
@@ -109,6 +117,10 @@ class View:
                 return Event(
                     at, f"validation loss {_number(line['loss'])} at step {line['step']}", "cyan"
                 )
+            case "data_wait":
+                reason = line.get("reason") or "a slow rank"
+                seconds = duration(float(_number(line["seconds"])))
+                return Event(at, f"the ranks have waited {seconds} for data: {reason}", "yellow")
             case "checkpoint":
                 return Event(
                     at,
@@ -159,15 +171,26 @@ def _follow_live(view: View, console: Console, until: Callable[[JobStatus], bool
 
 def _follow_plain(view: View, console: Console, until: Callable[[JobStatus], bool]) -> JobStatus:
     shown_step, next_time = None, 0.0
+    shown_data, next_data_time = None, 0.0
     for events in _statuses(view, until):
         for event in events:
             _print_line(console, event.time, event.text)
+        if view.preparation != shown_data and time.monotonic() >= next_data_time:
+            shown_data, next_data_time = view.preparation, time.monotonic() + PLAIN_EVERY_S
+            _print_line(console, time.time(), _preparation_line(view))
         if view.history.step != shown_step and time.monotonic() >= next_time:
             shown_step, next_time = view.history.step, time.monotonic() + PLAIN_EVERY_S
             _print_line(console, time.time(), _step_line(view))
     if view.history.step != shown_step:
         _print_line(console, time.time(), _step_line(view))
+    if view.preparation != shown_data:
+        _print_line(console, time.time(), _preparation_line(view))
     return read_status(view.run_dir)
+
+
+def _preparation_line(view: View) -> str:
+    assert view.preparation is not None
+    return f"preparing data: {progress_words(view.preparation)}"
 
 
 def _print_line(console: Console, at: float, text: str) -> None:
@@ -196,6 +219,8 @@ def _step_line(view: View) -> str:
 def render(view: View, *, width: int = 100) -> Group:
     """Returns the live view of one moment."""
     parts: list[Text | Table | ProgressBar] = [_heading(view)]
+    if view.preparation is not None:
+        parts.append(_preparation_bar(view.preparation, width))
     if view.history.last:
         parts += [_progress(view, width), _figures(view)]
     if view.history.loads:
@@ -215,6 +240,19 @@ def _heading(view: View) -> Text:
     if generation:
         words.append((f"  generation {generation}", "dim"))
     return Text.assemble(*words)
+
+
+def _preparation_bar(record: Mapping[str, Any], width: int) -> Table:
+    words = f"data  {progress_words(record)}"
+    grid = Table.grid(padding=(0, 2))
+    total = record.get("total") or 1
+    bar = ProgressBar(
+        total=total,
+        completed=record.get("done", 0),
+        width=max(10, min(50, width - len(words) - 4)),
+    )
+    grid.add_row(bar, Text(words))
+    return grid
 
 
 def _progress(view: View, width: int) -> Table:
@@ -346,25 +384,7 @@ def show_preparation(
 
 def preparation_words(progress: "PrepareProgress") -> str:
     """Returns how far a preparation is, in a line."""
-    words = f"preparing data: {progress.stage}"
-    if progress.total:
-        words += f" {progress.done}/{progress.total}"
-    if progress.tokens:
-        words += f", {progress.tokens:,} tokens"
-    if len(progress.sources) > 1:
-        words += f" ({', '.join(map(_source_words, progress.sources))})"
-    if progress.tokens_per_s is not None and progress.done < progress.total:
-        words += f", {progress.tokens_per_s:,.0f} tokens/s"
-        if progress.eta_s is not None:
-            words += f", {duration(progress.eta_s)} left"
-    return words
-
-
-def _source_words(source: "SourceProgress") -> str:
-    words = f"{source.name} {source.done}/{source.total}, {source.tokens:,}"
-    if source.eta_s is not None and source.done < source.total:
-        words += f", {duration(source.eta_s)} left"
-    return words
+    return f"preparing data: {progress_words(as_record(progress))}"
 
 
 # ---- logs

@@ -6,7 +6,7 @@ or a cluster.
 
 
 class DataError(ValueError):
-    """Says that something about the data or its folder is wrong; the base of the three below."""
+    """Says that something about the data or its folder is wrong; the base of those below."""
 
 
 class InputError(DataError):
@@ -15,6 +15,10 @@ class InputError(DataError):
 
 class ShardError(DataError):
     """Says that prepared data on disk is missing, damaged, or belongs to something else."""
+
+
+class PreparationFailedError(DataError):
+    """Says that a run has used up what is sealed, and that the preparation was given up."""
 
 
 class PrepareError(DataError):

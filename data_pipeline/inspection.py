@@ -16,12 +16,12 @@ import numpy as np
 
 from .config import NUM_BYTE_IDS, DataConfig, SourceConfig
 from .errors import ShardError
+from .growth import UNFINISHED
 from .manifest import DatasetManifest, Era, ShardEntry, is_prepared, read_manifest
 from .token_store import TokenStore, prepared_tokenizer, verify_shard
 
 SPLITS = ("train", "validation")
 _CONFIG_FILE = "config.json"  # of a run folder
-_UNFINISHED = "unfinished"  # of a folder that is being prepared
 
 OnBytes = Callable[[int], None]
 """Told how many more bytes were read."""
@@ -87,7 +87,7 @@ def data_folder(path: Path) -> Path:
 
 def is_data_folder(path: Path) -> bool:
     """Returns whether a path is a prepared folder, or one that is being made."""
-    return is_prepared(path) or (path / "manifest.json").exists() or (path / _UNFINISHED).is_dir()
+    return is_prepared(path) or (path / "manifest.json").exists() or (path / UNFINISHED).is_dir()
 
 
 def check_readable(path: Path) -> None:
@@ -98,7 +98,7 @@ def check_readable(path: Path) -> None:
     """
     if is_prepared(path):
         return
-    if (path / _UNFINISHED).is_dir():
+    if (path / UNFINISHED).is_dir():
         raise ShardError(
             f"{path} is being prepared, and no era is sealed yet: ask again when the first is "
             "(`moebius data ls` lists the folder from then on)"

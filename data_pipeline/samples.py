@@ -15,7 +15,8 @@ import numpy as np
 
 from .config import DataConfig
 from .corruption import BatchFetcher, SkipList, SkippedRow
-from .errors import DataError
+from .errors import DataError, PreparationFailedError
+from .growth import given_up
 from .layout import LoadedChunk
 from .mixture import Mixture, WeightStage
 from .order import ORDER_VERSION, EndOfSourceError, RowRefs, SampleOrder, SourceRows
@@ -97,6 +98,7 @@ class OrderedSamples:
 
         Raises:
             DataError: there are not so many, and never will be.
+            PreparationFailedError: those that are missing will never be made.
         """
         while start + count > self._checked_until:
             try:
@@ -106,9 +108,24 @@ class OrderedSamples:
                     continue
                 if not missing.growing:
                     raise DataError(self._used_up(missing, start + count)) from None
-                era = self._counted[missing.source]
-                return f"era {era} of source {missing.source!r} is not sealed yet"
+                era = f"era {self._counted[missing.source]} of source {missing.source!r}"
+                self._check_growth(missing.source, era)
+                return f"{era} is not sealed yet"
         return ""
+
+    def _check_growth(self, source: str, era: str) -> None:
+        """Checks that an era which is missing may still come.
+
+        Raises:
+            PreparationFailedError: nobody makes it any more.
+        """
+        reason = given_up(self.prepared.directory)
+        if reason is not None and not self._count_more(source):  # sealed just before the end
+            raise PreparationFailedError(
+                f"{era} of {self.prepared.directory} will not come: its preparation has failed "
+                f"({reason}). What is sealed is used up: mend the cause, and run the same command "
+                "again"
+            )
 
     def _check(self, start: int, count: int) -> None:
         """Checks that samples can be given, and many more at once where they are there."""

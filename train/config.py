@@ -37,6 +37,7 @@ from ..model.precision import Precision
 from ..model.recompute import Recompute
 from ..model.sections import kinds_first, merge, set_value
 from .optim import OptimConfig
+from .start_when import StartWhen
 
 # What a key of the model was called before its configuration had sections.
 _RENAMED = {
@@ -106,6 +107,9 @@ class TrainConfig(BaseModel):
     # the first and every n-th step's routes go into the run folder; 0: none
     record_routing: NonNegativeInt = 0
     threads: int = Field(default=1, ge=0, le=4096)  # of one rank's CPU work; 0: torch's default
+    # `train` and `submit` begin with so much data sealed, and prepare the rest beside the ranks;
+    # none: all of it is prepared first
+    start_when: StartWhen | None = None
     timeout_s: float = Field(default=600.0, gt=0)  # of a collective
 
 
@@ -394,6 +398,8 @@ def _known_fields() -> Iterator[tuple[str, Any]]:
                 yield f"{path}.{name}", annotation
     for name, entry in HaltingConfig.model_fields.items():
         yield f"model.halting.{name}", entry.annotation
+    for name, entry in StartWhen.model_fields.items():
+        yield f"train.start_when.{name}", entry.annotation
 
 
 def _known_keys() -> list[str]:

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import torch
 
+from ..data_pipeline.errors import PreparationFailedError
 from ..data_pipeline.loader import Batch, Loader
 from ..distributed.dispatch.choose import counters_of
 from ..distributed.gradients import clip_gradients
@@ -84,7 +85,7 @@ def run_steps(run: Run, loader: Loader, log: MetricsLog) -> str:
     while run.progress.step < config.train.steps:
         if data_missing:
             wait_for_data(run, loader, log)
-        batch = next(loader)
+        batch = next_batch(run, loader, log, first_step=first)
         rate = learning_rate_at(config.optim, run.progress.step)
         result = step(run, batch, rate, data_ready=loader.ready)
         data_missing = result.data_missing
@@ -201,6 +202,23 @@ def update_weights(
 def due(step: int, every: int) -> bool:
     """Returns whether what happens `every` so many steps happens after this one; 0: never."""
     return every > 0 and step % every == 0
+
+
+def next_batch(run: Run, loader: Loader, log: MetricsLog, *, first_step: int) -> Batch:
+    """Returns the next batch; where data is used up that will not come, saves the state and raises.
+
+    Raises:
+        PreparationFailedError: the preparation beside the run was given up; on all ranks alike.
+    """
+    try:
+        return next(loader)
+    except PreparationFailedError:
+        number = run.progress.step
+        if number >= first_step and not due(number, run.config.checkpoint.every):
+            save(run, loader)
+        run.checkpoints.wait()
+        log_saved(run, log)
+        raise
 
 
 def log_step(

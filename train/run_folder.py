@@ -42,6 +42,7 @@ _MAY_CHANGE = frozenset(
         "train.eval_every",
         "train.eval_rows",
         "train.threads",
+        "train.start_when",
         "train.record_routing",
         "train.recompute",
         "train.timeout_s",

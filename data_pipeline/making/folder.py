@@ -12,6 +12,7 @@ from typing import IO, Any, Literal
 
 from ..config import DataConfig
 from ..errors import PrepareError
+from ..growth import UNFINISHED, go_on
 from ..manifest import (
     TEMPORARY,
     DatasetManifest,
@@ -25,7 +26,7 @@ from ..manifest import (
 )
 from ..sources.embedded import EMBEDDED
 from .plan import Unit
-from .tasks import SIDES, UNFINISHED, unfinished_file
+from .tasks import SIDES, unfinished_file
 
 QuarantineStage = Literal["scan", "tokenise"]
 
@@ -130,6 +131,7 @@ def begin(config: DataConfig, folder: Path, units: Sequence[Unit]) -> None:
     }
     path = folder / UNFINISHED / "plan.json"
     with explained_write_errors(folder):
+        go_on(folder)
         for debris in [*folder.glob(f"*{TEMPORARY}*"), *path.parent.glob(f"*{TEMPORARY}*")]:
             debris.unlink(missing_ok=True)
     if not path.exists():

@@ -33,6 +33,7 @@ import numpy as np
 
 from ..config import DataConfig
 from ..errors import InputError, PrepareError
+from ..growth import UNFINISHED
 from ..manifest import (
     DatasetManifest,
     QuarantinedSplit,
@@ -61,7 +62,6 @@ from .report import PrepareReport, StageTime, write_report
 from .shuffle import BucketTask, SpillTask, gather_bucket, shuffled_buckets, spill_unit
 from .tasks import (
     SIDES,
-    UNFINISHED,
     Sampled,
     UnitTask,
     read_scan,
@@ -126,6 +126,19 @@ def prepare(
     elif (folder / UNFINISHED).exists():
         with claimed(folder, on_wait=lambda: None):
             clear(folder)
+    return manifest
+
+
+def look_ahead(config: DataConfig, directory: str | Path) -> DatasetManifest | None:
+    """Returns the manifest of data that is complete; None: it must be prepared, and can be begun.
+
+    Raises:
+        InputError: some input is not there.
+        PrepareError: the folder holds something else.
+    """
+    manifest = finished(config, Path(directory).absolute())
+    if manifest is None:
+        plan_units(config)
     return manifest
 
 

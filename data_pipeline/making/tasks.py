@@ -27,6 +27,7 @@ import numpy as np
 
 from ..config import DataConfig, SourceConfig
 from ..errors import InputError, ShardError
+from ..growth import UNFINISHED
 from ..manifest import ShardEntry, Split, atomic_write, index_name, shard_name
 from ..shards import MAX_DOCUMENT_BYTES, ShardWriter, TokenDocument, shard_metadata, shard_schema
 from ..sources.documents import Document
@@ -45,7 +46,6 @@ from .hooks import Hooks, hooks
 from .plan import Unit
 from .statistics import DocumentCounter, ScanStatistics
 
-UNFINISHED = "unfinished"
 TRAIN, VALIDATION, DUPLICATE, NEAR_DUPLICATE = range(4)
 """The fate of a document, one byte: the first two name the side that it is written to. From
 FIRST_REASON on it is the number of a reason of its unit's own list."""

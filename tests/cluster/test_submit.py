@@ -168,7 +168,7 @@ def test_the_run_folder_is_opened_once_and_asked_for_a_job_before_and_after_the_
     monkeypatch.setattr(
         local,
         "supervise",
-        lambda launch, _: Journal(Path(launch.run_dir)).append(
+        lambda launch, *_: Journal(Path(launch.run_dir)).append(
             State.FAILED, generation=1, reason="left out"
         ),
     )
