@@ -96,10 +96,11 @@ class DataConfig(BaseModel):
     """Names sources, tokenizer and order of one data set.
 
     `input` and `validation_input` take file names, folders, globs and fsspec URLs of .txt and .jsonl
-    (also .gz and .zst), .parquet and .arrow, and the word "embedded" for the English prose that
-    every Python carries. With an empty `validation_input`, documents whose hash falls below
-    `validation_fraction` are held out of `input`. Text of several kinds is given as `sources`
-    instead; `input` is short for the one source "text".
+    (also .gz and .zst), .parquet and .arrow, python:package.module:function for records of your own
+    function, and the word "embedded" for the English prose that every Python carries. With an empty
+    `validation_input`, documents whose hash falls below `validation_fraction` are held out of
+    `input`. Text of several kinds is given as `sources` instead; `input` is short for the one source
+    "text".
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")

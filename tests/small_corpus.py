@@ -4,6 +4,7 @@ them.
 
 import json
 import random
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -42,6 +43,15 @@ def write_jsonl(path: Path, texts: list[str]) -> Path:
         "".join(json.dumps({"text": text, "source": path.stem}) + "\n" for text in texts)
     )
     return path
+
+
+def pages(split_index: int, num_splits: int) -> Iterator[str]:
+    """Texts as the input `python:moebius.tests.small_corpus:pages` gives them, two splits of them."""
+    for number in range(split_index, 8, num_splits):
+        yield " ".join(sentences(number, 3))
+
+
+pages.num_splits = 2  # pyright: ignore[reportFunctionMemberAccess]
 
 
 def shards_of_words(folder: Path, num_documents: int) -> Path:

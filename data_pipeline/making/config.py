@@ -4,11 +4,12 @@ They are apart from the stages themselves (`filters.py`, `language.py`, `near_du
 `decontaminate.py`), because every command reads a configuration and few need numpy or Arrow for it.
 """
 
-import re
 from functools import lru_cache
 from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+from ..callables import is_function_path
 
 MAX_NGRAM = 1024
 """The longest n-gram of words that is hashed."""
@@ -16,7 +17,6 @@ MAX_NGRAM = 1024
 STOP_WORDS = ("the", "be", "to", "of", "and", "that", "have", "with")
 _Limit = tuple[Annotated[int, Field(ge=1, le=MAX_NGRAM)], Annotated[float, Field(ge=0.0, le=1.0)]]
 _FOUND_AT_THRESHOLD = 0.75
-_FUNCTION = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
 
 
 class FilterConfig(BaseModel):
@@ -83,7 +83,7 @@ class LanguageConfig(BaseModel):
     @field_validator("function")
     @classmethod
     def _check_path(cls, path: str) -> str:
-        if not _FUNCTION.fullmatch(path):
+        if not is_function_path(path):
             raise ValueError(
                 f"{path!r} is no function: write package.module:function, for example "
                 "my_languages:language"

@@ -16,11 +16,9 @@ The hook is imported in every process that reads documents, and gets the text af
 It must be a pure function, or the prepared data depends on who has read what.
 """
 
-import importlib
 import re
-from collections.abc import Callable
-from typing import Any
 
+from ..callables import import_function
 from ..errors import InputError
 from .config import LanguageConfig
 
@@ -37,7 +35,11 @@ class LanguageFilter:
             InputError: there is no such module or function.
         """
         self.config = config
-        self._hook = _imported(config.function)
+        self._hook = import_function(
+            config.function,
+            where=f"data.language.function={config.function}",
+            purpose="a function of a text that returns its language code",
+        )
 
     def reason_to_drop(self, text: str) -> str | None:
         """Returns "language: CODE" where the language is not allowed, or None.
@@ -59,31 +61,3 @@ class LanguageFilter:
                 "return a language code such as 'en'"
             )
         return None if code in self.config.allow else f"language: {code}"
-
-
-def _imported(path: str) -> Callable[[str], Any]:
-    module_name, _, attributes = path.partition(":")
-    where = f"data.language.function={path}"
-    try:
-        found: Any = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        advice = (
-            "install it, or put its folder on PYTHONPATH"
-            if error.name and f"{module_name}.".startswith(f"{error.name}.")
-            else f"{module_name} imports it: install it"
-        )
-        raise InputError(f"{where}: there is no module {error.name!r}: {advice}") from error
-    except Exception as error:
-        raise InputError(
-            f"{where}: {module_name} cannot be imported: {type(error).__name__}: {error}"
-        ) from error
-    for name in attributes.split("."):
-        if not hasattr(found, name):
-            raise InputError(f"{where}: {module_name} has no {attributes!r}: check the name")
-        found = getattr(found, name)
-    if not callable(found):
-        raise InputError(
-            f"{where}: {attributes!r} is a {type(found).__name__}, which cannot be called: name a "
-            "function of a text that returns its language code"
-        )
-    return found

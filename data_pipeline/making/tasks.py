@@ -458,8 +458,8 @@ def _chosen_documents(task: UnitTask) -> Iterator[_Chosen]:
 
 def _changed(task: UnitTask) -> InputError:
     return InputError(
-        f"{task.unit.label} has changed while it was being prepared: "
-        "delete the folder and prepare again, from files that nobody writes to"
+        f"{task.unit.label} has changed while it was being prepared: delete the folder and prepare "
+        "again, from files that nobody writes to and functions that give the same each time"
     )
 
 

@@ -1,4 +1,4 @@
-"""From file names, globs and URLs to documents.
+"""From file names, globs, URLs and functions to documents.
 
 1. `splits.plan_splits` expands what the user gave into input splits.
 2. `reading.read_documents` reads one split.

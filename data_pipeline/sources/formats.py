@@ -7,6 +7,7 @@ from ..errors import InputError
 from .columns import read_arrow, read_parquet, record_batch_ranges, row_group_ranges
 from .documents import Document, InputSplit, SplitRange, byte_ranges
 from .embedded import EMBEDDED, embedded_ranges, embedded_size, read_embedded
+from .function import PYTHON, function_ranges, function_size, read_function
 from .json_lines import read_json_lines
 from .lines import whole_file
 from .records import RecordRules
@@ -40,6 +41,7 @@ FILE_FORMATS = {
 
 OTHER_FORMATS = {
     EMBEDDED: Format(embedded_ranges, read_embedded, embedded_size, has_fields=False),
+    PYTHON: Format(function_ranges, read_function, function_size),
 }
 """By the beginning of the name of an input that is no file."""
 

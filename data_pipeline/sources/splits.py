@@ -2,7 +2,8 @@
 
 A split is one file, or a byte range (.txt, .jsonl), row groups (.parquet) or record batches (.arrow)
 of a large one, in sorted order. A compressed .txt or .jsonl is one split, for there is no way into
-its middle, and so is an Arrow stream. A folder is all files in it that can be read.
+its middle, and so is an Arrow stream. A folder is all files in it that can be read. What is no file
+(the embedded corpus, a function) says itself how many splits it has.
 """
 
 from collections.abc import Iterator, Sequence

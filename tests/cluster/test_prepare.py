@@ -109,7 +109,7 @@ def _files(folder: Path) -> dict[str, bytes]:
 @pytest.mark.parametrize("shuffle", [False, True])
 def test_shards_have_the_same_bytes_as_without_ray(tmp_path, shuffle):
     config = DataConfig(
-        input=(str(_texts(tmp_path) / "*.txt"),),
+        input=(str(_texts(tmp_path) / "*.txt"), "python:moebius.tests.small_corpus:pages"),
         tokenizer="bytes",
         validation_fraction=0.3,
         shuffle_documents=shuffle,

@@ -1,0 +1,60 @@
+"""Functions of the user's own, named as `package.module:function` in a configuration.
+
+They are imported in every process that needs them, so their module must be installed or lie on
+PYTHONPATH, on every machine.
+"""
+
+import importlib
+import re
+from collections.abc import Callable
+from typing import Any
+
+from .errors import InputError
+
+_PATH = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
+
+
+def is_function_path(path: str) -> bool:
+    """Returns whether a text has the form `package.module:function`."""
+    return bool(_PATH.fullmatch(path))
+
+
+def import_function(path: str, *, where: str, purpose: str) -> Callable[..., Any]:
+    """Returns the function of a path.
+
+    Args:
+        path: `package.module:function`.
+        where: what names it, for messages.
+        purpose: what it should be, for messages, for example "a function of a text".
+
+    Raises:
+        InputError: there is none.
+    """
+    module_name, _, attributes = path.partition(":")
+    found = _import_module(module_name, where)
+    for name in attributes.split("."):
+        if not hasattr(found, name):
+            raise InputError(f"{where}: {module_name} has no {attributes!r}: check the name")
+        found = getattr(found, name)
+    if not callable(found):
+        raise InputError(
+            f"{where}: {attributes!r} is a {type(found).__name__}, which cannot be called: name "
+            f"{purpose}"
+        )
+    return found
+
+
+def _import_module(name: str, where: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        advice = (
+            "install it, or put its folder on PYTHONPATH"
+            if error.name and f"{name}.".startswith(f"{error.name}.")
+            else f"{name} imports it: install it"
+        )
+        raise InputError(f"{where}: there is no module {error.name!r}: {advice}") from error
+    except Exception as error:
+        raise InputError(
+            f"{where}: {name} cannot be imported: {type(error).__name__}: {error}"
+        ) from error

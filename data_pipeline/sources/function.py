@@ -1,0 +1,139 @@
+"""Records from a function of the user's own: the input `python:package.module:function`.
+
+    # my_texts.py, on PYTHONPATH or installed
+    def letters():                               # one split
+        yield {"text": "Dear …", "id": "letter/1"}
+    def pages(split_index, num_splits):          # many, read by many workers
+        for number in range(split_index, 10_000, num_splits):
+            yield page(number)
+    pages.num_splits = 64
+
+    moebius prepare --input python:my_texts:pages --output shards --workers 8
+
+A record is a text, or a dict with the fields that JSON lines would have. The function is called
+two or three times per split (to choose, to train the tokenizer, to tokenise), in any process, and
+must give the same records each time: split numbers decide what is read, never who reads it.
+"""
+
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+from ..callables import import_function, is_function_path
+from ..errors import InputError
+from .documents import Document, InputSplit, SplitRange
+from .records import RecordRules, checked, document_of
+
+PYTHON = "python:"
+"""What the name of such an input begins with."""
+
+MAX_SPLITS = 100_000
+_RESULT = "an iterable of texts or dicts"
+
+
+def function_size(url: str) -> int:
+    """Returns the number of splits that a function declares; 1 if none.
+
+    Raises:
+        InputError: there is no such function, or it cannot be called so.
+    """
+    function = _function(url)
+    declared = getattr(function, "num_splits", None)
+    if declared is None:
+        _check_takes(function, (), url)
+        return 1
+    is_number = isinstance(declared, int) and not isinstance(declared, bool)
+    if not is_number or not 1 <= declared <= MAX_SPLITS:
+        raise InputError(
+            f"input {url!r} declares num_splits={declared!r}: it must be a whole number from 1 to "
+            f"{MAX_SPLITS:,}"
+        )
+    _check_takes(function, (0, declared), url)
+    return declared
+
+
+def function_ranges(url: str, size: int, split_bytes: int) -> Iterator[SplitRange]:
+    """Yields one range per split; how much text each has is not known."""
+    for index in range(size):
+        yield SplitRange(index, index + 1, split_bytes)
+
+
+def read_function(split: InputSplit, rules: RecordRules) -> Iterator[Document]:
+    """Reads the records of one split.
+
+    Raises:
+        InputError: the function fails, or returns something else.
+    """
+    name = split.url.removeprefix(PYTHON)
+    for row, record in enumerate(_records(split)):
+        where = f"{split.label}, record {row}"
+        if isinstance(record, str):
+            _check_has_no_fields(rules, where)
+            yield checked(Document(record, name, row), rules, where=where)
+        elif isinstance(record, Mapping):
+            yield document_of(record, row, rules, where=where, file_name=name)
+        else:
+            raise InputError(
+                f"{where}: a {type(record).__name__} ({record!r:.60}): a record is a text, or a "
+                "dict with fields"
+            )
+
+
+def _records(split: InputSplit) -> Iterator[Any]:
+    """Yields what the function yields; what it raises becomes one error."""
+    function = _function(split.url)
+    declares = getattr(function, "num_splits", None) is not None
+    arguments = (split.start, split.size) if declares else ()
+    row = 0
+    try:
+        found = function(*arguments)
+        if isinstance(found, str | bytes | Mapping) or not isinstance(found, Iterable):
+            raise InputError(
+                f"input {split.url!r} returned a {type(found).__name__}, not {_RESULT}"
+            )
+        for record in found:
+            yield record
+            row += 1
+    except InputError:
+        raise
+    except Exception as error:
+        raise InputError(
+            f"{split.label}, record {row}: the function raised {type(error).__name__}: {error}"
+        ) from error
+
+
+def _check_has_no_fields(rules: RecordRules, where: str) -> None:
+    fields = rules.fields
+    if fields.prompt_field or fields.id_field:
+        wanted = ", ".join(map(repr, rules.names))
+        raise InputError(f"{where}: a text, where a dict with the fields {wanted} is asked for")
+
+
+def _function(url: str) -> Callable[..., Any]:
+    path = url.removeprefix(PYTHON)
+    if not is_function_path(path):
+        raise InputError(f"input {url!r}: write {PYTHON}package.module:function")
+    return import_function(
+        path, where=f"input {url!r}", purpose=f"a function that returns {_RESULT}"
+    )
+
+
+def _check_takes(function: Callable[..., Any], arguments: tuple[int, ...], url: str) -> None:
+    """Checks that a function can be called as it will be.
+
+    Raises:
+        InputError: it cannot.
+    """
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # some builtins have none
+        return
+    try:
+        signature.bind(*arguments)
+    except TypeError as error:
+        name = url.rpartition(":")[2]
+        wanted = "nothing" if not arguments else "split_index and num_splits"
+        advice = f"; to be called per split, declare {name}.num_splits = 64" * (not arguments)
+        raise InputError(
+            f"input {url!r} is called with {wanted}, and it takes {signature}{advice}"
+        ) from error

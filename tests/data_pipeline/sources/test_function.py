@@ -1,0 +1,177 @@
+"""A function's records are input like any other, split by split in any process; whatever is wrong with
+one is one clear error.
+"""
+
+import pytest
+from token_stream import TokenStream
+
+from moebius.data_pipeline.config import DataConfig
+from moebius.data_pipeline.errors import InputError
+from moebius.data_pipeline.making.pools import LocalPool
+from moebius.data_pipeline.making.prepare import prepare
+from moebius.data_pipeline.sources.reading import read_documents
+from moebius.data_pipeline.sources.splits import plan_splits
+
+FUNCTIONS = """
+import random
+
+def texts():
+    yield from ("one", "two")
+
+def records():
+    return [{"text": "a", "source": "mail", "id": 1}, {"text": "b", "id": 2}]
+
+def pages(split_index, num_splits):
+    for number in range(split_index, 10, num_splits):
+        yield f"page {number} of split {split_index}"
+pages.num_splits = 3
+
+class Archive:
+    num_splits = 2
+    def __call__(self, split_index, num_splits):
+        return [str(split_index)]
+archive = Archive()
+
+def breaks():
+    yield "fine"
+    raise KeyError("lost")
+
+def surrogates():
+    return ["half \\ud83d"]
+
+def numbers():
+    yield "fine"
+    yield 7
+
+def one_text():
+    return "not a list"
+
+def nothing():
+    pass
+
+def needs_splits(split_index, num_splits):
+    return []
+
+def takes_nothing():
+    return []
+takes_nothing.num_splits = 2
+
+def too_many(split_index, num_splits):
+    return []
+too_many.num_splits = 0
+
+def changes():
+    return [str(random.random())]
+
+not_a_function = 3
+"""
+MODULE = "texts_of_a_test"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A folder with the module above, from which workers can import as well."""
+    path = tmp_path_factory.mktemp("module")
+    (path / f"{MODULE}.py").write_text(FUNCTIONS)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(path))
+        yield path
+
+
+def _config(name, **options):
+    values = {"tokenizer": "bytes", "validation_fraction": 0.0}
+    return DataConfig(input=(f"python:{MODULE}:{name}",), **values | options)
+
+
+def _read(name, **options):
+    config = _config(name, **options)
+    return [
+        [
+            (one.text, one.source, one.record_id)
+            for one in read_documents(split, config.all_sources[0])
+        ]
+        for split in plan_splits(config)
+    ]
+
+
+@pytest.mark.usefixtures("folder")
+def test_texts_and_dicts_are_records():
+    name = f"{MODULE}:texts"
+    assert _read("texts") == [[("one", name, ""), ("two", name, "")]]
+    found = _read("records", id_field="id")
+    assert found == [[("a", "mail", "1"), ("b", f"{MODULE}:records", "2")]]
+
+
+@pytest.mark.usefixtures("folder")
+def test_a_function_that_declares_splits_is_called_for_each():
+    pages = _read("pages")
+    assert [len(split) for split in pages] == [4, 3, 3]
+    assert [text for text, *_ in pages[1]] == [f"page {n} of split 1" for n in (1, 4, 7)]
+    assert [[text for text, *_ in split] for split in _read("archive")] == [["0"], ["1"]]
+
+
+@pytest.mark.usefixtures("folder")
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("breaks", r"breaks\[0:1\], record 1: the function raised KeyError: 'lost'"),
+        ("numbers", r"numbers\[0:1\], record 1: a int \(7\): a record is a text, or a dict"),
+        ("surrogates", r"record 0: not Unicode .half a surrogate pair"),
+        ("one_text", r"one_text' returned a str, not an iterable of texts or dicts"),
+        ("nothing", r"nothing' returned a NoneType, not an iterable"),
+        ("needs_splits", r"is called with nothing, and .*needs_splits.num_splits = 64"),
+        ("takes_nothing", r"is called with split_index and num_splits, and it takes \(\)"),
+        ("too_many", r"declares num_splits=0: it must be a whole number from 1 to 100,000"),
+        ("not_there", r"texts_of_a_test has no 'not_there'"),
+        ("not_a_function", r"'not_a_function' is a int, which cannot be called: name a function"),
+    ],
+)
+def test_a_function_that_cannot_be_used_is_one_clear_error(name, message):
+    with pytest.raises(InputError, match=message):
+        _read(name)
+
+
+@pytest.mark.usefixtures("folder")
+def test_a_name_that_is_none():
+    for name, message in (
+        ("python:no_such_module_here:f", r"no module 'no_such_module_here': install it, or put"),
+        ("python:just_a_module", r"write python:package.module:function"),
+    ):
+        with pytest.raises(InputError, match=message):
+            plan_splits(DataConfig(input=(name,)))
+
+
+@pytest.mark.usefixtures("folder")
+def test_a_text_where_fields_are_asked_for():
+    with pytest.raises(InputError, match="record 0: a text, where a dict with the fields 'q', 'a'"):
+        _read("texts", prompt_field="q", answer_field="a")
+
+
+@pytest.mark.usefixtures("folder")
+def test_a_function_that_gives_something_else_each_time(tmp_path):
+    with pytest.raises(InputError, match=r"has changed.*functions that give the same each time"):
+        prepare(_config("changes"), tmp_path / "d")
+
+
+def _files(path):
+    return {one.name: one.read_bytes() for one in path.iterdir() if one.is_file()}
+
+
+@pytest.mark.usefixtures("folder")
+def test_it_is_prepared_like_a_file(tmp_path):
+    manifest = prepare(_config("pages"), tmp_path / "d")
+    assert manifest.inputs == {f"python:{MODULE}:pages": 3}
+    stream = TokenStream(tmp_path / "d", "train")
+    assert sum(stream.read_documents(n).num_rows for n in range(stream.num_batches)) == 10
+    assert prepare(_config("pages"), tmp_path / "d") == manifest, "it is there already"
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("folder")
+def test_processes_give_the_same_bytes(tmp_path):
+    prepare(_config("pages"), tmp_path / "one")
+    with LocalPool(2) as pool:
+        prepare(_config("pages"), tmp_path / "two", pool=pool)
+        with pytest.raises(InputError, match="record 1: the function raised KeyError: 'lost'"):
+            prepare(_config("breaks"), tmp_path / "three", pool=pool)
+    assert _files(tmp_path / "one") == _files(tmp_path / "two")
