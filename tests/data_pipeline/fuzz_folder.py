@@ -1,0 +1,342 @@
+"""Damages a prepared folder in random ways and reads it: the child process of test_fuzz.py.
+
+    python fuzz_folder.py FOLDER FIRST COUNT
+
+FOLDER is this process's own. Each case damages it by its number alone, reads everything that is
+left, and mends it again. Prints one JSON line per outcome that must not be, and a last one that
+counts the others. More memory than the folder could ever need is refused by the system, and a case
+that does not end ends the process.
+"""
+
+import hashlib
+import json
+import random
+import resource
+import signal
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from zlib import crc32
+
+import pyarrow as pa
+
+from moebius.data_pipeline.errors import DataError
+from moebius.data_pipeline.manifest import _encoded, manifest_name, read_manifest
+from moebius.data_pipeline.shards import INDEX_SCHEMA
+from moebius.data_pipeline.token_store import TokenStore
+
+MEMORY_BYTES = 2**31
+CASE_S = 20
+
+Content = dict[str, tuple[list[list[int]], list[list[int]]]]
+"""Of every shard, by name: tokens and documents' ends of each of its batches."""
+
+ABSURD = [0, 1, 2**16, 2**31 - 1, 2**31, 2**32 - 1, 2**40, 2**53, 2**53 + 1, 2**62, 2**63 - 1]
+
+
+class WrongError(Exception):
+    """Says that something came out that is neither an error nor right."""
+
+
+# ---- reading
+
+
+def read_everything(folder: Path) -> Content:
+    """Reads all shards of all eras, in the two ways there are."""
+    found: Content = {}
+    manifest = read_manifest(folder)
+    for source in manifest.sources:
+        for era in range(len(manifest.eras(source.name))):
+            for split in ("train", "validation"):
+                store = TokenStore(folder, source.name, era, split, manifest)
+                try:
+                    found |= dict(_read(store))
+                finally:
+                    store.close()
+    return found
+
+
+def _read(store: TokenStore) -> Iterator[tuple[str, tuple[list[list[int]], list[list[int]]]]]:
+    starts = store._first_batches.tolist()
+    for number, entry in enumerate(store.entries):
+        tokens, ends = [], []
+        for batch in range(starts[number], starts[number + 1]):
+            one = store.read(batch)
+            documents = store.read_documents(batch).column("tokens")
+            if documents.values.to_pylist() != one.tokens.tolist():
+                raise WrongError(f"{entry.name}: the two ways of reading differ")
+            tokens.append(one.tokens.tolist())
+            ends.append(one.document_ends.tolist())
+        yield entry.name, (tokens, ends)
+
+
+# ---- damage of bytes
+
+
+def _flip(rng: random.Random, data: bytearray) -> None:
+    data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+
+
+def _truncate(rng: random.Random, data: bytearray) -> None:
+    del data[rng.randrange(len(data)) :]
+
+
+def _insert(rng: random.Random, data: bytearray) -> None:
+    place = rng.randrange(len(data))
+    data[place:place] = rng.randbytes(rng.choice([1, 4, 8, 64, 1000]))
+
+
+def _cut_out(rng: random.Random, data: bytearray) -> None:
+    place = rng.randrange(len(data))
+    del data[place : place + rng.choice([1, 4, 8, 64, 1000])]
+
+
+def _swap(rng: random.Random, data: bytearray) -> None:
+    size = rng.choice([1, 8, 64, 256])
+    first, second = sorted(rng.randrange(max(1, len(data) - size)) for _ in range(2))
+    one, other = data[first : first + size], data[second : second + size]
+    data[second : second + size] = one
+    data[first : first + size] = other
+
+
+def _length(rng: random.Random, data: bytearray) -> None:
+    """Writes a number where one may be."""
+    width = rng.choice([2, 4, 8])
+    place = rng.randrange(max(1, len(data) - width)) & ~(width - 1)
+    data[place : place + width] = (rng.choice(ABSURD) % 2 ** (8 * width)).to_bytes(width, "little")
+
+
+def _garble(rng: random.Random, data: bytearray) -> None:
+    place = rng.randrange(len(data))
+    size = len(data[place : place + rng.choice([4, 16, 200])])
+    data[place : place + size] = rng.choice([rng.randbytes(size), bytes(size), b"\xff" * size])
+
+
+DAMAGES: list[Callable[[random.Random, bytearray], None]] = [
+    *(_flip, _flip, _truncate, _insert, _cut_out, _swap, _length, _garble)
+]
+
+
+def damaged(rng: random.Random, data: bytes) -> bytes:
+    """Returns bytes that were damaged once or twice."""
+    changed = bytearray(data)
+    for _ in range(rng.choice([1, 1, 2])):
+        if changed:
+            rng.choice(DAMAGES)(rng, changed)
+    return bytes(changed)
+
+
+# ---- damage of meaning: every checksum is right again
+
+
+def _blake2b(data: bytes) -> str:
+    return hashlib.blake2b(data, digest_size=32).hexdigest()
+
+
+def resign(bodies: list[dict[str, Any]]) -> list[bytes]:
+    """Returns manifests with right hashes, and each with that of the one before."""
+    files, parent = [], ""
+    for body in bodies:
+        files.append(_encoded(body | {"parent": parent} if "parent" in body else body))
+        parent = json.loads(files[-1])["sha256"]
+    return files
+
+
+def _places(value: Any) -> Iterator[tuple[Any, Any]]:
+    """Yields every (container, key) of a JSON document."""
+    if isinstance(value, dict):
+        items = list(value.items())
+    elif isinstance(value, list):
+        items = list(enumerate(value))
+    else:
+        return
+    for key, inner in items:
+        yield value, key
+        yield from _places(inner)
+
+
+def _other_value(rng: random.Random, value: Any) -> Any:
+    names = ["", "..", "../../etc/passwd", "/etc/passwd", "a.train-00000.tok.arrow", "a\0b", "日"]
+    anything = [None, True, [], {}, -1, 0, 1.5, "x", 10**30, *names, *ABSURD]
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, int):
+        near = [value + 1, value - 1, value * 2, -value, value + 2**32, float(value)]
+        return rng.choice([*near, *ABSURD, rng.choice(anything)])
+    if isinstance(value, str):
+        return rng.choice([value[:-1], value + "x", value.upper(), value[::-1], *names])
+    return rng.choice(anything)
+
+
+def mutate_json(rng: random.Random, bodies: list[dict[str, Any]]) -> None:
+    """Changes, removes, repeats or moves one value of some manifest."""
+    body = rng.choice(bodies)
+    container, key = rng.choice(list(_places(body)))
+    act = rng.choice(["change"] * 4 + ["remove", "add", "repeat", "reverse", "swap"])
+    if act == "remove":
+        del container[key]
+    elif act == "add" and isinstance(container, dict):
+        container[rng.choice(["x", "kind", "name", "shards"])] = _other_value(rng, "")
+    elif isinstance(container, list) and act == "repeat":
+        container.insert(key, container[key])
+    elif isinstance(container, list) and act == "reverse":
+        container.reverse()
+    elif act == "swap":
+        other, place = rng.choice(list(_places(rng.choice(bodies))))
+        container[key] = json.loads(json.dumps(other[place]))
+    else:
+        container[key] = _other_value(rng, container[key])
+
+
+def mutate_index(rng: random.Random, data: bytes) -> bytes:
+    """Changes one or two numbers of an index, or moves its rows."""
+    columns = {
+        name: column.to_pylist()
+        for name, column in zip(INDEX_SCHEMA.names, pa.ipc.open_file(data).read_all(), strict=True)
+    }
+    for _ in range(rng.choice([1, 2])):
+        if rng.random() < 0.25:
+            for column in columns.values():
+                rng.choice([column.reverse, lambda c=column: c.append(c[0]), column.pop])()
+            continue
+        column = columns[name := rng.choice(INDEX_SCHEMA.names)]
+        row, width = rng.randrange(len(column)), INDEX_SCHEMA.field(name).type.bit_width
+        value = rng.choice([column[row] + 1, column[row] - 1, column[row] * 2, *ABSURD])
+        column[row] = value % 2**width
+    shortest = min(map(len, columns.values()))
+    arrays = [
+        pa.array(columns[field.name][:shortest], type=field.type, from_pandas=True)
+        for field in INDEX_SCHEMA
+    ]
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_file(sink, INDEX_SCHEMA) as writer:
+        writer.write_batch(pa.RecordBatch.from_arrays(arrays, schema=INDEX_SCHEMA))
+    return sink.getvalue().to_pybytes()
+
+
+# ---- cases
+
+
+class Folder:
+    """Is an intact folder in memory, and its copy on disk that is damaged and mended."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.files = {one.name: one.read_bytes() for one in path.iterdir() if one.is_file()}
+        self.expected = read_everything(path)
+        count = read_manifest(path).num_files
+        self.manifests = [manifest_name(number) for number in range(count)]
+        self.shards = sorted(self.expected)
+
+    def bodies(self) -> list[dict[str, Any]]:
+        return [json.loads(self.files[name])["manifest"] for name in self.manifests]
+
+    def with_shard(self, shard: str, data: bytes | None, index: bytes) -> dict[str, bytes]:
+        """Returns the files of a folder in which these bytes of a shard and its index are right."""
+        changed = {shard.replace(".tok.", ".idx."): index}
+        bodies = self.bodies()
+        for body in bodies:
+            for entry in body.get("shards", ()):
+                if entry["name"] == shard:
+                    entry["index_blake2b"] = _blake2b(index)
+                    if data is not None:
+                        entry |= {"num_bytes": len(data), "blake2b": _blake2b(data)}
+                        changed[shard] = data
+        return changed | dict(zip(self.manifests, resign(bodies), strict=True))
+
+    def case(self, number: int) -> tuple[str, dict[str, bytes]]:
+        """Returns what kind of damage it is, and the files that differ."""
+        rng = random.Random(number)
+        kind = rng.choice(
+            ["shard", "shard", "index", "manifest", "JSON", "JSON", "numbers", "signed"]
+        )
+        shard = rng.choice(self.shards)
+        index = shard.replace(".tok.", ".idx.")
+        if kind in ("shard", "index", "manifest"):
+            name = {"shard": shard, "index": index, "manifest": rng.choice(self.manifests)}[kind]
+            return kind, {name: damaged(rng, self.files[name])}
+        if kind == "JSON":
+            bodies = self.bodies()
+            mutate_json(rng, bodies)
+            return kind, dict(zip(self.manifests, resign(bodies), strict=True))
+        if kind == "numbers":
+            return kind, self.with_shard(shard, None, mutate_index(rng, self.files[index]))
+        return kind, self._signed(rng, shard, index)
+
+    def _signed(self, rng: random.Random, shard: str, index: str) -> dict[str, bytes]:
+        """Returns a shard that was damaged inside a batch, with the checksums of what it is now."""
+        data = bytearray(self.files[shard])
+        table = pa.ipc.open_file(self.files[index]).read_all()
+        row = rng.randrange(table.num_rows)
+        start, size = (table[name][row].as_py() for name in ("offset", "length"))
+        message = damaged(rng, bytes(data[start : start + size]))[:size].ljust(size, b"\0")
+        data[start : start + size] = message
+        sums = table["crc32"].to_numpy().copy()
+        sums[row] = crc32(message)
+        table = table.set_column(4, INDEX_SCHEMA.field("crc32"), pa.array(sums, type=pa.uint32()))
+        sink = pa.BufferOutputStream()
+        with pa.ipc.new_file(sink, INDEX_SCHEMA) as writer:
+            writer.write_batch(table.combine_chunks().to_batches()[0])
+        return self.with_shard(shard, bytes(data), sink.getvalue().to_pybytes())
+
+    def run(self, number: int) -> str:
+        """Damages, reads and mends.
+
+        Returns:
+            The kind of damage and what came of it.
+
+        Raises:
+            WrongError: wrong tokens.
+        """
+        kind, changed = self.case(number)
+        changed = {name: data for name, data in changed.items() if data != self.files[name]}
+        for name, data in changed.items():
+            (self.path / name).write_bytes(data)
+        try:
+            found = read_everything(self.path)
+        except DataError as error:
+            if not str(error) or "\n" in str(error)[:80]:
+                raise WrongError(f"an error that says nothing: {error!r}") from error
+            return f"{kind}: refused"
+        finally:
+            for name in changed:
+                (self.path / name).write_bytes(self.files[name])
+        self._check(kind, found)
+        return f"{kind}: read"
+
+    def _check(self, kind: str, found: Content) -> None:
+        for name, (tokens, ends) in found.items():
+            expected_tokens, expected_ends = self.expected[name]
+            if kind == "signed":  # its bytes say so themselves; but no more than it may hold
+                if [len(one) for one in tokens] != [len(one) for one in expected_tokens]:
+                    raise WrongError(f"{name}: another number of tokens")
+                if max(map(max, tokens)) > 256:
+                    raise WrongError(f"{name}: a token that is none")
+            elif (tokens, ends) != (expected_tokens, expected_ends):
+                raise WrongError(f"{name}: wrong tokens")
+        if kind in ("shard", "index", "manifest") and found.keys() != self.expected.keys():
+            missing = self.expected.keys() - found.keys()
+            if kind != "manifest" or not missing:
+                raise WrongError(f"shards are missing: {missing}")
+
+
+def main(path: str, first: str, count: str) -> None:
+    """Runs the cases of the command line."""
+    folder = Folder(Path(path))
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY_BYTES, used + MEMORY_BYTES))
+    outcomes: Counter[str] = Counter()
+    for number in range(int(first), int(first) + int(count)):
+        signal.alarm(CASE_S)  # which nobody catches: the process ends
+        print(json.dumps({"case": number}), flush=True)
+        try:
+            outcomes[folder.run(number)] += 1
+        except Exception as error:  # noqa: BLE001 (told, and the next one)
+            print(json.dumps({"case": number, "wrong": f"{type(error).__name__}: {error}"}))
+    print(json.dumps({"outcomes": outcomes}), flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

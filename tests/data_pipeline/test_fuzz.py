@@ -1,0 +1,92 @@
+"""Whatever becomes of the bytes of a prepared folder, reading it gives the right tokens or one clear
+error: never wrong tokens, another exception, a hang or memory without bound.
+"""
+
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from made_folder import MadeFolder, documents
+
+from moebius.data_pipeline.errors import ShardError
+from moebius.data_pipeline.manifest import read_manifest
+from moebius.data_pipeline.token_store import TokenStore, verify_shard
+
+CHILD = Path(__file__).parent / "fuzz_folder.py"
+
+
+@pytest.fixture(scope="module")
+def intact(tmp_path_factory) -> Path:
+    """Two sources, of which one has prompts; three eras, a few batches per shard."""
+    made = MadeFolder(tmp_path_factory.mktemp("made"), ("a", "b"), frozenset({"b"}))
+    made.seal("a", documents(0, 12), documents(8, 5), shards=2).seal("a", documents(1, 8))
+    made.seal("b", documents(2, 12, prompts=True)).complete()
+    return made.folder
+
+
+def _run(folder: Path, first: int, count: int) -> dict[str, int]:
+    """Runs cases in a process with limits; returns how often what came out."""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    ended = subprocess.run(
+        [sys.executable, str(CHILD), str(folder), str(first), str(count)],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=environment,
+    )
+    lines = [json.loads(line) for line in ended.stdout.splitlines()]
+    assert not [line for line in lines if "wrong" in line]
+    assert ended.returncode == 0, f"{lines[-1:]} ended the process: {ended.stderr[-2000:]}"
+    return lines[-1]["outcomes"]
+
+
+def _check_outcomes(outcomes: dict[str, int], count: int) -> None:
+    """Checks that the cases could fail: most damage matters, and of each kind some does."""
+    assert sum(outcomes.values()) == count
+    for kind in ("shard", "index", "manifest", "JSON", "numbers", "signed"):
+        assert outcomes.get(f"{kind}: refused", 0) > count // 100
+    assert outcomes.get("signed: read", 0) > 0, "none that only a checksum could have told"
+
+
+def test_damaged_folders_are_refused_or_read_rightly(intact, tmp_path):
+    shutil.copytree(intact, tmp_path / "d")
+    _check_outcomes(_run(tmp_path / "d", 0, 300), 300)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(300, 10_000, 2425))
+def test_ten_thousand_damaged_folders_are_refused_or_read_rightly(intact, tmp_path, first):
+    shutil.copytree(intact, tmp_path / "d")
+    _check_outcomes(_run(tmp_path / "d", first, 2425), 2425)
+
+
+def test_each_of_a_thousand_flipped_bits_is_found(intact, tmp_path):
+    """By the blake2b of the whole file wherever it is; by the CRC where it is a batch's."""
+    folder = Path(shutil.copytree(intact, tmp_path / "d"))
+    manifest = read_manifest(folder)
+    rng = random.Random(3)
+    for entry in manifest.of("train"):
+        path = folder / entry.name
+        data = bytearray(path.read_bytes())
+        era = next(era for era in manifest.eras(entry.source) if entry in era.shards)
+        store = TokenStore(folder, entry.source, era.number, "train", manifest)
+        first = int(store._first_batches[era.of("train").index(entry)])
+        for _ in range(1000 // 4):
+            batch = first + rng.randrange(entry.num_batches)
+            place = rng.randrange(int(store._index["length"][batch]))
+            flipped = int(store._index["offset"][batch]) + place
+            data[flipped] ^= (bit := 1 << rng.randrange(8))
+            path.write_bytes(data)
+            with pytest.raises(ShardError, match="CRC32"):
+                store.read_tokens(batch)
+            with pytest.raises(ShardError, match="blake2b"):
+                verify_shard(folder, entry)
+            data[flipped] ^= bit
+        path.write_bytes(data)
+        verify_shard(folder, entry)
+        store.close()
