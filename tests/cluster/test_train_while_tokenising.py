@@ -1,0 +1,234 @@
+"""F20: training while tokenising, through the commands, with workers and the preparing process
+killed meanwhile: data, samples, losses and weights are those of preparing first.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+from jobs import wait_for
+from world import run_ranks
+
+from moebius.cluster.job import JOURNAL, Journal, State, read_status
+from moebius.data_pipeline.making.prepare import prepare
+from moebius.data_pipeline.manifest import read_manifest
+from moebius.train.config import Config, resolve
+from moebius.train.loop import train
+from moebius.train.recipes.smoke import RECIPES
+from moebius.train.run_folder import open_run
+
+pytestmark = pytest.mark.slow  # two minutes
+
+NUM_FILES = 10
+DOCUMENTS = 40  # of each
+STEPS = 24  # of 8 × 32 tokens: some eras
+SMALL = (
+    "model.vocab_size=257",
+    "data.tokenizer=bytes",
+    "data.vocab_size=257",
+    "data.seq_len=32",
+    "data.era_tokens=2000",
+    "data.validation_fraction=0.1",
+    "data.language.function=slow_language:language",
+    "data.language.allow=['en']",
+    "model.d_model=32",
+    "model.attention.d_head=8",
+    "model.feed_forward.num_experts=8",
+    "model.feed_forward.router.top_k=2",
+    "model.feed_forward.d_expert=16",
+    f"train.steps={STEPS}",
+    "train.log_every=1",
+    "train.global_batch=8",
+    "train.micro_batch=2",
+    "train.eval_every=0",
+    "train.eval_rows=8",
+    "checkpoint.every=10",
+    "optim.warmup_steps=4",
+    "mesh.dp_replicate=1",
+    "job.ranks_per_node=1",
+    "job.rehearse_failure_at_step=none",
+)
+# Reading takes as long as a test wants it to.
+SLOW_LANGUAGE = """
+import os, time
+def language(text):
+    time.sleep(float(os.environ.get("SLOW_S", "0")))
+    return "en"
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Iterator[Path]:
+    """Texts, and a rule that takes its time, importable here and in every process below."""
+    folder = tmp_path_factory.mktemp("f20")
+    (folder / "slow_language.py").write_text(SLOW_LANGUAGE)
+    rng = np.random.default_rng(3)
+    words = ["one", "two", "three", "band", "expert", "route"]
+    (folder / "texts").mkdir()
+    for number in range(NUM_FILES):
+        lines = [
+            json.dumps({"text": " ".join(rng.choice(words, 12)) + f" {number} {line}"})
+            for line in range(DOCUMENTS)
+        ]
+        (folder / "texts" / f"{number:02}.jsonl").write_text("\n".join(lines) + "\n")
+    sys.path.insert(0, str(folder))
+    yield folder
+    sys.path.remove(str(folder))
+
+
+def overrides(folder: Path, data: str) -> list[str]:
+    named = [f"data.input=['{folder}/texts/*.jsonl']", f"data.directory={folder}/{data}"]
+    return [*SMALL, *named]
+
+
+@pytest.fixture(scope="module")
+def afterwards(folder: Path) -> Path:
+    """The run with everything prepared first, on ranks without a cluster."""
+    config: Config = resolve("smoke", overrides(folder, "prepared"), RECIPES)
+    prepare(config.data, config.data.directory)
+    assert len(read_manifest(folder / "prepared").sealed) >= 8
+    open_run(config, folder / "afterwards")
+    assert run_ranks(train, 2, config, folder / "afterwards", timeout_s=120) == ["finished"] * 2
+    return folder / "afterwards"
+
+
+def start(folder: Path, *arguments: str, slow_s: float) -> subprocess.Popen[str]:
+    """The command, as users call it, without a terminal."""
+    program = "from moebius.cli.main import main; main()"
+    paths = os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])
+    return subprocess.Popen(
+        [sys.executable, "-c", program, *arguments],
+        cwd=folder,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+        env=os.environ | {"PYTHONPATH": paths, "SLOW_S": str(slow_s), "COLUMNS": "120"},
+    )
+
+
+def found(program: subprocess.Popen[str], words: str) -> list[psutil.Process]:
+    """Processes below a command in whose own command line these words are."""
+
+    def has_words(process: psutil.Process) -> bool:
+        try:
+            return words in " ".join(process.cmdline())
+        except psutil.Error:
+            return False
+
+    return [one for one in psutil.Process(program.pid).children(recursive=True) if has_words(one)]
+
+
+def told(run_dir: Path) -> str:
+    return "\n".join(f"{entry.state}: {entry.reason}" for entry in Journal(run_dir).entries())
+
+
+def awaits(run_dir: Path, program: subprocess.Popen[str], words: str) -> None:
+    def has_come() -> bool:
+        assert program.poll() is None, program.communicate()[0]
+        return (run_dir / JOURNAL).exists() and words in told(run_dir)
+
+    wait_for(has_come, timeout_s=60, what=words)
+
+
+def metrics(run_dir: Path, kind: str) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in lines if line["kind"] == kind]
+
+
+def seen(run_dir: Path) -> dict[int, tuple[int, float]]:
+    return {line["step"]: (line["digest"], line["loss"]) for line in metrics(run_dir, "train")}
+
+
+def files(folder: Path, keep: Callable[[str], bool]) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir() if keep(path.name)}
+
+
+def assert_same_as(run_dir: Path, afterwards: Path, data: Path) -> None:
+    assert seen(run_dir) == seen(afterwards)
+    assert metrics(run_dir, "eval")[-1]["loss"] == metrics(afterwards, "eval")[-1]["loss"]
+    step = Path("checkpoints") / f"step_{STEPS:08d}"
+    weights = files(afterwards / step, lambda name: name.endswith(".distcp"))
+    assert weights
+    assert files(run_dir / step, lambda name: name.endswith(".distcp")) == weights
+    shards = files(afterwards.parent / "prepared", lambda name: not name.startswith("report"))
+    assert files(data, lambda name: not name.startswith("report")) == shards
+
+
+def test_submit_trains_while_workers_and_the_preparing_process_are_killed(folder, afterwards):
+    run_dir = folder / "submitted"
+    changes = [*overrides(folder, "growing"), "train.start_when.eras=1", "job.num_nodes=2"]
+    program = start(folder, "submit", "smoke", *changes, "--run-dir", str(run_dir), slow_s=0.06)
+    try:
+        awaits(run_dir, program, "STARTING: starting 2 rank(s)")
+        assert not read_manifest(folder / "growing").complete
+        victims = wait_for(lambda: found(program, "ray::_call"), timeout_s=20, what="a worker")
+        victims[0].kill()
+        time.sleep(1.0)
+        (preparer,) = found(program, "moebius.cluster.preparer")
+        preparer.kill()
+        awaits(run_dir, program, "preparation died (killed by signal 9) and is started again; 2 re")
+        output, _ = program.communicate(timeout=120)
+    finally:
+        program.kill()
+    assert program.returncode == 0, output
+    for words in ("preparing data: tokenising", "eras sealed", "tokens/s", "SUCCEEDED  finished"):
+        assert words in output
+    assert read_status(run_dir).generation == 1, "the ranks noticed nothing"
+    assert "the data is complete" in told(run_dir)
+    assert_same_as(run_dir, afterwards, folder / "growing")
+
+
+def test_train_ends_with_what_is_sealed_and_goes_on_when_the_input_is_mended(folder, afterwards):
+    run_dir, data = folder / "trained", folder / "mended"
+    last = folder / "texts" / "02.jsonl"
+    whole = last.read_bytes()
+    last.write_bytes(whole.replace(b"expert", b"exp\xffrt"))
+    changes = [*overrides(folder, "mended"), "train.start_when.tokens=2k", "job.num_nodes=1"]
+    command = ["train", "smoke", *changes, "job.ranks_per_node=2", "--run-dir", str(run_dir)]
+    try:
+        program = start(folder, *command, slow_s=0.01)
+        output, _ = program.communicate(timeout=120)
+    finally:
+        last.write_bytes(whole)
+    assert program.returncode == 1, output
+    status = read_status(run_dir)
+    assert status.state is State.FAILED
+    assert status.reason.startswith(f"the data ended after step {status.step}: era ")
+    assert last.name in status.reason
+    assert "UTF-8" in status.reason
+    assert (run_dir / "checkpoints" / f"step_{status.step:08d}").exists()
+    assert status.generation == 1
+    shutil.rmtree(data)
+    program = start(folder, *command, slow_s=0.0)
+    output, _ = program.communicate(timeout=120)
+    assert program.returncode == 0, output
+    assert f"from the checkpoint of step {status.step}" in output
+    assert_same_as(run_dir, afterwards, data)
+
+
+def test_what_prepares_dies_with_the_command(folder):
+    run_dir = folder / "killed"
+    changes = [*overrides(folder, "left"), "train.start_when.eras=9", "job.num_nodes=1"]
+    command = ["train", "smoke", *changes, "job.ranks_per_node=2", "--run-dir", str(run_dir)]
+    program = start(folder, *command, slow_s=5.0)
+    try:
+        awaits(run_dir, program, "PREPARING")
+        preparers = wait_for(
+            lambda: found(program, "moebius.cluster.preparer"), what="the preparing process"
+        )
+        below = [*preparers, *preparers[0].children(recursive=True)]
+    finally:
+        program.kill()
+        program.communicate()
+    wait_for(lambda: not any(map(psutil.Process.is_running, below)), what="its end")
