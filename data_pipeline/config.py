@@ -153,8 +153,8 @@ class DataConfig(BaseModel):
     max_skipped_batches: int = Field(default=10, ge=0)
     # continue a run although its data or their order are not those of its checkpoint
     override_position: bool = False
-    # one process per node decodes for all its ranks (serving/): auto: where a node has several ranks
-    # and the data is more than two windows of the order
+    # one process per node decodes for all its ranks (serving/); auto: where a node has four ranks or
+    # more, and the data is more than two windows of the order
     server: Literal["auto", "on", "off"] = "auto"
     # memory of a node that the decoded chunks take at most
     server_bytes: int = Field(default=512 * 2**20, ge=1)

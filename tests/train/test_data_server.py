@@ -33,7 +33,7 @@ ADDRESS = Path("/tmp/a-folder/socket")
 def config(tmp_path) -> Config:
     made = MadeFolder(tmp_path / "data").seal("text", documents(0, 20))
     config = smoke()
-    return config.model_copy(update={"data": made.config()})
+    return config.model_copy(update={"data": made.config(server="on")})
 
 
 def _process(rank: int, store: HashStore, *, ranks_per_node: int = 2) -> Process:
@@ -68,8 +68,11 @@ def test_the_first_rank_of_each_node_starts_one_and_the_second_finds_it(config, 
             (2, 2, 4),
         ]
         assert jobs[0].start_sample == 16
-    assert open_data_server(config, _process(0, store, ranks_per_node=1), 0) is None
+    auto = config.model_copy(update={"data": config.data.model_copy(update={"server": "auto"})})
+    assert open_data_server(auto, _process(0, store, ranks_per_node=1), 0) is None
+    assert [open_data_server(auto, _process(rank, store), 0) for rank in (0, 1)] == [None] * 2
     assert len(started) == 4
+    assert open_data_server(auto, _process(0, store, ranks_per_node=4), 0) is not None
 
 
 def test_off_asks_nobody_and_a_server_that_cannot_start_is_told(config, monkeypatch, caplog):
@@ -80,15 +83,15 @@ def test_off_asks_nobody_and_a_server_that_cannot_start_is_told(config, monkeypa
     store = HashStore()
     off = config.model_copy(update={"data": config.data.model_copy(update={"server": "off"})})
     assert open_data_server(off, _process(1, store), 0) is None
+    auto = config.model_copy(update={"data": config.data.model_copy(update={"server": "auto"})})
     with caplog.at_level(logging.WARNING):
-        assert [open_data_server(config, _process(rank, store), 0) for rank in (0, 1)] == [None] * 2
+        ranks = [_process(rank, store, ranks_per_node=4) for rank in range(4)]
+        assert [open_data_server(auto, rank, 0) for rank in ranks] == [None] * 4
         assert "no room for a folder" in caplog.text
         assert open_data_server(config, _process(3, store), 0) is None
         assert "says nothing of a data server" in caplog.text
-    on = config.model_copy(update={"data": config.data.model_copy(update={"server": "on"})})
     with pytest.raises(DataError, match="no room for a folder"):
-        open_data_server(on, _process(0, store), 0)
-    assert open_data_server(on, _process(1, store), 0) is None
+        open_data_server(config, _process(0, HashStore()), 0)
 
 
 @pytest.mark.slow

@@ -120,9 +120,9 @@ def test_which_nodes_get_a_server(made, tmp_path):
     def wants(data: DataConfig, ranks: int, server: str = "auto") -> bool:
         return wants_server(data.model_copy(update={"server": server}), ranks)
 
-    assert [wants(few, ranks) for ranks in (1, 2, 8)] == [False, False, False]
-    assert [wants(growing, ranks) for ranks in (1, 2, 8)] == [False, True, True]
-    assert [wants(large.config(), ranks) for ranks in (1, 2, 8)] == [False, True, True]
+    assert [wants(few, ranks) for ranks in (1, 3, 4, 8)] == [False] * 4
+    assert [wants(growing, ranks) for ranks in (1, 3, 4, 8)] == [False, False, True, True]
+    assert [wants(large.config(), ranks) for ranks in (1, 3, 4, 8)] == [False, False, True, True]
     assert wants(few, 1, "on")
     assert not wants(growing, 8, "off")
 
