@@ -38,6 +38,7 @@ from moebius.data_pipeline.manifest import (
     index_name,
     shard_name,
 )
+from moebius.data_pipeline.reader import Prepared
 from moebius.data_pipeline.serving.job import ServerJob
 from moebius.data_pipeline.serving.start import ServerHandle, start_server
 from moebius.data_pipeline.shards import ShardWriter, TokenDocument, shard_schema
@@ -157,13 +158,7 @@ def _figures(
 
 
 def _steps(data: DataConfig) -> int:
-    from moebius.data_pipeline.corruption import BatchFetcher
-    from moebius.data_pipeline.samples import OrderedSamples
-
-    samples = OrderedSamples(data, BatchFetcher())
-    rows = samples.prepared.num_rows("text", 0)
-    samples.close()
-    return rows // GLOBAL_BATCH
+    return _prepared(data).num_rows("text", 0) // GLOBAL_BATCH
 
 
 def _rank(
@@ -195,6 +190,67 @@ def _rank(
         end.wait()
 
 
+def measure_streaming_split(data: DataConfig, num_ranks: int) -> dict[str, float]:
+    """Reads all tokens once as a Ray Dataset that is split over so many actors.
+
+    Its tasks decode the chunks of the same shards, in the order of the files. All processes of the
+    simulated cluster count, this one too.
+    """
+    import ray
+    import ray.data
+
+    from moebius.cluster.ingest import split_batches
+    from moebius.cluster.simulated import simulated_cluster
+
+    prepared = _prepared(data)
+    num_chunks = len(prepared.chunks("text", 0).row_starts) - 1
+    with simulated_cluster(1, cpus_per_node=num_ranks + 1, object_store_bytes=2**30) as cluster:
+        before_s, began = _tree_s(cluster.host_pid), time.perf_counter()
+        chunks: Any = ray.data.range(num_chunks, override_num_blocks=num_chunks)
+        rows = chunks.map_batches(
+            _rows_of_chunks, fn_kwargs={"data": data}, batch_format="numpy", num_cpus=1
+        )
+        batches = split_batches(
+            rows, num_ranks=num_ranks, global_batch=GLOBAL_BATCH, micro_batch=8, rank_cpus=num_ranks
+        )
+        count: Any = ray.remote(num_cpus=1)(_count_steps)
+        steps = ray.get([count.remote(one) for one in batches], timeout=600)
+        wall_s = time.perf_counter() - began
+        all_s = _tree_s(cluster.host_pid) - before_s
+    tokens = steps[0] * GLOBAL_BATCH * SEQ_LEN
+    return {
+        "all_s": round(all_s, 3),
+        "ns_per_token": round(all_s / tokens * 1e9, 3),
+        "wall_s": round(wall_s, 3),
+        "mtokens": round(tokens / 1e6, 1),
+    }
+
+
+def _prepared(data: DataConfig) -> Prepared:
+    return Prepared(data.directory, seq_len=data.seq_len)
+
+
+def _rows_of_chunks(chunks: dict[str, np.ndarray], *, data: DataConfig) -> dict[str, np.ndarray]:
+    prepared = _prepared(data)
+    found = [prepared.read_chunk("text", 0, int(number)).tokens for number in chunks["id"]]
+    prepared.close()
+    return {"tokens": np.concatenate(found)}
+
+
+def _count_steps(batches: Any) -> int:
+    return sum(1 for _ in batches)
+
+
+def _tree_s(pid: int) -> float:
+    """Returns the processor seconds of this process and of those below another, children included."""
+    root = psutil.Process(pid)
+    total = time.process_time()
+    for process in (root, *root.children(recursive=True)):
+        times = process.cpu_times()
+        total += times.user + times.system + times.children_user + times.children_system
+    return total
+
+
 def server_start_s() -> float:
     """Returns the processor time of the server's imports."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -222,6 +278,10 @@ def main() -> None:
             for served in (False, True):
                 name = f"{num_ranks} ranks, {'data server' if served else 'each for itself'}"
                 figures[name] = measure(data, num_ranks, served=served)
+                print(f"{name:28}", figures[name], flush=True)
+            if options.ray:
+                name = f"{num_ranks} ranks, streaming_split"
+                figures[name] = measure_streaming_split(data, num_ranks)
                 print(f"{name:28}", figures[name], flush=True)
     from benchmarks.report import RESULTS, save
 
