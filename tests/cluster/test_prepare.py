@@ -4,6 +4,8 @@ same.
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -121,3 +123,75 @@ def test_shards_have_the_same_bytes_as_without_ray(tmp_path, shuffle):
     files = _files(tmp_path / "serial")
     assert _files(tmp_path / "ray") == files
     assert any(name.endswith(".arrow") for name in files)
+
+
+# ---- F18: whatever is killed, the bytes are the same
+
+_DRIVER = """
+import sys
+from moebius.cluster.prepare import RayPool
+from moebius.cluster.ray_session import connected
+from moebius.data_pipeline.config import DataConfig
+from moebius.data_pipeline.making.prepare import prepare
+
+def tell(progress):
+    print(progress.stage, flush=True)
+
+config = DataConfig.model_validate_json(sys.argv[1])
+with connected(sys.argv[3]), RayPool(capacity=4) as pool:
+    prepare(config, sys.argv[2], pool=pool, on_progress=tell)
+"""
+
+
+class KillingOnce(RayPool):
+    """Lets the tasks of two units kill their processes, once each."""
+
+    def __init__(self, folder: Path):
+        super().__init__()
+        self._folder = folder
+
+    def submit(self, function, item, /):
+        folder, name = self._folder, function.__name__
+
+        def dying(item):
+            number = getattr(getattr(item, "unit", None), "number", "")
+            mark = folder / f"{name}-{number}"
+            if number in (1, 4) and not mark.exists():
+                mark.touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+            return function(item)
+
+        return super().submit(dying, item)
+
+
+@pytest.mark.slow
+def test_killed_tasks_and_a_killed_driver_change_no_byte(tmp_path, cluster):
+    """Some tasks die once; then a preparation dies with its driver, and another goes on."""
+    config = DataConfig(
+        input=(str(_texts(tmp_path) / "*.txt"),),
+        vocab_size=300,
+        validation_fraction=0.3,
+        era_tokens=1000,
+        split_bytes=4000,
+    )
+    prepare(config, tmp_path / "serial")
+    files = _files(tmp_path / "serial")
+
+    (tmp_path / "marks").mkdir()
+    with KillingOnce(tmp_path / "marks") as pool:
+        prepare(config, tmp_path / "tasks", pool=pool)
+    marks = {path.name for path in (tmp_path / "marks").iterdir()}
+    assert marks >= {"scan_unit-1", "scan_unit-4", "tokenise_unit-1", "tokenise_unit-4"}
+    assert _files(tmp_path / "tasks") == files
+
+    arguments = [config.model_dump_json(), str(tmp_path / "driver"), cluster.address]
+    with subprocess.Popen(
+        [sys.executable, "-c", _DRIVER, *arguments], stdout=subprocess.PIPE, text=True
+    ) as driver:
+        assert driver.stdout is not None
+        for _ in range(9):
+            assert driver.stdout.readline(), "it has ended by itself"
+        driver.kill()
+    with RayPool() as pool:
+        prepare(config, tmp_path / "driver", pool=pool)
+    assert _files(tmp_path / "driver") == files
