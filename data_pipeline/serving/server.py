@@ -84,7 +84,7 @@ class DataServer:
         self._fetch = open_fetcher(job.data, self._skipped)
         self._samples = OrderedSamples(job.data, self._fetch)
         self._ahead = ReadAhead(self._samples, job)
-        self._changed = threading.Condition(threading.RLock())  # guards all that follows
+        self._changed = threading.Condition()  # guards all that follows
         self._cache = ChunkCache(job.data.server_bytes)
         self._demands: OrderedDict[ChunkKey, _Demand] = OrderedDict()
         ranks = range(job.first_rank, job.first_rank + job.ranks_here)

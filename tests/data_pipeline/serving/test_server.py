@@ -1,7 +1,9 @@
 """Ranks that read through a data server see what they would see without one, whatever becomes of it."""
 
+import contextlib
 import json
 import logging
+import os
 import shutil
 import threading
 import time
@@ -117,6 +119,7 @@ def test_the_bytes_are_never_exceeded_and_who_finds_no_room_reads_by_itself(made
             for _ in range(STEPS):
                 found += take(loaders, 1)
                 accounts.append(server.account)
+                assert _bytes_of_files() <= enough // 3
         finally:
             close(loaders)
     assert seen(found) == expected
@@ -307,6 +310,19 @@ def test_a_closed_loader_does_not_wait_for_the_server(made, monkeypatch):
         loaders[0].close()
         assert not loaders[0]._thread.is_alive()
         let_go.set()
+
+
+def _bytes_of_files() -> int:
+    """What the files of chunks take that server and ranks have open, as Linux tells it.
+
+    A rank's mapping holds the file open (Python's `mmap` copies its descriptor).
+    """
+    sizes = {}
+    for file in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):  # closed meanwhile
+            if "memfd:moebius-chunk" in os.readlink(file):
+                sizes[file.stat().st_ino] = file.stat().st_size
+    return sum(sizes.values())
 
 
 def _never(*_: Any) -> Any:
