@@ -297,3 +297,30 @@ def test_what_is_wrong_is_said(
 )
 def test_nodes_may_be_doubled(words: list[str], nodes: list[int]) -> None:
     assert parse_nodes(words) == nodes
+
+
+@pytest.mark.parametrize(
+    ("words", "lines_with_ep"),
+    [
+        (["dense", "--nodes", "1", "2"], False),
+        (["moeut_244m", "--nodes", "1", "2", "--skew", "balanced"], True),
+    ],
+    ids=["no experts", "one verdict for all sizes"],
+)
+def test_a_picture_without_a_crossover(
+    words: list[str], lines_with_ep: bool, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    picture = tmp_path / "plan.png"
+    run(capsys, *words, "--png", str(picture))
+    pixels = (255 * imread(picture)[..., :3]).round().astype(int).reshape(-1, 3)
+    for color, drawn in (((0x2E, 0x6F, 0x95), True), ((0xD1, 0x49, 0x5B), lines_with_ep)):
+        assert ((np.abs(pixels - color).sum(1) < 6).sum() > 100) == drawn
+
+
+def test_balanced_routing_waits_for_nobody(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["smoke", "--nodes", "1", "--ep", "8"]
+    times = [
+        as_json(capsys, *words, "--skew", skew)["plans"][0]["layouts"][0]["seconds"]["total"]
+        for skew in ("balanced", "1")
+    ]
+    assert times[0] < times[1]
