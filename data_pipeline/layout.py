@@ -180,10 +180,12 @@ class BestFitLayout:
         width = self._seq_len + 1
         places = _places(pieces, width, len(stream.tokens), self._plan)
         tokens = np.empty(pieces.num_rows * width, dtype=self._store.token_dtype)
-        filled = np.add.reduceat(pieces.lengths, pieces.row_starts[:-1])
-        padding = np.arange(width) >= filled[:, None]
-        tokens[padding.reshape(-1)] = self._store.manifest.end_of_document_id
-        counts = ~padding.reshape(-1)
+        counts = np.ones(len(tokens), dtype=bool)
+        tails = _tails(pieces, width)
+        end_id = self._store.manifest.end_of_document_id
+        for begin, end in tails:
+            tokens[begin:end] = end_id
+            counts[begin:end] = False
         spans = list(
             zip(places.tolist(), pieces.starts.tolist(), pieces.lengths.tolist(), strict=True)
         )
@@ -193,7 +195,7 @@ class BestFitLayout:
             for place, start, length in spans:
                 counts[place : place + length] = stream.counts[start : start + length]
         counts[places[_continued(pieces, self._seq_len)]] = False
-        documents = _piece_numbers(places, pieces, padding) if self._wanted.documents else None
+        documents = _piece_numbers(places, len(tokens), tails) if self._wanted.documents else None
         damaged = _damaged_rows(pieces, stream)
         return LoadedChunk(
             stride=width,
@@ -311,11 +313,20 @@ def _places(pieces: ChunkPieces, width: int, num_tokens: int, plan: BestFitPlan)
     return np.repeat(np.arange(pieces.num_rows) * width, per_row) + inside
 
 
-def _piece_numbers(places: np.ndarray, pieces: ChunkPieces, padding: np.ndarray) -> np.ndarray:
+def _tails(pieces: ChunkPieces, width: int) -> list[tuple[int, int]]:
+    """Returns where padding begins and ends in the rows that are not full."""
+    filled = np.add.reduceat(pieces.lengths, pieces.row_starts[:-1])
+    rows = np.flatnonzero(filled < width)
+    begins, ends = rows * width + filled[rows], (rows + 1) * width
+    return list(zip(begins.tolist(), ends.tolist(), strict=True))
+
+
+def _piece_numbers(places: np.ndarray, size: int, tails: list[tuple[int, int]]) -> np.ndarray:
     """Returns the number of the piece that each place of the rows belongs to; −1: padding."""
-    gaps = np.diff(np.append(places, padding.size))
-    numbers = np.repeat(np.arange(len(pieces.lengths), dtype=np.int32), gaps)
-    numbers[padding.reshape(-1)] = -1
+    gaps = np.diff(np.append(places, size))
+    numbers = np.repeat(np.arange(len(places), dtype=np.int32), gaps)
+    for begin, end in tails:
+        numbers[begin:end] = -1
     return numbers
 
 

@@ -253,38 +253,50 @@ class _Gathered:
 
     def __init__(self, count: int, prepared: Prepared):
         width = prepared.seq_len + 1
-        dtype = np.uint16 if prepared.manifest.vocab_size <= 2**16 else np.uint32
-        self._tokens = np.empty((count, width), dtype=dtype)
+        self._tokens = np.empty((count, width), dtype=np.int64)
         wanted = prepared.wanted
         self._counts = np.ones((count, width), dtype=bool) if wanted.counts else None
         self._documents = np.empty((count, width), dtype=np.int32) if wanted.documents else None
         self._damaged = np.zeros(count, dtype=bool)
 
     def put(self, places: np.ndarray, chunk: LoadedChunk, rows: np.ndarray) -> None:
-        self._tokens[places] = chunk.tokens[rows]
+        pairs = list(zip(places.tolist(), rows.tolist(), strict=True))
+        _copy_rows(self._tokens, chunk.tokens, pairs)
         if self._counts is not None and chunk.counts is not None:
-            self._counts[places] = chunk.counts[rows]
+            _copy_rows(self._counts, chunk.counts, pairs)
         if self._documents is not None and chunk.documents is not None:
-            self._documents[places] = chunk.documents[rows]
+            _copy_rows(self._documents, chunk.documents, pairs)
         if chunk.damaged is not None:
             self._damaged[places] = chunk.damaged[rows]
 
     def finish(self) -> Rows:
         documents = self._documents
-        if documents is not None:  # counted from each row's first
-            documents = np.where(documents < 0, documents, documents - documents[:, :1])
+        if documents is not None:  # counted from each row's first; what is below 0 is padding
+            documents -= np.maximum(documents[:, :1], 0)
+            np.maximum(documents, -1, out=documents)
         mask = None if self._counts is None else self._counts[:, 1:]
-        return Rows(self._tokens.astype(np.int64), mask, documents, self._damaged)
+        return Rows(self._tokens, mask, documents, self._damaged)
+
+
+def _copy_rows(target: np.ndarray, source: np.ndarray, pairs: list[tuple[int, int]]) -> None:
+    """Copies rows one by one: a row is long, and an index of several would copy it twice."""
+    for place, row in pairs:
+        target[place] = source[row]
 
 
 def group_pairs(first: np.ndarray, second: np.ndarray) -> Iterator[tuple[int, int, np.ndarray]]:
-    """Yields each pair of values that occurs, and the places where it does."""
+    """Yields each pair of values that occurs, and the places where it does.
+
+    They come in order of appearance: where one era ends and the next begins, chunks of the first are
+    not needed again once the second's are read.
+    """
     if not len(first):
         return
     if (first == first[0]).all() and (second == second[0]).all():  # as most batches are
         yield int(first[0]), int(second[0]), np.arange(len(first))
         return
-    for one, other in np.unique(np.stack([first, second]), axis=1).T.tolist():
+    pairs, firsts = np.unique(np.stack([first, second]), axis=1, return_index=True)
+    for one, other in pairs.T[np.argsort(firsts)].tolist():
         yield one, other, np.flatnonzero((first == one) & (second == other))
 
 

@@ -11,6 +11,7 @@ from made_folder import END, Document, MadeFolder, documents
 from moebius.data_pipeline import packing
 from moebius.data_pipeline import reader as reader_module
 from moebius.data_pipeline.errors import DataError, ShardError
+from moebius.data_pipeline.layout import LoadedChunk
 from moebius.data_pipeline.reader import Prepared, RowReader, SplitReader, check_names
 from moebius.data_pipeline.token_store import TokenStore
 
@@ -159,6 +160,31 @@ def test_each_chunk_of_a_window_is_decoded_once(folder, monkeypatch):
     assert chunks > 3
     assert batches <= len(reads) <= batches + chunks - 1  # a head may be decoded beside its chunk
     assert len(set(reads)) == batches
+
+
+def test_where_an_era_ends_no_chunk_is_decoded_again(folder, monkeypatch):
+    """A later era may have the smaller number, where an epoch begins."""
+    prepared = Prepared(folder.folder, seq_len=S, chunk_batches=4)
+    tables = [prepared.chunks("plain", era) for era in (0, 1)]
+    chunks = [len(table.row_starts) - 1 for table in tables]
+    assert max(chunks) > min(chunks) > 1
+    # as many are kept as the larger era has
+    monkeypatch.setattr(reader_module, "_SPARE_CHUNKS", max(chunks) - tables[0].chunks_per_window)
+    reads: list[tuple[int, int]] = []
+
+    def read(source: str, era: int, chunk: int) -> LoadedChunk:
+        reads.append((era, chunk))
+        return prepared.read_chunk(source, era, chunk)
+
+    reader = RowReader(prepared, folder.sources, read)
+    rng = np.random.default_rng(1)
+    eras_rows = [(era, rng.permutation(prepared.num_rows("plain", era))) for era in (1, 0, 1)]
+    eras = np.concatenate([np.full(len(rows), era) for era, rows in eras_rows])
+    rows = np.concatenate([rows for _, rows in eras_rows])
+    for first in range(0, len(rows), 40):
+        part = rows[first : first + 40]
+        reader.read(np.zeros(len(part), dtype=int), eras[first : first + 40], part)
+    assert len(reads) == chunks[1] + chunks[0] + chunks[1]
 
 
 def test_rows_of_more_chunks_than_are_kept_are_the_same(folder, monkeypatch):

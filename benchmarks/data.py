@@ -1,0 +1,344 @@
+"""The data pipeline on one core: prepare, read, shuffled read, random access, first batch, memory.
+
+    python -m benchmarks.data [--input TEXT ...] [--megabytes 160] [--only read shuffled ...]
+                              [--rounds 7] [--peers]
+
+Text is what `--input` names, or documents put together from the paragraphs of the embedded corpus,
+drawn with a seed (real English, of which zstd sees the same paragraph about every 4 record batches).
+It is prepared as `moebius prepare` does, BPE of 8,000 ids, seq_len 1,024. Then, each taking turns
+with the others for the machine's speed drifts, in processor seconds of one thread:
+
+memmap    rows of all tokens in one uint16 file, at random places, as int64: the limit of any loader
+decode    every record batch in order, checked and decoded, and nothing else
+concat    shuffled, checked, int64 batches in the order of training, rows cut from the stream
+best_fit  the same, packed so that no document is cut
+random    single rows at random places of the order, each from a cold reader: milliseconds a row
+
+`first` opens the loader at g = 0 and g = 10⁹ and waits for a batch; `memory` is what a loader's order
+and index take per 1,000 tokens; `prepare` compares a preparation of two processes, and one of two
+Ray tasks, with two processes that only tokenise the same text. `--peers` adds mosaicml-streaming and
+Ray Data, where they are installed (data_peers.py). Prints a table and writes results/data.json.
+"""
+
+import argparse
+import json
+import multiprocessing
+import statistics
+import tempfile
+import time
+import tracemalloc
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks import data_peers
+from benchmarks.report import save
+from moebius.data_pipeline.config import DataConfig
+from moebius.data_pipeline.corpus import embedded_documents
+from moebius.data_pipeline.corruption import SkipList, open_fetcher
+from moebius.data_pipeline.loader import Loader
+from moebius.data_pipeline.making.pools import LocalPool
+from moebius.data_pipeline.making.prepare import prepare
+from moebius.data_pipeline.manifest import read_manifest
+from moebius.data_pipeline.samples import OrderedSamples
+from moebius.data_pipeline.sources.reading import read_documents
+from moebius.data_pipeline.sources.splits import InputSplit, plan_splits
+from moebius.data_pipeline.token_store import TokenStore
+from moebius.data_pipeline.tokenizers.tokenizer import load_tokenizer
+
+SEQ_LEN = 1024
+BATCH = 256  # rows of a batch
+PARTS = ("prepare", "read", "random", "first", "memory")
+GOALS = {
+    "concat": "≥ 250 M tokens/s",
+    "best_fit": "≥ 250 M tokens/s and ≥ 0.5 × memmap",
+    "first batch at g = 10⁹": "≤ 1 s",
+    "memory": "≤ 1 byte per 1,000 tokens",
+    "prepare": "≥ 0.7 × bare tokenisation",
+}
+
+
+@dataclass
+class Reading:
+    """One way to read, and how long each round took."""
+
+    name: str
+    tokens: int  # of a round
+    times_s: list[float] = field(default_factory=list)  # of this process on a processor
+    wall_s: list[float] = field(default_factory=list)  # on the clock
+
+    @property
+    def fastest(self) -> float:
+        """Tokens per processor second in the fastest round."""
+        return self.tokens / min(self.times_s)
+
+    @property
+    def median(self) -> float:
+        """Tokens per processor second in the median round."""
+        return self.tokens / statistics.median(self.times_s)
+
+    @property
+    def on_the_clock(self) -> float:
+        """Tokens per second in the fastest round, for those that work in other processes."""
+        return self.tokens / min(self.wall_s)
+
+
+def main() -> None:
+    options = parse()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        config = DataConfig(
+            input=tuple(options.input or [str(write_text(folder, options.megabytes * 10**6))]),
+            directory=str(folder / "shards"),
+            seq_len=SEQ_LEN,
+            split_bytes=8 * 2**20,
+            era_tokens=2**23,
+            seed=1,
+        )
+        figures: dict[str, Any] = {"text": {"input": options.input or "embedded paragraphs"}}
+        figures["prepare"] = prepared(config, folder, compare="prepare" in options.only)
+        if "read" in options.only:
+            readings = read(config, folder, options.rounds, peers=options.peers)
+            figures["read"] = [
+                asdict(one)
+                | {"fastest": one.fastest, "median": one.median, "on_the_clock": one.on_the_clock}
+                for one in readings
+            ]
+        if "random" in options.only:
+            figures["random_row_ms"] = random_rows(config)
+        if "first" in options.only:
+            figures["first_batch_s"] = {str(g): first_batch_s(config, g) for g in (0, 10**9)}
+        if "memory" in options.only:
+            figures["index_bytes_per_1000_tokens"] = index_bytes(config)
+    show(figures)
+    print(save("data", figures | {"goals": GOALS}))
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--input", nargs="+", metavar="TEXT")
+    parser.add_argument("--megabytes", type=int, default=160, help="of text that is put together")
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--peers", action="store_true")
+    return parser.parse_args()
+
+
+def write_text(folder: Path, num_bytes: int) -> Path:
+    """Writes documents of 1 to 40 paragraphs that are drawn from the embedded corpus."""
+    paragraphs = [part for text in embedded_documents() for part in text.split("\n\n") if part]
+    rng, size = np.random.default_rng(0), 0
+    path = folder / "text.jsonl"
+    with open(path, "w", encoding="utf-8") as file:
+        while size < num_bytes:
+            drawn = rng.integers(0, len(paragraphs), int(rng.integers(1, 41)))
+            size += file.write(
+                json.dumps({"text": "\n\n".join(paragraphs[i] for i in drawn)}) + "\n"
+            )
+    return path
+
+
+# Preparing ---------------------------------------------------------------------------------------
+
+
+def prepared(config: DataConfig, folder: Path, *, compare: bool) -> dict[str, Any]:
+    """Prepares the folder that all else reads; says how fast, beside bare tokenisation."""
+    began = time.perf_counter()
+    with LocalPool(2) as pool:
+        prepare(config, config.directory, pool=pool)
+    manifest = read_manifest(config.directory)
+    tokens = sum(shard.num_tokens for shard in manifest.shards)
+    text_bytes = sum(shard.num_text_bytes for shard in manifest.shards)
+    found: dict[str, Any] = {
+        "tokens": tokens,
+        "text_bytes": text_bytes,
+        "shard_bytes_per_token": sum(shard.num_bytes for shard in manifest.shards) / tokens,
+        "first_seconds": time.perf_counter() - began,  # with the training of the tokenizer
+    }
+    if not compare:
+        return found
+    # The tokenizer that was trained, so that what is compared is the way of every document.
+    again = config.model_copy(update={"tokenizer": config.directory})
+    bare_s = bare_tokenisation_s(again)
+    found["bare_tokenisation_s"] = bare_s
+    for name, seconds in preparations(again, folder):
+        found[f"{name}_s"] = seconds
+        found[f"{name}_÷_bare"] = bare_s / seconds
+    return found
+
+
+def preparations(config: DataConfig, folder: Path) -> Iterator[tuple[str, float]]:
+    """Yields what a preparation with two processes takes, and one with two Ray tasks."""
+    began = time.perf_counter()
+    with LocalPool(2) as pool:
+        prepare(config, folder / "local", pool=pool)
+    yield "local", time.perf_counter() - began
+    try:
+        import ray
+    except ImportError:
+        return
+    from moebius.cluster.prepare import RayPool
+
+    with ExitStack() as stack:
+        ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+        stack.callback(ray.shutdown)
+        ray.get([ray.remote(wait).remote() for _ in range(2)])  # its workers are there
+        began = time.perf_counter()
+        with RayPool(capacity=4) as pool:
+            prepare(config, folder / "ray", pool=pool)
+        yield "ray", time.perf_counter() - began
+
+
+def wait() -> None:
+    time.sleep(0.1)
+
+
+def bare_tokenisation_s(config: DataConfig) -> float:
+    """Reads and encodes all of the text in two processes that keep nothing, seconds."""
+    jobs = [(config, split) for split in plan_splits(config)]
+    with multiprocessing.get_context("spawn").Pool(2) as pool:
+        pool.map(encode, jobs[:2])  # everything is imported
+        began = time.perf_counter()
+        pool.map(encode, jobs, chunksize=1)
+        return time.perf_counter() - began
+
+
+def encode(job: tuple[DataConfig, InputSplit]) -> int:
+    config, split = job
+    tokenizer, pending, found = load_tokenizer(config.tokenizer), [], 0
+    for document in read_documents(split, config.all_sources[0]):
+        pending.append(document.text)
+        if len(pending) == 100:
+            found += sum(map(len, tokenizer.encode_batch(pending)))
+            pending.clear()
+    return found + sum(map(len, tokenizer.encode_batch(pending)))
+
+
+# Reading -----------------------------------------------------------------------------------------
+
+
+def read(config: DataConfig, folder: Path, rounds: int, *, peers: bool) -> list[Reading]:
+    """Reads in every way, all of them in each round."""
+    stores = train_stores(config)
+    flat = folder / "tokens.bin"
+    with open(flat, "wb") as file:
+        for store in stores:
+            for batch in range(store.num_batches):
+                file.write(store.read_tokens(batch).tobytes())
+    num_rows = sum(store.num_tokens for store in stores) // SEQ_LEN // BATCH * BATCH
+    ways: dict[str, Callable[[], int]] = {
+        "memmap": lambda: through_memmap(flat, num_rows),
+        "decode": lambda: decoded(train_stores(config)),
+        "concat": lambda: in_order(config, num_rows),
+        "best_fit": lambda: in_order(config.model_copy(update={"packing": "best_fit"}), num_rows),
+    }
+    if peers:
+        ways |= data_peers.ways(flat, folder, seq_len=SEQ_LEN, batch=BATCH)
+    found = {name: Reading(name, way()) for name, way in ways.items()}  # once for the caches
+    for _ in range(rounds):
+        for name, way in ways.items():
+            began, began_wall = time.process_time(), time.perf_counter()
+            way()
+            found[name].times_s.append(time.process_time() - began)
+            found[name].wall_s.append(time.perf_counter() - began_wall)
+    return list(found.values())
+
+
+def train_stores(config: DataConfig) -> list[TokenStore]:
+    manifest = read_manifest(config.directory)
+    return [
+        TokenStore(config.directory, source.name, era.number, "train", manifest)
+        for source in manifest.sources
+        for era in manifest.eras(source.name)
+    ]
+
+
+def through_memmap(path: Path, num_rows: int) -> int:
+    tokens = np.memmap(path, dtype=np.uint16, mode="r")
+    starts = np.random.default_rng(0).permutation(num_rows - 1) * SEQ_LEN
+    for first in range(0, len(starts) - BATCH + 1, BATCH):
+        batch = np.empty((BATCH, SEQ_LEN + 1), dtype=np.int64)
+        for row, start in enumerate(starts[first : first + BATCH].tolist()):
+            batch[row] = tokens[start : start + SEQ_LEN + 1]
+    return (len(starts) // BATCH) * BATCH * SEQ_LEN
+
+
+def decoded(stores: Sequence[TokenStore]) -> int:
+    return sum(len(store.read_tokens(i)) for store in stores for i in range(store.num_batches))
+
+
+def in_order(config: DataConfig, num_rows: int) -> int:
+    skipped = SkipList()
+    samples = OrderedSamples(config, open_fetcher(config, skipped))
+    for first in range(0, num_rows, BATCH):
+        samples.prepare(first, BATCH)
+        _, rows = samples.read(first, samples.refs_at(first, BATCH), skipped)
+        assert rows.tokens.dtype == np.int64
+    samples.close()
+    return num_rows * SEQ_LEN
+
+
+def random_rows(config: DataConfig, count: int = 200) -> dict[str, float]:
+    """Reads single rows at random places of the order, milliseconds each."""
+    skipped, times = SkipList(), []
+    samples = OrderedSamples(config, open_fetcher(config, skipped))
+    for first in np.random.default_rng(0).integers(0, 10**6, count).tolist():
+        began = time.process_time()
+        samples.prepare(first, 1)
+        samples.read(first, samples.refs_at(first, 1), skipped)
+        times.append(1e3 * (time.process_time() - began))
+    samples.close()
+    return {"median": statistics.median(times), "p90": float(np.quantile(times, 0.9))}
+
+
+def first_batch_s(config: DataConfig, start: int) -> float:
+    """Opens a loader where a run stands, and waits for its first batch; seconds on the clock."""
+    began = time.perf_counter()
+    with Loader(config, global_batch=BATCH, micro_batch=BATCH, start_sample=start) as loader:
+        next(loader)
+        return time.perf_counter() - began
+
+
+def index_bytes(config: DataConfig) -> float:
+    """What the order and the index of all eras take in memory, per 1,000 tokens."""
+    num_tokens = sum(store.num_tokens for store in train_stores(config))
+    tracemalloc.start()
+    samples = OrderedSamples(config, open_fetcher(config))
+    rows = num_tokens // SEQ_LEN
+    for first in range(0, rows - BATCH, BATCH):  # all eras are opened by their use
+        samples.prepare(first, BATCH)
+        samples.refs_at(first, BATCH)
+    taken, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    samples.close()
+    return 1000 * taken / num_tokens
+
+
+def show(figures: dict[str, Any]) -> None:
+    table = Table("what", "M tokens/s of processor", "median", "÷ memmap", "on the clock", "goal")
+    limit = None
+    for one in figures.get("read", ()):
+        limit = limit or one["fastest"]
+        table.add_row(
+            one["name"],
+            f"{one['fastest'] / 1e6:,.0f}",
+            f"{one['median'] / 1e6:,.0f}",
+            f"{one['fastest'] / limit:.2f}",
+            f"{one['on_the_clock'] / 1e6:,.0f}",
+            GOALS.get(one["name"], ""),
+        )
+    console = Console()
+    console.print(table)
+    for name, value in figures.items():
+        if name != "read":
+            console.print(name, value)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,48 @@
+"""The benchmark of the data pipeline runs, on a little text."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from small_corpus import sentences, write_jsonl
+
+from benchmarks import data as benchmark
+
+
+@pytest.mark.slow
+def test_every_way_of_reading_gives_figures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = write_jsonl(tmp_path / "text.jsonl", sentences(0, 400))
+    monkeypatch.setattr(benchmark, "save", lambda name, all: _save(tmp_path / f"{name}.json", all))
+    monkeypatch.setattr(benchmark, "SEQ_LEN", 64)
+    monkeypatch.setattr(benchmark, "BATCH", 8)
+    monkeypatch.setattr(
+        sys,
+        "argv",
+        [
+            "data",
+            "--input",
+            str(text),
+            "--rounds",
+            "1",
+            "--only",
+            "read",
+            "random",
+            "first",
+            "memory",
+        ],
+    )
+    benchmark.main()
+    found = json.loads((tmp_path / "data.json").read_text())
+    assert [one["name"] for one in found["read"]] == ["memmap", "decode", "concat", "best_fit"]
+    assert all(one["fastest"] > 0 for one in found["read"])
+    assert found["random_row_ms"]["median"] > 0
+    assert found["index_bytes_per_1000_tokens"] > 0
+    assert set(found["first_batch_s"]) == {"0", "1000000000"}
+
+
+def _save(path: Path, figures: dict) -> Path:
+    path.write_text(json.dumps(figures), encoding="utf-8")
+    return path
