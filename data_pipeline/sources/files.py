@@ -1,16 +1,19 @@
 """Opens and lists input through fsspec: a local name or a URL whose package is installed.
 
-Every failure is one `InputError` that names the file and says what to do.
+Every failure is one `InputError` that names the file and says what to do. What comes through a
+network is tried again where that may help (`retries`, `remote`).
 """
 
 import zipfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import IO, Any, NamedTuple
+from typing import IO, Any, NamedTuple, cast
 
 import fsspec
 
 from ..errors import InputError
+from ..retries import explain, is_of_connection, is_passing, patiently
+from .remote import RemoteFile
 
 _PACKAGES = {
     "s3": "s3fs",
@@ -46,17 +49,12 @@ def find_files(pattern: str, suffixes: Sequence[str]) -> Iterator[FoundFile]:
     """
     fs, path = _filesystem(pattern)
     try:
-        paths = [path] if fs.exists(path) else sorted(str(p) for p in fs.glob(path) if fs.isfile(p))
-        if not paths:
-            raise InputError(_nothing_there(pattern))
-        if len(paths) == 1 and fs.isdir(paths[0]):
-            paths = _readable_files(fs, paths[0], pattern, suffixes)
-        for found in paths:
-            url = found if _is_local(fs) else str(fs.unstrip_protocol(found))
-            yield FoundFile(url, _size(fs, found, url))
-    except OSError as error:
+        yield from patiently(lambda: _found_files(fs, path, pattern, suffixes))
+    except Exception as error:
+        if not is_of_connection(error):
+            raise
         raise InputError(
-            f"input {pattern!r} cannot be listed ({_reason(error)}): check the name and your access"
+            f"input {pattern!r} cannot be listed ({explain(error)}): check the name and your access"
         ) from error
 
 
@@ -73,19 +71,47 @@ def opened(url: str, expected_size: int | None = None) -> Iterator[IO[bytes]]:
     """
     fs, path = _filesystem(url)
     try:
-        size = _size(fs, path, url)
+        fs.invalidate_cache()  # a listing from before says nothing about a file that has changed
+        size = patiently(lambda: _size(fs, path, url))
         if expected_size is not None and size != expected_size:
             raise InputError(
                 f"{url} had {expected_size} bytes when preparation began and has {size} now: "
                 "prepare again into an empty folder, from files that nobody writes to"
             )
-        with fs.open(path, "rb") as file:
-            yield file
-    except OSError as error:
+        file = fs.open(path, "rb") if _is_local(fs) else RemoteFile(fs, path, size)
+        with cast("IO[bytes]", file):
+            yield cast("IO[bytes]", file)
+    except Exception as error:
+        if not is_of_connection(error):
+            raise
         raise InputError(
-            f"{url} cannot be read ({_reason(error)}): check that it exists and that you may read "
+            f"{url} cannot be read ({explain(error)}): check that it exists and that you may read "
             "it"
         ) from error
+
+
+def _found_files(fs: Any, path: str, pattern: str, suffixes: Sequence[str]) -> list[FoundFile]:
+    paths = [path] if _exists(fs, path) else sorted(str(p) for p in fs.glob(path) if fs.isfile(p))
+    if not paths:
+        raise InputError(_nothing_there(pattern))
+    if len(paths) == 1 and fs.isdir(paths[0]):
+        paths = _readable_files(fs, paths[0], pattern, suffixes)
+    urls = [found if _is_local(fs) else str(fs.unstrip_protocol(found)) for found in paths]
+    return [FoundFile(url, _size(fs, found, url)) for found, url in zip(paths, urls, strict=True)]
+
+
+def _exists(fs: Any, path: str) -> bool:
+    """Returns whether a file or folder is there.
+
+    The file systems' own `exists` says no where a server does not answer.
+    """
+    try:
+        fs.info(path)
+    except FileNotFoundError as error:
+        if is_passing(error):
+            raise
+        return False
+    return True
 
 
 def _readable_files(fs: Any, folder: str, pattern: str, suffixes: Sequence[str]) -> list[str]:
@@ -116,7 +142,7 @@ def _filesystem(url: str) -> tuple[Any, str]:
         ) from error
     except OSError as error:  # the archive of zip://member::archive is opened here
         raise InputError(
-            f"input {url!r} cannot be opened ({_reason(error)}): check the name and your access"
+            f"input {url!r} cannot be opened ({explain(error)}): check the name and your access"
         ) from error
     except zipfile.BadZipFile as error:
         raise InputError(f"input {url!r} cannot be opened: {error}") from error
@@ -149,7 +175,3 @@ def _nothing_there(pattern: str) -> str:
         f"input {pattern!r} does not exist: check the name, or give input=embedded for the corpus "
         "that is built in"
     )
-
-
-def _reason(error: OSError) -> str:
-    return error.strerror or str(error) or type(error).__name__

@@ -11,9 +11,11 @@ that lies beside the tokenizer, or by the tokenizer itself (`tokenizer.tokenizer
 be one that no text can spell.
 """
 
+from functools import partial
 from pathlib import Path
 
 from ..errors import InputError
+from ..retries import explain, is_of_connection, is_passing, patiently
 from .interface import CONFIG_FILE, MODEL_FILE, TOKENIZER_FILE, Tokenizer
 from .tokenizer import tokenizer_of_files
 
@@ -71,12 +73,18 @@ def _from_hub(name: str) -> dict[str, bytes]:
         if file == MODEL_FILE and files:
             continue
         try:
-            path = huggingface_hub.hf_hub_download(repository, file, revision=revision or None)
+            path = patiently(
+                partial(
+                    huggingface_hub.hf_hub_download, repository, file, revision=revision or None
+                )
+            )
         except (errors.LocalEntryNotFoundError, errors.HFValidationError) as error:
             raise _unreachable(name, error) from error
         except errors.EntryNotFoundError:
             continue
-        except OSError as error:  # HTTP errors are
+        except Exception as error:
+            if not is_of_connection(error):
+                raise
             raise _unreachable(name, error) from error
         files[file] = Path(path).read_bytes()
     if not {TOKENIZER_FILE, MODEL_FILE} & files.keys():
@@ -87,7 +95,8 @@ def _from_hub(name: str) -> dict[str, bytes]:
 
 
 def _unreachable(name: str, error: Exception) -> InputError:
-    reason = " ".join(str(error).split())  # the hub's library writes paragraphs
+    # the hub's library writes paragraphs
+    reason = explain(error) if is_passing(error) else " ".join(str(error).split())
     return InputError(
         f"tokenizer {name!r} cannot be fetched from the hub ({reason}): check the name and your "
         "access (HF_TOKEN), or download it and give its folder"

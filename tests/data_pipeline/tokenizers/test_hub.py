@@ -8,6 +8,7 @@ import tokenizers
 from fake_hub import serve_hub
 from tokenizers import models, pre_tokenizers, processors
 
+from moebius.data_pipeline import retries
 from moebius.data_pipeline.errors import InputError
 from moebius.data_pipeline.tokenizers.bpe import train_bpe
 from moebius.data_pipeline.tokenizers.hub import open_tokenizer
@@ -174,8 +175,29 @@ def test_what_the_hub_does_not_have_is_said(hub, name, message):
         open_tokenizer(name)
 
 
+def test_a_download_that_breaks_off_is_tried_again(hub, monkeypatch):
+    hub_library = pytest.importorskip("huggingface_hub")
+    download, calls = hub_library.hf_hub_download, []
+
+    def breaks_first(repository, file, **options):
+        calls.append(file)
+        if len(calls) < 3:
+            raise ConnectionResetError(104, "Connection reset by peer")
+        return download(repository, file, **options)
+
+    monkeypatch.setattr(hub_library, "hf_hub_download", breaks_first)
+    monkeypatch.setattr(retries, "WAITS_S", (0.0, 0.0))
+    open_tokenizer("hf://our/words")
+    assert calls[:3] == ["tokenizer.json"] * 3
+    calls.clear()
+    monkeypatch.setattr(retries, "WAITS_S", (0.0,))
+    with pytest.raises(InputError, match=r"from the hub \(Connection reset by peer; tried 2 times"):
+        open_tokenizer("hf://our/words")
+
+
 def test_an_unreachable_hub_is_said(hub, monkeypatch):
     constants = pytest.importorskip("huggingface_hub.constants")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)  # else it tries for 20 seconds
+    monkeypatch.setattr(retries, "WAITS_S", (0.0, 0.0))
     with pytest.raises(InputError, match=r"cannot be fetched from the hub .*download it"):
         open_tokenizer("hf://our/words")
