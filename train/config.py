@@ -9,7 +9,7 @@ the run folder as config.json.
 import difflib
 import json
 import tomllib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Self, get_args
 
@@ -308,6 +308,8 @@ def resolve(
             f"{', '.join(recipes)}; "
             "a file must end in .toml"
         )
+    keys = {override.partition("=")[0].strip() for override in overrides}
+    _choose_input(values, {key.removeprefix("data.") for key in keys if key.startswith("data.")})
     for override in sorted(overrides, key=lambda text: kinds_first(text.partition("=")[0])):
         _apply(values, override)
     return build(values, origin=name_or_file)
@@ -342,7 +344,17 @@ def _read_toml(path: Path, recipes: Mapping[str, Callable[[], Config]]) -> dict[
             f"{path}: recipe = {base!r} is unknown{_nearest(str(base), recipes)}; recipes: "
             f"{', '.join(recipes)}"
         )
-    return merge(recipes[base]().model_dump(mode="json"), values, _SECTIONS)
+    merged = merge(recipes[base]().model_dump(mode="json"), values, _SECTIONS)
+    given = values.get("data")
+    _choose_input(merged, given.keys() if isinstance(given, dict) else ())
+    return merged
+
+
+def _choose_input(values: dict[str, Any], given: Collection[str]) -> None:
+    """Empties what a recipe names as its text where the other of the two ways was given."""
+    for chosen, other in (("sources", "input"), ("input", "sources")):
+        if chosen in given and other not in given and isinstance(values.get("data"), dict):
+            values["data"].pop(other, None)
 
 
 def _apply(values: dict[str, Any], override: str) -> None:

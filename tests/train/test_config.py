@@ -45,6 +45,19 @@ def test_overrides_are_typed() -> None:
     assert config.job.name == "x-1"
 
 
+def test_sources_take_the_place_of_a_recipes_input_and_the_other_way_round(tmp_path: Path) -> None:
+    file = tmp_path / "mine.toml"
+    file.write_text(
+        'recipe = "smoke"\n[[data.sources]]\nname = "a"\ninput = ["a.txt"]\n', encoding="utf-8"
+    )
+    config = make(name=str(file))
+    assert (config.data.input, [source.name for source in config.data.sources]) == ((), ["a"])
+    assert make("data.input=['b.txt']", name=str(file)).data.sources == ()
+    assert make("data.sources=[{name='a', input=['a.txt']}]").data.input == ()
+    with pytest.raises(ConfigError, match="name the text by one of the two"):
+        make("data.sources=[{name='a', input=['a.txt']}]", "data.input=['b.txt']")
+
+
 def test_a_toml_file_may_build_on_a_recipe(tmp_path: Path) -> None:
     file = tmp_path / "mine.toml"
     file.write_text(
