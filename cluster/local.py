@@ -11,8 +11,9 @@ from rich.text import Text
 from ..data_pipeline.making.prepare import prepare
 from ..train.config import Config
 from ..train.run_folder import open_run
-from .generations import ThisMachine, interrupts_ask_for_a_stop, supervise
+from .generations import interrupts_ask_for_a_stop, supervise
 from .job import JobStatus, Launch, begin_submission, read_status, refuse_if_running
+from .nodes import ThisMachine
 from .preparation import Preparation, prepares_beside, workers_beside
 from .processes import difference_from_linux
 from .summary import closing_words, draw_summary

@@ -24,8 +24,9 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from .agent import AgentReport, Attempt, Node
-from .generations import POLL_S, NodeHandle, NodeLost, NodesUnavailable, supervise
+from .generations import POLL_S, supervise
 from .job import JobError, Launch
+from .nodes import NodeHandle, NodeLost, NodesUnavailable
 from .preparation import Preparation
 from .prepare import IN_FLIGHT_PER_CPU
 from .ray_session import NAMESPACE

@@ -2,7 +2,7 @@
 
 A document is named by its place, SOURCE/ERA/NUMBER, which is found at once; by its id (or the
 beginning of it), by LABEL:ROW (where it says it comes from, and its record there), or by its own
-record id. Those are found by reading the ids of all documents, at some 400 M tokens/s.
+record id. Those are found by reading all record batches, at 100 to 200 M tokens/s (2 shared cores).
 """
 
 import re

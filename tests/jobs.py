@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from moebius.cluster import processes
-from moebius.cluster.generations import ThisMachine, supervise
+from moebius.cluster.generations import supervise
 from moebius.cluster.job import JOURNAL, JobStatus, Launch, begin_submission, read_status
+from moebius.cluster.nodes import ThisMachine
 
 FAKE_RANK = Path(__file__).parent / "cluster" / "fake_rank.py"
 

@@ -1,7 +1,7 @@
 """The run folder: everything about one run in one place, reachable from every node.
 
-config.json · journal.jsonl · metrics.jsonl · checkpoints/ · logs/ · routing/ · skipped/ ·
-tensorboard/ · result.json · summary.png
+config.json · journal.jsonl · metrics.jsonl · preparation.jsonl · checkpoints/ · logs/ · routing/ ·
+skipped/ · tensorboard/ · result.json · summary.png
 """
 
 import os

@@ -22,9 +22,9 @@ from jobs import (
     wait_for_step,
 )
 
-from moebius.cluster import generations
+from moebius.cluster import generation, generations
 from moebius.cluster.agent import AgentReport, Attempt, RankFailure
-from moebius.cluster.generations import NodeLost, NodesUnavailable, supervise
+from moebius.cluster.generations import supervise
 from moebius.cluster.job import (
     JobStatus,
     Journal,
@@ -36,6 +36,7 @@ from moebius.cluster.job import (
     request_stop,
     stop_requested,
 )
+from moebius.cluster.nodes import NodeLost, NodesUnavailable
 
 OK = AgentReport(ok=True)
 
@@ -113,6 +114,7 @@ def ends(report: AgentReport):
 @pytest.fixture(autouse=True)
 def _no_waiting(monkeypatch):
     monkeypatch.setattr(generations, "POLL_S", 0.001)
+    monkeypatch.setattr(generation, "POLL_S", 0.001)
 
 
 def live(run_dir: Path, *script, **values: Any) -> tuple[JobStatus, PretendedNode]:
@@ -355,7 +357,8 @@ def test_ranks_that_hang_at_the_start_are_ended(tmp_path):
 INTERRUPTED = """
 import json, sys
 from pathlib import Path
-from moebius.cluster.generations import ThisMachine, interrupts_ask_for_a_stop, supervise
+from moebius.cluster.generations import interrupts_ask_for_a_stop, supervise
+from moebius.cluster.nodes import ThisMachine
 from moebius.cluster.job import Launch, begin_submission
 values = json.loads(sys.argv[1])
 launch = Launch(**values | {"command": tuple(values["command"])})

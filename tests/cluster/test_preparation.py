@@ -12,7 +12,7 @@ import pytest
 from made_folder import MadeFolder, documents
 from rich.console import Console
 
-from moebius.cluster import generations, preparation
+from moebius.cluster import generation, generations, preparation
 from moebius.cluster.agent import AgentReport, Attempt, RankFailure
 from moebius.cluster.generations import supervise
 from moebius.cluster.job import (
@@ -110,7 +110,8 @@ class Nodes:
 @pytest.fixture(autouse=True)
 def _no_waiting(monkeypatch):
     monkeypatch.setattr(generations, "POLL_S", 0.002)
-    monkeypatch.setattr(generations, "COLLECT_S", 0.0)
+    monkeypatch.setattr(generation, "POLL_S", 0.002)
+    monkeypatch.setattr(generation, "COLLECT_S", 0.0)
     monkeypatch.setattr(preparation, "_MAX_BACKOFF_S", 0.0)
 
 

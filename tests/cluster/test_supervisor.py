@@ -21,7 +21,6 @@ from jobs import (
 )
 
 from moebius.cluster import processes
-from moebius.cluster.generations import NodesUnavailable
 from moebius.cluster.job import (
     JobError,
     JobStatus,
@@ -31,6 +30,7 @@ from moebius.cluster.job import (
     begin_submission,
     request_stop,
 )
+from moebius.cluster.nodes import NodesUnavailable
 from moebius.cluster.ray_session import NAMESPACE
 
 pytestmark = pytest.mark.usefixtures("cluster")

@@ -1,0 +1,253 @@
+"""One generation of a job: its agents are started, watched, and judged when they have ended.
+
+The supervision (generations.py) decides what follows. What a generation has reached it learns from
+the metrics that rank 0 writes.
+"""
+
+import json
+import secrets
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Protocol
+
+from ..data_pipeline.errors import PreparationFailedError
+from .agent import AgentReport, Attempt
+from .job import (
+    METRICS,
+    RESULT,
+    JsonLinesTail,
+    Launch,
+    RootCause,
+    State,
+    beat,
+    read_generation,
+    stop_requested,
+)
+from .nodes import NodeHandle, NodeLost
+from .postmortem import find_root_cause, left_early_cause, port_was_taken
+from .preparation import Preparation
+
+POLL_S = 0.4
+COLLECT_S = 3.0  # how long to wait for the other nodes' reports after the first failure
+
+
+class Superseded(Exception):
+    """Says that another supervisor has announced a newer generation of this run.
+
+    This one must not touch the run any more.
+    """
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Says how a generation ended."""
+
+    state: str  # "finished", "stopped", "ended" (at once, by request), "failed", "port taken"
+    cause: RootCause | None = None
+    step: int | None = None  # the last one that this generation made
+
+
+class Supervision(Protocol):
+    """Declares what a generation knows of its job."""
+
+    launch: Launch
+    run_dir: Path
+    generation: int
+    preparation: Preparation | None
+
+    def log(self, state: State, reason: str, **details: object) -> None:
+        """Appends a state with its reason to the journal."""
+        ...
+
+    def tend_preparation(self) -> None:
+        """Looks after the process that prepares the data."""
+        ...
+
+
+class Watch:
+    """One generation, from its start to its end."""
+
+    def __init__(self, supervision: Supervision, nodes: Sequence[NodeHandle]):
+        self.nodes = nodes
+        self.launch = supervision.launch
+        self.run_dir = supervision.run_dir
+        self.generation = supervision.generation
+        self.log = supervision.log
+        self.preparation = supervision.preparation
+        self.tend_preparation = supervision.tend_preparation
+        metrics = self.run_dir / METRICS
+        self.metrics = JsonLinesTail(
+            metrics, offset=metrics.stat().st_size if metrics.exists() else 0
+        )
+        self.step: int | None = None
+        self.is_up = False  # a first evaluation or step was made
+        self.started = time.monotonic()
+        self.stopping = False
+        self.rehearsed: RootCause | None = None
+
+    def start(self) -> None:
+        """Starts the generation's agents, node by node."""
+        addresses = [node.describe()["address"] for node in self.nodes]
+        port = self.nodes[0].free_port()
+        secret = secrets.token_hex(32)
+        for node_rank, node in enumerate(self.nodes):
+            attempt = Attempt(
+                launch=self.launch,
+                generation=self.generation,
+                node_rank=node_rank,
+                master_address=addresses[0],
+                master_port=port,
+                address=addresses[node_rank],
+                secret=secret,
+            )
+            node.start(attempt)
+            beat(self.run_dir)
+
+    def until_the_end(self) -> Outcome:
+        """Watches until all ranks have exited or something else has happened."""
+        while True:
+            self.sign_of_life()
+            self.read_metrics()
+            self.rehearse()
+            self.tend_preparation()
+            if self.preparation is not None and self.preparation.must_end_ranks:
+                return Outcome("failed", _without_data(self.preparation.failure), self.step)
+            reports = self.poll()
+            if any(not report.ok for report in reports.values()):
+                return self.failed(reports)
+            if len(reports) == len(self.nodes):
+                return self.all_ranks_exited()
+            if stop_requested(self.run_dir) == "now":
+                return Outcome("ended", step=self.step)
+            if not self.is_up and time.monotonic() - self.started > self.launch.start_timeout_s:
+                return Outcome("failed", self.too_slow())
+            time.sleep(POLL_S)
+
+    def sign_of_life(self) -> None:
+        """Touches the heartbeat; looks for a newer generation and for a stop flag."""
+        beat(self.run_dir)
+        announced = read_generation(self.run_dir)
+        if announced != self.generation:
+            raise Superseded(f"generation {announced} was announced while {self.generation} ran")
+        if not self.stopping and stop_requested(self.run_dir):
+            self.stopping = True
+            self.log(
+                State.STOPPING, "a stop was asked for; the ranks end at the next step boundary"
+            )
+
+    def read_metrics(self) -> None:
+        """Reads the steps that were made since the last look."""
+        for line in self.metrics.read():
+            self.is_up |= line.get("kind") in ("eval", "train", "data_wait")
+            if line.get("kind") != "train":
+                continue
+            if self.step is None:
+                seconds = time.monotonic() - self.started
+                self.log(
+                    State.RUNNING,
+                    f"first step ({line['step']}) after {seconds:.1f} s",
+                    first_step=line["step"],
+                )
+            self.step = line["step"]
+
+    def rehearse(self) -> None:
+        """Kills the last rank for the fault drill, once in the life of a run folder."""
+        step = self.launch.rehearse_failure_at_step
+        if (
+            step is None
+            or self.rehearsed
+            or self.generation != 1
+            or self.step is None
+            or self.step < step
+        ):
+            return
+        rank = self.launch.world_size - 1
+        if self.nodes[-1].kill_rank(rank):
+            summary = f"fault drill: rank {rank} was killed on purpose at step {self.step}"
+            self.rehearsed = RootCause(
+                summary, rank, len(self.nodes) - 1, exit_code=-9, on_purpose=True
+            )
+
+    def poll(self) -> dict[int, AgentReport]:
+        """Returns the reports of the nodes whose agent has ended."""
+        reports = {}
+        for node_rank, node in enumerate(self.nodes):
+            try:
+                report = node.poll()
+            except NodeLost as error:
+                raise NodeLost(f"node {node_rank} was lost: {error}") from error
+            if report is not None:
+                reports[node_rank] = report
+        return reports
+
+    def failed(self, reports: dict[int, AgentReport]) -> Outcome:
+        """Waits a little for the other nodes' reports and finds the root cause."""
+        if self.rehearsed:
+            return Outcome("failed", self.rehearsed, self.step)
+        if port_was_taken(reports):
+            return Outcome("port taken")
+        deadline = time.monotonic() + COLLECT_S
+        while len(reports) < len(self.nodes) and time.monotonic() < deadline:
+            time.sleep(POLL_S)
+            reports = self.poll()
+        left_early = self.ranks_that_left(reports)
+        self.read_metrics()
+        cause = find_root_cause(
+            reports,
+            left_early=left_early,
+            ranks_per_node=self.launch.ranks_per_node,
+            generation=self.generation,
+        )
+        return Outcome("failed", cause, self.step)
+
+    def ranks_that_left(self, reports: dict[int, AgentReport]) -> list[int]:
+        """Returns the ranks that exited 0 before the others failed.
+
+        An agent that waits for its peers has no ranks any more.
+        """
+        left = []
+        for node_rank, node in enumerate(self.nodes):
+            first = node_rank * self.launch.ranks_per_node
+            report = reports.get(node_rank)
+            if report is not None and not report.failures and not report.ok:
+                continue  # the agent itself failed: nothing is known of its ranks
+            own = range(first, first + self.launch.ranks_per_node)
+            if report is not None:
+                left += set(own) - {failure.rank for failure in report.failures}
+            elif not node.running_ranks():
+                left += own
+        return left
+
+    def all_ranks_exited(self) -> Outcome:
+        """Judges a generation whose ranks all exited 0, by the result that they left."""
+        self.read_metrics()
+        try:
+            result = json.loads((self.run_dir / RESULT).read_text(encoding="utf-8"))
+        except (FileNotFoundError, ValueError):
+            result = {}
+        if result.get("state") in ("finished", "stopped"):
+            return Outcome(result["state"], step=result.get("step"))
+        cause = left_early_cause(
+            range(self.launch.world_size),
+            generation=self.generation,
+            ranks_per_node=self.launch.ranks_per_node,
+        )
+        said = (
+            f"{RESULT} says {result['state']!r}" if "state" in result else f"there is no {RESULT}"
+        )
+        return Outcome("failed", replace(cause, summary=f"{cause.summary}: {said}"), self.step)
+
+    def too_slow(self) -> RootCause:
+        """Returns the cause for a generation that makes no step in time."""
+        stuck = sorted(rank for node in self.nodes for rank in node.running_ranks())
+        return RootCause(
+            summary=f"no step within start_timeout_s={self.launch.start_timeout_s:g}; ranks alive: "
+            f"{stuck}; see their logs"
+        )
+
+
+def _without_data(failure: str) -> RootCause:
+    """Returns the cause of ranks that are ended because they would wait for ever."""
+    return RootCause(failure, error=f"{PreparationFailedError.__name__}: {failure}")
