@@ -24,6 +24,12 @@ from pydantic import (
 )
 
 from ..data_pipeline.config import DataConfig
+from ..data_pipeline.making.config import (
+    DecontaminateConfig,
+    FilterConfig,
+    LanguageConfig,
+    NearDuplicateConfig,
+)
 from ..distributed.layout import (
     MeshConfig,
     check_experts,
@@ -74,6 +80,12 @@ _RENAMED = {
     "model.expert_axis_norm": "model.initialisation.expert_axis_norm",
 }
 # The sections that come in kinds, by their whole path.
+_SECTIONS_OF_DATA: dict[str, type[BaseModel]] = {
+    "filters": FilterConfig,
+    "language": LanguageConfig,
+    "decontaminate": DecontaminateConfig,
+    "near_duplicates": NearDuplicateConfig,
+}
 _SECTIONS = {f"model.{path}": section for path, section in SECTIONS.items()}
 
 
@@ -315,6 +327,50 @@ def resolve(
     return build(values, origin=name_or_file)
 
 
+def resolve_data(
+    file: Path | None,
+    overrides: Sequence[str],
+    recipes: Mapping[str, Callable[[], Config]],
+    *,
+    options: Mapping[str, Any],
+) -> DataConfig:
+    """Returns the section `data` alone, of a TOML file or of no file, changed.
+
+    Args:
+        file: its other sections are not looked at.
+        overrides: `data.key=value`; they go before all else.
+        recipes: that the file may begin from.
+        options: values of the section that replace the file's.
+
+    Raises:
+        ConfigError: the file cannot be read, or the section is not valid.
+    """
+    section = _read_toml(file, recipes).get("data", {}) if file else {}
+    if not isinstance(section, dict):
+        raise ConfigError(f"{file}: data = {section!r} is not a section")
+    values = {"data": section | dict(options)}
+    for override in overrides:
+        if not override.startswith("data."):
+            raise ConfigError(
+                f"override {override!r}: only the data is made here; write data.key=value, for "
+                "example data.filters.min_words=50"
+            )
+        _apply(values, override)
+    try:
+        return _DataAlone.model_validate(values).data
+    except ValidationError as error:
+        origin = str(file) if file else "data"
+        raise ConfigError(
+            "\n".join([f"{origin}: the configuration is not valid", *_explain(error)])
+        ) from None
+
+
+class _DataAlone(BaseModel):
+    """Is a configuration of which only the data matters."""
+
+    data: DataConfig
+
+
 def build(values: dict[str, Any], *, origin: str) -> Config:
     """Validates plain values; pydantic's report becomes one readable ConfigError."""
     try:
@@ -412,6 +468,9 @@ def _known_fields() -> Iterator[tuple[str, Any]]:
         yield f"model.halting.{name}", entry.annotation
     for name, entry in StartWhen.model_fields.items():
         yield f"train.start_when.{name}", entry.annotation
+    for section, kind in _SECTIONS_OF_DATA.items():
+        for name, entry in kind.model_fields.items():
+            yield f"data.{section}.{name}", entry.annotation
 
 
 def _known_keys() -> list[str]:

@@ -1,0 +1,123 @@
+"""`moebius prepare`: a file, options and single keys say what is made, in that order."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from moebius.cli.main import main, parse
+from moebius.cli.prepare import _data_config
+from moebius.data_pipeline.config import DataConfig
+from moebius.data_pipeline.manifest import read_manifest
+from moebius.data_pipeline.token_store import TokenStore
+
+FILE = """
+[data]
+tokenizer = "bytes"
+validation_fraction = 0.0
+encoding_faults = "drop"
+
+[data.filters]
+min_words = 3
+
+[[data.sources]]
+name = "asked"
+input = ["asked.jsonl"]
+prompt_field = "q"
+answer_field = "a"
+id_field = "id"
+
+[[data.sources]]
+name = "web"
+input = ["web.jsonl"]
+"""
+
+
+def _config(*words: str) -> DataConfig:
+    """What a command line asks for."""
+    return _data_config(parse(["prepare", "--output", "shards", *words]))
+
+
+def test_without_anything_it_is_the_embedded_corpus():
+    assert _config() == DataConfig(directory=str(Path("shards").absolute()))
+
+
+def test_options_and_keys_may_stand_anywhere():
+    config = _config(
+        *("data.filters.min_words=20", "--input", "a.jsonl", "b.jsonl", "data.prompt_field=q"),
+        *("--tokenizer", "bytes", "data.answer_field=a", "--validation-input", "v.jsonl"),
+        *("data.near_duplicates={}", "data.decontaminate.evaluation_sets=['e.jsonl']"),
+    )
+    assert config.input == ("a.jsonl", "b.jsonl")
+    assert config.validation_input == ("v.jsonl",)
+    assert config.tokenizer == "bytes"
+    assert config.filters.min_words == 20
+    assert (config.prompt_field, config.answer_field) == ("q", "a")
+    assert config.near_duplicates is not None
+    assert config.decontaminate is not None
+    assert config.decontaminate.evaluation_sets == ("e.jsonl",)
+
+
+def test_a_name_with_an_equals_sign_is_a_name():
+    assert _config("--input", "s3://b/date=2024/a.jsonl").input == ("s3://b/date=2024/a.jsonl",)
+
+
+def test_keys_go_before_options_and_options_before_the_file(tmp_path):
+    file = tmp_path / "data.toml"
+    file.write_text('[data]\ntokenizer = "bpe"\nvocab_size = 300\nseq_len = 9\n[other]\nx = 1\n')
+    config = _config("--config", str(file), "--vocab-size", "400", "data.vocab_size=500")
+    assert (config.vocab_size, config.seq_len) == (500, 9)
+    assert _config("--config", str(file), "--vocab-size", "400").vocab_size == 400
+    file.write_text('recipe = "smoke"\n[data]\nvocab_size = 300\n')
+    assert _config("--config", str(file)).vocab_size == 300, "a run's own file will do"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            ["data.filters.min_wrods=3"],
+            "data.filters.min_wrods: unknown key; did you mean data.filt",
+        ),
+        (["data.filters.min_words=few"], "data.filters.min_words"),
+        (["train.steps=3"], "only the data is made here; write data.key=value"),
+        (["data.prompt_field=q"], "belong together"),
+        (["data.directory=x"], "the folder is what --output says"),
+        (["--config", "nowhere.toml"], "nowhere.toml: cannot be read"),
+        (["--tokenizer", "bytes", "--vocab-size", "9000"], "vocab_size=9000 was given"),
+    ],
+)
+def test_what_cannot_be_is_said(words, message, capfd):
+    with pytest.raises(SystemExit) as end:
+        main(["prepare", "--output", "shards", *words])
+    assert end.value.code == 2
+    assert message in " ".join(capfd.readouterr().err.split())
+
+
+def test_a_file_of_several_sources_is_prepared(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    asked = [
+        {"q": "one two ", "a": "three", "id": "x/1"},
+        {"q": "four", "a": "", "id": "x/2"},
+        {"q": "a", "a": "b", "id": "x/3"},
+    ]
+    web = [{"text": "some text of the web"}, {"text": "half \ud83d of a pair of it"}]
+    for name, records in (("asked", asked), ("web", web)):
+        lines = "".join(json.dumps(record) + "\n" for record in records)
+        (tmp_path / f"{name}.jsonl").write_text(lines)
+    (tmp_path / "data.toml").write_text(FILE)
+    with pytest.raises(SystemExit) as end:
+        main(["prepare", "--config", "data.toml", "--output", "shards", "data.batch_tokens=50"])
+    assert not end.value.code
+    manifest = read_manifest(tmp_path / "shards")
+    assert manifest.dropped == {
+        "empty": 1,
+        "length: too few words": 1,
+        "not Unicode (lone surrogates)": 1,
+    }
+    (row,) = TokenStore(tmp_path / "shards", "asked", 0, "train").read_documents(0).to_pylist()
+    assert row["record_id"] == "x/1"
+    assert row["loss_mask"] == [False] * 8 + [True] * 6
+    said = capsys.readouterr().out
+    assert "source asked: 1 eras" in said
+    assert "1 empty" in said
