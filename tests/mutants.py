@@ -255,6 +255,21 @@ MUTANTS = (
         "    rows_DB = sums[\"document_rows\"]\n", "    rows_DB = (sums[\"document_rows\"] > 0).float()\n",
         (f"{DOCUMENTS}::test_a_loss_over_documents_is_the_mean_of_their_own",),
     ),
+    Mutant(
+        "the data server drops a chunk that a rank maps", "data_pipeline/serving/cache.py",
+        "for entry in self._entries.values() if not entry.holders]", "for entry in self._entries.values()]",
+        ("tests/data_pipeline/serving/test_cache.py",),
+    ),
+    Mutant(
+        "a rank is not told what its data server passed over", "data_pipeline/serving/client.py",
+        "        for one in here.lost:\n", "        for one in here.lost[:0]:\n",
+        ("tests/data_pipeline/serving/test_server.py",),
+    ),
+    Mutant(
+        "a data server that reads ahead leaves no room for what ranks wait for", "data_pipeline/serving/cache.py",
+        "self.max_bytes * 7 // 8", "self.max_bytes",
+        ("tests/data_pipeline/serving/test_cache.py",),
+    ),
 )  # fmt: skip
 
 
