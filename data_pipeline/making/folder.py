@@ -109,7 +109,9 @@ def _locked(folder: Path, on_wait: Callable[[], None]) -> IO[bytes]:
 def _make_room(folder: Path) -> None:
     """Makes the folder of unfinished work, where that destroys nothing."""
     work = folder / UNFINISHED
-    if not work.exists() and folder.exists() and any(folder.iterdir()) and not is_prepared(folder):
+    has_content = folder.exists() and any(one.name != UNFINISHED for one in folder.iterdir())
+    # in this order: meanwhile another process may begin, or end and clear its work away
+    if has_content and not work.exists() and not is_prepared(folder):
         raise PrepareError(
             f"{folder} is not empty and holds no prepared data: choose a new or an empty folder"
         )

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 from zlib import crc32
 
+import numpy as np
 import pyarrow as pa
 
 from moebius.data_pipeline.errors import DataError
@@ -30,8 +31,8 @@ from moebius.data_pipeline.token_store import TokenStore
 MEMORY_BYTES = 2**31
 CASE_S = 20
 
-Content = dict[str, tuple[list[list[int]], list[list[int]]]]
-"""Of every shard, by name: tokens and documents' ends of each of its batches."""
+Content = dict[str, tuple[list[bytes], list[bytes]]]
+"""Of every shard, by name: tokens (as uint16) and documents' ends of each of its batches."""
 
 ABSURD = [0, 1, 2**16, 2**31 - 1, 2**31, 2**32 - 1, 2**40, 2**53, 2**53 + 1, 2**62, 2**63 - 1]
 
@@ -58,17 +59,17 @@ def read_everything(folder: Path) -> Content:
     return found
 
 
-def _read(store: TokenStore) -> Iterator[tuple[str, tuple[list[list[int]], list[list[int]]]]]:
+def _read(store: TokenStore) -> Iterator[tuple[str, tuple[list[bytes], list[bytes]]]]:
     starts = store._first_batches.tolist()
     for number, entry in enumerate(store.entries):
         tokens, ends = [], []
         for batch in range(starts[number], starts[number + 1]):
             one = store.read(batch)
             documents = store.read_documents(batch).column("tokens")
-            if documents.values.to_pylist() != one.tokens.tolist():
+            if documents.values.to_numpy().tobytes() != one.tokens.tobytes():
                 raise WrongError(f"{entry.name}: the two ways of reading differ")
-            tokens.append(one.tokens.tolist())
-            ends.append(one.document_ends.tolist())
+            tokens.append(one.tokens.tobytes())
+            ends.append(one.document_ends.tobytes())
         yield entry.name, (tokens, ends)
 
 
@@ -312,7 +313,7 @@ class Folder:
             if kind == "signed":  # its bytes say so themselves; but no more than it may hold
                 if [len(one) for one in tokens] != [len(one) for one in expected_tokens]:
                     raise WrongError(f"{name}: another number of tokens")
-                if max(map(max, tokens)) > 256:
+                if max(np.frombuffer(b"".join(tokens), dtype="<u2")) > 256:
                     raise WrongError(f"{name}: a token that is none")
             elif (tokens, ends) != (expected_tokens, expected_ends):
                 raise WrongError(f"{name}: wrong tokens")

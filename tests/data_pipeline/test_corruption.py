@@ -207,6 +207,21 @@ def test_all_ranks_and_every_restart_decide_alike(made, tmp_path, packing):
     assert all(one[key] == four[key] for key in common)
 
 
+@pytest.mark.parametrize("damage", ["cut off", "gone"])
+def test_a_file_that_is_cut_off_or_gone_is_passed_over_alike_on_every_layout(
+    made, tmp_path, damage
+):
+    DAMAGES[damage][0](made)
+    data = made.config(when_corrupt="skip", max_skipped_batches=99)
+    expected = run(data, folder=tmp_path / "1", steps=20)
+    assert SkipList(tmp_path / "1").rows
+    for num_ranks in (2, 4):
+        folder = tmp_path / str(num_ranks)
+        assert run(data, num_ranks=num_ranks, folder=folder, steps=9) == expected[:9]
+        resumed = run(data, num_ranks=6 - num_ranks, folder=folder, start=9, steps=11)
+        assert resumed == expected[9:]
+
+
 def test_a_decision_is_repeated_though_the_file_is_whole_again(made, intact, tmp_path):
     data = made.config(when_corrupt="skip")
     flip(made.folder, "a", 0, 2)

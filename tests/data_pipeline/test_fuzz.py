@@ -24,8 +24,8 @@ CHILD = Path(__file__).parent / "fuzz_folder.py"
 def intact(tmp_path_factory) -> Path:
     """Two sources, of which one has prompts; three eras, a few batches per shard."""
     made = MadeFolder(tmp_path_factory.mktemp("made"), ("a", "b"), frozenset({"b"}))
-    made.seal("a", documents(0, 12), documents(8, 5), shards=2).seal("a", documents(1, 8))
-    made.seal("b", documents(2, 12, prompts=True)).complete()
+    made.seal("a", documents(0, 8), documents(8, 3), shards=2).seal("a", documents(1, 4))
+    made.seal("b", documents(2, 6, prompts=True)).complete()
     return made.folder
 
 

@@ -83,7 +83,7 @@ def after(config, tmp_path_factory) -> list[Step]:
     manifest = prepare(config, folder)
     assert all(len(manifest.eras(name)) >= 3 for name in "ab")
     rows = sum(era.num_tokens("train") for era in manifest.sealed) // S
-    return _steps(config, folder, 3 * rows // BATCH)
+    return _steps(config, folder, 3 * rows // 2 // BATCH)
 
 
 @contextmanager
@@ -125,7 +125,7 @@ class Gated(SerialPool):
         return super().wait()
 
 
-@pytest.mark.parametrize("num_ranks", [1, 4])
+@pytest.mark.parametrize("num_ranks", [1, pytest.param(4, marks=pytest.mark.slow)])
 def test_training_while_it_is_tokenised_is_training_after(config, after, tmp_path, num_ranks):
     """Not one era is there before the loader has to wait for it."""
     may_go_on, seen_growing = threading.Semaphore(0), []

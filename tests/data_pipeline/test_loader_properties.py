@@ -50,17 +50,31 @@ def whole(made) -> dict[str, tuple[np.ndarray, np.ndarray, list[int]]]:
     }
 
 
-@settings(max_examples=20, deadline=None)
-@given(
-    layout=st.sampled_from([1, 2, 3, 4, 6, 8, 12, 16]),
-    cut=st.integers(0, 5),
-    prefetch=st.integers(1, 20),
-    start=st.integers(0, STEPS - 1),
-    packing=st.sampled_from(["concat", "best_fit"]),
-)
-def test_any_layout_reads_its_slice_of_every_step(
-    made, whole, layout, cut, prefetch, start, packing
-):
+CUTS = {
+    "layout": st.sampled_from([1, 2, 3, 4, 6, 8, 12, 16]),
+    "cut": st.integers(0, 5),
+    "prefetch": st.integers(1, 20),
+    "start": st.integers(0, STEPS - 1),
+    "packing": st.sampled_from(["concat", "best_fit"]),
+}
+
+
+@settings(max_examples=5, deadline=None)
+@given(**CUTS)
+def test_any_layout_reads_its_slice_of_every_step(made, whole, **cuts):
+    _check_layout(made, whole, **cuts)
+
+
+@pytest.mark.slow
+@settings(max_examples=80, deadline=None)
+@given(**CUTS)
+def test_every_layout_reads_its_slice_of_every_step(made, whole, **cuts):
+    _check_layout(made, whole, **cuts)
+
+
+def _check_layout(
+    made: MadeFolder, whole: dict, *, layout: int, cut: int, prefetch: int, start: int, packing: Any
+) -> None:
     tokens, masks, digests = whole[packing]
     local = BATCH // layout
     divisors = [size for size in range(1, local + 1) if local % size == 0]

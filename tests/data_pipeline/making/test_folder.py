@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -51,13 +52,29 @@ def test_one_at_a_time_has_a_folder_and_each_waiter_is_told_once(tmp_path):
         for thread in threads:
             thread.start()
         while len(told) < 5:
-            pass
+            time.sleep(0.001)
         assert not most
         clear(folder)
     for thread in threads:
         thread.join()
     assert most == [1] * 5
     assert sorted(told) == [0, 1, 2, 3, 4]
+
+
+def test_a_folder_in_which_another_begins_just_now_is_not_somebody_elses(tmp_path, monkeypatch):
+    """Between two looks at it, the other process has made its folder of unfinished work."""
+    exists = Path.exists
+
+    def begun_meanwhile(path: Path) -> bool:
+        found = exists(path)
+        if path == tmp_path / UNFINISHED and not found:
+            path.mkdir()
+            (tmp_path / "tokenizer.json").write_text("{}")
+        return found
+
+    monkeypatch.setattr(Path, "exists", begun_meanwhile)
+    with claimed(tmp_path, on_wait=nobody_waits):
+        assert (tmp_path / UNFINISHED).is_dir()
 
 
 def test_a_folder_of_somebody_else_is_left_alone(tmp_path):

@@ -99,8 +99,10 @@ def test_a_process_that_is_killed_while_it_waits_for_work_is_replaced():
         pool.submit(_process, 0)
         _, process = pool.wait()
         os.kill(process, signal.SIGKILL)
-        pool._idle[0].process.join()
-        pool._idle[0].executor.shutdown()  # which has noticed by then, and takes no more
+        deadline = time.monotonic() + 20
+        while not pool._idle[0].executor._broken:  # it has noticed, and takes no more
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
         number = pool.submit(_double, 5)
         assert pool.wait() == (number, 10)
 

@@ -96,12 +96,8 @@ def _files(folder: Path) -> dict[str, bytes]:
 # ---- any number of processes
 
 
-def test_two_processes_write_the_bytes_of_one(undisturbed, tmp_path):
-    _check_processes(undisturbed, tmp_path, 2)
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("num_workers", [1, 4])
+@pytest.mark.parametrize("num_workers", [1, 2, 4])
 def test_any_number_of_processes_writes_the_same_bytes(undisturbed, tmp_path, num_workers):
     _check_processes(undisturbed, tmp_path, num_workers)
 
@@ -120,10 +116,11 @@ class _StoppedError(Exception):
     pass
 
 
-@pytest.mark.parametrize("shuffle", [False, True])
-def test_stopping_the_coordinator_between_two_tasks_changes_nothing(undisturbed, tmp_path, shuffle):
+def test_stopping_the_coordinator_between_two_tasks_of_a_shuffle_changes_nothing(
+    undisturbed, tmp_path
+):
     """The last file part of each source has repeats only: a unit without a document to write."""
-    _stop_at(undisturbed[shuffle], tmp_path, every=23)
+    _stop_at(undisturbed[True], tmp_path, every=37)
 
 
 @pytest.mark.slow

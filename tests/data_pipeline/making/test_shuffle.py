@@ -69,7 +69,7 @@ def _documents(folder: Path, split: str) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("piece_tokens", [500, 2**24])
+@pytest.mark.parametrize("piece_tokens", [500, pytest.param(2**24, marks=pytest.mark.slow)])
 def test_every_document_comes_once_wherever_its_file_was(tmp_path, monkeypatch, piece_tokens):
     """Its place does not depend on the files; nor on how much is sorted in memory at a time."""
     monkeypatch.setattr(shuffle, "_PIECE_TOKENS", piece_tokens)
