@@ -26,6 +26,7 @@ from ..manifest import (
 )
 from ..sources.embedded import EMBEDDED
 from .plan import Unit
+from .records import read_record, write_record
 from .tasks import SIDES, unfinished_file
 
 QuarantineStage = Literal["scan", "tokenise"]
@@ -137,10 +138,14 @@ def begin(config: DataConfig, folder: Path, units: Sequence[Unit]) -> None:
         for debris in [*folder.glob(f"*{TEMPORARY}*"), *path.parent.glob(f"*{TEMPORARY}*")]:
             debris.unlink(missing_ok=True)
     if not path.exists():
-        with atomic_write(path) as file:
-            file.write(json.dumps(plan).encode())
+        write_record(path, plan)
         return
-    found = json.loads(path.read_bytes())
+    found = read_record(path)
+    if found is None:
+        raise PrepareError(
+            f"{path} is damaged, so it is not known what was being prepared here: delete the "
+            "folder and prepare again"
+        )
     if found["spec_hash"] != plan["spec_hash"]:
         raise PrepareError(
             f"{folder} holds an unfinished preparation of something else "
@@ -179,16 +184,14 @@ def write_quarantined(folder: Path, unit: Unit, entry: Quarantined, account: str
         heading = f"{unit.label} was left out in stage {entry.stage!r}\n\n"
         file.write((heading + account).encode(errors="backslashreplace"))
     said = {"stage": entry.stage, "split": entry.split.model_dump(mode="json")}
-    with atomic_write(unfinished_file(folder, unit, "quarantined.json")) as file:
-        file.write(json.dumps(said).encode())
+    write_record(unfinished_file(folder, unit, "quarantined.json"), said)
 
 
 def read_quarantined(folder: Path, unit: Unit) -> Quarantined | None:
     """Returns why an earlier run gave up a unit; None: it did not."""
-    path = unfinished_file(folder, unit, "quarantined.json")
-    if not path.exists():
+    said = read_record(unfinished_file(folder, unit, "quarantined.json"))
+    if said is None:
         return None
-    said = json.loads(path.read_bytes())
     return Quarantined(said["stage"], QuarantinedSplit.model_validate(said["split"]))
 
 

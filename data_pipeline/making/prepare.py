@@ -32,7 +32,7 @@ from typing import Any, Literal
 import numpy as np
 
 from ..config import DataConfig
-from ..errors import InputError, PrepareError
+from ..errors import InputError, PrepareError, ShardError
 from ..growth import UNFINISHED
 from ..manifest import (
     DatasetManifest,
@@ -63,6 +63,7 @@ from .shuffle import BucketTask, SpillTask, gather_bucket, shuffled_buckets, spi
 from .tasks import (
     SIDES,
     Sampled,
+    Scanned,
     UnitTask,
     read_scan,
     recorded_shards,
@@ -365,10 +366,14 @@ class _Preparation:
             entry = self._quarantined.get(index)
             if entry is not None and entry.stage == "scan":
                 self._made(index, num_tokens=0)
-            elif index in self._scanned:
-                self._choose(index, is_quarantined=entry is not None)
-            else:
+            elif index not in self._scanned:
                 return
+            elif (scanned := self._scan_of(index)) is None:
+                self._scanned.discard(index)
+                self._ready["scan"].append(index)
+                return
+            else:
+                self._choose(index, scanned, is_quarantined=entry is not None)
             self._num_chosen += 1
             if self._vocabulary.waits_for(index):
                 if entry is None:
@@ -377,9 +382,18 @@ class _Preparation:
                     self._sampled(index, None)
             self._check_source(index)
 
-    def _choose(self, index: int, *, is_quarantined: bool) -> None:
+    def _scan_of(self, index: int) -> Scanned | None:
+        """Returns what is known of a unit; None: it was damaged since, and is read again."""
         unit = self._units[index]
-        fates = self._chooser.choose(unit, read_scan(self._folder, unit))
+        try:
+            return read_scan(self._folder, unit)
+        except ShardError:
+            unfinished_file(self._folder, unit, "scan.npz").unlink(missing_ok=True)
+            return None
+
+    def _choose(self, index: int, scanned: Scanned, *, is_quarantined: bool) -> None:
+        unit = self._units[index]
+        fates = self._chooser.choose(unit, scanned)
         save_fates(self._folder, unit, fates)
         has_documents = bool(np.isin(fates, list(SIDES)).any())
         if is_quarantined:

@@ -12,7 +12,6 @@ last unit is tokenised, so a run cannot train meanwhile. Cost: each token is wri
 more, and takes its place on the disk twice until all is done.
 """
 
-import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
@@ -24,10 +23,12 @@ import numpy as np
 import pyarrow as pa
 
 from ..config import DataConfig
+from ..errors import ShardError
 from ..manifest import ShardEntry, Split, atomic_write
 from ..shards import ShardWriter, TokenDocument
 from ..token_store import read_batches
 from .plan import Unit, interleaved
+from .records import read_record, write_record
 from .tasks import (
     ShardPair,
     UnitTask,
@@ -91,8 +92,8 @@ def spill_unit(spill: SpillTask) -> int:
     """Writes the documents of a unit sorted by bucket; returns how many tokens they have."""
     task = spill.task
     said = task.unfinished("spill.json")
-    if said.exists():
-        return int(json.loads(said.read_bytes())["num_tokens"])
+    if (found := read_record(said)) is not None:
+        return int(found["num_tokens"])
     places: list[int] = []
     num_tokens = 0
     with ExitStack() as files:
@@ -107,8 +108,7 @@ def spill_unit(spill: SpillTask) -> int:
                 writer.end_batch()
                 places.extend([place] * (writer.num_batches - len(places)))
         writer.close_index(index_file)
-    with atomic_write(said) as file:
-        file.write(json.dumps({"num_tokens": num_tokens, "places": places}).encode())
+    write_record(said, {"num_tokens": num_tokens, "places": places})
     return num_tokens
 
 
@@ -175,8 +175,10 @@ def gather_bucket(bucket: BucketTask) -> tuple[ShardEntry, ...]:
 
 def _spilled(task: UnitTask, unit: Unit, place: int) -> Iterator[TokenDocument]:
     """Reads what a unit has spilled for one place."""
-    said = json.loads(unfinished_file(task.directory, unit, "spill.json").read_bytes())
-    batches = [number for number, found in enumerate(said["places"]) if found == place]
+    said = unfinished_file(task.directory, unit, "spill.json")
+    if (spilled := read_record(said)) is None:
+        raise ShardError(f"{said} was damaged just now: run the same command again")
+    batches = [number for number, found in enumerate(spilled["places"]) if found == place]
     path, index = (
         unfinished_file(task.directory, unit, what)
         for what in ("spill.tok.arrow", "spill.idx.arrow")

@@ -15,7 +15,9 @@ import json
 import struct
 import time
 import unicodedata
-from collections.abc import Iterable, Iterator
+import zipfile
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache
@@ -44,6 +46,7 @@ from ..tokenizers.interface import (
 from ..tokenizers.tokenizer import load_tokenizer, save_tokenizer
 from .hooks import Hooks, hooks
 from .plan import Unit
+from .records import read_record, write_record
 from .statistics import DocumentCounter, ScanStatistics
 
 TRAIN, VALIDATION, DUPLICATE, NEAR_DUPLICATE = range(4)
@@ -53,6 +56,10 @@ FIRST_REASON on it is the number of a reason of its unit's own list."""
 FIRST_REASON = 4
 SIDES: dict[int, Split] = {TRAIN: "train", VALIDATION: "validation"}
 _EXAMPLE_CHARS = 1000  # more than is shown of any
+_DAMAGES = (
+    *(zipfile.BadZipFile, zlib.error, ValueError, LookupError, TypeError),
+    *(OSError, EOFError, NotImplementedError),
+)
 _MAX_REASONS = 2**8 - FIRST_REASON
 _OTHER_REASONS = "other reasons"
 _EMPTY = "empty"
@@ -240,19 +247,31 @@ def scan_unit(task: UnitTask) -> None:
 
 
 def read_scan(directory: Path, unit: Unit) -> Scanned:
-    """Reads what `scan_unit` has written."""
-    with np.load(unfinished_file(directory, unit, "scan.npz"), allow_pickle=False) as arrays:
-        said = json.loads(arrays["said"].tobytes())
-        counted = said["statistics"]
-        counted["examples"] = {key: tuple(texts) for key, texts in counted["examples"].items()}
-        counted["lengths"] = tuple(counted["lengths"])
-        return Scanned(
-            records=arrays["records"],
-            reasons=tuple(said["reasons"]),
-            statistics=ScanStatistics(**counted),
-            keys_DB=arrays["keys"],
-            documents_D=arrays["documents"],
-        )
+    """Reads what `scan_unit` has written.
+
+    Raises:
+        ShardError: it was damaged since.
+    """
+    path = unfinished_file(directory, unit, "scan.npz")
+    try:
+        with np.load(path, allow_pickle=False) as arrays:
+            return _scanned(arrays)
+    except _DAMAGES as error:  # of a zip file, which has a checksum of each part
+        raise ShardError(f"{path} is damaged ({error})") from error
+
+
+def _scanned(arrays: Mapping[str, np.ndarray]) -> Scanned:
+    said = json.loads(arrays["said"].tobytes())
+    counted = said["statistics"]
+    counted["examples"] = {key: tuple(texts) for key, texts in counted["examples"].items()}
+    counted["lengths"] = tuple(counted["lengths"])
+    return Scanned(
+        records=arrays["records"],
+        reasons=tuple(said["reasons"]),
+        statistics=ScanStatistics(**counted),
+        keys_DB=arrays["keys"],
+        documents_D=arrays["documents"],
+    )
 
 
 def save_fates(directory: Path, unit: Unit, fates: np.ndarray) -> None:
@@ -343,16 +362,15 @@ def tokenise_unit(task: UnitTask) -> tuple[ShardEntry, ...]:
 
 def save_shards(task: UnitTask, shards: tuple[ShardEntry, ...]) -> None:
     """Records the shards of a unit, which says that they are whole."""
-    with atomic_write(task.unfinished("shards.json")) as file:
-        file.write(json.dumps([shard.model_dump(mode="json") for shard in shards]).encode())
+    write_record(
+        task.unfinished("shards.json"), [shard.model_dump(mode="json") for shard in shards]
+    )
 
 
 def recorded_shards(task: UnitTask) -> tuple[ShardEntry, ...] | None:
     """Returns the shards of a unit that were recorded; None: not yet."""
-    path = task.unfinished("shards.json")
-    if not path.exists():
-        return None
-    return tuple(ShardEntry.model_validate(shard) for shard in json.loads(path.read_bytes()))
+    found = read_record(task.unfinished("shards.json"))
+    return None if found is None else tuple(map(ShardEntry.model_validate, found))
 
 
 def ready_shards(task: UnitTask) -> tuple[ShardEntry, ...] | None:

@@ -1,7 +1,6 @@
 """Who has a folder, what is being made there, and what an interrupted run has left."""
 
 import errno
-import json
 import os
 import threading
 import time
@@ -22,6 +21,7 @@ from moebius.data_pipeline.making.folder import (
     write_quarantined,
 )
 from moebius.data_pipeline.making.plan import Unit
+from moebius.data_pipeline.making.records import read_record, write_record
 from moebius.data_pipeline.making.tasks import UNFINISHED
 from moebius.data_pipeline.manifest import QuarantinedSplit, index_name, shard_name
 from moebius.data_pipeline.sources.documents import InputSplit
@@ -108,9 +108,13 @@ def test_another_configuration_or_other_input_may_not_go_on(tmp_path):
     with pytest.raises(PrepareError, match="its input files have changed since"):
         begin(CONFIG, tmp_path, [UNIT, Unit("text", 4, UNIT.splits)])
     plan = tmp_path / UNFINISHED / "plan.json"
-    older = json.loads(plan.read_bytes())
-    plan.write_text(json.dumps(older | {"spec_hash": "0"}))
+    older = read_record(plan)
+    assert older is not None
+    write_record(plan, older | {"spec_hash": "0"})
     with pytest.raises(PrepareError, match="older format"):
+        begin(CONFIG, tmp_path, [UNIT])
+    plan.write_bytes(plan.read_bytes()[:-9])
+    with pytest.raises(PrepareError, match=r"plan\.json is damaged"):
         begin(CONFIG, tmp_path, [UNIT])
 
 
@@ -145,3 +149,20 @@ def test_a_lock_that_cannot_be_made_is_explained(tmp_path, monkeypatch):
         claimed(tmp_path / "d", on_wait=nobody_waits),
     ):
         pass
+
+
+def test_a_record_that_was_damaged_was_never_written(tmp_path):
+    path = tmp_path / "record.json"
+    assert read_record(path) is None
+    content = {"places": [0, 1, 3], "text": "Zürich", "none": None}
+    write_record(path, content)
+    assert read_record(path) == content
+    intact = path.read_bytes()
+    for place in range(len(intact)):
+        damaged = bytearray(intact)
+        damaged[place] ^= 1
+        path.write_bytes(damaged)
+        assert read_record(path) is None, place
+    for other in (b"", b"[]", b"3", b"null", b"{}", b"[" * 10**5, b"\xff", intact[:-1]):
+        path.write_bytes(other)
+        assert read_record(path) is None

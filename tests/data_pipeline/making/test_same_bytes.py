@@ -147,6 +147,32 @@ def _stop_at(expected: Undisturbed, folder: Path, *, every: int) -> None:
         assert _files(folder / str(event)) == expected.files
 
 
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_work_that_is_damaged_before_it_goes_on_is_done_again(undisturbed, tmp_path, shuffle):
+    """Every record of what was read, decided and written so far, by one bit or its last byte."""
+    expected = undisturbed[shuffle]
+    num_events = 0
+
+    def stop(progress: PrepareProgress) -> None:
+        nonlocal num_events
+        num_events += 1
+        if num_events == expected.num_events - 8:
+            raise _StoppedError
+
+    with pytest.raises(_StoppedError):
+        prepare(expected.config, tmp_path / "d", on_progress=stop)
+    kinds = ["scan.npz", "fates.npy", "sample.jsonl", "spill.json" if shuffle else "shards.json"]
+    for kind in kinds:
+        paths = sorted((tmp_path / "d" / UNFINISHED).glob(f"*.{kind}"))
+        assert len(paths) > 3
+        for number, path in enumerate(paths):
+            data = bytearray(path.read_bytes() or b"?")
+            data[len(data) // 2] ^= 2
+            path.write_bytes(data if number % 2 else data[:-1])
+    prepare(expected.config, tmp_path / "d")
+    assert _files(tmp_path / "d") == expected.files
+
+
 # ---- kill -9
 
 
