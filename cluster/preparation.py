@@ -64,13 +64,18 @@ class Preparation:
         self._manifest: DatasetManifest | None = None
         self._deaths = 0
         self._start_at = 0.0
+        self._place: list[str] = []
         self._begun = self._is_complete = self._has_enough = False
 
     def begin(self) -> None:
-        """Starts the child, the first time that it is called."""
+        """Starts the child, the first time that it is called.
+
+        What says where tasks run may raise: it has no room for them.
+        """
         if not self._begun:
             self._begun = True
             go_on(self.directory)
+            self._place = self._where()
             self._start()
 
     def has_enough(self) -> bool:
@@ -118,7 +123,7 @@ class Preparation:
         command = [sys.executable, "-m", f"{__package__}.preparer", str(self._run_dir)]
         with open(self._run_dir / LOG, "ab") as log:
             self._child = subprocess.Popen(
-                [*command, *self._where()],
+                [*command, *self._place],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,

@@ -34,6 +34,7 @@ class Document:
 
     tokens: tuple[int, ...]
     prompt: int = 0
+    record_id: str = ""
 
 
 def documents(seed: int, count: int, *, longest: int = 60, prompts: bool = False) -> list[Document]:
@@ -53,6 +54,7 @@ class MadeFolder:
     folder: Path
     sources: tuple[str, ...] = ("text",)
     with_prompts: frozenset[str] = frozenset()
+    with_record_ids: frozenset[str] = frozenset()
     batch_tokens: int = 100
     documents: dict[str, list[list[Document]]] = field(default_factory=dict)
     validation: dict[str, list[list[Document]]] = field(default_factory=dict)
@@ -77,7 +79,7 @@ class MadeFolder:
                 weight=1.0,
                 num_splits=9,
                 has_loss_mask=name in self.with_prompts,
-                has_record_id=False,
+                has_record_id=name in self.with_record_ids,
             )
             for name in self.sources
         ]
@@ -163,7 +165,11 @@ class MadeFolder:
 
     def _shard(self, source: str, split: Split, documents: Sequence[Document]) -> ShardEntry:
         name = shard_name(source, split, self._shards[source])
-        schema = shard_schema(257, has_loss_mask=source in self.with_prompts)
+        schema = shard_schema(
+            257,
+            has_loss_mask=source in self.with_prompts,
+            has_record_id=source in self.with_record_ids,
+        )
         path = self.folder / name
         with open(path, "wb") as file, open(self.folder / index_name(name), "wb") as index:
             writer = ShardWriter(file, schema=schema, batch_tokens=self.batch_tokens)
@@ -178,6 +184,7 @@ class MadeFolder:
                         source,
                         number,
                         num_prompt_tokens=one.prompt,
+                        record_id=one.record_id,
                     )
                 )
             return writer.close(name=name, split=split, source=source, label=name, index_file=index)

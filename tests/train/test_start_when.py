@@ -49,7 +49,8 @@ def config_of(made: MadeFolder) -> Config:
         steps=STEPS, global_batch=8, micro_batch=4, eval_rows=4, device="cpu", timeout_s=60.0
     )
     checkpoint = CheckpointConfig(every=2)
-    return Config(model=MODEL, data=made.config(), checkpoint=checkpoint, train=sizes)
+    data = made.config(server="off")
+    return Config(model=MODEL, data=data, checkpoint=checkpoint, train=sizes)
 
 
 def run_training(config: Config, run_dir: Path) -> str:
@@ -116,6 +117,7 @@ def test_training_meanwhile_is_training_afterwards(afterwards, tmp_path):
     assert weights(tmp_path / "run", STEPS) == weights(afterwards, STEPS)
 
 
+@pytest.mark.slow  # and tests/cluster/test_train_while_tokenising.py has it with the commands
 def test_where_no_more_comes_the_run_ends_with_the_cause_and_can_go_on(afterwards, tmp_path):
     made, run_dir = begun(tmp_path / "data"), tmp_path / "run"
     thread = when_ranks_wait(run_dir, lambda: give_up(made.folder, "b.txt is not UTF-8"))
