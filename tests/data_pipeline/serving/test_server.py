@@ -52,7 +52,9 @@ def _no_pauses(monkeypatch):
     monkeypatch.setattr(corruption, "_PAUSE_S", 0.0)
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    "way", ["cut", pytest.param("with documents", marks=pytest.mark.slow), "fitted"]
+)
 def test_any_number_of_ranks_sees_the_same_and_every_chunk_is_decoded_once(made, way):
     data = made.config(**WAYS[way])
     for num_ranks in (1, 2, 4) if way == "cut" else (2,):

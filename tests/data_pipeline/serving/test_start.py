@@ -67,6 +67,7 @@ def test_ranks_go_on_when_the_server_is_killed_and_nothing_is_left(made, caplog)
     assert handle.process.returncode == -signal.SIGKILL
 
 
+@pytest.mark.slow
 def test_the_server_ends_with_the_loaders_or_with_the_rank_that_started_it(made):
     data = made.config()
     process = subprocess.Popen(
