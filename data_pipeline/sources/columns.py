@@ -1,7 +1,7 @@
 """Parquet and Arrow: a record is a row, and only the columns that are asked for are read.
 
-Text is taken as bytes and decoded here, so that text which is no UTF-8 is told with its row, or
-dropped alone. A missing value is an empty document: dropped and counted like one.
+Where text is no UTF-8 its rows are taken as bytes and decoded one by one, so that it is told with
+its row, or dropped alone. A missing value is an empty document: dropped and counted like one.
 """
 
 from collections.abc import Iterator
@@ -90,8 +90,9 @@ def read_arrow(split: InputSplit, rules: RecordRules) -> Iterator[Document]:
 
 def _small_batches(whole: Any, columns: list[str]) -> Iterator[pa.RecordBatch]:
     for batch in whole:
-        chosen = _as_bytes(batch.select(columns))
-        chosen.validate(full=True)  # Arrow believes the offsets that stand in a file
+        chosen = batch.select(columns)
+        # Arrow believes the offsets that stand in a file. As bytes: what is no UTF-8 is told later
+        _as_bytes(chosen).validate(full=True)
         for start in range(0, chosen.num_rows, _ROWS):
             yield chosen.slice(start, _ROWS)
 
@@ -101,10 +102,18 @@ def _documents(
 ) -> Iterator[Document]:
     row = 0
     for batch in batches:
-        for record in _as_bytes(batch).to_pylist():
+        for record in _records(batch):
             place = f"{split.label}, record {row}"
             yield _document(record, row, rules, place, split.file_name)
             row += 1
+
+
+def _records(batch: pa.RecordBatch) -> list[dict[str, Any]]:
+    """Returns the rows of a batch; where one is no UTF-8, all of them with text as bytes."""
+    try:
+        return batch.to_pylist()
+    except UnicodeDecodeError:
+        return _as_bytes(batch).to_pylist()
 
 
 def _document(

@@ -18,7 +18,6 @@ CHUNK_BYTES = 2**20
 """Bytes that are read, and handed on, at a time."""
 
 _COMPRESSION_RATIO = 4  # of text, about
-_PIECE_BYTES = 2**11  # 64 MiB of zstd at the most
 
 
 @dataclass(frozen=True)
@@ -27,12 +26,13 @@ class _Codec:
 
     name: str
     part: str  # what a file is a sequence of
+    piece_bytes: int  # that are unpacked at a time: to 32 MiB of gzip, 64 MiB of zstd at the most
     start: Callable[[], Any]
 
 
 _CODECS = {
-    ".gz": _Codec("gzip", "member", lambda: zlib.decompressobj(wbits=31)),
-    ".zst": _Codec("zstd", "frame", lambda: zstandard.ZstdDecompressor().decompressobj()),
+    ".gz": _Codec("gzip", "member", 2**15, lambda: zlib.decompressobj(wbits=31)),
+    ".zst": _Codec("zstd", "frame", 2**11, lambda: zstandard.ZstdDecompressor().decompressobj()),
 }
 
 
@@ -61,7 +61,7 @@ def unpacked_chunks(file: IO[bytes], url: str) -> Iterator[bytes]:
     codec = next(codec for suffix, codec in _CODECS.items() if url.endswith(suffix))
     stream = codec.start()
     pending = False
-    for piece in _pieces(file):
+    for piece in _pieces(file, codec.piece_bytes):
         while piece:
             try:
                 text = stream.decompress(piece)
@@ -82,7 +82,7 @@ def unpacked_chunks(file: IO[bytes], url: str) -> Iterator[bytes]:
         )
 
 
-def _pieces(file: IO[bytes]) -> Iterator[bytes]:
+def _pieces(file: IO[bytes], size: int) -> Iterator[bytes]:
     for chunk in chunks(file):
-        for start in range(0, len(chunk), _PIECE_BYTES):
-            yield chunk[start : start + _PIECE_BYTES]
+        for start in range(0, len(chunk), size):
+            yield chunk[start : start + size]
