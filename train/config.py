@@ -348,7 +348,10 @@ def resolve_data(
     section = _read_toml(file, recipes).get("data", {}) if file else {}
     if not isinstance(section, dict):
         raise ConfigError(f"{file}: data = {section!r} is not a section")
-    values = {"data": section | dict(options)}
+    values = {"data": dict(section)}
+    keys = {override.partition("=")[0].strip().removeprefix("data.") for override in overrides}
+    _choose_input(values, keys | options.keys())
+    values["data"] |= options
     for override in overrides:
         if not override.startswith("data."):
             raise ConfigError(

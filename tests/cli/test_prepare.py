@@ -72,6 +72,18 @@ def test_keys_go_before_options_and_options_before_the_file(tmp_path):
     assert _config("--config", str(file)).vocab_size == 300, "a run's own file will do"
 
 
+def test_an_input_takes_the_place_of_the_files_sources(tmp_path):
+    file = tmp_path / "data.toml"
+    file.write_text(FILE)
+    config = _config("--config", str(file), "--input", "other.jsonl")
+    assert (config.input, config.sources) == (("other.jsonl",), ())
+    assert config.filters.min_words == 3
+    file.write_text('[data]\ninput = ["a.jsonl"]\n')
+    sources = "data.sources=[{name='web', input=['web.jsonl']}]"
+    config = _config("--config", str(file), sources)
+    assert [source.name for source in config.all_sources] == ["web"]
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
