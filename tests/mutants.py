@@ -270,6 +270,26 @@ MUTANTS = (
         "self.max_bytes * 7 // 8", "self.max_bytes",
         ("tests/data_pipeline/serving/test_cache.py",),
     ),
+    Mutant(
+        "a prompt's tokens are learned", "data_pipeline/making/tasks.py",
+        "num_prompt_tokens=sum(map(len, prompt))", "num_prompt_tokens=0",
+        ("tests/data_pipeline/making/test_prompts.py",),
+    ),
+    Mutant(
+        "documents that differ in their prompts alone are repeats", "data_pipeline/making/tasks.py",
+        "    if document.prompt:\n", "    if False:\n",
+        ("tests/data_pipeline/making/test_prompts.py::test_a_repeat_is_of_both_parts_and_where_they_meet",),
+    ),
+    Mutant(
+        "a line at the border of two splits is lost", "data_pipeline/sources/lines.py",
+        "file.seek(offset - 1)", "file.seek(offset)",
+        ("tests/data_pipeline/sources/test_sources.py::test_lines_that_begin_where_splits_do",),
+    ),
+    Mutant(
+        "a read that failed goes on where the file stands, not where it stood", "data_pipeline/sources/remote.py",
+        "        self._go_to(self._position)\n", "",
+        ("tests/data_pipeline/sources/test_remote.py::test_a_read_goes_on_where_it_stood",),
+    ),
 )  # fmt: skip
 
 

@@ -143,10 +143,11 @@ def test_equal_names_of_different_records_are_all_kept(tmp_path):
 
 def test_a_repeat_is_of_both_parts_and_where_they_meet(tmp_path):
     records = [("ab", "c"), ("a", "bc"), ("ab", "c"), ("", "abc"), ("ab", "d"), ("x", "  ")]
+    records.append(("another", "c"))
     manifest = _prepared(
         tmp_path, [{"q": q, "a": a, "id": str(n)} for n, (q, a) in enumerate(records)]
     )
-    assert [row["record_id"] for row in _read_all(tmp_path / "d")] == ["0", "1", "3", "4"]
+    assert [row["record_id"] for row in _read_all(tmp_path / "d")] == ["0", "1", "3", "4", "6"]
     assert manifest.dropped == {"duplicate": 1, "empty": 1}
 
 

@@ -10,6 +10,7 @@ import pytest
 import zstandard
 from fake_hub import serve_hub
 
+from moebius.data_pipeline import retries
 from moebius.data_pipeline.config import DataConfig
 from moebius.data_pipeline.errors import InputError
 from moebius.data_pipeline.sources.reading import read_documents
@@ -73,6 +74,14 @@ def test_splitting_a_file_changes_nothing(tmp_path, name, split_bytes):
     assert (num_splits > 1) == (split_bytes < 500)
 
 
+def test_lines_that_begin_where_splits_do(tmp_path):
+    line = json.dumps({"text": "0"}) + "\n"
+    (tmp_path / "a.jsonl").write_text("".join(line.replace("0", digit) for digit in "12345"))
+    texts, _, num_splits = _read(tmp_path / "a.jsonl", split_bytes=len(line))
+    assert texts == list("12345")
+    assert num_splits == 5
+
+
 def test_an_arrow_stream_is_one_split(tmp_path):
     _write(tmp_path / "a.stream", TEXTS * 3)
     (tmp_path / "a.stream").rename(tmp_path / "a.arrow")
@@ -115,6 +124,29 @@ def test_a_data_set_of_the_hub(monkeypatch, tmp_path):
         monkeypatch.setattr("huggingface_hub.hf_file_system.HfFileSystem.cachable", False)
         for name in ("hf://datasets/our/texts", "hf://datasets/our/texts/data/*.parquet"):
             assert _read(name)[0] == TEXTS
+        _break_first_reads(monkeypatch, 3)
+        assert _read("hf://datasets/our/texts")[0] == TEXTS
+        _break_first_reads(monkeypatch, 99)
+        with pytest.raises(InputError, match=r"a.parquet cannot be read \(ReadError: .*tried 4 ti"):
+            _read("hf://datasets/our/texts")
+
+
+def _break_first_reads(monkeypatch, count):
+    """Lets the hub's connection break so many times, as its own library tells it."""
+    from huggingface_hub import hf_file_system
+    from huggingface_hub.utils import get_session
+
+    errors = pytest.importorskip(type(get_session()).__module__.partition(".")[0])
+    fetch, calls = hf_file_system.HfFileSystemFile._fetch_range, []
+
+    def breaks(file, start, end):
+        calls.append(start)
+        if len(calls) <= count:
+            raise errors.ReadError("connection reset")
+        return fetch(file, start, end)
+
+    monkeypatch.setattr(retries, "WAITS_S", (0.0, 0.0, 0.0))
+    monkeypatch.setattr(hf_file_system.HfFileSystemFile, "_fetch_range", breaks)
 
 
 def test_several_zstd_frames_are_one_file(tmp_path):
