@@ -230,15 +230,16 @@ def _check_nothing_is_half_there(folder: Path, expected: dict[str, bytes]) -> No
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("seeds", [range(5), range(5, 10)])
 @pytest.mark.parametrize("shuffle", [False, True])
 def test_killing_the_whole_preparation_at_any_moment_changes_nothing(
-    undisturbed, tmp_path, shuffle
+    undisturbed, tmp_path, shuffle, seeds
 ):
-    """Ten seeds: where, and once or twice. A new process ends what they have left."""
+    """Five seeds: where, and once or twice. A new process ends what they have left."""
     expected = undisturbed[shuffle]
-    folders = [tmp_path / str(seed) for seed in range(10)]
-    stages = set()
-    for seed, folder in enumerate(folders):
+    folders = [tmp_path / str(seed) for seed in seeds]
+    num_unfinished = 0
+    for seed, folder in zip(seeds, folders, strict=True):
         rng = random.Random(f"{seed} {shuffle}")
         for _ in range(1 + seed % 2):
             with _preparing(expected.config, folder) as program:
@@ -246,8 +247,8 @@ def test_killing_the_whole_preparation_at_any_moment_changes_nothing(
                 time.sleep(rng.choice([0, rng.random() / 100]))  # between two events, too
                 _kill_group(program)
             _check_nothing_is_half_there(folder, expected.files)
-            stages.add((folder / UNFINISHED).exists() + 2 * is_prepared(folder))
-    assert {1, 3} <= stages, "none was killed before, or none after, the first era"
+            num_unfinished += (folder / UNFINISHED / "plan.json").exists()
+    assert num_unfinished >= len(seeds), "they came too late"
     with _preparing(expected.config, *folders) as program:
         assert program.stdout is not None
         program.stdout.read()
