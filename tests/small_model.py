@@ -1,4 +1,4 @@
-"""A MoEUT that steps in milliseconds: experts in the feed-forward and in attention, repeated."""
+"""MoEUTs that step in milliseconds: experts in the feed-forward and in attention, repeated."""
 
 from moebius.model.attention_config import SwitchHeadConfig
 from moebius.model.config import ModelConfig
@@ -12,4 +12,13 @@ MODEL = ModelConfig(
     layers_per_group=2,
     attention=SwitchHeadConfig(num_heads=2, d_head=12, num_experts=4, top_k=2),
     feed_forward=ExpertsConfig(num_experts=8, router=SigmoidConfig(top_k=3), d_expert=16),
+)
+
+TINY = ModelConfig(
+    vocab_size=257,
+    d_model=16,
+    num_layers=2,
+    layers_per_group=1,
+    attention=SwitchHeadConfig(num_heads=2, d_head=8, num_experts=2, top_k=1),
+    feed_forward=ExpertsConfig(num_experts=4, router=SigmoidConfig(top_k=2), d_expert=8),
 )

@@ -10,27 +10,15 @@ from typing import Any
 
 import pytest
 from made_folder import MadeFolder, documents
+from small_model import TINY
 from world import run_ranks
 
 from moebius.data_pipeline.errors import DataError
 from moebius.data_pipeline.token_store import TokenBatch, TokenStore
-from moebius.model.attention_config import SwitchHeadConfig
-from moebius.model.config import ModelConfig
-from moebius.model.feed_forward_config import ExpertsConfig
-from moebius.model.routers.sigmoid import SigmoidConfig
 from moebius.train import data_wait
 from moebius.train.config import CheckpointConfig, Config, ConfigError, TrainConfig
 from moebius.train.loop import train
 from moebius.train.run_folder import open_run
-
-MODEL = ModelConfig(
-    vocab_size=257,
-    d_model=16,
-    num_layers=2,
-    layers_per_group=1,
-    attention=SwitchHeadConfig(num_heads=2, d_head=8, num_experts=2, top_k=1),
-    feed_forward=ExpertsConfig(num_experts=4, router=SigmoidConfig(top_k=2), d_expert=8),
-)
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +31,7 @@ def made(tmp_path_factory) -> MadeFolder:
 
 def make_config(made: MadeFolder, *, steps: int = 9, timeout_s: float = 60.0, **data) -> Config:
     return Config(
-        model=MODEL,
+        model=TINY,
         data=made.config(**data),
         checkpoint=CheckpointConfig(every=4),
         train=TrainConfig(

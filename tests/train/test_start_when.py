@@ -11,14 +11,11 @@ from typing import Any
 import pytest
 from made_folder import MadeFolder, documents
 from pydantic import ValidationError
+from small_model import TINY
 from world import run_ranks
 
 from moebius.data_pipeline.growth import give_up
 from moebius.data_pipeline.manifest import read_manifest
-from moebius.model.attention_config import SwitchHeadConfig
-from moebius.model.config import ModelConfig
-from moebius.model.feed_forward_config import ExpertsConfig
-from moebius.model.routers.sigmoid import SigmoidConfig
 from moebius.train import data_wait
 from moebius.train.config import CheckpointConfig, Config, ConfigError, TrainConfig, resolve
 from moebius.train.loop import train
@@ -26,14 +23,6 @@ from moebius.train.recipes.smoke import RECIPES
 from moebius.train.start_when import StartWhen
 
 STEPS = 7  # of 8 samples: era 0 has some 30
-MODEL = ModelConfig(
-    vocab_size=257,
-    d_model=16,
-    num_layers=2,
-    layers_per_group=1,
-    attention=SwitchHeadConfig(num_heads=2, d_head=8, num_experts=2, top_k=1),
-    feed_forward=ExpertsConfig(num_experts=4, router=SigmoidConfig(top_k=2), d_expert=8),
-)
 
 
 def begun(folder: Path) -> MadeFolder:
@@ -50,7 +39,7 @@ def config_of(made: MadeFolder) -> Config:
     )
     checkpoint = CheckpointConfig(every=2)
     data = made.config(server="off")
-    return Config(model=MODEL, data=data, checkpoint=checkpoint, train=sizes)
+    return Config(model=TINY, data=data, checkpoint=checkpoint, train=sizes)
 
 
 def run_training(config: Config, run_dir: Path) -> str:
