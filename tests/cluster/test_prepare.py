@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pairwise import slow_but
 
 from moebius.cluster.prepare import RayPool
 from moebius.data_pipeline.config import DataConfig
@@ -108,7 +109,7 @@ def _files(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
 
 
-@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize("shuffle", slow_but([False, True], True))
 def test_shards_have_the_same_bytes_as_without_ray(tmp_path, shuffle):
     config = DataConfig(
         input=(str(_texts(tmp_path) / "*.txt"), "python:moebius.tests.small_corpus:pages"),

@@ -13,6 +13,7 @@ from typing import Literal
 import pytest
 import torch
 from family import NAMES, make_uneven, tiny_config
+from pairwise import slow_but
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -109,7 +110,7 @@ def logits(model: Transformer, dtype: torch.dtype | None = None) -> Tensor:
         return (model(TOKENS) if dtype is None else forward_in(model, dtype, TOKENS)).logits_BSV
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", slow_but(NAMES, *NAMES[::4]))
 def test_every_architecture_comes_back_with_the_same_bits(
     name: str, runs: dict[str, Path], tmp_path: Path
 ) -> None:

@@ -110,11 +110,18 @@ def test_a_store_that_blocks_is_waited_for_beyond_the_time_out(made, tmp_path, b
 # ---- F23
 
 
-def test_a_run_goes_on_with_the_same_samples_on_any_number_of_ranks(made, tmp_path) -> None:
+@pytest.mark.parametrize(
+    "parts_of_run",
+    [((2, 6), (1, 12)), pytest.param(((2, 4), (1, 8), (4, 12)), marks=pytest.mark.slow)],
+    ids=["two", "three"],
+)
+def test_a_run_goes_on_with_the_same_samples_on_any_number_of_ranks(
+    made, tmp_path, parts_of_run
+) -> None:
     whole = tmp_path / "whole"
     run_ranks(run_training, 1, make_config(made, steps=12), whole)
     parts = tmp_path / "parts"
-    for world, steps in ((2, 4), (1, 8), (4, 12)):
+    for world, steps in parts_of_run:
         run_ranks(run_training, world, make_config(made, steps=steps), parts)
     digests = [digest for digest, _ in seen(whole)]
     assert [digest for digest, _ in seen(parts)] == digests

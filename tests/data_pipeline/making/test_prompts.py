@@ -54,11 +54,9 @@ def _expected(records: list[dict[str, str]]) -> dict[tuple[int, ...], list[bool]
 
 
 def _batches(config: DataConfig, folder: Path, count: int):
-    loader = Loader(
-        config.model_copy(update={"directory": str(folder)}), micro_batch=1, global_batch=1
-    )
-    iterator = iter(loader)
-    return [next(iterator) for _ in range(count)]
+    read = config.model_copy(update={"directory": str(folder)})
+    with Loader(read, micro_batch=1, global_batch=1) as loader:
+        return [next(loader) for _ in range(count)]
 
 
 def test_every_token_of_a_row_that_is_cut_anywhere_is_marked(tmp_path):

@@ -236,6 +236,7 @@ def test_validation_comes_first_and_keeps_its_role(tmp_path):
     ]
 
 
+@pytest.mark.slow
 def test_the_embedded_corpus_is_an_input():
     texts, sources, num_splits = _read("embedded")
     assert num_splits == 4
