@@ -7,7 +7,8 @@ BIN := $(VENV)/bin
 WORKERS ?= 3
 # A file stays on one worker, for its tests share what is costly to make. Files go out in their order: sorted by their
 # number of tests, those with few and long tests would come last and leave the other workers idle.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --max-worker-restart 0
+# Their bytecode is kept, whatever the environment says: tests start hundreds of processes.
+PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 
 .NOTPARALLEL:
 .PHONY: help train test test-all kernels mutants lint docs wheel clean

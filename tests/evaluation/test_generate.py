@@ -44,6 +44,7 @@ def test_greedy_tokens_are_the_most_likely_ones_of_the_full_pass(model: Transfor
     assert len(tokens) == 28
 
 
+@pytest.mark.slow
 def test_sampling_follows_the_distribution_and_its_seed(model: Transformer) -> None:
     draws = [
         next(generate(model, PROMPT, num_tokens=1, temperature=2.0, seed=seed))

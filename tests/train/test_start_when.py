@@ -95,6 +95,7 @@ def afterwards(tmp_path_factory) -> Path:
     return folder / "run"
 
 
+@pytest.mark.slow
 def test_training_meanwhile_is_training_afterwards(afterwards, tmp_path):
     made = begun(tmp_path / "data")
     thread = when_ranks_wait(tmp_path / "run", lambda: go_on(made))

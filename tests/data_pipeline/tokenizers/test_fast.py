@@ -6,6 +6,7 @@ import random
 import string
 import sys
 import unicodedata
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -28,17 +29,31 @@ from moebius.data_pipeline.tokenizers.huggingface import HuggingFaceTokenizer
 from moebius.data_pipeline.tokenizers.interface import END_OF_DOCUMENT, TOKENIZER_FILE
 
 PROSE = [path.read_text() for path in sorted(Path(fast.__file__).parents[1].glob("*.py"))]
-BPE = train_bpe([*PROSE, *DIFFICULT_TEXTS * 5], vocab_size=3000)
-JSON = BPE.files[TOKENIZER_FILE].decode()
-LIBRARY = HuggingFaceTokenizer(JSON, engine="tokenizers")
 NASTY = " \n\r\t.,'-_<|>aebst019½٣\u00e9\u0301\u3000\u2028日한😀\x00\x1c\x85\u200d"
 
 
+# Made when they are first asked for: every process that collects tests imports this file.
+
+
+@cache
+def bpe() -> HuggingFaceTokenizer:
+    return train_bpe([*PROSE, *DIFFICULT_TEXTS * 5], vocab_size=3000)
+
+
+def bpe_json() -> str:
+    return bpe().files[TOKENIZER_FILE].decode()
+
+
+@cache
+def library_bpe() -> HuggingFaceTokenizer:
+    return HuggingFaceTokenizer(bpe_json(), engine="tokenizers")
+
+
 def _same(texts):
-    assert BPE.engine == "tiktoken"
-    assert LIBRARY.engine == "tokenizers"
+    assert bpe().engine == "tiktoken"
+    assert library_bpe().engine == "tokenizers"
     for text, found, expected in zip(
-        texts, BPE.encode_batch(texts), LIBRARY.encode_batch(texts), strict=True
+        texts, bpe().encode_batch(texts), library_bpe().encode_batch(texts), strict=True
     ):
         assert found.dtype == expected.dtype
         assert found.tolist() == expected.tolist(), repr(text[:80])
@@ -78,25 +93,25 @@ def test_every_trained_tokenizer_is_proven(seed, vocab_size):
 # ---- long texts
 
 LONG = {
-    "one letter": "a" * 10**7,
-    "random letters": "".join(random.Random(0).choices(string.ascii_lowercase, k=10**7)),
-    "blanks": " " * 10**7,
+    "one letter": lambda: "a" * 10**7,
+    "random letters": lambda: "".join(random.Random(0).choices(string.ascii_lowercase, k=10**7)),
+    "blanks": lambda: " " * 10**7,
 }
 
 
 @pytest.mark.parametrize("kind", slow_but(LONG, "random letters"))
 @pytest.mark.timeout(100)
 def test_ten_million_characters_without_a_boundary_are_encoded(kind):
-    (ids,) = BPE.encode_batch([LONG[kind]])
-    assert BPE.decode(ids) == LONG[kind]
-    short = LONG[kind][:200_000]
-    _same([short])
+    text = LONG[kind]()
+    (ids,) = bpe().encode_batch([text])
+    assert bpe().decode(ids) == text
+    _same([text[:200_000]])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", LONG)
 def test_the_library_encodes_ten_million_characters_without_a_boundary_alike(kind):
-    _same([LONG[kind]])
+    _same([LONG[kind]()])
 
 
 # ---- what is refused
@@ -195,7 +210,7 @@ def test_the_second_condition_is_needed():
 def test_a_sample_that_comes_out_different_is_refused(monkeypatch):
     monkeypatch.setattr(fast, "_GPT2_AFTER_DIGITS", fast._GPT2)
     with pytest.raises(UnsuitableError, match=r"tiktoken gives other ids for '01234"):
-        fast_encoder(JSON)
+        fast_encoder(bpe_json())
 
 
 def test_a_fallback_is_said_once_with_its_reason(caplog):
@@ -213,7 +228,7 @@ def test_a_fallback_is_said_once_with_its_reason(caplog):
 
 
 def test_a_character_in_doubt_is_left_to_the_library():
-    encoder = fast_encoder(JSON)
+    encoder = fast_encoder(bpe_json())
     younger = next(  # than this Python
         chr(code) for code in range(0x323B0, 0x110000) if unicodedata.category(chr(code)) == "Cn"
     )

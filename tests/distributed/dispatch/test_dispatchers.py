@@ -372,7 +372,10 @@ def rows_on_the_way(kind: str) -> dict[str, Any]:
         return out
 
 
-@pytest.mark.parametrize("kind", ["token", "token to head", "head to token", "dropped"])
+@pytest.mark.parametrize(
+    "kind",
+    slow_but(["token", "token to head", "head to token", "dropped"], "token", "dropped"),
+)
 def test_dedup_sends_every_row_once_to_every_rank_that_serves_it_and_not_once_more(
     kind: str,
 ) -> None:

@@ -225,7 +225,7 @@ def test_gradients_are_added_to_what_is_there() -> None:
         slow("geglu", True),
         slow("relu", False),
         slow("gelu", True),
-        ("geglu", False),
+        slow("geglu", False),
     ],
 )
 def test_deferred_weight_gradients_are_the_sum_of_all_calls(

@@ -87,6 +87,7 @@ def test_the_weights_of_repeats(defer: bool) -> None:
         assert ((mine - theirs).norm() / theirs.norm()).item() < 1e-5
 
 
+@pytest.mark.slow
 def test_the_operators_are_well_behaved() -> None:
     generator, checks = (
         torch.Generator().manual_seed(6),
