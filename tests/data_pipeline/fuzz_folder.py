@@ -199,10 +199,12 @@ def mutate_index(rng: random.Random, data: bytes) -> bytes:
     }
     for _ in range(rng.choice([1, 2])):
         if rng.random() < 0.25:
-            for column in columns.values():
+            for column in filter(None, columns.values()):
                 rng.choice([column.reverse, lambda c=column: c.append(c[0]), column.pop])()
             continue
         column = columns[name := rng.choice(INDEX_SCHEMA.names)]
+        if not column:  # all its rows were taken away before
+            continue
         row, width = rng.randrange(len(column)), INDEX_SCHEMA.field(name).type.bit_width
         value = rng.choice([column[row] + 1, column[row] - 1, column[row] * 2, *ABSURD])
         column[row] = value % 2**width
