@@ -1,23 +1,26 @@
 """The data pipeline on one core: prepare, read, shuffled read, random access, first batch, memory.
 
-    python -m benchmarks.data [--input TEXT ...] [--megabytes 160] [--only read shuffled ...]
+    python -m benchmarks.data [--input TEXT ...] [--megabytes 160] [--only prepare read ...]
                               [--rounds 7] [--peers]
 
 Text is what `--input` names, or documents put together from the paragraphs of the embedded corpus,
-drawn with a seed (real English, of which zstd sees the same paragraph about every 4 record batches).
-It is prepared as `moebius prepare` does, BPE of 8,000 ids, seq_len 1,024. Then, each taking turns
-with the others for the machine's speed drifts, in processor seconds of one thread:
+drawn with a seed (real English; a record batch holds as many tokens as a quarter of the corpus, so
+some paragraphs stand twice in it, which zstd likes). It is prepared as `moebius prepare` does, BPE
+of 8,000 ids, seq_len 1,024. Then, each taking turns with the others for the machine's speed drifts,
+in processor seconds of one thread:
 
 memmap    rows of all tokens in one uint16 file, at random places, as int64: the limit of any loader
 decode    every record batch in order, checked and decoded, and nothing else
 concat    shuffled, checked, int64 batches in the order of training, rows cut from the stream
 best_fit  the same, packed so that no document is cut
-random    single rows at random places of the order, each from a cold reader: milliseconds a row
+random    single rows at random places of the order, from one reader: milliseconds a row
 
-`first` opens the loader at g = 0 and g = 10⁹ and waits for a batch; `memory` is what a loader's order
-and index take per 1,000 tokens; `prepare` compares a preparation of two processes, and one of two
-Ray tasks, with two processes that only tokenise the same text. `--peers` adds mosaicml-streaming and
-Ray Data, where they are installed (data_peers.py). Prints a table and writes results/data.json.
+Every round of `concat` and `best_fit` opens the folder anew, which is part of its time. `first`
+opens the loader at g = 0 and g = 10⁹ and waits for a batch; `memory` is what a loader's order and
+index take per 1,000 tokens, which on little data is mostly their fixed part; `prepare` compares a
+preparation of two processes, and one on a Ray of two CPUs, with two processes that only read and
+encode the same text. `--peers` adds mosaicml-streaming and Ray Data, where they are installed
+(data_peers.py). Prints a table and writes results/data.json.
 """
 
 import argparse

@@ -5,7 +5,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any, Literal
@@ -30,6 +30,8 @@ from .records import read_record, write_record
 from .tasks import SIDES, unfinished_file
 
 QuarantineStage = Literal["scan", "tokenise"]
+
+LOCK = "lock"
 
 QUARANTINED = "quarantined"
 """The folder of files that say why a unit was given up."""
@@ -84,7 +86,7 @@ def claimed(folder: Path, *, on_wait: Callable[[], None]) -> Iterator[None]:
 
 def _locked(folder: Path, on_wait: Callable[[], None]) -> IO[bytes]:
     """Opens and locks the lock file, which whoever had it before may have deleted meanwhile."""
-    path = folder / UNFINISHED / "lock"
+    path = folder / UNFINISHED / LOCK
     told = False
     while True:
         _make_room(folder)
@@ -196,8 +198,18 @@ def read_quarantined(folder: Path, unit: Unit) -> Quarantined | None:
 
 
 def clear(folder: Path) -> None:
-    """Removes the unfinished work of a folder that is complete."""
-    shutil.rmtree(folder / UNFINISHED, ignore_errors=True)
+    """Removes the unfinished work of a folder that is complete; called under its lock.
+
+    The lock goes last: once it is gone another process may begin, whose work must not be removed.
+    """
+    work = folder / UNFINISHED
+    for one in sorted(work.glob("*"), key=lambda one: one.name == LOCK):
+        if one.is_dir():
+            shutil.rmtree(one, ignore_errors=True)
+        else:
+            one.unlink(missing_ok=True)
+    with suppress(OSError):  # another process has begun
+        work.rmdir()
 
 
 def _difference(found: dict[str, Any], asked: dict[str, Any]) -> str:

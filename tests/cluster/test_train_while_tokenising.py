@@ -174,7 +174,11 @@ def test_submit_trains_while_workers_and_the_preparing_process_are_killed(folder
         assert not read_manifest(folder / "growing").complete
         victims = wait_for(lambda: found(program, "ray::_call"), timeout_s=20, what="a worker")
         victims[0].kill()
-        time.sleep(1.0)
+        wait_for(
+            lambda: [one for one in found(program, "ray::_call") if one.pid != victims[0].pid],
+            timeout_s=20,
+            what="another worker",
+        )
         (preparer,) = found(program, "moebius.cluster.preparer")
         preparer.kill()
         awaits(run_dir, program, "preparation died (killed by signal 9) and is started again; 2 re")

@@ -26,7 +26,7 @@ from moebius.train.loop import train
 from moebius.train.recipes.smoke import smoke
 from moebius.train.run import Run
 
-ADDRESS = Path("/tmp/a-folder/socket")
+ADDRESS = Path("a-folder/socket")
 
 
 @pytest.fixture

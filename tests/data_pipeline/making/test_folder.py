@@ -44,8 +44,8 @@ def test_one_at_a_time_has_a_folder_and_each_waiter_is_told_once(tmp_path):
             most.append(len(inside))
             (folder / UNFINISHED / "work").write_text(str(number))
             assert (folder / UNFINISHED / "work").read_text() == str(number)
-            clear(folder)
             inside.remove(number)
+            clear(folder)  # the lock with it: the next one may enter from here on
 
     with claimed(folder, on_wait=nobody_waits):
         threads = [threading.Thread(target=work, args=(number,)) for number in range(5)]
