@@ -1,4 +1,4 @@
-"""Encoding with tiktoken instead of `tokenizers`, with the same ids: about seven times as fast.
+"""Encoding with tiktoken instead of `tokenizers`, with the same ids: about eight times as fast.
 
 Both do byte-level BPE, but not by the same rules: `tokenizers` joins two tokens where their *pair*
 is in the list of merges, tiktoken where the *bytes* of both together are a token. The ids are equal
@@ -31,18 +31,29 @@ import numpy as np
 import tiktoken
 import tokenizers
 
-_GPT2 = r" ?\p{L}++| ?\p{N}++|'(?:[sdmt]|ll|ve|re)| ?[^\s\p{L}\p{N}]++|\s+(?!\S)|\s"
+from .interface import token_dtype
+
+# Everything without a look-ahead stands in one group: it is then one automaton, where tiktoken's
+# engine would try branch after branch. That makes encoding 1.4 times as fast.
+_GPT2 = r"(?: ?\p{L}+| ?\p{N}+|'(?:[sdmt]|ll|ve|re)| ?[^\s\p{L}\p{N}]+)|\s+(?!\S)|\s"
 # Digits(individual_digits=True) in front of it: a digit ends whatever comes before, blanks included
 _GPT2_AFTER_DIGITS = (
-    r" ?\p{L}++|\p{N}|'(?:[sdmt]|ll|ve|re)| ?[^\s\p{L}\p{N}]++|\s+(?![^\s\p{N}])|\s"
+    r"(?: ?\p{L}+|\p{N}|'(?:[sdmt]|ll|ve|re)| ?[^\s\p{L}\p{N}]+)|\s+(?![^\s\p{N}])|\s"
 )
-# As they stand in the tokenizer.json of Llama 3 and of Qwen 2. Only expressions that match every
-# character are possible: what none matches is a word for `tokenizers`, and lost by tiktoken.
+# The tokenizer.json of Llama 3 has the branches of this, then those with a look-ahead, in a row;
+# Qwen 2's takes digits one by one. Only expressions that match every character are possible: what
+# none matches is a word for `tokenizers`, and lost by tiktoken.
 _LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
-    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+    r"|\s*[\r\n]+"
 )
-_KNOWN_SPLITS = (_LLAMA3, _LLAMA3.replace("{1,3}", ""))
+_BLANKS = r"|\s+(?!\S)|\s+"
+_KNOWN_SPLITS = {
+    f"{branches}{_BLANKS}": f"(?:{branches}){_BLANKS}"
+    for branches in (_LLAMA3, _LLAMA3.replace("{1,3}", ""))
+}
+"""By the expression of a tokenizer.json, the equal one that tiktoken is given."""
+
 # Of another class in one of the libraries: letters and digits of Unicode 17.
 _IN_DOUBT = frozenset(map(chr, [*range(0x11DE0, 0x11DEA), *range(0x16FF4, 0x16FF7)]))
 _SAMPLE_CHARS = 2**18
@@ -85,10 +96,11 @@ class FastEncoder:
         self._encoding = tiktoken.Encoding(
             "moebius", pat_str=pattern, mergeable_ranks=ranks, special_tokens=never
         )
-        self._ids = np.array([vocab[token] for token in tokens], dtype=np.uint32)
+        ids = [vocab[token] for token in tokens]
+        self._ids = np.array(ids, dtype=token_dtype(1 + max(ids)))
 
     def encode(self, text: str) -> np.ndarray | None:
-        """Returns the ids of `text`, 1-D uint32, or None: `tokenizers` has to encode it.
+        """Returns the ids of `text`, 1-D of `token_dtype`, or None: `tokenizers` has to encode it.
 
         Raises:
             UnicodeEncodeError: the text holds half a surrogate pair.
@@ -139,7 +151,7 @@ def _pattern(described: dict[str, Any]) -> str:
         split = first[0]
         expression = split["pattern"].get("Regex")
         if expression in _KNOWN_SPLITS and split["behavior"] == "Isolated" and not split["invert"]:
-            return expression
+            return _KNOWN_SPLITS[expression]
     raise UnsuitableError("it splits text in a way that has no equal in tiktoken")
 
 
