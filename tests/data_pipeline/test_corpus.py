@@ -33,12 +33,14 @@ def test_every_process_reads_the_same():
     )
 
 
+@pytest.mark.slow
 def test_parts_hold_every_document_once():
     rows = [pair for part in range(NUM_PARTS) for pair in embedded_part(part)]
     assert dict(rows) == dict(enumerate(embedded_documents()))
     assert len(rows) == len(embedded_documents())
 
 
+@pytest.mark.slow
 def test_no_doctests_and_no_grammars():
     text = "\n".join(embedded_documents())
     assert ">>>" not in text

@@ -299,6 +299,7 @@ def hottest_at(found: dict[str, Any], step: int) -> dict[str, float]:
     return {name: round(load_P.max() / load_P.mean(), 5) for name, load_P in loads.items()}
 
 
+@pytest.mark.slow
 def test_a_trace_with_the_homes_of_a_checkpoint_loads_ranks_as_training_did(
     moving_run: Path, capsys: pytest.CaptureFixture
 ) -> None:

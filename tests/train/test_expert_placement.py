@@ -223,6 +223,7 @@ def go_on_from_step_4(run: Path, config: Config, world: int, folder: Path) -> di
     return run_of(config, world, folder)
 
 
+@pytest.mark.slow
 def test_resumed_equals_uninterrupted_bit_for_bit(
     placed: tuple, data: Path, tmp_path: Path
 ) -> None:

@@ -170,6 +170,7 @@ def make_steps(config: Config, run_dir: Path) -> Made:
         return Made(losses, auxiliary, biases, digest.hexdigest())
 
 
+@pytest.mark.slow
 def test_two_runs_are_the_same_bit_for_bit(data: Path, tmp_path: Path) -> None:
     config = make_config(data, ep=2, steps=3)
     first, other = (run_ranks(make_steps, 4, config, tmp_path / str(number)) for number in range(2))
@@ -221,6 +222,7 @@ def run_spoiled(config: Config, run_dir: Path) -> tuple[str, int]:
         return str(error), spoiled
 
 
+@pytest.mark.slow
 def test_a_run_that_checks_ends_where_rows_are_mixed_up_and_one_that_does_not_goes_on(
     data: Path, tmp_path: Path
 ) -> None:

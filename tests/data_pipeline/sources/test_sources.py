@@ -240,8 +240,9 @@ def test_validation_comes_first_and_keeps_its_role(tmp_path):
 def test_the_embedded_corpus_is_an_input():
     texts, sources, num_splits = _read("embedded")
     assert num_splits == 4
-    assert len(texts) > 500
+    assert len(set(texts)) == len(texts) > 500
     assert set(sources) == {"embedded"}
+    assert not any(">>>" in text or "::=" in text for text in texts), "no doctests, no grammars"
 
 
 # ---- bad input
