@@ -31,12 +31,15 @@ def give_up(directory: Path, reason: str) -> None:
 
 
 def given_up(directory: Path) -> str | None:
-    """Returns why a folder will not grow any more; None: it may."""
+    """Returns why a folder will not grow any more; None: it may, or cannot be looked at just now.
+
+    A network file system may fail for a moment; who waits asks again.
+    """
     try:
         return str(json.loads((directory / UNFINISHED / _GIVEN_UP).read_bytes())["reason"])
-    except FileNotFoundError:
+    except OSError:
         return None
-    except (OSError, ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError):
         return "the file that says why cannot be read"
 
 

@@ -2,6 +2,7 @@
 after, whatever dies meanwhile.
 """
 
+import errno
 import os
 import random
 import signal
@@ -16,6 +17,7 @@ import pytest
 from small_corpus import sentences, write_jsonl
 
 from moebius.data_pipeline.config import DataConfig, SourceConfig
+from moebius.data_pipeline.growth import UNFINISHED, give_up, given_up, go_on
 from moebius.data_pipeline.loader import Loader
 from moebius.data_pipeline.making.pools import LocalPool, SerialPool, TaskPool
 from moebius.data_pipeline.making.prepare import prepare
@@ -184,3 +186,21 @@ def test_training_while_workers_are_killed_is_training_after(config, after, tmp_
         done.set()
         killer.join()
     assert read_manifest(tmp_path / "d").complete
+
+
+def test_a_folder_is_given_up_until_it_is_prepared_again(tmp_path, monkeypatch):
+    """A look that fails for a moment is no such word: a run would end for it."""
+    assert given_up(tmp_path) is None
+    give_up(tmp_path, "the disk is full")
+    assert given_up(tmp_path) == "the disk is full"
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "read_bytes", _stale)
+        assert given_up(tmp_path) is None
+    (tmp_path / UNFINISHED / "given-up.json").write_text("[]")
+    assert given_up(tmp_path) == "the file that says why cannot be read"
+    go_on(tmp_path)
+    assert given_up(tmp_path) is None
+
+
+def _stale(path: Path) -> bytes:
+    raise OSError(errno.ESTALE, "Stale file handle")
