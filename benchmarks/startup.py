@@ -62,18 +62,17 @@ class Start:
 
 def cases(run_dir: Path) -> list[Case]:
     """Everything that is measured; the commands look at the finished run of `run_dir`."""
-    commands = [("--help",), ("status",), ("logs",), ("stop",)]
+    run = str(run_dir)
+    commands = [
+        ("--help",),
+        *((name, run) for name in ("status", "logs", "stop")),
+        ("jobs", "--root", run),
+        ("top", run, "--once"),
+    ]
     return [
         Case("python", "pass"),
         Case("import moebius", "import moebius"),
-        *(
-            Case(
-                f"moebius {words[0]}",
-                _COMMAND,
-                words if words == ("--help",) else (*words, str(run_dir)),
-            )
-            for words in commands
-        ),
+        *(Case(f"moebius {words[0]}", _COMMAND, words) for words in commands),
         Case("import torch", "import torch"),
         Case("an agent's imports", _AGENT),
         Case("a rank's imports", "import moebius.train.__main__"),

@@ -6,6 +6,7 @@ once. Handlers import what they need when they are called.
 """
 
 import argparse
+import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -16,7 +17,13 @@ Handler = Callable[[argparse.Namespace], int]  # carries out a command and retur
 
 
 def add_command(
-    commands: Commands, name: str, handler: Handler, text: str, *, examples: Sequence[str]
+    commands: Commands,
+    name: str,
+    handler: Handler,
+    text: str,
+    *,
+    examples: Sequence[str],
+    notes: str = "",
 ) -> argparse.ArgumentParser:
     """Declares a command and returns its parser, which still lacks its arguments.
 
@@ -24,12 +31,14 @@ def add_command(
         handler: called with the parsed options; returns the exit code.
         text: what the command does, for the list of commands; its own help begins with it.
         examples: command lines without the leading `moebius`; its own help ends with them.
+        notes: a paragraph before the examples: exit codes, where there is more than one.
     """
+    epilog = [*textwrap.wrap(notes, 79), ""] if notes else []
     parser = commands.add_parser(
         name,
         help=text,
         description=f"{text[0].upper()}{text[1:]}.",
-        epilog="\n".join(["examples:", *(f"  moebius {example}" for example in examples)]),
+        epilog="\n".join([*epilog, "examples:", *(f"  moebius {example}" for example in examples)]),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.set_defaults(run=handler)

@@ -1,23 +1,33 @@
-"""Jobs: `moebius train` and `submit` start one; `status`, `logs` and `stop` need its run folder
-alone.
-"""
+"""Jobs: `moebius train`, `submit` and `resume` start one, `stop` ends it."""
 
 import argparse
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .arguments import RUNS, Commands, add_command, add_config_arguments, add_run_argument
+from .arguments import (
+    RUNS,
+    Commands,
+    add_command,
+    add_config_arguments,
+    add_overrides,
+    add_run_argument,
+)
 
 if TYPE_CHECKING:
     from ..train.config import Config
 
+ENDS = (
+    "exit code: 0 where the job SUCCEEDED or was STOPPED, 1 where it has FAILED or is LOST, 2 where "
+    "it could not be begun"
+)
+
 
 def add_commands(commands: Commands) -> None:
-    """Declares the commands that start a job, show how it stands and end it."""
+    """Declares the commands that start a job and end it."""
     _add_train(commands)
     _add_submit(commands)
-    _add_status(commands)
-    _add_logs(commands)
+    _add_resume(commands)
     _add_stop(commands)
 
 
@@ -35,6 +45,7 @@ def _add_train(commands: Commands) -> None:
             "train smoke job.num_nodes=1 train.steps=40",
             "train mine.toml optim.learning_rate=3e-4 --run-dir runs/mine",
         ],
+        notes=ENDS,
     )
     add_config_arguments(parser)
 
@@ -51,8 +62,13 @@ def _add_submit(commands: Commands) -> None:
             "submit moeut_126m --address auto --detach job.num_nodes=4 job.ranks_per_node=8",
             "submit moeut_126m data.input=\"['corpus/*.jsonl']\" train.start_when.tokens=50M",
         ],
+        notes=ENDS,
     )
     add_config_arguments(parser)
+    _add_place(parser)
+
+
+def _add_place(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--address",
         metavar="HOST:PORT",
@@ -61,6 +77,23 @@ def _add_submit(commands: Commands) -> None:
     parser.add_argument(
         "--detach", action="store_true", help="return once the supervisor is up (with --address)"
     )
+
+
+def _add_resume(commands: Commands) -> None:
+    parser = add_command(
+        commands,
+        "resume",
+        _resume,
+        "submit a run again, as it is configured, from its newest checkpoint",
+        examples=[
+            "resume runs/mine",
+            "resume runs/mine train.steps=20000 --address auto --detach",
+        ],
+        notes=ENDS,
+    )
+    add_run_argument(parser)
+    add_overrides(parser)
+    _add_place(parser)
 
 
 def _train(options: argparse.Namespace) -> int:
@@ -79,6 +112,46 @@ def _submit(options: argparse.Namespace) -> int:
     return submit(config, run_dir, address=options.address, detach=options.detach).exit_code
 
 
+def _resume(options: argparse.Namespace) -> int:
+    """Carries out `moebius resume`."""
+    from ..cluster.job import JobError, State, refuse_if_running
+    from ..cluster.reports.run_report import read_report
+
+    run_dir = options.run_dir.absolute()
+    report = read_report(run_dir)
+    refuse_if_running(run_dir)
+    config = _stored_config(run_dir, options.overrides)
+    step = report.status.step
+    if report.status.state is State.SUCCEEDED and step is not None and step >= config.train.steps:
+        raise JobError(
+            f"{run_dir}: finished at step {step:,}, and train.steps is {config.train.steps:,}; to "
+            f"go on, ask for more: train.steps={2 * config.train.steps}"
+        )
+    print(f"{run_dir}: {_what_it_goes_on_from(report.last_checkpoint, config)}", flush=True)
+    from ..cluster.submit import submit
+
+    return submit(config, run_dir, address=options.address, detach=options.detach).exit_code
+
+
+def _stored_config(run_dir: Path, overrides: list[str]) -> "Config":
+    """The configuration that a run folder holds, with single values changed and checked."""
+    from ..cluster.job import JobError
+    from ..train.config import Config, resolve
+
+    stored = run_dir / "config.json"
+    if not stored.is_file():
+        raise JobError(f"{run_dir}: there is no config.json to go on with")
+    config = resolve(str(stored), overrides, {str(stored): lambda: Config.load(stored)})
+    config.check_world(config.world_size)
+    return config
+
+
+def _what_it_goes_on_from(checkpoint: int | None, config: "Config") -> str:
+    if checkpoint is None:
+        return "there is no checkpoint; begins at the beginning"
+    return f"goes on from the checkpoint of step {checkpoint:,}, to step {config.train.steps:,}"
+
+
 def _resolve(options: argparse.Namespace) -> "tuple[Config, Path]":
     """Returns the configuration, checked against the world it asks for, and where it is to run."""
     from ..train.config import resolve
@@ -90,70 +163,7 @@ def _resolve(options: argparse.Namespace) -> "tuple[Config, Path]":
     return config, (options.run_dir or default_run_dir(config, RUNS)).absolute()
 
 
-# status, logs, stop -------------------------------------------------------------------------------
-
-
-def _add_status(commands: Commands) -> None:
-    text = "show how runs stand, from their run folders alone"
-    parser = add_command(
-        commands,
-        "status",
-        _status,
-        text,
-        examples=["status", "status runs/mine --watch"],
-    )
-    parser.add_argument(
-        "run_dirs", type=Path, nargs="*", metavar="RUN", help=f"default: every run under {RUNS}/"
-    )
-    parser.add_argument("--watch", action="store_true", help="follow one run until it has ended")
-
-
-def _status(options: argparse.Namespace) -> int:
-    """Carries out `moebius status`."""
-    from rich.console import Console
-
-    from ..cluster.job import JobError, State, read_status
-    from ..cluster.summary import closing_words, status_table
-    from ..cluster.watch import follow
-
-    folders = options.run_dirs or sorted(path.parent for path in RUNS.glob("*/journal.jsonl"))
-    console = Console()
-    if not folders:
-        raise JobError(
-            f"no runs under {RUNS.absolute()}: name a run folder, or start one with `moebius "
-            "submit smoke`"
-        )
-    if len(options.run_dirs) == 1:
-        status = follow(folders[0], console=console) if options.watch else read_status(folders[0])
-        console.print(closing_words(status))
-        return status.exit_code if status.state.is_final or status.state is State.LOST else 0
-    if options.watch:
-        raise JobError("--watch follows one run: name it")
-    console.print(status_table([read_status(folder) for folder in folders]))
-    return 0
-
-
-def _add_logs(commands: Commands) -> None:
-    text = "print the logs of a run's ranks, generation by generation"
-    parser = add_command(
-        commands,
-        "logs",
-        _logs,
-        text,
-        examples=["logs runs/mine --rank 0 --follow"],
-    )
-    add_run_argument(parser)
-    parser.add_argument("--rank", type=int, metavar="N", help="only this rank")
-    parser.add_argument("--follow", "-f", action="store_true", help="go on until the job has ended")
-
-
-def _logs(options: argparse.Namespace) -> int:
-    """Carries out `moebius logs`."""
-    from ..cluster.watch import follow_logs
-
-    for line in follow_logs(options.run_dir, rank=options.rank, follow=options.follow):
-        print(line, flush=options.follow)
-    return 0
+# stop ---------------------------------------------------------------------------------------------
 
 
 def _add_stop(commands: Commands) -> None:
@@ -164,18 +174,25 @@ def _add_stop(commands: Commands) -> None:
         _stop,
         text,
         examples=["stop runs/mine", "stop runs/mine --now"],
+        notes="exit code: 0 once the job has ended, 2 where there is none or it does not end",
     )
     add_run_argument(parser)
     parser.add_argument("--now", action="store_true", help="at once, without a checkpoint")
+    parser.add_argument("--json", action="store_true", help="say how it ended as `status --json`")
 
 
 def _stop(options: argparse.Namespace) -> int:
     """Carries out `moebius stop`."""
-    from rich.console import Console
-
     from ..cluster.job import stop
-    from ..cluster.summary import closing_words
+    from ..cluster.reports.run_report import read_report
 
     status = stop(options.run_dir, now=options.now)
+    if options.json:
+        print(json.dumps(read_report(options.run_dir).record(), ensure_ascii=False))
+        return 0
+    from rich.console import Console
+
+    from ..cluster.summary import closing_words
+
     Console().print(closing_words(status))
     return 0

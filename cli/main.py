@@ -12,11 +12,23 @@ from collections.abc import Sequence
 
 from .. import __version__
 from ..train.recipes.names import RECIPE_NAMES
-from . import checkpoints, completion, data, evaluate, jobs, layout, models, plan, prepare, simulate
+from . import (
+    checkpoints,
+    completion,
+    data,
+    evaluate,
+    job_reports,
+    jobs,
+    layout,
+    models,
+    plan,
+    prepare,
+    simulate,
+)
 from .messages import print_message
 
 # In the order in which `moebius --help` lists them.
-GROUPS = (prepare, data, jobs, evaluate, models, layout, plan, simulate, checkpoints)
+GROUPS = (prepare, data, jobs, job_reports, evaluate, models, layout, plan, simulate, checkpoints)
 
 # What a path cannot be, wherever it is first looked at: too long, or a circle of links.
 NO_PATHS = (errno.ENAMETOOLONG, errno.ELOOP)

@@ -280,16 +280,16 @@ def read_status(run_dir: Path) -> JobStatus:
     last = current[-1]
     age_s = heartbeat_age_s(run_dir)
     state, reason = _judge_life(last, age_s)
-    step, loss = _last_step(run_dir)
+    newest = last_train_line(run_dir)
     causes = [entry.details["root_cause"] for entry in current if "root_cause" in entry.details]
     return JobStatus(
         run_dir=run_dir,
         state=state,
         generation=last.generation,
         restarts=sum(entry.state is State.RECOVERING for entry in current),
-        step=step,
+        step=newest["step"] if newest else None,
         total_steps=total_steps(run_dir),
-        loss=loss,
+        loss=float(newest["loss"]) if newest else None,  # what is not finite is a string there
         reason=reason,
         root_cause=RootCause.from_details(causes[-1]) if causes else None,
         heartbeat_age_s=age_s,
@@ -311,17 +311,18 @@ def _judge_life(last: JournalEntry, age_s: float | None) -> tuple[State, str]:
     return last.state, last.reason
 
 
-def _last_step(run_dir: Path) -> tuple[int | None, float | None]:
-    """Looks at the end of the file first: who follows a job asks this several times a second."""
+def last_train_line(run_dir: Path) -> dict[str, Any] | None:
+    """Returns the newest line about a step in the run's metrics; None before the first.
+
+    Looks at the end of the file first: who follows a job asks this several times a second.
+    """
     for num_bytes in (32 << 10, 256 << 10, 4 << 20):
         for line in reversed(
             JsonLinesTail.near_the_end(run_dir / METRICS, num_bytes=num_bytes).read()
         ):
             if line.get("kind") == "train":
-                return line["step"], float(
-                    line["loss"]
-                )  # what is not finite is written as a string
-    return None, None
+                return line
+    return None
 
 
 def total_steps(run_dir: Path) -> int | None:

@@ -33,12 +33,18 @@ STATE_STYLES = {
 }
 
 
-def closing_words(status: JobStatus, *, picture: Path | None = None) -> Group:
-    """Returns what the user reads when a job has ended: the result, or the root cause."""
+def closing_words(
+    status: JobStatus, *, picture: Path | None = None, story: str | None = None
+) -> Group:
+    """Returns what the user reads when a job has ended: the result, or the root cause.
+
+    Args:
+        story: what happened, in a line that begins with the state; the first line instead of the
+            state with its reason.
+    """
     history = read_history(status.run_dir)
-    title = Text.assemble(
-        (status.state.value, STATE_STYLES.get(status.state, "bold")), f"  {status.reason}"
-    )
+    words = f"  {status.reason}" if story is None else story.removeprefix(status.state.value)
+    title = Text.assemble((status.state.value, STATE_STYLES.get(status.state, "bold")), words)
     table = Table.grid(padding=(0, 2))
     for name, value in _rows(status, history, picture):
         table.add_row(Text(name, style="dim"), Text(value))  # causes hold [brackets]

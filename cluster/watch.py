@@ -1,5 +1,4 @@
-"""Watching a job through its run folder: a live view in a terminal, plain lines everywhere else,
-and the ranks' logs.
+"""Watching a job through its run folder: a live view in a terminal, plain lines everywhere else.
 
 Everything comes from files, so one can watch a job of any cluster, after the fact too, and a
 watcher can neither slow nor stop it. Cost: two `stat` calls and the reading of what is new, four
@@ -7,7 +6,6 @@ times a second.
 """
 
 import contextlib
-import re
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -385,74 +383,3 @@ def show_preparation(
 def preparation_words(progress: "PrepareProgress") -> str:
     """Returns how far a preparation is, in a line."""
     return f"preparing data: {progress_words(as_record(progress))}"
-
-
-# ---- logs
-
-
-_LOG_NAME = re.compile(r"logs/g(\d+)/node(\d+)/(rank(\d+)|agent)\.log$")
-
-
-@dataclass
-class _LogFile:
-    path: Path
-    prefix: str
-    offset: int = 0
-
-    def new_lines(self, *, all_of_it: bool) -> Iterator[str]:
-        """Whole lines since the last call; with `all_of_it` also a last one without an end."""
-        with open(self.path, "rb") as file:
-            file.seek(self.offset)
-            for line in file:
-                if not line.endswith(b"\n") and not all_of_it:
-                    return
-                self.offset += len(line)
-                yield self.prefix + line.decode(errors="replace").rstrip("\n")
-
-
-def follow_logs(
-    run_dir: Path, *, rank: int | None = None, follow: bool = False, poll_s: float = POLL_S
-) -> Iterator[str]:
-    """Yields lines of the ranks' logs with "[g1 rank0] " before each, generation by generation.
-
-    Args:
-        rank: only this one; None: all ranks and the agents.
-        follow: go on until the job has ended.
-
-    Raises:
-        ValueError: there are no logs, or none of this rank, and nothing to wait for.
-    """
-    files: dict[Path, _LogFile] = {}
-    while True:
-        over = not follow or read_status(run_dir).state.is_final
-        for path in _log_paths(run_dir, rank):
-            if path not in files:
-                files[path] = _LogFile(path, _prefix(path))
-            yield from files[path].new_lines(all_of_it=over)
-        if over:
-            if not files:
-                which = "" if rank is None else f" of rank {rank}"
-                raise ValueError(
-                    f"{run_dir}: there are no logs{which} (they would be in "
-                    "logs/g001/node0/rank0.log …)"
-                )
-            return
-        time.sleep(poll_s)
-
-
-def _log_paths(run_dir: Path, rank: int | None) -> list[Path]:
-    paths = []
-    for path in run_dir.glob("logs/g*/node*/*.log"):
-        match = _LOG_NAME.search(path.as_posix())
-        if match and (rank is None or match[4] == str(rank)):
-            paths.append(
-                (int(match[1]), int(match[2]), -1 if match[4] is None else int(match[4]), path)
-            )
-    return [path for *_, path in sorted(paths)]
-
-
-def _prefix(path: Path) -> str:
-    match = _LOG_NAME.search(path.as_posix())
-    assert match is not None, path
-    who = f"rank{match[4]}" if match[4] is not None else f"node{match[2]} agent"
-    return f"[g{int(match[1])} {who}] "

@@ -57,7 +57,9 @@ def write_finished_run(folder: Path) -> Path:
 
 def test_what_needs_a_run_folder_alone_imports_nothing_heavy(tmp_path: Path) -> None:
     run = str(write_finished_run(tmp_path / "run"))
-    commands = [["--help"], ["logs", run], ["status", run], ["stop", run]]
+    root = ["--root", str(tmp_path)]
+    commands = [["--help"], ["logs", run], ["status", run], ["stop", run], ["jobs", *root]]
+    commands += [["top", run, "--once"]]
     asked = subprocess.run(
         [sys.executable, "-c", ASK, json.dumps(commands)],
         capture_output=True,
@@ -65,7 +67,7 @@ def test_what_needs_a_run_folder_alone_imports_nothing_heavy(tmp_path: Path) -> 
         check=True,
     )
     seen: dict[str, list[str]] = json.loads(asked.stdout)
-    assert list(seen) == ["import moebius", "--help", "logs", "status", "stop"]
+    assert list(seen) == ["import moebius", *(command[0] for command in commands)]
     for command, modules in seen.items():
         heavy = HEAVY & {name.partition(".")[0] for name in modules}
         assert not heavy, f"{command} imports {sorted(heavy)}"

@@ -10,8 +10,9 @@ from pairwise import slow_but
 from rich.console import Console
 
 from moebius.cluster.job import JobStatus, Journal, RootCause, State, as_details
+from moebius.cluster.reports.logs import follow_logs
 from moebius.cluster.summary import closing_words, draw_summary, duration, status_table
-from moebius.cluster.watch import follow, follow_logs
+from moebius.cluster.watch import follow
 
 
 def write_metrics(
@@ -213,4 +214,4 @@ def test_watching_shows_brackets_as_they_are(tmp_path, live):
     status = follow(run_dir, console=console, live=live)
     assert status.root_cause == foreign_cause()
     assert screen.getvalue().count(f"reason {FOREIGN}") == 3
-    assert list(follow_logs(run_dir)) == [f"[g1 rank0] line {FOREIGN}"]
+    assert [str(line) for line in follow_logs(run_dir)] == [f"[g1 rank0] line {FOREIGN}"]

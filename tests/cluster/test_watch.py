@@ -6,7 +6,6 @@ import threading
 import time
 from pathlib import Path
 
-import pytest
 from jobs import wait_for
 from rich.console import Console
 
@@ -16,7 +15,6 @@ from moebius.cluster.watch import (
     View,
     expert_load_table,
     follow,
-    follow_logs,
     preparation_words,
     render,
     show_preparation,
@@ -164,56 +162,6 @@ def test_following_a_lost_job_ends(tmp_path, monkeypatch):
     monkeypatch.setattr("moebius.cluster.job.LOST_AFTER_S", 0.1)
     time.sleep(0.2)
     assert follow(tmp_path, console=console()).state is State.LOST
-
-
-def write_logs(run_dir: Path) -> None:
-    for generation, node, name, text in (
-        (1, 0, "rank0", "a0\na1\n"),
-        (1, 1, "rank1", "b0\n"),
-        (2, 0, "rank0", "c0\nunfinished"),
-        (1, 0, "agent", "hello\n"),
-    ):
-        folder = run_dir / "logs" / f"g{generation:03d}" / f"node{node}"
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / f"{name}.log").write_text(text)
-
-
-def test_logs_of_all_ranks_generation_by_generation(tmp_path):
-    write_logs(tmp_path)
-    assert list(follow_logs(tmp_path)) == [
-        "[g1 node0 agent] hello",
-        "[g1 rank0] a0",
-        "[g1 rank0] a1",
-        "[g1 rank1] b0",
-        "[g2 rank0] c0",
-        "[g2 rank0] unfinished",
-    ]
-
-
-def test_logs_of_one_rank(tmp_path):
-    write_logs(tmp_path)
-    assert list(follow_logs(tmp_path, rank=1)) == ["[g1 rank1] b0"]
-    with pytest.raises(ValueError, match="no logs of rank 7"):
-        list(follow_logs(tmp_path, rank=7))
-
-
-def test_logs_are_followed_across_generations_until_the_job_ends(tmp_path):
-    journal = Journal(tmp_path)
-    journal.append(State.RUNNING, generation=1, reason="")
-    folder = tmp_path / "logs" / "g001" / "node0"
-    folder.mkdir(parents=True)
-    log = folder / "rank0.log"
-    log.write_text("first\nsec")
-    lines = follow_logs(tmp_path, follow=True, poll_s=0.01)
-    assert next(lines) == "[g1 rank0] first"
-    with open(log, "a") as file:
-        file.write("ond\n")
-    assert next(lines) == "[g1 rank0] second"
-    later = tmp_path / "logs" / "g002" / "node0"
-    later.mkdir(parents=True)
-    (later / "rank0.log").write_text("third\n")
-    journal.append(State.SUCCEEDED, generation=2, reason="")
-    assert list(lines) == ["[g2 rank0] third"]
 
 
 def test_preparation_is_shown_by_stage():
