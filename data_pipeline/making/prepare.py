@@ -19,7 +19,8 @@ A unit whose task fails for a reason that the user can mend ends the preparation
 unit that kills its process, or fails otherwise, is tried three times and then quarantined: it is
 left out, and the last manifest says so (`failures`).
 
-Cost: text is read twice at 100 MB/s/core; tokenising takes nearly all the time.
+Cost: text is read at 100 MB/s/core, and a second time by a process that has not kept it (`kept`);
+tokenising takes nearly all the time.
 """
 
 import time
@@ -41,6 +42,7 @@ from ..manifest import (
     is_prepared,
     read_manifest,
 )
+from ..tokenizers.tokenizer import tokenizer_of
 from .choose import Chooser
 from .commit import Committer
 from .failures import Failures, OnPoison, account, ended, reason
@@ -55,6 +57,7 @@ from .folder import (
     write_quarantined,
 )
 from .hooks import set_up
+from .kept import forget
 from .plan import Unit, plan_units
 from .pools import SerialPool, TaskPool
 from .progress import Meter, PrepareProgress
@@ -71,7 +74,6 @@ from .tasks import (
     save_fates,
     scan_unit,
     tokenise_unit,
-    tokenizer_of,
     train_task,
     unfinished_file,
 )
@@ -119,7 +121,10 @@ def prepare(
                 begin(config, folder, units)
                 set_up(config, folder / UNFINISHED)
                 work = _Preparation(config, folder, units, pool or SerialPool(), show, on_poison)
-                work.run()
+                try:
+                    work.run()
+                finally:
+                    forget(folder)  # what a pool in this process has kept
                 manifest = read_manifest(folder)
                 if report:
                     write_report(folder, work.report(manifest))

@@ -36,15 +36,10 @@ from ..sources.documents import Document
 from ..sources.reading import read_documents
 from ..token_store import verify_shard
 from ..tokenizers.bpe import train_bpe
-from ..tokenizers.interface import (
-    CONFIG_FILE,
-    MODEL_FILE,
-    TOKENIZER_FILE,
-    Tokenizer,
-    token_dtype,
-)
-from ..tokenizers.tokenizer import load_tokenizer, save_tokenizer
+from ..tokenizers.interface import token_dtype
+from ..tokenizers.tokenizer import save_tokenizer, tokenizer_of
 from .hooks import Hooks, hooks
+from .kept import begin_keeping, keep, take
 from .plan import Unit
 from .records import read_record, write_record
 from .statistics import DocumentCounter, ScanStatistics
@@ -150,9 +145,12 @@ def _documents(task: UnitTask) -> Iterator[Document]:
             if source.has_loss_mask:
                 # Blank space around a prompt and its answer is between the two, and is meant.
                 text, prompt = _composed(document.text), _composed(document.prompt)
-                yield replace(document, text=text, prompt=prompt)
             else:
-                yield replace(document, text=normalised(document.text))
+                text, prompt = normalised(document.text), document.prompt
+            if (text, prompt) == (document.text, document.prompt):
+                yield document
+            else:
+                yield replace(document, text=text, prompt=prompt)
 
 
 def _identity(document: Document) -> tuple[int, int, int]:
@@ -207,7 +205,8 @@ class _Scan:
     keys: list[np.ndarray] = field(default_factory=list)
     keyed: list[int] = field(default_factory=list)
 
-    def add(self, document: Document, rules: Hooks) -> None:
+    def add(self, document: Document, rules: Hooks) -> bool:
+        """Adds the next document; returns whether no rule drops it."""
         high, low, num_bytes, reason = _judged(document, rules)
         self.counter.read(num_bytes)
         fate = TRAIN if reason is None else self._dropped(reason, document)
@@ -217,6 +216,7 @@ class _Scan:
                 self.keys.append(keys)
                 self.keyed.append(len(self.records))
         self.records.append((high, low, num_bytes, fate))
+        return reason is None
 
     def _dropped(self, reason: str, document: Document) -> int:
         if reason not in self.reasons and len(self.reasons) == _MAX_REASONS - 1:
@@ -232,18 +232,21 @@ def scan_unit(task: UnitTask) -> None:
     if path.exists():
         return
     began, rules, scan = time.perf_counter(), _hooks_of(task), _Scan()
+    kept = begin_keeping(task.unit)
     for document in _documents(task):
-        scan.add(document, rules)
+        kept.add(document, stays=scan.add(document, rules))
+    records = np.array(scan.records, dtype=_RECORD)
     statistics = scan.counter.statistics(seconds=time.perf_counter() - began)
     said = json.dumps({"reasons": list(scan.reasons), "statistics": asdict(statistics)})
     with atomic_write(path) as file:
         np.savez(
             file,
-            records=np.array(scan.records, dtype=_RECORD),
+            records=records,
             said=np.frombuffer(said.encode(), dtype=np.uint8),
             keys=np.stack(scan.keys) if scan.keys else np.zeros((0, 0), dtype=np.uint64),
             documents=np.array(scan.keyed, dtype=np.int64),
         )
+    keep(task.directory, task.unit, kept, records)
 
 
 def read_scan(directory: Path, unit: Unit) -> Scanned:
@@ -325,17 +328,6 @@ def train_task(task: TrainTask) -> None:
 def _lines_of(path: Path) -> Iterator[bytes]:
     with open(path, "rb") as file:
         yield from file
-
-
-@lru_cache(maxsize=1)
-def _tokenizer(directory: Path, made: tuple[int, ...]) -> Tokenizer:
-    return load_tokenizer(directory)
-
-
-def tokenizer_of(directory: Path) -> Tokenizer:
-    """Returns the folder's tokenizer, which a process loads once."""
-    files = [directory / name for name in (TOKENIZER_FILE, MODEL_FILE, CONFIG_FILE)]
-    return _tokenizer(directory, tuple(one.stat().st_mtime_ns for one in files if one.exists()))
 
 
 # ---- shards
@@ -461,15 +453,17 @@ _Chosen = tuple[Document, Split, bytes, int]
 
 
 def _chosen_documents(task: UnitTask) -> Iterator[_Chosen]:
-    """Reads the documents of a unit again; yields those that stay, with side, hash and size."""
+    """Yields the documents of a unit that stay, with side, hash and size; kept ones or read again."""
     records = read_scan(task.directory, task.unit).records
     fates = np.load(task.unfinished("fates.npy"), allow_pickle=False).tolist()
-    for document, record, fate in zip_longest(_documents(task), records.tolist(), fates):
+    kept = take(task.directory, task.unit, records)
+    documents = _documents(task) if kept is None else kept
+    for document, record, fate in zip_longest(documents, records.tolist(), fates):
         if document is None or record is None:
             raise _changed(task)
         if fate in SIDES:
             high, low, num_bytes = cast("tuple[int, int, int]", record[:3])
-            if document.fault or _identity(document) != (high, low, num_bytes):
+            if document.fault or (kept is None and _identity(document) != (high, low, num_bytes)):
                 raise _changed(task)
             yield document, SIDES[fate], struct.pack(">QQ", high, low), num_bytes
 

@@ -6,6 +6,7 @@ repository that the tokenizer came from.
 
 import json
 from collections.abc import Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -100,3 +101,14 @@ def load_tokenizer(directory: str | Path, *, sha256: str | None = None) -> Token
             "the data again"
         )
     return tokenizer
+
+
+def tokenizer_of(directory: Path) -> Tokenizer:
+    """Returns the tokenizer of a folder, which a process loads once."""
+    files = [directory / name for name in _FILES]
+    return _loaded(directory, tuple(one.stat().st_mtime_ns for one in files if one.exists()))
+
+
+@lru_cache(maxsize=1)
+def _loaded(directory: Path, made: tuple[int, ...]) -> Tokenizer:
+    return load_tokenizer(directory)
