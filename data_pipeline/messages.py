@@ -154,8 +154,8 @@ class _Table:
         count = _unsigned(self._data, start)
         if count > len(self._data) // 16:
             raise ValueError(f"a list of {count} entries in {len(self._data)} bytes")
-        for index in range(count):
-            yield struct.unpack_from("<qq", self._data, start + 4 + 16 * index)
+        values = struct.unpack_from(f"<{2 * count}q", self._data, start + 4)
+        yield from zip(values[::2], values[1::2], strict=True)
 
 
 def _unsigned(data: memoryview, position: int) -> int:

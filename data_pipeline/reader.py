@@ -260,28 +260,21 @@ class _Gathered:
         self._damaged = np.zeros(count, dtype=bool)
 
     def put(self, places: np.ndarray, chunk: LoadedChunk, rows: np.ndarray) -> None:
-        pairs = list(zip(places.tolist(), rows.tolist(), strict=True))
-        _copy_rows(self._tokens, chunk.tokens, pairs)
+        """Copies rows; some 30 at a time lie in the cache until they are written as int64."""
+        self._tokens[places] = chunk.tokens[rows]
         if self._counts is not None and chunk.counts is not None:
-            _copy_rows(self._counts, chunk.counts, pairs)
+            self._counts[places] = chunk.counts[rows]
         if self._documents is not None and chunk.documents is not None:
-            _copy_rows(self._documents, chunk.documents, pairs)
+            numbers = chunk.documents[rows]
+            if chunk.overlaps:
+                numbers -= numbers[:, :1]
+            self._documents[places] = numbers
         if chunk.damaged is not None:
             self._damaged[places] = chunk.damaged[rows]
 
     def finish(self) -> Rows:
-        documents = self._documents
-        if documents is not None:  # counted from each row's first; what is below 0 is padding
-            documents -= np.maximum(documents[:, :1], 0)
-            np.maximum(documents, -1, out=documents)
         mask = None if self._counts is None else self._counts[:, 1:]
-        return Rows(self._tokens, mask, documents, self._damaged)
-
-
-def _copy_rows(target: np.ndarray, source: np.ndarray, pairs: list[tuple[int, int]]) -> None:
-    """Copies rows one by one: a row is long, and an index of several would copy it twice."""
-    for place, row in pairs:
-        target[place] = source[row]
+        return Rows(self._tokens, mask, self._documents, self._damaged)
 
 
 def group_pairs(first: np.ndarray, second: np.ndarray) -> Iterator[tuple[int, int, np.ndarray]]:
@@ -306,9 +299,12 @@ def chunks_of(table: ChunkTable, rows: np.ndarray) -> Iterator[tuple[int, np.nda
     They come in order of appearance: what belongs to the window before is not read again.
     """
     chunks = np.searchsorted(table.row_starts, rows, side="right") - 1
-    found, firsts = np.unique(chunks, return_index=True)
-    for chunk in found[np.argsort(firsts)].tolist():
-        yield chunk, np.flatnonzero(chunks == chunk)
+    found, firsts, counts = np.unique(chunks, return_index=True, return_counts=True)
+    places = np.argsort(chunks, kind="stable")
+    ends = np.cumsum(counts)
+    for number in np.argsort(firsts).tolist():
+        end = int(ends[number])
+        yield int(found[number]), places[end - int(counts[number]) : end]
 
 
 class SplitReader:

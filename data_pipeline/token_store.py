@@ -148,7 +148,7 @@ class TokenStore:
 
     def shard_of(self, batch: int) -> ShardEntry:
         """Returns the shard that a record batch lies in."""
-        return self.entries[int(np.searchsorted(self._first_batches, batch, side="right")) - 1]
+        return self.entries[self._shard_number(batch)]
 
     def read(self, batch: int) -> TokenBatch:
         """Returns the tokens of one record batch with their documents' ends and loss mask.
@@ -188,7 +188,7 @@ class TokenStore:
         Raises:
             ShardError: its bytes are not those that were written.
         """
-        message, where = self._fetch(batch)
+        message = self._fetch(batch)
         num_tokens, num_documents = self._counts(batch)
         max_bytes = (
             num_tokens * (self.token_dtype.itemsize + 1)
@@ -199,12 +199,14 @@ class TokenStore:
             documents = decode_batch(message, self._schema, max_bytes=max_bytes)
             _check_documents(documents, num_tokens, num_documents, self.manifest.vocab_size)
         except ValueError as error:  # intact bytes of another format, or made to do harm
-            raise ShardError(f"{where}: cannot be decoded ({error}); {_RESTORE}") from error
+            raise ShardError(
+                f"{self._place_of(batch)}: cannot be decoded ({error}); {_RESTORE}"
+            ) from error
         return documents
 
     def _read_buffers(self, batch: int, wanted: Set[str]) -> dict[str, np.ndarray]:
         """Decodes "tokens", "ends" and "mask" of one record batch, and no other column."""
-        message, where = self._fetch(batch)
+        message = self._fetch(batch)
         num_tokens, num_documents = self._counts(batch)
         sizes = {
             "tokens": num_tokens * self.token_dtype.itemsize,
@@ -223,7 +225,9 @@ class TokenStore:
                 bits = np.frombuffer(raw["mask"], dtype=np.uint8)
                 found["mask"] = np.unpackbits(bits, count=num_tokens, bitorder="little").view(bool)
         except ValueError as error:  # intact bytes of another format, or made to do harm
-            raise ShardError(f"{where}: cannot be decoded ({error}); {_RESTORE}") from error
+            raise ShardError(
+                f"{self._place_of(batch)}: cannot be decoded ({error}); {_RESTORE}"
+            ) from error
         return found
 
     def _counts(self, batch: int) -> tuple[int, int]:
@@ -234,27 +238,39 @@ class TokenStore:
         """Closes the shards' files; reading opens them again."""
         self._files.close()
 
-    def _fetch(self, batch: int) -> tuple[bytes, str]:
-        """Returns the bytes of a record batch as they were written, and where they lie."""
-        shard = int(np.searchsorted(self._first_batches, batch, side="right")) - 1
+    def _fetch(self, batch: int) -> bytes:
+        """Returns the bytes of a record batch as they were written."""
+        shard = self._shard_number(batch)
         offset, length = int(self._index["offset"][batch]), int(self._index["length"][batch])
-        local_batch = batch - int(self._first_batches[shard])
-        path = self.directory / self.entries[shard].name
-        where = f"{path}, record batch {local_batch} (bytes {offset} to {offset + length})"
         try:
-            message = self._files.read(path, offset, length)
+            message = self._files.read(self.directory / self.entries[shard].name, offset, length)
         except OSError as error:
-            raise ShardError(f"{where}: cannot be read ({error.strerror}); {_RESTORE}") from error
+            raise ShardError(
+                f"{self._place_of(batch)}: cannot be read ({error.strerror}); {_RESTORE}"
+            ) from error
         if len(message) != length:
             raise ShardError(
-                f"{where}: the file ends after {len(message)} of {length} bytes; {_RESTORE}"
+                f"{self._place_of(batch)}: the file ends after {len(message)} of {length} bytes; "
+                f"{_RESTORE}"
             )
         expected = int(self._index["crc32"][batch])
         if (found := crc32(message)) != expected:
             raise ShardError(
-                f"{where}: CRC32 is {found:08x}, the index says {expected:08x}; {_RESTORE}"
+                f"{self._place_of(batch)}: CRC32 is {found:08x}, the index says {expected:08x}; "
+                f"{_RESTORE}"
             )
-        return message, where
+        return message
+
+    def _shard_number(self, batch: int) -> int:
+        return int(np.searchsorted(self._first_batches, batch, side="right")) - 1
+
+    def _place_of(self, batch: int) -> str:
+        """Says where a record batch lies."""
+        shard = self._shard_number(batch)
+        offset, length = int(self._index["offset"][batch]), int(self._index["length"][batch])
+        local_batch = batch - int(self._first_batches[shard])
+        path = self.directory / self.entries[shard].name
+        return f"{path}, record batch {local_batch} (bytes {offset} to {offset + length})"
 
     def _read_index(self, entry: ShardEntry) -> dict[str, np.ndarray]:
         path = self.directory / entry.index_name

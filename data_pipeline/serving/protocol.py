@@ -79,7 +79,7 @@ class Part(_Message):
     """Says where one array of a chunk lies in its file."""
 
     name: Literal["tokens", "counts", "documents", "damaged"]
-    dtype: Literal["uint16", "uint32", "bool", "int32"]
+    dtype: Literal["uint16", "uint32", "bool", "int16", "int32"]
     offset: _Large
     count: _Large
 

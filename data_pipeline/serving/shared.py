@@ -23,7 +23,7 @@ _ALIGN = 64
 _DTYPES = {
     "tokens": {"uint16", "uint32"},
     "counts": {"bool"},
-    "documents": {"int32"},
+    "documents": {"int16", "int32"},
     "damaged": {"bool"},
 }
 
