@@ -1,7 +1,7 @@
 """The data pipeline on one core: prepare, read, shuffled read, random access, first batch, memory.
 
     python -m benchmarks.data [--input TEXT ...] [--megabytes 160] [--only prepare read ...]
-                              [--rounds 7] [--peers]
+                              [--rounds 7] [--steady] [--peers]
 
 Text is what `--input` names, or documents put together from the paragraphs of the embedded corpus,
 drawn with a seed (real English; a record batch holds as many tokens as a quarter of the corpus, so
@@ -15,15 +15,18 @@ concat    shuffled, checked, int64 batches in the order of training, rows cut fr
 best_fit  the same, packed so that no document is cut
 random    single rows at random places of the order, from one reader: milliseconds a row
 
-Every round of `concat` and `best_fit` opens the folder anew, which is part of its time. `first`
-opens the loader at g = 0 and g = 10⁹ and waits for a batch; `memory` is what a loader's order and
-index take per 1,000 tokens, which on little data is mostly their fixed part; `prepare` compares a
-preparation of two processes, and one on a Ray of two CPUs, with two processes that only read and
+Every round of `concat` and `best_fit` opens the folder anew, which is part of its time; `--steady`
+adds what the same rounds take from a folder that was opened and read once before the clock starts.
+`first` opens the loader at g = 0 and g = 10⁹ and waits for a batch. `memory` is what the order and
+the index take: what they grow by with the tokens, from one era opened to all, and the fixed part
+beside it, of which most are the windows and the refs of the order that are kept. `prepare` compares
+a preparation of two processes, and one on a Ray of two CPUs, with two processes that only read and
 encode the same text. `--peers` adds mosaicml-streaming and Ray Data, where they are installed
 (data_peers.py). Prints a table and writes results/data.json.
 """
 
 import argparse
+import gc
 import json
 import multiprocessing
 import statistics
@@ -48,7 +51,7 @@ from moebius.data_pipeline.corruption import SkipList, open_fetcher
 from moebius.data_pipeline.loader import Loader
 from moebius.data_pipeline.making.pools import LocalPool
 from moebius.data_pipeline.making.prepare import prepare
-from moebius.data_pipeline.manifest import read_manifest
+from moebius.data_pipeline.manifest import manifest_name, read_manifest
 from moebius.data_pipeline.samples import OrderedSamples
 from moebius.data_pipeline.sources.reading import read_documents
 from moebius.data_pipeline.sources.splits import InputSplit, plan_splits
@@ -57,12 +60,14 @@ from moebius.data_pipeline.tokenizers.tokenizer import load_tokenizer
 
 SEQ_LEN = 1024
 BATCH = 256  # rows of a batch
+SPLIT_BYTES = 8 * 2**20  # of text for a shard: an eighth of what is usual
+ERA_TOKENS = 2**23
 PARTS = ("prepare", "read", "random", "first", "memory")
 GOALS = {
     "concat": "≥ 250 M tokens/s",
     "best_fit": "≥ 250 M tokens/s and ≥ 0.5 × memmap",
     "first batch at g = 10⁹": "≤ 1 s",
-    "memory": "≤ 1 byte per 1,000 tokens",
+    "memory": "the index grows by ≤ 1 byte per 1,000 tokens",
     "prepare": "≥ 0.7 × bare tokenisation",
 }
 
@@ -75,11 +80,17 @@ class Reading:
     tokens: int  # of a round
     times_s: list[float] = field(default_factory=list)  # of this process on a processor
     wall_s: list[float] = field(default_factory=list)  # on the clock
+    steady_s: list[float] = field(default_factory=list)  # on a processor, opened before
 
     @property
     def fastest(self) -> float:
         """Tokens per processor second in the fastest round."""
         return self.tokens / min(self.times_s)
+
+    @property
+    def steady(self) -> float | None:
+        """Tokens per processor second in the fastest round of an opened folder, if measured."""
+        return self.tokens / min(self.steady_s) if self.steady_s else None
 
     @property
     def median(self) -> float:
@@ -100,17 +111,24 @@ def main() -> None:
             input=tuple(options.input or [str(write_text(folder, options.megabytes * 10**6))]),
             directory=str(folder / "shards"),
             seq_len=SEQ_LEN,
-            split_bytes=8 * 2**20,
-            era_tokens=2**23,
+            split_bytes=SPLIT_BYTES,
+            era_tokens=ERA_TOKENS,
             seed=1,
         )
         figures: dict[str, Any] = {"text": {"input": options.input or "embedded paragraphs"}}
         figures["prepare"] = prepared(config, folder, compare="prepare" in options.only)
         if "read" in options.only:
-            readings = read(config, folder, options.rounds, peers=options.peers)
+            readings = read(
+                config, folder, options.rounds, steady=options.steady, peers=options.peers
+            )
             figures["read"] = [
                 asdict(one)
-                | {"fastest": one.fastest, "median": one.median, "on_the_clock": one.on_the_clock}
+                | {
+                    "fastest": one.fastest,
+                    "median": one.median,
+                    "on_the_clock": one.on_the_clock,
+                    "steady": one.steady,
+                }
                 for one in readings
             ]
         if "random" in options.only:
@@ -118,7 +136,7 @@ def main() -> None:
         if "first" in options.only:
             figures["first_batch_s"] = {str(g): first_batch_s(config, g) for g in (0, 10**9)}
         if "memory" in options.only:
-            figures["index_bytes_per_1000_tokens"] = index_bytes(config)
+            figures["memory"] = memory(config, folder)
     show(figures)
     print(save("data", figures | {"goals": GOALS}))
 
@@ -129,6 +147,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--megabytes", type=int, default=160, help="of text that is put together")
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--steady", action="store_true", help="also without opening the folder")
     parser.add_argument("--peers", action="store_true")
     return parser.parse_args()
 
@@ -226,7 +245,9 @@ def encode(job: tuple[DataConfig, InputSplit]) -> int:
 # Reading -----------------------------------------------------------------------------------------
 
 
-def read(config: DataConfig, folder: Path, rounds: int, *, peers: bool) -> list[Reading]:
+def read(
+    config: DataConfig, folder: Path, rounds: int, *, steady: bool, peers: bool
+) -> list[Reading]:
     """Reads in every way, all of them in each round."""
     stores = train_stores(config)
     flat = folder / "tokens.bin"
@@ -235,21 +256,33 @@ def read(config: DataConfig, folder: Path, rounds: int, *, peers: bool) -> list[
             for batch in range(store.num_batches):
                 file.write(store.read_tokens(batch).tobytes())
     num_rows = sum(store.num_tokens for store in stores) // SEQ_LEN // BATCH * BATCH
+    fitted = config.model_copy(update={"packing": "best_fit"})
     ways: dict[str, Callable[[], int]] = {
         "memmap": lambda: through_memmap(flat, num_rows),
         "decode": lambda: decoded(train_stores(config)),
         "concat": lambda: in_order(config, num_rows),
-        "best_fit": lambda: in_order(config.model_copy(update={"packing": "best_fit"}), num_rows),
+        "best_fit": lambda: in_order(fitted, num_rows),
     }
     if peers:
         ways |= data_peers.ways(flat, folder, seq_len=SEQ_LEN, batch=BATCH)
     found = {name: Reading(name, way()) for name, way in ways.items()}  # once for the caches
+    opened: dict[str, OpenFolder] = {}
+    if steady:
+        opened = {"concat": OpenFolder(config), "best_fit": OpenFolder(fitted)}
+        for one in opened.values():
+            one.read(num_rows)
     for _ in range(rounds):
         for name, way in ways.items():
             began, began_wall = time.process_time(), time.perf_counter()
             way()
             found[name].times_s.append(time.process_time() - began)
             found[name].wall_s.append(time.perf_counter() - began_wall)
+            if name in opened:
+                began = time.process_time()
+                opened[name].read(num_rows)
+                found[name].steady_s.append(time.process_time() - began)
+    for one in opened.values():
+        one.close()
     return list(found.values())
 
 
@@ -276,14 +309,29 @@ def decoded(stores: Sequence[TokenStore]) -> int:
     return sum(len(store.read_tokens(i)) for store in stores for i in range(store.num_batches))
 
 
+class OpenFolder:
+    """Reads the first batches of the order, as often as it is asked for."""
+
+    def __init__(self, config: DataConfig):
+        self._skipped = SkipList()
+        self._samples = OrderedSamples(config, open_fetcher(config, self._skipped))
+
+    def read(self, num_rows: int) -> None:
+        for first in range(0, num_rows, BATCH):
+            self._samples.prepare(first, BATCH)
+            refs = self._samples.refs_at(first, BATCH)
+            _, rows = self._samples.read(first, refs, self._skipped)
+            assert rows.tokens.dtype == np.int64
+
+    def close(self) -> None:
+        self._samples.close()
+
+
 def in_order(config: DataConfig, num_rows: int) -> int:
-    skipped = SkipList()
-    samples = OrderedSamples(config, open_fetcher(config, skipped))
-    for first in range(0, num_rows, BATCH):
-        samples.prepare(first, BATCH)
-        _, rows = samples.read(first, samples.refs_at(first, BATCH), skipped)
-        assert rows.tokens.dtype == np.int64
-    samples.close()
+    """Opens the folder and reads it once."""
+    opened = OpenFolder(config)
+    opened.read(num_rows)
+    opened.close()
     return num_rows * SEQ_LEN
 
 
@@ -308,23 +356,69 @@ def first_batch_s(config: DataConfig, start: int) -> float:
         return time.perf_counter() - began
 
 
-def index_bytes(config: DataConfig) -> float:
-    """What the order and the index of all eras take in memory, per 1,000 tokens."""
-    num_tokens = sum(store.num_tokens for store in train_stores(config))
+def memory(config: DataConfig, folder: Path) -> dict[str, float]:
+    """What the order and the index take in memory: by the tokens of the eras, and besides.
+
+    The eras of another folder are the first of the same chain of manifests: it ends earlier.
+    """
+    first_era = config.model_copy(update={"directory": str(folder / "first_era")})
+    Path(first_era.directory).mkdir()
+    for path in Path(config.directory).iterdir():
+        if not path.name.startswith("manifest-") or path.name <= manifest_name(1):
+            (Path(first_era.directory) / path.name).symlink_to(path.resolve())
+    opened_bytes(first_era, in_use=False)  # what is imported or compiled by the way
+    few, many = (opened_bytes(one, in_use=False) for one in (first_era, config))
+    few_tokens, tokens = (num_train_tokens(one) for one in (first_era, config))
+    later = tokens - few_tokens
+    if not later:
+        raise SystemExit("memory needs text of more than one era: give more of it")
+    arrays, objects = ((many[part] - few[part]) / later for part in range(2))
+    used = sum(opened_bytes(config, in_use=True))
+    return {
+        "tokens": tokens,
+        "tokens_per_shard": tokens / len(read_manifest(config.directory).of("train")),
+        "index_bytes_per_1000_tokens": 1000 * (arrays + objects),
+        "of_which_arrays": 1000 * arrays,  # the rest is by shard and era
+        "fixed_bytes": used - (arrays + objects) * tokens,
+    }
+
+
+def num_train_tokens(config: DataConfig) -> int:
+    return sum(store.num_tokens for store in train_stores(config))
+
+
+def opened_bytes(config: DataConfig, *, in_use: bool) -> tuple[int, int]:
+    """Opens all eras of a folder and their orders; returns bytes of arrays, and of all else.
+
+    `in_use`: with the windows and refs of the order that are kept once it was gone through.
+    """
+    num_rows = num_train_tokens(config) // SEQ_LEN
+    gc.collect()
     tracemalloc.start()
     samples = OrderedSamples(config, open_fetcher(config))
-    rows = num_tokens // SEQ_LEN
-    for first in range(0, rows - BATCH, BATCH):  # all eras are opened by their use
+    manifest = samples.prepared.manifest
+    for number, source in enumerate(samples.mixture.names):
+        for era in range(len(manifest.eras(source))):
+            samples.prepared.layout(source, era)
+            samples.order.era_order(number, 0, era)
+    for first in range(0, num_rows - BATCH, BATCH) if in_use else ():
         samples.prepare(first, BATCH)
         samples.refs_at(first, BATCH)
+    gc.collect()
     taken, _ = tracemalloc.get_traced_memory()
+    of_arrays = tracemalloc.DomainFilter(True, np.lib.tracemalloc_domain)
+    traces = tracemalloc.take_snapshot().filter_traces([of_arrays]).traces
     tracemalloc.stop()
     samples.close()
-    return 1000 * taken / num_tokens
+    arrays = sum(trace.size for trace in traces)
+    return arrays, taken - arrays
 
 
 def show(figures: dict[str, Any]) -> None:
-    table = Table("what", "M tokens/s of processor", "median", "÷ memmap", "on the clock", "goal")
+    table = Table(
+        *("what", "M tokens/s of processor", "median", "÷ memmap", "without opening"),
+        *("on the clock", "goal"),
+    )
     limit = None
     for one in figures.get("read", ()):
         limit = limit or one["fastest"]
@@ -333,6 +427,7 @@ def show(figures: dict[str, Any]) -> None:
             f"{one['fastest'] / 1e6:,.0f}",
             f"{one['median'] / 1e6:,.0f}",
             f"{one['fastest'] / limit:.2f}",
+            f"{one['steady'] / 1e6:,.0f}" if one["steady"] else "",
             f"{one['on_the_clock'] / 1e6:,.0f}",
             GOALS.get(one["name"], ""),
         )

@@ -90,7 +90,7 @@ class EraOrder:
         rows = self._rows_of_window(window)
         inside = position - int(self.window_starts[window])
         places = (inside + len(rows) // 2 + np.arange(len(rows))) % len(rows)
-        return rows[places[places != inside]]
+        return rows[places[places != inside]].astype(np.int64)
 
     def position_of(self, row: int) -> int:
         """Returns the position at which a row comes."""
@@ -104,7 +104,9 @@ class EraOrder:
         starts = self._chunks.row_starts
         chunks = self.chunks_of_window(window)
         spans = zip(starts[chunks].tolist(), starts[chunks + 1].tolist(), strict=True)
-        rows = np.concatenate([np.arange(first, end) for first, end in spans])
+        small = int(starts[-1]) < 2**31  # half of the bytes, for windows are most of what is kept
+        dtype = np.int32 if small else np.int64
+        rows = np.concatenate([np.arange(first, end, dtype=dtype) for first, end in spans])
         return rows[permutation(len(rows), derive_key(self._key, "rows", window))]
 
 

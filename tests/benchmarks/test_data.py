@@ -18,6 +18,8 @@ def test_every_way_of_reading_gives_figures(
     monkeypatch.setattr(benchmark, "save", lambda name, all: _save(tmp_path / f"{name}.json", all))
     monkeypatch.setattr(benchmark, "SEQ_LEN", 64)
     monkeypatch.setattr(benchmark, "BATCH", 8)
+    monkeypatch.setattr(benchmark, "SPLIT_BYTES", 4096)
+    monkeypatch.setattr(benchmark, "ERA_TOKENS", 1024)
     monkeypatch.setattr(
         sys,
         "argv",
@@ -27,6 +29,7 @@ def test_every_way_of_reading_gives_figures(
             str(text),
             "--rounds",
             "1",
+            "--steady",
             "--only",
             "read",
             "random",
@@ -39,7 +42,9 @@ def test_every_way_of_reading_gives_figures(
     assert [one["name"] for one in found["read"]] == ["memmap", "decode", "concat", "best_fit"]
     assert all(one["fastest"] > 0 for one in found["read"])
     assert found["random_row_ms"]["median"] > 0
-    assert found["index_bytes_per_1000_tokens"] > 0
+    assert [bool(one["steady"]) for one in found["read"]] == [False, False, True, True]
+    assert found["memory"]["index_bytes_per_1000_tokens"] > 0
+    assert found["memory"]["fixed_bytes"] > 0
     assert set(found["first_batch_s"]) == {"0", "1000000000"}
 
 
