@@ -35,9 +35,11 @@ from pathlib import Path
 from typing import Any
 
 from .. import __version__
+from ..train.heartbeat import FOLDER
 from . import processes
 from .job import Launch, write_atomically
 from .tracebacks import last_traceback, read_tail, summarise
+from .watching.heartbeats import RankState, WatchedRanks, folder_of
 
 EXIT_BARRIER_S = (
     60.0  # how long an agent whose ranks are done waits for the agents of the other nodes
@@ -68,6 +70,11 @@ class Attempt:
         return (
             Path(self.launch.run_dir) / "logs" / f"g{self.generation:03d}" / f"node{self.node_rank}"
         )
+
+    @property
+    def heartbeats(self) -> Path:
+        """Returns the folder, in this machine's memory, where the node's ranks say where they are."""
+        return folder_of(self.launch.run_dir, self.generation, self.node_rank)
 
     @property
     def ranks(self) -> range:
@@ -125,6 +132,7 @@ class Node:
         self._address = address
         self._attempt: Attempt | None = None
         self._agent: subprocess.Popen[bytes] | None = None
+        self._watched: WatchedRanks | None = None
 
     def describe(self) -> dict[str, Any]:
         """Returns where this node is and what it runs: every node of a job must run the same."""
@@ -158,6 +166,8 @@ class Node:
         attempt.log_dir.mkdir(parents=True, exist_ok=True)
         attempt.save(attempt.log_dir / "attempt.json")
         self._attempt = attempt
+        self._watched = WatchedRanks(attempt.heartbeats, attempt.ranks)
+        self._watched.open()
         self._agent = _spawn_bound([sys.executable, "-m", __name__, str(attempt.log_dir)], attempt)
 
     def poll(self) -> AgentReport | None:
@@ -175,6 +185,11 @@ class Node:
             ok=False,
             message=f"the agent process ended with exit code {code}; its last words: {tail}",
         )
+
+    def heartbeats(self) -> list[RankState]:
+        """Returns where the ranks are; one that has not begun to train has no state yet."""
+        assert self._watched is not None, "start comes first"
+        return self._watched.look()
 
     def running_ranks(self) -> list[int]:
         """Returns the global ranks of this node whose process is alive."""
@@ -196,6 +211,8 @@ class Node:
         ranks = {str(rank) for rank in self._attempt.ranks}
         processes.end(pid for pid, environment in mine.items() if environment.get("RANK") in ranks)
         self._agent = None
+        if self._watched is not None:
+            self._watched.close()
 
     def _rank_pids(self) -> dict[int, int]:
         assert self._attempt is not None, "start comes first"
@@ -225,6 +242,7 @@ def agent_environment(inherited: Mapping[str, str], attempt: Attempt) -> dict[st
         processes.MARK: launch.run_dir,
         processes.MARK_GENERATION: str(attempt.generation),
         processes.PARENT: str(os.getpid()),
+        FOLDER: str(attempt.heartbeats),
         "PYTHONUNBUFFERED": "1",  # a killed rank's last words must be in its log
         # with the shared store, restarts fail (pytorch#135712)
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",

@@ -30,6 +30,7 @@ from .nodes import NodeHandle, NodeLost, NodesUnavailable
 from .preparation import Preparation
 from .prepare import IN_FLIGHT_PER_CPU
 from .ray_session import NAMESPACE
+from .watching.heartbeats import RankState
 
 # of a call to a node: it answers within milliseconds, or within seconds when processes resist
 CALL_TIMEOUT_S = 30.0
@@ -290,6 +291,10 @@ class RemoteNode:
     def poll(self) -> AgentReport | None:
         """Calls `Node.poll` there."""
         return self._call("poll")
+
+    def heartbeats(self) -> list[RankState]:
+        """Calls `Node.heartbeats` there."""
+        return self._call("heartbeats")
 
     def running_ranks(self) -> list[int]:
         """Calls `Node.running_ranks` there."""

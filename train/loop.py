@@ -25,6 +25,7 @@ from ..model.precision import forward_in, products_dtype
 from .config import Config
 from .data_wait import wait_for_data
 from .evaluate import evaluate
+from .heartbeat import Phase, open_heartbeat
 from .loss import micro_batch_loss
 from .metrics import MetricsLog, StepClock, StepMeter, exchange_metrics, expert_metrics
 from .micro_batches import MicroBatch, count_targets, document_use, split_batch
@@ -56,13 +57,17 @@ def train(config: Config, run_dir: Path) -> str:
     """
     if config.train.threads:
         torch.set_num_threads(config.train.threads)
+    heartbeat = open_heartbeat()
     with start_process(config.train.device, timeout_s=config.train.timeout_s) as process:
         run = assemble(config, run_dir, process)
+        run.heartbeat = heartbeat
         position = resume(run)
         log = open_log(run, resumed=position is not None)
         with open_loader(run, position) as loader:
             state = run_steps(run, loader, log)
-        run.checkpoints.wait()
+        with heartbeat.during(Phase.CKPT):
+            run.checkpoints.wait()
+        heartbeat.enter(Phase.END)
         log_saved(run, log)
         log.write("end", run.progress.step, state=state)
         log.close()
@@ -83,12 +88,15 @@ def run_steps(run: Run, loader: Loader, log: MetricsLog) -> str:
     clock = StepClock()
     data_missing = True
     while run.progress.step < config.train.steps:
+        run.heartbeat.enter(Phase.DATA_WAIT)
         if data_missing:
             wait_for_data(run, loader, log)
         batch = next_batch(run, loader, log, first_step=first)
+        run.heartbeat.begin_step(run.progress.step + 1)
         rate = learning_rate_at(config.optim, run.progress.step)
         result = step(run, batch, rate, data_ready=loader.ready)
         data_missing = result.data_missing
+        run.heartbeat.end_step()
         clock.count_step()
         number = run.progress.step
         finished = number == config.train.steps
@@ -272,7 +280,8 @@ def log_evaluation(run: Run, log: MetricsLog) -> None:
     """Measures the validation loss and writes it to the log; a collective call."""
     # A router that follows a schedule is judged as the next step would use it.
     run.model.before_step(run.progress.step)
-    result = evaluate(run.model, run.config, run.process)
+    with run.heartbeat.during(Phase.EVAL):
+        result = evaluate(run.model, run.config, run.process)
     log.write(
         "eval",
         run.progress.step,

@@ -29,6 +29,7 @@ from ..model.transformer import Transformer
 from .config import Config, ConfigError
 from .data_server import open_data_server
 from .expert_placement import ExpertPlacement
+from .heartbeat import Heartbeat, Phase
 from .metrics import MetricsLog
 from .optim import make_optimizer
 from .routing.trace import StepTrace
@@ -64,6 +65,7 @@ class Run:
     backend: str  # of the experts' products
     progress: TrainingProgress = field(default_factory=TrainingProgress)
     skipped_in_a_row: int = 0
+    heartbeat: Heartbeat = field(default_factory=Heartbeat)
 
     @property
     def reducer(self) -> GradientReducer | CopyReducer:
@@ -228,7 +230,8 @@ def save(run: Run, loader: Loader) -> None:
         "experts": run.expert_placement.as_dict(),
     }
     tensors, shards = state_tensors(run.model, run.optimizer)
-    run.checkpoints.save(run.progress.step, tensors, shards, meta)
+    with run.heartbeat.during(Phase.CKPT):
+        run.checkpoints.save(run.progress.step, tensors, shards, meta)
 
 
 def log_saved(run: Run, log: MetricsLog) -> None:

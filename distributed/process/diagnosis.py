@@ -181,22 +181,38 @@ def recorded_calls() -> list[CollectiveCall]:
 
     They are at most _RECENT of each group.
     """
-    # Two recorders: torch's general one, which Gloo writes, and one in ProcessGroupNCCL, which only
-    # CUDA builds have.
-    entries: list[Mapping[str, Any]] = []
-    for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):
-        dump = getattr(c10d, name, None)
-        if dump is not None:
-            entries += json.loads(dump(True, False)).get("entries", [])
     now_ns = time.time_ns()
     kept: dict[str, int] = {}
     calls = []
-    for entry in sorted(entries, key=lambda entry: -entry["time_created_ns"]):
+    for entry in sorted(_recorded_entries(), key=lambda entry: -entry["time_created_ns"]):
         call = _call_of(entry, now_ns)
         kept[call.group] = kept.get(call.group, 0) + 1
         if kept[call.group] <= _RECENT:
             calls.append(call)
     return calls[::-1]
+
+
+def positions_in_groups() -> list[dict[str, Any]]:
+    """Returns how far this process has come in each of its groups, as plain values for JSON.
+
+    For each: `group` (the same on all its ranks), `description`, `members` (global ranks), `issued`
+    (the number of the last collective), and `pending`: number, operation and sizes of the oldest
+    that has not ended; None if all have.
+    """
+    groups: dict[str, dict[str, Any]] = {}
+    now_ns = time.time_ns()
+    entries = (entry for entry in _recorded_entries() if not entry["is_p2p"])
+    for entry in sorted(entries, key=lambda entry: entry["collective_seq_id"]):
+        call = _call_of(entry, now_ns)
+        position = groups.setdefault(
+            call.group,
+            {"group": call.group, "description": call.description, "members": _members(call.group)},
+        )
+        position["issued"] = call.number
+        position.setdefault("pending", None)
+        if not entry["retired"] and position["pending"] is None:
+            position["pending"] = [call.number, call.operation, _spell_sizes(call)]
+    return list(groups.values())
 
 
 def find_blocked(
@@ -333,6 +349,18 @@ def _members(group: str) -> list[int]:
 
 
 # Reading and writing ----------------------------------------------------------------------------
+
+
+def _recorded_entries() -> list[Mapping[str, Any]]:
+    """Returns what torch's two recorders hold: the general one, which Gloo writes, and that of
+    ProcessGroupNCCL, which only CUDA builds have.
+    """
+    entries: list[Mapping[str, Any]] = []
+    for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):
+        dump = getattr(c10d, name, None)
+        if dump is not None:
+            entries += json.loads(dump(True, False)).get("entries", [])
+    return entries
 
 
 def _call_of(entry: Mapping[str, Any], now_ns: int) -> CollectiveCall:

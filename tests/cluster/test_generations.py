@@ -37,6 +37,7 @@ from moebius.cluster.job import (
     stop_requested,
 )
 from moebius.cluster.nodes import NodeLost, NodesUnavailable
+from moebius.cluster.watching.heartbeats import RankState
 
 OK = AgentReport(ok=True)
 
@@ -67,6 +68,9 @@ class PretendedNode:
 
     def poll(self) -> AgentReport | None:
         return self.act(self.run_dir)
+
+    def heartbeats(self) -> list[RankState]:
+        return []
 
     def running_ranks(self) -> list[int]:
         return [0]

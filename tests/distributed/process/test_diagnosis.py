@@ -313,3 +313,33 @@ def test_a_rank_that_was_never_seen_in_a_collective():
     blocked = find_blocked(0, reports, {"g": [0, 1]})
     assert blocked is not None
     assert "rank 1 has called no collective yet" in describe_blocked(blocked, reports)
+
+
+def test_positions_tell_the_last_collective_of_each_group_and_the_oldest_that_has_not_ended(
+    monkeypatch,
+):
+    def entry(group: str, number: int, *, retired: bool, is_p2p: bool = False) -> dict:
+        return {
+            "process_group": [group, "default_pg" if group == "0" else "mesh_ep"],
+            "profiling_name": "gloo:all_reduce",
+            "collective_seq_id": number,
+            "input_sizes": [[2, 3]],
+            "time_created_ns": number,
+            "timeout_ms": 1000,
+            "retired": retired,
+            "is_p2p": is_p2p,
+        }
+
+    entries = [
+        entry("0", 3, retired=False),
+        entry("0", 1, retired=True),
+        entry("0", 4, retired=False),
+    ]
+    entries += [entry("1", 2, retired=True), entry("1", 9, retired=False, is_p2p=True)]
+    monkeypatch.setattr(diagnosis, "_recorded_entries", lambda: entries)
+    monkeypatch.setattr(diagnosis, "_members", lambda group: [0, 1])
+    found = {position["group"]: position for position in diagnosis.positions_in_groups()}
+    world, ep = found["gloo:0"], found["gloo:1"]
+    assert (world["issued"], world["pending"]) == (4, [3, "all_reduce", "2 × 3"])
+    assert (ep["issued"], ep["pending"], ep["description"]) == (2, None, "mesh_ep")
+    assert world["members"] == [0, 1]
