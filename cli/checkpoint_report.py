@@ -22,6 +22,7 @@ from ..distributed.checkpoint.files import (
     read_meta,
     step_name,
 )
+from ..distributed.checkpoint.folder import list_set_aside
 from ..distributed.checkpoint.reshard import StartProgress, reshard
 from ..distributed.dispatch.expert_map import ExpertMap
 from ..distributed.layout import Layout, MeshConfig, check_runnable, plan_layout
@@ -47,6 +48,10 @@ def list_table(path: Path) -> Table:
         words = Text(f"{unfinished.name}: being written, or left behind", style="yellow")
         with suppress(FileNotFoundError):  # it was being written, and got its name meanwhile
             table.add_row("", _time_of(unfinished), "", "", "", "", "", words)
+    for damaged in list_set_aside(path / "checkpoints"):
+        words = Text(f"{damaged.name}: damaged, and set aside by the run", style="red")
+        size = f"{_size_of(damaged) / 2**20:,.1f}"
+        table.add_row("", _time_of(damaged), size, "", "", "", "", words)
     return table
 
 

@@ -14,6 +14,7 @@ from typing import Protocol
 
 from ..data_pipeline.errors import PreparationFailedError
 from .agent import AgentReport, Attempt
+from .history import describe_trouble
 from .job import (
     METRICS,
     RESULT,
@@ -141,6 +142,8 @@ class Watch:
         """Reads the steps that were made since the last look."""
         for line in self.metrics.read():
             self.is_up |= line.get("kind") in ("eval", "train", "data_wait")
+            if trouble := describe_trouble(line):
+                self.log(State.STARTING if self.step is None else State.RUNNING, trouble)
             if line.get("kind") != "train":
                 continue
             if self.step is None:

@@ -46,6 +46,7 @@ from .nodes import NodeHandle, NodeLost, NodeProvider, NodesUnavailable
 from .preparation import Preparation
 
 SAME_ERROR_LIMIT = 3
+SAVE_FAILED = "SaveFailedError"  # of distributed/checkpoint/files.py, which is not imported here
 PORT_ATTEMPTS = (
     5  # new generations because somebody took the port; they are not charged to max_restarts
 )
@@ -256,8 +257,10 @@ class _Supervision:
             )
         elif outcome.state == "port taken":
             return self._port_was_taken()
-        elif message := _used_up(outcome):
+        elif message := _said_by(outcome, PreparationFailedError.__name__):
             self._data_used_up(message, outcome)
+        elif message := _said_by(outcome, SAVE_FAILED):
+            self.log(State.FAILED, f'checkpoint.on_failure="stop": {message}', **_cause(outcome))
         else:
             return self._is_given_up(outcome)
         return True
@@ -339,11 +342,11 @@ class _Supervision:
         return not stop_requested(self.run_dir)
 
 
-def _used_up(outcome: Outcome) -> str:
-    """Returns why no more data comes, if that is what ended a generation."""
+def _said_by(outcome: Outcome, kind: str) -> str:
+    """Returns the message of an error of this kind, if that is what ended a generation."""
     error = outcome.cause.error if outcome.cause is not None else None
     name, _, message = (error or "").partition(": ")
-    return message if name.rpartition(".")[2] == PreparationFailedError.__name__ else ""
+    return message if name.rpartition(".")[2] == kind else ""
 
 
 def _cause(outcome: Outcome) -> dict[str, Any]:

@@ -98,7 +98,8 @@ class History:
         self.validation[line["step"]] = float(line["loss"])
 
     def _add_checkpoint(self, line: Mapping[str, Any]) -> None:
-        self.checkpoints.append(line["step"])
+        if not line.get("error"):
+            self.checkpoints.append(line["step"])
 
 
 def read_history(run_dir: Path) -> History:
@@ -106,3 +107,20 @@ def read_history(run_dir: Path) -> History:
     history = History()
     history.add(JsonLinesTail(run_dir / METRICS).stream())
     return history
+
+
+def describe_trouble(line: Mapping[str, Any]) -> str | None:
+    """Returns what a line of the metrics says about checkpoints that belongs into the journal.
+
+    None: it is a line about something else, or about a save that worked.
+    """
+    match line.get("kind"):
+        case "checkpoint_set_aside":
+            return (
+                f"the checkpoint of step {line['step']} was damaged and is set aside as "
+                f"{line['path']}; the run goes on from step {line['resumed_from_step']}: "
+                f"{line['why']}"
+            )
+        case "checkpoint" if line.get("error"):
+            return str(line["error"])
+    return None

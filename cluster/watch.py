@@ -119,7 +119,7 @@ class View:
                 reason = line.get("reason") or "a slow rank"
                 seconds = duration(float(_number(line["seconds"])))
                 return Event(at, f"the ranks have waited {seconds} for data: {reason}", "yellow")
-            case "checkpoint":
+            case "checkpoint" if not line.get("error"):  # the journal tells of those that failed
                 return Event(
                     at,
                     f"checkpoint of step {line['step']} written in {_number(line['seconds'])} s",

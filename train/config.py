@@ -132,6 +132,10 @@ class CheckpointConfig(BaseModel):
 
     every: NonNegativeInt = 100  # steps; 0: at the end only
     keep_last: PositiveInt = 3
+    verify: bool = True  # read a checkpoint back from the disk before an older one is dropped
+    # A save that fails, of a full disk for example: train on and save again at the next time, or
+    # end the run at the next step. At the run's end a failed save is an error either way.
+    on_failure: Literal["go_on", "stop"] = "go_on"
 
 
 class JobConfig(BaseModel):

@@ -147,7 +147,7 @@ def step(
     run.model.before_step(run.progress.step)
     accumulate_gradients(run, micro_batches, meter, global_targets=counted)
     run.reducer.reduce()
-    asked = run.process.rank == 0 and (run.run_dir / "stop").exists()
+    asked = run.process.rank == 0 and ((run.run_dir / "stop").exists() or run.checkpoints.must_stop)
     norm, (stop, data_missing) = clip_gradients(
         run.parameters,
         run.mesh,

@@ -2,9 +2,15 @@
 TensorBoard on rank 0.
 """
 
+import contextlib
+import errno
+import io
 import json
+import logging
 import math
+import os
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeGuard
 
@@ -17,6 +23,8 @@ from .loss import MicroBatchLoss
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
+
+logger = logging.getLogger(__name__)
 
 # lines between two of the lists that TensorBoard gets: a scalar each would cost more than the line
 _BOARD_EVERY = 10
@@ -217,30 +225,57 @@ class MetricsLog:
         `first_step` is the one after a resumed checkpoint: TensorBoard forgets what a lost
         generation wrote beyond it.
         """
-        self._file = (run_dir / "metrics.jsonl").open("a", encoding="utf-8") if active else None
+        # without a buffer: what a full disk refused must not come later, in the middle of a line
+        path = run_dir / "metrics.jsonl"
+        self._file = path.open("ab", buffering=0) if active else None
         self._board = _board(run_dir / "tensorboard", first_step) if active else None
         self._lines = 0
+        self._is_torn = False  # the last line is there in part
+        self._is_failing = False  # the last line was not written, and that was told
 
     def write(self, kind: str, step: int, **values: Any) -> None:
-        """Writes one line. Readers follow the file, so every line is flushed."""
+        """Writes one line, at once, for readers follow the file.
+
+        A line that cannot be written, to a full disk for example, is lost: a warning says so, once.
+        """
         if self._file is None or self._board is None:
             return
         record = {"kind": kind, "step": step, "time": round(time.time(), 3), **values}
-        self._file.write(json.dumps(_finite(record)) + "\n")
-        self._file.flush()
+        try:
+            self._write_line(self._file, json.dumps(_finite(record)).encode())
+            self._draw(self._board, kind, step, values)
+            self._is_failing = False
+        except OSError as error:
+            if not self._is_failing:
+                logger.warning("step %d: the metrics could not be written: %s", step, error)
+            self._is_failing = True
+
+    def _write_line(self, file: io.FileIO, line: bytes) -> None:
+        """Writes a line, after the end of one that was torn."""
+        line = b"\n" * self._is_torn + line + b"\n"
+        written = file.write(line)
+        self._is_torn = written < len(line)
+        if self._is_torn:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), file.name)
+
+    def _draw(
+        self, board: "SummaryWriter", kind: str, step: int, values: Mapping[str, Any]
+    ) -> None:
+        """Gives TensorBoard the numbers of a line, and of every tenth its lists."""
         self._lines += 1
         for name, value in values.items():
             if isinstance(value, int | float) and not isinstance(value, bool):
-                self._board.add_scalar(f"{kind}/{name}", value, step)
+                board.add_scalar(f"{kind}/{name}", value, step)
             elif _is_float_list(value) and self._lines % _BOARD_EVERY == 0:
                 for depth, entry in enumerate(value):
-                    self._board.add_scalar(f"{kind}/{name}/depth_{depth:02d}", entry, step)
+                    board.add_scalar(f"{kind}/{name}/depth_{depth:02d}", entry, step)
 
     def close(self) -> None:
         """Flushes and closes both."""
         if self._file is not None and self._board is not None:
             self._file.close()
-            self._board.close()
+            with contextlib.suppress(OSError):  # what TensorBoard could not write was told of
+                self._board.close()
 
 
 def _is_float_list(value: Any) -> TypeGuard[list[float]]:

@@ -12,7 +12,9 @@ import torch
 
 from ..data_pipeline.loader import Loader
 from ..distributed.checkpoint.checkpointer import Checkpointer
-from ..distributed.checkpoint.loading import latest_for_all, load, meta_for_all
+from ..distributed.checkpoint.folder import DamagedCheckpoint
+from ..distributed.checkpoint.loading import load
+from ..distributed.checkpoint.recovery import newest_whole
 from ..distributed.gradients import GradientReducer
 from ..distributed.layout import plan_layout
 from ..distributed.local_shard import local_shard_of
@@ -66,6 +68,7 @@ class Run:
     progress: TrainingProgress = field(default_factory=TrainingProgress)
     skipped_in_a_row: int = 0
     heartbeat: Heartbeat = field(default_factory=Heartbeat)
+    set_aside: list[DamagedCheckpoint] = field(default_factory=list)  # when the run was resumed
 
     @property
     def reducer(self) -> GradientReducer | CopyReducer:
@@ -149,6 +152,8 @@ def assemble(config: Config, run_dir: Path, process: Process) -> Run:
         keep_last=config.checkpoint.keep_last,
         generation=generation,
         generation_file=run_dir / "generation",
+        verify=config.checkpoint.verify,
+        on_failure=config.checkpoint.on_failure,
     )
     return Run(
         config=config,
@@ -207,18 +212,27 @@ def check_generation(run_dir: Path) -> int:
 
 
 def resume(run: Run) -> dict[str, Any] | None:
-    """Continues from the newest checkpoint of the run folder, if there is one.
+    """Continues from the newest whole checkpoint of the run folder, if there ever was one.
+
+    Newer ones that are damaged are set aside, once the state is loaded.
 
     Returns:
         The checkpoint's position in the data; None: the run starts at its beginning.
+
+    Raises:
+        CheckpointError: there were checkpoints, and none is whole or fits; on all ranks.
     """
-    newest, position = latest_for_all(run.run_dir / "checkpoints", run.mesh), None
-    if newest is not None:
-        run.expert_placement.restore(meta_for_all(newest, run.mesh).get("experts", {}))
-        meta = load(newest, *state_tensors(run.model, run.optimizer), mesh=run.mesh)
-        run.progress, position = TrainingProgress(**meta["progress"]), meta["data"]
-        set_updates(run.model, run.optimizer, run.progress.updates)
-    return position
+    newest, damaged = newest_whole(run.run_dir / "checkpoints", run.mesh)
+    if newest is None:
+        return None
+    path, stored = newest
+    run.expert_placement.restore(stored.meta.get("experts", {}))
+    tensors, shards = state_tensors(run.model, run.optimizer)
+    meta = load(path, tensors, shards, mesh=run.mesh, check_bytes=False)
+    run.progress = TrainingProgress(**meta["progress"])
+    set_updates(run.model, run.optimizer, run.progress.updates)
+    run.set_aside = run.checkpoints.set_aside(damaged)
+    return meta["data"]
 
 
 def save(run: Run, loader: Loader) -> None:
@@ -242,6 +256,7 @@ def log_saved(run: Run, log: MetricsLog) -> None:
             record.step,
             seconds=round(record.seconds, 3),
             blocked_s=round(record.blocked_s, 5),
+            verify_s=round(record.verify_s, 3),
             bytes=record.num_bytes,
             error=record.error,
         )
@@ -275,6 +290,15 @@ def open_log(run: Run, *, resumed: bool) -> MetricsLog:
         expert_depths=run.config.model.expert_depths,
         kernels=run.backend,
     )
+    for damaged in run.set_aside:
+        logger.warning("%s; it is set aside as %s", damaged.why, damaged.path.name)
+        log.write(
+            "checkpoint_set_aside",
+            damaged.step,
+            path=damaged.path.name,
+            why=damaged.why,
+            resumed_from_step=run.progress.step,
+        )
     return log
 
 

@@ -48,6 +48,8 @@ _MAY_CHANGE = frozenset(
         "train.timeout_s",
         "checkpoint.every",
         "checkpoint.keep_last",
+        "checkpoint.verify",
+        "checkpoint.on_failure",
         "job.name",
         "job.num_nodes",
         "job.ranks_per_node",

@@ -22,17 +22,15 @@ import json
 import logging
 import math
 import platform
-import re
-import shutil
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -46,25 +44,28 @@ from .dcp_save import finish_save, write_plan
 from .files import (
     CheckpointError,
     CheckpointMeta,
+    CorruptCheckpointError,
     FileSum,
     Index,
+    SaveFailedError,
     StaleGenerationError,
     blake2b,
     dtype_name,
-    latest,
-    list_checkpoints,
     step_name,
+    without_advice,
 )
+from .folder import CheckpointFolder, DamagedCheckpoint, publish
+from .loading import open_share
 from .parts import ShardSavePlanner, TensorShard, misfits
 from .together import causes, gathered, gloo_group, together
-from .writing import SummingWriter, discard, seal, sync_directory
+from .writing import SummingWriter, discard, drop_cached, seal
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
+OnFailure = Literal["go_on", "stop"]
 
 # One rank may wait this long for another's disk; a rank that died is noticed at once.
 _WRITE_TIMEOUT_S = 3600.0
-_TEMPORARY_NAME = re.compile(r"(step_\d{8,})\.(?:g(?P<generation>\d+)|old|deleted)\.tmp")
 
 
 @dataclass(frozen=True)
@@ -75,6 +76,7 @@ class SaveRecord:
     path: Path
     seconds: float  # from the call of `save` to the commit
     blocked_s: float  # how long the call of `save` took: all that training waited
+    verify_s: float  # of `seconds`, how long reading back took
     num_bytes: int  # of all ranks
     error: str | None
 
@@ -105,7 +107,8 @@ class Checkpointer:
 
     `generation_file` is the supervisor's fence: where it exists, only the generation whose number
     it holds commits. Making one is a collective call; it removes what dead generations left
-    unfinished.
+    unfinished. With `verify` a checkpoint is read back before it is committed; `on_failure` says
+    whether a failed save is an error at the next one, or only if none works after it.
     """
 
     def __init__(
@@ -117,25 +120,26 @@ class Checkpointer:
         keep_last: int,
         generation: int,
         generation_file: Path | None,
+        verify: bool = True,
+        on_failure: OnFailure = "stop",
     ) -> None:
         if keep_last < 1:
             raise ValueError(
                 f"keep_last must be at least 1, got {keep_last}: the newest checkpoint always stays"
             )
-        self._directory = directory
+        self._folder = CheckpointFolder(directory, keep_last, generation, generation_file)
+        self._verify = verify
+        self._on_failure: OnFailure = on_failure
         self._rank = process.rank
         self._device = process.device
         self._layout = mesh.layout
-        self._keep_last = keep_last
-        self._generation = generation
-        self._generation_file = generation_file
         timeout = timedelta(seconds=max(process.timeout_s, _WRITE_TIMEOUT_S))
         self._group = gloo_group(timeout)
         self._buffers: dict[str, Tensor] = {}
         self._thread: threading.Thread | None = None
         self._failure: CheckpointError | None = None
         self._records: deque[SaveRecord] = deque()
-        self._on_rank_0(self._prepare_directory)
+        self._on_rank_0(self._folder.prepare)
 
     def save(
         self,
@@ -151,7 +155,12 @@ class Checkpointer:
         save before, and raises its error.
         """
         started_s = time.monotonic()
-        self.wait()
+        self._join()
+        if isinstance(self._failure, StaleGenerationError):
+            raise self._failure
+        if self._failure is not None and self._on_failure == "stop":
+            self._failure, failure = None, self._failure
+            raise SaveFailedError(str(failure)) from failure
         signature, encoded_meta = together(
             self._group, lambda: (self._signature(tensors, shards), _as_json(meta))
         )
@@ -177,14 +186,40 @@ class Checkpointer:
         """Waits until no save is pending.
 
         Raises:
-            CheckpointError: the save failed; raised on every rank, once.
+            CheckpointError: the last save failed; raised on every rank, once.
         """
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
+        self._join()
         failure, self._failure = self._failure, None
         if failure is not None:
             raise failure
+
+    @property
+    def must_stop(self) -> bool:
+        """Tells whether a save has failed that the next call of `save` will raise an error for.
+
+        Other ranks may not know yet.
+        """
+        return self._failure is not None and self._on_failure == "stop"
+
+    def set_aside(self, damaged: Sequence[DamagedCheckpoint]) -> list[DamagedCheckpoint]:
+        """Renames damaged checkpoints so that no run takes them for whole; a collective call.
+
+        Returns:
+            On rank 0 the same with their new paths; on the others as they were given.
+        """
+        renamed = list(damaged)
+
+        def rename() -> None:
+            renamed[:] = self._folder.set_aside(damaged)
+
+        if damaged:
+            self._on_rank_0(rename)
+        return renamed
+
+    def _join(self) -> None:
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
 
     def poll(self) -> list[SaveRecord]:
         """Returns the saves that ended since the last call, failed ones included.
@@ -263,31 +298,36 @@ class Checkpointer:
 
     def _run(self, job: _Job) -> None:
         """Writes and commits one save, in a thread; notes how it ended."""
-        final = self._directory / step_name(job.step)
-        temporary = self._directory / f"{final.name}.g{self._generation}.tmp"
-        num_bytes, error = 0, None
+        final = self._folder.path / step_name(job.step)
+        temporary = final.with_name(f"{final.name}.g{self._folder.generation}.tmp")
+        num_bytes, verify_s, error, failure = 0, 0.0, None, None
         if self._device.type == "cuda":
             # A new thread begins on the first GPU, which is another rank's.
             torch.cuda.set_device(self._device)
         try:
-            num_bytes = self._write_and_commit(job, temporary, final)
+            num_bytes = self._write(job, temporary)
+            verify_s = self._read_back(temporary)
+            self._on_rank_0(lambda: self._commit(job.step, temporary, final))
         # A thread has nobody to raise to: `wait` does.
         except (Exception, CheckpointException) as cause:  # noqa: BLE001
             kind = type(cause) if isinstance(cause, CheckpointError) else CheckpointError
             error = (
                 f"the checkpoint of step {job.step} was not saved: {causes(cause)}; "
-                f"{_what_remains(self._directory)}"
+                f"{self._folder.what_remains()}"
             )
-            self._failure = kind(error)
+            failure = kind(error)
             if self._rank == 0:
                 discard(temporary)
                 logger.error("%s", error)
+        self._failure = failure
         seconds = time.monotonic() - job.started_s
-        self._records.append(SaveRecord(job.step, final, seconds, job.blocked_s, num_bytes, error))
+        self._records.append(
+            SaveRecord(job.step, final, seconds, job.blocked_s, verify_s, num_bytes, error)
+        )
 
-    def _write_and_commit(self, job: _Job, temporary: Path, final: Path) -> int:
-        """Writes this rank's part, and on rank 0 commits all of them; returns the bytes of all."""
-        self._on_rank_0(lambda: self._make_temporary(temporary))
+    def _write(self, job: _Job, temporary: Path) -> int:
+        """Writes this rank's part, and rank 0 what describes all; returns the bytes of all."""
+        self._on_rank_0(lambda: self._folder.make_temporary(temporary))
         writer, planner = SummingWriter(temporary), ShardSavePlanner(flatten_state_dict=False)
 
         def write() -> list[dict[str, Any]]:
@@ -300,20 +340,18 @@ class Checkpointer:
         sums = {name: found.model_dump() for name, found in writer.files.sums.items()}
         by_rank = gather_json({"chunks": chunks, "sums": sums}, self._group)
 
-        def commit() -> int:
+        def describe() -> int:
             assert by_rank is not None, "what ranks wrote comes to rank 0"
             finish_save(writer, planner, [written["chunks"] for written in by_rank])
             sums = dict(writer.files.sums)  # with that of DCP's index, which was just written
             for written in by_rank[1:]:
                 sums |= {name: FileSum(**found) for name, found in written["sums"].items()}
-            return self._commit(job, temporary, final, writer.index, sums)
+            return self._seal(job, temporary, writer.index, sums)
 
-        return self._on_rank_0(commit) or 0
+        return self._on_rank_0(describe) or 0
 
-    def _commit(
-        self, job: _Job, temporary: Path, final: Path, index: Index, sums: dict[str, FileSum]
-    ) -> int:
-        """Describes what all ranks wrote, on rank 0, and makes it visible in one step.
+    def _seal(self, job: _Job, temporary: Path, index: Index, sums: dict[str, FileSum]) -> int:
+        """Describes what all ranks wrote, on rank 0.
 
         Returns:
             The size of the checkpoint in bytes.
@@ -326,82 +364,46 @@ class Checkpointer:
                 f"rank 0 does not see {unseen[0]} ({len(unseen)} such files) as its rank wrote it: "
                 "the run folder must be the same shared folder on all nodes"
             )
-        num_bytes = seal(temporary, index, self._meta_of(job), sums)
-        self._refuse_if_stale()
-        _publish(temporary, final)
-        self._delete_old(job.step)
-        return num_bytes
+        return seal(temporary, index, self._meta_of(job), sums)
+
+    def _read_back(self, temporary: Path) -> float:
+        """Reads from the disk what the next rank has written; returns the seconds that took.
+
+        Raises:
+            CheckpointError: on all ranks, if any byte is not what was written.
+        """
+        if not self._verify:
+            return 0.0
+        started_s = time.monotonic()
+
+        def check() -> None:
+            drop_cached(temporary)
+            try:
+                open_share(temporary, self._rank + 1, self._layout.world_size)
+            except CorruptCheckpointError as error:
+                raise CheckpointError(
+                    "it does not read as it was written; is the disk sound? "
+                    + without_advice(str(error))
+                ) from error
+
+        together(self._group, check)
+        return time.monotonic() - started_s
+
+    def _commit(self, step: int, temporary: Path, final: Path) -> None:
+        """Makes a checkpoint visible in one step, on rank 0, and lets old ones go."""
+        self._folder.refuse_if_stale()
+        publish(temporary, final)
+        self._folder.delete_old(step)
 
     def _meta_of(self, job: _Job) -> CheckpointMeta:
         return CheckpointMeta(
             step=job.step,
-            generation=self._generation,
+            generation=self._folder.generation,
             layout=self._layout,
             num_experts=job.num_experts,
             versions=_versions(),
             meta=job.meta,
         )
-
-    def _make_temporary(self, temporary: Path) -> None:
-        self._refuse_if_stale()
-        discard(temporary)
-        temporary.mkdir(parents=True)
-
-    def _refuse_if_stale(self) -> None:
-        """Raises an error if the supervisor's fence names another generation.
-
-        (A rename right after it could still be late; by then the state is the same run's all the
-        same.)
-        """
-        if self._generation_file is None or not self._generation_file.exists():
-            return
-        current = self._generation_file.read_text().strip()
-        if current != str(self._generation):
-            raise StaleGenerationError(
-                f"generation {self._generation} may not commit: {self._generation_file} says "
-                f"{current or 'nothing'}; the job was started anew and this process is a leftover "
-                "that must end"
-            )
-
-    def _prepare_directory(self) -> None:
-        try:
-            self._directory.mkdir(parents=True, exist_ok=True)
-            self._refuse_if_stale()  # what would be cleaned may be the current generation's
-            self._clean_leftovers()
-        except OSError as error:
-            raise CheckpointError(
-                f"cannot write checkpoints into {self._directory}: {error.strerror}; "
-                "choose a run folder that this user may write to"
-            ) from error
-
-    def _clean_leftovers(self) -> None:
-        """Removes what this and earlier generations left unfinished."""
-        for path in self._directory.iterdir():
-            match = _TEMPORARY_NAME.fullmatch(path.name)
-            if match is None or int(match["generation"] or 0) > self._generation:
-                continue  # what a later generation writes is not ours to touch
-            committed = self._directory / match[1]
-            if path.name.endswith(".old.tmp") and not committed.exists():
-                path.rename(committed)  # we died between two renames: this is the last good one
-            else:
-                discard(path)
-
-    def _delete_old(self, step: int) -> None:
-        """Deletes all but the last n checkpoints up to the one just written.
-
-        A later one, behind which the run fell back, is not judged here.
-        """
-        past = [found for found in list_checkpoints(self._directory) if found.step <= step]
-        for checkpoint in past[: -self._keep_last]:
-            doomed = checkpoint.path.with_name(f"{checkpoint.path.name}.deleted.tmp")
-            try:
-                checkpoint.path.rename(doomed)  # half a directory must never look like a checkpoint
-            except OSError as error:
-                logger.warning(
-                    "the old checkpoint %s could not be deleted: %s", checkpoint.path, error
-                )
-            else:
-                discard(doomed)
 
     def _on_rank_0(self, act: Callable[[], T]) -> T | None:
         """Calls `act` on rank 0; all ranks get its result or its error. A collective call."""
@@ -448,35 +450,6 @@ def _num_bytes(shape: tuple[int, ...], dtype: str) -> int:
 
 
 # Small acts -------------------------------------------------------------------------------------
-
-
-def _publish(temporary: Path, final: Path) -> None:
-    """Makes a checkpoint visible by a rename; an older one of the same step steps aside for it."""
-    aside = final.with_name(f"{final.name}.old.tmp")
-    if final.exists():
-        final.rename(aside)
-    try:
-        temporary.rename(final)
-    except OSError:
-        if aside.exists():
-            aside.rename(final)
-        raise
-    sync_directory(final.parent)
-    discard(aside)
-
-
-def _what_remains(directory: Path) -> str:
-    """Spells what the user still has after a save that failed.
-
-    A failure of its own must not hide the first.
-    """
-    try:
-        found = latest(directory)
-        free_mib = shutil.disk_usage(directory).free / 2**20
-    except OSError as error:
-        return f"{directory} cannot be read any more: {error.strerror}"
-    remains = f"{found.name} is still there and untouched" if found else "there is no earlier one"
-    return f"{remains} ({free_mib:,.0f} MiB free on its disk)"
 
 
 def _has_size(path: Path, num_bytes: int) -> bool:

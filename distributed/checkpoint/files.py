@@ -57,6 +57,7 @@ _DECODING_ERRORS = (
     AssertionError,
     OverflowError,
 )
+_ADVICE = "restore it from a copy, or delete the directory and resume from the checkpoint before it"
 _STEP_NAME = re.compile(r"step_(\d{8,})")
 Model = TypeVar("Model", bound=BaseModel)
 # of a chunk, in all dims but the first: offsets and sizes
@@ -76,6 +77,10 @@ class CorruptCheckpointError(CheckpointError):
 
 class StaleGenerationError(CheckpointError):
     """Raised in a process of an earlier generation of its job, which may not commit any more."""
+
+
+class SaveFailedError(CheckpointError):
+    """Raised where a save has failed and the run was told to end then: starting anew would not help."""
 
 
 class _Record(BaseModel):
@@ -294,11 +299,12 @@ def refuse(path: Path, problems: Sequence[str]) -> None:
     """Raises a CorruptCheckpointError with all problems, if there are any."""
     if problems:
         listed = "\n  ".join(problems)
-        raise CorruptCheckpointError(
-            f"{path} is damaged:\n  {listed}\n"
-            "restore it from a copy, or delete the directory and resume from the checkpoint before "
-            "it"
-        )
+        raise CorruptCheckpointError(f"{path} is damaged:\n  {listed}\n{_ADVICE}")
+
+
+def without_advice(message: str) -> str:
+    """Returns the message of a CorruptCheckpointError without what it says to do."""
+    return message.removesuffix(_ADVICE).rstrip()
 
 
 def damaged_files(

@@ -19,41 +19,49 @@ from ..local_shard import LocalShard
 from ..mesh import Mesh
 from .files import (
     CheckpointError,
+    CheckpointMeta,
     SafeReader,
     StoredCheckpoint,
     audit,
     damaged_files,
     dtype_name,
-    latest,
     open_checkpoint,
-    read_meta,
     refuse,
 )
 from .parts import ShardLoadPlanner, TensorShard, misfits
-from .together import causes, gathered, together
+from .together import causes, together
 
 
-def latest_for_all(directory: Path, mesh: Mesh) -> Path | None:
-    """Returns the committed checkpoint of the highest step as rank 0 sees it, on all ranks.
+def check_for_all(path: Path, mesh: Mesh, *, reading: int = 0) -> CheckpointMeta:
+    """Checks every byte of a checkpoint, each rank a share of the files; returns its meta.
 
-    A collective call. Every rank looking for itself could find another one, or none, while a
-    network file system still shows some of them an old listing.
+    A collective call; an error is raised on all ranks.
+
+    Args:
+        path: the checkpoint.
+        mesh: of the ranks.
+        reading: another number divides the files among the ranks in another way.
+
+    Raises:
+        CorruptCheckpointError: it is damaged; tells all that is wrong with it.
     """
 
-    def look() -> str | None:
-        found = latest(directory) if mesh.rank == 0 else None
-        return None if found is None else str(found)
+    def check() -> CheckpointMeta:
+        return open_share(path, mesh.rank + reading, mesh.layout.world_size).meta
 
-    found = gathered(mesh.world_group, look)[0]
-    return None if found is None else Path(found)
+    return together(mesh.world_group, check)
 
 
-def meta_for_all(path: Path, mesh: Mesh) -> dict[str, Any]:
-    """Returns the meta that was saved with a checkpoint, as rank 0 reads it, on all ranks.
+def open_share(path: Path, part: int, parts: int) -> StoredCheckpoint:
+    """Opens a checkpoint and checks that it holds everything, and the bytes of a part of its files.
 
-    A collective call: if rank 0 cannot read it, all ranks raise the same error.
+    Raises:
+        CorruptCheckpointError: it is damaged.
     """
-    return gathered(mesh.world_group, lambda: read_meta(path).meta if mesh.rank == 0 else {})[0]
+    stored = open_checkpoint(path)
+    share = sorted(stored.manifest.files)[part % parts :: parts]
+    refuse(path, audit(stored) + damaged_files(stored, share))
+    return stored
 
 
 def load(
@@ -79,9 +87,11 @@ def load(
     rank, world_size = (0, 1) if mesh is None else (mesh.rank, mesh.layout.world_size)
 
     def check() -> StoredCheckpoint:
-        stored = open_checkpoint(path)
-        share = sorted(stored.manifest.files)[rank::world_size] if check_bytes else []
-        refuse(path, audit(stored) + damaged_files(stored, share))
+        if check_bytes:
+            stored = open_share(path, rank, world_size)
+        else:
+            stored = open_checkpoint(path)
+            refuse(path, audit(stored))
         if unlike := _differences(stored, tensors, shards, allow_unexpected):
             listed = "\n  ".join(unlike)
             raise CheckpointError(f"{path} does not fit what is asked for:\n  {listed}")

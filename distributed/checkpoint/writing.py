@@ -301,6 +301,22 @@ def seal(path: Path, index: Index, meta: CheckpointMeta, sums: Mapping[str, File
     return sum(found.num_bytes for found in all_sums.values())
 
 
+def drop_cached(path: Path) -> None:
+    """Asks the system to forget the files of a directory, so that reading them asks the disk.
+
+    They must be synced. Where the system knows no such request it does nothing, and reading back
+    may read memory.
+    """
+    if not hasattr(os, "posix_fadvise"):
+        return
+    for file in path.iterdir():
+        descriptor = os.open(file, os.O_RDONLY)
+        try:
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(descriptor)
+
+
 def sync_directory(path: Path) -> None:
     """Writes a directory's names to the disk (fsync): after that they survive a power cut."""
     descriptor = os.open(path, os.O_RDONLY)

@@ -38,6 +38,7 @@ from moebius.cluster.job import (
 )
 from moebius.cluster.nodes import NodeLost, NodesUnavailable
 from moebius.cluster.watching.heartbeats import RankState
+from moebius.distributed.checkpoint.files import SaveFailedError
 
 OK = AgentReport(ok=True)
 
@@ -201,6 +202,43 @@ def test_the_same_error_at_different_steps_is_not(tmp_path):
     status, _ = live(tmp_path, *script, makes_steps(9, then=finishes), max_restarts=8)
     assert status.state is State.SUCCEEDED
     assert status.restarts == 4
+
+
+def tells(line: dict[str, Any], then: Callable[[Path], AgentReport | None]):
+    def act(run_dir: Path) -> AgentReport | None:
+        with open(run_dir / "metrics.jsonl", "a") as file:
+            file.write(json.dumps(line) + "\n")
+        return then(run_dir)
+
+    return act
+
+
+def test_what_happened_to_checkpoints_is_in_the_journal(tmp_path):
+    aside = {
+        "kind": "checkpoint_set_aside",
+        "step": 8,
+        "path": "step_00000008.damaged-20260101-000000",
+        "why": "a file is missing",
+        "resumed_from_step": 4,
+    }
+    unsaved = {"kind": "checkpoint", "step": 12, "error": "No space left on device"}
+    live(tmp_path, tells(aside, makes_steps(9, then=tells(unsaved, finishes))))
+    reasons = [entry.reason for entry in Journal(tmp_path).entries()]
+    assert any("step 8 was damaged and is set aside" in reason for reason in reasons)
+    assert any("goes on from step 4: a file is missing" in reason for reason in reasons)
+    assert "No space left on device" in reasons
+
+
+def test_a_job_that_shall_stop_where_it_cannot_save_is_not_started_again(tmp_path):
+    error = "moebius.distributed.checkpoint.files.SaveFailedError: step 4 was not saved: disk full"
+    status, _ = live(tmp_path, makes_steps(4, then=ends(failed(error))), max_restarts=5)
+    assert status.state is State.FAILED
+    assert states(tmp_path).count("STARTING") == 1
+    assert 'checkpoint.on_failure="stop": step 4 was not saved: disk full' in status.reason
+
+
+def test_the_name_of_the_error_is_that_of_the_class():
+    assert SaveFailedError.__name__ == generations.SAVE_FAILED
 
 
 def test_a_taken_port_costs_no_restart_but_is_not_tried_for_ever(tmp_path):

@@ -38,7 +38,9 @@ from moebius.distributed.checkpoint.files import (
     read_meta,
     verify,
 )
-from moebius.distributed.checkpoint.loading import latest_for_all, load
+from moebius.distributed.checkpoint.folder import CheckpointFolder
+from moebius.distributed.checkpoint.loading import load
+from moebius.distributed.checkpoint.recovery import newest_whole
 from moebius.distributed.layout import Layout, MeshConfig, plan_layout
 from moebius.distributed.local_shard import LocalShard, Slice, block_shard, whole_shard
 from moebius.distributed.mesh import build_mesh
@@ -455,7 +457,7 @@ def die_while_saving(directory, where, victim):
 
     with Rank(directory, 2) as rank:
         if rank.process.rank == victim:
-            owner = checkpoint if where == "_publish" else checkpoint_writing.SummingWriter
+            owner = checkpoint if where == "publish" else checkpoint_writing.SummingWriter
             setattr(owner, where, die)
         rank.save(60, seed=60)
         try:
@@ -469,7 +471,7 @@ def die_while_saving(directory, where, victim):
 
 
 @pytest.mark.parametrize(
-    ("where", "victim"), [("write_data", 0), ("write_data", 1), ("_publish", 0)]
+    ("where", "victim"), [("write_data", 0), ("write_data", 1), ("publish", 0)]
 )
 def test_a_crash_leaves_the_last_good_one(saved, where, victim):
     with pytest.raises(
@@ -513,7 +515,7 @@ def test_a_crash_between_the_two_renames_of_a_replacement_is_undone(saved):
 
 def test_a_replacement_that_fails_puts_the_old_one_back(saved):
     with pytest.raises(FileNotFoundError):
-        checkpoint._publish(saved.with_name("step_00000050.g3.tmp"), saved)
+        checkpoint.publish(saved.with_name("step_00000050.g3.tmp"), saved)
     verify(saved)
 
 
@@ -844,7 +846,7 @@ def test_a_file_that_cannot_be_read_is_told(saved, monkeypatch):
 
 def test_a_folder_that_is_gone_does_not_hide_why_a_save_failed(tmp_path):
     gone = tmp_path / "gone"
-    assert checkpoint._what_remains(gone) == (
+    assert CheckpointFolder(gone, 1, 0, None).what_remains() == (
         f"{gone} cannot be read any more: No such file or directory"
     )
 
@@ -955,7 +957,9 @@ def search(directory):
     with Rank(directory.parent / "other") as rank:
         if rank.mesh.rank == 1:  # as a network file system may show it: this rank sees nothing yet
             directory = directory.parent / "absent"
-        return latest_for_all(directory, rank.mesh)
+        newest, damaged = newest_whole(directory, rank.mesh)
+        assert not damaged
+        return newest and newest[0]
 
 
 def test_all_ranks_take_the_checkpoint_that_rank_0_sees(tmp_path):

@@ -1,0 +1,180 @@
+"""The folder with a run's checkpoints: who may change it, what is kept, cleaned up and set aside.
+
+    step_00000050/                             a committed checkpoint
+    step_00000060.g3.tmp/                      being written by generation 3, or left by it
+    step_00000050.old.tmp/                     stepped aside while its replacement is renamed
+    step_00000010.deleted.tmp/                 on its way out
+    step_00000040.damaged-20261122-170411/     found damaged by a run that went on from the one before
+
+All acts here are rank 0's. Nothing is read but names and the supervisor's fence; every change is a
+rename, so half a directory never looks like a checkpoint.
+"""
+
+import logging
+import re
+import shutil
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from .files import CheckpointError, StaleGenerationError, latest, list_checkpoints
+from .writing import discard, sync_directory
+
+logger = logging.getLogger(__name__)
+
+_TEMPORARY_NAME = re.compile(r"(step_\d{8,})\.(?:g(?P<generation>\d+)|old|deleted)\.tmp")
+_DAMAGED_NAME = re.compile(r"step_\d{8,}\.damaged-\d{8}-\d{6}")
+
+
+@dataclass(frozen=True)
+class DamagedCheckpoint:
+    """A checkpoint that was found damaged, and passed over for an earlier one."""
+
+    step: int
+    path: Path  # where it is now
+    why: str
+
+
+@dataclass(frozen=True)
+class CheckpointFolder:
+    """The checkpoints of one run, as a process of one generation may change them.
+
+    `generation_file` is the supervisor's fence: where it exists, only the generation whose number
+    it holds may change anything.
+    """
+
+    path: Path
+    keep_last: int
+    generation: int
+    generation_file: Path | None
+
+    def prepare(self) -> None:
+        """Makes the folder, and removes what this and earlier generations left unfinished.
+
+        Raises:
+            CheckpointError: it cannot be written, or this generation is a stale one.
+        """
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self.refuse_if_stale()  # what would be cleaned may be the current generation's
+            self._clean_leftovers()
+        except OSError as error:
+            raise CheckpointError(
+                f"cannot write checkpoints into {self.path}: {error.strerror}; "
+                "choose a run folder that this user may write to"
+            ) from error
+
+    def refuse_if_stale(self) -> None:
+        """Raises an error if the supervisor's fence names another generation.
+
+        (A rename right after it could still be late; by then the state is the same run's all the
+        same.)
+        """
+        if self.generation_file is None or not self.generation_file.exists():
+            return
+        current = self.generation_file.read_text().strip()
+        if current != str(self.generation):
+            raise StaleGenerationError(
+                f"generation {self.generation} may not commit: {self.generation_file} says "
+                f"{current or 'nothing'}; the job was started anew and this process is a leftover "
+                "that must end"
+            )
+
+    def make_temporary(self, temporary: Path) -> None:
+        """Makes the directory that a save is written into, empty."""
+        self.refuse_if_stale()
+        discard(temporary)
+        temporary.mkdir(parents=True)
+
+    def set_aside(self, damaged: Sequence[DamagedCheckpoint]) -> list[DamagedCheckpoint]:
+        """Renames damaged checkpoints, so that no run takes them for whole again.
+
+        Nothing is deleted: somebody may want to look at them, or mend them from a copy.
+
+        Returns:
+            The same with their new paths; one that cannot be renamed keeps its name.
+        """
+        self.refuse_if_stale()
+        stamp = time.strftime("%Y%m%d-%H%M%S")
+        return [self._set_one_aside(each, stamp) for each in damaged]
+
+    def _set_one_aside(self, damaged: DamagedCheckpoint, stamp: str) -> DamagedCheckpoint:
+        aside = damaged.path.with_name(f"{damaged.path.name}.damaged-{stamp}")
+        try:
+            damaged.path.rename(aside)
+        except OSError as error:
+            logger.warning("%s could not be set aside: %s", damaged.path, error.strerror)
+            return damaged
+        return replace(damaged, path=aside)
+
+    def delete_old(self, step: int, *, spare: Path | None = None) -> None:
+        """Deletes all but the last n checkpoints up to the one just written.
+
+        A later one, behind which the run fell back, is not judged here.
+
+        Args:
+            step: of the one just written.
+            spare: is read by somebody, and stays until the next time.
+        """
+        past = [found for found in list_checkpoints(self.path) if found.step <= step]
+        for checkpoint in past[: -self.keep_last]:
+            if checkpoint.path == spare:
+                continue
+            doomed = checkpoint.path.with_name(f"{checkpoint.path.name}.deleted.tmp")
+            try:
+                checkpoint.path.rename(doomed)  # half a directory must never look like a checkpoint
+            except OSError as error:
+                logger.warning(
+                    "the old checkpoint %s could not be deleted: %s", checkpoint.path, error
+                )
+            else:
+                discard(doomed)
+
+    def what_remains(self) -> str:
+        """Spells what the user still has after a save that failed.
+
+        A failure of its own must not hide the first.
+        """
+        try:
+            found = latest(self.path)
+            free_mib = shutil.disk_usage(self.path).free / 2**20
+        except OSError as error:
+            return f"{self.path} cannot be read any more: {error.strerror}"
+        remains = (
+            f"{found.name} is still there and untouched" if found else "there is no earlier one"
+        )
+        return f"{remains} ({free_mib:,.0f} MiB free on its disk)"
+
+    def _clean_leftovers(self) -> None:
+        for path in self.path.iterdir():
+            match = _TEMPORARY_NAME.fullmatch(path.name)
+            if match is None or int(match["generation"] or 0) > self.generation:
+                continue  # what a later generation writes is not ours to touch
+            committed = self.path / match[1]
+            if path.name.endswith(".old.tmp") and not committed.exists():
+                path.rename(committed)  # we died between two renames: this is the last good one
+            else:
+                discard(path)
+
+
+def list_set_aside(directory: Path) -> list[Path]:
+    """Lists the checkpoints that runs have set aside as damaged, by name."""
+    if not directory.is_dir():
+        return []
+    return sorted(path for path in directory.iterdir() if _DAMAGED_NAME.fullmatch(path.name))
+
+
+def publish(temporary: Path, final: Path) -> None:
+    """Makes a checkpoint visible by a rename; an older one of the same step steps aside for it."""
+    aside = final.with_name(f"{final.name}.old.tmp")
+    if final.exists():
+        final.rename(aside)
+    try:
+        temporary.rename(final)
+    except OSError:
+        if aside.exists():
+            aside.rename(final)
+        raise
+    sync_directory(final.parent)
+    discard(aside)

@@ -1,0 +1,118 @@
+"""A run whose newest checkpoint is damaged goes on from the one before, with the same losses; a disk
+that is full ends it only where it was told to.
+"""
+
+import errno
+import json
+import os
+from pathlib import Path
+
+import pytest
+from world import RankFailed, run_ranks
+
+from moebius.data_pipeline.config import DataConfig
+from moebius.distributed.checkpoint import writing
+from moebius.model.attention_config import SwitchHeadConfig
+from moebius.model.config import ModelConfig
+from moebius.model.feed_forward_config import ExpertsConfig
+from moebius.model.routers.sigmoid import SigmoidConfig
+from moebius.train.config import CheckpointConfig, Config, MeshConfig, TrainConfig
+from moebius.train.loop import train
+from moebius.train.metrics import MetricsLog
+
+MODEL = ModelConfig(
+    vocab_size=257,
+    d_model=16,
+    num_layers=2,
+    attention=SwitchHeadConfig(num_heads=2, d_head=8, num_experts=2, top_k=1),
+    feed_forward=ExpertsConfig(num_experts=4, router=SigmoidConfig(top_k=2), d_expert=8),
+)
+
+
+def config_of(data: Path, *, steps: int, **checkpoint: object) -> Config:
+    return Config(
+        model=MODEL,
+        data=DataConfig(
+            tokenizer="bytes",
+            vocab_size=257,
+            seq_len=16,
+            validation_fraction=0.2,
+            directory=str(data),
+        ),
+        mesh=MeshConfig(ep=2),
+        checkpoint=CheckpointConfig.model_validate({"every": 2, "keep_last": 3} | checkpoint),
+        train=TrainConfig(
+            steps=steps, global_batch=4, micro_batch=2, eval_every=0, eval_rows=4, log_every=1
+        ),
+    )
+
+
+def lines(run_dir: Path, kind: str) -> list[dict]:
+    found = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in found if line["kind"] == kind]
+
+
+@pytest.mark.slow
+def test_the_losses_do_not_notice(data: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    run_ranks(train, 2, config_of(data, steps=4), run_dir)
+    newest = run_dir / "checkpoints" / "step_00000004"
+    os.truncate(newest / "__1_0.distcp", 100)
+    run_ranks(train, 2, config_of(data, steps=5), run_dir)
+    made = [(line["step"], line["loss"], line["digest"]) for line in lines(run_dir, "train")]
+    assert [step for step, *_ in made] == [1, 2, 3, 4, 3, 4, 5]
+    assert made[2:4] == made[4:6]
+    (told,) = lines(run_dir, "checkpoint_set_aside")
+    assert (told["step"], told["resumed_from_step"]) == (4, 2)
+    assert "__1_0.distcp has 100 bytes instead of" in told["why"]
+    assert (run_dir / "checkpoints" / told["path"]).is_dir()
+    assert (newest / "manifest.json").exists()  # step 4 was made, and saved, once more
+
+
+def train_on_a_full_disk(config: Config, run_dir: Path) -> str:
+    """Whatever is written to seal a checkpoint before step 4 finds no space."""
+    original = writing.write_synced
+
+    def full(path: Path, content: str) -> object:
+        if "step_00000002" in str(path):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        return original(path, content)
+
+    writing.write_synced = full  # pyright: ignore[reportAttributeAccessIssue]
+    return train(config, run_dir)
+
+
+@pytest.mark.slow
+def test_a_full_disk_costs_a_checkpoint_and_not_the_run(data: Path, tmp_path: Path) -> None:
+    assert (
+        run_ranks(train_on_a_full_disk, 2, config_of(data, steps=4), tmp_path) == ["finished"] * 2
+    )
+    first, second = lines(tmp_path, "checkpoint")
+    assert "No space left on device" in first["error"]
+    assert (second["step"], second["error"]) == (4, None)
+
+
+@pytest.mark.slow
+def test_a_run_may_be_told_to_stop_where_it_cannot_save(data: Path, tmp_path: Path) -> None:
+    config = config_of(data, steps=400, every=2, on_failure="stop")
+    with pytest.raises(RankFailed, match=r"step 2 was not saved: .*No space left on device"):
+        run_ranks(train_on_a_full_disk, 2, config, tmp_path)
+    assert len(lines(tmp_path, "train")) < 300  # and not at the next time that it should save
+
+
+def test_metrics_that_cannot_be_written_do_not_end_a_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    log = MetricsLog(tmp_path, active=True, first_step=1)
+    log.write("train", 1, loss=1.0)
+    whole, file = (tmp_path / "metrics.jsonl").read_text(), log._file
+    log._file = open("/dev/full", "ab", buffering=0)  # noqa: SIM115
+    log.write("train", 2, loss=1.0)
+    log.write("train", 3, loss=1.0)
+    assert caplog.text.count("could not be written") == 1
+    log._file = file
+    log.write("train", 4, loss=1.0)
+    log.close()
+    assert [line["step"] for line in lines(tmp_path, "train")] == [1, 4]
+    assert (tmp_path / "metrics.jsonl").read_text().startswith(whole)
