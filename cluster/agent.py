@@ -3,22 +3,22 @@ that holds it.
 
 One attempt of a job (a *generation*) on one node runs like this:
 
-1. `Node.start` ends what earlier generations left on this machine and starts `python -m
-   moebius.cluster.agent` as a child.
+1. `Node.start` ends what earlier generations left on this machine and lets its template fork a
+   child (warm/). A node without a template starts `python -m moebius.cluster.agent`.
 2. The child binds itself to its parent and runs torch's LocalElasticAgent. Its rendezvous
    (rendezvous.py) is given: the supervisor has chosen the node's rank, a port on node 0 and, for
    several machines, a secret, which the child reads from a pipe. `max_restarts` is 0: whatever goes
    wrong ends the generation; only the supervisor starts another one, with a new run id and a
    new port (an agent that retries by itself meets a store full of the last attempt's keys:
    pytorch#135712, #147064).
-3. The agent starts the ranks through `moebius.cluster.rank`, which gives each its log:
-   logs/g001/node0/rank0.log.
+3. The agent forks the ranks (warm/spares.py), or starts a command of the user's through
+   `moebius.cluster.rank`. Each has its log: logs/g001/node0/rank0.log.
 4. When the ranks have ended the child writes logs/g001/node0/report.json and exits; `Node.poll`
    returns the report.
 
 The agent is a child process, not a thread of the Ray actor: torch replaces signal handlers in the
-main thread and cannot be stopped from another one. Cost: one more `import torch` per node and
-generation, 1-2 s beside those of the ranks.
+main thread and cannot be stopped from another one. Cost of a generation's processes: 0.1 s by
+forks; as programs 1-2 s of one core for each agent and 3-4 s for each rank.
 """
 
 import contextlib
@@ -28,18 +28,23 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .. import __version__
 from ..train.heartbeat import FOLDER
 from . import processes
 from .job import Launch, write_atomically
 from .tracebacks import last_traceback, read_tail, summarise
+from .warm.start import AgentProcess, Template
 from .watching.heartbeats import RankState, WatchedRanks, folder_of
+
+if TYPE_CHECKING:
+    from .warm.spares import Spare
 
 EXIT_BARRIER_S = (
     60.0  # how long an agent whose ranks are done waits for the agents of the other nodes
@@ -128,11 +133,20 @@ class AgentReport:
 class Node:
     """Runs agents on one machine, for the supervision; on another machine as a Ray actor."""
 
-    def __init__(self, address: str = "127.0.0.1"):
+    def __init__(self, address: str = "127.0.0.1", launch: Launch | None = None):
+        """Starts the template, if the node is told what it will be needed for.
+
+        Args:
+            address: of this node.
+            launch: the job; None: agents and ranks are started as programs.
+        """
         self._address = address
         self._attempt: Attempt | None = None
-        self._agent: subprocess.Popen[bytes] | None = None
+        self._agent: AgentProcess | None = None
         self._watched: WatchedRanks | None = None
+        self._warms_for = launch if launch and launch.warm_start and processes.IS_LINUX else None
+        self._template: Template | None = None
+        self._warm_up()
 
     def describe(self) -> dict[str, Any]:
         """Returns where this node is and what it runs: every node of a job must run the same."""
@@ -141,6 +155,7 @@ class Node:
             "host": socket.gethostname(),
             "pid": os.getpid(),
             "versions": versions(),
+            "starts": self._how_agents_start(),
         }
 
     def free_port(self) -> int:
@@ -168,7 +183,17 @@ class Node:
         self._attempt = attempt
         self._watched = WatchedRanks(attempt.heartbeats, attempt.ranks)
         self._watched.open()
-        self._agent = _spawn_bound([sys.executable, "-m", __name__, str(attempt.log_dir)], attempt)
+        self._warm_up()  # the last template may have been killed
+        template = self._template
+        if template is None:
+            self._agent = _execute(attempt)
+        else:
+            self._agent = template.order(
+                attempt.log_dir,
+                attempt.generation,
+                attempt.secret,
+                otherwise=lambda: _execute(attempt, why=template.refusal),
+            )
 
     def poll(self) -> AgentReport | None:
         """Returns the agent's report, or None while the ranks run."""
@@ -208,11 +233,38 @@ class Node:
             self._agent.kill()  # its ranks follow: they are bound to it
         self._agent.wait()
         mine = processes.find(self._attempt.launch.run_dir, generation=self._attempt.generation)
-        ranks = {str(rank) for rank in self._attempt.ranks}
-        processes.end(pid for pid, environment in mine.items() if environment.get("RANK") in ranks)
+        ranks = self._attempt.ranks
+        processes.end(
+            pid for pid, marks in mine.items() if int(marks.get(processes.RANK, "-1")) in ranks
+        )
         self._agent = None
         if self._watched is not None:
             self._watched.close()
+
+    def end(self) -> None:
+        """Ends the agent, its ranks and the template; nothing is left of this node."""
+        self.stop()
+        if self._template is not None:
+            self._template.end()
+            self._template = None
+
+    def _warm_up(self) -> None:
+        if self._warms_for is None or (self._template and self._template.has_not_ended):
+            return
+        launch = self._warms_for
+        log = (
+            Path(launch.run_dir)
+            / "logs"
+            / "templates"
+            / f"{socket.gethostname()}-{os.getpid()}.log"
+        )
+        self._template = Template(launch, node_environment(os.environ, launch), log)
+
+    def _how_agents_start(self) -> str:
+        if self._template is None:
+            return "as programs"
+        refusal = self._template.refusal
+        return f"as programs: {refusal}" if refusal else "as forks"
 
     def _rank_pids(self) -> dict[int, int]:
         assert self._attempt is not None, "start comes first"
@@ -234,15 +286,12 @@ def versions() -> dict[str, str]:
     }
 
 
-def agent_environment(inherited: Mapping[str, str], attempt: Attempt) -> dict[str, str]:
-    """Returns the environment of the agent and, through it, of the ranks."""
-    launch = attempt.launch
+def node_environment(inherited: Mapping[str, str], launch: Launch) -> dict[str, str]:
+    """Returns the environment of all that a node starts for a job, whatever the generation."""
     kept = {key: value for key, value in inherited.items() if not key.startswith(_RAY_ONLY)}
     own = {
         processes.MARK: launch.run_dir,
-        processes.MARK_GENERATION: str(attempt.generation),
         processes.PARENT: str(os.getpid()),
-        FOLDER: str(attempt.heartbeats),
         "PYTHONUNBUFFERED": "1",  # a killed rank's last words must be in its log
         # with the shared store, restarts fail (pytorch#135712)
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
@@ -252,8 +301,17 @@ def agent_environment(inherited: Mapping[str, str], attempt: Attempt) -> dict[st
     return kept | dict(launch.environment) | own
 
 
-def _spawn_bound(command: list[str], attempt: Attempt) -> subprocess.Popen[bytes]:
-    """Starts a child from a thread that lives as long as the child does.
+def agent_environment(inherited: Mapping[str, str], attempt: Attempt) -> dict[str, str]:
+    """Returns the environment of the agent and, through it, of the ranks."""
+    own = {
+        processes.MARK_GENERATION: str(attempt.generation),
+        FOLDER: str(attempt.heartbeats),
+    }
+    return node_environment(inherited, attempt.launch) | own
+
+
+def _execute(attempt: Attempt, *, why: str | None = None) -> "subprocess.Popen[bytes]":
+    """Starts the agent as a program, from a thread that lives as long as the agent does.
 
     The kernel's parent-death signal follows the thread that forked, and the threads of an actor
     come and go.
@@ -264,8 +322,11 @@ def _spawn_bound(command: list[str], attempt: Attempt) -> subprocess.Popen[bytes
     def hold() -> None:
         try:
             with open(attempt.log_dir / "agent.log", "ab") as log:
+                if why is not None:
+                    log.write(f"this agent is no fork of a template: {why}\n".encode())
+                    log.flush()
                 child = subprocess.Popen(
-                    command,
+                    [sys.executable, "-m", __name__, str(attempt.log_dir)],
                     stdin=subprocess.PIPE,
                     stdout=log,
                     stderr=log,
@@ -304,20 +365,35 @@ def _hear_secret() -> str:
     return secret
 
 
-def main(log_dir: Path) -> int:
-    """Runs one generation's ranks on this node and leaves a report: the child process."""
+def main(log_dir: Path, *, forks_ranks: bool = False) -> int:
+    """Runs one generation's ranks on this node and leaves a report: the child process.
+
+    Args:
+        log_dir: of this node in this generation.
+        forks_ranks: this process has imported what ranks need, and has one thread. In the forks
+            this function returns when the rank has ended.
+    """
     processes.bind_to_parent()
     os.environ[processes.PARENT] = str(os.getpid())  # for the ranks
-    attempt = Attempt.load(log_dir / "attempt.json", secret=_hear_secret())
+    attempt, spares = Attempt.load(log_dir / "attempt.json"), None
+    os.environ[FOLDER] = str(attempt.heartbeats)  # a fork has the template's environment
+    if forks_ranks:
+        from .warm.spares import WaitingRank, fork_ranks
+
+        # before there is a secret or a thread
+        spares = fork_ranks(attempt.ranks, log_dir, attempt.launch.run_dir)
+        if isinstance(spares, WaitingRank):
+            return spares.run()
+    attempt = replace(attempt, secret=_hear_secret())
     try:
-        report = _run_elastic_agent(attempt)
+        report = _run_elastic_agent(attempt, spares)
     except Exception as error:  # noqa: BLE001 - the supervisor must get a report of whatever it is
         report = AgentReport(ok=False, message=f"{type(error).__name__}: {error}")
     write_atomically(log_dir / "report.json", json.dumps(asdict(report), indent=1))
     return 0 if report.ok else 1
 
 
-def _run_elastic_agent(attempt: Attempt) -> AgentReport:
+def _run_elastic_agent(attempt: Attempt, spares: "Sequence[Spare] | None") -> AgentReport:
     from torch.distributed.elastic.agent.server.api import WorkerSpec
     from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
@@ -343,9 +419,12 @@ def _run_elastic_agent(attempt: Attempt) -> AgentReport:
         max_restarts=0,
         local_addr=attempt.address,
     )
-    result: Any = LocalElasticAgent(
-        spec, _stable_logs(attempt), exit_barrier_timeout=EXIT_BARRIER_S
-    ).run()
+    make: Callable[..., LocalElasticAgent] = LocalElasticAgent
+    if spares is not None:
+        from .warm.spares import WarmElasticAgent
+
+        make = partial(WarmElasticAgent, spares=spares)
+    result: Any = make(spec, _stable_logs(attempt), exit_barrier_timeout=EXIT_BARRIER_S).run()
     failures = tuple(
         _describe_failure(attempt, rank, failure)
         for rank, failure in sorted(result.failures.items())

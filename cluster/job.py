@@ -82,6 +82,7 @@ class Launch:
     )
     backoff_s: float = 1.0  # before a restart when no step was made; doubles each time, up to 30 s
     rehearse_failure_at_step: int | None = None
+    warm_start: bool = True  # agents and ranks are forks of a process that has imported everything
     prepares_data: bool = False  # beside the ranks, as the run folder's configuration says
 
     @property

@@ -50,6 +50,7 @@ def train_here(
         max_restarts=job.max_restarts,
         start_timeout_s=job.start_timeout_s,
         rehearse_failure_at_step=job.rehearse_failure_at_step,
+        warm_start=job.warm_start,
         prepares_data=beside,
     )
     status = _run_and_show(launch, run_dir, console, live)
@@ -76,7 +77,7 @@ def _run_and_show(launch: Launch, run_dir: Path, console: Console, live: bool | 
     screen.start()
     try:
         with interrupts_ask_for_a_stop(run_dir):
-            supervise(launch, ThisMachine(), _preparation(launch))
+            supervise(launch, ThisMachine(launch), _preparation(launch))
     finally:
         ended.set()
         screen.join()

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from .agent import AgentReport, Attempt, Node
+from .job import Launch
 from .watching.heartbeats import RankState
 
 
@@ -56,8 +57,9 @@ class NodeProvider(Protocol):
 class ThisMachine:
     """Provides one node: this machine."""
 
-    def __init__(self) -> None:
-        self._node = Node()
+    def __init__(self, launch: Launch | None = None) -> None:
+        """Starts what `launch` can be started from soon (agent.Node); None: nothing."""
+        self._node = Node(launch=launch)
 
     def provide_nodes(self, while_waiting: Callable[[str], None]) -> Sequence[NodeHandle]:
         """Returns this machine, at once."""
@@ -65,4 +67,4 @@ class ThisMachine:
 
     def release(self) -> None:
         """Ends what runs here."""
-        self._node.stop()
+        self._node.end()

@@ -3,8 +3,12 @@ them.
 
 Every layer dies with the one above it (actor → agent → ranks). Linux does that: PR_SET_PDEATHSIG
 sends SIGKILL when the *thread* that forked ends. SIGKILL also for the agent: one that waits for its
-peers inside C++ would not notice SIGTERM. What slips through all the same is found by the mark that
-each process carries in its environment.
+peers inside C++ would not notice SIGTERM. What slips through all the same is found by the marks that
+each process carries in its environment: run folder, generation, rank.
+
+A fork shows the environment that its template was started with, whatever it sets later. So a
+template (warm/template.py) is started with empty room for marks, and its forks write theirs there
+(`write_mark`): the same `find` sees executed and forked processes, and so does `ps e`.
 
 Elsewhere (macOS) nothing binds a process to its parent: when the command is killed with SIGKILL its
 ranks go on, until the next start in the same run folder finds them by their marks and ends them.
@@ -18,12 +22,19 @@ import signal
 import sys
 import time
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 
 import psutil
 
 MARK = "MOEBIUS_RUN_DIR"  # in the environment of every process of a run: the absolute run folder
 MARK_GENERATION = "MOEBIUS_GENERATION"
 PARENT = "MOEBIUS_PARENT_PID"  # who must be alive when the child binds itself
+RANK = "RANK"  # torchrun's own
+
+# Room for marks, by the mark: present while nothing is written there.
+TEMPLATE = "MOEBIUS_TEMPLATE"
+_ROOMS = {MARK_GENERATION: TEMPLATE, RANK: "MOEBIUS_ROOM_FOR_RANK"}
+_DIGITS = 12  # of a mark's value; leading zeros fill its room
 
 IS_LINUX = sys.platform == "linux"
 
@@ -42,6 +53,17 @@ def bind_to_parent() -> None:
     parent = os.environ.get(PARENT)
     if parent is not None and int(parent) != os.getppid():
         sys.exit(f"the parent process {parent} has already ended")
+
+
+def become_child(parent: int, log: Path) -> None:
+    """Gives a fork a session and a log of its own, and binds it to its parent."""
+    os.setsid()
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.close(descriptor)
+    os.environ[PARENT] = str(parent)
+    bind_to_parent()
 
 
 def adopt_orphans() -> None:
@@ -74,6 +96,37 @@ def descendants(pid: int) -> list[int]:
     return found[1:]
 
 
+def room_for_marks() -> dict[str, str]:
+    """Returns what a template's environment must hold so that its forks can write their marks."""
+    sizes = {room: _size_of_mark(mark, room) for mark, room in _ROOMS.items()}
+    return {room: "-" * (size - len(f"{room}=")) for room, size in sizes.items()}
+
+
+def write_mark(mark: str, value: int) -> None:
+    """Writes a mark over its room in the environment that this process was started with.
+
+    Raises:
+        OSError: this process has no such room, or the system shows another environment.
+    """
+    room = _ROOMS[mark]
+    getenv = ctypes.CDLL(None).getenv
+    getenv.restype = ctypes.c_void_p
+    address = getenv(room.encode())
+    if address is None:
+        raise OSError(f"there is no room for the mark {mark} in this process's environment")
+    size = _size_of_mark(mark, room)
+    text = f"{mark}=" + str(value).zfill(size - len(f"{mark}="))
+    ctypes.memmove(address - len(f"{room}="), text.encode(), size)
+    os.environ.pop(room, None)
+    os.environ[mark] = str(value)
+    if int(_environment(os.getpid()).get(mark, "-1")) != value:
+        raise OSError(f"the mark {mark} cannot be seen from outside this process")
+
+
+def _size_of_mark(mark: str, room: str) -> int:
+    return max(len(f"{mark}="), len(f"{room}=")) + _DIGITS
+
+
 def find(
     run_dir: str, *, generation: int | None = None, before: int | None = None
 ) -> dict[int, Mapping[str, str]]:
@@ -83,11 +136,15 @@ def find(
         run_dir: absolute, as it was given to the launch.
         generation: only those of this generation.
         before: only those of earlier generations.
+
+    Templates belong to no generation: they are among the results only where none is asked for.
     """
     found = {}
     for pid in psutil.pids():
         environment = _environment(pid)
         if environment.get(MARK) != run_dir or pid == os.getpid():
+            continue
+        if TEMPLATE in environment and (generation is not None or before is not None):
             continue
         own = int(environment.get(MARK_GENERATION, "0"))
         if (generation is None or own == generation) and (before is None or own < before):

@@ -160,6 +160,7 @@ def make_launch(
         max_restarts=job.max_restarts,
         start_timeout_s=job.start_timeout_s,
         rehearse_failure_at_step=job.rehearse_failure_at_step,
+        warm_start=job.warm_start,
         prepares_data=prepares_data,
     )
 

@@ -40,8 +40,8 @@ _HEAD = {"node:__internal_head__": 0.001}  # a resource that Ray gives to the he
 class NodeAgent(Node):
     """Runs one node's agents, as an actor in the node's bundle."""
 
-    def __init__(self) -> None:
-        super().__init__(ray.util.get_node_ip_address())
+    def __init__(self, launch: Launch) -> None:
+        super().__init__(ray.util.get_node_ip_address(), launch)
 
 
 class Supervisor:
@@ -237,7 +237,9 @@ class RayNodeProvider:
                 "max_concurrency": 4,
             }
             node = RemoteNode(
-                ray.remote(NodeAgent).options(**options, scheduling_strategy=strategy).remote()
+                ray.remote(NodeAgent)
+                .options(**options, scheduling_strategy=strategy)
+                .remote(self._launch)
             )
             while not node.is_up(timeout_s=POLL_S):
                 while_waiting("")
@@ -309,9 +311,9 @@ class RemoteNode:
         self._call("stop")
 
     def end(self) -> None:
-        """Ends the ranks and the actor."""
+        """Ends the ranks, the template and the actor."""
         with contextlib.suppress(NodeLost):  # then nothing is left to end
-            self.stop()
+            self._call("end")
         ray.kill(self._actor)
 
     def _call(self, method: str, *arguments: Any) -> Any:

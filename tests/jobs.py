@@ -71,8 +71,14 @@ def agent_pids(run_dir: Path) -> dict[int, int]:
     return {
         pid: int(environment[processes.PARENT])
         for pid, environment in found
-        if "RANK" not in environment
+        if "RANK" not in environment and processes.TEMPLATE not in environment
     }
+
+
+def template_pids(run_dir: Path) -> list[int]:
+    """Living templates of a run."""
+    found = processes.find(str(run_dir)).items()
+    return [pid for pid, environment in found if processes.TEMPLATE in environment]
 
 
 def assert_nothing_left(run_dir: Path, *, within_s: float = 5.0) -> None:

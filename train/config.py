@@ -156,6 +156,9 @@ class JobConfig(BaseModel):
     # Fault drill: one rank is killed, once, when the run has reached this step. The run must not
     # notice.
     rehearse_failure_at_step: PositiveInt | None = None
+    # Agents and ranks are forks of one process per node that has imported everything, so that a
+    # restart takes seconds. Linux; elsewhere, and with false, they are started as programs.
+    warm_start: bool = True
 
 
 class Config(BaseModel):

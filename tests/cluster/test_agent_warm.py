@@ -1,0 +1,189 @@
+"""Agents and ranks that are forked from a template: they are what programs would be, and nothing of
+them is left, whoever is killed.
+
+One template, for the user's command, serves the quick tests; ranks of the training loop are slow.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from jobs import agent_pids, assert_nothing_left, fake_launch, rank_pids, template_pids, wait_for
+
+from moebius.cluster import processes
+from moebius.cluster.agent import AgentReport, Attempt, Node
+from moebius.cluster.job import Launch
+from moebius.cluster.warm.start import OrderedAgent
+
+pytestmark = pytest.mark.skipif(not processes.IS_LINUX, reason="elsewhere nothing is forked")
+
+
+def attempt_of(launch: Launch, node: Node, *, generation: int = 1) -> Attempt:
+    return Attempt(launch, generation, 0, "127.0.0.1", node.free_port(), "127.0.0.1", "a secret")
+
+
+@pytest.fixture
+def node(tmp_path) -> Iterator[Node]:
+    """A node that is warm for a command of the user's."""
+    warm = Node(launch=fake_launch(tmp_path, "plain=1"))
+    yield warm
+    warm.end()
+    assert_nothing_left(tmp_path)
+
+
+def test_a_forked_agent_is_what_a_program_is(node, tmp_path):
+    """Its marks, its parent and its log; the template outlives it and is spared by the next."""
+    launch = fake_launch(tmp_path, "plain=1", "step_s=60", ranks_per_node=2)
+    node.start(attempt_of(launch, node))
+    wait_for(lambda: len(rank_pids(tmp_path)) == 2, what="two ranks")
+    assert node.describe()["starts"] == "as forks"
+    [template], [(agent, holder)] = template_pids(tmp_path), agent_pids(tmp_path).items()
+    assert holder == os.getpid(), "what the template was started with is what is shown"
+    assert processes.descendants(template)[0] == agent
+    assert set(processes.find(str(tmp_path), generation=1)) == {
+        agent,
+        *rank_pids(tmp_path).values(),
+    }
+    assert not node.kill_rank(7)
+    assert node.kill_rank(1)
+    report = wait_for(node.poll, what="the report")
+    assert {failure.rank: failure.exit_code for failure in report.failures} == {0: -15, 1: -9}
+    assert "closing signal" in (tmp_path / "logs/g001/node0/agent.log").read_text()
+
+    node.start(attempt_of(fake_launch(tmp_path, "plain=1", "steps=1"), node, generation=2))
+    assert wait_for(node.poll, what="the report") == AgentReport(ok=True)
+    assert template_pids(tmp_path) == [template]
+    environment = Path(f"/proc/{template}/environ").read_text()
+    assert "a secret" not in environment
+
+    node.start(attempt_of(launch, node, generation=3))
+    [agent] = wait_for(lambda: agent_pids(tmp_path), what="the agent")
+    os.kill(agent, signal.SIGKILL)
+    report = wait_for(node.poll, what="the report")
+    assert "ended with exit code -9" in report.message
+    wait_for(lambda: not rank_pids(tmp_path), what="the end of the ranks")
+
+
+@pytest.mark.slow  # 6 s: two templates
+def test_a_template_that_was_killed_takes_its_agents_along_and_is_started_again(node, tmp_path):
+    launch = fake_launch(tmp_path, "plain=1", "step_s=60", ranks_per_node=2)
+    node.start(attempt_of(launch, node, generation=4))
+    wait_for(lambda: rank_pids(tmp_path), what="the ranks")
+    [template] = template_pids(tmp_path)
+    os.kill(template, signal.SIGKILL)
+    assert "exit code -9" in wait_for(node.poll, what="the report").message
+    wait_for(lambda: not processes.find(str(tmp_path)), what="the end of agent and ranks")
+    node.start(attempt_of(fake_launch(tmp_path, "plain=1", "steps=1"), node, generation=5))
+    assert wait_for(node.poll, what="the report") == AgentReport(ok=True)
+    assert template_pids(tmp_path) not in ([], [template])
+
+
+HOLDER = """
+import sys, time
+from pathlib import Path
+from moebius.cluster.agent import Attempt, Node
+attempt = Attempt.load(Path(sys.argv[1]))
+Node(launch=attempt.launch).start(attempt)
+time.sleep(100)
+"""
+
+
+@pytest.mark.slow  # 3 s
+def test_all_layers_end_with_the_node(tmp_path):
+    launch = fake_launch(tmp_path, "plain=1", "step_s=60", ranks_per_node=2)
+    attempt_of(launch, Node()).save(tmp_path / "plan.json")
+    holder = subprocess.Popen([sys.executable, "-c", HOLDER, str(tmp_path / "plan.json")])
+    try:
+        wait_for(lambda: len(rank_pids(tmp_path)) == 2, what="two ranks")
+        assert len(template_pids(tmp_path)) == 1
+        holder.kill()
+        assert_nothing_left(tmp_path)
+    finally:
+        holder.kill()
+        holder.wait()
+
+
+@pytest.mark.parametrize(("warm", "starts"), [(False, "as programs"), (True, "as forks")])
+def test_a_job_without_warm_start_has_no_template(tmp_path, monkeypatch, warm, starts):
+    started = []
+    monkeypatch.setattr(
+        "moebius.cluster.agent.Template", lambda *_: started.append(_) or Refusing()
+    )
+    node = Node(launch=fake_launch(tmp_path, warm_start=warm))
+    assert bool(started) == warm
+    assert node.describe()["starts"] == starts
+
+
+class Refusing:
+    refusal = None
+
+
+class Program:
+    def __init__(self):
+        self.code: int | None = None
+
+    def poll(self) -> int | None:
+        return self.code
+
+    def kill(self) -> None:
+        self.code = -9
+
+    def wait(self) -> int:
+        assert self.code is not None
+        return self.code
+
+
+@pytest.mark.slow  # 6 s
+def test_an_agent_is_started_as_a_program_where_the_template_refuses(tmp_path):
+    """The template is told that a library has started threads; its reason is in the agent's log."""
+    threaded = {"OPENBLAS_NUM_THREADS": "2"}
+    launch = fake_launch(tmp_path, "plain=1", "steps=1", environment=threaded)
+    node = Node(launch=launch)
+    try:
+        node.start(attempt_of(launch, node))
+        assert wait_for(node.poll, what="the report") == AgentReport(ok=True)
+        assert "threads" in node.describe()["starts"]
+        log = (tmp_path / "logs/g001/node0/agent.log").read_text()
+        assert log.startswith("this agent is no fork of a template: imports have started threads")
+    finally:
+        node.end()
+    assert_nothing_left(tmp_path)
+
+
+def test_an_ordered_agent_becomes_a_program_once():
+    programs: list[Program] = []
+
+    def execute() -> Program:
+        programs.append(Program())
+        return programs[-1]
+
+    agent = OrderedAgent(lambda: None, execute)
+    agent.was_refused()
+    agent.template_has_ended(0)
+    [program] = programs
+    assert agent.poll() is None
+    agent.kill()
+    assert (agent.poll(), agent.wait(), program.code) == (-9, -9, -9)
+
+    killed = OrderedAgent(lambda: None, execute)
+    killed.kill()
+    killed.was_refused()
+    assert (killed.wait(), len(programs)) == (-9, 1)
+
+
+def test_marks_are_written_where_others_see_them():
+    code = "from moebius.cluster import processes as p; p.write_mark(p.RANK, 3); print('seen')"
+    rooms = subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ | processes.room_for_marks(),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert rooms.stdout == "seen\n", rooms.stderr
+    none = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert "no room for the mark RANK" in none.stderr
