@@ -72,7 +72,8 @@ def _add_place(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--address",
         metavar="HOST:PORT",
-        help='a running Ray cluster, or "auto"; default: simulate one',
+        help='a running Ray cluster; "auto"; "simulated[:NAME]" of `moebius cluster up`; default: '
+        "simulate one for this job",
     )
     parser.add_argument(
         "--detach", action="store_true", help="return once the supervisor is up (with --address)"

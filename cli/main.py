@@ -14,6 +14,7 @@ from .. import __version__
 from ..train.recipes.names import RECIPE_NAMES
 from . import (
     checkpoints,
+    cluster,
     completion,
     data,
     evaluate,
@@ -28,7 +29,19 @@ from . import (
 from .messages import print_message
 
 # In the order in which `moebius --help` lists them.
-GROUPS = (prepare, data, jobs, job_reports, evaluate, models, layout, plan, simulate, checkpoints)
+GROUPS = (
+    prepare,
+    data,
+    jobs,
+    job_reports,
+    cluster,
+    evaluate,
+    models,
+    layout,
+    plan,
+    simulate,
+    checkpoints,
+)
 
 # What a path cannot be, wherever it is first looked at: too long, or a circle of links.
 NO_PATHS = (errno.ENAMETOOLONG, errno.ELOOP)

@@ -1,9 +1,9 @@
 """A Ray cluster of pretended nodes on this machine, which is gone without a trace when its user is.
 
-The cluster lives below a host process (`python -m moebius.cluster.simulated`). That process holds
-the raylets, adopts every orphan below it, and tears everything down when its standard input closes:
-after a normal exit, after Ctrl-C, and after a kill -9 of the command line. If the host itself is
-killed, the kernel takes the raylets with it (Ray binds them to it).
+The cluster lives below a host process (places/host.py). That process holds the raylets, adopts every
+orphan below it, and tears everything down when its standard input closes: after a normal exit,
+after Ctrl-C, and after a kill -9 of the command line. A cluster that stays between commands is
+places/standing.py.
 
 Authentication: Ray 2.60 turns tokens on for local clusters and writes one into the user's home.
 Here the mode is always explicit: a token of this process's own, in the cluster's own directory
@@ -20,35 +20,21 @@ import os
 import secrets
 import select
 import shutil
-import signal
 import socket
 import subprocess
 import sys
 import tempfile
-import time
-import traceback
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from . import processes
 from .job import JobError
+from .places.host import Plan, node_address
 from .tracebacks import read_tail
 
 START_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 15.0
-
-# Death of a node is noticed after 5 s instead of Ray's 15; no worker processes are started in
-# advance (60 MB each).
-_SYSTEM_CONFIG = {
-    "health_check_initial_delay_ms": 1000,
-    "health_check_period_ms": 1000,
-    "health_check_timeout_ms": 1000,
-    "health_check_failure_threshold": 5,
-    "enable_worker_prestart": False,
-    "prestart_worker_first_driver": False,
-}
 
 
 @dataclass(frozen=True)
@@ -58,18 +44,6 @@ class SimulatedCluster:
     address: str
     directory: Path  # session files, sockets, token; removed at the end
     host_pid: int
-
-
-@dataclass(frozen=True)
-class _Plan:
-    """What the host process is told, on its command line."""
-
-    directory: str
-    cpus_per_node: int
-    gpus: tuple[
-        tuple[int, ...], ...
-    ]  # device numbers of each node: pretended nodes must not share a device
-    object_store_bytes: int
 
 
 @contextlib.contextmanager
@@ -96,27 +70,33 @@ def simulated_cluster(
     from .ray_session import connected, require_ray
 
     require_ray()
-    _require_addresses(num_nodes)
-    # Not below $TMPDIR: socket paths must stay under 108 characters, and Ray adds some 80.
-    directory = Path(tempfile.mkdtemp(prefix="moebius-", dir="/tmp"))
-    plan = _Plan(str(directory), cpus_per_node, _device_lists(num_nodes, gpus), object_store_bytes)
-    with _explicit_environment(directory):
-        host = _start_host(plan)
+    require_addresses(num_nodes)
+    directory = new_directory()
+    plan = Plan(str(directory), cpus_per_node, _device_lists(num_nodes, gpus), object_store_bytes)
+    with explicit_environment(directory, write_token(directory, _token())):
+        host = start_host(plan)
         try:
-            address = _await_address(host, directory)
+            address = await_address(host, directory)
             with connected(address):
                 yield SimulatedCluster(address, directory, host.pid)
         finally:
             _stop_host(host, directory)
 
 
-def _node_address(number: int) -> str:
-    return f"127.0.0.{number + 2}"
+def new_directory() -> Path:
+    """Returns a new private folder for a cluster's session files, sockets and token.
+
+    Not below $TMPDIR: socket paths must stay under 108 characters, and Ray adds some 80.
+    """
+    return Path(tempfile.mkdtemp(prefix="moebius-", dir="/tmp"))
 
 
-def _require_addresses(num_nodes: int) -> None:
-    """Every node has an address of its own on the loopback; Linux has them all, macOS one."""
-    for address in map(_node_address, range(num_nodes)):
+def require_addresses(num_nodes: int) -> None:
+    """Raises JobError where nodes cannot have addresses of their own on the loopback.
+
+    Linux has them all, macOS one.
+    """
+    for address in map(node_address, range(num_nodes)):
         try:
             with socket.socket() as probe:
                 probe.bind((address, 0))
@@ -143,12 +123,18 @@ def _token() -> str:
     return secrets.token_hex(32)
 
 
-@contextlib.contextmanager
-def _explicit_environment(directory: Path) -> Iterator[None]:
+def write_token(directory: Path, token: str) -> Path:
+    """Writes a cluster's token where only its owner can read it; returns the file."""
     token_file = directory / "token"
     token_file.touch(mode=0o600)
-    token_file.write_text(_token())
+    token_file.write_text(token)
     (directory / "ray").mkdir()
+    return token_file
+
+
+@contextlib.contextmanager
+def explicit_environment(directory: Path, token_file: Path) -> Iterator[None]:
+    """Lets Ray use a cluster's own token and folder while inside, whatever the user's shell says."""
     values = {
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN_PATH": str(token_file),
@@ -176,11 +162,12 @@ def _explicit_environment(directory: Path) -> Iterator[None]:
         os.environ.update(hidden)
 
 
-def _start_host(plan: _Plan) -> subprocess.Popen[str]:
+def start_host(plan: Plan) -> subprocess.Popen[str]:
+    """Starts the process that holds a cluster, in this process's environment."""
     with open(Path(plan.directory) / "host.log", "ab") as log:
         return subprocess.Popen(
-            [sys.executable, "-m", __name__, json.dumps(asdict(plan))],
-            stdin=subprocess.PIPE,
+            [sys.executable, "-m", f"{__package__}.places.host", plan.to_json()],
+            stdin=subprocess.DEVNULL if plan.stays else subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=log,
             text=True,
@@ -188,7 +175,12 @@ def _start_host(plan: _Plan) -> subprocess.Popen[str]:
         )
 
 
-def _await_address(host: subprocess.Popen[str], directory: Path) -> str:
+def await_address(host: subprocess.Popen[str], directory: Path) -> str:
+    """Returns the address of a cluster that is coming up.
+
+    Raises:
+        JobError: it does not; the message holds Ray's last words.
+    """
     assert host.stdout is not None
     ready, _, _ = select.select([host.stdout], [], [], START_TIMEOUT_S)
     line = host.stdout.readline() if ready else ""
@@ -211,64 +203,3 @@ def _stop_host(host: subprocess.Popen[str], directory: Path) -> None:
         host.wait()
     host.stdout.close()
     shutil.rmtree(directory, ignore_errors=True)  # the host has done it unless it was killed
-
-
-def host(plan: _Plan) -> None:
-    """Starts the cluster, says its address, waits until standard input closes, and ends it all."""
-    processes.adopt_orphans()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
-    try:
-        print(json.dumps({"address": _start_cluster(plan)}), flush=True)
-        sys.stdin.read()
-    except Exception:
-        print(json.dumps({"error": traceback.format_exc()}), flush=True)
-        raise
-    finally:
-        _end_all_below()
-        shutil.rmtree(plan.directory, ignore_errors=True)
-
-
-def _start_cluster(plan: _Plan) -> str:
-    from ray.cluster_utils import Cluster
-
-    cluster = Cluster(shutdown_at_exit=True)
-    for number, devices in enumerate(plan.gpus):
-        arguments: dict[str, Any] = {
-            "num_cpus": plan.cpus_per_node,
-            "num_gpus": len(devices),
-            "object_store_memory": plan.object_store_bytes,
-            "node_ip_address": _node_address(number),
-            "include_log_monitor": False,
-            "env_vars": {"CUDA_VISIBLE_DEVICES": ",".join(str(device) for device in devices)},
-        }
-        if number == 0:
-            arguments |= {
-                "include_dashboard": False,
-                "no_monitor": True,
-                "_system_config": _SYSTEM_CONFIG,
-            }
-        cluster.add_node(wait=False, **arguments)
-    cluster.wait_for_nodes()
-    assert cluster.address is not None
-    return cluster.address
-
-
-def _end_all_below() -> None:
-    """Ends every process below this one, orphans included: what is killed leaves its children to
-    us.
-    """
-    deadline = time.monotonic() + STOP_TIMEOUT_S
-    while (below := processes.descendants(os.getpid())) and time.monotonic() < deadline:
-        processes.end(below, timeout_s=1.0)
-        _reap()
-
-
-def _reap() -> None:
-    with contextlib.suppress(ChildProcessError):
-        while os.waitpid(-1, os.WNOHANG)[0]:
-            pass
-
-
-if __name__ == "__main__":
-    values = json.loads(sys.argv[1])
-    host(_Plan(**values | {"gpus": tuple(tuple(devices) for devices in values["gpus"])}))

@@ -30,9 +30,10 @@ from .job import (
     read_status,
     refuse_if_running,
 )
+from .places.standing import cluster_at
 from .preparation import prepares_beside
 from .prepare import RayPool
-from .ray_session import NAMESPACE, connected, require_ray
+from .ray_session import NAMESPACE, require_ray
 from .simulated import simulated_cluster
 from .summary import closing_words, draw_summary
 from .watch import follow, show_preparation
@@ -65,8 +66,8 @@ def submit(
     Args:
         config: `config.data.directory` must be absolute and, like `run_dir`, reachable from every
             node.
-        address: host:port of a Ray cluster's head, or "auto"; None simulates `config.job.num_nodes`
-            nodes here.
+        address: host:port of a Ray cluster's head, "auto", or "simulated" and "simulated:NAME" for
+            one of `moebius cluster up`; None simulates `config.job.num_nodes` nodes here.
         detach: return as soon as the supervisor is up; only for a cluster that outlives this
             process.
         command: of one rank, instead of the training loop.
@@ -128,7 +129,7 @@ def prepare_on_cluster(
     console = console or Console()
     require_ray()
     workers = workers or os.cpu_count() or 1
-    place = simulated_cluster(1, cpus_per_node=workers) if address is None else connected(address)
+    place = simulated_cluster(1, cpus_per_node=workers) if address is None else cluster_at(address)
     with place:
         return _prepare(
             data,
@@ -171,7 +172,7 @@ def _cluster(
 ) -> Iterator[None]:
     job = config.job
     if address is not None:
-        with connected(address):
+        with cluster_at(address):
             console.print(Text(f"connected to the Ray cluster at {address}"))  # [::1]:6379
             yield
         return

@@ -1,0 +1,289 @@
+"""The process that holds a simulated cluster: its raylets are its children, and end with it.
+
+    python -m moebius.cluster.places.host PLAN
+
+It starts the pretended nodes, says the cluster's address in one line, adopts every orphan below it,
+and ends everything when its user is gone. For a cluster of one command the user is whoever holds
+its standard input. For one that stays (`moebius cluster up`) the user speaks through a Unix socket
+in the cluster's private folder: one line of JSON asks, one line answers. If the host itself is
+killed, the kernel takes the raylets with it (Ray binds them to it).
+"""
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from .. import processes
+
+CONTROL = "control"  # the socket, in the cluster's folder
+MAX_REQUEST = 4096
+REQUEST_TIMEOUT_S = 5.0
+STOP_TIMEOUT_S = 15.0
+REAP_EVERY_S = 1.0
+
+# Death of a node is noticed after 5 s instead of Ray's 15; no worker processes are started in
+# advance (60 MB each).
+_SYSTEM_CONFIG = {
+    "health_check_initial_delay_ms": 1000,
+    "health_check_period_ms": 1000,
+    "health_check_timeout_ms": 1000,
+    "health_check_failure_threshold": 5,
+    "enable_worker_prestart": False,
+    "prestart_worker_first_driver": False,
+}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Says what the host process is to start."""
+
+    directory: str  # session files, sockets, token; removed at the end
+    cpus_per_node: int
+    gpus: tuple[
+        tuple[int, ...], ...
+    ]  # device numbers of each node: pretended nodes must not share a device
+    object_store_bytes: int
+    stays: bool = False  # until it is told to end, instead of until its standard input closes
+
+    def to_json(self) -> str:
+        """Returns the plan for a command line."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> "Plan":
+        """Reads what `to_json` wrote."""
+        values = json.loads(text)
+        return cls(**values | {"gpus": tuple(tuple(devices) for devices in values["gpus"])})
+
+
+def node_address(number: int) -> str:
+    """Returns the address of a pretended node: each has one of its own on the loopback."""
+    return f"127.0.0.{number + 2}"
+
+
+class PretendedNodes:
+    """Holds the nodes of a simulated cluster, by number; node 0 is the head."""
+
+    def __init__(self, plan: Plan):
+        from ray.cluster_utils import Cluster
+
+        self._plan = plan
+        self._cluster = Cluster(shutdown_at_exit=True)
+        self._nodes: dict[int, Any] = {}
+        self._killed: set[int] = set()
+        for devices in plan.gpus:
+            self._start(devices)
+        self._cluster.wait_for_nodes()
+
+    @property
+    def address(self) -> str:
+        """Returns host:port of the head."""
+        assert self._cluster.address is not None
+        return self._cluster.address
+
+    def add(self) -> int:
+        """Starts one more node, without GPUs, and returns its number."""
+        number = self._start(())
+        self._await_alive(number)
+        return number
+
+    def kill(self, number: int) -> int:
+        """Ends a node as a power cut does: its raylet and all below it, at once.
+
+        Returns how many processes there were.
+
+        Raises:
+            ValueError: there is no such node, or it holds the cluster together.
+        """
+        if number == 0:
+            raise ValueError("node 0 is the head and holds the cluster together: end it with down")
+        if number not in self._nodes or not self._is_alive(number):
+            alive = [one for one in self._nodes if one and self._is_alive(one)]
+            raise ValueError(f"there is no living node {number}; there are {alive}")
+        own = self._pids(number)
+        below = [pid for one in own for pid in processes.descendants(one)]
+        self._killed.add(number)
+        processes.end([*own, *below])
+        self._cluster.worker_nodes.discard(self._nodes[number])
+        return len({*own, *below})
+
+    def describe(self) -> list[dict[str, Any]]:
+        """Returns number, address, size and life of every node that was ever started."""
+        return [
+            {
+                "node": number,
+                "address": node_address(number),
+                "cpus": self._plan.cpus_per_node,
+                "gpus": len(self._devices(number)),
+                "state": self._state(number),
+            }
+            for number in self._nodes
+        ]
+
+    def _state(self, number: int) -> str:
+        if self._is_alive(number):
+            return "alive"
+        return "killed" if number in self._killed else "dead"
+
+    def _devices(self, number: int) -> tuple[int, ...]:
+        return self._plan.gpus[number] if number < len(self._plan.gpus) else ()
+
+    def _start(self, devices: tuple[int, ...]) -> int:
+        number = len(self._nodes)
+        arguments: dict[str, Any] = {
+            "num_cpus": self._plan.cpus_per_node,
+            "num_gpus": len(devices),
+            "object_store_memory": self._plan.object_store_bytes,
+            "node_ip_address": node_address(number),
+            "include_log_monitor": False,
+            "env_vars": {"CUDA_VISIBLE_DEVICES": ",".join(str(device) for device in devices)},
+        }
+        if number == 0:
+            arguments |= {
+                "include_dashboard": False,
+                "no_monitor": True,
+                "_system_config": _SYSTEM_CONFIG,
+            }
+        self._nodes[number] = self._cluster.add_node(wait=False, **arguments)
+        return number
+
+    def _await_alive(self, number: int) -> None:
+        deadline = time.monotonic() + STOP_TIMEOUT_S
+        while time.monotonic() < deadline:
+            table = self._cluster.global_state.node_table()
+            if any(
+                node["Alive"] and node["NodeManagerAddress"] == node_address(number)
+                for node in table
+            ):
+                return
+            time.sleep(0.1)
+        raise RuntimeError(f"node {number} did not join the cluster")
+
+    def _pids(self, number: int) -> list[int]:
+        started = self._nodes[number].all_processes.values()
+        return [info.process.pid for infos in started for info in infos]
+
+    def _is_alive(self, number: int) -> bool:
+        raylet = self._nodes[number].all_processes.get("raylet")
+        return bool(raylet) and raylet[0].process.poll() is None
+
+
+def serve(plan: Plan) -> None:
+    """Starts the cluster, says its address, waits until its user is gone, and ends it all."""
+    processes.adopt_orphans()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    try:
+        nodes = PretendedNodes(plan)
+        listener = _listen(Path(plan.directory) / CONTROL) if plan.stays else None
+        print(json.dumps({"address": nodes.address}), flush=True)
+        if listener is None:
+            sys.stdin.read()
+        else:
+            _detach_output()
+            _answer_requests(nodes, listener)
+    except Exception:
+        print(json.dumps({"error": traceback.format_exc()}), flush=True)
+        raise
+    finally:
+        _end_all_below()
+        shutil.rmtree(plan.directory, ignore_errors=True)
+
+
+def _listen(path: Path) -> socket.socket:
+    """The folder is its owner's alone (mode 0700), and so is the socket in it."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    listener.bind(str(path))
+    path.chmod(0o600)
+    listener.listen()
+    listener.settimeout(REAP_EVERY_S)
+    return listener
+
+
+def _detach_output() -> None:
+    """Whoever read the address is gone soon; what is said from now on goes where errors go."""
+    sys.stdout.flush()
+    os.dup2(2, 1)
+
+
+def _answer_requests(nodes: PretendedNodes, listener: socket.socket) -> None:
+    """Answers one request after the other until one asks for the end."""
+    while True:
+        _reap()
+        try:
+            connection, _ = listener.accept()
+        except TimeoutError:
+            continue
+        with connection, contextlib.suppress(OSError):
+            connection.settimeout(REQUEST_TIMEOUT_S)
+            request = _read_request(connection)
+            connection.sendall(json.dumps(_answer(nodes, request)).encode() + b"\n")
+            if request.get("do") == "down":
+                return
+
+
+def _read_request(connection: socket.socket) -> Mapping[str, Any]:
+    with connection.makefile("rb") as file:
+        line = file.readline(MAX_REQUEST)
+    try:
+        request = json.loads(line)
+    except ValueError:
+        return {}
+    return request if isinstance(request, dict) else {}
+
+
+def _answer(nodes: PretendedNodes, request: Mapping[str, Any]) -> dict[str, Any]:
+    try:
+        match request.get("do"):
+            case "status":
+                return {"nodes": nodes.describe(), "runs": runs_at_work()}
+            case "kill-node":
+                return {"processes": nodes.kill(int(request["node"]))}
+            case "add-node":
+                return {"node": nodes.add()}
+            case "down":
+                return {}
+        return {"error": f"unknown request {request.get('do')!r}"}
+    except Exception as error:  # noqa: BLE001 - it is told to who asked, and the cluster goes on
+        return {"error": str(error) or type(error).__name__}
+
+
+def runs_at_work() -> list[str]:
+    """Returns the run folders whose agents or ranks live below this process."""
+    found = set()
+    for pid in processes.descendants(os.getpid()):
+        with contextlib.suppress(psutil.Error, OSError):  # gone meanwhile
+            found.add(psutil.Process(pid).environ().get(processes.MARK, ""))
+    return sorted(found - {""})
+
+
+def _end_all_below() -> None:
+    """Ends every process below this one, orphans included: what is killed leaves its children to
+    us.
+    """
+    deadline = time.monotonic() + STOP_TIMEOUT_S
+    while (below := processes.descendants(os.getpid())) and time.monotonic() < deadline:
+        processes.end(below, timeout_s=1.0)
+        _reap()
+
+
+def _reap() -> None:
+    """Takes note of children that have ended, orphans among them."""
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+
+
+if __name__ == "__main__":
+    serve(Plan.from_json(sys.argv[1]))

@@ -1,0 +1,316 @@
+"""Simulated clusters that stay between commands: `moebius cluster up`, `status`, `down`.
+
+Each has a name and a note, clusters/NAME/cluster.json below the user's state folder
+($XDG_STATE_HOME/moebius, else ~/.local/state/moebius; mode 0700), which says where the host process
+(host.py) and the token are. A host that has died is noticed by whoever looks: what it left is swept
+and the note removed, so a note that is read belongs to a cluster that lives.
+
+Cost: a cluster of four nodes holds 0.8 GB while it stands, and starts once instead of once per job.
+"""
+
+import contextlib
+import json
+import os
+import re
+import secrets
+import shutil
+import socket
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from .. import processes
+from ..job import JobError, write_atomically
+from .host import CONTROL, Plan
+
+NOTE = "cluster.json"
+DEFAULT_NAME = "default"
+SCHEME = "simulated"  # of an address: "simulated", or "simulated:NAME"
+ANSWER_TIMEOUT_S = 30.0  # a new node joins within 2 s, on a busy machine within 10
+DOWN_TIMEOUT_S = 30.0
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
+
+
+@dataclass(frozen=True)
+class StandingCluster:
+    """Says where a simulated cluster that stays is to be found."""
+
+    name: str
+    address: str
+    directory: str  # session files, control socket, token; removed at the end
+    token_file: str
+    host_pid: int
+    host_started: float  # tells the host from another process that got its number later
+
+    def is_alive(self) -> bool:
+        """Whether its host process lives."""
+        try:
+            host = psutil.Process(self.host_pid)
+            is_same = abs(host.create_time() - self.host_started) < 1.0
+            return is_same and host.status() != psutil.STATUS_ZOMBIE
+        except psutil.NoSuchProcess:
+            return False
+
+    def ask(self, do: str, **details: Any) -> dict[str, Any]:
+        """Asks the host and returns its answer.
+
+        Raises:
+            JobError: the host refuses, or does not answer.
+        """
+        try:
+            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+                connection.settimeout(ANSWER_TIMEOUT_S)
+                connection.connect(str(Path(self.directory) / CONTROL))
+                connection.sendall(json.dumps({"do": do} | details).encode() + b"\n")
+                with connection.makefile("rb") as file:
+                    answer = json.loads(file.readline())
+        except (OSError, ValueError) as error:
+            raise JobError(
+                f"the host of the simulated cluster {self.name!r} (process {self.host_pid}) does "
+                f"not answer ({error}); `moebius cluster down {self.name} --force` ends it"
+            ) from None
+        if "error" in answer:
+            raise JobError(f"simulated cluster {self.name!r}: {answer['error']}")
+        return answer
+
+
+def is_simulated(address: str | None) -> bool:
+    """Whether an address names a simulated cluster that stays."""
+    return address is not None and (address == SCHEME or address.startswith(f"{SCHEME}:"))
+
+
+@contextlib.contextmanager
+def cluster_at(address: str) -> Iterator[Any]:
+    """Connects to a cluster while inside, as `ray_session.connected` does; yields the module `ray`.
+
+    `address` may be "simulated" or "simulated:NAME", too: a cluster of `moebius cluster up`.
+    """
+    from ..ray_session import connected
+    from ..simulated import explicit_environment
+
+    if not is_simulated(address):
+        with connected(address) as ray:
+            yield ray
+        return
+    cluster = find_cluster(address.partition(":")[2] or None)
+    with (
+        explicit_environment(Path(cluster.directory), Path(cluster.token_file)),
+        connected(cluster.address) as ray,
+    ):
+        yield ray
+
+
+def start_cluster(
+    num_nodes: int,
+    *,
+    cpus_per_node: int,
+    gpus_per_node: int = 0,
+    name: str = DEFAULT_NAME,
+    object_store_bytes: int = 80 << 20,
+) -> StandingCluster:
+    """Starts a simulated cluster that stays until `end_cluster`, and notes where it is.
+
+    Args:
+        cpus_per_node: what each node claims to have; nothing is pinned.
+        gpus_per_node: of this machine's GPUs, each shown by one node.
+
+    Raises:
+        JobError: a cluster of this name is up, Ray is not installed, or it does not come up.
+    """
+    from ..ray_session import require_ray
+    from ..simulated import (
+        await_address,
+        explicit_environment,
+        new_directory,
+        require_addresses,
+        start_host,
+        write_token,
+    )
+
+    require_ray()
+    require_addresses(num_nodes)
+    folder = _claim(name)
+    directory = new_directory()
+    try:
+        token_file = write_token(directory, secrets.token_hex(32))
+        devices = tuple(
+            tuple(range(node * gpus_per_node, (node + 1) * gpus_per_node))
+            for node in range(num_nodes)
+        )
+        plan = Plan(str(directory), cpus_per_node, devices, object_store_bytes, stays=True)
+        with explicit_environment(directory, token_file):
+            host = start_host(plan)
+        try:
+            address = await_address(host, directory)
+            assert host.stdout is not None
+            host.stdout.close()
+            started = psutil.Process(host.pid).create_time()
+            cluster = StandingCluster(
+                name, address, str(directory), str(token_file), host.pid, started
+            )
+            write_atomically(folder / NOTE, json.dumps(asdict(cluster), indent=1))
+        except BaseException:
+            processes.end([*processes.descendants(host.pid), host.pid])
+            host.wait()
+            raise
+    except BaseException:
+        shutil.rmtree(directory, ignore_errors=True)
+        _remove_note(name)
+        raise
+    return cluster
+
+
+def end_cluster(cluster: StandingCluster, *, force: bool = False) -> None:
+    """Ends a cluster and everything in it; nothing is left of it afterwards.
+
+    Raises:
+        JobError: jobs are at work in it, and `force` was not asked for.
+    """
+    if not force and (runs := cluster.ask("status")["runs"]):
+        raise JobError(
+            f"jobs are at work in the simulated cluster {cluster.name!r}: {', '.join(runs)}; end "
+            "them with `moebius stop`, or the cluster with --force"
+        )
+    with contextlib.suppress(JobError):  # then it is ended below
+        cluster.ask("down")
+        _await_end(cluster)
+    _sweep(cluster)
+
+
+def find_cluster(name: str | None = None) -> StandingCluster:
+    """Returns the cluster of this name; without one, the only cluster that is up.
+
+    Raises:
+        JobError: there is none, or there are several to choose from.
+    """
+    if name is not None:
+        _check_name(name)
+    clusters = list_clusters()
+    chosen = [cluster for cluster in clusters if name in (None, cluster.name)]
+    if len(chosen) == 1:
+        return chosen[0]
+    names = ", ".join(cluster.name for cluster in clusters) or "none"
+    which = "" if name is None else f" {name!r}"
+    if not chosen:
+        raise JobError(
+            f"there is no simulated cluster{which} (up: {names}); `moebius cluster up --simulate "
+            "4` starts one"
+        )
+    raise JobError(f"several simulated clusters are up: name one of {names}")
+
+
+def list_clusters() -> Sequence[StandingCluster]:
+    """Returns the clusters that are up, by name; sweeps what dead ones left."""
+    alive = []
+    for path in sorted(_clusters_folder().glob(f"*/{NOTE}")):
+        cluster = _read_note(path)
+        if cluster is None:
+            continue
+        if cluster.is_alive():
+            alive.append(cluster)
+        else:
+            _sweep(cluster)
+    return alive
+
+
+def state_folder() -> Path:
+    """Returns the user's folder for what outlives a command."""
+    given = os.environ.get("XDG_STATE_HOME", "")
+    base = Path(given) if os.path.isabs(given) else Path.home() / ".local" / "state"
+    return base / "moebius"
+
+
+def _clusters_folder() -> Path:
+    return state_folder() / "clusters"
+
+
+def _check_name(name: str) -> None:
+    if not _NAME.fullmatch(name):
+        raise JobError(
+            f"cluster name {name!r}: letters, digits, '_', '.' and '-', at most 64, not beginning "
+            "with a sign"
+        )
+
+
+def _claim(name: str) -> Path:
+    """Makes the folder of a cluster that is about to start; one at a time gets it."""
+    _check_name(name)
+    if any(cluster.name == name for cluster in list_clusters()):
+        raise JobError(
+            f"the simulated cluster {name!r} is up: use it (--address {SCHEME}:{name}), end it "
+            f"(`moebius cluster down {name}`), or give another --name"
+        )
+    folder = _clusters_folder() / name
+    for each in (state_folder(), _clusters_folder()):
+        each.mkdir(parents=True, exist_ok=True, mode=0o700)
+        _require_private(each)
+    try:
+        folder.mkdir(mode=0o700)
+    except FileExistsError:
+        age_s = time.time() - folder.stat().st_mtime
+        raise JobError(
+            f"{folder}: another command has been starting this cluster for {age_s:.0f} s; if there "
+            "is none, remove the folder"
+        ) from None
+    return folder
+
+
+def _require_private(folder: Path) -> None:
+    """Whoever can write there could lead us to a cluster of theirs."""
+    facts = folder.stat()
+    if facts.st_uid != os.getuid():
+        raise JobError(f"{folder}: belongs to another user (uid {facts.st_uid})")
+    if facts.st_mode & 0o077:
+        folder.chmod(0o700)
+
+
+def _read_note(path: Path) -> StandingCluster | None:
+    try:
+        _require_private(path.parent)
+        return StandingCluster(**json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
+        return None  # being removed, or written by another version
+
+
+def _await_end(cluster: StandingCluster) -> None:
+    deadline = time.monotonic() + DOWN_TIMEOUT_S
+    while cluster.is_alive() and time.monotonic() < deadline:
+        time.sleep(0.05)
+
+
+def _sweep(cluster: StandingCluster) -> None:
+    """Ends what is left of a cluster, and removes its files."""
+    left = [cluster.host_pid, *processes.descendants(cluster.host_pid)]
+    below = left if cluster.is_alive() else []
+    processes.end([*below, *_processes_of(cluster.directory)])
+    directory = Path(cluster.directory)
+    if directory.parent == Path("/tmp") and directory.name.startswith("moebius-"):
+        shutil.rmtree(directory, ignore_errors=True)
+    _remove_note(cluster.name)
+
+
+def _processes_of(directory: str) -> list[int]:
+    """Finds Ray's processes of a cluster by its folder: in their environment, or, where they have
+    written their title over that, in the logs that they hold open.
+    """
+    found = []
+    for pid in psutil.pids():
+        with contextlib.suppress(psutil.Error, OSError):  # gone meanwhile, or another user's
+            process = psutil.Process(pid)
+            if process.environ().get("RAY_TMPDIR") == directory or any(
+                file.path.startswith(f"{directory}/") for file in process.open_files()
+            ):
+                found.append(pid)
+    return [pid for pid in found if pid != os.getpid()]
+
+
+def _remove_note(name: str) -> None:
+    shutil.rmtree(_clusters_folder() / name, ignore_errors=True)
+    for folder in (_clusters_folder(), state_folder()):
+        with contextlib.suppress(OSError):  # others have something in it
+            folder.rmdir()

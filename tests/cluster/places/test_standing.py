@@ -1,0 +1,265 @@
+"""Simulated clusters that stay: found by name, asked through a socket, gone without a trace."""
+
+import json
+import os
+import stat
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from jobs import curve, fake_launch, undisturbed, wait_for, wait_for_end, wait_for_step
+
+from moebius.cli.main import main
+from moebius.cluster import processes
+from moebius.cluster.job import JobError, begin_submission
+from moebius.cluster.places import host, standing
+from moebius.cluster.places.standing import (
+    StandingCluster,
+    cluster_at,
+    end_cluster,
+    find_cluster,
+    is_simulated,
+    list_clusters,
+    start_cluster,
+    state_folder,
+)
+
+
+@pytest.fixture(autouse=True)
+def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    return tmp_path / "state" / "moebius"
+
+
+class FakeNodes:
+    """Answers as PretendedNodes does, without Ray."""
+
+    def __init__(self) -> None:
+        self.killed: list[int] = []
+
+    def describe(self) -> list[dict[str, Any]]:
+        return [
+            {"node": 0, "address": "127.0.0.2", "cpus": 4, "gpus": 0, "state": "alive"},
+            {"node": 1, "address": "127.0.0.3", "cpus": 4, "gpus": 0, "state": "killed"},
+        ]
+
+    def kill(self, number: int) -> int:
+        if number == 0:
+            raise ValueError("node 0 is the head")
+        self.killed.append(number)
+        return 7
+
+    def add(self) -> int:
+        return 2
+
+
+def note(name: str, directory: Path, pid: int, started: float) -> StandingCluster:
+    cluster = StandingCluster(name, "127.0.0.2:1", str(directory), "token", pid, started)
+    folder = state_folder() / "clusters" / name
+    folder.mkdir(parents=True, mode=0o700)
+    (folder / standing.NOTE).write_text(json.dumps(asdict(cluster)))
+    return cluster
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeNodes]:
+    """A cluster called "fake" whose host is a thread of this process."""
+    from moebius.cluster.simulated import new_directory
+
+    monkeypatch.setattr(host, "_reap", lambda: None)  # the children of the tests are not its own
+    monkeypatch.setattr(host, "REAP_EVERY_S", 0.05)
+    directory, nodes = new_directory(), FakeNodes()
+    me = psutil.Process()
+    note("fake", directory, me.pid, me.create_time())
+    listener = host._listen(directory / host.CONTROL)
+    serving: Any = host._answer_requests
+    thread = threading.Thread(target=serving, args=(nodes, listener))
+    thread.start()
+    yield nodes
+    if thread.is_alive():
+        find_cluster("fake").ask("down")
+    thread.join(10)
+    listener.close()
+    (directory / host.CONTROL).unlink()
+    directory.rmdir()
+
+
+def answer(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[object, str]:
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+    printed = capsys.readouterr()
+    return ended.value.code, " ".join((printed.out + printed.err).split())
+
+
+def test_the_commands_ask_the_host(fake, capsys):
+    code, said = answer(capsys, "cluster", "status")
+    assert code == 0
+    assert "fake 127.0.0.2:1 node 0 127.0.0.2 4 CPUs, 0 GPUs alive node 1" in said
+    record = json.loads(answer(capsys, "cluster", "status", "fake", "--json")[1])
+    page = (Path(__file__).parents[3] / "docs" / "cluster_up.md").read_text()
+    table = page.partition("<!-- cluster -->")[2].partition("<!-- end -->")[0]
+    documented = [line.split("`")[1] for line in table.splitlines() if line.startswith("| `")]
+    assert documented == [*record, *(f"nodes[].{key}" for key in record["nodes"][0])]
+    assert answer(capsys, "cluster", "kill-node", "1") == (0, "node 1 is gone, with 7 processes")
+    assert fake.killed == [1]
+    code, said = answer(capsys, "cluster", "kill-node", "0")
+    assert (code, said) == (2, "error: simulated cluster 'fake': node 0 is the head")
+    assert answer(capsys, "cluster", "add-node") == (0, "node 2 has joined")
+    assert answer(capsys, "cluster", "status", "other")[0] == 2
+
+
+def test_a_host_is_asked_in_a_line_of_json_and_survives_anything_else(fake):
+    import socket
+
+    cluster = find_cluster("fake")
+    for sent in (b"", b"\n", b"[]\n", b"{" * 9000 + b"\n", b'{"do": "burn"}\n', b"\xff\xfe\n"):
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+            connection.connect(str(Path(cluster.directory) / host.CONTROL))
+            connection.sendall(sent)
+            connection.shutdown(socket.SHUT_WR)
+            connection.recv(1000)
+    with pytest.raises(JobError, match="unknown request 'burn'"):
+        cluster.ask("burn")
+    assert cluster.ask("status")["runs"] == []
+
+
+def test_a_name_that_is_taken_and_names_that_are_none(fake, state):
+    with pytest.raises(JobError, match="the simulated cluster 'fake' is up"):
+        standing._claim("fake")
+    for name in ("", "..", "a/b", "-x", "a b", "$(id)", "x" * 65, "a\n"):
+        with pytest.raises(JobError, match="cluster name"):
+            standing._claim(name)
+        with pytest.raises(JobError, match="cluster name"):
+            find_cluster(name)
+    folder = standing._claim("mine")
+    assert [stat.S_IMODE(each.stat().st_mode) for each in (state, folder)] == [0o700] * 2
+    with pytest.raises(JobError, match="another command has been starting this cluster"):
+        standing._claim("mine")
+
+
+def test_folders_that_others_can_enter_are_closed(state):
+    (state / "clusters").mkdir(parents=True, mode=0o755)
+    state.chmod(0o777)
+    standing._claim("mine")
+    assert [stat.S_IMODE(each.stat().st_mode) for each in (state, state / "clusters")] == [
+        0o700,
+        0o700,
+    ]
+
+
+def test_what_a_dead_host_left_is_swept(state):
+    from moebius.cluster.simulated import new_directory
+
+    directory = new_directory()
+    code = "import time; time.sleep(60)"
+    left = subprocess.Popen(
+        [sys.executable, "-c", code], env=os.environ | {"RAY_TMPDIR": str(directory)}
+    )
+    wait_for(lambda: standing._processes_of(str(directory)) == [left.pid], what="its environment")
+    me = psutil.Process()
+    note("dead", directory, me.pid, me.create_time() - 100)  # a number that was given out again
+    assert list_clusters() == []
+    left.wait(10)
+    assert not directory.exists()
+    assert not state.exists(), "nothing of it is left, nor of us"
+
+
+def test_a_note_never_leads_to_the_removal_of_a_folder_that_is_no_clusters(tmp_path):
+    precious = tmp_path / "precious"
+    precious.mkdir()
+    note("dead", precious, os.getpid(), 1.0)
+    assert list_clusters() == []
+    assert precious.exists()
+
+
+def test_one_of_several_must_be_named(fake, tmp_path):
+    me = psutil.Process()
+    note("second", tmp_path / "second", me.pid, me.create_time())
+    with pytest.raises(JobError, match="several simulated clusters are up: name one of fake, sec"):
+        find_cluster()
+    assert find_cluster("second").name == "second"
+
+
+def test_addresses():
+    assert is_simulated("simulated")
+    assert is_simulated("simulated:mine")
+    assert not any(map(is_simulated, (None, "auto", "simulated.example:6379", "host:1")))
+    with pytest.raises(JobError, match="there is no simulated cluster 'mine'"):
+        with cluster_at("simulated:mine"):
+            pass
+
+
+def test_numbers_that_make_no_cluster(capsys):
+    for words in (["--simulate", "0"], ["--simulate", "251"], ["--simulate", "1", "--cpus", "0"]):
+        assert answer(capsys, "cluster", "up", *words)[0] == 2
+
+
+def is_there(pid: int) -> bool:
+    """A zombie that nobody waits for has no program any more."""
+    return Path(f"/proc/{pid}/exe").exists()
+
+
+USE = """
+import sys
+from moebius.cluster.places.standing import cluster_at
+with cluster_at("simulated") as ray:
+    print(len([node for node in ray.nodes() if node["Alive"]]))
+"""
+
+
+@pytest.mark.slow
+def test_a_job_on_a_cluster_that_stays_loses_a_node_and_gets_another(tmp_path, state, capsys):
+    """Everything by hand, as the page says: up, a job, kill-node, add-node, down; then a killed
+    host.
+    """
+    pytest.importorskip("ray")
+    cluster = start_cluster(2, cpus_per_node=2)
+    everything = [cluster.host_pid, *processes.descendants(cluster.host_pid)]
+    try:
+        assert stat.S_IMODE(Path(cluster.token_file).stat().st_mode) == 0o600
+        run_dir = tmp_path / "run"
+        launch = fake_launch(
+            run_dir, "plain=1", "steps=400", "step_s=0.02", num_nodes=2, place_timeout_s=60
+        )
+        with cluster_at("simulated"):
+            from moebius.cluster.supervisor import start_supervisor
+
+            begin_submission(launch)
+            start_supervisor(launch)
+        wait_for_step(run_dir, 10)  # by its run folder alone: nobody is connected
+        assert cluster.ask("status")["runs"] == [str(run_dir)]
+        with pytest.raises(JobError, match="jobs are at work"):
+            end_cluster(cluster)
+        assert answer(capsys, "cluster", "kill-node", "1")[0] == 0
+        assert answer(capsys, "cluster", "add-node") == (0, "node 2 has joined")
+        asked = subprocess.run(
+            [sys.executable, "-c", USE], capture_output=True, text=True, check=True, timeout=60
+        )
+        assert int(asked.stdout) in (2, 3)  # the death of a node is noticed after some seconds
+        status = wait_for_end(run_dir)
+        assert (status.state.value, status.restarts > 0) == ("SUCCEEDED", True)
+        assert curve(run_dir) == pytest.approx(undisturbed(1, 400))
+    finally:
+        end_cluster(cluster, force=True)
+    wait_for(lambda: not any(map(is_there, everything)), what="all of it to be gone")
+    assert not Path(cluster.directory).exists()
+    assert not state.exists()
+
+
+@pytest.mark.slow
+def test_a_cluster_whose_host_is_killed_is_swept(state):
+    pytest.importorskip("ray")
+    cluster = start_cluster(1, cpus_per_node=1, name="mine")
+    everything = processes.descendants(cluster.host_pid)
+    processes.kill(cluster.host_pid)
+    wait_for(lambda: not cluster.is_alive(), what="the host to be gone")
+    assert list_clusters() == []
+    wait_for(lambda: not any(map(is_there, everything)), what="all of it to be gone")
+    assert not Path(cluster.directory).exists()
+    assert not state.exists()
