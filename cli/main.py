@@ -54,6 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parse(arguments)
     try:
         code = options.run(options)
+        sys.stdout.flush()  # here, where a reader that has gone is no error
     except ValueError as error:  # a mistake of the user; its message says what to do
         print_message("error", str(error))
         code = 2

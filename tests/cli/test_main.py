@@ -3,6 +3,7 @@
 import argparse
 import errno
 import json
+import os
 import re
 import shlex
 import shutil
@@ -17,6 +18,7 @@ from moebius.cli import main as command_line
 from moebius.cli.completion import _SHELLS
 from moebius.cli.main import build_parser, main, parse
 from moebius.cluster.job import Journal, State
+from moebius.evaluation import report
 from moebius.train.config import resolve
 from moebius.train.recipes.smoke import RECIPES
 
@@ -203,3 +205,37 @@ def test_what_is_no_mistake_of_the_user(
     with pytest.raises(type(expected)) as ended:
         main([])
     assert ended.value.args == expected.args
+
+
+@pytest.mark.parametrize("num_lines", [1, 100_000], ids=["one line", "more than a buffer"])
+def test_a_reader_that_has_gone_is_no_error(num_lines: int, tmp_path: Path) -> None:
+    """`moebius logs | head`: no message and no exit code of ours for a pipe that is closed."""
+    run = write_finished_run(tmp_path / "run")
+    (run / "logs/g001/node0/rank0.log").write_text("step\n" * num_lines, encoding="utf-8")
+    act = "from moebius.cli.main import main; main()"
+    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "wb") as pipe:
+        ended = subprocess.run(
+            [sys.executable, "-c", act, "logs", str(run)],
+            stdout=pipe,
+            stderr=subprocess.PIPE,
+            env=buffered,
+        )
+    assert (ended.returncode, ended.stderr) == (0, b"")
+
+
+def test_what_a_model_writes_comes_piece_by_piece_and_ends_its_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def write(run_dir: Path, prompt: str, **options: object) -> Iterator[str]:
+        yield prompt
+        assert capsys.readouterr().out == "One"  # nobody waits for the rest
+        yield " and two"
+
+    monkeypatch.setattr(report, "write_text", write)
+    with pytest.raises(SystemExit) as ended:
+        main(["eval", str(tmp_path), "--prompt", "One"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == " and two\n"
