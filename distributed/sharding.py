@@ -121,13 +121,6 @@ def _shard(
     free: bool,
 ) -> None:
     """Makes an FSDP unit of what no unit inside of `module` has; `free`: after its forward call."""
-    own = {
-        parameter
-        for parameter in module.parameters()
-        if parameter not in whole and not isinstance(parameter, DTensor)
-    }
-    if not own:
-        return
     num_ranks = over.size(over.ndim - 1)
     unit = fully_shard(
         module,
@@ -196,15 +189,9 @@ def _prefetch(model: Transformer, banks_of: list[list[Any]]) -> None:
     order = [[*banks, member] for member, banks in zip(model.group, banks_of, strict=True)] + [
         [model.head]
     ]
-    sharded = [[unit for unit in stage if isinstance(unit, FSDPModule)] for stage in order]
-    for stage, following in itertools.pairwise(sharded):
-        if not stage:
-            continue
-        *banks, member = stage
+    for (*banks, member), following in itertools.pairwise(order):
         member.set_modules_to_forward_prefetch([*banks, *reversed(following)])
-        last = following[-1] if following else None
-        if last is not None:
-            last.set_modules_to_backward_prefetch([member, *banks])
+        following[-1].set_modules_to_backward_prefetch([member, *banks])
 
 
 class _Passes:

@@ -15,7 +15,7 @@ import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
@@ -120,10 +120,9 @@ class SummingWriter(FileSystemWriter):
 def _index_of(metadata: Metadata, places: Mapping[MetadataIndex, Any]) -> Index:
     tensors = {}
     for name, stored in metadata.state_dict_metadata.items():
-        if not isinstance(stored, TensorStorageMetadata):
-            raise CheckpointError(f"{name} is no tensor; values that are none belong into meta")
+        tensor = cast(TensorStorageMetadata, stored)  # `write_plan` has refused all else
         chunks = []
-        for chunk in stored.chunks:
+        for chunk in tensor.chunks:
             place = places[MetadataIndex(name, chunk.offsets)]
             chunks.append(
                 Chunk(
@@ -135,7 +134,7 @@ def _index_of(metadata: Metadata, places: Mapping[MetadataIndex, Any]) -> Index:
                 )
             )
         tensors[name] = StoredTensor(
-            dtype=dtype_name(stored.properties.dtype), shape=tuple(stored.size), chunks=chunks
+            dtype=dtype_name(tensor.properties.dtype), shape=tuple(tensor.size), chunks=chunks
         )
     return Index(tensors=tensors)
 

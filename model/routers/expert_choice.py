@@ -57,11 +57,6 @@ class ExpertChoiceConfig(RouterConfig):
         return self.scope == "flat"
 
     @property
-    def experts_per_row(self) -> float:
-        """Returns the experts per row as wanted; `active_experts` has them after rounding."""
-        return self.mean_experts
-
-    @property
     def needs_length(self) -> bool:
         """Returns whether `active_experts` depends on the rows of a sequence."""
         return self.scope == "flat"

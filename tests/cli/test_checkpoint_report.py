@@ -22,7 +22,7 @@ from moebius.distributed.checkpoint.files import (
 )
 from moebius.distributed.checkpoint.loading import load
 from moebius.distributed.dispatch.expert_map import ExpertMap
-from moebius.distributed.layout import MeshConfig, plan_layout
+from moebius.distributed.layout import Layout, MeshConfig, plan_layout
 from moebius.distributed.local_shard import block_shard
 from moebius.distributed.mesh import build_mesh
 from moebius.distributed.process.process import start_process
@@ -258,6 +258,10 @@ def test_experts_stay_where_they_were_moved_if_that_fits(
             (2, 4),
             (4, 6),
         }
+
+
+def test_a_run_that_never_moved_its_experts_has_nothing_to_take_up_again() -> None:
+    assert checkpoint_report._expert_maps({"progress": {}}, Layout(2, ep=2), "none") == ({}, "")
 
 
 @pytest.mark.parametrize(

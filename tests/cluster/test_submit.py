@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from jobs import FAKE_RANK, assert_nothing_left, fake_launch, run_here, wait_for, wait_for_step
@@ -258,3 +259,27 @@ def test_what_is_no_address_is_told(address):
     ray_session._check_reachable("auto")  # Ray itself knows where
     with pytest.raises(JobError, match=f"address '{address}': write host:port of the cluster"):
         ray_session._check_reachable(address)
+
+
+class Loader:
+    """Ray's own reader of credentials, which remembers what it read."""
+
+    resets = 0
+
+    def reset_cache(self):
+        self.resets += 1
+
+
+@pytest.mark.parametrize("has_credentials", [True, False], ids=["2.52", "2.50"])
+def test_where_ray_itself_finds_the_cluster_it_reads_the_credentials_anew(
+    has_credentials, monkeypatch
+):
+    """Nobody is asked about them: `auto` is no address. Ray before 2.52 has none."""
+    loader = Loader()
+    raylet = SimpleNamespace(Config=SimpleNamespace(initialize=lambda settings: None))
+    if has_credentials:
+        raylet.AuthenticationTokenLoader = SimpleNamespace(instance=lambda: loader)
+    monkeypatch.setattr(ray_session.importlib, "import_module", lambda name: raylet)
+    monkeypatch.setitem(sys.modules, "grpc", None)  # an import of it fails
+    ray_session._check_credentials("auto" if has_credentials else "head:6379")
+    assert loader.resets == has_credentials

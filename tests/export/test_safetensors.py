@@ -8,7 +8,8 @@ import re
 import sys
 from functools import cache
 from pathlib import Path
-from typing import Literal
+from types import SimpleNamespace
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from world import run_ranks
 from moebius.cli.main import main
 from moebius.data_pipeline.config import DataConfig
 from moebius.data_pipeline.making.prepare import prepare
+from moebius.data_pipeline.tokenizers.raw_bytes import BytesTokenizer
 from moebius.distributed.checkpoint.checkpointer import Checkpointer
 from moebius.distributed.checkpoint.files import CheckpointError
 from moebius.distributed.layout import MeshConfig, plan_layout
@@ -316,6 +318,25 @@ def test_what_cannot_be_exported(
     assert code == 2
     assert message in said, said
     assert os.listdir() == ["taken"]
+
+
+def test_a_tokenizer_of_bytes_needs_no_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "prepared_tokenizer", lambda directory: BytesTokenizer())
+    config = config_of(DENSE)
+    tokenizer, words = module._tokenizer_of(config)
+    assert words.endswith("ids are the bytes of UTF-8, and 256 ends a document")
+    assert tokenizer is not None
+    assert tokenizer.end_of_document_id == 256
+    assert module._tokenizer_files(tokenizer, config) == {}
+
+
+def test_what_no_run_has_written_is_not_exported() -> None:
+    meta = SimpleNamespace(meta={"config": {}})
+    stored: Any = SimpleNamespace(path=Path("checkpoint"), meta=meta)
+    with pytest.raises(
+        CheckpointError, match=r"^checkpoint: holds no configuration or no progress"
+    ):
+        module._config_of(stored)
 
 
 def test_without_the_library_the_line_that_installs_it(

@@ -401,6 +401,20 @@ def to_meta(routes: Routes) -> Routes:
     return replace(routes, **{name: getattr(routes, name).to("meta") for name in names})
 
 
+def test_gradients_of_rows_alone_have_their_shapes_without_data() -> None:
+    """Those of a perceptron's rows before the activation are laid out as the saved rows are."""
+    _, (x, w_up, w_down, *_), routes = make_call("relu", "no bias", static=False)
+    x, w_up, w_down = (tensor.to("meta") for tensor in (x, w_up, w_down))
+    numbers = _flat(to_meta(routes))
+    bank = (w_up, w_down, None, None, "relu")
+    y, saved = ops.routed_mlp(x, *bank, *numbers, "segments", 0)
+    grad_x, gate, *_, d_z = ops._mlp_backward_rows(
+        y, x, *bank, *numbers, "segments", saved.bfloat16()
+    )
+    assert (grad_x.shape, gate.shape) == (x.shape, routes.weight_N.shape)
+    assert (d_z.shape, d_z.dtype, d_z.device) == (saved.shape, torch.bfloat16, saved.device)
+
+
 @pytest.mark.parametrize("static", [False, True], ids=["counted", "known counts"])
 @pytest.mark.parametrize("biases", BIASES)
 @pytest.mark.parametrize("activation", ACTIVATIONS)

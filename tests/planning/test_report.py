@@ -1,7 +1,9 @@
 """`moebius plan`, through the command."""
 
 import json
+import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -9,6 +11,8 @@ import pytest
 from matplotlib.image import imread
 
 from moebius.cli.main import main
+from moebius.planning import report
+from moebius.planning.planner import SizeRange
 from moebius.planning.report import parse_nodes
 
 
@@ -152,6 +156,21 @@ def test_the_words_compare_tokens_and_weights(capsys: pytest.CaptureFixture[str]
     assert "expert parallelism pays from 8 GPUs on" in many
     dense = " ".join(run(capsys, "dense", "--nodes", "1").split())
     assert "the model has no experts" in dense
+    alone = " ".join(run(capsys, "smoke", "--ep", "1").split())
+    assert "tokens or weights: no layout spreads the experts over several ranks" in alone
+
+
+def test_sizes_between_which_ep_pays_are_named() -> None:
+    """It may begin to pay and stop again, as at sizes that split a node."""
+    ranges = (
+        SizeRange(8, 8, ep_pays=True),
+        SizeRange(16, 32, ep_pays=False),
+        SizeRange(64, 1024, ep_pays=True),
+    )
+    found: Any = SimpleNamespace(size_ranges=ranges, growth=None)
+    assert report._where_it_pays(found) == "pays at 8 GPUs, 64 to 1,024 GPUs"
+    found.size_ranges = ranges[:2]
+    assert report._where_it_pays(found) == "pays at 8 GPUs"
 
 
 def test_a_picture_has_lines_and_a_crossover(
@@ -249,7 +268,9 @@ def test_measured_tables_and_recorded_loads_are_taken(
     plain = as_json(capsys, *words)["plans"][0]["layouts"][0]
     measured = as_json(capsys, *words, "--measured", str(table))["plans"][0]["layouts"][0]
     assert measured["seconds"]["exchange"] > 48 > plain["seconds"]["exchange"]
+    words += ["--measured", str(table), "--sources"]
     text = " ".join(run(capsys, *words, "--skew", str(tmp_path)).split())
+    assert re.search(r"collectives .*where groups of that size were measured", text)
     assert "feed_forward 2.08 / 2.08 / 2.08" in text
     assert "value 1.00 / 1.00 / 1.00" in text
 

@@ -118,6 +118,23 @@ def test_wider_experts_keep_wider_hidden_rows() -> None:
     assert wide.saved_bytes == pytest.approx(narrow.saved_bytes)  # all of the growth is the bank's
 
 
+def test_learned_positions_are_no_limit_to_what_is_measured() -> None:
+    """What is kept per token is found on sequences longer than those the model knows."""
+    learned = {
+        most: SMALL.changed(
+            {
+                "num_layers": 1,
+                "layers_per_group": 1,
+                "attention.positions": {"kind": "learned", "max_positions": most},
+            }
+        )
+        for most in (16, 1024)
+    }
+    short, plenty = (describe(model, seq_len=16) for model in learned.values())
+    assert short.saved_bytes == plenty.saved_bytes > 0
+    assert plenty.dense_parameters - short.dense_parameters == (1024 - 16) * SMALL.d_model
+
+
 def test_launches_grow_with_depth() -> None:
     """Every further depth step of the same layer launches the same operations; a view launches
     none.

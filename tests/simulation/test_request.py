@@ -6,12 +6,14 @@ import json
 import re
 import struct
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from matplotlib.figure import Figure
 from pairwise import slow_but
 from world import run_ranks
 
@@ -25,6 +27,7 @@ from moebius.model.config import ModelConfig
 from moebius.model.feed_forward_config import ExpertsConfig
 from moebius.model.routers.sigmoid import SigmoidConfig
 from moebius.simulation import dispatch as simulate
+from moebius.simulation import report
 from moebius.simulation.request import (
     RequestedRanks,
     initial_experts,
@@ -430,6 +433,43 @@ def test_words_and_picture(
     header = picture.read_bytes()[:24]
     assert header[:8] == b"\x89PNG\r\n\x1a\n"
     assert struct.unpack(">II", header[16:24]) > (800, 400)
+
+
+def test_what_would_say_nothing_is_left_out() -> None:
+    """No bars of more ranks than lines can hold, and no course over a single moment."""
+    load_P = np.array([1, 0, 2, 1])
+    own: Any = SimpleNamespace(step=1, depth=0, kind="feed_forward")
+    call: Any = SimpleNamespace(
+        id=own, load_P=load_P, load_E=load_P, routes=4, hottest_rank=2.0, hottest_expert=2.0
+    )
+    found: Any = SimpleNamespace(
+        first=SimpleNamespace(calls=[call]), layout=SimpleNamespace(world_size=128)
+    )
+    assert report._bar_lines(found)[-1].split() == ["feed_forward", "▅▁█▅"]
+    found.layout.world_size = 129
+    assert report._bar_lines(found) == []
+    assert report._time_lines(found) == []
+    found.first.calls.append(
+        SimpleNamespace(id=SimpleNamespace(step=1, depth=1, kind="feed_forward"), hottest_rank=3.0)
+    )
+    assert report._time_lines(found)[-1].split() == ["feed_forward", "2.00", "3.00"]
+
+
+def test_the_picture_parts_the_nodes() -> None:
+    simulation: Any = SimpleNamespace(
+        bytes_PP=np.ones((6, 6)), cluster=SimpleNamespace(ranks_per_node=2), dispatcher="dedup"
+    )
+    figure = Figure()
+    panel = figure.subplots()
+    report._draw_matrix(figure, panel, simulation)
+    lines = list(panel.lines)
+    across = [np.asarray(line.get_ydata()).tolist() for line in lines[::2]]
+    down = [np.asarray(line.get_xdata()).tolist() for line in lines[1::2]]
+    assert across == down == [[1.5, 1.5], [3.5, 3.5]]
+    panel.clear()
+    simulation.cluster.ranks_per_node = None  # one node
+    report._draw_matrix(figure, panel, simulation)
+    assert not panel.lines
 
 
 def test_a_fault_is_shown_and_ends_with_1(

@@ -17,7 +17,9 @@ from moebius.distributed.dispatch.exchange import (
     AllToAll,
     AsyncCollective,
     Counters,
+    ExchangeMismatch,
     ReduceScatter,
+    _check_splits,
 )
 from moebius.distributed.layout import Layout, group_of
 from moebius.simulation import threads as simulated_world
@@ -127,6 +129,18 @@ def test_ranks_that_disagree_about_an_exchange_are_named() -> None:
         RankFailed, match="rank 0 of the group sends 1 rows to rank 1, which expects 2"
     ):
         run_threads(run_rank, 2)
+
+
+def test_a_rank_that_sends_other_rows_than_it_has_is_named_on_all() -> None:
+    def run_rank(rank: int) -> str:
+        collective = AllToAll(world(), [1, 1], [1, 1])
+        with pytest.raises(ExchangeMismatch) as caught:
+            _check_splits(torch.ones(2 + rank, 3), collective, world())
+        return str(caught.value)
+
+    told = run_threads(run_rank, 2)
+    assert told[0] == told[1]
+    assert told[0].endswith("disagree about an exchange: rank 1 has 3 rows but sends 2 ([1, 1])")
 
 
 def test_a_rank_that_does_not_come_is_found() -> None:

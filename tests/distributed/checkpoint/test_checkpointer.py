@@ -10,6 +10,7 @@ import resource
 import shutil
 import threading
 import time
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -24,6 +25,7 @@ from moebius.distributed.checkpoint import checkpointer as checkpoint
 from moebius.distributed.checkpoint import files as checkpoint_files
 from moebius.distributed.checkpoint import writing as checkpoint_writing
 from moebius.distributed.checkpoint.checkpointer import Checkpointer
+from moebius.distributed.checkpoint.dcp_save import write_plan
 from moebius.distributed.checkpoint.files import (
     CheckpointError,
     CheckpointManifest,
@@ -40,6 +42,7 @@ from moebius.distributed.checkpoint.files import (
 )
 from moebius.distributed.checkpoint.folder import CheckpointFolder
 from moebius.distributed.checkpoint.loading import load
+from moebius.distributed.checkpoint.parts import ShardSavePlanner
 from moebius.distributed.checkpoint.recovery import newest_whole
 from moebius.distributed.layout import Layout, MeshConfig, plan_layout
 from moebius.distributed.local_shard import LocalShard, Slice, block_shard, whole_shard
@@ -823,6 +826,53 @@ def test_an_index_with_another_number_of_experts_is_refused(saved):
         CorruptCheckpointError, match=r"experts.w_up has shape \[8, 3, 2\], but 6 experts"
     ):
         verify(saved)
+
+
+def test_an_index_of_files_that_the_manifest_does_not_list_is_refused(saved):
+    """All bytes fit their sums: the error is still that of the index."""
+    index = json.loads((saved / "index.json").read_text())
+    index["tensors"]["embed.weight"]["chunks"][0]["file"] = "__9_0.distcp"
+    (saved / "index.json").write_text(json.dumps(index))
+    reseal(saved)
+    with pytest.raises(
+        CorruptCheckpointError, match=r"names \['__9_0.distcp'\], which manifest.json does not list"
+    ):
+        verify(saved)
+
+
+def test_an_old_one_that_cannot_be_deleted_keeps_no_other_from_it(tmp_path, monkeypatch, caplog):
+    for step in (10, 20, 30):
+        (tmp_path / checkpoint_files.step_name(step)).mkdir()
+    rename = Path.rename
+
+    def busy(path, target):
+        if path.name == "step_00000010":
+            raise OSError(errno.EBUSY, "Device or resource busy")
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", busy)
+    CheckpointFolder(tmp_path, 1, 0, None).delete_old(30)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_00000010", "step_00000030"]
+    assert "step_00000010 could not be deleted: [Errno 16] Device or resource busy" in caplog.text
+
+
+def test_a_tree_that_is_not_installed_has_no_version(monkeypatch):
+    def version(name):
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr(checkpoint, "version", version)
+    assert checkpoint._versions()["moebius"] == "unknown"
+    assert checkpoint._versions()["torch"] == torch.__version__
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_value_that_is_no_tensor_is_refused(tmp_path):
+    """DCP would pickle it, and whoever loads it would execute what is in there."""
+    writer = checkpoint_writing.SummingWriter(tmp_path)
+    with pytest.raises(
+        CheckpointError, match="step is no tensor; values that are none belong into"
+    ):
+        write_plan({"step": 7}, writer, ShardSavePlanner(flatten_state_dict=False), rank=0)
 
 
 def test_what_is_no_dtype_is_told():

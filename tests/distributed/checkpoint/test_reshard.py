@@ -291,6 +291,19 @@ def test_an_uneven_bank_that_fsdp_cuts_in_two_ways_is_whole() -> None:
     assert gaps([wide if chunk is through else chunk for chunk in chunks]) == [partly.format(512)]
     outside = whole.model_copy(update={"offsets": (5, 0, 0)})
     assert gaps([*chunks, outside]) == ["experts 5 of 5 lie outside of the tensor"]
+    after = whole.model_copy(update={"offsets": (1, 0, 0)})  # two bands, one sentence
+    assert gaps([*chunks, whole, after]) == ["experts 0-1 of 5 are stored more than once"]
+    beyond = [outside, outside.model_copy(update={"offsets": (6, 0, 0)})]
+    assert gaps([*chunks, *beyond]) == ["experts 5-6 of 5 lie outside of the tensor"]
+
+
+def test_a_tensor_goes_by_its_own_name_where_no_run_has_named_it() -> None:
+    """Whoever saves a bare model has no `model.` before its names; FSDP's rule is the same."""
+    layout = plan_layout(MeshConfig(dp_shard=2), 2)
+    for name, sizes in (("head.weight", (3, 4)), ("final_norm.weight", (6, 4))):
+        for prefix in ("", "model.", "optimizer.exp_avg.", "optimizer.exp_avg_sq."):
+            shard = module.shard_of_rank(1, prefix + name, (6, 4), False, layout, "fsdp", {})
+            assert [slice_.sizes for slice_ in shard.slices] == [sizes], prefix
 
 
 @pytest.mark.parametrize(

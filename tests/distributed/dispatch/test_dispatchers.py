@@ -1007,6 +1007,7 @@ def refused() -> list[str]:
             {"name": "hierarchical"},
             {"name": "dedup", "overlap_chunks": 0},
             {"name": "dedup", "expert_map": contiguous_map(8, 4)},
+            {"name": "hierarchical", "nodes": NodeGroups(inter=group, intra=group)},
         ):
             with pytest.raises(ValueError, match=r".") as caught:
                 make_dispatcher(group=group, **options)  # pyright: ignore[reportArgumentType]
@@ -1028,6 +1029,7 @@ def test_what_does_not_fit_is_refused_with_a_reason() -> None:
         "groups between and inside nodes",
         "overlap_chunks=0",
         "an expert map for 4 ranks, but the group has 3",
+        "3 nodes × 3 ranks are not the EP group's 3",
         "2 experts are too few for 3 ranks",
         "[2, 1]",
     )

@@ -140,6 +140,28 @@ def test_a_late_leader_is_waited_for(monkeypatch):
     assert "rank 2 of 3 did not come" in heard[0]
 
 
+def test_a_rank_that_is_gone_before_it_says_what_differs_is_named(monkeypatch):
+    """All came with their digests, which differ; then one died."""
+    store = HashStore()
+    comparison = agreement._Comparison(store, "agreement/run/0", 3, 0.05)
+    for rank in (0, 2):
+        comparison.post("facts", rank, "{}")
+    told = comparison.compare_facts("run")
+    assert told.startswith("rank 1 of 3 did not come within 0.05 s to compare the run")
+    monkeypatch.setattr(agreement, "_GRACE_S", 0.0)
+    assert comparison.await_result("difference", "run") == told
+
+
+def test_a_leader_that_came_and_said_nothing_is_told_from_one_that_did_not_come(monkeypatch):
+    monkeypatch.setattr(agreement, "_GRACE_S", 0.0)
+    comparison = agreement._Comparison(HashStore(), "agreement/run/0", 2, 0.05)
+    assert comparison.await_result("result", "run").startswith("rank 0 of 2 did not come")
+    comparison.post("digest", 0, "")
+    assert comparison.await_result("result", "run") == (
+        "rank 0 came, but did not say within 0.1 s whether the ranks agree on the run"
+    )
+
+
 def test_a_long_difference_is_cut():
     facts = [{f"key {index}": "x" * 100 for index in range(40)}, {}]
     text = spell_difference("run", facts)

@@ -286,6 +286,9 @@ class GoneStore:
     def set(self, key, value):
         raise dist.DistNetworkError("Broken pipe")
 
+    def check(self, keys):
+        raise dist.DistNetworkError("Broken pipe")
+
 
 class SilentStore:
     """A store in which another rank asked first, and found nothing."""
@@ -300,6 +303,17 @@ class SilentStore:
 def test_a_rank_that_cannot_tell_why_it_ends_says_so_in_its_log(caplog):
     diagnosis.report_exception(GoneStore(), 3, ValueError("no"))  # pyright: ignore[reportArgumentType]
     assert "rank 3 could not tell the others why it ends: Broken pipe" in caplog.text
+
+
+def test_a_rank_whose_store_ends_before_it_asks_nobody_any_more(caplog, monkeypatch):
+    """The store is rank 0's, which may be done first: that is no error of the others."""
+    monkeypatch.setattr(diagnosis, "_own_connection", lambda store: store)
+    monkeypatch.setattr(diagnosis, "_LOOK_S", 0.01)
+    with caplog.at_level("DEBUG", diagnosis.__name__):
+        reporter = diagnosis.Reporter(GoneStore(), 3)  # pyright: ignore[reportArgumentType]
+        reporter._thread.join(10)
+        reporter.stop()
+    assert "the store is gone, so the run has ended: Broken pipe" in caplog.text
 
 
 def test_where_the_first_rank_found_no_cause_the_others_say_that():

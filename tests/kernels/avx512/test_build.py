@@ -17,6 +17,8 @@ EVERY_FLAG = frozenset(
     {"avx512f", "avx512bw", "avx512vl", "avx512dq", "fma", "bmi2", "avx512_bf16"}
 )
 
+READ_FLAGS = ours._cpu_flags.__wrapped__  # the fixture below puts EVERY_FLAG in its place
+
 
 @pytest.fixture(autouse=True)
 def elsewhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
@@ -103,6 +105,16 @@ def test_a_cpu_or_dtype_that_cannot_is_told(
     with pytest.raises(ValueError, match=told):
         resolve_backend("avx512", CPU, dtype)
     assert resolve_backend("auto", CPU, dtype) == "segments"
+
+
+def test_without_a_list_of_the_cpus_flags_there_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on macOS, which has no /proc."""
+
+    def read(*_: object, **__: object) -> str:
+        raise FileNotFoundError("/proc/cpuinfo")
+
+    monkeypatch.setattr(Path, "read_text", read)
+    assert READ_FLAGS() == frozenset()
 
 
 def test_bfloat16_alone_may_be_missing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -158,6 +158,18 @@ def test_what_cannot_be_is_refused_when_it_is_configured(
         )
 
 
+def test_a_mean_with_shared_experts_needs_a_number_of_experts_that_no_length_decides() -> None:
+    changes = {
+        "feed_forward.num_shared_experts": 1,
+        "feed_forward.shared_sum": "mean",
+        "feed_forward.allow_future_leak": True,
+    }
+    router = {"kind": "expert_choice"}
+    ModelConfig.from_dotted(changes | {"feed_forward.router": router})
+    with pytest.raises(ValueError, match=r"router.kind='expert_choice' as configured has no such"):
+        ModelConfig.from_dotted(changes | {"feed_forward.router": router | {"scope": "flat"}})
+
+
 def test_half_a_row_is_one_and_cost_follows_from_what_is_taken() -> None:
     for group, mean, taken in ((16, 1.0, 1), (32, 1.0, 1), (48, 1.0, 2), (32, 5.4, 5)):
         config = ExpertChoiceConfig(sequences_per_group=group, mean_experts=mean)

@@ -351,6 +351,16 @@ def test_the_published_sign_rewards_collapse_and_the_corrected_one_balance() -> 
     )
 
 
+def test_a_weight_of_zero_leaves_the_mutual_information_out() -> None:
+    """It is not computed, where a weight of zero would make a NaN of an infinite value."""
+    sums = {name: torch.full((2,), float("inf")) for name in ("certainty", "mass")}
+    sums["probability"] = torch.full((2, 8), float("inf"))
+    for weight, num_losses in ((0.0, 0), (0.03, 1)):
+        init = lambda shape, generator: torch.zeros(shape)  # noqa: E731
+        router = SutRouter(SutConfig(mi_loss=weight), 3, 8, init=init)
+        assert len(router.losses(sums, RunningSum())) == num_losses
+
+
 def test_drawn_experts_follow_their_probabilities_beside_the_best_in_training_only() -> None:
     router = SutRouter(
         SutConfig(top_k=2, sampled=1), 6, 4, init=lambda shape, generator: torch.zeros(shape)
