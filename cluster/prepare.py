@@ -10,7 +10,7 @@ import contextlib
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from ..data_pipeline.making.pools import WorkerDiedError, WorkerKilledError, run_task
+from ..data_pipeline.making.pools import WorkerDiedError, WorkerKilledError, import_tasks, run_task
 from .ray_session import require_ray
 
 T = TypeVar("T")
@@ -55,6 +55,11 @@ class RayPool:
         import ray
 
         return IN_FLIGHT_PER_CPU * max(1, int(ray.cluster_resources().get("CPU", 1)))
+
+    def expect(self, num_tasks: int) -> None:
+        """Implements `TaskPool.expect`: workers import what tasks need while nobody waits."""
+        for _ in range(min(num_tasks, self.capacity // IN_FLIGHT_PER_CPU)):
+            self._task.remote(import_tasks, None)
 
     def submit(self, function: Callable[[T], object], item: T, /) -> int:
         """Implements `TaskPool.submit`."""

@@ -16,6 +16,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from threading import Lock
 
 import numpy as np
 
@@ -55,6 +56,7 @@ class Kept:
 
 
 _kept: dict[_Key, Kept] = {}
+_lock = Lock()  # a pool may run tasks in threads
 
 
 def begin_keeping(unit: Unit) -> Kept:
@@ -67,9 +69,10 @@ def keep(directory: Path, unit: Unit, kept: Kept, records: np.ndarray) -> None:
     if kept.stamps is None or kept.stamps != _stamps(unit):
         return
     kept.records = records
-    _kept[directory, unit.source, unit.number] = kept
-    while sum(one.num_bytes for one in _kept.values()) > MAX_KEPT_BYTES:
-        del _kept[next(iter(_kept))]
+    with _lock:
+        _kept[directory, unit.source, unit.number] = kept
+        while sum(one.num_bytes for one in _kept.values()) > MAX_KEPT_BYTES:
+            del _kept[next(iter(_kept))]
 
 
 def take(directory: Path, unit: Unit, records: np.ndarray) -> Sequence[Document] | None:
@@ -82,7 +85,8 @@ def take(directory: Path, unit: Unit, records: np.ndarray) -> Sequence[Document]
         unit: what was read.
         records: what its documents have to be; not necessarily what this process has read.
     """
-    kept = _kept.pop((directory, unit.source, unit.number), None)
+    with _lock:
+        kept = _kept.pop((directory, unit.source, unit.number), None)
     if kept is None or kept.stamps != _stamps(unit) or not np.array_equal(kept.records, records):
         return None
     return kept.documents
@@ -90,8 +94,9 @@ def take(directory: Path, unit: Unit, records: np.ndarray) -> Sequence[Document]
 
 def forget(directory: Path) -> None:
     """Forgets what was kept for a folder."""
-    for key in [key for key in _kept if key[0] == directory]:
-        del _kept[key]
+    with _lock:
+        for key in [key for key in _kept if key[0] == directory]:
+            del _kept[key]
 
 
 def _stamps(unit: Unit) -> tuple[_Stamp, ...] | None:

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
+from importlib import import_module
 from multiprocessing.process import BaseProcess
 from typing import Any, Protocol, TypeVar, cast
 
@@ -63,6 +64,11 @@ def _travels(error: BaseException) -> bool:
         return False
 
 
+def import_tasks(_: object = None) -> None:
+    """Imports what most tasks need: for a process that has none yet."""
+    import_module(f"{__package__}.tasks")
+
+
 class TaskPool(Protocol):
     """Runs functions of one item, anywhere."""
 
@@ -74,6 +80,10 @@ class TaskPool(Protocol):
     @property
     def description(self) -> str:
         """Returns where tasks run, for people."""
+        ...
+
+    def expect(self, num_tasks: int) -> None:
+        """Says that at least so many tasks will come: processes may start for them meanwhile."""
         ...
 
     def submit(self, function: Callable[[T], object], item: T, /) -> int:
@@ -94,6 +104,9 @@ class SerialPool:
     def __init__(self) -> None:
         self._waiting: deque[tuple[int, Callable[[Any], object], object]] = deque()
         self._submitted = 0
+
+    def expect(self, num_tasks: int) -> None:
+        """Implements `TaskPool.expect`: there is nothing to start."""
 
     def submit(self, function: Callable[[T], object], item: T, /) -> int:
         """Implements `TaskPool.submit`."""
@@ -118,7 +131,7 @@ class LocalPool:
     """
 
     def __init__(self, num_workers: int):
-        """Starts nothing yet: a process is started with the first task that needs it.
+        """Starts nothing yet: a process is started with the first task that needs or expects it.
 
         Raises:
             DataError: fewer than one worker.
@@ -132,6 +145,13 @@ class LocalPool:
         self._out: dict[Future[Any], tuple[int, _Worker]] = {}
         self._submitted = 0
         self._life, self._life_of_workers = cast("tuple[Any, Any]", multiprocessing.Pipe())
+
+    def expect(self, num_tasks: int) -> None:
+        """Implements `TaskPool.expect`."""
+        while len(self._idle) + len(self._out) < min(num_tasks, self.capacity):
+            worker = self._start()
+            worker.executor.submit(import_tasks)
+            self._idle.append(worker)
 
     def submit(self, function: Callable[[T], object], item: T, /) -> int:
         """Implements `TaskPool.submit`."""

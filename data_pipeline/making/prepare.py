@@ -115,12 +115,14 @@ def prepare(
     if manifest is None:
         # before anything is written: most mistakes are in the names of the input
         units = plan_units(config)
+        pool = pool or SerialPool()
+        pool.expect(len(units))
         with claimed(folder, on_wait=lambda: show(PrepareProgress("waiting for another process"))):
             manifest = finished(config, folder)  # somebody else may have been faster
             if manifest is None:
                 begin(config, folder, units)
                 set_up(config, folder / UNFINISHED)
-                work = _Preparation(config, folder, units, pool or SerialPool(), show, on_poison)
+                work = _Preparation(config, folder, units, pool, show, on_poison)
                 try:
                     work.run()
                 finally:

@@ -6,7 +6,7 @@ from typing import Any
 
 from ..errors import InputError
 from .documents import Document, InputSplit
-from .lines import decoded, split_lines, where
+from .lines import Place, decoded, split_lines
 from .records import RecordRules, document_of
 
 
@@ -21,8 +21,8 @@ def read_json_lines(split: InputSplit, rules: RecordRules) -> Iterator[Document]
         text, fault = decoded(split, line, drop_faults=rules.drop_faults)
         if fault:
             yield Document(text, split.file_name, row, fault=fault)
-        elif text.strip():
-            place = where(split, line)
+        elif text and not text.isspace():
+            place = Place(split, line)
             record = _object(text, place)
             yield document_of(record, row, rules, where=place, file_name=split.file_name)
         else:
@@ -30,7 +30,7 @@ def read_json_lines(split: InputSplit, rules: RecordRules) -> Iterator[Document]
         row += 1
 
 
-def _object(text: str, place: str) -> dict[str, Any]:
+def _object(text: str, place: object) -> dict[str, Any]:
     try:
         record = json.loads(text)
     except (ValueError, RecursionError) as error:

@@ -36,21 +36,30 @@ def split_lines(split: InputSplit) -> Iterator[Line]:
     """
     with opened(split.url, split.size) as file:
         if is_compressed(split.url):
-            yield from _numbered(lines(unpacked_chunks(file, split.url), split), 0)
+            yield from _numbered(lines(unpacked_chunks(file, split.url), split))
             return
         offset, found = split.start, lines(chunks(file), split)
         if offset:  # the line that reaches into this split belongs to the one before
             file.seek(offset - 1)
             offset += len(next(found, b"")) - 1
-        for line in _numbered(found, offset):
+        for line in _numbered(found) if split.start == 0 else _placed(found, offset):
             if line.offset >= split.stop:
                 return
-            yield line if split.start == 0 else line._replace(number=None)
+            yield line
 
 
-def _numbered(found: Iterable[bytes], offset: int) -> Iterator[Line]:
+def _numbered(found: Iterable[bytes]) -> Iterator[Line]:
+    """Yields the lines of a file from its beginning."""
+    offset = 0
     for number, data in enumerate(found, start=1):
         yield Line(offset, number, data)
+        offset += len(data)
+
+
+def _placed(found: Iterable[bytes], offset: int) -> Iterator[Line]:
+    """Yields the lines of a file from somewhere in it: how many are before is not known."""
+    for data in found:
+        yield Line(offset, None, data)
         offset += len(data)
 
 
@@ -78,6 +87,16 @@ def _too_long(split: InputSplit) -> InputError:
         f"{split.url}: a line has more than {MAX_LINE_BYTES:,} {beyond}bytes, the most that is read "
         "(data_pipeline/sources/lines.py): break the file into lines, or leave it out"
     )
+
+
+class Place(NamedTuple):
+    """Says where a line is, once it is asked for: most places are never told."""
+
+    split: InputSplit
+    line: Line
+
+    def __str__(self) -> str:
+        return where(self.split, self.line)
 
 
 def where(split: InputSplit, line: Line, byte: int = 0) -> str:

@@ -49,7 +49,7 @@ class RecordRules:
 
 
 def document_of(
-    record: Mapping[str, object], row: int, rules: RecordRules, *, where: str, file_name: str
+    record: Mapping[str, object], row: int, rules: RecordRules, *, where: object, file_name: str
 ) -> Document:
     """Returns the document that a record is.
 
@@ -57,7 +57,7 @@ def document_of(
         record: its fields by name.
         row: its number in its split.
         rules: which fields are read.
-        where: its place, for messages.
+        where: its place; what messages say is `str` of it.
         file_name: where it comes from, unless it says so itself.
 
     Raises:
@@ -73,13 +73,15 @@ def document_of(
     return checked(document, rules, where=where)
 
 
-def checked(document: Document, rules: RecordRules, *, where: str) -> Document:
+def checked(document: Document, rules: RecordRules, *, where: object) -> Document:
     """Returns a document, or the fault that it is if part of it is no Unicode.
 
     Raises:
         InputError: it is, and that is not to be dropped.
     """
     texts = (document.prompt, document.text, document.record_id, document.source)
+    if all(map(str.isascii, texts)):
+        return document
     broken = next((text for text in texts if not _is_unicode(text)), None)
     if broken is None:
         return document
@@ -99,8 +101,6 @@ def shown(data: bytes) -> str:
 
 
 def _is_unicode(text: str) -> bool:
-    if text.isascii():
-        return True
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -108,7 +108,7 @@ def _is_unicode(text: str) -> bool:
     return True
 
 
-def _text(record: Mapping[str, object], name: str, rules: RecordRules, where: str) -> str:
+def _text(record: Mapping[str, object], name: str, rules: RecordRules, where: object) -> str:
     value = _value(record, name, rules, where)
     if not isinstance(value, str):
         raise InputError(
@@ -118,7 +118,7 @@ def _text(record: Mapping[str, object], name: str, rules: RecordRules, where: st
     return value
 
 
-def _record_id(record: Mapping[str, object], name: str, rules: RecordRules, where: str) -> str:
+def _record_id(record: Mapping[str, object], name: str, rules: RecordRules, where: object) -> str:
     value = _value(record, name, rules, where)
     if isinstance(value, bool) or not isinstance(value, str | int) or value == "":
         given = "an empty text" if value == "" else f"a {type(value).__name__}"
@@ -135,7 +135,7 @@ def _record_id(record: Mapping[str, object], name: str, rules: RecordRules, wher
     return found
 
 
-def _value(record: Mapping[str, object], name: str, rules: RecordRules, where: str) -> object:
+def _value(record: Mapping[str, object], name: str, rules: RecordRules, where: object) -> object:
     if name not in record:
         fields = ", ".join(map(repr, record)) or "none"
         raise InputError(
