@@ -162,7 +162,7 @@ def train(config: Config, run_dir: str | PathLike[str], *, show: bool = True) ->
     refuse_if_running(run_dir)
     open_run(config, run_dir)
     status = train_here(config, run_dir, console=Console(quiet=not show))
-    if status.state not in (State.SUCCEEDED, State.STOPPED):
+    if status.state not in (State.SUCCEEDED, State.STOPPED, State.PREEMPTED):
         raise TrainingFailed(status)
     return status
 

@@ -37,8 +37,11 @@ from typing import TYPE_CHECKING, Any
 
 from .. import __version__
 from ..train.heartbeat import FOLDER
+from ..train.mesh_variable import MESH_VARIABLE
 from . import processes
 from .job import Launch, write_atomically
+from .recovery.deadman import Deadman
+from .recovery.node_check import NodeCheck
 from .tracebacks import last_traceback, read_tail, summarise
 from .warm.start import AgentProcess, Template
 from .watching.heartbeats import RankState, WatchedRanks, folder_of
@@ -144,6 +147,7 @@ class Node:
         self._attempt: Attempt | None = None
         self._agent: AgentProcess | None = None
         self._watched: WatchedRanks | None = None
+        self._deadman: Deadman | None = None
         self._warms_for = launch if launch and launch.warm_start and processes.IS_LINUX else None
         self._template: Template | None = None
         self._warm_up()
@@ -157,6 +161,10 @@ class Node:
             "versions": versions(),
             "starts": self._how_agents_start(),
         }
+
+    def check(self, wanted: NodeCheck) -> str:
+        """Returns what this node lacks for a job, or ""."""
+        return wanted.faults()
 
     def free_port(self) -> int:
         """Returns a port of this node's address that is free now.
@@ -194,11 +202,14 @@ class Node:
                 attempt.secret,
                 otherwise=lambda: _execute(attempt, why=template.refusal),
             )
+        self._deadman = Deadman(attempt.launch.supervisor_timeout_s, self._agent.kill)
 
     def poll(self) -> AgentReport | None:
         """Returns the agent's report, or None while the ranks run."""
         assert self._agent is not None, "start comes first"
         assert self._attempt is not None
+        if self._deadman is not None:
+            self._deadman.hear()
         code = self._agent.poll()
         if code is None:
             return None
@@ -229,6 +240,8 @@ class Node:
         """Ends the agent and its ranks, and waits until they are gone."""
         if self._agent is None or self._attempt is None:
             return
+        if self._deadman is not None:
+            self._deadman.end()
         if self._agent.poll() is None:
             self._agent.kill()  # its ranks follow: they are bound to it
         self._agent.wait()
@@ -400,6 +413,7 @@ def _run_elastic_agent(attempt: Attempt, spares: "Sequence[Spare] | None") -> Ag
     from .rendezvous import Meeting, NodeRendezvous
 
     launch = attempt.launch
+    os.environ[MESH_VARIABLE] = json.dumps(launch.mesh)
     meeting = Meeting(
         name=f"{launch.name}-g{attempt.generation}",
         node_rank=attempt.node_rank,

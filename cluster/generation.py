@@ -17,7 +17,9 @@ from .agent import AgentReport, Attempt
 from .history import describe_trouble
 from .job import (
     METRICS,
+    PAUSE,
     RESULT,
+    STOP_PREEMPT,
     JsonLinesTail,
     Launch,
     RootCause,
@@ -25,6 +27,7 @@ from .job import (
     beat,
     read_generation,
     stop_requested,
+    write_atomically,
 )
 from .nodes import NodeHandle, NodeLost
 from .postmortem import find_root_cause, left_early_cause, port_was_taken
@@ -53,7 +56,6 @@ class Outcome:
 class Supervision(Protocol):
     """Declares what a generation knows of its job."""
 
-    launch: Launch
     run_dir: Path
     generation: int
     preparation: Preparation | None
@@ -66,13 +68,18 @@ class Supervision(Protocol):
         """Looks after the process that prepares the data."""
         ...
 
+    def wish(self, current: int) -> str:
+        """Returns why the run should go on with another number of nodes than `current`, or ""."""
+        ...
+
 
 class Watch:
     """One generation, from its start to its end."""
 
-    def __init__(self, supervision: Supervision, nodes: Sequence[NodeHandle]):
+    def __init__(self, supervision: Supervision, nodes: Sequence[NodeHandle], launch: Launch):
         self.nodes = nodes
-        self.launch = supervision.launch
+        self.launch = launch
+        self.wish = supervision.wish
         self.run_dir = supervision.run_dir
         self.generation = supervision.generation
         self.log = supervision.log
@@ -86,11 +93,12 @@ class Watch:
         self.is_up = False  # a first evaluation or step was made
         self.started = time.monotonic()
         self.stopping = False
+        self.pausing = False
         self.rehearsed: RootCause | None = None
 
     def start(self) -> None:
         """Starts the generation's agents, node by node."""
-        addresses = [node.describe()["address"] for node in self.nodes]
+        addresses = [self.address_of(node_rank) for node_rank in range(len(self.nodes))]
         port = self.nodes[0].free_port()
         secret = secrets.token_hex(32)
         for node_rank, node in enumerate(self.nodes):
@@ -106,12 +114,20 @@ class Watch:
             node.start(attempt)
             beat(self.run_dir)
 
+    def address_of(self, node_rank: int) -> str:
+        """Returns where the other nodes reach this one."""
+        try:
+            return self.nodes[node_rank].describe()["address"]
+        except NodeLost as error:
+            raise NodeLost(f"node {node_rank} was lost: {error}") from error
+
     def until_the_end(self) -> Outcome:
         """Watches until all ranks have exited or something else has happened."""
         while True:
             self.sign_of_life()
             self.read_metrics()
             self.rehearse()
+            self.pause_if_wished()
             self.tend_preparation()
             if self.preparation is not None and self.preparation.must_end_ranks:
                 return Outcome("failed", _without_data(self.preparation.failure), self.step)
@@ -132,11 +148,24 @@ class Watch:
         announced = read_generation(self.run_dir)
         if announced != self.generation:
             raise Superseded(f"generation {announced} was announced while {self.generation} ran")
-        if not self.stopping and stop_requested(self.run_dir):
+        asked = stop_requested(self.run_dir)
+        if asked and not self.stopping:
             self.stopping = True
-            self.log(
-                State.STOPPING, "a stop was asked for; the ranks end at the next step boundary"
-            )
+            what = "a preemption was announced" if asked == STOP_PREEMPT else "a stop was asked for"
+            self.log(State.STOPPING, f"{what}; the ranks end at the next step boundary")
+
+    def pause_if_wished(self) -> None:
+        """Asks the ranks to save and end when the run should go on with other nodes.
+
+        Only ranks that make steps are asked: those that start could not save, and would lose what
+        they were about to load.
+        """
+        if self.step is None or self.pausing or self.stopping:
+            return
+        if reason := self.wish(len(self.nodes)):
+            self.pausing = True
+            self.log(State.RESIZING, f"{reason}; the ranks end at the next step boundary")
+            write_atomically(self.run_dir / PAUSE, "")
 
     def read_metrics(self) -> None:
         """Reads the steps that were made since the last look."""

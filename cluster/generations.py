@@ -9,27 +9,32 @@ is refused from then on), start one agent per node, watch until all ranks have e
 result, or anything else has happened. Then end everything everywhere, say why in the journal, and
 go on or give up:
 
-* the run folder's result.json says "finished" or "stopped": SUCCEEDED or STOPPED;
-* a stop was asked for: STOPPED, however the generation ended;
-* the same error at the same step three times, or more failures than `max_restarts`: FAILED with the
-  root cause;
+* the run folder's result.json says "finished" or "stopped": SUCCEEDED or STOPPED, or PREEMPTED
+  where that was the reason; or, where the supervision itself had asked the ranks for a pause, the
+  next generation on other nodes (recovery/placing.py);
+* a stop was asked for: STOPPED or PREEMPTED, however the generation ended;
+* a rank says that no restart would help (train/mistakes.py), the same error comes at the same step
+  three times, or a budget is used up (recovery/budgets.py): FAILED with the root cause;
 * otherwise RECOVERING, and the next generation resumes from the last checkpoint. Without progress
   the wait doubles.
 """
 
 import signal
 import time
-from collections import Counter
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from ..data_pipeline.errors import PreparationFailedError
+from ..train.mistakes import EXIT_MISTAKE
 from .generation import POLL_S, Outcome, Superseded, Watch
 from .job import (
     GENERATION,
+    PAUSE,
     RESULT,
+    STOP_PREEMPT,
     Journal,
     Launch,
     RootCause,
@@ -44,17 +49,25 @@ from .job import (
 )
 from .nodes import NodeHandle, NodeLost, NodeProvider, NodesUnavailable
 from .preparation import Preparation
+from .recovery.budgets import Budgets
+from .recovery.life import HEARTBEAT
+from .recovery.node_check import token_in
+from .recovery.placing import Placing
 
-SAME_ERROR_LIMIT = 3
 SAVE_FAILED = "SaveFailedError"  # of distributed/checkpoint/files.py, which is not imported here
 PORT_ATTEMPTS = (
     5  # new generations because somebody took the port; they are not charged to max_restarts
 )
 MAX_BACKOFF_S = 30.0
+_CHECKS_AT_ONCE = 32
 
 
 class StopAsked(Exception):
     """Says that a stop was asked for while nothing was running."""
+
+
+class NodeUnfit(Exception):
+    """Says which node cannot run its part of the job, and why."""
 
 
 class DataGivenUp(Exception):
@@ -65,14 +78,15 @@ class DataGivenUp(Exception):
 def interrupts_ask_for_a_stop(run_dir: Path) -> Iterator[None]:
     """Lets SIGINT and SIGTERM set the stop flag while inside.
 
-    The second signal asks for an end at once. Main thread only.
+    SIGTERM is how machines say that they will be taken away: the job ends as PREEMPTED. The second
+    signal asks for an end at once. Main thread only.
     """
     asked = 0
 
-    def ask(*_: object) -> None:
+    def ask(number: int, _: object) -> None:
         nonlocal asked
         asked += 1
-        request_stop(run_dir, now=asked > 1)
+        request_stop(run_dir, now=asked > 1, preempt=number == signal.SIGTERM)
 
     previous = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
@@ -98,16 +112,17 @@ def supervise(
     try:
         supervision.run()
     except Superseded:
-        pass  # the folder belongs to a newer supervisor; not a word into its journal
+        # The folder belongs to a newer supervisor: not a word into its journal.
+        return supervision.release()
     except Exception as error:
         supervision.log(
             State.FAILED, f"the supervisor itself failed: {type(error).__name__}: {error}"
         )
+        supervision.release()
         raise
-    finally:
-        if preparation is not None:
-            preparation.end()
-        node_provider.release()
+    supervision.release()
+    # Who waits until nothing is left of the job waits for this.
+    (Path(launch.run_dir) / HEARTBEAT).unlink(missing_ok=True)
 
 
 class _Supervision:
@@ -121,10 +136,18 @@ class _Supervision:
         self.run_dir = Path(launch.run_dir)
         self.journal = Journal(self.run_dir)
         self.generation = read_generation(self.run_dir)
-        self.failures = 0  # generations that were not ended on purpose
+        entries = current_submission(self.journal.entries())
+        self.budgets = Budgets.from_journal(launch, entries)
+        self.has_started = any(entry.state is State.STARTING for entry in entries)
+        self.placing = Placing(
+            launch,
+            node_provider,
+            self._while_placing,
+            has_run=self.has_started,
+            poll_s=POLL_S,
+        )
         self.without_progress = 0
         self.ports_taken = 0
-        self.seen: Counter[tuple[str, int | None]] = Counter()
         self._reason = ""
 
     def run(self) -> None:
@@ -132,24 +155,35 @@ class _Supervision:
         self._take_over()
         while True:
             try:
-                nodes = self.node_provider.provide_nodes(self._while_placing)
+                nodes = self.placing.place()
+                self._check(nodes)
                 self._await_data()
                 outcome = self.run_generation(nodes)
             except NodeLost as error:
-                outcome = Outcome("failed", RootCause(summary=str(error)))
+                outcome = _lost(error)
+            except NodeUnfit as error:
+                if not self.has_started:
+                    return self.log(State.FAILED, f"{error} (found before a rank was started)")
+                outcome = Outcome("failed", RootCause(summary=str(error), infrastructure=True))
             except NodesUnavailable as error:
                 return self.log(State.FAILED, str(error))
             except DataGivenUp as error:
                 return self.log(State.FAILED, f"the data could not be prepared: {error}")
             except StopAsked:
-                return self.log(State.STOPPED, "stopped before the ranks were started")
+                return self.log(self._stopped(), "stopped before the ranks were started")
             if self.has_ended(outcome):
                 return None
             if not self.wait_before_restart():
                 return self.log(
-                    State.STOPPED,
+                    self._stopped(),
                     "stopped between two generations; the last checkpoint holds the state",
                 )
+
+    def release(self) -> None:
+        """Ends what prepares data, and everything on the nodes."""
+        if self.preparation is not None:
+            self.preparation.end()
+        self.node_provider.release()
 
     def log(self, state: State, reason: str, **details: Any) -> None:
         """Appends a state with its reason to the journal."""
@@ -163,8 +197,6 @@ class _Supervision:
         come.
         """
         entries = current_submission(self.journal.entries())
-        causes = [entry.details["root_cause"] for entry in entries if "root_cause" in entry.details]
-        self.failures = sum(not cause.get("on_purpose") for cause in causes)
         if entries and entries[-1].state is not State.SUBMITTED:
             self.log(
                 State.RECOVERING,
@@ -178,6 +210,32 @@ class _Supervision:
         if reason and reason != self._reason:
             self.log(State.PLACING, reason)
             self._reason = reason
+
+    def _check(self, nodes: Sequence[NodeHandle]) -> None:
+        """Asks every node whether it sees the run folder and has the devices.
+
+        Raises:
+            NodeUnfit: one does not.
+            NodeLost: one does not answer.
+        """
+        try:
+            with (
+                token_in(self.run_dir, gpus=self.launch.needs_gpus) as wanted,
+                ThreadPoolExecutor(min(len(nodes), _CHECKS_AT_ONCE)) as pool,
+            ):
+                faults = list(pool.map(lambda node: node.check(wanted), nodes))
+        except OSError as error:
+            raise NodeUnfit(
+                f"the supervisor cannot write into the run folder {self.run_dir} "
+                f"({error.strerror}): choose a folder that the head of the cluster reaches too"
+            ) from error
+        for node_rank, fault in enumerate(faults):
+            if fault:
+                raise NodeUnfit(f"node {node_rank}: {fault}")
+
+    def wish(self, current: int) -> str:
+        """Returns why the run should go on with another number of nodes than `current`, or ""."""
+        return self.placing.wish(current)
 
     def _await_data(self) -> None:
         """Waits until the ranks may begin on what is sealed; the ranks' CPUs are reserved by now.
@@ -218,14 +276,18 @@ class _Supervision:
         """Announces a generation, runs it, and ends it everywhere; returns how it ended."""
         self.generation += 1
         write_atomically(self.run_dir / GENERATION, str(self.generation))
-        (self.run_dir / RESULT).unlink(missing_ok=True)
-        self.log(State.STARTING, f"starting {self.launch.world_size} rank(s)")
-        watch = Watch(self, nodes)
+        for left in (RESULT, PAUSE):
+            (self.run_dir / left).unlink(missing_ok=True)
+        launch = self.placing.launch_on(len(nodes))
+        words = f"starting {launch.world_size} rank(s){self.placing.mesh_words(len(nodes))}"
+        self.log(State.STARTING, words, num_nodes=len(nodes))
+        self.has_started = True
+        watch = Watch(self, nodes, launch)
         try:
             watch.start()
             return watch.until_the_end()
         except NodeLost as error:
-            return Outcome("failed", RootCause(summary=str(error)), watch.step)
+            return _lost(error, watch.step)
         finally:
             self._end_everywhere(nodes)
 
@@ -245,13 +307,13 @@ class _Supervision:
         if outcome.state == "finished":
             self.log(State.SUCCEEDED, f"finished at step {outcome.step}")
         elif outcome.state == "stopped":
-            self.log(State.STOPPED, f"stopped at step {outcome.step}, with a checkpoint")
+            return self._has_stopped(outcome)
         elif outcome.state == "ended":
             self.log(State.STOPPED, "ended at once, as asked; the last checkpoint holds the state")
         elif stop_requested(self.run_dir):
             summary = outcome.cause.summary if outcome.cause else outcome.state
             self.log(
-                State.STOPPED,
+                self._stopped(),
                 f"stopped; its last generation failed on the way: {summary}",
                 **_cause(outcome),
             )
@@ -261,8 +323,31 @@ class _Supervision:
             self._data_used_up(message, outcome)
         elif message := _said_by(outcome, SAVE_FAILED):
             self.log(State.FAILED, f'checkpoint.on_failure="stop": {message}', **_cause(outcome))
+        elif outcome.cause is not None and outcome.cause.exit_code == EXIT_MISTAKE:
+            self.log(
+                State.FAILED,
+                f"{outcome.cause.summary} ({_where(outcome)}; no restart would mend this: correct "
+                "it and submit again)",
+                **_cause(outcome),
+            )
         else:
             return self._is_given_up(outcome)
+        return True
+
+    def _stopped(self) -> State:
+        preempted = stop_requested(self.run_dir) == STOP_PREEMPT
+        return State.PREEMPTED if preempted else State.STOPPED
+
+    def _has_stopped(self, outcome: Outcome) -> bool:
+        """Journals that the ranks have saved and ended; False when they only make way."""
+        saved = f"at step {outcome.step}, with a checkpoint"
+        if stop_requested(self.run_dir) is None and (self.run_dir / PAUSE).exists():
+            self.log(State.RESIZING, f"paused {saved}; the next generation has other nodes")
+            return False
+        if self._stopped() is State.PREEMPTED:
+            self.log(State.PREEMPTED, f"preempted {saved}; `moebius resume` goes on from there")
+        else:
+            self.log(State.STOPPED, f"stopped {saved}")
         return True
 
     def _data_used_up(self, message: str, outcome: Outcome) -> None:
@@ -294,37 +379,15 @@ class _Supervision:
         if cause.on_purpose:
             self.log(State.RECOVERING, cause.summary, **_cause(outcome))
             return False
-        self.failures += 1
         self.without_progress = 0 if outcome.step is not None else self.without_progress + 1
-        signature = (cause.error or cause.summary, outcome.step)
-        self.seen[signature] += 1
-        where = f"at step {outcome.step}" if outcome.step is not None else "before the first step"
-        if self.seen[signature] >= SAME_ERROR_LIMIT:
-            hint = (
-                "the same error at the same place: more restarts would not help; see the log, mend "
-                "the cause, submit again"
-            )
-            self.log(
-                State.FAILED,
-                f"{cause.summary} ({where}, {SAME_ERROR_LIMIT} times; {hint})",
-                **_cause(outcome),
-            )
-            return True
-        if self.failures > self.launch.max_restarts:
-            allowed = (
-                f"max_restarts={self.launch.max_restarts} used up"
-                if self.launch.max_restarts
-                else "no restarts allowed"
-            )
-            self.log(State.FAILED, f"{cause.summary} ({where}; {allowed})", **_cause(outcome))
-            return True
-        left = self.launch.max_restarts - self.failures
+        verdict = self.budgets.charge(cause, outcome.step)
         self.log(
-            State.RECOVERING,
-            f"{cause.summary} ({where}); {left} restart(s) left after this one",
+            State.FAILED if verdict.given_up else State.RECOVERING,
+            f"{cause.summary} ({_where(outcome)}, {verdict.words})",
             **_cause(outcome),
+            **verdict.details,
         )
-        return False
+        return verdict.given_up
 
     def wait_before_restart(self) -> bool:
         """Waits ever longer while no generation makes a step; False when a stop was asked for
@@ -347,6 +410,14 @@ def _said_by(outcome: Outcome, kind: str) -> str:
     error = outcome.cause.error if outcome.cause is not None else None
     name, _, message = (error or "").partition(": ")
     return message if name.rpartition(".")[2] == kind else ""
+
+
+def _lost(error: NodeLost, step: int | None = None) -> Outcome:
+    return Outcome("failed", RootCause(summary=str(error), infrastructure=True), step)
+
+
+def _where(outcome: Outcome) -> str:
+    return f"at step {outcome.step}" if outcome.step is not None else "before the first step"
 
 
 def _cause(outcome: Outcome) -> dict[str, Any]:

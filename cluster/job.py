@@ -1,7 +1,7 @@
 """A job as its run folder tells it: what was asked for, what happened, how it stands.
 
 The run folder is the only truth. The supervisor appends every change of state to `journal.jsonl`
-(fsync per line), touches `heartbeat` about once a second and announces each attempt in `generation`
+(fsync per line), touches `heartbeat` about twice a second and announces each attempt in `generation`
 before it starts. Anybody who can read the folder can therefore tell how a job stands, without Ray
 and after the cluster is gone; a job whose supervisor has stopped breathing is reported as LOST,
 never as RUNNING.
@@ -21,15 +21,23 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+from .recovery import life as life_signs
+from .recovery.life import LifeWatch, beat, silence_s
+
 JOURNAL = "journal.jsonl"
 METRICS = "metrics.jsonl"
 GENERATION = "generation"
-HEARTBEAT = "heartbeat"
 RESULT = "result.json"
 STOP = "stop"
+PAUSE = "pause"  # set by the supervision, for a generation that is to make way for another
+SCALE = "scale.json"
 
-STOP_NOW = "now"  # content of the stop flag that asks for an end without a checkpoint
-LOST_AFTER_S = 20.0  # longer than Ray needs to restart a supervisor (5-10 s on a busy machine)
+# Contents of the stop flag; empty, it asks for an end at a step boundary with a checkpoint.
+STOP_NOW = "now"  # without a checkpoint
+STOP_PREEMPT = "preempt"  # the same end, because the machines are taken away
+
+EXIT_PREEMPTED = 75
+THIS_MACHINE, SIMULATED = "this machine", "simulated"  # of Launch.where
 
 
 class JobError(ValueError):
@@ -39,7 +47,7 @@ class JobError(ValueError):
 class State(StrEnum):
     """Names where a job stands.
 
-    The last three are ends; LOST is only ever reported, never written.
+    The last four are ends; LOST is only ever reported, never written.
     """
 
     SUBMITTED = "SUBMITTED"  # handed over; nobody has taken it up yet
@@ -48,16 +56,18 @@ class State(StrEnum):
     STARTING = "STARTING"  # a generation's processes are on their way to their first step
     RUNNING = "RUNNING"  # steps are being made
     RECOVERING = "RECOVERING"  # a generation has failed; the next one follows
+    RESIZING = "RESIZING"  # the ranks end at a step boundary, to go on with other nodes
     STOPPING = "STOPPING"  # a stop was asked for; the ranks end at a step boundary
     LOST = "LOST"  # the supervisor gives no sign of life
     SUCCEEDED = "SUCCEEDED"
     STOPPED = "STOPPED"
+    PREEMPTED = "PREEMPTED"  # saved and ended because the machines are taken away
     FAILED = "FAILED"
 
     @property
     def is_final(self) -> bool:
         """Whether the job has ended."""
-        return self in (State.SUCCEEDED, State.STOPPED, State.FAILED)
+        return self in (State.SUCCEEDED, State.STOPPED, State.PREEMPTED, State.FAILED)
 
 
 @dataclass(frozen=True)
@@ -84,6 +94,17 @@ class Launch:
     rehearse_failure_at_step: int | None = None
     warm_start: bool = True  # agents and ranks are forks of a process that has imported everything
     prepares_data: bool = False  # beside the ranks, as the run folder's configuration says
+    where: str = ""  # it was submitted to: THIS_MACHINE, SIMULATED, or a cluster's address
+    needs_gpus: int = 0  # of each node; looked for before ranks are started
+    min_nodes: int | None = None  # to go on with when nodes are lost; None: all of them
+    wait_for_node_s: float = 60.0  # for a replacement, before it goes on with fewer
+    give_up_after_s: float | None = None  # without enough nodes; None: never
+    reset_restarts_after_steps: int | None = 1000
+    max_node_losses: int = 100
+    # The numbers of nodes that fit, with the keys of the mesh that change; None: any number does.
+    layouts: Mapping[int, Mapping[str, Any]] | None = None
+    mesh: Mapping[str, Any] = field(default_factory=dict)  # its keys that change, of a generation
+    supervisor_timeout_s: float = 120.0  # a node that hears nothing for so long ends its ranks
 
     @property
     def world_size(self) -> int:
@@ -108,6 +129,7 @@ class RootCause:
     traceback: str | None = None
     log: str | None = None  # relative to the run folder
     on_purpose: bool = False
+    infrastructure: bool = False  # a node or an agent died, not what ran on it
 
     @property
     def signal(self) -> str | None:
@@ -142,7 +164,12 @@ class JobStatus:
 
     @property
     def exit_code(self) -> int:
-        """Returns the exit code of a command that watched the job: 1 if it failed or is lost."""
+        """Returns the exit code of a command that watched the job.
+
+        1 if it failed or is lost; 75 (EX_TEMPFAIL: try again) if it was preempted.
+        """
+        if self.state is State.PREEMPTED:
+            return EXIT_PREEMPTED
         return 1 if self.state in (State.FAILED, State.LOST) else 0
 
 
@@ -268,8 +295,12 @@ class JsonLinesTail:
         return entry
 
 
-def read_status(run_dir: Path) -> JobStatus:
+def read_status(run_dir: Path, *, life: LifeWatch | None = None) -> JobStatus:
     """Returns how the job of a run folder stands.
+
+    Args:
+        life: of one who watches, and has looked before; a single look must trust the folder's
+            times.
 
     Raises:
         JobError: there is no job in this folder.
@@ -279,8 +310,10 @@ def read_status(run_dir: Path) -> JobStatus:
         raise JobError(f"{run_dir}: no job was ever started in this folder (there is no {JOURNAL})")
     current = current_submission(entries)
     last = current[-1]
-    age_s = heartbeat_age_s(run_dir)
-    state, reason = _judge_life(last, age_s)
+    silent_s = None
+    if not last.state.is_final:
+        silent_s = silence_s(run_dir) if life is None else life.silent_s()
+    state, reason = _judge_life(last, silent_s)
     newest = last_train_line(run_dir)
     causes = [entry.details["root_cause"] for entry in current if "root_cause" in entry.details]
     return JobStatus(
@@ -293,23 +326,20 @@ def read_status(run_dir: Path) -> JobStatus:
         loss=float(newest["loss"]) if newest else None,  # what is not finite is a string there
         reason=reason,
         root_cause=RootCause.from_details(causes[-1]) if causes else None,
-        heartbeat_age_s=age_s,
+        heartbeat_age_s=silent_s,
         submitted_at=current[0].time,
         ended_at=last.time if last.state.is_final else None,
     )
 
 
-def _judge_life(last: JournalEntry, age_s: float | None) -> tuple[State, str]:
-    if last.state.is_final:
+def _judge_life(last: JournalEntry, silent_s: float | None) -> tuple[State, str]:
+    if silent_s is None or silent_s <= life_signs.LOST_AFTER_S:
         return last.state, last.reason
-    silent_s = min(age_s if age_s is not None else float("inf"), time.time() - last.time)
-    if silent_s > LOST_AFTER_S:
-        return (
-            State.LOST,
-            f"was {last.state} ({last.reason}), but its supervisor gave no sign of life for "
-            f"{silent_s:.0f} s",
-        )
-    return last.state, last.reason
+    return (
+        State.LOST,
+        f"was {last.state} ({last.reason}), but its supervisor gave no sign of life for "
+        f"{silent_s:.0f} s",
+    )
 
 
 def last_train_line(run_dir: Path) -> dict[str, Any] | None:
@@ -332,19 +362,6 @@ def total_steps(run_dir: Path) -> int | None:
         return json.loads((run_dir / "config.json").read_text(encoding="utf-8"))["train"]["steps"]
     except (FileNotFoundError, KeyError, ValueError, TypeError):
         return None
-
-
-def heartbeat_age_s(run_dir: Path) -> float | None:
-    """Returns the seconds since the supervisor's last sign of life; None if it never gave one."""
-    try:
-        return max(0.0, time.time() - (run_dir / HEARTBEAT).stat().st_mtime)
-    except FileNotFoundError:
-        return None
-
-
-def beat(run_dir: Path) -> None:
-    """Gives a sign of life: touches the run folder's heartbeat."""
-    (run_dir / HEARTBEAT).touch()
 
 
 def refuse_if_running(run_dir: Path) -> None:
@@ -377,13 +394,14 @@ def begin_submission(launch: Launch) -> None:
     refuse_if_running(run_dir)
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
-        (run_dir / STOP).unlink(missing_ok=True)
+        for flag in (STOP, PAUSE, SCALE):
+            (run_dir / flag).unlink(missing_ok=True)
         beat(run_dir)
         Journal(run_dir).append(
             State.SUBMITTED,
             generation=read_generation(run_dir),
             reason=f"{launch.num_nodes} node(s) × {launch.ranks_per_node} rank(s)",
-            details={"name": launch.name},
+            details={"name": launch.name, "where": launch.where},
         )
     except OSError as error:
         raise JobError(
@@ -399,9 +417,13 @@ def read_generation(run_dir: Path) -> int:
         return 0
 
 
-def request_stop(run_dir: Path, *, now: bool = False) -> None:
-    """Asks the job to end: at the next step boundary with a checkpoint, or `now` without one."""
-    write_atomically(run_dir / STOP, STOP_NOW if now else "")
+def request_stop(run_dir: Path, *, now: bool = False, preempt: bool = False) -> None:
+    """Asks the job to end: at the next step boundary with a checkpoint, or `now` without one.
+
+    Args:
+        preempt: end at the step boundary as PREEMPTED, because the machines are taken away.
+    """
+    write_atomically(run_dir / STOP, STOP_NOW if now else STOP_PREEMPT if preempt else "")
 
 
 def stop(run_dir: Path, *, now: bool = False, timeout_s: float = 600.0) -> JobStatus:
@@ -416,8 +438,9 @@ def stop(run_dir: Path, *, now: bool = False, timeout_s: float = 600.0) -> JobSt
         return status
     request_stop(run_dir, now=now)
     deadline = time.monotonic() + timeout_s
-    while not (status := read_status(run_dir)).state.is_final:
-        if status.state is State.LOST:
+    life = LifeWatch(run_dir)
+    while not (status := read_status(run_dir, life=life)).state.is_final:
+        if life.is_given_up():
             raise JobError(f"{run_dir}: {status.reason}; nobody is there to stop it")
         if time.monotonic() > deadline:
             raise JobError(
@@ -429,11 +452,14 @@ def stop(run_dir: Path, *, now: bool = False, timeout_s: float = 600.0) -> JobSt
 
 
 def stop_requested(run_dir: Path) -> str | None:
-    """Returns None to go on, "step" to end at a step boundary, "now" to end at once."""
+    """Returns None to go on, "step" to end at a step boundary, "preempt" for the same, "now" to end
+    at once.
+    """
     try:
-        return "now" if (run_dir / STOP).read_text(encoding="utf-8").strip() == STOP_NOW else "step"
+        said = (run_dir / STOP).read_text(encoding="utf-8").strip()
     except FileNotFoundError:
         return None
+    return said if said in (STOP_NOW, STOP_PREEMPT) else "step"
 
 
 def write_atomically(path: Path, text: str) -> None:

@@ -12,7 +12,7 @@ from ..data_pipeline.making.prepare import prepare
 from ..train.config import Config
 from ..train.run_folder import open_run
 from .generations import interrupts_ask_for_a_stop, supervise
-from .job import JobStatus, Launch, begin_submission, read_status, refuse_if_running
+from .job import THIS_MACHINE, JobStatus, Launch, begin_submission, read_status, refuse_if_running
 from .nodes import ThisMachine
 from .preparation import Preparation, prepares_beside, workers_beside
 from .processes import difference_from_linux
@@ -48,10 +48,14 @@ def train_here(
         ranks_per_node=config.world_size,
         name=job.name,
         max_restarts=job.max_restarts,
+        reset_restarts_after_steps=job.reset_restarts_after_steps,
+        max_node_losses=job.max_node_losses,
         start_timeout_s=job.start_timeout_s,
         rehearse_failure_at_step=job.rehearse_failure_at_step,
         warm_start=job.warm_start,
         prepares_data=beside,
+        where=THIS_MACHINE,
+        needs_gpus=config.world_size if config.train.device == "cuda" else 0,
     )
     status = _run_and_show(launch, run_dir, console, live)
     picture = draw_summary(run_dir) if status.step is not None else None

@@ -4,10 +4,12 @@ A cluster gives them (supervisor.py), or this machine alone is the one node.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from .agent import AgentReport, Attempt, Node
 from .job import Launch
+from .recovery.node_check import NodeCheck
 from .watching.heartbeats import RankState
 
 
@@ -19,10 +21,21 @@ class NodesUnavailable(Exception):
     """Says that the nodes which the launch needs cannot be had, ever, and what is missing."""
 
 
+@dataclass(frozen=True)
+class Capacity:
+    """Says how many nodes could take their part of the job."""
+
+    could: int  # live ones that are large enough, whoever uses them
+    free: int  # of these, the job's own and those that nobody uses
+    what: str = "room"  # what a node must have
+    have: str = ""  # what the cluster's nodes have
+
+
 class NodeHandle(Protocol):
     """Declares what the supervision asks of a node; every call may raise NodeLost (agent.Node)."""
 
     def describe(self) -> dict[str, Any]: ...
+    def check(self, wanted: NodeCheck) -> str: ...
     def free_port(self) -> int: ...
     def start(self, attempt: Attempt) -> None: ...
     def poll(self) -> AgentReport | None: ...
@@ -35,8 +48,14 @@ class NodeHandle(Protocol):
 class NodeProvider(Protocol):
     """Declares where a job's nodes come from."""
 
-    def provide_nodes(self, while_waiting: Callable[[str], None]) -> Sequence[NodeHandle]:
-        """Returns as many live nodes as the launch asks for, in the order of their ranks.
+    def capacity(self) -> Capacity:
+        """Returns what the cluster has for the job now."""
+        ...
+
+    def provide_nodes(
+        self, num_nodes: int, while_waiting: Callable[[str], None]
+    ) -> Sequence[NodeHandle]:
+        """Returns so many live nodes, in the order of their ranks.
 
         Replaces those that were lost.
 
@@ -61,7 +80,13 @@ class ThisMachine:
         """Starts what `launch` can be started from soon (agent.Node); None: nothing."""
         self._node = Node(launch=launch)
 
-    def provide_nodes(self, while_waiting: Callable[[str], None]) -> Sequence[NodeHandle]:
+    def capacity(self) -> Capacity:
+        """Returns that there is one node."""
+        return Capacity(1, 1, have="this machine")
+
+    def provide_nodes(
+        self, num_nodes: int, while_waiting: Callable[[str], None]
+    ) -> Sequence[NodeHandle]:
         """Returns this machine, at once."""
         return [self._node]
 

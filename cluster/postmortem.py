@@ -11,6 +11,7 @@ a SIGTERM.
 import re
 from collections.abc import Mapping, Sequence
 
+from ..train.mistakes import EXIT_MISTAKE
 from .agent import AgentReport, RankFailure
 from .job import RootCause, signal_name
 
@@ -20,6 +21,7 @@ _LOST_CONNECTION = re.compile(
     r"socket|store->get|TCPStore|remote process exited|peer",
     re.IGNORECASE,
 )
+_KILLED = re.compile(r"ended with exit code -\d")
 _PORT_TAKEN = re.compile(r"EADDRINUSE|address already in use", re.IGNORECASE)
 
 
@@ -58,8 +60,10 @@ def find_root_cause(
     return RootCause(
         summary=f"the agent of node {node} failed: {report.message}",
         node=node,
-        error=report.message,
+        # An agent that was killed says nothing that could be the same error twice.
+        error=None if _KILLED.search(report.message) else report.message,
         log=log,
+        infrastructure=True,
     )
 
 
@@ -87,6 +91,8 @@ _OWN_FAULT, _CONSEQUENCE, _ENDED_BY_AGENT = range(3)
 def _kind(failure: RankFailure) -> int:
     if signal_name(failure.exit_code) == "SIGTERM":
         return _ENDED_BY_AGENT
+    if failure.exit_code == EXIT_MISTAKE:
+        return _OWN_FAULT  # whatever words it has: "train.timeout_s must be …"
     if failure.exit_code > 0 and _LOST_CONNECTION.search(failure.error or ""):
         return _CONSEQUENCE
     return _OWN_FAULT

@@ -20,9 +20,11 @@ from ..data_pipeline.config import DataConfig
 from ..data_pipeline.making.prepare import OnPoison, prepare
 from ..data_pipeline.manifest import DatasetManifest
 from ..train.config import Config
+from ..train.resize import layouts_for
 from ..train.run_folder import open_run
 from .generations import interrupts_ask_for_a_stop
 from .job import (
+    SIMULATED,
     JobError,
     JobStatus,
     Launch,
@@ -33,7 +35,8 @@ from .job import (
 from .places.standing import cluster_at
 from .preparation import prepares_beside
 from .prepare import RayPool
-from .ray_session import NAMESPACE, require_ray
+from .ray_session import disconnect, require_ray
+from .recovery.life import HEARTBEAT
 from .simulated import simulated_cluster
 from .summary import closing_words, draw_summary
 from .watch import follow, show_preparation
@@ -98,7 +101,7 @@ def submit(
         launch = make_launch(
             config,
             run_dir,
-            simulated=address is None,
+            address=address,
             command=command,
             prepares_data=beside,
         )
@@ -107,8 +110,9 @@ def submit(
             start_supervisor(launch)
             if detach:
                 return read_status(run_dir)
+            disconnect()  # Ray ends its clients when its control store is gone; files stay
             status = follow(run_dir, console=console, live=live)
-            _await_release(launch)
+            _await_release(run_dir)
     picture = draw_summary(run_dir) if status.step is not None else None
     console.print(closing_words(status, picture=picture))
     return status
@@ -144,12 +148,13 @@ def make_launch(
     config: Config,
     run_dir: Path,
     *,
-    simulated: bool,
+    address: str | None,
     command: Sequence[str] = (),
     prepares_data: bool = False,
 ) -> Launch:
     """Returns the launch of a job on the cluster that this process is connected to."""
     job = config.job
+    gpus = _simulated_gpus(config) if address is None else _cluster_gpus(config)
     return Launch(
         run_dir=str(run_dir),
         num_nodes=job.num_nodes,
@@ -157,13 +162,29 @@ def make_launch(
         name=job.name,
         command=tuple(command),
         environment={key: value for key, value in os.environ.items() if key.startswith(FORWARDED)},
-        gpus_per_node=_simulated_gpus(config) if simulated else _cluster_gpus(config),
-        max_restarts=job.max_restarts,
+        gpus_per_node=gpus,
         start_timeout_s=job.start_timeout_s,
         rehearse_failure_at_step=job.rehearse_failure_at_step,
         warm_start=job.warm_start,
         prepares_data=prepares_data,
+        where=SIMULATED if address is None else address,
+        needs_gpus=job.ranks_per_node if config.train.device == "cuda" else 0,
+        layouts=layouts_for(config, range(job.min_nodes or job.num_nodes, job.num_nodes + 1)),
+        **patience(config),
     )
+
+
+def patience(config: Config) -> dict[str, Any]:
+    """Returns what a launch puts up with, as the configuration says."""
+    job = config.job
+    return {
+        "max_restarts": job.max_restarts,
+        "reset_restarts_after_steps": job.reset_restarts_after_steps,
+        "max_node_losses": job.max_node_losses,
+        "min_nodes": job.min_nodes,
+        "wait_for_node_s": job.wait_for_node_s,
+        "give_up_after_s": job.give_up_after_s,
+    }
 
 
 @contextlib.contextmanager
@@ -249,18 +270,12 @@ def _prepare(
         )
 
 
-def _await_release(launch: Launch) -> None:
-    """Waits until the supervisor has given its nodes back and is gone, so that nothing is left when
-    we return.
+def _await_release(run_dir: Path) -> None:
+    """Waits until the supervisor has given its nodes back, so that nothing is left when we return;
+    its heartbeat is the last thing that it takes away.
     """
-    import ray
-
-    from .supervisor import actor_name
-
+    if not read_status(run_dir).state.is_final:
+        return  # it is lost, and gives nothing back
     deadline = time.monotonic() + RELEASE_TIMEOUT_S
-    while time.monotonic() < deadline:
-        try:
-            _: Any = ray.get_actor(actor_name(launch.run_dir), namespace=NAMESPACE)
-        except ValueError:
-            return
+    while (run_dir / HEARTBEAT).exists() and time.monotonic() < deadline:
         time.sleep(0.1)

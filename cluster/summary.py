@@ -26,9 +26,11 @@ STATE_STYLES = {
     State.SUCCEEDED: "bold green",
     State.RUNNING: "bold green",
     State.STOPPED: "bold yellow",
+    State.PREEMPTED: "bold yellow",
     State.FAILED: "bold red",
     State.LOST: "bold red",
     State.RECOVERING: "bold magenta",
+    State.RESIZING: "bold magenta",
     State.PREPARING: "bold cyan",
 }
 

@@ -16,9 +16,11 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import ray
+from ray._private.state import available_resources_per_node
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -26,10 +28,12 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from .agent import AgentReport, Attempt, Node
 from .generations import POLL_S, supervise
 from .job import JobError, Launch
-from .nodes import NodeHandle, NodeLost, NodesUnavailable
+from .nodes import Capacity, NodeHandle, NodeLost, NodesUnavailable
 from .preparation import Preparation
 from .prepare import IN_FLIGHT_PER_CPU
 from .ray_session import NAMESPACE
+from .recovery.control_store import ControlStoreWatch
+from .recovery.node_check import NodeCheck
 from .watching.heartbeats import RankState
 
 # of a call to a node: it answers within milliseconds, or within seconds when processes resist
@@ -42,6 +46,10 @@ class NodeAgent(Node):
 
     def __init__(self, launch: Launch) -> None:
         super().__init__(ray.util.get_node_ip_address(), launch)
+
+    def describe(self) -> dict[str, Any]:
+        """Returns what every node tells, and its name in the cluster."""
+        return super().describe() | {"node_id": ray.get_runtime_context().get_node_id()}
 
 
 class Supervisor:
@@ -61,6 +69,9 @@ class Supervisor:
 
     def _run(self) -> None:
         me = ray.get_runtime_context().current_actor
+        control_store = ControlStoreWatch(
+            Path(self._launch.run_dir), ray.get_runtime_context().gcs_address
+        )
         try:
             nodes = RayNodeProvider(self._launch)
             preparation = None
@@ -68,6 +79,7 @@ class Supervisor:
                 preparation = Preparation(self._launch, nodes.where_to_prepare)
             supervise(self._launch, nodes, preparation)
         finally:
+            control_store.end()
             ray.kill(me, no_restart=True)  # a detached actor ends only when it is told to
 
 
@@ -125,8 +137,10 @@ class _Bundle:
         return {"CPU": float(self.cpus)} | ({"GPU": float(self.gpus)} if self.gpus else {})
 
     def fits(self, node: Mapping[str, Any]) -> bool:
-        has = node["Resources"]
-        return node["Alive"] and has.get("CPU", 0) >= self.cpus and has.get("GPU", 0) >= self.gpus
+        return node["Alive"] and self.fits_in(node["Resources"])
+
+    def fits_in(self, resources: Mapping[str, float]) -> bool:
+        return resources.get("CPU", 0) >= self.cpus and resources.get("GPU", 0) >= self.gpus
 
     def __str__(self) -> str:
         return f"{self.cpus} CPUs" + (f" and {self.gpus} GPUs" if self.gpus else "")
@@ -139,17 +153,39 @@ class RayNodeProvider:
         self._launch = launch
         self._bundle = _Bundle.of(launch)
         self._group: PlacementGroup | None = None
-        self._nodes: list[RemoteNode | None] = [None] * launch.num_nodes
+        self._nodes: list[RemoteNode | None] = []
         self._remove_group_of_predecessor()
 
-    def provide_nodes(self, while_waiting: Callable[[str], None]) -> Sequence[NodeHandle]:
+    def capacity(self) -> Capacity:
+        """Returns how many nodes are large enough, and how many of them we have or could have."""
+        alive = [node for node in ray.nodes() if node["Alive"]]
+        fitting = {node["NodeID"] for node in alive if self._bundle.fits(node)}
+        free = {
+            node_id
+            for node_id, resources in available_resources_per_node().items()
+            if self._bundle.fits_in(resources)
+        }
+        ours = {node.node_id for node in self._nodes if node is not None}
+        return Capacity(
+            could=len(fitting),
+            free=len(fitting & (free | ours)),
+            what=str(self._bundle),
+            have=", ".join(_spell_node(node) for node in alive),
+        )
+
+    def provide_nodes(
+        self, num_nodes: int, while_waiting: Callable[[str], None]
+    ) -> Sequence[NodeHandle]:
         """Returns an agent per bundle; reserves the bundles first, and replaces what was lost."""
+        if len(self._nodes) != num_nodes:
+            self._give_back()
         if self._group is None:
-            while_waiting(f"waiting for {self._launch.num_nodes} node(s) with {self._bundle} each")
-            self._check_feasible(while_waiting)
-            self._group = self._reserve(while_waiting)
+            while_waiting(f"waiting for {num_nodes} node(s) with {self._bundle} each")
+            self._nodes = [None] * num_nodes
+            self._group = self._reserve(num_nodes, while_waiting)
         for number, node in enumerate(self._nodes):
             if node is None or not node.is_alive():
+                self._nodes[number] = None
                 self._nodes[number] = self._start_agent(self._group, number, while_waiting)
         nodes = [node for node in self._nodes if node is not None]
         check_versions([node.describe() for node in nodes])
@@ -162,7 +198,7 @@ class RayNodeProvider:
             NodesUnavailable: they leave none.
         """
         cpus = sum(node["Resources"].get("CPU", 0) for node in ray.nodes() if node["Alive"])
-        left = int(cpus) - self._launch.num_nodes * self._bundle.cpus
+        left = int(cpus) - len(self._nodes) * self._bundle.cpus
         if left < 1:
             raise NodesUnavailable(
                 f"the ranks reserve all {cpus:g} CPUs of the cluster, and preparing data beside "
@@ -174,41 +210,24 @@ class RayNodeProvider:
 
     def release(self) -> None:
         """Ends the agents and gives the bundles back."""
+        self._give_back()
+
+    def _give_back(self) -> None:
         for node in self._nodes:
             if node is not None:
                 node.end()
+        self._nodes = []
         if self._group is not None:
             remove_placement_group(self._group)
+            self._group = None
 
     def _remove_group_of_predecessor(self) -> None:
         with contextlib.suppress(ValueError):  # there is none: this is the job's first supervisor
             remove_placement_group(ray.util.get_placement_group(actor_name(self._launch.run_dir)))
 
-    def _check_feasible(self, while_waiting: Callable[[str], None]) -> None:
-        """Waits a while for missing nodes (they may be starting), then gives up with what is
-        missing.
-        """
-        deadline = time.monotonic() + self._launch.place_timeout_s
-        while sum(self._bundle.fits(node) for node in ray.nodes()) < self._launch.num_nodes:
-            while_waiting("")
-            if time.monotonic() > deadline:
-                raise NodesUnavailable(self._what_is_missing())
-            time.sleep(POLL_S)
-
-    def _what_is_missing(self) -> str:
-        alive = [node for node in ray.nodes() if node["Alive"]]
-        fitting = sum(self._bundle.fits(node) for node in alive)
-        have = ", ".join(_spell_node(node) for node in alive)
-        return (
-            f"the job needs {self._launch.num_nodes} node(s) with {self._bundle} each, and "
-            f"{fitting} node(s) of the cluster "
-            f"could hold it, for {self._launch.place_timeout_s:g} s; the cluster has: {have}. "
-            "Lower job.num_nodes or job.ranks_per_node, or add nodes"
-        )
-
-    def _reserve(self, while_waiting: Callable[[str], None]) -> PlacementGroup:
+    def _reserve(self, num_nodes: int, while_waiting: Callable[[str], None]) -> PlacementGroup:
         """Reserves the bundles; waits as long as other jobs hold what is needed."""
-        bundles = [self._bundle.resources()] * self._launch.num_nodes
+        bundles = [self._bundle.resources()] * num_nodes
         group = placement_group(
             bundles, strategy="STRICT_SPREAD", name=actor_name(self._launch.run_dir)
         )
@@ -241,12 +260,16 @@ class RayNodeProvider:
                 .options(**options, scheduling_strategy=strategy)
                 .remote(self._launch)
             )
-            while not node.is_up(timeout_s=POLL_S):
-                while_waiting("")
-                if node.is_dead:
-                    break
-            else:
-                return node
+            try:
+                while not node.is_up(timeout_s=POLL_S):
+                    while_waiting("")
+                    if node.is_dead:
+                        break
+                else:
+                    return node
+            except BaseException:
+                node.end()  # nobody waits for it any more
+                raise
             while_waiting(f"the agent of node {number} could not be started; trying again")
             time.sleep(POLL_S)
 
@@ -258,11 +281,13 @@ class RemoteNode:
         self._actor = actor
         self._ready = actor.describe.remote()
         self.is_dead = False
+        self.node_id = ""  # in the cluster, once it is up
 
     def is_up(self, *, timeout_s: float) -> bool:
         """Returns whether the actor has started; waits at most `timeout_s`."""
         try:
-            ray.get(self._ready, timeout=timeout_s)
+            told: Any = ray.get(self._ready, timeout=timeout_s)
+            self.node_id = told["node_id"]
         except GetTimeoutError:
             return False
         except RayError:
@@ -281,6 +306,10 @@ class RemoteNode:
     def describe(self) -> dict[str, Any]:
         """Calls `Node.describe` there."""
         return self._call("describe")
+
+    def check(self, wanted: NodeCheck) -> str:
+        """Calls `Node.check` there."""
+        return self._call("check", wanted)
 
     def free_port(self) -> int:
         """Calls `Node.free_port` there."""
@@ -312,8 +341,9 @@ class RemoteNode:
 
     def end(self) -> None:
         """Ends the ranks, the template and the actor."""
-        with contextlib.suppress(NodeLost):  # then nothing is left to end
-            self._call("end")
+        if self.node_id:  # else the actor waits for its place, and would not answer
+            with contextlib.suppress(NodeLost):  # then nothing is left to end
+                self._call("end")
         ray.kill(self._actor)
 
     def _call(self, method: str, *arguments: Any) -> Any:

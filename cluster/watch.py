@@ -32,6 +32,7 @@ from .job import (
     total_steps,
 )
 from .preparation_progress import PREPARATION, as_record, duration, progress_words
+from .recovery.life import LifeWatch
 from .summary import STATE_STYLES, describe_start
 
 if TYPE_CHECKING:  # showing a job needs none of what preparing data needs
@@ -71,6 +72,7 @@ class View:
     history: History = field(default_factory=History)
     entry: JournalEntry | None = None  # the newest one of the journal
     total: int | None = None
+    status: JobStatus | None = None  # as whoever watches has judged it last
     preparation: Mapping[str, Any] | None = None  # how far the data is, if it is prepared meanwhile
 
     def __post_init__(self) -> None:
@@ -135,7 +137,10 @@ def follow(
     live: bool | None = None,
     until: Callable[[JobStatus], bool] | None = None,
 ) -> JobStatus:
-    """Shows a job until it has ended or is lost; returns how it stands then.
+    """Shows a job until it has ended; returns how it stands then.
+
+    A job whose supervisor falls silent is shown as LOST, and may come back; only after
+    `GIVEN_UP_AFTER_S` without a sign of life does the watching end.
 
     Args:
         live: redraw in place (a terminal) or write a line per event; by default as the console can.
@@ -150,10 +155,20 @@ def follow(
 
 def _statuses(view: View, until: Callable[[JobStatus], bool]) -> Iterator[list[Event]]:
     """New events, again and again, until the job has ended; the last ones included."""
+    life, was_lost = LifeWatch(view.run_dir), False
     while True:
-        status = read_status(view.run_dir)
-        yield view.refresh()
-        if status.state.is_final or status.state is State.LOST or until(status):
+        status = view.status = read_status(view.run_dir, life=life)
+        events = view.refresh()
+        is_lost = status.state is State.LOST
+        if is_lost and not was_lost:
+            events.append(Event(time.time(), f"LOST: {status.reason}", STATE_STYLES[State.LOST]))
+        elif was_lost and not is_lost:
+            events.append(
+                Event(time.time(), f"{status.state}: the supervisor is back", "bold green")
+            )
+        was_lost = is_lost
+        yield events
+        if status.state.is_final or (is_lost and life.is_given_up()) or until(status):
             return
         time.sleep(POLL_S)
 
@@ -164,7 +179,7 @@ def _follow_live(view: View, console: Console, until: Callable[[JobStatus], bool
             for event in events:  # they stay, above what is drawn over and over
                 console.print(_event_line(event))
             screen.update(render(view, width=console.width), refresh=True)
-    return read_status(view.run_dir)
+    return view.status or read_status(view.run_dir)
 
 
 def _follow_plain(view: View, console: Console, until: Callable[[JobStatus], bool]) -> JobStatus:
@@ -183,7 +198,7 @@ def _follow_plain(view: View, console: Console, until: Callable[[JobStatus], boo
         _print_line(console, time.time(), _step_line(view))
     if view.preparation != shown_data:
         _print_line(console, time.time(), _preparation_line(view))
-    return read_status(view.run_dir)
+    return view.status or read_status(view.run_dir)
 
 
 def _preparation_line(view: View) -> str:

@@ -1,20 +1,36 @@
 """What torchrun starts on every rank: `python -m moebius.train RUN_DIR`."""
 
 import logging
+import os
 import sys
+import traceback
 from pathlib import Path
 
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from .config import Config
 from .loop import train
+from .mistakes import EXIT_MISTAKE, no_restart_mends
+from .resize import with_mesh_of
+
+
+def main() -> None:
+    """Trains the run whose folder is the only argument.
+
+    The exit code says whether a restart could help after an error.
+    """
+    try:
+        _train()
+    except Exception as error:
+        if not no_restart_mends(error):
+            raise
+        traceback.print_exc()
+        sys.exit(EXIT_MISTAKE)
 
 
 @record
-def main() -> None:
-    """Trains the run whose folder is the only argument; torchrun's agent learns of any exception
-    from its error file.
-    """
+def _train() -> None:
+    """Trains; torchrun's agent learns of any exception from its error file."""
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
@@ -23,7 +39,8 @@ def main() -> None:
             "usage: python -m moebius.train RUN_DIR (the folder that holds config.json)"
         )
     run_dir = Path(sys.argv[1])
-    state = train(Config.load(run_dir / "config.json"), run_dir)
+    config = with_mesh_of(Config.load(run_dir / "config.json"), os.environ)
+    state = train(config, run_dir)
     logging.getLogger(__name__).info("%s", state)
 
 

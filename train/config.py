@@ -42,6 +42,7 @@ from ..model.config import SECTIONS, HaltingConfig, ModelConfig
 from ..model.precision import Precision
 from ..model.recompute import Recompute
 from ..model.sections import kinds_first, merge, set_value
+from .job_config import JobConfig
 from .optim import OptimConfig
 from .start_when import StartWhen
 
@@ -136,29 +137,6 @@ class CheckpointConfig(BaseModel):
     # A save that fails, of a full disk for example: train on and save again at the next time, or
     # end the run at the next step. At the run's end a failed save is an error either way.
     on_failure: Literal["go_on", "stop"] = "go_on"
-
-
-class JobConfig(BaseModel):
-    """Configures where a run is placed.
-
-    It is here and not in cluster/, because a recipe describes a run whole, placement included.
-    """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    name: str = Field(default="run", pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")
-    num_nodes: PositiveInt = 1
-    ranks_per_node: PositiveInt = 1
-    max_restarts: NonNegativeInt = 3
-    start_timeout_s: float = Field(
-        default=120.0, gt=0
-    )  # from a generation's start to its first evaluation or step
-    # Fault drill: one rank is killed, once, when the run has reached this step. The run must not
-    # notice.
-    rehearse_failure_at_step: PositiveInt | None = None
-    # Agents and ranks are forks of one process per node that has imported everything, so that a
-    # restart takes seconds. Linux; elsewhere, and with false, they are started as programs.
-    warm_start: bool = True
 
 
 class Config(BaseModel):

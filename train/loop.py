@@ -42,6 +42,7 @@ from .run import (
     why_skipped,
     write_result,
 )
+from .run_folder import end_is_asked
 from .state import seed_micro_batch
 
 
@@ -147,7 +148,7 @@ def step(
     run.model.before_step(run.progress.step)
     accumulate_gradients(run, micro_batches, meter, global_targets=counted)
     run.reducer.reduce()
-    asked = run.process.rank == 0 and ((run.run_dir / "stop").exists() or run.checkpoints.must_stop)
+    asked = run.process.rank == 0 and (end_is_asked(run.run_dir) or run.checkpoints.must_stop)
     norm, (stop, data_missing) = clip_gradients(
         run.parameters,
         run.mesh,

@@ -53,7 +53,12 @@ _MAY_CHANGE = frozenset(
         "job.name",
         "job.num_nodes",
         "job.ranks_per_node",
+        "job.min_nodes",
+        "job.wait_for_node_s",
+        "job.give_up_after_s",
         "job.max_restarts",
+        "job.reset_restarts_after_steps",
+        "job.max_node_losses",
         "job.start_timeout_s",
         "job.rehearse_failure_at_step",
     }
@@ -92,6 +97,14 @@ def open_run(config: Config, run_dir: Path) -> None:
             f"{run_dir}: is not empty and holds no run (no config.json); choose a new folder"
         )
     config.save(saved)
+
+
+def end_is_asked(run_dir: Path) -> bool:
+    """Returns whether the ranks are to save and end at the next step boundary.
+
+    `stop` ends the job; after `pause` its supervision goes on with other nodes.
+    """
+    return (run_dir / "stop").exists() or (run_dir / "pause").exists()
 
 
 def _make_writable(run_dir: Path) -> None:

@@ -36,6 +36,9 @@ _CHECKPOINT = re.compile(r"step_(\d{8,})")
 _NODE_LOST = re.compile(r"node (\d+) was lost")
 
 
+_TOLD_WITH_REASON = (State.FAILED, State.LOST, State.PLACING, State.RESIZING)
+
+
 @dataclass(frozen=True)
 class Recovery:
     """Records one time that the job was interrupted and went on."""
@@ -69,7 +72,7 @@ class RunReport:
     def story(self) -> str:
         """Returns what happened, in one line."""
         parts = [self._where_it_stands()]
-        if self.status.state in (State.FAILED, State.LOST):
+        if self.status.state in _TOLD_WITH_REASON:
             parts.append(_shortened(self.status.reason, 3 * MAX_CAUSE))
         parts.append(self._recoveries_in_words())
         if self.last_checkpoint is None:

@@ -45,6 +45,10 @@ _chosen_here: set[str] = set()  # of these variables, for as long as the world l
 _TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
+class DeviceError(ValueError):
+    """Says that this machine does not have the device that was asked for."""
+
+
 @dataclass(frozen=True)
 class Process:
     """Describes this rank; as a context manager it leaves its process groups on exit."""
@@ -227,7 +231,7 @@ def _choose_device(wanted: str, place: _Place) -> torch.device:
     if wanted != "cuda":
         raise ValueError(f"device must be 'auto', 'cpu' or 'cuda', got {wanted!r}")
     if not enough:
-        raise ValueError(
+        raise DeviceError(
             f"device 'cuda' was asked for, but rank {place.rank} sees {num_gpus} GPUs and its node "
             "has "
             f"{place.local_world_size} ranks (torch {torch.__version__}, built for CUDA "

@@ -50,7 +50,8 @@ def main() -> None:
             fail_if_told(order, rank, step, generation)
         total = add_up(float(rank + 1))
         state = {"step": step, "loss": state["loss"] * 0.9 + total / 1000 + step % 7}
-        sees_flag = (rank == 0 or "plain" in options) and (run_dir / "stop").exists()
+        asked = (run_dir / "stop").exists() or (run_dir / "pause").exists()
+        sees_flag = (rank == 0 or "plain" in options) and asked
         stop = add_up(float(sees_flag)) > 0
         write(
             metrics,
@@ -93,6 +94,8 @@ def fail_if_told(order: str, rank: int, step: int, generation: int) -> None:
         raise ArithmeticError(f"bad batch at step {step}")
     if how == "exit0":
         os._exit(0)
+    if how == "mistake":
+        os._exit(78)
     if how == "segv":
         os.kill(os.getpid(), signal.SIGSEGV)
     time.sleep(3600)

@@ -36,7 +36,8 @@ from moebius.cluster.job import (
     request_stop,
     stop_requested,
 )
-from moebius.cluster.nodes import NodeLost, NodesUnavailable
+from moebius.cluster.nodes import Capacity, NodeLost, NodesUnavailable
+from moebius.cluster.recovery.node_check import NodeCheck
 from moebius.cluster.watching.heartbeats import RankState
 from moebius.distributed.checkpoint.files import SaveFailedError
 
@@ -59,6 +60,9 @@ class PretendedNode:
 
     def describe(self):
         return {"address": "127.0.0.1"}
+
+    def check(self, wanted: NodeCheck) -> str:
+        return wanted.faults()
 
     def free_port(self) -> int:
         return 1000 + len(self.attempts)
@@ -88,7 +92,10 @@ class PretendedNodeProvider:
         self.node = node
         self.released = False
 
-    def provide_nodes(self, while_waiting):
+    def capacity(self) -> Capacity:
+        return Capacity(1, 1)
+
+    def provide_nodes(self, num_nodes, while_waiting):
         while_waiting("")
         return [self.node]
 
@@ -197,6 +204,25 @@ def test_the_same_error_at_the_same_step_three_times_is_the_end(tmp_path):
     assert "at step 7, 3 times; the same error at the same place" in status.reason
 
 
+def test_a_mistake_ends_the_job_at_once(tmp_path):
+    mistake = failed("moebius.train.config.ConfigError: train.timeout_s=0", exit_code=78)
+    status, node = live(tmp_path, *[ends(mistake)] * 3, max_restarts=8)
+    assert status.state is State.FAILED
+    assert len(node.attempts) == 1
+    assert "ConfigError: train.timeout_s=0 (before the first step, no restart would mend this" in (
+        status.reason.replace(";", ",")
+    )
+
+
+def test_a_node_that_lacks_something_ends_the_job_before_a_rank_is_started(tmp_path, monkeypatch):
+    monkeypatch.setattr(PretendedNode, "check", lambda *_: "b does not see the run folder")
+    status, node = live(tmp_path, max_restarts=8)
+    assert status.state is State.FAILED
+    assert status.reason.startswith("node 0: b does not see the run folder")
+    assert not node.attempts
+    assert [path.name for path in tmp_path.iterdir()] == ["journal.jsonl"]
+
+
 def test_the_same_error_at_different_steps_is_not(tmp_path):
     script = [makes_steps(step, then=ends(failed())) for step in range(1, 5)]
     status, _ = live(tmp_path, *script, makes_steps(9, then=finishes), max_restarts=8)
@@ -270,7 +296,7 @@ def test_what_cannot_be_placed_fails_with_the_reason(tmp_path):
     launch = Launch(str(tmp_path))
     node_provider = PretendedNodeProvider(PretendedNode(tmp_path, iter(())))
 
-    def refuse(while_waiting):
+    def refuse(num_nodes, while_waiting):
         raise NodesUnavailable("the job needs 9 nodes")
 
     node_provider.provide_nodes = refuse

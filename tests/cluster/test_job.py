@@ -9,6 +9,7 @@ import pytest
 
 from moebius.cluster import job
 from moebius.cluster.job import JobError, Journal, JsonLinesTail, Launch, RootCause, State
+from moebius.cluster.recovery import life
 
 
 def journal_of(run_dir: Path, *states: State) -> Journal:
@@ -67,25 +68,24 @@ def test_exit_code_zero_is_kept_in_the_journal():
 
 @pytest.mark.parametrize("has_beaten", [True, False])
 def test_a_job_whose_supervisor_is_silent_is_lost_not_running(tmp_path, has_beaten, monkeypatch):
+    monkeypatch.setattr(life, "LOOK_AGAIN_S", 0.1)
     journal_of(tmp_path, State.SUBMITTED, State.RUNNING)
+    long_ago = time.time() - 100
     if has_beaten:
         job.beat(tmp_path)
-        long_ago = time.time() - 100
         os.utime(tmp_path / "heartbeat", (long_ago, long_ago))
-    assert (
-        job.read_status(tmp_path).state is State.RUNNING
-    )  # the journal itself is a sign of life, seconds old
-    later = time.time() + job.LOST_AFTER_S + 1
-    monkeypatch.setattr(job.time, "time", lambda: later)
+    assert job.read_status(tmp_path).state is State.RUNNING  # the journal is a sign of life too
+    os.utime(tmp_path / "journal.jsonl", (long_ago, long_ago))
     status = job.read_status(tmp_path)
     assert status.state is State.LOST
     assert "was RUNNING" in status.reason
+    assert "no sign of life for 10" in status.reason
     assert status.exit_code == 1
 
 
 def test_a_job_that_has_ended_is_never_lost(tmp_path, monkeypatch):
     journal_of(tmp_path, State.SUBMITTED, State.SUCCEEDED)
-    monkeypatch.setattr(job.time, "time", lambda: 4e9)
+    monkeypatch.setattr(life.time, "time", lambda: 4e9)
     assert job.read_status(tmp_path).state is State.SUCCEEDED
 
 
@@ -120,6 +120,8 @@ def test_stop_flag_has_two_degrees(tmp_path):
     assert job.stop_requested(tmp_path) == "step"
     job.request_stop(tmp_path, now=True)
     assert job.stop_requested(tmp_path) == "now"
+    job.request_stop(tmp_path, preempt=True)
+    assert job.stop_requested(tmp_path) == "preempt"
 
 
 def test_tail_gives_whole_lines_once_and_counts_what_it_cannot_read(tmp_path):

@@ -24,6 +24,7 @@ from moebius.cluster.job import (
     read_status,
     request_stop,
 )
+from moebius.cluster.nodes import Capacity
 from moebius.cluster.preparation import Preparation, workers_beside
 from moebius.cluster.preparation_progress import EXIT_FAILED, PREPARATION, ProgressLog
 from moebius.cluster.summary import closing_words
@@ -73,8 +74,14 @@ class Nodes:
         self.may_end = threading.Event()
         self.attempts: list[Attempt] = []
 
-    def provide_nodes(self, while_waiting):
+    def capacity(self) -> Capacity:
+        return Capacity(1, 1)
+
+    def provide_nodes(self, num_nodes, while_waiting):
         return [self]
+
+    def check(self, wanted) -> str:
+        return wanted.faults()
 
     def release(self) -> None:
         pass

@@ -19,6 +19,7 @@ from moebius.cluster import rendezvous
 from moebius.cluster.agent import Attempt, Node, interface_of
 from moebius.cluster.generations import supervise
 from moebius.cluster.job import State, begin_submission, read_status
+from moebius.cluster.nodes import Capacity
 from moebius.cluster.rendezvous import (
     Meeting,
     NodeRendezvous,
@@ -319,7 +320,10 @@ class TwoMachines:
     def __init__(self) -> None:
         self.nodes = [Node(own_address()), Node(own_address())]
 
-    def provide_nodes(self, while_waiting):
+    def capacity(self) -> Capacity:
+        return Capacity(2, 2)
+
+    def provide_nodes(self, num_nodes, while_waiting):
         return self.nodes
 
     def release(self) -> None:

@@ -187,7 +187,9 @@ def test_stopping_nothing_and_stopping_the_lost_are_errors(tmp_path, monkeypatch
         JobError, match=r"still STOPPING|still RUNNING after 0 s; `moebius stop --now`"
     ):
         stop(tmp_path, timeout_s=0.3)
-    monkeypatch.setattr("moebius.cluster.job.LOST_AFTER_S", 0.0)
+    monkeypatch.setattr("moebius.cluster.recovery.life.LOST_AFTER_S", -1.0)
+    monkeypatch.setattr("moebius.cluster.recovery.life.LOOK_AGAIN_S", 0.0)
+    monkeypatch.setattr("moebius.cluster.recovery.life.GIVEN_UP_AFTER_S", -1.0)
     with pytest.raises(JobError, match="nobody is there to stop it"):
         stop(tmp_path)
 
@@ -210,7 +212,7 @@ def test_launch_says_what_the_configuration_says(tmp_path, monkeypatch):
     config = config_of(
         tmp_path, num_nodes=2, ranks_per_node=2, max_restarts=7, rehearse_failure_at_step=9
     )
-    launch = make_launch(config, tmp_path, simulated=True)
+    launch = make_launch(config, tmp_path, address=None)
     assert (launch.num_nodes, launch.ranks_per_node, launch.max_restarts) == (2, 2, 7)
     assert launch.rehearse_failure_at_step == 9
     assert launch.environment["NCCL_DEBUG"] == "INFO"
@@ -236,7 +238,7 @@ def test_cuda_without_enough_gpus_is_a_clear_error(tmp_path, monkeypatch):
     config = config_of(tmp_path, num_nodes=2, ranks_per_node=2)
     config = config.model_copy(update={"train": config.train.model_copy(update={"device": "cuda"})})
     with pytest.raises(JobError, match="needs one GPU per rank, 4 in all, and this machine has 1"):
-        make_launch(config, tmp_path, simulated=True)
+        make_launch(config, tmp_path, address=None)
 
 
 class NoCluster:

@@ -159,9 +159,11 @@ def test_following_keeps_up_with_a_run_and_ends_with_it(tmp_path):
 
 def test_following_a_lost_job_ends(tmp_path, monkeypatch):
     Journal(tmp_path).append(State.RUNNING, generation=1, reason="")
-    monkeypatch.setattr("moebius.cluster.job.LOST_AFTER_S", 0.1)
-    time.sleep(0.2)
-    assert follow(tmp_path, console=console()).state is State.LOST
+    monkeypatch.setattr("moebius.cluster.recovery.life.LOST_AFTER_S", 0.05)
+    monkeypatch.setattr("moebius.cluster.recovery.life.GIVEN_UP_AFTER_S", 0.5)
+    screen = console()
+    assert follow(tmp_path, console=screen).state is State.LOST
+    assert text_of(screen).count("LOST: was RUNNING") == 1
 
 
 def test_preparation_is_shown_by_stage():

@@ -1,0 +1,1 @@
+"""What the supervision decides when something is lost: checks, budgets, sizes, signs of life."""

@@ -1,0 +1,108 @@
+"""How often a job is started again, and on whose account.
+
+Two budgets, so that a night of lost machines does not use up the patience with a bug, nor the other
+way round:
+
+* failures: ranks that raise, crash, hang or leave early. `max_restarts`, counted anew when the run
+  has made `reset_restarts_after_steps` new steps since the last one;
+* infrastructure: nodes that are lost, agents and actors that die. `max_node_losses`.
+
+Whatever the budget, the same error at the same step three times is the end: more restarts would not
+help. A lost node is exempt, for it says nothing about the run.
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..job import JournalEntry, Launch, RootCause
+
+SAME_ERROR_LIMIT = 3
+FAILURES, INFRASTRUCTURE = "failures", "infrastructure"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Says what a failed generation was charged to, and whether another one may follow."""
+
+    charged_to: str
+    left: int  # restarts that this budget still allows, after the one that follows
+    words: str
+    given_up: bool
+
+    @property
+    def details(self) -> dict[str, Any]:
+        """Returns the verdict as the journal keeps it."""
+        return {"charged_to": self.charged_to, "left": max(0, self.left)}
+
+
+@dataclass
+class Budgets:
+    """Counts a job's failures."""
+
+    launch: Launch
+    used: Counter[str] = field(default_factory=Counter)
+    seen: Counter[tuple[str, int | None]] = field(default_factory=Counter)
+    last_failure_step: int = 0  # how far the run had come at its last failure
+
+    @classmethod
+    def from_journal(cls, launch: Launch, entries: Sequence[JournalEntry]) -> "Budgets":
+        """Returns what an earlier supervisor of this submission has used, by its journal."""
+        budgets = cls(launch)
+        for entry in entries:
+            if (cause := entry.details.get("root_cause")) and not cause.get("on_purpose"):
+                budgets.charge(RootCause.from_details(cause), _step_of(entry.details))
+        return budgets
+
+    def charge(self, cause: RootCause, step: int | None) -> Verdict:
+        """Counts a failure at `step` (None: before the generation's first) and judges it."""
+        account = self._count(cause, step)
+        if _has_signature(cause):
+            signature = (cause.error or cause.summary, step)
+            self.seen[signature] += 1
+            if self.seen[signature] >= SAME_ERROR_LIMIT:
+                return self._verdict(
+                    account,
+                    f"{SAME_ERROR_LIMIT} times; the same error at the same place: more restarts "
+                    "would not help; see the log, mend the cause, submit again",
+                    given_up=True,
+                )
+        if self.used[account] > self._limit(account):
+            return self._verdict(account, self._used_up_words(account), given_up=True)
+        left = self._limit(account) - self.used[account]
+        return self._verdict(
+            account, f"{left} restart(s) left after this one, charged to {account}", given_up=False
+        )
+
+    def _count(self, cause: RootCause, step: int | None) -> str:
+        account = INFRASTRUCTURE if cause.infrastructure else FAILURES
+        anew = self.launch.reset_restarts_after_steps
+        if step is not None and account == FAILURES:
+            if anew is not None and step - self.last_failure_step >= anew:
+                self.used[FAILURES] = 0
+            self.last_failure_step = max(self.last_failure_step, step)
+        self.used[account] += 1
+        return account
+
+    def _limit(self, account: str) -> int:
+        return self.launch.max_restarts if account == FAILURES else self.launch.max_node_losses
+
+    def _used_up_words(self, account: str) -> str:
+        name = "max_restarts" if account == FAILURES else "max_node_losses"
+        limit = self._limit(account)
+        return f"{name}={limit} used up" if limit else "no restarts allowed"
+
+    def _verdict(self, account: str, words: str, *, given_up: bool) -> Verdict:
+        left = self._limit(account) - self.used[account]
+        return Verdict(account, left, words, given_up)
+
+
+def _has_signature(cause: RootCause) -> bool:
+    """A node that is lost says nothing about the run; an agent's own error does."""
+    return not cause.infrastructure or cause.error is not None
+
+
+def _step_of(details: Mapping[str, Any]) -> int | None:
+    step = details.get("step")
+    return step if isinstance(step, int) else None

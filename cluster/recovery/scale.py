@@ -1,0 +1,80 @@
+"""Another number of nodes for a job that runs: `moebius scale RUN N`.
+
+The wish is a file in the run folder, which the supervision reads: the job pauses at the next step
+boundary and goes on with so many nodes, as soon as the cluster has them. It holds until the next
+submission, which goes by job.num_nodes again.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from ..job import SCALE, JobError, read_status, write_atomically
+
+
+@dataclass(frozen=True)
+class ScaleRequest:
+    """Says how many nodes a job is to have."""
+
+    num_nodes: int
+    # The numbers of nodes that fit, with the keys of the mesh that change; None: any number does.
+    layouts: Mapping[int, Mapping[str, Any]] | None
+
+
+def request_scale(run_dir: Path, num_nodes: int) -> ScaleRequest:
+    """Asks the job to go on with `num_nodes` nodes from the next step boundary on.
+
+    For the command line: `moebius scale RUN N` calls this and returns; `status --watch` shows the
+    rest. If the cluster has fewer nodes the job goes on as it is until it has more.
+
+    Raises:
+        JobError: there is no job, it has ended, or the run cannot be divided so; the message names
+            numbers that fit.
+    """
+    status = read_status(run_dir)
+    if status.state.is_final:
+        raise JobError(
+            f"{run_dir}: the job has ended ({status.state}); `moebius resume {run_dir} "
+            f"job.num_nodes={num_nodes}` goes on with {num_nodes} node(s)"
+        )
+    if num_nodes < 1:
+        raise JobError(f"a job has at least 1 node, got {num_nodes}")
+    layouts = _layouts(run_dir, num_nodes)
+    request = ScaleRequest(num_nodes, layouts)
+    write_atomically(run_dir / SCALE, json.dumps(asdict(request)))
+    return request
+
+
+def scale_requested(run_dir: Path) -> ScaleRequest | None:
+    """Returns what was asked for, or None."""
+    try:
+        said = json.loads((run_dir / SCALE).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    layouts = said["layouts"]
+    if layouts is not None:
+        layouts = {int(number): mesh for number, mesh in layouts.items()}
+    return ScaleRequest(said["num_nodes"], layouts)
+
+
+def _layouts(run_dir: Path, num_nodes: int) -> dict[int, dict[str, object]] | None:
+    """Returns the numbers of nodes up to `num_nodes` that fit; None where no configuration says."""
+    from ...train.config import Config
+    from ...train.resize import layouts_for
+
+    if not (run_dir / "config.json").exists():
+        return None
+    config = Config.load(run_dir / "config.json")
+    layouts = layouts_for(config, range(1, num_nodes + 1))
+    if num_nodes not in layouts:
+        more = layouts_for(config, range(num_nodes + 1, 2 * num_nodes + 1))
+        fitting = ", ".join(str(number) for number in [*layouts, *more]) or "none"
+        raise JobError(
+            f"the run does not fit {num_nodes} node(s) of {config.job.ranks_per_node} rank(s) "
+            f"(train.global_batch={config.train.global_batch}, "
+            f"train.micro_batch={config.train.micro_batch}, mesh.ep={config.mesh.ep}); numbers of "
+            f"nodes up to {2 * num_nodes} that fit: {fitting}"
+        )
+    return layouts
