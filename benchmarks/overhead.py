@@ -236,7 +236,7 @@ class MemoryWatcher:
                 continue
             sizes = [size for _, size in samples]
             quarter = max(1, len(sizes) // 4)
-            early, late = sizes[quarter : 2 * quarter], sizes[-quarter:]
+            early, late = sizes[quarter : 2 * quarter] or sizes, sizes[-quarter:]
             out.append(
                 {
                     "process": name,
