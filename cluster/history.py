@@ -121,6 +121,6 @@ def describe_trouble(line: Mapping[str, Any]) -> str | None:
                 f"{line['path']}; the run goes on from step {line['resumed_from_step']}: "
                 f"{line['why']}"
             )
-        case "checkpoint" if line.get("error"):
+        case "checkpoint" | "checkpoint_copy" if line.get("error"):
             return str(line["error"])
     return None

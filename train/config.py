@@ -30,6 +30,7 @@ from ..data_pipeline.making.config import (
     LanguageConfig,
     NearDuplicateConfig,
 )
+from ..distributed.checkpoint.config import CheckpointConfig
 from ..distributed.layout import (
     MeshConfig,
     check_experts,
@@ -124,19 +125,6 @@ class TrainConfig(BaseModel):
     # none: all of it is prepared first
     start_when: StartWhen | None = None
     timeout_s: float = Field(default=600.0, gt=0)  # of a collective
-
-
-class CheckpointConfig(BaseModel):
-    """Configures when the state is saved and how much of it is kept."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    every: NonNegativeInt = 100  # steps; 0: at the end only
-    keep_last: PositiveInt = 3
-    verify: bool = True  # read a checkpoint back from the disk before an older one is dropped
-    # A save that fails, of a full disk for example: train on and save again at the next time, or
-    # end the run at the next step. At the run's end a failed save is an error either way.
-    on_failure: Literal["go_on", "stop"] = "go_on"
 
 
 class Config(BaseModel):

@@ -45,6 +45,8 @@ from .run import (
 from .run_folder import end_is_asked
 from .state import seed_micro_batch
 
+_LAST_COPY_S = 240.0  # how long a run that is done waits for the second copy of its last checkpoint
+
 
 def train(config: Config, run_dir: Path) -> str:
     """Trains to the last step, or to the next step boundary after a stop was asked for.
@@ -68,6 +70,7 @@ def train(config: Config, run_dir: Path) -> str:
             state = run_steps(run, loader, log)
         with heartbeat.during(Phase.CKPT):
             run.checkpoints.wait()
+            run.checkpoints.wait_for_copies(_LAST_COPY_S)
         heartbeat.enter(Phase.END)
         log_saved(run, log)
         log.write("end", run.progress.step, state=state)

@@ -14,7 +14,7 @@ from ..data_pipeline.loader import Loader
 from ..distributed.checkpoint.checkpointer import Checkpointer
 from ..distributed.checkpoint.folder import DamagedCheckpoint
 from ..distributed.checkpoint.loading import load
-from ..distributed.checkpoint.recovery import newest_whole
+from ..distributed.checkpoint.second_copy import SecondCopy
 from ..distributed.gradients import GradientReducer
 from ..distributed.layout import plan_layout
 from ..distributed.local_shard import local_shard_of
@@ -69,6 +69,7 @@ class Run:
     skipped_in_a_row: int = 0
     heartbeat: Heartbeat = field(default_factory=Heartbeat)
     set_aside: list[DamagedCheckpoint] = field(default_factory=list)  # when the run was resumed
+    was_fetched: bool = False  # what it was resumed from, from the second place
 
     @property
     def reducer(self) -> GradientReducer | CopyReducer:
@@ -145,15 +146,17 @@ def assemble(config: Config, run_dir: Path, process: Process) -> Run:
     process.agree("model", parameter_facts(model))
     optimizer = make_optimizer(config.optim, model.parameters())
     allocate_moments(model, optimizer)
+    copy_to, keep_last = config.checkpoint.copy_to, config.checkpoint.keep_last
     checkpoints = Checkpointer(
         run_dir / "checkpoints",
         mesh=mesh,
         process=process,
-        keep_last=config.checkpoint.keep_last,
+        keep_last=keep_last,
         generation=generation,
         generation_file=run_dir / "generation",
         verify=config.checkpoint.verify,
         on_failure=config.checkpoint.on_failure,
+        second=SecondCopy(copy_to, run_dir, keep_last=keep_last) if copy_to else None,
     )
     return Run(
         config=config,
@@ -222,16 +225,16 @@ def resume(run: Run) -> dict[str, Any] | None:
     Raises:
         CheckpointError: there were checkpoints, and none is whole or fits; on all ranks.
     """
-    newest, damaged = newest_whole(run.run_dir / "checkpoints", run.mesh)
-    if newest is None:
+    found = run.checkpoints.newest_whole()
+    if found is None:
         return None
-    path, stored = newest
-    run.expert_placement.restore(stored.meta.get("experts", {}))
+    run.expert_placement.restore(found.meta.meta.get("experts", {}))
     tensors, shards = state_tensors(run.model, run.optimizer)
-    meta = load(path, tensors, shards, mesh=run.mesh, check_bytes=False)
+    meta = load(found.path, tensors, shards, mesh=run.mesh, check_bytes=False)
     run.progress = TrainingProgress(**meta["progress"])
     set_updates(run.model, run.optimizer, run.progress.updates)
-    run.set_aside = run.checkpoints.set_aside(damaged)
+    run.set_aside = run.checkpoints.adopt(found)
+    run.was_fetched = found.fetched_for is not None
     return meta["data"]
 
 
@@ -260,6 +263,14 @@ def log_saved(run: Run, log: MetricsLog) -> None:
             bytes=record.num_bytes,
             error=record.error,
         )
+    for copy in run.checkpoints.poll_copies():
+        log.write(
+            "checkpoint_copy",
+            copy.step,
+            seconds=round(copy.seconds, 3),
+            bytes=copy.num_bytes,
+            error=copy.error,
+        )
 
 
 def trace_next_step(run: Run) -> StepTrace:
@@ -283,6 +294,7 @@ def open_log(run: Run, *, resumed: bool) -> MetricsLog:
         generation=run.generation,
         world_size=run.process.world_size,
         resumed_from_step=run.progress.step if resumed else None,
+        **({"fetched_from_second_copy": True} if run.was_fetched else {}),
         layout=str(run.mesh.layout),
         device=str(run.process.device),
         steps=run.config.train.steps,

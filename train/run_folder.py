@@ -50,6 +50,7 @@ _MAY_CHANGE = frozenset(
         "checkpoint.keep_last",
         "checkpoint.verify",
         "checkpoint.on_failure",
+        "checkpoint.copy_to",
         "job.name",
         "job.num_nodes",
         "job.ranks_per_node",

@@ -25,12 +25,12 @@ import platform
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -40,6 +40,7 @@ from ..local_shard import LocalShard, whole_shard
 from ..mesh import Mesh
 from ..process.json_messages import gather_json
 from ..process.process import Process
+from .config import OnFailure
 from .dcp_save import finish_save, write_plan
 from .files import (
     CheckpointError,
@@ -57,12 +58,13 @@ from .files import (
 from .folder import CheckpointFolder, DamagedCheckpoint, publish
 from .loading import open_share
 from .parts import ShardSavePlanner, TensorShard, misfits
+from .recovery import WholeCheckpoint, newest_whole
+from .second_copy import CopyRecord, SecondCopy
 from .together import causes, gathered, gloo_group, together
 from .writing import SummingWriter, discard, drop_cached, seal
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
-OnFailure = Literal["go_on", "stop"]
 
 # One rank may wait this long for another's disk; a rank that died is noticed at once.
 _WRITE_TIMEOUT_S = 3600.0
@@ -108,7 +110,8 @@ class Checkpointer:
     `generation_file` is the supervisor's fence: where it exists, only the generation whose number
     it holds commits. Making one is a collective call; it removes what dead generations left
     unfinished. With `verify` a checkpoint is read back before it is committed; `on_failure` says
-    whether a failed save is an error at the next one, or only if none works after it.
+    whether a failed save is an error at the next one, or only if none works after it. `second` gets
+    a copy of each.
     """
 
     def __init__(
@@ -122,6 +125,7 @@ class Checkpointer:
         generation_file: Path | None,
         verify: bool = True,
         on_failure: OnFailure = "stop",
+        second: SecondCopy | None = None,
     ) -> None:
         if keep_last < 1:
             raise ValueError(
@@ -130,6 +134,7 @@ class Checkpointer:
         self._folder = CheckpointFolder(directory, keep_last, generation, generation_file)
         self._verify = verify
         self._on_failure: OnFailure = on_failure
+        self._second = second
         self._rank = process.rank
         self._device = process.device
         self._layout = mesh.layout
@@ -139,7 +144,7 @@ class Checkpointer:
         self._thread: threading.Thread | None = None
         self._failure: CheckpointError | None = None
         self._records: deque[SaveRecord] = deque()
-        self._on_rank_0(self._folder.prepare)
+        self._on_rank_0(self._prepare)
 
     def save(
         self,
@@ -201,20 +206,39 @@ class Checkpointer:
         """
         return self._failure is not None and self._on_failure == "stop"
 
-    def set_aside(self, damaged: Sequence[DamagedCheckpoint]) -> list[DamagedCheckpoint]:
-        """Renames damaged checkpoints so that no run takes them for whole; a collective call.
+    def newest_whole(self) -> WholeCheckpoint | None:
+        """Returns what the run goes on from (recovery.py); a collective call."""
+        return newest_whole(self._folder.path, self._group, self._second)
+
+    def adopt(self, found: WholeCheckpoint) -> list[DamagedCheckpoint]:
+        """Sets damaged checkpoints aside, and takes over what was fetched; a collective call.
 
         Returns:
-            On rank 0 the same with their new paths; on the others as they were given.
+            On rank 0 the damaged ones with their new paths; on the others as they were.
         """
-        renamed = list(damaged)
+        renamed = list(found.damaged)
 
         def rename() -> None:
-            renamed[:] = self._folder.set_aside(damaged)
+            renamed[:] = self._folder.set_aside(found.damaged)
+            if found.fetched_for is not None:
+                publish(found.path, found.fetched_for)
 
-        if damaged:
-            self._on_rank_0(rename)
+        self._on_rank_0(rename)
         return renamed
+
+    def wait_for_copies(self, timeout_s: float) -> None:
+        """Waits until the second place has its copies, on rank 0; never raises."""
+        if self._second:
+            self._second.wait(timeout_s)
+
+    def poll_copies(self) -> list[CopyRecord]:
+        """Returns the copies that ended since the last call."""
+        return self._second.poll() if self._second else []
+
+    def _prepare(self) -> None:
+        self._folder.prepare()
+        if self._second:
+            self._second.claim()
 
     def _join(self) -> None:
         if self._thread is not None:
@@ -393,7 +417,9 @@ class Checkpointer:
         """Makes a checkpoint visible in one step, on rank 0, and lets old ones go."""
         self._folder.refuse_if_stale()
         publish(temporary, final)
-        self._folder.delete_old(step)
+        if self._second:
+            self._second.copy_later(final)
+        self._folder.delete_old(step, spare=self._second.reading if self._second else None)
 
     def _meta_of(self, job: _Job) -> CheckpointMeta:
         return CheckpointMeta(

@@ -161,6 +161,11 @@ def step_name(step: int) -> str:
     return f"step_{step:08d}"
 
 
+def step_of(name: str) -> int:
+    """Returns the step in the name of a checkpoint's directory."""
+    return int(name.removeprefix("step_"))
+
+
 def refuse_name_of_another_step(path: Path, step: int | None) -> None:
     """Refuses a directory whose name would let runs take it for a checkpoint that it is not.
 

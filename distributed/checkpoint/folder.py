@@ -4,6 +4,7 @@
     step_00000060.g3.tmp/                      being written by generation 3, or left by it
     step_00000050.old.tmp/                     stepped aside while its replacement is renamed
     step_00000010.deleted.tmp/                 on its way out
+    step_00000050.fetched.tmp/                 from the second place (second_copy.py), not yet taken over
     step_00000040.damaged-20261122-170411/     found damaged by a run that went on from the one before
 
 All acts here are rank 0's. Nothing is read but names and the supervisor's fence; every change is a
@@ -23,7 +24,7 @@ from .writing import discard, sync_directory
 
 logger = logging.getLogger(__name__)
 
-_TEMPORARY_NAME = re.compile(r"(step_\d{8,})\.(?:g(?P<generation>\d+)|old|deleted)\.tmp")
+_TEMPORARY_NAME = re.compile(r"(step_\d{8,})\.(?:g(?P<generation>\d+)|old|deleted|fetched)\.tmp")
 _DAMAGED_NAME = re.compile(r"step_\d{8,}\.damaged-\d{8}-\d{6}")
 
 

@@ -32,24 +32,20 @@ from .parts import ShardLoadPlanner, TensorShard, misfits
 from .together import causes, together
 
 
-def check_for_all(path: Path, mesh: Mesh, *, reading: int = 0) -> CheckpointMeta:
+def check_for_all(path: Path, group: dist.ProcessGroup, *, reading: int = 0) -> CheckpointMeta:
     """Checks every byte of a checkpoint, each rank a share of the files; returns its meta.
 
     A collective call; an error is raised on all ranks.
 
     Args:
         path: the checkpoint.
-        mesh: of the ranks.
+        group: all ranks.
         reading: another number divides the files among the ranks in another way.
 
     Raises:
         CorruptCheckpointError: it is damaged; tells all that is wrong with it.
     """
-
-    def check() -> CheckpointMeta:
-        return open_share(path, mesh.rank + reading, mesh.layout.world_size).meta
-
-    return together(mesh.world_group, check)
+    return together(group, lambda: open_share(path, group.rank() + reading, group.size()).meta)
 
 
 def open_share(path: Path, part: int, parts: int) -> StoredCheckpoint:

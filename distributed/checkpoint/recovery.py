@@ -3,94 +3,187 @@
     newest first: every rank reads a share of the files → damaged? a second time, other shares → next
 
 A checkpoint is damaged if it is found so twice, by two divisions of its files among the ranks: a
-file that one rank read wrongly is read by another the second time. Nothing is renamed before a
-whole one is found: with none left, all stay where they are, and the run fails with one error that
-lists what was tried. A run that has had checkpoints never starts from its beginning in silence.
+file that one rank read wrongly is read by another the second time. Where the newest is damaged, or
+gone, the copies in a second place are tried too, newest first, this folder's before a copy of the
+same step. Nothing is renamed before a whole one is found: with none left, all stay where they are,
+and the run fails with one error that lists what was tried. A run that has had checkpoints never
+starts from its beginning in silence.
 
 Cost: what loading costs anyway, the bytes read once by all ranks together (0.8 GB/s and core);
 twice that for each damaged one.
 """
 
+import logging
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from ..mesh import Mesh
+import torch.distributed as dist
+
 from .files import (
     CheckpointError,
     CheckpointMeta,
     CorruptCheckpointError,
     list_checkpoints,
+    step_name,
+    step_of,
     without_advice,
 )
 from .folder import DamagedCheckpoint, list_set_aside
 from .loading import check_for_all
+from .second_copy import SecondCopy
 from .together import gathered
 
+logger = logging.getLogger(__name__)
 _READINGS = 2
 
 
-def newest_whole(
-    directory: Path, mesh: Mesh
-) -> tuple[tuple[Path, CheckpointMeta] | None, list[DamagedCheckpoint]]:
-    """Returns the newest whole checkpoint with its meta, and the damaged ones that are newer.
+@dataclass(frozen=True)
+class WholeCheckpoint:
+    """The checkpoint that a run goes on from."""
 
-    A collective call; every rank gets the same, of what rank 0 sees in the folder. Nothing is
-    changed.
+    path: Path
+    meta: CheckpointMeta
+    damaged: tuple[DamagedCheckpoint, ...]  # of the same step or newer, newest first
+    fetched_for: Path | None = (
+        None  # the name that `path`, fetched from the second place, shall get
+    )
+
+
+def newest_whole(
+    directory: Path, group: dist.ProcessGroup, second: SecondCopy | None = None
+) -> WholeCheckpoint | None:
+    """Returns the newest whole checkpoint, and which newer ones are damaged.
+
+    A collective call; every rank gets the same, of what rank 0 sees. Nothing is renamed.
+
+    Args:
+        directory: the run's checkpoints.
+        group: all ranks; they may wait long for one that reads or fetches.
+        second: where copies of them are.
 
     Returns:
-        None in the place of the first: the run has never had a checkpoint.
+        None: the run has never had a checkpoint.
 
     Raises:
         CheckpointError: there were checkpoints, and none is whole; or one cannot be read for
             another reason than damage.
     """
+    own, aside = _seen_by_rank_0(directory, group)
     damaged: list[DamagedCheckpoint] = []
-    committed, aside = _seen_by_rank_0(directory, mesh)
-    for step, path in committed:
-        meta, why = _checked(path, mesh)
-        if meta is not None:
-            return (path, meta), damaged
-        damaged.append(DamagedCheckpoint(step, path, why))
-    if damaged or aside:
-        raise CheckpointError(_nothing_left(directory, damaged, aside))
-    return None, []
+    tried: list[str] = []
+    if own and (found := _try_own(own[0], group, damaged, tried)):
+        return found
+    copies = _copies(second, group, must_answer=not own)
+    candidates = [(path, False) for path in own[1:]]
+    candidates += [(directory / step_name(step), True) for step in copies]
+    for path, is_copy in sorted(candidates, key=lambda each: (-step_of(each[0].name), each[1])):
+        if is_copy and second is not None:
+            found = _try_copy(second, path, group, damaged, tried)
+        else:
+            found = _try_own(path, group, damaged, tried)
+        if found is not None:
+            return found
+    if tried or aside:
+        raise CheckpointError(_nothing_left(directory, tried, aside))
+    return None
 
 
-def _seen_by_rank_0(directory: Path, mesh: Mesh) -> tuple[list[tuple[int, Path]], list[str]]:
-    """Returns steps and paths of the committed checkpoints, newest first, and names set aside.
+def _seen_by_rank_0(directory: Path, group: dist.ProcessGroup) -> tuple[list[Path], list[str]]:
+    """Returns the paths of the committed checkpoints, newest first, and the names set aside.
 
     A rank that looked for itself could see an old listing of a network file system.
     """
 
-    def look() -> tuple[list[tuple[int, str]], list[str]]:
-        if mesh.rank != 0:
+    def look() -> tuple[list[str], list[str]]:
+        if group.rank() != 0:
             return [], []
-        found = [(each.step, str(each.path)) for each in reversed(list_checkpoints(directory))]
+        found = [str(each.path) for each in reversed(list_checkpoints(directory))]
         return found, [path.name for path in list_set_aside(directory)]
 
-    found, aside = gathered(mesh.world_group, look)[0]
-    return [(step, Path(path)) for step, path in found], aside
+    found, aside = gathered(group, look)[0]
+    return [Path(path) for path in found], aside
 
 
-def _checked(path: Path, mesh: Mesh) -> tuple[CheckpointMeta | None, str]:
+def _copies(second: SecondCopy | None, group: dist.ProcessGroup, *, must_answer: bool) -> list[int]:
+    """Returns the steps of the copies in the second place, as rank 0 sees it."""
+    if second is None:
+        return []
+
+    def look() -> list[int]:
+        if group.rank() != 0:
+            return []
+        try:
+            return second.steps()
+        except CheckpointError as error:
+            if must_answer:
+                raise
+            logger.warning("%s; only the run folder's checkpoints are tried", error)
+            return []
+
+    return gathered(group, look)[0]
+
+
+def _try_own(
+    path: Path,
+    group: dist.ProcessGroup,
+    damaged: list[DamagedCheckpoint],
+    tried: list[str],
+) -> WholeCheckpoint | None:
+    """Returns a checkpoint of the run folder if it is whole; else notes what is wrong with it."""
+    meta, why = _checked(path, group)
+    if meta is not None:
+        return WholeCheckpoint(path, meta, tuple(damaged))
+    damaged.append(DamagedCheckpoint(step_of(path.name), path, why))
+    tried.append(why)
+    return None
+
+
+def _try_copy(
+    second: SecondCopy,
+    path: Path,
+    group: dist.ProcessGroup,
+    damaged: list[DamagedCheckpoint],
+    tried: list[str],
+) -> WholeCheckpoint | None:
+    """Fetches the copy of a checkpoint and returns it if it is whole; else notes what is wrong."""
+    fetched = path.with_name(f"{path.name}.fetched.tmp")
+
+    def fetch() -> str:
+        if group.rank() == 0:
+            try:
+                second.fetch(path.name, fetched)
+            except CheckpointError as error:
+                return str(error)
+        return ""
+
+    why = gathered(group, fetch)[0]
+    meta = None
+    if not why:
+        meta, why = _checked(fetched, group)
+    if meta is not None:
+        return WholeCheckpoint(fetched, meta, tuple(damaged), fetched_for=path)
+    tried.append(f"the copy in {second.url}: {why}")
+    return None
+
+
+def _checked(path: Path, group: dist.ProcessGroup) -> tuple[CheckpointMeta | None, str]:
     """Returns the meta of a whole checkpoint, or None and what is wrong with it."""
     why = ""
     for reading in range(_READINGS):
         try:
-            return check_for_all(path, mesh, reading=reading), ""
+            return check_for_all(path, group, reading=reading), ""
         except CorruptCheckpointError as error:
             why = without_advice(str(error))
     return None, why
 
 
-def _nothing_left(
-    directory: Path, damaged: Sequence[DamagedCheckpoint], aside: Sequence[str]
-) -> str:
+def _nothing_left(directory: Path, tried: Sequence[str], aside: Sequence[str]) -> str:
     """Spells what was tried where no checkpoint is whole, in one line: summaries show the first."""
-    tried = [" ".join(each.why.split()) for each in damaged]
-    tried += [f"{name} was set aside as damaged by an earlier start" for name in aside]
+    words = [" ".join(each.split()) for each in tried]
+    words += [f"{name} was set aside as damaged by an earlier start" for name in aside]
     return (
         f"{directory} has no whole checkpoint left, and the run is not started from its beginning "
-        f"as if there had been none; tried, newest first: {'; '.join(tried)}; restore one from a "
+        f"as if there had been none; tried, newest first: {'; '.join(words)}; restore one from a "
         "copy, or, to start from the beginning, move them all away"
     )

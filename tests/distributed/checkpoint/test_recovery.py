@@ -80,15 +80,15 @@ DAMAGES = {"flip": flip, "truncate": truncate, "remove": Path.unlink}
 def recover(directory):
     """What a rank goes on from: the step, the damaged ones, and their new paths."""
     with start_process("cpu", timeout_s=20) as process:
-        mesh, saver = saver_in(directory, process)
+        _, saver = saver_in(directory, process)
         try:
-            newest, damaged = newest_whole(directory, mesh)
+            found = saver.newest_whole()
         except CheckpointError as error:
             return str(error)
-        renamed = saver.set_aside(damaged)
-        assert newest is not None
-        path, meta = newest
-        return path.name, meta.meta["step"], damaged, [each.path.name for each in renamed]
+        assert found is not None
+        renamed = saver.adopt(found)
+        names = [each.path.name for each in renamed]
+        return found.path.name, found.meta.meta["step"], list(found.damaged), names
 
 
 @pytest.mark.parametrize(
@@ -168,8 +168,9 @@ def read_wrongly_once(directory):
             loading.damaged_files = lambda stored, names, on_bytes=None: (
                 ["nonsense"] if set(names) <= set(share) else original(stored, names, on_bytes)
             )
-        newest, damaged = newest_whole(directory, mesh)
-        return newest and newest[0].name, len(damaged)
+        found = newest_whole(directory, mesh.world_group)
+        assert found is not None
+        return found.path.name, len(found.damaged)
 
 
 def test_what_is_not_about_damage_is_not_passed_over(saved, monkeypatch):
@@ -185,19 +186,19 @@ def without_memory(directory):
         mesh, _ = saver_in(directory, process)
         loading.open_checkpoint = lack
         with pytest.raises(CheckpointError) as caught:
-            newest_whole(directory, mesh)
+            newest_whole(directory, mesh.world_group)
         assert not isinstance(caught.value, CorruptCheckpointError)
         return str(caught.value)
 
 
 def test_a_run_without_checkpoints_starts_at_its_beginning(tmp_path):
-    assert run_ranks(find, 1, tmp_path / "none") == [(None, [])]
+    assert run_ranks(find, 1, tmp_path / "none") == [None]
 
 
 def find(directory):
     with start_process("cpu", timeout_s=20) as process:
         mesh, _ = saver_in(directory, process)
-        return newest_whole(directory, mesh)
+        return newest_whole(directory, mesh.world_group)
 
 
 def test_a_stale_generation_sets_nothing_aside(saved):
