@@ -21,13 +21,10 @@ main thread and cannot be stopped from another one. Cost of a generation's proce
 forks; as programs 1-2 s of one core for each agent and 3-4 s for each rank.
 """
 
-import contextlib
 import json
 import os
 import socket
-import subprocess
 import sys
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -43,7 +40,7 @@ from .job import Launch, write_atomically
 from .recovery.deadman import Deadman
 from .recovery.node_check import NodeCheck
 from .tracebacks import last_traceback, read_tail, summarise
-from .warm.start import AgentProcess, Template
+from .warm.start import AgentProcess, Template, start_program
 from .watching.heartbeats import RankState, WatchedRanks, folder_of
 
 if TYPE_CHECKING:
@@ -124,6 +121,7 @@ class AgentReport:
     ok: bool  # every rank of this node exited 0
     failures: tuple[RankFailure, ...] = ()
     message: str = ""  # what ended the agent itself, if that was it
+    exit_code: int | None = None  # of an agent that ended without a report
 
     @classmethod
     def load(cls, path: Path) -> "AgentReport":
@@ -211,15 +209,16 @@ class Node:
         if self._deadman is not None:
             self._deadman.hear()
         code = self._agent.poll()
+        report = self._attempt.log_dir / "report.json"
+        if report.exists():  # the last that an agent does; nobody waits for the end of its process
+            return AgentReport.load(report)
         if code is None:
             return None
-        report = self._attempt.log_dir / "report.json"
-        if report.exists():
-            return AgentReport.load(report)
         tail = read_tail(self._attempt.log_dir / "agent.log", 2000).strip()
         return AgentReport(
             ok=False,
             message=f"the agent process ended with exit code {code}; its last words: {tail}",
+            exit_code=code,
         )
 
     def heartbeats(self) -> list[RankState]:
@@ -323,51 +322,10 @@ def agent_environment(inherited: Mapping[str, str], attempt: Attempt) -> dict[st
     return node_environment(inherited, attempt.launch) | own
 
 
-def _execute(attempt: Attempt, *, why: str | None = None) -> "subprocess.Popen[bytes]":
-    """Starts the agent as a program, from a thread that lives as long as the agent does.
-
-    The kernel's parent-death signal follows the thread that forked, and the threads of an actor
-    come and go.
-    """
-    started: list[subprocess.Popen[bytes] | OSError] = []
-    ready = threading.Event()
-
-    def hold() -> None:
-        try:
-            with open(attempt.log_dir / "agent.log", "ab") as log:
-                if why is not None:
-                    log.write(f"this agent is no fork of a template: {why}\n".encode())
-                    log.flush()
-                child = subprocess.Popen(
-                    [sys.executable, "-m", __name__, str(attempt.log_dir)],
-                    stdin=subprocess.PIPE,
-                    stdout=log,
-                    stderr=log,
-                    env=agent_environment(os.environ, attempt),
-                    # Ctrl-C in a terminal is for the command line, which sets the stop flag
-                    start_new_session=True,
-                )
-        except OSError as error:
-            started.append(error)
-            ready.set()
-            return
-        _tell_secret(child, attempt.secret)
-        started.append(child)
-        ready.set()
-        child.wait()
-
-    threading.Thread(target=hold, name=f"agent-g{attempt.generation}", daemon=True).start()
-    ready.wait()
-    if isinstance(started[0], OSError):
-        raise started[0]
-    return started[0]
-
-
-def _tell_secret(child: subprocess.Popen[bytes], secret: str) -> None:
-    """Through a pipe: files and environments are read by others, and inherited by ranks."""
-    assert child.stdin is not None
-    with contextlib.suppress(BrokenPipeError), child.stdin as pipe:  # poll() tells why it ended
-        pipe.write(secret.encode() + b"\n")
+def _execute(attempt: Attempt, *, why: str | None = None) -> AgentProcess:
+    return start_program(
+        attempt.log_dir, agent_environment(os.environ, attempt), attempt.secret, why=why
+    )
 
 
 def _hear_secret() -> str:

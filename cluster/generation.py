@@ -30,10 +30,11 @@ from .job import (
     write_atomically,
 )
 from .nodes import NodeHandle, NodeLost
-from .postmortem import find_root_cause, left_early_cause, port_was_taken
+from .postmortem import find_root_cause, is_certain, left_early_cause, port_was_taken
 from .preparation import Preparation
+from .recovery.clock import RecoveryClock
 
-POLL_S = 0.4
+POLL_S = 0.2
 COLLECT_S = 3.0  # how long to wait for the other nodes' reports after the first failure
 
 
@@ -59,6 +60,7 @@ class Supervision(Protocol):
     run_dir: Path
     generation: int
     preparation: Preparation | None
+    clock: RecoveryClock
 
     def log(self, state: State, reason: str, **details: object) -> None:
         """Appends a state with its reason to the journal."""
@@ -83,6 +85,7 @@ class Watch:
         self.run_dir = supervision.run_dir
         self.generation = supervision.generation
         self.log = supervision.log
+        self.clock = supervision.clock
         self.preparation = supervision.preparation
         self.tend_preparation = supervision.tend_preparation
         metrics = self.run_dir / METRICS
@@ -113,6 +116,7 @@ class Watch:
             )
             node.start(attempt)
             beat(self.run_dir)
+        self.clock.mark("order")
 
     def address_of(self, node_rank: int) -> str:
         """Returns where the other nodes reach this one."""
@@ -124,6 +128,8 @@ class Watch:
     def until_the_end(self) -> Outcome:
         """Watches until all ranks have exited or something else has happened."""
         while True:
+            if self.step is not None:
+                self.clock.restart()  # all is well
             self.sign_of_life()
             self.read_metrics()
             self.rehearse()
@@ -173,6 +179,8 @@ class Watch:
             self.is_up |= line.get("kind") in ("eval", "train", "data_wait")
             if trouble := describe_trouble(line):
                 self.log(State.STARTING if self.step is None else State.RUNNING, trouble)
+            if line.get("kind") == "start":
+                self.clock.hear_start(line)
             if line.get("kind") != "train":
                 continue
             if self.step is None:
@@ -181,6 +189,7 @@ class Watch:
                     State.RUNNING,
                     f"first step ({line['step']}) after {seconds:.1f} s",
                     first_step=line["step"],
+                    phases_s=self.clock.first_step(line, seen_after_s=POLL_S),
                 )
             self.step = line["step"]
 
@@ -221,7 +230,11 @@ class Watch:
         if port_was_taken(reports):
             return Outcome("port taken")
         deadline = time.monotonic() + COLLECT_S
-        while len(reports) < len(self.nodes) and time.monotonic() < deadline:
+        while (
+            len(reports) < len(self.nodes)
+            and not is_certain(reports)
+            and time.monotonic() < deadline
+        ):
             time.sleep(POLL_S)
             reports = self.poll()
         left_early = self.ranks_that_left(reports)

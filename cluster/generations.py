@@ -50,6 +50,7 @@ from .job import (
 from .nodes import NodeHandle, NodeLost, NodeProvider, NodesUnavailable
 from .preparation import Preparation
 from .recovery.budgets import Budgets
+from .recovery.clock import RecoveryClock
 from .recovery.life import HEARTBEAT
 from .recovery.node_check import token_in
 from .recovery.placing import Placing
@@ -132,6 +133,7 @@ class _Supervision:
         self.launch = launch
         self.node_provider = node_provider
         self.preparation = preparation
+        self.clock = RecoveryClock()
         self.state = State.SUBMITTED
         self.run_dir = Path(launch.run_dir)
         self.journal = Journal(self.run_dir)
@@ -156,8 +158,11 @@ class _Supervision:
         while True:
             try:
                 nodes = self.placing.place()
+                self.clock.mark("place")
                 self._check(nodes)
+                self.clock.mark("check")
                 self._await_data()
+                self.clock.mark("data")
                 outcome = self.run_generation(nodes)
             except NodeLost as error:
                 outcome = _lost(error)
@@ -289,7 +294,9 @@ class _Supervision:
         except NodeLost as error:
             return _lost(error, watch.step)
         finally:
+            self.clock.mark("collect")
             self._end_everywhere(nodes)
+            self.clock.mark("end")
 
     def _end_everywhere(self, nodes: Sequence[NodeHandle]) -> None:
         for node in nodes:
@@ -402,6 +409,7 @@ class _Supervision:
         while time.monotonic() < deadline and not stop_requested(self.run_dir):
             beat(self.run_dir)
             time.sleep(POLL_S)
+        self.clock.mark("wait")
         return not stop_requested(self.run_dir)
 
 

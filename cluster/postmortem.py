@@ -36,6 +36,18 @@ def port_was_taken(reports: Mapping[int, AgentReport]) -> bool:
     )
 
 
+def is_certain(reports: Mapping[int, AgentReport]) -> bool:
+    """Returns whether the cause is among these reports, whatever the other nodes will say.
+
+    A process that was killed is a cause and no consequence; SIGTERM (the agents' own) and SIGABRT
+    (of a library that has lost its peers) may be either.
+    """
+    failures = [failure for report in reports.values() for failure in report.failures]
+    codes = [failure.exit_code for failure in failures]
+    codes += [report.exit_code for report in reports.values() if report.exit_code is not None]
+    return any(signal_name(code) not in (None, "SIGTERM", "SIGABRT") for code in codes)
+
+
 def find_root_cause(
     reports: Mapping[int, AgentReport],
     *,

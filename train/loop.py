@@ -30,6 +30,7 @@ from .loss import micro_batch_loss
 from .metrics import MetricsLog, StepClock, StepMeter, exchange_metrics, expert_metrics
 from .micro_batches import MicroBatch, count_targets, document_use, split_batch
 from .optim import learning_rate_at
+from .phase_clock import PhaseClock
 from .run import (
     Run,
     assemble,
@@ -60,13 +61,17 @@ def train(config: Config, run_dir: Path) -> str:
     """
     if config.train.threads:
         torch.set_num_threads(config.train.threads)
-    heartbeat = open_heartbeat()
+    heartbeat, clock = open_heartbeat(), PhaseClock()
     with start_process(config.train.device, timeout_s=config.train.timeout_s) as process:
+        clock.mark("join")
         run = assemble(config, run_dir, process)
         run.heartbeat = heartbeat
+        clock.mark("build")
         position = resume(run)
-        log = open_log(run, resumed=position is not None)
+        clock.mark("load")
         with open_loader(run, position) as loader:
+            clock.mark("loader")
+            log = open_log(run, resumed=position is not None, start_s=clock.rounded())
             state = run_steps(run, loader, log)
         with heartbeat.during(Phase.CKPT):
             run.checkpoints.wait()

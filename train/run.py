@@ -4,6 +4,7 @@ import json
 import logging
 import math
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -285,8 +286,11 @@ def trace_next_step(run: Run) -> StepTrace:
     )
 
 
-def open_log(run: Run, *, resumed: bool) -> MetricsLog:
-    """Opens the run's log of metrics, and writes the first line, which says what runs where."""
+def open_log(run: Run, *, resumed: bool, start_s: Mapping[str, float]) -> MetricsLog:
+    """Opens the run's log of metrics, and writes the first line, which says what runs where.
+
+    `start_s`: how long each phase of this rank's start took.
+    """
     log = MetricsLog(run.run_dir, active=run.process.rank == 0, first_step=run.progress.step + 1)
     log.write(
         "start",
@@ -301,6 +305,7 @@ def open_log(run: Run, *, resumed: bool) -> MetricsLog:
         parameters=count_global_parameters(run),
         expert_depths=run.config.model.expert_depths,
         kernels=run.backend,
+        start_s=dict(start_s),
     )
     for damaged in run.set_aside:
         logger.warning("%s; it is set aside as %s", damaged.why, damaged.path.name)

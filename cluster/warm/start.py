@@ -229,3 +229,64 @@ class OrderedAgent:
             self.was_refused()
         else:
             self.has_ended(code)
+
+
+def start_program(
+    log_dir: Path, environment: Mapping[str, str], secret: str, *, why: str | None = None
+) -> subprocess.Popen[bytes]:
+    """Starts an agent as a program, from a thread that lives as long as the agent does.
+
+    The kernel's parent-death signal follows the thread that forked, and the threads of an actor
+    come and go.
+
+    Args:
+        log_dir: of the node in the generation.
+        environment: of the agent.
+        secret: of the generation, told through a pipe.
+        why: said in the agent's log: what keeps a template from forking it.
+    """
+    started: list[subprocess.Popen[bytes] | OSError] = []
+    ready = threading.Event()
+
+    def hold() -> None:
+        try:
+            child = _popen(log_dir, environment, why)
+        except OSError as error:
+            started.append(error)
+            ready.set()
+            return
+        _tell_secret(child, secret)
+        started.append(child)
+        ready.set()
+        child.wait()
+
+    threading.Thread(target=hold, name="agent", daemon=True).start()
+    ready.wait()
+    if isinstance(started[0], OSError):
+        raise started[0]
+    return started[0]
+
+
+def _popen(
+    log_dir: Path, environment: Mapping[str, str], why: str | None
+) -> subprocess.Popen[bytes]:
+    with open(log_dir / "agent.log", "ab") as log:
+        if why is not None:
+            log.write(f"this agent is no fork of a template: {why}\n".encode())
+            log.flush()
+        return subprocess.Popen(
+            [sys.executable, "-m", f"{processes.__package__}.agent", str(log_dir)],
+            stdin=subprocess.PIPE,
+            stdout=log,
+            stderr=log,
+            env=dict(environment),
+            # Ctrl-C in a terminal is for the command line, which sets the stop flag
+            start_new_session=True,
+        )
+
+
+def _tell_secret(child: subprocess.Popen[bytes], secret: str) -> None:
+    """Through a pipe: files and environments are read by others, and inherited by ranks."""
+    assert child.stdin is not None
+    with contextlib.suppress(BrokenPipeError), child.stdin as pipe:  # poll() tells why it ended
+        pipe.write(secret.encode() + b"\n")

@@ -16,35 +16,44 @@ started once (3-4 s of one core, beside the placing and preparing), 0.02 s per f
 
 import gc
 import importlib
+import importlib.util
 import json
 import os
+import select
 import selectors
 import signal
 import socket
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from .. import agent, processes
 from .orders import MAX_MESSAGE_BYTES, TRAINING, Order, tell
 
-_AGENT_NEEDS = (
+_AGENTS_NEED = (
     "torch.distributed.elastic.agent.server.local_elastic_agent",
     f"{agent.__package__}.rendezvous",
     f"{agent.__package__}.warm.spares",
 )
-# The training loop, and what it imports no earlier than it needs it.
-_RANKS_NEED = ("moebius.train.__main__",)
+_RANKS_NEED = (
+    "moebius.train.__main__",
+    "torch._dynamo",  # 0.8 s: the first optimizer imports it
+)
+_CAN_COME_LATER = (
+    "pandas",  # 0.5 s in a loader's thread: Arrow looks for it
+    "torch.utils.tensorboard",  # 0.7 s on rank 0: the event files of the metrics
+)
 # Threads of libraries that end and start them around a fork by themselves.
 _MAY_RUN = {"jemalloc_bg_thd"}
 
 
 def main(channel: socket.socket, kind: str) -> int:
-    """Serves orders until the node hangs up; in a fork, runs the agent or the rank it has become."""
+    """Serves orders until the node hangs up; a fork runs the agent or the rank it has become."""
     processes.bind_to_parent()
     began = time.monotonic()
-    _import_all(kind)
+    import_all(kind, is_awaited=lambda: _has_orders(channel))
     if refusal := why_no_fork():
         tell(channel, refused=refusal)
         return 0
@@ -55,9 +64,19 @@ def main(channel: socket.socket, kind: str) -> int:
     return 0 if order is None else agent.main(Path(order.log_dir), forks_ranks=kind == TRAINING)
 
 
-def _import_all(kind: str) -> None:
-    for name in _AGENT_NEEDS + (_RANKS_NEED if kind == TRAINING else ()):
+def import_all(kind: str, *, is_awaited: Callable[[], bool]) -> None:
+    """Imports what the forks need, also what they import no earlier than they use it.
+
+    What the ranks import beside other work is left to them if the template `is_awaited`.
+    """
+    needed = _AGENTS_NEED + (_RANKS_NEED if kind == TRAINING else ())
+    for name in needed:
         importlib.import_module(name)
+    if kind != TRAINING:
+        return
+    for name in _CAN_COME_LATER:
+        if not is_awaited() and importlib.util.find_spec(name):
+            importlib.import_module(name)
 
 
 def why_no_fork() -> str | None:
@@ -73,6 +92,10 @@ def why_no_fork() -> str | None:
     if others := sorted(set(names) - _MAY_RUN):
         return f"imports have started threads: {', '.join(others)}"
     return None
+
+
+def _has_orders(channel: socket.socket) -> bool:
+    return bool(select.select([channel], [], [], 0.0)[0])
 
 
 class _Server:

@@ -186,6 +186,27 @@ def test_every_generation_has_its_own_number_and_port_and_announces_itself_first
     assert read_generation(tmp_path) == 3
 
 
+def test_the_journal_tells_how_long_each_phase_of_a_start_took(tmp_path):
+    def starts(run_dir: Path) -> None:
+        with open(run_dir / "metrics.jsonl", "a") as file:
+            file.write(
+                json.dumps({"kind": "start", "start_s": {"join": 0.25, "build": 0.5}}) + "\n"
+            )
+
+    def begins(run_dir: Path) -> AgentReport | None:
+        starts(run_dir)
+        return makes_steps(1, then=ends(failed()))(run_dir)
+
+    live(tmp_path, begins, makes_steps(2, then=finishes))
+    running = [e.details for e in Journal(tmp_path).entries() if e.state is State.RUNNING]
+    first, second = (details["phases_s"] for details in running)
+    assert (first["join"], first["build"], first["step"]) == (0.25, 0.5, 0.0)
+    assert list(first) == ["place", "check", "data", "order", "processes", "join", "build", "step"]
+    assert list(second)[:3] == ["collect", "end", "wait"]
+    assert "join" not in second, "this one's ranks have not told"
+    assert all(0 <= seconds < 5 for seconds in second.values())
+
+
 def test_restarts_are_limited_and_the_root_cause_is_told(tmp_path):
     script = [makes_steps(step, then=ends(failed(f"ValueError: {step}"))) for step in (1, 2, 3)]
     status, node = live(tmp_path, *script, max_restarts=2)

@@ -1,7 +1,11 @@
 """Which of many failures is the cause."""
 
+import signal
+
+import pytest
+
 from moebius.cluster.agent import AgentReport, RankFailure
-from moebius.cluster.postmortem import find_root_cause, port_was_taken
+from moebius.cluster.postmortem import find_root_cause, is_certain, port_was_taken
 
 RESET = "RuntimeError: [gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:33688"
 
@@ -68,3 +72,23 @@ def test_a_taken_port_is_recognised():
     assert not port_was_taken(
         {0: failed(RankFailure(0, 1, 1.0, error="OSError: Address already in use"))}
     )
+
+
+@pytest.mark.parametrize(
+    ("exit_code", "certain"),
+    [
+        (-signal.SIGKILL, True),
+        (-signal.SIGSEGV, True),
+        (-signal.SIGTERM, False),
+        (-signal.SIGABRT, False),
+        (1, False),
+    ],
+)
+def test_only_a_process_that_was_killed_makes_other_reports_superfluous(exit_code, certain):
+    """SIGTERM is the agents' own, SIGABRT that of libraries that lost a peer."""
+    rank = AgentReport(ok=False, failures=(RankFailure(3, exit_code, 1.0),))
+    agent = AgentReport(ok=False, message="ended", exit_code=exit_code)
+    lost = AgentReport(ok=False, failures=(RankFailure(0, 1, 1.0, "Connection reset by peer"),))
+    assert is_certain({0: lost, 1: rank}) == certain
+    assert is_certain({0: lost, 1: agent}) == certain
+    assert not is_certain({0: lost})
