@@ -30,13 +30,12 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks import report
 from moebius.cluster import processes
 from moebius.cluster.job import JOURNAL, METRICS, JsonLinesTail, request_stop
 from moebius.cluster.submit import submit
 from moebius.train.config import Config
 from moebius.train.recipes.smoke import smoke
-
-from . import report
 
 T = TypeVar("T")
 VICTIMS = ("rank", "agent", "actor")
