@@ -1,4 +1,4 @@
-"""Jobs: `moebius train`, `submit` and `resume` start one, `stop` ends it."""
+"""Jobs: `moebius train`, `submit` and `resume` start one, `scale` changes its size, `stop` ends it."""
 
 import argparse
 import json
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from ..train.config import Config
 
 ENDS = (
-    "exit code: 0 where the job SUCCEEDED or was STOPPED, 1 where it has FAILED or is LOST, 2 where "
-    "it could not be begun"
+    "exit code: 0 where the job SUCCEEDED or was STOPPED, 75 where it was PREEMPTED, 1 where it has "
+    "FAILED or is LOST, 2 where it could not be begun"
 )
 
 
@@ -28,6 +28,7 @@ def add_commands(commands: Commands) -> None:
     _add_train(commands)
     _add_submit(commands)
     _add_resume(commands)
+    _add_scale(commands)
     _add_stop(commands)
 
 
@@ -164,7 +165,34 @@ def _resolve(options: argparse.Namespace) -> "tuple[Config, Path]":
     return config, (options.run_dir or default_run_dir(config, RUNS)).absolute()
 
 
-# stop ---------------------------------------------------------------------------------------------
+# scale, stop --------------------------------------------------------------------------------------
+
+
+def _add_scale(commands: Commands) -> None:
+    text = "let a run go on with another number of nodes, from the next step boundary on"
+    parser = add_command(
+        commands,
+        "scale",
+        _scale,
+        text,
+        examples=["scale runs/mine 2"],
+        notes="It returns at once; if the cluster has fewer nodes, the run goes on as it is until "
+        "there are more. Exit code: 0 it was asked for, 2 no such run, it has ended, or the run "
+        "cannot be divided so.",
+    )
+    add_run_argument(parser)
+    parser.add_argument("num_nodes", type=int, metavar="N", help="how many nodes")
+
+
+def _scale(options: argparse.Namespace) -> int:
+    """Carries out `moebius scale`."""
+    from ..cluster.recovery.scale import request_scale
+
+    request_scale(options.run_dir, options.num_nodes)
+    print(
+        f"{options.run_dir}: asked for {options.num_nodes} node(s); `moebius status --watch` tells"
+    )
+    return 0
 
 
 def _add_stop(commands: Commands) -> None:
@@ -179,6 +207,9 @@ def _add_stop(commands: Commands) -> None:
     )
     add_run_argument(parser)
     parser.add_argument("--now", action="store_true", help="at once, without a checkpoint")
+    parser.add_argument(
+        "--preempt", action="store_true", help="call it PREEMPTED: the machines are taken away"
+    )
     parser.add_argument("--json", action="store_true", help="say how it ended as `status --json`")
 
 
@@ -187,7 +218,7 @@ def _stop(options: argparse.Namespace) -> int:
     from ..cluster.job import stop
     from ..cluster.reports.run_report import read_report
 
-    status = stop(options.run_dir, now=options.now)
+    status = stop(options.run_dir, now=options.now, preempt=options.preempt)
     if options.json:
         print(json.dumps(read_report(options.run_dir).record(), ensure_ascii=False))
         return 0

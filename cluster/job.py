@@ -426,9 +426,10 @@ def request_stop(run_dir: Path, *, now: bool = False, preempt: bool = False) -> 
     write_atomically(run_dir / STOP, STOP_NOW if now else STOP_PREEMPT if preempt else "")
 
 
-def stop(run_dir: Path, *, now: bool = False, timeout_s: float = 600.0) -> JobStatus:
-    """Asks a job to end and waits until it has: at a step boundary with a checkpoint, or `now`
-    without one.
+def stop(
+    run_dir: Path, *, now: bool = False, preempt: bool = False, timeout_s: float = 600.0
+) -> JobStatus:
+    """Asks a job to end (`request_stop`) and waits until it has.
 
     Raises:
         JobError: there is no job in this folder, or it did not end within `timeout_s`.
@@ -436,7 +437,7 @@ def stop(run_dir: Path, *, now: bool = False, timeout_s: float = 600.0) -> JobSt
     status = read_status(run_dir)
     if status.state.is_final:
         return status
-    request_stop(run_dir, now=now)
+    request_stop(run_dir, now=now, preempt=preempt)
     deadline = time.monotonic() + timeout_s
     life = LifeWatch(run_dir)
     while not (status := read_status(run_dir, life=life)).state.is_final:

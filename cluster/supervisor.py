@@ -386,4 +386,6 @@ def _spell_node(node: Mapping[str, Any]) -> str:
 
 
 def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+    """What Ray says, without what its libraries say: that is half a page."""
+    line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    return line.partition("; last error")[0]

@@ -11,7 +11,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ..job import SCALE, JobError, read_status, write_atomically
+from ..job import (
+    SCALE,
+    THIS_MACHINE,
+    JobError,
+    Journal,
+    current_submission,
+    read_status,
+    write_atomically,
+)
 
 
 @dataclass(frozen=True)
@@ -39,6 +47,11 @@ def request_scale(run_dir: Path, num_nodes: int) -> ScaleRequest:
             f"{run_dir}: the job has ended ({status.state}); `moebius resume {run_dir} "
             f"job.num_nodes={num_nodes}` goes on with {num_nodes} node(s)"
         )
+    if _where(run_dir) == THIS_MACHINE:
+        raise JobError(
+            f"{run_dir}: the job runs on one machine, without a cluster; stop it, and `moebius "
+            "resume` it on one"
+        )
     if num_nodes < 1:
         raise JobError(f"a job has at least 1 node, got {num_nodes}")
     layouts = _layouts(run_dir, num_nodes)
@@ -57,6 +70,11 @@ def scale_requested(run_dir: Path) -> ScaleRequest | None:
     if layouts is not None:
         layouts = {int(number): mesh for number, mesh in layouts.items()}
     return ScaleRequest(said["num_nodes"], layouts)
+
+
+def _where(run_dir: Path) -> str:
+    submitted = current_submission(Journal(run_dir).entries())[0]
+    return submitted.details.get("where", "")
 
 
 def _layouts(run_dir: Path, num_nodes: int) -> dict[int, dict[str, object]] | None:

@@ -348,6 +348,76 @@ def test_a_generation_that_fails_while_stopping_is_not_followed_by_another(tmp_p
     assert len(node.attempts) == 1
 
 
+def stops(run_dir: Path) -> AgentReport:
+    (run_dir / "result.json").write_text('{"state": "stopped", "step": 3}')
+    return OK
+
+
+@pytest.mark.parametrize("then", [stops, ends(failed())])
+def test_a_preemption_notice_ends_the_job_as_preempted(tmp_path, then):
+    def is_announced(run_dir: Path) -> None:
+        if stop_requested(run_dir) is None:
+            request_stop(run_dir, preempt=True)
+            return None
+        return then(run_dir)
+
+    status, node = live(tmp_path, makes_steps(3, then=is_announced))
+    assert status.state is State.PREEMPTED
+    assert status.exit_code == 75
+    assert len(node.attempts) == 1
+    assert "STOPPING" in states(tmp_path)
+
+
+def test_sigterm_is_a_preemption_notice(tmp_path):
+    with generations.interrupts_ask_for_a_stop(tmp_path):
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stop_requested(tmp_path) == "preempt"
+        os.kill(os.getpid(), signal.SIGINT)
+        assert stop_requested(tmp_path) == "now"
+
+
+def test_ranks_make_way_for_another_number_of_nodes(tmp_path, monkeypatch):
+    wishes = iter(["2 node(s) can be had"])
+    monkeypatch.setattr(generations.Placing, "wish", lambda *_: next(wishes, ""))
+
+    def makes_way(run_dir: Path) -> AgentReport | None:
+        return stops(run_dir) if (run_dir / "pause").exists() else None
+
+    status, node = live(
+        tmp_path, makes_steps(3, then=makes_way), makes_steps(4, then=finishes), max_restarts=0
+    )
+    assert status.state is State.SUCCEEDED
+    assert status.restarts == 0, "nothing has failed"
+    assert states(tmp_path).count("RESIZING") == 2
+    assert len(node.attempts) == 2
+    assert not (tmp_path / "pause").exists()
+
+
+def test_a_person_s_stop_goes_before_a_pause(tmp_path, monkeypatch):
+    monkeypatch.setattr(generations.Placing, "wish", lambda *_: "2 node(s) can be had")
+
+    def is_stopped(run_dir: Path) -> AgentReport | None:
+        if not (run_dir / "pause").exists():
+            return None
+        request_stop(run_dir)
+        return stops(run_dir)
+
+    status, _ = live(tmp_path, makes_steps(3, then=is_stopped))
+    assert status.state is State.STOPPED
+
+
+def test_lost_nodes_are_charged_to_a_budget_of_their_own(tmp_path):
+    def lost(run_dir: Path) -> AgentReport:
+        raise NodeLost("its agent actor died")
+
+    status, node = live(tmp_path, *[lost] * 9, max_restarts=0, max_node_losses=2)
+    assert status.state is State.FAILED
+    assert "max_node_losses=2 used up" in status.reason
+    assert len(node.attempts) == 3
+    charged = [entry.details.get("left") for entry in Journal(tmp_path).entries()]
+    assert [left for left in charged if left is not None] == [1, 0, 0]
+
+
 def test_stop_now_ends_ranks_that_do_not(tmp_path):
     def never(run_dir: Path) -> None:
         request_stop(run_dir, now=True)
