@@ -48,7 +48,9 @@ def add_command(
 def add_config_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the arguments that name a run's configuration and its run folder."""
     parser.add_argument(
-        "name", metavar="RECIPE|FILE.toml", help="`moebius models` lists the recipes"
+        "name",
+        metavar="RECIPE|FILE.toml",
+        help="`moebius models` lists the recipes; a run's config.json will do, too",
     )
     add_overrides(parser)
     parser.add_argument(

@@ -10,8 +10,8 @@ from .arguments import RUNS, Commands, add_command, add_run_argument
 from .messages import print_message
 
 EXIT_CODES = (
-    "exit code: 0 where the run goes on or ended well, 1 where it has FAILED or is LOST, 2 where "
-    "there is no such run"
+    "exit code: 0 where the run goes on or ended well, 75 where it was PREEMPTED, 1 where it has "
+    "FAILED or is LOST, 2 where there is no such run"
 )
 
 

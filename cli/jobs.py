@@ -13,6 +13,8 @@ from .arguments import (
     add_overrides,
     add_run_argument,
 )
+from .configurations import resolve_config
+from .emit import add_emit_arguments, emit
 
 if TYPE_CHECKING:
     from ..train.config import Config
@@ -61,12 +63,14 @@ def _add_submit(commands: Commands) -> None:
         examples=[
             "submit smoke",
             "submit moeut_126m --address auto --detach job.num_nodes=4 job.ranks_per_node=8",
+            "submit smoke --emit kuberay --image registry/moebius:1 --claim runs --output job.yaml",
             "submit moeut_126m data.input=\"['corpus/*.jsonl']\" train.start_when.tokens=50M",
         ],
         notes=ENDS,
     )
     add_config_arguments(parser)
     _add_place(parser)
+    add_emit_arguments(parser)
 
 
 def _add_place(parser: argparse.ArgumentParser) -> None:
@@ -108,6 +112,8 @@ def _train(options: argparse.Namespace) -> int:
 
 def _submit(options: argparse.Namespace) -> int:
     """Carries out `moebius submit`."""
+    if options.emit is not None:
+        return emit(options)
     from ..cluster.submit import submit
 
     config, run_dir = _resolve(options)
@@ -138,12 +144,11 @@ def _resume(options: argparse.Namespace) -> int:
 def _stored_config(run_dir: Path, overrides: list[str]) -> "Config":
     """The configuration that a run folder holds, with single values changed and checked."""
     from ..cluster.job import JobError
-    from ..train.config import Config, resolve
 
     stored = run_dir / "config.json"
     if not stored.is_file():
         raise JobError(f"{run_dir}: there is no config.json to go on with")
-    config = resolve(str(stored), overrides, {str(stored): lambda: Config.load(stored)})
+    config = resolve_config(str(stored), overrides)
     config.check_world(config.world_size)
     return config
 
@@ -156,11 +161,9 @@ def _what_it_goes_on_from(checkpoint: int | None, config: "Config") -> str:
 
 def _resolve(options: argparse.Namespace) -> "tuple[Config, Path]":
     """Returns the configuration, checked against the world it asks for, and where it is to run."""
-    from ..train.config import resolve
-    from ..train.recipes.smoke import RECIPES
     from ..train.run_folder import default_run_dir, place_data
 
-    config = place_data(resolve(options.name, options.overrides, RECIPES), RUNS)
+    config = place_data(resolve_config(options.name, options.overrides), RUNS)
     config.check_world(config.world_size)
     return config, (options.run_dir or default_run_dir(config, RUNS)).absolute()
 

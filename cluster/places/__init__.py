@@ -1,1 +1,1 @@
-"""Places where jobs run beside a Ray cluster that others started."""
+"""Places where jobs run: simulated clusters that stay, KubeRay, Slurm."""

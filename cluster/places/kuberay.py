@@ -1,0 +1,191 @@
+"""A job as a manifest for KubeRay: a ConfigMap with its configuration, and a RayJob that runs it.
+
+The RayJob starts a Ray cluster of its own, whose head runs `moebius submit … --address auto`, and
+ends it with the job. Our supervisor restarts what fails, so the RayJob itself is not retried. The
+configuration travels as a file and not on the command line: that passes through YAML, a pod's
+shell, Ray's job API and another shell, and nobody can quote a text for all of them.
+
+Fields are those of ray.io/v1 as documented for KubeRay 1.5; a cluster with it has not been at hand.
+"""
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from ...train.config import Config
+from .plain_words import dns_label, plain_path, plain_word, quantity
+
+CONFIG_FOLDER = "/etc/moebius"
+CONFIG_FILE = "config.json"
+USER = 1000  # of the image (Dockerfile)
+TTL_S = 600  # how long a finished job's pods stay, to be looked at
+
+
+@dataclass(frozen=True)
+class KubeRaySettings:
+    """Says what a cluster of Kubernetes must know beyond the configuration."""
+
+    image: str
+    claim: str  # of a volume that all nodes can write (ReadWriteMany)
+    mount: str = "/runs"  # where it is mounted; the run folder and the data lie below
+    run_dir: str | None = None  # None: below `mount`, named after the job
+    cpus_per_rank: int = 4
+    memory_per_node: str = "64Gi"
+    token_secret: str | None = None  # None: the operator draws a token for this cluster
+    queue: str | None = None  # of Kueue; the job is suspended until it is admitted
+
+    def checked(self) -> "KubeRaySettings":
+        """Returns the settings.
+
+        Raises:
+            JobError: one of them could be taken for something else where it ends up.
+        """
+        plain_word("--image", self.image)
+        dns_label("--claim", self.claim)
+        plain_path("--mount", self.mount)
+        quantity("--memory-per-node", self.memory_per_node)
+        for what, name in (("--token-secret", self.token_secret), ("--queue", self.queue)):
+            if name is not None:
+                dns_label(what, name)
+        return self
+
+
+def kuberay_manifest(config: Config, settings: KubeRaySettings) -> str:
+    """Returns the two documents of a job's manifest, as YAML.
+
+    Raises:
+        JobError: a name or a path could be taken for something else where it ends up.
+    """
+    import yaml  # Ray brings it
+
+    class Dumper(yaml.SafeDumper):
+        """Writes texts of several lines as blocks, to be read."""
+
+    def text(dumper: Any, value: str) -> Any:
+        style = "|" if "\n" in value else None
+        return dumper.represent_scalar("tag:yaml.org,2002:str", value, style=style)
+
+    Dumper.add_representer(str, text)
+    documents = kuberay_objects(config, settings.checked())
+    return yaml.dump_all(
+        documents, Dumper=Dumper, sort_keys=False, default_flow_style=False, width=100
+    )
+
+
+def kuberay_objects(config: Config, settings: KubeRaySettings) -> list[dict[str, Any]]:
+    """Returns the ConfigMap and the RayJob as plain values."""
+    name = object_name(config.job.name)
+    text = json.dumps(config.model_dump(mode="json"), indent=1)
+    config_map = {
+        "apiVersion": "v1",
+        "kind": "ConfigMap",
+        "metadata": {"name": f"{name}-config", "labels": _labels(name)},
+        "data": {CONFIG_FILE: text + "\n"},
+    }
+    return [config_map, _ray_job(name, config, settings)]
+
+
+def object_name(job_name: str) -> str:
+    """Returns a job's name as Kubernetes takes it: "my_Run.2" is "my-run-2"."""
+    return dns_label("job.name", job_name.lower().replace("_", "-").replace(".", "-"))
+
+
+def gpus_per_node(config: Config) -> int:
+    """Returns how many GPUs a node of the job is to have: one per rank, none for train.device=cpu."""
+    return 0 if config.train.device == "cpu" else config.job.ranks_per_node
+
+
+def _ray_job(name: str, config: Config, settings: KubeRaySettings) -> dict[str, Any]:
+    labels = _labels(name)
+    if settings.queue is not None:
+        labels |= {"kueue.x-k8s.io/queue-name": settings.queue}
+    return {
+        "apiVersion": "ray.io/v1",
+        "kind": "RayJob",
+        "metadata": {"name": name, "labels": labels},
+        "spec": {
+            "entrypoint": _entrypoint(name, settings),
+            "backoffLimit": 0,
+            "suspend": settings.queue is not None,
+            "shutdownAfterJobFinishes": True,
+            "ttlSecondsAfterFinished": TTL_S,
+            "rayClusterSpec": _ray_cluster(name, config, settings),
+        },
+    }
+
+
+def _entrypoint(name: str, settings: KubeRaySettings) -> str:
+    run_dir = plain_path("--run-dir", settings.run_dir or f"{settings.mount}/{name}")
+    config = f"{CONFIG_FOLDER}/{CONFIG_FILE}"
+    return f"moebius submit {config} --address auto --run-dir {run_dir}"
+
+
+def _ray_cluster(name: str, config: Config, settings: KubeRaySettings) -> dict[str, Any]:
+    cpus = config.job.ranks_per_node * settings.cpus_per_rank
+    num_nodes = config.job.num_nodes
+    auth = {"mode": "token"}
+    if settings.token_secret is not None:
+        auth |= {"secretName": settings.token_secret}
+    return {
+        "authOptions": auth,
+        "headGroupSpec": {
+            "rayStartParams": {"num-cpus": "0"},  # it holds the supervisor and no ranks
+            "template": _pod(name, settings, role="head", cpus=2, memory="8Gi", gpus=0),
+        },
+        "workerGroupSpecs": [
+            {
+                "groupName": "ranks",
+                "replicas": num_nodes,
+                "minReplicas": num_nodes,
+                "maxReplicas": num_nodes,
+                "rayStartParams": {},
+                "template": _pod(
+                    name,
+                    settings,
+                    role="worker",
+                    cpus=cpus,
+                    memory=settings.memory_per_node,
+                    gpus=gpus_per_node(config),
+                ),
+            }
+        ],
+    }
+
+
+def _pod(
+    name: str, settings: KubeRaySettings, *, role: str, cpus: int, memory: str, gpus: int
+) -> dict[str, Any]:
+    amounts = {"cpu": str(cpus), "memory": memory}
+    if gpus:
+        amounts |= {"nvidia.com/gpu": str(gpus)}
+    container: dict[str, Any] = {
+        "name": f"ray-{role}",
+        "image": settings.image,
+        "resources": {"requests": dict(amounts), "limits": dict(amounts)},
+        "securityContext": {
+            "allowPrivilegeEscalation": False,
+            "capabilities": {"drop": ["ALL"]},
+            "runAsNonRoot": True,
+        },
+        "volumeMounts": [
+            {"name": "runs", "mountPath": settings.mount},
+            {"name": "config", "mountPath": CONFIG_FOLDER, "readOnly": True},
+            {"name": "shared-memory", "mountPath": "/dev/shm"},
+        ],
+    }
+    return {
+        "metadata": {"labels": _labels(name)},
+        "spec": {
+            "securityContext": {"runAsUser": USER, "runAsGroup": USER, "fsGroup": USER},
+            "containers": [container],
+            "volumes": [
+                {"name": "runs", "persistentVolumeClaim": {"claimName": settings.claim}},
+                {"name": "config", "configMap": {"name": f"{name}-config"}},
+                {"name": "shared-memory", "emptyDir": {"medium": "Memory"}},
+            ],
+        },
+    }
+
+
+def _labels(name: str) -> dict[str, str]:
+    return {"app.kubernetes.io/name": "moebius", "app.kubernetes.io/instance": name}

@@ -1,0 +1,159 @@
+"""A job as a script for Slurm's sbatch: Ray on all nodes of the allocation, and the job on the first.
+
+The configuration stands in the script, behind a quoted here-document, so that nothing in it is read
+by a shell. Values that become #SBATCH lines are held to plain words, for sbatch has no quoting of
+its own; paths are quoted by shlex. A script that is requeued goes on from the newest checkpoint,
+for it submits the same run folder.
+
+Slurm has not been at hand: the script is checked by bash and shellcheck, and run in the tests with
+stand-ins for srun and scontrol.
+"""
+
+import json
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from string import Template
+
+from ...train.config import Config
+from ..job import JobError
+from .kuberay import gpus_per_node
+from .plain_words import plain_word
+
+END_OF_CONFIG = "END_OF_THE_CONFIGURATION"
+WARNED_S = 300  # before the end of its time the job is asked to stop, with a checkpoint
+
+_OURS = ("job-name", "nodes", "ntasks-per-node", "cpus-per-task", "gpus-per-node")
+
+_SCRIPT = Template("""\
+#!/bin/bash
+$directives
+set -euo pipefail
+umask 077
+$activate
+run_dir=$run_dir
+nodes=$num_nodes
+
+# A token of this job's own: whoever does not have it is refused by Ray. srun passes the
+# environment on; files on the nodes hold nothing.
+export RAY_AUTH_MODE=token
+RAY_AUTH_TOKEN=$$(python -c 'import secrets; print(secrets.token_hex(32))')
+export RAY_AUTH_TOKEN
+unset RAY_AUTH_TOKEN_PATH RAY_ADDRESS
+export RAY_USAGE_STATS_ENABLED=0
+
+head=$$(scontrol show hostnames "$$SLURM_JOB_NODELIST" | head -n 1)
+port=$$((20000 + SLURM_JOB_ID % 12000))
+export MOEBIUS_HEAD="$$head:$$port" MOEBIUS_PORT="$$port"
+scratch=$$(mktemp -d)
+config="$$scratch/config.json"
+cat > "$$config" <<'$end'
+$config
+$end
+
+# Ray on every node: the head on the first one, where this script runs.
+# shellcheck disable=SC2016 # what is quoted is for the nodes
+srun --nodes="$$nodes" --ntasks="$$nodes" --ntasks-per-node=1 \\
+    --cpus-per-task="$$SLURM_CPUS_PER_TASK" bash -c '
+    common=(--block --disable-usage-stats --num-cpus="$$SLURM_CPUS_PER_TASK" --num-gpus=$gpus)
+    if [ "$$SLURM_NODEID" -eq 0 ]; then
+        exec ray start --head --port="$$MOEBIUS_PORT" --include-dashboard=false \\
+            --temp-dir="/tmp/ray-$$SLURM_JOB_ID" "$${common[@]}"
+    fi
+    for _ in $$(seq 60); do
+        ray health-check --address "$$MOEBIUS_HEAD" && break
+        sleep 1
+    done
+    exec ray start --address="$$MOEBIUS_HEAD" "$${common[@]}"
+' &
+ray=$$!
+end_ray() { kill "$$ray" 2> /dev/null || true; wait "$$ray" || true; rm -rf "$$scratch"; }
+trap end_ray EXIT
+
+for _ in $$(seq 120); do
+    ray health-check --address "$$MOEBIUS_HEAD" && break
+    kill -0 "$$ray" # Ray has ended: so do we
+    sleep 1
+done
+
+moebius submit "$$config" --address "$$MOEBIUS_HEAD" --run-dir "$$run_dir" &
+job=$$!
+trap 'kill -TERM "$$job"' TERM INT # a stop at a step boundary, with a checkpoint
+code=0
+wait "$$job" || code=$$?
+while kill -0 "$$job" 2> /dev/null; do
+    code=0
+    wait "$$job" || code=$$?
+done
+exit "$$code"
+""")
+
+
+@dataclass(frozen=True)
+class SlurmSettings:
+    """Says what Slurm must know beyond the configuration."""
+
+    run_dir: str  # absolute, on a file system that all nodes see
+    cpus_per_rank: int = 4
+    venv: str | None = None  # a virtual environment on every node, to be activated
+    options: Mapping[str, str] = field(default_factory=dict)  # of sbatch: partition, time, account
+
+
+def slurm_script(config: Config, settings: SlurmSettings) -> str:
+    """Returns a job's script for sbatch.
+
+    Raises:
+        JobError: a value could be taken for something else where it ends up.
+    """
+    text = json.dumps(config.model_dump(mode="json"), indent=1)
+    assert END_OF_CONFIG not in text.splitlines(), "lines of JSON begin with a sign"
+    venv = settings.venv
+    activate = f"source {_quoted('--venv', f'{venv}/bin/activate')}" if venv else ""
+    return _SCRIPT.substitute(
+        directives="\n".join(_directives(config, settings)),
+        activate=activate,
+        run_dir=_quoted("--run-dir", settings.run_dir),
+        num_nodes=config.job.num_nodes,
+        gpus=gpus_per_node(config),
+        config=text,
+        end=END_OF_CONFIG,
+    )
+
+
+def parse_options(words: Sequence[str]) -> dict[str, str]:
+    """Returns sbatch options that were given as KEY=VALUE.
+
+    Raises:
+        JobError: one is not of this form, holds signs that sbatch could mistake, or is ours.
+    """
+    options = {}
+    for word in words:
+        key, equals, value = word.partition("=")
+        if not equals or not key.replace("-", "").isalpha() or not key.isascii():
+            raise JobError(f"--sbatch {word!r}: write KEY=VALUE, for example partition=gpu")
+        if key in _OURS:
+            raise JobError(f"--sbatch {word!r}: {key} comes from the configuration (job.…)")
+        options[key] = plain_word(f"--sbatch {key}", value)
+    return options
+
+
+def _directives(config: Config, settings: SlurmSettings) -> list[str]:
+    job = config.job
+    ours = {
+        "job-name": plain_word("job.name", job.name),
+        "nodes": str(job.num_nodes),
+        "ntasks-per-node": "1",
+        "cpus-per-task": str(job.ranks_per_node * settings.cpus_per_rank),
+    }
+    if gpus := gpus_per_node(config):
+        ours |= {"gpus-per-node": str(gpus)}
+    usual = {"output": "%x-%j.log", "open-mode": "append", "signal": f"B:TERM@{WARNED_S}"}
+    return [
+        f"#SBATCH --{key}={value}" for key, value in (ours | usual | dict(settings.options)).items()
+    ]
+
+
+def _quoted(what: str, path: str) -> str:
+    if not path.isprintable():
+        raise JobError(f"{what} {path!r}: holds signs that cannot be printed")
+    return shlex.quote(path)
