@@ -43,8 +43,9 @@ GROUPS = (
     checkpoints,
 )
 
-# What a path cannot be, wherever it is first looked at: too long, or a circle of links.
-NO_PATHS = (errno.ENAMETOOLONG, errno.ELOOP)
+# What a path cannot be, wherever it is first looked at: too long, a circle of links, something below
+# a file, or what this user may not look at.
+NO_PATHS = (errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EISDIR, errno.EACCES, errno.EROFS)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -62,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 0
     except OSError as error:
-        if error.errno not in NO_PATHS:
+        if error.errno not in NO_PATHS or error.filename is None:
             raise
         print_message("error", f"{_shortened(error.filename)}: {error.strerror}; name another path")
         code = 2

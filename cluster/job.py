@@ -21,6 +21,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+from .line_checks import is_believed
 from .recovery import life as life_signs
 from .recovery.life import LifeWatch, beat, silence_s
 
@@ -209,9 +210,8 @@ class Journal:
         line = json.dumps(entry, ensure_ascii=False) + "\n"
         with open(self.path, "ab+") as file:
             if file.tell() and not _ends_with_newline(file):
-                line = (
-                    "\n" + line
-                )  # a writer was killed mid-line: its fragment must not swallow this entry
+                # a writer was killed mid-line: its fragment must not swallow this entry
+                line = "\n" + line
             file.write(line.encode())
             file.flush()
             os.fsync(file.fileno())
@@ -248,7 +248,8 @@ def current_submission(entries: list[JournalEntry]) -> list[JournalEntry]:
 class JsonLinesTail:
     """Reads a growing file of JSON lines piece by piece: only whole lines, nothing twice.
 
-    Lines that are not JSON objects (torn by a kill, then appended to) are skipped and counted.
+    Lines that are not JSON objects (torn by a kill, then appended to), or hold what they cannot
+    hold (line_checks.py), are skipped and counted.
     """
 
     def __init__(self, path: Path, *, offset: int = 0):
@@ -287,9 +288,9 @@ class JsonLinesTail:
     def _decode(self, line: bytes) -> dict[str, Any] | None:
         try:
             entry = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             entry = None
-        if not isinstance(entry, dict):
+        if not isinstance(entry, dict) or not is_believed(entry):
             self.num_skipped += bool(line.strip())
             return None
         return entry
@@ -359,9 +360,10 @@ def last_train_line(run_dir: Path) -> dict[str, Any] | None:
 def total_steps(run_dir: Path) -> int | None:
     """Returns how many steps the run was asked to make, or None where its config does not say."""
     try:
-        return json.loads((run_dir / "config.json").read_text(encoding="utf-8"))["train"]["steps"]
-    except (FileNotFoundError, KeyError, ValueError, TypeError):
+        steps = json.loads((run_dir / "config.json").read_text(encoding="utf-8"))["train"]["steps"]
+    except (FileNotFoundError, KeyError, ValueError, TypeError, RecursionError):
         return None
+    return steps if isinstance(steps, int) and 0 < steps < 2**63 else None
 
 
 def refuse_if_running(run_dir: Path) -> None:

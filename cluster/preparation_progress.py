@@ -83,7 +83,7 @@ def progress_words(record: Mapping[str, Any]) -> str:
     """Returns how far a preparation is, in a line."""
     words = record["stage"]
     if record.get("total"):
-        words += f" {record['done']}/{record['total']}"
+        words += f" {record.get('done', 0)}/{record['total']}"
     if record.get("tokens"):
         words += f", {record['tokens']:,} tokens"
     sources = record.get("sources", ())
@@ -101,7 +101,7 @@ def progress_words(record: Mapping[str, Any]) -> str:
 
 def _source_words(source: Mapping[str, Any]) -> str:
     words = f"{source['name']} {source['done']}/{source['total']}, {source['tokens']:,}"
-    if source["eta_s"] is not None and source["done"] < source["total"]:
+    if source.get("eta_s") is not None and source["done"] < source["total"]:
         words += f", {duration(source['eta_s'])} left"
     return words
 

@@ -99,6 +99,8 @@ class View:
             if event is not None:
                 new.append(event)
         for record in self._preparation.stream():
+            if record.get("kind") != "preparation":
+                continue
             self.preparation = record
             if record.get("news"):
                 new.append(Event(record["time"], f"preparing data: {record['news']}", "yellow"))

@@ -126,6 +126,9 @@ class Layout:
     tp: int = 1
 
     def __post_init__(self) -> None:
+        sizes = {name: getattr(self, name) for name in ("dp_replicate", "ep", "pp", "cp", "tp")}
+        if wrong := {name: size for name, size in sizes.items() if size < 1}:
+            raise ValueError(f"sizes of a mesh are at least 1, got {wrong}")
         if self.dp_shard == 0:
             object.__setattr__(self, "dp_shard", _least_dp_shard(self.ep, self.cp * self.tp))
         if self._lent % self.ep:

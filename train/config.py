@@ -11,7 +11,7 @@ import json
 import tomllib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, Self, get_args
+from typing import Any, Literal, Self, TypeVar, get_args
 
 from pydantic import (
     BaseModel,
@@ -43,6 +43,7 @@ from ..model.config import SECTIONS, HaltingConfig, ModelConfig
 from ..model.precision import Precision
 from ..model.recompute import Recompute
 from ..model.sections import kinds_first, merge, set_value
+from .config_values import unusable_values
 from .job_config import JobConfig
 from .optim import OptimConfig
 from .start_when import StartWhen
@@ -88,6 +89,7 @@ _SECTIONS_OF_DATA: dict[str, type[BaseModel]] = {
     "decontaminate": DecontaminateConfig,
     "near_duplicates": NearDuplicateConfig,
 }
+Model = TypeVar("Model", bound=BaseModel)
 _SECTIONS = {f"model.{path}": section for path, section in SECTIONS.items()}
 
 
@@ -270,8 +272,21 @@ class Config(BaseModel):
 
     @classmethod
     def load(cls, path: Path) -> "Config":
-        """Reads the configuration that `save` wrote."""
-        return build(json.loads(path.read_text(encoding="utf-8")), origin=str(path))
+        """Reads the configuration that `save` wrote.
+
+        Raises:
+            ConfigError: it cannot be read, or is no configuration.
+        """
+        try:
+            values = json.loads(path.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise ConfigError(f"{path}: cannot be read ({error.strerror})") from None
+        except (ValueError, RecursionError) as error:
+            raise ConfigError(
+                f"{path}: is damaged, and no configuration any more ({error}): restore it, or "
+                "choose another run folder"
+            ) from None
+        return build(values, origin=str(path))
 
 
 def resolve(
@@ -332,13 +347,7 @@ def resolve_data(
                 "example data.filters.min_words=50"
             )
         _apply(values, override)
-    try:
-        return _DataAlone.model_validate(values).data
-    except ValidationError as error:
-        origin = str(file) if file else "data"
-        raise ConfigError(
-            "\n".join([f"{origin}: the configuration is not valid", *_explain(error)])
-        ) from None
+    return _validated(_DataAlone, values, origin=str(file) if file else "data").data
 
 
 class _DataAlone(BaseModel):
@@ -349,20 +358,27 @@ class _DataAlone(BaseModel):
 
 def build(values: dict[str, Any], *, origin: str) -> Config:
     """Validates plain values; pydantic's report becomes one readable ConfigError."""
+    return _validated(Config, values, origin=origin)
+
+
+def _validated(kind: type[Model], values: Any, *, origin: str) -> Model:
     try:
-        return Config.model_validate(values)
+        built = kind.model_validate(values)
     except ValidationError as error:
-        raise ConfigError(
-            "\n".join([f"{origin}: the configuration is not valid", *_explain(error)])
-        ) from None
+        problems = _explain(error)
+    else:
+        problems = list(unusable_values(values, built.model_dump(mode="json")))
+        if not problems:
+            return built
+    raise ConfigError("\n".join([f"{origin}: the configuration is not valid", *problems]))
 
 
 def _read_toml(path: Path, recipes: Mapping[str, Callable[[], Config]]) -> dict[str, Any]:
     try:
-        values = tomllib.loads(path.read_text(encoding="utf-8"))
+        values = tomllib.loads(path.read_bytes().decode())
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror})") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except ValueError as error:  # the TOML, the UTF-8, or a number of 5,000 digits
         raise ConfigError(f"{path}: is not valid TOML: {error}") from None
     except RecursionError:
         raise ConfigError(
@@ -407,6 +423,8 @@ def _apply(values: dict[str, Any], override: str) -> None:
         value = None if text == "none" and path not in _keys_with_the_word_none() else text
     except RecursionError:
         raise ConfigError(f"override {path}=…: the value is nested too deeply") from None
+    except ValueError as error:  # a number of 5,000 digits
+        raise ConfigError(f"override {path}=…: {error}") from None
     try:
         set_value(values, path, value, _SECTIONS)
     except ValueError as error:

@@ -268,7 +268,7 @@ def test_what_happened_to_checkpoints_is_in_the_journal(tmp_path):
         "why": "a file is missing",
         "resumed_from_step": 4,
     }
-    unsaved = {"kind": "checkpoint", "step": 12, "error": "No space left on device"}
+    unsaved = {"kind": "checkpoint", "step": 12, "seconds": 1.0, "error": "No space left on device"}
     live(tmp_path, tells(aside, makes_steps(9, then=tells(unsaved, finishes))))
     reasons = [entry.reason for entry in Journal(tmp_path).entries()]
     assert any("step 8 was damaged and is set aside" in reason for reason in reasons)

@@ -1,0 +1,582 @@
+"""Gives moebius nonsense, seeded: whatever a person, a script or a bad disk may hand it ends in a
+value that is right or one clear error. Never a traceback, a hang or a start with something else
+than was asked for.
+
+    python tests/fuzz_inputs.py [--seed 0] [--count 10000] [--only toml]
+
+A case is the number of a seed: `--seed N --count 1` makes that one again. Surfaces take turns:
+
+    toml        a configuration file, broken as text and as values
+    override    `section.key=value` of a command line
+    command     whole command lines; those of commands that only look are carried out
+    journal     journal.jsonl, metrics.jsonl and what else `moebius status` reads of a run folder
+    config      config.json of a run that is continued
+    checkpoint  a checkpoint's small files: as a bad disk changes them, and with sums that fit
+
+All of it happens in this process, in a folder that is thrown away.
+"""
+
+import argparse
+import collections
+import contextlib
+import copy
+import io
+import json
+import math
+import os
+import random
+import shutil
+import signal
+import string
+import sys
+import tempfile
+import tomllib
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from moebius.cli.main import main
+from moebius.cluster import history, watch
+from moebius.cluster.job import JobError, Journal, State
+from moebius.distributed.checkpoint.files import (
+    CheckpointError,
+    CheckpointManifest,
+    CheckpointMeta,
+    CorruptCheckpointError,
+    FileSum,
+    blake2b,
+    digest_of_sums,
+)
+from moebius.distributed.checkpoint.loading import load
+from moebius.distributed.checkpoint.writing import SummingWriter, seal
+from moebius.distributed.layout import MeshConfig, plan_layout
+from moebius.train.config import Config, ConfigError, resolve
+from moebius.train.recipes.smoke import RECIPES
+from moebius.train.run_folder import open_run
+
+CASE_S = 30.0  # longer is a hang
+MAX_WORDS = 100_000  # of an error, in characters
+
+# What a person never means, and what machines make of values.
+STRANGE: tuple[Any, ...] = (
+    None, True, False, 0, -1, 1, 3, 2**31, 2**63 - 1, 2**63, -(2**63) - 1, 10**30, 0.0, -0.0, 1.5,
+    1e308, 5e-324, math.nan, math.inf, -math.inf, "", " ", "none", "nan", "true", "[/x]", "[red]",
+    "../..", "/", "a/b", "x" * 300, "ä\n\r", "\x00", "\x1b[2J", "𝔘", "$(id)", "`id`", "%s{}", "auto",
+    [], {}, [[]], [{}], {"": 1}, {"kind": "x"}, [1, "a"], {"a": {"b": {"c": 1}}},
+)  # fmt: skip
+STRANGE_TEXT = (
+    b"\x00", b"\xff\xfe", b"\xed\xa0\x80", b"[" * 3000, b"{" * 3000, b'{"a":' * 3000, b"= = =", b"]]",
+    b"nan", b"1e999", b"9" * 5000, b"-", b'"""', b"\\u0000", b"\\ud800", b"\n\n", b"\r", b"[[x]]\n",
+    b"recipe = 1\n", b"true", b"null", b"..", b"'", b"#",
+)  # fmt: skip
+
+
+class Hang(BaseException):
+    """Says that a case took too long."""
+
+
+@dataclass(frozen=True)
+class Wrong:
+    """A case whose outcome is none that may be."""
+
+    case: int
+    surface: str
+    what: str
+
+
+# Breaking things -----------------------------------------------------------------------------------
+
+
+def broken_text(rng: random.Random, text: bytes) -> bytes:
+    """Returns text with one to three changes of bytes, pieces or lines."""
+    for _ in range(rng.randint(1, 3)):
+        at, end = sorted(rng.randrange(len(text) + 1) for _ in range(2))
+        end = min(end, at + rng.choice((1, 8, 200)))
+        match rng.randrange(6):
+            case 0 if at < len(text):
+                text = text[:at] + bytes([text[at] ^ 1 << rng.randrange(8)]) + text[at + 1 :]
+            case 1:
+                text = text[:at] + text[end:]
+            case 2:
+                text = text[:at]
+            case 3:
+                text = text[:end] + text[at:]
+            case _:
+                text = text[:at] + rng.choice(STRANGE_TEXT) + text[at:]
+    return text
+
+
+def broken_value(rng: random.Random, value: Any) -> Any:
+    """Returns a plain value in which one to three places hold something else, are gone or new."""
+    value = copy.deepcopy(value)
+    for _ in range(rng.randint(1, 3)):
+        places = list(_places(value))
+        if not places:
+            return rng.choice(STRANGE)
+        holder, key = rng.choice(places)
+        match rng.randrange(8):
+            case 0:
+                del holder[key]
+            case 1 if isinstance(holder, dict):
+                holder[_broken_name(rng, key)] = rng.choice(STRANGE)
+            case 2 if isinstance(holder, list):
+                holder.insert(key, copy.deepcopy(rng.choice(holder)))
+            case 3 if isinstance(holder[key], int | float) and not isinstance(holder[key], bool):
+                holder[key] = rng.choice((holder[key] + 1, -holder[key], holder[key] * 1000))
+            case _:
+                holder[key] = copy.deepcopy(rng.choice(STRANGE))
+    return value
+
+
+def _places(value: Any) -> Iterator[tuple[Any, Any]]:
+    """Yields every holder and key of a plain value, outermost first."""
+    keys: Any = ()
+    if isinstance(value, dict):
+        keys = list(value)
+    elif isinstance(value, list):
+        keys = range(len(value))
+    for key in keys:
+        yield value, key
+        yield from _places(value[key])
+
+
+def _broken_name(rng: random.Random, name: str) -> str:
+    if not name or rng.random() < 0.2:
+        return rng.choice(("", "x", "a.b", "ä", "__class__", "kind", "\n"))
+    at = rng.randrange(len(name))
+    return name[:at] + rng.choice(string.ascii_lowercase) + name[at + 1 :]
+
+
+def as_toml(value: Any) -> str:
+    """Returns a value as TOML; one that TOML has not, as some text."""
+    match value:
+        case bool():
+            return str(value).lower()
+        case int() | float():
+            return str(value)
+        case str():
+            return json.dumps(value)
+        case list():
+            return f"[{', '.join(map(as_toml, value))}]"
+        case dict():
+            inner = ", ".join(f"{json.dumps(key)} = {as_toml(each)}" for key, each in value.items())
+            return f"{{{inner}}}"
+    return '"none"'
+
+
+# The surfaces --------------------------------------------------------------------------------------
+
+
+class Bench:
+    """A folder with an intact run in it, from which every case takes what it breaks."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.smoke = RECIPES["smoke"]().model_dump(mode="json")
+        self.leaves = [path for path, _ in leaves(self.smoke)]
+        self.run_dir = folder / "runs" / "mine"
+        self.lines = _write_run(self.run_dir)
+        self.checkpoint = self.run_dir / "checkpoints" / "step_00000004"
+        self.tensors = _write_checkpoint(self.checkpoint)
+        self.small = {
+            name: (self.checkpoint / name).read_bytes()
+            for name in ("index.json", "meta.json", "manifest.json")
+        }
+
+    def toml(self, rng: random.Random) -> str:
+        """A configuration file: refused, or what it says is what runs."""
+        values = self._some_sections(rng)
+        if rng.random() < 0.6:
+            values = broken_value(rng, values)
+        top = {"recipe": rng.choice(("smoke", "own_text", "moeut", "smoke", "x", 1, None))}
+        top |= values if isinstance(values, dict) else {"x": values}
+        if top["recipe"] is None or rng.random() < 0.2:
+            del top["recipe"]
+        text = "".join(f"{json.dumps(key)} = {as_toml(each)}\n" for key, each in top.items())
+        data = text.encode("utf-8", "surrogatepass")
+        if rng.random() < 0.4:
+            data = broken_text(rng, data)
+        file = self.folder / "mine.toml"
+        file.write_bytes(data)
+        config = _or_refused(lambda: resolve(str(file), [], RECIPES), "mine.toml")
+        if config is None:
+            return "refused"
+        _check_taken(config, tomllib.loads(data.decode()))
+        return "accepted"
+
+    def _some_sections(self, rng: random.Random) -> dict[str, Any]:
+        chosen: dict[str, Any] = {}
+        for path in rng.sample(self.leaves, rng.randint(0, 4)):
+            holder = chosen
+            *sections, key = path
+            for section in sections:
+                holder = holder.setdefault(section, {})
+            holder[key] = _at(self.smoke, path)
+        return _without_none(chosen)
+
+    def override(self, rng: random.Random) -> str:
+        """Single values on a command line: refused, or what they say is what runs."""
+        overrides = []
+        for _ in range(rng.randint(1, 3)):
+            path = ".".join(rng.choice(self.leaves))
+            if rng.random() < 0.2:
+                path = _broken_name(rng, path)
+            value: Any = rng.choice(STRANGE)
+            if rng.random() < 0.4:
+                value = _at(self.smoke, tuple(path.split(".")))
+            word = value if isinstance(value, str) and rng.random() < 0.5 else as_toml(value)
+            overrides.append(f"{path}{rng.choice(('=', '=', '=', '=', ''))}{word}")
+        config = _or_refused(lambda: resolve("smoke", overrides, RECIPES), "")
+        if config is not None:
+            _check_numbers(config)
+        return "refused" if config is None else "accepted"
+
+    def command(self, rng: random.Random) -> str:
+        """A command line: an exit code and words."""
+        words = [*rng.choice(COMMANDS)]
+        for _ in range(rng.randint(0, 2)):
+            at = rng.randrange(1, len(words) + 1)
+            match rng.randrange(4):
+                case 0 if at < len(words):
+                    words[at] = _word(rng)
+                case 1 if at < len(words):
+                    del words[at]
+                case _:
+                    words.insert(at, _word(rng))
+        code, said = _run_command(words)
+        if code not in (0, 1, 2):
+            raise AssertionError(f"{words} exits with {code}: {said[:500]}")
+        if code == 2 and not said.strip():
+            raise AssertionError(f"{words} is refused without a word")
+        if "Traceback (most" in said:
+            raise AssertionError(f"{words} prints a traceback: {said[:500]}")
+        return f"exit {code}"
+
+    def journal(self, rng: random.Random) -> str:
+        """The files of a run folder that tell how the run stands."""
+        names = rng.sample(sorted(self.lines), rng.randint(1, 2))
+        for name in names:
+            (self.run_dir / name).write_bytes(self._broken_lines(rng, name))
+        try:
+            code, said = _run_command(["status", "runs/mine", *rng.choice(([], ["--json"]))])
+            assert code in (0, 1, 2), said[:500]
+            _run_command(["jobs", "--json", "--all"])
+            history.read_history(self.run_dir)
+            try:
+                view = watch.View(self.run_dir)
+                view.refresh()
+                watch.render(view)
+            except JobError:
+                return "refused"
+        finally:
+            for name in names:
+                (self.run_dir / name).write_bytes(self.lines[name])
+        return f"exit {code}"
+
+    def _broken_lines(self, rng: random.Random, name: str) -> bytes:
+        if rng.random() < 0.4:
+            return broken_text(rng, self.lines[name])
+        if name == "config.json":
+            return json.dumps(broken_value(rng, self.smoke)).encode()
+        lines = self.lines[name].splitlines()
+        at = rng.randrange(len(lines))
+        lines[at] = json.dumps(broken_value(rng, json.loads(lines[at]))).encode()
+        return b"\n".join(lines) + b"\n"
+
+    def config(self, rng: random.Random) -> str:
+        """The config.json of a run that is continued: what is damaged is never overwritten."""
+        run_dir = self.folder / "continued"
+        run_dir.mkdir(exist_ok=True)
+        whole = json.dumps(self.smoke, indent=2).encode()
+        damaged = (
+            broken_text(rng, whole)
+            if rng.random() < 0.4
+            else json.dumps(broken_value(rng, self.smoke)).encode()
+        )
+        file = run_dir / "config.json"
+        file.write_bytes(damaged)
+        asked = RECIPES["smoke"]()
+        saved = _or_refused(lambda: Config.load(file), "config.json")
+        opened = _or_refused(lambda: open_run(asked, run_dir) or True, "")
+        if saved is None and (opened is not None or file.read_bytes() != damaged):
+            raise AssertionError("a config.json that cannot be read was overwritten")
+        if saved is not None:
+            _check_numbers(saved)
+        return "refused" if opened is None else "accepted"
+
+    def checkpoint_files(self, rng: random.Random) -> str:
+        """The small files of a checkpoint: damage is always told, and forgery ends in an error."""
+        name = rng.choice(("index.json", "meta.json", "manifest.json"))
+        sealed = rng.random() < 0.5
+        whole = self.small[name]
+        damaged = (
+            json.dumps(broken_value(rng, json.loads(whole))).encode()
+            if sealed and rng.random() < 0.7
+            else broken_text(rng, whole)
+        )
+        (self.checkpoint / name).write_bytes(damaged)
+        if sealed and name != "manifest.json":
+            _reseal(self.checkpoint)
+        into = {key: torch.full_like(tensor, 7) for key, tensor in self.tensors.items()}
+        try:
+            load(self.checkpoint, into)
+        except CorruptCheckpointError as error:
+            _check_words(str(error), str(self.checkpoint.name))
+            return "sealed: refused" if sealed else "refused"
+        except CheckpointError:
+            if not sealed:  # damage is called something else
+                raise
+            return "sealed: refused"
+        finally:
+            for each, content in self.small.items():
+                (self.checkpoint / each).write_bytes(content)
+        if sealed and name != "manifest.json":
+            return "sealed: read"
+        same = json.loads(damaged) == json.loads(whole)
+        assert same, f"{name} was damaged, and read"
+        assert all(torch.equal(into[key], self.tensors[key]) for key in into)
+        return "read"
+
+    def surfaces(self) -> dict[str, Callable[[random.Random], str]]:
+        """Returns the surfaces by name, in turn."""
+        return {
+            "toml": self.toml,
+            "override": self.override,
+            "command": self.command,
+            "journal": self.journal,
+            "config": self.config,
+            "checkpoint": self.checkpoint_files,
+        }
+
+
+# Intact things to break ----------------------------------------------------------------------------
+
+COMMANDS = (
+    ["status"], ["status", "runs/mine"], ["status", "runs/mine", "--json"], ["status", "--watch"],
+    ["jobs"], ["jobs", "--root", "runs", "--all", "--json"],
+    ["logs", "runs/mine"], ["logs", "runs/mine", "--rank", "0", "--tail", "2", "--since", "10m"],
+    ["logs", "runs/mine", "--json", "--generation", "1", "--color", "always"],
+    ["stop", "runs/mine"], ["models"], ["models", "smoke"], ["models", "mine.toml"],
+    ["layout", "--world-size", "8", "--ep", "4"], ["layout", "--world-size", "16", "--dp-shard", "2"],
+    ["ckpt", "ls", "runs/mine"], ["ckpt", "verify", "runs/mine", "--step", "4"],
+    ["ckpt", "reshard", "runs/mine", "--out", "new", "--world-size", "2"],
+    ["ckpt", "export", "runs/mine", "--out", "new", "--max-shard-size", "1MB"],
+    ["completion", "bash"], ["--version"], ["--help"],
+)  # fmt: skip
+OPTIONS = (
+    "--json", "--all", "--root", "--rank", "--tail", "--since", "--generation", "--color", "--step",
+    "--world-size", "--ep", "--dp-shard", "--dp-replicate", "--out", "--run-dir", "--help", "--x", "-1",
+    "--", "-", "--max-shard-size", "--dtype", "--sharding", "runs/mine", "runs", "mine.toml", "circle/x",
+    "file/below", "x" * 300, "n/" * 3000, "99999999999999999999", "2147483648", "1e9", "nan", "-5", "0",
+    "8", "bf16", "fsdp", "2020-01-01", "10m", "99999999999999d", "always", "\udcff", "a\x00b", "[/x]",
+    "train.steps=1", "=", "a=b", "",
+)  # fmt: skip
+
+
+def _word(rng: random.Random) -> str:
+    return rng.choice(OPTIONS) if rng.random() < 0.9 else str(rng.choice(STRANGE))
+
+
+def _write_run(run_dir: Path) -> dict[str, bytes]:
+    """Writes a run folder as a job leaves it, and returns the files that cases break."""
+    logs = run_dir / "logs" / "g001" / "node0"
+    logs.mkdir(parents=True)
+    (logs / "rank0.log").write_text("one\ntwo [/x]\n")
+    journal = Journal(run_dir)
+    cause = {"summary": "rank 1 was killed", "rank": 1, "node": 0, "exit_code": -9}
+    for state, details in (
+        (State.SUBMITTED, {"name": "mine"}),
+        (State.STARTING, {}),
+        (State.RUNNING, {"first_step": 1}),
+        (State.RECOVERING, {"root_cause": cause, "step": 3}),
+        (State.RUNNING, {"first_step": 3}),
+        (State.SUCCEEDED, {}),
+    ):
+        journal.append(state, generation=1, reason="said so", details=details)
+    train = {"kind": "train", "time": 1e9, "loss": 1.0, "tokens_per_s": 10.0, "tokens": 5}
+    load_ = {"expert_load": [[0.5, 0.5]], "max_violation": [0.0], "effective_experts": [2.0]}
+    metrics = [
+        {"kind": "start", "time": 1e9, "generation": 1, "resumed_from_step": None, "steps": 9},
+        *({**train, **load_, "step": step} for step in (1, 2, 3)),
+        {"kind": "start", "time": 1e9, "generation": 2, "resumed_from_step": 2},
+        {"kind": "eval", "time": 1e9, "step": 3, "loss": 2.0, "perplexity": 7.4, "tokens": 9},
+        {"kind": "checkpoint", "time": 1e9, "step": 4, "seconds": 0.1, "error": None},
+        {"kind": "data_wait", "time": 1e9, "step": 4, "seconds": 0.1, "reason": "slow"},
+    ]
+    (run_dir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in metrics))
+    RECIPES["smoke"]().save(run_dir / "config.json")
+    (run_dir / "result.json").write_text('{"state": "finished", "step": 4}\n')
+    source = {"name": "text", "done": 1, "total": 2, "tokens": 5, "eras": 1, "eta_s": 1.0}
+    preparation = {"kind": "preparation", "time": 1e9, "stage": "tokenise", "done": 1, "total": 2}
+    preparation |= {"tokens": 5, "eras": 1, "tokens_per_s": 2.0, "eta_s": 1.0, "news": "begun"}
+    preparation |= {"sources": [source, source | {"name": "more"}]}
+    (run_dir / "preparation.jsonl").write_text(json.dumps(preparation) + "\n")
+    names = ("journal.jsonl", "metrics.jsonl", "config.json", "preparation.jsonl")
+    return {name: (run_dir / name).read_bytes() for name in names}
+
+
+def _write_checkpoint(path: Path) -> dict[str, torch.Tensor]:
+    """Writes a checkpoint of one rank, and returns what is in it."""
+    from moebius.distributed.checkpoint.dcp_save import finish_save, write_plan
+    from moebius.distributed.checkpoint.parts import ShardSavePlanner
+
+    path.mkdir(parents=True)
+    tensors = {"model.a": torch.arange(12.0).view(3, 4), "model.b": torch.ones(5)}
+    writer, planner = SummingWriter(path), ShardSavePlanner(flatten_state_dict=False)
+    finish_save(writer, planner, [write_plan(dict(tensors), writer, planner, rank=0)])
+    meta = CheckpointMeta(
+        step=4,
+        generation=1,
+        layout=plan_layout(MeshConfig(), 1),
+        num_experts={},
+        versions={},
+        meta={"progress": {"step": 4}},
+    )
+    seal(path, writer.index, meta, writer.files.sums)
+    return tensors
+
+
+def _reseal(path: Path) -> None:
+    """Makes the manifest fit what is there, as someone would who forges a checkpoint."""
+    sums = {
+        file.name: FileSum(num_bytes=file.stat().st_size, blake2b=blake2b(file.read_bytes()))
+        for file in path.iterdir()
+        if file.name != "manifest.json"
+    }
+    manifest = CheckpointManifest(format=1, files=sums, digest=digest_of_sums(sums))
+    (path / "manifest.json").write_text(manifest.model_dump_json())
+
+
+# What may come out ---------------------------------------------------------------------------------
+
+
+def _or_refused(act: Callable[[], Any], named: str) -> Any:
+    """Returns what `act` returns, or None where it refuses in clear words that name a file."""
+    try:
+        return act()
+    except ConfigError as error:
+        _check_words(str(error), named)
+        return None
+
+
+def _check_words(message: str, named: str) -> None:
+    """Checks that an error says something, names the file, and can be read."""
+    assert message.strip(), "refused without a word"
+    assert len(message) < MAX_WORDS, "an error that nobody reads"
+    assert named in message, f"{named} is not named: {message[:300]}"
+
+
+def leaves(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Yields every value of nested sections that is no section, and where it is."""
+    if isinstance(value, dict) and (value or not path):
+        for key, each in value.items():
+            yield from leaves(each, (*path, str(key)))
+    else:
+        yield path, value
+
+
+def _at(value: Any, path: tuple[str, ...]) -> Any:
+    for key in path:
+        value = value.get(key) if isinstance(value, dict) else None
+    return value
+
+
+def _without_none(value: Any) -> Any:
+    """Returns a value without what TOML cannot say."""
+    if isinstance(value, dict):
+        return {key: _without_none(each) for key, each in value.items() if each is not None}
+    return value
+
+
+def _check_numbers(config: Config) -> None:
+    """No number that a run could not use or that another reader would read as another one."""
+    for path, value in leaves(config.model_dump(mode="json")):
+        if isinstance(value, float):
+            assert math.isfinite(value), f"{'.'.join(path)} = {value}"
+        if isinstance(value, int):
+            assert abs(value) < 2**63, f"{'.'.join(path)} = {value}"
+
+
+def _check_taken(config: Config, asked: dict[str, Any]) -> None:
+    """What a file says is what runs: no key is left out, no number read as a truth."""
+    _check_numbers(config)
+    resolved = config.model_dump(mode="json")
+    for path, value in leaves({key: each for key, each in asked.items() if key != "recipe"}):
+        found = _at(resolved, path)
+        if isinstance(value, bool) or isinstance(found, bool):
+            assert found is value, f"{'.'.join(path)} = {value!r} is read as {found!r}"
+        elif isinstance(value, int | float | str) and isinstance(found, int | float | str):
+            same = found == value or str(found) == str(value)
+            assert same or float(found) == float(value), f"{path} = {value!r}: {found!r}"
+
+
+def _run_command(words: list[str]) -> tuple[int, str]:
+    """Returns the exit code of a command, and what it printed."""
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
+        try:
+            main(words)
+        except SystemExit as ended:
+            return int(ended.code or 0), printed.getvalue()
+    raise AssertionError("main returned")
+
+
+# Running -------------------------------------------------------------------------------------------
+
+
+def fuzz(seed: int, count: int, *, only: str | None = None) -> tuple[list[Wrong], dict[str, int]]:
+    """Makes `count` cases; returns those that came out wrong, and how often what came out."""
+    wrong: list[Wrong] = []
+    outcomes: collections.Counter[str] = collections.Counter()
+    folder = Path(tempfile.mkdtemp(prefix="fuzz-"))
+    before = Path.cwd()
+    try:
+        bench = Bench(folder)
+        os.chdir(folder)
+        Path("circle").symlink_to("back")
+        Path("back").symlink_to("circle")
+        Path("file").write_text("a file\n")
+        surfaces = bench.surfaces()
+        for case in range(seed, seed + count):
+            name = only or list(surfaces)[case % len(surfaces)]
+            outcome = _one(surfaces[name], case)
+            if isinstance(outcome, str):
+                outcomes[f"{name}: {outcome}"] += 1
+            else:
+                wrong.append(Wrong(case, name, "".join(traceback.format_exception(outcome))))
+    finally:
+        os.chdir(before)
+        shutil.rmtree(folder, ignore_errors=True)
+    return wrong, dict(outcomes)
+
+
+def _one(surface: Callable[[random.Random], str], case: int) -> str | BaseException:
+    def ring(*_: object) -> None:
+        raise Hang(f"longer than {CASE_S} s")
+
+    previous = signal.signal(signal.SIGALRM, ring)
+    signal.setitimer(signal.ITIMER_REAL, CASE_S)
+    try:
+        return surface(random.Random(case))
+    except (Exception, Hang) as error:  # noqa: BLE001 - that is what is looked for
+        return error
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, previous)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--count", type=int, default=10_000)
+    parser.add_argument("--only")
+    asked = parser.parse_args()
+    found, counts = fuzz(asked.seed, asked.count, only=asked.only)
+    for each in found[:50]:
+        print(f"--- case {each.case}, {each.surface}\n{each.what[-1500:]}")
+    print(json.dumps(counts, indent=1), f"{len(found)} wrong", sep="\n")
+    sys.exit(bool(found))
