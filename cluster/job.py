@@ -79,18 +79,13 @@ class Launch:
     num_nodes: int = 1
     ranks_per_node: int = 1
     name: str = "run"
-    command: tuple[
-        str, ...
-    ] = ()  # of one rank; empty: the training loop, with the Python of the node it runs on
-    environment: Mapping[str, str] = field(
-        default_factory=dict
-    )  # set for every rank, over what the node has
+    # Of one rank; empty: the training loop, with the Python of the node it runs on.
+    command: tuple[str, ...] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)  # of ranks, over the node's
     gpus_per_node: int | None = None  # None: ranks see what the machine has; 0: they see no GPU
     max_restarts: int = 3
     start_timeout_s: float = 120.0  # from a generation's start to its first evaluation or step
-    place_timeout_s: float = (
-        30.0  # how long a request that the cluster cannot hold is allowed to wait for new nodes
-    )
+    place_timeout_s: float = 30.0  # for a cluster that has never held the job to get larger
     backoff_s: float = 1.0  # before a restart when no step was made; doubles each time, up to 30 s
     rehearse_failure_at_step: int | None = None
     warm_start: bool = True  # agents and ranks are forks of a process that has imported everything

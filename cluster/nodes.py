@@ -29,6 +29,7 @@ class Capacity:
     free: int  # of these, the job's own and those that nobody uses
     what: str = "room"  # what a node must have
     have: str = ""  # what the cluster's nodes have
+    leaving: tuple[str, ...] = ()  # the job's own that will be taken away; in none of the counts
 
 
 class NodeHandle(Protocol):

@@ -21,6 +21,7 @@ from typing import Any
 
 import ray
 from ray._private.state import available_resources_per_node
+from ray._private.state import state as cluster_state
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -32,7 +33,7 @@ from .nodes import Capacity, NodeHandle, NodeLost, NodesUnavailable
 from .preparation import Preparation
 from .prepare import IN_FLIGHT_PER_CPU
 from .ray_session import NAMESPACE
-from .recovery.control_store import ControlStoreWatch
+from .recovery.control_store import ControlStoreWatch, listens
 from .recovery.node_check import NodeCheck
 from .watching.heartbeats import RankState
 
@@ -152,14 +153,26 @@ class RayNodeProvider:
     def __init__(self, launch: Launch):
         self._launch = launch
         self._bundle = _Bundle.of(launch)
+        self._control_store = ray.get_runtime_context().gcs_address
+        self._capacity = Capacity(0, 0)
         self._group: PlacementGroup | None = None
         self._nodes: list[RemoteNode | None] = []
         self._remove_group_of_predecessor()
 
     def capacity(self) -> Capacity:
-        """Returns how many nodes are large enough, and how many of them we have or could have."""
+        """Returns how many nodes are large enough, and how many of them we have or could have.
+
+        While the cluster's control store does not answer that is what it said last: to ask it would
+        be to wait for it.
+        """
+        if listens(self._control_store):
+            self._capacity = self._ask_capacity()
+        return self._capacity
+
+    def _ask_capacity(self) -> Capacity:
         alive = [node for node in ray.nodes() if node["Alive"]]
-        fitting = {node["NodeID"] for node in alive if self._bundle.fits(node)}
+        leaving = _leaving()
+        fitting = {node["NodeID"] for node in alive if self._bundle.fits(node)} - leaving
         free = {
             node_id
             for node_id, resources in available_resources_per_node().items()
@@ -167,6 +180,9 @@ class RayNodeProvider:
         }
         ours = {node.node_id for node in self._nodes if node is not None}
         return Capacity(
+            leaving=tuple(
+                node["NodeManagerAddress"] for node in alive if node["NodeID"] in ours & leaving
+            ),
             could=len(fitting),
             free=len(fitting & (free | ours)),
             what=str(self._bundle),
@@ -177,7 +193,10 @@ class RayNodeProvider:
         self, num_nodes: int, while_waiting: Callable[[str], None]
     ) -> Sequence[NodeHandle]:
         """Returns an agent per bundle; reserves the bundles first, and replaces what was lost."""
-        if len(self._nodes) != num_nodes:
+        leaving = _leaving()
+        if len(self._nodes) != num_nodes or any(
+            node is not None and node.node_id in leaving for node in self._nodes
+        ):
             self._give_back()
         if self._group is None:
             while_waiting(f"waiting for {num_nodes} node(s) with {self._bundle} each")
@@ -357,6 +376,11 @@ class RemoteNode:
             ) from error
         except RayError as error:
             raise NodeLost(f"its agent actor died ({_first_line(error)})") from error
+
+
+def _leaving() -> set[str]:
+    """Returns the nodes that Ray was told to drain: they will be preempted, or are idle."""
+    return set(cluster_state.get_draining_nodes())
 
 
 def check_versions(nodes: Sequence[Mapping[str, Any]]) -> None:

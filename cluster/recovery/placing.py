@@ -9,8 +9,9 @@ what the cluster has it asks the `NodeProvider`.
 * Too few for that: it stays PLACING and says what is missing and since when, until
   `give_up_after_s`. A job that has never run fails after `place_timeout_s` instead: what was never
   there is a mistake.
-* While it runs with fewer nodes than it may have, or with another number than `moebius scale` asked
-  for, `wish` says so; the supervision then asks the ranks for a pause at a step boundary.
+* While it runs with fewer nodes than it may have, with another number than `moebius scale` asked
+  for, or on one that will be taken away, `wish` says so; the supervision then asks the ranks for a
+  pause at a step boundary.
 """
 
 import time
@@ -130,12 +131,14 @@ class Placing:
         """Returns why the run should be paused to go on with another number of nodes, or ""."""
         if time.monotonic() - self._looked_at < LOOK_EVERY_S:
             return ""
-        policy = _Policy.of(self._launch)
+        policy, capacity = _Policy.of(self._launch), self._look()
+        if capacity.leaving:
+            return f"the cluster will take away {', '.join(capacity.leaving)}"
         if current > policy.num_nodes:
             return f"{policy.num_nodes} node(s) are asked for, and it runs on {current}"
         if current == next(iter(policy.sizes), current):
             return ""
-        best = policy.best(self._look().free)
+        best = policy.best(capacity.free)
         self._steady = self._steady + 1 if best is not None and best > current else 0
         if self._steady < STEADY_LOOKS or best is None:
             return ""

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
 from jobs import agent_pids, assert_nothing_left, fake_launch, rank_pids, wait_for
@@ -151,6 +152,24 @@ def test_an_agent_that_was_killed_is_reported_as_a_failure(tmp_path):
     assert "ended with exit code -9" in report.message
     node.stop()
     assert_nothing_left(tmp_path)
+
+
+@pytest.mark.slow
+def test_a_node_whose_supervisor_is_silent_ends_its_ranks(tmp_path):
+    launch = fake_launch(tmp_path, "plain=1", "step_s=1", supervisor_timeout_s=4.0)
+    node = Node()
+    try:
+        node.start(attempt_of(launch))
+        for _ in range(8):  # one that is heard keeps them alive
+            time.sleep(1)
+            assert node.poll() is None
+        assert rank_pids(tmp_path)
+        wait_for(lambda: not rank_pids(tmp_path), timeout_s=20, what="the ranks to be ended")
+        report = node.poll()
+        assert report is not None
+        assert not report.ok
+    finally:
+        node.stop()
 
 
 def test_one_rank_can_be_killed(tmp_path):

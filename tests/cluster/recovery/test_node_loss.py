@@ -35,6 +35,7 @@ from moebius.cluster.places.standing import (
     end_cluster,
     start_cluster,
 )
+from moebius.cluster.recovery.scale import request_scale
 from moebius.cluster.submit import make_launch
 from moebius.data_pipeline.loader import Loader
 from moebius.data_pipeline.making.prepare import prepare
@@ -155,6 +156,8 @@ def test_f7_no_spare_it_goes_on_with_fewer_and_takes_back_the_others(standing, t
     before = read_status(run_dir).step
     standing.ask("add-node")
     larger = wait_for_generation(run_dir, 2, after=smaller)
+    request_scale(run_dir, 1)
+    wait_for_generation(run_dir, 1, after=larger)
     end_well(run_dir)
     [lost] = [e for e in entries_of(run_dir, State.RECOVERING) if "root_cause" in e.details]
     assert "node 1 was lost" in lost.reason
@@ -162,9 +165,10 @@ def test_f7_no_spare_it_goes_on_with_fewer_and_takes_back_the_others(standing, t
     assert "on 1 node(s) instead of 2" in next(
         e.reason for e in entries_of(run_dir, State.STARTING) if e.generation == smaller
     )
-    wished, paused = [e.reason for e in entries_of(run_dir, State.RESIZING)]
+    wished, paused, asked, _ = [e.reason for e in entries_of(run_dir, State.RESIZING)]
     assert wished.startswith("2 node(s) can be had, and it runs on 1 of 2")
     assert paused.startswith("paused at step ")
+    assert asked.startswith("1 node(s) are asked for, and it runs on 2")
     assert larger == smaller + 1, "no generation failed on the way"
     first = next(
         e.details["first_step"]
@@ -198,6 +202,29 @@ def test_f6_a_spare_takes_the_place_and_f8_without_one_the_job_waits(standing, t
     assert {e.details["charged_to"] for e in lost} == {"infrastructure"}
     assert all("was lost: its agent actor died" in e.reason for e in lost)
     assert len(lost) == 2
+
+
+def test_f21_a_node_that_will_be_preempted_is_left_at_a_step_boundary(standing, tmp_path):
+    standing.ask("add-node")
+    run_dir = begin(standing, plain_launch(tmp_path, max_node_losses=0))
+    wait_for_step(run_dir, 10)
+    address = f"127.0.0.{used_nodes(run_dir, 1)[-1] + 2}"
+    with cluster_at(f"simulated:{standing.name}") as ray:
+        [node_id] = [
+            node["NodeID"]
+            for node in ray.nodes()
+            if node["Alive"] and node["NodeManagerAddress"] == address
+        ]
+        drain = [Path(sys.executable).with_name("ray"), "drain-node", "--node-id", node_id]
+        drain += ["--address", standing.address, "--reason", "DRAIN_NODE_REASON_PREEMPTION"]
+        drain += ["--reason-message", "spot", "--deadline-remaining-seconds", "600"]
+        subprocess.run(drain, check=True, capture_output=True, timeout=60)
+    second = wait_for_generation(run_dir, 2, after=1)
+    end_well(run_dir)
+    assert address not in [f"127.0.0.{number + 2}" for number in used_nodes(run_dir, second)]
+    asked, _ = [e.reason for e in entries_of(run_dir, State.RESIZING)]
+    assert asked.startswith(f"the cluster will take away {address}")
+    assert entries_of(run_dir, State.RECOVERING) == []
 
 
 def test_f7_the_samples_are_the_same_on_any_number_of_nodes(standing, tmp_path):

@@ -129,6 +129,14 @@ def test_more_nodes_are_wished_for_when_they_have_been_seen_twice(tmp_path):
     assert policy.wish(4) == ""
 
 
+def test_a_node_that_will_be_taken_away_is_left_in_time(tmp_path):
+    cluster = Cluster(4)
+    policy, _ = placing_on(cluster, tmp_path)
+    assert policy.wish(4) == ""
+    cluster.looks = [Capacity(4, 4, leaving=("127.0.0.3",))]
+    assert policy.wish(4) == "the cluster will take away 127.0.0.3"
+
+
 def test_a_wish_of_a_person_goes_before_the_configuration(tmp_path):
     policy, _ = placing_on(Cluster(9), tmp_path)
     write = (tmp_path / "scale.json").write_text
