@@ -10,14 +10,31 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
-from jobs import agent_pids, assert_nothing_left, fake_launch, rank_pids, template_pids, wait_for
+from jobs import (
+    agent_pids,
+    assert_nothing_left,
+    curve,
+    fake_launch,
+    rank_pids,
+    template_pids,
+    wait_for,
+)
+from rich.console import Console
+from small_corpus import shards_of_words
+from small_model import TINY
 
 from moebius.cluster import processes
 from moebius.cluster.agent import AgentReport, Attempt, Node
-from moebius.cluster.job import Launch
+from moebius.cluster.job import Launch, State
+from moebius.cluster.local import train_here
 from moebius.cluster.warm.start import OrderedAgent
+from moebius.data_pipeline.config import DataConfig
+from moebius.distributed.layout import MeshConfig
+from moebius.train.config import CheckpointConfig, Config, JobConfig, TrainConfig
+from moebius.train.run_folder import open_run
 
 pytestmark = pytest.mark.skipif(not processes.IS_LINUX, reason="elsewhere nothing is forked")
 
@@ -187,3 +204,76 @@ def test_marks_are_written_where_others_see_them():
     assert rooms.stdout == "seen\n", rooms.stderr
     none = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert "no room for the mark RANK" in none.stderr
+
+
+@pytest.mark.slow  # 25 s
+def test_ranks_that_are_forked_train_as_programs_do(tmp_path):
+    """Bit for bit, and across a kill; a fork holds nothing of what the agent has beside it."""
+    data = shards_of_words(tmp_path, 60)
+    curves = {}
+    for name, changes in (
+        ("programs", {"warm_start": False}),
+        ("forks", {"rehearse_failure_at_step": 6}),
+    ):
+        run_dir = tmp_path / name
+        status = train_here(run_config(data, changes), run_dir, console=Console(quiet=True))
+        assert status.state is State.SUCCEEDED
+        assert status.generation == (1 if name == "programs" else 2)
+        curves[name] = curve(run_dir)
+        assert_nothing_left(run_dir)
+    assert curves["forks"] == curves["programs"]
+    assert len(curves["forks"]) == 12
+
+
+def run_config(shards: Path, changes: dict[str, Any]) -> Config:
+    data = DataConfig(
+        input=(str(shards.parent / "text.jsonl"),),
+        directory=str(shards),
+        tokenizer="bytes",
+        vocab_size=257,
+        validation_fraction=0.2,
+        seq_len=16,
+        server="off",
+    )
+    return Config(
+        model=TINY,
+        data=data,
+        checkpoint=CheckpointConfig(every=4),
+        mesh=MeshConfig(dp_replicate=2),
+        train=TrainConfig(
+            steps=12, global_batch=8, micro_batch=4, log_every=1, eval_rows=4, device="cpu"
+        ),
+        job=JobConfig(ranks_per_node=2, **changes),
+    )
+
+
+@pytest.mark.slow  # 15 s
+def test_nothing_of_forked_ranks_is_left_whoever_is_killed(tmp_path):
+    """Rank, agent and template in turn, while ranks train; the rank holds no way to the secret."""
+    data = shards_of_words(tmp_path, 60)
+    run_dir = tmp_path / "run"
+    config = run_config(data, {})
+    config = config.model_copy(update={"train": config.train.model_copy(update={"steps": 10**6})})
+    open_run(config, run_dir)
+    node = Node(launch=Launch(str(run_dir), ranks_per_node=2))
+    try:
+        for generation, victim in enumerate(("rank", "agent", "template"), start=1):
+            (run_dir / "generation").write_text(str(generation))
+            node.start(
+                attempt_of(Launch(str(run_dir), ranks_per_node=2), node, generation=generation)
+            )
+            wait_for(lambda: len(node.heartbeats()) == 2, what="two ranks that train")
+            ranks = rank_pids(run_dir)
+            [agent] = agent_pids(run_dir)
+            for pid in ranks.values():
+                assert os.readlink(f"/proc/{pid}/fd/0") == os.devnull
+                assert processes.descendants(agent)[:2] == sorted(ranks.values())
+            pids = {"rank": ranks[1], "agent": agent, "template": template_pids(run_dir)[0]}
+            os.kill(pids[victim], signal.SIGKILL)
+            assert not wait_for(node.poll, what="the report").ok
+            node.stop()
+            assert not rank_pids(run_dir)
+            assert not agent_pids(run_dir)
+    finally:
+        node.end()
+    assert_nothing_left(run_dir)
