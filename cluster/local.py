@@ -38,12 +38,23 @@ def train_here(
     open_run(config, run_dir)
     if difference := difference_from_linux():
         console.print(Text(difference, style="yellow"))
-    beside = prepares_beside(config)
-    if not beside:
-        with show_preparation(console, live=live) as on_progress:
-            prepare(config.data, config.data.directory, on_progress=on_progress)
+    launch = _launch_of(config, run_dir)
+    this_machine = ThisMachine(launch)  # its imports run beside the preparation
+    try:
+        if not launch.prepares_data:
+            with show_preparation(console, live=live) as on_progress:
+                prepare(config.data, config.data.directory, on_progress=on_progress)
+        status = _run_and_show(launch, this_machine, console, live)
+    finally:
+        this_machine.release()
+    picture = draw_summary(run_dir) if status.step is not None else None
+    console.print(closing_words(status, picture=picture))
+    return status
+
+
+def _launch_of(config: Config, run_dir: Path) -> Launch:
     job = config.job
-    launch = Launch(
+    return Launch(
         run_dir=str(run_dir),
         ranks_per_node=config.world_size,
         name=job.name,
@@ -53,14 +64,10 @@ def train_here(
         start_timeout_s=job.start_timeout_s,
         rehearse_failure_at_step=job.rehearse_failure_at_step,
         warm_start=job.warm_start,
-        prepares_data=beside,
+        prepares_data=prepares_beside(config),
         where=THIS_MACHINE,
         needs_gpus=config.world_size if config.train.device == "cuda" else 0,
     )
-    status = _run_and_show(launch, run_dir, console, live)
-    picture = draw_summary(run_dir) if status.step is not None else None
-    console.print(closing_words(status, picture=picture))
-    return status
 
 
 def _preparation(launch: Launch) -> Preparation | None:
@@ -69,8 +76,11 @@ def _preparation(launch: Launch) -> Preparation | None:
     return Preparation(launch, lambda: workers_beside(launch.world_size))
 
 
-def _run_and_show(launch: Launch, run_dir: Path, console: Console, live: bool | None) -> JobStatus:
+def _run_and_show(
+    launch: Launch, this_machine: ThisMachine, console: Console, live: bool | None
+) -> JobStatus:
     """The job in this thread, which receives Ctrl-C; its picture in another."""
+    run_dir = Path(launch.run_dir)
     begin_submission(launch)
     ended = threading.Event()
     screen = threading.Thread(
@@ -81,7 +91,7 @@ def _run_and_show(launch: Launch, run_dir: Path, console: Console, live: bool | 
     screen.start()
     try:
         with interrupts_ask_for_a_stop(run_dir):
-            supervise(launch, ThisMachine(launch), _preparation(launch))
+            supervise(launch, this_machine, _preparation(launch))
     finally:
         ended.set()
         screen.join()
