@@ -141,6 +141,7 @@ class _Supervision:
         entries = current_submission(self.journal.entries())
         self.budgets = Budgets.from_journal(launch, entries)
         self.has_started = any(entry.state is State.STARTING for entry in entries)
+        self.has_worked = any(entry.state is State.RUNNING for entry in entries)
         self.placing = Placing(
             launch,
             node_provider,
@@ -178,6 +179,7 @@ class _Supervision:
                 return self.log(self._stopped(), "stopped before the ranks were started")
             if self.has_ended(outcome):
                 return None
+            self.has_worked |= outcome.step is not None
             if not self.wait_before_restart():
                 return self.log(
                     self._stopped(),
@@ -292,6 +294,7 @@ class _Supervision:
             watch.start()
             return watch.until_the_end()
         except NodeLost as error:
+            watch.read_metrics()  # to find out took seconds, in which ranks may have gone on
             return _lost(error, watch.step)
         finally:
             self.clock.mark("collect")
@@ -330,16 +333,27 @@ class _Supervision:
             self._data_used_up(message, outcome)
         elif message := _said_by(outcome, SAVE_FAILED):
             self.log(State.FAILED, f'checkpoint.on_failure="stop": {message}', **_cause(outcome))
-        elif outcome.cause is not None and outcome.cause.exit_code == EXIT_MISTAKE:
+        elif (mistake := self._mistake(outcome)) is not None:
             self.log(
                 State.FAILED,
-                f"{outcome.cause.summary} ({_where(outcome)}; no restart would mend this: correct "
+                f"{mistake.summary} ({_where(outcome)}; no restart would mend this: correct "
                 "it and submit again)",
                 **_cause(outcome),
             )
         else:
             return self._is_given_up(outcome)
         return True
+
+    def _mistake(self, outcome: Outcome) -> RootCause | None:
+        """Returns the cause of which a rank says that no restart would help, if that is to be
+        believed.
+
+        What has worked before, in an earlier generation, has changed since: a file system that is
+        not mounted any more, a node that lacks something. That may be mended.
+        """
+        cause = outcome.cause
+        says_so = cause is not None and cause.exit_code == EXIT_MISTAKE
+        return cause if says_so and not self.has_worked else None
 
     def _stopped(self) -> State:
         preempted = stop_requested(self.run_dir) == STOP_PREEMPT

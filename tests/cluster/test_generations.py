@@ -235,6 +235,18 @@ def test_a_mistake_ends_the_job_at_once(tmp_path):
     )
 
 
+def test_what_has_worked_before_is_tried_again(tmp_path):
+    mistake = failed("moebius.data_pipeline.errors.ShardError: is not there", exit_code=78)
+    status, _ = live(
+        tmp_path,
+        makes_steps(3, then=ends(failed())),
+        ends(mistake),
+        makes_steps(4, then=finishes),
+    )
+    assert status.state is State.SUCCEEDED
+    assert status.restarts == 2
+
+
 def test_a_node_that_lacks_something_ends_the_job_before_a_rank_is_started(tmp_path, monkeypatch):
     monkeypatch.setattr(PretendedNode, "check", lambda *_: "b does not see the run folder")
     status, node = live(tmp_path, max_restarts=8)
