@@ -2,9 +2,11 @@
 
 
 def print_message(label: str, text: str, *, style: str = "bold red") -> None:
-    """Prints "label: text" on standard error, unwrapped; brackets in the text are no markup."""
+    """Prints "label: text" on standard error, unwrapped; brackets are no markup, secrets blotted out."""
     from rich.console import Console
     from rich.text import Text
 
-    message = Text.assemble((f"{label}:", style), " ", text)
+    from ..train.redaction import redact
+
+    message = Text.assemble((f"{label}:", style), " ", redact(text))
     Console(stderr=True, soft_wrap=True).print(message, highlight=False)

@@ -21,6 +21,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+from ..train.redaction import redact, redact_values
 from .line_checks import is_believed
 from .recovery import life as life_signs
 from .recovery.life import LifeWatch, beat, silence_s
@@ -199,8 +200,8 @@ class Journal:
             "time": time.time(),
             "state": state.value,
             "generation": generation,
-            "reason": reason,
-            "details": dict(details or {}),
+            "reason": redact(reason),
+            "details": redact_values(dict(details or {})),
         }
         line = json.dumps(entry, ensure_ascii=False) + "\n"
         with open(self.path, "ab+") as file:

@@ -8,6 +8,7 @@ is found out first.
 import contextlib
 import importlib
 import importlib.util
+import ipaddress
 import logging
 import os
 import socket
@@ -18,6 +19,7 @@ from .job import JobError
 
 NAMESPACE = "moebius"
 REACH_TIMEOUT_S = 5.0
+ALLOW_UNAUTHENTICATED = "MOEBIUS_ALLOW_UNAUTHENTICATED"  # --allow-unauthenticated sets it
 # When it connects, and left so: `breakpoint()` would go on asking Ray's debugger.
 _SET_BY_RAY = ("PYTHONBREAKPOINT", "RAY_CLIENT_MODE")
 
@@ -131,16 +133,52 @@ def _check_credentials(address: str) -> None:
     loader.reset_cache()
     if address == "auto":
         return
-    import grpc  # comes with tensorboard
-
     header = tuple(
         (key.lower(), value) for key, value in loader.get_token_for_http_header().items()
     )
+    error = _ask_for_cluster_id(address, header)
+    if error is not None and error[0] in ("UNAUTHENTICATED", "PERMISSION_DENIED"):
+        raise JobError(_refused(address, error[1]))
+
+
+def refuse_unauthenticated(address: str) -> None:
+    """Refuses a cluster on the network that lets anybody in: whoever reaches it runs code in the job.
+
+    A cluster asks for a token if it refuses one who has none. The loopback is for this machine.
+
+    Raises:
+        JobError: it asks for none, and ALLOW_UNAUTHENTICATED is not set in the environment.
+    """
+    require_ray()
+    _check_reachable(address)
+    host = address.rpartition(":")[0].strip("[]")
+    if os.environ.get(ALLOW_UNAUTHENTICATED) == "1" or _is_loopback(host):
+        return
+    if _ask_for_cluster_id(address, ()) is None:
+        raise JobError(
+            f"the Ray cluster at {address} asks for no token, so everybody who reaches it can run "
+            "code in this job, and read what it reads: start it with RAY_AUTH_MODE=token on every "
+            "node, or say that you know with --allow-unauthenticated"
+        )
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _ask_for_cluster_id(
+    address: str, header: tuple[tuple[str, str], ...]
+) -> tuple[str, str | None] | None:
+    """Returns the code and the words of the error with which a cluster's head answers, if it does."""
+    import grpc  # comes with tensorboard
+
     with grpc.insecure_channel(address, options=[("grpc.enable_http_proxy", 0)]) as channel:
         ask = channel.unary_unary("/ray.rpc.NodeInfoGcsService/GetClusterId")
         try:
             ask(b"", timeout=REACH_TIMEOUT_S, metadata=header)
         except grpc.RpcError as error:
-            code, details = error.code(), error.details()  # type: ignore[attr-defined]
-            if code in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED):
-                raise JobError(_refused(address, details)) from None
+            return error.code().name, error.details()  # type: ignore[attr-defined]
+    return None

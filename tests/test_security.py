@@ -13,7 +13,8 @@ from jobs import run_here
 from small_corpus import sentences
 from test_main_job import make_config
 
-from moebius.cluster.job import Launch, State
+from moebius.cluster import ray_session
+from moebius.cluster.job import JobError, Launch, State
 from moebius.data_pipeline.making.prepare import prepare
 from moebius.train.run_folder import open_run
 
@@ -147,3 +148,32 @@ def test_a_job_that_saves_fails_and_resumes_calls_no_object_collective(tmp_path)
     assert (status.generation, status.step) == (2, 8)
     history = (run_dir / "metrics.jsonl").read_text()
     assert '"resumed_from_step": 2' in history or '"resumed_from_step": 4' in history
+
+
+@pytest.mark.parametrize(
+    ("address", "answer", "allowed", "refused"),
+    [
+        ("192.0.2.7:6379", None, "", True),
+        ("192.0.2.7:6379", None, "1", False),
+        ("192.0.2.7:6379", ("UNAUTHENTICATED", "no token"), "", False),
+        ("192.0.2.7:6379", ("UNAVAILABLE", "gone"), "", False),
+        ("127.0.0.1:6379", None, "", False),
+        ("[::1]:6379", None, "", False),
+        ("localhost:6379", None, "", False),
+    ],
+)
+def test_a_cluster_on_the_network_that_asks_for_no_token_is_refused(
+    address: str,
+    answer: tuple[str, str] | None,
+    allowed: str,
+    refused: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(ray_session, "_ask_for_cluster_id", lambda *_: answer)
+    monkeypatch.setattr(ray_session, "_check_reachable", lambda _: None)
+    monkeypatch.setenv(ray_session.ALLOW_UNAUTHENTICATED, allowed)
+    if not refused:
+        ray_session.refuse_unauthenticated(address)
+        return
+    with pytest.raises(JobError, match=r"asks for no token.*--allow-unauthenticated"):
+        ray_session.refuse_unauthenticated(address)

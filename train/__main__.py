@@ -11,6 +11,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from .config import Config
 from .loop import train
 from .mistakes import EXIT_MISTAKE, no_restart_mends
+from .redaction import RedactingFilter
 from .resize import with_mesh_of
 
 
@@ -34,6 +35,8 @@ def _train() -> None:
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
+    for handler in logging.getLogger().handlers:
+        handler.addFilter(RedactingFilter())
     if len(sys.argv) != 2:
         raise SystemExit(
             "usage: python -m moebius.train RUN_DIR (the folder that holds config.json)"

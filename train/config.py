@@ -46,6 +46,7 @@ from ..model.sections import kinds_first, merge, set_value
 from .config_values import unusable_values
 from .job_config import JobConfig
 from .optim import OptimConfig
+from .redaction import secret_places
 from .start_when import StartWhen
 
 # What a key of the model was called before its configuration had sections.
@@ -367,10 +368,20 @@ def _validated(kind: type[Model], values: Any, *, origin: str) -> Model:
     except ValidationError as error:
         problems = _explain(error)
     else:
-        problems = list(unusable_values(values, built.model_dump(mode="json")))
+        plain = built.model_dump(mode="json")
+        problems = [*unusable_values(values, plain), *_secrets(plain)]
         if not problems:
             return built
     raise ConfigError("\n".join([f"{origin}: the configuration is not valid", *problems]))
+
+
+def _secrets(values: dict[str, Any]) -> list[str]:
+    """Spells where secrets stand: a configuration is saved, beside the run and in checkpoints."""
+    return [
+        f"  {place}: holds what looks like a secret; leave it out, and set the environment "
+        "variable from which the library that needs it takes it"
+        for place in sorted(set(secret_places(values)))
+    ]
 
 
 def _read_toml(path: Path, recipes: Mapping[str, Callable[[], Config]]) -> dict[str, Any]:

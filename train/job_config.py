@@ -20,7 +20,7 @@ class JobConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    name: str = Field(default="run", pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")
+    name: str = Field(default="run", pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$", max_length=100)
     num_nodes: PositiveInt = 1
     ranks_per_node: PositiveInt = 1
     # A job that has lost nodes goes on with so many, at least; none: with all of num_nodes only.

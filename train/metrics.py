@@ -20,6 +20,7 @@ from torch import Tensor
 
 from ..distributed.dispatch.exchange import Counters, hottest_factor
 from .loss import MicroBatchLoss
+from .redaction import redact
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -240,7 +241,8 @@ class MetricsLog:
         """
         if self._file is None or self._board is None:
             return
-        record = {"kind": kind, "step": step, "time": round(time.time(), 3), **values}
+        texts = {name: redact(value) for name, value in values.items() if isinstance(value, str)}
+        record = {"kind": kind, "step": step, "time": round(time.time(), 3), **values, **texts}
         try:
             self._write_line(self._file, json.dumps(_finite(record)).encode())
             self._draw(self._board, kind, step, values)

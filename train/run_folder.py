@@ -110,7 +110,10 @@ def end_is_asked(run_dir: Path) -> bool:
 
 def _make_writable(run_dir: Path) -> None:
     try:
-        run_dir.mkdir(parents=True, exist_ok=True)
+        if not run_dir.is_dir():
+            # Text, losses and tracebacks are for its owner; who shares them changes the mode.
+            run_dir.parent.mkdir(parents=True, exist_ok=True)
+            run_dir.mkdir(mode=0o700, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=run_dir):
             pass
     except OSError as error:

@@ -90,11 +90,15 @@ def cluster_at(address: str) -> Iterator[Any]:
 
     `address` may be "simulated" or "simulated:NAME", too: a cluster of `moebius cluster up`.
     """
-    from ..ray_session import connected
+    from ..ray_session import connected, refuse_unauthenticated
     from ..simulated import explicit_environment
 
     if not is_simulated(address):
+        if address != "auto":
+            refuse_unauthenticated(address)
         with connected(address) as ray:
+            if address == "auto":
+                refuse_unauthenticated(ray.get_runtime_context().gcs_address)
             yield ray
         return
     cluster = find_cluster(address.partition(":")[2] or None)

@@ -1,0 +1,100 @@
+"""Secrets by the name of an environment variable only: what looks like one is refused in a
+configuration and blotted out wherever text is written that others may read.
+
+Two things count as secrets: values of this process's environment whose names say so
+(AWS_SECRET_ACCESS_KEY, HF_TOKEN), and texts that are secrets by their form, whoever wrote them.
+What is neither cannot be known: a password that is typed into a document stays where it is.
+"""
+
+import logging
+import os
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+BLOT = "***"
+MIN_CHARS = 8  # of a variable's value; shorter ones would blot out ordinary words
+
+_NAMES = re.compile(r"TOKEN|KEY|SECRET|PASSWORD|PASSWD|CREDENTIAL", re.IGNORECASE)
+# Variables that name where a secret lies, or how secrets are dealt with, hold none.
+_NO_SECRETS = re.compile(
+    r"(PATH|FILE|DIR|MODE|NAME|URL|PARALLELISM)$|^(SSH_|TOKENIZERS_|GPG_|PYTHON)", re.IGNORECASE
+)
+_FORMS = (
+    (re.compile(r"(?<=://)[^\s/@:]*:[^\s/@]+(?=@)"), BLOT),  # scheme://user:password@host
+    (re.compile(r"\b(?:AKIA|ASIA)[0-9A-Z]{16}\b"), BLOT),  # of AWS
+    (re.compile(r"\bhf_[A-Za-z0-9]{16,}\b"), BLOT),  # of Hugging Face
+    (re.compile(r"\bgh[pousr]_[A-Za-z0-9]{20,}\b|\bgithub_pat_\w{20,}\b"), BLOT),
+    (re.compile(r"\bsk-[A-Za-z0-9_-]{20,}\b"), BLOT),
+    (re.compile(r"(?i)(\bbearer\s+)[\w.~+/=-]{8,}"), rf"\1{BLOT}"),
+    (
+        re.compile(
+            r"(?i)([?&](?:[\w-]*(?:token|secret|password|signature|credential|api_?key)|sig)=)[^&\s'\"]+"
+        ),
+        rf"\1{BLOT}",
+    ),
+    (
+        re.compile(
+            r"(?i)(\b(?:aws_)?(?:secret_access_key|session_token|secret_key|password|api_?key)"
+            r"[\"']?\s*[=:]\s*[\"']?)(?!\*\*\*)[^\s'\",;&]{4,}"
+        ),
+        rf"\1{BLOT}",
+    ),
+)
+
+
+def redact(text: str, environment: Mapping[str, str] = os.environ) -> str:
+    """Returns a text in which secrets are blotted out."""
+    for value in _secret_values(environment):
+        text = text.replace(value, BLOT)
+    for form, blotted in _FORMS:
+        text = form.sub(blotted, text)
+    return text
+
+
+def redact_values(value: Any, environment: Mapping[str, str] = os.environ) -> Any:
+    """Returns plain values in whose texts, keys included, secrets are blotted out."""
+    if isinstance(value, str):
+        return redact(value, environment)
+    if isinstance(value, Mapping):
+        return {
+            redact(str(key), environment): redact_values(each, environment)
+            for key, each in value.items()
+        }
+    if isinstance(value, list | tuple):
+        return [redact_values(each, environment) for each in value]
+    return value
+
+
+def secret_places(values: Any, where: str = "") -> Iterator[str]:
+    """Yields the names of the places in a configuration that hold what looks like a secret."""
+    if isinstance(values, Mapping):
+        for key, each in values.items():
+            yield from secret_places(each, f"{where}.{key}" if where else str(key))
+    elif isinstance(values, list | tuple):
+        for each in values:
+            yield from secret_places(each, where)
+    elif isinstance(values, str) and redact(values) != values:
+        yield where
+
+
+class RedactingFilter(logging.Filter):
+    """Blots secrets out of log records; for a handler, which sees those of every library."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Replaces the message, and lets every record pass."""
+        message = record.getMessage()
+        redacted = redact(message)
+        if redacted != message:
+            record.msg, record.args = redacted, ()
+        return True
+
+
+def _secret_values(environment: Mapping[str, str]) -> list[str]:
+    """Returns the values of variables that are secrets by their names, longest first."""
+    values = {
+        value
+        for name, value in environment.items()
+        if _NAMES.search(name) and not _NO_SECRETS.search(name) and len(value) >= MIN_CHARS
+    }
+    return sorted(values, key=len, reverse=True)
