@@ -1,0 +1,1 @@
+"""What `moebius doctor` finds out about a place before money is spent there."""

@@ -1,0 +1,100 @@
+"""Measures an all-to-all among processes of this machine, and checks what arrives.
+
+    python -m moebius.cluster.checks.links STORE_FILE RANK WORLD
+
+The rows are those of benchmarks/gloo_table.py, for one operation and some sizes, so the planner
+reads them (`moebius plan --measured`). Cost: some seconds, most of them imports.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+SIZES = (4 << 10, 32 << 10, 256 << 10, 2 << 20)  # bytes of the whole tensor on one rank
+_CALLS = 12
+_TIMEOUT_S = 120.0
+
+
+def measure_links(world: int) -> tuple[list[dict[str, Any]], bool]:
+    """Returns the measured rows, and whether all numbers arrived as they were sent.
+
+    Raises:
+        RuntimeError: a process failed; with its last words.
+    """
+    with tempfile.TemporaryDirectory(prefix="moebius-doctor-") as folder:
+        processes = [_start(Path(folder) / "store", rank, world) for rank in range(world)]
+        try:
+            answers = [process.communicate(timeout=_TIMEOUT_S) for process in processes]
+        finally:
+            for process in processes:
+                process.kill()
+                process.wait()
+    for process, (_, said) in zip(processes, answers, strict=True):
+        if process.returncode != 0:
+            words = (said.strip().splitlines() or ["no word"])[-1]
+            raise RuntimeError(f"the all-to-all test failed: {words}")
+    found = json.loads(answers[0][0])
+    return found["rows"], found["sound"]
+
+
+def _start(store: Path, rank: int, world: int) -> subprocess.Popen[str]:
+    package = Path(__file__).resolve().parents[3]
+    paths = [str(package), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        [sys.executable, "-m", __name__, str(store), str(rank), str(world)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+    )
+
+
+def main() -> None:
+    """Measures as one rank; rank 0 prints the rows."""
+    import torch.distributed as dist
+
+    from ..processes import bind_to_parent
+
+    bind_to_parent()
+    store, rank, world = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    if sys.platform == "linux":
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
+    rows, sound = _measure(rank, world)
+    if rank == 0:
+        print(json.dumps({"rows": rows, "sound": sound}))
+    dist.destroy_process_group()
+
+
+def _measure(rank: int, world: int) -> tuple[list[dict[str, Any]], bool]:
+    import torch
+    import torch.distributed as dist
+
+    rows, sound = [], torch.ones(1)
+    for size in SIZES:
+        sent = torch.full((size // 4,), float(rank))
+        received = torch.empty_like(sent)
+        times = []
+        for _ in range(_CALLS):
+            dist.barrier()
+            started_s = time.perf_counter()
+            dist.all_to_all_single(received, sent)
+            times.append(time.perf_counter() - started_s)
+        expected = torch.arange(world, dtype=torch.float32).repeat_interleave(size // 4 // world)
+        sound *= float(torch.equal(received, expected))
+        slowest = torch.tensor(sorted(times[2:]), dtype=torch.float64)  # after connections are made
+        dist.all_reduce(slowest, dist.ReduceOp.MAX)
+        seconds = slowest[len(slowest) // 2].item()
+        rows.append({"op": "all_to_all", "world": world, "bytes": size, "seconds": seconds})
+    dist.all_reduce(sound, dist.ReduceOp.MIN)
+    return rows, bool(sound.item())
+
+
+if __name__ == "__main__":
+    main()
