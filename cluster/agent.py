@@ -41,7 +41,8 @@ from .recovery.deadman import Deadman
 from .recovery.node_check import NodeCheck
 from .tracebacks import last_traceback, read_tail, summarise
 from .warm.start import AgentProcess, Template, start_program
-from .watching.heartbeats import RankState, WatchedRanks, folder_of
+from .watching.heartbeats import folder_of
+from .watching.node import WatchingNode
 
 if TYPE_CHECKING:
     from .warm.spares import Spare
@@ -131,7 +132,7 @@ class AgentReport:
         return cls(**plain)
 
 
-class Node:
+class Node(WatchingNode):
     """Runs agents on one machine, for the supervision; on another machine as a Ray actor."""
 
     def __init__(self, address: str = "127.0.0.1", launch: Launch | None = None):
@@ -144,7 +145,6 @@ class Node:
         self._address = address
         self._attempt: Attempt | None = None
         self._agent: AgentProcess | None = None
-        self._watched: WatchedRanks | None = None
         self._deadman: Deadman | None = None
         self._warms_for = launch if launch and launch.warm_start and processes.IS_LINUX else None
         self._template: Template | None = None
@@ -187,8 +187,7 @@ class Node:
         attempt.log_dir.mkdir(parents=True, exist_ok=True)
         attempt.save(attempt.log_dir / "attempt.json")
         self._attempt = attempt
-        self._watched = WatchedRanks(attempt.heartbeats, attempt.ranks)
-        self._watched.open()
+        self.begin_watch(attempt.heartbeats, attempt.ranks, attempt.log_dir)
         self._warm_up()  # the last template may have been killed
         template = self._template
         if template is None:
@@ -221,11 +220,6 @@ class Node:
             exit_code=code,
         )
 
-    def heartbeats(self) -> list[RankState]:
-        """Returns where the ranks are; one that has not begun to train has no state yet."""
-        assert self._watched is not None, "start comes first"
-        return self._watched.look()
-
     def running_ranks(self) -> list[int]:
         """Returns the global ranks of this node whose process is alive."""
         return sorted(self._rank_pids())
@@ -250,8 +244,7 @@ class Node:
             pid for pid, marks in mine.items() if int(marks.get(processes.RANK, "-1")) in ranks
         )
         self._agent = None
-        if self._watched is not None:
-            self._watched.close()
+        self.end_watch()
 
     def end(self) -> None:
         """Ends the agent, its ranks and the template; nothing is left of this node."""

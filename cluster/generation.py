@@ -33,6 +33,7 @@ from .nodes import NodeHandle, NodeLost
 from .postmortem import find_root_cause, is_certain, left_early_cause, port_was_taken
 from .preparation import Preparation
 from .recovery.clock import RecoveryClock
+from .watching.watcher import RankWatcher, read_limits
 
 POLL_S = 0.2
 COLLECT_S = 3.0  # how long to wait for the other nodes' reports after the first failure
@@ -98,6 +99,13 @@ class Watch:
         self.stopping = False
         self.pausing = False
         self.rehearsed: RootCause | None = None
+        self.ranks = RankWatcher(
+            nodes,
+            world_size=self.launch.world_size,
+            limits=read_limits(self.run_dir),
+            stall_dir=f"logs/g{self.generation:03d}/stall",
+            note=self.note,
+        )
 
     def start(self) -> None:
         """Starts the generation's agents, node by node."""
@@ -144,9 +152,17 @@ class Watch:
                 return self.all_ranks_exited()
             if stop_requested(self.run_dir) == "now":
                 return Outcome("ended", step=self.step)
+            if cause := self.ranks.look():
+                return Outcome("failed", cause, self.step)
+            self.is_up |= self.ranks.all_have_started
             if not self.is_up and time.monotonic() - self.started > self.launch.start_timeout_s:
                 return Outcome("failed", self.too_slow())
             time.sleep(POLL_S)
+
+    def note(self, reason: str, **details: object) -> None:
+        """Appends to the journal what has happened beside the job's state, which stays as it is."""
+        running = State.RUNNING if self.step is not None else State.STARTING
+        self.log(State.STOPPING if self.stopping else running, reason, **details)
 
     def sign_of_life(self) -> None:
         """Touches the heartbeat; looks for a newer generation and for a stop flag."""

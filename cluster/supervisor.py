@@ -35,6 +35,7 @@ from .prepare import IN_FLIGHT_PER_CPU
 from .ray_session import NAMESPACE
 from .recovery.control_store import ControlStoreWatch, listens
 from .recovery.node_check import NodeCheck
+from .watching.evidence import Evidence
 from .watching.heartbeats import RankState
 
 # of a call to a node: it answers within milliseconds, or within seconds when processes resist
@@ -345,6 +346,10 @@ class RemoteNode:
     def heartbeats(self) -> list[RankState]:
         """Calls `Node.heartbeats` there."""
         return self._call("heartbeats")
+
+    def gather_evidence(self) -> list[Evidence]:
+        """Calls `Node.gather_evidence` there."""
+        return self._call("gather_evidence")
 
     def running_ranks(self) -> list[int]:
         """Calls `Node.running_ranks` there."""

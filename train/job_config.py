@@ -14,6 +14,8 @@ from pydantic import (
     model_validator,
 )
 
+from .limits import PhaseLimits
+
 
 class JobConfig(BaseModel):
     """Configures where a run is placed, and how often it is started again."""
@@ -34,7 +36,8 @@ class JobConfig(BaseModel):
     max_node_losses: NonNegativeInt = 100  # nodes and agents that died: restarts of their own
     start_timeout_s: float = Field(
         default=120.0, gt=0
-    )  # from a generation's start to its first evaluation or step
+    )  # from a generation's start until every rank has built its model
+    limits: PhaseLimits = PhaseLimits()
     # Fault drill: one rank is killed, once, when the run has reached this step. The run must not
     # notice.
     rehearse_failure_at_step: PositiveInt | None = None

@@ -9,6 +9,7 @@ numbers that are equal on all ranks, so no rank ever takes part in a collective 
 starts it, on one machine or on many nodes.
 """
 
+import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -105,7 +106,7 @@ def run_steps(run: Run, loader: Loader, log: MetricsLog) -> str:
         rate = learning_rate_at(config.optim, run.progress.step)
         result = step(run, batch, rate, data_ready=loader.ready)
         data_missing = result.data_missing
-        run.heartbeat.end_step()
+        run.heartbeat.end_step(own_s=result.own_s)
         clock.count_step()
         number = run.progress.step
         finished = number == config.train.steps
@@ -139,6 +140,7 @@ class StepResult:
     # targets in the loss, over all ranks; None: every one; 0: the step was skipped on all ranks
     counted_targets: int | None = None
     data_missing: bool = False  # some rank has no batch for the next step; the same on all ranks
+    own_s: float | None = None  # forward and backward here, without waiting for other ranks
 
 
 def step(
@@ -154,7 +156,9 @@ def step(
     counted = count_targets(micro_batches, run.process.device)
     run.optimizer.zero_grad()
     run.model.before_step(run.progress.step)
+    began_s = time.perf_counter()
     accumulate_gradients(run, micro_batches, meter, global_targets=counted)
+    own_s = time.perf_counter() - began_s - meter.waited_s
     run.reducer.reduce()
     asked = run.process.rank == 0 and (end_is_asked(run.run_dir) or run.checkpoints.must_stop)
     norm, (stop, data_missing) = clip_gradients(
@@ -164,7 +168,10 @@ def step(
         flags=(asked, not data_ready()),
     )
     update_weights(run, meter, rate=rate, grad_norm=norm.item(), counted_targets=counted)
-    return StepResult(meter, rate, norm.item(), stop, counted, data_missing)
+    on_host = run.process.device.type == "cpu"  # a GPU's work is not seen by this clock
+    return StepResult(
+        meter, rate, norm.item(), stop, counted, data_missing, own_s if on_host else None
+    )
 
 
 def accumulate_gradients(

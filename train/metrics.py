@@ -68,6 +68,11 @@ class StepMeter:
         """Notes what the step exchanged, by the names of the sparse layers."""
         self._exchanges = {name: counters.since(before[name]) for name, counters in after.items()}
 
+    @property
+    def waited_s(self) -> float:
+        """Returns how long this rank stood still for the step's exchanges."""
+        return sum(counters.waited_s for counters in self._exchanges.values())
+
     def reduce(self, **scalars: float) -> dict[str, Tensor]:
         """Sums over all ranks what was added, and the given scalars; a collective call.
 

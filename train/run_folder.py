@@ -61,6 +61,7 @@ _MAY_CHANGE = frozenset(
         "job.reset_restarts_after_steps",
         "job.max_node_losses",
         "job.start_timeout_s",
+        "job.limits",
         "job.rehearse_failure_at_step",
     }
 )

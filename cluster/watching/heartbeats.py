@@ -54,7 +54,8 @@ class WatchedRanks:
     def __init__(self, folder: Path, ranks: Iterable[int]) -> None:
         self.folder = folder
         self.ranks = list(ranks)
-        self._ready_ns: dict[tuple[int, int, float], int] = {}
+        self._ready_ns: dict[int, int] = {}  # by process, as of the last look
+        self._began_ns: dict[tuple[int, float], int] = {}  # at the look before a phase was seen
 
     def open(self) -> None:
         """Makes the folder, and removes those of this node's earlier generations."""
@@ -70,10 +71,15 @@ class WatchedRanks:
     def look(self) -> list[RankState]:
         """Returns where the ranks are; one that has not begun to train has no state yet."""
         beats = self.beats()
-        states = [self._state_of(rank, beat) for rank, beat in beats.items()]
-        current = {_key(rank, beat) for rank, beat in beats.items()}
-        self._ready_ns = {key: ns for key, ns in self._ready_ns.items() if key in current}
-        return states
+        ready_ns = {beat.pid: _ready_without_cpu_ns(beat.pid) for beat in beats.values()}
+        # What was waited between the last look and the beginning of the phase is counted for the
+        # phase: too much, by less than the time between two looks.
+        self._began_ns = {
+            key: self._began_ns.get(key, self._ready_ns.get(key[0], ready_ns[key[0]]))
+            for key in map(_key, beats.values())
+        }
+        self._ready_ns = ready_ns
+        return [self._state_of(rank, beat) for rank, beat in beats.items()]
 
     def beats(self) -> dict[int, Beat]:
         """Returns what the pages say, by rank."""
@@ -81,16 +87,16 @@ class WatchedRanks:
         return {rank: beat for rank, beat in found.items() if beat is not None}
 
     def _state_of(self, rank: int, beat: Beat) -> RankState:
-        ready_ns = _ready_without_cpu_ns(beat.pid)
-        since_ns = self._ready_ns.setdefault(_key(rank, beat), ready_ns)
+        age_s = max(0.0, time.monotonic() - beat.since_s)
+        starved_s = (self._ready_ns[beat.pid] - self._began_ns[_key(beat)]) / 1e9
         return RankState(
             rank=rank,
             phase=beat.phase.name.lower(),
             step=beat.step,
-            age_s=max(0.0, time.monotonic() - beat.since_s),
+            age_s=age_s,
             median_step_s=beat.median_step_s,
             own_step_s=beat.own_step_s,
-            starved_s=max(0, ready_ns - since_ns) / 1e9,
+            starved_s=min(max(0.0, starved_s), age_s),
             process=process_state(beat),
             pid=beat.pid,
         )
@@ -132,8 +138,8 @@ def _private_folder(run_dir: str) -> Path:
     return Path(run_dir) / "logs" / "heartbeats"
 
 
-def _key(rank: int, beat: Beat) -> tuple[int, int, float]:
-    return rank, beat.pid, beat.since_s
+def _key(beat: Beat) -> tuple[int, float]:
+    return beat.pid, beat.since_s
 
 
 def _ready_without_cpu_ns(pid: int) -> int:

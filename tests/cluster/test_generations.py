@@ -38,6 +38,7 @@ from moebius.cluster.job import (
 )
 from moebius.cluster.nodes import Capacity, NodeLost, NodesUnavailable
 from moebius.cluster.recovery.node_check import NodeCheck
+from moebius.cluster.watching.evidence import Evidence
 from moebius.cluster.watching.heartbeats import RankState
 from moebius.distributed.checkpoint.files import SaveFailedError
 
@@ -75,6 +76,9 @@ class PretendedNode:
         return self.act(self.run_dir)
 
     def heartbeats(self) -> list[RankState]:
+        return []
+
+    def gather_evidence(self) -> list[Evidence]:
         return []
 
     def running_ranks(self) -> list[int]:

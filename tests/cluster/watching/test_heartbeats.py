@@ -61,13 +61,19 @@ def test_the_state_of_the_process_is_told(watched, monkeypatch):
     assert ranks.look()[0].process == GONE
 
 
-def test_what_a_rank_waits_for_a_cpu_counts_from_the_first_look_at_its_phase(watched, monkeypatch):
+def test_what_a_rank_waits_for_a_cpu_counts_for_its_phase_from_the_look_before(
+    watched, monkeypatch
+):
     ranks, beats = watched
-    ready_s = iter([10.0, 14.0, 20.0, 21.0])
+    ready_s = iter([10.0, 14.0, 20.0, 21.0, 999.0])
     monkeypatch.setattr(heartbeats, "_ready_without_cpu_ns", lambda pid: int(next(ready_s) * 1e9))
+    began = beats._since_s
+    monkeypatch.setattr(heartbeats.time, "monotonic", lambda: began + 50.0)
     assert [ranks.look()[0].starved_s for _ in range(2)] == [0.0, 4.0]
-    beats.enter(Phase.STEP)
-    assert [ranks.look()[0].starved_s for _ in range(2)] == [0.0, 1.0]
+    beats._since_s = began + 1.0
+    beats._write()
+    assert [ranks.look()[0].starved_s for _ in range(2)] == [6.0, 7.0]
+    assert ranks.look()[0].starved_s == 49.0  # never more than the phase's age
 
 
 def test_a_new_generation_removes_the_pages_of_older_ones_of_its_node_alone(tmp_path):

@@ -1,0 +1,158 @@
+"""What can be learnt of ranks that no longer move, on their own machine, within seconds.
+
+Of every rank: the state of its process and where it waits in the kernel; the Python stacks of all
+its threads, which faulthandler writes on SIGUSR1 (train/heartbeat.py); and how far it has come in
+its collectives. All ranks are asked at once. A stopped process answers nothing: of it there is what
+/proc tells, and its stacks if py-spy is installed, which reads them from outside.
+
+It goes into one file per rank, logs/g001/stall/rank3.txt, which outlives the rank. Cost: about half
+a second where all answer, WAIT_S where one does not.
+"""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ...train.heartbeat import Beat, page_of
+from .heartbeats import GONE, STOPPED, process_state
+
+WAIT_S = 2.5
+_LOOK_S = 0.1
+_PY_SPY_S = 5.0
+_FRAME = re.compile(r'  File "(?P<file>[^"]+)", line (?P<line>\d+|\?\?\?) in (?P<name>.+)')
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What was learnt of one rank; plain values, as they come from another machine."""
+
+    rank: int
+    process: str  # the state of its process, as in `RankState`
+    where: str = ""  # innermost frame of ours in the main thread: loop.py:12 in step
+    # how far it has come in each of its groups (diagnosis.positions_in_groups); None: no answer
+    positions: list[dict[str, Any]] | None = None
+
+
+def gather(folder: Path, beats: dict[int, Beat], into: Path) -> list[Evidence]:
+    """Asks all ranks of this machine where they are, and writes what is known of each to a file.
+
+    Args:
+        folder: with the ranks' pages.
+        beats: what the pages say, by rank.
+        into: where the files go.
+    """
+    into.mkdir(parents=True, exist_ok=True)
+    asked = {rank: _Asked(page_of(folder, rank), beat) for rank, beat in beats.items()}
+    deadline = time.monotonic() + WAIT_S
+    waiting = list(asked.values())
+    while waiting and time.monotonic() < deadline:
+        time.sleep(_LOOK_S)
+        waiting = [each for each in waiting if not each.has_answered()]
+    found = []
+    for rank, each in sorted(asked.items()):
+        stacks, positions = each.stacks() or _stacks_from_outside(each.beat.pid), each.positions()
+        text = _describe(rank, each, stacks, positions)
+        (into / f"rank{rank}.txt").write_text(text, encoding="utf-8")
+        found.append(Evidence(rank, each.process, innermost_frame(stacks), positions))
+    return found
+
+
+def innermost_frame(stacks: str) -> str:
+    """Returns where the main thread is: its innermost frame of ours, else its innermost.
+
+    faulthandler lists a process's first thread last, and the innermost frame first.
+    """
+    main = re.split(r"^(?:Current )?[Tt]hread ", stacks, flags=re.MULTILINE)[-1]
+    frames = [match for line in main.splitlines() if (match := _FRAME.fullmatch(line))]
+    own = [frame for frame in frames if "/moebius/" in frame["file"]]
+    if not frames:
+        return ""
+    frame = (own or frames)[0]
+    return f"{Path(frame['file']).name}:{frame['line']} in {frame['name']}"
+
+
+class _Asked:
+    """One rank that was asked; a process that is stopped or gone is left alone."""
+
+    def __init__(self, page: Path, beat: Beat) -> None:
+        self.beat = beat
+        self.process = process_state(beat)
+        self._stacks, self._calls = page.with_suffix(".stacks"), page.with_suffix(".calls")
+        self._size = self._before = _size(self._stacks)
+        self._can_answer = self.process not in (GONE, *STOPPED)
+        if self._can_answer:
+            self._calls.unlink(missing_ok=True)
+            page.with_suffix(".ask").touch()
+            try:
+                os.kill(beat.pid, signal.SIGUSR1)
+            except ProcessLookupError:
+                self.process, self._can_answer = GONE, False
+
+    def has_answered(self) -> bool:
+        """Whether its answers are complete: stacks that have not grown since the last look."""
+        before, self._size = self._size, _size(self._stacks)
+        has_stacks = self._size > self._before and self._size == before
+        return not self._can_answer or (has_stacks and self._calls.exists())
+
+    def stacks(self) -> str:
+        """Returns what faulthandler wrote since the rank was asked."""
+        try:
+            return self._stacks.read_bytes()[self._before :].decode(errors="replace")
+        except FileNotFoundError:
+            return ""
+
+    def positions(self) -> list[dict[str, Any]] | None:
+        """Returns how far the rank has come in its groups; None if it gave no answer."""
+        if not self._can_answer or not self._calls.exists():
+            return None
+        return json.loads(self._calls.read_text(encoding="utf-8"))
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return 0
+
+
+def _stacks_from_outside(pid: int) -> str:
+    """Returns what py-spy reads from the process's memory; "" where it is not installed."""
+    program = shutil.which("py-spy")
+    if program is None:
+        return ""
+    command = [program, "dump", "--nonblocking", "--pid", str(pid)]
+    try:
+        run = subprocess.run(command, capture_output=True, timeout=_PY_SPY_S, check=False)
+    except subprocess.TimeoutExpired:
+        return ""
+    return (run.stdout or run.stderr).decode(errors="replace")
+
+
+def _describe(rank: int, asked: _Asked, stacks: str, positions: list[dict[str, Any]] | None) -> str:
+    age_s = time.monotonic() - asked.beat.since_s
+    lines = [
+        f"rank {rank}, process {asked.beat.pid}: phase {asked.beat.phase.name.lower()} of step "
+        f"{asked.beat.step} for {age_s:.1f} s",
+        f"state: {asked.process or 'not known'}; in the kernel: {_in_kernel(asked.beat.pid)}",
+        "",
+        "collectives:" if positions is not None else "collectives: no answer",
+    ]
+    for position in positions or []:
+        pending = position["pending"]
+        waits = f"waits in no. {pending[0]}: {pending[1]} of {pending[2]}" if pending else "in none"
+        lines.append(f"  group {position['description']!r}: issued {position['issued']}, {waits}")
+    return "\n".join([*lines, "", stacks or "no Python stacks: it did not answer SIGUSR1", ""])
+
+
+def _in_kernel(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/wchan").read_text(encoding="ascii") or "not known"
+    except OSError:
+        return "not known"

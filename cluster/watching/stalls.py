@@ -1,0 +1,124 @@
+"""When do ranks hang, and which of them is it that the others wait for? Pure functions.
+
+The ranks of a generation go in step: one that stands still holds all others within a step or two,
+in a collective. So a generation hangs when every rank is over the limit of its phase, and most of
+them are victims. Who is behind:
+
+1. a rank whose process is stopped or gone;
+2. else: every rank tells which collective it waits in, and who of the group has not come there is
+   blamed. Who is blamed and waits for nobody itself is behind (in groups that overlap, A may wait
+   for B and B for C: it is C);
+3. else the ranks at the lowest step, if not all are there.
+
+Where none of it holds, every rank came and no data does: the network, or all hang alike.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from .evidence import Evidence
+from .heartbeats import GONE, STOPPED, RankState
+
+STEP_S = 60.0  # the least limit of a step where job.limits does not say
+STEP_MEDIANS = 10.0
+
+
+@dataclass(frozen=True)
+class Stall:
+    """Ranks of which none moves any more."""
+
+    state: RankState  # of the rank that is behind; where none is, of the one that waits longest
+    behind: tuple[int, ...] = ()
+    waiting_in: str = ""  # the collective that others wait in for one that is behind
+
+
+def limit_of(state: RankState, limits: Mapping[str, float | None]) -> float | None:
+    """Returns how long a rank may be in its phase, in seconds; None: for ever.
+
+    Args:
+        state: of the rank.
+        limits: `PhaseLimits` as plain values.
+    """
+    if state.phase == "step" and limits.get("step_s") is None:
+        if not state.median_step_s:
+            return limits.get("compile_s")  # nobody knows yet how long a step takes
+        return max(STEP_S, STEP_MEDIANS * state.median_step_s)
+    return limits.get(f"{state.phase}_s")
+
+
+def is_stalled(
+    states: Iterable[RankState],
+    limits: Mapping[str, float | None],
+    *,
+    forgive_starved: bool = True,
+) -> bool:
+    """Whether every rank is over its limit, time without a CPU left out.
+
+    One that gets no CPU holds up all others: what it was starved of counts for none of them.
+    """
+    states = list(states)
+    starved_s = max((state.starved_s for state in states), default=0.0) if forgive_starved else 0.0
+    allowed = [limit_of(state, limits) for state in states]
+    return bool(states) and all(
+        limit is not None and state.age_s - starved_s > limit
+        for state, limit in zip(states, allowed, strict=True)
+    )
+
+
+def find_behind(states: Mapping[int, RankState], evidence: Mapping[int, Evidence]) -> Stall:
+    """Returns which ranks the others wait for, and in what.
+
+    Args:
+        states: of every rank, by rank.
+        evidence: of those that could be looked at.
+    """
+    dead = [rank for rank, found in evidence.items() if found.process in (GONE, *STOPPED)]
+    blamed = {rank: _blamed_by(rank, evidence) for rank in states}
+    culprits = set().union(*blamed.values())
+    roots = [rank for rank in culprits if not blamed.get(rank)]
+    lowest = min(state.step for state in states.values())
+    late = [rank for rank, state in states.items() if state.step == lowest]
+    behind = sorted(dead or roots or (late if len(late) < len(states) or len(late) == 1 else []))
+    longest = max(states.values(), key=lambda state: state.age_s)
+    state = next((states[rank] for rank in behind if rank in states), longest)
+    return Stall(state, tuple(behind), _waiting_for(set(behind), blamed, evidence))
+
+
+def _blamed_by(rank: int, evidence: Mapping[int, Evidence]) -> set[int]:
+    """Returns whom a rank waits for."""
+    found = evidence.get(rank)
+    blamed: set[int] = set()
+    for position in (found.positions or []) if found else []:
+        if position["pending"] is not None:
+            blamed |= _not_come(position["group"], position["pending"][0], position, evidence)
+    return blamed - {rank}
+
+
+def _not_come(
+    group: str, number: int, position: Mapping[str, Any], evidence: Mapping[int, Evidence]
+) -> set[int]:
+    return {
+        member for member in position["members"] if _issued(evidence.get(member), group) < number
+    }
+
+
+def _issued(found: Evidence | None, group: str) -> int:
+    """Returns the number of a rank's last collective in a group; 0: none, or it gives no answer."""
+    positions = (found.positions or []) if found else []
+    return max((each["issued"] for each in positions if each["group"] == group), default=0)
+
+
+def _waiting_for(
+    behind: set[int], blamed: Mapping[int, set[int]], evidence: Mapping[int, Evidence]
+) -> str:
+    """Returns the collective in which somebody waits for a rank that is behind."""
+    for rank, whom in sorted(blamed.items()):
+        for position in (evidence[rank].positions or []) if whom & behind else []:
+            if position["pending"] is None:
+                continue
+            number, operation, sizes = position["pending"]
+            if _not_come(position["group"], number, position, evidence) & behind:
+                group = position["description"]
+                return f"{operation} no. {number} of group {group!r} ({sizes})"
+    return ""
