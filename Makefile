@@ -11,7 +11,7 @@ WORKERS ?= 3
 PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 
 .NOTPARALLEL:
-.PHONY: help train test test-all kernels mutants lint docs wheel clean
+.PHONY: help train test test-all chaos chaos-run kernels mutants lint docs wheel clean
 
 help:  ## show this
 	@echo "moebius: expert-parallel pretraining of Mixture-of-Experts Universal Transformers"
@@ -26,6 +26,12 @@ test: $(VENV)/.installed-cluster $(VENV)/.installed-test  ## run the tests but t
 
 test-all: $(VENV)/.installed-cluster $(VENV)/.installed-test  ## run every test, the slow ones too
 	$(PYTEST) --durations=10 -m 'slow or not slow'
+
+chaos: $(VENV)/.installed-cluster $(VENV)/.installed-test  ## run all tests of the failure matrix F1-F30 and show it
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.chaos.report
+
+chaos-run: $(VENV)/.installed-cluster $(VENV)/.installed-test  ## shoot at a small job at random, and compare (CHAOS="--minutes 20 --seed 7")
+	$(BIN)/python -m tests.chaos.run $(CHAOS)
 
 kernels: $(VENV)/.installed-cluster $(VENV)/.installed-test  ## compile every Triton kernel for sm_90 and look at what came out
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow tests/kernels/triton/test_compiles.py

@@ -1,0 +1,404 @@
+"""The failure matrix F1–F30: what is injected, what must follow, and the tests that show it.
+
+`make chaos` runs these tests and prints the table (report.py). A line without tests, or with
+`missing`, says what nobody has shown.
+"""
+
+from dataclasses import dataclass
+
+_CLUSTER = "tests/cluster"
+_DATA = "tests/data_pipeline"
+_CHECKPOINT = "tests/distributed/checkpoint"
+_GENERATIONS = f"{_CLUSTER}/test_generations.py"
+_SUPERVISOR = f"{_CLUSTER}/test_supervisor.py"
+_NODE_LOSS = f"{_CLUSTER}/recovery/test_node_loss.py"
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One line of the matrix."""
+
+    id: str
+    injected: str
+    expected: str
+    tests: tuple[str, ...]  # node ids, without parameters
+    missing: str = ""  # what no test shows, and why
+
+
+def _in(file: str, *names: str) -> tuple[str, ...]:
+    return tuple(f"{file}::{name}" for name in names)
+
+
+MATRIX = (
+    Fault(
+        "F1",
+        "kill -9 a rank",
+        "a new generation from the last checkpoint; curve bit for bit that of an undisturbed run",
+        (
+            *_in(
+                _SUPERVISOR,
+                "test_a_killed_rank_is_recovered_from_and_the_curve_is_as_if_nothing_had_happened",
+            ),
+            *_in("tests/test_main_job.py", "test_a_killed_rank_leaves_no_trace_in_the_curve"),
+        ),
+    ),
+    Fault(
+        "F2",
+        "a rank raises at the same step every time",
+        "FAILED after three times, with rank, step and traceback; a mistake ends the job at once",
+        _in(
+            _GENERATIONS,
+            "test_the_same_error_at_the_same_step_three_times_is_the_end",
+            "test_the_same_error_at_different_steps_is_not",
+            "test_a_mistake_ends_the_job_at_once",
+        ),
+    ),
+    Fault(
+        "F3",
+        "a rank exits 0 early",
+        "no success: named as the cause, a new generation",
+        _in(
+            _GENERATIONS,
+            "test_exit_code_zero_without_a_good_result_is_a_failure",
+            "test_a_rank_that_leaves_early_is_the_cause_and_the_curve_is_as_if_nothing_had_happened",
+        ),
+    ),
+    Fault(
+        "F4",
+        "kill -9 an agent",
+        "its ranks die, a new generation",
+        (
+            *_in(_SUPERVISOR, "test_whoever_is_killed_the_job_goes_on"),
+            *_in(
+                f"{_CLUSTER}/test_agent.py",
+                "test_every_layer_dies_with_the_one_above",
+                "test_an_agent_that_was_killed_is_reported_as_a_failure",
+            ),
+        ),
+    ),
+    Fault(
+        "F5",
+        "kill -9 a node's actor",
+        "a new actor, a new generation",
+        _in(_SUPERVISOR, "test_whoever_is_killed_the_job_goes_on"),
+    ),
+    Fault(
+        "F6",
+        "power off a node, a spare is there",
+        "goes on on the spare, charged to infrastructure; the curve as undisturbed",
+        _in(_NODE_LOSS, "test_f6_a_spare_takes_the_place_and_f8_without_one_the_job_waits"),
+    ),
+    Fault(
+        "F7",
+        "power off a node, no spare, fewer nodes are enough",
+        "goes on with fewer after the wait, grows again; digests equal on 2, 1 and 2 ranks",
+        (
+            *_in(
+                _NODE_LOSS,
+                "test_f7_no_spare_it_goes_on_with_fewer_and_takes_back_the_others",
+                "test_f7_the_samples_are_the_same_on_any_number_of_nodes",
+            ),
+            *_in(f"{_CLUSTER}/recovery/test_placing.py", "test_then_it_goes_on_with_fewer"),
+        ),
+    ),
+    Fault(
+        "F8",
+        "power off a node, no spare, all are needed",
+        "PLACING until a node joins, then goes on",
+        (
+            *_in(_NODE_LOSS, "test_f6_a_spare_takes_the_place_and_f8_without_one_the_job_waits"),
+            *_in(
+                f"{_CLUSTER}/places/test_standing.py",
+                "test_a_job_on_a_cluster_that_stays_loses_a_node_and_gets_another",
+            ),
+            *_in(
+                f"{_CLUSTER}/recovery/test_placing.py",
+                "test_with_too_few_it_waits_for_ever_unless_told_otherwise",
+            ),
+        ),
+    ),
+    Fault(
+        "F9",
+        "power off the node of rank 0, which holds the store",
+        "as F6",
+        _in("tests/chaos/test_node_of_rank_0.py", "test_a_spare_takes_its_place"),
+    ),
+    Fault(
+        "F10",
+        "kill -9 the supervisor",
+        "restarted by Ray; takes over with a new generation, and nobody trains twice",
+        (
+            *_in(_SUPERVISOR, "test_whoever_is_killed_the_job_goes_on"),
+            *_in(
+                _GENERATIONS,
+                "test_a_restarted_supervisor_goes_on_and_remembers_the_failures",
+                "test_a_supervisor_that_was_superseded_stops_without_a_word",
+            ),
+        ),
+    ),
+    Fault(
+        "F11",
+        "kill -9 the command that submitted",
+        "the job goes on, and `status` knows it",
+        (
+            *_in(_NODE_LOSS, "test_f11_the_command_that_watches_is_killed_and_the_job_goes_on"),
+            *_in(
+                f"{_CLUSTER}/test_submit.py",
+                "test_a_detached_job_outlives_its_submitter_and_can_be_stopped",
+            ),
+        ),
+    ),
+    Fault(
+        "F12",
+        "SIGSTOP a rank",
+        "found by the limit of its phase, stacks kept, a new generation",
+        (),
+        missing="the supervision does not judge phases yet; only the collective's timeout ends it",
+    ),
+    Fault(
+        "F13",
+        "the store blocks",
+        "waited for and told; nobody is killed",
+        (
+            *_in(
+                f"{_DATA}/test_loader.py",
+                "test_a_store_that_blocks_is_waited_for_and_named",
+                "test_all_ranks_wait_at_the_same_step_and_say_what_for",
+            ),
+        ),
+    ),
+    Fault(
+        "F14",
+        "freeze a generation, thaw it when a newer one was announced",
+        "no commit, no word in the journal, its ranks end",
+        (
+            *_in(
+                "tests/chaos/test_split_brain.py",
+                "test_a_frozen_generation_that_thaws_late_changes_nothing",
+            ),
+            *_in(
+                f"{_CHECKPOINT}/test_checkpointer.py",
+                "test_a_stale_generation_may_not_commit",
+                "test_a_stale_generation_cleans_nothing_up",
+            ),
+        ),
+    ),
+    Fault(
+        "F15",
+        "kill a rank in each phase of writing a checkpoint",
+        "the last committed one loads; what was left is removed",
+        _in(
+            f"{_CHECKPOINT}/test_checkpointer.py",
+            "test_a_crash_leaves_the_last_good_one",
+            "test_leftovers_are_cleaned_but_not_those_of_a_later_generation",
+            "test_a_crash_between_the_two_renames_of_a_replacement_is_undone",
+        ),
+    ),
+    Fault(
+        "F16",
+        "flip a byte of a checkpoint, truncate or delete a file",
+        "found by its hash, set aside; the one before is used, and the journal says so",
+        (
+            *_in(
+                f"{_CHECKPOINT}/test_recovery.py",
+                "test_the_one_before_is_taken_by_all_ranks",
+                "test_several_damaged_ones_are_passed_over",
+                "test_with_none_left_nothing_is_moved_and_the_error_lists_all",
+            ),
+            *_in("tests/train/test_damaged_checkpoint.py", "test_the_losses_do_not_notice"),
+            *_in(_GENERATIONS, "test_what_happened_to_checkpoints_is_in_the_journal"),
+        ),
+    ),
+    Fault(
+        "F17",
+        "flip a bit of a token batch, truncate or delete a shard",
+        "fail, refetch or skip as configured; what is skipped is the same on resume and any layout",
+        _in(
+            f"{_DATA}/test_corruption.py",
+            "test_by_default_damage_ends_the_run_and_is_named",
+            "test_a_replica_heals_and_nobody_notices",
+            "test_all_ranks_and_every_restart_decide_alike",
+            "test_a_file_that_is_cut_off_or_gone_is_passed_over_alike_on_every_layout",
+            "test_a_shard_that_is_gone_is_too_much",
+        ),
+    ),
+    Fault(
+        "F18",
+        "kill tokenising tasks, their node, the preparing process",
+        "shards and manifest byte for byte as undisturbed",
+        (
+            *_in(
+                f"{_CLUSTER}/test_prepare.py",
+                "test_killed_tasks_and_a_killed_driver_change_no_byte",
+                "test_a_killed_node_changes_no_byte",
+            ),
+            *_in(
+                f"{_DATA}/making/test_same_bytes.py",
+                "test_killing_the_whole_preparation_at_any_moment_changes_nothing",
+                "test_killing_workers_at_any_moment_changes_nothing",
+            ),
+        ),
+    ),
+    Fault(
+        "F19",
+        "poison documents and files",
+        "quarantined; the rest is complete and its order defined",
+        (
+            *_in(
+                f"{_CLUSTER}/test_prepare.py",
+                "test_poison_is_quarantined_and_the_rest_has_the_same_bytes",
+            ),
+            *_in(
+                f"{_DATA}/making/test_poison.py",
+                "test_a_crash_of_the_process_is_quarantined_after_three_tries",
+                "test_a_unit_that_fails_when_it_is_tokenised_leaves_the_order_as_it_was",
+            ),
+        ),
+    ),
+    Fault(
+        "F20",
+        "F18 while ranks train on what is sealed",
+        "samples, losses and weights as when prepared first",
+        (
+            *_in(
+                f"{_CLUSTER}/test_train_while_tokenising.py",
+                "test_submit_trains_while_workers_and_the_preparing_process_are_killed",
+            ),
+            *_in(
+                f"{_DATA}/test_growth.py",
+                "test_training_while_workers_are_killed_is_training_after",
+            ),
+        ),
+    ),
+    Fault(
+        "F21",
+        "a user's stop, a notice of preemption",
+        "a checkpoint at the step boundary, STOPPED or PREEMPTED; resumed exactly",
+        (
+            *_in(
+                _GENERATIONS,
+                "test_ctrl_c_ends_a_run_at_a_step_boundary_and_the_next_one_goes_on",
+                "test_a_preemption_notice_ends_the_job_as_preempted",
+            ),
+            *_in(
+                "tests/train/test_parity.py",
+                "test_a_stop_ends_all_ranks_at_one_step_with_a_checkpoint",
+                "test_resumed_equals_uninterrupted_bit_for_bit",
+            ),
+            *_in(
+                "tests/chaos/test_preemption.py",
+                "test_sigterm_preempts_and_resume_makes_the_same_run",
+            ),
+        ),
+    ),
+    Fault(
+        "F22",
+        "the disk is full when a checkpoint is written",
+        "goes on or stops as configured, with a clear message; the one before stays",
+        (
+            *_in(
+                "tests/train/test_damaged_checkpoint.py",
+                "test_a_full_disk_costs_a_checkpoint_and_not_the_run",
+                "test_a_run_may_be_told_to_stop_where_it_cannot_save",
+            ),
+            *_in(
+                f"{_CHECKPOINT}/test_checkpointer.py",
+                "test_a_full_disk_spares_the_previous_one_and_all_ranks_hear",
+            ),
+        ),
+    ),
+    Fault(
+        "F23",
+        "resume with another layout, batch, seed or data",
+        "layout: equal digests; anything that changes the run: refused with the difference",
+        (
+            *_in(
+                "tests/train/test_parity.py",
+                "test_resumed_on_another_layout_gives_the_same_losses",
+            ),
+            *_in(
+                f"{_DATA}/test_loader.py",
+                "test_any_number_of_ranks_sees_the_same_samples",
+                "test_a_position_of_another_order_is_refused_with_the_difference",
+            ),
+        ),
+    ),
+    Fault(
+        "F24",
+        "a request that cannot be met, nodes that lack something",
+        "FAILED in time, before a rank is started, with what is missing and where",
+        (
+            *_in(
+                _SUPERVISOR,
+                "test_what_the_cluster_cannot_hold_fails_in_time_and_says_what_is_missing",
+                "test_nodes_must_run_the_same_software",
+            ),
+            *_in(
+                _GENERATIONS,
+                "test_a_node_that_lacks_something_ends_the_job_before_a_rank_is_started",
+            ),
+        ),
+    ),
+    Fault(
+        "F25",
+        "two jobs of one name on one cluster, one fails",
+        "the other does not notice",
+        _in(_SUPERVISOR, "test_two_jobs_share_a_cluster_and_the_failure_of_one_is_not_the_other_s"),
+    ),
+    Fault(
+        "F26",
+        "a rank ignores SIGTERM, or hangs in the kernel",
+        "killed; a node with what cannot be killed is not used again",
+        (),
+        missing="a process in state D cannot be made without a broken device; nodes are not excluded",
+    ),
+    Fault(
+        "F27",
+        "no token, a wrong token",
+        "refused, and told what to set",
+        _in(
+            f"{_CLUSTER}/test_simulated.py",
+            "test_a_stranger_is_refused_and_told_what_to_set",
+            "test_who_has_the_token_is_let_in",
+        ),
+    ),
+    Fault(
+        "F28",
+        "torch's elastic restarts in place, with its shared store",
+        "not used: an agent never restarts by itself, and the store is not shared",
+        _in(
+            f"{_CLUSTER}/test_agent.py",
+            "test_ranks_get_nothing_of_ray_and_everything_of_ours",
+        ),
+        missing="the defect of torch itself has no test here: generations are static",
+    ),
+    Fault(
+        "F29",
+        "logs of many generations, followed across restarts",
+        "complete and in order; the tail of a long log reads only its end",
+        _in(
+            f"{_CLUSTER}/reports/test_logs.py",
+            "test_logs_are_followed_across_generations_until_the_job_ends",
+            "test_the_tail_of_a_rank_reaches_back_over_its_restarts",
+            "test_the_tail_of_a_log_longer_than_a_block",
+        ),
+        missing="bounded logs: there is no rotation",
+    ),
+    Fault(
+        "F30",
+        "a clock that jumps, ranks without CPU",
+        "nobody is taken for dead: life is judged by change, phases by the monotonic clock",
+        (
+            *_in(
+                f"{_CLUSTER}/recovery/test_life.py",
+                "test_a_clock_that_jumped_since_the_last_beat_deceives_nobody",
+                "test_who_watches_judges_by_change_alone",
+            ),
+            *_in("tests/train/test_heartbeat.py", "test_the_clock_on_the_wall_does_not_matter"),
+            *_in(
+                f"{_CLUSTER}/watching/test_heartbeats.py",
+                "test_what_a_rank_waits_for_a_cpu_counts_from_the_first_look_at_its_phase",
+            ),
+        ),
+    ),
+)

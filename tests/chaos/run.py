@@ -1,0 +1,272 @@
+"""The random chaos run: a small job on a simulated cluster, shot at for minutes, must end with the
+weights of a job that nobody disturbed.
+
+    python -m tests.chaos.run --minutes 20 --seed 7 --nodes 4          (make chaos-run)
+
+Four pretended nodes train with one rank each while their data is tokenised. Every 20 to 60 s a
+fault of plan.py is injected; a node that is powered off is replaced some seconds later. Afterwards
+`moebius train` makes the same run undisturbed, and compared are: SHA-256 over all tensors of the
+last checkpoint, optimizer included; digest of the samples and loss of each step; SHA-256 over the
+prepared data. The layout never changes, so all of it must be equal bit for bit.
+
+What is not injected: damage to token batches. Without a replica it ends a run, as configured
+(tests/data_pipeline/test_corruption.py).
+
+The plan is printed first; the same seed makes the same plan. What a fault meets depends on the
+machine's speed. All is kept in build/chaos/seed-N; report.json there has the figures. Exit code 0:
+equal, and no process was left.
+"""
+
+import argparse
+import json
+import os
+import secrets
+import shutil
+import subprocess
+import sys
+import time
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from moebius.cluster.job import Journal, JournalEntry, State, read_status
+from moebius.cluster.places.standing import StandingCluster, end_cluster, start_cluster
+from moebius.cluster.recovery.life import LifeWatch
+from moebius.cluster.submit import submit
+from tests.chaos.job_under_fire import (
+    SLOW_S,
+    changes,
+    configure,
+    curve,
+    data_hash,
+    weights_hash,
+    write_texts,
+)
+from tests.chaos.plan import KINDS, OF_THE_DATA, Planned, make_plan
+from tests.chaos.victims import Target
+
+ROOT = Path(__file__).resolve().parents[2]
+MARK = "MOEBIUS_CHAOS"  # in the environment of every process that a chaos run starts
+START_S = 240.0  # until the first step
+GRACE = 2.0  # times the planned minutes, and the start: then the job is given up
+
+
+@dataclass(frozen=True)
+class Injected:
+    """One fault that was injected, and what the journal says of it."""
+
+    at_s: float
+    kind: str
+    victim: str
+    step: int | None
+    generation: int
+    recovery_s: float | None = None  # to the first step of a newer generation
+
+
+def main() -> int:
+    """Runs it; returns the exit code."""
+    given = _arguments()
+    folder = ROOT / "build" / "chaos" / f"seed-{given.seed}"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    mark = secrets.token_hex(8)
+    own = {MARK: mark, "XDG_STATE_HOME": str(folder / "state"), "SLOW_S": str(SLOW_S)}
+    os.environ.update(own | {"OMP_NUM_THREADS": "1"})
+    console = Console()
+    plan = make_plan(given.seed, given.minutes * 60)
+    console.print(_plan_table(given.seed, plan))
+    write_texts(folder, given.minutes)
+    injected, report = _disturbed(folder, plan, given, console)
+    if left := processes_left(mark):
+        report["left"] = left
+    if report["state"] == State.SUCCEEDED.value:
+        report |= _compare(folder, given, console)
+    report["injected"] = [asdict(one) for one in injected]
+    (folder / "report.json").write_text(json.dumps(report, indent=1))
+    return _tell(injected, report, console)
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m tests.chaos.run", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--minutes", type=float, default=20.0, help="of injections")
+    parser.add_argument("--seed", type=int, default=secrets.randbelow(10_000))
+    parser.add_argument("--nodes", type=int, default=4)
+    given = parser.parse_args()
+    if given.minutes <= 0 or given.nodes < 2:
+        parser.error("--minutes must be above 0, and --nodes at least 2")
+    return given
+
+
+def _disturbed(
+    folder: Path, plan: list[Planned], given: argparse.Namespace, console: Console
+) -> tuple[list[Injected], dict[str, Any]]:
+    """Runs the job under fire to its end."""
+    overrides = changes(folder, "growing", minutes=given.minutes, nodes=given.nodes)
+    config = configure([*overrides, "train.start_when.eras=1"])
+    cluster = start_cluster(given.nodes, cpus_per_node=2, name="chaos")
+    run_dir = folder / "disturbed"
+    try:
+        submit(config, run_dir, address="simulated:chaos", detach=True, console=console)
+        injected = _inject(cluster, run_dir, plan, console)
+        _await_end(run_dir, given.minutes * 60 * GRACE + START_S)
+    finally:
+        end_cluster(cluster, force=True)
+    status = read_status(run_dir)
+    entries = Journal(run_dir).entries()
+    report = {
+        "seed": given.seed,
+        "minutes": given.minutes,
+        "nodes": given.nodes,
+        "state": status.state.value,
+        "reason": status.reason,
+        "generations": status.generation,
+        "steps": status.step,
+        "took_s": round(entries[-1].time - entries[0].time, 1),
+    }
+    return [_with_recovery(one, entries) for one in injected], report
+
+
+def _inject(
+    cluster: StandingCluster, run_dir: Path, plan: list[Planned], console: Console
+) -> list[Injected]:
+    """Carries out the plan, from the first step on, for as long as the job lives."""
+    deadline = time.monotonic() + START_S
+    while read_status(run_dir).step is None and not _is_over(run_dir):
+        if time.monotonic() > deadline:
+            return []
+        time.sleep(0.5)
+    target, began, injected = Target(cluster, run_dir), time.monotonic(), []
+    for planned in plan:
+        while time.monotonic() - began < planned.at_s and not _is_over(run_dir):
+            time.sleep(0.5)
+        if _is_over(run_dir):
+            break
+        status, now = read_status(run_dir), time.time()
+        victim = target.hit(planned)
+        one = Injected(now, planned.kind, victim, status.step, status.generation)
+        injected.append(one)
+        seconds = time.monotonic() - began
+        words = f"{seconds:6.1f} s, step {status.step}: {KINDS[planned.kind]}: {victim or 'nobody'}"
+        console.print(Text(words))
+    return injected
+
+
+def _is_over(run_dir: Path) -> bool:
+    return read_status(run_dir).state.is_final
+
+
+def _await_end(run_dir: Path, timeout_s: float) -> None:
+    life, deadline = LifeWatch(run_dir), time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        if read_status(run_dir, life=life).state.is_final:
+            return
+        time.sleep(0.5)
+
+
+def _with_recovery(one: Injected, entries: list[JournalEntry]) -> Injected:
+    """Adds how long it took from the fault to the first step of a newer generation."""
+    recovery_s = None
+    if one.victim and one.kind not in OF_THE_DATA:
+        for entry in entries:
+            is_newer = entry.time > one.at_s and entry.generation > one.generation
+            if is_newer and entry.state is State.RUNNING:
+                recovery_s = round(entry.time - one.at_s, 1)
+                break
+    return replace(one, at_s=round(one.at_s - entries[0].time, 1), recovery_s=recovery_s)
+
+
+def processes_left(mark: str, *, within_s: float = 10.0) -> list[str]:
+    """Returns the command lines of what this run has started and still lives."""
+    deadline = time.monotonic() + within_s
+    while (left := _marked(mark)) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    return left
+
+
+def _marked(mark: str) -> list[str]:
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.pid != os.getpid() and process.environ().get(MARK) == mark:
+                found.append(f"{process.pid} {' '.join(process.cmdline())[:200]}")
+        except (psutil.Error, OSError):
+            continue
+    return found
+
+
+def _compare(folder: Path, given: argparse.Namespace, console: Console) -> dict[str, Any]:
+    """Makes the same run undisturbed, on this machine, and compares."""
+    console.print("the same run undisturbed …")
+    overrides = changes(folder, "prepared", minutes=given.minutes, nodes=given.nodes)
+    program = "from moebius.cli.main import main; main()"
+    run_dir = folder / "undisturbed"
+    with open(folder / "undisturbed.log", "wb") as log:
+        subprocess.run(
+            [
+                sys.executable,
+                "-c",
+                program,
+                "train",
+                "smoke",
+                *overrides,
+                "--run-dir",
+                str(run_dir),
+            ],
+            cwd=folder,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            env=os.environ | {"SLOW_S": "0"},
+            check=True,
+        )
+    disturbed = folder / "disturbed"
+    one, other = curve(disturbed), curve(run_dir)
+    return {
+        "weights": [weights_hash(disturbed), weights_hash(run_dir)],
+        "data": [data_hash(folder / "growing"), data_hash(folder / "prepared")],
+        "digests equal": {k: v[0] for k, v in one.items()} == {k: v[0] for k, v in other.items()},
+        "losses equal": one == other,
+    }
+
+
+def _is_equal(report: dict[str, Any]) -> bool:
+    return (
+        report["state"] == State.SUCCEEDED.value
+        and len(set(report["weights"])) == len(set(report["data"])) == 1
+        and report["digests equal"]
+        and report["losses equal"]
+    )
+
+
+def _tell(injected: list[Injected], report: dict[str, Any], console: Console) -> int:
+    table = Table("after", "step", "injected", "hit", "new step after")
+    for one in injected:
+        recovery = "–" if one.recovery_s is None else f"{one.recovery_s:.1f} s"
+        victim = Text(one.victim or "nobody was there")
+        table.add_row(f"{one.at_s:.0f} s", str(one.step), KINDS[one.kind], victim, recovery)
+    console.print(table)
+    left, is_equal = report.get("left", []), _is_equal(report)
+    for key, value in report.items():
+        if key != "injected":
+            console.print(Text(f"{key}: {value}"), highlight=False)
+    console.print(Text("processes left: " + ("none" if not left else "; ".join(left))))
+    verdict = "EQUAL" if is_equal else "NOT EQUAL to the undisturbed run, or not finished"
+    console.print(Text(f"seed {report['seed']}: {verdict}", style="green" if is_equal else "red"))
+    return 0 if is_equal and not left else 1
+
+
+def _plan_table(seed: int, plan: list[Planned]) -> Table:
+    table = Table("after", "injected", "draw", title=f"plan of seed {seed}")
+    for planned in plan:
+        table.add_row(f"{planned.at_s:.1f} s", KINDS[planned.kind], f"{planned.draw:.3f}")
+    return table
+
+
+if __name__ == "__main__":
+    sys.exit(main())
