@@ -11,6 +11,8 @@ _DATA = "tests/data_pipeline"
 _CHECKPOINT = "tests/distributed/checkpoint"
 _GENERATIONS = f"{_CLUSTER}/test_generations.py"
 _SUPERVISOR = f"{_CLUSTER}/test_supervisor.py"
+_WATCHING = f"{_CLUSTER}/watching"
+_REAL_RANKS = f"{_WATCHING}/test_real_ranks.py"
 _NODE_LOSS = f"{_CLUSTER}/recovery/test_node_loss.py"
 
 
@@ -151,9 +153,14 @@ MATRIX = (
     Fault(
         "F12",
         "SIGSTOP a rank",
-        "found by the limit of its phase, stacks kept, a new generation",
-        (),
-        missing="the supervision does not judge phases yet; only the collective's timeout ends it",
+        "found by the limit of its phase, stacks kept, the rank named, a new generation",
+        (
+            *_in(_REAL_RANKS, "test_a_stopped_rank_is_named_and_the_run_goes_on"),
+            *_in(
+                f"{_WATCHING}/test_watcher.py",
+                "test_a_stall_ends_the_generation_with_rank_operation_and_place",
+            ),
+        ),
     ),
     Fault(
         "F13",
@@ -165,6 +172,7 @@ MATRIX = (
                 "test_a_store_that_blocks_is_waited_for_and_named",
                 "test_all_ranks_wait_at_the_same_step_and_say_what_for",
             ),
+            *_in(_REAL_RANKS, "test_a_loader_that_blocks_is_told_and_not_killed"),
         ),
     ),
     Fault(
@@ -348,8 +356,8 @@ MATRIX = (
     Fault(
         "F26",
         "a rank ignores SIGTERM, or hangs in the kernel",
-        "killed; a node with what cannot be killed is not used again",
-        (),
+        "named with its line and killed; a node with what cannot be killed is not used again",
+        _in(_REAL_RANKS, "test_a_rank_that_hangs_deaf_to_sigterm_is_named_with_its_line"),
         missing="a process in state D cannot be made without a broken device; nodes are not excluded",
     ),
     Fault(
@@ -395,9 +403,10 @@ MATRIX = (
                 "test_who_watches_judges_by_change_alone",
             ),
             *_in("tests/train/test_heartbeat.py", "test_the_clock_on_the_wall_does_not_matter"),
+            *_in(_REAL_RANKS, "test_a_rank_without_cpu_is_slow_and_no_hang"),
             *_in(
-                f"{_CLUSTER}/watching/test_heartbeats.py",
-                "test_what_a_rank_waits_for_a_cpu_counts_from_the_first_look_at_its_phase",
+                f"{_WATCHING}/test_heartbeats.py",
+                "test_what_a_rank_waits_for_a_cpu_counts_for_its_phase_from_the_look_before",
             ),
         ),
     ),
