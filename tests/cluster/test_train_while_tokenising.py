@@ -188,7 +188,8 @@ def test_submit_trains_while_workers_and_the_preparing_process_are_killed(folder
     for words in ("preparing data: tokenising", "eras sealed", "tokens/s", "SUCCEEDED  finished"):
         assert words in output
     assert read_status(run_dir).generation == 1, "the ranks noticed nothing"
-    assert "the data is complete" in told(run_dir)
+    # The ranks may end before the preparing process does, and then nobody journals that it has:
+    # that the data is complete is seen in the folder.
     assert_same_as(run_dir, afterwards, folder / "growing")
 
 
