@@ -6,6 +6,7 @@ once. Handlers import what they need when they are called.
 """
 
 import argparse
+import os
 import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -66,3 +67,20 @@ def add_overrides(parser: argparse.ArgumentParser, *, metavar: str = "section.ke
 def add_run_argument(parser: argparse.ArgumentParser) -> None:
     """Declares the run folder that a command looks into."""
     parser.add_argument("run_dir", type=Path, metavar="RUN", help="a run folder")
+
+
+def add_unauthenticated(parser: argparse.ArgumentParser) -> None:
+    """Declares the option by which a cluster that asks for no token is used all the same."""
+    parser.add_argument(
+        "--allow-unauthenticated",
+        action="store_true",
+        help="use a cluster on the network that asks for no token: whoever reaches it runs code in it",
+    )
+
+
+def allow_unauthenticated(options: argparse.Namespace) -> None:
+    """Hands on that the option was given."""
+    from ..cluster.ray_session import ALLOW_UNAUTHENTICATED
+
+    if options.allow_unauthenticated:
+        os.environ[ALLOW_UNAUTHENTICATED] = "1"

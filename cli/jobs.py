@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,6 +12,8 @@ from .arguments import (
     add_config_arguments,
     add_overrides,
     add_run_argument,
+    add_unauthenticated,
+    allow_unauthenticated,
 )
 from .configurations import resolve_config
 from .emit import add_emit_arguments, emit
@@ -84,11 +85,7 @@ def _add_place(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--detach", action="store_true", help="return once the supervisor is up (with --address)"
     )
-    parser.add_argument(
-        "--allow-unauthenticated",
-        action="store_true",
-        help="use a cluster on the network that asks for no token: whoever reaches it runs code in it",
-    )
+    add_unauthenticated(parser)
 
 
 def _add_resume(commands: Commands) -> None:
@@ -122,21 +119,14 @@ def _submit(options: argparse.Namespace) -> int:
         return emit(options)
     from ..cluster.submit import submit
 
-    _allow_unauthenticated(options)
+    allow_unauthenticated(options)
     config, run_dir = _resolve(options)
     return submit(config, run_dir, address=options.address, detach=options.detach).exit_code
 
 
-def _allow_unauthenticated(options: argparse.Namespace) -> None:
-    from ..cluster.ray_session import ALLOW_UNAUTHENTICATED
-
-    if options.allow_unauthenticated:
-        os.environ[ALLOW_UNAUTHENTICATED] = "1"
-
-
 def _resume(options: argparse.Namespace) -> int:
     """Carries out `moebius resume`."""
-    _allow_unauthenticated(options)
+    allow_unauthenticated(options)
     from ..cluster.job import JobError, State, refuse_if_running
     from ..cluster.reports.run_report import read_report
 

@@ -10,7 +10,13 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .arguments import Commands, add_command, add_overrides
+from .arguments import (
+    Commands,
+    add_command,
+    add_overrides,
+    add_unauthenticated,
+    allow_unauthenticated,
+)
 
 if TYPE_CHECKING:
     from ..data_pipeline.config import DataConfig
@@ -90,6 +96,7 @@ def add_commands(commands: Commands) -> None:
     parser.add_argument(
         "--address", metavar="ADDRESS", help="spread the work over this Ray cluster"
     )
+    add_unauthenticated(parser)
     parser.add_argument(
         "--shuffle-documents",
         action="store_true",
@@ -118,6 +125,7 @@ def _prepare(options: argparse.Namespace) -> int:
     if options.address is not None or options.ray:
         from ..cluster.submit import prepare_on_cluster
 
+        allow_unauthenticated(options)
         manifest = prepare_on_cluster(
             data, address=options.address, workers=options.workers, on_poison=options.on_poison
         )

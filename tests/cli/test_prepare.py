@@ -1,12 +1,15 @@
 """`moebius prepare`: a file, options and single keys say what is made, in that order."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
 
 from moebius.cli.main import main, parse
 from moebius.cli.prepare import _data_config
+from moebius.cluster import submit
+from moebius.cluster.ray_session import ALLOW_UNAUTHENTICATED
 from moebius.data_pipeline.config import DataConfig
 from moebius.data_pipeline.manifest import read_manifest
 from moebius.data_pipeline.token_store import TokenStore
@@ -133,3 +136,19 @@ def test_a_file_of_several_sources_is_prepared(tmp_path, monkeypatch, capsys):
     said = capsys.readouterr().out
     assert "source asked: 1 eras" in said
     assert "1 empty" in said
+
+
+@pytest.mark.parametrize("allowed", [True, False])
+def test_a_cluster_that_asks_for_no_token_is_used_if_that_is_said(allowed, tmp_path, monkeypatch):
+    said = []
+
+    def prepare_on_cluster(*_: object, **__: object) -> None:
+        said.append(os.environ.get(ALLOW_UNAUTHENTICATED))
+        raise ValueError("seen")
+
+    monkeypatch.setattr(submit, "prepare_on_cluster", prepare_on_cluster)
+    monkeypatch.setenv(ALLOW_UNAUTHENTICATED, "")
+    words = ["prepare", "--output", str(tmp_path / "d"), "--address", "10.0.0.1:6379"]
+    with pytest.raises(SystemExit):
+        main([*words, *(["--allow-unauthenticated"] if allowed else [])])
+    assert said == ["1" if allowed else ""]
