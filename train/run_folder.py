@@ -4,6 +4,7 @@ config.json · journal.jsonl · metrics.jsonl · preparation.jsonl · checkpoint
 skipped/ · tensorboard/ · result.json · summary.png
 """
 
+import errno
 import os
 import tempfile
 from datetime import datetime
@@ -118,8 +119,10 @@ def _make_writable(run_dir: Path) -> None:
         with tempfile.NamedTemporaryFile(dir=run_dir):
             pass
     except OSError as error:
+        # a file where a folder above it should be
+        number = errno.ENOTDIR if isinstance(error, FileExistsError) else error.errno or 0
         raise ConfigError(
-            f"{run_dir}: the run folder cannot be written ({os.strerror(error.errno or 0)}); "
+            f"{run_dir}: the run folder cannot be written ({os.strerror(number)}); "
             "choose another with --run-dir or change its permissions"
         ) from None
 

@@ -39,6 +39,7 @@ logger = logging.getLogger(__name__)
 
 REPORT_S = 3.0  # how long ranks are waited for that may be dead
 _LOOK_S = 1.0
+_CONNECT_S = timedelta(seconds=30)
 _REQUESTED = "diagnosis/requested"
 _FOUND = "diagnosis/found"
 _RECENT = 16  # collectives of each group that a rank tells of
@@ -338,8 +339,18 @@ def _whereabouts(call: CollectiveCall, report: RankReport) -> str:
 
 
 def _own_connection(store: Store) -> Store:
-    """Opens another connection to the store: a wait holds its own, the rank's must stay free."""
-    return store.clone()  # pyright: ignore[reportAttributeAccessIssue]
+    """Opens another connection to the store: a wait holds its own, the rank's must stay free.
+
+    Connecting has at least `_CONNECT_S`, however short the waits at the store are to be.
+    """
+    timeout: timedelta = store.timeout  # pyright: ignore[reportAttributeAccessIssue]
+    store.set_timeout(max(timeout, _CONNECT_S))
+    try:
+        own = store.clone()  # pyright: ignore[reportAttributeAccessIssue]
+    finally:
+        store.set_timeout(timeout)
+    own.set_timeout(timeout)
+    return own
 
 
 def _members(group: str) -> list[int]:

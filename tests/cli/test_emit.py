@@ -63,8 +63,8 @@ def test_a_runs_configuration_is_a_configuration(tmp_path):
     assert resolve_config(path, []) == config
     assert resolve_config(path, ["train.steps=9"]).train.steps == 9
     for text, told in (
-        ("{", "not valid JSON"),
-        ("[" * 99999, "not valid JSON"),
+        ("{", "is damaged, and no configuration"),
+        ("[" * 99999, "is damaged, and no configuration"),
         ('{"a": 1}', "a: unk"),
     ):
         Path(path).write_text(text)

@@ -29,6 +29,8 @@ from moebius.cluster.preparation import Preparation, workers_beside
 from moebius.cluster.preparation_progress import EXIT_FAILED, PREPARATION, ProgressLog
 from moebius.cluster.summary import closing_words
 from moebius.cluster.watch import View, follow, render
+from moebius.cluster.watching.evidence import Evidence
+from moebius.cluster.watching.heartbeats import RankState
 from moebius.data_pipeline.errors import PrepareError
 from moebius.data_pipeline.growth import give_up, given_up
 from moebius.data_pipeline.making.progress import PrepareProgress, SourceProgress
@@ -103,6 +105,12 @@ class Nodes:
         if not report.ok:
             (self.run_dir / "metrics.jsonl").write_text('{"kind": "train", "step": 3, "loss": 1}\n')
         return report
+
+    def heartbeats(self) -> list[RankState]:
+        return []
+
+    def gather_evidence(self) -> list[Evidence]:
+        return []
 
     def running_ranks(self) -> list[int]:
         return []

@@ -169,5 +169,5 @@ def test_data_that_is_not_enough_is_told_before_the_first_step(made, tmp_path) -
     config = make_config(made, steps=100, max_epochs={"text": 2})
     with pytest.raises(Exception, match=r"max_epochs=2: they are used up before sample 800"):
         run_ranks(run_training, 1, config, tmp_path / "run")
-    assert not seen(tmp_path / "run")
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
     assert issubclass(DataError, ValueError)

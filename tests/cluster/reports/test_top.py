@@ -25,7 +25,7 @@ def run_dir(tmp_path: Path) -> Path:
     (tmp_path / "generation").write_text("2")
     (tmp_path / "config.json").write_text('{"train": {"steps": 10}}')
     (tmp_path / "metrics.jsonl").write_text(
-        '{"kind": "train", "step": 3, "loss": 1.0, "tokens_per_s": 2000.0}\n{"kind": "eval"}\n'
+        '{"kind": "train", "step": 3, "loss": 1.0, "tokens_per_s": 2000.0}\n{"kind": "eval", "step": 3, "loss": 1.0}\n'
     )
     for generation, address in ((1, "127.0.0.9"), (2, "127.0.0.2")):
         node = tmp_path / "logs" / f"g{generation:03d}" / "node0"
