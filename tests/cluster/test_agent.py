@@ -165,9 +165,7 @@ def test_a_node_whose_supervisor_is_silent_ends_its_ranks(tmp_path):
             assert node.poll() is None
         assert rank_pids(tmp_path)
         wait_for(lambda: not rank_pids(tmp_path), timeout_s=20, what="the ranks to be ended")
-        report = node.poll()
-        assert report is not None
-        assert not report.ok
+        assert not wait_for(node.poll, what="the report").ok
     finally:
         node.stop()
 
