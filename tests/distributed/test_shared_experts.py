@@ -4,6 +4,7 @@ from the device once.
 
 from typing import Any
 
+import pytest
 import torch
 from parts import layers
 from torch import Tensor
@@ -80,3 +81,19 @@ def test_shared_experts_work_while_rows_travel_and_no_layer_reads_twice() -> Non
         assert len(places) == DEPTH
         for place in places:
             assert log[place - 2 : place + 2] == ["read", "launch", "shared", "land"]
+
+
+def test_sharded_weights_are_kept_in_float32() -> None:
+    with start_process("cpu", timeout_s=30) as process:
+        mesh = build_mesh(plan_layout(MeshConfig(), 1), process)
+        with pytest.raises(ValueError, match=r'bfloat16 was asked for: use mesh.sharding="none"'):
+            build_model(
+                MODEL,
+                mesh,
+                dispatcher="auto",
+                backend="auto",
+                seed=0,
+                device=process.device,
+                sharding="fsdp",
+                stored=torch.bfloat16,
+            )
