@@ -42,10 +42,13 @@ export RAY_AUTH_TOKEN
 unset RAY_AUTH_TOKEN_PATH RAY_ADDRESS
 export RAY_USAGE_STATS_ENABLED=0
 
-head=$$(scontrol show hostnames "$$SLURM_JOB_NODELIST" | head -n 1)
+head=$$(scontrol show hostnames "$$SLURM_JOB_NODELIST" | sed -n 1p)
 port=$$((20000 + SLURM_JOB_ID % 12000))
 export MOEBIUS_HEAD="$$head:$$port" MOEBIUS_PORT="$$port"
 scratch=$$(mktemp -d)
+# Ours alone, and short: socket paths must stay under 108 characters.
+RAY_SESSION=$$(mktemp -d /tmp/ray-XXXXXX)
+export RAY_SESSION
 config="$$scratch/config.json"
 cat > "$$config" <<'$end'
 $config
@@ -58,7 +61,7 @@ srun --nodes="$$nodes" --ntasks="$$nodes" --ntasks-per-node=1 \\
     common=(--block --disable-usage-stats --num-cpus="$$SLURM_CPUS_PER_TASK" --num-gpus=$gpus)
     if [ "$$SLURM_NODEID" -eq 0 ]; then
         exec ray start --head --port="$$MOEBIUS_PORT" --include-dashboard=false \\
-            --temp-dir="/tmp/ray-$$SLURM_JOB_ID" "$${common[@]}"
+            --temp-dir="$$RAY_SESSION" "$${common[@]}"
     fi
     for _ in $$(seq 60); do
         ray health-check --address "$$MOEBIUS_HEAD" && break
@@ -67,7 +70,7 @@ srun --nodes="$$nodes" --ntasks="$$nodes" --ntasks-per-node=1 \\
     exec ray start --address="$$MOEBIUS_HEAD" "$${common[@]}"
 ' &
 ray=$$!
-end_ray() { kill "$$ray" 2> /dev/null || true; wait "$$ray" || true; rm -rf "$$scratch"; }
+end_ray() { kill "$$ray" 2> /dev/null || true; wait "$$ray" || true; rm -rf "$$scratch" "$$RAY_SESSION"; }
 trap end_ray EXIT
 
 for _ in $$(seq 120); do
@@ -76,9 +79,12 @@ for _ in $$(seq 120); do
     sleep 1
 done
 
+# A warning means a stop at a step boundary, with a checkpoint; even one that comes just now.
+job='' warned=''
+trap 'if [ -n "$$job" ]; then kill -TERM "$$job"; else warned=1; fi' TERM INT
 moebius submit "$$config" --address "$$MOEBIUS_HEAD" --run-dir "$$run_dir" &
 job=$$!
-trap 'kill -TERM "$$job"' TERM INT # a stop at a step boundary, with a checkpoint
+if [ -n "$$warned" ]; then kill -TERM "$$job"; fi
 code=0
 wait "$$job" || code=$$?
 while kill -0 "$$job" 2> /dev/null; do

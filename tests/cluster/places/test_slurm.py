@@ -104,8 +104,8 @@ STAND_INS = {
     '  start) echo "$RAY_AUTH_MODE ${#RAY_AUTH_TOKEN} $*" >> "$STATE/ray"\n'
     '    case $2 in --head) touch "$STATE/head";; esac\n    exec sleep 30;;\nesac',
     "moebius": 'printf "%s\\n" "$@" > "$STATE/arguments.part"\ncp "$2" "$STATE/config.json"\n'
-    'mv "$STATE/arguments.part" "$STATE/arguments"\n'
     "trap 'echo stopped > \"$STATE/stopped\"; exit 0' TERM\n"
+    'mv "$STATE/arguments.part" "$STATE/arguments"\n'
     'for _ in $(seq "${MOEBIUS_TICKS:-1}"); do sleep 0.1; done\nexit 7',
 }
 
