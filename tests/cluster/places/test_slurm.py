@@ -95,11 +95,48 @@ def test_paths_that_cannot_be_printed_are_refused():
         slurm_script(config(), SlurmSettings("/runs/a\n#SBATCH --uid=0"))
 
 
+# The command on two "nodes". As Slurm does, it asks the tasks to end when it is told to, and kills
+# all that they have started and that is still there after a while (KillWait).
+SRUN = """
+import os, signal, subprocess, sys, time
+
+def living():
+    found = []
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            state = open(f"/proc/{pid}/stat").read().rpartition(")")[2].split()[0]
+            if os.getsid(int(pid)) in sessions and state != "Z":
+                found.append(int(pid))
+        except OSError:
+            pass  # it has ended meanwhile
+    return found
+
+def end(*_):
+    for task in tasks:
+        task.terminate()
+    deadline = time.monotonic() + 10
+    while living() and time.monotonic() < deadline:
+        [task.poll() for task in tasks]
+        time.sleep(0.05)
+    while left := living():
+        for pid in left:
+            os.kill(pid, signal.SIGKILL)
+    sys.exit(143)
+
+tasks, sessions = [], []
+signal.signal(signal.SIGTERM, end)
+for node in "01":
+    environment = os.environ | {"SLURM_NODEID": node}
+    command = ["bash", "-c", sys.argv[1]]
+    tasks.append(subprocess.Popen(command, env=environment, start_new_session=True))
+    sessions.append(tasks[-1].pid)
+for task in tasks:
+    task.wait()
+"""
+
 STAND_INS = {
     "scontrol": "printf 'node-a\\nnode-b\\n'",
-    # runs the last argument on two "nodes", and ends both when it is told to
-    "srun": "trap 'kill $(jobs -p); exit 143' TERM\nfor id in 0 1; do SLURM_NODEID=$id bash -c \"${@: -1}\" & done\n"
-    "wait",
+    "srun": 'exec python "$STATE/srun.py" "${@: -1}"',
     "ray": 'case $1 in\n  health-check) test -e "$STATE/head";;\n'
     '  start) echo "$RAY_AUTH_MODE ${#RAY_AUTH_TOKEN} $*" >> "$STATE/ray"\n'
     '    case $2 in --head) touch "$STATE/head";; esac\n    exec sleep 30;;\nesac',
@@ -121,6 +158,7 @@ def start(
     commands, state = tmp_path / "bin", tmp_path / "state"
     commands.mkdir()
     state.mkdir()
+    (state / "srun.py").write_text(SRUN)
     bodies = STAND_INS | {"scontrol": scontrol}
     for name, body in bodies.items():
         if name in without:
@@ -149,7 +187,7 @@ def start(
 def test_the_script_runs_the_job_on_ray_and_ends_ray(tmp_path):
     asked = config(f"data.input={json.dumps([HOSTILE])}")
     running = start(tmp_path, slurm_script(asked, SlurmSettings(f"/runs/{HOSTILE}")))
-    said, _ = running.communicate(timeout=30)
+    said, _ = running.communicate(timeout=120)
     assert running.returncode == 7, said
     state = tmp_path / "state"
     port = 20000 + 1234567 % 12000
@@ -163,17 +201,17 @@ def test_the_script_runs_the_job_on_ray_and_ends_ray(tmp_path):
     assert f"--head --port={port}" in started[1]
     assert not list(tmp_path.rglob("pwned"))
     assert not [path for path in state.iterdir() if path.is_dir()], "the scratch folder is gone"
-    wait_for(lambda: not processes_of(running.pid), what="Ray to be gone", timeout_s=10)
+    wait_for(lambda: not processes_of(tmp_path), what="Ray to be gone")
 
 
-def processes_of(session: int) -> list[int]:
-    """Living processes of a session: a script and all that it started."""
+def processes_of(tmp_path: Path) -> list[int]:
+    """Living processes of a script and of all that it started: by their environment."""
     import psutil
 
     found = []
     for process in psutil.process_iter():
         try:
-            if os.getsid(process.pid) == session and process.status() != psutil.STATUS_ZOMBIE:
+            if process.environ().get("STATE") == str(tmp_path / "state"):
                 found.append(process.pid)
         except (OSError, psutil.Error):
             continue
@@ -185,7 +223,7 @@ def test_slurms_warning_stops_the_job_with_a_checkpoint(tmp_path):
     running = start(tmp_path, script, MOEBIUS_TICKS="200")
     wait_for((tmp_path / "state" / "arguments").exists, what="the job")
     running.send_signal(signal.SIGTERM)  # to the script alone, as Slurm does
-    said, _ = running.communicate(timeout=30)
+    said, _ = running.communicate(timeout=120)
     assert running.returncode == 0, said
     assert (tmp_path / "state" / "stopped").exists()
 
@@ -216,4 +254,4 @@ def test_the_script_starts_real_ray_with_a_token(tmp_path):
     said, _ = running.communicate(timeout=120)
     assert "both nodes 16.0" in said, said
     assert running.returncode == 0, said
-    wait_for(lambda: not processes_of(running.pid), what="Ray to be gone", timeout_s=30)
+    wait_for(lambda: not processes_of(tmp_path), what="Ray to be gone")
