@@ -11,7 +11,7 @@ from .arguments import Commands, add_command, add_overrides
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from ..planning.cost_model import Scenario
+    from ..planning.prediction import Scenario
     from ..planning.report import PlanReport
 
 

@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
-from ..planning.cost_model import Scenario
 from ..planning.hardware import find_hardware
 from ..planning.measured import read_table
+from ..planning.prediction import Scenario
 from ..planning.routing_skew import CONCENTRATION, RoutingSkew, dirichlet_skew, recorded_skew
 from ..planning.workload import describe
 from ..train.config import Config

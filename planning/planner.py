@@ -17,7 +17,8 @@ from dataclasses import dataclass, replace
 
 from ..distributed.dispatch.table import DISPATCHERS, LOCAL
 from .communication import ranks_sharing_a_node
-from .cost_model import RECOMPUTATION, SHARDINGS, LayoutCandidate, Prediction, Scenario, predict
+from .cost_model import RECOMPUTATION, SHARDINGS, predict
+from .prediction import LayoutCandidate, Prediction, Scenario
 from .workload import rounded
 
 MOST_UNUSED = 0.1  # of the nodes, in search of better divisors

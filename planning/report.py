@@ -13,7 +13,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from .cost_model import Comparison, Prediction, Scenario, compare, host_s, predict
+from .cost_model import Comparison, compare, host_s, predict
 from .planner import (
     UNCONSTRAINED,
     Constraints,
@@ -24,6 +24,7 @@ from .planner import (
     rank_plans,
     size_ranges,
 )
+from .prediction import Prediction, Scenario
 from .routing_skew import CONCENTRATION, CONCENTRATION_SOURCE
 
 SKIPS = ("…", "...", "..")

@@ -23,9 +23,10 @@ from moebius.distributed.parallelize import build_model
 from moebius.distributed.process.process import start_process
 from moebius.model.precision import forward_in
 from moebius.model.recompute import Recompute
-from moebius.planning.cost_model import LayoutCandidate, Scenario, predict_memory
 from moebius.planning.hardware import HARDWARE
+from moebius.planning.prediction import LayoutCandidate, Scenario
 from moebius.planning.routing_skew import RoutingSkew
+from moebius.planning.step_memory import predict_memory
 from moebius.planning.workload import describe
 from moebius.train.loss import micro_batch_loss
 

@@ -9,18 +9,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moebius.planning.cost_model import (
-    LayoutCandidate,
-    Prediction,
-    Scenario,
     compare,
     expert_s,
     host_s,
     predict,
-    predict_memory,
 )
 from moebius.planning.hardware import HARDWARE, Hardware
 from moebius.planning.measured import make_table
+from moebius.planning.prediction import LayoutCandidate, Prediction, Scenario
 from moebius.planning.routing_skew import RoutingSkew, dirichlet_skew
+from moebius.planning.step_memory import predict_memory
 from moebius.planning.workload import Bank, Member, Workload, describe
 from moebius.train.recipes.smoke import RECIPES
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moebius.distributed.layout import MeshConfig, check_experts, plan_layout
-from moebius.planning.cost_model import LayoutCandidate, Scenario, predict
+from moebius.planning.cost_model import predict
 from moebius.planning.hardware import HARDWARE
 from moebius.planning.planner import (
     Constraints,
@@ -18,6 +18,7 @@ from moebius.planning.planner import (
     rank_plans,
     size_ranges,
 )
+from moebius.planning.prediction import LayoutCandidate, Scenario
 from moebius.planning.routing_skew import RoutingSkew
 from moebius.planning.workload import Bank, Member, Workload
 
