@@ -21,6 +21,7 @@ def add_emit_arguments(parser: argparse.ArgumentParser) -> None:
     kuberay = parser.add_argument_group("with --emit kuberay")
     kuberay.add_argument("--image", metavar="IMAGE", help="that Dockerfile builds; needed")
     kuberay.add_argument("--claim", metavar="NAME", help="of the volume for runs; needed")
+    kuberay.add_argument("--ray-version", metavar="V", help="in the image; default: as here")
     kuberay.add_argument("--mount", default="/runs", metavar="PATH", help="of it; default: /runs")
     kuberay.add_argument("--memory-per-node", default="64Gi", metavar="M", help="default: 64Gi")
     kuberay.add_argument("--token-secret", metavar="NAME", help="default: the operator makes one")
@@ -59,6 +60,7 @@ def _kuberay(options: argparse.Namespace) -> str:
     settings = KubeRaySettings(
         image=options.image,
         claim=options.claim,
+        ray_version=options.ray_version or _ray_version(),
         mount=options.mount,
         run_dir=None if options.run_dir is None else str(options.run_dir),
         cpus_per_rank=options.cpus_per_rank,
@@ -67,6 +69,16 @@ def _kuberay(options: argparse.Namespace) -> str:
         queue=options.queue,
     )
     return kuberay_manifest(_resolve(options, Path(options.mount)), settings)
+
+
+def _ray_version() -> str:
+    """The version that is installed here: Dockerfile takes it from the same constraints.txt."""
+    from importlib import metadata
+
+    try:
+        return metadata.version("ray")
+    except metadata.PackageNotFoundError:
+        raise ValueError("--emit kuberay needs --ray-version: Ray is not installed here") from None
 
 
 def _slurm(options: argparse.Namespace) -> str:

@@ -5,19 +5,24 @@ ends it with the job. Our supervisor restarts what fails, so the RayJob itself i
 configuration travels as a file and not on the command line: that passes through YAML, a pod's
 shell, Ray's job API and another shell, and nobody can quote a text for all of them.
 
-Fields are those of ray.io/v1 as documented for KubeRay 1.5; a cluster with it has not been at hand.
+Fields are those of ray.io/v1 in KubeRay 1.6, and so are the rules beyond the schema by which its
+operator refuses a RayJob (tests/cluster/places/rayjob_schema.py); a cluster with it has not been at
+hand.
 """
 
 import json
+import re
 from dataclasses import dataclass
 from typing import Any
 
 from ...train.config import Config
+from ..job import JobError
 from .plain_words import dns_label, plain_path, plain_word, quantity
 
 CONFIG_FOLDER = "/etc/moebius"
 CONFIG_FILE = "config.json"
 USER = 1000  # of the image (Dockerfile)
+LEAST_RAY = (2, 52)  # that knows tokens; the operator refuses less, and a version that is not given
 TTL_S = 600  # how long a finished job's pods stay, to be looked at
 
 
@@ -27,6 +32,7 @@ class KubeRaySettings:
 
     image: str
     claim: str  # of a volume that all nodes can write (ReadWriteMany)
+    ray_version: str  # of the image
     mount: str = "/runs"  # where it is mounted; the run folder and the data lie below
     run_dir: str | None = None  # None: below `mount`, named after the job
     cpus_per_rank: int = 4
@@ -41,6 +47,7 @@ class KubeRaySettings:
             JobError: one of them could be taken for something else where it ends up.
         """
         plain_word("--image", self.image)
+        _version_with_tokens(self.ray_version)
         dns_label("--claim", self.claim)
         plain_path("--mount", self.mount)
         quantity("--memory-per-node", self.memory_per_node)
@@ -86,8 +93,25 @@ def kuberay_objects(config: Config, settings: KubeRaySettings) -> list[dict[str,
 
 
 def object_name(job_name: str) -> str:
-    """Returns a job's name as Kubernetes takes it: "my_Run.2" is "my-run-2"."""
-    return dns_label("job.name", job_name.lower().replace("_", "-").replace(".", "-"))
+    """Returns a job's name as KubeRay takes it: "my_Run.2" is "my-run-2".
+
+    Raises:
+        JobError: it cannot be one. KubeRay wants a letter first: a Service is named after the job.
+    """
+    name = dns_label("job.name", job_name.lower().replace("_", "-").replace(".", "-"))
+    if not name[0].isalpha():
+        raise JobError(f"job.name {job_name!r}: KubeRay takes names that begin with a letter")
+    return name
+
+
+def _version_with_tokens(version: str) -> None:
+    match = re.fullmatch(r"(\d+)\.(\d+)\.\d+", version)
+    if match is None or (int(match[1]), int(match[2])) < LEAST_RAY:
+        least = ".".join(map(str, LEAST_RAY))
+        raise JobError(
+            f"--ray-version {version!r}: the image's version of Ray is needed, as 2.60.0, at least "
+            f"{least}.0, which knows tokens"
+        )
 
 
 def gpus_per_node(config: Config) -> int:
@@ -127,6 +151,7 @@ def _ray_cluster(name: str, config: Config, settings: KubeRaySettings) -> dict[s
     if settings.token_secret is not None:
         auth |= {"secretName": settings.token_secret}
     return {
+        "rayVersion": settings.ray_version,
         "authOptions": auth,
         "headGroupSpec": {
             "rayStartParams": {"num-cpus": "0"},  # it holds the supervisor and no ranks

@@ -1,9 +1,4 @@
-"""A job as KubeRay's manifest.
-
-The published CRD is in no package of PyPI, so it cannot be fetched by a test. What is checked is
-the structure below, written down by hand from KubeRay's documented API (ray.io/v1, release 1.5, and
-1.6 for `secretName`): every field's name and kind, and nothing that is not listed.
-"""
+"""A job as KubeRay's manifest, against what KubeRay says of itself (rayjob_schema.py)."""
 
 import json
 import re
@@ -21,104 +16,16 @@ from moebius.cluster.places.kuberay import (
 )
 from moebius.train.config import Config, resolve
 from moebius.train.recipes.smoke import RECIPES
+from tests.cluster.places.rayjob_schema import CONFIG_MAP, RAY_JOB, operator_faults, schema_faults
 
 yaml = pytest.importorskip("yaml")
-
-AMOUNTS = {"cpu": str, "memory": str, "nvidia.com/gpu": str}
-CONTAINER = {
-    "name": str,
-    "image": str,
-    "resources": {"requests": AMOUNTS, "limits": AMOUNTS},
-    "securityContext": {
-        "allowPrivilegeEscalation": bool,
-        "capabilities": {"drop": [str]},
-        "runAsNonRoot": bool,
-    },
-    "volumeMounts": [{"name": str, "mountPath": str, "readOnly": bool}],
-}
-TEMPLATE = {
-    "metadata": {"labels": {"*": str}},
-    "spec": {
-        "securityContext": {"runAsUser": int, "runAsGroup": int, "fsGroup": int},
-        "containers": [CONTAINER],
-        "volumes": [
-            {
-                "name": str,
-                "persistentVolumeClaim": {"claimName": str},
-                "configMap": {"name": str},
-                "emptyDir": {"medium": str},
-            }
-        ],
-    },
-}
-RAY_JOB = {
-    "apiVersion": "ray.io/v1",
-    "kind": "RayJob",
-    "metadata": {"name": str, "labels": {"*": str}},
-    "spec": {
-        "entrypoint": str,
-        "backoffLimit": int,
-        "suspend": bool,
-        "shutdownAfterJobFinishes": bool,
-        "ttlSecondsAfterFinished": int,
-        "rayClusterSpec": {
-            "authOptions": {"mode": str, "secretName": str},
-            "headGroupSpec": {"rayStartParams": {"*": str}, "template": TEMPLATE},
-            "workerGroupSpecs": [
-                {
-                    "groupName": str,
-                    "replicas": int,
-                    "minReplicas": int,
-                    "maxReplicas": int,
-                    "rayStartParams": {"*": str},
-                    "template": TEMPLATE,
-                }
-            ],
-        },
-    },
-}
-CONFIG_MAP = {
-    "apiVersion": "v1",
-    "kind": "ConfigMap",
-    "metadata": {"name": str, "labels": {"*": str}},
-    "data": {"config.json": str},
-}
-# Optional in the structures above; all else must be there.
-OPTIONAL = {
-    *("secretName", "readOnly", "nvidia.com/gpu"),
-    *("persistentVolumeClaim", "configMap", "emptyDir"),
-}
-
-
-def faults(value: Any, shape: Any, where: str = "") -> list[str]:
-    """What differs from the documented structure."""
-    if isinstance(shape, type):
-        fits = type(value) is shape
-        return [] if fits else [f"{where}: {value!r} is no {shape.__name__}"]
-    if isinstance(shape, str):
-        return [] if value == shape else [f"{where}: {value!r} is not {shape!r}"]
-    if isinstance(shape, list):
-        if not isinstance(value, list) or not value:
-            return [f"{where}: {value!r} is no list"]
-        return [fault for item in value for fault in faults(item, shape[0], f"{where}[]")]
-    if not isinstance(value, dict):
-        return [f"{where}: {value!r} is no object"]
-    if "*" in shape:
-        return [
-            fault for key in value for fault in faults(value[key], shape["*"], f"{where}.{key}")
-        ]
-    found = [f"{where}.{key}: unknown" for key in value.keys() - shape.keys()]
-    found += [f"{where}.{key}: missing" for key in shape.keys() - value.keys() - OPTIONAL]
-    for key in value.keys() & shape.keys():
-        found += faults(value[key], shape[key], f"{where}.{key}")
-    return found
 
 
 def config(*overrides: str) -> Config:
     return resolve("smoke", overrides, RECIPES)
 
 
-SETTINGS = KubeRaySettings(image="registry.example/moebius:0.1", claim="runs")
+SETTINGS = KubeRaySettings(image="registry.example/moebius:0.1", claim="runs", ray_version="2.60.0")
 
 
 def documents(*overrides: str, settings: KubeRaySettings = SETTINGS) -> list[dict[str, Any]]:
@@ -127,27 +34,62 @@ def documents(*overrides: str, settings: KubeRaySettings = SETTINGS) -> list[dic
 
 @pytest.mark.parametrize(
     "settings",
-    [SETTINGS, KubeRaySettings(image="m", claim="c", token_secret="mine", queue="q", mount="/a/b")],
+    [SETTINGS, replace(SETTINGS, token_secret="mine", queue="q", mount="/a/b", run_dir="/a/b/c")],
 )
-def test_the_manifest_has_the_documented_structure(settings):
-    config_map, ray_job = documents(settings=settings)
-    assert faults(config_map, CONFIG_MAP) == []
-    assert faults(ray_job, RAY_JOB) == []
-    assert [config_map, ray_job] == kuberay_objects(config(), settings)
+@pytest.mark.parametrize("overrides", [(), ("train.device=cpu",)])
+def test_the_manifest_is_what_kuberay_takes(settings, overrides):
+    config_map, ray_job = documents(*overrides, settings=settings)
+    assert schema_faults(config_map, CONFIG_MAP) == []
+    assert schema_faults(ray_job, RAY_JOB) == []
+    assert operator_faults(ray_job) == []
+    assert [config_map, ray_job] == kuberay_objects(config(*overrides), settings)
 
 
-def test_the_structural_check_can_fail():
+def test_the_schema_refuses_what_is_misspelt_of_another_type_or_missing():
     _, ray_job = documents()
     spec = ray_job["spec"]
     spec["backofLimit"] = spec.pop("backoffLimit")
-    spec["rayClusterSpec"]["headGroupSpec"]["rayStartParams"]["num-cpus"] = 0
-    spec["rayClusterSpec"]["workerGroupSpecs"][0]["replicas"] = True
-    assert sorted(faults(ray_job, RAY_JOB)) == [
-        ".spec.backofLimit: unknown",
-        ".spec.backoffLimit: missing",
-        ".spec.rayClusterSpec.headGroupSpec.rayStartParams.num-cpus: 0 is no str",
-        ".spec.rayClusterSpec.workerGroupSpecs[].replicas: True is no int",
+    cluster = spec["rayClusterSpec"]
+    cluster["authOptions"]["mode"] = "tokens"
+    cluster["headGroupSpec"]["rayStartParams"]["num-cpus"] = 0
+    worker = cluster["workerGroupSpecs"][0]
+    worker["replicas"] = True
+    del worker["minReplicas"]
+    worker["template"]["spec"]["containers"][0]["resources"]["limits"]["memory"] = "64 GB"
+    faults = schema_faults(ray_job, RAY_JOB)
+    worker_path = "$.spec.rayClusterSpec.workerGroupSpecs[0]"
+    assert [fault.partition(": ")[0] for fault in faults] == [
+        "$.spec",
+        "$.spec.rayClusterSpec.authOptions.mode",
+        "$.spec.rayClusterSpec.headGroupSpec.rayStartParams['num-cpus']",
+        worker_path,
+        f"{worker_path}.replicas",
+        f"{worker_path}.template.spec.containers[0].resources.limits.memory",
     ]
+    assert "'backofLimit' was unexpected" in faults[0]
+    assert "'minReplicas' is a required property" in faults[3]
+
+
+def test_the_operators_rules_refuse_what_the_schema_lets_through():
+    _, ray_job = documents()
+    spec, cluster = ray_job["spec"], ray_job["spec"]["rayClusterSpec"]
+    del cluster["rayVersion"]
+    spec["shutdownAfterJobFinishes"] = False
+    ray_job["metadata"]["name"] = "1st"
+    assert schema_faults(ray_job, RAY_JOB) == []
+    assert operator_faults(ray_job) == [
+        "name '1st' is no DNS-1035 label of at most 47 signs",
+        "ttlSecondsAfterFinished without shutdownAfterJobFinishes",
+        "tokens need a rayVersion, got ''",
+    ]
+    cluster["rayVersion"] = "2.51.9"
+    assert operator_faults(ray_job)[-1] == "tokens need Ray 2.52.0, got 2.51.9"
+
+
+@pytest.mark.parametrize("version", ["", "2.51.1", "2.60", "latest", "2.60.0; x"])
+def test_a_version_of_ray_without_tokens_is_refused(version):
+    with pytest.raises(JobError, match=r"^--ray-version .* at least 2\.52\.0"):
+        kuberay_manifest(config(), replace(SETTINGS, ray_version=version))
 
 
 def test_nodes_gpus_and_restarts_are_the_jobs():
@@ -168,7 +110,7 @@ def test_a_job_on_processors_asks_for_no_gpus():
 
 
 def test_a_queue_suspends_the_job_and_a_secret_is_named():
-    settings = KubeRaySettings(image="m", claim="c", token_secret="mine", queue="team-a")
+    settings = replace(SETTINGS, token_secret="mine", queue="team-a")
     _, ray_job = documents(settings=settings)
     assert ray_job["spec"]["suspend"] is True
     assert ray_job["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "team-a"
@@ -204,6 +146,6 @@ def test_hostile_settings_are_refused(field, text):
 
 def test_names_of_jobs_as_kubernetes_takes_them():
     assert object_name("My_Run.2") == "my-run-2"
-    for wrong in ("x" * 41, "run-", "a..-"):
+    for wrong in ("x" * 41, "run-", "a..-", "2nd-run"):
         with pytest.raises(JobError, match=r"job\.name"):
             object_name(wrong)
