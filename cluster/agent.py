@@ -158,6 +158,7 @@ class Node(WatchingNode):
             "pid": os.getpid(),
             "versions": versions(),
             "starts": self._how_agents_start(),
+            "runs": self._runs(),
         }
 
     def check(self, wanted: NodeCheck) -> str:
@@ -270,6 +271,12 @@ class Node(WatchingNode):
             return "as programs"
         refusal = self._template.refusal
         return f"as programs: {refusal}" if refusal else "as forks"
+
+    def _runs(self) -> list[int]:
+        """Returns generation and node rank of what was started here last and not ended since."""
+        if self._agent is None or self._attempt is None:
+            return []
+        return [self._attempt.generation, self._attempt.node_rank]
 
     def _rank_pids(self) -> dict[int, int]:
         assert self._attempt is not None, "start comes first"

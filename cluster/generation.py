@@ -33,6 +33,7 @@ from .nodes import NodeHandle, NodeLost
 from .postmortem import find_root_cause, is_certain, left_early_cause, port_was_taken
 from .preparation import Preparation
 from .recovery.clock import RecoveryClock
+from .recovery.term import Term
 from .watching.watcher import RankWatcher, read_limits
 
 POLL_S = 0.2
@@ -59,6 +60,7 @@ class Supervision(Protocol):
     """Declares what a generation knows of its job."""
 
     run_dir: Path
+    term: Term
     generation: int
     preparation: Preparation | None
     clock: RecoveryClock
@@ -84,6 +86,7 @@ class Watch:
         self.launch = launch
         self.wish = supervision.wish
         self.run_dir = supervision.run_dir
+        self.term = supervision.term
         self.generation = supervision.generation
         self.log = supervision.log
         self.clock = supervision.clock
@@ -165,7 +168,8 @@ class Watch:
         self.log(State.STOPPING if self.stopping else running, reason, **details)
 
     def sign_of_life(self) -> None:
-        """Touches the heartbeat; looks for a newer generation and for a stop flag."""
+        """Touches the heartbeat; looks for a successor, a newer generation and a stop flag."""
+        self.term.check()
         beat(self.run_dir)
         announced = read_generation(self.run_dir)
         if announced != self.generation:

@@ -19,11 +19,9 @@ go on or give up:
   the wait doubles.
 """
 
-import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -41,9 +39,7 @@ from .job import (
     State,
     as_details,
     beat,
-    current_submission,
     read_generation,
-    request_stop,
     stop_requested,
     write_atomically,
 )
@@ -54,6 +50,8 @@ from .recovery.clock import RecoveryClock
 from .recovery.life import HEARTBEAT
 from .recovery.node_check import token_in
 from .recovery.placing import Placing
+from .recovery.takeover import Predecessor
+from .recovery.term import ReplacedError, Term
 
 SAVE_FAILED = "SaveFailedError"  # of distributed/checkpoint/files.py, which is not imported here
 PORT_ATTEMPTS = (
@@ -75,30 +73,12 @@ class DataGivenUp(Exception):
     """Says that the data which a job waits for will not come, and why."""
 
 
-@contextmanager
-def interrupts_ask_for_a_stop(run_dir: Path) -> Iterator[None]:
-    """Lets SIGINT and SIGTERM set the stop flag while inside.
-
-    SIGTERM is how machines say that they will be taken away: the job ends as PREEMPTED. The second
-    signal asks for an end at once. Main thread only.
-    """
-    asked = 0
-
-    def ask(number: int, _: object) -> None:
-        nonlocal asked
-        asked += 1
-        request_stop(run_dir, now=asked > 1, preempt=number == signal.SIGTERM)
-
-    previous = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
-
-
 def supervise(
-    launch: Launch, node_provider: NodeProvider, preparation: Preparation | None = None
+    launch: Launch,
+    node_provider: NodeProvider,
+    preparation: Preparation | None = None,
+    *,
+    term: Term | None = None,
 ) -> None:
     """Runs the job to its end; the journal tells everything.
 
@@ -108,10 +88,15 @@ def supervise(
         launch: what is run.
         node_provider: where it runs.
         preparation: makes the job's data meanwhile; None: it is there.
+        term: of this supervision; None: one begins here.
     """
-    supervision = _Supervision(launch, node_provider, preparation)
+    term = term or Term.begin(Path(launch.run_dir))
+    supervision = _Supervision(launch, node_provider, preparation, term)
     try:
         supervision.run()
+    except ReplacedError:
+        # A successor has taken over the nodes and what runs there: not a word, and nothing is ended.
+        return supervision.end_preparation()
     except Superseded:
         # The folder belongs to a newer supervisor: not a word into its journal.
         return supervision.release()
@@ -128,17 +113,23 @@ def supervise(
 
 class _Supervision:
     def __init__(
-        self, launch: Launch, node_provider: NodeProvider, preparation: Preparation | None
+        self,
+        launch: Launch,
+        node_provider: NodeProvider,
+        preparation: Preparation | None,
+        term: Term,
     ):
         self.launch = launch
+        self.term = term
         self.node_provider = node_provider
         self.preparation = preparation
         self.clock = RecoveryClock()
         self.state = State.SUBMITTED
         self.run_dir = Path(launch.run_dir)
+        self.predecessor = Predecessor(self.run_dir)
         self.journal = Journal(self.run_dir)
         self.generation = read_generation(self.run_dir)
-        entries = current_submission(self.journal.entries())
+        entries = self.predecessor.entries
         self.budgets = Budgets.from_journal(launch, entries)
         self.has_started = any(entry.state is State.STARTING for entry in entries)
         self.has_worked = any(entry.state is State.RUNNING for entry in entries)
@@ -155,42 +146,63 @@ class _Supervision:
 
     def run(self) -> None:
         """Starts generation after generation until the job has ended."""
-        self._take_over()
+        if self.predecessor.had_finished:  # it was killed before it could leave
+            self.node_provider.adopt_nodes()  # to be released
+            return
+        taken_over = self._take_over()
         while True:
-            try:
-                nodes = self.placing.place()
-                self.clock.mark("place")
-                self._check(nodes)
-                self.clock.mark("check")
-                self._await_data()
-                self.clock.mark("data")
-                outcome = self.run_generation(nodes)
-            except NodeLost as error:
-                outcome = _lost(error)
-            except NodeUnfit as error:
-                if not self.has_started:
-                    return self.log(State.FAILED, f"{error} (found before a rank was started)")
-                outcome = Outcome("failed", RootCause(summary=str(error), infrastructure=True))
-            except NodesUnavailable as error:
-                return self.log(State.FAILED, str(error))
-            except DataGivenUp as error:
-                return self.log(State.FAILED, f"the data could not be prepared: {error}")
-            except StopAsked:
-                return self.log(self._stopped(), "stopped before the ranks were started")
-            if self.has_ended(outcome):
-                return None
+            outcome = self._next_outcome(taken_over)
+            if outcome is None or self.has_ended(outcome):
+                return
+            taken_over = ()
             self.has_worked |= outcome.step is not None
             if not self.wait_before_restart():
-                return self.log(
+                self.log(
                     self._stopped(),
                     "stopped between two generations; the last checkpoint holds the state",
                 )
+                return
+
+    def _next_outcome(self, taken_over: Sequence[NodeHandle]) -> Outcome | None:
+        """Returns how the next generation ended; None: the job has ended, as the journal says.
+
+        Args:
+            taken_over: nodes that run a generation of a predecessor's; none: a new one begins.
+        """
+        try:
+            if taken_over:
+                self._await_data()
+                return self._watch_on(taken_over)
+            nodes = self.placing.place()
+            self.clock.mark("place")
+            self._check(nodes)
+            self.clock.mark("check")
+            self._await_data()
+            self.clock.mark("data")
+            return self.run_generation(nodes)
+        except NodeLost as error:
+            return _lost(error)
+        except NodeUnfit as error:
+            if self.has_started:
+                return Outcome("failed", RootCause(summary=str(error), infrastructure=True))
+            self.log(State.FAILED, f"{error} (found before a rank was started)")
+        except NodesUnavailable as error:
+            self.log(State.FAILED, str(error))
+        except DataGivenUp as error:
+            self.log(State.FAILED, f"the data could not be prepared: {error}")
+        except StopAsked:
+            self.log(self._stopped(), "stopped before the ranks were started")
+        return None
 
     def release(self) -> None:
         """Ends what prepares data, and everything on the nodes."""
+        self.end_preparation()
+        self.node_provider.release()
+
+    def end_preparation(self) -> None:
+        """Ends what prepares data."""
         if self.preparation is not None:
             self.preparation.end()
-        self.node_provider.release()
 
     def log(self, state: State, reason: str, **details: Any) -> None:
         """Appends a state with its reason to the journal."""
@@ -199,18 +211,28 @@ class _Supervision:
 
     # -- before a generation -----------------------------------------------------------------------
 
-    def _take_over(self) -> None:
-        """When an earlier supervisor of this job was killed, its journal says how far the job had
-        come.
+    def _take_over(self) -> Sequence[NodeHandle]:
+        """Returns the nodes on which the generation of a killed predecessor goes on.
+
+        None if there was no predecessor, or a new generation must follow on its last one.
         """
-        entries = current_submission(self.journal.entries())
-        if entries and entries[-1].state is not State.SUBMITTED:
-            self.log(
-                State.RECOVERING,
-                "the supervisor was killed and has been restarted; a new generation takes over",
-            )
+        if not self.predecessor.existed:
+            return ()
+        nodes = self.node_provider.adopt_nodes()
+        unwatched_s = round(max(0.0, time.time() - self.predecessor.heard_at), 2)
+        killed = "the supervisor was killed and has been restarted"
+        if self.predecessor.generation_goes_on(nodes):
+            words = f"{killed}; generation {self.generation} has gone on for {unwatched_s:.1f} s"
+            state = self.predecessor.entries[-1].state
+            self.log(state, f"{words} without it", unwatched_s=unwatched_s)
+            return nodes
+        self._end_everywhere(nodes)
+        words = f"{killed}; a new generation takes over"
+        self.log(State.RECOVERING, words, unwatched_s=unwatched_s)
+        return ()
 
     def _while_placing(self, reason: str) -> None:
+        self.term.check()
         beat(self.run_dir)
         if stop_requested(self.run_dir):
             raise StopAsked
@@ -290,12 +312,25 @@ class _Supervision:
         self.log(State.STARTING, words, num_nodes=len(nodes))
         self.has_started = True
         watch = Watch(self, nodes, launch)
+        return self._watch(watch, nodes, watch.start)
+
+    def _watch_on(self, nodes: Sequence[NodeHandle]) -> Outcome:
+        """Watches the generation that a predecessor has started, to its end."""
+        watch = Watch(self, nodes, self.placing.launch_on(len(nodes)))
+        return self._watch(watch, nodes, lambda: self.predecessor.hand_over(watch))
+
+    def _watch(
+        self, watch: Watch, nodes: Sequence[NodeHandle], begin: Callable[[], None]
+    ) -> Outcome:
         try:
-            watch.start()
+            begin()
             return watch.until_the_end()
         except NodeLost as error:
             watch.read_metrics()  # to find out took seconds, in which ranks may have gone on
             return _lost(error, watch.step)
+        except ReplacedError:
+            nodes = ()  # they are its successor's
+            raise
         finally:
             self.clock.mark("collect")
             self._end_everywhere(nodes)

@@ -11,11 +11,12 @@ from rich.text import Text
 from ..data_pipeline.making.prepare import prepare
 from ..train.config import Config
 from ..train.run_folder import open_run
-from .generations import interrupts_ask_for_a_stop, supervise
+from .generations import supervise
 from .job import THIS_MACHINE, JobStatus, Launch, begin_submission, read_status, refuse_if_running
 from .nodes import ThisMachine
 from .preparation import Preparation, prepares_beside, workers_beside
 from .processes import difference_from_linux
+from .recovery.interrupts import interrupts_ask_for_a_stop
 from .summary import closing_words, draw_summary
 from .watch import follow, show_preparation
 

@@ -71,6 +71,13 @@ class NodeProvider(Protocol):
         """
         ...
 
+    def adopt_nodes(self) -> Sequence[NodeHandle]:
+        """Returns the living nodes of an earlier supervisor of this job, in the order of their ranks.
+
+        Called at most once, before nodes are asked for.
+        """
+        ...
+
     def release(self) -> None:
         """Ends everything on the nodes and gives them back."""
         ...
@@ -92,6 +99,10 @@ class ThisMachine:
     ) -> Sequence[NodeHandle]:
         """Returns this machine, at once."""
         return [self._node]
+
+    def adopt_nodes(self) -> Sequence[NodeHandle]:
+        """Returns none: what ran here has ended with who supervised it."""
+        return ()
 
     def release(self) -> None:
         """Ends what runs here."""

@@ -22,7 +22,6 @@ from ..data_pipeline.manifest import DatasetManifest
 from ..train.config import Config
 from ..train.resize import layouts_for
 from ..train.run_folder import open_run
-from .generations import interrupts_ask_for_a_stop
 from .job import (
     SIMULATED,
     JobError,
@@ -36,6 +35,7 @@ from .places.standing import cluster_at
 from .preparation import prepares_beside
 from .prepare import RayPool
 from .ray_session import disconnect, require_ray
+from .recovery.interrupts import interrupts_ask_for_a_stop
 from .recovery.life import HEARTBEAT
 from .simulated import simulated_cluster
 from .summary import closing_words, draw_summary

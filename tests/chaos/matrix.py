@@ -128,11 +128,18 @@ MATRIX = (
     Fault(
         "F10",
         "kill -9 the supervisor",
-        "restarted by Ray; takes over with a new generation, and nobody trains twice",
+        "restarted by Ray; takes over the generation that goes on, and nobody trains twice",
         (
-            *_in(_SUPERVISOR, "test_whoever_is_killed_the_job_goes_on"),
+            *_in(
+                _SUPERVISOR,
+                "test_whoever_is_killed_the_job_goes_on",
+                "test_a_node_that_died_with_the_supervisor_costs_a_generation",
+                "test_nodes_whose_supervisor_was_ended_for_good_end_themselves",
+            ),
             *_in(
                 _GENERATIONS,
+                "test_a_restarted_supervisor_takes_over_the_generation_that_goes_on",
+                "test_a_supervisor_with_a_successor_ends_nothing",
                 "test_a_restarted_supervisor_goes_on_and_remembers_the_failures",
                 "test_a_supervisor_that_was_superseded_stops_without_a_word",
             ),

@@ -37,7 +37,9 @@ from moebius.cluster.job import (
     stop_requested,
 )
 from moebius.cluster.nodes import Capacity, NodeLost, NodesUnavailable
+from moebius.cluster.recovery.interrupts import interrupts_ask_for_a_stop
 from moebius.cluster.recovery.node_check import NodeCheck
+from moebius.cluster.recovery.term import Term
 from moebius.cluster.watching.evidence import Evidence
 from moebius.cluster.watching.heartbeats import RankState
 from moebius.distributed.checkpoint.files import SaveFailedError
@@ -58,9 +60,10 @@ class PretendedNode:
         self.run_dir = run_dir
         self.script = script
         self.attempts: list[Attempt] = []
+        self.runs: list[int] = []  # generation and node rank
 
     def describe(self):
-        return {"address": "127.0.0.1"}
+        return {"address": "127.0.0.1", "runs": self.runs}
 
     def check(self, wanted: NodeCheck) -> str:
         return wanted.faults()
@@ -70,6 +73,7 @@ class PretendedNode:
 
     def start(self, attempt: Attempt) -> None:
         self.attempts.append(attempt)
+        self.runs = [attempt.generation, attempt.node_rank]
         self.act = next(self.script)
 
     def poll(self) -> AgentReport | None:
@@ -88,7 +92,7 @@ class PretendedNode:
         return True
 
     def stop(self) -> None:
-        pass
+        self.runs = []
 
 
 class PretendedNodeProvider:
@@ -102,6 +106,9 @@ class PretendedNodeProvider:
     def provide_nodes(self, num_nodes, while_waiting):
         while_waiting("")
         return [self.node]
+
+    def adopt_nodes(self):
+        return [self.node] if self.node.runs else []
 
     def release(self) -> None:
         self.released = True
@@ -257,7 +264,7 @@ def test_a_node_that_lacks_something_ends_the_job_before_a_rank_is_started(tmp_p
     assert status.state is State.FAILED
     assert status.reason.startswith("node 0: b does not see the run folder")
     assert not node.attempts
-    assert [path.name for path in tmp_path.iterdir()] == ["journal.jsonl"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["journal.jsonl", "term"]
 
 
 def test_the_same_error_at_different_steps_is_not(tmp_path):
@@ -385,7 +392,7 @@ def test_a_preemption_notice_ends_the_job_as_preempted(tmp_path, then):
 
 
 def test_sigterm_is_a_preemption_notice(tmp_path):
-    with generations.interrupts_ask_for_a_stop(tmp_path):
+    with interrupts_ask_for_a_stop(tmp_path):
         os.kill(os.getpid(), signal.SIGTERM)
         assert stop_requested(tmp_path) == "preempt"
         os.kill(os.getpid(), signal.SIGINT)
@@ -492,6 +499,86 @@ def test_a_restarted_supervisor_goes_on_and_remembers_the_failures(tmp_path):
     )
 
 
+def begin_generation(tmp_path: Path, *states: State) -> Launch:
+    """Leaves what a supervisor leaves that is killed while generation 1 runs."""
+    launch = Launch(str(tmp_path), max_restarts=0)
+    begin_submission(launch)
+    journal = Journal(tmp_path)
+    for state in (State.STARTING, *states):
+        journal.append(state, generation=1, reason="", details={"num_nodes": 1})
+    (tmp_path / "generation").write_text("1")
+    return launch
+
+
+def running_node(tmp_path: Path, *script: Callable[[Path], AgentReport | None]) -> PretendedNode:
+    """A node that runs generation 1; the script begins when the successor looks."""
+    node = PretendedNode(tmp_path, iter(script))
+    node.runs, node.act = [1, 0], lambda run_dir: next(node.script)(run_dir)
+    return node
+
+
+def test_a_restarted_supervisor_takes_over_the_generation_that_goes_on(tmp_path):
+    launch = begin_generation(tmp_path, State.RUNNING)
+    makes_steps(1, 2, then=ends(OK))(tmp_path)
+    node = running_node(tmp_path, lambda run_dir: None, makes_steps(3, then=finishes))
+    supervise(launch, PretendedNodeProvider(node))
+    assert node.attempts == [], "nothing was started"
+    entries = Journal(tmp_path).entries()
+    assert [entry.state.value for entry in entries[3:]] == ["RUNNING", "SUCCEEDED"]
+    assert "generation 1 has gone on" in entries[3].reason
+    assert read_status(tmp_path).restarts == 0
+
+
+def test_what_happens_after_the_takeover_is_judged_as_ever(tmp_path):
+    launch = begin_generation(tmp_path, State.RUNNING)
+    makes_steps(1, 2, then=ends(OK))(tmp_path)
+    supervise(launch, PretendedNodeProvider(running_node(tmp_path, ends(failed()))))
+    status = read_status(tmp_path)
+    assert status.state is State.FAILED
+    assert "at step 2" in status.reason
+
+
+def test_a_generation_that_was_still_starting_is_taken_over_too(tmp_path):
+    launch = begin_generation(tmp_path)
+    node = running_node(tmp_path, makes_steps(1, then=finishes))
+    supervise(launch, PretendedNodeProvider(node))
+    assert states(tmp_path)[2:] == ["STARTING", "RUNNING", "SUCCEEDED"]
+
+
+@pytest.mark.parametrize("runs", [[], [2, 0], [1, 1]])
+def test_nodes_that_run_something_else_get_a_new_generation(tmp_path, runs):
+    launch = begin_generation(tmp_path, State.RUNNING)
+    node = PretendedNode(tmp_path, iter([makes_steps(3, then=finishes)]))
+    node.runs = runs
+    supervise(launch, PretendedNodeProvider(node))
+    assert [attempt.generation for attempt in node.attempts] == [2]
+    assert "a new generation takes over" in Journal(tmp_path).entries()[3].reason
+
+
+def test_a_supervisor_with_a_successor_ends_nothing(tmp_path):
+    """It has thawed: its nodes and the folder are the other's."""
+
+    def is_replaced(run_dir: Path) -> None:
+        Term.begin(run_dir)
+
+    launch = Launch(str(tmp_path))
+    begin_submission(launch)
+    node = PretendedNode(tmp_path, iter([makes_steps(1, then=is_replaced)]))
+    provider = PretendedNodeProvider(node)
+    supervise(launch, provider)
+    assert node.runs == [1, 0], "it was not stopped"
+    assert not provider.released
+    assert states(tmp_path) == ["SUBMITTED", "STARTING"]
+
+
+def test_a_supervisor_that_was_killed_after_the_end_only_tidies_up(tmp_path):
+    launch = begin_generation(tmp_path, State.RUNNING, State.SUCCEEDED)
+    provider = PretendedNodeProvider(running_node(tmp_path))
+    supervise(launch, provider)
+    assert provider.released
+    assert states(tmp_path)[-1] == "SUCCEEDED"
+
+
 # -- with real processes -------------------------------------------------------------------------------------------
 
 
@@ -532,7 +619,8 @@ def test_ranks_that_hang_at_the_start_are_ended(tmp_path):
 INTERRUPTED = """
 import json, sys
 from pathlib import Path
-from moebius.cluster.generations import interrupts_ask_for_a_stop, supervise
+from moebius.cluster.generations import supervise
+from moebius.cluster.recovery.interrupts import interrupts_ask_for_a_stop
 from moebius.cluster.nodes import ThisMachine
 from moebius.cluster.job import Launch, begin_submission
 values = json.loads(sys.argv[1])

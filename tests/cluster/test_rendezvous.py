@@ -326,6 +326,9 @@ class TwoMachines:
     def provide_nodes(self, num_nodes, while_waiting):
         return self.nodes
 
+    def adopt_nodes(self):
+        return ()
+
     def release(self) -> None:
         for node in self.nodes:
             node.stop()

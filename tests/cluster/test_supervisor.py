@@ -46,10 +46,9 @@ def begin(launch: Launch) -> Path:
 
 def end_of(run_dir: Path) -> JobStatus:
     """The job's status at its end, once Ray has nothing of it any more."""
-    import ray
     from ray.util import list_named_actors
 
-    from moebius.cluster.supervisor import actor_name
+    from moebius.cluster.ray_nodes import actor_name
 
     status = wait_for_end(run_dir)
     name = actor_name(str(run_dir))
@@ -60,11 +59,17 @@ def end_of(run_dir: Path) -> JobStatus:
         what="the end of the supervisor",
     )
     assert_nothing_left(run_dir)
-    groups = ray.util.placement_group_table().values()
-    assert [
-        group["state"] for group in groups if group["name"] == name and group["state"] != "REMOVED"
-    ] == []
+    assert groups_left(name) == []
     return status
+
+
+def groups_left(name: str) -> list[str]:
+    """The states of what is reserved under this name."""
+    import ray
+
+    groups = ray.util.placement_group_table().values()
+    states = [group["state"] for group in groups if group["name"] == name]
+    return [state for state in states if state != "REMOVED"]
 
 
 def wait_for_generation(run_dir: Path, generation: int) -> None:
@@ -116,7 +121,7 @@ def test_whoever_is_killed_the_job_goes_on(tmp_path, cluster):
     two are failures.
     """
     run_dir = begin(
-        fake_launch(tmp_path, "plain=1", "step_s=0.1", "steps=100", num_nodes=2, max_restarts=2)
+        fake_launch(tmp_path, "plain=1", "step_s=0.1", "steps=100000", num_nodes=2, max_restarts=2)
     )
     wait_for_step(run_dir, 3)
     agent, _ = next(iter(agent_pids(run_dir).items()))
@@ -125,18 +130,61 @@ def test_whoever_is_killed_the_job_goes_on(tmp_path, cluster):
     _, actor = next(iter(agent_pids(run_dir).items()))
     os.kill(actor, signal.SIGKILL)
     wait_for_generation(run_dir, 3)
-    [supervisor] = processes_called(cluster, "ray::Supervisor")
+    ranks, [supervisor] = rank_pids(run_dir), processes_called(cluster, "ray::Supervisor")
     os.kill(supervisor, signal.SIGKILL)
+    wait_for(
+        lambda: any(e.details.get("unwatched_s") for e in Journal(run_dir).entries()),
+        what="the next supervisor",
+    )
+    assert rank_pids(run_dir) == ranks, "they have not noticed"
+    request_stop(run_dir)
     status = end_of(run_dir)
-    assert status.state is State.SUCCEEDED
-    assert status.generation == 4
-    reasons = [
-        entry.reason for entry in Journal(run_dir).entries() if entry.state is State.RECOVERING
-    ]
-    assert "ended with exit code -9" in reasons[0]
-    assert "was lost: its agent actor died" in reasons[1]
-    assert "the supervisor was killed and has been restarted" in reasons[2]
-    assert list(curve(run_dir)) == list(range(1, 101))
+    assert status.state is State.STOPPED
+    assert status.step is not None
+    assert status.generation == 3
+    entries = Journal(run_dir).entries()
+    lost = [entry.reason for entry in entries if entry.state is State.RECOVERING]
+    assert len(lost) == 2
+    assert "ended with exit code -9" in lost[0]
+    assert "was lost: its agent actor died" in lost[1]
+    [taken_over] = [entry for entry in entries if "unwatched_s" in entry.details]
+    assert taken_over.reason.startswith("the supervisor was killed and has been restarted; gen")
+    assert curve(run_dir) == undisturbed(1, status.step)
+
+
+@pytest.mark.slow
+def test_a_node_that_died_with_the_supervisor_costs_a_generation(tmp_path, cluster):
+    """What is left of the old one is ended, and the nodes that live stay the job's."""
+    run_dir = begin(fake_launch(tmp_path, "plain=1", "step_s=0.1", "steps=100000", num_nodes=2))
+    wait_for_step(run_dir, 3)
+    actors = set(agent_pids(run_dir).values())
+    dead = actors.pop()
+    [supervisor] = processes_called(cluster, "ray::Supervisor")
+    for pid in (supervisor, dead):
+        os.kill(pid, signal.SIGKILL)
+    wait_for_generation(run_dir, 2)
+    assert actors < set(agent_pids(run_dir).values())
+    request_stop(run_dir)
+    assert end_of(run_dir).state is State.STOPPED
+    reasons = [e.reason for e in Journal(run_dir).entries() if e.state is State.RECOVERING]
+    assert len(reasons) == 1
+    assert reasons[0].endswith("a new generation takes over")
+
+
+@pytest.mark.slow
+def test_nodes_whose_supervisor_was_ended_for_good_end_themselves(tmp_path):
+    import ray
+
+    from moebius.cluster.ray_nodes import actor_name
+
+    run_dir = begin(
+        fake_launch(tmp_path, "plain=1", "step_s=0.1", "steps=100000", supervisor_timeout_s=1.0)
+    )
+    wait_for_step(run_dir, 3)
+    name = actor_name(str(run_dir))
+    ray.kill(ray.get_actor(name, namespace=NAMESPACE), no_restart=True)
+    assert_nothing_left(run_dir, within_s=60)
+    wait_for(lambda: groups_left(name) == [], what="the bundles to be given back")
 
 
 @pytest.mark.slow  # 11 s
@@ -209,7 +257,7 @@ def test_a_job_waits_while_others_hold_the_nodes_and_can_be_stopped_meanwhile(tm
 
 
 def test_nodes_must_run_the_same_software():
-    from moebius.cluster.supervisor import check_versions
+    from moebius.cluster.ray_nodes import check_versions
 
     same = {"moebius": "1", "torch": "2.13.0", "python": "3.11"}
     check_versions([{"host": "a", "versions": same}, {"host": "b", "versions": dict(same)}])
