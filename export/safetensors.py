@@ -36,13 +36,12 @@ from ..data_pipeline.tokenizers.raw_bytes import BytesTokenizer
 from ..distributed.checkpoint.files import (
     CheckpointError,
     StoredCheckpoint,
-    dtype_named,
     open_checkpoint,
     open_verified,
-    read_tensor,
     refuse_name_of_another_step,
     tensor_checksum,
 )
+from ..distributed.checkpoint.reading import dtype_named, read_tensor
 from ..distributed.checkpoint.reshard import StartProgress
 from ..distributed.checkpoint.writing import atomic_directory, refuse_existing, write_synced
 from ..distributed.parallelize import expert_names

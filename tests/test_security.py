@@ -30,7 +30,7 @@ UNPICKLES = {
     *("state_dict_saver", "async_save"),
 }
 ALLOWED = {
-    ("distributed/checkpoint/files.py", "pickle"): "an exception of torch.load is named by it",
+    ("distributed/checkpoint/reading.py", "pickle"): "an exception of torch.load is named by it",
     ("data_pipeline/making/pools.py", "pickle"): "an exception is tried before it travels",
 }
 

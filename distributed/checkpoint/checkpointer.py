@@ -51,13 +51,13 @@ from .files import (
     SaveFailedError,
     StaleGenerationError,
     blake2b,
-    dtype_name,
     step_name,
     without_advice,
 )
 from .folder import CheckpointFolder, DamagedCheckpoint, publish
 from .loading import open_share
 from .parts import ShardSavePlanner, TensorShard, misfits
+from .reading import dtype_name
 from .recovery import WholeCheckpoint, newest_whole
 from .second_copy import CopyRecord, SecondCopy
 from .together import causes, gathered, gloo_group, together

@@ -29,7 +29,8 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.distributed.checkpoint.storage import WriteResult
 
-from .files import CheckpointError, dtype_name, dtype_named
+from .files import CheckpointError
+from .reading import dtype_name, dtype_named
 
 
 @dataclass(frozen=True)

@@ -20,15 +20,14 @@ from ..mesh import Mesh
 from .files import (
     CheckpointError,
     CheckpointMeta,
-    SafeReader,
     StoredCheckpoint,
     audit,
     damaged_files,
-    dtype_name,
     open_checkpoint,
     refuse,
 )
 from .parts import ShardLoadPlanner, TensorShard, misfits
+from .reading import SafeReader, dtype_name
 from .together import causes, together
 
 

@@ -50,11 +50,10 @@ from .files import (
     damaged_files,
     open_checkpoint,
     open_verified,
-    read_tensor,
     refuse_name_of_another_step,
-    storage_metadata,
     tensor_checksum,
 )
+from .reading import read_tensor, storage_metadata
 from .writing import SummingWriter, atomic_directory, refuse_existing, seal
 
 Sharding = Literal["none", "fsdp"]

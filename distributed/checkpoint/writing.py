@@ -32,8 +32,8 @@ from .files import (
     StoredTensor,
     blake2b,
     digest_of_sums,
-    dtype_name,
 )
+from .reading import dtype_name
 
 logger = logging.getLogger(__name__)
 

@@ -21,10 +21,10 @@ from moebius.distributed.checkpoint.files import (
     StoredTensor,
     find_checkpoint,
     open_checkpoint,
-    read_tensor,
     verify,
 )
 from moebius.distributed.checkpoint.loading import load
+from moebius.distributed.checkpoint.reading import read_tensor
 from moebius.distributed.checkpoint.reshard import reshard
 from moebius.distributed.dispatch.expert_map import ExpertMap
 from moebius.distributed.layout import MeshConfig, plan_layout
