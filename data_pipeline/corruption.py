@@ -20,6 +20,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
+
 from .config import DataConfig
 from .errors import DataError, ShardError
 from .token_store import TokenBatch, TokenStore
@@ -179,8 +181,16 @@ class BatchFetcher:
         self.doing = ""
         """What is being read just now, for whoever waits for it; "": nothing."""
 
-    def __call__(self, store: TokenStore, batch: int, in_full: bool) -> TokenBatch | None:
+    def __call__(
+        self, store: TokenStore, batch: int, in_full: bool, into: np.ndarray | None = None
+    ) -> TokenBatch | None:
         """Reads a record batch: its tokens, or in full with documents' ends and loss mask.
+
+        Args:
+            store: the era.
+            batch: the record batch's number.
+            in_full: whether ends and mask are wanted.
+            into: takes the tokens; None: memory is taken for them.
 
         Returns:
             The batch; None: it is lost, and to be passed over.
@@ -193,20 +203,25 @@ class BatchFetcher:
             f"reading record batch {batch} of era {store.era} of source {store.source.name!r}"
         )
         try:
-            return _read(store, batch, in_full)
+            return _read(store, batch, in_full, into)
         except ShardError as error:
             if self.when_corrupt == "fail":
                 raise
-            return self._read_elsewhere(store, batch, in_full, error)
+            return self._read_elsewhere(store, batch, in_full, into, error)
         finally:
             self.doing = ""
 
     def _read_elsewhere(
-        self, store: TokenStore, batch: int, in_full: bool, error: ShardError
+        self,
+        store: TokenStore,
+        batch: int,
+        in_full: bool,
+        into: np.ndarray | None,
+        error: ShardError,
     ) -> TokenBatch | None:
         key = store.source.name, store.era, batch
         if key not in self._lost:
-            found = _first_that_works(self._other_ways(store, batch, in_full))
+            found = _first_that_works(self._other_ways(store, batch, in_full, into))
             if found is not None:
                 return found
             self._lost.add(key)
@@ -218,18 +233,18 @@ class BatchFetcher:
         return None
 
     def _other_ways(
-        self, store: TokenStore, batch: int, in_full: bool
+        self, store: TokenStore, batch: int, in_full: bool, into: np.ndarray | None
     ) -> list[Callable[[], TokenBatch]]:
         def again(number: int) -> TokenBatch:
             time.sleep(_PAUSE_S * 2**number)
-            return _read(store, batch, in_full)
+            return _read(store, batch, in_full, into)
 
         def from_copy(folder: Path) -> TokenBatch:
             copy = TokenStore(
                 folder, store.source.name, store.era, store.split, store.manifest, check_sizes=False
             )
             try:
-                return _read(copy, batch, in_full)
+                return _read(copy, batch, in_full, into)
             finally:
                 copy.close()
 
@@ -248,8 +263,8 @@ def _first_that_works(ways: Sequence[Callable[[], TokenBatch]]) -> TokenBatch | 
     return None
 
 
-def _read(store: TokenStore, batch: int, in_full: bool) -> TokenBatch:
-    return store.read(batch) if in_full else store.read_alone(batch)
+def _read(store: TokenStore, batch: int, in_full: bool, into: np.ndarray | None) -> TokenBatch:
+    return store.read(batch, into) if in_full else store.read_alone(batch, into)
 
 
 def open_fetcher(data: DataConfig, skipped: SkipList | None = None) -> BatchFetcher:

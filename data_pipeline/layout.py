@@ -17,13 +17,19 @@ from functools import cached_property
 from typing import Protocol
 
 import numpy as np
+import pyarrow as pa
 
 from .errors import ShardError
 from .packing import AGAIN, CHUNK_BATCHES, BestFitPlan, ChunkPieces, EraPlan, concat_plan
 from .token_store import TokenBatch, TokenStore
 
-BatchReader = Callable[[TokenStore, int, bool], TokenBatch | None]
-"""Reads a record batch, if asked with documents' ends and loss mask; None: pass over it."""
+BatchReader = Callable[[TokenStore, int, bool, np.ndarray | None], TokenBatch | None]
+"""Reads a record batch, if asked with documents' ends and loss mask, its tokens into an array if one
+is given; None: pass over it."""
+
+
+RowBytes = Callable[[int], memoryview]
+"""Returns the bytes of a row by its number in its chunk."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +40,7 @@ class LoadedChunk:
     width: int  # S+1
     flat_tokens: np.ndarray  # uint16 or uint32
     flat_counts: np.ndarray | None  # bool, of each token: it is learned; None: all are
-    # int16 or int32, of each token: its document's number, −1: padding. Counted in its row; where
+    # `document_dtype`, of each token: its document's number, −1: padding. Counted in its row; where
     # rows overlap a token is in two of them, and it is counted in the chunk
     flat_documents: np.ndarray | None
     damaged: np.ndarray | None  # bool [rows]: some of their tokens are lost; None: no row's
@@ -45,29 +51,42 @@ class LoadedChunk:
         """Returns whether each row shares its last token with the next."""
         return self.stride < self.width
 
-    @cached_property
+    @property
     def tokens(self) -> np.ndarray:
         """Returns the tokens of each row, a view [rows, S+1]."""
-        return _strided(self.flat_tokens, self.stride, self.width)
+        flat = self.flat_tokens
+        rows = (len(flat) - self.width) // self.stride + 1
+        strides = (self.stride * flat.itemsize, flat.itemsize)
+        return np.lib.stride_tricks.as_strided(flat, (rows, self.width), strides, writeable=False)
 
     @cached_property
-    def counts(self) -> np.ndarray | None:
-        """Returns which tokens of each row are learned, a view [rows, S+1]."""
-        return self._rows_of(self.flat_counts)
+    def tokens_of(self) -> RowBytes:
+        """Returns what gives the tokens of a row, as bytes."""
+        return _row_bytes(self.flat_tokens, self.stride, self.width)
 
     @cached_property
-    def documents(self) -> np.ndarray | None:
-        """Returns the documents' numbers of each row, a view [rows, S+1]."""
-        return self._rows_of(self.flat_documents)
+    def counts_of(self) -> RowBytes:
+        """Returns what gives which tokens of a row are learned, a byte each."""
+        assert self.flat_counts is not None, "all are learned"
+        return _row_bytes(self.flat_counts, self.stride, self.width)
 
-    def _rows_of(self, flat: np.ndarray | None) -> np.ndarray | None:
-        return None if flat is None else _strided(flat, self.stride, self.width)
+    @cached_property
+    def documents_of(self) -> RowBytes:
+        """Returns what gives the documents' numbers of a row, as bytes."""
+        assert self.flat_documents is not None, "they were not asked for"
+        return _row_bytes(self.flat_documents, self.stride, self.width)
 
 
-def _strided(flat: np.ndarray, stride: int, width: int) -> np.ndarray:
-    rows = (len(flat) - width) // stride + 1
-    strides = (stride * flat.itemsize, flat.itemsize)
-    return np.lib.stride_tricks.as_strided(flat, (rows, width), strides, writeable=False)
+def document_dtype(width: int, overlaps: bool) -> np.dtype:
+    """Returns the integers of documents' numbers in chunks of rows so wide."""
+    fits = not overlaps and width <= np.iinfo(np.int16).max
+    return np.dtype(np.int16 if fits else np.int32)
+
+
+def _row_bytes(flat: np.ndarray, stride: int, width: int) -> RowBytes:
+    values = flat.data.cast("B")
+    step, size = stride * flat.itemsize, width * flat.itemsize
+    return lambda row: values[row * step : row * step + size]
 
 
 class ChunkLayout(Protocol):
@@ -125,20 +144,23 @@ class ConcatLayout:
         begin, end = first_row * self._seq_len, end_row * self._seq_len + 1
         first, next_chunk = self.plan.chunk_batches[chunk : chunk + 2].tolist()
         starts = self._store.batch_starts
-        span = _Span(self._store, begin, end, self._wanted)
+        span_begin, last = starts[[first, next_chunk]].tolist()
+        span = _Span(self._store, span_begin, max(last, end), self._wanted)
         for batch in range(first, int(np.searchsorted(starts, end, side="left"))):
-            found = self._read(batch) if batch < next_chunk else self._head(batch)
+            is_mine = batch < next_chunk
+            found = self._read(batch, span.place_of(batch)) if is_mine else self._head(batch)
             if batch == first:
                 self._heads[batch] = _first_tokens(found, self._seq_len)
             span.put(batch, found)
-        damaged = _overlapping(np.arange(end_row - first_row) * self._seq_len, span, self._seq_len)
+        here = slice(begin - span_begin, end - span_begin)
+        row_begins = here.start + np.arange(end_row - first_row) * self._seq_len
         return LoadedChunk(
             stride=self._seq_len,
             width=self._seq_len + 1,
-            flat_tokens=span.tokens,
-            flat_counts=span.counts,
-            flat_documents=span.documents,
-            damaged=damaged,
+            flat_tokens=span.tokens[here],
+            flat_counts=None if span.counts is None else span.counts[here],
+            flat_documents=None if span.documents is None else span.documents[here],
+            damaged=_overlapping(row_begins, span, self._seq_len),
             lost_batches=tuple(span.lost_batches),
         )
 
@@ -152,10 +174,10 @@ class ConcatLayout:
         last = (end - 1) // self._seq_len
         return list(range(first, min(last + 1, self.plan.chunks.num_rows)))
 
-    def _read(self, batch: int) -> TokenBatch | None:
+    def _read(self, batch: int, into: np.ndarray | None = None) -> TokenBatch | None:
         wanted = self._wanted
         in_full = wanted.documents or (wanted.counts and self._store.source.has_loss_mask)
-        return self._read_batch(self._store, batch, in_full)
+        return self._read_batch(self._store, batch, in_full, into)
 
     def _head(self, batch: int) -> TokenBatch | None:
         """Returns the first tokens of a batch, at least S if it has as many."""
@@ -196,7 +218,9 @@ class BestFitLayout:
         else:
             counts = _laid_out(stream.counts, pieces, padding, False).copy()
         counts[places[_continued(pieces, self._seq_len)]] = False
-        documents = _piece_numbers(pieces, padding) if self._wanted.documents else None
+        documents = None
+        if self._wanted.documents:
+            documents = _piece_numbers(pieces, padding, document_dtype(width, overlaps=False))
         damaged = _damaged_rows(pieces, stream)
         return LoadedChunk(
             stride=width,
@@ -240,12 +264,13 @@ class BestFitLayout:
         wanted = WantedOfTokens(counts=has_mask, documents=False)
         span = _Span(self._store, int(starts[first]), int(starts[end]), wanted)
         for batch in range(first, end):
-            span.put(batch, self._read_batch(self._store, batch, has_mask))
+            into = span.place_of(batch)
+            span.put(batch, self._read_batch(self._store, batch, has_mask, into))
         return span
 
 
 class _Span:
-    """Is a stretch of an era's tokens while record batches are copied into it."""
+    """Is a stretch of an era's tokens while record batches are decoded or copied into it."""
 
     def __init__(self, store: TokenStore, begin: int, end: int, wanted: WantedOfTokens):
         size = max(0, end - begin)
@@ -258,8 +283,16 @@ class _Span:
         """Begins and ends of what could not be read."""
         self.lost_batches: list[int] = []
 
+    def place_of(self, number: int) -> np.ndarray:
+        """Returns where the tokens of a batch lie, for who decodes it: it lies here whole."""
+        begin, end = (self._starts[number : number + 2] - self._begin).tolist()
+        return self.tokens[begin:end]
+
     def put(self, number: int, batch: TokenBatch | None) -> None:
-        """Copies a batch, or its first tokens, as far as it lies in this stretch."""
+        """Takes a batch, or its first tokens, as far as it lies in this stretch.
+
+        Tokens that were decoded into their place are not copied.
+        """
         begin, end = (self._starts[number : number + 2] - self._begin).tolist()
         here = slice(max(0, begin), min(end, len(self.tokens)))
         if batch is None:
@@ -268,7 +301,8 @@ class _Span:
             self.lost_batches.append(number)
             return
         there = slice(here.start - begin, here.stop - begin)
-        self.tokens[here] = batch.tokens[there]
+        if batch.tokens.base is not self.tokens:
+            self.tokens[here] = batch.tokens[there]
         if self.counts is not None and batch.loss_mask is not None:
             self.counts[here] = batch.loss_mask[there]
         if self.documents is not None:
@@ -296,6 +330,11 @@ def _overlapping(row_begins: np.ndarray, span: _Span, seq_len: int) -> np.ndarra
 
 # Fitted documents -------------------------------------------------------------------------------
 
+_BINARY_VIEW = np.dtype(
+    [("length", "<i4"), ("prefix", "<i4"), ("buffer", "<i4"), ("offset", "<i4")]
+)
+"""An element of Arrow's binary view arrays; up to 12 bytes stand in the place of the last three."""
+
 
 def _places(pieces: ChunkPieces, width: int, num_tokens: int, plan: BestFitPlan) -> np.ndarray:
     """Returns where each piece begins among the rows: one after the other in its row."""
@@ -320,23 +359,34 @@ def _laid_out(
 ) -> np.ndarray:
     """Returns the values of all rows: of each its pieces of the stream, then padding.
 
-    Slices of bytes are joined, for that costs half of what as many assignments do.
+    Pieces are binary views of Arrow's, which it joins where it makes plain binary values of them: a
+    quarter of the time of as many assignments, half of that of joining slices of bytes.
     """
-    values = stream.data.cast("B")
-    filling = np.full(max(1, padding.max(initial=0)), fill, stream.dtype).data.cast("B")
-    begins = pieces.starts * stream.itemsize
-    ends = begins + pieces.lengths * stream.itemsize
-    spans = [values[b:e] for b, e in zip(begins.tolist(), ends.tolist(), strict=True)]
-    parts: list[memoryview] = []
-    done = 0
     rows = np.flatnonzero(padding)
     row_ends = pieces.row_starts[rows + 1]
-    for end, missing in zip(row_ends.tolist(), padding[rows].tolist(), strict=True):
-        parts += spans[done:end]
-        parts.append(filling[: missing * stream.itemsize])
-        done = end
-    parts += spans[done:]
-    return np.frombuffer(b"".join(parts), dtype=stream.dtype)
+    places = np.insert(pieces.starts, row_ends, 0)
+    lengths = np.insert(pieces.lengths, row_ends, padding[rows])
+    is_padding = np.insert(np.zeros(len(pieces.starts), dtype=bool), row_ends, True)
+    filling = np.full(max(1, padding.max(initial=0)), fill, stream.dtype)
+    views = np.empty(len(places), dtype=_BINARY_VIEW)
+    views["length"], views["offset"] = lengths * stream.itemsize, places * stream.itemsize
+    views["prefix"], views["buffer"] = 0, is_padding
+    _write_short(views, (stream.view(np.uint8), filling.view(np.uint8)))
+    buffers = [pa.py_buffer(array) for array in (views, stream, filling)]
+    array = pa.Array.from_buffers(pa.binary_view(), len(views), [None, *buffers])
+    return np.frombuffer(array.cast(pa.binary()).buffers()[2], dtype=stream.dtype)
+
+
+def _write_short(views: np.ndarray, buffers: tuple[np.ndarray, np.ndarray]) -> None:
+    """Writes values of up to 12 bytes into their views, where the format wants them."""
+    inline = views.view(np.uint8).reshape(-1, _BINARY_VIEW.itemsize)[:, 4:]
+    short = np.flatnonzero(views["length"] <= inline.shape[1])
+    numbers = views["buffer"][short]  # before values are written over them
+    for number, buffer in enumerate(buffers):
+        mine = short[numbers == number]
+        places = views["offset"][mine][:, None] + np.arange(inline.shape[1])
+        inside = np.arange(inline.shape[1]) < views["length"][mine][:, None]
+        inline[mine] = np.where(inside, buffer[places.clip(max=len(buffer) - 1)], 0)
 
 
 def _tails(padding: np.ndarray, width: int) -> list[tuple[int, int]]:
@@ -346,10 +396,9 @@ def _tails(padding: np.ndarray, width: int) -> list[tuple[int, int]]:
     return list(zip((ends - padding[rows]).tolist(), ends.tolist(), strict=True))
 
 
-def _piece_numbers(pieces: ChunkPieces, padding: np.ndarray) -> np.ndarray:
+def _piece_numbers(pieces: ChunkPieces, padding: np.ndarray, dtype: np.dtype) -> np.ndarray:
     """Returns the number in its row of the piece that each place belongs to; −1: padding."""
     per_row = np.diff(pieces.row_starts)
-    dtype = np.int16 if int(per_row.max()) <= np.iinfo(np.int16).max else np.int32
     inside = np.arange(len(pieces.lengths)) - np.repeat(pieces.row_starts[:-1], per_row)
     ends = pieces.row_starts[1:]
     numbers = np.insert(inside, ends, -1).astype(dtype)

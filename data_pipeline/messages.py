@@ -8,9 +8,12 @@ needed are read here (format/Message.fbs and Flatbuffers' "internals" of the two
 """
 
 import struct
+import threading
 from collections.abc import Iterator, Mapping
 
+import numpy as np
 import pyarrow as pa
+import zstandard
 
 _RECORD_BATCH = 3  # MessageHeader of Message.fbs
 _HEADER_TYPE, _HEADER = 1, 2  # fields of Message
@@ -18,6 +21,8 @@ _BUFFERS, _COMPRESSION = 2, 3  # fields of RecordBatch
 _NOT_COMPRESSED = -1  # a buffer that compression would have made longer
 _PREFIX_BYTES = 8
 _ZSTD = pa.Codec("zstd")
+_of_thread = threading.local()
+"""A zstd decompressor per thread: it can write into memory that is there already, Arrow's cannot."""
 
 
 def decode_batch(message: bytes, schema: pa.Schema, *, max_bytes: int) -> pa.RecordBatch:
@@ -43,7 +48,9 @@ def decode_batch(message: bytes, schema: pa.Schema, *, max_bytes: int) -> pa.Rec
     return batch
 
 
-def decode_buffers(message: bytes, sizes: Mapping[int, int]) -> dict[int, pa.Buffer]:
+def decode_buffers(
+    message: bytes, sizes: Mapping[int, int], into: Mapping[int, np.ndarray] | None = None
+) -> dict[int, pa.Buffer]:
     """Decodes single buffers of a record batch message, and nothing else of it.
 
     For a few columns of many it takes half of the time of `decode_batch`.
@@ -51,6 +58,8 @@ def decode_buffers(message: bytes, sizes: Mapping[int, int]) -> dict[int, pa.Buf
     Args:
         message: the encapsulated message, from its continuation marker to the end of its body.
         sizes: the number of each buffer that is wanted, and the bytes that it must have.
+        into: arrays of just so many bytes, by the numbers of buffers that are decoded into them
+            instead of being returned; what they hold after an error is not defined.
 
     Raises:
         ValueError: it is no such message, or a buffer has another size.
@@ -60,17 +69,22 @@ def decode_buffers(message: bytes, sizes: Mapping[int, int]) -> dict[int, pa.Buf
         record_batch = _record_batch(memoryview(opened.metadata))
         is_compressed = record_batch.table(_COMPRESSION) is not None
         places = list(record_batch.pairs(_BUFFERS))
-        return {
-            number: _decoded(opened.body, places[number], is_compressed, size)
-            for number, size in sizes.items()
-        }
-    except (struct.error, IndexError, TypeError, OSError, EOFError) as error:
+        found: dict[int, pa.Buffer] = {}
+        for number, size in sizes.items():
+            data, is_zstd = _located(opened.body, places[number], is_compressed, size)
+            if into is not None and number in into:
+                _decode_into(into[number], data, is_zstd)
+            else:
+                found[number] = _ZSTD.decompress(data, size) if is_zstd else data
+        return found
+    except (struct.error, IndexError, TypeError, OSError, EOFError, zstandard.ZstdError) as error:
         raise ValueError(f"it is no record batch ({error})") from error
 
 
-def _decoded(
+def _located(
     body: pa.Buffer, place: tuple[int, int], is_compressed: bool, expected: int
-) -> pa.Buffer:
+) -> tuple[pa.Buffer, bool]:
+    """Returns the bytes of a buffer, and whether they are to be decompressed."""
     offset, length = place
     if not 0 <= offset <= offset + length <= len(body):
         raise ValueError(f"a buffer lies at {offset} to {offset + length} of {len(body)} bytes")
@@ -79,10 +93,24 @@ def _decoded(
     if size != expected:
         raise ValueError(f"a buffer states {size} bytes, it must have {expected}")
     if not is_compressed or not length:
-        return data
-    rest = data.slice(_PREFIX_BYTES)
+        return data, False
     (stated,) = struct.unpack_from("<q", data)
-    return rest if stated == _NOT_COMPRESSED else _ZSTD.decompress(rest, size)
+    return data.slice(_PREFIX_BYTES), stated != _NOT_COMPRESSED
+
+
+def _decode_into(array: np.ndarray, data: pa.Buffer, is_zstd: bool) -> None:
+    """Decodes a buffer into an array of its size."""
+    out = array.view(np.uint8)
+    # A frame that states its size is decoded in one go, without a window in between.
+    if is_zstd and zstandard.frame_content_size(data) == len(out):
+        if not hasattr(_of_thread, "zstd"):
+            _of_thread.zstd = zstandard.ZstdDecompressor()
+        size = _of_thread.zstd.stream_reader(data).readinto(out)
+        if size != len(out):
+            raise ValueError(f"a buffer ends after {size} of {len(out)} bytes")
+    else:
+        raw = _ZSTD.decompress(data, len(out)) if is_zstd else data
+        out[:] = np.frombuffer(raw, dtype=np.uint8)
 
 
 def _record_batch(head: memoryview) -> "_Table":

@@ -49,6 +49,10 @@ class ChunkTable:
         """Returns the number of rows of the era."""
         return int(self.row_starts[-1])
 
+    def chunks_of(self, rows: np.ndarray) -> np.ndarray:
+        """Returns the chunk that each row lies in."""
+        return np.searchsorted(self.row_starts, rows, side="right") - 1
+
 
 class EraOrder:
     """Shuffles the rows of one era for one epoch, which `key` names."""

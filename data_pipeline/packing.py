@@ -25,12 +25,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
-from zlib import crc32
 
 import numpy as np
 import pyarrow as pa
 from pydantic import BaseModel, ConfigDict, Field
 
+from .checksum import crc32
 from .errors import ShardError
 from .manifest import atomic_write
 from .messages import decode_buffers

@@ -29,6 +29,7 @@ from .layout import (
     ConcatLayout,
     LoadedChunk,
     WantedOfTokens,
+    document_dtype,
 )
 from .manifest import DatasetManifest, Era, follow, read_manifest
 from .order import ChunkTable, RowRefs, SourceRows, num_rows
@@ -221,22 +222,19 @@ class RowReader:
         """
         gathered = _Gathered(len(rows), self._prepared)
         for source, era, here in group_pairs(sources, eras):
-            self._gather(gathered, source, era, here, rows[here])
+            table = self._prepared.chunks(self._names[source], era)
+            chunks = table.chunks_of(rows[here])
+            inside = rows[here] - table.row_starts[chunks]
+            keep = table.chunks_per_window + _SPARE_CHUNKS
+            load = functools.partial(self._load, source, era, keep=keep)
+            gathered.put(here, chunks, inside, load)
         return gathered.finish()
 
     def read_refs(self, refs: RowRefs) -> Rows:
         """Reads the rows of an order."""
         return self.read(refs.sources, refs.eras, refs.rows)
 
-    def _gather(
-        self, gathered: "_Gathered", source: int, era: int, places: np.ndarray, rows: np.ndarray
-    ) -> None:
-        table = self._prepared.chunks(self._names[source], era)
-        for chunk, mine in chunks_of(table, rows):
-            loaded = self._load(source, era, chunk, table.chunks_per_window + _SPARE_CHUNKS)
-            gathered.put(places[mine], loaded, rows[mine] - table.row_starts[chunk])
-
-    def _load(self, source: int, era: int, chunk: int, keep: int) -> LoadedChunk:
+    def _load(self, source: int, era: int, chunk: int, *, keep: int) -> LoadedChunk:
         kept = self._loaded.setdefault(source, OrderedDict())
         found = kept.get((era, chunk))
         if found is None:
@@ -249,32 +247,65 @@ class RowReader:
 
 
 class _Gathered:
-    """Is what `RowReader.read` returns, while chunk after chunk is put into it."""
+    """Is what `RowReader.read` returns, while rows of era after era are put into it.
+
+    Rows are collected as slices of bytes and joined, for that costs a third of what as many
+    assignments do, or gathering by index from each of the chunks.
+    """
 
     def __init__(self, count: int, prepared: Prepared):
-        width = prepared.seq_len + 1
-        self._tokens = np.empty((count, width), dtype=np.int64)
-        wanted = prepared.wanted
-        self._counts = np.ones((count, width), dtype=bool) if wanted.counts else None
-        self._documents = np.empty((count, width), dtype=np.int32) if wanted.documents else None
+        self._shape = count, prepared.seq_len + 1
+        self._token_dtype = token_dtype(prepared.manifest.vocab_size)
+        wanted, width = prepared.wanted, self._shape[1]
+        self._document_dtype = document_dtype(width, prepared.packing == "concat")
+        self._overlaps = prepared.packing == "concat"
+        self._tokens: list[memoryview] = [memoryview(b"")] * count
+        self._counts = [memoryview(bytes([True]) * width)] * count if wanted.counts else None
+        self._documents = self._tokens.copy() if wanted.documents else None
         self._damaged = np.zeros(count, dtype=bool)
 
-    def put(self, places: np.ndarray, chunk: LoadedChunk, rows: np.ndarray) -> None:
-        """Copies rows; some 30 at a time lie in the cache until they are written as int64."""
-        self._tokens[places] = chunk.tokens[rows]
-        if self._counts is not None and chunk.counts is not None:
-            self._counts[places] = chunk.counts[rows]
-        if self._documents is not None and chunk.documents is not None:
-            numbers = chunk.documents[rows]
-            if chunk.overlaps:
-                numbers -= numbers[:, :1]
-            self._documents[places] = numbers
-        if chunk.damaged is not None:
-            self._damaged[places] = chunk.damaged[rows]
+    def put(
+        self,
+        places: np.ndarray,
+        chunks: np.ndarray,
+        rows: np.ndarray,
+        load: Callable[[int], LoadedChunk],
+    ) -> None:
+        """Takes rows of one era: their places, chunks, and numbers in these, int64 [n] each.
+
+        Chunks are loaded in the order in which they appear: what belongs to the window before is
+        not read again.
+        """
+        loaded: dict[int, LoadedChunk] = {}
+        tokens, counts, documents = self._tokens, self._counts, self._documents
+        for place, chunk, row in zip(places.tolist(), chunks.tolist(), rows.tolist(), strict=True):
+            found = loaded.get(chunk)
+            if found is None:
+                found = loaded[chunk] = load(chunk)
+            tokens[place] = found.tokens_of(row)
+            if counts is not None and found.flat_counts is not None:
+                counts[place] = found.counts_of(row)
+            if documents is not None:
+                documents[place] = found.documents_of(row)
+        for chunk, found in loaded.items():
+            if found.damaged is not None:
+                mine = chunks == chunk
+                self._damaged[places[mine]] = found.damaged[rows[mine]]
 
     def finish(self) -> Rows:
-        mask = None if self._counts is None else self._counts[:, 1:]
-        return Rows(self._tokens, mask, self._documents, self._damaged)
+        mask = documents = None
+        if self._counts is not None:
+            mask = self._joined(self._counts, np.dtype(bool))[:, 1:]
+        if self._documents is not None:
+            documents = self._joined(self._documents, self._document_dtype).astype(np.int32)
+            if self._overlaps:  # they are counted in their chunk
+                documents -= documents[:, :1].copy()
+        tokens = self._joined(self._tokens, self._token_dtype).astype(np.int64)
+        return Rows(tokens, mask, documents, self._damaged)
+
+    def _joined(self, parts: list[memoryview], dtype: np.dtype) -> np.ndarray:
+        """Returns the values of all rows [n, S+1], which may be written."""
+        return np.frombuffer(bytearray().join(parts), dtype=dtype).reshape(self._shape)
 
 
 def group_pairs(first: np.ndarray, second: np.ndarray) -> Iterator[tuple[int, int, np.ndarray]]:
@@ -298,7 +329,7 @@ def chunks_of(table: ChunkTable, rows: np.ndarray) -> Iterator[tuple[int, np.nda
 
     They come in order of appearance: what belongs to the window before is not read again.
     """
-    chunks = np.searchsorted(table.row_starts, rows, side="right") - 1
+    chunks = table.chunks_of(rows)
     found, firsts, counts = np.unique(chunks, return_index=True, return_counts=True)
     places = np.argsort(chunks, kind="stable")
     ends = np.cumsum(counts)

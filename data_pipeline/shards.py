@@ -23,11 +23,11 @@ import io
 from dataclasses import dataclass
 from functools import partial
 from typing import IO
-from zlib import crc32
 
 import numpy as np
 import pyarrow as pa
 
+from .checksum import crc32
 from .config import FORMAT_VERSION
 from .manifest import ShardEntry, Split
 from .tokenizers.interface import Tokenizer, token_dtype

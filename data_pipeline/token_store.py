@@ -13,11 +13,11 @@ from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
-from zlib import crc32
 
 import numpy as np
 import pyarrow as pa
 
+from .checksum import crc32
 from .errors import ShardError
 from .manifest import DatasetManifest, ShardEntry, read_manifest
 from .messages import decode_batch, decode_buffers
@@ -150,29 +150,33 @@ class TokenStore:
         """Returns the shard that a record batch lies in."""
         return self.entries[self._shard_number(batch)]
 
-    def read(self, batch: int) -> TokenBatch:
+    def read(self, batch: int, into: np.ndarray | None = None) -> TokenBatch:
         """Returns the tokens of one record batch with their documents' ends and loss mask.
+
+        Args:
+            batch: its number.
+            into: takes the tokens; None: memory is taken for them.
 
         Raises:
             ShardError: its bytes are not those that were written.
         """
         wanted = {"tokens", "ends", "mask"} if self.source.has_loss_mask else {"tokens", "ends"}
-        found = self._read_buffers(batch, wanted)
+        found = self._read_buffers(batch, wanted, into)
         return TokenBatch(found["tokens"], found["ends"], found.get("mask"))
 
-    def read_tokens(self, batch: int) -> np.ndarray:
+    def read_tokens(self, batch: int, into: np.ndarray | None = None) -> np.ndarray:
         """Returns all tokens of one record batch, ends of documents included.
 
-        uint16 or uint32, 1-D, read-only.
+        uint16 or uint32, 1-D; read-only where no array was given to take them.
 
         Raises:
             ShardError: its bytes are not those that were written.
         """
-        return self._read_buffers(batch, {"tokens"})["tokens"]
+        return self._read_buffers(batch, {"tokens"}, into)["tokens"]
 
-    def read_alone(self, batch: int) -> TokenBatch:
+    def read_alone(self, batch: int, into: np.ndarray | None = None) -> TokenBatch:
         """Returns the tokens of one record batch as `read` does, without ends and loss mask."""
-        return TokenBatch(self.read_tokens(batch), np.zeros(0, dtype=np.int64), None)
+        return TokenBatch(self.read_tokens(batch, into), np.zeros(0, dtype=np.int64), None)
 
     def document_ends(self, batch: int) -> np.ndarray:
         """Returns where each document of a record batch ends, int64: after its last token."""
@@ -204,7 +208,9 @@ class TokenStore:
             ) from error
         return documents
 
-    def _read_buffers(self, batch: int, wanted: Set[str]) -> dict[str, np.ndarray]:
+    def _read_buffers(
+        self, batch: int, wanted: Set[str], into: np.ndarray | None = None
+    ) -> dict[str, np.ndarray]:
         """Decodes "tokens", "ends" and "mask" of one record batch, and no other column."""
         message = self._fetch(batch)
         num_tokens, num_documents = self._counts(batch)
@@ -215,9 +221,15 @@ class TokenStore:
         }
         numbers = {name: self._buffers[name] for name in wanted}
         try:
-            buffers = decode_buffers(message, {numbers[name]: sizes[name] for name in wanted})
-            raw = {name: buffers[number] for name, number in numbers.items()}
-            found = {"tokens": np.frombuffer(raw["tokens"], dtype=self.token_dtype)}
+            given = None if into is None else {numbers["tokens"]: into}
+            buffers = decode_buffers(
+                message, {numbers[name]: sizes[name] for name in wanted}, given
+            )
+            raw = {name: buffers[number] for name, number in numbers.items() if number in buffers}
+            tokens = into
+            if tokens is None:
+                tokens = np.frombuffer(raw["tokens"], dtype=self.token_dtype)
+            found = {"tokens": tokens}
             _check_tokens(found["tokens"], self.manifest.vocab_size)
             if "ends" in raw:
                 found["ends"] = _document_ends(raw["ends"], num_tokens)

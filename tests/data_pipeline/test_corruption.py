@@ -132,11 +132,11 @@ def test_damage_that_goes_away_is_read_again(made, monkeypatch, caplog):
     expected = run(made.config())
     read, failed = TokenStore._read_buffers, set()
 
-    def once_damaged(store, batch, wanted):
+    def once_damaged(store, batch, *of):
         if (store.era, batch) not in failed:
             failed.add((store.era, batch))
             raise ShardError(f"batch {batch} was torn on the way")
-        return read(store, batch, wanted)
+        return read(store, batch, *of)
 
     monkeypatch.setattr(TokenStore, "_read_buffers", once_damaged)
     assert run(made.config(when_corrupt="refetch")) == expected

@@ -405,7 +405,7 @@ def test_waiting_is_measured(small, monkeypatch):
     monkeypatch.setattr(
         TokenStore,
         "read_tokens",
-        lambda store, batch: time.sleep(0.02) or read(store, batch),
+        lambda store, *of: time.sleep(0.02) or read(store, *of),
     )
     with opened(small) as loader:
         next(loader)
@@ -418,7 +418,7 @@ def test_a_store_that_blocks_is_waited_for_and_named(small, monkeypatch, caplog)
     blocked = threading.Event()
     read = TokenStore.read_tokens
     monkeypatch.setattr(
-        TokenStore, "read_tokens", lambda store, batch: blocked.wait(30) and read(store, batch)
+        TokenStore, "read_tokens", lambda store, *of: blocked.wait(30) and read(store, *of)
     )
     told = []
     with opened(small, on_wait=lambda *what: told.append(what)) as loader:
@@ -436,7 +436,7 @@ def test_a_store_that_blocks_is_waited_for_and_named(small, monkeypatch, caplog)
 def test_a_thread_that_is_stuck_is_left_behind(small, monkeypatch, caplog):
     monkeypatch.setattr(loader_module, "_CLOSE_S", 0.1)
     stuck = threading.Event()
-    monkeypatch.setattr(TokenStore, "read_tokens", lambda store, batch: stuck.wait(30))
+    monkeypatch.setattr(TokenStore, "read_tokens", lambda store, *of: stuck.wait(30))
     loader = opened(small)
     assert not loader.wait_until_ready(0.05)
     loader.close()

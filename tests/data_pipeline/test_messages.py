@@ -9,7 +9,7 @@ import pyarrow as pa
 import pytest
 import zstandard
 
-from moebius.data_pipeline.messages import decode_batch
+from moebius.data_pipeline.messages import decode_batch, decode_buffers
 
 SCHEMA = pa.schema([("tokens", pa.list_(pa.uint16())), ("source", pa.string())])
 
@@ -118,3 +118,32 @@ def test_a_schema_message_is_no_record_batch():
     message = SCHEMA.serialize().to_pybytes()
     with pytest.raises(ValueError, match="it is no record batch"):
         decode_batch(message, SCHEMA, max_bytes=2**20)
+
+
+# ---- single buffers, into memory that is there already
+
+
+@pytest.mark.parametrize("codec", ["zstd", None])
+def test_a_buffer_is_decoded_into_an_array(codec):
+    batch = batch_of(3000)
+    message = message_of(batch, codec)
+    into = np.zeros(3000, dtype=np.uint16)
+    assert decode_buffers(message, {3: into.nbytes}, {3: into}) == {}
+    assert np.array_equal(into, batch.column("tokens").values.to_numpy())
+
+
+def test_no_damaged_buffer_is_written_beyond_its_array():
+    """Whatever the bytes are: values of the array, or one kind of error."""
+    intact = message_of(batch_of(3000))
+    rng, refused = random.Random(1), 0
+    for _ in range(500):
+        damaged = bytearray(intact)
+        for _ in range(rng.choice([1, 2, 8])):
+            damaged[rng.randrange(len(damaged))] = rng.randrange(256)
+        memory = np.full(3000 + 64, 7, dtype=np.uint16)
+        try:
+            decode_buffers(bytes(damaged), {3: 6000}, {3: memory[:3000]})
+        except ValueError:
+            refused += 1
+        assert (memory[3000:] == 7).all()
+    assert refused > 50

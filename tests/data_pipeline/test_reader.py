@@ -148,7 +148,7 @@ def test_each_chunk_of_a_window_is_decoded_once(folder, monkeypatch):
     monkeypatch.setattr(
         TokenStore,
         "_read_buffers",
-        lambda store, batch, wanted: reads.append(batch) or read(store, batch, wanted),
+        lambda store, batch, *of: reads.append(batch) or read(store, batch, *of),
     )
     prepared, reader = _reader(folder, chunk_batches=4)
     table = prepared.chunks("plain", 0)

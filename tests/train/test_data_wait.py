@@ -59,12 +59,12 @@ class Block:
         read = TokenStore.read_alone
         passed = rank not in self.ranks
 
-        def slow(store: TokenStore, batch: int) -> TokenBatch:
+        def slow(store: TokenStore, batch: int, into: Any = None) -> TokenBatch:
             nonlocal passed
             if not passed and store.era == self.era and store.split == "train":
                 passed = True
                 time.sleep(self.seconds)
-            return read(store, batch)
+            return read(store, batch, into)
 
         TokenStore.read_alone = slow  # type: ignore[assignment]  # in a process of its own
 

@@ -114,7 +114,7 @@ def test_a_chunk_comes_back_as_it_was_and_outlives_its_file():
     shared = write_chunk(before, [LostBatch(batch=7, error="its CRC32 is another")])
     after, _ = map_chunk(shared.as_message(5), shared.file)
     os.close(shared.file)
-    for name in ("tokens", "counts", "documents", "damaged"):
+    for name in ("flat_tokens", "flat_counts", "flat_documents", "damaged"):
         one, other = getattr(before, name), getattr(after, name)
         assert one.tolist() == other.tolist()
         assert one.dtype == other.dtype

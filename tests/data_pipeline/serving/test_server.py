@@ -242,10 +242,10 @@ def test_a_rank_says_what_the_server_waits_for(made, monkeypatch):
     monkeypatch.setattr(server_module, "SAY_EVERY_S", 0.02)
     read_batch, let_go = BatchFetcher.__call__, threading.Event()
 
-    def slow(fetch, store, batch, in_full):
+    def slow(fetch, store, batch, in_full, into=None):
         fetch.doing = f"reading record batch {batch} of era {store.era} from a slow store"
         assert let_go.wait(20)
-        return read_batch(fetch, store, batch, in_full)
+        return read_batch(fetch, store, batch, in_full, into)
 
     monkeypatch.setattr(BatchFetcher, "__call__", slow)
     data = made.config()
