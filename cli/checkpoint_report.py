@@ -48,10 +48,11 @@ def list_table(path: Path) -> Table:
         words = Text(f"{unfinished.name}: being written, or left behind", style="yellow")
         with suppress(FileNotFoundError):  # it was being written, and got its name meanwhile
             table.add_row("", _time_of(unfinished), "", "", "", "", "", words)
-    for damaged in list_set_aside(path / "checkpoints"):
-        words = Text(f"{damaged.name}: damaged, and set aside by the run", style="red")
-        size = f"{_size_of(damaged) / 2**20:,.1f}"
-        table.add_row("", _time_of(damaged), size, "", "", "", "", words)
+    for aside, why in list_set_aside(path / "checkpoints"):
+        style = "red" if why == "damaged" else "yellow"
+        words = Text(f"{aside.name}: {why}, and set aside by the run", style=style)
+        size = f"{_size_of(aside) / 2**20:,.1f}"
+        table.add_row("", _time_of(aside), size, "", "", "", "", words)
     return table
 
 

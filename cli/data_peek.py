@@ -145,12 +145,15 @@ def _config_of_folder(folder: Path) -> "Config":
 
 def _open_order(config: "Config", run: Path | None) -> "RunOrder":
     from ..data_pipeline.document_order import RunOrder
+    from ..data_pipeline.left_out import NOTHING
+    from ..train.spikes.record import left_out_by, read_rollbacks
 
     return RunOrder(
         config.data,
         global_batch=config.train.global_batch,
         num_steps=config.train.steps,
         skip_folder=None if run is None else run / "skipped",
+        left_out=NOTHING if run is None else left_out_by(read_rollbacks(run)),
     )
 
 
@@ -253,9 +256,10 @@ def _row_heading(row: "DecodedRow") -> "Text":
 
 
 def _sample_words(row: "SampleRow") -> str:
+    step = "left out by the run" if row.step is None else f"step {row.step:,}"
     words = (
-        f"step {row.step:,}, sample {row.sample:,}: source {row.source}, epoch {row.epoch}, era "
-        f"{row.era}, row {row.row}"
+        f"{step}, sample {row.sample:,}: source {row.source}, epoch {row.epoch}, era {row.era}, row "
+        f"{row.row}"
     )
     if row.replaces is not None:
         words += f" in place of row {row.replaces}, which was damaged"
@@ -379,7 +383,9 @@ def _never_words(order: "RunOrder", found: "Sightings") -> str:
         return "its tokens are the end of an era that fills no row"
     if found.next_sample is None:
         return f"source {found.document.source} has no weight there"
-    step = found.next_sample // order.global_batch + 1
+    step = order.left_out.step_of(found.next_sample, order.global_batch)
+    if step is None:
+        return f"the run left out sample {found.next_sample:,} when it went back from a spike"
     return f"a longer one would read it at step {step:,}"
 
 

@@ -110,9 +110,10 @@ def read_history(run_dir: Path) -> History:
 
 
 def describe_trouble(line: Mapping[str, Any]) -> str | None:
-    """Returns what a line of the metrics says about checkpoints that belongs into the journal.
+    """Returns what a line of the metrics says of checkpoints and spikes that belongs into the journal.
 
-    None: it is a line about something else, or about a save that worked.
+    None: it is a line about something else, about a save that worked, or about a spike that is not
+    the first in a row.
     """
     match line.get("kind"):
         case "checkpoint_set_aside":
@@ -123,4 +124,27 @@ def describe_trouble(line: Mapping[str, Any]) -> str | None:
             )
         case "checkpoint" | "checkpoint_copy" if line.get("error"):
             return str(line["error"])
+        case "spike" if line["in_a_row"] == 1:
+            return (
+                f"step {line['step']} was a spike, and its update was left out: loss "
+                f"{_number(line['loss'])} (limit {_number(line['loss_limit'])}), gradient norm "
+                f"{_number(line['grad_norm'])} (limit {_number(line['grad_norm_limit'])})"
+            )
+        case "rollback":
+            return (
+                f"went back from step {line['step']} to the checkpoint of step {line['to_step']} "
+                f"(rollback {line['number']} of at most {line['most']}): {line['why']}; samples "
+                f"{line['first_sample']} to {line['end_sample'] - 1} are left out, "
+                f"{len(line['abandoned'])} later checkpoint(s) set aside"
+            )
+        case "rollback_impossible":
+            return (
+                f"{line['why']}, but there is no whole checkpoint of step {line['at_most']} or "
+                "before to go back to: the run goes on, and leaves out the updates of spikes"
+            )
     return None
+
+
+def _number(value: object) -> str:
+    """Spells a measured number, which is text where JSON has none for it."""
+    return f"{value:.4g}" if isinstance(value, int | float) else str(value)

@@ -106,6 +106,25 @@ _KINDS: dict[str, Check] = {
         {"step": _is_whole, "resumed_from_step": _is_whole, "path": _is_text, "why": _is_text},
         {},
     ),
+    "spike": _record(
+        {
+            "step": _is_whole,
+            "in_a_row": _is_whole,
+            **dict.fromkeys(("loss", "grad_norm", "loss_limit", "grad_norm_limit"), _is_measured),
+        },
+        {},
+    ),
+    "rollback": _record(
+        {
+            **dict.fromkeys(
+                ("step", "to_step", "first_sample", "end_sample", "number", "most"), _is_whole
+            ),
+            "why": _is_text,
+            "abandoned": _list_of(_is_text),
+        },
+        {},
+    ),
+    "rollback_impossible": _record({"why": _is_text, "at_most": _is_whole}, {}),
     "data_wait": _record({"seconds": _is_number}, {"reason": _or_none(_is_text)}),
     "preparation": _record(
         {"stage": _is_text, "time": _is_time},

@@ -19,6 +19,7 @@ from .config import DataConfig
 from .corruption import SkipList, open_fetcher
 from .document_index import DocumentIndex, DocumentRecord
 from .errors import DataError
+from .left_out import NOTHING, LeftOut
 from .order import RowRefs
 from .reader import Rows
 from .samples import OrderedSamples
@@ -29,7 +30,7 @@ class SampleRow:
     """Names the row that a sample of a run is."""
 
     sample: int
-    step: int  # from 1 on
+    step: int | None  # from 1 on; None: the run leaves the sample out
     source: str
     epoch: int
     era: int
@@ -72,7 +73,8 @@ class Sightings:
     rows: tuple[int, ...]  # of its era, that hold some of its tokens
     epochs: tuple[EpochSightings, ...]  # of those in which it comes before the run's end
     epochs_left_out: int  # later ones that were not asked for
-    next_sample: int | None  # the first after the run's end, where it never comes before
+    # where it never comes in the run: the first after its end, or one that it left out
+    next_sample: int | None
     is_final: bool  # the folder is complete, or what is to come cannot matter
 
 
@@ -84,15 +86,23 @@ class RunOrder:
         global_batch: samples of a step.
         num_steps: of the whole run.
         skip_folder: where the run wrote down which damaged rows it passed over.
+        left_out: samples that no step of the run takes.
 
     Raises:
         DataError: the folder cannot be read as the configuration says.
     """
 
     def __init__(
-        self, data: DataConfig, *, global_batch: int, num_steps: int, skip_folder: Path | None
+        self,
+        data: DataConfig,
+        *,
+        global_batch: int,
+        num_steps: int,
+        skip_folder: Path | None,
+        left_out: LeftOut = NOTHING,
     ):
         self.global_batch, self.num_steps = global_batch, num_steps
+        self.left_out = left_out
         self._skipped = SkipList(skip_folder, most_batches=data.max_skipped_batches, read_only=True)
         self.samples = OrderedSamples(data, open_fetcher(data, self._skipped))
         prepared = self.samples.prepared
@@ -100,8 +110,8 @@ class RunOrder:
 
     @property
     def num_samples(self) -> int:
-        """Returns the samples of the whole run."""
-        return self.num_steps * self.global_batch
+        """Returns the samples of the whole run, with those that it leaves out on the way."""
+        return self.left_out.step_at(self.num_steps, self.global_batch).stop
 
     def samples_of_step(self, step: int) -> range:
         """Returns the samples of a step, which count from 0 on; steps count from 1 on.
@@ -114,7 +124,7 @@ class RunOrder:
                 f"step {step} is none of the run's {self.num_steps:,} (train.steps), which count "
                 "from 1"
             )
-        return range((step - 1) * self.global_batch, step * self.global_batch)
+        return self.left_out.step_at(step, self.global_batch)
 
     def rows_of(self, samples: range) -> list[SampleRow]:
         """Returns the rows of samples in a row.
@@ -178,8 +188,8 @@ class RunOrder:
         if not 0 <= samples.start < samples.stop <= self.num_samples:
             raise DataError(
                 f"samples {samples.start} to {samples.stop - 1} are not all of the run's "
-                f"{self.num_samples:,} ({self.num_steps:,} steps of {self.global_batch}), which "
-                "count from 0"
+                f"{self.num_samples:,} ({self.num_steps:,} steps of {self.global_batch}"
+                f"{self._left_out_words()}), which count from 0"
             )
         if missing := self.samples.prepare(samples.start, len(samples)):
             raise DataError(
@@ -187,6 +197,10 @@ class RunOrder:
                 "Ask again when the preparation has come so far"
             )
         return self.samples.refs_at(samples.start, len(samples))
+
+    def _left_out_words(self) -> str:
+        count = self.left_out.num_samples
+        return f", and {count:,} that it left out" if count else ""
 
     def _named(self, samples: range, planned: RowRefs, refs: RowRefs) -> list[SampleRow]:
         names = self.samples.mixture.names
@@ -205,8 +219,8 @@ class RunOrder:
             for sample, source, epoch, era, row, due in lists
         ]
 
-    def _step_of(self, sample: int) -> int:
-        return sample // self.global_batch + 1
+    def _step_of(self, sample: int) -> int | None:
+        return self.left_out.step_of(sample, self.global_batch)
 
     def _num_epochs(self, document: DocumentRecord) -> tuple[int, bool]:
         """Returns in how many epochs of its source a run looks, and whether that may still change."""
@@ -234,12 +248,16 @@ class RunOrder:
             for one in self._skipped.rows.values()
             if (one.source, one.epoch, one.era) == (source, epoch, era) and one.replaced_by in rows
         ]
-        mine = sorted(one for one in samples if one is not None and one < self.num_samples)
-        steps = dict.fromkeys(self._step_of(sample) for sample in mine)
-        return EpochSightings(epoch, tuple(mine), tuple(steps))
+        steps_of = {
+            sample: step
+            for sample in sorted(one for one in samples if one is not None)
+            if sample < self.num_samples and (step := self._step_of(sample)) is not None
+        }
+        steps = dict.fromkeys(steps_of.values())
+        return EpochSightings(epoch, tuple(steps_of), tuple(steps))
 
     def _first_sample(self, document: DocumentRecord, rows: list[int]) -> int | None:
-        """Returns when a longer run would read a document first."""
+        """Returns when a longer run, or one that leaves nothing out, would read a document first."""
         order = self.samples.order
         samples = [order.sample_of(document.source, 0, document.era, row) for row in rows]
         return min((sample for sample in samples if sample is not None), default=None)

@@ -28,6 +28,7 @@ import numpy as np
 from .config import DataConfig
 from .corruption import BatchFetcher, SkipList, open_fetcher
 from .errors import DataError
+from .left_out import NOTHING, LeftOut
 from .order import RowRefs
 from .reader import SplitReader, too_short
 from .samples import OrderedSamples
@@ -89,6 +90,7 @@ class Loader:
         poll_s: how often a growing folder is looked at.
         on_wait: told when a batch is waited for.
         server: the node's data server, which is closed with the loader; None: this rank decodes.
+        left_out: samples that no step takes.
 
     Raises:
         DataError: sizes that do not fit, or a folder that cannot be read so.
@@ -108,6 +110,7 @@ class Loader:
         poll_s: float = 1.0,
         on_wait: OnWait | None = None,
         server: ServerHandle | None = None,
+        left_out: LeftOut = NOTHING,
     ):
         _check_layout(global_batch, micro_batch, rank, num_ranks, start_sample, prefetch)
         self._skipped = SkipList(skip_folder, rank=rank, most_batches=data.max_skipped_batches)
@@ -125,6 +128,7 @@ class Loader:
         self._local_batch = global_batch // num_ranks
         self._local_start = rank * self._local_batch
         self._poll_s, self._on_wait = poll_s, on_wait
+        self._left_out = left_out
         self.wait_s = 0.0
         """Seconds that `next()` has waited for data: what a faster disk or more prefetch saves."""
         self._waiting_for = ""
@@ -268,11 +272,13 @@ class Loader:
 
     def _read_ahead(self, first_sample: int) -> None:
         """Runs in the thread: reads step after step until closed, or an error, which it queues."""
+        step = self._global_batch
+        first_sample = self._left_out.next_step(first_sample, step)
         try:
             while (refs := self._order_step(first_sample)) is not None:
                 if not self._put(self._read_step(first_sample, refs)):
                     return
-                first_sample += self._global_batch
+                first_sample = self._left_out.next_step(first_sample + step, step)
         except BaseException as error:  # noqa: BLE001 (raised again, in the thread that calls next)
             self._put(error)
 

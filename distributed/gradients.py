@@ -111,44 +111,49 @@ def parameters_to_reduce(model: nn.Module) -> tuple[list[Parameter], list[Parame
 
 
 def global_grad_norm(
-    parameters: Sequence[Parameter], mesh: Mesh, *, flags: Sequence[bool] = ()
-) -> tuple[Tensor, tuple[bool, ...]]:
-    """Returns the 2-norm of the whole model's reduced gradient, and which flags any rank has set.
+    parameters: Sequence[Parameter], mesh: Mesh, *, numbers: Sequence[Tensor | float] = ()
+) -> tuple[Tensor, tuple[float, ...]]:
+    """Returns the 2-norm of the whole model's reduced gradient, and the numbers' sums over ranks.
 
     The norm is a float64 tensor without dimensions.
 
-    A collective call, with as many flags on every rank; its results have the same bits on all of
+    A collective call, with as many numbers on every rank; its results have the same bits on all of
     them. Every element is counted once, by the first copy of its tensor, so a non-finite gradient
-    anywhere makes the norm non-finite everywhere. The flags ride on the same reduction: what must
-    be agreed at every step boundary costs no message of its own.
+    anywhere makes the norm non-finite everywhere. The numbers ride on the same reduction: what must
+    be agreed at every step boundary (a flag that any rank has set, the step's loss) costs no
+    message of its own.
     """
-    sums = torch.zeros(1 + len(flags), dtype=torch.float64, device=_device(parameters))
+    sums = torch.zeros(1 + len(numbers), dtype=torch.float64, device=_device(parameters))
     sums[0] = _square_sum(list(_counted_here(parameters, mesh.rank)))
-    for place, flag in enumerate(flags, start=1):
-        sums[place] = float(flag)
+    for place, number in enumerate(numbers, start=1):
+        sums[place] = number
     if mesh.world_group.size() > 1:
         dist.all_reduce(sums, group=mesh.world_group)
-    return sums[0].sqrt(), tuple(value > 0 for value in sums[1:].tolist())
+    return sums[0].sqrt(), tuple(sums[1:].tolist())
 
 
 def clip_gradients(
-    parameters: Sequence[Parameter], mesh: Mesh, *, max_norm: float, flags: Sequence[bool] = ()
-) -> tuple[Tensor, tuple[bool, ...]]:
+    parameters: Sequence[Parameter],
+    mesh: Mesh,
+    *,
+    max_norm: float,
+    numbers: Sequence[Tensor | float] = (),
+) -> tuple[Tensor, tuple[float, ...]]:
     """Scales all gradients by min(1, max_norm / norm).
 
-    Returns the norm before that and the flags, as `global_grad_norm` does.
+    Returns the norm before that and the numbers' sums, as `global_grad_norm` does.
 
     A collective call, after the reduction. If the norm is not finite the gradients are worthless:
     skip the step. All ranks see the same norm, so all of them do.
     """
-    norm, raised = global_grad_norm(parameters, mesh, flags=flags)
+    norm, sums = global_grad_norm(parameters, mesh, numbers=numbers)
     gradients = [
         local_tensor(parameter.grad) for parameter in parameters if parameter.grad is not None
     ]
     if gradients:
         scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
         torch._foreach_mul_(gradients, scale)  # pyright: ignore[reportPrivateImportUsage]
-    return norm, raised
+    return norm, sums
 
 
 def _counted_here(parameters: Sequence[Parameter], rank: int) -> Iterator[Tensor]:

@@ -47,6 +47,7 @@ from .config_values import unusable_values
 from .job_config import JobConfig
 from .optim import OptimConfig
 from .redaction import secret_places
+from .spikes.config import SpikeConfig
 from .start_when import StartWhen
 
 # What a key of the model was called before its configuration had sections.
@@ -128,6 +129,7 @@ class TrainConfig(BaseModel):
     # none: all of it is prepared first
     start_when: StartWhen | None = None
     timeout_s: float = Field(default=600.0, gt=0)  # of a collective
+    spikes: SpikeConfig = SpikeConfig()  # what is done about spikes of the loss
 
 
 class Config(BaseModel):
@@ -169,6 +171,11 @@ class Config(BaseModel):
                 f"model.attention.positions.max_positions={learned} positions that are learned: "
                 "make them equal"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _check_spikes(self) -> Self:
+        self.train.spikes.check_checkpoints(self.checkpoint)
         return self
 
     @model_validator(mode="after")
@@ -471,8 +478,9 @@ def _known_fields() -> Iterator[tuple[str, Any]]:
                 yield f"{path}.{name}", annotation
     for name, entry in HaltingConfig.model_fields.items():
         yield f"model.halting.{name}", entry.annotation
-    for name, entry in StartWhen.model_fields.items():
-        yield f"train.start_when.{name}", entry.annotation
+    for section, model in (("start_when", StartWhen), ("spikes", SpikeConfig)):
+        for name, entry in model.model_fields.items():
+            yield f"train.{section}.{name}", entry.annotation
     for section, kind in _SECTIONS_OF_DATA.items():
         for name, entry in kind.model_fields.items():
             yield f"data.{section}.{name}", entry.annotation

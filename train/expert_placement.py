@@ -128,7 +128,10 @@ class ExpertPlacement:
             ValueError: the checkpoint is of another model; on all ranks, for all are given the
                 same.
         """
-        if not self.active or not saved:
+        if not self.active:
+            return
+        self._loads = self._no_loads()
+        if not saved:
             return
         self._check_saved(saved)
         expert_maps = {name: ExpertMap.from_dict(bank["homes"]) for name, bank in saved.items()}

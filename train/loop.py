@@ -2,6 +2,7 @@
 
     start → model → resume? → data
           → [batch → loss → gradients → clip → update → log → move experts? → save? → evaluate?] × steps
+          → too many spikes? back to an earlier checkpoint, past their data
           → end
 
 Every rank runs this same code. What is decided (skip a step, stop, evaluate, save) is decided from
@@ -35,16 +36,18 @@ from .phase_clock import PhaseClock
 from .run import (
     Run,
     assemble,
+    judge,
     log_saved,
     open_loader,
     open_log,
     resume,
     save,
     trace_next_step,
-    why_skipped,
     write_result,
 )
 from .run_folder import end_is_asked
+from .spikes.detector import Spike
+from .spikes.rollback import roll_back
 from .state import seed_micro_batch
 
 _LAST_COPY_S = 240.0  # how long a run that is done waits for the second copy of its last checkpoint
@@ -74,6 +77,9 @@ def train(config: Config, run_dir: Path) -> str:
             clock.mark("loader")
             log = open_log(run, resumed=position is not None, start_s=clock.rounded())
             state = run_steps(run, loader, log)
+        while state == "spiked":
+            with open_loader(run, roll_back(run, log)) as loader:
+                state = run_steps(run, loader, log)
         with heartbeat.during(Phase.CKPT):
             run.checkpoints.wait()
             run.checkpoints.wait_for_copies(_LAST_COPY_S)
@@ -89,7 +95,8 @@ def run_steps(run: Run, loader: Loader, log: MetricsLog) -> str:
     """Makes one step after another, and between them logs, moves experts, saves and evaluates.
 
     Returns:
-        "finished" after the last step; "stopped" if somebody asked for the end before it.
+        "finished" after the last step; "stopped" if somebody asked for the end before it; "spiked"
+        if the run is to go back to an earlier checkpoint.
     """
     config = run.config
     if run.progress.step == 0:
@@ -98,6 +105,8 @@ def run_steps(run: Run, loader: Loader, log: MetricsLog) -> str:
     clock = StepClock()
     data_missing = True
     while run.progress.step < config.train.steps:
+        if run.spikes and run.spikes.rollback_is_due:
+            return "spiked"
         run.heartbeat.enter(Phase.DATA_WAIT)
         if data_missing:
             wait_for_data(run, loader, log)
@@ -114,6 +123,8 @@ def run_steps(run: Run, loader: Loader, log: MetricsLog) -> str:
         if number == first or ends or due(number, config.train.log_every):
             log_step(run, log, result, batch, loader, clock.read(waited_s=loader.wait_s))
             clock = StepClock(waited_s=loader.wait_s)
+        if result.spike is not None:
+            log.write("spike", number, first_sample=batch.first_sample, **asdict(result.spike))
         rebalance_experts(run, log, result)
         if ends or due(number, config.checkpoint.every):
             save(run, loader)
@@ -141,6 +152,7 @@ class StepResult:
     counted_targets: int | None = None
     data_missing: bool = False  # some rank has no batch for the next step; the same on all ranks
     own_s: float | None = None  # forward and backward here, without waiting for other ranks
+    spike: Spike | None = None  # it was one, and skipped; the same on all ranks
 
 
 def step(
@@ -148,8 +160,9 @@ def step(
 ) -> StepResult:
     """Makes one optimizer step over this rank's micro-batches; a collective call.
 
-    A gradient that is not finite on any rank skips the update on all of them, and so does a batch
-    of which no target counts. `data_ready`: whether this rank has a batch for the next step.
+    A gradient that is not finite on any rank skips the update on all of them, and so do a batch of
+    which no target counts and, where `train.spikes` says so, a spike. `data_ready`: whether this rank
+    has a batch for the next step.
     """
     meter = StepMeter()
     micro_batches = split_batch(batch, run.process.device, document_use(run.config))
@@ -161,16 +174,24 @@ def step(
     own_s = time.perf_counter() - began_s - meter.waited_s
     run.reducer.reduce()
     asked = run.process.rank == 0 and (end_is_asked(run.run_dir) or run.checkpoints.must_stop)
-    norm, (stop, data_missing) = clip_gradients(
+    norm, (stops, waiting, *loss) = clip_gradients(
         run.parameters,
         run.mesh,
         max_norm=run.config.optim.clip_norm,
-        flags=(asked, not data_ready()),
+        numbers=(asked, not data_ready(), *([meter.loss] if run.spikes else [])),
     )
-    update_weights(run, meter, rate=rate, grad_norm=norm.item(), counted_targets=counted)
+    skipped, spike = judge(run, norm.item(), counted, loss)
+    update_weights(run, meter, batch, rate=rate, skipped=skipped)
     on_host = run.process.device.type == "cpu"  # a GPU's work is not seen by this clock
     return StepResult(
-        meter, rate, norm.item(), stop, counted, data_missing, own_s if on_host else None
+        meter,
+        rate,
+        norm.item(),
+        stops > 0,
+        counted,
+        waiting > 0,
+        own_s if on_host else None,
+        spike,
     )
 
 
@@ -201,19 +222,18 @@ def accumulate_gradients(
 
 
 def update_weights(
-    run: Run, meter: StepMeter, *, rate: float, grad_norm: float, counted_targets: int | None
+    run: Run, meter: StepMeter, batch: Batch, *, rate: float, skipped: str | None
 ) -> None:
-    """Updates the weights, unless the gradient is not finite or no target counts; counts the step."""
+    """Updates the weights, unless `skipped` says why not; counts the step."""
     config = run.config
     carried = meter.reduce_carried()  # what routers learn from without a gradient, from all ranks
-    skipped = why_skipped(grad_norm, counted_targets)
     if skipped is None:
         for group in run.optimizer.param_groups:
             group["lr"] = rate
         run.optimizer.step()
         run.model.after_step(run.progress.step, carried)
     run.progress = run.progress.after_step(
-        sequences=config.train.global_batch,
+        samples=batch.first_sample + config.train.global_batch,
         tokens=config.train.global_batch * config.data.seq_len,
         updated=skipped is None,
     )

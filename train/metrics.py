@@ -69,6 +69,11 @@ class StepMeter:
         self._exchanges = {name: counters.since(before[name]) for name, counters in after.items()}
 
     @property
+    def loss(self) -> Tensor:
+        """Returns this rank's part of the step's loss, which is the sum over all ranks."""
+        return self._sums["loss"]
+
+    @property
     def waited_s(self) -> float:
         """Returns how long this rank stood still for the step's exchanges."""
         return sum(counters.waited_s for counters in self._exchanges.values())
@@ -231,10 +236,11 @@ class MetricsLog:
         `first_step` is the one after a resumed checkpoint: TensorBoard forgets what a lost
         generation wrote beyond it.
         """
+        self._folder = run_dir / "tensorboard"
         # without a buffer: what a full disk refused must not come later, in the middle of a line
         path = run_dir / "metrics.jsonl"
         self._file = path.open("ab", buffering=0) if active else None
-        self._board = _board(run_dir / "tensorboard", first_step) if active else None
+        self._board = _board(self._folder, first_step) if active else None
         self._lines = 0
         self._is_torn = False  # the last line is there in part
         self._is_failing = False  # the last line was not written, and that was told
@@ -276,6 +282,13 @@ class MetricsLog:
             elif _is_float_list(value) and self._lines % _BOARD_EVERY == 0:
                 for depth, entry in enumerate(value):
                     board.add_scalar(f"{kind}/{name}/depth_{depth:02d}", entry, step)
+
+    def go_back_to(self, step: int) -> None:
+        """Makes TensorBoard forget what was written beyond a step; metrics.jsonl keeps it."""
+        if self._board is not None:
+            with contextlib.suppress(OSError):  # what it could not write was told of
+                self._board.close()
+            self._board = _board(self._folder, step + 1)
 
     def close(self) -> None:
         """Flushes and closes both."""

@@ -4,17 +4,21 @@ import json
 import logging
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from ..data_pipeline.left_out import LeftOut
 from ..data_pipeline.loader import Loader
 from ..distributed.checkpoint.checkpointer import Checkpointer
+from ..distributed.checkpoint.files import CheckpointMeta
 from ..distributed.checkpoint.folder import DamagedCheckpoint
 from ..distributed.checkpoint.loading import load
+from ..distributed.checkpoint.recovery import WholeCheckpoint
 from ..distributed.checkpoint.second_copy import SecondCopy
 from ..distributed.gradients import GradientReducer
 from ..distributed.layout import plan_layout
@@ -36,6 +40,16 @@ from .heartbeat import Heartbeat, Phase
 from .metrics import MetricsLog
 from .optim import make_optimizer
 from .routing.trace import StepTrace
+from .spikes.detector import Spike, SpikeDetector
+from .spikes.record import (
+    Rollback,
+    as_values,
+    from_values,
+    left_out_by,
+    read_rollbacks,
+    why_abandoned,
+    write_rollbacks,
+)
 from .state import TrainingProgress, allocate_moments, set_updates, state_tensors
 
 logger = logging.getLogger(__name__)
@@ -44,9 +58,11 @@ _MOST_SKIPS = 100
 # Why an update is skipped, and what helps where it is every time.
 _NOT_FINITE = "gradients that are not finite"
 _NO_TARGET = "no target that counts in the loss"
+_SPIKE = "a spike of the loss or the gradient norm"
 _ADVICE = {
     _NOT_FINITE: "lower optim.learning_rate or optim.clip_norm, or train in float32",
     _NO_TARGET: "look at the data's loss mask (prompts without answers?)",
+    _SPIKE: "look at metrics.jsonl for what train.spikes judged, and whether it judges too strictly",
 }
 _COMPARE_S = 60.0  # how long ranks that have met already may take to compare what they are to run
 
@@ -69,8 +85,15 @@ class Run:
     progress: TrainingProgress = field(default_factory=TrainingProgress)
     skipped_in_a_row: int = 0
     heartbeat: Heartbeat = field(default_factory=Heartbeat)
-    set_aside: list[DamagedCheckpoint] = field(default_factory=list)  # when the run was resumed
+    set_aside: list[DamagedCheckpoint] = field(default_factory=list)  # when it was loaded last
     was_fetched: bool = False  # what it was resumed from, from the second place
+    spikes: SpikeDetector | None = None  # None: it is off
+    rollbacks: tuple[Rollback, ...] = ()
+
+    @property
+    def left_out(self) -> LeftOut:
+        """Returns the samples that no step takes, since the run has gone back from them."""
+        return left_out_by(self.rollbacks)
 
     @property
     def reducer(self) -> GradientReducer | CopyReducer:
@@ -105,6 +128,19 @@ def why_skipped(grad_norm: float, counted_targets: int | None) -> str | None:
     if not math.isfinite(grad_norm):
         return _NOT_FINITE
     return _NO_TARGET if counted_targets == 0 else None
+
+
+def judge(
+    run: Run, grad_norm: float, counted_targets: int | None, loss: Sequence[float]
+) -> tuple[str | None, Spike | None]:
+    """Returns why the step must leave the weights as they are, and if it is a spike which.
+
+    `loss`: of the step over all ranks, where spikes are looked for.
+    """
+    skipped, spike = why_skipped(grad_norm, counted_targets), None
+    if run.spikes is not None and skipped != _NO_TARGET:
+        spike = run.spikes.judge(run.progress.step + 1, loss[0], grad_norm)
+    return skipped or (_SPIKE if spike else None), spike
 
 
 def assemble(config: Config, run_dir: Path, process: Process) -> Run:
@@ -171,6 +207,7 @@ def assemble(config: Config, run_dir: Path, process: Process) -> Run:
         checkpoints=checkpoints,
         generation=generation,
         backend=backend,
+        spikes=SpikeDetector(config.train.spikes) if config.train.spikes.action != "off" else None,
     )
 
 
@@ -218,7 +255,8 @@ def check_generation(run_dir: Path) -> int:
 def resume(run: Run) -> dict[str, Any] | None:
     """Continues from the newest whole checkpoint of the run folder, if there ever was one.
 
-    Newer ones that are damaged are set aside, once the state is loaded.
+    Newer ones that are damaged are set aside, once the state is loaded. What the run has left out
+    stays left out.
 
     Returns:
         The checkpoint's position in the data; None: the run starts at its beginning.
@@ -226,17 +264,36 @@ def resume(run: Run) -> dict[str, Any] | None:
     Raises:
         CheckpointError: there were checkpoints, and none is whole or fits; on all ranks.
     """
-    found = run.checkpoints.newest_whole()
+    written = run.checkpoints.on_rank_0(lambda: as_values(read_rollbacks(run.run_dir)))
+    run.rollbacks = from_values(written)
+    found = run.checkpoints.newest_whole(why_not=partial(why_not_from, run))
     if found is None:
         return None
+    meta = load_state(run, found)
+    known = from_values(meta.get("rollbacks", []))
+    if len(known) > len(run.rollbacks):  # the file was lost
+        run.rollbacks = known
+        run.checkpoints.on_rank_0(lambda: write_rollbacks(run.run_dir, known))
+    run.set_aside = run.checkpoints.adopt(found)
+    run.was_fetched = found.fetched_for is not None
+    return meta["data"]
+
+
+def why_not_from(run: Run, meta: CheckpointMeta) -> str:
+    """Returns why the run must not go on from a checkpoint: "" where it may."""
+    return why_abandoned(meta.step, len(meta.meta.get("rollbacks", [])), run.rollbacks)
+
+
+def load_state(run: Run, found: WholeCheckpoint) -> dict[str, Any]:
+    """Loads a checkpoint into the run as it stands, and returns its meta; a collective call."""
     run.expert_placement.restore(found.meta.meta.get("experts", {}))
     tensors, shards = state_tensors(run.model, run.optimizer)
     meta = load(found.path, tensors, shards, mesh=run.mesh, check_bytes=False)
     run.progress = TrainingProgress(**meta["progress"])
     set_updates(run.model, run.optimizer, run.progress.updates)
-    run.set_aside = run.checkpoints.adopt(found)
-    run.was_fetched = found.fetched_for is not None
-    return meta["data"]
+    if run.spikes is not None:
+        run.spikes.restore(meta.get("spikes", {}))
+    return meta
 
 
 def save(run: Run, loader: Loader) -> None:
@@ -246,7 +303,10 @@ def save(run: Run, loader: Loader) -> None:
         "data": loader.position(run.progress.samples),
         "config": run.config.model_dump(mode="json"),
         "experts": run.expert_placement.as_dict(),
+        "rollbacks": as_values(run.rollbacks),
     }
+    if run.spikes is not None:
+        meta["spikes"] = run.spikes.as_dict()
     tensors, shards = state_tensors(run.model, run.optimizer)
     with run.heartbeat.during(Phase.CKPT):
         run.checkpoints.save(run.progress.step, tensors, shards, meta)
@@ -307,6 +367,12 @@ def open_log(run: Run, *, resumed: bool, start_s: Mapping[str, float]) -> Metric
         kernels=run.backend,
         start_s=dict(start_s),
     )
+    log_set_aside(run, log)
+    return log
+
+
+def log_set_aside(run: Run, log: MetricsLog) -> None:
+    """Writes to the log which damaged checkpoints were passed over when the run was loaded."""
     for damaged in run.set_aside:
         logger.warning("%s; it is set aside as %s", damaged.why, damaged.path.name)
         log.write(
@@ -316,7 +382,6 @@ def open_log(run: Run, *, resumed: bool, start_s: Mapping[str, float]) -> Metric
             why=damaged.why,
             resumed_from_step=run.progress.step,
         )
-    return log
 
 
 def open_loader(run: Run, position: dict[str, Any] | None) -> Loader:
@@ -331,6 +396,7 @@ def open_loader(run: Run, position: dict[str, Any] | None) -> Loader:
         start_sample=run.progress.samples,
         skip_folder=run.run_dir / "skipped",
         server=open_data_server(config, run.process, run.progress.samples),
+        left_out=run.left_out,
     )
     try:
         _check_data(run, loader, position)
@@ -348,7 +414,8 @@ def _check_data(run: Run, loader: Loader, position: dict[str, Any] | None) -> No
     elif position is not None and run.process.rank == 0:
         for difference in loader.differences(position):
             logger.warning("data.override_position: continuing on other data: %s", difference)
-    loader.check_enough(config.train.steps * config.train.global_batch)
+    last = run.left_out.step_at(config.train.steps, config.train.global_batch)
+    loader.check_enough(last.stop)
 
 
 def write_result(run: Run, state: str) -> None:

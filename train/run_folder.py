@@ -1,7 +1,7 @@
 """The run folder: everything about one run in one place, reachable from every node.
 
 config.json · journal.jsonl · metrics.jsonl · preparation.jsonl · checkpoints/ · logs/ · routing/ ·
-skipped/ · tensorboard/ · result.json · summary.png
+rollbacks.json · skipped/ · tensorboard/ · result.json · summary.png
 """
 
 import errno
@@ -47,6 +47,7 @@ _MAY_CHANGE = frozenset(
         "train.record_routing",
         "train.recompute",
         "train.timeout_s",
+        "train.spikes",
         "checkpoint.every",
         "checkpoint.keep_last",
         "checkpoint.verify",

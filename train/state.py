@@ -24,13 +24,13 @@ class TrainingProgress:
 
     step: int = 0  # optimizer steps done, skipped ones included
     updates: int = 0  # steps that changed the weights: AdamW's own count
-    samples: int = 0  # rows consumed: the position in the data
+    samples: int = 0  # rows consumed or left out (train/spikes/): the position in the data
     tokens: int = 0
 
-    def after_step(self, *, sequences: int, tokens: int, updated: bool) -> "TrainingProgress":
-        """Returns the progress one step later."""
+    def after_step(self, *, samples: int, tokens: int, updated: bool) -> "TrainingProgress":
+        """Returns the progress one step later, whose last sample was the one before `samples`."""
         return TrainingProgress(
-            self.step + 1, self.updates + updated, self.samples + sequences, self.tokens + tokens
+            self.step + 1, self.updates + updated, samples, self.tokens + tokens
         )
 
     def as_dict(self) -> dict[str, int]:

@@ -8,6 +8,7 @@ Cost: the journal is read once more (a handful of lines per recovery), the end o
 one listing of the checkpoint folder.
 """
 
+import json
 import math
 import re
 import time
@@ -61,6 +62,7 @@ class RunReport:
     tokens_per_s: float | None
     last_checkpoint: int | None
     recoveries: tuple[Recovery, ...]
+    rollbacks: int = 0  # how often the run went back past spikes of its loss
 
     @property
     def elapsed_s(self) -> float:
@@ -75,6 +77,10 @@ class RunReport:
         if self.status.state in _TOLD_WITH_REASON:
             parts.append(_shortened(self.status.reason, 3 * MAX_CAUSE))
         parts.append(self._recoveries_in_words())
+        if self.rollbacks:
+            parts.append(
+                f"{self.rollbacks} rollback{'s' if self.rollbacks > 1 else ''} past spikes"
+            )
         if self.last_checkpoint is None:
             parts.append("no checkpoint")
         else:
@@ -122,6 +128,7 @@ class RunReport:
             "elapsed_s": round(self.elapsed_s, 3),
             "heartbeat_age_s": status.heartbeat_age_s,
             "recoveries": [asdict(recovery) for recovery in self.recoveries],
+            "rollbacks": self.rollbacks,
             "root_cause": None if status.root_cause is None else as_details(status.root_cause),
             "exit_code": status.exit_code,
         }
@@ -144,6 +151,7 @@ def read_report(run_dir: Path) -> RunReport:
         tokens_per_s=None if rate is None else float(rate),
         last_checkpoint=last_checkpoint(run_dir),
         recoveries=tuple(recoveries(entries)),
+        rollbacks=num_rollbacks(run_dir),
     )
 
 
@@ -155,6 +163,15 @@ def last_checkpoint(run_dir: Path) -> int | None:
         return None
     steps = [int(match[1]) for name in names if (match := _CHECKPOINT.fullmatch(name))]
     return max(steps, default=None)
+
+
+def num_rollbacks(run_dir: Path) -> int:
+    """Returns how often a run went back, by its rollbacks.json; 0 where that cannot be read."""
+    try:
+        found = json.loads((run_dir / "rollbacks.json").read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return 0
+    return len(found) if isinstance(found, list) else 0
 
 
 def recoveries(entries: Sequence[JournalEntry]) -> list[Recovery]:

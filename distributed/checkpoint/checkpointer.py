@@ -21,14 +21,12 @@ import heapq
 import json
 import logging
 import math
-import platform
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -58,10 +56,10 @@ from .folder import CheckpointFolder, DamagedCheckpoint, publish
 from .loading import open_share
 from .parts import ShardSavePlanner, TensorShard, misfits
 from .reading import dtype_name
-from .recovery import WholeCheckpoint, newest_whole
+from .recovery import WholeCheckpoint, WhyNot, newest_whole
 from .second_copy import CopyRecord, SecondCopy
 from .together import causes, gathered, gloo_group, together
-from .writing import SummingWriter, discard, drop_cached, seal
+from .writing import SummingWriter, discard, drop_cached, encoded, seal, software_versions
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -144,7 +142,7 @@ class Checkpointer:
         self._thread: threading.Thread | None = None
         self._failure: CheckpointError | None = None
         self._records: deque[SaveRecord] = deque()
-        self._on_rank_0(self._prepare)
+        self.on_rank_0(self._prepare)
 
     def save(
         self,
@@ -167,7 +165,7 @@ class Checkpointer:
             self._failure, failure = None, self._failure
             raise SaveFailedError(str(failure)) from failure
         signature, encoded_meta = together(
-            self._group, lambda: (self._signature(tensors, shards), _as_json(meta))
+            self._group, lambda: (self._signature(tensors, shards), encoded(meta))
         )
         self._compare(signature)
         job = _Job(
@@ -206,9 +204,21 @@ class Checkpointer:
         """
         return self._failure is not None and self._on_failure == "stop"
 
-    def newest_whole(self) -> WholeCheckpoint | None:
-        """Returns what the run goes on from (recovery.py); a collective call."""
-        return newest_whole(self._folder.path, self._group, self._second)
+    def newest_whole(
+        self, *, at_most: int | None = None, why_not: WhyNot = lambda meta: ""
+    ) -> WholeCheckpoint | None:
+        """Returns what the run goes on from (recovery.py); a collective call.
+
+        A save that is pending is waited for.
+        """
+        self._join()
+        return newest_whole(
+            self._folder.path, self._group, self._second, at_most=at_most, why_not=why_not
+        )
+
+    def abandon_after(self, step: int) -> list[str]:
+        """Sets aside what was saved after a step; returns the new names. A collective call."""
+        return self.on_rank_0(lambda: self._folder.abandon_after(step)) or []
 
     def adopt(self, found: WholeCheckpoint) -> list[DamagedCheckpoint]:
         """Sets damaged checkpoints aside, and takes over what was fetched; a collective call.
@@ -223,7 +233,7 @@ class Checkpointer:
             if found.fetched_for is not None:
                 publish(found.path, found.fetched_for)
 
-        self._on_rank_0(rename)
+        self.on_rank_0(rename)
         return renamed
 
     def wait_for_copies(self, timeout_s: float) -> None:
@@ -331,7 +341,7 @@ class Checkpointer:
         try:
             num_bytes = self._write(job, temporary)
             verify_s = self._read_back(temporary)
-            self._on_rank_0(lambda: self._commit(job.step, temporary, final))
+            self.on_rank_0(lambda: self._commit(job.step, temporary, final))
         # A thread has nobody to raise to: `wait` does.
         except (Exception, CheckpointException) as cause:  # noqa: BLE001
             kind = type(cause) if isinstance(cause, CheckpointError) else CheckpointError
@@ -351,7 +361,7 @@ class Checkpointer:
 
     def _write(self, job: _Job, temporary: Path) -> int:
         """Writes this rank's part, and rank 0 what describes all; returns the bytes of all."""
-        self._on_rank_0(lambda: self._folder.make_temporary(temporary))
+        self.on_rank_0(lambda: self._folder.make_temporary(temporary))
         writer, planner = SummingWriter(temporary), ShardSavePlanner(flatten_state_dict=False)
 
         def write() -> list[dict[str, Any]]:
@@ -372,7 +382,7 @@ class Checkpointer:
                 sums |= {name: FileSum(**found) for name, found in written["sums"].items()}
             return self._seal(job, temporary, writer.index, sums)
 
-        return self._on_rank_0(describe) or 0
+        return self.on_rank_0(describe) or 0
 
     def _seal(self, job: _Job, temporary: Path, index: Index, sums: dict[str, FileSum]) -> int:
         """Describes what all ranks wrote, on rank 0.
@@ -427,11 +437,11 @@ class Checkpointer:
             generation=self._folder.generation,
             layout=self._layout,
             num_experts=job.num_experts,
-            versions=_versions(),
+            versions=software_versions(),
             meta=job.meta,
         )
 
-    def _on_rank_0(self, act: Callable[[], T]) -> T | None:
+    def on_rank_0(self, act: Callable[[], T]) -> T | None:
         """Calls `act` on rank 0; all ranks get its result or its error. A collective call."""
         return gathered(self._group, lambda: act() if self._rank == 0 else None)[0]
 
@@ -480,20 +490,3 @@ def _num_bytes(shape: tuple[int, ...], dtype: str) -> int:
 
 def _has_size(path: Path, num_bytes: int) -> bool:
     return path.is_file() and path.stat().st_size == num_bytes
-
-
-def _as_json(meta: dict[str, Any]) -> str:
-    try:
-        return json.dumps(meta)
-    except TypeError as error:
-        raise CheckpointError(
-            f"meta must be JSON: {error}; tensors belong among the tensors"
-        ) from error
-
-
-def _versions() -> dict[str, str]:
-    try:
-        own = version("moebius")
-    except PackageNotFoundError:
-        own = "unknown"
-    return {"moebius": own, "torch": torch.__version__, "python": platform.python_version()}

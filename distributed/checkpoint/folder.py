@@ -6,6 +6,7 @@
     step_00000010.deleted.tmp/                 on its way out
     step_00000050.fetched.tmp/                 from the second place (second_copy.py), not yet taken over
     step_00000040.damaged-20261122-170411/     found damaged by a run that went on from the one before
+    step_00000040.abandoned-20261122-170411/   saved before the run went back further, past spikes of its loss
 
 All acts here are rank 0's. Nothing is read but names and the supervisor's fence; every change is a
 rename, so half a directory never looks like a checkpoint.
@@ -25,7 +26,7 @@ from .writing import discard, sync_directory
 logger = logging.getLogger(__name__)
 
 _TEMPORARY_NAME = re.compile(r"(step_\d{8,})\.(?:g(?P<generation>\d+)|old|deleted|fetched)\.tmp")
-_DAMAGED_NAME = re.compile(r"step_\d{8,}\.damaged-\d{8}-\d{6}")
+_ASIDE_NAME = re.compile(r"step_\d{8,}\.(?P<why>damaged|abandoned)-\d{8}-\d{6}")
 
 
 @dataclass(frozen=True)
@@ -100,6 +101,25 @@ class CheckpointFolder:
         stamp = time.strftime("%Y%m%d-%H%M%S")
         return [self._set_one_aside(each, stamp) for each in damaged]
 
+    def abandon_after(self, step: int) -> list[str]:
+        """Renames the checkpoints of later steps, newest first: the run has gone back to this one.
+
+        So whenever it ends in between, the newest that is left is one that it may go on from.
+
+        Returns:
+            Their new names.
+
+        Raises:
+            OSError: one cannot be renamed.
+        """
+        self.refuse_if_stale()
+        stamp = time.strftime("%Y%m%d-%H%M%S")
+        later = [found.path for found in list_checkpoints(self.path) if found.step > step]
+        return [
+            path.rename(path.with_name(f"{path.name}.abandoned-{stamp}")).name
+            for path in reversed(later)
+        ]
+
     def _set_one_aside(self, damaged: DamagedCheckpoint, stamp: str) -> DamagedCheckpoint:
         aside = damaged.path.with_name(f"{damaged.path.name}.damaged-{stamp}")
         try:
@@ -159,11 +179,15 @@ class CheckpointFolder:
                 discard(path)
 
 
-def list_set_aside(directory: Path) -> list[Path]:
-    """Lists the checkpoints that runs have set aside as damaged, by name."""
+def list_set_aside(directory: Path) -> list[tuple[Path, str]]:
+    """Lists the checkpoints that runs have set aside, by name, with why: damaged or abandoned."""
     if not directory.is_dir():
         return []
-    return sorted(path for path in directory.iterdir() if _DAMAGED_NAME.fullmatch(path.name))
+    return [
+        (path, match["why"])
+        for path in sorted(directory.iterdir())
+        if (match := _ASIDE_NAME.fullmatch(path.name))
+    ]
 
 
 def publish(temporary: Path, final: Path) -> None:

@@ -7,14 +7,15 @@ file that one rank read wrongly is read by another the second time. Where the ne
 gone, the copies in a second place are tried too, newest first, this folder's before a copy of the
 same step. Nothing is renamed before a whole one is found: with none left, all stay where they are,
 and the run fails with one error that lists what was tried. A run that has had checkpoints never
-starts from its beginning in silence.
+starts from its beginning in silence. A caller may pass over whole ones (`WhyNot`): those that a run
+saved on a way from which it went back since.
 
 Cost: what loading costs anyway, the bytes read once by all ranks together (0.8 GB/s and core);
 twice that for each damaged one.
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,6 +37,8 @@ from .together import gathered
 
 logger = logging.getLogger(__name__)
 _READINGS = 2
+WhyNot = Callable[[CheckpointMeta], str]
+"""Says why a run must not go on from a whole checkpoint; "": it may."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +54,12 @@ class WholeCheckpoint:
 
 
 def newest_whole(
-    directory: Path, group: dist.ProcessGroup, second: SecondCopy | None = None
+    directory: Path,
+    group: dist.ProcessGroup,
+    second: SecondCopy | None = None,
+    *,
+    at_most: int | None = None,
+    why_not: WhyNot = lambda meta: "",
 ) -> WholeCheckpoint | None:
     """Returns the newest whole checkpoint, and which newer ones are damaged.
 
@@ -61,36 +69,43 @@ def newest_whole(
         directory: the run's checkpoints.
         group: all ranks; they may wait long for one that reads or fetches.
         second: where copies of them are.
+        at_most: leaves out those of later steps.
+        why_not: which whole ones are passed over; they stay where they are.
 
     Returns:
-        None: the run has never had a checkpoint.
+        None: the run has never had a checkpoint; or it has no whole one up to `at_most`.
 
     Raises:
         CheckpointError: there were checkpoints, and none is whole; or one cannot be read for
             another reason than damage.
     """
     own, aside = _seen_by_rank_0(directory, group)
+    own = [path for path in own if at_most is None or step_of(path.name) <= at_most]
     damaged: list[DamagedCheckpoint] = []
     tried: list[str] = []
-    if own and (found := _try_own(own[0], group, damaged, tried)):
+    if own and (found := _try_own(own[0], group, damaged, tried, why_not)):
         return found
-    copies = _copies(second, group, must_answer=not own)
+    copies = [
+        step
+        for step in _copies(second, group, must_answer=not own)
+        if at_most is None or step <= at_most
+    ]
     candidates = [(path, False) for path in own[1:]]
     candidates += [(directory / step_name(step), True) for step in copies]
     for path, is_copy in sorted(candidates, key=lambda each: (-step_of(each[0].name), each[1])):
         if is_copy and second is not None:
-            found = _try_copy(second, path, group, damaged, tried)
+            found = _try_copy(second, path, group, damaged, tried, why_not)
         else:
-            found = _try_own(path, group, damaged, tried)
+            found = _try_own(path, group, damaged, tried, why_not)
         if found is not None:
             return found
-    if tried or aside:
+    if at_most is None and (tried or aside):
         raise CheckpointError(_nothing_left(directory, tried, aside))
     return None
 
 
 def _seen_by_rank_0(directory: Path, group: dist.ProcessGroup) -> tuple[list[Path], list[str]]:
-    """Returns the paths of the committed checkpoints, newest first, and the names set aside.
+    """Returns the committed checkpoints, newest first, and in words what was set aside.
 
     A rank that looked for itself could see an old listing of a network file system.
     """
@@ -99,7 +114,8 @@ def _seen_by_rank_0(directory: Path, group: dist.ProcessGroup) -> tuple[list[Pat
         if group.rank() != 0:
             return [], []
         found = [str(each.path) for each in reversed(list_checkpoints(directory))]
-        return found, [path.name for path in list_set_aside(directory)]
+        aside = [f"{path.name} was set aside as {why}" for path, why in list_set_aside(directory)]
+        return found, aside
 
     found, aside = gathered(group, look)[0]
     return [Path(path) for path in found], aside
@@ -129,12 +145,16 @@ def _try_own(
     group: dist.ProcessGroup,
     damaged: list[DamagedCheckpoint],
     tried: list[str],
+    why_not: WhyNot,
 ) -> WholeCheckpoint | None:
     """Returns a checkpoint of the run folder if it is whole; else notes what is wrong with it."""
     meta, why = _checked(path, group)
-    if meta is not None:
+    if meta is None:
+        damaged.append(DamagedCheckpoint(step_of(path.name), path, why))
+    elif reason := why_not(meta):
+        why = f"{path.name} {reason}"
+    else:
         return WholeCheckpoint(path, meta, tuple(damaged))
-    damaged.append(DamagedCheckpoint(step_of(path.name), path, why))
     tried.append(why)
     return None
 
@@ -145,6 +165,7 @@ def _try_copy(
     group: dist.ProcessGroup,
     damaged: list[DamagedCheckpoint],
     tried: list[str],
+    why_not: WhyNot,
 ) -> WholeCheckpoint | None:
     """Fetches the copy of a checkpoint and returns it if it is whole; else notes what is wrong."""
     fetched = path.with_name(f"{path.name}.fetched.tmp")
@@ -162,6 +183,8 @@ def _try_copy(
     if not why:
         meta, why = _checked(fetched, group)
     if meta is not None:
+        why = why_not(meta)
+    if meta is not None and not why:
         return WholeCheckpoint(fetched, meta, tuple(damaged), fetched_for=path)
     tried.append(f"the copy in {second.url}: {why}")
     return None
@@ -181,7 +204,7 @@ def _checked(path: Path, group: dist.ProcessGroup) -> tuple[CheckpointMeta | Non
 def _nothing_left(directory: Path, tried: Sequence[str], aside: Sequence[str]) -> str:
     """Spells what was tried where no checkpoint is whole, in one line: summaries show the first."""
     words = [" ".join(each.split()) for each in tried]
-    words += [f"{name} was set aside as damaged by an earlier start" for name in aside]
+    words += [f"{each} by an earlier start" for each in aside]
     return (
         f"{directory} has no whole checkpoint left, and the run is not started from its beginning "
         f"as if there had been none; tried, newest first: {'; '.join(words)}; restore one from a "

@@ -9,14 +9,18 @@ import errno
 import fcntl
 import hashlib
 import io
+import json
 import logging
 import os
+import platform
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, cast
 
+import torch
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.storage import WriteResult
@@ -333,3 +337,29 @@ def write_synced(path: Path, content: str | bytes) -> FileSum:
         file.flush()
         os.fsync(file.fileno())
     return FileSum(num_bytes=len(data), blake2b=blake2b(data))
+
+
+# What stands in meta.json ------------------------------------------------------------------------
+
+
+def encoded(meta: dict[str, Any]) -> str:
+    """Returns the caller's values as JSON.
+
+    Raises:
+        CheckpointError: they are no JSON.
+    """
+    try:
+        return json.dumps(meta)
+    except TypeError as error:
+        raise CheckpointError(
+            f"meta must be JSON: {error}; tensors belong among the tensors"
+        ) from error
+
+
+def software_versions() -> dict[str, str]:
+    """Returns by what software a checkpoint is written."""
+    try:
+        own = version("moebius")
+    except PackageNotFoundError:
+        own = "unknown"
+    return {"moebius": own, "torch": torch.__version__, "python": platform.python_version()}

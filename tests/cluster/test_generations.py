@@ -299,6 +299,34 @@ def test_what_happened_to_checkpoints_is_in_the_journal(tmp_path):
     assert "No space left on device" in reasons
 
 
+def test_spikes_and_rollbacks_are_in_the_journal(tmp_path):
+    limits = {"loss_limit": 3.5, "grad_norm": "inf", "grad_norm_limit": 2.0, "first_sample": 64}
+    first = {"kind": "spike", "step": 8, "loss": 9.25, "in_a_row": 1, **limits}
+    back = {
+        "kind": "rollback",
+        "step": 9,
+        "to_step": 4,
+        "number": 1,
+        "most": 10,
+        "first_sample": 32,
+        "end_sample": 72,
+        "why": "2 spikes within 4 steps, the first at step 8 and the last at step 9",
+        "abandoned": ["step_00000008.abandoned-20260101-000000"],
+    }
+    stays = {"kind": "rollback_impossible", "step": 9, "why": "2 spikes", "at_most": 1}
+    said = [first, first | {"step": 9, "in_a_row": 2}, back, stays, {"kind": "rollback"}]
+    act = finishes
+    for line in reversed(said):
+        act = tells(line, act)
+    live(tmp_path, makes_steps(9, then=act))
+    reasons = "\n".join(entry.reason for entry in Journal(tmp_path).entries())
+    assert "loss 9.25 (limit 3.5), gradient norm inf (limit 2)" in reasons
+    assert reasons.count("was a spike") == 1
+    assert "went back from step 9 to the checkpoint of step 4 (rollback 1 of at most 10)" in reasons
+    assert "samples 32 to 71 are left out, 1 later checkpoint(s) set aside" in reasons
+    assert "no whole checkpoint of step 1 or before" in reasons
+
+
 def test_a_job_that_shall_stop_where_it_cannot_save_is_not_started_again(tmp_path):
     error = "moebius.distributed.checkpoint.files.SaveFailedError: step 4 was not saved: disk full"
     status, _ = live(tmp_path, makes_steps(4, then=ends(failed(error))), max_restarts=5)

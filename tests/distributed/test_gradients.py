@@ -96,8 +96,8 @@ def reduced(ep, dtype, bucket_bytes, max_norm, dp_shard=None):
         dense, experts = local_parameters(process, mesh, dtype)
         GradientReducer(dense, experts, mesh, bucket_bytes=bucket_bytes).reduce()
         grads = [[parameter.grad.clone() for parameter in group] for group in (dense, experts)]
-        norm, raised = clip_gradients([*dense, *experts], mesh, max_norm=max_norm)
-        assert raised == ()
+        norm, sums = clip_gradients([*dense, *experts], mesh, max_norm=max_norm)
+        assert sums == ()
         clipped = [[parameter.grad for parameter in group] for group in (dense, experts)]
         return grads, norm, clipped
 
@@ -233,11 +233,11 @@ def poisoned(ep, bad_rank, where, value):
             tensor = {"dense": dense[1], "experts": experts[1]}[where]
             tensor.grad = torch.full_like(tensor, value)
         GradientReducer(dense, experts, mesh).reduce()
-        flags = (False, process.rank == bad_rank, process.rank == bad_rank + 1)
-        norm, raised = global_grad_norm([*dense, *experts], mesh, flags=flags)
-        assert raised[0] is False
-        assert raised[2] == (bad_rank + 1 < process.world_size)
-        return bool(norm.isfinite()), raised[1]
+        numbers = (False, process.rank == bad_rank, torch.tensor(0.25 + process.rank))
+        norm, sums = global_grad_norm([*dense, *experts], mesh, numbers=numbers)
+        ranks = range(process.world_size)
+        assert sums == (0.0, float(bad_rank in ranks), 0.25 * len(ranks) + sum(ranks))
+        return bool(norm.isfinite()), bool(sums[1])
 
 
 @pytest.mark.parametrize("where", ["dense", "experts"])

@@ -861,9 +861,9 @@ def test_a_tree_that_is_not_installed_has_no_version(monkeypatch):
     def version(name):
         raise PackageNotFoundError(name)
 
-    monkeypatch.setattr(checkpoint, "version", version)
-    assert checkpoint._versions()["moebius"] == "unknown"
-    assert checkpoint._versions()["torch"] == torch.__version__
+    monkeypatch.setattr(checkpoint_writing, "version", version)
+    assert checkpoint_writing.software_versions()["moebius"] == "unknown"
+    assert checkpoint_writing.software_versions()["torch"] == torch.__version__
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
