@@ -11,7 +11,8 @@ what the cluster has it asks the `NodeProvider`.
   there is a mistake.
 * While it runs with fewer nodes than it may have, with another number than `moebius scale` asked
   for, or on one that will be taken away, `wish` says so; the supervision then asks the ranks for a
-  pause at a step boundary.
+  pause at a step boundary. Where the pause did not bring the nodes, because others were quicker,
+  the next one for more nodes comes a minute later, then after two, four …
 """
 
 import time
@@ -26,6 +27,11 @@ from .scale import scale_requested
 
 LOOK_EVERY_S = 2.0  # between two questions to the cluster while nothing happens
 STEADY_LOOKS = 2  # so often in a row must more nodes be seen before a run is paused for them
+# So often in a row must another number be free before a reservation is given up for it: what a busy
+# cluster says is free may be seconds old, and each new reservation would disturb it anew.
+OTHER_LOOKS = 3
+GROW_AGAIN_S = 60.0  # after a pause for nodes that were not to be had; twice as long each time
+_GROW_AGAIN_MOST_S = 3600.0
 
 
 class Reconsider(Exception):
@@ -81,6 +87,11 @@ class Placing:
         self._looked_at = 0.0
         self._capacity = Capacity(0, 0)
         self._steady = 0
+        self._other = 0
+        self._hoped_for = 0  # nodes that the last pause was for
+        self._grow_again_s = GROW_AGAIN_S
+        self._may_grow_at = 0.0
+        self._policy: _Policy | None = None  # at the last look
 
     def place(self) -> Sequence[NodeHandle]:
         """Returns the nodes of the next generation; waits for them as the policy says.
@@ -100,6 +111,7 @@ class Placing:
             waited = time.monotonic() - started
             number = self._choose(policy, waited)
             if number is not None:
+                self._other = 0
                 try:
                     nodes = self._provider.provide_nodes(
                         number, lambda reason, size=number: self._reserving(reason, size, started)
@@ -107,10 +119,20 @@ class Placing:
                 except Reconsider:
                     continue
                 self._has_run, self._steady = True, 0
+                self._learn(len(nodes))
                 return nodes
             self._check_patience(policy, waited)
             self._while_waiting(self._missing(policy, since))
             time.sleep(self._poll_s)
+
+    def _learn(self, number: int) -> None:
+        """Takes note whether a pause for more nodes was worth it."""
+        if number < self._hoped_for:
+            self._may_grow_at = time.monotonic() + self._grow_again_s
+            self._grow_again_s = min(2 * self._grow_again_s, _GROW_AGAIN_MOST_S)
+        else:
+            self._may_grow_at, self._grow_again_s = 0.0, GROW_AGAIN_S
+        self._hoped_for = 0
 
     def launch_on(self, num_nodes: int) -> Launch:
         """Returns the launch of a generation on so many nodes, with the mesh that fits them."""
@@ -132,6 +154,8 @@ class Placing:
         if time.monotonic() - self._looked_at < LOOK_EVERY_S:
             return ""
         policy, capacity = _Policy.of(self._launch), self._look()
+        if policy != self._policy:  # `moebius scale`
+            self._policy, self._may_grow_at = policy, 0.0
         if capacity.leaving:
             return f"the cluster will take away {', '.join(capacity.leaving)}"
         if current > policy.num_nodes:
@@ -140,8 +164,9 @@ class Placing:
             return ""
         best = policy.best(capacity.free)
         self._steady = self._steady + 1 if best is not None and best > current else 0
-        if self._steady < STEADY_LOOKS or best is None:
+        if self._steady < STEADY_LOOKS or best is None or time.monotonic() < self._may_grow_at:
             return ""
+        self._hoped_for = best
         return f"{best} node(s) can be had, and it runs on {current} of {policy.num_nodes}"
 
     def _choose(self, policy: _Policy, waited: float) -> int | None:
@@ -161,7 +186,9 @@ class Placing:
             raise Reconsider
         waited = time.monotonic() - started
         best = _Policy.of(self._launch).best(capacity.free)
-        if waited >= self._launch.wait_for_node_s and best is not None and best != size:
+        is_other = waited >= self._launch.wait_for_node_s and best not in (None, size)
+        self._other = self._other + 1 if is_other else 0
+        if self._other >= OTHER_LOOKS:
             raise Reconsider
 
     def _look(self) -> Capacity:

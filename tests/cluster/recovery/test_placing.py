@@ -118,6 +118,13 @@ def test_busy_nodes_are_waited_for_until_fewer_will_do(tmp_path):
     assert len(policy.place()) == 2
 
 
+def test_a_number_of_free_nodes_that_wavers_costs_no_reservation(tmp_path):
+    cluster = Cluster(4, 4, 4, 4, free=[4, 2, 3, 4])
+    policy, _ = placing_on(cluster, tmp_path, min_nodes=1, layouts={4: {}, 3: {}, 2: {}})
+    assert len(policy.place()) == 4
+    assert cluster.asked == [4]
+
+
 def test_no_number_that_fits_is_said(tmp_path):
     policy, _ = placing_on(Cluster(4), tmp_path, layouts={})
     with pytest.raises(NodesUnavailable, match="no number of nodes from 4 to 4 fits the run"):
@@ -130,6 +137,27 @@ def test_more_nodes_are_wished_for_when_they_have_been_seen_twice(tmp_path):
     assert wishes[:4] == [""] * 4
     assert wishes[4] == "4 node(s) can be had, and it runs on 2 of 4"
     assert policy.wish(4) == ""
+
+
+def test_a_pause_that_brought_no_nodes_is_not_repeated_at_once(tmp_path, monkeypatch):
+    now_s = [1000.0]
+    monkeypatch.setattr(placing.time, "monotonic", lambda: now_s[0])
+    cluster = Cluster(4)
+    policy, _ = placing_on(cluster, tmp_path, min_nodes=1)
+
+    def wish_after(seconds: float) -> str:
+        now_s[0] += seconds
+        return [policy.wish(2) for _ in range(2)][1]
+
+    assert wish_after(0)
+    for pause_s in (60, 120, 240):
+        cluster.looks = [Capacity(2, 2)]  # others were quicker
+        assert len(policy.place()) == 2
+        cluster.looks = [Capacity(4, 4)]
+        assert not wish_after(pause_s - 1)
+        assert wish_after(1)
+    assert len(policy.place()) == 4
+    assert wish_after(0), "what was worth it may be done again at once"
 
 
 def test_a_node_that_will_be_taken_away_is_left_in_time(tmp_path):
