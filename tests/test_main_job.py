@@ -5,11 +5,10 @@ killed, restarted → finished.
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
+from tiny_job import MOEBIUS, TINY_JOB, write_paragraphs
 from world import run_ranks
 
 from moebius.cluster.job import Journal, read_status
@@ -21,47 +20,28 @@ from moebius.train.loop import train
 from moebius.train.recipes.smoke import RECIPES
 from moebius.train.run_folder import open_run, place_data
 
-SMALL = (
-    "model.vocab_size=257",
-    "data.tokenizer=bytes",
-    "data.vocab_size=257",
-    "data.seq_len=32",
-    "data.validation_fraction=0.1",
-    "model.d_model=32",
-    "model.attention.d_head=8",
-    "model.feed_forward.num_experts=8",
-    "model.feed_forward.router.top_k=2",
-    "model.feed_forward.d_expert=16",
+SETTINGS = (
+    *TINY_JOB,
     "train.steps=24",
-    "train.log_every=1",
-    "train.global_batch=8",
-    "train.micro_batch=2",
     "train.eval_every=12",
     "train.eval_rows=16",
     "checkpoint.every=5",
-    "optim.warmup_steps=4",
     "job.rehearse_failure_at_step=13",
 )
-
-
 pytestmark = pytest.mark.slow  # two minutes
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("main-job")
-    words = np.random.default_rng(1).choice(
-        ["one", "two", "three", "band", "expert", "route"], size=(80, 60)
-    )
-    (folder / "text.txt").write_text(
-        "\n\n".join(" ".join(line) for line in words), encoding="utf-8"
-    )
+    write_paragraphs(folder, paragraphs=80)
     return folder
 
 
 def make_config(folder: Path, *changes: str) -> Config:
     return place_data(
-        resolve("smoke", [*SMALL, f"data.input=['{folder}/text.txt']", *changes], RECIPES), folder
+        resolve("smoke", [*SETTINGS, f"data.input=['{folder}/text.txt']", *changes], RECIPES),
+        folder,
     )
 
 
@@ -85,17 +65,9 @@ def undisturbed(folder: Path) -> Path:
 def disturbed(folder: Path) -> tuple[Path, str]:
     """Through the command, as a user would: `moebius submit`, without a terminal."""
     run_dir = folder / "disturbed"
-    changes = [*SMALL, f"data.input=['{folder}/text.txt']", f"data.directory={folder}/submitted"]
-    command = [
-        sys.executable,
-        "-c",
-        "from moebius.cli.main import main; main()",
-        "submit",
-        "smoke",
-        *changes,
-    ]
+    changes = [*SETTINGS, f"data.input=['{folder}/text.txt']", f"data.directory={folder}/submitted"]
     ended = subprocess.run(
-        [*command, "--run-dir", str(run_dir)],
+        [*MOEBIUS, "submit", "smoke", *changes, "--run-dir", str(run_dir)],
         cwd=folder,
         stdin=subprocess.DEVNULL,
         capture_output=True,

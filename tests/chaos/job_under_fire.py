@@ -6,68 +6,63 @@ import os
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from moebius.distributed.checkpoint.files import list_checkpoints
 from moebius.train.config import Config, resolve
 from moebius.train.recipes.smoke import RECIPES
+from tests.tiny_job import (
+    SLOW_READING,
+    TINY_DATA,
+    TINY_TRAINING,
+    write_jsonl_files,
+    write_slow_language,
+)
 
-STEPS_PER_MINUTE = 100  # about what two quiet cores make, recoveries included
-FILES_PER_MINUTE = 32
-DOCUMENTS = 10  # of each file
-SLOW_S = 0.6  # of reading a document: tokenising takes most of the run
-SMALL = (
-    "model.vocab_size=257",
-    "data.tokenizer=bytes",
-    "data.vocab_size=257",
-    "data.seq_len=32",
-    "data.era_tokens=2000",
-    "data.validation_fraction=0.1",
-    "data.language.function=slow_language:language",
-    "data.language.allow=['en']",
-    "train.log_every=1",
-    "train.global_batch=8",
+STEPS_PER_MINUTE = 30  # two quiet cores make many more: the ranks wait for data
+FILES_PER_MINUTE = 25  # just what the steps need
+DOCUMENTS = 4  # of each file
+CPUS_PER_NODE = 2  # one is a rank's, the other tokenises
+SETTINGS = (
+    *TINY_DATA,
+    *SLOW_READING,
+    *TINY_TRAINING,
+    "model.num_layers=2",
+    "data.split_bytes=500",  # so that each of many files is a task of its own
     "train.micro_batch=1",
-    "train.eval_every=0",
-    "train.eval_rows=8",
     "train.timeout_s=60",
     "checkpoint.every=10",
     "checkpoint.keep_last=3",
-    "optim.warmup_steps=4",
     "job.ranks_per_node=1",
-    "job.rehearse_failure_at_step=none",
     "job.max_restarts=1000",
     "job.max_node_losses=1000",
+    "job.limits.step_s=10",
 )
-_SLOW_LANGUAGE = """
-import os, time
-def language(text):
-    time.sleep(float(os.environ.get("SLOW_S", "0")))
-    return "en"
-"""
 
 
 def write_texts(folder: Path, minutes: float) -> None:
     """Writes the texts, and the rule that makes reading them slow; both are importable below."""
-    (folder / "texts").mkdir(parents=True)
-    (folder / "slow_language.py").write_text(_SLOW_LANGUAGE)
+    folder.mkdir(parents=True, exist_ok=True)
+    write_slow_language(folder)
     paths = [str(folder), os.environ.get("PYTHONPATH", "")]
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
-    rng = np.random.default_rng(3)
-    words = ["one", "two", "three", "band", "expert", "route"]
-    for number in range(max(4, round(minutes * FILES_PER_MINUTE))):
-        lines = [
-            json.dumps({"text": " ".join(rng.choice(words, 16)) + f" {number} {line}"})
-            for line in range(DOCUMENTS)
-        ]
-        (folder / "texts" / f"{number:04}.jsonl").write_text("\n".join(lines) + "\n")
+    write_jsonl_files(folder, files=_number_of_files(minutes), documents=DOCUMENTS, words=16)
+
+
+def slowness(minutes: float, nodes: int) -> float:
+    """Returns how long reading a document must take for tokenising to last as long as the fire."""
+    documents = _number_of_files(minutes) * DOCUMENTS
+    workers = nodes * (CPUS_PER_NODE - 1)
+    return round(1.1 * minutes * 60 * workers / documents, 2)
+
+
+def _number_of_files(minutes: float) -> int:
+    return max(4, round(minutes * FILES_PER_MINUTE))
 
 
 def changes(folder: Path, data: str, *, minutes: float, nodes: int) -> list[str]:
     """Returns the overrides of the recipe smoke, with data that is prepared in `data`."""
     ep = 2 if nodes % 2 == 0 else 1
     return [
-        *SMALL,
+        *SETTINGS,
         f"data.input=['{folder}/texts/*.jsonl']",
         f"data.directory={folder / data}",
         f"train.steps={max(20, round(minutes * STEPS_PER_MINUTE))}",

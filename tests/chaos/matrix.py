@@ -53,7 +53,8 @@ MATRIX = (
             "test_the_same_error_at_the_same_step_three_times_is_the_end",
             "test_the_same_error_at_different_steps_is_not",
             "test_a_mistake_ends_the_job_at_once",
-        ),
+        )
+        + _in(_REAL_RANKS, "test_the_same_error_at_the_same_step_ends_the_run"),
     ),
     Fault(
         "F3",
@@ -63,7 +64,8 @@ MATRIX = (
             _GENERATIONS,
             "test_exit_code_zero_without_a_good_result_is_a_failure",
             "test_a_rank_that_leaves_early_is_the_cause_and_the_curve_is_as_if_nothing_had_happened",
-        ),
+        )
+        + _in(_REAL_RANKS, "test_a_rank_that_leaves_early_is_the_cause"),
     ),
     Fault(
         "F4",

@@ -19,10 +19,12 @@ KINDS = {
     "tokeniser": "kill -9 a tokenising worker",
     "preparer": "kill -9 the preparing process",
     "node": "power off a node, and add another",
+    "raylet": "kill -9 a node's raylet, and add another node",
     "checkpoint": "flip a byte in the newest checkpoint, kill -9 a rank",
+    "full disk": "a rank may write no more while a checkpoint is saved",
 }
-# These disturb the data's preparation alone: the ranks must not notice.
-OF_THE_DATA = frozenset({"tokeniser", "preparer"})
+# These cost no recovery: they disturb the data's preparation alone, or a single checkpoint.
+WITHOUT_RECOVERY = frozenset({"tokeniser", "preparer", "full disk"})
 LEAST_S, MOST_S = 20.0, 60.0  # between two injections
 
 

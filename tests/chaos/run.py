@@ -22,6 +22,7 @@ import json
 import os
 import secrets
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -38,22 +39,26 @@ from moebius.cluster.job import Journal, JournalEntry, State, read_status
 from moebius.cluster.places.standing import StandingCluster, end_cluster, start_cluster
 from moebius.cluster.recovery.life import LifeWatch
 from moebius.cluster.submit import submit
+from moebius.data_pipeline.making.prepare import prepare
+from moebius.data_pipeline.manifest import read_manifest
 from tests.chaos.job_under_fire import (
-    SLOW_S,
+    CPUS_PER_NODE,
     changes,
     configure,
     curve,
     data_hash,
+    slowness,
     weights_hash,
     write_texts,
 )
-from tests.chaos.plan import KINDS, OF_THE_DATA, Planned, make_plan
+from tests.chaos.plan import KINDS, WITHOUT_RECOVERY, Planned, make_plan
 from tests.chaos.victims import Target
+from tests.tiny_job import MOEBIUS
 
 ROOT = Path(__file__).resolve().parents[2]
 MARK = "MOEBIUS_CHAOS"  # in the environment of every process that a chaos run starts
 START_S = 240.0  # until the first step
-GRACE = 2.0  # times the planned minutes, and the start: then the job is given up
+GRACE = 3.0  # times the planned minutes, and the start: then the job is given up
 
 
 @dataclass(frozen=True)
@@ -75,7 +80,11 @@ def main() -> int:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     mark = secrets.token_hex(8)
-    own = {MARK: mark, "XDG_STATE_HOME": str(folder / "state"), "SLOW_S": str(SLOW_S)}
+    own = {
+        MARK: mark,
+        "XDG_STATE_HOME": str(folder / "state"),
+        "SLOW_S": str(slowness(given.minutes, given.nodes)),
+    }
     os.environ.update(own | {"OMP_NUM_THREADS": "1"})
     console = Console()
     plan = make_plan(given.seed, given.minutes * 60)
@@ -109,10 +118,12 @@ def _disturbed(
     """Runs the job under fire to its end."""
     overrides = changes(folder, "growing", minutes=given.minutes, nodes=given.nodes)
     config = configure([*overrides, "train.start_when.eras=1"])
-    cluster = start_cluster(given.nodes, cpus_per_node=2, name="chaos")
+    cluster = start_cluster(given.nodes, cpus_per_node=CPUS_PER_NODE, name="chaos")
     run_dir = folder / "disturbed"
     try:
         submit(config, run_dir, address="simulated:chaos", detach=True, console=console)
+        # The cluster ends in any case; Ray has had a handler of its own until now.
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
         injected = _inject(cluster, run_dir, plan, console)
         _await_end(run_dir, given.minutes * 60 * GRACE + START_S)
     finally:
@@ -172,7 +183,7 @@ def _await_end(run_dir: Path, timeout_s: float) -> None:
 def _with_recovery(one: Injected, entries: list[JournalEntry]) -> Injected:
     """Adds how long it took from the fault to the first step of a newer generation."""
     recovery_s = None
-    if one.victim and one.kind not in OF_THE_DATA:
+    if one.victim and one.kind not in WITHOUT_RECOVERY:
         for entry in entries:
             is_newer = entry.time > one.at_s and entry.generation > one.generation
             if is_newer and entry.state is State.RUNNING:
@@ -203,31 +214,26 @@ def _marked(mark: str) -> list[str]:
 def _compare(folder: Path, given: argparse.Namespace, console: Console) -> dict[str, Any]:
     """Makes the same run undisturbed, on this machine, and compares."""
     console.print("the same run undisturbed …")
+    os.environ["SLOW_S"] = "0"
     overrides = changes(folder, "prepared", minutes=given.minutes, nodes=given.nodes)
-    program = "from moebius.cli.main import main; main()"
     run_dir = folder / "undisturbed"
     with open(folder / "undisturbed.log", "wb") as log:
         subprocess.run(
-            [
-                sys.executable,
-                "-c",
-                program,
-                "train",
-                "smoke",
-                *overrides,
-                "--run-dir",
-                str(run_dir),
-            ],
+            [*MOEBIUS, "train", "smoke", *overrides, "--run-dir", str(run_dir)],
             cwd=folder,
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
-            env=os.environ | {"SLOW_S": "0"},
             check=True,
         )
     disturbed = folder / "disturbed"
+    data = configure(changes(folder, "growing", minutes=given.minutes, nodes=given.nodes)).data
+    sys.path.insert(0, str(folder))  # for the rule that makes reading slow
+    was_complete = read_manifest(data.directory).complete
+    prepare(data, data.directory)  # the ranks may be done before the process that prepares
     one, other = curve(disturbed), curve(run_dir)
     return {
+        "prepared to the end": was_complete,
         "weights": [weights_hash(disturbed), weights_hash(run_dir)],
         "data": [data_hash(folder / "growing"), data_hash(folder / "prepared")],
         "digests equal": {k: v[0] for k, v in one.items()} == {k: v[0] for k, v in other.items()},

@@ -28,8 +28,8 @@ def test_a_spare_takes_its_place(tmp_path, monkeypatch, record_property):
         wait_for_step(run_dir, 10)
         killed_at = time.time()
         cluster.ask("kill-node", node=number_of_rank_0(run_dir))
-        status = wait_for_end(run_dir, timeout_s=120)
-        assert_nothing_left(run_dir, within_s=15)
+        status = wait_for_end(run_dir, timeout_s=200)
+        assert_nothing_left(run_dir, within_s=30)
     finally:
         end_cluster(cluster, force=True)
     entries = Journal(run_dir).entries()
@@ -52,7 +52,7 @@ def begin(run_dir: Path) -> None:
 
         on_head = {"CPU": 1.0, "node:127.0.0.2": 0.001}
         taken = placement_group([on_head], name="taken", lifetime="detached")
-        assert taken.wait(timeout_seconds=20)
+        assert taken.wait(timeout_seconds=100)
         begin_submission(launch)
         start_supervisor(launch)
 

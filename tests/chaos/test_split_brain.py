@@ -72,7 +72,7 @@ def test_a_frozen_generation_that_thaws_late_changes_nothing(tmp_path):
             assert "StaleGenerationError" in last_words(run_dir)
             assert state_of(run_dir) == checkpoints
             send(frozen, signal.SIGCONT)
-            assert supervisor.wait(30) == 0
+            assert supervisor.wait(100) == 0
         finally:
             supervisor.kill()
     assert_nothing_left(run_dir)

@@ -2,6 +2,7 @@
 
 import os
 import random
+import resource
 import signal
 import time
 from collections.abc import Callable
@@ -11,11 +12,15 @@ from pathlib import Path
 import psutil
 
 from moebius.cluster import processes
+from moebius.cluster.job import JobError, Journal
 from moebius.cluster.places.standing import StandingCluster
 from moebius.distributed.checkpoint.files import list_checkpoints
 from tests.chaos.plan import Planned
 
 WAIT_S = 15.0  # for a victim: the job may be between two generations
+LARGEST_FILE = 1 << 20  # bytes, where a disk is full: logs go on, checkpoints do not
+TRIES = 3  # to add a node: on a machine with much to do it may not join in time
+FULL_S = 60.0  # at most: until the next checkpoint
 
 
 @dataclass
@@ -36,10 +41,14 @@ class Target:
         return told
 
     def _try(self, planned: Planned) -> str:
-        if planned.kind == "node":
-            return self._power_off(planned)
-        if planned.kind == "checkpoint":
-            return self._flip(planned)
+        special = {
+            "node": self._power_off,
+            "raylet": self._kill_raylet,
+            "checkpoint": self._flip,
+            "full disk": self._fill_disk,
+        }
+        if planned.kind in special:
+            return special[planned.kind](planned)
         if planned.kind in ("rank", "stopped rank"):
             how = signal.SIGKILL if planned.kind == "rank" else signal.SIGSTOP
             return self._signal_rank(planned, how)
@@ -57,13 +66,16 @@ class Target:
         pid = pids[planned.pick(len(pids))]
         return f"process {pid}" if processes.kill(pid) else ""
 
-    def _signal_rank(self, planned: Planned, how: signal.Signals) -> str:
+    def _ranks(self) -> list[tuple[int, int]]:
         marks = processes.find(str(self.run_dir))
-        ranks = sorted(
+        return sorted(
             (int(environment[processes.RANK]), pid)
             for pid, environment in marks.items()
             if processes.RANK in environment
         )
+
+    def _signal_rank(self, planned: Planned, how: signal.Signals) -> str:
+        ranks = self._ranks()
         if not ranks:
             return ""
         rank, pid = ranks[planned.pick(len(ranks))]
@@ -97,15 +109,68 @@ class Target:
         return found
 
     def _power_off(self, planned: Planned) -> str:
-        nodes = self.cluster.ask("status")["nodes"]
-        living = [node["node"] for node in nodes if node["node"] and node["state"] == "alive"]
+        living = self._living_nodes()
         if not living:
             return ""
-        victim = living[planned.pick(len(living))]
+        victim, _ = living[planned.pick(len(living))]
         gone = self.cluster.ask("kill-node", node=victim)["processes"]
+        return f"node {victim} with {gone} processes; {self._replacement(planned)}"
+
+    def _kill_raylet(self, planned: Planned) -> str:
+        """Kills no process of the job: they have to notice that their node is lost."""
+        living = self._living_nodes()
+        if not living:
+            return ""
+        victim, address = living[planned.pick(len(living))]
+        words = f"--node_ip_address={address} "
+        raylets = [pid for pid in self._called(words, anywhere=True) if _is_raylet(pid)]
+        if len(raylets) != 1 or not processes.kill(raylets[0]):
+            return ""
+        return f"node {victim}, process {raylets[0]}; {self._replacement(planned)}"
+
+    def _living_nodes(self) -> list[tuple[int, str]]:
+        """Number and address of all but the head, which holds the cluster together."""
+        nodes = self.cluster.ask("status")["nodes"]
+        alive = [node for node in nodes if node["node"] and node["state"] == "alive"]
+        return [(node["node"], node["address"]) for node in alive]
+
+    def _replacement(self, planned: Planned) -> str:
+        """Adds a node after some seconds, as a cloud does."""
         time.sleep(2.0 + 6.0 * planned.draw)
-        new = self.cluster.ask("add-node")["node"]
-        return f"node {victim} with {gone} processes; node {new} has come"
+        failure = ""
+        for _ in range(TRIES):
+            try:
+                return f"node {self.cluster.ask('add-node')['node']} has come"
+            except JobError as error:
+                failure = str(error)
+        return f"no node has come: {failure}"
+
+    def _fill_disk(self, planned: Planned) -> str:
+        """Lets a rank write small files only, until the journal tells of a checkpoint that failed.
+
+        Not rank 0, which writes the metrics.
+        """
+        ranks = self._ranks()[1:]
+        if not ranks:
+            return ""
+        rank, pid = ranks[planned.pick(len(ranks))]
+        told = len(self._failed_saves())
+        try:
+            process = psutil.Process(pid)
+            process.rlimit(psutil.RLIMIT_FSIZE, (LARGEST_FILE, resource.RLIM_INFINITY))
+            deadline = time.monotonic() + FULL_S
+            while len(self._failed_saves()) == told and time.monotonic() < deadline:
+                time.sleep(0.2)
+            unlimited = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
+            process.rlimit(psutil.RLIMIT_FSIZE, unlimited)
+        except psutil.Error:
+            return ""
+        failed = self._failed_saves()[told:]
+        return f"rank {rank}, process {pid}: {failed[0]}" if failed else ""
+
+    def _failed_saves(self) -> list[str]:
+        entries = Journal(self.run_dir).entries()
+        return [entry.reason for entry in entries if "File too large" in entry.reason]
 
     def _flip(self, planned: Planned) -> str:
         """Only where the one before is whole: a run whose checkpoints are all damaged is lost."""
@@ -125,3 +190,10 @@ class Target:
         self._damaged_step = whole[-1].step
         rank = self._signal_rank(planned, signal.SIGKILL) or "no rank was there"
         return f"step {whole[-1].step}, {file.name}, byte {at:,}; {rank}"
+
+
+def _is_raylet(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).name() == "raylet"
+    except psutil.Error:
+        return False

@@ -11,10 +11,16 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import psutil
 import pytest
 from jobs import wait_for
+from tiny_job import (
+    MOEBIUS,
+    SLOW_READING,
+    TINY_JOB,
+    write_jsonl_files,
+    write_slow_language,
+)
 from world import run_ranks
 
 from moebius.cluster.job import JOURNAL, Journal, State, read_status
@@ -30,55 +36,22 @@ pytestmark = pytest.mark.slow  # two minutes
 NUM_FILES = 10
 DOCUMENTS = 40  # of each
 STEPS = 24  # of 8 × 32 tokens: some eras
-SMALL = (
-    "model.vocab_size=257",
-    "data.tokenizer=bytes",
-    "data.vocab_size=257",
-    "data.seq_len=32",
-    "data.era_tokens=2000",
-    "data.validation_fraction=0.1",
-    "data.language.function=slow_language:language",
-    "data.language.allow=['en']",
-    "model.d_model=32",
-    "model.attention.d_head=8",
-    "model.feed_forward.num_experts=8",
-    "model.feed_forward.router.top_k=2",
-    "model.feed_forward.d_expert=16",
+SETTINGS = (
+    *TINY_JOB,
+    *SLOW_READING,
     f"train.steps={STEPS}",
-    "train.log_every=1",
-    "train.global_batch=8",
-    "train.micro_batch=2",
-    "train.eval_every=0",
-    "train.eval_rows=8",
     "checkpoint.every=10",
-    "optim.warmup_steps=4",
     "mesh.dp_replicate=1",
     "job.ranks_per_node=1",
-    "job.rehearse_failure_at_step=none",
 )
-# Reading takes as long as a test wants it to.
-SLOW_LANGUAGE = """
-import os, time
-def language(text):
-    time.sleep(float(os.environ.get("SLOW_S", "0")))
-    return "en"
-"""
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Iterator[Path]:
     """Texts, and a rule that takes its time, importable here and in every process below."""
     folder = tmp_path_factory.mktemp("f20")
-    (folder / "slow_language.py").write_text(SLOW_LANGUAGE)
-    rng = np.random.default_rng(3)
-    words = ["one", "two", "three", "band", "expert", "route"]
-    (folder / "texts").mkdir()
-    for number in range(NUM_FILES):
-        lines = [
-            json.dumps({"text": " ".join(rng.choice(words, 12)) + f" {number} {line}"})
-            for line in range(DOCUMENTS)
-        ]
-        (folder / "texts" / f"{number:02}.jsonl").write_text("\n".join(lines) + "\n")
+    write_slow_language(folder)
+    write_jsonl_files(folder, files=NUM_FILES, documents=DOCUMENTS, words=12)
     sys.path.insert(0, str(folder))
     yield folder
     sys.path.remove(str(folder))
@@ -86,7 +59,7 @@ def folder(tmp_path_factory) -> Iterator[Path]:
 
 def overrides(folder: Path, data: str) -> list[str]:
     named = [f"data.input=['{folder}/texts/*.jsonl']", f"data.directory={folder}/{data}"]
-    return [*SMALL, *named]
+    return [*SETTINGS, *named]
 
 
 @pytest.fixture(scope="module")
@@ -102,10 +75,9 @@ def afterwards(folder: Path) -> Path:
 
 def start(folder: Path, *arguments: str, slow_s: float) -> subprocess.Popen[str]:
     """The command, as users call it, without a terminal."""
-    program = "from moebius.cli.main import main; main()"
     paths = os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])
     return subprocess.Popen(
-        [sys.executable, "-c", program, *arguments],
+        [*MOEBIUS, *arguments],
         cwd=folder,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
@@ -137,7 +109,7 @@ def awaits(run_dir: Path, program: subprocess.Popen[str], words: str) -> None:
         assert program.poll() is None, program.communicate()[0]
         return (run_dir / JOURNAL).exists() and words in told(run_dir)
 
-    wait_for(has_come, timeout_s=60, what=words)
+    wait_for(has_come, timeout_s=150, what=words)
 
 
 def metrics(run_dir: Path, kind: str) -> list[dict[str, Any]]:
@@ -174,17 +146,16 @@ def test_submit_trains_while_workers_and_the_preparing_process_are_killed(folder
     try:
         awaits(run_dir, program, "STARTING: starting 2 rank(s)")
         assert not read_manifest(folder / "growing").complete
-        victims = wait_for(lambda: found(program, "ray::_call"), timeout_s=20, what="a worker")
+        victims = wait_for(lambda: found(program, "ray::_call"), what="a worker")
         victims[0].kill()
         wait_for(
             lambda: [one for one in found(program, "ray::_call") if one.pid != victims[0].pid],
-            timeout_s=20,
             what="another worker",
         )
         (preparer,) = found(program, "moebius.cluster.preparer")
         preparer.kill()
         awaits(run_dir, program, "preparation died (killed by signal 9) and is started again; 2 re")
-        output, _ = program.communicate(timeout=120)
+        output, _ = program.communicate(timeout=200)
     finally:
         program.kill()
     assert program.returncode == 0, output
@@ -196,14 +167,14 @@ def test_submit_trains_while_workers_and_the_preparing_process_are_killed(folder
 
 def test_train_ends_with_what_is_sealed_and_goes_on_when_the_input_is_mended(folder, afterwards):
     run_dir, data = folder / "trained", folder / "mended"
-    last = folder / "texts" / "02.jsonl"
+    last = folder / "texts" / "0002.jsonl"
     whole = last.read_bytes()
     last.write_bytes(whole.replace(b"expert", b"exp\xffrt"))
     changes = [*overrides(folder, "mended"), "train.start_when.tokens=2k", "job.num_nodes=1"]
     command = ["train", "smoke", *changes, "job.ranks_per_node=2", "--run-dir", str(run_dir)]
     try:
         program = start(folder, *command, slow_s=0.01)
-        output, _ = program.communicate(timeout=120)
+        output, _ = program.communicate(timeout=200)
     finally:
         last.write_bytes(whole)
     assert program.returncode == 1, output
@@ -216,7 +187,7 @@ def test_train_ends_with_what_is_sealed_and_goes_on_when_the_input_is_mended(fol
     assert status.generation == 1
     shutil.rmtree(data)
     program = start(folder, *command, slow_s=0.0)
-    output, _ = program.communicate(timeout=120)
+    output, _ = program.communicate(timeout=200)
     assert program.returncode == 0, output
     assert f"from the checkpoint of step {status.step}" in output
     assert_same_as(run_dir, afterwards, data)

@@ -19,6 +19,7 @@ from jobs import (
     wait_for,
     wait_for_step,
 )
+from tiny_job import TINY_JOB
 
 from moebius.cluster.job import (
     Journal,
@@ -45,22 +46,11 @@ from moebius.train.run_folder import open_run, place_data
 
 pytestmark = pytest.mark.slow
 STEPS = 100_000  # more than any test waits for
-SMALL = (
-    "model.vocab_size=257",
-    "model.d_model=32",
-    "model.attention.d_head=8",
-    "model.feed_forward.num_experts=8",
-    "model.feed_forward.router.top_k=2",
-    "model.feed_forward.d_expert=16",
-    "data.tokenizer=bytes",
-    "data.vocab_size=257",
+SETTINGS = (
+    *TINY_JOB,
     "data.seq_len=16",
     "train.steps=6000",
-    "train.log_every=1",
     "train.global_batch=4",
-    "train.micro_batch=2",
-    "train.eval_rows=8",
-    "train.eval_every=0",
     "checkpoint.every=20",
     "mesh.ep=2",
     "mesh.dp_replicate=none",
@@ -71,7 +61,6 @@ SMALL = (
     "job.min_nodes=1",
     "job.wait_for_node_s=1.0",
     "job.max_restarts=0",
-    "job.rehearse_failure_at_step=none",
 )
 
 
@@ -135,12 +124,12 @@ def wait_for_generation(run_dir: Path, num_nodes: int, *, after: int) -> int:
         fitting = [g for g in running if g > after and started[g] == num_nodes]
         return fitting[-1] if fitting else None
 
-    return wait_for(found, timeout_s=90, what=f"{num_nodes} node(s) after generation {after}")
+    return wait_for(found, timeout_s=150, what=f"{num_nodes} node(s) after generation {after}")
 
 
 def end_well(run_dir: Path) -> None:
     """Stops the job; what it has computed is what it would have without any of this."""
-    status = stop(run_dir, timeout_s=60)
+    status = stop(run_dir, timeout_s=150)
     assert status.state is State.STOPPED, status.reason
     assert f"stopped at step {status.step}, with a checkpoint" in status.reason
     assert status.step is not None
@@ -218,7 +207,7 @@ def test_f21_a_node_that_will_be_preempted_is_left_at_a_step_boundary(standing, 
         drain = [Path(sys.executable).with_name("ray"), "drain-node", "--node-id", node_id]
         drain += ["--address", standing.address, "--reason", "DRAIN_NODE_REASON_PREEMPTION"]
         drain += ["--reason-message", "spot", "--deadline-remaining-seconds", "600"]
-        subprocess.run(drain, check=True, capture_output=True, timeout=60)
+        subprocess.run(drain, check=True, capture_output=True, timeout=120)
     second = wait_for_generation(run_dir, 2, after=1)
     end_well(run_dir)
     assert address not in [f"127.0.0.{number + 2}" for number in used_nodes(run_dir, second)]
@@ -231,7 +220,7 @@ def test_f7_the_samples_are_the_same_on_any_number_of_nodes(standing, tmp_path):
     """The training loop itself, from two ranks that share the experts to one and back."""
     text = tmp_path / "text.txt"
     text.write_text("\n".join(f"{n} and {n * n % 9973} are numbers" for n in range(40_000)))
-    config = resolve("smoke", [*SMALL, f"data.input=['{text}']"], RECIPES)
+    config = resolve("smoke", [*SETTINGS, f"data.input=['{text}']"], RECIPES)
     config = place_data(config, tmp_path)
     prepare(config.data, config.data.directory)
     run_dir = tmp_path / "run"
@@ -244,7 +233,7 @@ def test_f7_the_samples_are_the_same_on_any_number_of_nodes(standing, tmp_path):
     smaller = wait_for_generation(run_dir, 1, after=1)
     standing.ask("add-node")
     wait_for_generation(run_dir, 2, after=smaller)
-    status = stop(run_dir, timeout_s=60)
+    status = stop(run_dir, timeout_s=150)
     assert status.state is State.STOPPED, status.reason
     [words] = [e.reason for e in entries_of(run_dir, State.STARTING) if e.generation == smaller]
     assert words == "starting 1 rank(s) on 1 node(s) instead of 2, mesh.ep=1"
@@ -278,7 +267,7 @@ submit(config, Path(run_dir), address="simulated:losses", command=command)
 def test_f11_the_command_that_watches_is_killed_and_the_job_goes_on(standing, tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("a line of text\n" * 2000)
-    config = resolve("smoke", [*SMALL, f"data.input=['{text}']"], RECIPES)
+    config = resolve("smoke", [*SETTINGS, f"data.input=['{text}']"], RECIPES)
     place_data(config, tmp_path).save(tmp_path / "asked.json")
     run_dir = tmp_path / "run"
     command = list(plain_launch(run_dir).command)
@@ -288,7 +277,7 @@ def test_f11_the_command_that_watches_is_killed_and_the_job_goes_on(standing, tm
         stderr=subprocess.DEVNULL,
     )
     try:
-        wait_for((run_dir / "metrics.jsonl").exists, timeout_s=90, what="the first step")
+        wait_for((run_dir / "metrics.jsonl").exists, timeout_s=150, what="the first step")
         wait_for_step(run_dir, 3)
     finally:
         watcher.kill()

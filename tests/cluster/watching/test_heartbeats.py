@@ -48,7 +48,7 @@ def test_the_state_of_the_process_is_told(watched, monkeypatch):
         beats._started_ticks = heartbeat.started_ticks(child.pid)
         beats.enter(Phase.STEP)
         os.kill(child.pid, signal.SIGSTOP)
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while not ranks.look()[0].is_stopped and time.monotonic() < deadline:
             time.sleep(0.01)
         [stopped] = ranks.look()
