@@ -30,7 +30,7 @@ def run_here(launch: Launch) -> JobStatus:
 
 
 def wait_for(
-    condition: Callable[[], Any], *, timeout_s: float = 60.0, what: str = "the condition"
+    condition: Callable[[], Any], *, timeout_s: float = 100.0, what: str = "the condition"
 ) -> Any:
     """Polls until the condition is true; returns its value."""
     deadline = time.monotonic() + timeout_s
@@ -40,7 +40,7 @@ def wait_for(
     return value
 
 
-def wait_for_step(run_dir: Path, step: int, *, timeout_s: float = 60.0) -> JobStatus:
+def wait_for_step(run_dir: Path, step: int, *, timeout_s: float = 100.0) -> JobStatus:
     wait_for((run_dir / JOURNAL).exists, what="the journal")
     return wait_for(
         lambda: (
@@ -51,7 +51,12 @@ def wait_for_step(run_dir: Path, step: int, *, timeout_s: float = 60.0) -> JobSt
     )
 
 
-def wait_for_end(run_dir: Path, *, timeout_s: float = 90.0) -> JobStatus:
+def let_go(run_dir: Path) -> None:
+    """Ends the `hold` of fake ranks."""
+    (run_dir / "go-on").touch()
+
+
+def wait_for_end(run_dir: Path, *, timeout_s: float = 150.0) -> JobStatus:
     return wait_for(
         lambda: (status := read_status(run_dir)).state.is_final and status,
         timeout_s=timeout_s,
@@ -81,7 +86,7 @@ def template_pids(run_dir: Path) -> list[int]:
     return [pid for pid, environment in found if processes.TEMPLATE in environment]
 
 
-def assert_nothing_left(run_dir: Path, *, within_s: float = 5.0) -> None:
+def assert_nothing_left(run_dir: Path, *, within_s: float = 30.0) -> None:
     wait_for(
         lambda: not processes.find(str(run_dir)),
         timeout_s=within_s,

@@ -6,7 +6,8 @@ without a model.
 Every step is an all-reduce over gloo; rank 0 writes metrics, a checkpoint every `every` steps and
 the result; all ranks agree on a stop at a step boundary. `steps`, `step_s` and `every` shape the
 run, `plain=1` leaves out torch and the other ranks, and `fail="RANK:STEP:GENERATION:how,…"` breaks
-it (how: raise, exit0, segv, hang; generation "*": every time).
+it (how: raise, exit0, segv, hang; generation "*": every time). `hold="STEP:GENERATION"` stops all
+ranks before a step until a test has done what it wants and calls `jobs.let_go`.
 """
 
 import datetime
@@ -48,6 +49,8 @@ def main() -> None:
     for step in range(first, steps + 1):
         for order in filter(None, options.get("fail", "").split(",")):
             fail_if_told(order, rank, step, generation)
+        if options.get("hold") == f"{step}:{generation}":
+            hold(run_dir)
         total = add_up(float(rank + 1))
         state = {"step": step, "loss": state["loss"] * 0.9 + total / 1000 + step % 7}
         asked = (run_dir / "stop").exists() or (run_dir / "pause").exists()
@@ -101,6 +104,11 @@ def fail_if_told(order: str, rank: int, step: int, generation: int) -> None:
     time.sleep(3600)
 
 
+def hold(run_dir: Path) -> None:
+    while not (run_dir / "go-on").exists():
+        time.sleep(0.02)
+
+
 def plain_sum(value: float) -> float:
     return value
 
@@ -110,7 +118,7 @@ def gloo_sum():
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=30))
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=300))
 
     def add_up(value: float) -> float:
         tensor = torch.tensor([value], dtype=torch.float64)

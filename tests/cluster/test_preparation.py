@@ -164,7 +164,7 @@ class Job:
         self._thread.start()
 
     def await_(self, condition) -> None:
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 100
         while not condition():
             assert time.monotonic() < deadline
             time.sleep(0.002)
@@ -179,7 +179,7 @@ class Job:
 
     def end(self) -> JobStatus:
         self.nodes.may_end.set()
-        self._thread.join(timeout=20)
+        self._thread.join(timeout=100)
         assert not self._thread.is_alive()
         return read_status(self.run_dir)
 
@@ -272,7 +272,7 @@ def test_ranks_that_cannot_be_told_are_ended(tmp_path, made, monkeypatch):
     job = Job(launch_of(tmp_path, made, max_restarts=0))
     job.await_words("STARTING")
     job.preparation.children[0].code = 1
-    job._thread.join(timeout=20)
+    job._thread.join(timeout=100)
     status = read_status(job.run_dir)
     assert status.state is State.FAILED
     assert "the data ended before a step: exit code 1" in status.reason

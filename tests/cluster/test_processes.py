@@ -26,7 +26,7 @@ def test_processes_are_found_by_their_mark_and_ended(tmp_path, monkeypatch, is_l
         assert set(processes.find(str(tmp_path), before=2)) == {first.pid}
         assert set(processes.descendants(os.getpid())) >= {first.pid, second.pid}
         assert processes.end([first.pid]) == []  # a zombie until its parent asks, and yet ended
-        assert first.wait(timeout=5) == -signal.SIGKILL
+        assert first.wait(timeout=60) == -signal.SIGKILL
         assert not processes.kill(first.pid)
         assert set(processes.find(str(tmp_path))) == {second.pid}
     finally:

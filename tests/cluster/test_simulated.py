@@ -70,7 +70,7 @@ def test_nothing_is_left_however_its_user_ends(tmp_path, end):
     everything = [told["host"], *processes.descendants(told["host"])]
     assert len(everything) > 8
     os.kill(user.pid, end)
-    output, errors = user.communicate(timeout=30)
+    output, errors = user.communicate(timeout=100)
     wait_for(
         lambda: not [pid for pid in everything if Path(f"/proc/{pid}/exe").exists()],
         what="the cluster to be gone",

@@ -99,11 +99,11 @@ def test_a_detached_job_outlives_its_submitter_and_can_be_stopped(tmp_path, clus
         address=cluster.address,
         detach=True,
     )
-    output, _ = program.communicate(timeout=60)
+    output, _ = program.communicate(timeout=120)
     assert program.returncode == 0, output
     assert not read_status(run_dir).state.is_final
     wait_for_step(run_dir, 3)
-    status = stop(run_dir, timeout_s=30)
+    status = stop(run_dir, timeout_s=100)
     assert status.state is State.STOPPED
     assert f"stopped at step {status.step}, with a checkpoint" in status.reason
     assert json.loads((run_dir / "checkpoint.json").read_text())["step"] == status.step
@@ -120,7 +120,7 @@ def test_ctrl_c_stops_a_job_on_a_simulated_cluster_and_everything_is_gone(tmp_pa
     wait_for((run_dir / "metrics.jsonl").exists, timeout_s=120, what="the first step")
     wait_for_step(run_dir, 2)
     os.killpg(program.pid, signal.SIGINT)
-    output, _ = program.communicate(timeout=60)
+    output, _ = program.communicate(timeout=120)
     assert program.returncode == 0, output
     assert "simulated cluster of 2 node(s) up after" in output
     assert "STOPPING: a stop was asked for" in output
@@ -200,7 +200,7 @@ def test_stop_now_ends_ranks_in_the_middle_of_a_step(tmp_path):
     )
     stopper.start()
     status = run_here(fake_launch(tmp_path, "plain=1", "step_s=600"))
-    stopper.join(timeout=10)
+    stopper.join(timeout=100)
     assert status.state is State.STOPPED
     assert "at once" in status.reason
     assert_nothing_left(tmp_path)
