@@ -32,7 +32,8 @@ from rich.table import Table
 
 from benchmarks import report
 from moebius.cluster import processes
-from moebius.cluster.job import JOURNAL, METRICS, JsonLinesTail, request_stop
+from moebius.cluster.job import JOURNAL, METRICS, request_stop
+from moebius.cluster.json_lines import JsonLinesTail
 from moebius.cluster.submit import submit
 from moebius.train.config import Config
 from moebius.train.recipes.smoke import smoke

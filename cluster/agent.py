@@ -21,6 +21,7 @@ main thread and cannot be stopped from another one. Cost of a generation's proce
 forks; as programs 1-2 s of one core for each agent and 3-4 s for each rank.
 """
 
+import contextlib
 import json
 import os
 import socket
@@ -35,6 +36,8 @@ from typing import TYPE_CHECKING, Any
 from .. import __version__
 from ..train.heartbeat import FOLDER
 from ..train.mesh_variable import MESH_VARIABLE
+from ..train.process_log import LOG, LogLimits, keep_log
+from ..train.redaction import redact, redact_values
 from . import processes
 from .job import Launch, write_atomically
 from .recovery.deadman import Deadman
@@ -356,6 +359,9 @@ def main(log_dir: Path, *, forks_ranks: bool = False) -> int:
         if isinstance(spares, WaitingRank):
             return spares.run()
     attempt = replace(attempt, secret=_hear_secret())
+    limits = LogLimits(attempt.launch.log_max_bytes, attempt.launch.log_pieces)
+    keep_log(log_dir / "agent.log", limits)
+    os.environ[LOG] = limits.for_ranks(log_dir)
     try:
         report = _run_elastic_agent(attempt, spares)
     except Exception as error:  # noqa: BLE001 - the supervisor must get a report of whatever it is
@@ -467,15 +473,24 @@ def error_file(attempt: Attempt, rank: int) -> Path:
 
 
 def _describe_failure(attempt: Attempt, rank: int, failure: Any) -> RankFailure:
+    _redact_file(error_file(attempt, rank))  # it is in nobody's way, and stays
     message = failure.error_file_data.get("message")
     if isinstance(message, dict):
         traceback = message.get("extraInfo", {}).get("py_callstack", "")
     else:
         traceback = last_traceback(read_tail(attempt.log_dir / f"rank{rank}.log", LOG_TAIL_BYTES))
+    traceback = redact(traceback)  # this process has the ranks' environment
     error, where = summarise(traceback)
     return RankFailure(
         rank, failure.exitcode, float(failure.timestamp), error, where, traceback or None
     )
+
+
+def _redact_file(path: Path) -> None:
+    """Blots secrets out of a file of JSON, if it is there."""
+    with contextlib.suppress(OSError, ValueError):
+        plain = redact_values(json.loads(path.read_text(encoding="utf-8")))
+        write_atomically(path, json.dumps(plain))
 
 
 if __name__ == "__main__":

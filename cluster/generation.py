@@ -20,7 +20,6 @@ from .job import (
     PAUSE,
     RESULT,
     STOP_PREEMPT,
-    JsonLinesTail,
     Launch,
     RootCause,
     State,
@@ -29,6 +28,7 @@ from .job import (
     stop_requested,
     write_atomically,
 )
+from .json_lines import JsonLinesTail
 from .nodes import NodeHandle, NodeLost
 from .postmortem import find_root_cause, is_certain, left_early_cause, port_was_taken
 from .preparation import Preparation

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .job import METRICS, JsonLinesTail
+from .job import METRICS
+from .json_lines import JsonLinesTail
 
 MAX_LOADS = 400
 

@@ -65,6 +65,8 @@ def _launch_of(config: Config, run_dir: Path) -> Launch:
         start_timeout_s=job.start_timeout_s,
         rehearse_failure_at_step=job.rehearse_failure_at_step,
         warm_start=job.warm_start,
+        log_max_bytes=job.log_max_bytes,
+        log_pieces=job.log_pieces,
         prepares_data=prepares_beside(config),
         where=THIS_MACHINE,
         needs_gpus=config.world_size if config.train.device == "cuda" else 0,

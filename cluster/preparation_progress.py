@@ -11,7 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .job import JsonLinesTail
+from .json_lines import JsonLinesTail
 
 if TYPE_CHECKING:  # showing a job needs none of what preparing data needs
     from ..data_pipeline.making.progress import PrepareProgress

@@ -166,6 +166,8 @@ def make_launch(
         start_timeout_s=job.start_timeout_s,
         rehearse_failure_at_step=job.rehearse_failure_at_step,
         warm_start=job.warm_start,
+        log_max_bytes=job.log_max_bytes,
+        log_pieces=job.log_pieces,
         prepares_data=prepares_data,
         where=SIMULATED if address is None else address,
         needs_gpus=job.ranks_per_node if config.train.device == "cuda" else 0,

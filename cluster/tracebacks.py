@@ -4,6 +4,8 @@ import os
 import re
 from pathlib import Path
 
+from ..train.process_log import older_pieces
+
 _HEAD = "Traceback (most recent call last):"
 _CHAINED = ("During handling of the above exception", "The above exception was the direct cause")
 # what Python says of exceptions in destructors, when a program is ending anyway
@@ -62,10 +64,20 @@ def summarise(traceback: str) -> tuple[str | None, str | None]:
 
 
 def read_tail(path: Path, num_bytes: int) -> str:
-    """Returns the end of a text file; empty when there is none."""
+    """Returns the end of a text file; of a log that was rotated, with what is before it in older
+    pieces. Empty when there is none.
+    """
+    tail = b""
+    for piece in (path, *(older for _, older in reversed(older_pieces(path)))):
+        if len(tail) < num_bytes:
+            tail = _last_bytes(piece, num_bytes - len(tail)) + tail
+    return tail.decode(errors="replace")
+
+
+def _last_bytes(path: Path, count: int) -> bytes:
     try:
         with open(path, "rb") as file:
-            file.seek(max(0, os.fstat(file.fileno()).st_size - num_bytes))
-            return file.read().decode(errors="replace")
+            file.seek(max(0, os.fstat(file.fileno()).st_size - count))
+            return file.read(count)
     except FileNotFoundError:
-        return ""
+        return b""

@@ -25,12 +25,12 @@ from .job import (
     METRICS,
     JobStatus,
     JournalEntry,
-    JsonLinesTail,
     State,
     parse_entries,
     read_status,
     total_steps,
 )
+from .json_lines import JsonLinesTail
 from .preparation_progress import PREPARATION, as_record, duration, progress_words
 from .recovery.life import LifeWatch
 from .summary import STATE_STYLES, describe_start

@@ -11,6 +11,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from .config import Config
 from .loop import train
 from .mistakes import EXIT_MISTAKE, no_restart_mends
+from .process_log import keep_log_of_rank
 from .redaction import RedactingFilter
 from .resize import with_mesh_of
 
@@ -20,6 +21,7 @@ def main() -> None:
 
     The exit code says whether a restart could help after an error.
     """
+    keep_log_of_rank(os.environ)
     try:
         _train()
     except Exception as error:

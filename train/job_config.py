@@ -15,6 +15,7 @@ from pydantic import (
 )
 
 from .limits import PhaseLimits
+from .process_log import MAX_BYTES, PIECES
 
 
 class JobConfig(BaseModel):
@@ -45,6 +46,10 @@ class JobConfig(BaseModel):
     # Agents and ranks are forks of one process per node that has imported everything, so that a
     # restart takes seconds. Linux; elsewhere, and with false, they are started as programs.
     warm_start: bool = True
+
+    # Logs of ranks and agents are rotated when they are so large; so many older pieces are kept.
+    log_max_bytes: int = Field(default=MAX_BYTES, ge=64 << 10)
+    log_pieces: PositiveInt = PIECES
 
     @model_validator(mode="after")
     def _check_min_nodes(self) -> Self:

@@ -9,7 +9,7 @@ What is neither cannot be known: a password that is typed into a document stays 
 import logging
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 BLOT = "***"
@@ -41,14 +41,30 @@ _FORMS = (
         rf"\1{BLOT}",
     ),
 )
+# A text without any of these, in small letters, holds none of the forms: 1 µs instead of 10.
+_HINTS = ("://", "akia", "asia", "hf_", "ghp_", "gho_", "ghu_", "ghs_", "ghr_", "github_pat_")
+_HINTS += ("sk-", "bearer", "&", "?", "secret", "session_token", "password", "api_key", "apikey")
 
 
-def redact(text: str, environment: Mapping[str, str] = os.environ) -> str:
-    """Returns a text in which secrets are blotted out."""
-    for value in _secret_values(environment):
+def redact(
+    text: str,
+    environment: Mapping[str, str] = os.environ,
+    *,
+    secrets: Iterable[str] | None = None,
+) -> str:
+    """Returns a text in which secrets are blotted out.
+
+    Args:
+        text: any.
+        environment: whose variables may hold secrets.
+        secrets: what `secret_values` has found there, for one who asks often.
+    """
+    for value in secret_values(environment) if secrets is None else secrets:
         text = text.replace(value, BLOT)
-    for form, blotted in _FORMS:
-        text = form.sub(blotted, text)
+    folded = text.casefold()
+    if any(hint in folded for hint in _HINTS):
+        for form, blotted in _FORMS:
+            text = form.sub(blotted, text)
     return text
 
 
@@ -90,7 +106,7 @@ class RedactingFilter(logging.Filter):
         return True
 
 
-def _secret_values(environment: Mapping[str, str]) -> list[str]:
+def secret_values(environment: Mapping[str, str]) -> list[str]:
     """Returns the values of variables that are secrets by their names, longest first."""
     values = {
         value

@@ -21,7 +21,8 @@ from rich.table import Table
 from rich.text import Text
 
 from .. import processes
-from ..job import METRICS, JobStatus, JsonLinesTail, read_generation, read_status
+from ..job import METRICS, JobStatus, read_generation, read_status
+from ..json_lines import JsonLinesTail
 from ..summary import STATE_STYLES
 from .run_report import RunReport, read_report
 

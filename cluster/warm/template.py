@@ -30,6 +30,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from ...train.process_log import print_through_log
 from .. import agent, processes
 from .orders import MAX_MESSAGE_BYTES, TRAINING, Order, tell
 
@@ -53,6 +54,7 @@ _MAY_RUN = {"jemalloc_bg_thd"}
 def main(channel: socket.socket, kind: str) -> int:
     """Serves orders until the node hangs up; a fork runs the agent or the rank it has become."""
     processes.bind_to_parent()
+    print_through_log()
     began = time.monotonic()
     import_all(kind, is_awaited=lambda: _has_orders(channel))
     if refusal := why_no_fork():

@@ -391,15 +391,23 @@ MATRIX = (
     ),
     Fault(
         "F29",
-        "logs of many generations, followed across restarts",
-        "complete and in order; the tail of a long log reads only its end",
-        _in(
-            f"{_CLUSTER}/reports/test_logs.py",
-            "test_logs_are_followed_across_generations_until_the_job_ends",
-            "test_the_tail_of_a_rank_reaches_back_over_its_restarts",
-            "test_the_tail_of_a_log_longer_than_a_block",
+        "ranks that write fast, logs of many generations followed across restarts, a full disk",
+        "complete, in order and bounded; a full disk costs lines, which are counted, and no rank",
+        (
+            *_in(
+                f"{_CLUSTER}/reports/test_logs.py",
+                "test_logs_are_followed_across_generations_until_the_job_ends",
+                "test_the_tail_of_a_rank_reaches_back_over_its_restarts",
+                "test_the_tail_of_a_log_longer_than_a_block",
+                "test_a_log_is_followed_over_rotations_and_gaps_are_told",
+            ),
+            *_in(
+                "tests/train/test_process_log.py",
+                "test_a_rank_that_writes_fast_is_followed_line_by_line",
+                "test_logs_are_bounded_and_the_newest_lines_are_kept",
+                "test_a_full_disk_costs_lines_and_says_how_many",
+            ),
         ),
-        missing="bounded logs: there is no rotation",
     ),
     Fault(
         "F30",

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from moebius.cluster import job
-from moebius.cluster.job import JobError, Journal, JsonLinesTail, Launch, RootCause, State
+from moebius.cluster.job import JobError, Journal, Launch, RootCause, State
+from moebius.cluster.json_lines import JsonLinesTail
 from moebius.cluster.recovery import life
 
 

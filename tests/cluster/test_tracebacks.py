@@ -70,3 +70,13 @@ def test_tail_of_a_file(tmp_path):
     assert read_tail(tmp_path / "none", 10) == ""
     (tmp_path / "log").write_text("a" * 100 + "end")
     assert read_tail(tmp_path / "log", 5) == "aaend"
+
+
+def test_the_tail_of_a_rotated_log_reaches_back(tmp_path):
+    log = tmp_path / "rank0.log"
+    log.write_text("789")
+    (tmp_path / "rank0.log.1").write_text("x" * 50)
+    (tmp_path / "rank0.log.2").write_text("0123456")
+    assert read_tail(log, 4) == "6789"
+    assert read_tail(log, 12) == "xx0123456789"
+    assert read_tail(tmp_path / "rank1.log", 10) == ""
