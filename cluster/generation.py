@@ -4,10 +4,11 @@ The supervision (generations.py) decides what follows. What a generation has rea
 the metrics that rank 0 writes.
 """
 
+import contextlib
 import json
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
@@ -20,6 +21,7 @@ from .job import (
     PAUSE,
     RESULT,
     STOP_PREEMPT,
+    JsonLinesTail,
     Launch,
     RootCause,
     State,
@@ -28,7 +30,6 @@ from .job import (
     stop_requested,
     write_atomically,
 )
-from .json_lines import JsonLinesTail
 from .nodes import NodeHandle, NodeLost
 from .postmortem import find_root_cause, is_certain, left_early_cause, port_was_taken
 from .preparation import Preparation
@@ -64,6 +65,7 @@ class Supervision(Protocol):
     generation: int
     preparation: Preparation | None
     clock: RecoveryClock
+    breathe: Callable[[], None]  # gives a sign of life, and writes what could not be written
 
     def log(self, state: State, reason: str, **details: object) -> None:
         """Appends a state with its reason to the journal."""
@@ -89,6 +91,7 @@ class Watch:
         self.term = supervision.term
         self.generation = supervision.generation
         self.log = supervision.log
+        self.breathe = supervision.breathe
         self.clock = supervision.clock
         self.preparation = supervision.preparation
         self.tend_preparation = supervision.tend_preparation
@@ -170,7 +173,7 @@ class Watch:
     def sign_of_life(self) -> None:
         """Touches the heartbeat; looks for a successor, a newer generation and a stop flag."""
         self.term.check()
-        beat(self.run_dir)
+        self.breathe()
         announced = read_generation(self.run_dir)
         if announced != self.generation:
             raise Superseded(f"generation {announced} was announced while {self.generation} ran")
@@ -189,9 +192,10 @@ class Watch:
         if self.step is None or self.pausing or self.stopping:
             return
         if reason := self.wish(len(self.nodes)):
-            self.pausing = True
-            self.log(State.RESIZING, f"{reason}; the ranks end at the next step boundary")
-            write_atomically(self.run_dir / PAUSE, "")
+            with contextlib.suppress(OSError):  # the disk is full: asked again at the next look
+                write_atomically(self.run_dir / PAUSE, "")
+                self.pausing = True
+                self.log(State.RESIZING, f"{reason}; the ranks end at the next step boundary")
 
     def read_metrics(self) -> None:
         """Reads the steps that were made since the last look."""

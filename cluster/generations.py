@@ -29,19 +29,14 @@ from ..data_pipeline.errors import PreparationFailedError
 from ..train.mistakes import EXIT_MISTAKE
 from .generation import POLL_S, Outcome, Superseded, Watch
 from .job import (
-    GENERATION,
     PAUSE,
-    RESULT,
     STOP_PREEMPT,
-    Journal,
     Launch,
     RootCause,
     State,
     as_details,
-    beat,
     read_generation,
     stop_requested,
-    write_atomically,
 )
 from .nodes import NodeHandle, NodeLost, NodeProvider, NodesUnavailable
 from .preparation import Preparation
@@ -49,6 +44,7 @@ from .recovery.budgets import Budgets
 from .recovery.clock import RecoveryClock
 from .recovery.life import HEARTBEAT
 from .recovery.node_check import token_in
+from .recovery.patient_journal import PatientJournal, announce
 from .recovery.placing import Placing
 from .recovery.takeover import Predecessor
 from .recovery.term import ReplacedError, Term
@@ -105,8 +101,10 @@ def supervise(
             State.FAILED, f"the supervisor itself failed: {type(error).__name__}: {error}"
         )
         supervision.release()
+        supervision.journal.settle()
         raise
     supervision.release()
+    supervision.journal.settle()
     # Who waits until nothing is left of the job waits for this.
     (Path(launch.run_dir) / HEARTBEAT).unlink(missing_ok=True)
 
@@ -127,7 +125,8 @@ class _Supervision:
         self.state = State.SUBMITTED
         self.run_dir = Path(launch.run_dir)
         self.predecessor = Predecessor(self.run_dir)
-        self.journal = Journal(self.run_dir)
+        self.journal = PatientJournal(self.run_dir)
+        self.breathe = self.journal.breathe
         self.generation = read_generation(self.run_dir)
         entries = self.predecessor.entries
         self.budgets = Budgets.from_journal(launch, entries)
@@ -173,6 +172,7 @@ class _Supervision:
             if taken_over:
                 self._await_data()
                 return self._watch_on(taken_over)
+            self._until(self.journal.catch_up)
             nodes = self.placing.place()
             self.clock.mark("place")
             self._check(nodes)
@@ -231,9 +231,21 @@ class _Supervision:
         self.log(State.RECOVERING, words, unwatched_s=unwatched_s)
         return ()
 
+    def _until(self, is_done: Callable[[], bool]) -> None:
+        """Tries until the run folder can be written: no generation begins before."""
+        while not is_done():
+            self._while_placing("")
+            time.sleep(POLL_S)
+
+    def _announce(self) -> bool:
+        """Announces the next generation; returns False if that cannot be written."""
+        refusal = announce(self.run_dir, self.generation + 1)
+        self._while_placing(refusal)
+        return not refusal
+
     def _while_placing(self, reason: str) -> None:
         self.term.check()
-        beat(self.run_dir)
+        self.breathe()
         if stop_requested(self.run_dir):
             raise StopAsked
         if reason and reason != self._reason:
@@ -284,7 +296,7 @@ class _Supervision:
                 asked = self.preparation.start_when
                 self.log(State.PREPARING, f"the ranks begin with {asked} sealed")
             told = True
-            beat(self.run_dir)
+            self.breathe()
             if stop_requested(self.run_dir):
                 raise StopAsked
             self.tend_preparation()
@@ -303,10 +315,8 @@ class _Supervision:
 
     def run_generation(self, nodes: Sequence[NodeHandle]) -> Outcome:
         """Announces a generation, runs it, and ends it everywhere; returns how it ended."""
+        self._until(self._announce)
         self.generation += 1
-        write_atomically(self.run_dir / GENERATION, str(self.generation))
-        for left in (RESULT, PAUSE):
-            (self.run_dir / left).unlink(missing_ok=True)
         launch = self.placing.launch_on(len(nodes))
         words = f"starting {launch.world_size} rank(s){self.placing.mesh_words(len(nodes))}"
         self.log(State.STARTING, words, num_nodes=len(nodes))
@@ -327,6 +337,8 @@ class _Supervision:
             return watch.until_the_end()
         except NodeLost as error:
             watch.read_metrics()  # to find out took seconds, in which ranks may have gone on
+            return _lost(error, watch.step)
+        except OSError as error:  # of this process: a node's own are NodeLost
             return _lost(error, watch.step)
         except ReplacedError:
             nodes = ()  # they are its successor's
@@ -456,7 +468,7 @@ class _Supervision:
         )
         deadline = time.monotonic() + wait_s
         while time.monotonic() < deadline and not stop_requested(self.run_dir):
-            beat(self.run_dir)
+            self.breathe()
             time.sleep(POLL_S)
         self.clock.mark("wait")
         return not stop_requested(self.run_dir)
@@ -469,7 +481,7 @@ def _said_by(outcome: Outcome, kind: str) -> str:
     return message if name.rpartition(".")[2] == kind else ""
 
 
-def _lost(error: NodeLost, step: int | None = None) -> Outcome:
+def _lost(error: NodeLost | OSError, step: int | None = None) -> Outcome:
     return Outcome("failed", RootCause(summary=str(error), infrastructure=True), step)
 
 

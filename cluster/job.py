@@ -183,6 +183,15 @@ class JournalEntry:
     reason: str
     details: dict[str, Any]
 
+    def repeats(self, other: "JournalEntry") -> bool:
+        """Whether this is the other one, written again: the words say that it is late, then."""
+        same = (self.time, self.state, self.generation) == (
+            other.time,
+            other.state,
+            other.generation,
+        )
+        return same and self.reason.startswith(other.reason)
+
 
 class Journal:
     """Records a job's states, append-only; a line is on disk before the call returns."""
@@ -199,13 +208,15 @@ class Journal:
         details: Mapping[str, Any] | None = None,
     ) -> None:
         """Appends one state and makes sure that it is on disk."""
-        entry = {
-            "time": time.time(),
-            "state": state.value,
-            "generation": generation,
-            "reason": redact(reason),
-            "details": redact_values(dict(details or {})),
-        }
+        self.write(entry_of(state, generation=generation, reason=reason, details=details))
+
+    def write(self, entry: Mapping[str, Any]) -> None:
+        """Appends an entry that `entry_of` has made.
+
+        Raises:
+            OSError: it is not certain to be on disk: none, part or all of it may be. It may be
+                written again.
+        """
         line = json.dumps(entry, ensure_ascii=False) + "\n"
         with open(self.path, "ab+") as file:
             if file.tell() and not _ends_with_newline(file):
@@ -220,16 +231,37 @@ class Journal:
         return parse_entries(JsonLinesTail(self.path).read())
 
 
+def entry_of(
+    state: State, *, generation: int, reason: str, details: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """Returns a line of the journal as plain values, of this moment, without secrets."""
+    return {
+        "time": time.time(),
+        "state": state.value,
+        "generation": generation,
+        "reason": redact(reason),
+        "details": redact_values(dict(details or {})),
+    }
+
+
 def parse_entries(lines: Iterable[Mapping[str, Any]]) -> list[JournalEntry]:
-    """Returns the journal entries of decoded lines; lines that are none are skipped."""
+    """Returns the journal entries of decoded lines; lines that are none are skipped.
+
+    So is the second of two lines of one moment: it was written again, because the disk did not
+    confirm the first.
+    """
     states = {state.value: state for state in State}
-    return [
-        JournalEntry(
-            line["time"], states[line["state"]], line["generation"], line["reason"], line["details"]
+    found: list[JournalEntry] = []
+    for line in lines:
+        if line.get("state") not in states or "time" not in line:
+            continue
+        state = states[line["state"]]
+        entry = JournalEntry(
+            line["time"], state, line["generation"], line["reason"], line["details"]
         )
-        for line in lines
-        if line.get("state") in states and "time" in line
-    ]
+        if not found or not entry.repeats(found[-1]):
+            found.append(entry)
+    return found
 
 
 def current_submission(entries: list[JournalEntry]) -> list[JournalEntry]:

@@ -20,7 +20,11 @@ def interrupts_ask_for_a_stop(run_dir: Path) -> Iterator[None]:
     def ask(number: int, _: object) -> None:
         nonlocal asked
         asked += 1
-        request_stop(run_dir, now=asked > 1, preempt=number == signal.SIGTERM)
+        try:
+            request_stop(run_dir, now=asked > 1, preempt=number == signal.SIGTERM)
+        except OSError:  # the disk is full
+            if asked > 1:
+                raise KeyboardInterrupt from None
 
     previous = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
     try:

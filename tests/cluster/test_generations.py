@@ -2,6 +2,7 @@
 on this machine.
 """
 
+import errno
 import json
 import os
 import signal
@@ -37,6 +38,7 @@ from moebius.cluster.job import (
     stop_requested,
 )
 from moebius.cluster.nodes import Capacity, NodeLost, NodesUnavailable
+from moebius.cluster.recovery import patient_journal
 from moebius.cluster.recovery.interrupts import interrupts_ask_for_a_stop
 from moebius.cluster.recovery.node_check import NodeCheck
 from moebius.cluster.recovery.term import Term
@@ -476,6 +478,86 @@ def test_stop_now_ends_ranks_that_do_not(tmp_path):
     status, _ = live(tmp_path, makes_steps(2, then=never))
     assert status.state is State.STOPPED
     assert "at once" in status.reason
+
+
+@pytest.fixture
+def disk(monkeypatch) -> dict[str, int]:
+    """A disk of the run folder that refuses so many writes of the supervisor as `left` says."""
+    state = {"left": 0, "refused": 0}
+
+    def refusing(original):
+        def write(*arguments, **named):
+            if state["left"] > 0:
+                state["left"] -= 1
+                state["refused"] += 1
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            return original(*arguments, **named)
+
+        return write
+
+    monkeypatch.setattr(Journal, "write", refusing(Journal.write))
+    write = patient_journal.write_atomically
+    monkeypatch.setattr(patient_journal, "write_atomically", refusing(write))
+    monkeypatch.setattr(patient_journal, "_SETTLE_S", 0.001)
+    return state
+
+
+@pytest.mark.parametrize("writes", [1, 2, 7])
+def test_a_full_disk_costs_the_supervisor_nothing_but_time(tmp_path, disk, writes):
+    """It fills up while the ranks work; whatever is refused, all is told and in order."""
+
+    def fills(report: AgentReport):
+        def act(run_dir: Path) -> AgentReport:
+            disk["left"] = writes
+            return report
+
+        return act
+
+    status, node = live(
+        tmp_path,
+        makes_steps(1, then=fills(failed())),
+        makes_steps(2, then=fills(failed("KeyError: other"))),
+        makes_steps(5, then=lambda run_dir: (fills(OK)(run_dir), finishes(run_dir))[1]),
+    )
+    assert status.state is State.SUCCEEDED
+    assert disk == {"left": 0, "refused": 3 * writes}
+    assert states(tmp_path) == [
+        "SUBMITTED",
+        *("STARTING", "RUNNING", "RECOVERING") * 2,
+        *("STARTING", "RUNNING", "SUCCEEDED"),
+    ]
+    assert [attempt.generation for attempt in node.attempts] == [1, 2, 3]
+    late = [entry for entry in Journal(tmp_path).entries() if "late_s" in entry.details]
+    assert [entry.state.value for entry in late if "No space left" in entry.reason] == [
+        "RUNNING",
+        "RUNNING",
+        "RUNNING",
+    ]
+
+
+def test_a_generation_that_cannot_be_announced_is_waited_for(tmp_path, disk, monkeypatch):
+    placed = PretendedNodeProvider.provide_nodes
+
+    def provide_nodes(self, num_nodes, while_waiting):
+        nodes = placed(self, num_nodes, while_waiting)
+        disk["left"] = 4
+        return nodes
+
+    monkeypatch.setattr(PretendedNodeProvider, "provide_nodes", provide_nodes)
+    status, node = live(tmp_path, makes_steps(5, then=finishes))
+    assert status.state is State.SUCCEEDED
+    assert states(tmp_path) == ["SUBMITTED", "PLACING", "STARTING", "RUNNING", "SUCCEEDED"]
+    assert "can be written (No space left on device)" in Journal(tmp_path).entries()[1].reason
+    assert len(node.attempts) == 1
+
+
+def test_a_node_whose_folder_cannot_be_written_is_a_failure_that_is_recovered_from(tmp_path):
+    def has_no_space(run_dir: Path) -> AgentReport:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    status, _ = live(tmp_path, has_no_space, makes_steps(5, then=finishes))
+    assert status.state is State.SUCCEEDED
+    assert status.restarts == 1
 
 
 def test_the_fault_drill_is_on_purpose_free_and_happens_once(tmp_path):
