@@ -128,6 +128,7 @@ def _resume(options: argparse.Namespace) -> int:
     """Carries out `moebius resume`."""
     allow_unauthenticated(options)
     from ..cluster.job import JobError, State, refuse_if_running
+    from ..cluster.recovery.scale import request_to_keep
     from ..cluster.reports.run_report import read_report
 
     run_dir = options.run_dir.absolute()
@@ -140,10 +141,14 @@ def _resume(options: argparse.Namespace) -> int:
             f"{run_dir}: finished at step {step:,}, and train.steps is {config.train.steps:,}; to "
             f"go on, ask for more: train.steps={2 * config.train.steps}"
         )
+    scale = request_to_keep(run_dir, config, options.overrides)
     print(f"{run_dir}: {_what_it_goes_on_from(report.last_checkpoint, config)}", flush=True)
+    if scale is not None:
+        print(f"on {scale.num_nodes} node(s), as `moebius scale` asked before", flush=True)
     from ..cluster.submit import submit
 
-    return submit(config, run_dir, address=options.address, detach=options.detach).exit_code
+    status = submit(config, run_dir, address=options.address, detach=options.detach, scale=scale)
+    return status.exit_code
 
 
 def _stored_config(run_dir: Path, overrides: list[str]) -> "Config":

@@ -363,8 +363,8 @@ def refuse_if_running(run_dir: Path) -> None:
         )
 
 
-def begin_submission(launch: Launch) -> None:
-    """Opens the job's journal and clears what an earlier submission left.
+def begin_submission(launch: Launch, *, note: str = "") -> None:
+    """Opens the job's journal, with a note beside its size; clears what an earlier one left.
 
     Whether a job is at work here is asked once more: since the command first asked, the data may
     have been prepared for an hour, and another job begun.
@@ -382,7 +382,7 @@ def begin_submission(launch: Launch) -> None:
         Journal(run_dir).append(
             State.SUBMITTED,
             generation=read_generation(run_dir),
-            reason=f"{launch.num_nodes} node(s) × {launch.ranks_per_node} rank(s)",
+            reason=f"{launch.num_nodes} node(s) × {launch.ranks_per_node} rank(s){note}",
             details={"name": launch.name, "where": launch.where},
         )
     except OSError as error:

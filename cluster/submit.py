@@ -37,6 +37,7 @@ from .prepare import RayPool
 from .ray_session import disconnect, require_ray
 from .recovery.interrupts import interrupts_ask_for_a_stop
 from .recovery.life import HEARTBEAT
+from .recovery.scale import ScaleRequest, write_request
 from .simulated import simulated_cluster
 from .summary import closing_words, draw_summary
 from .watch import follow, show_preparation
@@ -58,6 +59,7 @@ def submit(
     address: str | None = None,
     detach: bool = False,
     command: Sequence[str] = (),
+    scale: ScaleRequest | None = None,
     console: Console | None = None,
     live: bool | None = None,
 ) -> JobStatus:
@@ -74,6 +76,7 @@ def submit(
         detach: return as soon as the supervisor is up; only for a cluster that outlives this
             process.
         command: of one rank, instead of the training loop.
+        scale: another number of nodes than the configuration's, from an earlier `moebius scale`.
         live: redraw in place or write lines; by default as the console can.
 
     Raises:
@@ -92,7 +95,8 @@ def submit(
     refuse_if_running(run_dir)
     open_run(config, run_dir)
     beside = prepares_beside(config)
-    with _cluster(config, address, console, prepares_beside=beside):
+    num_nodes = max(config.job.num_nodes, scale.num_nodes if scale else 0)
+    with _cluster(config, address, console, num_nodes=num_nodes, prepares_beside=beside):
         if not beside:
             in_flight = os.cpu_count() if address is None else None
             _prepare(config.data, console, live=live, in_flight=in_flight)
@@ -105,7 +109,7 @@ def submit(
             command=command,
             prepares_data=beside,
         )
-        begin_submission(launch)
+        _begin(launch, scale)
         with interrupts_ask_for_a_stop(run_dir):
             start_supervisor(launch)
             if detach:
@@ -116,6 +120,14 @@ def submit(
     picture = draw_summary(run_dir) if status.step is not None else None
     console.print(closing_words(status, picture=picture))
     return status
+
+
+def _begin(launch: Launch, scale: ScaleRequest | None) -> None:
+    if scale is None:
+        return begin_submission(launch)
+    note = f"; goes on with {scale.num_nodes} node(s), as `moebius scale` asked before"
+    begin_submission(launch, note=note)
+    write_request(Path(launch.run_dir), scale)
 
 
 def prepare_on_cluster(
@@ -191,7 +203,12 @@ def patience(config: Config) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _cluster(
-    config: Config, address: str | None, console: Console, *, prepares_beside: bool
+    config: Config,
+    address: str | None,
+    console: Console,
+    *,
+    num_nodes: int,
+    prepares_beside: bool,
 ) -> Iterator[None]:
     job = config.job
     if address is not None:
@@ -201,15 +218,15 @@ def _cluster(
         return
     gpus = None
     if per_node := _simulated_gpus(config):
-        gpus = [range(node * per_node, (node + 1) * per_node) for node in range(job.num_nodes)]
+        gpus = [range(node * per_node, (node + 1) * per_node) for node in range(num_nodes)]
     started = time.monotonic()
     # what a node claims for preparing is beyond what its ranks reserve
-    for_data = max(1, (os.cpu_count() or 1) // job.num_nodes) if prepares_beside else 0
+    for_data = max(1, (os.cpu_count() or 1) // num_nodes) if prepares_beside else 0
     cpus = job.ranks_per_node + for_data
-    with simulated_cluster(job.num_nodes, cpus_per_node=cpus, gpus=gpus):
+    with simulated_cluster(num_nodes, cpus_per_node=cpus, gpus=gpus):
         seconds = time.monotonic() - started
         console.print(
-            f"simulated cluster of {job.num_nodes} node(s) up after {seconds:.1f} s",
+            f"simulated cluster of {num_nodes} node(s) up after {seconds:.1f} s",
             highlight=False,
         )
         yield

@@ -1,15 +1,16 @@
 """Another number of nodes for a job that runs: `moebius scale RUN N`.
 
 The wish is a file in the run folder, which the supervision reads: the job pauses at the next step
-boundary and goes on with so many nodes, as soon as the cluster has them. It holds until the next
-submission, which goes by job.num_nodes again.
+boundary and goes on with so many nodes, as soon as the cluster has them. Being a file it outlives
+the supervisor, and `moebius resume` takes it along unless it is given another job.num_nodes; a new
+`moebius submit` goes by job.num_nodes again.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..job import (
     SCALE,
@@ -20,6 +21,9 @@ from ..job import (
     read_status,
     write_atomically,
 )
+
+if TYPE_CHECKING:
+    from ...train.config import Config
 
 
 @dataclass(frozen=True)
@@ -56,8 +60,31 @@ def request_scale(run_dir: Path, num_nodes: int) -> ScaleRequest:
         raise JobError(f"a job has at least 1 node, got {num_nodes}")
     layouts = _layouts(run_dir, num_nodes)
     request = ScaleRequest(num_nodes, layouts)
-    write_atomically(run_dir / SCALE, json.dumps(asdict(request)))
+    write_request(run_dir, request)
     return request
+
+
+def write_request(run_dir: Path, request: ScaleRequest) -> None:
+    """Leaves a request where the supervision looks for it."""
+    write_atomically(run_dir / SCALE, json.dumps(asdict(request)))
+
+
+def request_to_keep(
+    run_dir: Path, config: "Config", overrides: Sequence[str]
+) -> ScaleRequest | None:
+    """Returns what a resumed job is to take along of an earlier `moebius scale`.
+
+    Args:
+        config: with which the job is resumed: other numbers of nodes may fit it.
+        overrides: those of the command line; a job.num_nodes among them goes before.
+
+    Raises:
+        JobError: the configuration does not fit that number of nodes any more.
+    """
+    request = scale_requested(run_dir)
+    if request is None or any(each.startswith("job.num_nodes=") for each in overrides):
+        return None
+    return ScaleRequest(request.num_nodes, _layouts_of(config, request.num_nodes))
 
 
 def scale_requested(run_dir: Path) -> ScaleRequest | None:
@@ -80,11 +107,15 @@ def _where(run_dir: Path) -> str:
 def _layouts(run_dir: Path, num_nodes: int) -> dict[int, dict[str, object]] | None:
     """Returns the numbers of nodes up to `num_nodes` that fit; None where no configuration says."""
     from ...train.config import Config
-    from ...train.resize import layouts_for
 
     if not (run_dir / "config.json").exists():
         return None
-    config = Config.load(run_dir / "config.json")
+    return _layouts_of(Config.load(run_dir / "config.json"), num_nodes)
+
+
+def _layouts_of(config: "Config", num_nodes: int) -> dict[int, dict[str, object]]:
+    from ...train.resize import layouts_for
+
     layouts = layouts_for(config, range(1, num_nodes + 1))
     if num_nodes not in layouts:
         more = layouts_for(config, range(num_nodes + 1, 2 * num_nodes + 1))

@@ -15,6 +15,7 @@ import re
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -122,9 +123,15 @@ def _size(path: Path) -> int:
         return 0
 
 
+def py_spy() -> str | None:
+    """Returns where py-spy is: on the PATH, or beside the Python in use; None: nowhere."""
+    beside = str(Path(sys.executable).parent)
+    return shutil.which("py-spy") or shutil.which("py-spy", path=beside)
+
+
 def _stacks_from_outside(pid: int) -> str:
     """Returns what py-spy reads from the process's memory; "" where it is not installed."""
-    program = shutil.which("py-spy")
+    program = py_spy()
     if program is None:
         return ""
     command = [program, "dump", "--nonblocking", "--pid", str(pid)]
