@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from moebius.cli import main as command
-from moebius.cluster.agent import AgentReport
+from moebius.cluster.agent import AgentReport, Node
 from moebius.cluster.generations import supervise
 from moebius.cluster.job import (
     THIS_MACHINE,
@@ -24,6 +24,7 @@ from moebius.cluster.recovery.scale import (
     scale_requested,
 )
 from moebius.cluster.submit import _begin
+from moebius.cluster.watching.heartbeats import RankState
 from moebius.train.config import build
 
 
@@ -75,12 +76,44 @@ def test_without_a_configuration_any_number_will_do(tmp_path):
     assert json.loads((tmp_path / "scale.json").read_text()) == {"num_nodes": 3, "layouts": None}
 
 
-class Nodes(ThisMachine):
-    """A cluster of four, whose generations end as the script says: an exception or a report."""
+class OneNode(Node):
+    """A node whose generations end as the script says: an exception or a report."""
 
     def __init__(self, script: list[BaseException | AgentReport]):
         super().__init__()
         self.script = script
+
+    def check(self, wanted) -> str:
+        return ""
+
+    def start(self, attempt) -> None:
+        self.run_dir = Path(attempt.launch.run_dir)
+
+    def poll(self) -> AgentReport:
+        act = self.script.pop(0)
+        if isinstance(act, BaseException):
+            request_scale(self.run_dir, 2)  # and at once the supervisor is killed
+            raise act
+        (self.run_dir / "result.json").write_text('{"state": "finished", "step": 5}')
+        self.script.append(act)
+        return act
+
+    def heartbeats(self) -> list[RankState]:
+        return []
+
+    def running_ranks(self) -> list[int]:
+        return []
+
+    def stop(self) -> None:
+        pass
+
+
+class Nodes(ThisMachine):
+    """A cluster of four."""
+
+    def __init__(self, script: list[BaseException | AgentReport]):
+        super().__init__()
+        self.node = OneNode(script)
         self.asked: list[int] = []
 
     def capacity(self) -> Capacity:
@@ -88,36 +121,7 @@ class Nodes(ThisMachine):
 
     def provide_nodes(self, num_nodes, while_waiting):
         self.asked.append(num_nodes)
-        return [self] * num_nodes
-
-    def describe(self):
-        return {"address": "127.0.0.1"}
-
-    def check(self, wanted):
-        return ""
-
-    def free_port(self) -> int:
-        return 1000
-
-    def start(self, attempt) -> None:
-        self.run_dir = Path(attempt.launch.run_dir)
-
-    def poll(self) -> AgentReport:
-        act = self.script[0]
-        if isinstance(act, BaseException):
-            request_scale(self.run_dir, 2)  # and at once the supervisor is killed
-            raise self.script.pop(0)
-        (self.run_dir / "result.json").write_text('{"state": "finished", "step": 5}')
-        return act
-
-    def heartbeats(self):
-        return []
-
-    def running_ranks(self):
-        return []
-
-    def stop(self) -> None:
-        pass
+        return [self.node] * num_nodes
 
 
 def test_it_outlives_the_supervisor(tmp_path):
