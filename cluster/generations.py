@@ -46,6 +46,7 @@ from .recovery.life import HEARTBEAT
 from .recovery.node_check import token_in
 from .recovery.patient_journal import PatientJournal, announce
 from .recovery.placing import Placing
+from .recovery.reach import NetworkWatch
 from .recovery.takeover import Predecessor
 from .recovery.term import ReplacedError, Term
 
@@ -141,6 +142,7 @@ class _Supervision:
         )
         self.without_progress = 0
         self.ports_taken = 0
+        self.network = NetworkWatch()
         self._reason = ""
 
     def run(self) -> None:
@@ -174,6 +176,9 @@ class _Supervision:
                 return self._watch_on(taken_over)
             self._until(self.journal.catch_up)
             nodes = self.placing.place()
+            self.network.wait(
+                nodes, self._while_placing, give_up_after_s=self.launch.give_up_after_s
+            )
             self.clock.mark("place")
             self._check(nodes)
             self.clock.mark("check")
@@ -334,7 +339,7 @@ class _Supervision:
     ) -> Outcome:
         try:
             begin()
-            return watch.until_the_end()
+            return self.network.explain(watch.until_the_end(), nodes)
         except NodeLost as error:
             watch.read_metrics()  # to find out took seconds, in which ranks may have gone on
             return _lost(error, watch.step)

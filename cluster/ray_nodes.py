@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -30,6 +31,8 @@ from .nodes import Capacity, NodeHandle, NodeLost, NodesUnavailable
 from .prepare import IN_FLIGHT_PER_CPU
 from .ray_session import NAMESPACE
 from .recovery.control_store import listens
+from .recovery.doors import Door
+from .recovery.life import beat
 from .recovery.node_check import NodeCheck
 from .recovery.term import ReplacedError
 from .watching.evidence import Evidence
@@ -37,6 +40,7 @@ from .watching.heartbeats import RankState
 
 # of a call to a node: it answers within milliseconds, or within seconds when processes resist
 CALL_TIMEOUT_S = 30.0
+BEAT_EVERY_S = 5.0  # while an answer is waited for
 ADOPT_TIMEOUT_S = 5.0  # of a predecessor's node, for its first answer
 ORPHANED_LOOK_S = 30.0  # between two looks of a node for its supervisor
 
@@ -56,7 +60,9 @@ class NodeAgent(Node):
     def __init__(self, launch: Launch) -> None:
         super().__init__(ray.util.get_node_ip_address(), launch)
         self._term = 0
-        self._me = ray.get_runtime_context().current_actor
+        context = ray.get_runtime_context()
+        self._me, self._node_id = context.current_actor, context.get_node_id()
+        self._door = _door_of(self._node_id)
         threading.Thread(target=self._end_without_supervisor, args=(launch,), daemon=True).start()
 
     def serve(self, term: int, method: str, *arguments: Any) -> Any:
@@ -71,8 +77,8 @@ class NodeAgent(Node):
         return getattr(self, method)(*arguments)
 
     def describe(self) -> dict[str, Any]:
-        """Returns what every node tells, and its name in the cluster."""
-        return super().describe() | {"node_id": ray.get_runtime_context().get_node_id()}
+        """Returns what every node tells, its name in the cluster, and where others can knock."""
+        return super().describe() | {"node_id": self._node_id, "door": self._door}
 
     def _end_without_supervisor(self, launch: Launch) -> None:
         """Gives the node back once Ray knows of no supervisor that could come back."""
@@ -172,6 +178,8 @@ class RayNodeProvider:
             self._group = self._reserve(num_nodes, while_waiting)
         for number, node in enumerate(self._nodes):
             if node is None or not node.is_alive():
+                if node is not None:
+                    node.forget()
                 self._nodes[number] = None
                 self._nodes[number] = self._start_agent(self._group, number, while_waiting)
         nodes = [node for node in self._nodes if node is not None]
@@ -184,7 +192,9 @@ class RayNodeProvider:
             group = ray.util.get_placement_group(actor_name(self._launch.run_dir))
         except ValueError:
             return ()
-        found = [(number, RemoteNode(actor, self._term)) for number, actor in self._agents()]
+        run_dir = Path(self._launch.run_dir)
+        agents = self._agents()
+        found = [(number, RemoteNode(actor, self._term, run_dir)) for number, actor in agents]
         nodes: list[RemoteNode | None] = [None] * group.bundle_count
         for number, node in found:
             if node.is_up(timeout_s=ADOPT_TIMEOUT_S) and nodes[number] is None:
@@ -288,6 +298,7 @@ class RayNodeProvider:
                 .options(**options, scheduling_strategy=strategy)
                 .remote(self._launch),
                 self._term,
+                Path(self._launch.run_dir),
             )
             try:
                 while not node.is_up(timeout_s=POLL_S):
@@ -306,9 +317,11 @@ class RayNodeProvider:
 class RemoteNode:
     """Stands for a node agent; every failure of actor, node or network is NodeLost."""
 
-    def __init__(self, actor: Any, term: int):
+    def __init__(self, actor: Any, term: int, run_dir: Path):
         self._actor = actor
         self._term = term
+        self._run_dir = run_dir
+        self._address = ""
         self._ready = actor.serve.remote(term, "describe")
         self.is_dead = False
         self.node_id = ""  # in the cluster, once it is up
@@ -317,7 +330,7 @@ class RemoteNode:
         """Returns whether the actor has started; waits at most `timeout_s`."""
         try:
             told: Any = ray.get(self._ready, timeout=timeout_s)
-            self.node_id = told["node_id"]
+            self.node_id, self._address = told["node_id"], told["address"]
         except GetTimeoutError:
             return False
         except RayError:
@@ -361,6 +374,10 @@ class RemoteNode:
         """Calls `Node.gather_evidence` there."""
         return self._call("gather_evidence")
 
+    def unreached(self, doors: Sequence[Door]) -> list[int]:
+        """Calls `Node.unreached` there."""
+        return self._call("unreached", doors)
+
     def running_ranks(self) -> list[int]:
         """Calls `Node.running_ranks` there."""
         return self._call("running_ranks")
@@ -378,27 +395,52 @@ class RemoteNode:
         if self.node_id:  # else the actor waits for its place, and would not answer
             with contextlib.suppress(NodeLost):  # then nothing is left to end
                 self._call("end")
+        self.forget()
+
+    def forget(self) -> None:
+        """Lets Ray end the actor, now or when the network to it is back: its place is another's."""
         ray.kill(self._actor)
 
     def _call(self, method: str, *arguments: Any) -> Any:
         try:
-            answer = self._actor.serve.remote(self._term, method, *arguments)
-            return ray.get(answer, timeout=CALL_TIMEOUT_S)
+            return self._await(self._actor.serve.remote(self._term, method, *arguments))
         except RayTaskError as error:
             if isinstance(error.cause, ReplacedError):
                 raise ReplacedError(str(error.cause)) from None
             raise NodeLost(f"its agent failed in {method}: {error.cause!r}") from error
         except GetTimeoutError as error:
             raise NodeLost(
-                f"its agent did not answer {method} within {CALL_TIMEOUT_S:.0f} s"
+                f"its agent at {self._address} did not answer {method} within "
+                f"{CALL_TIMEOUT_S:.0f} s"
             ) from error
         except RayError as error:
-            raise NodeLost(f"its agent actor died ({_first_line(error)})") from error
+            at = f" at {self._address}" if self._address else ""
+            raise NodeLost(f"its agent actor died{at} ({_first_line(error)})") from error
+
+    def _await(self, answer: Any) -> Any:
+        """Waits for an answer, and shows meanwhile that the supervisor lives: where the network to
+        a node is cut, Ray says so after a minute only.
+        """
+        deadline = time.monotonic() + CALL_TIMEOUT_S
+        while True:
+            left_s = deadline - time.monotonic()
+            try:
+                return ray.get(answer, timeout=max(0.0, min(BEAT_EVERY_S, left_s)))
+            except GetTimeoutError:
+                if left_s <= BEAT_EVERY_S:
+                    raise
+                beat(self._run_dir)
 
 
 def _remove_group(name: str) -> None:
     with contextlib.suppress(ValueError):  # there is none
         remove_placement_group(ray.util.get_placement_group(name))
+
+
+def _door_of(node_id: str) -> Door:
+    """Returns where a node's raylet listens for the others."""
+    node = next(node for node in ray.nodes() if node["NodeID"] == node_id)
+    return node["NodeManagerAddress"], node["NodeManagerPort"]
 
 
 def _leaving() -> set[str]:

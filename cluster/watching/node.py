@@ -2,8 +2,10 @@
 hang.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 
+from ..recovery.doors import Door, knock
 from .evidence import Evidence, gather
 from .heartbeats import RankState, WatchedRanks
 from .resources import ResourceLog
@@ -28,6 +30,10 @@ class WatchingNode:
         """Asks ranks that hang where they are, and writes what they say to logs/g001/stall."""
         assert self._watched is not None, "start comes first"
         return gather(self._watched.folder, self._watched.beats(), self._stall_dir)
+
+    def unreached(self, doors: Sequence[Door]) -> list[int]:
+        """Returns which of the other nodes' doors cannot be reached from here."""
+        return knock(doors)
 
     def begin_watch(self, folder: Path, ranks: range, log_dir: Path) -> None:
         """Prepares the folder of the ranks' pages for a generation.

@@ -19,9 +19,11 @@ from rich.table import Table
 from rich.text import Text
 
 from tests.chaos.matrix import MATRIX, Fault
+from tests.chaos.network_matrix import NETWORK
 from tests.chaos.recoveries import RECOVERY
 
 ROOT = Path(__file__).resolve().parents[2]
+LINES = (*MATRIX, *NETWORK)
 OUT = ROOT / "build" / "chaos"
 PASSED, FAILED, SKIPPED, NOT_RUN, UNTESTED = "passed", "failed", "skipped", "not run", "no test"
 _COLOURS = {PASSED: "green", FAILED: "red", NOT_RUN: "red", SKIPPED: "yellow", UNTESTED: "yellow"}
@@ -54,12 +56,12 @@ def main() -> int:
     OUT.mkdir(parents=True, exist_ok=True)
     junit = OUT / "matrix.xml"
     junit.unlink(missing_ok=True)
-    tests = sorted({test for fault in MATRIX for test in fault.tests})
+    tests = sorted({test for fault in LINES for test in fault.tests})
     command = [sys.executable, "-m", "pytest", "-p", f"{__package__}.recoveries"]
     command += ["-m", "slow or not slow", f"--junitxml={junit}"]
     ended = subprocess.run([*command, *sys.argv[1:], *tests], cwd=ROOT)
     results = read_results(junit) if junit.exists() else {}
-    lines = [judge(fault, results) for fault in MATRIX]
+    lines = [judge(fault, results) for fault in LINES]
     (OUT / "matrix.json").write_text(json.dumps([asdict(line) for line in lines], indent=1))
     Console().print(table_of(lines))
     is_good = all(line.outcome in (PASSED, SKIPPED, UNTESTED) for line in lines)

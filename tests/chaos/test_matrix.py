@@ -9,8 +9,18 @@ from pathlib import Path
 import pytest
 
 from tests.chaos.matrix import MATRIX
+from tests.chaos.network_matrix import NETWORK
 from tests.chaos.plan import KINDS, LEAST_S, MOST_S, make_plan
-from tests.chaos.report import FAILED, NOT_RUN, PASSED, SKIPPED, UNTESTED, judge, read_results
+from tests.chaos.report import (
+    FAILED,
+    LINES,
+    NOT_RUN,
+    PASSED,
+    SKIPPED,
+    UNTESTED,
+    judge,
+    read_results,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 JUNIT = """<?xml version="1.0"?><testsuites><testsuite name="pytest">
@@ -24,7 +34,8 @@ JUNIT = """<?xml version="1.0"?><testsuites><testsuite name="pytest">
 
 def test_every_fault_is_there_once_and_has_a_test_or_a_reason():
     assert [fault.id for fault in MATRIX] == [f"F{number}" for number in range(1, 31)]
-    for fault in MATRIX:
+    assert [fault.id for fault in NETWORK] == [f"N{number}" for number in range(1, 8)]
+    for fault in LINES:
         assert fault.tests or fault.missing, fault.id
 
 
@@ -34,7 +45,7 @@ def names_in(file: str) -> set[str]:
 
 
 def test_every_test_that_is_named_exists():
-    named = {test for fault in MATRIX for test in fault.tests}
+    named = {test for fault in LINES for test in fault.tests}
     found = {file: names_in(file) for file in {test.partition("::")[0] for test in named}}
     lost = [test for test in named if test.partition("::")[2] not in found[test.partition("::")[0]]]
     assert lost == []

@@ -87,6 +87,9 @@ class PretendedNode:
     def gather_evidence(self) -> list[Evidence]:
         return []
 
+    def unreached(self, doors) -> list[int]:
+        return []
+
     def running_ranks(self) -> list[int]:
         return [0]
 
@@ -767,3 +770,39 @@ def test_ctrl_c_ends_a_run_at_a_step_boundary_and_the_next_one_goes_on(tmp_path,
     assert run_here(launch).state is State.SUCCEEDED
     assert curve(tmp_path) == undisturbed(2, 12)
     assert list(curve(tmp_path)) == list(range(1, 13)), "no step was made twice"
+
+
+class CutOffNode(PretendedNode):
+    """One of two nodes that do not reach each other when they are asked the first two times."""
+
+    def __init__(self, run_dir: Path, number: int, *script: Callable[[Path], AgentReport | None]):
+        super().__init__(run_dir, iter(script))
+        self.number, self.answers = number, [[0], [0]]
+
+    def describe(self):
+        return {"address": "127.0.0.1", "door": (f"10.0.0.{self.number}", 6379)}
+
+    def unreached(self, doors) -> list[int]:
+        assert doors == [(f"10.0.0.{1 - self.number}", 6379)]
+        return self.answers.pop() if self.answers else []
+
+
+def test_nodes_that_do_not_reach_each_other_are_named_and_waited_for(tmp_path):
+    nodes = []
+    for number in (0, 1):
+        report = AgentReport(False, (RankFailure(number, 1, 1.0, "RuntimeError: timed out"),))
+        script = makes_steps(3, then=ends(report)), makes_steps(4, then=finishes)
+        nodes.append(CutOffNode(tmp_path, number, *script))
+    provider = PretendedNodeProvider(nodes[0])
+    provider.capacity = lambda: Capacity(2, 2)
+    provider.provide_nodes = lambda num_nodes, while_waiting: nodes
+    launch = Launch(str(tmp_path), num_nodes=2, max_restarts=0, backoff_s=0.001)
+    begin_submission(launch)
+    supervise(launch, provider)
+    told = {entry.state: entry for entry in Journal(tmp_path).entries()}
+    words = "node 0 (10.0.0.0) and node 1 (10.0.0.1) do not reach each other"
+    assert told[State.RECOVERING].reason.startswith(f"{words} over the network: rank 0")
+    assert told[State.RECOVERING].details["charged_to"] == "infrastructure"
+    assert told[State.PLACING].reason == f"{words}; the job waits for the network between them"
+    assert read_status(tmp_path).state is State.SUCCEEDED
+    assert len(nodes[0].attempts) == 2

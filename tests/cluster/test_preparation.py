@@ -112,6 +112,9 @@ class Nodes:
     def heartbeats(self) -> list[RankState]:
         return []
 
+    def unreached(self, doors) -> list[int]:
+        return []
+
     def gather_evidence(self) -> list[Evidence]:
         return []
 

@@ -8,13 +8,13 @@ from tests.network.nodes import Network, network, why_not
 
 
 @pytest.fixture(scope="session")
-def _namespaces() -> None:
+def namespaces() -> None:
     if reason := why_not():
         pytest.skip(reason)
 
 
 @pytest.fixture(scope="module")
-def three(_namespaces: None) -> Iterator[Network]:
+def three(namespaces: None) -> Iterator[Network]:
     """Three machines on a switch."""
     with network(3, seed=7) as machines:
         yield machines
