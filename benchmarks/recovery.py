@@ -1,6 +1,6 @@
 """How long a job stands still after a kill, phase by phase: a rank, an agent, a node's actor.
 
-    python -m benchmarks.recovery [--runs 5] [--keep FOLDER] [--no-warm-start] [--no-save]
+    python -m benchmarks.recovery [--runs 5] [--keep FOLDER] [--no-warm-start] [--in-place] [--no-save]
 
 A simulated cluster of 2 nodes × 2 ranks trains the recipe `smoke`, with a checkpoint every 5 steps.
 One victim after the other is killed with SIGKILL a few steps after the last recovery. The time
@@ -9,6 +9,10 @@ clock; the phases are those of the journal (details.phases_s of RUNNING), and `d
 between the kill and the supervisor's seeing it. Also `submit` to the first step, where `before` is
 the start of the cluster and the preparation of the data. Medians are saved as
 benchmarks/results/recovery.json.
+
+With --in-place only ranks are killed, and replaced in place where that can be (`job.in_place`); every third of a node
+is a new generation, for a node has two spares. With --vocabulary the model is larger, so that building it and
+loading its checkpoint take time.
 
 Cost: 3-5 minutes on two quiet cores.
 """
@@ -21,7 +25,7 @@ import statistics
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -32,7 +36,7 @@ from rich.table import Table
 
 from benchmarks import report
 from moebius.cluster import processes
-from moebius.cluster.job import JOURNAL, METRICS, request_stop
+from moebius.cluster.job import IN_PLACE, JOURNAL, METRICS, request_stop
 from moebius.cluster.json_lines import JsonLinesTail
 from moebius.cluster.submit import submit
 from moebius.train.config import Config
@@ -42,7 +46,7 @@ T = TypeVar("T")
 VICTIMS = ("rank", "agent", "actor")
 PHASES = (
     *("before", "detect", "collect", "end", "wait", "place", "check", "data", "order", "processes"),
-    *("join", "build", "load", "loader", "step"),
+    *("leave", "join", "build", "load", "loader", "step"),
 )
 STEPS_BETWEEN = 8  # more than a checkpoint's interval: the next recovery begins from a newer one
 WAIT_S = 120.0
@@ -57,8 +61,13 @@ class Recovery:
     phases_s: Mapping[str, float]
 
 
-def config_for(steps: int, *, warm_start: bool) -> Config:
-    """Returns the recipe with checkpoints every 5 steps and without a drill of its own."""
+def config_for(
+    steps: int, *, warm_start: bool, in_place: bool = False, vocabulary: int | None = None
+) -> Config:
+    """Returns the recipe with checkpoints every 5 steps and without a drill of its own.
+
+    A larger `vocabulary` than the tokenizer's makes a larger model, whose steps take hardly longer.
+    """
     recipe = smoke().model_dump()
     recipe["train"] |= {"steps": steps, "log_every": 1, "eval_every": 0}
     recipe["checkpoint"] |= {"every": 5}
@@ -66,7 +75,11 @@ def config_for(steps: int, *, warm_start: bool) -> Config:
         "rehearse_failure_at_step": None,
         "max_restarts": 1000,
         "warm_start": warm_start,
+        "in_place": in_place,
+        "snapshot_every": 5,
     }
+    if vocabulary is not None:
+        recipe["model"] |= {"vocab_size": vocabulary}
     recipe["data"] |= {"directory": str(Path(tempfile.gettempdir()) / "moebius-recovery-data")}
     return Config.model_validate(recipe)
 
@@ -79,17 +92,21 @@ class Observer:
         self._metrics = JsonLinesTail(run_dir / METRICS)
         self._lines: list[dict[str, Any]] = []
 
-    def first_step_of(self, generation: int) -> dict[str, Any]:
-        """Waits for a generation's first step and returns its line."""
-        return self._await(lambda: next(self._steps_of(generation), None))
+    def first_step_of(self, start: int) -> dict[str, Any]:
+        """Waits for the first step after a start or a recovery in place, counted from 1."""
+        return self._await(lambda: next(self._steps_of(start), None))
 
-    def await_steps(self, generation: int, number: int) -> None:
-        """Waits until a generation has made so many steps."""
-        self._await(lambda: len(list(self._steps_of(generation))) >= number or None)
+    def await_steps(self, start: int, number: int) -> None:
+        """Waits until so many steps were made after a start."""
+        self._await(lambda: len(list(self._steps_of(start))) >= number or None)
 
-    def phases_of(self, generation: int) -> dict[str, float]:
-        """Waits for the journal to tell a generation's phases."""
-        return self._await(lambda: self._journal_of(generation))["phases_s"]
+    def phases_of(self, start: int) -> dict[str, float]:
+        """Waits for the journal to tell the phases of a start."""
+        return self._await(lambda: self._journal_of(start))["phases_s"]
+
+    def was_in_place(self, start: int) -> bool:
+        """Returns whether a start whose phases are told was a recovery in place."""
+        return IN_PLACE in (self._journal_of(start) or {})
 
     def kill(self, victim: str) -> float:
         """Kills one process of the running generation; returns when."""
@@ -106,18 +123,17 @@ class Observer:
         agent = psutil.Process(ranks[max(ranks)]).ppid()
         return agent if victim == "agent" else int(found[agent][processes.PARENT])
 
-    def _journal_of(self, generation: int) -> dict[str, Any] | None:
-        for line in JsonLinesTail(self.run_dir / JOURNAL).read():
-            if line["state"] == "RUNNING" and line["generation"] == generation:
-                return line["details"]
-        return None
+    def _journal_of(self, start: int) -> dict[str, Any] | None:
+        details = [line["details"] for line in JsonLinesTail(self.run_dir / JOURNAL).read()]
+        told = [entry for entry in details if "phases_s" in entry]
+        return told[start - 1] if len(told) >= start else None
 
-    def _steps_of(self, generation: int) -> Iterator[dict[str, Any]]:
+    def _steps_of(self, start: int) -> Iterator[dict[str, Any]]:
         self._lines += self._metrics.read()
         current = 0
         for line in self._lines:
-            current = line["generation"] if line["kind"] == "start" else current
-            if line["kind"] == "train" and current == generation:
+            current += line["kind"] in ("start", "in_place")
+            if line["kind"] == "train" and current == start:
                 yield line
 
     def _await(self, look: Callable[[], T | None]) -> T:
@@ -129,17 +145,18 @@ class Observer:
         return found
 
 
-def observe(run_dir: Path, began: float, runs: int, found: list[Recovery]) -> None:
+def observe(run_dir: Path, began: float, victims: Sequence[str], found: list[Recovery]) -> None:
     """Kills one victim after the other; the first entry is the start of the job itself."""
     observer = Observer(run_dir)
     first = observer.first_step_of(1)
     found.append(_recovery("submit", first["time"] - began, observer.phases_of(1), "before"))
-    victims = [victim for victim in VICTIMS for _ in range(runs)]
-    for generation, victim in enumerate(victims, start=1):
-        observer.await_steps(generation, STEPS_BETWEEN)
+    for start, victim in enumerate(victims, start=1):
+        observer.await_steps(start, STEPS_BETWEEN)
         killed = observer.kill(victim)
-        line = observer.first_step_of(generation + 1)
-        phases = observer.phases_of(generation + 1)
+        line = observer.first_step_of(start + 1)
+        phases = observer.phases_of(start + 1)
+        if observer.was_in_place(start + 1):
+            victim = f"{victim} in place"
         found.append(_recovery(victim, line["time"] - killed, phases, "detect"))
         print(f"{victim}: {found[-1].seconds:.2f} s, {_spell(found[-1].phases_s)}", flush=True)
     request_stop(run_dir)
@@ -150,20 +167,19 @@ def _recovery(victim: str, seconds: float, phases: Mapping[str, float], rest: st
     return Recovery(victim, seconds, {rest: seconds - sum(phases.values()), **phases})
 
 
-def measure(runs: int, run_dir: Path, *, warm_start: bool) -> list[Recovery]:
+def measure(config: Config, victims: Sequence[str], run_dir: Path) -> list[Recovery]:
     """Runs the job under a simulated cluster while a thread kills parts of it."""
     found: list[Recovery] = []
     failed: list[BaseException] = []
 
     def watch() -> None:
         try:
-            observe(run_dir, began, runs, found)
+            observe(run_dir, began, victims, found)
         except BaseException as error:
             failed.append(error)
             request_stop(run_dir, now=True)
             raise
 
-    config = config_for(steps=100_000, warm_start=warm_start)
     began = time.time()
     thread = threading.Thread(target=watch, daemon=True)
     thread.start()
@@ -211,11 +227,21 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=5, help="kills of each kind (5)")
     parser.add_argument("--keep", type=Path, help="run folder to keep")
     parser.add_argument("--no-warm-start", action="store_true", help="job.warm_start=false")
+    parser.add_argument("--in-place", action="store_true", help="ranks only, job.in_place=true")
+    parser.add_argument("--vocabulary", type=int, help="of the model: a larger one, to load")
     parser.add_argument("--no-save", action="store_true", help="print only")
     options = parser.parse_args()
     folder = options.keep or Path(tempfile.mkdtemp(prefix="moebius-recovery-"))
     try:
-        figures = medians(measure(options.runs, folder, warm_start=not options.no_warm_start))
+        config = config_for(
+            100_000,
+            warm_start=not options.no_warm_start,
+            in_place=options.in_place,
+            vocabulary=options.vocabulary,
+        )
+        kinds = VICTIMS[:1] if options.in_place else VICTIMS
+        victims = [victim for victim in kinds for _ in range(options.runs)]
+        figures = medians(measure(config, victims, folder))
     finally:
         if options.keep is None:
             shutil.rmtree(folder, ignore_errors=True)
@@ -224,6 +250,7 @@ def main() -> None:
         print(json.dumps(figures))
     else:
         name = "recovery" if not options.no_warm_start else "recovery_as_programs"
+        name += "_in_place" if options.in_place else ""
         print(report.save(name, {"load_average": os.getloadavg(), "kills": figures}))
 
 

@@ -35,6 +35,7 @@ from typing import TYPE_CHECKING, Any
 
 from .. import __version__
 from ..train.heartbeat import FOLDER
+from ..train.in_place.orders import IN_PLACE
 from ..train.mesh_variable import MESH_VARIABLE
 from ..train.process_log import LOG, LogLimits, keep_log
 from ..train.redaction import redact, redact_values
@@ -42,6 +43,7 @@ from . import processes
 from .job import Launch, write_atomically
 from .recovery.deadman import Deadman
 from .recovery.node_check import NodeCheck
+from .recovery.round_of_node import RoundsNode
 from .tracebacks import last_traceback, read_tail, summarise
 from .warm.start import AgentProcess, Template, start_program
 from .watching.heartbeats import folder_of
@@ -126,16 +128,28 @@ class AgentReport:
     failures: tuple[RankFailure, ...] = ()
     message: str = ""  # what ended the agent itself, if that was it
     exit_code: int | None = None  # of an agent that ended without a report
+    holds: bool = (
+        False  # the agent has not ended: its other ranks wait for a round (warm/replacing)
+    )
+    not_in_place: str = ""  # why they did not
 
     @classmethod
     def load(cls, path: Path) -> "AgentReport":
         """Reads a report that an agent left as JSON."""
-        plain = json.loads(path.read_text(encoding="utf-8"))
-        plain["failures"] = tuple(RankFailure(**failure) for failure in plain["failures"])
-        return cls(**plain)
+        return cls._from(json.loads(path.read_text(encoding="utf-8")))
+
+    @classmethod
+    def of_held(cls, failures: Sequence[Mapping[str, Any]]) -> "AgentReport":
+        """Returns what an agent says that holds its ranks because of these failures."""
+        return cls._from({"ok": False, "failures": failures, "holds": True})
+
+    @classmethod
+    def _from(cls, plain: Mapping[str, Any]) -> "AgentReport":
+        failures = tuple(RankFailure(**failure) for failure in plain["failures"])
+        return cls(**{**plain, "failures": failures})
 
 
-class Node(WatchingNode):
+class Node(WatchingNode, RoundsNode):
     """Runs agents on one machine, for the supervision; on another machine as a Ray actor."""
 
     def __init__(self, address: str = "127.0.0.1", launch: Launch | None = None):
@@ -192,6 +206,7 @@ class Node(WatchingNode):
         attempt.save(attempt.log_dir / "attempt.json")
         self._attempt = attempt
         self.begin_watch(attempt.heartbeats, attempt.ranks, attempt.log_dir)
+        self.begin_rounds(attempt.heartbeats)
         self._warm_up()  # the last template may have been killed
         template = self._template
         if template is None:
@@ -216,7 +231,7 @@ class Node(WatchingNode):
         if report.exists():  # the last that an agent does; nobody waits for the end of its process
             return AgentReport.load(report)
         if code is None:
-            return None
+            return None if (held := self.held()) is None else AgentReport.of_held(held)
         tail = read_tail(self._attempt.log_dir / "agent.log", 2000).strip()
         return AgentReport(
             ok=False,
@@ -352,10 +367,13 @@ def main(log_dir: Path, *, forks_ranks: bool = False) -> int:
     attempt, spares = Attempt.load(log_dir / "attempt.json"), None
     os.environ[FOLDER] = str(attempt.heartbeats)  # a fork has the template's environment
     if forks_ranks:
+        from .warm.replacing import SPARES
         from .warm.spares import WaitingRank, fork_ranks
 
+        extra = SPARES if attempt.launch.in_place else 0
+        os.environ[IN_PLACE] = str(int(extra > 0))
         # before there is a secret or a thread
-        spares = fork_ranks(attempt.ranks, log_dir, attempt.launch.run_dir)
+        spares = fork_ranks(attempt.ranks, log_dir, attempt.launch.run_dir, replacements=extra)
         if isinstance(spares, WaitingRank):
             return spares.run()
     attempt = replace(attempt, secret=_hear_secret())
@@ -398,16 +416,27 @@ def _run_elastic_agent(attempt: Attempt, spares: "Sequence[Spare] | None") -> Ag
         local_addr=attempt.address,
     )
     make: Callable[..., LocalElasticAgent] = LocalElasticAgent
+    replacements = None
     if spares is not None:
+        from .warm.replacing import Replacements
         from .warm.spares import WarmElasticAgent
 
-        make = partial(WarmElasticAgent, spares=spares)
+        own, extra = spares[: len(attempt.ranks)], spares[len(attempt.ranks) :]
+        if extra:
+            replacements = Replacements(
+                attempt.heartbeats,
+                attempt.ranks,
+                extra,
+                describe=lambda rank, failure: asdict(_describe_failure(attempt, rank, failure)),
+            )
+        make = partial(WarmElasticAgent, spares=own, replacements=replacements)
     result: Any = make(spec, _stable_logs(attempt), exit_barrier_timeout=EXIT_BARRIER_S).run()
     failures = tuple(
         _describe_failure(attempt, rank, failure)
         for rank, failure in sorted(result.failures.items())
     )
-    return AgentReport(ok=not result.is_failed(), failures=failures)
+    why_not = "" if replacements is None else replacements.why_not
+    return AgentReport(ok=not result.is_failed(), failures=failures, not_in_place=why_not)
 
 
 def _choose_interface(attempt: Attempt, *, on_one_machine: bool) -> None:

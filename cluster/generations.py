@@ -40,7 +40,7 @@ from .job import (
 )
 from .nodes import NodeHandle, NodeLost, NodeProvider, NodesUnavailable
 from .preparation import Preparation
-from .recovery.budgets import Budgets
+from .recovery.budgets import Budgets, Verdict
 from .recovery.clock import RecoveryClock
 from .recovery.life import HEARTBEAT
 from .recovery.node_check import token_in
@@ -283,6 +283,14 @@ class _Supervision:
         """Returns why the run should go on with another number of nodes than `current`, or ""."""
         return self.placing.wish(current)
 
+    def charge_round(self, cause: RootCause, step: int | None) -> Verdict:
+        """Counts a failure that is recovered in place, unless it would end the job."""
+        tried = self.budgets.copy()
+        verdict = tried.charge(cause, step)
+        if not verdict.given_up:
+            self.budgets = tried
+        return verdict
+
     def _await_data(self) -> None:
         """Waits until the ranks may begin on what is sealed; the ranks' CPUs are reserved by now.
 
@@ -495,4 +503,7 @@ def _where(outcome: Outcome) -> str:
 
 
 def _cause(outcome: Outcome) -> dict[str, Any]:
-    return {"root_cause": as_details(outcome.cause), "step": outcome.step} if outcome.cause else {}
+    if outcome.cause is None:
+        return {}
+    why_not = {"not_in_place": outcome.not_in_place} if outcome.not_in_place else {}
+    return {"root_cause": as_details(outcome.cause), "step": outcome.step, **why_not}

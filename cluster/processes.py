@@ -30,10 +30,15 @@ MARK = "MOEBIUS_RUN_DIR"  # in the environment of every process of a run: the ab
 MARK_GENERATION = "MOEBIUS_GENERATION"
 PARENT = "MOEBIUS_PARENT_PID"  # who must be alive when the child binds itself
 RANK = "RANK"  # torchrun's own
+SPARE = "MOEBIUS_SPARE"  # of a process that waits to take a rank's place, or has taken one
 
 # Room for marks, by the mark: present while nothing is written there.
 TEMPLATE = "MOEBIUS_TEMPLATE"
-_ROOMS = {MARK_GENERATION: TEMPLATE, RANK: "MOEBIUS_ROOM_FOR_RANK"}
+_ROOMS = {
+    MARK_GENERATION: TEMPLATE,
+    RANK: "MOEBIUS_ROOM_FOR_RANK",
+    SPARE: "MOEBIUS_ROOM_FOR_SPARE",
+}
 _DIGITS = 12  # of a mark's value; leading zeros fill its room
 
 IS_LINUX = sys.platform == "linux"
@@ -58,12 +63,17 @@ def bind_to_parent() -> None:
 def become_child(parent: int, log: Path) -> None:
     """Gives a fork a session and a log of its own, and binds it to its parent."""
     os.setsid()
+    log_to(log)
+    os.environ[PARENT] = str(parent)
+    bind_to_parent()
+
+
+def log_to(log: Path) -> None:
+    """Lets standard output and error of this process go to the end of a file."""
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     os.close(descriptor)
-    os.environ[PARENT] = str(parent)
-    bind_to_parent()
 
 
 def adopt_orphans() -> None:

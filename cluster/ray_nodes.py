@@ -24,6 +24,7 @@ from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from ..train.in_place.orders import RoundOrder
 from .agent import AgentReport, Attempt, Node
 from .generations import POLL_S
 from .job import Launch
@@ -377,6 +378,10 @@ class RemoteNode:
     def unreached(self, doors: Sequence[Door]) -> list[int]:
         """Calls `Node.unreached` there."""
         return self._call("unreached", doors)
+
+    def order_round(self, order: RoundOrder) -> None:
+        """Calls `Node.order_round` there."""
+        self._call("order_round", order)
 
     def running_ranks(self) -> list[int]:
         """Calls `Node.running_ranks` there."""

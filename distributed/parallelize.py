@@ -20,7 +20,7 @@ from ..model.moe import SparseLayer
 from ..model.precision import store_in
 from ..model.transformer import Transformer
 from .dispatch.choose import make_dispatcher
-from .dispatch.setup import build_node_groups
+from .dispatch.setup import ExpertParallelDispatcher, build_node_groups
 from .dispatch.table import needs_nodes
 from .layout import local_experts
 from .local_shard import LocalShard, block_shard, local_tensor, set_local_shard, whole_shard
@@ -59,23 +59,17 @@ def build_model(
         ValueError: a layer has fewer experts than the EP degree, or the dispatcher does not fit the
             mesh.
     """
-    nodes = None
-    if needs_nodes(dispatcher):
-        nodes = build_node_groups(mesh.ep_group, ranks_per_node, timeout_s=timeout_s)
     with torch.device("meta"):
         model = Transformer(config, backend=backend)
-    for layer in model.modules():
-        if isinstance(layer, SparseLayer):
-            layer.dispatcher = make_dispatcher(
-                dispatcher,
-                mesh.ep_group,
-                overlap_chunks=overlap_chunks,
-                check_every=check_every,
-                ranks_per_node=ranks_per_node,
-                nodes=nodes,
-            )
-    if mesh.layout.world_size > 1:
-        model.running = RunningSum(lambda local: _sum_over(mesh.world_group, local))
+    connect(
+        model,
+        mesh,
+        dispatcher=dispatcher,
+        overlap_chunks=overlap_chunks,
+        check_every=check_every,
+        ranks_per_node=ranks_per_node,
+        timeout_s=timeout_s,
+    )
     specified = dict(model.named_parameters())
     expert_shards = _keep_own_experts(model, mesh)
     if sharding == "fsdp":
@@ -89,6 +83,43 @@ def build_model(
     model.to_empty(device=device)
     _fill(model, specified, expert_shards, mesh, seed)
     return model
+
+
+def connect(
+    model: Transformer,
+    mesh: Mesh,
+    *,
+    dispatcher: str,
+    overlap_chunks: int = 1,
+    check_every: int = 0,
+    ranks_per_node: int | None = None,
+    timeout_s: float = DEFAULT_TIMEOUT_S,
+) -> None:
+    """Gives a model the groups of `mesh`: its dispatchers, and the sums of its balancing losses.
+
+    Arguments as of `build_model`, and collective for the same dispatchers. Again for a model whose
+    ranks have met anew: experts stay where they are, and counters begin at zero on every rank.
+    """
+    nodes = None
+    if needs_nodes(dispatcher):
+        nodes = build_node_groups(mesh.ep_group, ranks_per_node, timeout_s=timeout_s)
+    for layer in model.modules():
+        if not isinstance(layer, SparseLayer):
+            continue
+        before = layer.dispatcher
+        layer.dispatcher = make_dispatcher(
+            dispatcher,
+            mesh.ep_group,
+            overlap_chunks=overlap_chunks,
+            check_every=check_every,
+            ranks_per_node=ranks_per_node,
+            expert_map=before.setup.expert_map
+            if isinstance(before, ExpertParallelDispatcher)
+            else None,
+            nodes=nodes,
+        )
+    if mesh.layout.world_size > 1:
+        model.running = RunningSum(lambda local: _sum_over(mesh.world_group, local))
 
 
 def expert_names(model: nn.Module) -> frozenset[str]:

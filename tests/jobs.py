@@ -76,7 +76,7 @@ def agent_pids(run_dir: Path) -> dict[int, int]:
     return {
         pid: int(environment[processes.PARENT])
         for pid, environment in found
-        if "RANK" not in environment and processes.TEMPLATE not in environment
+        if not {"RANK", processes.TEMPLATE, processes.SPARE} & environment.keys()
     }
 
 

@@ -12,6 +12,7 @@ starts it, on one machine or on many nodes.
 
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -28,6 +29,8 @@ from .config import Config
 from .data_wait import wait_for_data
 from .evaluate import evaluate
 from .heartbeat import Phase, open_heartbeat
+from .in_place.rejoin import InPlace
+from .in_place.rounds import open_rounds
 from .loss import micro_batch_loss
 from .metrics import MetricsLog, StepClock, StepMeter, exchange_metrics, expert_metrics
 from .micro_batches import MicroBatch, count_targets, document_use, split_batch
@@ -40,7 +43,6 @@ from .run import (
     log_saved,
     open_loader,
     open_log,
-    resume,
     save,
     trace_next_step,
     write_result,
@@ -65,18 +67,25 @@ def train(config: Config, run_dir: Path) -> str:
     """
     if config.train.threads:
         torch.set_num_threads(config.train.threads)
-    heartbeat, clock = open_heartbeat(), PhaseClock()
-    with start_process(config.train.device, timeout_s=config.train.timeout_s) as process:
+    heartbeat, clock, rounds = open_heartbeat(), PhaseClock(), open_rounds()
+    in_place = InPlace(rounds, clock)
+    with ExitStack() as world:
+        process = start_process(
+            config.train.device, timeout_s=config.train.timeout_s, round_number=rounds.number
+        )
+        world.enter_context(process)
         clock.mark("join")
         run = assemble(config, run_dir, process)
         run.heartbeat = heartbeat
         clock.mark("build")
-        position = resume(run)
+        position = in_place.begin(run)
         clock.mark("load")
-        with open_loader(run, position) as loader:
+        with open_loader(run, position, served=rounds.number == 0) as loader:
             clock.mark("loader")
-            log = open_log(run, resumed=position is not None, start_s=clock.rounded())
-            state = run_steps(run, loader, log)
+            start_s = clock.rounded() if rounds.number == 0 else None
+            log = open_log(run, resumed=position is not None, start_s=start_s)
+            steps = partial(run_steps, after_step=in_place.after_step)
+            state = in_place.make_steps(run, loader, log, world, steps)
         while state == "spiked":
             with open_loader(run, roll_back(run, log)) as loader:
                 state = run_steps(run, loader, log)
@@ -91,8 +100,16 @@ def train(config: Config, run_dir: Path) -> str:
         return state
 
 
-def run_steps(run: Run, loader: Loader, log: MetricsLog) -> str:
+def run_steps(
+    run: Run,
+    loader: Loader,
+    log: MetricsLog,
+    *,
+    after_step: Callable[[Run, Loader], None] = lambda run, loader: None,
+) -> str:
     """Makes one step after another, and between them logs, moves experts, saves and evaluates.
+
+    `after_step` is called at every step boundary, when the state is that of the step.
 
     Returns:
         "finished" after the last step; "stopped" if somebody asked for the end before it; "spiked"
@@ -126,6 +143,7 @@ def run_steps(run: Run, loader: Loader, log: MetricsLog) -> str:
         if result.spike is not None:
             log.write("spike", number, first_sample=batch.first_sample, **asdict(result.spike))
         rebalance_experts(run, log, result)
+        after_step(run, loader)
         if ends or due(number, config.checkpoint.every):
             save(run, loader)
         if ends and not finished:

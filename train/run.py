@@ -21,10 +21,10 @@ from ..distributed.checkpoint.loading import load
 from ..distributed.checkpoint.recovery import WholeCheckpoint
 from ..distributed.checkpoint.second_copy import SecondCopy
 from ..distributed.gradients import GradientReducer
-from ..distributed.layout import plan_layout
+from ..distributed.layout import Layout, plan_layout
 from ..distributed.local_shard import local_shard_of
 from ..distributed.mesh import Mesh, build_mesh
-from ..distributed.parallelize import build_model
+from ..distributed.parallelize import build_model, connect
 from ..distributed.placement.replicas import CopyReducer
 from ..distributed.process.agreement import code_facts, flat_facts, layout_facts, parameter_facts
 from ..distributed.process.process import Process
@@ -150,16 +150,7 @@ def assemble(config: Config, run_dir: Path, process: Process) -> Run:
         ValueError: the configuration does not fit the world, or the ranks differ in it, in their
             code or in their parameters.
     """
-    compare_s = min(_COMPARE_S, process.timeout_s)
-    process.agree(
-        "run",
-        flat_facts("config", config.model_dump(mode="json")) | code_facts(),
-        timeout_s=compare_s,
-    )
-    config.check_world(process.world_size)
-    backend = choose_kernels(config, process)
-    layout = plan_layout(config.mesh, process.world_size)
-    process.agree("layout", layout_facts(layout), timeout_s=compare_s)
+    layout, backend = _agree_on_run(config, process)
     generation = check_generation(run_dir)
     mesh = build_mesh(layout, process)
     model = build_model(
@@ -209,6 +200,49 @@ def assemble(config: Config, run_dir: Path, process: Process) -> Run:
         backend=backend,
         spikes=SpikeDetector(config.train.spikes) if config.train.spikes.action != "off" else None,
     )
+
+
+def rejoin(run: Run, process: Process) -> None:
+    """Gives a run that is built the groups of a world that has met anew; a collective call.
+
+    The calls that are collective come in the same order as in `assemble`, for a rank that was
+    replaced is there.
+
+    Args:
+        run: has left its groups.
+        process: this rank in the new world, which is of the same size.
+    """
+    config = run.config
+    layout, _ = _agree_on_run(config, process)
+    mesh = build_mesh(layout, process)
+    connect(
+        run.model,
+        mesh,
+        dispatcher=config.mesh.dispatcher,
+        overlap_chunks=config.mesh.overlap_chunks,
+        check_every=config.mesh.check_every,
+        ranks_per_node=process.ranks_per_node,
+        timeout_s=process.timeout_s,
+    )
+    process.agree("model", parameter_facts(run.model))
+    run.process, run.mesh = process, mesh
+    run.checkpoints.join(process)
+    run.expert_placement.connect(mesh)
+
+
+def _agree_on_run(config: Config, process: Process) -> tuple[Layout, str]:
+    """Compares with the other ranks what is to be run; returns the layout and the backend."""
+    compare_s = min(_COMPARE_S, process.timeout_s)
+    process.agree(
+        "run",
+        flat_facts("config", config.model_dump(mode="json")) | code_facts(),
+        timeout_s=compare_s,
+    )
+    config.check_world(process.world_size)
+    backend = choose_kernels(config, process)
+    layout = plan_layout(config.mesh, process.world_size)
+    process.agree("layout", layout_facts(layout), timeout_s=compare_s)
+    return layout, backend
 
 
 def choose_kernels(config: Config, process: Process) -> str:
@@ -296,17 +330,22 @@ def load_state(run: Run, found: WholeCheckpoint) -> dict[str, Any]:
     return meta
 
 
-def save(run: Run, loader: Loader) -> None:
-    """Starts a checkpoint; it is written in the background while the run goes on."""
-    meta = {
+def state_meta(run: Run, loader: Loader) -> dict[str, Any]:
+    """Returns what of the state is no tensor; a collective call where experts move."""
+    meta: dict[str, Any] = {
         "progress": run.progress.as_dict(),
         "data": loader.position(run.progress.samples),
-        "config": run.config.model_dump(mode="json"),
         "experts": run.expert_placement.as_dict(),
         "rollbacks": as_values(run.rollbacks),
     }
     if run.spikes is not None:
         meta["spikes"] = run.spikes.as_dict()
+    return meta
+
+
+def save(run: Run, loader: Loader) -> None:
+    """Starts a checkpoint; it is written in the background while the run goes on."""
+    meta = {**state_meta(run, loader), "config": run.config.model_dump(mode="json")}
     tensors, shards = state_tensors(run.model, run.optimizer)
     with run.heartbeat.during(Phase.CKPT):
         run.checkpoints.save(run.progress.step, tensors, shards, meta)
@@ -346,12 +385,15 @@ def trace_next_step(run: Run) -> StepTrace:
     )
 
 
-def open_log(run: Run, *, resumed: bool, start_s: Mapping[str, float]) -> MetricsLog:
+def open_log(run: Run, *, resumed: bool, start_s: Mapping[str, float] | None) -> MetricsLog:
     """Opens the run's log of metrics, and writes the first line, which says what runs where.
 
-    `start_s`: how long each phase of this rank's start took.
+    `start_s`: how long each phase of this rank's start took; None: the run has begun long ago, and
+    this rank replaces another.
     """
     log = MetricsLog(run.run_dir, active=run.process.rank == 0, first_step=run.progress.step + 1)
+    if start_s is None:
+        return log
     log.write(
         "start",
         run.progress.step,
@@ -384,9 +426,16 @@ def log_set_aside(run: Run, log: MetricsLog) -> None:
         )
 
 
-def open_loader(run: Run, position: dict[str, Any] | None) -> Loader:
-    """Opens the data where the run stands: a seek, whatever the number of ranks was before."""
+def open_loader(run: Run, position: dict[str, Any] | None, *, served: bool = True) -> Loader:
+    """Opens the data where the run stands: a seek, whatever the number of ranks was before.
+
+    Args:
+        run: the run.
+        position: of a checkpoint that the data must go on from.
+        served: the ranks of the node come together, and may have a data server.
+    """
     config = run.config
+    start = run.progress.samples
     loader = Loader(
         config.data,
         global_batch=config.train.global_batch,
@@ -395,7 +444,7 @@ def open_loader(run: Run, position: dict[str, Any] | None) -> Loader:
         num_ranks=run.process.world_size,
         start_sample=run.progress.samples,
         skip_folder=run.run_dir / "skipped",
-        server=open_data_server(config, run.process, run.progress.samples),
+        server=open_data_server(config, run.process, start) if served else None,
         left_out=run.left_out,
     )
     try:

@@ -29,6 +29,7 @@ import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from .agreement import agree, version_facts
+from .connections import forget_connections, noting_connections
 from .diagnosis import CollectiveError, Reporter, explain, report_exception
 from .host_memory import keep_freed_memory
 from .store import LOOPBACK, bind, is_loopback, loopback_interface, serve_store
@@ -115,9 +116,15 @@ class _Place:
 
 
 def start_process(
-    device: Literal["auto", "cpu", "cuda"] = "auto", *, timeout_s: float = DEFAULT_TIMEOUT_S
+    device: Literal["auto", "cpu", "cuda"] = "auto",
+    *,
+    timeout_s: float = DEFAULT_TIMEOUT_S,
+    round_number: int = 0,
 ) -> Process:
     """Joins the world that the environment describes and returns this rank's place in it.
+
+    `round_number` n: ranks of this generation have died and were replaced n times, and all meet
+    anew, in a part of the store of their own.
 
     `auto` takes CUDA if this node has a GPU for each of its ranks, else the CPU. Every rank must
     choose the same kind. Raises ValueError if the environment is incomplete, if CUDA is asked for
@@ -129,7 +136,7 @@ def start_process(
         )
     place = _place_of(os.environ)
     chosen = _choose_device(device, place)
-    store = _store(os.environ, place, timeout_s)
+    store = _store(os.environ, place, timeout_s, round_number)
     facts = {
         "device": chosen.type,
         **version_facts(),
@@ -151,13 +158,14 @@ def start_process(
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
     if _is_on_one_machine(os.environ, place):
         _keep_to_the_loopback()
-    dist.init_process_group(
-        backend,
-        store=store,
-        rank=place.rank,
-        world_size=place.world_size,
-        timeout=timedelta(seconds=timeout_s),
-    )
+    with noting_connections():
+        dist.init_process_group(
+            backend,
+            store=store,
+            rank=place.rank,
+            world_size=place.world_size,
+            timeout=timedelta(seconds=timeout_s),
+        )
     return Process(
         rank=place.rank,
         world_size=place.world_size,
@@ -180,15 +188,19 @@ def stop_process() -> None:
         # (pytorch/pytorch#190489). So it is given time for it now.
         time.sleep(_LET_GO_S)
         dist.destroy_process_group()
+        forget_connections()
     while _chosen_here:  # the next world of this process may be on several machines
         os.environ.pop(_chosen_here.pop(), None)
 
 
-def store_prefix(environment: Mapping[str, str]) -> str:
-    """Returns the part of the store's keys that belongs to this generation and attempt alone."""
+def store_prefix(environment: Mapping[str, str], round_number: int = 0) -> str:
+    """Returns the part of the store's keys that belongs to this generation and attempt alone, and
+    in it to this round.
+    """
     generation = int(environment.get("MOEBIUS_GENERATION", "0"))
     attempt = int(environment.get("TORCHELASTIC_RESTART_COUNT", "0"))
-    return f"moebius/generation_{generation}/attempt_{attempt}"
+    prefix = f"moebius/generation_{generation}/attempt_{attempt}"
+    return f"{prefix}/round_{round_number}" if round_number else prefix
 
 
 def _place_of(environment: Mapping[str, str]) -> _Place:
@@ -241,9 +253,12 @@ def _choose_device(wanted: str, place: _Place) -> torch.device:
     return torch.device("cuda", place.local_rank)
 
 
-def _store(environment: Mapping[str, str], place: _Place, timeout_s: float) -> Store:
+def _store(
+    environment: Mapping[str, str], place: _Place, timeout_s: float, round_number: int
+) -> Store:
+    prefix = store_prefix(environment, round_number)
     if "MASTER_PORT" not in environment:
-        return PrefixStore(store_prefix(environment), HashStore())
+        return PrefixStore(prefix, HashStore())
     timeout = timedelta(seconds=max(timeout_s, _CONNECT_S))
     agent_serves = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     host, port = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
@@ -254,7 +269,7 @@ def _store(environment: Mapping[str, str], place: _Place, timeout_s: float) -> S
     else:
         store = TCPStore(host, port, place.world_size, timeout=timeout, wait_for_workers=False)
     store.set_timeout(timedelta(seconds=timeout_s))
-    return PrefixStore(store_prefix(environment), store)
+    return PrefixStore(prefix, store)
 
 
 def _serve_store(host: str, port: int, place: _Place, timeout: timedelta) -> TCPStore:

@@ -90,7 +90,7 @@ class Target:
         return [
             pid
             for pid, environment in marks.items()
-            if processes.RANK not in environment and processes.TEMPLATE not in environment
+            if not {processes.RANK, processes.TEMPLATE, processes.SPARE} & environment.keys()
         ]
 
     def _templates(self) -> list[int]:

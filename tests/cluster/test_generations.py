@@ -45,6 +45,7 @@ from moebius.cluster.recovery.term import Term
 from moebius.cluster.watching.evidence import Evidence
 from moebius.cluster.watching.heartbeats import RankState
 from moebius.distributed.checkpoint.files import SaveFailedError
+from moebius.train.in_place.orders import RoundOrder
 
 OK = AgentReport(ok=True)
 
@@ -89,6 +90,9 @@ class PretendedNode:
 
     def unreached(self, doors) -> list[int]:
         return []
+
+    def order_round(self, order: RoundOrder) -> None:
+        raise AssertionError("no rank is replaced in place here")
 
     def running_ranks(self) -> list[int]:
         return [0]
