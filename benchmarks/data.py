@@ -19,7 +19,8 @@ Every round of `concat` and `best_fit` opens the folder anew, which is part of i
 adds what the same rounds take from a folder that was opened and read once before the clock starts.
 `first` opens the loader at g = 0 and g = 10⁹ and waits for a batch. `memory` is what the order and
 the index take: what they grow by with the tokens, from one era opened to all, and the fixed part
-beside it, of which most are the windows and the refs of the order that are kept. `prepare` compares
+beside it, of which most are the windows and the refs of the order that are kept; `many_shards` is all
+of what a folder of thousands of such shards takes, in many small eras and in few of the usual size. `prepare` compares
 a preparation of two processes, and one on a Ray of two CPUs, with two processes that only read and
 encode the same text. `--peers` adds mosaicml-streaming and Ray Data, where they are installed
 (data_peers.py). Prints a table and writes results/data.json.
@@ -51,11 +52,19 @@ from moebius.data_pipeline.corruption import SkipList, open_fetcher
 from moebius.data_pipeline.loader import Loader
 from moebius.data_pipeline.making.pools import LocalPool
 from moebius.data_pipeline.making.prepare import prepare
-from moebius.data_pipeline.manifest import manifest_name, read_manifest
+from moebius.data_pipeline.manifest import (
+    Era,
+    ManifestWriter,
+    ShardEntry,
+    manifest_name,
+    read_manifest,
+    shard_name,
+)
 from moebius.data_pipeline.samples import OrderedSamples
 from moebius.data_pipeline.sources.reading import read_documents
 from moebius.data_pipeline.sources.splits import InputSplit, plan_splits
 from moebius.data_pipeline.token_store import TokenStore
+from moebius.data_pipeline.tokenizers.interface import TOKENIZER_FILE
 from moebius.data_pipeline.tokenizers.tokenizer import load_tokenizer
 
 SEQ_LEN = 1024
@@ -356,7 +365,7 @@ def first_batch_s(config: DataConfig, start: int) -> float:
         return time.perf_counter() - began
 
 
-def memory(config: DataConfig, folder: Path) -> dict[str, float]:
+def memory(config: DataConfig, folder: Path) -> dict[str, Any]:
     """What the order and the index take in memory: by the tokens of the eras, and besides.
 
     The eras of another folder are the first of the same chain of manifests: it ends earlier.
@@ -374,12 +383,52 @@ def memory(config: DataConfig, folder: Path) -> dict[str, float]:
         raise SystemExit("memory needs text of more than one era: give more of it")
     arrays, objects = ((many[part] - few[part]) / later for part in range(2))
     used = sum(opened_bytes(config, in_use=True))
+    many = [
+        many_shards(config, folder / f"many-{tokens}", copies=100, era_tokens=tokens)
+        for tokens in (ERA_TOKENS, 2**28)
+    ]
     return {
         "tokens": tokens,
         "tokens_per_shard": tokens / len(read_manifest(config.directory).of("train")),
         "index_bytes_per_1000_tokens": 1000 * (arrays + objects),
         "of_which_arrays": 1000 * arrays,  # the rest is by shard and era
         "fixed_bytes": used - (arrays + objects) * tokens,
+        "many_shards": many,
+    }
+
+
+def many_shards(
+    config: DataConfig, folder: Path, *, copies: int, era_tokens: int
+) -> dict[str, float]:
+    """Opens all of a folder that names the shards of another one many times; says what it takes.
+
+    The same files under other numbers: what is kept in memory does not know the difference.
+    """
+    manifest = read_manifest(config.directory)
+    units: dict[int, list[ShardEntry]] = {}
+    for shard in manifest.shards:
+        units.setdefault(shard.number, []).append(shard)
+    folder.mkdir()
+    writer, era, number = ManifestWriter(folder), list[ShardEntry](), 0
+    writer.append(manifest.header.model_copy(update={"era_tokens": era_tokens}))
+    for unit in range(copies * len(units)):
+        for shard in units[sorted(units)[unit % len(units)]]:
+            name = shard_name(shard.source, shard.split, unit)
+            era.append(shard.model_copy(update={"name": name, "input": f"text.jsonl [{unit}]"}))
+            for old, new in ((shard.name, name), (shard.index_name, era[-1].index_name)):
+                (folder / new).symlink_to(Path(config.directory, old).resolve())
+        if sum(one.num_tokens for one in era if one.split == "train") >= era_tokens:
+            writer.append(Era(source=era[0].source, number=number, shards=tuple(era)))
+            era, number = [], number + 1
+    (folder / TOKENIZER_FILE).symlink_to(Path(config.directory, TOKENIZER_FILE).resolve())
+    opened = config.model_copy(update={"directory": str(folder)})
+    manifest = read_manifest(folder)
+    tokens = manifest.num_tokens("train")
+    return {
+        "shards": len(manifest.shards),
+        "eras": len(manifest.sealed),
+        "tokens": tokens,
+        "bytes_per_1000_tokens": 1000 * sum(opened_bytes(opened, in_use=False)) / tokens,
     }
 
 

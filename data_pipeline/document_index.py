@@ -166,7 +166,7 @@ class DocumentIndex:
             label=documents.column("source")[row].as_py(),
             source_row=documents.column("source_row")[row].as_py(),
             record_id=documents.column("record_id")[row].as_py() if "record_id" in names else "",
-            input=store.shard_of(batch).input,
+            input=store.input_of(batch),
             first_token=int(store.batch_starts[batch]) + begin,
             num_tokens=int(ends[row]) - begin,
         )

@@ -17,7 +17,7 @@ import numpy as np
 from .config import NUM_BYTE_IDS, DataConfig, SourceConfig
 from .errors import ShardError
 from .growth import UNFINISHED
-from .manifest import DatasetManifest, Era, ShardEntry, is_prepared, read_manifest
+from .manifest import DatasetManifest, SealedEra, ShardEntry, is_prepared, read_manifest
 from .token_store import TokenStore, prepared_tokenizer, verify_shard
 
 SPLITS = ("train", "validation")
@@ -253,7 +253,7 @@ def verify(directory: Path, manifest: DatasetManifest, on_bytes: OnBytes) -> Ite
 
 
 def _verify_store(
-    directory: Path, manifest: DatasetManifest, era: Era, split: str, on_bytes: OnBytes
+    directory: Path, manifest: DatasetManifest, era: SealedEra, split: str, on_bytes: OnBytes
 ) -> Iterator[str]:
     entries = era.of(split)
     intact = True

@@ -20,14 +20,16 @@ import json
 import os
 import re
 import secrets
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import IO, Annotated, Any, Literal
+from typing import IO, Annotated, Any, Literal, get_args
 
+import zstandard
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from .config import FORMAT_VERSION, SOURCE_NAME
@@ -125,6 +127,48 @@ class Era(_Entry):
         return sum(shard.num_tokens for shard in self.of(split))
 
 
+class SealedEra:
+    """Keeps an era that was read as compressed JSON, and its totals beside it.
+
+    A shard's entry takes some 100 bytes so, where its Python objects take 1,500: a folder of many
+    small shards is kept open for as long as a run lasts, and its entries are asked for once.
+    """
+
+    __slots__ = ("_num_tokens", "_packed", "last_shard", "number", "source")
+
+    def __init__(self, era: Era):
+        self.source, self.number = sys.intern(era.source), era.number
+        self.last_shard = era.shards[-1].number
+        self._num_tokens = tuple(era.num_tokens(split) for split in get_args(Split))
+        packed = zstandard.ZstdCompressor().compress(era.model_dump_json().encode())
+        self._packed = bytes(
+            memoryview(packed)
+        )  # a copy: the library's has room for the worst case
+
+    def unpacked(self) -> Era:
+        """Returns the era as its manifest has it."""
+        return Era.model_validate_json(zstandard.ZstdDecompressor().decompress(self._packed))
+
+    @property
+    def shards(self) -> tuple[ShardEntry, ...]:
+        """Returns the shards of both splits, made anew at every call."""
+        return self.unpacked().shards
+
+    def of(self, split: str) -> tuple[ShardEntry, ...]:
+        """Returns the shards of one split, in the order of its token stream."""
+        return self.unpacked().of(split)
+
+    def num_tokens(self, split: str) -> int:
+        """Returns the number of tokens of one split, ends of documents included."""
+        return self._num_tokens[get_args(Split).index(split)]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, SealedEra) and self.unpacked() == other.unpacked()
+
+    def __hash__(self) -> int:
+        return hash((self.source, self.number))
+
+
 class QuarantinedSplit(_Entry):
     """Names an input split that could not be prepared, and why."""
 
@@ -169,7 +213,7 @@ class DatasetManifest:
     """Describes what a prepared folder holds so far: the chain of its manifests, read to its end."""
 
     header: Header
-    sealed: tuple[Era, ...] = ()
+    sealed: tuple[SealedEra, ...] = ()
     completion: Completion | None = None
     sha256: str = ""
     """Of the last manifest: two folders with the same one hold the same data."""
@@ -201,7 +245,7 @@ class DatasetManifest:
         known = ", ".join(source.name for source in self.sources)
         raise ShardError(f"the prepared folder has no source {name!r}; its sources are {known}")
 
-    def eras(self, source: str) -> tuple[Era, ...]:
+    def eras(self, source: str) -> tuple[SealedEra, ...]:
         """Returns the sealed eras of a source, in order.
 
         Raises:
@@ -210,8 +254,8 @@ class DatasetManifest:
         return self._eras_by_source.get(self.source(source).name, ())
 
     @cached_property
-    def _eras_by_source(self) -> dict[str, tuple[Era, ...]]:
-        found: dict[str, list[Era]] = {}
+    def _eras_by_source(self) -> dict[str, tuple[SealedEra, ...]]:
+        found: dict[str, list[SealedEra]] = {}
         for era in self.sealed:
             found.setdefault(era.source, []).append(era)
         return {source: tuple(eras) for source, eras in found.items()}
@@ -228,7 +272,7 @@ class DatasetManifest:
 
     def num_tokens(self, split: str) -> int:
         """Returns the number of tokens of one split, ends of documents included."""
-        return sum(shard.num_tokens for shard in self.of(split))
+        return sum(era.num_tokens(split) for era in self.sealed)
 
     def num_documents(self, split: str) -> int:
         """Returns the number of documents of one split."""
@@ -426,8 +470,8 @@ def follow(directory: str | Path, known: DatasetManifest) -> DatasetManifest:
         body = _checked(path, chained, number=number, parent=parent)
         if isinstance(body, Era):
             _check_era(path, body, known.header, last.get(body.source))
-            eras.append(body)
-            last[body.source] = body
+            eras.append(SealedEra(body))
+            last[body.source] = eras[-1]
         elif isinstance(body, Completion):
             completion = body
         else:
@@ -500,7 +544,7 @@ def _checked(path: Path, chained: dict[str, Any], *, number: int, parent: str) -
         ) from error
 
 
-def _check_era(path: Path, era: Era, header: Header, last: Era | None) -> None:
+def _check_era(path: Path, era: Era, header: Header, last: SealedEra | None) -> None:
     """Checks that an era continues its source, and that its files can only be in the folder."""
     if era.source not in {source.name for source in header.sources}:
         raise ShardError(f"{path} holds an era of an unknown source {era.source!r:.80}")
@@ -509,11 +553,11 @@ def _check_era(path: Path, era: Era, header: Header, last: Era | None) -> None:
         raise ShardError(
             f"{path} is era {era.number} of source {era.source!r}, expected {expected}"
         )
-    before = (-1, "") if last is None else (last.shards[-1].number, "validation")
+    before = (-1, "") if last is None else (last.last_shard, "validation")
     for shard in era.shards:
         match = _SHARD_NAME.fullmatch(shard.name)
-        named = None if match is None else (match["source"], match["split"])
-        if named != (era.source, shard.split) or shard.source != era.source:
+        of_rule = None if match is None else shard_name(era.source, shard.split, shard.number)
+        if of_rule != shard.name or shard.source != era.source:
             raise ShardError(
                 f"{path} lists {shard.name!r:.200}, which is no name of a {shard.split} shard of "
                 f"source {era.source!r}: it is damaged or was made by hand; prepare the data again"

@@ -67,7 +67,7 @@ class EraOrder:
         firsts = np.arange(0, num_chunks, chunks.chunks_per_window)
         self.window_starts = row_ends[np.append(firsts, num_chunks)]
         """int64 [windows + 1]: the position with which each window begins."""
-        self._rows_of_window = functools.lru_cache(maxsize=_KEPT_WINDOWS)(self._permuted_window)
+        self._windows: dict[int, np.ndarray] = {}  # the latest; of most eras there is none
 
     def windows_of(self, positions: np.ndarray) -> np.ndarray:
         """Returns the window that each position lies in."""
@@ -103,6 +103,16 @@ class EraOrder:
         window = place // self._chunks.chunks_per_window
         inside = int(np.flatnonzero(self._rows_of_window(window) == row)[0])
         return int(self.window_starts[window]) + inside
+
+    def _rows_of_window(self, window: int) -> np.ndarray:
+        """Returns the rows of a window in their order, of which the latest are kept."""
+        rows = self._windows.pop(window, None)
+        if rows is None:
+            rows = self._permuted_window(window)
+        self._windows[window] = rows
+        while len(self._windows) > _KEPT_WINDOWS:
+            del self._windows[next(iter(self._windows))]
+        return rows
 
     def _permuted_window(self, window: int) -> np.ndarray:
         starts = self._chunks.row_starts

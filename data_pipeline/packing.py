@@ -252,19 +252,19 @@ class BestFitPlan:
 
     def __init__(self, directory: Path, head: _PlanHead):
         self.path = directory / f"{head.key.stem}.arrow"
-        self._head = head
-        ends = [0, *(chunk.batch_end for chunk in head.chunks)]
-        rows = [0, *(chunk.rows for chunk in head.chunks)]
+        self._num_filled, self._width = head.num_filled, head.seq_len + 1
+        self._chunks = np.array(head.chunks, dtype=np.int64).reshape(-1, len(_Chunk._fields))
+        batch_ends, rows = self._chunks[:, 0], self._chunks[:, 1]
         self.plan = EraPlan(
-            np.array(ends, dtype=np.int64),
-            _chunk_table(np.cumsum(rows, dtype=np.int64), head.num_tokens, head.batch_tokens),
+            np.concatenate([[0], batch_ends]),
+            _chunk_table(np.cumsum([0, *rows]), head.num_tokens, head.batch_tokens),
         )
 
     @property
     def fill(self) -> float:
         """Returns the share of all places that hold a token; the others are padding."""
-        places = self.plan.chunks.num_rows * (self._head.seq_len + 1)
-        return self._head.num_filled / max(1, places)
+        places = self.plan.chunks.num_rows * self._width
+        return self._num_filled / max(1, places)
 
     def read(self, chunk: int) -> ChunkPieces:
         """Returns the pieces of a chunk.
@@ -272,7 +272,7 @@ class BestFitPlan:
         Raises:
             ShardError: the plan is damaged.
         """
-        entry = self._head.chunks[chunk]
+        entry = _Chunk(*self._chunks[chunk].tolist())
         end = entry.offset + entry.length
         where = f"{self.path}, chunk {chunk} (bytes {entry.offset} to {end})"
         try:

@@ -31,7 +31,7 @@ from .layout import (
     WantedOfTokens,
     document_dtype,
 )
-from .manifest import DatasetManifest, Era, follow, read_manifest
+from .manifest import DatasetManifest, SealedEra, follow, read_manifest
 from .order import ChunkTable, RowRefs, SourceRows, num_rows
 from .packing import CHUNK_BATCHES, BestFitPlan, PlanKey, open_plan
 from .token_store import TokenStore
@@ -113,7 +113,7 @@ class Prepared:
         known, self.manifest = self.manifest, follow(self.directory, self.manifest)
         return self.manifest is not known
 
-    def era(self, source: str, number: int) -> Era:
+    def era(self, source: str, number: int) -> SealedEra:
         """Returns an era that is sealed."""
         return self.manifest.eras(source)[number]
 

@@ -8,18 +8,19 @@ memory is taken for it (see `messages`). `shards` says what the files are and wr
 
 import hashlib
 import os
-from collections import OrderedDict
 from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from pathlib import Path
 from threading import Lock
+from typing import cast
 
 import numpy as np
 import pyarrow as pa
 
 from .checksum import crc32
 from .errors import ShardError
-from .manifest import DatasetManifest, ShardEntry, read_manifest
+from .manifest import DatasetManifest, ShardEntry, Split, read_manifest, shard_name
 from .messages import decode_batch, decode_buffers
 from .shards import (
     ARROW_MAGIC_BYTES,
@@ -36,6 +37,7 @@ _DOCUMENT_SLACK_BYTES = 64  # a document's numbers in all columns
 _INDEX_ROW_BYTES = 64  # 32 in the file, padded
 _OFFSET_BYTES = 4  # of a list in Arrow
 _OPEN_FILES = 128
+_KEPT_OF_INDEX = np.dtype([("offset", "<i8"), ("length", "<u4"), ("crc32", "<u4")])
 _RESTORE = "restore the file from a copy, or delete the folder and prepare again"
 
 
@@ -117,24 +119,32 @@ class TokenStore:
             raise ShardError(
                 f"{self.directory} has {len(eras)} eras of source {source!r}, none of number {era}"
             )
-        self.entries = eras[era].of(split)
-        self._schema = shard_schema(
-            self.manifest.vocab_size,
-            has_loss_mask=self.source.has_loss_mask,
-            has_record_id=self.source.has_record_id,
+        self._sealed = eras[era]
+        entries = self.entries
+        self._shard_numbers = np.array([entry.number for entry in entries], dtype=np.int64)
+        self._schema, self._buffers = _schema_of(
+            self.manifest.vocab_size, self.source.has_loss_mask, self.source.has_record_id
         )
         self._files = _OpenFiles()
-        for entry in self.entries if check_sizes else ():
+        for entry in entries if check_sizes else ():
             _check_size(self.directory / entry.name, entry.num_bytes)
         self.token_dtype = token_dtype(self.manifest.vocab_size)
-        self._buffers = _buffer_numbers(self._schema)
-        indices = [self._read_index(entry) for entry in self.entries]
-        self._index = {name: _joined([one[name] for one in indices]) for name in INDEX_SCHEMA.names}
+        indices = [self._read_index(entry) for entry in entries]
+        whole = {name: _joined([one[name] for one in indices]) for name in INDEX_SCHEMA.names}
+        # What is kept of a record batch takes 32 bytes, for as long as the store is open.
+        self._index = np.empty(len(whole["offset"]), dtype=_KEPT_OF_INDEX)
+        for name in ("offset", "length", "crc32"):
+            self._index[name] = whole[name]
         self._first_batches = np.cumsum([0, *(len(one["offset"]) for one in indices)])
-        self.batch_starts = np.concatenate([[0], np.cumsum(self._index["n_tokens"])])
+        self.batch_starts = np.concatenate([[0], np.cumsum(whole["n_tokens"])])
         """int64 [num_batches + 1]: batch b begins with token batch_starts[b] of the stream."""
-        self.document_starts = np.concatenate([[0], np.cumsum(self._index["n_docs"])])
+        self.document_starts = np.concatenate([[0], np.cumsum(whole["n_docs"])])
         """int64 [num_batches + 1]: batch b begins with document document_starts[b]."""
+
+    @property
+    def entries(self) -> tuple[ShardEntry, ...]:
+        """Returns the shards, in the order of the token stream; made anew at every call."""
+        return self._sealed.of(self.split)
 
     @property
     def num_batches(self) -> int:
@@ -146,9 +156,13 @@ class TokenStore:
         """Returns the number of tokens, ends of documents included."""
         return int(self.batch_starts[-1])
 
-    def shard_of(self, batch: int) -> ShardEntry:
-        """Returns the shard that a record batch lies in."""
-        return self.entries[self._shard_number(batch)]
+    def input_of(self, batch: int) -> str:
+        """Returns URL and range of the input split that a record batch was made of."""
+        return self._inputs[self._place_of_shard(batch)]
+
+    @cached_property
+    def _inputs(self) -> tuple[str, ...]:
+        return tuple(entry.input for entry in self.entries)
 
     def read(self, batch: int, into: np.ndarray | None = None) -> TokenBatch:
         """Returns the tokens of one record batch with their documents' ends and loss mask.
@@ -244,7 +258,9 @@ class TokenStore:
 
     def _counts(self, batch: int) -> tuple[int, int]:
         """Returns how many tokens and documents the index says that a batch has."""
-        return int(self._index["n_tokens"][batch]), int(self._index["n_docs"][batch])
+        here = slice(batch, batch + 2)
+        tokens, documents = np.diff(self.batch_starts[here]), np.diff(self.document_starts[here])
+        return int(tokens[0]), int(documents[0])
 
     def close(self) -> None:
         """Closes the shards' files; reading opens them again."""
@@ -252,10 +268,9 @@ class TokenStore:
 
     def _fetch(self, batch: int) -> bytes:
         """Returns the bytes of a record batch as they were written."""
-        shard = self._shard_number(batch)
         offset, length = int(self._index["offset"][batch]), int(self._index["length"][batch])
         try:
-            message = self._files.read(self.directory / self.entries[shard].name, offset, length)
+            message = self._files.read(self._path_of(batch), offset, length)
         except OSError as error:
             raise ShardError(
                 f"{self._place_of(batch)}: cannot be read ({error.strerror}); {_RESTORE}"
@@ -273,16 +288,20 @@ class TokenStore:
             )
         return message
 
-    def _shard_number(self, batch: int) -> int:
+    def _place_of_shard(self, batch: int) -> int:
+        """Returns which of the era's shards of this split a record batch lies in."""
         return int(np.searchsorted(self._first_batches, batch, side="right")) - 1
+
+    def _path_of(self, batch: int) -> str:
+        number = int(self._shard_numbers[self._place_of_shard(batch)])
+        name = shard_name(self.source.name, cast("Split", self.split), number)
+        return f"{self.directory}/{name}"
 
     def _place_of(self, batch: int) -> str:
         """Says where a record batch lies."""
-        shard = self._shard_number(batch)
         offset, length = int(self._index["offset"][batch]), int(self._index["length"][batch])
-        local_batch = batch - int(self._first_batches[shard])
-        path = self.directory / self.entries[shard].name
-        return f"{path}, record batch {local_batch} (bytes {offset} to {offset + length})"
+        local_batch = batch - int(self._first_batches[self._place_of_shard(batch)])
+        return f"{self._path_of(batch)}, record batch {local_batch} (bytes {offset} to {offset + length})"
 
     def _read_index(self, entry: ShardEntry) -> dict[str, np.ndarray]:
         path = self.directory / entry.index_name
@@ -304,16 +323,15 @@ class _OpenFiles:
     """Keeps the latest files open, and no more of them than a process may have."""
 
     def __init__(self) -> None:
-        self._handles: OrderedDict[Path, _Handle] = OrderedDict()
+        self._handles: dict[str, _Handle] = {}  # in the order of their last use
         self._lock = Lock()
 
-    def read(self, path: Path, offset: int, length: int) -> bytes:
+    def read(self, path: str, offset: int, length: int) -> bytes:
         with self._lock:
-            handle = self._handles.get(path) or _Handle(path)
+            handle = self._handles.pop(path, None) or _Handle(path)
             self._handles[path] = handle
-            self._handles.move_to_end(path)
             if len(self._handles) > _OPEN_FILES:
-                self._handles.popitem(last=False)
+                del self._handles[next(iter(self._handles))]
         return os.pread(handle.number, length, offset)
 
     def close(self) -> None:
@@ -324,12 +342,21 @@ class _OpenFiles:
 class _Handle:
     """Is an open file that closes when its last reader has let go of it."""
 
-    def __init__(self, path: Path):
+    def __init__(self, path: str):
         self.number = os.open(path, os.O_RDONLY)
 
     def __del__(self) -> None:
         if hasattr(self, "number"):
             os.close(self.number)
+
+
+@lru_cache(maxsize=16)
+def _schema_of(
+    vocab_size: int, has_loss_mask: bool, has_record_id: bool
+) -> tuple[pa.Schema, dict[str, int]]:
+    """Returns the columns of shards, the same objects for all stores, and `_buffer_numbers`."""
+    schema = shard_schema(vocab_size, has_loss_mask=has_loss_mask, has_record_id=has_record_id)
+    return schema, _buffer_numbers(schema)
 
 
 def _buffer_numbers(schema: pa.Schema) -> dict[str, int]:
@@ -447,6 +474,8 @@ def _check_index(index: dict[str, np.ndarray], entry: ShardEntry, max_batch_toke
     Raises:
         ValueError: it does not.
     """
+    if int(index["length"].max(initial=0)) >= 2**32:
+        raise ValueError("a batch has 4 GiB or more")
     if int(index["n_tokens"].max(initial=0)) > max_batch_tokens:
         raise ValueError(f"a batch has more than {max_batch_tokens} tokens")
     if (index["n_docs"] > index["n_tokens"]).any():

@@ -6,6 +6,7 @@ import json
 import os
 import random
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from moebius.data_pipeline.manifest import (
     Era,
     Header,
     ManifestWriter,
+    SealedEra,
     ShardEntry,
     SourceEntry,
     TokenizerEntry,
@@ -106,7 +108,7 @@ def chain(tmp_path) -> Path:
 def test_written_and_read_again(chain):
     manifest = read_manifest(chain)
     assert manifest.header == header()
-    assert manifest.sealed == ERAS
+    assert tuple(era.unpacked() for era in manifest.sealed) == ERAS
     assert manifest.completion == END
     assert manifest.complete
     assert manifest.num_files == 5
@@ -171,7 +173,7 @@ def test_writing_the_same_again_changes_nothing(chain):
 def test_writing_something_else_is_refused(chain):
     with pytest.raises(PrepareError, match=r"manifest-000001.json exists and says something else"):
         write(chain, header(), ERAS[1])
-    assert read_manifest(chain).sealed == ERAS
+    assert tuple(era.unpacked() for era in read_manifest(chain).sealed) == ERAS
 
 
 def test_a_file_system_without_hard_links(tmp_path, monkeypatch):
@@ -348,3 +350,26 @@ def test_what_the_system_says_becomes_advice(tmp_path, monkeypatch, number, mess
         with atomic_write(tmp_path / "a") as file:
             file.write(b"new")
     assert not list(tmp_path.iterdir())
+
+
+def test_a_name_that_is_not_by_rule_is_refused(tmp_path):
+    """Names are not kept: they follow from source, split and number."""
+    odd = shard("web", 1, name="web.train-000001.tok.arrow")
+    write(tmp_path, header(), Era(source="web", number=0, shards=(odd,)))
+    with pytest.raises(ShardError, match="no name of a train shard"):
+        read_manifest(tmp_path)
+
+
+def test_a_sealed_era_is_kept_small_and_comes_back_whole(tmp_path):
+    shards = tuple(
+        shard("web", number, split, blake2b=f"{number:064x}")
+        for number in range(200)
+        for split in ("train", "validation")
+    )
+    era = Era(source="web", number=0, shards=shards)
+    (sealed,) = read_manifest(write(tmp_path, header(), era)).sealed
+    assert sealed.unpacked() == era
+    assert sealed == SealedEra(era) != SealedEra(era.model_copy(update={"number": 1}))
+    assert sealed.num_tokens("validation") == era.num_tokens("validation")
+    assert sealed.last_shard == 199
+    assert sys.getsizeof(sealed._packed) < 100 * len(shards)

@@ -16,7 +16,7 @@ from moebius.data_pipeline.making.report import (
     write_report,
 )
 from moebius.data_pipeline.making.statistics import DocumentCounter
-from moebius.data_pipeline.manifest import Completion, QuarantinedSplit, read_manifest
+from moebius.data_pipeline.manifest import Completion, QuarantinedSplit, SealedEra, read_manifest
 
 HOSTILE = "<script>alert(1)</script> | *x* [a](b) `c` $d$ \x1b[31m\u202e\n# head <b>&amp;"
 
@@ -139,9 +139,9 @@ def test_a_folder_that_still_grows_has_a_report(report, tmp_path):
 
 
 def test_long_tables_end_with_what_is_left_out(report, tmp_path):
+    first = report.manifest.sealed[0].unpacked()
     eras = tuple(
-        report.manifest.sealed[0].model_copy(update={"number": number})
-        for number in range(MAX_ROWS + 7)
+        SealedEra(first.model_copy(update={"number": number})) for number in range(MAX_ROWS + 7)
     )
     write_report(
         tmp_path, replace(report, manifest=replace(report.manifest, sealed=eras)), picture=False
