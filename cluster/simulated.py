@@ -33,7 +33,7 @@ from .job import JobError
 from .places.host import Plan, node_address
 from .tracebacks import read_tail
 
-START_TIMEOUT_S = 60.0
+START_TIMEOUT_S = 180.0  # over a minute was seen on two cores with twenty processes waiting
 STOP_TIMEOUT_S = 15.0
 
 
