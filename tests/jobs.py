@@ -56,7 +56,7 @@ def let_go(run_dir: Path) -> None:
     (run_dir / "go-on").touch()
 
 
-def wait_for_end(run_dir: Path, *, timeout_s: float = 150.0) -> JobStatus:
+def wait_for_end(run_dir: Path, *, timeout_s: float = 200.0) -> JobStatus:
     return wait_for(
         lambda: (status := read_status(run_dir)).state.is_final and status,
         timeout_s=timeout_s,
@@ -84,6 +84,13 @@ def template_pids(run_dir: Path) -> list[int]:
     """Living templates of a run."""
     found = processes.find(str(run_dir)).items()
     return [pid for pid, environment in found if processes.TEMPLATE in environment]
+
+
+def used_nodes(run_dir: Path, generation: int) -> list[int]:
+    """The numbers of the pretended nodes that a generation runs on."""
+    attempts = run_dir.glob(f"logs/g{generation:03d}/node*/attempt.json")
+    addresses = [json.loads(path.read_text())["address"] for path in attempts]
+    return sorted(int(address.rpartition(".")[2]) - 2 for address in addresses)
 
 
 def assert_nothing_left(run_dir: Path, *, within_s: float = 30.0) -> None:

@@ -57,7 +57,7 @@ def undisturbed(folder: Path) -> Path:
     run_dir = folder / "undisturbed"
     open_run(config, run_dir)
     prepare(config.data, config.data.directory)
-    assert run_ranks(train, 4, config, run_dir, timeout_s=120) == ["finished"] * 4
+    assert run_ranks(train, 4, config, run_dir, timeout_s=250) == ["finished"] * 4
     return run_dir
 
 

@@ -101,7 +101,7 @@ def run_ranks(
     fn: Callable[..., Any],
     world_size: int,
     *args: Any,
-    timeout_s: float = 60,
+    timeout_s: float = 150,
     environment: Mapping[str, str] | None = None,
 ) -> list[Any]:
     """fn(*args) on `world_size` processes; their results by rank. RankFailed if one raises, dies or

@@ -69,7 +69,7 @@ def afterwards(folder: Path) -> Path:
     prepare(config.data, config.data.directory)
     assert len(read_manifest(folder / "prepared").sealed) >= 8
     open_run(config, folder / "afterwards")
-    assert run_ranks(train, 2, config, folder / "afterwards", timeout_s=120) == ["finished"] * 2
+    assert run_ranks(train, 2, config, folder / "afterwards", timeout_s=250) == ["finished"] * 2
     return folder / "afterwards"
 
 

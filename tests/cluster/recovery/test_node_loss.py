@@ -16,6 +16,7 @@ from jobs import (
     curve,
     fake_launch,
     undisturbed,
+    used_nodes,
     wait_for,
     wait_for_step,
 )
@@ -59,7 +60,7 @@ SETTINGS = (
     "job.num_nodes=2",
     "job.ranks_per_node=1",
     "job.min_nodes=1",
-    "job.wait_for_node_s=1.0",
+    "job.wait_for_node_s=5.0",
     "job.max_restarts=0",
 )
 
@@ -91,13 +92,6 @@ def plain_launch(run_dir: Path, **values) -> Launch:
     options = ("plain=1", f"steps={STEPS}", "step_s=0.02", "every=5")
     values = {"num_nodes": 2, "place_timeout_s": 60.0, "max_restarts": 0} | values
     return fake_launch(run_dir, *options, **values)
-
-
-def used_nodes(run_dir: Path, generation: int) -> list[int]:
-    """The numbers of the pretended nodes that a generation runs on."""
-    attempts = run_dir.glob(f"logs/g{generation:03d}/node*/attempt.json")
-    addresses = [json.loads(path.read_text())["address"] for path in attempts]
-    return sorted(int(address.rpartition(".")[2]) - 2 for address in addresses)
 
 
 def kill_one(cluster: StandingCluster, run_dir: Path) -> int:
@@ -138,7 +132,7 @@ def end_well(run_dir: Path) -> None:
 
 
 def test_f7_no_spare_it_goes_on_with_fewer_and_takes_back_the_others(standing, tmp_path):
-    run_dir = begin(standing, plain_launch(tmp_path, min_nodes=1, wait_for_node_s=1.0))
+    run_dir = begin(standing, plain_launch(tmp_path, min_nodes=1, wait_for_node_s=5.0))
     wait_for_step(run_dir, 10)
     kill_one(standing, run_dir)
     smaller = wait_for_generation(run_dir, 1, after=1)

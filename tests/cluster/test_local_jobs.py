@@ -1,0 +1,106 @@
+"""Jobs of real processes on this machine, supervised without a cluster."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from jobs import (
+    assert_nothing_left,
+    curve,
+    fake_launch,
+    let_go,
+    run_here,
+    undisturbed,
+    wait_for,
+    wait_for_end,
+    wait_for_step,
+)
+
+from moebius.cluster.job import Journal, State, stop_requested
+
+
+def states(run_dir: Path) -> list[str]:
+    return [entry.state.value for entry in Journal(run_dir).entries()]
+
+
+@pytest.mark.slow
+def test_a_rank_that_leaves_early_is_the_cause_and_the_curve_is_as_if_nothing_had_happened(
+    tmp_path,
+):
+    """Its exit code is 0, and its peer fails loudly with a lost connection: that one is not to
+    blame.
+    """
+    status = run_here(fake_launch(tmp_path, "fail=0:9:1:exit0", ranks_per_node=2))
+    assert status.state is State.SUCCEEDED
+    assert (status.generation, status.restarts) == (2, 1)
+    assert status.root_cause is not None
+    assert (status.root_cause.rank, status.root_cause.exit_code) == (0, 0)
+    assert "rank 0 exited with code 0 before the run was finished" in status.root_cause.summary
+    assert curve(tmp_path) == undisturbed(2, 20)
+    assert_nothing_left(tmp_path)
+
+
+def test_a_segmentation_fault_is_named(tmp_path):
+    status = run_here(fake_launch(tmp_path, "plain=1", "fail=0:3:*:segv", max_restarts=0))
+    assert status.root_cause is not None
+    assert status.root_cause.signal == "SIGSEGV"
+    assert "was killed by SIGSEGV" in status.reason
+
+
+@pytest.mark.slow
+def test_ranks_that_hang_at_the_start_are_ended(tmp_path):
+    status = run_here(
+        fake_launch(tmp_path, "plain=1", "fail=0:1:*:hang", max_restarts=0, start_timeout_s=8.0)
+    )
+    assert status.state is State.FAILED
+    assert "no step within start_timeout_s=8; ranks alive: [0]" in status.reason
+    assert_nothing_left(tmp_path)
+
+
+INTERRUPTED = """
+import json, sys
+from pathlib import Path
+from moebius.cluster.generations import supervise
+from moebius.cluster.recovery.interrupts import interrupts_ask_for_a_stop
+from moebius.cluster.nodes import ThisMachine
+from moebius.cluster.job import Launch, begin_submission
+values = json.loads(sys.argv[1])
+launch = Launch(**values | {"command": tuple(values["command"])})
+begin_submission(launch)
+with interrupts_ask_for_a_stop(Path(launch.run_dir)):
+    supervise(launch, ThisMachine())
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("sent", "state"), [(signal.SIGINT, State.STOPPED), (signal.SIGTERM, State.PREEMPTED)]
+)
+def test_ctrl_c_ends_a_run_at_a_step_boundary_and_the_next_one_goes_on(tmp_path, sent, state):
+    launch = fake_launch(tmp_path, "hold=3:1", "steps=12", "every=100", ranks_per_node=2)
+    values = json.dumps({"run_dir": launch.run_dir, "command": launch.command, "ranks_per_node": 2})
+    program = subprocess.Popen([sys.executable, "-c", INTERRUPTED, values], start_new_session=True)
+    try:
+        wait_for_step(tmp_path, 2)
+        os.killpg(program.pid, sent)  # what a terminal does: every process of the group gets it
+        wait_for(lambda: "STOPPING" in states(tmp_path), what="the supervisor to hear of it")
+        let_go(tmp_path)
+        status = wait_for_end(tmp_path)
+        assert program.wait(timeout=100) == 0
+    finally:
+        program.kill()
+        program.wait()
+    assert status.state is state
+    assert "STOPPING" in states(tmp_path)
+    assert_nothing_left(tmp_path)
+    saved = json.loads((tmp_path / "checkpoint.json").read_text())["step"]
+    assert saved == status.step
+    assert saved < 12
+    assert stop_requested(tmp_path) == ("step" if state is State.STOPPED else "preempt")
+    assert run_here(launch).state is State.SUCCEEDED
+    assert curve(tmp_path) == undisturbed(2, 12)
+    assert list(curve(tmp_path)) == list(range(1, 13)), "no step was made twice"
