@@ -17,9 +17,9 @@ from tests.tiny_job import (
     write_slow_language,
 )
 
-STEPS_PER_MINUTE = 30  # two quiet cores make many more: the ranks wait for data
-FILES_PER_MINUTE = 25  # just what the steps need
-DOCUMENTS = 4  # of each file
+STEPS_PER_MINUTE = 20  # two quiet cores make many more: the ranks wait for data
+FILES_PER_MINUTE = 34  # just what the steps need
+DOCUMENTS = 2  # of each file
 CPUS_PER_NODE = 2  # one is a rank's, the other tokenises
 SETTINGS = (
     *TINY_DATA,

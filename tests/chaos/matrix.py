@@ -10,6 +10,7 @@ _CLUSTER = "tests/cluster"
 _DATA = "tests/data_pipeline"
 _CHECKPOINT = "tests/distributed/checkpoint"
 _GENERATIONS = f"{_CLUSTER}/test_generations.py"
+_LOCAL_JOBS = f"{_CLUSTER}/test_local_jobs.py"
 _SUPERVISOR = f"{_CLUSTER}/test_supervisor.py"
 _WATCHING = f"{_CLUSTER}/watching"
 _REAL_RANKS = f"{_WATCHING}/test_real_ranks.py"
@@ -63,6 +64,9 @@ MATRIX = (
         _in(
             _GENERATIONS,
             "test_exit_code_zero_without_a_good_result_is_a_failure",
+        )
+        + _in(
+            _LOCAL_JOBS,
             "test_a_rank_that_leaves_early_is_the_cause_and_the_curve_is_as_if_nothing_had_happened",
         )
         + _in(_REAL_RANKS, "test_a_rank_that_leaves_early_is_the_cause"),
@@ -293,8 +297,11 @@ MATRIX = (
         "a checkpoint at the step boundary, STOPPED or PREEMPTED; resumed exactly",
         (
             *_in(
-                _GENERATIONS,
+                _LOCAL_JOBS,
                 "test_ctrl_c_ends_a_run_at_a_step_boundary_and_the_next_one_goes_on",
+            ),
+            *_in(
+                _GENERATIONS,
                 "test_a_preemption_notice_ends_the_job_as_preempted",
             ),
             *_in(

@@ -13,8 +13,8 @@ What is not injected: damage to token batches. Without a replica it ends a run, 
 (tests/data_pipeline/test_corruption.py).
 
 The plan is printed first; the same seed makes the same plan. What a fault meets depends on the
-machine's speed. All is kept in build/chaos/seed-N; report.json there has the figures. Exit code 0:
-equal, and no process was left.
+machine's speed. All is kept in build/chaos/seed-N; report.json there has the figures (record.py
+keeps them). Exit code 0: equal, and no process was left.
 """
 
 import argparse
@@ -35,6 +35,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from benchmarks.report import environment
 from moebius.cluster.job import Journal, JournalEntry, State, read_status
 from moebius.cluster.places.standing import StandingCluster, end_cluster, start_cluster
 from moebius.cluster.recovery.life import LifeWatch
@@ -70,7 +71,8 @@ class Injected:
     victim: str
     step: int | None
     generation: int
-    recovery_s: float | None = None  # to the first step of a newer generation
+    recovery_s: float | None = None  # to the first step after it, as the journal tells
+    way: str = ""  # in which the job recovered
 
 
 def main() -> int:
@@ -91,11 +93,11 @@ def main() -> int:
     console.print(_plan_table(given.seed, plan))
     write_texts(folder, given.minutes)
     injected, report = _disturbed(folder, plan, given, console)
-    if left := processes_left(mark):
-        report["left"] = left
+    report["left"] = processes_left(mark)
+    report["injected"] = [asdict(one) for one in injected]
+    (folder / "report.json").write_text(json.dumps(report, indent=1))
     if report["state"] == State.SUCCEEDED.value:
         report |= _compare(folder, given, console)
-    report["injected"] = [asdict(one) for one in injected]
     (folder / "report.json").write_text(json.dumps(report, indent=1))
     return _tell(injected, report, console)
 
@@ -139,6 +141,8 @@ def _disturbed(
         "generations": status.generation,
         "steps": status.step,
         "took_s": round(entries[-1].time - entries[0].time, 1),
+        "load_average": list(os.getloadavg()),
+        "environment": environment(),
     }
     return [_with_recovery(one, entries) for one in injected], report
 
@@ -181,15 +185,24 @@ def _await_end(run_dir: Path, timeout_s: float) -> None:
 
 
 def _with_recovery(one: Injected, entries: list[JournalEntry]) -> Injected:
-    """Adds how long it took from the fault to the first step of a newer generation."""
-    recovery_s = None
+    """Adds how long it took from the fault to the first step after it, and which way was taken.
+
+    A supervisor that takes over what runs says for how long nobody watched (`unwatched_s`); there
+    steps go on all the time.
+    """
+    at_s, found = round(one.at_s - entries[0].time, 1), replace(one)
     if one.victim and one.kind not in WITHOUT_RECOVERY:
-        for entry in entries:
-            is_newer = entry.time > one.at_s and entry.generation > one.generation
-            if is_newer and entry.state is State.RUNNING:
-                recovery_s = round(entry.time - one.at_s, 1)
+        is_recovering = False
+        for entry in (entry for entry in entries if entry.time > one.at_s):
+            is_recovering |= entry.state is State.RECOVERING
+            taken_over = not is_recovering and "unwatched_s" in entry.details
+            has_step = entry.state is State.RUNNING and "phases_s" in entry.details
+            if taken_over or (is_recovering and has_step):
+                way = "in place" if "in_place" in entry.details else "a new generation"
+                way = "taken over" if taken_over else way
+                found = replace(one, recovery_s=round(entry.time - one.at_s, 1), way=way)
                 break
-    return replace(one, at_s=round(one.at_s - entries[0].time, 1), recovery_s=recovery_s)
+    return replace(found, at_s=at_s)
 
 
 def processes_left(mark: str, *, within_s: float = 10.0) -> list[str]:
@@ -251,15 +264,16 @@ def _is_equal(report: dict[str, Any]) -> bool:
 
 
 def _tell(injected: list[Injected], report: dict[str, Any], console: Console) -> int:
-    table = Table("after", "step", "injected", "hit", "new step after")
+    table = Table("after", "step", "injected", "hit", "goes on after", "by")
     for one in injected:
         recovery = "–" if one.recovery_s is None else f"{one.recovery_s:.1f} s"
         victim = Text(one.victim or "nobody was there")
-        table.add_row(f"{one.at_s:.0f} s", str(one.step), KINDS[one.kind], victim, recovery)
+        after = f"{one.at_s:.0f} s"
+        table.add_row(after, str(one.step), KINDS[one.kind], victim, recovery, one.way)
     console.print(table)
-    left, is_equal = report.get("left", []), _is_equal(report)
+    left, is_equal = report["left"], _is_equal(report)
     for key, value in report.items():
-        if key != "injected":
+        if key not in ("injected", "left", "environment"):
             console.print(Text(f"{key}: {value}"), highlight=False)
     console.print(Text("processes left: " + ("none" if not left else "; ".join(left))))
     verdict = "EQUAL" if is_equal else "NOT EQUAL to the undisturbed run, or not finished"
