@@ -3,7 +3,8 @@
 A head without CPUs for ranks and two workers, each a machine of its own (nodes.py), with one rank
 on each worker. What must come out is the curve of a run on one machine that nothing happens to.
 
-The marker `chaos` keeps them out of `make test-all`, for they take minutes; `make chaos` runs them.
+The marker `chaos` keeps most of them out of `make test-all`, for they take minutes; `make chaos` runs
+all.
 """
 
 import json
@@ -33,8 +34,8 @@ from moebius.distributed.process.store import is_loopback
 from tests.chaos.job_under_fire import changes, curve, write_texts
 from tests.network.ray_nodes import RayCluster, ray_cluster
 
-pytestmark = [pytest.mark.slow, pytest.mark.chaos, pytest.mark.timeout(900)]
-STEPS = 16
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+STEPS = 40  # a fast machine must not be through before something is cut
 SMALLER = (
     f"train.steps={STEPS}",
     "train.global_batch=2",
@@ -245,6 +246,7 @@ def test_a_node_that_was_cut_off_comes_back_and_nobody_trains_twice(cluster, pre
     assert not any(psutil.pid_exists(pid) for pid in old)
 
 
+@pytest.mark.chaos
 def test_nodes_that_do_not_reach_each_other_are_named(cluster, prepared, tmp_path):
     limits = ["job.limits.step_s=15", "job.limits.compile_s=15"]
     submit(cluster, prepared, tmp_path, *limits)
@@ -264,12 +266,14 @@ def test_nodes_that_do_not_reach_each_other_are_named(cluster, prepared, tmp_pat
     assert hang.details["charged_to"] == "infrastructure"
 
 
+@pytest.mark.chaos
 def test_a_network_with_50_ms_of_delay_changes_no_bit(cluster, prepared, tmp_path):
     cluster.net.slow(0.05)
     submit(cluster, prepared, tmp_path)
     assert_stops_right(tmp_path, prepared, after=5)
 
 
+@pytest.mark.chaos
 def test_a_network_that_loses_5_percent_changes_no_bit(cluster, prepared, tmp_path):
     cluster.net.lose(LOSS)
     submit(cluster, prepared, tmp_path)
@@ -277,6 +281,7 @@ def test_a_network_that_loses_5_percent_changes_no_bit(cluster, prepared, tmp_pa
     assert cluster.net.wire(1, 2)["lost"] > 0
 
 
+@pytest.mark.chaos
 def test_a_cut_of_10_s_is_waited_out(cluster, prepared, tmp_path):
     submit(cluster, prepared, tmp_path)
     wait_for_step(tmp_path, 5, timeout_s=PATIENCE_S)
@@ -288,6 +293,7 @@ def test_a_cut_of_10_s_is_waited_out(cluster, prepared, tmp_path):
     assert entries_of(tmp_path, State.RECOVERING) == []
 
 
+@pytest.mark.chaos
 def test_a_node_that_stays_cut_off_is_done_without(cluster, prepared, tmp_path):
     """Ray leaves the ranks there alone for minutes, and so does their collective's timeout here:
     the silence of their supervisor ends them.
