@@ -239,6 +239,8 @@ class _Preparation:
             if (entry := read_quarantined(self._folder, unit)) is not None:
                 self._quarantined[index] = entry
                 self._meter.unit_quarantined(unit)
+            # decided anew before anybody reads it, and perhaps torn since
+            unfinished_file(self._folder, unit, "fates.npy").unlink(missing_ok=True)
             if unfinished_file(self._folder, unit, "scan.npz").exists():
                 self._scanned.add(index)
             elif entry is None:

@@ -12,14 +12,19 @@ from typing import Any
 from ..manifest import atomic_write
 
 
-def write_record(path: Path, content: Any) -> None:
+def write_record(path: Path, content: Any, *, durable: bool = True) -> None:
     """Writes a record, whole or not at all.
+
+    Args:
+        path: the file.
+        content: what it says.
+        durable: whether it must survive a power failure; else it may then count as never written.
 
     Raises:
         PrepareError: the folder cannot be written.
     """
     text = json.dumps(content)
-    with atomic_write(path) as file:
+    with atomic_write(path, durable=durable) as file:
         file.write(json.dumps({"sha256": _sha256(text), "content": content}).encode())
 
 

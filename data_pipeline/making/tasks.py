@@ -6,8 +6,10 @@
     tokenise_unit   the chosen documents: one shard per side
 
 They run in any process, on any machine that sees the folder, in any order, twice if need be. Every
-file appears whole or not at all (temporary name, fsync, rename), and says when it is there that its
-task has been done. Between two tasks lie only the decisions of the coordinator (`choose`).
+file appears whole or not at all (temporary name, rename), and says when it is there that its task has
+been done. Shards are fsynced together before they are recorded. Files between two tasks are not: one
+that a power failure has torn is noticed and made again. Between two tasks lie only the decisions of
+the coordinator (`choose`).
 """
 
 import hashlib
@@ -30,7 +32,7 @@ import numpy as np
 from ..config import DataConfig, SourceConfig
 from ..errors import InputError, ShardError
 from ..growth import UNFINISHED
-from ..manifest import ShardEntry, Split, atomic_write, index_name, shard_name
+from ..manifest import ShardEntry, Split, atomic_write, index_name, make_durable, shard_name
 from ..shards import MAX_DOCUMENT_BYTES, ShardWriter, TokenDocument, shard_metadata, shard_schema
 from ..sources.documents import Document
 from ..sources.reading import read_documents
@@ -238,7 +240,7 @@ def scan_unit(task: UnitTask) -> None:
     records = np.array(scan.records, dtype=_RECORD)
     statistics = scan.counter.statistics(seconds=time.perf_counter() - began)
     said = json.dumps({"reasons": list(scan.reasons), "statistics": asdict(statistics)})
-    with atomic_write(path) as file:
+    with atomic_write(path, durable=False) as file:  # a torn one is noticed, and made again
         np.savez(
             file,
             records=records,
@@ -278,8 +280,12 @@ def _scanned(arrays: Mapping[str, np.ndarray]) -> Scanned:
 
 
 def save_fates(directory: Path, unit: Unit, fates: np.ndarray) -> None:
-    """Writes what was decided about the documents of a unit: uint8 [documents]."""
-    with atomic_write(unfinished_file(directory, unit, "fates.npy")) as file:
+    """Writes what was decided about the documents of a unit: uint8 [documents].
+
+    Every run decides for itself before its tasks read this.
+    """
+    path = unfinished_file(directory, unit, "fates.npy")
+    with atomic_write(path, durable=False) as file:
         np.save(file, fates)
 
 
@@ -353,10 +359,10 @@ def tokenise_unit(task: UnitTask) -> tuple[ShardEntry, ...]:
 
 
 def save_shards(task: UnitTask, shards: tuple[ShardEntry, ...]) -> None:
-    """Records the shards of a unit, which says that they are whole."""
-    write_record(
-        task.unfinished("shards.json"), [shard.model_dump(mode="json") for shard in shards]
-    )
+    """Brings the shards of a unit to disk, and records them, which says that they are whole."""
+    make_durable([task.directory / name for one in shards for name in (one.name, one.index_name)])
+    described = [shard.model_dump(mode="json") for shard in shards]
+    write_record(task.unfinished("shards.json"), described, durable=False)
 
 
 def recorded_shards(task: UnitTask) -> tuple[ShardEntry, ...] | None:
@@ -389,7 +395,8 @@ class ShardPair:
 
     def add(self, side: Split, document: TokenDocument) -> None:
         if side not in self._writers:
-            file = self._files.enter_context(atomic_write(self._task.directory / self._name(side)))
+            path = self._task.directory / self._name(side)
+            file = self._files.enter_context(atomic_write(path, durable=False))
             self._writers[side] = self._writer(file)
         self._writers[side].add(document)
 
@@ -405,7 +412,8 @@ class ShardPair:
 
     def _close(self, side: Split) -> ShardEntry:
         name = self._name(side)
-        with atomic_write(self._task.directory / index_name(name)) as index_file:
+        path = self._task.directory / index_name(name)
+        with atomic_write(path, durable=False) as index_file:
             return self._writers[side].close(
                 name=name,
                 split=side,
