@@ -1,6 +1,7 @@
 """Watches the ranks of one generation for the supervision: hangs, waits for data, slow ranks.
 
-About once a second it asks every node where its ranks are (heartbeats.py). What it finds:
+About once a second it asks every node where its ranks are (heartbeats.py), all of them at once: one
+that does not answer holds up nobody, and is asked again when it has. What it finds:
 
 * all ranks are over the limit of their phase: evidence is gathered from every node at once
   (evidence.py), the rank that the others wait for is named (stalls.py), and the generation ends
@@ -13,7 +14,7 @@ About once a second it asks every node where its ranks are (heartbeats.py). What
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -26,6 +27,7 @@ from .stalls import Stall, find_behind, is_stalled, limit_of
 from .stragglers import Stragglers
 
 LOOK_S = 1.0
+ANSWER_S = 1.0  # for which one look waits for nodes
 DATA_WAIT_S = 60.0  # after which a wait for data is told
 _AT_ONCE = 32  # nodes that gather evidence
 _SPELLED = {GONE: "its process has ended", "D": "stuck in the kernel (state D)"} | dict.fromkeys(
@@ -73,6 +75,7 @@ class RankWatcher:
         self._stragglers = Stragglers()
         self.states: dict[int, RankState] = {}
         self._node_of: dict[int, int] = {}
+        self._questions = _Questions(nodes)
 
     @property
     def all_have_started(self) -> bool:
@@ -88,16 +91,14 @@ class RankWatcher:
             return None
         self._looked_s = now_s
         self.states = {}
-        for number, node in enumerate(self._nodes):
-            try:
-                states = node.heartbeats()
-            except NodeLost as error:
-                raise NodeLost(f"node {number} was lost: {error}") from error
+        for number, states in self._questions.ask().items():
             self.states |= {state.rank: state for state in states}
             self._node_of |= {state.rank: number for state in states}
-        if len(self.states) < self._world_size:
-            return None  # some have not begun: the start has a limit of its own
         self._tell_waits_for_data()
+        if len(self.states) < self._world_size:
+            # some have not begun: the start has a limit of its own; or a node does not answer,
+            # which is not known of it before the call fails
+            return None
         if is_stalled(self.states.values(), self._limits):
             return self._explain_stall()
         self._tell_starvation()
@@ -185,6 +186,37 @@ class RankWatcher:
                     "step": self.states[slow.rank].step,
                 },
             )
+
+
+class _Questions:
+    """Asks all nodes for their heartbeats at once; each has one question open at most."""
+
+    def __init__(self, nodes: Sequence[WatchedNode]) -> None:
+        self._nodes = nodes
+        self._pool = ThreadPoolExecutor(len(nodes), thread_name_prefix="heartbeats")
+        self._open: dict[int, Future[list[RankState]]] = {}
+
+    def ask(self) -> dict[int, list[RankState]]:
+        """Returns what the nodes say that have answered by now or soon, by number.
+
+        Raises:
+            NodeLost: one of them is lost.
+        """
+        if len(self._nodes) == 1:  # there is nobody to hold up
+            return {0: self._answer(0, self._nodes[0].heartbeats)}
+        for number, node in enumerate(self._nodes):
+            if number not in self._open:
+                self._open[number] = self._pool.submit(node.heartbeats)
+        wait(self._open.values(), ANSWER_S)
+        done = [number for number, answer in self._open.items() if answer.done()]
+        answers = {number: self._open.pop(number) for number in done}
+        return {number: self._answer(number, told.result) for number, told in answers.items()}
+
+    def _answer(self, number: int, ask: Callable[[], list[RankState]]) -> list[RankState]:
+        try:
+            return ask()
+        except NodeLost as error:
+            raise NodeLost(f"node {number} was lost: {error}") from error
 
 
 def read_limits(run_dir: Path) -> dict[str, float | None]:

@@ -1,8 +1,10 @@
 """What the supervision hears of its ranks, with nodes that only pretend."""
 
+import threading
 from typing import Any
 
 import pytest
+from jobs import wait_for
 
 from moebius.cluster.nodes import NodeLost
 from moebius.cluster.watching import watcher
@@ -177,3 +179,48 @@ def test_limits_are_those_of_the_runs_configuration(tmp_path):
     assert read_limits(tmp_path)["step_s"] is None
     saved.write_text('{"job": {"limits": {"step_s": 7, "eval_s": null}}}')
     assert read_limits(tmp_path) == PhaseLimits(step_s=7, eval_s=None).model_dump()
+
+
+class SlowNode(PretendedNode):
+    """Answers when it is told to, with states or with the news that it is lost."""
+
+    def __init__(self, *states: RankState) -> None:
+        super().__init__(*states)
+        self.may_answer = threading.Event()
+        self.is_lost = False
+        self.num_asked = 0
+
+    def heartbeats(self) -> list[RankState]:
+        self.num_asked += 1
+        assert self.may_answer.wait(timeout=120)
+        if self.is_lost:
+            raise NodeLost("its agent did not answer")
+        return self.states
+
+
+def test_a_node_that_does_not_answer_holds_up_nobody(watch, monkeypatch):
+    """The others are heard, and nobody is judged before it has spoken; it is asked once."""
+    monkeypatch.setattr(watcher, "ANSWER_S", 0.05)
+    make, notes = watch
+    slow = SlowNode(RankState(0, "step", 3, 60.0))
+    waits = PretendedNode(RankState(1, "data_wait", 3, 90.0))
+    quick = PretendedNode(RankState(2, "step", 3, 60.0))
+    ranks = make(slow, waits, quick, world_size=3)
+    for _ in range(3):
+        wait_for(lambda: ranks.look() is None and set(ranks.states) == {1, 2}, what="the others")
+    assert slow.num_asked == 1
+    assert "rank 1 on node 1 has waited 90 s" in notes[0][0]
+    slow.may_answer.set()
+    wait_for(lambda: ranks.look() is None and len(ranks.states) == 3, what="all three")
+
+
+def test_a_node_that_is_lost_while_others_answer_is_named(watch, monkeypatch):
+    monkeypatch.setattr(watcher, "ANSWER_S", 0.05)
+    make, _ = watch
+    lost = SlowNode()
+    ranks = make(PretendedNode(RankState(0, "step", 3, 1.0)), lost)
+    assert ranks.look() is None
+    lost.is_lost = True
+    lost.may_answer.set()
+    with pytest.raises(NodeLost, match="node 1 was lost: its agent did not answer"):
+        wait_for(ranks.look, what="the loss")
