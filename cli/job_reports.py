@@ -9,6 +9,7 @@ from pathlib import Path
 from .arguments import RUNS, Commands, add_command, add_run_argument
 from .messages import print_message
 
+_WIDTH_OF_A_PIPE = 10_000  # whoever reads it has room
 EXIT_CODES = (
     "exit code: 0 where the run goes on or ended well, 75 where it was PREEMPTED, 1 where it has "
     "FAILED or is LOST, 2 where there is no such run"
@@ -143,8 +144,10 @@ def _jobs(options: argparse.Namespace) -> int:
     from ..cluster.reports.listing import jobs_table
 
     console = Console()
+    if not (console.is_terminal or "COLUMNS" in os.environ):
+        console = Console(width=_WIDTH_OF_A_PIPE)
     if shown:
-        console.print(jobs_table(shown, root))
+        console.print(jobs_table(shown, root, width=console.width))
     if hidden := len(reports) - len(shown):
         console.print(f"{hidden} more ended over a week ago: --all", highlight=False)
     elif not shown:

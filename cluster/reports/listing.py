@@ -7,9 +7,10 @@ through.
 
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+from rich.cells import cell_len
 from rich.table import Table
 from rich.text import Text
 
@@ -21,6 +22,8 @@ from .run_report import RunReport, read_report
 MAX_DEPTH = 3
 RECENT_S = 7 * 86400.0  # ended longer ago: not shown unless all are asked for
 
+# What a narrow terminal does not show, first of all; `moebius status RUN` tells it.
+_CAN_BE_LEFT_OUT = ("tokens/s", "restarts", "loss", "name", "since", "step")
 _RIGHT = ("step", "loss", "tokens/s", "restarts", "since")
 
 
@@ -64,33 +67,49 @@ def is_recent(report: RunReport) -> bool:
     return ended is None or time.time() - ended < RECENT_S
 
 
-def jobs_table(reports: Sequence[RunReport], root: Path) -> Table:
-    """Returns a table with one line per run."""
+def jobs_table(reports: Sequence[RunReport], root: Path, *, width: int) -> Table:
+    """Returns a table with one line per run.
+
+    Args:
+        reports: of the runs.
+        root: which run folders are shown relative to.
+        width: of the terminal: columns that one can do without are left out, so that a run folder's
+            name stays in one piece.
+    """
+    rows = [_cells(report, root) for report in reports]
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    for name in ("name", "state", "step", "loss", "tokens/s", "restarts", "since", "run folder"):
-        table.add_column(
-            name,
-            justify="right" if name in _RIGHT else "left",
-            overflow="fold",
-            no_wrap=name not in ("name", "run folder"),
-        )
-    for report in reports:
-        table.add_row(*_cells(report, root))
+    shown = _that_fit(rows, width)
+    for name in shown:
+        table.add_column(name, justify="right" if name in _RIGHT else "left", overflow="fold")
+    for cells in rows:
+        table.add_row(*(cells[name] for name in shown))
     return table
 
 
-def _cells(report: RunReport, root: Path) -> list[Text]:
+def _that_fit(rows: Sequence[Mapping[str, Text]], width: int) -> list[str]:
+    """Returns the names of the columns that are shown in so much room."""
+    widths = {
+        name: 2 + max(cell_len(name), *(row[name].cell_len for row in rows)) for name in rows[0]
+    }
+    for name in _CAN_BE_LEFT_OUT:
+        if sum(widths.values()) <= width:
+            break
+        del widths[name]
+    return list(widths)
+
+
+def _cells(report: RunReport, root: Path) -> dict[str, Text]:
     status = report.status
     step = "" if status.step is None else f"{status.step}/{status.total_steps or '?'}"
     folder = status.run_dir
     shown = folder.relative_to(root) if folder != root and root in folder.parents else folder
-    return [
-        Text(report.name),
-        Text(status.state.value, style=STATE_STYLES.get(status.state, "bold")),
-        Text(step),
-        Text("" if status.loss is None else f"{status.loss:.4f}"),
-        Text("" if report.tokens_per_s is None else f"{report.tokens_per_s:,.0f}"),
-        Text(str(status.restarts)),
-        Text(duration(max(0.0, time.time() - report.since))),
-        Text(str(shown)),
-    ]
+    return {
+        "name": Text(report.name),
+        "state": Text(status.state.value, style=STATE_STYLES.get(status.state, "bold")),
+        "step": Text(step),
+        "loss": Text("" if status.loss is None else f"{status.loss:.4f}"),
+        "tokens/s": Text("" if report.tokens_per_s is None else f"{report.tokens_per_s:,.0f}"),
+        "restarts": Text(str(status.restarts)),
+        "since": Text(duration(max(0.0, time.time() - report.since))),
+        "run folder": Text(str(shown)),
+    }

@@ -1,14 +1,16 @@
 """A run in one line for people and one object for scripts."""
 
+import io
 import json
 import os
 import time
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from moebius.cluster.job import Journal, JournalEntry, RootCause, State, as_details, beat
-from moebius.cluster.reports.listing import find_runs, is_recent, read_reports
+from moebius.cluster.reports.listing import find_runs, is_recent, jobs_table, read_reports
 from moebius.cluster.reports.run_report import last_checkpoint, read_report, short_cause
 
 HOUR = 3600.0
@@ -170,3 +172,18 @@ def test_since_is_when_the_state_was_entered(tmp_path):
     assert read_report(tmp_path).since == 2.0
     Journal(tmp_path).append(State.SUBMITTED, generation=0, reason="again", details={"name": "b"})
     assert read_report(tmp_path).name == "b"
+
+
+@pytest.mark.parametrize(
+    ("width", "shown"), [(120, "name tokens/s loss since"), (60, "state step since"), (40, "state")]
+)
+def test_a_run_folder_is_not_broken_in_a_narrow_terminal(tmp_path, width, shown):
+    folder = tmp_path / "sweep" / "learning_rate_7"
+    write_night(folder, begun=time.time() - HOUR)
+    screen = Console(file=io.StringIO(), width=width)
+    screen.print(jobs_table([read_report(folder)], tmp_path, width=width))
+    assert isinstance(screen.file, io.StringIO)
+    header, row = screen.file.getvalue().splitlines()
+    assert "sweep/learning_rate_7" in row
+    assert set(shown.split()) <= set(header.split())
+    assert ("tokens/s" in header) == (width == 120)

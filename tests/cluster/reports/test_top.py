@@ -2,9 +2,11 @@
 
 import io
 import json
+import mmap
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,30 @@ from rich.console import Console
 from moebius.cluster import processes
 from moebius.cluster.job import JobError, Journal, State, beat
 from moebius.cluster.reports.top import look_once, render, show_top
+from moebius.cluster.watching.heartbeats import WatchedRanks, folder_of
+from moebius.train.heartbeat import PAGE_BYTES, Heartbeat, page_of
+
+RESOURCES = {
+    "time": 1e9,
+    "cpu_percent": 350.0,
+    "cpus": 8,
+    "memory_bytes": 20 << 30,
+    "memory_total_bytes": 64 << 30,
+    "received_bytes_per_s": 1e6,
+    "sent_bytes_per_s": 2e6,
+    "gpus": [
+        {
+            "gpu": gpu,
+            "percent": 80 + 10 * gpu,
+            "memory_bytes": 60 << 30,
+            "memory_total_bytes": 80 << 30,
+        }
+        for gpu in (0, 1)
+    ],
+    "ranks": [
+        {"rank": 0, "phase": "step", "step": 4, "cpu_percent": 97.5, "memory_bytes": 3 << 30}
+    ],
+}
 
 
 @pytest.fixture
@@ -33,6 +59,10 @@ def run_dir(tmp_path: Path) -> Path:
         attempt = {"launch": {"ranks_per_node": 2}, "node_rank": 0, "address": address}
         (node / "attempt.json").write_text(json.dumps(attempt))
     (tmp_path / "logs/g002/node0/rank1.log").write_text("x\n")
+    newest = RESOURCES | {"time": time.time() - 5}
+    lines = [RESOURCES | {"cpus": 1}, newest, {"time": "now"}, RESOURCES | {"gpus": [7]}]
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    (tmp_path / "logs/g002/node0/resources.jsonl").write_text(text)
     return tmp_path
 
 
@@ -53,9 +83,12 @@ def test_ranks_here_are_shown_with_what_they_use(run_dir):
         "node": 0,
         "rank": 0,
         "address": "127.0.0.2",
+        "phase": "step",
+        "step": 4,
+        "age_s": None,
         "pid": None,
-        "cpu_percent": None,
-        "memory_bytes": None,
+        "cpu_percent": 97.5,
+        "memory_bytes": 3 << 30,
         "log_age_s": None,
     }
     assert here["pid"] == rank.pid
@@ -65,29 +98,79 @@ def test_ranks_here_are_shown_with_what_they_use(run_dir):
     page = (Path(__file__).parents[3] / "docs" / "jobs.md").read_text()
     table = page.partition("<!-- top -->")[2].partition("<!-- end -->")[0]
     documented = [line.split("`")[1] for line in table.splitlines() if line.startswith("| `")]
-    assert documented == [*record, *(f"ranks[].{key}" for key in here)]
+    [node] = record["nodes"]
+    of_nodes = [f"nodes[].{key}" for key in node]
+    assert documented == [
+        *list(record)[:-1],
+        *of_nodes,
+        "ranks",
+        *(f"ranks[].{key}" for key in here),
+    ]
+    assert (node["cpu_percent"], node["cpus"], node["gpus"][1]["percent"]) == (350.0, 8, 90)
+    assert node["age_s"] >= 0
 
 
 def test_the_picture_of_one_look(run_dir):
     screen = Console(file=io.StringIO(), width=120)
     screen.print(render(look_once(run_dir)))
     assert isinstance(screen.file, io.StringIO)
-    heading, header, rank0, rank1 = screen.file.getvalue().splitlines()
-    assert heading.split() == [
-        "a",
-        "[b]",
-        "RUNNING",
-        "generation",
-        "2",
-        "step",
-        "3/10",
-        "2,000",
-        "tokens/s",
-        "eval",
+    text = screen.file.getvalue()
+    heading, _, nodes, node0, _, ranks, rank0, rank1 = text.splitlines()
+    words = "a [b] RUNNING generation 2 step 3/10 2,000 tokens/s eval"
+    assert heading.split() == words.split()
+    assert nodes.split() == [
+        "node",
+        "address",
+        "CPU",
+        "memory",
+        "GPU",
+        "GPU",
+        "memory",
+        "network",
+        "age",
     ]
-    assert header.split() == ["node", "address", "rank", "pid", "CPU", "memory", "last", "wrote"]
-    assert rank0.split() == ["0", "127.0.0.2", "0", "not", "here"]
-    assert rank1.split()[:5] == ["0", "127.0.0.2", "1", "not", "here"]
+    figures = "0 127.0.0.2 44 % of 8 20/64 GiB 85 % of 2 120/160 GiB 3 MB/s"
+    assert node0.split()[:-2] == figures.split()
+    assert ranks.split() == [
+        "rank",
+        "node",
+        "pid",
+        "phase",
+        "step",
+        "for",
+        "CPU",
+        "memory",
+        "last",
+        "wrote",
+    ]
+    assert rank0.split() == ["0", "0", "not", "here", "step", "4", "98", "%", "3,072", "MiB"]
+    assert rank1.split()[:4] == ["1", "0", "not", "here"]
+
+
+def test_heartbeats_of_this_machine_tell_phase_step_and_age(run_dir, monkeypatch):
+    folder = folder_of(str(run_dir), 2, 0)
+    ranks = WatchedRanks(folder, range(2))
+    ranks.open()
+    try:
+        page = page_of(folder, 1)
+        page.write_bytes(bytes(PAGE_BYTES))
+        with open(page, "r+b") as file, mmap.mmap(file.fileno(), PAGE_BYTES) as memory:
+            Heartbeat(memory).begin_step(7)
+        elsewhere, here = look_once(run_dir)["ranks"]
+    finally:
+        ranks.close()
+    assert (here["phase"], here["step"]) == ("compile", 7)
+    assert here["age_s"] >= 0
+    assert (elsewhere["phase"], elsewhere["step"], elsewhere["age_s"]) == ("step", 4, None)
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_the_tables_fit(run_dir, width):
+    screen = Console(file=io.StringIO(), width=width)
+    screen.print(render(look_once(run_dir)))
+    assert isinstance(screen.file, io.StringIO)
+    assert len(screen.file.getvalue().splitlines()) == 8
+    assert "…" not in screen.file.getvalue()
 
 
 def test_a_run_that_has_ended_has_no_ranks(run_dir):
