@@ -267,10 +267,12 @@ class Node(WatchingNode, RoundsNode):
 
     def end(self) -> None:
         """Ends the agent, its ranks and the template; nothing is left of this node."""
-        self.stop()
-        if self._template is not None:
-            self._template.end()
-            self._template = None
+        try:
+            self.stop()
+        finally:
+            if self._template is not None:
+                self._template.end()
+                self._template = None
 
     def _warm_up(self) -> None:
         if self._warms_for is None or (self._template and self._template.has_not_ended):

@@ -260,13 +260,24 @@ class Watch:
                 self.rounds.first_step(line, phases_s)
             if self.step is None:
                 seconds = time.monotonic() - self.started
+                words = f"first step ({line['step']}) after {seconds:.1f} s"
                 self.log(
                     State.RUNNING,
-                    f"first step ({line['step']}) after {seconds:.1f} s",
+                    "; ".join([words, *self.cold_starts()]),
                     first_step=line["step"],
                     phases_s=self.clock.first_step(line, seen_after_s=POLL_S),
                 )
             self.step = line["step"]
+
+    def cold_starts(self) -> list[str]:
+        """Returns why nodes have started agents and ranks as programs, where forks were wanted."""
+        nodes_of: dict[str, list[str]] = {}
+        for node_rank, node in enumerate(self.nodes):
+            with contextlib.suppress(NodeLost):  # which the next look will find
+                _, _, why = str(node.describe().get("starts", "")).partition(": ")
+                nodes_of.setdefault(why, []).append(str(node_rank))
+        told = {why: nodes for why, nodes in nodes_of.items() if why}
+        return [f"no warm start on node {', '.join(nodes)}: {why}" for why, nodes in told.items()]
 
     def rehearse(self) -> None:
         """Kills the last rank for the fault drill, once in the life of a run folder."""

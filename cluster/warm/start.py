@@ -5,6 +5,7 @@ initialised by an import) agents are started as programs instead, and their logs
 """
 
 import contextlib
+import glob
 import json
 import os
 import signal
@@ -15,6 +16,8 @@ import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
+
+import psutil
 
 from .. import processes
 from ..job import Launch
@@ -127,6 +130,7 @@ class Template:
             self._take(message)
         self._channel.close()
         code = self._process.wait()
+        _remove_if_empty(self._log)
         with self._lock:
             self._exit_code = code
             self.refusal = self.refusal or f"the template ended with exit code {code}"
@@ -136,6 +140,7 @@ class Template:
 
     def _start(self, theirs: socket.socket, environment: dict[str, str]) -> subprocess.Popen[bytes]:
         self._log.parent.mkdir(parents=True, exist_ok=True)
+        _sweep(self._log)
         command = [
             sys.executable,
             "-m",
@@ -171,6 +176,21 @@ class Template:
         elif "refused" in message:
             with self._lock:
                 self.refusal = message["refused"]
+
+
+def _sweep(own: Path) -> None:
+    """Removes the empty logs of templates whose nodes were killed: host-PID.log, of this host."""
+    host, _, _ = own.stem.rpartition("-")
+    for log in own.parent.glob(f"{glob.escape(host)}-*.log"):
+        pid = log.stem.rpartition("-")[2]
+        if pid.isdecimal() and not psutil.pid_exists(int(pid)):
+            _remove_if_empty(log)
+
+
+def _remove_if_empty(log: Path) -> None:
+    with contextlib.suppress(OSError):
+        if log.stat().st_size == 0:
+            log.unlink()
 
 
 class OrderedAgent:

@@ -30,8 +30,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from .. import processes
+
+if __name__ == "__main__":
+    # before the imports below, which take a second on a busy machine: what binds this process to
+    # its parent must come as soon as it can
+    processes.bind_to_parent()
+
 from ...train.process_log import print_through_log
-from .. import agent, processes
+from .. import agent
 from .orders import MAX_MESSAGE_BYTES, TRAINING, Order, tell
 
 _AGENTS_NEED = (
@@ -53,7 +60,6 @@ _MAY_RUN = {"jemalloc_bg_thd"}
 
 def main(channel: socket.socket, kind: str) -> int:
     """Serves orders until the node hangs up; a fork runs the agent or the rank it has become."""
-    processes.bind_to_parent()
     print_through_log()
     began = time.monotonic()
     import_all(kind, is_awaited=lambda: _has_orders(channel))

@@ -30,7 +30,7 @@ from moebius.cluster import processes
 from moebius.cluster.agent import AgentReport, Attempt, Node
 from moebius.cluster.job import Launch, State
 from moebius.cluster.local import train_here
-from moebius.cluster.warm.start import OrderedAgent
+from moebius.cluster.warm.start import OrderedAgent, _sweep
 from moebius.data_pipeline.config import DataConfig
 from moebius.distributed.layout import MeshConfig
 from moebius.train.config import CheckpointConfig, Config, JobConfig, TrainConfig
@@ -169,6 +169,20 @@ def test_an_agent_is_started_as_a_program_where_the_template_refuses(tmp_path):
     finally:
         node.end()
     assert_nothing_left(tmp_path)
+    templates = tmp_path / "logs/templates"
+    wait_for(lambda: not list(templates.iterdir()), what="the template's empty log to be removed")
+
+
+def test_empty_logs_of_templates_whose_nodes_are_gone_are_removed(tmp_path):
+    with subprocess.Popen(["true"]) as gone:
+        pass
+    names = [f"host-{gone.pid}", f"other-{gone.pid}", f"host-{os.getpid()}", "host-7x", "host-1"]
+    for name in names:
+        (tmp_path / f"{name}.log").touch()
+    (tmp_path / "host-999999999.log").write_text("said something")
+    _sweep(tmp_path / "host-5.log")
+    left = {path.stem for path in tmp_path.iterdir()}
+    assert left == {*names[1:], "host-999999999"}
 
 
 def test_an_ordered_agent_becomes_a_program_once():
@@ -277,3 +291,19 @@ def test_nothing_of_forked_ranks_is_left_whoever_is_killed(tmp_path):
     finally:
         node.end()
     assert_nothing_left(run_dir)
+
+
+STARTER = """
+import os, signal, sys
+from moebius.cluster.agent import Node
+from moebius.cluster.job import Launch
+Node(launch=Launch(sys.argv[1], command=("true",)))
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_template_whose_node_is_killed_before_it_could_bind_itself_ends(tmp_path):
+    """It is a program that has hardly begun when its parent is gone."""
+    starter = subprocess.run([sys.executable, "-c", STARTER, str(tmp_path)], check=False)
+    assert starter.returncode == -signal.SIGKILL
+    assert_nothing_left(tmp_path, within_s=60)

@@ -193,6 +193,15 @@ def test_every_generation_has_its_own_number_and_port_and_announces_itself_first
     assert read_generation(tmp_path) == 3
 
 
+def test_the_journal_tells_why_a_node_has_no_warm_start(tmp_path, monkeypatch):
+    told = {"address": "127.0.0.1", "starts": "as programs: imports have started threads: a, b"}
+    monkeypatch.setattr(PretendedNode, "describe", lambda self: told)
+    live(tmp_path, makes_steps(1, then=finishes))
+    running = next(e.reason for e in Journal(tmp_path).entries() if e.state is State.RUNNING)
+    assert running.endswith("; no warm start on node 0: imports have started threads: a, b")
+    assert running.startswith("first step (1) after ")
+
+
 def test_the_journal_tells_how_long_each_phase_of_a_start_took(tmp_path):
     def starts(run_dir: Path) -> None:
         with open(run_dir / "metrics.jsonl", "a") as file:

@@ -1,5 +1,7 @@
 """Where the ranks are, as their node sees it: ages, dead and stopped ranks, and those without CPU."""
 
+import json
+import mmap
 import os
 import signal
 import stat
@@ -12,7 +14,14 @@ import pytest
 from moebius.cluster.watching import heartbeats
 from moebius.cluster.watching.heartbeats import GONE, WatchedRanks, folder_of
 from moebius.train import heartbeat
-from moebius.train.heartbeat import FOLDER, Phase, open_heartbeat
+from moebius.train.heartbeat import (
+    FOLDER,
+    PAGE_BYTES,
+    Heartbeat,
+    Phase,
+    open_heartbeat,
+    page_of,
+)
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="/proc is Linux's")
 
@@ -111,3 +120,46 @@ def test_a_folder_that_others_can_enter_is_not_used(tmp_path, monkeypatch):
     (tmp_path / "tmp" / name).rmdir()
     (tmp_path / "tmp" / name).symlink_to(tmp_path)
     assert folder_of(str(tmp_path), 1, 0).parent == tmp_path / "logs" / "heartbeats"
+
+
+@linux
+def test_what_killed_nodes_have_left_is_swept_and_nothing_else(tmp_path):
+    """Of this user, private, of a dead process of this machine: all of it, or it stays."""
+    code = (
+        "from pathlib import Path; import sys\n"
+        "from moebius.cluster.watching.heartbeats import WatchedRanks\n"
+        "for folder in sys.argv[1:]: WatchedRanks(Path(folder), range(1)).open()\n"
+    )
+    names = {
+        "killed": f"{'a' * 16}-node0-g001",
+        "open to others": f"{'b' * 16}-node0-g001",
+        "of another container": f"{'c' * 16}-node0-g001",
+        "with a rank that lives": f"{'d' * 16}-node0-g001",
+        "of no owner": f"{'e' * 16}-node0-g001",
+        "with a bad owner": f"{'f' * 16}-node0-g001",
+    }
+    paths = {what: tmp_path / name for what, name in names.items()}
+    somebody_elses = tmp_path / "tmp-of-something"
+    made = [somebody_elses, *paths.values()]
+    subprocess.run([sys.executable, "-c", code, *map(str, made)], check=True)
+    (tmp_path / f"{'0' * 16}-node0-g001").symlink_to(somebody_elses)
+    paths["open to others"].chmod(0o755)
+    owner = json.loads((paths["killed"] / "owner.json").read_text())
+    assert owner["pid_namespace"]
+    other = owner | {"pid_namespace": "pid:[1]"}
+    (paths["of another container"] / "owner.json").write_text(json.dumps(other))
+    (paths["of no owner"] / "owner.json").unlink()
+    (paths["with a bad owner"] / "owner.json").write_text("[1, 2")
+    page = page_of(paths["with a rank that lives"], 0)
+    page.write_bytes(bytes(PAGE_BYTES))
+    with open(page, "r+b") as file:
+        Heartbeat(mmap.mmap(file.fileno(), PAGE_BYTES))
+
+    before = {path.name for path in tmp_path.iterdir()}
+    own = WatchedRanks(tmp_path / f"{'9' * 16}-node0-g001", range(1))
+    own.open()
+    assert {path.name for path in tmp_path.iterdir()} - {own.folder.name} == before - {
+        names["killed"]
+    }
+    heartbeats.sweep(tmp_path)
+    assert own.folder.exists()
