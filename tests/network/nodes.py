@@ -71,11 +71,10 @@ class Network:
     def run(
         self, node: int, *command: str, timeout_s: float = 60.0, **environment: str
     ) -> subprocess.CompletedProcess[str]:
-        """Executes a command on a machine and returns when it has ended."""
+        """Executes a command on a machine, in the folder /, and returns when it has ended."""
         return subprocess.run(
             self.command(node, *command),
             env=os.environ | environment,
-            cwd=ROOT,
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
@@ -90,7 +89,6 @@ class Network:
             return subprocess.Popen(
                 self.command(node, *command),
                 env=os.environ | dict(environment),
-                cwd=ROOT,
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=subprocess.STDOUT,
