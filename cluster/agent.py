@@ -44,6 +44,7 @@ from .job import Launch, write_atomically
 from .recovery.deadman import Deadman
 from .recovery.node_check import NodeCheck
 from .recovery.round_of_node import RoundsNode
+from .recovery.unkillable import unkillable
 from .tracebacks import last_traceback, read_tail, summarise
 from .warm.start import AgentProcess, Template, start_program
 from .watching.heartbeats import folder_of
@@ -182,6 +183,10 @@ class Node(WatchingNode, RoundsNode):
         """Returns what this node lacks for a job, or ""."""
         return wanted.faults()
 
+    def unkillable(self, run_dir: str) -> str:
+        """Returns which processes of a run cannot be ended here, or ""; before ranks are started."""
+        return unkillable(run_dir, self._address)
+
     def free_port(self) -> int:
         """Returns a port of this node's address that is free now.
 
@@ -196,12 +201,8 @@ class Node(WatchingNode, RoundsNode):
         machine.
         """
         self.stop()
-        stuck = processes.end(processes.find(attempt.launch.run_dir, before=attempt.generation))
-        if stuck:
-            raise RuntimeError(
-                f"processes {stuck} of an earlier generation cannot be killed on "
-                f"{socket.gethostname()}"
-            )
+        # what cannot be ended is another pretended node's: for its own `unkillable` was asked
+        processes.end(processes.find(attempt.launch.run_dir, before=attempt.generation))
         attempt.log_dir.mkdir(parents=True, exist_ok=True)
         attempt.save(attempt.log_dir / "attempt.json")
         self._attempt = attempt

@@ -180,6 +180,7 @@ class _Supervision:
                 nodes, self._while_placing, give_up_after_s=self.launch.give_up_after_s
             )
             self.clock.mark("place")
+            self._exclude_stuck(nodes)
             self._check(nodes)
             self.clock.mark("check")
             self._await_data()
@@ -256,6 +257,19 @@ class _Supervision:
         if reason and reason != self._reason:
             self.log(State.PLACING, reason)
             self._reason = reason
+
+    def _exclude_stuck(self, nodes: Sequence[NodeHandle]) -> None:
+        """Leaves out nodes with processes of an earlier generation that cannot be killed.
+
+        Raises:
+            NodeUnfit: there was one; the job goes on elsewhere.
+            NodesUnavailable: there is no other.
+            NodeLost: one does not answer.
+        """
+        for number, node in enumerate(nodes if self.has_started else ()):
+            if stuck := node.unkillable(self.launch.run_dir):
+                self.node_provider.exclude(node, stuck)
+                raise NodeUnfit(f"node {number}: {stuck}; this job does not use the node again")
 
     def _check(self, nodes: Sequence[NodeHandle]) -> None:
         """Asks every node whether it sees the run folder and has the devices.

@@ -40,6 +40,7 @@ class NodeHandle(Protocol):
 
     def describe(self) -> dict[str, Any]: ...
     def check(self, wanted: NodeCheck) -> str: ...
+    def unkillable(self, run_dir: str) -> str: ...
     def free_port(self) -> int: ...
     def start(self, attempt: Attempt) -> None: ...
     def poll(self) -> AgentReport | None: ...
@@ -82,6 +83,14 @@ class NodeProvider(Protocol):
         """
         ...
 
+    def exclude(self, node: NodeHandle, why: str) -> None:
+        """Uses a node no more.
+
+        Raises:
+            NodesUnavailable: there is no other.
+        """
+        ...
+
     def release(self) -> None:
         """Ends everything on the nodes and gives them back."""
         ...
@@ -107,6 +116,13 @@ class ThisMachine:
     def adopt_nodes(self) -> Sequence[NodeHandle]:
         """Returns none: what ran here has ended with who supervised it."""
         return ()
+
+    def exclude(self, node: NodeHandle, why: str) -> None:
+        """Raises NodesUnavailable: there is no other machine."""
+        raise NodesUnavailable(
+            f"{why}, and the job has no other machine; restart this one (or mend the file system or "
+            "driver that it waits for), then continue with `moebius resume`"
+        )
 
     def release(self) -> None:
         """Ends what runs here."""

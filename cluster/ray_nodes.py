@@ -42,6 +42,7 @@ from .watching.heartbeats import RankState
 # of a call to a node: it answers within milliseconds, or within seconds when processes resist
 CALL_TIMEOUT_S = 30.0
 BEAT_EVERY_S = 5.0  # while an answer is waited for
+_NODE_ID = "ray.io/node-id"  # the label that Ray gives to each node
 ADOPT_TIMEOUT_S = 5.0  # of a predecessor's node, for its first answer
 ORPHANED_LOOK_S = 30.0  # between two looks of a node for its supervisor
 
@@ -133,6 +134,7 @@ class RayNodeProvider:
         self._capacity = Capacity(0, 0)
         self._group: PlacementGroup | None = None
         self._nodes: list[RemoteNode | None] = []
+        self._excluded: set[str] = set()  # nodes with processes that cannot be killed
 
     def capacity(self) -> Capacity:
         """Returns how many nodes are large enough, and how many of them we have or could have.
@@ -147,7 +149,8 @@ class RayNodeProvider:
     def _ask_capacity(self) -> Capacity:
         alive = [node for node in ray.nodes() if node["Alive"]]
         leaving = _leaving()
-        fitting = {node["NodeID"] for node in alive if self._bundle.fits(node)} - leaving
+        fitting = {node["NodeID"] for node in alive if self._bundle.fits(node)}
+        fitting -= leaving | self._excluded
         free = {
             node_id
             for node_id, resources in available_resources_per_node().items()
@@ -168,9 +171,9 @@ class RayNodeProvider:
         self, num_nodes: int, while_waiting: Callable[[str], None]
     ) -> Sequence[NodeHandle]:
         """Returns an agent per bundle; reserves the bundles first, and replaces what was lost."""
-        leaving = _leaving()
+        unwanted = _leaving() | self._excluded
         if len(self._nodes) != num_nodes or any(
-            node is not None and node.node_id in leaving for node in self._nodes
+            node is not None and node.node_id in unwanted for node in self._nodes
         ):
             self._give_back()
         if self._group is None:
@@ -224,6 +227,11 @@ class RayNodeProvider:
         address = ray.get_runtime_context().gcs_address
         return ["--address", address, "--capacity", str(IN_FLIGHT_PER_CPU * left)]
 
+    def exclude(self, node: NodeHandle, why: str) -> None:
+        """Reserves no bundle on a node any more; a supervisor that is started anew asks again."""
+        assert isinstance(node, RemoteNode), "the nodes of this provider are remote"
+        self._excluded.add(node.node_id)
+
     def release(self) -> None:
         """Ends the agents and gives the bundles back."""
         self._give_back()
@@ -258,9 +266,10 @@ class RayNodeProvider:
     def _reserve(self, num_nodes: int, while_waiting: Callable[[str], None]) -> PlacementGroup:
         """Reserves the bundles; waits as long as other jobs hold what is needed."""
         self._sweep_predecessor()
-        bundles = [self._bundle.resources()] * num_nodes
+        elsewhere = {_NODE_ID: f"!in({','.join(sorted(self._excluded))})"}
         group = placement_group(
-            bundles,
+            [self._bundle.resources()] * num_nodes,
+            bundle_label_selector=[elsewhere] * num_nodes if self._excluded else [],
             strategy="STRICT_SPREAD",
             name=actor_name(self._launch.run_dir),
             lifetime="detached",
@@ -354,6 +363,10 @@ class RemoteNode:
     def check(self, wanted: NodeCheck) -> str:
         """Calls `Node.check` there."""
         return self._call("check", wanted)
+
+    def unkillable(self, run_dir: str) -> str:
+        """Calls `Node.unkillable` there."""
+        return self._call("unkillable", run_dir)
 
     def free_port(self) -> int:
         """Calls `Node.free_port` there."""

@@ -373,8 +373,19 @@ MATRIX = (
         "F26",
         "a rank ignores SIGTERM, or hangs in the kernel",
         "named with its line and killed; a node with what cannot be killed is not used again",
-        _in(_REAL_RANKS, "test_a_rank_that_hangs_deaf_to_sigterm_is_named_with_its_line"),
-        missing="a process in state D cannot be made without a broken device; nodes are not excluded",
+        (
+            *_in(_REAL_RANKS, "test_a_rank_that_hangs_deaf_to_sigterm_is_named_with_its_line"),
+            *_in(
+                f"{_CLUSTER}/recovery/test_unkillable.py",
+                "test_it_is_named_by_the_node_on_which_it_was_started",
+                "test_a_job_of_one_machine_ends_and_says_why",
+            ),
+            *_in(
+                _GENERATIONS,
+                "test_a_node_with_a_rank_that_cannot_be_killed_is_not_used_again",
+            ),
+        ),
+        missing="no test of a whole job that goes on on other nodes of a cluster",
     ),
     Fault(
         "F27",

@@ -6,8 +6,9 @@ without a model.
 Every step is an all-reduce over gloo; rank 0 writes metrics, a checkpoint every `every` steps and
 the result; all ranks agree on a stop at a step boundary. `steps`, `step_s` and `every` shape the
 run, `plain=1` leaves out torch and the other ranks, and `fail="RANK:STEP:GENERATION:how,…"` breaks
-it (how: raise, exit0, segv, hang; generation "*": every time). `hold="STEP:GENERATION"` stops all
-ranks before a step until a test has done what it wants and calls `jobs.let_go`.
+it (how: raise, exit0, segv, hang, stuck; generation "*": every time, step "*": the first).
+`hold="STEP:GENERATION"` stops all ranks before a step until a test has done what it wants and calls
+`jobs.let_go`.
 """
 
 import datetime
@@ -91,7 +92,7 @@ def write(metrics, line: dict) -> None:
 
 def fail_if_told(order: str, rank: int, step: int, generation: int) -> None:
     who, when, which, how = order.split(":")
-    if rank != int(who) or step != int(when) or which not in ("*", str(generation)):
+    if rank != int(who) or when not in ("*", str(step)) or which not in ("*", str(generation)):
         return
     if how == "raise":
         raise ArithmeticError(f"bad batch at step {step}")
@@ -101,6 +102,11 @@ def fail_if_told(order: str, rank: int, step: int, generation: int) -> None:
         os._exit(78)
     if how == "segv":
         os.kill(os.getpid(), signal.SIGSEGV)
+    if how == "stuck":
+        sys.path.append(str(Path(__file__).parents[1]))
+        import stuck
+
+        stuck.hang(Path(sys.argv[1]) / "hung")
     time.sleep(3600)
 
 

@@ -51,9 +51,13 @@ class PretendedNode:
         self.script = script
         self.attempts: list[Attempt] = []
         self.runs: list[int] = []  # generation and node rank
+        self.stuck, self.spare = "", self
 
     def describe(self):
         return {"address": "127.0.0.1", "runs": self.runs}
+
+    def unkillable(self, run_dir: str) -> str:
+        return self.stuck
 
     def check(self, wanted: NodeCheck) -> str:
         return wanted.faults()
@@ -105,6 +109,9 @@ class PretendedNodeProvider:
 
     def adopt_nodes(self):
         return [self.node] if self.node.runs else []
+
+    def exclude(self, node, why: str) -> None:
+        self.node = node.spare
 
     def release(self) -> None:
         self.released = True
@@ -391,6 +398,24 @@ def test_a_stop_before_the_start_starts_nothing(tmp_path):
     supervise(launch, node_provider)
     assert states(tmp_path) == ["SUBMITTED", "STOPPED"]
     assert not node_provider.node.attempts
+
+
+def test_a_node_with_a_rank_that_cannot_be_killed_is_not_used_again(tmp_path):
+    def leaves_a_rank(run_dir: Path) -> AgentReport:
+        first.stuck = "SIGKILL does not end process 7 (rank 0 of generation 1)"
+        return failed()
+
+    first = PretendedNode(tmp_path, iter([makes_steps(2, then=leaves_a_rank)]))
+    first.spare = PretendedNode(tmp_path, iter([makes_steps(3, then=finishes)]))
+    launch = Launch(str(tmp_path), backoff_s=0.001, max_node_losses=1)
+    begin_submission(launch)
+    supervise(launch, PretendedNodeProvider(first))
+    assert read_status(tmp_path).state is State.SUCCEEDED
+    assert (len(first.attempts), len(first.spare.attempts)) == (1, 1)
+    [told] = [one for one in Journal(tmp_path).entries() if "process 7" in one.reason]
+    assert "node 0: SIGKILL does not end process 7" in told.reason
+    assert "this job does not use the node again" in told.reason
+    assert told.details["charged_to"] == "infrastructure"
 
 
 def test_a_generation_that_fails_while_stopping_is_not_followed_by_another(tmp_path):

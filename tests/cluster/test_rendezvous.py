@@ -329,6 +329,9 @@ class TwoMachines:
     def adopt_nodes(self):
         return ()
 
+    def exclude(self, node, why: str) -> None:
+        raise AssertionError(why)
+
     def release(self) -> None:
         for node in self.nodes:
             node.stop()
