@@ -4,6 +4,7 @@ with those samples left out; and a restart at any moment changes nothing.
 
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,8 @@ import pytest
 import torch
 from made_folder import MadeFolder, documents
 from small_model import TINY
-from world import RankFailed, run_ranks
+from world import RankFailed
+from world import run_ranks as run_ranks_for
 
 from moebius.data_pipeline.left_out import LeftOut
 from moebius.distributed.checkpoint.loading import load
@@ -24,6 +26,7 @@ from moebius.train.spikes.config import SpikeConfig
 from moebius.train.spikes.record import FILE, read_rollbacks
 from moebius.train.state import TrainingProgress, set_updates, state_tensors
 
+run_ranks = partial(run_ranks_for, timeout_s=240)  # a run syncs twenty files to the disk
 BATCH, STEPS = 8, 10
 POISON = range(5 * BATCH, 7 * BATCH)  # the samples of steps 6 and 7
 LEFT_OUT = range(4 * BATCH, 7 * BATCH)  # since the checkpoint of step 4
