@@ -1,6 +1,7 @@
 """Jobs: `moebius train`, `submit` and `resume` start one, `scale` changes its size, `stop` ends it."""
 
 import argparse
+import contextlib
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,6 +20,7 @@ from .configurations import resolve_config
 from .emit import add_emit_arguments, emit
 
 if TYPE_CHECKING:
+    from ..cluster.recovery.scale import ScaleRequest
     from ..train.config import Config
 
 ENDS = (
@@ -85,6 +87,12 @@ def _add_place(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--detach", action="store_true", help="return once the supervisor is up (with --address)"
     )
+    parser.add_argument(
+        "--ship", action="store_true", help="let the nodes run this code, whatever they have"
+    )
+    parser.add_argument(
+        "--wheel", type=Path, metavar="FILE", help="with --ship: this code; default: it is built"
+    )
     add_unauthenticated(parser)
 
 
@@ -117,11 +125,32 @@ def _submit(options: argparse.Namespace) -> int:
     """Carries out `moebius submit`."""
     if options.emit is not None:
         return emit(options)
-    from ..cluster.submit import submit
-
     allow_unauthenticated(options)
     config, run_dir = _resolve(options)
-    return submit(config, run_dir, address=options.address, detach=options.detach).exit_code
+    return _submit_to(options, config, run_dir)
+
+
+def _submit_to(
+    options: argparse.Namespace,
+    config: "Config",
+    run_dir: Path,
+    scale: "ScaleRequest | None" = None,
+) -> int:
+    """Submits to the place that the options name, with the code that they name."""
+    from ..cluster.shipping.runtime import shipping
+    from ..cluster.submit import submit
+
+    if options.wheel is not None and not options.ship:
+        raise ValueError("--wheel says what --ship is to bring along: give --ship, too")
+    with shipping(options.wheel) if options.ship else contextlib.nullcontext() as shipment:
+        return submit(
+            config,
+            run_dir,
+            address=options.address,
+            detach=options.detach,
+            scale=scale,
+            shipment=shipment,
+        ).exit_code
 
 
 def _resume(options: argparse.Namespace) -> int:
@@ -145,10 +174,7 @@ def _resume(options: argparse.Namespace) -> int:
     print(f"{run_dir}: {_what_it_goes_on_from(report.last_checkpoint, config)}", flush=True)
     if scale is not None:
         print(f"on {scale.num_nodes} node(s), as `moebius scale` asked before", flush=True)
-    from ..cluster.submit import submit
-
-    status = submit(config, run_dir, address=options.address, detach=options.detach, scale=scale)
-    return status.exit_code
+    return _submit_to(options, config, run_dir, scale)
 
 
 def _stored_config(run_dir: Path, overrides: list[str]) -> "Config":

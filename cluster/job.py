@@ -373,7 +373,7 @@ def refuse_if_running(run_dir: Path) -> None:
         )
 
 
-def begin_submission(launch: Launch, *, note: str = "") -> None:
+def begin_submission(launch: Launch, *, note: str = "", **details: Any) -> None:
     """Opens the job's journal, with a note beside its size; clears what an earlier one left.
 
     Whether a job is at work here is asked once more: since the command first asked, the data may
@@ -393,7 +393,7 @@ def begin_submission(launch: Launch, *, note: str = "") -> None:
             State.SUBMITTED,
             generation=read_generation(run_dir),
             reason=f"{launch.num_nodes} node(s) × {launch.ranks_per_node} rank(s){note}",
-            details={"name": launch.name, "where": launch.where},
+            details={"name": launch.name, "where": launch.where} | details,
         )
     except OSError as error:
         raise JobError(

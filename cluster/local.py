@@ -17,6 +17,7 @@ from .nodes import ThisMachine
 from .preparation import Preparation, prepares_beside, workers_beside
 from .processes import difference_from_linux
 from .recovery.interrupts import interrupts_ask_for_a_stop
+from .shipping.record import record_environment
 from .summary import closing_words, draw_summary
 from .watch import follow, show_preparation
 
@@ -85,7 +86,7 @@ def _run_and_show(
 ) -> JobStatus:
     """The job in this thread, which receives Ctrl-C; its picture in another."""
     run_dir = Path(launch.run_dir)
-    begin_submission(launch)
+    begin_submission(launch, **record_environment(run_dir, None))
     ended = threading.Event()
     screen = threading.Thread(
         target=follow,

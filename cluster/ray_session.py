@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from .job import JobError
+from .shipping.runtime import runtime_env
 
 NAMESPACE = "moebius"
 REACH_TIMEOUT_S = 5.0
@@ -71,6 +72,7 @@ def _connect(ray: Any, address: str) -> None:
             log_to_driver=False,  # ranks log into the run folder, not through Ray
             logging_level=logging.ERROR,
             configure_logging=True,
+            runtime_env=runtime_env(),
         )
     except Exception as error:  # Ray raises half a dozen types here; all mean: no connection
         raise JobError(

@@ -38,6 +38,8 @@ from .ray_session import disconnect, require_ray
 from .recovery.interrupts import interrupts_ask_for_a_stop
 from .recovery.life import HEARTBEAT
 from .recovery.scale import ScaleRequest, write_request
+from .shipping.record import record_environment
+from .shipping.wheel import Shipment
 from .simulated import simulated_cluster
 from .summary import closing_words, draw_summary
 from .watch import follow, show_preparation
@@ -60,6 +62,7 @@ def submit(
     detach: bool = False,
     command: Sequence[str] = (),
     scale: ScaleRequest | None = None,
+    shipment: Shipment | None = None,
     console: Console | None = None,
     live: bool | None = None,
 ) -> JobStatus:
@@ -77,6 +80,7 @@ def submit(
             process.
         command: of one rank, instead of the training loop.
         scale: another number of nodes than the configuration's, from an earlier `moebius scale`.
+        shipment: the code that the nodes are given, while `shipping` (shipping/runtime.py).
         live: redraw in place or write lines; by default as the console can.
 
     Raises:
@@ -109,7 +113,7 @@ def submit(
             command=command,
             prepares_data=beside,
         )
-        _begin(launch, scale)
+        _begin(launch, scale, shipment)
         with interrupts_ask_for_a_stop(run_dir):
             start_supervisor(launch)
             if detach:
@@ -122,11 +126,14 @@ def submit(
     return status
 
 
-def _begin(launch: Launch, scale: ScaleRequest | None) -> None:
+def _begin(
+    launch: Launch, scale: ScaleRequest | None = None, shipment: Shipment | None = None
+) -> None:
+    code = record_environment(Path(launch.run_dir), shipment)
     if scale is None:
-        return begin_submission(launch)
+        return begin_submission(launch, **code)
     note = f"; goes on with {scale.num_nodes} node(s), as `moebius scale` asked before"
-    begin_submission(launch, note=note)
+    begin_submission(launch, note=note, **code)
     write_request(Path(launch.run_dir), scale)
 
 

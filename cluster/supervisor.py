@@ -24,6 +24,7 @@ from .ray_nodes import CALL_TIMEOUT_S, RayNodeProvider, actor_name
 from .ray_session import NAMESPACE
 from .recovery.control_store import ControlStoreWatch
 from .recovery.term import Term, read_term
+from .shipping.runtime import hand_on_shipment
 
 _HEAD = {"node:__internal_head__": 0.001}  # a resource that Ray gives to the head node and no other
 
@@ -45,6 +46,7 @@ class Supervisor:
 
     def _run(self) -> None:
         me = ray.get_runtime_context().current_actor
+        hand_on_shipment(ray)
         run_dir = Path(self._launch.run_dir)
         control_store = ControlStoreWatch(run_dir, ray.get_runtime_context().gcs_address)
         term = Term.begin(run_dir)

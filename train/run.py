@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from .. import __version__
 from ..data_pipeline.left_out import LeftOut
 from ..data_pipeline.loader import Loader
 from ..distributed.checkpoint.checkpointer import Checkpointer
@@ -398,6 +399,7 @@ def open_log(run: Run, *, resumed: bool, start_s: Mapping[str, float] | None) ->
         "start",
         run.progress.step,
         generation=run.generation,
+        version=__version__,
         world_size=run.process.world_size,
         resumed_from_step=run.progress.step if resumed else None,
         **({"fetched_from_second_copy": True} if run.was_fetched else {}),

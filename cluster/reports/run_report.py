@@ -63,6 +63,7 @@ class RunReport:
     last_checkpoint: int | None
     recoveries: tuple[Recovery, ...]
     rollbacks: int = 0  # how often the run went back past spikes of its loss
+    commit: str | None = None  # of the code that it was submitted with
 
     @property
     def elapsed_s(self) -> float:
@@ -112,6 +113,7 @@ class RunReport:
         return {
             "run": str(status.run_dir),
             "name": self.name,
+            "commit": self.commit,
             "state": status.state.value,
             "reason": status.reason,
             "story": self.story(),
@@ -152,6 +154,7 @@ def read_report(run_dir: Path) -> RunReport:
         last_checkpoint=last_checkpoint(run_dir),
         recoveries=tuple(recoveries(entries)),
         rollbacks=num_rollbacks(run_dir),
+        commit=entries[0].details.get("commit"),
     )
 
 
