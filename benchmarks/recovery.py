@@ -1,32 +1,53 @@
-"""How long a job stands still after a kill, phase by phase: a rank, an agent, a node's actor.
+"""How long a job stands still after a kill, and how long it takes to start, phase by phase.
 
-    python -m benchmarks.recovery [--runs 5] [--keep FOLDER] [--no-warm-start] [--in-place] [--no-save]
+    python -m benchmarks.recovery [--runs 5] [--only rank,node] [--minutes 9] [--keep FOLDER]
+                                  [--no-warm-start] [--in-place] [--vocabulary N] [--no-save]
 
-A simulated cluster of 2 nodes × 2 ranks trains the recipe `smoke`, with a checkpoint every 5 steps.
-One victim after the other is killed with SIGKILL a few steps after the last recovery. The time
-counts from the kill to the time stamp of the first new step in metrics.jsonl, both on this machine's
-clock; the phases are those of the journal (details.phases_s of RUNNING), and `detect` is what lies
-between the kill and the supervisor's seeing it. Also `submit` to the first step, where `before` is
-the start of the cluster and the preparation of the data. Medians are saved as
-benchmarks/results/recovery.json.
+A simulated cluster of 3 nodes trains the recipe `smoke` on 2 of them, 2 ranks each, with a
+checkpoint every 3 steps; the third node is a spare. One victim after the other is killed with
+SIGKILL a few steps after the last recovery:
 
-With --in-place only ranks are killed, and replaced in place where that can be (`job.in_place`); every third of a node
-is a new generation, for a node has two spares. With --vocabulary the model is larger, so that building it and
-loading its checkpoint take time.
+    rank, agent, template, actor   a process of that layer
+    hang         a rank is stopped (SIGSTOP); a step may take 5 s (job.limits.step_s)
+    supervisor   its process; told is when the job is watched again, with `next_step`, the first
+                 step after the kill: the ranks do not wait for a supervisor
+    node         the raylet and all below it, at once; a new spare joins afterwards
 
-Cost: 3-5 minutes on two quiet cores.
+The time counts from the kill to the time stamp of the first new step in metrics.jsonl, both on this
+machine's clock; the phases are those of the journal (details.phases_s of RUNNING), and `detect` is
+what lies between the kill and the supervisor's seeing it. Besides:
+
+    submit       a cluster of one's own is started and the data prepared
+    submit again to the cluster that is up, with the data there
+
+Both count from the call of `submit` to the first step; `before` is what no phase tells, and
+`program`, which is not counted, the start of Python and the imports before the call.
+
+All are done in rounds, until --runs or --minutes are used up. A sample that fails is told and
+counted; the job is started anew after it. Medians are saved as benchmarks/results/recovery.json.
+
+With --in-place only ranks are killed, and replaced in place where that can be (`job.in_place`);
+every third of a node is a new generation, for a node has two spares. With --vocabulary the model is
+larger, so that building it and loading its checkpoint take time.
+
+Cost: 90 s per round on two quiet cores.
 """
 
 import argparse
+import contextlib
 import json
 import os
+import secrets
 import shutil
+import signal
 import statistics
+import subprocess
+import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -36,20 +57,44 @@ from rich.table import Table
 
 from benchmarks import report
 from moebius.cluster import processes
-from moebius.cluster.job import IN_PLACE, JOURNAL, METRICS, request_stop
+from moebius.cluster.job import (
+    IN_PLACE,
+    JOURNAL,
+    METRICS,
+    JobError,
+    read_generation,
+    request_stop,
+    stop,
+)
 from moebius.cluster.json_lines import JsonLinesTail
-from moebius.cluster.submit import submit
+from moebius.cluster.places.standing import StandingCluster, end_cluster, start_cluster
+from moebius.data_pipeline.manifest import is_prepared
 from moebius.train.config import Config
 from moebius.train.recipes.smoke import smoke
 
 T = TypeVar("T")
-VICTIMS = ("rank", "agent", "actor")
+SUBMIT, SUBMIT_AGAIN = "submit", "submit again"
+KILLS = ("rank", "agent", "template", "actor", "hang", "supervisor", "node")
+VICTIMS = (SUBMIT, SUBMIT_AGAIN, *KILLS)
 PHASES = (
-    *("before", "detect", "collect", "end", "wait", "place", "check", "data", "order", "processes"),
-    *("leave", "join", "build", "load", "loader", "step"),
+    *("program", "before", "detect", "collect", "end", "wait", "place", "check", "data", "order"),
+    *("processes", "leave", "join", "build", "load", "loader", "step", "next_step"),
 )
-STEPS_BETWEEN = 8  # more than a checkpoint's interval: the next recovery begins from a newer one
-WAIT_S = 120.0
+NOT_COUNTED = ("program", "next_step")
+STEPS_BETWEEN = 4  # more than a checkpoint's interval: the next recovery begins from a newer one
+WAIT_S = 90.0
+_CLUSTER = f"recovery-{os.getpid()}"
+_SUBMIT = """
+import sys, time
+from pathlib import Path
+from rich.console import Console
+from moebius.cluster.submit import submit
+from moebius.train.config import Config
+config, run_dir, address = sys.argv[1:]
+asked = Config.load(Path(config))
+print(time.time(), flush=True)
+submit(asked, Path(run_dir), address=address or None, detach=bool(address), console=Console(quiet=True))
+"""
 
 
 @dataclass(frozen=True)
@@ -59,28 +104,31 @@ class Recovery:
     victim: str
     seconds: float  # from the kill to the first new step
     phases_s: Mapping[str, float]
+    failure: str = ""  # why there is no time
 
 
 def config_for(
-    steps: int, *, warm_start: bool, in_place: bool = False, vocabulary: int | None = None
+    data: Path, *, warm_start: bool, in_place: bool = False, vocabulary: int | None = None
 ) -> Config:
-    """Returns the recipe with checkpoints every 5 steps and without a drill of its own.
+    """Returns the recipe with checkpoints every 3 steps and without a drill of its own.
 
     A larger `vocabulary` than the tokenizer's makes a larger model, whose steps take hardly longer.
     """
     recipe = smoke().model_dump()
-    recipe["train"] |= {"steps": steps, "log_every": 1, "eval_every": 0}
-    recipe["checkpoint"] |= {"every": 5}
+    recipe["train"] |= {"steps": 1_000_000, "log_every": 1, "eval_every": 0}
+    recipe["checkpoint"] |= {"every": 3}
     recipe["job"] |= {
         "rehearse_failure_at_step": None,
         "max_restarts": 1000,
+        "max_node_losses": 1000,
         "warm_start": warm_start,
         "in_place": in_place,
-        "snapshot_every": 5,
+        "snapshot_every": 3,
+        "limits": recipe["job"]["limits"] | {"step_s": 5.0},
     }
     if vocabulary is not None:
         recipe["model"] |= {"vocab_size": vocabulary}
-    recipe["data"] |= {"directory": str(Path(tempfile.gettempdir()) / "moebius-recovery-data")}
+    recipe["data"] |= {"directory": str(data)}
     return Config.model_validate(recipe)
 
 
@@ -90,51 +138,70 @@ class Observer:
     def __init__(self, run_dir: Path):
         self.run_dir = run_dir
         self._metrics = JsonLinesTail(run_dir / METRICS)
-        self._lines: list[dict[str, Any]] = []
+        self._steps: list[tuple[float, int]] = []  # when, and which
 
-    def first_step_of(self, start: int) -> dict[str, Any]:
-        """Waits for the first step after a start or a recovery in place, counted from 1."""
-        return self._await(lambda: next(self._steps_of(start), None))
+    def await_steps(self, number: int) -> None:
+        """Waits until so many steps were made since now."""
+        began = time.time()
+        self._await(lambda: len(self.steps_since(began)) >= number or None)
 
-    def await_steps(self, start: int, number: int) -> None:
-        """Waits until so many steps were made after a start."""
-        self._await(lambda: len(list(self._steps_of(start))) >= number or None)
+    def was_in_place(self, began: float) -> bool:
+        """Returns whether the first recovery since then was one in place."""
+        return IN_PLACE in (self._entry(began, "phases_s") or {}).get("details", {})
 
-    def phases_of(self, start: int) -> dict[str, float]:
-        """Waits for the journal to tell the phases of a start."""
-        return self._await(lambda: self._journal_of(start))["phases_s"]
+    def start_of(self, began: float) -> tuple[float, dict[str, float]]:
+        """Waits for the first step after `began`; returns its time, and the journal's phases."""
+        entry = self._await(lambda: self._entry(began, "phases_s"))
+        first = entry["details"]["first_step"]
+        made = [when for when, step in self.steps_since(began) if step == first]
+        return (made or [entry["time"]])[0], dict(entry["details"]["phases_s"])
 
-    def was_in_place(self, start: int) -> bool:
-        """Returns whether a start whose phases are told was a recovery in place."""
-        return IN_PLACE in (self._journal_of(start) or {})
+    def takeover_of(self, began: float) -> tuple[float, dict[str, float]]:
+        """Waits for the next supervisor; returns when it watched, and when the next step came.
 
-    def kill(self, victim: str) -> float:
-        """Kills one process of the running generation; returns when."""
-        pid = self._find(victim)
-        now = time.time()
-        processes.kill(pid)
-        return now
+        Where a new generation had to follow, its start counts.
+        """
+        entry = self._await(lambda: self._entry(began, "unwatched_s"))
+        if entry["state"] == "RECOVERING":
+            return self.start_of(began)
+        next_step = self._await(lambda: self.steps_since(began) or None)[0][0]
+        return entry["time"], {"next_step": next_step - began}
 
-    def _find(self, victim: str) -> int:
-        found = processes.find(str(self.run_dir))
+    def steps_since(self, began: float) -> list[tuple[float, int]]:
+        """Returns time and number of the steps that were made since then."""
+        self._steps += [
+            (line["time"], line["step"])
+            for line in self._metrics.read()
+            if line.get("kind") == "train"
+        ]
+        return [made for made in self._steps if made[0] > began]
+
+    def pid_of(self, victim: str, cluster: StandingCluster) -> int:
+        """Returns the process that is to be killed."""
+        if victim == "supervisor":
+            return next(pid for pid in processes.descendants(cluster.host_pid) if _supervises(pid))
+        found = processes.find(str(self.run_dir), generation=read_generation(self.run_dir))
         ranks = {int(marks["RANK"]): pid for pid, marks in found.items() if "RANK" in marks}
-        if victim == "rank":
-            return ranks[max(ranks)]
-        agent = psutil.Process(ranks[max(ranks)]).ppid()
-        return agent if victim == "agent" else int(found[agent][processes.PARENT])
+        last = ranks[max(ranks)]
+        if victim in ("rank", "hang"):
+            return last
+        agent = psutil.Process(last).ppid()
+        if victim == "agent":
+            return agent
+        return psutil.Process(agent).ppid() if victim == "template" else _parent(found[agent])
 
-    def _journal_of(self, start: int) -> dict[str, Any] | None:
-        details = [line["details"] for line in JsonLinesTail(self.run_dir / JOURNAL).read()]
-        told = [entry for entry in details if "phases_s" in entry]
-        return told[start - 1] if len(told) >= start else None
+    def last_node(self) -> int:
+        """Returns the number of a node that the job uses, and that is not the cluster's head."""
+        generation = read_generation(self.run_dir)
+        attempts = self.run_dir.glob(f"logs/g{generation:03d}/node*/attempt.json")
+        addresses = [json.loads(path.read_text())["address"] for path in attempts]
+        return max(int(address.rpartition(".")[2]) - 2 for address in addresses)
 
-    def _steps_of(self, start: int) -> Iterator[dict[str, Any]]:
-        self._lines += self._metrics.read()
-        current = 0
-        for line in self._lines:
-            current += line["kind"] in ("start", "in_place")
-            if line["kind"] == "train" and current == start:
-                yield line
+    def _entry(self, began: float, key: str) -> dict[str, Any] | None:
+        for line in JsonLinesTail(self.run_dir / JOURNAL).read():
+            if line["time"] > began and key in line["details"]:
+                return line
+        return None
 
     def _await(self, look: Callable[[], T | None]) -> T:
         deadline = time.monotonic() + WAIT_S
@@ -145,106 +212,221 @@ class Observer:
         return found
 
 
-def observe(run_dir: Path, began: float, victims: Sequence[str], found: list[Recovery]) -> None:
-    """Kills one victim after the other; the first entry is the start of the job itself."""
-    observer = Observer(run_dir)
-    first = observer.first_step_of(1)
-    found.append(_recovery("submit", first["time"] - began, observer.phases_of(1), "before"))
-    for start, victim in enumerate(victims, start=1):
-        observer.await_steps(start, STEPS_BETWEEN)
-        killed = observer.kill(victim)
-        line = observer.first_step_of(start + 1)
-        phases = observer.phases_of(start + 1)
-        if observer.was_in_place(start + 1):
+def _supervises(pid: int) -> bool:
+    with contextlib.suppress(psutil.Error):
+        return " ".join(psutil.Process(pid).cmdline()).startswith("ray::Supervisor")
+    return False
+
+
+def _parent(marks: Mapping[str, str]) -> int:
+    return int(marks[processes.PARENT])
+
+
+class Bench:
+    """The cluster, the job that is shot at, and the samples."""
+
+    def __init__(self, folder: Path, configure: Callable[[Path], Config]):
+        """Takes where all is kept, and what returns the configuration for a data folder."""
+        self._folder, self._configure = folder, configure
+        self._cluster: StandingCluster | None = None
+        self._observer: Observer | None = None
+
+    def sample(self, victim: str) -> Recovery:
+        """Takes one sample."""
+        if victim == SUBMIT:
+            return self._submit(victim, self._new_folder("data"), address="")
+        cluster = self._cluster_that_is_up()
+        data = self._folder / "data"
+        if self._observer is None and not (victim == SUBMIT_AGAIN and is_prepared(data)):
+            self._submit(victim, data, address=f"simulated:{_CLUSTER}")
+        if victim == SUBMIT_AGAIN:
+            self.end_job()
+            return self._submit(victim, data, address=f"simulated:{_CLUSTER}")
+        assert self._observer is not None
+        self._observer.await_steps(STEPS_BETWEEN)
+        return self._kill(victim, cluster, self._observer)
+
+    def end_job(self) -> None:
+        """Ends the job on the cluster, if there is one."""
+        if self._observer is not None:
+            run_dir, self._observer = self._observer.run_dir, None
+            request_stop(run_dir, now=True)
+            with contextlib.suppress(JobError):
+                stop(run_dir, now=True, timeout_s=30)
+
+    def end(self) -> None:
+        """Ends the cluster and all in it."""
+        self._observer = None
+        if self._cluster is not None:
+            cluster, self._cluster = self._cluster, None
+            end_cluster(cluster, force=True)
+
+    def _cluster_that_is_up(self) -> StandingCluster:
+        if self._cluster is None or not self._cluster.is_alive():
+            self._observer = None
+            self._cluster = start_cluster(3, cpus_per_node=3, name=_CLUSTER)
+        return self._cluster
+
+    def _new_folder(self, name: str) -> Path:
+        return self._folder / f"{name}-{secrets.token_hex(3)}"
+
+    def _submit(self, victim: str, data: Path, *, address: str) -> Recovery:
+        run_dir, asked = self._new_folder("run"), self._folder / "asked.json"
+        self._configure(data).save(asked)
+        started = time.time()
+        command = [sys.executable, "-c", _SUBMIT, str(asked), str(run_dir), address]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as program:
+            try:
+                assert program.stdout is not None
+                called = float(program.stdout.readline())
+                observer = Observer(run_dir)
+                first, phases = observer.start_of(started)
+                if address:
+                    self._observer = observer
+                else:
+                    request_stop(run_dir, now=True)
+                program.wait(WAIT_S)
+            except BaseException:
+                program.kill()
+                raise
+        taken = _recovery(victim, first - called, phases, "before")
+        return Recovery(victim, taken.seconds, {"program": called - started, **taken.phases_s})
+
+    def _kill(self, victim: str, cluster: StandingCluster, observer: Observer) -> Recovery:
+        if victim == "node":
+            node, killed = observer.last_node(), time.time()
+            cluster.ask("kill-node", node=node)
+            when, phases = observer.start_of(killed)
+            cluster.ask("add-node")
+            return _recovery(victim, when - killed, phases, "detect")
+        pid, killed = observer.pid_of(victim, cluster), time.time()
+        os.kill(pid, signal.SIGSTOP if victim == "hang" else signal.SIGKILL)
+        look = observer.takeover_of if victim == "supervisor" else observer.start_of
+        when, phases = look(killed)
+        if observer.was_in_place(killed):
             victim = f"{victim} in place"
-        found.append(_recovery(victim, line["time"] - killed, phases, "detect"))
-        print(f"{victim}: {found[-1].seconds:.2f} s, {_spell(found[-1].phases_s)}", flush=True)
-    request_stop(run_dir)
+        return _recovery(victim, when - killed, phases, "detect")
 
 
 def _recovery(victim: str, seconds: float, phases: Mapping[str, float], rest: str) -> Recovery:
     """Returns a recovery in which `rest` is the time that no phase of the journal tells."""
-    return Recovery(victim, seconds, {rest: seconds - sum(phases.values()), **phases})
+    told = sum(value for phase, value in phases.items() if phase not in NOT_COUNTED)
+    return Recovery(victim, seconds, {rest: seconds - told, **phases})
 
 
-def measure(config: Config, victims: Sequence[str], run_dir: Path) -> list[Recovery]:
-    """Runs the job under a simulated cluster while a thread kills parts of it."""
+def measure(runs: int, victims: Sequence[str], bench: Bench, *, minutes: float) -> list[Recovery]:
+    """Takes samples in rounds until there are enough, or time is up; failures are among them."""
     found: list[Recovery] = []
-    failed: list[BaseException] = []
-
-    def watch() -> None:
-        try:
-            observe(run_dir, began, victims, found)
-        except BaseException as error:
-            failed.append(error)
-            request_stop(run_dir, now=True)
-            raise
-
-    began = time.time()
-    thread = threading.Thread(target=watch, daemon=True)
-    thread.start()
-    submit(config, run_dir, console=Console(file=open(os.devnull, "w")))  # noqa: SIM115
-    thread.join()
-    if failed:
-        raise failed[0]
+    deadline = time.monotonic() + 60 * minutes
+    try:
+        for victim in (victim for _ in range(runs) for victim in victims):
+            if time.monotonic() > deadline:
+                print(f"{minutes:g} minutes are used up", flush=True)
+                break
+            try:
+                found.append(bench.sample(victim))
+            except Exception as error:  # noqa: BLE001 - the others go on
+                found.append(Recovery(victim, 0.0, {}, f"{type(error).__name__}: {error}"))
+                with contextlib.suppress(Exception):
+                    bench.end_job()
+            last = found[-1]
+            told = last.failure or f"{last.seconds:.2f} s, {_spell(last.phases_s)}"
+            print(f"{victim}: {told}", flush=True)
+    finally:
+        with contextlib.suppress(JobError):
+            bench.end_job()
+        bench.end()
     return found
 
 
 def medians(found: list[Recovery]) -> dict[str, dict[str, Any]]:
-    """Returns per victim the median of the whole and of each phase."""
+    """Returns per victim the median of the whole and of each phase, and what has failed."""
     return {
-        victim: {
-            "runs": len(mine := [entry for entry in found if entry.victim == victim]),
-            "seconds": round(statistics.median(entry.seconds for entry in mine), 2),
-            "all_seconds": [round(entry.seconds, 2) for entry in mine],
-            "phases_s": {
-                phase: round(statistics.median(entry.phases_s.get(phase, 0) for entry in mine), 2)
-                for phase in dict.fromkeys(phase for entry in mine for phase in entry.phases_s)
-            },
-        }
+        victim: _median([entry for entry in found if entry.victim == victim])
         for victim in dict.fromkeys(entry.victim for entry in found)
     }
+
+
+def _median(mine: list[Recovery]) -> dict[str, Any]:
+    good = [entry for entry in mine if not entry.failure]
+    failures = [entry.failure for entry in mine if entry.failure]
+    if not good:
+        return {"runs": 0, "failures": failures}
+    return {
+        "runs": len(good),
+        "seconds": round(statistics.median(entry.seconds for entry in good), 2),
+        "all_seconds": [round(entry.seconds, 2) for entry in good],
+        "phases_s": {
+            phase: round(statistics.median(entry.phases_s.get(phase, 0) for entry in good), 2)
+            for phase in dict.fromkeys(phase for entry in good for phase in entry.phases_s)
+        },
+    } | ({"failures": failures} if failures else {})
 
 
 def draw(figures: Mapping[str, Mapping[str, Any]]) -> Table:
     """Returns the table of medians: a column for each victim, a row for each phase."""
     table = Table("", *figures, title="medians, in seconds")
-    table.add_row("to the first step", *(f"{entry['seconds']:.2f}" for entry in figures.values()))
-    told = {phase for entry in figures.values() for phase in entry["phases_s"]}
+    _row(table, "to the first step", [entry.get("seconds") for entry in figures.values()])
+    told = {phase for entry in figures.values() for phase in entry.get("phases_s", ())}
     for phase in (phase for phase in PHASES if phase in told):
-        seconds = (entry["phases_s"].get(phase) for entry in figures.values())
-        table.add_row(f"  {phase}", *("" if value is None else f"{value:.2f}" for value in seconds))
+        name = f"  ({phase})" if phase in NOT_COUNTED else f"  {phase}"
+        _row(table, name, [entry.get("phases_s", {}).get(phase) for entry in figures.values()])
+    if any("failures" in entry for entry in figures.values()):
+        failed = [str(len(entry.get("failures", ())) or "") for entry in figures.values()]
+        table.add_row("failed", *failed)
     return table
+
+
+def _row(table: Table, name: str, seconds: list[float | None]) -> None:
+    table.add_row(name, *("" if value is None else f"{value:.2f}" for value in seconds))
 
 
 def _spell(phases: Mapping[str, float]) -> str:
     return ", ".join(f"{name} {seconds:.2f}" for name, seconds in phases.items())
 
 
+@contextlib.contextmanager
+def _folder(keep: Path | None) -> Iterator[Path]:
+    folder = keep or Path(tempfile.mkdtemp(prefix="moebius-recovery-"))
+    folder.mkdir(parents=True, exist_ok=True)
+    os.environ["XDG_STATE_HOME"] = str(folder / "state")  # the cluster's note
+    try:
+        yield folder.absolute()
+    finally:
+        if keep is None:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _victims(text: str) -> tuple[str, ...]:
+    chosen = tuple(name.strip() for name in text.split(","))
+    if unknown := [name for name in chosen if name not in VICTIMS]:
+        raise argparse.ArgumentTypeError(f"{', '.join(unknown)}: choose of {', '.join(VICTIMS)}")
+    return chosen
+
+
 def main() -> None:
     """Measures, prints and saves."""
     parser = argparse.ArgumentParser(description="time from a kill to the first new step")
-    parser.add_argument("--runs", type=int, default=5, help="kills of each kind (5)")
-    parser.add_argument("--keep", type=Path, help="run folder to keep")
+    parser.add_argument("--runs", type=int, default=5, help="samples of each kind (5)")
+    parser.add_argument("--only", type=_victims, default=VICTIMS, help=", ".join(VICTIMS))
+    parser.add_argument("--minutes", type=float, default=8.5, help="then no sample is begun (8.5)")
+    parser.add_argument("--keep", type=Path, help="folder to keep")
     parser.add_argument("--no-warm-start", action="store_true", help="job.warm_start=false")
     parser.add_argument("--in-place", action="store_true", help="ranks only, job.in_place=true")
     parser.add_argument("--vocabulary", type=int, help="of the model: a larger one, to load")
     parser.add_argument("--no-save", action="store_true", help="print only")
     options = parser.parse_args()
-    folder = options.keep or Path(tempfile.mkdtemp(prefix="moebius-recovery-"))
-    try:
-        config = config_for(
-            100_000,
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # what is up is ended
+    with _folder(options.keep) as folder:
+        configure = partial(
+            config_for,
             warm_start=not options.no_warm_start,
             in_place=options.in_place,
             vocabulary=options.vocabulary,
         )
-        kinds = VICTIMS[:1] if options.in_place else VICTIMS
-        victims = [victim for victim in kinds for _ in range(options.runs)]
-        figures = medians(measure(config, victims, folder))
-    finally:
-        if options.keep is None:
-            shutil.rmtree(folder, ignore_errors=True)
+        victims = ("rank",) if options.in_place else options.only
+        found = measure(options.runs, victims, Bench(folder, configure), minutes=options.minutes)
+    figures = medians(found)
     Console().print(draw(figures))
     if options.no_save:
         print(json.dumps(figures))

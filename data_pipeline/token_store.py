@@ -418,12 +418,12 @@ def _check_documents(
 ) -> None:
     tokens = documents.column("tokens")
     found = (len(tokens.values), documents.num_rows, tokens.offsets[0].as_py())
-    if found != (num_tokens, num_documents, 0) or tokens.null_count:
+    if found != (num_tokens, num_documents, 0) or tokens.null_count or tokens.values.null_count:
         raise ValueError(
             f"{found[0]} tokens of {found[1]} documents, the index says {num_tokens} of "
             f"{num_documents}"
         )
-    _check_tokens(tokens.values.to_numpy(), vocab_size)
+    _check_tokens(np.from_dlpack(tokens.values), vocab_size)
     if "loss_mask" in documents.schema.names:
         masks = documents.column("loss_mask")
         if masks.null_count or masks.values.null_count or masks.offsets != tokens.offsets:
@@ -462,7 +462,8 @@ def _decode_index(data: bytes, max_bytes: int) -> dict[str, np.ndarray]:
     batch = decode_batch(data[stream.tell() :], INDEX_SCHEMA, max_bytes=max_bytes)
     if any(column.null_count for column in batch.columns):
         raise ValueError("values are missing")
-    columns = {name: batch.column(name).to_numpy() for name in INDEX_SCHEMA.names}
+    # (to_numpy would import pandas: half a second)
+    columns = {name: np.from_dlpack(batch.column(name)) for name in INDEX_SCHEMA.names}
     if any(int(column.max(initial=0)) >= 2**53 for column in columns.values()):
         raise ValueError("values are impossible")
     return {name: column.astype(np.int64) for name, column in columns.items()}

@@ -37,6 +37,8 @@ from .. import processes
 from .replacing import Replacements, environment_of
 
 _WAIT_S = 0.01  # between two looks for a rank's end
+# A rank that SIGTERM does not end saves nothing any more: it is stopped, or stuck in a driver.
+GRACE_S = 3
 
 
 @dataclass(frozen=True)
@@ -156,6 +158,10 @@ class WarmElasticAgent(LocalElasticAgent):
             return start_workers(worker_group)
         finally:
             module.start_processes = original
+
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
+        """Ends the ranks; torch would wait 30 s for one that SIGTERM does not end."""
+        super()._shutdown(death_sig, min(timeout, GRACE_S))
 
     def _release(self, **arguments: Any) -> PContext:
         known = ("name", "entrypoint", "args", "envs", "logs_specs", "log_line_prefixes")

@@ -51,7 +51,6 @@ _RANKS_NEED = (
     "torch._dynamo",  # 0.8 s: the first optimizer imports it
 )
 _CAN_COME_LATER = (
-    "pandas",  # 0.5 s in a loader's thread: Arrow looks for it
     "torch.utils.tensorboard",  # 0.7 s on rank 0: the event files of the metrics
 )
 # Threads of libraries that end and start them around a fork by themselves.

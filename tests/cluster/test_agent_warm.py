@@ -206,6 +206,30 @@ def test_an_ordered_agent_becomes_a_program_once():
     assert (killed.wait(), len(programs)) == (-9, 1)
 
 
+def test_a_rank_that_sigterm_does_not_end_is_killed_after_a_short_grace(monkeypatch):
+    """Such as one that is stopped: torch alone would wait half a minute."""
+    from moebius.cluster.warm import spares
+
+    monkeypatch.setattr(spares, "GRACE_S", 0)
+    rank = subprocess.Popen(["sleep", "1000"], start_new_session=True)
+    os.kill(rank.pid, signal.SIGSTOP)
+    ranks: Any = spares._Spares.__new__(spares._Spares)
+    ranks.subprocess_handlers = {0: spares._Handler(rank.pid)}
+    agent = spares.WarmElasticAgent.__new__(spares.WarmElasticAgent)
+    agent._worker_watchdog = agent._health_check_server = None
+    graces: list[int] = []
+
+    class Ranks:
+        def close(self, death_sig: signal.Signals, timeout: int) -> None:
+            graces.append(timeout)
+            ranks._close(death_sig, timeout)
+
+    agent._pcontext = Ranks()  # type: ignore[assignment]
+    agent._shutdown()
+    assert graces == [0]
+    assert rank.wait(60) == -signal.SIGKILL
+
+
 def test_marks_are_written_where_others_see_them():
     code = "from moebius.cluster import processes as p; p.write_mark(p.RANK, 3); print('seen')"
     rooms = subprocess.run(
