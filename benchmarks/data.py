@@ -11,6 +11,9 @@ in processor seconds of one thread:
 
 memmap    rows of all tokens in one uint16 file, at random places, as int64: the limit of any loader
 decode    every record batch in order, checked and decoded, and nothing else
+floor     what reading by hand in Python comes to: windows of record batches, checked and decoded once
+          each, whose rows are joined in a random order as int64 batches; no order, masks or ids
+fitted    the same floor where each row is joined from the pieces of its plan
 concat    shuffled, checked, int64 batches in the order of training, rows cut from the stream
 best_fit  the same, packed so that no document is cut
 random    single rows at random places of the order, from one reader: milliseconds a row
@@ -20,16 +23,19 @@ adds what the same rounds take from a folder that was opened and read once befor
 `first` opens the loader at g = 0 and g = 10⁹ and waits for a batch. `memory` is what the order and
 the index take: what they grow by with the tokens, from one era opened to all, and the fixed part
 beside it, of which most are the windows and the refs of the order that are kept; `many_shards` is all
-of what a folder of thousands of such shards takes, in many small eras and in few of the usual size. `prepare` compares
-a preparation of two processes, and one on a Ray of two CPUs, with two processes that only read and
-encode the same text. `--peers` adds mosaicml-streaming and Ray Data, where they are installed
-(data_peers.py). Prints a table and writes results/data.json.
+of what a folder of thousands of such shards takes, in many small eras and in few of the usual size. `prepare`
+compares a preparation of two processes, and one on a Ray of two CPUs, with two processes that only
+read and encode the same text; of the first and the last it also gives the processor seconds, starts
+of their processes included: what of the difference is work, and what is waiting for starts and disks.
+`--peers` adds mosaicml-streaming and Ray Data, where they are installed (data_peers.py). Prints a
+table and writes results/data.json.
 """
 
 import argparse
 import gc
 import json
 import multiprocessing
+import resource
 import statistics
 import tempfile
 import time
@@ -37,6 +43,7 @@ import tracemalloc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +67,7 @@ from moebius.data_pipeline.manifest import (
     read_manifest,
     shard_name,
 )
+from moebius.data_pipeline.packing import WINDOW_BATCHES, PlanKey, open_plan
 from moebius.data_pipeline.samples import OrderedSamples
 from moebius.data_pipeline.sources.reading import read_documents
 from moebius.data_pipeline.sources.splits import InputSplit, plan_splits
@@ -196,12 +204,23 @@ def prepared(config: DataConfig, folder: Path, *, compare: bool) -> dict[str, An
         return found
     # The tokenizer that was trained, so that what is compared is the way of every document.
     again = config.model_copy(update={"tokenizer": config.directory})
+    before = processor_s()
     bare_s = bare_tokenisation_s(again)
     found["bare_tokenisation_s"] = bare_s
+    found["bare_processor_s"] = processor_s() - before
+    before = processor_s()
     for name, seconds in preparations(again, folder):
         found[f"{name}_s"] = seconds
         found[f"{name}_÷_bare"] = bare_s / seconds
+        if name == "local":  # the workers of Ray are not ours to count
+            found["local_processor_s"] = processor_s() - before
     return found
+
+
+def processor_s() -> float:
+    """Returns the processor seconds of this process and of its children that have ended."""
+    found = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(one.ru_utime + one.ru_stime for one in found)
 
 
 def preparations(config: DataConfig, folder: Path) -> Iterator[tuple[str, float]]:
@@ -269,6 +288,8 @@ def read(
     ways: dict[str, Callable[[], int]] = {
         "memmap": lambda: through_memmap(flat, num_rows),
         "decode": lambda: decoded(train_stores(config)),
+        "floor of concat": lambda: floor_of_cut_rows(stores),
+        "floor of best_fit": lambda: floor_of_fitted_rows(fitted),
         "concat": lambda: in_order(config, num_rows),
         "best_fit": lambda: in_order(fitted, num_rows),
     }
@@ -316,6 +337,65 @@ def through_memmap(path: Path, num_rows: int) -> int:
 
 def decoded(stores: Sequence[TokenStore]) -> int:
     return sum(len(store.read_tokens(i)) for store in stores for i in range(store.num_batches))
+
+
+def floor_of_cut_rows(stores: Sequence[TokenStore]) -> int:
+    """Reads rows that are cut from the stream with as little as can be: what bounds `concat`."""
+    rng, read = np.random.default_rng(0), 0
+    for store in stores:
+        for first in range(0, store.num_batches, WINDOW_BATCHES):
+            end = min(first + WINDOW_BATCHES, store.num_batches)
+            window = window_of(store, first, end)
+            values, step = window.data.cast("B"), SEQ_LEN * window.itemsize
+            starts = rng.permutation((len(window) - 1) // SEQ_LEN) * step
+            size = step + window.itemsize
+            read += as_batches([values[start : start + size] for start in starts.tolist()], window)
+    return read
+
+
+def floor_of_fitted_rows(config: DataConfig) -> int:
+    """Reads the rows of plans with as little as can be: what bounds `best_fit`."""
+    read, samples = 0, OrderedSamples(config, open_fetcher(config))
+    prepared = samples.prepared
+    for source in prepared.manifest.sources:
+        for era in range(len(prepared.manifest.eras(source.name))):
+            store = TokenStore(config.directory, source.name, era, "train", prepared.manifest)
+            key = PlanKey(source.name, era, SEQ_LEN, prepared.content_of(source.name, era))
+            plan = open_plan(
+                Path(config.directory),
+                key,
+                batch_tokens=config.batch_tokens,
+                batches=lambda era=store: map(era.document_ends, range(era.num_batches)),
+            )
+            for chunk, (first, end) in enumerate(pairwise(plan.plan.chunk_batches.tolist())):
+                window, pieces = window_of(store, first, end), plan.read(chunk)
+                values, item = window.data.cast("B"), window.itemsize
+                begins = (pieces.starts * item).tolist()
+                ends = ((pieces.starts + pieces.lengths) * item).tolist()
+                spans = [values[b:e] for b, e in zip(begins, ends, strict=True)]
+                row_starts = pieces.row_starts[::BATCH].tolist()
+                for here in pairwise([*row_starts, len(spans)]):
+                    read += as_batches(spans[slice(*here)], window)
+    samples.close()
+    return read
+
+
+def window_of(store: TokenStore, first: int, end: int) -> np.ndarray:
+    """Decodes record batches one behind the other."""
+    starts = store.batch_starts - store.batch_starts[first]
+    window = np.empty(int(starts[end]), dtype=store.token_dtype)
+    for batch in range(first, end):
+        store.read_tokens(batch, window[int(starts[batch]) : int(starts[batch + 1])])
+    return window
+
+
+def as_batches(parts: list[memoryview], window: np.ndarray) -> int:
+    """Joins parts as int64, so many at a time; returns how many tokens that were."""
+    read = 0
+    for first in range(0, len(parts), BATCH):
+        joined = b"".join(parts[first : first + BATCH])
+        read += len(np.frombuffer(joined, dtype=window.dtype).astype(np.int64))
+    return read
 
 
 class OpenFolder:
@@ -420,6 +500,8 @@ def many_shards(
         if sum(one.num_tokens for one in era if one.split == "train") >= era_tokens:
             writer.append(Era(source=era[0].source, number=number, shards=tuple(era)))
             era, number = [], number + 1
+    if era:
+        writer.append(Era(source=era[0].source, number=number, shards=tuple(era)))
     (folder / TOKENIZER_FILE).symlink_to(Path(config.directory, TOKENIZER_FILE).resolve())
     opened = config.model_copy(update={"directory": str(folder)})
     manifest = read_manifest(folder)
