@@ -267,9 +267,12 @@ class RayNodeProvider:
         """Reserves the bundles; waits as long as other jobs hold what is needed."""
         self._sweep_predecessor()
         elsewhere = {_NODE_ID: f"!in({','.join(sorted(self._excluded))})"}
+        where: Any = (
+            [elsewhere] * num_nodes if self._excluded else None
+        )  # Ray refuses an empty list
         group = placement_group(
             [self._bundle.resources()] * num_nodes,
-            bundle_label_selector=[elsewhere] * num_nodes if self._excluded else [],
+            bundle_label_selector=where,
             strategy="STRICT_SPREAD",
             name=actor_name(self._launch.run_dir),
             lifetime="detached",
