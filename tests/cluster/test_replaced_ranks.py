@@ -6,7 +6,7 @@ import json
 import os
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +17,21 @@ from small_corpus import shards_of_words
 from small_model import TINY
 
 from moebius.cluster import processes
-from moebius.cluster.job import Journal, JournalEntry, State
+from moebius.cluster.agent import Node
+from moebius.cluster.generations import supervise
+from moebius.cluster.job import (
+    Journal,
+    JournalEntry,
+    Launch,
+    State,
+    begin_submission,
+    read_status,
+)
 from moebius.cluster.local import train_here
+from moebius.cluster.nodes import Capacity, NodeHandle
 from moebius.data_pipeline.config import DataConfig
 from moebius.train.config import Config
+from moebius.train.run_folder import open_run
 from tests.chaos.job_under_fire import curve, weights_hash
 
 pytestmark = [
@@ -166,6 +177,45 @@ def test_two_ranks_one_after_another(mesh, shards, tmp_path):
     assert len(lines_of(run_dir, "train")) <= STEPS + 2 * 2
     log = (run_dir / "logs/g001/node0/rank1.log").read_text()
     assert "takes the place of rank 1, which has died" in log
+
+
+class TwoNodes:
+    """Two nodes that are this machine both."""
+
+    def __init__(self, launch: Launch) -> None:
+        self.nodes = [Node(launch=launch), Node(launch=launch)]
+
+    def capacity(self) -> Capacity:
+        return Capacity(2, 2)
+
+    def provide_nodes(self, num_nodes: int, while_waiting: object) -> Sequence[NodeHandle]:
+        assert num_nodes == 2
+        return self.nodes
+
+    def release(self) -> None:
+        for node in self.nodes:
+            node.end()
+
+
+def test_ranks_of_two_nodes_die_one_after_another(shards, tmp_path):
+    """Nobody on the node has the experts of a dead rank: they come from the other node."""
+    mesh = {"ep": 2}
+    plain = run(config_of(shards, mesh), tmp_path / "plain")
+    run_dir = tmp_path / "hit"
+    config = in_place(shards, mesh)
+    job = config.job.model_copy(update={"num_nodes": 2, "ranks_per_node": 1})
+    open_run(config.model_copy(update={"job": job}), run_dir)
+    launch = Launch(str(run_dir), num_nodes=2, in_place=True)
+    hunt = threading.Thread(target=two_one_after_another, args=(Hunt(run_dir),), daemon=True)
+    hunt.start()
+    begin_submission(launch)
+    supervise(launch, TwoNodes(launch))
+    hunt.join()
+    assert_nothing_left(run_dir)
+    assert (curve(run_dir), weights_hash(run_dir)) == plain
+    assert [entry.details["in_place"]["ranks"] for entry in replacements(run_dir)] == [[1], [0]]
+    status = read_status(run_dir)
+    assert (status.generation, status.restarts, status.replaced_in_place) == (1, 0, 2)
 
 
 def test_a_death_while_a_checkpoint_is_written(shards, tmp_path):
