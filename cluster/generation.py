@@ -78,6 +78,10 @@ class Supervision(Protocol):
         """Looks after the process that prepares the data."""
         ...
 
+    def last_round(self) -> int:
+        """Returns the number of the last round of this generation; 0: there was none."""
+        ...
+
     def charge_round(self, cause: RootCause, step: int | None) -> Verdict:
         """Counts a failure that is recovered in place, unless it would end the job."""
         ...
@@ -128,6 +132,7 @@ class Watch:
                 timeout_s=launch.start_timeout_s,
                 ranks_per_node=launch.ranks_per_node,
                 generation=self.generation,
+                last_round=supervision.last_round(),
             )
 
     def start(self) -> None:

@@ -29,6 +29,7 @@ from ..data_pipeline.errors import PreparationFailedError
 from ..train.mistakes import EXIT_MISTAKE
 from .generation import POLL_S, Outcome, Superseded, Watch
 from .job import (
+    IN_PLACE,
     PAUSE,
     STOP_PREEMPT,
     Launch,
@@ -296,6 +297,12 @@ class _Supervision:
     def wish(self, current: int) -> str:
         """Returns why the run should go on with another number of nodes than `current`, or ""."""
         return self.placing.wish(current)
+
+    def last_round(self) -> int:
+        """Returns the number of the generation's last round, which a predecessor may have ordered."""
+        entries = self.journal.entries()
+        details = (entry.details for entry in entries if entry.generation == self.generation)
+        return max((each[IN_PLACE]["round"] for each in details if IN_PLACE in each), default=0)
 
     def charge_round(self, cause: RootCause, step: int | None) -> Verdict:
         """Counts a failure that is recovered in place, unless it would end the job."""

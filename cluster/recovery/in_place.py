@@ -86,6 +86,7 @@ class RoundDirector:
         timeout_s: float,
         ranks_per_node: int,
         generation: int,
+        last_round: int = 0,
     ) -> None:
         """Takes up the watch.
 
@@ -96,11 +97,12 @@ class RoundDirector:
             timeout_s: from an order to the first new step.
             ranks_per_node: of the job.
             generation: its number.
+            last_round: the number of the last one that was ordered, by a supervisor before this one.
         """
         self._nodes, self._charge, self._log = nodes, charge, log
         self._timeout_s = timeout_s
         self._ranks_per_node, self._generation = ranks_per_node, generation
-        self._number = 0
+        self._number = last_round
         self._round: _Round | None = None
         self._told: Mapping[str, Any] | None = None  # what rank 0 said of the round under way
         self.why_not = ""  # why the failure that ends the generation was not recovered in place

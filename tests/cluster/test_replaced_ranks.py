@@ -28,7 +28,7 @@ from moebius.cluster.job import (
     read_status,
 )
 from moebius.cluster.local import train_here
-from moebius.cluster.nodes import Capacity, NodeHandle
+from moebius.cluster.nodes import Capacity, NodeHandle, ThisMachine
 from moebius.data_pipeline.config import DataConfig
 from moebius.train.config import Config
 from moebius.train.run_folder import open_run
@@ -179,20 +179,24 @@ def test_two_ranks_one_after_another(mesh, shards, tmp_path):
     assert "takes the place of rank 1, which has died" in log
 
 
-class TwoNodes:
-    """Two nodes that are this machine both."""
+class TwoNodes(ThisMachine):
+    """Provides two nodes that are this machine both."""
 
     def __init__(self, launch: Launch) -> None:
+        super().__init__(launch)
         self.nodes = [Node(launch=launch), Node(launch=launch)]
 
     def capacity(self) -> Capacity:
         return Capacity(2, 2)
 
-    def provide_nodes(self, num_nodes: int, while_waiting: object) -> Sequence[NodeHandle]:
+    def provide_nodes(
+        self, num_nodes: int, while_waiting: Callable[[str], None]
+    ) -> Sequence[NodeHandle]:
         assert num_nodes == 2
         return self.nodes
 
     def release(self) -> None:
+        super().release()
         for node in self.nodes:
             node.end()
 

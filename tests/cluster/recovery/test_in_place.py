@@ -113,6 +113,23 @@ def test_a_round_is_ordered_everywhere_and_journalled():
     assert (first["restored_step"], first["phases_s"]) == (6, {"load": 0.1})
 
 
+def test_a_supervisor_that_takes_over_counts_on():
+    """Agents and ranks have seen the order of its predecessor, and obey a later one only."""
+    directed = Directed()
+    nodes = [Orders()]
+    director = RoundDirector(
+        nodes,
+        charge=directed.charge,
+        log=lambda *_, **__: None,
+        timeout_s=60.0,
+        ranks_per_node=2,
+        generation=1,
+        last_round=3,
+    )
+    director.answer({0: held(1)}, RUNNING)
+    assert nodes[0].orders == [RoundOrder(4, (1,))]
+
+
 def test_who_waits_is_told_that_there_is_no_round():
     directed = Directed(max_restarts=0)
     reports = {0: held(1)}
