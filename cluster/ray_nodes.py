@@ -30,7 +30,7 @@ from .generations import POLL_S
 from .job import Launch
 from .nodes import Capacity, NodeHandle, NodeLost, NodesUnavailable
 from .prepare import IN_FLIGHT_PER_CPU
-from .ray_session import NAMESPACE
+from .ray_session import NAMESPACE, nodes_of
 from .recovery.control_store import listens
 from .recovery.doors import Door
 from .recovery.life import beat
@@ -162,7 +162,7 @@ class RayNodeProvider:
                 node["NodeManagerAddress"] for node in alive if node["NodeID"] in ours & leaving
             ),
             could=len(fitting),
-            free=len(fitting & (free | ours)),
+            free=len(fitting & (free | ours | nodes_of(self._group))),
             what=str(self._bundle),
             have=", ".join(_spell_node(node) for node in alive),
         )
@@ -267,9 +267,8 @@ class RayNodeProvider:
         """Reserves the bundles; waits as long as other jobs hold what is needed."""
         self._sweep_predecessor()
         elsewhere = {_NODE_ID: f"!in({','.join(sorted(self._excluded))})"}
-        where: Any = (
-            [elsewhere] * num_nodes if self._excluded else None
-        )  # Ray refuses an empty list
+        # Ray refuses an empty list
+        where: Any = [elsewhere] * num_nodes if self._excluded else None
         group = placement_group(
             [self._bundle.resources()] * num_nodes,
             bundle_label_selector=where,

@@ -184,3 +184,11 @@ def _ask_for_cluster_id(
         except grpc.RpcError as error:
             return error.code().name, error.details()  # type: ignore[attr-defined]
     return None
+
+
+def nodes_of(group: Any) -> set[str]:
+    """Returns the nodes that a placement group has reserved, though nothing may be up there yet."""
+    import ray
+
+    told: dict[str, Any] = ray.util.placement_group_table(group) if group else {}
+    return set(told["bundles_to_node_id"].values()) if told.get("state") == "CREATED" else set()

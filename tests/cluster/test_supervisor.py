@@ -254,6 +254,25 @@ def test_a_job_waits_while_others_hold_the_nodes_and_can_be_stopped_meanwhile(tm
         remove_placement_group(others)
 
 
+def test_what_a_job_has_reserved_counts_as_free_for_it(tmp_path):
+    """All CPUs of both nodes, and no agent is up there yet."""
+    from ray._private.state import available_resources_per_node
+
+    from moebius.cluster.ray_nodes import RayNodeProvider
+
+    provider = RayNodeProvider(fake_launch(tmp_path, num_nodes=2, ranks_per_node=4), 1)
+    wait_for(lambda: provider.capacity().free == 2, what="an idle cluster")
+    try:
+        provider._reserve(2, lambda reason: None)
+        wait_for(
+            lambda: not any(one.get("CPU") for one in available_resources_per_node().values()),
+            what="the cluster to say that its CPUs are taken",
+        )
+        assert provider.capacity().free == 2
+    finally:
+        provider.release()
+
+
 def test_nodes_must_run_the_same_software():
     from moebius.cluster.ray_nodes import check_versions
 
