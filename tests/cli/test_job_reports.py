@@ -110,7 +110,8 @@ def submitted(monkeypatch: pytest.MonkeyPatch) -> list[tuple]:
     """What `moebius resume` submits, instead of submitting it."""
     calls: list[tuple] = []
 
-    def submit(config, run_dir, *, address, detach):
+    def submit(config, run_dir, *, address, detach, scale, shipment):
+        assert (scale, shipment) == (None, None)  # nothing was scaled, and nothing is brought along
         calls.append((config, run_dir, address, detach))
         return JobStatus(run_dir, State.SUCCEEDED)
 
