@@ -200,6 +200,7 @@ def test_two_jobs_share_a_cluster_and_the_failure_of_one_is_not_the_other_s(tmp_
             tmp_path / "bad",
             "plain=1",
             "fail=1:5:*:raise",
+            "hold=5:1",  # rank 0 must not be through before rank 1 has begun
             num_nodes=2,
             max_restarts=0,
             name="same",

@@ -143,7 +143,7 @@ def test_f7_no_spare_it_goes_on_with_fewer_and_takes_back_the_others(standing, t
     wait_for_generation(run_dir, 1, after=larger)
     end_well(run_dir)
     [lost] = [e for e in entries_of(run_dir, State.RECOVERING) if "root_cause" in e.details]
-    assert "node 1 was lost" in lost.reason
+    assert "was lost: its agent actor died" in lost.reason
     assert lost.details["charged_to"] == "infrastructure"
     assert "on 1 node(s) instead of 2" in next(
         e.reason for e in entries_of(run_dir, State.STARTING) if e.generation == smaller
