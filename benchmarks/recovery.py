@@ -234,6 +234,7 @@ class Bench:
     def sample(self, victim: str) -> Recovery:
         """Takes one sample."""
         if victim == SUBMIT:
+            self.end_job()  # it would take the processors
             return self._submit(victim, self._new_folder("data"), address="")
         cluster = self._cluster_that_is_up()
         data = self._folder / "data"
