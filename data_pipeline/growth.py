@@ -9,7 +9,7 @@ import json
 from contextlib import suppress
 from pathlib import Path
 
-from .manifest import atomic_write
+from .atomic import atomic_write
 
 UNFINISHED = "unfinished"
 """The folder, in a prepared one, of what is not finished yet."""

@@ -30,9 +30,9 @@ import numpy as np
 import pyarrow as pa
 from pydantic import BaseModel, ConfigDict, Field
 
+from .atomic import atomic_write
 from .checksum import crc32
 from .errors import ShardError
-from .manifest import atomic_write
 from .messages import decode_buffers
 from .order import ChunkTable, num_rows
 

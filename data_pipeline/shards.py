@@ -110,7 +110,7 @@ class ShardWriter:
     """Writes documents into one shard file.
 
     A document longer than `batch_tokens` makes a record batch of its own size. The caller owns the
-    file (see `manifest.atomic_write`), so that a shard appears whole or not at all.
+    file (see `atomic.atomic_write`), so that a shard appears whole or not at all.
     """
 
     def __init__(self, file: IO[bytes], *, schema: pa.Schema, batch_tokens: int):

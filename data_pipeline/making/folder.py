@@ -10,15 +10,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any, Literal
 
+from ..atomic import TEMPORARY, atomic_write, explained_write_errors
 from ..config import DataConfig
 from ..errors import PrepareError
 from ..growth import UNFINISHED, go_on
 from ..manifest import (
-    TEMPORARY,
     DatasetManifest,
     QuarantinedSplit,
-    atomic_write,
-    explained_write_errors,
     index_name,
     is_prepared,
     read_manifest,

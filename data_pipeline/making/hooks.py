@@ -22,9 +22,9 @@ from typing import Protocol
 
 import numpy as np
 
+from ..atomic import atomic_write
 from ..config import DataConfig
 from ..errors import PrepareError
-from ..manifest import atomic_write
 from .config import FilterConfig
 from .decontaminate import EvaluationIndex, build_index, load_index
 from .filters import reason_to_drop

@@ -9,7 +9,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from ..manifest import atomic_write
+from ..atomic import atomic_write
 
 
 def write_record(path: Path, content: Any, *, durable: bool = True) -> None:

@@ -21,7 +21,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from ..manifest import DatasetManifest, atomic_write
+from ..atomic import atomic_write
+from ..manifest import DatasetManifest
 from .statistics import ScanStatistics
 
 REPORT_FILE = "report.md"

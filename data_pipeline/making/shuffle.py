@@ -22,9 +22,10 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from ..atomic import atomic_write
 from ..config import DataConfig
 from ..errors import ShardError
-from ..manifest import ShardEntry, Split, atomic_write
+from ..manifest import ShardEntry, Split
 from ..shards import ShardWriter, TokenDocument
 from ..token_store import read_batches
 from .plan import Unit, interleaved

@@ -29,10 +29,11 @@ from typing import IO, Any, cast
 
 import numpy as np
 
+from ..atomic import atomic_write, make_durable
 from ..config import DataConfig, SourceConfig
 from ..errors import InputError, ShardError
 from ..growth import UNFINISHED
-from ..manifest import ShardEntry, Split, atomic_write, index_name, make_durable, shard_name
+from ..manifest import ShardEntry, Split, index_name, shard_name
 from ..shards import MAX_DOCUMENT_BYTES, ShardWriter, TokenDocument, shard_metadata, shard_schema
 from ..sources.documents import Document
 from ..sources.reading import read_documents

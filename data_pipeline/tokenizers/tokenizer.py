@@ -10,8 +10,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from ..atomic import atomic_write
 from ..errors import InputError, ShardError
-from ..manifest import atomic_write
 from .huggingface import HuggingFaceTokenizer
 from .interface import CONFIG_FILE, END_OF_DOCUMENT, MODEL_FILE, TOKENIZER_FILE, Tokenizer
 from .raw_bytes import KIND, BytesTokenizer

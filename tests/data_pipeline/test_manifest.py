@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from moebius.data_pipeline.atomic import atomic_write, create_once
 from moebius.data_pipeline.errors import InputError, PrepareError, ShardError
 from moebius.data_pipeline.manifest import (
     Completion,
@@ -23,8 +24,6 @@ from moebius.data_pipeline.manifest import (
     ShardEntry,
     SourceEntry,
     TokenizerEntry,
-    atomic_write,
-    create_once,
     follow,
     manifest_name,
     read_manifest,

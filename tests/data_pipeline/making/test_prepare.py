@@ -19,13 +19,14 @@ import pytest
 from small_corpus import sentences, write_jsonl
 from token_stream import TokenStream
 
+from moebius.data_pipeline.atomic import TEMPORARY
 from moebius.data_pipeline.config import DataConfig
 from moebius.data_pipeline.errors import InputError, PrepareError, ShardError
 from moebius.data_pipeline.growth import UNFINISHED
 from moebius.data_pipeline.making.pools import SerialPool
 from moebius.data_pipeline.making.prepare import prepare
 from moebius.data_pipeline.making.progress import PrepareProgress
-from moebius.data_pipeline.manifest import TEMPORARY, is_prepared, manifest_name, read_manifest
+from moebius.data_pipeline.manifest import is_prepared, manifest_name, read_manifest
 from moebius.data_pipeline.token_store import TokenStore
 from moebius.data_pipeline.tokenizers.tokenizer import load_tokenizer
 

@@ -18,18 +18,13 @@ from pathlib import Path
 import pytest
 from small_corpus import sentences, write_jsonl
 
+from moebius.data_pipeline.atomic import TEMPORARY
 from moebius.data_pipeline.config import DataConfig, SourceConfig
 from moebius.data_pipeline.making.pools import LocalPool, SerialPool
 from moebius.data_pipeline.making.prepare import prepare
 from moebius.data_pipeline.making.progress import PrepareProgress
 from moebius.data_pipeline.making.tasks import UNFINISHED
-from moebius.data_pipeline.manifest import (
-    TEMPORARY,
-    Completion,
-    DatasetManifest,
-    is_prepared,
-    read_manifest,
-)
+from moebius.data_pipeline.manifest import Completion, DatasetManifest, is_prepared, read_manifest
 from moebius.data_pipeline.token_store import verify_shard
 
 

@@ -1,0 +1,134 @@
+"""Files that appear whole or not at all, and survive a power failure once they have appeared."""
+
+import errno
+import os
+import secrets
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO
+
+from .errors import PrepareError
+
+TEMPORARY = ".tmp-"
+
+
+def create_once(path: Path, data: bytes) -> None:
+    """Creates a file that appears whole or not at all, and never replaces another one.
+
+    Raises:
+        PrepareError: a file with other content is there, or the folder cannot be written.
+    """
+    temporary = _temporary_name(path)
+    with explained_write_errors(path):
+        try:
+            with open(temporary, "xb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            try:
+                _link(temporary, path)
+            except FileExistsError:
+                if path.read_bytes() != data:
+                    raise PrepareError(
+                        f"{path} exists and says something else: another preparation wrote into "
+                        "this folder; choose another one"
+                    ) from None
+            sync_folder(path.parent)
+        finally:
+            temporary.unlink(missing_ok=True)
+
+
+def _link(temporary: Path, path: Path) -> None:
+    """Gives a file its name unless there is one of that name.
+
+    Where the file system has no hard links, a rename does it: the folder's lock keeps others out.
+    """
+    try:
+        os.link(temporary, path)
+    except OSError as error:
+        if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EMLINK):
+            raise
+        if path.exists():
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST)) from None
+        os.replace(temporary, path)
+
+
+@contextmanager
+def atomic_write(path: Path, *, durable: bool = True) -> Iterator[IO[bytes]]:
+    """Opens a file that appears whole or not at all: temporary name, fsync, rename.
+
+    Any exception removes the temporary.
+
+    Args:
+        path: the file.
+        durable: whether it is on disk afterwards. If not, a power failure may leave it empty or
+            torn: for what `make_durable` is called later, or what is then noticed and made again.
+    """
+    temporary = _temporary_name(path)
+    with explained_write_errors(path):
+        try:
+            with open(temporary, "xb") as file:
+                yield file
+                file.flush()
+                if durable:
+                    os.fsync(file.fileno())
+            os.replace(temporary, path)
+            if durable:
+                sync_folder(path.parent)
+        finally:
+            temporary.unlink(missing_ok=True)
+
+
+def make_durable(paths: Sequence[Path]) -> None:
+    """Fsyncs files of one folder and the folder itself, all files at once.
+
+    A disk that is asked for several files at the same time takes hardly longer than for one.
+
+    Raises:
+        PrepareError: they cannot be written.
+    """
+    with ThreadPoolExecutor(max(1, len(paths))) as threads:
+        for _ in threads.map(_sync, paths):
+            pass
+    for folder in {path.parent for path in paths}:
+        with explained_write_errors(folder):
+            sync_folder(folder)
+
+
+def _sync(path: Path) -> None:
+    with explained_write_errors(path), open(path, "rb") as file:
+        os.fsync(file.fileno())
+
+
+def _temporary_name(path: Path) -> Path:
+    return path.with_name(f"{path.name}{TEMPORARY}{os.getpid()}-{secrets.token_hex(4)}")
+
+
+def sync_folder(folder: Path) -> None:
+    """Fsyncs a folder: a rename survives a power failure only once its folder is on disk."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+@contextmanager
+def explained_write_errors(path: Path) -> Iterator[None]:
+    """Turns the operating system's errors about `path` into what to do about them."""
+    try:
+        yield
+    except OSError as error:
+        advice = {
+            errno.ENOSPC: "free some space there and run the same command again; it continues "
+            "where it stopped",
+            errno.EDQUOT: "your quota is used up; free some space and run the same command again",
+            errno.EACCES: "give yourself write permission there, or choose another folder",
+            errno.EPERM: "give yourself write permission there, or choose another folder",
+            errno.EROFS: "the file system is read-only; choose another folder",
+            errno.ENOTDIR: "a file is in the way; choose another folder",
+            errno.EEXIST: "a file is in the way; choose another folder",
+        }.get(error.errno or 0, "nothing half-written is left; run the same command again")
+        raise PrepareError(f"cannot write {path} ({error.strerror or error}): {advice}") from error
