@@ -25,7 +25,7 @@ def environment() -> dict[str, Any]:
         "python": platform.python_version(),
         "versions": _versions("torch", "numpy", "pyarrow", "ray", "triton"),
         "commit": _commit(),
-        "command": " ".join(["python", *sys.argv]),
+        "command": _command(),
     }
     if torch.cuda.is_available():
         facts["gpu"] = torch.cuda.get_device_name(0)
@@ -49,6 +49,15 @@ def _versions(*names: str) -> dict[str, str | None]:
         with suppress(PackageNotFoundError):
             found[name] = version(name)
     return found
+
+
+def _command() -> str:
+    """How this program was started, without where it lies: `python -m benchmarks.data --rounds 7`."""
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    # of a package, `python -m PACKAGE` runs PACKAGE.__main__
+    module = spec.name.removesuffix(".__main__") if spec else None
+    program = ["-m", module] if module else [Path(sys.argv[0]).name]
+    return " ".join(["python", *program, *sys.argv[1:]])
 
 
 def _cpu_name() -> str:

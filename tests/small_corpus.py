@@ -6,6 +6,7 @@ import json
 import random
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -64,8 +65,18 @@ def shards_of_words(folder: Path, num_documents: int) -> Path:
     text.write_text(
         "".join(json.dumps({"text": " ".join(line)}) + "\n" for line in documents), encoding="utf-8"
     )
-    config = DataConfig(
-        input=(str(text),), tokenizer="bytes", vocab_size=257, validation_fraction=0.2
+    shards = folder / "shards"
+    prepare(data_of_words(shards), shards)
+    return shards
+
+
+def data_of_words(shards: Path, **settings: Any) -> DataConfig:
+    """What a run reads that trains on `shards_of_words`."""
+    return DataConfig(
+        input=(str(shards.parent / "text.jsonl"),),
+        directory=str(shards),
+        tokenizer="bytes",
+        vocab_size=257,
+        validation_fraction=0.2,
+        **settings,
     )
-    prepare(config, folder / "shards")
-    return folder / "shards"

@@ -23,7 +23,7 @@ from jobs import (
     wait_for,
 )
 from rich.console import Console
-from small_corpus import shards_of_words
+from small_corpus import data_of_words, shards_of_words
 from small_model import TINY
 
 from moebius.cluster import processes
@@ -31,7 +31,6 @@ from moebius.cluster.agent import AgentReport, Attempt, Node
 from moebius.cluster.job import Launch, State
 from moebius.cluster.local import train_here
 from moebius.cluster.warm.start import OrderedAgent, _sweep
-from moebius.data_pipeline.config import DataConfig
 from moebius.distributed.layout import MeshConfig
 from moebius.train.config import CheckpointConfig, Config, JobConfig, TrainConfig
 from moebius.train.run_folder import open_run
@@ -264,18 +263,9 @@ def test_ranks_that_are_forked_train_as_programs_do(tmp_path):
 
 
 def run_config(shards: Path, changes: dict[str, Any]) -> Config:
-    data = DataConfig(
-        input=(str(shards.parent / "text.jsonl"),),
-        directory=str(shards),
-        tokenizer="bytes",
-        vocab_size=257,
-        validation_fraction=0.2,
-        seq_len=16,
-        server="off",
-    )
     return Config(
         model=TINY,
-        data=data,
+        data=data_of_words(shards, seq_len=16, server="off"),
         checkpoint=CheckpointConfig(every=4),
         mesh=MeshConfig(dp_replicate=2),
         train=TrainConfig(

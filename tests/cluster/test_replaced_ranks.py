@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from jobs import assert_nothing_left, rank_pids, wait_for
 from rich.console import Console
-from small_corpus import shards_of_words
+from small_corpus import data_of_words, shards_of_words
 from small_model import TINY
 
 from moebius.cluster import processes
@@ -29,7 +29,6 @@ from moebius.cluster.job import (
 )
 from moebius.cluster.local import train_here
 from moebius.cluster.nodes import Capacity, NodeHandle, ThisMachine
-from moebius.data_pipeline.config import DataConfig
 from moebius.train.config import Config
 from moebius.train.run_folder import open_run
 from tests.chaos.job_under_fire import curve, weights_hash
@@ -87,15 +86,7 @@ def config_of(shards: Path, mesh: dict[str, Any], **job: Any) -> Config:
     return Config.model_validate(
         {
             "model": TINY,
-            "data": DataConfig(
-                input=(str(shards.parent / "text.jsonl"),),
-                directory=str(shards),
-                tokenizer="bytes",
-                vocab_size=257,
-                validation_fraction=0.2,
-                seq_len=16,
-                server="off",
-            ),
+            "data": data_of_words(shards, seq_len=16, server="off"),
             "checkpoint": {"every": 4},
             "mesh": mesh,
             "train": {
