@@ -92,9 +92,12 @@ class Loader:
         on_wait: told when a batch is waited for.
         server: the node's data server, which is closed with the loader; None: this rank decodes.
         left_out: samples that no step takes.
+        continues: the position, of a checkpoint, that the first batch goes on from. Where a growing
+            folder has not sealed again what was read before, the first batch waits for that.
 
     Raises:
-        DataError: sizes that do not fit, or a folder that cannot be read so.
+        DataError: sizes that do not fit, a folder that cannot be read so, or another order of data
+            than that of `continues`.
     """
 
     def __init__(
@@ -112,6 +115,7 @@ class Loader:
         on_wait: OnWait | None = None,
         server: ServerHandle | None = None,
         left_out: LeftOut = NOTHING,
+        continues: Mapping[str, Any] | None = None,
     ):
         _check_layout(global_batch, micro_batch, rank, num_ranks, start_sample, prefetch)
         self._skipped = SkipList(skip_folder, rank=rank, most_batches=data.max_skipped_batches)
@@ -141,6 +145,12 @@ class Loader:
         self._error: BaseException | None = None
         self._closed = threading.Event()
         self._prefetch = prefetch
+        self._continues = continues
+        try:
+            self._go_on()
+        except BaseException:
+            self._close_server()
+            raise
         self._start_at(start_sample)
 
     def _start_at(self, sample: int) -> None:
@@ -345,13 +355,22 @@ class Loader:
                 continue
         return False
 
+    def _go_on(self) -> str:
+        """Checks, once, that the data goes on as the checkpoint says, or says what that waits for."""
+        if self._continues is None:
+            return ""
+        if not (reason := self._samples.await_eras(self._continues)):
+            self.check_position(self._continues)
+            self._continues = None
+        return reason
+
     def _order_step(self, first_sample: int) -> RowRefs | None:
         """Returns this rank's rows of a step, once all of the step's are there; None: closed.
 
         All ranks look at the whole step, so they wait, and fail, at the same one.
         """
         while not self._closed.is_set():
-            reason = self._samples.prepare(first_sample, self._global_batch)
+            reason = self._go_on() or self._samples.prepare(first_sample, self._global_batch)
             self._waiting_for = reason
             if not reason:
                 local = first_sample + self._local_start

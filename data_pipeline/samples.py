@@ -113,6 +113,29 @@ class OrderedSamples:
                 return f"{era} is not sealed yet"
         return ""
 
+    def await_eras(self, position: Mapping[str, Any]) -> str:
+        """Takes in what a growing folder has sealed, until it has the eras that a position has read.
+
+        They are missing where the folder was deleted and is prepared again under a run.
+
+        Returns:
+            ""; or for what has to be waited.
+
+        Raises:
+            PreparationFailedError: what is missing will never be made.
+        """
+        for name, read in position["spec"].get("eras", {}).items():
+            if name not in self._counted:
+                continue
+            while not self.prepared.manifest.complete and (
+                read["all"] or len(self.prepared.manifest.eras(name)) < read["number"]
+            ):
+                if not self._count_more(name):
+                    era = f"era {len(self.prepared.manifest.eras(name))} of source {name!r}"
+                    self._check_growth(name, era)
+                    return f"{era}, which the checkpoint has read, is not sealed yet"
+        return ""
+
     def _check_growth(self, source: str, era: str) -> None:
         """Checks that an era which is missing may still come.
 
@@ -281,6 +304,8 @@ class OrderedSamples:
         if self.prepared.manifest.complete or not self.prepared.grow():
             return False
         self._count_what_is_cheap()
+        # all sources: whether one is complete is told by the folder, with or without a new era
+        self.order.extend({name: self._source_rows(name) for name in self._counted})
         return True
 
     def _check_lengths(self) -> None:

@@ -448,6 +448,7 @@ def open_loader(run: Run, position: dict[str, Any] | None, *, served: bool = Tru
         skip_folder=run.run_dir / "skipped",
         server=open_data_server(config, run.process, start) if served else None,
         left_out=run.left_out,
+        continues=None if config.data.override_position else position,
     )
     try:
         _check_data(run, loader, position)
@@ -458,11 +459,9 @@ def open_loader(run: Run, position: dict[str, Any] | None, *, served: bool = Tru
 
 
 def _check_data(run: Run, loader: Loader, position: dict[str, Any] | None) -> None:
-    """Checks that the data goes on where the checkpoint left it, and is enough for the run."""
+    """Says where the data is another than the checkpoint's, and checks that it is enough."""
     config = run.config
-    if position is not None and not config.data.override_position:
-        loader.check_position(position)
-    elif position is not None and run.process.rank == 0:
+    if position is not None and config.data.override_position and run.process.rank == 0:
         for difference in loader.differences(position):
             logger.warning("data.override_position: continuing on other data: %s", difference)
     last = run.left_out.step_at(config.train.steps, config.train.global_batch)

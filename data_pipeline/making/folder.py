@@ -116,7 +116,11 @@ def _make_room(folder: Path) -> None:
         raise PrepareError(
             f"{folder} is not empty and holds no prepared data: choose a new or an empty folder"
         )
-    work.mkdir(parents=True, exist_ok=True)
+    try:
+        work.mkdir(parents=True, exist_ok=True)
+    except FileExistsError:  # was there for mkdir, and cleared away before it looked what it is
+        if work.exists():
+            raise
 
 
 def begin(config: DataConfig, folder: Path, units: Sequence[Unit]) -> None:

@@ -20,7 +20,8 @@ from moebius.data_pipeline import samples as samples_module
 from moebius.data_pipeline import token_store
 from moebius.data_pipeline.config import DataConfig, Stage
 from moebius.data_pipeline.corruption import BatchFetcher
-from moebius.data_pipeline.errors import DataError, ShardError
+from moebius.data_pipeline.errors import DataError, PreparationFailedError, ShardError
+from moebius.data_pipeline.growth import give_up
 from moebius.data_pipeline.loader import Batch, Loader, validation_batches
 from moebius.data_pipeline.manifest import read_manifest
 from moebius.data_pipeline.samples import OrderedSamples
@@ -200,14 +201,15 @@ def test_the_digest_sees_the_tokens(tmp_path):
 # ---- a folder that grows
 
 
-def test_training_while_it_grows_is_training_after(tmp_path):
+@pytest.mark.parametrize("packing", ["concat", "best_fit"])
+def test_training_while_it_grows_is_training_after(tmp_path, packing):
     """The order of what is sealed does not depend on what is not; then the epochs begin."""
     eras = [documents(seed, 40) for seed in range(4)]
     after = MadeFolder(tmp_path / "after", ("a", "b"))
     for era in eras[:3]:
         after.seal("a", era)
     after.seal("b", eras[3]).complete()
-    expected = seen(steps_of(after.config(), 90))
+    expected = seen(steps_of(after.config(packing=packing), 90))
 
     growing = MadeFolder(tmp_path / "growing", ("a", "b"))
     growing.seal("a", eras[0])
@@ -222,9 +224,22 @@ def test_training_while_it_grows_is_training_after(tmp_path):
     maker = threading.Thread(target=make_the_rest)
     maker.start()
     try:
-        assert seen(steps_of(growing.config(), 90, num_ranks=2, poll_s=0.02)) == expected
+        config = growing.config(packing=packing)
+        assert seen(steps_of(config, 90, num_ranks=2, poll_s=0.02)) == expected
     finally:
         maker.join()
+
+
+def test_every_source_learns_that_a_folder_is_complete(tmp_path):
+    """Also where no era came with it: a source that asks later would wait for one for ever."""
+    folder = MadeFolder(tmp_path / "d", ("a", "b"))
+    folder.seal("a", documents(0, 20)).seal("b", documents(1, 60))
+    config = folder.config(packing="best_fit")
+    samples = OrderedSamples(config, BatchFetcher())
+    assert not samples.prepare(0, 8)
+    assert samples.prepare(0, 2000) == "era 1 of source 'a' is not sealed yet"
+    folder.complete()
+    assert not samples.prepare(0, 2000)
 
 
 def test_all_ranks_wait_at_the_same_step_and_say_what_for(tmp_path, caplog, monkeypatch):
@@ -339,6 +354,39 @@ def test_a_position_knows_only_the_eras_it_has_reached(tmp_path):
         pytest.raises(DataError, match=r"eras.text.number: saved 3, now 2"),
     ):
         loader.check_position(again)
+
+
+def test_a_folder_that_is_made_again_is_awaited_up_to_where_the_checkpoint_had_read(tmp_path):
+    """Deleted and prepared again under a run: it may have sealed less than was read before."""
+    eras = [documents(seed, 30) for seed in range(3)]
+    before = MadeFolder(tmp_path / "before").seal("text", eras[0]).seal("text", eras[1])
+    in_both = sum((len(before.stream("text", era)) - 1) // S for era in range(2))
+    start = in_both // 8 * 8
+    with opened(before.config()) as saving:
+        position = saving.position(start)
+    again = MadeFolder(tmp_path / "again").seal("text", eras[0])
+    with opened(again.config(), start_sample=start, continues=position, poll_s=0.01) as loader:
+        assert not loader.wait_until_ready(0.1)
+        assert loader.wait_reason == (
+            "era 1 of source 'text', which the checkpoint has read, is not sealed yet"
+        )
+        again.seal("text", eras[1]).seal("text", eras[2]).complete()
+        there = next(loader)
+    with opened(again.config(), start_sample=start) as loader:
+        assert next(loader).digest == there.digest
+
+    other = MadeFolder(tmp_path / "other").seal("text", eras[0])
+    with opened(other.config(), start_sample=start, continues=position, poll_s=0.01) as loader:
+        other.seal("text", eras[2])
+        with pytest.raises(DataError, match=r"another order of data \(eras.text.sha256: saved"):
+            next(loader)
+    fewer = MadeFolder(tmp_path / "fewer").seal("text", eras[0])
+    give_up(fewer.folder, "the disk is full")
+    with pytest.raises(PreparationFailedError, match=r"era 1 of source 'text' .*disk is full"):
+        opened(fewer.config(), start_sample=start, continues=position)
+    fewer.complete()
+    with pytest.raises(DataError, match=r"eras.text.number: saved 2, now 1"):
+        opened(fewer.config(), start_sample=start, continues=position)
 
 
 # ---- what goes wrong

@@ -5,12 +5,14 @@ import os
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from moebius.data_pipeline.config import DataConfig
 from moebius.data_pipeline.errors import PrepareError
 from moebius.data_pipeline.making.folder import (
+    LOCK,
     QUARANTINED,
     Quarantined,
     begin,
@@ -59,6 +61,22 @@ def test_one_at_a_time_has_a_folder_and_each_waiter_is_told_once(tmp_path):
         thread.join()
     assert most == [1] * 5
     assert sorted(told) == [0, 1, 2, 3, 4]
+
+
+def test_a_folder_that_another_clears_away_just_now_is_made_again(tmp_path, monkeypatch):
+    """mkdir finds the folder there, and it is gone when mkdir looks whether it is one."""
+    mkdir, cleared = Path.mkdir, []
+
+    def cleared_meanwhile(path: Path, *args: Any, **options: Any) -> None:
+        if path == tmp_path / "d" / UNFINISHED and not cleared:
+            cleared.append(path)
+            raise FileExistsError(errno.EEXIST, "File exists", str(path))
+        mkdir(path, *args, **options)
+
+    monkeypatch.setattr(Path, "mkdir", cleared_meanwhile)
+    with claimed(tmp_path / "d", on_wait=nobody_waits):
+        assert cleared
+        assert (tmp_path / "d" / UNFINISHED / LOCK).exists()
 
 
 def test_a_folder_in_which_another_begins_just_now_is_not_somebody_elses(tmp_path, monkeypatch):
