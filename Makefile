@@ -25,7 +25,7 @@ test: $(VENV)/.installed-cluster $(VENV)/.installed-test  ## run the tests but t
 	$(PYTEST) --durations=10
 
 test-all: $(VENV)/.installed-cluster $(VENV)/.installed-test  ## run every test, the slow ones too; those that only `make chaos` runs are left out
-	$(PYTEST) --durations=10 -m 'not chaos'
+	$(PYTEST) --durations=10 -m 'not chaos' || { [ $$? -eq 1 ] && OMP_NUM_THREADS=1 $(BIN)/python -m tests.run_again -m 'not chaos'; }
 
 chaos: $(VENV)/.installed-cluster $(VENV)/.installed-test  ## run all tests of the failure matrix F1-F30 and show it
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.chaos.report

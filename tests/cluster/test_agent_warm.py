@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from jobs import (
     agent_pids,
@@ -212,6 +213,8 @@ def test_a_rank_that_sigterm_does_not_end_is_killed_after_a_short_grace(monkeypa
     monkeypatch.setattr(spares, "GRACE_S", 0)
     rank = subprocess.Popen(["sleep", "1000"], start_new_session=True)
     os.kill(rank.pid, signal.SIGSTOP)
+    stopped = psutil.Process(rank.pid)  # before that SIGTERM would end it
+    wait_for(lambda: stopped.status() == psutil.STATUS_STOPPED, what="the stop")
     ranks: Any = spares._Spares.__new__(spares._Spares)
     ranks.subprocess_handlers = {0: spares._Handler(rank.pid)}
     agent = spares.WarmElasticAgent.__new__(spares.WarmElasticAgent)
