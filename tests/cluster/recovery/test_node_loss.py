@@ -8,13 +8,16 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import stuck
 from jobs import (
     assert_nothing_left,
     curve,
     fake_launch,
+    rank_pids,
     undisturbed,
     used_nodes,
     wait_for,
@@ -22,6 +25,7 @@ from jobs import (
 )
 from tiny_job import TINY_JOB
 
+from moebius.cluster import processes
 from moebius.cluster.job import (
     Journal,
     JournalEntry,
@@ -92,6 +96,12 @@ def plain_launch(run_dir: Path, **values) -> Launch:
     options = ("plain=1", f"steps={STEPS}", "step_s=0.02", "every=5")
     values = {"num_nodes": 2, "place_timeout_s": 60.0, "max_restarts": 0} | values
     return fake_launch(run_dir, *options, **values)
+
+
+def node_of(run_dir: Path, rank: int) -> int:
+    """The number of the pretended node that a rank of the first generation lives on."""
+    path = run_dir / "logs" / "g001" / f"node{rank}" / "attempt.json"
+    return int(json.loads(path.read_text())["address"].rpartition(".")[2]) - 2
 
 
 def kill_one(cluster: StandingCluster, run_dir: Path) -> int:
@@ -185,6 +195,28 @@ def test_f6_a_spare_takes_the_place_and_f8_without_one_the_job_waits(standing, t
     assert {e.details["charged_to"] for e in lost} == {"infrastructure"}
     assert all("was lost: its agent actor died" in e.reason for e in lost)
     assert len(lost) == 2
+
+
+@pytest.mark.skipif("stuck.why_not()", reason="no process can be made to hang here")
+def test_f26_a_node_with_a_rank_that_cannot_be_killed_is_left_out(standing, tmp_path):
+    """Rank 1 hangs in a file system, in state D; then rank 0 is killed."""
+    standing.ask("add-node")
+    launch = plain_launch(tmp_path, max_restarts=1, place_timeout_s=200.0)
+    launch = replace(launch, command=(*launch.command, "fail=1:*:1:stuck"))
+    run_dir = begin(standing, launch)
+    try:
+        wait_for((tmp_path / "hung.server").exists, what="the hang")
+        stuck_on = node_of(run_dir, 1)
+        processes.kill(rank_pids(run_dir)[0])
+        second = wait_for_generation(run_dir, 2, after=1)
+        assert stuck_on not in used_nodes(run_dir, second)
+    finally:
+        stuck.release(tmp_path / "hung")
+    end_well(run_dir)
+    [told] = [e for e in entries_of(run_dir, State.RECOVERING) if "SIGKILL does not" in e.reason]
+    assert "(rank 1 of generation 1), state D (uninterruptible)" in told.reason
+    assert "this job does not use the node again" in told.reason
+    assert told.details["charged_to"] == "infrastructure"
 
 
 def test_f21_a_node_that_will_be_preempted_is_left_at_a_step_boundary(standing, tmp_path):

@@ -1,0 +1,231 @@
+"""F15, F16, F22 in whole jobs: two ranks on two pretended nodes train, share the experts, and save every
+five steps; what becomes of their checkpoints is done by hand. Each job ends with the samples, losses
+and weights of an undisturbed run.
+"""
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from jobs import assert_nothing_left, rank_pids, wait_for, wait_for_end, wait_for_step
+from world import run_ranks
+
+from moebius.cluster import processes
+from moebius.cluster.job import JobStatus, Journal, State, begin_submission, read_status
+from moebius.cluster.places.standing import (
+    StandingCluster,
+    cluster_at,
+    end_cluster,
+    start_cluster,
+)
+from moebius.cluster.submit import make_launch
+from moebius.data_pipeline.making.prepare import prepare
+from moebius.distributed.checkpoint.files import list_checkpoints
+from moebius.train.config import Config, resolve
+from moebius.train.loop import train
+from moebius.train.recipes.smoke import RECIPES
+from moebius.train.run_folder import open_run, place_data
+from tests.chaos.job_under_fire import curve, weights_hash
+
+pytestmark = pytest.mark.slow
+SMALL = (
+    "model.vocab_size=257",
+    "data.tokenizer=bytes",
+    "data.vocab_size=257",
+    "data.seq_len=32",
+    "data.validation_fraction=0.1",
+    "model.d_model=32",
+    "model.attention.d_head=8",
+    "model.feed_forward.num_experts=8",
+    "model.feed_forward.router.top_k=2",
+    "model.feed_forward.d_expert=16",
+    "train.steps=40",
+    "train.log_every=1",
+    "train.global_batch=8",
+    "train.micro_batch=2",
+    "train.eval_every=0",
+    "train.eval_rows=8",
+    "checkpoint.every=5",
+    "optim.warmup_steps=4",
+    "mesh.ep=2",
+    "mesh.dp_replicate=1",
+    "job.num_nodes=2",
+    "job.ranks_per_node=1",
+    "job.max_restarts=9",
+    "job.rehearse_failure_at_step=none",
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("checkpoint-faults")
+    words = np.random.default_rng(1).choice(["one", "two", "three", "expert"], size=(120, 60))
+    (folder / "text.txt").write_text("\n\n".join(" ".join(line) for line in words))
+    return folder
+
+
+def make_config(folder: Path, *changes: str) -> Config:
+    overrides = [*SMALL, f"data.input=['{folder}/text.txt']", *changes]
+    return place_data(resolve("smoke", overrides, RECIPES), folder)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(folder: Path) -> Path:
+    """The same run without a cluster, an agent or a fault."""
+    config, run_dir = make_config(folder), folder / "undisturbed"
+    open_run(config, run_dir)
+    prepare(config.data, config.data.directory)
+    assert run_ranks(train, 2, config, run_dir, timeout_s=180) == ["finished"] * 2
+    return run_dir
+
+
+@pytest.fixture(scope="module")
+def standing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StandingCluster]:
+    pytest.importorskip("ray")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
+        cluster = start_cluster(2, cpus_per_node=1, name="checkpoints")
+        try:
+            yield cluster
+        finally:
+            end_cluster(cluster, force=True)
+
+
+class Disk:
+    """Orders for faults/sitecustomize.py."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        folder.mkdir(exist_ok=True)
+
+    def environment(self) -> dict[str, str]:
+        paths = [str(Path(__file__).parent / "faults"), os.environ.get("PYTHONPATH", "")]
+        return {"MOEBIUS_TEST_FAULTS": str(self.folder), "PYTHONPATH": os.pathsep.join(paths)}
+
+    def order(self, text: str) -> None:
+        (self.folder / "order.tmp").write_text(text)
+        (self.folder / "order.tmp").rename(self.folder / "order")
+
+    def held(self) -> int:
+        """The pid of a process that has come to where it is held."""
+        file = self.folder / "held"
+        return int(
+            wait_for(lambda: file.exists() and file.read_text(), timeout_s=120, what="the phase")
+        )
+
+    def let_go(self) -> None:
+        (self.folder / "held").unlink(missing_ok=True)
+        (self.folder / "order").unlink()
+
+
+def begin(cluster: StandingCluster, config: Config, run_dir: Path, disk: Disk) -> None:
+    from moebius.cluster.supervisor import start_supervisor
+
+    open_run(config, run_dir)
+    with cluster_at(f"simulated:{cluster.name}"):
+        launch = make_launch(config, run_dir, address=f"simulated:{cluster.name}")
+        launch = replace(launch, environment={**launch.environment, **disk.environment()})
+        begin_submission(launch)
+        start_supervisor(launch)
+
+
+def ended_like(run_dir: Path, undisturbed: Path) -> JobStatus:
+    """The job's end, once it is found to have made the undisturbed run."""
+    status = wait_for_end(run_dir, timeout_s=180)
+    assert status.state is State.SUCCEEDED, status.reason
+    assert curve(run_dir) == curve(undisturbed)
+    assert weights_hash(run_dir) == weights_hash(undisturbed)
+    assert_nothing_left(run_dir, within_s=30)
+    return status
+
+
+def reasons(run_dir: Path) -> str:
+    return "\n".join(entry.reason for entry in Journal(run_dir).entries())
+
+
+def resumed_from(run_dir: Path) -> list[int | None]:
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return [line["resumed_from_step"] for line in lines if line["kind"] == "start"]
+
+
+def test_f15_a_rank_is_killed_in_each_phase_of_a_save(
+    standing: StandingCluster, folder: Path, undisturbed: Path
+) -> None:
+    """While it writes its tensors, while the manifest is written, before the checkpoint's name."""
+    run_dir, disk = folder / "killed", Disk(folder / "disk of killed")
+    begin(standing, make_config(folder), run_dir, disk)
+    committed = []
+    for place in (".distcp", "manifest.json", "commit"):
+        wait_for_step(run_dir, 6 * len(committed) + 6, timeout_s=120)
+        disk.order(f"hold {place}")
+        victim = disk.held()
+        step = read_status(run_dir).step
+        committed.append(list_checkpoints(run_dir / "checkpoints")[-1].step)
+        assert list((run_dir / "checkpoints").glob("*.tmp"))
+        processes.kill(victim)
+        disk.let_go()
+        wait_for_step(run_dir, (step or 0) + 1, timeout_s=120)
+    ended_like(run_dir, undisturbed)
+    assert resumed_from(run_dir) == [None, *committed]
+    assert not list((run_dir / "checkpoints").glob("*.tmp"))
+
+
+def test_f16_the_newest_checkpoint_is_damaged_and_a_rank_killed(
+    standing: StandingCluster, folder: Path, undisturbed: Path
+) -> None:
+    run_dir, disk = folder / "damaged", Disk(folder / "disk of damaged")
+    begin(standing, make_config(folder), run_dir, disk)
+    wait_for_step(run_dir, 12, timeout_s=120)
+    ranks = rank_pids(run_dir)
+    for pid in ranks.values():
+        os.kill(pid, signal.SIGSTOP)  # so that no newer one comes
+    *_, before, newest = list_checkpoints(run_dir / "checkpoints")
+    file = newest.path / "__1_0.distcp"
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    processes.kill(ranks[1])
+    ended_like(run_dir, undisturbed)
+    assert resumed_from(run_dir) == [None, before.step]
+    said = reasons(run_dir)
+    assert f"the checkpoint of step {newest.step} was damaged and is set aside as step_" in said
+    assert f"the run goes on from step {before.step}: " in said
+    assert "__1_0.distcp does not fit its checksum" in said
+    assert list((run_dir / "checkpoints").glob(f"{newest.path.name}.damaged-*"))
+
+
+def test_f22_the_disk_is_full_for_a_while(
+    standing: StandingCluster, folder: Path, undisturbed: Path
+) -> None:
+    run_dir, disk = folder / "full", Disk(folder / "disk of full")
+    disk.order("full .distcp")
+    begin(standing, make_config(folder), run_dir, disk)
+    wait_for(
+        lambda: run_dir.exists() and "No space left on device" in reasons(run_dir),
+        timeout_s=120,
+        what="the journal to say so",
+    )
+    disk.let_go()
+    status = ended_like(run_dir, undisturbed)
+    assert status.restarts == 0
+    assert "there is no earlier one" in reasons(run_dir)
+
+
+def test_f22_a_job_may_be_told_to_end_then(
+    standing: StandingCluster, folder: Path, undisturbed: Path
+) -> None:
+    run_dir, disk = folder / "stop", Disk(folder / "disk of stop")
+    disk.order("full .distcp")
+    config = make_config(folder, "checkpoint.on_failure=stop", "train.steps=100000")
+    begin(standing, config, run_dir, disk)
+    status = wait_for_end(run_dir, timeout_s=180)
+    assert status.state is State.FAILED
+    assert status.restarts == 0
+    assert 'checkpoint.on_failure="stop": the checkpoint of step 5 was not saved' in status.reason
+    assert "No space left on device" in status.reason
+    assert_nothing_left(run_dir, within_s=30)
