@@ -15,6 +15,7 @@ _SUPERVISOR = f"{_CLUSTER}/test_supervisor.py"
 _WATCHING = f"{_CLUSTER}/watching"
 _REAL_RANKS = f"{_WATCHING}/test_real_ranks.py"
 _NODE_LOSS = f"{_CLUSTER}/recovery/test_node_loss.py"
+_SAVES = "tests/chaos/test_checkpoint_faults.py"
 
 
 @dataclass(frozen=True)
@@ -208,11 +209,14 @@ MATRIX = (
         "F15",
         "kill a rank in each phase of writing a checkpoint",
         "the last committed one loads; what was left is removed",
-        _in(
-            f"{_CHECKPOINT}/test_checkpointer.py",
-            "test_a_crash_leaves_the_last_good_one",
-            "test_leftovers_are_cleaned_but_not_those_of_a_later_generation",
-            "test_a_crash_between_the_two_renames_of_a_replacement_is_undone",
+        (
+            *_in(
+                f"{_CHECKPOINT}/test_checkpointer.py",
+                "test_a_crash_leaves_the_last_good_one",
+                "test_leftovers_are_cleaned_but_not_those_of_a_later_generation",
+                "test_a_crash_between_the_two_renames_of_a_replacement_is_undone",
+            ),
+            *_in(_SAVES, "test_f15_a_rank_is_killed_in_each_phase_of_a_save"),
         ),
     ),
     Fault(
@@ -228,6 +232,7 @@ MATRIX = (
             ),
             *_in("tests/train/test_damaged_checkpoint.py", "test_the_losses_do_not_notice"),
             *_in(_GENERATIONS, "test_what_happened_to_checkpoints_is_in_the_journal"),
+            *_in(_SAVES, "test_f16_the_newest_checkpoint_is_damaged_and_a_rank_killed"),
         ),
     ),
     Fault(
@@ -329,6 +334,11 @@ MATRIX = (
                 f"{_CHECKPOINT}/test_checkpointer.py",
                 "test_a_full_disk_spares_the_previous_one_and_all_ranks_hear",
             ),
+            *_in(
+                _SAVES,
+                "test_f22_the_disk_is_full_for_a_while",
+                "test_f22_a_job_may_be_told_to_end_then",
+            ),
         ),
     ),
     Fault(
@@ -384,8 +394,11 @@ MATRIX = (
                 _GENERATIONS,
                 "test_a_node_with_a_rank_that_cannot_be_killed_is_not_used_again",
             ),
+            *_in(
+                _NODE_LOSS,
+                "test_f26_a_node_with_a_rank_that_cannot_be_killed_is_left_out",
+            ),
         ),
-        missing="no test of a whole job that goes on on other nodes of a cluster",
     ),
     Fault(
         "F27",

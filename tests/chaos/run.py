@@ -108,6 +108,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=20.0, help="of injections")
     parser.add_argument("--seed", type=int, default=secrets.randbelow(10_000))
     parser.add_argument("--nodes", type=int, default=4)
+    parser.add_argument("--in-place", action="store_true", help="ranks are replaced in place")
     given = parser.parse_args()
     if given.minutes <= 0 or given.nodes < 2:
         parser.error("--minutes must be above 0, and --nodes at least 2")
@@ -119,7 +120,8 @@ def _disturbed(
 ) -> tuple[list[Injected], dict[str, Any]]:
     """Runs the job under fire to its end."""
     overrides = changes(folder, "growing", minutes=given.minutes, nodes=given.nodes)
-    config = configure([*overrides, "train.start_when.eras=1"])
+    overrides += ["train.start_when.eras=1", f"job.in_place={str(given.in_place).lower()}"]
+    config = configure(overrides)
     cluster = start_cluster(given.nodes, cpus_per_node=CPUS_PER_NODE, name="chaos")
     run_dir = folder / "disturbed"
     try:
@@ -136,6 +138,7 @@ def _disturbed(
         "seed": given.seed,
         "minutes": given.minutes,
         "nodes": given.nodes,
+        "in place": given.in_place,
         "state": status.state.value,
         "reason": status.reason,
         "generations": status.generation,

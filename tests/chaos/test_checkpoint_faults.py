@@ -32,7 +32,7 @@ from moebius.train.recipes.smoke import RECIPES
 from moebius.train.run_folder import open_run, place_data
 from tests.chaos.job_under_fire import curve, weights_hash
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.chaos, pytest.mark.timeout(600)]
 SMALL = (
     "model.vocab_size=257",
     "data.tokenizer=bytes",

@@ -32,6 +32,7 @@ def begin(cluster: StandingCluster, run_dir: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.chaos
 def test_its_death_is_told_and_the_job_goes_on_in_another_cluster(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -197,6 +197,7 @@ def test_f6_a_spare_takes_the_place_and_f8_without_one_the_job_waits(standing, t
     assert len(lost) == 2
 
 
+@pytest.mark.chaos
 @pytest.mark.skipif("stuck.why_not()", reason="no process can be made to hang here")
 def test_f26_a_node_with_a_rank_that_cannot_be_killed_is_left_out(standing, tmp_path):
     """Rank 1 hangs in a file system, in state D; then rank 0 is killed."""
