@@ -93,6 +93,7 @@ class Launch:
     rehearse_failure_at_step: int | None = None
     warm_start: bool = True  # agents and ranks are forks of a process that has imported everything
     in_place: bool = False  # a rank that dies is replaced, and the others keep their processes
+    placed_ahead: bool = False  # its nodes are being started already
     prepares_data: bool = False  # beside the ranks, as the run folder's configuration says
     where: str = ""  # it was submitted to: THIS_MACHINE, SIMULATED, or a cluster's address
     needs_gpus: int = 0  # of each node; looked for before ranks are started

@@ -10,6 +10,7 @@ Cost: one process of about 80 MB per node; one remote call per node every 0.2 s 
 
 import contextlib
 import hashlib
+import secrets
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -20,28 +21,21 @@ from typing import Any
 import ray
 from ray._private.state import available_resources_per_node
 from ray._private.state import state as cluster_state
-from ray.exceptions import GetTimeoutError, RayError, RayTaskError
+from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from ..train.in_place.orders import RoundOrder
-from .agent import AgentReport, Attempt, Node
+from .agent import Node
 from .generations import POLL_S
-from .job import Launch
-from .nodes import Capacity, NodeHandle, NodeLost, NodesUnavailable
+from .job import SIMULATED, Launch
+from .nodes import Capacity, NodeHandle, NodesUnavailable
 from .prepare import IN_FLIGHT_PER_CPU
 from .ray_session import NAMESPACE, nodes_of
 from .recovery.control_store import listens
 from .recovery.doors import Door
-from .recovery.life import beat
-from .recovery.node_check import NodeCheck
 from .recovery.term import ReplacedError
-from .watching.evidence import Evidence
-from .watching.heartbeats import RankState
+from .remote_node import RemoteNode
 
-# of a call to a node: it answers within milliseconds, or within seconds when processes resist
-CALL_TIMEOUT_S = 30.0
-BEAT_EVERY_S = 5.0  # while an answer is waited for
 _NODE_ID = "ray.io/node-id"  # the label that Ray gives to each node
 ADOPT_TIMEOUT_S = 5.0  # of a predecessor's node, for its first answer
 ORPHANED_LOOK_S = 30.0  # between two looks of a node for its supervisor
@@ -87,6 +81,8 @@ class NodeAgent(Node):
         name = actor_name(launch.run_dir)
         while True:
             time.sleep(min(ORPHANED_LOOK_S, launch.supervisor_timeout_s))
+            if self._term == 0 and launch.where == SIMULATED:
+                continue  # data is still being prepared; the cluster ends with who does it
             try:
                 ray.get_actor(name, namespace=NAMESPACE)
             except ValueError:
@@ -128,7 +124,6 @@ class RayNodeProvider:
     def __init__(self, launch: Launch, term: int):
         self._launch = launch
         self._term = term
-        self._started = 0  # agents, for their names
         self._bundle = _Bundle.of(launch)
         self._control_store = ray.get_runtime_context().gcs_address
         self._capacity = Capacity(0, 0)
@@ -171,44 +166,82 @@ class RayNodeProvider:
         self, num_nodes: int, while_waiting: Callable[[str], None]
     ) -> Sequence[NodeHandle]:
         """Returns an agent per bundle; reserves the bundles first, and replaces what was lost."""
-        unwanted = _leaving() | self._excluded
-        if len(self._nodes) != num_nodes or any(
-            node is not None and node.node_id in unwanted for node in self._nodes
-        ):
+        if len(self._nodes) != num_nodes:
+            self._give_back()
+        self._drop_dead(while_waiting)
+        if self._holds_unwanted():
             self._give_back()
         if self._group is None:
             while_waiting(f"waiting for {num_nodes} node(s) with {self._bundle} each")
             self._nodes = [None] * num_nodes
             self._group = self._reserve(num_nodes, while_waiting)
         for number, node in enumerate(self._nodes):
-            if node is None or not node.is_alive():
-                if node is not None:
-                    node.forget()
-                self._nodes[number] = None
+            if node is None:
                 self._nodes[number] = self._start_agent(self._group, number, while_waiting)
         nodes = [node for node in self._nodes if node is not None]
         check_versions([node.describe() for node in nodes])
         return nodes
 
+    def _drop_dead(self, while_waiting: Callable[[str], None]) -> None:
+        """Forgets the nodes that do not live; waits for those that are being started."""
+        if self._group is not None and any(node and not node.node_id for node in self._nodes):
+            number = len(self._nodes)
+            while_waiting(f"waiting for {number} node(s) with {self._bundle} each, reserved before")
+            self._await_group(self._group, while_waiting)
+        for number, node in enumerate(self._nodes):
+            if node is not None and not self._is_up(node, while_waiting):
+                node.forget()
+                self._nodes[number] = None
+
+    def _holds_unwanted(self) -> bool:
+        """Returns whether a node is among them that is to be given back."""
+        unwanted = _leaving() | self._excluded
+        return any(node is not None and node.node_id in unwanted for node in self._nodes)
+
+    def place_ahead(self) -> bool:
+        """Has the nodes start and import for a supervisor that comes soon; waits for nothing.
+
+        Returns False where the cluster has no room at the moment.
+        """
+        self._sweep_predecessor()
+        num_nodes = self._launch.num_nodes
+        if self._ask_capacity().free < num_nodes:
+            return False
+        group = self._create_group(num_nodes)
+        for number in range(num_nodes):
+            self._create_agent(group, number)
+        return True
+
     def adopt_nodes(self) -> Sequence[NodeHandle]:
         """Returns the living nodes of an earlier supervisor of this job; they stay reserved."""
+        self.expect_nodes()
+        deadline = time.monotonic() + ADOPT_TIMEOUT_S
+        for number, node in enumerate(self._nodes):
+            left_s = max(0.0, deadline - time.monotonic())
+            if node is not None and not node.is_up(timeout_s=left_s):
+                node.forget()
+                self._nodes[number] = None
+        return [node for node in self._nodes if node is not None]
+
+    def expect_nodes(self) -> None:
+        """Counts on what has been reserved and started for the job, by an earlier supervisor or by
+        who submitted it.
+        """
         try:
             group = ray.util.get_placement_group(actor_name(self._launch.run_dir))
         except ValueError:
-            return ()
+            return
+        self._group, self._nodes = group, [None] * group.bundle_count
         run_dir = Path(self._launch.run_dir)
-        agents = self._agents()
-        found = [(number, RemoteNode(actor, self._term, run_dir)) for number, actor in agents]
-        nodes: list[RemoteNode | None] = [None] * group.bundle_count
-        for number, node in found:
-            if node.is_up(timeout_s=ADOPT_TIMEOUT_S) and nodes[number] is None:
-                nodes[number] = node
+        for number, actor in self._agents():
+            node, other = RemoteNode(actor, self._term, run_dir), self._nodes[number]
+            if other is None:
+                self._nodes[number] = node
+            elif other.is_up(timeout_s=ADOPT_TIMEOUT_S):
+                node.forget()
             else:
-                node.end()
-        living = [node for node in nodes if node is not None]
-        if living:
-            self._group, self._nodes = group, nodes
-        return living
+                other.forget()
+                self._nodes[number] = node
 
     def where_to_prepare(self) -> list[str]:
         """Returns the preparer's arguments: tasks on the CPUs that the bundles leave.
@@ -266,58 +299,58 @@ class RayNodeProvider:
     def _reserve(self, num_nodes: int, while_waiting: Callable[[str], None]) -> PlacementGroup:
         """Reserves the bundles; waits as long as other jobs hold what is needed."""
         self._sweep_predecessor()
-        elsewhere = {_NODE_ID: f"!in({','.join(sorted(self._excluded))})"}
-        # Ray refuses an empty list
-        where: Any = [elsewhere] * num_nodes if self._excluded else None
-        group = placement_group(
-            [self._bundle.resources()] * num_nodes,
-            bundle_label_selector=where,
-            strategy="STRICT_SPREAD",
-            name=actor_name(self._launch.run_dir),
-            lifetime="detached",
-        )
-        self._group = (
-            group  # so that release() gives it back when the waiting ends with an exception
-        )
+        group = self._create_group(num_nodes)
+        self._group = group  # release() gives it back when the waiting ends with an exception
+        self._await_group(group, while_waiting)
+        return group
+
+    def _await_group(self, group: PlacementGroup, while_waiting: Callable[[str], None]) -> None:
         started = time.monotonic()
         while not group.wait(timeout_seconds=POLL_S):
             busy = time.monotonic() - started > self._launch.place_timeout_s
             while_waiting(
                 "the nodes that fit are busy with other work; waiting for them" if busy else ""
             )
-        return group
+
+    def _create_group(self, num_nodes: int) -> PlacementGroup:
+        elsewhere = {_NODE_ID: f"!in({','.join(sorted(self._excluded))})"}
+        # Ray refuses an empty list
+        where: Any = [elsewhere] * num_nodes if self._excluded else None
+        return placement_group(
+            [self._bundle.resources()] * num_nodes,
+            bundle_label_selector=where,
+            strategy="STRICT_SPREAD",
+            name=actor_name(self._launch.run_dir),
+            lifetime="detached",
+        )
+
+    def _create_agent(self, group: PlacementGroup, number: int) -> RemoteNode:
+        key = _key(self._launch.run_dir)
+        options: dict[str, Any] = {
+            "name": f"node-{key}-{number}-{self._term}.{secrets.token_hex(4)}",
+            "namespace": NAMESPACE,
+            "lifetime": "detached",
+            "num_cpus": self._bundle.cpus,
+            "num_gpus": self._bundle.gpus,
+            "max_concurrency": 4,
+            "scheduling_strategy": PlacementGroupSchedulingStrategy(
+                group, placement_group_bundle_index=number
+            ),
+        }
+        agent: Any = ray.remote(NodeAgent)
+        actor = agent.options(**options).remote(self._launch)
+        return RemoteNode(actor, self._term, Path(self._launch.run_dir))
 
     def _start_agent(
         self, group: PlacementGroup, number: int, while_waiting: Callable[[str], None]
-    ) -> "RemoteNode":
+    ) -> RemoteNode:
         """Starts the agent actor of a bundle; after a node was lost its bundle points to the dead
         node for a while.
         """
         while True:
-            strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=number)
-            self._started += 1
-            key = _key(self._launch.run_dir)
-            options: dict[str, Any] = {
-                "name": f"node-{key}-{number}-{self._term}.{self._started}",
-                "namespace": NAMESPACE,
-                "lifetime": "detached",
-                "num_cpus": self._bundle.cpus,
-                "num_gpus": self._bundle.gpus,
-                "max_concurrency": 4,
-            }
-            node = RemoteNode(
-                ray.remote(NodeAgent)
-                .options(**options, scheduling_strategy=strategy)
-                .remote(self._launch),
-                self._term,
-                Path(self._launch.run_dir),
-            )
+            node = self._create_agent(group, number)
             try:
-                while not node.is_up(timeout_s=POLL_S):
-                    while_waiting("")
-                    if node.is_dead:
-                        break
-                else:
+                if self._is_up(node, while_waiting):
                     return node
             except BaseException:
                 node.end()  # nobody waits for it any more
@@ -325,131 +358,15 @@ class RayNodeProvider:
             while_waiting(f"the agent of node {number} could not be started; trying again")
             time.sleep(POLL_S)
 
-
-class RemoteNode:
-    """Stands for a node agent; every failure of actor, node or network is NodeLost."""
-
-    def __init__(self, actor: Any, term: int, run_dir: Path):
-        self._actor = actor
-        self._term = term
-        self._run_dir = run_dir
-        self._address = ""
-        self._ready = actor.serve.remote(term, "describe")
-        self.is_dead = False
-        self.node_id = ""  # in the cluster, once it is up
-
-    def is_up(self, *, timeout_s: float) -> bool:
-        """Returns whether the actor has started; waits at most `timeout_s`."""
-        try:
-            told: Any = ray.get(self._ready, timeout=timeout_s)
-            self.node_id, self._address = told["node_id"], told["address"]
-        except GetTimeoutError:
-            return False
-        except RayError:
-            self.is_dead = True
-            return False
+    def _is_up(self, node: RemoteNode, while_waiting: Callable[[str], None]) -> bool:
+        """Returns whether a node lives; waits for one that is still being started."""
+        if node.node_id:
+            return node.is_alive()
+        while not node.is_up(timeout_s=POLL_S):
+            while_waiting("")
+            if node.is_dead:
+                return False
         return True
-
-    def is_alive(self) -> bool:
-        """Returns whether the actor answers."""
-        try:
-            self.describe()
-        except NodeLost:
-            return False
-        return True
-
-    def describe(self) -> dict[str, Any]:
-        """Calls `Node.describe` there."""
-        return self._call("describe")
-
-    def check(self, wanted: NodeCheck) -> str:
-        """Calls `Node.check` there."""
-        return self._call("check", wanted)
-
-    def unkillable(self, run_dir: str) -> str:
-        """Calls `Node.unkillable` there."""
-        return self._call("unkillable", run_dir)
-
-    def free_port(self) -> int:
-        """Calls `Node.free_port` there."""
-        return self._call("free_port")
-
-    def start(self, attempt: Attempt) -> None:
-        """Calls `Node.start` there."""
-        self._call("start", attempt)
-
-    def poll(self) -> AgentReport | None:
-        """Calls `Node.poll` there."""
-        return self._call("poll")
-
-    def heartbeats(self) -> list[RankState]:
-        """Calls `Node.heartbeats` there."""
-        return self._call("heartbeats")
-
-    def gather_evidence(self) -> list[Evidence]:
-        """Calls `Node.gather_evidence` there."""
-        return self._call("gather_evidence")
-
-    def unreached(self, doors: Sequence[Door]) -> list[int]:
-        """Calls `Node.unreached` there."""
-        return self._call("unreached", doors)
-
-    def order_round(self, order: RoundOrder) -> None:
-        """Calls `Node.order_round` there."""
-        self._call("order_round", order)
-
-    def running_ranks(self) -> list[int]:
-        """Calls `Node.running_ranks` there."""
-        return self._call("running_ranks")
-
-    def kill_rank(self, rank: int) -> bool:
-        """Calls `Node.kill_rank` there."""
-        return self._call("kill_rank", rank)
-
-    def stop(self) -> None:
-        """Calls `Node.stop` there."""
-        self._call("stop")
-
-    def end(self) -> None:
-        """Ends the ranks, the template and the actor."""
-        if self.node_id:  # else the actor waits for its place, and would not answer
-            with contextlib.suppress(NodeLost):  # then nothing is left to end
-                self._call("end")
-        self.forget()
-
-    def forget(self) -> None:
-        """Lets Ray end the actor, now or when the network to it is back: its place is another's."""
-        ray.kill(self._actor)
-
-    def _call(self, method: str, *arguments: Any) -> Any:
-        try:
-            return self._await(self._actor.serve.remote(self._term, method, *arguments))
-        except RayTaskError as error:
-            if isinstance(error.cause, ReplacedError):
-                raise ReplacedError(str(error.cause)) from None
-            raise NodeLost(f"its agent failed in {method}: {error.cause!r}") from error
-        except GetTimeoutError as error:
-            raise NodeLost(
-                f"its agent at {self._address} did not answer {method} within "
-                f"{CALL_TIMEOUT_S:.0f} s"
-            ) from error
-        except RayError as error:
-            at = f" at {self._address}" if self._address else ""
-            raise NodeLost(f"its agent actor died{at} ({_first_line(error)})") from error
-
-    def _await(self, answer: Any) -> Any:
-        """Waits for an answer, and shows meanwhile that the supervisor lives: where the network to
-        a node is cut, Ray says so after a minute only.
-        """
-        deadline = time.monotonic() + CALL_TIMEOUT_S
-        while True:
-            left_s = deadline - time.monotonic()
-            try:
-                return ray.get(answer, timeout=max(0.0, min(BEAT_EVERY_S, left_s)))
-            except GetTimeoutError:
-                if left_s <= BEAT_EVERY_S:
-                    raise
-                beat(self._run_dir)
 
 
 def _remove_group(name: str) -> None:
@@ -492,9 +409,3 @@ def _spell_versions(key: str, *nodes: Mapping[str, Any]) -> str:
 def _spell_node(node: Mapping[str, Any]) -> str:
     has = node["Resources"]
     return f"{node['NodeManagerAddress']} ({has.get('CPU', 0):g} CPUs, {has.get('GPU', 0):g} GPUs)"
-
-
-def _first_line(error: Exception) -> str:
-    """What Ray says, without what its libraries say: that is half a page."""
-    line = (str(error).strip().splitlines() or [type(error).__name__])[0]
-    return line.partition("; last error")[0]

@@ -100,11 +100,8 @@ def submit(
     open_run(config, run_dir)
     beside = prepares_beside(config)
     num_nodes = max(config.job.num_nodes, scale.num_nodes if scale else 0)
-    with _cluster(config, address, console, num_nodes=num_nodes, prepares_beside=beside):
-        if not beside:
-            in_flight = os.cpu_count() if address is None else None
-            _prepare(config.data, console, live=live, in_flight=in_flight)
-        from .supervisor import start_supervisor
+    with _cluster(config, address, console, num_nodes=num_nodes):
+        from .supervisor import place_ahead, start_supervisor
 
         launch = make_launch(
             config,
@@ -113,7 +110,15 @@ def submit(
             command=command,
             prepares_data=beside,
         )
+        is_ours = address is None
+        if is_ours and scale is None:  # its nodes may be held, and import, while data is prepared
+            launch = place_ahead(launch)
+        if not beside:
+            in_flight = os.cpu_count() if is_ours else None
+            _prepare(config.data, console, live=live, in_flight=in_flight)
         _begin(launch, scale, shipment)
+        if not is_ours and scale is None:
+            launch = place_ahead(launch)
         with interrupts_ask_for_a_stop(run_dir):
             start_supervisor(launch)
             if detach:
@@ -211,12 +216,7 @@ def patience(config: Config) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _cluster(
-    config: Config,
-    address: str | None,
-    console: Console,
-    *,
-    num_nodes: int,
-    prepares_beside: bool,
+    config: Config, address: str | None, console: Console, *, num_nodes: int
 ) -> Iterator[None]:
     job = config.job
     if address is not None:
@@ -229,7 +229,7 @@ def _cluster(
         gpus = [range(node * per_node, (node + 1) * per_node) for node in range(num_nodes)]
     started = time.monotonic()
     # what a node claims for preparing is beyond what its ranks reserve
-    for_data = max(1, (os.cpu_count() or 1) // num_nodes) if prepares_beside else 0
+    for_data = max(1, (os.cpu_count() or 1) // num_nodes)
     cpus = job.ranks_per_node + for_data
     with simulated_cluster(num_nodes, cpus_per_node=cpus, gpus=gpus):
         seconds = time.monotonic() - started

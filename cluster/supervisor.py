@@ -11,19 +11,22 @@ Cost: one process of about 80 MB.
 """
 
 import threading
+import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError
 
-from .generations import supervise
+from .generations import POLL_S, supervise
 from .job import JobError, Launch
 from .preparation import Preparation
-from .ray_nodes import CALL_TIMEOUT_S, RayNodeProvider, actor_name
+from .ray_nodes import RayNodeProvider, actor_name
 from .ray_session import NAMESPACE
 from .recovery.control_store import ControlStoreWatch
 from .recovery.term import Term, read_term
+from .remote_node import CALL_TIMEOUT_S
 from .shipping.runtime import hand_on_shipment
 
 _HEAD = {"node:__internal_head__": 0.001}  # a resource that Ray gives to the head node and no other
@@ -49,9 +52,11 @@ class Supervisor:
         hand_on_shipment(ray)
         run_dir = Path(self._launch.run_dir)
         control_store = ControlStoreWatch(run_dir, ray.get_runtime_context().gcs_address)
-        term = Term.begin(run_dir)
+        term = _begin_term(run_dir)
         try:
             nodes = RayNodeProvider(self._launch, term.number)
+            if self._launch.placed_ahead:
+                nodes.expect_nodes()
             preparation = None
             if self._launch.prepares_data:
                 preparation = Preparation(self._launch, nodes.where_to_prepare)
@@ -61,6 +66,33 @@ class Supervisor:
             # A detached actor ends only when it is told to; a replaced one is its successor by name.
             if read_term(run_dir) == term.number:
                 ray.kill(me, no_restart=True)
+
+
+def _begin_term(run_dir: Path) -> Term:
+    """Takes the supervisor's number; waits where the run folder cannot be written."""
+    while True:
+        try:
+            return Term.begin(run_dir)
+        except OSError:  # the disk is full; nodes that hear nothing for too long end their ranks
+            time.sleep(POLL_S)
+
+
+def place_ahead(launch: Launch) -> Launch:
+    """Has the job's nodes start and import before its supervisor is there, if there is room.
+
+    Returns the launch for the supervisor. Nodes end themselves if none comes within half a minute.
+    """
+    if not launch.warm_start or _is_supervised(launch):  # then `start_supervisor` will refuse
+        return launch
+    return replace(launch, placed_ahead=RayNodeProvider(launch, 0).place_ahead())
+
+
+def _is_supervised(launch: Launch) -> bool:
+    try:
+        ray.get_actor(actor_name(launch.run_dir), namespace=NAMESPACE)
+    except ValueError:
+        return False
+    return True
 
 
 def start_supervisor(launch: Launch) -> None:

@@ -69,9 +69,9 @@ def start_submit(
 
 def test_a_job_from_text_to_the_picture_on_a_running_cluster(tmp_path, cluster):
     config = config_of(tmp_path, num_nodes=2, max_restarts=1)
-    run_dir, program = start_submit(
-        tmp_path, config, "plain=1", "fail=1:7:1:raise", address=cluster.address
-    )
+    # rank 0 waits before that step, so that rank 1 comes to it however late it starts
+    breaks = ("fail=1:7:1:raise", "hold=7:1")
+    run_dir, program = start_submit(tmp_path, config, "plain=1", *breaks, address=cluster.address)
     output, _ = program.communicate(timeout=120)
     assert program.returncode == 0, output
     for told in (

@@ -30,7 +30,7 @@ from moebius.cluster.job import (
     begin_submission,
     request_stop,
 )
-from moebius.cluster.nodes import NodesUnavailable
+from moebius.cluster.nodes import Capacity, NodesUnavailable
 from moebius.cluster.ray_session import NAMESPACE
 
 pytestmark = pytest.mark.usefixtures("cluster")
@@ -186,6 +186,77 @@ def test_nodes_whose_supervisor_was_ended_for_good_end_themselves(tmp_path):
     ray.kill(ray.get_actor(name, namespace=NAMESPACE), no_restart=True)
     assert_nothing_left(run_dir, within_s=60)
     wait_for(lambda: groups_left(name) == [], what="the bundles to be given back")
+
+
+@pytest.mark.slow
+def test_nodes_that_were_placed_ahead_are_the_supervisor_s(tmp_path):
+    from ray.util import list_named_actors
+
+    from moebius.cluster.supervisor import place_ahead
+
+    launch = place_ahead(fake_launch(tmp_path, "plain=1", "steps=100000", "step_s=0.1"))
+    assert launch.placed_ahead
+    before = set(list_named_actors())
+    run_dir = begin(launch)
+    wait_for_step(run_dir, 3)
+    started = set(list_named_actors()) - before
+    assert [name.partition("-")[0] for name in started] == ["supervisor"], "no other node"
+    request_stop(run_dir)
+    assert end_of(run_dir).state is State.STOPPED
+
+
+@pytest.mark.slow
+def test_nodes_that_were_placed_ahead_of_nobody_end_themselves(tmp_path):
+    from moebius.cluster.ray_nodes import actor_name
+    from moebius.cluster.supervisor import place_ahead
+
+    place_ahead(fake_launch(tmp_path, num_nodes=2, supervisor_timeout_s=1.0))
+    name = actor_name(str(tmp_path))
+    assert groups_left(name)
+    wait_for(lambda: not groups_left(name), what="the bundles to be given back")
+    assert_nothing_left(tmp_path, within_s=60)
+
+
+@pytest.mark.slow
+def test_what_was_reserved_ahead_and_never_comes_is_given_back_for_fewer(tmp_path, monkeypatch):
+    from moebius.cluster.ray_nodes import RayNodeProvider
+    from moebius.cluster.supervisor import place_ahead
+
+    with monkeypatch.context() as patch:  # the third node is lost at once
+        patch.setattr(RayNodeProvider, "_ask_capacity", lambda _: Capacity(could=3, free=3))
+        launch = place_ahead(fake_launch(tmp_path, num_nodes=3))
+    assert launch.placed_ahead
+    provider = RayNodeProvider(launch, 1)
+    provider.expect_nodes()
+    told = []
+    try:
+        assert len(provider.provide_nodes(2, told.append)) == 2
+    finally:
+        provider.release()
+    assert told[0] == "waiting for 2 node(s) with 1 CPUs each"
+    assert_nothing_left(tmp_path)
+
+
+@pytest.mark.slow
+def test_no_nodes_are_placed_ahead_of_a_supervisor_that_is_at_work(tmp_path):
+    from moebius.cluster.supervisor import place_ahead, start_supervisor
+
+    launch = fake_launch(tmp_path, "plain=1", "steps=100000", "step_s=0.1")
+    run_dir = begin(launch)
+    wait_for_step(run_dir, 3)
+    again = place_ahead(launch)
+    assert not again.placed_ahead
+    with pytest.raises(JobError, match="is still at work"):
+        start_supervisor(again)
+    request_stop(run_dir)
+    status = end_of(run_dir)
+    assert (status.state, status.generation) == (State.STOPPED, 1), "nobody was disturbed"
+
+
+def test_no_room_ahead_is_no_error(tmp_path):
+    from moebius.cluster.supervisor import place_ahead
+
+    assert not place_ahead(fake_launch(tmp_path, num_nodes=3)).placed_ahead
 
 
 @pytest.mark.slow  # 11 s
