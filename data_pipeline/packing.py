@@ -30,6 +30,7 @@ import numpy as np
 import pyarrow as pa
 from pydantic import BaseModel, ConfigDict, Field
 
+from .arrow_columns import number_column
 from .atomic import atomic_write
 from .checksum import crc32
 from .errors import ShardError
@@ -371,9 +372,10 @@ def _chunks_of(
 
 def _encoded(pieces: ChunkPieces) -> pa.RecordBatch:
     fields = [_PIECES.value_type.field(number) for number in range(2)]
-    arrays = [pa.array(values, type=pa.uint32()) for values in (pieces.starts, pieces.lengths)]
+    width = np.dtype("<u4")
+    arrays = [number_column(values, width) for values in (pieces.starts, pieces.lengths)]
     structs = pa.StructArray.from_arrays(arrays, fields=fields)
-    column = pa.ListArray.from_arrays(pa.array(pieces.row_starts, type=pa.int32()), structs)
+    column = pa.ListArray.from_arrays(number_column(pieces.row_starts, np.dtype("<i4")), structs)
     return pa.RecordBatch.from_arrays([column.cast(_PIECES)], schema=_PLAN_SCHEMA)
 
 

@@ -20,13 +20,14 @@ about 400-700.
 
 import hashlib
 import io
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import IO
 
 import numpy as np
 import pyarrow as pa
 
+from .arrow_columns import bool_column, bytes_column, list_column, number_column, text_column
 from .checksum import crc32
 from .config import FORMAT_VERSION
 from .manifest import ShardEntry, Split
@@ -216,39 +217,48 @@ class ShardWriter:
 
 def _record_batch(documents: list[TokenDocument], schema: pa.Schema) -> pa.RecordBatch:
     lengths = [len(document.tokens) for document in documents]
-    offsets = pa.array(np.concatenate([[0], np.cumsum(lengths)]), type=pa.int32())
-    token_type = schema.field("tokens").type.value_type
-    tokens = pa.array(np.concatenate([document.tokens for document in documents]), type=token_type)
-    columns = {
-        "tokens": pa.ListArray.from_arrays(offsets, tokens),
-        "doc_id": pa.array([document.doc_id for document in documents], type=pa.binary(16)),
-        "n_bytes": pa.array([document.num_text_bytes for document in documents], type=pa.uint32()),
-        "source": pa.array([_label(document.source) for document in documents], type=pa.string()),
-        "source_row": pa.array([document.source_row for document in documents], type=pa.uint64()),
-        "loss_mask": partial(_loss_masks, documents, offsets),
-        "record_id": partial(pa.array, [_label(document.record_id) for document in documents]),
+    dtype = _numpy_type(schema.field("tokens").type.value_type)
+    tokens = number_column(np.concatenate([document.tokens for document in documents]), dtype)
+    columns: dict[str, Callable[[], pa.Array]] = {
+        "tokens": lambda: list_column(lengths, tokens),
+        "doc_id": lambda: bytes_column([one.doc_id for one in documents], 16),
+        "n_bytes": lambda: _numbers([one.num_text_bytes for one in documents], pa.uint32()),
+        "source": lambda: text_column([_label(one.source) for one in documents]),
+        "source_row": lambda: _numbers([one.source_row for one in documents], pa.uint64()),
+        "loss_mask": lambda: list_column(lengths, bool_column(_learned(documents))),
+        "record_id": lambda: text_column([_label(one.record_id) for one in documents]),
     }
-    arrays = [columns[name] for name in schema.names]
-    return pa.RecordBatch.from_arrays(
-        [array() if callable(array) else array for array in arrays], schema=schema
+    return pa.RecordBatch.from_arrays([columns[name]() for name in schema.names], schema=schema)
+
+
+def _numbers(values: Sequence[int], arrow_type: pa.DataType) -> pa.Array:
+    dtype = _numpy_type(arrow_type)
+    return number_column(np.array(values, dtype=dtype), dtype)
+
+
+def _numpy_type(arrow_type: pa.DataType) -> np.dtype:
+    return np.dtype(arrow_type.to_pandas_dtype())  # the name alone is of pandas
+
+
+def _learned(documents: list[TokenDocument]) -> np.ndarray:
+    """Returns which tokens are learned, of all documents in a row."""
+    return np.concatenate(
+        [np.arange(len(one.tokens)) >= one.num_prompt_tokens for one in documents]
     )
 
 
-def _loss_masks(documents: list[TokenDocument], offsets: pa.Array) -> pa.Array:
-    masks = [np.arange(len(one.tokens)) >= one.num_prompt_tokens for one in documents]
-    return pa.ListArray.from_arrays(offsets, pa.array(np.concatenate(masks)))
-
-
-def _label(text: str) -> str:
-    """Returns a name that fits, cut between two characters."""
-    return text.encode()[:MAX_LABEL_BYTES].decode(errors="ignore")
+def _label(text: str) -> bytes:
+    """Returns a name in UTF-8 that fits, cut between two characters."""
+    data = text.encode()
+    if len(data) <= MAX_LABEL_BYTES:
+        return data
+    return data[:MAX_LABEL_BYTES].decode(errors="ignore").encode()
 
 
 def _write_index(file: IO[bytes], rows: list[tuple[int, ...]]) -> str:
     columns = zip(*rows, strict=True) if rows else ((),) * len(INDEX_SCHEMA)
     arrays = [
-        pa.array(column, type=field.type)
-        for column, field in zip(columns, INDEX_SCHEMA, strict=True)
+        _numbers(column, field.type) for column, field in zip(columns, INDEX_SCHEMA, strict=True)
     ]
     sink = pa.BufferOutputStream()
     with pa.ipc.new_file(sink, INDEX_SCHEMA) as writer:

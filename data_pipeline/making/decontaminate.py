@@ -31,6 +31,7 @@ import numpy as np
 import pyarrow as pa
 import zstandard
 
+from ..arrow_columns import number_column
 from ..errors import InputError, ShardError
 from .config import DecontaminateConfig
 from .words import ngram_hashes, plain_words, spelled_plain_words
@@ -110,7 +111,7 @@ class EvaluationIndex:
         """Writes an Arrow file; its bytes depend on the sets and n alone."""
         head = {"ngram_words": self.ngram_words, "sets": self.sets}
         schema = _SCHEMA.with_metadata({_HEAD: json.dumps(head)})
-        columns = [pa.array(self.hashes_H), pa.array(self.items_H)]
+        columns = [number_column(one, one.dtype) for one in (self.hashes_H, self.items_H)]
         with pa.ipc.new_file(pa.PythonFile(file, mode="w"), schema) as writer:
             writer.write_batch(pa.RecordBatch.from_arrays(columns, schema=schema))
 
@@ -132,8 +133,8 @@ def load_index(path: str | Path) -> EvaluationIndex:
         return EvaluationIndex(
             ngram_words=head["ngram_words"],
             sets=[(name, num_items) for name, num_items in head["sets"]],
-            hashes_H=table.column("hash").chunk(0).to_numpy(),
-            items_H=table.column("item").chunk(0).to_numpy(),
+            hashes_H=np.from_dlpack(table.column("hash").chunk(0)),
+            items_H=np.from_dlpack(table.column("item").chunk(0)),
         )
     except (OSError, pa.ArrowException, KeyError) as error:
         raise ShardError(

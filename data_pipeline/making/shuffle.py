@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from ..arrow_columns import bools_of
 from ..atomic import atomic_write
 from ..config import DataConfig
 from ..errors import ShardError
@@ -193,9 +194,9 @@ def _documents_of(batch: pa.RecordBatch) -> Iterator[TokenDocument]:
         name: batch.column(name) for name in batch.schema.names if name != "tokens"
     }
     tokens = batch.column("tokens")
-    values, offsets = tokens.values.to_numpy(), tokens.offsets.to_numpy()
+    values, offsets = np.from_dlpack(tokens.values), np.from_dlpack(tokens.offsets)
     masks = columns.get("loss_mask")
-    learned = None if masks is None else masks.values.to_numpy(zero_copy_only=False)
+    learned = None if masks is None else bools_of(masks.values)
     for row in range(batch.num_rows):
         part = slice(int(offsets[row]), int(offsets[row + 1]))
         prompt = 0 if learned is None else int(np.count_nonzero(~learned[part]))
