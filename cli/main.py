@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from .. import __version__
 from ..train.recipes.names import RECIPE_NAMES
 from . import (
+    analyze,
     checkpoints,
     cluster,
     completion,
@@ -38,6 +39,7 @@ GROUPS = (
     cluster,
     doctor,
     evaluate,
+    analyze,
     models,
     layout,
     plan,

@@ -1,0 +1,1 @@
+"""What a trained model's routers and depth steps do, in figures and pictures (`moebius analyze`)."""
