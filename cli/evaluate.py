@@ -1,13 +1,14 @@
 """`moebius eval`: what a trained model is worth, how likely it finds a text, and what it writes."""
 
 import argparse
+from pathlib import Path
 
 from .arguments import Commands, add_command, add_run_argument
 
 
 def add_commands(commands: Commands) -> None:
     """Declares `moebius eval`."""
-    text = "measure a trained model's loss, score a text, or let it write"
+    text = "measure a trained model's loss or zero-shot scores, score a text, or let it write"
     parser = add_command(
         commands,
         "eval",
@@ -15,6 +16,8 @@ def add_commands(commands: Commands) -> None:
         text,
         examples=[
             "eval runs/mine",
+            "eval runs/mine --tasks paper --data eval/ --limit 500",
+            "eval runs/mine --tasks hellaswag,piqa --data hub --json",
             'eval runs/mine --prompt "Once upon a time" --tokens 50 --temperature 0.7',
             'eval runs/mine --score "the band closes upon itself"',
         ],
@@ -38,6 +41,7 @@ def add_commands(commands: Commands) -> None:
         metavar="N",
         help="of the group context, for models that route sequences together",
     )
+    _add_task_arguments(parser)
     parser.add_argument(
         "--tokens", type=int, default=100, metavar="N", help="to write after the prompt"
     )
@@ -53,8 +57,75 @@ def add_commands(commands: Commands) -> None:
     )
 
 
+def _add_task_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares what zero-shot tasks need."""
+    group = parser.add_argument_group("zero-shot tasks")
+    group.add_argument(
+        "--tasks",
+        metavar="NAME,…",
+        help="score these: paper (the six of MoEUT's paper), all, or names (docs/evaluation.md)",
+    )
+    group.add_argument(
+        "--data", metavar="DIR", help="folder of NAME.jsonl[.zst]; hub: the published sets"
+    )
+    group.add_argument(
+        "--limit", type=int, metavar="N", help="at most so many items of each, evenly over its file"
+    )
+    group.add_argument(
+        "--context", type=int, metavar="S", help="the longest input in tokens; default: as trained"
+    )
+    group.add_argument("--json", action="store_true", help="everything as a JSON object")
+
+
 def _eval(options: argparse.Namespace) -> int:
     """Carries out `moebius eval`."""
+    if options.tasks is not None:
+        return _tasks(options)
+    given = [name for name in ("data", "limit", "context", "json") if getattr(options, name)]
+    if given:
+        raise ValueError(
+            f"--{given[0]} goes with --tasks: name the tasks to score, or leave it out"
+        )
+    return _text_or_loss(options)
+
+
+def _tasks(options: argparse.Namespace) -> int:
+    """Scores the model on tasks and prints the report; the first rank does."""
+    import json
+
+    from rich.console import Console
+
+    from ..evaluation.tasks.reading import HUB
+    from ..evaluation.zero_shot import measure_tasks
+    from .evaluate_report import plain_report, render_report
+    from .progress import task_bars
+
+    if options.data is None:
+        raise ValueError("--tasks needs --data: the folder of the task files, or hub")
+    names = [name for name in options.tasks.split(",") if name]
+    with task_bars(Console(stderr=True)) as on_task:
+        report = measure_tasks(
+            options.run_dir,
+            names,
+            options.data if options.data == HUB else Path(options.data),
+            step=options.step,
+            limit=options.limit,
+            context=options.context,
+            draws=options.draws,
+            seed=options.seed,
+            on_task=on_task,
+        )
+    if report is None:  # another rank than the first
+        return 0
+    if options.json:
+        print(json.dumps(plain_report(report), indent=2))
+    else:
+        Console().print(render_report(report))
+    return 0
+
+
+def _text_or_loss(options: argparse.Namespace) -> int:
+    """Measures the loss, scores a text or writes one."""
     from ..evaluation.report import measure, score_text
 
     run_dir, step = options.run_dir, options.step

@@ -150,7 +150,7 @@ def score(
     line_S = torch.tensor(line, dtype=torch.int64, device=model.embedding.device)
     found = []
     for draw in range(draws if group_context_size(model) else 1):
-        group_BS, row = _drawn_group(model, line_S[:-1], text, key=(key, draw))
+        group_BS, row = drawn_group(model, line_S[:-1], text, key=(key, draw))
         logits_SV = model(group_BS).logits_BSV[row]
         found.append(
             logits_SV.double().log_softmax(-1).gather(1, line_S[1:, None])[-num_scored:, 0]
@@ -158,9 +158,23 @@ def score(
     return Score(torch.stack(found).cpu())
 
 
-def _drawn_group(
+def drawn_group(
     model: Transformer, request_S: Tensor, text: GroupContextText | None, *, key: Sequence[int]
 ) -> tuple[Tensor, int]:
+    """Returns a batch with the request in it, beside a group context if the model needs one.
+
+    Args:
+        model: whose batch it is.
+        request_S: int64.
+        text: where group contexts come from; None will do for a model that needs none.
+        key: of the request and the draw: the same key, the same context and row.
+
+    Returns:
+        (M + 1, S), and the request's row in it.
+
+    Raises:
+        ValueError: the model needs a group context, and there is no text.
+    """
     others = group_context_size(model)
     if others == 0:
         return request_S[None], 0

@@ -1,0 +1,296 @@
+"""Log-likelihoods of many short rows of tokens: what every zero-shot task asks of a model.
+
+1. Rows come in families: the options of one question, which mostly begin with the same tokens.
+   Where a model promises that no position sees a later one and no row the others of its batch, the
+   common beginning goes through the model once, and its keys and values are repeated for every row
+   of the family. Ten options after a page of text so cost a little more than one.
+2. Families of similar length stand in one batch. Their common beginnings are cut to the shortest of
+   them, so a batch with a cache needs no padding on the left, and what was cut off is computed with
+   the ends. Ends are padded on the right, which a causal model does not see.
+3. The head is applied at the positions that are scored and nowhere else, and the log-softmax is in
+   float64.
+
+A model whose rows compete for room is asked row by row, without padding. A model that routes
+sequences together is asked beside a group context (group_context.py): a whole group for every row
+and draw. With several ranks each takes every n-th family, and all get all results.
+
+Legend: F families of a batch, R rows of it, P tokens of the common beginning, S of the longest end,
+N positions that are scored, V vocabulary.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..model.cache import LayerCache
+from ..model.layers import wide_dtype
+from ..model.transformer import Transformer
+from .group_context import (
+    GroupContextText,
+    drawn_group,
+    group_context_size,
+    refuse_future_readers,
+)
+
+LEAST_SHARED = 16  # a shorter beginning costs less than the pass of its own
+_MOST_TOKENS = 2**13  # of one pass
+_MOST_CACHED = 2**14  # positions of all rows whose keys and values exist at a time
+_LOGITS = 2**21  # that exist at a time, in float64
+
+
+@dataclass(frozen=True)
+class Row:
+    """Holds tokens for the model, of which the last are scored."""
+
+    tokens: tuple[int, ...]
+    num_scored: int
+    num_cut: int = 0  # tokens on the left that had no room
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.num_scored < len(self.tokens):
+            raise ValueError(
+                f"a row of {len(self.tokens)} tokens cannot have {self.num_scored} scored ones: "
+                "each needs a token before it, and at least one is to be scored"
+            )
+
+
+@dataclass(frozen=True)
+class RowScore:
+    """Holds what the model says of a row's scored tokens."""
+
+    log_probability_S: np.ndarray  # float64, nats, each given all before it
+    greedy_S: np.ndarray  # int64: the most likely token in its place
+
+    def total(self, num_scored: int | None = None) -> float:
+        """Returns the log-probability of the last tokens; None: of all that are scored."""
+        count = len(self.log_probability_S) if num_scored is None else num_scored
+        return float(self.log_probability_S[-count:].sum())
+
+
+Family = Sequence[Row]
+Advance = Callable[[int], None]
+"""Told how many rows more are done."""
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """Names rows that go through the model together, by family, and their common length."""
+
+    families: tuple[tuple[int, tuple[int, ...]], ...]  # number of the family, of its rows
+    prefix: int
+
+    @property
+    def rows(self) -> list[tuple[int, int]]:
+        return [(family, row) for family, rows in self.families for row in rows]
+
+
+class Scorer:
+    """Scores families of rows with one model, on one rank or on all.
+
+    Args:
+        model: in evaluation mode, whole on every rank.
+        text: where group contexts come from; None will do for a model that needs none.
+        rank: this rank.
+        num_ranks: of how many; more than one need a process group.
+        share: whether common beginnings are computed once, where the model allows it.
+
+    Raises:
+        ValueError: the model lets a position read later ones.
+    """
+
+    def __init__(
+        self,
+        model: Transformer,
+        *,
+        text: GroupContextText | None = None,
+        rank: int = 0,
+        num_ranks: int = 1,
+        share: bool = True,
+    ) -> None:
+        refuse_future_readers(model, "be asked how likely a text is")
+        self._model, self._text = model, text
+        self._rank, self._num_ranks = rank, num_ranks
+        promises = model.config.evaluation_promises
+        self._is_alone = not promises.batch_invariant
+        self._share = share and not self._is_alone
+        self.needs_draws = group_context_size(model) > 0
+
+    @torch.no_grad()
+    def score(
+        self, families: Sequence[Family], *, draw: int = 0, advance: Advance | None = None
+    ) -> list[list[RowScore]]:
+        """Returns the score of every row, in their order; with several ranks a collective call.
+
+        Args:
+            families: rows that may begin alike stand together.
+            draw: number of the group context, where the model needs one.
+            advance: told of rows that are done, of this rank and about as many of the others.
+        """
+        found: dict[tuple[int, int], RowScore] = {}
+        for batch in self._batches(families):
+            if self._is_alone:
+                scores = [self._score_alone(families, place, draw) for place in batch.rows]
+            else:
+                scores = self._score_batch(families, batch)
+            found.update(zip(batch.rows, scores, strict=True))
+            if advance is not None:
+                advance(len(scores) * self._num_ranks)
+        found = self._from_all_ranks(found)
+        return [[found[f, r] for r in range(len(family))] for f, family in enumerate(families)]
+
+    def _batches(self, families: Sequence[Family]) -> Iterator[_Batch]:
+        """Yields this rank's batches, the longest rows first."""
+        if self._is_alone:
+            places = [(f, r) for f, family in enumerate(families) for r in range(len(family))]
+            for f, r in places[self._rank :: self._num_ranks]:
+                yield _Batch(((f, (r,)),), 0)
+            return
+        shared, single = [], []
+        for f, family in enumerate(families):
+            prefix = shared_length(family) if self._share and len(family) > 1 else 0
+            if prefix >= LEAST_SHARED:
+                shared.append((prefix, f))
+            else:
+                single += [(len(row.tokens), f, r) for r, row in enumerate(family)]
+        shared.sort(reverse=True)
+        single.sort(reverse=True)
+        yield from _batches_of_shared(families, shared[self._rank :: self._num_ranks])
+        yield from _batches_of_single(single[self._rank :: self._num_ranks])
+
+    def _score_batch(self, families: Sequence[Family], batch: _Batch) -> list[RowScore]:
+        rows = [families[f][r] for f, r in batch.rows]
+        cache, past = None, batch.prefix
+        if past:
+            heads = [families[f][members[0]].tokens[:past] for f, members in batch.families]
+            cache = self._model.new_cache()
+            self._hidden(self._tensor(heads), cache)
+            counts = torch.tensor([len(members) for _, members in batch.families])
+            family_R = torch.arange(len(counts)).repeat_interleave(counts)
+            cache = [_repeated(layer, family_R) for layer in cache]
+        ends = [row.tokens[past:-1] for row in rows]
+        longest = max(map(len, ends))
+        padded = [end + (0,) * (longest - len(end)) for end in ends]
+        hidden_RSD = self._hidden(self._tensor(padded), cache)
+        return self._read_out(
+            [hidden_RSD[r, len(end) - row.num_scored : len(end)]
+             for r, (row, end) in enumerate(zip(rows, ends, strict=True))],
+            rows,
+        )  # fmt: skip
+
+    def _score_alone(
+        self, families: Sequence[Family], place: tuple[int, int], draw: int
+    ) -> RowScore:
+        """Scores one row without padding, beside a group context where the model needs one."""
+        row = families[place[0]][place[1]]
+        request_S = self._tensor([row.tokens[:-1]])[0]
+        group_BS, number = drawn_group(self._model, request_S, self._text, key=(*place, draw))
+        hidden_BSD = self._hidden(group_BS, None)
+        return self._read_out([hidden_BSD[number, -row.num_scored :]], [row])[0]
+
+    def _hidden(self, tokens_BS: Tensor, cache: list[LayerCache] | None) -> Tensor:
+        """Returns what the head would read, without the head's own product."""
+        read: list[Tensor] = []
+        handle = self._model.head.register_forward_pre_hook(
+            lambda module, inputs: read.append(inputs[0])
+        )
+        nothing_BS = torch.zeros(tokens_BS.shape, dtype=torch.bool)
+        try:
+            self._model(tokens_BS, cache, targets_BS=tokens_BS, loss_mask_BS=nothing_BS)
+        finally:
+            handle.remove()
+        return read[0]
+
+    def _read_out(self, hidden: Sequence[Tensor], rows: Sequence[Row]) -> list[RowScore]:
+        """Returns the scores of rows, given the hidden rows of their scored positions."""
+        hidden_ND = torch.cat(list(hidden))
+        target_N = self._tensor([[t for row in rows for t in row.tokens[-row.num_scored :]]])[0]
+        log_p, greedy = [], []
+        chunk = max(1, _LOGITS // self._model.config.vocab_size)
+        for first in range(0, len(target_N), chunk):
+            logits_NV = self._model.head(hidden_ND[first : first + chunk])
+            logits_NV = logits_NV.to(wide_dtype(logits_NV))
+            log_p_NV = logits_NV.double().log_softmax(-1)
+            log_p.append(log_p_NV.gather(1, target_N[first : first + chunk, None])[:, 0])
+            greedy.append(logits_NV.argmax(-1))
+        ends = np.cumsum([row.num_scored for row in rows])[:-1]
+        log_p_N, greedy_N = torch.cat(log_p).cpu().numpy(), torch.cat(greedy).cpu().numpy()
+        if not np.isfinite(log_p_N).all():
+            raise ValueError(
+                "the model's log-probabilities are not finite: its weights hold inf or nan; "
+                "take an earlier checkpoint (--step)"
+            )
+        return [
+            RowScore(*parts)
+            for parts in zip(np.split(log_p_N, ends), np.split(greedy_N, ends), strict=True)
+        ]
+
+    def _tensor(self, rows: Sequence[Sequence[int]]) -> Tensor:
+        return torch.tensor(rows, dtype=torch.int64, device=self._model.embedding.device)
+
+    def _from_all_ranks(
+        self, found: dict[tuple[int, int], RowScore]
+    ) -> dict[tuple[int, int], RowScore]:
+        if self._num_ranks == 1:
+            return found
+        shares: list[dict[tuple[int, int], RowScore]] = [{} for _ in range(self._num_ranks)]
+        dist.all_gather_object(shares, found)
+        return {place: score for share in shares for place, score in share.items()}
+
+
+def shared_length(family: Family) -> int:
+    """Returns how many tokens all rows of a family begin with, before any that is scored."""
+    first = family[0].tokens
+    longest = min(len(row.tokens) - 1 - row.num_scored for row in family)
+    for place in range(longest):
+        if any(row.tokens[place] != first[place] for row in family):
+            return place
+    return longest
+
+
+def _batches_of_shared(
+    families: Sequence[Family], shared: Sequence[tuple[int, int]]
+) -> Iterator[_Batch]:
+    """Yields batches of families, which come with their shared length, longest first."""
+    batch: list[int] = []
+    first, last, num_rows, longest = 0, 0, 0, 0
+    for prefix, f in shared:
+        rows = num_rows + len(families[f])
+        length = max(longest, *(len(row.tokens) for row in families[f]))
+        fits = (
+            first - prefix <= 4 + first // 16
+            and first * (len(batch) + 1) <= _MOST_TOKENS
+            and rows * length <= _MOST_CACHED
+        )
+        if batch and not fits:
+            yield _whole_families(families, batch, last)
+            batch, first, rows = [], 0, len(families[f])
+            length = max(len(row.tokens) for row in families[f])
+        batch.append(f)
+        first, num_rows, longest, last = first or prefix, rows, length, prefix
+    if batch:
+        yield _whole_families(families, batch, last)
+
+
+def _whole_families(families: Sequence[Family], batch: Sequence[int], prefix: int) -> _Batch:
+    return _Batch(tuple((f, tuple(range(len(families[f])))) for f in batch), prefix)
+
+
+def _batches_of_single(single: Sequence[tuple[int, int, int]]) -> Iterator[_Batch]:
+    """Yields batches of rows, which come with their length, longest first."""
+    first = 0
+    while first < len(single):
+        count = max(1, _MOST_TOKENS // single[first][0])
+        yield _Batch(tuple((f, (r,)) for _, f, r in single[first : first + count]), 0)
+        first += count
+
+
+def _repeated(layer: LayerCache, family_R: Tensor) -> LayerCache:
+    """Returns a cache with the keys and values of every row's family."""
+    assert layer.keys is not None
+    assert layer.values is not None
+    family_R = family_R.to(layer.keys.device)
+    return LayerCache(layer.keys[family_R], layer.values[family_R])

@@ -1,0 +1,138 @@
+"""Questions with several answers, of which the model is to find one more likely than all others.
+
+paper      right only if the answer beats every other strictly; by the sum of log-probabilities,
+           or by their mean per token
+acc        the harness's: the largest sum, the first of equals
+acc_norm   the harness's: the largest sum divided by the characters of the answer
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from ..scoring import RowScore
+from .task import (
+    PAPER,
+    Encoder,
+    HubSet,
+    Judge,
+    Judgement,
+    Metric,
+    Question,
+    Record,
+    RowList,
+    TaskError,
+)
+
+PaperRule = Literal["sum", "mean"]
+
+
+@dataclass(frozen=True)
+class Option:
+    """Holds one answer: what is scored, and what stands before it."""
+
+    context: str
+    continuation: str
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Holds one question in text."""
+
+    options: tuple[Option, ...]  # as the harness words them
+    answer: int
+    group: str = ""
+    paper_options: tuple[Option, ...] | None = None  # as the paper does, where it differs
+    in_paper: bool = True  # whether the paper takes this one
+
+
+def after(
+    context: str, answers: Sequence[str], answer: int, *, group: str = "", delimiter: str = " "
+) -> Choice:
+    """Returns the question whose answers stand after one context, behind a blank."""
+    return Choice(tuple(Option(context, delimiter + text) for text in answers), answer, group)
+
+
+@dataclass(frozen=True)
+class ChoiceTask:
+    """Reads questions with several answers.
+
+    `paper` is how the paper compares answers; None: it has no such task. A paper's option without
+    context is scored from its second token on, as the paper does.
+    """
+
+    title: str
+    published: int
+    read: Callable[[Record], Choice]
+    paper: PaperRule | None = None
+    harness: tuple[str, ...] = ("acc", "acc_norm")
+    by_group: bool = False  # scores are means over groups of means over their questions
+    hub: HubSet | None = None
+
+    @property
+    def metrics(self) -> tuple[Metric, ...]:
+        """Implements `Task.metrics`."""
+        names = (*((PAPER,) if self.paper else ()), *self.harness)
+        return tuple(Metric(name, "mean_of_groups" if self.by_group else "mean") for name in names)
+
+    def takes(self, record: Record) -> bool:
+        """Implements `Task.takes`."""
+        return True
+
+    def question(self, record: Record, encoder: Encoder) -> Question:
+        """Implements `Task.question`."""
+        choice, rows = self.read(record), RowList()
+        paper, harness = [], []
+        if self.paper and choice.in_paper:
+            options = choice.paper_options or choice.options
+            paper = [_paper_row(option, encoder, rows) for option in options]
+        if self.harness:
+            for option in choice.options:
+                pair = encoder.pair(option.context, option.continuation)
+                harness.append(rows.add(encoder.row(*pair)))
+        lengths = [len(option.continuation.strip(" ")) for option in choice.options]
+        if "acc_norm" in self.harness and not all(lengths):
+            raise TaskError("an answer is empty, so acc_norm cannot divide by its length")
+        return Question(
+            tuple(rows.rows), self._judge(choice.answer, paper, harness, lengths), choice.group
+        )
+
+    def _judge(
+        self,
+        answer: int,
+        paper: Sequence[tuple[int, int]],
+        harness: Sequence[tuple[int, int]],
+        lengths: Sequence[int],
+    ) -> Judge:
+        """Returns the judge of rows that are named by their place and number of scored tokens."""
+
+        def judge(scores: Sequence[RowScore]) -> dict[str, Judgement]:
+            found = {}
+            if paper:
+                values = [
+                    scores[place].total(count) / (count if self.paper == "mean" else 1)
+                    for place, count in paper
+                ]
+                found[PAPER] = Judgement(float(_beats_all(values, answer)))
+            totals = np.array([scores[place].total(count) for place, count in harness])
+            if "acc" in self.harness:
+                found["acc"] = Judgement(float(totals.argmax() == answer))
+            if "acc_norm" in self.harness:
+                found["acc_norm"] = Judgement(float((totals / lengths).argmax() == answer))
+            return found
+
+        return judge
+
+
+def _paper_row(option: Option, encoder: Encoder, rows: RowList) -> tuple[int, int]:
+    """Adds the row of an option as the paper encodes it; returns its place and scored tokens."""
+    scored = encoder.ids(option.continuation)
+    if option.context:
+        return rows.add(encoder.row(encoder.ids(option.context), scored))
+    return rows.add(encoder.row(scored[:1], scored[1:]))
+
+
+def _beats_all(values: Sequence[float], answer: int) -> bool:
+    return all(values[answer] > other for n, other in enumerate(values) if n != answer)

@@ -1,0 +1,68 @@
+"""LAMBADA: the last word of a passage, which its last sentence alone does not give away.
+
+paper        the whole passage goes through the model once. Its most likely tokens in the last
+             places, as many as the last word has characters, are decoded; what stands after the
+             last blank is compared with the word
+acc          the harness's: every token of " word" is the most likely one
+perplexity   the harness's: exp of the mean −log P(" word" | passage), per word
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ..scoring import RowScore
+from .task import (
+    PAPER,
+    Encoder,
+    HubSet,
+    Judgement,
+    Metric,
+    Question,
+    Record,
+    RowList,
+    TaskError,
+    text_in,
+)
+
+
+@dataclass(frozen=True)
+class LastWordTask:
+    """Reads passages whose last word is asked for."""
+
+    title: str
+    published: int
+    hub: HubSet | None = None
+    metrics: tuple[Metric, ...] = (
+        Metric(PAPER),
+        Metric("acc"),
+        Metric("perplexity", "perplexity"),
+    )
+
+    def takes(self, record: Record) -> bool:
+        """Implements `Task.takes`."""
+        return True
+
+    def question(self, record: Record, encoder: Encoder) -> Question:
+        """Implements `Task.question`."""
+        text = text_in(record, "text")
+        context, blank, word = text.rpartition(" ")
+        if not blank or not word:
+            raise TaskError("field 'text' has no last word behind a blank")
+        rows = RowList()
+        whole = encoder.ids(text)
+        num_read = min(len(word), len(whole) - 1)  # the first token has none before it
+        read = rows.add(encoder.row(whole[:-num_read], whole[-num_read:]))
+        before, scored = encoder.pair(context, " " + word)
+        asked = rows.add(encoder.row(before, scored))
+        decode = encoder.tokenizer.decode
+
+        def judge(scores: Sequence[RowScore]) -> dict[str, Judgement]:
+            tail = decode(scores[read[0]].greedy_S[-num_read:])
+            said = scores[asked[0]].greedy_S[-len(scored) :]
+            return {
+                PAPER: Judgement(float(tail.split(" ")[-1] == word)),
+                "acc": Judgement(float(said.tolist() == scored)),
+                "perplexity": Judgement(scores[asked[0]].total(asked[1])),
+            }
+
+        return Question(tuple(rows.rows), judge)

@@ -1,0 +1,214 @@
+"""All tasks, by name. A task of your own is one entry here and a function that reads its records.
+
+The functions say which fields a record has and how the item is worded: as in the paper's training
+code, and as in the task files of the harness (its 0.4.13, by the names in the comments).
+"""
+
+from collections.abc import Callable
+
+from . import hub
+from .choice import Choice, ChoiceTask, Option, after
+from .documents import DocumentTask
+from .last_word import LastWordTask
+from .task import Record, Task, TaskError, number_in, text_in, texts_in
+
+
+def _blimp(record: Record) -> Choice:
+    """The harness (blimp_…) puts a blank before the sentence; the paper takes it as it is."""
+    sentences = text_in(record, "sentence_good"), text_in(record, "sentence_bad")
+    return Choice(
+        tuple(Option("", f" {sentence}") for sentence in sentences),
+        answer=0,
+        group=text_in(record, "UID"),
+        paper_options=tuple(Option("", sentence) for sentence in sentences),
+    )
+
+
+_DETOKENISED = {
+    " '": "'",
+    " \n": "\n",
+    "\n ": "\n",
+    " n't": "n't",
+    "`` ": '"',
+    "''": '"',
+    " :": ":",
+    " ;": ";",
+    " !": "!",
+    " ?": "?",
+    " ,": ",",
+    " .": ".",
+}
+_BLANK = "XXXXX"
+
+
+def _detokenised(text: str) -> str:
+    """Undoes the Penn tokenisation of the Children's Book Test, in the paper's order."""
+    for tokenised, plain in _DETOKENISED.items():
+        text = text.replace(tokenised, plain)
+    return text
+
+
+def _cloze(detokenise: Callable[[str], str]) -> Callable[[Record], Choice]:
+    """Returns the reader of cloze questions: all after the blank is scored, per token."""
+
+    def read(record: Record) -> Choice:
+        sentences = [detokenise(sentence) for sentence in texts_in(record, "context")]
+        before, *rest = detokenise(text_in(record, "question")).split(_BLANK)
+        candidates = texts_in(record, "candidates", least=2)
+        if not rest:
+            raise TaskError(f"field 'question' has no {_BLANK}")
+        if candidates.count(text_in(record, "answer")) != 1:
+            raise TaskError("field 'candidates' must have the answer once")
+        context = " ".join([*sentences, before])
+        # A blank before the gap goes with the candidate: so SentencePiece has it, which drops blanks
+        # at the end of the context and puts one in front of the candidate.
+        bare = context.rstrip(" ")
+        options = tuple(Option(bare, context[len(bare) :] + word + rest[0]) for word in candidates)
+        answer = candidates.index(text_in(record, "answer"))
+        return Choice(options, answer, text_in(record, "kind"), in_paper=len(candidates) == 10)
+
+    return read
+
+
+def _hellaswag(record: Record) -> Choice:
+    """hellaswag: "activity: ctx_a Ctx_b", where the file has ctx_b as `fragment`, not capitalised."""
+    query, fragment = text_in(record, "query"), text_in(record, "fragment")
+    if fragment and query.endswith(fragment):
+        query = query[: -len(fragment)] + fragment.capitalize()
+    endings = [_hellaswag_text(ending) for ending in texts_in(record, "endings", least=2)]
+    return after(_hellaswag_text(query), endings, number_in(record, "label", below=len(endings)))
+
+
+def _hellaswag_text(text: str) -> str:
+    return text.strip().replace(" [title]", ". ").replace("  ", " ")
+
+
+def _piqa(record: Record) -> Choice:
+    """piqa; the paper strips the goal."""
+    goal = text_in(record, "goal")
+    solutions = [text_in(record, "sol1"), text_in(record, "sol2")]
+    answer = number_in(record, "label", below=2)
+    harness = after(f"Question: {goal}\nAnswer:", solutions, answer)
+    paper = after(f"Question: {goal.strip()}\nAnswer:", solutions, answer)
+    return Choice(harness.options, answer, paper_options=paper.options)
+
+
+def _arc(record: Record) -> Choice:
+    """arc_easy, arc_challenge; the paper leaves out what has not four choices."""
+    choices = texts_in(record, "choices", least=2)
+    found = after(
+        f"Question: {text_in(record, 'question')}\nAnswer:",
+        choices,
+        number_in(record, "label", below=len(choices)),
+    )
+    return Choice(found.options, found.answer, in_paper=len(choices) == 4)
+
+
+def _winogrande(record: Record) -> Choice:
+    """winogrande: the end of the sentence after each of its beginnings."""
+    before, blank, rest = text_in(record, "sentence").partition("_")
+    if not blank:
+        raise TaskError("field 'sentence' has no _")
+    options = tuple(
+        Option(before + text_in(record, key), f" {rest.strip()}") for key in ("option1", "option2")
+    )
+    return Choice(options, number_in(record, "answer", below=2, first=1))
+
+
+def _copa(record: Record) -> Choice:
+    """copa: its choices begin with a blank, and the harness puts one more before them."""
+    words = {"cause": "because", "effect": "therefore"}
+    asked = text_in(record, "question")
+    if asked not in words:
+        raise TaskError(f"field 'question' is {asked!r}; it must be one of {', '.join(words)}")
+    premise = text_in(record, "premise").strip()[:-1]
+    choices = [text_in(record, key) for key in ("choice1", "choice2")]
+    lowered = [f" {choice[:1].lower()}{choice[1:]}" for choice in choices]
+    return after(f"{premise} {words[asked]}", lowered, number_in(record, "label", below=2))
+
+
+def _openbookqa(record: Record) -> Choice:
+    """openbookqa: the bare question."""
+    choices = texts_in(record, "choices", least=2)
+    return after(
+        text_in(record, "question"), choices, number_in(record, "label", below=len(choices))
+    )
+
+
+def _boolq(record: Record) -> Choice:
+    """boolq: no against yes."""
+    if not isinstance(record.get("answer"), bool):
+        raise TaskError("field 'answer' must be true or false")
+    context = f"{text_in(record, 'passage')}\nQuestion: {text_in(record, 'question')}?\nAnswer:"
+    return after(context, ["no", "yes"], int(record["answer"]))
+
+
+def _siqa(record: Record) -> Choice:
+    """social_iqa."""
+    context = f"Q: {text_in(record, 'context')} {text_in(record, 'question')}\nA:"
+    answers = [text_in(record, f"answer{letter}") for letter in "ABC"]
+    return after(context, answers, number_in(record, "label", below=3, first=1))
+
+
+def _wsc273(record: Record) -> Choice:
+    """wsc273: the end of the sentence after each of its beginnings."""
+    contexts = texts_in(record, "context_options", least=2)
+    rest = text_in(record, "continuation")
+    options = tuple(Option(context, f" {rest.strip()}") for context in contexts)
+    return Choice(options, number_in(record, "gold", below=len(contexts)))
+
+
+_ACC = ("acc",)
+
+TASKS: dict[str, Task] = {
+    "lambada": LastWordTask("LAMBADA, last word", 5153, hub=hub.LAMBADA),
+    "blimp": ChoiceTask(
+        "BLiMP, grammar",
+        67_000,
+        _blimp,
+        paper="sum",
+        harness=_ACC,
+        by_group=True,
+        hub=hub.BLIMP,
+    ),
+    "cbt": ChoiceTask(
+        "Children's Book Test",
+        10_000,
+        _cloze(_detokenised),
+        paper="mean",
+        harness=(),
+        by_group=True,
+        hub=hub.CBT,
+    ),
+    "cbt_style": ChoiceTask(
+        "cloze in the shape of CBT, not CBT",
+        0,
+        _cloze(lambda text: text),
+        paper="mean",
+        harness=(),
+        by_group=True,
+    ),
+    "hellaswag": ChoiceTask(
+        "HellaSwag, endings", 10_042, _hellaswag, paper="mean", hub=hub.HELLASWAG
+    ),
+    "piqa": ChoiceTask("PIQA, physical tasks", 1838, _piqa, paper="mean", hub=hub.PIQA),
+    "arc_easy": ChoiceTask("ARC-Easy, science", 2376, _arc, paper="mean", hub=hub.ARC_EASY),
+    "arc_challenge": ChoiceTask(
+        "ARC-Challenge, science", 1172, _arc, paper="mean", hub=hub.ARC_CHALLENGE
+    ),
+    "winogrande": ChoiceTask(
+        "WinoGrande, pronouns", 1267, _winogrande, harness=_ACC, hub=hub.WINOGRANDE
+    ),
+    "copa": ChoiceTask("COPA, cause or effect", 100, _copa, harness=_ACC, hub=hub.COPA),
+    "openbookqa": ChoiceTask("OpenBookQA, science", 500, _openbookqa, hub=hub.OPENBOOKQA),
+    "boolq": ChoiceTask("BoolQ, yes or no", 3270, _boolq, harness=_ACC, hub=hub.BOOLQ),
+    "siqa": ChoiceTask("Social IQa", 1954, _siqa, harness=_ACC, hub=hub.SIQA),
+    "wsc273": ChoiceTask("Winograd schemas", 273, _wsc273, harness=_ACC),
+    "wikitext2": DocumentTask("WikiText-2, test articles", 62, "test"),
+}
+
+PAPER_TASKS = ("lambada", "blimp", "cbt", "hellaswag", "piqa", "arc_easy")
+"""What the paper's mean is over."""
+
+STAND_INS = {"cbt": "cbt_style"}
+"""Asked where a task's own file is not there."""

@@ -1,0 +1,345 @@
+"""Zero-shot scores of a checkpoint: tasks in, a report out, on one rank or split over several.
+
+The paper's mean is over its six tasks by the paper's convention (arXiv 2405.16039). A limit takes
+items evenly over a task's file, so that every phenomenon of BLiMP keeps its share.
+"""
+
+import difflib
+import math
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from ..data_pipeline.token_store import prepared_tokenizer
+from ..data_pipeline.tokenizers.interface import Tokenizer
+from ..distributed.process.process import Process, start_process
+from .group_context import GroupContextText
+from .restore import Restored, restore
+from .scoring import Advance, RowScore, Scorer
+from .tasks.reading import HUB, read_records, required_file, task_file
+from .tasks.table import PAPER_TASKS, STAND_INS, TASKS
+from .tasks.task import PAPER, Encoder, Judgement, Metric, Question, Task, TaskError
+
+StartTask = Callable[[str, int], Advance]
+"""Told the name of a task and how many rows it has; returns what is told of rows that are done."""
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Holds a score and how far it can be trusted."""
+
+    value: float
+    stderr: float  # over the items; nan for a single one
+    spread: float | None  # standard deviation over draws of the group context; None: none is drawn
+    count: int  # items
+
+
+@dataclass(frozen=True)
+class TaskResult:
+    """Holds what one task has shown."""
+
+    name: str
+    title: str
+    items: int
+    available: int  # items of the file
+    published: int  # of the published set; 0: there is none
+    cut: int  # items that were longer than the context and lost their left end
+    metrics: dict[str, Estimate]
+    groups: dict[str, float] = field(default_factory=dict)  # the first metric's mean of each
+
+
+@dataclass(frozen=True)
+class ZeroShotReport:
+    """Holds the scores of a checkpoint on tasks."""
+
+    run: str
+    step: int
+    data: str
+    context: int
+    draws: int  # of the group context; 0: the model needs none
+    seed: int
+    ranks: int
+    seconds: float
+    tasks: tuple[TaskResult, ...]
+
+    @property
+    def paper_mean(self) -> Estimate | None:
+        """Returns the mean over the paper's tasks; None unless all are there, or their stand-ins."""
+        found = {result.name: result for result in self.tasks}
+        named = [name if name in found else STAND_INS.get(name, name) for name in PAPER_TASKS]
+        if not all(name in found for name in named):
+            return None
+        scores = [found[name].metrics[PAPER] for name in named]
+        return Estimate(
+            value=sum(score.value for score in scores) / len(scores),
+            stderr=math.sqrt(sum(score.stderr**2 for score in scores)) / len(scores),
+            spread=None,
+            count=sum(score.count for score in scores),
+        )
+
+
+def measure_tasks(
+    run_dir: Path,
+    names: Sequence[str],
+    data: Path | str,
+    *,
+    step: int | None = None,
+    limit: int | None = None,
+    context: int | None = None,
+    draws: int = 1,
+    seed: int = 0,
+    on_task: StartTask | None = None,
+) -> ZeroShotReport | None:
+    """Scores a checkpoint on tasks.
+
+    Several ranks, as torchrun starts them, share the items.
+
+    Args:
+        run_dir: the run folder.
+        names: of the tasks; "paper" stands for six, "all" for those that have a file.
+        data: the folder of their files, or "hub".
+        step: of the checkpoint; None: the newest.
+        limit: so many items of each task at most; None: all.
+        context: the longest input in tokens; None: as in training.
+        draws: of the group context, for a model that routes sequences together.
+        seed: of these draws.
+        on_task: told of the progress.
+
+    Returns:
+        The report on the first rank, None on others.
+
+    Raises:
+        ValueError: the run, its checkpoint or a task cannot be read, an item cannot be scored, or
+            the model reads the future.
+    """
+    started = time.monotonic()
+    if (limit is not None and limit < 1) or draws < 1 or (context is not None and context < 1):
+        raise TaskError(f"{limit=}, {draws=}, {context=}: at least 1 is needed")
+    chosen = chosen_tasks(names, data)
+    with start_process("auto") as process, ExitStack() as stack:
+        restored = restore(run_dir, process, step=step)
+        tokenizer = tokenizer_of_run(restored)
+        encoder = Encoder(tokenizer, context or restored.config.data.seq_len)
+        scorer = open_scorer(restored, process, stack, seed=seed)
+        num_draws = draws if scorer.needs_draws else 0
+        results = tuple(
+            _measure(name, task, data, encoder, scorer, limit, max(1, num_draws), on_task)
+            for name, task in chosen.items()
+        )
+        if process.rank > 0:
+            return None
+        return ZeroShotReport(
+            run=str(run_dir),
+            step=restored.step,
+            data=str(data),
+            context=encoder.context,
+            draws=num_draws,
+            seed=seed,
+            ranks=process.world_size,
+            seconds=time.monotonic() - started,
+            tasks=results,
+        )
+
+
+def chosen_tasks(names: Sequence[str], data: Path | str) -> dict[str, Task]:
+    """Returns the tasks of a request by name; a stand-in where a paper's task has no file.
+
+    Raises:
+        TaskError: there is no such task, or no folder, or no file of it.
+    """
+    if data != HUB and not Path(data).is_dir():
+        raise TaskError(f"{data}: is no folder; --data names that of the task files, or is 'hub'")
+    found: dict[str, Task] = {}
+    for name in names:
+        if name == PAPER:
+            found |= {one: TASKS[one] for one in (_there(n, data) for n in PAPER_TASKS)}
+        elif name == "all":
+            found |= {one: task for one, task in TASKS.items() if _has(one, data)}
+        elif name in TASKS:
+            found[name] = TASKS[name]
+        else:
+            close = difflib.get_close_matches(name, [*TASKS, PAPER, "all"], n=1)
+            hint = f"did you mean {close[0]}? " if close else ""
+            raise TaskError(
+                f"unknown task {name!r}; {hint}tasks are paper, all, {', '.join(TASKS)}"
+            )
+    if not found:
+        raise TaskError(f"{data}: holds no file of a task; they are called NAME.jsonl[.zst]")
+    if data != HUB:
+        for name in found:
+            required_file(Path(data), name)
+    return found
+
+
+def _has(name: str, data: Path | str) -> bool:
+    return TASKS[name].hub is not None if data == HUB else task_file(Path(data), name) is not None
+
+
+def _there(name: str, data: Path | str) -> str:
+    stand_in = STAND_INS.get(name)
+    return stand_in if stand_in and not _has(name, data) and _has(stand_in, data) else name
+
+
+def tokenizer_of_run(restored: Restored) -> Tokenizer:
+    """Returns the tokenizer that a run was trained with.
+
+    Raises:
+        ValueError: it is gone, or the one in its place belongs to another vocabulary.
+    """
+    data, model = restored.config.data, restored.config.model
+    tokenizer = prepared_tokenizer(data.directory)
+    if tokenizer.vocab_size > min(model.vocab_size, data.num_token_ids):
+        raise TaskError(
+            f"{data.directory}: its tokenizer has {tokenizer.vocab_size} ids, the run was trained "
+            f"with {data.num_token_ids} (model.vocab_size={model.vocab_size}): the folder was "
+            "prepared anew for another vocabulary; put back the one of the run"
+        )
+    return tokenizer
+
+
+def open_scorer(restored: Restored, process: Process, stack: ExitStack, *, seed: int = 0) -> Scorer:
+    """Returns the scorer of a restored model; what it opens is closed with the stack."""
+    data = restored.config.data
+    scorer = Scorer(restored.model, rank=process.rank, num_ranks=process.world_size)
+    if not scorer.needs_draws:
+        return scorer
+    text = stack.enter_context(GroupContextText(data.directory, seq_len=data.seq_len, seed=seed))
+    return Scorer(restored.model, text=text, rank=process.rank, num_ranks=process.world_size)
+
+
+def _measure(
+    name: str,
+    task: Task,
+    data: Path | str,
+    encoder: Encoder,
+    scorer: Scorer,
+    limit: int | None,
+    draws: int,
+    on_task: StartTask | None,
+) -> TaskResult:
+    questions, available = read_questions(name, task, data, encoder, limit)
+    families = [question.rows for question in questions]
+    num_rows = sum(map(len, families)) * draws
+    advance = None if on_task is None else on_task(name, num_rows)
+    scores = [scorer.score(families, draw=draw, advance=advance) for draw in range(draws)]
+    judged = [judge(questions, one) for one in scores]
+    first = task.metrics[0]
+    return TaskResult(
+        name=name,
+        title=task.title,
+        items=len(questions),
+        available=available,
+        published=task.published,
+        cut=sum(question.is_cut for question in questions),
+        metrics={
+            metric.name: estimate(questions, judged, metric, drawn=scorer.needs_draws)
+            for metric in task.metrics
+        },
+        groups=_group_means(questions, judged, first),
+    )
+
+
+def read_questions(
+    name: str, task: Task, data: Path | str, encoder: Encoder, limit: int | None
+) -> tuple[list[Question], int]:
+    """Returns the questions of a task, evenly over its file, and how many there would be.
+
+    Raises:
+        TaskError: the file cannot be read, an item cannot be scored, or there is none.
+    """
+    records = [found for found in read_records(data, name, task) if task.takes(found[1])]
+    if not records:
+        raise TaskError(f"task {name!r} has no items in {data}")
+    count = len(records) if limit is None else min(limit, len(records))
+    questions = []
+    for number in range(count):
+        where, record = records[number * len(records) // count]
+        try:
+            questions.append(task.question(record, encoder))
+        except TaskError as error:
+            raise TaskError(f"{where}: {error}") from error
+        except UnicodeEncodeError as error:
+            raise TaskError(f"{where}: a text is no Unicode ({error.reason})") from error
+    return questions, len(records)
+
+
+Judged = list[dict[str, Judgement]]
+
+
+def judge(questions: Sequence[Question], scores: Sequence[Sequence[RowScore]]) -> Judged:
+    """Returns what every question adds to the metrics."""
+    return [question.judge(own) for question, own in zip(questions, scores, strict=True)]
+
+
+def estimate(
+    questions: Sequence[Question], judged: Sequence[Judged], metric: Metric, *, drawn: bool
+) -> Estimate:
+    """Returns a metric over all questions that have it.
+
+    The standard error is that of a mean over items (of means over groups: of independent groups; of
+    a perplexity: to first order). With several draws of the group context the value is their mean.
+
+    Args:
+        questions: of a task.
+        judged: for every draw, what each question adds.
+        metric: of the task.
+        drawn: whether group contexts are drawn.
+    """
+    places = [n for n, found in enumerate(judged[0]) if metric.name in found]
+    if not places:
+        return Estimate(math.nan, math.nan, None, 0)
+    value_RN = np.array([[one[n][metric.name].value for n in places] for one in judged])
+    weight_N = np.array([judged[0][n][metric.name].weight for n in places])
+    groups = [questions[n].group for n in places]
+    values = [_aggregate(value_N, weight_N, groups, metric)[0] for value_N in value_RN]
+    _, stderr = _aggregate(value_RN.mean(0), weight_N, groups, metric)
+    spread = float(np.std(values, ddof=1)) if len(values) > 1 else 0.0
+    return Estimate(float(np.mean(values)), stderr, spread if drawn else None, len(places))
+
+
+def _aggregate(
+    value_N: np.ndarray, weight_N: np.ndarray, groups: Sequence[str], metric: Metric
+) -> tuple[float, float]:
+    """Returns the value of a metric and its standard error."""
+    if metric.aggregation == "mean":
+        return _mean(value_N)
+    if metric.aggregation == "mean_of_groups":
+        names = np.array(groups)
+        parts = [_mean(value_N[names == name]) for name in sorted(set(groups))]
+        stderr = math.sqrt(sum(part[1] ** 2 for part in parts)) / len(parts)
+        return sum(part[0] for part in parts) / len(parts), stderr
+    nats = -value_N.sum() / weight_N.sum()  # per word, byte or item
+    rest = value_N + nats * weight_N  # what each item has more or less than that
+    num = len(value_N)
+    stderr = math.nan
+    if num > 1:
+        stderr = math.sqrt(num / (num - 1) * float((rest**2).sum())) / float(weight_N.sum())
+    if metric.aggregation == "bits":
+        return float(nats / math.log(2)), stderr / math.log(2)
+    perplexity = math.exp(min(nats, 700.0))
+    return perplexity, perplexity * stderr
+
+
+def _mean(value_N: np.ndarray) -> tuple[float, float]:
+    """Returns the mean and its standard error, with the unbiased variance."""
+    if len(value_N) < 2:
+        return float(value_N.mean()), math.nan
+    return float(value_N.mean()), float(value_N.std(ddof=1) / math.sqrt(len(value_N)))
+
+
+def _group_means(
+    questions: Sequence[Question], judged: Sequence[Judged], metric: Metric
+) -> dict[str, float]:
+    """Returns the mean of a metric in every group, over all draws; empty where there are none."""
+    if metric.aggregation != "mean_of_groups":
+        return {}
+    found: dict[str, list[float]] = {}
+    for one in judged:
+        for question, own in zip(questions, one, strict=True):
+            if metric.name in own:
+                found.setdefault(question.group, []).append(own[metric.name].value)
+    return {name: sum(values) / len(values) for name, values in sorted(found.items())}

@@ -1,0 +1,45 @@
+"""A run that is trained in this process within a second: tiny, on bytes, for what reads run folders."""
+
+import json
+from pathlib import Path
+
+from small_corpus import sentences
+from small_model import TINY
+
+from moebius.data_pipeline.config import DataConfig
+from moebius.data_pipeline.making.prepare import prepare
+from moebius.model.config import ModelConfig
+from moebius.train.config import Config, TrainConfig
+from moebius.train.loop import train
+
+
+def prepare_bytes(place: Path) -> Path:
+    """A prepared folder."""
+    file = place / "text.jsonl"
+    file.write_text(
+        "".join(json.dumps({"text": text}) + "\n" for text in sentences(0, 60)), encoding="utf-8"
+    )
+    config = DataConfig(
+        input=(str(file),), tokenizer="bytes", vocab_size=257, validation_fraction=0.2
+    )
+    prepare(config, place / "shards")
+    return place / "shards"
+
+
+def train_bytes(
+    folder: Path, run_dir: Path, model: ModelConfig = TINY, *, seq_len: int = 64
+) -> Path:
+    """A run folder after two steps."""
+    data = DataConfig(
+        tokenizer="bytes",
+        vocab_size=257,
+        seq_len=seq_len,
+        validation_fraction=0.2,
+        directory=str(folder),
+    )
+    steps = TrainConfig(steps=2, global_batch=4, micro_batch=4, device="cpu", eval_rows=4)
+    run = Config(model=model, data=data, train=steps)
+    run_dir.mkdir(parents=True)
+    run.save(run_dir / "config.json")
+    assert train(run, run_dir) == "finished"
+    return run_dir

@@ -1,0 +1,18 @@
+"""Prepared text and a run that several tests of evaluations share."""
+
+from pathlib import Path
+
+import pytest
+from bytes_run import prepare_bytes, train_bytes
+
+
+@pytest.fixture(scope="session")
+def mixture_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Bytes, to stand beside requests and to be trained on."""
+    return prepare_bytes(tmp_path_factory.mktemp("evaluation"))
+
+
+@pytest.fixture(scope="session")
+def bytes_run(mixture_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run folder whose model reads bytes, 64 at a time."""
+    return train_bytes(mixture_folder, tmp_path_factory.mktemp("bytes_run") / "run")
