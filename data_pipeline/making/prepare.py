@@ -217,8 +217,8 @@ class _Preparation:
         self._choose_in_order()
         self._commit_in_order()
         self._tell()
+        self._hand_out()
         while self._to_commit:
-            self._hand_out()
             assert self._out, "work is left, and nobody is at it"
             number, outcome = self._pool.wait()
             stage, index = self._out.pop(number)
@@ -228,6 +228,7 @@ class _Preparation:
             else:
                 self._done(stage, index, outcome)
             self._choose_in_order()
+            self._hand_out()  # before manifests are brought to disk: no worker waits for that
             self._commit_in_order()
             self._tell()
         quarantined = [entry.split for _, entry in sorted(self._quarantined.items())]
@@ -271,7 +272,8 @@ class _Preparation:
             return train_task, self._vocabulary.task
         if stage == "gather":
             return gather_bucket, self._bucket_task(index)
-        task = UnitTask(self._config, self._folder, self._units[index])
+        proof = self._vocabulary.proof
+        task = UnitTask(self._config, self._folder, self._units[index], proof=proof)
         if stage == "sample":
             return sample_unit, replace(task, sample_bytes=self._vocabulary.shares[index])
         if stage == "scan":
@@ -291,6 +293,7 @@ class _Preparation:
             bucket,
             num_buckets=sum(one.source == bucket.source for one in self._buckets),
             units=tuple(unit for unit in spilled if unit.source == bucket.source),
+            proof=self._vocabulary.proof,
         )
 
     def _tell(self) -> None:
@@ -313,7 +316,7 @@ class _Preparation:
         elif stage == "sample":
             self._sampled(index, result)
         elif stage == "train":
-            self._vocabulary.is_ready = True
+            self._vocabulary.trained(result)
         elif stage == "gather":
             self._shards[index] = result
         elif self._buckets:

@@ -64,11 +64,12 @@ class BucketTask:
     bucket: Unit
     num_buckets: int
     units: tuple[Unit, ...]  # that have spilled
+    proof: str = ""  # of the tokenizer
 
     @property
     def task(self) -> UnitTask:
         """Returns the bucket's task as if it were a unit, whose place it takes from here on."""
-        return UnitTask(self.config, self.directory, self.bucket)
+        return UnitTask(self.config, self.directory, self.bucket, proof=self.proof)
 
 
 def shuffled_buckets(units: Sequence[Unit], config: DataConfig) -> tuple[Unit, ...]:

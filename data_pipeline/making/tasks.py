@@ -39,7 +39,8 @@ from ..sources.documents import Document
 from ..sources.reading import read_documents
 from ..token_store import verify_shard
 from ..tokenizers.bpe import train_bpe
-from ..tokenizers.interface import token_dtype
+from ..tokenizers.fast import accept_proof
+from ..tokenizers.interface import Tokenizer, token_dtype
 from ..tokenizers.tokenizer import save_tokenizer, tokenizer_of
 from .hooks import Hooks, hooks
 from .kept import begin_keeping, keep, take
@@ -77,6 +78,7 @@ class UnitTask:
     directory: Path
     unit: Unit
     sample_bytes: int = 0
+    proof: str = ""  # of the tokenizer, if it is there: see `tokenizers.fast`
 
     def unfinished(self, what: str) -> Path:
         """Returns the path of one of the unit's intermediate files."""
@@ -324,12 +326,17 @@ def held_out_below(config: DataConfig) -> int:
     return int(config.validation_fraction * 2.0**64)
 
 
-def train_task(task: TrainTask) -> None:
-    """Trains the tokenizer on all samples in order, equal texts once, and writes it."""
+def train_task(task: TrainTask) -> str:
+    """Trains the tokenizer on all samples in order, equal texts once, and writes it.
+
+    Returns:
+        Its proof.
+    """
     paths = [unfinished_file(task.directory, unit, "sample.jsonl") for unit in task.units]
     lines = dict.fromkeys(line for path in paths for line in _lines_of(path))
     tokenizer = train_bpe((json.loads(line) for line in lines), vocab_size=task.vocab_size)
     save_tokenizer(task.directory, tokenizer)
+    return tokenizer.proof
 
 
 def _lines_of(path: Path) -> Iterator[bytes]:
@@ -389,9 +396,7 @@ class ShardPair:
     def __init__(self, task: UnitTask, files: ExitStack, *, label: str = ""):
         self._task, self._files = task, files
         self._label = label or task.unit.label
-        self._metadata = shard_metadata(
-            tokenizer_of(task.directory), label or task.unit.local_label
-        )
+        self._metadata = shard_metadata(_tokenizer(task), label or task.unit.local_label)
         self._writers: dict[Split, ShardWriter] = {}
 
     def add(self, side: Split, document: TokenDocument) -> None:
@@ -427,16 +432,21 @@ class ShardPair:
 def schema_of(task: UnitTask, metadata: dict[str, str] | None = None) -> Any:
     """Returns the columns of the shards of a unit."""
     return shard_schema(
-        tokenizer_of(task.directory).vocab_size,
+        _tokenizer(task).vocab_size,
         metadata,
         has_loss_mask=task.source.has_loss_mask,
         has_record_id=bool(task.source.id_field),
     )
 
 
+def _tokenizer(task: UnitTask) -> Tokenizer:
+    accept_proof(task.proof)
+    return tokenizer_of(task.directory)
+
+
 def token_documents(task: UnitTask) -> Iterator[tuple[Split, TokenDocument]]:
     """Yields the chosen documents of a unit as tokens, each with its side, in their order."""
-    tokenizer = tokenizer_of(task.directory)
+    tokenizer = _tokenizer(task)
     end = np.array([tokenizer.end_of_document_id], dtype=token_dtype(tokenizer.vocab_size))
     for batch in _by_size(_chosen_documents(task)):
         texts = [text for document, *_ in batch for text in (document.prompt, document.text)]

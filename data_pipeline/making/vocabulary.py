@@ -11,6 +11,7 @@ from pathlib import Path
 from ..config import DataConfig
 from ..errors import InputError
 from ..tokenizers.hub import open_tokenizer
+from ..tokenizers.huggingface import HuggingFaceTokenizer
 from ..tokenizers.interface import Tokenizer
 from ..tokenizers.raw_bytes import BytesTokenizer
 from ..tokenizers.tokenizer import has_tokenizer, save_tokenizer
@@ -25,9 +26,13 @@ class Vocabulary:
 
     def __init__(self, config: DataConfig, folder: Path, units: Sequence[Unit]):
         self._config, self._folder, self._units = config, folder, units
+        self.proof = ""
+        """What saves workers the start-up proof of the tokenizer, if it is known."""
         if config.tokenizer != "bpe" and not has_tokenizer(folder):
-            bytes_tokenizer = config.tokenizer == "bytes"
-            save_tokenizer(folder, BytesTokenizer() if bytes_tokenizer else _opened(config))
+            tokenizer = BytesTokenizer() if config.tokenizer == "bytes" else _opened(config)
+            save_tokenizer(folder, tokenizer)
+            if isinstance(tokenizer, HuggingFaceTokenizer):
+                self.proof = tokenizer.proof
         self.is_ready = has_tokenizer(folder)
         """Whether the folder has its tokenizer."""
         self.shares: dict[int, int] = {}
@@ -71,6 +76,10 @@ class Vocabulary:
         """Returns the task that trains the tokenizer."""
         sampled = tuple(self._units[index] for index in sorted(self._sampled))
         return TrainTask(self._folder, self._config.vocab_size, sampled)
+
+    def trained(self, proof: str) -> None:
+        """Takes that the tokenizer is there, and its proof."""
+        self.is_ready, self.proof = True, proof
 
     def _nothing_to_train_on(self) -> InputError:
         dropped: dict[str, int] = {}

@@ -19,7 +19,7 @@ from typing import Any, Literal
 import numpy as np
 import tokenizers
 
-from .fast import FastEncoder, UnsuitableError, boundaries_of, fast_encoder
+from .fast import FastEncoder, UnsuitableError, boundaries_of, fast_encoder, proof_of
 from .interface import CONFIG_FILE, END_OF_DOCUMENT, TOKENIZER_FILE, hash_of_files, token_dtype
 from .pieces import cut_text
 
@@ -71,6 +71,11 @@ class HuggingFaceTokenizer:
     def engine(self) -> Engine:
         """Returns the library that encodes."""
         return "tokenizers" if self._fast is None else "tiktoken"
+
+    @property
+    def proof(self) -> str:
+        """Returns what tells others that tiktoken gives the same ids; empty where it does not."""
+        return "" if self._fast is None else proof_of(self._json)
 
     @property
     def files(self) -> dict[str, bytes]:

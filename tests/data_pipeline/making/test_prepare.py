@@ -28,6 +28,8 @@ from moebius.data_pipeline.making.prepare import prepare
 from moebius.data_pipeline.making.progress import PrepareProgress
 from moebius.data_pipeline.manifest import is_prepared, manifest_name, read_manifest
 from moebius.data_pipeline.token_store import TokenStore
+from moebius.data_pipeline.tokenizers.fast import proof_of
+from moebius.data_pipeline.tokenizers.interface import TOKENIZER_FILE
 from moebius.data_pipeline.tokenizers.tokenizer import load_tokenizer
 
 
@@ -296,6 +298,23 @@ def _each_twice(function, item):
 def test_any_pool_gives_the_same_bytes(config, prepared, tmp_path, pool):
     assert prepare(config, tmp_path / "d", pool=pool) == read_manifest(prepared)
     assert _files(tmp_path / "d") == _files(prepared)
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_workers_are_handed_the_proof_of_the_tokenizer(config, prepared, tmp_path, shuffle):
+    """Whether it was trained or given: each worker would show the same, for 0.1 to 1 s."""
+    for name in ("bpe", str(prepared)):
+        proofs: dict[str, set[str]] = {}
+
+        def note(function, item, proofs=proofs):
+            task = getattr(item, "task", item)
+            proofs.setdefault(function.__name__, set()).add(getattr(task, "proof", ""))
+
+        of_tokenizer = config.model_copy(update={"tokenizer": name, "shuffle_documents": shuffle})
+        prepare(of_tokenizer, tmp_path / Path(name).name, pool=Meddling(note))
+        shown = proof_of((tmp_path / Path(name).name / TOKENIZER_FILE).read_text())
+        stages = ("spill_unit", "gather_bucket") if shuffle else ("tokenise_unit",)
+        assert {stage: proofs[stage] for stage in stages} == {stage: {shown} for stage in stages}
 
 
 def test_progress_is_told(config, tmp_path):

@@ -224,6 +224,42 @@ def test_a_fallback_is_said_once_with_its_reason(caplog):
     assert "it normalises text" in record.message
 
 
+def test_what_another_process_has_shown_is_not_shown_again(monkeypatch):
+    monkeypatch.setattr(fast, "_accepted", set())
+    proof = fast.proof_of(bpe_json())
+    monkeypatch.setattr(fast, "_check_sample", _shown_again)
+    with pytest.raises(UnsuitableError, match="shown again"):
+        fast_encoder(bpe_json())
+    fast.accept_proof(proof)
+    encoded = fast_encoder(bpe_json()).encode(DIFFICULT_TEXTS[2])
+    assert encoded is not None
+    expected = HuggingFaceTokenizer(bpe_json(), engine="tokenizers").encode_batch(
+        [DIFFICULT_TEXTS[2]]
+    )
+    assert encoded.tolist() == expected[0].tolist()
+
+
+def _shown_again(*given: object) -> None:
+    raise UnsuitableError("shown again")
+
+
+@pytest.mark.parametrize("of", ["tokenizer", "tiktoken", "tokenizers", "unicodedata", "code"])
+def test_the_proof_of_something_else_is_none(of, monkeypatch):
+    monkeypatch.setattr(fast, "_accepted", {fast.proof_of(bpe_json())})
+    monkeypatch.setattr(fast, "_check_sample", _shown_again)
+    text_json = bpe_json()
+    if of == "tokenizer":
+        text_json += " "
+    elif of == "code":
+        monkeypatch.setattr(fast, "_code_hash", lambda: "of another file")
+    elif of == "unicodedata":
+        monkeypatch.setattr(fast.unicodedata, "unidata_version", "1.1")
+    else:
+        monkeypatch.setattr(getattr(fast, of), "__version__", "0.1")
+    with pytest.raises(UnsuitableError, match="shown again"):
+        fast_encoder(text_json)
+
+
 # ---- versions of Unicode
 
 
