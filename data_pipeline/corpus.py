@@ -11,6 +11,7 @@ MB in 942 documents, a quarter of it from comments.
 """
 
 import ast
+import os
 import re
 import sys
 import sysconfig
@@ -107,11 +108,21 @@ def _topics() -> Iterator[list[str]]:
 
 def _modules() -> Iterator[Iterator[list[str]]]:
     """Yields, per module of the standard library, its titled texts in the order of the source."""
-    root = Path(sysconfig.get_path("stdlib"))
-    for path in sorted(root.rglob("*.py"), key=lambda path: path.relative_to(root).parts):
-        parts = path.relative_to(root).with_suffix("").parts
-        if parts[0] in sys.stdlib_module_names and not _LEFT_OUT.intersection(parts):
-            yield _module_texts(path, ".".join(parts).removesuffix(".__init__"))
+    root = sysconfig.get_path("stdlib")
+    for parts in sorted(_source_files(root)):
+        *packages, file = parts
+        names = (*packages, file.removesuffix(".py"))
+        if names[0] in sys.stdlib_module_names and not _LEFT_OUT.intersection(names):
+            yield _module_texts(Path(root, *parts), ".".join(names).removesuffix(".__init__"))
+
+
+def _source_files(root: str) -> Iterator[tuple[str, ...]]:
+    """Yields the parts of the path of every file below `root` that may be a module's source."""
+    for folder, folders, files in os.walk(root):
+        # in place: what is left out may hold ten times as many files (site-packages)
+        folders[:] = [name for name in folders if name not in _LEFT_OUT]
+        inside = Path(folder).relative_to(root).parts
+        yield from ((*inside, name) for name in files if name.endswith(".py"))
 
 
 def _module_texts(path: Path, name: str) -> Iterator[list[str]]:

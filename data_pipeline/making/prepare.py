@@ -23,6 +23,7 @@ Cost: text is read at 100 MB/s/core, and a second time by a process that has not
 tokenising takes nearly all the time.
 """
 
+import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
@@ -42,6 +43,7 @@ from ..manifest import (
     is_prepared,
     read_manifest,
 )
+from ..sources.embedded import EMBEDDED
 from ..tokenizers.tokenizer import tokenizer_of
 from .choose import Chooser
 from .commit import Committer
@@ -61,7 +63,7 @@ from .kept import forget
 from .plan import Unit, plan_units
 from .pools import SerialPool, TaskPool
 from .progress import Meter, PrepareProgress
-from .report import PrepareReport, StageTime, write_report
+from .report import PrepareReport, StageTime, import_drawing, write_report
 from .shuffle import BucketTask, SpillTask, gather_bucket, shuffled_buckets, spill_unit
 from .tasks import (
     SIDES,
@@ -100,7 +102,8 @@ def prepare(
     Args:
         config: what is made of what.
         directory: takes the shards; every worker must see it.
-        pool: where tasks run; by default in this process, one after another.
+        pool: where tasks run; by default in this process, one after another. So does the embedded
+            corpus alone, whatever is given.
         on_progress: is called after every task.
         on_poison: see `OnPoison`.
         report: whether `report.md` and `report.html` are written beside the shards.
@@ -115,7 +118,10 @@ def prepare(
     if manifest is None:
         # before anything is written: most mistakes are in the names of the input
         units = plan_units(config)
-        pool = pool or SerialPool()
+        if pool is None or _needs_no_pool(units):
+            pool = SerialPool()
+        if report:  # while tasks run: half a second
+            threading.Thread(target=import_drawing, name="import for the report").start()
         pool.expect(len(units))
         with claimed(folder, on_wait=lambda: show(PrepareProgress("waiting for another process"))):
             manifest = finished(config, folder)  # somebody else may have been faster
@@ -135,6 +141,13 @@ def prepare(
         with claimed(folder, on_wait=lambda: None):
             clear(folder)
     return manifest
+
+
+def _needs_no_pool(units: Sequence[Unit]) -> bool:
+    """Returns whether the embedded corpus is all there is: every process that reads a part of it
+    reads all (3 s), so that several would be no sooner done than one.
+    """
+    return all(split.kind == EMBEDDED for unit in units for split in unit.splits)
 
 
 def look_ahead(config: DataConfig, directory: str | Path) -> DatasetManifest | None:
