@@ -78,7 +78,7 @@ KILLS = ("rank", "agent", "template", "actor", "hang", "supervisor", "node")
 VICTIMS = (SUBMIT, SUBMIT_AGAIN, *KILLS)
 PHASES = (
     *("program", "before", "detect", "collect", "end", "wait", "place", "check", "data", "order"),
-    *("processes", "leave", "join", "build", "load", "loader", "step", "next_step"),
+    *("processes", "leave", "join", "build", "load", "loader", "eval", "step", "next_step"),
 )
 NOT_COUNTED = ("program", "next_step")
 STEPS_BETWEEN = 4  # more than a checkpoint's interval: the next recovery begins from a newer one

@@ -256,6 +256,8 @@ class Watch:
                 self.log(State.STARTING if self.step is None else State.RUNNING, trouble)
             if line.get("kind") == "start":
                 self.clock.hear_start(line)
+            if line.get("kind") == "eval" and self.step is None:
+                self.clock.hear_evaluation(line)
             if line.get("kind") == "in_place" and self.rounds and self.rounds.hear(line):
                 self.clock.hear_start({"start_s": line["phases_s"]})
             if line.get("kind") != "train":

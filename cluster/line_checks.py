@@ -103,7 +103,7 @@ _KINDS: dict[str, Check] = {
         {"step": _is_whole, "loss": _is_measured},
         _LOADS | {"tokens_per_s": _is_number, "expert_load": _list_of(_NUMBERS)},
     ),
-    "eval": _record({"step": _is_whole, "loss": _is_measured}, {}),
+    "eval": _record({"step": _is_whole, "loss": _is_measured}, {"seconds": _is_number}),
     "checkpoint": _record(
         {"step": _is_whole, "seconds": _is_number}, {"error": _or_none(_is_text)}
     ),

@@ -119,6 +119,8 @@ class TrainConfig(BaseModel):
     log_every: PositiveInt = 1
     eval_every: NonNegativeInt = 0  # 0: at the start and at the end only
     eval_rows: NonNegativeInt = 0  # at most so many validation rows; 0: all of them
+    # validation rows per forward pass of one rank; None: `micro_batch`. Without gradients more fit.
+    eval_batch: PositiveInt | None = None
     # Balancing losses over a sequence are taken over its documents instead (model/documents.py);
     # the data must say which they are.
     balance_documents: bool = False

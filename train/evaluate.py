@@ -50,12 +50,13 @@ def evaluate(
     sums = torch.zeros(2, dtype=torch.float64, device=process.device)
     model.eval()
     group = config.model.evaluation_group_sequences
+    wanted = config.train.eval_batch or config.train.micro_batch
     use = document_use(config)
     for batch in validation_batches(
         Path(config.data.directory),
         split=split,
         seq_len=config.data.seq_len,
-        batch_size=-(-config.train.micro_batch // group) * group,
+        batch_size=-(-wanted // group) * group,
         sequences_per_group=group,
         rank=process.rank,
         num_ranks=process.world_size,

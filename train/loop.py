@@ -334,6 +334,7 @@ def log_evaluation(run: Run, log: MetricsLog) -> None:
     """Measures the validation loss and writes it to the log; a collective call."""
     # A router that follows a schedule is judged as the next step would use it.
     run.model.before_step(run.progress.step)
+    began_s = time.monotonic()
     with run.heartbeat.during(Phase.EVAL):
         result = evaluate(run.model, run.config, run.process)
     log.write(
@@ -342,4 +343,5 @@ def log_evaluation(run: Run, log: MetricsLog) -> None:
         loss=result.loss,
         perplexity=result.perplexity,
         tokens=result.tokens,
+        seconds=round(time.monotonic() - began_s, 3),
     )

@@ -42,6 +42,7 @@ _MAY_CHANGE = frozenset(
         "train.log_every",
         "train.eval_every",
         "train.eval_rows",
+        "train.eval_batch",
         "train.threads",
         "train.start_when",
         "train.record_routing",

@@ -9,6 +9,7 @@
     order      agents are ordered, node by node
     processes  agents and ranks come up and meet; what the ranks' own clocks do not tell
     join, build, load, loader   rank 0: process groups, model, checkpoint, data
+    eval       the evaluation before the first step of a run
     step       the first step
 
 The journal has them in the details of RUNNING, as `phases_s`.
@@ -31,6 +32,10 @@ class RecoveryClock(PhaseClock):
     def hear_start(self, line: Mapping[str, Any]) -> None:
         """Takes over what rank 0 says of its start in the metrics."""
         self._ranks = dict(line.get("start_s", {}))
+
+    def hear_evaluation(self, line: Mapping[str, Any]) -> None:
+        """Takes over how long an evaluation before the first step has taken."""
+        self._ranks["eval"] = line.get("seconds", 0.0)
 
     def first_step(self, line: Mapping[str, Any], *, seen_after_s: float) -> dict[str, float]:
         """Returns all phases, now that the metrics hold a first step.

@@ -122,6 +122,19 @@ def test_evaluation_may_have_groups_of_its_own(data: Path, tmp_path: Path) -> No
     assert abs(losses[0][1] - losses[2][1]) > 1e-5
 
 
+def test_evaluation_may_take_more_rows_at_a_time_than_training(data: Path, tmp_path: Path) -> None:
+    """Whatever fits: a number that is no multiple of the group grows to whole groups, too."""
+    found = []
+    for world, eval_batch in ((1, None), (1, 16), (2, 6)):
+        config = make_config(data, ROUTERS["mixture"], 4)
+        train = config.train.model_copy(update={"eval_batch": eval_batch})
+        config = config.model_copy(update={"train": train})
+        folder = tmp_path / f"{world}-{eval_batch}"
+        found.append(run_ranks(step_and_evaluation, world, config, folder)[0][:2])
+    assert found[1] == pytest.approx(found[0], rel=1e-6)
+    assert found[2] == pytest.approx(found[0], rel=1e-6)
+
+
 def test_a_micro_batch_that_would_cut_a_group_is_refused(data: Path) -> None:
     with pytest.raises(
         ValueError,

@@ -42,6 +42,7 @@ def smoke() -> Config:
             log_every=4,
             eval_every=40,
             eval_rows=256,
+            eval_batch=16,
         ),
         checkpoint=CheckpointConfig(every=40, keep_last=2),
         job=JobConfig(name="smoke", num_nodes=2, ranks_per_node=2, rehearse_failure_at_step=90),
