@@ -15,6 +15,7 @@ processes; a further node 1.2 s and 0.12 GB.
 
 import contextlib
 import functools
+import importlib
 import json
 import os
 import secrets
@@ -24,7 +25,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -53,6 +54,7 @@ def simulated_cluster(
     cpus_per_node: int = 2,
     gpus: Sequence[Sequence[int]] | None = None,
     object_store_bytes: int = 80 << 20,
+    meanwhile: Callable[[], object] | None = None,
 ) -> Iterator[SimulatedCluster]:
     """Starts `num_nodes` pretended nodes on this machine and connects to them while inside.
 
@@ -62,6 +64,7 @@ def simulated_cluster(
         cpus_per_node: what each node claims to have; nothing is pinned.
         gpus: for each node, the numbers of this machine's GPUs that it shows; None shows none.
         object_store_bytes: of each node; 75 MiB is the least that Ray accepts.
+        meanwhile: is called while the nodes come up; it needs no cluster.
 
     Raises:
         JobError: Ray is not installed, or the cluster did not come up; the message holds Ray's last
@@ -76,6 +79,9 @@ def simulated_cluster(
     with explicit_environment(directory, write_token(directory, _token())):
         host = start_host(plan)
         try:
+            if meanwhile is not None:
+                meanwhile()
+            importlib.import_module("ray")  # half a second, in which the nodes come up
             address = await_address(host, directory)
             with connected(address):
                 yield SimulatedCluster(address, directory, host.pid)

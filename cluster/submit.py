@@ -9,7 +9,8 @@ through its run folder. A simulated cluster ends with its user.
 import contextlib
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,10 @@ from rich.console import Console
 from rich.text import Text
 
 from ..data_pipeline.config import DataConfig
+from ..data_pipeline.making.pools import TaskPool
 from ..data_pipeline.making.prepare import OnPoison, prepare
 from ..data_pipeline.manifest import DatasetManifest
+from ..data_pipeline.sources.embedded import EMBEDDED
 from ..train.config import Config
 from ..train.resize import layouts_for
 from ..train.run_folder import open_run
@@ -100,8 +103,13 @@ def submit(
     open_run(config, run_dir)
     beside = prepares_beside(config)
     num_nodes = max(config.job.num_nodes, scale.num_nodes if scale else 0)
-    with _cluster(config, address, console, num_nodes=num_nodes):
-        from .supervisor import place_ahead, start_supervisor
+    is_ours = address is None
+    # the corpus that needs no cluster is prepared while the cluster comes up
+    is_first = is_ours and not beside and _needs_no_cluster(config.data)
+    show = partial(_prepare, config.data, console, live=live)
+    meanwhile = partial(show, pool=None) if is_first else None
+    with _cluster(config, address, console, num_nodes=num_nodes, meanwhile=meanwhile):
+        from .supervisor import hold_supervisor, place_ahead, start_supervisor
 
         launch = make_launch(
             config,
@@ -110,17 +118,17 @@ def submit(
             command=command,
             prepares_data=beside,
         )
-        is_ours = address is None
         if is_ours and scale is None:  # its nodes may be held, and import, while data is prepared
             launch = place_ahead(launch)
-        if not beside:
-            in_flight = os.cpu_count() if is_ours else None
-            _prepare(config.data, console, live=live, in_flight=in_flight)
+        held = hold_supervisor(launch) if is_ours else None
+        if not beside and not is_first:
+            with RayPool(capacity=os.cpu_count() if is_ours else None) as pool:
+                show(pool=pool)
         _begin(launch, scale, shipment)
         if not is_ours and scale is None:
             launch = place_ahead(launch)
         with interrupts_ask_for_a_stop(run_dir):
-            start_supervisor(launch)
+            start_supervisor(launch, held)
             if detach:
                 return read_status(run_dir)
             disconnect()  # Ray ends its clients when its control store is gone; files stay
@@ -158,14 +166,8 @@ def prepare_on_cluster(
     require_ray()
     workers = workers or os.cpu_count() or 1
     place = simulated_cluster(1, cpus_per_node=workers) if address is None else cluster_at(address)
-    with place:
-        return _prepare(
-            data,
-            console,
-            live=None,
-            in_flight=workers if address is None else None,
-            on_poison=on_poison,
-        )
+    with place, RayPool(capacity=workers if address is None else None) as pool:
+        return _prepare(data, console, live=None, pool=pool, on_poison=on_poison)
 
 
 def make_launch(
@@ -216,7 +218,12 @@ def patience(config: Config) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _cluster(
-    config: Config, address: str | None, console: Console, *, num_nodes: int
+    config: Config,
+    address: str | None,
+    console: Console,
+    *,
+    num_nodes: int,
+    meanwhile: Callable[[], object] | None,
 ) -> Iterator[None]:
     job = config.job
     if address is not None:
@@ -231,7 +238,8 @@ def _cluster(
     # what a node claims for preparing is beyond what its ranks reserve
     for_data = max(1, (os.cpu_count() or 1) // num_nodes)
     cpus = job.ranks_per_node + for_data
-    with simulated_cluster(num_nodes, cpus_per_node=cpus, gpus=gpus):
+    place = simulated_cluster(num_nodes, cpus_per_node=cpus, gpus=gpus, meanwhile=meanwhile)
+    with place:
         seconds = time.monotonic() - started
         console.print(
             f"simulated cluster of {num_nodes} node(s) up after {seconds:.1f} s",
@@ -278,15 +286,20 @@ def _cluster_gpus(config: Config) -> int:
     )
 
 
+def _needs_no_cluster(data: DataConfig) -> bool:
+    """Returns whether the embedded corpus is all there is; `prepare` reads it in this process."""
+    return all(set(source.input) == {EMBEDDED} for source in data.all_sources)
+
+
 def _prepare(
     data: DataConfig,
     console: Console,
     *,
     live: bool | None,
-    in_flight: int | None,
+    pool: TaskPool | None,
     on_poison: OnPoison = "auto",
 ) -> DatasetManifest:
-    with show_preparation(console, live=live) as on_progress, RayPool(capacity=in_flight) as pool:
+    with show_preparation(console, live=live) as on_progress:
         return prepare(
             data,
             data.directory,

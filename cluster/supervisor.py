@@ -12,7 +12,7 @@ Cost: one process of about 80 MB.
 
 import threading
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +38,18 @@ class Supervisor:
     So it starts again by itself when Ray restarts the actor.
     """
 
-    def __init__(self, launch: Launch):
+    def __init__(self, launch: Launch, held_at: int | None = None):
+        """Begins, or waits for `begin`.
+
+        Args:
+            launch: what is run.
+            held_at: the number of the run's last supervisor: this one waits, unless it has had a
+                number of its own since and was restarted; None: it waits for nobody.
+        """
         self._launch = launch
+        self._may_begin, self._has_begun = threading.Event(), threading.Event()
+        if held_at is None or read_term(Path(launch.run_dir)) > held_at:
+            self._may_begin.set()
         self._thread = threading.Thread(target=self._run, name="supervise")
         self._thread.start()
 
@@ -47,12 +57,19 @@ class Supervisor:
         """Returns True when the actor is up."""
         return True
 
+    def begin(self) -> bool:
+        """Lets it begin; returns True when it has, and would also do so if it were restarted."""
+        self._may_begin.set()
+        return self._has_begun.wait()
+
     def _run(self) -> None:
+        self._may_begin.wait()
         me = ray.get_runtime_context().current_actor
         hand_on_shipment(ray)
         run_dir = Path(self._launch.run_dir)
         control_store = ControlStoreWatch(run_dir, ray.get_runtime_context().gcs_address)
         term = _begin_term(run_dir)
+        self._has_begun.set()
         try:
             nodes = RayNodeProvider(self._launch, term.number)
             if self._launch.placed_ahead:
@@ -95,12 +112,50 @@ def _is_supervised(launch: Launch) -> bool:
     return True
 
 
-def start_supervisor(launch: Launch) -> None:
-    """Starts the job's supervisor; returns when it is up.
+@dataclass(frozen=True)
+class HeldSupervisor:
+    """A supervisor that comes up, and does nothing before `start_supervisor`."""
+
+    actor: Any
+    held_at: int
+
+
+def hold_supervisor(launch: Launch) -> HeldSupervisor:
+    """Has the supervisor come up while the job is not submitted yet; returns at once.
+
+    For a cluster that ends with this process: nobody else would end it.
 
     Raises:
         JobError: a supervisor for this run folder exists already.
     """
+    held_at = read_term(Path(launch.run_dir))
+    return HeldSupervisor(_create(launch, held_at), held_at)
+
+
+def start_supervisor(launch: Launch, held: HeldSupervisor | None = None) -> None:
+    """Starts the job's supervisor, or lets a held one begin; returns when it is up.
+
+    Raises:
+        JobError: a supervisor for this run folder exists already, or it does not come up.
+    """
+    actor = held.actor if held else _create(launch, None)
+    answer = actor.begin.remote() if held else actor.ping.remote()
+    try:
+        ray.get(answer, timeout=launch.place_timeout_s + CALL_TIMEOUT_S)
+    except RayActorError as error:
+        # it may have done its work already and ended: the journal tells
+        if held and read_term(Path(launch.run_dir)) == held.held_at:
+            raise JobError(
+                f"{launch.run_dir}: the supervisor died before it began ({error}); submit again"
+            ) from None
+    except GetTimeoutError:
+        ray.kill(actor, no_restart=True)
+        raise JobError(
+            "the cluster's head node does not start the supervisor; see Ray's own logs there"
+        ) from None
+
+
+def _create(launch: Launch, held_at: int | None) -> Any:
     options = {
         "name": actor_name(launch.run_dir),
         "namespace": NAMESPACE,
@@ -113,17 +168,8 @@ def start_supervisor(launch: Launch) -> None:
     }
     supervisor: Any = ray.remote(Supervisor)
     try:
-        actor = supervisor.options(**options).remote(launch)
+        return supervisor.options(**options).remote(launch, held_at)
     except ValueError as error:
         raise JobError(
             f"{launch.run_dir}: a supervisor of this run folder is still at work ({error})"
-        ) from None
-    try:
-        ray.get(actor.ping.remote(), timeout=launch.place_timeout_s + CALL_TIMEOUT_S)
-    except RayActorError:
-        pass  # it has already done its work and ended; the journal tells
-    except GetTimeoutError:
-        ray.kill(actor, no_restart=True)
-        raise JobError(
-            "the cluster's head node does not start the supervisor; see Ray's own logs there"
         ) from None

@@ -154,6 +154,38 @@ def test_whoever_is_killed_the_job_goes_on(tmp_path, cluster):
 
 
 @pytest.mark.slow
+def test_a_held_supervisor_waits_for_its_order_and_then_for_nobody(tmp_path, cluster):
+    """Whether it is killed before it may begin or afterwards."""
+    from moebius.cluster.supervisor import hold_supervisor, start_supervisor
+
+    def one_that_is_not(pid: int) -> int | None:
+        found = processes_called(cluster, "ray::Supervisor")
+        return next((other for other in found if other != pid), None)
+
+    launch = fake_launch(tmp_path, "plain=1", "step_s=0.1", "steps=100000")
+    held = hold_supervisor(launch)
+    wait_for(lambda: one_that_is_not(0), what="the supervisor")
+    first = one_that_is_not(0)
+    assert first is not None
+    os.kill(first, signal.SIGKILL)
+    wait_for(lambda: one_that_is_not(first), what="the supervisor that Ray starts in its place")
+    second = one_that_is_not(first)
+    assert second is not None
+    assert not list(tmp_path.iterdir()), "nothing has begun"
+    begin_submission(launch)
+    start_supervisor(launch, held)
+    wait_for_step(tmp_path, 3)
+    os.kill(second, signal.SIGKILL)
+    wait_for(
+        lambda: any(e.details.get("unwatched_s") for e in Journal(tmp_path).entries()),
+        what="the next supervisor",
+    )
+    request_stop(tmp_path)
+    status = end_of(tmp_path)
+    assert (status.state, status.generation) == (State.STOPPED, 1)
+
+
+@pytest.mark.slow
 def test_a_node_that_died_with_the_supervisor_costs_a_generation(tmp_path, cluster):
     """What is left of the old one is ended, and the nodes that live stay the job's."""
     run_dir = begin(fake_launch(tmp_path, "plain=1", "step_s=0.1", "steps=100000", num_nodes=2))
