@@ -1,14 +1,15 @@
-"""`moebius ckpt`: lists, verifies, rewrites and exports checkpoints (checkpoint_report.py)."""
+"""`moebius ckpt`: lists, verifies, rewrites, exports and imports checkpoints."""
 
 import argparse
+from functools import partial
 from pathlib import Path
 
-from .arguments import Commands, add_command, add_run_argument
+from .arguments import Commands, add_command, add_overrides, add_run_argument
 
 
 def add_commands(commands: Commands) -> None:
     """Declares `moebius ckpt` and its actions."""
-    text = "list, verify, rewrite and export checkpoints"
+    text = "list, verify, rewrite, export and import checkpoints"
     parser = add_command(
         commands,
         "ckpt",
@@ -21,6 +22,7 @@ def add_commands(commands: Commands) -> None:
     _add_verify(actions)
     _add_reshard(actions)
     _add_export(actions)
+    _add_import(actions)
 
 
 def _add_checkpoint_argument(parser: argparse.ArgumentParser, default: str) -> None:
@@ -138,13 +140,16 @@ def _reshard(options: argparse.Namespace) -> int:
 
 
 def _add_export(actions: Commands) -> None:
-    text = "write a checkpoint's weights as safetensors, expert by expert"
+    text = "write a checkpoint's weights as safetensors, or as a folder for Hugging Face"
     parser = add_command(
         actions,
         "export",
         _export,
         text,
-        examples=["ckpt export runs/mine --out exported --dtype bf16"],
+        examples=[
+            "ckpt export runs/mine --out exported --dtype bf16",
+            "ckpt export runs/mine --format hf --out exported",
+        ],
     )
     _add_checkpoint_argument(parser, "RUN without --step: its newest checkpoint")
     _add_out_argument(parser)
@@ -160,6 +165,17 @@ def _add_export(actions: Commands) -> None:
         metavar="SIZE",
         help="of one file: 5GB, 500MB, 2GiB (5GB)",
     )
+    parser.add_argument(
+        "--format",
+        choices=["safetensors", "hf"],
+        default="safetensors",
+        help="hf: with code, tokenizer and model card, for AutoModelForCausalLM (safetensors)",
+    )
+    parser.add_argument(
+        "--no-tokenizer",
+        action="store_true",
+        help="with --format hf: leave the tokenizer out",
+    )
 
 
 def _export(options: argparse.Namespace) -> int:
@@ -167,11 +183,13 @@ def _export(options: argparse.Namespace) -> int:
     from rich.console import Console
 
     from ..distributed.checkpoint.files import find_checkpoint
+    from ..export.hf.folder import export_to_hf
     from ..export.safetensors import export, parse_size
     from .progress import progress_bars
 
+    write = partial(export_to_hf, with_tokenizer=not options.no_tokenizer)
     with progress_bars(Console(stderr=True)) as start_progress:
-        exported = export(
+        exported = (write if options.format == "hf" else export)(
             find_checkpoint(options.path, options.step),
             options.out,
             dtype=options.dtype,
@@ -179,4 +197,45 @@ def _export(options: argparse.Namespace) -> int:
             start_progress=start_progress,
         )
     print(f"{options.out}: {exported}")
+    return 0
+
+
+def _add_import(actions: Commands) -> None:
+    text = "make a run of published MoEUT weights, to evaluate, write with or train on"
+    parser = add_command(
+        actions,
+        "import",
+        _import,
+        text,
+        examples=[
+            "ckpt import moeut_244m.pth moeut_244m --out runs/published data.tokenizer=c4.model",
+        ],
+        notes="A .pth is read with weights_only=True: nothing that it holds is run.",
+    )
+    parser.add_argument(
+        "file", type=Path, metavar="FILE", help="a file of torch.save, or .safetensors"
+    )
+    parser.add_argument(
+        "name",
+        metavar="RECIPE|FILE.toml",
+        help="whose model it is; `moebius models` lists the recipes",
+    )
+    add_overrides(parser)
+    _add_out_argument(parser)
+    parser.add_argument(
+        "--ignore",
+        action="append",
+        default=[],
+        metavar="PATTERN",
+        help="leave out keys like this (* and ?); may be given again",
+    )
+
+
+def _import(options: argparse.Namespace) -> int:
+    """Carries out `moebius ckpt import`."""
+    from ..export.published import import_published
+    from .configurations import resolve_config
+
+    config = resolve_config(options.name, options.overrides)
+    print(import_published(options.file, options.out, config, ignore=options.ignore))
     return 0

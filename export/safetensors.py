@@ -16,7 +16,7 @@ Cost: three passes over the bytes; memory for one output file and the largest te
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -95,6 +95,14 @@ class ExportedTensor:
 
 
 @dataclass(frozen=True)
+class Description:
+    """What stands beside the weights: files by name, and a line about the tokenizer for the user."""
+
+    files: Mapping[str, str | bytes]
+    tokenizer: str  # which, or why none
+
+
+@dataclass(frozen=True)
 class Exported:
     """What was written."""
 
@@ -129,6 +137,7 @@ def export(
     source: Path,
     out: Path,
     *,
+    describe: Callable[[StoredCheckpoint, Config, Precision], Description] | None = None,
     dtype: Precision = "fp32",
     max_file_bytes: int = 5 * 10**9,
     start_progress: StartProgress = lambda what, num_bytes: lambda more: None,
@@ -136,23 +145,23 @@ def export(
     """Writes the weights of the checkpoint `source`, and what routers learn without a gradient,
     into the directory `out`.
 
-    `out` appears whole and compared with what was read, or not at all.
+    `out` appears whole and compared with what was read, or not at all. `describe` makes what stands
+    beside the weights; by default config.json and the tokenizer's own files.
 
     Raises:
         ValueError: the checkpoint is damaged or of no run, safetensors is missing, `out` exists, or
             the disk is full.
     """
-    _require_safetensors()
+    require_safetensors()
     refuse_name_of_another_step(out, None)
     refuse_existing(out)  # now too: verifying may take an hour
     size = sum(file.num_bytes for file in open_checkpoint(source).manifest.files.values())
     stored = open_verified(source, start_progress("checking the checkpoint", size))
-    config = _config_of(stored)
+    config = config_of(stored)
     dtypes = _dtypes_of(stored, config, dtype)
     plan = _plan(stored, dtypes, max_file_bytes)
     total = sum(_num_bytes(piece, dtypes) for pieces in plan.values() for piece in pieces)
-    tokenizer, words = _tokenizer_of(config)
-    described = _describe(stored, config, tokenizer, dtype)
+    beside = (describe or _describe)(stored, config, dtype)
     with atomic_directory(out, needed_bytes=total) as folder:
         on_bytes, sums = start_progress("writing the files", total), {}
         for file, tensors in _cut(stored, plan, dtypes):
@@ -163,10 +172,9 @@ def export(
         weight_map = {piece.key: file for file, pieces in plan.items() for piece in pieces}
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
         write_synced(folder / INDEX_FILE, json.dumps(index, indent=2) + "\n")
-        write_synced(folder / "config.json", json.dumps(described, indent=2) + "\n")
-        for name, content in _tokenizer_files(tokenizer, config).items():
+        for name, content in beside.files.items():
             write_synced(folder / name, content)
-    return Exported(stored.meta.step, list(plan), len(weight_map), total, words)
+    return Exported(stored.meta.step, list(plan), len(weight_map), total, beside.tokenizer)
 
 
 def load_export(folder: Path, *, backend: str = "auto") -> Transformer:
@@ -181,7 +189,7 @@ def load_export(folder: Path, *, backend: str = "auto") -> Transformer:
     Raises:
         ValueError: it is no export of ours, or keys or shapes are not those of its model.
     """
-    _require_safetensors()
+    require_safetensors()
     values = _read_json(folder / "config.json")
     try:
         config, step = ModelConfig.model_validate(values["model"]), int(values["step"])
@@ -301,7 +309,7 @@ def _num_bytes(piece: ExportedTensor, dtypes: Mapping[str, torch.dtype]) -> int:
 
 
 def _save(tensors: dict[str, Tensor], file: Path) -> None:
-    library = _require_safetensors()
+    library = require_safetensors()
     try:
         library.torch.save_file(tensors, file, metadata={"format": "pt"})
     except library.SafetensorError as error:
@@ -319,7 +327,7 @@ def _compare(
     folder: Path, plan: Mapping[str, list[ExportedTensor]], sums: Mapping[str, str]
 ) -> None:
     """Reads every file back and compares it with what was written."""
-    library = _require_safetensors()
+    library = require_safetensors()
     for file, pieces in plan.items():
         unlike = None
         try:
@@ -341,7 +349,7 @@ def _compare(
             )
 
 
-def _require_safetensors() -> Any:
+def require_safetensors() -> Any:
     """Returns the library safetensors, which only exporting needs."""
     try:
         import safetensors
@@ -356,7 +364,7 @@ def _require_safetensors() -> Any:
 # What stands beside the weights -------------------------------------------------------------------
 
 
-def _config_of(stored: StoredCheckpoint) -> Config:
+def config_of(stored: StoredCheckpoint) -> Config:
     if not {"config", "progress"} <= stored.meta.meta.keys():
         raise CheckpointError(
             f"{stored.path}: holds no configuration or no progress, so it was not written by a run"
@@ -364,7 +372,14 @@ def _config_of(stored: StoredCheckpoint) -> Config:
     return build(stored.meta.meta["config"], origin=str(stored.path / "meta.json"))
 
 
-def _describe(
+def _describe(stored: StoredCheckpoint, config: Config, dtype: Precision) -> Description:
+    tokenizer, words = tokenizer_of(config)
+    described = config_values(stored, config, tokenizer, dtype)
+    files = {"config.json": json.dumps(described, indent=2) + "\n"}
+    return Description({**files, **_tokenizer_files(tokenizer, config)}, words)
+
+
+def config_values(
     stored: StoredCheckpoint, config: Config, tokenizer: Tokenizer | None, dtype: Precision
 ) -> dict[str, Any]:
     """Returns config.json: what tools look for, and the model's own configuration, resolved."""
@@ -389,7 +404,7 @@ def _describe(
     }
 
 
-def _tokenizer_of(config: Config) -> tuple[Tokenizer | None, str]:
+def tokenizer_of(config: Config) -> tuple[Tokenizer | None, str]:
     """Returns the run's tokenizer, if it has one, and a line about it for the user."""
     try:
         tokenizer = prepared_tokenizer(config.data.directory)
@@ -421,7 +436,7 @@ def _tensors_of(model: Transformer) -> dict[str, Tensor]:
 
 
 def _read_file(file: Path, keys: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
-    library = _require_safetensors()
+    library = require_safetensors()
     try:
         with library.safe_open(file, framework="pt") as opened:
             for key in keys:

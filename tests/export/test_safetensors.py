@@ -323,7 +323,7 @@ def test_what_cannot_be_exported(
 def test_a_tokenizer_of_bytes_needs_no_file(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "prepared_tokenizer", lambda directory: BytesTokenizer())
     config = config_of(DENSE)
-    tokenizer, words = module._tokenizer_of(config)
+    tokenizer, words = module.tokenizer_of(config)
     assert words.endswith("ids are the bytes of UTF-8, and 256 ends a document")
     assert tokenizer is not None
     assert tokenizer.end_of_document_id == 256
@@ -336,7 +336,7 @@ def test_what_no_run_has_written_is_not_exported() -> None:
     with pytest.raises(
         CheckpointError, match=r"^checkpoint: holds no configuration or no progress"
     ):
-        module._config_of(stored)
+        module.config_of(stored)
 
 
 def test_without_the_library_the_line_that_installs_it(
@@ -352,7 +352,7 @@ def test_without_the_library_the_line_that_installs_it(
 def test_a_full_disk_leaves_nothing(
     runs: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    library = module._require_safetensors()
+    library = module.require_safetensors()
 
     def full(tensors, file, **_):
         save_file(dict(list(tensors.items())[:1]), file)

@@ -1,0 +1,135 @@
+"""A folder that `AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)` and
+`AutoTokenizer.from_pretrained(folder)` load: weights as in every export, and beside them the code of
+the model, its tokenizer and a model card.
+
+The weights are safetensors with one key per expert (../safetensors.py), for the modules in
+modeling_moebius.py are named as they are here. That code needs torch and transformers alone. It
+asks every sequence by itself and every position without those after it, so only models that promise
+both in evaluation go out this way.
+"""
+
+import json
+from pathlib import Path
+
+from ...data_pipeline.tokenizers.interface import Tokenizer
+from ...distributed.checkpoint.files import StoredCheckpoint, open_checkpoint
+from ...distributed.checkpoint.reshard import StartProgress
+from ...model.config import ModelConfig
+from ...train.config import Config, ConfigError
+from ..safetensors import (
+    Description,
+    Exported,
+    Precision,
+    config_of,
+    config_values,
+    export,
+    tokenizer_of,
+)
+from .card import card_files
+from .tokenizer import tokenizer_files
+
+CODE = (
+    "configuration_moebius.py",
+    "experts_moebius.py",
+    "attention_moebius.py",
+    "modeling_moebius.py",
+)
+
+
+def export_to_hf(
+    source: Path,
+    out: Path,
+    *,
+    dtype: Precision = "fp32",
+    max_file_bytes: int = 5 * 10**9,
+    with_tokenizer: bool = True,
+    start_progress: StartProgress = lambda what, num_bytes: lambda more: None,
+) -> Exported:
+    """Writes the model of the checkpoint `source` as a Hugging Face folder `out`.
+
+    `out` appears whole or not at all.
+
+    Args:
+        source: the checkpoint; figures of the run are read from the run folder that it lies in.
+        with_tokenizer: False leaves the tokenizer out, where transformers cannot have it.
+
+    Raises:
+        ValueError: transformers could not ask this model as it was trained, the tokenizer has no
+            file for it, or whatever `export` refuses.
+    """
+    config = config_of(open_checkpoint(source))
+    check_promises(config.model)  # before an hour of verifying
+
+    def describe(stored: StoredCheckpoint, config: Config, dtype: Precision) -> Description:
+        tokenizer, words = tokenizer_of(config)
+        if not with_tokenizer:
+            tokenizer, words = None, "no tokenizer, as asked"
+        return _describe(stored, config, dtype, tokenizer, words)
+
+    return export(
+        source,
+        out,
+        describe=describe,
+        dtype=dtype,
+        max_file_bytes=max_file_bytes,
+        start_progress=start_progress,
+    )
+
+
+def check_promises(model: ModelConfig) -> None:
+    """Checks that a model's answers depend on the sequence alone and on no later position.
+
+    Raises:
+        ConfigError: they do not; the message says what they depend on.
+    """
+    promises = model.evaluation_promises
+    broken = []
+    if not promises.causal:
+        broken.append("what stands at a later position can change what an earlier one gets")
+    if not promises.batch_invariant:
+        broken.append("the other sequences of a batch can change what a sequence gets")
+    if not broken:
+        return
+    assert model.experts is not None, "only experts make a sequence depend on others"
+    advice = ""
+    factor = getattr(model.experts.router, "evaluation_capacity_factor", None)
+    if factor is not None:
+        advice = (
+            f" (evaluation_capacity_factor={factor}; trained with "
+            "model.feed_forward.router.evaluation_capacity_factor=none it could)"
+        )
+    raise ConfigError(
+        f"router.kind={model.experts.router.kind!r} as configured cannot be exported to Hugging "
+        f"Face: {' and '.join(broken)}{advice}. transformers pads, batches and caches as if neither "
+        "were so; use --format safetensors, or moebius itself (`moebius eval`, `generate`)"
+    )
+
+
+def _describe(
+    stored: StoredCheckpoint,
+    config: Config,
+    dtype: Precision,
+    tokenizer: Tokenizer | None,
+    words: str,
+) -> Description:
+    end = None if tokenizer is None else tokenizer.end_of_document_id
+    described = config_values(stored, config, tokenizer, dtype) | {
+        "architectures": ["MoebiusForCausalLM"],
+        "auto_map": {
+            "AutoConfig": "configuration_moebius.MoebiusConfig",
+            "AutoModelForCausalLM": "modeling_moebius.MoebiusForCausalLM",
+        },
+        "pad_token_id": end,
+    }
+    generation = {"eos_token_id": end, "pad_token_id": end}
+    files: dict[str, str | bytes] = {
+        "config.json": json.dumps(described, indent=2) + "\n",
+        "generation_config.json": json.dumps(generation, indent=2) + "\n",
+    }
+    folder = Path(__file__).parent
+    files |= {name: (folder / name).read_text(encoding="utf-8") for name in CODE}
+    if tokenizer is not None:
+        files |= tokenizer_files(tokenizer, max_length=config.data.seq_len)
+        words = words.replace("no tokenizer file:", "tokenizer.json of bytes:")
+    files |= card_files(stored, config, dtype, has_tokenizer=tokenizer is not None)
+    return Description(files, words)

@@ -1,0 +1,283 @@
+"""A model that moebius trained, for transformers: needs torch and transformers alone.
+
+It covers what answers each sequence by itself and reads no later position: MoEUT and its variants,
+σ-MoE, SwitchHead, SUT with and without halting, dense and naive Universal Transformers, and
+mixtures without a capacity (top-k, DeepSeek, X-MoE, Multi-Head MoE, GShard as it is evaluated).
+
+    x = Emb[tokens]
+    for step in range(depth steps):          # a shared layer comes again and again
+        x = group[schedule[step]](x)
+    logits = head(norm(x))
+
+A cache has one entry per depth step, not per layer. Routers, norms, biases, embeddings and the
+residual stream are float32 whatever the weights' dtype, as in training. With `labels` the loss is
+cross-entropy alone: what balances experts is moebius's own.
+
+Legend: B sequences, S new positions, M all positions (the cached ones and the new), D model width,
+V vocabulary.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import Cache, DynamicCache, GenerationMixin, PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from .attention_moebius import (
+    MoMHA,
+    Past,
+    RotaryTable,
+    make_attention,
+    rotary_table,
+    visible_positions,
+)
+from .configuration_moebius import MoebiusConfig
+from .experts_moebius import (
+    CosineRouter,
+    DenseMLP,
+    LayerNorm,
+    Linear,
+    LinearRouter,
+    SparseFeedForward,
+    wide,
+)
+
+NOT_SPLIT, NOT_MOVED = ["Layer"], ["past_key_values"]  # among several devices
+# Modules and parameters that stay float32 in a model of bfloat16, by parts of their names.
+FLOAT32 = ["router", "norm", "halting", "embedding", "bias"]
+
+
+class Layer(nn.Module):
+    """Applies attention and feed-forward with their residual connections.
+
+    Peri-norm: a norm stands only before what ends in a softmax or sigmoid. Pre-norm: all read the
+    normalised rows. Post-norm: the norm follows the addition.
+    """
+
+    def __init__(self, config: MoebiusConfig, member: int) -> None:
+        super().__init__()
+        self.norm, d_model = config.model["norm"], config.model["d_model"]
+        section = config.model["feed_forward"]
+        self.is_sparse = config.has_experts(member)
+        self.attention_norm = LayerNorm(d_model)
+        self.attention = make_attention(config)
+        has_norm = self.is_sparse or self.norm != "peri"
+        self.feed_forward_norm = LayerNorm(d_model) if has_norm else None
+        if self.is_sparse:
+            self.feed_forward = SparseFeedForward(config)
+        else:
+            self.feed_forward = DenseMLP(
+                d_model,
+                section["d_feed_forward"],
+                section["activation"],
+                bias=section["dense_bias"],
+            )
+
+    def forward(
+        self,
+        x_BSD: Tensor,
+        table: RotaryTable,
+        past: Past,
+        memory_BSD: Tensor | None = None,
+        active_BS: Tensor | None = None,
+    ) -> Tensor:
+        """Computes one depth step, (B, S, D) to (B, S, D).
+
+        Args:
+            x_BSD: the residual stream.
+            table: cosine and sine of the new positions.
+            past: the cache of this depth step, and who sees whom.
+            memory_BSD: under halting, what keys and values are made of; None: of x.
+            active_BS: under halting, which tokens still compute; None: all.
+        """
+        n_BSD, values_BSD = self._inputs(x_BSD, self.attention_norm)
+        values_BSD = values_BSD if memory_BSD is None else memory_BSD
+        y_BSD = self.attention(values_BSD, n_BSD, table, past, active_BS)
+        x_BSD = self._add(x_BSD, y_BSD, self.attention_norm)
+        n_BSD, values_BSD = self._inputs(x_BSD, self.feed_forward_norm)
+        read = (values_BSD, n_BSD, active_BS) if self.is_sparse else (values_BSD,)
+        y_BSD = self.feed_forward(*read)
+        return self._add(x_BSD, y_BSD, self.feed_forward_norm)
+
+    def _inputs(self, x_BSD: Tensor, norm: LayerNorm | None) -> tuple[Tensor, Tensor]:
+        """Returns what queries, keys and routers read, and what values and experts read."""
+        if self.norm == "post" or norm is None:
+            return x_BSD, x_BSD
+        n_BSD = norm(x_BSD)
+        return n_BSD, x_BSD if self.norm == "peri" else n_BSD
+
+    def _add(self, x_BSD: Tensor, y_BSD: Tensor, norm: LayerNorm | None) -> Tensor:
+        return norm(x_BSD + y_BSD) if self.norm == "post" and norm is not None else x_BSD + y_BSD
+
+
+class Halting(nn.Module):
+    """Says how probably a token goes on, and halts, after a state (SUT)."""
+
+    def __init__(self, d_model: int) -> None:
+        super().__init__()
+        self.hidden = Linear(d_model, d_model)
+        self.output = Linear(d_model, 2, bias=False)
+
+    def forward(self, y_BSD: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the probabilities to go on and to halt, each (B, S)."""
+        p_BS2 = wide(self.output(F.gelu(self.hidden(y_BSD)))).softmax(-1)
+        return p_BS2[..., 0], p_BS2[..., 1]
+
+
+class MoebiusForCausalLM(PreTrainedModel, GenerationMixin):
+    """Predicts the next token: embedding, the group of layers repeated, head."""
+
+    config_class = MoebiusConfig
+    config: MoebiusConfig
+    _no_split_modules = NOT_SPLIT
+    _supports_sdpa = True
+    _skip_keys_device_placement = NOT_MOVED
+    _keep_in_fp32_modules_strict = FLOAT32
+
+    def __init__(self, config: MoebiusConfig) -> None:
+        super().__init__(config)
+        model = config.model
+        d_model, positions = model["d_model"], model["attention"].get("positions", {})
+        self.embedding = nn.Embedding(config.vocab_size, d_model)
+        self.position_embedding = None
+        if positions.get("kind") == "learned":
+            self.position_embedding = nn.Embedding(positions["max_positions"], d_model)
+        self.group = nn.ModuleList(
+            Layer(config, member) for member in range(model["layers_per_group"])
+        )
+        self.halting = None if model["halting"] is None else Halting(d_model)
+        has_final_norm = model["final_norm"] and model["norm"] != "post"
+        self.final_norm = LayerNorm(d_model) if has_final_norm else None
+        self.head = Linear(d_model, config.vocab_size, bias=model["head_bias"])
+        self.post_init()
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        """Fills what a checkpoint does not: usual values, for moebius does the training."""
+        super()._init_weights(module)
+        if isinstance(module, MoMHA):
+            nn.init.zeros_(module.relative)
+        if isinstance(module, CosineRouter | LinearRouter):
+            for parameter in module.parameters(recurse=False):
+                nn.init.normal_(parameter, std=0.02)
+
+    def get_input_embeddings(self) -> nn.Module:
+        """Returns the tokens' embedding."""
+        return self.embedding
+
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        """Replaces the tokens' embedding."""
+        self.embedding = value
+
+    def get_output_embeddings(self) -> nn.Module:
+        """Returns the head, which shares nothing with the embedding."""
+        return self.head
+
+    def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
+        """Replaces the head."""
+        self.head = new_embeddings
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        **kwargs: Any,
+    ) -> CausalLMOutputWithPast:
+        """Computes the next token's logits, (B, S, V) float32; with `labels` the loss too.
+
+        Args:
+            input_ids: int64 (B, S): only the new positions where there is a cache.
+            attention_mask: (B, M), 0 for padding, on either side; None: there is none.
+            position_ids: int64 (B, S); None: counted from each sequence's first real token.
+            past_key_values: a DynamicCache, which is extended.
+            inputs_embeds: in the place of `input_ids`.
+            labels: int64 (B, S): the tokens themselves, −100 where none counts.
+            use_cache: return a cache, made anew where none is given.
+            logits_to_keep: of how many of the last positions; 0: of all; or which ones.
+            kwargs: `num_items_in_batch`, which the loss is divided by; others are not read.
+        """
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("give input_ids or inputs_embeds, and not both")
+        x_BSD = self.embedding(input_ids) if inputs_embeds is None else inputs_embeds
+        use_cache = self.config.use_cache and not self.training if use_cache is None else use_cache
+        if use_cache and past_key_values is None:
+            past_key_values = DynamicCache(config=self.config)
+        past = 0 if past_key_values is None else past_key_values.get_seq_length()
+        visible = visible_positions(attention_mask, past, x_BSD)
+        if position_ids is None:
+            position_ids = _count_positions(attention_mask, past, x_BSD)
+        x_BSD = self._decode(x_BSD, position_ids, visible, past_key_values)
+        if self.final_norm is not None:
+            x_BSD = self.final_norm(x_BSD)
+        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits_BSV = wide(self.head(x_BSD[:, kept]))
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(
+                logits=logits_BSV, labels=labels, vocab_size=self.config.vocab_size, **kwargs
+            )
+        return CausalLMOutputWithPast(
+            loss=loss,
+            logits=logits_BSV,
+            past_key_values=past_key_values if use_cache else None,
+        )
+
+    def _decode(
+        self, x_BSD: Tensor, position_BS: Tensor, visible: Tensor, cache: Cache | None
+    ) -> Tensor:
+        """Adds learned positions, and applies all depth steps."""
+        model = self.config.model
+        if self.position_embedding is not None:
+            learned = self.position_embedding.num_embeddings
+            if (last := int(position_BS.max()) + 1) > learned:
+                raise ValueError(f"{last} positions are more than the {learned} that are learned")
+            x_BSD = x_BSD + self.position_embedding(position_BS)
+        if model["norm"] == "post":
+            x_BSD = F.layer_norm(wide(x_BSD) * model["d_model"] ** 0.5, x_BSD.shape[-1:], eps=1e-5)
+        attention = {"positions": {"kind": "none"}, **model["attention"]}
+        table = rotary_table(position_BS, attention, wide(x_BSD).dtype)
+        pasts = [Past(cache, step, visible) for step in range(model["num_layers"])]
+        if self.halting is not None:
+            return self._decode_halting(self.halting, x_BSD, table, pasts)
+        for member, past in zip(self.config.schedule, pasts, strict=True):
+            x_BSD = self.group[member](x_BSD, table, past)
+        return x_BSD
+
+    def _decode_halting(
+        self, gate: Halting, x_BSD: Tensor, table: RotaryTable, pasts: list[Past]
+    ) -> Tensor:
+        """Applies the one layer until tokens halt (SUT, arXiv 2310.07096, §3.3).
+
+        After each step a gate breaks a piece off what is left of a token's stick, and the answer is
+        the sum of the token's states, weighed by the pieces. A token of which less than
+        1 − threshold is left computes no more; the others go on reading its answer.
+        """
+        least = 1 - self.config.model["halting"]["threshold"]
+        layer = self.group[0]
+        left_BS = torch.ones_like(x_BSD[..., 0])
+        y_BSD = layer(x_BSD, table, pasts[0], memory_BSD=x_BSD)
+        memory_BSD, answer_BSD = y_BSD, torch.zeros_like(y_BSD)
+        for past in pasts[1:]:
+            go_on_BS, halt_BS = gate(y_BSD)
+            piece_BS, left_BS = left_BS * halt_BS, left_BS * go_on_BS
+            answer_BSD = answer_BSD + piece_BS[..., None] * y_BSD
+            active_BS = left_BS >= least
+            y_BSD = layer(y_BSD, table, past, memory_BSD=memory_BSD, active_BS=active_BS)
+            now_BSD = answer_BSD + left_BS[..., None] * y_BSD
+            memory_BSD = torch.where(active_BS[..., None], now_BSD, memory_BSD)
+        return memory_BSD
+
+
+def _count_positions(attention_mask: Tensor | None, past: int, x_BSD: Tensor) -> Tensor:
+    """Returns the position of each new token, (B or 1, S): padding does not count."""
+    if attention_mask is None:
+        return torch.arange(past, past + x_BSD.shape[1], device=x_BSD.device)[None]
+    return (attention_mask.long().cumsum(-1) - 1).clamp_min(0)[:, past:]

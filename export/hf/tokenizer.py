@@ -1,0 +1,81 @@
+"""The run's tokenizer as AutoTokenizer reads it: the same ids, with the end of document as `eos`.
+
+A tokenizer.json of the `tokenizers` library stands as it is, but for what would add ids of its own
+(a template that begins every text with some token: the model was not trained with it). Bytes become
+a tokenizer.json of 256 one-byte words. A SentencePiece model has no file that gives the same ids by
+construction, and is refused.
+
+`split_special_tokens` is set, as in training: text that spells the end of a document is text.
+"""
+
+import json
+from typing import Any
+
+import tokenizers
+
+from ...data_pipeline.tokenizers.interface import CONFIG_FILE, TOKENIZER_FILE, Tokenizer
+from ...data_pipeline.tokenizers.raw_bytes import BytesTokenizer
+from ...train.config import ConfigError
+
+
+def tokenizer_files(tokenizer: Tokenizer, *, max_length: int) -> dict[str, str]:
+    """Returns tokenizer.json and tokenizer_config.json.
+
+    Raises:
+        ConfigError: it is a SentencePiece model.
+    """
+    if isinstance(tokenizer, BytesTokenizer):
+        text = _bytes_json(tokenizer)
+    elif TOKENIZER_FILE in tokenizer.files:
+        text = _without_template(tokenizer.files[TOKENIZER_FILE].decode())
+    else:
+        raise ConfigError(
+            "the run's tokenizer is a SentencePiece model, for which transformers has no file with "
+            "the same ids: export without it (--no-tokenizer), and encode with the sentencepiece "
+            "library and the model of the prepared folder"
+        )
+    described = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": tokenizer.end_of_document,
+        "pad_token": tokenizer.end_of_document,
+        "padding_side": "left",
+        "model_input_names": ["input_ids", "attention_mask"],
+        "model_max_length": max_length,
+        "split_special_tokens": True,
+        "clean_up_tokenization_spaces": False,
+    }
+    return {TOKENIZER_FILE: text, CONFIG_FILE: json.dumps(described, indent=2) + "\n"}
+
+
+def _without_template(text: str) -> str:
+    """Returns a tokenizer.json that adds no token of its own to a text."""
+    library = tokenizers.Tokenizer.from_str(text)
+    if not library.encode("", add_special_tokens=True).ids:
+        return text
+    described: dict[str, Any] = json.loads(text)
+    described["post_processor"] = None
+    return json.dumps(described, ensure_ascii=False)
+
+
+def _bytes_json(tokenizer: BytesTokenizer) -> str:
+    """Returns a tokenizer.json whose words are the 256 bytes, with their values as ids."""
+    end = tokenizer.end_of_document_id
+    words = {word: byte for byte, word in enumerate(byte_words())}
+    library = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=words, merges=[]))
+    library.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(
+        add_prefix_space=False, use_regex=False
+    )
+    library.decoder = tokenizers.decoders.ByteLevel()
+    library.add_special_tokens([tokenizer.end_of_document])
+    assert library.token_to_id(tokenizer.end_of_document) == end, "the ids after the bytes' own"
+    return library.to_str()
+
+
+def byte_words() -> list[str]:
+    """Returns the letters by which byte-level tokenizers spell the bytes 0 … 255.
+
+    A byte that is a visible Latin-1 letter stands for itself; the others are counted up from 256.
+    """
+    visible = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = iter(range(256, 512))
+    return [chr(byte if byte in visible else next(others)) for byte in range(256)]

@@ -1,0 +1,366 @@
+"""Published weights of MoEUT and its baselines as a run of ours: evaluated, written with, trained on.
+
+The authors' files (arXiv 2405.16039) come under three families of names, each told by its first key:
+
+    release          transformer.layers.<g>.attention.v, .ffn.keys …       the official release
+    training code    unique_layers.<g>.self_attn.projections.v, .pkm.keys …  the paper's runs, baselines
+    SUT              unique_layers.0.mod.self_attn.q_proj.experts.w …        of the training code
+
+Experts lie in banks of the same shape as here, so nothing but names changes, and the dense
+baseline's keys and values, one matrix there, are two here. A file says nothing of what has no
+weight (depth steps, active experts, norms' places), so a recipe does, and every name and shape is
+compared with it.
+
+A file is untrusted: .safetensors, or a torch pickle that is read with weights_only=True alone,
+which builds tensors and containers and calls nothing.
+"""
+
+import fnmatch
+import pickle
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..distributed.checkpoint.files import step_name
+from ..distributed.checkpoint.from_tensors import write_checkpoint
+from ..distributed.checkpoint.writing import atomic_directory, refuse_existing
+from ..distributed.parallelize import expert_names
+from ..model.attention_config import SwitchHeadConfig
+from ..model.config import ModelConfig
+from ..model.transformer import Transformer
+from ..train.config import Config, ConfigError
+from ..train.state import TrainingProgress
+from .safetensors import require_safetensors
+
+_MOST_NAMED = 8  # keys in an error
+_NESTED_UNDER = ("model", "state_dict", "model_state_dict", "module")
+_PREFIXES = ("model.", "module.", "_orig_mod.")
+
+_OUTER = {
+    "embedding.weight": "embedding",
+    "lm_head": "head",
+    "output": "head",
+    "out_norm": "final_norm",
+}
+_RELEASE = {
+    "attention.q": "attention.query",
+    "attention.k": "attention.key",
+    "attention.v": "attention.value.experts.weight",
+    "attention.o": "attention.output.experts.weight",
+    "attention.sel_v": "attention.value_router.weight",
+    "attention.sel_o": "attention.output_router.weight",
+    "ffn.keys": "feed_forward.sparse.experts.w_up",
+    "ffn.values": "feed_forward.sparse.experts.w_down",
+    "ffn.expert_sel": "feed_forward.router.weight",
+    "ln1": "attention_norm",
+    "ln2": "feed_forward_norm",
+}
+_RELEASE_OF_ONE_EXPERT = _RELEASE | {  # per head: dense, with a gate on the result
+    "attention.v": "attention.value.weight",
+    "attention.o": "attention.output.weight",
+    "attention.sel_o": "attention.head_gate.weight",
+}
+_TRAINING = {
+    "self_attn.projections.q": "attention.query.weight",
+    "self_attn.projections.k": "attention.key.weight",
+    "self_attn.projections.v": "attention.value.experts.weight",
+    "self_attn.projections.o": "attention.output.experts.weight",
+    "self_attn.selections.v": "attention.value_router.weight",
+    "self_attn.selections.o": "attention.output_router.weight",
+    "self_attn.norm": "attention_norm",
+    "pkm.keys": "feed_forward.sparse.experts.w_up",
+    "pkm.values": "feed_forward.sparse.experts.w_down",
+    "pkm.expert_sel": "feed_forward.router.weight",
+    "pkm.norm": "feed_forward_norm",
+    "self_attn.data_to_q": "attention.query",
+    "self_attn.data_to_kv": "attention.key_and_value",  # two of ours: `_split`
+    "self_attn.out_proj": "attention.output",
+    "linear1": "feed_forward.up",
+    "linear2": "feed_forward.down",
+    "norm1": "attention_norm",
+    "norm2": "feed_forward_norm",
+}
+_SUT_GATE = {"_gate.0": "halting.hidden", "_gate.3": "halting.output"}  # of the model, here
+_SUT = {
+    "self_attn_layer_norm": "attention_norm",
+    "final_layer_norm": "feed_forward_norm",
+    "self_attn.rel_pos_emb": "attention.relative",
+    "self_attn.k_proj": "attention.key",
+    "self_attn.v_proj": "attention.value",
+    "self_attn.q_proj.experts.w": "attention.query.experts.weight",
+    "self_attn.q_proj.output_experts.w": "attention.output.experts.weight",
+    "self_attn.q_proj.w_gate.0": "attention.router.hidden",
+    "self_attn.q_proj.w_gate.3": "attention.router.output",
+    "moe.experts.w": "feed_forward.sparse.experts.w_up",
+    "moe.experts.b": "feed_forward.sparse.experts.b_up",
+    "moe.output_experts.w": "feed_forward.sparse.experts.w_down",
+    "moe.output_experts.b": "feed_forward.sparse.experts.b_down",
+    "moe.w_gate.0": "feed_forward.router.hidden",
+    "moe.w_gate.3": "feed_forward.router.output",
+}
+
+
+@dataclass(frozen=True)
+class Imported:
+    """What was read, and where it is."""
+
+    run_dir: Path
+    num_tensors: int
+    num_parameters: int
+    ignored: tuple[str, ...]
+
+    def __str__(self) -> str:
+        left_out = f"\n  left out as asked: {', '.join(self.ignored)}" if self.ignored else ""
+        return (
+            f"{self.run_dir}: {self.num_tensors} tensors, {self.num_parameters:,} parameters, as "
+            f"the checkpoint of step 0{left_out}"
+        )
+
+
+def import_published(
+    file: Path, out: Path, config: Config, *, ignore: Sequence[str] = ()
+) -> Imported:
+    """Writes a run folder `out` whose checkpoint of step 0 has the weights of a published file.
+
+    `moebius eval`, `ckpt export` and `train --run-dir` take it like any other run; training begins
+    at step 0 with these weights and an optimizer that has seen nothing.
+
+    Args:
+        file: .safetensors, or a torch pickle of tensors.
+        out: appears whole or not at all.
+        config: whose model the weights are.
+        ignore: patterns (* and ?) of keys in the file that are to be left out.
+
+    Raises:
+        ValueError: the file cannot be read, a key is unknown or missing, a shape does not fit the
+            model, or `out` exists.
+    """
+    refuse_existing(out)
+    tensors, ignored = _without(read_tensors(file), ignore)
+    weights = translate(tensors, config.model, origin=str(file))
+    with torch.device("meta"):
+        model = Transformer(config.model)
+    check_weights(weights, model, origin=str(file))
+    progress = TrainingProgress().as_dict()
+    meta = {
+        "progress": progress,
+        "data": None,  # no position: the run's own data begins at its beginning
+        "experts": {},
+        "rollbacks": [],
+        "config": config.model_dump(mode="json"),
+    }
+    state = _state(weights, model)
+    banks = expert_names(model)
+    with atomic_directory(
+        out, needed_bytes=3 * sum(4 * t.numel() for t in weights.values())
+    ) as new:
+        config.save(new / "config.json")
+        write_checkpoint(
+            new / "checkpoints" / step_name(0),
+            state,
+            step=0,
+            num_experts={
+                name: weights[parameter].shape[0]
+                for name in state
+                for parameter in [_parameter_of(name)]
+                if parameter in banks
+            },
+            meta=meta,
+        )
+    count = sum(parameter.numel() for parameter in model.parameters())
+    return Imported(out, len(weights), count, ignored)
+
+
+def _state(weights: Mapping[str, Tensor], model: Transformer) -> dict[str, Callable[[], Tensor]]:
+    """Returns the tensors of a run's state at step 0, by name; AdamW's moments are zero."""
+    state: dict[str, Callable[[], Tensor]] = {
+        f"model.{name}": partial(weights[name].to, torch.float32) for name in weights
+    }
+    for name, parameter in model.named_parameters():
+        for moment in ("exp_avg", "exp_avg_sq"):
+            state[f"optimizer.{moment}.{name}"] = partial(torch.zeros, tuple(parameter.shape))
+    return state
+
+
+def _parameter_of(name: str) -> str:
+    return (
+        name.removeprefix("model.")
+        .split("optimizer.exp_avg_sq.")[-1]
+        .split("optimizer.exp_avg.")[-1]
+    )
+
+
+# Reading -------------------------------------------------------------------------------------------
+
+
+def read_tensors(file: Path) -> dict[str, Tensor]:
+    """Reads the tensors of a file by their keys, and runs nothing that it holds.
+
+    Raises:
+        ConfigError: it cannot be read, or holds no tensors under names.
+    """
+    if not file.is_file():
+        raise ConfigError(f"{file}: is no file")
+    content = _read_safetensors(file) if file.suffix == ".safetensors" else _read_pickle(file)
+    for key in _NESTED_UNDER:
+        if isinstance(content, Mapping) and isinstance(content.get(key), Mapping):
+            content = content[key]
+    if not isinstance(content, Mapping):
+        raise ConfigError(f"{file}: holds a {type(content).__name__}, and no tensors by name")
+    tensors = {str(key): value for key, value in content.items() if isinstance(value, Tensor)}
+    if not tensors:
+        raise ConfigError(
+            f"{file}: holds no tensors by name; its keys are "
+            f"{_named([str(key) for key in content])}"
+        )
+    for prefix in _PREFIXES:
+        if all(key.startswith(prefix) for key in tensors):
+            tensors = {key.removeprefix(prefix): value for key, value in tensors.items()}
+    return tensors
+
+
+def _read_safetensors(file: Path) -> dict[str, Tensor]:
+    library = require_safetensors()
+    try:
+        return library.torch.load_file(file)
+    except (library.SafetensorError, OSError) as error:
+        raise ConfigError(f"{file}: cannot be read: {error}") from error
+
+
+def _read_pickle(file: Path) -> Any:
+    try:
+        return torch.load(file, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        # torch's own words go on to advise against the only protection that there is
+        reason = "; ".join(
+            part.strip(" .\n") for part in str(error).split("\n\n") if "nsupported" in part[:40]
+        )
+        reason = reason or "nothing of it is known"
+        raise ConfigError(
+            f"{file}: is no file of tensors alone ({reason}). It is read with weights_only=True, "
+            "which runs nothing that a file asks for; if you trust it, load it yourself and save "
+            "its tensors with safetensors.torch.save_file"
+        ) from error
+    except (RuntimeError, OSError, EOFError, ValueError) as error:
+        reason = str(error).partition(". ")[0] or "it ends too early"
+        raise ConfigError(f"{file}: cannot be read as a file of torch.save: {reason}") from error
+
+
+def _without(
+    tensors: Mapping[str, Tensor], patterns: Sequence[str]
+) -> tuple[dict[str, Tensor], tuple[str, ...]]:
+    """Returns the tensors whose keys no pattern fits, and the other keys."""
+    ignored = tuple(
+        key for key in tensors if any(fnmatch.fnmatchcase(key, pattern) for pattern in patterns)
+    )
+    return {key: value for key, value in tensors.items() if key not in ignored}, ignored
+
+
+# Names ---------------------------------------------------------------------------------------------
+
+
+def translate(
+    tensors: Mapping[str, Tensor], model: ModelConfig, *, origin: str
+) -> dict[str, Tensor]:
+    """Returns the tensors under our names.
+
+    Raises:
+        ConfigError: keys are unknown; names them.
+    """
+    found: dict[str, Tensor] = {}
+    unknown = []
+    for key, tensor in tensors.items():
+        name = our_name(key, model)
+        if name is None:
+            unknown.append(key)
+        else:
+            found |= _split(name, tensor)
+    if unknown:
+        raise ConfigError(
+            f"{origin}: {len(unknown)} of {len(tensors)} keys are none of the published names of "
+            f"this kind of model: {_named(unknown)}; is it the right recipe? What is no weight can "
+            "be left out with --ignore PATTERN"
+        )
+    return found
+
+
+def our_name(key: str, model: ModelConfig) -> str | None:
+    """Returns the name of a parameter that is published as `key`; None: nothing is."""
+    for layers in ("transformer.layers.", "unique_layers."):
+        if not key.startswith(layers):
+            continue
+        member, _, rest = key.removeprefix(layers).partition(".")
+        rest = rest.removeprefix("mod.")
+        if (of_model := _renamed(rest, _SUT_GATE)) is not None:
+            return of_model
+        name = _renamed(rest, _names_in_layers(layers, model))
+        return None if name is None or not member.isdigit() else f"group.{member}.{name}"
+    return _renamed(key, _OUTER)
+
+
+def _names_in_layers(layers: str, model: ModelConfig) -> dict[str, str]:
+    if layers == "unique_layers.":
+        return _SUT if model.attention.kind == "momha" else _TRAINING
+    attention = model.attention
+    is_dense = isinstance(attention, SwitchHeadConfig) and not attention.has_experts
+    return _RELEASE_OF_ONE_EXPERT if is_dense else _RELEASE
+
+
+def _renamed(name: str, names: Mapping[str, str]) -> str | None:
+    """Returns the name with its longest known beginning replaced; None: no beginning is known."""
+    for old in sorted(names, key=len, reverse=True):
+        if name == old or name.startswith(f"{old}."):
+            return names[old] + name[len(old) :]
+    return None
+
+
+def _split(name: str, tensor: Tensor) -> dict[str, Tensor]:
+    """Returns the parameters that a published tensor holds: keys and values are one matrix there."""
+    both = "key_and_value"
+    if both not in name:
+        return {name: tensor}
+    if tensor.ndim == 0 or tensor.shape[0] % 2:
+        return {name.replace(both, "key"): tensor}  # its shape will not fit
+    key, value = tensor.chunk(2)
+    return {name.replace(both, "key"): key, name.replace(both, "value"): value}
+
+
+def check_weights(weights: Mapping[str, Tensor], model: Transformer, *, origin: str) -> None:
+    """Checks that the weights are all of the model's and no others, in its shapes.
+
+    Raises:
+        ConfigError: they are not; names the first few of everything that is wrong.
+    """
+    wanted = dict(model.named_parameters()) | dict(model.named_buffers())
+    problems = []
+    if missing := sorted(wanted.keys() - weights.keys()):
+        problems.append(f"it lacks {_named(missing)}")
+    if others := sorted(weights.keys() - wanted.keys()):
+        problems.append(f"the recipe's model has no {_named(others)}")
+    unfit = [
+        f"{name} is {list(tensor.shape)} in the file and {list(wanted[name].shape)} in the model"
+        for name, tensor in sorted(weights.items())
+        if name in wanted and tensor.shape != wanted[name].shape
+    ]
+    if unfit:
+        problems.append(_named(unfit))
+    if low := [name for name, tensor in weights.items() if not tensor.is_floating_point()]:
+        problems.append(f"no floating-point numbers: {_named(low)}")
+    if problems:
+        listed = "\n  ".join(problems)
+        raise ConfigError(
+            f"{origin} does not fit the model of the recipe (names are ours):\n  {listed}\n"
+            "choose the recipe of this size (`moebius models` lists them), or change it: "
+            "model.num_layers=…, model.feed_forward.num_experts=…"
+        )
+
+
+def _named(names: Sequence[str]) -> str:
+    """Spells the first few names, and how many more there are."""
+    more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
+    return ", ".join(names[:_MOST_NAMED]) + more

@@ -1,0 +1,293 @@
+"""Published weights: the recorded runs of the official code, as files of theirs, become runs of ours
+with the recorded logits; what is no such file, or does not fit, is refused.
+"""
+
+import json
+import os
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from family import tiny_config
+from golden import Golden, load_golden
+from safetensors.torch import save_file
+from torch import Tensor
+
+from moebius.cli.main import main
+from moebius.data_pipeline.config import DataConfig
+from moebius.distributed.checkpoint.files import verify
+from moebius.distributed.checkpoint.loading import load
+from moebius.evaluation.generate import generate
+from moebius.export.published import import_published, our_name, read_tensors, translate
+from moebius.export.safetensors import export, load_export
+from moebius.model.transformer import Transformer
+from moebius.train.config import Config, ConfigError
+from moebius.train.optim import make_optimizer
+from moebius.train.state import allocate_moments, model_tensors, state_tensors
+
+VOCABULARY = 257
+RECORDED = (
+    *("moeut_tiny_g2", "moeut_tiny_dense_att", "moeut_tiny_noshare", "train_tiny_dense"),
+    *("train_tiny_moeut_train", "train_tiny_moeut_preln", "train_tiny_sigma_moe"),
+    "train_tiny_sut_act",
+)
+
+
+def published(golden: Golden) -> dict[str, Tensor]:
+    """The recorded weights under their own names."""
+    keys = [key for key in golden.arrays if key.startswith("w/")]
+    return {key.removeprefix("w/"): golden[key] for key in keys}
+
+
+def step_0(out: Path) -> Path:
+    return out / "checkpoints" / "step_00000000"
+
+
+@pytest.mark.parametrize("name", RECORDED)
+def test_recorded_weights_give_recorded_logits(name: str, tmp_path: Path) -> None:
+    golden = load_golden(name)
+    torch.save({"model": published(golden), "iteration": 100_000}, tmp_path / "model.pth")
+    # fewer tokens than any tokenizer of ours has
+    data = DataConfig().model_copy(update={"vocab_size": golden.config.vocab_size})
+    config = Config(model=golden.config, data=data)
+    imported = import_published(tmp_path / "model.pth", tmp_path / "out", config)
+    assert imported.num_parameters == sum(w.numel() for w in published(golden).values())
+    assert verify(step_0(tmp_path / "out")).step == 0
+    model = Transformer(golden.config)
+    load(step_0(tmp_path / "out"), *model_tensors(model), allow_unexpected=True)
+    with torch.no_grad():
+        logits = model.eval()(golden["tokens"][:, :-1]).logits_BSV
+    recorded = golden["logits_eval" if "logits_eval" in golden.arrays else "logits"]
+    torch.testing.assert_close(logits, recorded, atol=1e-5, rtol=0)
+
+
+def tiny() -> tuple[dict[str, Tensor], Config]:
+    """Weights of a small model under the release's names, and its configuration."""
+    model = Transformer(tiny_config("moeut", {"vocab_size": VOCABULARY}))
+    generator = torch.Generator().manual_seed(1)
+    names = {
+        "attention.query.weight": "attention.q.weight",
+        "attention.key.weight": "attention.k.weight",
+        "attention.value.experts.weight": "attention.v",
+        "attention.output.experts.weight": "attention.o",
+        "attention.value_router.weight": "attention.sel_v",
+        "attention.output_router.weight": "attention.sel_o",
+        "feed_forward.sparse.experts.w_up": "ffn.keys",
+        "feed_forward.sparse.experts.w_down": "ffn.values",
+        "feed_forward.router.weight": "ffn.expert_sel",
+        **{f"attention_norm.{part}": f"ln1.{part}" for part in ("weight", "bias")},
+        **{f"feed_forward_norm.{part}": f"ln2.{part}" for part in ("weight", "bias")},
+    }
+    outer = {"embedding": "embedding.weight", "final_norm": "out_norm", "head": "lm_head"}
+    weights = {}
+    for name, parameter in model.named_parameters():
+        value = torch.randn(parameter.shape, generator=generator) / 5
+        if name.startswith("group."):
+            _, member, rest = name.split(".", 2)
+            weights[f"transformer.layers.{member}.{names[rest]}"] = value
+        else:
+            first, dot, rest = name.partition(".")
+            weights[outer[first] + dot + rest] = value
+    data = DataConfig(tokenizer="bytes", vocab_size=VOCABULARY, seq_len=20)
+    return weights, Config(model=model.config, data=data)
+
+
+@pytest.fixture
+def release(tmp_path: Path) -> tuple[Path, Config]:
+    """A small file of the release's kind, and the configuration that it fits."""
+    weights, config = tiny()
+    save_file(weights, tmp_path / "model.safetensors")
+    return tmp_path / "model.safetensors", config
+
+
+def test_an_imported_run_is_trained_exported_and_written_with(
+    release: tuple[Path, Config], tmp_path: Path
+) -> None:
+    file, config = release
+    import_published(file, tmp_path / "out", config)
+    model = Transformer(config.model)
+    optimizer = make_optimizer(config.optim, model.parameters())
+    allocate_moments(model, optimizer)
+    for state in optimizer.state.values():
+        state["exp_avg"].fill_(7)
+    meta = load(step_0(tmp_path / "out"), *state_tensors(model, optimizer))
+    assert meta["progress"] == {"step": 0, "updates": 0, "samples": 0, "tokens": 0}
+    assert meta["data"] is None
+    for state in optimizer.state.values():
+        assert not state["exp_avg"].any()
+    export(step_0(tmp_path / "out"), tmp_path / "exported")
+    again = load_export(tmp_path / "exported").state_dict()
+    for name, parameter in model.state_dict().items():
+        assert torch.equal(again[name], parameter)
+    assert len(list(generate(model.eval(), torch.tensor([1, 2]), num_tokens=3))) == 3
+
+
+@pytest.mark.parametrize("how", ["plain", "nested", "prefixed", "compiled", "half"])
+def test_files_as_people_write_them(how: str, release: tuple[Path, Config]) -> None:
+    file, config = release
+    plain = read_tensors(file)
+    content = {
+        "plain": plain,
+        "nested": {"state_dict": plain, "epoch": 3},
+        "prefixed": {f"module.{key}": value for key, value in plain.items()},
+        "compiled": {"model": {f"_orig_mod.{key}": value for key, value in plain.items()}},
+        "half": {key: value.bfloat16() for key, value in plain.items()},
+    }[how]
+    torch.save(content, file.with_suffix(".pth"))
+    out = file.parent / "out"
+    import_published(file.with_suffix(".pth"), out, config)
+    model = Transformer(config.model)
+    load(step_0(out), *model_tensors(model), allow_unexpected=True)
+    expected = translate(plain, config.model, origin="")
+    for name, parameter in model.named_parameters():
+        wanted = expected[name].bfloat16().float() if how == "half" else expected[name]
+        assert torch.equal(parameter, wanted), name
+
+
+class Malicious:
+    """Pickles as a call."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> tuple:
+        return os.mkdir, (str(self.mark),)
+
+
+def test_a_pickle_that_runs_something_runs_nothing(tmp_path: Path) -> None:
+    mark = tmp_path / "was_run"
+    torch.save({"embedding.weight": Malicious(mark)}, tmp_path / "model.pth")
+    with pytest.raises(ConfigError, match=r"GLOBAL posix.mkdir .* is read with weights_only=True"):
+        read_tensors(tmp_path / "model.pth")
+    assert not mark.exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "recipe", "ours"),
+    [
+        ("unique_layers.1.linear1.bias", "dense", "group.1.feed_forward.up.bias"),
+        ("unique_layers.0.mod.moe.experts.b", "sut", "group.0.feed_forward.sparse.experts.b_up"),
+        ("unique_layers.0._gate.3.weight", "sut", "halting.output.weight"),
+        ("transformer.layers.0.ln1.bias", "moeut", "group.0.attention_norm.bias"),
+        ("transformer.layers.x.ln1.bias", "moeut", None),
+        ("transformer.layers.0.ln12.bias", "moeut", None),
+        ("optimizer.state", "moeut", None),
+    ],
+)
+def test_names(name: str, recipe: str, ours: str | None) -> None:
+    assert our_name(name, tiny_config(recipe)) == ours
+
+
+def run(capfd: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
+    """Exit code and everything printed, line breaks folded."""
+    with pytest.raises(SystemExit) as ended:
+        main(["ckpt", *arguments])
+    out, err = capfd.readouterr()
+    assert "Traceback" not in err
+    return int(ended.value.code or 0), re.sub(r"\s+", " ", out + err)
+
+
+def test_from_the_command_line(
+    release: tuple[Path, Config], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    file, config = release
+    weights = read_tensors(file) | {"transformer.layers.0.counter": torch.zeros(3)}
+    save_file(weights, file)
+    config.save(tmp_path / "tiny.json")
+    out = tmp_path / "out"
+    asked = (str(file), str(tmp_path / "tiny.json"), "--out", str(out))
+    code, said = run(capfd, "import", *asked, "train.steps=7", "--ignore", "*.counter")
+    assert code == 0, said
+    assert "left out as asked: transformer.layers.0.counter" in said
+    assert Config.load(out / "config.json").train.steps == 7
+
+
+SMALLER = "model.feed_forward.num_experts=9"
+
+
+@pytest.mark.parametrize(
+    ("change", "arguments", "message"),
+    [
+        (
+            lambda weights: weights.update({"transformer.layers.0.ffn.what": torch.zeros(1)}),
+            [],
+            "1 of 32 keys are none of the published names of this kind of model: "
+            "transformer.layers.0.ffn.what; is it the right recipe?",
+        ),
+        (
+            lambda weights: weights.pop("lm_head.bias"),
+            [],
+            "it lacks head.bias",
+        ),
+        (
+            lambda weights: None,
+            [SMALLER],
+            "group.0.feed_forward.router.weight is [28, 24] in the file and [9, 24] in the model",
+        ),
+        (
+            lambda weights: None,
+            ["model.head_bias=false"],
+            "the recipe's model has no head.bias",
+        ),
+        (
+            lambda weights: weights.update(
+                {"lm_head.bias": torch.zeros(VOCABULARY, dtype=torch.int64)}
+            ),
+            [],
+            "no floating-point numbers: head.bias",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_named(
+    change,
+    arguments: list[str],
+    message: str,
+    release: tuple[Path, Config],
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    file, config = release
+    weights = read_tensors(file)
+    change(weights)
+    save_file(weights, file)
+    config.save(tmp_path / "tiny.json")
+    out = tmp_path / "out"
+    code, said = run(
+        capfd, "import", str(file), str(tmp_path / "tiny.json"), *arguments, "--out", str(out)
+    )
+    assert code == 2
+    assert message in said, said
+    assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("absent.pth", None, "absent.pth: is no file"),
+        ("text.pth", b"no weights", "no file of tensors alone (Unsupported operand 110"),
+        ("short.pth", b"", "cannot be read as a file of torch.save: it ends too early"),
+        ("text.safetensors", b"no weights", "text.safetensors: cannot be read"),
+        ("list.pth", [torch.zeros(3)], "holds a list, and no tensors by name"),
+        ("empty.pth", {"epoch": 3}, "holds no tensors by name; its keys are epoch"),
+    ],
+)
+def test_what_is_no_file_of_weights(
+    name: str, content: object, message: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    if isinstance(content, bytes):
+        (tmp_path / name).write_bytes(content)
+    elif content is not None:
+        torch.save(content, tmp_path / name)
+    code, said = run(capfd, "import", str(tmp_path / name), "moeut", "--out", str(tmp_path / "out"))
+    assert code == 2
+    assert message in said, said
+
+
+def test_what_is_there_is_not_overwritten(
+    release: tuple[Path, Config], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "out").mkdir()
+    code, said = run(capfd, "import", str(release[0]), "moeut", "--out", str(tmp_path / "out"))
+    assert (code, json.dumps(os.listdir(tmp_path / "out"))) == (2, "[]")
+    assert "exists already and is not overwritten" in said

@@ -1,0 +1,83 @@
+"""Runs with a checkpoint of a tiny model, for what is exported from them; and what our own model says."""
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import Literal
+
+import torch
+from family import make_uneven, tiny_config
+from torch import Tensor
+
+from moebius.data_pipeline.config import DataConfig
+from moebius.distributed.checkpoint.from_tensors import write_checkpoint
+from moebius.distributed.parallelize import expert_names
+from moebius.model.initialise import initialise
+from moebius.model.transformer import Transformer
+from moebius.train.config import Config, JobConfig, TrainConfig
+
+VOCABULARY, STEP = 257, 7
+TOKENS = torch.arange(4 * 20).view(4, 20) * 37 % 256
+LENGTHS = (20, 9, 1, 14)  # of the rows, where they are padded
+
+
+@cache
+def model_of(name: str, changes: str = "{}") -> Transformer:
+    """A recipe, shrunk, with opinions, and with something in every norm, bias and buffer.
+
+    `changes` is JSON: dotted keys and their values.
+    """
+    model = Transformer(tiny_config(name, {"vocab_size": VOCABULARY, **json.loads(changes)}))
+    initialise(model, 1)
+    make_uneven(model)
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            if key.endswith(("norm.weight", "bias", "relative", "b_up", "b_down")):
+                parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
+    for buffer in model.buffers():
+        buffer.copy_(torch.linspace(-1, 1, buffer.numel()).view_as(buffer))
+    model.before_step(STEP)
+    return model.eval()
+
+
+def make_run(
+    folder: Path,
+    model: Transformer,
+    *,
+    data: str = "nowhere",
+    tokenizer: Literal["bpe", "bytes", "sentencepiece"] = "bytes",
+) -> Path:
+    """Writes a run folder with one checkpoint of a model, and a log of its losses; returns it."""
+    config = Config(
+        model=model.config,
+        data=DataConfig(tokenizer=tokenizer, vocab_size=VOCABULARY, seq_len=20, directory=data),
+        train=TrainConfig(micro_batch=8, steps=STEP),
+        job=JobConfig(name="tiny"),
+    )
+    folder.mkdir(parents=True)
+    config.save(folder / "config.json")
+    lines = [
+        {"kind": "start", "step": 0},
+        {"kind": "eval", "step": 0, "loss": 5.5},
+        *({"kind": "train", "step": n, "loss": 6 - n / 4, "tokens": n} for n in range(1, STEP + 2)),
+        {"kind": "eval", "step": STEP, "loss": 4.5},
+    ]
+    text = "".join(json.dumps(line) + "\n" for line in lines) + '{"kind": "tr'
+    (folder / "metrics.jsonl").write_text(text)
+    named = dict(model.named_parameters()) | dict(model.named_buffers())
+    progress = {"step": STEP, "updates": STEP, "samples": 0, "tokens": 1000}
+    write_checkpoint(
+        folder / "checkpoints" / f"step_{STEP:08d}",
+        {f"model.{key}": (lambda tensor=tensor: tensor) for key, tensor in named.items()},
+        step=STEP,
+        num_experts={f"model.{key}": len(named[key]) for key in expert_names(model)},
+        meta={"progress": progress, "config": config.model_dump(mode="json")},
+    )
+    return folder
+
+
+def logits(model: Transformer, tokens: Tensor = TOKENS) -> Tensor:
+    """What our own model says."""
+    with torch.no_grad():
+        return model(tokens).logits_BSV
