@@ -1,7 +1,7 @@
 """The data pipeline on one core: prepare, read, shuffled read, random access, first batch, memory.
 
     python -m benchmarks.data [--input TEXT ...] [--megabytes 160] [--only prepare read ...]
-                              [--rounds 7] [--steady] [--peers]
+                              [--rounds 7] [--prepare-rounds 3] [--steady] [--peers]
 
 Text is what `--input` names, or documents put together from the paragraphs of the embedded corpus,
 drawn with a seed (real English; a record batch holds as many tokens as a quarter of the corpus, so
@@ -23,25 +23,20 @@ adds what the same rounds take from a folder that was opened and read once befor
 `first` opens the loader at g = 0 and g = 10⁹ and waits for a batch. `memory` is what the order and
 the index take: what they grow by with the tokens, from one era opened to all, and the fixed part
 beside it, of which most are the windows and the refs of the order that are kept; `many_shards` is all
-of what a folder of thousands of such shards takes, in many small eras and in few of the usual size. `prepare`
-compares a preparation of two processes, and one on a Ray of two CPUs, with two processes that only
-read and encode the same text; of the first and the last it also gives the processor seconds, starts
-of their processes included: what of the difference is work, and what is waiting for starts and disks.
-`--peers` adds mosaicml-streaming and Ray Data, where they are installed (data_peers.py). Prints a
-table and writes results/data.json.
+of what a folder of thousands of such shards takes, in many small eras and in few of the usual size.
+`prepare` compares preparations by two processes, and on a Ray of two CPUs, with two processes that
+only read and encode the same text, in turns (data_prepare.py). `--peers` adds mosaicml-streaming and
+Ray Data, where they are installed (data_peers.py). Prints a table and writes results/data.json.
 """
 
 import argparse
 import gc
 import json
-import multiprocessing
-import resource
 import statistics
 import tempfile
 import time
 import tracemalloc
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -51,12 +46,11 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import data_peers
+from benchmarks import data_peers, data_prepare
 from benchmarks.report import save
 from moebius.data_pipeline.config import DataConfig
 from moebius.data_pipeline.corpus import embedded_documents
 from moebius.data_pipeline.corruption import SkipList, open_fetcher
-from moebius.data_pipeline.loader import Loader
 from moebius.data_pipeline.making.pools import LocalPool
 from moebius.data_pipeline.making.prepare import prepare
 from moebius.data_pipeline.manifest import (
@@ -69,11 +63,8 @@ from moebius.data_pipeline.manifest import (
 )
 from moebius.data_pipeline.packing import WINDOW_BATCHES, PlanKey, open_plan
 from moebius.data_pipeline.samples import OrderedSamples
-from moebius.data_pipeline.sources.reading import read_documents
-from moebius.data_pipeline.sources.splits import InputSplit, plan_splits
 from moebius.data_pipeline.token_store import TokenStore
 from moebius.data_pipeline.tokenizers.interface import TOKENIZER_FILE
-from moebius.data_pipeline.tokenizers.tokenizer import load_tokenizer
 
 SEQ_LEN = 1024
 BATCH = 256  # rows of a batch
@@ -133,7 +124,8 @@ def main() -> None:
             seed=1,
         )
         figures: dict[str, Any] = {"text": {"input": options.input or "embedded paragraphs"}}
-        figures["prepare"] = prepared(config, folder, compare="prepare" in options.only)
+        rounds = options.prepare_rounds if "prepare" in options.only else 0
+        figures["prepare"] = prepared(config, folder, rounds=rounds)
         if "read" in options.only:
             readings = read(
                 config, folder, options.rounds, steady=options.steady, peers=options.peers
@@ -164,6 +156,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--megabytes", type=int, default=160, help="of text that is put together")
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--prepare-rounds", type=int, default=3)
     parser.add_argument("--steady", action="store_true", help="also without opening the folder")
     parser.add_argument("--peers", action="store_true")
     return parser.parse_args()
@@ -186,88 +179,23 @@ def write_text(folder: Path, num_bytes: int) -> Path:
 # Preparing ---------------------------------------------------------------------------------------
 
 
-def prepared(config: DataConfig, folder: Path, *, compare: bool) -> dict[str, Any]:
+def prepared(config: DataConfig, folder: Path, *, rounds: int) -> dict[str, Any]:
     """Prepares the folder that all else reads; says how fast, beside bare tokenisation."""
     began = time.perf_counter()
     with LocalPool(2) as pool:
         prepare(config, config.directory, pool=pool)
     manifest = read_manifest(config.directory)
     tokens = sum(shard.num_tokens for shard in manifest.shards)
-    text_bytes = sum(shard.num_text_bytes for shard in manifest.shards)
     found: dict[str, Any] = {
         "tokens": tokens,
-        "text_bytes": text_bytes,
+        "text_bytes": sum(shard.num_text_bytes for shard in manifest.shards),
         "shard_bytes_per_token": sum(shard.num_bytes for shard in manifest.shards) / tokens,
         "first_seconds": time.perf_counter() - began,  # with the training of the tokenizer
     }
-    if not compare:
-        return found
-    # The tokenizer that was trained, so that what is compared is the way of every document.
-    again = config.model_copy(update={"tokenizer": config.directory})
-    before = processor_s()
-    bare_s = bare_tokenisation_s(again)
-    found["bare_tokenisation_s"] = bare_s
-    found["bare_processor_s"] = processor_s() - before
-    before = processor_s()
-    for name, seconds in preparations(again, folder):
-        found[f"{name}_s"] = seconds
-        found[f"{name}_÷_bare"] = bare_s / seconds
-        if name == "local":  # the workers of Ray are not ours to count
-            found["local_processor_s"] = processor_s() - before
+    if rounds:  # with that tokenizer: what is compared is the way of every document
+        again = config.model_copy(update={"tokenizer": config.directory})
+        found |= data_prepare.compare(again, folder, rounds)
     return found
-
-
-def processor_s() -> float:
-    """Returns the processor seconds of this process and of its children that have ended."""
-    found = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    return sum(one.ru_utime + one.ru_stime for one in found)
-
-
-def preparations(config: DataConfig, folder: Path) -> Iterator[tuple[str, float]]:
-    """Yields what a preparation with two processes takes, and one with two Ray tasks."""
-    began = time.perf_counter()
-    with LocalPool(2) as pool:
-        prepare(config, folder / "local", pool=pool)
-    yield "local", time.perf_counter() - began
-    try:
-        import ray
-    except ImportError:
-        return
-    from moebius.cluster.prepare import RayPool
-
-    with ExitStack() as stack:
-        ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
-        stack.callback(ray.shutdown)
-        ray.get([ray.remote(wait).remote() for _ in range(2)])  # its workers are there
-        began = time.perf_counter()
-        with RayPool(capacity=4) as pool:
-            prepare(config, folder / "ray", pool=pool)
-        yield "ray", time.perf_counter() - began
-
-
-def wait() -> None:
-    time.sleep(0.1)
-
-
-def bare_tokenisation_s(config: DataConfig) -> float:
-    """Reads and encodes all of the text in two processes that keep nothing, seconds."""
-    jobs = [(config, split) for split in plan_splits(config)]
-    with multiprocessing.get_context("spawn").Pool(2) as pool:
-        pool.map(encode, jobs[:2])  # everything is imported
-        began = time.perf_counter()
-        pool.map(encode, jobs, chunksize=1)
-        return time.perf_counter() - began
-
-
-def encode(job: tuple[DataConfig, InputSplit]) -> int:
-    config, split = job
-    tokenizer, pending, found = load_tokenizer(config.tokenizer), [], 0
-    for document in read_documents(split, config.all_sources[0]):
-        pending.append(document.text)
-        if len(pending) == 100:
-            found += sum(map(len, tokenizer.encode_batch(pending)))
-            pending.clear()
-    return found + sum(map(len, tokenizer.encode_batch(pending)))
 
 
 # Reading -----------------------------------------------------------------------------------------
@@ -439,6 +367,8 @@ def random_rows(config: DataConfig, count: int = 200) -> dict[str, float]:
 
 def first_batch_s(config: DataConfig, start: int) -> float:
     """Opens a loader where a run stands, and waits for its first batch; seconds on the clock."""
+    from moebius.data_pipeline.loader import Loader  # and torch: not in a pool's processes
+
     began = time.perf_counter()
     with Loader(config, global_batch=BATCH, micro_batch=BATCH, start_sample=start) as loader:
         next(loader)

@@ -10,8 +10,6 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-import torch
-
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 
@@ -27,6 +25,8 @@ def environment() -> dict[str, Any]:
         "commit": _commit(),
         "command": _command(),
     }
+    import torch  # not of the processes of a pool, which import what a benchmark imports
+
     if torch.cuda.is_available():
         facts["gpu"] = torch.cuda.get_device_name(0)
     return facts

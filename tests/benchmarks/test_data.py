@@ -8,6 +8,9 @@ import pytest
 from small_corpus import sentences, write_jsonl
 
 from benchmarks import data as benchmark
+from benchmarks import data_prepare
+from moebius.data_pipeline.config import DataConfig
+from moebius.data_pipeline.making.prepare import prepare
 
 
 @pytest.mark.slow
@@ -49,6 +52,26 @@ def test_every_way_of_reading_gives_figures(
     assert found["memory"]["fixed_bytes"] > 0
     assert [one["shards"] for one in found["memory"]["many_shards"]] == [400, 400]
     assert set(found["first_batch_s"]) == {"0", "1000000000"}
+
+
+@pytest.mark.slow
+def test_every_way_of_preparing_is_timed_in_each_round(tmp_path: Path) -> None:
+    text = write_jsonl(tmp_path / "text.jsonl", sentences(0, 400))
+    config = DataConfig(
+        input=(str(text),),
+        directory=str(tmp_path / "shards"),
+        vocab_size=300,
+        split_bytes=text.stat().st_size // 3 + 1,
+    )
+    prepare(config, config.directory)
+    again = config.model_copy(update={"tokenizer": config.directory})
+    found = data_prepare.compare(again, tmp_path, 1)
+    assert set(found) >= {"bare", "local", "local again"}
+    assert all(len(one["wall_s"]) == len(one["processor_s"]) == 1 for one in found.values())
+    assert all(min(one["wall_s"] + one["processor_s"]) > 0 for one in found.values())
+    for folder in (tmp_path / "round-0").iterdir():
+        shard = folder / "text.train-00000.tok.arrow"
+        assert shard.read_bytes() == (tmp_path / "shards" / shard.name).read_bytes()
 
 
 def _save(path: Path, figures: dict) -> Path:
