@@ -164,6 +164,11 @@ def analyse(
     """
     rows_of(num_tokens, 1)  # before anything is loaded
     with start_process("auto") as process:
+        if process.world_size > 1:
+            raise ValueError(
+                f"an analysis runs in one process, and {process.world_size} were started: start "
+                "`moebius analyze` by itself, without torchrun"
+            )
         restored = restore(run_dir, process, step=step)
         max_rows = rows_of(num_tokens, restored.config.data.seq_len)
         found = new_analysis(restored, run_dir, split=split)

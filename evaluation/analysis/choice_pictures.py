@@ -12,7 +12,9 @@ from .picture import (
     PAPER,
     Picture,
     Table,
+    depth_label,
     depth_rows,
+    not_shown,
     pair_table,
     row_labels,
     stacked,
@@ -22,7 +24,7 @@ from .picture import (
 )
 from .usage import preference_order
 
-MOST_ITEMS = 1000  # of a curve, as the paper cuts it
+PAPER_ITEMS = 1000  # where the paper cuts its curves
 FREQUENT_ITEMS = 6000  # of the heat map
 
 
@@ -37,8 +39,8 @@ def unique_experts(analysis: Analysis) -> Picture:
         title="Unique experts per token and depth step",
         explanation=(
             "How many different experts a vocabulary item (the input token) ever meets at a depth "
-            "step, over all its occurrences. Items are sorted by that number for every depth step "
-            f"separately; the first {MOST_ITEMS:,} of those that occur are shown. A low curve means "
+            "step, over all its occurrences. The items that occur are sorted by that number for every "
+            f"depth step separately; the paper shows the first {PAPER_ITEMS:,}. A low curve means "
             "that the item alone decides, a high one that its context does. The paper sees the "
             "number grow towards the middle of the depth and fall a little at the end. It depends on "
             "how much text was read: compare runs with the same number of tokens."
@@ -79,7 +81,7 @@ def _draw_unique(analysis: Analysis, banks: Sequence[BankAnalysis]) -> Any:
         shown, colours, drawing.MARKERS * 2, strict=False
     ):
         assert each.items is not None
-        found = np.sort(each.items.unique_RV[repeat, seen])[:MOST_ITEMS]
+        found = np.sort(each.items.unique_RV[repeat, seen])
         panel.plot(
             np.arange(1, len(found) + 1),
             found,
@@ -90,8 +92,14 @@ def _draw_unique(analysis: Analysis, banks: Sequence[BankAnalysis]) -> Any:
             markevery=max(1, len(found) // 8),
             label=f"depth step {depth}",
         )
-    panel.set_xlim(left=1)
+    panel.set_xlim(1, max(2, seen.sum()))
     panel.set_ylim(bottom=0)
+    if seen.sum() > PAPER_ITEMS:
+        panel.axvline(PAPER_ITEMS, color=drawing.FAINT, linewidth=1, linestyle=":")
+        panel.annotate(
+            "the paper's figure ends here", (PAPER_ITEMS, 0), (4, 6), textcoords="offset points",
+            fontsize=8, color=drawing.FAINT,
+        )  # fmt: skip
     drawing.whole_numbers(panel.yaxis)
     drawing.finish_lines(panel)
     drawing.label(
@@ -166,7 +174,7 @@ def _draw_frequent(analysis: Analysis, banks: Sequence[BankAnalysis]) -> Any:
     image = drawing.heat(panel, shares, low=0.0, high=1.0)
     drawing.row_names(panel, row_labels(rows))
     drawing.part_groups(panel, [each.bank.member for each, _ in rows])
-    drawing.label(panel, x="vocabulary items, the most frequent first", y="depth step and layer")
+    drawing.label(panel, x="vocabulary items, the most frequent first", y=depth_label(rows))
     drawing.colour_bar(figure, image, panel, "share of the item's experts")
     drawing.title(panel, "Experts per depth step of frequent tokens")
     return figure
@@ -186,6 +194,7 @@ def similarity(analysis: Analysis) -> Picture:
             "same layer: the experts in both over the experts in either (Jaccard), averaged over all "
             "tokens that have experts at both. The diagonal, always 1, is left out."
             + _chance(banks)
+            + not_shown(banks)
         ),
         source=f"{PAPER}: similarity of expert selection between layers",
         absent=why_nothing_is_chosen(analysis) or why_nothing_repeats(analysis),
@@ -232,7 +241,7 @@ def repeat_overlap(analysis: Analysis) -> Picture:
             "Whether two depth steps use the same experts equally often, whatever the single token: "
             "the smaller of the two shares, summed over the experts of a layer. 1: the same usage; "
             "0: no expert in common. Its mean over different depth steps tells how universal the "
-            "experts are." + mean
+            "experts are." + mean + not_shown(banks)
         ),
         source="the paper's training monitors (histogram overlap between repeats, universal score)",
         absent=why_usage_is_fixed(analysis) or why_nothing_repeats(analysis),
@@ -258,14 +267,13 @@ def _draw_squares(
     shown = banks[: drawing.MAX_PANELS]
     columns = min(len(shown), 2)
     lines = -(-len(shown) // columns)
-    figure = drawing.new_figure(0.5 + lines * (2.55 if columns == 2 else 4.2))
+    figure = drawing.new_figure(0.5 + lines * (2.55 if columns == 2 else 3.6))
     panels = figure.subplots(lines, columns, squeeze=False).reshape(-1)
     matrices = [_without_diagonal(values(each)) for each in shown]
-    known = np.concatenate([matrix[np.isfinite(matrix)] for matrix in matrices])
-    high = float(known.max()) if len(known) else 1.0
+    high = drawing.high_end(matrices, 1.0)
     image = None
     for panel, each, matrix in zip(panels, shown, matrices, strict=False):
-        image = drawing.heat(panel, matrix, low=0.0, high=high or 1.0, square=True)
+        image = drawing.heat(panel, matrix, low=0.0, high=high, square=True)
         drawing.row_names(panel, each.bank.depths)
         drawing.column_names(panel, each.bank.depths, room=9)
         drawing.label(panel, x="depth step", y="depth step")
@@ -310,6 +318,7 @@ def co_occurrence(analysis: Analysis) -> Picture:
             "at the same depth step, summed over the depth steps of a layer. Experts are in the "
             "order of their layer preference, or by use where layers are not repeated. Bright blocks "
             "are teams; brightness all along a column is an expert that is used often."
+            + not_shown(banks)
         ),
         source="the paper's training monitors (expert co-occurrence matrix)",
         absent=absent,
@@ -349,14 +358,13 @@ def _draw_together(banks: Sequence[BankAnalysis]) -> Any:
     shown = banks[: drawing.MAX_PANELS]
     columns = min(len(shown), 2)
     lines = -(-len(shown) // columns)
-    figure = drawing.new_figure(0.5 + lines * (2.55 if columns == 2 else 4.4))
+    figure = drawing.new_figure(0.5 + lines * (2.55 if columns == 2 else 4.0))
     panels = figure.subplots(lines, columns, squeeze=False).reshape(-1)
     matrices = [_conditional(each) for each in shown]
-    known = np.concatenate([matrix[np.isfinite(matrix)] for matrix in matrices])
-    high = float(np.quantile(known, 0.999)) if len(known) else 1.0
+    high = drawing.high_end(matrices, 0.995)
     image = None
     for panel, each, matrix in zip(panels, shown, matrices, strict=False):
-        image = drawing.heat(panel, matrix, low=0.0, high=high or 1.0, square=True)
+        image = drawing.heat(panel, matrix, low=0.0, high=high, square=True)
         drawing.column_names(panel, range(1, len(matrix) + 1), room=6)
         step = max(1, -(-len(matrix) // 6))
         panel.set_yticks(range(0, len(matrix), step), range(1, len(matrix) + 1, step))

@@ -65,8 +65,6 @@ def heat(
 
     colours = matplotlib.colormaps["cividis"].with_extremes(bad="#d9dee3")
     shown = np.ma.masked_invalid(np.asarray(values, dtype=float))
-    if shown.count() == 0:
-        low, high = 0.0, 1.0
     image = panel.imshow(
         shown,
         cmap=colours,
@@ -79,9 +77,25 @@ def heat(
     return image
 
 
+def high_end(matrices: Sequence[np.ndarray], quantile: float, least: float = 1e-6) -> float:
+    """Returns where the scale of colours ends: few large values may lie above it, and are clipped."""
+    known = np.concatenate([matrix[np.isfinite(matrix)] for matrix in matrices])
+    return max(float(np.quantile(known, quantile)), least) if len(known) else max(least, 1.0)
+
+
 def colour_bar(figure: Any, image: Any, panels: Any, text: str, *, shrink: float = 1.0) -> None:
-    """Draws the scale of colours to the right of the panels."""
-    bar = figure.colorbar(image, ax=panels, pad=0.02, fraction=0.06, aspect=24, shrink=shrink)
+    """Draws the scale of colours to the right of the panels, with an arrow where values lie above."""
+    drawn = panels if isinstance(panels, list) else [panels]
+    above = any(np.ma.max(panel.images[0].get_array()) > image.norm.vmax for panel in drawn)
+    bar = figure.colorbar(
+        image,
+        ax=panels,
+        pad=0.02,
+        fraction=0.06,
+        aspect=24,
+        shrink=shrink,
+        extend="max" if above else "neither",
+    )
     bar.set_label(text, fontsize=8.5, color=INK)
     bar.ax.tick_params(labelsize=8, colors=INK)
     bar.outline.set_visible(False)

@@ -26,7 +26,7 @@ figure { margin: .8rem 0; } img { display: block; width: 100%; height: auto; bac
          border: 1px solid var(--line); }
 .absent { background: var(--note); border-left: 4px solid #e69f00; padding: .7rem .9rem; border-radius: 4px; }
 .scroll { overflow-x: auto; } table { border-collapse: collapse; font-size: .87rem; overflow-wrap: normal; }
-th, td { text-align: right; padding: .3rem .7rem .3rem 0; border-bottom: 1px solid var(--line); white-space: nowrap; }
+th, td { text-align: right; padding: .3rem .6rem .3rem 0; border-bottom: 1px solid var(--line); white-space: nowrap; }
 th:first-child, td:first-child { text-align: left; } nav ol { padding-left: 1.4rem; } a { color: inherit; }
 """
 
@@ -78,14 +78,18 @@ def model_line(analysis: Analysis) -> str:
 
 
 def _summary(analysis: Analysis) -> str:
-    rows = [_bank_row(each) for each in analysis.banks if each.chosen_by != "nobody"]
+    rows = [
+        _bank_row(each)
+        for each in analysis.banks
+        if each.chosen_by != "nobody" and not each.takes_all
+    ]
     if not rows:
         return ""
     head = (
         "experts of",
         "number",
         "per token",
-        "usage perplexity",
+        "perplexity",
         "never used",
         "kept",
         "universal",
@@ -95,7 +99,7 @@ def _summary(analysis: Analysis) -> str:
         '<div class="scroll"><table>\n'
         + "\n".join(lines)
         + '\n</table></div>\n<p class="facts">Means over depth steps. Per token: experts of a token '
-        "that has any. Usage perplexity: 1 where all experts are used alike. Never used: at no depth "
+        "that has any. Perplexity: of the usage, 1 where all experts are used alike. Never used: at no depth "
         "step. Kept: share of a token's experts that it had one repeat before. Universal: overlap of "
         "the usage of two depth steps.</p>"
     )

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from . import drawing
 from .analyse import Analysis, BankAnalysis
 from .banks import FEED_FORWARD, member_name
 
@@ -101,6 +102,18 @@ def row_labels(rows: Sequence[tuple[BankAnalysis, int]]) -> list[str]:
         else str(each.bank.depths[repeat])
         for each, repeat in rows
     ]
+
+
+def depth_label(rows: Sequence[tuple[BankAnalysis, int]]) -> str:
+    """Returns what the axis of such rows is called."""
+    return "depth step and layer" if any(r > 0 for _, r in rows) else "depth step"
+
+
+def not_shown(banks: Sequence[BankAnalysis]) -> str:
+    """Returns a sentence about layers that have no panel, where there are too many of them."""
+    if len(banks) <= drawing.MAX_PANELS:
+        return ""
+    return f" Of {len(banks)} layers the first {drawing.MAX_PANELS} are drawn; the data have all."
 
 
 def stacked(tables: Sequence[Table]) -> Table:

@@ -1,5 +1,6 @@
 """Writes an analysis: for each picture a PNG and a Parquet file, and one page with all of them."""
 
+import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -31,19 +32,17 @@ PICTURES: tuple[Callable[[Analysis], Picture], ...] = (
 
 
 def check_folder(folder: Path) -> None:
-    """Checks, before hours of counting, that an analysis can be written there; makes the folder.
+    """Checks, before hours of counting, that an analysis can be written there; makes nothing.
 
     Raises:
-        ValueError: something else is in the way, or nobody may write there.
+        ValueError: a file is in the way.
+        OSError: nobody may write there.
     """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except FileExistsError:
-        raise ValueError(
-            f"--out {folder}: is a file, and the pictures need a folder; name another path"
-        ) from None
-    with atomic_write(folder / PAGE, durable=False) as file:
-        file.write(b"<!doctype html><title>Being made</title><p>The analysis is being made.</p>\n")
+    place = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not place.is_dir():
+        raise ValueError(f"--out {folder}: {place} is a file, and the pictures need a folder")
+    with tempfile.TemporaryFile(dir=place):
+        pass
 
 
 def write_analysis(analysis: Analysis, folder: Path) -> list[dict[str, Any]]:

@@ -62,7 +62,9 @@ def _draw(analysis: Analysis) -> Any:
     else:
         lengths.set_ylim(bottom=0)
     ratio.set_ylim(0, 1.1 * np.nanmax(table["ratio"], initial=1e-9))
-    cosine.set_ylim(0, 1.05)
+    least = float(np.nanmin(table["abs_cosine"], initial=1.0))
+    low = 0.0 if least < 0.6 else min(0.995, 1 - 1.3 * (1 - least))
+    cosine.set_ylim(low, 1 + 0.05 * (1 - low))
     for panel in (lengths, ratio, cosine):
         drawing.finish_lines(panel)
         drawing.label(panel)

@@ -7,14 +7,16 @@ import numpy as np
 
 from . import drawing
 from .analyse import Analysis, BankAnalysis
-from .banks import FEED_FORWARD, member_name
+from .banks import FEED_FORWARD
 from .picture import (
     KIND_NAMES,
     PAPER,
     Picture,
     Table,
     bank_name,
+    depth_label,
     depth_rows,
+    not_shown,
     row_labels,
     stacked,
     why_nothing_repeats,
@@ -80,13 +82,11 @@ def _draw_usage(banks: Sequence[BankAnalysis]) -> Any:
     )
     figure = drawing.new_figure(1.5 + 0.17 * max(len(rows), 4))
     panel = figure.subplots()
-    known = loads[np.isfinite(loads)]
-    high = max(float(np.quantile(known, 0.995)), 1.5) if len(known) else 1.5
-    image = drawing.heat(panel, loads, low=0.0, high=high)
+    image = drawing.heat(panel, loads, low=0.0, high=drawing.high_end([loads], 0.995, 1.5))
     drawing.row_names(panel, row_labels(rows))
     drawing.column_names(panel, range(1, loads.shape[1] + 1), room=12)
     drawing.part_groups(panel, [each.bank.member for each, _ in rows])
-    drawing.label(panel, x="experts, the most used of each layer first", y="depth step and layer")
+    drawing.label(panel, x="experts, the most used of each layer first", y=depth_label(rows))
     drawing.colour_bar(figure, image, panel, "load (1: all alike)")
     drawing.title(panel, "Expert usage per depth step, feed-forward")
     return figure
@@ -108,6 +108,7 @@ def layer_preference(analysis: Analysis) -> Picture:
             "0.9-quantile count). A bright diagonal means specialists of one depth step, an even "
             "colour experts that serve all. The paper finds most experts used at several depth "
             "steps, and some with a clear preference. Experts that nobody chose are grey."
+            + not_shown(banks)
         ),
         source=f"{PAPER}: expert usage per layer, normalised per expert",
         absent=why_usage_is_fixed(analysis) or why_nothing_repeats(analysis),
@@ -135,12 +136,12 @@ def _draw_preference(banks: Sequence[BankAnalysis]) -> Any:
     rows = sum(max(each.bank.num_repeats, 3) for each in shown)
     figure = drawing.new_figure(0.6 + 0.75 * len(shown) + 0.17 * rows)
     panels = figure.subplots(len(shown), 1, squeeze=False)[:, 0]
-    highest = max(float(np.nanmax(each.usage.preference_RE, initial=0.0)) for each in shown)
+    high = drawing.high_end([each.usage.preference_RE for each in shown], 0.998)
     image = None
     for panel, each in zip(panels, shown, strict=True):
         preference_RE = each.usage.preference_RE
         image = drawing.heat(
-            panel, preference_RE[:, preference_order(preference_RE)], low=0.0, high=highest
+            panel, preference_RE[:, preference_order(preference_RE)], low=0.0, high=high
         )
         drawing.row_names(panel, each.bank.depths)
         drawing.column_names(panel, range(1, each.bank.num_experts + 1), room=12)
@@ -285,29 +286,30 @@ def attention_heads(analysis: Analysis) -> Picture:
 
 
 def _draw_heads(banks: Sequence[BankAnalysis]) -> Any:
-    members = sorted({each.bank.member for each in banks})[: drawing.MAX_PANELS // 2]
-    shown = [each for each in banks if each.bank.member in members][: drawing.MAX_PANELS]
-    rows = sum(max(each.bank.num_repeats, 3) for each in shown)
-    figure = drawing.new_figure(0.6 + 0.85 * len(shown) + 0.17 * rows)
-    panels = figure.subplots(len(shown), 1, squeeze=False)[:, 0]
-    loads = [
-        each.usage.head_share_RHA.reshape(each.bank.num_repeats, -1)
-        * (each.bank.num_experts // each.bank.num_heads)
-        for each in shown
-    ]
-    known = np.concatenate([load[np.isfinite(load)] for load in loads])
-    high = max(float(np.quantile(known, 0.995)), 1.5) if len(known) else 1.5
+    kinds = list(dict.fromkeys(each.bank.kind for each in banks))
+    rows = {kind: depth_rows([each for each in banks if each.bank.kind == kind]) for kind in kinds}
+    loads = {kind: np.stack([_head_loads(*row) for row in rows[kind]]) for kind in kinds}
+    high = drawing.high_end(list(loads.values()), 0.995, 1.5)
+    figure = drawing.new_figure(0.6 + sum(0.75 + 0.17 * max(len(rows[kind]), 4) for kind in kinds))
+    panels = figure.subplots(len(kinds), 1, squeeze=False)[:, 0]
     image = None
-    for panel, each, load in zip(panels, shown, loads, strict=True):
-        image = drawing.heat(panel, load, low=0.0, high=high)
-        drawing.row_names(panel, each.bank.depths)
-        drawing.label(panel, y="depth step")
-        _name_heads(panel, each.bank.num_heads, each.bank.num_experts // each.bank.num_heads)
-        name = KIND_NAMES[each.bank.kind]
-        drawing.title(panel, f"{name[0].upper()}{name[1:]}, layer {member_name(each.bank.member)}")
-    drawing.label(panels[-1], x="experts, by head", y="depth step")
+    for panel, kind in zip(panels, kinds, strict=True):
+        image = drawing.heat(panel, loads[kind], low=0.0, high=high)
+        drawing.row_names(panel, row_labels(rows[kind]))
+        drawing.part_groups(panel, [each.bank.member for each, _ in rows[kind]])
+        bank = rows[kind][0][0].bank
+        _name_heads(panel, bank.num_heads, bank.num_experts // bank.num_heads)
+        columns = "experts of each layer" + (", by head" if bank.num_heads > 1 else "")
+        drawing.label(panel, x=columns, y=depth_label(rows[kind]))
+        drawing.title(panel, f"Attention experts, {KIND_NAMES[kind]}")
     drawing.colour_bar(figure, image, list(panels), "use (1: all alike)")
     return figure
+
+
+def _head_loads(each: BankAnalysis, repeat: int) -> np.ndarray:
+    """Returns the use of a bank's experts at one repeat, head after head; 1: all alike."""
+    shares_HA = each.usage.head_share_RHA[repeat]
+    return shares_HA.reshape(-1) * shares_HA.shape[1]
 
 
 def _name_heads(panel: Any, num_heads: int, experts: int) -> None:

@@ -1,9 +1,12 @@
 """`moebius analyze` from a run folder: the stream is that of an evaluation, bad input is refused."""
 
+import contextlib
 import json
 import shutil
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -108,14 +111,14 @@ def test_what_cannot_be_analysed_is_refused(
         ((run, "--tokens", "0"), "--tokens 0: nothing would be counted"),
         ((run, "--tokens", "-3"), "--tokens -3: nothing would be counted"),
         ((run, "--tokens", "some"), "'some' is neither a number nor `all`"),
-        ((run, "--out", str(file)), "is a file, and the pictures need a folder"),
-        ((run, "--out", str(file / "below")), "Not a directory; name another path"),
+        ((run, "--out", str(file)), f"{file} is a file, and the pictures need a folder"),
+        ((run, "--out", str(file / "below")), f"{file} is a file, and the pictures need"),
     ]
     for arguments, message in cases:
         code, _, said = ask(capfd, *arguments)
         assert code == 2, arguments
         assert message in said, (arguments, said)
-    assert not list(tmp_path.glob("*.tmp*"))
+    assert {path.name for path in tmp_path.iterdir()} == {"file", "without"}
 
 
 def test_data_that_have_gone(
@@ -143,6 +146,16 @@ def test_a_split_that_is_too_short(
     assert code == 2
     assert "split 'validation'" in said
     assert "fewer than the 1000001 of one row" in said
+
+
+def test_several_processes_are_refused(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    @contextlib.contextmanager
+    def two_ranks(_device: str) -> Iterator[SimpleNamespace]:
+        yield SimpleNamespace(world_size=2)
+
+    monkeypatch.setattr(counting, "start_process", two_ranks)
+    with pytest.raises(ValueError, match="runs in one process, and 2 were started"):
+        analyse(trained / "run", num_tokens=10)
 
 
 def test_a_split_of_padding_alone(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:

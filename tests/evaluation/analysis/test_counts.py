@@ -18,15 +18,14 @@ from moebius.evaluation.analysis.stream import AnalysedPass, rows_of
 from moebius.evaluation.analysis.updates import UpdateCounter, tap_residual
 from moebius.evaluation.analysis.usage import UsageCounter, preference_order
 
-# recipe: what it is here for
-MODELS = {
-    "moeut": "repeats, heads of attention",
-    "moeut_aabb": "the other order of repeats",
-    "sigma_moe": "no repeats",
-    "mh_moe": "sub-tokens",
-    "switch": "a capacity that refuses rows",
-    "expert_choice": "experts that choose",
-    "sut": "halting, one router for Q and O",
+MODELS: dict[str, dict[str, Any]] = {  # recipe: changes
+    "moeut": {},  # repeats, heads of attention
+    "moeut_aabb": {},  # the other order of repeats
+    "sigma_moe": {},  # no repeats
+    "mh_moe": {"layers_per_group": 1},  # sub-tokens: tokens have more or fewer experts
+    "switch": {"layers_per_group": 1},  # a capacity that refuses rows
+    "expert_choice": {"layers_per_group": 2},  # experts that choose
+    "sut": {},  # halting, one router for Q and O
 }
 Case = tuple[list[AnalysedPass], Analysis]
 
@@ -34,7 +33,7 @@ Case = tuple[list[AnalysedPass], Analysis]
 @pytest.fixture(scope="module", params=MODELS)
 def case(request: pytest.FixtureRequest) -> Case:
     name: str = request.param
-    model = make_uneven(tiny_model(name))
+    model = make_uneven(tiny_model(name, MODELS[name]))
     group = model.config.evaluation_group_sequences
     rows = max(4, group)
     padded = name in ("moeut", "mh_moe", "switch")
