@@ -284,33 +284,37 @@ def _scores(run_dir: Path | None, step: int) -> str:
     rows = [] if run_dir is None else list(read_scores(run_dir, step))
     if not rows:
         return "## Evaluation\n\nNot evaluated.\n"
-    return "## Evaluation\n\n" + _table(("file", "score", "value"), rows)
+    return "## Evaluation\n\n" + _table(("score", "value", "standard error", "items"), rows)
 
 
-def read_scores(run_dir: Path, step: int) -> Iterable[tuple[str, str, str]]:
-    """Yields (file, name, value) of every number in the run folder's files of evaluations.
+def read_scores(run_dir: Path, step: int) -> Iterable[tuple[str, str, str, str]]:
+    """Yields (name, value, standard error, items) of the scores in the run folder's eval*.json.
 
-    Those are eval*.json in it, and all *.json in a folder eval* of it. A file that names another
-    step is of another checkpoint.
+    They are what `moebius eval --tasks … --json` prints; of other files those parts are read that
+    look alike. A file that names another step is of another checkpoint.
     """
-    for file in sorted([*run_dir.glob("eval*.json"), *run_dir.glob("eval*/**/*.json")]):
+    for file in sorted(run_dir.glob("eval*.json")):
         try:
             content = json.loads(file.read_text(encoding="utf-8"))
         except (OSError, ValueError):
             continue
-        if not isinstance(content, dict) or content.get("step", step) != step:
-            continue
-        for name, value in _numbers(content):
-            if name != "step":
-                yield file.stem, name, f"{value:,.4f}" if isinstance(value, float) else f"{value:,}"
+        if isinstance(content, dict) and content.get("step", step) == step:
+            yield from _estimates(content, ())
 
 
-def _numbers(values: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, float]]:
+def _estimates(
+    values: Mapping[str, Any], path: tuple[str, ...]
+) -> Iterable[tuple[str, str, str, str]]:
+    """Yields every score inside: a value with its standard error."""
+    if {"value", "stderr"} <= values.keys() and _is_number(values["value"]):
+        error, count = values["stderr"], values.get("count")
+        name = ", ".join(part for part in path if part not in ("tasks", "metrics"))
+        shown = f"{error:.4f}" if _is_number(error) else "–"
+        yield name, f"{values['value']:,.4f}", shown, f"{count:,}" if _is_number(count) else "–"
+        return
     for key, value in values.items():
         if isinstance(value, dict):
-            yield from _numbers(value, f"{prefix}{key} / ")
-        elif not isinstance(value, bool) and _is_number(value):
-            yield f"{prefix}{key}", value
+            yield from _estimates(value, (*path, key))
 
 
 def _origin(stored: StoredCheckpoint) -> str:

@@ -58,13 +58,14 @@ def export_to_hf(
             file for it, or whatever `export` refuses.
     """
     config = config_of(open_checkpoint(source))
-    check_promises(config.model)  # before an hour of verifying
+    # what may be refused, before an hour of verifying
+    check_promises(config.model)
+    tokenizer, words = tokenizer_of(config) if with_tokenizer else (None, "no tokenizer, as asked")
+    files = {} if tokenizer is None else tokenizer_files(tokenizer, config.data.seq_len)
 
     def describe(stored: StoredCheckpoint, config: Config, dtype: Precision) -> Description:
-        tokenizer, words = tokenizer_of(config)
-        if not with_tokenizer:
-            tokenizer, words = None, "no tokenizer, as asked"
-        return _describe(stored, config, dtype, tokenizer, words)
+        own = _files(stored, config, dtype, tokenizer)
+        return Description({**own, **files}, words.replace("no tokenizer file", "a tokenizer"))
 
     return export(
         source,
@@ -105,13 +106,10 @@ def check_promises(model: ModelConfig) -> None:
     )
 
 
-def _describe(
-    stored: StoredCheckpoint,
-    config: Config,
-    dtype: Precision,
-    tokenizer: Tokenizer | None,
-    words: str,
-) -> Description:
+def _files(
+    stored: StoredCheckpoint, config: Config, dtype: Precision, tokenizer: Tokenizer | None
+) -> dict[str, str | bytes]:
+    """Returns all that stands beside the weights but for the tokenizer."""
     end = None if tokenizer is None else tokenizer.end_of_document_id
     described = config_values(stored, config, tokenizer, dtype) | {
         "architectures": ["MoebiusForCausalLM"],
@@ -128,8 +126,4 @@ def _describe(
     }
     folder = Path(__file__).parent
     files |= {name: (folder / name).read_text(encoding="utf-8") for name in CODE}
-    if tokenizer is not None:
-        files |= tokenizer_files(tokenizer, max_length=config.data.seq_len)
-        words = words.replace("no tokenizer file:", "tokenizer.json of bytes:")
-    files |= card_files(stored, config, dtype, has_tokenizer=tokenizer is not None)
-    return Description(files, words)
+    return files | card_files(stored, config, dtype, has_tokenizer=tokenizer is not None)

@@ -18,7 +18,7 @@ from ...data_pipeline.tokenizers.raw_bytes import BytesTokenizer
 from ...train.config import ConfigError
 
 
-def tokenizer_files(tokenizer: Tokenizer, *, max_length: int) -> dict[str, str]:
+def tokenizer_files(tokenizer: Tokenizer, max_length: int) -> dict[str, str]:
     """Returns tokenizer.json and tokenizer_config.json.
 
     Raises:

@@ -3,13 +3,17 @@ without its cache, padding and beams; and what cannot go out that way is refused
 """
 
 import json
+import math
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import tokenizers
 import torch
 import torch.nn.functional as F
 from family import NAMES, tiny_config
@@ -17,13 +21,17 @@ from hf_case import LENGTHS, STEP, TOKENS, VOCABULARY, logits, make_run, model_o
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from moebius.cli.evaluate_report import plain_report
 from moebius.cli.main import main
 from moebius.data_pipeline.config import DataConfig, SourceConfig
 from moebius.data_pipeline.making.prepare import prepare
 from moebius.data_pipeline.token_store import prepared_tokenizer
+from moebius.data_pipeline.tokenizers.huggingface import HuggingFaceTokenizer
 from moebius.data_pipeline.tokenizers.raw_bytes import BytesTokenizer
 from moebius.evaluation.generate import generate
+from moebius.evaluation.zero_shot import Estimate, TaskResult, ZeroShotReport
 from moebius.export.hf import card
+from moebius.export.hf import folder as folder_module
 from moebius.export.hf.folder import CODE, check_promises, export_to_hf
 from moebius.export.hf.tokenizer import byte_words, tokenizer_files
 from moebius.export.safetensors import load_export
@@ -265,10 +273,11 @@ def exported(text_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run's folder for Hugging Face, beside the run, which also has scores."""
     folder = tmp_path_factory.mktemp("one")
     run = make_run(folder / "run", model_of("moeut"), data=str(text_data))
-    (run / "evaluations").mkdir()
-    scores = {"step": STEP, "tasks": {"blimp": {"accuracy": 0.625, "items": 40, "ok": True}}}
-    (run / "evaluations" / "tasks.json").write_text(json.dumps(scores))
-    (run / "eval_old.json").write_text(json.dumps({"step": STEP - 1, "accuracy": 0.123}))
+    estimate = Estimate(value=0.625, stderr=math.nan, spread=None, count=1_040)
+    for step, name in ((STEP, "blimp"), (STEP - 1, "piqa")):
+        task = TaskResult(name, "a title", 40, 40, 0, 0, {"acc": estimate})
+        report = ZeroShotReport(str(run), step, "data", 20, 0, 0, 1, 1.0, (task,))
+        (run / f"eval_{name}.json").write_text(json.dumps(plain_report(report)))
     (run / "eval_broken.json").write_text("{")
     export_to_hf(checkpoint_of(run), folder / "out", max_file_bytes=40_000)
     return folder / "out"
@@ -304,12 +313,11 @@ def test_the_card_says_what_the_run_knows(exported: Path) -> None:
         "| bands | CC0-1.0 |",
         f"| {STEP} | {6 - STEP / 4:.4f} | 4.5000 | 90.02 |",
         "![loss over training steps](loss.png)",
-        "| tasks | tasks / blimp / accuracy | 0.6250 |",
-        "| tasks | tasks / blimp / items | 40 |",
+        "| blimp, acc | 0.6250 | – | 1,040 |",
         "trust_remote_code=True",
     ):
         assert words in said, words
-    assert "0.123" not in said
+    assert "piqa" not in said
     assert str(exported.parent) not in said
     assert (exported / "loss.png").read_bytes().startswith(b"\x89PNG")
 
@@ -336,8 +344,6 @@ def test_a_card_of_a_checkpoint_alone_says_what_is_absent(tmp_path: Path) -> Non
 
 
 def test_bytes_have_a_tokenizer_of_their_own() -> None:
-    import tokenizers
-
     files = tokenizer_files(BytesTokenizer(), max_length=20)
     library = tokenizers.Tokenizer.from_str(files["tokenizer.json"])
     library.encode_special_tokens = True
@@ -345,6 +351,37 @@ def test_bytes_have_a_tokenizer_of_their_own() -> None:
         assert library.encode(text).ids == ids.tolist()
     assert len(set(byte_words())) == 256
     assert library.token_to_id("<|end_of_document|>") == 256
+
+
+def test_sentencepiece_is_refused_in_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake: Any = SimpleNamespace(files={"tokenizer.model": b""}, vocab_size=VOCABULARY)
+    monkeypatch.setattr(folder_module, "tokenizer_of", lambda config: (fake, "one"))
+    run = make_run(tmp_path / "run", model_of("dense"))
+    with pytest.raises(ConfigError, match=r"is a SentencePiece model.*--no-tokenizer"):
+        export_to_hf(checkpoint_of(run), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_tokenizer_that_begins_texts_with_a_token_does_so_no_more(text_data: Path) -> None:
+    described = json.loads((text_data / "tokenizer.json").read_text())
+    end = {"SpecialToken": {"id": "<|end_of_document|>", "type_id": 0}}
+    text = {"Sequence": {"id": "A", "type_id": 0}}
+    described["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": [end, text],
+        "pair": [end, text, text],
+        "special_tokens": {
+            "<|end_of_document|>": {
+                "id": "<|end_of_document|>",
+                "ids": [0],
+                "tokens": ["<|end_of_document|>"],
+            }
+        },
+    }
+    tokenizer = HuggingFaceTokenizer(json.dumps(described))
+    library = tokenizers.Tokenizer.from_str(tokenizer_files(tokenizer, 20)["tokenizer.json"])
+    ids = tokenizer.encode_batch(["the band"])[0].tolist()
+    assert library.encode("the band").ids == ids
 
 
 def run(capfd: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
