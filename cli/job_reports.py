@@ -226,6 +226,11 @@ def _in_colour(choice: str) -> bool:
 # top ----------------------------------------------------------------------------------------------
 
 
+def watch_run(run_dir: Path) -> int:
+    """Follows a run in the terminal until it has ended; returns the exit code of its state."""
+    return _show_one(run_dir, watch=True)
+
+
 def _add_top(commands: Commands) -> None:
     parser = add_command(
         commands,

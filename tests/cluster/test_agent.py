@@ -160,6 +160,7 @@ def test_a_node_whose_supervisor_is_silent_ends_its_ranks(tmp_path):
     node = Node()
     try:
         node.start(attempt_of(launch))
+        wait_for(lambda: node.poll() is None and rank_pids(tmp_path), what="the ranks")
         heard_until = time.monotonic() + 15
         while time.monotonic() < heard_until:  # one that is heard keeps them alive
             assert node.poll() is None

@@ -1,0 +1,1 @@
+"""A web page on this machine that compares runs, live: what `moebius dashboard` serves."""

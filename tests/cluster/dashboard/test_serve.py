@@ -1,0 +1,143 @@
+"""Who is let in to the page, and what the command says where it cannot be served."""
+
+import shutil
+import socket
+import subprocess
+import sys
+from contextlib import closing
+
+import pytest
+from measured_runs import train_line, with_loads, write_run
+
+pytest.importorskip("dash")
+
+from moebius.cli.main import main
+from moebius.cluster.dashboard.curves import Runs
+from moebius.cluster.dashboard.page import make_page
+from moebius.cluster.dashboard.serve import guarded
+
+
+@pytest.fixture
+def runs(tmp_path):
+    write_run(tmp_path / "runs" / "two", train_line(1, loss=3.25))
+    write_run(tmp_path / "runs" / "one", *(with_loads(step, [0.5, 0.5]) for step in range(1, 9)))
+    return tmp_path / "runs"
+
+
+@pytest.fixture
+def visitor(runs):
+    return guarded(make_page(Runs(runs)).server, "the-token").test_client()
+
+
+@pytest.mark.parametrize("path", ["/", "/?token=other", "/_dash-layout", "/?token="])
+def test_a_stranger_is_refused_whatever_he_asks_for(visitor, path):
+    answer = visitor.get(path)
+    assert answer.status_code == 403
+    assert "address that `moebius dashboard` has printed" in answer.text
+    assert "Set-Cookie" not in answer.headers
+
+
+def test_a_token_becomes_a_cookie_and_leaves_the_address(visitor):
+    answer = visitor.get("/?token=the-token")
+    assert (answer.status_code, answer.headers["Location"]) == (302, "/")
+    assert "HttpOnly" in answer.headers["Set-Cookie"]
+    assert "SameSite=Strict" in answer.headers["Set-Cookie"]
+    assert visitor.get("/").status_code == 200
+    assert '"one"' in visitor.get("/_dash-layout").text
+
+
+def test_all_it_needs_comes_from_the_machine_itself(visitor):
+    visitor.get("/?token=the-token")
+    page = visitor.get("/").text
+    assert "<script" in page
+    assert "http://" not in page
+    assert "https://" not in page
+
+
+def test_the_figures_are_of_the_chosen_runs(visitor):
+    visitor.get("/?token=the-token")
+    [drawing] = [
+        one for one in visitor.get("/_dash-dependencies").json if "loss.figure" in one["output"]
+    ]
+    values = {"chosen": ["two"], "axis": "step", "smoothing": 0, "load-of": "two", "clock": 1}
+    outputs = [
+        "loss.figure",
+        "throughput.figure",
+        "imbalance.figure",
+        "load.figure",
+        "stand.children",
+        "events.children",
+    ]
+    body = {
+        "output": drawing["output"],
+        "outputs": [dict(zip(("id", "property"), one.split("."), strict=True)) for one in outputs],
+        "inputs": [one | {"value": values[one["id"]]} for one in drawing["inputs"]],
+        "changedPropIds": ["clock.n_intervals"],
+    }
+    answer = visitor.post("/_dash-update-component", json=body)
+    assert answer.status_code == 200
+    drawn = answer.json["response"]
+    assert drawn["loss"]["figure"]["data"][0]["y"] == [3.25]
+    assert "3.2500" in str(drawn["stand"])
+    assert "RUNNING: first step" in str(drawn["events"])
+
+
+def fails(capfd, *arguments: str) -> str:
+    with pytest.raises(SystemExit) as end:
+        main(["dashboard", *arguments])
+    assert end.value.code == 2
+    return capfd.readouterr().err
+
+
+def test_mistakes_are_told(tmp_path, runs, capfd, monkeypatch):
+    assert "there is no run in" in fails(capfd, str(tmp_path / "nothing"))
+    with closing(socket.create_server(("127.0.0.1", 0))) as taken:
+        port = str(taken.getsockname()[1])
+        assert "--port 0 for any that is free" in fails(capfd, str(runs), "--port", port)
+    assert "cannot be served on 127.0.0.1:99999" in fails(capfd, str(runs), "--port", "99999")
+    assert "not.an.address" in fails(capfd, str(runs), "--host", "not.an.address")
+    monkeypatch.setitem(sys.modules, "dash", None)
+    for name in [name for name in sys.modules if name.startswith("moebius.cluster.dashboard.")]:
+        monkeypatch.delitem(sys.modules, name)
+    assert "pip install 'moebius[web]'" in fails(capfd, str(runs))
+
+
+def browser() -> str | None:
+    names = ("chromium", "chromium-browser", "google-chrome")
+    return next(filter(None, map(shutil.which, names)), None)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(browser() is None, reason="no Chromium is installed")
+def test_a_browser_draws_it_without_an_error(runs, tmp_path):
+    """At the width of a desk and of a telephone."""
+    playwright = pytest.importorskip("playwright.sync_api")
+    code = "from moebius.cli.main import main; main()"
+    program = subprocess.Popen(
+        [sys.executable, "-c", code, "dashboard", str(runs), "--port", "0"],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert program.stdout is not None
+    try:
+        address = program.stdout.readline().split()[1]
+        with playwright.sync_playwright() as tools:
+            chromium = tools.chromium.launch(executable_path=browser(), args=["--no-sandbox"])
+            for width in (1280, 500):
+                page = chromium.new_page(viewport={"width": width, "height": 900})
+                errors: list[object] = []
+                page.on("pageerror", lambda error, told=errors: told.append(error))
+                page.goto(address, timeout=120_000)
+                for drawn in ("#load .heatmaplayer image", "#loss .scatterlayer .trace"):
+                    page.wait_for_selector(drawn, state="attached", timeout=120_000)
+                assert "token" not in page.url
+                assert page.locator("#loss").bounding_box()["height"] > 200
+                wide = page.evaluate("document.documentElement.scrollWidth")
+                assert wide <= width
+                assert page.locator("#stand tr").count() == 3
+                assert not errors
+                page.screenshot(path=tmp_path / f"{width}.png", full_page=True)
+            chromium.close()
+    finally:
+        program.terminate()
+        program.wait(60)
