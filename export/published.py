@@ -32,6 +32,7 @@ from ..distributed.checkpoint.writing import atomic_directory, refuse_existing
 from ..distributed.parallelize import expert_names
 from ..model.attention_config import SwitchHeadConfig
 from ..model.config import ModelConfig
+from ..model.precision import stored_dtype
 from ..model.transformer import Transformer
 from ..train.config import Config, ConfigError
 from ..train.state import TrainingProgress
@@ -154,7 +155,7 @@ def import_published(
         "rollbacks": [],
         "config": config.model_dump(mode="json"),
     }
-    state = _state(weights, model)
+    state = _state(weights, model, stored_dtype(config.train.precision))
     banks = expert_names(model)
     with atomic_directory(
         out, needed_bytes=3 * sum(4 * t.numel() for t in weights.values())
@@ -176,14 +177,18 @@ def import_published(
     return Imported(out, len(weights), count, ignored)
 
 
-def _state(weights: Mapping[str, Tensor], model: Transformer) -> dict[str, Callable[[], Tensor]]:
+def _state(
+    weights: Mapping[str, Tensor], model: Transformer, dtype: torch.dtype
+) -> dict[str, Callable[[], Tensor]]:
     """Returns the tensors of a run's state at step 0, by name; AdamW's moments are zero."""
     state: dict[str, Callable[[], Tensor]] = {
-        f"model.{name}": partial(weights[name].to, torch.float32) for name in weights
+        f"model.{name}": partial(weights[name].to, dtype) for name in weights
     }
     for name, parameter in model.named_parameters():
         for moment in ("exp_avg", "exp_avg_sq"):
-            state[f"optimizer.{moment}.{name}"] = partial(torch.zeros, tuple(parameter.shape))
+            state[f"optimizer.{moment}.{name}"] = partial(
+                torch.zeros, tuple(parameter.shape), dtype=dtype
+            )
     return state
 
 

@@ -21,6 +21,7 @@ from moebius.distributed.checkpoint.loading import load
 from moebius.evaluation.generate import generate
 from moebius.export.published import import_published, our_name, read_tensors, translate
 from moebius.export.safetensors import export, load_export
+from moebius.model.precision import store_in
 from moebius.model.transformer import Transformer
 from moebius.train.config import Config, ConfigError
 from moebius.train.optim import make_optimizer
@@ -143,6 +144,19 @@ def test_files_as_people_write_them(how: str, release: tuple[Path, Config]) -> N
     for name, parameter in model.named_parameters():
         wanted = expected[name].bfloat16().float() if how == "half" else expected[name]
         assert torch.equal(parameter, wanted), name
+
+
+def test_a_run_that_stores_bfloat16_gets_bfloat16(
+    release: tuple[Path, Config], tmp_path: Path
+) -> None:
+    file, config = release
+    low = config.train.model_copy(update={"precision": "bfloat16_only"})
+    import_published(file, tmp_path / "out", config.model_copy(update={"train": low}))
+    model = Transformer(config.model)
+    store_in(model, torch.bfloat16)
+    optimizer = make_optimizer(config.optim, model.parameters())
+    allocate_moments(model, optimizer)
+    load(step_0(tmp_path / "out"), *state_tensors(model, optimizer))
 
 
 class Malicious:
