@@ -288,7 +288,7 @@ def _cluster_gpus(config: Config) -> int:
 
 def _needs_no_cluster(data: DataConfig) -> bool:
     """Returns whether the embedded corpus is all there is; `prepare` reads it in this process."""
-    return all(set(source.input) == {EMBEDDED} for source in data.all_sources)
+    return all({*one.input, *one.validation_input} == {EMBEDDED} for one in data.all_sources)
 
 
 def _prepare(

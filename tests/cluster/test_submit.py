@@ -16,6 +16,7 @@ from moebius.cluster import ray_session
 from moebius.cluster import submit as submitting
 from moebius.cluster.job import JobError, Journal, State, begin_submission, read_status, stop
 from moebius.cluster.submit import make_launch, submit
+from moebius.data_pipeline.config import DataConfig
 from moebius.data_pipeline.manifest import manifest_name
 from moebius.train.config import Config, build
 
@@ -285,3 +286,16 @@ def test_where_ray_itself_finds_the_cluster_it_reads_the_credentials_anew(
     monkeypatch.setitem(sys.modules, "grpc", None)  # an import of it fails
     ray_session._check_credentials("auto" if has_credentials else "head:6379")
     assert loader.resets == has_credentials
+
+
+@pytest.mark.parametrize(
+    ("data", "needs_none"),
+    [
+        ({}, True),
+        ({"input": ("embedded", "more.txt")}, False),
+        ({"validation_input": ("held_out.txt",)}, False),
+        ({"validation_input": ("embedded",)}, True),
+    ],
+)
+def test_only_the_embedded_corpus_is_prepared_while_a_cluster_comes_up(data, needs_none):
+    assert submitting._needs_no_cluster(DataConfig(**data)) == needs_none

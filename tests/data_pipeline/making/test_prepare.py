@@ -27,6 +27,7 @@ from moebius.data_pipeline.making.pools import SerialPool
 from moebius.data_pipeline.making.prepare import prepare
 from moebius.data_pipeline.making.progress import PrepareProgress
 from moebius.data_pipeline.manifest import is_prepared, manifest_name, read_manifest
+from moebius.data_pipeline.sources import embedded
 from moebius.data_pipeline.token_store import TokenStore
 from moebius.data_pipeline.tokenizers.fast import proof_of
 from moebius.data_pipeline.tokenizers.interface import TOKENIZER_FILE
@@ -602,3 +603,21 @@ def test_random_pools_agree_on_a_corpus_with_many_repeats(tmp_path):
     assert manifests[0].dropped["duplicate"] == 150 - manifests[0].num_documents(
         "train"
     ) - manifests[0].num_documents("validation")
+
+
+def test_the_embedded_corpus_alone_is_read_by_this_process(tmp_path, monkeypatch):
+    """Whatever pool is given; with any other input the pool has the work."""
+
+    class Refusing(SerialPool):
+        def expect(self, num_tasks: int) -> None:
+            raise RuntimeError("asked")
+
+    words = "this is a sentence of the corpus. " * 20
+    monkeypatch.setattr(embedded, "embedded_part", lambda part: iter([(part, f"{part} {words}")]))
+    config = DataConfig(tokenizer="bytes", vocab_size=257, seq_len=16, validation_fraction=0)
+    manifest = prepare(config, tmp_path / "own", pool=Refusing())
+    assert sum(shard.num_documents for shard in manifest.shards) == 4
+    (tmp_path / "text.txt").write_text(words)
+    both = config.model_copy(update={"input": ("embedded", str(tmp_path / "text.txt"))})
+    with pytest.raises(RuntimeError, match="asked"):
+        prepare(both, tmp_path / "both", pool=Refusing())
