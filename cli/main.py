@@ -22,6 +22,7 @@ from . import (
     data,
     doctor,
     evaluate,
+    harness,
     job_reports,
     jobs,
     layout,
@@ -42,6 +43,7 @@ GROUPS = (
     cluster,
     doctor,
     evaluate,
+    harness,
     analyze,
     models,
     layout,
@@ -96,7 +98,11 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     Values to change may stand anywhere: argparse takes no more of them once an option has come.
     """
     parser = build_parser()
-    options, rest = parser.parse_known_args(arguments)
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    options, rest = parser.parse_known_args(words)
+    if "passed_on" in options:  # a command whose arguments are another program's
+        options.passed_on = words[1:]
+        return options
     if not rest:
         return options
     are_overrides = all("=" in word and not word.startswith("-") for word in rest)

@@ -1,4 +1,4 @@
-"""A run that is trained in this process within a second: tiny, on bytes, for what reads run folders."""
+"""Runs that are trained in this process within a second: tiny, on bytes or a small BPE."""
 
 import json
 from pathlib import Path
@@ -13,26 +13,31 @@ from moebius.train.config import Config, TrainConfig
 from moebius.train.loop import train
 
 
-def prepare_bytes(place: Path) -> Path:
+def prepare_bytes(place: Path, *, tokenizer: str = "bytes", vocab_size: int = 257) -> Path:
     """A prepared folder."""
     file = place / "text.jsonl"
     file.write_text(
         "".join(json.dumps({"text": text}) + "\n" for text in sentences(0, 60)), encoding="utf-8"
     )
     config = DataConfig(
-        input=(str(file),), tokenizer="bytes", vocab_size=257, validation_fraction=0.2
+        input=(str(file),), tokenizer=tokenizer, vocab_size=vocab_size, validation_fraction=0.2
     )
     prepare(config, place / "shards")
     return place / "shards"
 
 
 def train_bytes(
-    folder: Path, run_dir: Path, model: ModelConfig = TINY, *, seq_len: int = 64
+    folder: Path,
+    run_dir: Path,
+    model: ModelConfig = TINY,
+    *,
+    seq_len: int = 64,
+    tokenizer: str = "bytes",
 ) -> Path:
     """A run folder after two steps."""
     data = DataConfig(
-        tokenizer="bytes",
-        vocab_size=257,
+        tokenizer=tokenizer,
+        vocab_size=model.vocab_size,
         seq_len=seq_len,
         validation_fraction=0.2,
         directory=str(folder),

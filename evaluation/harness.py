@@ -1,0 +1,242 @@
+"""EleutherAI's lm-evaluation-harness on our checkpoints: a model of its kind, called `moebius`.
+
+    moebius lm-eval --model moebius --model_args path=runs/mine --tasks hellaswag,arc_easy
+
+The harness has no place where a package could announce a model, so its own command `lm_eval` knows
+this one only once this module is imported; the command above imports it and hands everything on. A
+task file may import it too (docs/evaluation.md).
+
+Rows are scored as in our own tasks (scoring.py): what has no context stands after an end of
+document, long rows lose their left end, options share their context's pass. Under torchrun the
+harness splits the items over the ranks.
+"""
+
+import atexit
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lm_eval.api.instance import Instance
+from lm_eval.api.model import TemplateLM
+from lm_eval.api.registry import register_model
+from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_text
+from tqdm import tqdm
+
+from ..distributed.process.process import start_process
+from .generate import generate
+from .group_context import GroupContextText, group_context_size
+from .restore import restore
+from .scoring import Row, Scorer
+from .tasks.documents import rolling_rows
+from .tasks.task import Encoder, TaskError
+from .zero_shot import tokenizer_of_run
+
+_KNOWN = {"do_sample", "until", "max_gen_toks", "temperature"}  # of a request for text
+
+
+@register_model("moebius")
+class MoebiusLM(TemplateLM):
+    """A checkpoint of a run folder, for the harness.
+
+    Args:
+        path: the run folder.
+        step: of the checkpoint; None: the newest.
+        max_length: the longest input in tokens; None: as in training.
+        seed: of sampled text, and of the group context of models that route sequences together.
+        device: cpu, cuda or auto.
+        batch_size: is not used: batches are as large as their rows allow.
+        max_batch_size: is not used.
+
+    Raises:
+        ValueError: the run or its checkpoint cannot be read, or the model reads the future.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        *,
+        step: int | None = None,
+        max_length: int | None = None,
+        seed: int = 0,
+        device: str | None = None,
+        batch_size: object = None,
+        max_batch_size: object = None,
+    ) -> None:
+        super().__init__()
+        self._open = ExitStack()
+        kind = "cuda" if str(device).startswith("cuda") else "cpu" if device == "cpu" else "auto"
+        with ExitStack() as stack:
+            process = stack.enter_context(start_process(kind))
+            restored = restore(Path(path), process, step=step)
+            if process.world_size > 1:  # the harness gathers results when all is done
+                self._open = stack.pop_all()
+        atexit.register(self._open.close)
+        self._restored, self._seed = restored, seed
+        self._rank, self._world_size = process.rank, process.world_size
+        self._device = process.device
+        data = restored.config.data
+        self._encoder = Encoder(tokenizer_of_run(restored), int(max_length or data.seq_len))
+        self._text = None
+        if group_context_size(restored.model):
+            self._text = self._open.enter_context(
+                GroupContextText(data.directory, seq_len=data.seq_len, seed=seed)
+            )
+        self._scorer = Scorer(restored.model, text=self._text)
+
+    @property
+    def eot_token_id(self) -> int:
+        """Returns the end of a document."""
+        return self._encoder.end_of_document
+
+    @property
+    def max_length(self) -> int:
+        """Returns the longest input in tokens."""
+        return self._encoder.context
+
+    @property
+    def tokenizer_name(self) -> str:
+        """Returns a name that no other tokenizer has."""
+        return f"moebius-{self._encoder.tokenizer.sha256[:16]}"
+
+    def get_model_info(self) -> dict[str, object]:
+        """Returns what the harness writes beside its results."""
+        parameters = sum(parameter.numel() for parameter in self._restored.model.parameters())
+        return {
+            "model_num_parameters": parameters,
+            "model_dtype": str(self._restored.model.embedding.dtype),
+            "model_step": self._restored.step,
+            "model_max_length": self.max_length,
+        }
+
+    def tok_encode(
+        self, string: str, add_special_tokens: bool | None = None, **kwargs: object
+    ) -> list[int]:
+        """Returns a text's tokens; there are no special ones to add."""
+        return self._encoder.ids(string)
+
+    def _loglikelihood_tokens(
+        self,
+        requests: Sequence[tuple[tuple[str, str], list[int], list[int]]],
+        disable_tqdm: bool = False,
+        **kwargs: object,
+    ) -> list[tuple[float, bool]]:
+        """Returns the log-likelihood of every continuation, and whether it is the greedy one."""
+        families: dict[tuple[int, ...], list[int]] = {}
+        for number, (_, context, _) in enumerate(requests):
+            families.setdefault(tuple(context), []).append(number)
+        rows = [
+            [self._row(*requests[number]) for number in numbers] for numbers in families.values()
+        ]
+        answers: list[tuple[float, bool]] = [(0.0, False)] * len(requests)
+        hidden = disable_tqdm or self.rank > 0
+        with tqdm(total=len(requests), desc="loglikelihood", disable=hidden) as bar:
+            found = self._scorer.score(rows, advance=lambda more: (bar.update(more), None)[1])
+        for numbers, scores in zip(families.values(), found, strict=True):
+            for number, score in zip(numbers, scores, strict=True):
+                texts, _, continuation = requests[number]
+                answers[number] = (score.total(), score.greedy_S.tolist() == continuation)
+                self.cache_hook.add_partial("loglikelihood", texts, answers[number])
+        return answers
+
+    def _row(self, texts: tuple[str, str], context: list[int], continuation: list[int]) -> Row:
+        try:
+            return self._encoder.row(context, continuation)
+        except TaskError as error:
+            raise TaskError(f"{texts[0][-60:]!r} + {texts[1][:60]!r}: {error}") from error
+
+    def loglikelihood_rolling(
+        self, requests: Sequence[Instance], disable_tqdm: bool = False
+    ) -> list[float]:
+        """Returns the log-likelihood of every text, each token of it scored once."""
+        texts: list[str] = [request.args[0] for request in requests]
+        families: list[list[Row]] = [
+            rolling_rows(self.tok_encode(text), self.eot_token_id, self.max_length)
+            for text in texts
+        ]
+        answers = []
+        for text, scores in zip(texts, self._scorer.score(families), strict=True):
+            answers.append(sum(score.total() for score in scores))
+            self.cache_hook.add_partial("loglikelihood_rolling", (text,), answers[-1])
+        return answers
+
+    def generate_until(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[str]:
+        """Returns the text that the model writes after every context, up to a stop sequence."""
+        answers = []
+        for request in tqdm(requests, desc="generate_until", disable=disable_tqdm or self.rank > 0):
+            asked: tuple[Any, ...] = request.args
+            answers.append(self._write(asked[0], asked[1]))
+            self.cache_hook.add_partial("generate_until", asked, answers[-1])
+        return answers
+
+    def _write(self, context: str, options: dict[str, Any]) -> str:
+        """Writes after one context."""
+        wanted: dict[str, Any] = dict(normalize_gen_kwargs(options))
+        if unknown := sorted(set(wanted) - _KNOWN):
+            raise ValueError(
+                f"generation with {', '.join(unknown)}: moebius knows {', '.join(sorted(_KNOWN))}"
+            )
+        room = self.max_length - wanted["max_gen_toks"]
+        if room < 1:
+            raise ValueError(
+                f"max_gen_toks={wanted['max_gen_toks']} leaves no room for a prompt in a context of "
+                f"{self.max_length} tokens: ask for fewer"
+            )
+        prompt = (self.tok_encode(context) or [self.eot_token_id])[-room:]
+        written, text = [], ""
+        for token in generate(
+            self._restored.model,
+            torch.tensor(prompt, device=self._device),
+            num_tokens=wanted["max_gen_toks"],
+            temperature=wanted.get("temperature", float(bool(wanted.get("do_sample")))),
+            seed=self._seed,
+            context_MS=self._group_context(len(prompt) + wanted["max_gen_toks"]),
+        ):
+            if token == self.eot_token_id:
+                break
+            written.append(token)
+            text = self._encoder.tokenizer.decode(written)
+            if any(stop and stop in text for stop in wanted["until"]):
+                break
+        return postprocess_generated_text(text, wanted["until"], None)
+
+    def _group_context(self, length: int) -> torch.Tensor | None:
+        if self._text is None:
+            return None
+        others = group_context_size(self._restored.model)
+        return self._text.draw(others, length).to(self._device)
+
+    # What the harness uses to bring the ranks' results together
+
+    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Returns the numbers of all ranks, one after the other."""
+        if self.world_size == 1:
+            return tensor
+        parts = [torch.empty_like(tensor) for _ in range(self.world_size)]
+        dist.all_gather(parts, tensor)
+        return torch.stack(parts)
+
+    def gather_object(self, obj: object, dst: int = 0) -> Any:
+        """Returns the objects of all ranks on one of them, None on the others."""
+        if self.world_size == 1:
+            return [obj]
+        found: list[Any] | None = [None] * self.world_size if self.rank == dst else None
+        dist.gather_object(obj, found, dst=dst)
+        return found
+
+    def barrier(self) -> None:
+        """Waits for all ranks."""
+        if self.world_size > 1:
+            dist.barrier()
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs the harness's own command line, in which `--model moebius` is known now."""
+    from lm_eval.__main__ import cli_evaluate
+
+    if arguments is not None:
+        sys.argv = ["lm_eval", *arguments]
+    cli_evaluate()

@@ -1,0 +1,373 @@
+"""Our scores and our model for the harness, against the harness's own model class on the same weights.
+
+The tasks are the installed ones of lm-evaluation-harness, their data replaced by a few records in
+the published form. `HFLM`, the class that the harness runs Hugging Face models with, wraps our
+network there: so wording, tokens, windows, cutting and metrics are all the harness's own.
+"""
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from bytes_run import prepare_bytes, train_bytes
+from small_model import TINY
+
+from moebius.data_pipeline.tokenizers.interface import END_OF_DOCUMENT
+from moebius.distributed.process.process import start_process
+from moebius.evaluation.restore import Restored, restore
+from moebius.evaluation.tasks.table import TASKS
+from moebius.evaluation.zero_shot import measure_tasks
+
+pytestmark = pytest.mark.slow  # importing the harness takes seconds
+pytest.importorskip("lm_eval", reason="the harness is not installed: pip install moebius[lm-eval]")
+
+LONG = "It was a long way to the router, and the token went on and on from expert to expert. " * 6
+CHOICES = {"text": ["a gate", "the experts", "17", "depth"], "label": ["A", "B", "C", "D"]}
+# task of ours -> task file of the harness, records as they are published
+PUBLISHED: dict[str, tuple[str, list[dict[str, Any]]]] = {
+    "lambada": (
+        "lambada/lambada_openai.yaml",
+        [
+            {"text": "the gate of the router was shut by the router"},
+            {"text": f"{LONG}Then came the token"},
+            {"text": 'she said "the\n\ndepth"'},
+        ],
+    ),
+    "hellaswag": (
+        "hellaswag/hellaswag.yaml",
+        [
+            {
+                "activity_label": "Roof removal",
+                "ctx_a": "A man is  sitting [header] on a roof.",
+                "ctx_b": "he",
+                "endings": ["is a token.", "[step] routes  it", "falls down. [title] x", "sits"],
+                "label": label,
+            }
+            for label in ("2", "0")
+        ],
+    ),
+    "piqa": (
+        "piqa/piqa.yaml",
+        [
+            {"goal": "Route a token ", "sol1": "Ask the gate.", "sol2": "Ask no one", "label": 1},
+            {"goal": LONG, "sol1": "It is far.", "sol2": "It is near, very near.", "label": 0},
+        ],
+    ),
+    "arc_easy": (
+        "arc/arc_easy.yaml",
+        [
+            {"question": "What routes?", "choices": CHOICES, "answerKey": "A"},
+            {
+                "question": "What is 17?",
+                "choices": {"text": ["2048", "17", "depth"], "label": ["1", "2", "3"]},
+                "answerKey": "2",
+            },
+        ],
+    ),
+    "openbookqa": (
+        "openbookqa/openbookqa.yaml",
+        [{"question_stem": "A token wants", "choices": CHOICES, "answerKey": "D"}],
+    ),
+    "winogrande": (
+        "winogrande/default.yaml",
+        [
+            {
+                "sentence": "The gate sent the token on, for _ was full.",
+                "option1": "the gate",
+                "option2": "the token",
+                "answer": "1",
+            }
+        ],
+    ),
+    "copa": (
+        "super_glue/copa/default.yaml",
+        [
+            {
+                "premise": "The token was dropped.",
+                "choice1": "The expert was full.",
+                "choice2": "The gate was shut.",
+                "question": question,
+                "label": 0,
+            }
+            for question in ("cause", "effect")
+        ],
+    ),
+    "boolq": (
+        "super_glue/boolq/default.yaml",
+        [{"passage": "Experts have gates.", "question": "do experts have gates", "label": 1}],
+    ),
+    "siqa": (
+        "siqa/siqa.yaml",
+        [
+            {
+                "context": "The router routed.",
+                "question": "Why?",
+                "answerA": "for the token",
+                "answerB": "no reason",
+                "answerC": "depth",
+                "label": "3",
+            }
+        ],
+    ),
+    "blimp": (
+        "blimp/adjunct_island.yaml",
+        [
+            {"sentence_good": "Who sends it?", "sentence_bad": "Who send it?"},
+            {"sentence_good": "The token goes.", "sentence_bad": "The token go."},
+        ],
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with a byte-level BPE, which makes other tokens of two texts than of both as one."""
+    place = tmp_path_factory.mktemp("harness")
+    folder = prepare_bytes(place, tokenizer="bpe", vocab_size=300)
+    model = TINY.changed({"vocab_size": 300})
+    return train_bytes(folder, place / "run", model, seq_len=64, tokenizer="bpe")
+
+
+@pytest.fixture(scope="module")
+def restored(run_dir: Path) -> Restored:
+    with start_process("cpu") as process:
+        return restore(run_dir, process)
+
+
+@pytest.fixture(scope="module")
+def task_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Task files that include the harness's own, over records that lie beside them."""
+    datasets: Any = importlib.import_module("datasets")
+    import lm_eval.tasks
+
+    folder = tmp_path_factory.mktemp("tasks")
+    own = Path(lm_eval.tasks.__file__).parent
+    for name, (file, records) in PUBLISHED.items():
+        lines = "".join(json.dumps(record) + "\n" for record in records)
+        (folder / f"{name}.records").write_text(lines, encoding="utf-8")
+        (folder / f"{name}.yaml").write_text(_local_task(name, own / file, folder), "utf-8")
+    patch = pytest.MonkeyPatch()
+    patch.setattr(datasets.config, "HF_DATASETS_CACHE", str(folder / "cache"))
+    patch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    yield folder
+    patch.undo()
+
+
+def _local_task(name: str, include: Path, folder: Path) -> str:
+    lines = {
+        "include": include,
+        "task": f"own_{name}",
+        "tag": "null",
+        "dataset_path": "json",
+        "dataset_name": "null",
+        "dataset_kwargs": f"{{data_files: {{test: {folder / name}.records}}}}",
+        "training_split": "null",
+        "validation_split": "null",
+        "test_split": "test",
+    }
+    return "".join(f"{key}: {value}\n" for key, value in lines.items())
+
+
+def harness_results(model: object, task_folder: Path) -> dict[str, Any]:
+    from lm_eval.tasks import TaskManager
+
+    harness: Any = importlib.import_module("lm_eval")
+    manager = TaskManager(include_path=str(task_folder), include_defaults=False)
+    found = harness.simple_evaluate(
+        model=model,
+        tasks=[f"own_{name}" for name in PUBLISHED],
+        task_manager=manager,
+        log_samples=True,
+        bootstrap_iters=2,
+    )
+    assert found is not None
+    return dict(found)
+
+
+def hugging_face_model(restored: Restored, run_dir: Path) -> Any:
+    """The harness's own class around our network, which it knows nothing of but its logits."""
+    with pytest.MonkeyPatch.context() as patch:
+        # transformers takes our folder kernels/, which pytest's path has, for a package it can use
+        root = Path(__file__).resolve().parents[2]
+        patch.setattr(sys, "path", [path for path in sys.path if Path(path).resolve() != root])
+        patch.delitem(sys.modules, "kernels", raising=False)
+        transformers: Any = pytest.importorskip("transformers", reason="HFLM needs transformers")
+        harness_models: Any = importlib.import_module("lm_eval.models.huggingface")
+        outputs: Any = importlib.import_module("transformers.modeling_outputs")
+        base, config = transformers.PreTrainedModel, transformers.PretrainedConfig  # imported now
+
+    class Wrapped(base):
+        config_class = config
+
+        def __init__(self) -> None:
+            super().__init__(config())
+            self.network = restored.model
+
+        def forward(self, input_ids: torch.Tensor, **others: object) -> object:
+            return outputs.CausalLMOutput(logits=self.network(input_ids).logits_BSV)
+
+    folder = Path(restored.config.data.directory)
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_file=str(folder / "tokenizer.json"), eos_token=END_OF_DOCUMENT
+    )
+    return harness_models.HFLM(
+        pretrained=Wrapped(),
+        tokenizer=tokenizer,
+        backend="causal",
+        max_length=64,
+        batch_size=2,
+        device="cpu",
+    )
+
+
+def own_model(run_dir: Path) -> Any:
+    harness: Any = importlib.import_module("moebius.evaluation.harness")
+    return harness.MoebiusLM(run_dir, device="cpu")
+
+
+def responses(results: dict[str, Any], name: str) -> list[list[float]]:
+    """The log-likelihoods of every item of a task, in the order of the items."""
+    samples = sorted(results["samples"][f"own_{name}"], key=lambda sample: sample["doc_id"])
+    return [[float(one[0][0]) for one in sample["resps"]] for sample in samples]
+
+
+def test_the_same_log_likelihoods_and_scores(
+    restored: Restored, run_dir: Path, task_folder: Path, tmp_path: Path
+) -> None:
+    own = own_model(run_dir)
+    own._restored.model.double()  # so that only what is asked can differ
+    theirs_model = hugging_face_model(restored, run_dir)
+    restored.model.double()
+    ours, theirs = harness_results(own, task_folder), harness_results(theirs_model, task_folder)
+    restored.model.float()
+    for name in PUBLISHED:
+        for one, other in zip(responses(ours, name), responses(theirs, name), strict=True):
+            assert one == pytest.approx(other, abs=1e-6), name
+        for metric, value in theirs["results"][f"own_{name}"].items():
+            if metric.endswith(",none") and "stderr" not in metric:
+                assert ours["results"][f"own_{name}"][metric] == pytest.approx(value), metric
+    check_our_tasks(run_dir, theirs, tmp_path)
+
+
+def check_our_tasks(run_dir: Path, theirs: dict[str, Any], data: Path) -> None:
+    """`moebius eval --tasks` on the same records, in the form of our files."""
+    for name, (_, records) in PUBLISHED.items():
+        hub = TASKS[name].hub
+        assert hub is not None
+        converted = [hub.convert(record, "adjunct_island") for record in records]
+        lines = "".join(json.dumps(record) + "\n" for record in converted)
+        (data / f"{name}.jsonl").write_text(lines, encoding="utf-8")
+    report = measure_tasks(run_dir, list(PUBLISHED), data)
+    assert report is not None
+    cut = {result.name: result.cut for result in report.tasks}
+    assert (cut["lambada"], cut["piqa"], cut["copa"]) == (1, 1, 0)
+    for result in report.tasks:
+        found = theirs["results"][f"own_{result.name}"]
+        for metric, estimate in result.metrics.items():
+            if metric != "paper":
+                expected = found[f"{metric},none"]
+                assert estimate.value == pytest.approx(expected, rel=1e-5), (result.name, metric)
+        if "acc" in result.metrics and result.items > 1 and result.name != "blimp":
+            assert result.metrics["acc"].stderr == pytest.approx(found["acc_stderr,none"])
+
+
+def test_the_same_log_likelihood_of_documents_and_the_same_text(
+    restored: Restored, run_dir: Path
+) -> None:
+    from lm_eval.api.instance import Instance
+
+    own, theirs = own_model(run_dir), hugging_face_model(restored, run_dir)
+    own._restored.model.double()
+    restored.model.double()
+    texts = ["the router", LONG, LONG * 2, "17"]
+    asked: list[Any] = [
+        Instance("loglikelihood_rolling", {}, (text,), n) for n, text in enumerate(texts)
+    ]
+    found = own.loglikelihood_rolling(asked)
+    assert found == pytest.approx(theirs.loglikelihood_rolling(asked), abs=1e-6)
+    wishes = [
+        {"until": ["\n\n"], "max_gen_toks": 12, "do_sample": False},
+        {"until": [" "], "max_gen_toks": 20},
+        {"until": ["e"], "max_gen_toks": 9},
+    ]
+    contexts = ["the token went", LONG, "expert 17"]
+    asked = [
+        Instance("generate_until", {}, (context, wish), n)
+        for n, (context, wish) in enumerate(zip(contexts, wishes, strict=True))
+    ]
+    written = own.generate_until(asked)
+    restored.model.float()
+    assert [text for text in written if text], "the model writes nothing at all"
+    for text, context, wish in zip(written, contexts, wishes, strict=True):
+        assert text == greedy(own, context, wish)
+        assert not any(stop in text for stop in wish["until"])  # type: ignore[attr-defined]
+
+
+def greedy(lm: Any, context: str, wish: dict[str, Any]) -> str:
+    """The most likely tokens, one whole pass for each."""
+    tokens = lm.tok_encode(context)[-(64 - wish["max_gen_toks"]) :]
+    written: list[int] = []
+    text = ""
+    for _ in range(wish["max_gen_toks"]):
+        with torch.no_grad():
+            logits = lm._restored.model(torch.tensor([tokens + written])).logits_BSV[0, -1]
+        written.append(int(logits.argmax()))
+        text = lm._encoder.tokenizer.decode(written)
+        if written[-1] == lm.eot_token_id or any(stop in text for stop in wish["until"]):
+            break
+    for stop in wish["until"]:
+        text = text.split(stop)[0]
+    return text
+
+
+def test_what_cannot_be_generated(run_dir: Path) -> None:
+    from lm_eval.api.instance import Instance
+
+    own = own_model(run_dir)
+    for wish, message in (
+        ({"max_gen_toks": 64}, "leaves no room for a prompt"),
+        ({"max_gen_toks": 4, "do_sample": True, "top_p": 0.5}, "generation with top_p"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            own.generate_until([Instance("generate_until", {}, ("a", wish), 0)])
+    with pytest.raises(ValueError, match="70 tokens are to be scored, and the context has 64"):
+        own._loglikelihood_tokens([(("a", "b"), [1], list(range(70)))])
+
+
+@pytest.mark.timeout(900)  # 16 s of processor time, most of it to read all task files there are
+@pytest.mark.parametrize("command", ["ours", "theirs"])
+def test_from_the_command_line(
+    command: str, run_dir: Path, task_folder: Path, tmp_path: Path
+) -> None:
+    """Through our command, and through the harness's own with a task file that brings the model."""
+    code = "from moebius.cli.main import main; main()"
+    start = ["-c", code, "lm-eval"] if command == "ours" else ["-m", "lm_eval", "run"]
+    task = tmp_path / "task.yaml"
+    text = (task_folder / "arc_easy.yaml").read_text(encoding="utf-8")
+    brings = "metadata: {version: 1, model: !function moebius.evaluation.harness.MoebiusLM}\n"
+    task.write_text(text + (brings if command == "theirs" else ""), encoding="utf-8")
+    environment = {**os.environ, "HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "1"}
+    ended = subprocess.run(
+        [
+            *(sys.executable, *start, "--model", "moebius", "--model_args", f"path={run_dir}"),
+            *("--tasks", str(task), "--output_path", str(tmp_path / "out"), "--device", "cpu"),
+        ],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=800,
+    )
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    assert "own_arc_easy" in ended.stdout
+    [file] = (tmp_path / "out").rglob("results_*.json")
+    found = json.loads(file.read_text())
+    assert "acc,none" in found["results"]["own_arc_easy"]
+    assert found["config"]["model_step"] == 2
