@@ -7,8 +7,9 @@ this one only once this module is imported; the command above imports it and han
 task file may import it too (docs/evaluation.md).
 
 Rows are scored as in our own tasks (scoring.py): what has no context stands after an end of
-document, long rows lose their left end, options share their context's pass. Under torchrun the
-harness splits the items over the ranks.
+document, long rows lose their left end, options share their context's pass. One process; `moebius
+eval` takes several ranks. (The harness would gather their results as pickled objects, which no rank
+of ours takes from another.)
 """
 
 import atexit
@@ -19,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
@@ -52,7 +52,8 @@ class MoebiusLM(TemplateLM):
         max_batch_size: is not used.
 
     Raises:
-        ValueError: the run or its checkpoint cannot be read, or the model reads the future.
+        ValueError: the run or its checkpoint cannot be read, the model reads the future, or there
+            are several processes.
     """
 
     def __init__(
@@ -69,14 +70,15 @@ class MoebiusLM(TemplateLM):
         super().__init__()
         self._open = ExitStack()
         kind = "cuda" if str(device).startswith("cuda") else "cpu" if device == "cpu" else "auto"
-        with ExitStack() as stack:
-            process = stack.enter_context(start_process(kind))
+        with start_process(kind) as process:
+            if process.world_size > 1:
+                raise ValueError(
+                    f"the harness scores our models in one process, and this is one of "
+                    f"{process.world_size}: start it without torchrun, or use `moebius eval --tasks`"
+                )
             restored = restore(Path(path), process, step=step)
-            if process.world_size > 1:  # the harness gathers results when all is done
-                self._open = stack.pop_all()
         atexit.register(self._open.close)
         self._restored, self._seed = restored, seed
-        self._rank, self._world_size = process.rank, process.world_size
         self._device = process.device
         data = restored.config.data
         self._encoder = Encoder(tokenizer_of_run(restored), int(max_length or data.seq_len))
@@ -132,7 +134,7 @@ class MoebiusLM(TemplateLM):
             [self._row(*requests[number]) for number in numbers] for numbers in families.values()
         ]
         answers: list[tuple[float, bool]] = [(0.0, False)] * len(requests)
-        hidden = disable_tqdm or self.rank > 0
+        hidden = disable_tqdm
         with tqdm(total=len(requests), desc="loglikelihood", disable=hidden) as bar:
             found = self._scorer.score(rows, advance=lambda more: (bar.update(more), None)[1])
         for numbers, scores in zip(families.values(), found, strict=True):
@@ -166,7 +168,7 @@ class MoebiusLM(TemplateLM):
     def generate_until(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[str]:
         """Returns the text that the model writes after every context, up to a stop sequence."""
         answers = []
-        for request in tqdm(requests, desc="generate_until", disable=disable_tqdm or self.rank > 0):
+        for request in tqdm(requests, desc="generate_until", disable=disable_tqdm):
             asked: tuple[Any, ...] = request.args
             answers.append(self._write(asked[0], asked[1]))
             self.cache_hook.add_partial("generate_until", asked, answers[-1])
@@ -208,29 +210,6 @@ class MoebiusLM(TemplateLM):
             return None
         others = group_context_size(self._restored.model)
         return self._text.draw(others, length).to(self._device)
-
-    # What the harness uses to bring the ranks' results together
-
-    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Returns the numbers of all ranks, one after the other."""
-        if self.world_size == 1:
-            return tensor
-        parts = [torch.empty_like(tensor) for _ in range(self.world_size)]
-        dist.all_gather(parts, tensor)
-        return torch.stack(parts)
-
-    def gather_object(self, obj: object, dst: int = 0) -> Any:
-        """Returns the objects of all ranks on one of them, None on the others."""
-        if self.world_size == 1:
-            return [obj]
-        found: list[Any] | None = [None] * self.world_size if self.rank == dst else None
-        dist.gather_object(obj, found, dst=dst)
-        return found
-
-    def barrier(self) -> None:
-        """Waits for all ranks."""
-        if self.world_size > 1:
-            dist.barrier()
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

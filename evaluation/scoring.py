@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..distributed.process.json_messages import all_gather_json
 from ..model.cache import LayerCache
 from ..model.layers import wide_dtype
 from ..model.transformer import Transformer
@@ -236,9 +237,17 @@ class Scorer:
     ) -> dict[tuple[int, int], RowScore]:
         if self._num_ranks == 1:
             return found
-        shares: list[dict[tuple[int, int], RowScore]] = [{} for _ in range(self._num_ranks)]
-        dist.all_gather_object(shares, found)
-        return {place: score for share in shares for place, score in share.items()}
+        told = [
+            (*place, score.log_probability_S.tolist(), score.greedy_S.tolist())
+            for place, score in found.items()
+        ]
+        assert dist.group.WORLD is not None
+        shares = all_gather_json(told, dist.group.WORLD)
+        return {
+            (f, r): RowScore(np.array(log_p, dtype=np.float64), np.array(greedy, dtype=np.int64))
+            for share in shares
+            for f, r, log_p, greedy in share
+        }
 
 
 def shared_length(family: Family) -> int:

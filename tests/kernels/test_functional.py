@@ -8,7 +8,7 @@ from functools import partial
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from kernel_cases import (
     BIASES,
@@ -161,6 +161,7 @@ def test_a_target_without_a_route_is_zero_and_a_source_without_one_has_no_gradie
     d_hidden=st.integers(1, 70),
     seed=st.integers(0, 1000),
 )
+@example(tokens=1, experts=1, top_k=1, d_in=7, d_hidden=54, seed=256)  # a gate by cancellation
 def test_mlp_equals_the_reference_for_any_shape(
     tokens, experts, top_k, d_in, d_hidden, seed, backend, dtype
 ) -> None:
