@@ -16,6 +16,7 @@ def add_commands(commands: Commands) -> None:
         text,
         examples=[
             "eval runs/mine",
+            "eval runs/mine --stride 64",
             "eval runs/mine --tasks paper --data eval/ --limit 500",
             "eval runs/mine --tasks hellaswag,piqa --data hub --json",
             'eval runs/mine --prompt "Once upon a time" --tokens 50 --temperature 0.7',
@@ -29,6 +30,12 @@ def add_commands(commands: Commands) -> None:
     parser.add_argument("--split", choices=["validation", "train"], default="validation")
     parser.add_argument(
         "--rows", type=int, default=0, metavar="N", help="at most so many rows; default: all"
+    )
+    parser.add_argument(
+        "--stride",
+        type=int,
+        metavar="N",
+        help="windows that overlap: they move by N tokens; tells bits per byte as well",
     )
     parser.add_argument("--prompt", metavar="TEXT", help="continue this text instead of measuring")
     parser.add_argument(
@@ -131,11 +138,32 @@ def _text_or_loss(options: argparse.Namespace) -> int:
     run_dir, step = options.run_dir, options.step
     if options.score is not None:
         print(score_text(run_dir, options.score, step=step, draws=options.draws, seed=options.seed))
+    elif options.stride is not None:
+        print(_sliding(options))
     elif options.prompt is None:
         print(measure(run_dir, step=step, split=options.split, max_rows=options.rows))
     else:
         _write(options)
     return 0
+
+
+def _sliding(options: argparse.Namespace) -> object:
+    """Measures with windows that overlap, with a bar."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from ..evaluation.sliding import measure_sliding
+
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        bar = progress.add_task("tokens", total=None)
+        return measure_sliding(
+            options.run_dir,
+            stride=options.stride,
+            step=options.step,
+            split=options.split,
+            max_rows=options.rows,
+            advance=lambda done, total: progress.update(bar, completed=done, total=total),
+        )
 
 
 def _write(options: argparse.Namespace) -> None:

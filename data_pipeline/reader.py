@@ -382,6 +382,12 @@ class SplitReader:
         """Returns the number of rows."""
         return int(self._ends[-1]) if len(self._ends) else 0
 
+    @property
+    def streams(self) -> list[range]:
+        """Returns the rows of each source, which follow each other in its stream."""
+        ends = self._ends.tolist()
+        return [range(start, end) for start, end in zip([0, *ends], ends, strict=False)]
+
     def read(self, rows: np.ndarray) -> Rows:
         """Reads rows 0 <= n < num_rows.
 

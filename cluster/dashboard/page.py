@@ -22,11 +22,12 @@ _CHOSEN_AT_FIRST = 3
 _STYLE = """
 body { margin: 0; font-family: system-ui, sans-serif; color: #222; background: #f6f6f4; }
 main { max-width: 1500px; margin: auto; padding: 0 12px 40px; }
-h1 { font-size: 1.3rem; } h2 { font-size: 1rem; margin: 4px 0; font-weight: 600; }
+h1 { font-size: 1.3rem; overflow-wrap: anywhere; } h2 { font-size: 1rem; margin: 4px 0; font-weight: 600; }
 .grid { display: grid; gap: 12px; grid-template-columns: repeat(auto-fit, minmax(min(560px, 100%), 1fr)); }
 .card { background: white; border: 1px solid #ddd; border-radius: 6px; padding: 8px 10px; min-width: 0; overflow-x: auto; }
 .controls { display: flex; flex-wrap: wrap; gap: 18px; align-items: center; margin-bottom: 12px; }
 .controls > div { min-width: 220px; flex: 1; }
+.controls > div:last-child { padding: 0 24px; box-sizing: border-box; }
 table { border-collapse: collapse; font-size: 0.85rem; width: 100%; }
 td, th { text-align: left; padding: 3px 8px; border-bottom: 1px solid #eee; vertical-align: top; }
 td.number, th.number { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }

@@ -1,0 +1,133 @@
+"""The loss of a split with windows that overlap, and per byte of text.
+
+In windows that do not overlap, as in training, a token in the middle of a window has half of it as
+context. A window that moves by less than its length gives every token but the first ones at least
+length − stride tokens of context. Bits per byte divide by the text's UTF-8 bytes and not by tokens, so
+runs with different tokenizers compare.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from ..data_pipeline.errors import DataError
+from ..data_pipeline.reader import SplitReader
+from ..data_pipeline.token_store import prepared_tokenizer
+from ..distributed.process.process import start_process
+from .group_context import GroupContextText
+from .restore import restore
+from .scoring import Scorer
+from .tasks.documents import rolling_rows
+
+_ROWS_AT_A_TIME = 1024  # of the split: so many windows' tokens are in memory
+
+
+@dataclass(frozen=True)
+class SlidingMeasurement:
+    """Loss of one checkpoint on one split, with windows of `context` tokens that move by `stride`."""
+
+    step: int
+    split: str
+    context: int
+    stride: int
+    log_probability: float  # nats, of all tokens together
+    tokens: int
+    text_bytes: int
+
+    @property
+    def loss(self) -> float:
+        """Returns nats per token."""
+        return -self.log_probability / self.tokens
+
+    @property
+    def bits_per_byte(self) -> float:
+        """Returns bits per UTF-8 byte of the text; ends of documents cost bits and have no bytes."""
+        return -self.log_probability / math.log(2) / self.text_bytes
+
+    def __str__(self) -> str:
+        perplexity = math.exp(min(self.loss, 700.0))
+        return (
+            f"step {self.step}, {self.split}: loss {self.loss:.4f} nats per token, perplexity "
+            f"{perplexity:.2f}, {self.bits_per_byte:.4f} bits per byte, over {self.tokens:,} tokens "
+            f"({self.text_bytes:,} bytes), windows of {self.context} that move by {self.stride}"
+        )
+
+
+def measure_sliding(
+    run_dir: Path,
+    *,
+    stride: int,
+    step: int | None = None,
+    split: str = "validation",
+    max_rows: int = 0,
+    advance: Callable[[int, int], None] | None = None,
+) -> SlidingMeasurement:
+    """Returns the loss of a checkpoint over a split, by windows that overlap; one process.
+
+    Every token that has one before it is scored once. A source's documents are one stream, as in
+    training; the windows begin anew with each source, and every 1,024 rows.
+
+    Args:
+        run_dir: the run folder.
+        stride: by how many tokens the windows move; as many as the run's seq_len: no overlap.
+        step: of the checkpoint; None: the newest.
+        split: train or validation.
+        max_rows: of seq_len tokens, at most so many from the beginning; 0: all of them.
+        advance: told how many tokens are done, and of how many.
+
+    Raises:
+        ValueError: the run, its checkpoint or its data cannot be read, the stride does not fit, the
+            model reads the future, or the data has a loss mask.
+    """
+    with start_process("auto") as process, ExitStack() as stack:
+        if process.world_size > 1:
+            raise ValueError("--stride measures in one process: start it without torchrun")
+        restored = restore(run_dir, process, step=step)
+        data = restored.config.data
+        if not 1 <= stride <= data.seq_len:
+            raise ValueError(
+                f"--stride {stride}: a window of {data.seq_len} tokens (data.seq_len) moves by 1 to "
+                f"{data.seq_len}"
+            )
+        reader = stack.enter_context(SplitReader(data.directory, split, seq_len=data.seq_len))
+        text = stack.enter_context(GroupContextText(data.directory, seq_len=data.seq_len, seed=0))
+        scorer = Scorer(restored.model, text=text)
+        tokenizer = prepared_tokenizer(data.directory)
+        num_rows = min(reader.num_rows, max_rows or reader.num_rows)
+        log_probability, tokens, num_bytes = 0.0, 0, 0
+        for first, end in _stretches(reader.streams, num_rows):
+            stream = _stream(reader, first, end)
+            rows = rolling_rows(stream[1:], stream[0], data.seq_len, stride=stride)
+            scores = scorer.score([[row] for row in rows])
+            log_probability += sum(score.total() for [score] in scores)
+            tokens += len(stream) - 1
+            num_bytes += len(tokenizer.decode(stream[1:]).encode())
+            if advance is not None:
+                advance(tokens, num_rows * data.seq_len)
+    if not num_bytes:
+        raise ValueError(f"{data.directory}: the split {split!r} has no text to be measured")
+    return SlidingMeasurement(
+        restored.step, split, data.seq_len, stride, log_probability, tokens, num_bytes
+    )
+
+
+def _stretches(streams: Sequence[range], num_rows: int) -> Iterator[tuple[int, int]]:
+    """Yields the first row and the end of stretches of rows that follow each other."""
+    for stream in streams:
+        for first in range(stream.start, min(stream.stop, num_rows), _ROWS_AT_A_TIME):
+            yield first, min(first + _ROWS_AT_A_TIME, stream.stop, num_rows)
+
+
+def _stream(reader: SplitReader, first: int, end: int) -> list[int]:
+    """Returns the tokens of rows that follow each other: each begins with the last one's last."""
+    rows = reader.read(np.arange(first, end))
+    if rows.loss_mask is not None:
+        raise DataError(
+            f"{reader.directory}: its loss mask leaves tokens out, and windows that overlap count all "
+            "of them: measure without --stride"
+        )
+    return [*rows.tokens[:, :-1].ravel().tolist(), int(rows.tokens[-1, -1])]
