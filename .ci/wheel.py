@@ -6,7 +6,7 @@
    in;
 2. contents: every tracked source of the package, and no test;
 3. install: in a new virtual environment, with the extra `cluster`, under constraints.txt;
-4. import every module of the wheel but Triton's kernels and what is for transformers, then again
+4. import every module of the wheel but Triton's kernels and what extras are for, then again
    without Ray: only cluster/ may need it;
 5. every command's --help, and a training run of four steps.
 
@@ -32,6 +32,11 @@ SOURCES = (".py", ".cpp")
 # these need it, and say so (tests/kernels/triton/test_interpreted.py)
 TRITON = "moebius.kernels.triton."
 TRANSFORMERS = "_moebius"  # ends of modules of export/hf/, which go out with a model
+# the parts of moebius[web] and moebius[lm-eval] whose commands name the extra that is missing
+WITH_EXTRAS = (
+    *(f"moebius.cluster.dashboard.{name}" for name in ("figures", "page", "serve")),
+    "moebius.evaluation.harness",
+)
 ONE_RANK = ["job.num_nodes=1", "job.ranks_per_node=1", "mesh.ep=1", "mesh.dp_replicate=1"]
 STEPS = 4
 
@@ -125,8 +130,8 @@ def install(wheel: Path, environment: Path) -> Path:
 
 def check_imports(environment: Path, modules: list[str], elsewhere: Path) -> None:
     say(
-        f"importing {len(modules)} modules but those of Triton's kernels, and again those outside "
-        "cluster/ without Ray"
+        f"importing {len(modules)} modules but those of Triton's kernels and of extras, and again "
+        "those outside cluster/ without Ray"
     )
     python = str(environment / "bin" / "python")
     modules = [
@@ -134,6 +139,7 @@ def check_imports(environment: Path, modules: list[str], elsewhere: Path) -> Non
         for name in modules
         if (not name.startswith(TRITON) or name == f"{TRITON}available")
         and not name.endswith(TRANSFORMERS)
+        and name not in WITH_EXTRAS
     ]
     run([python, "-c", IMPORT_ALL, "", *modules], elsewhere)
     without_ray = [name for name in modules if not name.startswith("moebius.cluster.")]
