@@ -5,6 +5,8 @@ from pathlib import Path
 
 from .arguments import Commands, add_command, add_run_argument
 
+_ONE_OF = ("tasks", "score", "stride", "prompt")
+
 
 def add_commands(commands: Commands) -> None:
     """Declares `moebius eval`."""
@@ -86,6 +88,9 @@ def _add_task_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _eval(options: argparse.Namespace) -> int:
     """Carries out `moebius eval`."""
+    asked = [name for name in _ONE_OF if getattr(options, name) is not None]
+    if len(asked) > 1:
+        raise ValueError(f"--{asked[0]} and --{asked[1]} are two things to do: ask for one")
     if options.tasks is not None:
         return _tasks(options)
     given = [name for name in ("data", "limit", "context", "json") if getattr(options, name)]

@@ -16,12 +16,10 @@ import numpy as np
 
 from ..data_pipeline.errors import DataError
 from ..data_pipeline.reader import SplitReader
-from ..data_pipeline.token_store import prepared_tokenizer
 from ..distributed.process.process import start_process
-from .group_context import GroupContextText
 from .restore import restore
-from .scoring import Scorer
 from .tasks.documents import rolling_rows
+from .zero_shot import open_scorer, tokenizer_of_run
 
 _ROWS_AT_A_TIME = 1024  # of the split: so many windows' tokens are in memory
 
@@ -94,9 +92,8 @@ def measure_sliding(
                 f"{data.seq_len}"
             )
         reader = stack.enter_context(SplitReader(data.directory, split, seq_len=data.seq_len))
-        text = stack.enter_context(GroupContextText(data.directory, seq_len=data.seq_len, seed=0))
-        scorer = Scorer(restored.model, text=text)
-        tokenizer = prepared_tokenizer(data.directory)
+        scorer = open_scorer(restored, process, stack)
+        tokenizer = tokenizer_of_run(restored)
         num_rows = min(reader.num_rows, max_rows or reader.num_rows)
         log_probability, tokens, num_bytes = 0.0, 0, 0
         for first, end in _stretches(reader.streams, num_rows):

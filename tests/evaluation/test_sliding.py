@@ -84,3 +84,14 @@ def test_the_command_tells_it(bytes_run, capfd):
     told = capfd.readouterr().out
     assert "bits per byte, over 128 tokens" in told
     assert "windows of 64 that move by 32" in told
+
+
+@pytest.mark.parametrize("other", [("--tasks", "paper"), ("--score", "a"), ("--prompt", "a")])
+def test_two_things_at_once_are_refused(bytes_run, other, capfd):
+    with pytest.raises(SystemExit) as end:
+        main(["eval", str(bytes_run), "--stride", "32", *other])
+    assert end.value.code == 2
+    told = capfd.readouterr().err
+    assert f"{other[0]}" in told
+    assert "--stride" in told
+    assert "are two things to do: ask for one" in told
