@@ -6,6 +6,7 @@ from pathlib import Path
 from .arguments import Commands, add_command, add_run_argument
 
 _ONE_OF = ("tasks", "score", "stride", "prompt")
+_OF_TASKS = ("data", "limit", "context", "too_long", "json")
 
 
 def add_commands(commands: Commands) -> None:
@@ -83,6 +84,12 @@ def _add_task_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--context", type=int, metavar="S", help="the longest input in tokens; default: as trained"
     )
+    group.add_argument(
+        "--too-long",
+        choices=["fail", "skip", "truncate"],
+        help="items with an answer longer than the context: an error (default), left out, or only "
+        "the answer's end is scored",
+    )
     group.add_argument("--json", action="store_true", help="everything as a JSON object")
 
 
@@ -93,10 +100,10 @@ def _eval(options: argparse.Namespace) -> int:
         raise ValueError(f"--{asked[0]} and --{asked[1]} are two things to do: ask for one")
     if options.tasks is not None:
         return _tasks(options)
-    given = [name for name in ("data", "limit", "context", "json") if getattr(options, name)]
+    given = [name for name in _OF_TASKS if getattr(options, name)]
     if given:
         raise ValueError(
-            f"--{given[0]} goes with --tasks: name the tasks to score, or leave it out"
+            f"--{given[0].replace('_', '-')} goes with --tasks: name the tasks to score, or leave it out"
         )
     return _text_or_loss(options)
 
@@ -123,6 +130,7 @@ def _tasks(options: argparse.Namespace) -> int:
             step=options.step,
             limit=options.limit,
             context=options.context,
+            too_long=options.too_long or "fail",
             draws=options.draws,
             seed=options.seed,
             on_task=on_task,

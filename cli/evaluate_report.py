@@ -116,6 +116,17 @@ def _notes(report: ZeroShotReport) -> list[str]:
         for result in report.tasks
         if result.cut
     ]
+    notes += [
+        f"{result.title}: {result.skipped:,} items were skipped: an answer is longer than the context."
+        for result in report.tasks
+        if result.skipped
+    ]
+    notes += [
+        f"{result.title}: {result.truncated:,} items have an answer longer than the context, of "
+        "which only the end is scored."
+        for result in report.tasks
+        if result.truncated
+    ]
     if report.draws:
         notes.append(
             f"Each item among other sequences of training text: {report.draws} draws from seed "

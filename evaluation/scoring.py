@@ -50,6 +50,7 @@ class Row:
     tokens: tuple[int, ...]
     num_scored: int
     num_cut: int = 0  # tokens on the left that had no room
+    num_unscored: int = 0  # of these, such as were to be scored
 
     def __post_init__(self) -> None:
         if not 1 <= self.num_scored < len(self.tokens):

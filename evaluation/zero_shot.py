@@ -20,7 +20,14 @@ from ..distributed.process.process import Process, start_process
 from .group_context import GroupContextText
 from .restore import Restored, restore
 from .scoring import Advance, RowScore, Scorer
-from .tasks.reading import HUB, read_records, required_file, task_file
+from .tasks.questions import (
+    TaskItems,
+    WhenTooLong,
+    read_items,
+    refuse_nothing_left,
+    refuse_too_long,
+)
+from .tasks.reading import HUB, required_file, task_file
 from .tasks.table import PAPER_TASKS, STAND_INS, TASKS
 from .tasks.task import PAPER, Encoder, Judgement, Metric, Question, Task, TaskError
 
@@ -48,6 +55,8 @@ class TaskResult:
     available: int  # items of the file
     published: int  # of the published set; 0: there is none
     cut: int  # items that were longer than the context and lost their left end
+    skipped: int  # items, not in `items`, that were left out: an answer is longer than the context
+    truncated: int  # items with such an answer, of which only the end is scored
     metrics: dict[str, Estimate]
     groups: dict[str, float] = field(default_factory=dict)  # the first metric's mean of each
 
@@ -60,6 +69,7 @@ class ZeroShotReport:
     step: int
     data: str
     context: int
+    too_long: WhenTooLong  # what is done with items that have a longer answer
     draws: int  # of the group context; 0: the model needs none
     seed: int
     ranks: int
@@ -90,6 +100,7 @@ def measure_tasks(
     step: int | None = None,
     limit: int | None = None,
     context: int | None = None,
+    too_long: WhenTooLong = "fail",
     draws: int = 1,
     seed: int = 0,
     on_task: StartTask | None = None,
@@ -105,6 +116,7 @@ def measure_tasks(
         step: of the checkpoint; None: the newest.
         limit: so many items of each task at most; None: all.
         context: the longest input in tokens; None: as in training.
+        too_long: what is done with items that have a longer answer than that.
         draws: of the group context, for a model that routes sequences together.
         seed: of these draws.
         on_task: told of the progress.
@@ -122,14 +134,14 @@ def measure_tasks(
     chosen = chosen_tasks(names, data)
     with start_process("auto") as process, ExitStack() as stack:
         restored = restore(run_dir, process, step=step)
-        tokenizer = tokenizer_of_run(restored)
-        encoder = Encoder(tokenizer, context or restored.config.data.seq_len)
+        encoder = _encoder(restored, context, too_long)
         scorer = open_scorer(restored, process, stack, seed=seed)
+        items = [read_items(name, task, data, encoder, limit) for name, task in chosen.items()]
+        if too_long == "fail":
+            refuse_too_long(items, encoder.context)
+        refuse_nothing_left(items, encoder.context)
         num_draws = draws if scorer.needs_draws else 0
-        results = tuple(
-            _measure(name, task, data, encoder, scorer, limit, max(1, num_draws), on_task)
-            for name, task in chosen.items()
-        )
+        results = tuple(_measure(one, scorer, max(1, num_draws), on_task) for one in items)
         if process.rank > 0:
             return None
         return ZeroShotReport(
@@ -137,6 +149,7 @@ def measure_tasks(
             step=restored.step,
             data=str(data),
             context=encoder.context,
+            too_long=too_long,
             draws=num_draws,
             seed=seed,
             ranks=process.world_size,
@@ -184,6 +197,19 @@ def _there(name: str, data: Path | str) -> str:
     return stand_in if stand_in and not _has(name, data) and _has(stand_in, data) else name
 
 
+def _encoder(restored: Restored, context: int | None, too_long: WhenTooLong) -> Encoder:
+    """Returns what makes rows of texts for a restored model."""
+    tokenizer = tokenizer_of_run(restored)
+    learned = restored.config.model.attention.max_positions
+    if context is not None and learned is not None and context > learned:
+        raise TaskError(
+            f"--context {context} is more than the {learned} positions that the model has learned "
+            "vectors for (attention.positions.max_positions): a shorter one, please"
+        )
+    length = context or restored.config.data.seq_len
+    return Encoder(tokenizer, length, truncate=too_long == "truncate")
+
+
 def tokenizer_of_run(restored: Restored) -> Tokenizer:
     """Returns the tokenizer that a run was trained with.
 
@@ -211,60 +237,29 @@ def open_scorer(restored: Restored, process: Process, stack: ExitStack, *, seed:
     return Scorer(restored.model, text=text, rank=process.rank, num_ranks=process.world_size)
 
 
-def _measure(
-    name: str,
-    task: Task,
-    data: Path | str,
-    encoder: Encoder,
-    scorer: Scorer,
-    limit: int | None,
-    draws: int,
-    on_task: StartTask | None,
-) -> TaskResult:
-    questions, available = read_questions(name, task, data, encoder, limit)
+def _measure(items: TaskItems, scorer: Scorer, draws: int, on_task: StartTask | None) -> TaskResult:
+    questions, task = items.questions, items.task
     families = [question.rows for question in questions]
     num_rows = sum(map(len, families)) * draws
-    advance = None if on_task is None else on_task(name, num_rows)
+    advance = None if on_task is None else on_task(items.name, num_rows)
     scores = [scorer.score(families, draw=draw, advance=advance) for draw in range(draws)]
     judged = [judge(questions, one) for one in scores]
     first = task.metrics[0]
     return TaskResult(
-        name=name,
+        name=items.name,
         title=task.title,
         items=len(questions),
-        available=available,
+        available=items.available,
         published=task.published,
         cut=sum(question.is_cut for question in questions),
+        skipped=len(items.too_long),
+        truncated=sum(question.is_truncated for question in questions),
         metrics={
             metric.name: estimate(questions, judged, metric, drawn=scorer.needs_draws)
             for metric in task.metrics
         },
         groups=_group_means(questions, judged, first),
     )
-
-
-def read_questions(
-    name: str, task: Task, data: Path | str, encoder: Encoder, limit: int | None
-) -> tuple[list[Question], int]:
-    """Returns the questions of a task, evenly over its file, and how many there would be.
-
-    Raises:
-        TaskError: the file cannot be read, an item cannot be scored, or there is none.
-    """
-    records = [found for found in read_records(data, name, task) if task.takes(found[1])]
-    if not records:
-        raise TaskError(f"task {name!r} has no items in {data}")
-    count = len(records) if limit is None else min(limit, len(records))
-    questions = []
-    for number in range(count):
-        where, record = records[number * len(records) // count]
-        try:
-            questions.append(task.question(record, encoder))
-        except TaskError as error:
-            raise TaskError(f"{where}: {error}") from error
-        except UnicodeEncodeError as error:
-            raise TaskError(f"{where}: a text is no Unicode ({error.reason})") from error
-    return questions, len(records)
 
 
 Judged = list[dict[str, Judgement]]

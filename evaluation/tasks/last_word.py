@@ -57,11 +57,11 @@ class LastWordTask:
         decode = encoder.tokenizer.decode
 
         def judge(scores: Sequence[RowScore]) -> dict[str, Judgement]:
-            tail = decode(scores[read[0]].greedy_S[-num_read:])
-            said = scores[asked[0]].greedy_S[-len(scored) :]
+            tail = decode(scores[read[0]].greedy_S[-read[1] :])
+            said = scores[asked[0]].greedy_S[-asked[1] :]
             return {
                 PAPER: Judgement(float(tail.split(" ")[-1] == word)),
-                "acc": Judgement(float(said.tolist() == scored)),
+                "acc": Judgement(float(said.tolist() == scored[-asked[1] :])),
                 "perplexity": Judgement(scores[asked[0]].total(asked[1])),
             }
 

@@ -28,6 +28,17 @@ class TaskError(ValueError):
     """Says that a task's data cannot be read, or that an item of it cannot be scored."""
 
 
+class TooLongError(TaskError):
+    """Says that an answer alone is longer than the context."""
+
+    def __init__(self, num_scored: int, context: int) -> None:
+        super().__init__(
+            f"{num_scored} tokens are to be scored, and the context has {context}: leave the item "
+            "out, or give a longer context if the model can use one"
+        )
+        self.num_scored = num_scored
+
+
 @dataclass(frozen=True)
 class Judgement:
     """Holds what one question adds to a metric: a value, and what it is divided by."""
@@ -52,6 +63,11 @@ class Question:
         """Returns whether a row was too long and lost its left end."""
         return any(row.num_cut for row in self.rows)
 
+    @property
+    def is_truncated(self) -> bool:
+        """Returns whether an answer was too long itself, so that only its end is scored."""
+        return any(row.num_unscored for row in self.rows)
+
 
 class Encoder:
     """Makes rows of texts, with a run's tokenizer and the length that the run was trained with.
@@ -59,10 +75,11 @@ class Encoder:
     Args:
         tokenizer: of the run.
         context: the longest input; of longer rows the left is cut off.
+        truncate: whether that holds where the answer alone is longer, too, which is refused else.
     """
 
-    def __init__(self, tokenizer: Tokenizer, context: int) -> None:
-        self.tokenizer, self.context = tokenizer, context
+    def __init__(self, tokenizer: Tokenizer, context: int, *, truncate: bool = False) -> None:
+        self.tokenizer, self.context, self._truncate = tokenizer, context, truncate
         self._last: tuple[str, list[int]] = ("", [])
 
     @property
@@ -90,21 +107,20 @@ class Encoder:
         """Returns the row of a context's tokens and those to score; the left is cut off if need be.
 
         Raises:
-            TaskError: nothing is to be scored, nothing stands before it, or it is too long itself.
+            TaskError: nothing is to be scored, or nothing stands before it.
+            TooLongError: what is to be scored does not fit by itself, and may not be truncated.
         """
         if not scored or not before:
             raise TaskError(
                 f"there are {len(scored)} tokens to score after {len(before)}; each needs a token "
                 "before it: the text is empty, or too short for this tokenizer"
             )
-        if len(scored) > self.context:
-            raise TaskError(
-                f"{len(scored)} tokens are to be scored, and the context has {self.context}: "
-                "leave the item out, or give a longer context if the model can use one"
-            )
+        unscored = max(0, len(scored) - self.context)
+        if unscored and not self._truncate:
+            raise TooLongError(len(scored), self.context)
         line = [*before, *scored]
         cut = max(0, len(line) - self.context - 1)
-        return Row(tuple(line[cut:]), len(scored), cut)
+        return Row(tuple(line[cut:]), len(scored) - unscored, cut, unscored)
 
 
 @dataclass

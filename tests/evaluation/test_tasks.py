@@ -14,10 +14,11 @@ from table_model import random_table, summed, table_model
 from moebius.data_pipeline.tokenizers.raw_bytes import BytesTokenizer
 from moebius.evaluation.scoring import RowScore, Scorer
 from moebius.evaluation.tasks.documents import rolling_rows
+from moebius.evaluation.tasks.questions import read_items
 from moebius.evaluation.tasks.reading import read_records
 from moebius.evaluation.tasks.table import PAPER_TASKS, TASKS
 from moebius.evaluation.tasks.task import Encoder, Judgement, Metric, Question, TaskError
-from moebius.evaluation.zero_shot import chosen_tasks, estimate, judge, read_questions
+from moebius.evaluation.zero_shot import chosen_tasks, estimate, judge
 
 TABLE = random_table(257, seed=4)
 MODEL = table_model(TABLE)
@@ -238,6 +239,39 @@ def test_long_items_lose_their_left_end_and_are_counted() -> None:
         TASKS["arc_easy"].question(record, bytes_encoder(11))
 
 
+@pytest.mark.parametrize("answer", range(4))
+def test_of_answers_that_are_too_long_the_end_is_scored(answer: int) -> None:
+    encoder = Encoder(BytesTokenizer(), 8, truncate=True)
+    record = {"question": "Where is fog?", "choices": CHOICES, "label": answer}
+    question = TASKS["arc_easy"].question(record, encoder)
+    assert question.is_truncated
+    assert [(row.num_scored, row.num_unscored) for row in question.rows] == [
+        (8, 1), (8, 3), (7, 0), (8, 4),
+    ]  # fmt: skip
+    texts = [f"\nAnswer: {choice}" for choice in CHOICES]
+    sums = [logp(text[-9], text[-8:]) for text in texts]
+    sums[2] = logp(":", " plains")
+    per_token = [total / count for total, count in zip(sums, (8, 8, 7, 8), strict=True)]
+    [scores] = Scorer(MODEL).score([question.rows])
+    found = question.judge(scores)
+    assert found["paper"].value == best(per_token, answer)
+    assert found["acc"].value == best(sums, answer)
+
+
+def test_of_last_words_that_are_too_long_the_end_is_compared() -> None:
+    leads = random_table(257)
+    for here, after in zip(b"evident", b"vident!", strict=True):
+        leads[here, after] = 50.0
+    encoder = Encoder(BytesTokenizer(), 4, truncate=True)
+    for text, is_right in (("all evident", 1.0), ("all evideyt", 0.0)):
+        question = TASKS["lambada"].question({"text": text}, encoder)
+        assert [len(row.tokens) for row in question.rows] == [5]
+        [scores] = Scorer(table_model(leads.log_softmax(-1))).score([question.rows])
+        found = question.judge(scores)
+        assert found["acc"].value == is_right
+        assert found["paper"].value == 0.0  # four letters are not the word
+
+
 MISTAKES = {
     "a field is missing": ({"label": None}, "label"),
     "an answer there is not": ({"label": 4}, "the number of the right answer, 0 to 3"),
@@ -323,11 +357,9 @@ def test_a_limit_takes_items_from_the_whole_file(tmp_path: Path) -> None:
         {"sentence_good": f"yes {n}", "sentence_bad": "no", "UID": f"u{n // 5}"} for n in range(20)
     ]
     write(tmp_path, "blimp", pairs)
-    questions, available = read_questions(
-        "blimp", TASKS["blimp"], tmp_path, bytes_encoder(99), limit=4
-    )
-    assert available == 20
-    assert [question.group for question in questions] == ["u0", "u1", "u2", "u3"]
+    found = read_items("blimp", TASKS["blimp"], tmp_path, bytes_encoder(99), limit=4)
+    assert found.available == 20
+    assert [question.group for question in found.questions] == ["u0", "u1", "u2", "u3"]
 
 
 def test_the_papers_six_with_a_stand_in(tmp_path: Path) -> None:
@@ -353,8 +385,8 @@ def test_every_file_that_there_is_can_be_asked() -> None:
         pytest.skip("the task files lie beside the project, and are not here")
     data, encoder = folder / "data" / "eval", Encoder(BytesTokenizer(), 8192)
     for name in sorted(set(TASKS) - {"cbt"}):
-        questions, available = read_questions(name, TASKS[name], data, encoder, limit=3)
-        assert 0 < available <= (TASKS[name].published or available), name
-        assert all(question.rows for question in questions)
+        found = read_items(name, TASKS[name], data, encoder, limit=3)
+        assert 0 < found.available <= (TASKS[name].published or found.available), name
+        assert all(question.rows for question in found.questions)
     records = [record for _, record in read_records(data, "blimp", TASKS["blimp"])]
     assert len({record["UID"] for record in records}) == 67

@@ -16,6 +16,7 @@ from moebius.cli.evaluate_report import plain_report, render_report
 from moebius.cli.main import main
 from moebius.data_pipeline.config import DataConfig
 from moebius.data_pipeline.making.prepare import prepare
+from moebius.evaluation.scoring import Scorer
 from moebius.evaluation.zero_shot import measure_tasks
 
 ARC = [
@@ -112,10 +113,11 @@ def test_the_table_says_what_it_is_of(
         (["--tasks", "piqa", "--limit", "0"], "at least 1 is needed"),
         (
             ["--tasks", "piqa", "--context", "5"],
-            "10 tokens are to be scored, and the context has 5",
+            "the context has 5 tokens, and items have longer answers: piqa 1 of 1 items",
         ),
         (["--tasks", ","], "holds no file of a task"),
         (["--limit", "3"], "goes with --tasks"),
+        (["--too-long", "skip"], "--too-long goes with --tasks"),
     ],
 )
 def test_requests_that_cannot_be(
@@ -129,6 +131,82 @@ def test_requests_that_cannot_be(
     code, said = run(capfd, "eval", bytes_run, *arguments, *given)
     assert code == 2
     assert re.search(message, said), said
+
+
+@pytest.fixture
+def long_answers(data: Path) -> Path:
+    """The same folder; two of five PIQA items and one of seven ARC items have a long answer."""
+    piqa = [{"goal": "Go.", "sol1": "a", "sol2": "b" * n, "label": 0} for n in (3, 70, 5, 4, 99)]
+    arc = [*ARC, {"question": "?", "choices": ["x" * 80, "b", "c", "d"], "label": 0}]
+    for name, records in (("piqa", piqa), ("arc_easy", arc)):
+        (data / f"{name}.jsonl").write_text("".join(json.dumps(one) + "\n" for one in records))
+    return data
+
+
+def test_all_answers_that_are_too_long_are_told_before_anything_is_scored(
+    bytes_run: Path,
+    long_answers: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Scorer, "score", lambda *_, **__: pytest.fail("began to score"))
+    code, said = run(capfd, "eval", bytes_run, "--tasks", "paper", "--data", long_answers)
+    assert code == 2
+    assert "the context has 64 tokens, and items have longer answers: " in said
+    assert re.search(r"piqa 2 of 5 items, the longest of 100 tokens \(\S+: line 5\); arc", said)
+    assert re.search(r"arc_easy 1 of 7 items, the longest of 81 tokens \(\S+: line 7\)\. ", said)
+    assert "--too-long skip leaves them out" in said
+    assert "--context 100 makes room" in said
+
+
+@pytest.mark.parametrize(
+    ("how", "items", "note"),
+    [
+        ("skip", 3, "PIQA, physical tasks: 2 items were skipped: an answer is longer"),
+        ("truncate", 5, "PIQA, physical tasks: 2 items have an answer longer than the context"),
+    ],
+)
+def test_answers_that_are_too_long_are_left_out_or_cut_and_counted(
+    how: str,
+    items: int,
+    note: str,
+    bytes_run: Path,
+    long_answers: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    asked = ("eval", bytes_run, "--tasks", "piqa", "--data", long_answers, "--too-long", how)
+    code, said = run(capfd, *asked)
+    assert (code, note in said) == (0, True), said
+    code, said = run(capfd, *asked, "--json")
+    assert code == 0
+    found = json.loads(said)
+    piqa = found["tasks"]["piqa"]
+    assert found["too_long"] == how
+    assert (piqa["items"], piqa["available"], piqa["metrics"]["acc"]["count"]) == (items, 5, items)
+    assert (piqa["skipped"], piqa["truncated"]) == ((2, 0) if how == "skip" else (0, 2))
+
+
+def test_a_task_of_which_nothing_is_left(
+    bytes_run: Path, data: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    asked = ("--context", 5, "--too-long", "skip")
+    code, said = run(capfd, "eval", bytes_run, "--tasks", "piqa", "--data", data, *asked)
+    assert code == 2
+    assert "task 'piqa': nothing is left, for the answers of all 1 items are longer" in said
+
+
+def test_a_context_beyond_the_learned_positions(
+    mixture_folder: Path, data: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    positions = {"attention.positions": {"kind": "learned", "max_positions": 64}}
+    run_dir = train_bytes(mixture_folder, tmp_path / "run", TINY.changed(positions))
+    asked = ("eval", run_dir, "--tasks", "piqa", "--data", data, "--context")
+    code, said = run(capfd, *asked, 65)
+    assert code == 2
+    assert "--context 65 is more than the 64 positions that the model has learned" in said
+    assert run(capfd, *asked, 64)[0] == 0
 
 
 def test_no_folder_and_none_that_is_there(

@@ -275,8 +275,8 @@ def exported(text_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     run = make_run(folder / "run", model_of("moeut"), data=str(text_data))
     estimate = Estimate(value=0.625, stderr=math.nan, spread=None, count=1_040)
     for step, name in ((STEP, "blimp"), (STEP - 1, "piqa")):
-        task = TaskResult(name, "a title", 40, 40, 0, 0, {"acc": estimate})
-        report = ZeroShotReport(str(run), step, "data", 20, 0, 0, 1, 1.0, (task,))
+        task = TaskResult(name, "a title", 40, 40, 0, 0, 0, 0, {"acc": estimate})
+        report = ZeroShotReport(str(run), step, "data", 20, "fail", 0, 0, 1, 1.0, (task,))
         (run / f"eval_{name}.json").write_text(json.dumps(plain_report(report)))
     (run / "eval_broken.json").write_text("{")
     export_to_hf(checkpoint_of(run), folder / "out", max_file_bytes=40_000)
