@@ -6,6 +6,7 @@ Book Test, which it does not have, those of the set's own card.
 
 import importlib
 import re
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -26,6 +27,8 @@ def hub_records(name: str, found: HubSet | None) -> Iterator[tuple[str, Record]]
         datasets: Any = importlib.import_module("datasets")
     except ImportError as error:
         raise TaskError("tasks from the hub need a package: pip install 'moebius[hub]'") from error
+    if not sys.stderr.isatty():
+        datasets.disable_progress_bars()  # else they fill logs, whoever reads them
     for configuration in found.configurations or ("",):
         try:
             records = datasets.load_dataset(

@@ -1,0 +1,149 @@
+"""Tasks from the hub: the published sets, as they lie there, from a hub on this machine."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_hub import serve_hub
+from hub_sets import hub_repositories
+
+from moebius.cli.main import main
+from moebius.evaluation.tasks.hub import BLIMP_PHENOMENA, hub_records
+from moebius.evaluation.tasks.table import TASKS
+from moebius.evaluation.tasks.task import TaskError
+
+CHOICES = ["a stone", "a gate", "the sea", "rain"]
+SENTENCES = [f"It was the {n} th day , and `` she '' did n't go ." for n in range(20)]
+OPTIONS = ["sea", "sun", "day", "dog", "cat", "hat", "man", "bed", "cup"]
+
+# What each task's records must have, of those that lie in the split that is scored.
+EXPECTED: dict[str, list[dict[str, Any]]] = {
+    "lambada": [
+        {"text": "He saw the hat and took the hat"},
+        {"text": "She shut the door and\nleft by the door"},
+    ],
+    "blimp": [
+        {"UID": name, "sentence_good": "Who left?", "sentence_bad": "Who leave?"}
+        for name in BLIMP_PHENOMENA
+    ],
+    "cbt": [
+        {
+            "kind": kind,
+            "context": SENTENCES,
+            "question": "She saw the XXXXX and ran .",
+            "answer": kind,
+            "candidates": [*OPTIONS, kind],
+        }
+        for kind in ("V", "P", "NE", "CN")
+    ],
+    "hellaswag": [
+        {
+            "query": "Removing ice: How to wait. Sit. The man sits. Then",
+            "endings": [", he waits.", ", he goes.", ", it rains.", ", all end."],
+            "label": label,
+        }
+        for label in ("3", "0")
+    ],
+    "piqa": [
+        {"goal": "Boil it.", "sol1": "Use fire.", "sol2": "Use ice.", "label": label}
+        for label in (0, 1)
+    ],
+    "arc_easy": [
+        {"question": "Which?", "choices": CHOICES, "label": 1},
+        {"question": "What?", "choices": CHOICES, "label": 3},
+    ],
+    "arc_challenge": [{"question": "Which one?", "choices": CHOICES, "label": 2}],
+    "openbookqa": [{"question": "A gate is", "choices": CHOICES, "label": 3}],
+    "winogrande": [{"option1": "the room", "option2": "the sea", "answer": "2"}],
+    "copa": [{"question": "cause", "label": 0}, {"question": "effect", "label": 0}],
+    "boolq": [
+        {"question": "do men sit", "passage": "Men sit.", "answer": True},
+        {"question": "do men sit", "passage": "Men sit.", "answer": False},
+    ],
+    "siqa": [{"context": "Ann left.", "answerC": "to sit", "label": "3"}],
+}
+
+READ = """
+import json, sys
+from moebius.data_pipeline.tokenizers.raw_bytes import BytesTokenizer
+from moebius.evaluation.tasks.questions import read_items
+from moebius.evaluation.tasks.reading import read_records
+from moebius.evaluation.tasks.table import TASKS
+from moebius.evaluation.tasks.task import Encoder
+
+found = {}
+for name in json.loads(sys.argv[1]):
+    found[name] = [record for _, record in read_records("hub", name, TASKS[name])]
+    assert len(read_items(name, TASKS[name], "hub", Encoder(BytesTokenizer(), 9999), 1).questions) == 1
+print(json.dumps(found))
+"""
+EVAL = "import sys; from moebius.cli.main import main; main(sys.argv[1:])"
+
+
+@pytest.fixture(scope="module")
+def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    """The environment in which the libraries of the hub ask here."""
+    pytest.importorskip("datasets", reason="the extra `hub`")
+    home = tmp_path_factory.mktemp("hub")
+    with serve_hub(hub_repositories()) as (endpoint, _):
+        yield {**os.environ, "HF_HUB_OFFLINE": "0", "HF_ENDPOINT": endpoint, "HF_HOME": str(home)}
+
+
+def python(
+    hub: dict[str, str], program: str, *arguments: object
+) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", program, *map(str, arguments)]
+    return subprocess.run(command, env=hub, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.slow
+def test_every_task_that_is_on_the_hub(hub: dict[str, str]) -> None:
+    names = [name for name, task in TASKS.items() if task.hub is not None]
+    assert set(names) == set(EXPECTED)
+    ended = python(hub, READ, json.dumps(names))
+    assert ended.returncode == 0, ended.stderr
+    assert "Generating" not in ended.stderr  # no progress bar where nobody watches
+    found = json.loads(ended.stdout)
+    for name, expected in EXPECTED.items():
+        picked = [
+            {key: record[key] for key in wanted}
+            for record, wanted in zip(found[name], expected, strict=True)
+        ]
+        assert picked == expected, name
+
+
+@pytest.mark.slow
+def test_tasks_from_the_hub_on_the_command_line(hub: dict[str, str], bytes_run: Path) -> None:
+    asked = ("eval", bytes_run, "--data", "hub", "--tasks")
+    ended = python(hub, EVAL, *asked, "piqa,siqa,boolq", "--json")
+    assert ended.returncode == 0, ended.stderr
+    tasks = json.loads(ended.stdout)["tasks"]
+    assert {name: task["items"] for name, task in tasks.items()} == {
+        "piqa": 2,
+        "siqa": 1,
+        "boolq": 2,
+    }
+    gone = {**hub, "HF_ENDPOINT": f"{hub['HF_ENDPOINT']}/nothing", "HF_HOME": f"{hub['HF_HOME']}/2"}
+    ended = python(gone, EVAL, *asked, "piqa")
+    assert ended.returncode == 2
+    said = " ".join(ended.stderr.split())
+    assert "task 'piqa': baber/piqa cannot be fetched from the hub (DatasetNotFoundError" in said
+    assert "or give a folder with its file (--data)" in said
+    assert "Traceback" not in ended.stderr
+
+
+def test_a_task_that_is_not_on_the_hub(
+    bytes_run: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(TaskError, match="task 'wsc273' is not on the hub: give a folder"):
+        list(hub_records("wsc273", TASKS["wsc273"].hub))
+    monkeypatch.setitem(sys.modules, "datasets", None)  # as without the extra
+    with pytest.raises(SystemExit) as ended:
+        main(["eval", str(bytes_run), "--tasks", "piqa", "--data", "hub"])
+    assert ended.value.code == 2
+    assert "pip install 'moebius[hub]'" in " ".join(capfd.readouterr().err.split())

@@ -1,0 +1,187 @@
+"""The published evaluation sets as they lie on the Hugging Face hub, a few records of each.
+
+Paths, configurations, splits, fields and their types are those of the hub's own files; the records
+are made up. What a task needs not is there as well: other configurations and splits, more fields.
+"""
+
+import io
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import yaml
+
+from moebius.evaluation.tasks.hub import BLIMP_PHENOMENA
+
+Record = Mapping[str, Any]
+_NO_YES = {"class_label": {"names": {"0": "False", "1": "True"}}}
+_TWO = {"class_label": {"names": {"0": "0", "1": "1"}}}
+_CHOICES = {"text": ["a stone", "a gate", "the sea", "rain"], "label": ["A", "B", "C", "D"]}
+
+
+def _hellaswag(label: str) -> Record:
+    return {
+        "ind": 4,
+        "activity_label": "Removing ice",
+        "ctx_a": "[header] How to wait [title] Sit. [step] The man sits.",
+        "ctx_b": "then",
+        "ctx": "[header] How to wait [title] Sit. [step] The man sits. then",
+        "endings": [", he waits.", ", he [substeps] goes.", ", it rains.", ", all end."],
+        "source_id": "activitynet~v_1",
+        "split": "val",
+        "split_type": "indomain",
+        "label": label,
+    }
+
+
+def _science(question: str, answer: str, field: str = "question") -> Record:
+    choices = _CHOICES if answer.isalpha() else {**_CHOICES, "label": ["1", "2", "3", "4"]}
+    return {"id": f"Mercury_{answer}", field: question, "choices": choices, "answerKey": answer}
+
+
+def _book(word: str) -> Record:
+    return {
+        "sentences": [f"It was the {n} th day , and `` she '' did n't go ." for n in range(20)],
+        "question": "She saw the XXXXX and ran .",
+        "answer": word,
+        "options": ["sea", "sun", "day", "dog", "cat", "hat", "man", "bed", "cup", word],
+    }
+
+
+def _pair(phenomenon: str) -> Record:
+    return {
+        "sentence_good": "Who left?",
+        "sentence_bad": "Who leave?",
+        "field": "syntax",
+        "linguistics_term": "agreement",
+        "UID": phenomenon,
+        "simple_LM_method": True,
+        "one_prefix_method": False,
+        "two_prefix_method": False,
+        "lexically_identical": False,
+        "pair_id": 0,
+    }
+
+
+_PIQA = {"goal": "Boil it.", "sol1": "Use fire.", "sol2": "Use ice.", "label": 0}
+_SIQA = {
+    "context": "Ann left.",
+    "question": "Why?",
+    "answerA": "to go",
+    "answerB": "to stay",
+    "answerC": "to sit",
+    "label": "3",
+}
+_WINOGRANDE = {
+    "sentence": "The gate shut, for _ was full.",
+    "option1": "the room",
+    "option2": "the sea",
+    "answer": "2",
+}
+_COPA = {
+    "premise": "The man fell.",
+    "choice1": "He slipped.",
+    "choice2": "He sat.",
+    "question": "cause",
+    "idx": 0,
+    "label": 0,
+}
+_BOOLQ = {"question": "do men sit", "passage": "Men sit.", "idx": 0, "label": 1}
+
+# repository -> file -> records. Where the card names classes, _CLASSES says so.
+_FILES: dict[str, dict[str, Sequence[Record]]] = {
+    "EleutherAI/lambada_openai": {
+        "default/test-00000-of-00001.parquet": [
+            {"text": "He saw the hat and took the hat"},
+            {"text": "She shut the door and\nleft by the door"},
+        ],
+        "de/test-00000-of-00001.parquet": [{"text": "ein Hut"}],
+    },
+    "Rowan/hellaswag": {
+        "data/train-00000-of-00001.parquet": [_hellaswag("1")],
+        "data/validation-00000-of-00001.parquet": [_hellaswag("3"), _hellaswag("0")],
+        "data/test-00000-of-00001.parquet": [_hellaswag("")],
+    },
+    "baber/piqa": {
+        "data/train-00000-of-00001.parquet": [_PIQA],
+        "data/validation-00000-of-00001.parquet": [_PIQA, {**_PIQA, "label": 1}],
+    },
+    "allenai/ai2_arc": {
+        "ARC-Easy/test-00000-of-00001.parquet": [_science("Which?", "B"), _science("What?", "4")],
+        "ARC-Easy/validation-00000-of-00001.parquet": [_science("Who?", "A")],
+        "ARC-Challenge/test-00000-of-00001.parquet": [_science("Which one?", "C")],
+    },
+    "allenai/winogrande": {
+        "winogrande_xl/validation-00000-of-00001.parquet": [_WINOGRANDE],
+        "winogrande_xs/validation-00000-of-00001.parquet": [_WINOGRANDE] * 2,
+    },
+    "aps/super_glue": {
+        "copa/validation-00000-of-00001.parquet": [_COPA, {**_COPA, "question": "effect"}],
+        "boolq/validation-00000-of-00001.parquet": [_BOOLQ, {**_BOOLQ, "label": 0}],
+    },
+    "allenai/openbookqa": {
+        "main/test-00000-of-00001.parquet": [_science("A gate is", "D", "question_stem")],
+        "additional/test-00000-of-00001.parquet": [_science("A gate", "D", "question_stem")] * 2,
+    },
+    "lighteval/siqa": {
+        "data/train-00000-of-00001.parquet": [_SIQA],
+        "data/validation-00000-of-00001.parquet": [_SIQA],
+    },
+    "cam-cst/cbt": {
+        **{f"{kind}/test-00000-of-00001.parquet": [_book(kind)] for kind in ("V", "P", "NE", "CN")},
+        "raw/test-00000-of-00001.parquet": [{"title": "A book", "content": "All of it."}],
+    },
+    "nyu-mll/blimp": {
+        f"{phenomenon}/train-00000-of-00001.parquet": [_pair(phenomenon)]
+        for phenomenon in BLIMP_PHENOMENA
+    },
+}
+_KINDS = {bool: "bool", int: "int64", str: "string"}
+_CLASSES = {"baber/piqa": _TWO, "aps/super_glue": _NO_YES}
+
+
+def hub_repositories() -> dict[str, dict[str, bytes]]:
+    """All files of the sets, for the fake hub."""
+    return {f"datasets/{name}": _repository(name, files) for name, files in _FILES.items()}
+
+
+def _repository(name: str, files: Mapping[str, Sequence[Record]]) -> dict[str, bytes]:
+    found = {path: _parquet(records) for path, records in files.items()}
+    return {**found, "README.md": _card(name, files).encode()}
+
+
+def _parquet(records: Sequence[Record]) -> bytes:
+    buffer = io.BytesIO()
+    pq.write_table(pa.Table.from_pylist([dict(record) for record in records]), buffer)
+    return buffer.getvalue()
+
+
+def _card(name: str, files: Mapping[str, Sequence[Record]]) -> str:
+    """The card's head: features and files of each configuration."""
+    infos, configurations = [], []
+    for folder in dict.fromkeys(path.partition("/")[0] for path in files):
+        named = "default" if folder == "data" else folder
+        own = {path: records for path, records in files.items() if path.startswith(f"{folder}/")}
+        [record, *_] = next(iter(own.values()))
+        features = [_feature(key, record[key], _CLASSES.get(name)) for key in record]
+        splits = sorted({path.partition("/")[2].partition("-")[0] for path in own})
+        infos.append({"config_name": named, "features": features})
+        data_files = [{"split": split, "path": f"{folder}/{split}-*"} for split in splits]
+        configurations.append({"config_name": named, "data_files": data_files})
+    head = yaml.safe_dump({"dataset_info": infos, "configs": configurations}, sort_keys=False)
+    return f"---\n{head}---\n# {name}\n"
+
+
+def _feature(key: str, value: object, classes: object) -> dict[str, object]:
+    """One feature as a card describes it."""
+    if key == "label" and classes and isinstance(value, int):
+        return {"name": key, "dtype": classes}
+    if isinstance(value, dict):
+        return {
+            "name": key,
+            "sequence": [{"name": name, "dtype": "string"} for name in value],
+        }
+    if isinstance(value, list):
+        return {"name": key, "sequence": "string"}
+    return {"name": key, "dtype": _KINDS[type(value)]}
