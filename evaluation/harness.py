@@ -27,10 +27,11 @@ from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_tex
 from tqdm import tqdm
 
 from ..distributed.process.process import start_process
+from .batches import Row
 from .generate import generate
 from .group_context import GroupContextText, group_context_size
 from .restore import restore
-from .scoring import Row, Scorer
+from .scoring import Scorer
 from .tasks.documents import rolling_rows
 from .tasks.task import Encoder, TaskError
 from .zero_shot import tokenizer_of_run

@@ -1,21 +1,18 @@
 """Log-likelihoods of many short rows of tokens: what every zero-shot task asks of a model.
 
-1. Rows come in families: the options of one question, which mostly begin with the same tokens.
-   Where a model promises that no position sees a later one and no row the others of its batch, the
-   common beginning goes through the model once, and its keys and values are repeated for every row
-   of the family. Ten options after a page of text so cost a little more than one.
-2. Families of similar length stand in one batch. Their common beginnings are cut to the shortest of
-   them, so a batch with a cache needs no padding on the left, and what was cut off is computed with
-   the ends. Ends are padded on the right, which a causal model does not see.
-3. The head is applied at the positions that are scored and nowhere else, and the log-softmax is in
+1. Where a model promises that no position sees a later one and no row the others of its batch,
+   rows of similar length stand in one batch, and what several rows begin with goes through the
+   model once; its keys and values are repeated for every row (batches.py). Ten options after a page
+   of text so cost a little more than one.
+2. The head is applied at the positions that are scored and nowhere else, and the log-softmax is in
    float64.
 
 A model whose rows compete for room is asked row by row, without padding. A model that routes
 sequences together is asked beside a group context (group_context.py): a whole group for every row
 and draw. With several ranks each takes every n-th family, and all get all results.
 
-Legend: F families of a batch, R rows of it, P tokens of the common beginning, S of the longest end,
-N positions that are scored, V vocabulary.
+Legend: R rows of a batch, S tokens of the longest end, D width, N positions that are scored,
+V vocabulary.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -30,6 +27,7 @@ from ..distributed.process.json_messages import all_gather_json
 from ..model.cache import LayerCache
 from ..model.layers import wide_dtype
 from ..model.transformer import Transformer
+from .batches import PASS_TOKENS, Batch, Family, Row, plan_batches, rows_alone
 from .group_context import (
     GroupContextText,
     drawn_group,
@@ -37,27 +35,8 @@ from .group_context import (
     refuse_future_readers,
 )
 
-LEAST_SHARED = 16  # a shorter beginning costs less than the pass of its own
-_MOST_TOKENS = 2**13  # of one pass
-_MOST_CACHED = 2**14  # positions of all rows whose keys and values exist at a time
+_GPU_PASS_TOKENS = 2**13  # a GPU computes so many in the time that it takes to launch a pass
 _LOGITS = 2**21  # that exist at a time, in float64
-
-
-@dataclass(frozen=True)
-class Row:
-    """Holds tokens for the model, of which the last are scored."""
-
-    tokens: tuple[int, ...]
-    num_scored: int
-    num_cut: int = 0  # tokens on the left that had no room
-    num_unscored: int = 0  # of these, such as were to be scored
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.num_scored < len(self.tokens):
-            raise ValueError(
-                f"a row of {len(self.tokens)} tokens cannot have {self.num_scored} scored ones: "
-                "each needs a token before it, and at least one is to be scored"
-            )
 
 
 @dataclass(frozen=True)
@@ -73,21 +52,8 @@ class RowScore:
         return float(self.log_probability_S[-count:].sum())
 
 
-Family = Sequence[Row]
 Advance = Callable[[int], None]
 """Told how many rows more are done."""
-
-
-@dataclass(frozen=True)
-class _Batch:
-    """Names rows that go through the model together, by family, and their common length."""
-
-    families: tuple[tuple[int, tuple[int, ...]], ...]  # number of the family, of its rows
-    prefix: int
-
-    @property
-    def rows(self) -> list[tuple[int, int]]:
-        return [(family, row) for family, rows in self.families for row in rows]
 
 
 class Scorer:
@@ -144,26 +110,20 @@ class Scorer:
         found = self._from_all_ranks(found)
         return [[found[f, r] for r in range(len(family))] for f, family in enumerate(families)]
 
-    def _batches(self, families: Sequence[Family]) -> Iterator[_Batch]:
-        """Yields this rank's batches, the longest rows first."""
+    def _batches(self, families: Sequence[Family]) -> Iterator[Batch]:
+        """Yields this rank's batches."""
         if self._is_alone:
-            places = [(f, r) for f, family in enumerate(families) for r in range(len(family))]
-            for f, r in places[self._rank :: self._num_ranks]:
-                yield _Batch(((f, (r,)),), 0)
-            return
-        shared, single = [], []
-        for f, family in enumerate(families):
-            prefix = shared_length(family) if self._share and len(family) > 1 else 0
-            if prefix >= LEAST_SHARED:
-                shared.append((prefix, f))
-            else:
-                single += [(len(row.tokens), f, r) for r, row in enumerate(family)]
-        shared.sort(reverse=True)
-        single.sort(reverse=True)
-        yield from _batches_of_shared(families, shared[self._rank :: self._num_ranks])
-        yield from _batches_of_single(single[self._rank :: self._num_ranks])
+            return rows_alone(families, self._rank, self._num_ranks)
+        on_cpu = self._model.embedding.device.type == "cpu"
+        return plan_batches(
+            families,
+            self._rank,
+            self._num_ranks,
+            share=self._share,
+            pass_tokens=PASS_TOKENS if on_cpu else _GPU_PASS_TOKENS,
+        )
 
-    def _score_batch(self, families: Sequence[Family], batch: _Batch) -> list[RowScore]:
+    def _score_batch(self, families: Sequence[Family], batch: Batch) -> list[RowScore]:
         rows = [families[f][r] for f, r in batch.rows]
         cache, past = None, batch.prefix
         if past:
@@ -249,53 +209,6 @@ class Scorer:
             for share in shares
             for f, r, log_p, greedy in share
         }
-
-
-def shared_length(family: Family) -> int:
-    """Returns how many tokens all rows of a family begin with, before any that is scored."""
-    first = family[0].tokens
-    longest = min(len(row.tokens) - 1 - row.num_scored for row in family)
-    for place in range(longest):
-        if any(row.tokens[place] != first[place] for row in family):
-            return place
-    return longest
-
-
-def _batches_of_shared(
-    families: Sequence[Family], shared: Sequence[tuple[int, int]]
-) -> Iterator[_Batch]:
-    """Yields batches of families, which come with their shared length, longest first."""
-    batch: list[int] = []
-    first, last, num_rows, longest = 0, 0, 0, 0
-    for prefix, f in shared:
-        rows = num_rows + len(families[f])
-        length = max(longest, *(len(row.tokens) for row in families[f]))
-        fits = (
-            first - prefix <= 4 + first // 16
-            and first * (len(batch) + 1) <= _MOST_TOKENS
-            and rows * length <= _MOST_CACHED
-        )
-        if batch and not fits:
-            yield _whole_families(families, batch, last)
-            batch, first, rows = [], 0, len(families[f])
-            length = max(len(row.tokens) for row in families[f])
-        batch.append(f)
-        first, num_rows, longest, last = first or prefix, rows, length, prefix
-    if batch:
-        yield _whole_families(families, batch, last)
-
-
-def _whole_families(families: Sequence[Family], batch: Sequence[int], prefix: int) -> _Batch:
-    return _Batch(tuple((f, tuple(range(len(families[f])))) for f in batch), prefix)
-
-
-def _batches_of_single(single: Sequence[tuple[int, int, int]]) -> Iterator[_Batch]:
-    """Yields batches of rows, which come with their length, longest first."""
-    first = 0
-    while first < len(single):
-        count = max(1, _MOST_TOKENS // single[first][0])
-        yield _Batch(tuple((f, (r,)) for _, f, r in single[first : first + count]), 0)
-        first += count
 
 
 def _repeated(layer: LayerCache, family_R: Tensor) -> LayerCache:

@@ -9,7 +9,8 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..scoring import Row, RowScore
+from ..batches import Row
+from ..scoring import RowScore
 from .task import Encoder, HubSet, Judgement, Metric, Question, Record, TaskError, text_in
 
 

@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from ...data_pipeline.tokenizers.interface import Tokenizer
-from ..scoring import Row, RowScore
+from ..batches import Row
+from ..scoring import RowScore
 
 Record = Mapping[str, Any]
 """One line of a task's file."""

@@ -10,9 +10,10 @@ from table_model import random_table, table_model
 from world import run_ranks
 
 from moebius.distributed.process.process import start_process
-from moebius.evaluation import scoring
+from moebius.evaluation import batches
+from moebius.evaluation.batches import Row, shared_length
 from moebius.evaluation.group_context import GroupContextText, drawn_group
-from moebius.evaluation.scoring import Row, Scorer, shared_length
+from moebius.evaluation.scoring import Scorer
 from moebius.model.transformer import Transformer
 
 VOCABULARY = 61
@@ -47,7 +48,7 @@ def by_hand(model: Transformer, row: Row) -> np.ndarray:
 
 @pytest.mark.parametrize("name", ["dense", "moeut", "sut", "switch_causal", "mh_moe"])
 def test_a_batch_says_what_each_row_alone_says(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scoring, "_MOST_TOKENS", 100)  # several batches
+    monkeypatch.setattr(batches, "_MOST_TOKENS", 100)  # several batches
     model = make_uneven(tiny_model(name, dtype=torch.float64)).eval()
     families = random_families()
     found = Scorer(model).score(families)
