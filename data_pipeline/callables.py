@@ -1,5 +1,7 @@
 """Functions of the user's own, named as `package.module:function` in a configuration.
 
+Where they take settings these follow as in a URL: `package.module:function?length=32&letters=4`.
+
 They are imported in every process that needs them, so their module must be installed or lie on
 PYTHONPATH, on every machine.
 """
@@ -8,6 +10,7 @@ import importlib
 import re
 from collections.abc import Callable
 from typing import Any
+from urllib.parse import parse_qsl
 
 from .errors import InputError
 
@@ -17,6 +20,39 @@ _PATH = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
 def is_function_path(path: str) -> bool:
     """Returns whether a text has the form `package.module:function`."""
     return bool(_PATH.fullmatch(path))
+
+
+def split_settings(path: str, *, where: str) -> tuple[str, dict[str, Any]]:
+    """Returns the function's path, and the settings that follow it.
+
+    A setting is a number where it reads as one, otherwise a text.
+
+    Raises:
+        InputError: what follows is no `name=value&name=value`, or names one twice.
+    """
+    path, mark, query = path.partition("?")
+    if not mark:
+        return path, {}
+    try:
+        pairs = parse_qsl(query, keep_blank_values=True, strict_parsing=True)
+    except ValueError:
+        pairs = []
+    names = [name for name, _ in pairs]
+    if not names or len(set(names)) < len(names) or not all(map(str.isidentifier, names)):
+        raise InputError(
+            f"{where}: what follows the question mark is {query!r}: write each setting once, as "
+            "function?name=value&name=value"
+        )
+    return path, {name: _number_or_text(value) for name, value in pairs}
+
+
+def _number_or_text(value: str) -> int | float | str:
+    for kind in (int, float):
+        try:
+            return kind(value)
+        except ValueError:
+            continue
+    return value
 
 
 def import_function(path: str, *, where: str, purpose: str) -> Callable[..., Any]:

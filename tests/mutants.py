@@ -234,7 +234,7 @@ MUTANTS = (
         (f"{MASKS}::test_the_loss_is_the_mean_over_counted_targets_on_every_layout",),
     ),
     Mutant(
-        "padding is a target", "train/micro_batches.py", " & (ids_BS1[:, 1:] >= 0)", "",
+        "padding is a target", "train/micro_batches.py", " & (of_targets_BS >= 0)", "",
         (f"{MASKS}::test_documents_train_as_if_each_were_alone_on_every_layout",),
     ),
     Mutant(

@@ -67,8 +67,8 @@ def evaluate(
         rows_BS1 = torch.from_numpy(batch.tokens).to(process.device)
         valid_B = torch.from_numpy(batch.valid).to(process.device)
         mask_BS, documents = use.read(batch.loss_mask, batch.document_ids, process.device)
-        logits_BSV = forward_in(model, dtype, rows_BS1[:, :-1], documents=documents).logits_BSV
-        targets_BS = rows_BS1[:, 1:]
+        inputs_BS, targets_BS = use.split(rows_BS1)
+        logits_BSV = forward_in(model, dtype, inputs_BS, documents=documents).logits_BSV
         losses = F.cross_entropy(logits_BSV.flatten(0, 1), targets_BS.flatten(), reduction="none")
         losses_BS = losses.view_as(targets_BS)
         if mask_BS is None:

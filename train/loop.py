@@ -28,6 +28,7 @@ from ..model.precision import forward_in, products_dtype
 from .config import Config
 from .data_wait import wait_for_data
 from .evaluate import evaluate
+from .exact_match import score_test_sets
 from .heartbeat import Phase, open_heartbeat
 from .in_place.rejoin import InPlace
 from .in_place.rounds import open_rounds
@@ -224,10 +225,11 @@ def accumulate_gradients(
     first = run.process.rank * len(micro_batches)
     for index, micro_batch in enumerate(micro_batches, start=first):
         seed_micro_batch(config.train.seed, run.progress.step, index)
-        with trace.micro_batch(micro_batch.rows_BS1[:, :-1], micro_batch.document_ids_BS):
+        with trace.micro_batch(micro_batch.inputs_BS, micro_batch.document_ids_BS):
             result = micro_batch_loss(
                 forward,
-                micro_batch.rows_BS1,
+                micro_batch.inputs_BS,
+                targets_BS=micro_batch.targets_BS,
                 global_sequences=config.train.global_batch,
                 loss_mask_BS=micro_batch.loss_mask_BS,
                 global_targets=global_targets,
@@ -331,7 +333,10 @@ def rebalance_experts(run: Run, log: MetricsLog, result: StepResult) -> None:
 
 
 def log_evaluation(run: Run, log: MetricsLog) -> None:
-    """Measures the validation loss and writes it to the log; a collective call."""
+    """Measures the validation loss, and exact match on the data's test sets; a collective call.
+
+    Both are written to the log: one line `eval`, and where there are test sets one line `task`.
+    """
     # A router that follows a schedule is judged as the next step would use it.
     run.model.before_step(run.progress.step)
     began_s = time.monotonic()
@@ -345,3 +350,12 @@ def log_evaluation(run: Run, log: MetricsLog) -> None:
         tokens=result.tokens,
         seconds=round(time.monotonic() - began_s, 3),
     )
+    if run.config.data.test_sets:
+        with run.heartbeat.during(Phase.EVAL):
+            scores = score_test_sets(run.model, run.config, run.process)
+        values = {name: asdict(score) for name, score in scores.items()}
+        log.write(
+            "task",
+            run.progress.step,
+            **{f"{name}/{key}": found[key] for name, found in values.items() for key in found},
+        )

@@ -55,6 +55,7 @@ def micro_batch_loss(
     rows_BS1: Tensor,
     *,
     global_sequences: int,
+    targets_BS: Tensor | None = None,
     loss_mask_BS: Tensor | None = None,
     global_targets: int | None = None,
     documents: Documents | None = None,
@@ -63,6 +64,8 @@ def micro_batch_loss(
 
     Args:
         rows_BS1: int64, every token valid, padding too.
+        targets_BS: where these are given, all of the rows is input, and these are what is to be
+            predicted at each token of it.
         global_sequences: rows of one optimizer step over all ranks.
         loss_mask_BS: bool: which targets count; None: all of them.
         global_targets: those that count in one optimizer step over all ranks; needed with a mask.
@@ -77,7 +80,9 @@ def micro_batch_loss(
             "a loss mask and the number of targets that count in the whole step go together; "
             f"given: {'no' if loss_mask_BS is None else 'a'} mask and {global_targets=}"
         )
-    inputs_BS, targets_BS = rows_BS1[:, :-1], rows_BS1[:, 1:]
+    inputs_BS = rows_BS1
+    if targets_BS is None:
+        inputs_BS, targets_BS = rows_BS1[:, :-1], rows_BS1[:, 1:]
     output = forward(
         inputs_BS, targets_BS=targets_BS, loss_mask_BS=loss_mask_BS, documents=documents
     )

@@ -12,6 +12,9 @@ A target counts where the mask says so, and where it and the token before it are
 first token of a document counts too, after the last one of the document before, which is the end of
 a document in every data set of ours: so a model learns how texts begin.
 
+Labels of their own (`data.targets="paired"`): every second token of a row is the target of the one
+before it, and no input. So labels travel as the tokens do, through shards, order and checksums.
+
 Masks stay on the host, which so knows how many rows the read-out has without asking the device.
 
 Legend: A micro-batches, B sequences of one, S positions.
@@ -33,7 +36,8 @@ from .config import Config
 class MicroBatch:
     """Holds the rows of one forward pass, and what of them counts."""
 
-    rows_BS1: Tensor  # int64, on the device: the first S tokens are the input, the last S targets
+    inputs_BS: Tensor  # int64, on the device
+    targets_BS: Tensor  # int64, on the device: what is to be predicted at each of them
     loss_mask_BS: Tensor | None = None  # bool, on the host, of the targets; None: all count
     documents: Documents | None = None  # of the input tokens; None: every row is one
     document_ids_BS: Tensor | None = None  # int32, on the host: what `documents` was made of
@@ -41,10 +45,19 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class DocumentUse:
-    """Says what a run respects of the documents in its rows, beside padding."""
+    """Says what of a row is input and target, and what a run respects of its documents beside
+    padding.
+    """
 
     attention: bool  # data.document_attention
     balance: bool  # train.balance_documents
+    paired: bool = False  # data.targets="paired"
+
+    def split(self, rows_BS1: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the inputs of rows of tokens, and the target of each input."""
+        if self.paired:
+            return rows_BS1[:, :-1:2], rows_BS1[:, 1::2]
+        return rows_BS1[:, :-1], rows_BS1[:, 1:]
 
     def read(
         self,
@@ -55,7 +68,7 @@ class DocumentUse:
         """Returns which targets of a micro-batch count, on the host, and what it has of documents.
 
         Args:
-            loss_mask: bool [B, S], of the targets; None: all count.
+            loss_mask: bool [B, S], of all tokens but the first; None: all count.
             document_ids: int32 [B, S+1]; None: the data says nothing of documents.
             device: the model's.
 
@@ -63,6 +76,8 @@ class DocumentUse:
             ValueError: documents are to be respected, and the data does not have them.
         """
         mask_BS = None if loss_mask is None else torch.from_numpy(loss_mask)
+        if mask_BS is not None and self.paired:
+            mask_BS = mask_BS[:, ::2]
         if document_ids is None:
             if self.attention or self.balance:
                 raise ValueError(
@@ -72,16 +87,21 @@ class DocumentUse:
                 )
             return mask_BS, None
         ids_BS1 = torch.from_numpy(document_ids)
-        real_BS = (ids_BS1[:, :-1] >= 0) & (ids_BS1[:, 1:] >= 0)
+        of_inputs_BS, of_targets_BS = self.split(ids_BS1)
+        real_BS = (of_inputs_BS >= 0) & (of_targets_BS >= 0)
         documents = mark_documents(
-            ids_BS1[:, :-1], device, attention=self.attention, balance=self.balance
+            of_inputs_BS, device, attention=self.attention, balance=self.balance
         )
         return real_BS if mask_BS is None else mask_BS & real_BS, documents
 
 
 def document_use(config: Config) -> DocumentUse:
-    """Returns what a run is configured to respect of documents."""
-    return DocumentUse(config.data.document_attention, config.train.balance_documents)
+    """Returns what a run is configured to read of its rows."""
+    return DocumentUse(
+        config.data.document_attention,
+        config.train.balance_documents,
+        paired=config.data.targets == "paired",
+    )
 
 
 def split_batch(batch: Batch, device: torch.device, use: DocumentUse) -> list[MicroBatch]:
@@ -95,8 +115,8 @@ def split_batch(batch: Batch, device: torch.device, use: DocumentUse) -> list[Mi
     for index, rows_BS1 in enumerate(rows_ABS1):
         mask = None if batch.loss_mask is None else batch.loss_mask[index]
         ids = None if batch.document_ids is None else batch.document_ids[index]
-        ids_BS = None if ids is None else torch.from_numpy(ids)[:, :-1]
-        found.append(MicroBatch(rows_BS1, *use.read(mask, ids, device), ids_BS))
+        ids_BS = None if ids is None else use.split(torch.from_numpy(ids))[0]
+        found.append(MicroBatch(*use.split(rows_BS1), *use.read(mask, ids, device), ids_BS))
     return found
 
 

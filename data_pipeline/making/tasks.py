@@ -147,15 +147,19 @@ def _documents(task: UnitTask) -> Iterator[Document]:
     source = task.source
     for split in task.unit.splits:
         for document in read_documents(split, source, encoding_faults=task.config.encoding_faults):
-            if source.has_loss_mask:
-                # Blank space around a prompt and its answer is between the two, and is meant.
-                text, prompt = _composed(document.text), _composed(document.prompt)
-            else:
-                text, prompt = normalised(document.text), document.prompt
-            if (text, prompt) == (document.text, document.prompt):
-                yield document
-            else:
-                yield replace(document, text=text, prompt=prompt)
+            yield normalised_document(document, has_prompt=source.has_loss_mask)
+
+
+def normalised_document(document: Document, *, has_prompt: bool) -> Document:
+    """Returns a document as it is tokenised."""
+    if has_prompt:
+        # Blank space around a prompt and its answer is between the two, and is meant.
+        text, prompt = _composed(document.text), _composed(document.prompt)
+    else:
+        text, prompt = normalised(document.text), document.prompt
+    if (text, prompt) == (document.text, document.prompt):
+        return document
+    return replace(document, text=text, prompt=prompt)
 
 
 def _identity(document: Document) -> tuple[int, int, int]:

@@ -10,6 +10,8 @@
 
     moebius prepare --input python:my_texts:pages --output shards --workers 8
 
+Settings may follow, which the function gets by name: `python:my_texts:pages?first=10&language=en`.
+
 A record is a text, or a dict with the fields that JSON lines would have. The function is called
 two or three times per split (to choose, to train the tokenizer, to tokenise), in any process, and
 must give the same records each time: split numbers decide what is read, never who reads it.
@@ -19,7 +21,7 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-from ..callables import import_function, is_function_path
+from ..callables import import_function, is_function_path, split_settings
 from ..errors import InputError
 from .documents import Document, InputSplit, SplitRange
 from .records import RecordRules, checked, document_of
@@ -37,10 +39,10 @@ def function_size(url: str) -> int:
     Raises:
         InputError: there is no such function, or it cannot be called so.
     """
-    function = _function(url)
+    function, settings = _function(url)
     declared = getattr(function, "num_splits", None)
     if declared is None:
-        _check_takes(function, (), url)
+        _check_takes(function, (), settings, url)
         return 1
     is_number = isinstance(declared, int) and not isinstance(declared, bool)
     if not is_number or not 1 <= declared <= MAX_SPLITS:
@@ -48,7 +50,7 @@ def function_size(url: str) -> int:
             f"input {url!r} declares num_splits={declared!r}: it must be a whole number from 1 to "
             f"{MAX_SPLITS:,}"
         )
-    _check_takes(function, (0, declared), url)
+    _check_takes(function, (0, declared), settings, url)
     return declared
 
 
@@ -81,12 +83,12 @@ def read_function(split: InputSplit, rules: RecordRules) -> Iterator[Document]:
 
 def _records(split: InputSplit) -> Iterator[Any]:
     """Yields what the function yields; what it raises becomes one error."""
-    function = _function(split.url)
+    function, settings = _function(split.url)
     declares = getattr(function, "num_splits", None) is not None
     arguments = (split.start, split.size) if declares else ()
     row = 0
     try:
-        found = function(*arguments)
+        found = function(*arguments, **settings)
         if isinstance(found, str | bytes | Mapping) or not isinstance(found, Iterable):
             raise InputError(
                 f"input {split.url!r} returned a {type(found).__name__}, not {_RESULT}"
@@ -109,16 +111,18 @@ def _check_has_no_fields(rules: RecordRules, where: str) -> None:
         raise InputError(f"{where}: a text, where a dict with the fields {wanted} is asked for")
 
 
-def _function(url: str) -> Callable[..., Any]:
-    path = url.removeprefix(PYTHON)
+def _function(url: str) -> tuple[Callable[..., Any], dict[str, Any]]:
+    """Returns the function that a name of an input means, and its settings."""
+    path, settings = split_settings(url.removeprefix(PYTHON), where=f"input {url!r}")
     if not is_function_path(path):
         raise InputError(f"input {url!r}: write {PYTHON}package.module:function")
-    return import_function(
-        path, where=f"input {url!r}", purpose=f"a function that returns {_RESULT}"
-    )
+    purpose = f"a function that returns {_RESULT}"
+    return import_function(path, where=f"input {url!r}", purpose=purpose), settings
 
 
-def _check_takes(function: Callable[..., Any], arguments: tuple[int, ...], url: str) -> None:
+def _check_takes(
+    function: Callable[..., Any], arguments: tuple[int, ...], settings: dict[str, Any], url: str
+) -> None:
     """Checks that a function can be called as it will be.
 
     Raises:
@@ -129,10 +133,12 @@ def _check_takes(function: Callable[..., Any], arguments: tuple[int, ...], url: 
     except (TypeError, ValueError):  # some builtins have none
         return
     try:
-        signature.bind(*arguments)
+        signature.bind(*arguments, **settings)
     except TypeError as error:
         name = url.rpartition(":")[2]
         wanted = "nothing" if not arguments else "split_index and num_splits"
+        if settings:
+            wanted = f"{', '.join(settings)} (of its name) and {wanted}"
         advice = f"; to be called per split, declare {name}.num_splits = 64" * (not arguments)
         raise InputError(
             f"input {url!r} is called with {wanted}, and it takes {signature}{advice}"

@@ -5,6 +5,8 @@ hub.
     tok/spm.model               a SentencePiece model
     tok                         a folder with tokenizer.json or tokenizer.model
     hf://owner/name             a repository; hf://owner/name@revision pins a commit, tag or branch
+    python:package.module:function
+                                the words that a function gives, each a token (`words`)
 
 Which token ends a document is said by the caller, by the `eos_token` of the tokenizer_config.json
 that lies beside the tokenizer, or by the tokenizer itself (`tokenizer.tokenizer_of_files`). It must
@@ -18,6 +20,7 @@ from ..errors import InputError
 from ..retries import explain, is_of_connection, is_passing, patiently
 from .interface import CONFIG_FILE, MODEL_FILE, TOKENIZER_FILE, Tokenizer
 from .tokenizer import tokenizer_of_files
+from .words import FUNCTION, word_files
 
 _HUB = "hf://"
 
@@ -28,13 +31,19 @@ def open_tokenizer(name: str, *, end_of_document: str = "") -> Tokenizer:
     Raises:
         InputError: there is none, it cannot be fetched or read, or it cannot end documents.
     """
-    files = _from_hub(name) if name.startswith(_HUB) else _from_disk(name)
+    files = _files_of(name)
     try:
         return tokenizer_of_files(files, end_of_document=end_of_document)
     except InputError:
         raise
     except ValueError as error:
         raise InputError(f"tokenizer {name!r}: {error}") from error
+
+
+def _files_of(name: str) -> dict[str, bytes]:
+    if name.startswith(FUNCTION):
+        return word_files(name)
+    return _from_hub(name) if name.startswith(_HUB) else _from_disk(name)
 
 
 def _from_disk(name: str) -> dict[str, bytes]:

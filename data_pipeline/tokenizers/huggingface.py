@@ -19,6 +19,7 @@ from typing import Any, Literal
 import numpy as np
 import tokenizers
 
+from ..errors import InputError
 from .fast import FastEncoder, UnsuitableError, boundaries_of, fast_encoder, proof_of
 from .interface import CONFIG_FILE, END_OF_DOCUMENT, TOKENIZER_FILE, hash_of_files, token_dtype
 from .pieces import cut_text
@@ -121,7 +122,13 @@ class HuggingFaceTokenizer:
         for text in texts:
             text.encode()  # the library's own complaint about half a surrogate pair is unreadable
         # fast: no offsets
-        encoded = self._library.encode_batch_fast(texts, add_special_tokens=False)
+        try:
+            encoded = self._library.encode_batch_fast(texts, add_special_tokens=False)
+        except Exception as error:  # the Rust library raises it bare
+            raise InputError(
+                f"the tokenizer cannot encode a text that begins {texts[0][:60]!r} or one beside it "
+                f"({error}): do its words belong to this data?"
+            ) from error
         return [np.array(one.ids, dtype=self._dtype) for one in encoded]
 
     def _checked_end(self, described: dict[str, Any]) -> int:
@@ -139,12 +146,19 @@ class HuggingFaceTokenizer:
                 f"are {', '.join(map(repr, special)) or 'none'}: name one of them as "
                 "end_of_document"
             )
-        if end not in special or index in self._library.encode(end, add_special_tokens=False).ids:
+        if end not in special or self._spells(end, index):
             raise ValueError(
                 f"the tokenizer's {end!r} is not a special token: text that spells it would end a "
                 f"document; its special tokens are {', '.join(map(repr, special)) or 'none'}"
             )
         return index
+
+    def _spells(self, text: str, index: int) -> bool:
+        """Returns whether a text is encoded to an id, or to more than that."""
+        try:
+            return index in self._library.encode(text, add_special_tokens=False).ids
+        except Exception:  # noqa: BLE001 (raised bare, where a tokenizer of words does not know one)
+            return False
 
 
 def _parsed(text_json: str) -> tokenizers.Tokenizer:
@@ -176,6 +190,8 @@ def _proven_encoder(text_json: str) -> FastEncoder | None:
     try:
         return fast_encoder(text_json)
     except UnsuitableError as reason:
+        if json.loads(text_json)["model"]["type"] == "WordLevel":
+            return None  # looking words up is as fast
         logger.warning(
             "encoding with `tokenizers`, several times slower than with tiktoken, because tiktoken "
             "was not shown to give the same ids: %s",

@@ -97,21 +97,22 @@ def analysed_passes(
         rows_BS1 = torch.from_numpy(batch.tokens).to(device)
         valid_B = torch.from_numpy(batch.valid)
         mask_BS, documents = use.read(batch.loss_mask, batch.document_ids, device)
-        targets_BS = valid_B[:, None].expand(len(valid_B), config.data.seq_len)
+        inputs_BS, answers_BS = use.split(rows_BS1)
+        targets_BS = valid_B[:, None].expand(inputs_BS.shape)
         if mask_BS is not None:
             targets_BS = targets_BS & mask_BS
         with tap(model) as calls, tap_residual(model) as updates:
             output = forward_in(
                 model,
                 dtype,
-                rows_BS1[:, :-1],
-                targets_BS=rows_BS1[:, 1:],
+                inputs_BS,
+                targets_BS=answers_BS,
                 loss_mask_BS=targets_BS,
                 documents=documents,
             )
         yield AnalysedPass(
-            token_ids_T=rows_BS1[:, :-1].flatten(),
-            counted_T=_counted(valid_B.to(device), config.data.seq_len, documents),
+            token_ids_T=inputs_BS.flatten(),
+            counted_T=_counted(valid_B.to(device), inputs_BS.shape[1], documents),
             calls=calls,
             updates=updates,
             loss_sum=float(output.cross_entropy),

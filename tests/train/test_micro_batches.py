@@ -284,7 +284,8 @@ def test_without_a_mask_no_rank_is_asked() -> None:
     assert count_targets(micro_batches, torch.device("cpu")) is None
     with pytest.raises(ValueError, match="process group"):
         count_targets(
-            [MicroBatch(torch.zeros(1, 2), torch.ones(1, 1, dtype=torch.bool))], torch.device("cpu")
+            [MicroBatch(torch.zeros(1, 1), torch.zeros(1, 1), torch.ones(1, 1, dtype=torch.bool))],
+            torch.device("cpu"),
         )
 
 
@@ -339,3 +340,25 @@ def test_an_evaluation_of_nothing_is_refused(data: Path, tmp_path: Path) -> None
     mask = np.zeros((SEQUENCES, POSITIONS), bool)
     with pytest.raises(AssertionError, match=r"no target of the split 'validation' counts"):
         run_ranks(evaluate_masked, 1, make_config(data), tmp_path, mask)
+
+
+def test_of_pairs_every_second_token_is_the_target_of_the_one_before() -> None:
+    use = DocumentUse(attention=False, balance=False, paired=True)
+    for width in (6, 7):  # rows that are cut have one token more than whole pairs
+        rows_BS1 = torch.arange(2 * width).view(2, width)
+        inputs_BS, targets_BS = use.split(rows_BS1)
+        assert inputs_BS.tolist() == [[0, 2, 4], [width, width + 2, width + 4]]
+        assert torch.equal(targets_BS, inputs_BS + 1)
+
+
+def test_of_pairs_the_mask_and_the_documents_are_those_of_their_tokens() -> None:
+    """Three pairs, of which the first is a prompt, then padding; the mask is of tokens 1 to 8."""
+    use = DocumentUse(attention=False, balance=False, paired=True)
+    mask = np.array([[False, False, True, False, True, True, False, False]])  # token 4: an input
+    ids = np.array([[5, 5, 5, 5, 5, 5, -1, -1, -1]], dtype=np.int32)
+    mask_BS, documents = use.read(mask, ids, torch.device("cpu"))
+    assert mask_BS is not None
+    assert mask_BS.tolist() == [[False, True, True, False]]
+    assert documents is not None
+    assert documents.real_BS is not None
+    assert documents.real_BS.tolist() == [[True, True, True, False]]

@@ -19,4 +19,5 @@ RECIPE_NAMES = (
     "sut_244m", "sut_244m_no_act", "gpt_medium", "mot_medium_8e", "mot_medium_32e_1",
     "mot_medium_32e_8", "mot_medium_32e_16", "mot_medium_32e_32", "mot_medium_128e", "gpt_base",
     "mot_base_32e", "mot_base_64e_16", "mot_mini",
+    "p_hop_dense", "p_hop_naive_ut", "p_hop_moeut",
 )  # fmt: skip

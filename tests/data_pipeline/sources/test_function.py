@@ -32,6 +32,13 @@ class Archive:
         return [str(split_index)]
 archive = Archive()
 
+def some(first, language="en", share=1.0):
+    return [f"{first + 1} {language} {share / 2}"]
+
+def shares(split_index, num_splits, *, text):
+    return [f"{text} {split_index}"]
+shares.num_splits = 2
+
 def breaks():
     yield "fine"
     raise KeyError("lost")
@@ -127,6 +134,35 @@ def test_a_function_that_declares_splits_is_called_for_each():
     ],
 )
 def test_a_function_that_cannot_be_used_is_one_clear_error(name, message):
+    with pytest.raises(InputError, match=message):
+        _read(name)
+
+
+@pytest.mark.usefixtures("folder")
+def test_settings_that_follow_a_name_reach_the_function():
+    [[(text, source, _)]] = _read("some?first=2&language=de&share=0.5")
+    assert (text, source) == ("3 de 0.25", f"{MODULE}:some?first=2&language=de&share=0.5")
+    assert [[text for text, *_ in split] for split in _read("shares?text=x")] == [["x 0"], ["x 1"]]
+    hashes = {_config(name).spec_hash for name in ("some?first=2", "some?first=3")}
+    assert len(hashes) == 2  # other settings are other data
+
+
+@pytest.mark.usefixtures("folder")
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("some?", r"what follows the question mark is '': write each setting once"),
+        ("some?first", r"write each setting once, as function\?name=value&name=value"),
+        ("some?first=1&first=2", "write each setting once"),
+        ("some?2=1", "write each setting once"),
+        (
+            "some?second=2",
+            r"is called with second \(of its name\) and nothing, and it takes \(first",
+        ),
+        ("shares?txt=2", r"is called with txt \(of its name\) and split_index and num_splits"),
+    ],
+)
+def test_settings_that_a_function_does_not_take_are_one_clear_error(name, message):
     with pytest.raises(InputError, match=message):
         _read(name)
 
