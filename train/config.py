@@ -320,21 +320,58 @@ def resolve(
         ConfigError: no such recipe or file, or a bad override; unknown keys are answered with the
             nearest known one.
     """
+    values = _base_values(name_or_file, recipes)
+    return _built_with(values, overrides, origin=name_or_file)
+
+
+def resolve_changed(
+    name_or_file: str,
+    changes: Sequence[Mapping[str, Any]],
+    overrides: Sequence[str],
+    recipes: Mapping[str, Callable[[], Config]],
+    *,
+    origin: str,
+) -> Config:
+    """Returns the configuration of a recipe or a TOML file, with sections and then values changed.
+
+    Args:
+        name_or_file: as of `resolve`.
+        changes: sections of values as a TOML file has them, one after the other.
+        overrides: `section.key=value`, which hold against the changes.
+        recipes: by name.
+        origin: whose configuration it is, for messages.
+
+    Raises:
+        ConfigError: as `resolve`.
+    """
+    values = _base_values(name_or_file, recipes)
+    for change in changes:
+        values = merge(values, change, _SECTIONS)
+        data = change.get("data")
+        _choose_input(values, data.keys() if isinstance(data, Mapping) else ())
+    return _built_with(values, overrides, origin=origin)
+
+
+def _base_values(name_or_file: str, recipes: Mapping[str, Callable[[], Config]]) -> dict[str, Any]:
+    """Returns the plain values of a recipe or a TOML file."""
     if name_or_file.endswith(".toml"):
-        values = _read_toml(Path(name_or_file), recipes)
-    elif name_or_file in recipes:
-        values = recipes[name_or_file]().model_dump(mode="json")
-    else:
-        raise ConfigError(
-            f"there is no recipe {name_or_file!r}{_nearest(name_or_file, recipes)}; recipes: "
-            f"{', '.join(recipes)}; "
-            "a file must end in .toml"
-        )
+        return _read_toml(Path(name_or_file), recipes)
+    if name_or_file in recipes:
+        return recipes[name_or_file]().model_dump(mode="json")
+    raise ConfigError(
+        f"there is no recipe {name_or_file!r}{_nearest(name_or_file, recipes)}; recipes: "
+        f"{', '.join(recipes)}; "
+        "a file must end in .toml"
+    )
+
+
+def _built_with(values: dict[str, Any], overrides: Sequence[str], *, origin: str) -> Config:
+    """Builds the configuration of plain values with overrides applied."""
     keys = {override.partition("=")[0].strip() for override in overrides}
     _choose_input(values, {key.removeprefix("data.") for key in keys if key.startswith("data.")})
     for override in sorted(overrides, key=lambda text: kinds_first(text.partition("=")[0])):
         _apply(values, override)
-    return build(values, origin=name_or_file)
+    return build(values, origin=origin)
 
 
 def resolve_data(

@@ -1,0 +1,190 @@
+"""`moebius compare`: arms of equal size over seeds, from one file to one table and one picture."""
+
+import argparse
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from .arguments import RUNS, Commands, add_command, add_overrides
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from ..evaluation.compare.file import ComparisonFile
+    from ..evaluation.compare.plan import Arm, PlannedRun
+    from ..evaluation.compare.runner import RunState
+
+_INTERRUPTED = 130
+
+
+def add_commands(commands: Commands) -> None:
+    """Declares `moebius compare`."""
+    text = "train and score a list of recipes at equal size over seeds, and compare them"
+    parser = add_command(
+        commands,
+        "compare",
+        _compare,
+        text,
+        examples=[
+            "compare mine.toml --dry-run",
+            "compare mine.toml --steps 3000 --jobs 2 data.input=\"['corpus/*.jsonl']\"",
+            "compare mine.toml --table",
+            "compare mine.toml --cost",
+        ],
+        notes="The same command again goes on where it was. Exit code: 0 all runs have finished, 1 a "
+        "run has failed, 130 it was interrupted, 2 the comparison cannot be made.",
+    )
+    parser.add_argument("file", type=Path, metavar="FILE", help="docs/compare.md has its keys")
+    add_overrides(parser)
+    parser.add_argument(
+        "--folder", type=Path, metavar="DIR", help="of all runs; default: runs/compare/NAME"
+    )
+    parser.add_argument("--seeds", metavar="N,N,…", help="instead of the file's")
+    parser.add_argument("--steps", type=int, metavar="N", help="instead of the file's")
+    parser.add_argument(
+        "--jobs", type=int, metavar="N", help="runs at a time, instead of the file's"
+    )
+    parser.add_argument(
+        "--dry-run", action="store_true", help="show what is equal and what is not; train nothing"
+    )
+    parser.add_argument(
+        "--table", action="store_true", help="show what has finished so far; train nothing"
+    )
+    parser.add_argument(
+        "--restart", metavar="ARM,…", help="train these arms anew; what they have is removed"
+    )
+    parser.add_argument(
+        "--out", type=Path, metavar="DIR", help="for tables and picture; default: the folder"
+    )
+    parser.add_argument("--json", action="store_true", help="print the results as JSON")
+
+
+@dataclass(frozen=True)
+class _Request:
+    """Holds what the command line and the file ask for together."""
+
+    file: "ComparisonFile"
+    arms: "list[Arm]"
+    runs: "list[PlannedRun]"
+    folder: Path
+    out: Path
+
+
+def _compare(options: argparse.Namespace) -> int:
+    """Carries out `moebius compare`."""
+    from rich.console import Console
+
+    from ..evaluation.compare.tables import size_table
+    from .compare_report import render
+
+    request, console = _request(options), Console(stderr=options.json)
+    if not options.table:
+        console.print(render(size_table(request.file, request.arms)))
+    if options.dry_run:
+        return 0
+    code = 0 if options.table else _train(options, request, console)
+    _show(options, request)
+    return code
+
+
+def _request(options: argparse.Namespace) -> _Request:
+    """Reads the file, applies the options and plans the runs."""
+    from ..evaluation.compare.file import ComparisonFile, read_file
+    from ..evaluation.compare.plan import plan_arms, plan_runs
+    from ..train.recipes.smoke import RECIPES
+
+    file = read_file(options.file)
+    changed = {
+        "seeds": _seeds(options.seeds),
+        "steps": _positive(options.steps, "--steps"),
+        "jobs": _positive(options.jobs, "--jobs"),
+    }
+    changed = {name: value for name, value in changed.items() if value is not None}
+    file = ComparisonFile.model_validate(file.model_dump(exclude_unset=True) | changed)
+    arms = plan_arms(file, options.overrides, RECIPES, data_root=RUNS, origin=str(options.file))
+    folder = (options.folder or RUNS / "compare" / file.name).absolute()
+    return _Request(file, arms, plan_runs(file, arms, folder), folder, options.out or folder)
+
+
+def _seeds(text: str | None) -> tuple[int, ...] | None:
+    if text is None:
+        return None
+    try:
+        seeds = tuple(int(word) for word in text.split(","))
+    except ValueError:
+        seeds = ()
+    if not seeds or min(seeds) < 0 or len(set(seeds)) < len(seeds):
+        raise ValueError(f"--seeds {text}: give different whole numbers with commas, such as 0,1,2")
+    return seeds
+
+
+def _positive(number: int | None, option: str) -> int | None:
+    if number is not None and number < 1:
+        raise ValueError(f"{option} {number}: at least 1 is needed")
+    return number
+
+
+def _train(options: argparse.Namespace, request: _Request, console: "Console") -> int:
+    """Prepares the data, trains what is missing, and returns the exit code."""
+    from ..cluster.watch import show_preparation
+    from ..data_pipeline.making.prepare import prepare
+    from ..evaluation.compare.plan import refuse_stale
+    from ..evaluation.compare.runner import locked, restart, run_all
+    from .compare_report import progress_of
+
+    file = request.file
+    tasks = {"tasks": file.tasks, "data": file.task_data, "limit": file.task_limit}
+    with locked(request.folder):
+        if options.restart:
+            restart(request.runs, options.restart.split(","))
+        refuse_stale(request.runs, request.folder)
+        data = request.arms[0].config.data
+        with show_preparation(console) as on_progress:
+            prepare(data, data.directory, on_progress=on_progress)
+        with progress_of(request.runs, console) as watch:
+
+            def on_end(state: "RunState") -> None:
+                watch.on_end(state)
+                _write(request)
+
+            states = run_all(
+                request.runs,
+                at_once=file.jobs,
+                tasks=json.loads(json.dumps(tasks)) if file.tasks else None,
+                on_change=watch.on_change,
+                on_end=on_end,
+            )
+    ends = {state.state for state in states}
+    if "failed" in ends:
+        return 1
+    return 0 if ends == {"finished"} else _INTERRUPTED
+
+
+def _write(request: _Request) -> None:
+    """Writes tables and picture of what has finished so far."""
+    from ..evaluation.compare.results import collect
+    from ..evaluation.compare.tables import write_results
+
+    write_results(collect(request.file, request.arms, request.runs), request.arms, request.out)
+
+
+def _show(options: argparse.Namespace, request: _Request) -> None:
+    """Writes and prints the results."""
+    from rich.console import Console
+
+    from ..evaluation.compare.results import as_values, collect
+    from ..evaluation.compare.tables import RULE, result_tables, write_results
+    from .compare_report import render
+
+    results = collect(request.file, request.arms, request.runs)
+    written = write_results(results, request.arms, request.out)
+    if options.json:
+        print(json.dumps(as_values(results), indent=1))
+        return
+    console = Console()
+    for table in result_tables(results):
+        console.print(render(table))
+    console.print(RULE, style="dim")
+    for path in written:
+        console.print(f"written: {path}", soft_wrap=True, markup=False, highlight=False)

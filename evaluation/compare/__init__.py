@@ -1,0 +1,1 @@
+"""Comparisons: arms of equal size over seeds, their paired differences, and what they cost."""

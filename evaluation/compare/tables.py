@@ -1,0 +1,227 @@
+"""The tables of a comparison as rows of text, which the terminal and Markdown share; CSV; files.
+
+`Table` is a title, a head and rows; the command line draws it with rich, `markdown` as text.
+"""
+
+import csv
+import io
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from .environment import in_words
+from .file import ComparisonFile
+from .plan import Arm
+from .results import SIDES, Results, as_values
+from .statistics import Spread
+
+_UNITS = ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
+
+
+@dataclass(frozen=True)
+class Table:
+    """Holds one table; all columns but the first are aligned to the right unless `left` has them."""
+
+    title: str
+    head: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    left: tuple[int, ...] = (0,)
+
+
+def short(number: float) -> str:
+    """Returns a number with three digits and its unit: 1.84M."""
+    for unit, letter in _UNITS:
+        if abs(number) >= unit:
+            return f"{number / unit:.3g}{letter}"
+    return f"{number:.3g}"
+
+
+def size_table(file: ComparisonFile, arms: Sequence[Arm]) -> Table:
+    """Returns what is equal among the arms, and what is not."""
+    equal = {
+        "parameters": "equal parameters",
+        "flops": "equal FLOPs of training",
+        "none": "nothing is made equal",
+    }[file.match]
+    if file.match != "none":
+        equal += f" within {file.tolerance:.2%}"
+    whole_run = file.match == "flops" or len({arm.size.tokens for arm in arms}) > 1
+    head = ["arm", "parameters", "active", "FLOPs/token", "tokens"]
+    head += ["training FLOPs"] * whole_run + ["off", "scaled"]
+    rows = []
+    for arm in arms:
+        size = arm.size
+        row = [arm.label, f"{size.parameters.total:,}", short(size.parameters.active)]
+        row += [short(size.flops.forward), short(size.tokens)]
+        row += [short(size.training_flops)] * whole_run
+        row.append("" if file.match == "none" else f"{arm.deviation:+.2%}")
+        row.append(f"{arm.scaled.rpartition('.')[2]} {arm.value}" if arm.scaled else "")
+        rows.append(tuple(row))
+    return Table(f"{file.name}: {equal}", tuple(head), tuple(rows))
+
+
+def loss_table(results: Results) -> Table:
+    """Returns final validation losses over seeds, and scores of tasks."""
+    file = results.file
+    tasks = sorted({task for arm in results.arms for task in arm.scores})
+    head = ("arm", "runs", "validation loss", "min … max", "perplexity", *tasks)
+    rows = tuple(
+        (
+            arm.arm.label,
+            f"{len(arm.runs)}/{len(file.seeds)}",
+            _with_deviation(arm.loss, "{:.4f}"),
+            _range(arm.loss, "{:.4f}"),
+            "" if arm.loss is None else f"{math.exp(min(arm.loss.mean, 700)):.2f}",
+            *(_with_deviation(arm.scores.get(task), "{:.3f}") for task in tasks),
+        )
+        for arm in results.arms
+    )
+    return Table(f"{file.name}: {results.finished} of {results.planned} runs", head, rows)
+
+
+def difference_table(results: Results) -> Table | None:
+    """Returns differences of losses to the baseline, paired by seed; None where there are none."""
+    file = results.file
+    baseline = next(one.arm.label for one in results.arms if one.arm.name == file.baseline)
+    published = any(entry.published.difference is not None for entry in file.arms.values())
+    head = ["arm", "mean", "min … max", "by seed"]
+    head += ["published"] * published + ["lower?"]
+    rows = []
+    for arm in results.arms:
+        if not arm.differences:
+            continue
+        by_seed = " ".join(f"{value:+.4f}" for value in arm.differences.values())
+        row = [arm.arm.label, _with_deviation(arm.difference, "{:+.4f}")]
+        row += [_range(arm.difference, "{:+.4f}"), by_seed]
+        reported = file.arms[arm.arm.name].published.difference
+        row += ["" if reported is None else f"{reported:+.3g}"] * published
+        rows.append((*row, str(arm.is_lower)))
+    if not rows:
+        return None
+    title = f"validation loss − that of {baseline}, nats per token, paired by seed"
+    return Table(title, tuple(head), tuple(rows), left=(0, 3))
+
+
+def _with_deviation(found: Spread | None, form: str) -> str:
+    if found is None:
+        return ""
+    mean = form.format(found.mean)
+    return mean if found.count < 2 else f"{mean} ± {found.deviation:.4f}"
+
+
+def _range(found: Spread | None, form: str) -> str:
+    if found is None or found.count < 2:
+        return ""
+    return f"{form.format(found.least)} … {form.format(found.most)}"
+
+
+def claim_table(results: Results) -> Table | None:
+    """Returns the file's claims with their verdicts; None where it has none."""
+    if not results.claims:
+        return None
+    rows = tuple(
+        (
+            judged.claim.says,
+            f"{judged.claim.arm} − {judged.against} {SIDES[judged.claim.side]} {judged.claim.bound:g}",
+            ", ".join(f"{value:+.4f}" for value in judged.values.values()),
+            judged.claim.source,
+            judged.verdict,
+        )
+        for judged in results.claims
+    )
+    head = ("claim", "holds if", "by seed", "source", "verdict")
+    return Table("claims", head, rows, left=(0, 1, 2, 3, 4))
+
+
+def result_tables(results: Results) -> list[Table]:
+    """Returns losses, differences and claims, as far as there are any."""
+    found = (loss_table(results), difference_table(results), claim_table(results))
+    return [table for table in found if table is not None]
+
+
+def markdown(table: Table) -> str:
+    """Returns a table as GitHub's Markdown."""
+    marks = ["---" if column in table.left else "---:" for column in range(len(table.head))]
+    lines = [table.head, marks, *table.rows]
+    return "\n".join(
+        "| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in lines
+    )
+
+
+RULE = (
+    "± is the standard deviation over seeds. Differences are paired: runs of one seed read the same "
+    "data in the same order. A claim holds if all of three seeds or more are on its side of the "
+    "bound, does not hold if all are on the other, and is undecided otherwise."
+)
+
+
+def as_markdown(results: Results, arms: Sequence[Arm]) -> str:
+    """Returns the whole report: question, sizes, results, claims, where and with what."""
+    file = results.file
+    parts = [f"# {file.name}"]
+    if file.question:
+        parts.append(file.question)
+    for table in (*result_tables(results), size_table(file, arms)):
+        parts += [f"## {table.title}", markdown(table)]
+    parts.append(RULE)
+    parts += [in_words(origin) for origin in results.origins]
+    return "\n\n".join(parts) + "\n"
+
+
+def as_csv(results: Results) -> str:
+    """Returns one line per finished run."""
+    tasks = sorted({task for arm in results.arms for task in arm.scores})
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(
+        [
+            *("arm", "seed", "steps", "tokens", "parameters", "training_flops"),
+            *("validation_loss", "perplexity", "difference_to_baseline", "step_s"),
+            *tasks,
+        ]
+    )
+    for arm in results.arms:
+        size = arm.arm.size
+        for run in arm.runs:
+            writer.writerow(
+                [
+                    *(run.arm, run.seed, run.steps, size.tokens, size.parameters.total),
+                    *(round(size.training_flops), run.loss, run.perplexity),
+                    *(arm.differences.get(run.seed, ""), run.step_s),
+                    *(run.scores.get(task, "") for task in tasks),
+                ]
+            )
+    return text.getvalue()
+
+
+def write_results(results: Results, arms: Sequence[Arm], folder: Path) -> list[Path]:
+    """Writes NAME.md, NAME.json, NAME.csv and, where something has finished, NAME.png."""
+    folder.mkdir(parents=True, exist_ok=True)
+    name = results.file.name
+    written = [
+        _write(folder / f"{name}.md", as_markdown(results, arms).encode()),
+        _write(folder / f"{name}.json", _json(results).encode()),
+        _write(folder / f"{name}.csv", as_csv(results).encode()),
+    ]
+    if results.finished:
+        from .picture import draw
+
+        written.append(_write(folder / f"{name}.png", draw(results)))
+    return written
+
+
+def _json(results: Results) -> str:
+    """Returns JSON for people and for git: every run on a line of its own."""
+    values = as_values(results)
+    runs = [json.dumps(run, allow_nan=False) for run in values.pop("runs")]
+    rest = json.dumps(values, indent=1, allow_nan=False, ensure_ascii=False)
+    return rest[: rest.rindex("\n}")] + ',\n "runs": [\n  ' + ",\n  ".join(runs) + "\n ]\n}\n"
+
+
+def _write(path: Path, content: bytes) -> Path:
+    partial = path.with_name(f"{path.name}.tmp")
+    partial.write_bytes(content)
+    partial.replace(path)
+    return path
