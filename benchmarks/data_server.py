@@ -26,6 +26,7 @@ from typing import Any
 
 import numpy as np
 import psutil
+from numpy.lib.stride_tricks import sliding_window_view
 
 from moebius.data_pipeline.config import DataConfig, SourceConfig
 from moebius.data_pipeline.loader import Loader
@@ -233,7 +234,11 @@ def _prepared(data: DataConfig) -> Prepared:
 
 def _rows_of_chunks(chunks: dict[str, np.ndarray], *, data: DataConfig) -> dict[str, np.ndarray]:
     prepared = _prepared(data)
-    found = [prepared.read_chunk("text", 0, int(number)).tokens for number in chunks["id"]]
+    found = []
+    for number in chunks["id"]:
+        chunk = prepared.read_chunk("text", 0, int(number))
+        starts = chunk.pieces.starts  # rows that are cut are a piece each
+        found.append(sliding_window_view(chunk.flat_tokens, chunk.width)[starts])
     prepared.close()
     return {"tokens": np.concatenate(found)}
 

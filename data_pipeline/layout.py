@@ -1,8 +1,8 @@
-"""The rows of one chunk of an era, decoded and laid out at equal distances.
+"""The rows of one chunk of an era, decoded: its tokens, and the pieces of them that rows consist of.
 
-A chunk (packing.py) is decoded whole. Rows that are cut from the stream lie S tokens apart in it and
-share their border token; rows of fitted documents lie S+1 apart, padding included. So any rows of a
-chunk are one strided view, and gathering them is one copy.
+A chunk (packing.py) is decoded whole, and nothing of it is moved afterwards. A row that is cut from
+the stream is one piece, and shares its border token with the next; a row of fitted documents is a few
+pieces, as the plan says, and padding. They are joined when a batch needs them (gather.py).
 
 The last row of a chunk that is cut from the stream ends in the next chunk. The first tokens of every
 chunk are kept when it is decoded; for a chunk that is still to come its first batch is decoded for
@@ -13,11 +13,9 @@ Legend: S tokens predicted per row.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
-import pyarrow as pa
 
 from .errors import ShardError
 from .packing import AGAIN, CHUNK_BATCHES, BestFitPlan, ChunkPieces, EraPlan, concat_plan
@@ -28,65 +26,30 @@ BatchReader = Callable[[TokenStore, int, bool, np.ndarray | None], TokenBatch | 
 is given; None: pass over it."""
 
 
-RowBytes = Callable[[int], memoryview]
-"""Returns the bytes of a row by its number in its chunk."""
-
-
 @dataclass(frozen=True)
 class LoadedChunk:
-    """Holds the rows of a chunk: flat arrays in which they begin `stride` apart, `width` long."""
+    """Holds the tokens of a chunk, and the pieces of them that its rows consist of.
 
-    stride: int
+    T tokens, P pieces, R rows. What the pieces of a row leave of its S+1 places is padding.
+    """
+
     width: int  # S+1
-    flat_tokens: np.ndarray  # uint16 or uint32
-    flat_counts: np.ndarray | None  # bool, of each token: it is learned; None: all are
-    # `document_dtype`, of each token: its document's number, −1: padding. Counted in its row; where
-    # rows overlap a token is in two of them, and it is counted in the chunk
-    flat_documents: np.ndarray | None
-    damaged: np.ndarray | None  # bool [rows]: some of their tokens are lost; None: no row's
+    pieces: ChunkPieces
+    flat_tokens: np.ndarray  # uint16 or uint32 [T]
+    flat_counts: np.ndarray | None  # bool [T]: it is learned; None: all are
+    flat_documents: np.ndarray | None  # int32 [T]: its document's number in the chunk; None: not
+    # asked for, or every piece is one
+    continued: np.ndarray | None  # bool [P]: its first token was a target already; None: of none
+    damaged: np.ndarray | None  # bool [R]: some of their tokens are lost; None: no row's
     lost_batches: tuple[int, ...] = ()  # record batches that could not be read
 
-    @property
-    def overlaps(self) -> bool:
-        """Returns whether each row shares its last token with the next."""
-        return self.stride < self.width
 
-    @property
-    def tokens(self) -> np.ndarray:
-        """Returns the tokens of each row, a view [rows, S+1]."""
-        flat = self.flat_tokens
-        rows = (len(flat) - self.width) // self.stride + 1
-        strides = (self.stride * flat.itemsize, flat.itemsize)
-        return np.lib.stride_tricks.as_strided(flat, (rows, self.width), strides, writeable=False)
+class ChunkSize(NamedTuple):
+    """Counts what a chunk has, or has at most."""
 
-    @cached_property
-    def tokens_of(self) -> RowBytes:
-        """Returns what gives the tokens of a row, as bytes."""
-        return _row_bytes(self.flat_tokens, self.stride, self.width)
-
-    @cached_property
-    def counts_of(self) -> RowBytes:
-        """Returns what gives which tokens of a row are learned, a byte each."""
-        assert self.flat_counts is not None, "all are learned"
-        return _row_bytes(self.flat_counts, self.stride, self.width)
-
-    @cached_property
-    def documents_of(self) -> RowBytes:
-        """Returns what gives the documents' numbers of a row, as bytes."""
-        assert self.flat_documents is not None, "they were not asked for"
-        return _row_bytes(self.flat_documents, self.stride, self.width)
-
-
-def document_dtype(width: int, overlaps: bool) -> np.dtype:
-    """Returns the integers of documents' numbers in chunks of rows so wide."""
-    fits = not overlaps and width <= np.iinfo(np.int16).max
-    return np.dtype(np.int16 if fits else np.int32)
-
-
-def _row_bytes(flat: np.ndarray, stride: int, width: int) -> RowBytes:
-    values = flat.data.cast("B")
-    step, size = stride * flat.itemsize, width * flat.itemsize
-    return lambda row: values[row * step : row * step + size]
+    tokens: int
+    rows: int
+    pieces: int
 
 
 class ChunkLayout(Protocol):
@@ -100,6 +63,10 @@ class ChunkLayout(Protocol):
         Raises:
             ShardError: they cannot be read, and that is not to be passed over.
         """
+        ...
+
+    def most_of(self, chunk: int) -> ChunkSize:
+        """Returns the most that a chunk can have, without reading it."""
         ...
 
     def spans_of(self, row: int) -> list[tuple[int, int]]:
@@ -152,17 +119,23 @@ class ConcatLayout:
             if batch == first:
                 self._heads[batch] = _first_tokens(found, self._seq_len)
             span.put(batch, found)
-        here = slice(begin - span_begin, end - span_begin)
-        row_begins = here.start + np.arange(end_row - first_row) * self._seq_len
+        pieces = _cut(begin - span_begin, end_row - first_row, self._seq_len)
         return LoadedChunk(
-            stride=self._seq_len,
             width=self._seq_len + 1,
-            flat_tokens=span.tokens[here],
-            flat_counts=None if span.counts is None else span.counts[here],
-            flat_documents=None if span.documents is None else span.documents[here],
-            damaged=_overlapping(row_begins, span, self._seq_len),
+            pieces=pieces,
+            flat_tokens=span.tokens,
+            flat_counts=span.counts,
+            flat_documents=span.documents,
+            continued=None,
+            damaged=_damaged_rows(pieces, span),
             lost_batches=tuple(span.lost_batches),
         )
+
+    def most_of(self, chunk: int) -> ChunkSize:
+        """Returns the chunk's size; its last row may end in the next chunk."""
+        rows = int(np.diff(self.plan.chunks.row_starts[chunk : chunk + 2])[0])
+        first, end = self._store.batch_starts[self.plan.chunk_batches[chunk : chunk + 2]].tolist()
+        return ChunkSize(end - first + self._seq_len, rows, rows)
 
     def spans_of(self, row: int) -> list[tuple[int, int]]:
         """Returns the one stretch that a row is."""
@@ -207,30 +180,28 @@ class BestFitLayout:
         stream = self._stream(chunk)
         pieces = self._plan.read(chunk)
         width = self._seq_len + 1
-        places = _places(pieces, width, len(stream.tokens), self._plan)
-        padding = width - np.add.reduceat(pieces.lengths, pieces.row_starts[:-1])
-        end_id = self._store.manifest.end_of_document_id
-        tokens = _laid_out(stream.tokens, pieces, padding, end_id)
-        if stream.counts is None:
-            counts = np.ones(len(tokens), dtype=bool)
-            for begin, end in _tails(padding, width):
-                counts[begin:end] = False
-        else:
-            counts = _laid_out(stream.counts, pieces, padding, False).copy()
-        counts[places[_continued(pieces, self._seq_len)]] = False
-        documents = None
-        if self._wanted.documents:
-            documents = _piece_numbers(pieces, padding, document_dtype(width, overlaps=False))
-        damaged = _damaged_rows(pieces, stream)
+        if not pieces.fit(num_tokens=len(stream.tokens), width=width):
+            raise ShardError(f"{self._plan.path} does not fit its era: {AGAIN}")
         return LoadedChunk(
-            stride=width,
             width=width,
-            flat_tokens=tokens,
-            flat_counts=counts,
-            flat_documents=documents,
-            damaged=damaged,
+            pieces=pieces,
+            flat_tokens=stream.tokens,
+            flat_counts=stream.counts,
+            flat_documents=None,
+            continued=_continued(pieces, self._seq_len, len(stream.tokens)),
+            damaged=_damaged_rows(pieces, stream),
             lost_batches=tuple(stream.lost_batches),
         )
+
+    def most_of(self, chunk: int) -> ChunkSize:
+        """Returns the chunk's size: of a document's pieces all but the last fill rows."""
+        rows = int(np.diff(self.plan.chunks.row_starts[chunk : chunk + 2])[0])
+        batches = self.plan.chunk_batches[chunk : chunk + 2]
+        tokens, documents = (
+            int(np.diff(starts[batches])[0])
+            for starts in (self._store.batch_starts, self._store.document_starts)
+        )
+        return ChunkSize(tokens, rows, rows + documents)
 
     def spans_of(self, row: int) -> list[tuple[int, int]]:
         """Returns the stretches that a row is made of, in its order."""
@@ -320,108 +291,29 @@ def _first_tokens(batch: TokenBatch | None, count: int) -> TokenBatch | None:
     return TokenBatch(batch.tokens[:count].copy(), batch.document_ends, mask)
 
 
-def _overlapping(row_begins: np.ndarray, span: _Span, seq_len: int) -> np.ndarray | None:
-    """Returns which rows hold a token that is lost, or None if none does."""
-    damaged = np.zeros(len(row_begins), dtype=bool)
-    for begin, end in span.lost:
-        damaged |= (row_begins < end) & (row_begins + seq_len + 1 > begin)
-    return damaged if damaged.any() else None
+def _cut(begin: int, count: int, seq_len: int) -> ChunkPieces:
+    """Returns rows of one piece each, S tokens apart."""
+    starts = begin + np.arange(count) * seq_len
+    return ChunkPieces(starts, np.full(count, seq_len + 1), np.arange(count + 1))
 
 
-# Fitted documents -------------------------------------------------------------------------------
-
-_BINARY_VIEW = np.dtype(
-    [("length", "<i4"), ("prefix", "<i4"), ("buffer", "<i4"), ("offset", "<i4")]
-)
-"""An element of Arrow's binary view arrays; up to 12 bytes stand in the place of the last three."""
-
-
-def _places(pieces: ChunkPieces, width: int, num_tokens: int, plan: BestFitPlan) -> np.ndarray:
-    """Returns where each piece begins among the rows: one after the other in its row."""
-    ends = np.cumsum(pieces.lengths)
-    before_row = np.concatenate([[0], ends])[pieces.row_starts]
-    per_row = np.diff(pieces.row_starts)
-    fits = (
-        len(pieces.lengths) == int(pieces.row_starts[-1])
-        and (per_row > 0).all()
-        and (pieces.lengths > 0).all()
-        and (pieces.starts + pieces.lengths <= num_tokens).all()
-        and (np.diff(before_row) <= width).all()
-    )
-    if not fits:
-        raise ShardError(f"{plan.path} does not fit its era: {AGAIN}")
-    inside = ends - pieces.lengths - np.repeat(before_row[:-1], per_row)
-    return np.repeat(np.arange(pieces.num_rows) * width, per_row) + inside
-
-
-def _laid_out(
-    stream: np.ndarray, pieces: ChunkPieces, padding: np.ndarray, fill: int
-) -> np.ndarray:
-    """Returns the values of all rows: of each its pieces of the stream, then padding.
-
-    Pieces are binary views of Arrow's, which it joins where it makes plain binary values of them: a
-    quarter of the time of as many assignments, half of that of joining slices of bytes.
-    """
-    rows = np.flatnonzero(padding)
-    row_ends = pieces.row_starts[rows + 1]
-    places = np.insert(pieces.starts, row_ends, 0)
-    lengths = np.insert(pieces.lengths, row_ends, padding[rows])
-    is_padding = np.insert(np.zeros(len(pieces.starts), dtype=bool), row_ends, True)
-    filling = np.full(max(1, padding.max(initial=0)), fill, stream.dtype)
-    views = np.empty(len(places), dtype=_BINARY_VIEW)
-    views["length"], views["offset"] = lengths * stream.itemsize, places * stream.itemsize
-    views["prefix"], views["buffer"] = 0, is_padding
-    _write_short(views, (stream.view(np.uint8), filling.view(np.uint8)))
-    buffers = [pa.py_buffer(array) for array in (views, stream, filling)]
-    array = pa.Array.from_buffers(pa.binary_view(), len(views), [None, *buffers])
-    return np.frombuffer(array.cast(pa.binary()).buffers()[2], dtype=stream.dtype)
-
-
-def _write_short(views: np.ndarray, buffers: tuple[np.ndarray, np.ndarray]) -> None:
-    """Writes values of up to 12 bytes into their views, where the format wants them."""
-    inline = views.view(np.uint8).reshape(-1, _BINARY_VIEW.itemsize)[:, 4:]
-    short = np.flatnonzero(views["length"] <= inline.shape[1])
-    numbers = views["buffer"][short]  # before values are written over them
-    for number, buffer in enumerate(buffers):
-        mine = short[numbers == number]
-        places = views["offset"][mine][:, None] + np.arange(inline.shape[1])
-        inside = np.arange(inline.shape[1]) < views["length"][mine][:, None]
-        inline[mine] = np.where(inside, buffer[places.clip(max=len(buffer) - 1)], 0)
-
-
-def _tails(padding: np.ndarray, width: int) -> list[tuple[int, int]]:
-    """Returns where padding begins and ends in the rows that are not full."""
-    rows = np.flatnonzero(padding)
-    ends = (rows + 1) * width
-    return list(zip((ends - padding[rows]).tolist(), ends.tolist(), strict=True))
-
-
-def _piece_numbers(pieces: ChunkPieces, padding: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """Returns the number in its row of the piece that each place belongs to; −1: padding."""
-    per_row = np.diff(pieces.row_starts)
-    inside = np.arange(len(pieces.lengths)) - np.repeat(pieces.row_starts[:-1], per_row)
-    ends = pieces.row_starts[1:]
-    numbers = np.insert(inside, ends, -1).astype(dtype)
-    return np.repeat(numbers, np.insert(pieces.lengths, ends, padding))
-
-
-def _continued(pieces: ChunkPieces, seq_len: int) -> np.ndarray:
+def _continued(pieces: ChunkPieces, seq_len: int, num_tokens: int) -> np.ndarray:
     """Returns which pieces go on with a document: their first token was a target already.
 
     Only a document longer than a row is cut, so the piece before fills a row and ends with the
     token with which this one begins.
     """
-    full = np.sort(pieces.starts[pieces.lengths == seq_len + 1]) + seq_len
-    if not len(full):
-        return np.zeros(len(pieces.starts), dtype=bool)
-    nearest = np.searchsorted(full, pieces.starts).clip(max=len(full) - 1)
-    return full[nearest] == pieces.starts
+    full = pieces.starts[pieces.lengths == seq_len + 1]
+    ends_one = np.zeros(num_tokens, dtype=bool)
+    ends_one[full + seq_len] = True
+    return ends_one[pieces.starts]
 
 
 def _damaged_rows(pieces: ChunkPieces, stream: _Span) -> np.ndarray | None:
+    """Returns which rows hold a token that is lost, or None if none does."""
     damaged = np.zeros(pieces.num_rows, dtype=bool)
-    row_of = np.repeat(np.arange(pieces.num_rows), np.diff(pieces.row_starts))
     for begin, end in stream.lost:
+        row_of = np.repeat(np.arange(pieces.num_rows), np.diff(pieces.row_starts))
         lost = (pieces.starts < end) & (pieces.starts + pieces.lengths > begin)
         damaged[row_of[lost]] = True
     return damaged if damaged.any() else None

@@ -34,7 +34,7 @@ from .arrow_columns import number_column
 from .atomic import atomic_write
 from .checksum import crc32
 from .errors import ShardError
-from .messages import decode_buffers
+from .messages import EncodedBuffers
 from .order import ChunkTable, num_rows
 
 PLAN_VERSION = 1
@@ -130,6 +130,17 @@ class ChunkPieces:
     def num_rows(self) -> int:
         """Returns the number of rows."""
         return len(self.row_starts) - 1
+
+    def fit(self, *, num_tokens: int, width: int) -> bool:
+        """Returns whether these can be the pieces of so many tokens, and rows of `width` of them."""
+        starts, lengths, row_starts = self.starts, self.lengths, self.row_starts
+        if not len(starts) == len(lengths) == int(row_starts[-1]) or int(row_starts[0]) != 0:
+            return False
+        if (np.diff(row_starts) < 1).any() or (starts < 0).any() or (lengths < 1).any():
+            return False
+        if (lengths > width).any() or (starts > num_tokens - lengths).any():
+            return False
+        return not len(lengths) or bool((np.add.reduceat(lengths, row_starts[:-1]) <= width).all())
 
 
 def fit(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, int]:
@@ -385,14 +396,14 @@ def _decoded(message: bytes, num_rows: int) -> ChunkPieces:
     Raises:
         ValueError: it is no such message, or has another number of rows.
     """
-    offsets = decode_buffers(message, {_OFFSETS: 4 * (num_rows + 1)})[_OFFSETS]
+    encoded = EncodedBuffers(message)
+    offsets = encoded.decode(_OFFSETS, 4 * (num_rows + 1))
     row_starts = np.frombuffer(offsets, dtype="<i4").astype(np.int64)
     if row_starts[0] != 0:
         raise ValueError("its first row does not begin with its first piece")
     size = 4 * max(0, int(row_starts[-1]))
-    buffers = decode_buffers(message, {_STARTS: size, _LENGTHS: size})
     starts, lengths = (
-        np.frombuffer(buffers[number], dtype="<u4").astype(np.int64)
+        np.frombuffer(encoded.decode(number, size), dtype="<u4").astype(np.int64)
         for number in (_STARTS, _LENGTHS)
     )
     return ChunkPieces(starts, lengths, row_starts)

@@ -14,7 +14,6 @@ import functools
 import hashlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Self
 
@@ -22,6 +21,7 @@ import numpy as np
 
 from .corruption import BatchFetcher
 from .errors import DataError, ShardError
+from .gather import JoinedChunks, Rows, empty_rows
 from .layout import (
     BatchReader,
     BestFitLayout,
@@ -29,7 +29,6 @@ from .layout import (
     ConcatLayout,
     LoadedChunk,
     WantedOfTokens,
-    document_dtype,
 )
 from .manifest import DatasetManifest, SealedEra, follow, read_manifest
 from .order import ChunkTable, RowRefs, SourceRows, num_rows
@@ -42,25 +41,6 @@ ChunkReader = Callable[[str, int, int], LoadedChunk]
 """Returns the rows of a chunk by its source, era and number: decoded here, or by a server."""
 
 _SPARE_CHUNKS = 1  # beside those of a window
-
-
-@dataclass(frozen=True)
-class Rows:
-    """Holds n rows of S+1 tokens."""
-
-    tokens: np.ndarray  # int64 [n, S+1]
-    loss_mask: np.ndarray | None  # bool [n, S], of the targets; None: every one counts
-    document_ids: np.ndarray | None  # int32 [n, S+1], −1: padding; None: not asked for
-    damaged: np.ndarray  # bool [n]: some of the row's tokens are lost
-
-    def put(self, place: int, other: "Rows") -> None:
-        """Puts the first of other rows in a row's place."""
-        self.tokens[place] = other.tokens[0]
-        self.damaged[place] = other.damaged[0]
-        if self.loss_mask is not None and other.loss_mask is not None:
-            self.loss_mask[place] = other.loss_mask[0]
-        if self.document_ids is not None and other.document_ids is not None:
-            self.document_ids[place] = other.document_ids[0]
 
 
 class Prepared:
@@ -213,6 +193,7 @@ class RowReader:
         self._prepared, self._names = prepared, tuple(names)
         self._read_chunk = read_chunk or prepared.read_chunk
         self._loaded: dict[int, OrderedDict[tuple[int, int], LoadedChunk]] = {}
+        self._joined: dict[int, tuple[int, JoinedChunks]] = {}  # of each source, with its era
 
     def read(self, sources: np.ndarray, eras: np.ndarray, rows: np.ndarray) -> Rows:
         """Reads rows, each named by source, era and row: int64 [n] each.
@@ -220,19 +201,63 @@ class RowReader:
         Raises:
             ShardError: a record batch is not as it was written, and that is not to be passed over.
         """
-        gathered = _Gathered(len(rows), self._prepared)
+        found: Rows | None = None
         for source, era, here in group_pairs(sources, eras):
-            table = self._prepared.chunks(self._names[source], era)
-            chunks = table.chunks_of(rows[here])
-            inside = rows[here] - table.row_starts[chunks]
-            keep = table.chunks_per_window + _SPARE_CHUNKS
-            load = functools.partial(self._load, source, era, keep=keep)
-            gathered.put(here, chunks, inside, load)
-        return gathered.finish()
+            part = self._read_era(source, era, rows[here])
+            if len(here) == len(rows):
+                return part
+            if found is None:
+                found = self._empty(len(rows))
+            found.put(here, part)
+        return found or self._empty(len(rows))
 
     def read_refs(self, refs: RowRefs) -> Rows:
         """Reads the rows of an order."""
         return self.read(refs.sources, refs.eras, refs.rows)
+
+    def _empty(self, count: int) -> Rows:
+        wanted = self._prepared.wanted
+        return empty_rows(
+            count,
+            self._prepared.seq_len,
+            loss_mask=wanted.counts,
+            document_ids=wanted.documents,
+        )
+
+    def _read_era(self, source: int, era: int, rows: np.ndarray) -> Rows:
+        table, wanted = self._prepared.chunks(self._names[source], era), self._prepared.wanted
+        chunks = table.chunks_of(rows)
+        return self._joined_chunks(source, era, chunks, table).read(
+            chunks,
+            rows - table.row_starts[chunks],
+            loss_mask=wanted.counts,
+            document_ids=wanted.documents,
+        )
+
+    def _joined_chunks(
+        self, source: int, era: int, chunks: np.ndarray, table: ChunkTable
+    ) -> JoinedChunks:
+        """Returns what joins rows of some chunks, and of those of the era that are kept beside."""
+        known = self._joined.get(source)
+        if known is not None and known[0] == era and known[1].has(chunks):
+            return known[1]
+        self._joined.pop(source, None)  # before it keeps more in memory than is asked for
+        keep = table.chunks_per_window + _SPARE_CHUNKS
+        # in the order in which they appear: what belongs to the window before is not read again
+        asked = {
+            chunk: self._load(source, era, chunk, keep=keep)
+            for chunk in dict.fromkeys(chunks.tolist())
+        }
+        kept = {chunk: one for (of, chunk), one in self._loaded[source].items() if of == era}
+        joined = JoinedChunks(
+            kept | asked,
+            num_chunks=len(table.row_starts) - 1,
+            width=self._prepared.seq_len + 1,
+            end_id=self._prepared.manifest.end_of_document_id,
+        )
+        if asked.keys() <= kept.keys():
+            self._joined[source] = era, joined
+        return joined
 
     def _load(self, source: int, era: int, chunk: int, *, keep: int) -> LoadedChunk:
         kept = self._loaded.setdefault(source, OrderedDict())
@@ -244,68 +269,6 @@ class RowReader:
         kept[era, chunk] = found
         kept.move_to_end((era, chunk))
         return found
-
-
-class _Gathered:
-    """Is what `RowReader.read` returns, while rows of era after era are put into it.
-
-    Rows are collected as slices of bytes and joined, for that costs a third of what as many
-    assignments do, or gathering by index from each of the chunks.
-    """
-
-    def __init__(self, count: int, prepared: Prepared):
-        self._shape = count, prepared.seq_len + 1
-        self._token_dtype = token_dtype(prepared.manifest.vocab_size)
-        wanted, width = prepared.wanted, self._shape[1]
-        self._document_dtype = document_dtype(width, prepared.packing == "concat")
-        self._overlaps = prepared.packing == "concat"
-        self._tokens: list[memoryview] = [memoryview(b"")] * count
-        self._counts = [memoryview(bytes([True]) * width)] * count if wanted.counts else None
-        self._documents = self._tokens.copy() if wanted.documents else None
-        self._damaged = np.zeros(count, dtype=bool)
-
-    def put(
-        self,
-        places: np.ndarray,
-        chunks: np.ndarray,
-        rows: np.ndarray,
-        load: Callable[[int], LoadedChunk],
-    ) -> None:
-        """Takes rows of one era: their places, chunks, and numbers in these, int64 [n] each.
-
-        Chunks are loaded in the order in which they appear: what belongs to the window before is
-        not read again.
-        """
-        loaded: dict[int, LoadedChunk] = {}
-        tokens, counts, documents = self._tokens, self._counts, self._documents
-        for place, chunk, row in zip(places.tolist(), chunks.tolist(), rows.tolist(), strict=True):
-            found = loaded.get(chunk)
-            if found is None:
-                found = loaded[chunk] = load(chunk)
-            tokens[place] = found.tokens_of(row)
-            if counts is not None and found.flat_counts is not None:
-                counts[place] = found.counts_of(row)
-            if documents is not None:
-                documents[place] = found.documents_of(row)
-        for chunk, found in loaded.items():
-            if found.damaged is not None:
-                mine = chunks == chunk
-                self._damaged[places[mine]] = found.damaged[rows[mine]]
-
-    def finish(self) -> Rows:
-        mask = documents = None
-        if self._counts is not None:
-            mask = self._joined(self._counts, np.dtype(bool))[:, 1:]
-        if self._documents is not None:
-            documents = self._joined(self._documents, self._document_dtype).astype(np.int32)
-            if self._overlaps:  # they are counted in their chunk
-                documents -= documents[:, :1].copy()
-        tokens = self._joined(self._tokens, self._token_dtype).astype(np.int64)
-        return Rows(tokens, mask, documents, self._damaged)
-
-    def _joined(self, parts: list[memoryview], dtype: np.dtype) -> np.ndarray:
-        """Returns the values of all rows [n, S+1], which may be written."""
-        return np.frombuffer(bytearray().join(parts), dtype=dtype).reshape(self._shape)
 
 
 def group_pairs(first: np.ndarray, second: np.ndarray) -> Iterator[tuple[int, int, np.ndarray]]:

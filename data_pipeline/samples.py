@@ -16,6 +16,7 @@ import numpy as np
 from .config import DataConfig
 from .corruption import BatchFetcher, SkipList, SkippedRow
 from .errors import DataError, PreparationFailedError
+from .gather import Rows
 from .growth import given_up
 from .layout import LoadedChunk
 from .mixture import Mixture, WeightStage
@@ -26,7 +27,6 @@ from .reader import (
     ChunkReader,
     Prepared,
     RowReader,
-    Rows,
     check_names,
     chunks_of,
     group_pairs,
@@ -365,7 +365,7 @@ class OrderedSamples:
         for row in order.others_of_window(int(refs.positions[place])).tolist():
             one = self._reader.read(np.array([source]), np.array([era]), np.array([row]))
             if not one.damaged[0]:
-                rows.put(place, one)
+                rows.put(np.array([place]), one)
                 changed = refs.rows.copy()
                 changed[place] = row
                 return refs.with_rows(changed), lost

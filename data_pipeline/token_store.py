@@ -258,9 +258,11 @@ class TokenStore:
 
     def _counts(self, batch: int) -> tuple[int, int]:
         """Returns how many tokens and documents the index says that a batch has."""
-        here = slice(batch, batch + 2)
-        tokens, documents = np.diff(self.batch_starts[here]), np.diff(self.document_starts[here])
-        return int(tokens[0]), int(documents[0])
+        tokens, documents = (
+            int(starts[batch + 1] - starts[batch])
+            for starts in (self.batch_starts, self.document_starts)
+        )
+        return tokens, documents
 
     def close(self) -> None:
         """Closes the shards' files; reading opens them again."""
@@ -375,7 +377,7 @@ def _buffer_numbers(schema: pa.Schema) -> dict[str, int]:
     return numbers | ({"mask": before["loss_mask"] + 3} if "loss_mask" in before else {})
 
 
-def _document_ends(offsets: pa.Buffer, num_tokens: int) -> np.ndarray:
+def _document_ends(offsets: bytes | memoryview, num_tokens: int) -> np.ndarray:
     ends = np.frombuffer(offsets, dtype="<i4").astype(np.int64)
     if ends[0] != 0 or ends[-1] != num_tokens or (np.diff(ends) < 0).any():
         raise ValueError("the documents' ends are out of order")

@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from ..config import SOURCE_NAME
 
-VERSION = 1
+VERSION = 2
 MAX_REQUEST_BYTES = 16 * 2**10
 MAX_REPLY_BYTES = 2**20
 MAX_RELEASED = 500
@@ -32,6 +32,13 @@ _MAX_TEXT = 4000  # of an error or a reason
 _Index = Annotated[int, Field(ge=0, lt=2**31)]
 _Large = Annotated[int, Field(ge=0, lt=2**53)]
 _Released = Annotated[tuple[_Large, ...], Field(max_length=MAX_RELEASED)]
+
+
+PartName = (
+    Literal["tokens", "counts", "documents"]
+    | Literal["starts", "lengths", "row_starts"]
+    | Literal["continued", "damaged"]
+)
 
 
 class ProtocolError(ValueError):
@@ -78,8 +85,8 @@ class AskAccount(_Message):
 class Part(_Message):
     """Says where one array of a chunk lies in its file."""
 
-    name: Literal["tokens", "counts", "documents", "damaged"]
-    dtype: Literal["uint16", "uint32", "bool", "int16", "int32"]
+    name: PartName
+    dtype: Literal["uint16", "uint32", "bool", "int32", "int64"]
     offset: _Large
     count: _Large
 
@@ -97,9 +104,8 @@ class Here(_Message):
     kind: Literal["here"] = "here"
     number: _Large  # what it is called when it is let go
     num_bytes: _Large
-    stride: int = Field(ge=1, lt=2**31)
     width: int = Field(ge=2, lt=2**31)
-    parts: tuple[Part, ...] = Field(min_length=1, max_length=4)
+    parts: tuple[Part, ...] = Field(min_length=1, max_length=8)
     lost: tuple[LostBatch, ...] = ()
 
 

@@ -73,12 +73,11 @@ class ReadAhead:
         prepared = self._samples.prepared
         while era >= len(prepared.manifest.eras(source)) and self._samples.grow():
             pass
-        rows = prepared.chunks(source, era).row_starts
-        if number >= len(rows) - 1:
+        num_chunks = len(prepared.chunks(source, era).row_starts) - 1
+        if number >= num_chunks:
             raise ShardError(f"era {era} of source {source!r} has no chunk {number}")
         return most_bytes(
-            int(rows[number + 1] - rows[number]),
-            prepared.seq_len + 1,
+            prepared.layout(source, era).most_of(number),
             token_bytes=prepared.token_bytes,
             counts=prepared.wanted.counts,
             documents=prepared.wanted.documents,

@@ -16,14 +16,19 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..layout import LoadedChunk
+from ..layout import ChunkSize, LoadedChunk
+from ..packing import ChunkPieces
 from .protocol import Here, LostBatch, Part, ProtocolError
 
 _ALIGN = 64
 _DTYPES = {
     "tokens": {"uint16", "uint32"},
     "counts": {"bool"},
-    "documents": {"int16", "int32"},
+    "documents": {"int32"},
+    "starts": {"int64"},
+    "lengths": {"int64"},
+    "row_starts": {"int64"},
+    "continued": {"bool"},
     "damaged": {"bool"},
 }
 
@@ -34,7 +39,6 @@ class SharedChunk:
 
     file: int
     num_bytes: int
-    stride: int
     width: int
     parts: tuple[Part, ...]
     lost: tuple[LostBatch, ...]
@@ -44,7 +48,6 @@ class SharedChunk:
         return Here(
             number=number,
             num_bytes=self.num_bytes,
-            stride=self.stride,
             width=self.width,
             parts=self.parts,
             lost=self.lost,
@@ -61,6 +64,10 @@ def write_chunk(chunk: LoadedChunk, lost: Sequence[LostBatch] = ()) -> SharedChu
         "tokens": chunk.flat_tokens,
         "counts": chunk.flat_counts,
         "documents": chunk.flat_documents,
+        "starts": chunk.pieces.starts,
+        "lengths": chunk.pieces.lengths,
+        "row_starts": chunk.pieces.row_starts,
+        "continued": chunk.continued,
         "damaged": chunk.damaged,
     }
     parts, end = [], 0
@@ -76,15 +83,16 @@ def write_chunk(chunk: LoadedChunk, lost: Sequence[LostBatch] = ()) -> SharedChu
     except BaseException:
         os.close(file)
         raise
-    return SharedChunk(file, end, chunk.stride, chunk.width, tuple(parts), tuple(lost))
+    return SharedChunk(file, end, chunk.width, tuple(parts), tuple(lost))
 
 
-def most_bytes(
-    num_rows: int, width: int, *, token_bytes: int, counts: bool, documents: bool
-) -> int:
-    """Returns the most that a chunk of so many rows takes, before it is decoded."""
+def most_bytes(size: ChunkSize, *, token_bytes: int, counts: bool, documents: bool) -> int:
+    """Returns the most that a chunk of such a size takes, before it is decoded."""
     per_token = token_bytes + counts + 4 * documents
-    return num_rows * (width * per_token + 1) + 4 * _ALIGN
+    per_piece = 8 + 8 + 1  # starts, lengths, continued
+    per_row = 8 + 1  # row_starts, damaged
+    arrays = size.tokens * per_token + size.pieces * per_piece + (size.rows + 1) * per_row
+    return arrays + len(_DTYPES) * _ALIGN
 
 
 def map_chunk(here: Here, file: int) -> tuple[LoadedChunk, mmap.mmap]:
@@ -97,24 +105,41 @@ def map_chunk(here: Here, file: int) -> tuple[LoadedChunk, mmap.mmap]:
         raise ProtocolError(f"a file of {os.fstat(file).st_size} bytes, not {here.num_bytes}")
     mapping = mmap.mmap(file, here.num_bytes, prot=mmap.PROT_READ)
     arrays = {part.name: _array(mapping, part) for part in here.parts}
-    tokens = arrays.get("tokens")
-    if tokens is None or len(tokens) < here.width:
-        raise ProtocolError("a chunk without a row of tokens")
-    num_rows = (len(tokens) - here.width) // here.stride + 1
-    lengths = {"counts": len(tokens), "documents": len(tokens), "damaged": num_rows}
-    for name, array in arrays.items():
-        if len(array) != lengths.get(name, len(array)):
-            raise ProtocolError(f"{len(array)} {name} of {num_rows} rows")
-    chunk = LoadedChunk(
-        stride=here.stride,
+    chunk = _chunk_of(arrays, here)
+    return chunk, mapping
+
+
+def _chunk_of(arrays: dict[str, np.ndarray], here: Here) -> LoadedChunk:
+    """Returns the chunk that arrays are of, if they fit each other.
+
+    Raises:
+        ProtocolError: they do not.
+    """
+    if missing := {"tokens", "starts", "lengths", "row_starts"} - arrays.keys():
+        raise ProtocolError(f"a chunk without {', '.join(sorted(missing))}")
+    tokens = arrays["tokens"]
+    pieces = ChunkPieces(arrays["starts"], arrays["lengths"], arrays["row_starts"])
+    if pieces.num_rows < 1 or not pieces.fit(num_tokens=len(tokens), width=here.width):
+        raise ProtocolError(f"rows of {here.width} that are no pieces of {len(tokens)} tokens")
+    lengths = {
+        "counts": len(tokens),
+        "documents": len(tokens),
+        "continued": len(pieces.starts),
+        "damaged": pieces.num_rows,
+    }
+    for name, expected in lengths.items():
+        if name in arrays and len(arrays[name]) != expected:
+            raise ProtocolError(f"{len(arrays[name])} {name}, not {expected}")
+    return LoadedChunk(
         width=here.width,
+        pieces=pieces,
         flat_tokens=tokens,
         flat_counts=arrays.get("counts"),
         flat_documents=arrays.get("documents"),
+        continued=arrays.get("continued"),
         damaged=arrays.get("damaged"),
         lost_batches=tuple(one.batch for one in here.lost),
     )
-    return chunk, mapping
 
 
 def _described(name: str, array: np.ndarray, offset: int) -> dict[str, str | int]:

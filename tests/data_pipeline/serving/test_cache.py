@@ -1,25 +1,29 @@
 """The account of bytes, and what has to go first."""
 
 import os
+from dataclasses import astuple
 
 import numpy as np
 import pytest
 
-from moebius.data_pipeline.layout import LoadedChunk
+from moebius.data_pipeline.layout import ChunkSize, LoadedChunk
+from moebius.data_pipeline.packing import ChunkPieces
 from moebius.data_pipeline.serving.cache import ChunkCache, ChunkKey
 from moebius.data_pipeline.serving.protocol import LostBatch
 from moebius.data_pipeline.serving.shared import SharedChunk, map_chunk, most_bytes, write_chunk
 
-SIZE = 128  # of every chunk here: 64 tokens of uint16
+PIECES = ChunkPieces(np.array([0, 4, 5, 8]), np.array([4, 1, 3, 2]), np.array([0, 1, 3, 4]))
+SIZE = 128 + 3 * 64  # of every chunk here: 64 tokens of uint16, and its pieces
 
 
 def chunk(first: int = 0) -> LoadedChunk:
     return LoadedChunk(
-        stride=3,
         width=4,
+        pieces=PIECES,
         flat_tokens=np.arange(first, first + 64, dtype=np.uint16),
         flat_counts=None,
         flat_documents=None,
+        continued=None,
         damaged=None,
     )
 
@@ -100,11 +104,12 @@ def test_no_more_files_than_a_process_may_have():
 
 def full_chunk() -> LoadedChunk:
     return LoadedChunk(
-        stride=3,
         width=4,
+        pieces=PIECES,
         flat_tokens=np.arange(10, dtype=np.uint32),
         flat_counts=np.arange(10) % 2 == 0,
         flat_documents=np.arange(10, dtype=np.int32) - 1,
+        continued=np.array([False, True, False, False]),
         damaged=np.array([True, False, False]),
     )
 
@@ -114,10 +119,12 @@ def test_a_chunk_comes_back_as_it_was_and_outlives_its_file():
     shared = write_chunk(before, [LostBatch(batch=7, error="its CRC32 is another")])
     after, _ = map_chunk(shared.as_message(5), shared.file)
     os.close(shared.file)
-    for name in ("flat_tokens", "flat_counts", "flat_documents", "damaged"):
+    for name in ("flat_tokens", "flat_counts", "flat_documents", "continued", "damaged"):
         one, other = getattr(before, name), getattr(after, name)
         assert one.tolist() == other.tolist()
         assert one.dtype == other.dtype
+    for one, other in zip(astuple(before.pieces), astuple(after.pieces), strict=True):
+        assert one.tolist() == other.tolist()
     assert after.lost_batches == (7,)
     assert shared.as_message(5).number == 5
     with pytest.raises(ValueError, match="read-only"):
@@ -140,10 +147,9 @@ def test_what_a_chunk_may_take_is_known_before_it_is_decoded():
         shared: SharedChunk = write_chunk(one)
         os.close(shared.file)
         most = most_bytes(
-            len(one.tokens),
-            one.width,
+            ChunkSize(len(one.flat_tokens), one.pieces.num_rows, len(one.pieces.starts)),
             token_bytes=token_bytes,
             counts=has_more,
             documents=has_more,
         )
-        assert shared.num_bytes <= most < shared.num_bytes + 400
+        assert shared.num_bytes <= most < shared.num_bytes + 600

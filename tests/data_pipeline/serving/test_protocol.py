@@ -9,6 +9,7 @@ import stat
 import struct
 from pathlib import Path
 
+import numpy as np
 import pytest
 from made_folder import MadeFolder, documents
 from served_ranks import close, job_of, open_ranks, read, seen, serving, take
@@ -91,41 +92,63 @@ def test_a_reply_with_a_file_that_does_not_belong_there_is_refused_and_the_file_
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-HERE = Here(
-    number=0,
-    num_bytes=128,
-    stride=4,
-    width=5,
-    parts=(Part(name="tokens", dtype="uint16", offset=0, count=9),),
-)
+def _part(name: str, dtype: str, offset: int, count: int) -> Part:
+    return Part.model_validate({"name": name, "dtype": dtype, "offset": offset, "count": count})
+
+
+# Two rows of five tokens: one of two pieces, and one that shares a token with it.
+ARRAYS = {
+    0: np.arange(9, dtype=np.uint16),
+    64: np.array([0, 3, 4]),
+    128: np.array([3, 2, 5]),
+    192: np.array([0, 2, 3]),
+}
+PARTS = {
+    "tokens": _part("tokens", "uint16", 0, 9),
+    "starts": _part("starts", "int64", 64, 3),
+    "lengths": _part("lengths", "int64", 128, 3),
+    "row_starts": _part("row_starts", "int64", 192, 3),
+}
+HERE = Here(number=0, num_bytes=256, width=5, parts=tuple(PARTS.values()))
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"num_bytes": 64}, "a file of 128 bytes, not 64"),
-        ({"num_bytes": 0}, "a file of 128 bytes, not 0"),
-        ({"width": 10}, "without a row"),
-        ({"parts": (Part(name="damaged", dtype="bool", offset=0, count=9),)}, "without a row"),
-        ({"parts": (Part(name="tokens", dtype="uint16", offset=64, count=33),)}, "cannot be"),
-        ({"parts": (Part(name="tokens", dtype="uint16", offset=1, count=9),)}, "cannot be"),
-        ({"parts": (Part(name="tokens", dtype="bool", offset=0, count=9),)}, "cannot be"),
+        ({"num_bytes": 64}, "a file of 256 bytes, not 64"),
+        ({"num_bytes": 0}, "a file of 256 bytes, not 0"),
+        ({"width": 4}, "rows of 4 that are no pieces of 9 tokens"),
         (
-            {"parts": (*HERE.parts, Part(name="counts", dtype="bool", offset=64, count=8))},
-            "8 counts",
+            {"parts": [_part("damaged", "bool", 0, 9)]},
+            "without lengths, row_starts, starts, tokens",
         ),
-        (
-            {"parts": (*HERE.parts, Part(name="damaged", dtype="bool", offset=64, count=3))},
-            "3 damaged of 2 rows",
-        ),
+        ({"tokens": _part("tokens", "uint16", 0, 8)}, "rows of 5 that are no pieces of 8 tokens"),
+        ({"tokens": _part("tokens", "uint16", 192, 33)}, "cannot be"),
+        ({"tokens": _part("tokens", "uint16", 1, 9)}, "cannot be"),
+        ({"tokens": _part("tokens", "bool", 0, 9)}, "cannot be"),
+        ({"starts": _part("starts", "int64", 192, 4)}, "no pieces"),  # one more than lengths
+        ({"starts": _part("starts", "int64", 128, 3)}, "no pieces"),  # behind the last token
+        ({"lengths": _part("lengths", "int64", 64, 3)}, "no pieces"),  # one of no token
+        ({"row_starts": _part("row_starts", "int64", 64, 3)}, "no pieces"),  # 0, 3, 4
+        ({"row_starts": _part("row_starts", "int64", 192, 1)}, "no pieces"),  # no row
+        ({"counts": _part("counts", "bool", 64, 8)}, "8 counts, not 9"),
+        ({"damaged": _part("damaged", "bool", 64, 3)}, "3 damaged, not 2"),
+        ({"continued": _part("continued", "bool", 64, 4)}, "4 continued, not 3"),
     ],
 )
 def test_a_chunk_that_cannot_be_is_not_mapped(tmp_path, change, message):
     path = tmp_path / "file"
-    path.write_bytes(bytes(128))
+    content = bytearray(256)
+    for offset, array in ARRAYS.items():
+        content[offset : offset + array.nbytes] = array.tobytes()
+    path.write_bytes(content)
+    parts = {name: value for name, value in change.items() if isinstance(value, Part)}
+    if parts:
+        change = {"parts": tuple((PARTS | parts).values())}
     with open(path, "rb") as file:
         chunk, _ = map_chunk(HERE, file.fileno())
-        assert chunk.tokens.shape == (2, 5)
+        assert chunk.pieces.num_rows == 2
+        assert chunk.flat_tokens.tolist() == list(range(9))
         with pytest.raises(ProtocolError, match=message):
             map_chunk(HERE.model_copy(update=change), file.fileno())
 
