@@ -84,7 +84,8 @@ class Launch:
     name: str = "run"
     # Of one rank; empty: the training loop, with the Python of the node it runs on.
     command: tuple[str, ...] = ()
-    environment: Mapping[str, str] = field(default_factory=dict)  # of ranks, over the node's
+    # of ranks, over the node's; keys of services are among it
+    environment: Mapping[str, str] = field(default_factory=dict, repr=False)
     gpus_per_node: int | None = None  # None: ranks see what the machine has; 0: they see no GPU
     max_restarts: int = 3
     start_timeout_s: float = 120.0  # from a generation's start to its first evaluation or step

@@ -53,6 +53,8 @@ FORWARDED = (
     "GLOO_",
     "TORCH_",
     "OMP_",
+    "WANDB_",  # keys too: they go to the nodes in memory, and into no file of ours
+    "MLFLOW_",
 )  # settings of the submitter's shell that ranks get
 RELEASE_TIMEOUT_S = 30.0
 

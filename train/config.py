@@ -47,6 +47,7 @@ from .config_values import unusable_values
 from .job_config import JobConfig
 from .optim import OptimConfig
 from .redaction import secret_places
+from .sinks.config import MetricsConfig
 from .spikes.config import SpikeConfig
 from .start_when import StartWhen
 
@@ -91,6 +92,11 @@ _SECTIONS_OF_DATA: dict[str, type[BaseModel]] = {
     "decontaminate": DecontaminateConfig,
     "near_duplicates": NearDuplicateConfig,
 }
+_SECTIONS_OF_TRAIN: dict[str, type[BaseModel]] = {
+    "start_when": StartWhen,
+    "spikes": SpikeConfig,
+    "metrics": MetricsConfig,
+}
 Model = TypeVar("Model", bound=BaseModel)
 _SECTIONS = {f"model.{path}": section for path, section in SECTIONS.items()}
 
@@ -132,6 +138,7 @@ class TrainConfig(BaseModel):
     start_when: StartWhen | None = None
     timeout_s: float = Field(default=600.0, gt=0)  # of a collective
     spikes: SpikeConfig = SpikeConfig()  # what is done about spikes of the loss
+    metrics: MetricsConfig = MetricsConfig()  # where they are written
 
 
 class Config(BaseModel):
@@ -529,7 +536,7 @@ def _known_fields() -> Iterator[tuple[str, Any]]:
                 yield f"{path}.{name}", annotation
     for name, entry in HaltingConfig.model_fields.items():
         yield f"model.halting.{name}", entry.annotation
-    for section, model in (("start_when", StartWhen), ("spikes", SpikeConfig)):
+    for section, model in _SECTIONS_OF_TRAIN.items():
         for name, entry in model.model_fields.items():
             yield f"train.{section}.{name}", entry.annotation
     for section, kind in _SECTIONS_OF_DATA.items():

@@ -33,7 +33,7 @@ from .heartbeat import Phase, open_heartbeat
 from .in_place.rejoin import InPlace
 from .in_place.rounds import open_rounds
 from .loss import micro_batch_loss
-from .metrics import MetricsLog, StepClock, StepMeter, exchange_metrics, expert_metrics
+from .metrics import StepClock, StepMeter, exchange_metrics, expert_metrics
 from .micro_batches import MicroBatch, count_targets, document_use, split_batch
 from .optim import learning_rate_at
 from .phase_clock import PhaseClock
@@ -49,6 +49,8 @@ from .run import (
     write_result,
 )
 from .run_folder import end_is_asked
+from .sinks.log import MetricsLog
+from .sinks.opening import check_sinks
 from .spikes.detector import Spike
 from .spikes.rollback import roll_back
 from .state import seed_micro_batch
@@ -70,7 +72,7 @@ def train(config: Config, run_dir: Path) -> str:
         torch.set_num_threads(config.train.threads)
     heartbeat, clock, rounds = open_heartbeat(), PhaseClock(), open_rounds()
     in_place = InPlace(rounds, clock)
-    with ExitStack() as world:
+    with ExitStack() as world, ExitStack() as logs:
         process = start_process(
             config.train.device, timeout_s=config.train.timeout_s, round_number=rounds.number
         )
@@ -78,13 +80,15 @@ def train(config: Config, run_dir: Path) -> str:
         clock.mark("join")
         run = assemble(config, run_dir, process)
         run.heartbeat = heartbeat
+        if rounds.number == 0:  # later the other ranks would not come to compare
+            check_sinks(config, run.checkpoints.on_rank_0)
         clock.mark("build")
         position = in_place.begin(run)
         clock.mark("load")
         with open_loader(run, position, served=rounds.number == 0) as loader:
             clock.mark("loader")
             start_s = clock.rounded() if rounds.number == 0 else None
-            log = open_log(run, resumed=position is not None, start_s=start_s)
+            log = logs.enter_context(open_log(run, resumed=position is not None, start_s=start_s))
             steps = partial(run_steps, after_step=in_place.after_step)
             state = in_place.make_steps(run, loader, log, world, steps)
         while state == "spiked":

@@ -1,18 +1,10 @@
-"""What a step reports: sums over micro-batches on every rank, one reduction, JSON lines and
-TensorBoard on rank 0.
+"""What a step reports: sums over micro-batches on every rank, and one reduction.
+
+Where the numbers are written is train/sinks/.
 """
 
-import contextlib
-import errno
-import io
-import json
-import logging
-import math
-import os
 import time
-from collections.abc import Mapping
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,15 +12,7 @@ from torch import Tensor
 
 from ..distributed.dispatch.exchange import Counters, hottest_factor
 from .loss import MicroBatchLoss
-from .redaction import redact
 
-if TYPE_CHECKING:
-    from torch.utils.tensorboard import SummaryWriter
-
-logger = logging.getLogger(__name__)
-
-# lines between two of the lists that TensorBoard gets: a scalar each would cost more than the line
-_BOARD_EVERY = 10
 LOAD_KINDS = ("feed_forward", "value", "output", "attention")
 # of `Counters`
 _SUMMED = ("rows_sent", "rows_one_per_route", "bytes_intra_node", "bytes_inter_node", "waited_s")
@@ -219,95 +203,3 @@ def _rounded(values: Tensor) -> list[Any]:
     So a load of 387 experts × 18 steps is a line of 60 kB, not of 140.
     """
     return torch.round(values.double(), decimals=5).tolist()
-
-
-def _board(folder: Path, first_step: int) -> "SummaryWriter":
-    from torch.utils.tensorboard import SummaryWriter  # half a second that only rank 0 spends
-
-    return SummaryWriter(str(folder), purge_step=first_step)
-
-
-class MetricsLog:
-    """metrics.jsonl and TensorBoard events in the run folder; silent on every rank but 0."""
-
-    def __init__(self, run_dir: Path, *, active: bool, first_step: int) -> None:
-        """Opens both, if `active`.
-
-        `first_step` is the one after a resumed checkpoint: TensorBoard forgets what a lost
-        generation wrote beyond it.
-        """
-        self._folder = run_dir / "tensorboard"
-        # without a buffer: what a full disk refused must not come later, in the middle of a line
-        path = run_dir / "metrics.jsonl"
-        self._file = path.open("ab", buffering=0) if active else None
-        self._board = _board(self._folder, first_step) if active else None
-        self._lines = 0
-        self._is_torn = False  # the last line is there in part
-        self._is_failing = False  # the last line was not written, and that was told
-
-    def write(self, kind: str, step: int, **values: Any) -> None:
-        """Writes one line, at once, for readers follow the file.
-
-        A line that cannot be written, to a full disk for example, is lost: a warning says so, once.
-        """
-        if self._file is None or self._board is None:
-            return
-        texts = {name: redact(value) for name, value in values.items() if isinstance(value, str)}
-        record = {"kind": kind, "step": step, "time": round(time.time(), 3), **values, **texts}
-        try:
-            self._write_line(self._file, json.dumps(_finite(record)).encode())
-            self._draw(self._board, kind, step, values)
-            self._is_failing = False
-        except OSError as error:
-            if not self._is_failing:
-                logger.warning("step %d: the metrics could not be written: %s", step, error)
-            self._is_failing = True
-
-    def _write_line(self, file: io.FileIO, line: bytes) -> None:
-        """Writes a line, after the end of one that was torn."""
-        line = b"\n" * self._is_torn + line + b"\n"
-        written = file.write(line)
-        self._is_torn = written < len(line)
-        if self._is_torn:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), file.name)
-
-    def _draw(
-        self, board: "SummaryWriter", kind: str, step: int, values: Mapping[str, Any]
-    ) -> None:
-        """Gives TensorBoard the numbers of a line, and of every tenth its lists."""
-        self._lines += 1
-        for name, value in values.items():
-            if isinstance(value, int | float) and not isinstance(value, bool):
-                board.add_scalar(f"{kind}/{name}", value, step)
-            elif _is_float_list(value) and self._lines % _BOARD_EVERY == 0:
-                for depth, entry in enumerate(value):
-                    board.add_scalar(f"{kind}/{name}/depth_{depth:02d}", entry, step)
-
-    def go_back_to(self, step: int) -> None:
-        """Makes TensorBoard forget what was written beyond a step; metrics.jsonl keeps it."""
-        if self._board is not None:
-            with contextlib.suppress(OSError):  # what it could not write was told of
-                self._board.close()
-            self._board = _board(self._folder, step + 1)
-
-    def close(self) -> None:
-        """Flushes and closes both."""
-        if self._file is not None and self._board is not None:
-            self._file.close()
-            with contextlib.suppress(OSError):  # what TensorBoard could not write was told of
-                self._board.close()
-
-
-def _is_float_list(value: Any) -> TypeGuard[list[float]]:
-    return isinstance(value, list) and len(value) > 0 and isinstance(value[0], float)
-
-
-def _finite(value: Any) -> Any:
-    """Makes strings of the numbers that are not finite: JSON has no NaN."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    if isinstance(value, dict):
-        return {key: _finite(entry) for key, entry in value.items()}
-    if isinstance(value, list):
-        return [_finite(entry) for entry in value]
-    return value

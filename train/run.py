@@ -38,9 +38,10 @@ from .config import Config, ConfigError
 from .data_server import open_data_server
 from .expert_placement import ExpertPlacement
 from .heartbeat import Heartbeat, Phase
-from .metrics import MetricsLog
 from .optim import make_optimizer
 from .routing.trace import StepTrace
+from .sinks.log import MetricsLog
+from .sinks.opening import open_metrics
 from .spikes.detector import Spike, SpikeDetector
 from .spikes.record import (
     Rollback,
@@ -392,7 +393,8 @@ def open_log(run: Run, *, resumed: bool, start_s: Mapping[str, float] | None) ->
     `start_s`: how long each phase of this rank's start took; None: the run has begun long ago, and
     this rank replaces another.
     """
-    log = MetricsLog(run.run_dir, active=run.process.rank == 0, first_step=run.progress.step + 1)
+    active, first_step = run.process.rank == 0, run.progress.step + 1
+    log = open_metrics(run.config, run.run_dir, active=active, first_step=first_step)
     if start_s is None:
         return log
     log.write(

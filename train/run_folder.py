@@ -1,7 +1,7 @@
 """The run folder: everything about one run in one place, reachable from every node.
 
 config.json · journal.jsonl · metrics.jsonl · preparation.jsonl · checkpoints/ · logs/ · routing/ ·
-rollbacks.json · skipped/ · tensorboard/ · result.json · summary.png
+rollbacks.json · sinks/ · skipped/ · tensorboard/ · wandb/ · result.json · summary.png
 """
 
 import errno
@@ -49,6 +49,7 @@ _MAY_CHANGE = frozenset(
         "train.recompute",
         "train.timeout_s",
         "train.spikes",
+        "train.metrics",
         "checkpoint.every",
         "checkpoint.keep_last",
         "checkpoint.verify",

@@ -18,7 +18,7 @@ from moebius.model.feed_forward_config import ExpertsConfig
 from moebius.model.routers.sigmoid import SigmoidConfig
 from moebius.train.config import CheckpointConfig, Config, MeshConfig, TrainConfig
 from moebius.train.loop import train
-from moebius.train.metrics import MetricsLog
+from moebius.train.sinks.log import MetricsLog
 
 MODEL = ModelConfig(
     vocab_size=257,
@@ -104,14 +104,15 @@ def test_a_run_may_be_told_to_stop_where_it_cannot_save(data: Path, tmp_path: Pa
 def test_metrics_that_cannot_be_written_do_not_end_a_run(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    log = MetricsLog(tmp_path, active=True, first_step=1)
+    log = MetricsLog(tmp_path, active=True)
+    assert log._lines is not None
     log.write("train", 1, loss=1.0)
-    whole, file = (tmp_path / "metrics.jsonl").read_text(), log._file
-    log._file = open("/dev/full", "ab", buffering=0)  # noqa: SIM115
+    whole, file = (tmp_path / "metrics.jsonl").read_text(), log._lines.file
+    log._lines.file = open("/dev/full", "ab", buffering=0)  # noqa: SIM115
     log.write("train", 2, loss=1.0)
     log.write("train", 3, loss=1.0)
     assert caplog.text.count("could not be written") == 1
-    log._file = file
+    log._lines.file = file
     log.write("train", 4, loss=1.0)
     log.close()
     assert [line["step"] for line in lines(tmp_path, "train")] == [1, 4]

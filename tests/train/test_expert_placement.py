@@ -26,9 +26,9 @@ from moebius.model.routers.sigmoid import SigmoidConfig
 from moebius.model.transformer import Transformer
 from moebius.train.config import CheckpointConfig, Config, TrainConfig
 from moebius.train.loop import rebalance_experts, step, train
-from moebius.train.metrics import MetricsLog
 from moebius.train.optim import OptimConfig
 from moebius.train.run import assemble, open_loader
+from moebius.train.sinks.log import MetricsLog
 from moebius.train.state import allocate_moments, state_tensors
 
 # Seven and six experts: no EP degree but 1 divides both. No balancing loss, so that some experts
@@ -156,7 +156,7 @@ def copies_after_steps(config: Config, run_dir: Path) -> tuple[int, list[str]]:
     """
     with start_process("cpu", timeout_s=30) as process:
         run = assemble(config, run_dir, process)
-        log = MetricsLog(run_dir, active=False, first_step=1)
+        log = MetricsLog(run_dir, active=False)
         before = {id(parameter) for parameter in run.optimizer.state}
         with open_loader(run, None) as loader:
             for _ in range(STEPS):

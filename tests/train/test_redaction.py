@@ -12,10 +12,10 @@ import pytest
 from moebius.cli.messages import print_message
 from moebius.cluster.job import Journal, State
 from moebius.train.config import ConfigError, resolve
-from moebius.train.metrics import MetricsLog
 from moebius.train.recipes.smoke import RECIPES
 from moebius.train.redaction import BLOT, RedactingFilter, redact, redact_values
 from moebius.train.run_folder import open_run
+from moebius.train.sinks.log import MetricsLog
 
 SECRETS = {
     "s3://user:pass/word@bucket/x": None,
@@ -99,7 +99,7 @@ def test_what_is_written_holds_none(
         reason="403 for opensesame",
         details={"root_cause": {"summary": "x", "traceback": "s3://a:opensesame@b"}},
     )
-    log = MetricsLog(tmp_path, active=True, first_step=1)
+    log = MetricsLog(tmp_path, active=True)
     log.write("checkpoint", 1, error="opensesame was refused")
     log.close()
     print_message("error", "opensesame [/x]")

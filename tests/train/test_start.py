@@ -19,8 +19,8 @@ from moebius.model.routers.sigmoid import SigmoidConfig
 from moebius.train import run as run_module
 from moebius.train.__main__ import main as rank_main
 from moebius.train.config import Config, ConfigError, MeshConfig, TrainConfig
-from moebius.train.metrics import _finite
 from moebius.train.run import assemble, check_generation
+from moebius.train.sinks.json_lines import finite
 
 MODEL = ModelConfig(
     vocab_size=8000,
@@ -147,4 +147,4 @@ def test_a_rank_is_started_with_the_folder_of_its_run(monkeypatch: pytest.Monkey
 def test_metrics_spell_numbers_that_json_has_not() -> None:
     line = {"a": [1.5, math.inf, {"b": math.nan}], "c": -math.inf, "d": 3, "e": "x"}
     spelled = {"a": [1.5, "inf", {"b": "nan"}], "c": "-inf", "d": 3, "e": "x"}
-    assert _finite(line) == spelled
+    assert finite(line) == spelled

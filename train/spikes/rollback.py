@@ -19,8 +19,8 @@ from functools import partial
 from typing import Any
 
 from ..heartbeat import Phase
-from ..metrics import MetricsLog
 from ..run import Run, load_state, log_set_aside, why_not_from
+from ..sinks.log import MetricsLog
 from .detector import SpikeDetector
 from .record import Rollback, write_rollbacks
 
