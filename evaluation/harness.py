@@ -30,7 +30,7 @@ from ..distributed.process.process import start_process
 from .batches import Row
 from .generate import generate
 from .group_context import GroupContextText, group_context_size
-from .restore import restore
+from .restore import refuse_pairs, restore
 from .scoring import Scorer
 from .tasks.documents import rolling_rows
 from .tasks.task import Encoder, TaskError
@@ -78,6 +78,7 @@ class MoebiusLM(TemplateLM):
                     f"{process.world_size}: start it without torchrun, or use `moebius eval --tasks`"
                 )
             restored = restore(Path(path), process, step=step)
+            refuse_pairs(restored)
         atexit.register(self._open.close)
         self._restored, self._seed = restored, seed
         self._device = process.device

@@ -14,7 +14,7 @@ from ..distributed.process.process import start_process
 from ..train.evaluate import Evaluation, evaluate
 from .generate import check_temperature, generate
 from .group_context import GroupContextText, Score, group_context_size, score
-from .restore import Restored, restore
+from .restore import Restored, refuse_pairs, restore
 
 
 @dataclass(frozen=True)
@@ -74,6 +74,7 @@ def write_text(
     check_temperature(temperature)
     with start_process("auto") as process:
         restored = restore(run_dir, process, step=step)
+        refuse_pairs(restored)
         yield from continue_text(
             restored, prompt, num_tokens=num_tokens, temperature=temperature, seed=seed
         )
@@ -141,7 +142,9 @@ def score_text(
             or the model reads the future.
     """
     with start_process("auto") as process:
-        return score_with(restore(run_dir, process, step=step), text, draws=draws, seed=seed)
+        restored = restore(run_dir, process, step=step)
+        refuse_pairs(restored)
+        return score_with(restored, text, draws=draws, seed=seed)
 
 
 def score_with(restored: Restored, text: str, *, draws: int = 1, seed: int = 0) -> ScoredText:

@@ -24,16 +24,21 @@ class Restored:
     step: int
 
 
-def restore(run_dir: Path, process: Process, *, step: int | None = None) -> Restored:
+def restore(
+    run_dir: Path, process: Process, *, step: int | None = None, depth_steps: int | None = None
+) -> Restored:
     """Builds a run's model with all experts on this rank, and loads a checkpoint into it.
 
     Args:
         run_dir: the run folder.
         process: this rank.
         step: of the checkpoint; None: the newest.
+        depth_steps: how often layers are applied in all, of a model that shares them; None: as
+            trained. The configuration that is returned says so too.
 
     Raises:
-        ConfigError: the run or the checkpoint does not exist.
+        ConfigError: the run or the checkpoint does not exist, or the model cannot have so many depth
+            steps.
     """
     config_file = run_dir / "config.json"
     if not config_file.exists():
@@ -41,6 +46,8 @@ def restore(run_dir: Path, process: Process, *, step: int | None = None) -> Rest
             f"{run_dir}: is not a run folder (no config.json); `moebius status` lists the runs here"
         )
     config = Config.load(config_file)
+    if depth_steps is not None:
+        config = _with_depth(config, depth_steps)
     mesh = build_mesh(plan_layout(MeshConfig(), process.world_size), process)
     model = build_model(
         config.model,
@@ -64,3 +71,36 @@ def restore(run_dir: Path, process: Process, *, step: int | None = None) -> Rest
     meta = load(path, *model_tensors(model), mesh=mesh, allow_unexpected=True)
     model.before_step(meta["progress"]["step"])
     return Restored(model.eval(), config, meta["progress"]["step"])
+
+
+def _with_depth(config: Config, depth_steps: int) -> Config:
+    """Returns the configuration of the same weights, applied more often or less.
+
+    Raises:
+        ConfigError: they cannot be.
+    """
+    model = config.model
+    group = model.layers_per_group
+    if depth_steps != model.num_layers and group == model.num_layers:
+        raise ConfigError(
+            f"the model shares no layers, and has {group} depth steps: only a model that repeats its "
+            "layers can take others"
+        )
+    if depth_steps < 1 or depth_steps % group:
+        raise ConfigError(
+            f"{depth_steps} depth steps of a group of {group} layers: give a multiple of {group}"
+        )
+    return config.model_copy(update={"model": model.model_copy(update={"num_layers": depth_steps})})
+
+
+def refuse_pairs(restored: Restored) -> None:
+    """Checks that a model predicts the next token, and so can be asked about text.
+
+    Raises:
+        ConfigError: it was trained on labels of their own.
+    """
+    if restored.config.data.targets == "paired":
+        raise ConfigError(
+            "the run has data.targets=paired, so its rows are pairs of inputs and labels and no text: "
+            "ask with --test-sets"
+        )

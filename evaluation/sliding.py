@@ -17,7 +17,7 @@ import numpy as np
 from ..data_pipeline.errors import DataError
 from ..data_pipeline.reader import SplitReader
 from ..distributed.process.process import start_process
-from .restore import restore
+from .restore import refuse_pairs, restore
 from .tasks.documents import rolling_rows
 from .zero_shot import open_scorer, tokenizer_of_run
 
@@ -85,6 +85,7 @@ def measure_sliding(
         if process.world_size > 1:
             raise ValueError("--stride measures in one process: start it without torchrun")
         restored = restore(run_dir, process, step=step)
+        refuse_pairs(restored)
         data = restored.config.data
         if not 1 <= stride <= data.seq_len:
             raise ValueError(

@@ -18,7 +18,7 @@ from ..data_pipeline.token_store import prepared_tokenizer
 from ..data_pipeline.tokenizers.interface import Tokenizer
 from ..distributed.process.process import Process, start_process
 from .group_context import GroupContextText
-from .restore import Restored, restore
+from .restore import Restored, refuse_pairs, restore
 from .scoring import Advance, RowScore, Scorer
 from .tasks.questions import (
     TaskItems,
@@ -134,6 +134,7 @@ def measure_tasks(
     chosen = chosen_tasks(names, data)
     with start_process("auto") as process, ExitStack() as stack:
         restored = restore(run_dir, process, step=step)
+        refuse_pairs(restored)
         encoder = _encoder(restored, context, too_long)
         scorer = open_scorer(restored, process, stack, seed=seed)
         items = [read_items(name, task, data, encoder, limit) for name, task in chosen.items()]
