@@ -25,6 +25,7 @@ def add_commands(commands: Commands) -> None:
             "analyze runs/mine",
             "analyze runs/mine --tokens all --out pictures",
             "analyze runs/mine --step 2000 --json",
+            'analyze runs/mine --item " the" --item " king"',
         ],
     )
     add_run_argument(parser)
@@ -38,6 +39,14 @@ def add_commands(commands: Commands) -> None:
         default=DEFAULT_TOKENS,
         metavar="N|all",
         help=f"how many, in whole rows spread over the split; default: {DEFAULT_TOKENS:,}",
+    )
+    parser.add_argument(
+        "--item",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="a token whose experts are drawn by themselves; may be given several times; default: "
+        "some of the most frequent",
     )
     parser.add_argument(
         "--out",
@@ -113,5 +122,6 @@ def _analysis(options: argparse.Namespace) -> "Analysis":
             step=options.step,
             split=options.split,
             num_tokens=options.tokens,
+            item_texts=options.item,
             on_rows=advance,
         )

@@ -9,6 +9,8 @@ from torch import Tensor
 
 from moebius.data_pipeline.config import DataConfig
 from moebius.evaluation.analysis.analyse import Analysis, new_analysis
+from moebius.evaluation.analysis.hidden import tap_hidden
+from moebius.evaluation.analysis.slices import Item
 from moebius.evaluation.analysis.stream import AnalysedPass
 from moebius.evaluation.analysis.updates import tap_residual
 from moebius.evaluation.restore import Restored
@@ -18,6 +20,7 @@ from moebius.train.config import Config, TrainConfig
 from moebius.train.routing.call import RoutedCall
 from moebius.train.routing.tap import tap
 
+ITEMS = (Item(3, "three"), Item(5, "$five\n"))
 GROUP = 32  # sequences, which whole groups of every recipe are
 
 
@@ -32,10 +35,12 @@ def pass_of(
         documents = mark_documents(ids_BS, torch.device("cpu"), attention=False, balance=False)
     else:
         counted_BS = torch.ones_like(tokens_BS, dtype=torch.bool)
-    with tap(model) as calls, tap_residual(model) as updates:
+    with tap(model) as calls, tap_residual(model) as updates, tap_hidden(model) as hidden:
         model(tokens_BS, documents=documents)
     rows = len(tokens_BS)
-    return AnalysedPass(tokens_BS.flatten(), counted_BS.flatten(), calls, updates, 1.0, rows, rows)
+    return AnalysedPass(
+        tokens_BS.flatten(), counted_BS.flatten(), calls, updates, hidden, 1.0, rows, rows
+    )
 
 
 def passes_of(
@@ -60,7 +65,7 @@ def analysis_of(model: Transformer, passes: list[AnalysedPass], *, run: str = "t
         data=DataConfig.model_construct(vocab_size=vocab_size, directory="data"),
         train=TrainConfig(),
     )
-    found = new_analysis(Restored(model, config, 7), Path(run), split="validation")
+    found = new_analysis(Restored(model, config, 7), Path(run), split="validation", items=ITEMS)
     for seen in passes:
         found.add(seen)
     return found

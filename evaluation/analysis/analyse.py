@@ -6,22 +6,26 @@ Every pass is recorded by the tap that `train.record_routing` uses, and forgotte
 have it.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from ...data_pipeline.token_store import prepared_tokenizer
 from ...distributed.process.process import start_process
 from ...model.config import ModelConfig
 from ...train.config import Config
 from ...train.routing.call import RoutedCall
 from ..restore import Restored, restore
 from .banks import FEED_FORWARD, Bank, ChosenBy, banks_of, choices_of, chosen_by
+from .cosines import RowCosine, row_cosines
+from .hidden import HiddenCounter
 from .items import ItemCounter
 from .similarity import SimilarityCounter
-from .stream import AnalysedPass, analysed_passes, count_rows, rows_of
+from .slices import Item, SliceCounter, usual_items
+from .stream import AnalysedPass, analysed_passes, count_items, count_rows, rows_of
 from .updates import UpdateCounter
 from .usage import UsageCounter
 
@@ -37,6 +41,7 @@ class BankAnalysis:
     usage: UsageCounter
     similarity: SimilarityCounter
     items: ItemCounter | None  # of feed-forwards
+    slices: SliceCounter | None  # of feed-forwards
     chosen_by: ChosenBy = "tokens"
 
     def add(self, calls: list[RoutedCall], seen: AnalysedPass) -> None:
@@ -47,8 +52,11 @@ class BankAnalysis:
         found = [choices_of(call, seen.counted_T) for call in calls]
         for repeat, choices in enumerate(found):
             self.usage.add(repeat, choices)
+            token_ids_T = seen.token_ids_T[seen.counted_T]
             if self.items is not None:
-                self.items.add(repeat, choices, seen.token_ids_T[seen.counted_T])
+                self.items.add(repeat, choices, token_ids_T)
+            if self.slices is not None:
+                self.slices.add(repeat, choices, token_ids_T)
         self.similarity.add(found)
 
     @property
@@ -69,6 +77,9 @@ class Analysis:
     split: str
     banks: tuple[BankAnalysis, ...]
     updates: UpdateCounter
+    hidden: HiddenCounter
+    cosines: list[RowCosine]  # of the weights
+    items: tuple[Item, ...]  # that are looked at one by one
     item_counts_V: np.ndarray  # int64: how often an item was an input
     num_rows: int = 0
     num_tokens: int = 0
@@ -97,6 +108,7 @@ class Analysis:
         for each in self.banks:
             each.add(calls[each.bank.layer], seen)
         self.updates.add(seen.updates, seen.counted_T)
+        self.hidden.add(seen.hidden, seen.counted_T)
         ids = seen.token_ids_T[seen.counted_T].cpu().numpy()
         self.item_counts_V += np.bincount(ids, minlength=len(self.item_counts_V))
         self.num_rows += seen.num_rows
@@ -118,16 +130,20 @@ class Analysis:
         }
 
 
-def new_analysis(restored: Restored, run_dir: Path, *, split: str) -> Analysis:
+def new_analysis(
+    restored: Restored, run_dir: Path, *, split: str, items: Sequence[Item] = ()
+) -> Analysis:
     """Returns an analysis with empty counters for every bank of a model."""
     model = restored.model
     vocab_size = model.config.vocab_size
+    token_ids = [item.token_id for item in items]
     banks = tuple(
         BankAnalysis(
             bank,
             UsageCounter(bank),
             SimilarityCounter(bank),
             ItemCounter(bank, vocab_size) if bank.kind == FEED_FORWARD else None,
+            SliceCounter(bank, token_ids) if bank.kind == FEED_FORWARD else None,
         )
         for bank in banks_of(model)
     )
@@ -138,6 +154,9 @@ def new_analysis(restored: Restored, run_dir: Path, *, split: str) -> Analysis:
         split,
         banks,
         UpdateCounter(model.config.num_layers),
+        HiddenCounter(model.config.num_layers),
+        row_cosines(model),
+        tuple(items),
         np.zeros(vocab_size, dtype=np.int64),
     )
 
@@ -148,6 +167,7 @@ def analyse(
     step: int | None = None,
     split: str = "validation",
     num_tokens: int | None = None,
+    item_texts: Sequence[str] = (),
     on_rows: OnRows = lambda more, total: None,
 ) -> Analysis:
     """Returns the statistics of one checkpoint over a split of its data.
@@ -157,10 +177,12 @@ def analyse(
         step: of the checkpoint; None: the newest.
         split: train or validation.
         num_tokens: how many tokens, rounded up to whole rows; None: the whole split.
+        item_texts: tokens to be looked at one by one; none: some of the most frequent.
         on_rows: told of progress.
 
     Raises:
-        ValueError: the run, its checkpoint or its data cannot be read, or no token counts.
+        ValueError: the run, its checkpoint or its data cannot be read, no token counts, or an
+            item's text is not one token.
     """
     rows_of(num_tokens, 1)  # before anything is loaded
     with start_process("auto") as process:
@@ -171,7 +193,8 @@ def analyse(
             )
         restored = restore(run_dir, process, step=step)
         max_rows = rows_of(num_tokens, restored.config.data.seq_len)
-        found = new_analysis(restored, run_dir, split=split)
+        items = _items(restored, item_texts, split, max_rows)
+        found = new_analysis(restored, run_dir, split=split, items=items)
         total = count_rows(restored.config, split, max_rows)
         on_rows(0, total)
         for seen in analysed_passes(restored, split=split, max_rows=max_rows):
@@ -182,4 +205,29 @@ def analyse(
             f"{restored.config.data.directory}: no token of the split {split!r} counts, so there is "
             "nothing to analyse: are all of its rows padding?"
         )
+    return found
+
+
+def _items(
+    restored: Restored, texts: Sequence[str], split: str, max_rows: int | None
+) -> list[Item]:
+    """Returns the items that are looked at one by one.
+
+    Raises:
+        ValueError: a text is not one token.
+    """
+    tokenizer = prepared_tokenizer(restored.config.data.directory)
+    if not texts:
+        usual = usual_items(count_items(restored.config, split, max_rows))
+        return [Item(token_id, tokenizer.decode([token_id])) for token_id in usual]
+    found = []
+    for text in texts:
+        token_ids = tokenizer.encode_batch([text])[0].tolist()
+        if len(token_ids) != 1:
+            parts = ", ".join(repr(tokenizer.decode([one])) for one in token_ids)
+            raise ValueError(
+                f"--item {text!r} is {len(token_ids)} tokens ({parts}); name one token: a word "
+                "mostly begins with the blank before it"
+            )
+        found.append(Item(token_ids[0], text))
     return found

@@ -9,8 +9,16 @@ import numpy as np
 
 from ...data_pipeline.atomic import atomic_write
 from ...data_pipeline.parquet import write_parquet
-from . import choice_pictures, drawing, update_picture, usage_pictures
+from . import (
+    choice_pictures,
+    drawing,
+    slice_picture,
+    update_picture,
+    usage_pictures,
+    weight_pictures,
+)
 from .analyse import Analysis, BankAnalysis
+from .hidden import PARTS
 from .page import facts_line, page
 from .picture import Picture
 
@@ -21,12 +29,15 @@ PICTURES: tuple[Callable[[Analysis], Picture], ...] = (
     usage_pictures.layer_preference,
     choice_pictures.unique_experts,
     choice_pictures.frequent_items,
+    slice_picture.item_slices,
     choice_pictures.similarity,
     update_picture.update_magnitude,
     usage_pictures.balance,
     choice_pictures.repeat_overlap,
     choice_pictures.co_occurrence,
     usage_pictures.attention_heads,
+    weight_pictures.relu_pass_rate,
+    weight_pictures.row_cosine,
 )
 """All pictures, in the order of the page."""
 
@@ -88,6 +99,22 @@ def as_json(analysis: Analysis) -> dict[str, Any]:
                 strict=True,
             )
         },
+        "relu_pass_rate": {
+            part: _numbers(rates)
+            for part, rates in zip(PARTS, analysis.hidden.rate_LP.T, strict=True)
+            if np.isfinite(rates).any()
+        },
+        "row_cosine": [
+            {"member": one.member, "matrix": one.matrix}
+            | dict(
+                zip(
+                    ("same_expert", "different_experts", "all_pairs"),
+                    _numbers([one.same_expert, one.different_experts, one.all_pairs]),
+                    strict=True,
+                )
+            )
+            for one in analysis.cosines
+        ],
     }
 
 

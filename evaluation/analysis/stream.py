@@ -13,11 +13,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from ...data_pipeline.corruption import open_fetcher
-from ...data_pipeline.loader import validation_batches
+from ...data_pipeline.loader import ValidationBatch, validation_batches
 from ...data_pipeline.reader import SplitReader
 from ...model.documents import Documents
 from ...model.precision import forward_in, products_dtype
@@ -26,6 +27,7 @@ from ...train.micro_batches import document_use
 from ...train.routing.call import RoutedCall
 from ...train.routing.tap import tap
 from ..restore import Restored
+from .hidden import HiddenPass, tap_hidden
 from .updates import DepthUpdate, tap_residual
 
 
@@ -37,6 +39,7 @@ class AnalysedPass:
     counted_T: Tensor  # bool
     calls: list[RoutedCall]  # of all sparse layers, in order
     updates: list[DepthUpdate]  # of all depth steps, in order
+    hidden: list[HiddenPass]  # of all feed-forwards with a ReLU, in order
     loss_sum: float  # nats, of the targets that count
     num_targets: int
     num_rows: int  # that count
@@ -80,20 +83,8 @@ def analysed_passes(
     config, model = restored.config, restored.model
     dtype = products_dtype(config.train.precision)
     device = model.embedding.device
-    group = config.model.evaluation_group_sequences
     use = document_use(config)
-    for batch in validation_batches(
-        Path(config.data.directory),
-        split=split,
-        seq_len=config.data.seq_len,
-        batch_size=-(-config.train.micro_batch // group) * group,
-        sequences_per_group=group,
-        rank=0,
-        num_ranks=1,
-        max_rows=max_rows,
-        document_ids=config.data.gives_document_ids,
-        fetch=open_fetcher(config.data),
-    ):
+    for batch in _batches(config, split, max_rows):
         rows_BS1 = torch.from_numpy(batch.tokens).to(device)
         valid_B = torch.from_numpy(batch.valid)
         mask_BS, documents = use.read(batch.loss_mask, batch.document_ids, device)
@@ -101,7 +92,7 @@ def analysed_passes(
         targets_BS = valid_B[:, None].expand(inputs_BS.shape)
         if mask_BS is not None:
             targets_BS = targets_BS & mask_BS
-        with tap(model) as calls, tap_residual(model) as updates:
+        with tap(model) as calls, tap_residual(model) as updates, tap_hidden(model) as hidden:
             output = forward_in(
                 model,
                 dtype,
@@ -115,10 +106,42 @@ def analysed_passes(
             counted_T=_counted(valid_B.to(device), inputs_BS.shape[1], documents),
             calls=calls,
             updates=updates,
+            hidden=hidden,
             loss_sum=float(output.cross_entropy),
             num_targets=int(targets_BS.sum()),
             num_rows=int(valid_B.sum()),
         )
+
+
+def count_items(config: Config, split: str, max_rows: int | None) -> np.ndarray:
+    """Returns how often every vocabulary item is an input in these rows, without a model.
+
+    Raises:
+        ValueError: the data cannot be read, or the split is shorter than one row.
+    """
+    counts_V = np.zeros(config.model.vocab_size, dtype=np.int64)
+    for batch in _batches(config, split, max_rows):
+        counted_BS = np.broadcast_to(batch.valid[:, None], batch.tokens[:, :-1].shape)
+        if batch.document_ids is not None:
+            counted_BS = counted_BS & (batch.document_ids[:, : counted_BS.shape[1]] >= 0)
+        counts_V += np.bincount(batch.tokens[:, :-1][counted_BS], minlength=len(counts_V))
+    return counts_V
+
+
+def _batches(config: Config, split: str, max_rows: int | None) -> Iterator[ValidationBatch]:
+    group = config.model.evaluation_group_sequences
+    return validation_batches(
+        Path(config.data.directory),
+        split=split,
+        seq_len=config.data.seq_len,
+        batch_size=-(-config.train.micro_batch // group) * group,
+        sequences_per_group=group,
+        rank=0,
+        num_ranks=1,
+        max_rows=max_rows,
+        document_ids=config.data.gives_document_ids,
+        fetch=open_fetcher(config.data),
+    )
 
 
 def _counted(valid_B: Tensor, length: int, documents: Documents | None) -> Tensor:

@@ -65,6 +65,8 @@ def test_the_stream_is_that_of_an_evaluation(trained: Path) -> None:
     with SplitReader(trained / "shards", "validation", seq_len=SEQ_LEN) as reader:
         rows = reader.read(np.arange(7) * reader.num_rows // 7).tokens[:, :-1]
     counts = Counter(rows.flatten().tolist())
+    first, *_ = counts.most_common()
+    assert (found.items[0].token_id, found.items[0].text) == (first[0], chr(first[0]))
     assert {n: c for n, c in enumerate(found.item_counts_V.tolist()) if c} == dict(counts)
     for each in found.of_kind("feed_forward"):
         assert each.usage.counts_RE.sum(1).tolist() == [2 * 112] * each.bank.num_repeats
@@ -76,7 +78,7 @@ def test_the_command_writes_a_page_and_figures(
     capfd: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(report, "PICTURES", report.PICTURES[5:6])  # one will do
+    monkeypatch.setattr(report, "PICTURES", report.PICTURES[6:7])  # one will do
     run, out = str(trained / "run"), tmp_path / "deep" / "er"
     code, said, _ = ask(capfd, run, "--tokens", "20", "--out", str(out), "--json")
     found = json.loads(said)
@@ -92,6 +94,17 @@ def test_the_command_writes_a_page_and_figures(
     page = trained / "run" / "analysis" / "step_00000002" / report.PAGE
     assert "1 picture of 32 tokens" in said.replace("\n", " ")
     assert page.exists()
+
+
+def test_items_that_are_named(trained: Path) -> None:
+    found = analyse(trained / "run", num_tokens=20, item_texts=["e", "t"])
+    assert [item.token_id for item in found.items] == [ord("e"), ord("t")]
+    for each in found.of_kind("feed_forward"):
+        assert each.slices is not None
+        routes = 2 * found.item_counts_V[[ord("e"), ord("t")]]
+        assert each.slices.counts_KRE.sum(2).tolist() == [
+            [count] * each.bank.num_repeats for count in routes.tolist()
+        ]
 
 
 def test_what_cannot_be_analysed_is_refused(
@@ -111,6 +124,7 @@ def test_what_cannot_be_analysed_is_refused(
         ((run, "--tokens", "0"), "--tokens 0: nothing would be counted"),
         ((run, "--tokens", "-3"), "--tokens -3: nothing would be counted"),
         ((run, "--tokens", "some"), "'some' is neither a number nor `all`"),
+        ((run, "--item", "e", "--item", "the"), "--item 'the' is 3 tokens ('t', 'h', 'e')"),
         ((run, "--out", str(file)), f"{file} is a file, and the pictures need a folder"),
         ((run, "--out", str(file / "below")), f"{file} is a file, and the pictures need"),
     ]

@@ -19,8 +19,9 @@ from moebius.evaluation.analysis.page import page
 from moebius.evaluation.analysis.report import PAGE, PICTURES, as_json, write_analysis
 
 ALL = [
-    *("expert_usage", "layer_preference", "unique_experts", "frequent_items", "similarity"),
-    *("update_magnitude", "balance", "repeat_overlap", "co_occurrence", "attention_heads"),
+    *("expert_usage", "layer_preference", "unique_experts", "frequent_items", "item_slices"),
+    *("similarity", "update_magnitude", "balance", "repeat_overlap", "co_occurrence"),
+    *("attention_heads", "relu_pass_rate", "row_cosine"),
 ]
 
 
@@ -37,8 +38,9 @@ def absent(analysis: Analysis) -> dict[str, str]:
     return {picture.name: picture.absent for picture in pictures if picture.absent}
 
 
-CHOICE = {"expert_usage", "layer_preference", "unique_experts", "frequent_items", "similarity"}
-REPEATS = {"layer_preference", "frequent_items", "similarity", "repeat_overlap"}
+PER_ITEM = {"unique_experts", "frequent_items", "item_slices"}
+CHOICE = {"expert_usage", "layer_preference", *PER_ITEM, "similarity"}
+REPEATS = {"layer_preference", "frequent_items", "item_slices", "similarity", "repeat_overlap"}
 ROUTED = {*CHOICE, "repeat_overlap", "co_occurrence"}
 
 
@@ -141,10 +143,11 @@ def test_an_analysis_is_written_and_replaced(tmp_path: Path) -> None:
 
     dense = analysed("dense")  # into the same folder: what no longer belongs there goes
     write_analysis(dense, tmp_path)
+    left = ("update_magnitude", "relu_pass_rate", "row_cosine")
     assert {path.name for path in tmp_path.iterdir()} == {
-        *("update_magnitude.png", "update_magnitude.parquet", PAGE)
-    }
-    assert (tmp_path / PAGE).read_text().count("Not drawn.") == len(ALL) - 1
+        PAGE, *(f"{name}.{kind}" for name in left for kind in ("png", "parquet"))
+    }  # fmt: skip
+    assert (tmp_path / PAGE).read_text().count("Not drawn.") == len(ALL) - len(left)
 
 
 def test_the_data_say_what_was_counted_and_of_what(tmp_path: Path) -> None:
