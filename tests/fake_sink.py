@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
 from moebius.train.sinks.background import CAPACITY, BackgroundSink
 from moebius.train.sinks.config import MetricsConfig
 from moebius.train.sinks.record import Record, RunFacts
@@ -78,3 +80,10 @@ def line_of_loads(step: int, loss: float = 1.0, number: int | None = None) -> Re
         "expert_load": [[0.75, 0.25], [0.25, 0.75]],
     }
     return Record("train", step, 100.0 + step, values, step - 1 if number is None else number)
+
+
+def read_board(run_dir: Path) -> EventAccumulator:
+    """What TensorBoard's own reader finds in a run folder."""
+    found = EventAccumulator(str(run_dir / "tensorboard"), size_guidance={"images": 0})
+    found.Reload()
+    return found

@@ -49,6 +49,7 @@ from .run import (
     write_result,
 )
 from .run_folder import end_is_asked
+from .samples import write_samples
 from .sinks.log import MetricsLog
 from .sinks.opening import check_sinks
 from .spikes.detector import Spike
@@ -339,7 +340,8 @@ def rebalance_experts(run: Run, log: MetricsLog, result: StepResult) -> None:
 def log_evaluation(run: Run, log: MetricsLog) -> None:
     """Measures the validation loss, and exact match on the data's test sets; a collective call.
 
-    Both are written to the log: one line `eval`, and where there are test sets one line `task`.
+    All is written to the log: a line `eval`, where there are test sets a line `task`, and where the
+    configuration wants them a line `samples`.
     """
     # A router that follows a schedule is judged as the next step would use it.
     run.model.before_step(run.progress.step)
@@ -354,6 +356,10 @@ def log_evaluation(run: Run, log: MetricsLog) -> None:
         tokens=result.tokens,
         seconds=round(time.monotonic() - began_s, 3),
     )
+    if run.config.train.metrics.sample_tokens:
+        with run.heartbeat.during(Phase.EVAL):
+            samples = write_samples(run.model, run.config, run.process)
+        log.write("samples", run.progress.step, samples=[asdict(sample) for sample in samples])
     if run.config.data.test_sets:
         with run.heartbeat.during(Phase.EVAL):
             scores = score_test_sets(run.model, run.config, run.process)

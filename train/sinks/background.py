@@ -95,12 +95,17 @@ class BackgroundSink:
             self._items.append(_GoBack(step))
             self._changed.notify()
 
-    def close(self, state: str, *, limit_s: float) -> None:
-        """Writes what waits, ends the sink, and says what was lost; gives up after `limit_s`."""
+    def begin_to_close(self, state: str) -> None:
+        """Lets the thread write what waits, and end the sink; does not wait for it."""
         with self._changed:
             self._items.append(_Close(state))
             self._changed.notify()
         self._is_ending.set()
+
+    def close(self, state: str, *, limit_s: float) -> None:
+        """Writes what waits, ends the sink, and says what was lost; gives up after `limit_s`."""
+        if not self._is_ending.is_set():
+            self.begin_to_close(state)
         self._thread.join(limit_s)
         if self._thread.is_alive():
             logger.warning(

@@ -22,9 +22,40 @@ class MetricsConfig(BaseModel):
     heat_map_every: NonNegativeInt = 100
     # lines from one with all depth steps to the next; those between have the worst depth step only
     depths_every: PositiveInt = 10
+    # what the model writes after each of four beginnings of validation rows, at every evaluation; 0:
+    # nothing. As many forward passes over short rows
+    sample_tokens: NonNegativeInt = 0
     # where Prometheus finds the gauges, on rank 0's machine; port 0: a free one, which the log tells
     prometheus_host: str = "127.0.0.1"
     prometheus_port: Annotated[int, Field(ge=0, le=65535)] = 0
+
+    def check_samples(self, *, seq_len: int, causal: bool, paired: bool) -> None:
+        """Checks that the model can write what `sample_tokens` asks for.
+
+        Args:
+            seq_len: of a row, prompt included.
+            causal: what stands behind a position changes nothing at it, in evaluation.
+            paired: labels are no continuation of their inputs.
+
+        Raises:
+            ValueError: it cannot.
+        """
+        if not self.sample_tokens:
+            return
+        if self.sample_tokens >= seq_len:
+            raise ValueError(
+                f"train.metrics.sample_tokens={self.sample_tokens} leaves no prompt in rows of "
+                f"data.seq_len={seq_len}: ask for at most {seq_len - 1}"
+            )
+        why = ""
+        if not causal:
+            why = "a model of this router lets positions read later ones, and cannot write"
+        elif paired:
+            why = "a model of data.targets='paired' labels its inputs, and does not go on with them"
+        if why:
+            raise ValueError(
+                f"train.metrics.sample_tokens={self.sample_tokens}: {why}; set it to 0"
+            )
 
     @model_validator(mode="after")
     def _check_sinks(self) -> Self:

@@ -18,7 +18,7 @@ from .record import Record
 logger = logging.getLogger(__name__)
 
 FILE = "metrics.jsonl"
-_CLOSE_S = 60.0  # how long a run that has ended waits for each sink
+_CLOSE_S = 60.0  # how long a run that has ended waits for its sinks
 _CLOSE_FAILED_S = 5.0  # and one that has failed, which others wait for
 
 
@@ -80,18 +80,21 @@ class MetricsLog:
             return
         self._lines.close()
         self._lines = None
-        limit_s = _CLOSE_FAILED_S if self._state == "failed" else _CLOSE_S
         for sink in self._sinks:
-            sink.close(self._state, limit_s=limit_s)
+            sink.begin_to_close(self._state)
+        limit_s = _CLOSE_FAILED_S if self._state == "failed" else _CLOSE_S
+        end_s = time.monotonic() + limit_s
+        for sink in self._sinks:
+            sink.close(self._state, limit_s=max(0.0, end_s - time.monotonic()))
 
 
 def _redacted(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Blots secrets out of texts and lists of texts, and looks at no number."""
+    """Blots secrets out of texts, lists and tables of them, and looks at no list of numbers."""
     return {
         name: redact(value)
         if isinstance(value, str)
         else redact_values(value)
-        if isinstance(value, list) and value and isinstance(value[0], str)
+        if isinstance(value, list) and value and isinstance(value[0], str | dict)
         else value
         for name, value in values.items()
     }

@@ -28,6 +28,8 @@ class MLflow:
         """Opens the run over there, or goes on with the one that the run folder names."""
         from mlflow.tracking import MlflowClient
 
+        # The thread that calls tries again itself, without a warning each time.
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
         self._facts = facts
         self._kept = Kept(facts.run_dir, NAME)
         self._client = MlflowClient()

@@ -6,7 +6,7 @@ second run of them). What a lost process or an abandoned way wrote beyond a step
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from .heat_map import draw_load
@@ -47,6 +47,10 @@ class TensorBoard:
                     point.path, point.value, record.step, walltime=record.time_s
                 )
             self._draw_loads(record)
+            for index, sample in enumerate(record.values.get("samples", ())):
+                self._writer.add_text(
+                    f"samples/{index + 1}", sample_text(sample), record.step, record.time_s
+                )
             if text := event_text(record):
                 self._writer.add_text("events", text, record.step, walltime=record.time_s)
 
@@ -105,6 +109,12 @@ class TensorBoard:
         begun, started, ended = hparams(flat_values(self._facts.config), judged_by)
         for summary in (ended,) if has_finished else (begun, started):
             file_writer.add_summary(summary)
+
+
+def sample_text(sample: Mapping[str, str]) -> str:
+    """Returns a beginning and how the model goes on with it, as a block that is no Markdown."""
+    whole = f"{sample['prompt']} ▶ {sample['continuation']}"
+    return "\n".join(f"    {line}" for line in whole.splitlines())
 
 
 def event_text(record: Record) -> str:

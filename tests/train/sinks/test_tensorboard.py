@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from fake_sink import facts_of, line_of_loads
+from fake_sink import facts_of, line_of_loads, read_board
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.hparams import metadata
@@ -13,12 +13,6 @@ from tensorboard.plugins.hparams import metadata
 from moebius.train.sinks.heat_map import draw_load
 from moebius.train.sinks.record import Record
 from moebius.train.sinks.tensorboard import TensorBoard
-
-
-def read(run_dir: Path) -> EventAccumulator:
-    found = EventAccumulator(str(run_dir / "tensorboard"), size_guidance={"images": 0})
-    found.Reload()
-    return found
 
 
 def losses(found: EventAccumulator) -> list[tuple[int, float]]:
@@ -32,7 +26,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> EventAccumulator:
     board.write([Record("start", 0, 100.0, {"world_size": 2, "resumed_from_step": None})])
     board.write([line_of_loads(1), line_of_loads(2), line_of_loads(3), line_of_loads(4)])
     board.close("finished")
-    return read(run_dir)
+    return read_board(run_dir)
 
 
 def test_curves_have_their_groups_and_times(written: EventAccumulator) -> None:
@@ -80,7 +74,7 @@ def test_what_the_run_has_left_is_hidden(tmp_path: Path) -> None:
     board = TensorBoard(facts_of(tmp_path), first_step=2)
     board.write([line_of_loads(2, 7.0)])
     board.close("stopped")
-    assert losses(read(tmp_path)) == [(1, 1.0), (2, 7.0)]
+    assert losses(read_board(tmp_path)) == [(1, 1.0), (2, 7.0)]
 
 
 def test_a_sink_that_is_opened_anew_after_a_failure_hides_nothing(tmp_path: Path) -> None:
@@ -88,14 +82,14 @@ def test_a_sink_that_is_opened_anew_after_a_failure_hides_nothing(tmp_path: Path
     board = TensorBoard(facts_of(tmp_path), first_step=None)
     board.write([line_of_loads(2)])
     board.close("finished")
-    assert losses(read(tmp_path))[-1] == (2, 1.0)
+    assert losses(read_board(tmp_path))[-1] == (2, 1.0)
 
 
 def test_pictures_can_be_switched_off(tmp_path: Path) -> None:
     board = TensorBoard(facts_of(tmp_path, heat_map_every=0), first_step=1)
     board.write([line_of_loads(1)])
     board.close("stopped")
-    assert read(tmp_path).Tags()["images"] == []
+    assert read_board(tmp_path).Tags()["images"] == []
 
 
 def test_a_dead_expert_is_dark_and_a_full_one_bright() -> None:
