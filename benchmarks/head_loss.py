@@ -24,9 +24,10 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from benchmarks.memory import peak_bytes, saved_bytes
+from benchmarks.memory import saved_bytes
 from benchmarks.report import save
 from moebius.distributed.process.host_memory import keep_freed_memory
+from moebius.evaluation.compare.peak_memory import peak_bytes
 from moebius.model.head_loss import head_loss, rows_of_chunk
 
 # Tokens, width, vocabulary: a micro-batch of 8 sequences of the 44M models, and one of 16 of 1,024

@@ -38,11 +38,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from benchmarks.kernels.peers import Mode, exact_mode
-from benchmarks.memory import peak_bytes
 from benchmarks.report import RESULTS, ROOT, environment, save
 from benchmarks.step_profile import profile_step
 from moebius.data_pipeline.loader import Batch
 from moebius.distributed.process.process import Process, start_process
+from moebius.evaluation.compare.peak_memory import peak_bytes
 from moebius.kernels.backend import BACKENDS
 from moebius.kernels.onednn import EXACT, relative_error
 from moebius.train.config import resolve

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from ..evaluation.compare.runner import RunState
 
 _INTERRUPTED = 130
+_COST_STEPS = 10  # of every run of --cost
 
 
 def add_commands(commands: Commands) -> None:
@@ -55,6 +56,14 @@ def add_commands(commands: Commands) -> None:
         "--restart", metavar="ARM,…", help="train these arms anew; what they have is removed"
     )
     parser.add_argument(
+        "--cost",
+        action="store_true",
+        help="measure time and memory of a step of every arm, in turn; wants a quiet machine",
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=5, metavar="N", help="of --cost; default: %(default)s"
+    )
+    parser.add_argument(
         "--out", type=Path, metavar="DIR", help="for tables and picture; default: the folder"
     )
     parser.add_argument("--json", action="store_true", help="print the results as JSON")
@@ -83,6 +92,8 @@ def _compare(options: argparse.Namespace) -> int:
         console.print(render(size_table(request.file, request.arms)))
     if options.dry_run:
         return 0
+    if options.cost:
+        return _cost(options, request, console)
     code = 0 if options.table else _train(options, request, console)
     _show(options, request)
     return code
@@ -125,23 +136,60 @@ def _positive(number: int | None, option: str) -> int | None:
     return number
 
 
-def _train(options: argparse.Namespace, request: _Request, console: "Console") -> int:
-    """Prepares the data, trains what is missing, and returns the exit code."""
+def _cost(options: argparse.Namespace, request: _Request, console: "Console") -> int:
+    """Measures what a step of every arm costs."""
+    from ..evaluation.compare.cost import measure_costs
+    from ..evaluation.compare.runner import locked
+    from ..evaluation.compare.tables import cost_table, how_measured, write_costs
+    from .compare_report import render
+
+    rounds = _positive(options.rounds, "--rounds")
+    assert rounds is not None
+    with locked(request.folder):
+        _prepare(request, console)
+        costs = measure_costs(
+            request.file,
+            request.arms,
+            request.folder / "cost",
+            rounds=rounds,
+            steps=_COST_STEPS,
+            on_run=lambda words: console.print(words, markup=False, highlight=False),
+        )
+    written = write_costs(costs, request.arms, request.out)
+    console.print(render(cost_table(costs)))
+    console.print(how_measured(costs), style="dim" if costs.was_quiet else "yellow")
+    _tell_written(written, console)
+    return 0
+
+
+def _prepare(request: _Request, console: "Console") -> None:
+    """Prepares the data, which all arms share."""
     from ..cluster.watch import show_preparation
     from ..data_pipeline.making.prepare import prepare
+
+    data = request.arms[0].config.data
+    with show_preparation(console) as on_progress:
+        prepare(data, data.directory, on_progress=on_progress)
+
+
+def _tell_written(written: "list[Path]", console: "Console") -> None:
+    for path in written:
+        console.print(f"written: {path}", soft_wrap=True, markup=False, highlight=False)
+
+
+def _train(options: argparse.Namespace, request: _Request, console: "Console") -> int:
+    """Prepares the data, trains what is missing, and returns the exit code."""
     from ..evaluation.compare.plan import refuse_stale
     from ..evaluation.compare.runner import locked, restart, run_all
     from .compare_report import progress_of
 
     file = request.file
-    tasks = {"tasks": file.tasks, "data": file.task_data, "limit": file.task_limit}
+    tasks = {"tasks": list(file.tasks), "data": file.task_data, "limit": file.task_limit}
     with locked(request.folder):
         if options.restart:
             restart(request.runs, options.restart.split(","))
         refuse_stale(request.runs, request.folder)
-        data = request.arms[0].config.data
-        with show_preparation(console) as on_progress:
-            prepare(data, data.directory, on_progress=on_progress)
+        _prepare(request, console)
         with progress_of(request.runs, console) as watch:
 
             def on_end(state: "RunState") -> None:
@@ -151,7 +199,7 @@ def _train(options: argparse.Namespace, request: _Request, console: "Console") -
             states = run_all(
                 request.runs,
                 at_once=file.jobs,
-                tasks=json.loads(json.dumps(tasks)) if file.tasks else None,
+                scoring=lambda run: tasks if file.tasks else None,
                 on_change=watch.on_change,
                 on_end=on_end,
             )
@@ -186,5 +234,4 @@ def _show(options: argparse.Namespace, request: _Request) -> None:
     for table in result_tables(results):
         console.print(render(table))
     console.print(RULE, style="dim")
-    for path in written:
-        console.print(f"written: {path}", soft_wrap=True, markup=False, highlight=False)
+    _tell_written(written, console)

@@ -1,7 +1,7 @@
 """What the papers of the family say, tried on toys: which claims hold at this size?
 
     python -m benchmarks.claims [--claims M8 T3 …] [--seeds 3] [--steps N] [--jobs 2]
-                                [--device auto] [--text FILE]
+                                [--device auto] [--text FILE] [--folder DIR]
     python -m benchmarks.claims --judge benchmarks/results/claims.json
 
 The second judges and draws recorded runs again, without training.
@@ -16,53 +16,44 @@ The second judges and draws recorded runs again, without training.
          against SMoE and fine-grained experts of equal cost
     G1   finer experts lower the loss with an output norm; without it the gain vanishes
 
-The toys (toys.py) are trained by the ordinary loop, one thread each; arms that claims share
-are trained once. The rule (claims_judge.py): with three seeds or more, all on the claimed side of
-the bound: holds; all on the other: does not hold; else undecided. "Does not hold" means: not at
-this size, not in so few steps. Nothing was tuned for a verdict. The spread is from the smallest to
-the largest seed.
+The toys (toys.py) are trained as `moebius compare` trains its arms (evaluation/compare/runner.py):
+a process and a folder for each run, one thread, resumed where it was when the script is called
+again. Arms that claims share are trained once. The rule (judge.py): with three seeds or more, all
+on the claimed side of the bound: holds; all on the other: does not hold; else undecided. "Does not
+hold" means: not at this size, not in so few steps. Nothing was tuned for a verdict. The spread is
+from the smallest to the largest seed.
 
-Takes about 24 minutes on 2 cores without M7, whose 18 arms (three models, two precisions, three
-rates) have not been run or timed yet. A run whose gradients stay not finite ends the script.
+Takes about half an hour on 2 cores without M7, whose 18 arms (three models, two precisions, three
+rates) have not been run or timed yet. A run whose gradients stay not finite ends; the others go on,
+and nothing is judged.
 
 Writes results/claims.json and one results/claims_*.png per claim; a choice of claims writes
-results/claims_<choice>.json; --results DIR keeps trials apart. Exit code 0 whatever the verdicts.
+results/claims_<choice>.json; --results DIR keeps trials apart. Exit code 0 whatever the verdicts,
+1 where a run has failed or was stopped.
 """
 
 import argparse
 import json
 import math
-import os
-import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from multiprocessing import get_context
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
 from rich.table import Table
 
 from benchmarks import report
 from benchmarks.claims.judge import CLAIMS, Finding, by_seed
 from benchmarks.claims.pictures import draw
-from benchmarks.claims.runs import Job, run, thin
+from benchmarks.claims.runs import Job, command, planned, record_of, scoring, thin
 from benchmarks.claims.toys import ARMS, data_config, toy
-from moebius.cluster.processes import bind_to_parent
+from moebius.cli.compare_report import progress_of
 from moebius.data_pipeline.making.prepare import prepare
-
-_TAIL_BYTES = 8192  # more than the last line of a toy's metrics.jsonl
+from moebius.evaluation.compare.plan import refuse_stale
+from moebius.evaluation.compare.runner import locked, run_all
 
 
 def main() -> None:
@@ -70,24 +61,19 @@ def main() -> None:
     if options.judge is not None:
         judge_again(options)
         return
-    console, began, environment = (
-        Console(),
-        time.perf_counter(),
-        report.environment(),
-    )  # the commit that trains
+    console, environment = Console(), report.environment()  # the commit that trains
     arms = list(dict.fromkeys(arm for claim in options.claims for arm in CLAIMS[claim].arms))
-    with tempfile.TemporaryDirectory(prefix="claims-") as scratch:
-        data = Path(scratch) / "data"
-        prepare(data_config(options.text), data)
-        jobs = make_jobs(arms, options, Path(scratch))
-        records = run_all(jobs, options.jobs, console)
-        configs = {job.arm.name: configuration(job) for job in jobs if job.seed == 0}
+    began = time.perf_counter()
+    with locked(options.folder):
+        jobs = make_jobs(arms, options)
+        prepare(data_config(options.text), jobs[0].data)
+        records = train_all(jobs, options, console)
     minutes = (time.perf_counter() - began) / 60
     settings = {
         "seeds": options.seeds,
         "jobs": options.jobs,
         "minutes": round(minutes, 1),
-        "configurations": configs,
+        "configurations": {job.arm.name: configuration(job) for job in jobs if job.seed == 0},
     }
     chosen = "" if list(options.claims) == list(CLAIMS) else "_" + "_".join(options.claims)
     options.results.mkdir(parents=True, exist_ok=True)
@@ -153,6 +139,12 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--results", type=Path, default=report.RESULTS)
     parser.add_argument(
+        "--folder",
+        type=Path,
+        default=Path("runs/claims"),
+        help="of the runs, which it goes on with",
+    )
+    parser.add_argument(
         "--judge",
         type=Path,
         metavar="FILE",
@@ -161,23 +153,28 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(words)
 
 
-def make_jobs(arms: Iterable[str], options: argparse.Namespace, scratch: Path) -> list[Job]:
+def make_jobs(arms: Iterable[str], options: argparse.Namespace) -> list[Job]:
     """Every arm with every seed, seed by seed: so that what is left resembles what is done, and the
     time left is right.
     """
+    folder = options.folder.absolute()
     return [
         Job(
             ARMS[arm],
             seed,
             options.steps or ARMS[arm].steps,
             options.text,
-            scratch / "data",
-            scratch / f"run-{seed}-{n}",
+            folder / "data" / data_config(options.text).spec_hash[:12],
+            folder / _folder_name(arm) / f"seed-{seed}",
             options.device,
         )
         for seed in range(options.seeds)
-        for n, arm in enumerate(arms)
+        for arm in arms
     ]
+
+
+def _folder_name(arm: str) -> str:
+    return "".join(letter if letter.isalnum() or letter in ".-" else "_" for letter in arm)
 
 
 def configuration(job: Job) -> dict[str, Any]:
@@ -189,56 +186,30 @@ def configuration(job: Job) -> dict[str, Any]:
     return values | {"data": values["data"] | {"directory": ""}}
 
 
-def run_all(jobs: Sequence[Job], at_once: int, console: Console) -> list[dict[str, Any]]:
-    """Records in the order of the jobs."""
-    os.environ["OMP_NUM_THREADS"] = "1"  # read by the workers when they load torch
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("steps"),
-        TimeElapsedColumn(),
-        TextColumn("left:"),
-        TimeRemainingColumn(),
-    )
-    pool = ProcessPoolExecutor(at_once, mp_context=get_context("spawn"), initializer=bind_to_parent)
-    with pool, Progress(*columns, console=console, speed_estimate_period=600) as progress:
-        bar = progress.add_task("training", total=sum(job.steps for job in jobs))
-        futures = {pool.submit(run, job): job for job in jobs}
-        try:
-            while left := [future for future in futures if not future.done()]:
-                done, _ = wait(left, timeout=0.5, return_when=FIRST_COMPLETED)
-                for future in done:
-                    announce(future.result(), progress)
-                progress.update(
-                    bar, completed=sum(steps_done(future, job) for future, job in futures.items())
-                )
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
-    return [future.result() for future in futures]
+def train_all(
+    jobs: Sequence[Job], options: argparse.Namespace, console: Console
+) -> list[dict[str, Any]]:
+    """Trains what is not trained yet; returns records in the order of the jobs.
 
-
-def announce(record: dict[str, Any], progress: Progress) -> None:
-    step, loss = record["validation_loss"][-1]
-    progress.console.print(
-        f"{record['arm']}, seed {record['seed']}: validation loss {loss:.3f} after {step} steps, "
-        f"{record['seconds']:.0f} s"
-    )
-
-
-def steps_done(future: "Future[dict[str, Any]]", job: Job) -> int:
-    """Of one run: from the last line of its metrics while it runs."""
-    if future.done():
-        return job.steps
-    try:
-        with (job.run_dir / "metrics.jsonl").open("rb") as file:
-            file.seek(0, os.SEEK_END)
-            file.seek(max(0, file.tell() - _TAIL_BYTES))
-            lines = file.read().split(b"\n")
-        return json.loads(lines[-2])["step"]
-    except (OSError, IndexError, ValueError):  # not begun, or removed meanwhile
-        return 0
+    Raises:
+        SystemExit: not all runs have finished.
+    """
+    runs = [planned(job) for job in jobs]
+    refuse_stale(runs, options.folder, remedy="or remove it")
+    with progress_of(runs, console) as watch:
+        states = run_all(
+            runs,
+            at_once=options.jobs,
+            scoring=scoring,
+            command=command,
+            on_change=watch.on_change,
+            on_end=watch.on_end,
+        )
+    if left := sum(state.state != "finished" for state in states):
+        raise SystemExit(
+            f"{left} of {len(states)} runs have not finished; the same command goes on with them"
+        )
+    return [record_of(job) for job in jobs]
 
 
 def table(findings: Sequence[Finding]) -> Table:

@@ -1,11 +1,10 @@
 """Claims and verdicts: what the papers say, as one number per seed and a bound for it.
 
-The rule: with at least three seeds, a claim *holds* if every seed's number is on the claimed side
-of the bound, *does not hold* if every seed's is on the other side, and is *undecided* otherwise, or
-where a number does not exist. Arms of one seed have the same data in the same order, so their
-differences are paired. Were there nothing in a claim, three fair coins would still let it hold in
-one case of eight at most, so of ten findings one may hold by chance: read the numbers, not only
-the word.
+The rule is that of `moebius compare` (evaluation/compare/statistics.py): with at least three seeds, a
+claim *holds* if every seed's number is on the claimed side of the bound, *does not hold* if every
+seed's is on the other side, and is *undecided* otherwise. Were there nothing in a claim, three fair
+coins would still let it hold in one case of eight at most, so of ten findings one may hold by
+chance: read the numbers, not only the word.
 """
 
 import itertools
@@ -25,10 +24,9 @@ from benchmarks.claims.toys import (
     granular,
     in_bfloat16,
 )
+from moebius.evaluation.compare.statistics import Verdict, verdict
 from moebius.model.precision import Precision
 
-Verdict = Literal["holds", "does not hold", "undecided"]
-FEWEST_SEEDS = 3
 Runs = Mapping[
     str, Sequence[Mapping[str, Any]]
 ]  # arm -> records, by seed, the same seeds for every arm
@@ -52,13 +50,7 @@ class Finding:
     @property
     def verdict(self) -> Verdict:
         """By the rule above."""
-        if len(self.values) < FEWEST_SEEDS or any(math.isnan(value) for value in self.values):
-            return "undecided"
-        met = [
-            value <= self.bound if self.side == "at most" else value > self.bound
-            for value in self.values
-        ]
-        return "holds" if all(met) else "undecided" if any(met) else "does not hold"
+        return verdict(self.values, self.side, self.bound)
 
     def as_dict(self) -> dict[str, Any]:
         """For the results file, where a number that is not finite is a word."""

@@ -1,14 +1,14 @@
-"""One run of a claim: train a toy through the real loop, then look at its routings on held-out
-text.
+"""One run of a claim: a toy is trained as any run, then its routings on held-out text are looked at,
+in a process of its own: `python -m benchmarks.claims.runs FOLDER ARM`.
 
 Everything about training is read from the run folder (metrics.jsonl, checkpoints); a routing is
 caught where a router answers.
 """
 
 import json
-import shutil
 import statistics
-from collections.abc import Mapping
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,16 +23,19 @@ from benchmarks.claims.measures import (
     representation_collapse,
     thinned,
 )
-from benchmarks.claims.toys import EVALUATION_ROWS, Arm, toy
+from benchmarks.claims.toys import ARMS, EVALUATION_ROWS, Arm, toy
 from moebius.data_pipeline.loader import validation_batches
 from moebius.distributed.process.process import start_process
+from moebius.evaluation.compare.one_run import end_with_standard_input
+from moebius.evaluation.compare.plan import PlannedRun
+from moebius.evaluation.compare.results import read_log
+from moebius.evaluation.compare.runner import SCORES, Phase, command_of, read_json
 from moebius.evaluation.restore import restore
 from moebius.model.cost import count_parameters, forward_flops
 from moebius.model.routers.router import Router
 from moebius.model.routing import Routing
 from moebius.model.transformer import Transformer
 from moebius.train.config import Config
-from moebius.train.loop import train
 
 
 @dataclass(frozen=True)
@@ -48,33 +51,56 @@ class Job:
     device: str
 
 
-def run(job: Job) -> dict[str, Any]:
-    """Trains one arm with one seed; a record of plain values. The run folder is removed."""
+def planned(job: Job) -> PlannedRun:
+    """The run as the runner of comparisons takes it."""
     config = toy(
         job.arm, seed=job.seed, steps=job.steps, text=job.text, data=job.data, device=job.device
     )
-    job.run_dir.mkdir(parents=True)
-    config.save(job.run_dir / "config.json")
-    train(config, job.run_dir)
+    return PlannedRun(job.arm.name, job.seed, config, job.run_dir)
+
+
+def scoring(run: PlannedRun) -> dict[str, Any] | None:
+    """What is asked for once a run is trained: its probes, if the arm has any."""
+    return {"probes": ARMS[run.arm].probes} if ARMS[run.arm].probes else None
+
+
+def command(run: PlannedRun, phase: Phase) -> Sequence[str]:
+    """The command that trains a run or probes it."""
+    if phase == "train":
+        return command_of(run, phase)
+    return [sys.executable, "-m", "benchmarks.claims.runs", str(run.folder), run.arm]
+
+
+def main() -> None:
+    """Probes a trained run and writes what was found; its checkpoints stay."""
+    end_with_standard_input()
+    folder, arm = Path(sys.argv[1]), ARMS[sys.argv[2]]
+    config = Config.load(folder / "config.json")
+    found = {"request": {"probes": arm.probes}, "routings": probe(folder, config, arm)}
+    partial = (folder / SCORES).with_suffix(".tmp")
+    partial.write_text(json.dumps(found), encoding="utf-8")
+    partial.replace(folder / SCORES)
+
+
+def record_of(job: Job) -> dict[str, Any]:
+    """The record of a finished run, of plain values."""
+    config = planned(job).config
     record = {
         "arm": job.arm.name,
         "seed": job.seed,
         "steps": job.steps,
         **read_metrics(job.run_dir / "metrics.jsonl"),
-    }
-    record |= {
         "parameters": count_parameters(config.model, config.data.seq_len).total,
         "training_flops_per_token": forward_flops(config.model, config.data.seq_len).training,
     }
     if job.arm.probes:
-        record["routings"] = probe(job.run_dir, config, job.arm)
-    shutil.rmtree(job.run_dir)
+        record["routings"] = read_json(job.run_dir / SCORES)["routings"]
     return record
 
 
 def read_metrics(file: Path) -> dict[str, Any]:
     """Loss and load curves of a run."""
-    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    lines = read_log(file)
     steps = [line for line in lines if line["kind"] == "train"]
     record: dict[str, Any] = {
         "seconds": round(lines[-1]["time"] - lines[0]["time"], 1),
@@ -180,3 +206,7 @@ def thin(record: Mapping[str, Any]) -> dict[str, Any]:
     """A record with at most 100 points in every curve."""
     curves = ("train_loss", "validation_loss", "max_violation")
     return {name: thinned(value) if name in curves else value for name, value in record.items()}
+
+
+if __name__ == "__main__":
+    main()

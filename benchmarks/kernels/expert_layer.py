@@ -53,9 +53,10 @@ from benchmarks.kernels.problem import (
     meaning,
     result_of,
 )
-from benchmarks.memory import peak_bytes, saved_bytes
+from benchmarks.memory import saved_bytes
 from benchmarks.report import RESULTS, environment, save
 from moebius.distributed.process.host_memory import keep_freed_memory
+from moebius.evaluation.compare.peak_memory import peak_bytes
 from moebius.kernels import workspace
 from moebius.kernels.onednn import EXACT, relative_error
 

@@ -1,7 +1,8 @@
-"""One run of a comparison, in a process of its own: `python -m … train|score RUN_DIR`.
+"""One run of a comparison, in a process of its own: `python -m … train|score|cost RUN_DIR`.
 
 It ends at once when its standard input does: the other end is held by the process that started it,
-however that one ends. What has been saved is there when the run goes on.
+however that one ends. What has been saved is there when the run goes on. Nothing heavy is imported
+at the top, so that this holds from the first moment on.
 """
 
 import json
@@ -11,17 +12,19 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from .runner import SCORES, SCORING, read_json
-
 
 def main() -> None:
-    """Trains the run, or scores its newest checkpoint on the tasks that its folder asks for."""
+    """Trains the run, scores its newest checkpoint, or measures steps, as its folder asks."""
     end_with_standard_input()
     phase, run_dir = sys.argv[1], Path(sys.argv[2])
     if phase == "train":
         _train(run_dir)
-    else:
+    elif phase == "score":
         score(run_dir)
+    else:
+        from .cost import measure_here
+
+        measure_here(run_dir)
 
 
 def end_with_standard_input() -> None:
@@ -47,6 +50,7 @@ def _train(run_dir: Path) -> None:
 def note_origin(run_dir: Path) -> None:
     """Adds to origin.json with which code and on which machine the run goes on from here."""
     from .environment import environment
+    from .runner import read_json
 
     path = run_dir / "origin.json"
     known = read_json(path).get("starts", [])
@@ -59,6 +63,7 @@ def note_origin(run_dir: Path) -> None:
 def score(run_dir: Path) -> None:
     """Scores the newest checkpoint, and writes scores.json."""
     from ..zero_shot import measure_tasks
+    from .runner import SCORES, SCORING
 
     request: dict[str, Any] = json.loads((run_dir / SCORING).read_text(encoding="utf-8"))
     report = measure_tasks(

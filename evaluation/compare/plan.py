@@ -319,8 +319,13 @@ def _short(value: Any) -> str:
     return text if len(text) <= 60 else f"{text[:59]}…"
 
 
-def refuse_stale(runs: Sequence[PlannedRun], folder: Path) -> None:
+_REMEDY = "put the file back, or train these arms anew with --restart {arms}"
+
+
+def refuse_stale(runs: Sequence[PlannedRun], folder: Path, *, remedy: str = _REMEDY) -> None:
     """Refuses to go on where the file has changed since runs were begun.
+
+    `remedy`: what can be done, besides another folder; `{arms}` stands for the arms.
 
     Raises:
         CompareError: it names the arms, what has changed, and what to do.
@@ -340,8 +345,8 @@ def refuse_stale(runs: Sequence[PlannedRun], folder: Path) -> None:
     raise CompareError(
         "\n".join(
             [
-                f"{folder}: holds runs of other settings than the file's; put the file back, take "
-                f"another folder (--folder DIR), or train these arms anew with --restart {names}",
+                f"{folder}: holds runs of other settings; take another folder (--folder DIR), "
+                + remedy.format(arms=names),
                 *lines,
             ]
         )

@@ -84,15 +84,13 @@ def read_run(run: PlannedRun) -> RunResult | None:
     """Returns a run's figures; None unless it has finished."""
     if not is_trained(run):
         return None
-    lines = _read_lines(run.folder / "metrics.jsonl")
-    # a run that was killed has written some steps twice: the last line of each counts
-    evaluations = {line["step"]: line["loss"] for line in lines if line["kind"] == "eval"}
+    lines = read_log(run.folder / "metrics.jsonl")
     trained = [line for line in lines if line["kind"] == "train"]
-    curve = [
-        (step, _number(loss))
-        for step, loss in sorted(evaluations.items())
-        if step <= run.config.train.steps
-    ]
+    curve = sorted(
+        (line["step"], line["loss"])
+        for line in lines
+        if line["kind"] == "eval" and line["step"] <= run.config.train.steps
+    )
     if not curve or not trained or curve[-1][0] != run.config.train.steps:
         return None
     return RunResult(
@@ -117,20 +115,25 @@ def _starts(folder: Path) -> list[dict[str, Any]]:
     return read_json(folder / "origin.json").get("starts", [])
 
 
-def _read_lines(path: Path) -> list[dict[str, Any]]:
-    """Returns the records of a log, without a last line that is torn."""
-    lines = []
-    for line in path.read_text(encoding="utf-8").splitlines():
+def read_log(path: Path) -> list[dict[str, Any]]:
+    """Returns the records of a metrics.jsonl in their order, losses as numbers.
+
+    A run that was killed has written some steps twice: the last line of each counts. A last line
+    that is torn is left out.
+    """
+    records: dict[Any, dict[str, Any]] = {}
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines()):
         try:
-            lines.append(json.loads(line))
+            record = json.loads(line)
         except ValueError:
             continue
-    return lines
-
-
-def _number(value: float | str) -> float:
-    """Returns a loss, which is a word where it is not finite."""
-    return float(value)
+        steps = record["kind"] in ("train", "eval", "task")
+        key = (record["kind"], record["step"]) if steps else number
+        records.pop(key, None)  # so that it takes its later place
+        if "loss" in record:
+            record["loss"] = float(record["loss"])  # a word where it is not finite
+        records[key] = record
+    return list(records.values())
 
 
 def collect(file: ComparisonFile, arms: Sequence[Arm], runs: Sequence[PlannedRun]) -> Results:

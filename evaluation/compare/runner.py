@@ -29,6 +29,8 @@ from .plan import PlannedRun
 State = Literal["waiting", "running", "finished", "stopped", "failed"]
 Phase = Literal["train", "score"]
 Command = Callable[[PlannedRun, Phase], Sequence[str]]
+Scoring = Callable[[PlannedRun], Mapping[str, Any] | None]
+"""Returns what is to be scored of a trained run; None: nothing."""
 
 LOG = "output.log"
 SCORES = "scores.json"  # of tasks, in the run folder
@@ -111,11 +113,12 @@ def is_trained(run: PlannedRun) -> bool:
     return result.get("state") == "finished" and result.get("step", 0) >= run.config.train.steps
 
 
-def next_phase(run: PlannedRun, tasks: Mapping[str, Any] | None) -> Phase | None:
+def next_phase(run: PlannedRun, scoring: Scoring) -> Phase | None:
     """Returns what a run still needs; None: it is done."""
     if not is_trained(run):
         return "train"
-    if tasks is None or read_json(run.folder / SCORES).get("request") == dict(tasks):
+    request = scoring(run)
+    if request is None or read_json(run.folder / SCORES).get("request") == dict(request):
         return None
     return "score"
 
@@ -143,7 +146,7 @@ def run_all(
     runs: Sequence[PlannedRun],
     *,
     at_once: int,
-    tasks: Mapping[str, Any] | None = None,
+    scoring: Scoring = lambda run: None,
     on_change: OnChange = lambda states: None,
     on_end: OnEnd = lambda state: None,
     command: Command = command_of,
@@ -153,14 +156,14 @@ def run_all(
     Args:
         runs: in the order in which they are begun.
         at_once: so many at a time.
-        tasks: what is scored after training; None: nothing.
+        scoring: what is scored after training, as plain values; by default nothing.
         on_change: told the states of all runs several times a second.
         on_end: told of every run that has ended.
         command: starts a run; it must end where its standard input ends.
     """
     states = [RunState(run) for run in runs]
     for state in states:
-        phase = next_phase(state.run, tasks)
+        phase = next_phase(state.run, scoring)
         state.phase = phase or "train"
         if phase is None:
             state.state, state.step = "finished", state.run.config.train.steps
@@ -168,7 +171,7 @@ def run_all(
             _read_progress(state)
     with _asked_to_stop() as asked:
         try:
-            _loop(states, at_once, tasks, on_change, on_end, command, asked)
+            _loop(states, at_once, scoring, on_change, on_end, command, asked)
         finally:
             for state in states:
                 _kill(state)
@@ -178,7 +181,7 @@ def run_all(
 def _loop(
     states: Sequence[RunState],
     at_once: int,
-    tasks: Mapping[str, Any] | None,
+    scoring: Scoring,
     on_change: OnChange,
     on_end: OnEnd,
     command: Command,
@@ -189,7 +192,7 @@ def _loop(
         waiting = [state for state in states if state.state == "waiting"]
         if not asked.times:
             for state in waiting[: max(0, at_once - len(running))]:
-                _begin(state, command, tasks)
+                _begin(state, command, scoring)
                 running.append(state)
         if not running:
             on_change(states)
@@ -197,13 +200,13 @@ def _loop(
         if asked.times:
             _stop(running, at_once_killed=asked.times > 1 or asked.is_overdue)
         for state in running:
-            if _has_ended(state, tasks):
+            if _has_ended(state, scoring):
                 on_end(state)
         on_change(states)
         time.sleep(_LOOK_S)
 
 
-def _begin(state: RunState, command: Command, tasks: Mapping[str, Any] | None) -> None:
+def _begin(state: RunState, command: Command, scoring: Scoring) -> None:
     """Starts the process of what a run needs next."""
     run = state.run
     open_run(run.config, run.folder)
@@ -212,7 +215,7 @@ def _begin(state: RunState, command: Command, tasks: Mapping[str, Any] | None) -
     if state.phase == "train":
         (run.folder / "result.json").unlink(missing_ok=True)
     else:
-        (run.folder / SCORING).write_text(json.dumps(tasks), encoding="utf-8")
+        (run.folder / SCORING).write_text(json.dumps(scoring(run)), encoding="utf-8")
     environment = os.environ | {"OMP_NUM_THREADS": str(run.config.train.threads or 1)}
     with (run.folder / LOG).open("ab") as log:
         state.process = subprocess.Popen(
@@ -226,7 +229,7 @@ def _begin(state: RunState, command: Command, tasks: Mapping[str, Any] | None) -
     state.state = "running"
 
 
-def _has_ended(state: RunState, tasks: Mapping[str, Any] | None) -> bool:
+def _has_ended(state: RunState, scoring: Scoring) -> bool:
     """Looks at a run's process; returns whether the run has ended."""
     _read_progress(state)
     assert state.process is not None
@@ -234,7 +237,7 @@ def _has_ended(state: RunState, tasks: Mapping[str, Any] | None) -> bool:
     if code is None:
         return False
     _kill(state)
-    phase = next_phase(state.run, tasks)
+    phase = next_phase(state.run, scoring)
     if phase is None:
         state.state, state.step = "finished", state.run.config.train.steps
     elif phase != state.phase:  # trained, and now to be scored

@@ -8,9 +8,10 @@ import io
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from .cost import Costs
 from .environment import in_words
 from .file import ComparisonFile
 from .plan import Arm
@@ -133,6 +134,77 @@ def claim_table(results: Results) -> Table | None:
     )
     head = ("claim", "holds if", "by seed", "source", "verdict")
     return Table("claims", head, rows, left=(0, 1, 2, 3, 4))
+
+
+def cost_table(costs: Costs) -> Table:
+    """Returns time and memory of a step, and relative to the baseline's."""
+    entries = costs.file.arms
+    baseline = entries[costs.file.baseline].label or costs.file.baseline
+    published = any(entry.published.time or entry.published.memory for entry in entries.values())
+    head = ["arm", "ms/step", f"÷ {baseline}", "min … max"]
+    head += ["published"] * published + ["MiB", f"÷ {baseline}"] + ["published"] * published
+    rows = []
+    for cost in costs.arms:
+        reported = entries[cost.arm.name].published
+        row = [cost.arm.label, f"{cost.step_s.mean * 1e3:.0f}", f"{cost.time_ratio.mean:.2f}"]
+        row.append(_range(cost.time_ratio, "{:.2f}"))
+        row += [_number(reported.time)] * published
+        row.append("" if cost.peak_bytes is None else f"{cost.peak_bytes / 2**20:.0f}")
+        row.append(_number(cost.memory_ratio))
+        row += [_number(reported.memory)] * published
+        rows.append(tuple(row))
+    return Table(f"{costs.file.name}: what a step costs", tuple(head), tuple(rows))
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f}"
+
+
+def how_measured(costs: Costs) -> str:
+    """Returns how often, how long, and whether the machine was quiet."""
+    config = costs.arms[0].arm.config
+    words = (
+        f"{costs.rounds} rounds, the arms in turn, each in a process of its own: the median of "
+        f"{costs.steps} steps of {config.train.global_batch} × {config.data.seq_len} tokens in "
+        f"micro-batches of {config.train.micro_batch} sequences, {config.train.precision}, "
+        f"{config.train.threads} thread(s); ratios are paired by round. Memory is the peak of "
+        "weights, gradients, optimizer and activations."
+    )
+    if not costs.was_quiet:
+        words += (
+            f" THE MACHINE WAS NOT QUIET: other processes took up to {costs.busy_cores:.1f} cores."
+        )
+    return words
+
+
+def write_costs(costs: Costs, arms: Sequence[Arm], folder: Path) -> list[Path]:
+    """Writes NAME_cost.md and NAME_cost.json."""
+    folder.mkdir(parents=True, exist_ok=True)
+    name = f"{costs.file.name}_cost"
+    sizes = size_table(costs.file, arms)
+    parts = [f"# {costs.file.name}: cost", markdown(cost_table(costs)), how_measured(costs)]
+    parts += [f"## {sizes.title}", markdown(sizes), in_words(costs.environment)]
+    values = {
+        "environment": costs.environment,
+        "rounds": costs.rounds,
+        "steps": costs.steps,
+        "busy_cores": costs.busy_cores,
+        "arms": [
+            {
+                "arm": cost.arm.name,
+                "step_s": asdict(cost.step_s),
+                "time_ratio": asdict(cost.time_ratio),
+                "peak_bytes": cost.peak_bytes,
+                "memory_ratio": cost.memory_ratio,
+                "published": costs.file.arms[cost.arm.name].published.model_dump(),
+            }
+            for cost in costs.arms
+        ],
+    }
+    return [
+        _write(folder / f"{name}.md", ("\n\n".join(parts) + "\n").encode()),
+        _write(folder / f"{name}.json", (json.dumps(values, indent=1) + "\n").encode()),
+    ]
 
 
 def result_tables(results: Results) -> list[Table]:

@@ -24,7 +24,6 @@ from benchmarks import (
     dispatch,
     gloo_table,
     head_loss,
-    memory,
     overhead,
     placement,
     recompute,
@@ -32,6 +31,7 @@ from benchmarks import (
 )
 from moebius.distributed.dispatch.table import DISPATCHERS
 from moebius.distributed.process.process import start_process
+from moebius.evaluation.compare import peak_memory
 from moebius.train.config import resolve
 from moebius.train.recipes.smoke import RECIPES
 
@@ -69,7 +69,9 @@ def test_head_loss(monkeypatch: pytest.MonkeyPatch, figures: dict[str, Any]) -> 
     monkeypatch.setattr(head_loss, "SHAPES", {"cpu": ((32, 8, 64),)})
     monkeypatch.setattr(head_loss, "ROWS", {"cpu": (4, 16)})
     monkeypatch.setattr(head_loss, "keep_freed_memory", lambda: None)  # of the whole process
-    monkeypatch.setattr(memory.gc, "collect", lambda: 0)  # 0.4 s each among all that tests hold
+    monkeypatch.setattr(
+        peak_memory.gc, "collect", lambda: 0
+    )  # 0.4 s each among all that tests hold
     words(monkeypatch, "--rounds", "1", "--device", "cpu")
     head_loss.main()
     ways = figures["head_loss_cpu"]["ways"]

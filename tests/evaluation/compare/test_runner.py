@@ -71,7 +71,7 @@ def test_every_run_is_trained_once_and_scored_once(tmp_path: Path):
         states = run_all(
             runs,
             at_once=2,
-            tasks=tasks,
+            scoring=lambda run: tasks,
             command=stand_in("finishes"),
             on_end=lambda state: ended.append(state.run.name),
         )
@@ -79,7 +79,7 @@ def test_every_run_is_trained_once_and_scored_once(tmp_path: Path):
         assert {state.step for state in states} == {6}
     assert sorted(ended) == sorted(run.name for run in runs)
     assert all(starts(run) == ["train", "score"] for run in runs)
-    assert next_phase(runs[0], tasks | {"limit": 5}) == "score"  # another request
+    assert next_phase(runs[0], lambda run: tasks | {"limit": 5}) == "score"  # another request
     (runs[0].folder / "result.json").write_text(json.dumps({"state": "finished", "step": 5}))
     assert not is_trained(runs[0])
 
