@@ -26,7 +26,8 @@ beside it, of which most are the windows and the refs of the order that are kept
 of what a folder of thousands of such shards takes, in many small eras and in few of the usual size.
 `prepare` compares preparations by two processes, and on a Ray of two CPUs, with two processes that
 only read and encode the same text, in turns (data_prepare.py). `--peers` adds mosaicml-streaming and
-Ray Data, where they are installed (data_peers.py). Prints a table and writes results/data.json.
+Ray Data, where they are installed (data_peers.py). Prints a table and writes results/data.json; with
+`--only` the parts that are named, of which the file says when and from which commit they are.
 """
 
 import argparse
@@ -47,7 +48,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks import data_peers, data_prepare
-from benchmarks.report import save
+from benchmarks.report import save_parts
 from moebius.data_pipeline.config import DataConfig
 from moebius.data_pipeline.corpus import embedded_documents
 from moebius.data_pipeline.corruption import SkipList, open_fetcher
@@ -123,9 +124,11 @@ def main() -> None:
             era_tokens=ERA_TOKENS,
             seed=1,
         )
-        figures: dict[str, Any] = {"text": {"input": options.input or "embedded paragraphs"}}
+        figures: dict[str, Any] = {}
         rounds = options.prepare_rounds if "prepare" in options.only else 0
-        figures["prepare"] = prepared(config, folder, rounds=rounds)
+        made = prepared(config, folder, rounds=rounds)
+        if "prepare" in options.only:
+            figures["prepare"] = made
         if "read" in options.only:
             readings = read(
                 config, folder, options.rounds, steady=options.steady, peers=options.peers
@@ -147,7 +150,8 @@ def main() -> None:
         if "memory" in options.only:
             figures["memory"] = memory(config, folder)
     show(figures)
-    print(save("data", figures | {"goals": GOALS}))
+    text = {"input": options.input or "embedded paragraphs"}
+    print(save_parts("data", figures, {"text": text, "goals": GOALS}))
 
 
 def parse() -> argparse.Namespace:

@@ -201,7 +201,7 @@ class Cluster:
 
         workers_s, servants_s = self._taken()
         began = time.perf_counter()
-        with RayPool(capacity=4) as pool:
+        with RayPool() as pool:
             prepare(config, folder, pool=pool)
         timed.wall_s.append(time.perf_counter() - began)
         after = self._taken()

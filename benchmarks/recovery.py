@@ -24,7 +24,8 @@ Both count from the call of `submit` to the first step; `before` is what no phas
 `program`, which is not counted, the start of Python and the imports before the call.
 
 All are done in rounds, until --runs or --minutes are used up. A sample that fails is told and
-counted; the job is started anew after it. Medians are saved as benchmarks/results/recovery.json.
+counted; the job is started anew after it. Medians are saved as benchmarks/results/recovery.json;
+with --only those of the victims that are named, beside what the file says of the others.
 
 With --in-place only ranks are killed, and replaced in place where that can be (`job.in_place`);
 every third of a node is a new generation, for a node has two spares. With --vocabulary the model is
@@ -434,7 +435,7 @@ def main() -> None:
     else:
         name = "recovery" if not options.no_warm_start else "recovery_as_programs"
         name += "_in_place" if options.in_place else ""
-        print(report.save(name, {"load_average": os.getloadavg(), "kills": figures}))
+        print(report.save_parts(name, figures, {"load_average": os.getloadavg()}, under="kills"))
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ from .agent import Node
 from .generations import POLL_S
 from .job import SIMULATED, Launch
 from .nodes import Capacity, NodeHandle, NodesUnavailable
-from .prepare import IN_FLIGHT_PER_CPU
+from .prepare import tasks_for
 from .ray_session import NAMESPACE, nodes_of
 from .recovery.control_store import listens
 from .recovery.doors import Door
@@ -258,7 +258,7 @@ class RayNodeProvider:
                 "leave out train.start_when"
             )
         address = ray.get_runtime_context().gcs_address
-        return ["--address", address, "--capacity", str(IN_FLIGHT_PER_CPU * left)]
+        return ["--address", address, "--capacity", str(tasks_for(left))]
 
     def exclude(self, node: NodeHandle, why: str) -> None:
         """Reserves no bundle on a node any more; a supervisor that is started anew asks again."""

@@ -152,7 +152,7 @@ class OrderedSamples:
 
     def _check(self, start: int, count: int) -> None:
         """Checks that samples can be given, and many more at once where they are there."""
-        for many in (max(count, _ORDER_SAMPLES), count):
+        for many in _ever_fewer(count):
             try:
                 self.order.check(start, many)
             except EndOfSourceError:
@@ -166,12 +166,15 @@ class OrderedSamples:
         """Returns the rows of samples that were made ready, from a stretch that is ordered once."""
         first, refs = self._ordered
         if refs is None or not first <= start <= start + count <= first + len(refs):
-            try:
-                refs = self.order.refs_at(start, max(count, _ORDER_SAMPLES))
-            except EndOfSourceError:
-                refs = self.order.refs_at(start, count)
+            refs = self._ordered_at(start, count)
             self._ordered = first, refs = start, refs
         return refs[slice(start - first, start - first + count)]
+
+    def _ordered_at(self, start: int, count: int) -> RowRefs:
+        """Orders samples, and as many more at once as are there."""
+        there = self._checked_until - start
+        many = next((many for many in _ever_fewer(count) if many <= there), count)
+        return self.order.refs_at(start, many)
 
     def chunks_at(self, start: int, count: int) -> Iterator[tuple[str, int, int]]:
         """Yields the chunks of samples that were made ready, each by source, era and number."""
@@ -406,6 +409,15 @@ class OrderedSamples:
             "batch_tokens": manifest.batch_tokens,
             "eras": eras,
         }
+
+
+def _ever_fewer(count: int) -> Iterator[int]:
+    """Yields how many samples to try to order at once, so many at least."""
+    many = _ORDER_SAMPLES
+    while many > count:
+        yield many
+        many //= 2
+    yield count
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

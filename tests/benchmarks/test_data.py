@@ -2,6 +2,7 @@
 
 import json
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from small_corpus import sentences, write_jsonl
 
 from benchmarks import data as benchmark
 from benchmarks import data_prepare
+from benchmarks.report import save_parts
 from moebius.data_pipeline.config import DataConfig
 from moebius.data_pipeline.making.prepare import prepare
 
@@ -18,7 +20,7 @@ def test_every_way_of_reading_gives_figures(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     text = write_jsonl(tmp_path / "text.jsonl", sentences(0, 400))
-    monkeypatch.setattr(benchmark, "save", lambda name, all: _save(tmp_path / f"{name}.json", all))
+    monkeypatch.setattr(benchmark, "save_parts", partial(save_parts, folder=tmp_path))
     monkeypatch.setattr(benchmark, "SEQ_LEN", 64)
     monkeypatch.setattr(benchmark, "BATCH", 8)
     monkeypatch.setattr(benchmark, "SPLIT_BYTES", text.stat().st_size // 2 + 1)
@@ -52,6 +54,7 @@ def test_every_way_of_reading_gives_figures(
     assert found["memory"]["fixed_bytes"] > 0
     assert [one["shards"] for one in found["memory"]["many_shards"]] == [400, 400]
     assert set(found["first_batch_s"]) == {"0", "1000000000"}
+    assert "prepare" not in found
 
 
 @pytest.mark.slow
@@ -72,8 +75,3 @@ def test_every_way_of_preparing_is_timed_in_each_round(tmp_path: Path) -> None:
     for folder in (tmp_path / "round-0").iterdir():
         shard = folder / "text.train-00000.tok.arrow"
         assert shard.read_bytes() == (tmp_path / "shards" / shard.name).read_bytes()
-
-
-def _save(path: Path, figures: dict) -> Path:
-    path.write_text(json.dumps(figures), encoding="utf-8")
-    return path

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from pairwise import slow_but
 
-from moebius.cluster.prepare import RayPool
+from moebius.cluster.prepare import RayPool, tasks_for
 from moebius.data_pipeline.config import DataConfig
 from moebius.data_pipeline.errors import InputError
 from moebius.data_pipeline.making.config import LanguageConfig
@@ -45,8 +45,9 @@ def test_the_capacity_follows_the_cluster():
     import ray
 
     with RayPool() as pool, RayPool(capacity=3) as limited:
-        assert pool.capacity == 2 * ray.cluster_resources()["CPU"]
+        assert pool.capacity == tasks_for(int(ray.cluster_resources()["CPU"]))
         assert limited.capacity == 3
+    assert [tasks_for(cpus) for cpus in (0, 1, 2, 15, 16, 1000)] == [1, 1, 2, 15, 17, 1062]
 
 
 def test_a_worker_that_is_killed_is_told_from_a_task_that_fails(tmp_path):
