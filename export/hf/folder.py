@@ -11,6 +11,10 @@ both in evaluation go out this way.
 import json
 from pathlib import Path
 
+import numpy as np
+
+from ...data_pipeline.errors import DataError, ShardError
+from ...data_pipeline.reader import SplitReader
 from ...data_pipeline.tokenizers.interface import Tokenizer
 from ...distributed.checkpoint.files import StoredCheckpoint, open_checkpoint
 from ...distributed.checkpoint.reshard import StartProgress
@@ -28,6 +32,7 @@ from ..safetensors import (
 from .card import card_files
 from .tokenizer import tokenizer_files
 
+_SAMPLE_ROWS = 64
 CODE = (
     "configuration_moebius.py",
     "experts_moebius.py",
@@ -61,7 +66,9 @@ def export_to_hf(
     # what may be refused, before an hour of verifying
     check_promises(config.model)
     tokenizer, words = tokenizer_of(config) if with_tokenizer else (None, "no tokenizer, as asked")
-    files = {} if tokenizer is None else tokenizer_files(tokenizer, config.data.seq_len)
+    files: dict[str, str] = {}
+    if tokenizer is not None:
+        files = tokenizer_files(tokenizer, config.data.seq_len, _sample_texts(config, tokenizer))
 
     def describe(stored: StoredCheckpoint, config: Config, dtype: Precision) -> Description:
         own = _files(stored, config, dtype, tokenizer)
@@ -75,6 +82,17 @@ def export_to_hf(
         max_file_bytes=max_file_bytes,
         start_progress=start_progress,
     )
+
+
+def _sample_texts(config: Config, tokenizer: Tokenizer) -> list[str]:
+    """Returns texts of the run's validation split, where it is at hand."""
+    data = config.data
+    try:
+        with SplitReader(data.directory, "validation", seq_len=data.seq_len) as reader:
+            rows = reader.read(np.arange(min(_SAMPLE_ROWS, reader.num_rows))).tokens
+    except (ShardError, DataError, OSError):
+        return []
+    return [tokenizer.decode(row) for row in rows]
 
 
 def check_promises(model: ModelConfig) -> None:

@@ -2,42 +2,49 @@
 
 A tokenizer.json of the `tokenizers` library stands as it is, but for what would add ids of its own
 (a template that begins every text with some token: the model was not trained with it). Bytes become
-a tokenizer.json of 256 one-byte words. A SentencePiece model has no file that gives the same ids by
-construction, and is refused.
+a tokenizer.json of 256 one-byte words. A SentencePiece model is converted, and the ids are compared
+(sentencepiece_json.py).
 
 `split_special_tokens` is set, as in training: text that spells the end of a document is text.
 """
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import tokenizers
 
 from ...data_pipeline.tokenizers.interface import CONFIG_FILE, TOKENIZER_FILE, Tokenizer
 from ...data_pipeline.tokenizers.raw_bytes import BytesTokenizer
-from ...train.config import ConfigError
+from ...data_pipeline.tokenizers.sentencepiece import SentencePieceTokenizer
+from .sentencepiece_json import convert
 
 
-def tokenizer_files(tokenizer: Tokenizer, max_length: int) -> dict[str, str]:
+def tokenizer_files(
+    tokenizer: Tokenizer, max_length: int, texts: Sequence[str] = ()
+) -> dict[str, str]:
     """Returns tokenizer.json and tokenizer_config.json.
 
+    Args:
+        tokenizer: of the run.
+        max_length: tokens of the longest input.
+        texts: of the run's data; a SentencePiece model must give them the same ids when converted.
+
     Raises:
-        ConfigError: it is a SentencePiece model.
+        ConfigError: it is a SentencePiece model that would give other ids.
     """
-    if isinstance(tokenizer, BytesTokenizer):
+    end = tokenizer.end_of_document
+    if isinstance(tokenizer, SentencePieceTokenizer):
+        converted = convert(tokenizer, texts)
+        text, end = converted.library.to_str(), converted.end_of_document
+    elif isinstance(tokenizer, BytesTokenizer):
         text = _bytes_json(tokenizer)
-    elif TOKENIZER_FILE in tokenizer.files:
-        text = _without_template(tokenizer.files[TOKENIZER_FILE].decode())
     else:
-        raise ConfigError(
-            "the run's tokenizer is a SentencePiece model, for which transformers has no file with "
-            "the same ids: export without it (--no-tokenizer), and encode with the sentencepiece "
-            "library and the model of the prepared folder"
-        )
+        text = _without_template(tokenizer.files[TOKENIZER_FILE].decode())
     described = {
         "tokenizer_class": "PreTrainedTokenizerFast",
-        "eos_token": tokenizer.end_of_document,
-        "pad_token": tokenizer.end_of_document,
+        "eos_token": end,
+        "pad_token": end,
         "padding_side": "left",
         "model_input_names": ["input_ids", "attention_mask"],
         "model_max_length": max_length,

@@ -9,8 +9,6 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import tokenizers
@@ -31,7 +29,6 @@ from moebius.data_pipeline.tokenizers.raw_bytes import BytesTokenizer
 from moebius.evaluation.generate import generate
 from moebius.evaluation.zero_shot import Estimate, TaskResult, ZeroShotReport
 from moebius.export.hf import card
-from moebius.export.hf import folder as folder_module
 from moebius.export.hf.folder import CODE, check_promises, export_to_hf
 from moebius.export.hf.tokenizer import byte_words, tokenizer_files
 from moebius.export.safetensors import load_export
@@ -351,15 +348,6 @@ def test_bytes_have_a_tokenizer_of_their_own() -> None:
         assert library.encode(text).ids == ids.tolist()
     assert len(set(byte_words())) == 256
     assert library.token_to_id("<|end_of_document|>") == 256
-
-
-def test_sentencepiece_is_refused_in_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fake: Any = SimpleNamespace(files={"tokenizer.model": b""}, vocab_size=VOCABULARY)
-    monkeypatch.setattr(folder_module, "tokenizer_of", lambda config: (fake, "one"))
-    run = make_run(tmp_path / "run", model_of("dense"))
-    with pytest.raises(ConfigError, match=r"is a SentencePiece model.*--no-tokenizer"):
-        export_to_hf(checkpoint_of(run), tmp_path / "out")
-    assert not (tmp_path / "out").exists()
 
 
 def test_a_tokenizer_that_begins_texts_with_a_token_does_so_no_more(text_data: Path) -> None:
