@@ -53,9 +53,9 @@ FORWARDED = (
     "GLOO_",
     "TORCH_",
     "OMP_",
-    "WANDB_",  # keys too: they go to the nodes in memory, and into no file of ours
-    "MLFLOW_",
 )  # settings of the submitter's shell that ranks get
+# and those of the services that the run's metrics go to, keys too, in memory and in no file of ours
+_OF_SINKS = {"wandb": "WANDB_", "mlflow": "MLFLOW_"}
 RELEASE_TIMEOUT_S = 30.0
 
 
@@ -189,7 +189,7 @@ def make_launch(
         ranks_per_node=job.ranks_per_node,
         name=job.name,
         command=tuple(command),
-        environment={key: value for key, value in os.environ.items() if key.startswith(FORWARDED)},
+        environment=_forwarded(config),
         gpus_per_node=gpus,
         start_timeout_s=job.start_timeout_s,
         rehearse_failure_at_step=job.rehearse_failure_at_step,
@@ -203,6 +203,13 @@ def make_launch(
         layouts=layouts_for(config, range(job.min_nodes or job.num_nodes, job.num_nodes + 1)),
         **patience(config),
     )
+
+
+def _forwarded(config: Config) -> dict[str, str]:
+    """Returns what ranks get of this shell's environment."""
+    sinks = (prefix for sink, prefix in _OF_SINKS.items() if sink in config.train.metrics.sinks)
+    prefixes = (*FORWARDED, *sinks)
+    return {key: value for key, value in os.environ.items() if key.startswith(prefixes)}
 
 
 def patience(config: Config) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from moebius.cluster.submit import make_launch, submit
 from moebius.data_pipeline.config import DataConfig
 from moebius.data_pipeline.manifest import manifest_name
 from moebius.train.config import Config, build
+from moebius.train.sinks.config import MetricsConfig
 
 
 def config_of(tmp_path: Path, **job) -> Config:
@@ -218,6 +219,19 @@ def test_launch_says_what_the_configuration_says(tmp_path, monkeypatch):
     assert launch.rehearse_failure_at_step == 9
     assert launch.environment["NCCL_DEBUG"] == "INFO"
     assert "AWS_SECRET_ACCESS_KEY" not in launch.environment
+
+
+def test_keys_of_services_reach_only_runs_whose_metrics_go_there(tmp_path, monkeypatch):
+    for name in ("WANDB_API_KEY", "MLFLOW_TRACKING_TOKEN"):
+        monkeypatch.setenv(name, "opensesame")
+    config = config_of(tmp_path, num_nodes=1, ranks_per_node=1)
+    assert "opensesame" not in make_launch(config, tmp_path, address=None).environment.values()
+    metrics = MetricsConfig(sinks=("wandb",))
+    train = config.train.model_copy(update={"metrics": metrics})
+    launch = make_launch(config.model_copy(update={"train": train}), tmp_path, address=None)
+    assert launch.environment["WANDB_API_KEY"] == "opensesame"
+    assert "MLFLOW_TRACKING_TOKEN" not in launch.environment
+    assert "opensesame" not in repr(launch)  # which may stand in an error
 
 
 @pytest.mark.parametrize(

@@ -24,23 +24,22 @@ def test_it_is_the_likeliest_token_each_time(data: Path) -> None:
     config = Config(
         model=TINY,
         data=data_of_words(data, seq_len=24),
-        train=TrainConfig(metrics=MetricsConfig(sample_tokens=6)),
+        train=TrainConfig(metrics=MetricsConfig(sample_tokens=3)),
     )
     torch.manual_seed(0)
     model = Transformer(config.model)
     samples = write_samples(model, config, ON_RANK_0)
     assert model.training
     assert len({sample.prompt for sample in samples}) == 4
-    assert samples == write_samples(model, config, ON_RANK_0)
     model.eval()
     tokenizer = prepared_tokenizer(data)
     for sample in samples:
         (prompt,) = tokenizer.encode_batch([sample.prompt])
-        assert len(prompt) <= 18
-        if len(prompt) < 18:
+        assert len(prompt) <= 21
+        if len(prompt) < 21:
             continue  # an end of a document is in it, which no text says
         written = generate(
-            model, torch.from_numpy(prompt.astype("int64")), num_tokens=6, temperature=0
+            model, torch.from_numpy(prompt.astype("int64")), num_tokens=3, temperature=0
         )
         assert sample.continuation == tokenizer.decode(list(written))
 

@@ -83,6 +83,19 @@ def test_a_rank_that_takes_the_place_of_rank_0_goes_on_without_a_sink_that_it_la
     assert json.loads((tmp_path / "metrics.jsonl").read_text())["loss"] == 1.0
 
 
+def test_a_folder_that_cannot_be_written_costs_the_curves_alone(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "tensorboard").write_text("in the way")
+    config = resolve("smoke", [], RECIPES)
+    with open_metrics(config, tmp_path, active=True, first_step=1) as log:
+        log.write("train", 1, loss=1.0)
+        log.write("end", 1, state="finished")
+    assert "tensorboard cannot be written" in caplog.text
+    assert "lacks 2 lines in all" in caplog.text
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
+
+
 def train_without_wandb(config: Config, run_dir: Path) -> str:
     """Only rank 0 lacks it, and only rank 0 would use it."""
     sys.modules["wandb"] = None  # pyright: ignore[reportArgumentType]
