@@ -284,7 +284,9 @@ def _scores(run_dir: Path | None, step: int) -> str:
     rows = [] if run_dir is None else list(read_scores(run_dir, step))
     if not rows:
         return "## Evaluation\n\nNot evaluated.\n"
-    return "## Evaluation\n\n" + _table(("score", "value", "standard error", "items"), rows)
+    table = _table(("score", "value", "standard error", "items"), rows)
+    notes = [] if run_dir is None else list(read_score_notes(run_dir, step))
+    return "## Evaluation\n\n" + table + "".join(f"\n{note}\n" for note in notes)
 
 
 def read_scores(run_dir: Path, step: int) -> Iterable[tuple[str, str, str, str]]:
@@ -293,13 +295,58 @@ def read_scores(run_dir: Path, step: int) -> Iterable[tuple[str, str, str, str]]
     They are what `moebius eval --tasks … --json` prints; of other files those parts are read that
     look alike. A file that names another step is of another checkpoint.
     """
+    for content in _score_files(run_dir, step):
+        yield from _estimates(content, ())
+
+
+def _score_files(run_dir: Path, step: int) -> Iterable[dict[str, Any]]:
     for file in sorted(run_dir.glob("eval*.json")):
         try:
             content = json.loads(file.read_text(encoding="utf-8"))
         except (OSError, ValueError):
             continue
         if isinstance(content, dict) and content.get("step", step) == step:
-            yield from _estimates(content, ())
+            yield content
+
+
+def read_score_notes(run_dir: Path, step: int) -> Iterable[str]:
+    """Yields what zero-shot scores must not be read without: stand-ins, parts of sets, long items."""
+    for content in _score_files(run_dir, step):
+        tasks = content.get("tasks")
+        said = _about_all(content)
+        for name, task in tasks.items() if isinstance(tasks, dict) else ():
+            if isinstance(task, dict):
+                said += _long_items(name, task)
+        if said and isinstance(tasks, dict):
+            yield f"Of {', '.join(tasks)}: {'; '.join(said)}."
+
+
+def _about_all(content: Mapping[str, Any]) -> list[str]:
+    said = []
+    if _has(content, "context"):
+        said.append(f"inputs have up to {content['context']:,} tokens")
+    if content.get("is_subset") is True:
+        said.append("the items are parts of the published sets")
+    if _has(content, "draws"):
+        said.append(f"means are over {content['draws']:,} draws of the other sequences of a group")
+    others = content.get("paper_mean_with")
+    for name, other in others.items() if isinstance(others, dict) else ():
+        said.append(
+            f"`paper_mean` has {other} in the place of {name}, and compares with no published figure"
+        )
+    return said
+
+
+def _has(values: Mapping[str, Any], key: str) -> bool:
+    """Returns whether there is a number above 0."""
+    return isinstance(values.get(key), int) and values[key] > 0
+
+
+def _long_items(name: str, task: Mapping[str, Any]) -> Iterable[str]:
+    if _has(task, "skipped"):
+        yield f"{name} is without {task['skipped']:,} items that are too long"
+    if _has(task, "truncated"):
+        yield f"{name} has {task['truncated']:,} items of which only the end is scored"
 
 
 def _estimates(

@@ -274,7 +274,13 @@ def test_a_folder_that_was_prepared_for_another_vocabulary(
     assert re.search(r"has 2\d\d ids, the run was trained with 257", said), said
 
 
-def test_a_mixture_is_drawn_several_times(mixture_folder: Path, data: Path, tmp_path: Path) -> None:
+def test_a_mixture_is_drawn_several_times(
+    mixture_folder: Path,
+    data: Path,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     router = {"kind": "mixture_of_tokens", "sequences_per_group": 2}
     model = TINY.changed({"feed_forward.router": router, "norm": "pre", "attention.kind": "dense"})
     run_dir = train_bytes(mixture_folder, tmp_path / "run", model)
@@ -290,3 +296,8 @@ def test_a_mixture_is_drawn_several_times(mixture_folder: Path, data: Path, tmp_
     assert first.tasks == again.tasks != other.tasks
     assert plain_report(first)["draws"] == 3
     assert render_report(first)
+    monkeypatch.setenv("COLUMNS", "200")
+    code, said = run(capfd, "eval", run_dir, "--tasks", "lambada", "--data", data, "--draws", 2)
+    assert code == 0
+    assert re.search(r"perplexity [\d.,]+ ± \S+ \(draws ± \S+\)", said), said
+    assert "2 draws from seed 0" in said

@@ -29,6 +29,7 @@ from moebius.data_pipeline.tokenizers.raw_bytes import BytesTokenizer
 from moebius.evaluation.generate import generate
 from moebius.evaluation.zero_shot import Estimate, TaskResult, ZeroShotReport
 from moebius.export.hf import card
+from moebius.export.hf.card import read_score_notes
 from moebius.export.hf.folder import CODE, check_promises, export_to_hf
 from moebius.export.hf.tokenizer import byte_words, tokenizer_files
 from moebius.export.safetensors import load_export
@@ -265,6 +266,21 @@ def test_a_refusal_says_why(name: str, words: str) -> None:
     assert re.search(words, refusal(name))
 
 
+def test_what_scores_must_not_be_read_without(tmp_path: Path) -> None:
+    names = ("lambada", "blimp", "cbt_style", "hellaswag", "piqa", "arc_easy")
+    estimate = Estimate(value=0.5, stderr=0.1, spread=0.01, count=9)
+    tasks = tuple(TaskResult(n, "", 9, 9, 0, 0, 0, 0, {"paper": estimate}) for n in names)
+    report = ZeroShotReport("run", STEP, "data", 64, "fail", 3, 0, 1, 1.0, tasks)
+    (tmp_path / "eval.json").write_text(json.dumps(plain_report(report)))
+    [note] = read_score_notes(tmp_path, STEP)
+    assert note == (
+        f"Of {', '.join(names)}: inputs have up to 64 tokens; means are over 3 draws of the other "
+        "sequences of a group; `paper_mean` has cbt_style in the place of cbt, and compares with no "
+        "published figure."
+    )
+    assert not list(read_score_notes(tmp_path, STEP + 1))
+
+
 @pytest.fixture(scope="module")
 def exported(text_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run's folder for Hugging Face, beside the run, which also has scores."""
@@ -272,10 +288,11 @@ def exported(text_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     run = make_run(folder / "run", model_of("moeut"), data=str(text_data))
     estimate = Estimate(value=0.625, stderr=math.nan, spread=None, count=1_040)
     for step, name in ((STEP, "blimp"), (STEP - 1, "piqa")):
-        task = TaskResult(name, "a title", 40, 40, 0, 0, 0, 0, {"acc": estimate})
+        task = TaskResult(name, "a title", 40, 43, 99, 0, 3, 2, {"acc": estimate})
         report = ZeroShotReport(str(run), step, "data", 20, "fail", 0, 0, 1, 1.0, (task,))
         (run / f"eval_{name}.json").write_text(json.dumps(plain_report(report)))
     (run / "eval_broken.json").write_text("{")
+    (run / "eval_other.json").write_text('{"tasks": {"x": 1}, "own": {"value": 2, "stderr": 1}}')
     export_to_hf(checkpoint_of(run), folder / "out", max_file_bytes=40_000)
     return folder / "out"
 
@@ -311,6 +328,9 @@ def test_the_card_says_what_the_run_knows(exported: Path) -> None:
         f"| {STEP} | {6 - STEP / 4:.4f} | 4.5000 | 90.02 |",
         "![loss over training steps](loss.png)",
         "| blimp, acc | 0.6250 | – | 1,040 |",
+        "| own | 2.0000 | 1.0000 | – |",
+        "Of blimp: inputs have up to 20 tokens; the items are parts of the published sets; blimp is "
+        "without 3 items that are too long; blimp has 2 items of which only the end is scored.",
         "trust_remote_code=True",
     ):
         assert words in said, words
