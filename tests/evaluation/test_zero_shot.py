@@ -299,5 +299,5 @@ def test_a_mixture_is_drawn_several_times(
     monkeypatch.setenv("COLUMNS", "200")
     code, said = run(capfd, "eval", run_dir, "--tasks", "lambada", "--data", data, "--draws", 2)
     assert code == 0
-    assert re.search(r"perplexity [\d.,]+ ± \S+ \(draws ± \S+\)", said), said
+    assert re.search(r"perplexity \S+ ± \S+ \(draws ± \S+\)", said), said
     assert "2 draws from seed 0" in said
