@@ -1,6 +1,6 @@
-"""How runs on a task do on its test sets: a table over seeds, and a picture of exact match by step.
+"""How runs on a task do on its test sets: a table over seeds, and a picture of a figure by step.
 
-    python -m benchmarks.task_scores runs/compare/p_hop/*/seed-* [--out FOLDER]
+    python -m benchmarks.task_scores runs/compare/p_hop/*/seed-* [--figure accuracy] [--out FOLDER]
 
 Reads the lines `task` of each run folder's metrics.jsonl; runs of one recipe with different seeds are
 an arm. A run that has not finished counts with what it has, and the table says how many steps that
@@ -159,6 +159,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Test sets of runs over seeds.")
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run folders")
     parser.add_argument("--out", type=Path, default=Path(), help="default: the working folder")
+    parser.add_argument(
+        "--figure",
+        choices=["exact_match", "accuracy"],
+        default="exact_match",
+        help="of the picture; default: %(default)s",
+    )
     options = parser.parse_args()
     runs = [run for run in map(read_run, options.runs) if run is not None]
     if not runs:
@@ -166,7 +172,7 @@ def main() -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     found = table(runs)
     (options.out / "task_scores.md").write_text(found, encoding="utf-8")
-    (options.out / "task_scores.png").write_bytes(draw(runs))
+    (options.out / "task_scores.png").write_bytes(draw(runs, figure=options.figure))
     print(found)
 
 

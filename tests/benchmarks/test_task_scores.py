@@ -41,7 +41,9 @@ def test_the_table_has_the_last_scores_over_seeds(tmp_path: Path) -> None:
 
 
 def test_the_picture_is_a_png(tmp_path: Path) -> None:
-    assert draw(runs(tmp_path)).startswith(b"\x89PNG")
+    pictures = [draw(runs(tmp_path), figure=figure) for figure in ("exact_match", "accuracy")]
+    assert all(picture.startswith(b"\x89PNG") for picture in pictures)
+    assert pictures[0] != pictures[1]
 
 
 def test_runs_that_have_not_begun(tmp_path: Path) -> None:
