@@ -130,8 +130,9 @@ class JoinedChunks:
         mask = np.ones((len(rows), self._width), dtype=bool)
         if "counts" in self._columns:
             mask = self._join("counts", chosen).copy()
-        ends = np.arange(1, len(rows) + 1) * self._width
-        mask.reshape(-1)[_last(ends, self._pieces.padding[rows])] = False
+        if self._pieces.is_padded:
+            ends = np.arange(1, len(rows) + 1) * self._width
+            mask.reshape(-1)[_last(ends, self._pieces.padding[rows])] = False
         if self._repeats is not None:
             here = np.flatnonzero(self._repeats[chosen.pieces])
             mask.reshape(-1)[(np.cumsum(chosen.lengths) - chosen.lengths)[here]] = False
@@ -147,7 +148,7 @@ class JoinedChunks:
 
 @dataclass(frozen=True)
 class _Chosen:
-    """Names the pieces of the rows of a batch, padding of some length, perhaps 0, after each row."""
+    """Names the pieces of the rows of a batch. Padding, perhaps of no length, ends each row or none."""
 
     pieces: np.ndarray  # int64
     lengths: np.ndarray  # int64
@@ -164,15 +165,17 @@ class _Pieces:
     row_firsts: np.ndarray  # int64 [R]: the first piece of each row
     row_counts: np.ndarray  # int64 [R]: how many it has
     padding: np.ndarray  # int64 [R]: how much each row needs
+    is_padded: bool  # whether any row does
 
     def of_rows(self, rows: np.ndarray) -> _Chosen:
         """Returns the pieces of rows."""
-        counts = self.row_counts[rows] + 1
+        counts = self.row_counts[rows] + self.is_padded
         ends = np.cumsum(counts)
         numbers = np.arange(int(ends[-1])) - np.repeat(ends - counts, counts)
         pieces = np.repeat(self.row_firsts[rows], counts) + numbers
-        pieces[ends - 1] = self.padding[rows]
-        numbers[ends - 1] = PADDING
+        if self.is_padded:
+            pieces[ends - 1] = self.padding[rows]
+            numbers[ends - 1] = PADDING
         return _Chosen(pieces, self.lengths[pieces], numbers.astype(np.int32))
 
 
@@ -181,6 +184,7 @@ def _listed(of_chunks: list[ChunkPieces], width: int) -> _Pieces:
     row_firsts = width + np.cumsum(row_counts) - row_counts
     lengths = np.concatenate([np.arange(width), *(one.lengths for one in of_chunks)])
     num_pieces = [width, *(len(one.starts) for one in of_chunks)]
+    padding = width - np.add.reduceat(lengths, row_firsts)
     return _Pieces(
         lengths=lengths,
         starts=np.concatenate(
@@ -189,7 +193,8 @@ def _listed(of_chunks: list[ChunkPieces], width: int) -> _Pieces:
         chunks=np.repeat(np.arange(len(num_pieces)), num_pieces),
         row_firsts=row_firsts,
         row_counts=row_counts,
-        padding=width - np.add.reduceat(lengths, row_firsts),
+        padding=padding,
+        is_padded=bool(padding.any()),
     )
 
 
