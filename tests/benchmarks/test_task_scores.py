@@ -41,7 +41,8 @@ def test_the_table_has_the_last_scores_over_seeds(tmp_path: Path) -> None:
 
 
 def test_the_picture_is_a_png(tmp_path: Path) -> None:
-    pictures = [draw(runs(tmp_path), figure=figure) for figure in ("exact_match", "accuracy")]
+    found = runs(tmp_path)
+    pictures = [draw(found, figure=figure) for figure in ("exact_match", "accuracy")]
     assert all(picture.startswith(b"\x89PNG") for picture in pictures)
     assert pictures[0] != pictures[1]
 
