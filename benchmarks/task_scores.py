@@ -124,7 +124,8 @@ def draw(runs: Sequence[TaskRun], *, figure: str = "exact_match") -> bytes:
     panels[0].legend(fontsize=8.5, frameon=False, labelcolor=INK)
     seeds = sorted({run.seed for run in runs})
     named = figure.replace("_", " ")
-    return png(picture, f"{named}, % of test items; mean and range over seeds {seeds}")
+    of = "test items" if figure == "exact_match" else "the answers' tokens"
+    return png(picture, f"{named}, % of {of}; mean and range over seeds {seeds}")
 
 
 def _line(panel: Any, curves: Sequence[Curve], number: int, name: str) -> None:

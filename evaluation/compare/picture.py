@@ -53,6 +53,8 @@ def _style(results: Results, name: str) -> tuple[str, str, str]:
 
 def _curves(panel: Any, results: Results) -> None:
     """Draws mean and range of the validation loss, from the first tenth of the steps on."""
+    most = max(arm.arm.size.tokens for arm in results.arms)
+    unit, unit_name = (1e6, "millions") if most >= 2e6 else (1e3, "thousands")
     for arm in results.arms:
         if not arm.runs:
             continue
@@ -62,7 +64,7 @@ def _curves(panel: Any, results: Results) -> None:
         first = _FIRST_SHARE * steps[-1]
         shown = [place for place, step in enumerate(steps) if step >= first]
         losses = np.array([[loss for _, loss in run.curve] for run in arm.runs])[:, shown]
-        x = np.array([steps[place] for place in shown]) * tokens / 1e6
+        x = np.array([steps[place] for place in shown]) * tokens / unit
         panel.fill_between(x, losses.min(0), losses.max(0), color=colour, alpha=0.18, linewidth=0)
         panel.plot(
             *(x, losses.mean(0)),
@@ -75,7 +77,7 @@ def _curves(panel: Any, results: Results) -> None:
             label=arm.arm.label,
         )
     finish_lines(panel)
-    label(panel, x="tokens, millions", y="validation loss, nats per token")
+    label(panel, x=f"tokens, {unit_name}", y="validation loss, nats per token")
     title(panel, "Validation loss, mean and range over seeds")
     panel.legend(fontsize=8.5, frameon=False, labelcolor=INK)
 
