@@ -1,11 +1,18 @@
-"""`moebius compare` from logs to tables, and through the command line."""
+"""`moebius compare` from its file to its table: through the command line, killed and resumed."""
 
 import json
+import os
+import signal
+import subprocess
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 from compared import TINY, planned, write_comparison
+from jobs import wait_for
+from small_corpus import sentences, write_jsonl
+from tiny_job import MOEBIUS
 
 from moebius.cli.main import main
 from moebius.evaluation.compare import picture
@@ -66,7 +73,7 @@ def test_the_results_are_what_the_logs_say(tmp_path: Path, monkeypatch: pytest.M
     assert single.is_lower == "does not hold"
     assert results.claims[0].verdict == "holds"
     assert baseline.runs[0].curve == [(0, 6.0), (3, 4.5), (6, 3.0)]
-    monkeypatch.setattr(picture, "draw", lambda results: b"drawn")
+    monkeypatch.setattr(picture, "draw", lambda results: b"drawn")  # the slow test below does
     written = write_results(results, arms, tmp_path / "out")
     assert [path.name for path in written] == ["tiny.md", "tiny.json", "tiny.csv", "tiny.png"]
     text = written[0].read_text()
@@ -137,3 +144,57 @@ def test_bad_requests_are_refused_in_words(
     write_comparison(tmp_path)
     assert command(*words) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_killed_and_called_again_it_ends_as_if_nothing_had_happened(tmp_path: Path):
+    text = write_jsonl(tmp_path / "text.jsonl", sentences(0, 60))
+    longer = TINY.replace("steps = 6", "steps = 200").replace("every = 2", "every = 10")
+    file = write_comparison(tmp_path, longer)
+    words = [*MOEBIUS, "compare", str(file), f"data.input=['{text}']", "--seeds", "0", "--json"]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+
+    def begin(folder: str) -> "subprocess.Popen[str]":
+        return subprocess.Popen(
+            [*words, "--folder", str(tmp_path / folder)],
+            cwd=tmp_path,
+            env=environment,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+
+    def checkpoints(arm: str) -> list[Path]:
+        return list((tmp_path / "killed" / arm / "seed-0" / "checkpoints").glob("step_*"))
+
+    killed = begin("killed")
+    wait_for(lambda: checkpoints("moeut") or checkpoints("single"), timeout_s=300)
+    killed.send_signal(signal.SIGKILL)
+    killed.communicate()
+    folder = str(tmp_path / "killed")
+    wait_for(lambda: not _processes_with(folder), timeout_s=100)  # its runs end with it
+    results = {}
+    for name in ("killed", "whole"):
+        process = begin(name)
+        out, errors = process.communicate(timeout=600)
+        assert process.returncode == 0, errors
+        results[name] = json.loads(out)
+    losses = {name: [run["loss"] for run in found["runs"]] for name, found in results.items()}
+    assert losses["killed"] == losses["whole"]  # to the last bit
+    assert len(losses["whole"]) == 2
+    origins = (tmp_path / "killed").glob("*/seed-0/origin.json")
+    assert sum(len(json.loads(origin.read_text())["starts"]) for origin in origins) > 2
+    assert (tmp_path / "killed" / "tiny.png").read_bytes().startswith(b"\x89PNG")
+
+
+def _processes_with(word: str) -> list[str]:
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            line = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        except OSError:
+            continue
+        if "one_run" in line and word in line:
+            found.append(line)
+    return found
