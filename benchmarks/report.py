@@ -1,38 +1,23 @@
 """What every benchmark says beside its figures: hardware, versions, commit, command."""
 
 import json
-import os
-import platform
-import subprocess
 import sys
 from collections.abc import Mapping
-from contextlib import suppress
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from moebius.evaluation.compare import environment as place
+
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
+LIBRARIES = ("torch", "numpy", "pyarrow", "ray", "triton")
 _ABOUT = ("environment", "measured", "note")  # of a file with parts, beside these
 
 
 def environment() -> dict[str, Any]:
     """The machine and the software that a figure was measured on."""
-    facts: dict[str, Any] = {
-        "cpu": _cpu_name(),
-        "cores": len(os.sched_getaffinity(0)),
-        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
-        "python": platform.python_version(),
-        "versions": _versions("torch", "numpy", "pyarrow", "ray", "triton"),
-        "commit": _commit(),
-        "command": _command(),
-    }
-    import torch  # not of the processes of a pool, which import what a benchmark imports
-
-    if torch.cuda.is_available():
-        facts["gpu"] = torch.cuda.get_device_name(0)
-    return facts
+    return place.environment(*LIBRARIES) | {"command": _command()}
 
 
 def save(name: str, figures: dict[str, Any], *, folder: Path = RESULTS) -> Path:
@@ -81,15 +66,6 @@ def save_parts(
     return path
 
 
-def _versions(*names: str) -> dict[str, str | None]:
-    """None: not installed here."""
-    found: dict[str, str | None] = dict.fromkeys(names)
-    for name in names:
-        with suppress(PackageNotFoundError):
-            found[name] = version(name)
-    return found
-
-
 def _command() -> str:
     """How this program was started, without where it lies: `python -m benchmarks.data --rounds 7`."""
     spec = getattr(sys.modules["__main__"], "__spec__", None)
@@ -97,24 +73,3 @@ def _command() -> str:
     module = spec.name.removesuffix(".__main__") if spec else None
     program = ["-m", module] if module else [Path(sys.argv[0]).name]
     return " ".join(["python", *program, *sys.argv[1:]])
-
-
-def _cpu_name() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.processor()
-
-
-def _commit() -> str:
-    """Of the sources; "unknown" where they were copied without their history."""
-    if not (RESULTS.parents[1] / ".git").exists():
-        return "unknown"
-
-    def git(*words: str) -> str:
-        return subprocess.run(
-            ["git", *words], cwd=RESULTS.parent, capture_output=True, text=True, check=True
-        ).stdout
-
-    changed = git("status", "--porcelain", "--", ":/", ":(top,exclude)benchmarks/results")
-    return git("rev-parse", "--short", "HEAD").strip() + (" with local changes" if changed else "")

@@ -169,16 +169,20 @@ def values_and_gradients(
 
 
 def expected_and_grad(
-    operation: Callable[..., Tensor], x: Tensor, weights: Sequence[Tensor], routes: Routes
+    operation: Callable[..., Tensor],
+    x: Tensor,
+    weights: Sequence[Tensor],
+    routes: Routes,
+    grad: Tensor | None = None,
 ) -> tuple[list[Tensor], Tensor]:
     """The reference's output and gradients in float64, and the gradient of the output that they are
-    for.
+    for: of small whole numbers, if there is none.
     """
     exact = [value.double() for value in (x, *weights)]
-    d_out = weights[1 if len(weights) > 1 else 0].shape[2]
-    grad = torch.randint(
-        -3, 4, (routes.num_targets, d_out), generator=torch.Generator().manual_seed(5)
-    ).to(x.dtype)
+    if grad is None:
+        d_out = weights[1 if len(weights) > 1 else 0].shape[2]
+        generator = torch.Generator().manual_seed(5)
+        grad = torch.randint(-3, 4, (routes.num_targets, d_out), generator=generator).to(x.dtype)
     routes = routes.with_weights(routes.weight_N.double())
     return values_and_gradients(operation, exact[0], exact[1:], routes, grad, "reference"), grad
 
@@ -198,8 +202,18 @@ def check(
     backend: str,
     device: str = "cpu",
 ) -> None:
-    """Relative norms: of the output, and of the gradients of x, every weight and the gate weights."""
+    """Relative norms: of the output, and of the gradients of x, every weight and the gate weights.
+
+    Some are sums that can be near zero by cancellation, and no rounding would be small beside that: a
+    gate weight's gradient is a dot product of an expert's output and `grad`, a weight's is a sum over
+    routes. Their errors are measured by at least what such products of unrelated vectors have, and
+    such sums where every row of `grad` has a sign of chance.
+    """
     expected, grad = expected_and_grad(operation, x, weights, routes)
+    signs = torch.randint(0, 2, (len(grad), 1), generator=torch.Generator().manual_seed(6)) * 2 - 1
+    y, _, *of_weights, _ = expected_and_grad(operation, x, weights, routes, grad * signs)[0]
+    unrelated = y.norm() * grad.double().norm() / max(y.numel(), 1) ** 0.5
+    at_least = [0.0, 0.0, *(of_weight.norm().item() for of_weight in of_weights), unrelated.item()]
     own_gate = routes.weight_N.to(torch.promote_types(x.dtype, torch.float32))
     routes = on_device(routes.with_weights(own_gate), device)
     weights = [w.to(device) for w in weights]
@@ -207,7 +221,7 @@ def check(
         values_and_gradients(operation, x.to(device), weights, routes, grad.to(device), backend),
         expected,
         tolerance,
-        grad=grad,
+        at_least=at_least,
     )
 
 
@@ -242,22 +256,15 @@ def compare(
     expected: Sequence[Tensor],
     tolerance: float,
     *,
-    grad: Tensor | None = None,
+    at_least: Sequence[float],
 ) -> None:
-    """`ours` against `expected`, as `values_and_gradients` returns them.
-
-    The gradient of a gate weight is a dot product of an expert's output and `grad`: of few routes
-    it can be near zero by cancellation, and no rounding would be small beside that. Its error is
-    measured by at least what such products of unrelated vectors have.
+    """`ours` against `expected`, as `values_and_gradients` returns them; `at_least`: the smallest norms
+    that errors are measured by.
     """
-    unrelated = 0.0
-    if grad is not None:
-        y = expected[0].double()
-        unrelated = (y.norm() * grad.double().norm() / max(y.numel(), 1) ** 0.5).item()
     names = ("y", "x", *range(len(expected) - 3), "gate")
-    for name, mine, theirs in zip(names, ours, expected, strict=True):
+    for name, mine, theirs, least in zip(names, ours, expected, at_least, strict=True):
         assert mine.shape == theirs.shape, name
-        error = relative(mine, theirs, at_least=unrelated if name == "gate" else 0.0)
+        error = relative(mine, theirs, at_least=least)
         assert error < tolerance, (name, error)
 
 

@@ -14,8 +14,10 @@ _ROOT = Path(__file__).resolve().parents[2]
 _GIT_TIMEOUT_S = 10.0
 
 
-def environment() -> dict[str, Any]:
-    """Returns processor, cores, memory, GPU, versions and commit."""
+def environment(*libraries: str) -> dict[str, Any]:
+    """Returns processor, cores, memory, GPU, the versions of `libraries` (None: not installed) and the
+    commit.
+    """
     import psutil
     import torch
 
@@ -28,7 +30,7 @@ def environment() -> dict[str, Any]:
         "system": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
         "moebius": __version__,
-        "versions": _versions("torch", "numpy"),
+        "versions": _versions(*(libraries or ("torch", "numpy"))),
         "commit": commit(),
     }
     if torch.cuda.is_available():
@@ -61,7 +63,7 @@ def commit() -> str:
         return "unknown"
     try:
         head = _git("rev-parse", "--short", "HEAD").strip()
-        changed = _git("status", "--porcelain", "--untracked-files=no", "--", "*.py")
+        changed = _git("status", "--porcelain", "--", "*.py", "*.cpp", "*.toml")
     except (OSError, subprocess.SubprocessError):
         return "unknown"
     return head + (" with local changes" if changed else "")
@@ -80,6 +82,7 @@ def _git(*words: str) -> str:
 
 
 def _versions(*names: str) -> dict[str, str | None]:
+    """None: not installed here."""
     found: dict[str, str | None] = dict.fromkeys(names)
     for name in names:
         with suppress(PackageNotFoundError):

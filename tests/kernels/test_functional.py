@@ -162,6 +162,7 @@ def test_a_target_without_a_route_is_zero_and_a_source_without_one_has_no_gradie
     seed=st.integers(0, 1000),
 )
 @example(tokens=1, experts=1, top_k=1, d_in=7, d_hidden=54, seed=256)  # a gate by cancellation
+@example(tokens=129, experts=1, top_k=1, d_in=1, d_hidden=37, seed=61)  # a weight by cancellation
 def test_mlp_equals_the_reference_for_any_shape(
     tokens, experts, top_k, d_in, d_hidden, seed, backend, dtype
 ) -> None:
