@@ -382,10 +382,18 @@ def time_steps(process: Process, folder: Path, pairs: int) -> dict[str, Any]:
     }
 
 
-def build_run(ep: int, process: Process, folder: Path) -> tuple[Run, Batch]:
-    """A run without data, and one batch for all of its steps."""
-    config = resolve("smoke", [f"mesh.ep={ep}", "mesh.dp_replicate=none"], RECIPES)
-    run_dir = folder / f"ep{ep}"
+def build_run(
+    ep: int, process: Process, folder: Path, dispatcher: str = "auto"
+) -> tuple[Run, Batch]:
+    """A run without data, and one batch for all of its steps: one micro-batch per rank."""
+    changes = [
+        f"mesh.ep={ep}",
+        "mesh.dp_replicate=none",
+        f"mesh.dispatcher={dispatcher}",
+        f"train.global_batch={4 * process.world_size}",
+    ]
+    config = resolve("smoke", changes, RECIPES)
+    run_dir = folder / f"ep{ep}_{dispatcher}"
     run_dir.mkdir(exist_ok=True)
     accumulation = config.train.global_batch // (process.world_size * config.train.micro_batch)
     shape = (accumulation, config.train.micro_batch, config.data.seq_len + 1)

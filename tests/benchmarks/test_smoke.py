@@ -27,6 +27,7 @@ from benchmarks import (
     overhead,
     placement,
     recompute,
+    step_operations,
     tokenise,
 )
 from moebius.distributed.dispatch.table import DISPATCHERS
@@ -162,6 +163,22 @@ def test_dispatch() -> None:
     assert dispatch.print_report(points, None)
     by_name["dedup"]["rows_sent"] += 1
     assert not dispatch.print_report(points, None)
+
+
+def test_step_operations() -> None:
+    operations = step_operations.Operations()
+    x = torch.ones(3, requires_grad=True)
+    with operations:
+        total = (x.view(1, 3) * 2).exp().sum()
+        total.backward()
+        operations.count("read", "host read")
+    kinds = step_operations.summed(step_operations.as_rows(operations.counts), "kind")
+    assert kinds.pop("view") >= 2
+    assert kinds == {"arithmetic": 5, "fill": 1, "host read": 1}  # three forward, two backward
+    assert step_operations.launches(operations.counts) == 7
+    parts = map(step_operations.part_of, ("model/routers/sigmoid.py:choose", "train/loop.py:step"))
+    assert [*parts] == ["routers", "AdamW"]
+    assert step_operations.launched_at(sys._getframe()) == ("", False)  # no line of the library
 
 
 def test_placement(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
