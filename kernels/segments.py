@@ -15,12 +15,13 @@ No N × D tensor outlives the call: on CPUs such rows lie in a workspace that al
 (workspace.py), for the first touch of fresh memory costs ten times the copy. The weights' gradients
 are added where the caller says, so a weight that serves many depth steps has one buffer.
 
-Row counts are quantised (`_padded`): a chunk's tail runs on into the next expert's rows, which that
-expert then overwrites. Two reasons. oneDNN compiles a kernel for every new row count (about 0.6
-ms), and dropless routing makes new counts at every step, so bfloat16 is padded to multiples of 64,
-and so is float32 where it goes through oneDNN (onednn.py). MKL's float32 product gives another
-rounding to a thread's last 1 to 3 rows, so float32 is padded to multiples of 4: a row's result then
-never depends on its neighbours, which makes expert parallelism on CPUs bitwise equal to one rank.
+Row counts are quantised: a chunk's tail runs on into the next expert's rows, which that expert then
+overwrites; in sums over a chunk's rows both sides are zero there. Two reasons. oneDNN compiles a
+kernel for every new row count (about 0.6 ms), and dropless routing makes new counts at every step,
+so bfloat16 is padded to multiples of 64, and so is float32 where it goes through oneDNN
+(onednn.py). MKL's float32 product gives another rounding to a thread's last 1 to 3 rows, so float32
+is padded to multiples of 4: a row's result then never depends on its neighbours, which makes expert
+parallelism on CPUs bitwise equal to one rank.
 (A GPU's libraries choose their kernels by shape and promise nothing of the kind.)
 
 Legend: U source rows, N routes, E experts, D input width, F hidden width, W columns before the
@@ -100,10 +101,10 @@ def mlp_backward(
         d_z = pullback(d_gated.mul_(g))
         if grad_b_up is not None:
             grad_b_up[expert] += torch.sum(d_z[:count], 0)
-        gated = h * g
-        d_z[count:], gated[count:] = 0, 0  # the surplus rows belong to the next expert
+        gated, x = h * g, _gather("x", x_UD, source_rows[rows])
+        _clear_surplus(count, dy, gated, x, d_z)
         grad_down[expert].addmm_(gated.T, dy)
-        grad_up[expert].addmm_(_gather("x", x_UD, source_rows[rows]).T, d_z)
+        grad_up[expert].addmm_(x.T, d_z)
         torch.mm(d_z, w_up[expert].T, out=grad_rows[rows])
     grad_x = add_rows(grad_rows, routes.place_N, routes.source_N, x_UD.shape[0], routes.per_source)
     return grad_x, _grad_gate(grad_gate, routes), grad_b_up, grad_b_down
@@ -152,13 +153,12 @@ def linear_backward(
             grad_gate[rows] = (saved[rows] * dy).sum(-1)
             dy.mul_(g)
             torch.mm(dy, w[expert].T, out=grad_rows[rows])
-            dy[count:] = 0
         else:
             d_x = torch.mm(dy, w[expert].T, out=grad_rows[rows])
             grad_gate[rows] = (x * d_x).sum(-1)
             d_x.mul_(g)
             x.mul_(g)
-            x[count:] = 0
+        _clear_surplus(count, x, dy)
         grad_w[expert].addmm_(x.T, dy)
     grad_x = add_rows(grad_rows, routes.place_N, routes.source_N, x_UD.shape[0], routes.per_source)
     return grad_x, _grad_gate(grad_gate, routes)
@@ -182,6 +182,16 @@ def _quantum(like: Tensor) -> int:
         like.dtype == torch.float32 and float32_is_onednn()
     )
     return ROW_SLACK if narrow else 4
+
+
+def _clear_surplus(count: int, *rows: Tensor) -> None:
+    """Writes zeros into both sides of a sum over a chunk's rows, past its expert's own.
+
+    What stands there is the next expert's: one side of zeros would not do, for NaN · 0 is NaN.
+    """
+    for values in rows:
+        if len(values) > count:
+            values[count:] = 0
 
 
 def _padded_rows(values_N: Tensor) -> Tensor:

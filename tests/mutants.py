@@ -95,8 +95,13 @@ MUTANTS = (
     ),
     Mutant(
         "the next expert's rows are in a weight gradient", "kernels/segments.py",
-        "d_z[count:], gated[count:] = 0, 0", "gated[count:] = 0",
+        "_clear_surplus(count, dy, gated, x, d_z)", "_clear_surplus(count, gated)",
         ("tests/kernels/test_functional.py::test_mlp_equals_the_reference[random-relu-no bias-segments-float32]",),
+    ),
+    Mutant(
+        "the next expert's NaN is multiplied by zero, not cleared", "kernels/segments.py",
+        "_clear_surplus(count, dy, gated, x, d_z)", "_clear_surplus(count, gated, d_z)",
+        ("tests/kernels/test_not_finite.py",),
     ),
     Mutant(
         "a repeat's weight gradient replaces the one before", "kernels/segments.py",
