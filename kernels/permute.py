@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .operands import Sorting
+from .row_sums import add_by_index, can_add
 from .triton.available import reason_against
 
 
@@ -92,6 +93,8 @@ def add_rows(
         if place_N is None:
             place_N = torch.arange(num_rows * per_row, device=rows.device)
         return F.embedding_bag(place_N.view(-1, per_row), rows, mode="sum")
+    if index_N is not None and can_add(rows):
+        return add_by_index(rows, place_N, index_N, num_rows)
     if place_N is not None:
         rows = rows.index_select(0, place_N)
     if index_N is None:

@@ -1,0 +1,82 @@
+"""Rows added up by index on a CPU, in one pass of row_sums.cpp where there is a compiler.
+
+Routes that came from other ranks follow no rule (so many per row), and there are more of them than
+rows of one's own. A copy of all rows and `index_add_` took longer than sending them.
+"""
+
+import ctypes
+import functools
+import warnings
+from ctypes import c_int, c_int64, c_void_p
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from .cpp_library import CppLibrary
+
+_DTYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2}
+LIBRARY = CppLibrary(
+    name="moebius_row_sums",
+    source=Path(__file__).with_name("row_sums.cpp"),
+    flags=["-O3", "-std=c++17"],
+    functions=[
+        (
+            "moebius_add_rows",
+            c_int,
+            [
+                *(c_void_p, c_int64, c_int64, c_void_p),  # rows, their number and stride; places
+                *(c_void_p, c_int64, c_int64, c_int64),  # index, N, sums, width
+                *(c_int, c_void_p),  # dtype, out
+            ],
+        )
+    ],
+    takes="a second",
+    otherwise="torch adds rows up instead, in two passes",
+)
+
+
+def can_add(rows: Tensor) -> bool:
+    """Tells whether rows like these can be added up here: on a CPU, and no stand-ins of a tracer's."""
+    is_plain = type(rows) is Tensor and rows.device.type == "cpu" and rows.dtype in _DTYPES
+    return is_plain and _library() is not None
+
+
+def add_by_index(rows: Tensor, place_N: Tensor | None, index_N: Tensor, num_rows: int) -> Tensor:
+    """Returns out[index_N[n]] += rows[place_N[n]] in the order of n: (≥ N, D) to (num_rows, D).
+
+    Args:
+        rows: neighbouring along its last axis.
+        place_N: int32; None: row n.
+
+    Raises:
+        IndexError: an index is out of range.
+    """
+    library, index_N = _library(), index_N.to(torch.int64).contiguous()
+    assert library is not None, "ask `can_add` first"
+    place_N = None if place_N is None else place_N.to(torch.int32).contiguous()
+    rows = rows if rows.stride(1) == 1 or rows.shape[1] == 1 else rows.contiguous()
+    sums = rows.new_zeros(num_rows, rows.shape[1])
+    status = library.moebius_add_rows(
+        *(rows.data_ptr(), len(rows), rows.stride(0) * rows.element_size()),
+        *(None if place_N is None or not len(place_N) else place_N.data_ptr(),),
+        *(index_N.data_ptr(), len(index_N), num_rows, rows.shape[1]),
+        *(_DTYPES[rows.dtype], sums.data_ptr()),
+    )
+    if status:
+        raise IndexError(
+            f"a row is added to none of the {num_rows} sums, or is none of {len(rows)}"
+        )
+    return sums
+
+
+@functools.cache
+def _library() -> ctypes.CDLL | None:
+    """None: torch adds instead, in two passes and the same order."""
+    if LIBRARY.reason_against() is not None:
+        return None
+    try:
+        return LIBRARY.load()
+    except ValueError as error:  # a compiler that is there and does not work
+        warnings.warn(str(error), stacklevel=2)
+        return None

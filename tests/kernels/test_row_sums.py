@@ -1,0 +1,68 @@
+"""Rows added up by index in C++: the sums of `index_add_`, bit for bit."""
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses import FakeTensorMode
+
+from moebius.kernels import row_sums
+from moebius.kernels.permute import add_rows
+from moebius.kernels.row_sums import LIBRARY, add_by_index, can_add
+
+needs_a_compiler = pytest.mark.skipif(
+    LIBRARY.reason_against() is not None, reason=f"{LIBRARY.reason_against()}"
+)
+
+
+def by_torch(rows: Tensor, place_N: Tensor | None, index_N: Tensor, num_rows: int) -> Tensor:
+    taken = rows[: len(index_N)] if place_N is None else rows[place_N.long()]
+    return rows.new_zeros(num_rows, rows.shape[1]).index_add_(0, index_N, taken)
+
+
+@needs_a_compiler
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("width", [1, 7, 64])
+@pytest.mark.parametrize("index_dtype", [torch.int64, torch.int32])
+def test_it_adds_as_torch_does_bit_for_bit(
+    dtype: torch.dtype, width: int, index_dtype: torch.dtype
+) -> None:
+    generator = torch.Generator().manual_seed(3)
+    rows = torch.randn(50, width, generator=generator).to(dtype)
+    rows[7], rows[8, 0], rows[9, 0] = 0.0, torch.inf, torch.nan
+    place_N = torch.randint(0, 50, (200,), generator=generator).int()
+    index_N = torch.randint(0, 13, (200,), generator=generator).to(index_dtype)
+    for place, index in ((place_N, index_N), (None, index_N[:50]), (None, index_N[:0])):
+        ours = add_rows(rows, place, index, 13, 0)
+        theirs = by_torch(rows, place, index.long(), 13)
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True)
+    wide = torch.cat([rows + 1, rows], 1)[:, width:]  # rows that do not lie side by side
+    first, second = (add_by_index(each, place_N, index_N, 13) for each in (rows, wide))
+    torch.testing.assert_close(first, second, rtol=0, atol=0, equal_nan=True)
+
+
+@needs_a_compiler
+@pytest.mark.parametrize(("place", "index"), [(50, 0), (-1, 0), (0, 13), (0, -1)])
+def test_a_row_or_a_sum_that_does_not_exist_is_refused(place: int, index: int) -> None:
+    with pytest.raises(IndexError, match="added to none of the 13 sums, or is none of 50"):
+        add_by_index(torch.ones(50, 4), torch.tensor([place]), torch.tensor([index]), 13)
+
+
+def test_what_it_cannot_add_torch_adds(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not can_add(torch.ones(2, 2, dtype=torch.float16))
+    with FakeTensorMode():
+        assert not can_add(torch.ones(2, 2))
+    monkeypatch.setattr(row_sums, "_library", lambda: None)
+    rows, index_N = torch.randn(6, 3), torch.tensor([1, 1, 0, 3, 3, 3])
+    assert add_rows(rows, None, index_N, 4, 0).equal(by_torch(rows, None, index_N, 4))
+
+
+def test_a_compiler_that_does_not_work_is_said_and_torch_adds(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def load(_self: object) -> None:
+        raise ValueError("row_sums.cpp could not be compiled")
+
+    monkeypatch.setattr(row_sums.CppLibrary, "load", load)
+    monkeypatch.setattr(row_sums.CppLibrary, "reason_against", lambda _self: None)
+    with pytest.warns(UserWarning, match="row_sums.cpp could not be compiled"):
+        assert row_sums._library.__wrapped__() is None
